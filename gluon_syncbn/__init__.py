@@ -1,0 +1,30 @@
+"""Synchronised BatchNorm for MXNet Gluon: statistics of the whole batch, over all devices."""
+
+from ._version import __version__
+
+try:
+    import mxnet as _mxnet  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        f"gluon_syncbn needs Apache MXNet 1.9 ({error}): `pip install gluon_syncbn[cpu]`, "
+        "or `pip install gluon_syncbn[cu112]` for NVIDIA GPUs"
+    ) from error
+except AttributeError as error:  # mxnet 1.9.1 uses numpy.bool, which numpy 1.24 took away
+    raise ImportError(f"MXNet 1.9 cannot be imported ({error}): `pip install 'numpy<1.24'`") from error
+
+from .convert import convert, revert
+from .devices import cpu_devices, devices
+from .layer import SyncBatchNorm
+from .settings import configure
+from .steps import reset
+
+__all__ = [
+    "SyncBatchNorm",
+    "__version__",
+    "configure",
+    "convert",
+    "cpu_devices",
+    "devices",
+    "reset",
+    "revert",
+]

@@ -1,0 +1,191 @@
+"""The native core: the only place that knows ctypes.
+
+Plain values go in and out; what they mean is said in ``csrc/rendezvous.h`` and ``csrc/kernels.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any, Callable, Sequence, Tuple
+
+import numpy as np
+from mxnet.base import _LIB as _mxnet
+from mxnet.base import check_call
+from mxnet.ndarray import NDArray
+
+_PATH = Path(__file__).with_name("_core.so")
+
+# int64 layer, int64 contexts, int64 length, const double* rows, double* out, char* error, int64 error_size
+_Exchange = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_int64,
+    ctypes.c_int64,
+    ctypes.c_int64,
+    ctypes.POINTER(ctypes.c_double),
+    ctypes.POINTER(ctypes.c_double),
+    ctypes.POINTER(ctypes.c_char),
+    ctypes.c_int64,
+)
+
+
+def _load() -> ctypes.CDLL:
+    try:
+        core = ctypes.CDLL(str(_PATH))
+    except OSError as error:
+        raise ImportError(
+            f"gluon_syncbn's native core {_PATH} cannot be loaded ({error}); build it with "
+            "`pip install -e .` in the checkout (needs g++ with C++17 and OpenMP)"
+        ) from None
+    names = ctypes.POINTER(ctypes.c_char_p)
+    signatures: dict = {
+        "register": (ctypes.c_int, [ctypes.c_void_p] * 4),
+        "layer_create": (ctypes.c_int64, [ctypes.c_char_p]),
+        "layers": (ctypes.c_int64, []),
+        "layer_drop": (None, [ctypes.c_int64]),
+        "layer_token": (ctypes.c_char_p, [ctypes.c_int64]),
+        "layer_replicas": (None, [ctypes.c_int64, ctypes.c_int64, names, ctypes.c_int64]),
+        "layer_timeout": (None, [ctypes.c_int64, ctypes.c_double]),
+        "layer_exchange": (None, [ctypes.c_int64, ctypes.c_int]),
+        "timeout": (None, [ctypes.c_double]),
+        "exchange": (None, [_Exchange, ctypes.c_int]),
+        "devices": (None, [ctypes.c_int64, names]),
+        "fail": (None, [ctypes.c_char_p]),
+        "failure": (ctypes.c_char_p, []),
+        "reset": (None, []),
+        "main_thread_ended": (None, []),
+        "instruction_set": (ctypes.c_char_p, []),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(core, f"syncbn_{name}")
+        function.restype, function.argtypes = result, arguments
+    return core
+
+
+_core = _load()
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode(errors="backslashreplace")  # names of files may hold what UTF-8 cannot
+
+
+def _names(values: Sequence[str]) -> Tuple[int, Any]:
+    return len(values), (ctypes.c_char_p * len(values))(*[value.encode() for value in values])
+
+
+def register() -> None:
+    """Registers the operator ``gluon_syncbn`` with the MXNet library that Python has loaded."""
+    functions = ("MXCustomOpRegister", "MXNDArrayGetData", "MXNDArrayFree", "MXAutogradIsTraining")
+    check_call(_core.syncbn_register(*[ctypes.cast(getattr(_mxnet, f), ctypes.c_void_p) for f in functions]))
+
+
+def layer_create(name: str) -> int:
+    return _core.syncbn_layer_create(name.encode())
+
+
+def layers() -> int:
+    """How many layers there are."""
+    return _core.syncbn_layers()
+
+
+def layer_drop(layer: int) -> None:
+    _core.syncbn_layer_drop(layer)
+
+
+def layer_token(layer: int) -> str:
+    return _core.syncbn_layer_token(layer).decode()
+
+
+def layer_replicas(layer: int, contexts: Sequence[str], replicas: int) -> None:
+    _core.syncbn_layer_replicas(layer, *_names(contexts), replicas)
+
+
+def layer_timeout(layer: int, seconds: float) -> None:
+    _core.syncbn_layer_timeout(layer, seconds)
+
+
+def layer_exchange(layer: int, through_hook: int) -> None:
+    _core.syncbn_layer_exchange(layer, through_hook)
+
+
+def default_timeout(seconds: float) -> None:
+    _core.syncbn_timeout(seconds)
+
+
+def devices(contexts: Sequence[str]) -> None:
+    _core.syncbn_devices(*_names(contexts))
+
+
+def fail(reason: str) -> None:
+    _core.syncbn_fail(_bytes(reason))
+
+
+def failure() -> str:
+    return _core.syncbn_failure().decode()
+
+
+class _Context(ctypes.Structure):
+    _fields_ = [("device_type", ctypes.c_int), ("device_id", ctypes.c_int32)]
+
+
+_CPU = _Context(1, 0)
+_NO_SKIP = ctypes.c_int(7)  # FnProperty::kNoSkip: runs although what it waits for has failed
+
+
+def gate(arrays: Sequence[NDArray]) -> None:
+    """What is issued later and uses these arrays fails where the step has failed by then. Does not wait."""
+    handles = (ctypes.c_void_p * len(arrays))(*[array.handle.value for array in arrays])
+    check_call(
+        _mxnet.MXEnginePushSyncND(
+            ctypes.cast(_core.syncbn_gate, ctypes.c_void_p),
+            None,
+            None,
+            ctypes.byref(_CPU),
+            None,
+            0,
+            handles,
+            len(arrays),
+            ctypes.byref(_NO_SKIP),
+            0,
+            b"gluon_syncbn_gate",
+        )
+    )
+
+
+def reset() -> None:
+    _core.syncbn_reset()
+
+
+def main_thread_ended() -> None:
+    _core.syncbn_main_thread_ended()
+
+
+def instruction_set() -> str:
+    return _core.syncbn_instruction_set().decode()
+
+
+def path() -> Path:
+    return _PATH
+
+
+_hook = None  # the native side keeps a pointer to it
+
+
+def exchange(add: Callable[[int, np.ndarray], np.ndarray], by_default: bool) -> None:
+    """``add(layer, rows)`` returns the sum of ``rows`` (contexts x length, float64) over the contexts, and
+    over whatever else it reaches. An exception in it becomes the failure of the step."""
+
+    def call(layer: int, contexts: int, length: int, rows: Any, out: Any, error: Any, error_size: int) -> int:
+        try:
+            total = add(layer, np.ctypeslib.as_array(rows, (contexts, length)))
+            np.ctypeslib.as_array(out, (length,))[:] = total
+            return 0
+        except BaseException as problem:  # it must not pass through C++; its text goes to every replica
+            message = _bytes(f"{type(problem).__name__}: {problem}")[: error_size - 1]
+            message = message.decode(errors="ignore").encode()  # no half of a character
+            ctypes.memmove(error, message + b"\0", len(message) + 1)
+            return 1
+
+    global _hook
+    _hook = _Exchange(call)
+    _core.syncbn_exchange(_hook, int(by_default))

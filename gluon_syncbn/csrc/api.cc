@@ -1,0 +1,78 @@
+// The functions that `_native.py` calls: plain values in and out, no exception passes.
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "mxnet_api.h"
+#include "op.h"
+#include "rendezvous.h"
+#include "stall.h"
+
+#define SYNCBN_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+std::vector<std::string> strings(int64_t count, const char** values) {
+    return std::vector<std::string>(values, values + count);
+}
+
+// Text for Python; valid until this thread's next call.
+const char* text(std::string value) {
+    static thread_local std::string kept;
+    kept = std::move(value);
+    return kept.c_str();
+}
+
+}  // namespace
+
+SYNCBN_API int syncbn_register(void* custom_op_register, void* ndarray_get_data, void* ndarray_free,
+                               void* autograd_is_training) {
+    syncbn::MXNet mx;
+    static_assert(sizeof mx == 4 * sizeof(void*), "one pointer per function");
+    void* functions[] = {custom_op_register, ndarray_get_data, ndarray_free, autograd_is_training};
+    std::memcpy(&mx, functions, sizeof mx);
+    return syncbn::register_operator(mx);
+}
+
+SYNCBN_API int64_t syncbn_layer_create(const char* name) { return syncbn::create_layer(name)->id; }
+
+SYNCBN_API int64_t syncbn_layers() { return syncbn::count_layers(); }
+
+SYNCBN_API void syncbn_layer_drop(int64_t id) { syncbn::drop_layer(id); }
+
+SYNCBN_API const char* syncbn_layer_token(int64_t id) { return text(token_of(*syncbn::find_layer(id))); }
+
+SYNCBN_API void syncbn_layer_replicas(int64_t id, int64_t count, const char** contexts, int64_t replicas) {
+    syncbn::find_layer(id)->configure(strings(count, contexts), static_cast<size_t>(replicas));
+}
+
+SYNCBN_API void syncbn_layer_timeout(int64_t id, double seconds) { syncbn::find_layer(id)->set_timeout(seconds); }
+
+SYNCBN_API void syncbn_layer_exchange(int64_t id, int through_hook) {
+    syncbn::find_layer(id)->set_exchange(through_hook);
+}
+
+SYNCBN_API void syncbn_timeout(double seconds) { syncbn::set_default_timeout(seconds); }
+
+SYNCBN_API void syncbn_exchange(syncbn::Exchange hook, int by_default) {
+    syncbn::set_exchange_hook(hook, by_default != 0);
+}
+
+SYNCBN_API void syncbn_devices(int64_t count, const char** contexts) { syncbn::set_devices(strings(count, contexts)); }
+
+SYNCBN_API void syncbn_fail(const char* reason) { syncbn::fail(reason); }
+
+SYNCBN_API const char* syncbn_failure() { return text(syncbn::failure()); }
+
+SYNCBN_API void syncbn_reset() { syncbn::reset(); }
+
+SYNCBN_API void syncbn_main_thread_ended() { syncbn::main_thread_ended(); }
+
+SYNCBN_API const char* syncbn_instruction_set() { return syncbn::cpu::instruction_set(); }
+
+// An operation for MXNet's engine: fails as long as the step has failed.
+SYNCBN_API void syncbn_gate(void*, void*) {
+    const std::string reason = syncbn::failure();
+    if (!reason.empty()) throw dmlc::Error(reason);
+}

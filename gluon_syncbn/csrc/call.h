@@ -1,0 +1,94 @@
+// One call of a layer on one context: kernels and rendezvous put together.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "mxnet_api.h"
+#include "params.h"
+#include "rendezvous.h"
+
+namespace syncbn {
+
+// What the operator's attributes say; read once per call.
+struct Settings {
+    std::shared_ptr<Layer> layer;
+    size_t lanes = 1;
+    int64_t node = -1;  // which node of a graph this is, the same on all contexts; -1 for an eager call
+    int axis = 1;
+    double epsilon = 1e-5, momentum = 0.9;
+    bool fix_gamma = false;
+
+    // Where things are in MXNet's lists: [inputs][output][auxiliary states] of the forward,
+    // [dy][inputs][output][gradients of the inputs] of the backward.
+    int inputs() const { return lanes == 1 ? 3 : 5; }
+    int output() const { return inputs(); }
+    int running_mean() const { return lanes == 1 ? 4 : 3; }
+    int gradients() const { return 1 + inputs() + 1; }
+};
+
+enum Request { kNull = 0, kWrite = 1, kInplace = 2, kAdd = 3 };
+enum Input { kX = 0, kGamma = 1, kBeta = 2, kRunningMean = 3, kRunningVar = 4 };
+
+// Frees the arrays that MXNet hands to a callback, whatever happens in it.
+class Arrays {
+  public:
+    Arrays(int size, void** handles) : handles_(handles, handles + size) {}
+    ~Arrays() {
+        for (void* handle : handles_) mx.ndarray_free(handle);
+    }
+    Arrays(const Arrays&) = delete;
+    Arrays& operator=(const Arrays&) = delete;
+
+    template <typename T = void>
+    T* data(int i) const {
+        void* out = nullptr;
+        if (mx.ndarray_get_data(handles_[i], &out) != 0) throw Failure("MXNet gave no memory for an array");
+        return static_cast<T*>(out);
+    }
+
+  private:
+    std::vector<void*> handles_;
+};
+
+// With `static_shape`, MXNet keeps a call and executes it again at every step.
+class Call {
+  public:
+    std::array<void*, 3> callback_states;  // MXNet keeps a pointer to these
+
+    Call(Settings settings, std::string context, Type type, Shape shape)
+        : settings_(std::move(settings)), context_(std::move(context)), type_(type), shape_(shape) {}
+
+    // On the issuing thread, for a training call. `caller` is null on the main thread, whose calls take turns on the
+    // seats; any other thread is one replica.
+    void issue(const void* caller);
+    // `reqs` as MXNet gives them, one for each output. On failure the outputs are NaN: nothing plausible is left.
+    void forward(const Arrays& arrays, const int* reqs, bool training);
+    void backward(const Arrays& arrays, const int* reqs);
+
+  private:
+    Type parameter_type() const { return type_ == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
+
+    template <typename P>
+    void normalise(const Arrays& arrays, int req);
+    template <typename P>
+    void differentiate(const Arrays& arrays, const int* reqs);
+    template <typename P>
+    Vector scale(const P* gamma) const;  // [channels] gamma * invstd
+
+    const Settings settings_;
+    const std::string context_;
+    const Type type_;
+    const Shape shape_;
+    Place place_;
+    bool seated_ = false;
+    bool repeated_ = false;  // has been executed before
+    bool complete_ = false;  // the forward has left what the backward needs
+    bool frozen_ = false;    // normalised with the running statistics: no gradient through them
+    double count_ = 0;
+    Vector mean_, invstd_;  // [channels], kept for the backward
+};
+
+}  // namespace syncbn

@@ -1,0 +1,111 @@
+// Who is here, who is missing, and what the user may do about it.
+#include <algorithm>
+#include <cstdlib>
+#include <sstream>
+
+#include "rendezvous.h"
+
+namespace syncbn {
+namespace {
+
+std::string join_names(const std::vector<std::string>& names) {
+    std::string out;
+    for (const auto& name : names) out += (out.empty() ? "" : ", ") + name;
+    return out.empty() ? "nobody" : out;
+}
+
+constexpr double kSurely = 5, kPerhaps = 20;  // seconds
+
+// MXNet's default is 4; no net gets far with fewer than this.
+bool little_temporary_space() {
+    const char* copies = std::getenv("MXNET_CPU_TEMP_COPY");
+    return copies == nullptr || std::atoi(copies) < 64;
+}
+
+bool on_cpu(const std::string& context) { return context.compare(0, 3, "cpu") == 0; }
+
+}  // namespace
+
+std::string Layer::describe(const Meeting& meeting, int phase) const {
+    const auto& entries = meeting.phases.at(phase).entries;
+    std::vector<std::string> arrived, missing;
+    std::vector<size_t> here(meeting.contexts.size(), 0);
+    for (size_t seat = 0; seat < meeting.seats.size(); ++seat)
+        if (seat < entries.size() && entries[seat].arrived) ++here[meeting.seats[seat].context];
+    for (size_t c = 0; c < meeting.contexts.size(); ++c) {
+        for (size_t lane = 0; lane < here[c]; ++lane) arrived.push_back(meeting.contexts[c]);
+        for (size_t lane = here[c]; lane < meeting.lanes; ++lane) missing.push_back(meeting.contexts[c]);
+    }
+    std::ostringstream out;
+    out << "SyncBatchNorm '" << name << "', " << (phase == 0 ? "forward" : "backward") << " of call "
+        << meeting.number + 1 << ": " << arrived.size() << " of " << meeting.replicas() << " replicas arrived ("
+        << join_names(arrived) << "), missing " << join_names(missing);
+    return out.str();
+}
+
+std::string Layer::likely_cause(const Meeting& meeting, int phase, double* stuck_after) const {
+    *stuck_after = 0;
+    const bool all_cpu = std::all_of(meeting.contexts.begin(), meeting.contexts.end(), on_cpu);
+    const double perhaps = little_temporary_space() ? kSurely : kPerhaps;
+    const std::string temporary_space =
+        "CPU contexts share a small pool of temporary space, and MXNet's queue may not reach a replica because of it: "
+        "take the contexts from gluon_syncbn.cpu_devices(n) before the first operator runs (it sets "
+        "MXNET_CPU_TEMP_COPY), or raise its temp_copies.";
+    const std::string static_shape =
+        " With static_shape no number of copies is enough: hybridize(static_alloc=True) without it.";
+    if (phase > 0 && meeting.lanes > 1) {
+        *stuck_after = kSurely;
+        return "Several replicas share a context. MXNet bundles their operators in one backward of an eager net, and "
+               "runs them one after the other with static_shape, so they wait for each other: hybridize without "
+               "static_shape, or set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs, or give each replica "
+               "a context of its own. Or not every replica's loss took part.";
+    }
+    if (phase > 0) {
+        if (all_cpu) *stuck_after = perhaps;
+        return "Either not every replica's loss took part: call autograd.backward with the losses of all devices, and "
+               "read no gradient before that. Or an operator outside the replicas (a batch that is split while "
+               "recording, for its gradient) is bundled with one of them: set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the "
+               "first operator runs." +
+               (all_cpu ? " Or: " + temporary_space : "") + (all_cpu && meeting.repeated ? static_shape : "");
+    }
+    const auto has_issued = [&](const std::string& context) {
+        const auto issued = issued_.find(context), joined = joined_.find(context);
+        return issued != issued_.end() && issued->second > (joined == joined_.end() ? 0 : joined->second);
+    };
+    bool all_issued = true;
+    for (size_t c = 0; c < meeting.contexts.size(); ++c)
+        if (meeting.joined(c) < meeting.lanes) all_issued = all_issued && has_issued(meeting.contexts[c]);
+    if (all_issued && all_cpu) {
+        *stuck_after = kSurely;
+        return "Every replica has issued its call. " + temporary_space;
+    }
+    if (all_issued) return "Every replica has issued its call: an operator before this layer does not finish.";
+    // A state that MXNet executes again is issued once, so that nobody knows whether the missing one was called.
+    if (meeting.repeated && all_cpu) *stuck_after = perhaps;
+    return "Most likely the missing replica was never called, or something waits for a result (asnumpy, asscalar, "
+           "wait_to_read, print) before all replicas have been called, or num_devices is not the number of replicas. "
+           "For a batch on fewer devices use gluon_syncbn.devices(contexts)." +
+           (meeting.repeated && all_cpu ? " Or: " + temporary_space + static_shape : "");
+}
+
+std::string Layer::why_not_here(const std::string& context) const {
+    std::ostringstream why;
+    if (lanes_ == 0 && !contexts_.empty()) {
+        why << "SyncBatchNorm '" << name << "': num_devices is " << replicas_ << ", but its parameters live on "
+            << contexts_.size() << " contexts (" << join_names(contexts_)
+            << "); expected a multiple of that, or no num_devices at all.";
+        return why.str();
+    }
+    why << "SyncBatchNorm '" << name << "' was called on " << context << ", but ";
+    if (contexts_.empty())
+        why << "the contexts of its parameters are not known; initialise the net before the first step";
+    else if (std::find(contexts_.begin(), contexts_.end(), context) == contexts_.end())
+        why << "its parameters live on " << join_names(contexts_)
+            << "; initialise or reset_ctx the net with every context that takes part";
+    else
+        why << "gluon_syncbn.devices(...) lets only " << join_names(process().devices)
+            << " take part; name every context that gets data, or leave the block";
+    return why.str();
+}
+
+}  // namespace syncbn

@@ -1,0 +1,506 @@
+// CPU kernels, written once for both layouts and three data types.
+//
+// A tensor is [outer][channels][inner]. Where rows of `inner` values are long (channels-first), a leaf runs
+// along one row with the channel's constants in registers; where they are short (channels-last, a matrix),
+// a leaf runs along the columns of [outer][channels * inner] with the constants in small arrays.
+//
+// Leaves are compiled for several instruction sets and chosen at load time. They take no thread and no lock;
+// OpenMP stays outside, because an outlined parallel region would lose the clone's instruction set.
+// Sums run in fixed lanes over fixed blocks, so the bits depend on neither alignment nor thread count.
+#include "kernels.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "half.h"
+
+#if defined(SYNCBN_CLONES)  // a test compiles one instruction set alone
+#elif defined(__x86_64__) && defined(__gnu_linux__)
+#define SYNCBN_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define SYNCBN_CLONES
+#endif
+#define SYNCBN_INLINE static inline __attribute__((always_inline))
+
+namespace syncbn {
+namespace cpu {
+namespace {
+
+constexpr int64_t kShortRow = 16;      // below this, a row does not fill the vectors
+constexpr int64_t kTile = 512;         // columns at a time: their accumulators stay in the first-level cache
+constexpr int64_t kRowsPerBlock = 64;  // rows that share one partial sum in the column pattern
+constexpr int64_t kMaxBlocks = 16;
+constexpr int64_t kAhead = 512;             // values to fetch ahead of the sums, which otherwise wait for memory
+constexpr int64_t kWorthAThread = 1 << 15;  // values; less is done before another thread wakes up
+
+template <typename T>
+struct Value;
+template <>
+struct Value<float> {
+    using Compute = float;
+    SYNCBN_INLINE float load(const float* p) { return *p; }
+    SYNCBN_INLINE void store(float* p, float v) { *p = v; }
+};
+template <>
+struct Value<double> {
+    using Compute = double;
+    SYNCBN_INLINE double load(const double* p) { return *p; }
+    SYNCBN_INLINE void store(double* p, double v) { *p = v; }
+};
+template <>
+struct Value<Half> {
+    using Compute = float;
+    SYNCBN_INLINE float load(const Half* p) { return half_to_float(p->bits); }
+    SYNCBN_INLINE void store(Half* p, float v) { p->bits = float_to_half(v); }
+};
+
+// Eight float64 partial sums fill the widest register; two such sets hide the latency of an addition.
+constexpr int kLanes = 8;
+typedef double Lanes __attribute__((vector_size(kLanes * sizeof(double))));
+typedef float FloatLanes __attribute__((vector_size(kLanes * sizeof(float))));
+typedef uint32_t BitLanes __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+typedef uint16_t HalfLanes __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+
+SYNCBN_INLINE void load_lanes(const double* p, Lanes* out) { std::memcpy(out, p, sizeof *out); }
+SYNCBN_INLINE void load_lanes(const float* p, Lanes* out) {
+    FloatLanes values;
+    std::memcpy(&values, p, sizeof values);
+    *out = __builtin_convertvector(values, Lanes);
+}
+SYNCBN_INLINE void load_lanes(const Half* p, Lanes* out) {
+    HalfLanes halves;
+    std::memcpy(&halves, p, sizeof halves);
+    const BitLanes bits = __builtin_convertvector(halves, BitLanes);
+    const BitLanes magnitude = bits & 0x7fffu;
+    const BitLanes shifted = magnitude << 13;
+    FloatLanes finite;
+    std::memcpy(&finite, &shifted, sizeof finite);
+    finite = finite * 0x1p112f;  // as in half_to_float
+    BitLanes result;
+    std::memcpy(&result, &finite, sizeof result);
+    result |= (reinterpret_cast<BitLanes>(magnitude >= 0x7c00u) & 0x7f800000u) | ((bits & 0x8000u) << 16);
+    std::memcpy(&finite, &result, sizeof finite);
+    *out = __builtin_convertvector(finite, Lanes);
+}
+
+SYNCBN_INLINE double total(const Lanes& lanes) {
+    double sum = 0;
+    for (int i = 0; i < kLanes; ++i) sum += lanes[i];
+    return sum;
+}
+
+// ---- one channel, long rows ------------------------------------------------------------------------------
+
+// Sums of (x - pivot) and its square over `rows` rows of `n` values, `stride` values apart.
+template <typename T>
+SYNCBN_INLINE void row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot, double* sum,
+                               double* square) {
+    Lanes s1 = {}, s2 = {}, r1 = {}, r2 = {};
+    double t1 = 0, t2 = 0;
+    for (int64_t r = 0; r < rows; ++r, x += stride) {
+        int64_t i = 0;
+        for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+            __builtin_prefetch(x + i + kAhead);
+            Lanes v, w;
+            load_lanes(x + i, &v);
+            load_lanes(x + i + kLanes, &w);
+            v -= pivot;
+            w -= pivot;
+            s1 += v;
+            r1 += w;
+            s2 += v * v;
+            r2 += w * w;
+        }
+        for (; i < n; ++i) {
+            const double v = static_cast<double>(Value<T>::load(x + i)) - pivot;
+            t1 += v;
+            t2 += v * v;
+        }
+    }
+    *sum = total(s1 + r1) + t1;
+    *square = total(s2 + r2) + t2;
+}
+
+template <typename T>
+SYNCBN_INLINE void row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n, double mean,
+                                 double* sum_dy, double* sum_dy_xc) {
+    Lanes s1 = {}, s2 = {}, r1 = {}, r2 = {};
+    double t1 = 0, t2 = 0;
+    for (int64_t r = 0; r < rows; ++r, x += stride, dy += stride) {
+        int64_t i = 0;
+        for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+            __builtin_prefetch(x + i + kAhead);
+            __builtin_prefetch(dy + i + kAhead);
+            Lanes v, w, g, h;
+            load_lanes(x + i, &v);
+            load_lanes(dy + i, &g);
+            load_lanes(x + i + kLanes, &w);
+            load_lanes(dy + i + kLanes, &h);
+            s1 += g;
+            r1 += h;
+            s2 += g * (v - mean);
+            r2 += h * (w - mean);
+        }
+        for (; i < n; ++i) {
+            const double g = Value<T>::load(dy + i);
+            t1 += g;
+            t2 += g * (static_cast<double>(Value<T>::load(x + i)) - mean);
+        }
+    }
+    *sum_dy = total(s1 + r1) + t1;
+    *sum_dy_xc = total(s2 + r2) + t2;
+}
+
+// A float64 mean as two values of the compute type: x - high is exact near the mean, so that an offset of
+// 1e5 in float32 data costs no digits.
+template <typename C>
+struct Split {
+    C high, low;
+    explicit Split(double v) : high(static_cast<C>(v)), low(static_cast<C>(v - static_cast<double>(high))) {}
+};
+
+template <typename T, typename C = typename Value<T>::Compute>
+SYNCBN_INLINE void row_normalise(const T* __restrict__ x, T* __restrict__ y, int64_t n, double mean, double scale,
+                                 double shift, bool add) {
+    const Split<C> m(mean);
+    const C a = static_cast<C>(scale), b = static_cast<C>(shift);
+    if (add) {
+        for (int64_t i = 0; i < n; ++i)
+            Value<T>::store(y + i, Value<T>::load(y + i) + (((Value<T>::load(x + i) - m.high) - m.low) * a + b));
+    } else {
+        for (int64_t i = 0; i < n; ++i) Value<T>::store(y + i, ((Value<T>::load(x + i) - m.high) - m.low) * a + b);
+    }
+}
+
+template <typename T, typename C = typename Value<T>::Compute>
+SYNCBN_INLINE void row_grad_input(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, int64_t n,
+                                  double mean, double scale, double mean_dy, double slope, bool add) {
+    const Split<C> m(mean);
+    const C a = static_cast<C>(scale), g = static_cast<C>(mean_dy), k = static_cast<C>(slope);
+    if (add) {
+        for (int64_t i = 0; i < n; ++i)
+            Value<T>::store(dx + i, Value<T>::load(dx + i) + a * ((Value<T>::load(dy + i) - g) -
+                                                                  ((Value<T>::load(x + i) - m.high) - m.low) * k));
+    } else {
+        for (int64_t i = 0; i < n; ++i)
+            Value<T>::store(dx + i,
+                            a * ((Value<T>::load(dy + i) - g) - ((Value<T>::load(x + i) - m.high) - m.low) * k));
+    }
+}
+
+// ---- short rows: along the columns -------------------------------------------------------------------------
+
+template <typename T>
+SYNCBN_INLINE void column_moments(const T* __restrict__ x, int64_t rows, int64_t stride, int64_t columns,
+                                  const double* __restrict__ pivot, double* __restrict__ sum,
+                                  double* __restrict__ square) {
+    for (int64_t r = 0; r < rows; ++r, x += stride)
+        for (int64_t c = 0; c < columns; ++c) {
+            const double v = static_cast<double>(Value<T>::load(x + c)) - pivot[c];
+            sum[c] += v;
+            square[c] += v * v;
+        }
+}
+
+template <typename T>
+SYNCBN_INLINE void column_grad_sums(const T* __restrict__ dy, const T* __restrict__ x, int64_t rows, int64_t stride,
+                                    int64_t columns, const double* __restrict__ mean, double* __restrict__ sum_dy,
+                                    double* __restrict__ sum_dy_xc) {
+    for (int64_t r = 0; r < rows; ++r, x += stride, dy += stride)
+        for (int64_t c = 0; c < columns; ++c) {
+            const double g = Value<T>::load(dy + c);
+            sum_dy[c] += g;
+            sum_dy_xc[c] += g * (static_cast<double>(Value<T>::load(x + c)) - mean[c]);
+        }
+}
+
+// y[r][c] = (x - high - low) * a + b; constants per column.
+template <typename T, typename C = typename Value<T>::Compute>
+SYNCBN_INLINE void column_normalise(const T* __restrict__ x, T* __restrict__ y, int64_t rows, int64_t columns,
+                                    const C* __restrict__ high, const C* __restrict__ low, const C* __restrict__ a,
+                                    const C* __restrict__ b, bool add) {
+    for (int64_t r = 0; r < rows; ++r, x += columns, y += columns) {
+        if (add) {
+            for (int64_t c = 0; c < columns; ++c)
+                Value<T>::store(y + c,
+                                Value<T>::load(y + c) + (((Value<T>::load(x + c) - high[c]) - low[c]) * a[c] + b[c]));
+        } else {
+            for (int64_t c = 0; c < columns; ++c)
+                Value<T>::store(y + c, ((Value<T>::load(x + c) - high[c]) - low[c]) * a[c] + b[c]);
+        }
+    }
+}
+
+template <typename T, typename C = typename Value<T>::Compute>
+SYNCBN_INLINE void column_grad_input(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
+                                     int64_t rows, int64_t columns, const C* __restrict__ high,
+                                     const C* __restrict__ low, const C* __restrict__ a, const C* __restrict__ g,
+                                     const C* __restrict__ k, bool add) {
+    for (int64_t r = 0; r < rows; ++r, x += columns, dy += columns, dx += columns) {
+        if (add) {
+            for (int64_t c = 0; c < columns; ++c)
+                Value<T>::store(dx + c,
+                                Value<T>::load(dx + c) + a[c] * ((Value<T>::load(dy + c) - g[c]) -
+                                                                 ((Value<T>::load(x + c) - high[c]) - low[c]) * k[c]));
+        } else {
+            for (int64_t c = 0; c < columns; ++c)
+                Value<T>::store(dx + c, a[c] * ((Value<T>::load(dy + c) - g[c]) -
+                                                ((Value<T>::load(x + c) - high[c]) - low[c]) * k[c]));
+        }
+    }
+}
+
+// ---- the leaves, one set per data type ----------------------------------------------------------------------
+// Overloads of plain functions: instruction-set clones of template instances are not portable among g++ versions.
+
+#define SYNCBN_LEAVES(T, C)                                                                                          \
+    SYNCBN_CLONES void leaf_row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot,           \
+                                        double* sum, double* square) {                                               \
+        row_moments(x, rows, stride, n, pivot, sum, square);                                                         \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n,          \
+                                          double mean, double* sum_dy, double* sum_dy_xc) {                          \
+        row_grad_sums(dy, x, rows, stride, n, mean, sum_dy, sum_dy_xc);                                              \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_row_normalise(const T* x, T* y, int64_t n, double mean, double scale, double shift,      \
+                                          bool add) {                                                                \
+        row_normalise(x, y, n, mean, scale, shift, add);                                                             \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, T* dx, int64_t n, double mean, double scale,     \
+                                           double mean_dy, double slope, bool add) {                                 \
+        row_grad_input(dy, x, dx, n, mean, scale, mean_dy, slope, add);                                              \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_column_moments(const T* x, int64_t rows, int64_t stride, int64_t columns,                \
+                                           const double* pivot, double* sum, double* square) {                       \
+        column_moments(x, rows, stride, columns, pivot, sum, square);                                                \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_column_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t columns, \
+                                             const double* mean, double* sum_dy, double* sum_dy_xc) {                \
+        column_grad_sums(dy, x, rows, stride, columns, mean, sum_dy, sum_dy_xc);                                     \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_column_normalise(const T* x, T* y, int64_t rows, int64_t columns, const C* high,         \
+                                             const C* low, const C* a, const C* b, bool add) {                       \
+        column_normalise(x, y, rows, columns, high, low, a, b, add);                                                 \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_column_grad_input(const T* dy, const T* x, T* dx, int64_t rows, int64_t columns,         \
+                                              const C* high, const C* low, const C* a, const C* g, const C* k,       \
+                                              bool add) {                                                            \
+        column_grad_input(dy, x, dx, rows, columns, high, low, a, g, k, add);                                        \
+    }
+
+SYNCBN_LEAVES(float, float)
+SYNCBN_LEAVES(double, double)
+SYNCBN_LEAVES(Half, float)
+
+// ---- the four kernels: who works on what --------------------------------------------------------------------
+
+int useful_threads(Shape shape, int threads) {
+    return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, shape.size() / kWorthAThread)));
+}
+
+// Calls work(first_row, rows, first_column, columns, block) for every tile of [outer][channels * inner];
+// blocks are cut by the shape alone, so that the order of a sum is the same for any number of threads.
+template <typename Work>
+void for_tiles(Shape shape, int threads, int64_t blocks, const Work& work) {
+    const int64_t columns = shape.channels * shape.inner;
+    const int64_t tiles = (columns + kTile - 1) / kTile;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t job = 0; job < tiles * blocks; ++job) {
+        const int64_t block = job / tiles, column = (job % tiles) * kTile;
+        const int64_t first = shape.outer * block / blocks, last = shape.outer * (block + 1) / blocks;
+        work(first, last - first, column, std::min(kTile, columns - column), block);
+    }
+}
+
+int64_t count_blocks(Shape shape) { return std::max<int64_t>(1, std::min(kMaxBlocks, shape.outer / kRowsPerBlock)); }
+
+// One value per column from one per channel.
+template <typename C>
+std::vector<C> spread(Shape shape, const double* per_channel, bool low_part = false) {
+    std::vector<C> out(shape.channels * shape.inner);
+    for (int64_t c = 0; c < shape.channels; ++c) {
+        const Split<C> split(per_channel[c]);
+        std::fill_n(out.begin() + c * shape.inner, shape.inner, low_part ? split.low : split.high);
+    }
+    return out;
+}
+
+template <typename T>
+void moments_of(const T* x, Shape shape, int threads, double* mean, double* m2) {
+    const int64_t n = shape.per_channel();
+    if (n == 0) {
+        std::fill_n(mean, shape.channels, 0.0);
+        std::fill_n(m2, shape.channels, 0.0);
+        return;
+    }
+    // A sample of the channel as pivot keeps the sums small: their cancellation is then below n * 2^-53.
+    if (shape.inner >= kShortRow) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        for (int64_t c = 0; c < shape.channels; ++c) {
+            const T* first = x + c * shape.inner;
+            const double pivot = Value<T>::load(first);
+            double sum, square;
+            leaf_row_moments(first, shape.outer, shape.channels * shape.inner, shape.inner, pivot, &sum, &square);
+            mean[c] = pivot + sum / n;
+            m2[c] = std::max(0.0, square - sum * sum / n);
+            if (square != square) m2[c] = square;  // std::max would hide a NaN of the input
+        }
+        return;
+    }
+    const int64_t columns = shape.channels * shape.inner, blocks = count_blocks(shape);
+    std::vector<double> pivot(columns), sums(2 * blocks * columns);
+    for (int64_t c = 0; c < columns; ++c) pivot[c] = Value<T>::load(x + c / shape.inner * shape.inner);
+    for_tiles(shape, threads, blocks, [&](int64_t row, int64_t rows, int64_t column, int64_t width, int64_t block) {
+        double* sum = sums.data() + 2 * block * columns + column;
+        leaf_column_moments(x + row * columns + column, rows, columns, width, pivot.data() + column, sum,
+                            sum + columns);
+    });
+    for (int64_t c = 0; c < shape.channels; ++c) {
+        double sum = 0, square = 0;
+        for (int64_t block = 0; block < blocks; ++block)
+            for (int64_t i = c * shape.inner; i < (c + 1) * shape.inner; ++i) {
+                sum += sums[2 * block * columns + i];
+                square += sums[(2 * block + 1) * columns + i];
+            }
+        mean[c] = pivot[c * shape.inner] + sum / n;
+        m2[c] = std::max(0.0, square - sum * sum / n);
+        if (square != square) m2[c] = square;
+    }
+}
+
+template <typename T>
+void grad_sums_of(const T* dy, const T* x, Shape shape, int threads, const double* mean, const double* invstd,
+                  double* sum_dy, double* sum_dy_xhat) {
+    if (shape.inner >= kShortRow) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        for (int64_t c = 0; c < shape.channels; ++c) {
+            leaf_row_grad_sums(dy + c * shape.inner, x + c * shape.inner, shape.outer, shape.channels * shape.inner,
+                               shape.inner, mean[c], sum_dy + c, sum_dy_xhat + c);
+            sum_dy_xhat[c] *= invstd[c];
+        }
+        return;
+    }
+    const int64_t columns = shape.channels * shape.inner, blocks = count_blocks(shape);
+    const std::vector<double> means = spread<double>(shape, mean);
+    std::vector<double> sums(2 * blocks * columns);
+    for_tiles(shape, threads, blocks, [&](int64_t row, int64_t rows, int64_t column, int64_t width, int64_t block) {
+        double* sum = sums.data() + 2 * block * columns + column;
+        leaf_column_grad_sums(dy + row * columns + column, x + row * columns + column, rows, columns, width,
+                              means.data() + column, sum, sum + columns);
+    });
+    for (int64_t c = 0; c < shape.channels; ++c) {
+        sum_dy[c] = sum_dy_xhat[c] = 0;
+        for (int64_t block = 0; block < blocks; ++block)
+            for (int64_t i = c * shape.inner; i < (c + 1) * shape.inner; ++i) {
+                sum_dy[c] += sums[2 * block * columns + i];
+                sum_dy_xhat[c] += sums[(2 * block + 1) * columns + i];
+            }
+        sum_dy_xhat[c] *= invstd[c];
+    }
+}
+
+template <typename T, typename C = typename Value<T>::Compute>
+void normalise_of(const T* x, Shape shape, int threads, const double* mean, const double* scale, const double* shift,
+                  T* y, bool add) {
+    if (shape.inner >= kShortRow) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        for (int64_t row = 0; row < shape.outer * shape.channels; ++row) {
+            const int64_t c = row % shape.channels, at = row * shape.inner;
+            leaf_row_normalise(x + at, y + at, shape.inner, mean[c], scale[c], shift[c], add);
+        }
+        return;
+    }
+    const std::vector<C> high = spread<C>(shape, mean), low = spread<C>(shape, mean, true), a = spread<C>(shape, scale),
+                         b = spread<C>(shape, shift);
+    const int64_t columns = shape.channels * shape.inner;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int part = 0; part < threads; ++part) {
+        const int64_t first = shape.outer * part / threads, last = shape.outer * (part + 1) / threads;
+        leaf_column_normalise(x + first * columns, y + first * columns, last - first, columns, high.data(), low.data(),
+                              a.data(), b.data(), add);
+    }
+}
+
+template <typename T, typename C = typename Value<T>::Compute>
+void grad_input_of(const T* dy, const T* x, Shape shape, int threads, const double* mean, const double* scale,
+                   const double* mean_dy, const double* slope, T* dx, bool add) {
+    if (shape.inner >= kShortRow) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        for (int64_t row = 0; row < shape.outer * shape.channels; ++row) {
+            const int64_t c = row % shape.channels, at = row * shape.inner;
+            leaf_row_grad_input(dy + at, x + at, dx + at, shape.inner, mean[c], scale[c], mean_dy[c], slope[c], add);
+        }
+        return;
+    }
+    const std::vector<C> high = spread<C>(shape, mean), low = spread<C>(shape, mean, true), a = spread<C>(shape, scale),
+                         g = spread<C>(shape, mean_dy), k = spread<C>(shape, slope);
+    const int64_t columns = shape.channels * shape.inner;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int part = 0; part < threads; ++part) {
+        const int64_t first = shape.outer * part / threads, last = shape.outer * (part + 1) / threads;
+        leaf_column_grad_input(dy + first * columns, x + first * columns, dx + first * columns, last - first, columns,
+                               high.data(), low.data(), a.data(), g.data(), k.data(), add);
+    }
+}
+
+// Calls f with a null pointer of the data's type.
+template <typename F>
+void with_type(Type type, const F& f) {
+    switch (type) {
+        case Type::kFloat32:
+            return f(static_cast<float*>(nullptr));
+        case Type::kFloat64:
+            return f(static_cast<double*>(nullptr));
+        case Type::kFloat16:
+            return f(static_cast<Half*>(nullptr));
+    }
+}
+
+}  // namespace
+
+void moments(const void* x, Type type, Shape shape, int threads, double* mean, double* m2) {
+    with_type(type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        moments_of(static_cast<const T*>(x), shape, useful_threads(shape, threads), mean, m2);
+    });
+}
+
+void normalise(const void* x, Type type, Shape shape, int threads, const double* mean, const double* scale,
+               const double* shift, void* y, bool add) {
+    with_type(type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        normalise_of(static_cast<const T*>(x), shape, useful_threads(shape, threads), mean, scale, shift,
+                     static_cast<T*>(y), add);
+    });
+}
+
+void grad_sums(const void* dy, const void* x, Type type, Shape shape, int threads, const double* mean,
+               const double* invstd, double* sum_dy, double* sum_dy_xhat) {
+    with_type(type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        grad_sums_of(static_cast<const T*>(dy), static_cast<const T*>(x), shape, useful_threads(shape, threads), mean,
+                     invstd, sum_dy, sum_dy_xhat);
+    });
+}
+
+void grad_input(const void* dy, const void* x, Type type, Shape shape, int threads, const double* mean,
+                const double* scale, const double* mean_dy, const double* slope, void* dx, bool add) {
+    with_type(type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        grad_input_of(static_cast<const T*>(dy), static_cast<const T*>(x), shape, useful_threads(shape, threads), mean,
+                      scale, mean_dy, slope, static_cast<T*>(dx), add);
+    });
+}
+
+const char* instruction_set() {
+#if defined(__x86_64__) && defined(__gnu_linux__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f")) return "avx512f";
+    if (__builtin_cpu_supports("avx2")) return "avx2";
+#endif
+    return "baseline";
+}
+
+}  // namespace cpu
+}  // namespace syncbn

@@ -1,0 +1,243 @@
+// The custom operator: MXNet's callbacks on one side, rendezvous and kernels on the other.
+//
+// One replica per context: inputs x, gamma, beta and, as auxiliary states, the running statistics. Writing those makes
+// MXNet's engine run the calls of one layer on one context in the order in which they were issued, so the n-th
+// execution on each context belongs to the n-th call.
+// Several replicas per context (`lanes` > 1) would then wait for each other inside that queue, so there the running
+// statistics are plain inputs, one lane writes them, and seats are taken when a call is issued.
+#include "op.h"
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "call.h"
+
+namespace syncbn {
+namespace {
+
+constexpr auto kFailureSpacing = std::chrono::milliseconds(10);
+
+// MXNet keeps one slot for the exceptions of all custom operators: two at the same time, and one is lost. Its
+// operator would then count as done. Failures leave one by one, with time for MXNet to take each out of the slot.
+[[noreturn]] void throw_to_mxnet(const std::string& what) {
+    static std::mutex mutex;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        std::this_thread::sleep_for(kFailureSpacing);
+    }
+    throw dmlc::Error(what);
+}
+
+constexpr int kPropertyCallbacks = 8;
+
+// The operator as it stands in a graph.
+struct Property : Settings {
+    std::array<void*, kPropertyCallbacks> callback_states;  // MXNet keeps a pointer to these
+};
+
+// Who issues a call. Calls on the main thread take turns on the seats (null); any other thread is one replica. A number
+// and not an address: a thread that starts after another has ended may get the same one.
+const void* caller() {
+    if (syscall(SYS_gettid) == getpid()) return nullptr;
+    static std::atomic<uintptr_t> threads{0};
+    static thread_local const uintptr_t number = ++threads;
+    return reinterpret_cast<const void*>(number);
+}
+
+// ---- callbacks of one call -----------------------------------------------------------------------------------
+
+int delete_operator(void* state) {
+    delete static_cast<Call*>(state);
+    return 1;
+}
+
+int run_forward(int size, void** handles, int*, const int* reqs, const int training, void* state) {
+    std::string error;
+    {
+        Arrays arrays(size, handles);
+        try {
+            static_cast<Call*>(state)->forward(arrays, reqs, training != 0);
+            return 1;
+        } catch (const std::exception& e) {
+            error = e.what();
+        }
+    }
+    throw_to_mxnet(error);
+}
+
+int run_backward(int size, void** handles, int*, const int* reqs, const int, void* state) {
+    std::string error;
+    {
+        Arrays arrays(size, handles);
+        try {
+            static_cast<Call*>(state)->backward(arrays, reqs);
+            return 1;
+        } catch (const std::exception& e) {
+            error = e.what();
+        }
+    }
+    throw_to_mxnet(error);
+}
+
+// ---- callbacks of the operator's description -------------------------------------------------------------------
+
+using Callback = int (*)();
+
+template <typename F>
+Callback as_callback(F* f) {
+    return reinterpret_cast<Callback>(reinterpret_cast<void*>(f));
+}
+
+Property* property_of(void* state) { return static_cast<Property*>(state); }
+
+char* writable(const char* text) { return const_cast<char*>(text); }
+
+int delete_property(void* state) {
+    delete property_of(state);
+    return 1;
+}
+
+int list_arguments(char*** out, void* state) {
+    static char* alone[] = {writable("data"), writable("gamma"), writable("beta"), nullptr};
+    static char* shared[] = {writable("data"),         writable("gamma"),       writable("beta"),
+                             writable("running_mean"), writable("running_var"), nullptr};
+    *out = property_of(state)->lanes == 1 ? alone : shared;
+    return 1;
+}
+
+int list_outputs(char*** out, void*) {
+    static char* names[] = {writable("output"), nullptr};
+    *out = names;
+    return 1;
+}
+
+int list_states(char*** out, void* state) {
+    static char* alone[] = {writable("running_mean"), writable("running_var"), nullptr};
+    static char* none[] = {nullptr};
+    *out = property_of(state)->lanes == 1 ? alone : none;
+    return 1;
+}
+
+int channel_axis(const Property& property, int dims) {
+    const int axis = property.axis < 0 ? property.axis + dims : property.axis;
+    if (dims < 2 || dims > 5 || axis < 0 || axis >= dims)
+        throw dmlc::Error("SyncBatchNorm '" + property.layer->name + "': data has " + std::to_string(dims) +
+                          " dimensions and axis is " + std::to_string(property.axis) +
+                          "; expected 2 to 5 dimensions and an axis among them");
+    return axis;
+}
+
+// Shapes come as [arguments][output][auxiliary states]; with either number of lanes the output is the only one that is
+// not a vector of channels.
+int infer_shape(int size, int* dims, int** shapes, void* state) {
+    const Property& property = *property_of(state);
+    const int output = property.output();
+    if (dims[0] <= 0) return 1;  // not known yet
+    int* channels = shapes[0] + channel_axis(property, dims[0]);
+    for (int i = 1; i < size; ++i) {
+        dims[i] = i == output ? dims[0] : 1;
+        shapes[i] = i == output ? shapes[0] : channels;
+    }
+    return 1;
+}
+
+int infer_type(int size, int* types, void* state) {
+    const Property& property = *property_of(state);
+    const int output = property.output();
+    const int data = types[0] >= 0 ? types[0] : types[output];
+    if (data < 0) return 1;
+    if (data > static_cast<int>(Type::kFloat16))
+        throw dmlc::Error("SyncBatchNorm '" + property.layer->name +
+                          "': data must be float16, float32 or float64 (MXNet type flag " + std::to_string(data) +
+                          " was given)");
+    const int parameter = data == static_cast<int>(Type::kFloat16) ? static_cast<int>(Type::kFloat32) : data;
+    for (int i = 0; i < size; ++i) types[i] = i == 0 || i == output ? data : parameter;
+    return 1;
+}
+
+int backward_dependency(const int* dy, const int* inputs, const int*, int* size, int** needed, void*) {
+    static thread_local int list[3];
+    list[0] = dy[0];
+    list[1] = inputs[kX];
+    list[2] = inputs[kGamma];
+    *size = 3;
+    *needed = list;
+    return 1;
+}
+
+int create_operator(const char* context, int, unsigned** shapes, const int* dims, const int* types, MXCallbackList* out,
+                    void* state) {
+    const Property& property = *property_of(state);
+    if (std::strncmp(context, "cpu", 3) != 0)
+        throw dmlc::Error("SyncBatchNorm '" + property.layer->name + "': this version synchronises CPU contexts; " +
+                          context + " was given");
+    const int axis = channel_axis(property, dims[0]);
+    Shape shape{1, shapes[0][axis], 1};
+    for (int i = 0; i < dims[0]; ++i) {
+        if (i < axis) shape.outer *= shapes[0][i];
+        if (i > axis) shape.inner *= shapes[0][i];
+    }
+    auto op = std::make_unique<Call>(property, context, static_cast<Type>(types[0]), shape);
+    bool training = false;
+    mx.autograd_is_training(&training);
+    if (training) {
+        try {
+            op->issue(caller());
+        } catch (const std::exception& e) {
+            throw dmlc::Error(e.what());
+        }
+    }
+    static Callback callbacks[] = {as_callback(delete_operator), as_callback(run_forward), as_callback(run_backward)};
+    out->num_callbacks = 3;
+    out->callbacks = callbacks;
+    out->contexts = op->callback_states.data();
+    op->callback_states.fill(op.get());
+    op.release();  // until delete_operator
+    return 1;
+}
+
+int create_property(const char*, const int size, const char** keys, const char** values, MXCallbackList* out) {
+    std::map<std::string, std::string> given;
+    for (int i = 0; i < size; ++i) given[keys[i]] = values[i];
+    // MXNet calls delete_property even where this function throws, so first of all it gets what to call.
+    auto* property = new Property;
+    static Callback callbacks[] = {as_callback(delete_property), as_callback(list_arguments),
+                                   as_callback(list_outputs),    as_callback(list_states),
+                                   as_callback(infer_shape),     as_callback(backward_dependency),
+                                   as_callback(create_operator), as_callback(infer_type)};
+    out->num_callbacks = kPropertyCallbacks;
+    out->callbacks = callbacks;
+    out->contexts = property->callback_states.data();
+    property->callback_states.fill(property);
+    property->layer = layer_of_token(given["layer"]);
+    if (!property->layer)
+        throw dmlc::Error(
+            "this graph holds a SyncBatchNorm of another process, or one that is gone. Export with "
+            "gluon_syncbn.revert(net).export(...), load that, and gluon_syncbn.convert the net again.");
+    property->lanes = std::stoul(given["lanes"]);
+    property->node = std::stoll(given["node"]);
+    property->axis = std::stoi(given["axis"]);
+    property->epsilon = std::stod(given["eps"]);
+    property->momentum = std::stod(given["momentum"]);
+    property->fix_gamma = given["fix_gamma"] == "1";
+
+    return 1;
+}
+
+}  // namespace
+
+int register_operator(const MXNet& functions) {
+    mx = functions;
+    return mx.custom_op_register("gluon_syncbn", create_property);
+}
+
+}  // namespace syncbn

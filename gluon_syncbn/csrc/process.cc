@@ -1,0 +1,90 @@
+#include "process.h"
+
+#include <random>
+#include <sstream>
+
+#include "rendezvous.h"
+
+namespace syncbn {
+
+Process& process() {
+    static Process* instance = new Process;  // outlives the threads that wait at exit
+    return *instance;
+}
+
+std::shared_ptr<Layer> create_layer(const std::string& name) {
+    Process& p = process();
+    Lock lock(p.mutex);
+    auto layer = std::make_shared<Layer>(p.next_layer++, name);
+    p.layers[layer->id] = layer;
+    return layer;
+}
+
+std::shared_ptr<Layer> find_layer(int64_t id) {
+    Lock lock(process().mutex);
+    const auto it = process().layers.find(id);
+    return it == process().layers.end() ? nullptr : it->second;
+}
+
+static const std::string& process_token() {
+    static const std::string token = [] {
+        std::random_device random;
+        std::ostringstream out;
+        out << std::hex << random() << random() << ':';
+        return out.str();
+    }();
+    return token;
+}
+
+std::string token_of(const Layer& layer) { return process_token() + std::to_string(layer.id); }
+
+std::shared_ptr<Layer> layer_of_token(const std::string& token) {
+    const std::string& mine = process_token();
+    if (token.compare(0, mine.size(), mine) != 0) return nullptr;
+    return find_layer(std::stoll(token.substr(mine.size())));
+}
+
+void drop_layer(int64_t id) {
+    Lock lock(process().mutex);
+    process().layers.erase(id);  // operators in flight hold on to their own
+}
+
+int64_t count_layers() {
+    Lock lock(process().mutex);
+    return static_cast<int64_t>(process().layers.size());
+}
+
+void set_default_timeout(double seconds) {
+    Lock lock(process().mutex);
+    process().timeout = seconds;
+}
+
+void set_exchange_hook(Exchange hook, bool by_default) {
+    Lock lock(process().mutex);
+    process().hook = hook;
+    process().hook_by_default = by_default;
+}
+
+void set_devices(std::vector<std::string> contexts) {
+    Lock lock(process().mutex);
+    process().devices = std::move(contexts);
+}
+
+void fail(const std::string& reason) {
+    Lock lock(process().mutex);
+    process().fail(reason);
+}
+
+std::string failure() {
+    Lock lock(process().mutex);
+    return process().failure;
+}
+
+void reset() {
+    Process& p = process();
+    Lock lock(p.mutex);
+    p.failure.clear();
+    for (auto& layer : p.layers) layer.second->forget_meetings();
+}
+
+}  // namespace syncbn

@@ -1,0 +1,272 @@
+// Threads meet.
+//
+//        replica 0          replica 1                      1. join: a seat in the earliest meeting with room
+//        join ────┐    ┌──── join                          2. hand in the packed sums
+//      hand in ──►│ Meeting │◄── hand in                   3. the last to arrive adds them up, in the order of
+//        wait     │ phase 0 │    reduce                       the replicas, never in the order of arrival
+//        leave ◄──│         │──► leave                     4. all leave with the same total
+//                  phase 1, 2 …: the backwards, same seats
+//
+// A wait ends in one of three ways: the total (4), a failure of any replica of the process (5), or a failure
+// that the waiter itself declares: time is up, the process was asked to end, or its queue is stuck (6).
+// After a failure nothing is exchanged until `reset`: no total is ever made from a step that is half gone.
+#include "rendezvous.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <sstream>
+
+#include "stall.h"
+
+namespace syncbn {
+namespace {
+
+constexpr auto kSlice = std::chrono::milliseconds(50);
+constexpr double kWatchAfter = 0.05;  // seconds until a wait counts as long enough to look around
+constexpr double kWarnAfter = 10;
+constexpr double kStuckIdle = 3;  // seconds without computing that show it
+
+[[noreturn]] void fail_and_throw(Meeting& meeting, const std::string& reason) {
+    process().fail(reason);
+    meeting.changed.notify_all();
+    throw Failure(process().failure);
+}
+
+void throw_if_failed() {
+    if (!process().failure.empty()) throw Failure(process().failure);  // (5)
+}
+
+}  // namespace
+
+size_t Meeting::joined(size_t context) const {
+    return static_cast<size_t>(
+        std::count_if(seats.begin(), seats.end(), [&](const Seat& s) { return s.context == context; }));
+}
+
+bool Place::first_lane() const {
+    for (size_t i = 0; i < seat; ++i)
+        if (meeting->seats[i].context == meeting->seats[seat].context) return false;
+    return true;
+}
+
+Place Layer::join(const std::string& context, int64_t node, const void* occupant, bool repeated) {  // (1)
+    Lock lock(process().mutex);
+    throw_if_failed();
+    ++joined_[context];
+
+    const auto& devices = process().devices;
+    std::vector<std::string> taking_part;
+    for (const auto& c : contexts_)
+        if (devices.empty() || std::find(devices.begin(), devices.end(), c) != devices.end()) taking_part.push_back(c);
+    const auto at = std::find(taking_part.begin(), taking_part.end(), context);
+    if (at == taking_part.end() || lanes_ == 0) {
+        process().fail(why_not_here(context));
+        throw_if_failed();
+    }
+    const size_t index = static_cast<size_t>(at - taking_part.begin());
+
+    std::shared_ptr<Meeting> meeting;
+    for (const auto& m : open_) {
+        const bool sits = occupant != nullptr && std::any_of(m->seats.begin(), m->seats.end(), [&](const auto& s) {
+                              return s.context == index && s.occupant == occupant;
+                          });
+        if (m->node == node && !sits && m->joined(index) < m->lanes) {
+            meeting = m;
+            break;
+        }
+    }
+    if (!meeting) {
+        meeting = std::make_shared<Meeting>();
+        meeting->number = next_meeting_++;
+        meeting->node = node;
+        meeting->contexts = taking_part;
+        meeting->lanes = lanes_;
+        open_.push_back(meeting);
+    }
+    meeting->seats.push_back({index, occupant});
+    meeting->repeated = meeting->repeated || repeated;
+    Place place{meeting, meeting->seats.size() - 1};
+    if (meeting->seats.size() == meeting->replicas()) open_.erase(std::find(open_.begin(), open_.end(), meeting));
+    return place;
+}
+
+Vector Layer::merge_moments(const Place& place, Type type, int64_t channels, Vector moments) {
+    Vector total = meet(place, 0, type, channels, std::move(moments));
+    if (total[0] > 0) return total;
+    const std::string why = "SyncBatchNorm '" + name + "': the batches of all replicas are empty, so there is no mean.";
+    fail(why);
+    throw Failure(why);
+}
+
+Vector Layer::add_gradients(Place& place, Type type, int64_t channels, Vector sums) {
+    return meet(place, ++place.backwards, type, channels, std::move(sums));
+}
+
+Vector Layer::meet(const Place& place, int phase_number, Type type, int64_t channels, Vector payload) {
+    Meeting& meeting = *place.meeting;
+    Lock lock(process().mutex);
+    throw_if_failed();
+    Phase& phase = meeting.phases[phase_number];
+    if (phase.entries.empty()) phase.entries.resize(meeting.replicas());
+    check_equal(meeting, phase, place.seat, type, channels);
+    phase.entries[place.seat] = {true, channels, type, std::move(payload)};  // (2)
+    if (++phase.arrived < meeting.replicas()) return wait(meeting, phase, phase_number, lock);
+
+    const bool hook =
+        meeting.contexts.size() > 1 && (through_hook_ == 1 || (through_hook_ == -1 && process().hook_by_default));
+    lock.unlock();  // nobody else touches a phase that is complete
+    Vector total;
+    std::string error;
+    try {
+        total = reduce(meeting, phase, phase_number == 0, hook);  // (3)
+    } catch (const std::exception& e) {
+        error = e.what();
+    }
+    lock.lock();
+    if (!error.empty()) fail_and_throw(meeting, error);
+    throw_if_failed();
+    phase.total = std::move(total);
+    phase.done = true;
+    phase.entries.clear();
+    meeting.changed.notify_all();
+    return phase.total;  // (4)
+}
+
+void Layer::check_equal(const Meeting& meeting, const Phase& phase, size_t seat, Type type, int64_t channels) const {
+    for (size_t other = 0; other < meeting.seats.size(); ++other) {
+        const auto& entry = phase.entries[other];
+        if (!entry.arrived || (entry.channels == channels && entry.type == type)) continue;
+        std::ostringstream why;
+        why << "SyncBatchNorm '" << name << "': " << meeting.replica(seat) << " came with " << channels
+            << " channels of " << name_of(type) << ", " << meeting.replica(other) << " with " << entry.channels
+            << " channels of " << name_of(entry.type)
+            << ". All replicas must run the same net on data of the same type.";
+        process().fail(why.str());
+        throw_if_failed();  // the waiters see it within a slice
+    }
+}
+
+Vector Layer::wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock) {
+    const double start = now(), limit = timeout_ > 0 ? timeout_ : process().timeout;
+    Stall stall;
+    bool warned = false;
+    while (true) {
+        meeting.changed.wait_for(lock, kSlice);
+        if (phase.done) return phase.total;  // (4)
+        if (!process().failure.empty()) {    // (5)
+            const bool names_layer = process().failure.find("SyncBatchNorm '") != std::string::npos;
+            throw Failure(process().failure + (names_layer ? "" : " " + describe(meeting, phase_number) + "."));
+        }
+        const double waited = now() - start;
+        if (waited < kWatchAfter) continue;
+        stall.sample();
+        watch_interrupts();
+        std::ostringstream why;
+        double stuck_after = 0;
+        const std::string cause = likely_cause(meeting, phase_number, &stuck_after);
+        const std::string who = describe(meeting, phase_number);
+        if (stall.asked_to_end()) {  // (6)
+            why << who << ". The process was asked to end (Ctrl-C, or its main thread is gone) while they waited.";
+        } else if (stuck_after > 0 && waited >= stuck_after && stall.idle_for(kStuckIdle)) {
+            why << who << ", and nothing has been computed for " << kStuckIdle << " s. " << cause;
+        } else if (waited >= limit) {
+            why << who << " after " << limit << " s. " << cause;
+        } else {
+            if (waited >= kWarnAfter && !warned) {
+                warned = true;
+                std::fprintf(stderr, "gluon_syncbn: %s after %.0f s; still waiting, until %.0f s. %s\n", who.c_str(),
+                             waited, limit, cause.c_str());
+            }
+            continue;
+        }
+        fail_and_throw(meeting, why.str());
+    }
+}
+
+// Order of the replicas: by context, and on one context by what they bring, because there the order of the
+// calls says nothing. So the bits of the result do not depend on who came first.
+static std::vector<const Phase::Entry*> in_order(const Meeting& meeting, const Phase& phase,
+                                                 std::vector<size_t>* contexts) {
+    std::vector<size_t> seats(meeting.seats.size());
+    for (size_t i = 0; i < seats.size(); ++i) seats[i] = i;
+    std::sort(seats.begin(), seats.end(), [&](size_t a, size_t b) {
+        const size_t ca = meeting.seats[a].context, cb = meeting.seats[b].context;
+        if (ca != cb) return ca < cb;
+        const Vector &pa = phase.entries[a].payload, &pb = phase.entries[b].payload;
+        return std::memcmp(pa.data(), pb.data(), std::min(pa.size(), pb.size()) * sizeof(double)) < 0;
+    });
+    std::vector<const Phase::Entry*> out;
+    for (size_t seat : seats) {
+        out.push_back(&phase.entries[seat]);
+        contexts->push_back(meeting.seats[seat].context);
+    }
+    return out;
+}
+
+Vector Layer::reduce(const Meeting& meeting, const Phase& phase, bool moments, bool through_hook) const {
+    std::vector<size_t> context_of;
+    const auto entries = in_order(meeting, phase, &context_of);
+    const size_t length = entries[0]->payload.size(), contexts = meeting.contexts.size();
+    Vector total(length, 0.0);
+    if (!through_hook) {
+        for (const auto* entry : entries)
+            if (moments)
+                syncbn::merge_moments(&total, entry->payload);
+            else
+                add_to(total.data(), entry->payload);
+        return total;
+    }
+    Vector rows(contexts * length, 0.0);
+    for (size_t i = 0; i < entries.size(); ++i) {
+        double* row = rows.data() + context_of[i] * length;
+        if (moments)
+            add_as_sums(row, entries[i]->payload);
+        else
+            add_to(row, entries[i]->payload);
+    }
+    char error[1024] = "";
+    if (process().hook(id, static_cast<int64_t>(contexts), static_cast<int64_t>(length), rows.data(), total.data(),
+                       error, sizeof error) != 0)
+        throw Failure("SyncBatchNorm '" + name + "': the KVStore could not add the statistics: " + error);
+    return moments ? moments_from_sums(std::move(total)) : total;
+}
+
+// ---- settings ----------------------------------------------------------------------------------------------
+
+void Layer::configure(std::vector<std::string> contexts, size_t replicas) {
+    Lock lock(process().mutex);
+    contexts_ = std::move(contexts);
+    replicas_ = replicas;
+    lanes_ = contexts_.empty() || replicas % contexts_.size() != 0 ? 0 : replicas / contexts_.size();
+    forget_meetings();
+}
+
+void Layer::set_timeout(double seconds) {
+    Lock lock(process().mutex);
+    timeout_ = seconds;
+}
+
+void Layer::set_exchange(int through_hook) {
+    Lock lock(process().mutex);
+    through_hook_ = through_hook;
+}
+
+size_t Layer::lanes() {
+    Lock lock(process().mutex);
+    return std::max<size_t>(1, lanes_);
+}
+
+void Layer::issued(const std::string& context) {
+    Lock lock(process().mutex);
+    ++issued_[context];
+}
+
+void Layer::forget_meetings() {
+    open_.clear();
+    issued_.clear();
+    joined_.clear();
+}
+
+}  // namespace syncbn

@@ -1,0 +1,84 @@
+#include "stall.h"
+
+#include <csignal>
+#include <ctime>
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+
+namespace syncbn {
+namespace {
+
+constexpr double kWindow = 4.0;        // seconds of samples to keep
+constexpr double kIdleShare = 0.1;     // of one core: an idle Python process with its helpers stays far below
+constexpr double kEndAfterIdle = 1.5;  // seconds
+
+std::atomic<long> interrupts{0};
+std::atomic<bool> ended{false};
+struct sigaction previous, original;
+thread_local int depth = 0;
+
+double processor_time() {
+    timespec t;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+
+void on_interrupt(int signal, siginfo_t* info, void* context) {
+    interrupts.fetch_add(1);
+    // A handler that was installed over ours may call us back: then the one below is meant.
+    const struct sigaction& next = depth == 0 ? previous : original;
+    ++depth;
+    if (next.sa_flags & SA_SIGINFO)
+        next.sa_sigaction(signal, info, context);
+    else
+        next.sa_handler(signal);
+    --depth;
+}
+
+}  // namespace
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+Stall::Stall() : interrupts_(interrupts.load()) { sample(); }
+
+void Stall::sample() {
+    samples_.emplace_back(now(), processor_time());
+    while (samples_.size() > 2 && samples_[1].first < samples_.back().first - kWindow) samples_.pop_front();
+}
+
+bool Stall::idle_for(double seconds) const {
+    const auto& last = samples_.back();
+    for (auto it = samples_.rbegin(); it != samples_.rend(); ++it) {
+        const double span = last.first - it->first;
+        if (span >= seconds) return last.second - it->second < kIdleShare * span;
+    }
+    return false;
+}
+
+bool Stall::asked_to_end() const {
+    return (ended.load() || interrupts.load() != interrupts_) && idle_for(kEndAfterIdle);
+}
+
+void watch_interrupts() {
+    static std::mutex mutex;
+    std::lock_guard<std::mutex> lock(mutex);
+    struct sigaction current;
+    if (sigaction(SIGINT, nullptr, &current) != 0) return;
+    if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == on_interrupt) return;
+    // Default ends the process at once, ignored means ignored: nothing to chain to, nothing to add.
+    if (!(current.sa_flags & SA_SIGINFO) && (current.sa_handler == SIG_DFL || current.sa_handler == SIG_IGN)) return;
+    static bool first = true;
+    if (first) original = current;
+    first = false;
+    previous = current;
+    struct sigaction ours = current;
+    ours.sa_flags |= SA_SIGINFO;
+    ours.sa_sigaction = on_interrupt;
+    sigaction(SIGINT, &ours, nullptr);
+}
+
+void main_thread_ended() { ended.store(true); }
+
+}  // namespace syncbn

@@ -1,0 +1,36 @@
+// How a waiting thread tells a slow step from a stuck one: processor time, Ctrl-C and the end of the main thread.
+#pragma once
+
+#include <deque>
+#include <utility>
+
+namespace syncbn {
+
+// Seconds on a clock that only goes forward.
+double now();
+
+// Lives as long as one wait; asked at every time slice.
+class Stall {
+  public:
+    Stall();
+    void sample();
+    // True where the whole process has computed next to nothing for the last `seconds`.
+    bool idle_for(double seconds) const;
+    // True where somebody asked the process to end since this wait began and nothing else is running:
+    // a step that still computes is left to finish, so that a handler that saves its work can do so.
+    bool asked_to_end() const;
+
+  private:
+    long interrupts_;
+    std::deque<std::pair<double, double>> samples_;  // (time, processor time of the process)
+};
+
+// Counts SIGINT beside whatever handler is installed, which is called as before. Without this, Ctrl-C waits for
+// the main thread's call into MXNet, and that call waits for the step. Cheap to call again: a handler that was
+// installed over ours in the meantime is chained anew.
+void watch_interrupts();
+
+// The main thread has ended; threads that still wait for a step that is stuck should not keep the process.
+void main_thread_ended();
+
+}  // namespace syncbn

@@ -1,0 +1,93 @@
+"""Exchange through MXNet's KVStore: its own reduction over the contexts of one process."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from typing import Any, Dict, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet.context import Context
+
+from .base import Exchange
+
+#: KVStore types that add within one process.
+TYPES = ("local", "device", "nccl")
+
+# gluon.Trainer numbers its parameters from 0 in the same store; no net has this many.
+_keys = itertools.count(1 << 24)
+# One for each store, so that one lock guards it.
+_exchanges: weakref.WeakValueDictionary[int, KVStoreExchange] = weakref.WeakValueDictionary()
+
+
+def create(kvstore: Any) -> Exchange | None:
+    """An exchange from ``None`` (shared memory), a KVStore type name or a KVStore object.
+
+    Raises
+    ------
+    ValueError
+        Where the argument is no KVStore, or one that cannot add statistics. The text says why.
+    """
+    if kvstore is None:
+        return None
+    if isinstance(kvstore, str):
+        if kvstore not in TYPES:
+            raise ValueError(
+                f"kvstore: {kvstore!r} was given, expected one of {TYPES}, a KVStore object or None (shared memory)."
+                + _refusal(kvstore)
+            )
+        try:
+            kvstore = mx.kv.create(kvstore)
+        except mx.MXNetError as error:
+            reason = str(error).splitlines()[-1]
+            raise ValueError(
+                f"kvstore: {kvstore!r} was given, but this build of MXNet cannot create it: {reason}"
+            ) from None
+    if not isinstance(kvstore, (mx.kv.KVStore, mx.kvstore.KVStoreBase)):
+        raise ValueError(
+            f"kvstore: {kvstore!r} was given, expected one of {TYPES}, a KVStore object or None (shared memory)"
+        )
+    if kvstore.type not in TYPES:
+        raise ValueError(
+            f"kvstore: an object of type {kvstore.type!r} was given, expected one of {TYPES}." + _refusal(kvstore.type)
+        )
+    return _exchanges.setdefault(id(kvstore), KVStoreExchange(kvstore))
+
+
+def _refusal(name: str) -> str:
+    if name.startswith("dist"):
+        return " Parameter servers run the optimizer on what is pushed to them, so they cannot add statistics."
+    if name == "horovod":
+        return " MXNet 1.9.1 has no store of that name and silently creates a local one."
+    return ""
+
+
+class KVStoreExchange(Exchange):
+    """Adds with ``kvstore.pushpull``, on the contexts that the replicas live on.
+
+    A store that runs an optimizer on what it receives is refused when it is first used.
+    """
+
+    def __init__(self, kvstore: mx.kvstore.KVStoreBase) -> None:
+        self.kvstore = kvstore
+        self._keys: Dict[Tuple[int, int], int] = {}  # (layer, length) -> key
+        self._lock = threading.Lock()  # leaders of different layers come at once, the store serves one
+
+    def add(self, layer: int, contexts: Sequence[Context], rows: np.ndarray) -> np.ndarray:
+        if getattr(self.kvstore, "_updater", None) is not None:
+            raise ValueError(
+                "this KVStore has an optimizer set, which would run on the statistics. Give the Trainer "
+                "update_on_kvstore=False, or give SyncBatchNorm a store of its own."
+            )
+        with self._lock:
+            values = [mx.nd.array(row, ctx=ctx, dtype="float64") for row, ctx in zip(rows, contexts)]
+            key = self._keys.get((layer, rows.shape[1]))
+            if key is None:
+                key = self._keys[layer, rows.shape[1]] = next(_keys)
+                zeros = mx.nd.zeros(rows.shape[1], ctx=contexts[0], dtype="float64")
+                self.kvstore.broadcast(key, zeros, out=[value.copy() for value in values])
+            out = [mx.nd.empty(rows.shape[1], ctx=ctx, dtype="float64") for ctx in contexts]
+            self.kvstore.pushpull(key, values, out=out)
+            return out[0].asnumpy()

@@ -1,0 +1,193 @@
+"""SyncBatchNorm, the layer."""
+
+from __future__ import annotations
+
+from typing import Any, List, Optional
+
+import mxnet as mx
+from mxnet import autograd
+from mxnet.gluon import nn
+from mxnet.gluon.parameter import Parameter
+from mxnet.util import is_np_array
+
+from . import settings, steps  # noqa: F401  (steps watches the scopes of a step)
+from .exchange import kvstore as _kvstore
+from .op import Replicas, sync_batch_norm
+
+
+class SyncBatchNorm(nn.BatchNorm):
+    r"""Batch normalisation over the batch of all devices.
+
+    .. math:: y = \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} \cdot \gamma + \beta
+
+    with the mean and the (biased) variance of each channel over every value of that channel on every device:
+    N devices with this layer are one device with ``nn.BatchNorm`` on the concatenated batch, in the output, in the
+    gradients of input, gamma and beta, and in the running statistics. The gradient goes through mean and variance:
+
+    .. math:: dx = \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}}
+                   \left(dy - \overline{dy} - \hat{x} \cdot \overline{dy \cdot \hat{x}}\right)
+
+    with means over all devices. dgamma and dbeta are each device's own part, which ``gluon.Trainer`` adds.
+
+    In training, ``running = momentum * running + (1 - momentum) * batch`` in the forward, with the biased variance,
+    the same on every device. (MXNet's BatchNorm does so in the backward on a CPU, and with the unbiased variance on a
+    GPU.) One device, predict mode and ``use_global_stats`` wait for nobody.
+
+    Parameters
+    ----------
+    axis : int
+        The channel axis: 1 for NCHW, -1 for NHWC.
+    momentum, epsilon : float
+        Within [0, 1]; at least 0.
+    center, scale, use_global_stats : bool
+        As in ``nn.BatchNorm``: without ``scale`` gamma counts as 1, without ``center`` beta gets no gradient.
+    beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
+        As in ``nn.BatchNorm``.
+    in_channels : int
+        0 takes it from the first batch.
+    num_devices : int, optional
+        Number of replicas. By default the contexts that the parameters live on; a multiple of those puts several
+        replicas on one context. On one context, one thread may then use a layer once in a forward.
+    kvstore : str or KVStore, optional
+        What adds the statistics: ``'device'``, ``'local'``, ``'nccl'`` or a KVStore object. By default what `configure`
+        says, which starts as shared memory.
+    timeout : float, optional
+        Seconds to wait for the other replicas. By default what `configure` says, which starts as 300.
+
+    Inputs
+        - **data**: 2 to 5 dimensions; float16 (with float32 parameters), float32 or float64. Shards of a batch may be
+          of different size.
+
+    Outputs
+        - **out**: shape and type of the data.
+
+    Raises
+    ------
+    ValueError
+        At construction, where an argument is out of range.
+    MXNetError
+        When a result is read: a replica did not come in time, came with another number of channels or failed. The
+        text names the layer, who arrived and who is missing.
+
+    References
+    ----------
+    S. Ioffe, C. Szegedy, "Batch Normalization", ICML 2015. T. Chan, G. Golub, R. LeVeque, "Updating formulae and a
+    pairwise algorithm for computing sample variances", 1979.
+    """
+
+    def __init__(
+        self,
+        axis: int = 1,
+        momentum: float = 0.9,
+        epsilon: float = 1e-5,
+        center: bool = True,
+        scale: bool = True,
+        use_global_stats: bool = False,
+        beta_initializer: Any = "zeros",
+        gamma_initializer: Any = "ones",
+        running_mean_initializer: Any = "zeros",
+        running_variance_initializer: Any = "ones",
+        in_channels: int = 0,
+        num_devices: Optional[int] = None,
+        *,
+        kvstore: Any = None,
+        timeout: Optional[float] = None,
+        prefix: Optional[str] = None,
+        params: Any = None,
+    ) -> None:
+        _check_whole("axis", axis, "a whole number from -5 to 4", -5, 4)
+        _check_number("momentum", momentum, "a number from 0 to 1", 0, 1)
+        _check_number("epsilon", epsilon, "a number of at least 0", 0, float("inf"))
+        _check_whole("in_channels", in_channels, "a whole number of at least 0", 0, None)
+        if num_devices is not None:
+            _check_whole("num_devices", num_devices, "None or a whole number above 0", 1, None)
+        if timeout is not None:
+            timeout = settings.check_timeout(timeout)
+        exchange = _kvstore.create(kvstore)
+        super().__init__(
+            axis=axis,
+            momentum=momentum,
+            epsilon=epsilon,
+            center=center,
+            scale=scale,
+            use_global_stats=use_global_stats,
+            beta_initializer=beta_initializer,
+            gamma_initializer=gamma_initializer,
+            running_mean_initializer=running_mean_initializer,
+            running_variance_initializer=running_variance_initializer,
+            in_channels=in_channels,
+            prefix=prefix,
+            params=params,
+        )
+        self._replica_settings = (num_devices, exchange, timeout)
+        self._nodes = 0  # of graphs, so far
+        self._adopt_parameters()
+
+    def _alias(self) -> str:
+        return "batchnorm"  # so that parameters have the names they have in a net with plain BatchNorm
+
+    def _adopt_parameters(self) -> None:
+        """From now on, the contexts of ``running_mean`` are this layer's replicas."""
+        self._replicas = Replicas(self.name, *self._replica_settings)
+        _ReplicatedParameter.follow(self.running_mean, self._replicas)
+
+    def _release_parameters(self) -> None:
+        _ReplicatedParameter.unfollow(self.running_mean, self._replicas)
+
+    def hybrid_forward(self, F: Any, x: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any) -> Any:
+        kwargs = dict(self._kwargs)
+        if is_np_array():
+            raise mx.MXNetError(
+                f"SyncBatchNorm '{self.name}' works on mx.nd arrays; call mx.npx.reset_np() before building the net"
+            )
+        use_global_stats = kwargs.pop("use_global_stats")
+        if use_global_stats or (F is mx.nd and not autograd.is_training()):
+            return super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+        node = -1
+        if F is not mx.nd:  # the same graph serves all contexts, so each of its nodes meets itself only
+            node, self._nodes = self._nodes, self._nodes + 1
+        return sync_batch_norm(F, x, gamma, beta, running_mean, running_var, self._replicas, node=node, **kwargs)
+
+
+class _ReplicatedParameter(Parameter):
+    """A parameter that tells layers when it moves to other contexts.
+
+    A hybridized net calls no Python of its layers, so a layer cannot look for itself; ``initialize``, ``reset_ctx`` and
+    ``load_parameters`` all come through ``_init_impl``. An existing parameter changes its class and stays the object it
+    is, because nets, trainers and parameter dictionaries hold on to it.
+    """
+
+    _followers: List[Replicas]
+
+    @staticmethod
+    def follow(parameter: Parameter, replicas: Replicas) -> None:
+        if type(parameter) is Parameter:
+            parameter.__class__ = _ReplicatedParameter
+            parameter._followers = []
+        if not isinstance(parameter, _ReplicatedParameter):
+            raise ValueError(f"running_mean: {parameter!r} was given, expected a gluon.Parameter")
+        parameter._followers.append(replicas)
+        if parameter._data is not None:
+            replicas.set_contexts(parameter.list_ctx())
+
+    @staticmethod
+    def unfollow(parameter: Parameter, replicas: Replicas) -> None:
+        parameter._followers.remove(replicas)
+        if not parameter._followers:
+            del parameter._followers
+            parameter.__class__ = Parameter
+
+    def _init_impl(self, data: Any, ctx_list: Any) -> None:
+        super()._init_impl(data, ctx_list)
+        for replicas in self._followers:
+            replicas.set_contexts(self.list_ctx())
+
+
+def _check_whole(name: str, value: Any, expected: str, low: int, high: Optional[int]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise ValueError(f"{name}: {value!r} was given, expected {expected}")
+
+
+def _check_number(name: str, value: Any, expected: str, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+        raise ValueError(f"{name}: {value!r} was given, expected {expected}")

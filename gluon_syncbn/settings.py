@@ -1,0 +1,56 @@
+"""Process-wide defaults."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Optional
+
+from . import _native
+from .exchange import kvstore as _kvstore
+from .exchange.base import Exchange
+
+#: Adds the statistics of layers that name no KVStore; None is shared memory.
+exchange: Optional[Exchange] = None
+
+_UNCHANGED: Any = object()
+_listener: Optional[Callable[[Optional[Exchange]], None]] = None
+
+
+def check_timeout(timeout: Any) -> float:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ValueError(f"timeout: {timeout!r} was given, expected a number of seconds above 0")
+    return float(timeout)
+
+
+def configure(*, kvstore: Any = _UNCHANGED, timeout: Any = _UNCHANGED) -> None:
+    """Sets defaults for all layers that do not say otherwise, those that exist already included.
+
+    Some models call ``norm_layer`` without ``norm_kwargs``; this reaches their layers too.
+
+    Parameters
+    ----------
+    kvstore : str, KVStore or None
+        What adds the statistics over contexts: ``'device'``, ``'local'``, ``'nccl'``, a KVStore object, or
+        ``None`` for shared memory, which is where a process starts.
+    timeout : float
+        Seconds that a replica waits for the others, 300 to start with. Then the step fails with an `MXNetError`
+        that names the layer, who arrived and who is missing.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is out of range. Nothing is changed then.
+    """
+    new_exchange = exchange if kvstore is _UNCHANGED else _kvstore.create(kvstore)
+    if timeout is not _UNCHANGED:
+        _native.default_timeout(check_timeout(timeout))
+    if kvstore is not _UNCHANGED:
+        globals()["exchange"] = new_exchange
+        if _listener is not None:
+            _listener(new_exchange)
+
+
+def on_exchange(listener: Callable[[Optional[Exchange]], None]) -> None:
+    """``listener`` is called now, and whenever the default exchange changes."""
+    global _listener
+    _listener = listener
+    listener(exchange)

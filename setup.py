@@ -1,0 +1,218 @@
+"""Builds ``gluon_syncbn/csrc/*.cc`` into ``gluon_syncbn/_core.so``; the metadata is in ``pyproject.toml``.
+
+The core is a plain shared library that ctypes loads: it links neither Python nor MXNet, so one wheel
+per platform (``py3-none-linux_x86_64``) serves every Python version. ``CXX``, ``CXXFLAGS`` and
+``LDFLAGS`` are honoured. In a checkout, ``python setup.py build_core --inplace`` rebuilds the core.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Command, Distribution, setup
+from setuptools.command.build_py import build_py
+from setuptools.command.develop import develop
+
+try:  # moved from wheel to setuptools in setuptools 70.1; neither is needed for build_core or sdist
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:
+    try:
+        from wheel.bdist_wheel import bdist_wheel
+    except ImportError:
+        bdist_wheel = None
+
+try:  # distutils left the standard library in 3.12; setuptools 62.4 brought its own name for the command
+    from setuptools.command.build import build
+except ImportError:
+    from distutils.command.build import build
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "gluon_syncbn" / "csrc"
+COMPILE = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
+LINK = ["-shared", "-fopenmp"]
+
+INSTALL_COMPILER = "apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++ (Fedora, RHEL)"
+INSTALL_OPENMP = "apt-get install g++ libgomp1 (for clang: libomp-dev) or dnf install gcc-c++ libgomp"
+
+
+def version():
+    """``__version__`` from ``_version.py``, without importing the package (which needs MXNet)."""
+    text = (ROOT / "gluon_syncbn" / "_version.py").read_text(encoding="utf-8")
+    return re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE).group(1)
+
+
+def fail(message):
+    """Ends with one line. SystemExit, because setuptools prints a traceback for any Exception in an
+    editable build."""
+    raise SystemExit("error: gluon_syncbn: " + message)
+
+
+def run(command, source=None):
+    """Runs the compiler; returns (ok, its messages), in English whatever the user's language."""
+    done = subprocess.run(
+        command,
+        input=source,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=dict(os.environ, LC_ALL="C"),
+    )
+    return done.returncode == 0, done.stdout
+
+
+def diagnose(cxx, output):
+    """The one line that explains why the compilation failed, from the cheapest question to the dearest."""
+    name = " ".join(cxx)
+    probe = [*cxx, "-x", "c++", "-fsyntax-only", "-"]
+    if not run(probe, "int main() { return 0; }\n")[0]:
+        return f"the C++ compiler '{name}' cannot compile an empty program; install one: {INSTALL_COMPILER}"
+    modern = (
+        "#if __cplusplus < 201703L || (defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 8)\n#error old\n#endif\n"
+    )
+    if not run([*probe, "-std=c++17"], modern)[0]:
+        return f"the C++ compiler '{name}' is too old: g++ 8 or later is needed (C++17): {INSTALL_COMPILER}"
+    header = re.search(r"fatal error: '?([^\s:']+)'?(: No such file| file not found)", output)
+    if header and header.group(1) != "omp.h":
+        lost = header.group(1)
+        if re.search(r'#\s*include\s*"' + re.escape(lost), output):
+            return f"gluon_syncbn/csrc/{lost} is missing: the sources are incomplete, fetch them again"
+        return f"the C++ header <{lost}> is missing; install the compiler with its headers: {INSTALL_COMPILER}"
+    openmp = "#include <omp.h>\nint main() { return omp_get_max_threads() == 0; }\n"
+    with tempfile.TemporaryDirectory() as scratch:
+        link = [*cxx, "-x", "c++", "-fopenmp", "-", "-o", os.path.join(scratch, "probe")]
+        if not run(link, openmp)[0]:
+            return f"the C++ compiler '{name}' has no OpenMP (-fopenmp, omp.h); install it: {INSTALL_OPENMP}"
+    return None
+
+
+def newest(paths):
+    return max(path.stat().st_mtime_ns for path in paths)
+
+
+def compile_core(target, force=False):
+    """Compiles csrc into ``target``, unless that is newer than every source (``force``: anyway)."""
+    sources = sorted(CSRC.glob("*.cc"))
+    if not sources:
+        fail("gluon_syncbn/csrc holds no .cc file: the sources are incomplete, fetch them again")
+    inputs = [path for path in CSRC.iterdir() if path.is_file()] + [ROOT / "setup.py"]
+    if not force and target.exists() and target.stat().st_mtime_ns >= newest(inputs):
+        return
+    cxx = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    if shutil.which(cxx[0]) is None:
+        fail(f"no C++ compiler: '{cxx[0]}' is not on PATH; install one: {INSTALL_COMPILER}, or set CXX")
+    flags = COMPILE + shlex.split(os.environ.get("CXXFLAGS", ""))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that the last step is a rename: a process that has the old core mapped
+    # keeps it, and an interrupted build leaves no half-written one.
+    with tempfile.TemporaryDirectory(prefix=".core-", dir=str(target.parent)) as scratch:
+        objects = [os.path.join(scratch, source.stem + ".o") for source in sources]
+        commands = [[*cxx, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects)]
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            results = list(pool.map(run, commands))
+        library = os.path.join(scratch, target.name)
+        if all(ok for ok, _ in results):
+            link = [*cxx, *flags, *LINK, *objects, "-o", library, *shlex.split(os.environ.get("LDFLAGS", ""))]
+            results.append(run(link))
+        output = "".join(text for _, text in results)
+        if not all(ok for ok, _ in results):
+            reason = diagnose(cxx, output)
+            if reason is None:
+                print(output, flush=True)
+                reason = f"the native core did not compile with '{' '.join(cxx)}'; its messages are above"
+            fail(reason)
+        if output:
+            print(output, flush=True)  # the compiler's warnings
+        os.replace(library, str(target))
+
+
+class BuildCore(Command):
+    """``build_core``: the native core, into the build folder or, with --inplace, beside its sources."""
+
+    description = "compile gluon_syncbn/csrc into gluon_syncbn/_core.so"
+    user_options = [
+        ("inplace", "i", "put the library into the source tree"),
+        ("force", "f", "compile even when the library is newer than its sources"),
+        ("build-lib=", "b", "build folder of the Python files"),
+    ]
+    boolean_options = ["inplace", "force"]
+
+    def initialize_options(self):
+        self.inplace = self.editable_mode = False
+        self.force = None
+        self.build_lib = None
+
+    def finalize_options(self):
+        self.set_undefined_options("build", ("build_lib", "build_lib"), ("force", "force"))
+
+    def target(self):
+        in_tree = self.inplace or self.editable_mode
+        return (ROOT if in_tree else Path(self.build_lib)) / "gluon_syncbn" / "_core.so"
+
+    def run(self):
+        compile_core(self.target(), bool(self.force))
+
+    # What setuptools asks of a part of `build`:
+
+    def get_source_files(self):
+        return [str(path.relative_to(ROOT)) for path in sorted(CSRC.iterdir()) if path.is_file()]
+
+    def get_outputs(self):
+        return [str(Path(self.build_lib) / "gluon_syncbn" / "_core.so")]
+
+    def get_output_mapping(self):
+        return {}
+
+
+class Build(build):
+    sub_commands = [*build.sub_commands, ("build_core", None)]
+
+
+class BuildPy(build_py):
+    """Leaves out the core that an editable install put beside its sources: `build_core` makes a new one."""
+
+    def find_data_files(self, package, src_dir):
+        return [name for name in super().find_data_files(package, src_dir) if not name.endswith(".so")]
+
+
+class Develop(develop):
+    """``setup.py develop`` and ``pip install -e`` with setuptools before 64, which skip `build`."""
+
+    def run(self):
+        compile_core(ROOT / "gluon_syncbn" / "_core.so")
+        super().run()
+
+
+class CoreDistribution(Distribution):
+    """Not pure Python, though there is no extension module: the wheel belongs to a platform."""
+
+    def has_ext_modules(self):
+        return True
+
+
+commands = {"build": Build, "build_core": BuildCore, "build_py": BuildPy, "develop": Develop}
+
+if bdist_wheel is not None:
+
+    class BdistWheel(bdist_wheel):
+        """Any Python 3, this platform. `linux` and not `manylinux`, which promises an older glibc and
+        libgomp inside."""
+
+        def get_tag(self):
+            return ("py3", "none", super().get_tag()[2])
+
+    commands["bdist_wheel"] = BdistWheel
+
+setup(
+    version=version(),
+    license="Apache-2.0",
+    packages=["gluon_syncbn", "gluon_syncbn.exchange"],
+    package_data={"gluon_syncbn": ["py.typed", "csrc/*"]},
+    include_package_data=False,
+    cmdclass=commands,
+    distclass=CoreDistribution,
+)
