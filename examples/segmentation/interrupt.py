@@ -1,0 +1,58 @@
+"""Ctrl-C and SIGTERM: the first asks for a stop after the running step, the second stops at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupt:
+    """Context manager; `requested` turns true when the user wants to stop.
+
+    Python runs signal handlers only between two bytecodes of the main thread, and that thread spends
+    its time inside MXNet waiting for a step. The wakeup file descriptor is written by the C-level
+    handler at once, so a thread that reads it can answer, and can end the process, in mid-step.
+    """
+
+    def __init__(self):
+        self.requested = False
+        self._old = {}
+
+    def __enter__(self) -> Interrupt:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        for number in SIGNALS:
+            # The handler has nothing to do, but without one Python would raise KeyboardInterrupt.
+            self._old[number] = signal.signal(number, lambda *_: None)
+        self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._watch, name="interrupt", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        signal.set_wakeup_fd(self._old_fd)
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        os.close(self._write)  # the thread reads end-of-file and returns
+        self._thread.join()
+        os.close(self._read)
+
+    def _watch(self) -> None:
+        while True:
+            byte = os.read(self._read, 1)
+            if not byte:
+                return
+            if byte[0] not in SIGNALS:
+                continue
+            if self.requested:
+                os._exit(128 + byte[0])  # no clean-up: that is what the second one asks for
+            self.requested = True
+            print(
+                "\nstopping after this step, then saving (once more: stop at once, without saving)",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,0 +1,100 @@
+"""The pictures that the programs here write."""
+
+from __future__ import annotations
+
+import numpy as np
+from gluoncv.data import ADE20KSegmentation
+from gluoncv.utils.viz import get_color_pallete
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+
+def class_name(label: int) -> str:
+    """A label's short name; label -1 is "other"."""
+    return "other" if label < 0 else ADE20KSegmentation.CLASSES[label].split(",")[0]
+
+
+def coloured(labels: np.ndarray) -> np.ndarray:
+    """(height, width, 3) in ADE20K's colours."""
+    return np.asarray(get_color_pallete(labels.astype(np.int32), "ade20k").convert("RGB"))
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure without a window system, whatever the user's matplotlib is set to."""
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def draw_predictions(path: str, rows: list, title: str = "") -> None:
+    """Image, truth (if there is one) and prediction side by side, with a legend of the classes that occur.
+
+    rows: (PIL image, truth or None, prediction), the last two (height, width) labels from -1 on.
+    """
+    with_truth = any(truth is not None for _, truth, _ in rows)
+    heads = ["image", "truth", "prediction"] if with_truth else ["image", "prediction"]
+    shape = max(image.size[1] / image.size[0] for image, _, _ in rows)
+    width = 2.6 * len(heads)
+    figure = new_figure(width, 2.6 * shape * len(rows) + 0.9)
+    axes = figure.subplots(len(rows), len(heads), squeeze=False)
+    seen = np.zeros(ADE20KSegmentation.NUM_CLASS + 1, np.int64)
+    for line, (image, truth, prediction) in zip(axes, rows):
+        pictures = [np.asarray(image)] + ([coloured(truth)] if with_truth else []) + [coloured(prediction)]
+        for axis, picture in zip(line, pictures):
+            axis.imshow(picture, interpolation="nearest")
+            axis.set_xticks([])
+            axis.set_yticks([])
+        for labels in (truth, prediction):
+            if labels is not None:
+                seen += np.bincount(labels.ravel() + 1, minlength=len(seen))
+    for axis, head in zip(axes[0], heads):
+        axis.set_title(head, fontsize=10)
+    # A few stray pixels of a class do not earn it a place in the legend.
+    common = [i - 1 for i in np.argsort(-seen) if seen[i] > 0.001 * seen.sum()]
+    patches = [
+        Patch(facecolor=coloured(np.array([[label]]))[0, 0] / 255, edgecolor="0.4", label=class_name(label))
+        for label in common
+    ]
+    columns = min(len(patches), 4 if with_truth else 3)
+    figure.legend(handles=patches, loc="outside lower center", ncols=columns, fontsize=9)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    figure.savefig(path)
+
+
+def draw_curves(path: str, epochs: list, steps: list, constant: tuple | None = None, title: str = "") -> None:
+    """Loss, learning rate, pixel accuracy and mIoU over epochs.
+
+    epochs, steps: rows of epochs.csv and steps.csv. constant: (pixAcc, mIoU) of the best constant prediction.
+    """
+    per_epoch = max(row["step"] for row in steps)
+    x = [row["epoch"] - 1 + row["step"] / per_epoch for row in steps]
+    ends = [row["epoch"] for row in epochs]
+    figure = new_figure(8.5, 6)
+    (loss, rate), (accuracy, iou) = figure.subplots(2, 2)
+    loss.plot(x, [row["loss"] for row in steps], color="C0", alpha=0.35, linewidth=1, label="step")
+    means = [row["train_loss"] for row in epochs]
+    loss.plot([e - 0.5 for e in ends], means, "o-", color="C0", label="mean of the epoch")
+    loss.set_title("training loss")
+    loss.set_ylim(bottom=0)
+    loss.legend(frameon=False)
+    rate.plot(x, [row["lr"] for row in steps], color="C3")
+    rate.set_title("learning rate")
+    for axis, name, at in ((accuracy, "pixAcc", 0), (iou, "mIoU", 1)):
+        scored = [row for row in epochs if row[name] is not None]
+        at_epoch = [row["epoch"] for row in scored]
+        axis.plot(at_epoch, [row[name] for row in scored], "o-", color="C2", label="network")
+        if constant:
+            axis.axhline(constant[at], color="0.5", linestyle="--", label="best constant prediction")
+        axis.set_title(f"validation {name}")
+        axis.set_ylim(0, 1)
+        axis.legend(frameon=False, loc="upper left" if name == "mIoU" else "lower right")
+    for axis in (loss, rate, accuracy, iou):
+        axis.set_xlabel("epoch")
+        axis.set_xlim(0, max(ends) + 0.1)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    if title:
+        figure.suptitle(title)
+    figure.savefig(path)

@@ -1,0 +1,34 @@
+"""Train a GluonCV segmentation network on ADE20K, with or without synchronised batch normalisation.
+
+    python train.py --data-root ~/.mxnet/datasets/ade --model psp --backbone resnet50 --aux --syncbn \\
+                    --ngpus 4 --batch-size 16 --crop-size 480 --base-size 520 --lr 0.01 --epochs 120
+
+Options are named as in GluonCV's own training script. Results (last.ckpt, best.ckpt, epochs.csv,
+steps.csv) go to --save-dir. Ctrl-C saves and stops; --resume continues to the same result.
+Exit codes: 0 done, 2 bad input, 3 the loss is not finite, 130 interrupted and saved.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from devices import set_threads
+from errors import run
+from options import check_train, train_parser
+
+
+def main(argv=None) -> int:
+    args = train_parser().parse_args(argv)
+    check_train(args)
+    set_threads(args)
+    if args.eval:
+        from evaluate import evaluate
+
+        return evaluate(args)
+    from training import train  # after the options: a mistake there should not wait for the imports
+
+    return train(args)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

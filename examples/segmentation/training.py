@@ -1,0 +1,277 @@
+"""One training run: from options to a trained network, with validation, checkpoints and exact resume."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+
+import mxnet as mx
+import numpy as np
+from checkpoint import (
+    check_arrays,
+    load_checkpoint,
+    load_trainer,
+    net_arrays,
+    save_checkpoint,
+    set_arrays,
+    set_devices,
+)
+from dataset import NUM_CLASS, Loader, Scenes, check_folder
+from devices import check_batch, choose_mode, contexts
+from errors import EXIT_INTERRUPTED, NotFiniteError, UserError
+from gluoncv.utils import LRScheduler, LRSequential
+from interrupt import Interrupt
+from model import build_loss, build_model, described, norm_layer, outputs, plain_network
+from mxnet import autograd, gluon
+from options import RUN_OPTIONS, check_options
+from randomness import random_state, seed_all, set_random_state, step_seed
+from records import StepLog, write_epochs
+from scores import spread, validate
+from tqdm import tqdm
+
+
+def train(args) -> int:
+    """Train as `args` (of options.train_parser) say; returns the exit code."""
+    run = Run(args)
+    try:
+        with Interrupt() as interrupt:
+            return run.go(interrupt)
+    finally:
+        run.close()
+
+
+class Run:
+    """The parts of a run, and its position: `epoch` epochs and `step` steps of the next one are done."""
+
+    def __init__(self, args):
+        self.args = args
+        self.contexts = contexts(args)  # before any operator: it may prepare MXNet
+        self.mode = choose_mode(args, self.contexts)
+        counts = {split: check_folder(args.data_root, split, args.check_data or None) for split in ("train", "val")}
+        check_batch(args, len(self.contexts), counts["train"])
+        checkpoint = load_checkpoint(args.resume) if args.resume else None
+        if checkpoint and checkpoint.state:
+            check_options(args, checkpoint)
+        try:
+            os.makedirs(args.save_dir, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--save-dir {args.save_dir}: cannot be made ({error})") from None
+
+        with contextlib.ExitStack() as opened:  # closes what is open if something below fails
+            self._build(checkpoint, opened)
+            self.close = opened.pop_all().close
+
+    # -- building ------------------------------------------------------------------------------------
+
+    def _build(self, checkpoint, opened):
+        args = self.args
+        self.train_data, self.val_data = self._loaders()
+        opened.callback(self.train_data.close)
+        opened.callback(self.val_data.close)
+        self.epoch, self.step = args.start_epoch, 0
+        self.loss_sum = 0.0  # of the epoch's steps so far
+        self.history = []
+        self.best = -1.0
+        self.settled = False  # the trainer has made its first step
+        seed_all(args.seed)
+        self.net = self._network(checkpoint)
+        self.loss = build_loss(args)
+        self.trainer = self._trainer()
+        if checkpoint and checkpoint.state:
+            self._continue(checkpoint)
+        self._hybridize()
+        # A network of its own, because the one in training is bound to its batch size (--mode static),
+        # and because plain BatchNorm's running statistics differ by device: what is scored is what is saved.
+        self.val_net = plain_network(args, self.contexts)
+        self.val_net.hybridize()
+        self.log = StepLog(args.save_dir, self.epoch, self.step)
+        opened.callback(self.log.close)
+
+    def _loaders(self):
+        args = self.args
+        size = {"base_size": args.base_size, "crop_size": args.crop_size, "seed": args.seed}
+        train_set = Scenes(args.data_root, "train", "train", **size)
+        val_set = Scenes(args.data_root, "val", "val", **size)
+        return (
+            Loader(train_set, args.batch_size, args.workers, args.seed, shuffle=True),
+            Loader(val_set, args.test_batch_size, args.workers, args.seed, shuffle=False),
+        )
+
+    def _network(self, checkpoint):
+        args = self.args
+        net = build_model(args, norm_layer(args.syncbn))
+        if args.pretrained_base:
+            net.collect_params().reset_ctx(self.contexts)
+        else:
+            net.initialize(mx.init.Xavier(), ctx=self.contexts, force_reinit=True)
+        # One pass fixes the shapes that GluonCV leaves open, and shows that the network takes this crop.
+        net(mx.nd.zeros((1, 3, args.crop_size, args.crop_size), ctx=self.contexts[0]))
+        if checkpoint:
+            check_arrays(net, checkpoint, described(args))
+            set_arrays(net, checkpoint.arrays)
+        if args.no_wd:
+            for parameter in net.collect_params(".*beta|.*gamma|.*bias").values():
+                parameter.wd_mult = 0.0
+        return net
+
+    def _trainer(self):
+        args = self.args
+        steps = len(self.train_data)
+        schedules = []
+        if args.warmup_epochs:
+            schedules.append(
+                LRScheduler("linear", base_lr=0, target_lr=args.lr, nepochs=args.warmup_epochs, iters_per_epoch=steps)
+            )
+        # GluonCV's schedule divides by the number of steps less one.
+        iters = max(2, (args.epochs - args.warmup_epochs) * steps)
+        schedules.append(LRScheduler("poly", base_lr=args.lr, niters=iters, power=0.9))
+        settings = {"wd": args.weight_decay, "lr_scheduler": LRSequential(schedules)}
+        settings["begin_num_update"] = args.start_epoch * steps
+        if args.optimizer == "sgd":
+            settings["momentum"] = args.momentum
+        store = args.kvstore or ("device" if self.contexts[0].device_type == "gpu" else "local")
+        return gluon.Trainer(self.net.collect_params(), args.optimizer, settings, kvstore=store)
+
+    def _continue(self, checkpoint):
+        state = checkpoint.state
+        load_trainer(self.trainer, checkpoint)  # copies the first device's values to all
+        set_devices(self.net, checkpoint.devices)
+        self.epoch, self.step = state["epoch"], state["step"]
+        self.loss_sum, self.history, self.best = state["loss_sum"], state["history"], state["best"]
+        set_random_state(state["random"])
+
+    def _hybridize(self):
+        if self.mode != "imperative":
+            static = self.mode == "static"  # the crop size is fixed, so the shapes are
+            self.net.hybridize(static_alloc=static, static_shape=static)
+        # The loss stays as it is: GluonCV's asks its input for a dtype, which a symbol does not have.
+
+    # -- running -------------------------------------------------------------------------------------
+
+    def go(self, interrupt) -> int:
+        args, steps = self.args, len(self.train_data)
+        if self.epoch >= args.epochs:
+            print(f"nothing left to do: {args.resume} has all {args.epochs} epochs")
+        for epoch in range(self.epoch, args.epochs):
+            speed = self._train_epoch(interrupt)
+            if interrupt.requested:
+                return self._stop()
+            row = {"epoch": epoch + 1, "train_loss": self.loss_sum / steps, "lr": self.trainer.learning_rate}
+            row.update(speed)
+            if not args.no_val:
+                scores = self._validate(interrupt)
+                if scores is None:
+                    return self._stop()
+                row["pixAcc"], row["mIoU"] = scores.get()
+            self._end_epoch(row)
+        return 0
+
+    def _train_epoch(self, interrupt) -> dict:
+        args, steps, first = self.args, len(self.train_data), self.step
+        begin = time.time()
+        text = f"epoch {self.epoch + 1}/{args.epochs}"
+        with self._bar(text, steps, first) as bar:
+            for images, masks in self.train_data.batches(self.epoch, first):
+                loss = self._train_step(images, masks)
+                self.step += 1
+                self.loss_sum += loss
+                self.log.add(self.epoch + 1, self.step, loss, self.trainer.learning_rate)
+                mean = self.loss_sum / self.step
+                speed = (self.step - first) * args.batch_size / (time.time() - begin)
+                bar.set_postfix_str(f"loss {mean:.3f}, {speed:.1f} images/s", refresh=False)
+                bar.update(1)
+                if bar.disable and self.step % args.log_interval == 0:
+                    print(f"{text} step {self.step}/{steps}: loss {mean:.3f}, {speed:.1f} images/s", flush=True)
+                if interrupt.requested:
+                    break
+        seconds = time.time() - begin
+        done = (self.step - first) * args.batch_size
+        return {"seconds": round(seconds, 2), "images_per_second": round(done / seconds, 3) if done else None}
+
+    def _train_step(self, images, masks) -> float:
+        """One step over all devices.
+
+        Nothing here waits for a result before every device has its whole work: a device that waits for
+        the others' statistics would otherwise wait for work that was never handed out.
+        """
+        # MXNet's random state can be set but not read, so it is set for each step: Dropout resumes exactly.
+        mx.random.seed(step_seed(self.args.seed, self.epoch, self.step))
+        images, masks = spread(images, self.contexts), spread(masks, self.contexts)
+        with autograd.record():
+            losses = [self.loss(*outputs(self.net, x), y) for x, y in zip(images, masks)]
+        autograd.backward(losses)
+        if not self.settled:
+            # The trainer's first step copies the first device's values to all, running statistics too. A static
+            # graph's operators do not tell MXNet's engine that they write these: the copy would not wait for them.
+            mx.nd.waitall()
+            self.settled = True
+        self.trainer.step(self.args.batch_size)
+        loss = float(np.mean([loss.asnumpy().mean() for loss in losses]))
+        if not math.isfinite(loss):
+            raise NotFiniteError(
+                f"the loss is {loss} in epoch {self.epoch + 1}, step {self.step + 1}: stopped, nothing saved "
+                f"since the last checkpoint; try a lower --lr than {self.args.lr:g}"
+            )
+        return loss
+
+    def _validate(self, interrupt):
+        set_arrays(self.val_net, net_arrays(self.net)[0])
+        with self._bar("validation", len(self.val_data)) as bar:
+            return validate(
+                self.val_net,
+                self.val_data.batches(),
+                self.contexts,
+                NUM_CLASS,
+                bar,
+                lambda: interrupt.requested,
+            )
+
+    def _end_epoch(self, row):
+        better = row.get("mIoU", -1.0) > self.best
+        self.best = max(self.best, row.get("mIoU", -1.0))
+        self.history.append(row)
+        self.epoch, self.step, self.loss_sum = self.epoch + 1, 0, 0.0
+        write_epochs(self.args.save_dir, self.history)
+        # The best one first: a run killed in between repeats this epoch and writes both again.
+        self._save(["best.ckpt", "last.ckpt"] if better else ["last.ckpt"])
+        text = f"epoch {self.epoch}/{self.args.epochs}: loss {row['train_loss']:.3f}"
+        if "mIoU" in row:
+            text += f", pixAcc {row['pixAcc']:.3f}, mIoU {row['mIoU']:.3f}{' (best)' if better else ''}"
+        print(text, flush=True)
+
+    def _stop(self) -> int:
+        self._save(["last.ckpt"])
+        path = os.path.join(self.args.save_dir, "last.ckpt")
+        print(
+            f"interrupted in epoch {self.epoch + 1} after step {self.step} of {len(self.train_data)}; "
+            f"saved, continue with --resume {path}",
+            file=sys.stderr,
+        )
+        return EXIT_INTERRUPTED
+
+    def _save(self, names):
+        state = {
+            "options": {name: getattr(self.args, name) for name in RUN_OPTIONS},
+            "epoch": self.epoch,
+            "step": self.step,
+            "loss_sum": self.loss_sum,
+            "history": self.history,
+            "best": self.best,
+            "random": random_state(),
+        }
+        paths = [os.path.join(self.args.save_dir, name) for name in names]
+        save_checkpoint(paths, self.net, self.trainer, state)
+
+    def _bar(self, text, total, initial=0):
+        # disable=None: no bar where the output is not a terminal
+        return tqdm(
+            total=total,
+            initial=initial,
+            desc=text,
+            unit="batch",
+            leave=False,
+            disable=True if self.args.no_progress else None,
+        )
