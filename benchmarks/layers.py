@@ -1,0 +1,216 @@
+"""Forward and backward of five normalisation layers: synchronised, not, contrib's, and the limit.
+
+A hybridized net (`static_alloc`) of five layers in a row, with nothing between that would hide them, on CPU
+contexts of one process. All implementations take turns in the same process, and a ratio is the median over
+the rounds. Contrib's layer may hang: where the time limit of a cell runs out, its entry says so and the
+others are measured again without it.
+
+    python benchmarks/layers.py             # writes benchmarks/results/layers.{md,json,png}
+    python benchmarks/layers.py --quick     # a smoke test of a few seconds, its figures mean nothing
+"""
+
+import gc
+import json
+import statistics
+import sys
+import threading
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+
+import _common
+from tqdm import tqdm
+
+LAYERS = 5
+SHAPES = [(2, 64, 8, 8), (2, 512, 15, 15), (2, 64, 64, 64), (4, 256, 60, 60)]  # of one replica
+REPLICAS = [1, 2, 4, 8]
+QUICK_SHAPES, QUICK_REPLICAS = [(2, 64, 8, 8), (2, 8, 16, 16)], [1, 2]
+
+# What one layer must move when an activation does not fit into a cache, in passes over an activation:
+# forward, x twice (statistics, normalise) and y; backward, x and dy twice (sums, dx) and dx. A copy is two.
+PASSES = (2 + 1) + (2 * 2 + 1)
+
+EXPLANATION = f"""Forward and backward of {LAYERS} layers in a hybridized net, per step; shapes are those of
+one replica. *Plain* is `nn.BatchNorm` on the same contexts, each with statistics of its own; the other
+columns are multiples of it, the median over interleaved rounds. *Contrib* is
+`mxnet.gluon.contrib.nn.SyncBatchNorm` (`hang`: it did not end within the time limit). *Limit* is the time of
+{PASSES // 2} copies of the activations ({PASSES} passes over them), measured in the same rounds on all cores,
+on arrays of the same sizes."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _common.options(__doc__, arguments, quick="small shapes and few rounds: a smoke test")
+    if options.child:
+        child(json.loads(options.child))
+        return 0
+
+    env = _common.environment(["benchmarks/layers.py", *arguments])
+    shapes, replicas = (QUICK_SHAPES, QUICK_REPLICAS) if options.quick else (SHAPES, REPLICAS)
+    effort = {"rounds": 3, "budget_s": 2} if options.quick else {"rounds": 15, "budget_s": 15}
+    cells = [{"shape": shape, "replicas": n, "contrib": True, **effort} for shape in shapes for n in replicas]
+    results = []
+    with tqdm(total=len(cells), desc="layers", unit="cell") as progress:
+        for cell, taken, problems in _common.measure(__file__, cells, 30 if options.quick else 150):
+            results.append({**cell, "seconds": taken, "problems": problems})
+            progress.set_postfix_str(f"{tuple(cell['shape'])} x {cell['replicas']}")
+            progress.update()
+
+    header = ["shape", "replicas", "plain, ms", "ours / plain", "contrib / plain", "limit / plain"]
+    rows = [row(result) for result in results]
+    text = EXPLANATION + "\n\n" + _common.table(header, rows)
+    _common.write(options.out, "layers", "Five normalisation layers", text, env, results)
+    plot(options.out / "layers.png", results, env)
+    print(_common.table(header, rows))
+    return _common.report(results, "shape", "replicas")
+
+
+def row(result: Dict[str, Any]) -> List[str]:
+    taken = result["seconds"]
+    plain = f"{statistics.median(taken['plain']) * 1e3:.2f}" if taken else "-"
+    shape = " x ".join(map(str, result["shape"]))
+    ratios = [_common.entry(result, name) for name in ("ours", "contrib", "limit")]
+    return [shape, str(result["replicas"]), plain, *ratios]
+
+
+def child(cells: Sequence[_common.Cell]) -> None:
+    """Measures the cells in turn and prints one line of JSON for each."""
+    import gluon_syncbn
+
+    contexts = gluon_syncbn.cpu_devices(max(cell["replicas"] for cell in cells))
+    import mxnet as mx
+
+    for cell in cells:
+        taken = _common.interleaved(steps(cell, contexts[: cell["replicas"]]), cell["rounds"], cell["budget_s"])
+        print(json.dumps(taken), flush=True)
+        gc.collect()  # the arrays of this cell
+        mx.nd.waitall()
+
+
+def steps(cell: _common.Cell, contexts: Sequence[Any]) -> Dict[str, Callable[[], None]]:
+    """One training step of each implementation on the same inputs and head gradients."""
+    import mxnet as mx
+    from mxnet.gluon import nn
+    from mxnet.gluon.contrib.nn import SyncBatchNorm as Contrib
+
+    import gluon_syncbn
+
+    makes: Dict[str, Callable[..., Any]] = {"plain": nn.BatchNorm, "ours": gluon_syncbn.SyncBatchNorm}
+    if cell["contrib"]:
+        makes["contrib"] = lambda **kwargs: Contrib(num_devices=len(contexts), **kwargs)
+
+    shape = tuple(cell["shape"])
+    xs = [mx.nd.random.normal(k, 1 + k, shape, ctx=ctx) for k, ctx in enumerate(contexts)]
+    heads = [mx.nd.random.normal(shape=shape, ctx=ctx) for ctx in contexts]
+    for x in xs:
+        x.attach_grad()
+
+    def training_step(net: Any) -> Callable[[], None]:
+        def step() -> None:
+            with mx.autograd.record():
+                outputs = [net(x) for x in xs]
+            mx.autograd.backward(outputs, heads)
+            mx.nd.waitall()
+
+        return step
+
+    made = {}
+    for name, make in makes.items():
+        net = nn.HybridSequential()
+        for _ in range(LAYERS):
+            net.add(make(in_channels=shape[1]))
+        net.initialize(ctx=list(contexts))
+        net.hybridize(static_alloc=True)
+        made[name] = training_step(net)
+    made["limit"] = copies(shape, len(contexts))
+    return made
+
+
+def copies(shape: Tuple[int, ...], replicas: int) -> Callable[[], None]:
+    """The copies that move as many bytes as the layers must, shared out evenly to one thread per core.
+
+    Below a megabyte it takes longer to start the threads than to copy.
+    """
+    import os
+
+    import numpy as np
+
+    size = replicas * int(np.prod(shape))
+    workers = len(os.sched_getaffinity(0)) if 4 * size >= 2**20 else 1
+    # every layer has arrays of its own, which are not in a cache because another layer used them
+    sources = [np.ones(size, np.float32) for _ in range(LAYERS)]
+    targets = [np.zeros(size, np.float32) for _ in range(LAYERS)]
+    bounds = np.linspace(0, size, workers + 1).astype(int)
+
+    def work(low: int, high: int) -> None:
+        for source, target in zip(sources, targets):
+            for _ in range(PASSES // 2):
+                np.copyto(target[low:high], source[low:high])  # without the interpreter's lock
+
+    if workers == 1:
+        return lambda: work(0, size)
+
+    def step() -> None:
+        threads = [threading.Thread(target=work, args=span) for span in zip(bounds, bounds[1:])]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    return step
+
+
+def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    shapes = list(dict.fromkeys(tuple(result["shape"]) for result in results))
+    figure, axes = plt.subplots(1, len(shapes), figsize=(2.9 * len(shapes) + 0.6, 3.9), sharey=True, squeeze=False)
+    ratios = [_common.ratio(r["seconds"], name) for r in results for name in r["seconds"]] or [1]
+    for axis, shape in zip(axes[0], shapes):
+        cells = [result for result in results if tuple(result["shape"]) == shape]
+        axis.axhline(1, color=_common.COLOURS["plain"], linestyle="--", label=_common.LABELS["plain"])
+        for name, marker in (("contrib", "s"), ("ours", "o"), ("limit", "^")):
+            points = [(c["replicas"], _common.ratio(c["seconds"], name)) for c in cells if name in c["seconds"]]
+            axis.plot(
+                *zip(*points) if points else ([], []),
+                marker=marker,
+                color=_common.COLOURS[name],
+                label=_common.LABELS[name],
+            )
+            for point in points if name == "ours" else []:
+                text = f"{point[1]:.2f}"
+                axis.annotate(
+                    text,
+                    point,
+                    (0, -13),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
+                )
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        counts = sorted({cell["replicas"] for cell in cells})
+        axis.set_xticks(counts, [str(count) for count in counts])
+        axis.set_xlim(counts[0] / 1.4, counts[-1] * 1.4)
+        ticks = [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50]
+        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.set_ylim(min(ratios) / 1.5, max(ratios) * 1.5)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.set_title(" x ".join(map(str, shape)), fontsize=10)
+        axis.set_xlabel("replicas")
+    axes[0][0].set_ylabel("time of a step / plain BatchNorm's")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncol=len(labels), frameon=False, fontsize=9)
+    machine = f"{env['processor']}, {env['cores']} cores, {env['native core']}"
+    note = f"forward + backward of {LAYERS} layers in a hybridized net; {machine}"
+    figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.4")
+    figure.tight_layout(rect=(0, 0.04, 1, 0.92))
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
