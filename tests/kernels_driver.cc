@@ -1,0 +1,34 @@
+// The four kernels and the half conversions behind C names, for tests/test_kernels.py.
+#include "half.h"
+#include "kernels.h"
+
+using syncbn::Shape;
+using syncbn::Type;
+
+extern "C" {
+void moments(const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads, double* mean,
+             double* m2) {
+    syncbn::cpu::moments(x, Type(type), Shape{outer, channels, inner}, threads, mean, m2);
+}
+void normalise(const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads,
+               const double* mean, const double* scale, const double* shift, void* y, int add) {
+    syncbn::cpu::normalise(x, Type(type), Shape{outer, channels, inner}, threads, mean, scale, shift, y, add != 0);
+}
+void grad_sums(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads,
+               const double* mean, const double* invstd, double* sum_dy, double* sum_dy_xhat) {
+    syncbn::cpu::grad_sums(dy, x, Type(type), Shape{outer, channels, inner}, threads, mean, invstd, sum_dy,
+                           sum_dy_xhat);
+}
+void grad_input(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads,
+                const double* mean, const double* scale, const double* mean_dy, const double* slope, void* dx,
+                int add) {
+    syncbn::cpu::grad_input(dy, x, Type(type), Shape{outer, channels, inner}, threads, mean, scale, mean_dy, slope, dx,
+                            add != 0);
+}
+void to_half(const float* values, int64_t n, uint16_t* out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = syncbn::float_to_half(values[i]);
+}
+void from_half(const uint16_t* values, int64_t n, float* out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = syncbn::half_to_float(values[i]);
+}
+}

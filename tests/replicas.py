@@ -1,0 +1,133 @@
+"""Shared by the tests of the layer: batches that differ from replica to replica, one training step, and the truth."""
+
+from typing import List, NamedTuple, Optional, Sequence
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+
+#: hybridize arguments of every way in which Gluon runs a net; None is eager.
+WAYS = {
+    "eager": None,
+    "hybrid": {},
+    "static_alloc": {"static_alloc": True},
+    "static_shape": {"static_alloc": True, "static_shape": True},
+}
+
+#: What float arithmetic allows, relative to the largest value.
+TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-11}
+
+
+class Batch(NamedTuple):
+    """One shard and one head gradient per replica, of different size, mean and spread."""
+
+    shards: List[np.ndarray]
+    heads: List[np.ndarray]
+    gamma: np.ndarray
+    beta: np.ndarray
+
+
+class Result(NamedTuple):
+    outputs: List[np.ndarray]
+    dxs: List[np.ndarray]
+    dgamma: np.ndarray  # summed over the replicas
+    dbeta: np.ndarray
+    running_mean: List[np.ndarray]
+    running_var: List[np.ndarray]
+
+
+SIZES = (2, 5, 1, 3, 4, 2, 6, 1)
+
+
+def make_batch(rng, replicas, *, channels=5, spatial=(4, 6), axis=1, dtype="float64", offset=0.0) -> Batch:
+    shards, heads = [], []
+    for i in range(replicas):
+        shape = [SIZES[i], *spatial]
+        shape.insert(axis % (len(shape) + 1), channels)
+        scale = 1 + np.arange(channels).reshape([-1 if a == axis % len(shape) else 1 for a in range(len(shape))])
+        shards.append((((i + 1) * rng.randn(*shape) + i - 1) * scale + offset).astype(dtype))
+        heads.append((rng.randn(*shape) + 0.3 * i).astype(dtype))
+    return Batch(shards, heads, *make_affine(rng, channels))
+
+
+def make_affine(rng, channels):
+    """gamma and beta, in float64, of values that float32 parameters can hold."""
+    return [v.astype("float32").astype("float64") for v in (rng.rand(channels) + 0.5, rng.randn(channels))]
+
+
+def prepare(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str, way: Optional[dict] = None):
+    layer.initialize(ctx=list(contexts))
+    layer.cast(dtype)
+    layer.gamma.set_data(nd.array(batch.gamma))
+    layer.beta.set_data(nd.array(batch.beta))
+    if way is not None:
+        layer.hybridize(**way)
+    return layer
+
+
+def on_devices(arrays, contexts, dtype):
+    return [nd.array(a, ctx=c, dtype=dtype) for a, c in zip(arrays, contexts)]
+
+
+def step(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str) -> Result:
+    contexts = contexts[: len(batch.shards)]
+    xs, heads = on_devices(batch.shards, contexts, dtype), on_devices(batch.heads, contexts, dtype)
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+    autograd.backward(ys, heads)
+    return collect(layer, ys, [x.grad for x in xs], contexts)
+
+
+def collect(layer, ys, dxs, contexts) -> Result:
+    def total(parameter):
+        if parameter.grad_req == "null":
+            return np.zeros(parameter.shape)
+        return sum(parameter.grad(c).asnumpy().astype("float64") for c in dict.fromkeys(contexts))
+
+    return Result(
+        [y.asnumpy() for y in ys],
+        [dx.asnumpy() for dx in dxs],
+        total(layer.gamma),
+        total(layer.beta),
+        [layer.running_mean.data(c).asnumpy() for c in contexts],
+        [layer.running_var.data(c).asnumpy() for c in contexts],
+    )
+
+
+def truth(batch: Batch, steps: int = 1, axis: int = 1, **settings) -> Result:
+    """One device, plain ``nn.BatchNorm`` in float64, the concatenated batch."""
+    plain = prepare(nn.BatchNorm(axis=axis, in_channels=len(batch.gamma), **settings), batch, [mx.cpu()], "float64")
+    whole = Batch([np.concatenate(batch.shards)], [np.concatenate(batch.heads)], batch.gamma, batch.beta)
+    for _ in range(steps):
+        result = step(plain, whole, [mx.cpu()], "float64")
+    cuts = np.cumsum([len(x) for x in batch.shards])[:-1]
+    count = len(batch.shards)
+    return Result(
+        np.split(result.outputs[0], cuts),
+        np.split(result.dxs[0], cuts),
+        result.dgamma,
+        result.dbeta,
+        result.running_mean * count,
+        result.running_var * count,
+    )
+
+
+def assert_same(got: Result, want: Result, tolerance: float) -> None:
+    for name in Result._fields:
+        pairs = zip(getattr(got, name), getattr(want, name))
+        if name in ("dgamma", "dbeta"):
+            pairs = [(getattr(got, name), getattr(want, name))]
+        for i, (g, w) in enumerate(pairs):
+            error = np.abs(g.astype("float64") - w).max() / max(np.abs(w).max(), 1e-30) if w.size else 0.0
+            if not np.abs(w).max(initial=0):
+                error = np.abs(g).max(initial=0)
+            assert error <= tolerance, f"{name} of replica {i}: relative error {error:.2e}, allowed {tolerance:.0e}"
+
+
+def assert_same_bits(got: Result, want: Result) -> None:
+    for name in Result._fields:
+        for g, w in zip(getattr(got, name), getattr(want, name)):
+            np.testing.assert_array_equal(g, w, err_msg=name)

@@ -1,0 +1,740 @@
+"""Converted networks: what must be the same object, what must be the same number, what must be left alone."""
+
+import json
+import re
+import warnings
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+
+from gluon_syncbn import SyncBatchNorm, convert, revert
+
+CONTEXTS = [mx.cpu(0), mx.cpu(1)]
+
+# For a Symbol without a type, as GluonCV makes its inputs, SymbolBlock asks MXNet, which cannot know it yet.
+untyped_symbol = pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
+
+
+class Residual(nn.HybridBlock):
+    """A model as people write them: attributes, nested blocks, lists and dicts of its own children."""
+
+    def __init__(self, channels=4, **kwargs):
+        super().__init__(**kwargs)
+        with self.name_scope():
+            self.stem = nn.HybridSequential()
+            self.stem.add(nn.Conv2D(channels, 3, padding=1, in_channels=3), nn.BatchNorm(in_channels=channels))
+            self.conv = nn.Conv2D(channels, 3, padding=1, in_channels=channels)
+            self.norm = nn.BatchNorm(epsilon=1e-3, momentum=0.75, in_channels=channels)
+            self.branches = []
+            for _ in range(2):
+                branch = nn.HybridSequential()
+                branch.add(nn.BatchNorm(in_channels=channels, scale=False), nn.Conv2D(2, 1, in_channels=4))
+                self.register_child(branch)
+                self.branches.append(branch)
+            self.by_name = {"norm": self.norm, "all": (self.norm, [self.norm])}
+
+    def hybrid_forward(self, F, x):
+        x = self.stem(x)
+        x = x + self.by_name["norm"](self.conv(x))
+        return F.concat(*[branch(x) for branch in self.branches], dim=1)
+
+
+def layers(net, cls):
+    found = []
+    net.apply(lambda block: found.append(block) if type(block) is cls and block not in found else None)
+    return found
+
+
+def randomise(net, seed=0):
+    """Parameters unlike their initial values, gammas unlike 1; the same for the same seed."""
+    rng = np.random.default_rng(seed)
+    for name, parameter in net._collect_params_with_prefix().items():
+        positive = name.endswith(("gamma", "running_var"))
+        value = rng.uniform(0.5, 2, parameter.shape) if positive else rng.normal(0, 0.5, parameter.shape)
+        parameter.set_data(mx.nd.array(value, dtype=parameter.dtype))
+    return net
+
+
+def shards(shape=(3, 6, 6), sizes=(2, 3), dtype="float64", seed=1):
+    """Different batch size and different distribution on each device."""
+    rng = np.random.default_rng(seed)
+    return [rng.normal(k, 1 + k, (size, *shape)).astype(dtype) for k, size in enumerate(sizes)]
+
+
+def step(net, inputs, contexts):
+    """One training forward and backward with a random head gradient: outputs, dx, dparameters (summed)."""
+    xs = [mx.nd.array(x, ctx=ctx, dtype=x.dtype) for x, ctx in zip(inputs, contexts)]
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [net(x) for x in xs]
+    whole = np.random.default_rng(2).normal(0.3, 1, (sum(len(x) for x in inputs), *ys[0].shape[1:]))
+    cuts = np.cumsum([len(x) for x in inputs])[:-1]
+    heads = [mx.nd.array(h, ctx=c, dtype=h.dtype) for h, c in zip(np.split(whole, cuts), contexts)]
+    autograd.backward(ys, [h.astype(y.dtype) for h, y in zip(heads, ys)])
+    grads = {
+        name: sum(g.asnumpy() for g in parameter.list_grad())
+        for name, parameter in net._collect_params_with_prefix().items()
+        if parameter.grad_req != "null"
+    }
+    gather = [np.concatenate([a.asnumpy() for a in arrays]) for arrays in (ys, [x.grad for x in xs])]
+    return gather[0], gather[1], grads
+
+
+def assert_one_device_equals(net, plain, inputs, rtol=1e-9, contexts=CONTEXTS):
+    """`net` on two devices against `plain`, built the same way, on one with the concatenated batch."""
+    output, dx, grads = step(net, inputs, contexts)
+    want_output, want_dx, want_grads = step(plain, [np.concatenate(inputs)], CONTEXTS[:1])
+    np.testing.assert_allclose(output, want_output, rtol=rtol, atol=rtol)
+    np.testing.assert_allclose(dx, want_dx, rtol=rtol, atol=rtol)
+    assert_same_gradients(grads, want_grads, rtol)
+
+
+def assert_same_gradients(grads, want, rtol):
+    """A bias before a normalisation has gradient zero but for rounding: the scale is that of all of them."""
+    scale = max(np.abs(grad).max() for grad in want.values())
+    assert grads.keys() == want.keys()
+    for name, grad in grads.items():
+        np.testing.assert_allclose(grad, want[name], rtol=rtol, atol=rtol * scale, err_msg=name)
+
+
+def pair(make=Residual, dtype="float64", contexts=CONTEXTS):
+    """Two networks with the same parameters: one on `contexts`, one on the first of them alone."""
+    nets = []
+    for ctx in (contexts, contexts[:1]):
+        net = make(prefix="net_")
+        net.initialize(ctx=ctx)
+        net.cast(dtype)
+        nets.append(randomise(net))
+    return nets
+
+
+def state(net):
+    """All that a conversion promises to keep of the parameters, by full name and by structure, in order."""
+    return [
+        (name, id(p), p.name, p.grad_req, p.lr_mult, p.wd_mult, p.init, p.shape, p.dtype, p._deferred_init)
+        for view in (net.collect_params(), net._collect_params_with_prefix())
+        for name, p in view.items()
+    ]
+
+
+def symbol_ops(symbol):
+    return [node["op"] for node in json.loads(symbol.tojson())["nodes"] if node["op"] != "null"]
+
+
+def test_parameters_are_the_same_objects_in_the_same_order():
+    net = Residual()
+    net.initialize(ctx=CONTEXTS)
+    params = net.collect_params()
+    params[net.norm.gamma.name].grad_req = "add"
+    params[net.norm.beta.name].grad_req = "null"
+    params[net.stem[1].gamma.name].lr_mult = 0.1
+    params[net.stem[1].beta.name].wd_mult = 0.0
+    before, values = state(net), {k: p.list_data() for k, p in params.items()}
+    assert convert(net) is net
+    assert len(layers(net, SyncBatchNorm)) == 4
+    assert not layers(net, nn.BatchNorm)
+    assert state(net) == before
+    for name, parameter in net.collect_params().items():
+        assert parameter.list_ctx() == CONTEXTS
+        assert all(now is then for now, then in zip(parameter.list_data(), values[name]))
+    assert revert(net) is net
+    assert len(layers(net, nn.BatchNorm)) == 4
+    assert not layers(net, SyncBatchNorm)
+    assert state(net) == before
+
+
+def test_parameters_reach_the_layer_by_attribute_dictionary_and_structure():
+    net = convert(Residual())
+    for layer in layers(net, SyncBatchNorm):
+        for name in ("gamma", "beta", "running_mean", "running_var"):
+            parameter = getattr(layer, name)
+            assert parameter is layer.params[layer.prefix + name] is layer._reg_params[name]
+        assert len(layer.params.keys()) == len(layer._reg_params) == 4
+
+
+def test_a_converted_network_on_two_devices_is_the_plain_one_on_one():
+    net, plain = pair()
+    assert_one_device_equals(convert(net), plain, shards())
+
+
+def test_an_unconverted_network_on_two_devices_is_not():
+    """What the test above must be able to see."""
+    net, plain = pair()
+    with pytest.raises(AssertionError):
+        assert_one_device_equals(net, plain, shards())
+
+
+@pytest.mark.parametrize("flags", [{}, {"static_alloc": True}, {"static_alloc": True, "static_shape": True}])
+def test_a_hybridized_network_steps_with_the_new_layer_and_the_old_flags(flags):
+    net, plain = pair()
+    net.hybridize(**flags)
+    for ctx in CONTEXTS:  # the graph with plain layers is recorded here
+        net(mx.nd.ones((2, 3, 6, 6), ctx=ctx, dtype="float64"))
+    assert "BatchNorm" in symbol_ops(net._cached_graph[1])
+    before = {id(b): (b._active, list(b._flags)) for b in [net, net.stem, *layers(net, nn.BatchNorm)]}
+    convert(net)
+    blocks = [net, net.stem, *layers(net, SyncBatchNorm)]
+    assert {id(b): (b._active, list(b._flags)) for b in blocks} == before
+    assert_one_device_equals(net, plain, shards())
+    assert "BatchNorm" not in symbol_ops(net._cached_graph[1])
+    assert net._active
+    assert dict(net._flags).items() >= flags.items()
+
+
+def test_reverting_a_hybridized_network_drops_the_recorded_graph():
+    net, _plain = pair(contexts=CONTEXTS)
+    convert(net).hybridize()
+    step(net, shards(), CONTEXTS)
+    assert net._cached_graph
+    assert "BatchNorm" not in symbol_ops(net._cached_graph[1])
+    revert(net)
+    step(net, shards(), CONTEXTS)
+    assert net._active
+    assert symbol_ops(net._cached_graph[1]).count("BatchNorm") == 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"momentum": 0.5},
+        {"epsilon": 1e-3},
+        {"axis": 3},
+        {"axis": -1},
+        {"scale": False},
+        {"center": False},
+        {"use_global_stats": True},
+        {"in_channels": 5},
+        {"gamma_initializer": mx.init.Constant(3), "running_variance_initializer": "zeros"},
+        {"prefix": "a_name_of_its_own_"},
+        {"prefix": ""},
+    ],
+)
+@pytest.mark.parametrize("there_and_back", [False, True])
+def test_settings_are_kept(arguments, there_and_back):
+    layer = nn.BatchNorm(**arguments)
+    settings, before = dict(layer._kwargs), state(layer)
+    name, prefix, text = layer.name, layer.prefix, repr(layer)
+    assert convert(layer) is layer
+    assert type(layer) is SyncBatchNorm
+    if there_and_back:
+        assert revert(layer) is layer
+        assert type(layer) is nn.BatchNorm
+        assert repr(layer) == text
+        assert vars(layer).keys() == vars(nn.BatchNorm(**arguments)).keys(), "nothing of the layer is left"
+    assert {k: layer._kwargs[k] for k in settings} == settings
+    assert state(layer) == before
+    assert (layer.name, layer.prefix) == (name, prefix)
+    assert getattr(layer, "in_channels", 0) == arguments.get("in_channels", 0)
+
+
+def test_the_present_use_global_stats_counts_not_the_first():
+    """GluonCV's freeze_bn writes it after construction."""
+    layer = nn.BatchNorm(in_channels=2)
+    layer._kwargs["use_global_stats"] = True
+    assert convert(layer)._kwargs["use_global_stats"] is True
+    layer._kwargs["use_global_stats"] = False
+    assert revert(layer)._kwargs["use_global_stats"] is False
+
+
+def test_frozen_layers_normalise_with_the_running_statistics():
+    net, plain = pair()
+    for bn in [*layers(net, nn.BatchNorm), *layers(plain, nn.BatchNorm)]:
+        bn._kwargs["use_global_stats"] = True
+    before = [p.data(CONTEXTS[0]).asnumpy() for p in net.collect_params(".*running").values()]
+    assert_one_device_equals(convert(net), plain, shards())
+    for parameter, then in zip(net.collect_params(".*running").values(), before):
+        np.testing.assert_array_equal(parameter.data(CONTEXTS[1]).asnumpy(), then)
+
+
+def test_channels_last():
+    def make(**kwargs):
+        net = nn.HybridSequential(**kwargs)
+        with net.name_scope():
+            net.add(nn.BatchNorm(axis=3, in_channels=3), nn.BatchNorm(axis=-1, in_channels=3))
+        return net
+
+    net, plain = pair(make)
+    assert_one_device_equals(convert(net), plain, shards((5, 4, 3)))
+
+
+def test_a_root_that_is_a_batch_norm():
+    net, plain = pair(lambda **kwargs: nn.BatchNorm(in_channels=3, **kwargs))
+    assert type(convert(net)) is SyncBatchNorm
+    assert_one_device_equals(net, plain, shards())
+
+
+def test_a_block_registered_twice_stays_one_block():
+    def make(**kwargs):
+        net = nn.HybridSequential(**kwargs)
+        with net.name_scope():
+            shared = nn.BatchNorm(in_channels=3)
+            net.add(shared, nn.HybridSequential(), nn.Conv2D(3, 1, in_channels=3), shared)
+        net[1].add(shared)
+        return net
+
+    net, plain = pair(make)
+    shared = net[0]
+    convert(net)
+    assert net[0] is net[3] is net[1][0] is shared
+    assert type(shared) is SyncBatchNorm
+    assert_one_device_equals(net, plain, shards())
+    revert(net)
+    assert net[0] is net[3] is net[1][0] is shared
+    assert type(shared) is nn.BatchNorm
+
+
+def test_parameters_shared_between_layers_stay_shared():
+    def make(**kwargs):
+        net = nn.HybridSequential(**kwargs)
+        with net.name_scope():
+            first = nn.BatchNorm(in_channels=3)
+            net.add(first, nn.Conv2D(3, 1, in_channels=3))
+            net.add(nn.BatchNorm(in_channels=3, params=first.collect_params()))
+        return net
+
+    net, plain = pair(make)
+    convert(net)
+    for name in ("gamma", "beta", "running_mean", "running_var"):
+        assert getattr(net[0], name) is getattr(net[2], name)
+    assert_one_device_equals(net, plain, shards())
+    revert(net[0])
+    assert type(net[2]) is SyncBatchNorm
+    revert(net)
+    assert type(net[2]) is nn.BatchNorm
+    assert type(net[2].running_mean) is gluon.Parameter
+
+
+def test_references_in_attributes_lists_tuples_and_dicts():
+    net = convert(Residual())
+    assert net.by_name["norm"] is net.norm is net._children["norm"]
+    assert type(net.norm) is SyncBatchNorm
+    assert net.by_name["all"][0] is net.by_name["all"][1][0] is net.norm
+    assert net.branches[0] is net._children["3"]
+    assert type(net.branches[0][0]) is SyncBatchNorm
+
+
+def test_a_plain_block_that_is_not_hybrid():
+    class Model(gluon.Block):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            with self.name_scope():
+                self.body = nn.Sequential()
+                self.body.add(nn.BatchNorm(in_channels=3), Residual())
+
+        def forward(self, x):
+            return self.body(x)
+
+    net, plain = pair(Model)
+    convert(net)
+    assert len(layers(net, SyncBatchNorm)) == 5
+    assert_one_device_equals(net, plain, shards())
+
+
+def test_other_layers_are_untouched():
+    class OwnNorm(nn.BatchNorm):
+        pass
+
+    net = nn.HybridSequential()
+    others = [nn.BatchNormReLU(), nn.GroupNorm(), nn.LayerNorm(), nn.InstanceNorm(), nn.Dense(3), OwnNorm()]
+    net.add(*others)
+    before = [(type(block), dict(vars(block))) for block in others]
+    convert(net)
+    revert(net)
+    assert [(type(block), dict(vars(block))) for block in others] == before
+
+
+def test_contribs_layer_is_converted():
+    def make(**kwargs):
+        return ContribSyncBatchNorm(in_channels=3, num_devices=2, epsilon=1e-3, momentum=0.75, **kwargs)
+
+    layer = make(prefix="net_")
+    layer.initialize(ctx=CONTEXTS)
+    layer.cast("float64")
+    randomise(layer)
+    before = state(layer)
+    convert(layer)
+    assert type(layer) is SyncBatchNorm
+    assert state(layer) == before
+    assert not layer._kwargs.keys() & {"key", "ndev"}
+    _, plain = pair(lambda **kwargs: nn.BatchNorm(in_channels=3, epsilon=1e-3, momentum=0.75, **kwargs))
+    assert_one_device_equals(layer, plain, shards())
+    assert type(revert(layer)) is nn.BatchNorm
+    assert layer._kwargs["axis"] == 1
+
+
+def test_subclasses_of_the_layer():
+    class Mine(SyncBatchNorm):
+        pass
+
+    net = convert(Residual(), norm_layer=Mine)
+    assert len(layers(net, Mine)) == 4
+    convert(net)
+    assert len(layers(net, Mine)) == 4, "synchronised already"
+    revert(net)
+    assert len(layers(net, nn.BatchNorm)) == 4
+
+
+def test_a_network_built_with_the_layer_reverts():
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(3, 1, in_channels=3), SyncBatchNorm(in_channels=3, momentum=0.8))
+    net.initialize(ctx=CONTEXTS)
+    before = state(net)
+    revert(net)
+    assert type(net[1]) is nn.BatchNorm
+    assert net[1]._kwargs["momentum"] == 0.8
+    assert state(net) == before
+
+
+def test_initialisation_that_is_still_pending():
+    """The number of channels is unknown and the contexts are given: both must survive."""
+
+    def make(**kwargs):
+        net = nn.HybridSequential(**kwargs)
+        with net.name_scope():
+            net.add(nn.BatchNorm(gamma_initializer=mx.init.Constant(1.5)), nn.Dense(4), nn.BatchNorm())
+        return net
+
+    net = make(prefix="net_")
+    net.initialize(ctx=CONTEXTS, init=mx.init.Constant(0.25))
+    before = state(net)
+    assert [entry[-1] != () for entry in before].count(False) == 2, "all but the bias of Dense are pending"
+    convert(net)
+    assert state(net) == before
+    inputs = shards(dtype="float32")
+    output, _, _ = step(net, inputs, CONTEXTS)
+    assert net[0].gamma.list_ctx() == CONTEXTS
+    assert net[0].gamma.data(CONTEXTS[1]).asnumpy().max() == 1.5
+
+    plain = make(prefix="net_")
+    plain.initialize(init=mx.init.Constant(0.25))
+    np.testing.assert_allclose(output, step(plain, [np.concatenate(inputs)], [mx.cpu()])[0], atol=1e-5)
+
+
+def test_uninitialised_networks_can_be_converted_first():
+    net, plain = convert(Residual(prefix="net_")), Residual(prefix="net_")
+    for block, ctx in ((net, CONTEXTS), (plain, CONTEXTS[:1])):
+        block.initialize(ctx=ctx)
+        block.cast("float64")
+        randomise(block)
+    assert_one_device_equals(net, plain, shards())
+
+
+def test_a_trainer_made_before_keeps_training():
+    nets = pair()
+    trainers = [gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}) for net in nets]
+    convert(nets[0])
+    for seed in (1, 2):
+        inputs = shards(seed=seed)
+        assert_one_device_equals(nets[0], nets[1], inputs)
+        for trainer in trainers:
+            trainer.step(5)
+    for one, other in zip(nets[0].collect_params().values(), nets[1].collect_params().values()):
+        if one.name.endswith("gamma") and one.grad_req == "null":
+            continue  # scale=False: gamma counts as 1, and plain BatchNorm also writes ones into it
+        np.testing.assert_allclose(one.data(CONTEXTS[1]).asnumpy(), other.data().asnumpy(), rtol=1e-9)
+
+
+def test_hooks_are_kept():
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(in_channels=3))
+    net.initialize()
+    calls = []
+    net[0].register_forward_hook(lambda block, *_: calls.append(("after", type(block))))
+    handle = net[0].register_forward_pre_hook(lambda block, _: calls.append(("before", type(block))))
+    convert(net)(mx.nd.ones((2, 3)))
+    assert calls == [("before", SyncBatchNorm), ("after", SyncBatchNorm)]
+    handle.detach()
+    revert(net)(mx.nd.ones((2, 3)))
+    assert calls[2:] == [("after", nn.BatchNorm)]
+
+
+def test_attributes_of_the_user_are_kept():
+    layer = nn.BatchNorm(in_channels=3)
+    layer.note = "mine"
+    assert convert(layer).note == "mine"
+    assert revert(layer).note == "mine"
+
+
+def test_no_name_is_used_up():
+    def number(layer):
+        return int(re.search(r"(\d+)_$", layer.prefix).group(1))
+
+    first = number(nn.BatchNorm())
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(), nn.BatchNorm())
+    convert(net)
+    revert(net)
+    assert number(nn.BatchNorm()) == first + 3
+
+
+def test_conversion_inside_a_name_scope():
+    net = Residual(prefix="net_")
+    before = state(net)
+    outer = nn.HybridSequential(prefix="outer_")
+    with outer.name_scope():
+        convert(net)
+        assert nn.BatchNorm().prefix == "outer_batchnorm0_"
+    assert state(net) == before
+
+
+def test_twice_is_once():
+    net = convert(Residual())
+    before = [(id(layer), id(layer._kwargs)) for layer in layers(net, SyncBatchNorm)]
+    convert(net, num_devices=2)
+    assert [(id(layer), id(layer._kwargs)) for layer in layers(net, SyncBatchNorm)] == before
+    revert(revert(net))
+    assert len(layers(net, nn.BatchNorm)) == 4
+
+
+def test_casting_and_moving_after_conversion():
+    net, plain = pair(dtype="float32", contexts=[mx.cpu(2), mx.cpu(3)])
+    convert(net)
+    net.cast("float64")
+    plain.cast("float64")
+    net.collect_params().reset_ctx(CONTEXTS)
+    plain.collect_params().reset_ctx(CONTEXTS[:1])
+    assert_one_device_equals(net, plain, shards())
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((None,), "net: None was given, expected a gluon.Block"),
+        (([],), r"net: \[\] was given, expected"),
+        ((Residual, nn.BatchNorm), "norm_layer: .*BatchNorm.* was given, expected SyncBatchNorm or a"),
+        ((Residual, "sync"), "norm_layer: 'sync' was given"),
+    ],
+)
+def test_a_wrong_net_or_layer_is_named(arguments, message):
+    made = [Residual() if a is Residual else a for a in arguments]
+    with pytest.raises(ValueError, match=message):
+        convert(*made)
+    if len(made) == 1:
+        with pytest.raises(ValueError, match=message):
+            revert(*made)
+    else:
+        assert len(layers(made[0], nn.BatchNorm)) == 4
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"momentum": 0.5}, r"momentum: 0.5 was given, but each layer keeps its own; expected .*num_devices"),
+        ({"params": None}, "params: None was given"),
+        ({"devices": 2}, r"kwargs: {'devices': 2} was given, expected .*num_devices"),
+        ({"num_devices": 0}, "num_devices.*0"),
+        ({"num_devices": "two"}, "num_devices.*two"),
+    ],
+)
+def test_a_wrong_argument_is_named_and_nothing_changes(kwargs, message):
+    net = Residual()
+    before = [(type(layer), dict(vars(layer))) for layer in layers(net, nn.BatchNorm)]
+    with pytest.raises(ValueError, match=message):
+        convert(net, **kwargs)
+    assert [(type(layer), dict(vars(layer))) for layer in layers(net, nn.BatchNorm)] == before
+
+
+def test_a_layer_whose_successor_cannot_be_made_stays_whole():
+    class Picky(SyncBatchNorm):
+        def __init__(self, axis=1, **kwargs):
+            if axis == 3:
+                raise RuntimeError("not this axis")
+            super().__init__(axis=axis, **kwargs)
+
+    net = nn.BatchNorm(axis=3, in_channels=2)
+    before = dict(vars(net))
+    with pytest.raises(RuntimeError, match="not this axis"):
+        convert(net, norm_layer=Picky)
+    assert type(net) is nn.BatchNorm
+    assert vars(net) == before
+
+
+def test_arguments_reach_every_layer():
+    """Two replicas on one context are possible only where num_devices says so."""
+    net, plain = pair()
+    net.collect_params().reset_ctx([mx.cpu(0)])
+    convert(net, num_devices=2, timeout=20)
+    net.hybridize()  # MXNet bundles the operators of one context in an eager backward, which cannot wait then
+    assert_one_device_equals(net, plain, shards(), contexts=[mx.cpu(0), mx.cpu(0)])
+
+
+def test_files_of_a_plain_network_load_by_structure_and_by_name(tmp_path):
+    net, plain = pair()
+    plain.save_parameters(str(tmp_path / "structure.params"))
+    plain.collect_params().save(str(tmp_path / "names.params"))
+    want = {name: p.data().asnumpy() for name, p in plain.collect_params().items()}
+    convert(net)
+    for load in (
+        lambda: net.load_parameters(str(tmp_path / "structure.params"), ctx=CONTEXTS),
+        lambda: net.collect_params().load(str(tmp_path / "names.params"), ctx=CONTEXTS),
+    ):
+        randomise(net, seed=9)
+        load()
+        for name, parameter in net.collect_params().items():
+            np.testing.assert_array_equal(parameter.data(CONTEXTS[1]).asnumpy(), want[name])
+
+
+def test_files_of_a_converted_network_load_into_a_plain_one(tmp_path):
+    net, plain = pair()
+    convert(net)
+    want = {name: p.data(CONTEXTS[0]).asnumpy() for name, p in net.collect_params().items()}
+    net.save_parameters(str(tmp_path / "structure.params"))
+    net.collect_params().save(str(tmp_path / "names.params"))
+    for load in (
+        lambda: plain.load_parameters(str(tmp_path / "structure.params")),
+        lambda: plain.collect_params().load(str(tmp_path / "names.params")),
+        lambda: net.load_parameters(str(tmp_path / "structure.params")),
+    ):
+        randomise(plain, seed=9)
+        randomise(net, seed=9)
+        load()
+        loaded = net if "net" in load.__code__.co_freevars else plain
+        for name, parameter in loaded.collect_params().items():
+            np.testing.assert_array_equal(parameter.data(CONTEXTS[0]).asnumpy(), want[name])
+
+
+@untyped_symbol
+def test_export_after_revert_writes_plain_operators(tmp_path):
+    net, _plain = pair(dtype="float32")
+    convert(net).hybridize()
+    step(net, shards(dtype="float32"), CONTEXTS)
+    revert(net)
+    x = mx.nd.array(shards(dtype="float32")[0])
+    want = net(x)
+    net.export(str(tmp_path / "net"))
+    ops = [node["op"] for node in json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]]
+    assert ops.count("BatchNorm") == 4
+    assert "Custom" not in ops
+    loaded = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params"))
+    np.testing.assert_allclose(loaded(x).asnumpy(), want.asnumpy(), atol=1e-6)
+
+
+def test_a_traced_converted_network_trains_synchronised():
+    """GluonCV's SSD calls its backbone with a Symbol and goes on with a SymbolBlock over its parameters."""
+    net, plain = pair()
+    convert(net)
+    symbol = net(mx.sym.var("data", dtype="float64"))
+    traced = gluon.SymbolBlock(symbol, mx.sym.var("data", dtype="float64"), params=net.collect_params())
+    assert "BatchNorm" not in symbol_ops(symbol)
+    output, dx, _ = step(traced, shards(), CONTEXTS)
+    want_output, want_dx, want_grads = step(plain, [np.concatenate(shards())], CONTEXTS[:1])
+    np.testing.assert_allclose(output, want_output, rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(dx, want_dx, rtol=1e-9, atol=1e-9)
+    parameters = net._collect_params_with_prefix()
+    grads = {name: sum(g.asnumpy() for g in parameters[name].list_grad()) for name in want_grads}
+    assert_same_gradients(grads, want_grads, rtol=1e-9)
+
+
+@untyped_symbol
+def test_a_recorded_graph_cannot_be_converted_and_says_so():
+    plain = Residual()
+    traced = gluon.SymbolBlock(plain(mx.sym.var("data")), mx.sym.var("data"), params=plain.collect_params())
+    net = nn.HybridSequential()
+    net.add(traced, nn.BatchNorm())
+    with pytest.warns(UserWarning, match="recorded graph with 4 normalisation operators.*convert the network"):
+        convert(net)
+    assert type(net[1]) is SyncBatchNorm
+    assert symbol_ops(traced._cached_graph[1]).count("BatchNorm") == 4
+
+
+@untyped_symbol
+def test_a_recorded_graph_without_the_layer_is_silent():
+    body = nn.Dense(3)
+    traced = gluon.SymbolBlock(body(mx.sym.var("data")), mx.sym.var("data"), params=body.collect_params())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert(traced)
+        revert(traced)
+
+
+@untyped_symbol
+def test_a_recorded_graph_of_the_layer_cannot_be_reverted_and_says_so():
+    layer = SyncBatchNorm(in_channels=3)
+    layer.initialize()
+    traced = gluon.SymbolBlock(layer(mx.sym.var("data")), mx.sym.var("data"), params=layer.collect_params())
+    with pytest.warns(UserWarning, match="recorded graph with 1 normalisation operators.*revert the network"):
+        revert(traced)
+
+
+@pytest.mark.parametrize("model, size", [("resnet18_v1b", 33), ("mobilenet0.25", 33), ("densenet121", 225)])
+def test_networks_of_the_gluoncv_zoo_there_and_back(model, size):
+    """Values bitwise the same, the output of a prediction bitwise the same as before once reverted."""
+    model_zoo = pytest.importorskip("gluoncv.model_zoo", reason="GluonCV is not installed")
+    net = model_zoo.get_model(model, pretrained=False)
+    net.initialize(mx.init.Xavier(), ctx=CONTEXTS)
+    x = mx.nd.array(np.random.default_rng(3).normal(0, 1, (1, 3, size, size)))
+    want = net(x).asnumpy()
+    before = state(net)
+    values = {name: p.data(CONTEXTS[0]).asnumpy() for name, p in net.collect_params().items()}
+    count = len(layers(net, nn.BatchNorm))
+    assert count >= 20
+    convert(net)
+    assert len(layers(net, SyncBatchNorm)) == count
+    assert not layers(net, nn.BatchNorm)
+    assert state(net) == before
+    np.testing.assert_allclose(net(x).asnumpy(), want, rtol=1e-4, atol=1e-5)
+    revert(net)
+    assert len(layers(net, nn.BatchNorm)) == count
+    assert state(net) == before
+    np.testing.assert_array_equal(net(x).asnumpy(), want)
+    for name, parameter in net.collect_params().items():
+        np.testing.assert_array_equal(parameter.data(CONTEXTS[1]).asnumpy(), values[name], err_msg=name)
+
+
+def ssd(norm_layer):
+    """GluonCV's SSD on a ResNet-18, without the expansion layers: their BatchNorm is not norm_layer's."""
+    model_zoo = pytest.importorskip("gluoncv.model_zoo", reason="GluonCV is not installed")
+    return model_zoo.SSD(
+        "resnet18_v1",
+        base_size=64,
+        features=["stage3_activation1", "stage4_activation1"],
+        num_filters=[],
+        sizes=[10, 20, 30],
+        ratios=[[1, 2]] * 2,
+        steps=[16, 32],
+        classes=["thing"],
+        pretrained=False,
+        norm_layer=norm_layer,
+        prefix="ssd_",
+    )
+
+
+@untyped_symbol
+def test_gluoncv_ssd_trains_synchronised_through_its_recorded_backbone():
+    nets = [ssd(SyncBatchNorm), ssd(nn.BatchNorm)]
+    for net, ctx in zip(nets, (CONTEXTS, CONTEXTS[:1])):
+        net.initialize(mx.init.Xavier(), ctx=ctx)
+    inputs = shards((3, 64, 64), dtype="float32")
+    with autograd.record():  # the number of input channels becomes known
+        [nets[0](mx.nd.ones((1, 3, 64, 64), ctx=ctx)) for ctx in CONTEXTS]
+        nets[1](mx.nd.ones((1, 3, 64, 64)))
+    for net in nets:
+        assert net.collect_params().keys() == nets[0].collect_params().keys()
+        for number, parameter in enumerate(net.collect_params(".*(gamma|weight)").values()):
+            rng = np.random.default_rng(number)
+            centre = 1 if parameter.name.endswith("gamma") else 0
+            parameter.set_data(mx.nd.array(rng.normal(centre, 0.1, parameter.shape)))
+
+    def class_scores(net, arrays, contexts):
+        with autograd.record():
+            scores = [net(mx.nd.array(array, ctx=ctx))[0] for array, ctx in zip(arrays, contexts)]
+        return np.concatenate([y.asnumpy() for y in scores])
+
+    got = class_scores(nets[0], inputs, CONTEXTS)
+    want = class_scores(nets[1], [np.concatenate(inputs)], CONTEXTS[:1])
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
+    alone = class_scores(nets[1], inputs[:1], CONTEXTS[:1])
+    assert np.abs(alone - want[:2]).max() > 0.01 * np.abs(want).max(), "the statistics matter here"
+
+
+@untyped_symbol
+def test_gluoncv_ssd_recorded_with_plain_layers_says_so():
+    net = ssd(nn.BatchNorm)
+    with pytest.warns(UserWarning, match="recorded graph with 20 normalisation operators"):
+        convert(net)

@@ -1,0 +1,789 @@
+"""A step that cannot be finished ends in an error that says why and harms nothing; the next step is right."""
+
+import gc
+import logging
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import mxnet as mx
+import numpy as np
+import pytest
+from gluoncv.utils.parallel import DataParallelModel
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from replicas import (
+    TOLERANCE,
+    WAYS,
+    assert_same,
+    assert_same_bits,
+    collect,
+    make_batch,
+    on_devices,
+    prepare,
+    step,
+    truth,
+)
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, steps
+
+TIMEOUT = 1.0
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.ERROR, logger="gluon_syncbn")  # "starting afresh after a step that failed"
+
+
+def a_layer(contexts, way="eager", **kwargs):
+    kwargs.setdefault("timeout", TIMEOUT)
+    layer = SyncBatchNorm(in_channels=5, **kwargs)
+    return prepare(layer, make_batch(np.random.RandomState(0), 2), contexts, "float32", WAYS[way])
+
+
+def assert_next_step_is_right(layer, contexts, rng):
+    """One more step equals one device with plain BatchNorm that starts from the running statistics of now."""
+    batch = make_batch(rng, len(contexts), dtype="float32")
+    old = [p.data(contexts[0]).asnumpy().astype("float64") for p in (layer.running_mean, layer.running_var)]
+    assert all(np.isfinite(value).all() for value in old)
+    layer.gamma.set_data(nd.array(batch.gamma))
+    layer.beta.set_data(nd.array(batch.beta))
+    got, want = step(layer, batch, contexts, "float32"), truth(batch)
+    # truth starts from mean 0 and variance 1
+    means = [m + 0.9 * old[0] for m in want.running_mean]
+    variances = [v + 0.9 * (old[1] - 1) for v in want.running_var]
+    assert_same(got, want._replace(running_mean=means, running_var=variances), TOLERANCE["float32"])
+
+
+def assert_explains(error, layer, *parts):
+    text = str(error.value)
+    for part in (f"SyncBatchNorm '{layer.name}'", *parts):
+        assert part in text, f"{part!r} is not in: {text}"
+
+
+def shards(rng, contexts, dtype="float32"):
+    return on_devices(make_batch(rng, len(contexts)).shards, contexts, dtype)
+
+
+# ---- somebody does not come ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_replica_that_is_never_called(contexts, rng, way):
+    layer = a_layer(contexts[:3], way)
+    xs = shards(rng, contexts[:3])
+    with autograd.record():
+        ys = [layer(x) for x in xs[::2]]
+    with pytest.raises(mx.MXNetError) as error:
+        ys[0].asnumpy()
+    assert_explains(
+        error, layer, "2 of 3 replicas arrived (cpu(0), cpu(2))", "missing cpu(1) after 1 s", "never called"
+    )
+    assert_next_step_is_right(layer, contexts[:3], rng)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_backward_of_one_loss(contexts, rng, way):
+    layer = a_layer(contexts[:2], way)
+    xs = shards(rng, contexts[:2])
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+    ys[1].backward()
+    with pytest.raises(mx.MXNetError) as error:
+        xs[1].grad.asnumpy()
+    assert_explains(
+        error,
+        layer,
+        "backward of call 1",
+        "1 of 2 replicas arrived (cpu(1))",
+        "missing cpu(0)",
+        "every replica's loss",
+    )
+    assert_next_step_is_right(layer, contexts[:2], rng)
+
+
+def test_reading_between_replicas(contexts, rng):
+    layer = a_layer(contexts[:2])
+    xs = shards(rng, contexts[:2])
+    with pytest.raises(mx.MXNetError) as error, autograd.record():
+        for x in xs:
+            layer(x).asnumpy()
+    assert_explains(error, layer, "1 of 2 replicas arrived (cpu(0))", "missing cpu(1)", "asnumpy")
+    assert_next_step_is_right(layer, contexts[:2], rng)
+
+
+def test_more_num_devices_than_replicas(contexts, rng):
+    layer = a_layer(contexts[:2], num_devices=4)
+    with autograd.record():
+        ys = [layer(x) for x in shards(rng, contexts[:2])]
+    with pytest.raises(mx.MXNetError) as error:
+        ys[0].asnumpy()
+    assert_explains(error, layer, "2 of 4 replicas arrived (cpu(0), cpu(1))", "missing cpu(0), cpu(1)", "num_devices")
+
+
+@pytest.mark.parametrize("num_devices", [1, 3])
+def test_num_devices_that_no_context_can_share(contexts, rng, num_devices):
+    layer = a_layer(contexts[:2], num_devices=num_devices, timeout=60)
+    with autograd.record():
+        ys = [layer(x) for x in shards(rng, contexts[:2])]
+    for y in ys:
+        with pytest.raises(mx.MXNetError) as error:
+            y.asnumpy()
+        assert_explains(error, layer, f"num_devices is {num_devices}", "2 contexts (cpu(0), cpu(1))", "multiple")
+
+
+def test_once_failed_the_rest_of_the_step_fails_at_once(contexts, rng):
+    layer = a_layer(contexts[:2], timeout=2)
+    xs = shards(rng, contexts[:2])
+    with autograd.record():
+        with pytest.raises(mx.MXNetError) as first:
+            layer(xs[0]).asnumpy()
+        start = time.monotonic()
+        for x in [xs[1], xs[0]]:
+            with pytest.raises(mx.MXNetError) as later:
+                layer(x).asnumpy()
+            assert str(later.value) == str(first.value)
+        assert time.monotonic() - start < 1, "waited for replicas of a step that had failed"
+    assert_next_step_is_right(layer, contexts[:2], rng)
+
+
+def test_a_long_wait_says_so(contexts, rng, capfd):
+    layer = a_layer(contexts[:2], timeout=60)
+    batch = make_batch(rng, 2, dtype="float32")
+    first, second = on_devices(batch.shards, contexts, "float32")
+    with autograd.record():
+        ys = [layer(first)]
+        time.sleep(10.5)
+        assert capfd.readouterr().err.startswith(
+            f"gluon_syncbn: SyncBatchNorm '{layer.name}', forward of call 1: 1 of 2 replicas arrived (cpu(0)), "
+            "missing cpu(1) after 10 s; still waiting, until 60 s. Most likely the missing replica was never called"
+        )
+        ys.append(layer(second))
+    assert all(np.isfinite(y.asnumpy()).all() for y in ys)
+    assert capfd.readouterr().err == ""
+
+
+# ---- an exception in one replica's part --------------------------------------------------------------------
+
+
+class OutOfData(Exception):
+    pass
+
+
+def released(y):
+    """The error of a replica whose partner has gone, which it gets at once and not after its timeout."""
+    start = time.monotonic()
+    with pytest.raises(mx.MXNetError) as error:
+        y.asnumpy()
+    assert time.monotonic() - start < 1
+    return error
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_exception_between_replicas(contexts, rng, way):
+    layer = a_layer(contexts[:3], way, timeout=60)
+    xs = shards(rng, contexts[:3])
+    ys = []
+    with pytest.raises(OutOfData), autograd.record():
+        for x in xs[:2]:
+            ys.append(layer(x))
+        raise OutOfData("sample 17")
+    for y in ys:
+        error = released(y)
+        assert "OutOfData left the recorded step (sample 17)" in str(error.value)
+    assert_next_step_is_right(layer, contexts[:3], rng)
+
+
+@pytest.mark.parametrize("scope", [autograd.record, autograd.train_mode], ids=["record", "train_mode"])
+def test_the_next_step_without_reading_the_failed_one(contexts, rng, scope):
+    """What is left of a step that nobody asks for does not meet the next one."""
+    batch = make_batch(rng, 2, dtype="float32")
+    layer = prepare(SyncBatchNorm(in_channels=5, timeout=60, momentum=0), batch, contexts[:2], "float32")
+    for turn in range(4):
+        with pytest.raises(OutOfData), scope():
+            layer(on_devices(batch.shards, contexts, "float32")[turn % 2])
+            raise OutOfData
+        assert_same(step(layer, batch, contexts, "float32"), truth(batch, momentum=0), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("hook", ["register_forward_pre_hook", "register_forward_hook"])
+def test_an_exception_in_a_hook(contexts, rng, hook):
+    layer = a_layer(contexts[:2], timeout=60)
+
+    def fails(block, inputs, *output):
+        if inputs[0].context == contexts[1]:
+            raise OutOfData("hook")
+
+    handle = getattr(layer, hook)(fails)
+    ys = []
+    with pytest.raises(OutOfData), autograd.record():
+        for x in shards(rng, contexts[:2]):
+            ys.append(layer(x))
+    if hook == "register_forward_pre_hook":
+        assert "OutOfData left the recorded step (hook)" in str(released(ys[0]).value)
+    handle.detach()
+    assert_next_step_is_right(layer, contexts[:2], rng)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_exception_in_one_thread_of_a_data_parallel_model(contexts, rng, failing):
+    places = contexts[:3]
+    layer = a_layer(places, timeout=60)
+    model = DataParallelModel(layer, places, sync=True)
+
+    def fails(block, inputs):
+        if inputs[0].context == places[failing]:
+            time.sleep(0.2)  # the others wait by now
+            raise OutOfData(f"thread {failing}")
+
+    handle = layer.register_forward_pre_hook(fails)
+    x = nd.array(rng.randn(6, 5, 2))
+    start = time.monotonic()
+    with pytest.raises((OutOfData, mx.MXNetError), match=f"thread {failing}"), autograd.record():
+        model(x)
+    assert time.monotonic() - start < 2
+    handle.detach()
+    with autograd.record():
+        ys = [y for (y,) in model(x)]
+    assert all(np.isfinite(y.asnumpy()).all() for y in ys)
+    assert_next_step_is_right(layer, places, rng)
+
+
+def test_text_that_utf8_cannot_hold(contexts, rng):
+    """Names of files come from the file system, whatever they are."""
+    layer = a_layer(contexts[:2])
+    with pytest.raises(OSError), autograd.record():
+        y = layer(shards(rng, contexts[:2])[0])
+        raise OSError("no file \udce9.jpg")
+    assert "OSError left the recorded step" in str(released(y).value)
+    assert_next_step_is_right(layer, contexts[:2], rng)
+
+
+# ---- the KVStore -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_an_exchange_that_fails(contexts, rng, way, phase, monkeypatch):
+    layer = a_layer(contexts[:3], way, timeout=60, kvstore="device")
+    add, calls = layer._replicas.exchange.add, []
+
+    def fails(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1 and phase == "backward":
+            return add(*arguments)
+        raise ConnectionError("the link is down")
+
+    xs = shards(rng, contexts[:3])
+    for x in xs:
+        x.attach_grad()
+    with monkeypatch.context() as patch:
+        patch.setattr(layer._replicas.exchange, "add", fails)
+        with autograd.record():
+            ys = [layer(x) for x in xs]
+        if phase == "backward":
+            autograd.backward(ys)
+        for result in ys if phase == "forward" else [x.grad for x in xs]:
+            assert_explains(
+                released(result),
+                layer,
+                "the KVStore could not add the statistics: ConnectionError: the link is down",
+            )
+    assert len(calls) == (1 if phase == "forward" else 2)
+    assert_next_step_is_right(layer, contexts[:3], rng)
+
+
+@pytest.mark.parametrize("text", ["é" * 2000, "e" + "é" * 2000, "\udce9.jpg"], ids=["even", "odd", "surrogate"])
+def test_an_exchange_that_fails_with_unusual_text(contexts, rng, text, monkeypatch):
+    layer = a_layer(contexts[:2], kvstore="device")
+    with monkeypatch.context() as patch:
+
+        def fails(*arguments):
+            raise ConnectionError(text)
+
+        patch.setattr(layer._replicas.exchange, "add", fails)
+        with autograd.record():
+            ys = [layer(x) for x in shards(rng, contexts[:2])]
+        for y in ys:
+            assert_explains(released(y), layer, "ConnectionError: ")
+    assert_next_step_is_right(layer, contexts[:2], rng)
+
+
+def test_a_store_that_runs_an_optimizer(contexts, rng):
+    store = mx.kv.create("device")
+    layer = a_layer(contexts[:2], timeout=60, kvstore=store)
+    store.set_optimizer(mx.optimizer.SGD())
+    with autograd.record():
+        ys = [layer(x) for x in shards(rng, contexts[:2])]
+    for y in ys:
+        assert_explains(released(y), layer, "has an optimizer set", "update_on_kvstore=False")
+    assert_next_step_is_right(a_layer(contexts[:2], kvstore="device"), contexts[:2], rng)
+
+
+# ---- some of the contexts ----------------------------------------------------------------------------------
+
+
+def align(layer, context):
+    """A context that sat out has older running statistics: from now on all have those of `context`."""
+    for value in (layer.running_mean, layer.running_var):
+        value.set_data(value.data(context))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_devices(contexts, rng, way):
+    """A step on some contexts is right on those and leaves the others as they were."""
+    layer = a_layer(contexts[:4], way)
+    assert_next_step_is_right(layer, contexts[:4], rng)
+    before = layer.running_mean.data(contexts[0]).asnumpy()
+    with gluon_syncbn.devices([contexts[1], contexts[3]]):
+        assert_next_step_is_right(layer, [contexts[1], contexts[3]], rng)
+    np.testing.assert_array_equal(layer.running_mean.data(contexts[0]).asnumpy(), before)
+    align(layer, contexts[1])
+    assert_next_step_is_right(layer, contexts[:4], rng)
+
+
+def test_devices_with_a_short_last_batch(contexts, rng):
+    """A batch of another size and on fewer devices through a net that has its memory planned."""
+    places = contexts[:3]
+    layer = a_layer(places, "static_alloc")
+    for _ in range(3):
+        assert_next_step_is_right(layer, places, rng)
+        batch = make_batch(rng, 2, dtype="float32")
+        batch = batch._replace(shards=[x[:1] for x in batch.shards], heads=[x[:1] for x in batch.heads])
+        layer.gamma.set_data(nd.array(batch.gamma))
+        layer.beta.set_data(nd.array(batch.beta))
+        with gluon_syncbn.devices(places[:2]):
+            got = step(layer, batch, places[:2], "float32")
+        want = truth(batch)
+        same = dict(running_mean=[], running_var=[])
+        assert_same(got._replace(**same), want._replace(**same), TOLERANCE["float32"])
+        align(layer, places[0])
+
+
+def test_devices_and_a_call_on_another_one(contexts, rng):
+    layer = a_layer(contexts[:3], timeout=60)
+    xs = shards(rng, contexts[:3])
+    with gluon_syncbn.devices(contexts[:2]):
+        with autograd.record():
+            ys = [layer(x) for x in xs]
+        assert_explains(released(ys[2]), layer, "called on cpu(2)", "devices(...) lets only cpu(0), cpu(1) take part")
+        steps.drain()  # the others heard of it too, or had met before
+    align(layer, contexts[0])
+    assert_next_step_is_right(layer, contexts[:3], rng)
+
+
+def test_devices_and_an_exception(contexts, rng):
+    layer = a_layer(contexts[:3], timeout=60)
+    start = time.monotonic()
+    with pytest.raises(OutOfData), gluon_syncbn.devices(contexts[:2]):
+        with autograd.record():
+            layer(shards(rng, contexts[:2])[0])
+        raise OutOfData
+    assert time.monotonic() - start < 2
+    assert_next_step_is_right(layer, contexts[:3], rng)
+
+
+def test_devices_and_a_replica_that_is_never_called(contexts, rng):
+    layer = a_layer(contexts[:3])
+    with pytest.raises(mx.MXNetError, match="1 of 2 replicas arrived"):
+        with gluon_syncbn.devices(contexts[:2]), autograd.record():
+            layer(shards(rng, contexts[:2])[0])
+    assert_next_step_is_right(layer, contexts[:3], rng)
+
+
+@pytest.mark.parametrize(
+    "given", [[], [mx.cpu(0), mx.cpu(0)], ["cpu(0)"], [0], None], ids=["none", "twice", "str", "int", "None"]
+)
+def test_arguments_of_devices(given):
+    with pytest.raises(ValueError, match=r"contexts: .* was given, expected a list of different mx.Context"):
+        with gluon_syncbn.devices(given):
+            pass
+
+
+def test_devices_in_devices(contexts, rng):
+    layer = a_layer(contexts[:2])
+    with gluon_syncbn.devices(contexts[:2]):
+        with pytest.raises(ValueError, match="active already"), gluon_syncbn.devices(contexts[:1]):
+            pass
+        assert_next_step_is_right(layer, contexts[:2], rng)
+    with gluon_syncbn.devices(contexts[0]):
+        pass
+
+
+# ---- the order in which replicas come ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["eager", "static_shape"])
+def test_bits_do_not_depend_on_the_order_of_calls(contexts, rng, way):
+    places = contexts[:4]
+    batch = make_batch(rng, 4, offset=3.0)
+    results = []
+    for turn in range(6):
+        layer = prepare(SyncBatchNorm(in_channels=5), batch, places, "float64", WAYS[way])
+        order = [[0, 1, 2, 3], [3, 2, 1, 0]][turn] if turn < 2 else list(rng.permutation(4))
+        xs, heads = on_devices(batch.shards, places, "float64"), on_devices(batch.heads, places, "float64")
+        for x in xs:
+            x.attach_grad()
+        ys = [None] * 4
+        with autograd.record():
+            for i in order:
+                ys[i] = layer(xs[i])
+                time.sleep(0.02 * rng.rand())
+        autograd.backward([ys[i] for i in order], [heads[i] for i in order])
+        results.append(collect(layer, ys, [x.grad for x in xs], places))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_bits_do_not_depend_on_the_order_of_threads(contexts, rng, lanes):
+    """Several replicas on one context included: the order of their calls says nothing about which is which."""
+    unique = contexts[:2]
+    places = [c for c in unique for _ in range(lanes)]
+    count = len(places)
+    batch = make_batch(rng, count, offset=3.0)
+    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=count, momentum=0), batch, unique, "float64", {})
+    with autograd.predict_mode():
+        layer(nd.array(batch.shards[0], dtype="float64"))  # traces, which threads may not do at once
+    results = []
+    for _ in range(6):
+        xs, heads = on_devices(batch.shards, places, "float64"), on_devices(batch.heads, places, "float64")
+        for x in xs:
+            x.attach_grad()
+        ys, pauses = [None] * count, 0.03 * rng.rand(count)
+
+        def replica(i):
+            time.sleep(pauses[i])
+            with autograd.record():
+                ys[i] = layer(xs[i])
+            ys[i].wait_to_read()
+
+        threads = [threading.Thread(target=replica, args=(i,)) for i in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        autograd.backward(ys, heads)
+        # dgamma and dbeta of one context are sums over its replicas, which the layer does not form
+        empty = np.zeros(0)
+        results.append(collect(layer, ys, [x.grad for x in xs], places)._replace(dgamma=empty, dbeta=empty))
+    for result in results[1:]:
+        assert_same_bits(result, results[0])
+
+
+class Sequence(nn.HybridBlock):
+    """Four layers with something between them that keeps the values moderate."""
+
+    def __init__(self, norm):
+        super().__init__()
+        with self.name_scope():
+            self.layers = nn.HybridSequential()
+            for _ in range(4):
+                self.layers.add(norm(in_channels=5), nn.Activation("tanh"))
+
+    def hybrid_forward(self, F, x):
+        return self.layers(x)
+
+
+def sequences(places, rng):
+    net, plain = Sequence(SyncBatchNorm), Sequence(nn.BatchNorm)
+    net.initialize(ctx=places)
+    plain.initialize(ctx=places[:1])
+    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
+        p.cast("float64")
+        q.cast("float64")
+        if q.name.endswith("gamma"):
+            q.set_data(nd.array(rng.rand(5) + 0.5))
+        p.set_data(q.data())
+    return net, plain
+
+
+def results_of(net, shards, heads, places, order):
+    xs, dys = on_devices(shards, places, "float64"), on_devices(heads, places, "float64")
+    for x in xs:
+        x.attach_grad()
+    ys = [None] * len(xs)
+    with autograd.record():
+        for i in order:
+            ys[i] = net(xs[i])
+    autograd.backward(ys, dys)
+    gradients = [sum(g.asnumpy() for g in p.list_grad()) for p in net.collect_params().values() if p.grad_req != "null"]
+    return [np.concatenate([y.asnumpy() for y in ys]), np.concatenate([x.grad.asnumpy() for x in xs]), *gradients]
+
+
+def assert_a_step_is_right(net, plain, places, order, rng):
+    batch = make_batch(rng, len(places), spatial=(3,))
+    got = results_of(net, batch.shards, batch.heads, places, order)
+    whole = [np.concatenate(batch.shards)], [np.concatenate(batch.heads)]
+    for g, w in zip(got, results_of(plain, *whole, places[:1], [0])):
+        np.testing.assert_allclose(g, w, rtol=0, atol=1e-8 * np.abs(w).max())
+
+
+def test_200_steps_in_any_order(contexts, rng):
+    places = contexts[:4]
+    net, plain = sequences(places, rng)
+    for _ in range(200):
+        assert_a_step_is_right(net, plain, places, rng.permutation(4), rng)
+
+
+@pytest.mark.slow
+def test_5000_steps_with_failures_among_them(contexts, rng):
+    """Eager and hybridized nets in turns; one step in twenty breaks off in one of several ways."""
+    places = contexts[:4]
+    # With static_shape, MXNet's queue on CPU contexts gets stuck sooner or later (see cpu_devices).
+    ways = [way for name, way in WAYS.items() if name != "static_shape"]
+    nets = [sequences(places, rng) for _ in ways]
+    for (net, plain), way in zip(nets, ways):
+        if way is not None:
+            net.hybridize(**way)
+            plain.hybridize()
+    rng_of_failures, failed = random.Random(1), 0
+    for count in range(5000):
+        net, plain = nets[rng.randint(len(nets))]
+        if rng_of_failures.random() < 0.05:
+            failed += 1
+            gluon_syncbn.configure(timeout=TIMEOUT)
+            break_off(net, places, rng, rng_of_failures.choice(["raise", "miss", "backward", "read", "unread"]))
+            gluon_syncbn.configure(timeout=20)
+        try:
+            assert_a_step_is_right(net, plain, places, rng.permutation(4), rng)
+        except (AssertionError, mx.MXNetError) as error:
+            raise AssertionError(f"step {count}, after {failed} failures: {error}") from error
+
+
+def break_off(net, places, rng, how):
+    xs = on_devices(make_batch(rng, len(places), spatial=(3,)).shards, places, "float64")
+    order = rng.permutation(len(places))
+    some = order[: rng.randint(1, len(places))]
+    if how in ("raise", "unread"):
+        ys = []
+        with pytest.raises(OutOfData), autograd.record():
+            for i in some:
+                ys.append(net(xs[i]))
+            raise OutOfData
+        if how == "raise":
+            for y in ys:
+                released(y)
+        return
+    with pytest.raises(mx.MXNetError), autograd.record():
+        if how == "read":
+            for i in order:
+                net(xs[i]).asnumpy()
+        ys = [net(xs[i]) for i in (some if how == "miss" else order)]
+        if how == "backward":
+            x = net.layers[0].gamma
+            ys[0].backward()
+            x.grad(places[order[0]]).asnumpy()
+        ys[-1].asnumpy()
+
+
+# ---- a failed step and the parameters ----------------------------------------------------------------------
+
+
+def a_net(contexts, way):
+    """Layers before, between and, which matters here, after the synchronised ones."""
+    net = nn.HybridSequential()
+    for _ in range(3):
+        net.add(nn.Conv2D(8, 3, padding=1), SyncBatchNorm(timeout=0.2), nn.Activation("relu"))
+    net.add(nn.Conv2D(8, 3, padding=1), nn.GlobalAvgPool2D(), nn.Dense(5), nn.Dense(5))
+    net.initialize(mx.init.Xavier(), ctx=contexts)
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    return net
+
+
+def every_value(net):
+    return {(name, i): d.asnumpy() for name, p in net.collect_params().items() for i, d in enumerate(p.list_data())}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_failed_step_leaves_every_parameter_as_it_was(contexts, rng, way):
+    # trainer.step is queued before anybody reads the loss and so learns that the step has failed.
+    contexts = contexts[:2]
+    net = a_net(contexts, way)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01, "momentum": 0.9})
+    criterion = gluon.loss.SoftmaxCrossEntropyLoss()
+
+    def train(contexts):
+        with autograd.record():
+            losses = [criterion(net(nd.array(rng.randn(2, 3, 8, 8), ctx=c)), nd.array([1, 2], ctx=c)) for c in contexts]
+        autograd.backward(losses)
+        trainer.step(4, ignore_stale_grad=True)
+        return [loss.asnumpy() for loss in losses]
+
+    train(contexts)
+    for turn in range(6):
+        before = every_value(net)
+        with pytest.raises(mx.MXNetError, match="1 of 2 replicas arrived"):
+            train([contexts[turn % 2]])
+        steps.drain()
+        after = every_value(net)
+        changed = [key for key in before if not np.array_equal(before[key], after[key])]
+        assert not changed, f"turn {turn}: a step that failed changed {changed}"
+        train(contexts)
+        trained = every_value(net)
+        assert all(np.isfinite(value).all() for value in trained.values())
+        still = [key for key in after if np.array_equal(after[key], trained[key]) and "conv" not in key[0]]
+        assert not still, f"turn {turn}: the next step did not train {still}"
+
+
+# ---- bad data ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 5, 1, 1, 1, 1)], ids=["1", "6"])
+def test_number_of_dimensions(contexts, rng, shape):
+    layer = a_layer(contexts[:2])
+    with pytest.raises(mx.MXNetError) as error, autograd.record():
+        layer(nd.ones(shape))
+    assert_explains(error, layer, f"data has {len(shape)} dimensions", "expected 2 to 5 dimensions")
+    assert_next_step_is_right(layer, contexts[:2], rng)
+
+
+def test_axis_beyond_the_data(contexts):
+    layer = a_layer(contexts[:2], axis=4)
+    with pytest.raises(mx.MXNetError) as error, autograd.record():
+        layer(nd.ones((2, 3, 4, 5)))
+    assert_explains(error, layer, "4 dimensions and axis is 4", "an axis among them")
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+def test_integer_data(contexts, rng, dtype):
+    layer = a_layer(contexts[:2])
+    with pytest.raises(mx.MXNetError) as error, autograd.record():
+        layer(nd.ones((2, 5), dtype=dtype))
+    assert_explains(error, layer, "data must be float16, float32 or float64")
+    assert_next_step_is_right(layer, contexts[:2], rng)
+
+
+def test_another_type_on_one_replica(contexts, rng):
+    layer = a_layer(contexts[:2], timeout=60)
+    xs = shards(rng, contexts[:2])
+    with autograd.record():
+        ys = [layer(xs[0].astype("float16")), layer(xs[1])]
+    for y in ys:
+        with pytest.raises(mx.MXNetError) as error:
+            y.asnumpy()
+        assert_explains(error, layer, "cpu(0)", "cpu(1)", "5 channels of float16", "5 channels of float32", "same type")
+    assert_next_step_is_right(layer, contexts[:2], rng)
+
+
+def test_another_number_of_channels_on_one_replica(contexts, rng):
+    layer = a_layer(contexts[:2], timeout=60)
+    xs = shards(rng, contexts[:2])
+    with pytest.raises(mx.MXNetError, match=r"Provided = \[5\], inferred shape=\[4\]"), autograd.record():
+        first = layer(xs[0])
+        layer(xs[1].slice_axis(axis=1, begin=0, end=4))
+    with pytest.raises(mx.MXNetError, match="MXNetError left the recorded step"):
+        first.asnumpy()
+    assert_next_step_is_right(layer, contexts[:2], rng)
+
+
+# ---- bad arguments -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, value, expected",
+    [
+        ("axis", 5, "from -5 to 4"),
+        ("axis", 1.0, "from -5 to 4"),
+        ("momentum", 1.5, "from 0 to 1"),
+        ("momentum", float("nan"), "from 0 to 1"),
+        ("epsilon", -1e-5, "at least 0"),
+        ("epsilon", "1e-5", "at least 0"),
+        ("in_channels", -1, "at least 0"),
+        ("num_devices", 0, "above 0"),
+        ("num_devices", True, "above 0"),
+        ("timeout", 0, "above 0"),
+        ("timeout", float("nan"), "above 0"),
+        ("kvstore", "dist_sync", "cannot add statistics"),
+        ("kvstore", "horovod", "silently creates a local one"),
+        ("kvstore", 5, "a KVStore object or None"),
+    ],
+)
+def test_arguments_of_the_layer(name, value, expected):
+    with pytest.raises(ValueError, match=f"{name}: {re.escape(repr(value))} was given, .*{re.escape(expected)}"):
+        SyncBatchNorm(**{name: value})
+
+
+@pytest.mark.parametrize("arguments", [{"timeout": -1}, {"timeout": "5"}, {"kvstore": "dist_sync"}, {"kvstore": 5}])
+def test_arguments_of_configure(arguments):
+    name, value = next(iter(arguments.items()))
+    with pytest.raises(ValueError, match=f"{name}: {re.escape(repr(value))} was given, expected"):
+        gluon_syncbn.configure(**arguments)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.0, True])
+def test_arguments_of_cpu_devices(n):
+    with pytest.raises(ValueError, match=f"n: {re.escape(repr(n))} was given, expected a whole number above 0"):
+        gluon_syncbn.cpu_devices(n)
+
+
+@pytest.mark.parametrize("value", [0, -4, 2.0, True, "512"])
+def test_temp_copies_of_cpu_devices(value):
+    with pytest.raises(ValueError, match=f"temp_copies: {value!r} was given, expected a whole number above 0"):
+        gluon_syncbn.cpu_devices(2, temp_copies=value)
+
+
+def test_cpu_devices_lowers_nothing(monkeypatch):
+    names = ("MXNET_CPU_TEMP_COPY", "MXNET_CPU_PARALLEL_RAND_COPY")
+    for given, expected in [("9999", ["9999"] * 2), ("7", ["100", "32"]), ("", ["100", "32"]), ("x", ["100", "32"])]:
+        for name in names:
+            monkeypatch.setenv(name, given)
+        assert gluon_syncbn.cpu_devices(2, temp_copies=100) == [mx.cpu(0), mx.cpu(1)]
+        assert [os.environ[name] for name in names] == expected
+    for name in names:
+        monkeypatch.delenv(name)
+    gluon_syncbn.cpu_devices(8)
+    assert [os.environ[name] for name in names] == ["8192", "128"]
+
+
+# ---- graphs that were saved --------------------------------------------------------------------------------
+
+
+def test_a_graph_of_another_process(contexts, tmp_path):
+    net = nn.HybridSequential()
+    net.add(nn.Dense(3, in_units=4), SyncBatchNorm(in_channels=3))
+    net.initialize(ctx=contexts[:1])
+    net.hybridize()
+    net(nd.ones((2, 4)))
+    path = str(tmp_path / "net")
+    net.export(path)
+    text = f"""
+import mxnet as mx, gluon_syncbn
+for load in (lambda: mx.sym.load({path!r} + "-symbol.json"),
+             lambda: mx.gluon.SymbolBlock.imports({path!r} + "-symbol.json", ["data"])):
+    try:
+        load().infer_shape(data=(2, 4))
+    except mx.MXNetError as error:
+        print("MXNetError", error)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", text],
+        env={**os.environ, "PYTHONPATH": str(Path(gluon_syncbn.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("MXNetError") >= 2
+    assert ran.stdout.count("holds a SyncBatchNorm of another process") == 2, ran.stdout
+    assert "gluon_syncbn.revert(net).export(...)" in ran.stdout
+
+
+def test_a_graph_whose_layer_is_gone(contexts):
+    layer = SyncBatchNorm(in_channels=3)
+    layer.initialize(ctx=contexts[:1])
+    text = layer(mx.sym.var("data")).tojson()
+    mx.sym.load_json(text)
+    del layer
+    gc.collect()
+    with pytest.raises(mx.MXNetError, match=r"or one that is gone. Export with gluon_syncbn.revert\(net\)"):
+        mx.sym.load_json(text)

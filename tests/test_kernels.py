@@ -1,0 +1,166 @@
+"""The CPU kernels by themselves, in each instruction set that they are compiled for and this machine has."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gluon_syncbn import _native
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parent / "gluon_syncbn" / "csrc"
+SETS = {"avx512f": '__attribute__((target("avx512f")))', "avx2": '__attribute__((target("avx2")))', "baseline": ""}
+TYPES = {"float32": 0, "float64": 1, "float16": 2}
+TOLERANCE = {"float16": 1e-3, "float32": 1e-6, "float64": 1e-13}
+
+# (outer, channels, inner): rows longer and shorter than the vectors, one column, many, tiles and blocks
+SHAPES = [(3, 5, 77), (1, 1, 1), (2, 3, 16), (2, 4, 5), (900, 7, 1), (70, 513, 1), (6, 200, 4), (2, 3, 40000)]
+
+
+@pytest.fixture(scope="module", params=SETS)
+def library(request, tmp_path_factory):
+    sets = list(SETS)
+    if sets.index(request.param) < sets.index(_native.instruction_set()):
+        pytest.skip(f"this machine has no {request.param}")
+    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
+    command = ["g++", "-std=c++17", "-O2", "-fPIC", "-shared", "-fopenmp", f"-DSYNCBN_CLONES={SETS[request.param]}"]
+    command += [f"-I{SOURCES}", str(HERE / "kernels_driver.cc"), str(SOURCES / "kernels_cpu.cc"), "-o", str(path)]
+    subprocess.run(command, check=True, timeout=120)
+    return ctypes.CDLL(str(path))
+
+
+class Kernels:
+    """The library's functions on NumPy arrays."""
+
+    def __init__(self, library, x, threads=1):
+        self.library, self.x, self.threads = library, x, threads
+        self.type = TYPES[x.dtype.name]
+
+    def _call(self, name, *arguments):
+        converted = [a.ctypes.data_as(ctypes.c_void_p) if isinstance(a, np.ndarray) else a for a in arguments]
+        getattr(self.library, name)(*converted)
+
+    def _shape(self):
+        return [self.type, *map(ctypes.c_int64, self.x.shape), self.threads]
+
+    def moments(self):
+        mean, m2 = np.empty(self.x.shape[1]), np.empty(self.x.shape[1])
+        self._call("moments", self.x, *self._shape(), mean, m2)
+        return mean, m2
+
+    def normalise(self, mean, scale, shift, out, add):
+        self._call("normalise", self.x, *self._shape(), mean, scale, shift, out, int(add))
+        return out
+
+    def grad_sums(self, dy, mean, invstd):
+        sums = np.empty(self.x.shape[1]), np.empty(self.x.shape[1])
+        self._call("grad_sums", dy, self.x, *self._shape(), mean, invstd, *sums)
+        return sums
+
+    def grad_input(self, dy, mean, scale, mean_dy, slope, out, add):
+        self._call("grad_input", dy, self.x, *self._shape(), mean, scale, mean_dy, slope, out, int(add))
+        return out
+
+
+def close(got, want, tolerance):
+    assert np.abs(got.astype("float64") - want).max() <= tolerance * max(np.abs(want).max(), 1.0)
+
+
+def case(shape, dtype, offset=0.0):
+    random = np.random.RandomState(sum(shape))
+    channels = np.arange(1, shape[1] + 1).reshape(1, -1, 1) % 5 + 0.5
+    x, dy, start = ((random.randn(*shape) * channels + offset).astype(dtype) for _ in range(3))
+    vectors = [random.randn(shape[1]) for _ in range(5)]
+    return x, dy, start, vectors
+
+
+def per_channel(vector):
+    return vector.reshape(1, -1, 1)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_against_numpy(library, shape, dtype):
+    x, dy, start, (scale, shift, mean_dy, slope, _) = case(shape, dtype)
+    kernels, wide, wide_dy = Kernels(library, x), x.astype("float64"), dy.astype("float64")
+    mean, m2 = kernels.moments()
+    close(mean, wide.mean((0, 2)), 1e-13)
+    close(m2, ((wide - per_channel(mean)) ** 2).sum((0, 2)), 1e-12)
+
+    centred = wide - per_channel(mean)
+    for add in (False, True):
+        base = start.astype("float64") * add
+        want = base + centred * per_channel(scale) + per_channel(shift)
+        close(kernels.normalise(mean, scale, shift, start.copy(), add), want, TOLERANCE[dtype])
+
+    sum_dy, sum_dy_xhat = kernels.grad_sums(dy, mean, scale)
+    close(sum_dy, wide_dy.sum((0, 2)), 1e-12)
+    close(sum_dy_xhat, (wide_dy * centred * per_channel(scale)).sum((0, 2)), 1e-12)
+
+    for add in (False, True):
+        base = start.astype("float64") * add
+        want = base + per_channel(scale) * (wide_dy - per_channel(mean_dy) - centred * per_channel(slope))
+        got = kernels.grad_input(dy, mean, scale, mean_dy, slope, start.copy(), add)
+        close(got, want, 4 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", [(3, 5, 77), (900, 7, 1)], ids=str)
+def test_offset(library, shape, dtype):
+    x, _, start, (scale, shift, *_) = case(shape, dtype, offset=1e5)
+    mean, m2 = Kernels(library, x).moments()
+    centred = x.astype("float64") - per_channel(mean)
+    close(m2, (centred**2).sum((0, 2)), 1e-9)
+    y = Kernels(library, x).normalise(mean, scale, shift, start, False)
+    close(y, centred * per_channel(scale) + per_channel(shift), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(3, 5, 40007), (2000, 70, 1), (300, 50, 7)], ids=str)
+def test_same_bits_for_any_number_of_threads_and_alignment(library, shape, dtype):
+    x, dy, start, (scale, shift, mean_dy, slope, _) = case(shape, dtype)
+    results = []
+    for threads, at in ((1, 0), (2, 1), (3, 3)):
+        moved = [np.empty(x.size + at, dtype)[at:].reshape(shape) for _ in range(3)]
+        for to, source in zip(moved, (x, dy, start)):
+            to[...] = source
+        kernels = Kernels(library, moved[0], threads)
+        mean, m2 = kernels.moments()
+        sums = kernels.grad_sums(moved[1], mean, scale)
+        y = kernels.normalise(mean, scale, shift, moved[2].copy(), True)
+        dx = kernels.grad_input(moved[1], mean, scale, mean_dy, slope, moved[2].copy(), False)
+        results.append((mean, m2, *sums, y, dx))
+    for other in results[1:]:
+        for got, want in zip(other, results[0]):
+            np.testing.assert_array_equal(got, want)
+
+
+def test_empty(library):
+    mean, m2 = Kernels(library, np.empty((0, 4, 9), "float32")).moments()
+    assert not mean.any() and not m2.any()
+
+
+def test_every_half(library):
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    got = np.empty(halves.size, np.float32)
+    library.from_half(
+        halves.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(got.size), got.ctypes.data_as(ctypes.c_void_p)
+    )
+    np.testing.assert_array_equal(got, halves.view(np.float16).astype(np.float32))
+
+
+def test_rounding_to_half(library):
+    exact = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
+    exact = exact[np.isfinite(exact)]
+    random = np.random.RandomState(0).randint(0, 1 << 32, 200000, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    middles = (np.sort(exact)[1:] + np.sort(exact)[:-1]) / 2  # ties
+    values = np.concatenate([exact, random, middles, [65519.9, 65520, 1e9, np.inf, -np.inf, np.nan]]).astype(np.float32)
+    got = np.empty(values.size, np.uint16)
+    library.to_half(
+        values.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(got.size), got.ctypes.data_as(ctypes.c_void_p)
+    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        want = values.astype(np.float16)
+    np.testing.assert_array_equal(got.view(np.float16), want)

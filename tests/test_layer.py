@@ -1,0 +1,366 @@
+"""N devices with the layer are one device with nn.BatchNorm on the concatenated batch."""
+
+import itertools
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+from replicas import (
+    TOLERANCE,
+    WAYS,
+    Batch,
+    Result,
+    assert_same,
+    assert_same_bits,
+    collect,
+    make_affine,
+    make_batch,
+    on_devices,
+    prepare,
+    step,
+    truth,
+)
+
+from gluon_syncbn import SyncBatchNorm, reference
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
+def test_equals_one_device(contexts, rng, replicas, dtype, way):
+    batch = make_batch(rng, replicas, dtype=dtype)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:replicas], dtype, WAYS[way])
+    for _ in range(3):  # a state that is used again must not be one step behind
+        result = step(layer, batch, contexts, dtype)
+    assert_same(result, truth(batch, steps=3), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    "spatial, axis",
+    [
+        ((), 1),
+        ((7,), 1),
+        ((3, 3), 1),
+        ((33, 37), 1),
+        ((2, 3, 4), 1),
+        ((3, 11, 9), 1),
+        ((7,), -1),
+        ((3, 5), -1),
+        ((3, 5), 2),
+        ((19, 23), 3),
+        ((2, 3, 4), -1),
+        ((2, 3, 20), 3),
+    ],
+    ids=str,
+)
+def test_every_layout(contexts, rng, spatial, axis, dtype):
+    batch = make_batch(rng, 3, channels=7, spatial=spatial, axis=axis, dtype=dtype)
+    layer = prepare(SyncBatchNorm(axis=axis, in_channels=7), batch, contexts[:3], dtype)
+    assert_same(step(layer, batch, contexts, dtype), truth(batch, axis=axis), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_many_channels_and_rows(contexts, rng, axis):
+    """More columns than a tile of the column kernels and more rows than one of their blocks."""
+    batch = make_batch(rng, 2, channels=600, spatial=(10, 13), axis=axis, dtype="float32")
+    layer = prepare(SyncBatchNorm(axis=axis, in_channels=600), batch, contexts[:2], "float32")
+    assert_same(step(layer, batch, contexts, "float32"), truth(batch, axis=axis), 1e-5)
+
+
+def test_equals_the_specification(contexts, rng):
+    batch = make_batch(rng, 4)
+    layer = prepare(SyncBatchNorm(in_channels=5, epsilon=1e-3, momentum=0.75), batch, contexts[:4], "float64")
+    result = step(layer, batch, contexts, "float64")
+    want = reference.forward(
+        batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), epsilon=1e-3, momentum=0.75
+    )
+    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, want.state)
+    expected = Result(
+        want.outputs,
+        gradients.dxs,
+        sum(gradients.dgammas),
+        sum(gradients.dbetas),
+        [want.running_mean] * 4,
+        [want.running_var] * 4,
+    )
+    assert_same(result, expected, 1e-11)
+
+
+def test_each_replica_keeps_its_part_of_the_parameter_gradients(contexts, rng):
+    batch = make_batch(rng, 3)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64")
+    step(layer, batch, contexts, "float64")
+    state = reference.forward(batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5)).state
+    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, state)
+    for ctx, dgamma, dbeta in zip(contexts, gradients.dgammas, gradients.dbetas):
+        np.testing.assert_allclose(layer.gamma.grad(ctx).asnumpy(), dgamma, rtol=1e-11)
+        np.testing.assert_allclose(layer.beta.grad(ctx).asnumpy(), dbeta, rtol=1e-11)
+
+
+@pytest.mark.parametrize("way", ["eager", "static_alloc"])
+@pytest.mark.parametrize("x_req, gamma_req, beta_req", list(itertools.product(["write", "add", "null"], repeat=3)))
+def test_gradient_requests(contexts, rng, x_req, gamma_req, beta_req, way):
+    batch, start = make_batch(rng, 2), 0.5
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
+    layer.gamma.grad_req, layer.beta.grad_req = gamma_req, beta_req
+    if WAYS[way] is not None:
+        layer.hybridize(**WAYS[way])
+    xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads))
+    for x in xs:
+        x.attach_grad(x_req)
+        if x_req != "null":
+            x.grad[:] = start
+    for parameter in (layer.gamma, layer.beta):
+        if parameter.grad_req != "null":
+            for gradient in parameter.list_grad():
+                gradient[:] = start
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+    if (x_req, gamma_req, beta_req) != ("null", "null", "null"):
+        autograd.backward(ys, heads)
+    result = collect(layer, ys, [] if x_req == "null" else [x.grad for x in xs], contexts[:2])
+
+    want = truth(batch)
+    kept = {"write": lambda g, n: g, "add": lambda g, n: g + n * start}
+    dxs = [] if x_req == "null" else [kept[x_req](dx, 1) for dx in want.dxs]
+    none = np.zeros(5)
+    expected = want._replace(
+        dxs=dxs,
+        dgamma=none if gamma_req == "null" else kept[gamma_req](want.dgamma, 2),
+        dbeta=none if beta_req == "null" else kept[beta_req](want.dbeta, 2),
+    )
+    assert_same(result, expected, 1e-11)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("scale, center", [(False, True), (True, False), (False, False)])
+def test_without_scale_or_center(contexts, rng, scale, center, way):
+    batch = make_batch(rng, 3)
+    settings = {"scale": scale, "center": center}
+    layer = prepare(SyncBatchNorm(in_channels=5, **settings), batch, contexts[:3], "float64", WAYS[way])
+    assert_same(step(layer, batch, contexts, "float64"), truth(batch, **settings), 1e-11)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("momentum", [0, 1, 0.0, 1.0, 0.3])
+def test_momentum(contexts, rng, momentum, way):
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5, momentum=momentum), batch, contexts[:2], "float64", WAYS[way])
+    step(layer, batch, contexts, "float64")
+    result = step(layer, batch, contexts, "float64")
+    assert_same(result, truth(batch, steps=2, momentum=momentum), 1e-11)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_use_global_stats(contexts, rng, way):
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5, use_global_stats=True), batch, contexts[:2], "float64", WAYS[way])
+    assert_same(step(layer, batch, contexts, "float64"), truth(batch, use_global_stats=True), 1e-11)
+
+
+def test_use_global_stats_set_later(contexts, rng):
+    """GluonCV's freeze_bn sets the entry of a finished layer."""
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
+    layer._kwargs["use_global_stats"] = True
+    assert_same(step(layer, batch, contexts, "float64"), truth(batch, use_global_stats=True), 1e-11)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("axis", [1, -1])
+def test_large_offset(contexts, rng, axis, dtype):
+    batch = make_batch(rng, 3, axis=axis, dtype=dtype, offset=1e5)
+    layer = prepare(SyncBatchNorm(axis=axis, in_channels=5, momentum=0), batch, contexts[:3], dtype)
+    result = step(layer, batch, contexts, dtype)
+    _, variance, _ = reference.moments(batch.shards, axis)
+    for got in result.running_var:
+        np.testing.assert_allclose(got, variance, rtol=1e-6)
+    want = reference.forward(batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), axis=axis)
+    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, want.state)
+    for got, expected in zip(result.outputs + result.dxs, want.outputs + gradients.dxs):
+        np.testing.assert_allclose(got, expected, atol=1e-4 if dtype == "float32" else 1e-9)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_value_per_channel(contexts, rng, way):
+    """Each replica has a single value: its own variance would be 0, the shared one is not."""
+    shards = [rng.randn(1, 3) for _ in range(4)]
+    batch = Batch(shards, [rng.randn(1, 3) for _ in range(4)], *make_affine(rng, 3))
+    layer = prepare(SyncBatchNorm(in_channels=3), batch, contexts[:4], "float64", WAYS[way])
+    assert_same(step(layer, batch, contexts, "float64"), truth(batch), 1e-11)
+
+
+def test_a_single_value_in_all(contexts, rng):
+    batch = Batch([rng.randn(1, 3)], [rng.randn(1, 3)], *make_affine(rng, 3))
+    layer = prepare(SyncBatchNorm(in_channels=3), batch, contexts[:1], "float64")
+    result = step(layer, batch, contexts, "float64")
+    np.testing.assert_array_equal(result.outputs[0], [batch.beta])
+    np.testing.assert_array_equal(result.dxs[0], np.zeros((1, 3)))
+
+
+def test_nan_stays_nan(contexts, rng):
+    batch = make_batch(rng, 2)
+    batch.shards[1][0, 2] = np.nan
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
+    for y in step(layer, batch, contexts, "float64").outputs:
+        assert np.isnan(y[:, 2]).all() and not np.isnan(np.delete(y, 2, axis=1)).any()
+
+
+def test_empty_shard(contexts, rng):
+    """MXNet can express one under NumPy's shape rules only."""
+    batch = make_batch(rng, 2)
+    with mx.util.np_shape(True):
+        shards = [batch.shards[0], np.zeros((0, 5, 4, 6)), batch.shards[1]]
+        heads = [batch.heads[0], np.zeros((0, 5, 4, 6)), batch.heads[1]]
+        layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64")
+        result = step(layer, Batch(shards, heads, batch.gamma, batch.beta), contexts, "float64")
+    want = truth(batch)
+    assert [y.shape[0] for y in result.outputs] == [len(s) for s in shards]
+    full = Result(*[value[::2] if isinstance(value, list) else value for value in result])
+    assert_same(full, want, 1e-11)
+    np.testing.assert_array_equal(result.running_var[1], result.running_var[0])
+
+
+def test_empty_shards_everywhere(contexts):
+    with mx.util.np_shape(True):
+        layer = SyncBatchNorm(in_channels=5)
+        layer.initialize(ctx=contexts[:2])
+        with pytest.raises(mx.MXNetError, match="empty"):
+            with autograd.record():
+                ys = [layer(nd.zeros((0, 5, 4, 6), ctx=c)) for c in contexts[:2]]
+            for y in ys:
+                y.wait_to_read()
+
+
+def test_empty_shard_without_numpy_shapes(contexts):
+    """Under MXNet's own rules an extent of 0 means unknown: MXNet itself refuses the array."""
+    layer = SyncBatchNorm(in_channels=5)
+    layer.initialize(ctx=contexts[:2])
+    with pytest.raises((mx.MXNetError, ValueError)):
+        with autograd.record():
+            layer(nd.array(np.zeros((0, 5, 4, 6)), ctx=contexts[0])).wait_to_read()
+
+
+@pytest.mark.parametrize("replicas", [1, 3, 8])
+def test_same_bits_on_repetition(contexts, rng, replicas):
+    batch = make_batch(rng, replicas, dtype="float32", spatial=(9, 7))
+
+    def run():
+        layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:replicas], "float32")
+        return step(layer, batch, contexts, "float32")
+
+    first = run()
+    for _ in range(5):
+        assert_same_bits(run(), first)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_predict_uses_the_running_statistics_and_waits_for_nobody(contexts, rng, way):
+    batch = make_batch(rng, 3)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64", WAYS[way])
+    step(layer, batch, contexts, "float64")
+    mean, variance = (p.data(contexts[0]).asnumpy() for p in (layer.running_mean, layer.running_var))
+    want = reference.forward(batch.shards[1:2], batch.gamma, batch.beta, mean, variance, use_global_stats=True).outputs[
+        0
+    ]
+    alone = nd.array(batch.shards[1], ctx=contexts[1], dtype="float64")
+    np.testing.assert_allclose(layer(alone).asnumpy(), want, rtol=1e-10, atol=1e-12)
+    np.testing.assert_array_equal(layer.running_var.data(contexts[1]).asnumpy(), variance)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradient_in_predict_mode(contexts, rng, way):
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64", WAYS[way])
+    step(layer, batch, contexts, "float64")
+    mean, variance = (p.data(contexts[0]).asnumpy() for p in (layer.running_mean, layer.running_var))
+    x = nd.array(batch.shards[0], ctx=contexts[0], dtype="float64")
+    x.attach_grad()
+    with autograd.record(train_mode=False):
+        y = layer(x)
+    y.backward(nd.array(batch.heads[0], ctx=contexts[0], dtype="float64"), train_mode=False)
+    state = reference.forward(batch.shards[:1], batch.gamma, batch.beta, mean, variance, use_global_stats=True).state
+    want = reference.backward(batch.shards[:1], batch.heads[:1], batch.gamma, state)
+    np.testing.assert_allclose(x.grad.asnumpy(), want.dxs[0], rtol=1e-10)
+    np.testing.assert_allclose(layer.gamma.grad(contexts[0]).asnumpy(), want.dgammas[0], rtol=1e-10)
+
+
+def test_running_statistics_are_updated_once_in_the_forward(contexts, rng):
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
+    with autograd.record():
+        for y in [layer(x) for x in on_devices(batch.shards, contexts, "float64")]:
+            y.wait_to_read()
+    want = truth(batch)
+    for i in range(2):
+        np.testing.assert_allclose(layer.running_var.data(contexts[i]).asnumpy(), want.running_var[0], rtol=1e-12)
+
+
+def test_training_mode_without_recording(contexts, rng):
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
+    with autograd.train_mode():
+        ys = [layer(x) for x in on_devices(batch.shards, contexts, "float64")]
+    for y, want in zip(ys, truth(batch).outputs):
+        np.testing.assert_allclose(y.asnumpy(), want, rtol=1e-10, atol=1e-12)
+
+
+def test_the_number_of_devices_may_change(contexts, rng):
+    """reset_ctx moves the parameters; a hybridized net calls no Python that could look."""
+    batch = make_batch(rng, 4)
+    layer = prepare(SyncBatchNorm(in_channels=5, momentum=0), batch, contexts[:2], "float64", {"static_alloc": True})
+    for replicas in (2, 4, 1, 3):
+        layer.collect_params().reset_ctx(contexts[:replicas])
+        part = batch._replace(shards=batch.shards[:replicas], heads=batch.heads[:replicas])
+        assert_same(step(layer, part, contexts[:replicas], "float64"), truth(part, momentum=0), 1e-11)
+
+
+def test_other_contexts_than_the_first(contexts, rng):
+    batch, some = make_batch(rng, 3), [contexts[i] for i in (5, 0, 3)]
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, some, "float64")
+    assert_same(step(layer, batch, some, "float64"), truth(batch), 1e-11)
+
+
+def test_deferred_initialisation(contexts, rng):
+    batch = make_batch(rng, 2)
+    layer = SyncBatchNorm()
+    layer.initialize(ctx=contexts[:2])
+    result = step(layer, batch, contexts, "float32")
+    assert layer.gamma.shape == (5,)
+    want = truth(batch._replace(gamma=np.ones(5), beta=np.zeros(5)))
+    assert_same(result, want, 1e-5)
+
+
+def test_looks_like_batchnorm():
+    """The prefix, and so every full parameter name, is that of plain BatchNorm."""
+    net, plain = nn.HybridSequential(prefix="net_"), nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(3, 1), SyncBatchNorm())
+    with plain.name_scope():
+        plain.add(nn.Conv2D(3, 1), nn.BatchNorm())
+    assert list(net.collect_params()) == list(plain.collect_params())
+    assert isinstance(net[1], nn.BatchNorm)
+    assert net[1]._kwargs == plain[1]._kwargs
+    assert "SyncBatchNorm(axis=1" in repr(net)
+
+
+def test_the_callers_norm_kwargs_stay_as_they_are():
+    kwargs = {"momentum": 0.5, "num_devices": 2}
+    SyncBatchNorm(in_channels=3, **kwargs)
+    assert kwargs == {"momentum": 0.5, "num_devices": 2}
+
+
+def test_a_copied_net_trains_on_its_own(contexts, rng):
+    import copy
+
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
+    twin = copy.deepcopy(layer)
+    assert twin._replicas.id != layer._replicas.id
+    twin.collect_params().reset_ctx(contexts[:2])  # a copied array has no gradient
+    want = truth(batch)
+    for net in (twin, layer):
+        assert_same(step(net, batch, contexts, "float64"), want, 1e-11)

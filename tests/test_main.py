@@ -1,0 +1,26 @@
+"""The self-check tells what serves, and its exit code whether it works."""
+
+import subprocess
+import sys
+
+from gluon_syncbn import __main__ as check
+from gluon_syncbn import _native, reference
+
+
+def test_a_sound_installation():
+    run = subprocess.run([sys.executable, "-m", "gluon_syncbn"], capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "BROKEN" not in run.stdout
+    for fact in ("Apache MXNet 1.9.1", f"{_native.instruction_set()} kernels", "KVStore local, device", "two replicas"):
+        assert fact in run.stdout
+
+
+def test_a_wrong_result_is_exit_code_1(monkeypatch, capsys):
+    right = reference.forward
+    monkeypatch.setattr(
+        reference, "forward", lambda *args: right(*args)._replace(running_var=right(*args).running_var * 1.001)
+    )
+    assert check.main() == 1
+    printed = capsys.readouterr().out
+    assert "BROKEN  live      ArithmeticError: wrong by" in printed
+    assert "1 of 5 checks failed" in printed

@@ -1,0 +1,148 @@
+"""Whole networks: a training step on two devices with the layer is the step on one with `nn.BatchNorm`.
+
+One step is a forward, GluonCV's loss with its auxiliary part and a backward. Compared are the loss, the
+gradient of every parameter summed over the devices, and the running statistics. The split is uneven and the
+devices see different distributions, so that statistics of one device alone would be far off. In float64
+rounding is so small that no ReLU switches because of it; in float32 an element at zero may, which moves a
+gradient by far more.
+"""
+
+import re
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd
+from mxnet.gluon import nn
+
+from gluon_syncbn import SyncBatchNorm, convert
+
+pytest.importorskip("gluoncv", reason="GluonCV is not installed")
+
+from gluoncv.loss import MixSoftmaxCrossEntropyLoss
+from gluoncv.model_zoo.deeplabv3 import DeepLabV3
+from gluoncv.model_zoo.fastscnn import FastSCNN
+from gluoncv.model_zoo.fcn import FCN
+from gluoncv.model_zoo.pspnet import PSPNet
+
+CLASSES = 4
+CROP = 64
+SPLIT = (1, 2)
+CONTEXTS = [mx.cpu(0), mx.cpu(1)]
+
+# What these FastSCNN parameters add is the same at every position, and on every way out a normalisation takes
+# it away again: their gradient is zero but for rounding, and has no relative error. Both sides must vanish
+# instead, measured by the gradient of the weight or gamma that they belong to.
+VANISHING = re.compile(
+    r"feature_fusion\.conv_(lower|higher)_res\.bias"
+    r"|global_feature_extractor\.bottleneck\d\.\d\.block\.3\.beta"
+)
+
+
+def build(model, norm_layer, contexts, dtype):
+    """A network whose parameters depend on their structural names alone, so that two of them are equal."""
+    kwargs = {} if model is FastSCNN else {"backbone": "resnet50"}
+    net = model(
+        CLASSES,
+        aux=True,
+        pretrained_base=False,
+        crop_size=CROP,
+        base_size=CROP,
+        norm_layer=norm_layer,
+        **kwargs,
+    )
+    net.initialize(mx.init.Zero(), ctx=contexts, force_reinit=True)
+    net.cast(dtype)
+    with autograd.pause():  # the number of input channels becomes known
+        net(mx.nd.zeros((1, 3, CROP, CROP), ctx=contexts[0], dtype=dtype))
+    for number, (name, parameter) in enumerate(sorted(net._collect_params_with_prefix().items())):
+        rng = np.random.default_rng(number)
+        if name.endswith(("gamma", "running_var")):
+            value = rng.uniform(0.5, 1.5, parameter.shape)
+        elif name.endswith("weight"):
+            value = rng.normal(0, np.sqrt(2 / np.prod(parameter.shape[1:])), parameter.shape)
+        else:
+            value = rng.normal(0, 0.2, parameter.shape)
+        parameter.set_data(mx.nd.array(value, dtype=dtype))
+
+    def without_dropout(block):
+        if isinstance(block, nn.Dropout):
+            block._rate = 0  # its masks are drawn per device
+
+    return net.apply(without_dropout)
+
+
+def step(net, contexts, split, dtype):
+    """The sum of all samples' losses, and by structural name gradients and running statistics per device."""
+    rng = np.random.default_rng(0)
+    images = [rng.normal(k, 1 + k, (3, CROP, CROP)) for k in range(sum(SPLIT))]
+    labels = rng.integers(-1, CLASSES, (sum(SPLIT), CROP, CROP))  # -1 is ignored
+    cuts = np.cumsum(split)[:-1]
+    # With size_average the gradient is divided by the number of labelled pixels of the device, whatever the
+    # layers do: an uneven split is another loss. Without, the devices' gradients add up to the batch's.
+    criterion = MixSoftmaxCrossEntropyLoss(aux=True, aux_weight=0.4, size_average=False)
+    losses = []
+    with autograd.record():
+        for x, label, ctx in zip(np.split(np.array(images), cuts), np.split(labels, cuts), contexts):
+            outputs = net(mx.nd.array(x, ctx=ctx, dtype=dtype))
+            losses.append(criterion(*outputs, mx.nd.array(label, ctx=ctx, dtype=dtype)))
+    autograd.backward(losses)
+    parameters = net._collect_params_with_prefix()
+    grads = {n: [g.asnumpy() for g in p.list_grad()] for n, p in parameters.items() if p.grad_req != "null"}
+    running = {n: [d.asnumpy() for d in p.list_data()] for n, p in parameters.items() if ".running_" in n}
+    return sum(float(loss.sum().asscalar()) for loss in losses), grads, running
+
+
+def distance(got, want):
+    """Relative error in the L2 norm."""
+    return np.linalg.norm(np.subtract(got, want, dtype="float64")) / np.linalg.norm(want.astype("float64"))
+
+
+def errors(net, plain, dtype):
+    """The relative error of the loss, of every gradient and of every running statistic, by name."""
+    loss, grads, running = step(net, CONTEXTS, SPLIT, dtype)
+    want_loss, want_grads, want_running = step(plain, CONTEXTS[:1], [sum(SPLIT)], dtype)
+    trained = [name for name, p in plain._collect_params_with_prefix().items() if p.grad_req != "null"]
+    assert grads.keys() == want_grads.keys() == set(trained), "no parameter is left out"
+    found = {"loss": distance(loss, np.array(want_loss))}
+    for name, (want,) in want_grads.items():
+        got = sum(grads[name])
+        if VANISHING.fullmatch(name):
+            sibling = name.replace(".bias", ".weight").replace(".beta", ".gamma")
+            found[name] = max(np.linalg.norm(got), np.linalg.norm(want)) / np.linalg.norm(want_grads[sibling])
+        else:
+            found[name] = distance(got, want)
+    for name, (want,) in want_running.items():
+        one, other = running[name]
+        np.testing.assert_array_equal(one, other, err_msg=f"{name} differs between the devices")
+        found[name] = distance(one, want)
+    return found
+
+
+def assert_below(found, limit):
+    worst = sorted(((value, name) for name, value in found.items() if not value <= limit), reverse=True)
+    assert not worst, f"{len(worst)} of {len(found)} above {limit}: {worst[:10]}"
+
+
+@pytest.mark.parametrize("model", [FCN, PSPNet, DeepLabV3, FastSCNN], ids=lambda model: model.__name__)
+def test_a_step_on_two_devices_is_the_step_on_one(model):
+    net, plain = (
+        build(model, SyncBatchNorm, CONTEXTS, "float64"),
+        build(model, nn.BatchNorm, CONTEXTS[:1], "float64"),
+    )
+    net.hybridize(static_alloc=True)
+    assert_below(errors(net, plain, "float64"), 1e-7)
+
+
+def test_a_converted_network_in_float32_without_hybridize():
+    net, plain = (build(FastSCNN, nn.BatchNorm, ctx, "float32") for ctx in (CONTEXTS, CONTEXTS[:1]))
+    assert_below(errors(convert(net), plain, "float32"), 1e-3)
+
+
+def test_statistics_of_each_device_alone_are_far_off():
+    """What the tests above must be able to see."""
+    net, plain = (build(FastSCNN, nn.BatchNorm, ctx, "float64") for ctx in (CONTEXTS, CONTEXTS[:1]))
+    loss, grads, _ = step(net, CONTEXTS, SPLIT, "float64")
+    want_loss, want_grads, _ = step(plain, CONTEXTS[:1], [sum(SPLIT)], "float64")
+    assert distance(loss, np.array(want_loss)) > 1e-3
+    assert min(distance(sum(grads[n]), g[0]) for n, g in want_grads.items() if n.endswith("gamma")) > 1e-2

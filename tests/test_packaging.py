@@ -1,0 +1,389 @@
+"""What is shipped, what a machine that lacks something is told, and which way imports point.
+
+Everything is built in temporary copies: the checkout stays as it is.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "gluon_syncbn"
+SOURCES = sorted(path.name for path in (PACKAGE / "csrc").iterdir() if path.suffix in (".cc", ".h", ".cu"))
+
+pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
+
+
+def run(command, cwd, **environment):
+    """(exit status, everything printed) of a command that has its own environment on top of ours."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=str(cwd),
+        env=dict(os.environ, **{name: str(value) for name, value in environment.items()}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250,
+    )
+    return done.returncode, done.stdout
+
+
+def copy_tree(target):
+    """The source tree as a fresh clone has it, without anything built."""
+    target.mkdir()
+    for name in (
+        "setup.py",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "LICENSE",
+        "README.md",
+        "CHANGELOG.md",
+        "Makefile",
+    ):
+        shutil.copy2(str(ROOT / name), str(target))
+    ignore = shutil.ignore_patterns("*.so", "__pycache__", ".core-*")
+    shutil.copytree(str(PACKAGE), str(target / "gluon_syncbn"), ignore=ignore)
+    shutil.copytree(str(ROOT / "requirements"), str(target / "requirements"))
+    return target
+
+
+def script(path, text):
+    """An executable shell script."""
+    path.write_text("#!/bin/bash\n" + text)
+    path.chmod(0o755)
+    return path
+
+
+# ---- sdist and wheel
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    tree = copy_tree(tmp_path_factory.mktemp("sdist") / "tree")
+    status, output = run([sys.executable, "setup.py", "-q", "sdist", "-d", tree.parent], tree)
+    assert status == 0, output
+    (archive,) = tree.parent.glob("*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    """The wheel built from the sdist, without a network: what `pip install` of the sdist does."""
+    pytest.importorskip("wheel", reason="builds a wheel without a network: needs requirements/build.txt")
+    out = tmp_path_factory.mktemp("wheel")
+    options = ["--no-index", "--no-build-isolation", "--no-deps", "--no-cache-dir"]
+    status, output = run([sys.executable, "-m", "pip", "wheel", *options, "-w", out, sdist], out)
+    assert status == 0, output
+    (archive,) = out.glob("*.whl")
+    return archive
+
+
+def test_sdist_holds_the_native_sources_and_nothing_built(sdist):
+    with tarfile.open(str(sdist)) as archive:
+        names = [name.split("/", 1)[-1] for name in archive.getnames()]
+    for source in SOURCES:
+        assert f"gluon_syncbn/csrc/{source}" in names
+    for needed in ("pyproject.toml", "LICENSE", "README.md", "Makefile", "requirements/run.txt"):
+        assert needed in names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+def test_wheel_serves_any_python_of_one_platform(wheel):
+    assert re.fullmatch(r"gluon_syncbn-[\d.]+-py3-none-(linux|macosx)_\w+\.whl", wheel.name)
+    with zipfile.ZipFile(str(wheel)) as archive:
+        names = archive.namelist()
+        (metadata,) = [name for name in names if name.endswith(".dist-info/WHEEL")]
+        # Otherwise it would be installed where packages for any platform go.
+        assert "Root-Is-Purelib: false" in archive.read(metadata).decode()
+    assert "gluon_syncbn/_core.so" in names
+    assert "gluon_syncbn/py.typed" in names
+    modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
+    assert modules <= set(names)
+
+
+def test_wheel_metadata_names_mxnet_in_extras_only(wheel):
+    with zipfile.ZipFile(str(wheel)) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = Parser().parsestr(archive.read(name).decode())
+    requirements = metadata.get_all("Requires-Dist")
+    assert [line for line in requirements if "extra" not in line] == ["numpy<1.24"]
+    mxnet = sorted(re.sub(r"\s|['\"()]", "", line) for line in requirements if line.startswith("mxnet"))
+    assert mxnet == ["mxnet-cu112==1.9.1;extra==cu112", "mxnet==1.9.1;extra==cpu"]
+    assert metadata["License"] == "Apache-2.0"
+    assert "3.8" in metadata["Requires-Python"]
+
+
+def test_core_links_neither_python_nor_mxnet_and_chooses_kernels_at_run_time(wheel, tmp_path):
+    if shutil.which("readelf") is None:
+        pytest.skip("needs readelf (apt-get install binutils)")
+    with zipfile.ZipFile(str(wheel)) as archive:
+        core = archive.extract("gluon_syncbn/_core.so", str(tmp_path))
+    status, output = run(["readelf", "--dynamic", "--wide", core], tmp_path)
+    assert status == 0
+    needed = re.findall(r"NEEDED.*\[(.+)\]", output)
+    assert needed
+    assert not [name for name in needed if "python" in name or "mxnet" in name]
+    status, output = run(["readelf", "--symbols", "--wide", core], tmp_path)
+    # The choice among clones of a function: an indirect function, resolved when the core is loaded.
+    assert re.search(r"\bIFUNC\b", output)
+
+
+# ---- what a machine that lacks something is told
+
+
+def build_core(tree, **environment):
+    return run([sys.executable, "setup.py", "-q", "build_core", "--inplace"], tree, **environment)
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return copy_tree(tmp_path / "tree")
+
+
+def only_line(output):
+    lines = output.splitlines()
+    assert len(lines) == 1, output
+    assert lines[0].startswith("error: gluon_syncbn: ")
+    return lines[0]
+
+
+def test_no_compiler(tree):
+    status, output = build_core(tree, CXX="no-such-g++")
+    assert status == 1
+    assert "no C++ compiler: 'no-such-g++' is not on PATH" in only_line(output)
+    assert "apt-get install g++" in output
+
+
+def test_no_openmp(tree, tmp_path):
+    compiler = script(
+        tmp_path / "cxx",
+        'for arg in "$@"; do\n'
+        '    if [ "$arg" = -fopenmp ]; then echo "fatal error: cannot read libgomp.spec" >&2; exit 1; fi\n'
+        "done\n"
+        'exec g++ "$@"\n',
+    )
+    status, output = build_core(tree, CXX=compiler)
+    assert status == 1
+    assert "has no OpenMP" in only_line(output)
+    assert "libgomp1" in output
+
+
+def test_no_standard_headers(tree, tmp_path):
+    compiler = script(tmp_path / "cxx", 'exec g++ -nostdinc++ "$@"\n')
+    status, output = build_core(tree, CXX=compiler)
+    assert status == 1
+    assert re.search(r"the C\+\+ header <\w+> is missing", only_line(output))
+
+
+def test_old_compiler(tree, tmp_path):
+    compiler = script(tmp_path / "cxx", 'exec g++ "${@/-std=c++17/-std=c++11}"\n')
+    (tree / "gluon_syncbn" / "csrc" / "needs_cxx17.cc").write_text("namespace a::b { inline int c; }\n#error old\n")
+    status, output = build_core(tree, CXX=compiler)
+    assert status == 1
+    assert "g++ 8 or later is needed" in only_line(output)
+
+
+def test_incomplete_sources(tree):
+    for path in (tree / "gluon_syncbn" / "csrc").glob("*.cc"):
+        path.unlink()
+    status, output = build_core(tree)
+    assert status == 1
+    assert "holds no .cc file" in only_line(output)
+
+    (tree / "gluon_syncbn" / "csrc" / "alone.cc").write_text('#include "lost.h"\n')
+    status, output = build_core(tree)
+    assert status == 1
+    assert "gluon_syncbn/csrc/lost.h is missing" in only_line(output)
+
+
+def test_rebuilds_only_what_is_newer_and_leaves_no_half_written_core(tree):
+    csrc = tree / "gluon_syncbn" / "csrc"
+    shutil.rmtree(str(csrc))
+    csrc.mkdir()
+    source = csrc / "small.cc"
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    core = tree / "gluon_syncbn" / "_core.so"
+    assert build_core(tree)[0] == 0
+    first = core.stat()
+    assert build_core(tree)[0] == 0
+    assert core.stat().st_mtime_ns == first.st_mtime_ns
+
+    source.write_text("not C++\n")
+    later = first.st_mtime_ns + 10**9
+    os.utime(str(source), ns=(later, later))
+    status, output = build_core(tree)
+    assert status == 1
+    assert "the native core did not compile" in output
+    assert "small.cc:1" in output  # the compiler's own words
+    assert core.stat().st_mtime_ns == first.st_mtime_ns
+    assert not list(core.parent.glob(".core-*"))
+
+
+IMPORT_WITHOUT_MXNET = """
+import importlib.abc, sys
+class NoMXNet(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] == "mxnet":
+            raise ModuleNotFoundError("No module named 'mxnet'", name="mxnet")
+sys.meta_path.insert(0, NoMXNet())
+try:
+    import gluon_syncbn
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_no_mxnet(tmp_path):
+    status, output = run([sys.executable, "-c", IMPORT_WITHOUT_MXNET], tmp_path, PYTHONPATH=ROOT)
+    assert status == 0, output
+    assert "pip install gluon_syncbn[cpu]" in output.replace("'", "").replace('"', "")
+    assert "[cu112]" in output
+
+
+# ---- the Makefile
+
+
+@pytest.fixture
+def poor_machine(tmp_path):
+    """A PATH with what the Makefile needs and no Python; more programs can be put there."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("bash", "make", "cat", "tail", "grep", "rm", "mkdir", "touch", "cksum", "mktemp", "flock"):
+        found = shutil.which(tool)
+        if found is None:
+            pytest.skip(f"needs {tool}")
+        (tools / tool).symlink_to(found)
+    return tools
+
+
+def make(tree, tools, *arguments):
+    keep = {name: os.environ[name] for name in ("TMPDIR",) if name in os.environ}
+    command = ["env", "-i", f"PATH={tools}", f"HOME={tools}", *(f"{n}={v}" for n, v in keep.items())]
+    return run([*command, "make", *arguments], tree)
+
+
+def test_make_without_python_says_what_to_install(tree, poor_machine):
+    status, output = make(tree, poor_machine, "test")
+    assert status == 2
+    assert "MXNet 1.9.1 needs Python 3.8, 3.9, 3.10 or 3.11" in output
+    assert "apt-get install python3.11" in output
+    assert "make PYTHON=/path/to/python" in output
+    assert not (tree / ".venv").exists()
+
+
+def test_make_tells_why_each_python_does_not_serve(tree, poor_machine):
+    script(poor_machine / "python3.10", 'echo "pyenv: python3.10: command not found" >&2; exit 127\n')
+    script(poor_machine / "python3", 'echo "is Python 3.13.0" >&2; exit 1\n')
+    (poor_machine / "poor").mkdir()
+    (poor_machine / "poor" / "ensurepip.py").write_text("raise ImportError\n")
+    script(poor_machine / "python3.9", f'PYTHONPATH="{poor_machine}/poor" exec "{sys.executable}" "$@"\n')
+    status, output = make(tree, poor_machine, "demo")
+    assert status == 2
+    assert "python3.10 does not run: pyenv: python3.10: command not found" in output
+    assert "python3 is Python 3.13.0" in output
+    assert re.search(r"python3.9 is Python 3.\d+.\d+ without ensurepip \(apt-get install python3.\d+-venv\)", output)
+
+
+def test_make_leaves_a_foreign_venv_alone(tree, poor_machine):
+    (tree / ".venv").mkdir()
+    (tree / ".venv" / "mine").write_text("")
+    status, output = make(tree, poor_machine, "core")
+    assert status == 2
+    assert ".venv exists and was not made by this Makefile" in output
+    assert make(tree, poor_machine, "clean")[0] == 0
+    assert (tree / ".venv" / "mine").exists()
+
+
+# ---- versions and the direction of imports
+
+
+def test_versions_agree():
+    text = (PACKAGE / "_version.py").read_text(encoding="utf-8")
+    version = re.search(r'__version__ = "(.+)"', text).group(1)
+    releases = re.findall(r"^## \[?(\d[^\]\s]*)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert releases[0] == version
+
+
+def imports(path):
+    """Absolute dotted names of everything that a module of the package imports, wherever in the file."""
+    parents = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = list(parents[: len(parents) - node.level + 1]) if node.level else []
+            base += node.module.split(".") if node.module else []
+            for alias in node.names:  # `from . import op` imports gluon_syncbn.op
+                yield ".".join([*base, alias.name])
+
+
+def module_name(path):
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name[: -len(".__init__")] if name.endswith(".__init__") else name
+
+
+MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def arrows():
+    """{module: the modules of the package that it imports}."""
+    graph = {}
+    for module, path in MODULES.items():
+        graph[module] = set()
+        for name in imports(path):
+            while name and name not in MODULES:
+                name = name.rpartition(".")[0]
+            if name and name != module:
+                graph[module].add(name)
+    return graph
+
+
+# Nothing may import what stands left of it; `exchange` and `reference` know nothing of the rest.
+FORBIDDEN = {
+    "_native": ("op", "layer", "convert", "__main__"),
+    "op": ("layer", "convert", "__main__"),
+    "devices": ("layer", "convert", "__main__"),
+    "layer": ("convert", "__main__"),
+    "convert": ("__main__",),
+    "exchange": ("_native", "op", "layer", "convert", "__main__"),
+    "reference": ("_native", "op", "layer", "convert", "devices", "exchange", "__main__"),
+}
+
+
+@pytest.mark.parametrize("part", sorted(FORBIDDEN))
+def test_imports_point_one_way(part):
+    graph = arrows()
+    name = f"gluon_syncbn.{part}"
+    members = [module for module in graph if module == name or module.startswith(name + ".")]
+    assert members, f"{name} is gone: this test has to follow"
+    for module in members:
+        for target in graph[module]:
+            top = target.split(".")[1] if "." in target else ""
+            assert top not in FORBIDDEN[part], f"{module} imports {target}"
+            # A name from the package itself would go round through everything that __init__ imports.
+            assert target != "gluon_syncbn", f"{module} imports from gluon_syncbn itself"
+
+
+def test_imports_have_no_circle():
+    graph = arrows()
+    done = set()
+    while len(done) < len(graph):
+        ready = {module for module in graph if module not in done and graph[module] <= done}
+        assert ready, f"a circle among {sorted(set(graph) - done)}"
+        done |= ready
+
+
+def test_only_native_loads_native_code():
+    users = {module for module, path in MODULES.items() if any(n.split(".")[0] == "ctypes" for n in imports(path))}
+    assert users == {"gluon_syncbn._native"}

@@ -1,0 +1,395 @@
+"""The ways in which nets and training loops use the layer."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import mxnet as mx
+import numpy as np
+import pytest
+from gluoncv.utils.parallel import DataParallelModel
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from replicas import (
+    WAYS,
+    Batch,
+    assert_same,
+    assert_same_bits,
+    make_batch,
+    on_devices,
+    prepare,
+    step,
+    truth,
+)
+
+from gluon_syncbn import SyncBatchNorm, configure, convert
+
+
+class Twice(nn.HybridBlock):
+    """One normalisation layer at two places of a net."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def hybrid_forward(self, F, x):
+        y = self.norm(x)
+        return self.norm(y * y + x)
+
+
+def train(net, shards, heads, contexts, dtype="float64"):
+    """One step; returns outputs, dx and the summed gradient of every parameter."""
+    xs, dys = on_devices(shards, contexts, dtype), on_devices(heads, contexts, dtype)
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [net(x) for x in xs]
+    autograd.backward(ys, dys)
+    gradients = {
+        name: sum(g.asnumpy() for g in p.list_grad())
+        for name, p in net.collect_params().items()
+        if p.grad_req != "null"
+    }
+    running = {
+        name: p.data(contexts[0]).asnumpy()
+        for name, p in net.collect_params().items()
+        if name.endswith(("running_mean", "running_var"))
+    }
+    return [y.asnumpy() for y in ys], [x.grad.asnumpy() for x in xs], gradients, running
+
+
+def assert_equal_nets(net, plain, batch, contexts, dtype, tolerance):
+    """`net` on the shards against `plain` on their concatenation, on one device."""
+    ys, dxs, gradients, running = train(net, batch.shards, batch.heads, contexts, dtype)
+    whole = train(plain, [np.concatenate(batch.shards)], [np.concatenate(batch.heads)], contexts, dtype)
+    np.testing.assert_allclose(np.concatenate(ys), whole[0][0], rtol=0, atol=tolerance * np.abs(whole[0][0]).max())
+    np.testing.assert_allclose(np.concatenate(dxs), whole[1][0], rtol=0, atol=tolerance * np.abs(whole[1][0]).max())
+    for got, want in ((gradients, whole[2]), (running, whole[3])):
+        for g, w in zip(got.values(), want.values()):
+            np.testing.assert_allclose(g, w, rtol=0, atol=tolerance * np.abs(w).max())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_used_twice_in_one_forward(contexts, rng, way):
+    batch = make_batch(rng, 3)
+    net = Twice(prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64"))
+    plain = Twice(prepare(nn.BatchNorm(in_channels=5), batch, contexts[:1], "float64"))
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    # Running statistics: MXNet's CPU BatchNorm updates in the backward, so the second use comes first there.
+    ys, dxs, gradients, _ = train(net, batch.shards, batch.heads, contexts)
+    whole = train(plain, [np.concatenate(batch.shards)], [np.concatenate(batch.heads)], contexts)
+    np.testing.assert_allclose(np.concatenate(ys), whole[0][0], rtol=0, atol=1e-10)
+    np.testing.assert_allclose(np.concatenate(dxs), whole[1][0], rtol=0, atol=1e-9)
+    for g, w in zip(gradients.values(), whole[2].values()):
+        np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-9)
+
+
+class Branches(nn.HybridBlock):
+    """One normalisation layer in two branches that nothing puts in order."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def hybrid_forward(self, F, x):
+        return F.concat(self.norm(F.tanh(x)), self.norm(F.tanh(0.5 * x)), dim=1)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_layer_in_parallel_branches(contexts, rng, way):
+    batch = make_batch(rng, 3)
+    net = Branches(prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64"))
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    plain = Branches(prepare(nn.BatchNorm(in_channels=5), batch, contexts[:1], "float64"))
+    with autograd.record():
+        want = plain(nd.array(np.concatenate(batch.shards), dtype="float64")).asnumpy()
+    for _ in range(20):
+        with autograd.record():
+            ys = [net(x) for x in on_devices(batch.shards, contexts, "float64")]
+        np.testing.assert_allclose(np.concatenate([y.asnumpy() for y in ys]), want, rtol=0, atol=1e-10)
+
+
+def test_nodes_of_one_layer_meet_themselves_only():
+    """In a static graph MXNet may run two nodes of one layer in either order."""
+    layer = SyncBatchNorm(in_channels=5)
+    graph = json.loads(Branches(layer)(mx.sym.var("x")).tojson())
+    assert [node["attrs"]["node"] for node in graph["nodes"] if node["op"] == "Custom"] == ["0", "1"]
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc"])
+@pytest.mark.parametrize("replica_by_replica", [True, False])
+def test_two_forwards_before_one_backward(contexts, rng, way, replica_by_replica):
+    first, second = make_batch(rng, 3), make_batch(rng, 3, spatial=(3, 7))
+    layer = prepare(SyncBatchNorm(in_channels=5), first, contexts[:3], "float64", WAYS[way])
+    second = second._replace(gamma=first.gamma, beta=first.beta)
+    xs = [on_devices(b.shards, contexts, "float64") for b in (first, second)]
+    dys = [on_devices(b.heads, contexts, "float64") for b in (first, second)]
+    for x in xs[0] + xs[1]:
+        x.attach_grad()
+    ys = [[None] * 3, [None] * 3]
+    order = (
+        [(k, i) for i in range(3) for k in range(2)]
+        if replica_by_replica
+        else [(k, i) for k in range(2) for i in range(3)]
+    )
+    with autograd.record():
+        for k, i in order:
+            ys[k][i] = layer(xs[k][i])
+    autograd.backward(ys[0] + ys[1], dys[0] + dys[1])
+    wants = [truth(b) for b in (first, second)]
+    for y, x, want in zip(ys, xs, wants):
+        for i in range(3):
+            np.testing.assert_allclose(y[i].asnumpy(), want.outputs[i], rtol=0, atol=1e-11)
+            np.testing.assert_allclose(x[i].grad.asnumpy(), want.dxs[i], rtol=0, atol=1e-10)
+    dgamma = sum(g.asnumpy() for g in layer.gamma.list_grad())
+    np.testing.assert_allclose(dgamma, wants[0].dgamma + wants[1].dgamma, rtol=1e-10)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_one_backward_per_loss(contexts, rng, reverse):
+    batch = make_batch(rng, 3)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64")
+    xs, dys = on_devices(batch.shards, contexts, "float64"), on_devices(batch.heads, contexts, "float64")
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        losses = [(layer(x) * dy).sum() for x, dy in zip(xs, dys)]
+    for loss in losses[::-1] if reverse else losses:
+        loss.backward()
+    want = truth(batch)
+    for x, dx in zip(xs, want.dxs):
+        np.testing.assert_allclose(x.grad.asnumpy(), dx, rtol=0, atol=1e-11)
+
+
+def test_one_record_scope_per_replica(contexts, rng):
+    batch = make_batch(rng, 3)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64")
+    for _ in range(3):
+        ys = []
+        for x in on_devices(batch.shards, contexts, "float64"):
+            with autograd.record():
+                ys.append(layer(x))
+        autograd.backward(ys, on_devices(batch.heads, contexts, "float64"))
+        for y, want in zip(ys, truth(batch).outputs):
+            np.testing.assert_allclose(y.asnumpy(), want, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("way", ["hybrid", "static_alloc"])
+@pytest.mark.parametrize("contexts_of, num_devices", [((0, 0), 2), ((0, 0, 0, 0), 4), ((1, 1, 0, 0), 4)], ids=str)
+def test_several_replicas_on_one_context(contexts, rng, contexts_of, num_devices, way):
+    batch, places = make_batch(rng, num_devices), [contexts[i] for i in contexts_of]
+    unique = list(dict.fromkeys(places))
+    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=num_devices), batch, unique, "float64", WAYS[way])
+    for steps in range(1, 4):
+        got = step(layer, batch, places, "float64")
+        assert_same(got, truth(batch, steps=steps), 1e-11)
+
+
+EAGER_ON_ONE_CONTEXT = """
+import sys
+sys.path.insert(0, {tests!r})
+import numpy as np
+from gluoncv.utils.parallel import DataParallelModel
+from mxnet import autograd, cpu, nd
+from replicas import assert_same, make_batch, on_devices, prepare, step, truth
+import gluon_syncbn
+
+gluon_syncbn.configure(timeout=60)
+places = [cpu(0), cpu(0)]
+batch = make_batch(np.random.RandomState(0), 2)
+layer = prepare(gluon_syncbn.SyncBatchNorm(in_channels=5, num_devices=2), batch, places[:1], "float64")
+assert_same(step(layer, batch, places, "float64"), truth(batch), 1e-11)
+model = DataParallelModel(layer, places, sync=True)
+x = nd.array(np.concatenate(batch.shards), dtype="float64")
+with autograd.record():
+    ys = [y for y, in model(x)]
+cut = len(ys[0])
+autograd.backward(ys, on_devices(np.split(np.concatenate(batch.heads), [cut]), places, "float64"))
+np.testing.assert_allclose(layer.gamma.grad().asnumpy(), truth(batch).dgamma, rtol=1e-11)
+"""
+
+
+@pytest.mark.parametrize("bundles", ["0", "1"])
+def test_several_replicas_on_one_context_in_eager_mode(bundles):
+    """One backward over all losses: MXNet may not bundle operators across replicas, and where it does, the error says
+    so within seconds."""
+    script = EAGER_ON_ONE_CONTEXT.format(tests=os.path.dirname(__file__))
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        env={**os.environ, "MXNET_EXEC_BULK_EXEC_TRAIN": bundles},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    if bundles == "0":
+        assert run.returncode == 0, run.stderr
+    else:
+        assert run.returncode == 1
+        assert "2 replicas" in run.stderr and "set MXNET_EXEC_BULK_EXEC_TRAIN=0" in run.stderr
+
+
+def test_repeated_contexts_need_no_num_devices(contexts, rng):
+    batch = make_batch(rng, 2)
+    layer = SyncBatchNorm(in_channels=5)
+    layer.initialize(ctx=[contexts[0], contexts[0]])
+    assert layer._replicas.lanes == 2
+    layer.gamma.set_data(nd.array(batch.gamma))
+    with autograd.record():
+        ys = [layer(x) for x in on_devices(batch.shards, [contexts[0]] * 2, "float32")]
+    for y, want in zip(ys, truth(batch._replace(beta=np.zeros(5))).outputs):
+        np.testing.assert_allclose(y.asnumpy(), want, rtol=0, atol=1e-5)
+
+
+def test_data_parallel_model(contexts, rng):
+    """GluonCV runs each replica's forward in a thread of its own, and one backward for all."""
+    places = contexts[:3]
+    batch = make_batch(rng, 3)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, places, "float64")
+    model = DataParallelModel(layer, places, sync=True)
+    want = truth(batch)
+    heads = np.concatenate(batch.heads)
+    for _ in range(5):
+        x = nd.array(np.concatenate(batch.shards), ctx=places[0], dtype="float64")
+        with autograd.record():
+            ys = [y for (y,) in model(x)]  # splits the batch, 2 + 2 + 4 samples
+        cuts = np.cumsum([len(y) for y in ys])[:-1]
+        autograd.backward(ys, on_devices(np.split(heads, cuts), places, "float64"))
+        output = np.concatenate([y.asnumpy() for y in ys])
+        np.testing.assert_allclose(output, np.concatenate(want.outputs), rtol=0, atol=1e-11)
+        dgamma = sum(g.asnumpy() for g in layer.gamma.list_grad())
+        np.testing.assert_allclose(dgamma, want.dgamma, rtol=1e-11)
+
+
+def test_twice_with_threads_on_one_context(contexts, rng):
+    """Each thread is one replica, however often it comes."""
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=2), batch, contexts[:1], "float64")
+    net = Twice(layer)
+    plain = Twice(prepare(nn.BatchNorm(in_channels=5), batch, contexts[:1], "float64"))
+    outputs = {}
+
+    def replica(i, x):
+        with autograd.record():
+            outputs[i] = net(x).asnumpy()
+
+    for _ in range(5):
+        threads = [
+            threading.Thread(target=replica, args=(i, x))
+            for i, x in enumerate(on_devices(batch.shards, contexts[:1] * 2, "float64"))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        with autograd.record():
+            want = plain(nd.array(np.concatenate(batch.shards), dtype="float64")).asnumpy()
+        np.testing.assert_allclose(np.concatenate([outputs[0], outputs[1]]), want, rtol=0, atol=1e-10)
+
+
+def make_convolutional(norm, dtype="float64"):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(
+            nn.Conv2D(16, 3, padding=1, in_channels=3, use_bias=False),
+            norm(in_channels=16),
+            nn.Activation("tanh"),
+            nn.Conv2D(16, 3, padding=1, strides=2, in_channels=16, use_bias=False),
+            norm(in_channels=16),
+            nn.Activation("tanh"),
+            nn.Conv2D(8, 1, in_channels=16, use_bias=False),
+            norm(in_channels=8),
+        )
+    return net
+
+
+def twins(contexts, rng, dtype, way):
+    net, plain = make_convolutional(SyncBatchNorm), make_convolutional(nn.BatchNorm)
+    plain.initialize(mx.init.Xavier(), ctx=contexts[:1])
+    net.initialize(ctx=contexts)
+    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
+        if p.name.endswith("gamma"):
+            q.set_data(nd.array(rng.rand(*q.shape) + 0.5))
+        p.set_data(q.data())
+    net.cast(dtype)
+    plain.cast(dtype)
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    return net, plain
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_convolutional_net_is_right_every_time(contexts, rng, way):
+    """Convolutions hand over arrays in oneDNN's layout, whose plain copies MXNet frees too early: 25 runs for each way,
+    100 in all, each with new data."""
+    net, plain = twins(contexts[:4], rng, "float32", way)
+    for _ in range(25):
+        sizes = [2, 1, 3, 2]
+        shards = [((i + 1) * rng.randn(n, 3, 16, 16) + i).astype("float32") for i, n in enumerate(sizes)]
+        heads = [rng.randn(n, 8, 8, 8).astype("float32") for n in sizes]
+        batch = Batch(shards, heads, None, None)
+        assert_equal_nets(net, plain, batch, contexts[:4], "float32", tolerance=3e-4)
+
+
+@pytest.mark.parametrize("kvstore", ["device", "local", "object", "configured"])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_kvstore_gives_the_same_numbers(contexts, rng, replicas, kvstore):
+    batch = make_batch(rng, replicas)
+    store = mx.kv.create("device") if kvstore == "object" else kvstore
+    if kvstore == "configured":
+        configure(kvstore="device")
+        store = None
+    through_store = prepare(SyncBatchNorm(in_channels=5, kvstore=store), batch, contexts[:replicas], "float64")
+    seen = []
+    if replicas > 1 and kvstore != "configured":
+        exchange = through_store._replicas.exchange
+        add = exchange.add
+        exchange.add = lambda *arguments: seen.append(arguments[2].shape) or add(*arguments)
+    for _ in range(2):
+        result = step(through_store, batch, contexts, "float64")
+    assert_same(result, truth(batch, steps=2), 1e-11)
+    if replicas > 1 and kvstore != "configured":
+        assert seen == [(replicas, 1 + 2 * 5), (replicas, 2 * 5)] * 2  # forward, backward; one call each
+    first = step(through_store, batch, contexts, "float64")
+    assert_same_bits(
+        step(through_store, batch, contexts, "float64")._replace(
+            running_mean=first.running_mean, running_var=first.running_var
+        ),
+        first,
+    )
+
+
+def test_kvstore_with_large_offset(contexts, rng):
+    """Sums of squares in float64 lose digits to an offset that the shared-memory path keeps; enough are left."""
+    batch = make_batch(rng, 3, dtype="float32", offset=1e5)
+    layer = prepare(SyncBatchNorm(in_channels=5, kvstore="device", momentum=0), batch, contexts[:3], "float32")
+    result = step(layer, batch, contexts, "float32")
+    want = truth(batch, momentum=0)
+    np.testing.assert_allclose(result.running_var[0], want.running_var[0], rtol=1e-3)
+
+
+def test_one_kvstore_for_gradients_and_statistics(contexts, rng):
+    store = mx.kv.create("device")
+    plain = make_convolutional(nn.BatchNorm)
+    plain.initialize(mx.init.Xavier(), ctx=contexts[0])
+    net = convert(make_convolutional(nn.BatchNorm), kvstore=store)
+    net.initialize(ctx=contexts[:2])
+    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
+        p.set_data(q.data())
+    settings = {"optimizer": "sgd", "optimizer_params": {"learning_rate": 0.1}}
+    trainers = [
+        gluon.Trainer(net.collect_params(), kvstore=store, update_on_kvstore=False, **settings),
+        gluon.Trainer(plain.collect_params(), **settings),
+    ]
+    for _ in range(3):
+        shards = [rng.randn(n, 3, 8, 8).astype("float32") for n in (1, 3)]
+        heads = [rng.randn(n, 8, 4, 4).astype("float32") for n in (1, 3)]
+        train(net, shards, heads, contexts, "float32")
+        train(plain, [np.concatenate(shards)], [np.concatenate(heads)], contexts, "float32")
+        for trainer in trainers:
+            trainer.step(4)
+    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
+        np.testing.assert_allclose(p.data(contexts[1]).asnumpy(), q.data().asnumpy(), rtol=0, atol=1e-3)
