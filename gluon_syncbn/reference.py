@@ -1,54 +1,88 @@
 """What the layer computes, as a specification: float64 NumPy over a list of shards, written to be read.
 
-For one channel, with ``x`` the values of that channel over the samples and positions of *all* shards and
-``n`` their number::
+A shard is the mini-batch of one device. A device holds ``virtual_devices`` *slots*, each a contiguous part of its
+shard along axis 0, split as ``numpy.array_split`` does; slots are numbered over all devices in order. A slot without a
+value takes no part in anything and has no number. Slots whose values share a statistic are a *pool*::
 
-    mean = sum(x) / n                      var = sum((x - mean)**2) / n          (biased)
-    xhat = (x - mean) / sqrt(var + epsilon)
+    mode        a pool is                                               a slot is normalised with
+    sync        all slots of the devices, or of group_size of them      the pool that it feeds
+    local       one slot                                                the pool that it feeds
+    shuffle     one slot                                                slot i: the pool of slot permutation[i]
+
+For one channel and each pool, with ``x`` the values of that channel in the slots that feed the pool, over samples and
+positions, and ``n`` their number::
+
+    mean = sum(x) / n               var = sum((x - mean)**2) / n  (biased)          r = 1 / sqrt(var + epsilon)
+
+For a slot that feeds pool ``f`` and is normalised with pool ``u``::
+
+    xhat = (x - mean[u]) * r[u]
     y    = gamma * xhat + beta
-    running <- momentum * running + (1 - momentum) * batch                       (mean and biased var)
 
 and, for a loss ``L`` that is the sum of the shards' losses, with ``dy = dL/dy``::
 
-    dgamma[k] = sum over shard k of dy * xhat           dbeta[k] = sum over shard k of dy
-    dx        = gamma / sqrt(var + epsilon) * (dy - sum(dy) / n - xhat * sum(dy * xhat) / n)
+    dgamma[d] = sum over the slots of device d of sum(dy * xhat)            dbeta[d] = the same of sum(dy)
+    S1[k]     = sum over the slots normalised with k of sum(dy)             S2[k]    = the same of sum(dy * xhat)
+    dx        = gamma * (r[u] * dy - r[f] / n[f] * (S1[f] + (x - mean[f]) * r[f] * S2[f]))
 
-where ``sum`` without a shard runs over all shards: that is the part of the gradient that flows through the
-shared mean and variance. Each replica keeps its own ``dgamma[k]`` and ``dbeta[k]``, whose sum is the gradient
-of the parameter, as a trainer adds them up over devices.
+where the second term is what flows through mean and variance, back to the slots that they come from: with ``f = u``
+it is the gradient of plain batch normalisation. Each device keeps its own ``dgamma[d]`` and ``dbeta[d]``, whose sum is
+the gradient of the parameter, as a trainer adds them up over devices. The running statistics are also each device's::
 
-Source: Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by Reducing Internal
-Covariate Shift", ICML 2015 (Algorithm 1 and the gradients in section 3), applied to the concatenated batch.
+    running <- momentum * running + (1 - momentum) * batch                  (of mean and biased var)
+
+where ``batch`` is the pool's in sync, and else the unweighted mean over the pools of the device's own slots. Where
+there is no pool, ``running`` stays.
+
+Sources: Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate
+Shift", ICML 2015 (Algorithm 1 and the gradients in section 3), applied to each pool. For shuffle: He, Fan, Wu, Xie and
+Girshick, "Momentum Contrast for Unsupervised Visual Representation Learning", CVPR 2020, arXiv 1911.05722 (section
+3.3, where the samples change places; here the statistics do).
 """
 
 from dataclasses import dataclass
-from typing import List, NamedTuple, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-__all__ = ["Forward", "Gradients", "Statistics", "backward", "forward", "moments"]
+__all__ = ["Forward", "Gradients", "Pool", "Slot", "Statistics", "backward", "derangement", "forward", "moments"]
+
+
+class Slot(NamedTuple):
+    """A part of a shard, with the indices of two pools."""
+
+    device: int
+    samples: np.ndarray  # along axis 0 of the shard
+    feeds: Optional[int]  # what its values are part of; None: the running statistics are used, which get no gradient
+    uses: int  # what it is normalised with
+
+
+class Pool(NamedTuple):
+    """A statistic."""
+
+    mean: np.ndarray  # [C]
+    var: np.ndarray  # [C], biased
+    n: int  # values per channel; 0 for the running statistics
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the backward needs to know of the forward: C numbers each, and how they were used."""
+    """What the backward needs to know of the forward."""
 
-    mean: np.ndarray  # [C]
-    var: np.ndarray  # [C], biased
-    count: int  # values per channel over all shards
+    pools: List[Pool]
+    slots: List[Slot]  # those that hold a value, in order
     axis: int
     epsilon: float
     scale: bool
-    fixed: bool  # the running statistics were used: no gradient flows through mean and var
 
 
 class Forward(NamedTuple):
-    """Outputs (one per shard, each of its shard's shape), statistics and the new running statistics ([C])."""
+    """One entry per shard: outputs of the shard's shape, the new running statistics of shape [C]. And the state."""
 
     outputs: List[np.ndarray]
     state: Statistics
-    running_mean: np.ndarray
-    running_var: np.ndarray
+    running_mean: List[np.ndarray]
+    running_var: List[np.ndarray]
 
 
 class Gradients(NamedTuple):
@@ -71,45 +105,81 @@ def forward(
     momentum: float = 0.9,
     scale: bool = True,
     use_global_stats: bool = False,
+    mode: str = "sync",
+    virtual_devices: int = 1,
+    group_size: Optional[int] = None,
+    permutation: Optional[Sequence[int]] = None,
 ) -> Forward:
-    """Normalise every shard with the statistics of all of them (see the module for the formula).
+    """Normalise every slot with the statistics that `mode` gives it (see the module for the formula).
 
     **Arguments:**
 
-    - `shards`: one array per replica, with the same number of dimensions and the same extent C along `axis`
+    - `shards`: one array per device, with the same number of dimensions and the same extent C along `axis`
         (counted from the back where negative). A shard may be empty as long as one is not.
-    - `gamma`, `beta`, `running_mean`, `running_var`: [C].
+    - `gamma`, `beta`, `running_mean`, `running_var`: [C], the same for all devices.
     - `scale`: false takes gamma as 1 and gives it no gradient (MXNet's ``fix_gamma``).
-    - `use_global_stats`: true normalises with the running statistics and leaves them as they are.
+    - `use_global_stats`: true normalises with the running statistics, whatever the mode, and leaves them as they are.
+    - `mode`: ``'sync'``, ``'local'`` or ``'shuffle'``.
+    - `virtual_devices`: slots per device; in sync they change nothing.
+    - `group_size`: in sync, so many consecutive devices share a statistic; by default all. A group without a value
+        has none.
+    - `permutation`: in shuffle, over the slots that hold a value: slot i takes the statistics of slot
+        ``permutation[i]``, never its own. See `derangement`.
 
-    **Returns:** outputs, statistics, new running mean and variance. The arguments are not changed.
+    **Returns:** outputs, statistics, new running means and variances. The arguments are not changed.
 
-    **Raises:** `ValueError` for shards without a common channel extent, for parameters of another extent, and
-    for a batch without a single value.
+    **Raises:** `ValueError` for shards without a common channel extent, for parameters of another extent, for a batch
+    without a single value, for an unknown mode, for more than one slot where axis 0 holds the channels, for a
+    `group_size` that does not divide the number of shards, for fewer than two slots to shuffle, for a `permutation`
+    that is none of theirs or has a fixed point, and for either argument in another mode than its own.
     """
-    arrays, axis = _checked(shards, axis)
-    channels = arrays[0].shape[axis]
+    arrays, axis = _channels_last(shards, axis)
+    channels = arrays[0].shape[-1]
     vectors = {"gamma": gamma, "beta": beta, "running_mean": running_mean, "running_var": running_var}
     for name, vector in vectors.items():
         if np.shape(vector) != (channels,):
             raise ValueError(f"{name} has shape {np.shape(vector)}, expected ({channels},), one per channel")
     old_mean, old_var = np.asarray(running_mean, np.float64), np.asarray(running_var, np.float64)
+    _check_mode(mode, virtual_devices, group_size, permutation, axis, len(arrays))
 
-    if use_global_stats:
-        count = sum(_rows(x, axis).shape[0] for x in arrays)
-        state = Statistics(old_mean.copy(), old_var.copy(), count, axis, epsilon, scale, True)
-        new_mean, new_var = old_mean.copy(), old_var.copy()
-    else:
-        mean, var, count = moments(arrays, axis)
-        state = Statistics(mean, var, count, axis, epsilon, scale, False)
-        new_mean = momentum * old_mean + (1 - momentum) * mean
-        new_var = momentum * old_var + (1 - momentum) * var
-
-    weight = np.asarray(gamma, np.float64) if scale else np.ones(channels)
-    outputs = [
-        _along(weight, x, axis) * _normalised(x, state) + _along(np.asarray(beta, np.float64), x, axis) for x in arrays
+    parts = [
+        (device, samples)
+        for device, x in enumerate(arrays)
+        for samples in np.array_split(np.arange(len(x)), virtual_devices)
+        if x[samples].size
     ]
-    return Forward(outputs, state, new_mean, new_var)
+    together = (group_size or len(arrays)) if mode == "sync" else 1  # devices whose running statistics are the same
+    if use_global_stats:
+        slots = [Slot(device, samples, None, 0) for device, samples in parts]
+        pools = [Pool(old_mean.copy(), old_var.copy(), 0)]
+    else:
+        if not parts:
+            raise _no_value(shards)
+        groups = [device // together for device, _ in parts]
+        present = sorted(set(groups))
+        feeds = [present.index(group) for group in groups] if mode == "sync" else list(range(len(parts)))
+        uses = _checked_permutation(permutation, len(parts)) if mode == "shuffle" else feeds
+        slots = [Slot(device, samples, f, u) for (device, samples), f, u in zip(parts, feeds, uses)]
+        pools = [
+            Pool(*moments([arrays[slot.device][slot.samples] for slot in slots if slot.feeds == k], axis=-1))
+            for k in range(len(set(feeds)))
+        ]
+
+    outputs = [np.zeros_like(x) for x in arrays]
+    weight = np.asarray(gamma, np.float64) if scale else np.ones(channels)
+    for device, samples, _, u in slots:
+        xhat = _normalised(arrays[device][samples], pools[u], epsilon)
+        outputs[device][samples] = weight * xhat + np.asarray(beta, np.float64)
+
+    new_means, new_vars = [], []
+    for device in range(len(arrays)):
+        fed = {slot.feeds for slot in slots if slot.device // together == device // together}
+        batch = [pools[k] for k in sorted(k for k in fed if k is not None)]
+        new_means.append(_updated(old_mean, [pool.mean for pool in batch], momentum))
+        new_vars.append(_updated(old_var, [pool.var for pool in batch], momentum))
+
+    state = Statistics(pools, slots, axis, epsilon, scale)
+    return Forward([np.moveaxis(y, -1, axis) for y in outputs], state, new_means, new_vars)
 
 
 def backward(
@@ -127,32 +197,32 @@ def backward(
 
     **Raises:** `ValueError` where a head gradient is missing or of another shape than its shard.
     """
-    arrays, axis = _checked(shards, state.axis)
-    heads = [np.asarray(dy, np.float64) for dy in head_grads]
-    if [dy.shape for dy in heads] != [x.shape for x in arrays]:
-        raise ValueError(
-            f"head_grads have shapes {[dy.shape for dy in heads]}, expected those of the shards, "
-            f"{[x.shape for x in arrays]}"
-        )
+    given, expected = [np.shape(dy) for dy in head_grads], [np.shape(x) for x in shards]
+    if given != expected:
+        raise ValueError(f"head_grads have shapes {given}, expected those of the shards, {expected}")
+    arrays, axis = _channels_last(shards, state.axis)
+    heads, _ = _channels_last(head_grads, state.axis)
 
-    xhats = [_normalised(x, state) for x in arrays]
-    dbetas = [_rows(dy, axis).sum(0) for dy in heads]
-    dgammas = [_rows(dy * xhat, axis).sum(0) for dy, xhat in zip(heads, xhats)]
+    channels = arrays[0].shape[-1]
+    dgammas, dbetas = np.zeros((len(arrays), channels)), np.zeros((len(arrays), channels))
+    s1, s2 = np.zeros((len(state.pools), channels)), np.zeros((len(state.pools), channels))
+    for device, samples, _, u in state.slots:
+        dy = heads[device][samples]
+        dy_xhat = dy * _normalised(arrays[device][samples], state.pools[u], state.epsilon)
+        for total, values in [(dbetas[device], dy), (s1[u], dy), (dgammas[device], dy_xhat), (s2[u], dy_xhat)]:
+            total += _sum(values)
 
-    weight = np.asarray(gamma, np.float64) if state.scale else np.ones_like(state.var)
-    factor = weight / np.sqrt(state.var + state.epsilon)
-    if state.fixed:
-        dxs = [_along(factor, x, axis) * dy for x, dy in zip(arrays, heads)]
-    else:
-        mean_dy = np.sum(dbetas, axis=0) / state.count
-        mean_dy_xhat = np.sum(dgammas, axis=0) / state.count
-        dxs = [
-            _along(factor, dy, axis) * (dy - _along(mean_dy, dy, axis) - xhat * _along(mean_dy_xhat, dy, axis))
-            for dy, xhat in zip(heads, xhats)
-        ]
+    dxs = [np.zeros_like(x) for x in arrays]
+    weight = np.asarray(gamma, np.float64) if state.scale else np.ones(channels)
+    for device, samples, f, u in state.slots:
+        dx = _inverse(state.pools[u], state.epsilon) * heads[device][samples]
+        if f is not None:
+            own = _normalised(arrays[device][samples], state.pools[f], state.epsilon)
+            dx -= _inverse(state.pools[f], state.epsilon) / state.pools[f].n * (s1[f] + own * s2[f])
+        dxs[device][samples] = weight * dx
     if not state.scale:
-        dgammas = [np.zeros_like(dgamma) for dgamma in dgammas]
-    return Gradients(dxs, dgammas, dbetas)
+        dgammas[:] = 0
+    return Gradients([np.moveaxis(dx, -1, axis) for dx in dxs], list(dgammas), list(dbetas))
 
 
 def moments(shards: Sequence[np.ndarray], axis: int = 1) -> Tuple[np.ndarray, np.ndarray, int]:
@@ -162,21 +232,64 @@ def moments(shards: Sequence[np.ndarray], axis: int = 1) -> Tuple[np.ndarray, np
 
     **Raises:** `ValueError` where all shards are empty.
     """
-    arrays, axis = _checked(shards, axis)
-    rows = [_rows(x, axis) for x in arrays]
-    count = sum(r.shape[0] for r in rows)
+    arrays, _ = _channels_last(shards, axis)
+    count = sum(int(np.prod(x.shape[:-1])) for x in arrays)
     if count == 0:
-        raise ValueError(f"shards of shapes {[x.shape for x in arrays]} hold no value, expected at least one")
-    mean = np.sum([r.sum(0) for r in rows], axis=0) / count
-    var = np.sum([((r - mean) ** 2).sum(0) for r in rows], axis=0) / count
+        raise _no_value(shards)
+    mean = np.sum([_sum(x) for x in arrays], axis=0) / count
+    var = np.sum([_sum((x - mean) ** 2) for x in arrays], axis=0) / count
     return mean, var, count
 
 
-def _checked(shards: Sequence[np.ndarray], axis: int) -> Tuple[List[np.ndarray], int]:
-    """The shards in float64 and the axis counted from the front."""
+def derangement(seed: int, layer: int, node: int, call: int, slots: int) -> List[int]:
+    """A uniformly random permutation of ``range(slots)`` without fixed points, the same wherever it is drawn.
+
+    ::
+
+        state = mix(mix(mix(mix(seed) ^ layer) ^ node) ^ call)                  (64 bits, unsigned; -1 is 2**64 - 1)
+        next  : state <- state + 0x9e3779b97f4a7c15, mix(state)
+        below n: next, repeated while it is less than 2**64 mod n, then mod n   (so that each residue is as likely)
+        p = 0, 1, ..., slots - 1; for i = slots - 1, ..., 1: exchange p[i] and p[below i + 1]
+        again from p = 0, 1, ... with the numbers that follow, as long as p has a fixed point
+
+    **Returns:** p, to be given to `forward` as `permutation`.
+
+    **Raises:** `ValueError` for fewer than two slots, which have no such permutation.
+
+    Sources: `mix` and `next` are SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+    OOPSLA 2014. The exchanges are Durstenfeld, "Algorithm 235: Random permutation", CACM 7(7), 1964.
+    """
+    if slots < 2:
+        raise ValueError(f"slots is {slots}, expected at least two to change places")
+    state = seed % 2**64
+    for value in (layer, node, call):
+        state = _mix(state) ^ value % 2**64
+    state = _mix(state)
+
+    while True:
+        p = list(range(slots))
+        for i in range(slots - 1, 0, -1):
+            drawn = -1
+            while drawn < 2**64 % (i + 1):
+                state = (state + 0x9E3779B97F4A7C15) % 2**64
+                drawn = _mix(state)
+            j = drawn % (i + 1)
+            p[i], p[j] = p[j], p[i]
+        if all(p[i] != i for i in range(slots)):
+            return p
+
+
+def _mix(z: int) -> int:
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    return z ^ z >> 31
+
+
+def _channels_last(shards: Sequence[np.ndarray], axis: int) -> Tuple[List[np.ndarray], int]:
+    """The shards in float64 with the channels moved to the end, and the axis counted from the front."""
     arrays = [np.asarray(x, np.float64) for x in shards]
     if not arrays:
-        raise ValueError("shards is empty, expected one array per replica")
+        raise ValueError("shards is empty, expected one array per device")
     ndim = arrays[0].ndim
     if not -ndim <= axis < ndim:
         raise ValueError(f"axis is {axis}, expected one of the {ndim} dimensions of the shards")
@@ -186,21 +299,58 @@ def _checked(shards: Sequence[np.ndarray], axis: int) -> Tuple[List[np.ndarray],
             f"shards have shapes {[x.shape for x in arrays]}, expected the same number of dimensions and the "
             f"same extent along axis {axis}"
         )
-    return arrays, axis
+    return [np.moveaxis(x, axis, -1) for x in arrays], axis
 
 
-def _rows(x: np.ndarray, axis: int) -> np.ndarray:
-    """The values as [values per channel, C]; the count is spelled out: -1 is ambiguous for an empty shard."""
-    channels = x.shape[axis]
-    count = int(np.prod([extent for dim, extent in enumerate(x.shape) if dim != axis]))
-    return np.moveaxis(x, axis, -1).reshape(count, channels)
+def _check_mode(
+    mode: str,
+    virtual_devices: int,
+    group_size: Optional[int],
+    permutation: Optional[Sequence[int]],
+    axis: int,
+    devices: int,
+) -> None:
+    if mode not in ("sync", "local", "shuffle"):
+        raise ValueError(f"mode is {mode!r}, expected 'sync', 'local' or 'shuffle'")
+    if virtual_devices < 1:
+        raise ValueError(f"virtual_devices is {virtual_devices}, expected at least 1")
+    if virtual_devices > 1 and axis == 0:
+        raise ValueError(f"virtual_devices is {virtual_devices}, expected 1 where axis 0 holds the channels")
+    if group_size is not None and mode != "sync":
+        raise ValueError(f"group_size is {group_size}, expected None with mode {mode!r}")
+    if group_size is not None and (group_size < 1 or devices % group_size):
+        raise ValueError(f"group_size is {group_size}, expected a divisor of the number of shards, {devices}")
+    if permutation is not None and mode != "shuffle":
+        raise ValueError(f"permutation is {permutation}, expected None with mode {mode!r}")
 
 
-def _along(vector: np.ndarray, x: np.ndarray, axis: int) -> np.ndarray:
-    """A [C] vector shaped to broadcast along `axis` of `x`."""
-    return vector.reshape([-1 if dim == axis else 1 for dim in range(x.ndim)])
+def _checked_permutation(permutation: Optional[Sequence[int]], slots: int) -> List[int]:
+    if slots < 2:
+        raise ValueError(f"mode 'shuffle' has {slots} slot that holds a value, expected at least two")
+    p = [] if permutation is None else list(permutation)
+    if sorted(p) != list(range(slots)) or any(i == j for i, j in enumerate(p)):
+        raise ValueError(
+            f"permutation is {permutation}, expected one without fixed points of the {slots} slots that hold a value"
+        )
+    return p
 
 
-def _normalised(x: np.ndarray, state: Statistics) -> np.ndarray:
-    inverse = 1 / np.sqrt(state.var + state.epsilon)
-    return (x - _along(state.mean, x, state.axis)) * _along(inverse, x, state.axis)
+def _no_value(shards: Sequence[np.ndarray]) -> ValueError:
+    return ValueError(f"shards of shapes {[np.shape(x) for x in shards]} hold no value, expected at least one")
+
+
+def _sum(x: np.ndarray) -> np.ndarray:
+    """[..., C] -> [C]."""
+    return x.sum(tuple(range(x.ndim - 1)))
+
+
+def _inverse(pool: Pool, epsilon: float) -> np.ndarray:
+    return 1 / np.sqrt(pool.var + epsilon)
+
+
+def _normalised(x: np.ndarray, pool: Pool, epsilon: float) -> np.ndarray:
+    return (x - pool.mean) * _inverse(pool, epsilon)
+
+
+def _updated(running: np.ndarray, batch: List[np.ndarray], momentum: float) -> np.ndarray:
+    return momentum * running + (1 - momentum) * np.mean(batch, axis=0) if batch else running.copy()

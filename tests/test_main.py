@@ -17,9 +17,12 @@ def test_a_sound_installation():
 
 def test_a_wrong_result_is_exit_code_1(monkeypatch, capsys):
     right = reference.forward
-    monkeypatch.setattr(
-        reference, "forward", lambda *args: right(*args)._replace(running_var=right(*args).running_var * 1.001)
-    )
+
+    def wrong(*args):
+        result = right(*args)
+        return result._replace(running_var=[var * 1.001 for var in result.running_var])
+
+    monkeypatch.setattr(reference, "forward", wrong)
     assert check.main() == 1
     printed = capsys.readouterr().out
     assert "BROKEN  live      ArithmeticError: wrong by" in printed

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from gluon_syncbn import reference
 
 EPSILON = 1e-3
+THREE = [np.ones((2, 3))] * 3
+CLOSE = {"rtol": 1e-11, "atol": 1e-11}
 
 
 def problem(shapes, axis=1, seed=0):
@@ -76,6 +78,224 @@ def test_gradients_are_those_of_finite_differences(scale, use_global_stats):
     np.testing.assert_allclose(sum(grads.dbetas), difference(value, beta), atol=1e-8)
 
 
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize(
+    "samples, kwargs",
+    [
+        ([3, 5, 2], {"mode": "sync"}),
+        ([3, 5, 2], {"mode": "sync", "virtual_devices": 2}),
+        ([3, 5, 0, 2], {"mode": "sync", "group_size": 2}),
+        ([3, 0, 5, 2, 0, 0], {"mode": "sync", "group_size": 2, "virtual_devices": 3}),
+        ([3, 5, 2], {"mode": "local"}),
+        ([3, 5, 2], {"mode": "local", "virtual_devices": 2}),
+        ([7, 2], {"mode": "local", "virtual_devices": 3}),
+        ([2, 5, 3], {"mode": "shuffle", "permutation": [1, 2, 0]}),
+        ([3, 0, 5], {"mode": "shuffle", "permutation": [1, 0], "virtual_devices": 1}),
+        ([5, 3], {"mode": "shuffle", "permutation": [1, 3, 0, 2], "virtual_devices": 2}),
+        ([5, 2], {"mode": "shuffle", "permutation": [3, 2, 4, 1, 0], "virtual_devices": 3}),
+        ([7], {"mode": "shuffle", "permutation": [1, 2, 0], "virtual_devices": 3}),
+    ],
+)
+def test_gradients_of_each_mode_are_those_of_finite_differences(samples, kwargs, axis, scale):
+    shapes = [(n, 2, 3) if axis == 1 else (n, 3, 2) for n in samples]
+    shards, heads, gamma, beta, mean, var = problem(shapes, axis)
+    kwargs = {**kwargs, "axis": axis, "epsilon": 0.1, "scale": scale}
+    grads = reference.backward(shards, heads, gamma, reference.forward(shards, gamma, beta, mean, var, **kwargs).state)
+
+    def value():
+        return loss(shards, heads, gamma, beta, mean, var, **kwargs)
+
+    for shard, dx in zip(shards, grads.dxs):
+        np.testing.assert_allclose(dx, difference(value, shard), atol=1e-8)
+    np.testing.assert_allclose(sum(grads.dgammas), difference(value, gamma), atol=1e-8)
+    np.testing.assert_allclose(sum(grads.dbetas), difference(value, beta), atol=1e-8)
+
+
+def run(shards, heads, gamma, beta, mean, var, **kwargs):
+    """All that forward and backward give, one entry per shard each."""
+    result = reference.forward(shards, gamma, beta, mean, var, **kwargs)
+    grads = reference.backward(shards, heads, gamma, result.state)
+    return {**result._asdict(), **grads._asdict(), "state": []}
+
+
+def assert_same(got, want):
+    assert got.keys() == want.keys()
+    for name in got:
+        assert len(got[name]) == len(want[name]), name
+        for a, b in zip(got[name], want[name]):
+            np.testing.assert_allclose(a, b, **CLOSE, err_msg=name)
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=shard_shapes(), virtual_devices=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
+def test_virtual_devices_change_nothing_in_sync(case, virtual_devices, seed):
+    shapes, axis, batch = case
+    arguments = problem(shapes, axis, seed)
+    kwargs = {"axis": axis, "epsilon": EPSILON}
+    if batch == 1:
+        with pytest.raises(ValueError, match="virtual_devices is 2, expected 1 where axis 0 holds the channels"):
+            reference.forward(arguments[0], *arguments[2:], virtual_devices=2, **kwargs)
+    else:
+        assert_same(run(*arguments, virtual_devices=virtual_devices, **kwargs), run(*arguments, **kwargs))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+@pytest.mark.parametrize("virtual_devices", [1, 2])
+def test_groups_are_separate_batches(size, virtual_devices):
+    shards, heads, *parameters = problem([(n, 3, 2) for n in (2, 1, 3, 2, 0, 4)])
+    if size == 1:  # the empty shard would be a batch without a value
+        shards[4], heads[4] = np.ones((1, 3, 2)), np.ones((1, 3, 2))
+    kwargs = {"virtual_devices": virtual_devices, "epsilon": EPSILON}
+    separate = [run(shards[k : k + size], heads[k : k + size], *parameters, **kwargs) for k in range(0, 6, size)]
+    joined = {name: [entry for part in separate for entry in part[name]] for name in separate[0]}
+    assert_same(run(shards, heads, *parameters, group_size=size, **kwargs), joined)
+
+
+def test_a_group_without_a_value_has_no_outputs_and_keeps_its_running_statistics():
+    shards, heads, *parameters = problem([(2, 3, 2), (1, 3, 2)])
+    nothing = [np.zeros((0, 3, 2))] * 2
+    want = run(shards, heads, *parameters)
+    got = run([*nothing, *shards, *nothing], [*nothing, *heads, *nothing], *parameters, group_size=2)
+    for k in (0, 1, 4, 5):
+        assert got["outputs"][k].shape == got["dxs"][k].shape == (0, 3, 2)
+        assert not got["dgammas"][k].any() and not got["dbetas"][k].any()
+        np.testing.assert_array_equal(got["running_mean"][k], parameters[2])
+        np.testing.assert_array_equal(got["running_var"][k], parameters[3])
+    assert_same({name: entries[2:4] for name, entries in got.items()}, want)
+
+
+@pytest.mark.parametrize("axis, shape", [(1, (19, 3, 4)), (-1, (19, 2, 2, 3)), (1, (16, 3)), (-1, (5, 4, 3))])
+def test_local_slots_are_devices_of_their_own(axis, shape):
+    """virtual_devices=8 on one device is plain batch normalisation on eight, but for the one set of running means."""
+    (shard,), (head,), *parameters = problem([shape], axis)
+    kwargs = {"axis": axis, "epsilon": EPSILON, "momentum": 0.7}
+    eight = [(x, dy) for x, dy in zip(np.array_split(shard, 8), np.array_split(head, 8)) if len(x)]
+    alone = [run([x], [dy], *parameters, **kwargs) for x, dy in eight]
+    want = {name: [entry for part in alone for entry in part[name]] for name in alone[0]}
+    want.update({name: [np.concatenate(want[name])] for name in ("outputs", "dxs")})
+    want.update({name: [np.sum(want[name], axis=0)] for name in ("dgammas", "dbetas")})
+    want.update({name: [np.mean(want[name], axis=0)] for name in ("running_mean", "running_var")})
+    assert_same(run([shard], [head], *parameters, mode="local", virtual_devices=8, **kwargs), want)
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=shard_shapes(), seed=st.integers(0, 2**32 - 1))
+def test_local_devices_know_nothing_of_each_other(case, seed):
+    shapes, axis, _ = case
+    shards, heads, *parameters = problem(shapes, axis, seed)
+    kwargs = {"axis": axis, "epsilon": EPSILON}
+    got = run(shards, heads, *parameters, mode="local", **kwargs)
+    for k, shard in enumerate(shards):
+        if shard.size:
+            want = run([shard], [heads[k]], *parameters, **kwargs)
+            assert_same({name: entries[k : k + 1] for name, entries in got.items()}, want)
+        else:
+            assert got["outputs"][k].shape == got["dxs"][k].shape == shard.shape
+            assert not got["dgammas"][k].any() and not got["dbetas"][k].any()
+            np.testing.assert_array_equal(got["running_mean"][k], parameters[2])
+            np.testing.assert_array_equal(got["running_var"][k], parameters[3])
+
+
+@pytest.mark.parametrize(
+    "samples, virtual_devices, permutation",
+    [
+        ([4, 3, 2], 1, [2, 0, 1]),
+        ([4, 0, 3, 0], 1, [1, 0]),
+        ([7, 5], 2, [2, 3, 1, 0]),
+        ([7], 3, [1, 2, 0]),
+        ([2, 5, 0], 3, [4, 2, 3, 0, 1]),  # the first device fills two of its three slots
+        ([1, 1, 1], 8, [1, 2, 0]),
+    ],
+)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_shuffle_is_the_formula_slot_by_slot(samples, virtual_devices, permutation, channels_last):
+    """The formula in scalars: one channel, one slot and one value at a time."""
+    shards, heads, gamma, beta, mean, var = problem([(n, 2, 3) for n in samples])
+    devices, channels = range(len(shards)), range(2)
+    slots = [  # the device and the samples of each slot that has some
+        (d, chunk) for d in devices for chunk in np.array_split(range(samples[d]), virtual_devices) if chunk.size
+    ]
+    assert len(slots) == len(permutation)
+    ys, dxs = [np.zeros_like(x) for x in shards], [np.zeros_like(x) for x in shards]
+    dgammas, dbetas = np.zeros((len(shards), 2)), np.zeros((len(shards), 2))
+    running_means, running_vars = [mean.copy() for _ in devices], [var.copy() for _ in devices]
+    for c in channels:
+        xs = [[float(shards[d][n, c, k]) for n in chunk for k in range(3)] for d, chunk in slots]
+        dys = [[float(heads[d][n, c, k]) for n in chunk for k in range(3)] for d, chunk in slots]
+        mu = [sum(x) / len(x) for x in xs]
+        variance = [sum((value - m) ** 2 for value in x) / len(x) for x, m in zip(xs, mu)]
+        r = [1 / (v + EPSILON) ** 0.5 for v in variance]
+        user = {used: i for i, used in enumerate(permutation)}
+        s1 = [sum(dy) for dy in dys]
+        s2 = [sum(dy * (x - mu[j]) * r[j] for x, dy in zip(xs[i], dys[i])) for i, j in enumerate(permutation)]
+        for i, (d, chunk) in enumerate(slots):
+            j, k = permutation[i], user[i]
+            places = [(n, c, position) for n in chunk for position in range(3)]
+            for place, x, dy in zip(places, xs[i], dys[i]):
+                ys[d][place] = gamma[c] * (x - mu[j]) * r[j] + beta[c]
+                dxs[d][place] = (
+                    gamma[c] * r[j] * dy
+                    - gamma[c] * r[i] / len(xs[i]) * s1[k]
+                    - gamma[c] * r[i] ** 2 / len(xs[i]) * (x - mu[i]) * s2[k]
+                )
+            dgammas[d, c] += s2[i]
+            dbetas[d, c] += s1[i]
+        for d in devices:
+            own = [i for i, (device, _) in enumerate(slots) if device == d]
+            if own:
+                running_means[d][c] = 0.6 * mean[c] + 0.4 * sum(mu[i] for i in own) / len(own)
+                running_vars[d][c] = 0.6 * var[c] + 0.4 * sum(variance[i] for i in own) / len(own)
+
+    want = {"outputs": ys, "dxs": dxs, "dgammas": dgammas, "dbetas": dbetas, "state": []}
+    want.update(running_mean=running_means, running_var=running_vars)
+    kwargs = {"mode": "shuffle", "virtual_devices": virtual_devices, "permutation": permutation}
+    kwargs.update(epsilon=EPSILON, momentum=0.6)
+    if channels_last:
+        kwargs["axis"] = -1
+        shards, heads = ([np.moveaxis(x, 1, -1) for x in arrays] for arrays in (shards, heads))
+        want.update({name: [np.moveaxis(x, 1, -1) for x in want[name]] for name in ("outputs", "dxs")})
+    assert_same(run(shards, heads, gamma, beta, mean, var, **kwargs), want)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"mode": "sync", "group_size": 2},
+        {"mode": "local"},
+        {"mode": "shuffle", "permutation": [1, 2, 3, 4, 5, 0]},
+    ],
+)
+@pytest.mark.parametrize("use_global_stats", [False, True])
+def test_slots_without_a_value_take_no_part(kwargs, use_global_stats):
+    """Shards without samples, shards without positions, and more slots than samples."""
+    shards, heads, *parameters = problem([(2, 3, 2), (3, 3, 2), (0, 3, 2), (1, 3, 2), (4, 3, 0), (0, 3, 2)])
+    kwargs = {**kwargs, "virtual_devices": 5, "epsilon": EPSILON, "use_global_stats": use_global_stats}
+    result = reference.forward(shards, *parameters, **kwargs)
+    grads = reference.backward(shards, heads, parameters[0], result.state)
+    slots = result.state.slots
+    assert [(slot.device, slot.samples.tolist()) for slot in slots] == [
+        (0, [0]), (0, [1]), (1, [0]), (1, [1]), (1, [2]), (3, [0]),
+    ]  # fmt: skip
+    assert [x.shape for x in shards] == [y.shape for y in result.outputs] == [dx.shape for dx in grads.dxs]
+    for values in [*result.outputs, *grads.dxs, *grads.dgammas, *result.running_mean, *result.running_var]:
+        assert np.isfinite(values).all()
+    grouped = kwargs["mode"] == "sync"
+    for device, shard in enumerate(shards):
+        kept = use_global_stats or (device in (4, 5) if grouped else shard.size == 0)
+        assert np.array_equal(result.running_mean[device], parameters[2]) == kept
+        assert np.array_equal(result.running_var[device], parameters[3]) == kept
+
+
+@pytest.mark.parametrize("kwargs", [{"group_size": 1}, {"mode": "local"}, {"mode": "shuffle"}])
+def test_global_statistics_are_used_whatever_the_mode(kwargs):
+    """Nothing is shuffled then, so no permutation is needed, nor a second slot, nor a value."""
+    for shapes in ([(4, 3, 5), (2, 3, 5)], [(4, 3, 5)], [(0, 3, 5)]):
+        arguments = problem(shapes)
+        want = run(*arguments, use_global_stats=True)
+        assert_same(run(*arguments, use_global_stats=True, virtual_devices=2, **kwargs), want)
+
+
 def test_each_replica_keeps_its_own_part_of_dgamma_and_dbeta():
     """The part of a replica is what its own loss alone would give, its statistics held."""
     shards, heads, gamma, beta, mean, var = problem([(2, 3, 2), (1, 3, 2)])
@@ -106,8 +326,8 @@ def test_shards_are_one_concatenated_batch(case, seed):
     np.testing.assert_allclose(np.concatenate(part_grads.dxs, batch), one_grads.dxs[0], **close)
     np.testing.assert_allclose(sum(part_grads.dgammas), one_grads.dgammas[0], **close)
     np.testing.assert_allclose(sum(part_grads.dbetas), one_grads.dbetas[0], **close)
-    np.testing.assert_allclose(parts.running_mean, one.running_mean, **close)
-    np.testing.assert_allclose(parts.running_var, one.running_var, **close)
+    np.testing.assert_allclose(parts.running_mean, one.running_mean * len(shards), **close)
+    np.testing.assert_allclose(parts.running_var, one.running_var * len(shards), **close)
     assert [y.shape for y in parts.outputs] == [dx.shape for dx in part_grads.dxs] == shapes
 
 
@@ -120,11 +340,14 @@ def test_statistics_are_the_definition(case, seed):
     whole = np.concatenate(shards, batch)
     others = tuple(dim for dim in range(whole.ndim) if dim != axis % whole.ndim)
     result = reference.forward(shards, gamma, beta, mean, var, axis=axis, momentum=0.8)
-    np.testing.assert_allclose(result.state.mean, whole.mean(others), atol=1e-12)
-    np.testing.assert_allclose(result.state.var, whole.var(others), atol=1e-12)
-    assert result.state.count == whole.size // whole.shape[axis]
-    np.testing.assert_allclose(result.running_mean, 0.8 * mean + 0.2 * whole.mean(others), atol=1e-12)
-    np.testing.assert_allclose(result.running_var, 0.8 * var + 0.2 * whole.var(others), atol=1e-12)
+    (pool,) = result.state.pools
+    np.testing.assert_allclose(pool.mean, whole.mean(others), atol=1e-12)
+    np.testing.assert_allclose(pool.var, whole.var(others), atol=1e-12)
+    assert pool.n == whole.size // whole.shape[axis]
+    assert len(result.running_mean) == len(result.running_var) == len(shards)
+    for running_mean, running_var in zip(result.running_mean, result.running_var):
+        np.testing.assert_allclose(running_mean, 0.8 * mean + 0.2 * whole.mean(others), atol=1e-12)
+        np.testing.assert_allclose(running_var, 0.8 * var + 0.2 * whole.var(others), atol=1e-12)
 
 
 @pytest.mark.parametrize("axis, shape", [(1, (6, 3)), (1, (6, 3, 5)), (1, (6, 3, 4, 5)), (3, (6, 4, 5, 3))])
@@ -151,8 +374,9 @@ def test_equals_mxnet_batch_norm_on_one_device(axis, shape, scale):
     np.testing.assert_allclose(np.concatenate(result.outputs), y.asnumpy(), **close)
     np.testing.assert_allclose(np.concatenate(grads.dxs), x.grad.asnumpy(), **close)
     np.testing.assert_allclose(sum(grads.dbetas), layer.beta.grad().asnumpy(), **close)
-    np.testing.assert_allclose(result.running_mean, layer.running_mean.data().asnumpy(), **close)
-    np.testing.assert_allclose(result.running_var, layer.running_var.data().asnumpy(), **close)
+    for running_mean, running_var in zip(result.running_mean, result.running_var):
+        np.testing.assert_allclose(running_mean, layer.running_mean.data().asnumpy(), **close)
+        np.testing.assert_allclose(running_var, layer.running_var.data().asnumpy(), **close)
     if scale:
         np.testing.assert_allclose(sum(grads.dgammas), layer.gamma.grad().asnumpy(), **close)
     else:
@@ -163,8 +387,8 @@ def test_global_statistics_equal_mxnet_and_stay():
     shards, heads, gamma, beta, mean, var = problem([(4, 3, 5), (2, 3, 5)])
     result = reference.forward(shards, gamma, beta, mean, var, use_global_stats=True)
     grads = reference.backward(shards, heads, gamma, result.state)
-    np.testing.assert_array_equal(result.running_mean, mean)
-    np.testing.assert_array_equal(result.running_var, var)
+    np.testing.assert_array_equal(result.running_mean, [mean, mean])
+    np.testing.assert_array_equal(result.running_var, [var, var])
 
     arrays = [mx.nd.array(a, dtype="float64") for a in (np.concatenate(shards), gamma, beta, mean, var)]
     arrays[0].attach_grad()
@@ -182,7 +406,7 @@ def test_a_large_offset_costs_no_digits(offset):
     shifted = [x + offset for x in shards]
     at_zero = reference.forward([x - offset for x in shifted], gamma, beta, mean, var)
     far = reference.forward(shifted, gamma, beta, mean, var)
-    np.testing.assert_allclose(far.state.var, at_zero.state.var, rtol=1e-7)
+    np.testing.assert_allclose(far.state.pools[0].var, at_zero.state.pools[0].var, rtol=1e-7)
     for near_dx, far_dx in zip(
         reference.backward([x - offset for x in shifted], heads, gamma, at_zero.state).dxs,
         reference.backward(shifted, heads, gamma, far.state).dxs,
@@ -195,7 +419,8 @@ def test_an_empty_shard_changes_nothing():
     empty = np.zeros((0, 3, 5))
     without = reference.forward(shards, gamma, beta, mean, var)
     with_empty = reference.forward([shards[0], empty, shards[1]], gamma, beta, mean, var)
-    np.testing.assert_array_equal(with_empty.state.var, without.state.var)
+    np.testing.assert_array_equal(with_empty.state.pools[0].var, without.state.pools[0].var)
+    np.testing.assert_array_equal(with_empty.running_var, without.running_var[:1] * 3)
     assert with_empty.outputs[1].shape == (0, 3, 5)
     grads = reference.backward([shards[0], empty, shards[1]], [heads[0], empty, heads[1]], gamma, with_empty.state)
     assert grads.dxs[1].shape == (0, 3, 5)
@@ -216,10 +441,15 @@ def test_arguments_are_not_changed():
     shards, heads, gamma, beta, mean, var = problem([(4, 3, 5), (2, 3, 5)])
     arguments = [*shards, *heads, gamma, beta, mean, var]
     before = [a.copy() for a in arguments]
-    state = reference.forward(shards, gamma, beta, mean, var).state
-    reference.backward(shards, heads, gamma, state)
-    for now, then in zip(arguments, before):
-        np.testing.assert_array_equal(now, then)
+    for kwargs in ({}, {"use_global_stats": True}, {"mode": "shuffle", "permutation": [1, 0]}):
+        result = reference.forward(shards, gamma, beta, mean, var, **kwargs)
+        grads = reference.backward(shards, heads, gamma, result.state)
+        pools = [array for pool in result.state.pools for array in (pool.mean, pool.var)]
+        for results in (result.outputs, result.running_mean, result.running_var, *grads, pools):
+            for array in results:  # and are not part of what is returned
+                array += 1
+        for now, then in zip(arguments, before):
+            np.testing.assert_array_equal(now, then)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +462,40 @@ def test_arguments_are_not_changed():
         ({"axis": 2}, "axis is 2"),
         ({"gamma": np.ones(2)}, r"gamma has shape \(2,\), expected \(3,\)"),
         ({"running_var": np.ones((3, 1))}, "running_var has shape"),
+        ({"mode": "global"}, "mode is 'global', expected 'sync', 'local' or 'shuffle'"),
+        ({"mode": None}, "mode is None"),
+        ({"virtual_devices": 0}, "virtual_devices is 0"),
+        (
+            {"axis": 0, "shards": [np.ones((3, 2))], "virtual_devices": 2},
+            "virtual_devices is 2, expected 1 where axis 0",
+        ),
+        (
+            {"axis": -2, "shards": [np.ones((3, 2))], "virtual_devices": 2},
+            "virtual_devices is 2, expected 1 where axis",
+        ),
+        ({"mode": "local", "group_size": 1}, "group_size is 1, expected None with mode 'local'"),
+        ({"mode": "shuffle", "group_size": 1}, "group_size is 1, expected None with mode 'shuffle'"),
+        ({"shards": THREE, "group_size": 2}, "group_size is 2, expected a divisor of the number of shards, 3"),
+        ({"shards": THREE, "group_size": 6}, "group_size is 6"),
+        ({"group_size": 0}, "group_size is 0"),
+        ({"group_size": -1}, "group_size is -1"),
+        ({"shards": [np.ones((0, 3))] * 2, "group_size": 1}, r"shapes \[\(0, 3\), \(0, 3\)\] hold no value"),
+        ({"shards": [np.ones((0, 3))], "mode": "local"}, "hold no value"),
+        ({"shards": [np.ones((0, 3))], "mode": "shuffle", "permutation": []}, "hold no value"),
+        ({"permutation": [1, 0]}, r"permutation is \[1, 0\], expected None with mode 'sync'"),
+        ({"mode": "local", "permutation": [1, 0]}, r"permutation is \[1, 0\], expected None with mode 'local'"),
+        ({"mode": "shuffle", "permutation": [0]}, "'shuffle' has 1 slot that holds a value, expected at least two"),
+        ({"mode": "shuffle", "shards": [np.ones((1, 3)), np.ones((0, 3))], "virtual_devices": 3}, "has 1 slot"),
+        ({"mode": "shuffle", "shards": THREE}, "permutation is None, expected one without fixed points of the 3"),
+        ({"mode": "shuffle", "shards": THREE, "permutation": [1, 0, 2]}, r"permutation is \[1, 0, 2\]"),
+        ({"mode": "shuffle", "shards": THREE, "permutation": [1, 0]}, r"permutation is \[1, 0\]"),
+        ({"mode": "shuffle", "shards": THREE, "permutation": [1, 2, 1]}, r"permutation is \[1, 2, 1\]"),
+        ({"mode": "shuffle", "shards": THREE, "permutation": [1, 2, 3]}, r"permutation is \[1, 2, 3\]"),
+        ({"mode": "shuffle", "shards": THREE, "permutation": [2, 0, 1, 3]}, r"permutation is \[2, 0, 1, 3\]"),
+        (
+            {"mode": "shuffle", "shards": [np.ones((1, 3))] * 2, "virtual_devices": 2, "permutation": [1, 2, 3, 0]},
+            "of the 2",
+        ),
     ],
 )
 def test_a_wrong_argument_is_named(change, message):
@@ -246,6 +510,97 @@ def test_a_head_gradient_of_another_shape_is_named():
     state = reference.forward(shards, gamma, beta, mean, var).state
     with pytest.raises(ValueError, match=r"head_grads have shapes \[\(1, 3\)\]"):
         reference.backward(shards, [np.ones((1, 3))], gamma, state)
+
+
+@pytest.mark.parametrize(
+    "arguments, permutation",
+    [  # from the same formula in C, on uint64_t
+        ((0, 0, 0, 0, 2), [1, 0]),
+        ((0, 0, 0, 0, 3), [2, 0, 1]),
+        ((0, 0, -1, 0, 8), [7, 4, 6, 1, 2, 0, 5, 3]),
+        ((1, 2, 3, 4, 8), [6, 5, 4, 0, 1, 3, 7, 2]),
+        ((2**64 - 1, 7, -1, 1000000, 5), [4, 3, 1, 2, 0]),
+        ((20250101, 12, 0, 3, 16), [3, 0, 5, 1, 14, 2, 9, 11, 4, 6, 13, 7, 8, 15, 12, 10]),
+    ],
+)
+def test_derangements_are_the_same_everywhere(arguments, permutation):
+    assert reference.derangement(*arguments) == permutation
+
+
+def test_the_generator_is_splitmix64():
+    """The first numbers after seed 0, as published with it."""
+    states = [(k + 1) * 0x9E3779B97F4A7C15 % 2**64 for k in range(3)]
+    assert [reference._mix(state) for state in states] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+
+
+def test_a_derangement_repeats_a_number_that_would_favour_small_ones(monkeypatch):
+    """2**64 is 1 modulo 3, so of three residues 0 would be drawn once too often: that 0 is passed over."""
+    numbers = iter([0, 0, 0, 0, 0, 1, 0])  # four for the state; 1 of 3 after the first 0, then 0 of 2
+    monkeypatch.setattr(reference, "_mix", lambda state: next(numbers))
+    assert reference.derangement(5, 6, 7, 8, 3) == [2, 0, 1]
+    assert not list(numbers)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    layer=st.integers(0, 2**64 - 1),
+    node=st.integers(-1, 2**31),
+    call=st.integers(0, 2**64 - 1),
+    slots=st.integers(2, 50),
+)
+def test_derangements_have_no_fixed_point(seed, layer, node, call, slots):
+    p = reference.derangement(seed, layer, node, call, slots)
+    assert sorted(p) == list(range(slots))
+    assert all(i != j for i, j in enumerate(p))
+
+
+def chi_square(counts):
+    expected = np.sum(counts) / len(counts)
+    return float(((np.asarray(counts) - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("varied", range(4))
+def test_derangements_are_uniform_in_each_argument(varied):
+    """The 9 derangements of 4, equally often. The bound is the 99.9 % quantile for 8 degrees of freedom."""
+    base, counts = [3, 1, 0, 5], {}
+    for value in range(9000):
+        p = tuple(reference.derangement(*base[:varied], value, *base[varied + 1 :], 4))
+        counts[p] = counts.get(p, 0) + 1
+    assert len(counts) == 9
+    assert chi_square(list(counts.values())) < 26.1
+
+
+def test_each_position_of_a_derangement_is_uniform():
+    """Each of 8 slots meets each other one equally often. 99.9 % for 6 degrees of freedom, in 8 positions."""
+    drawn = np.array([reference.derangement(7, 2, -1, call, 8) for call in range(14000)])
+    for i in range(8):
+        counts = np.bincount(drawn[:, i], minlength=8)
+        assert counts[i] == 0
+        assert chi_square(np.delete(counts, i)) < 22.5
+
+
+def test_derangements_differ_with_seed_layer_node_and_call():
+    """There are 2e23 of 24 slots: two are equal only where an argument is not used or two of them change roles."""
+    values = [
+        (s, layer, node, call) for s in range(3) for layer in range(3) for node in (-1, 0, 1) for call in range(3)
+    ]
+    drawn = {tuple(reference.derangement(*value, 24)) for value in values}
+    assert len(drawn) == len(values) == 81
+
+
+@pytest.mark.parametrize("slots", [1, 0, -1])
+def test_fewer_than_two_slots_have_no_derangement(slots):
+    with pytest.raises(ValueError, match=f"slots is {slots}, expected at least two"):
+        reference.derangement(0, 0, 0, 0, slots)
+
+
+def test_a_derangement_serves_as_permutation():
+    shards, _, *parameters = problem([(5, 3), (2, 3), (3, 3)])
+    p = reference.derangement(0, 0, -1, 0, 6)
+    state = reference.forward(shards, *parameters, mode="shuffle", virtual_devices=2, permutation=p).state
+    assert [slot.uses for slot in state.slots] == p
+    assert [slot.feeds for slot in state.slots] == list(range(6))
 
 
 def test_the_specification_needs_numpy_alone():
