@@ -14,11 +14,12 @@ except AttributeError as error:  # mxnet 1.9.1 uses numpy.bool, which numpy 1.24
 
 from .convert import convert, revert
 from .devices import cpu_devices, devices
-from .layer import SyncBatchNorm
+from .layer import ShuffleBatchNorm, SyncBatchNorm
 from .settings import configure
 from .steps import reset
 
 __all__ = [
+    "ShuffleBatchNorm",
     "SyncBatchNorm",
     "__version__",
     "configure",

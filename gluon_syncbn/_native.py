@@ -40,7 +40,7 @@ def _load() -> ctypes.CDLL:
     names = ctypes.POINTER(ctypes.c_char_p)
     signatures: dict = {
         "register": (ctypes.c_int, [ctypes.c_void_p] * 4),
-        "layer_create": (ctypes.c_int64, [ctypes.c_char_p]),
+        "layer_create": (ctypes.c_int64, [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]),
         "layers": (ctypes.c_int64, []),
         "layer_drop": (None, [ctypes.c_int64]),
         "layer_token": (ctypes.c_char_p, [ctypes.c_int64]),
@@ -50,6 +50,7 @@ def _load() -> ctypes.CDLL:
         "timeout": (None, [ctypes.c_double]),
         "exchange": (None, [_Exchange, ctypes.c_int]),
         "devices": (None, [ctypes.c_int64, names]),
+        "seed": (None, [ctypes.c_uint64]),
         "fail": (None, [ctypes.c_char_p]),
         "failure": (ctypes.c_char_p, []),
         "reset": (None, []),
@@ -79,8 +80,8 @@ def register() -> None:
     check_call(_core.syncbn_register(*[ctypes.cast(getattr(_mxnet, f), ctypes.c_void_p) for f in functions]))
 
 
-def layer_create(name: str) -> int:
-    return _core.syncbn_layer_create(name.encode())
+def layer_create(name: str, mode: int, slots: int, group: int) -> int:
+    return _core.syncbn_layer_create(name.encode(), mode, slots, group)
 
 
 def layers() -> int:
@@ -114,6 +115,10 @@ def default_timeout(seconds: float) -> None:
 
 def devices(contexts: Sequence[str]) -> None:
     _core.syncbn_devices(*_names(contexts))
+
+
+def seed(value: int) -> None:
+    _core.syncbn_seed(value)
 
 
 def fail(reason: str) -> None:

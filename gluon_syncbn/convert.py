@@ -55,9 +55,10 @@ def convert(net: NetT, norm_layer: Type[SyncBatchNorm] = SyncBatchNorm, **kwargs
         A network or a single BatchNorm, changed in place. Give the outermost block: a graph that a hybridized
         block *around* it has recorded is out of reach and keeps the old layers.
     norm_layer : type
-        `SyncBatchNorm` or a subclass of it.
+        `SyncBatchNorm` or a subclass of it, such as `ShuffleBatchNorm`.
     **kwargs
-        Further arguments of each new layer: ``num_devices``, ``kvstore``, ``timeout``.
+        Further arguments of each new layer: ``num_devices``, ``mode``, ``virtual_devices``, ``group_size``,
+        ``kvstore``, ``timeout``.
 
     Returns
     -------
@@ -77,10 +78,11 @@ def convert(net: NetT, norm_layer: Type[SyncBatchNorm] = SyncBatchNorm, **kwargs
     _check_net(net)
     if not (isinstance(norm_layer, type) and issubclass(norm_layer, SyncBatchNorm)):
         raise ValueError(f"norm_layer: {norm_layer!r} was given, expected SyncBatchNorm or a subclass of it")
-    _check_kwargs(norm_layer, kwargs)
+    plain = (nn.BatchNorm, ContribSyncBatchNorm)
+    _check_kwargs(norm_layer, kwargs, {1, *(_axis(block._kwargs) for block in _blocks(net) if type(block) in plain)})
 
     for block in _blocks(net):
-        if type(block) in (nn.BatchNorm, ContribSyncBatchNorm):
+        if type(block) in plain:
             _become(block, norm_layer, kwargs)
             block._adopt_parameters()
         elif isinstance(block, SymbolBlock):
@@ -131,20 +133,30 @@ def _check_net(net: Any) -> None:
         raise ValueError(f"net: {net!r} was given, expected a gluon.Block")
 
 
-def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any]) -> None:
+def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any], axes: Set[int]) -> None:
     """Refuse arguments before the first layer changes: half a converted network helps nobody."""
     accepted = [
         name
-        for name, parameter in inspect.signature(norm_layer).parameters.items()
+        for name, parameter in {**_parameters(SyncBatchNorm), **_parameters(norm_layer)}.items()
         if name not in _KEPT and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
     for name, value in kwargs.items():
         if name in _KEPT:
             raise ValueError(f"{name}: {value!r} was given, but each layer keeps its own; expected one of {accepted}")
     try:
-        norm_layer(in_channels=1, prefix="check_", params=ParameterDict(), **kwargs)
+        for axis in axes:
+            norm_layer(axis=axis, in_channels=1, prefix="check_", params=ParameterDict(), **kwargs)
     except TypeError as error:
         raise ValueError(f"kwargs: {kwargs!r} was given, expected some of {accepted} ({error})") from error
+
+
+def _parameters(norm_layer: Type[SyncBatchNorm]) -> Dict[str, inspect.Parameter]:
+    return dict(inspect.signature(norm_layer).parameters)
+
+
+def _axis(settings: Dict[str, Any]) -> int:
+    # A plain Python number: BatchNorm also takes NumPy's. Contrib's layer has no axis: it is always 1.
+    return int(settings.get("axis", 1))
 
 
 def _blocks(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
@@ -168,8 +180,7 @@ def _become(block: nn.BatchNorm, cls: Type[nn.BatchNorm], kwargs: Dict[str, Any]
         block.__class__ = cls
         cls.__init__(
             block,
-            # Plain Python numbers: BatchNorm also takes NumPy's. Contrib's layer has no axis: it is always 1.
-            axis=int(settings.get("axis", 1)),
+            axis=_axis(settings),
             momentum=float(settings["momentum"]),
             epsilon=float(settings["eps"]),
             center=before["beta"]._differentiable,

@@ -12,7 +12,7 @@ from mxnet.util import is_np_array
 
 from . import settings, steps  # noqa: F401  (steps watches the scopes of a step)
 from .exchange import kvstore as _kvstore
-from .op import Replicas, sync_batch_norm
+from .op import MODES, Pooling, Replicas, sync_batch_norm
 
 
 class SyncBatchNorm(nn.BatchNorm):
@@ -33,6 +33,22 @@ class SyncBatchNorm(nn.BatchNorm):
     the same on every device. (MXNet's BatchNorm does so in the backward on a CPU, and with the unbiased variance on a
     GPU.) One device, predict mode and ``use_global_stats`` wait for nobody.
 
+    The statistics belong to *slots*: a device holds ``virtual_devices`` of them, each a contiguous part of its
+    mini-batch, cut as ``numpy.array_split`` does. ``mode`` says whose a slot is normalised with:
+
+    ``'sync'``
+        those of all slots together, or of the ``group_size`` devices that it belongs to (consecutive in the order of
+        the layer's contexts).
+    ``'local'``
+        its own: plain BatchNorm on N * V devices, on N. Waits for nobody.
+    ``'shuffle'``
+        another slot's, by a random permutation without fixed points, fresh for each call and drawn from `configure`'s
+        seed, the layer and the number of its call. What a slot's loss owes to the statistics of another goes back to
+        that other slot.
+
+    In ``'local'`` and ``'shuffle'`` each device's running statistics take the mean over its own slots' statistics. A
+    slot without a sample takes no part.
+
     Parameters
     ----------
     axis : int
@@ -48,6 +64,12 @@ class SyncBatchNorm(nn.BatchNorm):
     num_devices : int, optional
         Number of replicas. By default the contexts that the parameters live on; a multiple of those puts several
         replicas on one context. On one context, one thread may then use a layer once in a forward.
+    mode : str
+        ``'sync'``, ``'local'`` or ``'shuffle'``.
+    virtual_devices : int
+        Slots of each device. Changes nothing in ``'sync'``.
+    group_size : int, optional
+        Devices that share a statistic in ``'sync'``: a divisor of their number. By default all.
     kvstore : str or KVStore, optional
         What adds the statistics: ``'device'``, ``'local'``, ``'nccl'`` or a KVStore object. By default what `configure`
         says, which starts as shared memory.
@@ -64,7 +86,8 @@ class SyncBatchNorm(nn.BatchNorm):
     Raises
     ------
     ValueError
-        At construction, where an argument is out of range.
+        At construction, where an argument is out of range. In a training call, where the number of devices does not
+        fit: ``group_size`` does not divide it, or there are fewer than two slots to shuffle.
     MXNetError
         When a result is read: a replica did not come in time, came with another number of channels or failed. The
         text names the layer, who arrived and who is missing.
@@ -72,7 +95,8 @@ class SyncBatchNorm(nn.BatchNorm):
     References
     ----------
     S. Ioffe, C. Szegedy, "Batch Normalization", ICML 2015. T. Chan, G. Golub, R. LeVeque, "Updating formulae and a
-    pairwise algorithm for computing sample variances", 1979.
+    pairwise algorithm for computing sample variances", 1979. K. He et al., "Momentum Contrast for Unsupervised Visual
+    Representation Learning", CVPR 2020, appendix A.9, on why contrastive training needs other slots' statistics.
     """
 
     def __init__(
@@ -90,6 +114,9 @@ class SyncBatchNorm(nn.BatchNorm):
         in_channels: int = 0,
         num_devices: Optional[int] = None,
         *,
+        mode: str = "sync",
+        virtual_devices: int = 1,
+        group_size: Optional[int] = None,
         kvstore: Any = None,
         timeout: Optional[float] = None,
         prefix: Optional[str] = None,
@@ -101,6 +128,7 @@ class SyncBatchNorm(nn.BatchNorm):
         _check_whole("in_channels", in_channels, "a whole number of at least 0", 0, None)
         if num_devices is not None:
             _check_whole("num_devices", num_devices, "None or a whole number above 0", 1, None)
+        pooling = _check_pooling(mode, virtual_devices, group_size, axis, num_devices)
         if timeout is not None:
             timeout = settings.check_timeout(timeout)
         exchange = _kvstore.create(kvstore)
@@ -119,7 +147,7 @@ class SyncBatchNorm(nn.BatchNorm):
             prefix=prefix,
             params=params,
         )
-        self._replica_settings = (num_devices, exchange, timeout)
+        self._replica_settings = (pooling, num_devices, exchange, timeout)
         self._nodes = 0  # of graphs, so far
         self._adopt_parameters()
 
@@ -143,10 +171,21 @@ class SyncBatchNorm(nn.BatchNorm):
         use_global_stats = kwargs.pop("use_global_stats")
         if use_global_stats or (F is mx.nd and not autograd.is_training()):
             return super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+        if self._replicas.problem and autograd.is_training():
+            raise ValueError(self._replicas.problem)
         node = -1
         if F is not mx.nd:  # the same graph serves all contexts, so each of its nodes meets itself only
             node, self._nodes = self._nodes, self._nodes + 1
         return sync_batch_norm(F, x, gamma, beta, running_mean, running_var, self._replicas, node=node, **kwargs)
+
+
+class ShuffleBatchNorm(SyncBatchNorm):
+    """`SyncBatchNorm` with ``mode='shuffle'``, for use as ``norm_layer=``. All other arguments are the same."""
+
+    def __init__(self, *args: Any, mode: str = "shuffle", **kwargs: Any) -> None:
+        if mode != "shuffle":
+            raise ValueError(f"mode: {mode!r} was given, expected 'shuffle'; SyncBatchNorm has the other modes")
+        super().__init__(*args, mode=mode, **kwargs)
 
 
 class _ReplicatedParameter(Parameter):
@@ -181,6 +220,24 @@ class _ReplicatedParameter(Parameter):
         super()._init_impl(data, ctx_list)
         for replicas in self._followers:
             replicas.set_contexts(self.list_ctx())
+
+
+def _check_pooling(mode: Any, virtual_devices: Any, group_size: Any, axis: int, num_devices: Optional[int]) -> Pooling:
+    if mode not in MODES:
+        raise ValueError(f"mode: {mode!r} was given, expected one of {MODES}")
+    _check_whole("virtual_devices", virtual_devices, "a whole number above 0", 1, None)
+    if virtual_devices > 1 and axis == 0:
+        raise ValueError(
+            f"virtual_devices: {virtual_devices} was given, expected 1 with axis=0, which is not the batch"
+        )
+    if group_size is not None:
+        _check_whole("group_size", group_size, "None or a whole number above 0", 1, None)
+        if mode != "sync":
+            raise ValueError(f"group_size: {group_size} was given, expected None with mode {mode!r}")
+    pooling = Pooling(mode, virtual_devices, group_size)
+    if num_devices is not None and pooling.problem(num_devices):
+        raise ValueError(pooling.problem(num_devices))
+    return pooling
 
 
 def _check_whole(name: str, value: Any, expected: str, low: int, high: Optional[int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, List, Optional
+from typing import Any, List, NamedTuple, Optional
 
 import numpy as np
 from mxnet.context import Context
@@ -14,6 +14,29 @@ from .exchange.base import Exchange
 _native.register()
 
 
+#: The order is that of `Mode` in csrc/params.h.
+MODES = ("sync", "local", "shuffle")
+
+
+class Pooling(NamedTuple):
+    """Which slots share a statistic, and whose a slot is normalised with."""
+
+    mode: str = "sync"
+    virtual_devices: int = 1  # slots of a replica
+    group_size: Optional[int] = None  # replicas that share a statistic in `sync`; None is all
+
+    def problem(self, replicas: int) -> str:
+        """Why this many replicas cannot train so, as an argument's error; empty where they can."""
+        if self.group_size is not None and replicas % self.group_size:
+            return f"group_size: {self.group_size} was given, expected a divisor of the number of devices, {replicas}"
+        if self.mode == "shuffle" and replicas * self.virtual_devices < 2:
+            return (
+                f"virtual_devices: {self.virtual_devices} was given, expected at least 2 with mode 'shuffle' on one "
+                "device, whose slots have nobody else's statistics to take"
+            )
+        return ""
+
+
 class Replicas:
     """The replicas of one layer, as the native core sees them.
 
@@ -21,6 +44,8 @@ class Replicas:
     ----------
     name : str
         Name of the layer, for messages.
+    pooling : Pooling
+        Whose statistics are used.
     num_devices : int, optional
         Number of replicas. By default as many as there are contexts.
     exchange : Exchange, optional
@@ -30,15 +55,24 @@ class Replicas:
     """
 
     def __init__(
-        self, name: str, num_devices: Optional[int], exchange: Optional[Exchange], timeout: Optional[float]
+        self,
+        name: str,
+        pooling: Pooling,
+        num_devices: Optional[int],
+        exchange: Optional[Exchange],
+        timeout: Optional[float],
     ) -> None:
         self.name = name
+        self.pooling = pooling
         self.num_devices = num_devices
         self.exchange = exchange
         self.timeout = timeout
-        self.contexts: List[Context] = []
+        self.given: List[Context] = []
+        self.contexts: List[Context] = []  # the same, each once
         self.lanes = 1  # replicas per context
-        self.id = _native.layer_create(name)
+        self.problem = ""  # why these contexts cannot train
+        mode = MODES.index(pooling.mode)
+        self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0)
         self.token = _native.layer_token(self.id)
         weakref.finalize(self, _native.layer_drop, self.id)
         _by_id[self.id] = self
@@ -51,16 +85,18 @@ class Replicas:
         """The contexts that hold the layer's parameters; a repeated one holds several replicas."""
         unique = list(dict.fromkeys(contexts))
         replicas = self.num_devices or len(contexts)
-        self.contexts = unique
-        self.lanes = max(1, replicas // len(unique))
+        self.given, self.contexts = list(contexts), unique
+        # Lanes are for replicas that wait for each other.
+        self.lanes = 1 if self.pooling.mode == "local" else max(1, replicas // len(unique))
+        self.problem = self.pooling.problem(replicas)
         _native.layer_replicas(self.id, [str(context) for context in unique], replicas)
 
     def __deepcopy__(self, memo: dict) -> Replicas:
         # A copy of a net trains on its own: its replicas must not meet those of the original.
-        twin = Replicas(self.name, self.num_devices, self.exchange, self.timeout)
+        twin = Replicas(self.name, self.pooling, self.num_devices, self.exchange, self.timeout)
         memo[id(self)] = twin
         if self.contexts:
-            twin.set_contexts([c for c in self.contexts for _ in range(self.lanes)])
+            twin.set_contexts(self.given)
         return twin
 
 
@@ -89,7 +125,7 @@ def sync_batch_norm(
     momentum: float,
     fix_gamma: bool,
 ) -> Any:
-    """Normalises ``x`` with the statistics of all replicas; ``F`` is ``mx.nd`` or ``mx.sym``.
+    """Normalises ``x`` with the statistics that the replicas' pooling says; ``F`` is ``mx.nd`` or ``mx.sym``.
 
     ``node`` numbers the layer's nodes in graphs and is -1 for an eager call. A static graph does not tell MXNet's
     engine that a node writes the running statistics, so two nodes of one layer may run in either order there.

@@ -21,7 +21,7 @@ def check_timeout(timeout: Any) -> float:
     return float(timeout)
 
 
-def configure(*, kvstore: Any = _UNCHANGED, timeout: Any = _UNCHANGED) -> None:
+def configure(*, kvstore: Any = _UNCHANGED, timeout: Any = _UNCHANGED, seed: Any = _UNCHANGED) -> None:
     """Sets defaults for all layers that do not say otherwise, those that exist already included.
 
     Some models call ``norm_layer`` without ``norm_kwargs``; this reaches their layers too.
@@ -34,15 +34,23 @@ def configure(*, kvstore: Any = _UNCHANGED, timeout: Any = _UNCHANGED) -> None:
     timeout : float
         Seconds that a replica waits for the others, 300 to start with. Then the step fails with an `MXNetError`
         that names the layer, who arrived and who is missing.
+    seed : int
+        Of the permutations of mode ``'shuffle'``, from 0 to 2**64 - 1; 0 to start with. Each layer draws a new one for
+        each call, and setting a seed starts over: a run that sets seed + epoch at the start of each epoch is the same
+        whether it was interrupted or not.
 
     Raises
     ------
     ValueError
         Where an argument is out of range. Nothing is changed then.
     """
+    if seed is not _UNCHANGED and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
+        raise ValueError(f"seed: {seed!r} was given, expected a whole number from 0 to 2**64 - 1")
     new_exchange = exchange if kvstore is _UNCHANGED else _kvstore.create(kvstore)
     if timeout is not _UNCHANGED:
         _native.default_timeout(check_timeout(timeout))
+    if seed is not _UNCHANGED:
+        _native.seed(seed)
     if kvstore is not _UNCHANGED:
         globals()["exchange"] = new_exchange
         if _listener is not None:

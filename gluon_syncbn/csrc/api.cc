@@ -35,7 +35,9 @@ SYNCBN_API int syncbn_register(void* custom_op_register, void* ndarray_get_data,
     return syncbn::register_operator(mx);
 }
 
-SYNCBN_API int64_t syncbn_layer_create(const char* name) { return syncbn::create_layer(name)->id; }
+SYNCBN_API int64_t syncbn_layer_create(const char* name, int mode, int64_t slots, int64_t group) {
+    return syncbn::create_layer(name, {static_cast<syncbn::Mode>(mode), slots, group})->id;
+}
 
 SYNCBN_API int64_t syncbn_layers() { return syncbn::count_layers(); }
 
@@ -60,6 +62,8 @@ SYNCBN_API void syncbn_exchange(syncbn::Exchange hook, int by_default) {
 }
 
 SYNCBN_API void syncbn_devices(int64_t count, const char** contexts) { syncbn::set_devices(strings(count, contexts)); }
+
+SYNCBN_API void syncbn_seed(uint64_t seed) { syncbn::set_seed(seed); }
 
 SYNCBN_API void syncbn_fail(const char* reason) { syncbn::fail(reason); }
 

@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 #include "kernels.h"
 
@@ -41,6 +42,32 @@ void give(const Vector& values, P* out, int req) {
     if (req == kNull) return;
     for (size_t i = 0; i < values.size(); ++i)
         out[i] = static_cast<P>(values[i] + (req == kAdd ? static_cast<double>(out[i]) : 0.0));
+}
+
+template <typename P>
+Vector times(Vector invstd, const P* gamma, bool fix_gamma) {
+    if (!fix_gamma)
+        for (size_t c = 0; c < invstd.size(); ++c) invstd[c] *= gamma[c];
+    return invstd;
+}
+
+// running <- momentum * running + (1 - momentum) * the mean over the packed moments that hold values.
+template <typename P>
+void update_running(const Vector& moments, int64_t channels, double momentum, P* running_mean, P* running_var) {
+    const size_t length = 1 + 2 * channels;
+    double parts = 0;
+    for (size_t at = 0; at < moments.size(); at += length) parts += moments[at] > 0;
+    if (parts == 0) return;
+    for (int64_t c = 0; c < channels; ++c) {
+        double mean = 0, variance = 0;
+        for (size_t at = 0; at < moments.size(); at += length) {
+            if (moments[at] == 0) continue;
+            mean += moments[at + 1 + c];
+            variance += moments[at + 1 + channels + c] / moments[at];
+        }
+        running_mean[c] = static_cast<P>(momentum * running_mean[c] + (1 - momentum) * (mean / parts));
+        running_var[c] = static_cast<P>(momentum * running_var[c] + (1 - momentum) * (variance / parts));
+    }
 }
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
@@ -94,12 +121,102 @@ void Call::backward(const Arrays& arrays, const int* reqs) {
     }
 }
 
-template <typename P>
-Vector Call::scale(const P* gamma) const {
-    Vector out = invstd_;
-    if (!settings_.fix_gamma)
-        for (size_t c = 0; c < out.size(); ++c) out[c] *= gamma[c];
-    return out;
+// ---- slots ---------------------------------------------------------------------------------------------------
+
+Statistic::Statistic(double count, const double* mean, const double* variance, int64_t channels, double epsilon)
+    : count(count), mean(mean, mean + channels), invstd(variance, variance + channels) {
+    for (double& v : invstd) v = 1 / std::sqrt(v + epsilon);
+}
+
+std::shared_ptr<const Statistic> Call::statistic(const double* moments) const {
+    const int64_t channels = shape_.channels;
+    if (moments[0] == 0) return nullptr;
+    Vector variance(moments + 1 + channels, moments + 1 + 2 * channels);
+    for (double& v : variance) v /= moments[0];
+    return std::make_shared<Statistic>(moments[0], moments + 1, variance.data(), channels, settings_.epsilon);
+}
+
+// As numpy.array_split: the first slots get one sample more where they cannot all have the same number.
+void Call::cut(int64_t slots) {
+    slots_.clear();
+    const int64_t per_sample = samples_ == 0 ? 0 : shape_.outer / samples_;
+    int64_t sample = 0;
+    for (int64_t i = 0; i < slots; ++i) {
+        const int64_t samples = samples_ / slots + (i < samples_ % slots);
+        const Shape shape{samples * per_sample, shape_.channels, shape_.inner};
+        slots_.push_back({shape, sample * per_sample * shape_.channels * shape_.inner, nullptr, nullptr});
+        sample += samples;
+    }
+}
+
+template <typename V>
+V* Call::at(V* data, const Slot& slot) const {
+    using Byte = std::conditional_t<std::is_const<V>::value, const char, char>;
+    return static_cast<Byte*>(data) + slot.first * size_of(type_);
+}
+
+int Call::threads() const {
+    if (frozen_) return threads_for(1);
+    const bool alone = mode() == Mode::kLocal || settings_.layer->pooling.group > 0;  // knows only some of the replicas
+    return threads_for(alone ? settings_.layer->replicas() : place_.meeting->replicas());
+}
+
+// ---- forward -------------------------------------------------------------------------------------------------
+
+void Call::sit_down() {
+    if (settings_.lanes != settings_.layer->lanes())
+        throw Failure("SyncBatchNorm '" + settings_.layer->name +
+                      "': the number of replicas per context has changed since the net was traced; call "
+                      "net.hybridize() again.");
+    if (!seated_) place_ = settings_.layer->join(context_, settings_.node, this, repeated_);
+    seated_ = false;  // a state that is executed again sits down again
+    repeated_ = true;
+    if (place_.meeting->replicas() > 1 && naive_engine())
+        throw Failure("SyncBatchNorm '" + settings_.layer->name +
+                      "': MXNET_ENGINE_TYPE=NaiveEngine runs one replica after the other, so they can never meet. "
+                      "Unset it.");
+}
+
+Vector Call::pool(const void* x) {
+    if (mode() != Mode::kLocal) sit_down();
+    cut(mode() == Mode::kSync ? 1 : settings_.layer->pooling.slots);
+    const int64_t channels = shape_.channels;
+    const size_t length = 1 + 2 * channels;
+    Vector moments(slots_.size() * length);
+    double* packed = moments.data();
+    for (const Slot& slot : slots_) {
+        packed[0] = static_cast<double>(slot.shape.per_channel());
+        cpu::moments(at(x, slot), type_, slot.shape, threads(), packed + 1, packed + 1 + channels);
+        packed += length;
+    }
+    if (mode() == Mode::kSync) {
+        moments = settings_.layer->merge_moments(place_, type_, channels, std::move(moments));
+        slots_[0].own = slots_[0].used = statistic(moments.data());
+        return moments;
+    }
+    for (size_t i = 0; i < slots_.size(); ++i) slots_[i].own = slots_[i].used = statistic(&moments[i * length]);
+    if (mode() == Mode::kShuffle) assign_shuffled(settings_.layer->gather_moments(place_, type_, channels, moments));
+    return moments;
+}
+
+// `all`: the moments of the slots of all replicas. Those without values take no part.
+void Call::assign_shuffled(const Vector& all) {
+    const size_t length = 1 + 2 * shape_.channels;
+    std::vector<size_t> taking_part;
+    for (size_t slot = 0; slot * length < all.size(); ++slot)
+        if (all[slot * length] > 0) taking_part.push_back(slot);
+    if (taking_part.size() < 2)
+        throw Failure("SyncBatchNorm '" + settings_.layer->name + "': mode 'shuffle' had " +
+                      std::to_string(taking_part.size()) +
+                      " slot with values in this step, expected at least two: use more devices, virtual_devices or "
+                      "samples.");
+    const auto source = derangement(place_.meeting->draw, taking_part.size());
+    const size_t first = place_.meeting->rank(place_.seat) * slots_.size();
+    for (size_t i = 0; i < source.size(); ++i) {
+        const size_t slot = taking_part[i], from = taking_part[source[i]];
+        if (slot >= first && slot < first + slots_.size()) slots_[slot - first].used = statistic(&all[from * length]);
+        if (from >= first && from < first + slots_.size()) slots_[from - first].user = slot;
+    }
 }
 
 template <typename P>
@@ -109,75 +226,80 @@ void Call::normalise(const Arrays& arrays, int req) {
     const P *gamma = arrays.data<P>(kGamma), *beta = arrays.data<P>(kBeta);
     P *running_mean = arrays.data<P>(settings_.running_mean()),
       *running_var = arrays.data<P>(settings_.running_mean() + 1);
-    mean_.resize(channels);
-    invstd_.resize(channels);
-    int threads = threads_for(1);
 
     if (frozen_) {
-        for (int64_t c = 0; c < channels; ++c) {
-            mean_[c] = running_mean[c];
-            invstd_[c] = 1 / std::sqrt(running_var[c] + settings_.epsilon);
-        }
+        cut(1);
+        const Vector mean(running_mean, running_mean + channels), variance(running_var, running_var + channels);
+        slots_[0].own = slots_[0].used =
+            std::make_shared<Statistic>(1, mean.data(), variance.data(), channels, settings_.epsilon);
     } else {
-        if (settings_.lanes != settings_.layer->lanes())
-            throw Failure("SyncBatchNorm '" + settings_.layer->name +
-                          "': the number of replicas per context has changed since the net was traced; call "
-                          "net.hybridize() again.");
-        if (!seated_) place_ = settings_.layer->join(context_, settings_.node, this, repeated_);
-        seated_ = false;  // a state that is executed again sits down again
-        repeated_ = true;
-        const size_t replicas = place_.meeting->replicas();
-        if (replicas > 1 && naive_engine())
-            throw Failure("SyncBatchNorm '" + settings_.layer->name +
-                          "': MXNET_ENGINE_TYPE=NaiveEngine runs one replica after the other, so they can never meet. "
-                          "Unset it.");
-        threads = threads_for(replicas);
-        Vector own(1 + 2 * channels);  // [count, mean[C], m2[C]]
-        own[0] = static_cast<double>(shape_.per_channel());
-        cpu::moments(x, type_, shape_, threads, own.data() + 1, own.data() + 1 + channels);
-        const Vector all = settings_.layer->merge_moments(place_, type_, channels, std::move(own));
-        count_ = all[0];
-        const bool update = place_.first_lane();
-        for (int64_t c = 0; c < channels; ++c) {
-            const double mean = all[1 + c], variance = all[1 + channels + c] / count_;
-            mean_[c] = mean;
-            invstd_[c] = 1 / std::sqrt(variance + settings_.epsilon);
-            if (!update) continue;
-            const double keep = settings_.momentum;
-            running_mean[c] = static_cast<P>(keep * running_mean[c] + (1 - keep) * mean);
-            running_var[c] = static_cast<P>(keep * running_var[c] + (1 - keep) * variance);
-        }
+        const Vector moments = pool(x);
+        if (mode() == Mode::kLocal || place_.first_lane())
+            update_running(moments, channels, settings_.momentum, running_mean, running_var);
     }
     if (req == kNull) return;
+    void* y = arrays.data(settings_.output());
     const Vector shift(beta, beta + channels);
-    cpu::normalise(x, type_, shape_, threads, mean_.data(), scale(gamma).data(), shift.data(),
-                   arrays.data(settings_.output()), req == kAdd);
+    for (const Slot& slot : slots_)
+        if (slot.used)
+            cpu::normalise(at(x, slot), type_, slot.shape, threads(), slot.used->mean.data(),
+                           times(slot.used->invstd, gamma, settings_.fix_gamma).data(), shift.data(), at(y, slot),
+                           req == kAdd);
 }
 
+// ---- backward ------------------------------------------------------------------------------------------------
+
+Vector Call::pull(Vector sums) {
+    const int64_t channels = shape_.channels;
+    if (mode() == Mode::kSync) return settings_.layer->add_gradients(place_, type_, channels, std::move(sums));
+    if (mode() == Mode::kLocal) return sums;
+    const size_t length = 2 * channels;
+    const Vector all = settings_.layer->gather_gradients(place_, type_, channels, std::move(sums));
+    Vector out(slots_.size() * length);
+    for (size_t i = 0; i < slots_.size(); ++i)
+        if (slots_[i].own) std::copy_n(&all[slots_[i].user * length], length, &out[i * length]);
+    return out;
+}
+
+// For slot i, normalised with the statistics of slot j, S1 = sum dy and S2 = sum dy*xhat are its gradient with respect
+// to beta and gamma, and what it owes to the mean and the variance of slot j:
+//   dx_j = gamma * invstd_used_by_j * dy_j  -  gamma * invstd_j / n_j * (S1 + (x_j - mean_j) * invstd_j * S2)
 template <typename P>
 void Call::differentiate(const Arrays& arrays, const int* reqs) {
     const int64_t channels = shape_.channels;
     const void *dy = arrays.data(0), *x = arrays.data(1 + kX);
     const P* gamma = arrays.data<P>(1 + kGamma);
-    const int threads = threads_for(frozen_ ? 1 : place_.meeting->replicas());
-    Vector sums(2 * channels);  // [sum dy[C], sum dy*xhat[C]]
-    cpu::grad_sums(dy, x, type_, shape_, threads, mean_.data(), invstd_.data(), sums.data(), sums.data() + channels);
-    // The parameters' gradients are this replica's part; the trainer adds the parts, as for any parameter.
-    Vector dgamma(sums.begin() + channels, sums.end()), dbeta(sums.begin(), sums.begin() + channels);
-    if (settings_.fix_gamma) std::fill(dgamma.begin(), dgamma.end(), 0.0);
-
-    Vector mean_dy(channels, 0.0), slope(channels, 0.0);
-    if (!frozen_) {
-        const Vector all = settings_.layer->add_gradients(place_, type_, channels, std::move(sums));
+    Vector sums(slots_.size() * 2 * channels), dgamma(channels), dbeta(channels);
+    for (size_t i = 0; i < slots_.size(); ++i) {
+        const Slot& slot = slots_[i];
+        if (!slot.used) continue;
+        double *sum_dy = &sums[i * 2 * channels], *sum_dy_xhat = sum_dy + channels;
+        cpu::grad_sums(at(dy, slot), at(x, slot), type_, slot.shape, threads(), slot.used->mean.data(),
+                       slot.used->invstd.data(), sum_dy, sum_dy_xhat);
+        // The parameters' gradients are this replica's part; the trainer adds the parts, as for any parameter.
         for (int64_t c = 0; c < channels; ++c) {
-            mean_dy[c] = all[c] / count_;
-            slope[c] = all[channels + c] / count_ * invstd_[c];
+            dbeta[c] += sum_dy[c];
+            if (!settings_.fix_gamma) dgamma[c] += sum_dy_xhat[c];
         }
     }
+    if (!frozen_) sums = pull(std::move(sums));
+
     const int gradients = settings_.gradients();
-    if (reqs[kX] != kNull)
-        cpu::grad_input(dy, x, type_, shape_, threads, mean_.data(), scale(gamma).data(), mean_dy.data(), slope.data(),
-                        arrays.data(gradients + kX), reqs[kX] == kAdd);
+    void* dx = reqs[kX] == kNull ? nullptr : arrays.data(gradients + kX);
+    Vector mean_dy(channels, 0.0), slope(channels, 0.0);
+    for (size_t i = 0; i < slots_.size() && dx != nullptr; ++i) {
+        const Slot& slot = slots_[i];
+        if (!slot.used) continue;
+        for (int64_t c = 0; c < channels && !frozen_; ++c) {
+            const double *sum_dy = &sums[i * 2 * channels], *sum_dy_xhat = sum_dy + channels;
+            const double share = slot.own->invstd[c] / slot.used->invstd[c];
+            mean_dy[c] = share * (sum_dy[c] / slot.own->count);
+            slope[c] = share * (sum_dy_xhat[c] / slot.own->count * slot.own->invstd[c]);
+        }
+        cpu::grad_input(at(dy, slot), at(x, slot), type_, slot.shape, threads(), slot.own->mean.data(),
+                        times(slot.used->invstd, gamma, settings_.fix_gamma).data(), mean_dy.data(), slope.data(),
+                        at(dx, slot), reqs[kX] == kAdd);
+    }
     give(dgamma, arrays.data<P>(gradients + kGamma), reqs[kGamma]);
     give(dbeta, arrays.data<P>(gradients + kBeta), reqs[kBeta]);
 }

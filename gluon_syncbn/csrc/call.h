@@ -53,13 +53,31 @@ class Arrays {
     std::vector<void*> handles_;
 };
 
+// The statistics of a slot, or of all slots that share one.
+struct Statistic {
+    double count;
+    Vector mean, invstd;  // [channels]
+
+    Statistic(double count, const double* mean, const double* variance, int64_t channels, double epsilon);
+};
+
+// A virtual device: a contiguous part of this replica's batch.
+struct Slot {
+    Shape shape;
+    int64_t first;  // of its values in the tensor
+    // What its values went into, and what they are normalised with. Null for a slot without values.
+    std::shared_ptr<const Statistic> own, used;
+    size_t user = 0;  // in `shuffle`: the slot, counted over all replicas, that uses the statistics of this one
+};
+
 // With `static_shape`, MXNet keeps a call and executes it again at every step.
 class Call {
   public:
     std::array<void*, 3> callback_states;  // MXNet keeps a pointer to these
 
-    Call(Settings settings, std::string context, Type type, Shape shape)
-        : settings_(std::move(settings)), context_(std::move(context)), type_(type), shape_(shape) {}
+    // `shape.outer` holds `samples` equal parts, which are what slots are made of.
+    Call(Settings settings, std::string context, Type type, Shape shape, int64_t samples)
+        : settings_(std::move(settings)), context_(std::move(context)), type_(type), shape_(shape), samples_(samples) {}
 
     // On the issuing thread, for a training call. `caller` is null on the main thread, whose calls take turns on the
     // seats; any other thread is one replica.
@@ -70,25 +88,36 @@ class Call {
 
   private:
     Type parameter_type() const { return type_ == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
+    Mode mode() const { return settings_.layer->pooling.mode; }
+    template <typename V>
+    V* at(V* data, const Slot& slot) const;
+    int threads() const;
 
     template <typename P>
     void normalise(const Arrays& arrays, int req);
     template <typename P>
     void differentiate(const Arrays& arrays, const int* reqs);
-    template <typename P>
-    Vector scale(const P* gamma) const;  // [channels] gamma * invstd
+
+    void cut(int64_t slots);
+    void sit_down();
+    // The packed moments of every slot that counts for the running statistics, each [count, mean[C], m2[C]].
+    Vector pool(const void* x);
+    void assign_shuffled(const Vector& all);
+    // [sum dy[C], sum dy*xhat[C]] of each slot in; of the slot that uses its statistics out.
+    Vector pull(Vector sums);
+    std::shared_ptr<const Statistic> statistic(const double* moments) const;
 
     const Settings settings_;
     const std::string context_;
     const Type type_;
     const Shape shape_;
+    const int64_t samples_;
+    std::vector<Slot> slots_;
     Place place_;
     bool seated_ = false;
     bool repeated_ = false;  // has been executed before
     bool complete_ = false;  // the forward has left what the backward needs
     bool frozen_ = false;    // normalised with the running statistics: no gradient through them
-    double count_ = 0;
-    Vector mean_, invstd_;  // [channels], kept for the backward
 };
 
 }  // namespace syncbn

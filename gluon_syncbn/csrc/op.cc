@@ -186,7 +186,11 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
         if (i < axis) shape.outer *= shapes[0][i];
         if (i > axis) shape.inner *= shapes[0][i];
     }
-    auto op = std::make_unique<Call>(property, context, static_cast<Type>(types[0]), shape);
+    if (axis == 0 && property.layer->pooling.slots > 1)
+        throw dmlc::Error("SyncBatchNorm '" + property.layer->name +
+                          "': virtual_devices are parts of the batch along axis 0, but here that is the channel axis");
+    const int64_t samples = axis == 0 ? 1 : shapes[0][0];
+    auto op = std::make_unique<Call>(property, context, static_cast<Type>(types[0]), shape, samples);
     bool training = false;
     mx.autograd_is_training(&training);
     if (training) {

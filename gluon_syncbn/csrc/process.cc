@@ -12,10 +12,10 @@ Process& process() {
     return *instance;
 }
 
-std::shared_ptr<Layer> create_layer(const std::string& name) {
+std::shared_ptr<Layer> create_layer(const std::string& name, const Pooling& pooling) {
     Process& p = process();
     Lock lock(p.mutex);
-    auto layer = std::make_shared<Layer>(p.next_layer++, name);
+    auto layer = std::make_shared<Layer>(p.next_layer++, name, pooling);
     p.layers[layer->id] = layer;
     return layer;
 }
@@ -68,6 +68,13 @@ void set_exchange_hook(Exchange hook, bool by_default) {
 void set_devices(std::vector<std::string> contexts) {
     Lock lock(process().mutex);
     process().devices = std::move(contexts);
+}
+
+void set_seed(uint64_t seed) {
+    Process& p = process();
+    Lock lock(p.mutex);
+    p.seed = seed;
+    for (auto& layer : p.layers) layer.second->restart_calls();
 }
 
 void fail(const std::string& reason) {

@@ -12,6 +12,7 @@
 namespace syncbn {
 
 class Layer;
+struct Pooling;
 
 // What leaves shared memory. Sums `contexts` rows of `length` values into `out`; called by one thread per phase.
 // Returns 0, or writes the reason into `error`.
@@ -33,6 +34,7 @@ struct Process {
     Exchange hook = nullptr;
     bool hook_by_default = false;
     std::vector<std::string> devices;  // only these take part; empty means all
+    uint64_t seed = 0;                 // of the permutations
     std::string failure;               // the first reason why the step has failed; empty where all is well
 
     void fail(const std::string& reason) {
@@ -46,7 +48,7 @@ Process& process();
 
 // ---- the same with the lock, for those outside -------------------------------------------------------------
 
-std::shared_ptr<Layer> create_layer(const std::string& name);
+std::shared_ptr<Layer> create_layer(const std::string& name, const Pooling& pooling);
 std::shared_ptr<Layer> find_layer(int64_t id);  // null where it is gone
 // A layer's name in a graph. No other process has the same one, so that a graph that was saved is recognised.
 std::string token_of(const Layer& layer);
@@ -57,6 +59,8 @@ int64_t count_layers();
 void set_default_timeout(double seconds);
 void set_exchange_hook(Exchange hook, bool by_default);
 void set_devices(std::vector<std::string> contexts);
+// Draws the permutations of all layers from here, starting with their first call.
+void set_seed(uint64_t seed);
 
 // Ends every wait, and every later one until `reset`, with this reason. The first reason stays.
 void fail(const std::string& reason);

@@ -45,6 +45,13 @@ size_t Meeting::joined(size_t context) const {
         std::count_if(seats.begin(), seats.end(), [&](const Seat& s) { return s.context == context; }));
 }
 
+size_t Meeting::rank(size_t seat) const {
+    size_t before = 0;
+    for (size_t i = 0; i < seats.size(); ++i)
+        before += seats[i].context < seats[seat].context || (seats[i].context == seats[seat].context && i < seat);
+    return before;
+}
+
 bool Place::first_lane() const {
     for (size_t i = 0; i < seat; ++i)
         if (meeting->seats[i].context == meeting->seats[seat].context) return false;
@@ -56,12 +63,9 @@ Place Layer::join(const std::string& context, int64_t node, const void* occupant
     throw_if_failed();
     ++joined_[context];
 
-    const auto& devices = process().devices;
-    std::vector<std::string> taking_part;
-    for (const auto& c : contexts_)
-        if (devices.empty() || std::find(devices.begin(), devices.end(), c) != devices.end()) taking_part.push_back(c);
+    const std::vector<std::string> taking_part = partners_of(context);
     const auto at = std::find(taking_part.begin(), taking_part.end(), context);
-    if (at == taking_part.end() || lanes_ == 0) {
+    if (at == taking_part.end()) {
         process().fail(why_not_here(context));
         throw_if_failed();
     }
@@ -72,7 +76,7 @@ Place Layer::join(const std::string& context, int64_t node, const void* occupant
         const bool sits = occupant != nullptr && std::any_of(m->seats.begin(), m->seats.end(), [&](const auto& s) {
                               return s.context == index && s.occupant == occupant;
                           });
-        if (m->node == node && !sits && m->joined(index) < m->lanes) {
+        if (m->draw.node == node && m->contexts == taking_part && !sits && m->joined(index) < m->lanes) {
             meeting = m;
             break;
         }
@@ -80,7 +84,7 @@ Place Layer::join(const std::string& context, int64_t node, const void* occupant
     if (!meeting) {
         meeting = std::make_shared<Meeting>();
         meeting->number = next_meeting_++;
-        meeting->node = node;
+        meeting->draw = {process().seed, id, node, calls_[node]++};
         meeting->contexts = taking_part;
         meeting->lanes = lanes_;
         open_.push_back(meeting);
@@ -92,19 +96,47 @@ Place Layer::join(const std::string& context, int64_t node, const void* occupant
     return place;
 }
 
+// Empty where the context may not take part.
+std::vector<std::string> Layer::partners_of(const std::string& context) const {
+    const auto own = std::find(contexts_.begin(), contexts_.end(), context);
+    if (own == contexts_.end() || lanes_ == 0 || !groups_fit()) return {};
+    const size_t size = pooling.group == 0 ? contexts_.size() : static_cast<size_t>(pooling.group) / lanes_;
+    const size_t first = static_cast<size_t>(own - contexts_.begin()) / size * size;
+    const auto& devices = process().devices;
+    std::vector<std::string> partners;
+    for (size_t i = first; i < first + size; ++i)
+        if (devices.empty() || std::find(devices.begin(), devices.end(), contexts_[i]) != devices.end())
+            partners.push_back(contexts_[i]);
+    return partners;
+}
+
+bool Layer::groups_fit() const {
+    const size_t group = static_cast<size_t>(pooling.group);
+    return group == 0 || (lanes_ > 0 && replicas_ % group == 0 && group % lanes_ == 0);
+}
+
 Vector Layer::merge_moments(const Place& place, Type type, int64_t channels, Vector moments) {
-    Vector total = meet(place, 0, type, channels, std::move(moments));
-    if (total[0] > 0) return total;
+    Vector total = meet(place, 0, Reduction::kMerge, type, channels, std::move(moments));
+    if (total[0] > 0 || pooling.group > 0) return total;  // another group may have values
     const std::string why = "SyncBatchNorm '" + name + "': the batches of all replicas are empty, so there is no mean.";
     fail(why);
     throw Failure(why);
 }
 
 Vector Layer::add_gradients(Place& place, Type type, int64_t channels, Vector sums) {
-    return meet(place, ++place.backwards, type, channels, std::move(sums));
+    return meet(place, ++place.backwards, Reduction::kAdd, type, channels, std::move(sums));
 }
 
-Vector Layer::meet(const Place& place, int phase_number, Type type, int64_t channels, Vector payload) {
+Vector Layer::gather_moments(const Place& place, Type type, int64_t channels, Vector parts) {
+    return meet(place, 0, Reduction::kGather, type, channels, std::move(parts));
+}
+
+Vector Layer::gather_gradients(Place& place, Type type, int64_t channels, Vector parts) {
+    return meet(place, ++place.backwards, Reduction::kGather, type, channels, std::move(parts));
+}
+
+Vector Layer::meet(const Place& place, int phase_number, Reduction reduction, Type type, int64_t channels,
+                   Vector payload) {
     Meeting& meeting = *place.meeting;
     Lock lock(process().mutex);
     throw_if_failed();
@@ -120,7 +152,7 @@ Vector Layer::meet(const Place& place, int phase_number, Type type, int64_t chan
     Vector total;
     std::string error;
     try {
-        total = reduce(meeting, phase, phase_number == 0, hook);  // (3)
+        total = reduce(meeting, phase, reduction, hook);  // (3)
     } catch (const std::exception& e) {
         error = e.what();
     }
@@ -185,54 +217,6 @@ Vector Layer::wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock)
     }
 }
 
-// Order of the replicas: by context, and on one context by what they bring, because there the order of the
-// calls says nothing. So the bits of the result do not depend on who came first.
-static std::vector<const Phase::Entry*> in_order(const Meeting& meeting, const Phase& phase,
-                                                 std::vector<size_t>* contexts) {
-    std::vector<size_t> seats(meeting.seats.size());
-    for (size_t i = 0; i < seats.size(); ++i) seats[i] = i;
-    std::sort(seats.begin(), seats.end(), [&](size_t a, size_t b) {
-        const size_t ca = meeting.seats[a].context, cb = meeting.seats[b].context;
-        if (ca != cb) return ca < cb;
-        const Vector &pa = phase.entries[a].payload, &pb = phase.entries[b].payload;
-        return std::memcmp(pa.data(), pb.data(), std::min(pa.size(), pb.size()) * sizeof(double)) < 0;
-    });
-    std::vector<const Phase::Entry*> out;
-    for (size_t seat : seats) {
-        out.push_back(&phase.entries[seat]);
-        contexts->push_back(meeting.seats[seat].context);
-    }
-    return out;
-}
-
-Vector Layer::reduce(const Meeting& meeting, const Phase& phase, bool moments, bool through_hook) const {
-    std::vector<size_t> context_of;
-    const auto entries = in_order(meeting, phase, &context_of);
-    const size_t length = entries[0]->payload.size(), contexts = meeting.contexts.size();
-    Vector total(length, 0.0);
-    if (!through_hook) {
-        for (const auto* entry : entries)
-            if (moments)
-                syncbn::merge_moments(&total, entry->payload);
-            else
-                add_to(total.data(), entry->payload);
-        return total;
-    }
-    Vector rows(contexts * length, 0.0);
-    for (size_t i = 0; i < entries.size(); ++i) {
-        double* row = rows.data() + context_of[i] * length;
-        if (moments)
-            add_as_sums(row, entries[i]->payload);
-        else
-            add_to(row, entries[i]->payload);
-    }
-    char error[1024] = "";
-    if (process().hook(id, static_cast<int64_t>(contexts), static_cast<int64_t>(length), rows.data(), total.data(),
-                       error, sizeof error) != 0)
-        throw Failure("SyncBatchNorm '" + name + "': the KVStore could not add the statistics: " + error);
-    return moments ? moments_from_sums(std::move(total)) : total;
-}
-
 // ---- settings ----------------------------------------------------------------------------------------------
 
 void Layer::configure(std::vector<std::string> contexts, size_t replicas) {
@@ -257,6 +241,13 @@ size_t Layer::lanes() {
     Lock lock(process().mutex);
     return std::max<size_t>(1, lanes_);
 }
+
+size_t Layer::replicas() {
+    Lock lock(process().mutex);
+    return std::max<size_t>(1, replicas_);
+}
+
+void Layer::restart_calls() { calls_.clear(); }
 
 void Layer::issued(const std::string& context) {
     Lock lock(process().mutex);

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "params.h"
+#include "permutation.h"
 #include "process.h"
 #include "statistics.h"
 
@@ -35,7 +36,7 @@ struct Meeting {
         const void* occupant = nullptr;  // who may not sit down twice
     };
     int64_t number = 0;
-    int64_t node = -1;                  // of a graph: only calls of the same node meet
+    Draw draw;                          // draw.node: only calls of the same node of a graph meet
     std::vector<std::string> contexts;  // those that take part, in the layer's order
     size_t lanes = 1;                   // replicas per context
     bool repeated = false;              // a state of an earlier meeting is executed again (static_shape)
@@ -45,6 +46,7 @@ struct Meeting {
 
     size_t replicas() const { return contexts.size() * lanes; }
     size_t joined(size_t context) const;
+    size_t rank(size_t seat) const;  // in the order of the contexts, on one context in that of the seats
     const std::string& replica(size_t seat) const { return contexts[seats[seat].context]; }  // "cpu(1)"
 };
 
@@ -64,13 +66,17 @@ class Layer {
     const int64_t id;
     const std::string name;
 
-    Layer(int64_t id, std::string name) : id(id), name(std::move(name)) {}
+    const Pooling pooling;
+
+    Layer(int64_t id, std::string name, Pooling pooling) : id(id), name(std::move(name)), pooling(pooling) {}
 
     // The contexts that hold the parameters, and how many replicas they have in all. Forgets unfinished meetings.
     void configure(std::vector<std::string> contexts, size_t replicas);
     void set_timeout(double seconds);     // 0: as the process says
     void set_exchange(int through_hook);  // 0: shared memory, 1: the exchange hook, -1: as the process says
     size_t lanes();
+    size_t replicas();
+    void restart_calls();    // of the permutations; the caller holds the process's mutex
     void forget_meetings();  // the caller holds the process's mutex
 
     // The issuing thread announces a call; only messages and the check for a stuck queue use this.
@@ -82,12 +88,22 @@ class Layer {
     Vector merge_moments(const Place& place, Type type, int64_t channels, Vector moments);
     // Packed sums of one replica's gradient in, of all of them out; once for each backward of the call.
     Vector add_gradients(Place& place, Type type, int64_t channels, Vector sums);
+    // The parts of one replica's slots in, those of all replicas in the order of their ranks out.
+    Vector gather_moments(const Place& place, Type type, int64_t channels, Vector parts);
+    Vector gather_gradients(Place& place, Type type, int64_t channels, Vector parts);
 
   private:
-    Vector meet(const Place& place, int phase, Type type, int64_t channels, Vector payload);
+    enum class Reduction { kMerge, kAdd, kGather };
+    Vector meet(const Place& place, int phase, Reduction reduction, Type type, int64_t channels, Vector payload);
     void check_equal(const Meeting& meeting, const Phase& phase, size_t seat, Type type, int64_t channels) const;
     Vector wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock);
-    Vector reduce(const Meeting& meeting, const Phase& phase, bool moments, bool through_hook) const;
+    std::vector<std::string> partners_of(const std::string& context) const;
+    bool groups_fit() const;
+
+    // In reduction.cc: what a meeting makes of what its replicas handed in.
+    Vector reduce(const Meeting& meeting, const Phase& phase, Reduction reduction, bool through_hook) const;
+    Vector gather(const Meeting& meeting, const Phase& phase, bool through_hook) const;
+    Vector add_through_hook(const Vector& rows, size_t contexts) const;  // rows: [contexts][length]
 
     // In diagnosis.cc: who is here, who is not, and why that may be. Where nothing is being computed, waiting
     // longer than `stuck_after` seconds cannot help; 0 means that it can.
@@ -103,6 +119,7 @@ class Layer {
     int64_t next_meeting_ = 0;
     std::deque<std::shared_ptr<Meeting>> open_;
     std::map<std::string, int64_t> issued_, joined_;
+    std::map<int64_t, int64_t> calls_;  // of each node
 };
 
 }  // namespace syncbn

@@ -3,6 +3,9 @@
 //   moments  [count, mean[C], m2[C]]                 inside the process: safe for any offset
 //   sums     [count, sum[C], sum of squares[C]]      what can be added by anybody else
 //   grads    [sum dy[C], sum dy*xhat[C]]
+//
+// Where slots keep statistics of their own, a replica hands in one such part per slot, in order, and gets those of all
+// replicas, in order.
 #pragma once
 
 #include <vector>

@@ -1,0 +1,53 @@
+// splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+#include "permutation.h"
+
+#include <numeric>
+#include <utility>
+
+namespace syncbn {
+namespace {
+
+uint64_t mix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+class Stream {
+  public:
+    explicit Stream(uint64_t state) : state_(state) {}
+
+    // Uniform over 0 ... n-1: the 2^64 mod n numbers that would favour some are drawn again.
+    size_t below(uint64_t n) {
+        const uint64_t unfair = (0 - n) % n;
+        while (true) {
+            const uint64_t r = mix(state_ += 0x9e3779b97f4a7c15u);
+            if (r >= unfair) return static_cast<size_t>(r % n);
+        }
+    }
+
+  private:
+    uint64_t state_;
+};
+
+bool has_fixed_point(const std::vector<size_t>& permutation) {
+    for (size_t i = 0; i < permutation.size(); ++i)
+        if (permutation[i] == i) return true;
+    return false;
+}
+
+}  // namespace
+
+std::vector<size_t> derangement(const Draw& draw, size_t n) {
+    uint64_t state = mix(draw.seed) ^ static_cast<uint64_t>(draw.layer);
+    state = mix(state) ^ static_cast<uint64_t>(draw.node);
+    Stream random(mix(mix(state) ^ static_cast<uint64_t>(draw.call)));
+    std::vector<size_t> permutation(n);
+    do {  // about e times: rejection keeps it uniform
+        std::iota(permutation.begin(), permutation.end(), size_t{0});
+        for (size_t i = n - 1; i > 0; --i) std::swap(permutation[i], permutation[random.below(i + 1)]);
+    } while (has_fixed_point(permutation));
+    return permutation;
+}
+
+}  // namespace syncbn

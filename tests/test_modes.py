@@ -1,0 +1,723 @@
+"""Modes and slots: virtual devices, groups, local and shuffled statistics, against the specification."""
+
+import copy
+import re
+import threading
+import time
+
+import mxnet as mx
+import numpy as np
+import pytest
+from gluoncv.utils.parallel import DataParallelModel
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+from replicas import (
+    TOLERANCE,
+    WAYS,
+    Batch,
+    Result,
+    assert_same,
+    assert_same_bits,
+    collect,
+    make_batch,
+    on_devices,
+    prepare,
+    step,
+    truth,
+)
+
+import gluon_syncbn
+from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, reference
+
+#: Every way of pooling that some number of replicas can have.
+POOLINGS = {
+    "sync, 3 slots": {"virtual_devices": 3},
+    "groups of 2": {"group_size": 2},
+    "groups of 2, 3 slots": {"group_size": 2, "virtual_devices": 3},
+    "local": {"mode": "local"},
+    "local, 2 slots": {"mode": "local", "virtual_devices": 2},
+    "local, 8 slots": {"mode": "local", "virtual_devices": 8},  # more than some shards have samples
+    "shuffle": {"mode": "shuffle"},
+    "shuffle, 2 slots": {"mode": "shuffle", "virtual_devices": 2},
+    "shuffle, 8 slots": {"mode": "shuffle", "virtual_devices": 8},
+}
+
+
+def fits(pooling, replicas):
+    if "group_size" in pooling:
+        return replicas % pooling["group_size"] == 0
+    return pooling.get("mode") != "shuffle" or replicas * pooling.get("virtual_devices", 1) > 1
+
+
+def filled_slots(shards, virtual_devices):
+    return sum(part.size > 0 for x in shards for part in np.array_split(np.arange(len(x)), virtual_devices))
+
+
+def permutation(layer, batch, virtual_devices, *, call=0, node=-1, seed=0):
+    slots = filled_slots(batch.shards, virtual_devices)
+    return reference.derangement(seed, layer._replicas.id, node, call, slots)
+
+
+def specification(layer, batch, *, axis=1, call=0, node=-1, seed=0, **settings):
+    """What `layer` computes for the batch, in float64 NumPy, starting from mean 0 and variance 1."""
+    kwargs, pooling = layer._kwargs, layer._replica_settings[0]._asdict()
+    momentum = float(np.float32(kwargs["momentum"]))  # as MXNet keeps it
+    if pooling["mode"] == "shuffle":
+        pooling["permutation"] = permutation(layer, batch, pooling["virtual_devices"], call=call, node=node, seed=seed)
+    channels = len(batch.gamma)
+    forward = reference.forward(
+        batch.shards, batch.gamma, batch.beta, np.zeros(channels), np.ones(channels),
+        axis=axis, epsilon=kwargs["eps"], momentum=momentum, scale=not kwargs["fix_gamma"], **pooling,
+    )  # fmt: skip
+    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+    return Result(
+        forward.outputs,
+        gradients.dxs,
+        sum(gradients.dgammas),
+        sum(gradients.dbetas),
+        forward.running_mean,
+        forward.running_var,
+    )
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    gluon_syncbn.configure(seed=0)
+    yield
+    gluon_syncbn.configure(seed=0)
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_equals_the_specification(contexts, rng, pooling, way, dtype):
+    for replicas in (1, 2, 3, 4, 8):
+        if not fits(POOLINGS[pooling], replicas):
+            continue
+        batch = make_batch(rng, replicas, dtype=dtype)
+        layer = SyncBatchNorm(in_channels=5, **POOLINGS[pooling])
+        prepare(layer, batch, contexts[:replicas], dtype, WAYS[way])
+        got = step(layer, batch, contexts, dtype)
+        want = specification(layer, batch, node=-1 if way == "eager" else 0)
+        assert_same(got, want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("spatial", [(), (7,), (20,), (3, 4), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots", "groups of 2"])
+def test_layouts(contexts, rng, pooling, axis, spatial):
+    batch = make_batch(rng, 4, axis=axis, spatial=spatial)
+    if not spatial:  # a slot of one value has no variance, and its gradient is all rounding
+        wide = make_batch(rng, 4, axis=axis, spatial=(6,))
+        flat = [[np.moveaxis(x, axis, -1).reshape(-1, 5) for x in xs] for xs in (wide.shards, wide.heads)]
+        batch = Batch(*flat, wide.gamma, wide.beta)
+    layer = prepare(SyncBatchNorm(axis=axis, in_channels=5, **POOLINGS[pooling]), batch, contexts[:4], "float64")
+    assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch, axis=axis), 1e-11)
+
+
+@pytest.mark.parametrize("pooling", ["local", "shuffle", "groups of 2"])
+def test_the_first_axis_as_channels(contexts, rng, pooling):
+    shards = [rng.randn(5, 3 + i, 4) * (i + 1) + i for i in range(4)]
+    batch = Batch(shards, [rng.randn(*x.shape) for x in shards], rng.rand(5) + 0.5, rng.randn(5))
+    layer = prepare(SyncBatchNorm(axis=0, in_channels=5, **POOLINGS[pooling]), batch, contexts[:4], "float64")
+    assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch, axis=0), 1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"scale": False}, {"center": False}, {"momentum": 0.0}, {"momentum": 1.0}], ids=str
+)
+@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots", "groups of 2"])
+def test_settings(contexts, rng, pooling, settings):
+    batch = make_batch(rng, 4)
+    layer = prepare(SyncBatchNorm(in_channels=5, **settings, **POOLINGS[pooling]), batch, contexts[:4], "float64")
+    want = specification(layer, batch)
+    if settings == {"center": False}:
+        want = want._replace(dbeta=np.zeros(5))
+    if settings == {"scale": False}:
+        want = want._replace(dgamma=np.zeros(5))
+    assert_same(step(layer, batch, contexts, "float64"), want, 1e-11)
+
+
+@pytest.mark.parametrize("grad_req", ["write", "add", "null"])
+@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots"])
+def test_grad_req(contexts, rng, pooling, grad_req):
+    batch = make_batch(rng, 3)
+    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), batch, contexts[:3], "float64")
+    layer.gamma.grad_req = grad_req
+    xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads))
+    for x in xs:
+        x.attach_grad(grad_req="add")
+    wants = []
+    for call in range(2):
+        with autograd.record():
+            ys = [layer(x) for x in xs]
+        autograd.backward(ys, heads)
+        wants.append(specification(layer, batch, call=call))
+    for x, *dxs in zip(xs, *[want.dxs for want in wants]):
+        np.testing.assert_allclose(x.grad.asnumpy(), sum(dxs), rtol=0, atol=1e-10)
+    if grad_req != "null":
+        expected = sum(want.dgamma for want in wants) if grad_req == "add" else wants[-1].dgamma
+        np.testing.assert_allclose(sum(g.asnumpy() for g in layer.gamma.list_grad()), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("pooling", ["sync, 3 slots", "groups of 2", "local, 2 slots", "shuffle", "shuffle, 2 slots"])
+def test_finite_differences(contexts, rng, pooling):
+    """The gradient of the layer itself, whatever the specification says: all replicas' losses, one permutation."""
+    batch = make_batch(rng, 2, channels=2, spatial=(3,))
+    layer = prepare(SyncBatchNorm(in_channels=2, **POOLINGS[pooling]), batch, contexts[:2], "float64")
+
+    def loss(shards):
+        gluon_syncbn.configure(seed=5)  # the same permutation each time
+        return sum(
+            (y * h).sum()
+            for y, h in zip(step(layer, batch._replace(shards=shards), contexts, "float64").outputs, batch.heads)
+        )
+
+    gluon_syncbn.configure(seed=5)
+    dxs = step(layer, batch, contexts, "float64").dxs
+    delta = 1e-5
+    for _ in range(12):
+        k = rng.randint(2)
+        at = tuple(rng.randint(extent) for extent in batch.shards[k].shape)
+        moved = [[x.copy() for x in batch.shards] for _ in range(2)]
+        moved[0][k][at] += delta
+        moved[1][k][at] -= delta
+        slope = (loss(moved[0]) - loss(moved[1])) / (2 * delta)
+        assert slope == pytest.approx(dxs[k][at], abs=1e-6)
+
+
+def test_eight_virtual_devices_are_plain_batch_norm_on_eight(contexts, rng):
+    batch = make_batch(rng, 1, spatial=(6, 6))
+    batch = Batch([rng.randn(19, 5, 6, 6) * 3 + 1], [rng.randn(19, 5, 6, 6)], batch.gamma, batch.beta)
+    one = prepare(SyncBatchNorm(in_channels=5, mode="local", virtual_devices=8), batch, contexts[:1], "float64")
+    eight = prepare(nn.BatchNorm(in_channels=5), batch, contexts[:8], "float64")
+    parts = Batch(np.array_split(batch.shards[0], 8), np.array_split(batch.heads[0], 8), batch.gamma, batch.beta)
+    for _ in range(3):
+        got, want = step(one, batch, contexts, "float64"), step(eight, parts, contexts, "float64")
+    joined = Result(
+        [np.concatenate(want.outputs)],
+        [np.concatenate(want.dxs)],
+        want.dgamma,
+        want.dbeta,
+        [np.mean(want.running_mean, axis=0)],
+        [np.mean(want.running_var, axis=0)],
+    )
+    assert_same(got, joined, 1e-11)
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_virtual_devices_change_nothing_in_sync(contexts, rng, replicas):
+    batch = make_batch(rng, replicas, dtype="float32")
+    layers = [SyncBatchNorm(in_channels=5, virtual_devices=slots) for slots in (1, 5)]
+    results = [
+        step(prepare(layer, batch, contexts[:replicas], "float32"), batch, contexts, "float32") for layer in layers
+    ]
+    assert_same_bits(*results)
+
+
+def test_a_group_is_a_layer_of_its_own(contexts, rng):
+    batch = make_batch(rng, 6, dtype="float32")
+    grouped = prepare(SyncBatchNorm(in_channels=5, group_size=3), batch, contexts[:6], "float32")
+    got = step(grouped, batch, contexts, "float32")
+    for first in (0, 3):
+        part = Batch(batch.shards[first : first + 3], batch.heads[first : first + 3], batch.gamma, batch.beta)
+        alone = prepare(SyncBatchNorm(in_channels=5), part, contexts[first : first + 3], "float32")
+        want = step(alone, part, contexts[first : first + 3], "float32")
+        for name in ("outputs", "dxs", "running_mean", "running_var"):
+            for g, w in zip(getattr(got, name)[first : first + 3], getattr(want, name)):
+                np.testing.assert_array_equal(g, w)
+
+
+def test_a_group_waits_for_its_own_only(contexts, rng):
+    layer = prepare(SyncBatchNorm(in_channels=5, group_size=2, timeout=30), make_batch(rng, 4), contexts[:4], "float64")
+    batch = make_batch(rng, 2)
+    start = time.monotonic()
+    with autograd.record():
+        ys = [layer(x) for x in on_devices(batch.shards, contexts[2:4], "float64")]
+    for y, want in zip(
+        ys,
+        truth(
+            batch._replace(gamma=layer.gamma.data(contexts[0]).asnumpy(), beta=layer.beta.data(contexts[0]).asnumpy())
+        ).outputs,
+    ):
+        np.testing.assert_allclose(y.asnumpy(), want, rtol=0, atol=1e-10)
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("pooling", ["local", "local, 2 slots"])
+def test_local_waits_for_nobody(contexts, rng, pooling):
+    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), make_batch(rng, 3), contexts[:3], "float64")
+    with autograd.record():
+        for x in on_devices(make_batch(rng, 2).shards, contexts, "float64"):
+            y = layer(x)
+            y.asnumpy()
+    y.backward()
+    assert np.isfinite(layer.gamma.grad(contexts[1]).asnumpy()).all()
+
+
+@pytest.mark.parametrize("kvstore", ["device", "local"])
+@pytest.mark.parametrize("pooling", ["groups of 2", "shuffle", "shuffle, 2 slots", "local, 2 slots"])
+def test_kvstore_gives_the_same_numbers(contexts, rng, pooling, kvstore):
+    batch = make_batch(rng, 4)
+    layer = SyncBatchNorm(in_channels=5, kvstore=kvstore, **POOLINGS[pooling])
+    prepare(layer, batch, contexts[:4], "float64")
+    for _ in range(2):
+        got = step(layer, batch, contexts, "float64")
+    want = specification(layer, batch, call=1)
+    assert_same(got._replace(running_mean=[], running_var=[]), want._replace(running_mean=[], running_var=[]), 1e-11)
+
+
+# ---- the permutation ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_call_draws_a_new_permutation(contexts, rng, way):
+    batch = make_batch(rng, 8)
+    layer = prepare(ShuffleBatchNorm(in_channels=5), batch, contexts, "float64", WAYS[way])
+    node = -1 if way == "eager" else 0
+    permutations = [permutation(layer, batch, 1, call=call, node=node) for call in range(5)]
+    assert len({tuple(p) for p in permutations}) == 5
+    for call in range(5):
+        outputs = step(layer, batch, contexts, "float64").outputs
+        want = specification(layer, batch, call=call, node=node).outputs
+        np.testing.assert_allclose(np.concatenate(outputs), np.concatenate(want), rtol=0, atol=1e-10)
+
+
+def test_a_seed_starts_over(contexts, rng):
+    batch = make_batch(rng, 6)
+    layer = prepare(ShuffleBatchNorm(in_channels=5), batch, contexts[:6], "float64")
+
+    def three():
+        return [np.concatenate(step(layer, batch, contexts, "float64").outputs) for _ in range(3)]
+
+    first = three()
+    assert not any(np.array_equal(a, b) for a, b in zip(first, three()))
+    gluon_syncbn.configure(seed=0)
+    np.testing.assert_array_equal(first, three())
+    gluon_syncbn.configure(seed=2**64 - 1)
+    other = three()
+    assert not any(np.array_equal(a, b) for a, b in zip(first, other))
+    want = specification(layer, batch, seed=2**64 - 1).outputs
+    np.testing.assert_allclose(other[0], np.concatenate(want), rtol=0, atol=1e-10)
+
+
+def test_two_layers_draw_differently(contexts, rng):
+    """A copy too: a momentum encoder must not follow the permutations of the encoder that it was copied from."""
+    batch = make_batch(rng, 8)
+    layer = prepare(ShuffleBatchNorm(in_channels=5), batch, contexts, "float64")
+    twin = copy.deepcopy(layer)
+    ours, theirs = (step(each, batch, contexts, "float64").outputs for each in (layer, twin))
+    assert not np.array_equal(np.concatenate(ours), np.concatenate(theirs))
+    want = specification(twin, batch).outputs
+    np.testing.assert_allclose(np.concatenate(theirs), np.concatenate(want), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots", "groups of 2"])
+def test_same_bits_whatever_the_order_of_arrival(contexts, rng, pooling):
+    batch = make_batch(rng, 4, dtype="float32", spatial=(9, 7))
+    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), batch, contexts[:4], "float32")
+
+    def run(order):
+        gluon_syncbn.configure(seed=3)
+        xs, heads = (on_devices(arrays, contexts, "float32") for arrays in (batch.shards, batch.heads))
+        for x in xs:
+            x.attach_grad()
+        ys = [None] * 4
+        with autograd.record():
+            for i in order:
+                ys[i] = layer(xs[i])
+                time.sleep(0.01)
+        autograd.backward(ys, heads)
+        result = collect(layer, ys, [x.grad for x in xs], contexts[:4])
+        return result._replace(running_mean=[], running_var=[])
+
+    first = run(range(4))
+    for _ in range(4):
+        assert_same_bits(run(rng.permutation(4)), first)
+
+
+# ---- slots without a sample --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle", "shuffle, 2 slots"])
+def test_empty_shard(contexts, rng, pooling):
+    batch = make_batch(rng, 3)
+    batch.shards[1], batch.heads[1] = np.zeros((0, 5, 4, 6)), np.zeros((0, 5, 4, 6))
+    with mx.util.np_shape(True):
+        layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), batch, contexts[:3], "float64")
+        got = step(layer, batch, contexts, "float64")
+    assert_same(got, specification(layer, batch), 1e-11)
+    np.testing.assert_array_equal(got.running_mean[1], np.zeros(5))  # nothing came, nothing changed
+
+
+def test_empty_group(contexts, rng):
+    batch = make_batch(rng, 4)
+    for k in (0, 1):
+        batch.shards[k], batch.heads[k] = np.zeros((0, 5, 4, 6)), np.zeros((0, 5, 4, 6))
+    with mx.util.np_shape(True):
+        layer = prepare(SyncBatchNorm(in_channels=5, group_size=2), batch, contexts[:4], "float64")
+        got = step(layer, batch, contexts, "float64")
+    assert_same(got, specification(layer, batch), 1e-11)
+
+
+def test_too_few_slots_with_samples(contexts, rng):
+    layer = prepare(ShuffleBatchNorm(in_channels=5, virtual_devices=4), make_batch(rng, 1), contexts[:1], "float64")
+    with autograd.record():
+        y = layer(nd.ones((1, 5, 4), dtype="float64"))
+    with pytest.raises(mx.MXNetError, match="had 1 slot with values in this step, expected at least two"):
+        y.asnumpy()
+    y = step(layer, make_batch(rng, 1), contexts, "float64")
+    assert np.isfinite(y.outputs[0]).all()
+
+
+# ---- arguments ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"mode": "global"}, "mode: 'global' was given, expected one of ('sync', 'local', 'shuffle')"),
+        ({"mode": None}, "mode: None was given"),
+        ({"virtual_devices": 0}, "virtual_devices: 0 was given, expected a whole number above 0"),
+        ({"virtual_devices": 2.0}, "virtual_devices: 2.0 was given"),
+        ({"virtual_devices": 2, "axis": 0}, "virtual_devices: 2 was given, expected 1 with axis=0"),
+        ({"group_size": 0}, "group_size: 0 was given, expected None or a whole number above 0"),
+        (
+            {"group_size": 3, "num_devices": 4},
+            "group_size: 3 was given, expected a divisor of the number of devices, 4",
+        ),
+        ({"group_size": 2, "mode": "local"}, "group_size: 2 was given, expected None with mode 'local'"),
+        ({"group_size": 2, "mode": "shuffle"}, "group_size: 2 was given, expected None with mode 'shuffle'"),
+        ({"mode": "shuffle", "num_devices": 1}, "virtual_devices: 1 was given, expected at least 2"),
+    ],
+)
+def test_arguments(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SyncBatchNorm(**arguments)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64, 0.5, True, "7"])
+def test_seed_is_checked(seed):
+    with pytest.raises(ValueError, match=re.escape(f"seed: {seed!r} was given")):
+        gluon_syncbn.configure(seed=seed)
+
+
+def test_shuffle_batch_norm_shuffles():
+    assert ShuffleBatchNorm(virtual_devices=4)._replicas.pooling == ("shuffle", 4, None)
+    with pytest.raises(ValueError, match="mode: 'local' was given, expected 'shuffle'"):
+        ShuffleBatchNorm(mode="local")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("arguments, contexts_used", [({"mode": "shuffle"}, 1), ({"group_size": 2}, 3)], ids=str)
+def test_a_number_of_devices_that_does_not_fit(contexts, rng, arguments, contexts_used, way):
+    """Training says so; prediction, which needs no other slot, works."""
+    layer = SyncBatchNorm(in_channels=5, **arguments)
+    prepare(layer, make_batch(rng, 1), contexts[:contexts_used], "float64", WAYS[way])
+    x = nd.array(rng.randn(2, 5, 3), dtype="float64")
+    with pytest.raises(ValueError, match="was given, expected"), autograd.record():
+        layer(x)
+    assert np.isfinite(layer(x).asnumpy()).all()
+    layer.collect_params().reset_ctx(contexts[:2])
+    batch = make_batch(rng, 2)
+    assert np.isfinite(step(layer, batch, contexts, "float64").outputs[0]).all()
+
+
+def test_a_graph_that_was_recorded_for_more_devices(contexts, rng):
+    layer = prepare(ShuffleBatchNorm(in_channels=5), make_batch(rng, 2), contexts[:2], "float64", {})
+    step(layer, make_batch(rng, 2), contexts, "float64")
+    layer.collect_params().reset_ctx(contexts[:1])
+    with pytest.raises((mx.MXNetError, ValueError), match="at least"), autograd.record():
+        layer(nd.array(rng.randn(2, 5, 3), dtype="float64")).asnumpy()
+
+
+def test_a_channel_axis_that_turns_out_to_be_the_first(contexts, rng):
+    layer = SyncBatchNorm(axis=-2, in_channels=5, mode="local", virtual_devices=2)
+    layer.initialize()
+    with pytest.raises(mx.MXNetError, match="along axis 0, but here that is the channel axis"), autograd.record():
+        layer(nd.ones((5, 4))).asnumpy()
+
+
+# ---- everything that works for sync --------------------------------------------------------------------------
+
+
+class Twice(nn.HybridBlock):
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def hybrid_forward(self, F, x):
+        return self.norm(F.tanh(self.norm(x)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots", "groups of 2"])
+def test_a_layer_used_twice_in_one_forward(contexts, rng, pooling, way):
+    batch = make_batch(rng, 4)
+    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), batch, contexts[:4], "float64")
+    net = Twice(layer)
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads))
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [net(x) for x in xs]
+    autograd.backward(ys, heads)
+
+    eager = way == "eager"
+    settings = layer._replica_settings[0]._asdict()
+    channels = np.zeros(5), np.ones(5)
+    states, arrays = [], batch.shards
+    for use in range(2):
+        if settings["mode"] == "shuffle":
+            settings["permutation"] = permutation(layer, batch, 2, call=use if eager else 0, node=-1 if eager else use)
+        inputs = arrays if use == 0 else [np.tanh(y) for y in arrays]
+        forward = reference.forward(inputs, batch.gamma, batch.beta, *channels, **settings)
+        states.append((inputs, forward.state))
+        arrays = forward.outputs
+    for y, want in zip(ys, arrays):
+        np.testing.assert_allclose(y.asnumpy(), want, rtol=0, atol=1e-10)
+    second = reference.backward(states[1][0], batch.heads, batch.gamma, states[1][1])
+    heads = [dx * (1 - t**2) for dx, t in zip(second.dxs, states[1][0])]
+    first = reference.backward(states[0][0], heads, batch.gamma, states[0][1])
+    for x, dx in zip(xs, first.dxs):
+        np.testing.assert_allclose(x.grad.asnumpy(), dx, rtol=0, atol=1e-9)
+    dgamma = sum(g.asnumpy() for g in layer.gamma.list_grad())
+    np.testing.assert_allclose(dgamma, sum(first.dgammas) + sum(second.dgammas), rtol=1e-9)
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc"])
+@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots"])
+def test_two_forwards_before_one_backward(contexts, rng, pooling, way):
+    first, second = make_batch(rng, 3), make_batch(rng, 3, spatial=(3, 7))
+    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), first, contexts[:3], "float64", WAYS[way])
+    second = second._replace(gamma=first.gamma, beta=first.beta)
+    xs = [on_devices(b.shards, contexts, "float64") for b in (first, second)]
+    for x in xs[0] + xs[1]:
+        x.attach_grad()
+    with autograd.record():
+        ys = [layer(x) for part in xs for x in part]
+    autograd.backward(ys, [h for b in (first, second) for h in on_devices(b.heads, contexts, "float64")])
+    for call, (batch, inputs) in enumerate(zip((first, second), xs)):
+        want = specification(layer, batch, call=call, node=-1 if way == "eager" else 0)
+        for x, dx in zip(inputs, want.dxs):
+            np.testing.assert_allclose(x.grad.asnumpy(), dx, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("way", ["hybrid", "static_alloc"])
+@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle", "shuffle, 2 slots"])
+def test_several_replicas_on_one_context(contexts, rng, pooling, way):
+    batch, places = make_batch(rng, 4), [contexts[i] for i in (0, 0, 1, 1)]
+    layer = SyncBatchNorm(in_channels=5, num_devices=4, **POOLINGS[pooling])
+    prepare(layer, batch, contexts[:2], "float64", WAYS[way])
+    got = step(layer, batch, places, "float64")
+    want = specification(layer, batch, node=0)
+    for name in ("outputs", "dxs"):
+        for g, w in zip(getattr(got, name), getattr(want, name)):
+            np.testing.assert_allclose(g, w, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(got.dgamma, want.dgamma, rtol=1e-10)
+
+
+def test_groups_on_shared_contexts(contexts, rng):
+    batch, places = make_batch(rng, 4), [contexts[i] for i in (0, 0, 1, 1)]
+    layer = SyncBatchNorm(in_channels=5, num_devices=4, group_size=2)
+    prepare(layer, batch, contexts[:2], "float64", {})
+    assert_same(step(layer, batch, places, "float64"), specification(layer, batch, node=0), 1e-11)
+    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=4, group_size=1), batch, contexts[:2], "float64", {})
+    with pytest.raises(mx.MXNetError, match="group_size is 1, but it has 4 replicas, 2 per context"):
+        step(layer, batch, places, "float64")
+
+
+@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots"])
+def test_data_parallel_model(contexts, rng, pooling):
+    places, batch = contexts[:3], make_batch(rng, 3)
+    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), batch, places, "float64")
+    model = DataParallelModel(layer, places, sync=True)
+    x = nd.array(np.concatenate(batch.shards), ctx=places[0], dtype="float64")
+    for call in range(5):
+        with autograd.record():
+            ys = [y for (y,) in model(x)]
+        shards = np.split(np.concatenate(batch.shards), np.cumsum([len(y) for y in ys])[:-1])
+        want = specification(layer, batch._replace(shards=shards, heads=shards), call=call).outputs
+        np.testing.assert_allclose(np.concatenate([y.asnumpy() for y in ys]), np.concatenate(want), rtol=0, atol=1e-10)
+
+
+def make_net(**settings):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        for channels in (6, 8):
+            net.add(nn.Conv2D(channels, 3, padding=1), SyncBatchNorm(**settings), nn.Activation("tanh"))
+    return net
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_local_convolutional_net_is_right_every_time(contexts, rng, way):
+    """Two contexts of two virtual devices are four contexts of plain BatchNorm; oneDNN's layouts do no harm."""
+    net, plain = make_net(mode="local", virtual_devices=2), gluon_syncbn.revert(make_net())
+    x = rng.randn(8, 3, 12, 12).astype("float32")
+    plain.initialize(mx.init.Xavier(), ctx=contexts[:4])
+    plain(nd.array(x[:2], ctx=contexts[0]))
+    net.initialize(ctx=contexts[:2])
+    net(nd.array(x[:2], ctx=contexts[0]))
+    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
+        p.set_data(q.data(contexts[0]))
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    for _ in range(10):
+        x, head = rng.randn(8, 3, 12, 12).astype("float32"), rng.randn(8, 8, 12, 12).astype("float32")
+        results = []
+        for block, count in ((net, 2), (plain, 4)):
+            xs, heads = (on_devices(np.split(a, count), contexts, "float32") for a in (x, head))
+            for part in xs:
+                part.attach_grad()
+            with autograd.record():
+                ys = [block(part) for part in xs]
+            autograd.backward(ys, heads)
+            weight = block[0].weight
+            results.append(
+                [
+                    np.concatenate([y.asnumpy() for y in ys]),
+                    np.concatenate([part.grad.asnumpy() for part in xs]),
+                    sum(g.asnumpy() for g in weight.list_grad()),
+                    np.mean([v.asnumpy() for v in block[1].running_var.list_data()], axis=0),
+                ]
+            )
+        for got, want in zip(*results):
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_shuffled_convolutional_net_is_the_same_every_time(contexts, rng, way):
+    net = make_net(mode="shuffle", virtual_devices=2)
+    net.initialize(mx.init.Xavier(), ctx=contexts[:2])
+    x, head = rng.randn(8, 3, 12, 12), rng.randn(8, 8, 12, 12)
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    results = []
+    for _ in range(10):
+        gluon_syncbn.configure(seed=1)
+        xs, heads = (on_devices(np.split(a, 2), contexts, "float32") for a in (x, head))
+        for part in xs:
+            part.attach_grad()
+        with autograd.record():
+            ys = [net(part) for part in xs]
+        autograd.backward(ys, heads)
+        results.append(np.concatenate([a.asnumpy() for a in [*ys, *[part.grad for part in xs]]], axis=1))
+    for result in results[1:]:
+        np.testing.assert_allclose(result, results[0], rtol=0, atol=1e-5 * np.abs(results[0]).max())
+
+
+@pytest.mark.parametrize("settings", [{}, {"virtual_devices": 4}], ids=str)
+def test_convert_and_back(contexts, rng, settings, tmp_path):
+    net = gluon_syncbn.revert(make_net())
+    net.initialize(mx.init.Xavier(), ctx=contexts[:2])
+    x = on_devices(np.split(rng.randn(8, 3, 6, 6), 2), contexts, "float32")
+    before = net(x[0]).asnumpy()
+    assert gluon_syncbn.convert(net, norm_layer=ShuffleBatchNorm, **settings) is net
+    assert [type(net[i]) for i in (1, 4)] == [ShuffleBatchNorm] * 2
+    np.testing.assert_array_equal(net(x[0]).asnumpy(), before)
+    with autograd.record():
+        ys = [net(part) for part in x]
+    autograd.backward(ys)
+    net.save_parameters(str(tmp_path / "net.params"))
+    gluon_syncbn.revert(net)
+    assert type(net[1]) is nn.BatchNorm
+    net.load_parameters(str(tmp_path / "net.params"))  # Gluon saves the mean over the devices
+    other = make_net(mode="local")
+    other.load_parameters(str(tmp_path / "net.params"), ctx=contexts[:2])
+    np.testing.assert_allclose(other(x[0]).asnumpy(), net(x[0]).asnumpy(), rtol=0, atol=1e-6)
+
+
+def test_convert_changes_all_layers_or_none(contexts):
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(), nn.BatchNorm(axis=0))
+    with pytest.raises(ValueError, match="virtual_devices: 2 was given, expected 1 with axis=0"):
+        gluon_syncbn.convert(net, mode="local", virtual_devices=2)
+    with pytest.raises(ValueError, match="mode: 'x' was given"):
+        gluon_syncbn.convert(net, mode="x")
+    with pytest.raises(ValueError, match="virtual_devices"):
+        gluon_syncbn.convert(net, norm_layer=ShuffleBatchNorm, virtual_devicess=2)
+    assert [type(layer) for layer in net] == [nn.BatchNorm] * 2
+
+
+@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle", "groups of 2"])
+def test_global_statistics_and_prediction(contexts, rng, pooling):
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), batch, contexts[:2], "float64")
+    step(layer, batch, contexts, "float64")
+    plain = gluon_syncbn.revert(copy.deepcopy(layer))
+    for frozen in (False, True):
+        layer._kwargs["use_global_stats"] = plain._kwargs["use_global_stats"] = frozen
+        for x in on_devices(batch.shards, contexts, "float64"):
+            with autograd.record(train_mode=frozen):
+                np.testing.assert_array_equal(layer(x).asnumpy(), plain(x).asnumpy())
+
+
+# ---- failures ----------------------------------------------------------------------------------------------
+
+
+def test_a_replica_that_is_never_called(contexts, rng):
+    layer = prepare(ShuffleBatchNorm(in_channels=5, timeout=1), make_batch(rng, 3), contexts[:3], "float64")
+    with autograd.record():
+        ys = [layer(x) for x in on_devices(make_batch(rng, 2).shards, contexts, "float64")]
+    with pytest.raises(mx.MXNetError, match=re.escape("2 of 3 replicas arrived (cpu(0), cpu(1)), missing cpu(2)")):
+        ys[0].asnumpy()
+    assert np.isfinite(step(layer, make_batch(rng, 3), contexts, "float64").outputs[2]).all()
+
+
+def test_a_group_that_misses_a_replica(contexts, rng):
+    layer = SyncBatchNorm(in_channels=5, group_size=2, timeout=1)
+    prepare(layer, make_batch(rng, 4), contexts[:4], "float64")
+    with autograd.record():
+        ys = [layer(x) for x in on_devices(make_batch(rng, 3).shards, contexts, "float64")]
+    with pytest.raises(mx.MXNetError, match=re.escape("1 of 2 replicas arrived (cpu(2)), missing cpu(3)")):
+        for y in ys:
+            y.asnumpy()
+
+
+def test_backward_of_one_loss(contexts, rng):
+    layer = prepare(ShuffleBatchNorm(in_channels=5, timeout=1), make_batch(rng, 2), contexts[:2], "float64")
+    xs = on_devices(make_batch(rng, 2).shards, contexts, "float64")
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+    ys[0].backward()
+    with pytest.raises(mx.MXNetError, match=re.escape("backward of call 1: 1 of 2 replicas arrived (cpu(0))")):
+        xs[0].grad.asnumpy()
+
+
+def test_fewer_devices_for_a_step(contexts, rng):
+    batch = make_batch(rng, 4)
+    layer = prepare(ShuffleBatchNorm(in_channels=5), batch, contexts[:4], "float64")
+    part = batch._replace(shards=batch.shards[:3], heads=batch.heads[:3])
+    with gluon_syncbn.devices(contexts[:3]):
+        got = step(layer, part, contexts, "float64")
+    assert_same(got, specification(layer, part), 1e-11)
+
+
+def test_threads(contexts, rng):
+    """Replicas in threads of their own, four layers that shuffle, many steps: nobody meets the wrong partner."""
+    batch = make_batch(rng, 3, spatial=(2,))
+    layers = [prepare(ShuffleBatchNorm(in_channels=5), batch, contexts[:3], "float64") for _ in range(4)]
+    wants = [[specification(layer, batch, call=call).outputs for call in range(10)] for layer in layers]
+    errors = []
+
+    def replica(k):
+        x = nd.array(batch.shards[k], ctx=contexts[k], dtype="float64")
+        for call in range(10):
+            with autograd.record():
+                ys = [layer(x) for layer in layers]
+            for y, want in zip(ys, wants):
+                errors.append(np.abs(y.asnumpy() - want[call][k]).max())
+
+    threads = [threading.Thread(target=replica, args=(k,)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 120 and max(errors) < 1e-10
