@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any, Callable, Sequence, Tuple
+from typing import Any, Callable, NamedTuple, Sequence, Tuple
 
 import numpy as np
 from mxnet.base import _LIB as _mxnet
@@ -16,14 +16,35 @@ from mxnet.ndarray import NDArray
 
 _PATH = Path(__file__).with_name("_core.so")
 
-# int64 layer, int64 contexts, int64 length, const double* rows, double* out, char* error, int64 error_size
+
+class Ticket(ctypes.Structure):
+    """Which handing-in this is; phase 0 is the forward of a call, 1, 2 ... its backwards."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("layer", "node", "call", "phase")]
+
+    layer: int
+    node: int  # of a graph; -1 for an eager call
+    call: int  # of this node
+    phase: int
+
+
+class Total(NamedTuple):
+    """What an exchange makes of it: see ``csrc/process.h``."""
+
+    values: np.ndarray
+    first: int  # of the values that are of this process
+    key: int  # of the layer, the same in every process
+
+
+# const Ticket*, int gather, int64 rows, int64 length, const double* values, Total* out, char* error, int64 error_size
 _Exchange = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.POINTER(Ticket),
     ctypes.c_int,
     ctypes.c_int64,
     ctypes.c_int64,
-    ctypes.c_int64,
     ctypes.POINTER(ctypes.c_double),
-    ctypes.POINTER(ctypes.c_double),
+    ctypes.c_void_p,
     ctypes.POINTER(ctypes.c_char),
     ctypes.c_int64,
 )
@@ -49,6 +70,7 @@ def _load() -> ctypes.CDLL:
         "layer_exchange": (None, [ctypes.c_int64, ctypes.c_int]),
         "timeout": (None, [ctypes.c_double]),
         "exchange": (None, [_Exchange, ctypes.c_int]),
+        "total": (None, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
         "devices": (None, [ctypes.c_int64, names]),
         "seed": (None, [ctypes.c_uint64]),
         "fail": (None, [ctypes.c_char_p]),
@@ -105,8 +127,8 @@ def layer_timeout(layer: int, seconds: float) -> None:
     _core.syncbn_layer_timeout(layer, seconds)
 
 
-def layer_exchange(layer: int, through_hook: int) -> None:
-    _core.syncbn_layer_exchange(layer, through_hook)
+def layer_exchange(layer: int, reach: int) -> None:
+    _core.syncbn_layer_exchange(layer, reach)
 
 
 def default_timeout(seconds: float) -> None:
@@ -176,21 +198,23 @@ def path() -> Path:
 _hook = None  # the native side keeps a pointer to it
 
 
-def exchange(add: Callable[[int, np.ndarray], np.ndarray], by_default: bool) -> None:
-    """``add(layer, rows)`` returns the sum of ``rows`` (contexts x length, float64) over the contexts, and
-    over whatever else it reaches. An exception in it becomes the failure of the step."""
+def exchange(put_together: Callable[[Ticket, bool, np.ndarray], Total], reach: int) -> None:
+    """``put_together(ticket, gather, rows)`` sums ``rows`` (float64, one for each context), or, to gather, puts its
+    one row beside those of the other processes. An exception in it becomes the failure of the step. ``reach`` is that
+    of layers that name no exchange: 0 shared memory, 1 the contexts of the process, 2 all processes."""
 
-    def call(layer: int, contexts: int, length: int, rows: Any, out: Any, error: Any, error_size: int) -> int:
+    def call(ticket: Any, gather: int, count: int, length: int, rows: Any, out: int, error: Any, size: int) -> int:
         try:
-            total = add(layer, np.ctypeslib.as_array(rows, (contexts, length)))
-            np.ctypeslib.as_array(out, (length,))[:] = total
+            total = put_together(ticket.contents, bool(gather), np.ctypeslib.as_array(rows, (count, length)))
+            values = np.ascontiguousarray(total.values, np.float64)
+            _core.syncbn_total(out, values.size, values.ctypes.data, total.first, total.key)
             return 0
         except BaseException as problem:  # it must not pass through C++; its text goes to every replica
-            message = _bytes(f"{type(problem).__name__}: {problem}")[: error_size - 1]
+            message = _bytes(f"{type(problem).__name__}: {problem}")[: size - 1]
             message = message.decode(errors="ignore").encode()  # no half of a character
             ctypes.memmove(error, message + b"\0", len(message) + 1)
             return 1
 
     global _hook
     _hook = _Exchange(call)
-    _core.syncbn_exchange(_hook, int(by_default))
+    _core.syncbn_exchange(_hook, reach)

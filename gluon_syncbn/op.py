@@ -79,7 +79,7 @@ class Replicas:
         if timeout is not None:
             _native.layer_timeout(self.id, timeout)
         if exchange is not None:
-            _native.layer_exchange(self.id, 1)
+            _native.layer_exchange(self.id, _reach(exchange))
 
     def set_contexts(self, contexts: List[Context]) -> None:
         """The contexts that hold the layer's parameters; a repeated one holds several replicas."""
@@ -103,11 +103,15 @@ class Replicas:
 _by_id: weakref.WeakValueDictionary[int, Replicas] = weakref.WeakValueDictionary()
 
 
-def _add(layer: int, rows: np.ndarray) -> np.ndarray:
-    replicas = _by_id[layer]
+def _put_together(ticket: _native.Ticket, gather: bool, rows: np.ndarray) -> _native.Total:
+    replicas = _by_id[ticket.layer]
     exchange = replicas.exchange or settings.exchange
     assert exchange is not None, "the native core calls only where an exchange is set"
-    return exchange.add(layer, replicas.contexts[: len(rows)], rows)
+    return exchange.gather(replicas, ticket, rows[0]) if gather else exchange.add(replicas, ticket, rows)
+
+
+def _reach(exchange: Optional[Exchange]) -> int:
+    return 0 if exchange is None else 2 if exchange.processes else 1
 
 
 def sync_batch_norm(
@@ -153,4 +157,4 @@ def sync_batch_norm(
     return F.SwapAxis(y, dim1=0, dim2=0)
 
 
-settings.on_exchange(lambda exchange: _native.exchange(_add, exchange is not None))
+settings.on_exchange(lambda exchange: _native.exchange(_put_together, _reach(exchange)))

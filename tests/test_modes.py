@@ -231,22 +231,6 @@ def test_a_group_is_a_layer_of_its_own(contexts, rng):
                 np.testing.assert_array_equal(g, w)
 
 
-def test_a_group_waits_for_its_own_only(contexts, rng):
-    layer = prepare(SyncBatchNorm(in_channels=5, group_size=2, timeout=30), make_batch(rng, 4), contexts[:4], "float64")
-    batch = make_batch(rng, 2)
-    start = time.monotonic()
-    with autograd.record():
-        ys = [layer(x) for x in on_devices(batch.shards, contexts[2:4], "float64")]
-    for y, want in zip(
-        ys,
-        truth(
-            batch._replace(gamma=layer.gamma.data(contexts[0]).asnumpy(), beta=layer.beta.data(contexts[0]).asnumpy())
-        ).outputs,
-    ):
-        np.testing.assert_allclose(y.asnumpy(), want, rtol=0, atol=1e-10)
-    assert time.monotonic() - start < 10
-
-
 @pytest.mark.parametrize("pooling", ["local", "local, 2 slots"])
 def test_local_waits_for_nobody(contexts, rng, pooling):
     layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), make_batch(rng, 3), contexts[:3], "float64")
@@ -526,10 +510,9 @@ def test_groups_on_shared_contexts(contexts, rng):
     batch, places = make_batch(rng, 4), [contexts[i] for i in (0, 0, 1, 1)]
     layer = SyncBatchNorm(in_channels=5, num_devices=4, group_size=2)
     prepare(layer, batch, contexts[:2], "float64", {})
-    assert_same(step(layer, batch, places, "float64"), specification(layer, batch, node=0), 1e-11)
-    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=4, group_size=1), batch, contexts[:2], "float64", {})
-    with pytest.raises(mx.MXNetError, match="group_size is 1, but it has 4 replicas, 2 per context"):
-        step(layer, batch, places, "float64")
+    got, want = step(layer, batch, places, "float64"), specification(layer, batch, node=0)
+    # One of the replicas of a context writes its running statistics, so both take those of its group.
+    assert_same(got, want, 1e-11)
 
 
 @pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots"])
@@ -667,16 +650,6 @@ def test_a_replica_that_is_never_called(contexts, rng):
     with pytest.raises(mx.MXNetError, match=re.escape("2 of 3 replicas arrived (cpu(0), cpu(1)), missing cpu(2)")):
         ys[0].asnumpy()
     assert np.isfinite(step(layer, make_batch(rng, 3), contexts, "float64").outputs[2]).all()
-
-
-def test_a_group_that_misses_a_replica(contexts, rng):
-    layer = SyncBatchNorm(in_channels=5, group_size=2, timeout=1)
-    prepare(layer, make_batch(rng, 4), contexts[:4], "float64")
-    with autograd.record():
-        ys = [layer(x) for x in on_devices(make_batch(rng, 3).shards, contexts, "float64")]
-    with pytest.raises(mx.MXNetError, match=re.escape("1 of 2 replicas arrived (cpu(2)), missing cpu(3)")):
-        for y in ys:
-            y.asnumpy()
 
 
 def test_backward_of_one_loss(contexts, rng):

@@ -51,14 +51,21 @@ SYNCBN_API void syncbn_layer_replicas(int64_t id, int64_t count, const char** co
 
 SYNCBN_API void syncbn_layer_timeout(int64_t id, double seconds) { syncbn::find_layer(id)->set_timeout(seconds); }
 
-SYNCBN_API void syncbn_layer_exchange(int64_t id, int through_hook) {
-    syncbn::find_layer(id)->set_exchange(through_hook);
+SYNCBN_API void syncbn_layer_exchange(int64_t id, int reach) {
+    syncbn::find_layer(id)->set_reach(static_cast<syncbn::Reach>(reach));
 }
 
 SYNCBN_API void syncbn_timeout(double seconds) { syncbn::set_default_timeout(seconds); }
 
-SYNCBN_API void syncbn_exchange(syncbn::Exchange hook, int by_default) {
-    syncbn::set_exchange_hook(hook, by_default != 0);
+SYNCBN_API void syncbn_exchange(syncbn::Exchange hook, int reach) {
+    syncbn::set_exchange_hook(hook, static_cast<syncbn::Reach>(reach));
+}
+
+// For the hook: fills in its result.
+SYNCBN_API void syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key) {
+    out->values.assign(values, values + length);
+    out->first = static_cast<size_t>(first);
+    out->key = key;
 }
 
 SYNCBN_API void syncbn_devices(int64_t count, const char** contexts) { syncbn::set_devices(strings(count, contexts)); }

@@ -157,8 +157,7 @@ V* Call::at(V* data, const Slot& slot) const {
 
 int Call::threads() const {
     if (frozen_) return threads_for(1);
-    const bool alone = mode() == Mode::kLocal || settings_.layer->pooling.group > 0;  // knows only some of the replicas
-    return threads_for(alone ? settings_.layer->replicas() : place_.meeting->replicas());
+    return threads_for(mode() == Mode::kLocal ? settings_.layer->replicas() : place_.meeting->replicas());
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------
@@ -189,6 +188,7 @@ Vector Call::pool(const void* x) {
         cpu::moments(at(x, slot), type_, slot.shape, threads(), packed + 1, packed + 1 + channels);
         packed += length;
     }
+    if (group() > 0) return assign_grouped(settings_.layer->gather_moments(place_, type_, channels, moments));
     if (mode() == Mode::kSync) {
         moments = settings_.layer->merge_moments(place_, type_, channels, std::move(moments));
         slots_[0].own = slots_[0].used = statistic(moments.data());
@@ -199,8 +199,20 @@ Vector Call::pool(const void* x) {
     return moments;
 }
 
-// `all`: the moments of the slots of all replicas. Those without values take no part.
-void Call::assign_shuffled(const Vector& all) {
+// Groups are consecutive replicas, over all processes.
+Vector Call::assign_grouped(const Total& all) {
+    const size_t length = 1 + 2 * shape_.channels, replicas = all.values.size() / length;
+    const size_t first = all.first / length / group() * group();
+    Vector total(length, 0.0);
+    for (size_t i = first; i < std::min(first + group(), replicas); ++i)
+        merge_moments(&total, Vector(&all.values[i * length], &all.values[i * length] + length));
+    slots_[0].own = slots_[0].used = statistic(total.data());
+    return total;
+}
+
+// Slots without values take no part.
+void Call::assign_shuffled(const Total& total) {
+    const Vector& all = total.values;
     const size_t length = 1 + 2 * shape_.channels;
     std::vector<size_t> taking_part;
     for (size_t slot = 0; slot * length < all.size(); ++slot)
@@ -210,8 +222,10 @@ void Call::assign_shuffled(const Vector& all) {
                       std::to_string(taking_part.size()) +
                       " slot with values in this step, expected at least two: use more devices, virtual_devices or "
                       "samples.");
-    const auto source = derangement(place_.meeting->draw, taking_part.size());
-    const size_t first = place_.meeting->rank(place_.seat) * slots_.size();
+    Draw draw = place_.meeting->draw;
+    draw.layer = total.key;
+    const auto source = derangement(draw, taking_part.size());
+    const size_t first = total.first / length;
     for (size_t i = 0; i < source.size(); ++i) {
         const size_t slot = taking_part[i], from = taking_part[source[i]];
         if (slot >= first && slot < first + slots_.size()) slots_[slot - first].used = statistic(&all[from * length]);
@@ -251,13 +265,20 @@ void Call::normalise(const Arrays& arrays, int req) {
 
 Vector Call::pull(Vector sums) {
     const int64_t channels = shape_.channels;
-    if (mode() == Mode::kSync) return settings_.layer->add_gradients(place_, type_, channels, std::move(sums));
     if (mode() == Mode::kLocal) return sums;
+    if (mode() == Mode::kSync && group() == 0)
+        return settings_.layer->add_gradients(place_, type_, channels, std::move(sums));
     const size_t length = 2 * channels;
-    const Vector all = settings_.layer->gather_gradients(place_, type_, channels, std::move(sums));
+    const Total all = settings_.layer->gather_gradients(place_, type_, channels, std::move(sums));
+    const auto part = [&](size_t i) { return Vector(&all.values[i * length], &all.values[i * length] + length); };
     Vector out(slots_.size() * length);
+    if (group() > 0) {
+        const size_t first = all.first / length / group() * group(), replicas = all.values.size() / length;
+        for (size_t i = first; i < std::min(first + group(), replicas); ++i) add_to(out.data(), part(i));
+        return out;
+    }
     for (size_t i = 0; i < slots_.size(); ++i)
-        if (slots_[i].own) std::copy_n(&all[slots_[i].user * length], length, &out[i * length]);
+        if (slots_[i].own) std::copy_n(part(slots_[i].user).begin(), length, &out[i * length]);
     return out;
 }
 

@@ -89,6 +89,7 @@ class Call {
   private:
     Type parameter_type() const { return type_ == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
     Mode mode() const { return settings_.layer->pooling.mode; }
+    size_t group() const { return static_cast<size_t>(settings_.layer->pooling.group); }
     template <typename V>
     V* at(V* data, const Slot& slot) const;
     int threads() const;
@@ -102,7 +103,9 @@ class Call {
     void sit_down();
     // The packed moments of every slot that counts for the running statistics, each [count, mean[C], m2[C]].
     Vector pool(const void* x);
-    void assign_shuffled(const Vector& all);
+    // Give the slots their statistics, from the moments of the slots of all replicas.
+    void assign_shuffled(const Total& all);
+    Vector assign_grouped(const Total& all);
     // [sum dy[C], sum dy*xhat[C]] of each slot in; of the slot that uses its statistics out.
     Vector pull(Vector sums);
     std::shared_ptr<const Statistic> statistic(const double* moments) const;

@@ -96,12 +96,6 @@ std::string Layer::why_not_here(const std::string& context) const {
             << "); expected a multiple of that, or no num_devices at all.";
         return why.str();
     }
-    if (!groups_fit()) {
-        why << "SyncBatchNorm '" << name << "': group_size is " << pooling.group << ", but it has " << replicas_
-            << " replicas, " << lanes_
-            << " per context; expected a divisor of the first that is a multiple of the second.";
-        return why.str();
-    }
     why << "SyncBatchNorm '" << name << "' was called on " << context << ", but ";
     if (contexts_.empty())
         why << "the contexts of its parameters are not known; initialise the net before the first step";

@@ -59,10 +59,10 @@ void set_default_timeout(double seconds) {
     process().timeout = seconds;
 }
 
-void set_exchange_hook(Exchange hook, bool by_default) {
+void set_exchange_hook(Exchange hook, Reach reach) {
     Lock lock(process().mutex);
     process().hook = hook;
-    process().hook_by_default = by_default;
+    process().reach = reach;
 }
 
 void set_devices(std::vector<std::string> contexts) {

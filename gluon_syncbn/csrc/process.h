@@ -14,12 +14,27 @@ namespace syncbn {
 class Layer;
 struct Pooling;
 
-// What leaves shared memory. Sums `contexts` rows of `length` values into `out`; called by one thread per phase.
-// Returns 0, or writes the reason into `error`.
-using Exchange = int (*)(int64_t layer, int64_t contexts, int64_t length,
-                         const double* rows,  // [contexts][length]
-                         double* out,         // [length]
-                         char* error, int64_t error_size);
+// What replicas hand in, put together: summed up, or side by side in the order of the replicas.
+struct Total {
+    std::vector<double> values;
+    size_t first = 0;  // of `values` that are of this process
+    int64_t key = 0;   // of the layer, the same in every process
+};
+
+// Which handing-in this is, the same in every process.
+struct Ticket {
+    int64_t layer, node, call, phase;
+};
+
+// How far an exchange reaches.
+enum Reach : int { kMemory = 0, kContexts = 1, kProcesses = 2, kDefault = -1 };
+
+// What leaves shared memory. `gather`: one row, and the rows of all processes are put side by side; otherwise `rows`
+// are summed, over all processes. Called by one thread per phase. Returns 0 and leaves the total in `out`, or writes
+// the reason into `error`.
+using Exchange = int (*)(const Ticket* ticket, int gather, int64_t rows, int64_t length,
+                         const double* values,  // [rows][length]
+                         Total* out, char* error, int64_t error_size);
 
 // A step that cannot be finished. The message is for the user.
 struct Failure : std::runtime_error {
@@ -32,7 +47,7 @@ struct Process {
     int64_t next_layer = 1;
     double timeout = 300;  // seconds
     Exchange hook = nullptr;
-    bool hook_by_default = false;
+    Reach reach = kMemory;             // of layers that do not say
     std::vector<std::string> devices;  // only these take part; empty means all
     uint64_t seed = 0;                 // of the permutations
     std::string failure;               // the first reason why the step has failed; empty where all is well
@@ -57,7 +72,7 @@ void drop_layer(int64_t id);
 int64_t count_layers();
 
 void set_default_timeout(double seconds);
-void set_exchange_hook(Exchange hook, bool by_default);
+void set_exchange_hook(Exchange hook, Reach reach);
 void set_devices(std::vector<std::string> contexts);
 // Draws the permutations of all layers from here, starting with their first call.
 void set_seed(uint64_t seed);

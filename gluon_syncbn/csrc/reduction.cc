@@ -26,20 +26,21 @@ static std::vector<const Phase::Entry*> in_order(const Meeting& meeting, const P
     return out;
 }
 
-Vector Layer::reduce(const Meeting& meeting, const Phase& phase, Reduction reduction, bool through_hook) const {
-    if (reduction == Reduction::kGather) return gather(meeting, phase, through_hook);
+Total Layer::reduce(const Meeting& meeting, int phase_number, Reduction reduction, Reach reach) const {
+    if (reduction == Reduction::kGather) return gather(meeting, phase_number, reach);
+    const Phase& phase = meeting.phases.at(phase_number);
     const bool moments = reduction == Reduction::kMerge;
     std::vector<size_t> context_of;
     const auto entries = in_order(meeting, phase, &context_of);
     const size_t length = entries[0]->payload.size(), contexts = meeting.contexts.size();
-    Vector total(length, 0.0);
-    if (!through_hook) {
+    if (reach == kMemory || (reach == kContexts && contexts == 1)) {
+        Vector total(length, 0.0);
         for (const auto* entry : entries)
             if (moments)
                 syncbn::merge_moments(&total, entry->payload);
             else
                 add_to(total.data(), entry->payload);
-        return total;
+        return {std::move(total), 0, id};
     }
     Vector rows(contexts * length, 0.0);
     for (size_t i = 0; i < entries.size(); ++i) {
@@ -49,27 +50,29 @@ Vector Layer::reduce(const Meeting& meeting, const Phase& phase, Reduction reduc
         else
             add_to(row, entries[i]->payload);
     }
-    total = add_through_hook(rows, contexts);
-    return moments ? moments_from_sums(std::move(total)) : total;
+    Total total = through_hook(meeting, phase_number, false, rows, contexts);
+    if (moments) total.values = moments_from_sums(std::move(total.values));
+    return total;
 }
 
-Vector Layer::gather(const Meeting& meeting, const Phase& phase, bool through_hook) const {
-    const size_t length = phase.entries[0].payload.size(), all = meeting.replicas() * length;
-    const size_t contexts = through_hook ? meeting.contexts.size() : 1;
-    Vector rows(contexts * all, 0.0);  // what others hold is 0, so that adding the rows puts the parts side by side
+Total Layer::gather(const Meeting& meeting, int phase_number, Reach reach) const {
+    const Phase& phase = meeting.phases.at(phase_number);
+    const size_t length = phase.entries[0].payload.size();
+    Vector all(meeting.replicas() * length);
     for (size_t seat = 0; seat < phase.entries.size(); ++seat) {
-        const size_t row = through_hook ? meeting.seats[seat].context : 0;
         const Vector& part = phase.entries[seat].payload;
-        std::copy(part.begin(), part.end(), rows.begin() + row * all + meeting.rank(seat) * length);
+        std::copy(part.begin(), part.end(), all.begin() + meeting.rank(seat) * length);
     }
-    return through_hook ? add_through_hook(rows, contexts) : rows;
+    if (reach != kProcesses) return {std::move(all), 0, id};  // they are side by side already
+    return through_hook(meeting, phase_number, true, all, 1);
 }
 
-Vector Layer::add_through_hook(const Vector& rows, size_t contexts) const {
-    Vector total(rows.size() / contexts);
+Total Layer::through_hook(const Meeting& meeting, int phase, bool gather, const Vector& rows, size_t count) const {
+    const Ticket ticket{id, meeting.draw.node, meeting.draw.call, phase};
+    Total total;
     char error[1024] = "";
-    if (process().hook(id, static_cast<int64_t>(contexts), static_cast<int64_t>(total.size()), rows.data(),
-                       total.data(), error, sizeof error) != 0)
+    if (process().hook(&ticket, gather, static_cast<int64_t>(count), static_cast<int64_t>(rows.size() / count),
+                       rows.data(), &total, error, sizeof error) != 0)
         throw Failure("SyncBatchNorm '" + name + "': the KVStore could not add the statistics: " + error);
     return total;
 }

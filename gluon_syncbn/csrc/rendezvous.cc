@@ -63,9 +63,12 @@ Place Layer::join(const std::string& context, int64_t node, const void* occupant
     throw_if_failed();
     ++joined_[context];
 
-    const std::vector<std::string> taking_part = partners_of(context);
+    const auto& devices = process().devices;
+    std::vector<std::string> taking_part;
+    for (const auto& c : contexts_)
+        if (devices.empty() || std::find(devices.begin(), devices.end(), c) != devices.end()) taking_part.push_back(c);
     const auto at = std::find(taking_part.begin(), taking_part.end(), context);
-    if (at == taking_part.end()) {
+    if (at == taking_part.end() || lanes_ == 0) {
         process().fail(why_not_here(context));
         throw_if_failed();
     }
@@ -76,7 +79,7 @@ Place Layer::join(const std::string& context, int64_t node, const void* occupant
         const bool sits = occupant != nullptr && std::any_of(m->seats.begin(), m->seats.end(), [&](const auto& s) {
                               return s.context == index && s.occupant == occupant;
                           });
-        if (m->draw.node == node && m->contexts == taking_part && !sits && m->joined(index) < m->lanes) {
+        if (m->draw.node == node && !sits && m->joined(index) < m->lanes) {
             meeting = m;
             break;
         }
@@ -96,47 +99,34 @@ Place Layer::join(const std::string& context, int64_t node, const void* occupant
     return place;
 }
 
-// Empty where the context may not take part.
-std::vector<std::string> Layer::partners_of(const std::string& context) const {
-    const auto own = std::find(contexts_.begin(), contexts_.end(), context);
-    if (own == contexts_.end() || lanes_ == 0 || !groups_fit()) return {};
-    const size_t size = pooling.group == 0 ? contexts_.size() : static_cast<size_t>(pooling.group) / lanes_;
-    const size_t first = static_cast<size_t>(own - contexts_.begin()) / size * size;
-    const auto& devices = process().devices;
-    std::vector<std::string> partners;
-    for (size_t i = first; i < first + size; ++i)
-        if (devices.empty() || std::find(devices.begin(), devices.end(), contexts_[i]) != devices.end())
-            partners.push_back(contexts_[i]);
-    return partners;
-}
-
-bool Layer::groups_fit() const {
-    const size_t group = static_cast<size_t>(pooling.group);
-    return group == 0 || (lanes_ > 0 && replicas_ % group == 0 && group % lanes_ == 0);
-}
-
 Vector Layer::merge_moments(const Place& place, Type type, int64_t channels, Vector moments) {
-    Vector total = meet(place, 0, Reduction::kMerge, type, channels, std::move(moments));
-    if (total[0] > 0 || pooling.group > 0) return total;  // another group may have values
+    Vector total = meet(place, 0, Reduction::kMerge, type, channels, std::move(moments)).values;
+    if (total[0] > 0) return total;
     const std::string why = "SyncBatchNorm '" + name + "': the batches of all replicas are empty, so there is no mean.";
     fail(why);
     throw Failure(why);
 }
 
 Vector Layer::add_gradients(Place& place, Type type, int64_t channels, Vector sums) {
-    return meet(place, ++place.backwards, Reduction::kAdd, type, channels, std::move(sums));
+    return meet(place, ++place.backwards, Reduction::kAdd, type, channels, std::move(sums)).values;
 }
 
-Vector Layer::gather_moments(const Place& place, Type type, int64_t channels, Vector parts) {
-    return meet(place, 0, Reduction::kGather, type, channels, std::move(parts));
+Total Layer::gather_moments(const Place& place, Type type, int64_t channels, Vector parts) {
+    const size_t length = parts.size();
+    Total total = meet(place, 0, Reduction::kGather, type, channels, std::move(parts));
+    total.first += place.meeting->rank(place.seat) * length;  // everybody has sat down by now
+    return total;
 }
 
-Vector Layer::gather_gradients(Place& place, Type type, int64_t channels, Vector parts) {
-    return meet(place, ++place.backwards, Reduction::kGather, type, channels, std::move(parts));
+Total Layer::gather_gradients(Place& place, Type type, int64_t channels, Vector parts) {
+    const size_t length = parts.size();
+    Total total = meet(place, ++place.backwards, Reduction::kGather, type, channels, std::move(parts));
+    total.first += place.meeting->rank(place.seat) * length;  // everybody has sat down by now
+    return total;
 }
 
-Vector Layer::meet(const Place& place, int phase_number, Reduction reduction, Type type, int64_t channels,
-                   Vector payload) {
+Total Layer::meet(const Place& place, int phase_number, Reduction reduction, Type type, int64_t channels,
+                  Vector payload) {
     Meeting& meeting = *place.meeting;
     Lock lock(process().mutex);
     throw_if_failed();
@@ -146,13 +136,12 @@ Vector Layer::meet(const Place& place, int phase_number, Reduction reduction, Ty
     phase.entries[place.seat] = {true, channels, type, std::move(payload)};  // (2)
     if (++phase.arrived < meeting.replicas()) return wait(meeting, phase, phase_number, lock);
 
-    const bool hook =
-        meeting.contexts.size() > 1 && (through_hook_ == 1 || (through_hook_ == -1 && process().hook_by_default));
+    const Reach reach = reach_ == kDefault ? process().reach : reach_;
     lock.unlock();  // nobody else touches a phase that is complete
-    Vector total;
+    Total total;
     std::string error;
     try {
-        total = reduce(meeting, phase, reduction, hook);  // (3)
+        total = reduce(meeting, phase_number, reduction, reach);  // (3)
     } catch (const std::exception& e) {
         error = e.what();
     }
@@ -180,7 +169,7 @@ void Layer::check_equal(const Meeting& meeting, const Phase& phase, size_t seat,
     }
 }
 
-Vector Layer::wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock) {
+Total Layer::wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock) {
     const double start = now(), limit = timeout_ > 0 ? timeout_ : process().timeout;
     Stall stall;
     bool warned = false;
@@ -232,9 +221,9 @@ void Layer::set_timeout(double seconds) {
     timeout_ = seconds;
 }
 
-void Layer::set_exchange(int through_hook) {
+void Layer::set_reach(Reach reach) {
     Lock lock(process().mutex);
-    through_hook_ = through_hook;
+    reach_ = reach;
 }
 
 size_t Layer::lanes() {

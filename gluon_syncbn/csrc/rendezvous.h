@@ -27,7 +27,7 @@ struct Phase {
     std::vector<Entry> entries;  // [seats]
     size_t arrived = 0;
     bool done = false;
-    Vector total;
+    Total total;
 };
 
 struct Meeting {
@@ -72,8 +72,8 @@ class Layer {
 
     // The contexts that hold the parameters, and how many replicas they have in all. Forgets unfinished meetings.
     void configure(std::vector<std::string> contexts, size_t replicas);
-    void set_timeout(double seconds);     // 0: as the process says
-    void set_exchange(int through_hook);  // 0: shared memory, 1: the exchange hook, -1: as the process says
+    void set_timeout(double seconds);  // 0: as the process says
+    void set_reach(Reach reach);       // kDefault: as the process says
     size_t lanes();
     size_t replicas();
     void restart_calls();    // of the permutations; the caller holds the process's mutex
@@ -88,22 +88,21 @@ class Layer {
     Vector merge_moments(const Place& place, Type type, int64_t channels, Vector moments);
     // Packed sums of one replica's gradient in, of all of them out; once for each backward of the call.
     Vector add_gradients(Place& place, Type type, int64_t channels, Vector sums);
-    // The parts of one replica's slots in, those of all replicas in the order of their ranks out.
-    Vector gather_moments(const Place& place, Type type, int64_t channels, Vector parts);
-    Vector gather_gradients(Place& place, Type type, int64_t channels, Vector parts);
+    // The parts of one replica's slots in, those of all replicas in the order of their ranks out. `first` is then the
+    // first of this replica.
+    Total gather_moments(const Place& place, Type type, int64_t channels, Vector parts);
+    Total gather_gradients(Place& place, Type type, int64_t channels, Vector parts);
 
   private:
     enum class Reduction { kMerge, kAdd, kGather };
-    Vector meet(const Place& place, int phase, Reduction reduction, Type type, int64_t channels, Vector payload);
+    Total meet(const Place& place, int phase, Reduction reduction, Type type, int64_t channels, Vector payload);
     void check_equal(const Meeting& meeting, const Phase& phase, size_t seat, Type type, int64_t channels) const;
-    Vector wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock);
-    std::vector<std::string> partners_of(const std::string& context) const;
-    bool groups_fit() const;
+    Total wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock);
 
     // In reduction.cc: what a meeting makes of what its replicas handed in.
-    Vector reduce(const Meeting& meeting, const Phase& phase, Reduction reduction, bool through_hook) const;
-    Vector gather(const Meeting& meeting, const Phase& phase, bool through_hook) const;
-    Vector add_through_hook(const Vector& rows, size_t contexts) const;  // rows: [contexts][length]
+    Total reduce(const Meeting& meeting, int phase, Reduction reduction, Reach reach) const;
+    Total gather(const Meeting& meeting, int phase, Reach reach) const;
+    Total through_hook(const Meeting& meeting, int phase, bool gather, const Vector& rows, size_t count) const;
 
     // In diagnosis.cc: who is here, who is not, and why that may be. Where nothing is being computed, waiting
     // longer than `stuck_after` seconds cannot help; 0 means that it can.
@@ -115,7 +114,7 @@ class Layer {
     std::vector<std::string> contexts_;
     size_t replicas_ = 0, lanes_ = 1;  // lanes_ is 0 where the contexts cannot share the replicas evenly
     double timeout_ = 0;
-    int through_hook_ = -1;
+    Reach reach_ = kDefault;
     int64_t next_meeting_ = 0;
     std::deque<std::shared_ptr<Meeting>> open_;
     std::map<std::string, int64_t> issued_, joined_;

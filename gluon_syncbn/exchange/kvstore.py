@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from typing import Any, Dict, Sequence, Tuple
+from typing import Any, Dict, Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet.context import Context
 
-from .base import Exchange
+from .._native import Ticket, Total
+from .base import Exchange, Member
 
 #: KVStore types that add within one process.
 TYPES = ("local", "device", "nccl")
@@ -75,12 +75,13 @@ class KVStoreExchange(Exchange):
         self._keys: Dict[Tuple[int, int], int] = {}  # (layer, length) -> key
         self._lock = threading.Lock()  # leaders of different layers come at once, the store serves one
 
-    def add(self, layer: int, contexts: Sequence[Context], rows: np.ndarray) -> np.ndarray:
+    def add(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
         if getattr(self.kvstore, "_updater", None) is not None:
             raise ValueError(
                 "this KVStore has an optimizer set, which would run on the statistics. Give the Trainer "
                 "update_on_kvstore=False, or give SyncBatchNorm a store of its own."
             )
+        layer, contexts = ticket.layer, member.contexts[: len(rows)]
         with self._lock:
             values = [mx.nd.array(row, ctx=ctx, dtype="float64") for row, ctx in zip(rows, contexts)]
             key = self._keys.get((layer, rows.shape[1]))
@@ -90,4 +91,4 @@ class KVStoreExchange(Exchange):
                 self.kvstore.broadcast(key, zeros, out=[value.copy() for value in values])
             out = [mx.nd.empty(rows.shape[1], ctx=ctx, dtype="float64") for ctx in contexts]
             self.kvstore.pushpull(key, values, out=out)
-            return out[0].asnumpy()
+            return Total(out[0].asnumpy(), 0, layer)
