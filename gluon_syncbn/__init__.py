@@ -14,6 +14,7 @@ except AttributeError as error:  # mxnet 1.9.1 uses numpy.bool, which numpy 1.24
 
 from .convert import convert, revert
 from .devices import cpu_devices, devices
+from .exchange.kvstore import kvstore
 from .layer import ShuffleBatchNorm, SyncBatchNorm
 from .settings import configure
 from .steps import reset
@@ -26,6 +27,7 @@ __all__ = [
     "convert",
     "cpu_devices",
     "devices",
+    "kvstore",
     "reset",
     "revert",
 ]

@@ -71,6 +71,10 @@ def _load() -> ctypes.CDLL:
         "timeout": (None, [ctypes.c_double]),
         "exchange": (None, [_Exchange, ctypes.c_int]),
         "total": (None, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
+        "timeout_of": (ctypes.c_double, [ctypes.c_int64]),
+        "wait_begin": (ctypes.c_void_p, []),
+        "wait_goes_on": (ctypes.c_int, [ctypes.c_void_p]),
+        "wait_end": (None, [ctypes.c_void_p]),
         "devices": (None, [ctypes.c_int64, names]),
         "seed": (None, [ctypes.c_uint64]),
         "fail": (None, [ctypes.c_char_p]),
@@ -133,6 +137,25 @@ def layer_exchange(layer: int, reach: int) -> None:
 
 def default_timeout(seconds: float) -> None:
     _core.syncbn_timeout(seconds)
+
+
+def timeout_of(layer: int = 0) -> float:
+    """Seconds that the layer waits; without one, those of the process."""
+    return _core.syncbn_timeout_of(layer)
+
+
+class Wait:
+    """A wait outside the native core that ends when it would: a failed step, Ctrl-C, the end of the main thread."""
+
+    def __enter__(self) -> Wait:
+        self._stall = _core.syncbn_wait_begin()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        _core.syncbn_wait_end(self._stall)
+
+    def goes_on(self) -> bool:
+        return bool(_core.syncbn_wait_goes_on(self._stall))
 
 
 def devices(contexts: Sequence[str]) -> None:

@@ -171,7 +171,7 @@ class SyncBatchNorm(nn.BatchNorm):
         use_global_stats = kwargs.pop("use_global_stats")
         if use_global_stats or (F is mx.nd and not autograd.is_training()):
             return super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
-        if self._replicas.problem and autograd.is_training():
+        if self._replicas.problem and autograd.is_training() and not self._replicas.reaches_beyond():
             raise ValueError(self._replicas.problem)
         node = -1
         if F is not mx.nd:  # the same graph serves all contexts, so each of its nodes meets itself only
@@ -207,7 +207,7 @@ class _ReplicatedParameter(Parameter):
             raise ValueError(f"running_mean: {parameter!r} was given, expected a gluon.Parameter")
         parameter._followers.append(replicas)
         if parameter._data is not None:
-            replicas.set_contexts(parameter.list_ctx())
+            replicas.set_contexts(parameter.list_ctx(), parameter.shape[0])
 
     @staticmethod
     def unfollow(parameter: Parameter, replicas: Replicas) -> None:
@@ -219,7 +219,7 @@ class _ReplicatedParameter(Parameter):
     def _init_impl(self, data: Any, ctx_list: Any) -> None:
         super()._init_impl(data, ctx_list)
         for replicas in self._followers:
-            replicas.set_contexts(self.list_ctx())
+            replicas.set_contexts(self.list_ctx(), self.shape[0])
 
 
 def _check_pooling(mode: Any, virtual_devices: Any, group_size: Any, axis: int, num_devices: Optional[int]) -> Pooling:

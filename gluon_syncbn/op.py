@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 from mxnet.context import Context
 
 from . import _native, settings
-from .exchange.base import Exchange
+from .exchange import base
+from .exchange.base import Exchange, Member
 
 _native.register()
 
@@ -67,6 +68,7 @@ class Replicas:
         self.num_devices = num_devices
         self.exchange = exchange
         self.timeout = timeout
+        self.channels = 0
         self.given: List[Context] = []
         self.contexts: List[Context] = []  # the same, each once
         self.lanes = 1  # replicas per context
@@ -81,33 +83,51 @@ class Replicas:
         if exchange is not None:
             _native.layer_exchange(self.id, _reach(exchange))
 
-    def set_contexts(self, contexts: List[Context]) -> None:
+    def set_contexts(self, contexts: List[Context], channels: int) -> None:
         """The contexts that hold the layer's parameters; a repeated one holds several replicas."""
         unique = list(dict.fromkeys(contexts))
         replicas = self.num_devices or len(contexts)
-        self.given, self.contexts = list(contexts), unique
+        self.given, self.contexts, self.channels = list(contexts), unique, channels
         # Lanes are for replicas that wait for each other.
         self.lanes = 1 if self.pooling.mode == "local" else max(1, replicas // len(unique))
         self.problem = self.pooling.problem(replicas)
+        member = Member(self.id, self.name, unique, replicas, channels, tuple(self.pooling))
+        _initialised[self.id] = (member, self.exchange)
         _native.layer_replicas(self.id, [str(context) for context in unique], replicas)
+
+    def reaches_beyond(self) -> bool:
+        """Whether replicas of other processes take part."""
+        exchange = self.exchange or settings.exchange
+        return exchange is not None and exchange.processes
 
     def __deepcopy__(self, memo: dict) -> Replicas:
         # A copy of a net trains on its own: its replicas must not meet those of the original.
         twin = Replicas(self.name, self.pooling, self.num_devices, self.exchange, self.timeout)
         memo[id(self)] = twin
         if self.contexts:
-            twin.set_contexts(self.given)
+            twin.set_contexts(self.given, self.channels)
         return twin
 
 
+# In the order of their first initialisation, which is that of the net, and for good: whether a layer that is no longer
+# used has been collected yet is nothing that processes could agree on.
+_initialised: Dict[int, Tuple[Member, Optional[Exchange]]] = {}
 _by_id: weakref.WeakValueDictionary[int, Replicas] = weakref.WeakValueDictionary()
 
 
 def _put_together(ticket: _native.Ticket, gather: bool, rows: np.ndarray) -> _native.Total:
     replicas = _by_id[ticket.layer]
-    exchange = replicas.exchange or settings.exchange
+    exchange, (member, _) = replicas.exchange or settings.exchange, _initialised[ticket.layer]
     assert exchange is not None, "the native core calls only where an exchange is set"
-    return exchange.gather(replicas, ticket, rows[0]) if gather else exchange.add(replicas, ticket, rows)
+    return exchange.gather(member, ticket, rows[0]) if gather else exchange.add(member, ticket, rows)
+
+
+def _roster(exchange: Exchange) -> List[Member]:
+    return [
+        member
+        for member, own in _initialised.values()
+        if (own or settings.exchange) is exchange and member.pooling[0] != "local"  # which exchanges nothing
+    ]
 
 
 def _reach(exchange: Optional[Exchange]) -> int:
@@ -157,4 +177,5 @@ def sync_batch_norm(
     return F.SwapAxis(y, dim1=0, dim2=0)
 
 
+base.roster = _roster
 settings.on_exchange(lambda exchange: _native.exchange(_put_together, _reach(exchange)))

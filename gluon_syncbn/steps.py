@@ -13,6 +13,7 @@ import mxnet as mx
 from mxnet import autograd
 
 from . import _native
+from .exchange.base import beyond
 
 _log = logging.getLogger("gluon_syncbn")
 _lock = threading.Lock()
@@ -44,8 +45,14 @@ def reset() -> None:
     if reason:
         if reason != _raised:  # whoever reads no results has not heard of it
             _log.warning("starting afresh after a step that failed: %s", reason)
+        _tell_others(reason)
         drain()
     _native.reset()
+
+
+def _tell_others(reason: str) -> None:
+    for exchange in list(beyond):
+        exchange.fail(reason)
 
 
 def _trains(scope: autograd._RecordingStateScope) -> bool:
@@ -87,6 +94,7 @@ def _watch_scopes() -> None:
                         "cannot finish it. The next `with autograd.record()` starts afresh."
                     )
                     _native.fail(_raised)
+                    _tell_others(_raised)
 
     scope.__enter__, scope.__exit__ = watched_enter, watched_leave
 
@@ -119,6 +127,10 @@ def _at_exit() -> None:
     if os.getpid() == _pid:
         _native.main_thread_ended()
         drain()
+        if _native.failure():
+            _tell_others(_native.failure())
+        for exchange in list(beyond):
+            exchange.close()
 
 
 def _when_main_thread_ends() -> None:

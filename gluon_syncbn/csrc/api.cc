@@ -57,6 +57,19 @@ SYNCBN_API void syncbn_layer_exchange(int64_t id, int reach) {
 
 SYNCBN_API void syncbn_timeout(double seconds) { syncbn::set_default_timeout(seconds); }
 
+SYNCBN_API double syncbn_timeout_of(int64_t layer) { return syncbn::timeout_of(layer); }
+
+// For a wait in an exchange: a new one; whether it should go on (sampled now and then); its end.
+SYNCBN_API void* syncbn_wait_begin() { return new syncbn::Stall; }
+
+SYNCBN_API int syncbn_wait_goes_on(void* stall) {
+    syncbn::watch_interrupts();
+    static_cast<syncbn::Stall*>(stall)->sample();
+    return !static_cast<syncbn::Stall*>(stall)->asked_to_end() && syncbn::failure().empty();
+}
+
+SYNCBN_API void syncbn_wait_end(void* stall) { delete static_cast<syncbn::Stall*>(stall); }
+
 SYNCBN_API void syncbn_exchange(syncbn::Exchange hook, int reach) {
     syncbn::set_exchange_hook(hook, static_cast<syncbn::Reach>(reach));
 }

@@ -59,6 +59,12 @@ void set_default_timeout(double seconds) {
     process().timeout = seconds;
 }
 
+double timeout_of(int64_t layer) {
+    Lock lock(process().mutex);
+    const auto it = process().layers.find(layer);
+    return it == process().layers.end() ? process().timeout : it->second->timeout();
+}
+
 void set_exchange_hook(Exchange hook, Reach reach) {
     Lock lock(process().mutex);
     process().hook = hook;

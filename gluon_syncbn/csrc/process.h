@@ -72,6 +72,8 @@ void drop_layer(int64_t id);
 int64_t count_layers();
 
 void set_default_timeout(double seconds);
+// Seconds that this layer waits, or with 0 any layer that does not say.
+double timeout_of(int64_t layer);
 void set_exchange_hook(Exchange hook, Reach reach);
 void set_devices(std::vector<std::string> contexts);
 // Draws the permutations of all layers from here, starting with their first call.

@@ -26,6 +26,7 @@ namespace {
 constexpr auto kSlice = std::chrono::milliseconds(50);
 constexpr double kWatchAfter = 0.05;  // seconds until a wait counts as long enough to look around
 constexpr double kWarnAfter = 10;
+constexpr double kGrace = 2;      // seconds that an exchange gets to report its own failure
 constexpr double kStuckIdle = 3;  // seconds without computing that show it
 
 [[noreturn]] void fail_and_throw(Meeting& meeting, const std::string& reason) {
@@ -136,6 +137,7 @@ Total Layer::meet(const Place& place, int phase_number, Reduction reduction, Typ
     phase.entries[place.seat] = {true, channels, type, std::move(payload)};  // (2)
     if (++phase.arrived < meeting.replicas()) return wait(meeting, phase, phase_number, lock);
 
+    phase.complete_since = now();
     const Reach reach = reach_ == kDefault ? process().reach : reach_;
     lock.unlock();  // nobody else touches a phase that is complete
     Total total;
@@ -170,7 +172,7 @@ void Layer::check_equal(const Meeting& meeting, const Phase& phase, size_t seat,
 }
 
 Total Layer::wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock) {
-    const double start = now(), limit = timeout_ > 0 ? timeout_ : process().timeout;
+    const double start = now(), limit = timeout();
     Stall stall;
     bool warned = false;
     while (true) {
@@ -182,6 +184,11 @@ Total Layer::wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock) 
         }
         const double waited = now() - start;
         if (waited < kWatchAfter) continue;
+        if (phase.arrived == meeting.replicas()) {  // the last to arrive makes the total, with a time limit of its own
+            if (now() - phase.complete_since < limit + kGrace) continue;
+            fail_and_throw(meeting, describe(meeting, phase_number) + ". The KVStore has not answered for " +
+                                        std::to_string(static_cast<int>(limit + kGrace)) + " s.");
+        }
         stall.sample();
         watch_interrupts();
         std::ostringstream why;
@@ -220,6 +227,8 @@ void Layer::set_timeout(double seconds) {
     Lock lock(process().mutex);
     timeout_ = seconds;
 }
+
+double Layer::timeout() const { return timeout_ > 0 ? timeout_ : process().timeout; }
 
 void Layer::set_reach(Reach reach) {
     Lock lock(process().mutex);

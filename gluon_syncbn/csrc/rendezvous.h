@@ -26,6 +26,7 @@ struct Phase {
     };
     std::vector<Entry> entries;  // [seats]
     size_t arrived = 0;
+    double complete_since = 0;
     bool done = false;
     Total total;
 };
@@ -73,6 +74,7 @@ class Layer {
     // The contexts that hold the parameters, and how many replicas they have in all. Forgets unfinished meetings.
     void configure(std::vector<std::string> contexts, size_t replicas);
     void set_timeout(double seconds);  // 0: as the process says
+    double timeout() const;            // the caller holds the process's mutex
     void set_reach(Reach reach);       // kDefault: as the process says
     size_t lanes();
     size_t replicas();

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from typing import List, Protocol
+from typing import Callable, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 from mxnet.context import Context
@@ -11,11 +12,15 @@ from mxnet.context import Context
 from .._native import Ticket, Total
 
 
-class Member(Protocol):
+class Member(NamedTuple):
     """What an exchange knows of a layer."""
 
+    id: int
     name: str
-    contexts: List[Context]
+    contexts: Sequence[Context]
+    replicas: int
+    channels: int
+    pooling: Tuple  # (mode, virtual_devices, group_size)
 
 
 class Exchange(ABC):
@@ -42,6 +47,19 @@ class Exchange(ABC):
             In the forward ``[count, sum[C], sum of squares[C]]``, in a backward ``[sum dy[C], sum dy*xhat[C]]``.
         """
 
+    def fail(self, reason: str) -> None:  # noqa: B027  (nothing to do within a process)
+        """The step has failed here; nothing may be exchanged with what is left of it."""
+
+    def close(self) -> None:  # noqa: B027
+        """The process ends."""
+
     def gather(self, member: Member, ticket: Ticket, values: np.ndarray) -> Total:
         """Returns the values of all processes side by side, in the order of their ranks."""
         return Total(values, 0, ticket.layer)
+
+
+#: The layers that an exchange serves, in the order in which they were initialised: set by whoever knows them.
+roster: Callable[[Exchange], List[Member]]
+
+#: Exchanges that reach other processes, which have to hear of a failure and of the end.
+beyond: weakref.WeakSet[Exchange] = weakref.WeakSet()

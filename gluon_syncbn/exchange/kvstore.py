@@ -12,6 +12,7 @@ import numpy as np
 
 from .._native import Ticket, Total
 from .base import Exchange, Member
+from .store import ProcessStore
 
 #: KVStore types that add within one process.
 TYPES = ("local", "device", "nccl")
@@ -20,6 +21,49 @@ TYPES = ("local", "device", "nccl")
 _keys = itertools.count(1 << 24)
 # One for each store, so that one lock guards it.
 _exchanges: weakref.WeakValueDictionary[int, KVStoreExchange] = weakref.WeakValueDictionary()
+
+
+_process_stores: Dict[str, ProcessStore] = {}
+
+
+def kvstore(name: str) -> ProcessStore:
+    """A KVStore over all processes of the job, for ``gluon.Trainer(kvstore=...)``, ``SyncBatchNorm(kvstore=...)`` and
+    ``configure(kvstore=...)``.
+
+    ::
+
+        kv = gluon_syncbn.kvstore("mpi")  # in every process, started by mpiexec
+        gluon_syncbn.configure(kvstore=kv)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)
+        trainer.step(samples_of_all_processes)
+
+    The processes must build and initialise the same net; Gluon's names need not be the same. A process that ends,
+    hangs or fails ends the step of all with an `MXNetError` that names the layer and the rank, and the job with it.
+
+    Parameters
+    ----------
+    name : str
+        ``'mpi'``: mpi4py over the MPI that it was installed with.
+
+    Returns
+    -------
+    ProcessStore
+        The same object at every call. ``rank`` and ``num_workers`` say which process this is.
+
+    Raises
+    ------
+    ValueError
+        Where there is no such transport.
+    ImportError
+        Where what it needs is not installed.
+    """
+    if name not in ("mpi",):
+        raise ValueError(f"name: {name!r} was given, expected 'mpi'." + _refusal(str(name)))
+    if name not in _process_stores:
+        from .mpi import MPITransport
+
+        _process_stores[name] = ProcessStore(name, MPITransport())
+    return _process_stores[name]
 
 
 def create(kvstore: Any) -> Exchange | None:
@@ -45,6 +89,8 @@ def create(kvstore: Any) -> Exchange | None:
             raise ValueError(
                 f"kvstore: {kvstore!r} was given, but this build of MXNet cannot create it: {reason}"
             ) from None
+    if isinstance(kvstore, ProcessStore):
+        return kvstore
     if not isinstance(kvstore, (mx.kv.KVStore, mx.kvstore.KVStoreBase)):
         raise ValueError(
             f"kvstore: {kvstore!r} was given, expected one of {TYPES}, a KVStore object or None (shared memory)"

@@ -1,0 +1,282 @@
+"""The transport over MPI (mpi4py).
+
+Messages of one communicator find their receivers by the label at their beginning, not by the order of the calls: a
+thread that waits files what comes for others. Nothing here blocks: every wait is a loop with a time limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from typing import Any, Dict, List, NoReturn, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+
+from .. import _native
+from .store import Label, Transport
+
+_log = logging.getLogger("gluon_syncbn")
+
+_KINDS = ("failure", "end", "agreement", "broadcast", "broadcast of", "gradient", "gradient of", "statistics")
+_TYPES = tuple(np.dtype(name) for name in ("uint8", "float16", "float32", "float64", "int32", "int64", "int8"))
+_HEADER = 8  # int64: kind, key, node, call, phase, part, type, 0
+_DIRECT = 1 << 15  # bytes; larger sums are made in parts, one by each rank
+_WARN_AFTER = 10.0  # seconds
+_SPIN, _DOZE = 0.0005, 0.1  # seconds of waiting until polls are 50 us, 1 ms apart
+
+_Key = Tuple[int, ...]  # sender, kind, key, node, call, phase, part
+
+
+class MPITransport(Transport):
+    """Arrays over ``MPI.COMM_WORLD``.
+
+    Every process has to create one. Under ``mpiexec``, a process that ends after a failure ends the others too.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise ImportError(f"kvstore 'mpi' needs mpi4py ({error}): `pip install gluon_syncbn[mpi]`") from None
+        if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+            raise mx.MXNetError("this MPI serves one thread only; kvstore 'mpi' needs MPI_THREAD_SERIALIZED at least")
+        self._MPI = MPI
+        self.rank, self.size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        self._broken = ""
+        self._closed = False
+        self._gone: Dict[int, str] = {}
+        self._inbox: Dict[_Key, np.ndarray] = {}
+        self._outgoing: List[Tuple[Any, np.ndarray]] = []
+        self._incoming: List[Tuple[Any, np.ndarray, int]] = []
+        self._mpi = threading.Lock()  # one MPI call at a time
+        self._changed = threading.Condition()  # guards the inbox
+        self._polling = False
+        self._comm = self._duplicate()
+
+    def _duplicate(self) -> Any:
+        comm, request = self._MPI.COMM_WORLD.Idup()
+        deadline = time.monotonic() + _native.timeout_of()
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise mx.MXNetError("kvstore 'mpi': not every process has created one. Create it in all, at the start.")
+            time.sleep(1e-4)
+        return comm
+
+    # ---- Transport -----------------------------------------------------------------------------------------
+
+    def allgather(self, label: Label, part: np.ndarray, *, equal: bool) -> List[np.ndarray]:
+        others = self._others()
+        requests = self._send(others, label, 0, part)
+        got = self._collect(others, label, 0, part, requests, equal=equal)
+        got[self.rank] = part
+        return [got[rank] for rank in range(self.size)]
+
+    def allreduce(self, label: Label, array: np.ndarray) -> np.ndarray:
+        array = np.ascontiguousarray(array)
+        if array.nbytes <= _DIRECT or self.size == 1:
+            return _sum(self.allgather(label, array.ravel(), equal=True)).reshape(array.shape)
+        # Each rank adds up its own part of the array and sends the sum to all.
+        others, parts = self._others(), np.array_split(array.ravel(), self.size)
+        requests = [r for rank in others for r in self._send([rank], label, rank, parts[rank])]
+        own = parts[self.rank]
+        got = self._collect(others, label, self.rank, own, requests)
+        got[self.rank] = own
+        total = _sum([got[rank] for rank in range(self.size)])
+        requests = self._send(others, label, self.size + self.rank, total)
+        done = {self.rank: total}
+        for rank in others:
+            done.update(self._collect([rank], label, self.size + rank, parts[rank], requests))
+        return np.concatenate([done[rank] for rank in range(self.size)]).reshape(array.shape)
+
+    def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
+        array = np.ascontiguousarray(array)
+        if self.rank == 0:
+            others = self._others()
+            self._collect([], label, 0, array, self._send(others, label, 0, array.ravel()))
+            return array
+        self._send([], label, 0, array)
+        return self._collect([0], label, 0, array.ravel(), [])[0].reshape(array.shape)
+
+    def fail(self, reason: str) -> None:
+        with self._changed:
+            if self._broken or self._closed:
+                return
+            self._broken = reason
+            self._changed.notify_all()
+        text = np.frombuffer(reason.encode(errors="replace")[:4000], np.uint8)
+        self._post(self._others(), Label("failure"), 0, text)
+
+    def close(self) -> None:
+        if self._closed or self._MPI.Is_finalized():
+            return
+        self._closed = True
+        if self._broken and self.size > 1:
+            # MPI_Finalize waits for processes that may be stuck or gone, and MPI_Abort runs destructors in MXNet that
+            # end in a signal. Leaving without either makes mpiexec end all processes and return 1.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        self._post(self._others(), Label("end"), 0, np.zeros(0, np.uint8))
+        deadline = time.monotonic() + 1
+        while self._outgoing and time.monotonic() < deadline:
+            self._progress()
+            time.sleep(1e-4)
+
+    # ---- messages ------------------------------------------------------------------------------------------
+
+    def _others(self) -> List[int]:
+        # Starting behind this rank, so that not everybody writes to rank 0 first.
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    def _send(self, ranks: Sequence[int], label: Label, part: int, array: np.ndarray) -> List[Any]:
+        if self._broken:
+            raise mx.MXNetError(f"nothing is exchanged any more, because: {self._broken} Start the job again.")
+        return self._post(ranks, label, part, array)
+
+    def _post(self, ranks: Sequence[int], label: Label, part: int, array: np.ndarray) -> List[Any]:
+        number = _TYPES.index(array.dtype)
+        header = np.array(
+            [_KINDS.index(label.kind), label.key, label.node, label.call, label.phase, part, number, 0], np.int64
+        )
+        message = np.concatenate([header.view(np.uint8), array.ravel().view(np.uint8)])
+        with self._mpi:
+            requests = [self._comm.Isend([message, self._MPI.BYTE], dest=rank) for rank in ranks]
+            self._outgoing += [(request, message) for request in requests]  # MPI reads it later
+        return requests
+
+    def _collect(
+        self,
+        ranks: Sequence[int],
+        label: Label,
+        part: int,
+        like: np.ndarray,
+        requests: Sequence[Any],
+        equal: bool = True,
+    ) -> Dict[int, np.ndarray]:
+        """What these ranks sent, once our own messages are out too."""
+        identity = (_KINDS.index(label.kind), label.key, label.node, label.call, label.phase, part)
+        began = looked = time.monotonic()
+        limit, warned = _native.timeout_of(label.layer), False
+        with _native.Wait() as wait, self._changed:
+            while True:
+                missing = [rank for rank in ranks if (rank, *identity) not in self._inbox]
+                if not missing and self._all_sent(requests):
+                    got = {rank: self._inbox.pop((rank, *identity)) for rank in ranks}
+                    self._changed.notify_all()  # somebody else may have to poll now
+                    break
+                now = time.monotonic()
+                self._check(label, identity, missing)
+                if now - began > limit:
+                    self._give_up(self._late(label, missing, limit))
+                if now - began > _WARN_AFTER and not warned:
+                    warned = True
+                    _log.warning("%s Still waiting, until %.0f s.", self._late(label, missing, now - began), limit)
+                if now - looked > 0.05:
+                    looked = now
+                    if not wait.goes_on():
+                        self._give_up(f"rank {self.rank} was asked to end, or its step failed, in {label}.")
+                if self._polling:
+                    self._changed.wait(0.01)
+                    continue
+                self._polling = True
+                self._changed.release()
+                try:
+                    arrived = self._progress()
+                    if not arrived and now - began > _SPIN:
+                        time.sleep(5e-5 if now - began < _DOZE else 1e-3)
+                finally:
+                    self._changed.acquire()
+                    self._polling = False
+                self._file(arrived)
+        for rank, array in got.items():
+            if equal and (array.dtype != like.dtype or array.size != like.size):
+                self._give_up(
+                    f"in {label}, rank {rank} sent {array.size} values of {array.dtype} where rank {self.rank} has "
+                    f"{like.size} of {like.dtype}. All processes must build the same net and cast it alike."
+                )
+        return got
+
+    def _all_sent(self, requests: Sequence[Any]) -> bool:
+        with self._mpi:
+            return all(request.Test() for request in requests)
+
+    def _progress(self) -> List[Tuple[int, np.ndarray]]:
+        """Moves messages along; returns those that have come."""
+        done = []
+        with self._mpi:
+            self._outgoing = [(request, message) for request, message in self._outgoing if not request.Test()]
+            status = self._MPI.Status()
+            while True:
+                probed = self._comm.Improbe(status=status)
+                if probed is None:
+                    break
+                message = np.empty(status.Get_count(self._MPI.BYTE), np.uint8)
+                self._incoming.append((probed.Irecv([message, self._MPI.BYTE]), message, status.Get_source()))
+            waiting = []
+            for request, message, rank in self._incoming:
+                if request.Test():
+                    done.append((rank, message))
+                else:
+                    waiting.append((request, message, rank))
+            self._incoming = waiting
+        return done
+
+    def _file(self, messages: Sequence[Tuple[int, np.ndarray]]) -> None:
+        for rank, message in messages:
+            header = message[: 8 * _HEADER].view(np.int64).tolist()
+            array = message[8 * _HEADER :].view(_TYPES[header[6]])
+            kind = _KINDS[header[0]]
+            if kind == "failure":
+                self._gone[rank] = f"has failed: {bytes(array).decode(errors='replace')}"
+            elif kind == "end":
+                self._gone[rank] = "has ended"
+            else:
+                self._inbox[(rank, *header[:6])] = array
+        if messages:
+            self._changed.notify_all()
+
+    # ---- errors --------------------------------------------------------------------------------------------
+
+    def _check(self, label: Label, identity: _Key, missing: Sequence[int]) -> None:
+        if self._broken:
+            raise mx.MXNetError(f"in {label}, rank {self.rank} of {self.size}: {self._broken}")
+        arriving = {rank for _, _, rank in self._incoming}
+        for rank in missing:
+            if rank in self._gone and rank not in arriving:
+                self._give_up(f"rank {rank} of {self.size} {self._gone[rank]} (rank {self.rank} was in {label})")
+            if label.phase == 0 and rank not in arriving:
+                other = [key for key in self._inbox if key[0] == rank and key[1:4] == identity[:3] and key[5] == 0]
+                if other and all(key[4] != label.call for key in other):
+                    self._give_up(
+                        f"rank {self.rank} is in {label}, but rank {rank} is in number {other[0][4] + 1}: one of them "
+                        "has skipped or repeated a step."
+                    )
+
+    def _late(self, label: Label, missing: Sequence[int], seconds: float) -> str:
+        instead = sorted(
+            {
+                f"rank {key[0]} is in {_KINDS[key[1]]} {key[2]}, call {key[4] + 1}"
+                for key in self._inbox
+                if key[0] in missing
+            }
+        )
+        return (
+            f"rank {self.rank} of {self.size} waits for rank {', '.join(map(str, missing))} in {label} after "
+            f"{seconds:.0f} s. A process that is missing has ended, hangs, or makes other calls: every process must "
+            "run the same number of steps with the same net." + (f" Meanwhile {'; '.join(instead)}." if instead else "")
+        )
+
+    def _give_up(self, reason: str) -> NoReturn:
+        self.fail(reason)
+        raise mx.MXNetError(reason)
+
+
+def _sum(parts: Sequence[np.ndarray]) -> np.ndarray:
+    total = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    return total

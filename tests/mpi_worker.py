@@ -1,0 +1,253 @@
+"""What one process of a job does; tests/test_mpi.py starts several of them with ``mpiexec``."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+import gluon_syncbn
+
+CONTEXTS = gluon_syncbn.cpu_devices(4)
+
+import mxnet as mx  # noqa: E402
+from mxnet import autograd, gluon, nd  # noqa: E402
+from mxnet.gluon import nn  # noqa: E402
+from replicas import WAYS, Batch, assert_same_bits, make_batch, on_devices, prepare, step  # noqa: E402
+from test_modes import POOLINGS, specification  # noqa: E402
+
+kv = gluon_syncbn.kvstore("mpi")
+TIMEOUT = 3.0
+
+
+def report(since, error):
+    """Into a file: what a process prints at its end may get lost when mpiexec ends the others."""
+    text = f"FAILED rank {kv.rank} after {time.monotonic() - since:.1f} s: {error}\n"
+    Path(os.environ["MPI_WORKER_REPORTS"], str(kv.rank)).write_text(text)
+
+
+def devices_of(rank):
+    return 1 + rank % 2  # 1, 2, 1, 2 ...
+
+
+def own(batch):
+    """This process's part of the batch of all, and its contexts."""
+    first, count = sum(map(devices_of, range(kv.rank))), devices_of(kv.rank)
+    part = slice(first, first + count)
+    return batch._replace(shards=batch.shards[part], heads=batch.heads[part]), CONTEXTS[:count], part
+
+
+def make_layer(batch, dtype="float64", way="eager", **settings):
+    for _ in range(3 * kv.rank):
+        nn.BatchNorm()  # so that Gluon's counters differ among the processes
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv, **settings)
+    return prepare(layer, batch, own(batch)[1], dtype, WAYS[way])
+
+
+def equals_the_specification():
+    devices = sum(map(devices_of, range(kv.num_workers)))
+    rng = np.random.RandomState(0)
+    for dtype, tolerance in (("float64", 1e-11), ("float32", 1e-5), ("float16", 2e-3)):
+        for name, pooling in POOLINGS.items():
+            if "group_size" in pooling and devices % 2:
+                continue
+            batch = make_batch(rng, devices, dtype=dtype)
+            part, contexts, mine = own(batch)
+            for way in WAYS:
+                layer = make_layer(part, dtype, way, **pooling)
+                for _ in range(2):
+                    got = step(layer, part, contexts, dtype)
+                layer._replicas.id, local = kv._keys.get(layer._replicas.id), layer._replicas.id
+                want = specification(layer, batch, call=1, node=-1 if way == "eager" else 0)
+                layer._replicas.id = local
+                for field in ("outputs", "dxs"):
+                    for g, w in zip(getattr(got, field), getattr(want, field)[mine]):
+                        error = np.abs(g.astype("float64") - w).max() / np.abs(w).max()
+                        assert error < tolerance, (name, dtype, way, field, error)
+                total = nd.array(got.dgamma, dtype="float64")
+                kv.pushpull("dgamma", total)
+                assert np.abs(total.asnumpy() - want.dgamma).max() / np.abs(want.dgamma).max() < tolerance
+
+
+def same_bits_on_repetition():
+    batch = make_batch(np.random.RandomState(1), sum(map(devices_of, range(kv.num_workers))), dtype="float32")
+    part, contexts, _ = own(batch)
+    for pooling in ({}, {"mode": "shuffle"}):
+        layer = make_layer(part, "float32", **pooling)
+        results = []
+        for _ in range(5):
+            gluon_syncbn.configure(seed=0)
+            time.sleep(0.01 * np.random.RandomState(os.getpid()).rand())  # another order of arrival
+            results.append(step(layer, part, contexts, "float32")._replace(running_mean=[], running_var=[]))
+        for result in results[1:]:
+            assert_same_bits(result, results[0])
+
+
+def one_store_for_gradients_and_statistics():
+    """Three steps of a small net with the Trainer, against one process with the whole batch."""
+
+    def make(norm, contexts):
+        net = nn.HybridSequential()
+        net.add(
+            nn.Conv2D(6, 3, in_channels=3), norm(in_channels=6), nn.Activation("tanh"), nn.Dense(4, in_units=6 * 16)
+        )
+        net.initialize(ctx=contexts)
+        values = np.random.RandomState(7)
+        for p in net.collect_params().values():
+            if p.grad_req != "null":
+                p.set_data(nd.array(values.randn(*p.shape) * 0.2 + (p.name.endswith("gamma"))))
+        net.cast("float64")
+        return net
+
+    gluon_syncbn.configure(kvstore=kv)
+    rng = np.random.RandomState(2)
+    devices = sum(map(devices_of, range(kv.num_workers)))
+    sizes = [2 + i % 3 for i in range(devices)]
+    shards = [rng.randn(n, 3, 6, 6) * (i + 1) for i, n in enumerate(sizes)]
+    heads = [rng.randn(n, 4) for n in sizes]
+    part, contexts, _ = own(Batch(shards, heads, None, None))
+    net, plain = make(gluon_syncbn.SyncBatchNorm, contexts), make(nn.BatchNorm, CONTEXTS[3:])
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore=kv)
+    alone = gluon.Trainer(plain.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore=None)
+    for _ in range(3):
+        with autograd.record():
+            ys = [net(x) for x in on_devices(part.shards, contexts, "float64")]
+        autograd.backward(ys, on_devices(part.heads, contexts, "float64"))
+        trainer.step(sum(sizes))
+        with autograd.record():
+            y = plain(nd.array(np.concatenate(shards), ctx=CONTEXTS[3], dtype="float64"))
+        y.backward(nd.array(np.concatenate(heads), ctx=CONTEXTS[3], dtype="float64"))
+        alone.step(sum(sizes))
+    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
+        for context in contexts:
+            got, want = p.data(context).asnumpy(), q.data().asnumpy()
+            assert np.abs(got - want).max() < 1e-10 * max(1, np.abs(want).max()), p.name
+
+
+def pushpull_and_broadcast():
+    for dtype in ("float16", "float32", "float64"):
+        for size in (1, 5, 40_000):
+            values = [nd.full((size,), kv.rank + 1 + k, ctx=CONTEXTS[k], dtype=dtype) for k in range(2)]
+            kv.pushpull("sum", values)
+            want = sum(rank + 1 + k for rank in range(kv.num_workers) for k in range(2))
+            assert all((v.asnumpy() == want).all() and v.dtype == np.dtype(dtype) for v in values)
+            out = [nd.zeros((size,), ctx=CONTEXTS[k], dtype=dtype) for k in range(2)]
+            kv.broadcast(3, values[0] + kv.rank, out=out)
+            assert all((o.asnumpy() == want).all() for o in out)
+
+
+def random_order():
+    """Layers in an order of its own in every process and step, each in a thread of its own."""
+    layers, steps = 20, int(sys.argv[2])
+    gluon_syncbn.configure(timeout=60)
+    nets = [gluon_syncbn.SyncBatchNorm(in_channels=2, kvstore=kv, momentum=0.0) for _ in range(layers)]
+    for net in nets:
+        net.initialize(ctx=CONTEXTS[0])
+    rng = np.random.RandomState(100 + kv.rank)
+    for k in range(steps):
+        values = [
+            [np.random.RandomState((1000 * i + k) * 8 + r).randn(2, 2) * (i + 1) for r in range(kv.num_workers)]
+            for i in range(layers)
+        ]
+        ys = [None] * layers
+        with autograd.record():
+            for i in rng.permutation(layers):
+                ys[i] = nets[i](nd.array(values[i][kv.rank]))
+        mx.nd.waitall()
+        for i, net in enumerate(nets):
+            want = np.concatenate(values[i]).mean(axis=0)
+            got = net.running_mean.data().asnumpy()
+            assert np.abs(got - want).max() < 1e-4 * (i + 1), (k, i, got, want)
+
+
+# ---- faults: rank 1 does something else, the others must hear of it ----------------------------------------------
+
+
+def fault():
+    last = time.monotonic()
+    try:
+        for k in range(3):
+            last = time.monotonic()
+            train_step(k)
+    except mx.MXNetError as error:
+        report(last, error)
+        raise SystemExit(3) from None
+    print(f"ENDED rank {kv.rank}", flush=True)
+
+
+_layers = []
+
+
+def train_step(k):
+    if not _layers:
+        gluon_syncbn.configure(timeout=TIMEOUT, kvstore=kv)
+        for i in range(2):
+            layer = gluon_syncbn.SyncBatchNorm(in_channels=5, prefix=f"layer{i}_")
+            layer.initialize(ctx=CONTEXTS[:1])
+            _layers.append(layer)
+    fault, faulty = sys.argv[2], kv.rank == 1 and k == 1
+    x = nd.random.normal(shape=(2, 5, 3))
+    if faulty and fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if faulty and fault == "frozen":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if faulty and fault == "exits":
+        raise SystemExit(0)
+    if faulty and fault == "raises":
+        with autograd.record():
+            _layers[0](x)
+            raise OSError("disk full")
+    if fault == "one batch more" and kv.rank == 1 and k == 2:
+        print("ENDED rank 1", flush=True)
+        raise SystemExit(0)
+    if faulty and fault == "skips a layer":
+        with autograd.record():
+            y = _layers[1](x)
+        y.asnumpy()
+    if faulty and fault == "another layer":
+        with autograd.record():
+            y = _layers[1](_layers[1](x))
+        y.asnumpy()
+    if faulty and fault == "repeats a step":
+        with autograd.record():
+            y = _layers[0](x)
+        y.asnumpy()
+    with autograd.record():
+        y = _layers[1](_layers[0](x))
+    y.backward()
+    kv.pushpull(0, nd.ones(7) if faulty and fault == "another shape" else _layers[0].gamma.grad())
+    mx.nd.waitall()
+
+
+def another_net():
+    gluon_syncbn.configure(timeout=TIMEOUT, kvstore=kv)
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=5 + kv.rank, prefix="first_")
+    layer.initialize(ctx=CONTEXTS[:1])
+    try:
+        with autograd.record():
+            layer(nd.ones((2, 5 + kv.rank))).asnumpy()
+    except mx.MXNetError as error:
+        report(time.monotonic(), error)
+        raise SystemExit(3) from None
+
+
+def interrupted():
+    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start() if kv.rank == 0 else time.sleep(30)
+    gluon_syncbn.configure(timeout=25, kvstore=kv)
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=5)
+    layer.initialize(ctx=CONTEXTS[:1])
+    start = time.monotonic()
+    try:
+        with autograd.record():
+            layer(nd.ones((2, 5))).asnumpy()
+    except (mx.MXNetError, KeyboardInterrupt) as error:
+        report(start, repr(error))
+        raise SystemExit(3) from None
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    print(f"OK {kv.rank}", flush=True)

@@ -1,0 +1,135 @@
+"""Several processes on this machine, started by ``mpiexec``: what they compute, and what they learn of each other."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+import gluon_syncbn
+
+HERE = Path(__file__).parent
+WORKER = HERE / "mpi_worker.py"
+BIN = Path(sys.executable).parent
+
+
+class Job:
+    """A finished ``mpiexec``: exit code, output and how long it took."""
+
+    def __init__(self, processes, *arguments, limit=60, options=()):
+        command = [
+            str(BIN / "mpiexec"),
+            *options,
+            "-n",
+            str(processes),
+            sys.executable,
+            str(WORKER),
+            *map(str, arguments),
+        ]
+        with tempfile.TemporaryDirectory() as reports:
+            own = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "MPI_WORKER_REPORTS": reports}
+            start = time.monotonic()
+            done = subprocess.run(
+                command, env={**os.environ, **own}, timeout=limit, capture_output=True, text=True, check=False
+            )
+            self.seconds, self.code = time.monotonic() - start, done.returncode
+            self.output = done.stdout + done.stderr + "".join(p.read_text() for p in sorted(Path(reports).iterdir()))
+
+    def succeeded(self, processes):
+        return self.code == 0 and all(f"OK {rank}" in self.output for rank in range(processes))
+
+    def failure_of(self, rank):
+        """(seconds from the beginning of the step, text) of the error that this process got."""
+        found = re.search(rf"FAILED rank {rank} after ([0-9.]+) s: (.*)", self.output)
+        assert found, self.output
+        return float(found[1]), found[2]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_processes_equal_the_specification(processes):
+    """All modes, types and ways of running, 1 and 2 devices in turn, names that differ."""
+    job = Job(processes, "equals_the_specification", limit=120)
+    assert job.succeeded(processes), job.output
+
+
+@pytest.mark.parametrize(
+    "scenario", ["same_bits_on_repetition", "one_store_for_gradients_and_statistics", "pushpull_and_broadcast"]
+)
+def test_two_processes(scenario):
+    job = Job(2, scenario)
+    assert job.succeeded(2), job.output
+
+
+def test_layers_in_any_order():
+    job = Job(4, "random_order", 30)
+    assert job.succeeded(4), job.output
+
+
+@pytest.mark.slow
+def test_layers_in_any_order_for_long():
+    job = Job(4, "random_order", 1000, limit=1200)
+    assert job.succeeded(4), job.output
+
+
+def test_another_net():
+    job = Job(2, "another_net")
+    assert job.code != 0
+    assert "the processes disagree about the net: layer 1 is SyncBatchNorm 'first' (5 channels" in job.output
+    assert "'first' (6 channels" in job.output
+
+
+@pytest.mark.parametrize(
+    ("fault", "text", "at_once"),
+    [
+        ("frozen", "in the forward of call 2 of SyncBatchNorm 'layer0'", False),
+        ("exits", "rank 1 of 2 has ended (rank 0 was in the forward of call 2 of SyncBatchNorm 'layer0')", True),
+        ("raises", "rank 1 of 2 has failed: OSError left the recorded step (disk full)", True),
+        ("one batch more", "rank 1 of 2 has ended (rank 0 was in the forward of call 3", True),
+        ("skips a layer", "in the forward of call 2 of SyncBatchNorm 'layer0'", False),
+        ("another layer", "in the forward of call 2 of SyncBatchNorm 'layer0'", False),
+        ("repeats a step", "in the forward of call 2 of SyncBatchNorm 'layer1'", False),
+        ("another shape", "in gradient 0, round 2", True),
+    ],
+)
+def test_a_process_that_does_something_else(fault, text, at_once):
+    """Rank 0 gets an error that names layer, rank and step, in time, and mpiexec's exit code is not 0."""
+    job = Job(2, "fault", fault)
+    seconds, error = job.failure_of(0)
+    assert text in error
+    assert seconds < (2.5 if at_once else 4.5)  # the time limit is 3 s
+    assert "OK 0" not in job.output
+    assert job.code not in (0, None)
+
+
+def test_a_process_that_is_killed():
+    """mpiexec would end the others itself; without its help they notice."""
+    job = Job(3, "fault", "killed", options=["-disable-auto-cleanup"])
+    for rank in (0, 2):
+        seconds, error = job.failure_of(rank)
+        assert "in the forward of call 2 of SyncBatchNorm 'layer0'" in error
+        assert seconds < 4.5
+    assert job.code != 0
+
+
+def test_a_process_that_is_killed_under_mpiexec():
+    job = Job(2, "fault", "killed")
+    assert job.code != 0
+    assert "ENDED" not in job.output
+    assert job.seconds < 30
+
+
+def test_interrupt_while_another_process_is_late():
+    job = Job(2, "interrupted")
+    seconds, error = job.failure_of(0)
+    assert seconds < 10
+    assert "asked to end" in error or "KeyboardInterrupt" in error
+    assert job.code != 0
+
+
+def test_a_transport_that_does_not_exist():
+    with pytest.raises(ValueError, match=re.escape("name: 'dist_sync' was given, expected 'mpi'")):
+        gluon_syncbn.kvstore("dist_sync")
