@@ -19,6 +19,9 @@ from mxnet.gluon import nn  # noqa: E402
 from replicas import WAYS, Batch, assert_same_bits, make_batch, on_devices, prepare, step  # noqa: E402
 from test_modes import POOLINGS, specification  # noqa: E402
 
+from gluon_syncbn.exchange import mpi  # noqa: E402
+from gluon_syncbn.exchange.store import Label  # noqa: E402
+
 kv = gluon_syncbn.kvstore("mpi")
 TIMEOUT = 3.0
 
@@ -137,6 +140,16 @@ def pushpull_and_broadcast():
             out = [nd.zeros((size,), ctx=CONTEXTS[k], dtype=dtype) for k in range(2)]
             kv.broadcast(3, values[0] + kv.rank, out=out)
             assert all((o.asnumpy() == want).all() for o in out)
+
+
+def along_a_tree():
+    mpi._FEW = 1
+    pushpull_and_broadcast()
+    same_bits_on_repetition()
+    for size in (1, 7, 3000):
+        parts = [np.random.RandomState(rank).randn(size) for rank in range(kv.num_workers)]
+        total = kv._transport.allreduce(Label("gradient", 99, call=size, what="a test"), parts[kv.rank])
+        np.testing.assert_allclose(total, sum(parts), rtol=1e-12, atol=1e-12)
 
 
 def random_order():

@@ -64,6 +64,12 @@ def test_two_processes(scenario):
     assert job.succeeded(2), job.output
 
 
+@pytest.mark.parametrize("processes", [3, 4, 5])
+def test_many_processes_add_along_a_tree(processes):
+    job = Job(processes, "along_a_tree")
+    assert job.succeeded(processes), job.output
+
+
 def test_layers_in_any_order():
     job = Job(4, "random_order", 30)
     assert job.succeeded(4), job.output

@@ -24,7 +24,8 @@ _log = logging.getLogger("gluon_syncbn")
 _KINDS = ("failure", "end", "agreement", "broadcast", "broadcast of", "gradient", "gradient of", "statistics")
 _TYPES = tuple(np.dtype(name) for name in ("uint8", "float16", "float32", "float64", "int32", "int64", "int8"))
 _HEADER = 8  # int64: kind, key, node, call, phase, part, type, 0
-_DIRECT = 1 << 15  # bytes; larger sums are made in parts, one by each rank
+_SMALL = 1 << 15  # bytes; larger sums are made in parts, one by each rank
+_FEW = 8  # ranks that send everybody their part; more add up along a tree, in twice its depth messages each
 _WARN_AFTER = 10.0  # seconds
 _SPIN, _DOZE = 0.0005, 0.1  # seconds of waiting until polls are 50 us, 1 ms apart
 
@@ -77,8 +78,29 @@ class MPITransport(Transport):
 
     def allreduce(self, label: Label, array: np.ndarray) -> np.ndarray:
         array = np.ascontiguousarray(array)
-        if array.nbytes <= _DIRECT or self.size == 1:
-            return _sum(self.allgather(label, array.ravel(), equal=True)).reshape(array.shape)
+        if array.nbytes > _SMALL and self.size > 1:
+            total = self._sum_of_parts(label, array)
+        elif self.size > _FEW:
+            total = self._sum_along_tree(label, array.ravel())
+        else:
+            total = _sum(self.allgather(label, array.ravel(), equal=True))
+        return total.reshape(array.shape)
+
+    def _sum_along_tree(self, label: Label, total: np.ndarray) -> np.ndarray:
+        distance = 1
+        while distance < self.size and not self.rank & distance:  # towards rank 0
+            if self.rank + distance < self.size:
+                got = self._collect([self.rank + distance], label, 0, total, [])
+                total = total + got[self.rank + distance]
+            distance *= 2
+        if self.rank > 0:
+            parent = self.rank - distance
+            total = self._collect([parent], label, 1, total, self._send([parent], label, 0, total))[parent]
+        children = [self.rank + d for d in _powers_below(distance) if self.rank + d < self.size]
+        self._collect([], label, 1, total, self._send(children, label, 1, total))
+        return total
+
+    def _sum_of_parts(self, label: Label, array: np.ndarray) -> np.ndarray:
         # Each rank adds up its own part of the array and sends the sum to all.
         others, parts = self._others(), np.array_split(array.ravel(), self.size)
         requests = [r for rank in others for r in self._send([rank], label, rank, parts[rank])]
@@ -90,7 +112,7 @@ class MPITransport(Transport):
         done = {self.rank: total}
         for rank in others:
             done.update(self._collect([rank], label, self.size + rank, parts[rank], requests))
-        return np.concatenate([done[rank] for rank in range(self.size)]).reshape(array.shape)
+        return np.concatenate([done[rank] for rank in range(self.size)])
 
     def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
         array = np.ascontiguousarray(array)
@@ -273,6 +295,11 @@ class MPITransport(Transport):
     def _give_up(self, reason: str) -> NoReturn:
         self.fail(reason)
         raise mx.MXNetError(reason)
+
+
+def _powers_below(limit: int) -> List[int]:
+    """The largest first, so that the deepest part of a tree hears first."""
+    return [1 << i for i in reversed(range(limit.bit_length() - 1))]
 
 
 def _sum(parts: Sequence[np.ndarray]) -> np.ndarray:
