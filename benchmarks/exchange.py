@@ -1,0 +1,199 @@
+"""What it costs to put statistics together over processes: microseconds per exchange, and the share of a step.
+
+Processes of this machine, over MPI. *Bare* is mpi4py's ``Allreduce`` of the same bytes in the same processes and run,
+which never gives up waiting and matches by the order of the calls.
+
+    python benchmarks/exchange.py             # writes benchmarks/results/exchange.{md,json,png}
+    python benchmarks/exchange.py --quick     # a smoke test, its figures mean nothing
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Sequence
+
+import _common
+from tqdm import tqdm
+
+SIZES = [1024, 2048, 4096, 8192, 16384]  # bytes
+PROCESSES = [2, 4, 8]
+
+EXPLANATION = """Microseconds for the sum of a float64 vector over the processes of one machine, the median over
+{rounds} calls on rank 0 (10 % and 90 % in brackets). *Bare* is mpi4py's `Allreduce` in the same run, *added* is what
+the exchange costs beyond it: labels, time limit, errors. With more processes than cores, a wait is mostly for the
+scheduler.
+
+{table}
+
+A training step of FastSCNN ({crop} pixels, {batch} images per process) on {processes} processes spends {share:.0%} of
+its time in the exchange of statistics and {gradients:.0%} in that of gradients, of {step:.2f} s in all. Both include
+waiting for the other process, whose forward and backward are not equally fast."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _common.options(__doc__, arguments, quick="few calls on two processes: a smoke test")
+    if options.child:
+        child(json.loads(options.child))
+        return 0
+    env = _common.environment(["benchmarks/exchange.py", *arguments])
+    processes = [2] if options.quick else PROCESSES
+    rounds = 50 if options.quick else 1000
+    cells: List[Dict[str, Any]] = []
+    for count in tqdm(processes, desc="exchange", unit="job"):
+        cells += run(count, {"sizes": SIZES, "rounds": rounds})["sizes"]
+    step = run(2, {"step": {"crop": 64 if options.quick else 128, "batch": 2, "steps": 2 if options.quick else 8}})
+
+    header = ["bytes", "processes", "bare, us", "ours, us", "added, us"]
+    table = _common.table(header, [row(cell) for cell in cells])
+    print(table)
+    text = EXPLANATION.format(table=table, rounds=rounds, processes=2, **step)
+    _common.write(options.out, "exchange", "Exchange between processes", text, env, {"sizes": cells, "step": step})
+    plot(options.out / "exchange.png", cells, env)
+    print(text.rpartition("\n\n")[2])
+    return 0
+
+
+def row(cell: Dict[str, Any]) -> List[str]:
+    def show(values: Sequence[float]) -> str:
+        low, *_, high = statistics.quantiles(values, n=10)
+        return f"{statistics.median(values):.1f} ({low:.1f} to {high:.1f})"
+
+    added = statistics.median(cell["ours"]) - statistics.median(cell["bare"])
+    return [str(cell["bytes"]), str(cell["processes"]), show(cell["bare"]), show(cell["ours"]), f"{added:.1f}"]
+
+
+def run(processes: int, work: Dict[str, Any]) -> Dict[str, Any]:
+    """One job of so many processes; what its rank 0 prints."""
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    command = [str(mpiexec), "-n", str(processes), sys.executable, __file__, "--child", json.dumps(work)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        raise SystemExit(f"{' '.join(command[:4])} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
+    return json.loads(lines[-1])
+
+
+def child(work: Dict[str, Any]) -> None:
+    import gluon_syncbn
+
+    gluon_syncbn.configure(timeout=120)
+    store = gluon_syncbn.kvstore("mpi")
+    result = sizes(store, work) if "sizes" in work else {**step(store, **work["step"]), **work["step"]}
+    if store.rank == 0:
+        print(json.dumps(result), flush=True)
+
+
+def sizes(store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
+    import numpy as np
+    from mpi4py import MPI
+
+    from gluon_syncbn.exchange.store import Label
+
+    cells = []
+    for size in work["sizes"]:
+        values, out = np.ones(size // 8), np.empty(size // 8)
+        calls = iter(range(10**9))
+
+        def ours(values: Any = values, size: int = size, calls: Any = calls) -> None:
+            store._transport.allreduce(Label("statistics", size, call=next(calls), what="a benchmark"), values)
+
+        def bare(values: Any = values, out: Any = out) -> None:
+            MPI.COMM_WORLD.Allreduce(values, out)
+
+        steps: Dict[str, Callable[[], None]] = {"bare": bare, "ours": ours}
+        taken: Dict[str, List[float]] = {name: [] for name in steps}
+        for call in steps.values():
+            for _ in range(20):
+                call()
+        for _ in range(10):  # in turn, so that a slow moment hits both
+            for name, call in steps.items():
+                for _ in range(work["rounds"] // 10):
+                    start = time.perf_counter()
+                    call()
+                    taken[name].append((time.perf_counter() - start) * 1e6)
+        cells.append({"bytes": size, "processes": store.num_workers, **taken})
+    return {"sizes": cells}
+
+
+def step(store: Any, crop: int, batch: int, steps: int) -> Dict[str, float]:
+    """Seconds of a step, and the shares of it that statistics and gradients take."""
+    import gluoncv
+    import mxnet as mx
+    from mxnet import autograd, gluon, nd
+
+    import gluon_syncbn
+
+    mx.random.seed(0)
+    gluon_syncbn.configure(kvstore=store)
+    net = gluoncv.model_zoo.get_model(
+        "fastscnn_citys", pretrained_base=False, norm_layer=gluon_syncbn.SyncBatchNorm, crop_size=crop, base_size=crop
+    )
+    net.initialize(mx.init.Xavier(), ctx=mx.cpu())
+    net.hybridize(static_alloc=True)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, kvstore=store)
+    loss = gluoncv.loss.MixSoftmaxCrossEntropyLoss(aux=True, aux_weight=0.4)
+    spent = {"add": 0.0, "pushpull": 0.0}
+    for name in spent:
+        original = getattr(store, name)
+
+        def timed(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                spent[name] += time.perf_counter() - start
+
+        setattr(store, name, timed)
+    x = nd.random.normal(shape=(batch, 3, crop, crop))
+    labels = nd.zeros((batch, crop, crop))
+    for k in range(steps + 1):
+        if k == 1:  # the first step builds the graph
+            start = time.perf_counter()
+            spent.update(add=0.0, pushpull=0.0)
+        with autograd.record():
+            value = loss(*net(x), labels).sum()
+        value.backward()
+        mx.nd.waitall()  # so that the time of the gradients is theirs alone
+        trainer.step(batch * store.num_workers)
+        mx.nd.waitall()
+    seconds = time.perf_counter() - start
+    return {"step": seconds / steps, "share": spent["add"] / seconds, "gradients": spent["pushpull"] / seconds}
+
+
+def plot(path: Path, cells: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    processes = sorted({cell["processes"] for cell in cells})
+    figure, axes = pyplot.subplots(1, len(processes), figsize=(4 * len(processes), 3.6), sharey=True, squeeze=False)
+    for axis, count in zip(axes[0], processes):
+        mine = [cell for cell in cells if cell["processes"] == count]
+        for name, colour, label in (("bare", "#000000", "mpi4py Allreduce"), ("ours", "#0072B2", "kvstore('mpi')")):
+            axis.plot(
+                [cell["bytes"] / 1024 for cell in mine],
+                [statistics.median(cell[name]) for cell in mine],
+                "o-",
+                color=colour,
+                label=label,
+            )
+        axis.set(title=f"{count} processes", xlabel="KiB", xscale="log", yscale="log")
+        axis.set_xticks([cell["bytes"] / 1024 for cell in mine])
+        axis.get_xaxis().set_major_formatter(matplotlib.ticker.ScalarFormatter())
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("microseconds per exchange")
+    axes[0][0].legend()
+    figure.text(0.5, 0.0, f"{env['processor']}, {env['cores']} cores", ha="center", fontsize=8, color="#666666")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
