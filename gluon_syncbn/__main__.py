@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import sys
@@ -38,6 +39,16 @@ def stores() -> str:
         except ValueError as missing:
             found.append(f"no {name} ({str(missing).splitlines()[0].split(': ')[-1]})")
     return "shared memory, KVStore " + ", ".join(found)
+
+
+def processes() -> str:
+    found = []
+    for name, package in (("mpi", "mpi4py"),):
+        try:  # looked up, not imported: importing it starts MPI
+            found.append(f"kvstore({name!r}) with {package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name} (pip install 'gluon_syncbn[{name}]')")
+    return ", ".join(found)
 
 
 def gpu() -> str:
@@ -84,7 +95,7 @@ def live() -> str:
 
 
 def main() -> int:
-    checks: List[Callable[[], str]] = [versions, core, stores, gpu, live]
+    checks: List[Callable[[], str]] = [versions, core, stores, processes, gpu, live]
     broken = 0
     for check in checks:
         try:

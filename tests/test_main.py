@@ -11,7 +11,7 @@ def test_a_sound_installation():
     run = subprocess.run([sys.executable, "-m", "gluon_syncbn"], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "BROKEN" not in run.stdout
-    for fact in ("Apache MXNet 1.9.1", f"{_native.instruction_set()} kernels", "KVStore local, device", "two replicas"):
+    for fact in ("Apache MXNet 1.9.1", f"{_native.instruction_set()} kernels", "KVStore local, device", "two replicas", "kvstore('mpi') with mpi4py"):
         assert fact in run.stdout
 
 
@@ -26,4 +26,4 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch, capsys):
     assert check.main() == 1
     printed = capsys.readouterr().out
     assert "BROKEN  live      ArithmeticError: wrong by" in printed
-    assert "1 of 5 checks failed" in printed
+    assert "1 of 6 checks failed" in printed
