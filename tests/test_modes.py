@@ -2,6 +2,8 @@
 
 import copy
 import re
+import subprocess
+import sys
 import threading
 import time
 
@@ -638,6 +640,42 @@ def test_global_statistics_and_prediction(contexts, rng, pooling):
         for x in on_devices(batch.shards, contexts, "float64"):
             with autograd.record(train_mode=frozen):
                 np.testing.assert_array_equal(layer(x).asnumpy(), plain(x).asnumpy())
+
+
+MEMORY = """
+import gluon_syncbn
+gluon_syncbn.cpu_devices(1)
+from mxnet import autograd, nd
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+layer = gluon_syncbn.SyncBatchNorm(in_channels=64, **{settings!r})
+layer.initialize()
+xs = [nd.random.normal(shape=(16, 64, 64, 64)) for _ in range(10)]
+for x in xs:
+    x.attach_grad()
+nd.waitall()
+with autograd.record():
+    layer(xs[0]).wait_to_read()
+    before, kept = resident(), []
+    for x in xs:
+        kept.append(layer(x).sum())
+    nd.waitall()
+print((resident() - before) / (10 * xs[0].size * 4))
+"""
+
+
+def test_no_mode_keeps_more_than_another():
+    """What a call leaves for its backward, in multiples of its input, measured on the process."""
+
+    def kept(**settings):
+        code = MEMORY.format(settings=settings)
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+        return float(run.stdout)
+
+    sync = kept()
+    assert 0.9 < sync < 1.7  # the input, and what MXNet's allocator rounds up
+    for mode in ("local", "shuffle"):
+        assert kept(mode=mode, virtual_devices=8) == pytest.approx(sync, abs=0.2)
 
 
 # ---- failures ----------------------------------------------------------------------------------------------

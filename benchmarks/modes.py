@@ -1,0 +1,135 @@
+"""What the modes cost: five layers in each mode, against plain BatchNorm and against `sync`.
+
+As benchmarks/layers.py, with 16 images per replica, so that eight virtual devices hold two each.
+
+    python benchmarks/modes.py             # writes benchmarks/results/modes.{md,json,png}
+    python benchmarks/modes.py --quick     # a smoke test, its figures mean nothing
+"""
+
+import json
+import statistics
+import sys
+from typing import Any, Callable, Dict, List, Sequence
+
+import _common
+from tqdm import tqdm
+
+LAYERS = 5
+SHAPES, REPLICAS = [(16, 64, 8, 8), (16, 64, 32, 32), (16, 128, 56, 56)], [1, 2, 4]
+QUICK_SHAPES, QUICK_REPLICAS = [(4, 8, 8, 8)], [1, 2]
+MODES: Dict[str, Dict[str, Any]] = {
+    "sync": {},
+    "local": {"mode": "local"},
+    "local, V=8": {"mode": "local", "virtual_devices": 8},
+    "shuffle, V=2": {"mode": "shuffle", "virtual_devices": 2},
+    "shuffle, V=8": {"mode": "shuffle", "virtual_devices": 8},
+}
+
+EXPLANATION = f"""Forward and backward of {LAYERS} layers in a hybridized net, per step; shapes are those of one
+replica, V is `virtual_devices`. *Plain* is `nn.BatchNorm` on the same contexts; the other columns are multiples of it,
+the median over interleaved rounds. All slots of a device are worked on in the same passes over memory, so V=8 should
+cost what V=1 does."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _common.options(__doc__, arguments, quick="one small shape: a smoke test")
+    if options.child:
+        child(json.loads(options.child))
+        return 0
+    env = _common.environment(["benchmarks/modes.py", *arguments])
+    shapes, replicas = (QUICK_SHAPES, QUICK_REPLICAS) if options.quick else (SHAPES, REPLICAS)
+    effort = {"rounds": 3, "budget_s": 2} if options.quick else {"rounds": 15, "budget_s": 15}
+    cells = [{"shape": shape, "replicas": n, "contrib": False, **effort} for shape in shapes for n in replicas]
+    results = []
+    for cell, taken, problems in tqdm(_common.measure(__file__, cells, 150), total=len(cells), desc="modes"):
+        results.append({**cell, "seconds": taken, "problems": problems})
+    header = ["shape", "replicas", "plain, ms", *MODES]
+    rows = [row(result) for result in results]
+    text = EXPLANATION + "\n\n" + _common.table(header, rows)
+    _common.write(options.out, "modes", "Modes and virtual devices", text, env, results)
+    plot(options.out / "modes.png", results, env)
+    print(_common.table(header, rows))
+    return _common.report(results, "shape", "replicas")
+
+
+def row(result: Dict[str, Any]) -> List[str]:
+    taken = result["seconds"]
+    plain = f"{statistics.median(taken['plain']) * 1e3:.2f}" if taken else "-"
+    shape = " x ".join(map(str, result["shape"]))
+    return [shape, str(result["replicas"]), plain, *[_common.entry(result, name) for name in MODES]]
+
+
+def child(cells: Sequence[_common.Cell]) -> None:
+    """Measures the cells in turn and prints one line of JSON for each."""
+    import gluon_syncbn
+
+    contexts = gluon_syncbn.cpu_devices(max(cell["replicas"] for cell in cells))
+    from mxnet.gluon import nn
+
+    for cell in cells:
+        channels, places = cell["shape"][1], contexts[: cell["replicas"]]
+        steps = {"plain": make_step(lambda c=channels: nn.BatchNorm(in_channels=c), cell["shape"], places)}
+        for name, settings in MODES.items():
+
+            def layer(c: int = channels, settings: Dict[str, Any] = settings) -> Any:
+                return gluon_syncbn.SyncBatchNorm(in_channels=c, **settings)
+
+            fits = settings.get("mode") != "shuffle" or settings["virtual_devices"] * cell["replicas"] > 1
+            if fits:
+                steps[name] = make_step(layer, cell["shape"], places)
+        print(json.dumps(_common.interleaved(steps, cell["rounds"], cell["budget_s"])), flush=True)
+
+
+def make_step(layer: Callable[[], Any], shape: Sequence[int], contexts: Sequence[Any]) -> Callable[[], None]:
+    import mxnet as mx
+    from mxnet import autograd, nd
+    from mxnet.gluon import nn
+
+    net = nn.HybridSequential()
+    for _ in range(LAYERS):
+        net.add(layer())
+    net.initialize(ctx=list(contexts))
+    net.hybridize(static_alloc=True)
+    xs, heads = ([nd.random.normal(shape=tuple(shape), ctx=c) for c in contexts] for _ in range(2))
+    for x in xs:
+        x.attach_grad()
+
+    def step() -> None:
+        with autograd.record():
+            ys = [net(x) for x in xs]
+        autograd.backward(ys, heads)
+        mx.nd.waitall()
+
+    return step
+
+
+def plot(path: Any, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colours = dict(zip(MODES, ("#0072B2", "#E69F00", "#D55E00", "#56B4E9", "#009E73")))
+    shapes = list(dict.fromkeys(tuple(result["shape"]) for result in results))
+    figure, axes = pyplot.subplots(1, len(shapes), figsize=(4.2 * len(shapes), 3.6), sharey=True, squeeze=False)
+    for axis, shape in zip(axes[0], shapes):
+        mine = [result for result in results if tuple(result["shape"]) == shape and result["seconds"]]
+        width = 0.8 / len(MODES)
+        for i, name in enumerate(MODES):
+            at = [k + (i - (len(MODES) - 1) / 2) * width for k in range(len(mine))]
+            heights = [_common.ratio(r["seconds"], name) if name in r["seconds"] else 0 for r in mine]
+            axis.bar(at, heights, width, color=colours[name], label=name)
+        axis.axhline(1, color="black", linestyle="--", linewidth=1)
+        axis.set(title=" x ".join(map(str, shape)), xlabel="replicas")
+        axis.set_xticks(range(len(mine)))
+        axis.set_xticklabels([str(r["replicas"]) for r in mine])
+        axis.grid(axis="y", alpha=0.3)
+    axes[0][0].set_ylabel("time of a step / plain BatchNorm's")
+    axes[0][-1].legend(fontsize=8)
+    figure.text(0.5, 0.0, f"{env['processor']}, {env['cores']} cores", ha="center", fontsize=8, color="#666666")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
