@@ -1,4 +1,4 @@
-"""What one process of a job does; tests/test_mpi.py starts several of them with ``mpiexec``."""
+"""What one process of a job does; tests/test_mpi.py and tests/test_horovod.py start several of them."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from test_modes import POOLINGS, specification  # noqa: E402
 from gluon_syncbn.exchange import mpi  # noqa: E402
 from gluon_syncbn.exchange.store import Label  # noqa: E402
 
-kv = gluon_syncbn.kvstore("mpi")
+kv = gluon_syncbn.kvstore(os.environ.get("GLUON_SYNCBN_TEST_TRANSPORT", "mpi"))
 TIMEOUT = 3.0
 
 

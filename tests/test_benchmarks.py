@@ -85,3 +85,30 @@ def test_the_results_are_complete(name, count, ratios, tmp_path):
     assert len(data["cells"]) == count
     assert all({"plain", "ours"} <= cell["seconds"].keys() for cell in data["cells"])
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_results_of_the_sample_shuffle_are_complete(tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib")
+    ran = run("shuffle", tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"shuffle.{end}" for end in ("json", "md", "png")]
+    text = (tmp_path / "shuffle.md").read_text()
+    assert "benchmarks/shuffle.py --quick" in text and "- processor" in text
+    formula, measured = (rows(part) for part in text.split("## Measured"))
+    # 32 images of 3 x 224 x 224 and 32 rows of 128 features on each device, float32
+    image, feature = 32 * 3 * 224 * 224 * 4 / 1e6, 32 * 128 * 4 / 1e3
+    assert [int(row[0]) for row in formula] == list(range(2, 9))
+    for row in formula:
+        n = int(row[0])
+        want = [0, (n - 1) * image, n * (n - 1) * image, (n - 1) * feature, n * (n - 1) * feature]
+        assert [float(cell) for cell in row[1:]] == pytest.approx(want, abs=0.006)
+    ((devices, *times, loading, moving, gathering),) = measured
+    assert devices == "2" and len(times) == 4 and all(float(cell) > 0 for cell in times)
+    assert float(loading) <= float(moving) <= float(gathering)
+    (cell,) = json.loads((tmp_path / "shuffle.json").read_text())["cells"]
+    image, feature = 4 * 3 * 8 * 8 * 4, 4 * 128 * 4  # of one device
+    assert cell["bytes"]["plain"] == 0
+    assert 0 < cell["bytes"]["loading"] <= 2 * feature
+    assert cell["bytes"]["loading"] < cell["bytes"]["moving"] <= 2 * (image + feature)
+    assert cell["bytes"]["gathering"] == 2 * (image + feature)
+    assert (tmp_path / "shuffle.png").read_bytes().startswith(b"\x89PNG")

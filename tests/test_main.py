@@ -11,7 +11,13 @@ def test_a_sound_installation():
     run = subprocess.run([sys.executable, "-m", "gluon_syncbn"], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "BROKEN" not in run.stdout
-    for fact in ("Apache MXNet 1.9.1", f"{_native.instruction_set()} kernels", "KVStore local, device", "two replicas", "kvstore('mpi') with mpi4py"):
+    for fact in (
+        "Apache MXNet 1.9.1",
+        f"{_native.instruction_set()} kernels",
+        "KVStore local, device",
+        "two replicas",
+        "kvstore('mpi') with mpi4py",
+    ):
         assert fact in run.stdout
 
 

@@ -25,7 +25,6 @@ from replicas import (
     on_devices,
     prepare,
     step,
-    truth,
 )
 
 import gluon_syncbn

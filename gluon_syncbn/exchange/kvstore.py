@@ -12,7 +12,7 @@ import numpy as np
 
 from .._native import Ticket, Total
 from .base import Exchange, Member
-from .store import ProcessStore
+from .store import ProcessStore, Transport
 
 #: KVStore types that add within one process.
 TYPES = ("local", "device", "nccl")
@@ -43,7 +43,8 @@ def kvstore(name: str) -> ProcessStore:
     Parameters
     ----------
     name : str
-        ``'mpi'``: mpi4py over the MPI that it was installed with.
+        ``'mpi'``: mpi4py over the MPI that it was installed with. ``'horovod'``: Horovod, started by ``horovodrun``;
+        ``horovod.mxnet.DistributedTrainer`` may add the gradients meanwhile.
 
     Returns
     -------
@@ -57,13 +58,21 @@ def kvstore(name: str) -> ProcessStore:
     ImportError
         Where what it needs is not installed.
     """
-    if name not in ("mpi",):
-        raise ValueError(f"name: {name!r} was given, expected 'mpi'." + _refusal(str(name)))
+    if name not in ("mpi", "horovod"):
+        raise ValueError(f"name: {name!r} was given, expected 'mpi' or 'horovod'." + _refusal(str(name)))
     if name not in _process_stores:
+        _process_stores[name] = ProcessStore(name, _transport(name))
+    return _process_stores[name]
+
+
+def _transport(name: str) -> Transport:
+    if name == "mpi":
         from .mpi import MPITransport
 
-        _process_stores[name] = ProcessStore(name, MPITransport())
-    return _process_stores[name]
+        return MPITransport()
+    from .horovod import HorovodTransport
+
+    return HorovodTransport()
 
 
 def create(kvstore: Any) -> Exchange | None:
@@ -106,7 +115,7 @@ def _refusal(name: str) -> str:
     if name.startswith("dist"):
         return " Parameter servers run the optimizer on what is pushed to them, so they cannot add statistics."
     if name == "horovod":
-        return " MXNet 1.9.1 has no store of that name and silently creates a local one."
+        return " MXNet 1.9.1 has no store of that name and silently creates a local one; `gluon_syncbn.kvstore('horovod')` is one."
     return ""
 
 
