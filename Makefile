@@ -52,6 +52,9 @@ format: setup-dev
 bench: core
 	@$(PY) benchmarks/layers.py $(ARGS)
 	$(PY) benchmarks/models.py $(ARGS)
+	$(PY) benchmarks/modes.py $(ARGS)
+	$(PY) benchmarks/shuffle.py $(ARGS)
+	$(PY) benchmarks/exchange.py $(ARGS)
 
 compare: core
 	@$(PY) examples/segmentation/compare.py $(ARGS)

@@ -17,10 +17,14 @@ from .devices import cpu_devices, devices
 from .exchange.kvstore import kvstore
 from .layer import ShuffleBatchNorm, SyncBatchNorm
 from .settings import configure
+from .shuffle import SampleShuffle, ShuffledBatch, ShuffleSampler, shuffle_shards, split_and_load
 from .steps import reset
 
 __all__ = [
+    "SampleShuffle",
     "ShuffleBatchNorm",
+    "ShuffleSampler",
+    "ShuffledBatch",
     "SyncBatchNorm",
     "__version__",
     "configure",
@@ -30,4 +34,6 @@ __all__ = [
     "kvstore",
     "reset",
     "revert",
+    "shuffle_shards",
+    "split_and_load",
 ]
