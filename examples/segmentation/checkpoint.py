@@ -20,6 +20,7 @@ import zipfile
 
 import mxnet as mx
 from errors import UserError
+from processes import ALONE
 
 FORMAT = 1
 RUNNING = ("running_mean", "running_var")
@@ -53,11 +54,12 @@ def replace_file(path: str, write) -> None:
         raise UserError(f"{path}: cannot be written ({error}); an earlier one is unchanged") from None
 
 
-def net_arrays(net) -> tuple:
+def net_arrays(net, processes=ALONE) -> tuple:
     """(arrays, devices): a value for each parameter, and the running statistics that differ by device.
 
     Where devices have statistics of their own, their mean is the network's, as Gluon saves it. Weights
     are the same everywhere; taking the first device's keeps every bit, which a mean over three would not.
+    Devices are those of all processes, all of which call this.
     """
     # A static graph's operators do not tell MXNet's engine that they write the running statistics: without this,
     # reading them does not wait for the last step (FastSCNN on 2 devices: 21 to 40 of 45 were one step old).
@@ -67,11 +69,19 @@ def net_arrays(net) -> tuple:
         values = [value.as_in_context(mx.cpu()) for value in parameter.list_data()]
         arrays[name] = values[0]
         if name.rsplit(".", 1)[-1] in RUNNING:
+            values = _of_all(values, processes)
             bits = {value.asnumpy().tobytes() for value in values}
             if len(bits) > 1:
                 arrays[name] = mx.nd.add_n(*values) / len(values)
                 devices.update({f"{name}@{i}": value for i, value in enumerate(values)})
     return arrays, devices
+
+
+def _of_all(values: list, processes) -> list:
+    if processes.size == 1:
+        return values
+    everyone = processes.gather([value.asnumpy() for value in values])  # process, device, channel
+    return [mx.nd.array(value, dtype=values[0].dtype) for value in everyone.reshape(-1, *values[0].shape)]
 
 
 def set_arrays(net, arrays: dict, devices: dict | None = None) -> None:
@@ -81,17 +91,19 @@ def set_arrays(net, arrays: dict, devices: dict | None = None) -> None:
     set_devices(net, devices or {})
 
 
-def set_devices(net, devices: dict) -> None:
-    """Give the devices back the running statistics of their own."""
+def set_devices(net, devices: dict, first: int = 0) -> None:
+    """Give the devices back the running statistics of their own. first: of this process's devices."""
     for name, parameter in net._collect_params_with_prefix().items():
-        for i, context in enumerate(parameter.list_ctx()):
+        for i, context in enumerate(parameter.list_ctx(), first):
             if f"{name}@{i}" in devices:
                 parameter.data(context)[:] = devices[f"{name}@{i}"]
 
 
-def save_checkpoint(paths, net, trainer, state: dict) -> None:
-    """Write the same checkpoint to each of `paths`."""
-    arrays, devices = net_arrays(net)
+def save_checkpoint(paths, net, trainer, state: dict, processes=ALONE) -> None:
+    """Write the same checkpoint to each of `paths`. All processes call this, the first one writes."""
+    arrays, devices = net_arrays(net, processes)
+    if processes.rank:
+        return
     with tempfile.TemporaryDirectory() as folder:  # MXNet writes these to named files only
         members = {name: os.path.join(folder, name) for name in ("model.params", "trainer.states")}
         mx.nd.save(members["model.params"], arrays)

@@ -13,6 +13,7 @@ from gluoncv.data import ADE20KSegmentation
 from mxnet import gluon
 from mxnet.gluon.data.vision import transforms
 from PIL import Image, ImageFile
+from processes import ALONE
 
 SUBFOLDER = {"train": "training", "val": "validation"}
 NUM_CLASS = ADE20KSegmentation.NUM_CLASS
@@ -149,20 +150,26 @@ class Scenes(gluon.data.Dataset):
 class Order:
     """Which samples make up which batch: a function of (seed, epoch) alone. Serves as batch sampler.
 
+    Of several processes each takes its part of every batch, in the order of their ranks: they draw the same
+    permutation without talking, and together they have the batches of a process that is alone.
+
     `epoch` and `first` (the first batch that is wanted) are set before each pass.
     """
 
-    def __init__(self, count: int, batch_size: int, seed: int, shuffle: bool):
+    def __init__(self, count: int, batch_size: int, seed: int, shuffle: bool, processes=ALONE):
         self._count, self._batch_size, self._seed, self._shuffle = count, batch_size, seed, shuffle
+        self._rank, self._size = processes.rank, processes.size
         self.epoch = 0
         self.first = 0
 
     def __len__(self) -> int:
         # In training a last batch that is not full is dropped (its samples come in other epochs), as the
-        # learning rate schedule and the statistics count on equal batches. In validation every image counts.
+        # learning rate schedule and the statistics count on equal batches. In validation every image counts,
+        # and a process may have no part of the last batch.
+        batches, rest = divmod(self._count, self._batch_size)
         if self._shuffle:
-            return self._count // self._batch_size
-        return -(-self._count // self._batch_size)
+            return batches
+        return batches * (self._rank < self._batch_size) + (self._rank < rest)
 
     def __iter__(self):
         order = np.arange(self._count)
@@ -170,6 +177,7 @@ class Order:
             np.random.RandomState([self._seed, self.epoch]).shuffle(order)
         for batch in range(self.first, len(self)):
             part = order[batch * self._batch_size : (batch + 1) * self._batch_size]
+            part = np.array_split(part, self._size)[self._rank]
             yield [(self.epoch, int(index)) for index in part]
 
 
@@ -181,8 +189,8 @@ class Loader:
     the first training step: a fork stops MXNet's engine for a moment, and it must not find a step in flight.
     """
 
-    def __init__(self, data: Scenes, batch_size: int, workers: int, seed: int, shuffle: bool):
-        self._order = Order(len(data), batch_size, seed, shuffle)
+    def __init__(self, data: Scenes, batch_size: int, workers: int, seed: int, shuffle: bool, processes=ALONE):
+        self._order = Order(len(data), batch_size, seed, shuffle, processes)
         self._loader = gluon.data.DataLoader(data, batch_sampler=self._order, num_workers=workers)
 
     def __len__(self) -> int:

@@ -6,15 +6,16 @@ import os
 
 from errors import UserError
 from model import package
+from processes import place
 
 
 def set_threads(args) -> None:
-    """Divide the cores among the CPU devices. It has to happen before MXNet is imported.
+    """Divide the cores among the CPU devices of all processes. It has to happen before MXNet is imported.
 
     Left alone, each device's operators use as many threads as there are cores, and they wait for each other
     by spinning: FastSCNN on 2 devices and 2 cores trained 1.9 images/s so, and 3.2 with one thread each.
     """
-    devices = 0 if args.ngpus else args.cpus or 0
+    devices = 0 if args.ngpus else (args.cpus or 1) * place(args)[1]
     if devices > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // devices)))
@@ -32,15 +33,20 @@ def contexts(args) -> list:
         there = mx.context.num_gpus()
     except mx.MXNetError:  # a CUDA build without a driver
         there = 0
-    if args.ngpus and args.ngpus > there:
+    index, processes = place(args)  # which share the machine's GPUs, one after the other
+    if args.ngpus and args.ngpus * processes > there:
         build = "" if mx.runtime.Features().is_enabled("CUDA") else "; this MXNet is built without CUDA"
-        raise UserError(f"--ngpus {args.ngpus}: MXNet sees {there} GPUs{build}; --cpus N trains without")
+        each = f" in each of {processes} processes" if processes > 1 else ""
+        raise UserError(f"--ngpus {args.ngpus}{each}: MXNet sees {there} GPUs{build}; --cpus N trains without")
     if args.cpus or args.no_cuda or args.ngpus == 0 or not there:
-        return cpu_contexts(args.cpus or 1, args.cpu_temp_copies)
-    return [mx.gpu(i) for i in range(args.ngpus or there)]
+        return cpu_contexts(args.cpus or 1, args.cpu_temp_copies, processes)
+    count = args.ngpus or there // processes
+    if not count:
+        raise UserError(f"--ngpus: MXNet sees {there} GPUs for {processes} processes; --cpus N trains without")
+    return [mx.gpu(index * count + i) for i in range(count)]
 
 
-def cpu_contexts(count: int, temp_copies: int | None = None) -> list:
+def cpu_contexts(count: int, temp_copies: int | None = None, processes: int = 1) -> list:
     """CPU contexts; call it before the first MXNet operator.
 
     Replicas that wait for each other need MXNet's shared resources prepared for it. Plain BatchNorm
@@ -49,8 +55,12 @@ def cpu_contexts(count: int, temp_copies: int | None = None) -> list:
     """
     import mxnet as mx
 
-    if count == 1:
+    if count == 1 and processes == 1:
         return [mx.cpu(0)]
+    if count == 1:
+        # Nobody here waits for another device, so the temporary space may stay at MXNet's default. But each Dropout
+        # layer has to draw from a generator of its own, as it does where the devices are in one process.
+        temp_copies = 4
     return package().cpu_devices(count, temp_copies=temp_copies)
 
 

@@ -26,11 +26,21 @@ class NotFiniteError(UserError):
     exit_code = EXIT_NOT_FINITE
 
 
+class ElsewhereError(UserError):
+    """Another process of the job has found an error, and says which. This one ends like that one."""
+
+    def __init__(self, exit_code: int):
+        super().__init__("another process has found an error")
+        self.exit_code = exit_code
+
+
 def run(main, argv=None) -> int:
     """Call main(argv) and turn a UserError into one line on stderr and an exit code."""
     program = os.path.basename(sys.argv[0])
     try:
         return main(argv) or EXIT_OK
+    except ElsewhereError as error:
+        return error.exit_code
     except UserError as error:
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code

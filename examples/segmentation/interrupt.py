@@ -18,8 +18,9 @@ class Interrupt:
     handler at once, so a thread that reads it can answer, and can end the process, in mid-step.
     """
 
-    def __init__(self):
+    def __init__(self, quiet: bool = False):
         self.requested = False
+        self._quiet = quiet
         self._old = {}
 
     def __enter__(self) -> Interrupt:
@@ -51,8 +52,9 @@ class Interrupt:
             if self.requested:
                 os._exit(128 + byte[0])  # no clean-up: that is what the second one asks for
             self.requested = True
-            print(
-                "\nstopping after this step, then saving (once more: stop at once, without saving)",
-                file=sys.stderr,
-                flush=True,
-            )
+            if not self._quiet:
+                print(
+                    "\nstopping after this step, then saving (once more: stop at once, without saving)",
+                    file=sys.stderr,
+                    flush=True,
+                )

@@ -9,6 +9,7 @@ import sys
 
 from errors import EXIT_BAD_INPUT, UserError
 from model import MODELS, check_model, described
+from processes import STORES, check_launch
 
 # A run is a function of these: a checkpoint is continued with the values that it was begun with.
 RUN_OPTIONS = (
@@ -70,13 +71,19 @@ def add_model_options(parser, required: bool = False) -> None:
 def add_device_options(parser) -> None:
     group = parser.add_argument_group("devices and data")
     group.add_argument("--data-root", default="~/.mxnet/datasets/ade", metavar="DIR")
-    group.add_argument("--ngpus", type=number(int, 0), metavar="N", help="GPUs (all; without GPUs: one CPU)")
-    group.add_argument("--cpus", type=number(int, 1), metavar="N", help="CPU devices in place of GPUs")
+    group.add_argument(
+        "--ngpus", type=number(int, 0), metavar="N", help="GPUs, of each process (all; without GPUs: one CPU)"
+    )
+    group.add_argument("--cpus", type=number(int, 1), metavar="N", help="CPU devices in place of GPUs, of each process")
     group.add_argument("--no-cuda", action="store_true", help="the same as --cpus 1")
     group.add_argument("--cpu-temp-copies", type=number(int, 1), metavar="N", help="see gluon_syncbn.cpu_devices")
-    group.add_argument("--workers", type=number(int, 0), default=2, metavar="N", help="reader processes (2)")
+    group.add_argument("--workers", type=number(int, 0), default=2, metavar="N", help="reader processes, of each process (2)")
     group.add_argument(
-        "--test-batch-size", type=number(int, 1), default=16, metavar="N", help="of all devices together (16)"
+        "--test-batch-size",
+        type=number(int, 1),
+        default=16,
+        metavar="N",
+        help="of all devices of all processes together (16)",
     )
     group.add_argument("--check-data", action="store_true", help="read every file first (small sets: always)")
     group.add_argument("--no-progress", action="store_true", help="no progress bars")
@@ -100,7 +107,11 @@ def train_parser() -> argparse.ArgumentParser:
         help="with --resume x.params",
     )
     group.add_argument(
-        "--batch-size", type=number(int, 1), default=16, metavar="N", help="of all devices together (16)"
+        "--batch-size",
+        type=number(int, 1),
+        default=16,
+        metavar="N",
+        help="of all devices of all processes together (16)",
     )
     group.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
     group.add_argument("--lr", type=number(float, 0, low_included=False), default=1e-3, help="(1e-3)")
@@ -108,7 +119,11 @@ def train_parser() -> argparse.ArgumentParser:
     group.add_argument("--momentum", type=number(float, 0, 1), default=0.9, metavar="M", help="(0.9)")
     group.add_argument("--weight-decay", type=number(float, 0), default=1e-4, metavar="M", help="(1e-4)")
     group.add_argument("--no-wd", action="store_true", help="no weight decay for bias, beta and gamma")
-    group.add_argument("--kvstore", default=None, help="device (GPUs) or local (CPUs) by default")
+    group.add_argument(
+        "--kvstore",
+        choices=("local", "device", "nccl", *STORES),
+        help="adds gradients: within this process (device; CPUs: local), or over all that mpiexec has started (mpi)",
+    )
     group.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, help="of everything random (0)")
     group.add_argument(
         "--mode",
@@ -177,6 +192,9 @@ def check_train(args) -> None:
         raise UserError("--eval: needs --resume FILE, the checkpoint to evaluate")
     if args.resume and not os.path.isfile(args.resume):
         raise UserError(f"--resume {args.resume}: no such file")
+    if args.eval and args.kvstore in STORES:
+        raise UserError(f"--eval: runs in one process; leave out --kvstore {args.kvstore}")
+    check_launch(args)
     if args.save_dir is None:
         args.save_dir = os.path.join("runs", args.dataset, args.model, args.backbone, args.checkname)
 

@@ -8,8 +8,14 @@ import mxnet as mx
 import numpy as np
 
 
-def step_seed(seed: int, epoch: int, step: int) -> int:
-    return int(np.random.RandomState([seed, epoch, step]).randint(2**31 - 1))
+def seed_device(context, seed: int, epoch: int, step: int, device: int) -> None:
+    """Seed a device's generator for what it does next.
+
+    MXNet's random state can be set but not read, so it is set for each step: Dropout resumes exactly. And it is set
+    for each device by its number in the whole job: then it does not matter which process the device belongs to.
+    """
+    words = [seed, epoch, step, device]
+    mx.random.seed(int(np.random.RandomState(words).randint(2**31 - 1)), ctx=context)
 
 
 def seed_all(seed):

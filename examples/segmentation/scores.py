@@ -5,6 +5,7 @@ from __future__ import annotations
 import mxnet as mx
 import numpy as np
 from gluoncv.utils.metrics import SegmentationMetric
+from processes import ALONE
 
 
 class Scores(SegmentationMetric):
@@ -23,6 +24,15 @@ class Scores(SegmentationMetric):
         for label in labels if isinstance(labels, (list, tuple)) else [labels]:
             values = label.asnumpy().astype(np.int64).ravel()
             self.truth = self.truth + np.bincount(values[values >= 0], minlength=self.nclass)
+
+    def add_up(self, processes):
+        """The sums over the images of all processes."""
+        parts = [self.total_correct, self.total_label, self.total_inter, self.total_union, self.truth]
+        sizes = [1, 1, self.nclass, self.nclass, self.nclass]
+        packed = processes.sum(np.concatenate([np.broadcast_to(part, n) for part, n in zip(parts, sizes)]))
+        parts = np.split(packed.astype(np.int64), np.cumsum(sizes)[:-1])
+        self.total_correct, self.total_label = int(parts[0][0]), int(parts[1][0])
+        self.total_inter, self.total_union, self.truth = parts[2:]
 
     def get(self):
         if not np.any(self.truth):
@@ -51,19 +61,25 @@ def spread(batch, contexts) -> list:
     return mx.gluon.utils.split_and_load(batch, used, even_split=False)
 
 
-def validate(net, batches, contexts, num_class, bar=None, stop=lambda: False):
-    """Scores of `net` over all images, every device with its share; None if stop() said so.
+def validate(net, batches, contexts, num_class, bar=None, stop=lambda: False, processes=ALONE):
+    """Scores of `net` over the images of all processes, every device with its share; None if stop() said so in one.
 
-    In prediction mode no replica waits for another, so a last batch on fewer devices is no special case.
+    In prediction mode no replica waits for another, so a last batch on fewer devices or processes is no special case.
     """
     scores = Scores(num_class)
-    for images, masks in batches:
-        if stop():
-            return None
-        predictions = [net(x) for x in spread(images, contexts)]
-        predictions = [p[0] if isinstance(p, (list, tuple)) else p for p in predictions]
-        scores.update(spread(masks, contexts), predictions)
-        if bar is not None:
-            bar.update(1)
-            bar.set_postfix_str("pixAcc {:.3f} mIoU {:.3f}".format(*scores.get()), refresh=False)
+    stopped = False
+    with processes.together():
+        for images, masks in batches:
+            stopped = stop()
+            if stopped:
+                break
+            predictions = [net(x) for x in spread(images, contexts)]
+            predictions = [p[0] if isinstance(p, (list, tuple)) else p for p in predictions]
+            scores.update(spread(masks, contexts), predictions)
+            if bar is not None:
+                bar.update(1)
+                bar.set_postfix_str("pixAcc {:.3f} mIoU {:.3f}".format(*scores.get()), refresh=False)
+    if processes.sum(stopped):
+        return None
+    scores.add_up(processes)
     return scores

@@ -115,7 +115,10 @@ def _refusal(name: str) -> str:
     if name.startswith("dist"):
         return " Parameter servers run the optimizer on what is pushed to them, so they cannot add statistics."
     if name == "horovod":
-        return " MXNet 1.9.1 has no store of that name and silently creates a local one; `gluon_syncbn.kvstore('horovod')` is one."
+        return (
+            " MXNet 1.9.1 has no store of that name and silently creates a local one; gluon_syncbn.kvstore('horovod') "
+            "makes one."
+        )
     return ""
 
 
