@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format bench compare soak clean core setup-run setup-dev
+.PHONY: help demo demo-contrastive test lint format bench compare soak clean core setup-run setup-dev
 
 VENV ?= .venv
 PYTHON ?=
@@ -20,6 +20,7 @@ export VENV PYTHON
 help:
 	@cat <<'END'
 	make demo     train a segmentation network with SyncBatchNorm on 2 CPU devices (at most 10 minutes)
+	make demo-contrastive  MoCo with batch statistics that leak, and with the cures (about 6 minutes)
 	make test     lint, then the tests
 	make lint     ruff, mypy, clang-format
 	make format   let ruff and clang-format rewrite the sources
@@ -34,6 +35,9 @@ help:
 
 demo: core
 	@$(PY) examples/segmentation/demo.py $(ARGS)
+
+demo-contrastive: core
+	@$(PY) examples/contrastive/demo.py $(ARGS)
 
 test: lint core
 	@$(PY) -m pytest -q --durations=15 $(ARGS)

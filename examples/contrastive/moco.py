@@ -1,0 +1,124 @@
+"""MoCo: a query encoder, a key encoder that follows it slowly, and a queue of keys.
+
+K. He et al., "Momentum Contrast for Unsupervised Visual Representation Learning", CVPR 2020 (arXiv 1911.05722);
+X. Chen et al., "Improved Baselines with Momentum Contrastive Learning", 2020 (arXiv 2003.04297): the MLP head.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import gluon_syncbn
+
+#: `--bn`: what the normalisation layers do. With sample-shuffle the keys change places instead.
+MODES = {"local": "local", "sync": "sync", "shuffle": "shuffle", "sample-shuffle": "local"}
+
+
+class Block(nn.HybridBlock):
+    """Two 3 x 3 convolutions and a way around them."""
+
+    def __init__(self, norm, channels, stride):
+        super().__init__()
+        with self.name_scope():
+            self.body = nn.HybridSequential()
+            self.body.add(
+                nn.Conv2D(channels, 3, stride, 1, use_bias=False), norm(), nn.Activation("relu"),
+                nn.Conv2D(channels, 3, 1, 1, use_bias=False), norm(),
+            )  # fmt: skip
+            self.around = nn.HybridSequential()
+            self.around.add(nn.Conv2D(channels, 1, stride, use_bias=False), norm())
+
+    def hybrid_forward(self, F, x):
+        return F.relu(self.body(x) + self.around(x))
+
+
+class Encoder(nn.HybridBlock):
+    """A small residual network (`features`), then MoCo v2's head: features (N, dim) of length 1."""
+
+    def __init__(self, bn: str, virtual_devices: int, width: int = 32, dim: int = 64):
+        super().__init__()
+        norm = functools.partial(gluon_syncbn.SyncBatchNorm, mode=MODES[bn], virtual_devices=virtual_devices)
+        with self.name_scope():
+            self.features = nn.HybridSequential()
+            self.features.add(nn.Conv2D(width, 3, 1, 1, use_bias=False), norm(), nn.Activation("relu"))
+            for factor in (1, 2, 4):
+                self.features.add(Block(norm, factor * width, 2))
+            self.features.add(nn.GlobalAvgPool2D(), nn.Flatten())
+            self.head = nn.HybridSequential()
+            self.head.add(nn.Dense(4 * width, activation="relu"), nn.Dense(dim))
+
+    def hybrid_forward(self, F, x):
+        return F.L2Normalization(self.head(self.features(x)))
+
+
+class MoCo:
+    """The two encoders and the queue, on one or several contexts.
+
+    A step works on slots: virtual devices of the normalisation layers. With ``bn='local'`` a query and its key are in
+    the same slot of two encoders that are nearly the same, and share its statistics with few others.
+    """
+
+    def __init__(
+        self, contexts, *, bn, virtual_devices, channels, size, queue, momentum, temperature, seed, lr, dim=64
+    ):
+        mx.random.seed(seed)
+        self.contexts, self.bn, self.momentum, self.temperature = contexts, bn, momentum, temperature
+        self.query, self.key = (Encoder(bn, virtual_devices, dim=dim) for _ in range(2))
+        for encoder in (self.query, self.key):
+            encoder.initialize(mx.init.Xavier(magnitude=2), ctx=contexts)
+            encoder(nd.zeros((1, channels, size, size), ctx=contexts[0]))  # the first batch tells the shapes
+            encoder.hybridize(static_alloc=True)
+        self._pairs = []
+        for key, query in zip(self.key.collect_params().values(), self.query.collect_params().values()):
+            key.set_data(query.data(contexts[0]))
+            if query.grad_req != "null":
+                self._pairs.append((key, query))
+                key.grad_req = "null"
+        keys = np.random.RandomState(seed).randn(queue, dim)
+        self.queue = nd.array(keys / np.linalg.norm(keys, axis=1, keepdims=True))
+        self.position = 0  # where the next keys go
+        self.loss = gluon.loss.SoftmaxCrossEntropyLoss()
+        # Not the running statistics: a Trainer that is resumed copies the first device's parameters to all.
+        trained = [query for _, query in self._pairs]
+        self.trainer = gluon.Trainer(trained, "sgd", {"learning_rate": lr, "momentum": 0.9, "wd": 1e-4})
+
+    def step(self, x_q: np.ndarray, x_k: np.ndarray, shuffle: gluon_syncbn.SampleShuffle) -> tuple:
+        """One training step on two views of a batch; (loss, pretext accuracy)."""
+        for key, query in self._pairs:
+            for context in self.contexts:
+                key.data(context)[:] = self.momentum * key.data(context) + (1 - self.momentum) * query.data(context)
+        with autograd.train_mode():  # statistics of the batch, no gradients
+            if self.bn == "sample-shuffle":
+                keys = gluon_syncbn.split_and_load(x_k, self.contexts, even_split=False, shuffle=shuffle).apply(
+                    self.key
+                )
+            else:
+                keys = [self.key(x) for x in gluon.utils.split_and_load(x_k, self.contexts, even_split=False)]
+        losses, hits = [], []
+        with autograd.record():
+            for x, k in zip(gluon.utils.split_and_load(x_q, self.contexts, even_split=False), keys):
+                q = self.query(x)
+                positive = (q * k).sum(axis=1, keepdims=True)
+                negative = nd.dot(q, self.queue.as_in_context(x.context), transpose_b=True)
+                logits = nd.concat(positive, negative, dim=1) / self.temperature  # (n, 1 + K), the first is right
+                losses.append(self.loss(logits, nd.zeros(len(x), ctx=x.context)))
+                hits.append(logits.argmax(axis=1) == 0)
+        autograd.backward(losses)
+        self.trainer.step(len(x_q))
+        self._enqueue(nd.concat(*[k.as_in_context(mx.cpu()) for k in keys], dim=0))
+        return tuple(float(np.mean(np.concatenate([v.asnumpy() for v in values]))) for values in (losses, hits))
+
+    def _enqueue(self, keys):
+        rows = (self.position + np.arange(len(keys))) % len(self.queue)
+        self.queue[nd.array(rows, dtype="int64")] = keys
+        self.position = int((self.position + len(keys)) % len(self.queue))
+
+    def features(self, images: np.ndarray, batch: int = 64) -> np.ndarray:
+        """Of the query encoder, without its head, in predict mode."""
+        parts = [nd.array(images[i : i + batch], ctx=self.contexts[0]) for i in range(0, len(images), batch)]
+        return np.concatenate([self.query.features(part).asnumpy() for part in parts])

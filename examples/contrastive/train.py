@@ -1,0 +1,231 @@
+"""Contrastive training with MoCo, to see what batch statistics give away.
+
+    python examples/contrastive/train.py --bn local             # scikit-learn's digits
+    python examples/contrastive/train.py --bn sample-shuffle --data my_images/
+
+Writes epochs.csv and last.ckpt to the run's folder; the same command with --resume goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import math
+import os
+import signal
+import sys
+import zipfile
+from pathlib import Path
+
+import mxnet as mx
+import numpy as np
+from images import Images, UserError, load, resample, view
+from tqdm import tqdm
+
+FIELDS = ("epoch", "loss", "pretext", "knn", "lr")
+
+
+def parse(argv=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="MoCo on small images, with batch statistics that leak or do not")
+    parser.add_argument(
+        "--bn",
+        choices=("local", "sync", "shuffle", "sample-shuffle"),
+        default="shuffle",
+        help="statistics of each slot / of the whole batch / of another slot / of each slot, with the "
+        "keys in other places than their queries",
+    )
+    parser.add_argument("--virtual-devices", type=int, default=8, metavar="V", help="slots of each device")
+    parser.add_argument("--cpus", type=int, default=1, help="CPU contexts")
+    parser.add_argument("--data", metavar="FOLDER", help="images (subfolders are classes); by default digits")
+    parser.add_argument("--size", type=int, help="pixels of a view; by default 16 for digits, 32 for a folder")
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--batch-size", type=int, default=32, help="of all devices together")
+    parser.add_argument("--lr", type=float, default=0.02, help="falls along a cosine")
+    parser.add_argument("--queue", type=int, default=512, help="keys in the queue")
+    parser.add_argument("--momentum", type=float, default=0.99, help="of the key encoder")
+    parser.add_argument("--temperature", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder of the run; by default runs/contrastive/BN-SEED")
+    parser.add_argument("--resume", action="store_true", help="go on with the run in that folder")
+    options = parser.parse_args(argv)  # fmt: skip
+    options.size = options.size or (32 if options.data else 16)
+    options.out = options.out or Path("runs/contrastive") / f"{options.bn}-{options.seed}"
+    for name in ("virtual_devices", "cpus", "size", "epochs", "batch_size", "queue"):
+        if getattr(options, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')}: {getattr(options, name)} was given, expected at least 1")
+    for name, low, high in (("lr", 0, math.inf), ("momentum", 0, 1), ("temperature", 0, math.inf)):
+        if not low < getattr(options, name) < high:
+            raise UserError(f"--{name}: {getattr(options, name)} was given, expected above {low} and below {high}")
+    if options.bn != "sync" and options.cpus * options.virtual_devices < 2:
+        raise UserError(f"--bn {options.bn}: one slot in all, expected at least 2 (--virtual-devices, --cpus)")
+    if options.batch_size < options.cpus * options.virtual_devices:
+        raise UserError(f"--batch-size: {options.batch_size} was given, expected at least one image for each slot")
+    if options.queue < options.batch_size:
+        raise UserError(f"--queue: {options.queue} was given, expected at least --batch-size, {options.batch_size}")
+    if not 0 <= options.seed < 2**31:
+        raise UserError(f"--seed: {options.seed} was given, expected from 0 to 2**31 - 1")
+    return options
+
+
+def train(options: argparse.Namespace, *, progress: bool = True) -> list:
+    """Trains, or goes on; returns the rows of epochs.csv."""
+    import gluon_syncbn
+
+    # One context waits for nobody, and the space that several need would cost memory.
+    contexts = gluon_syncbn.cpu_devices(options.cpus) if options.cpus > 1 else [mx.cpu()]
+    from moco import MoCo
+
+    images = load(options.data, options.size)
+    steps = len(images.train) // options.batch_size
+    if steps < 1:
+        raise UserError(f"--batch-size: {options.batch_size} was given, expected at most {len(images.train)} images")
+    moco = MoCo(
+        contexts, bn=options.bn, virtual_devices=options.virtual_devices, channels=images.train.shape[1],
+        size=options.size, queue=options.queue, momentum=options.momentum, temperature=options.temperature,
+        seed=options.seed, lr=options.lr,
+    )  # fmt: skip
+    options.out.mkdir(parents=True, exist_ok=True)
+    rows = restore(options, moco) if options.resume else []
+    stop = Stop()
+    bar = tqdm(range(len(rows), options.epochs), desc=options.bn, unit="epoch", disable=not progress)
+    for epoch in bar:
+        # Everything random depends on seed and epoch alone, so that a run that was resumed is the same.
+        random = np.random.RandomState([options.seed, epoch])
+        gluon_syncbn.configure(seed=options.seed << 32 | epoch)
+        shuffle = gluon_syncbn.SampleShuffle(options.seed, position=epoch * steps)
+        order, results = random.permutation(len(images.train)), []
+        for k in range(steps):
+            done = (epoch * steps + k) / (options.epochs * steps)
+            moco.trainer.set_learning_rate(options.lr * 0.5 * (1 + math.cos(math.pi * done)))
+            batch = images.train[order[k * options.batch_size : (k + 1) * options.batch_size]]
+            x_q, x_k = (centred(view(batch, options.size, random)) for _ in range(2))
+            results.append(moco.step(x_q, x_k, shuffle))
+        loss, pretext = np.mean(results, axis=0)
+        if not np.isfinite(loss):
+            raise UserError(f"the loss became {loss} in epoch {epoch + 1}; a smaller --lr may help")
+        knn = knn_accuracy(moco, images, options.size)
+        rows.append(dict(zip(FIELDS, (epoch + 1, loss, pretext, knn, moco.trainer.learning_rate))))
+        bar.set_postfix(loss=f"{loss:.2f}", pretext=f"{pretext:.1%}", knn="-" if knn is None else f"{knn:.1%}")
+        save(options, moco, rows)
+        if stop.requested:
+            print(f"stopped after epoch {epoch + 1}; --resume goes on", file=sys.stderr)
+            raise SystemExit(128 + stop.requested)
+    return rows
+
+
+def centred(images: np.ndarray) -> np.ndarray:
+    return (images - 0.3) / 0.35
+
+
+def knn_accuracy(moco, images: Images, size: int) -> float | None:
+    """Held-out images whose 20 nearest training images, by the cosine of their features, vote for their class."""
+    from sklearn.neighbors import KNeighborsClassifier
+
+    if images.train_labels is None:
+        return None
+    train, held_out = (moco.features(centred(resample(x, size))) for x in (images.train, images.held_out))
+    neighbours = KNeighborsClassifier(min(20, len(train)), weights="distance", metric="cosine")
+    return float(neighbours.fit(train, images.train_labels).score(held_out, images.held_out_labels))
+
+
+class Stop:
+    """The first Ctrl-C or SIGTERM stops after the running epoch, the second at once."""
+
+    def __init__(self):
+        self.requested = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number, _):
+        if self.requested:
+            os._exit(128 + number)
+        self.requested = number
+        print("\nstopping after this epoch (once more: at once)", file=sys.stderr)
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+#: What has to be the same for a run to go on.
+FIXED = ("bn", "virtual_devices", "cpus", "data", "size", "batch_size", "lr", "queue", "momentum", "temperature",
+         "seed", "epochs")  # fmt: skip
+
+
+def save(options: argparse.Namespace, moco, rows: list) -> None:
+    """One file, written aside and then renamed: there is never half a checkpoint."""
+    aside = options.out / "last.ckpt.tmp"
+    state = {"options": {name: getattr(options, name) for name in FIXED}, "rows": rows, "position": moco.position}
+    with zipfile.ZipFile(aside, "w") as archive:
+        archive.writestr("state.json", json.dumps(state))
+        for name, encoder in (("query", moco.query), ("key", moco.key)):
+            for i, context in enumerate(moco.contexts):
+                values = {n: p.data(context).asnumpy() for n, p in encoder._collect_params_with_prefix().items()}
+                _write(archive, f"{name}-{i}.npz", values)
+        _write(archive, "queue.npz", {"queue": moco.queue.asnumpy()})
+        states = options.out / "trainer.tmp"
+        moco.trainer.save_states(str(states))
+        archive.write(states, "trainer.states")
+        states.unlink()
+    os.replace(aside, options.out / "last.ckpt")
+    aside = options.out / "epochs.csv.tmp"
+    with aside.open("w", newline="") as file:
+        table = csv.DictWriter(file, FIELDS)
+        table.writeheader()
+        table.writerows(rows)
+    os.replace(aside, options.out / "epochs.csv")
+
+
+def _write(archive: zipfile.ZipFile, name: str, arrays: dict) -> None:
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    archive.writestr(name, buffer.getvalue())
+
+
+def restore(options: argparse.Namespace, moco) -> list:
+    """The state of the run in `options.out`, into `moco`; its rows."""
+    from mxnet import nd
+
+    path = options.out / "last.ckpt"
+    if not path.exists():
+        raise UserError(f"--resume: {path} does not exist; expected the folder of a run (--out)")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            state = json.loads(archive.read("state.json"))
+            for name in FIXED:
+                if state["options"][name] != getattr(options, name):
+                    raise UserError(
+                        f"--resume: {path} was made with --{name.replace('_', '-')} {state['options'][name]}, "
+                        f"not {getattr(options, name)}"
+                    )
+            for name, encoder in (("query", moco.query), ("key", moco.key)):
+                for i, context in enumerate(moco.contexts):
+                    values = np.load(io.BytesIO(archive.read(f"{name}-{i}.npz")))
+                    for n, parameter in encoder._collect_params_with_prefix().items():
+                        nd.array(values[n], ctx=context).copyto(parameter.data(context))
+            moco.queue = nd.array(np.load(io.BytesIO(archive.read("queue.npz")))["queue"])
+            states = options.out / "trainer.tmp"
+            states.write_bytes(archive.read("trainer.states"))
+    except (zipfile.BadZipFile, KeyError, ValueError) as error:
+        raise UserError(f"--resume: {path} is damaged ({error})") from None
+    moco.trainer.load_states(str(states))
+    states.unlink()
+    moco.position = state["position"]
+    return state["rows"]
+
+
+def main(argv=None) -> int:
+    try:
+        rows = train(parse(argv))
+    except UserError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        return 2
+    if rows:
+        last = rows[-1]
+        knn = "no labels" if last["knn"] is None else f"{last['knn']:.3f}"
+        print(f"epoch {last['epoch']}: loss {last['loss']:.3f}, pretext accuracy {last['pretext']:.3f}, kNN {knn}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
