@@ -112,3 +112,30 @@ def test_the_results_of_the_sample_shuffle_are_complete(tmp_path):
     assert cell["bytes"]["loading"] < cell["bytes"]["moving"] <= 2 * (image + feature)
     assert cell["bytes"]["gathering"] == 2 * (image + feature)
     assert (tmp_path / "shuffle.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_results_of_the_modes_are_complete(tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib")
+    ran = run("modes", tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    data = json.loads((tmp_path / "modes.json").read_text())
+    names = {"plain", "sync", "local", "local, V=8", "shuffle, V=2", "shuffle, V=8"}
+    assert [cell["seconds"].keys() == names for cell in data["cells"]] == [True, True]
+    assert (tmp_path / "modes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_exchange_and_what_it_lets_expect(tmp_path):
+    pytest.importorskip("mpi4py", reason="processes need mpi4py")
+    ran = run("exchange", tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    data = json.loads((tmp_path / "exchange.json").read_text())["cells"]
+    assert [cell["bytes"] for cell in data["sizes"]] == [1024, 2048, 4096, 8192, 16384]
+    assert 0 < data["step"]["share"] < 1
+    ran = subprocess.run(
+        [sys.executable, str(FOLDER / "scaling.py"), "--out", str(tmp_path), "--bandwidth-gbit", "100"],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    costs = json.loads((tmp_path / "scaling.json").read_text())["cells"]
+    assert all(sorted(seconds) == seconds for seconds in costs.values())  # more processes never cost less
+    assert costs["PSPNet-ResNet101"][0] > costs["PSPNet-ResNet50"][0] > 0
