@@ -43,7 +43,7 @@ def stores() -> str:
 
 def processes() -> str:
     found = []
-    for name, package in (("mpi", "mpi4py"),):
+    for name, package in (("mpi", "mpi4py"), ("horovod", "horovod")):
         try:  # looked up, not imported: importing it starts MPI
             found.append(f"kvstore({name!r}) with {package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:

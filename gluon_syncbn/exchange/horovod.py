@@ -1,0 +1,398 @@
+"""The transport over Horovod, beside whatever else a job does with it.
+
+Horovod matches messages by name, in any order and from any thread: the label makes the name. What it lacks is a time
+limit and word of who is missing:
+
+caller                  worker thread           1. the caller waits for the worker, no longer than its limit
+  message ────────────► hvd.allgather(name)     2. an operation that waits inside MXNet cannot be taken back: after
+  wait    ◄──────────── result                     its limit the caller leaves the worker behind
+  limit: note, hvd.shutdown()                   3. which releases whoever else waits; they look for notes
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import http.client
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+from concurrent import futures
+from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+
+from .. import _native
+from .store import Label, Transport
+
+_log = logging.getLogger("gluon_syncbn")
+
+# Every message begins with this; `size` is that of the whole array, `bytes` what follows here.
+_HEADER = np.dtype([(name, np.int64) for name in ("key", "node", "call", "phase", "size", "bytes")] + [("type", "S8")])
+_SMALL = 1 << 18  # bytes; larger sums are made in parts, one by each rank
+_WARN_AFTER = 10.0  # seconds
+_LOOK = 0.05  # seconds between looks at what else may end a wait
+_ANSWER = 0.7  # seconds within which the others say where they were
+_LEAVE = 1.0  # seconds that a process has to end after a failure in its last moments
+
+
+class HorovodTransport(Transport):
+    """Arrays over Horovod's global process set, under names that begin with ``gluon_syncbn:``.
+
+    Initialises Horovod where the script has not. A process that ends after a failure ends with exit code 1.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import horovod.mxnet as hvd
+        except ImportError as error:
+            raise ImportError(
+                f"kvstore 'horovod' needs Horovod 0.28.1, built with MXNet and gloo ({error}): docs/distributed.md "
+                "has the command"
+            ) from None
+        if not hvd.is_initialized():
+            if threading.current_thread() is not threading.main_thread():
+                raise mx.MXNetError(
+                    "Horovod has to be initialised on the main thread: create kvstore 'horovod' there first"
+                )
+            hvd.init()
+        self._hvd = hvd
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self._broken = ""
+        self._closed = self._ending = False
+        self._lock = threading.Lock()  # guards _broken
+        self._inquiry = threading.Lock()  # one thread finds out what happened
+        self._workers = _Workers()
+        self._turns: Dict[str, threading.Lock] = {}  # of names that calls share
+        self._notes = _Notes(self.rank, self.size)
+        self._pid = os.getpid()
+        # Horovod's own handler would end it under a step that is still in flight; `close` comes after that step.
+        atexit.unregister(hvd.shutdown)
+        atexit.register(self._at_exit)
+
+    # ---- Transport -----------------------------------------------------------------------------------------
+
+    def allgather(self, label: Label, part: np.ndarray, *, equal: bool) -> List[np.ndarray]:
+        if self.size == 1:
+            return [part]
+        got = self._gather(label, _pack(label, part))
+        if equal:
+            self._check(label, got, part)
+        return [array for _, array in got]
+
+    def allreduce(self, label: Label, array: np.ndarray) -> np.ndarray:
+        array = np.ascontiguousarray(array)
+        flat = array.ravel()
+        if self.size == 1:
+            return array
+        if array.nbytes <= _SMALL:
+            total = functools.reduce(np.add, self.allgather(label, flat, equal=True))
+        elif self.size == 2:  # a sum of two has no order; Horovod compares sizes and types
+            operation = functools.partial(self._hvd.allreduce, op=self._hvd.Sum, name=_name(label, label.call))
+            total = self._run(label, time.monotonic(), flat, operation)
+        else:
+            total = self._sum_of_parts(label, flat)
+        return total.reshape(array.shape)
+
+    def _sum_of_parts(self, label: Label, array: np.ndarray) -> np.ndarray:
+        # Each rank adds up its own part of the array and sends the sum to all. Horovod's allreduce is up to 1.5 times
+        # as fast, but adds in an order that depends on what else is under way.
+        began = time.monotonic()
+        parts = [_pack(label, part, array.size) for part in np.array_split(array, self.size)]
+        sizes = [part.size for part in parts]
+
+        def exchange(x: mx.nd.NDArray) -> mx.nd.NDArray:
+            return self._hvd.alltoall(x, splits=sizes, name=_name(label, label.call))[0]
+
+        own = _unpack(self._run(label, began, np.concatenate(parts), exchange))
+        self._check(label, own, array)
+        total = functools.reduce(np.add, [part for _, part in own])
+        gather = functools.partial(self._hvd.allgather, name=_name(label, label.call, "sums"))
+        sums = _unpack(self._run(label, began, _pack(label, total), gather))
+        return np.concatenate([part for _, part in sums])
+
+    def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
+        array = np.ascontiguousarray(array)
+        if self.size == 1:
+            return array
+        flat = array.ravel()
+        got = self._gather(label, _pack(label, flat if self.rank == 0 else flat[:0], flat.size))
+        self._check(label, got, flat)
+        return got[0][1].reshape(array.shape)
+
+    def fail(self, reason: str) -> None:
+        with self._lock:
+            if self._broken or self._closed:
+                return
+            self._broken = reason
+        self._notes.write(_Note(failure=reason))
+        self._end_horovod()
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        if self._broken:
+            _leave()
+        self._closed = True
+        self._notes.write(_Note(ended=True))
+        self._hvd.shutdown()
+
+    # ---- messages ------------------------------------------------------------------------------------------
+
+    def _gather(self, label: Label, message: np.ndarray) -> List[Tuple[Any, np.ndarray]]:
+        # Horovod agrees on a name that it knows in one turn instead of three, and knows 1024. So two calls in turn
+        # share two names, each used by one call at a time. Where the calls come in another order in another process,
+        # all processes see so in the headers, and each of these calls is repeated under a name of its own.
+        began = time.monotonic()
+        name = _name(label, label.call % 2, "shared")
+        turn = self._turns.setdefault(name, threading.Lock())
+
+        def gather(x: mx.nd.NDArray) -> mx.nd.NDArray:
+            with turn:
+                return self._hvd.allgather(x, name=name)
+
+        got = _unpack(self._run(label, began, message, gather))
+        if any(header["call"] != label.call for header, _ in got):
+            alone = functools.partial(self._hvd.allgather, name=_name(label, label.call))
+            got = _unpack(self._run(label, began, message, alone))
+        return got
+
+    def _run(self, label: Label, began: float, array: np.ndarray, operation: Callable) -> np.ndarray:
+        """What ``operation`` makes of it, or an error in time."""
+        if self._broken:
+            raise mx.MXNetError(f"nothing is exchanged any more, because: {self._broken} Start the job again.")
+        if not self._hvd.is_initialized():
+            self._give_up(label, f"Horovod was shut down in this process before {label}.")
+
+        def work() -> np.ndarray:
+            return operation(mx.nd.array(array, ctx=mx.cpu(), dtype=array.dtype)).asnumpy()
+
+        result = self._workers.start(work)
+        try:
+            return self._wait(label, began, result)
+        except mx.MXNetError:
+            raise
+        except BaseException as error:  # Ctrl-C in the main thread: the others must not wait for what it left
+            self.fail(f"{type(error).__name__} left {label}.")
+            raise
+
+    def _wait(self, label: Label, began: float, result: futures.Future[np.ndarray]) -> np.ndarray:
+        limit, warned = _native.timeout_of(label.layer), False
+        with _native.Wait() as wait:
+            while True:
+                try:
+                    return result.result(_LOOK)
+                except futures.TimeoutError:
+                    pass
+                except mx.MXNetError as error:
+                    self._give_up(label, "", functools.partial(self._cause, label, str(error)))
+                if self._broken:
+                    raise mx.MXNetError(f"in {label}, rank {self.rank} of {self.size}: {self._broken}")
+                waited = time.monotonic() - began
+                if waited > limit:
+                    late = functools.partial(self._late, label, limit)
+                    self._give_up(label, f"no answer within {limit:.0f} s", late)
+                if waited > _WARN_AFTER and not warned:
+                    warned = True
+                    _log.warning(
+                        "rank %d of %d waits in %s since %.0f s. Still waiting, until %.0f s.",
+                        *(self.rank, self.size, label, waited, limit),
+                    )
+                if not wait.goes_on():
+                    stopped = f"rank {self.rank} was asked to end, or its step failed, in {label}."
+                    self._give_up(label, _native.failure() or stopped)
+
+    def _check(self, label: Label, got: Sequence[Tuple[Any, np.ndarray]], like: np.ndarray) -> None:
+        ours = (*label[1:5], like.size, like.dtype)
+        for rank, (header, _) in enumerate(got):
+            theirs = (*header.item()[:5], np.dtype(header["type"].decode()))
+            if theirs[:4] != ours[:4]:
+                self._give_up(label, f"in {label}, rank {rank} sent {theirs[:4]} where {ours[:4]} was expected.")
+            if theirs != ours:
+                self._give_up(
+                    label,
+                    f"in {label}, rank {rank} sent {theirs[4]} values of {theirs[5]} where rank {self.rank} has "
+                    f"{ours[4]} of {ours[5]}. All processes must build the same net and cast it alike.",
+                )
+
+    # ---- errors --------------------------------------------------------------------------------------------
+
+    def _give_up(self, label: Label, failure: str, find_out: Optional[Callable[[], str]] = None) -> NoReturn:
+        """Ends all exchanges and raises the reason: what ``find_out`` says then, or the failure itself, which is empty
+        where another process has failed."""
+        with self._inquiry:
+            if not self._broken:
+                self._notes.write(_Note(where=str(label), failure=failure))
+                self._end_horovod()
+                reason = find_out() if find_out else failure
+                with self._lock:
+                    self._broken = self._broken or reason
+                if not failure:
+                    self._notes.write(_Note(where=str(label), failure=reason))  # for those who come later
+        raise mx.MXNetError(self._broken)
+
+    def _late(self, label: Label, seconds: float) -> str:
+        notes = self._notes.read(lambda notes: len(notes) == self.size - 1)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        missing = [rank for rank in others if rank not in notes or notes[rank].where != str(label)]
+        text = f"rank {self.rank} of {self.size} waits for rank {', '.join(map(str, missing or others))} in {label} "
+        text += f"after {seconds:.0f} s. "
+        if not missing:
+            return text + "All of them are in it: their arrays differ in size, or they cannot reach each other."
+        text += "A process that is missing has ended, hangs, or makes other calls: every process must run the same "
+        text += "number of steps with the same net."
+        instead = [f"rank {rank} {notes[rank]}" for rank in missing if rank in notes]
+        return text + (f" Meanwhile {'; '.join(instead)}." if instead else "")
+
+    def _cause(self, label: Label, words: str) -> str:
+        """Why Horovod has ended an operation."""
+        line = next((line.strip() for line in reversed(words.splitlines()) if line.strip()), "")
+        if "Mismatched" in words:
+            return f"in {label}, Horovod says: {line} All processes must build the same net and cast it alike."
+        notes = self._notes.read(lambda notes: any(note.failure or note.ended for note in notes.values()))
+        where = f"(rank {self.rank} was in {label})"
+        for rank, note in sorted(notes.items(), key=lambda item: item[1].ended):  # a failure says more
+            if note.failure or note.ended:
+                return f"rank {rank} of {self.size} {note} {where}"
+        silent = [str(rank) for rank in range(self.size) if rank != self.rank and rank not in notes]
+        who = f"rank {' or '.join(silent)} of {self.size}" if silent else "another process"
+        return f"{who} has ended without a word: it was killed, or cannot be reached {where}. Horovod says: {line}"
+
+    def _end_horovod(self) -> None:
+        # It waits for the others' Horovod, which may be frozen.
+        threading.Thread(target=self._hvd.shutdown, name="gluon_syncbn-shutdown", daemon=True).start()
+        if self._ending:
+            timer = threading.Timer(_LEAVE, _leave)
+            timer.daemon = True
+            timer.start()
+
+    def _at_exit(self) -> None:
+        # Before anything waits for what Horovod still holds.
+        if os.getpid() == self._pid:
+            self._ending = True
+            if self._broken:
+                _leave()
+
+
+def _leave() -> NoReturn:
+    """Ends the process: after a failure, everything else would wait for operations that nobody answers."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # closed, or nobody reads it any more
+            stream.flush()
+    os._exit(1)
+
+
+def _name(label: Label, call: int, purpose: str = "") -> str:
+    return ":".join(map(str, ("gluon_syncbn", label.kind, label.key, label.node, label.phase, call, purpose)))
+
+
+def _pack(label: Label, array: np.ndarray, size: Optional[int] = None) -> np.ndarray:
+    size = array.size if size is None else size
+    header = np.array((*label[1:5], size, array.nbytes, array.dtype.str), _HEADER)
+    return np.concatenate([np.frombuffer(header.tobytes(), np.uint8), array.ravel().view(np.uint8)])
+
+
+def _unpack(messages: np.ndarray) -> List[Tuple[Any, np.ndarray]]:
+    """The headers and arrays of messages one behind the other."""
+    found, at = [], 0
+    while at < messages.size:
+        header = messages[at : at + _HEADER.itemsize].copy().view(_HEADER)[0]
+        at += _HEADER.itemsize
+        content = messages[at : at + header["bytes"]].copy()  # aligned
+        found.append((header, content.view(header["type"].decode())))
+        at += header["bytes"]
+    return found
+
+
+class _Workers:
+    """Threads for calls that may never return. Those of an executor would be waited for at exit."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue = queue.SimpleQueue()
+        self._idle = 0
+        self._lock = threading.Lock()
+
+    def start(self, call: Callable[[], np.ndarray]) -> futures.Future[np.ndarray]:
+        result: futures.Future[np.ndarray] = futures.Future()
+        with self._lock:
+            new = self._idle == 0
+            if not new:
+                self._idle -= 1
+        if new:
+            threading.Thread(target=self._serve, name="gluon_syncbn-horovod", daemon=True).start()
+        self._calls.put((result, call))
+        return result
+
+    def _serve(self) -> None:
+        while True:
+            self._do(*self._calls.get())
+            with self._lock:
+                self._idle += 1
+
+    @staticmethod
+    def _do(result: futures.Future[np.ndarray], call: Callable[[], np.ndarray]) -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # it belongs to whoever waits
+            result.set_exception(error)
+
+
+class _Note(NamedTuple):
+    """What became of a rank."""
+
+    where: str = ""  # in which exchange it was when Horovod ended
+    failure: str = ""
+    ended: bool = False
+
+    def __str__(self) -> str:
+        if self.ended:
+            return "has ended"
+        where = f"was in {self.where}"
+        return where if not self.failure else f"has failed: {self.failure}" + f" ({where})" * bool(self.where)
+
+
+class _Notes:
+    """What the ranks leave for each other, in the store of the launcher through which gloo's processes have met: it
+    outlives them. Where there is none (Horovod over MPI) nobody knows anything of the others."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._others = [other for other in range(size) if other != rank]
+        self._host = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
+        self._port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
+
+    def write(self, note: _Note) -> None:
+        self._ask("PUT", self._rank, json.dumps(note))
+
+    def read(self, enough: Callable[[Dict[int, _Note]], bool]) -> Dict[int, _Note]:
+        """Those of the others, after `_ANSWER` seconds at the latest."""
+        deadline = time.monotonic() + _ANSWER
+        notes: Dict[int, _Note] = {}
+        while True:
+            for rank in self._others:
+                answer = self._ask("GET", rank)
+                if answer is not None:
+                    notes[rank] = _Note(*json.loads(answer))
+            if enough(notes) or not self._host or time.monotonic() > deadline:
+                return notes
+            time.sleep(0.02)
+
+    def _ask(self, method: str, rank: int, body: Optional[str] = None) -> Optional[bytes]:
+        if not self._host or not self._others:
+            return None
+        connection = http.client.HTTPConnection(self._host, int(self._port), timeout=0.5)
+        try:
+            connection.request(method, f"/gluon_syncbn/{rank}", body)
+            answer = connection.getresponse()
+            content = answer.read()
+            return content if answer.status == 200 else None
+        except (OSError, http.client.HTTPException):  # the launcher has ended
+            return None
+        finally:
+            connection.close()
