@@ -172,10 +172,16 @@ def check_arrays(net, checkpoint: Checkpoint, described: str) -> None:
     )
 
 
-def load_trainer(trainer, checkpoint: Checkpoint) -> None:
-    """Give the trainer its optimizer state back."""
+def load_trainer(trainer, checkpoint: Checkpoint, contexts) -> None:
+    """Give the trainer its optimizer state back, for these contexts."""
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "trainer.states")
         with open(file, "wb") as out:
             out.write(checkpoint.trainer_states)
         trainer.load_states(file)
+    if not trainer._update_on_kvstore:
+        # MXNet counts the updates of each device by its number. A number that the run had not when it was saved would
+        # begin at 0, with another step of Adam than the others make.
+        counts = trainer._optimizer._all_index_update_counts
+        for context in contexts:
+            counts.setdefault(context.device_id, dict(next(iter(counts.values()))))

@@ -22,11 +22,11 @@ from options import RUN_OPTIONS, Parser, check_train, train_parser
 
 DATA = os.path.join("runs", "minidata")
 SAVE = os.path.join("runs", "demo")
-OPTIONS = (
-    "--model fastscnn --syncbn --aux --aux-weight 0.4 --cpus 2 --crop-size 128 --base-size 160 "
-    "--batch-size 8 --lr 0.2 --momentum 0.9 --weight-decay 1e-4 --epochs 6 --cpu-temp-copies 256"
+JOB = (  # on two devices, of one process or of two (distributed.py)
+    "--model fastscnn --syncbn --aux --aux-weight 0.4 --crop-size 128 --base-size 160 "
+    "--batch-size 8 --lr 0.2 --momentum 0.9 --weight-decay 1e-4 --cpu-temp-copies 256"
 )
-LAST = os.path.join(SAVE, "last.ckpt")
+OPTIONS = f"{JOB} --cpus 2 --epochs 6"
 SHOWN = 5  # validation images in the picture
 
 
@@ -52,7 +52,7 @@ def main(argv=None) -> int:
 
     earlier = earlier_state(args)
     if earlier:
-        args.resume = LAST
+        args.resume = os.path.join(SAVE, "last.ckpt")
     if earlier and earlier["epoch"] >= args.epochs:
         print(f"the demo is finished already (--restart trains anew); its result, from {SAVE}:")
     else:
@@ -68,16 +68,17 @@ def main(argv=None) -> int:
 
 
 def earlier_state(args) -> dict | None:
-    """What an earlier demo has saved, if it was this one; another version's is removed."""
+    """What an earlier run has saved, if it was this one; another version's is removed."""
     from checkpoint import load_checkpoint
 
-    if not os.path.exists(LAST):
+    last = os.path.join(args.save_dir, "last.ckpt")
+    if not os.path.exists(last):
         return None
-    state = load_checkpoint(LAST).state
+    state = load_checkpoint(last).state
     if all(state["options"][name] == getattr(args, name) for name in RUN_OPTIONS):
         return state
-    print(f"{SAVE} is a run with other options: training anew")
-    shutil.rmtree(SAVE)
+    print(f"{args.save_dir} is a run with other options: training anew")
+    shutil.rmtree(args.save_dir)
     return None
 
 

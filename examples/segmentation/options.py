@@ -77,7 +77,9 @@ def add_device_options(parser) -> None:
     group.add_argument("--cpus", type=number(int, 1), metavar="N", help="CPU devices in place of GPUs, of each process")
     group.add_argument("--no-cuda", action="store_true", help="the same as --cpus 1")
     group.add_argument("--cpu-temp-copies", type=number(int, 1), metavar="N", help="see gluon_syncbn.cpu_devices")
-    group.add_argument("--workers", type=number(int, 0), default=2, metavar="N", help="reader processes, of each process (2)")
+    group.add_argument(
+        "--workers", type=number(int, 0), default=2, metavar="N", help="reader processes, of each process (2)"
+    )
     group.add_argument(
         "--test-batch-size",
         type=number(int, 1),

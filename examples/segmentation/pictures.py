@@ -98,3 +98,31 @@ def draw_curves(path: str, epochs: list, steps: list, constant: tuple | None = N
     if title:
         figure.suptitle(title)
     figure.savefig(path)
+
+
+def draw_pair(path: str, runs: dict, differences: list, title: str = "") -> None:
+    """The training loss of two runs, one over the other, and how far they are from each other.
+
+    runs: rows of steps.csv by name. differences: one for each step.
+    """
+    figure = new_figure(8.5, 5.5)
+    loss, difference = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    x = range(1, len(differences) + 1)
+    for (name, rows), style in zip(runs.items(), ({"color": "C0", "linewidth": 4, "alpha": 0.35}, {"color": "C3"})):
+        loss.plot(x, [row["loss"] for row in rows], label=name, **style)
+    loss.set_title("training loss")
+    loss.set_ylim(bottom=0)
+    loss.legend(frameon=False)
+    difference.plot(x, differences, "o", markersize=3, color="0.3")
+    # A logarithmic scale that has a zero; steps.csv has six digits.
+    difference.set_yscale("symlog", linthresh=1e-6, linscale=0.5)
+    difference.set_ylim(-2e-7, max(1e-4, 3 * max(differences)))
+    equal = sum(d == 0 for d in differences)
+    difference.set_title(f"relative difference: 0 in {equal} of {len(differences)} steps, of the six digits recorded")
+    difference.set_xlabel("step")
+    for axis in (loss, difference):
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    if title:
+        figure.suptitle(title)
+    figure.savefig(path)

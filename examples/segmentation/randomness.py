@@ -8,6 +8,19 @@ import mxnet as mx
 import numpy as np
 
 
+class Xavier(mx.init.Initializer):
+    """mx.init.Xavier's distribution, drawn by NumPy.
+
+    MXNet would draw from generators whose number depends on that of the CPU devices (`gluon_syncbn.cpu_devices`), and
+    the same seed would be another network on another number of devices or in another number of processes.
+    """
+
+    def _init_weight(self, name, array):
+        outputs, inputs, *window = array.shape
+        bound = (6 / (np.prod(window) * (inputs + outputs))) ** 0.5
+        array[:] = np.random.uniform(-bound, bound, array.shape)
+
+
 def seed_device(context, seed: int, epoch: int, step: int, device: int) -> None:
     """Seed a device's generator for what it does next.
 

@@ -2,6 +2,7 @@
 
     python train.py --data-root ~/.mxnet/datasets/ade --model psp --backbone resnet50 --aux --syncbn \\
                     --ngpus 4 --batch-size 16 --crop-size 480 --base-size 520 --lr 0.01 --epochs 120
+    mpiexec -n 4 python train.py --kvstore mpi --ngpus 1 ...    # the same in four processes
 
 Options are named as in GluonCV's own training script. Results (last.ckpt, best.ckpt, epochs.csv,
 steps.csv) go to --save-dir. Ctrl-C saves and stops; --resume continues to the same result.

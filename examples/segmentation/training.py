@@ -7,9 +7,9 @@ import math
 import os
 import sys
 import time
+import zlib
 
 import mxnet as mx
-import numpy as np
 from checkpoint import (
     check_arrays,
     load_checkpoint,
@@ -27,7 +27,8 @@ from interrupt import Interrupt
 from model import build_loss, build_model, described, norm_layer, outputs, plain_network
 from mxnet import autograd, gluon
 from options import RUN_OPTIONS, check_options
-from randomness import random_state, seed_all, set_random_state, step_seed
+from processes import processes
+from randomness import Xavier, random_state, seed_all, seed_device, set_random_state
 from records import StepLog, write_epochs
 from scores import spread, validate
 from tqdm import tqdm
@@ -37,7 +38,7 @@ def train(args) -> int:
     """Train as `args` (of options.train_parser) say; returns the exit code."""
     run = Run(args)
     try:
-        with Interrupt() as interrupt:
+        with Interrupt(quiet=run.processes.rank > 0) as interrupt:
             return run.go(interrupt)
     finally:
         run.close()
@@ -48,23 +49,43 @@ class Run:
 
     def __init__(self, args):
         self.args = args
-        self.contexts = contexts(args)  # before any operator: it may prepare MXNet
-        self.mode = choose_mode(args, self.contexts)
-        counts = {split: check_folder(args.data_root, split, args.check_data or None) for split in ("train", "val")}
-        check_batch(args, len(self.contexts), counts["train"])
-        checkpoint = load_checkpoint(args.resume) if args.resume else None
-        if checkpoint and checkpoint.state:
-            check_options(args, checkpoint)
-        try:
-            os.makedirs(args.save_dir, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--save-dir {args.save_dir}: cannot be made ({error})") from None
-
+        self.processes = processes(args)
+        with self.processes.together():
+            checkpoint = self._check()
+        self._check_same(checkpoint)
         with contextlib.ExitStack() as opened:  # closes what is open if something below fails
             self._build(checkpoint, opened)
             self.close = opened.pop_all().close
 
     # -- building ------------------------------------------------------------------------------------
+
+    def _check(self):
+        """What can be known beforehand; returns the checkpoint, if there is one."""
+        args = self.args
+        self.contexts = contexts(args)  # before any operator: it may prepare MXNet
+        self.devices = self.processes.size * len(self.contexts)  # of all processes
+        self.first_device = self.processes.rank * len(self.contexts)
+        self.mode = choose_mode(args, self.contexts)
+        counts = {split: check_folder(args.data_root, split, args.check_data or None) for split in ("train", "val")}
+        check_batch(args, self.devices, counts["train"])
+        checkpoint = load_checkpoint(args.resume) if args.resume else None
+        if checkpoint and checkpoint.state:
+            check_options(args, checkpoint)
+        if self.processes.rank == 0:
+            try:
+                os.makedirs(args.save_dir, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"--save-dir {args.save_dir}: cannot be made ({error})") from None
+        return checkpoint
+
+    def _check_same(self, checkpoint):
+        """That the processes will make the same steps: each has read its own command line, folder and checkpoint."""
+        args = self.args
+        self.processes.check_same("--ngpus or --cpus", [context.device_type for context in self.contexts])
+        self.processes.check_same("the options", [getattr(args, name) for name in (*RUN_OPTIONS, "no_val")])
+        if checkpoint and checkpoint.state:
+            found = [checkpoint.state, zlib.crc32(checkpoint.trainer_states)]
+            self.processes.check_same(f"--resume {args.resume}", found)
 
     def _build(self, checkpoint, opened):
         args = self.args
@@ -87,31 +108,39 @@ class Run:
         # and because plain BatchNorm's running statistics differ by device: what is scored is what is saved.
         self.val_net = plain_network(args, self.contexts)
         self.val_net.hybridize()
-        self.log = StepLog(args.save_dir, self.epoch, self.step)
-        opened.callback(self.log.close)
+        self.log = None
+        with self.processes.together():
+            if self.processes.rank == 0:
+                self.log = StepLog(args.save_dir, self.epoch, self.step)
+                opened.callback(self.log.close)
 
     def _loaders(self):
         args = self.args
         size = {"base_size": args.base_size, "crop_size": args.crop_size, "seed": args.seed}
         train_set = Scenes(args.data_root, "train", "train", **size)
         val_set = Scenes(args.data_root, "val", "val", **size)
+        self.processes.check_same("--data-root", [os.path.basename(name) for name in train_set.images + val_set.images])
+        rest = {"workers": args.workers, "seed": args.seed, "processes": self.processes}
         return (
-            Loader(train_set, args.batch_size, args.workers, args.seed, shuffle=True),
-            Loader(val_set, args.test_batch_size, args.workers, args.seed, shuffle=False),
+            Loader(train_set, args.batch_size, shuffle=True, **rest),
+            Loader(val_set, args.test_batch_size, shuffle=False, **rest),
         )
 
     def _network(self, checkpoint):
         args = self.args
-        net = build_model(args, norm_layer(args.syncbn))
+        with self.processes.one_on_each_machine_first(args) if args.pretrained_base else contextlib.nullcontext():
+            net = build_model(args, norm_layer(args.syncbn))
         if args.pretrained_base:
             net.collect_params().reset_ctx(self.contexts)
         else:
-            net.initialize(mx.init.Xavier(), ctx=self.contexts, force_reinit=True)
+            net.initialize(Xavier(), ctx=self.contexts, force_reinit=True)
         # One pass fixes the shapes that GluonCV leaves open, and shows that the network takes this crop.
         net(mx.nd.zeros((1, 3, args.crop_size, args.crop_size), ctx=self.contexts[0]))
         if checkpoint:
-            check_arrays(net, checkpoint, described(args))
+            with self.processes.together():
+                check_arrays(net, checkpoint, described(args))
             set_arrays(net, checkpoint.arrays)
+        self.processes.broadcast(net)
         if args.no_wd:
             for parameter in net.collect_params(".*beta|.*gamma|.*bias").values():
                 parameter.wd_mult = 0.0
@@ -132,13 +161,18 @@ class Run:
         settings["begin_num_update"] = args.start_epoch * steps
         if args.optimizer == "sgd":
             settings["momentum"] = args.momentum
-        store = args.kvstore or ("device" if self.contexts[0].device_type == "gpu" else "local")
-        return gluon.Trainer(self.net.collect_params(), args.optimizer, settings, kvstore=store)
+        parameters = self.net.collect_params()
+        if self.processes.kvstore:
+            # Every process has the gradients of all and makes the same update with them.
+            store = {"kvstore": self.processes.kvstore, "update_on_kvstore": False}
+        else:
+            store = {"kvstore": args.kvstore or ("device" if self.contexts[0].device_type == "gpu" else "local")}
+        return gluon.Trainer(parameters, args.optimizer, settings, **store)
 
     def _continue(self, checkpoint):
         state = checkpoint.state
-        load_trainer(self.trainer, checkpoint)  # copies the first device's values to all
-        set_devices(self.net, checkpoint.devices)
+        load_trainer(self.trainer, checkpoint, self.contexts)  # copies the first device's values to all
+        set_devices(self.net, checkpoint.devices, self.first_device)
         self.epoch, self.step = state["epoch"], state["step"]
         self.loss_sum, self.history, self.best = state["loss_sum"], state["history"], state["best"]
         set_random_state(state["random"])
@@ -154,10 +188,10 @@ class Run:
     def go(self, interrupt) -> int:
         args, steps = self.args, len(self.train_data)
         if self.epoch >= args.epochs:
-            print(f"nothing left to do: {args.resume} has all {args.epochs} epochs")
+            self._say(f"nothing left to do: {args.resume} has all {args.epochs} epochs")
         for epoch in range(self.epoch, args.epochs):
             speed = self._train_epoch(interrupt)
-            if interrupt.requested:
+            if speed is None:
                 return self._stop()
             row = {"epoch": epoch + 1, "train_loss": self.loss_sum / steps, "lr": self.trainer.learning_rate}
             row.update(speed)
@@ -169,39 +203,42 @@ class Run:
             self._end_epoch(row)
         return 0
 
-    def _train_epoch(self, interrupt) -> dict:
+    def _train_epoch(self, interrupt) -> dict | None:
+        """What epochs.csv says about the speed; None if it was interrupted."""
         args, steps, first = self.args, len(self.train_data), self.step
         begin = time.time()
         text = f"epoch {self.epoch + 1}/{args.epochs}"
         with self._bar(text, steps, first) as bar:
-            for images, masks in self.train_data.batches(self.epoch, first):
-                loss = self._train_step(images, masks)
+            for images, masks in self.processes.each(self.train_data.batches(self.epoch, first)):
+                loss, stop = self._train_step(images, masks, interrupt)
                 self.step += 1
                 self.loss_sum += loss
-                self.log.add(self.epoch + 1, self.step, loss, self.trainer.learning_rate)
+                if self.log:
+                    self.log.add(self.epoch + 1, self.step, loss, self.trainer.learning_rate)
                 mean = self.loss_sum / self.step
                 speed = (self.step - first) * args.batch_size / (time.time() - begin)
                 bar.set_postfix_str(f"loss {mean:.3f}, {speed:.1f} images/s", refresh=False)
                 bar.update(1)
                 if bar.disable and self.step % args.log_interval == 0:
-                    print(f"{text} step {self.step}/{steps}: loss {mean:.3f}, {speed:.1f} images/s", flush=True)
-                if interrupt.requested:
-                    break
+                    self._say(f"{text} step {self.step}/{steps}: loss {mean:.3f}, {speed:.1f} images/s")
+                if stop:
+                    return None
         seconds = time.time() - begin
         done = (self.step - first) * args.batch_size
         return {"seconds": round(seconds, 2), "images_per_second": round(done / seconds, 3) if done else None}
 
-    def _train_step(self, images, masks) -> float:
-        """One step over all devices.
+    def _train_step(self, images, masks, interrupt) -> tuple:
+        """One step over all devices of all processes: (loss, whether to stop after it), the same in all.
 
         Nothing here waits for a result before every device has its whole work: a device that waits for
         the others' statistics would otherwise wait for work that was never handed out.
         """
-        # MXNet's random state can be set but not read, so it is set for each step: Dropout resumes exactly.
-        mx.random.seed(step_seed(self.args.seed, self.epoch, self.step))
         images, masks = spread(images, self.contexts), spread(masks, self.contexts)
+        losses = []
         with autograd.record():
-            losses = [self.loss(*outputs(self.net, x), y) for x, y in zip(images, masks)]
+            for i, (x, y) in enumerate(zip(images, masks), self.first_device):
+                seed_device(x.context, self.args.seed, self.epoch, self.step, i)
+                losses.append(self.loss(*outputs(self.net, x), y))
         autograd.backward(losses)
         if not self.settled:
             # The trainer's first step copies the first device's values to all, running statistics too. A static
@@ -209,16 +246,19 @@ class Run:
             mx.nd.waitall()
             self.settled = True
         self.trainer.step(self.args.batch_size)
-        loss = float(np.mean([loss.asnumpy().mean() for loss in losses]))
+        loss = sum(float(loss.asnumpy().mean()) for loss in losses)
+        loss, stop = self.processes.sum([loss, interrupt.requested])
+        loss = float(loss) / self.devices
         if not math.isfinite(loss):
-            raise NotFiniteError(
-                f"the loss is {loss} in epoch {self.epoch + 1}, step {self.step + 1}: stopped, nothing saved "
-                f"since the last checkpoint; try a lower --lr than {self.args.lr:g}"
-            )
-        return loss
+            with self.processes.together():
+                raise NotFiniteError(
+                    f"the loss is {loss} in epoch {self.epoch + 1}, step {self.step + 1}: stopped, nothing saved "
+                    f"since the last checkpoint; try a lower --lr than {self.args.lr:g}"
+                )
+        return loss, bool(stop)
 
     def _validate(self, interrupt):
-        set_arrays(self.val_net, net_arrays(self.net)[0])
+        set_arrays(self.val_net, net_arrays(self.net, self.processes)[0])
         with self._bar("validation", len(self.val_data)) as bar:
             return validate(
                 self.val_net,
@@ -227,6 +267,7 @@ class Run:
                 NUM_CLASS,
                 bar,
                 lambda: interrupt.requested,
+                self.processes,
             )
 
     def _end_epoch(self, row):
@@ -234,23 +275,29 @@ class Run:
         self.best = max(self.best, row.get("mIoU", -1.0))
         self.history.append(row)
         self.epoch, self.step, self.loss_sum = self.epoch + 1, 0, 0.0
-        write_epochs(self.args.save_dir, self.history)
+        with self.processes.together():
+            if self.processes.rank == 0:
+                write_epochs(self.args.save_dir, self.history)
         # The best one first: a run killed in between repeats this epoch and writes both again.
         self._save(["best.ckpt", "last.ckpt"] if better else ["last.ckpt"])
         text = f"epoch {self.epoch}/{self.args.epochs}: loss {row['train_loss']:.3f}"
         if "mIoU" in row:
             text += f", pixAcc {row['pixAcc']:.3f}, mIoU {row['mIoU']:.3f}{' (best)' if better else ''}"
-        print(text, flush=True)
+        self._say(text)
 
     def _stop(self) -> int:
         self._save(["last.ckpt"])
         path = os.path.join(self.args.save_dir, "last.ckpt")
-        print(
+        self._say(
             f"interrupted in epoch {self.epoch + 1} after step {self.step} of {len(self.train_data)}; "
             f"saved, continue with --resume {path}",
             file=sys.stderr,
         )
         return EXIT_INTERRUPTED
+
+    def _say(self, text, file=None):
+        if self.processes.rank == 0:
+            print(text, file=file, flush=True)
 
     def _save(self, names):
         state = {
@@ -263,7 +310,8 @@ class Run:
             "random": random_state(),
         }
         paths = [os.path.join(self.args.save_dir, name) for name in names]
-        save_checkpoint(paths, self.net, self.trainer, state)
+        with self.processes.together():  # the others wait until it is written
+            save_checkpoint(paths, self.net, self.trainer, state, self.processes)
 
     def _bar(self, text, total, initial=0):
         # disable=None: no bar where the output is not a terminal
@@ -273,5 +321,5 @@ class Run:
             desc=text,
             unit="batch",
             leave=False,
-            disable=True if self.args.no_progress else None,
+            disable=True if self.args.no_progress or self.processes.rank else None,
         )

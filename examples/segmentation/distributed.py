@@ -1,0 +1,144 @@
+"""The demo's job in two processes, next to the same in one: is it the same training?
+
+    python examples/segmentation/distributed.py
+
+Trains FastSCNN with SyncBatchNorm on the drawn scenes twice, on two CPU devices of one process and on one device of
+each of two processes (`mpiexec -n 2 train.py --kvstore mpi`), and ends with both losses, both scores and
+runs/demo-distributed/curves.png. Ctrl-C saves; the next call goes on. What is finished is only shown again;
+--restart trains anew.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import demo
+from errors import EXIT_INTERRUPTED, UserError, run
+from minidata import make_minidata
+from options import Parser, check_train, number, train_parser
+
+SAVE = os.path.join("runs", "demo-distributed")
+EPOCHS = 2
+RUNS = {  # name, processes, options
+    "one": ("1 process, 2 devices", 1, "--cpus 2"),
+    "two": ("2 processes, 1 device each", 2, "--cpus 1 --kvstore mpi"),
+}
+SHOWN = 10  # steps
+GRACE = 30  # seconds to save in
+SAME = (1e-5, 1e-2)  # relative difference of the loss: in the first step by rounding alone, then through training too
+
+
+def main(argv=None) -> int:
+    parser = Parser(prog=os.path.basename(sys.argv[0]), description=__doc__.splitlines()[0])
+    parser.add_argument("--restart", action="store_true", help="forget earlier runs and train anew")
+    parser.add_argument("--epochs", type=number(int, 1), default=EPOCHS, metavar="N", help=f"of 25 steps ({EPOCHS})")
+    parser.add_argument("--limit", type=number(int, 1), default=1800, metavar="S", help="seconds for each run (1800)")
+    parser.add_argument("--options", default="", help="further options of train.py, in one string")
+    given = parser.parse_args(argv)
+    if given.restart:
+        shutil.rmtree(SAVE, ignore_errors=True)
+    if make_minidata(demo.DATA):
+        print(f"wrote 200 + 50 scenes to {demo.DATA}")
+    begin = time.time()
+    for name in RUNS:
+        code = train(name, given)
+        if code == EXIT_INTERRUPTED:
+            print("the next call goes on from there", file=sys.stderr)
+        if code:
+            return code
+    same = show()
+    print(f"{time.time() - begin:.0f} s in all")
+    return 0 if same else 1
+
+
+def train(name: str, given) -> int:
+    """One of the runs to its end; the exit code."""
+    text, processes, devices = RUNS[name]
+    options = f"{demo.JOB} {devices} --epochs {given.epochs} --workers 1 --data-root {demo.DATA} "
+    options += f"--save-dir {os.path.join(SAVE, name)} {given.options}"
+    args = train_parser().parse_args(options.split())
+    check_train(args)
+    earlier = demo.earlier_state(args)
+    if earlier and earlier["epoch"] >= args.epochs:
+        print(f"{text}: finished already (--restart trains anew)")
+        return 0
+    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
+    command = [sys.executable, script, *options.split()]
+    if earlier:
+        command += ["--resume", os.path.join(SAVE, name, "last.ckpt")]
+    if processes > 1:
+        command = [mpiexec(), "-n", str(processes), *command]
+    print(f"{text}: {' '.join(os.path.relpath(c) if os.path.isabs(c) else c for c in command)}", flush=True)
+    code = call(command, given.limit)
+    if code and code != EXIT_INTERRUPTED:
+        print(f"{text}: ended with exit code {code}", file=sys.stderr)
+    return code
+
+
+def mpiexec() -> str:
+    """The one that was installed with this Python's packages, or the user's."""
+    found = shutil.which("mpiexec", path=os.path.dirname(sys.executable)) or shutil.which("mpiexec")
+    if not found:
+        raise UserError("mpiexec: not found; pip install mpich mpi4py")
+    return found
+
+
+def call(command: list, limit: float) -> int:
+    """The exit code of a program, to which Ctrl-C and SIGTERM are passed on; it is ended after `limit` seconds."""
+    # In a session of its own, so that a terminal's Ctrl-C reaches it once, by us: mpiexec passes it on in its turn.
+    process = subprocess.Popen(command, start_new_session=True)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    end, expired = time.monotonic() + limit, False
+    try:
+        while True:
+            try:
+                return process.wait(max(0.1, end - time.monotonic()))
+            except KeyboardInterrupt:
+                process.send_signal(signal.SIGINT)
+                end = min(end, time.monotonic() + GRACE)
+            except subprocess.TimeoutExpired:
+                if expired:
+                    raise UserError(f"{command[0]}: does not end, and is ended by force") from None
+                expired = True
+                print(f"not finished after {limit:.0f} s (--limit)", file=sys.stderr)
+                process.send_signal(signal.SIGINT)  # it may save
+                end = time.monotonic() + GRACE
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if process.poll() is None:
+            process.kill()  # mpiexec's helper, which loses it, ends the processes
+            process.wait()
+
+
+def show() -> bool:
+    """The losses side by side, the scores, and the picture; whether the first steps are the same."""
+    from pictures import draw_pair
+    from records import read_table
+
+    tables = {name: read_table(os.path.join(SAVE, name, "steps.csv")) for name in RUNS}
+    one, two = ([row["loss"] for row in table] for table in tables.values())
+    differences = [abs(a - b) / abs(a) for a, b in zip(one, two)]
+    print(f"\n{'step':>4}{'1 process':>14}{'2 processes':>14}{'difference':>14}   (training loss)")
+    for i in range(min(SHOWN, len(differences))):
+        print(f"{i + 1:>4}{one[i]:>14.6g}{two[i]:>14.6g}{two[i] - one[i]:>14.2g}")
+    print(f"largest relative difference: {max(differences[:SHOWN]):.1e} in the first {SHOWN} steps, ", end="")
+    print(f"{max(differences):.1e} in all {len(differences)}\n")
+    print(f"{'':28}pixAcc   mIoU  images/s")
+    for name, (text, *_) in RUNS.items():
+        last = read_table(os.path.join(SAVE, name, "epochs.csv"))[-1]
+        speed = last["images_per_second"]
+        print(f"{text:28}{last['pixAcc']:6.3f} {last['mIoU']:6.3f} {'' if speed is None else format(speed, '9.2f')}")
+    picture = os.path.join(SAVE, "curves.png")
+    title = "FastSCNN, SyncBatchNorm, the same total batch"
+    draw_pair(picture, {RUNS[name][0]: table for name, table in tables.items()}, differences, title)
+    print(picture)
+    return differences[0] < SAME[0] and max(differences[:SHOWN]) < SAME[1]
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,139 @@
+"""The processes of a job: which one this is, and what they do together.
+
+    mpiexec -n 4 python train.py --kvstore mpi ...
+
+All of them make the same calls of this module in the same order. A process that is alone makes them too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import zlib
+
+import numpy as np
+from errors import ElsewhereError, UserError
+
+STORES = ("mpi",)  # KVStores that span processes
+LAUNCHED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")  # what mpiexec tells its processes
+
+
+def check_launch(args) -> None:
+    """UserError if mpiexec has started several processes, none of which would know of the others."""
+    count = max(int(os.environ.get(name) or 1) for name in LAUNCHED)
+    if count > 1 and args.kvstore not in STORES:
+        given = f"--kvstore {args.kvstore}" if args.kvstore else "--kvstore is missing"
+        raise UserError(f"{given}: mpiexec has started {count} processes; expected --kvstore {' or '.join(STORES)}")
+
+
+def place(args) -> tuple:
+    """(which, of how many) of the job's processes on this machine. It does not import MXNet."""
+    return _place() if getattr(args, "kvstore", None) in STORES else (0, 1)
+
+
+@functools.lru_cache(maxsize=None)  # all processes have to call it, as often
+def _place() -> tuple:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no MPI
+        raise UserError(f"--kvstore mpi: {error}; pip install mpi4py mpich") from None
+    here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
+    return here.rank, here.size
+
+
+class Processes:
+    """Those of a job, by way of the KVStore that adds their gradients; without one, this process alone.
+
+    Process 0 writes the files and the messages.
+    """
+
+    def __init__(self, kvstore=None):
+        self.kvstore = kvstore
+        self.rank = kvstore.rank if kvstore else 0
+        self.size = kvstore.num_workers if kvstore else 1
+
+    def sum(self, values) -> np.ndarray:
+        """Of numbers over all processes, in double precision: the same bits in all of them."""
+        import mxnet as mx
+
+        values = np.asarray(values, np.float64)
+        if self.size == 1:
+            return values
+        array = mx.nd.array(values.ravel(), dtype="float64")
+        self.kvstore.pushpull("numbers", array)
+        return array.asnumpy().reshape(values.shape)
+
+    def gather(self, values) -> np.ndarray:
+        """The numbers of all processes, one below the other in the order of their ranks."""
+        values = np.asarray(values, np.float64)
+        rows = np.zeros((self.size, *values.shape))
+        rows[self.rank] = values
+        return self.sum(rows)
+
+    @contextlib.contextmanager
+    def together(self):
+        """A UserError that the block raises in one process ends it in all; the first of those that have one says it."""
+        error = None
+        try:
+            yield
+        except UserError as found:
+            error = found
+        codes = self.gather(error.exit_code if error else 0)
+        if codes.any():
+            first = int(np.flatnonzero(codes)[0])
+            raise error if error and first == self.rank else ElsewhereError(int(codes[first]))
+
+    def each(self, items):
+        """The items, of which every process has as many; an error in reading one ends all."""
+        items = iter(items)
+        while True:
+            with self.together():
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def check_same(self, what: str, value) -> None:
+        """UserError unless the value, which is to have a repr of its own, is the same in all processes."""
+        digests = self.gather(zlib.crc32(repr(value).encode()))
+        others = np.flatnonzero(digests != digests[0])
+        with self.together():
+            if self.rank == 0 and others.size:
+                raise UserError(f"{what}: not the same in processes 0 and {others[0]}")
+
+    def broadcast(self, net) -> None:
+        """Process 0's values of a network to all.
+
+        gluon.Trainer does that too, but in its first step, which is after the first forward.
+        """
+        if self.kvstore:
+            for name, parameter in net._collect_params_with_prefix().items():
+                devices = parameter.list_data()
+                self.kvstore.broadcast(name, devices[0], out=devices)
+
+    @contextlib.contextmanager
+    def one_on_each_machine_first(self, args):
+        """For what downloads a file that the others then find."""
+        if place(args)[0]:
+            self.sum(0)
+        yield
+        if not place(args)[0]:
+            self.sum(0)
+
+
+ALONE = Processes()
+
+
+def processes(args) -> Processes:
+    """The processes that the options name. SyncBatchNorm synchronises over them from now on."""
+    if args.kvstore not in STORES:
+        return ALONE
+    from model import package
+
+    try:
+        kvstore = package().kvstore(args.kvstore)
+    except ImportError as error:
+        raise UserError(f"--kvstore {args.kvstore}: {error}") from None
+    package().configure(kvstore=kvstore)
+    return Processes(kvstore)

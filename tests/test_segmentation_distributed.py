@@ -1,0 +1,292 @@
+"""examples/segmentation in several processes: the training of one process, its end and its errors."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_segmentation import EXAMPLE, Process, rows, truncate, wait_for
+
+TINY = "--model fastscnn --aux --crop-size 32 --base-size 40 --batch-size 4 --test-batch-size 4 --syncbn".split()
+TINY += "--lr 0.05 --epochs 2 --cpu-temp-copies 256 --no-progress".split()
+FILES = {"last.ckpt", "best.ckpt", "epochs.csv", "steps.csv"}
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def example_modules():
+    """The example's modules are found by their plain names while this file's tests run, and no longer."""
+    sys.path.insert(0, str(EXAMPLE))
+    yield
+    sys.path.remove(str(EXAMPLE))
+    for path in EXAMPLE.glob("*.py"):
+        sys.modules.pop(path.stem, None)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as many threads everywhere
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory, example_modules):
+    """A set of 16 + 5 scenes: of the last batch in validation, one process has nothing."""
+    from minidata import make_minidata
+
+    root = tmp_path_factory.mktemp("data")
+    make_minidata(str(root), 16, 5)
+    return root
+
+
+class Job(Process):
+    """Two processes, each with options of its own (mpiexec's `:`), and what all of them say."""
+
+    def __init__(self, folder, program, options, own):
+        command = []
+        for rest in own:
+            command += [":", "-n", "1", sys.executable, program, *options, *rest]
+        super().__init__(folder, "-c", MPIEXEC, Path(sys.executable).with_name("mpiexec"), *command[1:])
+
+
+# Process starts Python; mpiexec takes its place.
+MPIEXEC = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
+
+
+def two_processes(folder, data, *options):
+    """train.py; only the first process is to write: that of the second would be another folder."""
+    options = [*TINY, "--kvstore", "mpi", "--cpus", "1", "--workers", "1", "--data-root", data, *options]
+    return Job(folder, EXAMPLE / "train.py", options, [["--save-dir", folder / name] for name in ("run", "never")])
+
+
+def test_two_processes_train_as_one_does(tmp_path, data):
+    """2 processes with a device each against 1 with two: interrupted in the middle, and resumed."""
+    whole = tmp_path / "whole"
+    options = [*TINY, "--cpus", "2", "--workers", "1", "--data-root", data, "--save-dir", whole]
+    with Process(tmp_path, EXAMPLE / "train.py", *options) as process:
+        assert process.wait() == 0, process.output()
+
+    run = tmp_path / "run"
+    with two_processes(tmp_path, data) as job:
+        wait_for(lambda: not job.running() or ((run / "steps.csv").exists() and len(rows(run / "steps.csv")) >= 2), 60)
+        os.kill(job.pid, signal.SIGINT)  # mpiexec passes it on to both
+        assert job.wait(60) == 130, job.output()
+        said = job.output().strip().splitlines()
+    assert sum("stopping after this step" in line for line in said) == 1, said
+    assert sum("saved, continue with --resume" in line for line in said) == 1, said
+    done = len(rows(run / "steps.csv"))
+    assert 2 <= done < 8
+    state = json.loads(zipfile.ZipFile(run / "last.ckpt").read("state.json"))
+    assert 4 * state["epoch"] + state["step"] == done
+
+    with two_processes(tmp_path, data, "--resume", run / "last.ckpt") as job:
+        assert job.wait() == 0, job.output()
+        said = job.output()
+    assert said.count("epoch 2/2: loss") == 1
+    assert {path.name for path in run.iterdir()} == FILES
+    assert not (tmp_path / "never").exists(), "the second process has written something"
+
+    ours, theirs = rows(run / "steps.csv"), rows(whole / "steps.csv")
+    assert [(row["epoch"], row["step"], row["lr"]) for row in ours] == [
+        (row["epoch"], row["step"], row["lr"]) for row in theirs
+    ]
+    loss, expected = (np.array([float(row["loss"]) for row in table]) for table in (ours, theirs))
+    assert len(loss) == 8
+    np.testing.assert_allclose(loss[:2], expected[:2], rtol=2e-5)
+    # Rounding decides about a ReLU whose input is next to zero, and that shows in the weights from then on.
+    np.testing.assert_allclose(loss, expected, rtol=1e-2)
+    for a, b in zip(rows(run / "epochs.csv"), rows(whole / "epochs.csv")):
+        for name in ("train_loss", "pixAcc", "mIoU"):
+            np.testing.assert_allclose(float(a[name]), float(b[name]), rtol=1e-2, atol=1e-3)
+    ours, theirs = (parameters(folder / "last.ckpt") for folder in (run, whole))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        error = np.linalg.norm(ours[name] - value) / max(np.linalg.norm(value), 1e-3 * value.size**0.5)
+        assert error < 5e-2, (name, error)
+
+
+def parameters(checkpoint):
+    import mxnet as mx
+
+    with zipfile.ZipFile(checkpoint) as archive, tempfile.TemporaryDirectory() as folder:
+        return {name: value.asnumpy() for name, value in mx.nd.load(archive.extract("model.params", folder)).items()}
+
+
+def test_a_broken_file_that_one_process_reads_ends_both(data, tmp_path):
+    image = "ADEChallengeData2016/images/training/ADE_train_{:08d}.jpg"
+    shutil.copytree(data, tmp_path / "data")
+    for i in range(16):
+        truncate(tmp_path / "data" / image.format(i + 1))
+    program = f"import sys; sys.path.insert(0, {str(EXAMPLE)!r})\n"
+    program += "import dataset, train; dataset.CHECK_CONTENTS_UP_TO = 0  # as in a big set\n"
+    program += "from errors import run; sys.exit(run(train.main))\n"
+    (tmp_path / "program.py").write_text(program)
+    options = [*TINY, "--kvstore", "mpi", "--cpus", "1", "--workers", "1", "--save-dir", tmp_path / "run"]
+    own = [["--data-root", data], ["--data-root", tmp_path / "data"]]
+    begin = time.time()
+    with Job(tmp_path, tmp_path / "program.py", options, own) as job:
+        assert job.wait(60) == 2, job.output()
+        lines = job.output().strip().splitlines()
+    assert len(lines) == 1, lines
+    assert "not a readable image" in lines[0] and str(tmp_path / "data") in lines[0]
+    assert time.time() - begin < 60
+
+
+def test_processes_share_the_batches_of_one():
+    from dataset import Order
+    from processes import Processes
+
+    def part(rank, size, **settings):
+        processes = Processes()
+        processes.rank, processes.size = rank, size
+        return Order(seed=3, processes=processes, **settings)
+
+    for settings in ({"count": 13, "batch_size": 6, "shuffle": True}, {"count": 13, "batch_size": 6, "shuffle": False}):
+        one, three = Order(seed=3, **settings), [part(rank, 3, **settings) for rank in range(3)]
+        for order in (one, *three):
+            order.epoch = 5
+            assert len(list(order)) == len(order)
+        batches = [list(order) for order in three]
+        assert [len(b) for b in batches] == [len(order) for order in three]
+        joined = [[key for b in batches if i < len(b) for key in b[i]] for i in range(len(one))]
+        assert joined == list(one)
+    assert len({len(b) for b in batches}) == 2, "in validation, not every process has a part of the last batch"
+    few = [list(part(rank, 3, count=5, batch_size=2, shuffle=False)) for rank in range(3)]
+    assert [[index for batch in b for _, index in batch] for b in few] == [[0, 2, 4], [1, 3], []]
+
+
+def in_two_processes(work):
+    """What work(processes) returns or raises in either of two processes, which are threads here."""
+    from processes import Processes
+
+    parts, barrier, results = [None, None], threading.Barrier(2, timeout=10), [None, None]
+
+    class Threads(Processes):
+        def __init__(self, rank):
+            super().__init__()
+            self.rank, self.size = rank, 2
+
+        def sum(self, values):
+            parts[self.rank] = np.asarray(values, np.float64)
+            barrier.wait()
+            total = parts[0] + parts[1]
+            barrier.wait()
+            return total
+
+    def target(rank):
+        try:
+            results[rank] = work(Threads(rank))
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=target, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_an_error_in_one_process_is_said_once_and_ends_all():
+    from errors import ElsewhereError, NotFiniteError, UserError
+
+    def read(bad):
+        def items(rank):
+            yield 1
+            if rank in bad:
+                raise NotFiniteError(f"in {rank}")
+            yield 2
+
+        def work(processes):
+            seen = []
+            try:
+                for item in processes.each(items(processes.rank)):
+                    seen.append(item)
+            except UserError as error:
+                seen.append(error)
+            return seen
+
+        return in_two_processes(work)
+
+    assert read(()) == [[1, 2], [1, 2]]
+    for bad, speaker in (((1,), 1), ((0,), 0), ((0, 1), 0)):
+        results = read(bad)
+        assert [result[0] for result in results] == [1, 1] and {len(result) for result in results} == {2}
+        assert str(results[speaker][1]) == f"in {speaker}"
+        assert isinstance(results[1 - speaker][1], ElsewhereError)
+        assert {result[1].exit_code for result in results} == {3}
+    assert in_two_processes(lambda processes: processes.check_same("--lr", 0.1)) == [None, None]
+    error, other = in_two_processes(lambda processes: processes.check_same("--lr", processes.rank))
+    assert str(error) == "--lr: not the same in processes 0 and 1"
+    assert isinstance(other, ElsewhereError)
+
+
+def test_scores_of_all_processes(rng):
+    import mxnet as mx
+    from scores import Scores
+
+    truth = mx.nd.array(rng.randint(-1, 4, (5, 8, 8)), dtype="int32")
+    logits = mx.nd.array(rng.randn(5, 6, 8, 8))
+
+    def scores(part, processes=None):
+        found = Scores(6)
+        if len(part):
+            found.update([truth[part.start : part.stop]], [logits[part.start : part.stop]])
+        if processes:
+            found.add_up(processes)
+        return found.get()
+
+    want = scores(range(5))
+    for cut in (0, 2, 5):  # one process may have nothing
+        parts = [range(cut), range(cut, 5)]
+        assert in_two_processes(lambda p, parts=parts: scores(parts[p.rank], p)) == [want, want]
+
+
+def test_optimizer_goes_on_on_devices_that_the_run_had_not(contexts, tmp_path):
+    """Adam's step depends on how often a device has stepped, and MXNet would count a new device from 0."""
+    import mxnet as mx
+    from checkpoint import load_checkpoint, load_trainer, save_checkpoint
+    from mxnet import autograd, gluon
+
+    def make(devices, **settings):
+        net = gluon.nn.Dense(1, in_units=2)
+        net.initialize(mx.init.One(), ctx=devices)
+        return net, gluon.Trainer(net.collect_params(), "adam", {"learning_rate": 0.1}, **settings)
+
+    def step(net, trainer):
+        devices = net.weight.list_ctx()
+        with autograd.record():
+            losses = [net(mx.nd.ones((1, 2), ctx=device)) ** 2 for device in devices]
+        autograd.backward(losses)
+        trainer.step(len(devices))
+
+    net, trainer = make(contexts[:1], kvstore=None)
+    for _ in range(3):
+        step(net, trainer)
+    save_checkpoint([str(tmp_path / "a.ckpt")], net, trainer, {})
+    found = load_checkpoint(str(tmp_path / "a.ckpt"))
+    again, goes_on = make(contexts[1:3], kvstore="local", update_on_kvstore=False)
+    for name, parameter in again._collect_params_with_prefix().items():
+        parameter.set_data(found.arrays[name])
+    load_trainer(goes_on, found, contexts[1:3])
+    step(net, trainer)
+    step(again, goes_on)
+    for value in again.weight.list_data():
+        np.testing.assert_array_equal(value.asnumpy(), net.weight.data().asnumpy())
+
+
+@pytest.mark.parametrize("options", [[], ["--kvstore", "local"]])
+def test_processes_that_would_not_know_of_each_other(options, monkeypatch, capsys):
+    from errors import run
+    from train import main
+
+    monkeypatch.setenv("PMI_SIZE", "2")
+    assert run(main, [*TINY, *options]) == 2
+    assert "mpiexec has started 2 processes; expected --kvstore mpi" in capsys.readouterr().err
