@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-contrastive test lint format bench compare soak clean core setup-run setup-dev
+.PHONY: help demo demo-contrastive demo-distributed test test-horovod setup-horovod lint format bench compare soak clean core setup-run setup-dev
 
 VENV ?= .venv
 PYTHON ?=
@@ -21,7 +21,9 @@ help:
 	@cat <<'END'
 	make demo     train a segmentation network with SyncBatchNorm on 2 CPU devices (at most 10 minutes)
 	make demo-contrastive  MoCo with batch statistics that leak, and with the cures (about 6 minutes)
+	make demo-distributed  the segmentation job in two processes beside the same in one (about 10 minutes)
 	make test     lint, then the tests
+	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 10 minutes)
 	make lint     ruff, mypy, clang-format
 	make format   let ruff and clang-format rewrite the sources
 	make bench    speed of the layer and of whole models, against plain BatchNorm and contrib's SyncBatchNorm
@@ -39,8 +41,15 @@ demo: core
 demo-contrastive: core
 	@$(PY) examples/contrastive/demo.py $(ARGS)
 
+demo-distributed: core
+	@$(PY) examples/segmentation/distributed.py $(ARGS)
+
 test: lint core
 	@$(PY) -m pytest -q --durations=15 $(ARGS)
+
+test-horovod:
+	@$(MAKE) --no-print-directory VENV=.venv-horovod core setup-horovod
+	.venv-horovod/bin/python -m pytest -q --durations=15 tests/test_horovod.py $(ARGS)
 
 lint: setup-dev
 	@$(PY) -m ruff check .
@@ -205,3 +214,17 @@ setup-dev: setup-run
 	pip_install -r requirements/dev.txt
 	stamp tools "$$tools"
 	rm "$$VENV/.busy"
+
+setup-horovod: setup-dev
+	@$(FUNCTIONS)
+	packages=$$(cksum <requirements/horovod.txt)
+	if stamped horovod "$$packages"; then exit 0; fi
+	lock
+	if stamped horovod "$$packages"; then exit 0; fi
+	echo "    compiling Horovod (2 to 8 minutes) ..."
+	pip_install -r requirements/horovod.txt
+	export CMAKE_POLICY_VERSION_MINIMUM=3.5 HOROVOD_WITH_MXNET=1 HOROVOD_WITH_GLOO=1
+	export HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1
+	export PATH="$$PWD/$$VENV/bin:$$PATH"  # cmake
+	pip_install --no-build-isolation horovod==0.28.1
+	stamp horovod "$$packages"
