@@ -47,11 +47,11 @@ def data(tmp_path_factory, example_modules):
 
 
 class Job(Process):
-    """Two processes, each with options of its own (mpiexec's `:`), and what all of them say."""
+    """Two processes, each with a program and options of its own (mpiexec's `:`), and what all of them say."""
 
-    def __init__(self, folder, program, options, own):
+    def __init__(self, folder, options, own):
         command = []
-        for rest in own:
+        for program, *rest in own:
             command += [":", "-n", "1", sys.executable, program, *options, *rest]
         super().__init__(folder, "-c", MPIEXEC, Path(sys.executable).with_name("mpiexec"), *command[1:])
 
@@ -60,10 +60,20 @@ class Job(Process):
 MPIEXEC = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
 
 
+def changed_train(path, changes):
+    """train.py with something else in it."""
+    program = f"import sys; sys.path.insert(0, {str(EXAMPLE)!r})\nimport numpy, dataset, train, training\n"
+    path.write_text(f"{program}{changes}\nfrom errors import run; sys.exit(run(train.main))\n")
+    return path
+
+
 def two_processes(folder, data, *options):
-    """train.py; only the first process is to write: that of the second would be another folder."""
+    """train.py; the second process is to write nothing, and to take the first weights from the first process."""
     options = [*TINY, "--kvstore", "mpi", "--cpus", "1", "--workers", "1", "--data-root", data, *options]
-    return Job(folder, EXAMPLE / "train.py", options, [["--save-dir", folder / name] for name in ("run", "never")])
+    other = changed_train(folder / "other.py", "training.seed_all = lambda seed: numpy.random.seed(99)")
+    return Job(
+        folder, options, [[EXAMPLE / "train.py", "--save-dir", folder / "run"], [other, "--save-dir", folder / "never"]]
+    )
 
 
 def test_two_processes_train_as_one_does(tmp_path, data):
@@ -124,14 +134,11 @@ def test_a_broken_file_that_one_process_reads_ends_both(data, tmp_path):
     shutil.copytree(data, tmp_path / "data")
     for i in range(16):
         truncate(tmp_path / "data" / image.format(i + 1))
-    program = f"import sys; sys.path.insert(0, {str(EXAMPLE)!r})\n"
-    program += "import dataset, train; dataset.CHECK_CONTENTS_UP_TO = 0  # as in a big set\n"
-    program += "from errors import run; sys.exit(run(train.main))\n"
-    (tmp_path / "program.py").write_text(program)
+    program = changed_train(tmp_path / "program.py", "dataset.CHECK_CONTENTS_UP_TO = 0  # as in a big set")
     options = [*TINY, "--kvstore", "mpi", "--cpus", "1", "--workers", "1", "--save-dir", tmp_path / "run"]
-    own = [["--data-root", data], ["--data-root", tmp_path / "data"]]
+    own = [[program, "--data-root", root] for root in (data, tmp_path / "data")]
     begin = time.time()
-    with Job(tmp_path, tmp_path / "program.py", options, own) as job:
+    with Job(tmp_path, options, own) as job:
         assert job.wait(60) == 2, job.output()
         lines = job.output().strip().splitlines()
     assert len(lines) == 1, lines
