@@ -23,7 +23,6 @@ class Job:
     def __init__(self, processes, *arguments, limit=60):
         command = [
             str(BIN / "mpiexec"),
-            *options,
             "-n",
             str(processes),
             sys.executable,
