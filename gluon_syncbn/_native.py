@@ -6,6 +6,7 @@ Plain values go in and out; what they mean is said in ``csrc/rendezvous.h`` and 
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence, Tuple
 
@@ -60,7 +61,8 @@ def _load() -> ctypes.CDLL:
         ) from None
     names = ctypes.POINTER(ctypes.c_char_p)
     signatures: dict = {
-        "register": (ctypes.c_int, [ctypes.c_void_p] * 4),
+        "register": (ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]),
+        "cuda_source": (None, [ctypes.c_char_p]),
         "layer_create": (ctypes.c_int64, [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]),
         "layers": (ctypes.c_int64, []),
         "layer_drop": (None, [ctypes.c_int64]),
@@ -100,10 +102,27 @@ def _names(values: Sequence[str]) -> Tuple[int, Any]:
     return len(values), (ctypes.c_char_p * len(values))(*[value.encode() for value in values])
 
 
+# The order is that of `MXNet` in csrc/mxnet_api.h.
+_FUNCTIONS = (
+    "MXGetLastError",
+    "MXCustomOpRegister",
+    "MXAutogradIsTraining",
+    "MXNDArrayGetData",
+    "MXNDArrayFree",
+    "MXNDArrayCreateEx",
+    "MXNDArraySyncCopyFromCPU",
+    "MXNDArraySyncCopyToCPU",
+    "MXRtcCudaModuleCreate",
+    "MXRtcCudaKernelCreate",
+    "MXRtcCudaKernelCall",
+)
+
+
 def register() -> None:
     """Registers the operator ``gluon_syncbn`` with the MXNet library that Python has loaded."""
-    functions = ("MXCustomOpRegister", "MXNDArrayGetData", "MXNDArrayFree", "MXAutogradIsTraining")
-    check_call(_core.syncbn_register(*[ctypes.cast(getattr(_mxnet, f), ctypes.c_void_p) for f in functions]))
+    pointers = [ctypes.cast(getattr(_mxnet, name), ctypes.c_void_p).value for name in _FUNCTIONS]
+    check_call(_core.syncbn_register((ctypes.c_void_p * len(pointers))(*pointers), len(pointers)))
+    _core.syncbn_cuda_source(os.fsencode(_PATH.with_name("kernels.cu")))
 
 
 def layer_create(name: str, mode: int, slots: int, group: int) -> int:

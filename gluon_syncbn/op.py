@@ -157,9 +157,10 @@ def sync_batch_norm(
     # MXNet hands a custom operator a temporary copy of an array in oneDNN's layout and frees it while the operator
     # still runs (AllocateNDArrayCopy in src/operator/custom/custom.cc keeps a pointer, no reference). SwapAxis of an
     # axis with itself is the cheapest operator that really writes a new, plain array; on the output it does the same
-    # for the gradient that comes back.
+    # for the gradient that comes back. GPUs have no such layout.
+    guarded = not replicas.contexts or any(context.device_type != "gpu" for context in replicas.contexts)
     y = F.Custom(
-        F.SwapAxis(x, dim1=0, dim2=0),
+        F.SwapAxis(x, dim1=0, dim2=0) if guarded else x,
         gamma,
         beta,
         running_mean,
@@ -172,9 +173,10 @@ def sync_batch_norm(
         eps=repr(float(eps)),
         momentum=repr(float(np.float32(momentum))),  # as MXNet's own BatchNorm keeps it
         fix_gamma=int(fix_gamma),
+        guarded=int(guarded),
         name="fwd",
     )
-    return F.SwapAxis(y, dim1=0, dim2=0)
+    return F.SwapAxis(y, dim1=0, dim2=0) if guarded else y
 
 
 base.roster = _roster

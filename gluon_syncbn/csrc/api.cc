@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda_module.h"
 #include "kernels.h"
 #include "mxnet_api.h"
 #include "op.h"
@@ -26,14 +27,15 @@ const char* text(std::string value) {
 
 }  // namespace
 
-SYNCBN_API int syncbn_register(void* custom_op_register, void* ndarray_get_data, void* ndarray_free,
-                               void* autograd_is_training) {
+// `functions` are those of syncbn::MXNet, in that order.
+SYNCBN_API int syncbn_register(void** functions, int64_t count) {
     syncbn::MXNet mx;
-    static_assert(sizeof mx == 4 * sizeof(void*), "one pointer per function");
-    void* functions[] = {custom_op_register, ndarray_get_data, ndarray_free, autograd_is_training};
+    if (count * sizeof(void*) != sizeof mx) return -1;
     std::memcpy(&mx, functions, sizeof mx);
     return syncbn::register_operator(mx);
 }
+
+SYNCBN_API void syncbn_cuda_source(const char* path) { syncbn::cuda::set_source(path); }
 
 SYNCBN_API int64_t syncbn_layer_create(const char* name, int mode, int64_t slots, int64_t group) {
     return syncbn::create_layer(name, {static_cast<syncbn::Mode>(mode), slots, group})->id;

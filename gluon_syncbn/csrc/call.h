@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "backend.h"
 #include "mxnet_api.h"
-#include "params.h"
 #include "rendezvous.h"
 
 namespace syncbn {
@@ -20,6 +20,7 @@ struct Settings {
     int axis = 1;
     double epsilon = 1e-5, momentum = 0.9;
     bool fix_gamma = false;
+    bool guarded = true;  // against temporary inputs, which only a CPU has; see op.py
 
     // Where things are in MXNet's lists: [inputs][output][auxiliary states] of the forward,
     // [dy][inputs][output][gradients of the inputs] of the backward.
@@ -42,32 +43,10 @@ class Arrays {
     Arrays(const Arrays&) = delete;
     Arrays& operator=(const Arrays&) = delete;
 
-    template <typename T = void>
-    T* data(int i) const {
-        void* out = nullptr;
-        if (mx.ndarray_get_data(handles_[i], &out) != 0) throw Failure("MXNet gave no memory for an array");
-        return static_cast<T*>(out);
-    }
+    Array operator[](int i) const { return handles_[i]; }
 
   private:
     std::vector<void*> handles_;
-};
-
-// The statistics of a slot, or of all slots that share one.
-struct Statistic {
-    double count;
-    Vector mean, invstd;  // [channels]
-
-    Statistic(double count, const double* mean, const double* variance, int64_t channels, double epsilon);
-};
-
-// A virtual device: a contiguous part of this replica's batch.
-struct Slot {
-    Shape shape;
-    int64_t first;  // of its values in the tensor
-    // What its values went into, and what they are normalised with. Null for a slot without values.
-    std::shared_ptr<const Statistic> own, used;
-    size_t user = 0;  // in `shuffle`: the slot, counted over all replicas, that uses the statistics of this one
 };
 
 // With `static_shape`, MXNet keeps a call and executes it again at every step.
@@ -77,7 +56,10 @@ class Call {
 
     // `shape.outer` holds `samples` equal parts, which are what slots are made of.
     Call(Settings settings, std::string context, Type type, Shape shape, int64_t samples)
-        : settings_(std::move(settings)), context_(std::move(context)), type_(type), shape_(shape), samples_(samples) {}
+        : settings_(std::move(settings)),
+          context_(std::move(context)),
+          backend_(Backend::of(context_)),
+          batch_{type, shape, samples, {}} {}
 
     // On the issuing thread, for a training call. `caller` is null on the main thread, whose calls take turns on the
     // seats; any other thread is one replica.
@@ -87,22 +69,18 @@ class Call {
     void backward(const Arrays& arrays, const int* reqs);
 
   private:
-    Type parameter_type() const { return type_ == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
     Mode mode() const { return settings_.layer->pooling.mode; }
     size_t group() const { return static_cast<size_t>(settings_.layer->pooling.group); }
-    template <typename V>
-    V* at(V* data, const Slot& slot) const;
     int threads() const;
+    Affine affine(const Arrays& arrays, int inputs) const;
 
-    template <typename P>
     void normalise(const Arrays& arrays, int req);
-    template <typename P>
     void differentiate(const Arrays& arrays, const int* reqs);
+    void track(const Vector& moments, const Arrays& arrays);
 
-    void cut(int64_t slots);
     void sit_down();
     // The packed moments of every slot that counts for the running statistics, each [count, mean[C], m2[C]].
-    Vector pool(const void* x);
+    Vector pool(Array x);
     // Give the slots their statistics, from the moments of the slots of all replicas.
     void assign_shuffled(const Total& all);
     Vector assign_grouped(const Total& all);
@@ -112,10 +90,8 @@ class Call {
 
     const Settings settings_;
     const std::string context_;
-    const Type type_;
-    const Shape shape_;
-    const int64_t samples_;
-    std::vector<Slot> slots_;
+    const std::unique_ptr<Backend> backend_;
+    Batch batch_;
     Place place_;
     bool seated_ = false;
     bool repeated_ = false;  // has been executed before

@@ -1,7 +1,8 @@
-// The few declarations of MXNet's C interface that a custom operator needs. They are a stable ABI, and having them
-// here keeps MXNet out of the build: the functions themselves come from the library that Python has loaded.
+// The few declarations of MXNet's C interface that the operator needs. They are a stable ABI, and having them here keeps
+// MXNet out of the build: the functions themselves come from the library that Python has loaded.
 #pragma once
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -25,12 +26,23 @@ struct __attribute__((visibility("default"))) Error : public std::runtime_error 
 
 namespace syncbn {
 
-// Handed over by `_native.py` before the operator is registered.
+// Handed over by `_native.py`, in this order, before the operator is registered. All but last_error return 0 or fail.
 struct MXNet {
+    const char* (*last_error)();
     int (*custom_op_register)(const char* op_type, CustomOpPropCreator creator);
+    int (*autograd_is_training)(bool* training);
     int (*ndarray_get_data)(void* handle, void** data);
     int (*ndarray_free)(void* handle);
-    int (*autograd_is_training)(bool* training);
+    int (*ndarray_create)(const uint32_t* shape, uint32_t dims, int device_type, int device_id, int delay_alloc,
+                          int type, void** out);
+    int (*ndarray_from_cpu)(void* handle, const void* data, size_t values);
+    int (*ndarray_to_cpu)(void* handle, void* data, size_t values);
+    int (*rtc_module_create)(const char* source, int options, const char** option, int exports, const char** export_,
+                             void** out);
+    int (*rtc_kernel_create)(void* module, const char* name, int arguments, int* is_array, int* is_const, int* types,
+                             void** out);
+    int (*rtc_kernel_call)(void* kernel, int device_id, void** arguments, uint32_t grid_x, uint32_t grid_y,
+                           uint32_t grid_z, uint32_t block_x, uint32_t block_y, uint32_t block_z, uint32_t shared);
 };
 extern MXNet mx;
 

@@ -177,9 +177,10 @@ int backward_dependency(const int* dy, const int* inputs, const int*, int* size,
 int create_operator(const char* context, int, unsigned** shapes, const int* dims, const int* types, MXCallbackList* out,
                     void* state) {
     const Property& property = *property_of(state);
-    if (std::strncmp(context, "cpu", 3) != 0)
-        throw dmlc::Error("SyncBatchNorm '" + property.layer->name + "': this version synchronises CPU contexts; " +
-                          context + " was given");
+    if (std::strncmp(context, "cpu", 3) == 0 && !property.guarded)
+        throw dmlc::Error("SyncBatchNorm '" + property.layer->name +
+                          "': the net was traced on GPUs and is now called on " + context +
+                          "; call net.hybridize() again");
     const int axis = channel_axis(property, dims[0]);
     Shape shape{1, shapes[0][axis], 1};
     for (int i = 0; i < dims[0]; ++i) {
@@ -233,6 +234,7 @@ int create_property(const char*, const int size, const char** keys, const char**
     property->epsilon = std::stod(given["eps"]);
     property->momentum = std::stod(given["momentum"]);
     property->fix_gamma = given["fix_gamma"] == "1";
+    property->guarded = given["guarded"] == "1";
 
     return 1;
 }

@@ -1,0 +1,25 @@
+#include "backend.h"
+
+#include "process.h"
+
+namespace syncbn {
+
+void Batch::cut(int64_t count) {
+    slots.clear();
+    const int64_t per_sample = samples == 0 ? 0 : shape.outer / samples;
+    int64_t sample = 0;
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t size = samples / count + (i < samples % count);
+        const Shape part{size * per_sample, shape.channels, shape.inner};
+        slots.push_back({part, sample * per_sample * shape.channels * shape.inner, nullptr, nullptr});
+        sample += size;
+    }
+}
+
+std::unique_ptr<Backend> Backend::of(const std::string& context) {
+    if (context.compare(0, 3, "cpu") == 0) return cpu_backend();
+    if (context.compare(0, 4, "gpu(") == 0) return cuda_backend(std::stoi(context.substr(4)));
+    throw Failure("CPU and GPU contexts can be synchronised; " + context + " was given");
+}
+
+}  // namespace syncbn

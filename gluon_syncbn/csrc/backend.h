@@ -1,0 +1,88 @@
+// What one call asks of its device: whole tensors in MXNet's arrays, statistics in plain vectors.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "params.h"
+#include "statistics.h"
+
+namespace syncbn {
+
+// The statistics of a slot, or of all slots that share one. The vectors are empty where a device keeps them.
+struct Statistic {
+    double count;
+    Vector mean, invstd;  // [channels]
+};
+
+// A virtual device: a contiguous part of this replica's batch.
+struct Slot {
+    Shape shape;
+    int64_t first;  // of its values in the tensor
+    // What its values went into, and what they are normalised with. Null for a slot without values.
+    std::shared_ptr<const Statistic> own, used;
+    size_t user = 0;  // in `shuffle`: the slot, counted over all replicas, that uses the statistics of this one
+};
+
+// The tensor of a call, as it is cut into slots.
+struct Batch {
+    Type type;
+    Shape shape;
+    int64_t samples;  // equal parts of shape.outer
+    std::vector<Slot> slots;
+
+    Type parameter_type() const { return type == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
+    // As numpy.array_split: the first slots get one sample more where they cannot all have the same number.
+    void cut(int64_t count);
+};
+
+// MXNet's handle of an array that lives on the device.
+using Array = void*;
+
+// gamma * x + beta; where gamma is fixed it counts as 1.
+struct Affine {
+    Array gamma, beta;
+    bool fix_gamma;
+};
+
+// What flows back through the statistics of each slot: dx = gamma * invstd * (dy - mean_dy - (x - mean) * slope), with
+// the slot's own mean and the invstd that it used. [slots][channels]
+struct Pull {
+    Vector mean_dy, slope;
+};
+
+// On a GPU an operation may still run when its function returns; MXNet's engine knows, and orders what comes after.
+class Backend {
+  public:
+    int threads = 1;  // of this process, for the CPU's kernels
+
+    virtual ~Backend() = default;
+
+    // [count, mean[C], m2[C]] of each slot, one after the other.
+    virtual Vector moments(Array x, const Batch& batch) = 0;
+    // What the running statistics stand for.
+    virtual Statistic frozen(Array running_mean, Array running_var, const Batch& batch, double epsilon) = 0;
+    // y = (x - mean) * invstd * gamma + beta with what each slot uses, added to y where `add`.
+    virtual void normalise(Array x, const Batch& batch, const Affine& affine, Array y, bool add) = 0;
+    // running <- momentum * running + (1 - momentum) * values
+    virtual void track(const Vector& mean, const Vector& variance, double momentum, Type type, Array running_mean,
+                       Array running_var) = 0;
+
+    // [sum dy[C], sum dy*xhat[C]] of each slot, one after the other, with what it was normalised with.
+    virtual Vector grad_sums(Array dy, Array x, const Batch& batch) = 0;
+    virtual void grad_input(Array dy, Array x, const Batch& batch, const Affine& affine, const Pull& pull, Array dx,
+                            bool add) = 0;
+    // out = values, added where `add`.
+    virtual void give(const Vector& values, Type type, Array out, bool add) = 0;
+    virtual void fill(Array out, Type type, int64_t n, double value) = 0;
+
+    // For "cpu(0)" or "gpu(1)"; another kind of context is a Failure.
+    static std::unique_ptr<Backend> of(const std::string& context);
+};
+
+std::unique_ptr<Backend> cpu_backend();
+std::unique_ptr<Backend> cuda_backend(int device);
+
+}  // namespace syncbn

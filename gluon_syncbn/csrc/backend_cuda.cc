@@ -1,0 +1,197 @@
+// The kernels of kernels.cu on MXNet's arrays. Whole tensors stay on the device; what the replicas exchange, a few
+// numbers per channel, comes to the host, where one rendezvous serves every kind of device.
+#include <algorithm>
+#include <memory>
+
+#include "backend.h"
+#include "cuda_module.h"
+
+namespace syncbn {
+namespace {
+
+using cuda::Doubles;
+using cuda::in;
+using cuda::kBlock;
+using cuda::launch;
+using cuda::out;
+
+constexpr int64_t kBlocks = 2048;         // enough of them to fill the largest GPU
+constexpr int64_t kPerThread = 32;        // values that a block's thread should at least have
+constexpr int64_t kWidest = 32;           // tile of channels
+constexpr int64_t kMostInGridYZ = 65535;  // CUDA's limit
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t between(int64_t low, int64_t value, int64_t high) { return std::max(low, std::min(value, high)); }
+
+std::string named(const char* kernel, Type type) { return std::string(kernel) + "_" + name_of(type); }
+
+// How a batch is spread over blocks; see kernels.cu.
+struct Plan {
+    const Shape& shape;
+    const int64_t samples, per_sample, slots;
+    int32_t width = 1;
+    int64_t tiles, chunks, segment = 8192;
+
+    explicit Plan(const Batch& batch)
+        : shape(batch.shape),
+          samples(batch.samples),
+          per_sample(batch.samples == 0 ? 0 : batch.shape.outer / batch.samples),
+          slots(static_cast<int64_t>(batch.slots.size())) {
+        while (shape.inner == 1 && width < kWidest && width < shape.channels) width *= 2;
+        tiles = ceil_div(shape.channels, width);
+        const int64_t per_slot = ceil_div(samples, slots) * per_sample * shape.inner * width;
+        chunks = between(1, std::min(kBlocks / (tiles * slots), per_slot / (kBlock * kPerThread)), kMostInGridYZ);
+        while (segment > 512 && rows() * ceil_div(shape.inner, segment) < 8 * kBlocks) segment /= 2;
+    }
+
+    int64_t rows() const { return shape.outer * shape.channels; }
+    cuda::Grid reduce() const { return {tiles, slots, chunks}; }
+    cuda::Grid each() const {
+        if (shape.inner == 1) return reduce();
+        const int64_t warps = kBlock / 32;
+        return {between(1, ceil_div(rows() * ceil_div(shape.inner, segment), warps), int64_t{1} << 20)};
+    }
+};
+
+class CudaBackend : public Backend {
+  public:
+    explicit CudaBackend(int device) : device_(device) {}
+
+    Vector moments(Array x, const Batch& batch) override {
+        statistics_.reset();
+        const int64_t channels = batch.shape.channels;
+        const size_t length = 1 + 2 * channels;
+        Vector packed(batch.slots.size() * length, 0.0);
+        if (batch.shape.size() == 0) return packed;
+        const Plan plan(batch);
+        Doubles partial(device_, plan.chunks * plan.slots * 3 * channels);
+        launch(named("moments", batch.type), device_, plan.reduce(),
+               {in(x, batch.type), out(partial.handle(), Type::kFloat64), plan.samples, plan.per_sample, channels,
+                batch.shape.inner, plan.slots, plan.width});
+        Vector parts(plan.chunks * plan.slots * 3 * channels);
+        partial.download(parts.data());
+        const double* count = parts.data();
+        for (int64_t chunk = 0; chunk < plan.chunks; ++chunk)
+            for (int64_t slot = 0; slot < plan.slots; ++slot, count += 3 * channels)
+                merge(&packed[slot * length], count, channels);
+        return packed;
+    }
+
+    Statistic frozen(Array running_mean, Array running_var, const Batch& batch, double epsilon) override {
+        const int64_t channels = batch.shape.channels;
+        const Type type = batch.parameter_type();
+        statistics_ = std::make_unique<Doubles>(device_, 2 * channels);
+        launch(named("frozen", type), device_, {ceil_div(channels, kBlock)},
+               {in(running_mean, type), in(running_var, type), epsilon, out(statistics_->handle(), Type::kFloat64),
+                channels});
+        return {1, {}, {}};
+    }
+
+    void normalise(Array x, const Batch& batch, const Affine& affine, Array y, bool add) override {
+        if (batch.shape.size() == 0) return;
+        const Plan plan(batch);
+        const Type parameter = batch.parameter_type();
+        launch(named("normalise", batch.type), device_, plan.each(),
+               {in(x, batch.type), in(statistics(batch), Type::kFloat64), in(affine.gamma, parameter),
+                in(affine.beta, parameter), affine.fix_gamma, out(y, batch.type), add, plan.samples, plan.per_sample,
+                batch.shape.channels, batch.shape.inner, plan.slots, plan.width, plan.segment});
+    }
+
+    void track(const Vector& mean, const Vector& variance, double momentum, Type type, Array running_mean,
+               Array running_var) override {
+        const int64_t channels = static_cast<int64_t>(mean.size());
+        Vector both(mean);
+        both.insert(both.end(), variance.begin(), variance.end());
+        Doubles batch(device_, 2 * channels);
+        batch.upload(both.data());
+        launch(
+            named("track", type), device_, {ceil_div(channels, kBlock)},
+            {in(batch.handle(), Type::kFloat64), momentum, out(running_mean, type), out(running_var, type), channels});
+    }
+
+    Vector grad_sums(Array dy, Array x, const Batch& batch) override {
+        const int64_t channels = batch.shape.channels;
+        Vector sums(batch.slots.size() * 2 * channels, 0.0);
+        if (batch.shape.size() == 0) return sums;
+        const Plan plan(batch);
+        const int64_t size = plan.slots * 2 * channels;
+        Doubles partial(device_, plan.chunks * size);
+        launch(named("grad_sums", batch.type), device_, plan.reduce(),
+               {in(dy, batch.type), in(x, batch.type), in(statistics(batch), Type::kFloat64),
+                out(partial.handle(), Type::kFloat64), plan.samples, plan.per_sample, channels, batch.shape.inner,
+                plan.slots, plan.width});
+        Vector parts(plan.chunks * size);
+        partial.download(parts.data());
+        for (size_t i = 0; i < parts.size(); ++i) sums[i % sums.size()] += parts[i];
+        return sums;
+    }
+
+    void grad_input(Array dy, Array x, const Batch& batch, const Affine& affine, const Pull& pull, Array dx,
+                    bool add) override {
+        if (batch.shape.size() == 0) return;
+        const Plan plan(batch);
+        const int64_t channels = batch.shape.channels;
+        Vector packed(plan.slots * 3 * channels, 0.0);
+        for (int64_t slot = 0; slot < plan.slots; ++slot) {
+            double* to = &packed[slot * 3 * channels];
+            const auto& own = batch.slots[slot].own;
+            if (own) std::copy(own->mean.begin(), own->mean.end(), to);  // frozen ones have a slope of 0
+            std::copy_n(&pull.mean_dy[slot * channels], channels, to + channels);
+            std::copy_n(&pull.slope[slot * channels], channels, to + 2 * channels);
+        }
+        Doubles pulls(device_, plan.slots * 3 * channels);
+        pulls.upload(packed.data());
+        launch(named("grad_input", batch.type), device_, plan.each(),
+               {in(dy, batch.type), in(x, batch.type), in(statistics(batch), Type::kFloat64),
+                in(pulls.handle(), Type::kFloat64), in(affine.gamma, batch.parameter_type()), affine.fix_gamma,
+                out(dx, batch.type), add, plan.samples, plan.per_sample, channels, batch.shape.inner, plan.slots,
+                plan.width, plan.segment});
+    }
+
+    void give(const Vector& values, Type type, Array to, bool add) override {
+        const int64_t n = static_cast<int64_t>(values.size());
+        Doubles staged(device_, n);
+        staged.upload(values.data());
+        launch(named("give", type), device_, {ceil_div(n, kBlock)},
+               {in(staged.handle(), Type::kFloat64), out(to, type), add, n});
+    }
+
+    void fill(Array to, Type type, int64_t n, double value) override {
+        if (n > 0) launch(named("fill", type), device_, {ceil_div(n, kBlock)}, {out(to, type), value, n});
+    }
+
+  private:
+    // Packed moments grow by the partial [count[C], mean[C], m2[C]], whose counts are all the same.
+    static void merge(double* packed, const double* part, int64_t channels) {
+        if (part[0] == 0) return;
+        Vector total(packed, packed + 1 + 2 * channels), more{part[0]};
+        more.insert(more.end(), part + channels, part + 3 * channels);
+        merge_moments(&total, more);
+        std::copy(total.begin(), total.end(), packed);
+    }
+
+    // [slots][2][channels] of what each slot uses; kept for the backward.
+    void* statistics(const Batch& batch) {
+        if (statistics_) return statistics_->handle();
+        const int64_t channels = batch.shape.channels;
+        Vector packed(batch.slots.size() * 2 * channels, 0.0);
+        for (size_t i = 0; i < batch.slots.size(); ++i) {
+            if (!batch.slots[i].used) continue;
+            std::copy_n(batch.slots[i].used->mean.begin(), channels, &packed[i * 2 * channels]);
+            std::copy_n(batch.slots[i].used->invstd.begin(), channels, &packed[i * 2 * channels + channels]);
+        }
+        statistics_ = std::make_unique<Doubles>(device_, static_cast<int64_t>(packed.size()));
+        statistics_->upload(packed.data());
+        return statistics_->handle();
+    }
+
+    const int device_;
+    std::unique_ptr<Doubles> statistics_;
+};
+
+}  // namespace
+
+std::unique_ptr<Backend> cuda_backend(int device) { return std::make_unique<CudaBackend>(device); }
+
+}  // namespace syncbn

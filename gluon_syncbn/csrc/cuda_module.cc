@@ -1,0 +1,86 @@
+#include "cuda_module.h"
+
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "process.h"
+
+namespace syncbn {
+namespace cuda {
+namespace {
+
+void check(int status) {
+    if (status != 0) throw Failure(mx.last_error());
+}
+
+// MXNet's own tables of modules and kernels have no lock.
+std::mutex mutex;
+std::string source_path;
+std::map<std::string, void*> kernels;
+
+// Intermediate code of the lowest capability that MXNet 1.9.1 supports: the driver makes that of the device from it.
+void* module() {
+    static void* compiled = nullptr;
+    if (compiled != nullptr) return compiled;
+    std::ifstream file(source_path);
+    std::ostringstream source;
+    source << file.rdbuf();
+    if (!file) throw Failure("cannot read " + source_path + "; install gluon_syncbn again");
+    const char* options[] = {"--gpu-architecture=compute_50", "--std=c++14"};
+    check(mx.rtc_module_create(source.str().c_str(), 2, options, 0, nullptr, &compiled));
+    return compiled;
+}
+
+void* kernel(const std::string& name, const std::initializer_list<Argument>& arguments) {
+    void*& found = kernels[name];
+    if (found != nullptr) return found;
+    std::vector<int> is_array, is_const, types;
+    for (const Argument& argument : arguments) {
+        is_array.push_back(argument.is_array);
+        is_const.push_back(argument.is_const);
+        types.push_back(argument.type);
+    }
+    check(mx.rtc_kernel_create(module(), name.c_str(), static_cast<int>(types.size()), is_array.data(), is_const.data(),
+                               types.data(), &found));
+    return found;
+}
+
+}  // namespace
+
+void set_source(const std::string& path) { source_path = path; }
+
+void launch(const std::string& name, int device, Grid grid, std::initializer_list<Argument> arguments) {
+    std::vector<void*> pointers;
+    for (const Argument& argument : arguments)
+        pointers.push_back(argument.is_array ? argument.array : const_cast<int64_t*>(&argument.int64));
+    std::lock_guard<std::mutex> lock(mutex);
+    check(mx.rtc_kernel_call(kernel(name, arguments), device, pointers.data(), static_cast<uint32_t>(grid.x),
+                             static_cast<uint32_t>(grid.y), static_cast<uint32_t>(grid.z), kBlock, 1, 1, 0));
+}
+
+Doubles::Doubles(int device, int64_t size) : size_(size) {
+    constexpr int kGpu = 2;
+    const uint32_t shape[] = {static_cast<uint32_t>(size)};
+    check(mx.ndarray_create(shape, 1, kGpu, device, 0, static_cast<int>(Type::kFloat64), &handle_));
+}
+
+Doubles::~Doubles() {
+    if (handle_ != nullptr) mx.ndarray_free(handle_);
+}
+
+Doubles& Doubles::operator=(Doubles&& other) {
+    std::swap(handle_, other.handle_);
+    std::swap(size_, other.size_);
+    return *this;
+}
+
+void Doubles::upload(const double* values) { check(mx.ndarray_from_cpu(handle_, values, static_cast<size_t>(size_))); }
+
+void Doubles::download(double* values) const { check(mx.ndarray_to_cpu(handle_, values, static_cast<size_t>(size_))); }
+
+}  // namespace cuda
+}  // namespace syncbn
