@@ -211,7 +211,7 @@ setup(
     version=version(),
     license="Apache-2.0",
     packages=["gluon_syncbn", "gluon_syncbn.exchange"],
-    package_data={"gluon_syncbn": ["py.typed", "csrc/*"]},
+    package_data={"gluon_syncbn": ["py.typed", "csrc/*", "kernels.cu"]},
     include_package_data=False,
     cmdclass=commands,
     distclass=CoreDistribution,
