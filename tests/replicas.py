@@ -57,10 +57,10 @@ def make_affine(rng, channels):
 
 
 def prepare(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str, way: Optional[dict] = None):
-    layer.initialize(ctx=list(contexts))
     layer.cast(dtype)
-    layer.gamma.set_data(nd.array(batch.gamma))
-    layer.beta.set_data(nd.array(batch.beta))
+    layer.initialize(ctx=list(contexts))
+    layer.gamma.set_data(nd.array(batch.gamma, dtype=layer.gamma.dtype))
+    layer.beta.set_data(nd.array(batch.beta, dtype=layer.beta.dtype))
     if way is not None:
         layer.hybridize(**way)
     return layer

@@ -19,8 +19,8 @@ TYPES = ("local", "device", "nccl")
 
 # gluon.Trainer numbers its parameters from 0 in the same store; no net has this many.
 _keys = itertools.count(1 << 24)
-# One for each store, so that one lock guards it.
-_exchanges: weakref.WeakValueDictionary[int, KVStoreExchange] = weakref.WeakValueDictionary()
+# One for each store, so that one lock guards it; that of NCCL is at 0.
+_exchanges: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
 
 
 _process_stores: Dict[str, ProcessStore] = {}
@@ -92,19 +92,22 @@ def create(kvstore: Any) -> Exchange | None:
                 + _refusal(kvstore)
             )
         try:
-            kvstore = mx.kv.create(kvstore)
+            store = mx.kv.create(kvstore)
         except mx.MXNetError as error:
             reason = str(error).splitlines()[-1]
             raise ValueError(
                 f"kvstore: {kvstore!r} was given, but this build of MXNet cannot create it: {reason}"
             ) from None
+        if kvstore == "nccl":
+            return _exchanges.setdefault(0, NCCLExchange())
+        kvstore = store
     if isinstance(kvstore, ProcessStore):
         return kvstore
     if not isinstance(kvstore, (mx.kv.KVStore, mx.kvstore.KVStoreBase)):
         raise ValueError(
             f"kvstore: {kvstore!r} was given, expected one of {TYPES}, a KVStore object or None (shared memory)"
         )
-    if kvstore.type not in TYPES:
+    if kvstore.type not in TYPES or kvstore.type == "nccl":
         raise ValueError(
             f"kvstore: an object of type {kvstore.type!r} was given, expected one of {TYPES}." + _refusal(kvstore.type)
         )
@@ -118,6 +121,11 @@ def _refusal(name: str) -> str:
         return (
             " MXNet 1.9.1 has no store of that name and silently creates a local one; gluon_syncbn.kvstore('horovod') "
             "makes one."
+        )
+    if name == "nccl":
+        return (
+            " A store of NCCL serves only the keys that it had at its first sum, so a Trainer cannot share it; the "
+            "name 'nccl' makes one for all layers."
         )
     return ""
 
@@ -150,3 +158,51 @@ class KVStoreExchange(Exchange):
             out = [mx.nd.empty(rows.shape[1], ctx=ctx, dtype="float64") for ctx in contexts]
             self.kvstore.pushpull(key, values, out=out)
             return Total(out[0].asnumpy(), 0, layer)
+
+
+class NCCLExchange(Exchange):
+    """Adds on the GPUs with NCCL, through KVStores of its own.
+
+    A store of MXNet makes its buffers when it first adds (``KVStoreNCCL::InitMergeBuffer``), for the keys that it has
+    by then, and serves one set of GPUs. So there is one for each set, whose keys are there from the start: one for
+    each power of two up to `_MOST` values, of which a vector takes the next, in parts where it is longer.
+    """
+
+    _LEAST, _MOST = 1 << 6, 1 << 17
+
+    def __init__(self) -> None:
+        self._stores: Dict[Tuple[mx.Context, ...], mx.kvstore.KVStoreBase] = {}
+        # All collectives are posted under this lock, in one order on all GPUs: NCCL hangs where two GPUs differ.
+        self._lock = threading.Lock()
+
+    def add(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
+        contexts = tuple(member.contexts)
+        if any(context.device_type != "gpu" for context in contexts):
+            raise ValueError(f"kvstore 'nccl' adds on GPUs, but the layer is on {', '.join(map(str, contexts))}")
+        with self._lock:
+            if contexts not in self._stores:
+                self._stores[contexts] = self._store(contexts)
+            parts = [
+                self._sum(self._stores[contexts], contexts, rows[:, first : first + self._MOST])
+                for first in range(0, rows.shape[1], self._MOST)
+            ]
+        return Total(np.concatenate(parts), 0, ticket.layer)
+
+    def _store(self, contexts: Tuple[mx.Context, ...]) -> mx.kvstore.KVStoreBase:
+        store, size = mx.kv.create("nccl"), self._LEAST
+        while size <= self._MOST:
+            store.init(size, mx.nd.array(np.zeros(size), ctx=contexts[0], dtype="float64"))
+            size *= 2
+        return store
+
+    def _sum(self, store: mx.kvstore.KVStoreBase, contexts: Tuple[mx.Context, ...], rows: np.ndarray) -> np.ndarray:
+        size = self._LEAST
+        while size < rows.shape[1]:
+            size *= 2
+        # Every GPU takes part in each collective; of those that a step leaves out, see `devices`, there is no row.
+        padded = np.zeros((len(contexts), size))
+        padded[: len(rows), : rows.shape[1]] = rows
+        values = [mx.nd.array(row, ctx=context, dtype="float64") for row, context in zip(padded, contexts)]
+        out = [mx.nd.empty(size, ctx=context, dtype="float64") for context in contexts]
+        store.pushpull(size, values, out=out)
+        return out[0].asnumpy()[: rows.shape[1]]
