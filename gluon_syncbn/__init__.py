@@ -1,9 +1,13 @@
 """Synchronised BatchNorm for MXNet Gluon: statistics of the whole batch, over all devices."""
 
+from . import cuda_libraries as _cuda_libraries
 from ._version import __version__
 
 try:
+    _cuda_libraries.load()
     import mxnet as _mxnet  # noqa: F401
+except _cuda_libraries.MissingLibraries:
+    raise
 except ImportError as error:
     raise ImportError(
         f"gluon_syncbn needs Apache MXNet 1.9 ({error}): `pip install gluon_syncbn[cpu]`, "

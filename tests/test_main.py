@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from gluon_syncbn import __main__ as check
 from gluon_syncbn import _native, reference
 
@@ -15,7 +17,9 @@ def test_a_sound_installation():
         "Apache MXNet 1.9.1",
         f"{_native.instruction_set()} kernels",
         "KVStore local, device",
-        "two replicas",
+        "(mxnet)",
+        "2 replicas on cpu",
+        "none: this is a CPU build of MXNet",
         "kvstore('mpi') with mpi4py",
     ):
         assert fact in run.stdout
@@ -32,4 +36,16 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch, capsys):
     assert check.main() == 1
     printed = capsys.readouterr().out
     assert "BROKEN  live      ArithmeticError: wrong by" in printed
-    assert "1 of 6 checks failed" in printed
+    assert "1 of 8 checks failed" in printed
+
+
+def test_two_builds_at_once_are_noticed(tmp_path, monkeypatch):
+    # Both hold the module mxnet; pip does not mind.
+    for name in ("mxnet", "mxnet_cu112"):
+        folder = tmp_path / f"{name}-1.9.1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.9.1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"mxnet 1\.9\.1 and mxnet-cu112 1\.9\.1 are installed") as error:
+        check.versions()
+    assert "pip uninstall mxnet mxnet-cu112" in str(error.value)

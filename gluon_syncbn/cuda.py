@@ -1,0 +1,106 @@
+"""The NVIDIA GPUs of this machine, as their driver tells them."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from typing import Any, NamedTuple, Tuple
+
+#: Major compute capabilities that MXNet 1.9.1 has machine code for: its CUDA builds hold sm_50, 60, 70, 80 and 86 and
+#: no PTX. Machine code runs on GPUs of the same major and the same or a later minor version: 8.0 and 8.6 on 8.9 too.
+MAJORS = (5, 6, 7, 8)
+ANYWAY = "GLUON_SYNCBN_ANY_ARCHITECTURE"
+
+
+class Gpu(NamedTuple):
+    name: str
+    capability: Tuple[int, int]  # 8, 6
+
+
+def count() -> int:
+    """How many GPUs there are.
+
+    Raises
+    ------
+    OSError
+        Where the driver is missing or finds none; the text says which.
+    """
+    found = ctypes.c_int()
+    _call("cuDeviceGetCount", ctypes.byref(found))
+    return found.value
+
+
+@functools.lru_cache(maxsize=None)
+def gpu(device_id: int) -> Gpu:
+    """The GPU that MXNet calls ``mx.gpu(device_id)``.
+
+    Raises
+    ------
+    OSError
+        Where the driver is missing or has no such GPU.
+    """
+    handle, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+    name = ctypes.create_string_buffer(256)
+    _call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device_id))
+    _call("cuDeviceGetAttribute", ctypes.byref(major), ctypes.c_int(75), handle)
+    _call("cuDeviceGetAttribute", ctypes.byref(minor), ctypes.c_int(76), handle)
+    _call("cuDeviceGetName", name, ctypes.c_int(len(name)), handle)
+    return Gpu(name.value.decode(errors="replace"), (major.value, minor.value))
+
+
+def driver_version() -> Tuple[int, int]:
+    """The CUDA version that the driver serves."""
+    version = ctypes.c_int()
+    library = _library()
+    _check(library, "cuDriverGetVersion", library.cuDriverGetVersion(ctypes.byref(version)))  # GPUs or not
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def check_architecture(device_id: int) -> None:
+    """Raises where MXNet's own operators cannot run on ``mx.gpu(device_id)``.
+
+    ``GLUON_SYNCBN_ANY_ARCHITECTURE=1`` in the environment turns the check off: copies, NCCL and kernels that are
+    compiled at run time, as this layer's are, do not depend on it, and an MXNet built from source may know more GPUs.
+
+    Raises
+    ------
+    ValueError
+        It names the GPU, its compute capability and what would work.
+    OSError
+        Where the driver is missing or has no such GPU.
+    """
+    if os.environ.get(ANYWAY) == "1":
+        return
+    name, (major, minor) = gpu(device_id)
+    if major not in MAJORS:
+        raise ValueError(
+            f"ctx: gpu({device_id}) was given, {name} of compute capability {major}.{minor}, expected one from "
+            f"{MAJORS[0]}.0 to {MAJORS[-1]}.9: MXNet 1.9.1 has no machine code for others and no PTX, so none of its "
+            "own GPU operators starts there. What works: an older GPU (up to Ampere and Ada, 8.x), CPU contexts "
+            f"(gluon_syncbn.cpu_devices), or an MXNet built from source for sm_{major}{minor}, with {ANYWAY}=1"
+        )
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.lru_cache(maxsize=None)
+def _driver() -> ctypes.CDLL:
+    library = _library()
+    _check(library, "cuInit", library.cuInit(0))
+    return library
+
+
+def _call(function: str, *arguments: Any) -> None:
+    driver = _driver()
+    _check(driver, function, getattr(driver, function)(*arguments))
+
+
+def _check(driver: ctypes.CDLL, function: str, status: int) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        driver.cuGetErrorString(status, ctypes.byref(text))
+        words = text.value.decode(errors="replace") if text.value else "unknown error"
+        raise OSError(f"the NVIDIA driver's {function} failed: {words} ({status})")

@@ -1,0 +1,181 @@
+"""The CUDA libraries that MXNet's builds for NVIDIA GPUs are linked against.
+
+``mxnet-cu112`` ships none of them. What the dynamic loader finds by itself stays as it is; the ``nvidia-*-cu11``
+packages fill the gaps: a library that is in the process already is the one that MXNet gets, so it is enough to load
+them first, and nobody has to set LD_LIBRARY_PATH.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.machinery
+import mmap
+import os
+import struct
+import sys
+from pathlib import Path
+from typing import Dict, List, NamedTuple, Optional
+
+#: soname: the package that brings it. A library stands after those that it needs.
+PACKAGES = {
+    "libcudart.so.11.0": "nvidia-cuda-runtime-cu11",
+    "libcublasLt.so.11": "nvidia-cublas-cu11",
+    "libcublas.so.11": "nvidia-cublas-cu11",
+    "libnvrtc.so.11.2": "nvidia-cuda-nvrtc-cu11",
+    "libcudnn.so.8": "nvidia-cudnn-cu11",
+    "libcufft.so.10": "nvidia-cufft-cu11",
+    "libcurand.so.10": "nvidia-curand-cu11",
+    "libcusolver.so.11": "nvidia-cusolver-cu11",
+    "libnccl.so.2": "nvidia-nccl-cu11",
+    "libnvToolsExt.so.1": "nvidia-nvtx-cu11",
+}
+DRIVER = "libcuda.so.1"
+
+
+class MissingLibraries(ImportError):
+    """What MXNet is linked against is not there."""
+
+
+class Loaded(NamedTuple):
+    """A library of this process."""
+
+    soname: str
+    version: str  # as its file or its package says
+    path: str
+
+
+def load() -> None:
+    """Loads what the MXNet that Python would import needs, unless it is loaded or a CPU build.
+
+    Raises
+    ------
+    MissingLibraries
+        Where libraries or the driver are missing; the text names them and what brings them.
+    OSError
+        Where one is there and cannot be loaded: the dynamic loader's own words.
+    """
+    if "mxnet" in sys.modules:
+        return
+    mxnet = _mxnet_library()
+    wanted = needed(mxnet) if mxnet is not None else []
+    if not any(soname in PACKAGES or soname == DRIVER for soname in wanted):
+        return
+    lost = [soname for soname in PACKAGES if soname in wanted and not _load(soname)]
+    lost = sorted({name for soname in lost for name in _lost(soname)})
+    reasons = []
+    if lost:
+        brings = ", ".join(f"{soname} ({PACKAGES[soname]})" for soname in lost)
+        reasons.append(f"without the CUDA libraries {brings}: `pip install 'gluon_syncbn[cu112]'`")
+    if DRIVER in wanted and not _found(DRIVER):
+        reasons.append(
+            f"without {DRIVER}, which comes with an NVIDIA driver and not with a package: install the driver of "
+            "the GPU (520 or later); a container gets it from its host (`docker run --gpus all`). On a machine without "
+            "an NVIDIA GPU take the CPU build: `pip uninstall mxnet-cu112`, then `pip install 'gluon_syncbn[cpu]'`"
+        )
+    if reasons:
+        what = f"The MXNet in {mxnet} is built for NVIDIA GPUs and cannot start "
+        raise MissingLibraries(what + "; and ".join(reasons))
+
+
+def needed(library: Path) -> List[str]:
+    """The sonames that a library is linked against, which ``readelf --dynamic`` calls NEEDED."""
+    with open(library, "rb") as file:
+        if file.read(6) != b"\x7fELF\x02\x01":  # 64 bits, little endian
+            return []
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as image:
+            (headers,) = struct.unpack_from("<Q", image, 32)
+            size, count = struct.unpack_from("<HH", image, 54)
+            # type (1: loaded, 2: dynamic), flags, offset in the file, address, physical address, size in the file
+            segments = [struct.unpack_from("<IIQQQQ", image, headers + i * size) for i in range(count)]
+            start, length = next((s[2], s[5]) for s in segments if s[0] == 2)
+            entries = list(struct.iter_unpack("<qQ", image[start : start + length]))
+            (table,) = [value for tag, value in entries if tag == 5]  # the address of the strings
+            strings = next(s[2] + table - s[3] for s in segments if s[0] == 1 and s[3] <= table < s[3] + s[5])
+            places = [strings + value for tag, value in entries if tag == 1]
+            return [image[place : image.find(b"\0", place)].decode() for place in places]
+
+
+def loaded() -> List[Loaded]:
+    """Those of the CUDA libraries, and the driver, that are in this process."""
+    found = [(soname, _place(soname)) for soname in (DRIVER, *PACKAGES)]
+    return [Loaded(soname, _version(soname, path), path) for soname, path in found if path is not None]
+
+
+def _mxnet_library() -> Optional[Path]:
+    """The one that MXNet's ``libinfo.find_lib_path`` takes; None where there is no MXNet on ``sys.path``."""
+    spec = importlib.machinery.PathFinder.find_spec("mxnet")
+    if spec is None or spec.origin is None:
+        return None
+    given = os.environ.get("MXNET_LIBRARY_PATH", "")
+    if os.path.isabs(given) and os.path.isfile(given):
+        return Path(given)
+    folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder.strip()]
+    for folder in [*folders, os.path.dirname(spec.origin)]:
+        path = Path(folder.strip(), "libmxnet.so")
+        if path.is_file():
+            return path
+    return None
+
+
+def _load(soname: str) -> bool:
+    """Whether the library is in the process now."""
+    if _found(soname):
+        return True
+    path = _packaged(soname)
+    if path is None or not all(_load(other) for other in needed(path) if other in PACKAGES):
+        return False
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    return True
+
+
+def _lost(soname: str) -> List[str]:
+    """What keeps a library from being loaded: it is missing, or those that it needs are."""
+    path = _packaged(soname)
+    if path is None:
+        return [soname]
+    return [name for other in needed(path) if other in PACKAGES and not _found(other) for name in _lost(other)]
+
+
+def _found(soname: str) -> bool:
+    """Loads a library that is in the process already or where the dynamic loader looks."""
+    try:
+        ctypes.CDLL(soname, mode=ctypes.RTLD_GLOBAL)
+        return True
+    except OSError as error:
+        # Of a library that is there and lacks another one, the loader names the other.
+        if str(error).startswith(f"{soname}: cannot open shared object file: No such file"):
+            return False
+        raise
+
+
+def _packaged(soname: str) -> Optional[Path]:
+    folders: Dict[Path, None] = dict.fromkeys(Path(entry) / "nvidia" for entry in sys.path)
+    return next((path for folder in folders for path in sorted(folder.glob(f"*/lib/{soname}"))), None)
+
+
+class _LinkMap(ctypes.Structure):
+    _fields_ = [("address", ctypes.c_void_p), ("path", ctypes.c_char_p)]  # and more
+
+
+def _place(soname: str) -> Optional[str]:
+    """The file of a library of this process."""
+    try:
+        library = ctypes.CDLL(soname, mode=os.RTLD_NOLOAD)
+    except OSError:  # it is not loaded
+        return None
+    place = ctypes.POINTER(_LinkMap)()
+    if ctypes.CDLL("libdl.so.2").dlinfo(ctypes.c_void_p(library._handle), 2, ctypes.byref(place)):  # RTLD_DI_LINKMAP
+        return None
+    return os.fsdecode(place.contents.path)
+
+
+def _version(soname: str, path: str) -> str:
+    import importlib.metadata  # 20 ms that nobody else has to pay
+
+    package = PACKAGES.get(soname)
+    if package is not None and path == str(_packaged(soname)):
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return os.path.basename(os.path.realpath(path)).split(".so.")[-1]  # libcuda.so.1 -> libcuda.so.535.104.05

@@ -1,0 +1,267 @@
+"""CUDA libraries are found without LD_LIBRARY_PATH: with stand-ins for MXNet and CUDA, and with the real packages.
+
+The real ones are 1.9 GB to fetch: `pytest -m cuda_packages tests/test_cuda_libraries.py`.
+"""
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_cuda import build_driver
+
+from gluon_syncbn import cuda_libraries
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILES = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles libraries of its own: needs g++")
+FOLDERS = {
+    "libcudart.so.11.0": "cuda_runtime",
+    "libcublasLt.so.11": "cublas",
+    "libcublas.so.11": "cublas",
+    "libnvrtc.so.11.2": "cuda_nvrtc",
+    "libcudnn.so.8": "cudnn",
+    "libcufft.so.10": "cufft",
+    "libcurand.so.10": "curand",
+    "libcusolver.so.11": "cusolver",
+    "libnccl.so.2": "nccl",
+    "libnvToolsExt.so.1": "nvtx",
+}
+NEEDS = {"libcublas.so.11": ["libcublasLt.so.11"], "libcusolver.so.11": ["libcublas.so.11", "libcublasLt.so.11"]}
+# What a real mxnet does first; then it says so and leaves.
+FAKE_MXNET = """
+import ctypes, os, sys
+ctypes.CDLL(os.path.join(os.path.dirname(__file__), "libmxnet.so"))
+sys.exit("libmxnet.so is loaded")
+"""
+
+
+def link(path, needs=()):
+    """An empty library under its own name, linked against others."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flags = ["-shared", "-fPIC", f"-Wl,-soname,{path.name}", "-Wl,--no-as-needed", "-Wl,--allow-shlib-undefined"]
+    # Not followed further here: that is what is being tested.
+    flags.append("-Wl,--unresolved-symbols=ignore-all")
+    command = ["g++", "-x", "c++", "/dev/null", "-x", "none", *flags, *map(str, needs), "-o", str(path)]
+    subprocess.run(command, check=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A site-packages folder with an MXNet that is linked as mxnet-cu112 is, its libraries, and a driver elsewhere."""
+    root = tmp_path_factory.mktemp("whole")
+    (root / "driver").mkdir()
+    build_driver(root / "driver")
+    places = {soname: root / "site" / "nvidia" / folder / "lib" / soname for soname, folder in FOLDERS.items()}
+    for soname, place in places.items():
+        link(place, [places[other] for other in NEEDS.get(soname, ())])
+    direct = [place for soname, place in places.items() if soname != "libcublasLt.so.11"]
+    # In an order in which nothing could be loaded one after the other.
+    link(root / "site" / "mxnet" / "libmxnet.so", [root / "driver" / "libcuda.so.1", *reversed(direct)])
+    (root / "site" / "mxnet" / "__init__.py").write_text(FAKE_MXNET)
+    return root
+
+
+@pytest.fixture
+def machine(whole, tmp_path):
+    """A copy that a test may break."""
+    return Path(shutil.copytree(str(whole), str(tmp_path / "machine")))
+
+
+def run(machine, program="import gluon_syncbn", **environment):
+    environment = {"PYTHONPATH": f"{machine}/site:{ROOT}", "LD_LIBRARY_PATH": f"{machine}/driver", **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=str(machine),
+        env=dict(os.environ, **environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    return done.stdout
+
+
+@COMPILES
+def test_libraries_of_the_packages_are_found(machine):
+    assert "cannot open shared object file" in run(machine, "import mxnet")  # what has to be cured
+    assert run(machine).strip() == "libmxnet.so is loaded"
+
+
+@COMPILES
+def test_a_library_that_the_loader_finds_is_left_alone(machine):
+    own = machine / "driver" / "libnccl.so.2"
+    shutil.copy(str(machine / "site" / "nvidia" / "nccl" / "lib" / "libnccl.so.2"), str(own))
+    program = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("libraries", {str(ROOT / "gluon_syncbn" / "cuda_libraries.py")!r})
+libraries = sys.modules["libraries"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(libraries)
+libraries.load()
+for library in libraries.loaded():
+    print(*library)
+"""
+    lines = run(machine, program).splitlines()
+    assert f"libnccl.so.2 2 {own}" in lines
+    assert f"libcudnn.so.8 8 {machine}/site/nvidia/cudnn/lib/libcudnn.so.8" in lines
+    assert {line.split()[0] for line in lines} == {*FOLDERS, "libcuda.so.1"}
+
+
+@COMPILES
+@pytest.mark.parametrize("soname", sorted(FOLDERS))
+def test_a_missing_library_is_named_with_its_package(machine, soname):
+    (machine / "site" / "nvidia" / FOLDERS[soname] / "lib" / soname).unlink()
+    last = run(machine).splitlines()[-1]
+    assert last.startswith("gluon_syncbn.cuda_libraries.MissingLibraries: ")
+    # Itself alone: not those that need it.
+    assert re.findall(r"lib\w+\.so[.\d]+ \([\w-]+\)", last) == [f"{soname} ({cuda_libraries.PACKAGES[soname]})"]
+    assert "pip install 'gluon_syncbn[cu112]'" in last
+
+
+@COMPILES
+def test_a_missing_driver_is_said_to_be_one(machine):
+    (machine / "driver" / "libcuda.so.1").unlink()
+    said = run(machine)
+    if "is loaded" in said:
+        pytest.skip("this machine has an NVIDIA driver")
+    last = said.splitlines()[-1]
+    assert last.startswith("gluon_syncbn.cuda_libraries.MissingLibraries: ")
+    for advice in ("libcuda.so.1", "NVIDIA driver", "520", "--gpus all", "pip install 'gluon_syncbn[cpu]'"):
+        assert advice in last
+    assert "CUDA libraries" not in last
+
+
+@COMPILES
+def test_a_broken_library_keeps_the_loaders_words(machine):
+    (machine / "site" / "nvidia" / "cudnn" / "lib" / "libcudnn.so.8").write_bytes(b"no library")
+    last = run(machine).splitlines()[-1]
+    assert last.startswith("OSError: ")
+    assert "libcudnn.so.8: file too short" in last or "invalid ELF header" in last
+
+
+def test_a_cpu_build_loads_nothing_and_costs_nothing():
+    program = f"""
+import importlib.util, sys, time
+spec = importlib.util.spec_from_file_location("libraries", {str(ROOT / "gluon_syncbn" / "cuda_libraries.py")!r})
+libraries = sys.modules["libraries"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(libraries)
+mapped = lambda: {{line.split(maxsplit=5)[-1] for line in open("/proc/self/maps") if ".so" in line}}
+before = mapped()
+times = []
+for i in range(20):
+    start = time.perf_counter()
+    libraries.load()
+    times.append(time.perf_counter() - start)
+print(mapped() == before, "mxnet" in sys.modules, min(times) < 0.005)
+"""
+    assert run(ROOT, program, PYTHONPATH="").split() == ["True", "False", "True"]
+
+
+def test_needed_is_what_readelf_says():
+    if shutil.which("readelf") is None:
+        pytest.skip("needs readelf (apt-get install binutils)")
+    core = ROOT / "gluon_syncbn" / "_core.so"
+    assert cuda_libraries.needed(core) == readelf(core)
+    assert cuda_libraries.needed(ROOT / "setup.py") == []
+
+
+def readelf(library):
+    output = subprocess.run(
+        ["readelf", "--dynamic", "--wide", str(library)], capture_output=True, text=True, check=True
+    )
+    return re.findall(r"\(NEEDED\).*\[(.+)\]", output.stdout)
+
+
+# ---- the packages of the extra cu112, as the index has them
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    """A folder with what `pip install gluon_syncbn[cu112]` would bring; GLUON_SYNCBN_CUDA_SITE names one."""
+    given = os.environ.get("GLUON_SYNCBN_CUDA_SITE")
+    if given:
+        yield Path(given)
+        return
+    site = tmp_path_factory.mktemp("packages")
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extra = re.findall(r'"([^"]+)"', re.search(r"^cu112 = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL).group(1))
+    options = ["--quiet", "--no-deps", "--no-compile", "--only-binary", ":all:", "--target", str(site)]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *extra], check=True, timeout=3000)
+    yield site
+    shutil.rmtree(str(site))  # 3.7 GB
+
+
+@pytest.mark.cuda_packages
+@pytest.mark.timeout(3600)
+def test_every_library_of_the_packages_resolves(packages):
+    provided = {path.name for path in packages.glob("nvidia/*/lib/*.so*")}
+    provided |= {path.name for path in (packages / "mxnet").glob("*.so*")}
+    queue, seen, lost = [packages / "mxnet" / "libmxnet.so"], set(), {}
+    while queue:
+        library = queue.pop()
+        for soname in readelf(library):
+            if soname in seen:
+                continue
+            seen.add(soname)
+            found = [*packages.glob(f"nvidia/*/lib/{soname}"), *packages.glob(f"mxnet/{soname}")]
+            queue += found[:1]
+            if not found:
+                lost[soname] = library.name
+    # The machine's own: the C and C++ run-time libraries, and the driver.
+    system = r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+|gomp|quadmath|z)\.so\.\d+|ld-linux-x86-64\.so\.2|libcuda\.so\.1"
+    assert not {soname: by for soname, by in lost.items() if not re.fullmatch(system, soname)}
+    assert set(FOLDERS) <= seen
+    # cuDNN opens its parts when it first needs them, from the folder that it is in.
+    parts = {f"libcudnn_{part}_{use}.so.8" for part in ("ops", "cnn", "adv") for use in ("infer", "train")}
+    assert parts <= provided
+
+
+@COMPILES
+@pytest.mark.cuda_packages
+@pytest.mark.timeout(3600)
+def test_the_real_mxnet_starts_with_the_packages(packages, tmp_path):
+    """Every symbol that MXNet wants is there: ctypes loads with RTLD_NOW. The driver alone is a stand-in."""
+    build_driver(tmp_path)
+    program = """
+import gluon_syncbn, mxnet
+from gluon_syncbn import cuda_libraries
+for library in cuda_libraries.loaded():
+    print(*library)
+print(mxnet.runtime.Features())
+"""
+    environment = {"PYTHONPATH": f"{ROOT}:{packages}", "LD_LIBRARY_PATH": str(tmp_path)}
+    assert run(tmp_path, "import mxnet", **environment).splitlines()[-1].startswith("OSError: lib")
+    said = run(tmp_path, program, **environment)
+    for soname, folder in FOLDERS.items():
+        assert re.search(rf"^{re.escape(soname)} [\d.]+ {packages}/nvidia/{folder}/lib/", said, re.MULTILINE), said
+    assert "✔ CUDA," in said
+    assert "✔ NCCL" in said
+
+
+@pytest.mark.cuda_packages
+@pytest.mark.timeout(3600)
+def test_the_real_run_time_compiler_takes_the_kernels(packages):
+    """It needs no GPU. What it makes is in PTX 7.8, which drivers from 520 on load."""
+    nvrtc = ctypes.CDLL(str(packages / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.11.2"))
+    source = (ROOT / "gluon_syncbn" / "kernels.cu").read_bytes()
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    # As csrc/cuda_module.cc asks for it.
+    options = (ctypes.c_char_p * 2)(b"--gpu-architecture=compute_50", b"--std=c++14")
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
+    status = nvrtc.nvrtcCompileProgram(program, 2, options)
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert (status, log.value.decode()) == (0, "")
+    nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
+    ptx = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetPTX(program, ptx)
+    text = ptx.value.decode()
+    assert ".version 7.8" in text
+    kernels = set(re.findall(r"\.entry (\w+)", text))
+    for kernel in ("moments", "normalise", "grad_sums", "grad_input"):
+        for type_ in ("float16", "float32", "float64"):
+            assert f"{kernel}_{type_}" in kernels
