@@ -13,6 +13,7 @@ from mxnet.util import is_np_array
 from . import settings, steps  # noqa: F401  (steps watches the scopes of a step)
 from .exchange import kvstore as _kvstore
 from .op import MODES, Pooling, Replicas, sync_batch_norm
+from .operators import without_amp
 
 
 class SyncBatchNorm(nn.BatchNorm):
@@ -176,6 +177,7 @@ class SyncBatchNorm(nn.BatchNorm):
         node = -1
         if F is not mx.nd:  # the same graph serves all contexts, so each of its nodes meets itself only
             node, self._nodes = self._nodes, self._nodes + 1
+        F = without_amp(F)
         return sync_batch_norm(F, x, gamma, beta, running_mean, running_var, self._replicas, node=node, **kwargs)
 
 

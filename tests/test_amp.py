@@ -1,0 +1,219 @@
+"""Automatic mixed precision (mxnet.contrib.amp). `amp.init` changes all of MXNet, so each test has its own process.
+
+MXNet's convolutions and matrix products know no float16 on a CPU: nets with them are looked at as graphs, and the steps
+that are run hold the layer alone, or have AMP leave such operators in float32.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+
+HEAD = """
+import json, sys, warnings
+import mxnet as mx, numpy as np
+from mxnet import autograd, gluon, nd
+from mxnet.contrib import amp
+from mxnet.gluon import nn
+warnings.simplefilter("ignore")
+def initialise():
+    global gluon_syncbn, CONTEXTS, SyncBatchNorm
+    import gluon_syncbn
+    from gluon_syncbn import SyncBatchNorm
+    CONTEXTS = gluon_syncbn.cpu_devices(2)
+"""
+
+
+def run(program):
+    """What the program prints, as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-c", HEAD + program],
+        cwd=str(HERE),
+        env=dict(os.environ, PYTHONPATH=f"{HERE}:{HERE.parent}"),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+GRAPH = """
+def graph(norm):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3, in_channels=3), norm(in_channels=4), nn.Activation("relu"),
+                nn.Conv2D(4, 3, in_channels=4))
+    net.initialize(ctx=CONTEXTS)
+    output = net(mx.sym.var("data"))
+    internals = output.get_internals()
+    _, types, _ = internals.infer_type(data=np.float32)
+    types = dict(zip(internals.list_outputs(), [t.__name__ for t in types]))
+    operators = [node["op"] for node in json.loads(output.tojson(remove_amp_cast=False))["nodes"]]
+    return [op for op in operators if op not in ("null", "SwapAxis")], types
+(plain, types), (synced, synced_types) = graph(nn.BatchNorm), graph(SyncBatchNorm)
+print(json.dumps([plain, synced, types, synced_types]))
+"""
+
+
+@pytest.mark.parametrize("order", ["amp.init(); initialise()", "initialise(); amp.init()"])
+def test_no_cast_around_the_layer(order):
+    plain, synced, types, synced_types = run(order + GRAPH)
+    assert plain.count("amp_cast") == 6  # of two convolutions: the wrappers are at work
+    assert synced == ["Custom" if op == "BatchNorm" else op for op in plain]
+    for name, type_ in types.items():
+        assert synced_types[name] == type_, name
+    assert synced_types["net_batchnorm0_fwd_output"] == "float16"
+    assert synced_types["net_batchnorm0_running_var"] == "float32"
+
+
+NUMBERS = """
+amp.init()
+initialise()
+from gluon_syncbn import reference
+from replicas import make_batch, prepare, step
+answers = []
+for way in (None, {}, {"static_alloc": True}):
+    batch = make_batch(np.random.RandomState(1), 2, dtype="float16")
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, CONTEXTS, "float16", way)
+    got = step(layer, batch, CONTEXTS, "float16")
+    shards, heads = ([a.astype("float64") for a in arrays] for arrays in (batch.shards, batch.heads))
+    want = reference.forward(shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5))
+    gradients = reference.backward(shards, heads, batch.gamma, want.state)
+    pairs = [*zip(got.outputs, want.outputs), *zip(got.dxs, gradients.dxs), (got.dgamma, sum(gradients.dgammas))]
+    pairs += [*zip(got.running_var, want.running_var)]
+    answers.append({
+        "error": max(float(np.abs(g - w).max() / np.abs(w).max()) for g, w in pairs),
+        "float16": sorted({a.dtype.name for a in (*got.outputs, *got.dxs)}),
+        "float32": sorted({p.data(CONTEXTS[0]).dtype.__name__ for p in layer.collect_params().values()}
+                          | {layer.gamma.grad(CONTEXTS[0]).dtype.__name__}),
+    })
+print(json.dumps(answers))
+"""
+
+
+def test_numbers_and_types_under_amp():
+    for answer in run(NUMBERS):
+        assert answer["error"] < 2e-3
+        assert answer["float16"] == ["float16"]
+        assert answer["float32"] == ["float32"]
+
+
+TRAINING = """
+# Activation gives float16 to the layer. What a CPU cannot do in float16 stays in float32; on a CPU, AMP does not
+# cast to float32 itself.
+amp.init(target_precision_ops=["Activation"])
+initialise()
+random = np.random.RandomState(0)
+data = [random.randn(n, 3, 6, 6).astype("float32") for n in (2, 3)]
+labels = [random.randint(0, 3, n) for n in (2, 3)]
+weights = {}
+def train(norm, contexts, shards, targets, hybrid):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3, in_channels=3), nn.Activation("relu"), norm(in_channels=4),
+                nn.HybridLambda(lambda F, x: F.cast(x, dtype="float32")), nn.GlobalAvgPool2D(), nn.Flatten(),
+                nn.Dense(3, in_units=4))
+    net.initialize(ctx=contexts)
+    for name, parameter in net.collect_params().items():
+        weights.setdefault(name, parameter.data(contexts[0]).asnumpy())
+        if not name.startswith("net_batchnorm"):
+            parameter.set_data(nd.array(weights[name]))
+    if hybrid:
+        net.hybridize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5}, update_on_kvstore=False)
+    amp.init_trainer(trainer)
+    trainer._amp_loss_scaler._loss_scale = trainer._amp_loss_scaler._next_loss_scale = 2.0**7
+    loss = gluon.loss.SoftmaxCrossEntropyLoss()
+    for i in range(4):
+        with autograd.record():
+            losses = [loss(net(nd.array(x, ctx=c)), nd.array(y, ctx=c)) for x, y, c in zip(shards, targets, contexts)]
+            with amp.scale_loss(losses, trainer) as scaled:
+                autograd.backward(scaled)
+        trainer.step(5)
+    before = {name: p.data(contexts[0]).asnumpy() for name, p in net.collect_params().items()}
+    trainer._amp_loss_scaler._loss_scale = trainer._amp_loss_scaler._next_loss_scale = 2.0**24  # for float16, too much
+    with autograd.record():
+        losses = [loss(net(nd.array(x, ctx=c)), nd.array(y, ctx=c)) for x, y, c in zip(shards, targets, contexts)]
+        with amp.scale_loss(losses, trainer) as scaled:
+            autograd.backward(scaled)
+    trainer.step(5)
+    after = {name: p.data(contexts[0]).asnumpy() for name, p in net.collect_params().items()}
+    kept = all((before[name] == after[name]).all() for name in before if "running" not in name)
+    return before, kept and trainer._amp_loss_scaler._next_loss_scale == 2.0**23
+answers = []
+for hybrid in (False, True):
+    one, _ = train(nn.BatchNorm, [mx.cpu()], [np.concatenate(data)], [np.concatenate(labels)], hybrid)
+    many, kept = train(SyncBatchNorm, CONTEXTS, data, labels, hybrid)
+    errors = {name: float(np.abs(one[name] - many[name]).max() / (np.abs(one[name]).max() + 1e-3)) for name in one}
+    moved = min(float(np.abs(many[name] - weights[name]).max()) for name in errors)
+    answers.append([errors, moved, kept])
+print(json.dumps(answers))
+"""
+
+
+def test_training_with_loss_scaling():
+    """Four steps of a trainer on two devices, as on one device with plain BatchNorm; then one that overflows."""
+    for errors, moved, kept in run(TRAINING):
+        assert max(errors.values()) < 1e-2, errors  # float16 activations
+        assert moved > 1e-3
+        assert kept
+
+
+BFLOAT16 = """
+initialise()
+layer = SyncBatchNorm(in_channels=3)
+layer.initialize(ctx=CONTEXTS)
+said = []
+for way in (None, {}):
+    if way is not None:
+        layer.hybridize()
+    try:
+        x = nd.amp_cast(nd.ones((2, 3, 4, 4)), dtype=np.dtype([("bfloat16", np.uint16)]))
+        with autograd.record():
+            outputs = [layer(x.as_in_context(c)) for c in CONTEXTS]
+        outputs[0].wait_to_read()
+    except (mx.MXNetError, ValueError) as error:
+        said.append(str(error))
+    gluon_syncbn.reset()
+print(json.dumps(said))
+"""
+
+
+def test_bfloat16_is_refused():
+    said = run(BFLOAT16)
+    assert len(said) == 2
+    for message in said:
+        assert "batchnorm0': data must be float16, float32 or float64" in message
+
+
+CONVERT = """
+initialise()
+net = nn.HybridSequential(prefix="net_")
+with net.name_scope():
+    net.add(nn.Conv2D(4, 3, in_channels=3), SyncBatchNorm(in_channels=4), nn.Activation("relu"))
+net.initialize()
+x = nd.random.randn(2, 3, 8, 8)
+answers = []
+for revert in (False, True):
+    if revert:
+        gluon_syncbn.revert(net)
+    net.hybridize()
+    net(x)
+    low = amp.convert_hybrid_block(net, ctx=mx.cpu())
+    nodes = json.loads(low._cached_graph[1].tojson(remove_amp_cast=False))["nodes"]
+    answers.append([node["op"] for node in nodes if node["op"] not in ("null", "SwapAxis")])
+print(json.dumps(answers))
+"""
+
+
+def test_convert_hybrid_block_after_revert_is_that_of_plain_batchnorm():
+    kept, reverted = run(CONVERT)
+    # AMP's converter works on the graph, where the layer is a Custom: right, but in float32.
+    assert kept[4:6] == ["amp_cast", "Custom"]
+    assert reverted[3:6] == ["Convolution", "BatchNorm", "Activation"]
