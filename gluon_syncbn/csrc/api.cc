@@ -1,9 +1,12 @@
 // The functions that `_native.py` calls: plain values in and out, no exception passes.
+#include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <string>
 #include <vector>
 
 #include "cuda_module.h"
+#include "cuda_plan.h"
 #include "kernels.h"
 #include "mxnet_api.h"
 #include "op.h"
@@ -36,6 +39,14 @@ SYNCBN_API int syncbn_register(void** functions, int64_t count) {
 }
 
 SYNCBN_API void syncbn_cuda_source(const char* path) { syncbn::cuda::set_source(path); }
+
+// [tiles, slots, chunks] of the reductions, blocks of the others along x, width, segment: for launches outside MXNet.
+SYNCBN_API void syncbn_cuda_plan(int64_t samples, int64_t per_sample, int64_t channels, int64_t inner, int64_t slots,
+                                 int64_t* out) {
+    const syncbn::cuda::Plan plan({samples * per_sample, channels, inner}, samples, slots);
+    const int64_t values[] = {plan.tiles, slots, plan.chunks, plan.each().x, plan.width, plan.segment};
+    std::copy(std::begin(values), std::end(values), out);
+}
 
 SYNCBN_API int64_t syncbn_layer_create(const char* name, int mode, int64_t slots, int64_t group) {
     return syncbn::create_layer(name, {static_cast<syncbn::Mode>(mode), slots, group})->id;

@@ -5,54 +5,22 @@
 
 #include "backend.h"
 #include "cuda_module.h"
+#include "cuda_plan.h"
 
 namespace syncbn {
 namespace {
 
+using cuda::ceil_div;
 using cuda::Doubles;
 using cuda::in;
 using cuda::kBlock;
 using cuda::launch;
 using cuda::out;
-
-constexpr int64_t kBlocks = 2048;         // enough of them to fill the largest GPU
-constexpr int64_t kPerThread = 32;        // values that a block's thread should at least have
-constexpr int64_t kWidest = 32;           // tile of channels
-constexpr int64_t kMostInGridYZ = 65535;  // CUDA's limit
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int64_t between(int64_t low, int64_t value, int64_t high) { return std::max(low, std::min(value, high)); }
+using cuda::Plan;
 
 std::string named(const char* kernel, Type type) { return std::string(kernel) + "_" + name_of(type); }
 
-// How a batch is spread over blocks; see kernels.cu.
-struct Plan {
-    const Shape& shape;
-    const int64_t samples, per_sample, slots;
-    int32_t width = 1;
-    int64_t tiles, chunks, segment = 8192;
-
-    explicit Plan(const Batch& batch)
-        : shape(batch.shape),
-          samples(batch.samples),
-          per_sample(batch.samples == 0 ? 0 : batch.shape.outer / batch.samples),
-          slots(static_cast<int64_t>(batch.slots.size())) {
-        while (shape.inner == 1 && width < kWidest && width < shape.channels) width *= 2;
-        tiles = ceil_div(shape.channels, width);
-        const int64_t per_slot = ceil_div(samples, slots) * per_sample * shape.inner * width;
-        chunks = between(1, std::min(kBlocks / (tiles * slots), per_slot / (kBlock * kPerThread)), kMostInGridYZ);
-        while (segment > 512 && rows() * ceil_div(shape.inner, segment) < 8 * kBlocks) segment /= 2;
-    }
-
-    int64_t rows() const { return shape.outer * shape.channels; }
-    cuda::Grid reduce() const { return {tiles, slots, chunks}; }
-    cuda::Grid each() const {
-        if (shape.inner == 1) return reduce();
-        const int64_t warps = kBlock / 32;
-        return {between(1, ceil_div(rows() * ceil_div(shape.inner, segment), warps), int64_t{1} << 20)};
-    }
-};
+Plan plan_of(const Batch& batch) { return Plan(batch.shape, batch.samples, static_cast<int64_t>(batch.slots.size())); }
 
 class CudaBackend : public Backend {
   public:
@@ -64,7 +32,7 @@ class CudaBackend : public Backend {
         const size_t length = 1 + 2 * channels;
         Vector packed(batch.slots.size() * length, 0.0);
         if (batch.shape.size() == 0) return packed;
-        const Plan plan(batch);
+        const Plan plan = plan_of(batch);
         Doubles partial(device_, plan.chunks * plan.slots * 3 * channels);
         launch(named("moments", batch.type), device_, plan.reduce(),
                {in(x, batch.type), out(partial.handle(), Type::kFloat64), plan.samples, plan.per_sample, channels,
@@ -90,7 +58,7 @@ class CudaBackend : public Backend {
 
     void normalise(Array x, const Batch& batch, const Affine& affine, Array y, bool add) override {
         if (batch.shape.size() == 0) return;
-        const Plan plan(batch);
+        const Plan plan = plan_of(batch);
         const Type parameter = batch.parameter_type();
         launch(named("normalise", batch.type), device_, plan.each(),
                {in(x, batch.type), in(statistics(batch), Type::kFloat64), in(affine.gamma, parameter),
@@ -114,7 +82,7 @@ class CudaBackend : public Backend {
         const int64_t channels = batch.shape.channels;
         Vector sums(batch.slots.size() * 2 * channels, 0.0);
         if (batch.shape.size() == 0) return sums;
-        const Plan plan(batch);
+        const Plan plan = plan_of(batch);
         const int64_t size = plan.slots * 2 * channels;
         Doubles partial(device_, plan.chunks * size);
         launch(named("grad_sums", batch.type), device_, plan.reduce(),
@@ -130,7 +98,7 @@ class CudaBackend : public Backend {
     void grad_input(Array dy, Array x, const Batch& batch, const Affine& affine, const Pull& pull, Array dx,
                     bool add) override {
         if (batch.shape.size() == 0) return;
-        const Plan plan(batch);
+        const Plan plan = plan_of(batch);
         const int64_t channels = batch.shape.channels;
         Vector packed(plan.slots * 3 * channels, 0.0);
         for (int64_t slot = 0; slot < plan.slots; ++slot) {
