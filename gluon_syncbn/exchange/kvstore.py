@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from typing import Any, Dict, Tuple
+from typing import Any, Dict, List, Tuple
 
 import mxnet as mx
 import numpy as np
 
+from .. import _native
 from .._native import Ticket, Total
 from .base import Exchange, Member
 from .store import ProcessStore, Transport
@@ -182,11 +183,15 @@ class NCCLExchange(Exchange):
         with self._lock:
             if contexts not in self._stores:
                 self._stores[contexts] = self._store(contexts)
-            parts = [
+            outs = [
                 self._sum(self._stores[contexts], contexts, rows[:, first : first + self._MOST])
                 for first in range(0, rows.shape[1], self._MOST)
             ]
-        return Total(np.concatenate(parts), 0, ticket.layer)
+            try:
+                return Total(_read(outs, _native.timeout_of(ticket.layer))[: rows.shape[1]], 0, ticket.layer)
+            except TimeoutError:
+                del self._stores[contexts]  # what is posted there never ends
+                raise
 
     def _store(self, contexts: Tuple[mx.Context, ...]) -> mx.kvstore.KVStoreBase:
         store, size = mx.kv.create("nccl"), self._LEAST
@@ -195,7 +200,7 @@ class NCCLExchange(Exchange):
             size *= 2
         return store
 
-    def _sum(self, store: mx.kvstore.KVStoreBase, contexts: Tuple[mx.Context, ...], rows: np.ndarray) -> np.ndarray:
+    def _sum(self, store: mx.kvstore.KVStoreBase, contexts: Tuple[mx.Context, ...], rows: np.ndarray) -> mx.nd.NDArray:
         size = self._LEAST
         while size < rows.shape[1]:
             size *= 2
@@ -205,4 +210,28 @@ class NCCLExchange(Exchange):
         values = [mx.nd.array(row, ctx=context, dtype="float64") for row, context in zip(padded, contexts)]
         out = [mx.nd.empty(size, ctx=context, dtype="float64") for context in contexts]
         store.pushpull(size, values, out=out)
-        return out[0].asnumpy()[: rows.shape[1]]
+        return out[0]
+
+
+def _read(arrays: List[mx.nd.NDArray], timeout: float) -> np.ndarray:
+    """The values of all arrays one after the other. A collective that hangs cannot be interrupted, only left alone."""
+    values: List[np.ndarray] = []
+    problems: List[BaseException] = []
+
+    def read() -> None:
+        try:
+            values.extend(array.asnumpy() for array in arrays)
+        except mx.MXNetError as error:
+            problems.append(error)
+
+    reader = threading.Thread(target=read, name="gluon_syncbn-nccl", daemon=True)
+    reader.start()
+    reader.join(timeout)
+    if reader.is_alive():
+        raise TimeoutError(
+            f"NCCL has not finished for {timeout:g} s. Either a GPU is not there any more (nvidia-smi), or another user "
+            "of NCCL in this process waits for the same GPUs; NCCL_DEBUG=INFO shows what it does."
+        )
+    if problems:
+        raise problems[0]
+    return np.concatenate(values)
