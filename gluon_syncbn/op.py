@@ -8,7 +8,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 import numpy as np
 from mxnet.context import Context
 
-from . import _native, settings
+from . import _native, cuda, settings
 from .exchange import base
 from .exchange.base import Exchange, Member
 
@@ -86,6 +86,9 @@ class Replicas:
     def set_contexts(self, contexts: List[Context], channels: int) -> None:
         """The contexts that hold the layer's parameters; a repeated one holds several replicas."""
         unique = list(dict.fromkeys(contexts))
+        for context in unique:
+            if context.device_type == "gpu":
+                cuda.check_architecture(context.device_id)
         replicas = self.num_devices or len(contexts)
         self.given, self.contexts, self.channels = list(contexts), unique, channels
         # Lanes are for replicas that wait for each other.

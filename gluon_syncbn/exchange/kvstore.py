@@ -229,8 +229,8 @@ def _read(arrays: List[mx.nd.NDArray], timeout: float) -> np.ndarray:
     reader.join(timeout)
     if reader.is_alive():
         raise TimeoutError(
-            f"NCCL has not finished for {timeout:g} s. Either a GPU is not there any more (nvidia-smi), or another user "
-            "of NCCL in this process waits for the same GPUs; NCCL_DEBUG=INFO shows what it does."
+            f"NCCL has not finished for {timeout:g} s. Either a GPU is not there any more (nvidia-smi), or another "
+            "user of NCCL in this process waits for the same GPUs; NCCL_DEBUG=INFO shows what it does."
         )
     if problems:
         raise problems[0]
