@@ -1,0 +1,92 @@
+// What the threads of a block know of each other: the state that launch.cc schedules by and access.cc checks by.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "device.h"
+#include "fiber.h"
+#include "launch.h"
+
+namespace emulator {
+
+// Where shim.h finds threadIdx and its kin: `struct EmulatedIndex` there has the same members.
+struct ThreadIndex {
+    Dimensions thread, block, block_size, grid_size;
+};
+
+enum ThreadState { kReady, kAtBarrier, kAtExchange, kEnded };
+
+struct Thread {
+    Fiber* fiber;
+    ThreadState state;
+    int line;          // of the barrier or exchange it waits at
+    uint32_t mask;     // of the exchange
+    const char* what;  // its name
+    uint64_t value;    // what it gives to the exchange
+};
+
+// Lanes that meet: all that wait in a warp under one mask.
+struct Exchange {
+    uint32_t mask, arrived;
+    int line;
+    const char* what;
+};
+
+struct Warp {
+    std::vector<Exchange> exchanges;
+    uint32_t present, ended;
+    uint64_t given[kWarpSize];  // what the lanes of the last exchange gave
+    uint32_t givers;            // its lanes
+    uint32_t synchronised_at;   // the time of the last __syncwarp
+};
+
+constexpr size_t kSharedSlack = 4096;  // behind the dynamic shared memory
+
+// One range of shared memory and what happened to each of its bytes.
+struct SharedBytes {
+    struct Record {
+        uint32_t write_time, read_time;
+        uint16_t writer, reader;  // threads; readers beyond one: kManyReaders or kWarpReaders + warp
+    };
+    char* begin = nullptr;
+    size_t size = 0;
+    std::vector<Record> records;
+};
+constexpr uint16_t kWarpReaders = 0x8000, kManyReaders = 0xffff;
+constexpr uint16_t kAtomicWriter = 0xfffe;  // any number of threads, by atomics
+
+struct Block {
+    const Launch* launch;
+    Dimensions index;
+    unsigned size;  // threads
+    std::vector<Thread> threads;
+    std::vector<Warp> warps;
+    unsigned running;  // the thread that runs now
+    unsigned at_barrier, ended;
+    bool failed;
+
+    // Counts barriers, so that an access can be told to be before or after one.
+    uint32_t time = 1, started_at = 1, barrier_at = 1;
+    SharedBytes shared_static, shared_dynamic;
+
+    struct Segment {
+        const char* begin;
+        size_t size;
+    };
+    std::vector<Segment> library;  // the kernel's constants and __device__ variables
+
+    void* scheduler;  // its stack pointer
+
+    Thread& current() { return threads[running]; }
+    Warp& current_warp() { return warps[running / kWarpSize]; }
+};
+
+extern thread_local Block* running_block;  // null outside of a launch
+
+std::string thread_name(const Block& block, unsigned thread);
+// Reports, and gives up the launch; does not return. `pc`: an address in the kernel, or null.
+[[noreturn]] void fail(Status status, const std::string& text, void* pc);
+
+}  // namespace emulator

@@ -1,0 +1,205 @@
+"""Sets up a folder in which the wheel of ``mxnet-cu112`` runs without a GPU and without NVIDIA's driver and libraries.
+
+    python tests/cuda_emulator/build.py --out DIR
+
+leaves in DIR the wheel's package (``mxnet/``) and the stand-ins for the libraries that it is linked against
+(``lib/``). Then: ``PYTHONPATH=DIR LD_LIBRARY_PATH=DIR/lib python ...``. A repetition does what has changed.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REQUIREMENT = "mxnet-cu112==1.9.1"
+
+CORE = ["errors", "device", "memory", "streams", "fiber", "launch", "access", "copies", "driver"]
+CORE_LIBRARY = "libcuda.so.1"
+# soname: (sources, the prefix of the names that libmxnet.so takes from it)
+LIBRARIES = {
+    "libcudart.so.11.0": (["cudart"], r"(__)?cuda[A-Z]"),
+    "libnvrtc.so.11.2": (["nvrtc"], "nvrtc"),
+    "libnccl.so.2": (["nccl"], "nccl"),
+    "libcudnn.so.8": (["handles"], "cudnn"),
+    "libcublas.so.11": (["handles"], "cublas"),
+    "libcusolver.so.11": (["handles"], "cusolver"),
+    "libcurand.so.10": ([], "curand"),
+    "libcufft.so.10": ([], "cufft"),
+    "libnvToolsExt.so.1": (["handles"], "nvtx"),
+}
+# libcuda and libnccl are the two whose names carry no version.
+UNVERSIONED = {CORE_LIBRARY, "libnccl.so.2"}
+COMPILER_HINT = "g++ 9 or later for x86-64 is needed: apt-get install g++, or set CXX"
+BINUTILS_HINT = "nm is needed: apt-get install binutils (g++ depends on it)"
+FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-pthread", "-U_FORTIFY_SOURCE"]
+STUB = """
+extern "C" void {name}() {{
+    std::fputs("cuda emulator: {name} of {library} is not emulated\\n", stderr);
+    std::abort();
+}}
+"""
+
+
+def fail(message):
+    raise SystemExit("build.py: " + message)
+
+
+def run(command, hint):
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=dict(os.environ, LC_ALL="C")
+        )
+    except OSError as error:
+        fail(f"{command[0]} does not run ({error.strerror}): {hint}")
+    if done.returncode:
+        fail(f"{shlex.join(command)}\n{done.stdout}\n{hint}")
+    return done.stdout
+
+
+# ---- the wheel ---------------------------------------------------------------------------------------------
+
+
+def fetch(folder):
+    """The wheel, from this folder if it is there."""
+    found = sorted(folder.glob("mxnet_cu112-1.9.1-*.whl"))
+    if found:
+        return found[0]
+    print(f"    fetching {REQUIREMENT} (about 460 MB) ...", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    run(
+        [*command, "--no-cache-dir", "--no-deps", "--dest", str(folder), REQUIREMENT],
+        f"is the package index reachable? Otherwise fetch the wheel of {REQUIREMENT} elsewhere and name it by --wheel",
+    )
+    found = sorted(folder.glob("mxnet_cu112-1.9.1-*.whl"))
+    return found[0] if found else fail(f"pip left no wheel of {REQUIREMENT} in {folder}")
+
+
+def unpack(out, wheel, wheel_dir):
+    """Makes ``out/mxnet``; returns the names that its library takes from others. The wheel is not kept, unless it was
+    given or has a folder of its own: nothing needs it any more."""
+    if wheel and not wheel.is_file():
+        fail(f"{wheel} is not a file")
+    stamp = out / ".mxnet"  # what is there, then the names
+    identity = f"{REQUIREMENT} {wheel.resolve()} {wheel.stat().st_size}" if wheel else REQUIREMENT
+    lines = stamp.read_text().splitlines() if stamp.exists() else [""]
+    if lines[0] == identity or (not wheel and lines[0].startswith(REQUIREMENT)):
+        return lines[1:]
+    stamp.unlink(missing_ok=True)
+    source = wheel or fetch(wheel_dir or out / "wheel")
+    print(f"    unpacking {source.name} ...", flush=True)
+    shutil.rmtree(out / "mxnet", ignore_errors=True)
+    try:
+        with zipfile.ZipFile(source) as archive:
+            archive.extractall(out, [name for name in archive.namelist() if name.startswith("mxnet/")])
+    except (OSError, zipfile.BadZipFile) as error:
+        fail(f"{source} does not unpack ({error}): make room on the disk, or remove the file if it is broken")
+    output = run(["nm", "--dynamic", "--undefined-only", str(out / "mxnet" / "libmxnet.so")], BINUTILS_HINT)
+    names = re.findall(r" U (\w+)", output)
+    stamp.write_text("\n".join([identity, *names]))
+    if not (wheel or wheel_dir):
+        source.unlink()
+        source.parent.rmdir()
+    return names
+
+
+# ---- the libraries -----------------------------------------------------------------------------------------
+
+
+def compiler():
+    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
+
+
+def compile_source(out, stem):
+    target = out / "stubs" / f"{stem}.o"
+    run([*compiler(), *FLAGS, "-c", str(HERE / f"{stem}.cc"), "-o", str(target)], COMPILER_HINT)
+    return target
+
+
+def link(out, soname, inputs):
+    target = out / "lib" / soname
+    command = [*compiler(), *FLAGS, f"-DLIBRARY_{short_name(soname)}", "-shared", f"-Wl,-soname,{soname}"]
+    if soname not in UNVERSIONED:
+        command.append("-Wl,--default-symver")
+    command += [*map(str, inputs), "-o", f"{target}.new", "-ldl"]
+    if soname != CORE_LIBRARY:
+        command += [f"-L{out / 'lib'}", f"-l:{CORE_LIBRARY}", "-Wl,-rpath,$ORIGIN"]
+    run(command, COMPILER_HINT)
+    # A rename: a process that has the old one mapped keeps it.
+    os.replace(f"{target}.new", target)
+    return target
+
+
+def short_name(soname):
+    return re.match(r"lib(\w+)", soname).group(1)
+
+
+def build_library(out, soname, inputs, prefix, names):
+    """The library; then, if it lacks some of ``names``, once more with a stub for each."""
+    library = link(out, soname, inputs)
+    defined = run(["nm", "--dynamic", "--defined-only", str(library)], BINUTILS_HINT)
+    have = set(re.findall(r" [A-Z] (\w+)", defined))
+    stubs = [name for name in names if re.match(prefix, name) and name not in have]
+    if stubs:
+        source = out / "stubs" / f"{short_name(soname)}.cc"
+        text = "#include <cstdio>\n#include <cstdlib>\n"
+        source.write_text(text + "".join(STUB.format(name=name, library=soname) for name in stubs))
+        link(out, soname, [*inputs, source])
+
+
+def build_libraries(out, names):
+    """``names``: what libmxnet.so imports, so that a stub can be made of all that is not emulated."""
+    sources = sorted(path for path in HERE.iterdir() if path.suffix in (".cc", ".h", ".py"))
+    version = run([*compiler(), "--version"], COMPILER_HINT)
+    content = version + "".join(names) + "".join(path.name + path.read_text(encoding="utf-8") for path in sources)
+    identity = hashlib.sha256(content.encode()).hexdigest()
+    stamp = out / ".libraries"
+    if stamp.exists() and stamp.read_text() == identity:
+        return
+    print("    compiling the stand-ins for CUDA's libraries ...", flush=True)
+    stamp.unlink(missing_ok=True)
+    for folder in ("lib", "include", "stubs"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
+    for header in ("shim.h", "float16.h"):
+        shutil.copy(HERE / header, out / "include" / header)
+
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(lambda stem: compile_source(out, stem), CORE))
+        build_library(out, CORE_LIBRARY, objects, "cu[A-Z]", names)  # the others are linked with it
+        others = [
+            pool.submit(build_library, out, soname, [HERE / f"{stem}.cc" for stem in stems], prefix, names)
+            for soname, (stems, prefix) in LIBRARIES.items()
+        ]
+        for other in others:
+            other.result()
+    stamp.write_text(identity)
+
+
+def build(out, wheel=None, wheel_dir=None, mxnet=True):
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another one may be at it
+        build_libraries(out, unpack(out, wheel, wheel_dir) if mxnet else [])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="the folder to set up")
+    parser.add_argument("--wheel", type=Path, help=f"a file: the wheel of {REQUIREMENT}")
+    parser.add_argument("--wheel-dir", type=Path, help="where the wheel is looked for and kept (default: not kept)")
+    parser.add_argument("--no-mxnet", action="store_true", help="the libraries alone, for device.py")
+    arguments = parser.parse_args()
+    build(arguments.out.resolve(), arguments.wheel, arguments.wheel_dir, not arguments.no_mxnet)
+
+
+if __name__ == "__main__":
+    main()

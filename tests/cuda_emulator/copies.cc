@@ -1,0 +1,74 @@
+#include "copies.h"
+
+#include <cstring>
+#include <vector>
+
+#include "device.h"
+#include "memory.h"
+
+namespace emulator {
+namespace {
+
+void move(const Copy& it, int device) {
+    for (size_t row = 0; row < it.rows; ++row) {
+        char* const to = static_cast<char*>(it.to) + row * it.to_pitch;
+        const char* const from = static_cast<const char*>(it.from) + row * it.from_pitch;
+        std::string wrong = problem(from, it.width, it.from_device, kRead);
+        if (wrong.empty()) wrong = problem(to, it.width, it.to_device, kWrite);
+        if (!wrong.empty()) {
+            report(device, kIllegalAddress, format("copy of %zu rows of %zu bytes: ", it.rows, it.width) + wrong);
+            return;
+        }
+        std::memmove(to, from, it.width);
+    }
+}
+
+}  // namespace
+
+Status copy(const Copy& what, const StreamPointer& stream) {
+    const int device = device_of(*stream);
+    if (const Status status = sticky(device)) return status;
+    if (what.width == 0 || what.rows == 0) return kSuccess;
+    if (what.rows > 1 && (what.to_pitch < what.width || what.from_pitch < what.width)) return kInvalidValue;
+    if (device_of(what.from) == kPageableHost && what.from != nullptr) {
+        auto staged = std::make_shared<std::vector<char>>(what.width * what.rows);
+        for (size_t row = 0; row < what.rows; ++row)
+            std::memcpy(staged->data() + row * what.width, static_cast<const char*>(what.from) + row * what.from_pitch,
+                        what.width);
+        Copy rest = what;
+        rest.from = staged->data();
+        rest.from_pitch = what.width;
+        enqueue(stream, [staged, rest, device] { move(rest, device); });
+        return kSuccess;
+    }
+    const CompletionPointer done = enqueue(stream, [what, device] { move(what, device); });
+    if (device_of(what.to) != kPageableHost) return kSuccess;
+    done->wait();
+    return sticky(device);
+}
+
+Status copy_and_wait(void* to, const void* from, size_t size) {
+    const StreamPointer stream = find_stream(nullptr);
+    // Of whichever device they are: the driver finds it by the address.
+    const auto owner = [](const void* pointer) {
+        const int device = device_of(pointer);
+        return device == kPageableHost ? current_device : device;
+    };
+    const Status status = copy({to, size, from, size, size, 1, owner(to), owner(from)}, stream);
+    return status ? status : synchronize(stream);
+}
+
+Status fill(void* to, int value, size_t size, const StreamPointer& stream) {
+    const int device = device_of(*stream);
+    if (const Status status = sticky(device)) return status;
+    enqueue(stream, [=] {
+        const std::string wrong = problem(to, size, device, kWrite);
+        if (!wrong.empty())
+            report(device, kIllegalAddress, "memset: " + wrong);
+        else
+            std::memset(to, value, size);
+    });
+    return kSuccess;
+}
+
+}  // namespace emulator

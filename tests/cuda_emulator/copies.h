@@ -1,0 +1,25 @@
+// Copies and fills, on streams and without; both APIs are names for these.
+#pragma once
+
+#include <cstddef>
+
+#include "streams.h"
+
+namespace emulator {
+
+struct Copy {
+    void* to;
+    size_t to_pitch;  // bytes from one row to the next
+    const void* from;
+    size_t from_pitch;
+    size_t width, rows;  // width in bytes
+    // Which device must own each end, where it is device memory.
+    int to_device, from_device;
+};
+
+// Pageable host memory is read before this returns, or written: CUDA promises the one and does the other.
+Status copy(const Copy& what, const StreamPointer& stream);
+Status copy_and_wait(void* to, const void* from, size_t size);  // as cudaMemcpy
+Status fill(void* to, int value, size_t size, const StreamPointer& stream);
+
+}  // namespace emulator

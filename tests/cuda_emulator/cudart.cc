@@ -1,0 +1,283 @@
+// The runtime API, as far as libmxnet.so imports it, and a few functions beside.
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+
+#include "copies.h"
+#include "device.h"
+#include "memory.h"
+#include "streams.h"
+
+using namespace emulator;
+
+namespace {
+
+// What cudaGetLastError returns: MXNet looks at it after its launches, and never takes it away.
+thread_local Status last_error = kSuccess;
+thread_local int last_error_resets = 0;
+
+Status answer(Status status) {
+    if (status == kSuccess || status == kNotReady) return status;
+    last_error = status;
+    last_error_resets = resets();
+    return status;
+}
+Status last_error_now() {
+    if (last_error_resets != resets()) last_error = kSuccess;
+    return last_error ? last_error : sticky(current_device);
+}
+Status good_device(int device) { return device >= 0 && device < device_count() ? kSuccess : kInvalidDevice; }
+
+// The beginning of CUDA 11's cudaDeviceProp, as far as anything is written there.
+struct Properties {
+    char name[256];
+    char uuid[16];
+    char luid[8];
+    unsigned luid_mask;
+    size_t total_memory, shared_per_block;
+    int registers_per_block, warp_size;
+    size_t pitch;
+    int max_threads_per_block, max_threads[3], max_grid[3], clock_rate;
+    size_t constant_memory;
+    int major, minor;
+    size_t texture_alignment, texture_pitch_alignment;
+    int overlap, multiprocessors;
+};
+static_assert(offsetof(Properties, major) == 360 && offsetof(Properties, multiprocessors) == 388, "CUDA's layout");
+
+struct Dimensions3 {
+    unsigned x, y, z;
+};
+struct Configuration {
+    Dimensions3 grid, block;
+    size_t shared;
+    void* stream;
+};
+thread_local Configuration configuration;
+
+// MXNet's own kernels, by the address of the function that launches them.
+struct Kernels {
+    std::mutex mutex;
+    std::map<const void*, std::string> names;
+};
+Kernels& kernels() {
+    static Kernels& instance = *new Kernels;
+    return instance;
+}
+
+}  // namespace
+
+extern "C" {
+
+// ---- devices -------------------------------------------------------------------------------------------------
+
+Status cudaGetDeviceCount(int* count) {
+    *count = device_count();
+    return kSuccess;
+}
+Status cudaGetDevice(int* device) {
+    *device = current_device;
+    return kSuccess;
+}
+Status cudaSetDevice(int device) {
+    if (const Status status = good_device(device)) return answer(status);
+    current_device = device;
+    return kSuccess;
+}
+Status cudaDeviceSynchronize() { return answer(synchronize_device(current_device)); }
+Status cudaDriverGetVersion(int* version) {
+    *version = kDriverVersion;
+    return kSuccess;
+}
+Status cudaRuntimeGetVersion(int* version) {
+    *version = 11020;
+    return kSuccess;
+}
+Status cudaGetDeviceProperties(Properties* out, int device) {
+    if (const Status status = good_device(device)) return answer(status);
+    std::memset(out, 0, sizeof *out);
+    std::snprintf(out->name, sizeof out->name, "%s", name(device).c_str());
+    out->total_memory = memory_per_device();
+    out->shared_per_block = kSharedPerBlock;
+    out->registers_per_block = 65536;
+    out->warp_size = kWarpSize;
+    out->max_threads_per_block = kMaxThreadsPerBlock;
+    out->max_threads[0] = out->max_threads[1] = 1024, out->max_threads[2] = 64;
+    out->max_grid[0] = 0x7fffffff, out->max_grid[1] = out->max_grid[2] = 65535;
+    out->constant_memory = 65536;
+    out->major = capability_major();
+    out->minor = capability_minor();
+    out->multiprocessors = multiprocessors();
+    return kSuccess;
+}
+Status cudaDeviceGetAttribute(int* value, int which, int device) {
+    if (const Status status = good_device(device)) return answer(status);
+    *value = attribute(which);
+    return kSuccess;
+}
+// No device sees another's memory: whatever crosses must be a copy.
+Status cudaDeviceCanAccessPeer(int* can, int, int) {
+    *can = 0;
+    return kSuccess;
+}
+Status cudaDeviceEnablePeerAccess(int, unsigned) { return answer(kPeerAccessNotEnabled); }
+Status cudaDeviceGetP2PAttribute(int* value, int, int, int) {
+    *value = 0;
+    return kSuccess;
+}
+
+// ---- memory --------------------------------------------------------------------------------------------------
+
+Status cudaMalloc(void** out, size_t size) {
+    if (const Status status = sticky(current_device)) return answer(status);
+    return answer(allocate(current_device, size, out));
+}
+Status cudaMallocPitch(void** out, size_t* pitch, size_t width, size_t rows) {
+    *pitch = (width + 511) / 512 * 512;
+    return cudaMalloc(out, *pitch * rows);
+}
+// Freeing succeeds after an error too: MXNet frees in destructors, where an exception ends the process.
+Status cudaFree(void* pointer) {
+    synchronize_device(current_device);  // as CUDA does: what runs may still use it
+    return answer(release(pointer, false));
+}
+Status cudaHostAlloc(void** out, size_t size, unsigned) { return answer(allocate(kPinnedHost, size, out)); }
+Status cudaMallocHost(void** out, size_t size) { return answer(allocate(kPinnedHost, size, out)); }
+Status cudaFreeHost(void* pointer) {
+    for (int device = 0; device < device_count(); ++device) synchronize_device(device);
+    return answer(release(pointer, true));
+}
+Status cudaMemGetInfo(size_t* free, size_t* total) {
+    *total = memory_per_device();
+    *free = *total - bytes_in_use(current_device);
+    return kSuccess;
+}
+
+// The kinds: 0 host to host, 1 host to device, 2 device to host, 3 device to device, 4 by the addresses
+Status cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t rows,
+                         int kind, void* handle) {
+    const StreamPointer stream = find_stream(handle);
+    if (!stream) return answer(kInvalidHandle);
+    const int device = device_of(*stream);
+    const bool to_host = device_of(to) < 0, from_host = device_of(from) < 0;
+    if (width && rows && kind != 4 && ((kind == 0 || kind == 2) != to_host || (kind == 0 || kind == 1) != from_host))
+        return answer(report(device, kInvalidValue,
+                             format("a copy from %p (%s) to %p (%s) is not of kind %d", from,
+                                    from_host ? "host" : "device", to, to_host ? "host" : "device", kind)));
+    return answer(copy({to, to_pitch, from, from_pitch, width, rows, device, device}, stream));
+}
+Status cudaMemcpyAsync(void* to, const void* from, size_t size, int kind, void* stream) {
+    return cudaMemcpy2DAsync(to, size, from, size, size, 1, kind, stream);
+}
+Status cudaMemcpy(void* to, const void* from, size_t size, int) { return answer(copy_and_wait(to, from, size)); }
+Status cudaMemcpyPeerAsync(void* to, int to_device, const void* from, int from_device, size_t size, void* handle) {
+    const StreamPointer stream = find_stream(handle);
+    if (!stream) return answer(kInvalidHandle);
+    if (good_device(to_device) || good_device(from_device)) return answer(kInvalidDevice);
+    return answer(copy({to, size, from, size, size, 1, to_device, from_device}, stream));
+}
+Status cudaMemsetAsync(void* to, int value, size_t size, void* handle) {
+    const StreamPointer stream = find_stream(handle);
+    return answer(stream ? fill(to, value, size, stream) : kInvalidHandle);
+}
+
+// ---- streams and events --------------------------------------------------------------------------------------
+
+Status cudaStreamCreate(void** out) {
+    *out = create_stream(current_device, kBlocking);
+    return kSuccess;
+}
+Status cudaStreamCreateWithFlags(void** out, unsigned flags) {
+    *out = create_stream(current_device, flags & 1 ? kNonBlocking : kBlocking);
+    return kSuccess;
+}
+Status cudaStreamCreateWithPriority(void** out, unsigned flags, int) { return cudaStreamCreateWithFlags(out, flags); }
+Status cudaStreamDestroy(void* handle) { return answer(destroy_stream(handle)); }
+Status cudaStreamSynchronize(void* handle) {
+    const StreamPointer stream = find_stream(handle);
+    return answer(stream ? synchronize(stream) : kInvalidHandle);
+}
+Status cudaStreamQuery(void* handle) {
+    const StreamPointer stream = find_stream(handle);
+    return answer(stream ? query(stream) : kInvalidHandle);
+}
+Status cudaStreamWaitEvent(void* handle, void* event, unsigned) {
+    const StreamPointer stream = find_stream(handle);
+    return answer(stream ? wait_for_event(stream, event) : kInvalidHandle);
+}
+Status cudaEventCreate(void** out) {
+    *out = create_event();
+    return kSuccess;
+}
+Status cudaEventCreateWithFlags(void** out, unsigned) { return cudaEventCreate(out); }
+Status cudaEventDestroy(void* event) { return answer(destroy_event(event)); }
+Status cudaEventRecord(void* event, void* handle) {
+    const StreamPointer stream = find_stream(handle);
+    return answer(stream ? record_event(event, stream) : kInvalidHandle);
+}
+Status cudaEventQuery(void* event) { return answer(query_event(event)); }
+Status cudaEventSynchronize(void* event) { return answer(synchronize_event(event)); }
+Status cudaEventElapsedTime(float* milliseconds, void* start, void* end) {
+    return answer(elapsed(milliseconds, start, end));
+}
+
+// ---- errors --------------------------------------------------------------------------------------------------
+
+Status cudaGetLastError() {
+    const Status status = last_error_now();
+    last_error = kSuccess;
+    return status;
+}
+Status cudaPeekAtLastError() { return last_error_now(); }
+const char* cudaGetErrorName(Status status) { return status_name(status); }
+const char* cudaGetErrorString(Status status) { return status_text(status); }
+
+// ---- MXNet's own kernels: machine code for a GPU, which nothing here can run -----------------------------------
+
+void** __cudaRegisterFatBinary(void*) {
+    static void* handle;
+    return &handle;
+}
+void __cudaRegisterFatBinaryEnd(void**) {}
+void __cudaUnregisterFatBinary(void**) {}
+void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+char __cudaInitModule(void**) { return 1; }
+void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, void*, void*, void*, void*, int*) {
+    std::lock_guard<std::mutex> lock(kernels().mutex);
+    kernels().names[host] = name;
+}
+unsigned __cudaPushCallConfiguration(Dimensions3 grid, Dimensions3 block, size_t shared, void* stream) {
+    configuration = {grid, block, shared, stream};
+    return 0;
+}
+Status __cudaPopCallConfiguration(Dimensions3* grid, Dimensions3* block, size_t* shared, void** stream) {
+    *grid = configuration.grid;
+    *block = configuration.block;
+    *shared = configuration.shared;
+    *stream = configuration.stream;
+    return kSuccess;
+}
+Status cudaLaunchKernel(const void* host, Dimensions3, Dimensions3, void** arguments, size_t, void* stream) {
+    std::unique_lock<std::mutex> lock(kernels().mutex);
+    const std::string name = kernels().names[host];
+    lock.unlock();
+    // The one that is emulated, (int n, T* out): nd.zeros and zeros_like, without which Gluon makes no gradient.
+    const std::string zero = "mxnet_generic_kernelINS1_11op_with_reqINS1_10set_to_intILi0EEELi1EEEJP";
+    const size_t found = name.find(zero);
+    const std::map<char, size_t> sizes = {{'d', 8}, {'f', 4}, {'N', 2}, {'l', 8},
+                                          {'i', 4}, {'h', 1}, {'a', 1}};  // N: half
+    const auto size = found == std::string::npos ? sizes.end() : sizes.find(name[found + zero.size()]);
+    if (size != sizes.end())
+        return answer(fill(*static_cast<void**>(arguments[1]), 0, size->second * *static_cast<int*>(arguments[0]),
+                           find_stream(stream)));
+    report(-1, kNoKernelImage, "MXNet's own kernel cannot run here: " + name.substr(0, 300));
+    return answer(kNoKernelImage);
+}
+Status cudaFuncGetAttributes(void*, const void*) { return answer(kNoKernelImage); }
+Status cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int*, const void*, int, size_t, unsigned) {
+    return answer(kNoKernelImage);
+}
+}

@@ -1,0 +1,80 @@
+#include "device.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+#include "errors.h"
+
+namespace emulator {
+namespace {
+
+int capability() {  // ten times the number: 80 for 8.0
+    static const int value = [] {
+        const char* text = std::getenv("CUDA_EMULATOR_CAPABILITY");
+        int major = 8, minor = 0;
+        if (text && *text && std::sscanf(text, "%d.%d", &major, &minor) != 2) {
+            std::fprintf(stderr, "cuda emulator: CUDA_EMULATOR_CAPABILITY is '%s', not like 8.0\n", text);
+            std::abort();
+        }
+        return 10 * major + minor;
+    }();
+    return value;
+}
+
+}  // namespace
+
+int device_count() {
+    static const int value = static_cast<int>(std::min<long>(setting("CUDA_EMULATOR_DEVICES", 4), kMaxDevices));
+    return value;
+}
+int capability_major() { return capability() / 10; }
+int capability_minor() { return capability() % 10; }
+int multiprocessors() {
+    static const int value = static_cast<int>(setting("CUDA_EMULATOR_MULTIPROCESSORS", 4));
+    return value;
+}
+size_t memory_per_device() {
+    static const size_t value = static_cast<size_t>(setting("CUDA_EMULATOR_MEMORY", 4096)) << 20;
+    return value;
+}
+
+int attribute(int which) {
+    switch (which) {
+        case 1:
+            return kMaxThreadsPerBlock;
+        case 2:
+        case 3:
+            return 1024;  // of a block, in x and y
+        case 4:
+            return 64;
+        case 5:
+            return 0x7fffffff;  // blocks of a grid, in x
+        case 6:
+        case 7:
+            return 65535;
+        case 8:
+        case 97:
+            return static_cast<int>(kSharedPerBlock);
+        case 10:
+            return kWarpSize;
+        case 16:
+            return multiprocessors();
+        case 39:
+            return 2048;  // threads of a multiprocessor
+        case 75:
+            return capability_major();
+        case 76:
+            return capability_minor();
+        case 81:
+            return 2 * static_cast<int>(kSharedPerBlock);  // shared memory of a multiprocessor
+        default:
+            return 0;
+    }
+}
+
+std::string name(int device) { return format("CUDA emulator %d", device); }
+
+thread_local int current_device = 0;
+
+}  // namespace emulator

@@ -1,0 +1,28 @@
+// The devices: how many there are, what they claim to be, and which one the calling thread has chosen.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace emulator {
+
+constexpr int kMaxDevices = 16;
+constexpr int kWarpSize = 32;
+constexpr int kMaxThreadsPerBlock = 1024;
+constexpr size_t kSharedPerBlock = 48 << 10;
+
+int device_count();      // CUDA_EMULATOR_DEVICES, 4
+int capability_major();  // CUDA_EMULATOR_CAPABILITY, 8.0
+int capability_minor();
+int multiprocessors();       // CUDA_EMULATOR_MULTIPROCESSORS, 4: launches that fill the device stay small
+size_t memory_per_device();  // CUDA_EMULATOR_MEMORY in MiB, 4096
+
+constexpr int kDriverVersion = 11080;
+
+int attribute(int which);  // cudaDeviceAttr, CUdevice_attribute: the same numbers
+std::string name(int device);
+
+// As cudaSetDevice: each thread has its own, device 0 at first. The driver API's current context is the same.
+extern thread_local int current_device;
+
+}  // namespace emulator

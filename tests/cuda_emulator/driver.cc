@@ -1,0 +1,212 @@
+// The driver API: modules and launches, and what a test needs that uses no MXNet.
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "copies.h"
+#include "device.h"
+#include "launch.h"
+#include "memory.h"
+#include "streams.h"
+
+using namespace emulator;
+
+namespace {
+
+struct Function;
+struct Module {
+    int device;
+    std::string library;
+    void* handle;
+    std::map<std::string, std::unique_ptr<Function>> functions;
+};
+struct Function {
+    Module* module;
+    const EmulatedKernel* kernel;
+    std::string name;
+};
+
+// The values behind a launch's parameters, which the caller may change as soon as the launch is enqueued.
+struct Arguments {
+    std::vector<std::unique_ptr<char[]>> values;  // operator new[] aligns for any fundamental type
+    std::vector<void*> pointers;
+};
+
+struct Modules {
+    std::mutex mutex;
+};
+Modules& modules() {
+    static Modules& instance = *new Modules;
+    return instance;
+}
+
+// The value behind "// key " in what nvrtc.cc calls PTX.
+std::string field(const std::string& text, const std::string& key) {
+    const std::string beginning = "// " + key + " ";
+    const size_t start = text.find(beginning);
+    if (start == std::string::npos) return "";
+    const size_t value = start + beginning.size();
+    return text.substr(value, text.find('\n', value) - value);
+}
+
+Status good_device(int device) { return device >= 0 && device < device_count() ? kSuccess : kInvalidDevice; }
+
+// A context is a device: this many contexts, whose addresses are their handles.
+char contexts[kMaxDevices];
+
+}  // namespace
+
+extern "C" {
+
+Status cuInit(unsigned) { return kSuccess; }
+Status cuDeviceGet(int* device, int ordinal) {
+    *device = ordinal;
+    return good_device(ordinal);
+}
+Status cuDeviceGetCount(int* count) {
+    *count = device_count();
+    return kSuccess;
+}
+Status cuDriverGetVersion(int* version) {
+    *version = kDriverVersion;
+    return kSuccess;
+}
+Status cuDeviceGetAttribute(int* value, int which, int device) {
+    *value = attribute(which);
+    return good_device(device);
+}
+Status cuDeviceGetName(char* text, int size, int device) {
+    std::snprintf(text, static_cast<size_t>(size), "%s", name(device).c_str());
+    return good_device(device);
+}
+Status cuDevicePrimaryCtxRetain(void** context, int device) {
+    if (const Status status = good_device(device)) return status;
+    *context = &contexts[device];
+    return kSuccess;
+}
+Status cuDevicePrimaryCtxRelease_v2(int device) { return good_device(device); }
+Status cuCtxSetCurrent(void* context) {
+    const ptrdiff_t device = static_cast<char*>(context) - contexts;
+    if (device < 0 || device >= device_count()) return kInvalidContext;
+    current_device = static_cast<int>(device);
+    return kSuccess;
+}
+Status cuCtxGetCurrent(void** context) {
+    *context = &contexts[current_device];
+    return kSuccess;
+}
+Status cuCtxSynchronize() { return synchronize_device(current_device); }
+Status cuGetErrorString(Status status, const char** text) {
+    *text = status_text(status);
+    return kSuccess;
+}
+Status cuGetErrorName(Status status, const char** text) {
+    static std::map<int, std::string>& names = *new std::map<int, std::string>;
+    std::lock_guard<std::mutex> lock(modules().mutex);
+    const auto found = names.emplace(status, std::string("CUDA_") + (status ? "ERROR_" : "") + status_name(status));
+    *text = found.first->second.c_str();
+    return kSuccess;
+}
+
+Status cuMemAlloc_v2(void** out, size_t size) {
+    if (size == 0) return kInvalidValue;
+    if (const Status status = sticky(current_device)) return status;
+    return allocate(current_device, size, out);
+}
+Status cuMemFree_v2(void* pointer) {
+    synchronize_device(current_device);
+    return release(pointer, false);
+}
+Status cuMemcpyHtoD_v2(void* to, const void* from, size_t size) { return copy_and_wait(to, from, size); }
+Status cuMemcpyDtoH_v2(void* to, const void* from, size_t size) { return copy_and_wait(to, from, size); }
+Status cuStreamCreate(void** out, unsigned flags) {
+    *out = create_stream(current_device, flags & 1 ? kNonBlocking : kBlocking);
+    return kSuccess;
+}
+Status cuStreamDestroy_v2(void* stream) { return destroy_stream(stream); }
+Status cuStreamSynchronize(void* handle) {
+    const StreamPointer stream = find_stream(handle);
+    return stream ? synchronize(stream) : kInvalidHandle;
+}
+
+// ---- modules -------------------------------------------------------------------------------------------------
+
+Status cuModuleLoadData(Module** out, const void* image) {
+    if (const Status status = sticky(current_device)) return status;
+    const std::string text = static_cast<const char*>(image);
+    const std::string library = field(text, "library");
+    if (library.empty()) return kInvalidImage;
+    // PTX runs on its architecture and on later ones.
+    if (std::atoi(field(text, "architecture").c_str()) > 10 * capability_major() + capability_minor())
+        return kNoKernelImage;
+    void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (!handle) {
+        report(-1, kInvalidImage, dlerror());
+        return kInvalidImage;
+    }
+    *out = new Module{current_device, library, handle, {}};
+    return kSuccess;
+}
+Status cuModuleLoadDataEx(Module** out, const void* image, unsigned, int*, void**) {
+    return cuModuleLoadData(out, image);
+}
+
+// The library stays: launches may be under way, and errors are to find their lines.
+Status cuModuleUnload(Module*) { return kSuccess; }
+
+Status cuModuleGetFunction(Function** out, Module* module, const char* name) {
+    std::lock_guard<std::mutex> lock(modules().mutex);
+    std::unique_ptr<Function>& function = module->functions[name];
+    if (!function) {
+        const EmulatedKernel* kernel = static_cast<const EmulatedKernel*>(dlsym(module->handle, "emulated_kernels"));
+        while (kernel && kernel->name && std::strcmp(kernel->name, name) != 0) ++kernel;
+        if (!kernel || !kernel->name) return kNotFound;
+        function.reset(new Function{module, kernel, name});
+    }
+    *out = function.get();
+    return kSuccess;
+}
+
+Status cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                      unsigned block_y, unsigned block_z, unsigned shared_bytes, void* handle, void** parameters,
+                      void** extra) {
+    const StreamPointer stream = find_stream(handle);
+    if (!stream) return kInvalidHandle;
+    const int device = device_of(*stream);
+    if (const Status status = sticky(device)) return status;
+    const std::string name = function->name.substr(0, 10) == "_ZEmulated" ? function->name.substr(10) : function->name;
+    if (function->module->device != device)
+        return report(device, kInvalidHandle,
+                      format("kernel %s of a module loaded on device %d, launched in a stream of device %d",
+                             name.c_str(), function->module->device, device));
+    const unsigned long threads = 1ul * block_x * block_y * block_z;
+    if (!grid_x || !grid_y || !grid_z || grid_x > 0x7fffffff || grid_y > 65535 || grid_z > 65535 || !threads ||
+        threads > kMaxThreadsPerBlock || block_z > 64 || shared_bytes > kSharedPerBlock || extra)
+        return kInvalidValue;
+    const EmulatedKernel* const kernel = function->kernel;
+    auto arguments = std::make_shared<Arguments>();
+    for (unsigned i = 0; i < kernel->parameters; ++i) {
+        arguments->values.emplace_back(new char[kernel->sizes[i]]);
+        std::memcpy(arguments->values[i].get(), parameters[i], kernel->sizes[i]);
+        arguments->pointers.push_back(arguments->values[i].get());
+    }
+    Launch launch{kernel,
+                  name,
+                  function->module->library.c_str(),
+                  function->module->handle,
+                  {grid_x, grid_y, grid_z},
+                  {block_x, block_y, block_z},
+                  shared_bytes,
+                  device,
+                  arguments->pointers.data()};
+    enqueue(stream, [launch, arguments] { run(launch); });
+    return kSuccess;
+}
+}

@@ -1,0 +1,170 @@
+#include "errors.h"
+
+#include <unistd.h>
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
+
+namespace emulator {
+namespace {
+
+struct Entry {
+    Status status;
+    const char* name;
+    const char* text;
+};
+constexpr Entry kEntries[] = {
+    {kSuccess, "SUCCESS", "no error"},
+    {kInvalidValue, "INVALID_VALUE", "invalid argument"},
+    {kOutOfMemory, "OUT_OF_MEMORY", "out of memory"},
+    {kInvalidDevice, "INVALID_DEVICE", "invalid device ordinal"},
+    {kInvalidImage, "INVALID_IMAGE", "device kernel image is invalid"},
+    {kInvalidContext, "INVALID_CONTEXT", "invalid device context"},
+    {kNoKernelImage, "NO_BINARY_FOR_GPU", "no kernel image is available for execution on the device"},
+    {kInvalidHandle, "INVALID_HANDLE", "invalid resource handle"},
+    {kNotFound, "NOT_FOUND", "named symbol not found"},
+    {kNotReady, "NOT_READY", "device not ready"},
+    {kIllegalAddress, "ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+    {kPeerAccessNotEnabled, "PEER_ACCESS_NOT_ENABLED", "peer access has not been enabled"},
+    {kAssert, "ASSERT", "device-side assert triggered"},
+    {kMisalignedAddress, "MISALIGNED_ADDRESS", "misaligned address"},
+    {kLaunchFailure, "LAUNCH_FAILED", "unspecified launch failure"},
+    {kNotSupported, "NOT_SUPPORTED", "operation not supported"},
+};
+const Entry& entry(Status status) {
+    for (const Entry& known : kEntries)
+        if (known.status == status) return known;
+    static constexpr Entry kUnknown = {kSuccess, "UNKNOWN", "unknown error"};
+    return kUnknown;
+}
+
+constexpr struct {
+    const char* name;
+    Check check;
+} kChecks[] = {{"device", kCheckDevice},       {"bounds", kCheckBounds}, {"freed", kCheckFreed},
+               {"unwritten", kCheckUnwritten}, {"races", kCheckRaces},   {"alignment", kCheckAlignment},
+               {"barriers", kCheckBarriers}};
+
+unsigned checks_without(const char* names) {
+    unsigned checks = ~0u;
+    std::string rest = names ? names : "";
+    while (!rest.empty()) {
+        const size_t comma = rest.find(',');
+        const std::string name = rest.substr(0, comma);
+        rest = comma == std::string::npos ? "" : rest.substr(comma + 1);
+        bool known = false;
+        for (const auto& candidate : kChecks)
+            if (name == candidate.name) checks &= ~candidate.check, known = true;
+        // A misspelt name would silently leave everything checked.
+        if (!known) std::fprintf(stderr, "cuda emulator: there is no check '%s'\n", name.c_str()), std::abort();
+    }
+    return checks;
+}
+
+// Never destroyed: threads of streams may still run while the process ends.
+struct Errors {
+    std::mutex mutex;
+    std::vector<std::string> texts;
+    size_t read = 0;
+    int resets = 0;
+    std::map<int, Status> sticky;
+};
+Errors& errors() {
+    static Errors& instance = *new Errors;
+    return instance;
+}
+
+// A process that nobody told of its errors does not end as if all were well.
+struct AtExit {
+    AtExit() {
+        enabled_checks = checks_without(std::getenv("CUDA_EMULATOR_UNCHECKED"));
+        errors();
+        std::atexit([] {
+            Errors& all = errors();
+            std::unique_lock<std::mutex> lock(all.mutex);
+            if (all.read >= all.texts.size()) return;
+            std::fprintf(stderr, "cuda emulator: the process ends with %zu errors that nobody read:\n",
+                         all.texts.size() - all.read);
+            for (size_t i = all.read; i < all.texts.size(); ++i) std::fprintf(stderr, "  %s\n", all.texts[i].c_str());
+            std::fflush(nullptr);
+            _exit(86);
+        });
+    }
+} at_exit;
+
+}  // namespace
+
+std::atomic<unsigned> enabled_checks{~0u};
+
+const char* status_name(Status status) { return entry(status).name; }
+const char* status_text(Status status) { return entry(status).text; }
+
+Status report(int device, Status status, const std::string& text) {
+    Errors& all = errors();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    std::fprintf(stderr, "cuda emulator: %s\n", text.c_str());
+    all.texts.push_back(text);
+    if (device >= 0) all.sticky.emplace(device, status);
+    return status;
+}
+
+Status sticky(int device) {
+    Errors& all = errors();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    const auto found = all.sticky.find(device);
+    return found == all.sticky.end() ? kSuccess : found->second;
+}
+
+int resets() {
+    Errors& all = errors();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    return all.resets;
+}
+
+std::string format(const char* pattern, ...) {
+    char text[1024];
+    va_list values;
+    va_start(values, pattern);
+    std::vsnprintf(text, sizeof text, pattern, values);
+    va_end(values);
+    return text;
+}
+
+long setting(const char* name, long otherwise) {
+    const char* text = std::getenv(name);
+    return text && *text ? std::strtol(text, nullptr, 10) : otherwise;
+}
+
+}  // namespace emulator
+
+extern "C" int cuda_emulator_errors(char* text, size_t size) {
+    emulator::Errors& all = emulator::errors();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    std::string joined;
+    for (const std::string& one : all.texts) joined += one + "\n";
+    if (size) {
+        const size_t length = joined.size() < size ? joined.size() : size - 1;
+        std::memcpy(text, joined.data(), length);
+        text[length] = 0;
+    }
+    all.read = all.texts.size();
+    return static_cast<int>(all.texts.size());
+}
+
+extern "C" void cuda_emulator_reset() {
+    emulator::Errors& all = emulator::errors();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    all.texts.clear();
+    all.sticky.clear();
+    all.read = 0;
+    ++all.resets;
+}
+
+extern "C" void cuda_emulator_unchecked(const char* names) {
+    emulator::enabled_checks = emulator::checks_without(names);
+}

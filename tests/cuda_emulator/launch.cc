@@ -1,0 +1,316 @@
+#include "launch.h"
+
+#include <dlfcn.h>
+#include <elf.h>
+#include <link.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <numeric>
+#include <random>
+
+#include "block.h"
+
+namespace emulator {
+
+thread_local Block* running_block __attribute__((tls_model("initial-exec"))) = nullptr;
+
+namespace {
+
+constexpr unsigned char kSharedPoison = 0xff;  // NaN, as in memory.cc
+
+std::string triple(const Dimensions& it) { return format("(%u,%u,%u)", it.x, it.y, it.z); }
+
+Dimensions position(const Dimensions& size, unsigned index) {
+    return {index % size.x, index / size.x % size.y, index / size.x / size.y};
+}
+
+// file:line of an address in the library, by the program that comes with the linker.
+std::string line_of(const Launch& launch, void* pc) {
+    Dl_info info;
+    if (!pc || !dladdr(pc, &info)) return "";
+    const size_t offset = static_cast<char*>(pc) - static_cast<char*>(info.dli_fbase) - 1;
+    FILE* const answer = popen(format("addr2line -e '%s' 0x%zx 2>/dev/null", launch.library, offset).c_str(), "r");
+    if (!answer) return "";
+    char line[256] = "";
+    if (!std::fgets(line, sizeof line, answer)) line[0] = 0;
+    pclose(answer);
+    std::string text(line);
+    text.erase(std::min(text.find_last_not_of('\n') + 1, text.find(' ')));
+    return text.empty() || text[0] == '?' ? "" : ", at " + text.substr(text.rfind('/') + 1);
+}
+
+void to_scheduler(Block* block) { emulator_switch(&block->current().fiber->stack_pointer, block->scheduler); }
+
+void thread_main() {
+    Block* const block = running_block;
+    block->launch->kernel->run(block->launch->arguments);
+    block->current().state = kEnded;
+    ++block->ended;
+    block->current_warp().ended |= 1u << block->running % kWarpSize;
+    to_scheduler(block);
+    __builtin_unreachable();
+}
+
+// Where the library is, and its thread-local variables, which is what static __shared__ arrays are.
+void find_library(Block* block) {
+    const Launch& launch = *block->launch;
+    SharedBytes* const out = &block->shared_static;
+    void* (*const touch)() = reinterpret_cast<void* (*)()>(dlsym(launch.handle, "emulated_shared_anchor"));
+    touch();  // they exist once the thread has asked for one
+    void* where = nullptr;
+    dlinfo(launch.handle, RTLD_DI_TLS_DATA, &where);
+    struct Search {
+        const char* name;
+        Block* block;
+        size_t size;
+    } search{launch.library, block, 0};
+    block->library.clear();
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, size_t, void* data) {
+            Search* const wanted = static_cast<Search*>(data);
+            if (std::strcmp(info->dlpi_name, wanted->name) != 0) return 0;
+            for (int i = 0; i < info->dlpi_phnum; ++i) {
+                const ElfW(Phdr)& segment = info->dlpi_phdr[i];
+                if (segment.p_type == PT_TLS) wanted->size = segment.p_memsz;
+                if (segment.p_type == PT_LOAD)
+                    wanted->block->library.push_back(
+                        {reinterpret_cast<char*>(info->dlpi_addr + segment.p_vaddr), segment.p_memsz});
+            }
+            return 1;
+        },
+        &search);
+    out->begin = static_cast<char*>(where);
+    out->size = where ? search.size : 0;
+    out->records.assign(out->size, SharedBytes::Record{});
+}
+
+// Nobody can go on: says who waits for whom.
+std::string deadlock(const Block& block) {
+    for (unsigned i = 0; i < block.size; ++i) {
+        const Thread& waiting = block.threads[i];
+        if (waiting.state != kAtExchange) continue;
+        std::string text =
+            format("thread %s waits at %s, line %d, for lanes that its mask 0x%08x names:",
+                   triple(position(block.launch->block, i)).c_str(), waiting.what, waiting.line, waiting.mask);
+        const unsigned first = i / kWarpSize * kWarpSize;
+        for (unsigned lane = 0; lane < kWarpSize; ++lane) {
+            if (!(waiting.mask >> lane & 1)) continue;
+            const Thread& other = block.threads[first + lane];
+            if (other.state == kAtExchange && other.mask == waiting.mask) continue;
+            return text + (other.state == kEnded ? format(" lane %u has ended", lane)
+                                                 : format(" lane %u is at %s, line %d", lane, other.what, other.line));
+        }
+    }
+    unsigned waiting = 0, ended = 0;
+    while (block.threads[waiting].state != kAtBarrier) ++waiting;
+    while (block.threads[ended].state != kEnded) ++ended;
+    return format("%u of %u threads wait at __syncthreads, line %d, which thread %s never reached: it has ended",
+                  block.at_barrier, block.size, block.threads[waiting].line,
+                  triple(position(block.launch->block, ended)).c_str());
+}
+
+// Runs the threads of a warp until none can go on. Returns whether any did.
+bool run_warp(Block* block, unsigned first) {
+    const unsigned last = std::min(first + kWarpSize, block->size);
+    bool any = false;
+    for (bool again = true; again;) {
+        again = false;
+        for (unsigned i = first; i < last; ++i) {
+            if (block->threads[i].state != kReady) continue;
+            block->running = i;
+            emulator_switch(&block->scheduler, block->threads[i].fiber->stack_pointer);
+            if (block->failed) return true;
+            any = again = true;
+        }
+    }
+    return any;
+}
+
+void run_block(Block* block) {
+    const Launch& launch = *block->launch;
+    block->at_barrier = block->ended = 0;
+    block->started_at = block->barrier_at = ++block->time;
+    std::memset(block->shared_static.begin, kSharedPoison, block->shared_static.size);
+    std::memset(block->shared_dynamic.begin, kSharedPoison, block->shared_dynamic.size);
+    for (unsigned w = 0; w < block->warps.size(); ++w) {
+        Warp& warp = block->warps[w];
+        const unsigned lanes = std::min<unsigned>(kWarpSize, block->size - w * kWarpSize);
+        warp.exchanges.clear();
+        warp.present = lanes == kWarpSize ? ~0u : (1u << lanes) - 1;
+        warp.ended = warp.givers = 0;
+        warp.synchronised_at = block->time;
+    }
+    for (unsigned i = 0; i < block->size; ++i) {
+        Thread& thread = block->threads[i];
+        thread.state = kReady;
+        thread.fiber->prepare(thread_main);
+        *static_cast<ThreadIndex*>(thread.fiber->private_values()) = {position(launch.block, i), block->index,
+                                                                      launch.block, launch.grid};
+    }
+    while (block->ended < block->size) {
+        bool any = false;
+        for (unsigned first = 0; first < block->size; first += kWarpSize) {
+            any |= run_warp(block, first);
+            if (block->failed) return;
+        }
+        // Hardware lets a barrier go when the other threads have ended; CUDA's manual forbids to rely on it.
+        const unsigned awaited = checked(kCheckBarriers) ? block->size : block->size - block->ended;
+        if (block->at_barrier && block->at_barrier == awaited) {
+            block->at_barrier = 0;
+            block->barrier_at = ++block->time;
+            for (unsigned i = 0; i < block->size; ++i)
+                if (block->threads[i].state == kAtBarrier) block->threads[i].state = kReady;
+        } else if (!any) {
+            block->running = 0;
+            report(launch.device, kLaunchFailure,
+                   "kernel " + launch.name + ", block " + triple(block->index) + ": " + deadlock(*block));
+            block->failed = true;
+            return;
+        }
+    }
+}
+
+}  // namespace
+
+std::string thread_name(const Block& block, unsigned thread) {
+    return "thread " + triple(position(block.launch->block, thread));
+}
+
+void fail(Status status, const std::string& text, void* pc) {
+    Block* const block = running_block;
+    const Launch& launch = *block->launch;
+    report(launch.device, status,
+           "kernel " + launch.name + ", block " + triple(block->index) + ", " + thread_name(*block, block->running) +
+               line_of(launch, pc) + ": " + text);
+    block->failed = true;
+    to_scheduler(block);
+    __builtin_unreachable();
+}
+
+void run(const Launch& launch) {
+    // Stacks and records are kept for the thread's next launch.
+    static thread_local Block& block = *new Block;
+    block.launch = &launch;
+    block.failed = false;
+    block.size = launch.block.x * launch.block.y * launch.block.z;
+    while (block.threads.size() < block.size) {
+        block.threads.emplace_back();
+        block.threads.back().fiber = new_fiber();
+    }
+    block.warps.resize((block.size + kWarpSize - 1) / kWarpSize);
+    find_library(&block);
+    // Behind what was asked for, room for nothing but accesses out of bounds.
+    std::vector<char> dynamic(16 + launch.shared_bytes + kSharedSlack);
+    block.shared_dynamic.begin = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(dynamic.data()) + 15) / 16 * 16);
+    block.shared_dynamic.size = launch.shared_bytes;
+    block.shared_dynamic.records.assign(launch.shared_bytes, SharedBytes::Record{});
+
+    running_block = &block;
+    std::vector<unsigned> order(launch.grid.x * launch.grid.y * launch.grid.z);
+    std::iota(order.begin(), order.end(), 0u);
+    // CUDA promises no order: with jitter, it is another one each time.
+    if (setting("CUDA_EMULATOR_JITTER", 0))
+        std::shuffle(order.begin(), order.end(), std::minstd_rand(std::random_device{}()));
+    for (const unsigned i : order) {
+        block.index = position(launch.grid, i);
+        run_block(&block);
+        if (block.failed) break;
+    }
+    running_block = nullptr;
+}
+
+}  // namespace emulator
+
+// ---- what shim.h calls --------------------------------------------------------------------------------------
+
+using emulator::Block;
+using emulator::Exchange;
+using emulator::Thread;
+using emulator::Warp;
+
+extern "C" const void* emulated_index() {
+    Block* const block = emulator::running_block;
+    return block->current().fiber->private_values();
+}
+
+extern "C" void* emulated_dynamic_shared() { return emulator::running_block->shared_dynamic.begin; }
+
+extern "C" void emulated_barrier(int line) {
+    Block* const block = emulator::running_block;
+    Thread& thread = block->current();
+    thread.line = line;
+    thread.what = "__syncthreads";
+    if (emulator::checked(emulator::kCheckBarriers) && block->at_barrier) {
+        unsigned other = 0;
+        while (block->threads[other].state != emulator::kAtBarrier) ++other;
+        if (block->threads[other].line != line)
+            emulator::fail(emulator::kLaunchFailure,
+                           emulator::format("reached __syncthreads, line %d, while %s waits at another, line %d", line,
+                                            thread_name(*block, other).c_str(), block->threads[other].line),
+                           nullptr);
+    }
+    thread.state = emulator::kAtBarrier;
+    ++block->at_barrier;
+    emulator::to_scheduler(block);
+}
+
+// All lanes of `mask` give a value; afterwards each reads what the others gave by emulated_given.
+extern "C" void emulated_exchange(const char* what, int line, unsigned mask, unsigned long long value) {
+    Block* const block = emulator::running_block;
+    Warp& warp = block->current_warp();
+    Thread& thread = block->current();
+    const uint32_t self = 1u << block->running % emulator::kWarpSize;
+    const auto wrong = [&](const std::string& text) {
+        emulator::fail(emulator::kLaunchFailure,
+                       emulator::format("%s, line %d, mask 0x%08x: ", what, line, mask) + text, nullptr);
+    };
+    if (!(mask & self)) wrong("the mask does not name the calling lane");
+    if (mask & ~warp.present)
+        wrong(emulator::format("the mask names lane %d, which the block does not have",
+                               __builtin_ctz(mask & ~warp.present)));
+    if (mask & warp.ended)
+        wrong(emulator::format("the mask names lane %d, which has ended", __builtin_ctz(mask & warp.ended)));
+    Exchange* mine = nullptr;
+    for (Exchange& other : warp.exchanges) {
+        if (!(other.mask & mask)) continue;
+        if (other.mask != mask || other.line != line || std::strcmp(other.what, what) != 0)
+            wrong(emulator::format("other lanes wait at %s, line %d, mask 0x%08x", other.what, other.line, other.mask));
+        mine = &other;
+    }
+    if (!mine) {
+        warp.exchanges.push_back({mask, 0, line, what});
+        mine = &warp.exchanges.back();
+    }
+    mine->arrived |= self;
+    thread.value = value;
+    thread.line = line;
+    thread.what = what;
+    thread.mask = mask;
+    if (mine->arrived != mask) {
+        thread.state = emulator::kAtExchange;
+        emulator::to_scheduler(block);
+        return;
+    }
+    const unsigned first = block->running / emulator::kWarpSize * emulator::kWarpSize;
+    for (uint32_t rest = mask; rest; rest &= rest - 1) {
+        const unsigned lane = __builtin_ctz(rest);
+        warp.given[lane] = block->threads[first + lane].value;
+        block->threads[first + lane].state = emulator::kReady;
+    }
+    warp.exchanges.erase(warp.exchanges.begin() + (mine - warp.exchanges.data()));
+    if (std::strcmp(what, "__syncwarp") == 0 && mask == warp.present) warp.synchronised_at = ++block->time;
+}
+
+// A lane that took no part gave nothing: its value is NaN or a huge number.
+extern "C" unsigned long long emulated_given(unsigned mask, unsigned lane) {
+    Warp& warp = emulator::running_block->current_warp();
+    return mask >> lane & 1 ? warp.given[lane] : ~0ull;
+}
+
+extern "C" unsigned emulated_lane() { return emulator::running_block->running % emulator::kWarpSize; }
+
+extern "C" void emulated_failure(const char* text) {
+    emulator::fail(emulator::kAssert, text, __builtin_return_address(0));
+}

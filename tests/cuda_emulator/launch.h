@@ -1,0 +1,36 @@
+// Runs the blocks of one launch, the threads of a block as fibers of the calling thread.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "errors.h"
+
+// What a compiled source exports, an array that ends with a null name; shim.h makes the entries.
+struct EmulatedKernel {
+    const char* name;
+    unsigned parameters;
+    const unsigned* sizes;       // of each parameter, in bytes
+    void (*run)(void** values);  // calls the kernel
+};
+
+namespace emulator {
+
+struct Dimensions {
+    unsigned x, y, z;
+};
+
+struct Launch {
+    const EmulatedKernel* kernel;
+    std::string name;     // for messages
+    const char* library;  // the file it is in, to turn addresses into lines
+    void* handle;         // of that file
+    Dimensions grid, block;
+    size_t shared_bytes;  // dynamic
+    int device;
+    void** arguments;
+};
+
+void run(const Launch& launch);
+
+}  // namespace emulator

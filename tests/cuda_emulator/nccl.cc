@@ -1,0 +1,255 @@
+// NCCL for the devices of one process. A collective is a meeting: it runs on the streams' threads, where each rank
+// waits until all of its communicator have come, so that what would hang on GPUs waits here too (and is reported
+// after CUDA_EMULATOR_TIMEOUT seconds, 30).
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "device.h"
+#include "float16.h"
+#include "memory.h"
+#include "streams.h"
+
+using namespace emulator;
+
+namespace {
+
+enum Result : int { kGood = 0, kInvalidArgument = 4, kInvalidUsage = 5 };
+constexpr int kSum = 0;
+constexpr size_t kSizes[] = {1, 1, 4, 4, 8,
+                             8, 2, 4, 8};  // of ncclInt8, Uint8, Int32, Uint32, Int64, Uint64, Float16 ...
+constexpr int kTypes = sizeof kSizes / sizeof *kSizes;
+const char* const kTypeNames[] = {"int8",   "uint8",   "int32",   "uint32", "int64",
+                                  "uint64", "float16", "float32", "float64"};
+
+struct Call {
+    const char* what;
+    const void* from;
+    void* to;
+    size_t count;
+    int type, operation, root;
+};
+bool same(const Call& a, const Call& b) {
+    return !std::strcmp(a.what, b.what) && a.count == b.count && a.type == b.type && a.operation == b.operation &&
+           a.root == b.root;
+}
+std::string text_of(const Call& it) {
+    return format("%s of %zu %s, root %d", it.what, it.count, kTypeNames[it.type], it.root);
+}
+
+// The n-th collective of a communicator: the n-th call of each rank.
+struct Meeting {
+    std::vector<Call> calls;
+    std::vector<bool> arrived;
+    size_t arrivals = 0;
+    bool over = false, failed = false;
+};
+
+struct Clique {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::vector<int> devices;
+    std::map<uint64_t, std::shared_ptr<Meeting>> meetings;
+    bool broken = false;  // after a failure the ranks no longer agree on which call is which
+};
+
+struct Communicator {
+    std::shared_ptr<Clique> clique;
+    int rank, device;
+    uint64_t calls = 0;
+};
+
+// ---- sums, in the order of the ranks ---------------------------------------------------------------------------
+
+template <typename T>
+void add(void* total, const void* more, size_t count) {
+    for (size_t i = 0; i < count; ++i) static_cast<T*>(total)[i] += static_cast<const T*>(more)[i];
+}
+void add_halves(void* total, const void* more, size_t count) {
+    uint16_t* const sums = static_cast<uint16_t*>(total);
+    for (size_t i = 0; i < count; ++i)
+        sums[i] = emulated_float_to_half(emulated_half_to_float(sums[i]) +
+                                         emulated_half_to_float(static_cast<const uint16_t*>(more)[i]));
+}
+void add(int type, void* total, const void* more, size_t count) {
+    switch (type) {
+        case 0:
+        case 1:
+            return add<uint8_t>(total, more, count);  // the bits are those of int8
+        case 2:
+        case 3:
+            return add<uint32_t>(total, more, count);
+        case 4:
+        case 5:
+            return add<uint64_t>(total, more, count);
+        case 6:
+            return add_halves(total, more, count);
+        case 7:
+            return add<float>(total, more, count);
+        default:
+            return add<double>(total, more, count);
+    }
+}
+
+// ---- meetings --------------------------------------------------------------------------------------------------
+
+// All ranks are there: moves the data. Returns what is wrong.
+std::string perform(const Clique& clique, const Meeting& meeting) {
+    const Call& root = meeting.calls[meeting.calls[0].root];
+    const size_t bytes = root.count * kSizes[root.type];
+    const bool reduce = !std::strcmp(root.what, "ncclReduce");
+    std::vector<char> result;
+    for (size_t rank = 0; rank < meeting.calls.size(); ++rank) {
+        const Call& call = meeting.calls[rank];
+        const int device = clique.devices[rank];
+        const auto wrong = [&](const void* pointer, Access access) {
+            if (device_of(pointer) < 0) return format("rank %zu: %p is not device memory", rank, pointer);
+            const std::string found = problem(pointer, bytes, device, access);
+            return found.empty() ? found : format("rank %zu: ", rank) + found;
+        };
+        const bool reads = reduce || &call == &root, writes = reduce ? &call == &root : &call != &root;
+        std::string found = reads ? wrong(call.from, kRead) : "";
+        if (found.empty() && writes) found = wrong(call.to, kWrite);
+        if (!found.empty()) return found;
+        if (!reads) continue;
+        const char* const from = static_cast<const char*>(call.from);
+        if (result.empty())
+            result.assign(from, from + bytes);
+        else
+            add(root.type, result.data(), from, root.count);
+    }
+    for (const Call& call : meeting.calls)
+        if (reduce ? &call == &root : true) std::memcpy(call.to, result.data(), bytes);
+    return "";
+}
+
+void attend(const std::shared_ptr<Clique>& clique, size_t rank, uint64_t number, const Call& call) {
+    std::unique_lock<std::mutex> lock(clique->mutex);
+    std::shared_ptr<Meeting>& slot = clique->meetings[number];
+    if (!slot) {
+        slot = std::make_shared<Meeting>();
+        slot->calls.resize(clique->devices.size());
+        slot->arrived.resize(clique->devices.size());
+    }
+    const std::shared_ptr<Meeting> meeting = slot;
+    const auto break_off = [&](const std::string& text) {
+        meeting->over = meeting->failed = clique->broken = true;
+        for (const int device : clique->devices) report(device, kLaunchFailure, text);
+        clique->changed.notify_all();
+    };
+    if (clique->broken) {
+        report(clique->devices[rank], kLaunchFailure, "NCCL: a collective of a communicator that has failed");
+        return;
+    }
+    for (size_t other = 0; other < meeting->calls.size(); ++other)
+        if (meeting->arrived[other] && !same(meeting->calls[other], call))
+            return break_off(format("NCCL: rank %zu calls %s, rank %zu calls %s", rank, text_of(call).c_str(), other,
+                                    text_of(meeting->calls[other]).c_str()));
+    meeting->calls[rank] = call;
+    meeting->arrived[rank] = true;
+    if (++meeting->arrivals == meeting->calls.size()) {
+        const std::string wrong = perform(*clique, *meeting);
+        clique->meetings.erase(number);
+        meeting->over = true;
+        if (!wrong.empty()) break_off(std::string("NCCL: ") + call.what + ", " + wrong);
+        clique->changed.notify_all();
+        return;
+    }
+    const long seconds = setting("CUDA_EMULATOR_TIMEOUT", 30);
+    const auto over = [&] { return meeting->over || clique->broken; };
+    if (clique->changed.wait_for(lock, std::chrono::seconds(seconds), over)) return;
+    std::string missing;
+    for (size_t other = 0; other < meeting->arrived.size(); ++other)
+        if (!meeting->arrived[other]) missing += format(" %zu", other);
+    break_off(format("NCCL: %s, collective %llu of its communicator: after %ld s, ranks%s have not come",
+                     text_of(call).c_str(), static_cast<unsigned long long>(number), seconds, missing.c_str()));
+}
+
+// ---- groups: what is called between start and end is enqueued at the end ----------------------------------------
+
+struct Pending {
+    Communicator* communicator;
+    Call call;
+    StreamPointer stream;
+};
+thread_local int depth = 0;
+thread_local std::vector<Pending> pending;
+
+void flush() {
+    for (const Pending& one : pending) {
+        const std::shared_ptr<Clique> clique = one.communicator->clique;
+        const size_t rank = one.communicator->rank;
+        const uint64_t number = one.communicator->calls++;
+        const Call call = one.call;
+        enqueue(one.stream, [=] { attend(clique, rank, number, call); }, true);
+    }
+    pending.clear();
+}
+
+// MXNet looks at no result of NCCL's: errors go to the device as well.
+Result post(Communicator* communicator, const Call& call, void* handle) {
+    const StreamPointer stream = find_stream(handle);
+    const int ranks = static_cast<int>(communicator->clique->devices.size());
+    std::string wrong;
+    if (!stream)
+        wrong = "no such stream";
+    else if (device_of(*stream) != communicator->device)
+        wrong = format("the stream is of device %d, the communicator of device %d", device_of(*stream),
+                       communicator->device);
+    else if (call.type < 0 || call.type >= kTypes)
+        wrong = format("data type %d", call.type);
+    else if (call.root < 0 || call.root >= ranks)
+        wrong = format("root %d of %d ranks", call.root, ranks);
+    else if (call.operation != kSum)
+        wrong = format("operation %d: the emulator has ncclSum only", call.operation);
+    if (!wrong.empty()) {
+        report(communicator->device, kInvalidValue, std::string(call.what) + ": " + wrong);
+        return kInvalidArgument;
+    }
+    pending.push_back({communicator, call, stream});
+    if (depth == 0) flush();
+    return kGood;
+}
+
+}  // namespace
+
+extern "C" {
+
+Result ncclCommInitAll(Communicator** out, int count, const int* devices) {
+    const auto clique = std::make_shared<Clique>();
+    for (int rank = 0; rank < count; ++rank) {
+        const int device = devices ? devices[rank] : rank;
+        for (const int other : clique->devices)
+            if (other == device) return kInvalidUsage;
+        if (device < 0 || device >= device_count()) return kInvalidArgument;
+        clique->devices.push_back(device);
+    }
+    for (int rank = 0; rank < count; ++rank) out[rank] = new Communicator{clique, rank, clique->devices[rank], 0};
+    return kGood;
+}
+Result ncclCommDestroy(Communicator* communicator) {
+    delete communicator;
+    return kGood;
+}
+Result ncclGroupStart() {
+    ++depth;
+    return kGood;
+}
+Result ncclGroupEnd() {
+    if (depth == 0) return kInvalidUsage;
+    if (--depth == 0) flush();
+    return kGood;
+}
+Result ncclReduce(const void* from, void* to, size_t count, int type, int operation, int root,
+                  Communicator* communicator, void* stream) {
+    return post(communicator, {"ncclReduce", from, to, count, type, operation, root}, stream);
+}
+Result ncclBcast(void* buffer, size_t count, int type, int root, Communicator* communicator, void* stream) {
+    return post(communicator, {"ncclBcast", buffer, buffer, count, type, kSum, root}, stream);
+}
+}

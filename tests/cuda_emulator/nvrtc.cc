@@ -1,0 +1,351 @@
+// NVRTC: compiles CUDA C++ with g++ into a shared library. What it calls PTX is a text that names the library;
+// driver.cc opens it.
+#include <dlfcn.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <map>
+#include <regex>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace {
+
+enum Result : int {
+    kSuccess = 0,
+    kInvalidInput = 3,
+    kInvalidProgram = 4,
+    kInvalidOption = 5,
+    kCompilation = 6,
+    kNoNameExpressionsAfterCompilation = 8,
+    kNoLoweredNamesBeforeCompilation = 9,
+    kNameExpressionNotValid = 10,
+    kInternal = 11,
+};
+
+// What __global__ stands for: found again in the preprocessed text, and in nothing else there.
+const char* const kGlobal = "__attribute__((used, noinline, noclone))";
+
+// no-gnu-unique, hidden: a library must not find its variables in another that was loaded before.
+// no-tree-loop-distribute-patterns: loops stay loops, where calls of memcpy would not be checked.
+const char* const kFlags =
+    "-O1 -g1 -fPIC -fvisibility=hidden -fno-gnu-unique -fno-exceptions -fno-rtti -fno-threadsafe-statics "
+    "-fno-tree-loop-distribute-patterns -ffp-contract=off -fno-stack-protector "
+    "-fsanitize=thread -fsanitize=alignment,bounds,integer-divide-by-zero "
+    "-Wall -Wno-attributes -Wno-unknown-pragmas -Wno-unused-function -Wno-unused-variable";
+
+struct Program {
+    std::string source, name, log, ptx;
+    std::vector<std::string> expressions;
+    std::map<std::string, std::string> lowered;
+    bool compiled = false;
+};
+
+std::string folder() {  // the one that holds lib/, include/ and kernels/
+    static const std::string path = [] {
+        Dl_info info;
+        dladdr(reinterpret_cast<void*>(&folder), &info);
+        char* const whole = realpath(info.dli_fname, nullptr);
+        std::string text(whole ? whole : info.dli_fname);
+        std::free(whole);
+        for (int up = 0; up < 2; ++up) text.erase(text.rfind('/'));
+        return text;
+    }();
+    return path;
+}
+
+std::string read(const std::string& path) {
+    std::ifstream file(path);
+    std::stringstream text;
+    text << file.rdbuf();
+    return text.str();
+}
+
+std::string quoted(const std::string& text) {
+    std::string result = "'";
+    for (const char c : text) result += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    return result + "'";
+}
+
+bool shell(const std::string& command) {
+    const int status = std::system(("LC_ALL=C; export LC_ALL; " + command).c_str());
+    return status != -1 && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+std::string compiler() {
+    const char* const chosen = std::getenv("CXX");
+    return chosen && *chosen ? chosen : "g++";
+}
+
+std::string compiler_version() {
+    static const std::string text = [] {
+        std::string answer;
+        char line[256];
+        if (FILE* const output = popen((compiler() + " --version 2>/dev/null").c_str(), "r")) {
+            while (std::fgets(line, sizeof line, output)) answer += line;
+            pclose(output);
+        }
+        return answer;
+    }();
+    return text;
+}
+
+std::string hash(const std::string& text) {  // FNV-1a, twice: 128 bits
+    uint64_t a = 0xcbf29ce484222325, b = 0x84222325cbf29ce4;
+    for (const unsigned char c : text) {
+        a = (a ^ c) * 0x100000001b3;
+        b = (b ^ c) * 0x100000001b5;
+    }
+    char digits[40];
+    std::snprintf(digits, sizeof digits, "%016llx%016llx", static_cast<unsigned long long>(a),
+                  static_cast<unsigned long long>(b));
+    return digits;
+}
+
+bool starts_with(const std::string& text, const std::string& beginning) {
+    return text.compare(0, beginning.size(), beginning) == 0;
+}
+
+// NVRTC's options that mean something to g++ or nothing at all; any other is an error, as there.
+bool translate(const std::vector<std::string>& options, std::string* flags, std::string* architecture,
+               std::string* log) {
+    std::string standard = "c++14";  // NVRTC 11's default
+    *architecture = "52";
+    for (size_t i = 0; i < options.size(); ++i) {
+        std::string name = options[i], value;
+        const size_t equal = name.find('=');
+        const bool define = starts_with(name, "-D") && name.size() > 2;
+        if (!define && equal != std::string::npos) {
+            value = name.substr(equal + 1);
+            name.erase(equal);
+        }
+        const bool takes_value = name == "--gpu-architecture" || name == "-arch" || name == "--std" || name == "-std" ||
+                                 name == "--define-macro" || name == "-D";
+        if (takes_value && value.empty() && i + 1 < options.size()) value = options[++i];
+        if (name == "--gpu-architecture" || name == "-arch") {
+            std::smatch match;
+            if (!std::regex_match(value, match, std::regex("(compute|sm)_([0-9]+)a?"))) {
+                *log += "nvrtc: error: invalid value for --gpu-architecture (-arch)\n";
+                return false;
+            }
+            *architecture = match[2];
+        } else if (name == "--std" || name == "-std") {
+            if (value != "c++11" && value != "c++14" && value != "c++17") {
+                *log += "nvrtc: error: invalid value for --std (-std)\n";
+                return false;
+            }
+            standard = value;
+        } else if (define) {
+            *flags += " " + quoted(options[i]);
+        } else if (name == "--define-macro" || name == "-D") {
+            *flags += " " + quoted("-D" + value);
+        } else if (name != "--fmad" && name != "-fmad" && name != "--use_fast_math" && name != "-use_fast_math" &&
+                   name != "-default-device" && name != "--device-as-default-execution-space" && name != "-lineinfo" &&
+                   name != "--generate-line-info" && name != "--restrict" && name != "-restrict") {
+            *log += "nvrtc: error: unrecognized option " + options[i] + " found\n";
+            return false;
+        }
+    }
+    // gnu++: __integer_pack and the comma that __syncwarp() swallows
+    *flags += " -std=gnu" + standard.substr(1);
+    return true;
+}
+
+// extern __shared__ T name[];  ->  T* const name = the launch's dynamic shared memory;
+std::string with_dynamic_shared(const std::string& source) {
+    static const std::regex declaration(
+        R"(\bextern\s+__shared__\s+(?:__align__\s*\(\s*\d+\s*\)\s*)?([A-Za-z_][\w:]*(?:\s+[A-Za-z_]\w*)*?)\s*\b([A-Za-z_]\w*)\s*\[\s*\]\s*;)");
+    return std::regex_replace(source, declaration, "$1* const $2 = static_cast<$1*>(emulated_dynamic_shared());");
+}
+
+// The names of all `extern "C" __global__` functions of a preprocessed text, in blocks of extern "C" too.
+std::vector<std::string> exported_kernels(const std::string& text) {
+    std::vector<std::string> names;
+    std::vector<bool> c_linkage{false};  // for each open brace
+    size_t declaration = 0;              // where the present one began
+    const size_t marker = std::strlen(kGlobal);
+    for (size_t i = 0; i < text.size(); ++i) {
+        const char c = text[i];
+        if (c == '#' && (i == 0 || text[i - 1] == '\n')) {  // a line number
+            while (i < text.size() && text[i] != '\n') ++i;
+            if (text.find_first_not_of(" \n", declaration) >= i) declaration = i;
+        } else if (c == '"' || c == '\'') {
+            for (++i; i < text.size() && text[i] != c; ++i)
+                if (text[i] == '\\') ++i;
+        } else if (c == '{') {
+            const std::string before = text.substr(declaration, i - declaration);
+            static const std::regex linkage(R"(\s*extern\s*"C"\s*)");
+            c_linkage.push_back(c_linkage.back() || std::regex_match(before, linkage));
+            declaration = i + 1;
+        } else if (c == '}') {
+            if (c_linkage.size() > 1) c_linkage.pop_back();
+            declaration = i + 1;
+        } else if (c == ';') {
+            declaration = i + 1;
+        } else if (text.compare(i, marker, kGlobal) == 0) {
+            const std::string before = text.substr(declaration, i - declaration);
+            const bool exported = c_linkage.back() || before.find("\"C\"") != std::string::npos;
+            i += marker;
+            const size_t bracket = text.find('(', i);
+            if (exported && bracket != std::string::npos) {
+                size_t end = bracket;
+                while (end > i && std::isspace(static_cast<unsigned char>(text[end - 1]))) --end;
+                size_t begin = end;
+                while (begin > i &&
+                       (std::isalnum(static_cast<unsigned char>(text[begin - 1])) || text[begin - 1] == '_'))
+                    --begin;
+                const std::string name = text.substr(begin, end - begin);
+                bool known = false;
+                for (const std::string& other : names) known |= other == name;
+                if (!known) names.push_back(name);
+            }
+            --i;
+        }
+    }
+    return names;
+}
+
+std::string lowered(const std::string& expression) { return "_ZEmulated" + expression; }
+
+Result compile(Program* program, const std::vector<std::string>& options) {
+    std::string flags, architecture;
+    if (!translate(options, &flags, &architecture, &program->log)) return kInvalidOption;
+    const std::string shim = folder() + "/include/shim.h";
+    std::string key = program->source + '\0' + program->name + '\0' + flags + kFlags + compiler_version() + read(shim) +
+                      read(folder() + "/include/float16.h");
+    for (const std::string& expression : program->expressions) key += '\0' + expression;
+    const std::string library = folder() + "/kernels/" + hash(key) + ".so";
+
+    struct stat status;
+    if (stat(library.c_str(), &status) != 0) {
+        mkdir((folder() + "/kernels").c_str(), 0777);
+        const std::string base = library + "." + std::to_string(getpid()) + "." +
+                                 std::to_string(reinterpret_cast<uintptr_t>(program) & 0xffffff);
+        const std::string input = base + ".cu", preprocessed = base + ".ii", object = base + ".o", log = base + ".log";
+        const std::string messages = " 2>>" + quoted(log);
+        std::ofstream(input) << "#line 1 \"" << program->name << "\"\n" << with_dynamic_shared(program->source);
+        bool good = shell(compiler() + " -x c++ -E -nostdinc -include " + quoted(shim) + " " +
+                          quoted(std::string("-D__global__=") + kGlobal) + flags + " " + kFlags + " " + quoted(input) +
+                          " -o " + quoted(preprocessed) + messages);
+        if (good) {
+            std::ofstream table(preprocessed, std::ios::app);
+            // Compiled behind the source: a name expression may be a template that is instantiated here.
+            table << "\n# 1 \"name expressions\"\nextern \"C\" __attribute__((visibility(\"default\"))) const "
+                     "EmulatedKernel "
+                     "emulated_kernels[] = {\n";
+            const auto entry = [&](const std::string& name, const std::string& expression) {
+                table << "    EmulatedEntry<decltype(&" << expression << "), &" << expression << ">::make(\"" << name
+                      << "\"),\n";
+            };
+            for (const std::string& name : exported_kernels(read(preprocessed))) entry(name, "::" + name);
+            for (const std::string& expression : program->expressions)
+                entry(lowered(expression), expression[0] == '&' ? expression.substr(1) : expression);
+            table << "    {nullptr, 0, nullptr, nullptr}};\n";
+        }
+        good = good && shell(compiler() + " -x c++-cpp-output -c" + flags + " " + kFlags + " " + quoted(preprocessed) +
+                             " -o " + quoted(object) + messages);
+        // Without -fsanitize: the functions that the options call are in libcuda.so.1.
+        good = good && shell(compiler() + " -shared -Wl,-z,defs " + quoted(object) + " -o " + quoted(base) + " -L" +
+                             quoted(folder() + "/lib") + " -l:libcuda.so.1" + messages);
+        program->log += read(log);
+        for (const std::string& file : {input, preprocessed, object, log}) unlink(file.c_str());
+        // A rename, so that another process finds all of it or nothing.
+        if (good && std::rename(base.c_str(), library.c_str()) != 0) return kInternal;
+        if (!good) {
+            if (program->log.empty()) program->log = "the compiler '" + compiler() + "' does not run: install g++\n";
+            return kCompilation;
+        }
+    }
+    program->ptx = "// CUDA emulator\n// architecture " + architecture + "\n// library " + library + "\n";
+    for (const std::string& expression : program->expressions) program->lowered[expression] = lowered(expression);
+    program->compiled = true;
+    return kSuccess;
+}
+
+}  // namespace
+
+extern "C" {
+
+Result nvrtcVersion(int* major, int* minor) {
+    *major = 11;
+    *minor = 2;
+    return kSuccess;
+}
+
+Result nvrtcCreateProgram(Program** out, const char* source, const char* name, int headers, const char* const*,
+                          const char* const*) {
+    if (!out || !source || headers != 0) return kInvalidInput;
+    *out = new Program;
+    (*out)->source = source;
+    (*out)->name = name ? name : "default_program";
+    return kSuccess;
+}
+Result nvrtcDestroyProgram(Program** program) {
+    if (!program || !*program) return kInvalidProgram;
+    delete *program;
+    *program = nullptr;
+    return kSuccess;
+}
+Result nvrtcAddNameExpression(Program* program, const char* expression) {
+    if (program->compiled) return kNoNameExpressionsAfterCompilation;
+    program->expressions.push_back(expression);
+    return kSuccess;
+}
+Result nvrtcCompileProgram(Program* program, int count, const char* const* options) {
+    return compile(program, std::vector<std::string>(options, options + count));
+}
+Result nvrtcGetLoweredName(Program* program, const char* expression, const char** out) {
+    if (!program->compiled) return kNoLoweredNamesBeforeCompilation;
+    const auto found = program->lowered.find(expression);
+    if (found == program->lowered.end()) return kNameExpressionNotValid;
+    *out = found->second.c_str();
+    return kSuccess;
+}
+Result nvrtcGetPTXSize(Program* program, size_t* out) {
+    if (!program->compiled) return kInvalidProgram;
+    *out = program->ptx.size() + 1;
+    return kSuccess;
+}
+Result nvrtcGetPTX(Program* program, char* out) {
+    if (!program->compiled) return kInvalidProgram;
+    std::memcpy(out, program->ptx.c_str(), program->ptx.size() + 1);
+    return kSuccess;
+}
+Result nvrtcGetProgramLogSize(Program* program, size_t* out) {
+    *out = program->log.size() + 1;
+    return kSuccess;
+}
+Result nvrtcGetProgramLog(Program* program, char* out) {
+    std::memcpy(out, program->log.c_str(), program->log.size() + 1);
+    return kSuccess;
+}
+const char* nvrtcGetErrorString(Result result) {
+    switch (result) {
+        case kSuccess:
+            return "NVRTC_SUCCESS";
+        case kInvalidInput:
+            return "NVRTC_ERROR_INVALID_INPUT";
+        case kInvalidProgram:
+            return "NVRTC_ERROR_INVALID_PROGRAM";
+        case kInvalidOption:
+            return "NVRTC_ERROR_INVALID_OPTION";
+        case kCompilation:
+            return "NVRTC_ERROR_COMPILATION";
+        case kNoNameExpressionsAfterCompilation:
+            return "NVRTC_ERROR_NO_NAME_EXPRESSIONS_AFTER_COMPILATION";
+        case kNoLoweredNamesBeforeCompilation:
+            return "NVRTC_ERROR_NO_LOWERED_NAMES_BEFORE_COMPILATION";
+        case kNameExpressionNotValid:
+            return "NVRTC_ERROR_NAME_EXPRESSION_NOT_VALID";
+        default:
+            return "NVRTC_ERROR_INTERNAL_ERROR";
+    }
+}
+}

@@ -1,0 +1,290 @@
+#include "streams.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "device.h"
+
+namespace emulator {
+
+// ---- completions -------------------------------------------------------------------------------------------
+
+struct Completion::State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool finished = false;
+    double seconds = 0;
+};
+Completion::Completion() : state_(new State) {}
+Completion::~Completion() = default;
+void Completion::finish() {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->finished = true;
+    state_->seconds = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    state_->changed.notify_all();
+}
+void Completion::wait() const {
+    std::unique_lock<std::mutex> lock(state_->mutex);
+    state_->changed.wait(lock, [this] { return state_->finished; });
+}
+bool Completion::finished() const {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    return state_->finished;
+}
+double Completion::seconds() const {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    return state_->seconds;
+}
+
+// ---- streams -----------------------------------------------------------------------------------------------
+
+struct Task {
+    std::function<void()> work;
+    std::vector<CompletionPointer> after;  // on other streams
+    CompletionPointer done;
+    bool always;
+};
+
+class Stream {
+  public:
+    Stream(int device_, StreamKind kind_) : device(device_), kind(kind_) {}
+
+    const int device;
+    const StreamKind kind;
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<Task> tasks;
+    CompletionPointer last;  // of the newest task
+    bool started = false;
+    bool destroyed = false;
+};
+
+namespace {
+
+// Never destroyed: the threads of streams outlive main().
+struct Streams {
+    std::mutex mutex;
+    std::map<void*, StreamPointer> all;
+    StreamPointer legacy[kMaxDevices];
+};
+Streams& streams() {
+    static Streams& instance = *new Streams;
+    return instance;
+}
+
+// CUDA_EMULATOR_JITTER: up to so many microseconds before each operation, so that an order which nothing
+// enforces does not come out right by habit.
+void dawdle() {
+    static const long most = setting("CUDA_EMULATOR_JITTER", 0);
+    if (most <= 0) return;
+    thread_local std::minstd_rand random(std::random_device{}());
+    std::this_thread::sleep_for(std::chrono::microseconds(std::uniform_int_distribution<long>(0, most)(random)));
+}
+
+void serve(StreamPointer stream) {
+    current_device = stream->device;
+    for (;;) {
+        Task task;
+        {
+            std::unique_lock<std::mutex> lock(stream->mutex);
+            stream->changed.wait(lock, [&] { return !stream->tasks.empty() || stream->destroyed; });
+            if (stream->tasks.empty()) return;  // a destroyed stream still does what it was given
+            task = std::move(stream->tasks.front());
+            stream->tasks.pop_front();
+        }
+        for (const CompletionPointer& other : task.after) other->wait();
+        task.after.clear();
+        dawdle();
+        if (task.always || sticky(stream->device) == kSuccess) task.work();
+        task.work = nullptr;  // what it holds goes before anybody learns that it is over
+        task.done->finish();
+    }
+}
+
+StreamPointer legacy_stream(int device) {
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    StreamPointer& stream = streams().legacy[device];
+    if (!stream) stream = std::make_shared<Stream>(device, kLegacy);
+    return stream;
+}
+
+std::vector<StreamPointer> streams_of(int device) {
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    std::vector<StreamPointer> found;
+    for (const auto& one : streams().all)
+        if (one.second->device == device) found.push_back(one.second);
+    if (streams().legacy[device]) found.push_back(streams().legacy[device]);
+    return found;
+}
+
+}  // namespace
+
+void* create_stream(int device, StreamKind kind) {
+    const StreamPointer stream = std::make_shared<Stream>(device, kind);
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    // The object's address may be one that a destroyed stream had; a counter is never the same.
+    static uintptr_t next = 0x51000000;
+    void* const handle = reinterpret_cast<void*>(next += 16);
+    streams().all[handle] = stream;
+    return handle;
+}
+
+Status destroy_stream(void* handle) {
+    StreamPointer stream;
+    {
+        std::lock_guard<std::mutex> lock(streams().mutex);
+        const auto found = streams().all.find(handle);
+        if (found == streams().all.end()) return kInvalidHandle;
+        stream = found->second;
+        streams().all.erase(found);
+    }
+    std::lock_guard<std::mutex> lock(stream->mutex);
+    stream->destroyed = true;
+    stream->changed.notify_all();
+    return kSuccess;
+}
+
+StreamPointer find_stream(void* handle) {
+    if (reinterpret_cast<uintptr_t>(handle) <= 2) return legacy_stream(current_device);
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    const auto found = streams().all.find(handle);
+    return found == streams().all.end() ? nullptr : found->second;
+}
+
+int device_of(const Stream& stream) { return stream.device; }
+
+CompletionPointer last(const StreamPointer& stream) {
+    std::lock_guard<std::mutex> lock(stream->mutex);
+    return stream->last && !stream->last->finished() ? stream->last : nullptr;
+}
+
+CompletionPointer enqueue(const StreamPointer& stream, std::function<void()> work, bool always) {
+    Task task{std::move(work), {}, std::make_shared<Completion>(), always};
+    // The legacy stream comes after everything on the device's blocking streams, and they come after it.
+    if (stream->kind == kLegacy) {
+        for (const StreamPointer& other : streams_of(stream->device))
+            if (other->kind == kBlocking)
+                if (const CompletionPointer pending = last(other)) task.after.push_back(pending);
+    } else if (stream->kind == kBlocking) {
+        if (const CompletionPointer pending = last(legacy_stream(stream->device))) task.after.push_back(pending);
+    }
+    const CompletionPointer done = task.done;
+    std::lock_guard<std::mutex> lock(stream->mutex);
+    stream->tasks.push_back(std::move(task));
+    stream->last = done;
+    if (!stream->started) {
+        stream->started = true;
+        std::thread(serve, stream).detach();
+    }
+    stream->changed.notify_all();
+    return done;
+}
+
+Status synchronize(const StreamPointer& stream) {
+    std::vector<CompletionPointer> pending{last(stream)};
+    if (stream->kind == kLegacy)  // an empty task behind all others
+        pending.push_back(enqueue(stream, [] {}, true));
+    for (const CompletionPointer& one : pending)
+        if (one) one->wait();
+    return sticky(stream->device);
+}
+
+Status query(const StreamPointer& stream) {
+    const Status status = sticky(stream->device);
+    return status == kSuccess && last(stream) ? kNotReady : status;
+}
+
+Status synchronize_device(int device) {
+    for (const StreamPointer& stream : streams_of(device))
+        if (const CompletionPointer pending = last(stream)) pending->wait();
+    return sticky(device);
+}
+
+// ---- events ------------------------------------------------------------------------------------------------
+
+namespace {
+
+struct Event {
+    CompletionPointer recorded;
+    int device = 0;
+};
+struct Events {
+    std::mutex mutex;
+    std::map<void*, Event> all;
+};
+Events& events() {
+    static Events& instance = *new Events;
+    return instance;
+}
+bool find_event(void* handle, Event* out) {
+    std::lock_guard<std::mutex> lock(events().mutex);
+    const auto found = events().all.find(handle);
+    if (found == events().all.end()) return false;
+    *out = found->second;
+    return true;
+}
+
+}  // namespace
+
+void* create_event() {
+    std::lock_guard<std::mutex> lock(events().mutex);
+    static uintptr_t next = 0xe0000000;
+    void* const handle = reinterpret_cast<void*>(next += 16);
+    events().all[handle].device = current_device;
+    return handle;
+}
+
+Status destroy_event(void* event) {
+    std::lock_guard<std::mutex> lock(events().mutex);
+    return events().all.erase(event) ? kSuccess : kInvalidHandle;
+}
+
+Status record_event(void* event, const StreamPointer& stream) {
+    Event it;
+    if (!find_event(event, &it)) return kInvalidHandle;
+    if (it.device != device_of(*stream))
+        return report(device_of(*stream), kInvalidHandle,
+                      format("an event of device %d recorded in a stream of device %d", it.device, device_of(*stream)));
+    const CompletionPointer done = enqueue(stream, [] {}, true);
+    std::lock_guard<std::mutex> lock(events().mutex);
+    events().all[event].recorded = done;
+    return kSuccess;
+}
+
+Status wait_for_event(const StreamPointer& stream, void* event) {
+    Event it;
+    if (!find_event(event, &it)) return kInvalidHandle;
+    const CompletionPointer recorded = it.recorded;  // as it is now: a later record does not count
+    if (recorded) enqueue(stream, [recorded] { recorded->wait(); }, true);
+    return kSuccess;
+}
+
+Status query_event(void* event) {
+    Event it;
+    if (!find_event(event, &it)) return kInvalidHandle;
+    if (it.recorded && !it.recorded->finished()) return kNotReady;
+    return sticky(it.device);
+}
+
+Status synchronize_event(void* event) {
+    Event it;
+    if (!find_event(event, &it)) return kInvalidHandle;
+    if (it.recorded) it.recorded->wait();
+    return sticky(it.device);
+}
+
+Status elapsed(float* milliseconds, void* start, void* end) {
+    Event from, to;
+    if (!find_event(start, &from) || !find_event(end, &to) || !from.recorded || !to.recorded) return kInvalidHandle;
+    if (!from.recorded->finished() || !to.recorded->finished()) return kNotReady;
+    *milliseconds = static_cast<float>((to.recorded->seconds() - from.recorded->seconds()) * 1e3);
+    return kSuccess;
+}
+
+}  // namespace emulator

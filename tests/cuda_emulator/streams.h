@@ -1,0 +1,58 @@
+// Streams: a thread each, that runs what was enqueued in order. Events: completions of what a stream held.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "errors.h"
+
+namespace emulator {
+
+// Something on a stream, and whether it is over.
+class Completion {
+  public:
+    Completion();
+    ~Completion();
+    void finish();
+    void wait() const;
+    bool finished() const;
+    double seconds() const;  // when it finished
+
+  private:
+    struct State;
+    const std::unique_ptr<State> state_;
+};
+using CompletionPointer = std::shared_ptr<Completion>;
+
+class Stream;
+using StreamPointer = std::shared_ptr<Stream>;
+
+enum StreamKind { kBlocking, kNonBlocking, kLegacy };
+
+void* create_stream(int device, StreamKind kind);
+Status destroy_stream(void* handle);
+
+// The stream of a handle; 0, 1 (legacy) and 2 (per thread) are the legacy default stream of the current device.
+// Empty where there is no such stream (any more).
+StreamPointer find_stream(void* handle);
+int device_of(const Stream& stream);
+
+// Puts `work` behind all that the stream holds. It is left out when the device has had an error, unless
+// `always`: what other devices wait for must go on.
+CompletionPointer enqueue(const StreamPointer& stream, std::function<void()> work, bool always = false);
+
+Status synchronize(const StreamPointer& stream);
+Status query(const StreamPointer& stream);
+Status synchronize_device(int device);
+CompletionPointer last(const StreamPointer& stream);
+
+// Events
+void* create_event();
+Status destroy_event(void* event);
+Status record_event(void* event, const StreamPointer& stream);
+Status wait_for_event(const StreamPointer& stream, void* event);
+Status query_event(void* event);
+Status synchronize_event(void* event);
+Status elapsed(float* milliseconds, void* start, void* end);
+
+}  // namespace emulator
