@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-contrastive demo-distributed test test-horovod setup-horovod lint format bench compare soak clean core setup-run setup-dev
+.PHONY: help demo demo-contrastive demo-distributed test test-horovod test-gpu-emulated test-cu112 setup-horovod lint format bench compare soak clean core setup-run setup-dev
 
 VENV ?= .venv
 PYTHON ?=
@@ -23,7 +23,9 @@ help:
 	make demo-contrastive  MoCo with batch statistics that leak, and with the cures (about 6 minutes)
 	make demo-distributed  the segmentation job in two processes beside the same in one (about 10 minutes)
 	make test     lint, then the tests
-	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 10 minutes)
+	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 15 minutes)
+	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 5 minutes)
+	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
 	make lint     ruff, mypy, clang-format
 	make format   let ruff and clang-format rewrite the sources
 	make bench    speed of the layer and of whole models, against plain BatchNorm and contrib's SyncBatchNorm
@@ -49,18 +51,28 @@ test: lint core
 
 test-horovod:
 	@$(MAKE) --no-print-directory VENV=.venv-horovod core setup-horovod
-	.venv-horovod/bin/python -m pytest -q --durations=15 tests/test_horovod.py $(ARGS)
+	.venv-horovod/bin/python -m pytest -q --durations=15 -k horovod tests/test_horovod.py \
+	    tests/test_segmentation_distributed.py tests/test_namespaces.py $(ARGS)
+
+test-gpu-emulated: setup-dev core
+	@$(PY) tests/cuda_emulator/build.py --out build/cuda_emulator
+	export CUDA_EMULATOR="$$PWD/build/cuda_emulator" MXNET_GPU_MEM_POOL_TYPE=Unpooled
+	export PYTHONPATH="$$CUDA_EMULATOR" LD_LIBRARY_PATH="$$CUDA_EMULATOR/lib"
+	$(PY) -m pytest -q --durations=15 tests/test_cuda_emulator.py tests/test_kernels_cuda.py tests/test_gpu.py $(ARGS)
+
+test-cu112: setup-dev core
+	@$(PY) -m pytest -v -m cuda_packages --timeout 3600 tests/test_cuda_libraries.py $(ARGS)
 
 lint: setup-dev
 	@$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(VENV)/bin/clang-format --dry-run -Werror gluon_syncbn/csrc/*.{cc,h}
+	$(VENV)/bin/clang-format --dry-run -Werror {gluon_syncbn/csrc,tests/cuda_emulator}/*.{cc,h}
 
 format: setup-dev
 	@$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
-	$(VENV)/bin/clang-format -i gluon_syncbn/csrc/*.{cc,h}
+	$(VENV)/bin/clang-format -i {gluon_syncbn/csrc,tests/cuda_emulator}/*.{cc,h}
 
 bench: core
 	@$(PY) benchmarks/layers.py $(ARGS)

@@ -3,6 +3,7 @@
 import faulthandler
 import os
 
+import mxnet as mx
 import numpy as np
 import pytest
 
@@ -10,6 +11,8 @@ import gluon_syncbn
 
 # Before the first operator of the process, and so before any test module makes an array.
 CONTEXTS = gluon_syncbn.cpu_devices(8, temp_copies=4096)
+if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
+    CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
 
 # Where a test does hang, show where: pytest's own time limit sees Python frames only.
 faulthandler.enable()

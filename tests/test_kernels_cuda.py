@@ -1,5 +1,6 @@
 """kernels.cu by itself: on the emulator's memory (`make test-gpu-emulated`), and on any CUDA GPU through CuPy."""
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -58,26 +59,33 @@ class Cupy:
 class Emulated:
     """The emulator, which also finds what reads or writes where it should not."""
 
+    class Part:
+        """An array from its `shift`-th value on."""
+
+        def __init__(self, array, shift):
+            self.array, self.shift = array, shift
+            self.pointer = ctypes.c_void_p(array.pointer.value + shift * array.dtype.itemsize)
+
     def __init__(self):
         if "CUDA_EMULATOR" not in os.environ:
             pytest.skip("needs the CUDA emulator: `make test-gpu-emulated`")
         from cuda_emulator.device import Device
 
-        self.device = Device(0)
-        self.module = self.device.compile(SOURCE.read_text())
+        self.device = Device(os.environ["CUDA_EMULATOR"], SOURCE.read_text())
 
     def upload(self, values, shift=0):
-        buffer = self.device.empty(values.size + shift, values.dtype)
-        return self.device.upload(values.ravel(), buffer[shift:])
+        padded = np.concatenate([np.zeros(shift, values.dtype), values.ravel()])
+        return self.Part(self.device.upload(padded), shift)
 
     def empty(self, size, dtype):
-        return self.device.empty(size, dtype)
+        return self.Part(self.device.empty(size, dtype), 0)
 
-    def download(self, array):
-        return self.device.download(array)
+    def download(self, part):
+        return part.array.download()[part.shift :]
 
     def launch(self, kernel, grid, *arguments):
-        self.module.launch(kernel, grid, (BLOCK, 1, 1), *arguments)
+        pointers = [a.pointer if isinstance(a, self.Part) else a for a in arguments]
+        self.device.launch(kernel, grid, BLOCK, *pointers)
 
 
 @pytest.fixture(scope="module", params=[Emulated, Cupy], ids=["emulated", "cupy"])

@@ -30,7 +30,8 @@ class Job:
             *map(str, arguments),
         ]
         with tempfile.TemporaryDirectory() as reports:
-            own = {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1", "MPI_WORKER_REPORTS": reports}
+            paths = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+            own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MPI_WORKER_REPORTS": reports}
             start = time.monotonic()
             done = subprocess.run(
                 command, env={**os.environ, **own}, timeout=limit, capture_output=True, text=True, check=False

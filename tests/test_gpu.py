@@ -1,0 +1,405 @@
+"""The layer on GPU contexts: on GPUs that MXNet has code for, or on the emulator (`make test-gpu-emulated`).
+
+MXNet's own operators do not run on the emulator, so that tests make arrays by copying and compare on the host.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from contextlib import suppress
+from itertools import chain
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+from replicas import TOLERANCE, WAYS, assert_same, assert_same_bits, collect, make_batch, on_devices, prepare, step
+from test_modes import POOLINGS, fits, specification
+from test_mpi import Job
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm
+
+EMULATED = "CUDA_EMULATOR" in os.environ
+GPUS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
+
+if not GPUS:
+    pytest.skip("MXNet finds no GPU; `make test-gpu-emulated` needs none", allow_module_level=True)
+
+
+def gpus(count):
+    if len(GPUS) < count:
+        pytest.skip(f"{count} GPUs are needed, {len(GPUS)} found")
+    return GPUS[:count]
+
+
+def run(program, **variables):
+    command = [sys.executable, "-W", "ignore", *program]
+    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=100)
+
+
+@pytest.fixture(autouse=True)
+def sound():
+    """The emulator has seen no access that a GPU would not forgive."""
+    gluon_syncbn.configure(seed=0)
+    yield
+    if EMULATED:
+        from cuda_emulator.device import errors
+
+        with suppress(mx.MXNetError):  # what the test of a failure has left
+            mx.nd.waitall()
+        assert errors(ctypes.CDLL("libcuda.so.1")) == (0, "")
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pooling", ["sync", *POOLINGS])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_equals_the_specification(rng, pooling, replicas, way, dtype):
+    settings = POOLINGS.get(pooling, {})
+    if not fits(settings, replicas):
+        pytest.skip("not with so few replicas")
+    contexts = gpus(replicas)
+    batch = make_batch(rng, replicas, dtype=dtype)
+    layer = prepare(SyncBatchNorm(in_channels=5, **settings), batch, contexts, dtype, WAYS[way])
+    node = -1 if way == "eager" else 0
+    for call in range(2):
+        layer.running_mean.set_data(nd.zeros(5, dtype=layer.running_mean.dtype))
+        layer.running_var.set_data(nd.ones(5, dtype=layer.running_var.dtype))
+        got = step(layer, batch, contexts, dtype)
+        assert_same(got, specification(layer, batch, node=node, call=call), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("spatial", [(7,), (20,), (3, 4), (64, 64), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("axis", [1, -1])
+def test_layouts(rng, axis, spatial, dtype):
+    batch = make_batch(rng, 2, axis=axis, spatial=spatial, dtype=dtype)
+    layer = prepare(SyncBatchNorm(axis=axis, in_channels=5), batch, gpus(2), dtype)
+    assert_same(step(layer, batch, gpus(2), dtype), specification(layer, batch, axis=axis), TOLERANCE[dtype])
+
+
+def test_many_channels_and_odd_sizes(rng):
+    batch = make_batch(rng, 2, channels=517, spatial=(3, 5), dtype="float32")
+    layer = prepare(SyncBatchNorm(in_channels=517), batch, gpus(2), "float32")
+    assert_same(step(layer, batch, gpus(2), "float32"), specification(layer, batch), 1e-5)
+
+
+def test_a_large_offset(rng):
+    batch = make_batch(rng, 2, dtype="float32", offset=1e4)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, gpus(2), "float32")
+    assert_same(step(layer, batch, gpus(2), "float32"), specification(layer, batch), 1e-4)
+
+
+def test_an_empty_shard(rng):
+    batch = make_batch(rng, 2)
+    batch.shards[1], batch.heads[1] = np.zeros((0, 5, 4, 6)), np.zeros((0, 5, 4, 6))
+    with mx.util.np_shape(True):
+        layer = prepare(SyncBatchNorm(in_channels=5), batch, gpus(2), "float64")
+        assert_same(step(layer, batch, gpus(2), "float64"), specification(layer, batch), 1e-11)
+
+
+@pytest.mark.parametrize("settings", [{"scale": False}, {"center": False}, {"momentum": 0.0}], ids=str)
+def test_settings(rng, settings):
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5, **settings), batch, gpus(2), "float64")
+    want = specification(layer, batch)
+    zero = np.zeros(5)
+    want = want._replace(**{"scale": {"dgamma": zero}, "center": {"dbeta": zero}}.get(next(iter(settings)), {}))
+    assert_same(step(layer, batch, gpus(2), "float64"), want, 1e-11)
+
+
+def test_gradients_are_added_where_asked(rng):
+    """grad_req='add', for the data and the parameters, on top of what is there."""
+    batch, contexts = make_batch(rng, 2), gpus(2)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float64")
+    starts = [rng.randn(*x.shape) for x in batch.shards]
+    xs, heads, grads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads, starts))
+    autograd.mark_variables(xs, grads, grad_reqs="add")
+    parameters = [layer.gamma, layer.beta]
+    held = [[nd.array(np.full(5, i + 1.0), ctx=c, dtype="float64") for c in contexts] for i in range(2)]
+    for parameter, arrays in zip(parameters, held):
+        autograd.mark_variables([parameter.data(c) for c in contexts], arrays, grad_reqs="add")
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+    autograd.backward(ys, heads)
+    want = specification(layer, batch)
+    for grad, start, dx in zip(grads, starts, want.dxs):
+        np.testing.assert_allclose(grad.asnumpy(), start + dx, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(sum(g.asnumpy() for g in held[0]), want.dgamma + 2, rtol=1e-10)
+    np.testing.assert_allclose(sum(g.asnumpy() for g in held[1]), want.dbeta + 4, rtol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_running_statistics_in_a_graph(rng, dtype):
+    """A hybridized net predicts through the operator: it must take the running statistics, and leave them."""
+    batch, contexts = make_batch(rng, 2, dtype=dtype), gpus(2)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, dtype, {})
+    mean, var = rng.randn(5), rng.rand(5) + 0.5
+    layer.running_mean.set_data(nd.array(mean, dtype=layer.running_mean.dtype))
+    layer.running_var.set_data(nd.array(var, dtype=layer.running_var.dtype))
+    xs, heads = (on_devices(arrays, contexts, dtype) for arrays in (batch.shards, batch.heads))
+    for x in xs:
+        x.attach_grad()
+    with autograd.record(train_mode=False):
+        ys = [layer(x) for x in xs]
+    autograd.backward(ys, heads, train_mode=False)
+    shape, tolerance = (1, 5, 1, 1), TOLERANCE[dtype]
+    scale = (batch.gamma / np.sqrt(var + 1e-5)).reshape(shape)
+    for x, y, shard, head in zip(xs, ys, batch.shards, batch.heads):
+        want = (shard.astype("float64") - mean.reshape(shape)) * scale + batch.beta.reshape(shape)
+        np.testing.assert_allclose(y.asnumpy(), want, rtol=0, atol=tolerance * np.abs(want).max())
+        np.testing.assert_allclose(x.grad.asnumpy(), head * scale, rtol=0, atol=2 * tolerance * np.abs(want).max())
+    for context in contexts:
+        np.testing.assert_allclose(layer.running_mean.data(context).asnumpy(), mean, rtol=1e-6)
+
+
+def test_same_bits_every_time(rng):
+    batch = make_batch(rng, 4, dtype="float32", spatial=(33, 7))
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, gpus(4), "float32")
+    results = [step(layer, batch, gpus(4), "float32")._replace(running_mean=[], running_var=[]) for _ in range(3)]
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
+
+
+# ---- how layers are called ---------------------------------------------------------------------------------
+
+
+def test_a_layer_twice_in_a_forward(rng):
+    """And two forwards before the backward, which each belong to their own call."""
+    contexts, first, second = gpus(2), make_batch(rng, 2), make_batch(rng, 2)
+    second = second._replace(gamma=first.gamma, beta=first.beta)
+    layer = prepare(SyncBatchNorm(in_channels=5), first, contexts, "float64")
+    ys, xs = [], []
+    for batch in (first, second):
+        arrays = on_devices(batch.shards, contexts, "float64")
+        for x in arrays:
+            x.attach_grad()
+        with autograd.record():
+            ys.append([layer(x) for x in arrays])
+        xs.append(arrays)
+    for batch, arrays, outputs in list(zip((first, second), xs, ys))[::-1]:
+        autograd.backward(outputs, on_devices(batch.heads, contexts, "float64"), retain_graph=True)
+        got = collect(layer, outputs, [x.grad for x in arrays], contexts)
+        want = specification(layer, batch)
+        assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-11)
+
+
+@pytest.mark.parametrize("kvstore", [None, "nccl"])
+def test_parallel_branches_in_another_order_on_each_gpu(rng, kvstore):
+    """Collectives of NCCL that are posted in another order on two GPUs hang."""
+    contexts, batches = gpus(4), [make_batch(rng, 4) for _ in range(6)]
+    layers = [prepare(SyncBatchNorm(in_channels=5, kvstore=kvstore), batch, contexts, "float64") for batch in batches]
+    xs = [on_devices(batch.shards, contexts, "float64") for batch in batches]
+    heads = [on_devices(batch.heads, contexts, "float64") for batch in batches]
+    for x in chain(*xs):
+        x.attach_grad()
+    for _ in range(5):
+        ys = [[None] * 4 for _ in layers]
+        with autograd.record():
+            for device in range(4):
+                for i in rng.permutation(len(layers)):
+                    ys[i][device] = layers[i](xs[i][device])
+        order = rng.permutation(len(layers))
+        autograd.backward([y for i in order for y in ys[i]], [head for i in order for head in heads[i]])
+        for i, (layer, batch) in enumerate(zip(layers, batches)):
+            got = collect(layer, ys[i], [x.grad for x in xs[i]], contexts)
+            want = specification(layer, batch)
+            assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-10)
+
+
+def test_a_thread_for_each_gpu(rng):
+    """As GluonCV's DataParallelModel calls its model."""
+    contexts, batch = gpus(4), make_batch(rng, 4)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float64")
+    xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads))
+    ys = [None] * 4
+    for x in xs:
+        x.attach_grad()
+
+    def forward(i):
+        with autograd.record():
+            ys[i] = layer(xs[i])
+
+    threads = [threading.Thread(target=forward, args=[i], daemon=True) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    autograd.backward(ys, heads)
+    assert_same(collect(layer, ys, [x.grad for x in xs], contexts), specification(layer, batch), 1e-11)
+
+
+def test_a_net_of_layers(rng):
+    """One after the other, hybridized, against the same net on the CPU with plain BatchNorm and the whole batch."""
+    contexts, batch = gpus(4), make_batch(rng, 4, dtype="float32")
+    nets = []
+    for norm in (SyncBatchNorm, nn.BatchNorm):
+        net = nn.HybridSequential()
+        for _ in range(4):
+            net.add(norm(in_channels=5))
+        nets.append(net)
+    ours, plain = nets
+    ours.initialize(ctx=contexts)
+    ours.hybridize(static_alloc=True)
+    plain.initialize()
+    xs, heads = (on_devices(arrays, contexts, "float32") for arrays in (batch.shards, batch.heads))
+    whole = nd.array(np.concatenate(batch.shards), dtype="float32")
+    for x in [*xs, whole]:
+        x.attach_grad()
+    for _ in range(2):
+        with autograd.record():
+            ys = [ours(x) for x in xs]
+        autograd.backward(ys, heads)
+        with autograd.record():
+            y = plain(whole)
+        y.backward(nd.array(np.concatenate(batch.heads), dtype="float32"))
+    np.testing.assert_allclose(np.concatenate([y.asnumpy() for y in ys]), y.asnumpy(), rtol=0, atol=2e-5)
+    np.testing.assert_allclose(np.concatenate([x.grad.asnumpy() for x in xs]), whole.grad.asnumpy(), rtol=0, atol=1e-3)
+
+
+# ---- exchange ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pooling", ["sync", "groups of 2", "shuffle, 2 slots", "local"])
+def test_nccl_gives_the_same_numbers(rng, pooling):
+    batch, contexts = make_batch(rng, 4), gpus(4)
+    layer = SyncBatchNorm(in_channels=5, kvstore="nccl", **POOLINGS.get(pooling, {}))
+    prepare(layer, batch, contexts, "float64")
+    for call in range(2):
+        got = step(layer, batch, contexts, "float64")
+        want = specification(layer, batch, call=call)
+        assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-10)
+
+
+def test_nccl_serves_layers_of_many_sizes(rng, monkeypatch):
+    """From one that fits into the smallest key to one that takes the largest several times."""
+    monkeypatch.setattr(gluon_syncbn.exchange.kvstore.NCCLExchange, "_MOST", 256)
+    gluon_syncbn.configure(kvstore="nccl")
+    for channels in (1, 31, 32, 300):
+        batch, contexts = make_batch(rng, 2, channels=channels, spatial=(2,)), gpus(2)
+        layer = prepare(SyncBatchNorm(in_channels=channels), batch, contexts, "float64")
+        got = step(layer, batch, contexts, "float64")
+        assert_same(got._replace(running_mean=[], running_var=[]), specification(layer, batch), 1e-9)
+
+
+def test_nccl_on_some_of_the_gpus(rng):
+    """A short last batch: the others still take part in the collective."""
+    contexts, batch = gpus(4), make_batch(rng, 3)
+    layer = prepare(SyncBatchNorm(in_channels=5, kvstore="nccl"), batch, contexts, "float64")
+    with gluon_syncbn.devices(contexts[:3]):
+        got = step(layer, batch, contexts[:3], "float64")
+    want = specification(layer, batch)
+    assert_same(got._replace(running_mean=[], running_var=[], dgamma=want.dgamma, dbeta=want.dbeta), want, 1e-10)
+
+
+def test_nccl_is_for_gpus(rng):
+    batch, contexts = make_batch(rng, 2), [mx.cpu(0), mx.cpu(1)]
+    layer = prepare(SyncBatchNorm(in_channels=5, kvstore="nccl"), batch, contexts, "float64")
+    with pytest.raises(mx.MXNetError, match=r"kvstore 'nccl' adds on GPUs, but the layer is on cpu\(0\), cpu\(1\)"):
+        step(layer, batch, contexts, "float64")
+    with pytest.raises(ValueError, match="a Trainer cannot share it"):
+        SyncBatchNorm(kvstore=mx.kv.create("nccl"))
+
+
+def test_processes(monkeypatch):
+    """Two with one and two GPUs, in all modes, types and ways of running."""
+    gpus(2)
+    monkeypatch.setenv("GLUON_SYNCBN_TEST_DEVICE", "gpu")
+    job = Job(2, "equals_the_specification", limit=200)
+    assert job.succeeded(2), job.output
+
+
+# ---- failures ----------------------------------------------------------------------------------------------
+
+
+def test_a_missing_replica(rng):
+    batch, contexts = make_batch(rng, 2), gpus(2)
+    layer = prepare(SyncBatchNorm(in_channels=5, timeout=1), batch, contexts, "float64")
+    x = on_devices(batch.shards, contexts, "float64")[0]
+    with autograd.record():
+        y = layer(x)
+    with pytest.raises(mx.MXNetError, match=r"1 of 2 replicas arrived \(gpu\(0\)\), missing gpu\(1\) after 1 s"):
+        y.asnumpy()
+    gluon_syncbn.reset()
+    assert_same(step(layer, batch, contexts, "float64")._replace(running_mean=[], running_var=[]),
+                specification(layer, batch), 1e-11)  # fmt: skip
+
+
+def test_a_collective_that_hangs():
+    class Late:
+        def asnumpy(self):
+            threading.Event().wait(2)
+
+    with pytest.raises(TimeoutError, match=r"NCCL has not finished for 0.1 s. .*nvidia-smi"):
+        gluon_syncbn.exchange.kvstore._read([Late()], 0.1)
+
+
+def test_a_net_that_was_traced_on_gpus_and_moved(rng):
+    batch, contexts = make_batch(rng, 2), gpus(2)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float64", {})
+    step(layer, batch, contexts, "float64")
+    layer.collect_params().reset_ctx([mx.cpu(0), mx.cpu(1)])
+    with pytest.raises(mx.MXNetError, match=r"traced on GPUs and is now called on cpu\(0\); call net.hybridize"):
+        step(layer, batch, [mx.cpu(0), mx.cpu(1)], "float64")
+    gluon_syncbn.reset()
+    layer.hybridize()
+    got = step(layer, batch, [mx.cpu(0), mx.cpu(1)], "float64")
+    assert_same(got._replace(running_mean=[], running_var=[]), specification(layer, batch), 1e-11)
+
+
+EXITS = {
+    "a step in flight": "[layer(x) for x in xs]; raise SystemExit(5)",
+    "a replica that is missing": "layer(xs[0]); raise SystemExit(5)",
+    "an exception": "y = layer(xs[0]); raise KeyError('mine')",
+}
+
+
+@pytest.mark.parametrize("how", EXITS)
+def test_the_process_ends(how):
+    gpus(2)
+    program = f"""
+        import mxnet as mx, numpy as np
+        from mxnet import autograd
+        from gluon_syncbn import SyncBatchNorm
+        contexts = [mx.gpu(0), mx.gpu(1)]
+        layer = SyncBatchNorm(in_channels=4)
+        layer.initialize(ctx=contexts)
+        xs = [mx.nd.array(np.random.randn(2, 4, 9), ctx=context) for context in contexts]
+        with autograd.record():
+            {EXITS[how]}
+        """
+    done = run(["-c", textwrap.dedent(program)])
+    assert done.returncode == (1 if how == "an exception" else 5), done.stderr
+    assert ("KeyError: 'mine'" in done.stderr) == (how == "an exception")
+
+
+# ---- the machine -------------------------------------------------------------------------------------------
+
+
+def test_self_check():
+    gpus(2)
+    done = run(["-m", "gluon_syncbn"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "gpu(1): " in done.stdout and "replicas on gpu" in done.stdout and "KVStore nccl" in done.stdout
+
+
+def test_a_gpu_that_mxnet_has_no_code_for():
+    if not EMULATED:
+        pytest.skip("needs a GPU that MXNet does not know: the emulator is one")
+    program = """
+        import mxnet as mx, gluon_syncbn
+        layer = gluon_syncbn.SyncBatchNorm(in_channels=4)
+        layer.initialize(ctx=[mx.cpu(0), mx.gpu(1)])
+        """
+    done = run(["-c", textwrap.dedent(program)], CUDA_EMULATOR_CAPABILITY="9.0")
+    assert "ValueError: ctx: gpu(1) was given, CUDA emulator 1 of compute capability 9.0, expected" in done.stderr
+    done = run(["-c", textwrap.dedent(program)], CUDA_EMULATOR_CAPABILITY="9.0", GLUON_SYNCBN_ANY_ARCHITECTURE="1")
+    assert done.returncode == 0, done.stderr
