@@ -384,6 +384,32 @@ def test_the_process_ends(how):
 # ---- the machine -------------------------------------------------------------------------------------------
 
 
+def test_memory_from_the_pool():
+    """A thread that gets its memory from MXNet's pool makes no call of CUDA that would give it a context."""
+    gpus(2)
+    program = """
+        import mxnet as mx, numpy as np
+        from mxnet import autograd
+        from gluon_syncbn import SyncBatchNorm
+        contexts = [mx.gpu(0), mx.gpu(1)]
+        layer = SyncBatchNorm(in_channels=4)
+        layer.initialize(ctx=contexts)
+        xs = [mx.nd.array(np.random.randn(2, 4, 9), ctx=context) for context in contexts]
+        for x in xs:
+            x.attach_grad()
+        spare = [mx.nd.array(np.zeros(n), ctx=c) for c in contexts for n in (4, 8, 16, 32, 64) for _ in range(8)]
+        mx.nd.waitall()
+        del spare
+        mx.nd.waitall()
+        with autograd.record():
+            ys = [layer(x) for x in xs]
+        autograd.backward(ys, xs)
+        print(sum(y.asnumpy().sum() for y in ys))
+        """
+    done = run(["-c", textwrap.dedent(program)], MXNET_GPU_MEM_POOL_TYPE="Naive")
+    assert done.returncode == 0, done.stderr
+
+
 def test_self_check():
     gpus(2)
     done = run(["-m", "gluon_syncbn"])

@@ -1,9 +1,14 @@
 #include "cuda_module.h"
 
+#include <dlfcn.h>
+
 #include <fstream>
 #include <map>
+#include <memory>
 #include <mutex>
+#include <set>
 #include <sstream>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -21,6 +26,39 @@ void check(int status) {
 std::mutex mutex;
 std::string source_path;
 std::map<std::string, void*> kernels;
+
+// The device's context, current on this thread while the object lives. MXNet loads a module after no more than
+// cudaSetDevice, which before CUDA 12 leaves the driver without a context until the thread's next call of the runtime: a
+// thread whose memory comes from MXNet's pool makes none.
+class CurrentContext {
+  public:
+    explicit CurrentContext(int device) {
+        int ordinal = 0;
+        void* context = nullptr;
+        call("cuDeviceGet", driver<int(int*, int)>("cuDeviceGet")(&ordinal, device));
+        // It is never released: MXNet keeps it for as long as the process lives.
+        call("cuDevicePrimaryCtxRetain", driver<int(void**, int)>("cuDevicePrimaryCtxRetain")(&context, ordinal));
+        call("cuCtxPushCurrent", driver<int(void*)>("cuCtxPushCurrent_v2")(context));
+    }
+    ~CurrentContext() {
+        void* context = nullptr;
+        driver<int(void**)>("cuCtxPopCurrent_v2")(&context);
+    }
+    CurrentContext(const CurrentContext&) = delete;
+    CurrentContext& operator=(const CurrentContext&) = delete;
+
+  private:
+    template <typename F>
+    static F* driver(const char* name) {
+        static void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+        void* const function = library == nullptr ? nullptr : dlsym(library, name);
+        if (function == nullptr) throw Failure(dlerror());
+        return reinterpret_cast<F*>(function);
+    }
+    static void call(const char* name, int status) {
+        if (status != 0) throw Failure(std::string(name) + " of the CUDA driver failed with " + std::to_string(status));
+    }
+};
 
 // Intermediate code of the lowest capability that MXNet 1.9.1 supports: the driver makes that of the device from it.
 void* module() {
@@ -58,8 +96,12 @@ void launch(const std::string& name, int device, Grid grid, std::initializer_lis
     for (const Argument& argument : arguments)
         pointers.push_back(argument.is_array ? argument.array : const_cast<int64_t*>(&argument.int64));
     std::lock_guard<std::mutex> lock(mutex);
+    static std::set<std::pair<std::string, int>> known;  // MXNet looks a kernel up once for each device
+    const std::pair<std::string, int> which(name, device);
+    const auto current = known.count(which) == 0 ? std::make_unique<CurrentContext>(device) : nullptr;
     check(mx.rtc_kernel_call(kernel(name, arguments), device, pointers.data(), static_cast<uint32_t>(grid.x),
                              static_cast<uint32_t>(grid.y), static_cast<uint32_t>(grid.z), kBlock, 1, 1, 0));
+    known.insert(which);
 }
 
 Doubles::Doubles(int device, int64_t size) : size_(size) {

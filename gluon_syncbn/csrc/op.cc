@@ -155,10 +155,10 @@ int infer_type(int size, int* types, void* state) {
     const int output = property.output();
     const int data = types[0] >= 0 ? types[0] : types[output];
     if (data < 0) return 1;
+    constexpr int kBfloat16 = 12;
     if (data > static_cast<int>(Type::kFloat16))
-        throw dmlc::Error("SyncBatchNorm '" + property.layer->name +
-                          "': data must be float16, float32 or float64 (MXNet type flag " + std::to_string(data) +
-                          " was given)");
+        throw dmlc::Error("SyncBatchNorm '" + property.layer->name + "': data must be float16, float32 or float64 (" +
+                          (data == kBfloat16 ? "bfloat16" : "MXNet type flag " + std::to_string(data)) + " was given)");
     const int parameter = data == static_cast<int>(Type::kFloat16) ? static_cast<int>(Type::kFloat32) : data;
     for (int i = 0; i < size; ++i) types[i] = i == 0 || i == output ? data : parameter;
     return 1;

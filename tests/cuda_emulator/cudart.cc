@@ -20,6 +20,7 @@ thread_local Status last_error = kSuccess;
 thread_local int last_error_resets = 0;
 
 Status answer(Status status) {
+    bound = true;  // what the calling function did needs a context
     if (status == kSuccess || status == kNotReady) return status;
     last_error = status;
     last_error_resets = resets();
@@ -188,11 +189,11 @@ Status cudaMemsetAsync(void* to, int value, size_t size, void* handle) {
 
 Status cudaStreamCreate(void** out) {
     *out = create_stream(current_device, kBlocking);
-    return kSuccess;
+    return answer(kSuccess);
 }
 Status cudaStreamCreateWithFlags(void** out, unsigned flags) {
     *out = create_stream(current_device, flags & 1 ? kNonBlocking : kBlocking);
-    return kSuccess;
+    return answer(kSuccess);
 }
 Status cudaStreamCreateWithPriority(void** out, unsigned flags, int) { return cudaStreamCreateWithFlags(out, flags); }
 Status cudaStreamDestroy(void* handle) { return answer(destroy_stream(handle)); }

@@ -76,5 +76,6 @@ int attribute(int which) {
 std::string name(int device) { return format("CUDA emulator %d", device); }
 
 thread_local int current_device = 0;
+thread_local bool bound = false;
 
 }  // namespace emulator

@@ -22,7 +22,9 @@ constexpr int kDriverVersion = 11080;
 int attribute(int which);  // cudaDeviceAttr, CUdevice_attribute: the same numbers
 std::string name(int device);
 
-// As cudaSetDevice: each thread has its own, device 0 at first. The driver API's current context is the same.
+// As cudaSetDevice: each thread has its own, device 0 at first. The driver API's current context is that of the same
+// device, but only once it is bound: until CUDA 12, cudaSetDevice leaves that to the thread's next call that needs one.
 extern thread_local int current_device;
+extern thread_local bool bound;
 
 }  // namespace emulator

@@ -8,6 +8,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "copies.h"
@@ -60,6 +62,7 @@ Status good_device(int device) { return device >= 0 && device < device_count() ?
 
 // A context is a device: this many contexts, whose addresses are their handles.
 char contexts[kMaxDevices];
+thread_local std::vector<std::pair<int, bool>> pushed;
 
 }  // namespace
 
@@ -96,10 +99,24 @@ Status cuCtxSetCurrent(void* context) {
     const ptrdiff_t device = static_cast<char*>(context) - contexts;
     if (device < 0 || device >= device_count()) return kInvalidContext;
     current_device = static_cast<int>(device);
+    bound = true;
     return kSuccess;
 }
 Status cuCtxGetCurrent(void** context) {
+    *context = bound ? &contexts[current_device] : nullptr;
+    return kSuccess;
+}
+Status cuCtxPushCurrent_v2(void* context) {
+    const std::pair<int, bool> before(current_device, bound);
+    const Status status = cuCtxSetCurrent(context);
+    if (status == kSuccess) pushed.push_back(before);
+    return status;
+}
+Status cuCtxPopCurrent_v2(void** context) {
+    if (pushed.empty()) return kInvalidContext;
     *context = &contexts[current_device];
+    std::tie(current_device, bound) = pushed.back();
+    pushed.pop_back();
     return kSuccess;
 }
 Status cuCtxSynchronize() { return synchronize_device(current_device); }
@@ -117,6 +134,7 @@ Status cuGetErrorName(Status status, const char** text) {
 
 Status cuMemAlloc_v2(void** out, size_t size) {
     if (size == 0) return kInvalidValue;
+    if (!bound) return kInvalidContext;
     if (const Status status = sticky(current_device)) return status;
     return allocate(current_device, size, out);
 }
@@ -139,6 +157,7 @@ Status cuStreamSynchronize(void* handle) {
 // ---- modules -------------------------------------------------------------------------------------------------
 
 Status cuModuleLoadData(Module** out, const void* image) {
+    if (!bound) return kInvalidContext;
     if (const Status status = sticky(current_device)) return status;
     const std::string text = static_cast<const char*>(image);
     const std::string library = field(text, "library");
@@ -162,6 +181,7 @@ Status cuModuleLoadDataEx(Module** out, const void* image, unsigned, int*, void*
 Status cuModuleUnload(Module*) { return kSuccess; }
 
 Status cuModuleGetFunction(Function** out, Module* module, const char* name) {
+    if (!bound) return kInvalidContext;
     std::lock_guard<std::mutex> lock(modules().mutex);
     std::unique_ptr<Function>& function = module->functions[name];
     if (!function) {
@@ -177,6 +197,7 @@ Status cuModuleGetFunction(Function** out, Module* module, const char* name) {
 Status cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                       unsigned block_y, unsigned block_z, unsigned shared_bytes, void* handle, void** parameters,
                       void** extra) {
+    if (!bound) return kInvalidContext;
     const StreamPointer stream = find_stream(handle);
     if (!stream) return kInvalidHandle;
     const int device = device_of(*stream);
