@@ -110,6 +110,11 @@ struct Chunk {
     }
 };
 
+// The number of values in a run that is not cut short, known to the compiler.
+struct Full {
+    __device__ constexpr operator int() const { return kRun; }
+};
+
 // A float64 value as two of the narrower type, so that x - mean keeps what the type can hold of it.
 template <typename Wide>
 struct Split {
@@ -122,28 +127,31 @@ struct Split {
 
 // ---- reductions ----------------------------------------------------------------------------------------------
 
-// Calls take<kUnit>(j, offset) for the values that this thread reads and finish(n) after each run of n of them.
+// Calls take<kUnit>(j, offset) for the values that this thread reads and finish(n) after each run of n of them. What is
+// counted within a channel fits into 32 bits, which a GPU adds in one instruction and 64 in two.
 template <typename T, int kUnit, class Reduction>
 __device__ void down_rows(Reduction& reduction, const Layout& layout) {
-    const Index slot = blockIdx.y, per_row = layout.inner / kUnit, first = layout.first_outer(slot);
-    const Chunk chunk(layout.outer_of(slot) * per_row);
-    const Index stride_rows = kThreads / per_row, stride = kThreads % per_row;
-    Index at = chunk.begin + threadIdx.x, row = at / per_row, column = at % per_row;
-    while (at < chunk.end) {
+    const Index slot = blockIdx.y;
+    const Chunk chunk(layout.outer_of(slot) * (layout.inner / kUnit));
+    const unsigned per_row = static_cast<unsigned>(layout.inner / kUnit), end = static_cast<unsigned>(chunk.end);
+    const unsigned rows = kThreads / per_row, columns = kThreads % per_row;  // from one pack of a thread to its next
+    const Index row_length = layout.channels * layout.inner;
+    const Index step = rows * row_length + columns * kUnit, next_row = row_length - layout.inner;
+    unsigned at = static_cast<unsigned>(chunk.begin) + threadIdx.x, column = at % per_row;
+    Index offset = (layout.first_outer(slot) + at / per_row) * row_length + blockIdx.x * layout.inner + column * kUnit;
+    while (at < end) {
         int n = 0;
 #pragma unroll
         for (int j = 0; j < kRun; j += kUnit) {
-            if (at < chunk.end) {
-                const Index outer = first + row;
-                reduction.template take<kUnit>(j, (outer * layout.channels + blockIdx.x) * layout.inner +
-                                                      column * kUnit);
+            if (at < end) {
+                reduction.template take<kUnit>(j, offset);
                 n += kUnit;
                 at += kThreads;
-                row += stride_rows;
-                column += stride;
+                offset += step;
+                column += columns;
                 if (column >= per_row) {
                     column -= per_row;
-                    ++row;
+                    offset += next_row;
                 }
             }
         }
@@ -154,18 +162,20 @@ __device__ void down_rows(Reduction& reduction, const Layout& layout) {
 template <typename T, class Reduction>
 __device__ void down_columns(Reduction& reduction, const Layout& layout, int width) {
     const Index slot = blockIdx.y, channel = Index(blockIdx.x) * width + threadIdx.x % width;
-    const Index first = layout.first_outer(slot), step = kThreads / width;
     const Chunk chunk(layout.outer_of(slot));
     if (channel >= layout.channels) return;
-    Index row = chunk.begin + threadIdx.x / width;
-    while (row < chunk.end) {
+    const unsigned end = static_cast<unsigned>(chunk.end), step = kThreads / width;
+    unsigned row = static_cast<unsigned>(chunk.begin) + threadIdx.x / width;
+    Index offset = (layout.first_outer(slot) + row) * layout.channels + channel;
+    while (row < end) {
         int n = 0;
 #pragma unroll
         for (int j = 0; j < kRun; ++j) {
-            if (row < chunk.end) {
-                reduction.template take<1>(j, (first + row) * layout.channels + channel);
+            if (row < end) {
+                reduction.template take<1>(j, offset);
                 ++n;
                 row += step;
+                offset += step * layout.channels;
             }
         }
         reduction.finish(n);
@@ -250,6 +260,13 @@ struct MomentsOf {
         for (int i = 0; i < kUnit; ++i) run[j + i] = Number<T>::widen(pack.values[i]) - origin;
     }
     __device__ void finish(int n) {
+        if (n == kRun)
+            add(Full());
+        else
+            add(n);
+    }
+    template <class N>
+    __device__ void add(N n) {
         Wide sum = 0, squares = 0;
 #pragma unroll
         for (int i = 0; i < kRun; ++i)
@@ -309,6 +326,13 @@ struct SumsOf {
         }
     }
     __device__ void finish(int n) {
+        if (n == kRun)
+            add(Full());
+        else
+            add(n);
+    }
+    template <class N>
+    __device__ void add(N n) {
         Wide sum = 0, product = 0;
 #pragma unroll
         for (int i = 0; i < kRun; ++i)
@@ -334,9 +358,10 @@ __device__ void over_rows(Map& map, const Layout& layout, Index segment) {
         const Index row = task / segments, begin = task % segments * segment;
         const Index end = begin + segment < layout.inner ? begin + segment : layout.inner;
         map.use(layout.slot_of(row / layout.channels), row % layout.channels);
+        const Index base = row * layout.inner + begin;
+        const int length = static_cast<int>(end - begin);
 #pragma unroll 4
-        for (Index i = begin + threadIdx.x % kWarp * kUnit; i < end; i += kWarp * kUnit)
-            map.template apply<kUnit>(row * layout.inner + i);
+        for (int i = threadIdx.x % kWarp * kUnit; i < length; i += kWarp * kUnit) map.template apply<kUnit>(base + i);
     }
 }
 
@@ -344,12 +369,12 @@ template <class Map>
 __device__ void over_columns(Map& map, const Layout& layout, int width) {
     const Index slot = blockIdx.y, channel = Index(blockIdx.x) * width + threadIdx.x % width;
     if (channel >= layout.channels) return;
-    const Index first = layout.first_outer(slot);
     const Chunk chunk(layout.outer_of(slot));
     map.use(slot, channel);
+    const int step = kThreads / width, length = static_cast<int>(chunk.end - chunk.begin);
+    const Index base = (layout.first_outer(slot) + chunk.begin) * layout.channels + channel;
 #pragma unroll 4
-    for (Index row = chunk.begin + threadIdx.x / width; row < chunk.end; row += kThreads / width)
-        map.template apply<1>((first + row) * layout.channels + channel);
+    for (int row = threadIdx.x / width; row < length; row += step) map.template apply<1>(base + row * layout.channels);
 }
 
 // `segment` is a multiple of every pack.
