@@ -15,7 +15,7 @@ import shutil
 import sys
 import time
 
-from devices import set_threads
+from devices import prepare_mxnet
 from errors import EXIT_INTERRUPTED, run
 from minidata import make_minidata
 from options import RUN_OPTIONS, Parser, check_train, train_parser
@@ -46,7 +46,7 @@ def main(argv=None) -> int:
     options += given.options.split()
     args = train_parser().parse_args(options)
     check_train(args)
-    set_threads(args)
+    prepare_mxnet(args)
 
     from training import train
 

@@ -9,8 +9,10 @@ from model import package
 from processes import place
 
 
-def set_threads(args) -> None:
-    """Divide the cores among the CPU devices of all processes. It has to happen before MXNet is imported.
+def prepare_mxnet(args) -> None:
+    """Divide the cores among the CPU devices of all processes, and find a GPU build's CUDA libraries.
+
+    Both have to happen before MXNet is imported; the package does the second when it is.
 
     Left alone, each device's operators use as many threads as there are cores, and they wait for each other
     by spinning: FastSCNN on 2 devices and 2 cores trained 1.9 images/s so, and 3.2 with one thread each.
@@ -19,6 +21,7 @@ def set_threads(args) -> None:
     if devices > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // devices)))
+    package()
 
 
 def contexts(args) -> list:
@@ -31,7 +34,7 @@ def contexts(args) -> list:
         raise UserError(f"--cpus {args.cpus} and --ngpus {args.ngpus}: give one of them")
     try:
         there = mx.context.num_gpus()
-    except mx.MXNetError:  # a CUDA build without a driver
+    except mx.MXNetError:  # a CUDA build without a driver; `python -m gluon_syncbn` says more
         there = 0
     index, processes = place(args)  # which share the machine's GPUs, one after the other
     if args.ngpus and args.ngpus * processes > there:

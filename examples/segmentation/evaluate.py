@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from devices import contexts, set_threads
+from devices import contexts, prepare_mxnet
 from errors import run
 from options import check_dataset, evaluate_parser, take_model_options
 
@@ -18,7 +18,7 @@ def main(argv=None) -> int:
     parser = evaluate_parser(__doc__.splitlines()[0])
     parser.add_argument("--testval", action="store_true", help="whole images, not centre crops")
     args = parser.parse_args(argv)
-    set_threads(args)
+    prepare_mxnet(args)
     return evaluate(args)
 
 

@@ -92,7 +92,8 @@ def package():
     try:
         import gluon_syncbn
     except ImportError as error:
-        raise UserError(f"gluon_syncbn: {error}; install it first, with pip install .") from None
+        hint = "; install it first, with pip install ." if error.name == "gluon_syncbn" else ""
+        raise UserError(f"gluon_syncbn: {error}{hint}") from None
     return gluon_syncbn
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import sys
 
-from devices import contexts, set_threads
+from devices import contexts, prepare_mxnet
 from errors import UserError, run
 from options import evaluate_parser, take_model_options
 
@@ -21,7 +21,7 @@ def main(argv=None) -> int:
     parser.add_argument("images", nargs="+", metavar="IMAGE")
     parser.add_argument("--output-dir", default="predicted", metavar="DIR")
     args = parser.parse_args(argv)
-    set_threads(args)
+    prepare_mxnet(args)
     return predict(args)
 
 
