@@ -1,5 +1,6 @@
 """What one process of a job does; tests/test_mpi.py and tests/test_horovod.py start several of them."""
 
+import itertools
 import os
 import signal
 import sys
@@ -21,6 +22,9 @@ from test_modes import POOLINGS, specification  # noqa: E402
 
 from gluon_syncbn.exchange import mpi  # noqa: E402
 from gluon_syncbn.exchange.store import Label  # noqa: E402
+
+if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
+    CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
 
 kv = gluon_syncbn.kvstore(os.environ.get("GLUON_SYNCBN_TEST_TRANSPORT", "mpi"))
 TIMEOUT = 3.0
@@ -189,6 +193,19 @@ def fault():
         report(last, error)
         raise SystemExit(3) from None
     print(f"ENDED rank {kv.rank}", flush=True)
+
+
+def steps_until_one_fails():
+    last = time.monotonic()
+    try:
+        for k in itertools.count():
+            last = time.monotonic()
+            train_step(k)
+            if k == 2:
+                Path(os.environ["MPI_WORKER_REPORTS"], f"running {kv.rank}").write_text(str(os.getpid()))
+    except mx.MXNetError as error:
+        report(last, error)
+        raise SystemExit(3) from None
 
 
 _layers = []

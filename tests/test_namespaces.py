@@ -1,0 +1,196 @@
+"""Two hosts on one machine: network namespaces with an interface and an address each, joined by a cable.
+
+What the processes share is this kernel's clock and files; everything that they tell each other crosses the cable.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+BIN = Path(sys.executable).parent
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+LIMIT = 60  # seconds for a job
+pytestmark = pytest.mark.timeout(200)
+
+# In place of ssh, for mpiexec and horovodrun: enters the namespace of that name. Host name, /etc/hosts, System V memory
+# and /dev/shm are its own too, so that no library can take the two for one machine.
+SSH = """#!/bin/sh
+host=
+while :; do
+    case $1 in -o|-p|-i) shift 2 ;; -*) shift ;; *) [ -n "$host" ] && break; host=$1; shift ;; esac
+done
+exec ip netns exec $host unshare --uts --ipc sh -c "hostname $host && mount -t tmpfs tmpfs /dev/shm \\
+    && mount --bind {folder}/hosts /etc/hosts && $*"
+"""
+
+
+def ip(*arguments):
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=10).stdout
+
+
+class Hosts:
+    """Two namespaces, and a job with a process in each."""
+
+    def __init__(self, folder):
+        self.folder, self.job = folder, None
+        self.names = [f"syncbn-{os.getpid()}-{i}" for i in (1, 2)]
+        known = "".join(f"{address} {name}\n" for address, name in zip(ADDRESSES, self.names))
+        (folder / "hosts").write_text("127.0.0.1 localhost\n" + known)
+        self.ssh = folder / "ssh"
+        self.ssh.write_text(SSH.format(folder=folder))
+        self.ssh.chmod(0o755)
+
+    def build(self):
+        for name in self.names:
+            ip("netns", "add", name)
+            # Without IPv6, whose search for duplicate addresses keeps a new interface busy for seconds.
+            self.inside(name, "sh", "-c", "echo 1 | tee /proc/sys/net/ipv6/conf/*/disable_ipv6")
+        first, second = self.names
+        ip("-n", first, "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", second)
+        for name, address in zip(self.names, ADDRESSES):
+            ip("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            # A network that ends in its host and looks the same in both, as docker0 does. eth0 has to be named.
+            ip("-n", name, "link", "add", "docker0", "type", "veth", "peer", "name", "container")
+            ip("-n", name, "address", "add", "172.17.0.1/16", "dev", "docker0")
+            for device in ("lo", "eth0", "docker0", "container"):
+                ip("-n", name, "link", "set", device, "up")
+
+    def remove(self):
+        """Whatever runs there ends, too."""
+        for name in self.names:
+            if Path("/run/netns", name).exists():
+                for pid in ip("netns", "pids", name).split():
+                    os.kill(int(pid), signal.SIGKILL)
+                ip("netns", "delete", name)  # the cable goes with it
+        if self.job:
+            self.job.wait(10)
+
+    def inside(self, name, *command):
+        return subprocess.run(
+            ["ip", "netns", "exec", name, *command], check=True, capture_output=True, text=True, timeout=10
+        ).stdout
+
+    def traffic(self):
+        """Bytes that the second host has received and sent."""
+        folder = "/sys/class/net/eth0/statistics"
+        return [int(n) for n in self.inside(self.names[1], "cat", f"{folder}/rx_bytes", f"{folder}/tx_bytes").split()]
+
+    def unplug(self):
+        ip("-n", self.names[1], "link", "set", "eth0", "down")
+
+    def start(self, transport, *arguments):
+        """mpi_worker.py on both hosts, started on the first."""
+        program = [sys.executable, str(HERE / "mpi_worker.py"), *arguments]
+        if transport == "mpi":
+            command = [BIN / "mpiexec", "-n", "2", "-hosts", ",".join(self.names), "-launcher-exec", self.ssh]
+        else:
+            command = [BIN / "horovodrun", "-np", "2", "-H", ",".join(f"{name}:1" for name in self.names)]
+            command += ["--network-interfaces", "eth0"]
+        own = {
+            "PATH": os.pathsep.join([str(self.folder), str(BIN), os.environ["PATH"]]),
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
+            "OMP_NUM_THREADS": "1",
+            "UCX_NET_DEVICES": "eth0",  # for MPICH's messages; its option -iface is not
+            "MPI_WORKER_REPORTS": str(self.folder),
+            "GLUON_SYNCBN_TEST_TRANSPORT": transport,
+        }
+        with open(self.folder / "output", "w") as output:
+            self.job = subprocess.Popen(
+                [self.ssh, self.names[0], *command, *program],
+                env={**os.environ, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return self.job
+
+    def output(self):
+        return (self.folder / "output").read_text()
+
+    def report(self, rank, end):
+        """What a process says of its failure, seconds and text."""
+        path = self.folder / str(rank)
+        while not path.exists() or not path.read_text().endswith("\n"):
+            assert time.monotonic() < end, self.output()
+            time.sleep(0.05)
+        found = re.fullmatch(rf"FAILED rank {rank} after ([0-9.]+) s: (.*)\n", path.read_text(), re.DOTALL)
+        return float(found[1]), found[2]
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
+        pytest.skip("needs root, ip (iproute2) and unshare")
+    hosts = Hosts(tmp_path)
+    try:
+        try:
+            hosts.build()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no network namespaces here: {error.stderr.strip()}")
+        yield hosts
+    finally:
+        hosts.remove()
+
+
+needs_horovod = pytest.mark.skipif(
+    importlib.util.find_spec("horovod") is None, reason="Horovod is not installed; `make test-horovod` builds it"
+)
+
+
+@pytest.mark.parametrize(
+    ("transport", "scenario", "least"),
+    [
+        ("mpi", "one_store_for_gradients_and_statistics", 10_000),
+        ("mpi", "pushpull_and_broadcast", 640_000),  # bytes of sums in either direction
+        pytest.param("horovod", "one_store_for_gradients_and_statistics", 10_000, marks=needs_horovod),
+    ],
+)
+def test_two_hosts(hosts, transport, scenario, least):
+    before = hosts.traffic()
+    job = hosts.start(transport, scenario)
+    assert job.wait(LIMIT) == 0, hosts.output()
+    said = hosts.output()
+    assert "OK 0" in said and "OK 1" in said
+    crossed = [after - first for after, first in zip(hosts.traffic(), before)]
+    assert min(crossed) > least, crossed
+
+
+@pytest.mark.parametrize("transport", ["mpi", pytest.param("horovod", marks=needs_horovod)])
+def test_cable_unplugged_in_the_middle(hosts, transport):
+    """Every process ends with an error that names the other, at the time limit of 3 s."""
+    job = hosts.start(transport, "steps_until_one_fails", "none")
+    end = time.monotonic() + LIMIT
+    marks = [hosts.folder / f"running {rank}" for rank in (0, 1)]
+    while not all(mark.exists() for mark in marks):
+        assert job.poll() is None and time.monotonic() < end, hosts.output()
+        time.sleep(0.05)
+    pids = [int(mark.read_text()) for mark in marks]
+    time.sleep(0.5)
+    hosts.unplug()
+    unplugged = time.monotonic()
+    for rank, pid in enumerate(pids):
+        seconds, text = hosts.report(rank, unplugged + 10)
+        assert f"rank {1 - rank}" in text, text
+        assert "of SyncBatchNorm 'layer" in text or "gradient 0" in text, text
+        assert seconds < 4.5
+        while running(pid):
+            assert time.monotonic() < unplugged + 12, "a process has its error and does not end"
+            time.sleep(0.05)
+    assert not any("ENDED" in line for line in hosts.output().splitlines())
+
+
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
