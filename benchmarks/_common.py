@@ -35,11 +35,13 @@ LABELS = {
 }
 
 
-def options(doc: Optional[str], arguments: Sequence[str], quick: str) -> argparse.Namespace:
-    """The command line that every benchmark has; `quick` says what its short run is."""
+def options(doc: Optional[str], arguments: Sequence[str], quick: str, over: Sequence[str] = ()) -> argparse.Namespace:
+    """The command line that every benchmark has; `quick` says what its short run is, `over` are the transports."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    if over:
+        parser.add_argument("--over", choices=over, default=over[0], help=f"what carries the messages ({over[0]})")
     parser.add_argument("--child", help=argparse.SUPPRESS)  # the cells to measure, as JSON
     return parser.parse_args(arguments)
 

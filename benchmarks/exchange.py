@@ -1,10 +1,11 @@
 """What it costs to put statistics together over processes: microseconds per exchange, and the share of a step.
 
-Processes of this machine, over MPI. *Bare* is mpi4py's ``Allreduce`` of the same bytes in the same processes and run,
-which never gives up waiting and matches by the order of the calls.
+Processes of this machine, over MPI or Horovod. *Bare* is mpi4py's ``Allreduce`` or Horovod's ``allreduce`` of the same
+bytes in the same processes and run, which never give up waiting; MPI matches by the order of the calls.
 
-    python benchmarks/exchange.py             # writes benchmarks/results/exchange.{md,json,png}
-    python benchmarks/exchange.py --quick     # a smoke test, its figures mean nothing
+    python benchmarks/exchange.py                   # writes benchmarks/results/exchange.{md,json,png}
+    python benchmarks/exchange.py --over horovod    # where Horovod is: exchange_horovod.{md,json,png}
+    python benchmarks/exchange.py --quick           # a smoke test, its figures mean nothing
 """
 
 import json
@@ -20,10 +21,12 @@ import _common
 from tqdm import tqdm
 
 SIZES = [1024, 2048, 4096, 8192, 16384]  # bytes
-PROCESSES = [2, 4, 8]
+PROCESSES = {"mpi": [2, 4, 8], "horovod": [2, 4]}
+ROUNDS = {"mpi": 1000, "horovod": 300}
+BARE = {"mpi": "mpi4py's `Allreduce`", "horovod": "Horovod's `allreduce`"}
 
 EXPLANATION = """Microseconds for the sum of a float64 vector over the processes of one machine, the median over
-{rounds} calls on rank 0 (10 % and 90 % in brackets). *Bare* is mpi4py's `Allreduce` in the same run, *added* is what
+{rounds} calls on rank 0 (10 % and 90 % in brackets). *Bare* is {bare} in the same run, *added* is what
 the exchange costs beyond it: labels, time limit, errors. With more processes than cores, a wait is mostly for the
 scheduler.
 
@@ -35,24 +38,26 @@ waiting for the other process, whose forward and backward are not equally fast."
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _common.options(__doc__, arguments, quick="few calls on two processes: a smoke test")
+    options = _common.options(__doc__, arguments, quick="few calls on two processes: a smoke test", over=list(BARE))
     if options.child:
-        child(json.loads(options.child))
+        child(options.over, json.loads(options.child))
         return 0
     env = _common.environment(["benchmarks/exchange.py", *arguments])
-    processes = [2] if options.quick else PROCESSES
-    rounds = 50 if options.quick else 1000
+    over = options.over
+    processes, rounds = ([2], 50) if options.quick else (PROCESSES[over], ROUNDS[over])
     cells: List[Dict[str, Any]] = []
     for count in tqdm(processes, desc="exchange", unit="job"):
-        cells += run(count, {"sizes": SIZES, "rounds": rounds})["sizes"]
-    step = run(2, {"step": {"crop": 64 if options.quick else 128, "batch": 2, "steps": 2 if options.quick else 8}})
+        cells += run(over, count, {"sizes": SIZES, "rounds": rounds})["sizes"]
+    measured = {"crop": 64 if options.quick else 128, "batch": 2, "steps": 2 if options.quick else 8}
+    step = run(over, 2, {"step": measured})
 
     header = ["bytes", "processes", "bare, us", "ours, us", "added, us"]
     table = _common.table(header, [row(cell) for cell in cells])
     print(table)
-    text = EXPLANATION.format(table=table, rounds=rounds, processes=2, **step)
-    _common.write(options.out, "exchange", "Exchange between processes", text, env, {"sizes": cells, "step": step})
-    plot(options.out / "exchange.png", cells, env)
+    text = EXPLANATION.format(table=table, rounds=rounds, processes=2, bare=BARE[over], **step)
+    stem = "exchange" if over == "mpi" else f"exchange_{over}"
+    _common.write(options.out, stem, "Exchange between processes", text, env, {"sizes": cells, "step": step})
+    plot(options.out / f"{stem}.png", over, cells, env)
     print(text.rpartition("\n\n")[2])
     return 0
 
@@ -66,46 +71,66 @@ def row(cell: Dict[str, Any]) -> List[str]:
     return [str(cell["bytes"]), str(cell["processes"]), show(cell["bare"]), show(cell["ours"]), f"{added:.1f}"]
 
 
-def run(processes: int, work: Dict[str, Any]) -> Dict[str, Any]:
+def run(over: str, processes: int, work: Dict[str, Any]) -> Dict[str, Any]:
     """One job of so many processes; what its rank 0 prints."""
-    mpiexec = Path(sys.executable).with_name("mpiexec")
-    command = [str(mpiexec), "-n", str(processes), sys.executable, __file__, "--child", json.dumps(work)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    program, option = {"mpi": ("mpiexec", "-n"), "horovod": ("horovodrun", "-np")}[over]
+    launcher = Path(sys.executable).with_name(program)
+    command = [str(launcher), option, str(processes), sys.executable, __file__, "--over", over]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{launcher.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [*command, "--child", json.dumps(work)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env=environment,
+    )
+    lines = [line.rpartition("<stdout>:")[2] for line in done.stdout.splitlines()]  # horovodrun says whose it is
+    lines = [line for line in lines if line.startswith("{")]
     if done.returncode != 0 or not lines:
         raise SystemExit(f"{' '.join(command[:4])} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
     return json.loads(lines[-1])
 
 
-def child(work: Dict[str, Any]) -> None:
+def child(over: str, work: Dict[str, Any]) -> None:
     import gluon_syncbn
 
     gluon_syncbn.configure(timeout=120)
-    store = gluon_syncbn.kvstore("mpi")
-    result = sizes(store, work) if "sizes" in work else {**step(store, **work["step"]), **work["step"]}
+    store = gluon_syncbn.kvstore(over)
+    result = sizes(over, store, work) if "sizes" in work else {**step(store, **work["step"]), **work["step"]}
     if store.rank == 0:
         print(json.dumps(result), flush=True)
 
 
-def sizes(store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
+def bare_sum(over: str, values: Any) -> Callable[[], None]:
     import numpy as np
-    from mpi4py import MPI
+
+    if over == "mpi":
+        from mpi4py import MPI
+
+        out = np.empty_like(values)
+        return lambda: MPI.COMM_WORLD.Allreduce(values, out)
+    import horovod.mxnet as hvd
+    import mxnet as mx
+
+    array = mx.nd.array(values, dtype=values.dtype)
+    return lambda: hvd.allreduce(array, op=hvd.Sum, name=f"bare {values.size}").wait_to_read()
+
+
+def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
+    import numpy as np
 
     from gluon_syncbn.exchange.store import Label
 
     cells = []
     for size in work["sizes"]:
-        values, out = np.ones(size // 8), np.empty(size // 8)
+        values = np.ones(size // 8)
         calls = iter(range(10**9))
 
         def ours(values: Any = values, size: int = size, calls: Any = calls) -> None:
             store._transport.allreduce(Label("statistics", size, call=next(calls), what="a benchmark"), values)
 
-        def bare(values: Any = values, out: Any = out) -> None:
-            MPI.COMM_WORLD.Allreduce(values, out)
-
-        steps: Dict[str, Callable[[], None]] = {"bare": bare, "ours": ours}
+        steps: Dict[str, Callable[[], None]] = {"bare": bare_sum(over, values), "ours": ours}
         taken: Dict[str, List[float]] = {name: [] for name in steps}
         for call in steps.values():
             for _ in range(20):
@@ -165,7 +190,7 @@ def step(store: Any, crop: int, batch: int, steps: int) -> Dict[str, float]:
     return {"step": seconds / steps, "share": spent["add"] / seconds, "gradients": spent["pushpull"] / seconds}
 
 
-def plot(path: Path, cells: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
+def plot(path: Path, over: str, cells: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -175,7 +200,8 @@ def plot(path: Path, cells: Sequence[Dict[str, Any]], env: Dict[str, str]) -> No
     figure, axes = pyplot.subplots(1, len(processes), figsize=(4 * len(processes), 3.6), sharey=True, squeeze=False)
     for axis, count in zip(axes[0], processes):
         mine = [cell for cell in cells if cell["processes"] == count]
-        for name, colour, label in (("bare", "#000000", "mpi4py Allreduce"), ("ours", "#0072B2", "kvstore('mpi')")):
+        labels = (("bare", "#000000", BARE[over].replace("`", "")), ("ours", "#0072B2", f"kvstore('{over}')"))
+        for name, colour, label in labels:
             axis.plot(
                 [cell["bytes"] / 1024 for cell in mine],
                 [statistics.median(cell[name]) for cell in mine],

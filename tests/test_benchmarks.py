@@ -139,3 +139,12 @@ def test_the_exchange_and_what_it_lets_expect(tmp_path):
     costs = json.loads((tmp_path / "scaling.json").read_text())["cells"]
     assert all(sorted(seconds) == seconds for seconds in costs.values())  # more processes never cost less
     assert costs["PSPNet-ResNet101"][0] > costs["PSPNet-ResNet50"][0] > 0
+
+
+def test_the_ways_of_shuffled_statistics(tmp_path):
+    pytest.importorskip("mpi4py", reason="processes need mpi4py")
+    ran = run("shuffle_statistics", tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    cells = json.loads((tmp_path / "shuffle_statistics.json").read_text())["cells"]
+    assert {len(times) for times in cells["2"].values()} == {40} and len(cells["2"]) == 6
+    assert (tmp_path / "shuffle_statistics.png").read_bytes().startswith(b"\x89PNG")
