@@ -1,5 +1,7 @@
 """examples/segmentation in several processes: the training of one process, its end and its errors."""
 
+import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -34,6 +36,7 @@ def example_modules():
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as many threads everywhere
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # horovodrun calls it again
 
 
 @pytest.fixture(scope="module")
@@ -46,37 +49,62 @@ def data(tmp_path_factory, example_modules):
     return root
 
 
+HOROVOD = pytest.param(
+    "horovod",
+    marks=pytest.mark.skipif(
+        importlib.util.find_spec("horovod") is None, reason="Horovod is not installed; `make test-horovod` builds it"
+    ),
+)
+launchers = pytest.mark.parametrize("launcher", ["mpi", HOROVOD])
+
+
 class Job(Process):
-    """Two processes, each with a program and options of its own (mpiexec's `:`), and what all of them say."""
+    """Two processes, each with a program and options of its own, and what all of them say."""
 
-    def __init__(self, folder, options, own):
-        command = []
-        for program, *rest in own:
-            command += [":", "-n", "1", sys.executable, program, *options, *rest]
-        super().__init__(folder, "-c", MPIEXEC, Path(sys.executable).with_name("mpiexec"), *command[1:])
+    def __init__(self, folder, launcher, options, own):
+        options = [*options, "--kvstore", launcher, "--cpus", "1", "--workers", "1"]
+        if launcher == "mpi":
+            command = [Path(sys.executable).with_name("mpiexec")]
+            for program, *rest in own:
+                command += [":", "-n", "1", sys.executable, program, *options, *rest]
+            del command[1]
+        else:  # horovodrun starts the same everywhere
+            both = [[sys.executable, *map(str, [program, *options, *rest])] for program, *rest in own]
+            (folder / "both.py").write_text(
+                f"import os; c = {both!r}[int(os.environ['HOROVOD_RANK'])]; os.execv(c[0], c)"
+            )
+            command = [Path(sys.executable).with_name("horovodrun"), "-np", "2", sys.executable, folder / "both.py"]
+        super().__init__(folder, "-c", EXEC, *command)
 
 
-# Process starts Python; mpiexec takes its place.
-MPIEXEC = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
+# Process starts Python; mpiexec or horovodrun takes its place.
+EXEC = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
 
 
 def changed_train(path, changes):
     """train.py with something else in it."""
-    program = f"import sys; sys.path.insert(0, {str(EXAMPLE)!r})\nimport numpy, dataset, train, training\n"
-    path.write_text(f"{program}{changes}\nfrom errors import run; sys.exit(run(train.main))\n")
+    program = f"import sys; sys.path.insert(0, {str(EXAMPLE)!r})\nimport train\n"
+    program += f"def change():\n    import numpy, os, dataset, processes, training\n    {changes}\n"
+    # As late as train.py itself imports these: under horovodrun it forks before.
+    program += "train.prepare_mxnet, late = lambda args: (late(args), change()), train.prepare_mxnet\n"
+    path.write_text(f"{program}from errors import run; sys.exit(run(train.main))\n")
     return path
 
 
-def two_processes(folder, data, *options):
+def two_processes(folder, data, launcher, *options, change="training.seed_all = lambda seed: numpy.random.seed(99)"):
     """train.py; the second process is to write nothing, and to take the first weights from the first process."""
-    options = [*TINY, "--kvstore", "mpi", "--cpus", "1", "--workers", "1", "--data-root", data, *options]
-    other = changed_train(folder / "other.py", "training.seed_all = lambda seed: numpy.random.seed(99)")
-    return Job(
-        folder, options, [[EXAMPLE / "train.py", "--save-dir", folder / "run"], [other, "--save-dir", folder / "never"]]
-    )
+    options = [*TINY, "--data-root", data, *options]
+    other = changed_train(folder / "other.py", change)
+    own = [[EXAMPLE / "train.py", "--save-dir", folder / "run"], [other, "--save-dir", folder / "never"]]
+    return Job(folder, launcher, options, own)
 
 
-def test_two_processes_train_as_one_does(tmp_path, data):
+def exit_code(launcher, code):
+    return code if launcher == "mpi" else 1  # horovodrun's, whatever the process ended with
+
+
+@launchers
+def test_two_processes_train_as_one_does(tmp_path, data, launcher):
     """2 processes with a device each against 1 with two: interrupted in the middle, and resumed."""
     whole = tmp_path / "whole"
     options = [*TINY, "--cpus", "2", "--workers", "1", "--data-root", data, "--save-dir", whole]
@@ -84,10 +112,10 @@ def test_two_processes_train_as_one_does(tmp_path, data):
         assert process.wait() == 0, process.output()
 
     run = tmp_path / "run"
-    with two_processes(tmp_path, data) as job:
+    with two_processes(tmp_path, data, launcher) as job:
         wait_for(lambda: not job.running() or ((run / "steps.csv").exists() and len(rows(run / "steps.csv")) >= 2), 60)
-        os.kill(job.pid, signal.SIGINT)  # mpiexec passes it on to both
-        assert job.wait(60) == 130, job.output()
+        os.kill(job.pid, signal.SIGINT)  # mpiexec passes it on to both, horovodrun sends them SIGTERM
+        assert job.wait(60) == exit_code(launcher, 130), job.output()
         said = job.output().strip().splitlines()
     assert sum("stopping after this step" in line for line in said) == 1, said
     assert sum("saved, continue with --resume" in line for line in said) == 1, said
@@ -96,7 +124,7 @@ def test_two_processes_train_as_one_does(tmp_path, data):
     state = json.loads(zipfile.ZipFile(run / "last.ckpt").read("state.json"))
     assert 4 * state["epoch"] + state["step"] == done
 
-    with two_processes(tmp_path, data, "--resume", run / "last.ckpt") as job:
+    with two_processes(tmp_path, data, launcher, "--resume", run / "last.ckpt") as job:
         assert job.wait() == 0, job.output()
         said = job.output()
     assert said.count("epoch 2/2: loss") == 1
@@ -129,20 +157,36 @@ def parameters(checkpoint):
         return {name: value.asnumpy() for name, value in mx.nd.load(archive.extract("model.params", folder)).items()}
 
 
-def test_a_broken_file_that_one_process_reads_ends_both(data, tmp_path):
+@launchers
+def test_a_broken_file_that_one_process_reads_ends_both(data, tmp_path, launcher):
     image = "ADEChallengeData2016/images/training/ADE_train_{:08d}.jpg"
     shutil.copytree(data, tmp_path / "data")
     for i in range(16):
         truncate(tmp_path / "data" / image.format(i + 1))
     program = changed_train(tmp_path / "program.py", "dataset.CHECK_CONTENTS_UP_TO = 0  # as in a big set")
-    options = [*TINY, "--kvstore", "mpi", "--cpus", "1", "--workers", "1", "--save-dir", tmp_path / "run"]
+    options = [*TINY, "--save-dir", tmp_path / "run"]
     own = [[program, "--data-root", root] for root in (data, tmp_path / "data")]
     begin = time.time()
-    with Job(tmp_path, options, own) as job:
-        assert job.wait(60) == 2, job.output()
+    with Job(tmp_path, launcher, options, own) as job:
+        assert job.wait(60) == exit_code(launcher, 2), job.output()
         lines = job.output().strip().splitlines()
+    lines = [line for line in lines if launcher == "mpi" or "]<" in line]  # the others are horovodrun's own
     assert len(lines) == 1, lines
     assert "not a readable image" in lines[0] and str(tmp_path / "data") in lines[0]
+    assert time.time() - begin < 60
+
+
+@launchers
+def test_a_process_that_is_killed_ends_the_other(data, tmp_path, launcher):
+    """MPICH's mpiexec does that at once; Horovod leaves it to the other process to find out."""
+    change = "training.Run._train_step = lambda *_: os.kill(os.getpid(), 9)"
+    begin = time.time()
+    with two_processes(tmp_path, data, launcher, change=change) as job:
+        assert job.wait(60) != 0
+        said = job.output()
+    assert "epoch 1/2" not in said
+    if launcher == "horovod":
+        assert "rank 1 of 2 has ended without a word" in said
     assert time.time() - begin < 60
 
 
@@ -289,11 +333,40 @@ def test_optimizer_goes_on_on_devices_that_the_run_had_not(contexts, tmp_path):
         np.testing.assert_array_equal(value.asnumpy(), net.weight.data().asnumpy())
 
 
-@pytest.mark.parametrize("options", [[], ["--kvstore", "local"]])
-def test_processes_that_would_not_know_of_each_other(options, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [
+        ("PMI_SIZE", "mpiexec has started 2 processes; expected --kvstore mpi"),
+        ("HOROVOD_SIZE", "horovodrun has started 2 processes; expected --kvstore horovod"),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--kvstore", "local"], ["--kvstore", "another"]])
+def test_processes_that_would_not_know_of_each_other(options, variable, text, monkeypatch, capsys):
     from errors import run
     from train import main
 
-    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv(variable, "2")
+    if "another" in options:
+        options = ["--kvstore", {"PMI_SIZE": "horovod", "HOROVOD_SIZE": "mpi"}[variable]]
     assert run(main, [*TINY, *options]) == 2
-    assert "mpiexec has started 2 processes; expected --kvstore mpi" in capsys.readouterr().err
+    assert text in capsys.readouterr().err
+
+
+def test_place_on_the_machine(monkeypatch):
+    from processes import place
+
+    args = argparse.Namespace(kvstore="horovod")
+    assert place(args) == (0, 1)
+    monkeypatch.setenv("HOROVOD_LOCAL_RANK", "2")
+    monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "4")
+    assert place(args) == (2, 4)
+    assert place(argparse.Namespace(kvstore="local")) == (0, 1)
+
+
+def test_without_horovod(monkeypatch):
+    from errors import UserError
+    from processes import processes
+
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    with pytest.raises(UserError, match="--kvstore horovod: kvstore 'horovod' needs Horovod"):
+        processes(argparse.Namespace(kvstore="horovod"))

@@ -10,6 +10,23 @@ import threading
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+def step_behind_horovodrun() -> None:
+    """Under horovodrun, go on in a child of this process, which waits for it and ends as it does.
+
+    At Ctrl-C horovodrun sends SIGTERM to the children of what it has started, and SIGSTOP to that itself. What it has
+    started is a shell where /bin/sh is dash; where it is bash, which gives its place to its only command, it is us.
+    """
+    if "HOROVOD_RANK" not in os.environ:
+        return
+    child = os.fork()  # before there are threads
+    if not child:
+        return
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    _, status = os.waitpid(child, 0)
+    os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
+
+
 class Interrupt:
     """Context manager; `requested` turns true when the user wants to stop.
 

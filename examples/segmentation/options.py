@@ -124,7 +124,8 @@ def train_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--kvstore",
         choices=("local", "device", "nccl", *STORES),
-        help="adds gradients: within this process (device; CPUs: local), or over all that mpiexec has started (mpi)",
+        help="adds gradients: within this process (device; CPUs: local), or over all that mpiexec (mpi) or horovodrun "
+        "(horovod) has started",
     )
     group.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0, help="of everything random (0)")
     group.add_argument(

@@ -1,6 +1,7 @@
 """The processes of a job: which one this is, and what they do together.
 
     mpiexec -n 4 python train.py --kvstore mpi ...
+    horovodrun -np 4 python train.py --kvstore horovod ...
 
 All of them make the same calls of this module in the same order. A process that is alone makes them too.
 """
@@ -15,25 +16,32 @@ import zlib
 import numpy as np
 from errors import ElsewhereError, UserError
 
-STORES = ("mpi",)  # KVStores that span processes
-LAUNCHED = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")  # what mpiexec tells its processes
+# KVStores that span processes: what starts these, and tells each how many they are.
+LAUNCHERS = {"mpi": ("mpiexec", ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")), "horovod": ("horovodrun", ("HOROVOD_SIZE",))}
+STORES = tuple(LAUNCHERS)
 
 
 def check_launch(args) -> None:
-    """UserError if mpiexec has started several processes, none of which would know of the others."""
-    count = max(int(os.environ.get(name) or 1) for name in LAUNCHED)
-    if count > 1 and args.kvstore not in STORES:
-        given = f"--kvstore {args.kvstore}" if args.kvstore else "--kvstore is missing"
-        raise UserError(f"{given}: mpiexec has started {count} processes; expected --kvstore {' or '.join(STORES)}")
+    """UserError if several processes have been started, none of which would know of the others."""
+    for store, (launcher, names) in LAUNCHERS.items():
+        count = max(int(os.environ.get(name) or 1) for name in names)
+        if count > 1 and args.kvstore != store:
+            given = f"--kvstore {args.kvstore}" if args.kvstore else "--kvstore is missing"
+            raise UserError(f"{given}: {launcher} has started {count} processes; expected --kvstore {store}")
 
 
 def place(args) -> tuple:
     """(which, of how many) of the job's processes on this machine. It does not import MXNet."""
-    return _place() if getattr(args, "kvstore", None) in STORES else (0, 1)
+    store = getattr(args, "kvstore", None)
+    if store == "mpi":
+        return _place_in_mpi()
+    if store == "horovod":
+        return tuple(int(os.environ.get(f"HOROVOD_LOCAL_{name}") or i) for i, name in enumerate(("RANK", "SIZE")))
+    return 0, 1
 
 
 @functools.lru_cache(maxsize=None)  # all processes have to call it, as often
-def _place() -> tuple:
+def _place_in_mpi() -> tuple:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no MPI

@@ -2,7 +2,8 @@
 
     python train.py --data-root ~/.mxnet/datasets/ade --model psp --backbone resnet50 --aux --syncbn \\
                     --ngpus 4 --batch-size 16 --crop-size 480 --base-size 520 --lr 0.01 --epochs 120
-    mpiexec -n 4 python train.py --kvstore mpi --ngpus 1 ...    # the same in four processes
+    mpiexec -n 4 python train.py --kvstore mpi --ngpus 1 ...    # the same in four processes, or with
+    horovodrun -np 4 python train.py --kvstore horovod --ngpus 1 ...
 
 Options are named as in GluonCV's own training script. Results (last.ckpt, best.ckpt, epochs.csv,
 steps.csv) go to --save-dir. Ctrl-C saves and stops; --resume continues to the same result.
@@ -13,15 +14,18 @@ from __future__ import annotations
 
 import sys
 
-from devices import set_threads
+from devices import prepare_mxnet
 from errors import run
+from interrupt import step_behind_horovodrun
 from options import check_train, train_parser
 
 
 def main(argv=None) -> int:
     args = train_parser().parse_args(argv)
     check_train(args)
-    set_threads(args)
+    if args.kvstore == "horovod":
+        step_behind_horovodrun()
+    prepare_mxnet(args)
     if args.eval:
         from evaluate import evaluate
 
