@@ -211,7 +211,9 @@ def plot(path: Path, over: str, cells: Sequence[Dict[str, Any]], env: Dict[str, 
             )
         axis.set(title=f"{count} processes", xlabel="KiB", xscale="log", yscale="log")
         axis.set_xticks([cell["bytes"] / 1024 for cell in mine])
-        axis.get_xaxis().set_major_formatter(matplotlib.ticker.ScalarFormatter())
+        axis.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        for one in (axis.xaxis, axis.yaxis):
+            one.set_major_formatter(matplotlib.ticker.ScalarFormatter())
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel("microseconds per exchange")

@@ -348,16 +348,19 @@ struct SumsOf {
 
 // ---- elementwise ---------------------------------------------------------------------------------------------
 
-// Calls with<...>(slot, channel) whenever the statistics change, then apply<kUnit>(offset) for each pack.
+// Calls use(slot, channel) whenever the statistics change, then apply<kUnit>(offset) for each pack. Rows are counted in
+// 32 bits: dividing 64 would cost more than a short row.
 template <int kUnit, class Map>
 __device__ void over_rows(Map& map, const Layout& layout, Index segment) {
-    const Index rows = layout.outer() * layout.channels, segments = (layout.inner + segment - 1) / segment;
-    const Index warps = Index(gridDim.x) * (kThreads / kWarp);
-    for (Index task = Index(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp; task < rows * segments;
-         task += warps) {
-        const Index row = task / segments, begin = task % segments * segment;
+    const unsigned rows = static_cast<unsigned>(layout.outer() * layout.channels);
+    const unsigned channels = static_cast<unsigned>(layout.channels);
+    const unsigned segments = static_cast<unsigned>((layout.inner + segment - 1) / segment);
+    const unsigned warps = gridDim.x * (kThreads / kWarp);
+    for (unsigned task = blockIdx.x * (kThreads / kWarp) + threadIdx.x / kWarp; task < rows * segments; task += warps) {
+        const unsigned row = segments == 1 ? task : task / segments, outer = row / channels;
+        const Index begin = (task - row * segments) * segment;
         const Index end = begin + segment < layout.inner ? begin + segment : layout.inner;
-        map.use(layout.slot_of(row / layout.channels), row % layout.channels);
+        map.use(layout.slots == 1 ? 0 : layout.slot_of(outer), row - outer * channels);
         const Index base = row * layout.inner + begin;
         const int length = static_cast<int>(end - begin);
 #pragma unroll 4

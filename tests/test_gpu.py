@@ -5,6 +5,7 @@ MXNet's own operators do not run on the emulator, so that tests make arrays by c
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -331,6 +332,56 @@ def test_a_missing_replica(rng):
     gluon_syncbn.reset()
     assert_same(step(layer, batch, contexts, "float64")._replace(running_mean=[], running_var=[]),
                 specification(layer, batch), 1e-11)  # fmt: skip
+
+
+def test_a_gpu_that_fails(rng):
+    """Nothing runs on it any more, not even this layer: its own error is at its output, and the others do not hang."""
+    if not EMULATED:
+        pytest.skip("only the emulator forgets an error of a GPU")
+    contexts, batch = gpus(2), make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5, timeout=1), batch, contexts, "float64")
+    xs = on_devices(batch.shards, contexts, "float64")
+    module = mx.rtc.CudaModule('extern "C" __global__ void beyond(double* x) { x[-1] = 0; }')
+    victim = on_devices(batch.shards, contexts, "float64")[1]
+    module.get_kernel("beyond", "double* x").launch([victim], contexts[1], (1, 1, 1), (1, 1, 1))
+    with pytest.raises(mx.MXNetError):
+        victim.wait_to_read()
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+    with pytest.raises(mx.MXNetError, match="an illegal memory access was encountered"):
+        ys[1].asnumpy()
+    with pytest.raises(mx.MXNetError, match=r"missing gpu\(1\) after 1 s.* or has failed; then its error is at that"):
+        ys[0].asnumpy()
+    with suppress(mx.MXNetError):
+        mx.nd.waitall()
+    ctypes.CDLL("libcuda.so.1").cuda_emulator_reset()
+    gluon_syncbn.reset()
+    got = step(layer, batch, contexts, "float64")
+    assert_same(got._replace(running_mean=[], running_var=[]), specification(layer, batch), 1e-11)
+
+
+def test_kernels_that_are_not_there():
+    """An error of the layer's own: all replicas have it, with the layer's name."""
+    gpus(2)
+    program = """
+        import mxnet as mx, numpy as np
+        from mxnet import autograd
+        import gluon_syncbn
+        gluon_syncbn._native._core.syncbn_cuda_source(b"/nowhere/kernels.cu")
+        contexts = [mx.gpu(0), mx.gpu(1)]
+        layer = gluon_syncbn.SyncBatchNorm(in_channels=4, timeout=5)
+        layer.initialize(ctx=contexts)
+        with autograd.record():
+            ys = [layer(mx.nd.array(np.random.randn(2, 4, 9), ctx=context)) for context in contexts]
+        for y in ys:
+            try:
+                y.asnumpy()
+            except mx.MXNetError as error:
+                print(str(error))
+        """
+    done = run(["-c", textwrap.dedent(program)])
+    expected = r"SyncBatchNorm 'batchnorm0' on gpu\([01]\): cannot read /nowhere/kernels.cu; install gluon_syncbn again"
+    assert len(re.findall(expected, done.stdout)) == 2, done.stdout + done.stderr
 
 
 def test_a_collective_that_hangs():

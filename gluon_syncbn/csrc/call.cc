@@ -44,15 +44,15 @@ void Call::forward(const Arrays& arrays, const int* reqs, bool training) {
         normalise(arrays, reqs[0]);
         complete_ = true;
     } catch (const std::exception& e) {
-        fail(e.what());  // whatever it was, the other replicas need not wait for this one
-        if (reqs[0] != kNull) backend_->fill(arrays[settings_.output()], batch_.type, batch_.shape.size(), kNaN);
-        throw;
+        const std::string reason = named(e.what());
+        fail(reason);  // whatever it was, the other replicas need not wait for this one
+        if (reqs[0] != kNull) spoil(arrays[settings_.output()], kX);
+        throw Failure(reason);
     }
 }
 
 void Call::backward(const Arrays& arrays, const int* reqs) {
     const int gradients = settings_.gradients();
-    const Type parameter = batch_.parameter_type();
     try {
         // MXNet skips what depends on a failure only until somebody has read that failure.
         if (!complete_)
@@ -61,14 +61,30 @@ void Call::backward(const Arrays& arrays, const int* reqs) {
         differentiate(arrays, reqs);
         for (int i = kRunningMean; i < settings_.inputs(); ++i)  // nothing flows into the running statistics
             if (reqs[i] == kWrite || reqs[i] == kInplace)
-                backend_->fill(arrays[gradients + i], parameter, batch_.shape.channels, 0);
+                backend_->fill(arrays[gradients + i], batch_.parameter_type(), batch_.shape.channels, 0);
     } catch (const std::exception& e) {
-        fail(e.what());
+        const std::string reason = named(e.what());
+        fail(reason);
         for (int i = 0; i < settings_.inputs(); ++i)
-            if (reqs[i] != kNull)
-                backend_->fill(arrays[gradients + i], i == kX ? batch_.type : parameter,
-                               i == kX ? batch_.shape.size() : batch_.shape.channels, kNaN);
-        throw;
+            if (reqs[i] != kNull) spoil(arrays[gradients + i], static_cast<Input>(i));
+        throw Failure(reason);
+    }
+}
+
+// An error with the layer and the device in it; those of the device itself know neither.
+std::string Call::named(const std::string& error) const {
+    const bool complete = error.find("SyncBatchNorm '") != std::string::npos;
+    return complete ? error : "SyncBatchNorm '" + settings_.layer->name + "' on " + context_ + ": " + error;
+}
+
+// NaN into an output that is like this input, so that nothing plausible is left. A device that cannot even do this has a
+// reason, and that is the one that is on its way.
+void Call::spoil(Array out, Input like) {
+    try {
+        const bool data = like == kX;
+        backend_->fill(out, data ? batch_.type : batch_.parameter_type(),
+                       data ? batch_.shape.size() : batch_.shape.channels, kNaN);
+    } catch (const Failure&) {
     }
 }
 

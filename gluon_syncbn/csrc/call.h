@@ -72,6 +72,8 @@ class Call {
     Mode mode() const { return settings_.layer->pooling.mode; }
     size_t group() const { return static_cast<size_t>(settings_.layer->pooling.group); }
     int threads() const;
+    std::string named(const std::string& error) const;
+    void spoil(Array out, Input like);
     Affine affine(const Arrays& arrays, int inputs) const;
 
     void normalise(const Arrays& arrays, int req);

@@ -79,7 +79,9 @@ std::string Layer::likely_cause(const Meeting& meeting, int phase, double* stuck
         *stuck_after = kSurely;
         return "Every replica has issued its call. " + temporary_space;
     }
-    if (all_issued) return "Every replica has issued its call: an operator before this layer does not finish.";
+    if (all_issued)
+        return "Every replica has issued its call: an operator before this layer does not finish there, or has failed; "
+               "then its error is at that replica's output.";
     // A state that MXNet executes again is issued once, so that nobody knows whether the missing one was called.
     if (meeting.repeated && all_cpu) *stuck_after = perhaps;
     return "Most likely the missing replica was never called, or something waits for a result (asnumpy, asscalar, "
