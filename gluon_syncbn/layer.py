@@ -88,7 +88,8 @@ class SyncBatchNorm(nn.BatchNorm):
     ------
     ValueError
         At construction, where an argument is out of range. In a training call, where the number of devices does not
-        fit: ``group_size`` does not divide it, or there are fewer than two slots to shuffle.
+        fit: ``group_size`` does not divide it, or there are fewer than two slots to shuffle. Where parameters are put
+        on a GPU that MXNet has no code for.
     MXNetError
         When a result is read: a replica did not come in time, came with another number of channels or failed. The
         text names the layer, who arrived and who is missing.

@@ -339,7 +339,7 @@ def test_a_gpu_that_fails(rng):
     if not EMULATED:
         pytest.skip("only the emulator forgets an error of a GPU")
     contexts, batch = gpus(2), make_batch(rng, 2)
-    layer = prepare(SyncBatchNorm(in_channels=5, timeout=1), batch, contexts, "float64")
+    layer = prepare(SyncBatchNorm(in_channels=5, timeout=200), batch, contexts, "float64")
     xs = on_devices(batch.shards, contexts, "float64")
     module = mx.rtc.CudaModule('extern "C" __global__ void beyond(double* x) { x[-1] = 0; }')
     victim = on_devices(batch.shards, contexts, "float64")[1]
@@ -350,7 +350,7 @@ def test_a_gpu_that_fails(rng):
         ys = [layer(x) for x in xs]
     with pytest.raises(mx.MXNetError, match="an illegal memory access was encountered"):
         ys[1].asnumpy()
-    with pytest.raises(mx.MXNetError, match=r"missing gpu\(1\) after 1 s.* or has failed; then its error is at that"):
+    with pytest.raises(mx.MXNetError, match=r"missing gpu\(1\), and nothing has been computed for 3 s.* or has failed"):
         ys[0].asnumpy()
     with suppress(mx.MXNetError):
         mx.nd.waitall()

@@ -46,7 +46,8 @@ std::string Layer::describe(const Meeting& meeting, int phase) const {
 std::string Layer::likely_cause(const Meeting& meeting, int phase, double* stuck_after) const {
     *stuck_after = 0;
     const bool all_cpu = std::all_of(meeting.contexts.begin(), meeting.contexts.end(), on_cpu);
-    const double perhaps = little_temporary_space() ? kSurely : kPerhaps;
+    // While a GPU computes, the thread that waits for it spins (cudaDeviceScheduleAuto): that is no idle process.
+    const double perhaps = all_cpu && little_temporary_space() ? kSurely : kPerhaps;
     const std::string temporary_space =
         "CPU contexts share a small pool of temporary space, and MXNet's queue may not reach a replica because of it: "
         "take the contexts from gluon_syncbn.cpu_devices(n) before the first operator runs (it sets "
@@ -61,7 +62,7 @@ std::string Layer::likely_cause(const Meeting& meeting, int phase, double* stuck
                "a context of its own. Or not every replica's loss took part.";
     }
     if (phase > 0) {
-        if (all_cpu) *stuck_after = perhaps;
+        *stuck_after = perhaps;
         return "Either not every replica's loss took part: call autograd.backward with the losses of all devices, and "
                "read no gradient before that. Or an operator outside the replicas (a batch that is split while "
                "recording, for its gradient) is bundled with one of them: set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the "
@@ -79,9 +80,11 @@ std::string Layer::likely_cause(const Meeting& meeting, int phase, double* stuck
         *stuck_after = kSurely;
         return "Every replica has issued its call. " + temporary_space;
     }
-    if (all_issued)
-        return "Every replica has issued its call: an operator before this layer does not finish there, or has failed; "
-               "then its error is at that replica's output.";
+    if (all_issued) {
+        *stuck_after = perhaps;
+        return "Every replica has issued its call: an operator before this layer does not finish there, or has failed, "
+               "for lack of memory perhaps; then its error is at that replica's output.";
+    }
     // A state that MXNet executes again is issued once, so that nobody knows whether the missing one was called.
     if (meeting.repeated && all_cpu) *stuck_after = perhaps;
     return "Most likely the missing replica was never called, or something waits for a result (asnumpy, asscalar, "
