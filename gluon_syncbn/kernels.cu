@@ -127,7 +127,15 @@ struct Split {
 
 // ---- reductions ----------------------------------------------------------------------------------------------
 
-// Calls take<kUnit>(j, offset) for the values that this thread reads and finish(n) after each run of n of them. What is
+template <class Reduction>
+__device__ inline void add_run(Reduction& reduction, int n) {
+    if (n == kRun)
+        reduction.add(Full());
+    else
+        reduction.add(n);
+}
+
+// Calls take<kUnit>(j, offset) for the values that this thread reads and add(n) after each run of n of them. What is
 // counted within a channel fits into 32 bits, which a GPU adds in one instruction and 64 in two.
 template <typename T, int kUnit, class Reduction>
 __device__ void down_rows(Reduction& reduction, const Layout& layout) {
@@ -155,7 +163,7 @@ __device__ void down_rows(Reduction& reduction, const Layout& layout) {
                 }
             }
         }
-        reduction.finish(n);
+        add_run(reduction, n);
     }
 }
 
@@ -178,7 +186,7 @@ __device__ void down_columns(Reduction& reduction, const Layout& layout, int wid
                 offset += step * layout.channels;
             }
         }
-        reduction.finish(n);
+        add_run(reduction, n);
     }
 }
 
@@ -259,12 +267,6 @@ struct MomentsOf {
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) run[j + i] = Number<T>::widen(pack.values[i]) - origin;
     }
-    __device__ void finish(int n) {
-        if (n == kRun)
-            add(Full());
-        else
-            add(n);
-    }
     template <class N>
     __device__ void add(N n) {
         Wide sum = 0, squares = 0;
@@ -324,12 +326,6 @@ struct SumsOf {
             heads[j + i] = Number<T>::widen(head.values[i]);
             centred[j + i] = mean.below(Number<T>::widen(value.values[i]));
         }
-    }
-    __device__ void finish(int n) {
-        if (n == kRun)
-            add(Full());
-        else
-            add(n);
     }
     template <class N>
     __device__ void add(N n) {
