@@ -99,9 +99,9 @@ def distance(got, want):
 
 
 def errors(net, plain, dtype):
-    """The relative error of the loss, of every gradient and of every running statistic, by name."""
+    """The relative error of the loss, of every gradient and of every running statistic, by name; plain is in float64."""
     loss, grads, running = step(net, CONTEXTS, SPLIT, dtype)
-    want_loss, want_grads, want_running = step(plain, CONTEXTS[:1], [sum(SPLIT)], dtype)
+    want_loss, want_grads, want_running = step(plain, CONTEXTS[:1], [sum(SPLIT)], "float64")
     trained = [name for name, p in plain._collect_params_with_prefix().items() if p.grad_req != "null"]
     assert grads.keys() == want_grads.keys() == set(trained), "no parameter is left out"
     found = {"loss": distance(loss, np.array(want_loss))}
@@ -135,7 +135,9 @@ def test_a_step_on_two_devices_is_the_step_on_one(model):
 
 
 def test_a_converted_network_in_float32_without_hybridize():
-    net, plain = (build(FastSCNN, nn.BatchNorm, ctx, "float32") for ctx in (CONTEXTS, CONTEXTS[:1]))
+    # Not against plain BatchNorm in float32: on a processor without AVX-512 that is 3 % off in these gradients.
+    net = build(FastSCNN, nn.BatchNorm, CONTEXTS, "float32")
+    plain = build(FastSCNN, nn.BatchNorm, CONTEXTS[:1], "float64")
     assert_below(errors(convert(net), plain, "float32"), 1e-3)
 
 

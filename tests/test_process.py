@@ -20,6 +20,7 @@ UNSET = ("MXNET_CPU_TEMP_COPY", "MXNET_CPU_PARALLEL_RAND_COPY", "MXNET_ENGINE_TY
 # Two replicas; nothing but the end of the process, or a failure, ends a wait within the tests' limits.
 START = """
 import os, signal, sys, threading, time, warnings
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 warnings.simplefilter("ignore")
 import mxnet as mx
 import numpy as np
