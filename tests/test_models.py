@@ -99,7 +99,7 @@ def distance(got, want):
 
 
 def errors(net, plain, dtype):
-    """The relative error of the loss, of every gradient and of every running statistic, by name; plain is in float64."""
+    """The relative error of the loss, every gradient and every running statistic, by name; plain is in float64."""
     loss, grads, running = step(net, CONTEXTS, SPLIT, dtype)
     want_loss, want_grads, want_running = step(plain, CONTEXTS[:1], [sum(SPLIT)], "float64")
     trained = [name for name, p in plain._collect_params_with_prefix().items() if p.grad_req != "null"]
