@@ -102,7 +102,7 @@ def measure(shape: Tuple, dtype: str, module: Any, rounds: int) -> Dict[str, flo
     import torch
 
     x, dy, other = (torch.randn(shape, device="cuda").to(getattr(torch, dtype)) for _ in range(3))
-    ours, plain = Ours(module, x, dy), torch.nn.BatchNorm2d(shape[1], device="cuda").to(x.dtype)
+    ours, plain = Ours(module, x, dy), torch.nn.BatchNorm2d(shape[1], device="cuda")
     mean, invstd = torch.batch_norm_stats(x, 1e-5)
     count = torch.tensor([x.numel() // shape[1]], dtype=torch.int32, device="cuda")
     weight, bias = ours.gamma, ours.beta

@@ -5,9 +5,12 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+
+from gluon_syncbn import _native
 
 SOURCE = Path(__file__).parent.parent / "gluon_syncbn" / "kernels.cu"
 BLOCK = 256
@@ -96,12 +99,29 @@ def gpu(request):
     return request.param()
 
 
+class Plan(NamedTuple):
+    """The grids that the layer launches in; see csrc/cuda_plan.h."""
+
+    tiles: int
+    slots: int
+    chunks: int
+    blocks: int
+    width: int
+    segment: int
+
+    @classmethod
+    def of(cls, shape, slots):
+        values = (ctypes.c_int64 * 6)()
+        _native._core.syncbn_cuda_plan(*map(ctypes.c_int64, (*shape, slots)), values)
+        return cls(*values)
+
+
 class Kernels:
     """The kernels on one tensor [samples, extent, channels, inner]. `shifts`: where x, dy and the output begin, counted
     in values from what every load is aligned to."""
 
-    def __init__(self, gpu, x, slots=1, chunks=1, width=4, segment=512, shifts=(0, 0, 0)):
-        self.gpu, self.x, self.type, self.shifts = gpu, x, x.dtype.name, shifts
+    def __init__(self, gpu, x, slots=1, chunks=1, width=4, segment=512, shifts=(0, 0, 0), blocks=5):
+        self.gpu, self.x, self.type, self.shifts, self.blocks = gpu, x, x.dtype.name, shifts, blocks
         self.parameter = "float64" if self.type == "float64" else "float32"
         self.slots, self.chunks, self.width, self.segment = slots, chunks, width, segment
         samples, extent, self.channels, self.inner = x.shape
@@ -129,7 +149,7 @@ class Kernels:
         return self.gpu.download(partial).reshape(self.chunks, self.slots, quantities, self.channels)
 
     def _map(self, kernel, out, add, *arguments):
-        grid = (5, 1, 1) if self.inner > 1 else self._grid()
+        grid = (self.blocks, 1, 1) if self.inner > 1 else self._grid()
         sizes = [*self.shape, np.int32(self.width), np.int64(self.segment)]
         self.gpu.launch(f"{kernel}_{self.type}", grid, *arguments, out, np.int32(add), *sizes)
         return self.gpu.download(out).reshape(self.x.shape)
@@ -188,15 +208,24 @@ def test_against_numpy(gpu, shape, dtype, slots, chunks, width, shift):
     check(gpu, shape, dtype, slots, chunks, width, (shift, shift, shift))
 
 
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("shape", [*SHAPES, (2, 1, 1, 400000), (3000, 1, 40, 1)], ids=str)
+def test_in_the_grids_of_the_layer(gpu, shape, slots):
+    plan = Plan.of(shape, slots)
+    tiles = shape[2] if shape[3] > 1 else -(-shape[2] // plan.width)
+    assert plan[:2] == (tiles, slots) and 1 <= plan.chunks <= 65535 and plan.segment % 8 == 0
+    check(gpu, shape, "float32", slots, plan.chunks, plan.width, (0, 0, 0), plan.segment, plan.blocks)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shifts", [(1, 0, 0), (0, 1, 0), (0, 0, 1)], ids=str)
 def test_one_array_in_an_odd_place(gpu, shifts, dtype):
     check(gpu, (2, 1, 3, 16), dtype, 1, 1, 4, shifts)
 
 
-def check(gpu, shape, dtype, slots, chunks, width, shifts):
+def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5):
     x, dy, start, statistics, pulls, gamma, beta = case(shape, dtype, slots)
-    kernels = Kernels(gpu, x, slots, chunks, width, shifts=shifts)
+    kernels = Kernels(gpu, x, slots, chunks, width, segment, shifts, blocks)
 
     count, mean, m2 = kernels.moments()
     for i, part in enumerate(parts(x, slots)):
