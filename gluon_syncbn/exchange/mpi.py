@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import struct
 import sys
 import threading
 import time
@@ -23,11 +24,12 @@ _log = logging.getLogger("gluon_syncbn")
 
 _KINDS = ("failure", "end", "agreement", "broadcast", "broadcast of", "gradient", "gradient of", "statistics")
 _TYPES = tuple(np.dtype(name) for name in ("uint8", "float16", "float32", "float64", "int32", "int64", "int8"))
-_HEADER = 8  # int64: kind, key, node, call, phase, part, type, 0
+_HEADER = struct.Struct("=8q")  # kind, key, node, call, phase, part, type, 0
 _SMALL = 1 << 15  # bytes; larger sums are made in parts, one by each rank
 _FEW = 8  # ranks that send everybody their part; more add up along a tree, in twice its depth messages each
 _WARN_AFTER = 10.0  # seconds
 _SPIN, _DOZE = 0.0005, 0.1  # seconds of waiting until polls are 50 us, 1 ms apart
+_SLICE = 5e-5  # seconds of polling between two looks at everything else
 
 _Key = Tuple[int, ...]  # sender, kind, key, node, call, phase, part
 
@@ -51,7 +53,7 @@ class MPITransport(Transport):
         self._closed = False
         self._gone: Dict[int, str] = {}
         self._inbox: Dict[_Key, np.ndarray] = {}
-        self._outgoing: List[Tuple[Any, np.ndarray]] = []
+        self._outgoing: List[Tuple[Any, bytes]] = []
         self._incoming: List[Tuple[Any, np.ndarray, int]] = []
         self._mpi = threading.Lock()  # one MPI call at a time
         self._changed = threading.Condition()  # guards the inbox
@@ -160,11 +162,9 @@ class MPITransport(Transport):
         return self._post(ranks, label, part, array)
 
     def _post(self, ranks: Sequence[int], label: Label, part: int, array: np.ndarray) -> List[Any]:
-        number = _TYPES.index(array.dtype)
-        header = np.array(
-            [_KINDS.index(label.kind), label.key, label.node, label.call, label.phase, part, number, 0], np.int64
-        )
-        message = np.concatenate([header.view(np.uint8), array.ravel().view(np.uint8)])
+        kind, number = _KINDS.index(label.kind), _TYPES.index(array.dtype)
+        header = _HEADER.pack(kind, label.key, label.node, label.call, label.phase, part, number, 0)
+        message = header + array.tobytes()
         with self._mpi:
             requests = [self._comm.Isend([message, self._MPI.BYTE], dest=rank) for rank in ranks]
             self._outgoing += [(request, message) for request in requests]  # MPI reads it later
@@ -191,7 +191,8 @@ class MPITransport(Transport):
                     self._changed.notify_all()  # somebody else may have to poll now
                     break
                 now = time.monotonic()
-                self._check(label, identity, missing)
+                if self._broken or self._gone or self._inbox:
+                    self._check(label, identity, missing)
                 if now - began > limit:
                     self._give_up(self._late(label, missing, limit))
                 if now - began > _WARN_AFTER and not warned:
@@ -208,8 +209,13 @@ class MPITransport(Transport):
                 self._changed.release()
                 try:
                     arrived = self._progress()
-                    if not arrived and now - began > _SPIN:
-                        time.sleep(5e-5 if now - began < _DOZE else 1e-3)
+                    if now - began > _SPIN:
+                        if not arrived:
+                            time.sleep(5e-5 if now - began < _DOZE else 1e-3)
+                    else:
+                        while missing and not arrived and time.monotonic() < now + _SLICE:
+                            os.sched_yield()  # to the process that is waited for, where there are more than cores
+                            arrived = self._progress()
                 finally:
                     self._changed.acquire()
                     self._polling = False
@@ -249,8 +255,8 @@ class MPITransport(Transport):
 
     def _file(self, messages: Sequence[Tuple[int, np.ndarray]]) -> None:
         for rank, message in messages:
-            header = message[: 8 * _HEADER].view(np.int64).tolist()
-            array = message[8 * _HEADER :].view(_TYPES[header[6]])
+            header = _HEADER.unpack_from(message.data)
+            array = message[_HEADER.size :].view(_TYPES[header[6]])
             kind = _KINDS[header[0]]
             if kind == "failure":
                 self._gone[rank] = f"has failed: {bytes(array).decode(errors='replace')}"
