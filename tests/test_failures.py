@@ -173,6 +173,33 @@ def test_a_long_wait_says_so(contexts, rng, capfd):
     assert capfd.readouterr().err == ""
 
 
+class Nap(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        time.sleep(0.5)
+        self.assign(out_data[0], req[0], in_data[0])
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self.assign(in_grad[0], req[0], out_grad[0])
+
+
+@mx.operator.register("nap")
+class NapProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return Nap()
+
+
+def test_the_last_replica_is_called_after_a_long_pause(contexts, rng):
+    # Nothing has been computed for seconds, and the last replica is on its way for half a second more.
+    layer = a_layer(contexts[:2], timeout=60)
+    batch = make_batch(rng, 2, dtype="float32")
+    first, second = on_devices(batch.shards, contexts, "float32")
+    with autograd.record():
+        ys = [layer(first)]
+        time.sleep(6)
+        ys.append(layer(nd.Custom(second, op_type="nap")))
+    assert all(np.isfinite(y.asnumpy()).all() for y in ys)
+
+
 # ---- an exception in one replica's part --------------------------------------------------------------------
 
 

@@ -314,6 +314,29 @@ except KeyboardInterrupt:
     assert code == 5, errors[-2000:]
 
 
+def test_a_pause_of_the_whole_process():
+    """Ctrl-Z and `fg` later: time in which nobody could come does not count."""
+    text = """
+gluon_syncbn.configure(timeout=2)
+with autograd.record():
+    ys = [layer(xs[0])]
+    time.sleep(0.5)
+    ready()
+    begin = time.process_time()
+    while time.process_time() < begin + 1:  # the other replica's part
+        pass
+    ys.append(layer(xs[1]))
+assert_same(step(layer, batch, contexts, "float64"), truth(batch, steps=2), 1e-11)
+"""
+    with Script(text) as script:
+        script.until_ready()
+        script.process.send_signal(signal.SIGSTOP)
+        time.sleep(5)
+        script.process.send_signal(signal.SIGCONT)
+        code, _, errors = script.end(within=8)
+    assert code == 0, errors
+
+
 def test_sigterm_ends_at_once():
     with Script(WAITS) as script:
         script.until_ready()

@@ -137,7 +137,6 @@ Total Layer::meet(const Place& place, int phase_number, Reduction reduction, Typ
     phase.entries[place.seat] = {true, channels, type, std::move(payload)};  // (2)
     if (++phase.arrived < meeting.replicas()) return wait(meeting, phase, phase_number, lock);
 
-    phase.complete_since = now();
     const Reach reach = reach_ == kDefault ? process().reach : reach_;
     lock.unlock();  // nobody else touches a phase that is complete
     Total total;
@@ -172,8 +171,10 @@ void Layer::check_equal(const Meeting& meeting, const Phase& phase, size_t seat,
 }
 
 Total Layer::wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock) {
-    const double start = now(), limit = timeout();
+    const double limit = timeout();
     Stall stall;
+    std::string seen;
+    double seen_since = 0, complete_since = -1;
     bool warned = false;
     while (true) {
         meeting.changed.wait_for(lock, kSlice);
@@ -182,22 +183,27 @@ Total Layer::wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock) 
             const bool names_layer = process().failure.find("SyncBatchNorm '") != std::string::npos;
             throw Failure(process().failure + (names_layer ? "" : " " + describe(meeting, phase_number) + "."));
         }
-        const double waited = now() - start;
+        stall.sample();
+        const double waited = stall.waited();
         if (waited < kWatchAfter) continue;
         if (phase.arrived == meeting.replicas()) {  // the last to arrive makes the total, with a time limit of its own
-            if (now() - phase.complete_since < limit + kGrace) continue;
+            if (complete_since < 0) complete_since = waited;
+            if (waited - complete_since < limit + kGrace) continue;
             fail_and_throw(meeting, describe(meeting, phase_number) + ". The KVStore has not answered for " +
                                         std::to_string(static_cast<int>(limit + kGrace)) + " s.");
         }
-        stall.sample();
         watch_interrupts();
         std::ostringstream why;
         double stuck_after = 0;
         const std::string cause = likely_cause(meeting, phase_number, &stuck_after);
         const std::string who = describe(meeting, phase_number);
+        if (seen != who + cause) {  // whoever was called just now is on the way
+            seen = who + cause;
+            seen_since = waited;
+        }
         if (stall.asked_to_end()) {  // (6)
             why << who << ". The process was asked to end (Ctrl-C, or its main thread is gone) while they waited.";
-        } else if (stuck_after > 0 && waited >= stuck_after && stall.idle_for(kStuckIdle)) {
+        } else if (stuck_after > 0 && waited - seen_since >= stuck_after && stall.idle_for(kStuckIdle)) {
             why << who << ", and nothing has been computed for " << kStuckIdle << " s. " << cause;
         } else if (waited >= limit) {
             why << who << " after " << limit << " s. " << cause;

@@ -26,7 +26,6 @@ struct Phase {
     };
     std::vector<Entry> entries;  // [seats]
     size_t arrived = 0;
-    double complete_since = 0;
     bool done = false;
     Total total;
 };

@@ -11,6 +11,7 @@ namespace syncbn {
 namespace {
 
 constexpr double kWindow = 4.0;      // seconds of samples to keep
+constexpr double kStopped = 1.0;     // between two samples: the process itself was stopped, whatever it waits for
 constexpr double kIdleShare = 0.25;  // of one core: Horovod's thread, which looks around every 1 ms, takes 0.12 to 0.19
 constexpr double kEndAfterIdle = 1.5;  // seconds
 
@@ -18,6 +19,8 @@ std::atomic<long> interrupts{0};
 std::atomic<bool> ended{false};
 struct sigaction previous, original;
 thread_local int depth = 0;
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 double processor_time() {
     timespec t;
@@ -39,12 +42,15 @@ void on_interrupt(int signal, siginfo_t* info, void* context) {
 
 }  // namespace
 
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
 Stall::Stall() : interrupts_(interrupts.load()) { sample(); }
 
 void Stall::sample() {
-    samples_.emplace_back(now(), processor_time());
+    const double time = now(), last = samples_.empty() ? time : samples_.back().first;
+    if (time - last < kStopped)
+        waited_ += time - last;
+    else
+        samples_.clear();
+    samples_.emplace_back(time, processor_time());
     while (samples_.size() > 2 && samples_[1].first < samples_.back().first - kWindow) samples_.pop_front();
 }
 

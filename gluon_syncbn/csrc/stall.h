@@ -6,14 +6,13 @@
 
 namespace syncbn {
 
-// Seconds on a clock that only goes forward.
-double now();
-
 // Lives as long as one wait; asked at every time slice.
 class Stall {
   public:
     Stall();
     void sample();
+    // Seconds since the wait began. Time in which this process did not run (Ctrl-Z) does not count.
+    double waited() const { return waited_; }
     // True where the whole process has computed next to nothing for the last `seconds`.
     bool idle_for(double seconds) const;
     // True where somebody asked the process to end since this wait began and nothing else is running:
@@ -22,6 +21,7 @@ class Stall {
 
   private:
     long interrupts_;
+    double waited_ = 0;
     std::deque<std::pair<double, double>> samples_;  // (time, processor time of the process)
 };
 
