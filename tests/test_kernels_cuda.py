@@ -1,9 +1,12 @@
-"""kernels.cu by itself: on the emulator's memory (`make test-gpu-emulated`), and on any CUDA GPU through CuPy."""
+"""kernels.cu by itself: on the emulator (`make test-gpu-emulated`), and through CuPy, there or on any CUDA GPU."""
 
 import ctypes
+import itertools
+import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +37,7 @@ HUGE = [(16, 1, 256, 120 * 120), (16, 120 * 120, 256, 1), (4, 1, 3, 1 << 26), (1
 
 
 class Cupy:
-    """A CUDA GPU."""
+    """A CUDA GPU, or the emulator as CuPy sees it. Nothing here needs a kernel of CuPy's own."""
 
     def __init__(self):
         self.cupy = pytest.importorskip("cupy", reason="no CuPy, so no GPU to run the kernels on")
@@ -45,12 +48,12 @@ class Cupy:
         self.module = self.cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++14",), backend="nvrtc")
 
     def upload(self, values, shift=0):
-        buffer = self.cupy.empty(values.size + shift, values.dtype)
-        buffer[shift:] = self.cupy.asarray(values.ravel())
-        return buffer[shift:]
+        array = self.cupy.empty(values.size + shift, values.dtype)[shift:]
+        array.set(values.ravel())
+        return array
 
     def empty(self, size, dtype, shift=0):
-        return self.cupy.full(size + shift, np.nan, dtype)[shift:]
+        return self.upload(np.full(size, np.nan, dtype), shift)
 
     def download(self, array):
         return self.cupy.asnumpy(array)
@@ -332,9 +335,26 @@ def test_parameters(gpu):
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", HUGE, ids=str)
 def test_large_tensors(gpu, shape, dtype):
-    if isinstance(gpu, Emulated):
+    if "CUDA_EMULATOR" in os.environ:
         pytest.skip("hundreds of megabytes are for a GPU")
     check(gpu, shape, dtype, 2, 8, 32, (0, 0, 0))
+
+
+def test_the_benchmark_runs(tmp_path):
+    Cupy()
+    script = SOURCE.parents[1] / "benchmarks" / "gpu.py"
+    ran = subprocess.run(
+        [sys.executable, str(script), "--quick", "--out", str(tmp_path)],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    cells = json.loads((tmp_path / "gpu.json").read_text())["cells"]
+    assert [(cell["layout"], cell["dtype"]) for cell in cells] == list(
+        itertools.product(["NCHW", "NHWC"], ["float32", "float16"])
+    )
+    kernels = {"copy", "moments", "normalise", "grad_sums", "grad_input"}
+    assert all(kernels <= cell["seconds"].keys() and min(cell["seconds"].values()) > 0 for cell in cells)
+    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ---- the compiler ------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""Sets up a folder in which the wheel of ``mxnet-cu112`` runs without a GPU and without NVIDIA's driver and libraries.
+"""Sets up a folder in which the wheels of ``mxnet-cu112`` and CuPy run without a GPU and NVIDIA's driver and libraries.
 
     python tests/cuda_emulator/build.py --out DIR
 
-leaves in DIR the wheel's package (``mxnet/``) and the stand-ins for the libraries that it is linked against
-(``lib/``). Then: ``PYTHONPATH=DIR LD_LIBRARY_PATH=DIR/lib python ...``. A repetition does what has changed.
+leaves in DIR the wheels' packages (``mxnet/``, ``cupy/`` ...) and the stand-ins for the libraries that they are linked
+against (``lib/``). Then: ``PYTHONPATH=DIR LD_LIBRARY_PATH=DIR/lib python ...``. A repetition does what has changed.
 """
 
 import argparse
@@ -20,11 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-REQUIREMENT = "mxnet-cu112==1.9.1"
+# What runs on the stand-ins, and the size of what is fetched in MB. fastrlock is CuPy's only need beside NumPy.
+SIZES = {"mxnet-cu112==1.9.1": 460, "cupy-cuda11x==12.3.0": 90, "fastrlock==0.8.2": 1}
+OF_ONE_PYTHON = {"cupy-cuda11x==12.3.0", "fastrlock==0.8.2"}
 
 CORE = ["errors", "device", "memory", "streams", "fiber", "launch", "access", "copies", "driver"]
 CORE_LIBRARY = "libcuda.so.1"
-# soname: (sources, the prefix of the names that libmxnet.so takes from it)
+# soname: (sources, the prefix of the names that libmxnet.so and CuPy take from it)
 LIBRARIES = {
     "libcudart.so.11.0": (["cudart"], r"(__)?cuda[A-Z]"),
     "libnvrtc.so.11.2": (["nvrtc"], "nvrtc"),
@@ -32,6 +34,7 @@ LIBRARIES = {
     "libcudnn.so.8": (["handles"], "cudnn"),
     "libcublas.so.11": (["handles"], "cublas"),
     "libcusolver.so.11": (["handles"], "cusolver"),
+    "libcusparse.so.11": ([], "cusparse"),
     "libcurand.so.10": ([], "curand"),
     "libcufft.so.10": ([], "cufft"),
     "libnvToolsExt.so.1": (["handles"], "nvtx"),
@@ -65,50 +68,53 @@ def run(command, hint):
     return done.stdout
 
 
-# ---- the wheel ---------------------------------------------------------------------------------------------
+# ---- the wheels --------------------------------------------------------------------------------------------
 
 
-def fetch(folder):
+def fetch(requirement, folder):
     """The wheel, from this folder if it is there."""
-    found = sorted(folder.glob("mxnet_cu112-1.9.1-*.whl"))
-    if found:
-        return found[0]
-    print(f"    fetching {REQUIREMENT} (about 460 MB) ...", flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-    run(
-        [*command, "--no-cache-dir", "--no-deps", "--dest", str(folder), REQUIREMENT],
-        f"is the package index reachable? Otherwise fetch the wheel of {REQUIREMENT} elsewhere and name it by --wheel",
-    )
-    found = sorted(folder.glob("mxnet_cu112-1.9.1-*.whl"))
-    return found[0] if found else fail(f"pip left no wheel of {REQUIREMENT} in {folder}")
+    name, version = requirement.split("==")
+    python = f"cp{sys.version_info[0]}{sys.version_info[1]}-" if requirement in OF_ONE_PYTHON else ""
+    pattern = f"{name.replace('-', '_')}-{version}-{python}*.whl"
+    if not list(folder.glob(pattern)):
+        print(f"    fetching {requirement} ({SIZES[requirement]} MB) ...", flush=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+        run(
+            [*command, "--no-cache-dir", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement],
+            f"is the package index reachable? Otherwise put the wheel of {requirement} into a folder and name that by "
+            "--wheel-dir",
+        )
+    found = sorted(folder.glob(pattern))
+    return found[-1] if found else fail(f"pip left no wheel of {requirement} in {folder}")
 
 
-def unpack(out, wheel, wheel_dir):
-    """Makes ``out/mxnet``; returns the names that its library takes from others. The wheel is not kept, unless it was
-    given or has a folder of its own: nothing needs it any more."""
-    if wheel and not wheel.is_file():
-        fail(f"{wheel} is not a file")
-    stamp = out / ".mxnet"  # what is there, then the names
-    identity = f"{REQUIREMENT} {wheel.resolve()} {wheel.stat().st_size}" if wheel else REQUIREMENT
+def unpack(out, requirement, wheel_dir):
+    """Unpacks its packages; returns the names that their libraries take from others. The wheel is not kept, unless it
+    has a folder of its own: nothing needs it any more."""
+    stamp = out / f".{requirement.split('=')[0]}"  # what is there, then the names
+    identity = f"{requirement} {sys.implementation.cache_tag if requirement in OF_ONE_PYTHON else ''}"
     lines = stamp.read_text().splitlines() if stamp.exists() else [""]
-    if lines[0] == identity or (not wheel and lines[0].startswith(REQUIREMENT)):
+    if lines[0] == identity:
         return lines[1:]
     stamp.unlink(missing_ok=True)
-    source = wheel or fetch(wheel_dir or out / "wheel")
-    print(f"    unpacking {source.name} ...", flush=True)
-    shutil.rmtree(out / "mxnet", ignore_errors=True)
+    temporary = out / f"wheel.{sys.implementation.cache_tag}"
+    wheel = fetch(requirement, wheel_dir or temporary)
+    print(f"    unpacking {wheel.name} ...", flush=True)
     try:
-        with zipfile.ZipFile(source) as archive:
-            archive.extractall(out, [name for name in archive.namelist() if name.startswith("mxnet/")])
+        with zipfile.ZipFile(wheel) as archive:
+            files = [name for name in archive.namelist() if not name.split("/")[0].endswith((".dist-info", ".data"))]
+            for package in {name.split("/")[0] for name in files}:
+                shutil.rmtree(out / package, ignore_errors=True)
+            archive.extractall(out, files)
     except (OSError, zipfile.BadZipFile) as error:
-        fail(f"{source} does not unpack ({error}): make room on the disk, or remove the file if it is broken")
-    output = run(["nm", "--dynamic", "--undefined-only", str(out / "mxnet" / "libmxnet.so")], BINUTILS_HINT)
-    names = re.findall(r" U (\w+)", output)
+        fail(f"{wheel} does not unpack ({error}): make room on the disk, or remove the file if it is broken")
+    libraries = [str(out / name) for name in files if name.endswith(".so")]
+    output = run(["nm", "--dynamic", "--undefined-only", *libraries], BINUTILS_HINT)
+    names = sorted(set(re.findall(r" U (\w+)", output)))
     stamp.write_text("\n".join([identity, *names]))
-    if not (wheel or wheel_dir):
-        source.unlink()
-        source.parent.rmdir()
+    if not wheel_dir:
+        shutil.rmtree(temporary)
     return names
 
 
@@ -157,7 +163,7 @@ def build_library(out, soname, inputs, prefix, names):
 
 
 def build_libraries(out, names):
-    """``names``: what libmxnet.so imports, so that a stub can be made of all that is not emulated."""
+    """``names``: what the packages import, so that a stub can be made of all that is not emulated."""
     sources = sorted(path for path in HERE.iterdir() if path.suffix in (".cc", ".h", ".py"))
     version = run([*compiler(), "--version"], COMPILER_HINT)
     content = version + "".join(names) + "".join(path.name + path.read_text(encoding="utf-8") for path in sources)
@@ -184,21 +190,21 @@ def build_libraries(out, names):
     stamp.write_text(identity)
 
 
-def build(out, wheel=None, wheel_dir=None, mxnet=True):
+def build(out, wheel_dir=None, packages=True):
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another one may be at it
-        build_libraries(out, unpack(out, wheel, wheel_dir) if mxnet else [])
+        names = [unpack(out, requirement, wheel_dir) for requirement in SIZES] if packages else []
+        build_libraries(out, sorted({name for some in names for name in some}))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="the folder to set up")
-    parser.add_argument("--wheel", type=Path, help=f"a file: the wheel of {REQUIREMENT}")
-    parser.add_argument("--wheel-dir", type=Path, help="where the wheel is looked for and kept (default: not kept)")
-    parser.add_argument("--no-mxnet", action="store_true", help="the libraries alone, for device.py")
+    parser.add_argument("--wheel-dir", type=Path, help="where the wheels are looked for and kept (default: not kept)")
+    parser.add_argument("--no-packages", action="store_true", help="the libraries alone, for device.py")
     arguments = parser.parse_args()
-    build(arguments.out.resolve(), arguments.wheel, arguments.wheel_dir, not arguments.no_mxnet)
+    build(arguments.out.resolve(), arguments.wheel_dir, not arguments.no_packages)
 
 
 if __name__ == "__main__":

@@ -205,6 +205,10 @@ Status cudaStreamQuery(void* handle) {
     const StreamPointer stream = find_stream(handle);
     return answer(stream ? query(stream) : kInvalidHandle);
 }
+Status cudaStreamIsCapturing(void* handle, int* capturing) {
+    *capturing = 0;  // there are no graphs
+    return answer(find_stream(handle) ? kSuccess : kInvalidHandle);
+}
 Status cudaStreamWaitEvent(void* handle, void* event, unsigned) {
     const StreamPointer stream = find_stream(handle);
     return answer(stream ? wait_for_event(stream, event) : kInvalidHandle);

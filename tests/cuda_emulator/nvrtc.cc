@@ -127,7 +127,7 @@ bool translate(const std::vector<std::string>& options, std::string* flags, std:
             name.erase(equal);
         }
         const bool takes_value = name == "--gpu-architecture" || name == "-arch" || name == "--std" || name == "-std" ||
-                                 name == "--define-macro" || name == "-D";
+                                 name == "--define-macro" || name == "-D" || name == "--include-path" || name == "-I";
         if (takes_value && value.empty() && i + 1 < options.size()) value = options[++i];
         if (name == "--gpu-architecture" || name == "-arch") {
             std::smatch match;
@@ -146,8 +146,13 @@ bool translate(const std::vector<std::string>& options, std::string* flags, std:
             *flags += " " + quoted(options[i]);
         } else if (name == "--define-macro" || name == "-D") {
             *flags += " " + quoted("-D" + value);
-        } else if (name != "--fmad" && name != "-fmad" && name != "--use_fast_math" && name != "-use_fast_math" &&
-                   name != "-default-device" && name != "--device-as-default-execution-space" && name != "-lineinfo" &&
+        } else if (name == "--include-path" || name == "-I") {
+            *flags += " " + quoted("-I" + value);
+        } else if (starts_with(name, "-I")) {
+            *flags += " " + quoted(options[i]);
+        } else if (name != "--fmad" && name != "-fmad" && name != "--ftz" && name != "-ftz" &&
+                   name != "--use_fast_math" && name != "-use_fast_math" && name != "-default-device" &&
+                   name != "--device-as-default-execution-space" && name != "-lineinfo" &&
                    name != "--generate-line-info" && name != "--restrict" && name != "-restrict") {
             *log += "nvrtc: error: unrecognized option " + options[i] + " found\n";
             return false;
@@ -318,6 +323,9 @@ Result nvrtcGetPTX(Program* program, char* out) {
     std::memcpy(out, program->ptx.c_str(), program->ptx.size() + 1);
     return kSuccess;
 }
+// Machine code for one architecture: here it is the same text.
+Result nvrtcGetCUBINSize(Program* program, size_t* out) { return nvrtcGetPTXSize(program, out); }
+Result nvrtcGetCUBIN(Program* program, char* out) { return nvrtcGetPTX(program, out); }
 Result nvrtcGetProgramLogSize(Program* program, size_t* out) {
     *out = program->log.size() + 1;
     return kSuccess;
