@@ -1,13 +1,16 @@
 """The CUDA kernels on one GPU: their bandwidth beside that of a copy, and their time beside PyTorch's.
 
-Needs a CUDA GPU, CuPy (which compiles `kernels.cu`) and PyTorch, but no MXNet build for GPUs. The shapes are
-those of `benchmarks/layers.py` with 16 images, and larger ones. All take turns on the same tensors.
+Needs a CUDA GPU and CuPy, which compiles `kernels.cu`; no MXNet build for GPUs. Where PyTorch is installed too, its
+SyncBN kernels and `BatchNorm2d` take turns with ours on the same tensors. The shapes are those of
+`benchmarks/layers.py` with 16 images, and larger ones.
 
-    python benchmarks/gpu.py             # writes benchmarks/results/gpu.{md,json}
-    python benchmarks/gpu.py --quick     # two shapes and few rounds
+    python benchmarks/gpu.py             # writes benchmarks/results/gpu.{md,json,png}
+    python benchmarks/gpu.py --quick     # one small shape and few rounds
 """
 
 import ctypes
+import datetime
+import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -15,7 +18,9 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import _common
 import numpy as np
+from tqdm import tqdm
 
+# Images, channels, height and width.
 SHAPES = [
     (16, 64, 8, 8),
     (16, 512, 15, 15),
@@ -24,150 +29,203 @@ SHAPES = [
     (16, 256, 120, 120),
     (16, 2048, 60, 60),
 ]
+CASES = [("NCHW", "float32"), ("NCHW", "float16"), ("NHWC", "float32"), ("NHWC", "float16")]
 PACKAGE = Path(__file__).resolve().parents[1] / "gluon_syncbn"
 BLOCK = 256
 
-# Passes over the tensor that each kernel makes.
+# Passes over the tensor that each kernel makes; a copy makes two.
 PASSES = {"moments": 1, "normalise": 2, "grad_sums": 2, "grad_input": 3}
+COLOURS = {"moments": "#000000", "normalise": "#0072B2", "grad_sums": "#D55E00", "grad_input": "#009E73"}
+AIM = 0.85
 
-EXPLANATION = """The first four columns are what each kernel moves per second over what `Tensor.copy_` moves on the
-same tensor. *Forward* is the statistics and the normalisation, *backward* the sums and the gradient of the input;
-their ratios are ours over PyTorch's SyncBN kernels (`torch.batch_norm_stats` ... `batch_norm_backward_elemt`) and over
-`BatchNorm2d`, which synchronises nothing. Medians over interleaved rounds; above 1 is slower than PyTorch."""
+EXPLANATION = """The columns of the kernels are what each moves per second over what a copy of the same tensor moves.
+*Forward* is the statistics and the normalisation, *backward* the sums and the gradient of the input; their ratios are
+ours over PyTorch's SyncBN kernels (`torch.batch_norm_stats` ... `batch_norm_backward_elemt`) and over `BatchNorm2d`,
+which synchronises nothing: above 1 is slower than PyTorch. Medians over interleaved rounds, by the GPU's clock."""
 
 
 class Ours:
-    """The kernels of one tensor [N, C, H, W], in the grids that the layer uses."""
+    """The kernels of one tensor [samples, extent, channels, inner], in the grids that the layer uses."""
 
-    def __init__(self, module: Any, x: Any, dy: Any) -> None:
-        import torch
-
-        self.module, self.x, self.dy, self.type = module, x, dy, str(x.dtype).split(".")[1]
-        samples, channels, inner = x.shape[0], x.shape[1], x[0, 0].numel()
+    def __init__(self, cupy: Any, module: Any, shape: Tuple, dtype: str) -> None:
+        self.module, self.type = module, dtype
+        channels, inner = shape[2:]
         plan = (ctypes.c_int64 * 6)()
         core = ctypes.CDLL(str(PACKAGE / "_core.so"))
-        core.syncbn_cuda_plan(*map(ctypes.c_int64, (samples, 1, channels, inner, 1)), plan)
-        tiles, slots, chunks, blocks, self.width, self.segment = plan
+        core.syncbn_cuda_plan(*map(ctypes.c_int64, (*shape, 1)), plan)
+        tiles, slots, chunks, blocks, width, segment = plan
         self.reduce, self.each = (tiles, slots, chunks), (blocks, 1, 1) if inner > 1 else (tiles, slots, chunks)
-        self.shape = [np.int64(n) for n in (samples, 1, channels, inner, 1)]
-        double = {"dtype": torch.float64, "device": x.device}
-        self.partial = torch.empty(chunks * 3 * channels, **double)
-        self.statistics, self.pulls = torch.ones(2, channels, **double), torch.rand(3, channels, **double)
-        self.gamma, self.beta = torch.rand(2, channels, device=x.device)
-        self.out = torch.empty_like(x)
+        self.sizes = [*map(np.int64, (*shape, 1)), np.int32(width)]
+        self.segment = np.int64(segment)
+        random = np.random.RandomState(0)
+
+        def on_gpu(values: np.ndarray, to: str) -> Any:
+            array = cupy.empty(values.shape, to)
+            array.set(values.astype(to))
+            return array
+
+        self.x, self.dy = (on_gpu(random.standard_normal(shape), dtype) for _ in range(2))
+        self.out, self.partial = cupy.empty(shape, dtype), cupy.empty(chunks * 3 * channels, "float64")
+        self.statistics, self.pulls = (on_gpu(random.rand(n, channels) + 0.5, "float64") for n in (2, 3))
+        self.gamma, self.beta = (on_gpu(random.rand(channels) + 0.5, "float32") for _ in range(2))
 
     def _launch(self, name: str, grid: Tuple, *arguments: Any) -> None:
-        pointers = [np.uintp(a.data_ptr()) if hasattr(a, "data_ptr") else a for a in arguments]
-        self.module.get_function(f"{name}_{self.type}")(grid, (BLOCK,), tuple(pointers))
+        self.module.get_function(f"{name}_{self.type}")(grid, (BLOCK,), arguments)
+
+    def copy(self) -> None:
+        self.out.data.copy_from_device_async(self.x.data, self.x.nbytes)
 
     def moments(self) -> None:
-        self._launch("moments", self.reduce, self.x, self.partial, *self.shape, np.int32(self.width))
+        self._launch("moments", self.reduce, self.x, self.partial, *self.sizes)
 
     def normalise(self) -> None:
-        self._launch(
-            "normalise", self.each, self.x, self.statistics, self.gamma, self.beta, np.int32(0), self.out, np.int32(0),
-            *self.shape, np.int32(self.width), np.int64(self.segment),
-        )  # fmt: skip
+        affine = self.gamma, self.beta, np.int32(0)
+        into = self.out, np.int32(0), *self.sizes, self.segment
+        self._launch("normalise", self.each, self.x, self.statistics, *affine, *into)
 
     def grad_sums(self) -> None:
-        arrays = self.dy, self.x, self.statistics, self.partial
-        self._launch("grad_sums", self.reduce, *arrays, *self.shape, np.int32(self.width))
+        self._launch("grad_sums", self.reduce, self.dy, self.x, self.statistics, self.partial, *self.sizes)
 
     def grad_input(self) -> None:
-        self._launch(
-            "grad_input", self.each, self.dy, self.x, self.statistics, self.pulls, self.gamma, np.int32(0), self.out,
-            np.int32(0), *self.shape, np.int32(self.width), np.int64(self.segment),
-        )  # fmt: skip
+        arrays = self.dy, self.x, self.statistics, self.pulls, self.gamma, np.int32(0)
+        self._launch("grad_input", self.each, *arrays, self.out, np.int32(0), *self.sizes, self.segment)
+
+    def steps(self) -> Dict[str, Callable[[], None]]:
+        return {name: getattr(self, name) for name in ("copy", *PASSES)}
 
 
-def timed(steps: Dict[str, Callable[[], Any]], rounds: int) -> Dict[str, float]:
-    """The median over the rounds, by the GPU's own clock; a round is 20 calls of each in turn."""
-    import torch
+def theirs(torch: Any, ours: Ours, shape: Tuple, layout: str) -> Dict[str, Callable[[], Any]]:
+    """PyTorch's kernels on the same memory."""
 
+    def see(array: Any) -> Any:
+        if layout == "NCHW":
+            return torch.from_dlpack(array).view(shape)
+        images, channels, height, width = shape
+        return torch.from_dlpack(array).view(images, height, width, channels).permute(0, 3, 1, 2)
+
+    x, dy = see(ours.x), see(ours.dy)
+    weight, bias = torch.from_dlpack(ours.gamma), torch.from_dlpack(ours.beta)
+    mean, invstd = torch.batch_norm_stats(x, 1e-5)
+    count = torch.tensor([x.numel() // shape[1]], dtype=torch.int32, device="cuda")
+    plain = torch.nn.BatchNorm2d(shape[1], device="cuda")
+    leaf = x.detach().requires_grad_()
+    output = plain(leaf)
+
+    def backward() -> None:
+        sums = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, True, True)[:2]
+        torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, *sums, count)
+
+    def forward() -> None:
+        torch.batch_norm_stats(x, 1e-5)
+        torch.batch_norm_elemt(x, weight, bias, mean, invstd, 1e-5)
+
+    return {
+        "torch forward": forward,
+        "torch backward": backward,
+        "plain forward": lambda: plain(leaf),
+        "plain backward": lambda: torch.autograd.grad(output, leaf, dy, retain_graph=True),
+    }
+
+
+def timed(cupy: Any, steps: Dict[str, Callable[[], Any]], rounds: int, calls: int) -> Dict[str, float]:
+    """Seconds of a call, the median over the rounds; in a round each makes its `calls` in turn."""
     taken: Dict[str, List[float]] = {name: [] for name in steps}
     for done in range(rounds + 1):  # the first warms up
         for name, step in steps.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin, end = cupy.cuda.Event(), cupy.cuda.Event()
             begin.record()
-            for _ in range(20):
+            for _ in range(calls):
                 step()
             end.record()
             end.synchronize()
             if done:
-                taken[name].append(begin.elapsed_time(end) / 20e3)
+                taken[name].append(cupy.cuda.get_elapsed_time(begin, end) / 1e3 / calls)
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
-def measure(shape: Tuple, dtype: str, module: Any, rounds: int) -> Dict[str, float]:
-    import torch
-
-    x, dy, other = (torch.randn(shape, device="cuda").to(getattr(torch, dtype)) for _ in range(3))
-    ours, plain = Ours(module, x, dy), torch.nn.BatchNorm2d(shape[1], device="cuda")
-    mean, invstd = torch.batch_norm_stats(x, 1e-5)
-    count = torch.tensor([x.numel() // shape[1]], dtype=torch.int32, device="cuda")
-    weight, bias = ours.gamma, ours.beta
-    leaf = x.detach().requires_grad_()
-    output = plain(leaf)
-    sums = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, True, True)[:2]
-
-    def theirs_backward() -> None:
-        a, b, _, _ = torch.batch_norm_backward_reduce(dy, x, mean, invstd, weight, True, True, True)
-        torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, a, b, count)
-
-    return timed(
-        {
-            "copy": lambda: other.copy_(x),
-            "moments": ours.moments,
-            "normalise": ours.normalise,
-            "grad_sums": ours.grad_sums,
-            "grad_input": ours.grad_input,
-            "torch stats": lambda: torch.batch_norm_stats(x, 1e-5),
-            "torch elemt": lambda: torch.batch_norm_elemt(x, weight, bias, mean, invstd, 1e-5),
-            "torch backward": theirs_backward,
-            "torch input": lambda: torch.batch_norm_backward_elemt(dy, x, mean, invstd, weight, *sums, count),
-            "plain forward": lambda: plain(x),
-            "plain backward": lambda: torch.autograd.grad(output, leaf, dy, retain_graph=True),
-        },
-        rounds,
-    )
+def bandwidth(seconds: Dict[str, float], name: str) -> float:
+    return PASSES[name] / 2 * seconds["copy"] / seconds[name]
 
 
-def row(shape: Tuple, dtype: str, seconds: Dict[str, float]) -> List[str]:
-    bandwidth = [f"{PASSES[name] / 2 * seconds['copy'] / seconds[name]:.2f}" for name in PASSES]
+def row(shape: Tuple, layout: str, dtype: str, seconds: Dict[str, float]) -> List[str]:
     forward, backward = seconds["moments"] + seconds["normalise"], seconds["grad_sums"] + seconds["grad_input"]
+    size = np.prod(shape) * np.dtype(dtype).itemsize
+    others = [
+        f"{mine / seconds[f'{whose} {way}']:.2f}" if f"{whose} {way}" in seconds else "-"
+        for whose in ("torch", "plain")
+        for way, mine in (("forward", forward), ("backward", backward))
+    ]
     return [
-        f"{' x '.join(map(str, shape))} {dtype}",
-        *bandwidth,
-        f"{forward / (seconds['torch stats'] + seconds['torch elemt']):.2f}",
-        f"{backward / seconds['torch backward']:.2f}",
-        f"{forward / seconds['plain forward']:.2f}",
-        f"{backward / seconds['plain backward']:.2f}",
+        f"{' x '.join(map(str, shape))} {layout} {dtype}",
+        f"{size / 1e6:.3g}",
+        f"{2 * size / seconds['copy'] / 1e9:.0f}",
+        *(f"{bandwidth(seconds, name):.2f}" for name in PASSES),
+        *others,
     ]
 
 
+def plot(path: Path, results: Sequence[Dict[str, Any]], gpu: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(CASES), figsize=(3.6 * len(CASES), 3.6), sharey=True)
+    for axis, (layout, dtype) in zip(axes, CASES):
+        mine = [one for one in results if (one["layout"], one["dtype"]) == (layout, dtype)]
+        sizes = [np.prod(one["shape"]) * np.dtype(dtype).itemsize / 1e6 for one in mine]
+        for name, colour in COLOURS.items():
+            axis.plot(sizes, [bandwidth(one["seconds"], name) for one in mine], "o-", color=colour, label=name)
+        axis.axhline(AIM, color="#666666", linewidth=1, linestyle="--")
+        axis.set(title=f"{layout}, {dtype}", xlabel="MB", xscale="log", ylim=(0, None))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("bandwidth over that of a copy")
+    axes[0].legend()
+    figure.text(0.5, 0.0, gpu, ha="center", fontsize=8, color="#666666")
+    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.savefig(path, dpi=120)
+
+
 def main(arguments: Sequence[str]) -> int:
-    options = _common.options(__doc__, arguments, quick="two shapes and few rounds: a smoke test")
+    options = _common.options(__doc__, arguments, quick="one small shape and few rounds: a smoke test")
     try:
         import cupy
-        import torch
     except ImportError as error:
-        sys.exit(f"benchmarks/gpu.py needs CuPy and PyTorch with CUDA ({error}): pip install cupy-cuda12x torch")
-    if not torch.cuda.is_available():
-        sys.exit("benchmarks/gpu.py needs a CUDA GPU, and PyTorch finds none")
+        sys.exit(f"benchmarks/gpu.py needs CuPy ({error}): pip install cupy-cuda11x, or cupy-cuda12x")
+    try:
+        import torch
+    except ImportError:
+        torch = None
+        print("PyTorch is not installed: the columns that compare with it stay empty", file=sys.stderr)
+    if torch is not None and not torch.cuda.is_available():
+        sys.exit("benchmarks/gpu.py: PyTorch is installed but finds no CUDA GPU; install its CUDA build, or remove it")
     module = cupy.RawModule(code=(PACKAGE / "kernels.cu").read_text(), options=("--std=c++14",), backend="nvrtc")
-    cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream).use()
+    device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    env = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        "command": shlex.join(["python", "benchmarks/gpu.py", *arguments]),
+        "gpu": f"{device['name'].decode()}, compute capability {device['major']}.{device['minor']}",
+        "CUDA of the driver": str(cupy.cuda.runtime.driverGetVersion()),
+        "cupy": cupy.__version__,
+        "torch": torch.__version__ if torch is not None else "not installed",
+    }
+    shapes, rounds, calls = (SHAPES[:1], 3, 2) if options.quick else (SHAPES, 15, 20)
     results = []
-    for shape in SHAPES[:2] if options.quick else SHAPES:
-        for dtype in ("float32", "float16"):
-            taken = measure(shape, dtype, module, rounds=3 if options.quick else 15)
-            results.append({"shape": shape, "dtype": dtype, "seconds": taken})
-            print(shape, dtype, flush=True)
-    header = ["tensor", *PASSES, "forward / torch", "backward / torch", "forward / plain", "backward / plain"]
-    rows = [row(**result) for result in results]
-    env = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cupy": cupy.__version__}
-    env["driver"] = str(cupy.cuda.runtime.driverGetVersion())
-    text = EXPLANATION + "\n\n" + _common.table(header, rows)
-    _common.write(options.out, "gpu", "The CUDA kernels", text, env, results)
+    for shape in tqdm(shapes, desc="gpu", unit="shape"):
+        images, channels, height, width = shape
+        for layout, dtype in CASES:
+            inner = height * width
+            spread = (images, 1, channels, inner) if layout == "NCHW" else (images, inner, channels, 1)
+            ours = Ours(cupy, module, spread, dtype)
+            steps = {**ours.steps(), **(theirs(torch, ours, shape, layout) if torch is not None else {})}
+            seconds = timed(cupy, steps, rounds, calls)
+            results.append({"shape": shape, "layout": layout, "dtype": dtype, "seconds": seconds})
+    header = ["tensor", "MB", "copy, GB/s", *PASSES]
+    header += ["forward / torch", "backward / torch", "forward / plain", "backward / plain"]
+    table = _common.table(header, [row(**result) for result in results])
+    print(table)
+    _common.write(options.out, "gpu", "The CUDA kernels", f"{EXPLANATION}\n\n{table}", env, results)
+    plot(options.out / "gpu.png", results, env["gpu"])
     return 0
 
 
