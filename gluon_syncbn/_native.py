@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Sequence, Tuple
 
@@ -74,7 +75,8 @@ def _load() -> ctypes.CDLL:
         "exchange": (None, [_Exchange, ctypes.c_int]),
         "total": (None, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
         "timeout_of": (ctypes.c_double, [ctypes.c_int64]),
-        "wait_begin": (ctypes.c_void_p, []),
+        "interrupts": (ctypes.c_long, []),
+        "wait_begin": (ctypes.c_void_p, [ctypes.c_long]),
         "wait_goes_on": (ctypes.c_int, [ctypes.c_void_p]),
         "wait_end": (None, [ctypes.c_void_p]),
         "devices": (None, [ctypes.c_int64, names]),
@@ -163,15 +165,20 @@ def timeout_of(layer: int = 0) -> float:
     return _core.syncbn_timeout_of(layer)
 
 
+def interrupts() -> int:
+    """How often the process was interrupted by Ctrl-C while something waited."""
+    return _core.syncbn_interrupts()
+
+
 class Wait:
-    """A wait outside the native core that ends when it would: a failed step, Ctrl-C, the end of the main thread."""
+    """A wait outside the native core that ends when it would: a failed step, Ctrl-C, the end of the main thread.
 
-    def __enter__(self) -> Wait:
-        self._stall = _core.syncbn_wait_begin()
-        return self
+    ``since`` is what `interrupts` said when it began.
+    """
 
-    def __exit__(self, *_: Any) -> None:
-        _core.syncbn_wait_end(self._stall)
+    def __init__(self, since: int) -> None:
+        self._stall = _core.syncbn_wait_begin(since)
+        weakref.finalize(self, _core.syncbn_wait_end, self._stall).atexit = False
 
     def goes_on(self) -> bool:
         return bool(_core.syncbn_wait_goes_on(self._stall))

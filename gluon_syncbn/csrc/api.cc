@@ -72,8 +72,10 @@ SYNCBN_API void syncbn_timeout(double seconds) { syncbn::set_default_timeout(sec
 
 SYNCBN_API double syncbn_timeout_of(int64_t layer) { return syncbn::timeout_of(layer); }
 
-// For a wait in an exchange: a new one; whether it should go on (sampled now and then); its end.
-SYNCBN_API void* syncbn_wait_begin() { return new syncbn::Stall; }
+// For a wait in an exchange: the interrupts before it; a new one; whether it should go on (sampled now and then); its end.
+SYNCBN_API long syncbn_interrupts() { return syncbn::interrupts(); }
+
+SYNCBN_API void* syncbn_wait_begin(long interrupts) { return new syncbn::Stall(interrupts); }
 
 SYNCBN_API int syncbn_wait_goes_on(void* stall) {
     syncbn::watch_interrupts();

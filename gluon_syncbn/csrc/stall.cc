@@ -15,7 +15,7 @@ constexpr double kStopped = 1.0;     // between two samples: the process itself 
 constexpr double kIdleShare = 0.25;  // of one core: Horovod's thread, which looks around every 1 ms, takes 0.12 to 0.19
 constexpr double kEndAfterIdle = 1.5;  // seconds
 
-std::atomic<long> interrupts{0};
+std::atomic<long> interrupted{0};
 std::atomic<bool> ended{false};
 struct sigaction previous, original;
 thread_local int depth = 0;
@@ -29,7 +29,7 @@ double processor_time() {
 }
 
 void on_interrupt(int signal, siginfo_t* info, void* context) {
-    interrupts.fetch_add(1);
+    interrupted.fetch_add(1);
     // A handler that was installed over ours may call us back: then the one below is meant.
     const struct sigaction& next = depth == 0 ? previous : original;
     ++depth;
@@ -42,7 +42,9 @@ void on_interrupt(int signal, siginfo_t* info, void* context) {
 
 }  // namespace
 
-Stall::Stall() : interrupts_(interrupts.load()) { sample(); }
+long interrupts() { return interrupted.load(); }
+
+Stall::Stall(long interrupts_before) : interrupts_(interrupts_before) { sample(); }
 
 void Stall::sample() {
     const double time = now(), last = samples_.empty() ? time : samples_.back().first;
@@ -63,9 +65,7 @@ bool Stall::idle_for(double seconds) const {
     return false;
 }
 
-bool Stall::asked_to_end() const {
-    return (ended.load() || interrupts.load() != interrupts_) && idle_for(kEndAfterIdle);
-}
+bool Stall::asked_to_end() const { return (ended.load() || interrupts() != interrupts_) && idle_for(kEndAfterIdle); }
 
 void watch_interrupts() {
     static std::mutex mutex;

@@ -6,10 +6,13 @@
 
 namespace syncbn {
 
+// How many SIGINT have been counted; see watch_interrupts.
+long interrupts();
+
 // Lives as long as one wait; asked at every time slice.
 class Stall {
   public:
-    Stall();
+    explicit Stall(long interrupts_before = interrupts());
     void sample();
     // Seconds since the wait began. Time in which this process did not run (Ctrl-Z) does not count.
     double waited() const { return waited_; }

@@ -184,29 +184,29 @@ class HorovodTransport(Transport):
 
     def _wait(self, label: Label, began: float, result: futures.Future[np.ndarray]) -> np.ndarray:
         limit, warned = _native.timeout_of(label.layer), False
-        with _native.Wait() as wait:
-            while True:
-                try:
-                    return result.result(_LOOK)
-                except futures.TimeoutError:
-                    pass
-                except mx.MXNetError as error:
-                    self._give_up(label, "", functools.partial(self._cause, label, str(error)))
-                if self._broken:
-                    raise mx.MXNetError(f"in {label}, rank {self.rank} of {self.size}: {self._broken}")
-                waited = time.monotonic() - began
-                if waited > limit:
-                    late = functools.partial(self._late, label, limit)
-                    self._give_up(label, f"no answer within {limit:.0f} s", late)
-                if waited > _WARN_AFTER and not warned:
-                    warned = True
-                    _log.warning(
-                        "rank %d of %d waits in %s since %.0f s. Still waiting, until %.0f s.",
-                        *(self.rank, self.size, label, waited, limit),
-                    )
-                if not wait.goes_on():
-                    stopped = f"rank {self.rank} was asked to end, or its step failed, in {label}."
-                    self._give_up(label, _native.failure() or stopped)
+        wait = _native.Wait(_native.interrupts())
+        while True:
+            try:
+                return result.result(_LOOK)
+            except futures.TimeoutError:
+                pass
+            except mx.MXNetError as error:
+                self._give_up(label, "", functools.partial(self._cause, label, str(error)))
+            if self._broken:
+                raise mx.MXNetError(f"in {label}, rank {self.rank} of {self.size}: {self._broken}")
+            waited = time.monotonic() - began
+            if waited > limit:
+                late = functools.partial(self._late, label, limit)
+                self._give_up(label, f"no answer within {limit:.0f} s", late)
+            if waited > _WARN_AFTER and not warned:
+                warned = True
+                _log.warning(
+                    "rank %d of %d waits in %s since %.0f s. Still waiting, until %.0f s.",
+                    *(self.rank, self.size, label, waited, limit),
+                )
+            if not wait.goes_on():
+                stopped = f"rank {self.rank} was asked to end, or its step failed, in {label}."
+                self._give_up(label, _native.failure() or stopped)
 
     def _check(self, label: Label, got: Sequence[Tuple[Any, np.ndarray]], like: np.ndarray) -> None:
         ours = (*label[1:5], like.size, like.dtype)

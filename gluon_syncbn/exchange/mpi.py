@@ -6,6 +6,7 @@ thread that waits files what comes for others. Nothing here blocks: every wait i
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import struct
@@ -23,7 +24,9 @@ from .store import Label, Transport
 _log = logging.getLogger("gluon_syncbn")
 
 _KINDS = ("failure", "end", "agreement", "broadcast", "broadcast of", "gradient", "gradient of", "statistics")
+_KIND = {kind: number for number, kind in enumerate(_KINDS)}
 _TYPES = tuple(np.dtype(name) for name in ("uint8", "float16", "float32", "float64", "int32", "int64", "int8"))
+_TYPE = {dtype: number for number, dtype in enumerate(_TYPES)}
 _HEADER = struct.Struct("=8q")  # kind, key, node, call, phase, part, type, 0
 _SMALL = 1 << 15  # bytes; larger sums are made in parts, one by each rank
 _FEW = 8  # ranks that send everybody their part; more add up along a tree, in twice its depth messages each
@@ -32,6 +35,14 @@ _SPIN, _DOZE = 0.0005, 0.1  # seconds of waiting until polls are 50 us, 1 ms apa
 _SLICE = 5e-5  # seconds of polling between two looks at everything else
 
 _Key = Tuple[int, ...]  # sender, kind, key, node, call, phase, part
+
+
+class _Patience:
+    """Of a wait that is not over at once."""
+
+    def __init__(self, label: Label, interrupts: int) -> None:
+        self.limit, self.warned, self.looked = _native.timeout_of(label.layer), False, 0.0
+        self.wait = _native.Wait(interrupts)
 
 
 class MPITransport(Transport):
@@ -49,6 +60,8 @@ class MPITransport(Transport):
             raise mx.MXNetError("this MPI serves one thread only; kvstore 'mpi' needs MPI_THREAD_SERIALIZED at least")
         self._MPI = MPI
         self.rank, self.size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+        # Starting behind this rank, so that not everybody writes to rank 0 first.
+        self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._broken = ""
         self._closed = False
         self._gone: Dict[int, str] = {}
@@ -56,8 +69,10 @@ class MPITransport(Transport):
         self._outgoing: List[Tuple[Any, bytes]] = []
         self._incoming: List[Tuple[Any, np.ndarray, int]] = []
         self._mpi = threading.Lock()  # one MPI call at a time
-        self._changed = threading.Condition()  # guards the inbox
-        self._polling = False
+        self._status = MPI.Status()
+        self._lock = threading.RLock()  # guards the inbox
+        self._changed = threading.Condition(self._lock)
+        self._polling, self._sleepers = False, 0
         self._comm = self._duplicate()
 
     def _duplicate(self) -> Any:
@@ -72,7 +87,7 @@ class MPITransport(Transport):
     # ---- Transport -----------------------------------------------------------------------------------------
 
     def allgather(self, label: Label, part: np.ndarray, *, equal: bool) -> List[np.ndarray]:
-        others = self._others()
+        others = self._others
         requests = self._send(others, label, 0, part)
         got = self._collect(others, label, 0, part, requests, equal=equal)
         got[self.rank] = part
@@ -85,7 +100,7 @@ class MPITransport(Transport):
         elif self.size > _FEW:
             total = self._sum_along_tree(label, array.ravel())
         else:
-            total = _sum(self.allgather(label, array.ravel(), equal=True))
+            total = functools.reduce(np.add, self.allgather(label, array.ravel(), equal=True))
         return total.reshape(array.shape)
 
     def _sum_along_tree(self, label: Label, total: np.ndarray) -> np.ndarray:
@@ -104,12 +119,12 @@ class MPITransport(Transport):
 
     def _sum_of_parts(self, label: Label, array: np.ndarray) -> np.ndarray:
         # Each rank adds up its own part of the array and sends the sum to all.
-        others, parts = self._others(), np.array_split(array.ravel(), self.size)
+        others, parts = self._others, np.array_split(array.ravel(), self.size)
         requests = [r for rank in others for r in self._send([rank], label, rank, parts[rank])]
         own = parts[self.rank]
         got = self._collect(others, label, self.rank, own, requests)
         got[self.rank] = own
-        total = _sum([got[rank] for rank in range(self.size)])
+        total = functools.reduce(np.add, [got[rank] for rank in range(self.size)])
         requests = self._send(others, label, self.size + self.rank, total)
         done = {self.rank: total}
         for rank in others:
@@ -119,20 +134,20 @@ class MPITransport(Transport):
     def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
         array = np.ascontiguousarray(array)
         if self.rank == 0:
-            others = self._others()
+            others = self._others
             self._collect([], label, 0, array, self._send(others, label, 0, array.ravel()))
             return array
         self._send([], label, 0, array)
         return self._collect([0], label, 0, array.ravel(), [])[0].reshape(array.shape)
 
     def fail(self, reason: str) -> None:
-        with self._changed:
+        with self._lock:
             if self._broken or self._closed:
                 return
             self._broken = reason
             self._changed.notify_all()
         text = np.frombuffer(reason.encode(errors="replace")[:4000], np.uint8)
-        self._post(self._others(), Label("failure"), 0, text)
+        self._post(self._others, Label("failure"), 0, text)
 
     def close(self) -> None:
         if self._closed or self._MPI.Is_finalized():
@@ -144,7 +159,7 @@ class MPITransport(Transport):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        self._post(self._others(), Label("end"), 0, np.zeros(0, np.uint8))
+        self._post(self._others, Label("end"), 0, np.zeros(0, np.uint8))
         deadline = time.monotonic() + 1
         while self._outgoing and time.monotonic() < deadline:
             self._progress()
@@ -152,21 +167,17 @@ class MPITransport(Transport):
 
     # ---- messages ------------------------------------------------------------------------------------------
 
-    def _others(self) -> List[int]:
-        # Starting behind this rank, so that not everybody writes to rank 0 first.
-        return [(self.rank + i) % self.size for i in range(1, self.size)]
-
     def _send(self, ranks: Sequence[int], label: Label, part: int, array: np.ndarray) -> List[Any]:
         if self._broken:
             raise mx.MXNetError(f"nothing is exchanged any more, because: {self._broken} Start the job again.")
         return self._post(ranks, label, part, array)
 
     def _post(self, ranks: Sequence[int], label: Label, part: int, array: np.ndarray) -> List[Any]:
-        kind, number = _KINDS.index(label.kind), _TYPES.index(array.dtype)
-        header = _HEADER.pack(kind, label.key, label.node, label.call, label.phase, part, number, 0)
+        _, key, node, call, phase, *_ = label
+        header = _HEADER.pack(_KIND[label.kind], key, node, call, phase, part, _TYPE[array.dtype], 0)
         message = header + array.tobytes()
         with self._mpi:
-            requests = [self._comm.Isend([message, self._MPI.BYTE], dest=rank) for rank in ranks]
+            requests = [self._comm.Isend([message, self._MPI.BYTE], rank) for rank in ranks]
             self._outgoing += [(request, message) for request in requests]  # MPI reads it later
         return requests
 
@@ -180,46 +191,24 @@ class MPITransport(Transport):
         equal: bool = True,
     ) -> Dict[int, np.ndarray]:
         """What these ranks sent, once our own messages are out too."""
-        identity = (_KINDS.index(label.kind), label.key, label.node, label.call, label.phase, part)
-        began = looked = time.monotonic()
-        limit, warned = _native.timeout_of(label.layer), False
-        with _native.Wait() as wait, self._changed:
+        identity = (_KIND[label.kind], *label[1:5], part)
+        keys = [(rank, *identity) for rank in ranks]
+        interrupts, began, patience = _native.interrupts(), time.monotonic(), None
+        with self._lock:
             while True:
-                missing = [rank for rank in ranks if (rank, *identity) not in self._inbox]
+                missing = [key[0] for key in keys if key not in self._inbox]
                 if not missing and self._all_sent(requests):
-                    got = {rank: self._inbox.pop((rank, *identity)) for rank in ranks}
-                    self._changed.notify_all()  # somebody else may have to poll now
+                    got = {key[0]: self._inbox.pop(key) for key in keys}
+                    if self._sleepers:
+                        self._changed.notify_all()  # somebody else may have to poll now
                     break
-                now = time.monotonic()
                 if self._broken or self._gone or self._inbox:
                     self._check(label, identity, missing)
-                if now - began > limit:
-                    self._give_up(self._late(label, missing, limit))
-                if now - began > _WARN_AFTER and not warned:
-                    warned = True
-                    _log.warning("%s Still waiting, until %.0f s.", self._late(label, missing, now - began), limit)
-                if now - looked > 0.05:
-                    looked = now
-                    if not wait.goes_on():
-                        self._give_up(f"rank {self.rank} was asked to end, or its step failed, in {label}.")
-                if self._polling:
-                    self._changed.wait(0.01)
-                    continue
-                self._polling = True
-                self._changed.release()
-                try:
-                    arrived = self._progress()
-                    if now - began > _SPIN:
-                        if not arrived:
-                            time.sleep(5e-5 if now - began < _DOZE else 1e-3)
-                    else:
-                        while missing and not arrived and time.monotonic() < now + _SLICE:
-                            os.sched_yield()  # to the process that is waited for, where there are more than cores
-                            arrived = self._progress()
-                finally:
-                    self._changed.acquire()
-                    self._polling = False
-                self._file(arrived)
+                waited = time.monotonic() - began
+                if waited > _SPIN:
+                    patience = patience or _Patience(label, interrupts)
+                    self._look(patience, label, missing, waited)
+                self._poll(missing, waited)
         for rank, array in got.items():
             if equal and (array.dtype != like.dtype or array.size != like.size):
                 self._give_up(
@@ -228,29 +217,66 @@ class MPITransport(Transport):
                 )
         return got
 
+    def _look(self, patience: _Patience, label: Label, missing: Sequence[int], waited: float) -> None:
+        if waited > patience.limit:
+            self._give_up(self._late(label, missing, patience.limit))
+        if waited > _WARN_AFTER and not patience.warned:
+            patience.warned = True
+            _log.warning("%s Still waiting, until %.0f s.", self._late(label, missing, waited), patience.limit)
+        if waited - patience.looked > 0.05:
+            patience.looked = waited
+            if not patience.wait.goes_on():
+                self._give_up(f"rank {self.rank} was asked to end, or its step failed, in {label}.")
+
+    def _poll(self, missing: Sequence[int], waited: float) -> None:
+        """Lets messages come; the caller holds the lock, which is free meanwhile. One thread polls for all."""
+        if self._polling:
+            self._sleepers += 1
+            self._changed.wait(0.01)
+            self._sleepers -= 1
+            return
+        self._polling = True
+        self._lock.release()
+        try:
+            arrived = self._progress()
+            if waited > _SPIN:
+                if not arrived:
+                    time.sleep(5e-5 if waited < _DOZE else 1e-3)
+            elif missing:
+                end = time.monotonic() + _SLICE
+                while not arrived and time.monotonic() < end:
+                    os.sched_yield()  # to the process that is waited for, where there are more than cores
+                    arrived = self._progress()
+        finally:
+            self._lock.acquire()
+            self._polling = False
+        self._file(arrived)
+
     def _all_sent(self, requests: Sequence[Any]) -> bool:
         with self._mpi:
-            return all(request.Test() for request in requests)
+            return not [request for request in requests if not request.Test()]
 
     def _progress(self) -> List[Tuple[int, np.ndarray]]:
         """Moves messages along; returns those that have come."""
         done = []
         with self._mpi:
-            self._outgoing = [(request, message) for request, message in self._outgoing if not request.Test()]
-            status = self._MPI.Status()
+            if self._outgoing:
+                self._outgoing = [sent for sent in self._outgoing if not sent[0].Test()]
             while True:
-                probed = self._comm.Improbe(status=status)
+                probed = self._comm.Improbe(status=self._status)
                 if probed is None:
                     break
-                message = np.empty(status.Get_count(self._MPI.BYTE), np.uint8)
-                self._incoming.append((probed.Irecv([message, self._MPI.BYTE]), message, status.Get_source()))
-            waiting = []
-            for request, message, rank in self._incoming:
-                if request.Test():
-                    done.append((rank, message))
-                else:
-                    waiting.append((request, message, rank))
-            self._incoming = waiting
+                message = np.empty(self._status.Get_count(self._MPI.BYTE), np.uint8)
+                self._incoming.append((probed.Irecv([message, self._MPI.BYTE]), message, self._status.Get_source()))
+            if self._incoming:
+                waiting = []
+                for receipt in self._incoming:
+                    request, message, rank = receipt
+                    if request.Test():
+                        done.append((rank, message))
+                    else:
+                        waiting.append(receipt)
+                self._incoming = waiting
         return done
 
     def _file(self, messages: Sequence[Tuple[int, np.ndarray]]) -> None:
@@ -264,7 +290,7 @@ class MPITransport(Transport):
                 self._gone[rank] = "has ended"
             else:
                 self._inbox[(rank, *header[:6])] = array
-        if messages:
+        if messages and self._sleepers:
             self._changed.notify_all()
 
     # ---- errors --------------------------------------------------------------------------------------------
@@ -306,10 +332,3 @@ class MPITransport(Transport):
 def _powers_below(limit: int) -> List[int]:
     """The largest first, so that the deepest part of a tree hears first."""
     return [1 << i for i in reversed(range(limit.bit_length() - 1))]
-
-
-def _sum(parts: Sequence[np.ndarray]) -> np.ndarray:
-    total = parts[0].copy()
-    for part in parts[1:]:
-        total += part
-    return total
