@@ -3,6 +3,7 @@
 #include <csignal>
 #include <ctime>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <mutex>
@@ -48,10 +49,8 @@ Stall::Stall(long interrupts_before) : interrupts_(interrupts_before) { sample()
 
 void Stall::sample() {
     const double time = now(), last = samples_.empty() ? time : samples_.back().first;
-    if (time - last < kStopped)
-        waited_ += time - last;
-    else
-        samples_.clear();
+    waited_ += std::min(time - last, kStopped);  // however slow the machine is, every wait ends
+    if (time - last >= kStopped) samples_.clear();
     samples_.emplace_back(time, processor_time());
     while (samples_.size() > 2 && samples_[1].first < samples_.back().first - kWindow) samples_.pop_front();
 }
