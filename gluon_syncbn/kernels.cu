@@ -10,8 +10,12 @@
 //
 // Reductions are partial: gridDim.z chunks of a slot leave one result each, in an order that the launch alone decides,
 // and the host puts them together in that order. There are no atomics, so the same launch gives the same bits.
-// float16 and float32 are read into float32, in runs of kRun values whose moments are taken about the run's own mean;
-// what leaves a thread is float64. A mean of 1e5 beside a deviation of 1 costs no digit.
+// float16 and float32 are read into float32, in runs of values whose moments are taken about the run's own mean; what
+// leaves a thread is float64. A mean of 1e5 beside a deviation of 1 costs no digit.
+//
+// A GPU is kept busy by loads that wait for no other: each thread issues several, then computes, then stores. A compiler
+// does not move a load past a store that it cannot tell apart, nor out of a branch; so batches are written out, and
+// where one is cut short the loads repeat the first address of the batch and what they bring is not used.
 
 typedef long long Index;
 
@@ -19,8 +23,7 @@ namespace {
 
 constexpr int kThreads = 256;  // of every block
 constexpr int kWarp = 32;
-constexpr int kRun = 8;        // values that a thread reads before it adds them up
-constexpr int kPack = 16;      // bytes of the widest load
+constexpr int kPack = 16;  // bytes of the widest load
 
 struct Half {
     unsigned short bits;
@@ -111,6 +114,7 @@ struct Chunk {
 };
 
 // The number of values in a run that is not cut short, known to the compiler.
+template <int kRun>
 struct Full {
     __device__ constexpr operator int() const { return kRun; }
 };
@@ -129,8 +133,8 @@ struct Split {
 
 template <class Reduction>
 __device__ inline void add_run(Reduction& reduction, int n) {
-    if (n == kRun)
-        reduction.add(Full());
+    if (n == Reduction::kRun)
+        reduction.add(Full<Reduction::kRun>());
     else
         reduction.add(n);
 }
@@ -148,19 +152,19 @@ __device__ void down_rows(Reduction& reduction, const Layout& layout) {
     unsigned at = static_cast<unsigned>(chunk.begin) + threadIdx.x, column = at % per_row;
     Index offset = (layout.first_outer(slot) + at / per_row) * row_length + blockIdx.x * layout.inner + column * kUnit;
     while (at < end) {
+        const Index first = offset;
         int n = 0;
 #pragma unroll
-        for (int j = 0; j < kRun; j += kUnit) {
-            if (at < end) {
-                reduction.template take<kUnit>(j, offset);
-                n += kUnit;
-                at += kThreads;
-                offset += step;
-                column += columns;
-                if (column >= per_row) {
-                    column -= per_row;
-                    offset += next_row;
-                }
+        for (int j = 0; j < Reduction::kRun; j += kUnit) {
+            const bool there = at < end;
+            reduction.template take<kUnit>(j, there ? offset : first);
+            n += there ? kUnit : 0;
+            at += kThreads;
+            offset += step;
+            column += columns;
+            if (column >= per_row) {
+                column -= per_row;
+                offset += next_row;
             }
         }
         add_run(reduction, n);
@@ -176,15 +180,15 @@ __device__ void down_columns(Reduction& reduction, const Layout& layout, int wid
     unsigned row = static_cast<unsigned>(chunk.begin) + threadIdx.x / width;
     Index offset = (layout.first_outer(slot) + row) * layout.channels + channel;
     while (row < end) {
+        const Index first = offset;
         int n = 0;
 #pragma unroll
-        for (int j = 0; j < kRun; ++j) {
-            if (row < end) {
-                reduction.template take<1>(j, offset);
-                ++n;
-                row += step;
-                offset += step * layout.channels;
-            }
+        for (int j = 0; j < Reduction::kRun; ++j) {
+            const bool there = row < end;
+            reduction.template take<1>(j, there ? offset : first);
+            n += there;
+            row += step;
+            offset += step * layout.channels;
         }
         add_run(reduction, n);
     }
@@ -254,6 +258,7 @@ template <typename T>
 struct MomentsOf {
     typedef Moments Result;
     typedef typename Number<T>::Wide Wide;
+    static constexpr int kRun = 16;  // values that a thread reads before it adds them up
     const T* x;
     Wide origin;  // near the values, so that they lose no digits on the way
     Wide count, mean, m2;
@@ -309,6 +314,7 @@ template <typename T>
 struct SumsOf {
     typedef Sums Result;
     typedef typename Number<T>::Wide Wide;
+    static constexpr int kRun = 8;  // of each of two tensors
     const T *dy, *x;
     Split<Wide> mean;
     double invstd;
@@ -344,8 +350,14 @@ struct SumsOf {
 
 // ---- elementwise ---------------------------------------------------------------------------------------------
 
-// Calls use(slot, channel) whenever the statistics change, then apply<kUnit>(offset) for each pack. Rows are counted in
-// 32 bits: dividing 64 would cost more than a short row.
+// How many packs a thread reads before it writes.
+template <int kUnit>
+struct Batch {
+    static constexpr int kCount = kUnit > 1 ? 4 : 8;
+};
+
+// Calls use(slot, channel) whenever the statistics change, then apply<kUnit>(offset, stride, n) for each batch: n packs,
+// `stride` apart. Rows are counted in 32 bits: dividing 64 would cost more than a short row.
 template <int kUnit, class Map>
 __device__ void over_rows(Map& map, const Layout& layout, Index segment) {
     const unsigned rows = static_cast<unsigned>(layout.outer() * layout.channels);
@@ -358,9 +370,9 @@ __device__ void over_rows(Map& map, const Layout& layout, Index segment) {
         const Index end = begin + segment < layout.inner ? begin + segment : layout.inner;
         map.use(layout.slots == 1 ? 0 : layout.slot_of(outer), row - outer * channels);
         const Index base = row * layout.inner + begin;
-        const int length = static_cast<int>(end - begin);
-#pragma unroll 4
-        for (int i = threadIdx.x % kWarp * kUnit; i < length; i += kWarp * kUnit) map.template apply<kUnit>(base + i);
+        const int length = static_cast<int>(end - begin), stride = kWarp * kUnit;
+        for (int i = threadIdx.x % kWarp * kUnit; i < length; i += Batch<kUnit>::kCount * stride)
+            map.template apply<kUnit>(base + i, stride, (length - i + stride - 1) / stride);
     }
 }
 
@@ -372,8 +384,8 @@ __device__ void over_columns(Map& map, const Layout& layout, int width) {
     map.use(slot, channel);
     const int step = kThreads / width, length = static_cast<int>(chunk.end - chunk.begin);
     const Index base = (layout.first_outer(slot) + chunk.begin) * layout.channels + channel;
-#pragma unroll 4
-    for (int row = threadIdx.x / width; row < length; row += step) map.template apply<1>(base + row * layout.channels);
+    for (int row = threadIdx.x / width; row < length; row += Batch<1>::kCount * step)
+        map.template apply<1>(base + row * layout.channels, step * layout.channels, (length - row + step - 1) / step);
 }
 
 // `segment` is a multiple of every pack.
@@ -407,16 +419,24 @@ struct Normalise {
         shift = static_cast<Wide>(beta[channel]);
     }
     template <int kUnit>
-    __device__ void apply(Index offset) const {
-        const Pack<T, kUnit> in = load<T, kUnit>(x + offset);
-        Pack<T, kUnit> out = {};
-        if (add) out = load<T, kUnit>(y + offset);
+    __device__ void apply(Index offset, Index stride, int n) const {
+        constexpr int kCount = Batch<kUnit>::kCount;
+        Pack<T, kUnit> in[kCount], out[kCount] = {};
 #pragma unroll
-        for (int i = 0; i < kUnit; ++i) {
-            const Wide value = mean.below(Number<T>::widen(in.values[i])) * scale + shift;
-            out.values[i] = Number<T>::narrow(add ? Number<T>::widen(out.values[i]) + value : value);
+        for (int j = 0; j < kCount; ++j) in[j] = load<T, kUnit>(x + offset + (j < n ? j * stride : 0));
+        if (add) {
+#pragma unroll
+            for (int j = 0; j < kCount; ++j) out[j] = load<T, kUnit>(y + offset + (j < n ? j * stride : 0));
         }
-        store<T, kUnit>(y + offset, out);
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+#pragma unroll
+            for (int i = 0; i < kUnit; ++i) {
+                const Wide value = mean.below(Number<T>::widen(in[j].values[i])) * scale + shift;
+                out[j].values[i] = Number<T>::narrow(add ? Number<T>::widen(out[j].values[i]) + value : value);
+            }
+            if (j < n) store<T, kUnit>(y + offset + j * stride, out[j]);
+        }
     }
 };
 
@@ -442,17 +462,29 @@ struct GradInput {
         scale = static_cast<Wide>(invstds[slot * 2 * channels + channel] * (fix_gamma ? 1.0 : gamma[channel]));
     }
     template <int kUnit>
-    __device__ void apply(Index offset) const {
-        const Pack<T, kUnit> head = load<T, kUnit>(dy + offset), in = load<T, kUnit>(x + offset);
-        Pack<T, kUnit> out = {};
-        if (add) out = load<T, kUnit>(dx + offset);
+    __device__ void apply(Index offset, Index stride, int n) const {
+        constexpr int kCount = Batch<kUnit>::kCount;
+        Pack<T, kUnit> head[kCount], in[kCount], out[kCount] = {};
 #pragma unroll
-        for (int i = 0; i < kUnit; ++i) {
-            const Wide centred = mean.below(Number<T>::widen(in.values[i]));
-            const Wide value = scale * (Number<T>::widen(head.values[i]) - mean_dy - centred * slope);
-            out.values[i] = Number<T>::narrow(add ? Number<T>::widen(out.values[i]) + value : value);
+        for (int j = 0; j < kCount; ++j) {
+            const Index at = offset + (j < n ? j * stride : 0);
+            head[j] = load<T, kUnit>(dy + at);
+            in[j] = load<T, kUnit>(x + at);
         }
-        store<T, kUnit>(dx + offset, out);
+        if (add) {
+#pragma unroll
+            for (int j = 0; j < kCount; ++j) out[j] = load<T, kUnit>(dx + offset + (j < n ? j * stride : 0));
+        }
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+#pragma unroll
+            for (int i = 0; i < kUnit; ++i) {
+                const Wide centred = mean.below(Number<T>::widen(in[j].values[i]));
+                const Wide value = scale * (Number<T>::widen(head[j].values[i]) - mean_dy - centred * slope);
+                out[j].values[i] = Number<T>::narrow(add ? Number<T>::widen(out[j].values[i]) + value : value);
+            }
+            if (j < n) store<T, kUnit>(dx + offset + j * stride, out[j]);
+        }
     }
 };
 
