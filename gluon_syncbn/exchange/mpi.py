@@ -242,10 +242,12 @@ class MPITransport(Transport):
             if waited > _SPIN:
                 if not arrived:
                     time.sleep(5e-5 if waited < _DOZE else 1e-3)
-            elif missing:
-                end = time.monotonic() + _SLICE
-                while not arrived and time.monotonic() < end:
+            else:
+                until = time.monotonic() + (_SLICE if missing else 0)  # else our own messages are not out yet
+                while not arrived:
                     os.sched_yield()  # to the process that is waited for, where there are more than cores
+                    if time.monotonic() > until:
+                        break
                     arrived = self._progress()
         finally:
             self._lock.acquire()
