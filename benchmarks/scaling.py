@@ -7,7 +7,7 @@ mean to rent, the time that a segmentation network's statistics spend between pr
 
 The model: every layer sends ``1 + 2C`` float64 in the forward and ``2C`` in the backward, one after the other, and
 nothing hides them. Up to 8 processes send to each other; more add up along a tree, twice log2(P) messages deep; vectors
-above 32 KiB are added in parts. A message costs ``message + latency + bytes / bandwidth``.
+above 256 KiB are added in parts. A message costs ``message + latency + bytes / bandwidth``.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Dict, List, Sequence
 import _common
 
 PROCESSES = [8, 16, 32, 64, 128, 256, 512, 1024]
-FEW, SMALL = 8, 1 << 15  # as in gluon_syncbn/exchange/mpi.py
+FEW, SMALL = 8, 1 << 18  # as in gluon_syncbn/exchange/mpi.py
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ _KIND = {kind: number for number, kind in enumerate(_KINDS)}
 _TYPES = tuple(np.dtype(name) for name in ("uint8", "float16", "float32", "float64", "int32", "int64", "int8"))
 _TYPE = {dtype: number for number, dtype in enumerate(_TYPES)}
 _HEADER = struct.Struct("=8q")  # kind, key, node, call, phase, part, type, 0
-_SMALL = 1 << 15  # bytes; larger sums are made in parts, one by each rank
+_SMALL = 1 << 18  # bytes; larger sums are made in parts, one by each rank
 _FEW = 8  # ranks that send everybody their part; more add up along a tree, in twice its depth messages each
 _WARN_AFTER = 10.0  # seconds
 _SPIN, _DOZE = 0.0005, 0.1  # seconds of waiting until polls are 50 us, 1 ms apart
