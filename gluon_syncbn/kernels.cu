@@ -77,6 +77,13 @@ __device__ inline Pack<T, kUnit> load(const T* from) {
     return *reinterpret_cast<const Pack<T, kUnit>*>(from);
 }
 
+// n packs that are `stride` apart; where there are more than n, the rest repeat the first.
+template <typename T, int kUnit, int kCount>
+__device__ inline void load_batch(Pack<T, kUnit> (&packs)[kCount], const T* from, Index stride, int n) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) packs[j] = load<T, kUnit>(from + (j < n ? j * stride : 0));
+}
+
 template <typename T, int kUnit>
 __device__ inline void store(T* to, const Pack<T, kUnit>& pack) {
     *reinterpret_cast<Pack<T, kUnit>*>(to) = pack;
@@ -422,12 +429,8 @@ struct Normalise {
     __device__ void apply(Index offset, Index stride, int n) const {
         constexpr int kCount = Batch<kUnit>::kCount;
         Pack<T, kUnit> in[kCount], out[kCount] = {};
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) in[j] = load<T, kUnit>(x + offset + (j < n ? j * stride : 0));
-        if (add) {
-#pragma unroll
-            for (int j = 0; j < kCount; ++j) out[j] = load<T, kUnit>(y + offset + (j < n ? j * stride : 0));
-        }
+        load_batch<T>(in, x + offset, stride, n);
+        if (add) load_batch<T>(out, y + offset, stride, n);
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
 #pragma unroll
@@ -465,16 +468,9 @@ struct GradInput {
     __device__ void apply(Index offset, Index stride, int n) const {
         constexpr int kCount = Batch<kUnit>::kCount;
         Pack<T, kUnit> head[kCount], in[kCount], out[kCount] = {};
-#pragma unroll
-        for (int j = 0; j < kCount; ++j) {
-            const Index at = offset + (j < n ? j * stride : 0);
-            head[j] = load<T, kUnit>(dy + at);
-            in[j] = load<T, kUnit>(x + at);
-        }
-        if (add) {
-#pragma unroll
-            for (int j = 0; j < kCount; ++j) out[j] = load<T, kUnit>(dx + offset + (j < n ? j * stride : 0));
-        }
+        load_batch<T>(head, dy + offset, stride, n);
+        load_batch<T>(in, x + offset, stride, n);
+        if (add) load_batch<T>(out, dx + offset, stride, n);
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
 #pragma unroll
