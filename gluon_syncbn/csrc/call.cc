@@ -73,8 +73,7 @@ void Call::backward(const Arrays& arrays, const int* reqs) {
 
 // An error with the layer and the device in it; those of the device itself know neither.
 std::string Call::named(const std::string& error) const {
-    const bool complete = error.find("SyncBatchNorm '") != std::string::npos;
-    return complete ? error : "SyncBatchNorm '" + settings_.layer->name + "' on " + context_ + ": " + error;
+    return names_layer(error) ? error : "SyncBatchNorm '" + settings_.layer->name + "' on " + context_ + ": " + error;
 }
 
 // NaN into an output that is like this input, so that nothing plausible is left. A device that cannot even do this has a

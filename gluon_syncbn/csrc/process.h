@@ -82,6 +82,8 @@ void set_seed(uint64_t seed);
 // Ends every wait, and every later one until `reset`, with this reason. The first reason stays.
 void fail(const std::string& reason);
 std::string failure();
+// True where an error says already which layer it is about.
+bool names_layer(const std::string& error);
 // Forgets the failure and all unfinished meetings. Nothing may be in flight.
 void reset();
 

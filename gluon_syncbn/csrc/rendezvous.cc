@@ -179,10 +179,9 @@ Total Layer::wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock) 
     while (true) {
         meeting.changed.wait_for(lock, kSlice);
         if (phase.done) return phase.total;  // (4)
-        if (!process().failure.empty()) {    // (5)
-            const bool names_layer = process().failure.find("SyncBatchNorm '") != std::string::npos;
-            throw Failure(process().failure + (names_layer ? "" : " " + describe(meeting, phase_number) + "."));
-        }
+        const std::string& failure = process().failure;
+        if (!failure.empty())  // (5)
+            throw Failure(failure + (names_layer(failure) ? "" : " " + describe(meeting, phase_number) + "."));
         stall.sample();
         const double waited = stall.waited();
         if (waited < kWatchAfter) continue;

@@ -14,7 +14,7 @@ class Stall {
   public:
     explicit Stall(long interrupts_before = interrupts());
     void sample();
-    // Seconds since the wait began. Time in which this process did not run (Ctrl-Z) does not count.
+    // Seconds since the wait began. Of a time in which this process did not run (Ctrl-Z), one counts.
     double waited() const { return waited_; }
     // True where the whole process has computed next to nothing for the last `seconds`.
     bool idle_for(double seconds) const;

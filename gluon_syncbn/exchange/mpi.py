@@ -87,9 +87,8 @@ class MPITransport(Transport):
     # ---- Transport -----------------------------------------------------------------------------------------
 
     def allgather(self, label: Label, part: np.ndarray, *, equal: bool) -> List[np.ndarray]:
-        others = self._others
-        requests = self._send(others, label, 0, part)
-        got = self._collect(others, label, 0, part, requests, equal=equal)
+        requests = self._send(self._others, label, 0, part)
+        got = self._collect(self._others, label, 0, part, requests, equal=equal)
         got[self.rank] = part
         return [got[rank] for rank in range(self.size)]
 
@@ -134,8 +133,7 @@ class MPITransport(Transport):
     def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
         array = np.ascontiguousarray(array)
         if self.rank == 0:
-            others = self._others
-            self._collect([], label, 0, array, self._send(others, label, 0, array.ravel()))
+            self._collect([], label, 0, array, self._send(self._others, label, 0, array.ravel()))
             return array
         self._send([], label, 0, array)
         return self._collect([0], label, 0, array.ravel(), [])[0].reshape(array.shape)
