@@ -152,6 +152,12 @@ def report(results: Sequence[Dict[str, Any]], *keys: str) -> int:
     return int(any("ours" in result["problems"] for result in results))
 
 
+def occasion(command: Sequence[str]) -> Dict[str, str]:
+    """When it was measured, and how to do so again."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {"date": now.strftime("%Y-%m-%d %H:%M UTC"), "command": shlex.join(["python", *command])}
+
+
 def environment(command: Sequence[str]) -> Dict[str, str]:
     """What a reader needs to judge the figures. The instruction set is that of the native core."""
     from gluon_syncbn import _native
@@ -163,8 +169,7 @@ def environment(command: Sequence[str]) -> Dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", *command]),
+        **occasion(command),
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",

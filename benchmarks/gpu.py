@@ -9,8 +9,6 @@ SyncBN kernels and `BatchNorm2d` take turns with ours on the same tensors. The s
 """
 
 import ctypes
-import datetime
-import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -202,8 +200,7 @@ def main(arguments: Sequence[str]) -> int:
     module = cupy.RawModule(code=(PACKAGE / "kernels.cu").read_text(), options=("--std=c++14",), backend="nvrtc")
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     env = {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        "command": shlex.join(["python", "benchmarks/gpu.py", *arguments]),
+        **_common.occasion(["benchmarks/gpu.py", *arguments]),
         "gpu": f"{device['name'].decode()}, compute capability {device['major']}.{device['minor']}",
         "CUDA of the driver": str(cupy.cuda.runtime.driverGetVersion()),
         "cupy": cupy.__version__,

@@ -159,8 +159,7 @@ def test_once_failed_the_rest_of_the_step_fails_at_once(contexts, rng):
 
 def test_a_long_wait_says_so(contexts, rng, capfd):
     layer = a_layer(contexts[:2], timeout=60)
-    batch = make_batch(rng, 2, dtype="float32")
-    first, second = on_devices(batch.shards, contexts, "float32")
+    first, second = shards(rng, contexts[:2])
     with autograd.record():
         ys = [layer(first)]
         time.sleep(10.5)
@@ -191,8 +190,7 @@ class NapProp(mx.operator.CustomOpProp):
 def test_the_last_replica_is_called_after_a_long_pause(contexts, rng):
     # Nothing has been computed for seconds, and the last replica is on its way for half a second more.
     layer = a_layer(contexts[:2], timeout=60)
-    batch = make_batch(rng, 2, dtype="float32")
-    first, second = on_devices(batch.shards, contexts, "float32")
+    first, second = shards(rng, contexts[:2])
     with autograd.record():
         ys = [layer(first)]
         time.sleep(6)

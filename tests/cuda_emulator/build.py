@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 # What runs on the stand-ins, and the size of what is fetched in MB. fastrlock is CuPy's only need beside NumPy.
-SIZES = {"mxnet-cu112==1.9.1": 460, "cupy-cuda11x==12.3.0": 90, "fastrlock==0.8.2": 1}
+WHEELS = {"mxnet-cu112==1.9.1": 460, "cupy-cuda11x==12.3.0": 90, "fastrlock==0.8.2": 1}
 OF_ONE_PYTHON = {"cupy-cuda11x==12.3.0", "fastrlock==0.8.2"}
 
 CORE = ["errors", "device", "memory", "streams", "fiber", "launch", "access", "copies", "driver"]
@@ -77,7 +77,7 @@ def fetch(requirement, folder):
     python = f"cp{sys.version_info[0]}{sys.version_info[1]}-" if requirement in OF_ONE_PYTHON else ""
     pattern = f"{name.replace('-', '_')}-{version}-{python}*.whl"
     if not list(folder.glob(pattern)):
-        print(f"    fetching {requirement} ({SIZES[requirement]} MB) ...", flush=True)
+        print(f"    fetching {requirement} ({WHEELS[requirement]} MB) ...", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
         run(
@@ -194,7 +194,7 @@ def build(out, wheel_dir=None, packages=True):
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another one may be at it
-        names = [unpack(out, requirement, wheel_dir) for requirement in SIZES] if packages else []
+        names = [unpack(out, requirement, wheel_dir) for requirement in WHEELS] if packages else []
         build_libraries(out, sorted({name for some in names for name in some}))
 
 
