@@ -14,6 +14,7 @@ from typing import Any, Dict, FrozenSet, Iterator, Optional, Set, Tuple, Type, T
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
+from . import arguments
 from .layer import SyncBatchNorm
 
 __all__ = ["convert", "revert"]
@@ -77,7 +78,7 @@ def convert(net: NetT, norm_layer: Type[SyncBatchNorm] = SyncBatchNorm, **kwargs
     """
     _check_net(net)
     if not (isinstance(norm_layer, type) and issubclass(norm_layer, SyncBatchNorm)):
-        raise ValueError(f"norm_layer: {norm_layer!r} was given, expected SyncBatchNorm or a subclass of it")
+        arguments.refuse("norm_layer", norm_layer, "SyncBatchNorm or a subclass of it")
     plain = (nn.BatchNorm, ContribSyncBatchNorm)
     _check_kwargs(norm_layer, kwargs, {1, *(_axis(block._kwargs) for block in _blocks(net) if type(block) in plain)})
 
@@ -130,7 +131,7 @@ def revert(net: NetT) -> NetT:
 
 def _check_net(net: Any) -> None:
     if not isinstance(net, Block):
-        raise ValueError(f"net: {net!r} was given, expected a gluon.Block")
+        arguments.refuse("net", net, "a gluon.Block")
 
 
 def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any], axes: Set[int]) -> None:

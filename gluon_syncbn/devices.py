@@ -9,7 +9,7 @@ from typing import Iterator, List, Optional, Sequence
 import mxnet as mx
 from mxnet.context import Context
 
-from . import _native
+from . import _native, arguments
 from .steps import drain
 
 
@@ -38,7 +38,7 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
         contexts = [contexts]
     names = [str(context) for context in contexts] if isinstance(contexts, (list, tuple)) else []
     if not names or len(set(names)) < len(names) or not all(isinstance(c, Context) for c in contexts):
-        raise ValueError(f"contexts: {contexts!r} was given, expected a list of different mx.Context objects")
+        arguments.refuse("contexts", contexts, "a list of different mx.Context objects")
     global _active
     if _active:
         raise ValueError("contexts: devices(...) is active already; leave that block first")
@@ -62,23 +62,31 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
 _active = False
 
 
-def cpu_devices(n: int, temp_copies: Optional[int] = None) -> List[Context]:
+def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Optional[int] = None) -> List[Context]:
     """``n`` CPU contexts whose operators can wait for each other. Call it before the first MXNet operator runs.
 
-    MXNet's operators on all CPU contexts share one pool of temporary space and take from it in the order in which they
-    were issued. With its default of 4 copies, a later operator of the first replica stands before the second replica's
-    first one while the first replica waits for the second: a deadlock. This sets ``MXNET_CPU_TEMP_COPY``, and
-    ``MXNET_CPU_PARALLEL_RAND_COPY`` for Dropout, so that there are more copies than such operators in a step. Values
-    that are larger already stay.
+    MXNet's operators on all CPU contexts share one pool of temporary space and one of random states (Dropout and what
+    else draws numbers), and take from each in the order in which they were issued. With the default of 4 and 1 copies,
+    a later operator of the first replica stands before the second replica's first one while the first replica waits for
+    the second: a deadlock. With k such operators in a step of one replica, ``(n - 1) * k`` copies are enough. This sets
+    ``MXNET_CPU_TEMP_COPY`` and ``MXNET_CPU_PARALLEL_RAND_COPY``; values that are larger already stay, and for one
+    context, which waits for nobody, nothing is set.
+
+    A copy of temporary space takes nothing until it is used and then keeps the largest space that it ever served. A
+    copy of the random states takes 5 MB at once, **in every thread** that runs an operator which needs temporary space
+    or random numbers, and is never freed: with the defaults 20 MB a thread for two contexts, 60 MB for four. A program
+    that starts new threads at each step, as GluonCV's ``DataParallelModel(sync=True)`` does, grows by as much for each.
 
     Parameters
     ----------
     n : int
-        Number of contexts.
+        Number of contexts, from 1 to 1024.
     temp_copies : int, optional
-        Copies of temporary space, by default 1024 for each context and at least 4096. Each keeps the largest space it
-        ever served, so a big net on a small machine may want fewer: about four times the number of operators in one
-        step over all contexts.
+        Copies of temporary space, by default 1024 for each context and at least 4096. A big net on a small machine may
+        want fewer.
+    random_copies : int, optional
+        Copies of the random states, by default ``4 * (n - 1)``: enough for four random operators in a forward of a
+        replica. A net with more Dropouts needs more; too few end in an error that says so.
 
     Returns
     -------
@@ -88,15 +96,16 @@ def cpu_devices(n: int, temp_copies: Optional[int] = None) -> List[Context]:
     Raises
     ------
     ValueError
-        Where an argument is not a positive whole number.
+        Where an argument is no whole number, or out of range.
     """
-    for name, value in (("n", n), ("temp_copies", temp_copies)):
-        if value is None and name == "temp_copies":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}: {value!r} was given, expected a whole number above 0")
-    at_least("MXNET_CPU_TEMP_COPY", temp_copies or max(4096, 1024 * n))
-    at_least("MXNET_CPU_PARALLEL_RAND_COPY", 16 * n)
+    n = arguments.whole("n", n, 1, 1024)
+    temp_copies = arguments.whole("temp_copies", max(4096, 1024 * n) if temp_copies is None else temp_copies, 1, 2**20)
+    random_copies = arguments.whole(
+        "random_copies", 4 * max(1, n - 1) if random_copies is None else random_copies, 1, 2**20
+    )
+    if n > 1:
+        at_least("MXNET_CPU_TEMP_COPY", temp_copies)
+        at_least("MXNET_CPU_PARALLEL_RAND_COPY", random_copies)
     return [mx.cpu(i) for i in range(n)]
 
 

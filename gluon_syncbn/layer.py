@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, List, Optional
 
 import mxnet as mx
@@ -10,7 +11,7 @@ from mxnet.gluon import nn
 from mxnet.gluon.parameter import Parameter
 from mxnet.util import is_np_array
 
-from . import settings, steps  # noqa: F401  (steps watches the scopes of a step)
+from . import arguments, steps  # noqa: F401  (steps watches the scopes of a step)
 from .exchange import kvstore as _kvstore
 from .op import MODES, Pooling, Replicas, sync_batch_norm
 from .operators import without_amp
@@ -124,15 +125,17 @@ class SyncBatchNorm(nn.BatchNorm):
         prefix: Optional[str] = None,
         params: Any = None,
     ) -> None:
-        _check_whole("axis", axis, "a whole number from -5 to 4", -5, 4)
-        _check_number("momentum", momentum, "a number from 0 to 1", 0, 1)
-        _check_number("epsilon", epsilon, "a number of at least 0", 0, float("inf"))
-        _check_whole("in_channels", in_channels, "a whole number of at least 0", 0, None)
+        axis = arguments.whole("axis", axis, -5, 4)
+        momentum = arguments.number("momentum", momentum, 0, 1, "a number from 0 to 1")
+        epsilon = arguments.number("epsilon", epsilon, 0, sys.float_info.max, "a finite number of at least 0")
+        center, scale = arguments.flag("center", center), arguments.flag("scale", scale)
+        use_global_stats = arguments.flag("use_global_stats", use_global_stats)
+        in_channels = arguments.whole("in_channels", in_channels, 0, 2**31 - 1)
         if num_devices is not None:
-            _check_whole("num_devices", num_devices, "None or a whole number above 0", 1, None)
+            num_devices = arguments.devices("num_devices", num_devices)
         pooling = _check_pooling(mode, virtual_devices, group_size, axis, num_devices)
         if timeout is not None:
-            timeout = settings.check_timeout(timeout)
+            timeout = arguments.seconds("timeout", timeout)
         exchange = _kvstore.create(kvstore)
         super().__init__(
             axis=axis,
@@ -186,8 +189,8 @@ class ShuffleBatchNorm(SyncBatchNorm):
     """`SyncBatchNorm` with ``mode='shuffle'``, for use as ``norm_layer=``. All other arguments are the same."""
 
     def __init__(self, *args: Any, mode: str = "shuffle", **kwargs: Any) -> None:
-        if mode != "shuffle":
-            raise ValueError(f"mode: {mode!r} was given, expected 'shuffle'; SyncBatchNorm has the other modes")
+        if not isinstance(mode, str) or mode != "shuffle":
+            arguments.refuse("mode", mode, "'shuffle'; SyncBatchNorm has the other modes")
         super().__init__(*args, mode=mode, **kwargs)
 
 
@@ -207,7 +210,7 @@ class _ReplicatedParameter(Parameter):
             parameter.__class__ = _ReplicatedParameter
             parameter._followers = []
         if not isinstance(parameter, _ReplicatedParameter):
-            raise ValueError(f"running_mean: {parameter!r} was given, expected a gluon.Parameter")
+            arguments.refuse("running_mean", parameter, "a gluon.Parameter")
         parameter._followers.append(replicas)
         if parameter._data is not None:
             replicas.set_contexts(parameter.list_ctx(), parameter.shape[0])
@@ -226,28 +229,15 @@ class _ReplicatedParameter(Parameter):
 
 
 def _check_pooling(mode: Any, virtual_devices: Any, group_size: Any, axis: int, num_devices: Optional[int]) -> Pooling:
-    if mode not in MODES:
-        raise ValueError(f"mode: {mode!r} was given, expected one of {MODES}")
-    _check_whole("virtual_devices", virtual_devices, "a whole number above 0", 1, None)
+    mode = arguments.one_of("mode", mode, MODES)
+    virtual_devices = arguments.devices("virtual_devices", virtual_devices)
     if virtual_devices > 1 and axis == 0:
-        raise ValueError(
-            f"virtual_devices: {virtual_devices} was given, expected 1 with axis=0, which is not the batch"
-        )
+        arguments.refuse("virtual_devices", virtual_devices, "1 with axis=0, which is not the batch")
     if group_size is not None:
-        _check_whole("group_size", group_size, "None or a whole number above 0", 1, None)
+        group_size = arguments.devices("group_size", group_size)
         if mode != "sync":
-            raise ValueError(f"group_size: {group_size} was given, expected None with mode {mode!r}")
+            arguments.refuse("group_size", group_size, f"None with mode {mode!r}")
     pooling = Pooling(mode, virtual_devices, group_size)
     if num_devices is not None and pooling.problem(num_devices):
         raise ValueError(pooling.problem(num_devices))
     return pooling
-
-
-def _check_whole(name: str, value: Any, expected: str, low: int, high: Optional[int]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
-        raise ValueError(f"{name}: {value!r} was given, expected {expected}")
-
-
-def _check_number(name: str, value: Any, expected: str, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise ValueError(f"{name}: {value!r} was given, expected {expected}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Optional
 
-from . import _native
+from . import _native, arguments
 from .exchange import kvstore as _kvstore
 from .exchange.base import Exchange
 
@@ -13,12 +13,6 @@ exchange: Optional[Exchange] = None
 
 _UNCHANGED: Any = object()
 _listener: Optional[Callable[[Optional[Exchange]], None]] = None
-
-
-def check_timeout(timeout: Any) -> float:
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ValueError(f"timeout: {timeout!r} was given, expected a number of seconds above 0")
-    return float(timeout)
 
 
 def configure(*, kvstore: Any = _UNCHANGED, timeout: Any = _UNCHANGED, seed: Any = _UNCHANGED) -> None:
@@ -44,11 +38,13 @@ def configure(*, kvstore: Any = _UNCHANGED, timeout: Any = _UNCHANGED, seed: Any
     ValueError
         Where an argument is out of range. Nothing is changed then.
     """
-    if seed is not _UNCHANGED and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**64):
-        raise ValueError(f"seed: {seed!r} was given, expected a whole number from 0 to 2**64 - 1")
+    if seed is not _UNCHANGED:
+        seed = arguments.seed("seed", seed)
+    if timeout is not _UNCHANGED:
+        timeout = arguments.seconds("timeout", timeout)
     new_exchange = exchange if kvstore is _UNCHANGED else _kvstore.create(kvstore)
     if timeout is not _UNCHANGED:
-        _native.default_timeout(check_timeout(timeout))
+        _native.default_timeout(timeout)
     if seed is not _UNCHANGED:
         _native.seed(seed)
     if kvstore is not _UNCHANGED:

@@ -11,11 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, List, Sequence, Tuple
 
-import mxnet as mx
 import numpy as np
 from mxnet import nd
 from mxnet.context import Context
 from mxnet.gluon.data import Sampler
+
+from . import arguments
+
+_MOST = 2**63 - 1  # samples, batches, epochs
 
 __all__ = ["SampleShuffle", "ShuffleSampler", "ShuffledBatch", "shuffle_shards", "split_and_load"]
 
@@ -41,12 +44,18 @@ class SampleShuffle:
     position: int = 0
 
     def __post_init__(self) -> None:
-        _whole("seed", self.seed)
-        _whole("position", self.position)
+        self.seed = arguments.seed("seed", self.seed)
+        self.position = arguments.whole("position", self.position, 0, _MOST)
 
     def permutation(self, n: int) -> np.ndarray:
-        """The next permutation, of 0 ... n-1."""
-        order = _permutation(n, self.seed, self.position)
+        """The next permutation, of 0 ... n-1.
+
+        Raises
+        ------
+        ValueError
+            Where ``n`` is no whole number, or below 0.
+        """
+        order = _permutation(arguments.whole("n", n, 0, _MOST), self.seed, self.position)
         self.position += 1
         return order
 
@@ -99,12 +108,11 @@ class ShuffledBatch:
             raise ValueError("features: these have been unshuffled before, expected those of shuffled_shards")
         count = len(self._contexts)
         if not isinstance(features, (list, tuple)) or len(features) != count:
-            raise ValueError(f"features: {_told(features)} was given, expected a list of {count}, one for each shard")
+            arguments.refuse("features", features, f"a list of {count}, one for each shard")
         for i, (feature, length, context) in enumerate(zip(features, self._lengths, self._contexts)):
             _check_array(f"features[{i}]", feature)
             if feature.shape[0] != length or feature.context != context:
-                expected = f"{length} rows on {context}, as the shard has"
-                raise ValueError(f"features[{i}]: {_told(feature)} was given, expected {expected}")
+                arguments.refuse(f"features[{i}]", feature, f"{length} rows on {context}, as the shard has")
         _check_alike("features", features, 0)
         return _Unshuffled(_rearrange(features, np.argsort(self.order), 0))
 
@@ -155,12 +163,12 @@ def split_and_load(
     if not isinstance(data, np.ndarray):
         _check_array("data", data, "an NDArray or a numpy.ndarray (shuffle_shards is for batches on devices)")
     if not isinstance(ctx_list, (list, tuple)) or not ctx_list or not all(isinstance(c, Context) for c in ctx_list):
-        raise ValueError(f"ctx_list: {ctx_list!r} was given, expected a list of mx.Context objects")
-    axis = _whole("batch_axis", batch_axis, -data.ndim, data.ndim - 1) % data.ndim
+        arguments.refuse("ctx_list", ctx_list, "a list of mx.Context objects")
+    axis = arguments.whole("batch_axis", batch_axis, -data.ndim, data.ndim - 1) % data.ndim
     n, count = data.shape[axis], len(ctx_list)
     if n < count:
         raise ValueError(f"data: {n} samples were given, expected at least {count}, one for each context")
-    if even_split and n % count:
+    if arguments.flag("even_split", even_split) and n % count:
         raise ValueError(f"data: {n} samples were given, expected a multiple of {count} or even_split=False")
     order = _draw(shuffle, n)
     shards = []
@@ -192,10 +200,10 @@ def shuffle_shards(shards: Sequence[Any], batch_axis: int = 0, *, shuffle: Sampl
         Where an argument is not as said.
     """
     if not isinstance(shards, (list, tuple)) or not shards:
-        raise ValueError(f"shards: {_told(shards)} was given, expected a list of NDArrays, one for each device")
+        arguments.refuse("shards", shards, "a list of NDArrays, one for each device")
     for i, shard in enumerate(shards):
         _check_array(f"shards[{i}]", shard)
-    axis = _whole("batch_axis", batch_axis, -shards[0].ndim, shards[0].ndim - 1) % shards[0].ndim
+    axis = arguments.whole("batch_axis", batch_axis, -shards[0].ndim, shards[0].ndim - 1) % shards[0].ndim
     _check_alike("shards", shards, axis)
     order = _draw(shuffle, sum(shard.shape[axis] for shard in shards))
     return ShuffledBatch(_rearrange(shards, order, axis), order, axis)
@@ -250,13 +258,12 @@ class ShuffleSampler(Sampler):
         epoch: int = 0,
         last_batch: str = "discard",
     ) -> None:
-        for name, value in (("length", length), ("batch_size", batch_size), ("num_processes", num_processes)):
-            _whole(name, value, 1)
-        _whole("rank", rank, 0, num_processes - 1)
-        _whole("seed", seed)
-        _whole("epoch", epoch)
-        if last_batch not in ("discard", "keep"):
-            raise ValueError(f"last_batch: {last_batch!r} was given, expected 'discard' or 'keep'")
+        length = arguments.whole("length", length, 1, _MOST)
+        batch_size = arguments.whole("batch_size", batch_size, 1, _MOST)
+        num_processes = arguments.devices("num_processes", num_processes)
+        rank = arguments.whole("rank", rank, 0, num_processes - 1)
+        seed = arguments.seed("seed", seed)
+        last_batch = arguments.one_of("last_batch", last_batch, ("discard", "keep"))
         whole = batch_size * num_processes
         batches, rest = divmod(length, whole)
         if last_batch == "keep" and rest:
@@ -267,7 +274,16 @@ class ShuffleSampler(Sampler):
         if not batches:
             raise ValueError(f"length: {length} was given, expected at least {whole}, one batch of all processes")
         self._length, self._batches, self._num_processes = length, batches, num_processes
-        self._batch_size, self._rank, self._seed, self.epoch = batch_size, rank, seed, epoch
+        self._batch_size, self._rank, self._seed = batch_size, rank, seed
+        self.epoch = epoch
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        self._epoch = arguments.whole("epoch", value, 0, _MOST)
 
     def __len__(self) -> int:
         return self._batches
@@ -297,7 +313,7 @@ class ShuffleSampler(Sampler):
 
         Of batch number ``batch`` of the current epoch: one array of shape [rows of p, 2] for each process p.
         """
-        _whole("batch", batch, 0, len(self) - 1)
+        batch = arguments.whole("batch", batch, 0, len(self) - 1)
         starts, order = self._plan(self.epoch, batch)
         process = np.searchsorted(starts, order, side="right") - 1
         return np.split(np.stack([process, order - starts[process]], axis=1), starts[1:-1])
@@ -317,13 +333,12 @@ class ShuffleSampler(Sampler):
         ValueError
             Where there is no such batch, or it has another number of rows.
         """
-        _whole("batch", batch, 0, len(self) - 1)
+        batch = arguments.whole("batch", batch, 0, len(self) - 1)
         if not isinstance(gathered, np.ndarray):
             _check_array("gathered", gathered, "an NDArray or a numpy.ndarray")
         starts, order = self._plan(self.epoch, batch)
         if gathered.ndim == 0 or len(gathered) != len(order):
-            expected = f"{len(order)} rows, those of all processes in batch {batch}"
-            raise ValueError(f"gathered: {_told(gathered)} was given, expected {expected}")
+            arguments.refuse("gathered", gathered, f"{len(order)} rows, those of all processes in batch {batch}")
         own = np.argsort(order)[starts[self._rank] : starts[self._rank + 1]]
         return gathered[own] if isinstance(gathered, np.ndarray) else _take(gathered, own, 0)
 
@@ -363,23 +378,14 @@ def _take(data: Any, rows: np.ndarray, axis: int) -> Any:
 
 def _draw(shuffle: Any, n: int) -> np.ndarray:
     if not isinstance(shuffle, SampleShuffle):
-        raise ValueError(f"shuffle: {shuffle!r} was given, expected a SampleShuffle, which draws for all batches")
+        arguments.refuse("shuffle", shuffle, "a SampleShuffle, which draws for all batches")
     return shuffle.permutation(n)
-
-
-def _told(value: Any) -> str:
-    if isinstance(value, nd.NDArray):
-        kind = "mx.np.ndarray" if isinstance(value, mx.np.ndarray) else type(value).__name__
-        return f"{kind} of shape {value.shape} and type {np.dtype(value.dtype)} on {value.ctx}"
-    if isinstance(value, np.ndarray):
-        return f"numpy.ndarray of shape {value.shape}"
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple)) else repr(value)
 
 
 def _check_array(name: str, value: Any, expected: str = "an NDArray with samples") -> None:
     # the type itself: sparse and mx.np arrays are subclasses with other operators
     if type(value) is not nd.NDArray or value.ndim == 0:
-        raise ValueError(f"{name}: {_told(value)} was given, expected {expected}")
+        arguments.refuse(name, value, expected)
 
 
 def _check_alike(name: str, arrays: Sequence[Any], axis: int) -> None:
@@ -388,11 +394,4 @@ def _check_alike(name: str, arrays: Sequence[Any], axis: int) -> None:
 
     for i, array in enumerate(arrays):
         if kind(array) != kind(arrays[0]) or not array.shape[axis]:
-            expected = f"samples like those of {name}[0], {_told(arrays[0])}"
-            raise ValueError(f"{name}[{i}]: {_told(array)} was given, expected {expected}")
-
-
-def _whole(name: str, value: Any, low: int = 0, high: int = 2**64 - 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{name}: {value!r} was given, expected a whole number from {low} to {high}")
-    return value
+            arguments.refuse(f"{name}[{i}]", array, f"samples like those of {name}[0], {arguments.told(arrays[0])}")

@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import random
-import re
 import subprocess
 import sys
 import threading
@@ -711,65 +710,6 @@ def test_another_number_of_channels_on_one_replica(contexts, rng):
     with pytest.raises(mx.MXNetError, match="MXNetError left the recorded step"):
         first.asnumpy()
     assert_next_step_is_right(layer, contexts[:2], rng)
-
-
-# ---- bad arguments -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name, value, expected",
-    [
-        ("axis", 5, "from -5 to 4"),
-        ("axis", 1.0, "from -5 to 4"),
-        ("momentum", 1.5, "from 0 to 1"),
-        ("momentum", float("nan"), "from 0 to 1"),
-        ("epsilon", -1e-5, "at least 0"),
-        ("epsilon", "1e-5", "at least 0"),
-        ("in_channels", -1, "at least 0"),
-        ("num_devices", 0, "above 0"),
-        ("num_devices", True, "above 0"),
-        ("timeout", 0, "above 0"),
-        ("timeout", float("nan"), "above 0"),
-        ("kvstore", "dist_sync", "cannot add statistics"),
-        ("kvstore", "horovod", "silently creates a local one"),
-        ("kvstore", 5, "a KVStore object or None"),
-    ],
-)
-def test_arguments_of_the_layer(name, value, expected):
-    with pytest.raises(ValueError, match=f"{name}: {re.escape(repr(value))} was given, .*{re.escape(expected)}"):
-        SyncBatchNorm(**{name: value})
-
-
-@pytest.mark.parametrize("arguments", [{"timeout": -1}, {"timeout": "5"}, {"kvstore": "dist_sync"}, {"kvstore": 5}])
-def test_arguments_of_configure(arguments):
-    name, value = next(iter(arguments.items()))
-    with pytest.raises(ValueError, match=f"{name}: {re.escape(repr(value))} was given, expected"):
-        gluon_syncbn.configure(**arguments)
-
-
-@pytest.mark.parametrize("n", [0, -1, 1.0, True])
-def test_arguments_of_cpu_devices(n):
-    with pytest.raises(ValueError, match=f"n: {re.escape(repr(n))} was given, expected a whole number above 0"):
-        gluon_syncbn.cpu_devices(n)
-
-
-@pytest.mark.parametrize("value", [0, -4, 2.0, True, "512"])
-def test_temp_copies_of_cpu_devices(value):
-    with pytest.raises(ValueError, match=f"temp_copies: {value!r} was given, expected a whole number above 0"):
-        gluon_syncbn.cpu_devices(2, temp_copies=value)
-
-
-def test_cpu_devices_lowers_nothing(monkeypatch):
-    names = ("MXNET_CPU_TEMP_COPY", "MXNET_CPU_PARALLEL_RAND_COPY")
-    for given, expected in [("9999", ["9999"] * 2), ("7", ["100", "32"]), ("", ["100", "32"]), ("x", ["100", "32"])]:
-        for name in names:
-            monkeypatch.setenv(name, given)
-        assert gluon_syncbn.cpu_devices(2, temp_copies=100) == [mx.cpu(0), mx.cpu(1)]
-        assert [os.environ[name] for name in names] == expected
-    for name in names:
-        monkeypatch.delenv(name)
-    gluon_syncbn.cpu_devices(8)
-    assert [os.environ[name] for name in names] == ["8192", "128"]
 
 
 # ---- graphs that were saved --------------------------------------------------------------------------------

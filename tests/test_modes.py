@@ -361,35 +361,6 @@ def test_too_few_slots_with_samples(contexts, rng):
 # ---- arguments ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"mode": "global"}, "mode: 'global' was given, expected one of ('sync', 'local', 'shuffle')"),
-        ({"mode": None}, "mode: None was given"),
-        ({"virtual_devices": 0}, "virtual_devices: 0 was given, expected a whole number above 0"),
-        ({"virtual_devices": 2.0}, "virtual_devices: 2.0 was given"),
-        ({"virtual_devices": 2, "axis": 0}, "virtual_devices: 2 was given, expected 1 with axis=0"),
-        ({"group_size": 0}, "group_size: 0 was given, expected None or a whole number above 0"),
-        (
-            {"group_size": 3, "num_devices": 4},
-            "group_size: 3 was given, expected a divisor of the number of devices, 4",
-        ),
-        ({"group_size": 2, "mode": "local"}, "group_size: 2 was given, expected None with mode 'local'"),
-        ({"group_size": 2, "mode": "shuffle"}, "group_size: 2 was given, expected None with mode 'shuffle'"),
-        ({"mode": "shuffle", "num_devices": 1}, "virtual_devices: 1 was given, expected at least 2"),
-    ],
-)
-def test_arguments(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        SyncBatchNorm(**arguments)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64, 0.5, True, "7"])
-def test_seed_is_checked(seed):
-    with pytest.raises(ValueError, match=re.escape(f"seed: {seed!r} was given")):
-        gluon_syncbn.configure(seed=seed)
-
-
 def test_shuffle_batch_norm_shuffles():
     assert ShuffleBatchNorm(virtual_devices=4)._replicas.pooling == ("shuffle", 4, None)
     with pytest.raises(ValueError, match="mode: 'local' was given, expected 'shuffle'"):

@@ -412,6 +412,32 @@ def test_enough_temporary_space():
     assert (code, output) == (0, ""), output + errors
 
 
+RANDOM = """
+contexts = gluon_syncbn.cpu_devices(2, random_copies=int(sys.argv[1]))
+net = nn.HybridSequential()
+for _ in range(8):
+    net.add(nn.Dropout(0.5), SyncBatchNorm(in_channels=5))
+net.initialize(ctx=contexts)
+with autograd.record():
+    ys = [net(x.astype("float32")) for x in xs]
+ready()
+try:
+    print([y.shape for y in ys if np.isfinite(y.asnumpy()).all()])
+except mx.MXNetError as error:
+    print(error)
+"""
+
+
+def test_random_states_for_many_dropouts():
+    """Eight random operators in a replica's forward: as many copies are enough for two replicas."""
+    start = START.replace("cpu_devices(2, temp_copies=64)", "cpu_devices(2, random_copies=1)")
+    code, output, errors = run(RANDOM, within=20, start=start, arguments=["1"])
+    assert code == 0, errors
+    assert "1 of 2 replicas arrived" in output and "many Dropouts its random_copies" in output
+    code, output, errors = run(RANDOM, within=20, start=start, arguments=["8"])
+    assert (code, output) == (0, "[(2, 5, 4, 6), (5, 5, 4, 6)]\n"), errors
+
+
 def test_naive_engine():
     text = """
 ready()

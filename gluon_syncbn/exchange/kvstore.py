@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Tuple
 import mxnet as mx
 import numpy as np
 
-from .. import _native
+from .. import _native, arguments
 from .._native import Ticket, Total
 from .base import Exchange, Member
 from .store import ProcessStore, Transport
@@ -59,8 +59,8 @@ def kvstore(name: str) -> ProcessStore:
     ImportError
         Where what it needs is not installed.
     """
-    if name not in ("mpi", "horovod"):
-        raise ValueError(f"name: {name!r} was given, expected 'mpi' or 'horovod'." + _refusal(str(name)))
+    if not isinstance(name, str) or name not in ("mpi", "horovod"):
+        arguments.refuse("name", name, "'mpi' or 'horovod'." + _refusal(str(name)))
     if name not in _process_stores:
         _process_stores[name] = ProcessStore(name, _transport(name))
     return _process_stores[name]
@@ -88,9 +88,8 @@ def create(kvstore: Any) -> Exchange | None:
         return None
     if isinstance(kvstore, str):
         if kvstore not in TYPES:
-            raise ValueError(
-                f"kvstore: {kvstore!r} was given, expected one of {TYPES}, a KVStore object or None (shared memory)."
-                + _refusal(kvstore)
+            arguments.refuse(
+                "kvstore", kvstore, f"one of {TYPES}, a KVStore object or None (shared memory)." + _refusal(kvstore)
             )
         try:
             store = mx.kv.create(kvstore)
@@ -105,9 +104,7 @@ def create(kvstore: Any) -> Exchange | None:
     if isinstance(kvstore, ProcessStore):
         return kvstore
     if not isinstance(kvstore, (mx.kv.KVStore, mx.kvstore.KVStoreBase)):
-        raise ValueError(
-            f"kvstore: {kvstore!r} was given, expected one of {TYPES}, a KVStore object or None (shared memory)"
-        )
+        arguments.refuse("kvstore", kvstore, f"one of {TYPES}, a KVStore object or None (shared memory)")
     if kvstore.type not in TYPES or kvstore.type == "nccl":
         raise ValueError(
             f"kvstore: an object of type {kvstore.type!r} was given, expected one of {TYPES}." + _refusal(kvstore.type)

@@ -1,0 +1,79 @@
+"""Checks of arguments: an error names the argument, its value and what was expected.
+
+Each check returns the value as a plain Python one, because NumPy's scalars, which ``nn.BatchNorm`` takes too, are
+neither JSON nor what ctypes wants. A boolean is no number here, though Python says so.
+"""
+
+from __future__ import annotations
+
+import numbers
+import sys
+from typing import Any, NoReturn, Sequence
+
+import mxnet as mx
+import numpy as np
+
+_BOOLEANS = (bool, np.bool_)
+
+#: More devices, virtual ones included, than any job has. Their products stay within what the native core counts with.
+MOST_DEVICES = 65535
+
+
+def told(value: Any) -> str:
+    """The value as it stands in an error: arrays are described, not printed."""
+    if isinstance(value, (list, tuple)) and any(isinstance(item, (mx.nd.NDArray, np.ndarray)) for item in value):
+        return f"{type(value).__name__} of {len(value)}"
+    if isinstance(value, mx.nd.NDArray):
+        kind = "mx.np.ndarray" if isinstance(value, mx.np.ndarray) else type(value).__name__
+        return f"{kind} of shape {value.shape} and type {np.dtype(value.dtype)} on {value.ctx}"
+    if isinstance(value, np.ndarray):
+        return f"numpy.ndarray of shape {value.shape}"
+    return repr(value)
+
+
+def refuse(name: str, value: Any, expected: str) -> NoReturn:
+    raise ValueError(f"{name}: {told(value)} was given, expected {expected}")
+
+
+def _is(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, _BOOLEANS)
+
+
+def whole(name: str, value: Any, low: int, high: int, expected: str = "") -> int:
+    """An integer from ``low`` to ``high``."""
+    if not _is(numbers.Integral, value) or not low <= value <= high:
+        refuse(name, value, expected or f"a whole number from {low} to {high}")
+    return int(value)
+
+
+def number(name: str, value: Any, low: float, high: float, expected: str) -> float:
+    """A finite number from ``low`` to ``high``."""
+    if not _is(numbers.Real, value) or not low <= value <= high:
+        refuse(name, value, expected)
+    return float(value)
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, _BOOLEANS):
+        refuse(name, value, "True or False")
+    return bool(value)
+
+
+def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in choices:
+        refuse(name, value, f"one of {tuple(choices)}")
+    return value
+
+
+def devices(name: str, value: Any) -> int:
+    """How many there are of something that is counted like devices."""
+    return whole(name, value, 1, MOST_DEVICES)
+
+
+def seconds(name: str, value: Any) -> float:
+    """A time limit. The longest is some thirty years: an endless wait is no choice."""
+    return number(name, value, sys.float_info.min, 1e9, "a number of seconds above 0, at most 1e9")
+
+
+def seed(name: str, value: Any) -> int:
+    return whole(name, value, 0, 2**64 - 1, "a whole number from 0 to 2**64 - 1")

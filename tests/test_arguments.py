@@ -1,0 +1,267 @@
+"""Every argument of every public function, by a table: what is out of range is a ValueError that names the argument,
+the value and what was expected; what NumPy calculates is as good as Python's own numbers."""
+
+import inspect
+import os
+import re
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import nd
+from mxnet.gluon import nn
+
+import gluon_syncbn
+from gluon_syncbn import SampleShuffle, ShuffleSampler, SyncBatchNorm, arguments
+
+NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**400
+
+
+class Stranger:
+    def __repr__(self):
+        return "<stranger>"
+
+
+STRANGERS = [True, np.bool_(False), "2", [2], {}, nd.ones(1), np.ones(2), Stranger()]
+#: What no argument of the kind takes, wherever its range ends.
+WRONG = {
+    "count": [None, 0, -1, 1.0, NAN, 2**63, 2**64, HUGE, *STRANGERS],
+    "optional count": [0, -1, 1.0, NAN, 2**63, 2**64, HUGE, *STRANGERS],
+    "whole from 0": [None, -1, 0.5, NAN, 2**63, HUGE, *STRANGERS],
+    "whole": [None, 0.5, NAN, 2**63, -(2**63), HUGE, *STRANGERS],
+    "seed": [None, -1, 0.5, NAN, 2**64, HUGE, *STRANGERS],
+    "share": [None, -0.1, 1.1, NAN, INFINITE, HUGE, *STRANGERS],
+    "at least 0": [None, -1e-9, NAN, INFINITE, -INFINITE, HUGE, *STRANGERS],
+    "seconds": [None, 0, -1, NAN, INFINITE, HUGE, *STRANGERS],
+    "optional seconds": [0, -1, NAN, INFINITE, HUGE, *STRANGERS],
+    "flag": [None, 0, 1, 3, 0.0, "no", "True", [True], nd.ones(1), Stranger()],
+    "mode": [None, 0, "global", "SYNC", ["sync"], nd.ones(1), nd.ones(3), np.ones(2), Stranger()],
+    "shuffled": [None, "sync", ["shuffle"], nd.ones(1), Stranger()],
+    "kvstore": [5, True, "dist_sync", "mpi", "horovod", ["local"], nd.ones(1), nd.ones(3), Stranger()],
+    "process store": [None, 5, "local", "nccl", ["mpi"], nd.ones(1), nd.ones(3), Stranger()],
+    "contexts": [None, [], "cpu(0)", ["cpu(0)"], [mx.cpu(0), 1], nd.ones(2), [nd.ones(2)], Stranger()],
+    "net": [None, [], "net", nn.BatchNorm, nd.ones(1), Stranger()],
+    "norm_layer": [None, nn.BatchNorm, SyncBatchNorm(), "sync", nd.ones(1), Stranger()],
+    "shuffle": [None, 3, True, [SampleShuffle(1)], nd.ones(1), Stranger()],
+    "array": [None, 3, "array", [nd.ones((4, 2))], nd.ones((4, 2)).tostype("csr"), mx.np.ones((4, 2)), Stranger()],
+    "arrays": [None, 3, [], nd.ones((4, 2)), [nd.ones((2, 2)), 3], [nd.ones((2, 2)), nd.ones((2, 3))]],
+    "last_batch": [None, "rollover", ["keep"], nd.ones(1), Stranger()],
+}
+
+LAYER = {
+    "axis": "whole",
+    "momentum": "share",
+    "epsilon": "at least 0",
+    "center": "flag",
+    "scale": "flag",
+    "use_global_stats": "flag",
+    "in_channels": "whole from 0",
+    "num_devices": "optional count",
+    "mode": "mode",
+    "virtual_devices": "count",
+    "group_size": "optional count",
+    "kvstore": "kvstore",
+    "timeout": "optional seconds",
+}
+#: What `nn.BatchNorm` itself looks at.
+GLUONS_OWN = {
+    *("beta_initializer", "gamma_initializer", "running_mean_initializer", "running_variance_initializer"),
+    *("prefix", "params"),
+}
+SAMPLER = {"length": 20, "batch_size": 4, "num_processes": 2, "rank": 0, "seed": 1}
+
+
+def split(**kwargs):
+    settings = {"data": nd.ones((4, 2)), "ctx_list": [mx.cpu(0), mx.cpu(1)], "shuffle": SampleShuffle(1)}
+    return gluon_syncbn.split_and_load(**{**settings, **kwargs})
+
+
+def shuffled(**kwargs):
+    return gluon_syncbn.shuffle_shards(**{"shards": [nd.ones((2, 2))] * 2, "shuffle": SampleShuffle(1), **kwargs})
+
+
+def sampler(**kwargs):
+    return ShuffleSampler(**{**SAMPLER, **kwargs})
+
+
+def set_epoch(epoch):
+    sampler().epoch = epoch
+
+
+def enter(contexts):
+    with gluon_syncbn.devices(contexts):
+        pass
+
+
+#: Of each public name: how to call it, and the kind of each argument.
+CALLS = {
+    "SyncBatchNorm": (SyncBatchNorm, LAYER),
+    "ShuffleBatchNorm": (gluon_syncbn.ShuffleBatchNorm, {**LAYER, "mode": "shuffled"}),
+    "configure": (gluon_syncbn.configure, {"kvstore": "kvstore", "timeout": "seconds", "seed": "seed"}),
+    "convert": (
+        lambda **kwargs: gluon_syncbn.convert(**{"net": nn.BatchNorm(), **kwargs}),
+        {"net": "net", "norm_layer": "norm_layer"},
+    ),
+    "revert": (gluon_syncbn.revert, {"net": "net"}),
+    "cpu_devices": (
+        lambda **kwargs: gluon_syncbn.cpu_devices(**{"n": 1, **kwargs}),
+        {"n": "count", "temp_copies": "optional count", "random_copies": "optional count"},
+    ),
+    "devices": (enter, {"contexts": "contexts"}),
+    "kvstore": (gluon_syncbn.kvstore, {"name": "process store"}),
+    "SampleShuffle": (
+        lambda **kwargs: SampleShuffle(**{"seed": 1, **kwargs}),
+        {"seed": "seed", "position": "whole from 0"},
+    ),
+    "SampleShuffle.permutation": (SampleShuffle(1).permutation, {"n": "whole from 0"}),
+    "ShuffleSampler": (
+        sampler,
+        {
+            "length": "count",
+            "batch_size": "count",
+            "num_processes": "count",
+            "rank": "whole from 0",
+            "seed": "seed",
+            "epoch": "whole from 0",
+            "last_batch": "last_batch",
+        },
+    ),
+    "ShuffleSampler.epoch": (set_epoch, {"epoch": "whole from 0"}),
+    "ShuffleSampler.destinations": (sampler().destinations, {"batch": "whole from 0"}),
+    "ShuffleSampler.restore": (
+        lambda **kwargs: sampler().restore(**{"gathered": np.ones((8, 2)), "batch": 0, **kwargs}),
+        {"gathered": "array", "batch": "whole from 0"},
+    ),
+    "split_and_load": (
+        split,
+        {"data": "array", "ctx_list": "contexts", "batch_axis": "whole", "even_split": "flag", "shuffle": "shuffle"},
+    ),
+    "shuffle_shards": (shuffled, {"shards": "arrays", "batch_axis": "whole", "shuffle": "shuffle"}),
+}
+#: They take no argument, or are made by the functions above alone.
+WITHOUT = {"__version__", "reset", "ShuffledBatch"}
+
+
+def test_the_table_knows_all_of_the_package():
+    assert {name.partition(".")[0] for name in CALLS} | WITHOUT == set(gluon_syncbn.__all__)
+    for name, (_, kinds) in CALLS.items():
+        if "." in name or name == "ShuffleBatchNorm":
+            continue
+        parameters = inspect.signature(getattr(gluon_syncbn, name)).parameters.values()
+        named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+        assert named - GLUONS_OWN == set(kinds), name
+
+
+@pytest.mark.parametrize(
+    "name, argument", [(name, argument) for name, (_, kinds) in CALLS.items() for argument in kinds]
+)
+def test_what_is_wrong_is_refused(name, argument):
+    call, kinds = CALLS[name]
+    for value in WRONG[kinds[argument]]:
+        with pytest.raises(ValueError) as error:  # where nothing is raised, -l shows the value
+            call(**{argument: value})
+        assert re.match(rf"{argument}(\[\d\])?: .* (was|were) given, expected", str(error.value)), value
+        assert len(str(error.value)) < 800, value
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.int32, np.int64, np.uint8])
+def test_whole_numbers_of_numpy(kind):
+    layer = SyncBatchNorm(
+        axis=kind(1),
+        in_channels=kind(3),
+        num_devices=kind(2),
+        virtual_devices=kind(2),
+        group_size=kind(1),
+        timeout=kind(9),
+    )
+    assert layer._replicas.pooling == ("sync", 2, 1)
+    layer.initialize(ctx=[mx.cpu(0)])
+    assert layer.gamma.shape == (3,)
+    assert gluon_syncbn.cpu_devices(kind(1)) == [mx.cpu(0)]
+    assert SampleShuffle(kind(5)).permutation(kind(4)).tolist() == SampleShuffle(5).permutation(4).tolist()
+    assert list(sampler(length=kind(20), rank=kind(1), seed=kind(1))) == list(sampler(rank=1))
+    split(batch_axis=kind(0))
+    gluon_syncbn.configure(timeout=kind(20), seed=kind(0))
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_numbers_and_flags_of_numpy(kind):
+    layer = SyncBatchNorm(
+        momentum=kind(0.5), epsilon=kind(0.25), scale=np.bool_(False), center=np.bool_(True), timeout=kind(4)
+    )
+    assert layer._kwargs == {**SyncBatchNorm(momentum=0.5, epsilon=0.25, scale=False)._kwargs}
+    assert all(type(value) in (int, float, bool) for value in layer._kwargs.values())
+    assert not layer.gamma._differentiable
+
+
+def test_nothing_is_configured_where_one_argument_is_wrong():
+    from gluon_syncbn import _native
+
+    before = _native.timeout_of()
+    for wrong in ({"seed": -1}, {"kvstore": "dist_sync"}):
+        with pytest.raises(ValueError, match="was given, expected"):
+            gluon_syncbn.configure(timeout=before + 1, **wrong)
+        assert _native.timeout_of() == before
+
+
+# ---- combinations --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"virtual_devices": 2, "axis": 0}, "virtual_devices: 2 was given, expected 1 with axis=0"),
+        (
+            {"group_size": 3, "num_devices": 4},
+            "group_size: 3 was given, expected a divisor of the number of devices, 4",
+        ),
+        ({"group_size": 2, "mode": "local"}, "group_size: 2 was given, expected None with mode 'local'"),
+        ({"group_size": 2, "mode": "shuffle"}, "group_size: 2 was given, expected None with mode 'shuffle'"),
+        ({"mode": "shuffle", "num_devices": 1}, "virtual_devices: 1 was given, expected at least 2"),
+        ({"kvstore": "dist_sync"}, "cannot add statistics"),
+        ({"kvstore": "horovod"}, "silently creates a local one"),
+        ({"mode": "global"}, "mode: 'global' was given, expected one of ('sync', 'local', 'shuffle')"),
+        ({"num_devices": 65536}, "num_devices: 65536 was given, expected a whole number from 1 to 65535"),
+    ],
+)
+def test_combinations(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SyncBatchNorm(**settings)
+
+
+def test_arrays_are_described_not_printed():
+    assert arguments.told(nd.ones((2, 3))) == "NDArray of shape (2, 3) and type float32 on cpu(0)"
+    assert arguments.told([nd.ones(2)] * 3) == "list of 3"
+    assert arguments.told(["cpu"]) == "['cpu']"
+
+
+# ---- cpu_devices ---------------------------------------------------------------------------------------------
+
+COPIES = ("MXNET_CPU_TEMP_COPY", "MXNET_CPU_PARALLEL_RAND_COPY")
+
+
+@pytest.mark.parametrize(
+    "before, after", [("9999", ["9999", "9999"]), ("3", ["100", "4"]), ("", ["100", "4"]), ("x", ["100", "4"])]
+)
+def test_cpu_devices_lowers_nothing(monkeypatch, before, after):
+    for name in COPIES:
+        monkeypatch.setenv(name, before)
+    assert gluon_syncbn.cpu_devices(2, temp_copies=100) == [mx.cpu(0), mx.cpu(1)]
+    assert [os.environ[name] for name in COPIES] == after
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"n": 1}, [None, None]),
+        ({"n": 2}, ["4096", "4"]),
+        ({"n": 8}, ["8192", "28"]),
+        ({"n": 2, "random_copies": 32}, ["4096", "32"]),
+    ],
+    ids=str,
+)
+def test_cpu_devices_raises_what_is_needed(monkeypatch, given, expected):
+    for name in COPIES:
+        monkeypatch.delenv(name, raising=False)
+    gluon_syncbn.cpu_devices(**given)
+    assert [os.environ.get(name) for name in COPIES] == expected
