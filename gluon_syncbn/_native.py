@@ -38,7 +38,7 @@ class Total(NamedTuple):
     key: int  # of the layer, the same in every process
 
 
-# const Ticket*, int gather, int64 rows, int64 length, const double* values, Total* out, char* error, int64 error_size
+# const Ticket*, int reduction, int64 rows, int64 length, const double* values, Total* out, char* error, int64 size
 _Exchange = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.POINTER(Ticket),
@@ -72,7 +72,8 @@ def _load() -> ctypes.CDLL:
         "layer_timeout": (None, [ctypes.c_int64, ctypes.c_double]),
         "layer_exchange": (None, [ctypes.c_int64, ctypes.c_int]),
         "timeout": (None, [ctypes.c_double]),
-        "exchange": (None, [_Exchange, ctypes.c_int]),
+        "exchange": (None, [_Exchange]),
+        "reach": (None, [ctypes.c_int]),
         "total": (None, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
         "timeout_of": (ctypes.c_double, [ctypes.c_int64]),
         "interrupts": (ctypes.c_long, []),
@@ -244,17 +245,22 @@ def path() -> Path:
     return _PATH
 
 
-_hook = None  # the native side keeps a pointer to it
+#: Called for what leaves shared memory; the place in `REDUCTIONS` says what becomes of the rows, float64, one for each
+#: context, or to gather one for the process.
+PutTogether = Callable[[Ticket, str, np.ndarray], Total]
+#: The order is that of `Reduction` in csrc/process.h.
+REDUCTIONS = ("merge", "add", "gather")
+
+_hook = None  # the native side keeps a pointer to it, and a thread may be inside: it is never replaced
 
 
-def exchange(put_together: Callable[[Ticket, bool, np.ndarray], Total], reach: int) -> None:
-    """``put_together(ticket, gather, rows)`` sums ``rows`` (float64, one for each context), or, to gather, puts its
-    one row beside those of the other processes. An exception in it becomes the failure of the step. ``reach`` is that
-    of layers that name no exchange: 0 shared memory, 1 the contexts of the process, 2 all processes."""
+def exchange(put_together: PutTogether) -> None:
+    """Sets what puts rows together, once. An exception in it becomes the failure of the step."""
 
-    def call(ticket: Any, gather: int, count: int, length: int, rows: Any, out: int, error: Any, size: int) -> int:
+    def call(ticket: Any, reduction: int, count: int, length: int, rows: Any, out: int, error: Any, size: int) -> int:
         try:
-            total = put_together(ticket.contents, bool(gather), np.ctypeslib.as_array(rows, (count, length)))
+            values = np.ctypeslib.as_array(rows, (count, length))
+            total = put_together(ticket.contents, REDUCTIONS[reduction], values)
             values = np.ascontiguousarray(total.values, np.float64)
             _core.syncbn_total(out, values.size, values.ctypes.data, total.first, total.key)
             return 0
@@ -265,5 +271,11 @@ def exchange(put_together: Callable[[Ticket, bool, np.ndarray], Total], reach: i
             return 1
 
     global _hook
+    assert _hook is None
     _hook = _Exchange(call)
-    _core.syncbn_exchange(_hook, reach)
+    _core.syncbn_exchange(_hook)
+
+
+def reach(value: int) -> None:
+    """How far layers reach that name no exchange: 0 shared memory, 1 the contexts of the process, 2 all processes."""
+    _core.syncbn_reach(value)

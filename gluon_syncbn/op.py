@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 from mxnet.context import Context
@@ -77,7 +77,6 @@ class Replicas:
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0)
         self.token = _native.layer_token(self.id)
         weakref.finalize(self, _native.layer_drop, self.id)
-        _by_id[self.id] = self
         if timeout is not None:
             _native.layer_timeout(self.id, timeout)
         if exchange is not None:
@@ -115,14 +114,13 @@ class Replicas:
 # In the order of their first initialisation, which is that of the net, and for good: whether a layer that is no longer
 # used has been collected yet is nothing that processes could agree on.
 _initialised: Dict[int, Tuple[Member, Optional[Exchange]]] = {}
-_by_id: weakref.WeakValueDictionary[int, Replicas] = weakref.WeakValueDictionary()
 
 
-def _put_together(ticket: _native.Ticket, gather: bool, rows: np.ndarray) -> _native.Total:
-    replicas = _by_id[ticket.layer]
-    exchange, (member, _) = replicas.exchange or settings.exchange, _initialised[ticket.layer]
-    assert exchange is not None, "the native core calls only where an exchange is set"
-    return exchange.gather(member, ticket, rows[0]) if gather else exchange.add(member, ticket, rows)
+def _put_together(ticket: _native.Ticket, reduction: str, rows: np.ndarray) -> _native.Total:
+    member, own = _initialised[ticket.layer]
+    exchange = own or settings.exchange or base.Memory()  # `configure` may have changed it since the native core asked
+    reduce: Callable[..., _native.Total] = getattr(exchange, reduction)
+    return reduce(member, ticket, rows)
 
 
 def _roster(exchange: Exchange) -> List[Member]:
@@ -183,4 +181,5 @@ def sync_batch_norm(
 
 
 base.roster = _roster
-settings.on_exchange(lambda exchange: _native.exchange(_put_together, _reach(exchange)))
+_native.exchange(_put_together)
+settings.on_exchange(lambda exchange: _native.reach(_reach(exchange)))

@@ -1,6 +1,7 @@
 """Modes and slots: virtual devices, groups, local and shuffled statistics, against the specification."""
 
 import copy
+import itertools
 import re
 import subprocess
 import sys
@@ -104,6 +105,23 @@ def test_equals_the_specification(contexts, rng, pooling, way, dtype):
         got = step(layer, batch, contexts, dtype)
         want = specification(layer, batch, node=-1 if way == "eager" else 0)
         assert_same(got, want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("pooling", ["sync", *POOLINGS])
+def test_a_value_that_is_not_finite(contexts, rng, pooling, axis):
+    """It goes as far as the statistic that it is part of, wherever in its slot it stands."""
+    for value, where in itertools.product((np.inf, -np.inf, np.nan), ((0, 0), (1, 3), (4, -1))):
+        batch = make_batch(rng, 4, axis=axis)
+        np.moveaxis(batch.shards[1], axis, 1)[where[0], 2].flat[where[1]] = value
+        layer = SyncBatchNorm(in_channels=5, axis=axis, **POOLINGS.get(pooling, {}))
+        got = step(prepare(layer, batch, contexts[:4], "float64"), batch, contexts, "float64")
+        with np.errstate(invalid="ignore"):
+            want = specification(layer, batch, axis=axis)
+        assert not all(np.isfinite(y).all() for y in want.outputs)
+        for name in ("outputs", "dxs", "running_var"):
+            for g, w in zip(getattr(got, name), getattr(want, name)):
+                np.testing.assert_array_equal(np.isfinite(g), np.isfinite(w), err_msg=f"{name}, {value} at {where}")
 
 
 @pytest.mark.parametrize("spatial", [(), (7,), (20,), (3, 4), (2, 3, 4)], ids=str)

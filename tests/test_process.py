@@ -346,6 +346,58 @@ def test_sigterm_ends_at_once():
     assert code == -signal.SIGTERM, errors
 
 
+# ---- what ends a process that does not look out --------------------------------------------------------------
+
+
+FOUR = START.replace("cpu_devices(2,", "cpu_devices(4,").replace("RandomState(0), 2)", "RandomState(0), 4)")
+
+
+@pytest.mark.parametrize("kvstore", ["device", "local"])
+def test_a_kvstore_on_changing_contexts(kvstore):
+    """A store keeps what it made for the contexts of a key's first sum."""
+    text = """
+rng = np.random.RandomState(1)
+layer = prepare(SyncBatchNorm(in_channels=5, momentum=0, kvstore=sys.argv[1]), batch, contexts, "float64")
+ready()
+for count in [2, 4, 1, 3, *rng.randint(1, 5, 12)]:
+    places = [contexts[i] for i in sorted(rng.permutation(4)[:count])]
+    part = make_batch(rng, count)
+    part = part._replace(gamma=batch.gamma, beta=batch.beta)
+    with gluon_syncbn.devices(places):
+        layer.collect_params().zero_grad()
+        got = step(layer, part, places, "float64")
+    assert_same(got, truth(part, momentum=0), 1e-11)
+print("right")
+"""
+    code, output, errors = run(text, within=20, start=FOUR, arguments=[kvstore])
+    assert (code, output) == (0, "right\n"), errors[-2000:]
+
+
+def test_configure_in_mid_step():
+    """Whatever adds the statistics meanwhile, they are right."""
+    text = """
+stop = threading.Event()
+def change():
+    stores = [None, mx.kv.create("device"), "local", mx.kv.create("local")]
+    while not stop.is_set():
+        for store in stores:
+            gluon_syncbn.configure(kvstore=store)
+            time.sleep(2e-4)
+changer = threading.Thread(target=change)
+changer.start()
+ready()
+end, layer = time.monotonic() + 6, prepare(SyncBatchNorm(in_channels=5, momentum=0), batch, contexts, "float64")
+want = truth(batch, momentum=0)
+while time.monotonic() < end:
+    assert_same(step(layer, batch, contexts, "float64"), want, 1e-11)
+stop.set()
+changer.join()
+print("right")
+"""
+    code, output, errors = run(text, within=20)
+    assert (code, output) == (0, "right\n"), errors[-2000:]
+
+
 # ---- temporary space, engines and forks ----------------------------------------------------------------------
 
 CONVOLUTIONAL = """

@@ -85,9 +85,10 @@ SYNCBN_API int syncbn_wait_goes_on(void* stall) {
 
 SYNCBN_API void syncbn_wait_end(void* stall) { delete static_cast<syncbn::Stall*>(stall); }
 
-SYNCBN_API void syncbn_exchange(syncbn::Exchange hook, int reach) {
-    syncbn::set_exchange_hook(hook, static_cast<syncbn::Reach>(reach));
-}
+// Once: the hook has to stay as long as the process.
+SYNCBN_API void syncbn_exchange(syncbn::Exchange hook) { syncbn::set_exchange(hook); }
+
+SYNCBN_API void syncbn_reach(int reach) { syncbn::set_default_reach(static_cast<syncbn::Reach>(reach)); }
 
 // For the hook: fills in its result.
 SYNCBN_API void syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key) {

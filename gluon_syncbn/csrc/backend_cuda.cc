@@ -132,11 +132,9 @@ class CudaBackend : public Backend {
   private:
     // Packed moments grow by the partial [count[C], mean[C], m2[C]], whose counts are all the same.
     static void merge(double* packed, const double* part, int64_t channels) {
-        if (part[0] == 0) return;
-        Vector total(packed, packed + 1 + 2 * channels), more{part[0]};
+        Vector more{part[0]};
         more.insert(more.end(), part + channels, part + 3 * channels);
-        merge_moments(&total, more);
-        std::copy(total.begin(), total.end(), packed);
+        merge_moments(packed, more.data(), channels);
     }
 
     // [slots][2][channels] of what each slot uses; kept for the backward.

@@ -149,7 +149,7 @@ Vector Call::assign_grouped(const Total& all) {
     const size_t first = all.first / length / group() * group();
     Vector total(length, 0.0);
     for (size_t i = first; i < std::min(first + group(), replicas); ++i)
-        merge_moments(&total, Vector(&all.values[i * length], &all.values[i * length] + length));
+        merge_moments(total.data(), &all.values[i * length], batch_.shape.channels);
     batch_.slots[0].own = batch_.slots[0].used = statistic(total.data());
     return total;
 }

@@ -49,7 +49,8 @@ std::string Layer::likely_cause(const Meeting& meeting, int phase, double* stuck
     // While a GPU computes, the thread that waits for it spins (cudaDeviceScheduleAuto): that is no idle process.
     const double perhaps = all_cpu && little_temporary_space() ? kSurely : kPerhaps;
     const std::string temporary_space =
-        "CPU contexts share a small pool of temporary space and one of random states, and MXNet's queue may not reach a "
+        "CPU contexts share a small pool of temporary space and one of random states, and MXNet's queue may not reach "
+        "a "
         "replica because of it: take the contexts from gluon_syncbn.cpu_devices(n) before the first operator runs (it "
         "sets MXNET_CPU_TEMP_COPY and MXNET_CPU_PARALLEL_RAND_COPY), or raise its temp_copies, and where the net has "
         "many Dropouts its random_copies.";

@@ -326,6 +326,9 @@ std::vector<C> spread(Shape shape, const double* per_channel, bool low_part = fa
     return out;
 }
 
+// Against rounding; a NaN stays one, which std::max would hide.
+double at_least_zero(double v) { return v < 0 ? 0 : v; }
+
 template <typename T>
 void moments_of(const T* x, Shape shape, int threads, double* mean, double* m2) {
     const int64_t n = shape.per_channel();
@@ -343,8 +346,7 @@ void moments_of(const T* x, Shape shape, int threads, double* mean, double* m2) 
             double sum, square;
             leaf_row_moments(first, shape.outer, shape.channels * shape.inner, shape.inner, pivot, &sum, &square);
             mean[c] = pivot + sum / n;
-            m2[c] = std::max(0.0, square - sum * sum / n);
-            if (square != square) m2[c] = square;  // std::max would hide a NaN of the input
+            m2[c] = at_least_zero(square - sum * sum / n);
         }
         return;
     }
@@ -364,8 +366,7 @@ void moments_of(const T* x, Shape shape, int threads, double* mean, double* m2) 
                 square += sums[(2 * block + 1) * columns + i];
             }
         mean[c] = pivot[c * shape.inner] + sum / n;
-        m2[c] = std::max(0.0, square - sum * sum / n);
-        if (square != square) m2[c] = square;
+        m2[c] = at_least_zero(square - sum * sum / n);
     }
 }
 

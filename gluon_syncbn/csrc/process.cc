@@ -65,9 +65,13 @@ double timeout_of(int64_t layer) {
     return it == process().layers.end() ? process().timeout : it->second->timeout();
 }
 
-void set_exchange_hook(Exchange hook, Reach reach) {
+void set_exchange(Exchange hook) {
     Lock lock(process().mutex);
     process().hook = hook;
+}
+
+void set_default_reach(Reach reach) {
+    Lock lock(process().mutex);
     process().reach = reach;
 }
 

@@ -29,10 +29,13 @@ struct Ticket {
 // How far an exchange reaches.
 enum Reach : int { kMemory = 0, kContexts = 1, kProcesses = 2, kDefault = -1 };
 
-// What leaves shared memory. `gather`: one row, and the rows of all processes are put side by side; otherwise `rows`
-// are summed, over all processes. Called by one thread per phase. Returns 0 and leaves the total in `out`, or writes
-// the reason into `error`.
-using Exchange = int (*)(const Ticket* ticket, int gather, int64_t rows, int64_t length,
+// What becomes of rows: moments are merged into those of all their values, sums are added; one row from each process is
+// put beside those of the others.
+enum class Reduction : int { kMerge = 0, kAdd = 1, kGather = 2 };
+
+// What leaves shared memory: a reduction over the rows of all processes. Called by one thread per phase, of which there
+// may be several at once. Returns 0 and leaves the total in `out`, or writes the reason into `error`.
+using Exchange = int (*)(const Ticket* ticket, int reduction, int64_t rows, int64_t length,
                          const double* values,  // [rows][length]
                          Total* out, char* error, int64_t error_size);
 
@@ -45,8 +48,8 @@ struct Process {
     std::mutex mutex;  // guards everything here, and every layer's meetings
     std::map<int64_t, std::shared_ptr<Layer>> layers;
     int64_t next_layer = 1;
-    double timeout = 300;  // seconds
-    Exchange hook = nullptr;
+    double timeout = 300;              // seconds
+    Exchange hook = nullptr;           // set once, before the first call
     Reach reach = kMemory;             // of layers that do not say
     std::vector<std::string> devices;  // only these take part; empty means all
     uint64_t seed = 0;                 // of the permutations
@@ -74,7 +77,8 @@ int64_t count_layers();
 void set_default_timeout(double seconds);
 // Seconds that this layer waits, or with 0 any layer that does not say.
 double timeout_of(int64_t layer);
-void set_exchange_hook(Exchange hook, Reach reach);
+void set_exchange(Exchange hook);
+void set_default_reach(Reach reach);
 void set_devices(std::vector<std::string> contexts);
 // Draws the permutations of all layers from here, starting with their first call.
 void set_seed(uint64_t seed);

@@ -26,36 +26,29 @@ static std::vector<const Phase::Entry*> in_order(const Meeting& meeting, const P
     return out;
 }
 
-Total Layer::reduce(const Meeting& meeting, int phase_number, Reduction reduction, Reach reach) const {
-    if (reduction == Reduction::kGather) return gather(meeting, phase_number, reach);
+Total Layer::reduce(const Meeting& meeting, int phase_number, Reduction reduction, Reach reach, Exchange hook) const {
+    if (reduction == Reduction::kGather) return gather(meeting, phase_number, reach, hook);
     const Phase& phase = meeting.phases.at(phase_number);
-    const bool moments = reduction == Reduction::kMerge;
     std::vector<size_t> context_of;
     const auto entries = in_order(meeting, phase, &context_of);
     const size_t length = entries[0]->payload.size(), contexts = meeting.contexts.size();
+    const auto put = [&](double* total, const Vector& part) {
+        if (reduction == Reduction::kMerge)
+            syncbn::merge_moments(total, part.data(), static_cast<int64_t>(length / 2));  // 1 + 2 * channels
+        else
+            add_to(total, part);
+    };
     if (reach == kMemory || (reach == kContexts && contexts == 1)) {
         Vector total(length, 0.0);
-        for (const auto* entry : entries)
-            if (moments)
-                syncbn::merge_moments(&total, entry->payload);
-            else
-                add_to(total.data(), entry->payload);
+        for (const auto* entry : entries) put(total.data(), entry->payload);
         return {std::move(total), 0, id};
     }
     Vector rows(contexts * length, 0.0);
-    for (size_t i = 0; i < entries.size(); ++i) {
-        double* row = rows.data() + context_of[i] * length;
-        if (moments)
-            add_as_sums(row, entries[i]->payload);
-        else
-            add_to(row, entries[i]->payload);
-    }
-    Total total = through_hook(meeting, phase_number, false, rows, contexts);
-    if (moments) total.values = moments_from_sums(std::move(total.values));
-    return total;
+    for (size_t i = 0; i < entries.size(); ++i) put(rows.data() + context_of[i] * length, entries[i]->payload);
+    return through(hook, meeting, phase_number, reduction, rows, contexts);
 }
 
-Total Layer::gather(const Meeting& meeting, int phase_number, Reach reach) const {
+Total Layer::gather(const Meeting& meeting, int phase_number, Reach reach, Exchange hook) const {
     const Phase& phase = meeting.phases.at(phase_number);
     const size_t length = phase.entries[0].payload.size();
     Vector all(meeting.replicas() * length);
@@ -64,15 +57,16 @@ Total Layer::gather(const Meeting& meeting, int phase_number, Reach reach) const
         std::copy(part.begin(), part.end(), all.begin() + meeting.rank(seat) * length);
     }
     if (reach != kProcesses) return {std::move(all), 0, id};  // they are side by side already
-    return through_hook(meeting, phase_number, true, all, 1);
+    return through(hook, meeting, phase_number, Reduction::kGather, all, 1);
 }
 
-Total Layer::through_hook(const Meeting& meeting, int phase, bool gather, const Vector& rows, size_t count) const {
+Total Layer::through(Exchange hook, const Meeting& meeting, int phase, Reduction reduction, const Vector& rows,
+                     size_t count) const {
     const Ticket ticket{id, meeting.draw.node, meeting.draw.call, phase};
     Total total;
     char error[1024] = "";
-    if (process().hook(&ticket, gather, static_cast<int64_t>(count), static_cast<int64_t>(rows.size() / count),
-                       rows.data(), &total, error, sizeof error) != 0)
+    if (hook(&ticket, static_cast<int>(reduction), static_cast<int64_t>(count),
+             static_cast<int64_t>(rows.size() / count), rows.data(), &total, error, sizeof error) != 0)
         throw Failure("SyncBatchNorm '" + name + "': the KVStore could not add the statistics: " + error);
     return total;
 }

@@ -138,11 +138,12 @@ Total Layer::meet(const Place& place, int phase_number, Reduction reduction, Typ
     if (++phase.arrived < meeting.replicas()) return wait(meeting, phase, phase_number, lock);
 
     const Reach reach = reach_ == kDefault ? process().reach : reach_;
+    const Exchange hook = process().hook;
     lock.unlock();  // nobody else touches a phase that is complete
     Total total;
     std::string error;
     try {
-        total = reduce(meeting, phase_number, reduction, reach);  // (3)
+        total = reduce(meeting, phase_number, reduction, reach, hook);  // (3)
     } catch (const std::exception& e) {
         error = e.what();
     }

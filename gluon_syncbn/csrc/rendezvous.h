@@ -95,15 +95,15 @@ class Layer {
     Total gather_gradients(Place& place, Type type, int64_t channels, Vector parts);
 
   private:
-    enum class Reduction { kMerge, kAdd, kGather };
     Total meet(const Place& place, int phase, Reduction reduction, Type type, int64_t channels, Vector payload);
     void check_equal(const Meeting& meeting, const Phase& phase, size_t seat, Type type, int64_t channels) const;
     Total wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock);
 
     // In reduction.cc: what a meeting makes of what its replicas handed in.
-    Total reduce(const Meeting& meeting, int phase, Reduction reduction, Reach reach) const;
-    Total gather(const Meeting& meeting, int phase, Reach reach) const;
-    Total through_hook(const Meeting& meeting, int phase, bool gather, const Vector& rows, size_t count) const;
+    Total reduce(const Meeting& meeting, int phase, Reduction reduction, Reach reach, Exchange hook) const;
+    Total gather(const Meeting& meeting, int phase, Reach reach, Exchange hook) const;
+    Total through(Exchange hook, const Meeting& meeting, int phase, Reduction reduction, const Vector& rows,
+                  size_t count) const;
 
     // In diagnosis.cc: who is here, who is not, and why that may be. Where nothing is being computed, waiting
     // longer than `stuck_after` seconds cannot help; 0 means that it can.

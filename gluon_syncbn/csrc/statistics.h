@@ -1,23 +1,22 @@
 // Packed float64 vectors that replicas exchange, and how two become one.
 //
-//   moments  [count, mean[C], m2[C]]                 inside the process: safe for any offset
-//   sums     [count, sum[C], sum of squares[C]]      what can be added by anybody else
+//   moments  [count, mean[C], m2[C]]       safe for any offset of the data
 //   grads    [sum dy[C], sum dy*xhat[C]]
 //
 // Where slots keep statistics of their own, a replica hands in one such part per slot, in order, and gets those of all
 // replicas, in order.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
 namespace syncbn {
 
 using Vector = std::vector<double>;
 
-void merge_moments(Vector* total, const Vector& part);
+// Both of 1 + 2 * channels values.
+void merge_moments(double* total, const double* part, int64_t channels);
 void add_to(double* total, const Vector& part);
-// Adds the sums that `moments` stands for to a row of the same length.
-void add_as_sums(double* row, const Vector& moments);
-Vector moments_from_sums(Vector sums);
 
 }  // namespace syncbn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from abc import ABC, abstractmethod
 from typing import Callable, List, NamedTuple, Sequence, Tuple
@@ -23,6 +24,24 @@ class Member(NamedTuple):
     pooling: Tuple  # (mode, virtual_devices, group_size)
 
 
+def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:
+    """``[count, mean[C], m2[C]]`` of the values of both, m2 being the sum of squared deviations from the mean. Source:
+    Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979."""
+    n, m = total[0], part[0]
+    if m == 0 or n == 0:
+        return total if m == 0 else part
+    (mean, m2), (other_mean, other_m2) = total[1:].reshape(2, -1), part[1:].reshape(2, -1)
+    with _any_value():
+        delta = other_mean - mean
+        m2 = m2 + other_m2 + delta * delta * (n * m / (n + m))
+        return np.concatenate([[n + m], mean + delta * (m / (n + m)), m2])
+
+
+def _any_value() -> np.errstate:
+    """A batch that is not finite is no reason for a warning here: it comes out as it went in."""
+    return np.errstate(over="ignore", invalid="ignore")
+
+
 class Exchange(ABC):
     """Puts the packed statistics of one layer together, over the contexts of this process and whatever it reaches.
 
@@ -33,9 +52,8 @@ class Exchange(ABC):
     #: Beyond this process: then it is called however few contexts there are here, and also to gather.
     processes = False
 
-    @abstractmethod
-    def add(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
-        """Returns the sum over all rows.
+    def merge(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
+        """Returns the moments of all values, in the forward.
 
         Parameters
         ----------
@@ -43,9 +61,34 @@ class Exchange(ABC):
             The layer; row i comes from its i-th context.
         ticket : Ticket
             Of this handing-in.
-        rows : numpy.ndarray, float64, (contexts, length)
-            In the forward ``[count, sum[C], sum of squares[C]]``, in a backward ``[sum dy[C], sum dy*xhat[C]]``.
+        rows : numpy.ndarray, float64, (contexts, 1 + 2C)
+            ``[count, mean[C], m2[C]]``, as `merge_moments` has them.
         """
+        # What can only be added are sums. Those of squares lose the digits that an offset of the data takes, so they
+        # are taken about a mean that all rows are near to.
+        counts, (means, m2s) = rows[:, :1], np.split(rows[:, 1:], 2, axis=1)
+        origin = means[np.argmax(counts[:, 0])]
+        with _any_value():
+            apart = np.where(counts > 0, means - origin, 0)
+            sums = np.concatenate([counts, counts * apart, m2s + counts * apart**2], axis=1)
+        total = self.add(member, ticket, sums)
+        count, (apart, squares) = total.values[0], np.split(total.values[1:], 2)
+        if count == 0:
+            return total
+        with _any_value():
+            apart = apart / count
+            squares = squares - count * apart**2
+            squares[squares < 0] = 0  # rounding; a NaN stays
+            return total._replace(values=np.concatenate([[count], origin + apart, squares]))
+
+    @abstractmethod
+    def add(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
+        """Returns the sum over all rows, float64, of shape (contexts, length): in a backward
+        ``[sum dy[C], sum dy*xhat[C]]``. The arguments are those of `merge`."""
+
+    def gather(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
+        """Returns the one row of each process side by side, in the order of their ranks."""
+        return Total(rows[0], 0, ticket.layer)
 
     def fail(self, reason: str) -> None:  # noqa: B027  (nothing to do within a process)
         """The step has failed here; nothing may be exchanged with what is left of it."""
@@ -53,9 +96,15 @@ class Exchange(ABC):
     def close(self) -> None:  # noqa: B027
         """The process ends."""
 
-    def gather(self, member: Member, ticket: Ticket, values: np.ndarray) -> Total:
-        """Returns the values of all processes side by side, in the order of their ranks."""
-        return Total(values, 0, ticket.layer)
+
+class Memory(Exchange):
+    """Adds what is in memory: for a sum that was on its way when the exchange of its layer was taken away."""
+
+    def merge(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
+        return Total(functools.reduce(merge_moments, rows), 0, ticket.layer)
+
+    def add(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
+        return Total(rows.sum(axis=0), 0, ticket.layer)
 
 
 #: The layers that an exchange serves, in the order in which they were initialised: set by whoever knows them.

@@ -29,7 +29,7 @@ import mxnet as mx
 import numpy as np
 
 from .. import _native
-from .store import Label, Transport
+from .store import Combine, Label, Transport
 
 _log = logging.getLogger("gluon_syncbn")
 
@@ -86,13 +86,13 @@ class HorovodTransport(Transport):
             self._check(label, got, part)
         return [array for _, array in got]
 
-    def allreduce(self, label: Label, array: np.ndarray) -> np.ndarray:
+    def allreduce(self, label: Label, array: np.ndarray, combine: Combine = np.add) -> np.ndarray:
         array = np.ascontiguousarray(array)
         flat = array.ravel()
         if self.size == 1:
             return array
-        if array.nbytes <= _SMALL:
-            total = functools.reduce(np.add, self.allgather(label, flat, equal=True))
+        if array.nbytes <= _SMALL or combine is not np.add:
+            total = functools.reduce(combine, self.allgather(label, flat, equal=True))
         elif self.size == 2:  # a sum of two has no order; Horovod compares sizes and types
             operation = functools.partial(self._hvd.allreduce, op=self._hvd.Sum, name=_name(label, label.call))
             total = self._run(label, time.monotonic(), flat, operation)

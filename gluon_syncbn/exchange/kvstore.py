@@ -136,7 +136,9 @@ class KVStoreExchange(Exchange):
 
     def __init__(self, kvstore: mx.kvstore.KVStoreBase) -> None:
         self.kvstore = kvstore
-        self._keys: Dict[Tuple[int, int], int] = {}  # (layer, length) -> key
+        # A store makes the buffers of a key for the contexts of its first sum (CommCPU and CommDevice::Reduce resize
+        # `copy_buf` once) and writes past their end where a later sum has more.
+        self._keys: Dict[Tuple[int, Tuple[mx.Context, ...]], int] = {}  # (length, contexts) -> key
         self._lock = threading.Lock()  # leaders of different layers come at once, the store serves one
 
     def add(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
@@ -145,17 +147,17 @@ class KVStoreExchange(Exchange):
                 "this KVStore has an optimizer set, which would run on the statistics. Give the Trainer "
                 "update_on_kvstore=False, or give SyncBatchNorm a store of its own."
             )
-        layer, contexts = ticket.layer, member.contexts[: len(rows)]
+        length, contexts = rows.shape[1], tuple(member.contexts[: len(rows)])
         with self._lock:
             values = [mx.nd.array(row, ctx=ctx, dtype="float64") for row, ctx in zip(rows, contexts)]
-            key = self._keys.get((layer, rows.shape[1]))
+            key = self._keys.get((length, contexts))
             if key is None:
-                key = self._keys[layer, rows.shape[1]] = next(_keys)
-                zeros = mx.nd.zeros(rows.shape[1], ctx=contexts[0], dtype="float64")
+                key = self._keys[length, contexts] = next(_keys)
+                zeros = mx.nd.zeros(length, ctx=contexts[0], dtype="float64")
                 self.kvstore.broadcast(key, zeros, out=[value.copy() for value in values])
-            out = [mx.nd.empty(rows.shape[1], ctx=ctx, dtype="float64") for ctx in contexts]
+            out = [mx.nd.empty(length, ctx=ctx, dtype="float64") for ctx in contexts]
             self.kvstore.pushpull(key, values, out=out)
-            return Total(out[0].asnumpy(), 0, layer)
+            return Total(out[0].asnumpy(), 0, ticket.layer)
 
 
 class NCCLExchange(Exchange):

@@ -19,7 +19,7 @@ import mxnet as mx
 import numpy as np
 
 from .. import _native
-from .store import Label, Transport
+from .store import Combine, Label, Transport
 
 _log = logging.getLogger("gluon_syncbn")
 
@@ -92,22 +92,22 @@ class MPITransport(Transport):
         got[self.rank] = part
         return [got[rank] for rank in range(self.size)]
 
-    def allreduce(self, label: Label, array: np.ndarray) -> np.ndarray:
+    def allreduce(self, label: Label, array: np.ndarray, combine: Combine = np.add) -> np.ndarray:
         array = np.ascontiguousarray(array)
-        if array.nbytes > _SMALL and self.size > 1:
+        if array.nbytes > _SMALL and self.size > 1 and combine is np.add:
             total = self._sum_of_parts(label, array)
         elif self.size > _FEW:
-            total = self._sum_along_tree(label, array.ravel())
+            total = self._along_tree(label, array.ravel(), combine)
         else:
-            total = functools.reduce(np.add, self.allgather(label, array.ravel(), equal=True))
+            total = functools.reduce(combine, self.allgather(label, array.ravel(), equal=True))
         return total.reshape(array.shape)
 
-    def _sum_along_tree(self, label: Label, total: np.ndarray) -> np.ndarray:
+    def _along_tree(self, label: Label, total: np.ndarray, combine: Combine) -> np.ndarray:
         distance = 1
         while distance < self.size and not self.rank & distance:  # towards rank 0
             if self.rank + distance < self.size:
                 got = self._collect([self.rank + distance], label, 0, total, [])
-                total = total + got[self.rank + distance]
+                total = combine(total, got[self.rank + distance])
             distance *= 2
         if self.rank > 0:
             parent = self.rank - distance

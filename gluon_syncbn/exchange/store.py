@@ -8,13 +8,14 @@ replicas ◄───────┘          └───────► replic
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import mxnet as mx
 import numpy as np
@@ -39,6 +40,10 @@ class Label(NamedTuple):
         return self.what
 
 
+#: Makes one array of two.
+Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
 class Transport(ABC):
     """Carries arrays between processes. Every call has a time limit and ends in an `MXNetError` that names the label
     and the ranks that are missing; after that, nothing is carried any more. Calls come from several threads at once,
@@ -52,8 +57,9 @@ class Transport(ABC):
         """The parts of all ranks, in their order. ``equal``: of another size or type than ours is an error."""
 
     @abstractmethod
-    def allreduce(self, label: Label, array: np.ndarray) -> np.ndarray:
-        """The sum over all ranks, added up in their order; the same bits everywhere."""
+    def allreduce(self, label: Label, array: np.ndarray, combine: Combine = np.add) -> np.ndarray:
+        """What ``combine`` makes of the arrays of all ranks, two at a time, in the order of the ranks; the same bits
+        everywhere. ``np.add`` may see parts of an array, anything else sees all of it."""
 
     @abstractmethod
     def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
@@ -143,13 +149,18 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     # ---- Exchange ------------------------------------------------------------------------------------------
 
+    def merge(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
+        label = self._call(member, ticket)
+        moments = functools.reduce(base.merge_moments, rows)
+        return Total(self._transport.allreduce(label, moments, base.merge_moments), 0, label.key)
+
     def add(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
         label = self._call(member, ticket)
         return Total(self._transport.allreduce(label, rows.sum(axis=0)), 0, label.key)
 
-    def gather(self, member: Member, ticket: Ticket, values: np.ndarray) -> Total:
+    def gather(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
         label = self._call(member, ticket)
-        parts = self._transport.allgather(label, values, equal=False)
+        parts = self._transport.allgather(label, rows[0], equal=False)
         first = sum(part.size for part in parts[: self.rank])
         return Total(np.concatenate(parts), first, label.key)
 
