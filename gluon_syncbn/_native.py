@@ -66,6 +66,7 @@ def _load() -> ctypes.CDLL:
         "cuda_source": (None, [ctypes.c_char_p]),
         "layer_create": (ctypes.c_int64, [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]),
         "layers": (ctypes.c_int64, []),
+        "contexts_are_shared": (ctypes.c_int, []),
         "layer_drop": (None, [ctypes.c_int64]),
         "layer_token": (ctypes.c_char_p, [ctypes.c_int64]),
         "layer_replicas": (None, [ctypes.c_int64, ctypes.c_int64, names, ctypes.c_int64]),
@@ -85,7 +86,10 @@ def _load() -> ctypes.CDLL:
         "fail": (None, [ctypes.c_char_p]),
         "failure": (ctypes.c_char_p, []),
         "reset": (None, []),
-        "main_thread_ended": (None, []),
+        "nobody_left": (None, [ctypes.c_int]),
+        "close": (None, []),
+        "forking": (None, [ctypes.c_int]),
+        "forked": (None, []),
         "instruction_set": (ctypes.c_char_p, []),
     }
     for name, (result, arguments) in signatures.items():
@@ -135,6 +139,11 @@ def layer_create(name: str, mode: int, slots: int, group: int) -> int:
 def layers() -> int:
     """How many layers there are."""
     return _core.syncbn_layers()
+
+
+def contexts_are_shared() -> bool:
+    """Whether some layer has several replicas on a context."""
+    return bool(_core.syncbn_contexts_are_shared())
 
 
 def layer_drop(layer: int) -> None:
@@ -233,8 +242,24 @@ def reset() -> None:
     _core.syncbn_reset()
 
 
-def main_thread_ended() -> None:
-    _core.syncbn_main_thread_ended()
+def nobody_left(so: bool) -> None:
+    """Whether no thread is left that could call a replica that others wait for."""
+    _core.syncbn_nobody_left(so)
+
+
+def close() -> None:
+    """The process ends: from now on, whatever comes to run is a failure."""
+    _core.syncbn_close()
+
+
+def forking(inside: bool) -> None:
+    """Before a fork, whether the thread that forks is in the middle of a step; after it, false."""
+    _core.syncbn_forking(inside)
+
+
+def forked() -> None:
+    """In the child of a fork."""
+    _core.syncbn_forked()
 
 
 def instruction_set() -> str:

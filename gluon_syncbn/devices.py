@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import contextmanager
 from typing import Iterator, List, Optional, Sequence
 
@@ -10,6 +9,7 @@ import mxnet as mx
 from mxnet.context import Context
 
 from . import _native, arguments
+from .environment import at_least
 from .steps import drain
 
 
@@ -103,14 +103,7 @@ def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Option
     random_copies = arguments.whole(
         "random_copies", 4 * max(1, n - 1) if random_copies is None else random_copies, 1, 2**20
     )
-    if n > 1:
+    if n > 1:  # MXNet reads them when it first needs such a copy: after its import and before the first operator
         at_least("MXNET_CPU_TEMP_COPY", temp_copies)
         at_least("MXNET_CPU_PARALLEL_RAND_COPY", random_copies)
     return [mx.cpu(i) for i in range(n)]
-
-
-def at_least(variable: str, value: int) -> None:
-    # MXNet reads these when it first needs temporary space, which is after import and before the first operator.
-    current = os.environ.get(variable, "")
-    if not current.isdigit() or int(current) < value:
-        os.environ[variable] = str(value)

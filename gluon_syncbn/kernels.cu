@@ -499,6 +499,7 @@ __device__ inline Index thread() { return Index(blockIdx.x) * kThreads + threadI
 //             mean, mean_dy, slope. Grid as for normalise.
 // frozen      statistics [2][channels] of the running mean and variance.
 // track       running <- momentum * running + (1 - momentum) * batch, for batch [2][channels]: mean, variance.
+// copy        to = from, added where `add`.
 // give        out = values, added where `add`.
 // fill        out = value.
 //
@@ -540,6 +541,11 @@ __device__ inline Index thread() { return Index(blockIdx.x) * kThreads + threadI
         const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
         GradInput<T, P> map = {dy, x, dx, add != 0, statistics + channels, pulls, gamma, fix_gamma != 0, channels};    \
         each<T>(map, layout, width, segment, aligned(x) && aligned(dy) && aligned(dx));                                \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
+        copy_##TYPE(const T* from, T* to, int add, Index n) {                                                          \
+        const Index i = thread();                                                                                      \
+        if (i < n) to[i] = add ? Number<T>::narrow(Number<T>::widen(to[i]) + Number<T>::widen(from[i])) : from[i];     \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
         fill_##TYPE(T* out, double value, Index n) {                                                                   \

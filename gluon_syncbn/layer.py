@@ -182,7 +182,13 @@ class SyncBatchNorm(nn.BatchNorm):
         if F is not mx.nd:  # the same graph serves all contexts, so each of its nodes meets itself only
             node, self._nodes = self._nodes, self._nodes + 1
         F = without_amp(F)
-        return sync_batch_norm(F, x, gamma, beta, running_mean, running_var, self._replicas, node=node, **kwargs)
+        # A graph may be recorded between initialize() and the first batch, when the contexts are known and no more.
+        deferred = self.running_mean._deferred_init
+        contexts = self._replicas.given or (deferred[1] if deferred else [])
+        lanes = self._replicas.lanes(contexts) if contexts else 1
+        return sync_batch_norm(
+            F, x, gamma, beta, running_mean, running_var, self._replicas, lanes=lanes, node=node, **kwargs
+        )
 
 
 class ShuffleBatchNorm(SyncBatchNorm):

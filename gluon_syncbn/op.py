@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
+from mxnet import autograd
 from mxnet.context import Context
 
 from . import _native, cuda, settings
+from .environment import at_least
 from .exchange import base
 from .exchange.base import Exchange, Member
 
@@ -17,6 +20,8 @@ _native.register()
 
 #: The order is that of `Mode` in csrc/params.h.
 MODES = ("sync", "local", "shuffle")
+# Those of `Role` in csrc/call.h.
+_WHOLE, _MEET, _TRACK = range(3)
 
 
 class Pooling(NamedTuple):
@@ -71,12 +76,11 @@ class Replicas:
         self.channels = 0
         self.given: List[Context] = []
         self.contexts: List[Context] = []  # the same, each once
-        self.lanes = 1  # replicas per context
         self.problem = ""  # why these contexts cannot train
         mode = MODES.index(pooling.mode)
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0)
         self.token = _native.layer_token(self.id)
-        weakref.finalize(self, _native.layer_drop, self.id)
+        weakref.finalize(self, _native.layer_drop, self.id).atexit = False  # a daemon thread may still use it
         if timeout is not None:
             _native.layer_timeout(self.id, timeout)
         if exchange is not None:
@@ -88,14 +92,24 @@ class Replicas:
         for context in unique:
             if context.device_type == "gpu":
                 cuda.check_architecture(context.device_id)
-        replicas = self.num_devices or len(contexts)
+        replicas = self._count(contexts)
         self.given, self.contexts, self.channels = list(contexts), unique, channels
-        # Lanes are for replicas that wait for each other.
-        self.lanes = 1 if self.pooling.mode == "local" else max(1, replicas // len(unique))
         self.problem = self.pooling.problem(replicas)
+        if self.lanes(contexts) > 1:
+            # From 8 gradients of an array on, MXNet adds each before it begins with the operators of the next
+            # (AggregateGradient in src/executor/graph_executor.cc), and so one replica's before those of the next,
+            # which it waits for. It looks at its first backward; a replica has two gradients for gamma.
+            at_least("MXNET_EXEC_INPLACE_GRAD_SUM_CAP", 4 * replicas)
         member = Member(self.id, self.name, unique, replicas, channels, tuple(self.pooling))
         _initialised[self.id] = (member, self.exchange)
         _native.layer_replicas(self.id, [str(context) for context in unique], replicas)
+
+    def _count(self, contexts: List[Context]) -> int:
+        return self.num_devices or len(contexts)
+
+    def lanes(self, contexts: List[Context]) -> int:
+        """How many replicas on each of these contexts wait for each other."""
+        return 1 if self.pooling.mode == "local" else max(1, self._count(contexts) // len(set(contexts)))
 
     def reaches_beyond(self) -> bool:
         """Whether replicas of other processes take part."""
@@ -144,6 +158,7 @@ def sync_batch_norm(
     running_var: Any,
     replicas: Replicas,
     *,
+    lanes: int,
     node: int,
     axis: int,
     eps: float,
@@ -152,34 +167,43 @@ def sync_batch_norm(
 ) -> Any:
     """Normalises ``x`` with the statistics that the replicas' pooling says; ``F`` is ``mx.nd`` or ``mx.sym``.
 
-    ``node`` numbers the layer's nodes in graphs and is -1 for an eager call. A static graph does not tell MXNet's
-    engine that a node writes the running statistics, so two nodes of one layer may run in either order there.
+    ``lanes`` is the number of replicas on each context. ``node`` numbers the layer's nodes in graphs and is -1 for an
+    eager call. A static graph does not tell MXNet's engine that a node writes the running statistics, so two nodes of
+    one layer may run in either order there.
     """
     # MXNet hands a custom operator a temporary copy of an array in oneDNN's layout and frees it while the operator
     # still runs (AllocateNDArrayCopy in src/operator/custom/custom.cc keeps a pointer, no reference). SwapAxis of an
     # axis with itself is the cheapest operator that really writes a new, plain array; on the output it does the same
     # for the gradient that comes back. GPUs have no such layout.
     guarded = not replicas.contexts or any(context.device_type != "gpu" for context in replicas.contexts)
-    y = F.Custom(
-        F.SwapAxis(x, dim1=0, dim2=0) if guarded else x,
-        gamma,
-        beta,
-        running_mean,
-        running_var,
+    custom = functools.partial(
+        F.Custom,
         op_type="gluon_syncbn",
         layer=replicas.token,
-        lanes=replicas.lanes,
+        lanes=lanes,
         node=node,
         axis=axis,
         eps=repr(float(eps)),
         momentum=repr(float(np.float32(momentum))),  # as MXNet's own BatchNorm keeps it
         fix_gamma=int(fix_gamma),
         guarded=int(guarded),
-        name="fwd",
     )
+    x = F.SwapAxis(x, dim1=0, dim2=0) if guarded else x
+    if lanes == 1:
+        y = custom(x, gamma, beta, running_mean, running_var, role=_WHOLE, name="fwd")
+    else:
+        y, batch = custom(x, gamma, beta, role=_MEET, name="fwd")
+        track = functools.partial(custom, y, gamma, beta, batch, running_mean, running_var, role=_TRACK, name="track")
+        if node >= 0:  # it predicts, too
+            y = track()
+        else:
+            # Beside the way of the data: what writes the running statistics waits for whoever wrote them before, of
+            # a later call perhaps where each replica has a thread.
+            recording = autograd.set_recording(False)
+            track()
+            autograd.set_recording(recording)
     return F.SwapAxis(y, dim1=0, dim2=0) if guarded else y
 
 
-base.roster = _roster
 _native.exchange(_put_together)
 settings.on_exchange(lambda exchange: _native.reach(_reach(exchange)))

@@ -6,8 +6,10 @@ import atexit
 import functools
 import logging
 import os
+import sys
 import threading
-from typing import Any, Callable
+import time
+from typing import Any, Callable, List
 
 import mxnet as mx
 from mxnet import autograd
@@ -20,19 +22,24 @@ _lock = threading.Lock()
 _open_scopes = 0
 _raised = ""  # the last failure that went through a scope as an exception
 _own = threading.local()
+_ending = False
 _pid = os.getpid()
+_MXNET = os.path.dirname(mx.__file__)
 
 
-def drain() -> None:
-    """Waits until MXNet has nothing left to do, whatever comes of it."""
+def drain() -> List[str]:
+    """Waits until MXNet has nothing left to do, whatever comes of it, and returns what failed.
+
+    Whoever reads the results of a failed step has its errors. Each is raised once, and reading them is what makes the
+    arrays usable again.
+    """
+    errors: List[str] = []
     while True:
         try:
             mx.nd.waitall()
-            return
-        except mx.MXNetError:
-            # Errors of the step that failed; whoever reads its results has them. Each is raised once, and reading
-            # them is what makes the arrays usable again.
-            continue
+            return errors
+        except mx.MXNetError as error:
+            errors.append(str(error))
 
 
 def reset() -> None:
@@ -69,6 +76,11 @@ def _watch_scopes() -> None:
     def watched_enter(self: Any) -> Any:
         global _open_scopes
         if _trains(self):
+            if _ending:
+                raise mx.MXNetError(
+                    "the process is ending and has come to its exit handlers, so no step begins; join the threads that "
+                    "train before the main thread ends"
+                )
             with _lock:
                 first = _open_scopes == 0
                 _open_scopes += 1
@@ -121,25 +133,97 @@ def _watch_trainers() -> None:
     guard("_update", lambda trainer: not trainer._update_on_kvstore)
 
 
+def _watch_backward() -> None:
+    # MXNet bundles up to 15 operators of a backward into one, which waits for what any of them needs. Where replicas
+    # share a context, the last operators of one stand in a bundle with the first ones of the next: this layer's
+    # operator in the first replica waits for that in the second, which waits for the bundle, which waits for the first.
+    # A copy is pushed by itself and ends the bundle before it: one at the head of each replica keeps them apart.
+    original = autograd.backward
+
+    @functools.wraps(original)
+    def apart(heads: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(heads, (list, tuple)) and len(heads) > 1 and _native.contexts_are_shared():
+            before = autograd.set_recording(True)
+            try:
+                heads = [head.copyto(head.context) for head in heads]
+            finally:
+                autograd.set_recording(before)
+        original(heads, *args, **kwargs)
+
+    autograd.backward = apart
+
+
+# ---- the end of the process ---------------------------------------------------------------------------------
+
+
 def _at_exit() -> None:
     # MXNet drops what is queued at interpreter exit and waits for what runs: a replica that waits for a queued partner
-    # would wait for ever. This runs before MXNet's own handler, lets a healthy step finish and ends a stuck one.
-    if os.getpid() == _pid:
-        _native.main_thread_ended()
-        drain()
-        if _native.failure():
-            _tell_others(_native.failure())
-        for exchange in list(beyond):
-            exchange.close()
+    # would wait for ever. This runs before MXNet's own handler, lets a healthy step finish and ends a stuck one. Daemon
+    # threads are still there, and find that no step begins any more.
+    global _ending
+    _ending = True
+    _native.nobody_left(True)
+    drain()
+    _native.close()
+    if os.getpid() != _pid:
+        return  # a child of a fork: the exchanges belong to its parent
+    if _native.failure():
+        _tell_others(_native.failure())
+    for exchange in list(beyond):
+        exchange.close()
 
 
-def _when_main_thread_ends() -> None:
+def _watch_main_thread() -> None:
+    # Exit handlers run only after all threads that are no daemons: one of those may be what waits for a step that is
+    # stuck. Where all of them wait within MXNet, nobody is left to call the replicas that are missing.
     threading.main_thread().join()
-    _native.main_thread_ended()
+    while True:
+        _native.nobody_left(all(map(_waits_in_mxnet, filter(_counts, threading.enumerate()))))
+        time.sleep(0.1)
+
+
+def _counts(thread: threading.Thread) -> bool:
+    return not thread.daemon and thread is not threading.main_thread()
+
+
+def _waits_in_mxnet(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_filename.startswith(_MXNET)
+
+
+def _start_watching() -> None:
+    threading.Thread(target=_watch_main_thread, name="gluon_syncbn-exit", daemon=True).start()
+
+
+# ---- forks ----------------------------------------------------------------------------------------------------
+# Before a fork MXNet stops its threads, those of custom operators before its engine (LibraryInitializer::atfork_prepare
+# in src/initialize.cc), so that a custom operator which is still in flight is waited for and never runs; and an error
+# that nobody has read ends the process. So all of it has to be over by then.
+
+
+def _before_fork() -> None:
+    if not _native.layers():
+        return
+    with _lock:
+        alone = _open_scopes == getattr(_own, "depth", 0)  # nobody else is in a step, whose replicas could still come
+    _native.forking(alone and _open_scopes > 0)
+    for error in drain():
+        _log.error("failed before a fork, which took the error away from whoever reads the results: %s", error)
+    _native.forking(False)
+
+
+def _after_fork_in_child() -> None:
+    global _lock, _open_scopes
+    _lock, _open_scopes = threading.Lock(), getattr(_own, "depth", 0)
+    _native.forked()
+    for exchange in list(beyond):
+        exchange.forked()
+    _start_watching()
 
 
 _watch_scopes()
+_watch_backward()
 _watch_trainers()
 atexit.register(_at_exit)
-# Exit handlers run only after all other threads: one of those may be what waits for a step that is stuck.
-threading.Thread(target=_when_main_thread_ends, name="gluon_syncbn-exit", daemon=True).start()
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+_start_watching()

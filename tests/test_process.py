@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from replicas import WAYS
 
 import gluon_syncbn
 
@@ -156,6 +157,44 @@ ready()
     assert got == code, errors
     assert "1 of 2 replicas arrived (cpu(0)), missing cpu(1)" in output
     assert "its main thread is gone" in output
+
+
+def test_a_thread_that_goes_on_after_the_main_thread():
+    """It may take its time between two replicas: whoever can still call the other one is no reason to end."""
+    text = """
+def work():
+    threading.main_thread().join()
+    for turn in range(2):
+        with autograd.record():
+            ys = [layer(xs[0])]
+            time.sleep(3.5)
+            ys.append(layer(xs[1]))
+        print(np.isfinite(ys[1].asnumpy()).all(), flush=True)
+threading.Thread(target=work).start()
+ready()
+"""
+    code, output, errors = run(text, within=20)
+    assert (code, output) == (0, "True\nTrue\n"), errors
+
+
+@pytest.mark.parametrize("pause", [0, 0.01])
+def test_a_daemon_thread_that_trains_while_the_process_ends(pause):
+    text = """
+def work():
+    while True:
+        train()
+        time.sleep(float(sys.argv[2]))
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.5 * np.random.RandomState(os.getpid()).rand())
+ready()
+"""
+    text = HEALTHY.replace("for _ in range(3)", "for _ in range(2)") + text
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        ways = ["eager", "hybrid", "static_alloc", "static_shape"]
+        runs = [pool.submit(run, text, 20, arguments=[ways[i % 4], str(pause)], OMP_NUM_THREADS="1") for i in range(8)]
+        for code, _, errors in [r.result() for r in runs]:
+            assert code == 0, errors
+            assert "terminate called" not in errors
 
 
 HEALTHY = """
@@ -506,6 +545,94 @@ assert_same(step(one, alone, contexts, "float64"), truth(alone), 1e-11)
     code, output, errors = run(text, within=8, MXNET_ENGINE_TYPE="NaiveEngine")
     assert code == 0, errors
     assert "SyncBatchNorm 'batchnorm0'" in output and "MXNET_ENGINE_TYPE=NaiveEngine" in output
+
+
+FORKS = {
+    "os.fork": """
+def fork():
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) if sys.version_info >= (3, 9) else 7
+""",
+    "multiprocessing": """
+import multiprocessing
+def fork():
+    child = multiprocessing.get_context("fork").Process(target=os._exit, args=(7,))
+    child.start()
+    child.join()
+    return child.exitcode
+""",
+    "preexec_fn": """
+import subprocess
+def fork():
+    return subprocess.run([sys.executable, "-c", "raise SystemExit(7)"], preexec_fn=os.getpid).returncode
+""",
+}
+
+
+@pytest.mark.parametrize("way", FORKS)
+def test_a_fork_while_a_step_is_in_flight(way):
+    """The loss is read, the backward still runs."""
+    text = """
+for turn in range(6):
+    losses = train()
+    losses[0].asnumpy()
+    assert fork() == 7
+got = [net.collect_params()[p.name].data(c).asnumpy() for p in net.collect_params().values() for c in contexts]
+assert all(np.isfinite(value).all() for value in got)
+print("right")
+"""
+    for code, output, errors in ends_of(HEALTHY + FORKS[way] + "\nready()\n" + text, ["eager", "static_alloc"], 4):
+        assert (code, output) == (0, "right\n"), errors[-2000:]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fork_between_two_replicas(way):
+    """Nobody can call the other replica meanwhile: an error that says so, at once, and the next step is right."""
+    text = """
+for turn in range(2):  # the second time, a static graph executes what it has made
+    layer.hybridize(**WAYS[sys.argv[1]]) if WAYS[sys.argv[1]] is not None and turn == 0 else None
+    step(layer, batch, contexts, "float64")
+    start = time.monotonic()
+    with autograd.record():
+        ys = [layer(xs[0])]
+        assert fork() == 7
+        assert time.monotonic() - start < 20, time.monotonic() - start
+        try:
+            ys.append(layer(xs[1]))
+            nd.waitall()
+        except mx.MXNetError as error:
+            print(error)
+    gluon_syncbn.reset()
+    for name, value in zip(("running_mean", "running_var"), (0, 1)):
+        getattr(layer, name).set_data(nd.ones(5, dtype="float64") * value)
+    assert_same(step(layer, batch, contexts, "float64"), truth(batch), 1e-11)
+print("right")
+"""
+    code, output, errors = run(FORKS["os.fork"] + "ready()" + text, within=30, arguments=[way])
+    assert code == 0, errors[-2000:]
+    assert output.endswith("right\n")
+    assert output.count("the process was forked") == 2
+    assert "SyncBatchNorm 'batchnorm0', forward of call" in output and "missing cpu(1)" in output
+
+
+def test_the_child_of_a_fork_trains_and_ends():
+    text = """
+train()
+ready()
+for turn in range(3):
+    child = os.fork()
+    if child == 0:
+        assert_same(step(layer, batch, contexts, "float64"), truth(batch), 1e-11)
+        train()
+        sys.exit(5)  # with a step in flight
+    assert os.waitpid(child, 0)[1] == 5 << 8
+    train()
+print("right")
+"""
+    for code, output, errors in ends_of(HEALTHY + text, ["eager", "static_shape"], 6):
+        assert (code, output) == (0, "right\n"), errors[-2000:]
 
 
 def test_loader_processes():

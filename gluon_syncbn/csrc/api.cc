@@ -54,6 +54,8 @@ SYNCBN_API int64_t syncbn_layer_create(const char* name, int mode, int64_t slots
 
 SYNCBN_API int64_t syncbn_layers() { return syncbn::count_layers(); }
 
+SYNCBN_API int syncbn_contexts_are_shared() { return syncbn::contexts_are_shared(); }
+
 SYNCBN_API void syncbn_layer_drop(int64_t id) { syncbn::drop_layer(id); }
 
 SYNCBN_API const char* syncbn_layer_token(int64_t id) { return text(token_of(*syncbn::find_layer(id))); }
@@ -107,7 +109,13 @@ SYNCBN_API const char* syncbn_failure() { return text(syncbn::failure()); }
 
 SYNCBN_API void syncbn_reset() { syncbn::reset(); }
 
-SYNCBN_API void syncbn_main_thread_ended() { syncbn::main_thread_ended(); }
+SYNCBN_API void syncbn_nobody_left(int so) { syncbn::nobody_left(so != 0); }
+
+SYNCBN_API void syncbn_close() { syncbn::close(); }
+
+SYNCBN_API void syncbn_forking(int inside) { syncbn::set_forking(inside != 0); }
+
+SYNCBN_API void syncbn_forked() { syncbn::forked(); }
 
 SYNCBN_API const char* syncbn_instruction_set() { return syncbn::cpu::instruction_set(); }
 

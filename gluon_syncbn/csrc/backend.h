@@ -74,6 +74,10 @@ class Backend {
     virtual Vector grad_sums(Array dy, Array x, const Batch& batch) = 0;
     virtual void grad_input(Array dy, Array x, const Batch& batch, const Affine& affine, const Pull& pull, Array dx,
                             bool add) = 0;
+    // n values from one array into another, added where `add`.
+    virtual void copy(Array from, Type type, int64_t n, Array to, bool add) = 0;
+    // The n values of an array of float64.
+    virtual Vector read(Array from, int64_t n) = 0;
     // out = values, added where `add`.
     virtual void give(const Vector& values, Type type, Array out, bool add) = 0;
     virtual void fill(Array out, Type type, int64_t n, double value) = 0;

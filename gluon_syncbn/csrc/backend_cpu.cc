@@ -1,9 +1,10 @@
 // The CPU's kernels on MXNet's arrays.
 #include <algorithm>
 #include <cmath>
-#include <limits>
+#include <cstring>
 
 #include "backend.h"
+#include "half.h"
 #include "kernels.h"
 #include "mxnet_api.h"
 #include "process.h"
@@ -46,6 +47,11 @@ void replace(Array out, Type type, size_t n, F value) {
         replace(data<double>(out), n, value);
     else
         replace(data<float>(out), n, value);
+}
+
+template <typename T>
+void add_values(const T* from, int64_t n, T* to) {
+    for (int64_t i = 0; i < n; ++i) to[i] += from[i];
 }
 
 class CpuBackend : public Backend {
@@ -110,6 +116,21 @@ class CpuBackend : public Backend {
                             &pull.slope[first], at(data(dx), batch, slot), add);
         }
     }
+
+    void copy(Array from, Type type, int64_t n, Array to, bool add) override {
+        if (!add)
+            std::memcpy(data(to), data(from), static_cast<size_t>(n * size_of(type)));
+        else if (type == Type::kFloat64)
+            add_values(data<double>(from), n, data<double>(to));
+        else if (type == Type::kFloat32)
+            add_values(data<float>(from), n, data<float>(to));
+        else
+            for (int64_t i = 0; i < n; ++i)
+                data<uint16_t>(to)[i] =
+                    float_to_half(half_to_float(data<uint16_t>(to)[i]) + half_to_float(data<uint16_t>(from)[i]));
+    }
+
+    Vector read(Array from, int64_t n) override { return vector(from, Type::kFloat64, n); }
 
     void give(const Vector& values, Type type, Array out, bool add) override {
         replace(out, type, values.size(), [&](size_t i, double old) { return values[i] + (add ? old : 0.0); });

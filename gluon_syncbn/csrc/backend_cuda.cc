@@ -117,6 +117,16 @@ class CudaBackend : public Backend {
                 plan.width, plan.segment});
     }
 
+    void copy(Array from, Type type, int64_t n, Array to, bool add) override {
+        if (n > 0) launch(named("copy", type), device_, {ceil_div(n, kBlock)}, {in(from, type), out(to, type), add, n});
+    }
+
+    Vector read(Array from, int64_t n) override {
+        Vector values(n);
+        cuda::read(from, values.data(), n);
+        return values;
+    }
+
     void give(const Vector& values, Type type, Array to, bool add) override {
         const int64_t n = static_cast<int64_t>(values.size());
         Doubles staged(device_, n);

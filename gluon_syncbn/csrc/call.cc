@@ -40,13 +40,22 @@ void Call::issue(const void* caller) {
 void Call::forward(const Arrays& arrays, const int* reqs, bool training) {
     frozen_ = !training;
     complete_ = false;
+    const Array x = arrays[kX], y = arrays[settings_.output()];
     try {
-        normalise(arrays, reqs[0]);
+        throw_if_closed();
+        if (settings_.role == (frozen_ ? Role::kMeet : Role::kTrack))
+            pass(x, y, reqs[0]);
+        else if (frozen_)
+            normalise_frozen(arrays, reqs[0]);
+        else
+            normalise(arrays, reqs);
+        if (settings_.role == Role::kTrack && !frozen_)
+            track(backend_->read(arrays[kBatch], 1 + 2 * batch_.shape.channels), arrays);
         complete_ = true;
     } catch (const std::exception& e) {
         const std::string reason = named(e.what());
         fail(reason);  // whatever it was, the other replicas need not wait for this one
-        if (reqs[0] != kNull) spoil(arrays[settings_.output()], kX);
+        if (reqs[0] != kNull) spoil(y, kX);
         throw Failure(reason);
     }
 }
@@ -54,21 +63,43 @@ void Call::forward(const Arrays& arrays, const int* reqs, bool training) {
 void Call::backward(const Arrays& arrays, const int* reqs) {
     const int gradients = settings_.gradients();
     try {
+        throw_if_closed();
         // MXNet skips what depends on a failure only until somebody has read that failure.
         if (!complete_)
             throw Failure("SyncBatchNorm '" + settings_.layer->name +
                           "': no gradient, because the forward of this call failed. " + failure());
-        differentiate(arrays, reqs);
-        for (int i = kRunningMean; i < settings_.inputs(); ++i)  // nothing flows into the running statistics
-            if (reqs[i] == kWrite || reqs[i] == kInplace)
-                backend_->fill(arrays[gradients + i], batch_.parameter_type(), batch_.shape.channels, 0);
+        if (settings_.role == (frozen_ ? Role::kMeet : Role::kTrack)) {
+            pass(arrays[0], arrays[gradients + kX], reqs[kX]);
+            no_gradient(arrays, reqs);
+        } else {
+            differentiate(arrays, reqs);
+        }
+        if (settings_.role == Role::kTrack && (reqs[kBatch] == kWrite || reqs[kBatch] == kInplace))
+            backend_->fill(arrays[gradients + kBatch], Type::kFloat64, 1 + 2 * batch_.shape.channels, 0);
     } catch (const std::exception& e) {
         const std::string reason = named(e.what());
         fail(reason);
-        for (int i = 0; i < settings_.inputs(); ++i)
+        for (int i = kX; i <= kBeta; ++i)
             if (reqs[i] != kNull) spoil(arrays[gradients + i], static_cast<Input>(i));
         throw Failure(reason);
     }
+}
+
+void Call::pass(Array from, Array to, int req) {
+    if (req != kNull) backend_->copy(from, batch_.type, batch_.shape.size(), to, req == kAdd);
+}
+
+void Call::no_gradient(const Arrays& arrays, const int* reqs) {
+    for (int i : {kGamma, kBeta})
+        if (reqs[i] == kWrite || reqs[i] == kInplace)
+            backend_->fill(arrays[settings_.gradients() + i], batch_.parameter_type(), batch_.shape.channels, 0);
+}
+
+void Call::throw_if_closed() const {
+    if (process().closed)
+        throw Failure("SyncBatchNorm '" + settings_.layer->name +
+                      "': the process has run its exit handlers. Join the threads that train before the main thread "
+                      "ends.");
 }
 
 // An error with the layer and the device in it; those of the device itself know neither.
@@ -110,11 +141,11 @@ int Call::threads() const {
 // ---- forward -------------------------------------------------------------------------------------------------
 
 void Call::sit_down() {
-    if (settings_.lanes != settings_.layer->lanes())
+    if (!seated_) place_ = settings_.layer->join(context_, settings_.node, this, repeated_);
+    if (settings_.lanes != place_.meeting->lanes)
         throw Failure("SyncBatchNorm '" + settings_.layer->name +
                       "': the number of replicas per context has changed since the net was traced; call "
                       "net.hybridize() again.");
-    if (!seated_) place_ = settings_.layer->join(context_, settings_.node, this, repeated_);
     seated_ = false;  // a state that is executed again sits down again
     repeated_ = true;
     if (place_.meeting->replicas() > 1 && naive_engine())
@@ -178,37 +209,52 @@ void Call::assign_shuffled(const Total& total) {
     }
 }
 
-void Call::normalise(const Arrays& arrays, int req) {
+void Call::normalise(const Arrays& arrays, const int* reqs) {
     const Array x = arrays[kX];
-    Vector moments;
-    if (frozen_) {
-        batch_.cut(1);
-        const int running = settings_.running_mean();
-        batch_.slots[0].own = batch_.slots[0].used = std::make_shared<Statistic>(
-            backend_->frozen(arrays[running], arrays[running + 1], batch_, settings_.epsilon));
-        backend_->threads = threads();
-    } else {
-        moments = pool(x);
+    const Vector moments = pool(x);
+    if (reqs[0] != kNull)
+        backend_->normalise(x, batch_, affine(arrays, 0), arrays[settings_.output()], reqs[0] == kAdd);
+    Vector batch = batch_statistics(moments);
+    if (settings_.role == Role::kWhole) {
+        track(batch, arrays);
+    } else if (reqs[1] != kNull) {
+        if (!place_.first_lane()) batch[0] = 0;  // one replica of a context is enough
+        backend_->give(batch, Type::kFloat64, arrays[settings_.output() + 1], false);
     }
-    if (req != kNull) backend_->normalise(x, batch_, affine(arrays, 0), arrays[settings_.output()], req == kAdd);
-    if (!frozen_ && (mode() == Mode::kLocal || place_.first_lane())) track(moments, arrays);
 }
 
-// The running statistics go towards the mean over the packed moments that hold values.
-void Call::track(const Vector& moments, const Arrays& arrays) {
+void Call::normalise_frozen(const Arrays& arrays, int req) {
+    batch_.cut(1);
+    const int running = settings_.running_mean();
+    batch_.slots[0].own = batch_.slots[0].used =
+        std::make_shared<Statistic>(backend_->frozen(arrays[running], arrays[running + 1], batch_, settings_.epsilon));
+    backend_->threads = threads();
+    if (req != kNull)
+        backend_->normalise(arrays[kX], batch_, affine(arrays, 0), arrays[settings_.output()], req == kAdd);
+}
+
+// The mean over the packed moments that hold values.
+Vector Call::batch_statistics(const Vector& moments) const {
     const int64_t channels = batch_.shape.channels;
     const size_t length = 1 + 2 * channels;
+    Vector batch(length, 0.0);
     double parts = 0;
     for (size_t at = 0; at < moments.size(); at += length) parts += moments[at] > 0;
-    if (parts == 0) return;
-    Vector mean(channels, 0.0), variance(channels, 0.0);
     for (size_t at = 0; at < moments.size(); at += length)
         for (int64_t c = 0; c < channels && moments[at] > 0; ++c) {
-            mean[c] += moments[at + 1 + c] / parts;
-            variance[c] += moments[at + 1 + channels + c] / moments[at] / parts;
+            batch[1 + c] += moments[at + 1 + c] / parts;
+            batch[1 + channels + c] += moments[at + 1 + channels + c] / moments[at] / parts;
         }
+    batch[0] = parts > 0;
+    return batch;
+}
+
+void Call::track(const Vector& batch, const Arrays& arrays) {
+    if (batch[0] == 0) return;
+    const auto mean = batch.begin() + 1, variance = mean + batch_.shape.channels;
     const int running = settings_.running_mean();
-    backend_->track(mean, variance, settings_.momentum, batch_.parameter_type(), arrays[running], arrays[running + 1]);
+    backend_->track(Vector(mean, variance), Vector(variance, batch.end()), settings_.momentum, batch_.parameter_type(),
+                    arrays[running], arrays[running + 1]);
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------
@@ -237,7 +283,8 @@ Vector Call::pull(Vector sums) {
 //   dx_j = gamma * invstd_used_by_j * dy_j  -  gamma * invstd_j / n_j * (S1 + (x_j - mean_j) * invstd_j * S2)
 void Call::differentiate(const Arrays& arrays, const int* reqs) {
     const int64_t channels = batch_.shape.channels;
-    const Array dy = arrays[0], x = arrays[1 + kX];
+    const int inputs = settings_.outputs();
+    const Array dy = arrays[0], x = arrays[inputs + kX];
     Vector sums = backend_->grad_sums(dy, x, batch_);
     // The parameters' gradients are this replica's part; the trainer adds the parts, as for any parameter.
     Vector dgamma(channels, 0.0), dbeta(channels, 0.0);
@@ -262,7 +309,7 @@ void Call::differentiate(const Arrays& arrays, const int* reqs) {
                 pull.slope[i * channels + c] = share * (sum_dy_xhat[c] / slot.own->count * slot.own->invstd[c]);
             }
         }
-        backend_->grad_input(dy, x, batch_, affine(arrays, 1), pull, arrays[gradients + kX], reqs[kX] == kAdd);
+        backend_->grad_input(dy, x, batch_, affine(arrays, inputs), pull, arrays[gradients + kX], reqs[kX] == kAdd);
     }
     const auto give = [&](const Vector& values, Input input) {
         if (reqs[input] != kNull)

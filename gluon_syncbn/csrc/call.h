@@ -12,9 +12,15 @@
 
 namespace syncbn {
 
+// Which part of a call an operator is. Several replicas of one context would wait for each other in the queue of whoever
+// writes the running statistics, so there one operator meets the others and leaves the batch's statistics in an output,
+// and a second one, which waits for nobody, takes them.
+enum class Role : int { kWhole = 0, kMeet = 1, kTrack = 2 };
+
 // What the operator's attributes say; read once per call.
 struct Settings {
     std::shared_ptr<Layer> layer;
+    Role role = Role::kWhole;
     size_t lanes = 1;
     int64_t node = -1;  // which node of a graph this is, the same on all contexts; -1 for an eager call
     int axis = 1;
@@ -22,16 +28,17 @@ struct Settings {
     bool fix_gamma = false;
     bool guarded = true;  // against temporary inputs, which only a CPU has; see op.py
 
-    // Where things are in MXNet's lists: [inputs][output][auxiliary states] of the forward,
-    // [dy][inputs][output][gradients of the inputs] of the backward.
-    int inputs() const { return lanes == 1 ? 3 : 5; }
+    // Where things are in MXNet's lists: [inputs][outputs][auxiliary states] of the forward,
+    // [gradients of the outputs][inputs][outputs][gradients of the inputs] of the backward.
+    int inputs() const { return role == Role::kTrack ? 4 : 3; }
+    int outputs() const { return role == Role::kMeet ? 2 : 1; }
     int output() const { return inputs(); }
-    int running_mean() const { return lanes == 1 ? 4 : 3; }
-    int gradients() const { return 1 + inputs() + 1; }
+    int running_mean() const { return inputs() + outputs(); }
+    int gradients() const { return outputs() + inputs() + outputs(); }
 };
 
 enum Request { kNull = 0, kWrite = 1, kInplace = 2, kAdd = 3 };
-enum Input { kX = 0, kGamma = 1, kBeta = 2, kRunningMean = 3, kRunningVar = 4 };
+enum Input { kX = 0, kGamma = 1, kBeta = 2, kBatch = 3 };
 
 // Frees the arrays that MXNet hands to a callback, whatever happens in it.
 class Arrays {
@@ -71,14 +78,21 @@ class Call {
   private:
     Mode mode() const { return settings_.layer->pooling.mode; }
     size_t group() const { return static_cast<size_t>(settings_.layer->pooling.group); }
+    void throw_if_closed() const;
     int threads() const;
     std::string named(const std::string& error) const;
     void spoil(Array out, Input like);
     Affine affine(const Arrays& arrays, int inputs) const;
 
-    void normalise(const Arrays& arrays, int req);
+    void normalise(const Arrays& arrays, const int* reqs);
+    void normalise_frozen(const Arrays& arrays, int req);
     void differentiate(const Arrays& arrays, const int* reqs);
-    void track(const Vector& moments, const Arrays& arrays);
+    void pass(Array from, Array to, int req);
+    // Where the other operator of the call has the gradient with respect to gamma and beta.
+    void no_gradient(const Arrays& arrays, const int* reqs);
+    // [1, mean[C], variance[C]] that the running statistics go towards; [0, ...] where there is nothing.
+    Vector batch_statistics(const Vector& moments) const;
+    void track(const Vector& batch, const Arrays& arrays);
 
     void sit_down();
     // The packed moments of every slot that counts for the running statistics, each [count, mean[C], m2[C]].

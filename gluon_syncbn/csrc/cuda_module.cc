@@ -104,6 +104,8 @@ void launch(const std::string& name, int device, Grid grid, std::initializer_lis
     known.insert(which);
 }
 
+void read(void* array, double* values, int64_t n) { check(mx.ndarray_to_cpu(array, values, static_cast<size_t>(n))); }
+
 Doubles::Doubles(int device, int64_t size) : size_(size) {
     constexpr int kGpu = 2;
     const uint32_t shape[] = {static_cast<uint32_t>(size)};
@@ -122,7 +124,7 @@ Doubles& Doubles::operator=(Doubles&& other) {
 
 void Doubles::upload(const double* values) { check(mx.ndarray_from_cpu(handle_, values, static_cast<size_t>(size_))); }
 
-void Doubles::download(double* values) const { check(mx.ndarray_to_cpu(handle_, values, static_cast<size_t>(size_))); }
+void Doubles::download(double* values) const { read(handle_, values, size_); }
 
 }  // namespace cuda
 }  // namespace syncbn

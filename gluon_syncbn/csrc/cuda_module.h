@@ -45,6 +45,9 @@ inline Argument out(void* array, Type type) { return {array, type, false}; }
 constexpr int kBlock = 256;
 void launch(const std::string& kernel, int device, Grid grid, std::initializer_list<Argument> arguments);
 
+// Waits for whatever writes the array of float64.
+void read(void* array, double* values, int64_t n);
+
 // An array of float64 on a GPU.
 class Doubles {
   public:

@@ -26,6 +26,15 @@ bool on_cpu(const std::string& context) { return context.compare(0, 3, "cpu") ==
 
 }  // namespace
 
+bool Layer::all_issued(const Meeting& meeting) const {
+    for (size_t c = 0; c < meeting.contexts.size(); ++c) {
+        if (meeting.joined(c) == meeting.lanes) continue;
+        const auto issued = issued_.find(meeting.contexts[c]), joined = joined_.find(meeting.contexts[c]);
+        if (issued == issued_.end() || issued->second <= (joined == joined_.end() ? 0 : joined->second)) return false;
+    }
+    return true;
+}
+
 std::string Layer::describe(const Meeting& meeting, int phase) const {
     const auto& entries = meeting.phases.at(phase).entries;
     std::vector<std::string> arrived, missing;
@@ -58,11 +67,18 @@ std::string Layer::likely_cause(const Meeting& meeting, int phase, double* stuck
         " With static_shape no number of copies is enough: hybridize(static_alloc=True) without it.";
     if (phase > 0 && meeting.lanes > 1) {
         *stuck_after = kSurely;
-        return "Several replicas share a context. MXNet bundles their operators in one backward of an eager net, and "
-               "runs them one after the other with static_shape, so they wait for each other: hybridize without "
-               "static_shape, or set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs, or give each replica "
-               "a context of its own. Or not every replica's loss took part.";
+        return "Several replicas share a context. With static_shape MXNet runs the operators of one after those of the "
+               "other: hybridize without it. Or their operators are bundled: call mxnet.autograd.backward by that "
+               "name, "
+               "with the losses of all replicas, or set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs. "
+               "Or "
+               "more than seven replicas have come to a process that had run a backward before: set "
+               "MXNET_EXEC_INPLACE_GRAD_SUM_CAP to four for each. Or not every replica's loss took part.";
     }
+    const std::string same_memory =
+        meeting.lanes == 1 ? ""
+                           : " Several replicas share a context: outside of autograd.record, MXNet runs a static_alloc "
+                             "graph of one after that of the other. hybridize() without static_alloc there.";
     if (phase > 0) {
         *stuck_after = perhaps;
         return "Either not every replica's loss took part: call autograd.backward with the losses of all devices, and "
@@ -71,18 +87,11 @@ std::string Layer::likely_cause(const Meeting& meeting, int phase, double* stuck
                "first operator runs." +
                (all_cpu ? " Or: " + temporary_space : "") + (all_cpu && meeting.repeated ? static_shape : "");
     }
-    const auto has_issued = [&](const std::string& context) {
-        const auto issued = issued_.find(context), joined = joined_.find(context);
-        return issued != issued_.end() && issued->second > (joined == joined_.end() ? 0 : joined->second);
-    };
-    bool all_issued = true;
-    for (size_t c = 0; c < meeting.contexts.size(); ++c)
-        if (meeting.joined(c) < meeting.lanes) all_issued = all_issued && has_issued(meeting.contexts[c]);
-    if (all_issued && all_cpu) {
+    if (all_issued(meeting) && all_cpu) {
         *stuck_after = kSurely;
-        return "Every replica has issued its call. " + temporary_space;
+        return "Every replica has issued its call." + same_memory + " " + temporary_space;
     }
-    if (all_issued) {
+    if (all_issued(meeting)) {
         *stuck_after = perhaps;
         return "Every replica has issued its call: an operator before this layer does not finish there, or has failed, "
                "for lack of memory perhaps; then its error is at that replica's output.";
@@ -92,7 +101,7 @@ std::string Layer::likely_cause(const Meeting& meeting, int phase, double* stuck
     return "Most likely the missing replica was never called, or something waits for a result (asnumpy, asscalar, "
            "wait_to_read, print) before all replicas have been called, or num_devices is not the number of replicas. "
            "For a batch on fewer devices use gluon_syncbn.devices(contexts)." +
-           (meeting.repeated && all_cpu ? " Or: " + temporary_space + static_shape : "");
+           same_memory + (meeting.repeated && all_cpu ? " Or: " + temporary_space + static_shape : "");
 }
 
 std::string Layer::why_not_here(const std::string& context) const {

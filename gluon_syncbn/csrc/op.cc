@@ -3,8 +3,9 @@
 // One replica per context: inputs x, gamma, beta and, as auxiliary states, the running statistics. Writing those makes
 // MXNet's engine run the calls of one layer on one context in the order in which they were issued, so the n-th
 // execution on each context belongs to the n-th call.
-// Several replicas per context (`lanes` > 1) would then wait for each other inside that queue, so there the running
-// statistics are plain inputs, one lane writes them, and seats are taken when a call is issued.
+// Several replicas per context (`lanes` > 1) would then wait for each other inside that queue. So there a call is two
+// operators: one meets, takes its seat when it is issued, and hands the batch's statistics to one that writes the running
+// statistics and waits for nobody; of the replicas of a context, one hands over something.
 #include "op.h"
 
 #include <sys/syscall.h>
@@ -107,24 +108,29 @@ int delete_property(void* state) {
 }
 
 int list_arguments(char*** out, void* state) {
-    static char* alone[] = {writable("data"), writable("gamma"), writable("beta"), nullptr};
-    static char* shared[] = {writable("data"),         writable("gamma"),       writable("beta"),
-                             writable("running_mean"), writable("running_var"), nullptr};
-    *out = property_of(state)->lanes == 1 ? alone : shared;
+    static char* data[] = {writable("data"), writable("gamma"), writable("beta"), nullptr};
+    static char* with_batch[] = {writable("data"), writable("gamma"), writable("beta"), writable("batch"), nullptr};
+    *out = property_of(state)->role == Role::kTrack ? with_batch : data;
     return 1;
 }
 
-int list_outputs(char*** out, void*) {
-    static char* names[] = {writable("output"), nullptr};
-    *out = names;
+int list_outputs(char*** out, void* state) {
+    static char* output[] = {writable("output"), nullptr};
+    static char* with_batch[] = {writable("output"), writable("batch"), nullptr};
+    *out = property_of(state)->role == Role::kMeet ? with_batch : output;
     return 1;
 }
 
 int list_states(char*** out, void* state) {
-    static char* alone[] = {writable("running_mean"), writable("running_var"), nullptr};
+    static char* running[] = {writable("running_mean"), writable("running_var"), nullptr};
     static char* none[] = {nullptr};
-    *out = property_of(state)->lanes == 1 ? alone : none;
+    *out = property_of(state)->role == Role::kMeet ? none : running;
     return 1;
+}
+
+// Where the batch's statistics are among [inputs][outputs][auxiliary states]; -1 where they stay inside.
+int batch_at(const Property& property) {
+    return property.role == Role::kMeet ? property.output() + 1 : property.role == Role::kTrack ? int{kBatch} : -1;
 }
 
 int channel_axis(const Property& property, int dims) {
@@ -136,16 +142,17 @@ int channel_axis(const Property& property, int dims) {
     return axis;
 }
 
-// Shapes come as [arguments][output][auxiliary states]; with either number of lanes the output is the only one that is
-// not a vector of channels.
+// Shapes come as [inputs][outputs][auxiliary states]; data and output are the only ones that are no vectors.
 int infer_shape(int size, int* dims, int** shapes, void* state) {
     const Property& property = *property_of(state);
     const int output = property.output();
     if (dims[0] <= 0) return 1;  // not known yet
     int* channels = shapes[0] + channel_axis(property, dims[0]);
+    static thread_local int batch;
+    batch = 1 + 2 * *channels;
     for (int i = 1; i < size; ++i) {
         dims[i] = i == output ? dims[0] : 1;
-        shapes[i] = i == output ? shapes[0] : channels;
+        shapes[i] = i == output ? shapes[0] : i == batch_at(property) ? &batch : channels;
     }
     return 1;
 }
@@ -161,6 +168,7 @@ int infer_type(int size, int* types, void* state) {
                           (data == kBfloat16 ? "bfloat16" : "MXNet type flag " + std::to_string(data)) + " was given)");
     const int parameter = data == static_cast<int>(Type::kFloat16) ? static_cast<int>(Type::kFloat32) : data;
     for (int i = 0; i < size; ++i) types[i] = i == 0 || i == output ? data : parameter;
+    if (batch_at(property) >= 0) types[batch_at(property)] = static_cast<int>(Type::kFloat64);
     return 1;
 }
 
@@ -194,7 +202,7 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     auto op = std::make_unique<Call>(property, context, static_cast<Type>(types[0]), shape, samples);
     bool training = false;
     mx.autograd_is_training(&training);
-    if (training) {
+    if (training && property.role != Role::kTrack) {
         try {
             op->issue(caller());
         } catch (const std::exception& e) {
@@ -228,6 +236,7 @@ int create_property(const char*, const int size, const char** keys, const char**
         throw dmlc::Error(
             "this graph holds a SyncBatchNorm of another process, or one that is gone. Export with "
             "gluon_syncbn.revert(net).export(...), load that, and gluon_syncbn.convert the net again.");
+    property->role = static_cast<Role>(std::stoi(given["role"]));
     property->lanes = std::stoul(given["lanes"]);
     property->node = std::stoll(given["node"]);
     property->axis = std::stoi(given["axis"]);

@@ -1,9 +1,11 @@
 #include "process.h"
 
+#include <new>
 #include <random>
 #include <sstream>
 
 #include "rendezvous.h"
+#include "stall.h"
 
 namespace syncbn {
 
@@ -54,6 +56,13 @@ int64_t count_layers() {
     return static_cast<int64_t>(process().layers.size());
 }
 
+bool contexts_are_shared() {
+    Lock lock(process().mutex);
+    for (const auto& layer : process().layers)
+        if (layer.second->lanes() > 1) return true;
+    return false;
+}
+
 void set_default_timeout(double seconds) {
     Lock lock(process().mutex);
     process().timeout = seconds;
@@ -98,6 +107,21 @@ std::string failure() {
 }
 
 bool names_layer(const std::string& error) { return error.find("SyncBatchNorm '") != std::string::npos; }
+
+void close() { process().closed = true; }
+
+void set_forking(bool inside) {
+    Lock lock(process().mutex);
+    process().forking = inside;
+}
+
+void forked() {
+    Process& p = process();
+    new (&p.mutex) std::mutex;  // another thread, which is not here, may have held it
+    p.forking = false;
+    nobody_left(false);
+    reset();
+}
 
 void reset() {
     Process& p = process();

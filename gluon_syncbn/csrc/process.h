@@ -1,6 +1,7 @@
 // What the whole process shares: its layers, their defaults, and whether the step has failed.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -54,6 +55,8 @@ struct Process {
     std::vector<std::string> devices;  // only these take part; empty means all
     uint64_t seed = 0;                 // of the permutations
     std::string failure;               // the first reason why the step has failed; empty where all is well
+    std::atomic<bool> closed{false};   // the process ends, and nothing runs any more
+    bool forking = false;  // on a thread that is in the middle of a step, so that its replicas cannot all be called
 
     void fail(const std::string& reason) {
         if (failure.empty()) failure = reason;
@@ -73,6 +76,8 @@ std::string token_of(const Layer& layer);
 std::shared_ptr<Layer> layer_of_token(const std::string& token);
 void drop_layer(int64_t id);
 int64_t count_layers();
+// True where some layer has several replicas on a context.
+bool contexts_are_shared();
 
 void set_default_timeout(double seconds);
 // Seconds that this layer waits, or with 0 any layer that does not say.
@@ -90,5 +95,12 @@ std::string failure();
 bool names_layer(const std::string& error);
 // Forgets the failure and all unfinished meetings. Nothing may be in flight.
 void reset();
+
+// The process ends: whatever comes to run is a failure.
+void close();
+// Before a fork, which waits for all that is in flight, and after it. `inside`: the thread that forks is in a step.
+void set_forking(bool inside);
+// In the child, whose one thread finds nothing in flight.
+void forked();
 
 }  // namespace syncbn

@@ -28,6 +28,7 @@ constexpr double kWatchAfter = 0.05;  // seconds until a wait counts as long eno
 constexpr double kWarnAfter = 10;
 constexpr double kGrace = 2;      // seconds that an exchange gets to report its own failure
 constexpr double kStuckIdle = 3;  // seconds without computing that show it
+constexpr double kForkIdle = 1;   // the same, where a fork waits
 
 [[noreturn]] void fail_and_throw(Meeting& meeting, const std::string& reason) {
     process().fail(reason);
@@ -176,7 +177,6 @@ Total Layer::wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock) 
     Stall stall;
     std::string seen;
     double seen_since = 0, complete_since = -1;
-    bool warned = false;
     while (true) {
         meeting.changed.wait_for(lock, kSlice);
         if (phase.done) return phase.total;  // (4)
@@ -203,13 +203,18 @@ Total Layer::wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock) 
         }
         if (stall.asked_to_end()) {  // (6)
             why << who << ". The process was asked to end (Ctrl-C, or its main thread is gone) while they waited.";
+        } else if (process().forking && ((!meeting.repeated && !all_issued(meeting)) || stall.idle_for(kForkIdle))) {
+            why << who
+                << ", and the process was forked (os.fork, multiprocessing, subprocess with preexec_fn) before they "
+                   "were called. A fork has to wait for everything that MXNet has in flight: fork before a step or "
+                   "after it, not between the calls of its replicas.";
         } else if (stuck_after > 0 && waited - seen_since >= stuck_after && stall.idle_for(kStuckIdle)) {
             why << who << ", and nothing has been computed for " << kStuckIdle << " s. " << cause;
         } else if (waited >= limit) {
             why << who << " after " << limit << " s. " << cause;
         } else {
-            if (waited >= kWarnAfter && !warned) {
-                warned = true;
+            if (waited >= kWarnAfter && !phase.warned) {
+                phase.warned = true;
                 std::fprintf(stderr, "gluon_syncbn: %s after %.0f s; still waiting, until %.0f s. %s\n", who.c_str(),
                              waited, limit, cause.c_str());
             }
@@ -241,10 +246,7 @@ void Layer::set_reach(Reach reach) {
     reach_ = reach;
 }
 
-size_t Layer::lanes() {
-    Lock lock(process().mutex);
-    return std::max<size_t>(1, lanes_);
-}
+size_t Layer::lanes() const { return std::max<size_t>(1, lanes_); }
 
 size_t Layer::replicas() {
     Lock lock(process().mutex);

@@ -27,6 +27,7 @@ struct Phase {
     std::vector<Entry> entries;  // [seats]
     size_t arrived = 0;
     bool done = false;
+    bool warned = false;  // one of those who wait has said so
     Total total;
 };
 
@@ -75,7 +76,7 @@ class Layer {
     void set_timeout(double seconds);  // 0: as the process says
     double timeout() const;            // the caller holds the process's mutex
     void set_reach(Reach reach);       // kDefault: as the process says
-    size_t lanes();
+    size_t lanes() const;              // per context; the caller holds the process's mutex
     size_t replicas();
     void restart_calls();    // of the permutations; the caller holds the process's mutex
     void forget_meetings();  // the caller holds the process's mutex
@@ -107,6 +108,7 @@ class Layer {
 
     // In diagnosis.cc: who is here, who is not, and why that may be. Where nothing is being computed, waiting
     // longer than `stuck_after` seconds cannot help; 0 means that it can.
+    bool all_issued(const Meeting& meeting) const;
     std::string describe(const Meeting& meeting, int phase) const;
     std::string likely_cause(const Meeting& meeting, int phase, double* stuck_after) const;
     std::string why_not_here(const std::string& context) const;

@@ -17,8 +17,10 @@ constexpr double kIdleShare = 0.25;  // of one core: Horovod's thread, which loo
 constexpr double kEndAfterIdle = 1.5;  // seconds
 
 std::atomic<long> interrupted{0};
-std::atomic<bool> ended{false};
-struct sigaction previous, original;
+std::atomic<bool> alone{false};
+// What SIGINT did before. The handler may run while a waiter chains another one, so each is written once and then left
+// as it is, for good: a program has few handlers.
+std::atomic<const struct sigaction*> previous{nullptr}, original{nullptr};
 thread_local int depth = 0;
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -32,7 +34,7 @@ double processor_time() {
 void on_interrupt(int signal, siginfo_t* info, void* context) {
     interrupted.fetch_add(1);
     // A handler that was installed over ours may call us back: then the one below is meant.
-    const struct sigaction& next = depth == 0 ? previous : original;
+    const struct sigaction& next = *(depth == 0 ? previous : original).load();
     ++depth;
     if (next.sa_flags & SA_SIGINFO)
         next.sa_sigaction(signal, info, context);
@@ -64,7 +66,7 @@ bool Stall::idle_for(double seconds) const {
     return false;
 }
 
-bool Stall::asked_to_end() const { return (ended.load() || interrupts() != interrupts_) && idle_for(kEndAfterIdle); }
+bool Stall::asked_to_end() const { return (alone.load() || interrupts() != interrupts_) && idle_for(kEndAfterIdle); }
 
 void watch_interrupts() {
     static std::mutex mutex;
@@ -74,16 +76,15 @@ void watch_interrupts() {
     if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == on_interrupt) return;
     // Default ends the process at once, ignored means ignored: nothing to chain to, nothing to add.
     if (!(current.sa_flags & SA_SIGINFO) && (current.sa_handler == SIG_DFL || current.sa_handler == SIG_IGN)) return;
-    static bool first = true;
-    if (first) original = current;
-    first = false;
-    previous = current;
+    const auto* chained = new struct sigaction(current);
+    if (original.load() == nullptr) original.store(chained);
+    previous.store(chained);
     struct sigaction ours = current;
     ours.sa_flags |= SA_SIGINFO;
     ours.sa_sigaction = on_interrupt;
     sigaction(SIGINT, &ours, nullptr);
 }
 
-void main_thread_ended() { ended.store(true); }
+void nobody_left(bool so) { alone.store(so); }
 
 }  // namespace syncbn

@@ -18,8 +18,9 @@ class Stall {
     double waited() const { return waited_; }
     // True where the whole process has computed next to nothing for the last `seconds`.
     bool idle_for(double seconds) const;
-    // True where somebody asked the process to end since this wait began and nothing else is running:
-    // a step that still computes is left to finish, so that a handler that saves its work can do so.
+    // True where somebody asked the process to end since this wait began, or nobody is left who could end it, and
+    // nothing else is running: a step that still computes is left to finish, so that a handler that saves its work can
+    // do so.
     bool asked_to_end() const;
 
   private:
@@ -33,7 +34,7 @@ class Stall {
 // installed over ours in the meantime is chained anew.
 void watch_interrupts();
 
-// The main thread has ended; threads that still wait for a step that is stuck should not keep the process.
-void main_thread_ended();
+// Whether every thread that could still call a replica has ended or waits itself: Python knows, and says so.
+void nobody_left(bool so);
 
 }  // namespace syncbn

@@ -96,6 +96,9 @@ class Exchange(ABC):
     def close(self) -> None:  # noqa: B027
         """The process ends."""
 
+    def forked(self) -> None:  # noqa: B027
+        """Here is the child of a fork, which is no member of its parent's job."""
+
 
 class Memory(Exchange):
     """Adds what is in memory: for a sum that was on its way when the exchange of its layer was taken away."""

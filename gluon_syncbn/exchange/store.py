@@ -15,7 +15,7 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Any, Callable, Dict, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional
 
 import mxnet as mx
 import numpy as np
@@ -170,6 +170,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def close(self) -> None:
         self._transport.close()
 
+    def forked(self) -> None:
+        self._lock = threading.Lock()  # another thread, which is not here, may have held it
+        self._transport = _OfParent(self._transport)
+
     def _call(self, member: Member, ticket: Ticket) -> Label:
         with self._lock:
             if ticket.layer not in self._keys:
@@ -201,6 +205,34 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             if group and total % group:
                 raise ValueError(f"group_size: {group} was given, expected a divisor of the number of devices, {total}")
             self._keys[member.id] = len(self._keys)
+
+
+class _OfParent(Transport):
+    """What the child of a fork has of its parent's transport."""
+
+    def __init__(self, parent: Transport) -> None:
+        self.rank, self.size = parent.rank, parent.size
+
+    def _refuse(self) -> NoReturn:
+        raise mx.MXNetError(
+            f"this process was forked from rank {self.rank} of {self.size} and is no member of its job; only processes "
+            "that the launcher has started are"
+        )
+
+    def allgather(self, label: Label, part: np.ndarray, *, equal: bool) -> List[np.ndarray]:
+        self._refuse()
+
+    def allreduce(self, label: Label, array: np.ndarray, combine: Combine = np.add) -> np.ndarray:
+        self._refuse()
+
+    def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
+        self._refuse()
+
+    def fail(self, reason: str) -> None:
+        pass  # the parent's own failures are told by the parent
+
+    def close(self) -> None:
+        pass
 
 
 def _describe(member: Member) -> Dict[str, Any]:
