@@ -9,15 +9,13 @@ bytes in the same processes and run, which never give up waiting; MPI matches by
 """
 
 import json
-import os
-import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence
 
-import _common
+import _measuring
+import _results
 from tqdm import tqdm
 
 SIZES = [1024, 2048, 4096, 8192, 16384]  # bytes
@@ -38,58 +36,37 @@ waiting for the other process, whose forward and backward are not equally fast."
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _common.options(__doc__, arguments, quick="few calls on two processes: a smoke test", over=list(BARE))
+    options = _measuring.options(__doc__, arguments, quick="few calls on two processes: a smoke test", over=list(BARE))
     if options.child:
         child(options.over, json.loads(options.child))
         return 0
-    env = _common.environment(["benchmarks/exchange.py", *arguments])
+    env = _results.environment(["benchmarks/exchange.py", *arguments])
     over = options.over
+    script = [__file__, "--over", over]
     processes, rounds = ([2], 50) if options.quick else (PROCESSES[over], ROUNDS[over])
-    cells: List[Dict[str, Any]] = []
+    samples: List[_measuring.Cell] = []
     for count in tqdm(processes, desc="exchange", unit="job"):
-        cells += run(over, count, {"sizes": SIZES, "rounds": rounds})["sizes"]
+        samples += _measuring.job(over, count, script, {"sizes": SIZES, "rounds": rounds})["sizes"]
     measured = {"crop": 64 if options.quick else 128, "batch": 2, "steps": 2 if options.quick else 8}
-    step = run(over, 2, {"step": measured})
+    step = _measuring.job(over, 2, script, {"step": measured})
 
+    cells = [{**sample, "microseconds": _results.summary(sample["microseconds"])} for sample in samples]
     header = ["bytes", "processes", "bare, us", "ours, us", "added, us"]
-    table = _common.table(header, [row(cell) for cell in cells])
+    table = _results.table(header, [row(cell) for cell in cells])
     print(table)
     text = EXPLANATION.format(table=table, rounds=rounds, processes=2, bare=BARE[over], **step)
     stem = "exchange" if over == "mpi" else f"exchange_{over}"
-    _common.write(options.out, stem, "Exchange between processes", text, env, {"sizes": cells, "step": step})
-    plot(options.out / f"{stem}.png", over, cells, env)
     print(text.rpartition("\n\n")[2])
+    results = {"sizes": cells, "step": step}
+    _results.write(options.out, stem, "Exchange between processes", text, env, results, {**results, "sizes": samples})
+    plot(options.out / f"{stem}.png", over, cells, env)
     return 0
 
 
-def row(cell: Dict[str, Any]) -> List[str]:
-    def show(values: Sequence[float]) -> str:
-        low, *_, high = statistics.quantiles(values, n=10)
-        return f"{statistics.median(values):.1f} ({low:.1f} to {high:.1f})"
-
-    added = statistics.median(cell["ours"]) - statistics.median(cell["bare"])
-    return [str(cell["bytes"]), str(cell["processes"]), show(cell["bare"]), show(cell["ours"]), f"{added:.1f}"]
-
-
-def run(over: str, processes: int, work: Dict[str, Any]) -> Dict[str, Any]:
-    """One job of so many processes; what its rank 0 prints."""
-    program, option = {"mpi": ("mpiexec", "-n"), "horovod": ("horovodrun", "-np")}[over]
-    launcher = Path(sys.executable).with_name(program)
-    command = [str(launcher), option, str(processes), sys.executable, __file__, "--over", over]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{launcher.parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        [*command, "--child", json.dumps(work)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env=environment,
-    )
-    lines = [line.rpartition("<stdout>:")[2] for line in done.stdout.splitlines()]  # horovodrun says whose it is
-    lines = [line for line in lines if line.startswith("{")]
-    if done.returncode != 0 or not lines:
-        raise SystemExit(f"{' '.join(command[:4])} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
-    return json.loads(lines[-1])
+def row(cell: _measuring.Cell) -> List[str]:
+    bare, ours = (cell["microseconds"][name] for name in ("bare", "ours"))
+    added = f"{ours['median'] - bare['median']:.1f}"
+    return [str(cell["bytes"]), str(cell["processes"]), *map(_results.median_and_range, (bare, ours)), added]
 
 
 def child(over: str, work: Dict[str, Any]) -> None:
@@ -131,7 +108,7 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
             store._transport.allreduce(Label("statistics", size, call=next(calls), what="a benchmark"), values)
 
         steps: Dict[str, Callable[[], None]] = {"bare": bare_sum(over, values), "ours": ours}
-        taken: Dict[str, List[float]] = {name: [] for name in steps}
+        taken: _measuring.Rounds = {name: [] for name in steps}
         for call in steps.values():
             for _ in range(20):
                 call()
@@ -141,7 +118,7 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
                     start = time.perf_counter()
                     call()
                     taken[name].append((time.perf_counter() - start) * 1e6)
-        cells.append({"bytes": size, "processes": store.num_workers, **taken})
+        cells.append({"bytes": size, "processes": store.num_workers, "microseconds": taken})
     return {"sizes": cells}
 
 
@@ -204,7 +181,7 @@ def plot(path: Path, over: str, cells: Sequence[Dict[str, Any]], env: Dict[str, 
         for name, colour, label in labels:
             axis.plot(
                 [cell["bytes"] / 1024 for cell in mine],
-                [statistics.median(cell[name]) for cell in mine],
+                [cell["microseconds"][name]["median"] for cell in mine],
                 "o-",
                 color=colour,
                 label=label,

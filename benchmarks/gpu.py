@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
-import _common
+import _measuring
+import _results
 import numpy as np
 from tqdm import tqdm
 
@@ -185,7 +186,7 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], gpu: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _common.options(__doc__, arguments, quick="one small shape and few rounds: a smoke test")
+    options = _measuring.options(__doc__, arguments, quick="one small shape and few rounds: a smoke test")
     try:
         import cupy
     except ImportError as error:
@@ -200,7 +201,7 @@ def main(arguments: Sequence[str]) -> int:
     module = cupy.RawModule(code=(PACKAGE / "kernels.cu").read_text(), options=("--std=c++14",), backend="nvrtc")
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     env = {
-        **_common.occasion(["benchmarks/gpu.py", *arguments]),
+        **_results.occasion(["benchmarks/gpu.py", *arguments]),
         "gpu": f"{device['name'].decode()}, compute capability {device['major']}.{device['minor']}",
         "CUDA of the driver": str(cupy.cuda.runtime.driverGetVersion()),
         "cupy": cupy.__version__,
@@ -219,9 +220,9 @@ def main(arguments: Sequence[str]) -> int:
             results.append({"shape": shape, "layout": layout, "dtype": dtype, "seconds": seconds})
     header = ["tensor", "MB", "copy, GB/s", *PASSES]
     header += ["forward / torch", "backward / torch", "forward / plain", "backward / plain"]
-    table = _common.table(header, [row(**result) for result in results])
+    table = _results.table(header, [row(**result) for result in results])
     print(table)
-    _common.write(options.out, "gpu", "The CUDA kernels", f"{EXPLANATION}\n\n{table}", env, results)
+    _results.write(options.out, "gpu", "The CUDA kernels", f"{EXPLANATION}\n\n{table}", env, results)
     plot(options.out / "gpu.png", results, env["gpu"])
     return 0
 

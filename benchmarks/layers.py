@@ -11,13 +11,13 @@ others are measured again without it.
 
 import gc
 import json
-import statistics
 import sys
 import threading
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Sequence, Tuple
 
-import _common
+import _measuring
+import _results
 from tqdm import tqdm
 
 LAYERS = 5
@@ -38,40 +38,33 @@ on arrays of the same sizes."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _common.options(__doc__, arguments, quick="small shapes and few rounds: a smoke test")
+    options = _measuring.options(__doc__, arguments, quick="small shapes and few rounds: a smoke test")
     if options.child:
         child(json.loads(options.child))
         return 0
 
-    env = _common.environment(["benchmarks/layers.py", *arguments])
+    env = _results.environment(["benchmarks/layers.py", *arguments])
     shapes, replicas = (QUICK_SHAPES, QUICK_REPLICAS) if options.quick else (SHAPES, REPLICAS)
     effort = {"rounds": 3, "budget_s": 2} if options.quick else {"rounds": 15, "budget_s": 15}
     cells = [{"shape": shape, "replicas": n, "contrib": True, **effort} for shape in shapes for n in replicas]
-    results = []
+    samples = []
     with tqdm(total=len(cells), desc="layers", unit="cell") as progress:
-        for cell, taken, problems in _common.measure(__file__, cells, 30 if options.quick else 150):
-            results.append({**cell, "seconds": taken, "problems": problems})
+        for cell, taken, problems in _measuring.measure(__file__, cells, 30 if options.quick else 150):
+            samples.append({**cell, "problems": problems, "seconds": taken})
             progress.set_postfix_str(f"{tuple(cell['shape'])} x {cell['replicas']}")
             progress.update()
 
     header = ["shape", "replicas", "plain, ms", "ours / plain", "contrib / plain", "limit / plain"]
-    rows = [row(result) for result in results]
-    text = EXPLANATION + "\n\n" + _common.table(header, rows)
-    _common.write(options.out, "layers", "Five normalisation layers", text, env, results)
+    results = [_results.compared(sample) for sample in samples]
+    table = _results.table(header, [_results.layers_row(result, ["ours", "contrib", "limit"]) for result in results])
+    print(table)
+    text = f"{EXPLANATION}\n\n{table}"
+    _results.write(options.out, "layers", "Five normalisation layers", text, env, results, samples)
     plot(options.out / "layers.png", results, env)
-    print(_common.table(header, rows))
-    return _common.report(results, "shape", "replicas")
+    return _results.report(results, "shape", "replicas")
 
 
-def row(result: Dict[str, Any]) -> List[str]:
-    taken = result["seconds"]
-    plain = f"{statistics.median(taken['plain']) * 1e3:.2f}" if taken else "-"
-    shape = " x ".join(map(str, result["shape"]))
-    ratios = [_common.entry(result, name) for name in ("ours", "contrib", "limit")]
-    return [shape, str(result["replicas"]), plain, *ratios]
-
-
-def child(cells: Sequence[_common.Cell]) -> None:
+def child(cells: Sequence[_measuring.Cell]) -> None:
     """Measures the cells in turn and prints one line of JSON for each."""
     import gluon_syncbn
 
@@ -79,13 +72,13 @@ def child(cells: Sequence[_common.Cell]) -> None:
     import mxnet as mx
 
     for cell in cells:
-        taken = _common.interleaved(steps(cell, contexts[: cell["replicas"]]), cell["rounds"], cell["budget_s"])
+        taken = _measuring.interleaved(steps(cell, contexts[: cell["replicas"]]), cell["rounds"], cell["budget_s"])
         print(json.dumps(taken), flush=True)
         gc.collect()  # the arrays of this cell
         mx.nd.waitall()
 
 
-def steps(cell: _common.Cell, contexts: Sequence[Any]) -> Dict[str, Callable[[], None]]:
+def steps(cell: _measuring.Cell, contexts: Sequence[Any]) -> Dict[str, Callable[[], None]]:
     """One training step of each implementation on the same inputs and head gradients."""
     import mxnet as mx
     from mxnet.gluon import nn
@@ -166,17 +159,17 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> 
 
     shapes = list(dict.fromkeys(tuple(result["shape"]) for result in results))
     figure, axes = plt.subplots(1, len(shapes), figsize=(2.9 * len(shapes) + 0.6, 3.9), sharey=True, squeeze=False)
-    ratios = [_common.ratio(r["seconds"], name) for r in results for name in r["seconds"]] or [1]
+    ratios = [_results.ratio(result, name) for result in results for name in result["seconds"]] or [1]
     for axis, shape in zip(axes[0], shapes):
         cells = [result for result in results if tuple(result["shape"]) == shape]
-        axis.axhline(1, color=_common.COLOURS["plain"], linestyle="--", label=_common.LABELS["plain"])
+        axis.axhline(1, color=_results.COLOURS["plain"], linestyle="--", label=_results.LABELS["plain"])
         for name, marker in (("contrib", "s"), ("ours", "o"), ("limit", "^")):
-            points = [(c["replicas"], _common.ratio(c["seconds"], name)) for c in cells if name in c["seconds"]]
+            points = [(cell["replicas"], _results.ratio(cell, name)) for cell in cells if name in cell["ratios"]]
             axis.plot(
                 *zip(*points) if points else ([], []),
                 marker=marker,
-                color=_common.COLOURS[name],
-                label=_common.LABELS[name],
+                color=_results.COLOURS[name],
+                label=_results.LABELS[name],
             )
             for point in points if name == "ours" else []:
                 text = f"{point[1]:.2f}"

@@ -11,21 +11,21 @@ layer may hang: where the time limit runs out, its entry says so and the others 
 import functools
 import gc
 import json
-import statistics
 import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence
 
-import _common
+import _measuring
+import _results
 from tqdm import tqdm
 
 DEVICES = 2
 CLASSES = 150  # as in ADE20K
-CASES: List[_common.Cell] = [
+CASES: List[_measuring.Cell] = [
     {"model": "FastSCNN", "crop": 128, "images": 4, "rounds": 12, "budget_s": 60},
     {"model": "PSPNet-ResNet50", "crop": 96, "images": 2, "rounds": 12, "budget_s": 100},
 ]
-QUICK: List[_common.Cell] = [{"model": "FastSCNN", "crop": 64, "images": 1, "rounds": 2, "budget_s": 1}]
+QUICK: List[_measuring.Cell] = [{"model": "FastSCNN", "crop": 64, "images": 1, "rounds": 2, "budget_s": 1}]
 
 EXPLANATION = f"""One training step (forward, loss, backward, `trainer.step`) on {DEVICES} CPU devices, with
 {CLASSES} classes and the auxiliary loss; images are per device. *Plain* is `nn.BatchNorm` on the same
@@ -34,43 +34,44 @@ rounds. *Contrib* is `mxnet.gluon.contrib.nn.SyncBatchNorm` (`hang`: it did not 
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _common.options(__doc__, arguments, quick="one small case: a smoke test")
+    options = _measuring.options(__doc__, arguments, quick="one small case: a smoke test")
     if options.child:
         child(json.loads(options.child))
         return 0
 
-    env = _common.environment(["benchmarks/models.py", *arguments])
+    env = _results.environment(["benchmarks/models.py", *arguments])
     cells = [{**case, "contrib": True} for case in (QUICK if options.quick else CASES)]
-    results = []
+    samples = []
     with tqdm(total=len(cells), desc="models", unit="model") as progress:
         for cell in cells:
             progress.set_postfix_str(cell["model"])
             # a process for each: MXNet keeps the temporary space that a network needed
-            measured = _common.measure(__file__, [cell], 90 if options.quick else 240)
+            measured = _measuring.measure(__file__, [cell], 90 if options.quick else 240)
             ((_, taken, problems),) = measured
-            results.append({**cell, "seconds": taken, "problems": problems})
+            samples.append({**cell, "problems": problems, "seconds": taken})
             progress.update()
 
     header = ["model", "crop", "images", "plain, s", "images / s", "ours / plain", "contrib / plain"]
-    rows = [row(result) for result in results]
-    text = EXPLANATION + "\n\n" + _common.table(header, rows)
-    _common.write(options.out, "models", "Training steps of whole networks", text, env, results)
+    results = [_results.compared(sample) for sample in samples]
+    table = _results.table(header, [row(result) for result in results])
+    print(table)
+    text = f"{EXPLANATION}\n\n{table}"
+    _results.write(options.out, "models", "Training steps of whole networks", text, env, results, samples)
     plot(options.out / "models.png", results, env)
-    print(_common.table(header, rows))
-    return _common.report(results, "model")
+    return _results.report(results, "model")
 
 
 def row(result: Dict[str, Any]) -> List[str]:
     texts = [result["model"], str(result["crop"]), str(result["images"])]
     if result["seconds"]:
-        plain = statistics.median(result["seconds"]["plain"])
+        plain = result["seconds"]["plain"]["median"]
         texts += [f"{plain:.2f}", f"{DEVICES * result['images'] / plain:.1f}"]
     else:
         texts += ["-", "-"]
-    return texts + [_common.entry(result, name) for name in ("ours", "contrib")]
+    return texts + [_results.entry(result, name) for name in ("ours", "contrib")]
 
 
-def child(cells: Sequence[_common.Cell]) -> None:
+def child(cells: Sequence[_measuring.Cell]) -> None:
     """Measures the cells in turn and prints one line of JSON for each."""
     import gluon_syncbn
 
@@ -78,13 +79,13 @@ def child(cells: Sequence[_common.Cell]) -> None:
     import mxnet as mx
 
     for cell in cells:
-        taken = _common.interleaved(steps(cell, contexts), cell["rounds"], cell["budget_s"])
+        taken = _measuring.interleaved(steps(cell, contexts), cell["rounds"], cell["budget_s"])
         print(json.dumps(taken), flush=True)
         gc.collect()  # the networks of this cell
         mx.nd.waitall()
 
 
-def steps(cell: _common.Cell, contexts: Sequence[Any]) -> Dict[str, Callable[[], None]]:
+def steps(cell: _measuring.Cell, contexts: Sequence[Any]) -> Dict[str, Callable[[], None]]:
     """One training step of each implementation on the same images and labels."""
     import mxnet as mx
     from gluoncv.loss import MixSoftmaxCrossEntropyLoss
@@ -142,12 +143,12 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> 
     ticks = ["nn.BatchNorm\n(not synchronised)", "gluon_syncbn", "contrib"]
     for axis, result in zip(axes[0], results):
         taken = result["seconds"]
-        heights = [_common.ratio(taken, name) if name in taken else 0 for name in names]
-        axis.bar(names, heights, color=[_common.COLOURS[name] for name in names], width=0.65)
+        heights = [_results.ratio(result, name) if name in taken else 0 for name in names]
+        axis.bar(names, heights, color=[_results.COLOURS[name] for name in names], width=0.65)
         for place, (name, height) in enumerate(zip(names, heights)):
-            text = _common.entry(result, name)
+            text = _results.entry(result, name)
             if name == "plain" and taken:
-                text = f"{statistics.median(taken[name]):.2f} s"
+                text = f"{taken[name]['median']:.2f} s"
             axis.annotate(text, (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=9)
         title = f"{result['model']}, crop {result['crop']}, {DEVICES} x {result['images']} images"
         axis.set_title(title, fontsize=10)

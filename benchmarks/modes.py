@@ -7,11 +7,11 @@ As benchmarks/layers.py, with 16 images per replica, so that eight virtual devic
 """
 
 import json
-import statistics
 import sys
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, Sequence
 
-import _common
+import _measuring
+import _results
 from tqdm import tqdm
 
 LAYERS = 5
@@ -32,34 +32,28 @@ cost what V=1 does."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _common.options(__doc__, arguments, quick="one small shape: a smoke test")
+    options = _measuring.options(__doc__, arguments, quick="one small shape: a smoke test")
     if options.child:
         child(json.loads(options.child))
         return 0
-    env = _common.environment(["benchmarks/modes.py", *arguments])
+    env = _results.environment(["benchmarks/modes.py", *arguments])
     shapes, replicas = (QUICK_SHAPES, QUICK_REPLICAS) if options.quick else (SHAPES, REPLICAS)
     effort = {"rounds": 3, "budget_s": 2} if options.quick else {"rounds": 15, "budget_s": 15}
     cells = [{"shape": shape, "replicas": n, "contrib": False, **effort} for shape in shapes for n in replicas]
-    results = []
-    for cell, taken, problems in tqdm(_common.measure(__file__, cells, 150), total=len(cells), desc="modes"):
-        results.append({**cell, "seconds": taken, "problems": problems})
+    samples = []
+    for cell, taken, problems in tqdm(_measuring.measure(__file__, cells, 150), total=len(cells), desc="modes"):
+        samples.append({**cell, "problems": problems, "seconds": taken})
+    results = [_results.compared(sample) for sample in samples]
     header = ["shape", "replicas", "plain, ms", *MODES]
-    rows = [row(result) for result in results]
-    text = EXPLANATION + "\n\n" + _common.table(header, rows)
-    _common.write(options.out, "modes", "Modes and virtual devices", text, env, results)
+    table = _results.table(header, [_results.layers_row(result, list(MODES)) for result in results])
+    print(table)
+    text = f"{EXPLANATION}\n\n{table}"
+    _results.write(options.out, "modes", "Modes and virtual devices", text, env, results, samples)
     plot(options.out / "modes.png", results, env)
-    print(_common.table(header, rows))
-    return _common.report(results, "shape", "replicas")
+    return _results.report(results, "shape", "replicas")
 
 
-def row(result: Dict[str, Any]) -> List[str]:
-    taken = result["seconds"]
-    plain = f"{statistics.median(taken['plain']) * 1e3:.2f}" if taken else "-"
-    shape = " x ".join(map(str, result["shape"]))
-    return [shape, str(result["replicas"]), plain, *[_common.entry(result, name) for name in MODES]]
-
-
-def child(cells: Sequence[_common.Cell]) -> None:
+def child(cells: Sequence[_measuring.Cell]) -> None:
     """Measures the cells in turn and prints one line of JSON for each."""
     import gluon_syncbn
 
@@ -77,7 +71,7 @@ def child(cells: Sequence[_common.Cell]) -> None:
             fits = settings.get("mode") != "shuffle" or settings["virtual_devices"] * cell["replicas"] > 1
             if fits:
                 steps[name] = make_step(layer, cell["shape"], places)
-        print(json.dumps(_common.interleaved(steps, cell["rounds"], cell["budget_s"])), flush=True)
+        print(json.dumps(_measuring.interleaved(steps, cell["rounds"], cell["budget_s"])), flush=True)
 
 
 def make_step(layer: Callable[[], Any], shape: Sequence[int], contexts: Sequence[Any]) -> Callable[[], None]:
@@ -117,12 +111,12 @@ def plot(path: Any, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> N
         width = 0.8 / len(MODES)
         for i, name in enumerate(MODES):
             at = [k + (i - (len(MODES) - 1) / 2) * width for k in range(len(mine))]
-            heights = [_common.ratio(r["seconds"], name) if name in r["seconds"] else 0 for r in mine]
+            heights = [_results.ratio(result, name) if name in result["ratios"] else 0 for result in mine]
             axis.bar(at, heights, width, color=colours[name], label=name)
         axis.axhline(1, color="black", linestyle="--", linewidth=1)
         axis.set(title=" x ".join(map(str, shape)), xlabel="replicas")
         axis.set_xticks(range(len(mine)))
-        axis.set_xticklabels([str(r["replicas"]) for r in mine])
+        axis.set_xticklabels([str(result["replicas"]) for result in mine])
         axis.grid(axis="y", alpha=0.3)
     axes[0][0].set_ylabel("time of a step / plain BatchNorm's")
     axes[0][-1].legend(fontsize=8)

@@ -17,7 +17,8 @@ import sys
 from pathlib import Path
 from typing import Dict, List, Sequence
 
-import _common
+import _measuring
+import _results
 
 PROCESSES = [8, 16, 32, 64, 128, 256, 512, 1024]
 FEW, SMALL = 8, 1 << 18  # as in gluon_syncbn/exchange/mpi.py
@@ -25,7 +26,7 @@ FEW, SMALL = 8, 1 << 18  # as in gluon_syncbn/exchange/mpi.py
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    env = _common.environment(["benchmarks/scaling.py", *arguments])
+    env = _results.environment(["benchmarks/scaling.py", *arguments])
     nets = {f"PSPNet-ResNet{depth}": channels_of(depth) for depth in (50, 101)}
     costs = {name: [step_cost(channels, count, options) for count in PROCESSES] for name, channels in nets.items()}
     header = ["processes", *[f"{name}, ms ({len(channels)} layers)" for name, channels in nets.items()], "of a step"]
@@ -33,14 +34,14 @@ def main(arguments: Sequence[str]) -> int:
     for i, count in enumerate(PROCESSES):
         shares = " / ".join(f"{costs[name][i] * 1e5 / options.step_ms:.1f} %" for name in nets)
         rows.append([str(count), *[f"{costs[name][i] * 1e3:.1f}" for name in nets], shares])
-    table = _common.table(header, rows)
+    table = _results.table(header, rows)
     print(table)
     text = (
         f"A model: {options.message_us:.0f} us per message, {options.latency_us:.0f} us latency, "
         f"{options.bandwidth_gbit:.0f} Gbit/s, a step of {options.step_ms:.0f} ms. Milliseconds per step that the "
         f"statistics spend between processes, and their share of the step. Not measured.\n\n{table}"
     )
-    _common.write(options.out, "scaling", "Expected cost over many processes", text, env, costs)
+    _results.write(options.out, "scaling", "Expected cost over many processes", text, env, costs)
     plot(options.out / "scaling.png", costs, options)
     return 0
 
@@ -56,7 +57,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--latency-us", type=float, default=20, help="of the network, one way (20: 10 GbE)")
     parser.add_argument("--bandwidth-gbit", type=float, default=10)
     parser.add_argument("--step-ms", type=float, default=800, help="time of a training step without synchronisation")
-    parser.add_argument("--out", type=Path, default=_common.RESULTS, help="folder for the results")
+    parser.add_argument("--out", type=Path, default=_measuring.RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
     if options.message_us is None:
         options.message_us = measured(options.out) / 2
@@ -68,12 +69,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def measured(out: Path) -> float:
     """The median exchange of 1 KiB between two processes, in microseconds."""
-    for folder in (out, _common.RESULTS):
+    for folder in (out, _measuring.RESULTS):
         path = folder / "exchange.json"
         if path.exists():
             cells = json.loads(path.read_text())["cells"]["sizes"]
-            values = sorted(next(c["ours"] for c in cells if (c["bytes"], c["processes"]) == (1024, 2)))
-            return values[len(values) // 2]
+            taken = next(c["microseconds"] for c in cells if (c["bytes"], c["processes"]) == (1024, 2))
+            return taken["ours"]["median"]
     raise SystemExit("no measured cost of a message: run benchmarks/exchange.py first, or give --message-us")
 
 

@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
-import _common
+import _measuring
+import _results
 from tqdm import tqdm
 
 IMAGE = (3, 224, 224)  # float32
@@ -32,7 +33,7 @@ LABELS = {
     "moving": "shuffled on the devices (shuffle_shards)",
     "gathering": "all-gather of the images",
 }
-COLOURS = dict(zip(LABELS, (_common.COLOURS[name] for name in ("plain", "ours", "limit", "contrib"))))
+COLOURS = dict(zip(LABELS, (_results.COLOURS[name] for name in ("plain", "ours", "limit", "contrib"))))
 
 EXPLANATION = f"""A batch of {BATCH} images per device ({" x ".join(map(str, IMAGE))}, float32) goes from the host to
 the devices and is shuffled among them; its features ({FEATURES} per image, float32) come back in the old order.
@@ -53,35 +54,36 @@ device of its own: what moves is copied in memory, so the bytes hold anywhere, t
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _common.options(__doc__, arguments, quick="small images and few rounds: a smoke test")
+    options = _measuring.options(__doc__, arguments, quick="small images and few rounds: a smoke test")
     if options.child:
         child(json.loads(options.child))
         return 0
 
-    env = _common.environment(["benchmarks/shuffle.py", *arguments])
+    env = _results.environment(["benchmarks/shuffle.py", *arguments])
     full = {"image": IMAGE, "batch": BATCH, "rounds": 15, "budget_s": 25}
-    cells: List[_common.Cell] = [QUICK] if options.quick else [{**full, "devices": n} for n in DEVICES]
-    results = []
+    cells: List[_measuring.Cell] = [QUICK] if options.quick else [{**full, "devices": n} for n in DEVICES]
+    samples = []
     with tqdm(total=len(cells), desc="shuffle", unit="cell") as progress:
-        measured = _common.measure(
+        measured = _measuring.measure(
             __file__, [{**cell, "contrib": False} for cell in cells], 30 if options.quick else 90
         )
         for cell, taken, problems in measured:
             moved = taken.pop("bytes", {})
-            results.append({**cell, "seconds": taken, "bytes": moved, "problems": problems})
+            samples.append({**cell, "problems": problems, "seconds": taken, "bytes": moved})
             progress.set_postfix_str(f"{cell['devices']} devices")
             progress.update()
 
+    results = [{**sample, "seconds": _results.summary(sample["seconds"])} for sample in samples]
     ways = ["while loading", "on the devices", "all-gather"]
     header = ["devices", *(f"{way}, ms" for way in ["not shuffled", *ways]), *(f"{way}, MB" for way in ways)]
-    times = _common.table(header, [row(result) for result in results])
+    times = _results.table(header, [row(result) for result in results])
     header = ["devices", *(f"images {way}, MB" for way in ways), "features, kB", "features all-gather, kB"]
-    counts = _common.table(header, [[str(n), *count(n)] for n in COUNTED])
+    counts = _results.table(header, [[str(n), *count(n)] for n in COUNTED])
     text = "\n\n".join([EXPLANATION, counts, MEASURED, times])
-    _common.write(options.out, "shuffle", "Sample shuffle", text, env, results)
-    plot(options.out / "shuffle.png", results, env)
     print(counts, times, sep="\n\n")
-    return _common.report(results, "devices")
+    _results.write(options.out, "shuffle", "Sample shuffle", text, env, results, samples)
+    plot(options.out / "shuffle.png", results, env)
+    return _results.report(results, "devices")
 
 
 def rows_moved(n: int, b: int) -> Dict[str, Tuple[int, int]]:
@@ -99,7 +101,7 @@ def count(n: int) -> List[str]:
 
 def row(result: Dict[str, Any]) -> List[str]:
     taken, moved = result["seconds"], result["bytes"]
-    times = [f"{statistics.median(taken[name]) * 1e3:.1f}" if taken else "error" for name in LABELS]
+    times = [f"{taken[name]['median'] * 1e3:.1f}" if taken else "error" for name in LABELS]
     return [
         str(result["devices"]),
         *times,
@@ -107,7 +109,7 @@ def row(result: Dict[str, Any]) -> List[str]:
     ]
 
 
-def child(cells: Sequence[_common.Cell]) -> None:
+def child(cells: Sequence[_measuring.Cell]) -> None:
     """Measures the cells in turn and prints one line of JSON for each, with the mean of bytes between devices."""
     import gluon_syncbn
 
@@ -137,14 +139,14 @@ def child(cells: Sequence[_common.Cell]) -> None:
         ways = {
             name: counted(step, moved[name]) for name, step in steps(cell, contexts[: cell["devices"]], host).items()
         }
-        taken = _common.interleaved(ways, cell["rounds"], cell["budget_s"])
+        taken = _measuring.interleaved(ways, cell["rounds"], cell["budget_s"])
         print(json.dumps({**taken, "bytes": {name: statistics.mean(each) for name, each in moved.items()}}), flush=True)
         del ways
         gc.collect()  # the arrays of this cell
         mx.nd.waitall()
 
 
-def steps(cell: _common.Cell, contexts: Sequence[Any], host: Any) -> Dict[str, Callable[[], None]]:
+def steps(cell: _measuring.Cell, contexts: Sequence[Any], host: Any) -> Dict[str, Callable[[], None]]:
     """One step of each way, on the same batch and features."""
     import mxnet as mx
     import numpy as np
@@ -211,7 +213,7 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> 
     cells = [result for result in results if result["seconds"]]
     width = 0.8 / len(LABELS)
     for i, name in enumerate(LABELS):
-        times = [statistics.median(cell["seconds"][name]) * 1e3 for cell in cells]
+        times = [cell["seconds"][name]["median"] * 1e3 for cell in cells]
         places = [k + (i - (len(LABELS) - 1) / 2) * width for k in range(len(cells))]
         bars = right.bar(places, times, width, color=COLOURS[name], label=LABELS[name])
         right.bar_label(bars, [f"{time:.0f}" for time in times], fontsize=7, padding=1)

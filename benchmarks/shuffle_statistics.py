@@ -7,15 +7,13 @@ that is drawn anew for each call and known to all. Processes of this machine, ov
 """
 
 import json
-import os
-import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, Sequence
 
-import _common
+import _measuring
+import _results
 
 BYTES = 8192
 PROCESSES = [2, 4]
@@ -36,34 +34,23 @@ slot without a value takes no part in it, so the counts would have to be gathere
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _common.options(__doc__, arguments, quick="few calls on two processes: a smoke test")
+    options = _measuring.options(__doc__, arguments, quick="few calls on two processes: a smoke test")
     if options.child:
         child(**json.loads(options.child))
         return 0
-    env = _common.environment(["benchmarks/shuffle_statistics.py", *arguments])
+    env = _results.environment(["benchmarks/shuffle_statistics.py", *arguments])
     rounds = 40 if options.quick else 2000
-    taken = {count: run(count, rounds) for count in ([2] if options.quick else PROCESSES)}
-    rows = [[label, *(show(times[way]) for times in taken.values())] for way, label in WAYS.items()]
-    table = _common.table(["way", *(f"{count} processes" for count in taken)], rows)
+    processes = [2] if options.quick else PROCESSES
+    samples = {count: _measuring.job("mpi", count, [__file__], {"rounds": rounds}) for count in processes}
+    results = {count: _results.summary(taken) for count, taken in samples.items()}
+    rows = [[label, *(_results.median_and_range(one[way]) for one in results.values())] for way, label in WAYS.items()]
+    table = _results.table(["way", *(f"{count} processes" for count in processes)], rows)
     print(table)
     text = EXPLANATION.format(bytes=BYTES, rounds=rounds, table=table)
-    _common.write(options.out, "shuffle_statistics", "Statistics in shuffle mode, between processes", text, env, taken)
-    plot(options.out / "shuffle_statistics.png", taken, env)
+    title = "Statistics in shuffle mode, between processes"
+    _results.write(options.out, "shuffle_statistics", title, text, env, results, samples)
+    plot(options.out / "shuffle_statistics.png", results, env)
     return 0
-
-
-def show(values: Sequence[float]) -> str:
-    low, *_, high = statistics.quantiles(values, n=10)
-    return f"{statistics.median(values):.1f} ({low:.1f} to {high:.1f})"
-
-
-def run(processes: int, rounds: int) -> Dict[str, List[float]]:
-    """One job of so many processes; what its rank 0 prints."""
-    mpiexec = Path(sys.executable).with_name("mpiexec")
-    command = [str(mpiexec), "-n", str(processes), sys.executable, __file__, "--child", json.dumps({"rounds": rounds})]
-    own = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True, env=own)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def child(rounds: int) -> None:
@@ -98,7 +85,7 @@ def child(rounds: int) -> None:
         "send": lambda call: send(call, 0),
         "both": lambda call: (gather(call, values[:1]), send(call, 1)),
     }
-    taken: Dict[str, List[float]] = {way: [] for way in ways}
+    taken: _measuring.Rounds = {way: [] for way in ways}
     for k in range(-20, rounds, 20):
         for way, call in ways.items():  # 20 calls in turn, so that a slow moment hits all
             for i in range(20):
@@ -113,15 +100,15 @@ def child(rounds: int) -> None:
         print(json.dumps(taken), flush=True)
 
 
-def plot(path: Path, taken: Dict[int, Dict[str, List[float]]], env: Dict[str, str]) -> None:
+def plot(path: Path, results: Dict[int, _measuring.Cell], env: Dict[str, str]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(taken), figsize=(4.2 * len(taken) + 3, 2.6), squeeze=False, sharey=True)
-    for axis, (count, times) in zip(axes[0], taken.items()):
-        axis.barh([*WAYS.values()], [statistics.median(times[way]) for way in WAYS], color=["C7"] * 3 + ["C0"] * 3)
+    figure, axes = pyplot.subplots(1, len(results), figsize=(4.2 * len(results) + 3, 2.6), squeeze=False, sharey=True)
+    for axis, (count, ways) in zip(axes[0], results.items()):
+        axis.barh([*WAYS.values()], [ways[way]["median"] for way in WAYS], color=["C7"] * 3 + ["C0"] * 3)
         axis.set(title=f"{count} processes, {env['cores']} cores", xlabel="microseconds (median)")
     axes[0][0].invert_yaxis()
     figure.tight_layout()

@@ -1,9 +1,11 @@
 """The benchmarks run and their results are complete; what they measure is not for a test to judge."""
 
+import gzip
 import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -29,19 +31,44 @@ def run(name, *arguments):
         env={**os.environ, "PYTHONPATH": path},
     )
     assert ran.returncode == 0, ran.stderr
+    return ran.stdout
 
 
 def quick(name, out):
     """The text and the cells that a short run of a benchmark writes."""
     pytest.importorskip("matplotlib", reason="the plots need matplotlib")
-    run(name, "--quick", "--out", out)
-    assert sorted(path.name for path in out.iterdir()) == [f"{name}.{end}" for end in ("json", "md", "png")]
+    said = run(name, "--quick", "--out", out)
+    ends = ("json", "md", "png", "raw.json.gz")
+    assert sorted(path.name for path in out.iterdir()) == [f"{name}.{end}" for end in ends]
+    assert f"{name}.raw.json.gz" in said
     assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     text = (out / f"{name}.md").read_text()
     assert f"benchmarks/{name}.py --quick" in text
     for fact in ("processor", "cores", "mxnet: 1.9", "native core", "date"):
         assert f"- {fact}" in text
-    return text, json.loads((out / f"{name}.json").read_text())["cells"]
+    results = json.loads((out / f"{name}.json").read_text())
+    with gzip.open(out / f"{name}.raw.json.gz", "rt") as file:
+        samples = json.load(file)
+    assert samples["environment"] == results["environment"]
+    assert_summarised(results["cells"], samples["cells"])
+    return text, results["cells"]
+
+
+def assert_summarised(cells, samples):
+    """The cells are the samples, but for quantiles in place of the values of a series."""
+    if isinstance(cells, dict) and "median" in cells:
+        assert (cells["count"], cells["median"]) == (len(samples), statistics.median(samples))
+        assert list(cells) == ["count", "10%", "25%", "median", "75%", "90%"]
+    elif isinstance(samples, dict):
+        assert cells.keys() - samples.keys() <= {"ratios"}
+        for name, values in samples.items():
+            assert_summarised(cells[name], values)
+    elif isinstance(samples, list):
+        assert len(cells) == len(samples)
+        for cell, sample in zip(cells, samples):
+            assert_summarised(cell, sample)
+    else:
+        assert cells == samples
 
 
 def tables(text):
@@ -74,23 +101,63 @@ for cell in json.loads(sys.argv[2]):
 """
 
 
-def test_a_hanging_or_failing_cell_does_not_stop_the_others(tmp_path, monkeypatch):
+@pytest.fixture
+def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    import _common
+
+
+def test_a_hanging_or_failing_cell_does_not_stop_the_others(tmp_path, benchmarks):
+    import _measuring
+    import _results
 
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     cells = [{"does": does, "contrib": True} for does in ("measure", "hang", "fail", "contrib fails", "measure")]
-    measured = list(_common.measure(str(script), cells, limit_s=5))
+    measured = list(_measuring.measure(str(script), cells, limit_s=5))
     assert [cell for cell, _, _ in measured] == cells
-    results = [{"seconds": taken, "problems": problems} for _, taken, problems in measured]
+    results = [_results.compared({"seconds": taken, "problems": problems}) for _, taken, problems in measured]
     names = ("ours", "contrib")
-    ours_and_contribs = [tuple(_common.entry(result, name) for name in names) for result in results]
+    ours_and_contribs = [tuple(_results.entry(result, name) for name in names) for result in results]
     fine = ("0.90", "1.20")
     assert ours_and_contribs == [fine, ("0.90", "hang"), ("error", "error"), ("0.90", "error"), fine]
     assert results[2]["problems"] == {"contrib": "RuntimeError: broken", "ours": "RuntimeError: broken"}
-    assert _common.report(results[:2] + results[3:]) == 0
-    assert _common.report(results) == 1
+    assert _results.report(results[:2] + results[3:]) == 0
+    assert _results.report(results) == 1
+
+
+def test_what_is_kept_of_the_samples(benchmarks):
+    import _results
+
+    series = _results.quantiles(range(99, 0, -1))
+    assert series == {"count": 99, "10%": 10, "25%": 25, "median": 50, "75%": 75, "90%": 90}
+    few = _results.quantiles([3.0, 1.0])
+    assert few == {"count": 2, "10%": 1, "25%": 1, "median": 2, "75%": 3, "90%": 3}
+    sample = {"shape": [1], "seconds": {"plain": [1.0, 4.0, 2.0], "ours": [3.0, 4.0, 8.0]}}
+    cell = _results.compared(sample)
+    assert cell["shape"] == [1] and cell["seconds"].keys() == {"plain", "ours"}
+    # of the rounds 3, 1 and 4; the quotient of the medians is 2
+    assert list(cell["ratios"]) == ["ours"] and cell["ratios"]["ours"]["median"] == 3
+    assert [_results.ratio(cell, name) for name in ("plain", "ours")] == [1, 3]
+
+
+def test_lines_of_the_results(benchmarks):
+    import _results
+
+    data = {"a": {"b": 1, "c": 0.5}, "d": [{"e": [1, 2], "f": {}}], "g": {"h": "text"}}
+    text = """{
+ "a": {"b": 1, "c": 0.5},
+ "d": [
+  {
+   "e": [1, 2],
+   "f": {}
+  }
+ ],
+ "g": {
+  "h": "text"
+ }
+}"""
+    assert _results._lines(data) == text
+    assert json.loads(text) == data
 
 
 def test_the_results_of_the_layers_are_complete(tmp_path):
@@ -101,6 +168,7 @@ def test_the_results_of_the_layers_are_complete(tmp_path):
     assert_cells(rows, first, NUMBER, NUMBER, RATIO_OR_HANG, NUMBER)
     assert [cell["replicas"] for cell in cells] == [1, 2, 1, 2]
     assert all({"plain", "ours", "limit"} <= cell["seconds"].keys() for cell in cells)
+    assert all({"ours", "limit"} <= cell["ratios"].keys() for cell in cells)
 
 
 def test_the_results_of_the_models_are_complete(tmp_path):
@@ -109,7 +177,7 @@ def test_the_results_of_the_models_are_complete(tmp_path):
     ((header, rows),) = tables(text)
     assert header == ["model", "crop", "images", "plain, s", "images / s", "ours / plain", "contrib / plain"]
     assert_cells(rows, [["FastSCNN", "64", "1"]], NUMBER, NUMBER, NUMBER, RATIO_OR_HANG)
-    assert {"plain", "ours"} <= cell["seconds"].keys()
+    assert {"plain", "ours"} <= cell["seconds"].keys() and "ours" in cell["ratios"]
 
 
 def test_the_results_of_the_sample_shuffle_are_complete(tmp_path):
@@ -144,6 +212,7 @@ def test_the_results_of_the_modes_are_complete(tmp_path):
     assert header == ["shape", "replicas", "plain, ms", *modes]
     assert_cells(rows, [["4 x 8 x 8 x 8", replicas] for replicas in ("1", "2")], *[NUMBER] * 6)
     assert [list(cell["seconds"]) for cell in cells] == [["plain", *modes]] * 2
+    assert [list(cell["ratios"]) for cell in cells] == [modes] * 2
 
 
 def test_the_exchange_and_what_it_lets_expect(tmp_path):
@@ -162,7 +231,7 @@ def test_the_exchange_and_what_it_lets_expect(tmp_path):
     # In place of the time that was measured, one that the model's outcome can be told for.
     path = tmp_path / "exchange.json"
     exchange = json.loads(path.read_text())
-    exchange["cells"]["sizes"][0]["ours"] = [90.0]
+    exchange["cells"]["sizes"][0]["microseconds"]["ours"]["median"] = 90.0
     path.write_text(json.dumps(exchange))
     run("scaling", "--out", tmp_path, "--bandwidth-gbit", 100)
     text = (tmp_path / "scaling.md").read_text()
@@ -190,4 +259,4 @@ def test_the_ways_of_shuffled_statistics(tmp_path):
     assert_cells(rows, [[row[0]] for row in rows], MEDIAN_AND_RANGE)
     assert len(rows) == len({row[0] for row in rows}) == 6
     assert list(cells) == ["2"] and len(cells["2"]) == 6
-    assert {len(times) for times in cells["2"].values()} == {40}
+    assert {series["count"] for series in cells["2"].values()} == {40}

@@ -1,17 +1,12 @@
-"""What the benchmarks share: cells measured in a process of their own, timing, environment, tables."""
+"""How the benchmarks measure: implementations in turn, in a process or a job of processes of their own."""
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
 import queue
-import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,15 +19,6 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 Cell = Dict[str, Any]
 Rounds = Dict[str, List[float]]  # seconds of one step, by implementation and round
-
-# Colours that stay apart in print and for the colour-blind (Okabe and Ito).
-COLOURS = {"plain": "#000000", "ours": "#0072B2", "contrib": "#D55E00", "limit": "#009E73"}
-LABELS = {
-    "plain": "nn.BatchNorm, not synchronised",
-    "ours": "gluon_syncbn.SyncBatchNorm",
-    "contrib": "gluon.contrib.nn.SyncBatchNorm",
-    "limit": "memory-traffic limit",
-}
 
 
 def options(doc: Optional[str], arguments: Sequence[str], quick: str, over: Sequence[str] = ()) -> argparse.Namespace:
@@ -69,11 +55,6 @@ def interleaved(steps: Dict[str, Callable[[], Any]], rounds: int, budget_s: floa
                 step()
             taken[name].append((time.perf_counter() - start) / calls[name])
     return taken
-
-
-def ratio(taken: Rounds, name: str) -> float:
-    """The median over the rounds of this implementation's time over plain BatchNorm's in the same round."""
-    return statistics.median(one / plain for one, plain in zip(taken[name], taken["plain"]))
 
 
 def measure(script: str, cells: Sequence[Cell], limit_s: float) -> Iterator[Tuple[Cell, Rounds, Dict[str, str]]]:
@@ -137,73 +118,22 @@ def _pass_on(stream: IO[str], lines: queue.Queue[str]) -> None:
     lines.put("")  # the end
 
 
-def entry(result: Dict[str, Any], name: str) -> str:
-    """The ratio as it stands in a table, or ``hang`` or ``error``."""
-    if name in result["seconds"]:
-        return f"{ratio(result['seconds'], name):.2f}"
-    return "hang" if result["problems"].get(name) == "hang" else "error"
-
-
-def report(results: Sequence[Dict[str, Any]], *keys: str) -> int:
-    """Prints what went wrong; returns the exit code, 1 where that was not contrib's layer."""
-    for result in results:
-        for name, problem in result["problems"].items():
-            print(*(result[key] for key in keys), name, problem, sep=", ", file=sys.stderr)
-    return int(any("ours" in result["problems"] for result in results))
-
-
-def occasion(command: Sequence[str]) -> Dict[str, str]:
-    """When it was measured, and how to do so again."""
-    now = datetime.datetime.now(datetime.timezone.utc)
-    return {"date": now.strftime("%Y-%m-%d %H:%M UTC"), "command": shlex.join(["python", *command])}
-
-
-def environment(command: Sequence[str]) -> Dict[str, str]:
-    """What a reader needs to judge the figures. The instruction set is that of the native core."""
-    from gluon_syncbn import _native
-
-    versions = {}
-    for name in ("mxnet", "gluoncv", "numpy"):
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"
-    return {
-        **occasion(command),
-        "processor": _processor(),
-        "cores": str(len(os.sched_getaffinity(0))),
-        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        **versions,
-        "native core": _native.instruction_set(),
-        "load before": "{:.1f}, {:.1f}, {:.1f} (1, 5, 15 minutes)".format(*os.getloadavg()),
-    }
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, padded so that it also reads as text; all columns but the first to the right."""
-    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
-
-    def line(cells: Sequence[str]) -> str:
-        first, *others = (str(cell) for cell in cells)
-        padded = [first.ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-        return "| " + " | ".join(padded) + " |"
-
-    rule = "|" + "-" * (widths[0] + 2) + "|" + "|".join("-" * (width + 1) + ":" for width in widths[1:]) + "|"
-    return "\n".join([line(header), rule, *map(line, rows)])
-
-
-def write(out: Path, stem: str, title: str, text: str, env: Dict[str, str], data: Any) -> None:
-    """``stem.md`` and ``stem.json``, beside which the caller puts ``stem.png``."""
-    out.mkdir(parents=True, exist_ok=True)
-    facts = "\n".join(f"- {name}: {value}" for name, value in env.items())
-    (out / f"{stem}.md").write_text(f"# {title}\n\n{text}\n\n![{title}]({stem}.png)\n\n## Environment\n\n{facts}\n")
-    (out / f"{stem}.json").write_text(json.dumps({"environment": env, "cells": data}, indent=1) + "\n")
+def job(over: str, processes: int, script: Sequence[str], work: Dict[str, Any]) -> Any:
+    """Runs ``script --child`` on the work, in one job of so many processes; what its rank 0 prints."""
+    program, option = {"mpi": ("mpiexec", "-n"), "horovod": ("horovodrun", "-np")}[over]
+    launcher = Path(sys.executable).with_name(program)
+    command = [str(launcher), option, str(processes), sys.executable, *script]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{launcher.parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [*command, "--child", json.dumps(work)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env=environment,
+    )
+    lines = [line.rpartition("<stdout>:")[2] for line in done.stdout.splitlines()]  # horovodrun says whose it is
+    lines = [line for line in lines if line.startswith("{")]
+    if done.returncode != 0 or not lines:
+        raise SystemExit(f"{' '.join(command[:4])} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
+    return json.loads(lines[-1])

@@ -1,0 +1,157 @@
+"""What the benchmarks write: quantiles, tables, the environment; and aside, every sample."""
+
+from __future__ import annotations
+
+import datetime
+import gzip
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Sequence
+
+from _measuring import Cell, Rounds
+
+Series = Dict[str, float]  # what is kept of many values, by name
+
+# Colours that stay apart in print and for the colour-blind (Okabe and Ito).
+COLOURS = {"plain": "#000000", "ours": "#0072B2", "contrib": "#D55E00", "limit": "#009E73"}
+LABELS = {
+    "plain": "nn.BatchNorm, not synchronised",
+    "ours": "gluon_syncbn.SyncBatchNorm",
+    "contrib": "gluon.contrib.nn.SyncBatchNorm",
+    "limit": "memory-traffic limit",
+}
+
+
+def quantiles(values: Sequence[float]) -> Series:
+    """How many values there are, and where they lie."""
+    low, high = min(values), max(values)
+    cuts = [min(max(cut, low), high) for cut in statistics.quantiles(values, n=20)]  # which goes beyond a few values
+    median = statistics.median(values)
+    return {"count": len(values), "10%": cuts[1], "25%": cuts[4], "median": median, "75%": cuts[14], "90%": cuts[17]}
+
+
+def summary(taken: Rounds) -> Dict[str, Series]:
+    return {name: quantiles(values) for name, values in taken.items()}
+
+
+def compared(sample: Cell) -> Cell:
+    """The cell with quantiles in place of its times, and with those of their ratios to plain BatchNorm's.
+
+    A ratio is that of two times of the same round, since a slow moment hits both: no quotient of medians.
+    """
+    taken = sample["seconds"]
+    others = {name: values for name, values in taken.items() if name != "plain"}
+    ratios = {name: [one / plain for one, plain in zip(values, taken["plain"])] for name, values in others.items()}
+    return {**sample, "seconds": summary(taken), "ratios": summary(ratios)}
+
+
+def ratio(result: Cell, name: str) -> float:
+    """The median over the rounds of this implementation's time over plain BatchNorm's in the same round."""
+    return 1.0 if name == "plain" else result["ratios"][name]["median"]
+
+
+def entry(result: Cell, name: str) -> str:
+    """The ratio as it stands in a table, or ``hang`` or ``error``."""
+    if name in result["ratios"]:
+        return f"{ratio(result, name):.2f}"
+    return "hang" if result["problems"].get(name) == "hang" else "error"
+
+
+def layers_row(result: Cell, names: Sequence[str]) -> List[str]:
+    """Of a table of layers: shape, replicas, milliseconds of plain BatchNorm, and the ratios of the others."""
+    plain = f"{result['seconds']['plain']['median'] * 1e3:.2f}" if result["seconds"] else "-"
+    shape = " x ".join(map(str, result["shape"]))
+    return [shape, str(result["replicas"]), plain, *(entry(result, name) for name in names)]
+
+
+def median_and_range(series: Series) -> str:
+    return f"{series['median']:.1f} ({series['10%']:.1f} to {series['90%']:.1f})"
+
+
+def report(results: Sequence[Cell], *keys: str) -> int:
+    """Prints what went wrong; returns the exit code, 1 where that was not contrib's layer."""
+    for result in results:
+        for name, problem in result["problems"].items():
+            print(*(result[key] for key in keys), name, problem, sep=", ", file=sys.stderr)
+    return int(any("ours" in result["problems"] for result in results))
+
+
+def occasion(command: Sequence[str]) -> Dict[str, str]:
+    """When it was measured, and how to do so again."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return {"date": now.strftime("%Y-%m-%d %H:%M UTC"), "command": shlex.join(["python", *command])}
+
+
+def environment(command: Sequence[str]) -> Dict[str, str]:
+    """What a reader needs to judge the figures. The instruction set is that of the native core."""
+    from gluon_syncbn import _native
+
+    versions = {}
+    for name in ("mxnet", "gluoncv", "numpy"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        **occasion(command),
+        "processor": _processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        **versions,
+        "native core": _native.instruction_set(),
+        "load before": "{:.1f}, {:.1f}, {:.1f} (1, 5, 15 minutes)".format(*os.getloadavg()),
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, padded so that it also reads as text; all columns but the first to the right."""
+    widths = [max(len(str(row[i])) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        first, *others = (str(cell) for cell in cells)
+        padded = [first.ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = "|" + "-" * (widths[0] + 2) + "|" + "|".join("-" * (width + 1) + ":" for width in widths[1:]) + "|"
+    return "\n".join([line(header), rule, *map(line, rows)])
+
+
+def write(out: Path, stem: str, title: str, text: str, env: Dict[str, str], cells: Any, samples: Any = None) -> None:
+    """``stem.md`` and ``stem.json``, beside which the caller puts ``stem.png``; the samples in ``stem.raw.json.gz``."""
+    out.mkdir(parents=True, exist_ok=True)
+    facts = "\n".join(f"- {name}: {value}" for name, value in env.items())
+    (out / f"{stem}.md").write_text(f"# {title}\n\n{text}\n\n![{title}]({stem}.png)\n\n## Environment\n\n{facts}\n")
+    (out / f"{stem}.json").write_text(_lines({"environment": env, "cells": cells}) + "\n")
+    if samples is not None:
+        raw = out / f"{stem}.raw.json.gz"
+        with gzip.open(raw, "wt") as file:
+            json.dump({"environment": env, "cells": samples}, file)
+        print(f"every sample: {raw} (not for the repository)")
+
+
+def _lines(data: Any, indent: str = "") -> str:
+    """JSON in which a list or an object of numbers alone is one line, so that a diff shows which series changed."""
+    if not isinstance(data, (dict, list)):
+        return json.dumps(data)
+    values = data.values() if isinstance(data, dict) else data
+    if all(isinstance(value, (int, float)) for value in values):
+        return json.dumps(data)
+    keys = [f"{json.dumps(str(key))}: " for key in data] if isinstance(data, dict) else [""] * len(data)
+    lines = ",\n".join(f"{indent} {key}{_lines(value, indent + ' ')}" for key, value in zip(keys, values))
+    left, right = "{}" if isinstance(data, dict) else "[]"
+    return f"{left}\n{lines}\n{indent}{right}"
