@@ -9,7 +9,6 @@ SyncBN kernels and `BatchNorm2d` take turns with ours on the same tensors. The s
 """
 
 import ctypes
-import statistics
 import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
@@ -126,9 +125,9 @@ def theirs(torch: Any, ours: Ours, shape: Tuple, layout: str) -> Dict[str, Calla
     }
 
 
-def timed(cupy: Any, steps: Dict[str, Callable[[], Any]], rounds: int, calls: int) -> Dict[str, float]:
-    """Seconds of a call, the median over the rounds; in a round each makes its `calls` in turn."""
-    taken: Dict[str, List[float]] = {name: [] for name in steps}
+def timed(cupy: Any, steps: Dict[str, Callable[[], Any]], rounds: int, calls: int) -> _measuring.Rounds:
+    """Seconds of a call, by round; in a round each makes its `calls` in turn."""
+    taken: _measuring.Rounds = {name: [] for name in steps}
     for done in range(rounds + 1):  # the first warms up
         for name, step in steps.items():
             begin, end = cupy.cuda.Event(), cupy.cuda.Event()
@@ -139,14 +138,19 @@ def timed(cupy: Any, steps: Dict[str, Callable[[], Any]], rounds: int, calls: in
             end.synchronize()
             if done:
                 taken[name].append(cupy.cuda.get_elapsed_time(begin, end) / 1e3 / calls)
-    return {name: statistics.median(values) for name, values in taken.items()}
+    return taken
+
+
+def medians(result: _measuring.Cell) -> Dict[str, float]:
+    return {name: series["median"] for name, series in result["seconds"].items()}
 
 
 def bandwidth(seconds: Dict[str, float], name: str) -> float:
     return PASSES[name] / 2 * seconds["copy"] / seconds[name]
 
 
-def row(shape: Tuple, layout: str, dtype: str, seconds: Dict[str, float]) -> List[str]:
+def row(result: _measuring.Cell) -> List[str]:
+    shape, layout, dtype, seconds = result["shape"], result["layout"], result["dtype"], medians(result)
     forward, backward = seconds["moments"] + seconds["normalise"], seconds["grad_sums"] + seconds["grad_input"]
     size = np.prod(shape) * np.dtype(dtype).itemsize
     others = [
@@ -174,7 +178,7 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], gpu: str) -> None:
         mine = [one for one in results if (one["layout"], one["dtype"]) == (layout, dtype)]
         sizes = [np.prod(one["shape"]) * np.dtype(dtype).itemsize / 1e6 for one in mine]
         for name, colour in COLOURS.items():
-            axis.plot(sizes, [bandwidth(one["seconds"], name) for one in mine], "o-", color=colour, label=name)
+            axis.plot(sizes, [bandwidth(medians(one), name) for one in mine], "o-", color=colour, label=name)
         axis.axhline(AIM, color="#666666", linewidth=1, linestyle="--")
         axis.set(title=f"{layout}, {dtype}", xlabel="MB", xscale="log", ylim=(0, None))
         axis.grid(alpha=0.3)
@@ -208,7 +212,7 @@ def main(arguments: Sequence[str]) -> int:
         "torch": torch.__version__ if torch is not None else "not installed",
     }
     shapes, rounds, calls = (SHAPES[:1], 3, 2) if options.quick else (SHAPES, 15, 20)
-    results = []
+    samples = []
     for shape in tqdm(shapes, desc="gpu", unit="shape"):
         images, channels, height, width = shape
         for layout, dtype in CASES:
@@ -216,13 +220,14 @@ def main(arguments: Sequence[str]) -> int:
             spread = (images, 1, channels, inner) if layout == "NCHW" else (images, inner, channels, 1)
             ours = Ours(cupy, module, spread, dtype)
             steps = {**ours.steps(), **(theirs(torch, ours, shape, layout) if torch is not None else {})}
-            seconds = timed(cupy, steps, rounds, calls)
-            results.append({"shape": shape, "layout": layout, "dtype": dtype, "seconds": seconds})
+            taken = timed(cupy, steps, rounds, calls)
+            samples.append({"shape": shape, "layout": layout, "dtype": dtype, "seconds": taken})
+    results = [{**sample, "seconds": _results.summary(sample["seconds"])} for sample in samples]
     header = ["tensor", "MB", "copy, GB/s", *PASSES]
     header += ["forward / torch", "backward / torch", "forward / plain", "backward / plain"]
-    table = _results.table(header, [row(**result) for result in results])
+    table = _results.table(header, [row(result) for result in results])
     print(table)
-    _results.write(options.out, "gpu", "The CUDA kernels", f"{EXPLANATION}\n\n{table}", env, results)
+    _results.write(options.out, "gpu", "The CUDA kernels", f"{EXPLANATION}\n\n{table}", env, results, samples)
     plot(options.out / "gpu.png", results, env["gpu"])
     return 0
 
