@@ -13,6 +13,7 @@ from typing import Any, Dict, FrozenSet, Iterator, Optional, Set, Tuple, Type, T
 
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from . import arguments
 from .layer import SyncBatchNorm
@@ -74,7 +75,8 @@ def convert(net: NetT, norm_layer: Type[SyncBatchNorm] = SyncBatchNorm, **kwargs
     Warns
     -----
     UserWarning
-        Where the network holds a ``SymbolBlock`` with BatchNorm operators: recorded graphs cannot be changed.
+        Where the network holds a ``SymbolBlock`` with BatchNorm operators: recorded graphs cannot be changed. Where it
+        holds subclasses of BatchNorm, which stay: the warning names them.
     """
     _check_net(net)
     if not (isinstance(norm_layer, type) and issubclass(norm_layer, SyncBatchNorm)):
@@ -82,13 +84,23 @@ def convert(net: NetT, norm_layer: Type[SyncBatchNorm] = SyncBatchNorm, **kwargs
     plain = (nn.BatchNorm, ContribSyncBatchNorm)
     _check_kwargs(norm_layer, kwargs, {1, *(_axis(block._kwargs) for block in _blocks(net) if type(block) in plain)})
 
+    left = []
     for block in _blocks(net):
         if type(block) in plain:
             _become(block, norm_layer, kwargs)
             block._adopt_parameters()
         elif isinstance(block, SymbolBlock):
             _warn_of_recorded(block, ("BatchNorm", "_contrib_SyncBatchNorm"), "convert")
+        elif isinstance(block, _BatchNorm) and not isinstance(block, SyncBatchNorm):
+            left.append(f"{block.name} ({type(block).__name__})")
     _forget_graphs(net)
+    if left:
+        some = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+        warnings.warn(
+            f"convert left {len(left)} normalisation layers as they are, not synchronised: {some}. They are subclasses "
+            "of BatchNorm, which may do something else",
+            stacklevel=2,
+        )
     return net
 
 

@@ -7,6 +7,7 @@ import warnings
 import mxnet as mx
 import numpy as np
 import pytest
+from gluoncv.nn.block import BatchNormCudnnOff
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -343,7 +344,8 @@ def test_other_layers_are_untouched():
     others = [nn.BatchNormReLU(), nn.GroupNorm(), nn.LayerNorm(), nn.InstanceNorm(), nn.Dense(3), OwnNorm()]
     net.add(*others)
     before = [(type(block), dict(vars(block))) for block in others]
-    convert(net)
+    with pytest.warns(UserWarning, match="left 2 normalisation layers as they are"):
+        convert(net)
     revert(net)
     assert [(type(block), dict(vars(block))) for block in others] == before
 
@@ -377,6 +379,18 @@ def test_subclasses_of_the_layer():
     assert len(layers(net, Mine)) == 4, "synchronised already"
     revert(net)
     assert len(layers(net, nn.BatchNorm)) == 4
+
+
+def test_what_is_left_is_named():
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.BatchNorm(), *(BatchNormCudnnOff() for _ in range(5)), nn.BatchNormReLU(), nn.InstanceNorm())
+    with pytest.warns(UserWarning, match="left 6 normalisation layers as they are, not synchronised: ") as warned:
+        convert(net)
+    (warning,) = warned
+    assert ", ".join(f"{bn.name} (BatchNormCudnnOff)" for bn in net[1:6]) + " and 1 more." in str(warning.message)
+    assert warning.filename == __file__
+    assert len(layers(net, SyncBatchNorm)) == 1
 
 
 def test_a_network_built_with_the_layer_reverts():
