@@ -16,13 +16,17 @@ except ImportError as error:
 except AttributeError as error:  # mxnet 1.9.1 uses numpy.bool, which numpy 1.24 took away
     raise ImportError(f"MXNet 1.9 cannot be imported ({error}): `pip install 'numpy<1.24'`") from error
 
+from . import lifetime as _lifetime
+from . import patches as _patches
 from .convert import convert, revert
 from .devices import cpu_devices, devices
-from .exchange.kvstore import kvstore
 from .layer import ShuffleBatchNorm, SyncBatchNorm
-from .settings import configure
+from .session import configure, kvstore
 from .shuffle import SampleShuffle, ShuffledBatch, ShuffleSampler, shuffle_shards, split_and_load
 from .steps import reset
+
+_patches.install()
+_lifetime.watch()
 
 __all__ = [
     "SampleShuffle",

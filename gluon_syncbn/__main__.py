@@ -18,7 +18,7 @@ import numpy as np
 from mxnet import autograd
 
 from . import SyncBatchNorm, __version__, _native, configure, cpu_devices, cuda, cuda_libraries, reference
-from .exchange import kvstore as _kvstore
+from .exchange import named
 
 NVRTC = "libnvrtc.so.11.2"
 INDENT = "\n" + " " * 18
@@ -50,9 +50,9 @@ def core() -> str:
 
 def stores() -> str:
     found = []
-    for name in _kvstore.TYPES:
+    for name in named.TYPES:
         try:
-            _kvstore.create(name)
+            named.exchange(name)
             found.append(name)
         except ValueError as missing:
             found.append(f"no {name} ({str(missing).splitlines()[0].split(': ')[-1]})")
@@ -117,7 +117,7 @@ def live_gpu() -> str:
         return f"none: {reason}"
     stores: List[Optional[str]] = [None]
     try:
-        _kvstore.create("nccl")
+        named.exchange("nccl")
         stores.append("nccl")
     except ValueError:  # `stores` tells why
         pass

@@ -39,7 +39,7 @@ class Total(NamedTuple):
 
 
 # const Ticket*, int reduction, int64 rows, int64 length, const double* values, Total* out, char* error, int64 size
-_Exchange = ctypes.CFUNCTYPE(
+_Hook = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.POINTER(Ticket),
     ctypes.c_int,
@@ -71,9 +71,9 @@ def _load() -> ctypes.CDLL:
         "layer_token": (ctypes.c_char_p, [ctypes.c_int64]),
         "layer_replicas": (None, [ctypes.c_int64, ctypes.c_int64, names, ctypes.c_int64]),
         "layer_timeout": (None, [ctypes.c_int64, ctypes.c_double]),
-        "layer_exchange": (None, [ctypes.c_int64, ctypes.c_int]),
+        "layer_reach": (None, [ctypes.c_int64, ctypes.c_int]),
         "timeout": (None, [ctypes.c_double]),
-        "exchange": (None, [_Exchange]),
+        "hook": (None, [_Hook]),
         "reach": (None, [ctypes.c_int]),
         "total": (None, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
         "timeout_of": (ctypes.c_double, [ctypes.c_int64]),
@@ -162,8 +162,9 @@ def layer_timeout(layer: int, seconds: float) -> None:
     _core.syncbn_layer_timeout(layer, seconds)
 
 
-def layer_exchange(layer: int, reach: int) -> None:
-    _core.syncbn_layer_exchange(layer, reach)
+def layer_reach(layer: int, reach: int) -> None:
+    """How far the layer's own exchange reaches."""
+    _core.syncbn_layer_reach(layer, reach)
 
 
 def default_timeout(seconds: float) -> None:
@@ -270,6 +271,9 @@ def path() -> Path:
     return _PATH
 
 
+#: How far an exchange reaches; the numbers are those of `Reach` in csrc/process.h.
+MEMORY, CONTEXTS, PROCESSES = range(3)
+
 #: Called for what leaves shared memory; the place in `REDUCTIONS` says what becomes of the rows, float64, one for each
 #: context, or to gather one for the process.
 PutTogether = Callable[[Ticket, str, np.ndarray], Total]
@@ -279,7 +283,7 @@ REDUCTIONS = ("merge", "add", "gather")
 _hook = None  # the native side keeps a pointer to it, and a thread may be inside: it is never replaced
 
 
-def exchange(put_together: PutTogether) -> None:
+def set_hook(put_together: PutTogether) -> None:
     """Sets what puts rows together, once. An exception in it becomes the failure of the step."""
 
     def call(ticket: Any, reduction: int, count: int, length: int, rows: Any, out: int, error: Any, size: int) -> int:
@@ -297,10 +301,10 @@ def exchange(put_together: PutTogether) -> None:
 
     global _hook
     assert _hook is None
-    _hook = _Exchange(call)
-    _core.syncbn_exchange(_hook)
+    _hook = _Hook(call)
+    _core.syncbn_hook(_hook)
 
 
-def reach(value: int) -> None:
-    """How far layers reach that name no exchange: 0 shared memory, 1 the contexts of the process, 2 all processes."""
-    _core.syncbn_reach(value)
+def default_reach(reach: int) -> None:
+    """How far layers reach that name no exchange."""
+    _core.syncbn_reach(reach)

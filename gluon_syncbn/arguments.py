@@ -19,7 +19,7 @@ _BOOLEANS = (bool, np.bool_)
 MOST_DEVICES = 65535
 
 
-def told(value: Any) -> str:
+def described(value: Any) -> str:
     """The value as it stands in an error: arrays are described, not printed."""
     if isinstance(value, (list, tuple)) and any(isinstance(item, (mx.nd.NDArray, np.ndarray)) for item in value):
         return f"{type(value).__name__} of {len(value)}"
@@ -32,7 +32,7 @@ def told(value: Any) -> str:
 
 
 def refuse(name: str, value: Any, expected: str) -> NoReturn:
-    raise ValueError(f"{name}: {told(value)} was given, expected {expected}")
+    raise ValueError(f"{name}: {described(value)} was given, expected {expected}")
 
 
 def _is(kind: type, value: Any) -> bool:

@@ -11,10 +11,11 @@ from mxnet.gluon import nn
 from mxnet.gluon.parameter import Parameter
 from mxnet.util import is_np_array
 
-from . import arguments, steps  # noqa: F401  (steps watches the scopes of a step)
-from .exchange import kvstore as _kvstore
-from .op import MODES, Pooling, Replicas, sync_batch_norm
+from . import arguments
+from .op import sync_batch_norm
 from .operators import without_amp
+from .replicas import Pooling, Replicas
+from .session import session
 
 
 class SyncBatchNorm(nn.BatchNorm):
@@ -133,10 +134,10 @@ class SyncBatchNorm(nn.BatchNorm):
         in_channels = arguments.whole("in_channels", in_channels, 0, 2**31 - 1)
         if num_devices is not None:
             num_devices = arguments.devices("num_devices", num_devices)
-        pooling = _check_pooling(mode, virtual_devices, group_size, axis, num_devices)
+        pooling = Pooling.checked(mode, virtual_devices, group_size, axis, num_devices)
         if timeout is not None:
             timeout = arguments.seconds("timeout", timeout)
-        exchange = _kvstore.create(kvstore)
+        exchange = session.exchange_of(kvstore)
         super().__init__(
             axis=axis,
             momentum=momentum,
@@ -176,7 +177,7 @@ class SyncBatchNorm(nn.BatchNorm):
         use_global_stats = kwargs.pop("use_global_stats")
         if use_global_stats or (F is mx.nd and not autograd.is_training()):
             return super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
-        if self._replicas.problem and autograd.is_training() and not self._replicas.reaches_beyond():
+        if self._replicas.problem and autograd.is_training() and not self._replicas.reaches_other_processes():
             raise ValueError(self._replicas.problem)
         node = -1
         if F is not mx.nd:  # the same graph serves all contexts, so each of its nodes meets itself only
@@ -232,18 +233,3 @@ class _ReplicatedParameter(Parameter):
         super()._init_impl(data, ctx_list)
         for replicas in self._followers:
             replicas.set_contexts(self.list_ctx(), self.shape[0])
-
-
-def _check_pooling(mode: Any, virtual_devices: Any, group_size: Any, axis: int, num_devices: Optional[int]) -> Pooling:
-    mode = arguments.one_of("mode", mode, MODES)
-    virtual_devices = arguments.devices("virtual_devices", virtual_devices)
-    if virtual_devices > 1 and axis == 0:
-        arguments.refuse("virtual_devices", virtual_devices, "1 with axis=0, which is not the batch")
-    if group_size is not None:
-        group_size = arguments.devices("group_size", group_size)
-        if mode != "sync":
-            arguments.refuse("group_size", group_size, f"None with mode {mode!r}")
-    pooling = Pooling(mode, virtual_devices, group_size)
-    if num_devices is not None and pooling.problem(num_devices):
-        raise ValueError(pooling.problem(num_devices))
-    return pooling

@@ -394,4 +394,6 @@ def _check_alike(name: str, arrays: Sequence[Any], axis: int) -> None:
 
     for i, array in enumerate(arrays):
         if kind(array) != kind(arrays[0]) or not array.shape[axis]:
-            arguments.refuse(f"{name}[{i}]", array, f"samples like those of {name}[0], {arguments.told(arrays[0])}")
+            arguments.refuse(
+                f"{name}[{i}]", array, f"samples like those of {name}[0], {arguments.described(arrays[0])}"
+            )

@@ -230,9 +230,9 @@ def test_combinations(settings, message):
 
 
 def test_arrays_are_described_not_printed():
-    assert arguments.told(nd.ones((2, 3))) == "NDArray of shape (2, 3) and type float32 on cpu(0)"
-    assert arguments.told([nd.ones(2)] * 3) == "list of 3"
-    assert arguments.told(["cpu"]) == "['cpu']"
+    assert arguments.described(nd.ones((2, 3))) == "NDArray of shape (2, 3) and type float32 on cpu(0)"
+    assert arguments.described([nd.ones(2)] * 3) == "list of 3"
+    assert arguments.described(["cpu"]) == "['cpu']"
 
 
 # ---- cpu_devices ---------------------------------------------------------------------------------------------

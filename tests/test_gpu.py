@@ -282,7 +282,7 @@ def test_nccl_gives_the_same_numbers(rng, pooling):
 
 def test_nccl_serves_layers_of_many_sizes(rng, monkeypatch):
     """From one that fits into the smallest key to one that takes the largest several times."""
-    monkeypatch.setattr(gluon_syncbn.exchange.kvstore.NCCLExchange, "_MOST", 256)
+    monkeypatch.setattr(gluon_syncbn.exchange.nccl.NCCLExchange, "_MOST", 256)
     gluon_syncbn.configure(kvstore="nccl")
     for channels in (1, 31, 32, 300):
         batch, contexts = make_batch(rng, 2, channels=channels, spatial=(2,)), gpus(2)
@@ -390,7 +390,7 @@ def test_a_collective_that_hangs():
             threading.Event().wait(2)
 
     with pytest.raises(TimeoutError, match=r"NCCL has not finished for 0.1 s. .*nvidia-smi"):
-        gluon_syncbn.exchange.kvstore._read([Late()], 0.1)
+        gluon_syncbn.exchange.nccl._read([Late()], 0.1)
 
 
 def test_a_net_that_was_traced_on_gpus_and_moved(rng):

@@ -3,7 +3,6 @@
 Everything is built in temporary copies: the checkout stays as it is.
 """
 
-import ast
 import os
 import re
 import shutil
@@ -304,7 +303,7 @@ def test_make_leaves_a_foreign_venv_alone(tree, poor_machine):
     assert (tree / ".venv" / "mine").exists()
 
 
-# ---- versions and the direction of imports
+# ---- versions
 
 
 def test_versions_agree():
@@ -312,87 +311,3 @@ def test_versions_agree():
     version = re.search(r'__version__ = "(.+)"', text).group(1)
     releases = re.findall(r"^## \[?(\d[^\]\s]*)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert releases[0] == version
-
-
-def imports(path):
-    """Absolute dotted names of everything that a module of the package imports, wherever in the file."""
-    parents = path.relative_to(ROOT).with_suffix("").parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield alias.name
-        elif isinstance(node, ast.ImportFrom):
-            base = list(parents[: len(parents) - node.level + 1]) if node.level else []
-            base += node.module.split(".") if node.module else []
-            for alias in node.names:  # `from . import op` imports gluon_syncbn.op
-                yield ".".join([*base, alias.name])
-
-
-def module_name(path):
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    return name[: -len(".__init__")] if name.endswith(".__init__") else name
-
-
-MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
-
-
-def arrows():
-    """{module: the modules of the package that it imports}."""
-    graph = {}
-    for module, path in MODULES.items():
-        graph[module] = set()
-        for name in imports(path):
-            while name and name not in MODULES:
-                name = name.rpartition(".")[0]
-            if name and name != module:
-                graph[module].add(name)
-    return graph
-
-
-# Nothing may import what stands left of it; `exchange` knows nothing of layers, `reference` nothing of the rest.
-FORBIDDEN = {
-    "cuda_libraries": ("cuda", "_native", "op", "layer", "convert", "devices", "exchange", "__main__"),
-    "cuda": ("cuda_libraries", "_native", "op", "layer", "convert", "devices", "exchange", "__main__"),
-    "_native": ("op", "layer", "convert", "__main__"),
-    "op": ("layer", "convert", "__main__"),
-    "devices": ("layer", "convert", "__main__"),
-    "layer": ("convert", "__main__"),
-    "convert": ("__main__",),
-    "exchange": ("op", "layer", "convert", "__main__"),
-    "reference": ("_native", "op", "layer", "convert", "devices", "exchange", "__main__"),
-}
-
-
-@pytest.mark.parametrize("part", sorted(FORBIDDEN))
-def test_imports_point_one_way(part):
-    graph = arrows()
-    name = f"gluon_syncbn.{part}"
-    members = [module for module in graph if module == name or module.startswith(name + ".")]
-    assert members, f"{name} is gone: this test has to follow"
-    for module in members:
-        for target in graph[module]:
-            top = target.split(".")[1] if "." in target else ""
-            assert top not in FORBIDDEN[part], f"{module} imports {target}"
-            # A name from the package itself would go round through everything that __init__ imports.
-            assert target != "gluon_syncbn", f"{module} imports from gluon_syncbn itself"
-
-
-def test_imports_have_no_circle():
-    graph = arrows()
-    done = set()
-    while len(done) < len(graph):
-        ready = {module for module in graph if module not in done and graph[module] <= done}
-        assert ready, f"a circle among {sorted(set(graph) - done)}"
-        done |= ready
-
-
-def test_the_core_and_the_driver_are_behind_one_module_each():
-    users = {module for module, path in MODULES.items() if any(n.split(".")[0] == "ctypes" for n in imports(path))}
-    # `operators` passes a handle of MXNet on, the self-check asks NVRTC for its version.
-    assert users == {f"gluon_syncbn.{name}" for name in ("_native", "cuda", "cuda_libraries", "operators", "__main__")}
-
-
-def test_what_comes_before_mxnet_does_not_import_it():
-    for name in ("cuda", "cuda_libraries"):
-        roots = {imported.split(".")[0] for imported in imports(PACKAGE / f"{name}.py")}
-        assert not roots & {"mxnet", "numpy"}

@@ -66,7 +66,7 @@ SYNCBN_API void syncbn_layer_replicas(int64_t id, int64_t count, const char** co
 
 SYNCBN_API void syncbn_layer_timeout(int64_t id, double seconds) { syncbn::find_layer(id)->set_timeout(seconds); }
 
-SYNCBN_API void syncbn_layer_exchange(int64_t id, int reach) {
+SYNCBN_API void syncbn_layer_reach(int64_t id, int reach) {
     syncbn::find_layer(id)->set_reach(static_cast<syncbn::Reach>(reach));
 }
 
@@ -88,7 +88,7 @@ SYNCBN_API int syncbn_wait_goes_on(void* stall) {
 SYNCBN_API void syncbn_wait_end(void* stall) { delete static_cast<syncbn::Stall*>(stall); }
 
 // Once: the hook has to stay as long as the process.
-SYNCBN_API void syncbn_exchange(syncbn::Exchange hook) { syncbn::set_exchange(hook); }
+SYNCBN_API void syncbn_hook(syncbn::Hook hook) { syncbn::set_hook(hook); }
 
 SYNCBN_API void syncbn_reach(int reach) { syncbn::set_default_reach(static_cast<syncbn::Reach>(reach)); }
 

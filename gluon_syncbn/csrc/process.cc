@@ -74,7 +74,7 @@ double timeout_of(int64_t layer) {
     return it == process().layers.end() ? process().timeout : it->second->timeout();
 }
 
-void set_exchange(Exchange hook) {
+void set_hook(Hook hook) {
     Lock lock(process().mutex);
     process().hook = hook;
 }

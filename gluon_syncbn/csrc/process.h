@@ -36,9 +36,9 @@ enum class Reduction : int { kMerge = 0, kAdd = 1, kGather = 2 };
 
 // What leaves shared memory: a reduction over the rows of all processes. Called by one thread per phase, of which there
 // may be several at once. Returns 0 and leaves the total in `out`, or writes the reason into `error`.
-using Exchange = int (*)(const Ticket* ticket, int reduction, int64_t rows, int64_t length,
-                         const double* values,  // [rows][length]
-                         Total* out, char* error, int64_t error_size);
+using Hook = int (*)(const Ticket* ticket, int reduction, int64_t rows, int64_t length,
+                     const double* values,  // [rows][length]
+                     Total* out, char* error, int64_t error_size);
 
 // A step that cannot be finished. The message is for the user.
 struct Failure : std::runtime_error {
@@ -50,7 +50,7 @@ struct Process {
     std::map<int64_t, std::shared_ptr<Layer>> layers;
     int64_t next_layer = 1;
     double timeout = 300;              // seconds
-    Exchange hook = nullptr;           // set once, before the first call
+    Hook hook = nullptr;               // set once, before the first call
     Reach reach = kMemory;             // of layers that do not say
     std::vector<std::string> devices;  // only these take part; empty means all
     uint64_t seed = 0;                 // of the permutations
@@ -82,7 +82,7 @@ bool contexts_are_shared();
 void set_default_timeout(double seconds);
 // Seconds that this layer waits, or with 0 any layer that does not say.
 double timeout_of(int64_t layer);
-void set_exchange(Exchange hook);
+void set_hook(Hook hook);
 void set_default_reach(Reach reach);
 void set_devices(std::vector<std::string> contexts);
 // Draws the permutations of all layers from here, starting with their first call.

@@ -26,7 +26,7 @@ static std::vector<const Phase::Entry*> in_order(const Meeting& meeting, const P
     return out;
 }
 
-Total Layer::reduce(const Meeting& meeting, int phase_number, Reduction reduction, Reach reach, Exchange hook) const {
+Total Layer::reduce(const Meeting& meeting, int phase_number, Reduction reduction, Reach reach, Hook hook) const {
     if (reduction == Reduction::kGather) return gather(meeting, phase_number, reach, hook);
     const Phase& phase = meeting.phases.at(phase_number);
     std::vector<size_t> context_of;
@@ -48,7 +48,7 @@ Total Layer::reduce(const Meeting& meeting, int phase_number, Reduction reductio
     return through(hook, meeting, phase_number, reduction, rows, contexts);
 }
 
-Total Layer::gather(const Meeting& meeting, int phase_number, Reach reach, Exchange hook) const {
+Total Layer::gather(const Meeting& meeting, int phase_number, Reach reach, Hook hook) const {
     const Phase& phase = meeting.phases.at(phase_number);
     const size_t length = phase.entries[0].payload.size();
     Vector all(meeting.replicas() * length);
@@ -60,7 +60,7 @@ Total Layer::gather(const Meeting& meeting, int phase_number, Reach reach, Excha
     return through(hook, meeting, phase_number, Reduction::kGather, all, 1);
 }
 
-Total Layer::through(Exchange hook, const Meeting& meeting, int phase, Reduction reduction, const Vector& rows,
+Total Layer::through(Hook hook, const Meeting& meeting, int phase, Reduction reduction, const Vector& rows,
                      size_t count) const {
     const Ticket ticket{id, meeting.draw.node, meeting.draw.call, phase};
     Total total;

@@ -139,7 +139,7 @@ Total Layer::meet(const Place& place, int phase_number, Reduction reduction, Typ
     if (++phase.arrived < meeting.replicas()) return wait(meeting, phase, phase_number, lock);
 
     const Reach reach = reach_ == kDefault ? process().reach : reach_;
-    const Exchange hook = process().hook;
+    const Hook hook = process().hook;
     lock.unlock();  // nobody else touches a phase that is complete
     Total total;
     std::string error;

@@ -101,9 +101,9 @@ class Layer {
     Total wait(Meeting& meeting, Phase& phase, int phase_number, Lock& lock);
 
     // In reduction.cc: what a meeting makes of what its replicas handed in.
-    Total reduce(const Meeting& meeting, int phase, Reduction reduction, Reach reach, Exchange hook) const;
-    Total gather(const Meeting& meeting, int phase, Reach reach, Exchange hook) const;
-    Total through(Exchange hook, const Meeting& meeting, int phase, Reduction reduction, const Vector& rows,
+    Total reduce(const Meeting& meeting, int phase, Reduction reduction, Reach reach, Hook hook) const;
+    Total gather(const Meeting& meeting, int phase, Reach reach, Hook hook) const;
+    Total through(Hook hook, const Meeting& meeting, int phase, Reduction reduction, const Vector& rows,
                   size_t count) const;
 
     // In diagnosis.cc: who is here, who is not, and why that may be. Where nothing is being computed, waiting

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from abc import ABC, abstractmethod
-from typing import Callable, List, NamedTuple, Sequence, Tuple
+from typing import NamedTuple, Optional, Sequence
 
 import numpy as np
 from mxnet.context import Context
@@ -13,7 +12,7 @@ from mxnet.context import Context
 from .._native import Ticket, Total
 
 
-class Member(NamedTuple):
+class LayerInfo(NamedTuple):
     """What an exchange knows of a layer."""
 
     id: int
@@ -21,7 +20,9 @@ class Member(NamedTuple):
     contexts: Sequence[Context]
     replicas: int
     channels: int
-    pooling: Tuple  # (mode, virtual_devices, group_size)
+    mode: str
+    virtual_devices: int
+    group_size: Optional[int]
 
 
 def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:
@@ -49,15 +50,22 @@ class Exchange(ABC):
     exchange raises becomes the failure of the step, with its text.
     """
 
-    #: Beyond this process: then it is called however few contexts there are here, and also to gather.
+    #: Whether it reaches other processes: then it is called however few contexts there are here, and also to gather.
     processes = False
 
-    def merge(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
+    def knows(self, layer: LayerInfo) -> bool:
+        """Whether it can serve this one; if not, it has to `learn` of it first."""
+        return True
+
+    def learn(self, layers: Sequence[LayerInfo]) -> None:  # noqa: B027
+        """All that it serves, in the order in which they were initialised."""
+
+    def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         """Returns the moments of all values, in the forward.
 
         Parameters
         ----------
-        member : Member
+        layer : LayerInfo
             The layer; row i comes from its i-th context.
         ticket : Ticket
             Of this handing-in.
@@ -71,7 +79,7 @@ class Exchange(ABC):
         with _any_value():
             apart = np.where(counts > 0, means - origin, 0)
             sums = np.concatenate([counts, counts * apart, m2s + counts * apart**2], axis=1)
-        total = self.add(member, ticket, sums)
+        total = self.add(layer, ticket, sums)
         count, (apart, squares) = total.values[0], np.split(total.values[1:], 2)
         if count == 0:
             return total
@@ -82,11 +90,11 @@ class Exchange(ABC):
             return total._replace(values=np.concatenate([[count], origin + apart, squares]))
 
     @abstractmethod
-    def add(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
+    def add(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         """Returns the sum over all rows, float64, of shape (contexts, length): in a backward
         ``[sum dy[C], sum dy*xhat[C]]``. The arguments are those of `merge`."""
 
-    def gather(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
+    def gather(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         """Returns the one row of each process side by side, in the order of their ranks."""
         return Total(rows[0], 0, ticket.layer)
 
@@ -103,15 +111,8 @@ class Exchange(ABC):
 class Memory(Exchange):
     """Adds what is in memory: for a sum that was on its way when the exchange of its layer was taken away."""
 
-    def merge(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
+    def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         return Total(functools.reduce(merge_moments, rows), 0, ticket.layer)
 
-    def add(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
+    def add(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         return Total(rows.sum(axis=0), 0, ticket.layer)
-
-
-#: The layers that an exchange serves, in the order in which they were initialised: set by whoever knows them.
-roster: Callable[[Exchange], List[Member]]
-
-#: Exchanges that reach other processes, which have to hear of a failure and of the end.
-beyond: weakref.WeakSet[Exchange] = weakref.WeakSet()

@@ -15,14 +15,14 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
 
 from .._native import Ticket, Total
 from . import base
-from .base import Exchange, Member
+from .base import Exchange, LayerInfo
 
 
 class Label(NamedTuple):
@@ -96,7 +96,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._rounds: Counter = Counter()  # of gradients
         self._lock = threading.Lock()
         self._agreements = 0
-        base.beyond.add(self)
 
     # ---- KVStoreBase ---------------------------------------------------------------------------------------
 
@@ -149,17 +148,17 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     # ---- Exchange ------------------------------------------------------------------------------------------
 
-    def merge(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
-        label = self._call(member, ticket)
+    def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+        label = self._call(layer, ticket)
         moments = functools.reduce(base.merge_moments, rows)
         return Total(self._transport.allreduce(label, moments, base.merge_moments), 0, label.key)
 
-    def add(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
-        label = self._call(member, ticket)
+    def add(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+        label = self._call(layer, ticket)
         return Total(self._transport.allreduce(label, rows.sum(axis=0)), 0, label.key)
 
-    def gather(self, member: Member, ticket: Ticket, rows: np.ndarray) -> Total:
-        label = self._call(member, ticket)
+    def gather(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+        label = self._call(layer, ticket)
         parts = self._transport.allgather(label, rows[0], equal=False)
         first = sum(part.size for part in parts[: self.rank])
         return Total(np.concatenate(parts), first, label.key)
@@ -174,22 +173,21 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._lock = threading.Lock()  # another thread, which is not here, may have held it
         self._transport = _OfParent(self._transport)
 
-    def _call(self, member: Member, ticket: Ticket) -> Label:
-        with self._lock:
-            if ticket.layer not in self._keys:
-                self._agree()
-            key = self._keys[ticket.layer]
-        direction = "forward" if ticket.phase == 0 else "backward"
-        what = f"the {direction} of call {ticket.call + 1} of SyncBatchNorm '{member.name}'"
-        return Label("statistics", key, ticket.node, ticket.call, ticket.phase, what, ticket.layer)
+    def knows(self, layer: LayerInfo) -> bool:
+        return layer.id in self._keys
 
-    def _agree(self) -> None:
-        """Numbers the layers that have none yet, in the order in which they were initialised.
+    def learn(self, layers: Sequence[LayerInfo]) -> None:
+        """Numbers the layers that have no number yet, in their order, after a look at those of the other processes.
 
         Names are compared without Gluon's counters, which depend on what else a process has built.
         """
-        new = [member for member in base.roster(self) if member.id not in self._keys]
-        ours = [_describe(member) for member in new]
+        with self._lock:
+            new = [layer for layer in layers if layer.id not in self._keys]
+            if new:
+                self._agree(new)
+
+    def _agree(self, new: Sequence[LayerInfo]) -> None:
+        ours = [_describe(layer) for layer in new]
         label = Label("agreement", call=self._agreements, what="the agreement on the layers of the net")
         self._agreements += 1
         part = np.frombuffer(json.dumps(ours).encode(), np.uint8)
@@ -199,12 +197,18 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             if difference:
                 self.fail(difference)
                 raise mx.MXNetError(difference)
-        for i, member in enumerate(new):
-            group = member.pooling[2]
+        for i, layer in enumerate(new):
+            group = layer.group_size
             total = sum(layers[i]["replicas"] for layers in everyone)
             if group and total % group:
                 raise ValueError(f"group_size: {group} was given, expected a divisor of the number of devices, {total}")
-            self._keys[member.id] = len(self._keys)
+            self._keys[layer.id] = len(self._keys)
+
+    def _call(self, layer: LayerInfo, ticket: Ticket) -> Label:
+        key = self._keys[ticket.layer]
+        direction = "forward" if ticket.phase == 0 else "backward"
+        what = f"the {direction} of call {ticket.call + 1} of SyncBatchNorm '{layer.name}'"
+        return Label("statistics", key, ticket.node, ticket.call, ticket.phase, what, ticket.layer)
 
 
 class _OfParent(Transport):
@@ -235,12 +239,12 @@ class _OfParent(Transport):
         pass
 
 
-def _describe(member: Member) -> Dict[str, Any]:
+def _describe(layer: LayerInfo) -> Dict[str, Any]:
     return {
-        "name": member.name,
-        "channels": member.channels,
-        "pooling": list(member.pooling),
-        "replicas": member.replicas,
+        "name": layer.name,
+        "channels": layer.channels,
+        "pooling": [layer.mode, layer.virtual_devices, layer.group_size],
+        "replicas": layer.replicas,
     }
 
 

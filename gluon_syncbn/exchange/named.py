@@ -1,0 +1,87 @@
+"""Which exchange a name or a KVStore stands for."""
+
+from __future__ import annotations
+
+from typing import Any, Optional, Tuple
+
+import mxnet as mx
+
+from .. import arguments
+from .base import Exchange
+from .device import DeviceExchange
+from .nccl import NCCLExchange
+from .store import ProcessStore, Transport
+
+#: KVStore types that add within one process.
+TYPES = ("local", "device", "nccl")
+TRANSPORTS = ("mpi", "horovod")
+_NCCL = 0  # in the place of a KVStore's id
+
+
+def transport_name(name: Any) -> str:
+    if not isinstance(name, str) or name not in TRANSPORTS:
+        arguments.refuse("name", name, "'mpi' or 'horovod'." + _refusal(str(name)))
+    return name
+
+
+def transport(name: str) -> Transport:
+    """ImportError where what it needs is not installed."""
+    if name == "mpi":
+        from .mpi import MPITransport
+
+        return MPITransport()
+    from .horovod import HorovodTransport
+
+    return HorovodTransport()
+
+
+def exchange(kvstore: Any) -> Tuple[Optional[Exchange], Optional[int]]:
+    """An exchange from ``None`` (shared memory), a KVStore type name or a KVStore object, and a number that is the same
+    for the same store; None where the store is the exchange itself.
+
+    Raises
+    ------
+    ValueError
+        Where the argument is no KVStore, or one that cannot add statistics. The text says why.
+    """
+    if kvstore is None or isinstance(kvstore, ProcessStore):
+        return kvstore, None
+    if isinstance(kvstore, str):
+        if kvstore not in TYPES:
+            arguments.refuse("kvstore", kvstore, _EXPECTED + "." + _refusal(kvstore))
+        try:
+            store = mx.kv.create(kvstore)
+        except mx.MXNetError as error:
+            reason = str(error).splitlines()[-1]
+            raise ValueError(
+                f"kvstore: {kvstore!r} was given, but this build of MXNet cannot create it: {reason}"
+            ) from None
+        if kvstore == "nccl":
+            return NCCLExchange(), _NCCL
+        kvstore = store
+    if not isinstance(kvstore, (mx.kv.KVStore, mx.kvstore.KVStoreBase)):
+        arguments.refuse("kvstore", kvstore, _EXPECTED)
+    if kvstore.type not in TYPES or kvstore.type == "nccl":
+        raise ValueError(
+            f"kvstore: an object of type {kvstore.type!r} was given, expected one of {TYPES}." + _refusal(kvstore.type)
+        )
+    return DeviceExchange(kvstore), id(kvstore)
+
+
+_EXPECTED = f"one of {TYPES}, a KVStore object or None (shared memory)"
+
+
+def _refusal(name: str) -> str:
+    if name.startswith("dist"):
+        return " Parameter servers run the optimizer on what is pushed to them, so they cannot add statistics."
+    if name == "horovod":
+        return (
+            " MXNet 1.9.1 has no store of that name and silently creates a local one; gluon_syncbn.kvstore('horovod') "
+            "makes one."
+        )
+    if name == "nccl":
+        return (
+            " A store of NCCL serves only the keys that it had at its first sum, so a Trainer cannot share it; the "
+            "name 'nccl' makes one for all layers."
+        )
+    return ""

@@ -1,0 +1,87 @@
+"""The end of the process, and forks: what is in flight ends before either, healthy or not."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+
+import mxnet as mx
+
+from . import _native, steps
+from .session import session
+
+_log = logging.getLogger("gluon_syncbn")
+_pid = os.getpid()
+_MXNET = os.path.dirname(mx.__file__)
+
+
+# ---- the end of the process ---------------------------------------------------------------------------------
+
+
+def _at_exit() -> None:
+    # MXNet drops what is queued at interpreter exit and waits for what runs: a replica that waits for a queued partner
+    # would wait for ever. This runs before MXNet's own handler, lets a healthy step finish and ends a stuck one. Daemon
+    # threads are still there, and find that no step begins any more.
+    session.ending = True
+    _native.nobody_left(True)
+    steps.drain()
+    _native.close()
+    if os.getpid() != _pid:
+        return  # a child of a fork: the exchanges belong to its parent
+    if _native.failure():
+        session.tell_others(_native.failure())
+    session.close()
+
+
+def _watch_main_thread() -> None:
+    # Exit handlers run only after all threads that are no daemons: one of those may be what waits for a step that is
+    # stuck. Where all of them wait within MXNet, nobody is left to call the replicas that are missing.
+    threading.main_thread().join()
+    while True:
+        _native.nobody_left(all(map(_waits_in_mxnet, filter(_counts, threading.enumerate()))))
+        time.sleep(0.1)
+
+
+def _counts(thread: threading.Thread) -> bool:
+    return not thread.daemon and thread is not threading.main_thread()
+
+
+def _waits_in_mxnet(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_filename.startswith(_MXNET)
+
+
+def _start_watching() -> None:
+    threading.Thread(target=_watch_main_thread, name="gluon_syncbn-exit", daemon=True).start()
+
+
+# ---- forks ----------------------------------------------------------------------------------------------------
+# Before a fork MXNet stops its threads, those of custom operators before its engine (LibraryInitializer::atfork_prepare
+# in src/initialize.cc), so that a custom operator which is still in flight is waited for and never runs; and an error
+# that nobody has read ends the process. So all of it has to be over by then.
+
+
+def _before_fork() -> None:
+    if not _native.layers():
+        return
+    _native.forking(session.alone_in_a_step())  # nobody else is in one, whose replicas could still come
+    for error in steps.drain():
+        _log.error("failed before a fork, which took the error away from whoever reads the results: %s", error)
+    _native.forking(False)
+
+
+def _after_fork_in_child() -> None:
+    _native.forked()
+    session.forked()
+    _start_watching()
+
+
+def watch() -> None:
+    """Sees to exits and forks from now on; for good, since neither can be unregistered."""
+    atexit.register(_at_exit)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+    _start_watching()

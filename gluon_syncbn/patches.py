@@ -1,0 +1,103 @@
+"""What is changed in MXNet, in one place: `install` says what and why, `remove` puts it back."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, List, Tuple
+
+import mxnet as mx
+from mxnet import autograd, gluon
+
+from . import _native, steps
+
+_replaced: List[Tuple[Any, str, Any]] = []  # owner, name, what was there
+
+
+def install() -> None:
+    """Changes MXNet; once is enough.
+
+    - The scopes of ``autograd.record()`` and ``train_mode()`` tell where a step begins and ends. MXNet has no hook for
+      that. An exception in one replica's part leaves the others waiting for it, and would let the next step meet what
+      is left of this one; only the scope sees both.
+    - ``autograd.backward`` keeps replicas that share a context apart. MXNet bundles up to 15 operators of a backward
+      into one, which waits for what any of them needs. Where replicas share a context, the last operators of one stand
+      in a bundle with the first ones of the next: this layer's operator in the first replica waits for that in the
+      second, which waits for the bundle, which waits for the first. A copy is pushed by itself and ends the bundle
+      before it: one at the head of each replica keeps them apart.
+    - ``gluon.Trainer`` updates nothing in a step that failed. In MXNet a failed operator and all that is skipped
+      because of it share one exception. Whoever reads any of their results first takes it away, and what is still
+      queued runs as if nothing had happened: an update that was issued before the loss was read would then use
+      gradients that nobody has computed. The gate is an exception of its own, between the gradients and what uses them.
+    """
+    if _replaced:
+        return
+    scope = autograd._RecordingStateScope
+    _replace(scope, "__enter__", _entering)
+    _replace(scope, "__exit__", _leaving)
+    _replace(autograd, "backward", _apart)
+    # a store that updates does so as it adds
+    _replace(gluon.Trainer, "_allreduce_grads", _gated(lambda trainer: trainer._update_on_kvstore))
+    _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore))
+
+
+def remove() -> None:
+    """Undoes `install`."""
+    while _replaced:
+        setattr(*_replaced.pop())
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
+    original = getattr(owner, name)
+    _replaced.append((owner, name, original))
+    setattr(owner, name, functools.wraps(original)(wrap(original)))
+
+
+def _trains(scope: Any) -> bool:
+    return bool(scope._enter_is_record) or bool(scope._enter_train_mode)
+
+
+def _entering(enter: Callable) -> Callable:
+    def watched(scope: Any) -> Any:
+        if _trains(scope):
+            steps.scope_entered()
+        return enter(scope)
+
+    return watched
+
+
+def _leaving(leave: Callable) -> Callable:
+    def watched(scope: Any, kind: Any, value: Any, trace: Any) -> Any:
+        try:
+            return leave(scope, kind, value, trace)
+        finally:
+            if _trains(scope):
+                steps.scope_left(kind, value)
+
+    return watched
+
+
+def _apart(backward: Callable) -> Callable:
+    def apart(heads: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(heads, (list, tuple)) and len(heads) > 1 and _native.contexts_are_shared():
+            recording = autograd.set_recording(True)
+            try:
+                heads = [head.copyto(head.context) for head in heads]
+            finally:
+                autograd.set_recording(recording)
+        backward(heads, *args, **kwargs)
+
+    return apart
+
+
+def _gated(wanted: Callable[[gluon.Trainer], bool]) -> Callable[[Callable], Callable]:
+    def wrap(method: Callable) -> Callable:
+        def gated(trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> Any:
+            if wanted(trainer) and _native.layers():
+                gradients: List[mx.nd.NDArray] = [g for p in trainer._params if p._grad is not None for g in p._grad]
+                if gradients:
+                    _native.gate(gradients)
+            return method(trainer, *args, **kwargs)
+
+        return gated
+
+    return wrap

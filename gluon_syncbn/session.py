@@ -1,0 +1,212 @@
+"""What belongs to the process: its defaults, its layers, the exchanges that reach other processes, the open scopes."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import numpy as np
+
+from . import _native, arguments
+from .exchange import named
+from .exchange.base import Exchange, LayerInfo, Memory
+from .exchange.store import ProcessStore
+
+
+class Session:
+    """The one of this process is `session`. Time limits and the seed are the native core's, which waits and draws."""
+
+    def __init__(self) -> None:
+        #: For layers that name no KVStore; None is shared memory.
+        self.exchange: Optional[Exchange] = None
+        # In the order of their first initialisation, which is that of the net, and for good: whether a layer that is no
+        # longer used has been collected yet is nothing that processes could agree on, and its last sum may be on its
+        # way.
+        self._layers: Dict[int, Tuple[LayerInfo, Optional[Exchange]]] = {}
+        self._stores: Dict[str, ProcessStore] = {}  # by transport
+        # By the KVStore that they add with: one for each, so that one lock guards it.
+        self._exchanges: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
+        # Those that reach other processes, which have to hear of a failure and of the end.
+        self._between_processes: weakref.WeakSet[Exchange] = weakref.WeakSet()
+        self._lock = threading.Lock()  # guards the number of open scopes
+        self._open_scopes = 0
+        self._of_thread = threading.local()
+        self.raised = ""  # the last failure that went through a scope as an exception
+        self.ending = False  # exit handlers have begun
+
+    # ---- exchanges -----------------------------------------------------------------------------------------
+
+    def process_store(self, name: str) -> ProcessStore:
+        """The one over this transport, made at its first use."""
+        if name not in self._stores:
+            self._stores[name] = ProcessStore(name, named.transport(name))
+            self._between_processes.add(self._stores[name])
+        return self._stores[name]
+
+    def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
+        """What adds for the argument ``kvstore``; ValueError where nothing can."""
+        exchange, key = named.exchange(kvstore)
+        if exchange is not None and exchange.processes:
+            self._between_processes.add(exchange)
+        return exchange if exchange is None or key is None else self._exchanges.setdefault(key, exchange)
+
+    def set_exchange(self, exchange: Optional[Exchange]) -> None:
+        self.exchange = exchange
+        _native.default_reach(reach(exchange))
+
+    def put_together(self, ticket: _native.Ticket, reduction: str, rows: np.ndarray) -> _native.Total:
+        """For the native core: what leaves shared memory."""
+        layer, own = self._layers[ticket.layer]
+        exchange = own or self.exchange or Memory()  # `configure` may have changed it since the core asked
+        if not exchange.knows(layer):
+            exchange.learn(self._layers_of(exchange))
+        reduce: Callable[..., _native.Total] = getattr(exchange, reduction)
+        return reduce(layer, ticket, rows)
+
+    def _layers_of(self, exchange: Exchange) -> List[LayerInfo]:
+        return [
+            layer
+            for layer, own in self._layers.values()
+            if (own or self.exchange) is exchange and layer.mode != "local"  # which exchanges nothing
+        ]
+
+    def reaches_other_processes(self, exchange: Optional[Exchange]) -> bool:
+        """Whether a layer that names this one does."""
+        return reach(exchange or self.exchange) == _native.PROCESSES
+
+    def tell_others(self, reason: str) -> None:
+        """The other processes, of a step that has failed here."""
+        for exchange in list(self._between_processes):
+            exchange.fail(reason)
+
+    def close(self) -> None:
+        """The process ends."""
+        for exchange in list(self._between_processes):
+            exchange.close()
+
+    # ---- layers --------------------------------------------------------------------------------------------
+
+    def register(self, layer: LayerInfo, exchange: Optional[Exchange]) -> None:
+        """A layer has its parameters, or has them elsewhere; ``exchange`` is its own."""
+        self._layers[layer.id] = (layer, exchange)
+
+    # ---- scopes --------------------------------------------------------------------------------------------
+
+    def enter_scope(self) -> bool:
+        """Whether it is the first one in the process."""
+        with self._lock:
+            first = self._open_scopes == 0
+            self._open_scopes += 1
+        self._of_thread.depth = self.depth() + 1
+        return first
+
+    def leave_scope(self) -> bool:
+        """Whether it was the last one in its thread."""
+        with self._lock:
+            self._open_scopes -= 1
+        self._of_thread.depth -= 1
+        return self._of_thread.depth == 0
+
+    def depth(self) -> int:
+        """Scopes that this thread has open."""
+        return getattr(self._of_thread, "depth", 0)
+
+    def alone_in_a_step(self) -> bool:
+        """Whether this thread is in a step and no other is."""
+        with self._lock:
+            return 0 < self._open_scopes == self.depth()
+
+    # ---- forks ---------------------------------------------------------------------------------------------
+
+    def forked(self) -> None:
+        """Here is the child, with the one thread that forked."""
+        self._lock, self._open_scopes = threading.Lock(), self.depth()
+        for exchange in list(self._between_processes):
+            exchange.forked()
+
+
+def reach(exchange: Optional[Exchange]) -> int:
+    """How far it reaches, for the native core."""
+    if exchange is None:
+        return _native.MEMORY
+    return _native.PROCESSES if exchange.processes else _native.CONTEXTS
+
+
+session = Session()
+_UNCHANGED: Any = object()
+
+
+def configure(*, kvstore: Any = _UNCHANGED, timeout: Any = _UNCHANGED, seed: Any = _UNCHANGED) -> None:
+    """Sets defaults for all layers that do not say otherwise, those that exist already included.
+
+    Some models call ``norm_layer`` without ``norm_kwargs``; this reaches their layers too. A sum that is on its way
+    when the KVStore changes is made by one or the other.
+
+    Parameters
+    ----------
+    kvstore : str, KVStore or None
+        What adds the statistics over contexts: ``'device'``, ``'local'``, ``'nccl'``, a KVStore object, or
+        ``None`` for shared memory, which is where a process starts.
+    timeout : float
+        Seconds that a replica waits for the others, 300 to start with. Then the step fails with an `MXNetError`
+        that names the layer, who arrived and who is missing.
+    seed : int
+        Of the permutations of mode ``'shuffle'``, from 0 to 2**64 - 1; 0 to start with. Each layer draws a new one for
+        each call, and setting a seed starts over: a run that sets seed + epoch at the start of each epoch is the same
+        whether it was interrupted or not.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is out of range. Nothing is changed then.
+    """
+    if seed is not _UNCHANGED:
+        seed = arguments.seed("seed", seed)
+    if timeout is not _UNCHANGED:
+        timeout = arguments.seconds("timeout", timeout)
+    exchange = session.exchange if kvstore is _UNCHANGED else session.exchange_of(kvstore)
+    if timeout is not _UNCHANGED:
+        _native.default_timeout(timeout)
+    if seed is not _UNCHANGED:
+        _native.seed(seed)
+    if kvstore is not _UNCHANGED:
+        session.set_exchange(exchange)
+
+
+def kvstore(name: str) -> ProcessStore:
+    """A KVStore over all processes of the job, for ``gluon.Trainer(kvstore=...)``, ``SyncBatchNorm(kvstore=...)`` and
+    ``configure(kvstore=...)``.
+
+    ::
+
+        kv = gluon_syncbn.kvstore("mpi")  # in every process, started by mpiexec
+        gluon_syncbn.configure(kvstore=kv)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)
+        trainer.step(samples_of_all_processes)
+
+    The processes must build and initialise the same net; Gluon's names need not be the same. A process that ends,
+    hangs or fails ends the step of all with an `MXNetError` that names the layer and the rank, and the job with it.
+
+    Parameters
+    ----------
+    name : str
+        ``'mpi'``: mpi4py over the MPI that it was installed with. ``'horovod'``: Horovod, started by ``horovodrun``;
+        ``horovod.mxnet.DistributedTrainer`` may add the gradients meanwhile.
+
+    Returns
+    -------
+    ProcessStore
+        The same object at every call. ``rank`` and ``num_workers`` say which process this is.
+
+    Raises
+    ------
+    ValueError
+        Where there is no such transport.
+    ImportError
+        Where what it needs is not installed.
+    """
+    return session.process_store(named.transport_name(name))
+
+
+_native.set_hook(session.put_together)

@@ -1,0 +1,96 @@
+"""The arrows of the architecture: who may import whom."""
+
+import ast
+from pathlib import Path
+
+import gluon_syncbn
+
+PACKAGE = Path(gluon_syncbn.__file__).parent
+ROOT = PACKAGE.parent
+
+
+def imports(path):
+    """Absolute dotted names of everything that a module of the package imports, wherever in the file."""
+    parents = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = list(parents[: len(parents) - node.level + 1]) if node.level else []
+            base += node.module.split(".") if node.module else []
+            for alias in node.names:  # `from . import op` imports gluon_syncbn.op
+                yield ".".join([*base, alias.name])
+
+
+def module_name(path):
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    return name[: -len(".__init__")] if name.endswith(".__init__") else name
+
+
+MODULES = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+
+
+def arrows():
+    """{module: the modules of the package that it imports}."""
+    graph = {}
+    for module, path in MODULES.items():
+        graph[module] = set()
+        for name in imports(path):
+            while name and name not in MODULES:
+                name = name.rpartition(".")[0]
+            if name and name != module:
+                graph[module].add(name)
+    return graph
+
+
+# From the bottom up: each may import what stands in the lines before it. `exchange` knows nothing of layers,
+# `reference` nothing of the rest.
+FLOORS = [
+    {"_version", "arguments", "cuda_libraries", "environment", "operators", "reference"},
+    {"_native", "cuda"},
+    {"exchange"},
+    {"session"},
+    {"replicas", "steps"},
+    {"devices", "lifetime", "op", "patches", "shuffle"},
+    {"layer"},
+    {"convert"},
+    {""},  # __init__
+    {"__main__"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+# Within a room, the same.
+EXCHANGES = [{"__init__", "base"}, {"device", "nccl", "store"}, {"horovod", "mpi"}, {"named"}]
+
+
+def room(module):
+    return module.split(".")[1] if "." in module else ""
+
+
+def test_imports_point_one_way():
+    graph = arrows()
+    assert {room(module) for module in graph} == set(FLOOR), "a module came or went: this test has to follow"
+    for module, targets in graph.items():
+        for target in targets - {"gluon_syncbn.exchange"}:
+            if room(module) != room(target):
+                assert FLOOR[room(target)] < FLOOR[room(module)], f"{module} imports {target}"
+
+
+def test_imports_among_the_exchanges():
+    floor = {name: i for i, names in enumerate(EXCHANGES) for name in names}
+    for module, targets in arrows().items():
+        for target in targets:
+            if {room(module), room(target)} == {"exchange"} and "." in target.partition(".")[2]:
+                assert floor[target.rpartition(".")[2]] < floor[module.rpartition(".")[2]], f"{module} imports {target}"
+
+
+def test_the_core_and_the_driver_are_behind_one_module_each():
+    users = {module for module, path in MODULES.items() if any(n.split(".")[0] == "ctypes" for n in imports(path))}
+    # `operators` passes a handle of MXNet on, the self-check asks NVRTC for its version.
+    assert users == {f"gluon_syncbn.{name}" for name in ("_native", "cuda", "cuda_libraries", "operators", "__main__")}
+
+
+def test_what_comes_before_mxnet_does_not_import_it():
+    for name in ("cuda", "cuda_libraries"):
+        roots = {imported.split(".")[0] for imported in imports(PACKAGE / f"{name}.py")}
+        assert not roots & {"mxnet", "numpy"}
