@@ -11,6 +11,7 @@ VENV ?= .venv
 PYTHON ?=
 ARGS ?=
 PY := $(VENV)/bin/python
+NATIVE := $(shell find src tests -name "*.cc" -o -name "*.h")
 
 # The user's own settings of these would mix other packages into .venv or install past it.
 unexport PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX
@@ -67,12 +68,12 @@ lint: setup-dev
 	@$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(VENV)/bin/clang-format --dry-run -Werror {gluon_syncbn/csrc,tests/cuda_emulator}/*.{cc,h}
+	$(VENV)/bin/clang-format --dry-run -Werror $(NATIVE)
 
 format: setup-dev
 	@$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
-	$(VENV)/bin/clang-format -i {gluon_syncbn/csrc,tests/cuda_emulator}/*.{cc,h}
+	$(VENV)/bin/clang-format -i $(NATIVE)
 
 bench: core
 	@$(PY) benchmarks/layers.py $(ARGS)
@@ -89,9 +90,9 @@ soak: setup-dev core
 
 clean:
 	@if [ -e "$$VENV/.made-by-make" ]; then rm -rf "$$VENV"; fi
-	rm -rf build dist *.egg-info gluon_syncbn/_core.so gluon_syncbn/.core-*
+	rm -rf build dist src/*.egg-info src/gluon_syncbn/_core.so src/gluon_syncbn/.core-*
 	rm -rf .pytest_cache .hypothesis .ruff_cache .mypy_cache
-	find gluon_syncbn tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 core: setup-run
 	@$(PY) setup.py -q build_core --inplace
@@ -176,7 +177,7 @@ endef
 setup-run:
 	@$(FUNCTIONS)
 	packages="$$PWD $$(cat requirements/build.txt requirements/run.txt | cksum)"
-	package=$$(cat setup.py pyproject.toml gluon_syncbn/_version.py | cksum)
+	package=$$(cat setup.py pyproject.toml src/gluon_syncbn/_version.py | cksum)
 	whole() {
 	    [ ! -e "$$VENV/.busy" ] && stamped packages "$$packages" && "$$VENV/bin/python" -c '' 2>/dev/null &&
 	        { [ -z "$$PYTHON" ] || stamped python "$$(identity "$$PYTHON")"; }

@@ -1,10 +1,11 @@
-"""Builds ``gluon_syncbn/csrc/*.cc`` into ``gluon_syncbn/_core.so``; the metadata is in ``pyproject.toml``.
+"""Builds ``src/gluon_syncbn/csrc`` into ``gluon_syncbn/_core.so``; the metadata is in ``pyproject.toml``.
 
 The core is a plain shared library that ctypes loads: it links neither Python nor MXNet, so one wheel
 per platform (``py3-none-linux_x86_64``) serves every Python version. ``CXX``, ``CXXFLAGS`` and
 ``LDFLAGS`` are honoured. In a checkout, ``python setup.py build_core --inplace`` rebuilds the core.
 """
 
+import hashlib
 import os
 import re
 import shlex
@@ -32,8 +33,10 @@ except ImportError:
     from distutils.command.build import build
 
 ROOT = Path(__file__).resolve().parent
-CSRC = ROOT / "gluon_syncbn" / "csrc"
-COMPILE = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
+PACKAGE = ROOT / "src" / "gluon_syncbn"
+CSRC = PACKAGE / "csrc"
+OBJECTS = ROOT / "build" / "core"  # what was compiled before, to compile only what has changed
+COMPILE = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra", f"-I{CSRC}"]
 LINK = ["-shared", "-fopenmp"]
 
 INSTALL_COMPILER = "apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++ (Fedora, RHEL)"
@@ -42,7 +45,7 @@ INSTALL_OPENMP = "apt-get install g++ libgomp1 (for clang: libomp-dev) or dnf in
 
 def version():
     """``__version__`` from ``_version.py``, without importing the package (which needs MXNet)."""
-    text = (ROOT / "gluon_syncbn" / "_version.py").read_text(encoding="utf-8")
+    text = (PACKAGE / "_version.py").read_text(encoding="utf-8")
     return re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE).group(1)
 
 
@@ -80,7 +83,7 @@ def diagnose(cxx, output):
     if header and header.group(1) != "omp.h":
         lost = header.group(1)
         if re.search(r'#\s*include\s*"' + re.escape(lost), output):
-            return f"gluon_syncbn/csrc/{lost} is missing: the sources are incomplete, fetch them again"
+            return f"src/gluon_syncbn/csrc/{lost} is missing: the sources are incomplete, fetch them again"
         return f"the C++ header <{lost}> is missing; install the compiler with its headers: {INSTALL_COMPILER}"
     openmp = "#include <omp.h>\nint main() { return omp_get_max_threads() == 0; }\n"
     with tempfile.TemporaryDirectory() as scratch:
@@ -90,50 +93,81 @@ def diagnose(cxx, output):
     return None
 
 
+def sources(pattern):
+    return sorted(path for path in CSRC.rglob(pattern) if path.is_file())
+
+
 def newest(paths):
     return max(path.stat().st_mtime_ns for path in paths)
 
 
+def is_fresh(compiled, dependencies):
+    """Whether it was made after all that it depends on, which a file of the compiler's lists as in a Makefile."""
+    if not compiled.exists() or not dependencies.exists():
+        return False
+    listed = dependencies.read_text().replace("\\\n", " ").partition(":")[2].split()
+    paths = [Path(name) for name in listed]
+    return all(path.exists() for path in paths) and newest(paths) <= compiled.stat().st_mtime_ns
+
+
 def compile_core(target, force=False):
-    """Compiles csrc into ``target``, unless that is newer than every source (``force``: anyway)."""
-    sources = sorted(CSRC.glob("*.cc"))
-    if not sources:
-        fail("gluon_syncbn/csrc holds no .cc file: the sources are incomplete, fetch them again")
-    inputs = [path for path in CSRC.iterdir() if path.is_file()] + [ROOT / "setup.py"]
-    if not force and target.exists() and target.stat().st_mtime_ns >= newest(inputs):
+    """Compiles csrc into ``target``, unless that is newer than every source (``force``: anyway); of the sources only
+    those that are newer than what was made of them with the same compiler and options."""
+    if not sources("*.cc"):
+        fail("src/gluon_syncbn/csrc holds no .cc file: the sources are incomplete, fetch them again")
+    if not force and target.exists() and target.stat().st_mtime_ns >= newest([*sources("*"), ROOT / "setup.py"]):
         return
     cxx = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if shutil.which(cxx[0]) is None:
         fail(f"no C++ compiler: '{cxx[0]}' is not on PATH; install one: {INSTALL_COMPILER}, or set CXX")
     flags = COMPILE + shlex.split(os.environ.get("CXXFLAGS", ""))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that the last step is a rename: a process that has the old core mapped
-    # keeps it, and an interrupted build leaves no half-written one.
-    with tempfile.TemporaryDirectory(prefix=".core-", dir=str(target.parent)) as scratch:
-        objects = [os.path.join(scratch, source.stem + ".o") for source in sources]
-        commands = [[*cxx, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects)]
-        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            results = list(pool.map(run, commands))
-        library = os.path.join(scratch, target.name)
-        if all(ok for ok, _ in results):
-            link = [*cxx, *flags, *LINK, *objects, "-o", library, *shlex.split(os.environ.get("LDFLAGS", ""))]
-            results.append(run(link))
-        output = "".join(text for _, text in results)
-        if not all(ok for ok, _ in results):
-            reason = diagnose(cxx, output)
-            if reason is None:
-                print(output, flush=True)
-                reason = f"the native core did not compile with '{' '.join(cxx)}'; its messages are above"
-            fail(reason)
-        if output:
-            print(output, flush=True)  # the compiler's warnings
-        os.replace(library, str(target))
+    version = run([*cxx, "--version"])[1]
+    objects = OBJECTS / hashlib.sha256(repr((cxx, version, flags)).encode()).hexdigest()[:16]
+    made = {}
+    commands = []
+    for source in sources("*.cc"):
+        made[source] = objects / source.relative_to(CSRC).with_suffix(".o")
+        dependencies = made[source].with_suffix(".d")
+        if force or not is_fresh(made[source], dependencies):
+            made[source].parent.mkdir(parents=True, exist_ok=True)
+            unfinished = f"{made[source]}.{os.getpid()}"  # another build may be at it, or an interrupt come
+            compile_it = [*cxx, *flags, "-MMD", "-MF", str(dependencies), "-c", str(source), "-o", unfinished]
+            commands.append((compile_it, unfinished, made[source]))
+
+    def compile_one(job):
+        command, unfinished, done = job
+        ok, text = run(command)
+        if ok:
+            os.replace(unfinished, str(done))
+        return ok, text
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        results = list(pool.map(compile_one, commands))
+    if all(ok for ok, _ in results):
+        # Beside the target, so that the last step is a rename: a process that has the old core mapped
+        # keeps it, and an interrupted build leaves no half-written one.
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".core-", dir=str(target.parent)) as scratch:
+            library = os.path.join(scratch, target.name)
+            link = [*cxx, *flags, *LINK, *map(str, made.values()), "-o", library]
+            results.append(run([*link, *shlex.split(os.environ.get("LDFLAGS", ""))]))
+            if results[-1][0]:
+                os.replace(library, str(target))
+    output = "".join(text for _, text in results)
+    if not all(ok for ok, _ in results):
+        reason = diagnose(cxx, output)
+        if reason is None:
+            print(output, flush=True)
+            reason = f"the native core did not compile with '{' '.join(cxx)}'; its messages are above"
+        fail(reason)
+    if output:
+        print(output, flush=True)  # the compiler's warnings
 
 
 class BuildCore(Command):
     """``build_core``: the native core, into the build folder or, with --inplace, beside its sources."""
 
-    description = "compile gluon_syncbn/csrc into gluon_syncbn/_core.so"
+    description = "compile src/gluon_syncbn/csrc into gluon_syncbn/_core.so"
     user_options = [
         ("inplace", "i", "put the library into the source tree"),
         ("force", "f", "compile even when the library is newer than its sources"),
@@ -151,7 +185,7 @@ class BuildCore(Command):
 
     def target(self):
         in_tree = self.inplace or self.editable_mode
-        return (ROOT if in_tree else Path(self.build_lib)) / "gluon_syncbn" / "_core.so"
+        return (PACKAGE if in_tree else Path(self.build_lib) / "gluon_syncbn") / "_core.so"
 
     def run(self):
         compile_core(self.target(), bool(self.force))
@@ -159,7 +193,7 @@ class BuildCore(Command):
     # What setuptools asks of a part of `build`:
 
     def get_source_files(self):
-        return [str(path.relative_to(ROOT)) for path in sorted(CSRC.iterdir()) if path.is_file()]
+        return [str(path.relative_to(ROOT)) for path in sources("*")]
 
     def get_outputs(self):
         return [str(Path(self.build_lib) / "gluon_syncbn" / "_core.so")]
@@ -183,7 +217,7 @@ class Develop(develop):
     """``setup.py develop`` and ``pip install -e`` with setuptools before 64, which skip `build`."""
 
     def run(self):
-        compile_core(ROOT / "gluon_syncbn" / "_core.so")
+        compile_core(PACKAGE / "_core.so")
         super().run()
 
 
@@ -210,8 +244,9 @@ if bdist_wheel is not None:
 setup(
     version=version(),
     license="Apache-2.0",
+    package_dir={"": "src"},
     packages=["gluon_syncbn", "gluon_syncbn.exchange"],
-    package_data={"gluon_syncbn": ["py.typed", "csrc/*", "kernels.cu"]},
+    package_data={"gluon_syncbn": ["py.typed", "csrc/*", "csrc/*/*"]},
     include_package_data=False,
     cmdclass=commands,
     distclass=CoreDistribution,

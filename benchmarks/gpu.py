@@ -28,7 +28,7 @@ SHAPES = [
     (16, 2048, 60, 60),
 ]
 CASES = [("NCHW", "float32"), ("NCHW", "float16"), ("NHWC", "float32"), ("NHWC", "float16")]
-PACKAGE = Path(__file__).resolve().parents[1] / "gluon_syncbn"
+PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gluon_syncbn"
 BLOCK = 256
 
 # Passes over the tensor that each kernel makes; a copy makes two.
@@ -202,7 +202,7 @@ def main(arguments: Sequence[str]) -> int:
         print("PyTorch is not installed: the columns that compare with it stay empty", file=sys.stderr)
     if torch is not None and not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py: PyTorch is installed but finds no CUDA GPU; install its CUDA build, or remove it")
-    module = cupy.RawModule(code=(PACKAGE / "kernels.cu").read_text(), options=("--std=c++14",), backend="nvrtc")
+    module = cupy.RawModule(code=(PACKAGE / "csrc" / "cuda" / "kernels.cu").read_text(), options=("--std=c++14",), backend="nvrtc")
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     env = {
         **_results.occasion(["benchmarks/gpu.py", *arguments]),

@@ -21,7 +21,7 @@ import _measuring
 import _results
 
 PROCESSES = [8, 16, 32, 64, 128, 256, 512, 1024]
-FEW, SMALL = 8, 1 << 18  # as in gluon_syncbn/exchange/mpi.py
+FEW, SMALL = 8, 1 << 18  # as in src/gluon_syncbn/exchange/mpi.py
 
 
 def main(arguments: Sequence[str]) -> int:

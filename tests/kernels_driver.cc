@@ -1,6 +1,6 @@
 // The four kernels and the half conversions behind C names, for tests/test_kernels.py.
-#include "half.h"
-#include "kernels.h"
+#include "cpu/half.h"
+#include "cpu/kernels.h"
 
 using syncbn::Shape;
 using syncbn::Type;
@@ -10,8 +10,8 @@ void moments(const void* x, int type, int64_t outer, int64_t channels, int64_t i
              double* m2) {
     syncbn::cpu::moments(x, Type(type), Shape{outer, channels, inner}, threads, mean, m2);
 }
-void normalise(const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads,
-               const double* mean, const double* scale, const double* shift, void* y, int add) {
+void normalise(const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads, const double* mean,
+               const double* scale, const double* shift, void* y, int add) {
     syncbn::cpu::normalise(x, Type(type), Shape{outer, channels, inner}, threads, mean, scale, shift, y, add != 0);
 }
 void grad_sums(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads,

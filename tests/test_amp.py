@@ -34,7 +34,7 @@ def run(program):
     done = subprocess.run(
         [sys.executable, "-c", HEAD + program],
         cwd=str(HERE),
-        env=dict(os.environ, PYTHONPATH=f"{HERE}:{HERE.parent}"),
+        env=dict(os.environ, PYTHONPATH=f"{HERE}:{HERE.parent}/src"),
         capture_output=True,
         text=True,
         timeout=200,

@@ -6,12 +6,12 @@ from pathlib import Path
 import gluon_syncbn
 
 PACKAGE = Path(gluon_syncbn.__file__).parent
-ROOT = PACKAGE.parent
+SOURCE = PACKAGE.parent
 
 
 def imports(path):
     """Absolute dotted names of everything that a module of the package imports, wherever in the file."""
-    parents = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    parents = path.relative_to(SOURCE).with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -24,7 +24,7 @@ def imports(path):
 
 
 def module_name(path):
-    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    name = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
     return name[: -len(".__init__")] if name.endswith(".__init__") else name
 
 

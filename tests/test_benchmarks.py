@@ -21,7 +21,7 @@ MEDIAN_AND_RANGE = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
 
 
 def run(name, *arguments):
-    path = os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(FOLDER.parent / "src"), os.environ.get("PYTHONPATH")]))
     ran = subprocess.run(
         [sys.executable, str(FOLDER / f"{name}.py"), *map(str, arguments)],
         capture_output=True,

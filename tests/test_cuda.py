@@ -28,7 +28,7 @@ def build_driver(folder):
 
 def ask(driver, program, **environment):
     """What the program prints; `cuda` is the module, without the package, which would import MXNet."""
-    head = f"import sys; sys.path.insert(0, {str(HERE.parent / 'gluon_syncbn')!r}); import cuda\n"
+    head = f"import sys; sys.path.insert(0, {str(HERE.parent / 'src' / 'gluon_syncbn')!r}); import cuda\n"
     done = subprocess.run(
         [sys.executable, "-c", head + program],
         env=dict(os.environ, LD_LIBRARY_PATH=str(driver), **environment),

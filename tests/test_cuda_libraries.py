@@ -72,7 +72,7 @@ def machine(whole, tmp_path):
 
 
 def run(machine, program="import gluon_syncbn", **environment):
-    environment = {"PYTHONPATH": f"{machine}/site:{ROOT}", "LD_LIBRARY_PATH": f"{machine}/driver", **environment}
+    environment = {"PYTHONPATH": f"{machine}/site:{ROOT}/src", "LD_LIBRARY_PATH": f"{machine}/driver", **environment}
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=str(machine),
@@ -97,7 +97,7 @@ def test_a_library_that_the_loader_finds_is_left_alone(machine):
     shutil.copy(str(machine / "site" / "nvidia" / "nccl" / "lib" / "libnccl.so.2"), str(own))
     program = f"""
 import importlib.util, sys
-spec = importlib.util.spec_from_file_location("libraries", {str(ROOT / "gluon_syncbn" / "cuda_libraries.py")!r})
+spec = importlib.util.spec_from_file_location("libraries", {str(ROOT / "src" / "gluon_syncbn" / "cuda_libraries.py")!r})
 libraries = sys.modules["libraries"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(libraries)
 libraries.load()
@@ -145,7 +145,7 @@ def test_a_broken_library_keeps_the_loaders_words(machine):
 def test_a_cpu_build_loads_nothing_and_costs_nothing():
     program = f"""
 import importlib.util, sys, time
-spec = importlib.util.spec_from_file_location("libraries", {str(ROOT / "gluon_syncbn" / "cuda_libraries.py")!r})
+spec = importlib.util.spec_from_file_location("libraries", {str(ROOT / "src" / "gluon_syncbn" / "cuda_libraries.py")!r})
 libraries = sys.modules["libraries"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(libraries)
 mapped = lambda: {{line.split(maxsplit=5)[-1] for line in open("/proc/self/maps") if ".so" in line}}
@@ -163,7 +163,7 @@ print(mapped() == before, "mxnet" in sys.modules, min(times) < 0.005)
 def test_needed_is_what_readelf_says():
     if shutil.which("readelf") is None:
         pytest.skip("needs readelf (apt-get install binutils)")
-    core = ROOT / "gluon_syncbn" / "_core.so"
+    core = ROOT / "src" / "gluon_syncbn" / "_core.so"
     assert cuda_libraries.needed(core) == readelf(core)
     assert cuda_libraries.needed(ROOT / "setup.py") == []
 
@@ -232,7 +232,7 @@ for library in cuda_libraries.loaded():
     print(*library)
 print(mxnet.runtime.Features())
 """
-    environment = {"PYTHONPATH": f"{ROOT}:{packages}", "LD_LIBRARY_PATH": str(tmp_path)}
+    environment = {"PYTHONPATH": f"{ROOT}/src:{packages}", "LD_LIBRARY_PATH": str(tmp_path)}
     assert run(tmp_path, "import mxnet", **environment).splitlines()[-1].startswith("OSError: lib")
     said = run(tmp_path, program, **environment)
     for soname, folder in FOLDERS.items():
@@ -246,9 +246,9 @@ print(mxnet.runtime.Features())
 def test_the_real_run_time_compiler_takes_the_kernels(packages):
     """It needs no GPU. What it makes is in PTX 7.8, which drivers from 520 on load."""
     nvrtc = ctypes.CDLL(str(packages / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.11.2"))
-    source = (ROOT / "gluon_syncbn" / "kernels.cu").read_bytes()
+    source = (ROOT / "src" / "gluon_syncbn" / "csrc" / "cuda" / "kernels.cu").read_bytes()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    # As csrc/cuda_module.cc asks for it.
+    # As csrc/cuda/module.cc asks for it.
     options = (ctypes.c_char_p * 2)(b"--gpu-architecture=compute_50", b"--std=c++14")
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
     status = nvrtc.nvrtcCompileProgram(program, 2, options)

@@ -53,7 +53,7 @@ class Job:
         self.codes = [None] * processes
         with tempfile.TemporaryDirectory() as reports, contextlib.ExitStack() as stack:
             own = {
-                "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
+                "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")]),
                 "OMP_NUM_THREADS": "1",
                 "MPI_WORKER_REPORTS": reports,
                 "GLUON_SYNCBN_TEST_TRANSPORT": "horovod",
@@ -137,7 +137,7 @@ def test_with_horovod(scenario):
 def test_horovodrun():
     command = [str(BIN / "horovodrun"), "-np", "2", sys.executable, str(HERE / "mpi_worker.py")]
     own = {
-        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")]),
         "GLUON_SYNCBN_TEST_TRANSPORT": "horovod",
         "OMP_NUM_THREADS": "1",
         "PATH": f"{BIN}:{os.environ['PATH']}",

@@ -15,7 +15,7 @@ import pytest
 
 from gluon_syncbn import _native
 
-SOURCE = Path(__file__).parent.parent / "gluon_syncbn" / "kernels.cu"
+SOURCE = Path(__file__).parent.parent / "src" / "gluon_syncbn" / "csrc" / "cuda" / "kernels.cu"
 BLOCK = 256
 TOLERANCE = {"float16": 1e-3, "float32": 2e-6, "float64": 1e-13}  # of what is rounded to the data's type
 SUMS = {"float16": 2e-6, "float32": 2e-6, "float64": 1e-12}  # of what is added up in float32 and merged in float64
@@ -103,7 +103,7 @@ def gpu(request):
 
 
 class Plan(NamedTuple):
-    """The grids that the layer launches in; see csrc/cuda_plan.h."""
+    """The grids that the layer launches in; see csrc/cuda/plan.h."""
 
     tiles: int
     slots: int
@@ -342,7 +342,7 @@ def test_large_tensors(gpu, shape, dtype):
 
 def test_the_benchmark_runs(tmp_path):
     Cupy()
-    script = SOURCE.parents[1] / "benchmarks" / "gpu.py"
+    script = SOURCE.parents[4] / "benchmarks" / "gpu.py"
     ran = subprocess.run(
         [sys.executable, str(script), "--quick", "--out", str(tmp_path)],
         capture_output=True, text=True, timeout=100, check=False,

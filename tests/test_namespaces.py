@@ -97,7 +97,7 @@ class Hosts:
             command += ["--network-interfaces", "eth0"]
         own = {
             "PATH": os.pathsep.join([str(self.folder), str(BIN), os.environ["PATH"]]),
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)]),
+            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")]),
             "OMP_NUM_THREADS": "1",
             "UCX_NET_DEVICES": "eth0",  # for MPICH's messages; its option -iface is not
             "MPI_WORKER_REPORTS": str(self.folder),

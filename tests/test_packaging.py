@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "gluon_syncbn"
-SOURCES = sorted(path.name for path in (PACKAGE / "csrc").iterdir() if path.suffix in (".cc", ".h", ".cu"))
+PACKAGE = ROOT / "src" / "gluon_syncbn"
+SOURCES = sorted(
+    path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*") if path.suffix in (".cc", ".h", ".cu")
+)
 
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs the source tree")
 
@@ -51,7 +53,7 @@ def copy_tree(target):
     ):
         shutil.copy2(str(ROOT / name), str(target))
     ignore = shutil.ignore_patterns("*.so", "__pycache__", ".core-*")
-    shutil.copytree(str(PACKAGE), str(target / "gluon_syncbn"), ignore=ignore)
+    shutil.copytree(str(PACKAGE), str(target / "src" / "gluon_syncbn"), ignore=ignore)
     shutil.copytree(str(ROOT / "requirements"), str(target / "requirements"))
     return target
 
@@ -91,7 +93,7 @@ def test_sdist_holds_the_native_sources_and_nothing_built(sdist):
     with tarfile.open(str(sdist)) as archive:
         names = [name.split("/", 1)[-1] for name in archive.getnames()]
     for source in SOURCES:
-        assert f"gluon_syncbn/csrc/{source}" in names
+        assert f"src/gluon_syncbn/{source}" in names
     for needed in ("pyproject.toml", "LICENSE", "README.md", "Makefile", "requirements/run.txt"):
         assert needed in names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
@@ -104,10 +106,19 @@ def test_wheel_serves_any_python_of_one_platform(wheel):
         (metadata,) = [name for name in names if name.endswith(".dist-info/WHEEL")]
         # Otherwise it would be installed where packages for any platform go.
         assert "Root-Is-Purelib: false" in archive.read(metadata).decode()
-    assert {"gluon_syncbn/_core.so", "gluon_syncbn/kernels.cu"} <= set(names)
+    assert {"gluon_syncbn/_core.so", "gluon_syncbn/csrc/cuda/kernels.cu"} <= set(names)
     assert "gluon_syncbn/py.typed" in names
-    modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
+    modules = {path.relative_to(PACKAGE.parent).as_posix() for path in PACKAGE.rglob("*.py")}
     assert modules <= set(names)
+
+
+def test_what_is_installed_serves_in_the_checkout_too(wheel, tree, tmp_path):
+    """A checkout that is not built does not stand before the package that was installed from it."""
+    with zipfile.ZipFile(str(wheel)) as archive:
+        archive.extractall(str(tmp_path / "site"))
+    status, output = run([sys.executable, "-W", "ignore", "-m", "gluon_syncbn"], tree, PYTHONPATH=tmp_path / "site")
+    assert status == 0, output
+    assert f"{tmp_path}/site/gluon_syncbn/_core.so" in output
 
 
 def test_wheel_metadata_names_mxnet_in_extras_only(wheel):
@@ -186,32 +197,34 @@ def test_no_standard_headers(tree, tmp_path):
 
 def test_old_compiler(tree, tmp_path):
     compiler = script(tmp_path / "cxx", 'exec g++ "${@/-std=c++17/-std=c++11}"\n')
-    (tree / "gluon_syncbn" / "csrc" / "needs_cxx17.cc").write_text("namespace a::b { inline int c; }\n#error old\n")
+    (tree / "src" / "gluon_syncbn" / "csrc" / "needs_cxx17.cc").write_text(
+        "namespace a::b { inline int c; }\n#error old\n"
+    )
     status, output = build_core(tree, CXX=compiler)
     assert status == 1
     assert "g++ 8 or later is needed" in only_line(output)
 
 
 def test_incomplete_sources(tree):
-    for path in (tree / "gluon_syncbn" / "csrc").glob("*.cc"):
+    for path in (tree / "src" / "gluon_syncbn" / "csrc").rglob("*.cc"):
         path.unlink()
     status, output = build_core(tree)
     assert status == 1
     assert "holds no .cc file" in only_line(output)
 
-    (tree / "gluon_syncbn" / "csrc" / "alone.cc").write_text('#include "lost.h"\n')
+    (tree / "src" / "gluon_syncbn" / "csrc" / "alone.cc").write_text('#include "lost.h"\n')
     status, output = build_core(tree)
     assert status == 1
-    assert "gluon_syncbn/csrc/lost.h is missing" in only_line(output)
+    assert "src/gluon_syncbn/csrc/lost.h is missing" in only_line(output)
 
 
 def test_rebuilds_only_what_is_newer_and_leaves_no_half_written_core(tree):
-    csrc = tree / "gluon_syncbn" / "csrc"
+    csrc = tree / "src" / "gluon_syncbn" / "csrc"
     shutil.rmtree(str(csrc))
     csrc.mkdir()
     source = csrc / "small.cc"
     source.write_text('extern "C" int answer() { return 42; }\n')
-    core = tree / "gluon_syncbn" / "_core.so"
+    core = tree / "src" / "gluon_syncbn" / "_core.so"
     assert build_core(tree)[0] == 0
     first = core.stat()
     assert build_core(tree)[0] == 0
@@ -243,7 +256,7 @@ except ImportError as error:
 
 
 def test_no_mxnet(tmp_path):
-    status, output = run([sys.executable, "-c", IMPORT_WITHOUT_MXNET], tmp_path, PYTHONPATH=ROOT)
+    status, output = run([sys.executable, "-c", IMPORT_WITHOUT_MXNET], tmp_path, PYTHONPATH=PACKAGE.parent)
     assert status == 0, output
     assert "pip install gluon_syncbn[cpu]" in output.replace("'", "").replace('"', "")
     assert "[cu112]" in output

@@ -1,4 +1,4 @@
-#include "statistics.h"
+#include "pooling/statistics.h"
 
 namespace syncbn {
 

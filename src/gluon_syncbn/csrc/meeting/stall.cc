@@ -1,4 +1,4 @@
-#include "stall.h"
+#include "meeting/stall.h"
 
 #include <csignal>
 #include <ctime>

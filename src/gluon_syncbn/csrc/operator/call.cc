@@ -1,4 +1,4 @@
-#include "call.h"
+#include "operator/call.h"
 
 #include <omp.h>
 

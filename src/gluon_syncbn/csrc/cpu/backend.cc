@@ -4,10 +4,10 @@
 #include <cstring>
 
 #include "backend.h"
-#include "half.h"
-#include "kernels.h"
+#include "cpu/half.h"
+#include "cpu/kernels.h"
+#include "meeting/process.h"
 #include "mxnet_api.h"
-#include "process.h"
 
 namespace syncbn {
 namespace {

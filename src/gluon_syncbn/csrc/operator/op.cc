@@ -6,7 +6,7 @@
 // Several replicas per context (`lanes` > 1) would then wait for each other inside that queue. So there a call is two
 // operators: one meets, takes its seat when it is issued, and hands the batch's statistics to one that writes the running
 // statistics and waits for nobody; of the replicas of a context, one hands over something.
-#include "op.h"
+#include "operator/op.h"
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -20,7 +20,7 @@
 #include <mutex>
 #include <thread>
 
-#include "call.h"
+#include "operator/call.h"
 
 namespace syncbn {
 namespace {

@@ -129,7 +129,7 @@ def register() -> None:
     """Registers the operator ``gluon_syncbn`` with the MXNet library that Python has loaded."""
     pointers = [ctypes.cast(getattr(_mxnet, name), ctypes.c_void_p).value for name in _FUNCTIONS]
     check_call(_core.syncbn_register((ctypes.c_void_p * len(pointers))(*pointers), len(pointers)))
-    _core.syncbn_cuda_source(os.fsencode(_PATH.with_name("kernels.cu")))
+    _core.syncbn_cuda_source(os.fsencode(_PATH.parent / "csrc" / "cuda" / "kernels.cu"))
 
 
 def layer_create(name: str, mode: int, slots: int, group: int) -> int:

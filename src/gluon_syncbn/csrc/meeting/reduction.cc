@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "rendezvous.h"
+#include "meeting/rendezvous.h"
 
 namespace syncbn {
 

@@ -2,7 +2,7 @@
 // Statistics are float64 whatever the data is; results do not depend on `threads`.
 #pragma once
 
-#include "params.h"
+#include "types.h"
 
 namespace syncbn {
 namespace cpu {

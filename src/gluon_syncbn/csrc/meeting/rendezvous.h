@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "params.h"
-#include "permutation.h"
-#include "process.h"
-#include "statistics.h"
+#include "meeting/process.h"
+#include "pooling/permutation.h"
+#include "pooling/statistics.h"
+#include "types.h"
 
 namespace syncbn {
 

@@ -1,6 +1,6 @@
 #include "backend.h"
 
-#include "process.h"
+#include "meeting/process.h"
 
 namespace syncbn {
 

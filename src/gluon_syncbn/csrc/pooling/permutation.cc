@@ -1,5 +1,5 @@
 // splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-#include "permutation.h"
+#include "pooling/permutation.h"
 
 #include <numeric>
 #include <utility>

@@ -4,8 +4,8 @@
 #include <memory>
 
 #include "backend.h"
-#include "cuda_module.h"
-#include "cuda_plan.h"
+#include "cuda/module.h"
+#include "cuda/plan.h"
 
 namespace syncbn {
 namespace {

@@ -5,13 +5,13 @@
 #include <string>
 #include <vector>
 
-#include "cuda_module.h"
-#include "cuda_plan.h"
-#include "kernels.h"
+#include "cpu/kernels.h"
+#include "cuda/module.h"
+#include "cuda/plan.h"
+#include "meeting/rendezvous.h"
+#include "meeting/stall.h"
 #include "mxnet_api.h"
-#include "op.h"
-#include "rendezvous.h"
-#include "stall.h"
+#include "operator/op.h"
 
 #define SYNCBN_API extern "C" __attribute__((visibility("default")))
 

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "mxnet_api.h"
-#include "params.h"
+#include "types.h"
 
 namespace syncbn {
 namespace cuda {

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "params.h"
-#include "statistics.h"
+#include "pooling/statistics.h"
+#include "types.h"
 
 namespace syncbn {
 

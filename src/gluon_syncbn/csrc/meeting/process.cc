@@ -1,11 +1,11 @@
-#include "process.h"
+#include "meeting/process.h"
 
 #include <new>
 #include <random>
 #include <sstream>
 
-#include "rendezvous.h"
-#include "stall.h"
+#include "meeting/rendezvous.h"
+#include "meeting/stall.h"
 
 namespace syncbn {
 

@@ -7,13 +7,13 @@
 // Leaves are compiled for several instruction sets and chosen at load time. They take no thread and no lock;
 // OpenMP stays outside, because an outlined parallel region would lose the clone's instruction set.
 // Sums run in fixed lanes over fixed blocks, so the bits depend on neither alignment nor thread count.
-#include "kernels.h"
+#include "cpu/kernels.h"
 
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
-#include "half.h"
+#include "cpu/half.h"
 
 #if defined(SYNCBN_CLONES)  // a test compiles one instruction set alone
 #elif defined(__x86_64__) && defined(__gnu_linux__)

@@ -10,7 +10,7 @@
 // A wait ends in one of three ways: the total (4), a failure of any replica of the process (5), or a failure
 // that the waiter itself declares: time is up, the process was asked to end, or its queue is stuck (6).
 // After a failure nothing is exchanged until `reset`: no total is ever made from a step that is half gone.
-#include "rendezvous.h"
+#include "meeting/rendezvous.h"
 
 #include <algorithm>
 #include <chrono>
@@ -18,7 +18,7 @@
 #include <cstring>
 #include <sstream>
 
-#include "stall.h"
+#include "meeting/stall.h"
 
 namespace syncbn {
 namespace {

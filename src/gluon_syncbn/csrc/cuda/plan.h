@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda_module.h"
-#include "params.h"
+#include "cuda/module.h"
+#include "types.h"
 
 namespace syncbn {
 namespace cuda {

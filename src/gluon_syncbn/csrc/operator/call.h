@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "backend.h"
+#include "meeting/rendezvous.h"
 #include "mxnet_api.h"
-#include "rendezvous.h"
 
 namespace syncbn {
 

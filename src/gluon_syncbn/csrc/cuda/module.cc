@@ -1,4 +1,4 @@
-#include "cuda_module.h"
+#include "cuda/module.h"
 
 #include <dlfcn.h>
 
@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "process.h"
+#include "meeting/process.h"
 
 namespace syncbn {
 namespace cuda {

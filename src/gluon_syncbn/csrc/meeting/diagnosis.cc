@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <sstream>
 
-#include "rendezvous.h"
+#include "meeting/rendezvous.h"
 
 namespace syncbn {
 namespace {
