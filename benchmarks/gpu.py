@@ -202,7 +202,9 @@ def main(arguments: Sequence[str]) -> int:
         print("PyTorch is not installed: the columns that compare with it stay empty", file=sys.stderr)
     if torch is not None and not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py: PyTorch is installed but finds no CUDA GPU; install its CUDA build, or remove it")
-    module = cupy.RawModule(code=(PACKAGE / "csrc" / "cuda" / "kernels.cu").read_text(), options=("--std=c++14",), backend="nvrtc")
+    module = cupy.RawModule(
+        code=(PACKAGE / "csrc" / "cuda" / "kernels.cu").read_text(), options=("--std=c++14",), backend="nvrtc"
+    )
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     env = {
         **_results.occasion(["benchmarks/gpu.py", *arguments]),

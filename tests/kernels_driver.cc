@@ -4,26 +4,28 @@
 
 using syncbn::Shape;
 using syncbn::Type;
+using syncbn::cpu::Work;
 
 extern "C" {
 void moments(const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads, double* mean,
              double* m2) {
-    syncbn::cpu::moments(x, Type(type), Shape{outer, channels, inner}, threads, mean, m2);
+    syncbn::cpu::moments(Work{Type(type), Shape{outer, channels, inner}, threads}, x, mean, m2);
 }
 void normalise(const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads, const double* mean,
                const double* scale, const double* shift, void* y, int add) {
-    syncbn::cpu::normalise(x, Type(type), Shape{outer, channels, inner}, threads, mean, scale, shift, y, add != 0);
+    syncbn::cpu::normalise(Work{Type(type), Shape{outer, channels, inner}, threads}, x, {mean, scale, shift, add != 0},
+                           y);
 }
 void grad_sums(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads,
                const double* mean, const double* invstd, double* sum_dy, double* sum_dy_xhat) {
-    syncbn::cpu::grad_sums(dy, x, Type(type), Shape{outer, channels, inner}, threads, mean, invstd, sum_dy,
+    syncbn::cpu::grad_sums(Work{Type(type), Shape{outer, channels, inner}, threads}, dy, x, mean, invstd, sum_dy,
                            sum_dy_xhat);
 }
 void grad_input(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads,
                 const double* mean, const double* scale, const double* mean_dy, const double* slope, void* dx,
                 int add) {
-    syncbn::cpu::grad_input(dy, x, Type(type), Shape{outer, channels, inner}, threads, mean, scale, mean_dy, slope, dx,
-                            add != 0);
+    syncbn::cpu::grad_input(Work{Type(type), Shape{outer, channels, inner}, threads}, dy, x,
+                            {mean, scale, mean_dy, slope, add != 0}, dx);
 }
 void to_half(const float* values, int64_t n, uint16_t* out) {
     for (int64_t i = 0; i < n; ++i) out[i] = syncbn::float_to_half(values[i]);

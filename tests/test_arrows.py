@@ -49,7 +49,7 @@ def arrows():
 FLOORS = [
     {"_version", "arguments", "cuda_libraries", "environment", "operators", "reference"},
     {"_native", "cuda"},
-    {"exchange"},
+    {"exchange", "logs"},
     {"session"},
     {"replicas", "steps"},
     {"devices", "lifetime", "op", "patches", "shuffle"},

@@ -400,7 +400,12 @@ def test_devices_and_a_call_on_another_one(contexts, rng):
     with gluon_syncbn.devices(contexts[:2]):
         with autograd.record():
             ys = [layer(x) for x in xs]
-        assert_explains(released(ys[2]), layer, "called on cpu(2)", "devices(...) lets only cpu(0), cpu(1) take part")
+        assert_explains(
+            released(ys[2]),
+            layer,
+            "on cpu(2): the layer was called here",
+            "devices(...) lets only cpu(0), cpu(1) take part",
+        )
         steps.drain()  # the others heard of it too, or had met before
     align(layer, contexts[0])
     assert_next_step_is_right(layer, contexts[:3], rng)

@@ -313,7 +313,7 @@ def test_parameters(gpu):
     for dtype in ("float32", "float64"):
         old, batch = random.randn(2, 300).astype(dtype), random.rand(2, 300)
         mean, var = gpu.upload(old[0]), gpu.upload(old[1] ** 2)
-        gpu.launch(f"track_{dtype}", (2, 1, 1), gpu.upload(batch), np.float64(0.7), mean, var, np.int64(300))
+        gpu.launch(f"update_running_{dtype}", (2, 1, 1), gpu.upload(batch), np.float64(0.7), mean, var, np.int64(300))
         np.testing.assert_allclose(gpu.download(mean), 0.7 * old[0] + 0.3 * batch[0], rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(gpu.download(var), 0.7 * old[1] ** 2 + 0.3 * batch[1], rtol=1e-6, atol=1e-6)
 
@@ -324,7 +324,7 @@ def test_parameters(gpu):
 
         for add in (0, 1):
             out = gpu.upload(old[0])
-            gpu.launch(f"give_{dtype}", (2, 1, 1), gpu.upload(batch[0]), out, np.int32(add), np.int64(300))
+            gpu.launch(f"write_{dtype}", (2, 1, 1), gpu.upload(batch[0]), out, np.int32(add), np.int64(300))
             np.testing.assert_allclose(gpu.download(out), batch[0] + add * old[0], rtol=1e-6, atol=1e-6)
     for dtype, value in (("float16", np.nan), ("float32", 2.5), ("float64", -1.0)):
         out = gpu.empty(300, dtype)

@@ -17,6 +17,7 @@ except AttributeError as error:  # mxnet 1.9.1 uses numpy.bool, which numpy 1.24
     raise ImportError(f"MXNet 1.9 cannot be imported ({error}): `pip install 'numpy<1.24'`") from error
 
 from . import lifetime as _lifetime
+from . import logs as _logs
 from . import patches as _patches
 from .convert import convert, revert
 from .devices import cpu_devices, devices
@@ -25,6 +26,7 @@ from .session import configure, kvstore
 from .shuffle import SampleShuffle, ShuffledBatch, ShuffleSampler, shuffle_shards, split_and_load
 from .steps import reset
 
+_logs.start()
 _patches.install()
 _lifetime.watch()
 

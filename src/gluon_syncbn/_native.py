@@ -9,7 +9,7 @@ import ctypes
 import os
 import weakref
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from mxnet.base import _LIB as _mxnet
@@ -69,7 +69,7 @@ def _load() -> ctypes.CDLL:
         "contexts_are_shared": (ctypes.c_int, []),
         "layer_drop": (None, [ctypes.c_int64]),
         "layer_token": (ctypes.c_char_p, [ctypes.c_int64]),
-        "layer_replicas": (None, [ctypes.c_int64, ctypes.c_int64, names, ctypes.c_int64]),
+        "layer_place": (None, [ctypes.c_int64, ctypes.c_int64, names, ctypes.c_int64]),
         "layer_timeout": (None, [ctypes.c_int64, ctypes.c_double]),
         "layer_reach": (None, [ctypes.c_int64, ctypes.c_int]),
         "timeout": (None, [ctypes.c_double]),
@@ -90,6 +90,9 @@ def _load() -> ctypes.CDLL:
         "close": (None, []),
         "forking": (None, [ctypes.c_int]),
         "forked": (None, []),
+        "debug": (None, [ctypes.c_int]),
+        "next_record": (ctypes.c_int, [ctypes.c_double, ctypes.POINTER(ctypes.c_char_p)]),
+        "slowest": (ctypes.c_char_p, []),
         "instruction_set": (ctypes.c_char_p, []),
     }
     for name, (result, arguments) in signatures.items():
@@ -154,8 +157,9 @@ def layer_token(layer: int) -> str:
     return _core.syncbn_layer_token(layer).decode()
 
 
-def layer_replicas(layer: int, contexts: Sequence[str], replicas: int) -> None:
-    _core.syncbn_layer_replicas(layer, *_names(contexts), replicas)
+def layer_place(layer: int, contexts: Sequence[str], replicas: int) -> None:
+    """The contexts that hold its parameters, and how many replicas they have in all."""
+    _core.syncbn_layer_place(layer, *_names(contexts), replicas)
 
 
 def layer_timeout(layer: int, seconds: float) -> None:
@@ -261,6 +265,23 @@ def forking(inside: bool) -> None:
 def forked() -> None:
     """In the child of a fork."""
     _core.syncbn_forked()
+
+
+def debug(so: bool) -> None:
+    """Whether there is a record of every meeting."""
+    _core.syncbn_debug(so)
+
+
+def next_record(seconds: float) -> Optional[Tuple[int, str]]:
+    """What the core has to say next, within these seconds: the level, as `logging` has it, and the text."""
+    text = ctypes.c_char_p()
+    level = _core.syncbn_next_record(seconds, ctypes.byref(text))
+    return (level, text.value.decode(errors="replace")) if level and text.value is not None else None
+
+
+def slowest() -> str:
+    """Who was waited for, in all meetings of which there are records; empty where there are none."""
+    return _core.syncbn_slowest().decode(errors="replace")
 
 
 def instruction_set() -> str:

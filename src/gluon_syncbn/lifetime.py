@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 import threading
@@ -11,10 +10,9 @@ import time
 
 import mxnet as mx
 
-from . import _native, steps
+from . import _native, logs, steps
 from .session import session
 
-_log = logging.getLogger("gluon_syncbn")
 _pid = os.getpid()
 _MXNET = os.path.dirname(mx.__file__)
 
@@ -30,6 +28,7 @@ def _at_exit() -> None:
     _native.nobody_left(True)
     steps.drain()
     _native.close()
+    logs.finish()
     if os.getpid() != _pid:
         return  # a child of a fork: the exchanges belong to its parent
     if _native.failure():
@@ -70,18 +69,19 @@ def _before_fork() -> None:
         return
     _native.forking(session.alone_in_a_step())  # nobody else is in one, whose replicas could still come
     for error in steps.drain():
-        _log.error("failed before a fork, which took the error away from whoever reads the results: %s", error)
+        logs.log.error("failed before a fork, which took the error away from whoever reads the results: %s", error)
     _native.forking(False)
 
 
 def _after_fork_in_child() -> None:
     _native.forked()
     session.forked()
+    logs.fetch()
     _start_watching()
 
 
 def watch() -> None:
-    """Sees to exits and forks from now on; for good, since neither can be unregistered."""
+    """Sees to exits and forks from now on, for good: a handler of forks cannot be taken back."""
     atexit.register(_at_exit)
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
     _start_watching()

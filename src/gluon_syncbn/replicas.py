@@ -111,7 +111,7 @@ class Replicas:
             # which it waits for. It looks at its first backward; a replica has two gradients for gamma.
             at_least("MXNET_EXEC_INPLACE_GRAD_SUM_CAP", 4 * replicas)
         session.register(LayerInfo(self.id, self.name, unique, replicas, channels, *self.pooling), self.exchange)
-        _native.layer_replicas(self.id, [str(context) for context in unique], replicas)
+        _native.layer_place(self.id, [str(context) for context in unique], replicas)
 
     def _count(self, contexts: List[Context]) -> int:
         return self.num_devices or len(contexts)

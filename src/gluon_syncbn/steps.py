@@ -5,15 +5,12 @@ Scopes are ``with autograd.record()`` and ``with autograd.train_mode()``; `patch
 
 from __future__ import annotations
 
-import logging
 from typing import Any, List, Optional
 
 import mxnet as mx
 
-from . import _native
+from . import _native, logs
 from .session import session
-
-_log = logging.getLogger("gluon_syncbn")
 
 
 def drain() -> List[str]:
@@ -40,7 +37,7 @@ def reset() -> None:
     reason = _native.failure()
     if reason:
         if reason != session.raised:  # whoever reads no results has not heard of it
-            _log.warning("starting afresh after a step that failed: %s", reason)
+            logs.log.warning("starting afresh after a step that failed: %s", reason)
         session.tell_others(reason)
         drain()
     _native.reset()
@@ -52,8 +49,10 @@ def scope_entered() -> None:
             "the process is ending and has come to its exit handlers, so no step begins; join the threads that train "
             "before the main thread ends"
         )
-    if session.enter_scope() and _native.failure():
-        reset()
+    if session.enter_scope():
+        logs.follow_level()
+        if _native.failure():
+            reset()
 
 
 def scope_left(kind: Optional[type], value: Any) -> None:

@@ -8,14 +8,19 @@
 #include "cpu/kernels.h"
 #include "cuda/module.h"
 #include "cuda/plan.h"
-#include "meeting/rendezvous.h"
+#include "log.h"
+#include "meeting/registry.h"
 #include "meeting/stall.h"
+#include "meeting/step.h"
+#include "meeting/timing.h"
 #include "mxnet_api.h"
 #include "operator/op.h"
 
 #define SYNCBN_API extern "C" __attribute__((visibility("default")))
 
 namespace {
+
+using syncbn::registry;
 
 std::vector<std::string> strings(int64_t count, const char** values) {
     return std::vector<std::string>(values, values + count);
@@ -48,31 +53,80 @@ SYNCBN_API void syncbn_cuda_plan(int64_t samples, int64_t per_sample, int64_t ch
     std::copy(std::begin(values), std::end(values), out);
 }
 
-SYNCBN_API int64_t syncbn_layer_create(const char* name, int mode, int64_t slots, int64_t group) {
-    return syncbn::create_layer(name, {static_cast<syncbn::Mode>(mode), slots, group})->id;
+// ---- layers ----
+
+SYNCBN_API int64_t syncbn_layer_create(const char* name, int mode, int64_t virtual_devices, int64_t group) {
+    return registry().create(name, {static_cast<syncbn::Mode>(mode), virtual_devices, group})->id;
 }
 
-SYNCBN_API int64_t syncbn_layers() { return syncbn::count_layers(); }
+SYNCBN_API int64_t syncbn_layers() { return static_cast<int64_t>(registry().count()); }
 
-SYNCBN_API int syncbn_contexts_are_shared() { return syncbn::contexts_are_shared(); }
+SYNCBN_API int syncbn_contexts_are_shared() { return registry().contexts_are_shared(); }
 
-SYNCBN_API void syncbn_layer_drop(int64_t id) { syncbn::drop_layer(id); }
+SYNCBN_API void syncbn_layer_drop(int64_t id) { registry().drop(id); }
 
-SYNCBN_API const char* syncbn_layer_token(int64_t id) { return text(token_of(*syncbn::find_layer(id))); }
+SYNCBN_API const char* syncbn_layer_token(int64_t id) { return text(registry().token_of(*registry().find(id))); }
 
-SYNCBN_API void syncbn_layer_replicas(int64_t id, int64_t count, const char** contexts, int64_t replicas) {
-    syncbn::find_layer(id)->configure(strings(count, contexts), static_cast<size_t>(replicas));
+SYNCBN_API void syncbn_layer_place(int64_t id, int64_t count, const char** contexts, int64_t replicas) {
+    registry().place(*registry().find(id), strings(count, contexts), static_cast<size_t>(replicas));
 }
 
-SYNCBN_API void syncbn_layer_timeout(int64_t id, double seconds) { syncbn::find_layer(id)->set_timeout(seconds); }
+SYNCBN_API void syncbn_layer_timeout(int64_t id, double seconds) {
+    registry().set_timeout(*registry().find(id), seconds);
+}
 
 SYNCBN_API void syncbn_layer_reach(int64_t id, int reach) {
-    syncbn::find_layer(id)->set_reach(static_cast<syncbn::Reach>(reach));
+    registry().set_reach(*registry().find(id), static_cast<syncbn::Reach>(reach));
 }
 
-SYNCBN_API void syncbn_timeout(double seconds) { syncbn::set_default_timeout(seconds); }
+// ---- defaults ----
 
-SYNCBN_API double syncbn_timeout_of(int64_t layer) { return syncbn::timeout_of(layer); }
+SYNCBN_API void syncbn_timeout(double seconds) { registry().set_default_timeout(seconds); }
+
+// Of a layer, or with another number that of the process.
+SYNCBN_API double syncbn_timeout_of(int64_t id) {
+    const auto layer = registry().find(id);
+    return layer ? layer->terms()->timeout : registry().default_timeout();
+}
+
+SYNCBN_API void syncbn_reach(int reach) { registry().set_default_reach(static_cast<syncbn::Reach>(reach)); }
+
+// Once: the hook has to stay as long as the process.
+SYNCBN_API void syncbn_hook(syncbn::Hook hook) { registry().set_hook(hook); }
+
+// For the hook: fills in its result.
+SYNCBN_API void syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key) {
+    out->values.assign(values, values + length);
+    out->first = static_cast<size_t>(first);
+    out->key = key;
+}
+
+SYNCBN_API void syncbn_devices(int64_t count, const char** contexts) {
+    registry().set_devices(strings(count, contexts));
+}
+
+SYNCBN_API void syncbn_seed(uint64_t seed) { registry().set_seed(seed); }
+
+// ---- the step ----
+
+SYNCBN_API void syncbn_fail(const char* reason) { syncbn::step().fail(syncbn::Failure(reason)); }
+
+// Empty where all is well.
+SYNCBN_API const char* syncbn_failure() {
+    const auto failure = syncbn::step().failure();
+    return text(failure ? failure->what() : "");
+}
+
+// Forgets the failure and all unfinished meetings. Nothing may be in flight.
+SYNCBN_API void syncbn_reset() {
+    syncbn::step().clear();
+    registry().forget_meetings();
+}
+
+// An operation for MXNet's engine: fails as long as the step has failed.
+SYNCBN_API void syncbn_gate(void*, void*) {
+    if (const auto failure = syncbn::step().failure()) throw dmlc::Error(failure->what());
+}
 
 // For a wait in an exchange: the interrupts before it; a new one; whether it should go on (sampled now and then); its end.
 SYNCBN_API long syncbn_interrupts() { return syncbn::interrupts(); }
@@ -82,45 +136,41 @@ SYNCBN_API void* syncbn_wait_begin(long interrupts) { return new syncbn::Stall(i
 SYNCBN_API int syncbn_wait_goes_on(void* stall) {
     syncbn::watch_interrupts();
     static_cast<syncbn::Stall*>(stall)->sample();
-    return !static_cast<syncbn::Stall*>(stall)->asked_to_end() && syncbn::failure().empty();
+    return !static_cast<syncbn::Stall*>(stall)->asked_to_end() && syncbn::step().failure() == nullptr;
 }
 
 SYNCBN_API void syncbn_wait_end(void* stall) { delete static_cast<syncbn::Stall*>(stall); }
 
-// Once: the hook has to stay as long as the process.
-SYNCBN_API void syncbn_hook(syncbn::Hook hook) { syncbn::set_hook(hook); }
-
-SYNCBN_API void syncbn_reach(int reach) { syncbn::set_default_reach(static_cast<syncbn::Reach>(reach)); }
-
-// For the hook: fills in its result.
-SYNCBN_API void syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key) {
-    out->values.assign(values, values + length);
-    out->first = static_cast<size_t>(first);
-    out->key = key;
-}
-
-SYNCBN_API void syncbn_devices(int64_t count, const char** contexts) { syncbn::set_devices(strings(count, contexts)); }
-
-SYNCBN_API void syncbn_seed(uint64_t seed) { syncbn::set_seed(seed); }
-
-SYNCBN_API void syncbn_fail(const char* reason) { syncbn::fail(reason); }
-
-SYNCBN_API const char* syncbn_failure() { return text(syncbn::failure()); }
-
-SYNCBN_API void syncbn_reset() { syncbn::reset(); }
+// ---- the process ----
 
 SYNCBN_API void syncbn_nobody_left(int so) { syncbn::nobody_left(so != 0); }
 
-SYNCBN_API void syncbn_close() { syncbn::close(); }
+SYNCBN_API void syncbn_close() { syncbn::step().closed = true; }
 
-SYNCBN_API void syncbn_forking(int inside) { syncbn::set_forking(inside != 0); }
+// Before a fork, which waits for all that is in flight, and after it. `inside`: the thread that forks is in a step.
+SYNCBN_API void syncbn_forking(int inside) { syncbn::step().forking = inside != 0; }
 
-SYNCBN_API void syncbn_forked() { syncbn::forked(); }
+// In the child.
+SYNCBN_API void syncbn_forked() {
+    syncbn::step().forking = false;
+    syncbn::nobody_left(false);
+    syncbn::forget_records();
+    registry().forked();
+    syncbn::step().clear();
+}
+
+// ---- what there is to say ----
+
+SYNCBN_API void syncbn_debug(int so) { syncbn::set_debugging(so != 0); }
+
+// The level of the next record, after at most `seconds`, and its text; 0 where there is none.
+SYNCBN_API int syncbn_next_record(double seconds, const char** out) {
+    syncbn::Record record;
+    if (!syncbn::next_record(seconds, &record)) return 0;
+    *out = text(std::move(record.text));
+    return static_cast<int>(record.level);
+}
+
+SYNCBN_API const char* syncbn_slowest() { return text(syncbn::slowest()); }
 
 SYNCBN_API const char* syncbn_instruction_set() { return syncbn::cpu::instruction_set(); }
-
-// An operation for MXNet's engine: fails as long as the step has failed.
-SYNCBN_API void syncbn_gate(void*, void*) {
-    const std::string reason = syncbn::failure();
-    if (!reason.empty()) throw dmlc::Error(reason);
-}

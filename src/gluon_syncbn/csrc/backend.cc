@@ -1,10 +1,10 @@
 #include "backend.h"
 
-#include "meeting/process.h"
+#include "failure.h"
 
 namespace syncbn {
 
-void Batch::cut(int64_t count) {
+void Tensor::cut(int64_t count) {
     slots.clear();
     const int64_t per_sample = samples == 0 ? 0 : shape.outer / samples;
     int64_t sample = 0;

@@ -6,12 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "pooling/statistics.h"
 #include "types.h"
 
 namespace syncbn {
 
-// The statistics of a slot, or of all slots that share one. The vectors are empty where a device keeps them.
+// A pool's. The vectors are empty where a device keeps them.
 struct Statistic {
     double count;
     Vector mean, invstd;  // [channels]
@@ -21,13 +20,12 @@ struct Statistic {
 struct Slot {
     Shape shape;
     int64_t first;  // of its values in the tensor
-    // What its values went into, and what they are normalised with. Null for a slot without values.
-    std::shared_ptr<const Statistic> own, used;
-    size_t user = 0;  // in `shuffle`: the slot, counted over all replicas, that uses the statistics of this one
+    // Of the pool that its values feed, and of the one that it is normalised with. Null for a slot without values.
+    std::shared_ptr<const Statistic> fed, used;
 };
 
-// The tensor of a call, as it is cut into slots.
-struct Batch {
+// The tensor of a call, and how it is cut into slots.
+struct Tensor {
     Type type;
     Shape shape;
     int64_t samples;  // equal parts of shape.outer
@@ -47,9 +45,9 @@ struct Affine {
     bool fix_gamma;
 };
 
-// What flows back through the statistics of each slot: dx = gamma * invstd * (dy - mean_dy - (x - mean) * slope), with
-// the slot's own mean and the invstd that it used. [slots][channels]
-struct Pull {
+// What flows back through the statistics: dx = gamma * invstd * (dy - mean_dy - (x - mean) * slope), with the mean of the
+// pool that the slot feeds and the invstd of the one that it used. [slots][channels]
+struct ThroughStatistics {
     Vector mean_dy, slope;
 };
 
@@ -61,26 +59,27 @@ class Backend {
     virtual ~Backend() = default;
 
     // [count, mean[C], m2[C]] of each slot, one after the other.
-    virtual Vector moments(Array x, const Batch& batch) = 0;
+    virtual Vector moments(Array x, const Tensor& tensor) = 0;
     // What the running statistics stand for.
-    virtual Statistic frozen(Array running_mean, Array running_var, const Batch& batch, double epsilon) = 0;
+    virtual Statistic frozen(Array running_mean, Array running_var, const Tensor& tensor, double epsilon) = 0;
     // y = (x - mean) * invstd * gamma + beta with what each slot uses, added to y where `add`.
-    virtual void normalise(Array x, const Batch& batch, const Affine& affine, Array y, bool add) = 0;
+    virtual void normalise(Array x, const Tensor& tensor, const Affine& affine, Array y, bool add) = 0;
     // running <- momentum * running + (1 - momentum) * values
-    virtual void track(const Vector& mean, const Vector& variance, double momentum, Type type, Array running_mean,
-                       Array running_var) = 0;
+    virtual void update_running(const Vector& mean, const Vector& variance, double momentum, Type type,
+                                Array running_mean, Array running_var) = 0;
 
     // [sum dy[C], sum dy*xhat[C]] of each slot, one after the other, with what it was normalised with.
-    virtual Vector grad_sums(Array dy, Array x, const Batch& batch) = 0;
-    virtual void grad_input(Array dy, Array x, const Batch& batch, const Affine& affine, const Pull& pull, Array dx,
-                            bool add) = 0;
+    virtual Vector grad_sums(Array dy, Array x, const Tensor& tensor) = 0;
+    virtual void grad_input(Array dy, Array x, const Tensor& tensor, const Affine& affine,
+                            const ThroughStatistics& through, Array dx, bool add) = 0;
+
     // n values from one array into another, added where `add`.
     virtual void copy(Array from, Type type, int64_t n, Array to, bool add) = 0;
     // The n values of an array of float64.
     virtual Vector read(Array from, int64_t n) = 0;
-    // out = values, added where `add`.
-    virtual void give(const Vector& values, Type type, Array out, bool add) = 0;
-    virtual void fill(Array out, Type type, int64_t n, double value) = 0;
+    // Values into an array, added where `add`.
+    virtual void write(const Vector& values, Type type, Array to, bool add) = 0;
+    virtual void fill(Array to, Type type, int64_t n, double value) = 0;
 
     // For "cpu(0)" or "gpu(1)"; another kind of context is a Failure.
     static std::unique_ptr<Backend> of(const std::string& context);

@@ -6,8 +6,9 @@
 #include "backend.h"
 #include "cpu/half.h"
 #include "cpu/kernels.h"
-#include "meeting/process.h"
+#include "failure.h"
 #include "mxnet_api.h"
+#include "pooling/statistics.h"
 
 namespace syncbn {
 namespace {
@@ -19,8 +20,8 @@ T* data(Array array) {
     return static_cast<T*>(out);
 }
 
-void* at(void* values, const Batch& batch, const Slot& slot) {
-    return static_cast<char*>(values) + slot.first * size_of(batch.type);
+void* at(Array values, const Tensor& tensor, const Slot& slot) {
+    return data<char>(values) + slot.first * size_of(tensor.type);
 }
 
 Vector vector(Array array, Type type, int64_t n) {
@@ -28,9 +29,9 @@ Vector vector(Array array, Type type, int64_t n) {
     return Vector(data<float>(array), data<float>(array) + n);
 }
 
-Vector scale(const Slot& slot, const Batch& batch, const Affine& affine) {
+Vector scale_of(const Slot& slot, const Tensor& tensor, const Affine& affine) {
     if (affine.fix_gamma) return slot.used->invstd;
-    Vector out = vector(affine.gamma, batch.parameter_type(), batch.shape.channels);
+    Vector out = vector(affine.gamma, tensor.parameter_type(), tensor.shape.channels);
     for (size_t c = 0; c < out.size(); ++c) out[c] *= slot.used->invstd[c];
     return out;
 }
@@ -56,64 +57,67 @@ void add_values(const T* from, int64_t n, T* to) {
 
 class CpuBackend : public Backend {
   public:
-    Vector moments(Array x, const Batch& batch) override {
-        const int64_t channels = batch.shape.channels;
-        Vector packed(batch.slots.size() * (1 + 2 * channels));
+    Vector moments(Array x, const Tensor& tensor) override {
+        const int64_t channels = tensor.shape.channels;
+        Vector packed(tensor.slots.size() * moments_length(channels));
         double* part = packed.data();
-        for (const Slot& slot : batch.slots) {
+        for (const Slot& slot : tensor.slots) {
             part[0] = static_cast<double>(slot.shape.per_channel());
-            cpu::moments(at(data(x), batch, slot), batch.type, slot.shape, threads, part + 1, part + 1 + channels);
-            part += 1 + 2 * channels;
+            cpu::moments(work(tensor, slot), at(x, tensor, slot), part + 1, part + 1 + channels);
+            part += moments_length(channels);
         }
         return packed;
     }
 
-    Statistic frozen(Array running_mean, Array running_var, const Batch& batch, double epsilon) override {
-        const int64_t channels = batch.shape.channels;
-        Vector invstd = vector(running_var, batch.parameter_type(), channels);
+    Statistic frozen(Array running_mean, Array running_var, const Tensor& tensor, double epsilon) override {
+        const int64_t channels = tensor.shape.channels;
+        Vector invstd = vector(running_var, tensor.parameter_type(), channels);
         for (double& v : invstd) v = 1 / std::sqrt(v + epsilon);
-        return {1, vector(running_mean, batch.parameter_type(), channels), std::move(invstd)};
+        return {1, vector(running_mean, tensor.parameter_type(), channels), std::move(invstd)};
     }
 
-    void normalise(Array x, const Batch& batch, const Affine& affine, Array y, bool add) override {
-        const Vector shift = vector(affine.beta, batch.parameter_type(), batch.shape.channels);
-        for (const Slot& slot : batch.slots)
-            if (slot.used)
-                cpu::normalise(at(data(x), batch, slot), batch.type, slot.shape, threads, slot.used->mean.data(),
-                               scale(slot, batch, affine).data(), shift.data(), at(data(y), batch, slot), add);
+    void normalise(Array x, const Tensor& tensor, const Affine& affine, Array y, bool add) override {
+        const Vector shift = vector(affine.beta, tensor.parameter_type(), tensor.shape.channels);
+        for (const Slot& slot : tensor.slots) {
+            if (!slot.used) continue;
+            const Vector scale = scale_of(slot, tensor, affine);
+            cpu::normalise(work(tensor, slot), at(x, tensor, slot),
+                           {slot.used->mean.data(), scale.data(), shift.data(), add}, at(y, tensor, slot));
+        }
     }
 
-    void track(const Vector& mean, const Vector& variance, double momentum, Type type, Array running_mean,
-               Array running_var) override {
-        const auto towards = [momentum](const Vector& batch) {
-            return [momentum, &batch](size_t c, double old) { return momentum * old + (1 - momentum) * batch[c]; };
+    void update_running(const Vector& mean, const Vector& variance, double momentum, Type type, Array running_mean,
+                        Array running_var) override {
+        const auto towards = [momentum](const Vector& values) {
+            return [momentum, &values](size_t c, double old) { return momentum * old + (1 - momentum) * values[c]; };
         };
         replace(running_mean, type, mean.size(), towards(mean));
         replace(running_var, type, mean.size(), towards(variance));
     }
 
-    Vector grad_sums(Array dy, Array x, const Batch& batch) override {
-        const int64_t channels = batch.shape.channels;
-        Vector sums(batch.slots.size() * 2 * channels);
+    Vector grad_sums(Array dy, Array x, const Tensor& tensor) override {
+        const int64_t channels = tensor.shape.channels;
+        Vector sums(tensor.slots.size() * gradients_length(channels));
         double* part = sums.data();
-        for (const Slot& slot : batch.slots) {
+        for (const Slot& slot : tensor.slots) {
             if (slot.used)
-                cpu::grad_sums(at(data(dy), batch, slot), at(data(x), batch, slot), batch.type, slot.shape, threads,
-                               slot.used->mean.data(), slot.used->invstd.data(), part, part + channels);
-            part += 2 * channels;
+                cpu::grad_sums(work(tensor, slot), at(dy, tensor, slot), at(x, tensor, slot), slot.used->mean.data(),
+                               slot.used->invstd.data(), part, part + channels);
+            part += gradients_length(channels);
         }
         return sums;
     }
 
-    void grad_input(Array dy, Array x, const Batch& batch, const Affine& affine, const Pull& pull, Array dx,
-                    bool add) override {
-        for (size_t i = 0; i < batch.slots.size(); ++i) {
-            const Slot& slot = batch.slots[i];
+    void grad_input(Array dy, Array x, const Tensor& tensor, const Affine& affine, const ThroughStatistics& through,
+                    Array dx, bool add) override {
+        for (size_t i = 0; i < tensor.slots.size(); ++i) {
+            const Slot& slot = tensor.slots[i];
             if (!slot.used) continue;
-            const size_t first = i * batch.shape.channels;
-            cpu::grad_input(at(data(dy), batch, slot), at(data(x), batch, slot), batch.type, slot.shape, threads,
-                            slot.own->mean.data(), scale(slot, batch, affine).data(), &pull.mean_dy[first],
-                            &pull.slope[first], at(data(dx), batch, slot), add);
+            const size_t first = i * tensor.shape.channels;
+            const Vector scale = scale_of(slot, tensor, affine);
+            cpu::grad_input(work(tensor, slot), at(dy, tensor, slot), at(x, tensor, slot),
+                            {slot.fed->mean.data(), scale.data(), &through.mean_dy[first], &through.slope[first], add},
+                            at(dx, tensor, slot));
         }
     }
 
@@ -132,7 +136,7 @@ class CpuBackend : public Backend {
 
     Vector read(Array from, int64_t n) override { return vector(from, Type::kFloat64, n); }
 
-    void give(const Vector& values, Type type, Array out, bool add) override {
+    void write(const Vector& values, Type type, Array out, bool add) override {
         replace(out, type, values.size(), [&](size_t i, double old) { return values[i] + (add ? old : 0.0); });
     }
 
@@ -144,6 +148,9 @@ class CpuBackend : public Backend {
         else
             std::fill_n(data<uint16_t>(out), n, value != value ? uint16_t{0x7e00} : uint16_t{0});
     }
+
+  private:
+    cpu::Work work(const Tensor& tensor, const Slot& slot) const { return {tensor.type, slot.shape, threads}; }
 };
 
 }  // namespace

@@ -160,33 +160,34 @@ struct Split {
     explicit Split(double v) : high(static_cast<C>(v)), low(static_cast<C>(v - static_cast<double>(high))) {}
 };
 
-template <typename T, typename C = typename Value<T>::Compute>
-SYNCBN_INLINE void row_normalise(const T* __restrict__ x, T* __restrict__ y, int64_t n, double mean, double scale,
-                                 double shift, bool add) {
-    const Split<C> m(mean);
-    const C a = static_cast<C>(scale), b = static_cast<C>(shift);
-    if (add) {
-        for (int64_t i = 0; i < n; ++i)
-            Value<T>::store(y + i, Value<T>::load(y + i) + (((Value<T>::load(x + i) - m.high) - m.low) * a + b));
-    } else {
-        for (int64_t i = 0; i < n; ++i) Value<T>::store(y + i, ((Value<T>::load(x + i) - m.high) - m.low) * a + b);
-    }
+// What it was is kept where `Add`.
+template <bool Add, typename T>
+SYNCBN_INLINE void put(T* to, typename Value<T>::Compute value) {
+    Value<T>::store(to, Add ? Value<T>::load(to) + value : value);
 }
 
-template <typename T, typename C = typename Value<T>::Compute>
+// The constants of one channel.
+struct RowNormalise {
+    double mean, scale, shift;
+};
+struct RowGradInput {
+    double mean, scale, mean_dy, slope;
+};
+
+template <bool Add, typename T, typename C = typename Value<T>::Compute>
+SYNCBN_INLINE void row_normalise(const T* __restrict__ x, T* __restrict__ y, int64_t n, const RowNormalise& row) {
+    const Split<C> m(row.mean);
+    const C a = static_cast<C>(row.scale), b = static_cast<C>(row.shift);
+    for (int64_t i = 0; i < n; ++i) put<Add>(y + i, ((Value<T>::load(x + i) - m.high) - m.low) * a + b);
+}
+
+template <bool Add, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_grad_input(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, int64_t n,
-                                  double mean, double scale, double mean_dy, double slope, bool add) {
-    const Split<C> m(mean);
-    const C a = static_cast<C>(scale), g = static_cast<C>(mean_dy), k = static_cast<C>(slope);
-    if (add) {
-        for (int64_t i = 0; i < n; ++i)
-            Value<T>::store(dx + i, Value<T>::load(dx + i) + a * ((Value<T>::load(dy + i) - g) -
-                                                                  ((Value<T>::load(x + i) - m.high) - m.low) * k));
-    } else {
-        for (int64_t i = 0; i < n; ++i)
-            Value<T>::store(dx + i,
-                            a * ((Value<T>::load(dy + i) - g) - ((Value<T>::load(x + i) - m.high) - m.low) * k));
-    }
+                                  const RowGradInput& row) {
+    const Split<C> m(row.mean);
+    const C a = static_cast<C>(row.scale), g = static_cast<C>(row.mean_dy), k = static_cast<C>(row.slope);
+    for (int64_t i = 0; i < n; ++i)
+        put<Add>(dx + i, a * ((Value<T>::load(dy + i) - g) - ((Value<T>::load(x + i) - m.high) - m.low) * k));
 }
 
 // ---- short rows: along the columns -------------------------------------------------------------------------
@@ -215,40 +216,35 @@ SYNCBN_INLINE void column_grad_sums(const T* __restrict__ dy, const T* __restric
         }
 }
 
-// y[r][c] = (x - high - low) * a + b; constants per column.
-template <typename T, typename C = typename Value<T>::Compute>
+// The constants of each column.
+template <typename C>
+struct ColumnNormalise {
+    const C *high, *low, *scale, *shift;
+};
+template <typename C>
+struct ColumnGradInput {
+    const C *high, *low, *scale, *mean_dy, *slope;
+};
+
+template <bool Add, typename T, typename C>
 SYNCBN_INLINE void column_normalise(const T* __restrict__ x, T* __restrict__ y, int64_t rows, int64_t columns,
-                                    const C* __restrict__ high, const C* __restrict__ low, const C* __restrict__ a,
-                                    const C* __restrict__ b, bool add) {
-    for (int64_t r = 0; r < rows; ++r, x += columns, y += columns) {
-        if (add) {
-            for (int64_t c = 0; c < columns; ++c)
-                Value<T>::store(y + c,
-                                Value<T>::load(y + c) + (((Value<T>::load(x + c) - high[c]) - low[c]) * a[c] + b[c]));
-        } else {
-            for (int64_t c = 0; c < columns; ++c)
-                Value<T>::store(y + c, ((Value<T>::load(x + c) - high[c]) - low[c]) * a[c] + b[c]);
-        }
-    }
+                                    const ColumnNormalise<C>& column) {
+    const C *__restrict__ high = column.high, *__restrict__ low = column.low, *__restrict__ a = column.scale,
+            *__restrict__ b = column.shift;
+    for (int64_t r = 0; r < rows; ++r, x += columns, y += columns)
+        for (int64_t c = 0; c < columns; ++c)
+            put<Add>(y + c, ((Value<T>::load(x + c) - high[c]) - low[c]) * a[c] + b[c]);
 }
 
-template <typename T, typename C = typename Value<T>::Compute>
+template <bool Add, typename T, typename C>
 SYNCBN_INLINE void column_grad_input(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
-                                     int64_t rows, int64_t columns, const C* __restrict__ high,
-                                     const C* __restrict__ low, const C* __restrict__ a, const C* __restrict__ g,
-                                     const C* __restrict__ k, bool add) {
-    for (int64_t r = 0; r < rows; ++r, x += columns, dy += columns, dx += columns) {
-        if (add) {
-            for (int64_t c = 0; c < columns; ++c)
-                Value<T>::store(dx + c,
-                                Value<T>::load(dx + c) + a[c] * ((Value<T>::load(dy + c) - g[c]) -
-                                                                 ((Value<T>::load(x + c) - high[c]) - low[c]) * k[c]));
-        } else {
-            for (int64_t c = 0; c < columns; ++c)
-                Value<T>::store(dx + c, a[c] * ((Value<T>::load(dy + c) - g[c]) -
-                                                ((Value<T>::load(x + c) - high[c]) - low[c]) * k[c]));
-        }
-    }
+                                     int64_t rows, int64_t columns, const ColumnGradInput<C>& column) {
+    const C *__restrict__ high = column.high, *__restrict__ low = column.low, *__restrict__ a = column.scale,
+            *__restrict__ g = column.mean_dy, *__restrict__ k = column.slope;
+    for (int64_t r = 0; r < rows; ++r, x += columns, dy += columns, dx += columns)
+        for (int64_t c = 0; c < columns; ++c)
+            put<Add>(dx + c,
+                     a[c] * ((Value<T>::load(dy + c) - g[c]) - ((Value<T>::load(x + c) - high[c]) - low[c]) * k[c]));
 }
 
 // ---- the leaves, one set per data type ----------------------------------------------------------------------
@@ -263,13 +259,12 @@ SYNCBN_INLINE void column_grad_input(const T* __restrict__ dy, const T* __restri
                                           double mean, double* sum_dy, double* sum_dy_xc) {                          \
         row_grad_sums(dy, x, rows, stride, n, mean, sum_dy, sum_dy_xc);                                              \
     }                                                                                                                \
-    SYNCBN_CLONES void leaf_row_normalise(const T* x, T* y, int64_t n, double mean, double scale, double shift,      \
-                                          bool add) {                                                                \
-        row_normalise(x, y, n, mean, scale, shift, add);                                                             \
+    SYNCBN_CLONES void leaf_row_normalise(const T* x, T* y, int64_t n, const RowNormalise& row, bool add) {          \
+        add ? row_normalise<true>(x, y, n, row) : row_normalise<false>(x, y, n, row);                                \
     }                                                                                                                \
-    SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, T* dx, int64_t n, double mean, double scale,     \
-                                           double mean_dy, double slope, bool add) {                                 \
-        row_grad_input(dy, x, dx, n, mean, scale, mean_dy, slope, add);                                              \
+    SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row,       \
+                                           bool add) {                                                               \
+        add ? row_grad_input<true>(dy, x, dx, n, row) : row_grad_input<false>(dy, x, dx, n, row);                    \
     }                                                                                                                \
     SYNCBN_CLONES void leaf_column_moments(const T* x, int64_t rows, int64_t stride, int64_t columns,                \
                                            const double* pivot, double* sum, double* square) {                       \
@@ -279,14 +274,15 @@ SYNCBN_INLINE void column_grad_input(const T* __restrict__ dy, const T* __restri
                                              const double* mean, double* sum_dy, double* sum_dy_xc) {                \
         column_grad_sums(dy, x, rows, stride, columns, mean, sum_dy, sum_dy_xc);                                     \
     }                                                                                                                \
-    SYNCBN_CLONES void leaf_column_normalise(const T* x, T* y, int64_t rows, int64_t columns, const C* high,         \
-                                             const C* low, const C* a, const C* b, bool add) {                       \
-        column_normalise(x, y, rows, columns, high, low, a, b, add);                                                 \
+    SYNCBN_CLONES void leaf_column_normalise(const T* x, T* y, int64_t rows, int64_t columns,                        \
+                                             const ColumnNormalise<C>& column, bool add) {                           \
+        add ? column_normalise<true>(x, y, rows, columns, column)                                                    \
+            : column_normalise<false>(x, y, rows, columns, column);                                                  \
     }                                                                                                                \
     SYNCBN_CLONES void leaf_column_grad_input(const T* dy, const T* x, T* dx, int64_t rows, int64_t columns,         \
-                                              const C* high, const C* low, const C* a, const C* g, const C* k,       \
-                                              bool add) {                                                            \
-        column_grad_input(dy, x, dx, rows, columns, high, low, a, g, k, add);                                        \
+                                              const ColumnGradInput<C>& column, bool add) {                          \
+        add ? column_grad_input<true>(dy, x, dx, rows, columns, column)                                              \
+            : column_grad_input<false>(dy, x, dx, rows, columns, column);                                            \
     }
 
 SYNCBN_LEAVES(float, float)
@@ -295,21 +291,32 @@ SYNCBN_LEAVES(Half, float)
 
 // ---- the four kernels: who works on what --------------------------------------------------------------------
 
-int useful_threads(Shape shape, int threads) {
-    return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, shape.size() / kWorthAThread)));
+int useful_threads(const Work& work) {
+    return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(work.threads, work.shape.size() / kWorthAThread)));
 }
 
-// Calls work(first_row, rows, first_column, columns, block) for every tile of [outer][channels * inner];
+// Calls leaf(first_row, rows, first_column, columns, block) for every tile of [outer][channels * inner];
 // blocks are cut by the shape alone, so that the order of a sum is the same for any number of threads.
-template <typename Work>
-void for_tiles(Shape shape, int threads, int64_t blocks, const Work& work) {
+template <typename Leaf>
+void for_tiles(Shape shape, int threads, int64_t blocks, const Leaf& leaf) {
     const int64_t columns = shape.channels * shape.inner;
     const int64_t tiles = (columns + kTile - 1) / kTile;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int64_t job = 0; job < tiles * blocks; ++job) {
         const int64_t block = job / tiles, column = (job % tiles) * kTile;
         const int64_t first = shape.outer * block / blocks, last = shape.outer * (block + 1) / blocks;
-        work(first, last - first, column, std::min(kTile, columns - column), block);
+        leaf(first, last - first, column, std::min(kTile, columns - column), block);
+    }
+}
+
+// Calls leaf(first_value, rows, columns) for a share of the rows of [outer][channels * inner] on each thread.
+template <typename Leaf>
+void for_rows(Shape shape, int threads, const Leaf& leaf) {
+    const int64_t columns = shape.channels * shape.inner;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int part = 0; part < threads; ++part) {
+        const int64_t first = shape.outer * part / threads, last = shape.outer * (part + 1) / threads;
+        leaf(first * columns, last - first, columns);
     }
 }
 
@@ -330,7 +337,9 @@ std::vector<C> spread(Shape shape, const double* per_channel, bool low_part = fa
 double at_least_zero(double v) { return v < 0 ? 0 : v; }
 
 template <typename T>
-void moments_of(const T* x, Shape shape, int threads, double* mean, double* m2) {
+void moments_of(const Work& work, const T* x, double* mean, double* m2) {
+    const Shape& shape = work.shape;
+    const int threads = useful_threads(work);
     const int64_t n = shape.per_channel();
     if (n == 0) {
         std::fill_n(mean, shape.channels, 0.0);
@@ -371,8 +380,10 @@ void moments_of(const T* x, Shape shape, int threads, double* mean, double* m2) 
 }
 
 template <typename T>
-void grad_sums_of(const T* dy, const T* x, Shape shape, int threads, const double* mean, const double* invstd,
-                  double* sum_dy, double* sum_dy_xhat) {
+void grad_sums_of(const Work& work, const T* dy, const T* x, const double* mean, const double* invstd, double* sum_dy,
+                  double* sum_dy_xhat) {
+    const Shape& shape = work.shape;
+    const int threads = useful_threads(work);
     if (shape.inner >= kShortRow) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int64_t c = 0; c < shape.channels; ++c) {
@@ -402,47 +413,45 @@ void grad_sums_of(const T* dy, const T* x, Shape shape, int threads, const doubl
 }
 
 template <typename T, typename C = typename Value<T>::Compute>
-void normalise_of(const T* x, Shape shape, int threads, const double* mean, const double* scale, const double* shift,
-                  T* y, bool add) {
+void normalise_of(const Work& work, const T* x, const Normalise& with, T* y) {
+    const Shape& shape = work.shape;
+    const int threads = useful_threads(work);
     if (shape.inner >= kShortRow) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int64_t row = 0; row < shape.outer * shape.channels; ++row) {
             const int64_t c = row % shape.channels, at = row * shape.inner;
-            leaf_row_normalise(x + at, y + at, shape.inner, mean[c], scale[c], shift[c], add);
+            leaf_row_normalise(x + at, y + at, shape.inner, {with.mean[c], with.scale[c], with.shift[c]}, with.add);
         }
         return;
     }
-    const std::vector<C> high = spread<C>(shape, mean), low = spread<C>(shape, mean, true), a = spread<C>(shape, scale),
-                         b = spread<C>(shape, shift);
-    const int64_t columns = shape.channels * shape.inner;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int part = 0; part < threads; ++part) {
-        const int64_t first = shape.outer * part / threads, last = shape.outer * (part + 1) / threads;
-        leaf_column_normalise(x + first * columns, y + first * columns, last - first, columns, high.data(), low.data(),
-                              a.data(), b.data(), add);
-    }
+    const std::vector<C> high = spread<C>(shape, with.mean), low = spread<C>(shape, with.mean, true),
+                         scale = spread<C>(shape, with.scale), shift = spread<C>(shape, with.shift);
+    const ColumnNormalise<C> column{high.data(), low.data(), scale.data(), shift.data()};
+    for_rows(shape, threads, [&](int64_t at, int64_t rows, int64_t columns) {
+        leaf_column_normalise(x + at, y + at, rows, columns, column, with.add);
+    });
 }
 
 template <typename T, typename C = typename Value<T>::Compute>
-void grad_input_of(const T* dy, const T* x, Shape shape, int threads, const double* mean, const double* scale,
-                   const double* mean_dy, const double* slope, T* dx, bool add) {
+void grad_input_of(const Work& work, const T* dy, const T* x, const GradInput& with, T* dx) {
+    const Shape& shape = work.shape;
+    const int threads = useful_threads(work);
     if (shape.inner >= kShortRow) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int64_t row = 0; row < shape.outer * shape.channels; ++row) {
             const int64_t c = row % shape.channels, at = row * shape.inner;
-            leaf_row_grad_input(dy + at, x + at, dx + at, shape.inner, mean[c], scale[c], mean_dy[c], slope[c], add);
+            leaf_row_grad_input(dy + at, x + at, dx + at, shape.inner,
+                                {with.mean[c], with.scale[c], with.mean_dy[c], with.slope[c]}, with.add);
         }
         return;
     }
-    const std::vector<C> high = spread<C>(shape, mean), low = spread<C>(shape, mean, true), a = spread<C>(shape, scale),
-                         g = spread<C>(shape, mean_dy), k = spread<C>(shape, slope);
-    const int64_t columns = shape.channels * shape.inner;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int part = 0; part < threads; ++part) {
-        const int64_t first = shape.outer * part / threads, last = shape.outer * (part + 1) / threads;
-        leaf_column_grad_input(dy + first * columns, x + first * columns, dx + first * columns, last - first, columns,
-                               high.data(), low.data(), a.data(), g.data(), k.data(), add);
-    }
+    const std::vector<C> high = spread<C>(shape, with.mean), low = spread<C>(shape, with.mean, true),
+                         scale = spread<C>(shape, with.scale), mean_dy = spread<C>(shape, with.mean_dy),
+                         slope = spread<C>(shape, with.slope);
+    const ColumnGradInput<C> column{high.data(), low.data(), scale.data(), mean_dy.data(), slope.data()};
+    for_rows(shape, threads, [&](int64_t at, int64_t rows, int64_t columns) {
+        leaf_column_grad_input(dy + at, x + at, dx + at, rows, columns, column, with.add);
+    });
 }
 
 // Calls f with a null pointer of the data's type.
@@ -460,37 +469,32 @@ void with_type(Type type, const F& f) {
 
 }  // namespace
 
-void moments(const void* x, Type type, Shape shape, int threads, double* mean, double* m2) {
-    with_type(type, [&](auto* t) {
+void moments(const Work& work, const void* x, double* mean, double* m2) {
+    with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
-        moments_of(static_cast<const T*>(x), shape, useful_threads(shape, threads), mean, m2);
+        moments_of(work, static_cast<const T*>(x), mean, m2);
     });
 }
 
-void normalise(const void* x, Type type, Shape shape, int threads, const double* mean, const double* scale,
-               const double* shift, void* y, bool add) {
-    with_type(type, [&](auto* t) {
+void normalise(const Work& work, const void* x, const Normalise& with, void* y) {
+    with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
-        normalise_of(static_cast<const T*>(x), shape, useful_threads(shape, threads), mean, scale, shift,
-                     static_cast<T*>(y), add);
+        normalise_of(work, static_cast<const T*>(x), with, static_cast<T*>(y));
     });
 }
 
-void grad_sums(const void* dy, const void* x, Type type, Shape shape, int threads, const double* mean,
-               const double* invstd, double* sum_dy, double* sum_dy_xhat) {
-    with_type(type, [&](auto* t) {
+void grad_sums(const Work& work, const void* dy, const void* x, const double* mean, const double* invstd,
+               double* sum_dy, double* sum_dy_xhat) {
+    with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
-        grad_sums_of(static_cast<const T*>(dy), static_cast<const T*>(x), shape, useful_threads(shape, threads), mean,
-                     invstd, sum_dy, sum_dy_xhat);
+        grad_sums_of(work, static_cast<const T*>(dy), static_cast<const T*>(x), mean, invstd, sum_dy, sum_dy_xhat);
     });
 }
 
-void grad_input(const void* dy, const void* x, Type type, Shape shape, int threads, const double* mean,
-                const double* scale, const double* mean_dy, const double* slope, void* dx, bool add) {
-    with_type(type, [&](auto* t) {
+void grad_input(const Work& work, const void* dy, const void* x, const GradInput& with, void* dx) {
+    with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
-        grad_input_of(static_cast<const T*>(dy), static_cast<const T*>(x), shape, useful_threads(shape, threads), mean,
-                      scale, mean_dy, slope, static_cast<T*>(dx), add);
+        grad_input_of(work, static_cast<const T*>(dy), static_cast<const T*>(x), with, static_cast<T*>(dx));
     });
 }
 

@@ -6,6 +6,7 @@
 #include "backend.h"
 #include "cuda/module.h"
 #include "cuda/plan.h"
+#include "pooling/statistics.h"
 
 namespace syncbn {
 namespace {
@@ -20,23 +21,25 @@ using cuda::Plan;
 
 std::string named(const char* kernel, Type type) { return std::string(kernel) + "_" + name_of(type); }
 
-Plan plan_of(const Batch& batch) { return Plan(batch.shape, batch.samples, static_cast<int64_t>(batch.slots.size())); }
+Plan plan_of(const Tensor& tensor) {
+    return Plan(tensor.shape, tensor.samples, static_cast<int64_t>(tensor.slots.size()));
+}
 
 class CudaBackend : public Backend {
   public:
     explicit CudaBackend(int device) : device_(device) {}
 
-    Vector moments(Array x, const Batch& batch) override {
+    Vector moments(Array x, const Tensor& tensor) override {
         statistics_.reset();
-        const int64_t channels = batch.shape.channels;
-        const size_t length = 1 + 2 * channels;
-        Vector packed(batch.slots.size() * length, 0.0);
-        if (batch.shape.size() == 0) return packed;
-        const Plan plan = plan_of(batch);
+        const int64_t channels = tensor.shape.channels;
+        const size_t length = moments_length(channels);
+        Vector packed(tensor.slots.size() * length, 0.0);
+        if (tensor.shape.size() == 0) return packed;
+        const Plan plan = plan_of(tensor);
         Doubles partial(device_, plan.chunks * plan.slots * 3 * channels);
-        launch(named("moments", batch.type), device_, plan.reduce(),
-               {in(x, batch.type), out(partial.handle(), Type::kFloat64), plan.samples, plan.per_sample, channels,
-                batch.shape.inner, plan.slots, plan.width});
+        launch(named("moments", tensor.type), device_, plan.reduce(),
+               {in(x, tensor.type), out(partial.handle(), Type::kFloat64), plan.samples, plan.per_sample, channels,
+                tensor.shape.inner, plan.slots, plan.width});
         Vector parts(plan.chunks * plan.slots * 3 * channels);
         partial.download(parts.data());
         const double* count = parts.data();
@@ -46,9 +49,9 @@ class CudaBackend : public Backend {
         return packed;
     }
 
-    Statistic frozen(Array running_mean, Array running_var, const Batch& batch, double epsilon) override {
-        const int64_t channels = batch.shape.channels;
-        const Type type = batch.parameter_type();
+    Statistic frozen(Array running_mean, Array running_var, const Tensor& tensor, double epsilon) override {
+        const int64_t channels = tensor.shape.channels;
+        const Type type = tensor.parameter_type();
         statistics_ = std::make_unique<Doubles>(device_, 2 * channels);
         launch(named("frozen", type), device_, {ceil_div(channels, kBlock)},
                {in(running_mean, type), in(running_var, type), epsilon, out(statistics_->handle(), Type::kFloat64),
@@ -56,38 +59,38 @@ class CudaBackend : public Backend {
         return {1, {}, {}};
     }
 
-    void normalise(Array x, const Batch& batch, const Affine& affine, Array y, bool add) override {
-        if (batch.shape.size() == 0) return;
-        const Plan plan = plan_of(batch);
-        const Type parameter = batch.parameter_type();
-        launch(named("normalise", batch.type), device_, plan.each(),
-               {in(x, batch.type), in(statistics(batch), Type::kFloat64), in(affine.gamma, parameter),
-                in(affine.beta, parameter), affine.fix_gamma, out(y, batch.type), add, plan.samples, plan.per_sample,
-                batch.shape.channels, batch.shape.inner, plan.slots, plan.width, plan.segment});
+    void normalise(Array x, const Tensor& tensor, const Affine& affine, Array y, bool add) override {
+        if (tensor.shape.size() == 0) return;
+        const Plan plan = plan_of(tensor);
+        const Type parameter = tensor.parameter_type();
+        launch(named("normalise", tensor.type), device_, plan.each(),
+               {in(x, tensor.type), in(statistics(tensor), Type::kFloat64), in(affine.gamma, parameter),
+                in(affine.beta, parameter), affine.fix_gamma, out(y, tensor.type), add, plan.samples, plan.per_sample,
+                tensor.shape.channels, tensor.shape.inner, plan.slots, plan.width, plan.segment});
     }
 
-    void track(const Vector& mean, const Vector& variance, double momentum, Type type, Array running_mean,
-               Array running_var) override {
+    void update_running(const Vector& mean, const Vector& variance, double momentum, Type type, Array running_mean,
+                        Array running_var) override {
         const int64_t channels = static_cast<int64_t>(mean.size());
         Vector both(mean);
         both.insert(both.end(), variance.begin(), variance.end());
         Doubles batch(device_, 2 * channels);
         batch.upload(both.data());
         launch(
-            named("track", type), device_, {ceil_div(channels, kBlock)},
+            named("update_running", type), device_, {ceil_div(channels, kBlock)},
             {in(batch.handle(), Type::kFloat64), momentum, out(running_mean, type), out(running_var, type), channels});
     }
 
-    Vector grad_sums(Array dy, Array x, const Batch& batch) override {
-        const int64_t channels = batch.shape.channels;
-        Vector sums(batch.slots.size() * 2 * channels, 0.0);
-        if (batch.shape.size() == 0) return sums;
-        const Plan plan = plan_of(batch);
+    Vector grad_sums(Array dy, Array x, const Tensor& tensor) override {
+        const int64_t channels = tensor.shape.channels;
+        Vector sums(tensor.slots.size() * 2 * channels, 0.0);
+        if (tensor.shape.size() == 0) return sums;
+        const Plan plan = plan_of(tensor);
         const int64_t size = plan.slots * 2 * channels;
         Doubles partial(device_, plan.chunks * size);
-        launch(named("grad_sums", batch.type), device_, plan.reduce(),
-               {in(dy, batch.type), in(x, batch.type), in(statistics(batch), Type::kFloat64),
-                out(partial.handle(), Type::kFloat64), plan.samples, plan.per_sample, channels, batch.shape.inner,
+        launch(named("grad_sums", tensor.type), device_, plan.reduce(),
+               {in(dy, tensor.type), in(x, tensor.type), in(statistics(tensor), Type::kFloat64),
+                out(partial.handle(), Type::kFloat64), plan.samples, plan.per_sample, channels, tensor.shape.inner,
                 plan.slots, plan.width});
         Vector parts(plan.chunks * size);
         partial.download(parts.data());
@@ -95,25 +98,25 @@ class CudaBackend : public Backend {
         return sums;
     }
 
-    void grad_input(Array dy, Array x, const Batch& batch, const Affine& affine, const Pull& pull, Array dx,
-                    bool add) override {
-        if (batch.shape.size() == 0) return;
-        const Plan plan = plan_of(batch);
-        const int64_t channels = batch.shape.channels;
+    void grad_input(Array dy, Array x, const Tensor& tensor, const Affine& affine, const ThroughStatistics& through,
+                    Array dx, bool add) override {
+        if (tensor.shape.size() == 0) return;
+        const Plan plan = plan_of(tensor);
+        const int64_t channels = tensor.shape.channels;
         Vector packed(plan.slots * 3 * channels, 0.0);
         for (int64_t slot = 0; slot < plan.slots; ++slot) {
             double* to = &packed[slot * 3 * channels];
-            const auto& own = batch.slots[slot].own;
-            if (own) std::copy(own->mean.begin(), own->mean.end(), to);  // frozen ones have a slope of 0
-            std::copy_n(&pull.mean_dy[slot * channels], channels, to + channels);
-            std::copy_n(&pull.slope[slot * channels], channels, to + 2 * channels);
+            const auto& fed = tensor.slots[slot].fed;
+            if (fed) std::copy(fed->mean.begin(), fed->mean.end(), to);  // frozen ones have a slope of 0
+            std::copy_n(&through.mean_dy[slot * channels], channels, to + channels);
+            std::copy_n(&through.slope[slot * channels], channels, to + 2 * channels);
         }
         Doubles pulls(device_, plan.slots * 3 * channels);
         pulls.upload(packed.data());
-        launch(named("grad_input", batch.type), device_, plan.each(),
-               {in(dy, batch.type), in(x, batch.type), in(statistics(batch), Type::kFloat64),
-                in(pulls.handle(), Type::kFloat64), in(affine.gamma, batch.parameter_type()), affine.fix_gamma,
-                out(dx, batch.type), add, plan.samples, plan.per_sample, channels, batch.shape.inner, plan.slots,
+        launch(named("grad_input", tensor.type), device_, plan.each(),
+               {in(dy, tensor.type), in(x, tensor.type), in(statistics(tensor), Type::kFloat64),
+                in(pulls.handle(), Type::kFloat64), in(affine.gamma, tensor.parameter_type()), affine.fix_gamma,
+                out(dx, tensor.type), add, plan.samples, plan.per_sample, channels, tensor.shape.inner, plan.slots,
                 plan.width, plan.segment});
     }
 
@@ -127,11 +130,11 @@ class CudaBackend : public Backend {
         return values;
     }
 
-    void give(const Vector& values, Type type, Array to, bool add) override {
+    void write(const Vector& values, Type type, Array to, bool add) override {
         const int64_t n = static_cast<int64_t>(values.size());
         Doubles staged(device_, n);
         staged.upload(values.data());
-        launch(named("give", type), device_, {ceil_div(n, kBlock)},
+        launch(named("write", type), device_, {ceil_div(n, kBlock)},
                {in(staged.handle(), Type::kFloat64), out(to, type), add, n});
     }
 
@@ -148,14 +151,14 @@ class CudaBackend : public Backend {
     }
 
     // [slots][2][channels] of what each slot uses; kept for the backward.
-    void* statistics(const Batch& batch) {
+    void* statistics(const Tensor& tensor) {
         if (statistics_) return statistics_->handle();
-        const int64_t channels = batch.shape.channels;
-        Vector packed(batch.slots.size() * 2 * channels, 0.0);
-        for (size_t i = 0; i < batch.slots.size(); ++i) {
-            if (!batch.slots[i].used) continue;
-            std::copy_n(batch.slots[i].used->mean.begin(), channels, &packed[i * 2 * channels]);
-            std::copy_n(batch.slots[i].used->invstd.begin(), channels, &packed[i * 2 * channels + channels]);
+        const int64_t channels = tensor.shape.channels;
+        Vector packed(tensor.slots.size() * 2 * channels, 0.0);
+        for (size_t i = 0; i < tensor.slots.size(); ++i) {
+            if (!tensor.slots[i].used) continue;
+            std::copy_n(tensor.slots[i].used->mean.begin(), channels, &packed[i * 2 * channels]);
+            std::copy_n(tensor.slots[i].used->invstd.begin(), channels, &packed[i * 2 * channels + channels]);
         }
         statistics_ = std::make_unique<Doubles>(device_, static_cast<int64_t>(packed.size()));
         statistics_->upload(packed.data());

@@ -498,9 +498,9 @@ __device__ inline Index thread() { return Index(blockIdx.x) * kThreads + threadI
 // grad_input  dx = gamma * invstd * (dy - mean_dy - (x - mean) * slope), added where `add`; pulls [slots][3][channels]:
 //             mean, mean_dy, slope. Grid as for normalise.
 // frozen      statistics [2][channels] of the running mean and variance.
-// track       running <- momentum * running + (1 - momentum) * batch, for batch [2][channels]: mean, variance.
+// update_running  running <- momentum * running + (1 - momentum) * batch, for batch [2][channels]: mean, variance.
 // copy        to = from, added where `add`.
-// give        out = values, added where `add`.
+// write       out = values, added where `add`.
 // fill        out = value.
 //
 // A slot without a sample leaves a count and sums of 0, and is passed over by the others.
@@ -562,14 +562,14 @@ __device__ inline Index thread() { return Index(blockIdx.x) * kThreads + threadI
         statistics[channels + c] = 1 / sqrt(static_cast<double>(running_var[c]) + epsilon);                            \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        track_##TYPE(const double* batch, double momentum, P* running_mean, P* running_var, Index channels) {          \
+        update_running_##TYPE(const double* batch, double momentum, P* running_mean, P* running_var, Index channels) { \
         const Index c = thread();                                                                                      \
         if (c >= channels) return;                                                                                     \
         running_mean[c] = static_cast<P>(momentum * running_mean[c] + (1 - momentum) * batch[c]);                      \
         running_var[c] = static_cast<P>(momentum * running_var[c] + (1 - momentum) * batch[channels + c]);             \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        give_##TYPE(const double* values, P* out, int add, Index n) {                                                  \
+        write_##TYPE(const double* values, P* out, int add, Index n) {                                                 \
         const Index c = thread();                                                                                      \
         if (c < n) out[c] = static_cast<P>(values[c] + (add ? static_cast<double>(out[c]) : 0.0));                     \
     }

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "meeting/process.h"
+#include "failure.h"
 
 namespace syncbn {
 namespace cuda {

@@ -1,4 +1,4 @@
-// One call of a layer on one context: kernels and rendezvous put together.
+// One call of a layer on one context: kernels, pooling and meetings put together.
 #pragma once
 
 #include <array>
@@ -7,8 +7,9 @@
 #include <vector>
 
 #include "backend.h"
-#include "meeting/rendezvous.h"
+#include "meeting/registry.h"
 #include "mxnet_api.h"
+#include "pooling/pooling.h"
 
 namespace syncbn {
 
@@ -18,11 +19,11 @@ namespace syncbn {
 enum class Role : int { kWhole = 0, kMeet = 1, kTrack = 2 };
 
 // What the operator's attributes say; read once per call.
-struct Settings {
+struct Node {
     std::shared_ptr<Layer> layer;
     Role role = Role::kWhole;
     size_t lanes = 1;
-    int64_t node = -1;  // which node of a graph this is, the same on all contexts; -1 for an eager call
+    int64_t number = -1;  // which node of a graph this is, the same on all contexts; -1 for an eager call
     int axis = 1;
     double epsilon = 1e-5, momentum = 0.9;
     bool fix_gamma = false;
@@ -62,11 +63,11 @@ class Call {
     std::array<void*, 3> callback_states;  // MXNet keeps a pointer to these
 
     // `shape.outer` holds `samples` equal parts, which are what slots are made of.
-    Call(Settings settings, std::string context, Type type, Shape shape, int64_t samples)
-        : settings_(std::move(settings)),
+    Call(Node node, std::string context, Type type, Shape shape, int64_t samples)
+        : node_(std::move(node)),
           context_(std::move(context)),
           backend_(Backend::of(context_)),
-          batch_{type, shape, samples, {}} {}
+          tensor_{type, shape, samples, {}} {}
 
     // On the issuing thread, for a training call. `caller` is null on the main thread, whose calls take turns on the
     // seats; any other thread is one replica.
@@ -76,39 +77,42 @@ class Call {
     void backward(const Arrays& arrays, const int* reqs);
 
   private:
-    Mode mode() const { return settings_.layer->pooling.mode; }
-    size_t group() const { return static_cast<size_t>(settings_.layer->pooling.group); }
+    // Ends the step with what an exception says, and the layer and the context where it does not say them; NaN into the
+    // outputs in which something plausible might stand.
+    [[noreturn]] void fail(const std::exception& error, const std::vector<std::pair<Array, Input>>& outputs);
+    void fill_with_nan(Array out, Input like);
     void throw_if_closed() const;
     int threads() const;
-    std::string named(const std::string& error) const;
-    void spoil(Array out, Input like);
+    int64_t channels() const { return tensor_.shape.channels; }
     Affine affine(const Arrays& arrays, int inputs) const;
+    // The other operator of the call does the work.
+    bool passes_on() const { return node_.role == (frozen_ ? Role::kMeet : Role::kTrack); }
 
     void normalise(const Arrays& arrays, const int* reqs);
     void normalise_frozen(const Arrays& arrays, int req);
     void differentiate(const Arrays& arrays, const int* reqs);
     void pass(Array from, Array to, int req);
-    // Where the other operator of the call has the gradient with respect to gamma and beta.
     void no_gradient(const Arrays& arrays, const int* reqs);
-    // [1, mean[C], variance[C]] that the running statistics go towards; [0, ...] where there is nothing.
-    Vector batch_statistics(const Vector& moments) const;
-    void track(const Vector& batch, const Arrays& arrays);
 
     void sit_down();
-    // The packed moments of every slot that counts for the running statistics, each [count, mean[C], m2[C]].
-    Vector pool(Array x);
-    // Give the slots their statistics, from the moments of the slots of all replicas.
-    void assign_shuffled(const Total& all);
-    Vector assign_grouped(const Total& all);
-    // [sum dy[C], sum dy*xhat[C]] of each slot in; of the slot that uses its statistics out.
-    Vector pull(Vector sums);
-    std::shared_ptr<const Statistic> statistic(const double* moments) const;
+    // The packed vectors of this replica's slots in; those of all slots out, or what they are together.
+    Total share(Direction direction, Vector values);
+    // Gives the slots their statistics.
+    void assign(const Total& moments);
+    // [1, mean[C], variance[C]] that the running statistics go towards; [0, ...] where there is nothing.
+    Vector batch_statistics(const Total& moments) const;
+    void update_running(const Vector& batch, const Arrays& arrays);
+    // [sum dy[C], sum dy*xhat[C]] of each slot in; of the slots that use the statistics which it feeds out.
+    Vector gradients_of_users(Vector sums);
+    std::shared_ptr<const Statistic> statistic(const Vector& moments) const;
 
-    const Settings settings_;
+    const Node node_;
     const std::string context_;
     const std::unique_ptr<Backend> backend_;
-    Batch batch_;
+    Tensor tensor_;
     Place place_;
+    Pools pools_;             // of all slots of the last forward
+    int64_t first_slot_ = 0;  // of this replica
     bool seated_ = false;
     bool repeated_ = false;  // has been executed before
     bool complete_ = false;  // the forward has left what the backward needs

@@ -20,6 +20,7 @@
 #include <mutex>
 #include <thread>
 
+#include "failure.h"
 #include "operator/call.h"
 
 namespace syncbn {
@@ -41,7 +42,7 @@ constexpr auto kFailureSpacing = std::chrono::milliseconds(10);
 constexpr int kPropertyCallbacks = 8;
 
 // The operator as it stands in a graph.
-struct Property : Settings {
+struct Property : Node {
     std::array<void*, kPropertyCallbacks> callback_states;  // MXNet keeps a pointer to these
 };
 
@@ -61,12 +62,13 @@ int delete_operator(void* state) {
     return 1;
 }
 
-int run_forward(int size, void** handles, int*, const int* reqs, const int training, void* state) {
+template <typename Work>
+int run(int size, void** handles, const Work& work) {
     std::string error;
     {
         Arrays arrays(size, handles);
         try {
-            static_cast<Call*>(state)->forward(arrays, reqs, training != 0);
+            work(arrays);
             return 1;
         } catch (const std::exception& e) {
             error = e.what();
@@ -75,18 +77,13 @@ int run_forward(int size, void** handles, int*, const int* reqs, const int train
     throw_to_mxnet(error);
 }
 
+int run_forward(int size, void** handles, int*, const int* reqs, const int training, void* state) {
+    return run(size, handles,
+               [&](const Arrays& arrays) { static_cast<Call*>(state)->forward(arrays, reqs, training != 0); });
+}
+
 int run_backward(int size, void** handles, int*, const int* reqs, const int, void* state) {
-    std::string error;
-    {
-        Arrays arrays(size, handles);
-        try {
-            static_cast<Call*>(state)->backward(arrays, reqs);
-            return 1;
-        } catch (const std::exception& e) {
-            error = e.what();
-        }
-    }
-    throw_to_mxnet(error);
+    return run(size, handles, [&](const Arrays& arrays) { static_cast<Call*>(state)->backward(arrays, reqs); });
 }
 
 // ---- callbacks of the operator's description -------------------------------------------------------------------
@@ -133,12 +130,15 @@ int batch_at(const Property& property) {
     return property.role == Role::kMeet ? property.output() + 1 : property.role == Role::kTrack ? int{kBatch} : -1;
 }
 
+[[noreturn]] void refuse(const Property& property, const std::string& reason) {
+    throw dmlc::Error(Failure(property.layer->name, "", "", reason).what());
+}
+
 int channel_axis(const Property& property, int dims) {
     const int axis = property.axis < 0 ? property.axis + dims : property.axis;
     if (dims < 2 || dims > 5 || axis < 0 || axis >= dims)
-        throw dmlc::Error("SyncBatchNorm '" + property.layer->name + "': data has " + std::to_string(dims) +
-                          " dimensions and axis is " + std::to_string(property.axis) +
-                          "; expected 2 to 5 dimensions and an axis among them");
+        refuse(property, "data has " + std::to_string(dims) + " dimensions and axis is " +
+                             std::to_string(property.axis) + "; expected 2 to 5 dimensions and an axis among them");
     return axis;
 }
 
@@ -164,8 +164,9 @@ int infer_type(int size, int* types, void* state) {
     if (data < 0) return 1;
     constexpr int kBfloat16 = 12;
     if (data > static_cast<int>(Type::kFloat16))
-        throw dmlc::Error("SyncBatchNorm '" + property.layer->name + "': data must be float16, float32 or float64 (" +
-                          (data == kBfloat16 ? "bfloat16" : "MXNet type flag " + std::to_string(data)) + " was given)");
+        refuse(property, "data must be float16, float32 or float64 (" +
+                             (data == kBfloat16 ? "bfloat16" : "MXNet type flag " + std::to_string(data)) +
+                             " was given)");
     const int parameter = data == static_cast<int>(Type::kFloat16) ? static_cast<int>(Type::kFloat32) : data;
     for (int i = 0; i < size; ++i) types[i] = i == 0 || i == output ? data : parameter;
     if (batch_at(property) >= 0) types[batch_at(property)] = static_cast<int>(Type::kFloat64);
@@ -186,18 +187,16 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
                     void* state) {
     const Property& property = *property_of(state);
     if (std::strncmp(context, "cpu", 3) == 0 && !property.guarded)
-        throw dmlc::Error("SyncBatchNorm '" + property.layer->name +
-                          "': the net was traced on GPUs and is now called on " + context +
-                          "; call net.hybridize() again");
+        refuse(property, std::string("the net was traced on GPUs and is now called on ") + context +
+                             "; call net.hybridize() again");
     const int axis = channel_axis(property, dims[0]);
     Shape shape{1, shapes[0][axis], 1};
     for (int i = 0; i < dims[0]; ++i) {
         if (i < axis) shape.outer *= shapes[0][i];
         if (i > axis) shape.inner *= shapes[0][i];
     }
-    if (axis == 0 && property.layer->pooling.slots > 1)
-        throw dmlc::Error("SyncBatchNorm '" + property.layer->name +
-                          "': virtual_devices are parts of the batch along axis 0, but here that is the channel axis");
+    if (axis == 0 && property.layer->pooling.virtual_devices > 1)
+        refuse(property, "virtual_devices are parts of the batch along axis 0, but here that is the channel axis");
     const int64_t samples = axis == 0 ? 1 : shapes[0][0];
     auto op = std::make_unique<Call>(property, context, static_cast<Type>(types[0]), shape, samples);
     bool training = false;
@@ -231,14 +230,14 @@ int create_property(const char*, const int size, const char** keys, const char**
     out->callbacks = callbacks;
     out->contexts = property->callback_states.data();
     property->callback_states.fill(property);
-    property->layer = layer_of_token(given["layer"]);
+    property->layer = registry().of_token(given["layer"]);
     if (!property->layer)
         throw dmlc::Error(
             "this graph holds a SyncBatchNorm of another process, or one that is gone. Export with "
             "gluon_syncbn.revert(net).export(...), load that, and gluon_syncbn.convert the net again.");
     property->role = static_cast<Role>(std::stoi(given["role"]));
     property->lanes = std::stoul(given["lanes"]);
-    property->node = std::stoll(given["node"]);
+    property->number = std::stoll(given["node"]);
     property->axis = std::stoi(given["axis"]);
     property->epsilon = std::stod(given["eps"]);
     property->momentum = std::stod(given["momentum"]);

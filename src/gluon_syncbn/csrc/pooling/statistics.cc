@@ -16,8 +16,8 @@ void merge_moments(double* total, const double* part, int64_t channels) {
     total[0] = n + m;
 }
 
-void add_to(double* total, const Vector& part) {
-    for (size_t i = 0; i < part.size(); ++i) total[i] += part[i];
+void add_to(double* total, const double* part, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) total[i] += part[i];
 }
 
 }  // namespace syncbn

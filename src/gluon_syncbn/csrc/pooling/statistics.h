@@ -1,22 +1,19 @@
-// Packed float64 vectors that replicas exchange, and how two become one.
+// Packed float64 vectors, and how two become one.
 //
-//   moments  [count, mean[C], m2[C]]       safe for any offset of the data
-//   grads    [sum dy[C], sum dy*xhat[C]]
-//
-// Where slots keep statistics of their own, a replica hands in one such part per slot, in order, and gets those of all
-// replicas, in order.
+//   moments    [count, mean[C], m2[C]]       m2 is the sum of (x - mean)^2: safe for any offset of the data
+//   gradients  [sum dy[C], sum dy*xhat[C]]
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <vector>
+
+#include "types.h"
 
 namespace syncbn {
 
-using Vector = std::vector<double>;
+inline int64_t moments_length(int64_t channels) { return 1 + 2 * channels; }
+inline int64_t gradients_length(int64_t channels) { return 2 * channels; }
 
-// Both of 1 + 2 * channels values.
 void merge_moments(double* total, const double* part, int64_t channels);
-void add_to(double* total, const Vector& part);
+void add_to(double* total, const double* part, int64_t n);
 
 }  // namespace syncbn

@@ -1,0 +1,33 @@
+// Why a step cannot be finished, as fields. It becomes text once, where it leaves for MXNet or for Python.
+#pragma once
+
+#include <exception>
+#include <string>
+
+namespace syncbn {
+
+class Failure : public std::exception {
+  public:
+    const std::string layer;    // its name; empty where the reason is not about one layer
+    const std::string context;  // "cpu(1)", where it is about one replica
+    const std::string call;     // "forward of call 3", where it is about all of them
+    const std::string reason;   // for the user: what happened and what to do
+
+    // About no layer.
+    explicit Failure(std::string reason) : Failure("", "", "", std::move(reason)) {}
+    Failure(std::string layer, std::string context, std::string call, std::string reason)
+        : layer(std::move(layer)), context(std::move(context)), call(std::move(call)), reason(std::move(reason)) {
+        if (!this->layer.empty()) text_ = "SyncBatchNorm '" + this->layer + "'";
+        if (!this->context.empty()) text_ += " on " + this->context;
+        if (!this->call.empty()) text_ += ", " + this->call;
+        if (!text_.empty()) text_ += ": ";
+        text_ += this->reason;
+    }
+
+    const char* what() const noexcept override { return text_.c_str(); }
+
+  private:
+    std::string text_;
+};
+
+}  // namespace syncbn

@@ -1,0 +1,24 @@
+// Who is here, who is missing, and what the user may do about it. Called under the room's lock.
+#pragma once
+
+#include <string>
+
+#include "meeting/meeting.h"
+
+namespace syncbn {
+
+// Where nothing is being computed, waiting longer than `stuck_after` seconds cannot help; 0 means that it can.
+struct Cause {
+    std::string text;
+    double stuck_after;
+};
+
+// "1 of 2 replicas arrived (cpu(0)), missing cpu(1)"
+std::string describe(const Meeting& meeting, int phase);
+// Whether every replica of the meeting has been called, as far as anybody knows.
+bool all_issued(const Meeting& meeting, const Attendance& attendance);
+Cause likely_cause(const Meeting& meeting, int phase, const Attendance& attendance);
+// Why a call on this context is no replica of the layer.
+std::string why_not_here(const Terms& terms, const std::string& context);
+
+}  // namespace syncbn

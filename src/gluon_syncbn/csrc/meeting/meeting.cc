@@ -1,0 +1,224 @@
+#include "meeting/meeting.h"
+
+#include <algorithm>
+#include <chrono>
+#include <new>
+#include <sstream>
+
+#include "log.h"
+#include "meeting/diagnosis.h"
+#include "meeting/stall.h"
+#include "meeting/step.h"
+#include "meeting/timing.h"
+
+namespace syncbn {
+namespace {
+
+constexpr auto kSlice = std::chrono::milliseconds(50);
+constexpr double kWatchAfter = 0.05;  // seconds until a wait counts as long enough to look around
+constexpr double kWarnAfter = 10;
+constexpr double kGrace = 2;      // seconds that an exchange gets to report its own failure
+constexpr double kStuckIdle = 3;  // seconds without computing that show it
+constexpr double kForkIdle = 1;   // the same, where a fork waits
+
+// Ends the step, and throws the reason why it ended, which may be another one.
+[[noreturn]] void fail_and_throw(Meeting* meeting, const Failure& failure) {
+    step().fail(failure);
+    if (meeting != nullptr) meeting->changed.notify_all();
+    throw Failure(*step().failure());
+}
+
+std::string name_of_call(const Meeting& meeting, int phase) {
+    return (phase == 0 ? "forward of call " : "backward of call ") + std::to_string(meeting.number + 1);
+}
+
+void check_equal(const Terms& terms, const Meeting& meeting, const Phase& phase, size_t seat, Type type,
+                 int64_t channels) {
+    for (size_t other = 0; other < meeting.seats.size(); ++other) {
+        const auto& entry = phase.entries[other];
+        if (!entry.arrived || (entry.channels == channels && entry.type == type)) continue;
+        std::ostringstream why;
+        why << meeting.replica(seat) << " came with " << channels << " channels of " << name_of(type) << ", "
+            << meeting.replica(other) << " with " << entry.channels << " channels of " << name_of(entry.type)
+            << ". All replicas must run the same net on data of the same type.";
+        fail_and_throw(nullptr, {terms.name, "", "", why.str()});  // the waiters see it within a slice
+    }
+}
+
+}  // namespace
+
+size_t Meeting::joined(size_t context) const {
+    return static_cast<size_t>(
+        std::count_if(seats.begin(), seats.end(), [&](const Seat& s) { return s.context == context; }));
+}
+
+size_t Meeting::rank(size_t seat) const {
+    size_t before = 0;
+    for (size_t i = 0; i < seats.size(); ++i)
+        before += seats[i].context < seats[seat].context || (seats[i].context == seats[seat].context && i < seat);
+    return before;
+}
+
+bool Place::first_lane() const {
+    for (size_t i = 0; i < seat; ++i)
+        if (meeting->seats[i].context == meeting->seats[seat].context) return false;
+    return true;
+}
+
+void MeetingRoom::issued(const std::string& context) {
+    Lock lock(mutex_);
+    ++attendance_.issued[context];
+}
+
+Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t node, const void* occupant,
+                        bool repeated) {  // (1)
+    Lock lock(mutex_);
+    step().throw_if_failed();
+    ++attendance_.joined[context];
+    const auto at = std::find(terms.taking_part.begin(), terms.taking_part.end(), context);
+    if (at == terms.taking_part.end() || terms.lanes == 0)
+        fail_and_throw(nullptr, {terms.name, context, "", why_not_here(terms, context)});
+    const size_t index = static_cast<size_t>(at - terms.taking_part.begin());
+
+    std::shared_ptr<Meeting> meeting;
+    for (const auto& m : open_) {
+        const bool sits = occupant != nullptr && std::any_of(m->seats.begin(), m->seats.end(), [&](const auto& s) {
+                              return s.context == index && s.occupant == occupant;
+                          });
+        if (m->draw.node == node && !sits && m->joined(index) < m->lanes) {
+            meeting = m;
+            break;
+        }
+    }
+    if (!meeting) {
+        meeting = std::make_shared<Meeting>();
+        meeting->number = next_meeting_++;
+        meeting->draw = {terms.seed, terms.layer, node, calls_[node]++};
+        meeting->contexts = terms.taking_part;
+        meeting->lanes = terms.lanes;
+        open_.push_back(meeting);
+    }
+    meeting->seats.push_back({index, occupant});
+    meeting->repeated = meeting->repeated || repeated;
+    Place place{meeting, meeting->seats.size() - 1};
+    if (meeting->seats.size() == meeting->replicas()) open_.erase(std::find(open_.begin(), open_.end(), meeting));
+    return place;
+}
+
+Total MeetingRoom::share(const Terms& terms, Place& place, Direction direction, Sharing sharing, Type type,
+                         int64_t channels, Vector values) {
+    Meeting& meeting = *place.meeting;
+    const int number = direction == Direction::kForward ? 0 : ++place.backwards;
+    const Reduction reduction = sharing == Sharing::kEach          ? Reduction::kGather
+                                : direction == Direction::kForward ? Reduction::kMerge
+                                                                   : Reduction::kAdd;
+    const size_t length = values.size();
+    Lock lock(mutex_);
+    step().throw_if_failed();
+    Phase& phase = meeting.phases[number];
+    if (phase.entries.empty()) phase.entries.resize(meeting.replicas());
+    check_equal(terms, meeting, phase, place.seat, type, channels);
+    phase.entries[place.seat] = {true, channels, type, std::move(values), debugging() ? seconds() : 0};  // (2)
+    if (++phase.arrived < meeting.replicas()) {
+        wait(terms, meeting, phase, number, lock);
+    } else {
+        std::vector<Part> parts;
+        for (size_t seat = 0; seat < meeting.seats.size(); ++seat)
+            parts.push_back({meeting.seats[seat].context, meeting.rank(seat), &phase.entries[seat].values});
+        const Ticket ticket{terms.layer, meeting.draw.node, meeting.draw.call, number};
+        lock.unlock();  // nobody else touches a phase that is complete
+        std::string error;
+        Total total;
+        try {
+            total = reduce(reduction, std::move(parts), meeting.contexts.size(), channels, ticket, terms.reach,
+                           terms.hook);  // (3)
+        } catch (const std::exception& e) {
+            error = e.what();
+        }
+        lock.lock();
+        if (!error.empty())
+            fail_and_throw(&meeting, {terms.name, "", "", "the KVStore could not add the statistics: " + error});
+        step().throw_if_failed();
+        if (debugging()) record_meeting(terms.name, name_of_call(meeting, number), meeting, phase);
+        phase.total = std::move(total);
+        phase.done = true;
+        phase.entries.clear();
+        meeting.changed.notify_all();
+    }
+    Total total = phase.total;  // (4)
+    if (sharing == Sharing::kEach) total.first += meeting.rank(place.seat) * length;
+    return total;
+}
+
+void MeetingRoom::wait(const Terms& terms, Meeting& meeting, Phase& phase, int number, Lock& lock) const {
+    Stall stall;
+    std::string seen;
+    double seen_since = 0, complete_since = -1;
+    const std::string call = name_of_call(meeting, number);
+    while (true) {
+        meeting.changed.wait_for(lock, kSlice);
+        if (phase.done) return;                       // (4)
+        if (const auto failure = step().failure()) {  // (5)
+            if (!failure->layer.empty()) throw Failure(*failure);
+            throw Failure(terms.name, "", call, describe(meeting, number) + ". " + failure->reason);
+        }
+        stall.sample();
+        const double waited = stall.waited();
+        if (waited < kWatchAfter) continue;
+        const auto give_up = [&](const std::string& why) {
+            fail_and_throw(&meeting, {terms.name, "", call, describe(meeting, number) + why});
+        };
+        if (phase.arrived == meeting.replicas()) {  // the last to arrive makes the total, with a time limit of its own
+            if (complete_since < 0) complete_since = waited;
+            if (waited - complete_since < terms.timeout + kGrace) continue;
+            give_up(". The KVStore has not answered for " + std::to_string(static_cast<int>(terms.timeout + kGrace)) +
+                    " s.");
+        }
+        watch_interrupts();
+        const Cause cause = likely_cause(meeting, number, attendance_);
+        const std::string here = describe(meeting, number) + cause.text;
+        if (seen != here) {  // whoever was called just now is on the way
+            seen = here;
+            seen_since = waited;
+        }
+        std::ostringstream after;
+        if (stall.asked_to_end()) {  // (6)
+            give_up(". The process was asked to end (Ctrl-C, or its main thread is gone) while they waited.");
+        } else if (step().forking &&
+                   ((!meeting.repeated && !all_issued(meeting, attendance_)) || stall.idle_for(kForkIdle))) {
+            give_up(
+                ", and the process was forked (os.fork, multiprocessing, subprocess with preexec_fn) before they were "
+                "called. A fork has to wait for everything that MXNet has in flight: fork before a step or after it, "
+                "not between the calls of its replicas.");
+        } else if (cause.stuck_after > 0 && waited - seen_since >= cause.stuck_after && stall.idle_for(kStuckIdle)) {
+            after << ", and nothing has been computed for " << kStuckIdle << " s. " << cause.text;
+            give_up(after.str());
+        } else if (waited >= terms.timeout) {
+            after << " after " << terms.timeout << " s. " << cause.text;
+            give_up(after.str());
+        } else if (waited >= kWarnAfter && !phase.warned) {
+            phase.warned = true;
+            after << " after " << static_cast<int>(waited) << " s; still waiting, until " << terms.timeout << " s. "
+                  << cause.text;
+            log(Level::kWarning, Failure(terms.name, "", call, describe(meeting, number) + after.str()).what());
+        }
+    }
+}
+
+void MeetingRoom::forget() {
+    Lock lock(mutex_);
+    open_.clear();
+    attendance_ = {};
+}
+
+void MeetingRoom::restart_calls() {
+    Lock lock(mutex_);
+    calls_.clear();
+}
+
+void MeetingRoom::forked() {
+    new (&mutex_) std::mutex;  // another thread, which is not here, may have held it
+    forget();
+}
+
+}  // namespace syncbn

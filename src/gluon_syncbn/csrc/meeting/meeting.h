@@ -1,0 +1,130 @@
+// Threads meet: the replicas of a layer hand in their vectors, and all leave with what became of them.
+//
+//        replica 0          replica 1                      1. join: a seat in the earliest meeting with room
+//        join ────┐    ┌──── join                          2. hand in the packed vector
+//      hand in ──►│ Meeting │◄── hand in                   3. the last to arrive puts them together, in the order of
+//        wait     │ phase 0 │    reduce                       the replicas, never in the order of arrival
+//        leave ◄──│         │──► leave                     4. all leave with the same total
+//                  phase 1, 2 …: the backwards, same seats
+//
+// A wait ends in one of three ways: the total (4), a failure of any replica of the process (5), or a failure
+// that the waiter itself declares: time is up, the process was asked to end, or its queue is stuck (6).
+// After a failure nothing is exchanged until `reset`: no total is ever made from a step that is half gone.
+//
+// A room has one lock, which guards its meetings and all that is in them. Whoever waits gives it up; the reduction (3) runs
+// without it, because nobody else touches a phase that is complete. Under it, `Step` may be asked and told of failures.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "meeting/reduction.h"
+#include "pooling/permutation.h"
+#include "pooling/pooling.h"
+#include "types.h"
+
+namespace syncbn {
+
+// What holds for a layer; nobody changes it any more.
+struct Terms {
+    int64_t layer = 0;
+    std::string name;
+    std::vector<std::string> contexts;     // that hold the parameters
+    std::vector<std::string> taking_part;  // of these, in the same order
+    std::vector<std::string> devices;      // that alone may take part; empty means all
+    size_t replicas = 0, lanes = 1;        // lanes: replicas per context; 0 where the contexts cannot share them evenly
+    uint64_t seed = 0;                     // of the permutations
+    double timeout = 300;                  // seconds
+    Reach reach = Reach::kMemory;
+    Hook hook = nullptr;
+};
+
+// One handing-in: the forward of a meeting is phase 0, its k-th backward is phase k.
+struct Phase {
+    struct Entry {
+        bool arrived = false;
+        int64_t channels = 0;
+        Type type = Type::kFloat32;
+        Vector values;
+        double at = 0;  // seconds on some clock
+    };
+    std::vector<Entry> entries;  // [seats]
+    size_t arrived = 0;
+    bool done = false;
+    bool warned = false;  // one of those who wait has said so
+    Total total;
+};
+
+struct Meeting {
+    struct Seat {
+        size_t context = 0;              // index into `contexts`
+        const void* occupant = nullptr;  // who may not sit down twice
+    };
+    int64_t number = 0;
+    Draw draw;                          // draw.node: only calls of the same node of a graph meet
+    std::vector<std::string> contexts;  // those that take part, in the layer's order
+    size_t lanes = 1;                   // replicas per context
+    bool repeated = false;              // a state of an earlier meeting is executed again (static_shape)
+    std::vector<Seat> seats;            // [contexts * lanes] once everybody has joined
+    std::map<int, Phase> phases;
+    std::condition_variable changed;
+
+    size_t replicas() const { return contexts.size() * lanes; }
+    size_t joined(size_t context) const;
+    size_t rank(size_t seat) const;  // in the order of the contexts, on one context in that of the seats
+    const std::string& replica(size_t seat) const { return contexts[seats[seat].context]; }  // "cpu(1)"
+};
+
+// A replica's place in a meeting. Its forward and its backward meet the same partners.
+struct Place {
+    std::shared_ptr<Meeting> meeting;
+    size_t seat = 0;
+    int backwards = 0;
+
+    // The one replica of its context that hands its statistics on. Only after the forward has met.
+    bool first_lane() const;
+};
+
+// Calls of a layer on each context: those that were issued and those that have joined. For messages, and to see that a
+// queue is stuck.
+struct Attendance {
+    std::map<std::string, int64_t> issued, joined;
+};
+
+enum class Direction { kForward, kBackward };
+
+// Where the replicas of one layer meet: the meetings that they have not yet all joined.
+class MeetingRoom {
+  public:
+    // The issuing thread announces a call.
+    void issued(const std::string& context);
+    // Sits down in the earliest meeting of this graph node in which `context` has room and `occupant` does not sit yet.
+    // `repeated` says that MXNet executes a state again.
+    Place join(const Terms& terms, const std::string& context, int64_t node, const void* occupant, bool repeated);
+    // One replica's packed vectors in, [parts][...], those of all replicas out: put together, or side by side in the
+    // order of their ranks, where `first` is then the first of this replica. Once for the forward of a call, and once
+    // for each of its backwards.
+    Total share(const Terms& terms, Place& place, Direction direction, Sharing sharing, Type type, int64_t channels,
+                Vector values);
+    void forget();         // all meetings
+    void restart_calls();  // of the permutations
+    void forked();         // in the child
+
+  private:
+    using Lock = std::unique_lock<std::mutex>;
+    void wait(const Terms& terms, Meeting& meeting, Phase& phase, int number, Lock& lock) const;
+
+    mutable std::mutex mutex_;
+    int64_t next_meeting_ = 0;
+    std::deque<std::shared_ptr<Meeting>> open_;
+    Attendance attendance_;
+    std::map<int64_t, int64_t> calls_;  // of each node
+};
+
+}  // namespace syncbn

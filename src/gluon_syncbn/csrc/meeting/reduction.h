@@ -1,0 +1,50 @@
+// What becomes of what replicas hand in: inside the process, or through the hook that reaches further.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "types.h"
+
+namespace syncbn {
+
+// Moments are merged into those of all their values, gradients are added, or each replica's vector is put beside those
+// of the others.
+enum class Reduction : int { kMerge = 0, kAdd = 1, kGather = 2 };
+
+// How far an exchange reaches.
+enum class Reach : int { kMemory = 0, kContexts = 1, kProcesses = 2 };
+
+// What replicas handed in, put together.
+struct Total {
+    Vector values;
+    size_t first = 0;  // of `values` that are of this process
+    int64_t key = 0;   // of the layer, the same in every process
+};
+
+// Which handing-in this is, the same in every process but for the layer.
+struct Ticket {
+    int64_t layer, node, call, phase;
+};
+
+// What leaves shared memory: a reduction over the rows of all processes; to merge and to add there is a row for each
+// context, to gather one for the process. Called by one thread per phase, of which there may be several at once. Returns 0
+// and leaves the total in `out`, or writes the reason into `error`.
+using Hook = int (*)(const Ticket* ticket, int reduction, int64_t rows, int64_t length,
+                     const double* values,  // [rows][length]
+                     Total* out, char* error, int64_t error_size);
+
+// What one replica handed in.
+struct Part {
+    size_t context;  // its number in the order of the contexts
+    size_t rank;     // in the order of the replicas
+    const Vector* values;
+};
+
+// All parts put together, in the order of the replicas, never in the order of arrival: so the bits of the result do not
+// depend on who came first. Throws std::runtime_error with the hook's reason.
+Total reduce(Reduction reduction, std::vector<Part> parts, size_t contexts, int64_t channels, const Ticket& ticket,
+             Reach reach, Hook hook);
+
+}  // namespace syncbn

@@ -1,0 +1,173 @@
+#include "meeting/registry.h"
+
+#include <algorithm>
+#include <new>
+#include <random>
+#include <sstream>
+
+namespace syncbn {
+namespace {
+
+using Lock = std::lock_guard<std::mutex>;
+
+const std::string& process_token() {
+    static const std::string token = [] {
+        std::random_device random;
+        std::ostringstream out;
+        out << std::hex << random() << random() << ':';
+        return out.str();
+    }();
+    return token;
+}
+
+}  // namespace
+
+Registry& registry() {
+    static Registry* instance = new Registry;  // outlives the threads that wait at exit
+    return *instance;
+}
+
+std::shared_ptr<const Terms> Layer::terms() const {
+    Lock lock(registry().mutex_);
+    return terms_;
+}
+
+std::shared_ptr<Layer> Registry::create(const std::string& name, const Pooling& pooling) {
+    Lock lock(mutex_);
+    auto layer = std::make_shared<Layer>(next_id_++, name, pooling);
+    renew(*layer);
+    layers_[layer->id] = layer;
+    return layer;
+}
+
+std::shared_ptr<Layer> Registry::find(int64_t id) const {
+    Lock lock(mutex_);
+    const auto it = layers_.find(id);
+    return it == layers_.end() ? nullptr : it->second;
+}
+
+void Registry::drop(int64_t id) {
+    Lock lock(mutex_);
+    layers_.erase(id);
+}
+
+size_t Registry::count() const {
+    Lock lock(mutex_);
+    return layers_.size();
+}
+
+bool Registry::contexts_are_shared() const {
+    Lock lock(mutex_);
+    return std::any_of(layers_.begin(), layers_.end(),
+                       [](const auto& entry) { return entry.second->terms_->lanes > 1; });
+}
+
+std::string Registry::token_of(const Layer& layer) const { return process_token() + std::to_string(layer.id); }
+
+std::shared_ptr<Layer> Registry::of_token(const std::string& token) const {
+    const std::string& mine = process_token();
+    if (token.compare(0, mine.size(), mine) != 0) return nullptr;
+    return find(std::stoll(token.substr(mine.size())));
+}
+
+void Registry::place(Layer& layer, std::vector<std::string> contexts, size_t replicas) {
+    {
+        Lock lock(mutex_);
+        layer.contexts_ = std::move(contexts);
+        layer.replicas_ = replicas;
+        renew(layer);
+    }
+    layer.room.forget();
+}
+
+void Registry::set_timeout(Layer& layer, double seconds) {
+    Lock lock(mutex_);
+    layer.timeout_ = seconds;
+    renew(layer);
+}
+
+void Registry::set_reach(Layer& layer, Reach reach) {
+    Lock lock(mutex_);
+    layer.has_reach_ = true;
+    layer.reach_ = reach;
+    renew(layer);
+}
+
+void Registry::set_default_timeout(double seconds) {
+    Lock lock(mutex_);
+    timeout_ = seconds;
+    renew_all();
+}
+
+double Registry::default_timeout() const {
+    Lock lock(mutex_);
+    return timeout_;
+}
+
+void Registry::set_default_reach(Reach reach) {
+    Lock lock(mutex_);
+    reach_ = reach;
+    renew_all();
+}
+
+void Registry::set_hook(Hook hook) {
+    Lock lock(mutex_);
+    hook_ = hook;
+    renew_all();
+}
+
+void Registry::set_devices(std::vector<std::string> contexts) {
+    Lock lock(mutex_);
+    devices_ = std::move(contexts);
+    renew_all();
+}
+
+void Registry::set_seed(uint64_t seed) {
+    {
+        Lock lock(mutex_);
+        seed_ = seed;
+        renew_all();
+    }
+    for (const auto& layer : all()) layer->room.restart_calls();
+}
+
+void Registry::forget_meetings() {
+    for (const auto& layer : all()) layer->room.forget();
+}
+
+void Registry::forked() {
+    new (&mutex_) std::mutex;  // another thread, which is not here, may have held it
+    for (const auto& layer : all()) layer->room.forked();
+}
+
+std::vector<std::shared_ptr<Layer>> Registry::all() const {
+    Lock lock(mutex_);
+    std::vector<std::shared_ptr<Layer>> out;
+    for (const auto& entry : layers_) out.push_back(entry.second);
+    return out;
+}
+
+void Registry::renew(Layer& layer) {
+    auto terms = std::make_shared<Terms>();
+    terms->layer = layer.id;
+    terms->name = layer.name;
+    terms->contexts = layer.contexts_;
+    terms->replicas = layer.replicas_;
+    const size_t contexts = layer.contexts_.size();
+    terms->lanes = contexts == 0 || layer.replicas_ % contexts != 0 ? 0 : layer.replicas_ / contexts;
+    for (const std::string& context : layer.contexts_)
+        if (devices_.empty() || std::find(devices_.begin(), devices_.end(), context) != devices_.end())
+            terms->taking_part.push_back(context);
+    terms->devices = devices_;
+    terms->seed = seed_;
+    terms->timeout = layer.timeout_ > 0 ? layer.timeout_ : timeout_;
+    terms->reach = layer.has_reach_ ? layer.reach_ : reach_;
+    terms->hook = hook_;
+    layer.terms_ = std::move(terms);
+}
+
+void Registry::renew_all() {
+    for (const auto& entry : layers_) renew(*entry.second);
+}
+
+}  // namespace syncbn

@@ -1,0 +1,32 @@
+#include "meeting/step.h"
+
+namespace syncbn {
+
+Step& step() {
+    static Step* instance = new Step;  // outlives the threads that wait at exit
+    return *instance;
+}
+
+void Step::fail(const Failure& failure) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_ == nullptr) failure_ = std::make_shared<const Failure>(failure);
+    failed_ = true;
+}
+
+std::shared_ptr<const Failure> Step::failure() const {
+    if (!failed_) return nullptr;
+    std::lock_guard<std::mutex> lock(mutex_);
+    return failure_;
+}
+
+void Step::throw_if_failed() const {
+    if (const auto reason = failure()) throw Failure(*reason);
+}
+
+void Step::clear() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    failure_ = nullptr;
+    failed_ = false;
+}
+
+}  // namespace syncbn

@@ -1,0 +1,36 @@
+// Whether the step has failed: once it has, every wait ends and nothing is exchanged any more, until `reset`.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "failure.h"
+
+namespace syncbn {
+
+class Step {
+  public:
+    // The first reason stays.
+    void fail(const Failure& failure);
+    // The reason; null where all is well.
+    std::shared_ptr<const Failure> failure() const;
+    // Throws the reason.
+    void throw_if_failed() const;
+    void clear();
+
+    // The process has run its exit handlers: whatever comes to run is a failure.
+    std::atomic<bool> closed{false};
+    // A thread in the middle of a step, whose replicas cannot all be called, waits to fork.
+    std::atomic<bool> forking{false};
+
+  private:
+    mutable std::mutex mutex_;  // guards failure_; held for as long as a pointer is copied, and under no condition
+    std::shared_ptr<const Failure> failure_;
+    std::atomic<bool> failed_{false};  // so that nobody takes the lock where all is well
+};
+
+Step& step();
+
+}  // namespace syncbn

@@ -1,0 +1,85 @@
+#include "meeting/timing.h"
+
+#include <algorithm>
+#include <chrono>
+#include <iomanip>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <vector>
+
+#include "log.h"
+
+namespace syncbn {
+namespace {
+
+constexpr size_t kWorst = 5;  // layers to name
+
+struct Waits {
+    int64_t meetings = 0;
+    double waited = 0;                      // seconds, of all replicas
+    std::map<std::string, double> last_by;  // of those, until this replica came
+};
+
+struct Totals {
+    std::mutex mutex;  // guards `layers`
+    std::map<std::string, Waits> layers;
+};
+
+Totals& totals() {
+    static Totals* instance = new Totals;  // outlives the threads that write at exit
+    return *instance;
+}
+
+}  // namespace
+
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+void record_meeting(const std::string& layer, const std::string& call, const Meeting& meeting, const Phase& phase) {
+    std::vector<size_t> order(phase.entries.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    std::sort(order.begin(), order.end(),
+              [&](size_t a, size_t b) { return phase.entries[a].at < phase.entries[b].at; });
+    const double first = phase.entries[order.front()].at, last = phase.entries[order.back()].at;
+    double waited = 0;
+    std::ostringstream out;
+    out << std::fixed << std::setprecision(3) << "SyncBatchNorm '" << layer << "', " << call << ": ";
+    for (size_t seat : order) {
+        const double late = phase.entries[seat].at - first, waits = last - phase.entries[seat].at;
+        out << meeting.replica(seat) << " came after " << 1e3 * late << " ms and waited " << 1e3 * waits << " ms"
+            << (seat == order.back() ? "" : ", ");
+        waited += waits;
+    }
+    log(Level::kDebug, out.str());
+    Totals& all = totals();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    Waits& waits = all.layers[layer];
+    ++waits.meetings;
+    waits.waited += waited;
+    waits.last_by[meeting.replica(order.back())] += waited;
+}
+
+std::string slowest() {
+    Totals& all = totals();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    std::vector<std::pair<std::string, Waits>> layers(all.layers.begin(), all.layers.end());
+    std::sort(layers.begin(), layers.end(), [](auto& a, auto& b) { return a.second.waited > b.second.waited; });
+    std::map<std::string, double> replicas;
+    for (const auto& layer : layers)
+        for (const auto& replica : layer.second.last_by) replicas[replica.first] += replica.second;
+    std::ostringstream out;
+    if (layers.empty()) return "";
+    out << std::fixed << std::setprecision(3) << "seconds that replicas waited for others, by layer:";
+    for (size_t i = 0; i < std::min(kWorst, layers.size()); ++i)
+        out << (i > 0 ? "," : "") << " '" << layers[i].first << "' " << layers[i].second.waited << " in "
+            << layers[i].second.meetings << " meetings";
+    out << "; by the replica that came last:";
+    const char* comma = "";
+    for (const auto& replica : replicas) {
+        out << comma << " " << replica.first << " " << replica.second;
+        comma = ",";
+    }
+    return out.str();
+}
+
+}  // namespace syncbn

@@ -1,0 +1,172 @@
+"""csrc/pooling by itself: which slots share a statistic and what flows back to whom, against reference.py."""
+
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gluon_syncbn import reference
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parent / "src" / "gluon_syncbn" / "csrc"
+MODES = ("sync", "local", "shuffle")
+CHANNELS = 3
+SHARING = {"nothing": "0", "total": "1", "each": "2"}
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    path = tmp_path_factory.mktemp("pooling") / "pooling"
+    sources = [str(HERE / "pooling_driver.cc"), *map(str, sorted((SOURCES / "pooling").glob("*.cc")))]
+    command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}", *sources, "-o", str(path)]
+    subprocess.run(command, check=True, timeout=120)
+    return str(path)
+
+
+class Case:
+    """Shards of different size and distribution, some of them empty, and what the program makes of their moments."""
+
+    def __init__(self, mode, virtual_devices=1, group_size=None, sizes=(2, 5, 0, 3), draw=(7, 3, -1, 2)):
+        self.mode, self.virtual_devices, self.group_size, self.draw = mode, virtual_devices, group_size, draw
+        rng = np.random.RandomState(len(sizes) + virtual_devices)
+        self.shards = [(i + 1) * rng.randn(n, CHANNELS, 2) + i for i, n in enumerate(sizes)]
+        self.heads = [rng.randn(n, CHANNELS, 2) + 0.3 * i for i, n in enumerate(sizes)]
+        self.parts = 1 if mode == "sync" else virtual_devices
+        cut = [np.array_split(x, self.parts) for x in self.shards]
+        self.slots = [part for shard in cut for part in shard]
+        filled = sum(len(part) > 0 for part in self.slots)
+        permutation = None
+        if mode == "shuffle" and filled > 1:
+            permutation = reference.derangement(*draw, filled)
+        self.permutation = permutation
+        self.gamma = rng.rand(CHANNELS) + 0.5
+
+    def forward(self):
+        zeros, ones = np.zeros(CHANNELS), np.ones(CHANNELS)
+        return reference.forward(
+            *(self.shards, self.gamma, zeros, zeros, ones),
+            mode=self.mode, virtual_devices=self.virtual_devices, group_size=self.group_size,
+            permutation=self.permutation, momentum=0.0,
+        )  # fmt: skip
+
+    def text(self, gradients):
+        lines = [f"{MODES.index(self.mode)} {self.virtual_devices} {self.group_size or 0} {CHANNELS} {len(self.slots)}"]
+        lines.append(" ".join(map(str, self.draw)))
+        for part in self.slots:
+            values = np.moveaxis(part, 1, 0).reshape(CHANNELS, -1)
+            n = values.shape[1]
+            mean = values.mean(axis=1) if n else np.zeros(CHANNELS)
+            lines.append(" ".join(map(repr, [float(n), *mean, *((values - mean[:, None]) ** 2).sum(axis=1)])))
+        lines += [" ".join(map(repr, row)) for row in gradients]
+        return "\n".join(lines)
+
+
+def run(program, case, gradients=None):
+    """{name: numbers}, and of the pools {(name, pool): numbers}."""
+    gradients = np.zeros((len(case.slots), 2 * CHANNELS)) if gradients is None else gradients
+    done = subprocess.run([program], input=case.text(gradients), capture_output=True, text=True, timeout=20, check=True)
+    answer = {}
+    for line in done.stdout.splitlines():
+        name, *rest = line.split(" ", 1)
+        if name in ("feeds", "uses", "tracks"):
+            answer[name] = list(map(int, rest[0].split()))
+        elif name in ("moments", "gradients"):
+            pool, *values = rest[0].split()
+            answer[name, int(pool)] = np.array(values, float)
+        elif rest:
+            answer[name] = rest[0]
+    return answer
+
+
+POOLINGS = [
+    {"mode": "sync"},
+    {"mode": "sync", "virtual_devices": 3},
+    {"mode": "sync", "group_size": 2},
+    {"mode": "sync", "group_size": 1},
+    {"mode": "sync", "group_size": 4, "virtual_devices": 2},
+    {"mode": "local"},
+    {"mode": "local", "virtual_devices": 2},
+    {"mode": "local", "virtual_devices": 8},
+    {"mode": "shuffle"},
+    {"mode": "shuffle", "virtual_devices": 2},
+    {"mode": "shuffle", "virtual_devices": 8},
+]
+SIZES = [(2, 5, 0, 3), (1, 1, 1, 1), (0, 0, 4, 6), (9, 2, 3, 2), (6, 0, 0, 1)]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("pooling", POOLINGS, ids=str)
+def test_against_the_reference(program, pooling, sizes):
+    case = Case(**pooling, sizes=sizes)
+    forward = case.forward()
+    state = forward.state
+    # Of each slot with a value, what the reference normalises it with.
+    slots = [i for i, part in enumerate(case.slots) if len(part)]
+    sums = np.zeros((len(case.slots), 2 * CHANNELS))
+    of_slot = {}
+    if case.mode == "sync":  # its slots are parts of one, which changes nothing
+        for slot in state.slots:
+            of_slot[slot.device] = slot
+    else:
+        of_slot = dict(zip(slots, state.slots))
+    for number in slots:
+        device = number // case.parts
+        dy = np.array_split(case.heads[device], case.parts)[number % case.parts]
+        used = state.pools[of_slot[number].uses]
+        xhat = (np.moveaxis(case.slots[number], 1, -1) - used.mean) / np.sqrt(used.var + state.epsilon)
+        heads = np.moveaxis(dy, 1, -1)
+        sums[number] = np.concatenate([heads.sum((0, 1)), (heads * xhat).sum((0, 1))])
+    answer = run(program, case, sums)
+
+    assert int(answer["parts"]) == case.parts
+    empty = [i for i in range(len(case.slots)) if i not in slots]
+    for name, field in (("feeds", "feeds"), ("uses", "uses")):
+        pools = answer[name]
+        assert all(pools[i] == -1 for i in empty)
+        assert all(pools[i] >= 0 for i in slots)
+        same = {(pools[i], getattr(of_slot[i], field)) for i in slots}
+        numbers = {pool for pool, _ in same} | set()
+        assert len(same) == len(numbers) == len({theirs for _, theirs in same}), f"{name} is another partition"
+    assert {(answer["feeds"][i], of_slot[i].feeds) for i in slots} >= {
+        (answer["uses"][i], of_slot[i].uses) for i in slots if of_slot[i].uses in {of_slot[j].feeds for j in slots}
+    }
+    users = defaultdict(lambda: np.zeros(2 * CHANNELS))
+    for number in slots:
+        users[of_slot[number].uses] += sums[number]
+    for number in slots:
+        pool, theirs = answer["feeds"][number], state.pools[of_slot[number].feeds]
+        count, mean, m2 = np.split(answer["moments", pool], [1, 1 + CHANNELS])
+        assert count == theirs.n
+        np.testing.assert_allclose(mean, theirs.mean, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(m2 / count, theirs.var, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(answer["gradients", pool], users[of_slot[number].feeds], rtol=1e-11, atol=1e-11)
+    # The running statistics of each device, with momentum 0 the batch's.
+    for device in range(len(case.shards)):
+        own = answer["tracks"][device * case.parts : (device + 1) * case.parts]
+        pools = sorted({pool for pool in own if pool >= 0})
+        want = forward.running_mean[device]
+        if not pools:
+            np.testing.assert_array_equal(want, np.zeros(CHANNELS))
+        else:
+            got = np.mean([answer["moments", pool][1 : 1 + CHANNELS] for pool in pools], axis=0)
+            np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS, ids=str)
+def test_what_has_to_be_shared(program, pooling):
+    expected = "nothing" if pooling["mode"] == "local" else "total" if pooling in POOLINGS[:2] else "each"
+    assert run(program, Case(**pooling))["sharing"] == SHARING[expected]
+
+
+@pytest.mark.parametrize("draw", [(0, 1, -1, 0), (2**64 - 1, 9, 4, 2**40), (5, 2, 0, 1), (6, 2, 0, 1)], ids=str)
+def test_every_draw_is_the_references(program, draw):
+    case = Case("shuffle", virtual_devices=5, sizes=(5, 6, 7), draw=draw)
+    assert run(program, case)["uses"] == case.permutation
+
+
+@pytest.mark.parametrize("sizes, filled", [((1, 0), 1), ((0, 0), 0)])
+def test_nobody_to_change_places_with(program, sizes, filled):
+    refused = run(program, Case("shuffle", sizes=sizes))["refused"]
+    assert refused.startswith(f"mode 'shuffle' had {filled} slot with values in this step, expected at least two")
