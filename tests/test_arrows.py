@@ -60,7 +60,7 @@ FLOORS = [
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Within a room, the same.
-EXCHANGES = [{"__init__", "base"}, {"device", "nccl", "store"}, {"horovod", "mpi"}, {"named"}]
+EXCHANGES = [{"__init__", "base"}, {"device", "nccl", "store"}, {"waiting"}, {"horovod", "mpi"}, {"named"}]
 
 
 def room(module):

@@ -16,7 +16,6 @@ import contextlib
 import functools
 import http.client
 import json
-import logging
 import os
 import queue
 import sys
@@ -28,25 +27,24 @@ from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Se
 import mxnet as mx
 import numpy as np
 
-from .. import _native
-from .store import Combine, Label, Transport
-
-_log = logging.getLogger("gluon_syncbn")
+from .store import Combine, Label
+from .waiting import Wait, WaitingTransport
 
 # Every message begins with this; `size` is that of the whole array, `bytes` what follows here.
 _HEADER = np.dtype([(name, np.int64) for name in ("key", "node", "call", "phase", "size", "bytes")] + [("type", "S8")])
 _SMALL = 1 << 18  # bytes; larger sums are made in parts, one by each rank
-_WARN_AFTER = 10.0  # seconds
 _LOOK = 0.05  # seconds between looks at what else may end a wait
 _ANSWER = 0.7  # seconds within which the others say where they were
 _LEAVE = 1.0  # seconds that a process has to end after a failure in its last moments
 
 
-class HorovodTransport(Transport):
+class HorovodTransport(WaitingTransport):
     """Arrays over Horovod's global process set, under names that begin with ``gluon_syncbn:``.
 
     Initialises Horovod where the script has not. A process that ends after a failure ends with exit code 1.
     """
+
+    partial = False  # that would need a process set for each group
 
     def __init__(self) -> None:
         try:
@@ -62,11 +60,10 @@ class HorovodTransport(Transport):
                     "Horovod has to be initialised on the main thread: create kvstore 'horovod' there first"
                 )
             hvd.init()
+        super().__init__(hvd.rank(), hvd.size())
         self._hvd = hvd
-        self.rank, self.size = hvd.rank(), hvd.size()
-        self._broken = ""
-        self._closed = self._ending = False
-        self._lock = threading.Lock()  # guards _broken
+        self._ending = False
+        self._told: Dict[int, _Note] = {}  # of the ranks that were late
         self._inquiry = threading.Lock()  # one thread finds out what happened
         self._workers = _Workers()
         self._turns: Dict[str, threading.Lock] = {}  # of names that calls share
@@ -78,24 +75,24 @@ class HorovodTransport(Transport):
 
     # ---- Transport -----------------------------------------------------------------------------------------
 
-    def allgather(self, label: Label, part: np.ndarray, *, equal: bool) -> List[np.ndarray]:
+    def allgather(
+        self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
+    ) -> List[np.ndarray]:
         if self.size == 1:
             return [part]
         got = self._gather(label, _pack(label, part))
         if equal:
             self._check(label, got, part)
-        return [array for _, array in got]
+        return [array for rank, (_, array) in enumerate(got) if ranks is None or rank in ranks]
 
     def allreduce(self, label: Label, array: np.ndarray, combine: Combine = np.add) -> np.ndarray:
         array = np.ascontiguousarray(array)
+        if self.size == 1 or array.nbytes <= _SMALL or combine is not np.add:
+            return super().allreduce(label, array, combine)
         flat = array.ravel()
-        if self.size == 1:
-            return array
-        if array.nbytes <= _SMALL or combine is not np.add:
-            total = functools.reduce(combine, self.allgather(label, flat, equal=True))
-        elif self.size == 2:  # a sum of two has no order; Horovod compares sizes and types
+        if self.size == 2:  # a sum of two has no order; Horovod compares sizes and types
             operation = functools.partial(self._hvd.allreduce, op=self._hvd.Sum, name=_name(label, label.call))
-            total = self._run(label, time.monotonic(), flat, operation)
+            total = self._run(label, Wait(self, label), flat, operation)
         else:
             total = self._sum_of_parts(label, flat)
         return total.reshape(array.shape)
@@ -103,18 +100,18 @@ class HorovodTransport(Transport):
     def _sum_of_parts(self, label: Label, array: np.ndarray) -> np.ndarray:
         # Each rank adds up its own part of the array and sends the sum to all. Horovod's allreduce is up to 1.5 times
         # as fast, but adds in an order that depends on what else is under way.
-        began = time.monotonic()
+        wait = Wait(self, label)
         parts = [_pack(label, part, array.size) for part in np.array_split(array, self.size)]
         sizes = [part.size for part in parts]
 
         def exchange(x: mx.nd.NDArray) -> mx.nd.NDArray:
             return self._hvd.alltoall(x, splits=sizes, name=_name(label, label.call))[0]
 
-        own = _unpack(self._run(label, began, np.concatenate(parts), exchange))
+        own = _unpack(self._run(label, wait, np.concatenate(parts), exchange))
         self._check(label, own, array)
         total = functools.reduce(np.add, [part for _, part in own])
         gather = functools.partial(self._hvd.allgather, name=_name(label, label.call, "sums"))
-        sums = _unpack(self._run(label, began, _pack(label, total), gather))
+        sums = _unpack(self._run(label, wait, _pack(label, total), gather))
         return np.concatenate([part for _, part in sums])
 
     def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
@@ -126,12 +123,8 @@ class HorovodTransport(Transport):
         self._check(label, got, flat)
         return got[0][1].reshape(array.shape)
 
-    def fail(self, reason: str) -> None:
-        with self._lock:
-            if self._broken or self._closed:
-                return
-            self._broken = reason
-        self._notes.write(_Note(failure=reason))
+    def tell(self, label: Optional[Label], reason: str) -> None:
+        self._notes.write(_Note(where=str(label or ""), failure=reason))
         self._end_horovod()
 
     def close(self) -> None:
@@ -149,7 +142,7 @@ class HorovodTransport(Transport):
         # Horovod agrees on a name that it knows in one turn instead of three, and knows 1024. So two calls in turn
         # share two names, each used by one call at a time. Where the calls come in another order in another process,
         # all processes see so in the headers, and each of these calls is repeated under a name of its own.
-        began = time.monotonic()
+        wait = Wait(self, label)
         name = _name(label, label.call % 2, "shared")
         turn = self._turns.setdefault(name, threading.Lock())
 
@@ -157,98 +150,75 @@ class HorovodTransport(Transport):
             with turn:
                 return self._hvd.allgather(x, name=name)
 
-        got = _unpack(self._run(label, began, message, gather))
+        got = _unpack(self._run(label, wait, message, gather))
         if any(header["call"] != label.call for header, _ in got):
             alone = functools.partial(self._hvd.allgather, name=_name(label, label.call))
-            got = _unpack(self._run(label, began, message, alone))
+            got = _unpack(self._run(label, wait, message, alone))
         return got
 
-    def _run(self, label: Label, began: float, array: np.ndarray, operation: Callable) -> np.ndarray:
+    def _run(self, label: Label, wait: Wait, array: np.ndarray, operation: Callable) -> np.ndarray:
         """What ``operation`` makes of it, or an error in time."""
-        if self._broken:
-            raise mx.MXNetError(f"nothing is exchanged any more, because: {self._broken} Start the job again.")
+        self.check_open()
         if not self._hvd.is_initialized():
-            self._give_up(label, f"Horovod was shut down in this process before {label}.")
+            self.give_up(label, f"Horovod was shut down in this process before {label}.")
 
         def work() -> np.ndarray:
             return operation(mx.nd.array(array, ctx=mx.cpu(), dtype=array.dtype)).asnumpy()
 
         result = self._workers.start(work)
         try:
-            return self._wait(label, began, result)
+            return self._wait(label, wait, result)
         except mx.MXNetError:
             raise
         except BaseException as error:  # Ctrl-C in the main thread: the others must not wait for what it left
             self.fail(f"{type(error).__name__} left {label}.")
             raise
 
-    def _wait(self, label: Label, began: float, result: futures.Future[np.ndarray]) -> np.ndarray:
-        limit, warned = _native.timeout_of(label.layer), False
-        wait = _native.Wait(_native.interrupts())
+    def _wait(self, label: Label, wait: Wait, result: futures.Future[np.ndarray]) -> np.ndarray:
+        others = [rank for rank in range(self.size) if rank != self.rank]
         while True:
             try:
                 return result.result(_LOOK)
             except futures.TimeoutError:
                 pass
             except mx.MXNetError as error:
-                self._give_up(label, "", functools.partial(self._cause, label, str(error)))
-            if self._broken:
-                raise mx.MXNetError(f"in {label}, rank {self.rank} of {self.size}: {self._broken}")
-            waited = time.monotonic() - began
-            if waited > limit:
-                late = functools.partial(self._late, label, limit)
-                self._give_up(label, f"no answer within {limit:.0f} s", late)
-            if waited > _WARN_AFTER and not warned:
-                warned = True
-                _log.warning(
-                    "rank %d of %d waits in %s since %.0f s. Still waiting, until %.0f s.",
-                    *(self.rank, self.size, label, waited, limit),
-                )
-            if not wait.goes_on():
-                stopped = f"rank {self.rank} was asked to end, or its step failed, in {label}."
-                self._give_up(label, _native.failure() or stopped)
+                self.give_up(label, "", functools.partial(self._cause, label, str(error)))
+            wait.look(others)
 
     def _check(self, label: Label, got: Sequence[Tuple[Any, np.ndarray]], like: np.ndarray) -> None:
-        ours = (*label[1:5], like.size, like.dtype)
+        ours = tuple(label[1:5])
         for rank, (header, _) in enumerate(got):
-            theirs = (*header.item()[:5], np.dtype(header["type"].decode()))
-            if theirs[:4] != ours[:4]:
-                self._give_up(label, f"in {label}, rank {rank} sent {theirs[:4]} where {ours[:4]} was expected.")
+            theirs = header.item()[:4]
             if theirs != ours:
-                self._give_up(
-                    label,
-                    f"in {label}, rank {rank} sent {theirs[4]} values of {theirs[5]} where rank {self.rank} has "
-                    f"{ours[4]} of {ours[5]}. All processes must build the same net and cast it alike.",
-                )
+                self.give_up(label, f"in {label}, rank {rank} sent {theirs} where {ours} was expected.")
+            self.check_alike(label, rank, int(header["size"]), np.dtype(header["type"].decode()), like)
 
     # ---- errors --------------------------------------------------------------------------------------------
 
-    def _give_up(self, label: Label, failure: str, find_out: Optional[Callable[[], str]] = None) -> NoReturn:
-        """Ends all exchanges and raises the reason: what ``find_out`` says then, or the failure itself, which is empty
-        where another process has failed."""
+    def give_up(self, label: Label, reason: str, find_out: Optional[Callable[[], str]] = None) -> NoReturn:
         with self._inquiry:
             if not self._broken:
-                self._notes.write(_Note(where=str(label), failure=failure))
-                self._end_horovod()
-                reason = find_out() if find_out else failure
-                with self._lock:
-                    self._broken = self._broken or reason
-                if not failure:
-                    self._notes.write(_Note(where=str(label), failure=reason))  # for those who come later
+                # The others are released first: what they were in is in the notes that they leave then. Where the
+                # reason is empty, another process has failed, and it has to be found out which.
+                self.tell(label, reason)
+                found = find_out() if find_out else reason
+                with self._state:
+                    self._broken = self._broken or found
+                if not reason:
+                    self._notes.write(_Note(where=str(label), failure=found))  # for those who come later
         raise mx.MXNetError(self._broken)
 
-    def _late(self, label: Label, seconds: float) -> str:
+    def late(self, label: Label, missing: Sequence[int], seconds: float) -> str:
         notes = self._notes.read(lambda notes: len(notes) == self.size - 1)
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        missing = [rank for rank in others if rank not in notes or notes[rank].where != str(label)]
-        text = f"rank {self.rank} of {self.size} waits for rank {', '.join(map(str, missing or others))} in {label} "
-        text += f"after {seconds:.0f} s. "
-        if not missing:
-            return text + "All of them are in it: their arrays differ in size, or they cannot reach each other."
-        text += "A process that is missing has ended, hangs, or makes other calls: every process must run the same "
-        text += "number of steps with the same net."
-        instead = [f"rank {rank} {notes[rank]}" for rank in missing if rank in notes]
-        return text + (f" Meanwhile {'; '.join(instead)}." if instead else "")
+        absent = [rank for rank in missing if rank not in notes or notes[rank].where != str(label)]
+        if not absent:
+            waits = self.describe_wait(label, missing, seconds)
+            return f"{waits} All of them are in it: their arrays differ in size, or they cannot reach each other."
+        self._told = notes
+        return super().late(label, absent, seconds)
+
+    def meanwhile(self, missing: Sequence[int]) -> List[str]:
+        return [f"rank {rank} {self._told[rank]}" for rank in missing if rank in self._told]
 
     def _cause(self, label: Label, words: str) -> str:
         """Why Horovod has ended an operation."""

@@ -7,21 +7,19 @@ thread that waits files what comes for others. Nothing here blocks: every wait i
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import struct
 import sys
 import threading
 import time
-from typing import Any, Dict, List, NoReturn, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 
 from .. import _native
-from .store import Combine, Label, Transport
-
-_log = logging.getLogger("gluon_syncbn")
+from .store import Combine, Label
+from .waiting import Wait, WaitingTransport
 
 _KINDS = ("failure", "end", "agreement", "broadcast", "broadcast of", "gradient", "gradient of", "statistics")
 _KIND = {kind: number for number, kind in enumerate(_KINDS)}
@@ -30,22 +28,13 @@ _TYPE = {dtype: number for number, dtype in enumerate(_TYPES)}
 _HEADER = struct.Struct("=8q")  # kind, key, node, call, phase, part, type, 0
 _SMALL = 1 << 18  # bytes; larger sums are made in parts, one by each rank
 _FEW = 8  # ranks that send everybody their part; more add up along a tree, in twice its depth messages each
-_WARN_AFTER = 10.0  # seconds
 _SPIN, _DOZE = 0.0005, 0.1  # seconds of waiting until polls are 50 us, 1 ms apart
 _SLICE = 5e-5  # seconds of polling between two looks at everything else
 
 _Key = Tuple[int, ...]  # sender, kind, key, node, call, phase, part
 
 
-class _Patience:
-    """Of a wait that is not over at once."""
-
-    def __init__(self, label: Label, interrupts: int) -> None:
-        self.limit, self.warned, self.looked = _native.timeout_of(label.layer), False, 0.0
-        self.wait = _native.Wait(interrupts)
-
-
-class MPITransport(Transport):
+class MPITransport(WaitingTransport):
     """Arrays over ``MPI.COMM_WORLD``.
 
     Every process has to create one. Under ``mpiexec``, a process that ends after a failure ends the others too.
@@ -58,12 +47,10 @@ class MPITransport(Transport):
             raise ImportError(f"kvstore 'mpi' needs mpi4py ({error}): `pip install gluon_syncbn[mpi]`") from None
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise mx.MXNetError("this MPI serves one thread only; kvstore 'mpi' needs MPI_THREAD_SERIALIZED at least")
+        super().__init__(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
         self._MPI = MPI
-        self.rank, self.size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
         # Starting behind this rank, so that not everybody writes to rank 0 first.
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
-        self._broken = ""
-        self._closed = False
         self._gone: Dict[int, str] = {}
         self._inbox: Dict[_Key, np.ndarray] = {}
         self._outgoing: List[Tuple[Any, bytes]] = []
@@ -86,21 +73,23 @@ class MPITransport(Transport):
 
     # ---- Transport -----------------------------------------------------------------------------------------
 
-    def allgather(self, label: Label, part: np.ndarray, *, equal: bool) -> List[np.ndarray]:
-        requests = self._send(self._others, label, 0, part)
-        got = self._collect(self._others, label, 0, part, requests, equal=equal)
+    def allgather(
+        self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
+    ) -> List[np.ndarray]:
+        others = [rank for rank in self._others if ranks is None or rank in ranks]
+        requests = self._send(others, label, 0, part)
+        got = self._collect(others, label, 0, part, requests, equal=equal)
         got[self.rank] = part
-        return [got[rank] for rank in range(self.size)]
+        return [got[rank] for rank in sorted(got)]
 
     def allreduce(self, label: Label, array: np.ndarray, combine: Combine = np.add) -> np.ndarray:
-        array = np.ascontiguousarray(array)
         if array.nbytes > _SMALL and self.size > 1 and combine is np.add:
-            total = self._sum_of_parts(label, array)
-        elif self.size > _FEW:
-            total = self._along_tree(label, array.ravel(), combine)
-        else:
-            total = functools.reduce(combine, self.allgather(label, array.ravel(), equal=True))
-        return total.reshape(array.shape)
+            array = np.ascontiguousarray(array)
+            return self._sum_of_parts(label, array).reshape(array.shape)
+        if self.size > _FEW:
+            array = np.ascontiguousarray(array)
+            return self._along_tree(label, array.ravel(), combine).reshape(array.shape)
+        return super().allreduce(label, array, combine)
 
     def _along_tree(self, label: Label, total: np.ndarray, combine: Combine) -> np.ndarray:
         distance = 1
@@ -138,11 +127,8 @@ class MPITransport(Transport):
         self._send([], label, 0, array)
         return self._collect([0], label, 0, array.ravel(), [])[0].reshape(array.shape)
 
-    def fail(self, reason: str) -> None:
+    def tell(self, label: Optional[Label], reason: str) -> None:
         with self._lock:
-            if self._broken or self._closed:
-                return
-            self._broken = reason
             self._changed.notify_all()
         text = np.frombuffer(reason.encode(errors="replace")[:4000], np.uint8)
         self._post(self._others, Label("failure"), 0, text)
@@ -166,8 +152,7 @@ class MPITransport(Transport):
     # ---- messages ------------------------------------------------------------------------------------------
 
     def _send(self, ranks: Sequence[int], label: Label, part: int, array: np.ndarray) -> List[Any]:
-        if self._broken:
-            raise mx.MXNetError(f"nothing is exchanged any more, because: {self._broken} Start the job again.")
+        self.check_open()
         return self._post(ranks, label, part, array)
 
     def _post(self, ranks: Sequence[int], label: Label, part: int, array: np.ndarray) -> List[Any]:
@@ -191,7 +176,7 @@ class MPITransport(Transport):
         """What these ranks sent, once our own messages are out too."""
         identity = (_KIND[label.kind], *label[1:5], part)
         keys = [(rank, *identity) for rank in ranks]
-        interrupts, began, patience = _native.interrupts(), time.monotonic(), None
+        wait = Wait(self, label)
         with self._lock:
             while True:
                 missing = [key[0] for key in keys if key not in self._inbox]
@@ -202,29 +187,14 @@ class MPITransport(Transport):
                     break
                 if self._broken or self._gone or self._inbox:
                     self._check(label, identity, missing)
-                waited = time.monotonic() - began
+                waited = wait.seconds()
                 if waited > _SPIN:
-                    patience = patience or _Patience(label, interrupts)
-                    self._look(patience, label, missing, waited)
+                    wait.look(missing)
                 self._poll(missing, waited)
-        for rank, array in got.items():
-            if equal and (array.dtype != like.dtype or array.size != like.size):
-                self._give_up(
-                    f"in {label}, rank {rank} sent {array.size} values of {array.dtype} where rank {self.rank} has "
-                    f"{like.size} of {like.dtype}. All processes must build the same net and cast it alike."
-                )
+        if equal:
+            for rank, array in got.items():
+                self.check_alike(label, rank, array.size, array.dtype, like)
         return got
-
-    def _look(self, patience: _Patience, label: Label, missing: Sequence[int], waited: float) -> None:
-        if waited > patience.limit:
-            self._give_up(self._late(label, missing, patience.limit))
-        if waited > _WARN_AFTER and not patience.warned:
-            patience.warned = True
-            _log.warning("%s Still waiting, until %.0f s.", self._late(label, missing, waited), patience.limit)
-        if waited - patience.looked > 0.05:
-            patience.looked = waited
-            if not patience.wait.goes_on():
-                self._give_up(f"rank {self.rank} was asked to end, or its step failed, in {label}.")
 
     def _poll(self, missing: Sequence[int], waited: float) -> None:
         """Lets messages come; the caller holds the lock, which is free meanwhile. One thread polls for all."""
@@ -296,37 +266,29 @@ class MPITransport(Transport):
     # ---- errors --------------------------------------------------------------------------------------------
 
     def _check(self, label: Label, identity: _Key, missing: Sequence[int]) -> None:
-        if self._broken:
-            raise mx.MXNetError(f"in {label}, rank {self.rank} of {self.size}: {self._broken}")
+        self.check_unbroken(label)
         arriving = {rank for _, _, rank in self._incoming}
         for rank in missing:
             if rank in self._gone and rank not in arriving:
-                self._give_up(f"rank {rank} of {self.size} {self._gone[rank]} (rank {self.rank} was in {label})")
+                gone = f"rank {rank} of {self.size} {self._gone[rank]} (rank {self.rank} was in {label})"
+                self.give_up(label, gone)
             if label.phase == 0 and rank not in arriving:
                 other = [key for key in self._inbox if key[0] == rank and key[1:4] == identity[:3] and key[5] == 0]
                 if other and all(key[4] != label.call for key in other):
-                    self._give_up(
+                    self.give_up(
+                        label,
                         f"rank {self.rank} is in {label}, but rank {rank} is in number {other[0][4] + 1}: one of them "
-                        "has skipped or repeated a step."
+                        "has skipped or repeated a step.",
                     )
 
-    def _late(self, label: Label, missing: Sequence[int], seconds: float) -> str:
-        instead = sorted(
+    def meanwhile(self, missing: Sequence[int]) -> List[str]:
+        return sorted(
             {
                 f"rank {key[0]} is in {_KINDS[key[1]]} {key[2]}, call {key[4] + 1}"
                 for key in self._inbox
                 if key[0] in missing
             }
         )
-        return (
-            f"rank {self.rank} of {self.size} waits for rank {', '.join(map(str, missing))} in {label} after "
-            f"{seconds:.0f} s. A process that is missing has ended, hangs, or makes other calls: every process must "
-            "run the same number of steps with the same net." + (f" Meanwhile {'; '.join(instead)}." if instead else "")
-        )
-
-    def _give_up(self, reason: str) -> NoReturn:
-        self.fail(reason)
-        raise mx.MXNetError(reason)
 
 
 def _powers_below(limit: int) -> List[int]:

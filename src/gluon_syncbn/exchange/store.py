@@ -51,10 +51,15 @@ class Transport(ABC):
 
     rank: int
     size: int
+    #: Whether some ranks can exchange something without the others.
+    partial = True
 
     @abstractmethod
-    def allgather(self, label: Label, part: np.ndarray, *, equal: bool) -> List[np.ndarray]:
-        """The parts of all ranks, in their order. ``equal``: of another size or type than ours is an error."""
+    def allgather(
+        self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
+    ) -> List[np.ndarray]:
+        """The parts of all ranks, in their order. ``equal``: of another size or type than ours is an error. ``ranks``:
+        only of these, of which this is one; each of them asks for this one, too."""
 
     @abstractmethod
     def allreduce(self, label: Label, array: np.ndarray, combine: Combine = np.add) -> np.ndarray:
@@ -93,6 +98,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._name = name
         self._transport = transport
         self._keys: Dict[int, int] = {}  # of layers
+        self._replicas: Dict[int, List[int]] = {}  # of layers, by rank
         self._rounds: Counter = Counter()  # of gradients
         self._lock = threading.Lock()
         self._agreements = 0
@@ -159,9 +165,37 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     def gather(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         label = self._call(layer, ticket)
+        if layer.group_size:
+            return self._gather_groups(layer, ticket, label, rows[0])
         parts = self._transport.allgather(label, rows[0], equal=False)
         first = sum(part.size for part in parts[: self.rank])
         return Total(np.concatenate(parts), first, label.key)
+
+    def _gather_groups(self, layer: LayerInfo, ticket: Ticket, label: Label, own: np.ndarray) -> Total:
+        """From the processes with which replicas of this one share a group, and from nobody where there is none."""
+        length = 2 * layer.channels + (ticket.phase == 0)  # of a replica: moments or gradients
+        here, replicas = own.size // length, self._replicas[layer.id]
+        ends = np.cumsum(replicas)
+        starts = ends - replicas
+        first, end = starts[self.rank], ends[self.rank]
+        size = layer.group_size or 0
+        begin, stop = first // size * size, -(-end // size) * size  # of the groups that have a replica here
+        ranks = [rank for rank in range(len(replicas)) if starts[rank] < stop and ends[rank] > begin]
+        if not self._transport.partial and (ends % size).any():  # some group crosses a border: all take part
+            ranks = list(range(len(replicas)))
+        if len(ranks) == 1:
+            if here % size:
+                raise ValueError(f"group_size: {size} was given, expected a divisor of the {here} devices of this step")
+            return Total(own, 0, label.key)
+        if here != replicas[self.rank]:
+            raise ValueError(
+                f"group_size: {size} was given, and groups reach from rank {self.rank} to others; expected all "
+                f"{replicas[self.rank]} devices in every step, not {here}"
+            )
+        values = np.concatenate(self._transport.allgather(label, own, equal=False, ranks=ranks))
+        before = starts[ranks[0]]
+        needed = values[(begin - before) * length : (stop - before) * length]
+        return Total(needed, int(first - begin) * length, label.key)
 
     def fail(self, reason: str) -> None:
         self._transport.fail(reason)
@@ -202,7 +236,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             total = sum(layers[i]["replicas"] for layers in everyone)
             if group and total % group:
                 raise ValueError(f"group_size: {group} was given, expected a divisor of the number of devices, {total}")
-            self._keys[layer.id] = len(self._keys)
+            self._replicas[layer.id] = [layers[i]["replicas"] for layers in everyone]
+            self._keys[layer.id] = len(self._keys)  # last: whoever finds it goes on
 
     def _call(self, layer: LayerInfo, ticket: Ticket) -> Label:
         key = self._keys[ticket.layer]
@@ -223,7 +258,9 @@ class _OfParent(Transport):
             "that the launcher has started are"
         )
 
-    def allgather(self, label: Label, part: np.ndarray, *, equal: bool) -> List[np.ndarray]:
+    def allgather(
+        self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
+    ) -> List[np.ndarray]:
         self._refuse()
 
     def allreduce(self, label: Label, array: np.ndarray, combine: Combine = np.add) -> np.ndarray:

@@ -1,0 +1,139 @@
+"""What the transports do alike: time limit, one warning, the identity of messages, and the text of failures.
+
+A transport brings `post` and `poll` in whatever form its library has them, and calls `Wait.look` while it waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from abc import abstractmethod
+from typing import Callable, List, NoReturn, Optional, Sequence
+
+import mxnet as mx
+import numpy as np
+
+from .. import _native
+from .store import Combine, Label, Transport
+
+_log = logging.getLogger("gluon_syncbn")
+_WARN_AFTER = 10.0  # seconds
+_LOOK = 0.05  # seconds between looks at the native core
+
+
+class Wait:
+    """One wait of this rank for others, in the exchange that the label names. Its time begins when it is made."""
+
+    def __init__(self, transport: WaitingTransport, label: Label) -> None:
+        self._transport, self._label = transport, label
+        self._interrupts = _native.interrupts()
+        self._began = time.monotonic()
+        self._limit = 0.0  # looked up, as the rest is made, only where the wait is not over at once
+        self._warned, self._looked = False, 0.0
+        self._native: Optional[_native.Wait] = None
+
+    def seconds(self) -> float:
+        return time.monotonic() - self._began
+
+    def look(self, missing: Sequence[int]) -> None:
+        """Raises where the wait should not go on; warns once where it takes long. May be called at any rate."""
+        transport, label, waited = self._transport, self._label, self.seconds()
+        transport.check_unbroken(label)
+        if self._native is None:
+            self._limit, self._native = _native.timeout_of(label.layer), _native.Wait(self._interrupts)
+        if waited > self._limit:
+            no_answer = f"no answer within {self._limit:.0f} s"
+            transport.give_up(label, no_answer, lambda: transport.late(label, missing, self._limit))
+        if waited > _WARN_AFTER and not self._warned:
+            self._warned = True
+            _log.warning(
+                "%s Still waiting, until %.0f s.", transport.describe_wait(label, missing, waited), self._limit
+            )
+        if waited - self._looked > _LOOK:
+            self._looked = waited
+            if not self._native.goes_on():
+                stopped = f"rank {transport.rank} was asked to end, or its step failed, in {label}."
+                transport.give_up(label, _native.failure() or stopped)
+
+
+class WaitingTransport(Transport):
+    """Ends an exchange with an error that says which, and after it all the others."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._broken = ""  # why nothing is carried any more
+        self._closed = False
+        self._state = threading.Lock()  # guards _broken
+
+    # ---- what a transport brings ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def tell(self, label: Optional[Label], reason: str) -> None:
+        """The other ranks, once, that nothing is carried any more; the reason is empty where it is not known yet."""
+
+    def meanwhile(self, missing: Sequence[int]) -> List[str]:
+        """What is known of these ranks."""
+        return []
+
+    # ---- Transport -----------------------------------------------------------------------------------------
+
+    def allreduce(self, label: Label, array: np.ndarray, combine: Combine = np.add) -> np.ndarray:
+        array = np.ascontiguousarray(array)
+        total = functools.reduce(combine, self.allgather(label, array.ravel(), equal=True))
+        return total.reshape(array.shape)
+
+    def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
+        array = np.ascontiguousarray(array)
+        own = array.ravel() if self.rank == 0 else array.ravel()[:0]
+        first = self.allgather(label, own, equal=False)[0]
+        self.check_alike(label, 0, first.size, first.dtype, array)
+        return first.reshape(array.shape)
+
+    def fail(self, reason: str) -> None:
+        with self._state:
+            if self._broken or self._closed:
+                return
+            self._broken = reason
+        self.tell(None, reason)
+
+    # ---- errors --------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Before anything is sent."""
+        if self._broken:
+            raise mx.MXNetError(f"nothing is exchanged any more, because: {self._broken} Start the job again.")
+
+    def check_unbroken(self, label: Label) -> None:
+        """While something is waited for."""
+        if self._broken:
+            raise mx.MXNetError(f"in {label}, rank {self.rank} of {self.size}: {self._broken}")
+
+    def check_alike(self, label: Label, rank: int, size: int, dtype: np.dtype, ours: np.ndarray) -> None:
+        """What came from a rank has the size and the type of ours."""
+        if (size, dtype) != (ours.size, ours.dtype):
+            self.give_up(
+                label,
+                f"in {label}, rank {rank} sent {size} values of {dtype} where rank {self.rank} has "
+                f"{ours.size} of {ours.dtype}. All processes must build the same net and cast it alike.",
+            )
+
+    def give_up(self, label: Label, reason: str, find_out: Optional[Callable[[], str]] = None) -> NoReturn:
+        """Ends all exchanges, and raises the reason, or what ``find_out`` says of it."""
+        reason = find_out() if find_out else reason
+        self.fail(reason)
+        raise mx.MXNetError(reason)
+
+    def describe_wait(self, label: Label, missing: Sequence[int], seconds: float) -> str:
+        ranks = ", ".join(map(str, missing))
+        return f"rank {self.rank} of {self.size} waits for rank {ranks} in {label} after {seconds:.0f} s."
+
+    def late(self, label: Label, missing: Sequence[int], seconds: float) -> str:
+        """The error of a wait whose time is up."""
+        text = (
+            f"{self.describe_wait(label, missing, seconds)} A process that is missing has ended, hangs, or makes other "
+            "calls: every process must run the same number of steps with the same net."
+        )
+        instead = self.meanwhile(missing)
+        return text + (f" Meanwhile {'; '.join(instead)}." if instead else "")

@@ -1,0 +1,239 @@
+"""What is the same for all transports, over one between threads: the store, groups, and how a wait ends."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import mxnet as mx
+import numpy as np
+import pytest
+from thread_transport import Post, ThreadTransport
+
+import gluon_syncbn
+from gluon_syncbn import _native, reference
+from gluon_syncbn.exchange import base
+from gluon_syncbn.exchange.base import LayerInfo
+from gluon_syncbn.exchange.store import Label, ProcessStore
+
+CHANNELS = 3
+
+
+@pytest.fixture
+def layer_id():
+    """Of a layer in the native core, for its time limit."""
+    number = _native.layer_create("bn", 0, 1, 0)
+    yield number
+    _native.layer_drop(number)
+
+
+def stores(size):
+    post = Post(size)
+    return post, [ProcessStore("threads", ThreadTransport(post, rank)) for rank in range(size)]
+
+
+def everywhere(stores, work):
+    """``work(rank, store)`` in a thread for each rank; the results in their order."""
+    with ThreadPoolExecutor(len(stores)) as pool:
+        jobs = [pool.submit(work, rank, store) for rank, store in enumerate(stores)]
+        return [job.exception() or job.result() for job in jobs]
+
+
+def info(layer_id, replicas, **pooling):
+    settings = {"mode": "sync", "virtual_devices": 1, "group_size": None, **pooling}
+    return LayerInfo(layer_id, "bn", [], replicas, CHANNELS, **settings)
+
+
+def moments(x):
+    mean, var, count = reference.moments([x])
+    return np.concatenate([[count], mean, var * count])
+
+
+def ticket(layer_id, phase=0, call=0):
+    return _native.Ticket(layer_id, -1, call, phase)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_moments_of_all_processes(layer_id, size):
+    rng = np.random.RandomState(0)
+    shards = [[1e4 + (rank + 1) * rng.randn(2 + i, CHANNELS, 3) for i in range(1 + rank % 2)] for rank in range(size)]
+    post, all_stores = stores(size)
+
+    def work(rank, store):
+        layer = info(layer_id, len(shards[rank]))
+        store.learn([layer])
+        assert store.knows(layer)
+        return store.merge(layer, ticket(layer_id), np.stack([moments(x) for x in shards[rank]]))
+
+    totals = everywhere(all_stores, work)
+    want = moments(np.concatenate([x for own in shards for x in own]))
+    for total in totals:
+        np.testing.assert_array_equal(total.values, totals[0].values, err_msg="the same bits everywhere")
+        np.testing.assert_allclose(total.values, want, rtol=1e-12)
+        assert total.key == 0
+    assert post.sent == {"agreement": size * (size - 1), "statistics": size * (size - 1)}
+
+
+GROUPS = [
+    # replicas of each process, group_size, pairs of processes of which one needs the other's
+    ([2, 2, 2], 2, 0),
+    ([4, 2], 2, 0),
+    ([1, 1, 1, 1], 2, 4),
+    ([1, 1, 1, 1], 4, 12),
+    ([2, 1, 1], 2, 2),
+    ([3, 3, 2], 4, 4),
+    ([3, 1, 2, 2], 4, 4),
+    ([1, 3, 1, 3], 2, 4),
+]
+
+
+@pytest.mark.parametrize("replicas, group_size, messages", GROUPS, ids=str)
+@pytest.mark.parametrize("partial", [True, False])
+def test_groups_that_stay_at_home(layer_id, monkeypatch, replicas, group_size, messages, partial):
+    """Only processes that share a group exchange something, and all get what they would get from all."""
+    monkeypatch.setattr(ThreadTransport, "partial", partial)
+    rng = np.random.RandomState(1)
+    length = 1 + 2 * CHANNELS
+    values = [rng.randn(n, length) for n in replicas]
+    post, all_stores = stores(len(replicas))
+
+    def work(rank, store):
+        layer = info(layer_id, replicas[rank], group_size=group_size)
+        store.learn([layer])
+        forward = store.gather(layer, ticket(layer_id), values[rank].reshape(1, -1))
+        backward = store.gather(layer, ticket(layer_id, phase=1), values[rank][:, 1:].reshape(1, -1))
+        return forward, backward
+
+    results = everywhere(all_stores, work)
+    all_values = np.concatenate(values)
+    starts = np.cumsum([0, *replicas])
+    for rank, (forward, backward) in enumerate(results):
+        own = slice(starts[rank], starts[rank + 1])
+        for total, width, want in ((forward, length, all_values), (backward, length - 1, all_values[:, 1:])):
+            got = total.values.reshape(-1, width)
+            first = total.first // width
+            np.testing.assert_array_equal(got[first : first + replicas[rank]], want[own])
+            for i in range(replicas[rank]):  # the group of each replica, counted from the start of what came
+                place, number = (first + i) // group_size * group_size, (starts[rank] + i) // group_size * group_size
+                np.testing.assert_array_equal(
+                    got[place : place + group_size], want[number : number + group_size], err_msg=f"replica {i}"
+                )
+    everybody = len(replicas) * (len(replicas) - 1)
+    assert post.sent["statistics"] == 2 * (messages if partial or messages == 0 else everybody)
+
+
+def test_groups_and_fewer_devices(layer_id):
+    _, all_stores = stores(2)
+
+    def work(rank, store):
+        layer = info(layer_id, 3, group_size=2)
+        store.learn([layer])
+        return store.gather(layer, ticket(layer_id), np.zeros((1, 2 * (1 + 2 * CHANNELS))))
+
+    for error in everywhere(all_stores, work):
+        assert isinstance(error, ValueError)
+        assert "expected all 3 devices in every step, not 2" in str(error)
+
+
+def test_gradients_of_all_processes():
+    post, all_stores = stores(3)
+    rng = np.random.RandomState(2)
+    values = [rng.randn(4, 2).astype("float32") for _ in range(3)]
+
+    def work(rank, store):
+        out = mx.nd.array(values[rank])
+        store.pushpull("weight", out)
+        first = mx.nd.zeros((4, 2))
+        store.broadcast("weight", mx.nd.array(values[rank]), first)
+        return out.asnumpy(), first.asnumpy()
+
+    for total, first in everywhere(all_stores, work):
+        np.testing.assert_allclose(total, sum(values), rtol=1e-6)
+        np.testing.assert_array_equal(first, values[0])
+    assert post.sent == {"gradient of": 6, "broadcast of": 6}
+
+
+# ---- how a wait ends -----------------------------------------------------------------------------------------
+
+
+LABEL = Label("gradient", 7, what="gradient 7, round 1")
+
+
+def test_time_is_up():
+    gluon_syncbn.configure(timeout=0.3)
+    post = Post(3)
+    late, other = ThreadTransport(post, 0), ThreadTransport(post, 1)
+    other._post.parts[tuple(LABEL[:5])][1] = np.ones(2)
+    with pytest.raises(
+        mx.MXNetError, match=r"rank 0 of 3 waits for rank 2 in gradient 7, round 1 after 0 s\. A process"
+    ):
+        late.allgather(LABEL, np.ones(2), equal=True)
+    with pytest.raises(mx.MXNetError, match="nothing is exchanged any more, because: rank 0 of 3 waits for rank 2"):
+        late.allgather(LABEL, np.ones(2), equal=True)
+    with pytest.raises(mx.MXNetError, match=r"rank 0 of 3 has failed: rank 0 of 3 waits .*\(rank 1 was in another\)"):
+        other.allgather(Label("gradient", 8, what="another"), np.ones(2), equal=True)
+
+
+def test_a_long_wait_is_warned_of_once(caplog, monkeypatch):
+    from gluon_syncbn.exchange import waiting
+
+    monkeypatch.setattr(waiting, "_WARN_AFTER", 0.1)
+    post = Post(2)
+    transports = [ThreadTransport(post, rank) for rank in range(2)]
+    release = threading.Event()
+
+    def second():
+        release.wait(20)
+        return transports[1].allgather(LABEL, np.ones(2), equal=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(transports[0].allgather, LABEL, np.ones(2), equal=True)
+        last = pool.submit(second)
+        while not caplog.records:
+            assert not first.done()
+        threading.Event().wait(0.3)
+        release.set()
+        first.result(20), last.result(20)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "rank 0 of 2 waits for rank 1 in gradient 7, round 1 after 0 s. Still waiting, until 20 s."
+    )
+
+
+def test_a_step_that_failed_ends_a_wait():
+    transport = ThreadTransport(Post(2), 0)
+    _native.fail("KeyboardInterrupt left the recorded step.")
+    with pytest.raises(mx.MXNetError, match="KeyboardInterrupt left the recorded step"):
+        transport.allgather(LABEL, np.ones(2), equal=True)
+
+
+def test_another_size_or_type():
+    post = Post(2)
+    transports = [ThreadTransport(post, rank) for rank in range(2)]
+    parts = [np.ones(2), np.ones(3, "float32")]
+
+    def work(rank, transport):
+        return transport.allgather(LABEL, parts[rank], equal=True)
+
+    for error in everywhere(transports, work):
+        assert "values of float" in str(error)
+        assert "All processes must build the same net and cast it alike" in str(error)
+
+
+def test_a_child_of_a_fork_is_no_member():
+    _, (store, _) = stores(2)
+    store.forked()
+    with pytest.raises(mx.MXNetError, match="this process was forked from rank 0 of 2 and is no member of its job"):
+        store.pushpull("weight", mx.nd.zeros(2))
+    store.fail("nothing to tell")
+    store.close()
+
+
+def test_merged_moments_are_those_of_all_values():
+    rng = np.random.RandomState(3)
+    parts = [1e6 + rng.randn(n, CHANNELS, 2) for n in (1, 4, 2)]
+    total = moments(parts[0])
+    for part in parts[1:]:
+        total = base.merge_moments(total, moments(part))
+    np.testing.assert_allclose(total, moments(np.concatenate(parts)), rtol=1e-9)  # 1e6 beside 1 costs 6 digits
+    empty = np.zeros(1 + 2 * CHANNELS)
+    np.testing.assert_array_equal(base.merge_moments(empty, total), total)
+    np.testing.assert_array_equal(base.merge_moments(total, empty), total)
