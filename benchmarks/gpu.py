@@ -29,7 +29,8 @@ SHAPES = [
 ]
 CASES = [("NCHW", "float32"), ("NCHW", "float16"), ("NHWC", "float32"), ("NHWC", "float16")]
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gluon_syncbn"
-BLOCK = 256
+CORE = ctypes.CDLL(str(PACKAGE / "_core.so"))
+BLOCK = CORE.syncbn_cuda_block()
 
 # Passes over the tensor that each kernel makes; a copy makes two.
 PASSES = {"moments": 1, "normalise": 2, "grad_sums": 2, "grad_input": 3}
@@ -49,8 +50,7 @@ class Ours:
         self.module, self.type = module, dtype
         channels, inner = shape[2:]
         plan = (ctypes.c_int64 * 6)()
-        core = ctypes.CDLL(str(PACKAGE / "_core.so"))
-        core.syncbn_cuda_plan(*map(ctypes.c_int64, (*shape, 1)), plan)
+        CORE.syncbn_cuda_plan(*map(ctypes.c_int64, (*shape, 1)), plan)
         tiles, slots, chunks, blocks, width, segment = plan
         self.reduce, self.each = (tiles, slots, chunks), (blocks, 1, 1) if inner > 1 else (tiles, slots, chunks)
         self.sizes = [*map(np.int64, (*shape, 1)), np.int32(width)]
@@ -202,9 +202,8 @@ def main(arguments: Sequence[str]) -> int:
         print("PyTorch is not installed: the columns that compare with it stay empty", file=sys.stderr)
     if torch is not None and not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py: PyTorch is installed but finds no CUDA GPU; install its CUDA build, or remove it")
-    module = cupy.RawModule(
-        code=(PACKAGE / "csrc" / "cuda" / "kernels.cu").read_text(), options=("--std=c++14",), backend="nvrtc"
-    )
+    source = (PACKAGE / "csrc" / "cuda" / "kernels.cu").read_text()
+    module = cupy.RawModule(code=source, options=("--std=c++14", f"-DSYNCBN_BLOCK={BLOCK}"), backend="nvrtc")
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     env = {
         **_results.occasion(["benchmarks/gpu.py", *arguments]),

@@ -249,9 +249,9 @@ def test_the_real_run_time_compiler_takes_the_kernels(packages):
     source = (ROOT / "src" / "gluon_syncbn" / "csrc" / "cuda" / "kernels.cu").read_bytes()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     # As csrc/cuda/module.cc asks for it.
-    options = (ctypes.c_char_p * 2)(b"--gpu-architecture=compute_50", b"--std=c++14")
+    options = (ctypes.c_char_p * 3)(b"--gpu-architecture=compute_50", b"--std=c++14", b"-DSYNCBN_BLOCK=256")
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
-    status = nvrtc.nvrtcCompileProgram(program, 2, options)
+    status = nvrtc.nvrtcCompileProgram(program, 3, options)
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)

@@ -16,7 +16,8 @@ import pytest
 from gluon_syncbn import _native
 
 SOURCE = Path(__file__).parent.parent / "src" / "gluon_syncbn" / "csrc" / "cuda" / "kernels.cu"
-BLOCK = 256
+BLOCK = _native._core.syncbn_cuda_block()
+DEFINED = f"-DSYNCBN_BLOCK={BLOCK}"
 TOLERANCE = {"float16": 1e-3, "float32": 2e-6, "float64": 1e-13}  # of what is rounded to the data's type
 SUMS = {"float16": 2e-6, "float32": 2e-6, "float64": 1e-12}  # of what is added up in float32 and merged in float64
 
@@ -45,7 +46,7 @@ class Cupy:
             self.cupy.cuda.runtime.getDeviceCount()
         except self.cupy.cuda.runtime.CUDARuntimeError as error:
             pytest.skip(f"CuPy finds no GPU: {error}")
-        self.module = self.cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++14",), backend="nvrtc")
+        self.module = self.cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++14", DEFINED), backend="nvrtc")
 
     def upload(self, values, shift=0):
         array = self.cupy.empty(values.size + shift, values.dtype)[shift:]
@@ -77,7 +78,7 @@ class Emulated:
             pytest.skip("needs the CUDA emulator: `make test-gpu-emulated`")
         from cuda_emulator.device import Device
 
-        self.device = Device(os.environ["CUDA_EMULATOR"], SOURCE.read_text())
+        self.device = Device(os.environ["CUDA_EMULATOR"], SOURCE.read_text(), options=("--std=c++14", DEFINED))
 
     def upload(self, values, shift=0):
         padded = np.concatenate([np.zeros(shift, values.dtype), values.ravel()])
@@ -372,7 +373,7 @@ def architectures():
 def test_nvcc_has_no_complaint(architecture, tmp_path):
     if architecture is None:
         pytest.skip("no nvcc on the PATH")
-    command = ["nvcc", "--std=c++14", f"-arch=sm_{architecture}", "-cubin", "-Werror", "all-warnings"]
+    command = ["nvcc", "--std=c++14", f"-arch=sm_{architecture}", "-cubin", "-Werror", "all-warnings", DEFINED]
     command += [str(SOURCE), "-o", str(tmp_path / "kernels.cubin")]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200)
     assert done.returncode == 0 and done.stdout == "", done.stdout

@@ -45,7 +45,10 @@ SYNCBN_API int syncbn_register(void** functions, int64_t count) {
 
 SYNCBN_API void syncbn_cuda_source(const char* path) { syncbn::cuda::set_source(path); }
 
-// [tiles, slots, chunks] of the reductions, blocks of the others along x, width, segment: for launches outside MXNet.
+// For compilations and launches outside MXNet: the threads of a block, and
+SYNCBN_API int syncbn_cuda_block() { return syncbn::cuda::kBlock; }
+
+// [tiles, slots, chunks] of the reductions, blocks of the others along x, width, segment.
 SYNCBN_API void syncbn_cuda_plan(int64_t samples, int64_t per_sample, int64_t channels, int64_t inner, int64_t slots,
                                  int64_t* out) {
     const syncbn::cuda::Plan plan({samples * per_sample, channels, inner}, samples, slots);

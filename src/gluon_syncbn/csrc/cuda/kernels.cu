@@ -21,7 +21,10 @@ typedef long long Index;
 
 namespace {
 
-constexpr int kThreads = 256;  // of every block
+#ifndef SYNCBN_BLOCK
+#error "compile with -DSYNCBN_BLOCK=N: the number of threads of a block, which csrc/cuda/module.h names"
+#endif
+constexpr int kThreads = SYNCBN_BLOCK;  // of every block
 constexpr int kWarp = 32;
 constexpr int kPack = 16;  // bytes of the widest load
 

@@ -68,8 +68,9 @@ void* module() {
     std::ostringstream source;
     source << file.rdbuf();
     if (!file) throw Failure("cannot read " + source_path + "; install gluon_syncbn again");
-    const char* options[] = {"--gpu-architecture=compute_50", "--std=c++14"};
-    check(mx.rtc_module_create(source.str().c_str(), 2, options, 0, nullptr, &compiled));
+    const std::string block = "-DSYNCBN_BLOCK=" + std::to_string(kBlock);
+    const char* options[] = {"--gpu-architecture=compute_50", "--std=c++14", block.c_str()};
+    check(mx.rtc_module_create(source.str().c_str(), 3, options, 0, nullptr, &compiled));
     return compiled;
 }
 

@@ -40,9 +40,11 @@ struct Argument {
 inline Argument in(void* array, Type type) { return {array, type, true}; }
 inline Argument out(void* array, Type type) { return {array, type, false}; }
 
-// Hands `kernel` to MXNet's engine, which runs it when its arrays are ready. Blocks have kBlock threads. A kernel that
-// fails leaves its error in what it writes.
+// Threads of every block; kernels.cu is compiled for it.
 constexpr int kBlock = 256;
+
+// Hands `kernel` to MXNet's engine, which runs it when its arrays are ready. A kernel that fails leaves its error in what it
+// writes.
 void launch(const std::string& kernel, int device, Grid grid, std::initializer_list<Argument> arguments);
 
 // Waits for whatever writes the array of float64.
