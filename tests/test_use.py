@@ -13,6 +13,7 @@ from gluoncv.utils.parallel import DataParallelModel
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from replicas import (
+    TOLERANCE,
     WAYS,
     Batch,
     Result,
@@ -183,15 +184,16 @@ def test_one_record_scope_per_replica(contexts, rng):
 SHARING = ("eager", "hybrid", "static_alloc")
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("way", SHARING)
 @pytest.mark.parametrize("contexts_of, num_devices", [((0, 0), 2), ((0, 0, 0), 3), ((1, 1, 0, 0), 4)], ids=str)
-def test_several_replicas_on_one_context(contexts, rng, contexts_of, num_devices, way):
-    batch, places = make_batch(rng, num_devices), [contexts[i] for i in contexts_of]
+def test_several_replicas_on_one_context(contexts, rng, contexts_of, num_devices, way, dtype):
+    batch, places = make_batch(rng, num_devices, dtype=dtype), [contexts[i] for i in contexts_of]
     unique = list(dict.fromkeys(places))
-    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=num_devices), batch, unique, "float64", WAYS[way])
+    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=num_devices), batch, unique, dtype, WAYS[way])
     for steps in range(1, 4):
-        got = step(layer, batch, places, "float64")
-        assert_same(got, truth(batch, steps=steps), 1e-11)
+        got = step(layer, batch, places, dtype)
+        assert_same(got, truth(batch, steps=steps), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("way", SHARING)
@@ -435,6 +437,14 @@ def test_kvstore_gives_the_same_numbers(contexts, rng, replicas, kvstore):
         ),
         first,
     )
+
+
+@pytest.mark.parametrize("kvstore", ["device", "local"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_kvstore_in_every_type(contexts, rng, kvstore, dtype):
+    batch = make_batch(rng, 3, dtype=dtype)
+    layer = prepare(SyncBatchNorm(in_channels=5, kvstore=kvstore), batch, contexts[:3], dtype)
+    assert_same(step(layer, batch, contexts, dtype), truth(batch), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("kvstore", ["device", "local"])
