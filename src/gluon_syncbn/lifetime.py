@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
@@ -13,6 +14,8 @@ import mxnet as mx
 from . import _native, logs, steps
 from .session import session
 
+STOPS_WITHIN = 10.0  # seconds, of a daemon thread in mid-step
+
 _pid = os.getpid()
 _MXNET = os.path.dirname(mx.__file__)
 
@@ -22,10 +25,10 @@ _MXNET = os.path.dirname(mx.__file__)
 
 def _at_exit() -> None:
     # MXNet drops what is queued at interpreter exit and waits for what runs: a replica that waits for a queued partner
-    # would wait for ever. This runs before MXNet's own handler, lets a healthy step finish and ends a stuck one. Daemon
-    # threads are still there, and find that no step begins any more.
+    # would wait for ever. This runs before MXNet's own handler, lets a healthy step finish and ends a stuck one.
     session.ending = True
     _native.nobody_left(True)
+    _stop_daemons()
     steps.drain()
     _native.close()
     logs.finish()
@@ -34,6 +37,18 @@ def _at_exit() -> None:
     if _native.failure():
         session.tell_others(_native.failure())
     session.close()
+
+
+def _stop_daemons() -> None:
+    # A daemon thread that trains may be anywhere in its step. MXNet's exit handler stops the threads of custom
+    # operators, then waits for all that was issued: for ever, where an operator of this layer was issued in between.
+    # Python ends daemon threads once the handlers are done; these end as they next come out of MXNet.
+    daemons = [thread for thread in session.trainers if thread.daemon and thread.is_alive()]
+    for thread in daemons:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    until = time.monotonic() + STOPS_WITHIN
+    while any(map(_waits_in_mxnet, daemons)) and time.monotonic() < until:
+        time.sleep(0.001)
 
 
 def _watch_main_thread() -> None:

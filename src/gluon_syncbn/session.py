@@ -32,6 +32,7 @@ class Session:
         self._lock = threading.Lock()  # guards the number of open scopes
         self._open_scopes = 0
         self._of_thread = threading.local()
+        self.trainers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
         self.raised = ""  # the last failure that went through a scope as an exception
         self.ending = False  # exit handlers have begun
 
@@ -98,6 +99,8 @@ class Session:
         with self._lock:
             first = self._open_scopes == 0
             self._open_scopes += 1
+        if not hasattr(self._of_thread, "depth"):
+            self.trainers.add(threading.current_thread())
         self._of_thread.depth = self.depth() + 1
         return first
 
