@@ -56,8 +56,10 @@ void Call::forward(const Arrays& arrays, const int* reqs, bool training) {
             update_running(backend_->read(arrays[kBatch], moments_length(channels())), arrays);
         complete_ = true;
     } catch (const std::exception& e) {
-        fail(e,
-             reqs[0] == kNull ? std::vector<std::pair<Array, Input>>{} : std::vector<std::pair<Array, Input>>{{y, kX}});
+        std::vector<std::pair<Array, Input>> outputs;
+        if (reqs[0] != kNull) outputs.push_back({y, kX});
+        if (node_.role == Role::kMeet && reqs[1] != kNull) outputs.push_back({arrays[node_.output() + 1], kBatch});
+        fail(e, outputs);
     }
 }
 
@@ -92,13 +94,16 @@ void Call::fail(const std::exception& error, const std::vector<std::pair<Array, 
     const Failure failure =
         known != nullptr && !known->layer.empty() ? *known : Failure(node_.layer->name, context_, "", error.what());
     step().fail(failure);  // whatever it was, the other replicas need not wait for this one
-    for (const auto& [out, like] : outputs) fill_with_nan(out, like);
+    for (const auto& [out, like] : outputs) invalidate(out, like);
     throw Failure(failure);
 }
 
-// A device that cannot even do this has a reason, and that is the one that is on its way.
-void Call::fill_with_nan(Array out, Input like) {
+// The batch's statistics become those of no batch: MXNet may run the operator that takes them (see `backward`), and the
+// running statistics outlive a failed step. A device that cannot even do this has a reason, and that is the one that is on
+// its way.
+void Call::invalidate(Array out, Input like) {
     try {
+        if (like == kBatch) return backend_->fill(out, Type::kFloat64, moments_length(channels()), 0);
         const bool data = like == kX;
         backend_->fill(out, data ? tensor_.type : tensor_.parameter_type(), data ? tensor_.shape.size() : channels(),
                        kNaN);

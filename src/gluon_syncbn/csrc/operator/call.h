@@ -80,7 +80,7 @@ class Call {
     // Ends the step with what an exception says, and the layer and the context where it does not say them; NaN into the
     // outputs in which something plausible might stand.
     [[noreturn]] void fail(const std::exception& error, const std::vector<std::pair<Array, Input>>& outputs);
-    void fill_with_nan(Array out, Input like);
+    void invalidate(Array out, Input like);
     void throw_if_closed() const;
     int threads() const;
     int64_t channels() const { return tensor_.shape.channels; }
