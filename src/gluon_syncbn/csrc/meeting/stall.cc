@@ -1,12 +1,17 @@
 #include "meeting/stall.h"
 
+#include <dirent.h>
+
 #include <csignal>
 #include <ctime>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <deque>
+#include <fstream>
 #include <mutex>
+#include <string>
 
 namespace syncbn {
 namespace {
@@ -18,8 +23,7 @@ constexpr double kEndAfterIdle = 1.5;  // seconds
 
 std::atomic<long> interrupted{0};
 std::atomic<bool> alone{false};
-// What SIGINT did before. The handler may run while a waiter chains another one, so each is written once and then left
-// as it is, for good: a program has few handlers.
+// What SIGINT did before.
 std::atomic<const struct sigaction*> previous{nullptr}, original{nullptr};
 thread_local int depth = 0;
 
@@ -31,29 +35,62 @@ double processor_time() {
     return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
+// Seconds that the threads of this process were ready to run and did not. 0 where the kernel keeps no such account.
+double run_delay() {
+    double total = 0;
+    DIR* tasks = opendir("/proc/self/task");
+    if (tasks == nullptr) return 0;
+    while (const dirent* task = readdir(tasks)) {
+        std::ifstream account("/proc/self/task/" + std::string(task->d_name) + "/schedstat");
+        double ran = 0, delayed = 0;
+        if (account >> ran >> delayed) total += 1e-9 * delayed;
+    }
+    closedir(tasks);
+    return total;
+}
+
 void on_interrupt(int signal, siginfo_t* info, void* context) {
     interrupted.fetch_add(1);
-    // A handler that was installed over ours may call us back: then the one below is meant.
-    const struct sigaction& next = *(depth == 0 ? previous : original).load();
+    // A handler that was installed over ours may call us back: then the one below is meant, unless that is the same one.
+    const struct sigaction* next = depth == 0 ? previous.load() : original.load();
+    if (depth > 1 || (depth == 1 && next == previous.load())) return;
     ++depth;
-    if (next.sa_flags & SA_SIGINFO)
-        next.sa_sigaction(signal, info, context);
+    if (next->sa_flags & SA_SIGINFO)
+        next->sa_sigaction(signal, info, context);
     else
-        next.sa_handler(signal);
+        next->sa_handler(signal);
     --depth;
+}
+
+// The handler may run while a waiter chains another one, so each is written once and then left as it is, for good. A
+// program has few handlers, and may install them again and again. One waiter at a time.
+const struct sigaction* keep(const struct sigaction& handler) {
+    static auto& kept = *new std::deque<struct sigaction>;
+    for (const auto& known : kept)
+        if (known.sa_flags == handler.sa_flags && known.sa_sigaction == handler.sa_sigaction) return &known;
+    kept.push_back(handler);
+    return &kept.back();
 }
 
 }  // namespace
 
 long interrupts() { return interrupted.load(); }
 
-Stall::Stall(long interrupts_before) : interrupts_(interrupts_before) { sample(); }
+Stall::Stall(long interrupts_before) : interrupts_(interrupts_before), processor_time_(processor_time()) { sample(); }
 
 void Stall::sample() {
     const double time = now(), last = samples_.empty() ? time : samples_.back().first;
     waited_ += std::min(time - last, kStopped);  // however slow the machine is, every wait ends
     if (time - last >= kStopped) samples_.clear();
-    samples_.emplace_back(time, processor_time());
+    const double processor = processor_time(), ran = processor - processor_time_;
+    processor_time_ = processor;
+    busy_ += ran;
+    if (time > last && ran < kIdleShare * (time - last)) {  // a file for each thread, so only where it matters
+        const double delay = run_delay();
+        if (delay_ >= 0) busy_ += std::max(0.0, delay - delay_);  // threads that have ended take theirs along
+        delay_ = delay;
+    }
+    samples_.emplace_back(time, busy_);
     while (samples_.size() > 2 && samples_[1].first < samples_.back().first - kWindow) samples_.pop_front();
 }
 
@@ -76,7 +113,7 @@ void watch_interrupts() {
     if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == on_interrupt) return;
     // Default ends the process at once, ignored means ignored: nothing to chain to, nothing to add.
     if (!(current.sa_flags & SA_SIGINFO) && (current.sa_handler == SIG_DFL || current.sa_handler == SIG_IGN)) return;
-    const auto* chained = new struct sigaction(current);
+    const auto* chained = keep(current);
     if (original.load() == nullptr) original.store(chained);
     previous.store(chained);
     struct sigaction ours = current;

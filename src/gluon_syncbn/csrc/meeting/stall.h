@@ -1,4 +1,5 @@
-// How a waiting thread tells a slow step from a stuck one: processor time, Ctrl-C and the end of the main thread.
+// How a waiting thread tells a slow step from a stuck one: what its process computes, or would if the machine let it;
+// Ctrl-C; the end of the main thread.
 #pragma once
 
 #include <deque>
@@ -16,7 +17,8 @@ class Stall {
     void sample();
     // Seconds since the wait began. Of a time in which this process did not run (Ctrl-Z), one counts.
     double waited() const { return waited_; }
-    // True where the whole process has computed next to nothing for the last `seconds`.
+    // True where the whole process has computed next to nothing for the last `seconds`, and not for want of a processor:
+    // beside other programs, or throttled, a job may get a hundredth of one.
     bool idle_for(double seconds) const;
     // True where somebody asked the process to end since this wait began, or nobody is left who could end it, and
     // nothing else is running: a step that still computes is left to finish, so that a handler that saves its work can
@@ -25,8 +27,10 @@ class Stall {
 
   private:
     long interrupts_;
-    double waited_ = 0;
-    std::deque<std::pair<double, double>> samples_;  // (time, processor time of the process)
+    double waited_ = 0, busy_ = 0;
+    double processor_time_;
+    double delay_ = -1;  // of all threads together, for want of a processor; -1 where nobody has asked yet
+    std::deque<std::pair<double, double>> samples_;  // (time, seconds in which a thread ran or could have)
 };
 
 // Counts SIGINT beside whatever handler is installed, which is called as before. Without this, Ctrl-C waits for
