@@ -2,10 +2,12 @@
 
 import faulthandler
 import os
+from pathlib import Path
 
 import mxnet as mx
 import numpy as np
 import pytest
+from places import PACKAGE, SOURCES, TESTS
 
 import gluon_syncbn
 
@@ -32,11 +34,29 @@ def rng(request):
 
 @pytest.fixture(autouse=True)
 def afresh():
-    """Each test starts with no failed step behind it and short waits ahead."""
-    gluon_syncbn.configure(kvstore=None, timeout=20)
+    """Each test starts with no failed step behind it, and a wait for ever would end before the test's own limit."""
+    gluon_syncbn.configure(kvstore=None, timeout=60)
     yield
     gluon_syncbn.reset()
     gluon_syncbn.configure(kvstore=None, timeout=300)
+
+
+def pytest_configure():
+    """The core in the checkout is built by hand, so that it may be older than its sources."""
+    core = PACKAGE / "_core.so"
+    if Path(gluon_syncbn.__file__).parent == PACKAGE:
+        newer = [path for path in SOURCES.rglob("*.*") if path.stat().st_mtime > core.stat().st_mtime]
+        if newer:
+            names = ", ".join(sorted(path.name for path in newer))
+            pytest.exit(f"{core} is older than {names}: `make dev` compiles it", returncode=4)
+
+
+def pytest_collection_modifyitems(items):
+    """A test has the name of its folder for a marker, where there is such a marker."""
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in ("processes", "gpu", "examples"):
+            item.add_marker(folder)
 
 
 def pytest_report_header():

@@ -8,11 +8,9 @@ import re
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
+from places import BENCHMARKS, PACKAGE
 
 # What a cell of a table may be.
 NUMBER = r"-?\d+\.\d+"
@@ -21,9 +19,9 @@ MEDIAN_AND_RANGE = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
 
 
 def run(name, *arguments):
-    path = os.pathsep.join(filter(None, [str(FOLDER.parent / "src"), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
     ran = subprocess.run(
-        [sys.executable, str(FOLDER / f"{name}.py"), *map(str, arguments)],
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=240,
@@ -103,7 +101,7 @@ for cell in json.loads(sys.argv[2]):
 
 @pytest.fixture
 def benchmarks(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def test_a_hanging_or_failing_cell_does_not_stop_the_others(tmp_path, benchmarks):

@@ -11,12 +11,10 @@ import sys
 import tarfile
 import zipfile
 from email.parser import Parser
-from pathlib import Path
 
 import pytest
+from places import PACKAGE, ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "src" / "gluon_syncbn"
 SOURCES = sorted(
     path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*") if path.suffix in (".cc", ".h", ".cu")
 )
@@ -54,7 +52,8 @@ def copy_tree(target):
         shutil.copy2(str(ROOT / name), str(target))
     ignore = shutil.ignore_patterns("*.so", "__pycache__", ".core-*")
     shutil.copytree(str(PACKAGE), str(target / "src" / "gluon_syncbn"), ignore=ignore)
-    shutil.copytree(str(ROOT / "requirements"), str(target / "requirements"))
+    for folder in ("requirements", "tools"):
+        shutil.copytree(str(ROOT / folder), str(target / folder))
     return target
 
 
@@ -270,7 +269,7 @@ def poor_machine(tmp_path):
     """A PATH with what the Makefile needs and no Python; more programs can be put there."""
     tools = tmp_path / "bin"
     tools.mkdir()
-    for tool in ("bash", "make", "cat", "tail", "grep", "rm", "mkdir", "touch", "cksum", "mktemp", "flock"):
+    for tool in ("bash", "env", "make", "cat", "tail", "grep", "rm", "mkdir", "touch", "cksum", "mktemp", "flock"):
         found = shutil.which(tool)
         if found is None:
             pytest.skip(f"needs {tool}")

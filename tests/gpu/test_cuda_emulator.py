@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from places import TESTS
 
 OUT = os.environ.get("CUDA_EMULATOR")
 if not OUT:
@@ -347,21 +348,6 @@ def test_atomics(kernels):
     np.testing.assert_array_equal(out.download(), [75] * 4)
 
 
-def test_a_launch_is_quick():
-    source = """extern "C" __global__ void many(float* out) {
-        float s = threadIdx.x;
-        for (int i = 0; i < 30; ++i) s += __shfl_xor_sync(0xffffffffu, s, 1 << i % 5);
-        out[threadIdx.x + blockIdx.x * blockDim.x] = s;
-    }"""
-    device = Device(OUT, source)
-    out, times = device.empty(50 * 256), []
-    for _ in range(5):
-        start = time.perf_counter()
-        device.launch("many", 50, 256, out)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 0.2  # 0.02 on an idle machine
-
-
 # ---- faults of kernels -----------------------------------------------------------------------------------------
 
 FAULTS = r"""
@@ -628,15 +614,16 @@ def test_options(faults):
         Device(OUT, "#include <stdint.h>\n")
 
 
-def test_the_compiler_runs_once(tmp_path):
+def test_the_compiler_runs_once(monkeypatch):
     source = f'extern "C" __global__ void k{os.getpid()}(int* x) {{ x[0] = 1; }}'
     before = set((Path(OUT) / "kernels").iterdir())
     Device(OUT, source)
     new = set((Path(OUT) / "kernels").iterdir()) - before
     assert len(new) == 1
-    start = time.perf_counter()
+    monkeypatch.setenv("CXX", "/nowhere/g++")
     Device(OUT, source, index=1)
-    assert time.perf_counter() - start < 0.2
+    with pytest.raises(EmulatorError, match="the compiler '/nowhere/g\\+\\+' does not run"):
+        Device(OUT, source + "  // another one")
     for path in new:
         path.unlink()
 
@@ -731,16 +718,16 @@ other()
 
 
 def test_collectives_in_the_wrong_order_wait_for_ever(devices, monkeypatch):
-    monkeypatch.setenv("CUDA_EMULATOR_TIMEOUT", "1")
+    monkeypatch.setenv("CUDA_EMULATOR_TIMEOUT", "5")
     arrays = [device.upload(np.ones(4, "float32")) for device in devices]
     streams, one, two = [new_stream(device) for device in devices], Clique(), Clique()
     for rank, order in enumerate([(one, two), (two, one)]):
         for clique in order:
             clique.broadcast(rank, arrays[rank], streams[rank])
-    time.sleep(0.5)
+    time.sleep(0.1)
     assert [cudart.cudaStreamQuery(stream) for stream in streams] == [NOT_READY] * 2
     assert [cudart.cudaStreamSynchronize(stream) for stream in streams] == [719] * 2
-    assert re.search(r"collective 0 of its communicator: after 1 s, ranks \d have not come", take_errors())
+    assert re.search(r"collective 0 of its communicator: after 5 s, ranks \d have not come", take_errors())
 
 
 @pytest.mark.parametrize("different", [{"count": 3}, {"root": 1}])
@@ -828,12 +815,10 @@ def test_what_is_not_emulated_names_itself():
 
 
 def test_setting_it_up_again_does_nothing():
-    build = Path(__file__).parent / "cuda_emulator" / "build.py"
+    build = TESTS / "cuda_emulator" / "build.py"
     before = {path: path.stat().st_mtime_ns for path in (Path(OUT) / "lib").iterdir()}
-    start = time.perf_counter()
-    done = subprocess.run([sys.executable, str(build), "--out", OUT], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(build), "--out", OUT], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "")
-    assert time.perf_counter() - start < 5  # 0.2 on an idle machine
     assert {path: path.stat().st_mtime_ns for path in (Path(OUT) / "lib").iterdir()} == before
 
 

@@ -1,6 +1,6 @@
 """CUDA libraries are found without LD_LIBRARY_PATH: with stand-ins for MXNet and CUDA, and with the real packages.
 
-The real ones are 1.9 GB to fetch: `pytest -m cuda_packages tests/test_cuda_libraries.py`.
+The real ones are 1.9 GB to fetch: `pytest -m cuda_packages tests/gpu/test_cuda_libraries.py`.
 """
 
 import ctypes
@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_cuda import build_driver
+from fake_driver import build_driver
+from places import PACKAGE, ROOT, SOURCES
 
 from gluon_syncbn import cuda_libraries
 
-ROOT = Path(__file__).resolve().parent.parent
 COMPILES = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles libraries of its own: needs g++")
 FOLDERS = {
     "libcudart.so.11.0": "cuda_runtime",
@@ -97,7 +97,7 @@ def test_a_library_that_the_loader_finds_is_left_alone(machine):
     shutil.copy(str(machine / "site" / "nvidia" / "nccl" / "lib" / "libnccl.so.2"), str(own))
     program = f"""
 import importlib.util, sys
-spec = importlib.util.spec_from_file_location("libraries", {str(ROOT / "src" / "gluon_syncbn" / "cuda_libraries.py")!r})
+spec = importlib.util.spec_from_file_location("libraries", {str(PACKAGE / "cuda_libraries.py")!r})
 libraries = sys.modules["libraries"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(libraries)
 libraries.load()
@@ -142,28 +142,24 @@ def test_a_broken_library_keeps_the_loaders_words(machine):
     assert "libcudnn.so.8: file too short" in last or "invalid ELF header" in last
 
 
-def test_a_cpu_build_loads_nothing_and_costs_nothing():
+def test_a_cpu_build_loads_nothing():
     program = f"""
-import importlib.util, sys, time
-spec = importlib.util.spec_from_file_location("libraries", {str(ROOT / "src" / "gluon_syncbn" / "cuda_libraries.py")!r})
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("libraries", {str(PACKAGE / "cuda_libraries.py")!r})
 libraries = sys.modules["libraries"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(libraries)
 mapped = lambda: {{line.split(maxsplit=5)[-1] for line in open("/proc/self/maps") if ".so" in line}}
 before = mapped()
-times = []
-for i in range(20):
-    start = time.perf_counter()
-    libraries.load()
-    times.append(time.perf_counter() - start)
-print(mapped() == before, "mxnet" in sys.modules, min(times) < 0.005)
+libraries.load()
+print(mapped() == before, "mxnet" in sys.modules)
 """
-    assert run(ROOT, program, PYTHONPATH="").split() == ["True", "False", "True"]
+    assert run(ROOT, program, PYTHONPATH="").split() == ["True", "False"]
 
 
 def test_needed_is_what_readelf_says():
     if shutil.which("readelf") is None:
         pytest.skip("needs readelf (apt-get install binutils)")
-    core = ROOT / "src" / "gluon_syncbn" / "_core.so"
+    core = PACKAGE / "_core.so"
     assert cuda_libraries.needed(core) == readelf(core)
     assert cuda_libraries.needed(ROOT / "setup.py") == []
 
@@ -246,7 +242,7 @@ print(mxnet.runtime.Features())
 def test_the_real_run_time_compiler_takes_the_kernels(packages):
     """It needs no GPU. What it makes is in PTX 7.8, which drivers from 520 on load."""
     nvrtc = ctypes.CDLL(str(packages / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.11.2"))
-    source = (ROOT / "src" / "gluon_syncbn" / "csrc" / "cuda" / "kernels.cu").read_bytes()
+    source = (SOURCES / "cuda" / "kernels.cu").read_bytes()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     # As csrc/cuda/module.cc asks for it.
     options = (ctypes.c_char_p * 3)(b"--gpu-architecture=compute_50", b"--std=c++14", b"-DSYNCBN_BLOCK=256")

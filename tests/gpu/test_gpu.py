@@ -16,11 +16,22 @@ from itertools import chain
 import mxnet as mx
 import numpy as np
 import pytest
+from mpi_job import Job
 from mxnet import autograd, nd
 from mxnet.gluon import nn
-from replicas import TOLERANCE, WAYS, assert_same, assert_same_bits, collect, make_batch, on_devices, prepare, step
-from test_modes import POOLINGS, fits, specification
-from test_mpi import Job
+from poolings import POOLINGS, fits, specification
+from replicas import (
+    TOLERANCE,
+    WAYS,
+    assert_same,
+    assert_same_bits,
+    collect,
+    make_batch,
+    on_devices,
+    prepare,
+    short_waits,
+    step,
+)
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
@@ -323,12 +334,12 @@ def test_processes(monkeypatch):
 
 def test_a_missing_replica(rng):
     batch, contexts = make_batch(rng, 2), gpus(2)
-    layer = prepare(SyncBatchNorm(in_channels=5, timeout=1), batch, contexts, "float64")
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float64")
     x = on_devices(batch.shards, contexts, "float64")[0]
-    with autograd.record():
+    with short_waits(), autograd.record():
         y = layer(x)
-    with pytest.raises(mx.MXNetError, match=r"1 of 2 replicas arrived \(gpu\(0\)\), missing gpu\(1\) after 1 s"):
-        y.asnumpy()
+        with pytest.raises(mx.MXNetError, match=r"1 of 2 replicas arrived \(gpu\(0\)\), missing gpu\(1\) after 0.2 s"):
+            y.asnumpy()
     gluon_syncbn.reset()
     assert_same(step(layer, batch, contexts, "float64")._replace(running_mean=[], running_var=[]),
                 specification(layer, batch), 1e-11)  # fmt: skip

@@ -8,11 +8,9 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-HERE = Path(__file__).resolve().parent
+from places import PACKAGE, SUPPORT
 
 HEAD = """
 import json, sys, warnings
@@ -33,8 +31,8 @@ def run(program):
     """What the program prints, as JSON."""
     done = subprocess.run(
         [sys.executable, "-c", HEAD + program],
-        cwd=str(HERE),
-        env=dict(os.environ, PYTHONPATH=f"{HERE}:{HERE.parent}/src"),
+        cwd=str(SUPPORT),
+        env=dict(os.environ, PYTHONPATH=f"{SUPPORT}:{PACKAGE.parent}"),
         capture_output=True,
         text=True,
         timeout=200,

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from gluoncv.utils.parallel import DataParallelModel
 from mxnet import autograd, nd
 from mxnet.gluon import nn
+from poolings import POOLINGS, fits, permutation, specification
 from replicas import (
     TOLERANCE,
     WAYS,
@@ -25,61 +27,12 @@ from replicas import (
     make_batch,
     on_devices,
     prepare,
+    short_waits,
     step,
 )
 
 import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, reference
-
-#: Every way of pooling that some number of replicas can have.
-POOLINGS = {
-    "sync, 3 slots": {"virtual_devices": 3},
-    "groups of 2": {"group_size": 2},
-    "groups of 2, 3 slots": {"group_size": 2, "virtual_devices": 3},
-    "local": {"mode": "local"},
-    "local, 2 slots": {"mode": "local", "virtual_devices": 2},
-    "local, 8 slots": {"mode": "local", "virtual_devices": 8},  # more than some shards have samples
-    "shuffle": {"mode": "shuffle"},
-    "shuffle, 2 slots": {"mode": "shuffle", "virtual_devices": 2},
-    "shuffle, 8 slots": {"mode": "shuffle", "virtual_devices": 8},
-}
-
-
-def fits(pooling, replicas):
-    if "group_size" in pooling:
-        return replicas % pooling["group_size"] == 0
-    return pooling.get("mode") != "shuffle" or replicas * pooling.get("virtual_devices", 1) > 1
-
-
-def filled_slots(shards, virtual_devices):
-    return sum(part.size > 0 for x in shards for part in np.array_split(np.arange(len(x)), virtual_devices))
-
-
-def permutation(layer, batch, virtual_devices, *, call=0, node=-1, seed=0):
-    slots = filled_slots(batch.shards, virtual_devices)
-    return reference.derangement(seed, layer._replicas.id, node, call, slots)
-
-
-def specification(layer, batch, *, axis=1, call=0, node=-1, seed=0, **settings):
-    """What `layer` computes for the batch, in float64 NumPy, starting from mean 0 and variance 1."""
-    kwargs, pooling = layer._kwargs, layer._replica_settings[0]._asdict()
-    momentum = float(np.float32(kwargs["momentum"]))  # as MXNet keeps it
-    if pooling["mode"] == "shuffle":
-        pooling["permutation"] = permutation(layer, batch, pooling["virtual_devices"], call=call, node=node, seed=seed)
-    channels = len(batch.gamma)
-    forward = reference.forward(
-        batch.shards, batch.gamma, batch.beta, np.zeros(channels), np.ones(channels),
-        axis=axis, epsilon=kwargs["eps"], momentum=momentum, scale=not kwargs["fix_gamma"], **pooling,
-    )  # fmt: skip
-    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
-    return Result(
-        forward.outputs,
-        gradients.dxs,
-        sum(gradients.dgammas),
-        sum(gradients.dbetas),
-        forward.running_mean,
-        forward.running_var,
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -638,7 +591,7 @@ def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 layer = gluon_syncbn.SyncBatchNorm(in_channels=64, **{settings!r})
 layer.initialize()
-xs = [nd.random.normal(shape=(16, 64, 64, 64)) for _ in range(10)]
+xs = [nd.random.normal(shape=(8, 64, 32, 32)) for _ in range(20)]
 for x in xs:
     x.attach_grad()
 nd.waitall()
@@ -647,8 +600,8 @@ with autograd.record():
     before, kept = resident(), []
     for x in xs:
         kept.append(layer(x).sum())
-    nd.waitall()
-print((resident() - before) / (10 * xs[0].size * 4))
+        nd.waitall()
+print((resident() - before) / (20 * xs[0].size * 4))
 """
 
 
@@ -656,36 +609,41 @@ def test_no_mode_keeps_more_than_its_input():
     """What a call leaves for its backward, in multiples of its input, measured on the process."""
 
     def kept(**settings):
-        code = MEMORY.format(settings=settings)
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+        command = [sys.executable, "-c", MEMORY.format(settings=settings)]
+        # From this size on glibc returns what is freed to the system; by itself it raises the limit above an array's.
+        env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+        run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
         return float(run.stdout)
 
     for settings in ({}, {"mode": "local", "virtual_devices": 8}, {"mode": "shuffle", "virtual_devices": 8}):
-        assert 0.9 < kept(**settings) < 1.7  # the input, and what MXNet's allocator rounds up
+        assert 0.5 < kept(**settings) < 1.5
 
 
 # ---- failures ----------------------------------------------------------------------------------------------
 
 
 def test_a_replica_that_is_never_called(contexts, rng):
-    layer = prepare(ShuffleBatchNorm(in_channels=5, timeout=1), make_batch(rng, 3), contexts[:3], "float64")
-    with autograd.record():
-        ys = [layer(x) for x in on_devices(make_batch(rng, 2).shards, contexts, "float64")]
-    with pytest.raises(mx.MXNetError, match=re.escape("2 of 3 replicas arrived (cpu(0), cpu(1)), missing cpu(2)")):
-        ys[0].asnumpy()
+    layer = prepare(ShuffleBatchNorm(in_channels=5), make_batch(rng, 3), contexts[:3], "float64")
+    with short_waits(2):  # within which both have arrived
+        with autograd.record():
+            ys = [layer(x) for x in on_devices(make_batch(rng, 2).shards, contexts, "float64")]
+        with pytest.raises(mx.MXNetError, match=re.escape("2 of 3 replicas arrived (cpu(0), cpu(1)), missing cpu(2)")):
+            ys[0].asnumpy()
     assert np.isfinite(step(layer, make_batch(rng, 3), contexts, "float64").outputs[2]).all()
 
 
 def test_backward_of_one_loss(contexts, rng):
-    layer = prepare(ShuffleBatchNorm(in_channels=5, timeout=1), make_batch(rng, 2), contexts[:2], "float64")
+    layer = prepare(ShuffleBatchNorm(in_channels=5), make_batch(rng, 2), contexts[:2], "float64")
     xs = on_devices(make_batch(rng, 2).shards, contexts, "float64")
     for x in xs:
         x.attach_grad()
     with autograd.record():
         ys = [layer(x) for x in xs]
-    ys[0].backward()
-    with pytest.raises(mx.MXNetError, match=re.escape("backward of call 1: 1 of 2 replicas arrived (cpu(0))")):
-        xs[0].grad.asnumpy()
+    nd.waitall()
+    with short_waits():
+        ys[0].backward()
+        with pytest.raises(mx.MXNetError, match=re.escape("backward of call 1: 1 of 2 replicas arrived (cpu(0))")):
+            xs[0].grad.asnumpy()
 
 
 def test_fewer_devices_for_a_step(contexts, rng):

@@ -12,6 +12,7 @@ import pytest
 from gluoncv.utils.parallel import DataParallelModel
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from places import SUPPORT
 from replicas import (
     TOLERANCE,
     WAYS,
@@ -298,13 +299,13 @@ np.testing.assert_allclose(layer.gamma.grad().asnumpy(), truth(batch).dgamma, rt
 @pytest.mark.parametrize("bundles", ["0", "1"])
 def test_many_replicas_on_one_context(bundles):
     """Whether MXNet may bundle operators, or may not. From eight gradients on it adds them up in another way."""
-    script = MANY_ON_ONE_CONTEXT.format(tests=os.path.dirname(__file__))
+    script = MANY_ON_ONE_CONTEXT.format(tests=str(SUPPORT))
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
         env={**os.environ, "MXNET_EXEC_BULK_EXEC_TRAIN": bundles},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=100,
     )
     assert run.returncode == 0, run.stderr
 

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
+from mpi_job import BIN, WORKER
+from places import PACKAGE, SUPPORT
 
-HERE = Path(__file__).parent
-BIN = Path(sys.executable).parent
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
-LIMIT = 60  # seconds for a job
+LIMIT = 100  # seconds for a job
 pytestmark = pytest.mark.timeout(200)
 
 # In place of ssh, for mpiexec and horovodrun: enters the namespace of that name. Host name, /etc/hosts, System V memory
@@ -34,7 +34,7 @@ exec ip netns exec $host unshare --uts --ipc sh -c "hostname $host && mount -t t
 
 
 def ip(*arguments):
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=10).stdout
+    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=60).stdout
 
 
 class Hosts:
@@ -72,11 +72,11 @@ class Hosts:
                     os.kill(int(pid), signal.SIGKILL)
                 ip("netns", "delete", name)  # the cable goes with it
         if self.job:
-            self.job.wait(10)
+            self.job.wait(60)
 
     def inside(self, name, *command):
         return subprocess.run(
-            ["ip", "netns", "exec", name, *command], check=True, capture_output=True, text=True, timeout=10
+            ["ip", "netns", "exec", name, *command], check=True, capture_output=True, text=True, timeout=60
         ).stdout
 
     def traffic(self):
@@ -89,7 +89,7 @@ class Hosts:
 
     def start(self, transport, *arguments):
         """mpi_worker.py on both hosts, started on the first."""
-        program = [sys.executable, str(HERE / "mpi_worker.py"), *arguments]
+        program = [sys.executable, str(WORKER), *arguments]
         if transport == "mpi":
             command = [BIN / "mpiexec", "-n", "2", "-hosts", ",".join(self.names), "-launcher-exec", self.ssh]
         else:
@@ -97,7 +97,7 @@ class Hosts:
             command += ["--network-interfaces", "eth0"]
         own = {
             "PATH": os.pathsep.join([str(self.folder), str(BIN), os.environ["PATH"]]),
-            "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src")]),
+            "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(PACKAGE.parent)]),
             "OMP_NUM_THREADS": "1",
             "UCX_NET_DEVICES": "eth0",  # for MPICH's messages; its option -iface is not
             "MPI_WORKER_REPORTS": str(self.folder),
@@ -167,8 +167,8 @@ def test_two_hosts(hosts, transport, scenario, least):
 
 @pytest.mark.parametrize("transport", ["mpi", pytest.param("horovod", marks=needs_horovod)])
 def test_cable_unplugged_in_the_middle(hosts, transport):
-    """Every process ends with an error that names the other, at the time limit of 3 s."""
-    job = hosts.start(transport, "steps_until_one_fails", "none")
+    """Every process ends with an error that names the other, after the time limit of 5 s."""
+    job = hosts.start(transport, "steps_until_one_fails", "none", "5")
     end = time.monotonic() + LIMIT
     marks = [hosts.folder / f"running {rank}" for rank in (0, 1)]
     while not all(mark.exists() for mark in marks):
@@ -179,12 +179,12 @@ def test_cable_unplugged_in_the_middle(hosts, transport):
     hosts.unplug()
     unplugged = time.monotonic()
     for rank, pid in enumerate(pids):
-        seconds, text = hosts.report(rank, unplugged + 10)
+        seconds, text = hosts.report(rank, unplugged + 40)
         assert f"rank {1 - rank}" in text, text
         assert "of SyncBatchNorm 'layer" in text or "gradient 0" in text, text
-        assert seconds < 4.5
+        assert seconds < 20
         while running(pid):
-            assert time.monotonic() < unplugged + 12, "a process has its error and does not end"
+            assert time.monotonic() < unplugged + 60, "a process has its error and does not end"
             time.sleep(0.05)
     assert not any("ENDED" in line for line in hosts.output().splitlines())
 

@@ -10,13 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from places import SUPPORT
 from replicas import WAYS
 
 import gluon_syncbn
 
-PATHS = [str(Path(__file__).parent), str(Path(gluon_syncbn.__file__).parents[1])]
+PATHS = [str(SUPPORT), str(Path(gluon_syncbn.__file__).parents[1])]
 # What this process has set for itself.
 UNSET = ("MXNET_CPU_TEMP_COPY", "MXNET_CPU_PARALLEL_RAND_COPY", "MXNET_ENGINE_TYPE")
+
+# Seconds: far more than anything here takes where all cores are busy, far fewer than the 300 of a replica's time limit.
+LIMIT = 60
 
 # Two replicas; nothing but the end of the process, or a failure, ends a wait within the tests' limits.
 START = """
@@ -27,7 +31,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from replicas import WAYS, assert_same, make_batch, on_devices, prepare, step, truth
+from replicas import WAYS, assert_same, interrupt_handler, make_batch, on_devices, prepare, short_waits, step, truth
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 
@@ -39,6 +43,11 @@ xs = on_devices(batch.shards, contexts, "float64")
 
 def ready():
     print("ready", flush=True)
+
+idle = interrupt_handler()
+def until_it_waits():
+    while interrupt_handler() == idle:
+        time.sleep(0.01)
 """
 
 
@@ -66,22 +75,22 @@ class Script:
         line = self.process.stdout.readline()  # ends with the process at the latest
         assert line == "ready\n", line + self.process.stderr.read()
 
-    def end(self, within):
-        """Exit code, output and errors; fails where the process has not ended `within` these seconds."""
+    def end(self):
+        """Exit code, output and errors; fails where the process does not end."""
         try:
-            output, errors = self.process.communicate(timeout=within)
+            output, errors = self.process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
             self.process.kill()
             errors = self.process.communicate()[1]
-            pytest.fail(f"the process had not ended after {within} s: {errors[-2000:]}")
+            pytest.fail(f"the process had not ended after {LIMIT} s: {errors[-2000:]}")
         return self.process.returncode, output, errors
 
 
-def run(text, within, **kwargs):
-    """Runs it to its end: `within` seconds of being ready."""
+def run(text, **kwargs):
+    """Runs it to its end, which has to come soon after it was ready."""
     with Script(text, **kwargs) as script:
         script.until_ready()
-        return script.end(within)
+        return script.end()
 
 
 # ---- the end of the main thread in mid-step ------------------------------------------------------------------
@@ -133,7 +142,7 @@ with autograd.record():
 @pytest.mark.parametrize("how", ENDS)
 def test_the_end_in_mid_step(how):
     text, code = ENDS[how]
-    got, _, errors = run("ready()" + text, within=8)
+    got, _, errors = run("ready()" + text)
     assert got == code, errors
     assert ("out of data" in errors) == (code == 1)
     assert "terminate called" not in errors
@@ -153,7 +162,7 @@ threading.Thread(target=work).start()
 time.sleep(0.3)
 ready()
 """
-    got, output, errors = run(text + end, within=8)
+    got, output, errors = run(text + end)
     assert got == code, errors
     assert "1 of 2 replicas arrived (cpu(0)), missing cpu(1)" in output
     assert "its main thread is gone" in output
@@ -167,34 +176,14 @@ def work():
     for turn in range(2):
         with autograd.record():
             ys = [layer(xs[0])]
-            time.sleep(3.5)
+            time.sleep(2.5)  # idle for longer than a process that is asked to end may be
             ys.append(layer(xs[1]))
         print(np.isfinite(ys[1].asnumpy()).all(), flush=True)
 threading.Thread(target=work).start()
 ready()
 """
-    code, output, errors = run(text, within=20)
+    code, output, errors = run(text)
     assert (code, output) == (0, "True\nTrue\n"), errors
-
-
-@pytest.mark.parametrize("pause", [0, 0.01])
-def test_a_daemon_thread_that_trains_while_the_process_ends(pause):
-    text = """
-def work():
-    while True:
-        train()
-        time.sleep(float(sys.argv[2]))
-threading.Thread(target=work, daemon=True).start()
-time.sleep(0.5 * np.random.RandomState(os.getpid()).rand())
-ready()
-"""
-    text = HEALTHY.replace("for _ in range(3)", "for _ in range(2)") + text
-    with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
-        ways = ["eager", "hybrid", "static_alloc", "static_shape"]
-        runs = [pool.submit(run, text, 20, arguments=[ways[i % 4], str(pause)], OMP_NUM_THREADS="1") for i in range(8)]
-        for code, _, errors in [r.result() for r in runs]:
-            assert code == 0, errors
-            assert "terminate called" not in errors
 
 
 HEALTHY = """
@@ -218,18 +207,43 @@ def train(places=contexts):
 """
 
 
-def ends_of(text, ways, count):
-    """What became of `count` runs, as many at a time as there are cores."""
+def ends_of(text, ways):
+    """What became of a run of each of these ways, as many at a time as there are cores."""
     with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
-        runs = [pool.submit(run, text, 20, arguments=[ways[i % len(ways)]], OMP_NUM_THREADS="1") for i in range(count)]
-        return [r.result() for r in runs]
+        return list(pool.map(lambda way: run(text, arguments=[way], OMP_NUM_THREADS="1"), ways))
 
 
 def test_the_end_right_after_a_healthy_step_was_issued():
-    """Twenty times: what is in flight at the end is a matter of chance."""
-    text = HEALTHY + "train(); train()\nready()\ntrain()"
-    for code, _, errors in ends_of(text, ["eager", "static_shape"], 20):
-        assert (code, errors) == (0, "")
+    """The second replica is late, so that the first one waits for it at the end; and the step is finished."""
+    text = """
+train(); train()
+work = nd.ones((1500, 1500), ctx=contexts[1]) * 1e-3
+work.wait_to_read()
+close = gluon_syncbn._native.close
+gluon_syncbn._native.close = lambda: (print("failure:", gluon_syncbn._native.failure()), close())
+ready()
+for _ in range(5):
+    work = nd.dot(work, work)
+train()
+"""
+    for result in ends_of(HEALTHY + text, WAYS):
+        assert result == (0, "failure: \n", "")
+
+
+def test_a_daemon_thread_that_trains_while_the_process_ends():
+    """What is in flight at the end is a matter of chance, most of all where a graph runs without Python."""
+    text = """
+def work():
+    while True:
+        train()
+threading.Thread(target=work, daemon=True).start()
+time.sleep(0.5 * np.random.RandomState(os.getpid()).rand())
+ready()
+"""
+    text = HEALTHY.replace("for _ in range(3)", "for _ in range(2)") + text
+    for code, _, errors in ends_of(text, [*WAYS, "static_shape", "static_shape"]):
+        assert code == 0, errors
+        assert "terminate called" not in errors
 
 
 def test_the_end_after_failed_steps():
@@ -237,15 +251,17 @@ def test_the_end_after_failed_steps():
         HEALTHY
         + """
 train()
-gluon_syncbn.configure(timeout=0.2)
 ready()
 for turn in range(2):
-    train([contexts[turn]])
+    with short_waits():
+        train([contexts[turn]])
+        while not gluon_syncbn._native.failure():  # reading a result would take the error away
+            time.sleep(0.01)
     train()
 train(contexts[:1])
 """
     )
-    for code, _, errors in ends_of(text, ["static_shape", "static_alloc"], 4):
+    for code, _, errors in ends_of(text, ["static_shape", "static_alloc"]):
         assert code == 0, errors
         assert "terminate called" not in errors and "Traceback" not in errors
 
@@ -255,6 +271,7 @@ train(contexts[:1])
 WAITS = """
 with autograd.record():
     y = layer(xs[0])
+until_it_waits()
 ready()
 y.asnumpy()
 """
@@ -263,9 +280,9 @@ y.asnumpy()
 def test_ctrl_c_while_a_replica_is_missing():
     with Script(WAITS) as script:
         script.until_ready()
-        time.sleep(0.5)  # now it waits
+        time.sleep(0.3)  # so that the main thread waits too
         script.process.send_signal(signal.SIGINT)
-        code, _, errors = script.end(within=5)
+        code, _, errors = script.end()
     assert code in (1, -signal.SIGINT), errors
     assert re.search("^KeyboardInterrupt", errors, re.M) or "asked to end (Ctrl-C" in errors
 
@@ -279,15 +296,15 @@ def work():
     y.asnumpy()
 threads = [threading.Thread(target=work)]
 threads[0].start()
-time.sleep(0.3)
+until_it_waits()
 ready()
 threading.Event().wait()  # an interrupted join() would let Python 3.11 exit without the thread's last words
 """
     with Script(text) as script:
         script.until_ready()
-        time.sleep(0.5)
+        time.sleep(0.3)
         script.process.send_signal(signal.SIGINT)
-        code, _, errors = script.end(within=8)
+        code, _, errors = script.end()
     assert code in (1, -signal.SIGINT), errors
     assert "KeyboardInterrupt" in errors
     assert "1 of 2 replicas arrived (cpu(0)), missing cpu(1)" in errors
@@ -297,34 +314,32 @@ def test_a_handler_that_only_takes_note():
     """Ctrl-C that the program handles itself disturbs no step, however often it comes."""
     text = """
 seen = []
-signal.signal(signal.SIGINT, lambda *_: seen.append(time.monotonic()))
-start = time.monotonic()
-# The second replica comes late, so that the first one waits long enough to look for interrupts.
-late = threading.Event()
+def note(*_):
+    seen.append(None)
+    os.write(1, b"noted\\n")
+signal.signal(signal.SIGINT, note)
 count = 0
 ready()
-while time.monotonic() < start + 4:
+while len(seen) < 8:
     count += 1
     ys = []
     with autograd.record():
         for x in xs:
             ys.append(layer(x))
-            if count % 4 == 0:
+            if count % 4 == 0:  # so late that the first replica looks for interrupts
                 time.sleep(0.15)
     autograd.backward(ys, on_devices(batch.heads, contexts, "float64"))
     nd.waitall()
-assert len(seen) >= 5, seen
-want = truth(batch, steps=count)
-got = step(layer, batch, contexts, "float64")
-assert_same(got, truth(batch, steps=count + 1), 1e-11)
+assert_same(step(layer, batch, contexts, "float64"), truth(batch, steps=count + 1), 1e-11)
 print("right")
 """
     with Script(text) as script:
         script.until_ready()
-        for _ in range(8):
-            time.sleep(0.3)
+        for _ in range(8):  # one at a time: of two that come at once, one is lost
+            time.sleep(0.2)
             script.process.send_signal(signal.SIGINT)
-        code, output, errors = script.end(within=15)
+            assert script.process.stdout.readline() == "noted\n", script.end()
+        code, output, errors = script.end()
     assert (code, output) == (0, "right\n"), errors
 
 
@@ -332,14 +347,14 @@ def test_a_handler_that_calls_the_one_before_it():
     """Whoever installs a handler over the library's is called, and may call back, without going round in circles."""
     text = """
 import faulthandler
-gluon_syncbn.configure(timeout=0.3)
 for turn in range(2):
-    with autograd.record():
-        y = layer(xs[0])
-    try:
-        y.asnumpy()
-    except mx.MXNetError:
-        pass
+    with short_waits(0.3):
+        with autograd.record():
+            y = layer(xs[0])
+        try:
+            y.asnumpy()
+        except mx.MXNetError:
+            pass
     if turn == 0:
         faulthandler.register(signal.SIGINT, chain=True)
 ready()
@@ -349,20 +364,22 @@ try:
 except KeyboardInterrupt:
     sys.exit(5)
 """
-    code, _, errors = run(text, within=8)
+    code, _, errors = run(text)
     assert code == 5, errors[-2000:]
 
 
 def test_a_pause_of_the_whole_process():
     """Ctrl-Z and `fg` later: time in which nobody could come does not count."""
     text = """
-gluon_syncbn.configure(timeout=5)
-with autograd.record():
+resumed = threading.Event()
+signal.signal(signal.SIGCONT, lambda *_: resumed.set())
+with short_waits(5), autograd.record():
     ys = [layer(xs[0])]
-    time.sleep(0.5)
+    until_it_waits()
     ready()
+    resumed.wait()
     begin = time.process_time()
-    while time.process_time() < begin + 1:  # the other replica's part
+    while time.process_time() < begin + 0.2:  # the other replica's part
         pass
     ys.append(layer(xs[1]))
 assert_same(step(layer, batch, contexts, "float64"), truth(batch, steps=2), 1e-11)
@@ -372,16 +389,16 @@ assert_same(step(layer, batch, contexts, "float64"), truth(batch, steps=2), 1e-1
         script.process.send_signal(signal.SIGSTOP)
         time.sleep(7)
         script.process.send_signal(signal.SIGCONT)
-        code, _, errors = script.end(within=10)
+        code, _, errors = script.end()
     assert code == 0, errors
 
 
 def test_sigterm_ends_at_once():
     with Script(WAITS) as script:
         script.until_ready()
-        time.sleep(0.5)
+        time.sleep(0.3)
         script.process.send_signal(signal.SIGTERM)
-        code, _, errors = script.end(within=1)
+        code, _, errors = script.end()
     assert code == -signal.SIGTERM, errors
 
 
@@ -408,7 +425,7 @@ for count in [2, 4, 1, 3, *rng.randint(1, 5, 12)]:
     assert_same(got, truth(part, momentum=0), 1e-11)
 print("right")
 """
-    code, output, errors = run(text, within=20, start=FOUR, arguments=[kvstore])
+    code, output, errors = run(text, start=FOUR, arguments=[kvstore])
     assert (code, output) == (0, "right\n"), errors[-2000:]
 
 
@@ -425,22 +442,22 @@ def change():
 changer = threading.Thread(target=change)
 changer.start()
 ready()
-end, layer = time.monotonic() + 6, prepare(SyncBatchNorm(in_channels=5, momentum=0), batch, contexts, "float64")
+layer = prepare(SyncBatchNorm(in_channels=5, momentum=0), batch, contexts, "float64")
 want = truth(batch, momentum=0)
-while time.monotonic() < end:
+for _ in range(600):
     assert_same(step(layer, batch, contexts, "float64"), want, 1e-11)
 stop.set()
 changer.join()
 print("right")
 """
-    code, output, errors = run(text, within=20)
+    code, output, errors = run(text)
     assert (code, output) == (0, "right\n"), errors[-2000:]
 
 
 # ---- temporary space, engines and forks ----------------------------------------------------------------------
 
 CONVOLUTIONAL = """
-import sys, time, warnings
+import sys, warnings
 warnings.simplefilter("ignore")
 import mxnet as mx
 import numpy as np
@@ -475,11 +492,10 @@ for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
     p.set_data(q.data())
 print("ready", flush=True)
 shards = [(i + 1) * rng.randn(n, 8, 12, 12) + i for i, n in enumerate((3, 2))]
-start = time.monotonic()
 try:
     got = train(net, shards)
 except mx.MXNetError as error:
-    print("%.1f" % (time.monotonic() - start), error)
+    print(error)
     sys.exit(3)
 want = train(plain, [np.concatenate(shards)])
 for g, w in zip(got, want):
@@ -487,19 +503,56 @@ for g, w in zip(got, want):
 """
 
 
+STARVING = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before there are threads, which take it over
+os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+"""
+
+
+def test_a_process_that_gets_no_processor():
+    """A step that would be computed if other programs let it is slow, not stuck."""
+    text = """
+work = nd.ones((1000, 1000), ctx=contexts[1]) * 1e-3
+nd.waitall()
+with autograd.record():
+    ys = [layer(xs[0])]
+    for _ in range(40):
+        work = nd.dot(work, work)
+    ys.append(layer(xs[1] + 0 * work[0, :1].astype("float64").reshape((1, 1, 1, 1))))
+ready()
+autograd.backward(ys, on_devices(batch.heads, contexts, "float64"))
+nd.waitall()
+print("right")
+"""
+    burn = """
+import os, time
+os.sched_setaffinity(0, {%s})
+end = time.monotonic() + 9
+while time.monotonic() < end:
+    pass
+"""
+    with Script(text, STARVING + START, OMP_NUM_THREADS="1") as script:
+        script.until_ready()
+        burn %= min(os.sched_getaffinity(0))
+        others = [subprocess.Popen([sys.executable, "-S", "-c", burn]) for _ in range(3)]
+        code, output, errors = script.end()
+        assert [other.wait(LIMIT) for other in others] == [0, 0, 0]
+    assert (code, output) == (0, "right\n"), errors[-2000:]
+
+
 # MXNet's default is 4 copies: as many convolutions before the first of the other replica fit in the forward.
 @pytest.mark.parametrize("layers, phase", [(12, "forward"), (4, "backward")])
 def test_too_little_temporary_space(layers, phase):
-    code, output, errors = run("", within=20, start=CONVOLUTIONAL, arguments=["without", str(layers)])
+    code, output, errors = run("", start=CONVOLUTIONAL, arguments=["without", str(layers)])
     assert code == 3, errors
-    assert float(output.split()[0]) < 12
     assert re.search(f"SyncBatchNorm 'batchnorm[0-9]+', {phase} of call 1: 1 of 2 replicas arrived", output), output
     assert "missing cpu(" in output and "nothing has been computed for 3 s" in output
     assert "gluon_syncbn.cpu_devices(n)" in output
 
 
 def test_enough_temporary_space():
-    code, output, errors = run("", within=20, start=CONVOLUTIONAL, arguments=["with", "12"])
+    code, output, errors = run("", start=CONVOLUTIONAL, arguments=["with", "12"])
     assert (code, output) == (0, ""), output + errors
 
 
@@ -522,10 +575,10 @@ except mx.MXNetError as error:
 def test_random_states_for_many_dropouts():
     """Eight random operators in a replica's forward: as many copies are enough for two replicas."""
     start = START.replace("cpu_devices(2, temp_copies=64)", "cpu_devices(2, random_copies=1)")
-    code, output, errors = run(RANDOM, within=20, start=start, arguments=["1"])
+    code, output, errors = run(RANDOM, start=start, arguments=["1"])
     assert code == 0, errors
     assert "1 of 2 replicas arrived" in output and "many Dropouts its random_copies" in output
-    code, output, errors = run(RANDOM, within=20, start=start, arguments=["8"])
+    code, output, errors = run(RANDOM, start=start, arguments=["8"])
     assert (code, output) == (0, "[(2, 5, 4, 6), (5, 5, 4, 6)]\n"), errors
 
 
@@ -542,7 +595,7 @@ alone = make_batch(np.random.RandomState(0), 1)
 one = prepare(SyncBatchNorm(in_channels=5), alone, contexts[:1], "float64")
 assert_same(step(one, alone, contexts, "float64"), truth(alone), 1e-11)
 """
-    code, output, errors = run(text, within=8, MXNET_ENGINE_TYPE="NaiveEngine")
+    code, output, errors = run(text, MXNET_ENGINE_TYPE="NaiveEngine")
     assert code == 0, errors
     assert "SyncBatchNorm 'batchnorm0'" in output and "MXNET_ENGINE_TYPE=NaiveEngine" in output
 
@@ -583,7 +636,7 @@ got = [net.collect_params()[p.name].data(c).asnumpy() for p in net.collect_param
 assert all(np.isfinite(value).all() for value in got)
 print("right")
 """
-    for code, output, errors in ends_of(HEALTHY + FORKS[way] + "\nready()\n" + text, ["eager", "static_alloc"], 4):
+    for code, output, errors in ends_of(HEALTHY + FORKS[way] + "\nready()\n" + text, ["eager", "static_alloc"]):
         assert (code, output) == (0, "right\n"), errors[-2000:]
 
 
@@ -594,11 +647,9 @@ def test_a_fork_between_two_replicas(way):
 for turn in range(2):  # the second time, a static graph executes what it has made
     layer.hybridize(**WAYS[sys.argv[1]]) if WAYS[sys.argv[1]] is not None and turn == 0 else None
     step(layer, batch, contexts, "float64")
-    start = time.monotonic()
     with autograd.record():
         ys = [layer(xs[0])]
         assert fork() == 7
-        assert time.monotonic() - start < 20, time.monotonic() - start
         try:
             ys.append(layer(xs[1]))
             nd.waitall()
@@ -610,7 +661,7 @@ for turn in range(2):  # the second time, a static graph executes what it has ma
     assert_same(step(layer, batch, contexts, "float64"), truth(batch), 1e-11)
 print("right")
 """
-    code, output, errors = run(FORKS["os.fork"] + "ready()" + text, within=30, arguments=[way])
+    code, output, errors = run(FORKS["os.fork"] + "ready()" + text, arguments=[way])
     assert code == 0, errors[-2000:]
     assert output.endswith("right\n")
     assert output.count("the process was forked") == 2
@@ -631,7 +682,7 @@ for turn in range(3):
     train()
 print("right")
 """
-    for code, output, errors in ends_of(HEALTHY + text, ["eager", "static_shape"], 6):
+    for code, output, errors in ends_of(HEALTHY + text, ["eager", "static_shape"]):
         assert (code, output) == (0, "right\n"), errors[-2000:]
 
 
@@ -660,5 +711,5 @@ def main():
 
 main()
 """
-    code, output, errors = run(text, within=25)
+    code, output, errors = run(text)
     assert (code, output, errors) == (0, "", "")

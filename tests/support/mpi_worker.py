@@ -1,10 +1,9 @@
-"""What one process of a job does; tests/test_mpi.py and tests/test_horovod.py start several of them."""
+"""What one process of a job does; the tests of each transport start several of them."""
 
 import itertools
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -17,8 +16,17 @@ CONTEXTS = gluon_syncbn.cpu_devices(4)
 import mxnet as mx  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
-from replicas import WAYS, Batch, assert_same_bits, make_batch, on_devices, prepare, step  # noqa: E402
-from test_modes import POOLINGS, specification  # noqa: E402
+from poolings import POOLINGS, specification  # noqa: E402
+from replicas import (  # noqa: E402
+    WAYS,
+    Batch,
+    assert_same_bits,
+    interrupt_when_waiting,
+    make_batch,
+    on_devices,
+    prepare,
+    step,
+)
 
 from gluon_syncbn.exchange import mpi  # noqa: E402
 from gluon_syncbn.exchange.store import Label  # noqa: E402
@@ -27,7 +35,6 @@ if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
 
 kv = gluon_syncbn.kvstore(os.environ.get("GLUON_SYNCBN_TEST_TRANSPORT", "mpi"))
-TIMEOUT = 3.0
 
 
 def report(since, error):
@@ -213,11 +220,13 @@ _layers = []
 
 def train_step(k):
     if not _layers:
-        gluon_syncbn.configure(timeout=TIMEOUT, kvstore=kv)
+        gluon_syncbn.configure(kvstore=kv)
         for i in range(2):
             layer = gluon_syncbn.SyncBatchNorm(in_channels=5, prefix=f"layer{i}_")
             layer.initialize(ctx=CONTEXTS[:1])
             _layers.append(layer)
+    if k == 1:  # the first step, for which everything is built, takes its time
+        gluon_syncbn.configure(timeout=float(sys.argv[3]))
     fault, faulty = sys.argv[2], kv.rank == 1 and k == 1
     x = nd.random.normal(shape=(2, 5, 3))
     if faulty and fault == "killed":
@@ -253,7 +262,7 @@ def train_step(k):
 
 
 def another_net():
-    gluon_syncbn.configure(timeout=TIMEOUT, kvstore=kv)
+    gluon_syncbn.configure(kvstore=kv)
     layer = gluon_syncbn.SyncBatchNorm(in_channels=5 + kv.rank, prefix="first_")
     layer.initialize(ctx=CONTEXTS[:1])
     try:
@@ -265,10 +274,13 @@ def another_net():
 
 
 def interrupted():
-    threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGINT)).start() if kv.rank == 0 else time.sleep(30)
-    gluon_syncbn.configure(timeout=25, kvstore=kv)
+    """Ctrl-C while rank 0 waits for rank 1, which does not come."""
+    if kv.rank > 0:
+        time.sleep(600)
+    gluon_syncbn.configure(timeout=60, kvstore=kv)
     layer = gluon_syncbn.SyncBatchNorm(in_channels=5)
     layer.initialize(ctx=CONTEXTS[:1])
+    interrupt_when_waiting()
     start = time.monotonic()
     try:
         with autograd.record():

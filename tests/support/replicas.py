@@ -1,11 +1,19 @@
 """Shared by the tests of the layer: batches that differ from replica to replica, one training step, and the truth."""
 
-from typing import List, NamedTuple, Optional, Sequence
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from typing import Iterator, List, NamedTuple, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, nd
 from mxnet.gluon import nn
+
+import gluon_syncbn
 
 #: hybridize arguments of every way in which Gluon runs a net; None is eager.
 WAYS = {
@@ -131,3 +139,34 @@ def assert_same_bits(got: Result, want: Result) -> None:
     for name in Result._fields:
         for g, w in zip(getattr(got, name), getattr(want, name)):
             np.testing.assert_array_equal(g, w, err_msg=name)
+
+
+@contextlib.contextmanager
+def short_waits(seconds: float = 0.2) -> Iterator[None]:
+    """Around what nobody can finish, up to its error. What can be finished may take its time on a busy machine."""
+    before = gluon_syncbn._native.timeout_of()
+    gluon_syncbn.configure(timeout=seconds)
+    try:
+        yield
+    finally:
+        gluon_syncbn.configure(timeout=before)
+
+
+def interrupt_handler() -> Optional[int]:
+    """The address of what Ctrl-C calls: another one as soon as a wait of this process looks out for it."""
+    action = (ctypes.c_void_p * 64)()  # more than a struct sigaction, which begins with the handler
+    assert ctypes.CDLL(None).sigaction(signal.SIGINT, None, action) == 0
+    return action[0]
+
+
+def interrupt_when_waiting() -> None:
+    """Ctrl-C comes as soon as a wait of this process looks out for it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
+    before = interrupt_handler()
+
+    def press() -> None:
+        while interrupt_handler() == before:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press, daemon=True).start()

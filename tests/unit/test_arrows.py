@@ -1,11 +1,10 @@
-"""The arrows of the architecture: who may import whom."""
+"""The arrows of the architecture: who may import whom, in Python, and include whom, in C++."""
 
 import ast
-from pathlib import Path
+import re
 
-import gluon_syncbn
+from places import PACKAGE, SOURCES
 
-PACKAGE = Path(gluon_syncbn.__file__).parent
 SOURCE = PACKAGE.parent
 
 
@@ -86,11 +85,57 @@ def test_imports_among_the_exchanges():
 
 def test_the_core_and_the_driver_are_behind_one_module_each():
     users = {module for module, path in MODULES.items() if any(n.split(".")[0] == "ctypes" for n in imports(path))}
-    # `operators` passes a handle of MXNet on, the self-check asks NVRTC for its version.
-    assert users == {f"gluon_syncbn.{name}" for name in ("_native", "cuda", "cuda_libraries", "operators", "__main__")}
+    # `operators` passes a handle of MXNet on, the self-check asks NVRTC for its version, `lifetime` has threads end.
+    others = {"operators", "__main__", "lifetime"}
+    assert users == {f"gluon_syncbn.{name}" for name in {"_native", "cuda", "cuda_libraries"} | others}
 
 
 def test_what_comes_before_mxnet_does_not_import_it():
     for name in ("cuda", "cuda_libraries"):
         roots = {imported.split(".")[0] for imported in imports(PACKAGE / f"{name}.py")}
         assert not roots & {"mxnet", "numpy"}
+
+
+# ---- C++ ---------------------------------------------------------------------------------------------------
+
+# Folders, and what stands in none, from the bottom up. `pooling` is numbers alone: no lock, no layer, no array.
+CORE_FLOORS = [
+    {"types", "mxnet_api", "log", "failure"},
+    {"pooling", "backend"},
+    {"meeting", "cpu", "cuda"},
+    {"operator"},
+    {"api"},
+]
+CORE_FLOOR = {room: floor for floor, rooms in enumerate(CORE_FLOORS) for room in rooms}
+# Within `meeting`, the same: who waits knows nothing of the registry that knows who might come.
+MEETING = [{"step", "stall", "reduction"}, {"meeting"}, {"diagnosis", "timing"}, {"registry"}]
+
+
+def includes():
+    """(source, header), both relative to csrc, without what they end in."""
+    for path in SOURCES.rglob("*.*"):
+        source = path.relative_to(SOURCES).with_suffix("").as_posix()
+        for header in re.findall(r'^#include "(.+)\.h"', path.read_text(encoding="utf-8"), re.MULTILINE):
+            yield source, header, path.suffix
+
+
+def test_includes_point_one_way():
+    seen = {source.split("/")[0] for source, _, _ in includes()} | {header.split("/")[0] for _, header, _ in includes()}
+    assert seen == set(CORE_FLOOR), "a folder or file came or went: this test has to follow"
+    for source, header, _ in includes():
+        upper, lower = source.split("/")[0], header.split("/")[0]
+        if upper != lower:
+            assert CORE_FLOOR[lower] < CORE_FLOOR[upper], f"{source} includes {header}"
+
+
+def test_headers_of_meetings_point_one_way():
+    floor = {f"meeting/{name}": i for i, names in enumerate(MEETING) for name in names}
+    for source, header, suffix in includes():
+        if suffix == ".h" and source in floor and header in floor:
+            assert floor[header] < floor[source], f"{source}.h includes {header}.h"
+
+
+def test_pooling_needs_no_thread_and_no_device():
+    for path in (SOURCES / "pooling").iterdir():
+        used = set(re.findall(r"^#include <(.+)>", path.read_text(encoding="utf-8"), re.MULTILINE))
+        assert not used & {"mutex", "thread", "atomic", "condition_variable", "omp.h"}, path

@@ -2,15 +2,13 @@
 
 import ctypes
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
+from places import SOURCES, SUPPORT
 
 from gluon_syncbn import _native
 
-HERE = Path(__file__).parent
-SOURCES = HERE.parent / "src" / "gluon_syncbn" / "csrc"
 SETS = {"avx512f": '__attribute__((target("avx512f")))', "avx2": '__attribute__((target("avx2")))', "baseline": ""}
 TYPES = {"float32": 0, "float64": 1, "float16": 2}
 TOLERANCE = {"float16": 1e-3, "float32": 1e-6, "float64": 1e-13}
@@ -26,7 +24,13 @@ def library(request, tmp_path_factory):
         pytest.skip(f"this machine has no {request.param}")
     path = tmp_path_factory.mktemp("kernels") / "kernels.so"
     command = ["g++", "-std=c++17", "-O2", "-fPIC", "-shared", "-fopenmp", f"-DSYNCBN_CLONES={SETS[request.param]}"]
-    command += [f"-I{SOURCES}", str(HERE / "kernels_driver.cc"), str(SOURCES / "cpu" / "kernels.cc"), "-o", str(path)]
+    command += [
+        f"-I{SOURCES}",
+        str(SUPPORT / "kernels_driver.cc"),
+        str(SOURCES / "cpu" / "kernels.cc"),
+        "-o",
+        str(path),
+    ]
     subprocess.run(command, check=True, timeout=120)
     return ctypes.CDLL(str(path))
 

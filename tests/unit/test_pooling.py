@@ -2,15 +2,13 @@
 
 import subprocess
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import pytest
+from places import SOURCES, SUPPORT
 
 from gluon_syncbn import reference
 
-HERE = Path(__file__).parent
-SOURCES = HERE.parent / "src" / "gluon_syncbn" / "csrc"
 MODES = ("sync", "local", "shuffle")
 CHANNELS = 3
 SHARING = {"nothing": "0", "total": "1", "each": "2"}
@@ -19,7 +17,7 @@ SHARING = {"nothing": "0", "total": "1", "each": "2"}
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     path = tmp_path_factory.mktemp("pooling") / "pooling"
-    sources = [str(HERE / "pooling_driver.cc"), *map(str, sorted((SOURCES / "pooling").glob("*.cc")))]
+    sources = [str(SUPPORT / "pooling_driver.cc"), *map(str, sorted((SOURCES / "pooling").glob("*.cc")))]
     command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}", *sources, "-o", str(path)]
     subprocess.run(command, check=True, timeout=120)
     return str(path)

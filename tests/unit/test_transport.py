@@ -194,7 +194,7 @@ def test_a_long_wait_is_warned_of_once(caplog, monkeypatch):
         first.result(20), last.result(20)
     (record,) = caplog.records
     assert record.getMessage() == (
-        "rank 0 of 2 waits for rank 1 in gradient 7, round 1 after 0 s. Still waiting, until 20 s."
+        "rank 0 of 2 waits for rank 1 in gradient 7, round 1 after 0 s. Still waiting, until 60 s."
     )
 
 

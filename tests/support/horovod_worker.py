@@ -1,0 +1,173 @@
+"""What one process of a job does that is about Horovod alone."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+import gluon_syncbn
+
+
+def beside_distributed_trainer():
+    """Horovod's own Trainer adds the gradients: three steps against one process with the whole batch."""
+    contexts = gluon_syncbn.cpu_devices(1)
+    import horovod.mxnet as hvd
+    import mxnet as mx
+    from mxnet import autograd, gluon, nd
+    from mxnet.gluon import nn
+
+    kv = gluon_syncbn.kvstore("horovod")
+
+    def make(norm, **settings):
+        net = nn.HybridSequential()
+        for _ in range(3):
+            net.add(nn.Conv2D(6, 3, padding=1, in_channels=6), norm(in_channels=6, **settings), nn.Activation("tanh"))
+        net.add(nn.Dense(4, in_units=6 * 16))
+        net.initialize(ctx=contexts)
+        values = np.random.RandomState(7 + (hvd.rank() if settings else 0))
+        for p in net.collect_params().values():
+            if p.grad_req != "null":
+                p.set_data(nd.array(values.randn(*p.shape) * 0.2 + (p.name.endswith("gamma"))))
+        net.cast("float64")
+        return net
+
+    net, plain = make(gluon_syncbn.SyncBatchNorm, kvstore=kv), make(nn.BatchNorm)
+    hvd.broadcast_parameters(net.collect_params())
+    settings = {"learning_rate": 0.1, "momentum": 0.9}
+    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", settings)
+    alone = gluon.Trainer(plain.collect_params(), "sgd", settings, kvstore=None)
+    rng = np.random.RandomState(2)
+    for _ in range(3):
+        x, head = rng.randn(8, 6, 4, 4), rng.randn(8, 4)
+        x[4:] *= 3
+        mine = slice(4 * hvd.rank(), 4 * hvd.rank() + 4)
+        for model, part, samples, update in ((net, mine, 4, trainer), (plain, slice(None), 8, alone)):
+            with autograd.record():
+                y = model(nd.array(x[part], dtype="float64"))
+            y.backward(nd.array(head[part], dtype="float64"))
+            update.step(samples)
+    mx.nd.waitall()
+    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
+        got, want = p.data().asnumpy(), q.data().asnumpy()
+        assert np.abs(got - want).max() < 1e-10 * max(1, np.abs(want).max()), p.name
+
+
+def initialised_by_the_script():
+    import horovod.mxnet as hvd
+
+    hvd.init()
+    import mxnet as mx
+
+    made = []
+    thread = threading.Thread(target=lambda: made.append(gluon_syncbn.kvstore("horovod")))
+    thread.start()
+    thread.join()
+    kv = made[0]
+    assert (kv.rank, kv.num_workers) == (hvd.rank(), 2)
+    total = mx.nd.full((3,), kv.rank + 1)
+    kv.pushpull("x", total)
+    assert total.asnumpy().tolist() == [3, 3, 3]
+
+
+def large_sums():
+    """Added up in the order of the ranks, whatever their size."""
+    kv = gluon_syncbn.kvstore("horovod")
+    from gluon_syncbn.exchange.store import Label
+
+    for size in (1, 1000, 33_000, 500_003):
+        parts = [np.random.RandomState(rank).randn(size, 2) * 10**rank for rank in range(kv.num_workers)]
+        total = kv._transport.allreduce(Label("gradient", 99, call=size, what="a test"), parts[kv.rank])
+        assert (total == parts[0] + parts[1] + parts[2]).all()
+
+
+def calls_in_any_order():
+    """Eight calls of one layer at once, in an order of its own in every process."""
+    kv = gluon_syncbn.kvstore("horovod")
+    from gluon_syncbn.exchange.store import Label
+
+    rng, totals = np.random.RandomState(kv.rank), {}
+
+    def add(call):
+        part = np.full(3, 100.0**kv.rank * (call + 1))
+        totals[call] = kv._transport.allreduce(Label("statistics", 5, call=call, what=f"call {call}"), part)
+
+    for first in range(0, 80, 8):
+        threads = [threading.Thread(target=add, args=(first + i,)) for i in rng.permutation(8)]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.01 * rng.rand())
+        for thread in threads:
+            thread.join()
+    assert all((totals[call] == 10101.0 * (call + 1)).all() for call in range(80))
+
+
+def report(kv, since, error):
+    text = f"FAILED rank {kv.rank} after {time.monotonic() - since:.1f} s: {error}\n"
+    Path(os.environ["MPI_WORKER_REPORTS"], str(kv.rank)).write_text(text)
+
+
+def sum_of_sizes():
+    import mxnet as mx
+
+    kv = gluon_syncbn.kvstore("horovod")
+    kv.pushpull("first", mx.nd.ones(1))
+    gluon_syncbn.configure(timeout=3)
+    values = mx.nd.ones(int(sys.argv[2 + kv.rank]), dtype="float64")
+    start = time.monotonic()
+    try:
+        kv.pushpull("w", values)
+    except mx.MXNetError as error:
+        report(kv, start, error)
+        raise SystemExit(3) from None
+
+
+def interrupted_sum():
+    """Ctrl-C in rank 0's main thread, while rank 1 is late: it hears of it."""
+    import mxnet as mx
+    from replicas import interrupt_when_waiting
+
+    kv = gluon_syncbn.kvstore("horovod")
+    left = Path(os.environ["MPI_WORKER_REPORTS"], "left")
+    if kv.rank == 0:
+        interrupt_when_waiting()
+    while kv.rank == 1 and not left.exists():
+        time.sleep(0.05)
+    start = time.monotonic()
+    try:
+        kv.pushpull(0, mx.nd.ones(3))
+    except KeyboardInterrupt:
+        left.touch()
+        raise
+    except mx.MXNetError as error:
+        report(kv, start, error)
+        raise SystemExit(3) from None
+
+
+def another_thread():
+    import mxnet as mx
+
+    errors = []
+
+    def create():
+        try:
+            gluon_syncbn.kvstore("horovod")
+        except mx.MXNetError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=create)
+    thread.start()
+    thread.join()
+    assert "initialised on the main thread" in errors[0]
+    kv = gluon_syncbn.kvstore("horovod")
+    value = mx.nd.ones(2)
+    kv.pushpull(0, value)
+    kv.broadcast(1, value, out=value)
+    assert (kv.rank, kv.num_workers, value.asnumpy().tolist()) == (0, 1, [1, 1])
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    print(f"OK {os.environ['HOROVOD_RANK']}", flush=True)

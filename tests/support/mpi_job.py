@@ -1,0 +1,44 @@
+"""A job of mpi_worker.py under ``mpiexec``."""
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from places import SUPPORT
+
+WORKER = SUPPORT / "mpi_worker.py"
+BIN = Path(sys.executable).parent
+
+
+class Job:
+    """A finished ``mpiexec``: exit code and output."""
+
+    def __init__(self, processes, *arguments, limit=100):
+        command = [
+            str(BIN / "mpiexec"),
+            "-n",
+            str(processes),
+            sys.executable,
+            str(WORKER),
+            *map(str, arguments),
+        ]
+        with tempfile.TemporaryDirectory() as reports:
+            paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MPI_WORKER_REPORTS": reports}
+            done = subprocess.run(
+                command, env={**os.environ, **own}, timeout=limit, capture_output=True, text=True, check=False
+            )
+            self.code = done.returncode
+            self.output = done.stdout + done.stderr + "".join(p.read_text() for p in sorted(Path(reports).iterdir()))
+
+    def succeeded(self, processes):
+        return self.code == 0 and all(f"OK {rank}" in self.output for rank in range(processes))
+
+    def failure_of(self, rank):
+        """(seconds from the beginning of the step, text) of the error that this process got."""
+        found = re.search(rf"FAILED rank {rank} after ([0-9.]+) s: (.*)", self.output)
+        assert found, self.output
+        return float(found[1]), found[2]

@@ -1,0 +1,56 @@
+"""Every way of pooling, and what a layer computes with it: gluon_syncbn.reference on the batch of a test."""
+
+import numpy as np
+from replicas import Result
+
+from gluon_syncbn import reference
+
+#: Every way of pooling that some number of replicas can have.
+POOLINGS = {
+    "sync, 3 slots": {"virtual_devices": 3},
+    "groups of 2": {"group_size": 2},
+    "groups of 2, 3 slots": {"group_size": 2, "virtual_devices": 3},
+    "local": {"mode": "local"},
+    "local, 2 slots": {"mode": "local", "virtual_devices": 2},
+    "local, 8 slots": {"mode": "local", "virtual_devices": 8},  # more than some shards have samples
+    "shuffle": {"mode": "shuffle"},
+    "shuffle, 2 slots": {"mode": "shuffle", "virtual_devices": 2},
+    "shuffle, 8 slots": {"mode": "shuffle", "virtual_devices": 8},
+}
+
+
+def fits(pooling, replicas):
+    if "group_size" in pooling:
+        return replicas % pooling["group_size"] == 0
+    return pooling.get("mode") != "shuffle" or replicas * pooling.get("virtual_devices", 1) > 1
+
+
+def filled_slots(shards, virtual_devices):
+    return sum(part.size > 0 for x in shards for part in np.array_split(np.arange(len(x)), virtual_devices))
+
+
+def permutation(layer, batch, virtual_devices, *, call=0, node=-1, seed=0):
+    slots = filled_slots(batch.shards, virtual_devices)
+    return reference.derangement(seed, layer._replicas.id, node, call, slots)
+
+
+def specification(layer, batch, *, axis=1, call=0, node=-1, seed=0, **settings):
+    """What `layer` computes for the batch, in float64 NumPy, starting from mean 0 and variance 1."""
+    kwargs, pooling = layer._kwargs, layer._replica_settings[0]._asdict()
+    momentum = float(np.float32(kwargs["momentum"]))  # as MXNet keeps it
+    if pooling["mode"] == "shuffle":
+        pooling["permutation"] = permutation(layer, batch, pooling["virtual_devices"], call=call, node=node, seed=seed)
+    channels = len(batch.gamma)
+    forward = reference.forward(
+        batch.shards, batch.gamma, batch.beta, np.zeros(channels), np.ones(channels),
+        axis=axis, epsilon=kwargs["eps"], momentum=momentum, scale=not kwargs["fix_gamma"], **pooling,
+    )  # fmt: skip
+    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+    return Result(
+        forward.outputs,
+        gradients.dxs,
+        sum(gradients.dgammas),
+        sum(gradients.dbetas),
+        forward.running_mean,
+        forward.running_var,
+    )
