@@ -1,6 +1,6 @@
 """The native core: the only place that knows ctypes.
 
-Plain values go in and out; what they mean is said in ``csrc/rendezvous.h`` and ``csrc/kernels.h``.
+Plain values go in and out; what they mean is said in ``csrc/api.cc``.
 """
 
 from __future__ import annotations

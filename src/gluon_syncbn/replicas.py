@@ -12,7 +12,7 @@ from .environment import at_least
 from .exchange.base import Exchange, LayerInfo
 from .session import reach, session
 
-#: The order is that of `Mode` in csrc/params.h.
+#: The order is that of `Mode` in csrc/pooling/pooling.h.
 MODES = ("sync", "local", "shuffle")
 
 

@@ -264,7 +264,8 @@ Result compile(Program* program, const std::vector<std::string>& options) {
         // A rename, so that another process finds all of it or nothing.
         if (good && std::rename(base.c_str(), library.c_str()) != 0) return kInternal;
         if (!good) {
-            if (program->log.empty()) program->log = "the compiler '" + compiler() + "' does not run: install g++\n";
+            if (!shell(compiler() + " --version >/dev/null 2>&1"))
+                program->log = "the compiler '" + compiler() + "' does not run: install g++\n";
             return kCompilation;
         }
     }

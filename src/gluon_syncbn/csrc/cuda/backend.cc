@@ -1,5 +1,5 @@
 // The kernels of kernels.cu on MXNet's arrays. Whole tensors stay on the device; what the replicas exchange, a few
-// numbers per channel, comes to the host, where one rendezvous serves every kind of device.
+// numbers per channel, comes to the host, where one meeting serves every kind of device.
 #include <algorithm>
 #include <memory>
 

@@ -1,4 +1,4 @@
-// The custom operator: MXNet's callbacks on one side, rendezvous and kernels on the other.
+// The custom operator: MXNet's callbacks on one side, calls of a layer on the other.
 //
 // One replica per context: inputs x, gamma, beta and, as auxiliary states, the running statistics. Writing those makes
 // MXNet's engine run the calls of one layer on one context in the order in which they were issued, so the n-th
