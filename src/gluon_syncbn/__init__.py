@@ -18,6 +18,7 @@ except AttributeError as error:  # mxnet 1.9.1 uses numpy.bool, which numpy 1.24
 
 from . import lifetime as _lifetime
 from . import logs as _logs
+from . import parallel
 from . import patches as _patches
 from .convert import convert, revert
 from .devices import cpu_devices, devices
@@ -42,6 +43,7 @@ __all__ = [
     "cpu_devices",
     "devices",
     "kvstore",
+    "parallel",
     "reset",
     "revert",
     "shuffle_shards",

@@ -40,6 +40,8 @@ WRONG = {
     "kvstore": [5, True, "dist_sync", "mpi", "horovod", ["local"], nd.ones(1), nd.ones(3), Stranger()],
     "process store": [None, 5, "local", "nccl", ["mpi"], nd.ones(1), nd.ones(3), Stranger()],
     "contexts": [None, [], "cpu(0)", ["cpu(0)"], [mx.cpu(0), 1], nd.ones(2), [nd.ones(2)], Stranger()],
+    "optional contexts": [[], "cpu(0)", ["cpu(0)"], [mx.cpu(0), 1], nd.ones(2), [nd.ones(2)], Stranger()],
+    "loss": [None, 3, "l2", [abs], nd.ones(1), Stranger()],
     "net": [None, [], "net", nn.BatchNorm, nd.ones(1), Stranger()],
     "norm_layer": [None, nn.BatchNorm, SyncBatchNorm(), "sync", nd.ones(1), Stranger()],
     "shuffle": [None, 3, True, [SampleShuffle(1)], nd.ones(1), Stranger()],
@@ -93,6 +95,14 @@ def enter(contexts):
         pass
 
 
+def data_parallel(**kwargs):
+    return gluon_syncbn.parallel.DataParallelModel(**{"module": nn.Dense(1), **kwargs})
+
+
+def criterion(**kwargs):
+    return gluon_syncbn.parallel.DataParallelCriterion(**{"module": abs, **kwargs})
+
+
 #: Of each public name: how to call it, and the kind of each argument.
 CALLS = {
     "SyncBatchNorm": (SyncBatchNorm, LAYER),
@@ -109,6 +119,14 @@ CALLS = {
     ),
     "devices": (enter, {"contexts": "contexts"}),
     "kvstore": (gluon_syncbn.kvstore, {"name": "process store"}),
+    "parallel.DataParallelModel": (
+        data_parallel,
+        {"module": "net", "ctx_list": "optional contexts", "sync": "flag"},
+    ),
+    "parallel.DataParallelCriterion": (
+        criterion,
+        {"module": "loss", "ctx_list": "optional contexts", "sync": "flag"},
+    ),
     "SampleShuffle": (
         lambda **kwargs: SampleShuffle(**{"seed": 1, **kwargs}),
         {"seed": "seed", "position": "whole from 0"},

@@ -51,7 +51,7 @@ FLOORS = [
     {"exchange", "logs"},
     {"session"},
     {"replicas", "steps"},
-    {"devices", "lifetime", "op", "patches", "shuffle"},
+    {"devices", "lifetime", "op", "parallel", "patches", "shuffle"},
     {"layer"},
     {"convert"},
     {""},  # __init__

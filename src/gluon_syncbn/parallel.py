@@ -1,0 +1,166 @@
+"""`DataParallelModel` and `DataParallelCriterion` with GluonCV's signatures and results, and memory that stays flat.
+
+With ``sync``, GluonCV's start a thread for each replica at every call. MXNet gives every thread that runs an operator
+random states and temporary space of its own, and frees neither when the thread ends, so that a job grows by megabytes
+at each step. There is no thread here: a call issues operators, and MXNet's engine runs those of all replicas side by
+side.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+from mxnet import autograd
+from mxnet.gluon.utils import split_and_load
+
+from . import arguments
+
+__all__ = ["DataParallelCriterion", "DataParallelModel", "parallel_backward"]
+
+Call = Tuple[Tuple[Any, ...], Dict[str, Any]]  # arguments of a replica
+
+
+class DataParallelModel:
+    """A network on several contexts: each replica is called with its part of the batch.
+
+    Parameters
+    ----------
+    module : gluon.Block
+        The network, whose parameters are put on the contexts.
+    ctx_list : list of Context, optional
+        One for each replica; several replicas may share one. By default the network is called as it is.
+    sync : bool
+        Whether a call waits for the outputs, so that an error of the forward is raised by it.
+
+    Inputs
+        - ***args**, ****kwargs**: arrays, which are cut along axis 0, also within tuples, lists and dictionaries;
+          everything else goes to each replica as it is.
+
+    Outputs
+        - A tuple with the outputs of each replica, each a tuple.
+
+    Raises
+    ------
+    ValueError
+        At construction, where an argument is not what is said above. At a call, where the batch has fewer samples than
+        there are replicas.
+    """
+
+    def __init__(self, module: Any, ctx_list: Optional[Sequence[mx.Context]] = None, sync: bool = False) -> None:
+        if not isinstance(module, mx.gluon.Block):
+            arguments.refuse("module", module, "a gluon.Block")
+        self.ctx_list = _contexts(ctx_list)
+        self.sync = arguments.flag("sync", sync)
+        self.module = module
+        module.collect_params().reset_ctx(ctx=self.ctx_list)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.ctx_list:
+            return self.module(*args, **kwargs)
+        calls = _scatter(args, kwargs, self.ctx_list)
+        return _apply(lambda args, kwargs: _as_tuple(self.module(*args, **kwargs)), calls, self.sync)
+
+    def __repr__(self) -> str:
+        return f"DataParallel:\n module = {{{self.module!r}}}"
+
+
+class DataParallelCriterion:
+    """A loss on several contexts: each replica's outputs with its part of the targets.
+
+    Parameters
+    ----------
+    module : callable
+        The loss; it is called with a replica's outputs, then its targets.
+    ctx_list : list of Context, optional
+        Those of the `DataParallelModel`. By default the loss is called as it is.
+    sync : bool
+        Whether a call waits for the losses, so that an error is raised by it.
+
+    Inputs
+        - **inputs**: what the `DataParallelModel` returned.
+        - ***targets**, ****kwargs**: arrays, which are cut as its inputs are.
+
+    Outputs
+        - A tuple with the loss of each replica.
+
+    Raises
+    ------
+    ValueError
+        At construction, where an argument is not what is said above. At a call, where the batch has fewer samples than
+        there are replicas.
+    """
+
+    def __init__(
+        self, module: Callable[..., Any], ctx_list: Optional[Sequence[mx.Context]] = None, sync: bool = False
+    ) -> None:
+        if not callable(module):
+            arguments.refuse("module", module, "a loss: something that can be called")
+        self.ctx_list = _contexts(ctx_list)
+        self.sync = arguments.flag("sync", sync)
+        self.module = module
+
+    def __call__(self, inputs: Any, *targets: Any, **kwargs: Any) -> Any:
+        if not self.ctx_list:
+            return self.module(inputs, *targets, **kwargs)
+        if len(inputs) != len(self.ctx_list):
+            arguments.refuse("inputs", f"{len(inputs)} of them", f"outputs of {len(self.ctx_list)} replicas")
+        parts = _scatter(targets, kwargs, self.ctx_list)
+        calls = [((*outputs, *args), kwargs) for outputs, (args, kwargs) in zip(inputs, parts)]
+        if len(calls) == 1:
+            args, kwargs = calls[0]
+            return _as_tuple(self.module(*args, **kwargs))
+        return _apply(lambda args, kwargs: self.module(*args, **kwargs), calls, self.sync)
+
+
+def parallel_backward(losses: Sequence[Any], sync: bool = True) -> None:
+    """The backward of each replica's loss, side by side. ``sync`` is GluonCV's, and changes nothing."""
+    autograd.backward(list(losses))
+
+
+def _contexts(contexts: Any) -> Optional[List[mx.Context]]:
+    if contexts is None:
+        return None
+    contexts = [contexts] if isinstance(contexts, mx.Context) else contexts
+    listed = isinstance(contexts, (list, tuple)) and len(contexts) > 0
+    if not listed or not all(isinstance(context, mx.Context) for context in contexts):
+        arguments.refuse("ctx_list", contexts, "None or a list of mx.Context")
+    return list(contexts)
+
+
+def _scatter(args: Tuple[Any, ...], kwargs: Dict[str, Any], contexts: List[mx.Context]) -> List[Call]:
+    """The arguments of each replica."""
+    return list(zip(_parts(args, contexts), _parts(kwargs, contexts)))
+
+
+def _parts(value: Any, contexts: List[mx.Context]) -> List[Any]:
+    """What each replica gets of it."""
+    if isinstance(value, mx.nd.NDArray):
+        return split_and_load(value, contexts, even_split=False)
+    if isinstance(value, (tuple, list)):
+        columns = [_parts(entry, contexts) for entry in value]
+        return [type(value)(column[i] for column in columns) for i in range(len(contexts))]
+    if isinstance(value, dict):
+        named = {key: _parts(entry, contexts) for key, entry in value.items()}
+        return [{key: column[i] for key, column in named.items()} for i in range(len(contexts))]
+    return [value] * len(contexts)
+
+
+def _apply(call: Callable[..., Any], calls: List[Call], sync: bool) -> Tuple[Any, ...]:
+    outputs = tuple(call(*each) for each in calls)
+    if sync:
+        for array in _arrays(outputs):
+            array.wait_to_read()
+    return outputs
+
+
+def _arrays(outputs: Any) -> List[mx.nd.NDArray]:
+    if isinstance(outputs, mx.nd.NDArray):
+        return [outputs]
+    return [array for entry in outputs for array in _arrays(entry)] if isinstance(outputs, (tuple, list)) else []
+
+
+def _as_tuple(outputs: Any) -> Any:
+    if isinstance(outputs, mx.nd.NDArray):
+        return (outputs,)
+    return tuple(outputs) if isinstance(outputs, list) and outputs else outputs

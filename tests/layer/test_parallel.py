@@ -1,0 +1,209 @@
+"""`gluon_syncbn.parallel` beside GluonCV's helpers, whose signatures and results it has."""
+
+import os
+import threading
+
+import mxnet as mx
+import numpy as np
+import pytest
+from gluoncv.utils import parallel as gluoncv
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from replicas import WAYS, assert_same, make_batch, prepare, short_waits, step, truth
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, parallel
+
+BOTH = pytest.mark.parametrize("helpers", [gluoncv, parallel], ids=["gluoncv", "ours"])
+
+
+def make_net(rng, contexts, dtype="float32", way="eager", norm=SyncBatchNorm):
+    """The net of GluonCV's own test of its helpers, with normalisation."""
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(5, 5, in_channels=1), norm(in_channels=5), nn.Activation("relu"), nn.MaxPool2D(2, 2))
+        net.add(nn.Conv2D(5, 5, in_channels=5), norm(in_channels=5), nn.Activation("relu"), nn.MaxPool2D(2, 2))
+        net.add(nn.Flatten(), nn.Dense(8, in_units=80), nn.Activation("relu"), nn.Dense(10, in_units=8))
+    net.initialize(ctx=contexts)
+    for name, p in net.collect_params().items():
+        if not name.endswith(("running_mean", "running_var")):
+            p.set_data(nd.array(rng.randn(*p.shape) * 0.3 + name.endswith("gamma")))
+    net.cast(dtype)
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    return net
+
+
+def train(helpers, net, contexts, batches, sync, dtype="float32"):
+    """Losses, and the parameters after a step with each batch."""
+    model = helpers.DataParallelModel(net, contexts, sync=sync)
+    criterion = helpers.DataParallelCriterion(gluon.loss.SoftmaxCELoss(axis=1), contexts, sync=sync)
+    losses = []
+    for x, t in batches:
+        with autograd.record():
+            loss = criterion(model(nd.array(x, dtype=dtype)), nd.array(t, dtype=dtype))
+            autograd.backward(loss)
+        losses.append(np.concatenate([part.asnumpy() for part in loss]))
+        for p in net.collect_params().values():
+            if p.grad_req != "null":
+                gradient = sum(g.asnumpy() for g in p.list_grad())
+                p.set_data(p.data(p.list_ctx()[0]).as_in_context(mx.cpu()) - nd.array(0.05 * gradient, dtype=p.dtype))
+    return losses, {name: p.data(p.list_ctx()[0]).asnumpy() for name, p in net.collect_params().items()}
+
+
+def make_batches(rng, samples=5, count=3):
+    return [(rng.rand(samples, 1, 28, 28), rng.randint(0, 10, samples)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc"])
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_trains_as_gluoncvs_do(contexts, rng, way, sync, replicas):
+    weights, batches, results = rng.randint(2**31), make_batches(rng), []
+    for helpers in (gluoncv, parallel):
+        net = make_net(np.random.RandomState(weights), contexts[:replicas])
+        net(nd.zeros((2, 1, 28, 28), ctx=contexts[0]))  # GluonCV's threads do not trace a graph at the same time
+        if WAYS[way] is not None and helpers is parallel:
+            net.hybridize(**WAYS[way])
+        results.append(train(helpers, net, contexts[:replicas], batches, sync))
+    (losses, parameters), (got_losses, got_parameters) = results
+    np.testing.assert_allclose(got_losses, losses, rtol=1e-4)
+    for name, value in parameters.items():
+        np.testing.assert_allclose(got_parameters[name], value, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("sync", [True, False])
+def test_replicas_that_share_a_context(rng, helpers, sync, dtype):
+    """GluonCV's own test of its helpers names cpu(0) twice; with this layer it is one device with the whole batch."""
+    weights, batches = rng.randint(2**31), make_batches(rng, samples=4)
+    shared = [mx.cpu(0), mx.cpu(0)]
+    net = make_net(np.random.RandomState(weights), [mx.cpu(0)], dtype)
+    losses, parameters = train(helpers, net, shared, batches, sync, dtype)
+    whole = make_net(np.random.RandomState(weights), [mx.cpu(0)], dtype, norm=nn.BatchNorm)
+    want_losses, want = train(helpers, whole, [mx.cpu(0)], batches, sync, dtype)
+    tolerance = {"float32": 2e-3, "float64": 1e-9}[dtype]
+    np.testing.assert_allclose(losses, want_losses, rtol=tolerance)
+    for name, value in want.items():
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(parameters[name] / scale, value / scale, atol=tolerance, err_msg=name)
+    evaluated = helpers.DataParallelModel(net, shared, sync=sync)(nd.array(batches[0][0], dtype=dtype))
+    assert [part.shape for (part,) in evaluated] == [(2, 10), (2, 10)]
+
+
+@BOTH
+@pytest.mark.parametrize("sync", [True, False])
+def test_float16_replicas_that_share_a_context(rng, helpers, sync):
+    """The layer alone: on a CPU, MXNet's convolutions know no float16."""
+    batch = make_batch(rng, 2, dtype="float16")
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, [mx.cpu(0)], "float16")
+    model = helpers.DataParallelModel(layer, [mx.cpu(0), mx.cpu(0)], sync=sync)
+    with autograd.record():
+        ys = [y for (y,) in model(nd.array(np.concatenate(batch.shards), dtype="float16"))]
+    heads = np.split(np.concatenate(batch.heads), [len(ys[0])])
+    autograd.backward(ys, [nd.array(head, dtype="float16") for head in heads])
+    want = truth(batch)
+    np.testing.assert_allclose(np.concatenate([y.asnumpy() for y in ys]), np.concatenate(want.outputs), atol=2e-2)
+    np.testing.assert_allclose(layer.running_var.data().asnumpy(), want.running_var[0], rtol=2e-3)
+    got, scale = layer.gamma.grad().asnumpy(), np.abs(want.dgamma).max()
+    np.testing.assert_allclose(got / scale, want.dgamma / scale, atol=2e-2)
+
+
+@BOTH
+def test_arguments_are_cut_wherever_they_stand(contexts, helpers):
+    class Mixed(gluon.Block):
+        def forward(self, x, pair, scale, named):
+            return [x * scale + pair[0], named["y"] - pair[1][0]]
+
+    x, y = nd.arange(10).reshape((5, 2)), nd.arange(5).reshape((5, 1))
+    model = helpers.DataParallelModel(Mixed(), contexts[:2])
+    outputs = model(x, (x, [y]), 3, {"y": y * 2})
+    assert [type(part) for part in outputs] == [tuple, tuple]
+    np.testing.assert_array_equal(np.concatenate([a.asnumpy() for a, _ in outputs]), 4 * x.asnumpy())
+    np.testing.assert_array_equal(np.concatenate([b.asnumpy() for _, b in outputs]), y.asnumpy())
+    assert [a.context for a, _ in outputs] == contexts[:2]
+
+
+@BOTH
+def test_without_contexts_the_net_is_called_as_it_is(helpers):
+    net = nn.Dense(3, in_units=2)
+    net.initialize()
+    x = nd.ones((4, 2))
+    assert helpers.DataParallelModel(net)(x).shape == (4, 3)
+    assert helpers.DataParallelCriterion(gluon.loss.L2Loss())(x, x).shape == (4,)
+
+
+class OutOfData(Exception):
+    pass
+
+
+@BOTH
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_exception_in_a_replica(contexts, rng, helpers, failing):
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
+
+    def fail(block, inputs):
+        if inputs[0].context == contexts[failing]:
+            raise OutOfData(f"replica {failing}")
+
+    handle = layer.register_forward_pre_hook(fail)
+    model = helpers.DataParallelModel(layer, contexts[:2], sync=True)
+    with pytest.raises((OutOfData, mx.MXNetError), match=f"replica {failing}"), autograd.record():
+        model(nd.array(np.concatenate(batch.shards), dtype="float64"))
+    handle.detach()
+    assert_same(step(layer, batch, contexts, "float64"), truth(batch), 1e-11)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_replica_that_fails_later(contexts, rng, sync):
+    """What only the engine finds is raised by the call with `sync`, and otherwise by whoever reads the result."""
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=4), batch, contexts[:2], "float64")
+    model = parallel.DataParallelModel(layer, contexts[:2], sync=sync)
+    with short_waits(), autograd.record():
+        x = nd.array(np.concatenate(batch.shards), dtype="float64")
+        if sync:
+            with pytest.raises(mx.MXNetError, match="2 of 4 replicas"):
+                model(x)
+        else:
+            ys = model(x)
+            with pytest.raises(mx.MXNetError, match="2 of 4 replicas"):
+                ys[0][0].asnumpy()
+    gluon_syncbn.reset()
+
+
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def test_no_thread_and_no_memory_is_left(contexts, rng):
+    """GluonCV's grow by what two threads take for themselves, each of them two times 20 MB of random states."""
+    places = contexts[:2]
+    net = nn.HybridSequential()
+    net.add(nn.Dense(4, in_units=3), SyncBatchNorm(in_channels=4), nn.Dropout(0.5))
+    net.initialize(ctx=places)
+    model = parallel.DataParallelModel(net, places, sync=True)
+    criterion = parallel.DataParallelCriterion(gluon.loss.L2Loss(), places, sync=True)
+    x = nd.array(rng.randn(6, 3))
+
+    def train_steps(count):
+        for _ in range(count):
+            with autograd.record():
+                losses = criterion(model(x), nd.zeros((6, 4)))
+            parallel.parallel_backward(losses)
+            nd.waitall()
+
+    train_steps(10)
+    threads, memory = threading.active_count(), resident()
+    train_steps(30)
+    assert threading.active_count() == threads
+    assert resident() - memory < 60
+
+
+def test_outputs_of_another_number_of_replicas(contexts):
+    criterion = parallel.DataParallelCriterion(gluon.loss.L2Loss(), contexts[:2])
+    with pytest.raises(ValueError, match="inputs: '1 of them' was given, expected outputs of 2 replicas"):
+        criterion([(nd.ones((2, 1)),)], nd.ones((2, 1)))
