@@ -20,7 +20,7 @@ from . import lifetime as _lifetime
 from . import logs as _logs
 from . import parallel
 from . import patches as _patches
-from .convert import convert, revert
+from .convert import convert, freeze, revert
 from .devices import cpu_devices, devices
 from .layer import ShuffleBatchNorm, SyncBatchNorm
 from .session import configure, kvstore
@@ -42,6 +42,7 @@ __all__ = [
     "convert",
     "cpu_devices",
     "devices",
+    "freeze",
     "kvstore",
     "parallel",
     "reset",

@@ -1,4 +1,4 @@
-"""Exchange the BatchNorm layers of a finished network for synchronised ones, and back.
+"""Exchange the BatchNorm layers of a finished network for synchronised ones, and back; freeze them.
 
 The layers are changed *in place*: the block object stays, its class and its settings change. So every
 reference to it keeps meaning the same layer, wherever a model holds one (children, attributes, lists, a block
@@ -6,19 +6,18 @@ registered twice), and parameters, names, their order, hooks and hybridize setti
 """
 
 import inspect
-import json
 import warnings
 from functools import lru_cache
-from typing import Any, Dict, FrozenSet, Iterator, Optional, Set, Tuple, Type, TypeVar
+from typing import Any, Dict, FrozenSet, List, Optional, Set, Tuple, Type, TypeVar
 
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
-from . import arguments
+from . import arguments, blocks
 from .layer import SyncBatchNorm
 
-__all__ = ["convert", "revert"]
+__all__ = ["convert", "freeze", "revert"]
 
 NetT = TypeVar("NetT", bound=Block)
 
@@ -39,17 +38,20 @@ _KEPT = (
     "params",
 )
 # Set by BatchNorm's constructor from its arguments, or belonging to a graph recorded with the old operator.
-_RENEWED = ("_kwargs", "fuse_relu", "_cached_graph", "_cached_op", "_cached_op_args")
+_RENEWED = ("_kwargs", "_cached_graph", "_cached_op", "_cached_op_args")
 
 
-def convert(net: NetT, norm_layer: Type[SyncBatchNorm] = SyncBatchNorm, **kwargs: Any) -> NetT:
-    """Makes every ``nn.BatchNorm`` (and contrib ``SyncBatchNorm``) of a network a synchronised layer.
+def convert(
+    net: NetT, norm_layer: Type[SyncBatchNorm] = SyncBatchNorm, select: Optional[str] = None, **kwargs: Any
+) -> NetT:
+    """Makes the BatchNorm layers of a network synchronised layers: ``nn.BatchNorm``, ``nn.BatchNormReLU``, contrib's
+    ``SyncBatchNorm``, and subclasses of the first two that compute the same.
 
     Parameters stay the same objects: values, contexts, grad_req, lr_mult, wd_mult, initialisers and pending
     initialisation, names and order. Each layer keeps its axis, momentum, epsilon, scale, center, the present
     ``use_global_stats``, its hooks and its hybridize settings. Recorded graphs are dropped and rebuilt at the
-    next call, with the same flags. Subclasses of BatchNorm and other normalisation layers are left alone, and
-    so are layers that are synchronised already.
+    next call, with the same flags. Other normalisation layers are left alone, and so are layers that are synchronised
+    already.
 
     Parameters
     ----------
@@ -58,6 +60,9 @@ def convert(net: NetT, norm_layer: Type[SyncBatchNorm] = SyncBatchNorm, **kwargs
         block *around* it has recorded is out of reach and keeps the old layers.
     norm_layer : type
         `SyncBatchNorm` or a subclass of it, such as `ShuffleBatchNorm`.
+    select : str, optional
+        A regular expression: only layers whose name, or the name of one of whose parameters, it matches from the
+        beginning, as ``net.collect_params(select)`` does. By default all.
     **kwargs
         Further arguments of each new layer: ``num_devices``, ``mode``, ``virtual_devices``, ``group_size``,
         ``kvstore``, ``timeout``.
@@ -75,37 +80,43 @@ def convert(net: NetT, norm_layer: Type[SyncBatchNorm] = SyncBatchNorm, **kwargs
     Warns
     -----
     UserWarning
-        Where the network holds a ``SymbolBlock`` with BatchNorm operators: recorded graphs cannot be changed. Where it
-        holds subclasses of BatchNorm, which stay: the warning names them.
+        One, that names what was selected and stays, and why: subclasses of BatchNorm that do something else, and a
+        ``SymbolBlock`` with BatchNorm operators, since recorded graphs cannot be changed.
     """
     _check_net(net)
     if not (isinstance(norm_layer, type) and issubclass(norm_layer, SyncBatchNorm)):
         arguments.refuse("norm_layer", norm_layer, "SyncBatchNorm or a subclass of it")
-    plain = (nn.BatchNorm, ContribSyncBatchNorm)
-    _check_kwargs(norm_layer, kwargs, {1, *(_axis(block._kwargs) for block in _blocks(net) if type(block) in plain)})
+    selection = blocks.Selection(select)
+    plain = [block for block in blocks.of(net) if _is_plain(block) and block in selection]
+    reasons = {id(block): blocks.difference(block) for block in plain}
+    plain, left = [b for b in plain if not reasons[id(b)]], [b for b in plain if reasons[id(b)]]
+    _check_kwargs(norm_layer, kwargs, {1, *(_axis(block._kwargs) for block in plain)})
 
-    left = []
-    for block in _blocks(net):
-        if type(block) in plain:
-            _become(block, norm_layer, kwargs)
-            block._adopt_parameters()
-        elif isinstance(block, SymbolBlock):
-            _warn_of_recorded(block, ("BatchNorm", "_contrib_SyncBatchNorm"), "convert")
-        elif isinstance(block, _BatchNorm) and not isinstance(block, SyncBatchNorm):
-            left.append(f"{block.name} ({type(block).__name__})")
+    for block in plain:
+        origin = (type(block), dict(block._kwargs))
+        _become(block, norm_layer, kwargs)
+        if origin[0] is not ContribSyncBatchNorm:
+            block._origin = origin
+        block._adopt_parameters()
     _forget_graphs(net)
-    if left:
-        some = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
-        warnings.warn(
-            f"convert left {len(left)} normalisation layers as they are, not synchronised: {some}. They are subclasses "
-            "of BatchNorm, which may do something else",
-            stacklevel=2,
-        )
+    stay = [f"{block.name} ({type(block).__name__}: {reasons[id(block)]})" for block in left]
+    _warn("convert", stay + _recorded(net, blocks.OPERATORS, "convert"))
     return net
 
 
+def _is_plain(block: Block) -> bool:
+    return isinstance(block, _BatchNorm) and not isinstance(block, SyncBatchNorm)
+
+
+def _warn(verb: str, stay: List[str]) -> None:
+    if stay:
+        some = "; ".join(stay[:5]) + (f"; and {len(stay) - 5} more" if len(stay) > 5 else "")
+        warnings.warn(f"{verb} left as it was: {some}", stacklevel=3)
+
+
 def revert(net: NetT) -> NetT:
-    """Makes every `SyncBatchNorm` of a network, subclasses included, a plain ``nn.BatchNorm`` again.
+    """Makes every `SyncBatchNorm` of a network, subclasses included, plain again: of the class that it had before
+    `convert`, otherwise, and where that was contrib's, ``nn.BatchNorm``.
 
     The parameters stay the same objects and all settings that ``nn.BatchNorm`` knows are kept, so that
     ``net.export`` writes plain ``BatchNorm`` operators after the next forward.
@@ -131,13 +142,55 @@ def revert(net: NetT) -> NetT:
         Where the network holds a ``SymbolBlock`` that recorded the synchronised operator.
     """
     _check_net(net)
-    for block in _blocks(net):
+    for block in blocks.of(net):
         if isinstance(block, SyncBatchNorm):
             block._release_parameters()
-            _become(block, nn.BatchNorm, {})
-        elif isinstance(block, SymbolBlock):
-            _warn_of_recorded(block, ("gluon_syncbn",), "revert")
+            origin = block._origin
+            if origin is None:
+                _become(block, nn.BatchNormReLU if block.fuse_relu else nn.BatchNorm, {})
+            else:
+                _become_again(block, *origin)
     _forget_graphs(net)
+    _warn("revert", _recorded(net, ("gluon_syncbn",), "revert"))
+    return net
+
+
+def freeze(net: NetT, select: Optional[str] = None) -> NetT:
+    """Lets BatchNorm layers normalise with their running statistics, in training too, and stay as they are.
+
+    Sets ``use_global_stats``, and ``grad_req`` of gamma and beta to ``'null'``, as recipes for detection and the last
+    phase of DeepLabV3 do. Waits for no replica. Takes plain and synchronised layers.
+
+    Parameters
+    ----------
+    net : gluon.Block
+        A network or a single layer, changed in place.
+    select : str, optional
+        As in `convert`.
+
+    Returns
+    -------
+    gluon.Block
+        ``net``, the same object.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is not what is said above.
+
+    Warns
+    -----
+    UserWarning
+        Where the network holds a ``SymbolBlock`` with BatchNorm operators, which stay as they are.
+    """
+    _check_net(net)
+    selection = blocks.Selection(select)
+    for block in blocks.of(net):
+        if isinstance(block, _BatchNorm) and block in selection:
+            block._kwargs["use_global_stats"] = True
+            block.gamma.grad_req = block.beta.grad_req = "null"
+    _forget_graphs(net)
+    _warn("freeze", _recorded(net, (*blocks.OPERATORS, "gluon_syncbn"), "freeze"))
     return net
 
 
@@ -172,17 +225,6 @@ def _axis(settings: Dict[str, Any]) -> int:
     return int(settings.get("axis", 1))
 
 
-def _blocks(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
-    """Every registered block once, `net` first."""
-    seen = set() if seen is None else seen
-    if id(net) in seen:
-        return
-    seen.add(id(net))
-    yield net
-    for child in list(net._children.values()):
-        yield from _blocks(child, seen)
-
-
 def _become(block: nn.BatchNorm, cls: Type[nn.BatchNorm], kwargs: Dict[str, Any]) -> None:
     """Run `cls`'s constructor on the existing object, then put back everything that was not its to set."""
     before = dict(vars(block))
@@ -212,6 +254,14 @@ def _become(block: nn.BatchNorm, cls: Type[nn.BatchNorm], kwargs: Dict[str, Any]
     vars(block).update({k: v for k, v in before.items() if k not in _RENEWED and k not in private})
 
 
+def _become_again(block: SyncBatchNorm, cls: Type[nn.BatchNorm], settings: Dict[str, Any]) -> None:
+    """Of the class it was, whose constructor may take other arguments."""
+    for name in _private_names():
+        delattr(block, name)
+    block.__class__ = cls
+    block._kwargs = {**settings, "use_global_stats": block._kwargs["use_global_stats"]}
+
+
 @lru_cache(maxsize=None)
 def _private_names() -> FrozenSet[str]:
     """The attributes that a synchronised layer has beyond a plain one; they end with it."""
@@ -221,19 +271,18 @@ def _private_names() -> FrozenSet[str]:
 
 def _forget_graphs(net: Block) -> None:
     """Drop what hybridized blocks recorded with the old layers; active and the flags stay."""
-    for block in _blocks(net):
+    for block in blocks.of(net):
         if isinstance(block, HybridBlock):
             block._clear_cached_op()
 
 
-def _warn_of_recorded(block: SymbolBlock, operators: Tuple[str, ...], verb: str) -> None:
-    """`operators`: what a node runs, which for a Custom node is its op_type."""
-    nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
-    runs = [node.get("attrs", {}).get("op_type") if node["op"] == "Custom" else node["op"] for node in nodes]
-    count = sum(operator in operators for operator in runs)
-    if count:
-        warnings.warn(
-            f"{block.name or 'a SymbolBlock'} is a recorded graph with {count} normalisation operators, "
-            f"which {verb} cannot change: {verb} the network that it was traced from",
-            stacklevel=3,
-        )
+def _recorded(net: Block, operators: Tuple[str, ...], verb: str) -> List[str]:
+    """Recorded graphs with such operators."""
+    graphs = [block for block in blocks.of(net) if isinstance(block, SymbolBlock)]
+    counts = {block: sum(operator in operators for operator in blocks.recorded(block)) for block in graphs}
+    return [
+        f"{block.name or 'a SymbolBlock'}, a recorded graph with {count} normalisation operators: {verb} the network "
+        "that it was traced from"
+        for block, count in counts.items()
+        if count
+    ]

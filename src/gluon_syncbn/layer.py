@@ -155,6 +155,7 @@ class SyncBatchNorm(nn.BatchNorm):
         )
         self._replica_settings = (pooling, num_devices, exchange, timeout)
         self._nodes = 0  # of graphs, so far
+        self._origin: Any = None  # class and settings before `convert`
         self._adopt_parameters()
 
     def _alias(self) -> str:
@@ -174,9 +175,10 @@ class SyncBatchNorm(nn.BatchNorm):
             raise mx.MXNetError(
                 f"SyncBatchNorm '{self.name}' works on mx.nd arrays; call mx.npx.reset_np() before building the net"
             )
+        rectify = F.relu if self.fuse_relu else (lambda y: y)
         use_global_stats = kwargs.pop("use_global_stats")
         if use_global_stats or (F is mx.nd and not autograd.is_training()):
-            return super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+            return rectify(F.BatchNorm(x, gamma, beta, running_mean, running_var, name="fwd", **self._kwargs))
         if self._replicas.problem and autograd.is_training() and not self._replicas.reaches_other_processes():
             raise ValueError(self._replicas.problem)
         node = -1
@@ -187,9 +189,10 @@ class SyncBatchNorm(nn.BatchNorm):
         deferred = self.running_mean._deferred_init
         contexts = self._replicas.given or (deferred[1] if deferred else [])
         lanes = self._replicas.lanes(contexts) if contexts else 1
-        return sync_batch_norm(
+        y = sync_batch_norm(
             F, x, gamma, beta, running_mean, running_var, self._replicas, lanes=lanes, node=node, **kwargs
         )
+        return rectify(y)
 
 
 class ShuffleBatchNorm(SyncBatchNorm):

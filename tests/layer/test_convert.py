@@ -12,7 +12,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from gluon_syncbn import SyncBatchNorm, convert, revert
+from gluon_syncbn import SyncBatchNorm, convert, freeze, revert
 
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 
@@ -336,18 +336,115 @@ def test_a_plain_block_that_is_not_hybrid():
     assert_one_device_equals(net, plain, shards())
 
 
-def test_other_layers_are_untouched():
-    class OwnNorm(nn.BatchNorm):
-        pass
+class Scaled(nn.BatchNorm):
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        return super().hybrid_forward(F, x, gamma * 2, beta, running_mean, running_var)
 
+
+class Sharpened(nn.BatchNorm):
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        return F.BatchNorm(x, gamma, beta, running_mean, running_var, **{**self._kwargs, "eps": 0.1})
+
+
+class Noisy(nn.BatchNorm):
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        return super().hybrid_forward(F, x, gamma, beta, running_mean, running_var) + F.zeros_like(x)
+
+
+class Swapped(nn.BatchNorm):
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        return super().hybrid_forward(F, x, beta, gamma, running_mean, running_var)
+
+
+class WithForward(nn.BatchNorm):
+    def forward(self, x, *args):
+        return super().forward(x * 2, *args)
+
+
+class WithParameter(nn.BatchNorm):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.bias = self.params.get("bias", shape=(1,))
+
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var, bias):
+        return super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+
+
+class Untraceable(nn.BatchNorm):
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        return super().hybrid_forward(F, x.reshape(x.shape), gamma, beta, running_mean, running_var)
+
+
+class ByAnotherName(nn.BatchNorm):
+    """Takes other arguments, holds something of its own, and computes the same."""
+
+    def __init__(self, channels, **kwargs):
+        super().__init__(in_channels=channels, **kwargs)
+        self.note = "mine"
+
+
+def test_other_layers_are_untouched():
     net = nn.HybridSequential()
-    others = [nn.BatchNormReLU(), nn.GroupNorm(), nn.LayerNorm(), nn.InstanceNorm(), nn.Dense(3), OwnNorm()]
+    others = [nn.GroupNorm(), nn.LayerNorm(), nn.InstanceNorm(), nn.Dense(3), Scaled()]
     net.add(*others)
     before = [(type(block), dict(vars(block))) for block in others]
-    with pytest.warns(UserWarning, match="left 2 normalisation layers as they are"):
+    with pytest.warns(UserWarning, match="convert left as it was: "):
         convert(net)
     revert(net)
     assert [(type(block), dict(vars(block))) for block in others] == before
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **kwargs: BatchNormCudnnOff(in_channels=3, epsilon=1e-3, scale=False, **kwargs),
+        lambda **kwargs: ByAnotherName(3, momentum=0.75, **kwargs),
+    ],
+)
+def test_subclasses_that_compute_the_same_are_converted(make):
+    net, plain = pair(make)
+    cls, settings, note = type(net), dict(net._kwargs), getattr(net, "note", None)
+    assert_one_device_equals(convert(net), plain, shards())
+    assert type(net) is SyncBatchNorm
+    revert(net)
+    assert (type(net), net._kwargs, getattr(net, "note", None)) == (cls, settings, note)
+    assert type(net.running_mean) is gluon.Parameter
+    x = mx.nd.array(shards()[0], dtype="float64")
+    with autograd.train_mode():
+        np.testing.assert_allclose(net(x).asnumpy(), plain(x).asnumpy(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("flags", [None, {}, {"static_alloc": True}])
+def test_batch_norm_with_relu(flags):
+    def fused(**kwargs):
+        net = nn.HybridSequential(**kwargs)
+        with net.name_scope():
+            net.add(nn.BatchNormReLU(in_channels=3, epsilon=1e-3))
+        return net
+
+    def apart(**kwargs):
+        net = nn.HybridSequential(**kwargs)
+        with net.name_scope():
+            net.add(nn.BatchNorm(in_channels=3, epsilon=1e-3), nn.Activation("relu"))
+        return net
+
+    nets = []
+    for make, contexts in ((fused, CONTEXTS), (apart, CONTEXTS[:1])):
+        net = make(prefix="net_")
+        net.initialize(ctx=contexts)
+        net.cast("float64")
+        nets.append(randomise(net))
+    net, plain = nets
+    convert(net)
+    if flags is not None:
+        net.hybridize(**flags)
+    assert_one_device_equals(net, plain, shards())
+    x = mx.nd.array(shards()[0], dtype="float64")
+    for name in ("running_mean", "running_var"):
+        getattr(plain[0], name).set_data(getattr(net[0], name).data(CONTEXTS[0]))
+    np.testing.assert_allclose(net(x).asnumpy(), plain(x).asnumpy(), rtol=1e-12, atol=1e-12)
+    assert net(x).asnumpy().min() == 0
+    assert type(revert(net)[0]) is nn.BatchNormReLU
 
 
 def test_contribs_layer_is_converted():
@@ -381,16 +478,100 @@ def test_subclasses_of_the_layer():
     assert len(layers(net, nn.BatchNorm)) == 4
 
 
-def test_what_is_left_is_named():
+@pytest.mark.parametrize(
+    "cls, reason",
+    [
+        (Scaled, "its hybrid_forward is more than a BatchNorm"),
+        (Noisy, "its hybrid_forward is more than a BatchNorm"),
+        (Sharpened, "does not hand on its parameters and settings as they are"),
+        (Swapped, "does not hand on its parameters and settings as they are"),
+        (WithForward, "it has a forward of its own"),
+        (WithParameter, "it has other parameters or blocks than a BatchNorm"),
+        (Untraceable, "its hybrid_forward cannot be traced"),
+    ],
+)
+def test_a_subclass_that_computes_something_else_is_left_and_named(cls, reason):
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
-        net.add(nn.BatchNorm(), *(BatchNormCudnnOff() for _ in range(5)), nn.BatchNormReLU(), nn.InstanceNorm())
-    with pytest.warns(UserWarning, match="left 6 normalisation layers as they are, not synchronised: ") as warned:
+        net.add(nn.BatchNorm(), *(cls() for _ in range(6)), nn.InstanceNorm())
+    with pytest.warns(UserWarning, match="convert left as it was: ") as warned:
         convert(net)
     (warning,) = warned
-    assert ", ".join(f"{bn.name} (BatchNormCudnnOff)" for bn in net[1:6]) + " and 1 more." in str(warning.message)
+    said = str(warning.message)
+    assert said.count(reason) == 5 and said.endswith("; and 1 more")
+    assert all(f"{bn.name} ({cls.__name__}: " in said for bn in net[1:6])
     assert warning.filename == __file__
-    assert len(layers(net, SyncBatchNorm)) == 1
+    assert len(layers(net, SyncBatchNorm)) == 1 and len(layers(net, cls)) == 6
+
+
+def test_layers_that_gluon_does_not_register():
+    class Loose(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.plain = [nn.BatchNorm(in_channels=3), (nn.BatchNorm(in_channels=3), {"deep": nn.BatchNorm()})]
+            self.named = {"one": nn.BatchNorm(in_channels=3)}
+            self.named["itself"] = self.named
+            inner = nn.HybridSequential()
+            inner.add(nn.BatchNorm(in_channels=3))
+            self.named["net"] = {"inner": inner}
+
+    net = Loose()
+    first, (second, deep) = net.plain
+    found = [first, second, deep["deep"], net.named["one"], net.named["net"]["inner"][0]]
+    assert not net._children
+    convert(net)
+    assert {type(block) for block in found} == {SyncBatchNorm}
+    revert(net)
+    assert {type(block) for block in found} == {nn.BatchNorm}
+
+
+def test_a_selection_by_name():
+    net = convert(Residual(prefix="net_"), select=".*batchnorm0")
+    converted = {block.name for block in layers(net, SyncBatchNorm)}
+    assert converted == {net.stem[1].name}
+    assert len(layers(net, nn.BatchNorm)) == 3
+    convert(net, select=".*norm1_gamma$")  # of a parameter
+    assert {net.norm} <= set(layers(net, SyncBatchNorm))
+    convert(net)
+    assert len(layers(net, SyncBatchNorm)) == 4
+
+
+@pytest.mark.parametrize("converted", [True, False])
+def test_frozen_layers(converted):
+    net, plain = pair()
+    for model in (net, plain):
+        freeze(model, select=".*")
+    net.branches[0][0]._kwargs["fix_gamma"] = net.branches[1][0]._kwargs["fix_gamma"] = False  # which writes 1
+    plain.branches[0][0]._kwargs["fix_gamma"] = plain.branches[1][0]._kwargs["fix_gamma"] = False
+    before = [p.data(CONTEXTS[0]).asnumpy() for p in net.collect_params(".*(gamma|beta|running).*").values()]
+    if converted:
+        convert(net)
+    assert_one_device_equals(net, plain, shards())
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5, "wd": 0.1})
+    trainer.step(1)
+    after = [p.data(CONTEXTS[0]).asnumpy() for p in net.collect_params(".*(gamma|beta|running).*").values()]
+    for one, other in zip(before, after):
+        np.testing.assert_array_equal(one, other)
+    grads = step(net, shards(), CONTEXTS)[2]
+    assert grads and not [name for name in grads if name.endswith(("gamma", "beta"))]
+
+
+def test_a_frozen_layer_needs_no_other_replica():
+    net = convert(Residual(prefix="net_"))
+    freeze(net)
+    net.hybridize()
+    net.initialize(ctx=CONTEXTS)
+    with autograd.record():
+        y = net(mx.nd.ones((2, 3, 6, 6), ctx=CONTEXTS[0]))
+    y.backward()
+    assert np.isfinite(y.asnumpy()).all()
+
+
+def test_a_selection_is_frozen():
+    net = freeze(convert(Residual(prefix="net_")), select="net_batchnorm0_gamma")
+    frozen = [block for block in layers(net, SyncBatchNorm) if block._kwargs["use_global_stats"]]
+    assert frozen == [net.stem[1]]
+    assert net.norm.gamma.grad_req == "write" and net.stem[1].beta.grad_req == "null"
 
 
 def test_a_network_built_with_the_layer_reverts():

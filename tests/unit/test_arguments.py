@@ -43,6 +43,7 @@ WRONG = {
     "optional contexts": [[], "cpu(0)", ["cpu(0)"], [mx.cpu(0), 1], nd.ones(2), [nd.ones(2)], Stranger()],
     "loss": [None, 3, "l2", [abs], nd.ones(1), Stranger()],
     "net": [None, [], "net", nn.BatchNorm, nd.ones(1), Stranger()],
+    "select": [3, True, "(", ["gamma"], nd.ones(1), Stranger()],
     "norm_layer": [None, nn.BatchNorm, SyncBatchNorm(), "sync", nd.ones(1), Stranger()],
     "shuffle": [None, 3, True, [SampleShuffle(1)], nd.ones(1), Stranger()],
     "array": [None, 3, "array", [nd.ones((4, 2))], nd.ones((4, 2)).tostype("csr"), mx.np.ones((4, 2)), Stranger()],
@@ -110,7 +111,11 @@ CALLS = {
     "configure": (gluon_syncbn.configure, {"kvstore": "kvstore", "timeout": "seconds", "seed": "seed"}),
     "convert": (
         lambda **kwargs: gluon_syncbn.convert(**{"net": nn.BatchNorm(), **kwargs}),
-        {"net": "net", "norm_layer": "norm_layer"},
+        {"net": "net", "norm_layer": "norm_layer", "select": "select"},
+    ),
+    "freeze": (
+        lambda **kwargs: gluon_syncbn.freeze(**{"net": nn.BatchNorm(), **kwargs}),
+        {"net": "net", "select": "select"},
     ),
     "revert": (gluon_syncbn.revert, {"net": "net"}),
     "cpu_devices": (

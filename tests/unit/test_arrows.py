@@ -51,7 +51,7 @@ FLOORS = [
     {"exchange", "logs"},
     {"session"},
     {"replicas", "steps"},
-    {"devices", "lifetime", "op", "parallel", "patches", "shuffle"},
+    {"blocks", "devices", "lifetime", "op", "parallel", "patches", "shuffle"},
     {"layer"},
     {"convert"},
     {""},  # __init__
