@@ -52,7 +52,7 @@ struct Phase {
         int64_t channels = 0;
         Type type = Type::kFloat32;
         Vector values;
-        double at = 0;  // seconds on some clock
+        double at = 0;  // seconds on some clock; 0 where nobody wants to know
     };
     std::vector<Entry> entries;  // [seats]
     size_t arrived = 0;

@@ -41,6 +41,7 @@ void record_meeting(const std::string& layer, const std::string& call, const Mee
     std::sort(order.begin(), order.end(),
               [&](size_t a, size_t b) { return phase.entries[a].at < phase.entries[b].at; });
     const double first = phase.entries[order.front()].at, last = phase.entries[order.back()].at;
+    if (first == 0) return;  // nobody wanted to know yet when that replica came
     double waited = 0;
     std::ostringstream out;
     out << std::fixed << std::setprecision(3) << "SyncBatchNorm '" << layer << "', " << call << ": ";
