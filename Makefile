@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-contrastive demo-distributed check test test-horovod test-gpu-emulated test-cu112 lint format bench compare soak clean core dev
+.PHONY: help demo demo-contrastive demo-distributed check test test-horovod test-gpu-emulated test-cu112 sanitize lint format bench compare soak clean core dev
 
 VENV ?= .venv
 PYTHON ?=
@@ -25,6 +25,7 @@ help:
 	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 15 minutes)
 	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 5 minutes)
 	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
+	make sanitize  the native core under ThreadSanitizer, AddressSanitizer and UBSan (at most 2 minutes)
 	make lint     ruff, mypy, clang-format
 	make format   let ruff and clang-format rewrite the sources
 	make bench    speed of the layer and of whole models, against plain BatchNorm and contrib's SyncBatchNorm
@@ -63,6 +64,10 @@ test-gpu-emulated: dev
 
 test-cu112: dev
 	@$(PY) -m pytest -v -m cuda_packages --timeout 3600 tests/gpu $(ARGS)
+
+# Needs g++ 11 or later and no Python. Both sanitizers run at once: most of a run is waiting.
+sanitize:
+	@$(MAKE) --no-print-directory -s -j"$$(nproc)" -f tests/sanitize/Makefile
 
 lint: dev
 	@$(PY) -m ruff check .

@@ -1,0 +1,154 @@
+#include <atomic>
+#include <thread>
+
+#include "core.h"
+#include "figures.h"
+#include "reference.h"
+#include "runs.h"
+
+namespace driver {
+namespace {
+
+// Threads that turn at every knob until they are told to stop.
+class Hands {
+  public:
+    using Turn = std::function<void(Random&)>;
+
+    Hands(Random& random, std::vector<Turn> knobs) : knobs_(std::move(knobs)) {
+        for (int i = 0; i < 2; ++i) threads_.emplace_back(&Hands::turn, this, random.seed());
+    }
+    ~Hands() {
+        stop_ = true;
+        for (auto& thread : threads_) thread.join();
+    }
+
+  private:
+    void turn(uint64_t seed) {
+        Random random(seed);
+        while (!stop_) {
+            knobs_[random.whole(0, static_cast<int>(knobs_.size()) - 1)](random);
+            pause(random.whole(0, 300) * 1e-6);
+        }
+    }
+
+    const std::vector<Turn> knobs_;
+    std::atomic<bool> stop_{false};
+    std::vector<std::thread> threads_;
+};
+
+std::vector<Hands::Turn> harmless(const Layer& layer) {
+    return {
+        [](Random& random) { syncbn_timeout(kPatience * random.whole(1, 2)); },
+        [&](Random& random) { layer.set_timeout(kPatience * random.whole(0, 1)); },
+        [](Random& random) { syncbn_reach(static_cast<int>(any_reach(random))); },
+        [&](Random& random) { syncbn_layer_reach(layer.id, static_cast<int>(any_reach(random))); },
+        [&](Random& random) {
+            expect(syncbn_timeout_of(random.one_in(2) ? layer.id : 0) > 0, "there is a time limit");
+        },
+        [](Random&) {
+            void* wait = syncbn_wait_begin(syncbn_interrupts());
+            expect(syncbn_wait_goes_on(wait) != 0 || *syncbn_failure() != 0, "a wait goes on");
+            syncbn_wait_end(wait);
+        },
+        [](Random& random) {
+            Spec spec;
+            spec.replicas = spec.contexts * random.whole(1, 2);
+            const Layer another(random, spec, "another");
+        },
+        [&](Random&) { expect(syncbn_layers() > 0 && *syncbn_layer_token(layer.id) != 0, "the layer is there"); },
+        [](Random&) { syncbn_contexts_are_shared(); },
+        [](Random& random) { syncbn_debug(random.one_in(2)); },
+        [](Random&) { syncbn_slowest(); },
+        [](Random&) {
+            try {
+                syncbn_gate(nullptr, nullptr);
+            } catch (const dmlc::Error& error) {
+                expect(*error.what() != 0, "the gate gives a reason");
+            }
+        },
+    };
+}
+
+std::vector<Hands::Turn> harmful(const Layer& layer) {
+    auto knobs = harmless(layer);
+    const std::vector<Hands::Turn> more = {
+        [&](Random& random) { layer.set_timeout(0.01 * random.whole(0, 30)); },
+        [](Random& random) { syncbn_seed(random.seed()); },
+        [](Random& random) {
+            if (random.one_in(10)) syncbn_fail("somebody has let it fail");
+        },
+        [](Random& random) {
+            if (random.one_in(10)) syncbn_reset();
+        },
+        [&](Random& random) {
+            if (random.one_in(10)) layer.place(random.whole(1, layer.spec.contexts), layer.spec.replicas);
+        },
+        [&](Random& random) {
+            const char* one[] = {layer.placed[0].context.c_str()};
+            if (random.one_in(10)) syncbn_devices(random.whole(0, 1), one);
+        },
+        [](Random& random) { syncbn_forking(random.one_in(20)); },
+        [](Random& random) { syncbn_nobody_left(random.one_in(20)); },
+    };
+    knobs.insert(knobs.end(), more.begin(), more.end());
+    return knobs;
+}
+
+// Several steps in flight, of all kinds.
+std::vector<std::unique_ptr<Step>> some_steps(Run& run, Layer& layer, bool threads) {
+    std::vector<std::unique_ptr<Step>> steps;
+    for (int i = run.random.whole(1, 6); i > 0; --i) {
+        const Manner manner(run.random, {&layer}, threads);
+        steps.push_back(std::make_unique<Step>(run, std::vector<Layer*>{&layer}, manner));
+        steps.back()->issue();
+    }
+    run.engine.wait_for_all();
+    return steps;
+}
+
+void back_to_normal() {
+    syncbn_debug(0);
+    syncbn_timeout(kPatience);
+    syncbn_reach(static_cast<int>(Reach::kMemory));
+    syncbn_devices(0, nullptr);
+    syncbn_forking(0);
+    syncbn_nobody_left(0);
+    syncbn_reset();
+}
+
+}  // namespace
+
+void changing(Run& run) {
+    while (run.goes_on()) {
+        const bool threads = run.random.one_in(2);
+        const Spec spec = any_spec(run.random, run.random.whole(2, 4), run.random.whole(1, 2), !threads);
+        Layer layer(run.random, spec, "changing");
+        const Hands hands(run.random, harmless(layer));
+        for (int round = 0; round < 10 && run.goes_on(); ++round) {
+            for (const auto& step : some_steps(run, layer, threads)) step->check();
+            check_running_statistics(layer);
+        }
+    }
+    back_to_normal();
+    expect(figures.records == 0 || contains(syncbn_slowest(), " 'changing' "), "the slowest layers are known");
+}
+
+void disturbed(Run& run) {
+    while (run.goes_on()) {
+        const bool threads = run.random.one_in(2);
+        const Spec spec = any_spec(run.random, run.random.whole(2, 4), run.random.whole(1, 2), !threads);
+        Layer layer(run.random, spec, "disturbed");
+        {
+            const Hands hands(run.random, harmful(layer));
+            for (int round = 0; round < 5 && run.goes_on(); ++round) {
+                some_steps(run, layer, threads);
+                syncbn_reset();
+            }
+        }
+        back_to_normal();
+        layer.restore();
+        right_step(run, layer);
+    }
+}
+
+}  // namespace driver

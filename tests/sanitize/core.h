@@ -1,0 +1,39 @@
+// The functions of csrc/api.cc that this program calls; `_native.py` has the same list.
+#pragma once
+
+#include <cstdint>
+
+#include "meeting/reduction.h"
+
+extern "C" {
+int syncbn_register(void** functions, int64_t count);
+int64_t syncbn_layer_create(const char* name, int mode, int64_t virtual_devices, int64_t group);
+int64_t syncbn_layers();
+int syncbn_contexts_are_shared();
+void syncbn_layer_drop(int64_t layer);
+const char* syncbn_layer_token(int64_t layer);
+void syncbn_layer_place(int64_t layer, int64_t count, const char** contexts, int64_t replicas);
+void syncbn_layer_timeout(int64_t layer, double seconds);
+void syncbn_layer_reach(int64_t layer, int reach);
+void syncbn_timeout(double seconds);
+double syncbn_timeout_of(int64_t layer);
+long syncbn_interrupts();
+void* syncbn_wait_begin(long interrupts);
+int syncbn_wait_goes_on(void* wait);
+void syncbn_wait_end(void* wait);
+void syncbn_hook(syncbn::Hook hook);
+void syncbn_reach(int reach);
+void syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key);
+void syncbn_devices(int64_t count, const char** contexts);
+void syncbn_seed(uint64_t seed);
+void syncbn_fail(const char* reason);
+const char* syncbn_failure();
+void syncbn_reset();
+void syncbn_nobody_left(int so);
+void syncbn_close();
+void syncbn_forking(int inside);
+void syncbn_gate(void*, void*);
+void syncbn_debug(int so);
+int syncbn_next_record(double seconds, const char** out);
+const char* syncbn_slowest();
+}

@@ -1,0 +1,95 @@
+#include "layer.h"
+
+#include "core.h"
+
+namespace driver {
+
+Reach any_reach(Random& random) { return static_cast<Reach>(random.whole(0, 2)); }
+
+Spec any_spec(Random& random, int contexts, int lanes, bool seats_known) {
+    Spec spec;
+    spec.contexts = contexts;
+    spec.replicas = contexts * lanes;
+    if (lanes == 1 || seats_known) {
+        spec.mode = static_cast<Mode>(random.whole(0, 2));
+        if (spec.mode == Mode::kSync && random.one_in(3))
+            spec.group = random.one_of<int>({1, spec.replicas % 2 == 0 ? 2 : 1, spec.replicas});
+    }
+    spec.virtual_devices = random.whole(1, 3);
+    spec.type = static_cast<Type>(random.whole(0, 2));
+    spec.channels = random.whole(1, 5);
+    spec.channels_last = random.one_in(4);
+    spec.fix_gamma = random.one_in(4);
+    if (!random.one_in(4)) spec.reach = any_reach(random);
+    return spec;
+}
+
+Layer::Layer(Random& random, const Spec& spec, const std::string& name)
+    : spec(spec),
+      name(name),
+      id(syncbn_layer_create(name.c_str(), static_cast<int>(spec.mode), spec.virtual_devices, spec.group)),
+      token_(syncbn_layer_token(id)) {
+    const auto vector = [&](double value) { return make_array(spec.parameter_type(), spec.channels, value); };
+    for (int i = 0; i < spec.contexts; ++i) {
+        placed.push_back({"cpu(" + std::to_string(i) + ")", {vector(1), vector(0), vector(0), vector(1)}, {}, {}});
+        for (int c = 0; c < spec.channels; ++c) {
+            placed[i].parameters.gamma->set(c, 0.5 + random.whole(0, 8) / 8.0);
+            placed[i].parameters.beta->set(c, random.whole(-4, 4) / 8.0);
+        }
+    }
+    place(spec.contexts, spec.replicas);
+    if (spec.reach) syncbn_layer_reach(id, static_cast<int>(*spec.reach));
+    for (int node = 0; node < kNodes; ++node)
+        for (Role role : {Role::kWhole, Role::kMeet, Role::kTrack})
+            if (spec.whole() == (role == Role::kWhole)) graph_[{node, role}] = property(node, role);
+    take_running_statistics();
+}
+
+std::shared_ptr<Property> Layer::property(int node, Role role) const {
+    const auto kept = graph_.find({node, role});
+    if (kept != graph_.end()) return kept->second;
+    return std::make_shared<Property>(std::map<std::string, std::string>{
+        {"layer", token_},
+        {"role", std::to_string(static_cast<int>(role))},
+        {"lanes", std::to_string(spec.whole() ? 1 : spec.lanes())},
+        {"node", std::to_string(node)},
+        {"axis", spec.channels_last ? "-1" : "1"},
+        {"eps", std::to_string(kEpsilon)},
+        {"momentum", std::to_string(kMomentum)},
+        {"fix_gamma", spec.fix_gamma ? "1" : "0"},
+        {"guarded", "1"},
+    });
+}
+
+void Layer::place(int contexts, int replicas) const {
+    replaced_ = contexts != spec.contexts || replicas != spec.replicas;
+    std::vector<const char*> names;
+    for (int i = 0; i < contexts; ++i) names.push_back(placed[i].context.c_str());
+    syncbn_layer_place(id, contexts, names.data(), replicas);
+}
+
+void Layer::set_timeout(double seconds) const { syncbn_layer_timeout(id, seconds); }
+
+void Layer::drop() const { syncbn_layer_drop(id); }
+
+void Layer::restore() {
+    if (replaced_) place(spec.contexts, spec.replicas);
+    if (spec.reach) syncbn_layer_reach(id, static_cast<int>(*spec.reach));
+    set_timeout(0);
+    syncbn_seed(kSeed);
+    meetings.clear();
+    take_running_statistics();
+}
+
+void Layer::take_running_statistics() {
+    for (Placed& place : placed) {
+        place.running_mean.clear();
+        place.running_var.clear();
+        for (int c = 0; c < spec.channels; ++c) {
+            place.running_mean.push_back(place.parameters.running_mean->get(c));
+            place.running_var.push_back(place.parameters.running_var->get(c));
+        }
+    }
+}
+
+}  // namespace driver

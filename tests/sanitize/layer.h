@@ -1,0 +1,91 @@
+// A layer with its parameters, as layer.py and op.py have it.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "custom.h"
+#include "operator/call.h"
+#include "random.h"
+
+namespace driver {
+
+using syncbn::Mode;
+using syncbn::Reach;
+using syncbn::Role;
+
+constexpr double kEpsilon = 1e-5, kMomentum = 0.9;
+constexpr double kPatience = 100;  // seconds: more than any right step takes under a sanitizer
+
+struct Spec {
+    Mode mode = Mode::kSync;
+    int virtual_devices = 1, group = 0;  // as in syncbn::Pooling
+    int contexts = 2, replicas = 2;      // a multiple of the contexts
+    Type type = Type::kFloat32;
+    int channels = 3;
+    bool channels_last = false, fix_gamma = false;
+    std::optional<Reach> reach;  // of its own
+
+    int lanes() const { return replicas / contexts; }
+    // One operator does everything; otherwise one meets and one tracks.
+    bool whole() const { return lanes() == 1 || mode == Mode::kLocal; }
+    Type parameter_type() const { return type == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
+};
+
+Reach any_reach(Random& random);
+
+// Several replicas on a context sit down in the order of their calls. Where that is anybody's guess (`seats_known` is
+// false), what depends on it is left out.
+Spec any_spec(Random& random, int contexts, int lanes, bool seats_known);
+
+struct Parameters {
+    ArrayP gamma, beta, running_mean, running_var;
+};
+
+// On one context.
+struct Placed {
+    std::string context;  // "cpu(1)"
+    Parameters parameters;
+    std::vector<double> running_mean, running_var;  // what those have to be
+};
+
+class Layer {
+  public:
+    Layer(Random& random, const Spec& spec, const std::string& name);
+    ~Layer() { drop(); }
+    Layer(const Layer&) = delete;
+    Layer& operator=(const Layer&) = delete;
+
+    // An eager call (node -1) has a property of its own, a node of a graph shares one with all contexts and steps.
+    std::shared_ptr<Property> property(int node, Role role) const;
+    // As the parameters' contexts and num_devices say.
+    void place(int contexts, int replicas) const;
+    void set_timeout(double seconds) const;
+    // Python holds on to it no longer. What is in flight goes on.
+    void drop() const;
+    // Settings as they were, after a step that has failed. Those that were left alone stay alone: `syncbn_reset` has to do.
+    // Nobody knows how far things got: the running statistics are what they are, and the permutations start over.
+    void restore();
+
+    const Spec spec;
+    const std::string name;
+    const int64_t id;
+    std::vector<Placed> placed;       // [contexts]
+    std::map<int, int64_t> meetings;  // of each node, so far
+
+  private:
+    void take_running_statistics();
+
+    const std::string token_;
+    mutable std::atomic<bool> replaced_{false};
+    std::map<std::pair<int, Role>, std::shared_ptr<Property>> graph_;
+};
+
+constexpr int kEager = -1, kNodes = 2;  // of each layer in a graph
+constexpr uint64_t kSeed = 20;          // of the permutations
+
+}  // namespace driver

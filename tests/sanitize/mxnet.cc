@@ -1,0 +1,88 @@
+#include "mxnet.h"
+
+#include "array.h"
+#include "core.h"
+#include "cpu/half.h"
+#include "figures.h"
+
+namespace driver {
+
+// ---- arrays ------------------------------------------------------------------------------------------------
+
+Array::Array(Type type, int64_t size, double value)
+    : type(type), size(size), memory_(new char[static_cast<size_t>(size * size_of(type))]) {
+    for (int64_t i = 0; i < size; ++i) set(i, value);
+}
+
+double Array::get(int64_t i) const {
+    const void* at = memory_.get() + i * size_of(type);
+    if (type == Type::kFloat64) return *static_cast<const double*>(at);
+    if (type == Type::kFloat32) return *static_cast<const float*>(at);
+    return syncbn::half_to_float(*static_cast<const uint16_t*>(at));
+}
+
+void Array::set(int64_t i, double value) {
+    void* at = memory_.get() + i * size_of(type);
+    if (type == Type::kFloat64)
+        *static_cast<double*>(at) = value;
+    else if (type == Type::kFloat32)
+        *static_cast<float*>(at) = static_cast<float>(value);
+    else
+        *static_cast<uint16_t*>(at) = syncbn::float_to_half(static_cast<float>(value));
+}
+
+void* new_handle(const ArrayP& array) {
+    ++figures.handles;
+    return new ArrayP(array);
+}
+
+// ---- the functions that the core calls -----------------------------------------------------------------------
+
+namespace {
+
+CustomOpPropCreator creator = nullptr;
+thread_local bool is_training = false;
+
+int custom_op_register(const char*, CustomOpPropCreator given) {
+    creator = given;
+    return 0;
+}
+
+int autograd_is_training(bool* training) {
+    *training = is_training;
+    return 0;
+}
+
+int ndarray_get_data(void* handle, void** data) {
+    const ArrayP& array = *static_cast<ArrayP*>(handle);
+    if (!array) expect(false, "the core reads no array that it has not asked for");
+    if (!array || array->broken) return -1;
+    *data = array->memory();
+    return 0;
+}
+
+int ndarray_free(void* handle) {
+    delete static_cast<ArrayP*>(handle);
+    --figures.handles;
+    return 0;
+}
+
+}  // namespace
+
+void load_core() {
+    syncbn::MXNet functions{};  // the others belong to GPUs
+    functions.custom_op_register = custom_op_register;
+    functions.autograd_is_training = autograd_is_training;
+    functions.ndarray_get_data = ndarray_get_data;
+    functions.ndarray_free = ndarray_free;
+    const int64_t count = sizeof functions / sizeof(void*);
+    expect(syncbn_register(reinterpret_cast<void**>(&functions), count - 1) != 0,
+           "a list that is too short is refused");
+    expect(syncbn_register(reinterpret_cast<void**>(&functions), count) == 0, "the operator is registered");
+}
+
+CustomOpPropCreator operator_creator() { return creator; }
+
+void set_training(bool training) { is_training = training; }
+
+}  // namespace driver

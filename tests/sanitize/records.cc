@@ -1,0 +1,51 @@
+#include "records.h"
+
+#include <cstdlib>
+
+#include "core.h"
+#include "figures.h"
+#include "layer.h"
+#include "log.h"
+
+namespace driver {
+namespace {
+
+// "... cpu(0) came after 1.234 ms and waited 0.000 ms": none of these is the time since the machine was started.
+void check_times(const std::string& text) {
+    for (const std::string before : {" came after ", " and waited "}) {
+        size_t at = text.find(before);
+        bool right = at != std::string::npos;
+        for (; at != std::string::npos; at = text.find(before, at + 1))
+            right = right && std::atof(text.c_str() + at + before.size()) < 1e3 * kPatience;
+        expect(right, "'" + text + "' tells who came when in one step");
+    }
+}
+
+// False where there is none.
+bool pass_on(double seconds) {
+    const char* given = nullptr;
+    const int level = syncbn_next_record(seconds, &given);
+    if (level == 0) return false;
+    ++figures.records;
+    const std::string text = given;
+    expect(text.compare(0, 14, "SyncBatchNorm ") == 0, "'" + text + "' names its layer");
+    if (level == static_cast<int>(syncbn::Level::kWarning))
+        ++figures.warnings;
+    else
+        check_times(text);
+    return true;
+}
+
+}  // namespace
+
+Records::~Records() {
+    stop_ = true;
+    thread_.join();
+    while (pass_on(0)) continue;
+}
+
+void Records::fetch() const {
+    while (!stop_) pass_on(0.1);
+}
+
+}  // namespace driver

@@ -1,0 +1,33 @@
+// The kinds of run. Each goes on for its seconds, or for one round where that takes longer.
+#pragma once
+
+#include "step.h"
+
+namespace driver {
+
+// One or two layers beside each other, several steps in flight, every result compared.
+void healthy(Run& run);
+// The same with states that are executed again and again.
+void repeated(Run& run);
+// Layers that Python lets go while their steps are in flight.
+void dropping(Run& run);
+// A step in which something is wrong, and a right one after it.
+void failing(Run& run);
+// Settings that change in other threads and make no difference to results.
+void changing(Run& run);
+// Settings that change in other threads and pull the rug from under a step: it ends somehow, and one after it is right.
+void disturbed(Run& run);
+// Handlers of SIGINT that are installed anew while replicas wait, and signals that come.
+void waiting(Run& run);
+// Replicas that wait for one that never comes, until something ends that: Ctrl-C, ...
+void interrupted(Run& run);
+// ... the end of the last thread that could call it, ...
+void nobody_left(Run& run);
+// ... a fork.
+void forking(Run& run);
+// Waits that last: a warning after 10 s, a queue that is stuck. 25 s; shorter runs leave it out.
+void lasting(Run& run);
+// The end of the process. Nothing can run after it.
+void closing(Run& run);
+
+}  // namespace driver

@@ -1,0 +1,181 @@
+#include <deque>
+#include <future>
+
+#include "core.h"
+#include "figures.h"
+#include "interrupts.h"
+#include "reference.h"
+#include "runs.h"
+
+namespace driver {
+namespace {
+
+// A step that waits for one of its replicas.
+struct Wait {
+    Run& run;
+    Layer layer;
+    Step step;
+    Replica& missing;
+
+    explicit Wait(Run& run)
+        : run(run),
+          layer(run.random, spec(run.random), "waiting"),
+          step(run, {&layer}, manner(run.random)),
+          missing(*step.call().back()) {}
+
+    static Spec spec(Random& random) {
+        Spec spec = any_spec(random, random.whole(2, 3), random.whole(1, 2), true);
+        if (spec.mode == Mode::kLocal) spec.mode = Mode::kShuffle;  // nobody waits for anybody there
+        return spec;
+    }
+
+    static Manner manner(Random& random) {
+        Manner manner;
+        manner.graph = random.one_in(2);
+        return manner;
+    }
+
+    // The missing replica is not called.
+    void begin() {
+        missing.called = false;
+        step.issue_forwards();
+        missing.called = true;
+    }
+
+    void go_on() {
+        missing.issue_forward(run.engine);
+        step.issue_backwards();
+    }
+
+    void end_well() {
+        run.engine.wait_for_all();
+        step.check();
+        check_running_statistics(layer);
+        ++figures.steps;
+    }
+
+    // Idle, as a process is that cannot go on.
+    static void until_failure() {
+        const double begin = now();
+        while (*syncbn_failure() == 0 && now() < begin + kPatience) pause(0.05);
+    }
+
+    // By itself, for this reason; then all is well again.
+    void end(const char* reason) {
+        run.engine.wait_for_all();
+        step.each([&](Replica& replica) {
+            if (&replica != &missing)
+                expect(contains(replica.forward.error, reason),
+                       "'" + replica.forward.error + "' says '" + reason + "'");
+        });
+        ++figures.steps;
+        syncbn_forking(0);
+        syncbn_nobody_left(0);
+        syncbn_reset();
+        layer.restore();
+        right_step(run, layer);
+    }
+};
+
+// The missing replica is called, and an operator before it does not end.
+class Obstacle {
+  public:
+    explicit Obstacle(Wait& wait) {
+        wait.run.engine.push({}, {wait.missing.x.get()}, [removed = removed_.get_future().share()] { removed.wait(); });
+        wait.step.issue_forwards();
+    }
+    void remove() { removed_.set_value(); }
+
+  private:
+    std::promise<void> removed_;
+};
+
+}  // namespace
+
+void waiting(Run& run) {
+    const Interrupts interrupts;
+    do {
+        std::deque<Wait> waits;
+        for (int i = 0; i < 3; ++i) {
+            waits.emplace_back(run);
+            waits.back().begin();
+        }
+        for (auto handler :
+             {Interrupts::kChaining, Interrupts::kPlain, Interrupts::kWithInformation, Interrupts::kChaining}) {
+            interrupts.install(handler);
+            interrupts.send();
+        }
+        for (Wait& wait : waits) wait.go_on();
+        for (Wait& wait : waits) wait.end_well();
+    } while (run.goes_on());
+}
+
+void interrupted(Run& run) {
+    const Interrupts interrupts;
+    do {
+        Wait wait(run);
+        wait.begin();
+        interrupts.install(Interrupts::kPlain);
+        interrupts.send();
+        wait.end("The process was asked to end");
+    } while (run.goes_on());
+}
+
+void nobody_left(Run& run) {
+    do {
+        Wait wait(run);
+        wait.begin();
+        syncbn_nobody_left(1);
+        wait.end("The process was asked to end");
+    } while (run.goes_on());
+}
+
+void forking(Run& run) {
+    do {
+        Wait wait(run);
+        wait.begin();
+        syncbn_forking(1);
+        wait.end("the process was forked");
+        Wait other(run);
+        Obstacle obstacle(other);
+        syncbn_forking(1);
+        other.until_failure();
+        obstacle.remove();
+        other.end("the process was forked");
+    } while (run.goes_on());
+}
+
+void lasting(Run& run) {
+    constexpr double kSeconds = 25;
+    if (run.left() < kSeconds) return;
+    Wait warned(run);
+    const long warnings = figures.warnings;
+    warned.begin();
+    for (const double begin = now(); figures.warnings == warnings && now() < begin + kPatience;) pause(0.05);
+    expect(figures.warnings == warnings + 1, "one of those who wait for long says so");
+    warned.go_on();
+    warned.end_well();
+    Wait stuck(run);
+    Obstacle obstacle(stuck);
+    stuck.until_failure();
+    obstacle.remove();
+    stuck.end("nothing has been computed");
+}
+
+void closing(Run& run) {
+    Wait wait(run);
+    std::vector<std::unique_ptr<Step>> steps;
+    for (int i = 0; i < 4; ++i) {
+        steps.push_back(std::make_unique<Step>(run, std::vector<Layer*>{&wait.layer}, Manner()));
+        steps.back()->issue();
+        if (i == 1) syncbn_close();
+    }
+    wait.step.issue();
+    run.engine.wait_for_all();
+    const char* reason = "the process has run its exit handlers";
+    wait.step.each([&](Replica& replica) {
+        expect(contains(replica.forward.error, reason), "'" + replica.forward.error + "' says '" + reason + "'");
+    });
+}
+
+}  // namespace driver
