@@ -28,6 +28,7 @@ def install() -> None:
       because of it share one exception. Whoever reads any of their results first takes it away, and what is still
       queued runs as if nothing had happened: an update that was issued before the loss was read would then use
       gradients that nobody has computed. The gate is an exception of its own, between the gradients and what uses them.
+      In its first step, a trainer also copies the first context's running statistics to all; the gate stands there too.
     """
     if _replaced:
         return
@@ -36,8 +37,9 @@ def install() -> None:
     _replace(scope, "__exit__", _leaving)
     _replace(autograd, "backward", _apart)
     # a store that updates does so as it adds
-    _replace(gluon.Trainer, "_allreduce_grads", _gated(lambda trainer: trainer._update_on_kvstore))
-    _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore))
+    _replace(gluon.Trainer, "_allreduce_grads", _gated(lambda trainer: trainer._update_on_kvstore, _gradients))
+    _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore, _gradients))
+    _replace(gluon.Trainer, "_init_params", _gated(lambda trainer: trainer._kvstore is not None, _written))
 
 
 def remove() -> None:
@@ -89,13 +91,24 @@ def _apart(backward: Callable) -> Callable:
     return apart
 
 
-def _gated(wanted: Callable[[gluon.Trainer], bool]) -> Callable[[Callable], Callable]:
+def _gradients(trainer: gluon.Trainer) -> List[mx.nd.NDArray]:
+    return [g for p in trainer._params if p._grad is not None for g in p._grad]
+
+
+def _written(trainer: gluon.Trainer) -> List[mx.nd.NDArray]:
+    """What forward and backward write: gradients, and the parameters that have none."""
+    return _gradients(trainer) + [d for p in trainer._params if p.grad_req == "null" for d in p._data or ()]
+
+
+def _gated(
+    wanted: Callable[[gluon.Trainer], bool], arrays: Callable[[gluon.Trainer], List[mx.nd.NDArray]]
+) -> Callable[[Callable], Callable]:
     def wrap(method: Callable) -> Callable:
         def gated(trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> Any:
             if wanted(trainer) and _native.layers():
-                gradients: List[mx.nd.NDArray] = [g for p in trainer._params if p._grad is not None for g in p._grad]
-                if gradients:
-                    _native.gate(gradients)
+                behind = arrays(trainer)
+                if behind:
+                    _native.gate(behind)
             return method(trainer, *args, **kwargs)
 
         return gated

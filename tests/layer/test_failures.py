@@ -642,35 +642,57 @@ def every_value(net):
     return {(name, i): d.asnumpy() for name, p in net.collect_params().items() for i, d in enumerate(p.list_data())}
 
 
+def a_trainer(net, **settings):
+    return gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01, "momentum": 0.9}, **settings)
+
+
+def train(net, trainer, contexts, rng):
+    """trainer.step is queued before anybody reads the loss and so learns that the step has failed."""
+    criterion = gluon.loss.SoftmaxCrossEntropyLoss()
+    with autograd.record():
+        losses = [criterion(net(nd.array(rng.randn(2, 3, 8, 8), ctx=c)), nd.array([1, 2], ctx=c)) for c in contexts]
+    autograd.backward(losses)
+    trainer.step(4, ignore_stale_grad=True)
+    return [loss.asnumpy() for loss in losses]
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_failed_step_leaves_every_parameter_as_it_was(contexts, rng, way):
-    # trainer.step is queued before anybody reads the loss and so learns that the step has failed.
     contexts = contexts[:2]
     net = a_net(contexts, way)
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01, "momentum": 0.9})
-    criterion = gluon.loss.SoftmaxCrossEntropyLoss()
-
-    def train(contexts):
-        with autograd.record():
-            losses = [criterion(net(nd.array(rng.randn(2, 3, 8, 8), ctx=c)), nd.array([1, 2], ctx=c)) for c in contexts]
-        autograd.backward(losses)
-        trainer.step(4, ignore_stale_grad=True)
-        return [loss.asnumpy() for loss in losses]
-
-    train(contexts)
+    trainer = a_trainer(net)
+    train(net, trainer, contexts, rng)
     for turn in range(6):
         before = every_value(net)
         with short_waits(), pytest.raises(mx.MXNetError, match="1 of 2 replicas arrived"):
-            train([contexts[turn % 2]])
+            train(net, trainer, [contexts[turn % 2]], rng)
         steps.drain()
         after = every_value(net)
         changed = [key for key in before if not np.array_equal(before[key], after[key])]
         assert not changed, f"turn {turn}: a step that failed changed {changed}"
-        train(contexts)
+        train(net, trainer, contexts, rng)
         trained = every_value(net)
         assert all(np.isfinite(value).all() for value in trained.values())
         still = [key for key in after if np.array_equal(after[key], trained[key]) and "conv" not in key[0]]
         assert not still, f"turn {turn}: the next step did not train {still}"
+
+
+@pytest.mark.parametrize("on_store", [True, False], ids=["on_store", "on_devices"])
+def test_a_trainer_whose_first_step_fails_leaves_every_parameter_as_it_was(contexts, rng, on_store):
+    # It is then that gluon.Trainer hands the first context's parameters to all, running statistics included.
+    contexts = contexts[:2]
+    net = a_net(contexts, "eager")
+    train(net, a_trainer(net), contexts, rng)
+    for p in net.collect_params(".*running.*").values():
+        p.data(contexts[1])[:] += 1
+    before = every_value(net)
+    for turn in range(6):
+        with short_waits(), pytest.raises(mx.MXNetError, match="1 of 2 replicas arrived"):
+            train(net, a_trainer(net, update_on_kvstore=on_store), [contexts[turn % 2]], rng)
+        steps.drain()
+        after = every_value(net)
+        changed = [key for key in before if not np.array_equal(before[key], after[key])]
+        assert not changed, f"turn {turn}: a step that failed changed {changed}"
 
 
 # ---- bad data ----------------------------------------------------------------------------------------------
