@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-contrastive demo-distributed check test test-horovod test-gpu-emulated test-cu112 sanitize lint format bench compare soak clean core dev
+.PHONY: help demo demo-contrastive demo-distributed check test test-horovod test-gpu-emulated test-cu112 sanitize lint format bench compare slow soak clean core dev
 
 VENV ?= .venv
 PYTHON ?=
@@ -30,7 +30,8 @@ help:
 	make format   let ruff and clang-format rewrite the sources
 	make bench    speed of the layer and of whole models, against plain BatchNorm and contrib's SyncBatchNorm
 	make compare  plain BatchNorm against SyncBatchNorm: accuracy over several seeds (long)
-	make soak     the slow tests
+	make slow     the tests that take minutes each
+	make soak     random nets in random ways for 10 minutes, each step checked; ARGS="--minutes 1"
 	make clean    remove what was built and .venv; results in runs/ stay
 
 	ARGS="..." is passed on:       make test ARGS="-k layer"
@@ -90,8 +91,11 @@ bench: core
 compare: core
 	@$(PY) examples/segmentation/compare.py $(ARGS)
 
-soak: dev
+slow: dev
 	@$(PY) -m pytest -q --durations=15 -m slow --timeout 3600 $(ARGS)
+
+soak: dev
+	@PYTHONPATH=tests/support:tests $(PY) -m soak $(ARGS)
 
 clean:
 	@if [ -e "$$VENV/.made-by-make" ]; then rm -rf "$$VENV"; fi
