@@ -26,6 +26,7 @@ from .layer import ShuffleBatchNorm, SyncBatchNorm
 from .session import configure, kvstore
 from .shuffle import SampleShuffle, ShuffledBatch, ShuffleSampler, shuffle_shards, split_and_load
 from .steps import reset
+from .summary import summary
 
 _logs.start()
 _patches.install()
@@ -49,4 +50,5 @@ __all__ = [
     "revert",
     "shuffle_shards",
     "split_and_load",
+    "summary",
 ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any, Callable, List, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
 
-from . import _native, steps
+from . import _native, mixed, steps
 
 _replaced: List[Tuple[Any, str, Any]] = []  # owner, name, what was there
 
@@ -29,6 +30,8 @@ def install() -> None:
       queued runs as if nothing had happened: an update that was issued before the loss was read would then use
       gradients that nobody has computed. The gate is an exception of its own, between the gradients and what uses them.
       In its first step, a trainer also copies the first context's running statistics to all; the gate stands there too.
+    - ``gluon.Trainer`` is where a net is seen as a whole before its first update: one that mixes synchronised and plain
+      layers is warned about there.
     """
     if _replaced:
         return
@@ -39,7 +42,8 @@ def install() -> None:
     # a store that updates does so as it adds
     _replace(gluon.Trainer, "_allreduce_grads", _gated(lambda trainer: trainer._update_on_kvstore, _gradients))
     _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore, _gradients))
-    _replace(gluon.Trainer, "_init_params", _gated(lambda trainer: trainer._kvstore is not None, _written))
+    copies = _gated(lambda trainer: trainer._kvstore is not None, _written)
+    _replace(gluon.Trainer, "_init_params", lambda initialise: _looked_at(copies(initialise)))
 
 
 def remove() -> None:
@@ -89,6 +93,18 @@ def _apart(backward: Callable) -> Callable:
         backward(heads, *args, **kwargs)
 
     return apart
+
+
+def _looked_at(initialise: Callable) -> Callable:
+    told: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
+
+    def looked_at(trainer: gluon.Trainer) -> Any:
+        if trainer not in told:
+            told.add(trainer)
+            mixed.warn_of(trainer._params)
+        return initialise(trainer)
+
+    return looked_at
 
 
 def _gradients(trainer: gluon.Trainer) -> List[mx.nd.NDArray]:

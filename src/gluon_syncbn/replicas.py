@@ -102,7 +102,7 @@ class Replicas:
         for context in unique:
             if context.device_type == "gpu":
                 cuda.check_architecture(context.device_id)
-        replicas = self._count(contexts)
+        replicas = self.num_devices or len(contexts)
         self.given, self.contexts, self.channels = list(contexts), unique, channels
         self.problem = self.pooling.problem(replicas)
         if self.lanes(contexts) > 1:
@@ -113,12 +113,13 @@ class Replicas:
         session.register(LayerInfo(self.id, self.name, unique, replicas, channels, *self.pooling), self.exchange)
         _native.layer_place(self.id, [str(context) for context in unique], replicas)
 
-    def _count(self, contexts: List[Context]) -> int:
-        return self.num_devices or len(contexts)
+    def count(self) -> int:
+        """Replicas of this process, where the contexts are known."""
+        return self.num_devices or len(self.given)
 
     def lanes(self, contexts: List[Context]) -> int:
         """How many replicas on each of these contexts wait for each other."""
-        return 1 if self.pooling.mode == "local" else max(1, self._count(contexts) // len(set(contexts)))
+        return 1 if self.pooling.mode == "local" else max(1, (self.num_devices or len(contexts)) // len(set(contexts)))
 
     def reaches_other_processes(self) -> bool:
         """Whether replicas of other processes take part."""

@@ -118,6 +118,7 @@ CALLS = {
         {"net": "net", "select": "select"},
     ),
     "revert": (gluon_syncbn.revert, {"net": "net"}),
+    "summary": (gluon_syncbn.summary, {"net": "net"}),
     "cpu_devices": (
         lambda **kwargs: gluon_syncbn.cpu_devices(**{"n": 1, **kwargs}),
         {"n": "count", "temp_copies": "optional count", "random_copies": "optional count"},

@@ -50,10 +50,10 @@ FLOORS = [
     {"_native", "cuda"},
     {"exchange", "logs"},
     {"session"},
-    {"replicas", "steps"},
+    {"mixed", "replicas", "steps"},
     {"blocks", "devices", "lifetime", "op", "parallel", "patches", "shuffle"},
     {"layer"},
-    {"convert"},
+    {"convert", "summary"},
     {""},  # __init__
     {"__main__"},
 ]

@@ -13,6 +13,7 @@ CHANGED = [
     (autograd, "backward"),
     (gluon.Trainer, "_allreduce_grads"),
     (gluon.Trainer, "_update"),
+    (gluon.Trainer, "_init_params"),
 ]
 
 

@@ -1,0 +1,39 @@
+"""Nets in which some batch normalisation is synchronised and some is not, which few people want."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Sequence
+
+from mxnet.gluon.parameter import Parameter
+
+NAMED = 5  # layers that a warning names
+_MEANS = ("running_mean", "moving_mean")
+
+
+def warn_of(parameters: Sequence[Parameter]) -> None:
+    """Of a net whose training begins: one warning where it is such a net.
+
+    Layers whose gamma is not trained are frozen and do not count, nor do nets on one device.
+    """
+    by_name = {parameter.name: parameter for parameter in parameters}
+    plain, synchronised, replicas = [], 0, 1
+    for name, parameter in by_name.items():
+        suffix = next((mean for mean in _MEANS if name.endswith(mean)), None)
+        if suffix is None:
+            continue
+        followers = getattr(parameter, "_followers", [])  # of a layer of this package
+        gamma = by_name.get(name[: -len(suffix)] + "gamma")
+        if followers:
+            synchronised += 1
+            replicas = max(replicas, *(2 if one.reaches_other_processes() else one.count() for one in followers))
+        elif gamma is not None and gamma.grad_req != "null":
+            plain.append(name[: -len(suffix) - 1])
+    if plain and synchronised and replicas > 1:
+        some = ", ".join(plain[:NAMED]) + (f" and {len(plain) - NAMED} more" if len(plain) > NAMED else "")
+        warnings.warn(
+            f"{synchronised} of {synchronised + len(plain)} layers of batch normalisation are synchronised, and these "
+            f"are not: {some}. gluon_syncbn.convert(net) reaches layers that norm_layer= does not; "
+            "gluon_syncbn.summary(net) lists all",
+            stacklevel=4,
+        )

@@ -1,0 +1,131 @@
+"""What a user is told about which layers are synchronised."""
+
+import re
+import warnings
+
+import mxnet as mx
+import pytest
+from gluoncv.model_zoo import get_model
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, convert, freeze, summary
+
+
+def rows(capsys, net):
+    """{layer: the cells behind it}, and the last count."""
+    summary(net)
+    lines = capsys.readouterr().out.splitlines()
+    assert [set(line) for line in (lines[0], lines[2], lines[-3], lines[-1])] == [{"-"}, {"="}, {"="}, {"-"}]
+    cells = [re.split("  +", line) for line in lines[3:-3]]
+    return {name: rest for name, *rest in cells}, lines[-2]
+
+
+def test_every_normalisation_layer_has_a_row(contexts, capsys):
+    class Own(nn.BatchNorm):
+        def forward(self, x, *args):
+            return super().forward(x, *args)
+
+    made = {
+        "sync_": SyncBatchNorm(in_channels=3, prefix="sync_"),
+        "groups_": SyncBatchNorm(group_size=2, virtual_devices=4, prefix="groups_"),
+        "alone_": SyncBatchNorm(group_size=1, in_channels=3, prefix="alone_"),
+        "local_": SyncBatchNorm(mode="local", in_channels=3, prefix="local_"),
+        "frozen_": freeze(SyncBatchNorm(in_channels=3, prefix="frozen_")),
+        "plain_": nn.BatchNorm(in_channels=3, prefix="plain_"),
+        "contrib_": ContribSyncBatchNorm(in_channels=3, num_devices=2, prefix="contrib_"),
+        "own_": Own(in_channels=3, prefix="own_"),
+        "each_": nn.InstanceNorm(in_channels=3, prefix="each_"),
+    }
+    net = nn.HybridSequential()
+    net.add(*made.values(), nn.Dense(3), made["sync_"])
+    net.initialize(ctx=contexts[:2])
+    got, count = rows(capsys, net)
+    both = "cpu(0) cpu(1)"
+    assert got == {
+        "sync (SyncBatchNorm)": ["3", "sync", "1", both, "synchronised"],
+        "groups (SyncBatchNorm)": ["?", "sync, groups of 2", "4", both, "synchronised"],
+        "alone (SyncBatchNorm)": ["3", "sync, groups of 1", "1", both, "plain, because its groups are of one device"],
+        "local (SyncBatchNorm)": ["3", "local", "1", both, "plain, because mode 'local' shares nothing"],
+        "frozen (SyncBatchNorm)": ["3", "sync", "1", both, "plain, because it is frozen: use_global_stats"],
+        "plain (BatchNorm)": ["3", both, "plain, because it is BatchNorm; convert(net) changes it"],
+        "contrib (SyncBatchNorm)": ["3", both, "plain, because it is contrib's; convert(net) changes it"],
+        "own (Own)": ["3", both, "plain, because it has a forward of its own"],
+        "each (InstanceNorm)": ["3", both, "plain, because it normalises each sample by itself"],
+    }
+    assert count == "Layers of batch normalisation: 8, synchronised: 2"
+
+
+def test_before_it_is_initialised_and_on_one_context(contexts, capsys):
+    layer = SyncBatchNorm(prefix="sync_")
+    assert rows(capsys, layer)[0] == {"sync (SyncBatchNorm)": ["?", "sync", "1", "-", "synchronised"]}
+    layer.initialize(ctx=contexts[0])
+    layer(nd.ones((2, 3)))
+    said, count = rows(capsys, layer)
+    assert said["sync (SyncBatchNorm)"] == ["3", "sync", "1", "cpu(0)", "plain, because it has one replica"]
+    assert count.endswith("1, synchronised: 0")
+
+
+def test_a_layer_that_cannot_train(contexts, capsys):
+    layer = SyncBatchNorm(group_size=2, in_channels=3, prefix="sync_")
+    layer.initialize(ctx=contexts[:3])
+    ((*_, said),) = rows(capsys, layer)[0].values()
+    assert said.startswith("an error in training: group_size: 2 was given, expected a divisor")
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
+def test_recorded_graphs(contexts, capsys):
+    body = nn.HybridSequential(prefix="net_")
+    body.add(nn.BatchNorm(in_channels=3, prefix="net_plain_"), SyncBatchNorm(in_channels=3, prefix="net_sync_"))
+    body.initialize(ctx=contexts[:2])
+    data = mx.sym.var("data")
+    net = gluon.SymbolBlock(body(data), data, params=body.collect_params())
+    got, count = rows(capsys, net)
+    (plain,) = [rest for name, rest in got.items() if name == "net_plain_fwd (BatchNorm)"]
+    assert plain[-1].startswith("plain, because it stands in the recorded graph")
+    assert sum(rest[-1] == "synchronised, in a recorded graph" for rest in got.values()) == 1
+    assert count == "Layers of batch normalisation: 2, synchronised: 1"
+
+
+def train(net, contexts, steps=2, trainers=1):
+    parameters = net.collect_params()
+    for trainer in [gluon.Trainer(parameters, "sgd", {"learning_rate": 0.1}) for _ in range(trainers)]:
+        for _ in range(steps):
+            with autograd.record():
+                ys = [net(nd.random.normal(shape=(2, 3, 32, 32), ctx=c)) for c in contexts]
+            autograd.backward(ys)
+            trainer.step(2 * len(contexts), ignore_stale_grad=True)
+
+
+def mixed(contexts):
+    """GluonCV's MobileNetV3 hands `norm_layer` on to 2 of its 34 layers."""
+    net = get_model("mobilenetv3_small", norm_layer=SyncBatchNorm)
+    net.initialize(ctx=contexts)
+    net.hybridize()
+    return net
+
+
+def test_a_mixed_net_is_warned_about_once(contexts, recwarn):
+    train(mixed(contexts[:2]), contexts[:2])
+    (warning,) = recwarn.list
+    said = str(warning.message)
+    assert said.startswith("2 of 34 layers of batch normalisation are synchronised, and these are not: ")
+    assert " and 27 more. gluon_syncbn.convert(net)" in said
+    assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("why", ["converted", "frozen", "one context", "all plain"])
+def test_a_net_that_is_not_mixed(contexts, why):
+    places = contexts[:1] if why == "one context" else contexts[:2]
+    net = mixed(places)
+    if why == "converted":
+        convert(net)
+    if why == "frozen":
+        freeze(net, select="(?!(first|last))")
+    if why == "all plain":
+        gluon_syncbn.revert(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(net, places)
