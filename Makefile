@@ -66,9 +66,9 @@ test-gpu-emulated: dev
 test-cu112: dev
 	@$(PY) -m pytest -v -m cuda_packages --timeout 3600 tests/gpu $(ARGS)
 
-# Needs g++ 11 or later and no Python. Both sanitizers run at once: most of a run is waiting.
+# Needs g++ 11 or later and no Python. Both sanitizers run at once, each to its end: most of a run is waiting.
 sanitize:
-	@$(MAKE) --no-print-directory -s -j"$$(nproc)" -f tests/sanitize/Makefile
+	@$(MAKE) --no-print-directory -s -k -j"$$(nproc)" -f tests/sanitize/Makefile
 
 lint: dev
 	@$(PY) -m ruff check .
