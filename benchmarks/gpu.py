@@ -64,7 +64,7 @@ class Ours:
 
         self.x, self.dy = (on_gpu(random.standard_normal(shape), dtype) for _ in range(2))
         self.out, self.partial = cupy.empty(shape, dtype), cupy.empty(chunks * 3 * channels, "float64")
-        self.statistics, self.pulls = (on_gpu(random.rand(n, channels) + 0.5, "float64") for n in (2, 3))
+        self.statistics, self.through = (on_gpu(random.rand(n, channels) + 0.5, "float64") for n in (2, 3))
         self.gamma, self.beta = (on_gpu(random.rand(channels) + 0.5, "float32") for _ in range(2))
 
     def _launch(self, name: str, grid: Tuple, *arguments: Any) -> None:
@@ -85,7 +85,7 @@ class Ours:
         self._launch("grad_sums", self.reduce, self.dy, self.x, self.statistics, self.partial, *self.sizes)
 
     def grad_input(self) -> None:
-        arrays = self.dy, self.x, self.statistics, self.pulls, self.gamma, np.int32(0)
+        arrays = self.dy, self.x, self.statistics, self.through, self.gamma, np.int32(0)
         self._launch("grad_input", self.each, *arrays, self.out, np.int32(0), *self.sizes, self.segment)
 
     def steps(self) -> Dict[str, Callable[[], None]]:

@@ -44,12 +44,13 @@ candidates() {
 
 # Sets python and version to the first candidate that really runs and has what is needed.
 find_python() {
-    local tried="" answer reasons
-    reasons=$(mktemp)
-    trap 'rm -f "$reasons"' RETURN
+    local tried="" answer
     while read -r python; do
-        if version=$("$python" -c "$PROBE" 2>"$reasons" </dev/null); then return; fi
-        answer=$(tail -n 1 "$reasons")
+        if answer=$("$python" -c "$PROBE" 2>&1 </dev/null); then
+            version=${answer##*$'\n'}
+            return
+        fi
+        answer=${answer##*$'\n'}
         if ! command -v "$python" >/dev/null; then answer="is not a program"; fi
         case $answer in "is "*) ;; *) answer="does not run: $answer" ;; esac
         tried+="    $python $answer"$'\n'

@@ -174,9 +174,9 @@ class Kernels:
         parts = self._reduce("grad_sums", 2, self.upload(dy, 1), self.data, self.gpu.upload(statistics))
         return np.moveaxis(parts.sum(0), 1, 0)
 
-    def grad_input(self, dy, statistics, pulls, gamma, fix_gamma, start=None):
+    def grad_input(self, dy, statistics, through, gamma, fix_gamma, start=None):
         out = self.output(start)
-        arrays = [self.upload(dy, 1), self.data, self.gpu.upload(statistics), self.gpu.upload(pulls)]
+        arrays = [self.upload(dy, 1), self.data, self.gpu.upload(statistics), self.gpu.upload(through)]
         return self._map("grad_input", out, start is not None, *arrays, self.parameters(gamma), np.int32(fix_gamma))
 
 
@@ -185,10 +185,10 @@ def case(shape, dtype, slots, offset=0.0):
     scale = np.arange(1, shape[2] + 1).reshape(1, 1, -1, 1) % 5 + 0.5
     x, dy, start = (((random.randn(*shape)) * scale + offset).astype(dtype) for _ in range(3))
     statistics = np.stack([random.randn(slots, shape[2]) + offset, random.rand(slots, shape[2]) + 0.5], 1)
-    pulls = random.randn(slots, 3, shape[2])
-    pulls[:, 0] += offset
+    through = random.randn(slots, 3, shape[2])
+    through[:, 0] += offset
     gamma, beta = (random.rand(shape[2]) + 0.5).astype("float32"), random.randn(shape[2]).astype("float32")
-    return x, dy, start, statistics, pulls, gamma, beta
+    return x, dy, start, statistics, through, gamma, beta
 
 
 def parts(x, slots):
@@ -228,7 +228,7 @@ def test_one_array_in_an_odd_place(gpu, shifts, dtype):
 
 
 def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5):
-    x, dy, start, statistics, pulls, gamma, beta = case(shape, dtype, slots)
+    x, dy, start, statistics, through, gamma, beta = case(shape, dtype, slots)
     kernels = Kernels(gpu, x, slots, chunks, width, segment, shifts, blocks)
 
     count, mean, m2 = kernels.moments()
@@ -256,11 +256,11 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
         heads = parts(dy, slots)
 
         def gradient(i, part, weight=weight):
-            pulled = pulls[i, 1] + (part - pulls[i, 0]) * pulls[i, 2]
-            return weight * statistics[i, 1] * (heads[i] - pulled)
+            back = through[i, 1] + (part - through[i, 0]) * through[i, 2]
+            return weight * statistics[i, 1] * (heads[i] - back)
 
         want = joined(x, slots, gradient) + before
-        close(kernels.grad_input(dy, statistics, pulls, gamma, fix_gamma, base), want, 4 * TOLERANCE[dtype])
+        close(kernels.grad_input(dy, statistics, through, gamma, fix_gamma, base), want, 4 * TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

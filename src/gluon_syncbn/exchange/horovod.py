@@ -63,7 +63,7 @@ class HorovodTransport(WaitingTransport):
         super().__init__(hvd.rank(), hvd.size())
         self._hvd = hvd
         self._ending = False
-        self._told: Dict[int, _Note] = {}  # of the ranks that were late
+        self._late: Dict[int, _Note] = {}  # of the ranks that were late
         self._inquiry = threading.Lock()  # one thread finds out what happened
         self._workers = _Workers()
         self._turns: Dict[str, threading.Lock] = {}  # of names that calls share
@@ -214,11 +214,11 @@ class HorovodTransport(WaitingTransport):
         if not absent:
             waits = self.describe_wait(label, missing, seconds)
             return f"{waits} All of them are in it: their arrays differ in size, or they cannot reach each other."
-        self._told = notes
+        self._late = notes
         return super().late(label, absent, seconds)
 
     def meanwhile(self, missing: Sequence[int]) -> List[str]:
-        return [f"rank {rank} {self._told[rank]}" for rank in missing if rank in self._told]
+        return [f"rank {rank} {self._late[rank]}" for rank in missing if rank in self._late]
 
     def _cause(self, label: Label, words: str) -> str:
         """Why Horovod has ended an operation."""

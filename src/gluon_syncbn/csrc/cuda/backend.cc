@@ -111,11 +111,11 @@ class CudaBackend : public Backend {
             std::copy_n(&through.mean_dy[slot * channels], channels, to + channels);
             std::copy_n(&through.slope[slot * channels], channels, to + 2 * channels);
         }
-        Doubles pulls(device_, plan.slots * 3 * channels);
-        pulls.upload(packed.data());
+        Doubles staged(device_, plan.slots * 3 * channels);
+        staged.upload(packed.data());
         launch(named("grad_input", tensor.type), device_, plan.each(),
                {in(dy, tensor.type), in(x, tensor.type), in(statistics(tensor), Type::kFloat64),
-                in(pulls.handle(), Type::kFloat64), in(affine.gamma, tensor.parameter_type()), affine.fix_gamma,
+                in(staged.handle(), Type::kFloat64), in(affine.gamma, tensor.parameter_type()), affine.fix_gamma,
                 out(dx, tensor.type), add, plan.samples, plan.per_sample, channels, tensor.shape.inner, plan.slots,
                 plan.width, plan.segment});
     }

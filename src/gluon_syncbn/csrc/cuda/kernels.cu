@@ -453,7 +453,7 @@ struct GradInput {
     const T *dy, *x;
     T* dx;
     bool add;
-    const double *invstds, *pulls;
+    const double *invstds, *through;
     const P* gamma;
     bool fix_gamma;
     Index channels;
@@ -461,10 +461,10 @@ struct GradInput {
     Wide scale = 0, mean_dy = 0, slope = 0;
 
     __device__ void use(Index slot, Index channel) {
-        const double* pull = pulls + slot * 3 * channels + channel;
-        mean = Split<Wide>(pull[0]);
-        mean_dy = static_cast<Wide>(pull[channels]);
-        slope = static_cast<Wide>(pull[2 * channels]);
+        const double* mine = through + slot * 3 * channels + channel;
+        mean = Split<Wide>(mine[0]);
+        mean_dy = static_cast<Wide>(mine[channels]);
+        slope = static_cast<Wide>(mine[2 * channels]);
         scale = static_cast<Wide>(invstds[slot * 2 * channels + channel] * (fix_gamma ? 1.0 : gamma[channel]));
     }
     template <int kUnit>
@@ -498,7 +498,7 @@ __device__ inline Index thread() { return Index(blockIdx.x) * kThreads + threadI
 // normalise   y = (x - mean) * invstd * gamma + beta, added to y where `add`; statistics [slots][2][channels]: mean,
 //             invstd. Grid: any number of blocks (inner > 1), or tiles; slots; chunks.
 // grad_sums   partial [chunks][slots][2][channels]: sum of dy, and of dy * (x - mean) * invstd. Grid as for moments.
-// grad_input  dx = gamma * invstd * (dy - mean_dy - (x - mean) * slope), added where `add`; pulls [slots][3][channels]:
+// grad_input  dx = gamma * invstd * (dy - mean_dy - (x - mean) * slope), added where `add`; through [slots][3][channels]:
 //             mean, mean_dy, slope. Grid as for normalise.
 // frozen      statistics [2][channels] of the running mean and variance.
 // update_running  running <- momentum * running + (1 - momentum) * batch, for batch [2][channels]: mean, variance.
@@ -538,11 +538,11 @@ __device__ inline Index thread() { return Index(blockIdx.x) * kThreads + threadI
         reduce<T>(reduction, layout, width, partial, aligned(x) && aligned(dy));                                       \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        grad_input_##TYPE(const T* dy, const T* x, const double* statistics, const double* pulls, const P* gamma,      \
+        grad_input_##TYPE(const T* dy, const T* x, const double* statistics, const double* through, const P* gamma,      \
                           int fix_gamma, T* dx, int add, Index samples, Index per_sample, Index channels,              \
                           Index inner, Index slots, int width, Index segment) {                                        \
         const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
-        GradInput<T, P> map = {dy, x, dx, add != 0, statistics + channels, pulls, gamma, fix_gamma != 0, channels};    \
+        GradInput<T, P> map = {dy, x, dx, add != 0, statistics + channels, through, gamma, fix_gamma != 0, channels};    \
         each<T>(map, layout, width, segment, aligned(x) && aligned(dy) && aligned(dx));                                \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
