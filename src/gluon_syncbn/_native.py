@@ -31,7 +31,7 @@ class Ticket(ctypes.Structure):
 
 
 class Total(NamedTuple):
-    """What an exchange makes of it: see ``csrc/process.h``."""
+    """What an exchange makes of it: see ``csrc/meeting/reduction.h``."""
 
     values: np.ndarray
     first: int  # of the values that are of this process
@@ -292,13 +292,13 @@ def path() -> Path:
     return _PATH
 
 
-#: How far an exchange reaches; the numbers are those of `Reach` in csrc/process.h.
+#: How far an exchange reaches; the numbers are those of `Reach` in csrc/meeting/reduction.h.
 MEMORY, CONTEXTS, PROCESSES = range(3)
 
 #: Called for what leaves shared memory; the place in `REDUCTIONS` says what becomes of the rows, float64, one for each
 #: context, or to gather one for the process.
 PutTogether = Callable[[Ticket, str, np.ndarray], Total]
-#: The order is that of `Reduction` in csrc/process.h.
+#: The order is that of `Reduction` in csrc/meeting/reduction.h.
 REDUCTIONS = ("merge", "add", "gather")
 
 _hook = None  # the native side keeps a pointer to it, and a thread may be inside: it is never replaced

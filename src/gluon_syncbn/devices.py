@@ -68,22 +68,25 @@ def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Option
     MXNet's operators on all CPU contexts share one pool of temporary space and one of random states (Dropout and what
     else draws numbers), and take from each in the order in which they were issued. With the default of 4 and 1 copies,
     a later operator of the first replica stands before the second replica's first one while the first replica waits for
-    the second: a deadlock. With k such operators in a step of one replica, ``(n - 1) * k`` copies are enough. This sets
+    the second: a deadlock. With k such operators in a step of one replica, ``(n - 1) * k`` copies are enough; for two
+    contexts GluonCV's FastSCNN needs between 64 and 128, ResNet-101 128 to 256, ResNet-152 256 to 512. This sets
     ``MXNET_CPU_TEMP_COPY`` and ``MXNET_CPU_PARALLEL_RAND_COPY``; values that are larger already stay, and for one
     context, which waits for nobody, nothing is set.
 
-    A copy of temporary space takes nothing until it is used and then keeps the largest space that it ever served. A
-    copy of the random states takes 5 MB at once, **in every thread** that runs an operator which needs temporary space
-    or random numbers, and is never freed: with the defaults 20 MB a thread for two contexts, 60 MB for four. A program
-    that starts new threads at each step, as GluonCV's ``DataParallelModel(sync=True)`` does, grows by as much for each.
+    A copy of temporary space takes nothing until it is used and then keeps the largest space that it ever served, and
+    operators take the copies in turn: a job grows until each has served the largest one. A copy of the random states
+    takes 5 MB at once, **in every thread** that runs an operator which needs temporary space or random numbers, and is
+    never freed: with the defaults 20 MB a thread for two contexts, 60 MB for four. A program that starts new threads at
+    each step, as GluonCV's ``DataParallelModel(sync=True)`` does, grows by as much for each; `gluon_syncbn.parallel`
+    starts none.
 
     Parameters
     ----------
     n : int
         Number of contexts, from 1 to 1024.
     temp_copies : int, optional
-        Copies of temporary space, by default 1024 for each context and at least 4096. A big net on a small machine may
-        want fewer.
+        Copies of temporary space, by default 1024 for each context but the first. A big net on a small machine may want
+        fewer; too few end in an error that says so.
     random_copies : int, optional
         Copies of the random states, by default ``4 * (n - 1)``: enough for four random operators in a forward of a
         replica. A net with more Dropouts needs more; too few end in an error that says so.
@@ -99,7 +102,7 @@ def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Option
         Where an argument is no whole number, or out of range.
     """
     n = arguments.whole("n", n, 1, 1024)
-    temp_copies = arguments.whole("temp_copies", max(4096, 1024 * n) if temp_copies is None else temp_copies, 1, 2**20)
+    temp_copies = arguments.whole("temp_copies", 1024 * max(1, n - 1) if temp_copies is None else temp_copies, 1, 2**20)
     random_copies = arguments.whole(
         "random_copies", 4 * max(1, n - 1) if random_copies is None else random_copies, 1, 2**20
     )

@@ -13,7 +13,7 @@ from .replicas import Replicas
 
 _native.register()
 
-# The order is that of `Role` in csrc/call.h.
+# The order is that of `Role` in csrc/operator/call.h.
 _WHOLE, _MEET, _TRACK = range(3)
 
 

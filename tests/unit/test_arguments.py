@@ -278,9 +278,9 @@ def test_cpu_devices_lowers_nothing(monkeypatch, before, after):
     "given, expected",
     [
         ({"n": 1}, [None, None]),
-        ({"n": 2}, ["4096", "4"]),
-        ({"n": 8}, ["8192", "28"]),
-        ({"n": 2, "random_copies": 32}, ["4096", "32"]),
+        ({"n": 2}, ["1024", "4"]),
+        ({"n": 8}, ["7168", "28"]),
+        ({"n": 2, "random_copies": 32}, ["1024", "32"]),
     ],
     ids=str,
 )

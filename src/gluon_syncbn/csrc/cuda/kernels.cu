@@ -1,4 +1,4 @@
-// What a CUDA device does for the layer: the functions of csrc/kernels.h, over all slots of a call in one launch.
+// What a CUDA device does for the layer: the functions of csrc/cpu/kernels.h, over all slots of a call in one launch.
 //
 // The source needs no header and compiles with nvcc, NVRTC (MXNet's run-time compiler, CuPy) and clang for compute
 // capability 5.0 and later. A tensor is seen from its channel axis as [outer][channels][inner], row-major, with
