@@ -29,7 +29,8 @@ class DataParallelModel:
     module : gluon.Block
         The network, whose parameters are put on the contexts.
     ctx_list : list of Context, optional
-        One for each replica; several replicas may share one. By default the network is called as it is.
+        One for each replica; several replicas may share one. CPU contexts are those of `cpu_devices`, with as many as
+        there are replicas. By default the network is called as it is.
     sync : bool
         Whether a call waits for the outputs, so that an error of the forward is raised by it.
 

@@ -86,7 +86,10 @@ std::string describe(const Meeting& meeting, int phase) {
 namespace {
 
 Cause cause_in_backward(const Meeting& meeting, bool all_cpu, double perhaps) {
-    if (meeting.lanes > 1) return {kSharedContext, kSurely};
+    if (meeting.lanes > 1) {
+        const bool too_little = all_cpu && little_temporary_space();
+        return {(too_little ? std::string(kTemporarySpace) + " Or: " : "") + kSharedContext, kSurely};
+    }
     const std::string space = all_cpu ? std::string(" Or: ") + kTemporarySpace : "";
     return {kBackward + space + (all_cpu && meeting.repeated ? kStaticShape : ""), perhaps};
 }
