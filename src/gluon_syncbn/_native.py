@@ -125,6 +125,7 @@ _FUNCTIONS = (
     "MXRtcCudaModuleCreate",
     "MXRtcCudaKernelCreate",
     "MXRtcCudaKernelCall",
+    "MXEnginePushSyncND",
 )
 
 

@@ -623,6 +623,24 @@ def break_off(net, places, rng, how):
         ys[-1].asnumpy()
 
 
+def test_every_replica_has_its_error_where_its_device_is_busy(contexts, rng):
+    # MXNet looks for a custom operator's error with the device's own worker, when that has nothing else to do.
+    contexts = contexts[:3]
+    layer = a_layer(contexts)
+    big = nd.array(rng.randn(700, 700), ctx=contexts[0])
+    for _ in range(10):
+        xs = shards(rng, contexts)
+        mx.nd.waitall()
+        with short_waits(), autograd.record():
+            ys = [layer(x) for x in xs[:2]]
+            busy = [nd.dot(big, big) for _ in range(60)]
+            for y in ys:
+                with pytest.raises(mx.MXNetError, match="of 3 replicas arrived"):
+                    y.asnumpy()
+        del busy
+        steps.drain()
+
+
 # ---- a failed step and the parameters ----------------------------------------------------------------------
 
 

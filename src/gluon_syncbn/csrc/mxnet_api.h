@@ -43,6 +43,9 @@ struct MXNet {
                              void** out);
     int (*rtc_kernel_call)(void* kernel, int device_id, void** arguments, uint32_t grid_x, uint32_t grid_y,
                            uint32_t grid_z, uint32_t block_x, uint32_t block_y, uint32_t block_z, uint32_t shared);
+    int (*engine_push)(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
+                       const void* context, void** reads, int read_count, void** writes, int write_count,
+                       const void* property, int priority, const char* name);
 };
 extern MXNet mx;
 

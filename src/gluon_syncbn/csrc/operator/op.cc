@@ -13,12 +13,9 @@
 
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <cstring>
 #include <map>
 #include <memory>
-#include <mutex>
-#include <thread>
 
 #include "failure.h"
 #include "operator/call.h"
@@ -26,17 +23,19 @@
 namespace syncbn {
 namespace {
 
-constexpr auto kFailureSpacing = std::chrono::milliseconds(10);
-
-// MXNet keeps one slot for the exceptions of all custom operators: two at the same time, and one is lost. Its
-// operator would then count as done. Failures leave one by one, with time for MXNet to take each out of the slot.
-[[noreturn]] void throw_to_mxnet(const std::string& what) {
-    static std::mutex mutex;
-    {
-        std::lock_guard<std::mutex> lock(mutex);
-        std::this_thread::sleep_for(kFailureSpacing);
-    }
-    throw dmlc::Error(what);
+// MXNet keeps one slot for what all custom operators throw: of two before it looks, one is lost, and that operator
+// counts as done. Before it calls an operator done it also looks at its arrays, which are of that call alone
+// (CustomOperator::Push in src/operator/custom/custom-inl.h), so one of them takes the error.
+void fail_array(void* array, const std::string& what) {
+    static const struct {
+        int device_type, device_id;
+    } cpu{1, 0};
+    static const int no_skip = 7;  // FnProperty::kNoSkip, which is never bundled
+    auto* text = new std::string(what);
+    const auto raise = [](void*, void* text) { throw dmlc::Error(*static_cast<std::string*>(text)); };
+    const auto deleter = [](void* text) { delete static_cast<std::string*>(text); };
+    if (mx.engine_push(raise, text, deleter, &cpu, nullptr, 0, &array, 1, &no_skip, 0, "gluon_syncbn_failure") != 0)
+        throw dmlc::Error(what + " (and MXNet took no error for the array: " + mx.last_error() + ")");
 }
 
 constexpr int kPropertyCallbacks = 8;
@@ -64,17 +63,13 @@ int delete_operator(void* state) {
 
 template <typename Work>
 int run(int size, void** handles, const Work& work) {
-    std::string error;
-    {
-        Arrays arrays(size, handles);
-        try {
-            work(arrays);
-            return 1;
-        } catch (const std::exception& e) {
-            error = e.what();
-        }
+    Arrays arrays(size, handles);
+    try {
+        work(arrays);
+    } catch (const std::exception& e) {
+        fail_array(arrays[0], e.what());
     }
-    throw_to_mxnet(error);
+    return 1;
 }
 
 int run_forward(int size, void** handles, int*, const int* reqs, const int training, void* state) {
