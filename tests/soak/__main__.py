@@ -57,8 +57,9 @@ class Soak:
         os.register_at_fork(after_in_child=functools.partial(setattr, self._bar, "disable", True))
         print(f"seeds from {self._options.seed} on", flush=True)
         for seed in itertools.count(self._options.seed):
-            self._case(draw(seed, self._contexts))
-            self._look_around()
+            case, before = draw(seed, self._contexts), self._counted["steps"]
+            self._case(case)
+            self._look_around(self._counted["steps"] - before, case.net == "layer")
             if self._interrupts.asked or self._over() >= 1 or self._counted["cases"] == self._options.cases:
                 break
         self._begins("all of them")
@@ -109,9 +110,9 @@ class Soak:
         self._counted["hung"] += 1
         print(f"HUNG in {what}\n{self._table()}", flush=True)
 
-    def _look_around(self) -> None:
-        """After a case, of which nothing should be left."""
-        for problem in self._resources.sample(self._counted["steps"], self._over()):
+    def _look_around(self, steps: int, layer_alone: bool) -> None:
+        """After a case of so many steps, of which nothing should be left."""
+        for problem in self._resources.sample(steps, layer_alone, self._over()):
             self._wrong(problem)
         self._bar.n = min(self._over(), 1.0)
         self._bar.set_postfix_str(self._status())

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Any, Callable, List, NamedTuple, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -17,7 +17,7 @@ from gluon_syncbn import _native
 HUNG = 3  # the exit code
 WARM_UP = 0.3  # of the time: until MXNet's pools and caches have what they need
 LEAK = 5.0  # MB in 1000 steps
-FEW = 1000  # steps, which show no slope
+FEW = 500  # steps, which show no slope
 
 
 class Interrupts:
@@ -82,19 +82,21 @@ class Resources:
         gc.collect()
         gc.freeze()  # what is there already need not be looked at again
         self._lives = self._living()
-        self.start = self.warm = self.now = take()
-        self._memory: List[Tuple[int, float]] = []  # (steps, MB) since the warm-up
-        self._is_warm = False
+        self.start = self.now = take()
+        self.warm: Optional[Sample] = None
+        self._memory = [(0, 0.0)]  # (steps, MB) since the warm-up, of cases that count
 
-    def sample(self, steps: int, over: float) -> List[str]:
-        """After so many steps, when this share of the time is over; what is wrong."""
+    def sample(self, steps: int, counts: bool, over: float) -> List[str]:
+        """After a case of so many steps, when this share of the time is over; what is wrong. ``counts``: MXNet keeps
+        no memory for its operators, as it does for convolutions (temporary space, what oneDNN has prepared)."""
         lives, before = self._living(), self._lives
         self._lives = lives
-        self.now = take()
-        if over >= WARM_UP:
-            if not self._memory:
-                self.warm = self.now
-            self._memory.append((steps, self.now.memory))
+        last, self.now = self.now, take()
+        if self.warm is not None and counts:
+            so_far, memory = self._memory[-1]
+            self._memory.append((so_far + steps, memory + self.now.memory - last.memory))
+        if self.warm is None and over >= WARM_UP:
+            self.warm = self.now
         return [
             f"{what}: {n} live on, there were {m}" for what, n, m in zip(("arrays", "layers"), lives, before) if n > m
         ]
@@ -107,8 +109,8 @@ class Resources:
 
     def slope(self) -> float:
         """MB in 1000 steps, by least squares; NaN where there are too few to tell."""
-        steps, memory = np.array(self._memory or [(0, 0.0)]).T
-        return float(np.polyfit(steps, memory, 1)[0]) * 1000 if steps[-1] - steps[0] >= FEW else np.nan
+        steps, memory = np.array(self._memory).T
+        return float(np.polyfit(steps, memory, 1)[0]) * 1000 if steps[-1] >= FEW else np.nan
 
     def problems(self) -> List[str]:
         """At the end."""
@@ -116,15 +118,15 @@ class Resources:
         if self.slope() > LEAK:
             problems.append(f"memory grows by {self.slope():.1f} MB in 1000 steps, expected at most {LEAK:.0f}")
         for what in ("threads", "handles"):
-            warm, now = getattr(self.warm, what), getattr(self.now, what)
-            if self._memory and now > warm:
+            warm, now = getattr(self.warm or self.now, what), getattr(self.now, what)
+            if now > warm:
                 problems.append(f"{what}: {now}, after the warm-up there were {warm}")
         return problems
 
     def rows(self) -> List[Tuple[str, str]]:
         slope = self.slope()
         return [
-            ("memory, slope", "too few steps" if np.isnan(slope) else f"{slope:+.2f} MB in 1000 steps"),
+            ("of layers, memory", "too few steps" if np.isnan(slope) else f"{slope:+.2f} MB in 1000 steps"),
             *((f"at the {when}", str(sample)) for when, sample in (("start", self.start), ("end", self.now))),
         ]
 
