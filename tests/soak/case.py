@@ -118,7 +118,8 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
     if replicas == 1 and net != "shared":  # where a static graph may run two nodes of a layer in either order
         ways.append("static_shape")
     way = _one(rng, ways)
-    empty = net == "layer" and replicas > 2 and layout["axis"] != 0 and not threads and way == "eager" and perhaps(0.3)
+    may_be_empty = net == "layer" and count > 2 and lanes == 1 and layout["axis"] != 0 and way == "eager"
+    empty = may_be_empty and not threads and perhaps(0.3)
     repeated = lanes > 1 and net == "layer" and perhaps(0.3)
     trains = not repeated and not empty and perhaps(0.5)
     trainer = {"kvstore": _one(rng, ("device", "local")), "update_on_kvstore": perhaps(0.5)}

@@ -17,7 +17,7 @@ from gluon_syncbn import _native
 HUNG = 3  # the exit code
 WARM_UP = 0.3  # of the time: until MXNet's pools and caches have what they need
 LEAK = 5.0  # MB in 1000 steps
-FEW = 500  # steps, which show no slope
+FEW = 300  # steps, which show no slope
 
 
 class Interrupts:
