@@ -15,6 +15,8 @@ void call(const MXCallbackList& list, int which, Parameters... parameters) {
     using Function = int (*)(Parameters..., void*);
     const auto function = reinterpret_cast<Function>(reinterpret_cast<void*>(list.callbacks[which]));
     if (function(parameters..., list.contexts[which]) == 0) throw dmlc::Error("Check failed");
+    const std::string error = take_error();
+    if (!error.empty()) throw dmlc::Error(error);
 }
 
 void attempt(Outcome& outcome, const std::function<void()>& work) {
