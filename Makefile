@@ -55,7 +55,7 @@ test: lint
 
 test-horovod:
 	@VENV=.venv-horovod tools/venv.sh horovod
-	.venv-horovod/bin/python -m pytest -q --durations=15 -k horovod tests/processes $(ARGS)
+	.venv-horovod/bin/python -m pytest -q --durations=15 -k horovod tests/processes tests/examples $(ARGS)
 
 test-gpu-emulated: dev
 	@$(PY) tests/cuda_emulator/build.py --out build/cuda_emulator
