@@ -13,9 +13,12 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <memory>
+#include <mutex>
+#include <thread>
 
 #include "failure.h"
 #include "operator/call.h"
@@ -23,10 +26,17 @@
 namespace syncbn {
 namespace {
 
+constexpr auto kFailureSpacing = std::chrono::milliseconds(10);
+
 // MXNet keeps one slot for what all custom operators throw: of two before it looks, one is lost, and that operator
 // counts as done. Before it calls an operator done it also looks at its arrays, which are of that call alone
-// (CustomOperator::Push in src/operator/custom/custom-inl.h), so one of them takes the error.
+// (CustomOperator::Push in src/operator/custom/custom-inl.h), so one of them takes the error. And its list of all errors
+// has no lock (AddToGlobalExceptions in src/engine/threaded_engine.h): of failures at the same time, one may end the
+// process. So they leave one by one, with time for each to become known.
 void fail_array(void* array, const std::string& what) {
+    static std::mutex mutex;
+    std::lock_guard<std::mutex> lock(mutex);
+    std::this_thread::sleep_for(kFailureSpacing);
     static const struct {
         int device_type, device_id;
     } cpu{1, 0};
