@@ -39,7 +39,7 @@ def reset() -> None:
         if reason != session.raised:  # whoever reads no results has not heard of it
             logs.log.warning("starting afresh after a step that failed: %s", reason)
         session.tell_others(reason)
-        drain()
+    drain()  # a healthy step that is in flight as well: its replicas would not find each other any more
     _native.reset()
 
 

@@ -806,3 +806,19 @@ def test_a_graph_whose_layer_is_gone(contexts):
     gc.collect()
     with pytest.raises(mx.MXNetError, match=r"or one that is gone. Export with gluon_syncbn.revert\(net\)"):
         mx.sym.load_json(text)
+
+
+def test_reset_while_a_healthy_step_is_in_flight(contexts, rng):
+    """It waits for the step, whose replicas find each other and whose results stand."""
+    layer = a_layer(contexts[:2])
+    first, second = shards(rng, contexts[:2])
+    work = nd.ones((1500, 1500), ctx=contexts[1]) * 1e-3
+    work.wait_to_read()
+    with autograd.record():
+        ys = [layer(first)]
+        for _ in range(5):
+            work = nd.dot(work, work)
+        ys.append(layer(second + 0 * work[0, :1].reshape((1, 1, 1, 1))))
+    gluon_syncbn.reset()
+    for y in ys:
+        assert np.isfinite(y.asnumpy()).all()

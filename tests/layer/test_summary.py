@@ -97,6 +97,7 @@ def train(net, contexts, steps=2, trainers=1):
                 ys = [net(nd.random.normal(shape=(2, 3, 32, 32), ctx=c)) for c in contexts]
             autograd.backward(ys)
             trainer.step(2 * len(contexts), ignore_stale_grad=True)
+    nd.waitall()
 
 
 def mixed(contexts):
