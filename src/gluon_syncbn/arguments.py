@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 import sys
-from typing import Any, NoReturn, Sequence
+from typing import Any, List, NoReturn, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -68,6 +68,20 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
 def devices(name: str, value: Any) -> int:
     """How many there are of something that is counted like devices."""
     return whole(name, value, 1, MOST_DEVICES)
+
+
+def block(name: str, value: Any) -> mx.gluon.Block:
+    if not isinstance(value, mx.gluon.Block):
+        refuse(name, value, "a gluon.Block")
+    return value
+
+
+def contexts(name: str, value: Any, expected: str = "a list of mx.Context objects") -> List[mx.Context]:
+    """At least one."""
+    listed = isinstance(value, (list, tuple)) and len(value) > 0
+    if not listed or not all(isinstance(context, mx.Context) for context in value):
+        refuse(name, value, expected)
+    return list(value)
 
 
 def seconds(name: str, value: Any) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Iterator, List, Optional, Set
+from typing import Any, Iterator, List, Optional, Set, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block, HybridBlock, SymbolBlock
@@ -80,10 +80,10 @@ def difference(block: Block) -> str:
     return ""
 
 
-def recorded(block: SymbolBlock) -> List[str]:
-    """What each node of the graph runs, which for a custom operator is its type."""
+def recorded(block: SymbolBlock) -> List[Tuple[str, str]]:
+    """The nodes of the graph, by name and by what they run, which for a custom operator is its type."""
     nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
-    return [node.get("attrs", {}).get("op_type") if node["op"] == "Custom" else node["op"] for node in nodes]
+    return [(node["name"], node["attrs"]["op_type"] if node["op"] == "Custom" else node["op"]) for node in nodes]
 
 
 class Selection:

@@ -12,7 +12,6 @@ from typing import Any, Dict, FrozenSet, List, Optional, Set, Tuple, Type, TypeV
 
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
-from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from . import arguments, blocks
 from .layer import SyncBatchNorm
@@ -83,7 +82,7 @@ def convert(
         One, that names what was selected and stays, and why: subclasses of BatchNorm that do something else, and a
         ``SymbolBlock`` with BatchNorm operators, since recorded graphs cannot be changed.
     """
-    _check_net(net)
+    arguments.block("net", net)
     if not (isinstance(norm_layer, type) and issubclass(norm_layer, SyncBatchNorm)):
         arguments.refuse("norm_layer", norm_layer, "SyncBatchNorm or a subclass of it")
     selection = blocks.Selection(select)
@@ -105,7 +104,7 @@ def convert(
 
 
 def _is_plain(block: Block) -> bool:
-    return isinstance(block, _BatchNorm) and not isinstance(block, SyncBatchNorm)
+    return blocks.is_batch_norm(block) and not isinstance(block, SyncBatchNorm)
 
 
 def _warn(verb: str, stay: List[str]) -> None:
@@ -141,7 +140,7 @@ def revert(net: NetT) -> NetT:
     UserWarning
         Where the network holds a ``SymbolBlock`` that recorded the synchronised operator.
     """
-    _check_net(net)
+    arguments.block("net", net)
     for block in blocks.of(net):
         if isinstance(block, SyncBatchNorm):
             block._release_parameters()
@@ -183,20 +182,15 @@ def freeze(net: NetT, select: Optional[str] = None) -> NetT:
     UserWarning
         Where the network holds a ``SymbolBlock`` with BatchNorm operators, which stay as they are.
     """
-    _check_net(net)
+    arguments.block("net", net)
     selection = blocks.Selection(select)
     for block in blocks.of(net):
-        if isinstance(block, _BatchNorm) and block in selection:
+        if blocks.is_batch_norm(block) and block in selection:
             block._kwargs["use_global_stats"] = True
             block.gamma.grad_req = block.beta.grad_req = "null"
     _forget_graphs(net)
     _warn("freeze", _recorded(net, (*blocks.OPERATORS, "gluon_syncbn"), "freeze"))
     return net
-
-
-def _check_net(net: Any) -> None:
-    if not isinstance(net, Block):
-        arguments.refuse("net", net, "a gluon.Block")
 
 
 def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any], axes: Set[int]) -> None:
@@ -279,7 +273,7 @@ def _forget_graphs(net: Block) -> None:
 def _recorded(net: Block, operators: Tuple[str, ...], verb: str) -> List[str]:
     """Recorded graphs with such operators."""
     graphs = [block for block in blocks.of(net) if isinstance(block, SymbolBlock)]
-    counts = {block: sum(operator in operators for operator in blocks.recorded(block)) for block in graphs}
+    counts = {block: sum(operator in operators for _, operator in blocks.recorded(block)) for block in graphs}
     return [
         f"{block.name or 'a SymbolBlock'}, a recorded graph with {count} normalisation operators: {verb} the network "
         "that it was traced from"

@@ -36,9 +36,10 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
     """
     if isinstance(contexts, Context):
         contexts = [contexts]
-    names = [str(context) for context in contexts] if isinstance(contexts, (list, tuple)) else []
-    if not names or len(set(names)) < len(names) or not all(isinstance(c, Context) for c in contexts):
-        arguments.refuse("contexts", contexts, "a list of different mx.Context objects")
+    expected = "a list of different mx.Context objects"
+    names = [str(context) for context in arguments.contexts("contexts", contexts, expected)]
+    if len(set(names)) < len(names):
+        arguments.refuse("contexts", contexts, expected)
     global _active
     if _active:
         raise ValueError("contexts: devices(...) is active already; leave that block first")

@@ -43,7 +43,7 @@ def _stop_daemons() -> None:
     # A daemon thread that trains may be anywhere in its step. MXNet's exit handler stops the threads of custom
     # operators, then waits for all that was issued: for ever, where an operator of this layer was issued in between.
     # Python ends daemon threads once the handlers are done; these end as they next come out of MXNet.
-    daemons = [thread for thread in session.trainers if thread.daemon and thread.is_alive()]
+    daemons = [thread for thread in session.training_threads if thread.daemon and thread.is_alive()]
     for thread in daemons:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
     until = time.monotonic() + STOPS_WITHIN

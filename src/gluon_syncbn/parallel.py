@@ -49,11 +49,9 @@ class DataParallelModel:
     """
 
     def __init__(self, module: Any, ctx_list: Optional[Sequence[mx.Context]] = None, sync: bool = False) -> None:
-        if not isinstance(module, mx.gluon.Block):
-            arguments.refuse("module", module, "a gluon.Block")
+        self.module = arguments.block("module", module)
         self.ctx_list = _contexts(ctx_list)
         self.sync = arguments.flag("sync", sync)
-        self.module = module
         module.collect_params().reset_ctx(ctx=self.ctx_list)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -123,10 +121,7 @@ def _contexts(contexts: Any) -> Optional[List[mx.Context]]:
     if contexts is None:
         return None
     contexts = [contexts] if isinstance(contexts, mx.Context) else contexts
-    listed = isinstance(contexts, (list, tuple)) and len(contexts) > 0
-    if not listed or not all(isinstance(context, mx.Context) for context in contexts):
-        arguments.refuse("ctx_list", contexts, "None or a list of mx.Context")
-    return list(contexts)
+    return arguments.contexts("ctx_list", contexts, "None or a list of mx.Context")
 
 
 def _scatter(args: Tuple[Any, ...], kwargs: Dict[str, Any], contexts: List[mx.Context]) -> List[Call]:

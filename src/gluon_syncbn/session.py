@@ -32,7 +32,7 @@ class Session:
         self._lock = threading.Lock()  # guards the number of open scopes
         self._open_scopes = 0
         self._of_thread = threading.local()
-        self.trainers: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
+        self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
         self.raised = ""  # the last failure that went through a scope as an exception
         self.ending = False  # exit handlers have begun
 
@@ -100,7 +100,7 @@ class Session:
             first = self._open_scopes == 0
             self._open_scopes += 1
         if not hasattr(self._of_thread, "depth"):
-            self.trainers.add(threading.current_thread())
+            self.training_threads.add(threading.current_thread())
         self._of_thread.depth = self.depth() + 1
         return first
 

@@ -162,8 +162,7 @@ def split_and_load(
     """
     if not isinstance(data, np.ndarray):
         _check_array("data", data, "an NDArray or a numpy.ndarray (shuffle_shards is for batches on devices)")
-    if not isinstance(ctx_list, (list, tuple)) or not ctx_list or not all(isinstance(c, Context) for c in ctx_list):
-        arguments.refuse("ctx_list", ctx_list, "a list of mx.Context objects")
+    ctx_list = arguments.contexts("ctx_list", ctx_list)
     axis = arguments.whole("batch_axis", batch_axis, -data.ndim, data.ndim - 1) % data.ndim
     n, count = data.shape[axis], len(ctx_list)
     if n < count:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Iterator, List, NamedTuple
 
 from mxnet.gluon import Block, SymbolBlock, nn
@@ -43,9 +42,7 @@ def summary(net: Block) -> None:
     ValueError
         Where ``net`` is not a Gluon block.
     """
-    if not isinstance(net, Block):
-        arguments.refuse("net", net, "a gluon.Block")
-    rows = [row for block in blocks.of(net) for row in _rows(block)]
+    rows = [row for block in blocks.of(arguments.block("net", net)) for row in _rows(block)]
     of_batches = [row for row in rows if row.statistics != _NO_BATCH]
     synchronised = sum(row.statistics.startswith(SYNCHRONISED) for row in of_batches)
     widths = [max(map(len, column)) for column in zip(_HEADER, *rows)]
@@ -77,13 +74,12 @@ def _rows(block: Block) -> Iterator[Row]:
     elif isinstance(block, _OF_ONE_SAMPLE):
         yield Row(named, _channels(block), "", "", _contexts(block), _NO_BATCH)
     elif isinstance(block, SymbolBlock):
-        for node in json.loads(block._cached_graph[1].tojson())["nodes"]:
-            operator = node.get("attrs", {}).get("op_type") if node["op"] == "Custom" else node["op"]
+        for name, operator in blocks.recorded(block):
             if operator in blocks.OPERATORS:
                 why = f"it stands in the recorded graph {block.name}".rstrip()
-                yield Row(f"{node['name']} ({operator})", "", "", "", "", f"plain, because {why}")
+                yield Row(f"{name} ({operator})", "", "", "", "", f"plain, because {why}")
             elif operator == "gluon_syncbn":
-                yield Row(f"{node['name']} (SyncBatchNorm)", "", "", "", "", f"{SYNCHRONISED}, in a recorded graph")
+                yield Row(f"{name} (SyncBatchNorm)", "", "", "", "", f"{SYNCHRONISED}, in a recorded graph")
 
 
 def _statistics(layer: SyncBatchNorm) -> str:

@@ -48,7 +48,8 @@ def arrows():
 FLOORS = [
     {"_version", "arguments", "cuda_libraries", "environment", "operators", "reference"},
     {"_native", "cuda"},
-    {"exchange", "logs"},
+    {"logs"},
+    {"exchange"},
     {"session"},
     {"mixed", "replicas", "steps"},
     {"blocks", "devices", "lifetime", "op", "parallel", "patches", "shuffle"},

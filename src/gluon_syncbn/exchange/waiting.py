@@ -6,7 +6,6 @@ A transport brings `post` and `poll` in whatever form its library has them, and 
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import time
 from abc import abstractmethod
@@ -16,9 +15,9 @@ import mxnet as mx
 import numpy as np
 
 from .. import _native
+from ..logs import log
 from .store import Combine, Label, Transport
 
-_log = logging.getLogger("gluon_syncbn")
 _WARN_AFTER = 10.0  # seconds
 _LOOK = 0.05  # seconds between looks at the native core
 
@@ -48,9 +47,7 @@ class Wait:
             transport.give_up(label, no_answer, lambda: transport.late(label, missing, self._limit))
         if waited > _WARN_AFTER and not self._warned:
             self._warned = True
-            _log.warning(
-                "%s Still waiting, until %.0f s.", transport.describe_wait(label, missing, waited), self._limit
-            )
+            log.warning("%s Still waiting, until %.0f s.", transport.describe_wait(label, missing, waited), self._limit)
         if waited - self._looked > _LOOK:
             self._looked = waited
             if not self._native.goes_on():
