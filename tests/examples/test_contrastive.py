@@ -14,16 +14,6 @@ pytest.importorskip("sklearn", reason="the digits and the kNN check come with sc
 Image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
 
 
-@pytest.fixture
-def example_modules():
-    """The example's modules are found by their plain names while a test runs, and no longer."""
-    sys.path.insert(0, str(CONTRASTIVE))
-    yield
-    sys.path.remove(str(CONTRASTIVE))
-    for path in CONTRASTIVE.glob("*.py"):
-        sys.modules.pop(path.stem, None)
-
-
 def run(*arguments, script="train.py"):
     command = [sys.executable, str(CONTRASTIVE / script), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -114,7 +104,7 @@ def test_a_folder_of_images(images, tmp_path):
         (["--resume"], "last.ckpt does not exist"),
     ],
 )
-def test_errors_are_one_line(arguments, text, tmp_path, example_modules, capsys):
+def test_errors_are_one_line(arguments, text, tmp_path, contrastive_modules, capsys):
     from train import main
 
     assert main([*map(str, arguments), "--out", str(tmp_path)]) == 2
@@ -139,7 +129,7 @@ def test_the_comparison(tmp_path):
     assert "local against shuffle: pretext accuracy" in done.stdout
 
 
-def test_the_verdict_is_that_of_the_numbers(example_modules):
+def test_the_verdict_is_that_of_the_numbers(contrastive_modules):
     from demo import verdict
 
     def curves(local, cure):

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import textwrap
 import zipfile
 from pathlib import Path
@@ -19,17 +18,7 @@ TINY = "--model fastscnn --aux --crop-size 64 --base-size 64 --batch-size 4 --te
 TINY += ["--lr", "0.05", "--epochs", "1"]
 # So few spaces that a run comes round to the first ones many times.
 TWO = "--cpus 2 --syncbn --cpu-temp-copies 256".split()
-pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def example_modules():
-    """The example's modules are found by their plain names while this file's tests run, and no longer."""
-    sys.path.insert(0, str(SEGMENTATION))
-    yield
-    sys.path.remove(str(SEGMENTATION))
-    for path in SEGMENTATION.glob("*.py"):
-        sys.modules.pop(path.stem, None)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("segmentation_modules")]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +28,7 @@ def environment(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory, example_modules):
+def data(tmp_path_factory, segmentation_modules):
     """A set of 16 + 6 scenes."""
     from minidata import make_minidata
 

@@ -20,17 +20,7 @@ from segmentation_runs import Process, changed_train, lasting, rows, steps_of, t
 TINY = "--model fastscnn --aux --crop-size 32 --base-size 40 --batch-size 4 --test-batch-size 4 --syncbn".split()
 TINY += "--lr 0.05 --epochs 2 --cpu-temp-copies 256 --no-progress".split()
 FILES = {"last.ckpt", "best.ckpt", "epochs.csv", "steps.csv"}
-pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def example_modules():
-    """The example's modules are found by their plain names while this file's tests run, and no longer."""
-    sys.path.insert(0, str(SEGMENTATION))
-    yield
-    sys.path.remove(str(SEGMENTATION))
-    for path in SEGMENTATION.glob("*.py"):
-        sys.modules.pop(path.stem, None)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("segmentation_modules")]
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +30,7 @@ def environment(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory, example_modules):
+def data(tmp_path_factory, segmentation_modules):
     """A set of 16 + 5 scenes: of the last batch in validation, one process has nothing."""
     from minidata import make_minidata
 

@@ -9,7 +9,7 @@ import mxnet as mx
 from mxnet import autograd, nd
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn import SyncBatchNorm, blocks
 from gluon_syncbn.session import session
 
 from .trial import TIMEOUT, Trial, Wrong, wait_for
@@ -124,7 +124,8 @@ def a_store_that_raises(trial: Trial) -> None:
     (call,) = trial.calls(trial.case.places)
     if trial.case.kvstore is None:
         gluon_syncbn.configure(kvstore="device")
-    exchanges = {layer._replicas.exchange or session.exchange for layer in layers(trial.net)}
+    layers = [block for block in blocks.of(trial.net) if isinstance(block, SyncBatchNorm)]
+    exchanges = {layer._replicas.exchange or session.exchange for layer in layers}
 
     def link_down(*arguments: Any) -> None:
         raise ConnectionError("the link is down")
@@ -202,8 +203,3 @@ def recover(trial: Trial) -> None:
         p.zero_grad()
     trial.specification.forget_gradients(trial.case.contexts)
     trial.start_over(trial.case.seed)  # a call that failed may have taken a permutation, or not
-
-
-def layers(block: Any) -> List[SyncBatchNorm]:
-    own = [block] if isinstance(block, SyncBatchNorm) else []
-    return own + [layer for child in block._children.values() for layer in layers(child)]

@@ -5,6 +5,7 @@
 #include <new>
 #include <sstream>
 
+#include "clock.h"
 #include "log.h"
 #include "meeting/diagnosis.h"
 #include "meeting/stall.h"

@@ -7,11 +7,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <deque>
 #include <fstream>
 #include <mutex>
 #include <string>
+
+#include "clock.h"
 
 namespace syncbn {
 namespace {
@@ -26,8 +27,6 @@ std::atomic<bool> alone{false};
 // What SIGINT did before.
 std::atomic<const struct sigaction*> previous{nullptr}, original{nullptr};
 thread_local int depth = 0;
-
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 double processor_time() {
     timespec t;
@@ -79,7 +78,7 @@ long interrupts() { return interrupted.load(); }
 Stall::Stall(long interrupts_before) : interrupts_(interrupts_before), processor_time_(processor_time()) { sample(); }
 
 void Stall::sample() {
-    const double time = now(), last = samples_.empty() ? time : samples_.back().first;
+    const double time = seconds(), last = samples_.empty() ? time : samples_.back().first;
     waited_ += std::min(time - last, kStopped);  // however slow the machine is, every wait ends
     if (time - last >= kStopped) samples_.clear();
     const double processor = processor_time(), ran = processor - processor_time_;

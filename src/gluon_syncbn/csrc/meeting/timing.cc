@@ -1,7 +1,6 @@
 #include "meeting/timing.h"
 
 #include <algorithm>
-#include <chrono>
 #include <iomanip>
 #include <map>
 #include <mutex>
@@ -32,8 +31,6 @@ Totals& totals() {
 }
 
 }  // namespace
-
-double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 void record_meeting(const std::string& layer, const std::string& call, const Meeting& meeting, const Phase& phase) {
     std::vector<size_t> order(phase.entries.size());

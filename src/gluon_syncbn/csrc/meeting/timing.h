@@ -7,9 +7,6 @@
 
 namespace syncbn {
 
-// On a clock that only goes forward.
-double seconds();
-
 // A phase whose replicas have all arrived, under the room's lock.
 void record_meeting(const std::string& layer, const std::string& call, const Meeting& meeting, const Phase& phase);
 
