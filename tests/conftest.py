@@ -11,9 +11,10 @@ from places import PACKAGE, SOURCES, TESTS
 
 import gluon_syncbn
 
-# Before the first operator of the process, and so before any test module makes an array. Few random states, which every
-# thread that a test starts keeps for good, 5 MB each: GluonCV's helpers start hundreds.
-CONTEXTS = gluon_syncbn.cpu_devices(8, temp_copies=4096, random_copies=4)
+# Before the first operator of the process, and so before any test module makes an array. Few copies: every thread that a
+# test starts keeps 5 MB of each random state for good, and GluonCV's helpers start hundreds; and temporary space grows to
+# 100 GB of addresses with 4096, of which a single map larger than the machine's memory lets no fork happen.
+CONTEXTS = gluon_syncbn.cpu_devices(8, temp_copies=1024, random_copies=4)
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
 
