@@ -11,9 +11,9 @@ from places import PACKAGE, SOURCES, TESTS
 
 import gluon_syncbn
 
-# Before the first operator of the process, and so before any test module makes an array. Few copies: every thread that a
-# test starts keeps 5 MB of each random state for good, and GluonCV's helpers start hundreds; and temporary space grows to
-# 100 GB of addresses with 4096, of which a single map larger than the machine's memory lets no fork happen.
+# Before the first operator of the process, and so before any test module makes an array. Few copies: every thread that
+# a test starts keeps 5 MB of each random state for good, and GluonCV's helpers start hundreds; and with 4096 copies of
+# temporary space the process comes to 100 GB of addresses, in maps too large for a fork.
 CONTEXTS = gluon_syncbn.cpu_devices(8, temp_copies=1024, random_copies=4)
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
