@@ -12,9 +12,10 @@ from places import PACKAGE, SOURCES, TESTS
 import gluon_syncbn
 
 # Before the first operator of the process, and so before any test module makes an array. Few copies: every thread that
-# a test starts keeps 5 MB of each random state for good, and GluonCV's helpers start hundreds; and with 4096 copies of
-# temporary space the process comes to 100 GB of addresses, in maps too large for a fork.
-CONTEXTS = gluon_syncbn.cpu_devices(8, temp_copies=1024, random_copies=4)
+# a test starts keeps 5 MB of each random state for good, and GluonCV's helpers start hundreds; and each copy of
+# temporary space comes to the largest that a test asks for, together more addresses than a fork may copy. What has to
+# fork does so in a process of its own.
+CONTEXTS = gluon_syncbn.cpu_devices(8, temp_copies=512, random_copies=4)
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
 

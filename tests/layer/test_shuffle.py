@@ -106,14 +106,6 @@ def test_many_samples(contexts):
     np.testing.assert_array_equal(np.concatenate([k.asnumpy() for k in batch.apply(lambda x: x)]), data)
 
 
-def test_batches_of_a_data_loader(contexts):
-    data = gluon.data.ArrayDataset(nd.array(numbered(8, 2)))
-    for workers in (0, 1):
-        for x in gluon.data.DataLoader(data, batch_size=4, num_workers=workers):
-            batch = split_and_load(x, contexts[:2], shuffle=SampleShuffle(1))
-            assert_same(batch.apply(lambda x: x), [part.copyto(c) for part, c in zip((x[:2], x[2:]), contexts)])
-
-
 def test_the_shards_are_no_list_that_a_training_loop_takes_by_accident(contexts):
     batch = split_and_load(numbered(4, 2), contexts[:2], shuffle=SampleShuffle(1))
     for use in (iter, len, lambda b: b[0], lambda b: zip(b, b)):

@@ -703,6 +703,9 @@ def main():
     seen = 0
     for epoch in range(2):
         for x, _ in loader:
+            shuffled = gluon_syncbn.split_and_load(x, contexts, shuffle=gluon_syncbn.SampleShuffle(1))
+            parts = np.concatenate([part.asnumpy() for part in shuffled.apply(lambda part: part)])
+            np.testing.assert_array_equal(parts, x.asnumpy())
             shards = np.split(x.asnumpy(), [1])
             got = step(layer, batch._replace(shards=shards, heads=shards), contexts, "float64")
             want = truth(batch._replace(shards=shards, heads=shards))
