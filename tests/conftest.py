@@ -15,7 +15,7 @@ import gluon_syncbn
 # a test starts keeps 5 MB of each random state for good, and GluonCV's helpers start hundreds; and each copy of
 # temporary space comes to the largest that a test asks for, together more addresses than a fork may copy. What has to
 # fork does so in a process of its own.
-CONTEXTS = gluon_syncbn.cpu_devices(8, temp_copies=512, random_copies=4)
+CONTEXTS = gluon_syncbn.cpu_devices(8, temp_copies=256, random_copies=4)
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
 

@@ -18,7 +18,7 @@ except AttributeError as error:  # mxnet 1.9.1 uses numpy.bool, which numpy 1.24
 
 from . import lifetime as _lifetime
 from . import logs as _logs
-from . import parallel
+from . import parallel, symbol
 from . import patches as _patches
 from .convert import convert, freeze, revert
 from .devices import cpu_devices, devices
@@ -51,4 +51,5 @@ __all__ = [
     "shuffle_shards",
     "split_and_load",
     "summary",
+    "symbol",
 ]

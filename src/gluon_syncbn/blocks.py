@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 import mxnet as mx
 from mxnet.gluon import Block, HybridBlock, SymbolBlock
@@ -82,8 +82,11 @@ def difference(block: Block) -> str:
 
 def recorded(block: SymbolBlock) -> List[Tuple[str, str]]:
     """The nodes of the graph, by name and by what they run, which for a custom operator is its type."""
-    nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
-    return [(node["name"], node["attrs"]["op_type"] if node["op"] == "Custom" else node["op"]) for node in nodes]
+    return [(node["name"], operator_of(node)) for node in json.loads(block._cached_graph[1].tojson())["nodes"]]
+
+
+def operator_of(node: Dict[str, Any]) -> str:
+    return node["attrs"]["op_type"] if node["op"] == "Custom" else node["op"]
 
 
 class Selection:
@@ -100,7 +103,7 @@ class Selection:
             arguments.refuse("select", select, f"a regular expression ({error})")
 
     def __contains__(self, block: Block) -> bool:
-        if self._pattern is None:
-            return True
-        names = [block.name, *(parameter.name for parameter in block._reg_params.values())]
-        return any(self._pattern.match(name) for name in names)
+        return self.matches(block.name, *(parameter.name for parameter in block._reg_params.values()))
+
+    def matches(self, *names: str) -> bool:
+        return self._pattern is None or any(self._pattern.match(name) for name in names)

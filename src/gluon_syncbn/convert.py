@@ -7,14 +7,17 @@ registered twice), and parameters, names, their order, hooks and hybridize setti
 
 import inspect
 import warnings
+from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Dict, FrozenSet, List, Optional, Set, Tuple, Type, TypeVar
+from typing import Any, Dict, FrozenSet, Iterator, List, Optional, Sequence, Set, Type, TypeVar
 
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 from . import arguments, blocks
+from .graphs import Left, close_graph, open_graph
 from .layer import SyncBatchNorm
+from .op import NAME
 
 __all__ = ["convert", "freeze", "revert"]
 
@@ -44,7 +47,8 @@ def convert(
     net: NetT, norm_layer: Type[SyncBatchNorm] = SyncBatchNorm, select: Optional[str] = None, **kwargs: Any
 ) -> NetT:
     """Makes the BatchNorm layers of a network synchronised layers: ``nn.BatchNorm``, ``nn.BatchNormReLU``, contrib's
-    ``SyncBatchNorm``, and subclasses of the first two that compute the same.
+    ``SyncBatchNorm``, subclasses of the first two that compute the same, and the nodes of these in the graph of a
+    ``SymbolBlock``, which becomes one of a class of its own.
 
     Parameters stay the same objects: values, contexts, grad_req, lr_mult, wd_mult, initialisers and pending
     initialisation, names and order. Each layer keeps its axis, momentum, epsilon, scale, center, the present
@@ -79,27 +83,27 @@ def convert(
     Warns
     -----
     UserWarning
-        One, that names what was selected and stays, and why: subclasses of BatchNorm that do something else, and a
-        ``SymbolBlock`` with BatchNorm operators, since recorded graphs cannot be changed.
+        One, that names what was selected and stays, and why: subclasses of BatchNorm that do something else, and nodes
+        whose gamma is no parameter or whose mean is used elsewhere in the graph.
     """
     arguments.block("net", net)
     if not (isinstance(norm_layer, type) and issubclass(norm_layer, SyncBatchNorm)):
         arguments.refuse("norm_layer", norm_layer, "SyncBatchNorm or a subclass of it")
     selection = blocks.Selection(select)
-    plain = [block for block in blocks.of(net) if _is_plain(block) and block in selection]
-    reasons = {id(block): blocks.difference(block) for block in plain}
-    plain, left = [b for b in plain if not reasons[id(b)]], [b for b in plain if reasons[id(b)]]
-    _check_kwargs(norm_layer, kwargs, {1, *(_axis(block._kwargs) for block in plain)})
+    with _open_graphs(net) as nodes:
+        plain = [block for block in blocks.of(net) if _is_plain(block) and block in selection]
+        reasons = {id(block): blocks.difference(block) for block in plain}
+        plain, left = [b for b in plain if not reasons[id(b)]], [b for b in plain if reasons[id(b)]]
+        _check_kwargs(norm_layer, kwargs, {1, *(_axis(block._kwargs) for block in plain)})
 
-    for block in plain:
-        origin = (type(block), dict(block._kwargs))
-        _become(block, norm_layer, kwargs)
-        if origin[0] is not ContribSyncBatchNorm:
-            block._origin = origin
-        block._adopt_parameters()
-    _forget_graphs(net)
-    stay = [f"{block.name} ({type(block).__name__}: {reasons[id(block)]})" for block in left]
-    _warn("convert", stay + _recorded(net, blocks.OPERATORS, "convert"))
+        for block in plain:
+            origin = (type(block), dict(block._kwargs))
+            _become(block, norm_layer, kwargs)
+            if origin[0] is not ContribSyncBatchNorm:
+                block._origin = origin
+            block._adopt_parameters()
+    stay = [Left(block.name, type(block).__name__, reasons[id(block)]) for block in left]
+    _warn("convert", selection, stay + nodes)
     return net
 
 
@@ -107,9 +111,24 @@ def _is_plain(block: Block) -> bool:
     return blocks.is_batch_norm(block) and not isinstance(block, SyncBatchNorm)
 
 
-def _warn(verb: str, stay: List[str]) -> None:
-    if stay:
-        some = "; ".join(stay[:5]) + (f"; and {len(stay) - 5} more" if len(stay) > 5 else "")
+@contextmanager
+def _open_graphs(net: Block) -> Iterator[List[Left]]:
+    """Makes layers of the nodes in recorded graphs, and graphs of them again; what was recorded with the old layers is
+    forgotten. Gives the nodes that no layer stands for.
+    """
+    recorded = [block for block in blocks.of(net) if isinstance(block, SymbolBlock)]
+    try:
+        yield [node for block in recorded for node in open_graph(block)]
+    finally:
+        for block in recorded:
+            close_graph(block)
+        _forget_graphs(net)
+
+
+def _warn(verb: str, selection: blocks.Selection, stay: Sequence[Left]) -> None:
+    texts = [f"{one.name} ({one.operator}: {one.reason})" for one in stay if selection.matches(one.name)]
+    if texts:
+        some = "; ".join(texts[:5]) + (f"; and {len(texts) - 5} more" if len(texts) > 5 else "")
         warnings.warn(f"{verb} left as it was: {some}", stacklevel=3)
 
 
@@ -138,19 +157,19 @@ def revert(net: NetT) -> NetT:
     Warns
     -----
     UserWarning
-        Where the network holds a ``SymbolBlock`` that recorded the synchronised operator.
+        One, that names the nodes of recorded graphs that stay synchronised, and why.
     """
     arguments.block("net", net)
-    for block in blocks.of(net):
-        if isinstance(block, SyncBatchNorm):
-            block._release_parameters()
-            origin = block._origin
-            if origin is None:
-                _become(block, nn.BatchNormReLU if block.fuse_relu else nn.BatchNorm, {})
-            else:
-                _become_again(block, *origin)
-    _forget_graphs(net)
-    _warn("revert", _recorded(net, ("gluon_syncbn",), "revert"))
+    with _open_graphs(net) as nodes:
+        for block in blocks.of(net):
+            if isinstance(block, SyncBatchNorm):
+                block._release_parameters()
+                origin = block._origin
+                if origin is None:
+                    _become(block, nn.BatchNormReLU if block.fuse_relu else nn.BatchNorm, {})
+                else:
+                    _become_again(block, *origin)
+    _warn("revert", blocks.Selection(None), [node for node in nodes if node.operator == NAME])
     return net
 
 
@@ -180,16 +199,16 @@ def freeze(net: NetT, select: Optional[str] = None) -> NetT:
     Warns
     -----
     UserWarning
-        Where the network holds a ``SymbolBlock`` with BatchNorm operators, which stay as they are.
+        One, that names the nodes of recorded graphs that were selected and stay as they are, and why.
     """
     arguments.block("net", net)
     selection = blocks.Selection(select)
-    for block in blocks.of(net):
-        if blocks.is_batch_norm(block) and block in selection:
-            block._kwargs["use_global_stats"] = True
-            block.gamma.grad_req = block.beta.grad_req = "null"
-    _forget_graphs(net)
-    _warn("freeze", _recorded(net, (*blocks.OPERATORS, "gluon_syncbn"), "freeze"))
+    with _open_graphs(net) as nodes:
+        for block in blocks.of(net):
+            if blocks.is_batch_norm(block) and block in selection:
+                block._kwargs["use_global_stats"] = True
+                block.gamma.grad_req = block.beta.grad_req = "null"
+    _warn("freeze", selection, nodes)
     return net
 
 
@@ -268,15 +287,3 @@ def _forget_graphs(net: Block) -> None:
     for block in blocks.of(net):
         if isinstance(block, HybridBlock):
             block._clear_cached_op()
-
-
-def _recorded(net: Block, operators: Tuple[str, ...], verb: str) -> List[str]:
-    """Recorded graphs with such operators."""
-    graphs = [block for block in blocks.of(net) if isinstance(block, SymbolBlock)]
-    counts = {block: sum(operator in operators for _, operator in blocks.recorded(block)) for block in graphs}
-    return [
-        f"{block.name or 'a SymbolBlock'}, a recorded graph with {count} normalisation operators: {verb} the network "
-        "that it was traced from"
-        for block, count in counts.items()
-        if count
-    ]

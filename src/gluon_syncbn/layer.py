@@ -223,7 +223,7 @@ class _ReplicatedParameter(Parameter):
             arguments.refuse("running_mean", parameter, "a gluon.Parameter")
         parameter._followers.append(replicas)
         if parameter._data is not None:
-            replicas.set_contexts(parameter.list_ctx(), parameter.shape[0])
+            replicas.set_contexts(parameter.list_ctx(), parameter._data[0].shape[0])
 
     @staticmethod
     def unfollow(parameter: Parameter, replicas: Replicas) -> None:
@@ -235,4 +235,4 @@ class _ReplicatedParameter(Parameter):
     def _init_impl(self, data: Any, ctx_list: Any) -> None:
         super()._init_impl(data, ctx_list)
         for replicas in self._followers:
-            replicas.set_contexts(self.list_ctx(), self.shape[0])
+            replicas.set_contexts(self.list_ctx(), self._data[0].shape[0])

@@ -13,8 +13,14 @@ from .replicas import Replicas
 
 _native.register()
 
-# The order is that of `Role` in csrc/operator/call.h.
-_WHOLE, _MEET, _TRACK = range(3)
+#: MXNet's ``op_type``.
+NAME = "gluon_syncbn"
+
+
+class Role:
+    """Which part of a call a node is; the numbers are those of `Role` in csrc/operator/call.h."""
+
+    WHOLE, MEET, TRACK = range(3)
 
 
 def sync_batch_norm(
@@ -46,7 +52,7 @@ def sync_batch_norm(
     guarded = not replicas.contexts or any(context.device_type != "gpu" for context in replicas.contexts)
     custom = functools.partial(
         F.Custom,
-        op_type="gluon_syncbn",
+        op_type=NAME,
         layer=replicas.token,
         lanes=lanes,
         node=node,
@@ -58,10 +64,12 @@ def sync_batch_norm(
     )
     x = F.SwapAxis(x, dim1=0, dim2=0) if guarded else x
     if lanes == 1:
-        y = custom(x, gamma, beta, running_mean, running_var, role=_WHOLE, name="fwd")
+        y = custom(x, gamma, beta, running_mean, running_var, role=Role.WHOLE, name="fwd")
     else:
-        y, batch = custom(x, gamma, beta, role=_MEET, name="fwd")
-        track = functools.partial(custom, y, gamma, beta, batch, running_mean, running_var, role=_TRACK, name="track")
+        y, batch = custom(x, gamma, beta, role=Role.MEET, name="fwd")
+        track = functools.partial(
+            custom, y, gamma, beta, batch, running_mean, running_var, role=Role.TRACK, name="track"
+        )
         if node >= 0:  # it predicts, too
             y = track()
         else:

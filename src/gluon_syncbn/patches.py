@@ -52,6 +52,12 @@ def remove() -> None:
         setattr(*_replaced.pop())
 
 
+def replace_once(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
+    """Changes what only some need, when they first need it."""
+    if all((changed, what) != (owner, name) for changed, what, _ in _replaced):
+        _replace(owner, name, wrap)
+
+
 def _replace(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
     original = getattr(owner, name)
     _replaced.append((owner, name, original))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, List, NamedTuple, Optional
+from typing import Any, ClassVar, List, NamedTuple, Optional, Tuple
 
 from mxnet.context import Context
 
@@ -70,6 +70,8 @@ class Replicas:
         Seconds that a replica waits for the others. By default what `configure` says.
     """
 
+    _of_tokens: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
+
     def __init__(
         self,
         name: str,
@@ -90,11 +92,17 @@ class Replicas:
         mode = MODES.index(pooling.mode)
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0)
         self.token = _native.layer_token(self.id)
+        self._of_tokens[self.token] = self
         weakref.finalize(self, _native.layer_drop, self.id).atexit = False  # a daemon thread may still use it
         if timeout is not None:
             _native.layer_timeout(self.id, timeout)
         if exchange is not None:
             _native.layer_reach(self.id, reach(exchange))
+
+    @classmethod
+    def of_token(cls, token: str) -> Optional[Replicas]:
+        """Those that a node of a graph names, where they are of this process and not gone."""
+        return cls._of_tokens.get(token)
 
     def set_contexts(self, contexts: List[Context], channels: int) -> None:
         """The contexts that hold the layer's parameters; a repeated one holds several replicas."""
@@ -113,6 +121,10 @@ class Replicas:
         session.register(LayerInfo(self.id, self.name, unique, replicas, channels, *self.pooling), self.exchange)
         _native.layer_place(self.id, [str(context) for context in unique], replicas)
 
+    def settings(self) -> Tuple[Pooling, Optional[int], Optional[Exchange], Optional[float]]:
+        """All but the name, as the constructor takes them."""
+        return self.pooling, self.num_devices, self.exchange, self.timeout
+
     def count(self) -> int:
         """Replicas of this process, where the contexts are known."""
         return self.num_devices or len(self.given)
@@ -127,7 +139,7 @@ class Replicas:
 
     def __deepcopy__(self, memo: dict) -> Replicas:
         # A copy of a net trains on its own: its replicas must not meet those of the original.
-        twin = Replicas(self.name, self.pooling, self.num_devices, self.exchange, self.timeout)
+        twin = Replicas(self.name, *self.settings())
         memo[id(self)] = twin
         if self.contexts:
             twin.set_contexts(self.given, self.channels)

@@ -8,7 +8,9 @@ from mxnet.gluon import Block, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 from . import arguments, blocks
+from .graphs import Opened
 from .layer import SyncBatchNorm
+from .op import NAME
 
 __all__ = ["summary"]
 
@@ -73,12 +75,15 @@ def _rows(block: Block) -> Iterator[Row]:
         )
     elif isinstance(block, _OF_ONE_SAMPLE):
         yield Row(named, _channels(block), "", "", _contexts(block), _NO_BATCH)
+    elif isinstance(block, Opened):
+        for node in block._left:
+            yield Row(f"{node.name} ({node.operator})", "", "", "", "", f"plain, because {node.reason}")
     elif isinstance(block, SymbolBlock):
         for name, operator in blocks.recorded(block):
             if operator in blocks.OPERATORS:
-                why = f"it stands in the recorded graph {block.name}".rstrip()
+                why = f"it stands in the recorded graph {block.name}".rstrip() + "; convert(net) changes it"
                 yield Row(f"{name} ({operator})", "", "", "", "", f"plain, because {why}")
-            elif operator == "gluon_syncbn":
+            elif operator == NAME:
                 yield Row(f"{name} (SyncBatchNorm)", "", "", "", "", f"{SYNCHRONISED}, in a recorded graph")
 
 

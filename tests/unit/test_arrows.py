@@ -54,7 +54,8 @@ FLOORS = [
     {"mixed", "replicas", "steps"},
     {"blocks", "devices", "lifetime", "op", "parallel", "patches", "shuffle"},
     {"layer"},
-    {"convert", "summary"},
+    {"graphs"},
+    {"convert", "summary", "symbol"},
     {""},  # __init__
     {"__main__"},
 ]

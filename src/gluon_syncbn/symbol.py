@@ -1,0 +1,106 @@
+"""`SyncBatchNorm` for graphs that are written as symbols, such as the necks of GluonCV's detectors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Callable, List, Optional
+
+import mxnet as mx
+from mxnet.gluon import SymbolBlock
+
+from . import arguments, blocks, layer, patches
+from .graphs import open_graph
+from .op import NAME
+
+__all__ = ["SyncBatchNorm"]
+
+# A node of a symbol can keep nothing alive, so what was written stays for as long as the process.
+_written: List[layer.SyncBatchNorm] = []
+
+
+def SyncBatchNorm(
+    data: mx.sym.Symbol,
+    gamma: Optional[mx.sym.Symbol] = None,
+    beta: Optional[mx.sym.Symbol] = None,
+    moving_mean: Optional[mx.sym.Symbol] = None,
+    moving_var: Optional[mx.sym.Symbol] = None,
+    eps: float = 1e-3,
+    momentum: float = 0.9,
+    fix_gamma: bool = True,
+    use_global_stats: bool = False,
+    output_mean_var: bool = False,
+    ndev: Any = None,
+    key: Any = None,
+    name: Optional[str] = None,
+    **kwargs: Any,
+) -> mx.sym.Symbol:
+    """`gluon_syncbn.SyncBatchNorm` as a symbol, with the arguments of ``mx.sym.contrib.SyncBatchNorm``::
+
+        net = gluoncv.model_zoo.faster_rcnn_fpn_resnet50_v1b_coco(
+            norm_layer=gluon_syncbn.SyncBatchNorm, sym_norm_layer=gluon_syncbn.symbol.SyncBatchNorm, ...)
+
+    The graph goes into a ``SymbolBlock``, whose parameters say what the replicas are. From the first use on, a
+    ``SymbolBlock`` that is made with such a graph is one whose layers `convert`, `revert`, `freeze` and `summary` see.
+
+    Parameters
+    ----------
+    data : Symbol
+        2 to 5 dimensions.
+    gamma, beta, moving_mean, moving_var : Symbol, optional
+        By default variables that are called after the node.
+    eps, momentum : float
+        At least 0; within [0, 1].
+    fix_gamma, use_global_stats : bool
+        Whether gamma counts as 1; whether training, too, uses the running statistics.
+    output_mean_var : bool
+        Only False.
+    ndev, key
+        Of contrib's operator, and not needed.
+    name : str, optional
+        Name of the node. By default numbered, as MXNet does with a ``BatchNorm``.
+    **kwargs
+        ``axis``, ``mode``, ``virtual_devices``, ``group_size``, ``num_devices``, ``kvstore``, ``timeout`` of the layer.
+
+    Returns
+    -------
+    Symbol
+        Of the shape and type of the data.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is not what is said above.
+    MXNetError
+        In a training step of a graph that is in no ``SymbolBlock``.
+    """
+    inputs = dict(data=data, gamma=gamma, beta=beta, moving_mean=moving_mean, moving_var=moving_var)
+    for argument, value in inputs.items():
+        if not isinstance(value, mx.sym.Symbol) and (value is not None or argument == "data"):
+            arguments.refuse(argument, value, "a Symbol")
+    if arguments.flag("output_mean_var", output_mean_var):
+        arguments.refuse("output_mean_var", output_mean_var, "False")
+    patches.replace_once(SymbolBlock, "__init__", _opening)
+    name = mx.sym.BatchNorm(data, name=name).name
+    node = layer.SyncBatchNorm(
+        momentum=momentum,
+        epsilon=eps,
+        scale=not arguments.flag("fix_gamma", fix_gamma),
+        use_global_stats=use_global_stats,
+        prefix=f"{name}_",
+        **kwargs,
+    )
+    _written.append(node)
+    variables = [mx.sym.var(f"{name}_{argument}") if value is None else value for argument, value in inputs.items()]
+    with node.name_scope():
+        return node.hybrid_forward(mx.sym, *variables)
+
+
+def _opening(construct: Callable[..., None]) -> Callable[..., None]:
+    def opened(block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
+        construct(block, *args, **kwargs)
+        tokens = {node._replicas.token for node in _written}
+        nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
+        if any(blocks.operator_of(node) == NAME and node["attrs"]["layer"] in tokens for node in nodes):
+            open_graph(block)
+
+    return opened
