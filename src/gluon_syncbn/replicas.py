@@ -8,12 +8,14 @@ from typing import Any, ClassVar, List, NamedTuple, Optional, Tuple
 from mxnet.context import Context
 
 from . import _native, arguments, cuda
-from .environment import at_least
+from .environment import at_least, by_default
 from .exchange.base import Exchange, LayerInfo
 from .session import reach, session
 
 #: The order is that of `Mode` in csrc/pooling/pooling.h.
 MODES = ("sync", "local", "shuffle")
+#: Enough for two replicas of a net with three layers.
+TEMP_COPIES = 16
 
 
 class Pooling(NamedTuple):
@@ -89,6 +91,9 @@ class Replicas:
         self.given: List[Context] = []
         self.contexts: List[Context] = []  # the same, each once
         self.problem = ""  # why these contexts cannot train
+        # Replicas on CPU contexts need more than MXNet's own 4 copies of temporary space in any net, and those of a deep
+        # one as many as `cpu_devices` sets. As a rule a layer is made before the first operator, when MXNet reads it.
+        by_default("MXNET_CPU_TEMP_COPY", TEMP_COPIES)
         mode = MODES.index(pooling.mode)
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0)
         self.token = _native.layer_token(self.id)

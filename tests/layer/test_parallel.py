@@ -1,6 +1,8 @@
 """`gluon_syncbn.parallel` beside GluonCV's helpers, whose signatures and results it has."""
 
 import os
+import subprocess
+import sys
 import threading
 
 import mxnet as mx
@@ -9,6 +11,7 @@ import pytest
 from gluoncv.utils import parallel as gluoncv
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from places import PACKAGE
 from replicas import WAYS, assert_same, make_batch, prepare, short_waits, step, truth
 
 import gluon_syncbn
@@ -90,6 +93,41 @@ def test_replicas_that_share_a_context(rng, helpers, sync, dtype):
         np.testing.assert_allclose(parameters[name] / scale, value / scale, atol=tolerance, err_msg=name)
     evaluated = helpers.DataParallelModel(net, shared, sync=sync)(nd.array(batches[0][0], dtype=dtype))
     assert [part.shape for (part,) in evaluated] == [(2, 10), (2, 10)]
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_replicas_that_share_a_context_in_a_script_that_prepares_nothing(helpers, dtype):
+    """GluonCV's own test of its helpers, with three layers in its net: nothing but the net is this package's."""
+    program = f"""
+import mxnet as mx
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+import gluon_syncbn
+from {helpers.__name__} import DataParallelCriterion, DataParallelModel
+
+gluon_syncbn.configure(timeout=60)
+net = nn.HybridSequential()
+for channels in (5, 7):
+    net.add(nn.Conv2D(channels, 5), gluon_syncbn.SyncBatchNorm(), nn.Activation("relu"), nn.MaxPool2D(2, 2))
+net.add(nn.Flatten(), nn.Dense(8), gluon_syncbn.SyncBatchNorm(), nn.Activation("relu"), nn.Dense(10))
+net.initialize()
+net.cast("{dtype}")
+net(nd.zeros((1, 1, 28, 28), dtype="{dtype}"))
+for sync in (True, False):
+    model = DataParallelModel(net, [mx.cpu(0)] * 2, sync=sync)
+    criterion = DataParallelCriterion(gluon.loss.SoftmaxCELoss(), [mx.cpu(0)] * 2, sync=sync)
+    for _ in range(5):
+        with autograd.record():
+            losses = criterion(model(nd.random.uniform(shape=(2, 1, 28, 28), dtype="{dtype}")), nd.ones(2))
+            autograd.backward(losses)
+    model(nd.random.uniform(shape=(2, 1, 28, 28), dtype="{dtype}"))
+    nd.waitall()
+"""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MXNET_")}
+    kept["PYTHONPATH"] = str(PACKAGE.parent)
+    done = subprocess.run([sys.executable, "-c", program], env=kept, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @BOTH
