@@ -23,6 +23,7 @@ from . import patches as _patches
 from .convert import convert, freeze, revert
 from .devices import cpu_devices, devices
 from .layer import ShuffleBatchNorm, SyncBatchNorm
+from .replacements import install, uninstall
 from .session import configure, kvstore
 from .shuffle import SampleShuffle, ShuffledBatch, ShuffleSampler, shuffle_shards, split_and_load
 from .steps import reset
@@ -44,6 +45,7 @@ __all__ = [
     "cpu_devices",
     "devices",
     "freeze",
+    "install",
     "kvstore",
     "parallel",
     "reset",
@@ -52,4 +54,5 @@ __all__ = [
     "split_and_load",
     "summary",
     "symbol",
+    "uninstall",
 ]

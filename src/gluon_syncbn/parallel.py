@@ -16,7 +16,13 @@ from mxnet.gluon.utils import split_and_load
 
 from . import arguments
 
-__all__ = ["DataParallelCriterion", "DataParallelModel", "parallel_backward"]
+__all__ = [
+    "DataParallelCriterion",
+    "DataParallelModel",
+    "criterion_parallel_apply",
+    "parallel_apply",
+    "parallel_backward",
+]
 
 Call = Tuple[Tuple[Any, ...], Dict[str, Any]]  # arguments of a replica
 
@@ -27,7 +33,8 @@ class DataParallelModel:
     Parameters
     ----------
     module : gluon.Block
-        The network, whose parameters are put on the contexts.
+        The network, whose parameters are put on the contexts; or what can be called and has its ``collect_params``, as
+        GluonCV's ``SegEvalModel``.
     ctx_list : list of Context, optional
         One for each replica; several replicas may share one. CPU contexts are those of `cpu_devices`, with as many as
         there are replicas. By default the network is called as it is.
@@ -49,7 +56,9 @@ class DataParallelModel:
     """
 
     def __init__(self, module: Any, ctx_list: Optional[Sequence[mx.Context]] = None, sync: bool = False) -> None:
-        self.module = arguments.block("module", module)
+        if isinstance(module, type) or not callable(module) or not callable(getattr(module, "collect_params", None)):
+            arguments.refuse("module", module, "a network: something that can be called and has collect_params")
+        self.module = module
         self.ctx_list = _contexts(ctx_list)
         self.sync = arguments.flag("sync", sync)
         module.collect_params().reset_ctx(ctx=self.ctx_list)
@@ -93,8 +102,7 @@ class DataParallelCriterion:
     def __init__(
         self, module: Callable[..., Any], ctx_list: Optional[Sequence[mx.Context]] = None, sync: bool = False
     ) -> None:
-        if not callable(module):
-            arguments.refuse("module", module, "a loss: something that can be called")
+        _callable("module", module, "a loss")
         self.ctx_list = _contexts(ctx_list)
         self.sync = arguments.flag("sync", sync)
         self.module = module
@@ -112,9 +120,63 @@ class DataParallelCriterion:
         return _apply(lambda args, kwargs: self.module(*args, **kwargs), calls, self.sync)
 
 
+def parallel_apply(
+    module: Callable[..., Any],
+    inputs: Sequence[Sequence[Any]],
+    kwargs_tup: Optional[Sequence[Dict[str, Any]]] = None,
+    sync: bool = False,
+) -> Tuple[Any, ...]:
+    """The outputs of each replica, each a tuple, from arguments that are on its context already.
+
+    Parameters
+    ----------
+    module : callable
+        The network.
+    inputs, kwargs_tup : sequences
+        For each replica its arguments, and those by name.
+    sync : bool
+        Whether the call waits for the outputs, so that an error is raised by it.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is not what is said above, or ``kwargs_tup`` not as long as ``inputs``.
+    """
+    _callable("module", module, "a network")
+    calls = _zipped("kwargs_tup", inputs, kwargs_tup)
+    return _apply(lambda args, kwargs: _as_tuple(module(*args, **kwargs)), calls, arguments.flag("sync", sync))
+
+
+def criterion_parallel_apply(
+    module: Callable[..., Any],
+    inputs: Sequence[Sequence[Any]],
+    targets: Sequence[Sequence[Any]],
+    kwargs_tup: Optional[Sequence[Dict[str, Any]]] = None,
+    sync: bool = False,
+) -> Tuple[Any, ...]:
+    """As `parallel_apply`, for a loss: called with a replica's inputs, then its targets; what it returns is left so."""
+    if len(targets) != len(inputs):
+        arguments.refuse("targets", f"{len(targets)} of them", f"those of {len(inputs)} replicas")
+    _callable("module", module, "a loss")
+    calls = _zipped("kwargs_tup", [(*outputs, *wanted) for outputs, wanted in zip(inputs, targets)], kwargs_tup)
+    return _apply(lambda args, kwargs: module(*args, **kwargs), calls, arguments.flag("sync", sync))
+
+
 def parallel_backward(losses: Sequence[Any], sync: bool = True) -> None:
     """The backward of each replica's loss, side by side. ``sync`` is GluonCV's, and changes nothing."""
     autograd.backward(list(losses))
+
+
+def _callable(name: str, value: Any, what: str) -> None:
+    if not callable(value):
+        arguments.refuse(name, value, f"{what}: something that can be called")
+
+
+def _zipped(name: str, args: Sequence[Any], kwargs: Optional[Sequence[Dict[str, Any]]]) -> List[Call]:
+    kwargs = kwargs if kwargs else [{} for _ in args]
+    if len(kwargs) != len(args):
+        arguments.refuse(name, f"{len(kwargs)} of them", f"those of {len(args)} replicas")
+    return [(tuple(each), dict(named)) for each, named in zip(args, kwargs)]
 
 
 def _contexts(contexts: Any) -> Optional[List[mx.Context]]:

@@ -91,8 +91,8 @@ class Replicas:
         self.given: List[Context] = []
         self.contexts: List[Context] = []  # the same, each once
         self.problem = ""  # why these contexts cannot train
-        # Replicas on CPU contexts need more than MXNet's own 4 copies of temporary space in any net, and those of a deep
-        # one as many as `cpu_devices` sets. As a rule a layer is made before the first operator, when MXNet reads it.
+        # MXNet's own 4 copies of temporary space are too few for replicas on CPU contexts; a deep net wants those of
+        # `cpu_devices`. As a rule a layer is made before the first operator, when MXNet reads how many.
         by_default("MXNET_CPU_TEMP_COPY", TEMP_COPIES)
         mode = MODES.index(pooling.mode)
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any, Callable, List, Optional
 
 import mxnet as mx
@@ -83,7 +84,7 @@ def SyncBatchNorm(
     name = mx.sym.BatchNorm(data, name=name).name
     node = layer.SyncBatchNorm(
         momentum=momentum,
-        epsilon=eps,
+        epsilon=arguments.number("eps", eps, 0, sys.float_info.max, "a finite number of at least 0"),
         scale=not arguments.flag("fix_gamma", fix_gamma),
         use_global_stats=use_global_stats,
         prefix=f"{name}_",

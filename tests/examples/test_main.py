@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from gluon_syncbn import __main__ as check
 from gluon_syncbn import _native, reference
+from gluon_syncbn import selfcheck as check
 
 
 def test_a_sound_installation():

@@ -330,7 +330,7 @@ def test_a_symbol_in_no_block_is_an_error(contexts):
     [
         (dict(data=3), "data: 3 was given, expected a Symbol"),
         (dict(gamma="g"), "gamma: 'g' was given, expected a Symbol"),
-        (dict(eps=-1), "epsilon: -1 was given"),
+        (dict(eps=-1), "eps: -1 was given"),
         (dict(fix_gamma="no"), "fix_gamma: 'no' was given"),
         (dict(output_mean_var=True), "output_mean_var: True was given, expected False"),
         (dict(mode="none"), "mode: 'none' was given"),

@@ -48,6 +48,8 @@ WRONG = {
     "shuffle": [None, 3, True, [SampleShuffle(1)], nd.ones(1), Stranger()],
     "array": [None, 3, "array", [nd.ones((4, 2))], nd.ones((4, 2)).tostype("csr"), mx.np.ones((4, 2)), Stranger()],
     "arrays": [None, 3, [], nd.ones((4, 2)), [nd.ones((2, 2)), 3], [nd.ones((2, 2)), nd.ones((2, 3))]],
+    "symbol": [None, 3, "data", nd.ones(1), Stranger()],
+    "optional symbol": [3, "gamma", nd.ones(1), Stranger()],
     "last_batch": [None, "rollover", ["keep"], nd.ones(1), Stranger()],
 }
 
@@ -125,6 +127,7 @@ CALLS = {
     ),
     "devices": (enter, {"contexts": "contexts"}),
     "kvstore": (gluon_syncbn.kvstore, {"name": "process store"}),
+    "install": (gluon_syncbn.install, {"cpus": "optional count"}),
     "parallel.DataParallelModel": (
         data_parallel,
         {"module": "net", "ctx_list": "optional contexts", "sync": "flag"},
@@ -132,6 +135,26 @@ CALLS = {
     "parallel.DataParallelCriterion": (
         criterion,
         {"module": "loss", "ctx_list": "optional contexts", "sync": "flag"},
+    ),
+    "parallel.parallel_apply": (
+        lambda **kwargs: gluon_syncbn.parallel.parallel_apply(**{"module": abs, "inputs": [], **kwargs}),
+        {"module": "loss", "sync": "flag"},
+    ),
+    "parallel.criterion_parallel_apply": (
+        lambda **kwargs: gluon_syncbn.parallel.criterion_parallel_apply(
+            **{"module": abs, "inputs": [], "targets": [], **kwargs}
+        ),
+        {"module": "loss", "sync": "flag"},
+    ),
+    "symbol.SyncBatchNorm": (
+        lambda **kwargs: gluon_syncbn.symbol.SyncBatchNorm(**{"data": mx.sym.var("data"), **kwargs}),
+        {
+            "data": "symbol",
+            **dict.fromkeys(("gamma", "beta", "moving_mean", "moving_var"), "optional symbol"),
+            "eps": "at least 0",
+            **dict.fromkeys(("fix_gamma", "use_global_stats", "output_mean_var"), "flag"),
+            **{name: kind for name, kind in LAYER.items() if name not in ("epsilon", "center", "scale", "in_channels")},
+        },
     ),
     "SampleShuffle": (
         lambda **kwargs: SampleShuffle(**{"seed": 1, **kwargs}),
@@ -163,7 +186,7 @@ CALLS = {
     "shuffle_shards": (shuffled, {"shards": "arrays", "batch_axis": "whole", "shuffle": "shuffle"}),
 }
 #: They take no argument, or are made by the functions above alone.
-WITHOUT = {"__version__", "reset", "ShuffledBatch"}
+WITHOUT = {"__version__", "reset", "ShuffledBatch", "uninstall"}
 
 
 def test_the_table_knows_all_of_the_package():

@@ -55,8 +55,10 @@ FLOORS = [
     {"blocks", "devices", "lifetime", "op", "parallel", "patches", "shuffle"},
     {"layer"},
     {"graphs"},
-    {"convert", "summary", "symbol"},
+    {"symbol"},
+    {"convert", "replacements", "summary"},
     {""},  # __init__
+    {"run", "selfcheck"},
     {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -88,7 +90,7 @@ def test_imports_among_the_exchanges():
 def test_the_core_and_the_driver_are_behind_one_module_each():
     users = {module for module, path in MODULES.items() if any(n.split(".")[0] == "ctypes" for n in imports(path))}
     # `operators` passes a handle of MXNet on, the self-check asks NVRTC for its version, `lifetime` has threads end.
-    others = {"operators", "__main__", "lifetime"}
+    others = {"operators", "selfcheck", "lifetime"}
     assert users == {f"gluon_syncbn.{name}" for name in {"_native", "cuda", "cuda_libraries"} | others}
 
 

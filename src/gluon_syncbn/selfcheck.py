@@ -1,0 +1,173 @@
+"""Self-check: what serves on this machine, and whether it works. Exit code 1 where something is broken.
+
+``python -m gluon_syncbn``
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import re
+from typing import Callable, List, Optional, Sequence
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+
+from . import SyncBatchNorm, __version__, _native, configure, cpu_devices, cuda, cuda_libraries, reference
+from .exchange import named
+
+NVRTC = "libnvrtc.so.11.2"
+INDENT = "\n" + " " * 18
+CPU_BUILD = "none: this is a CPU build of MXNet"
+CONTEXTS = cpu_devices(2)
+
+
+def versions() -> str:
+    builds = {}  # by name: an editable package is found twice
+    for distribution in importlib.metadata.distributions():
+        name = str(distribution.metadata["Name"]).lower().replace("_", "-")
+        if re.fullmatch(r"mxnet(-(cu\d+(mkl)?|mkl|native))?", name):
+            builds[name] = distribution.version
+    if len(builds) > 1:
+        both = " and ".join(f"{name} {version}" for name, version in sorted(builds.items()))
+        raise RuntimeError(
+            f"{both} are installed and have overwritten each other's files: `pip uninstall "
+            f"{' '.join(sorted(builds))}`, then install one of them, with "
+            "`pip install 'gluon_syncbn[cpu]'` or `'gluon_syncbn[cu112]'`"
+        )
+    return (
+        f"gluon_syncbn {__version__}, Apache MXNet {mx.__version__} ({next(iter(builds), 'not from a package')}), "
+        f"NumPy {np.__version__}, Python {platform.python_version()} on {platform.platform()}"
+    )
+
+
+def core() -> str:
+    return f"{_native.path()}, {_native.instruction_set()} kernels, {len(os.sched_getaffinity(0))} cores"
+
+
+def stores() -> str:
+    found = []
+    for name in named.TYPES:
+        try:
+            named.exchange(name)
+            found.append(name)
+        except ValueError as missing:
+            found.append(f"no {name} ({str(missing).splitlines()[0].split(': ')[-1]})")
+    return "shared memory (the default; sums between GPUs pass through it), KVStore " + ", ".join(found)
+
+
+def processes() -> str:
+    found = []
+    for name, package in (("mpi", "mpi4py"), ("horovod", "horovod")):
+        try:  # looked up, not imported: importing it starts MPI
+            found.append(f"kvstore({name!r}) with {package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name} (pip install 'gluon_syncbn[{name}]')")
+    return ", ".join(found)
+
+
+def libraries() -> str:
+    features = mx.runtime.Features()
+    built = [name for name in ("CUDA", "CUDNN", "NCCL", "CUDA_RTC") if features.is_enabled(name)]
+    if not built:
+        return CPU_BUILD
+    found = cuda_libraries.loaded()
+    lines = [f"MXNet is built with {', '.join(built)}", *(f"{name} {version}, {path}" for name, version, path in found)]
+    if any(library.soname == NVRTC for library in found):
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        ctypes.CDLL(NVRTC).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        serves, compiles = cuda.driver_version(), (major.value, minor.value)
+        if serves < compiles:  # what it compiles is in a language that is as new as itself
+            raise RuntimeError(
+                f"the driver serves CUDA {serves[0]}.{serves[1]} and {NVRTC} compiles kernels for CUDA {compiles[0]}."
+                f"{compiles[1]}, which such a driver does not load: install a newer driver (520 or later for CUDA 11.8)"
+            )
+        lines[0] += f"; the driver serves CUDA {serves[0]}.{serves[1]}"
+    return INDENT.join(lines)
+
+
+def gpus() -> str:
+    if not mx.runtime.Features().is_enabled("CUDA"):
+        return CPU_BUILD
+    try:
+        count = cuda.count()
+    except OSError as reason:
+        return f"none: {reason}"
+    lines = [f"{count}, as the driver sees them"]
+    for i in range(count):
+        cuda.check_architecture(i)
+        name, (major, minor) = cuda.gpu(i)
+        lines.append(f"gpu({i}): {name}, compute capability {major}.{minor}")
+    return INDENT.join(lines)
+
+
+def live() -> str:
+    return step(CONTEXTS, (None, "device"))
+
+
+def live_gpu() -> str:
+    if not mx.runtime.Features().is_enabled("CUDA"):
+        return CPU_BUILD
+    try:
+        contexts = [mx.gpu(i) for i in range(cuda.count())]
+    except OSError as reason:
+        return f"none: {reason}"
+    stores: List[Optional[str]] = [None]
+    try:
+        named.exchange("nccl")
+        stores.append("nccl")
+    except ValueError:  # `stores` tells why
+        pass
+    return step(contexts, stores)
+
+
+def step(contexts: Sequence[mx.Context], stores: Sequence[Optional[str]]) -> str:
+    """One step with 2, 3, ... samples on the contexts, against the float64 reference. Returns the largest errors."""
+    errors = []
+    sizes = range(2, 2 + len(contexts))
+    for store in stores:
+        configure(kvstore=store, timeout=30)
+        random = np.random.RandomState(0)
+        shards = [3.0 * random.randn(n, 4, 5, 5) + n for n in sizes]
+        heads = [random.randn(*x.shape) for x in shards]
+        gamma, beta = random.rand(4) + 0.5, random.randn(4)
+
+        layer = SyncBatchNorm(in_channels=4)
+        layer.initialize(ctx=contexts)
+        layer.gamma.set_data(mx.nd.array(gamma))
+        layer.beta.set_data(mx.nd.array(beta))
+        inputs = [mx.nd.array(x, ctx=ctx) for x, ctx in zip(shards, contexts)]
+        for x in inputs:
+            x.attach_grad()
+        with autograd.record():
+            outputs = [layer(x) for x in inputs]
+        autograd.backward(outputs, [mx.nd.array(dy, ctx=ctx) for dy, ctx in zip(heads, contexts)])
+
+        expected = reference.forward(shards, gamma, beta, np.zeros(4), np.ones(4))
+        gradients = reference.backward(shards, heads, gamma, expected.state)
+        pairs = list(zip(outputs, expected.outputs)) + [(x.grad, dx) for x, dx in zip(inputs, gradients.dxs)]
+        pairs += [(layer.running_var.data(ctx), var) for ctx, var in zip(contexts, expected.running_var)]
+        pairs += [(layer.gamma.grad(ctx), dg) for ctx, dg in zip(contexts, gradients.dgammas)]
+        error = max(np.abs(got.asnumpy() - want).max() / np.abs(want).max() for got, want in pairs)
+        if not error < 1e-5:
+            raise ArithmeticError(f"wrong by {error:.1e} (relative) with kvstore={store!r}, expected below 1e-5")
+        errors.append(f"{error:.0e} with {'shared memory' if store is None else 'KVStore ' + store}")
+    configure(kvstore=None)
+    samples = " + ".join(map(str, sizes))
+    return f"{len(contexts)} replicas on {contexts[0].device_type}, {samples} samples, right within {', '.join(errors)}"
+
+
+def main() -> int:
+    checks: List[Callable[[], str]] = [versions, core, libraries, gpus, stores, processes, live, live_gpu]
+    broken = 0
+    for check in checks:
+        try:
+            print(f"ok      {check.__name__:9} {check()}")
+        except Exception as problem:  # each line of the report stands for itself
+            broken += 1
+            print(f"BROKEN  {check.__name__:9} {type(problem).__name__}: {problem}")
+    print("gluon_syncbn works here." if not broken else f"{broken} of {len(checks)} checks failed.")
+    return 1 if broken else 0
