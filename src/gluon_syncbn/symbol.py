@@ -37,8 +37,9 @@ def SyncBatchNorm(
 ) -> mx.sym.Symbol:
     """`gluon_syncbn.SyncBatchNorm` as a symbol, with the arguments of ``mx.sym.contrib.SyncBatchNorm``::
 
-        net = gluoncv.model_zoo.faster_rcnn_fpn_resnet50_v1b_coco(
-            norm_layer=gluon_syncbn.SyncBatchNorm, sym_norm_layer=gluon_syncbn.symbol.SyncBatchNorm, ...)
+        net = gluoncv.model_zoo.custom_faster_rcnn_fpn(
+            classes, norm_layer=gluon_syncbn.SyncBatchNorm, norm_kwargs={},
+            sym_norm_layer=gluon_syncbn.symbol.SyncBatchNorm, sym_norm_kwargs={})
 
     The graph goes into a ``SymbolBlock``, whose parameters say what the replicas are. From the first use on, a
     ``SymbolBlock`` that is made with such a graph is one whose layers `convert`, `revert`, `freeze` and `summary` see.

@@ -325,6 +325,42 @@ def test_a_symbol_in_no_block_is_an_error(contexts):
         executor.forward(is_train=True)[0].asnumpy()
 
 
+@untyped_symbol
+def test_gluoncvs_feature_pyramid(contexts, rng):
+    """`sym_norm_layer` of its detectors, on a backbone of ours: all of it is synchronised."""
+    feature = pytest.importorskip("gluoncv.nn.feature", reason="GluonCV is not installed")
+
+    def pyramid(norm):
+        return feature.FPNFeatureExpander(
+            network="resnet18_v1b",
+            outputs=["layers1_relu3_fwd", "layers2_relu3_fwd", "layers3_relu3_fwd", "layers4_relu3_fwd"],
+            num_filters=[8] * 4,
+            pretrained=False,
+            norm_layer=norm,
+            norm_kwargs={"fix_gamma": False},
+        )
+
+    nets = [convert(pyramid(gluon_syncbn.symbol.SyncBatchNorm)), pyramid(mx.sym.BatchNorm)]
+    weights = {}
+    for net, places in zip(nets, (contexts[:2], contexts[:1])):
+        net.initialize(ctx=places)
+        for x in on(places, [np.zeros((1, 3, 64, 64))] * 2, "float32"):
+            net(x)
+        for number, parameter in enumerate(net.collect_params(".*(gamma|beta|weight)").values()):
+            centre = 1 if parameter.name.endswith("gamma") else 0
+            value = weights.setdefault(number, rng.randn(*parameter.shape) * 0.1 + centre)
+            parameter.set_data(nd.array(value))
+    assert operators(nets[0]).count("Custom") == 28 and "BatchNorm" not in operators(nets[0])
+    images = shards(rng, (3, 64, 64))
+    with autograd.record():
+        got = [nets[0](x) for x in on(contexts, images, "float32")]
+        want = nets[1](nd.array(np.concatenate(images)))
+    for level in range(4):
+        whole = want[level].asnumpy()
+        parts = np.concatenate([outputs[level].asnumpy() for outputs in got])
+        np.testing.assert_allclose(parts, whole, atol=1e-3 * np.abs(whole).max())
+
+
 @pytest.mark.parametrize(
     "given, said",
     [
