@@ -5,11 +5,6 @@ from __future__ import annotations
 import os
 
 
-def by_default(variable: str, value: int) -> None:
-    """Sets it where the user has not."""
-    os.environ.setdefault(variable, str(value))
-
-
 def at_least(variable: str, value: int) -> None:
     """Raises it to ``value``; one that is larger stays."""
     current = os.environ.get(variable, "")

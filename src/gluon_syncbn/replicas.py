@@ -7,15 +7,13 @@ from typing import Any, ClassVar, List, NamedTuple, Optional, Tuple
 
 from mxnet.context import Context
 
-from . import _native, arguments, cuda
-from .environment import at_least, by_default
+from . import _native, arguments, cuda, temporary_space
+from .environment import at_least
 from .exchange.base import Exchange, LayerInfo
 from .session import reach, session
 
 #: The order is that of `Mode` in csrc/pooling/pooling.h.
 MODES = ("sync", "local", "shuffle")
-#: Enough for two replicas of a net with three layers.
-TEMP_COPIES = 16
 
 
 class Pooling(NamedTuple):
@@ -91,13 +89,11 @@ class Replicas:
         self.given: List[Context] = []
         self.contexts: List[Context] = []  # the same, each once
         self.problem = ""  # why these contexts cannot train
-        # MXNet's own 4 copies of temporary space are too few for replicas on CPU contexts; a deep net wants those of
-        # `cpu_devices`. As a rule a layer is made before the first operator, when MXNet reads how many.
-        by_default("MXNET_CPU_TEMP_COPY", TEMP_COPIES)
         mode = MODES.index(pooling.mode)
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0)
         self.token = _native.layer_token(self.id)
         self._of_tokens[self.token] = self
+        temporary_space.of_layers(_native.layers())
         weakref.finalize(self, _native.layer_drop, self.id).atexit = False  # a daemon thread may still use it
         if timeout is not None:
             _native.layer_timeout(self.id, timeout)

@@ -124,6 +124,32 @@ for sync in (True, False):
     model(nd.random.uniform(shape=(2, 1, 28, 28), dtype="{dtype}"))
     nd.waitall()
 """
+    runs_by_itself(program)
+
+
+def test_a_deep_net_in_a_script_that_prepares_nothing():
+    """It is built before the first operator runs."""
+    runs_by_itself("""
+import mxnet as mx
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+import gluon_syncbn
+
+gluon_syncbn.configure(timeout=60)
+net = nn.HybridSequential()
+for _ in range(40):
+    net.add(nn.Conv2D(4, 3, padding=1, in_channels=4), gluon_syncbn.SyncBatchNorm(in_channels=4))
+contexts = [mx.cpu(0), mx.cpu(1)]
+net.initialize(ctx=contexts)
+for _ in range(2):
+    with autograd.record():
+        ys = [net(nd.random.uniform(shape=(2, 4, 9, 9), ctx=context)) for context in contexts]
+    autograd.backward(ys)
+    nd.waitall()
+""")
+
+
+def runs_by_itself(program):
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MXNET_")}
     kept["PYTHONPATH"] = str(PACKAGE.parent)
     done = subprocess.run([sys.executable, "-c", program], env=kept, capture_output=True, text=True, timeout=100)

@@ -47,7 +47,7 @@ def arrows():
 # `reference` nothing of the rest.
 FLOORS = [
     {"_version", "arguments", "cuda_libraries", "environment", "operators", "reference"},
-    {"_native", "cuda"},
+    {"_native", "cuda", "temporary_space"},
     {"logs"},
     {"exchange"},
     {"session"},
