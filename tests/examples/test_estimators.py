@@ -1,0 +1,50 @@
+"""The estimators of `gluoncv.auto` train with their own setting for synchronised BatchNorm, through `run`."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from places import PACKAGE, SUPPORT
+
+
+def trained(folder, name):
+    command = [sys.executable, "-W", "ignore", "-m", "gluon_syncbn", "run", "--cpus", "2"]
+    ran = subprocess.run(
+        [*command, str(SUPPORT / "estimator_job.py"), name],
+        cwd=str(folder),
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+# How many layers GluonCV synchronises with the setting, and what it leaves plain: the model zoo does not pass
+# norm_layer on to them.
+@pytest.mark.parametrize(
+    "name, synchronised, left",
+    [
+        ("ssd", 27, "_expand_"),
+        ("yolo", 27, "yolov30_"),
+        pytest.param("faster_rcnn", 30, None, marks=pytest.mark.slow),
+    ],
+)
+def test_an_estimator_trains(tmp_path, name, synchronised, left):
+    result = trained(tmp_path, name)
+    losses = result["losses"]
+    assert result["steps"] == len(losses) >= 8
+    assert np.isfinite(losses).all()
+    assert losses[-1] < losses[0]
+    statistics = {key: value for key, value in result["statistics"].items() if left is None or left not in key}
+    assert len(statistics) == synchronised
+    # Each device's own statistics would differ from the first step on.
+    assert all(value["same"] and value["moved"] for value in statistics.values())
+    plain = [value for key, value in result["statistics"].items() if key not in statistics]
+    assert bool(plain) == (left is not None)
+    assert not any(value["same"] for value in plain)

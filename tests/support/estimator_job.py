@@ -1,0 +1,163 @@
+"""Trains an estimator of `gluoncv.auto` with its own syncbn setting on GPUs 0 and 1; prints what came of it as JSON.
+
+For `python -m gluon_syncbn run --cpus 2`: of gluon_syncbn it knows nothing. The data is drawn, and the networks start
+without weights that would have to be downloaded. What has to be mended for it is said where it is done.
+"""
+
+import functools
+import json
+import logging
+import os
+import re
+import sys
+import typing
+
+import cv2
+import mxnet as mx
+import numpy as np
+from autocfg import type_check
+
+# autocfg 0.0.8 on Python 3.10 and later: Union[X, None] is called Optional, and from 3.11 on Any is a class.
+type_check._SPECIAL_INSTANCE_CHECKERS["Optional"] = type_check._instancecheck_union
+_name = type_check._get_name
+type_check._get_name = lambda kind: "Any" if kind is typing.Any else _name(kind)
+
+from gluoncv.auto import estimators  # noqa: E402
+from gluoncv.auto.data.dataset import ObjectDetectionDataset  # noqa: E402
+from gluoncv.auto.estimators.ssd import ssd  # noqa: E402
+from gluoncv.model_zoo import model_zoo  # noqa: E402
+from gluoncv.model_zoo.rcnn.faster_rcnn import faster_rcnn  # noqa: E402
+
+CLASSES = ("person", "car", "dog")
+OBJECT = (
+    "<object><name>{}</name><difficult>0</difficult><bndbox>"
+    "<xmin>{}</xmin><ymin>{}</ymin><xmax>{}</xmax><ymax>{}</ymax></bndbox></object>"
+)
+SMALL_RCNN = {
+    "faster_rcnn": {
+        "norm_layer": "syncbn",
+        "transfer": None,
+        "base_network": "resnet18_v1b",
+        "image_short": 96,
+        "image_max_size": 128,
+        "anchor_alloc_size": (48, 48),
+        "num_fpn_filters": 16,
+        "num_box_head_conv": 1,
+        "num_box_head_conv_filters": 16,
+        "num_box_head_dense_filters": 32,
+        "rpn_channel": 16,
+        "max_num_gt": 10,
+    },
+    "valid": {"rpn_test_pre_nms": 100, "rpn_test_post_nms": 20},
+    "kv_store": "device",
+}
+#: The estimator, its settings, those of its training, and the loss that is to fall.
+ESTIMATORS = {
+    "ssd": (estimators.SSDEstimator, {"ssd": {"syncbn": True, "transfer": "ssd_300_mobilenet0.25_coco"}}, {}),
+    "yolo": (
+        estimators.YOLOv3Estimator,
+        {
+            "yolo3": {
+                "syncbn": True,
+                "transfer": None,
+                "base_network": "mobilenet0.25",
+                "data_shape": 96,
+                "no_random_shape": True,
+                "filters": (32, 16, 8),
+            }
+        },
+        {},
+    ),
+    "faster_rcnn": (
+        estimators.FasterRCNNEstimator,
+        SMALL_RCNN,
+        {"batch_size": 2, "rpn_train_pre_nms": 200, "rpn_train_post_nms": 50, "rcnn_num_samples": 16},
+    ),
+}
+LOSS = {"ssd": "CrossEntropy", "yolo": "ObjLoss", "faster_rcnn": "RCNN_CrossEntropy"}
+
+
+def draw_voc(root, random, images=12):
+    """Bright rectangles on noise, two on each image, as Pascal VOC has them."""
+    for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
+        os.makedirs(f"{root}/{folder}")
+    for i in range(images):
+        image, objects = random.randint(0, 90, (120, 160, 3)).astype("uint8"), ""
+        for _ in range(2):
+            w, h, kind = random.randint(30, 70), random.randint(30, 60), random.randint(3)
+            x, y = random.randint(2, 158 - w), random.randint(2, 118 - h)
+            image[y : y + h, x : x + w, kind] = random.randint(180, 255)
+            objects += OBJECT.format(CLASSES[kind], x, y, x + w, y + h)
+        cv2.imwrite(f"{root}/JPEGImages/{i}.jpg", image)
+        size = "<size><width>160</width><height>120</height><depth>3</depth></size>"
+        with open(f"{root}/Annotations/{i}.xml", "w") as file:
+            file.write(f"<annotation><filename>{i}.jpg</filename>{size}{objects}</annotation>")
+    with open(f"{root}/ImageSets/Main/train.txt", "w") as file:
+        file.writelines(f"{i}\n" for i in range(images))
+
+
+def mend():
+    """What keeps these estimators from training here with any BatchNorm."""
+    # SSD asks for the pretrained base whatever its settings are.
+    ssd.get_model = functools.partial(ssd.get_model, pretrained_base=False)
+    # GluonCV has two functions of the name custom_faster_rcnn_fpn; the one that it finds cannot take its arguments.
+    model_zoo._models["custom_faster_rcnn_fpn"] = faster_rcnn.custom_faster_rcnn_fpn
+    # On a CPU, ROIAlign leaves the output of a region that belongs to another level of the pyramid as the memory was
+    # (src/operator/contrib/roi_align.cc, where roi_batch_ind is negative).
+    align = mx.nd.contrib.ROIAlign
+
+    def aligned(data, rois, *args, **kwargs):
+        pooled = align(data, rois, *args, **kwargs)
+        return mx.nd.where(rois[:, 0] >= 0, pooled, mx.nd.zeros_like(pooled))
+
+    mx.nd.contrib.ROIAlign = aligned
+
+
+class Losses(logging.Handler):
+    """Each batch's value of one loss, from what an estimator logs."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.pattern, self.values = re.compile(rf"\[Batch \d+\].*\b{name}=([^,]+)"), []
+
+    def emit(self, record):
+        found = self.pattern.search(record.getMessage())
+        if found:
+            self.values.append(float(found.group(1)))
+
+
+def main(name):
+    random = np.random.RandomState(0)
+    draw_voc("voc", random)
+    data = ObjectDetectionDataset.from_voc("voc", splits=["train"])
+    mend()
+    estimator, settings, train = ESTIMATORS[name]
+    nets, init_network, init_trainer = [], estimator._init_network, estimator._init_trainer
+    # Without weights, as the estimator makes a net that it loads afterwards.
+    estimator._init_network = lambda self, **kwargs: init_network(self, load_only=True)
+    estimator._init_trainer = lambda self: (nets.append(self.net), init_trainer(self))
+    train = {"batch_size": 3, "epochs": 2, "log_interval": 1, **train}
+    running = estimator({**settings, "gpus": (0, 1), "num_workers": 0, "train": train})
+    losses = Losses(LOSS[name])
+    running._logger.addHandler(losses)
+    batches = []  # running statistics as training leaves them: an evaluation takes the mean over the devices
+    step = mx.gluon.Trainer.step
+
+    def stepped(trainer, *args, **kwargs):
+        step(trainer, *args, **kwargs)
+        means = {
+            p.name: p for p in nets[0].collect_params().values() if p.name.endswith(("running_mean", "moving_mean"))
+        }
+        batches.append({key: [p.data(c).asnumpy() for c in p.list_ctx()] for key, p in means.items()})
+
+    mx.gluon.Trainer.step = stepped
+    running.fit(data, data)
+    statistics = {
+        key: {"same": len(values) == 2 and bool((values[0] == values[1]).all()), "moved": bool(values[0].any())}
+        for key, values in batches[-1].items()
+    }
+    print(json.dumps({"losses": losses.values, "steps": len(batches), "statistics": statistics}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
