@@ -12,7 +12,7 @@ import pytest
 from gluoncv.nn import feature
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from replicas import TOLERANCE, WAYS, assert_same, make_batch, prepare, step, truth
+from replicas import TOLERANCE, WAYS, Result, assert_same, make_batch, prepare, step, truth
 
 import gluon_syncbn
 from gluon_syncbn import parallel, symbol
@@ -196,6 +196,35 @@ def test_the_symbol_is_that_of_this_package(monkeypatch):
         gluon_syncbn.uninstall()
     assert seen[0] == {"ndev": 2, "key": "k", "name": "n"}
     assert seen[1]["ndev"] == 2 and seen[1]["name"] == seen[1]["key"] != ""
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")
+def test_the_symbol_is_one_device_with_the_whole_batch(contexts, rng, installed):
+    batch = make_batch(rng, 2, dtype="float32")
+    data = mx.sym.var("data")
+    norm = mx.sym.contrib.SyncBatchNorm(data, eps=1e-5, fix_gamma=False, ndev=2, key="norm", name="norm")
+    block = gluon.SymbolBlock(norm, data)
+    block.initialize(ctx=contexts[:2])
+    parameters = block.collect_params()
+    zeros = np.zeros(5)  # of its own accord a SymbolBlock begins with random running statistics, plain BatchNorm's too
+    for kind, value in {
+        "gamma": batch.gamma,
+        "beta": batch.beta,
+        "moving_mean": zeros,
+        "moving_var": zeros + 1,
+    }.items():
+        parameters[f"norm_{kind}"].set_data(nd.array(value))
+    xs = [nd.array(x, ctx=c) for x, c in zip(batch.shards, contexts)]
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [block(x) for x in xs]
+    autograd.backward(ys, [nd.array(dy, ctx=c) for dy, c in zip(batch.heads, contexts)])
+    gammas = sum(g.asnumpy() for g in parameters["norm_gamma"].list_grad())
+    betas = sum(g.asnumpy() for g in parameters["norm_beta"].list_grad())
+    running = [[parameters[f"norm_moving_{kind}"].data(c).asnumpy() for c in contexts[:2]] for kind in ("mean", "var")]
+    got = Result([y.asnumpy() for y in ys], [x.grad.asnumpy() for x in xs], gammas, betas, *running)
+    assert_same(got, truth(batch), TOLERANCE["float32"])
 
 
 # ---- GluonCV's helpers -----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import mxnet as mx
 import numpy as np
 from autocfg import type_check
 
-# autocfg 0.0.8 on Python 3.10 and later: Union[X, None] is called Optional, and from 3.11 on Any is a class.
+# autocfg 0.0.8 does not know, on Python 3.11, that Union[X, None] is called Optional and that Any is a class.
 type_check._SPECIAL_INSTANCE_CHECKERS["Optional"] = type_check._instancecheck_union
 _name = type_check._get_name
 type_check._get_name = lambda kind: "Any" if kind is typing.Any else _name(kind)
