@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 import pytest
-from places import PACKAGE
+from places import PACKAGE, SUPPORT
 
 from gluon_syncbn import run
 
@@ -64,7 +64,7 @@ class Job:
         return subprocess.Popen(
             [sys.executable, "-W", "ignore", *command],
             cwd=str(self.folder),
-            env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(SUPPORT)])},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -73,7 +73,10 @@ class Job:
     def run(self, text, *command):
         """Exit code, output and errors."""
         with self.start(text, *command) as process:
-            output, errors = process.communicate(timeout=100)
+            try:
+                output, errors = process.communicate(timeout=100)
+            finally:
+                process.kill()
         return process.returncode, output, errors
 
 
@@ -140,20 +143,28 @@ def test_it_ends_as_the_script_does(job, way):
 def test_ctrl_c_in_a_step(job):
     """One replica waits for another that is not called."""
     text = """
+import time
 import mxnet as mx
 from mxnet import autograd
+from replicas import interrupt_handler
+idle = interrupt_handler()
 layer = mx.gluon.contrib.nn.SyncBatchNorm(in_channels=2)
 layer.initialize(ctx=[mx.gpu(0), mx.gpu(1)])
 with autograd.record():
     y = layer(mx.nd.ones((2, 2)))
+    while interrupt_handler() == idle:  # until it waits
+        time.sleep(0.01)
     print("ready", flush=True)
     y.wait_to_read()
 """
     start = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
     with job.start(start + text, *RUN, "--cpus", "2", TRAIN) as process:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGINT)
-        errors = process.communicate(timeout=60)[1]
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            errors = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
     assert process.returncode in (1, -signal.SIGINT), errors
     assert re.search("^KeyboardInterrupt", errors, re.M) or "asked to end (Ctrl-C" in errors
 
