@@ -1,8 +1,8 @@
 """How many copies of temporary space MXNet's operators on CPU contexts take turns on.
 
 Replicas that wait for each other need more than MXNet's 4: an operator behind the wait holds a copy that the replica
-which is waited for wants. How many depends on the net, and MXNet reads MXNET_CPU_TEMP_COPY once, when the first operator runs.
-Most nets are built before that, so the number follows the layers that there are.
+which is waited for wants. How many depends on the net. MXNet reads MXNET_CPU_TEMP_COPY once, when the first operator
+runs. Most nets are built before that, so the number follows the layers that there are.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Optional
 from .environment import at_least
 
 VARIABLE = "MXNET_CPU_TEMP_COPY"
-#: For each layer and each context but the first. For two contexts FastSCNN (45 layers) takes 64 to 128 copies, ResNet-101
-#: (104) 128 to 256, DeepLabV3 on it (114) 256 to 384, ResNet-152 (155) 384 to 512.
+#: For each layer and each context but the first. For two contexts FastSCNN (45 layers) takes 64 to 128 copies,
+#: ResNet-101 (104) 128 to 256, DeepLabV3 on it (114) 256 to 384, ResNet-152 (155) 384 to 512.
 FOR_A_LAYER = 4
 #: Where a net is made synchronised when operators have run already, for each context but the first.
 FOR_A_NET = 256
