@@ -443,6 +443,28 @@ def test_the_process_ends(how):
     assert ("KeyError: 'mine'" in done.stderr) == (how == "an exception")
 
 
+@pytest.mark.parametrize("helpers", ["gluoncv.utils.parallel", "gluon_syncbn.parallel"])
+def test_memory_of_a_device_stays(rng, helpers):
+    """With the threads that GluonCV starts at each step, too: the layer asks for none of what MXNet keeps for a thread."""
+    contexts = gpus(2)
+    parallel = pytest.importorskip(helpers)
+    net = nn.HybridSequential()
+    net.add(SyncBatchNorm(in_channels=6), SyncBatchNorm(in_channels=6))
+    net.initialize(ctx=contexts)
+    model = parallel.DataParallelModel(net, contexts, sync=True)
+    images, free = nd.array(rng.randn(5, 6, 9)), []
+    heads = on_devices([rng.randn(3, 6, 9), rng.randn(2, 6, 9)], contexts, "float32")
+    for _ in range(300):
+        with autograd.record():
+            ys = [y for (y,) in model(images)]
+        autograd.backward(ys, heads)
+        del ys
+        mx.nd.waitall()
+        free.append([mx.context.gpu_memory_info(context.device_id)[0] for context in contexts])
+    for late, early in zip(free[-1], free[10]):  # what is in flight goes to and fro
+        assert abs(late - early) < 10_000
+
+
 # ---- the machine -------------------------------------------------------------------------------------------
 
 
