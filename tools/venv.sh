@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up the virtual environment of the Makefile: tools/venv.sh run | dev | horovod, with VENV and PYTHON from there.
+# Sets up the virtual environment of the Makefile: tools/venv.sh run | dev | horovod | onnx, with VENV and PYTHON from there.
 # A repetition finds it ready. What was installed is stamped, so that a change of the requirements is noticed.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
@@ -155,6 +155,7 @@ case ${1:-run} in
         set_up_stage tools requirements/dev.txt "installing pytest, ruff, mypy and clang-format"
         set_up_stage horovod requirements/horovod.txt "compiling Horovod (2 to 8 minutes)"
         ;;
-    *) die "tools/venv.sh: $1 was given, expected run, dev or horovod" ;;
+    onnx) set_up_stage onnx requirements/onnx.txt "installing ONNX and its runtime" ;;
+    *) die "tools/venv.sh: $1 was given, expected run, dev, horovod or onnx" ;;
 esac
 build_core
