@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-contrastive demo-distributed check test test-horovod test-gpu-emulated test-cu112 sanitize lint format bench compare slow soak clean core dev
+.PHONY: help demo demo-contrastive demo-distributed check test test-horovod test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow soak clean core dev
 
 VENV ?= .venv
 PYTHON ?=
@@ -26,6 +26,7 @@ help:
 	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 5 minutes)
 	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
 	make sanitize  the native core under ThreadSanitizer, AddressSanitizer and UBSan (at most 2 minutes)
+	make gluoncv  a model of each of GluonCV's families checked, and the table of docs/gluoncv.md (about 40 minutes)
 	make lint     ruff, mypy, clang-format
 	make format   let ruff and clang-format rewrite the sources
 	make bench    speed of the layer and of whole models, against plain BatchNorm and contrib's SyncBatchNorm
@@ -69,6 +70,10 @@ test-cu112: dev
 # Needs g++ 11 or later and no Python. Both sanitizers run at once, each to its end: most of a run is waiting.
 sanitize:
 	@$(MAKE) --no-print-directory -s -k -j"$$(nproc)" -f tests/sanitize/Makefile
+
+gluoncv:
+	@VENV=.venv-onnx tools/venv.sh onnx
+	PYTHONPATH=tests .venv-onnx/bin/python -m families $(ARGS)
 
 lint: dev
 	@$(PY) -m ruff check .

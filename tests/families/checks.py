@@ -1,0 +1,304 @@
+"""What is checked of a model: how many layers are synchronised, a training step, and the ways out of the package.
+
+A training step on two contexts, of one sample and of two, is compared with that of plain BatchNorm on one context with
+all three: outputs, gradients of parameters and inputs, running statistics. In float32 the order of the samples alone
+moves the gradients of a deep net with ReLU by up to some percent: that is the yardstick, for each of the three kinds.
+"""
+
+import json
+import tempfile
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from gluoncv.nn.dropblock import DropBlock
+from mxnet import autograd, gluon
+from mxnet.gluon import Block, SymbolBlock, nn
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, blocks
+
+from .models import Model
+
+CONTEXTS = [mx.cpu(0), mx.cpu(1)]
+SPLIT = [[0], [1, 2]]  # the samples of each context
+ORDERS = [[2, 0, 1], [1, 2, 0]]  # of the yardstick
+STATISTICS = ("running_mean", "running_var", "moving_mean", "moving_var")  # the latter in recorded graphs
+SMALL = 1e-3  # of the median: a tensor with a smaller norm vanishes, such as the gradient of a bias before BatchNorm
+FLOOR = {"float32": 1e-7, "float64": 1e-15}  # of the yardstick, whose orders may agree in every bit
+SAME = 1e-5  # of the largest value: the same prediction
+ONNX = 1e-3  # of the largest value: another runtime's
+
+
+class Counts(NamedTuple):
+    """Layers of batch normalisation, and how many of them are synchronised; frozen ones are not."""
+
+    layers: int
+    synchronised: int
+    frozen: int
+
+
+class Differences(NamedTuple):
+    """The worst of each kind, relative in the L2 norm, and the yardstick's."""
+
+    found: Dict[str, float]
+    yardstick: Dict[str, float]
+    unequal: List[str]  # running statistics that differ between the contexts
+
+    def multiple(self) -> Tuple[float, str]:
+        return max((self.found[kind] / self.yardstick[kind], kind) for kind in self.found)
+
+
+class Step(NamedTuple):
+    tensors: Dict[str, Dict[str, np.ndarray]]  # by kind and name
+    unequal: List[str]
+    batched: List[int]  # outputs that hold samples; others are anchors
+
+
+def count(net: Block) -> Counts:
+    layers = synchronised = frozen = 0
+    for block in blocks.of(net):
+        if blocks.is_batch_norm(block):
+            layers += 1
+            frozen += block._kwargs["use_global_stats"]
+            synchronised += isinstance(block, SyncBatchNorm) and not block._kwargs["use_global_stats"]
+        elif isinstance(block, SymbolBlock):
+            operators = [operator for _, operator in blocks.recorded(block)]
+            synchronised += operators.count("gluon_syncbn")
+            layers += sum(operator in (*blocks.OPERATORS, "gluon_syncbn") for operator in operators)
+    return Counts(layers, synchronised, frozen)
+
+
+def make(model: Model, contexts: Sequence[mx.Context] = CONTEXTS[:1], dtype: str = "float32", **norm: Any) -> Block:
+    """A network whose parameters depend on their structural names alone, so that two of them are equal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # GluonCV's symbols without types; parameters that it initialises itself
+        with mx.name.NameManager():  # the names in recorded graphs count from 0
+            net = model.build(**norm)
+        net.initialize(mx.init.Zero(), ctx=list(contexts), force_reinit=True)
+        net.cast(dtype)
+        net.hybridize()  # eagerly, MXNet 1.9.1 lacks layouts for data of 5 dimensions
+        with autograd.pause():  # the number of input channels becomes known
+            net(*_arrays(model.inputs, [0], contexts[0], dtype))
+    for number, (name, parameter) in enumerate(sorted(net._collect_params_with_prefix().items())):
+        rng, shape = np.random.default_rng(number), parameter.shape
+        if name.endswith(("gamma", "var")):
+            value = rng.uniform(0.5, 1.5, shape)
+        elif name.endswith("weight"):
+            value = rng.normal(0, np.sqrt(2 / np.prod(shape[1:])), shape)
+        elif name.endswith(("bias", "beta", "mean")):
+            value = rng.normal(0, 0.2, shape)
+        else:
+            continue  # constants, such as anchors
+        parameter.set_data(mx.nd.array(value, dtype=dtype))
+    for block in blocks.of(net):
+        if isinstance(block, nn.Dropout):
+            block._rate = 0  # its masks are drawn for each context
+        elif isinstance(block, DropBlock):
+            block.drop_prob = 0
+    return net
+
+
+def converted(net: Block) -> Tuple[Block, str]:
+    """And what `convert` warns about."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gluon_syncbn.convert(net)
+    return net, "; ".join(str(one.message) for one in caught)
+
+
+def compare(model: Model, plain: Block, net: Block, dtype: str = "float32") -> Differences:
+    """A training step of `net` on both contexts with that of `plain` on one."""
+    want = _step(model, plain, [[0, 1, 2]], dtype)
+    others = [_step(model, plain, [order], dtype, want.batched) for order in ORDERS]
+    got = _step(model, net, SPLIT, dtype, want.batched)
+    found, *moved = [
+        {kind: _worst(one.tensors[kind], tensors) for kind, tensors in want.tensors.items() if tensors}
+        for one in (got, *others)
+    ]
+    yardstick = {kind: max(FLOOR[dtype], *(one[kind] for one in moved)) for kind in found}
+    return Differences(found, yardstick, got.unequal)
+
+
+def trains(model: Model, plain: Block) -> str:
+    """What is wrong with the training step of plain BatchNorm on one context."""
+    tensors = _step(model, plain, [[0, 1, 2]], "float32").tensors
+    wrong = [name for kind in tensors.values() for name, value in kind.items() if not np.isfinite(value).all()]
+    return f"not finite: {', '.join(wrong[:3])}" if wrong else ""
+
+
+def _step(model: Model, net: Block, split: List[List[int]], dtype: str, batched: Sequence[int] = ()) -> Step:
+    """Leaves the running statistics as they were."""
+    net.hybridize()  # afresh: some models record another graph to train than to predict
+    parameters = net._collect_params_with_prefix()
+    statistics = {name: p for name, p in parameters.items() if name.endswith(STATISTICS)}
+    before = {name: parameter.data(CONTEXTS[0]).copy() for name, parameter in statistics.items()}
+    shards = [_arrays(model.inputs + model.targets, part, ctx, dtype) for part, ctx in zip(split, CONTEXTS)]
+    inputs = [shard[: len(model.inputs)] for shard in shards]
+    for x in (x for shard in inputs for x in shard):
+        x.attach_grad()
+    with autograd.record():
+        outputs = [list(_flat(model.forward(net, *shard))) for shard in shards]
+    if len(split) == 1:
+        size = len(split[0])
+        batched = [i for i, y in enumerate(outputs[0]) if y.shape[0] % size == 0 and np.dtype(y.dtype).kind == "f"]
+    ys = [[shard[i] for i in batched] for shard in outputs]
+    heads = [
+        _draw(y.shape, part, ctx, dtype, 100 + i)
+        for shard, part, ctx in zip(ys, split, CONTEXTS)
+        for i, y in enumerate(shard)
+    ]
+    autograd.backward([y for shard in ys for y in shard], heads)
+
+    def gathered(name: str, rows: Sequence[List[mx.nd.NDArray]]) -> Dict[str, np.ndarray]:
+        """Arrays of the whole batch, in the order of the samples."""
+        order = np.argsort(np.concatenate(split))
+        found = {}
+        for i, parts in enumerate(zip(*rows)):
+            samples = [one for part, of in zip(parts, split) for one in np.split(part.asnumpy(), len(of))]
+            found[f"{name} {i}"] = np.stack([samples[place] for place in order])
+        return found
+
+    gradients = gathered("of input", [[x.grad for x in shard] for shard in inputs])
+    for name, p in parameters.items():
+        if p.grad_req != "null":
+            gradients[name] = sum(grad.asnumpy() for grad in p.list_grad())
+    after = {name: [one.asnumpy() for one in p.list_data()] for name, p in statistics.items()}
+    unequal = [name for name, values in after.items() if any((values[0] != one).any() for one in values)]
+    tensors = {
+        "outputs": gathered("output", ys),
+        "gradients": gradients,
+        "statistics": {name: values[0] for name, values in after.items()},
+    }
+    for name, parameter in statistics.items():
+        parameter.set_data(before[name])
+    return Step(tensors, unequal, list(batched))
+
+
+def _worst(got: Dict[str, np.ndarray], want: Dict[str, np.ndarray]) -> float:
+    norms = {name: float(np.linalg.norm(value.astype("float64"))) for name, value in want.items()}
+    least = SMALL * float(np.median([norm for norm in norms.values() if norm] or [1]))
+    worst = 0.0
+    for name, value in want.items():
+        away = float(np.linalg.norm(np.subtract(got[name], value, dtype="float64"))) / max(norms[name], least)
+        worst = max(worst, away if np.isfinite(away) else np.inf)
+    return worst
+
+
+def files(model: Model, plain: Block, net: Block) -> str:
+    """What is wrong with parameters saved from `net` and loaded into `plain`, and with `net` reverted; empty if
+    nothing: both predict as before, and the layers are those of `plain`.
+    """
+    want = predict(model, net)
+    with tempfile.TemporaryDirectory() as folder:
+        net.save_parameters(f"{folder}/net.params")
+        plain.load_parameters(f"{folder}/net.params", ctx=CONTEXTS[0])
+    problem = _different(predict(model, plain), want, SAME)
+    if problem:
+        return f"loaded: {problem}"
+    gluon_syncbn.revert(net)
+    if count(net) != count(plain):
+        return f"reverted: {count(net)}, was {count(plain)}"
+    problem = _different(predict(model, net), want, SAME)
+    return f"reverted: {problem}" if problem else ""
+
+
+def exported(model: Model, net: Block, folder: Path) -> str:
+    """What is wrong with the exported graph of a plain net, which is left in the folder."""
+    want = predict(model, net)
+    net.export(str(folder / "net"))
+    operators = [node["op"] for node in json.loads((folder / "net-symbol.json").read_text())["nodes"]]
+    if "Custom" in operators:
+        return "it holds custom operators"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SymbolBlock guesses types
+        graph = gluon.SymbolBlock.imports(
+            str(folder / "net-symbol.json"), sorted(_names(folder)), str(folder / "net-0000.params"), ctx=CONTEXTS[0]
+        )
+    return _different(list(_flat(graph(*_arrays(model.inputs, [0], CONTEXTS[0])))), want, SAME)
+
+
+def onnx(model: Model, net: Block, folder: Path) -> str:
+    """What is wrong with the exported graph of a plain net as ONNX, in onnxruntime."""
+    import mxnet.onnx
+    import onnx
+    import onnxruntime
+
+    problem = exported(model, net, folder)
+    if problem:
+        return f"export: {problem}"
+    shapes = dict(zip(sorted(_names(folder)), model.inputs))
+    with _opset(onnx, 13):
+        mxnet.onnx.export_model(
+            str(folder / "net-symbol.json"), str(folder / "net-0000.params"),
+            [(1, *shapes[name]) for name in _names(folder)], np.float32, str(folder / "net.onnx"),
+        )  # fmt: skip
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = 1, 3
+    session = onnxruntime.InferenceSession(str(folder / "net.onnx"), options, providers=["CPUExecutionProvider"])
+    given = {name: x.asnumpy() for name, x in zip(shapes, _arrays(model.inputs, [0], CONTEXTS[0]))}
+    return _different(session.run(None, given), predict(model, net), ONNX)
+
+
+@contextmanager
+def _opset(onnx: Any, version: int) -> Iterator[None]:
+    """MXNet 1.9.1 translates to opset 13 at the most, and stamps and checks the graph as of the newest that this onnx
+    knows (export_model in mxnet/onnx/mx2onnx/_export_model.py), in which some operators have other inputs.
+    """
+    context, newest = onnx.checker.DEFAULT_CONTEXT, onnx.defs.onnx_opset_version
+    before = dict(context.opset_imports)
+    onnx.defs.onnx_opset_version, context.opset_imports = lambda: version, {"": version}
+    try:
+        yield
+    finally:
+        onnx.defs.onnx_opset_version, context.opset_imports = newest, before
+
+
+def predict(model: Model, net: Block) -> List[np.ndarray]:
+    net.hybridize()
+    return [y.asnumpy() for y in _flat(net(*_arrays(model.inputs, [0], CONTEXTS[0])))]
+
+
+def _names(folder: Path) -> List[str]:
+    """Of the inputs of an exported graph, in its order; in that of the arguments once sorted."""
+    given = {key.split(":", 1)[1] for key in mx.nd.load(str(folder / "net-0000.params"))}
+    return [name for name in mx.sym.load(str(folder / "net-symbol.json")).list_inputs() if name not in given]
+
+
+def _different(got: Sequence[Any], want: Sequence[np.ndarray], limit: float) -> str:
+    got = [y.asnumpy() if isinstance(y, mx.nd.NDArray) else y for y in got]
+    if [y.shape for y in got] != [y.shape for y in want]:
+        return f"shapes {[y.shape for y in got]}, expected {[y.shape for y in want]}"
+    away = max(np.abs(one - other).max() / (np.abs(other).max() or 1) for one, other in zip(got, want))
+    return "" if away <= limit else f"outputs differ by {away:.0e} of the largest"
+
+
+def _flat(outputs: Any) -> Iterator[Any]:
+    if isinstance(outputs, dict):
+        outputs = list(outputs.values())
+    if isinstance(outputs, (list, tuple)):
+        for one in outputs:
+            yield from _flat(one)
+    else:
+        yield outputs
+
+
+def _arrays(
+    shapes: Sequence[Tuple[int, ...]], samples: List[int], ctx: mx.Context, dtype: str = "float32"
+) -> List[mx.nd.NDArray]:
+    """Inputs, each sample of another distribution."""
+    return [_draw((len(samples), *shape), samples, ctx, dtype, i, shifted=True) for i, shape in enumerate(shapes)]
+
+
+def _draw(
+    shape: Sequence[int], samples: List[int], ctx: mx.Context, dtype: str, number: int, shifted: bool = False
+) -> mx.nd.NDArray:
+    """Random values, the same for the same sample wherever it is."""
+    shape = (shape[0] // len(samples), *shape[1:])
+    parts = [np.random.default_rng([number, k]).normal(0, 1, shape) for k in samples]
+    if shifted:
+        parts = [k / 2 + (1 + k) * part for k, part in zip(samples, parts)]
+    return mx.nd.array(np.concatenate(parts), ctx=ctx, dtype=dtype)
