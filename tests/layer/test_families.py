@@ -1,0 +1,35 @@
+"""Quick members of families whose models pass `norm_layer=` on in part only, or are 3-D; `make gluoncv` has all.
+
+In float64, where rounding switches no ReLU, so that statistics of one context alone would be far off.
+"""
+
+import pytest
+
+pytest.importorskip("gluoncv", reason="GluonCV is not installed")
+
+from families import checks
+from families.models import BY_NAME
+
+MODELS = [
+    BY_NAME["mobilenetv3_small"],
+    BY_NAME["hrnet_w18_small_v1_c"],
+    BY_NAME["mobile_pose_resnet18_v1b"],
+    BY_NAME["r2plus1d_resnet18_kinetics400"]._replace(inputs=((3, 4, 16, 16),)),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_a_family(model):
+    plain = checks.make(model, dtype="float64")
+    net, warning = checks.converted(checks.make(model, checks.CONTEXTS, dtype="float64"))
+    layers = checks.count(plain).layers
+    assert layers > 0 and not warning
+    assert checks.count(net) == checks.Counts(layers=layers, synchronised=layers, frozen=0)
+
+    differences = checks.compare(model, plain, net, dtype="float64")
+    assert not differences.unequal
+    assert max(differences.found.values()) < 1e-7, differences
+
+    for one in (plain, net):
+        one.cast("float32")
+    assert not checks.files(model, plain, net)
