@@ -51,8 +51,8 @@ def main(arguments: Sequence[str]) -> int:
         for name in BY_NAME
         if name in (options.only or found)
     }
-    parts = {name: model.part for name, model in BY_NAME.items()}
-    text = "\n\n".join([table.table(rows, parts), *table.totals(rows), table.environment()])
+    said = {name: model.notes() for name, model in BY_NAME.items()}
+    text = "\n\n".join([table.table(rows, said), *table.totals(rows), table.environment()])
     print(text)
     if not options.only:
         table.write(options.page, text)

@@ -25,6 +25,8 @@ class Thawed(nn.BatchNorm):
     """`nn.BatchNorm` under another name: given `nn.BatchNorm` itself, GluonCV's R-CNNs freeze the layers."""
 
 
+# With oneDNN, MXNet 1.9.1 fails with plain BatchNorm: on data of 5 dimensions BatchNorm does not take what convolutions
+# give it ("Check failed: to.IsDefaultData()"), and NASNet's backward ends in "could not construct a sub-memory".
 NO_ONEDNN = {"MXNET_MKLDNN_ENABLED": "0", "MXNET_STORAGE_FALLBACK_LOG_VERBOSE": "0"}
 
 
@@ -36,6 +38,11 @@ class Model(NamedTuple):
     forward: Callable[..., Any] = lambda net, *inputs: net(*inputs)  # of a training step
     environment: Dict[str, str] = {}  # of the process
     part: str = ""  # why that forward is not the whole, and what it is
+
+    def notes(self) -> List[str]:
+        """What is different in its training step."""
+        without = ["without oneDNN, with which plain BatchNorm fails"] if self.environment else []
+        return without + ([f"GluonCV {self.part}"] if self.part else [])
 
 
 def _zoo(name: str, *size: int, **settings: Any) -> Model:
@@ -52,8 +59,6 @@ def _segmentation(name: str, size: int, **settings: Any) -> Model:
 
 
 def _video(name: str, *size: int, **settings: Any) -> Model:
-    # MXNet 1.9.1's BatchNorm on data of 5 dimensions does not take what oneDNN's convolutions give it ("Check failed:
-    # to.IsDefaultData()"), plain or in predict mode.
     return _based(name, *size, nclass=5, **settings)._replace(environment=NO_ONEDNN)
 
 
@@ -116,7 +121,7 @@ MODELS: List[Model] = [
     _zoo("darknet53", 3, 64, 64),
     _zoo("shufflenet_v1", 3, 64, 64),
     _zoo("shufflenet_v2", 3, 64, 64),
-    _zoo("nasnet_4_1056", 3, 64, 64),
+    _zoo("nasnet_4_1056", 3, 64, 64)._replace(environment=NO_ONEDNN),
     _zoo("dla34", 3, 64, 64),
     Model("hrnet_w18_small_v1_c", lambda **norm: get_hrnet("w18_small_v1", **norm), ((3, 64, 64),)),
     Model("hrnet_w18_small_v1_s", lambda **norm: get_hrnet("w18_small_v1", purpose="seg", **norm), ((3, 64, 64),)),

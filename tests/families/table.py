@@ -20,27 +20,27 @@ COLUMNS = {
 PACKAGES = ("mxnet", "gluoncv", "numpy", "onnx", "onnxruntime")
 
 
-def table(results: Dict[str, Dict[str, str]], parts: Dict[str, str]) -> str:
-    """Cells by model and column; ``parts`` are notes to a model's training step. Reasons stand below, once each."""
+def table(results: Dict[str, Dict[str, str]], said: Dict[str, List[str]]) -> str:
+    """Cells by model and column; ``said`` are notes to its training step. Notes and reasons stand below, once each."""
     notes: Dict[str, int] = {}
+
+    def note(text: str) -> str:
+        return f"({notes.setdefault(text, len(notes) + 1)})"
+
     rows = [["model", *COLUMNS.values()], ["---"] * (len(COLUMNS) + 1)]
     for name, cells in results.items():
         row = [name]
         for column in COLUMNS:
             text = cells.get(column, "not run")
-            if column == "step" and parts.get(name):
-                text += f" {_note(notes, 'GluonCV ' + parts[name])}"
             short, separator, why = text.partition(": ")
-            if (separator and column != "step") or short.startswith("no,"):
-                text = f"{short} {_note(notes, why)}"
-            row.append(text)
+            if separator and column == "step" and short == "yes":
+                text = why
+            elif separator:
+                text = f"{short} {note(why)}"
+            row.append(" ".join([text, *map(note, said[name] if column == "step" else [])]))
         rows.append(row)
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([*lines, "", *(f"{number}. {note}" for note, number in notes.items())])
-
-
-def _note(notes: Dict[str, int], text: str) -> str:
-    return f"({notes.setdefault(text, len(notes) + 1)})"
 
 
 def environment() -> str:
@@ -59,5 +59,7 @@ def totals(results: Dict[str, Dict[str, Any]]) -> List[str]:
     """How many models pass each check."""
     good = {column: sum(cells.get(column, "").startswith("yes") for cells in results.values()) for column in COLUMNS}
     whole = sum(cells.get("convert", "").split(" of ")[0] == cells.get("layers") for cells in results.values())
-    checked = ", ".join(f"{COLUMNS[column]} {good[column]}" for column in ("step", "files", "export", "onnx"))
-    return [f"Of {len(results)} models: every layer synchronised after `convert` {whole}, {checked}."]
+    return [
+        f"Of {len(results)} models, `convert` synchronises every layer of {whole}; *yes* for the training step of "
+        f"{good['step']}, files and `revert` of {good['files']}, export of {good['export']}, ONNX of {good['onnx']}."
+    ]
