@@ -26,7 +26,7 @@ help:
 	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 5 minutes)
 	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
 	make sanitize  the native core under ThreadSanitizer, AddressSanitizer and UBSan (at most 2 minutes)
-	make gluoncv  a model of each of GluonCV's families checked, and the table of docs/gluoncv.md (about 40 minutes)
+	make gluoncv  a model of each of GluonCV's families checked, and the table of docs/gluoncv.md (about 30 minutes)
 	make lint     ruff, mypy, clang-format
 	make format   let ruff and clang-format rewrite the sources
 	make bench    speed of the layer and of whole models, against plain BatchNorm and contrib's SyncBatchNorm

@@ -90,7 +90,7 @@ def examine(name: str, checks: List[str], limit: float) -> Iterator[Dict[str, An
             if check in PLAIN:
                 lines, plain = child([name, "--plain", check], limit)
                 if not any(line.get("plain") == "" for line in lines):
-                    text = f"{NEITHER} ({plain}): {end}"
+                    text = f"{NEITHER}: {end}" + ("" if plain == end else f"; {plain}")
             yield {"model": name, "check": check, "cells": {check: text}}
 
 

@@ -80,8 +80,7 @@ def make(model: Model, contexts: Sequence[mx.Context] = CONTEXTS[:1], dtype: str
             net = model.build(**norm)
         net.initialize(mx.init.Zero(), ctx=list(contexts), force_reinit=True)
         net.cast(dtype)
-        net.hybridize()  # eagerly, MXNet 1.9.1 lacks layouts for data of 5 dimensions
-        with autograd.pause():  # the number of input channels becomes known
+        with autograd.pause():  # the number of input channels becomes known; eagerly, which a SymbolBlock needs
             net(*_arrays(model.inputs, [0], contexts[0], dtype))
     for number, (name, parameter) in enumerate(sorted(net._collect_params_with_prefix().items())):
         rng, shape = np.random.default_rng(number), parameter.shape

@@ -121,7 +121,8 @@ MODELS: List[Model] = [
     _zoo("darknet53", 3, 64, 64),
     _zoo("shufflenet_v1", 3, 64, 64),
     _zoo("shufflenet_v2", 3, 64, 64),
-    _zoo("nasnet_4_1056", 3, 64, 64)._replace(environment=NO_ONEDNN),
+    # Without oneDNN each of its convolutions takes temporary space, more often than cpu_devices(2) provides for.
+    _zoo("nasnet_4_1056", 3, 64, 64)._replace(environment={**NO_ONEDNN, "MXNET_CPU_TEMP_COPY": "8192"}),
     _zoo("dla34", 3, 64, 64),
     Model("hrnet_w18_small_v1_c", lambda **norm: get_hrnet("w18_small_v1", **norm), ((3, 64, 64),)),
     Model("hrnet_w18_small_v1_s", lambda **norm: get_hrnet("w18_small_v1", purpose="seg", **norm), ((3, 64, 64),)),
