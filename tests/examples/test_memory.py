@@ -25,6 +25,8 @@ net = get_segmentation_model(
 )
 net.initialize(ctx=contexts)
 net.hybridize()
+for context in contexts:  # GluonCV's threads race where they are the first to trace it
+    net(nd.zeros((1, 3, 64, 64), ctx=context))
 model = DataParallelModel(net, contexts, sync=True)
 criterion = DataParallelCriterion(MixSoftmaxCrossEntropyLoss(True, aux_weight=0.4), contexts, sync=True)
 trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})

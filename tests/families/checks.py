@@ -19,7 +19,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon import Block, SymbolBlock, nn
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, blocks
+from gluon_syncbn import SyncBatchNorm, blocks, graphs
 
 from .models import Model
 
@@ -65,7 +65,7 @@ def count(net: Block) -> Counts:
             layers += 1
             frozen += block._kwargs["use_global_stats"]
             synchronised += isinstance(block, SyncBatchNorm) and not block._kwargs["use_global_stats"]
-        elif isinstance(block, SymbolBlock):
+        elif isinstance(block, SymbolBlock) and not isinstance(block, graphs.Opened):  # whose layers come by themselves
             operators = [operator for _, operator in blocks.recorded(block)]
             synchronised += operators.count("gluon_syncbn")
             layers += sum(operator in (*blocks.OPERATORS, "gluon_syncbn") for operator in operators)

@@ -445,7 +445,7 @@ def test_the_process_ends(how):
 
 @pytest.mark.parametrize("helpers", ["gluoncv.utils.parallel", "gluon_syncbn.parallel"])
 def test_memory_of_a_device_stays(rng, helpers):
-    """With the threads that GluonCV starts at each step, too: the layer asks for none of what MXNet keeps for a thread."""
+    """With GluonCV's threads at each step, too: the layer asks for nothing that MXNet keeps for a thread."""
     contexts = gpus(2)
     parallel = pytest.importorskip(helpers)
     net = nn.HybridSequential()
