@@ -25,9 +25,9 @@ net = get_segmentation_model(
 )
 net.initialize(ctx=contexts)
 net.hybridize()
+model = DataParallelModel(net, contexts, sync=True)
 for context in contexts:  # GluonCV's threads race where they are the first to trace it
     net(nd.zeros((1, 3, 64, 64), ctx=context))
-model = DataParallelModel(net, contexts, sync=True)
 criterion = DataParallelCriterion(MixSoftmaxCrossEntropyLoss(True, aux_weight=0.4), contexts, sync=True)
 trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01})
 reported = [int(step) for step in sys.argv[1:]]
