@@ -1,5 +1,6 @@
 """Layers in recorded graphs: nodes of a SymbolBlock become synchronised and plain again; symbol.SyncBatchNorm."""
 
+import copy
 import functools
 import gc
 import json
@@ -202,6 +203,18 @@ def test_an_imported_model(contexts, rng, tmp_path):
     arrays, heads = data_of(rng)
     got = step(convert(imported(contexts[:2])), arrays, heads, contexts)
     assert_same(got, whole(imported(contexts[:1]), arrays, heads))
+
+
+def test_a_copy_trains_by_itself(contexts, rng):
+    net = recorded(body(), contexts[:2])
+    net.hybridize()  # forgets what MXNet cannot copy: the operator that it made of the graph
+    convert(net)
+    twin = copy.deepcopy(net)
+    twin.collect_params().reset_ctx(contexts[:2])  # MXNet copies all to the first
+    arrays, heads = data_of(rng)
+    want = whole(recorded(body(), contexts[:1]), arrays, heads)
+    for one in (twin, net):
+        assert_same(step(one, arrays, heads, contexts), want)
 
 
 def test_a_selection(contexts, capsys):
