@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import numbers
 import sys
-from typing import Any, List, Optional
+import warnings
+from typing import Any, Callable, Dict, List, Optional, Sequence, TypeVar, cast
 
 import mxnet as mx
 from mxnet import autograd
@@ -16,6 +19,50 @@ from .op import sync_batch_norm
 from .operators import without_amp
 from .replicas import Pooling, Replicas
 from .session import session
+
+ConstructT = TypeVar("ConstructT", bound=Callable[..., None])
+
+
+def _told_apart(construct: ConstructT) -> ConstructT:
+    """Looks at what is given by position, of which the constructor itself cannot know: contrib's layer has
+    ``(in_channels, num_devices)`` where ``nn.BatchNorm`` and this one have ``(axis, momentum)``.
+    """
+
+    @functools.wraps(construct)
+    def looking(layer: Any, *given: Any, **named: Any) -> None:
+        _look_at_positions(type(layer).__name__, given, named)
+        construct(layer, *given, **named)
+
+    return cast(ConstructT, looking)
+
+
+def _look_at_positions(name: str, given: Sequence[Any], named: Dict[str, Any]) -> None:
+    whole = [_counts(value) for value in given[:2]]
+    if not whole or not whole[0]:
+        return
+    names = ("in_channels", "num_devices")
+    by_contrib = ", ".join(f"{key}={value}" for key, value, so in zip(names, given, whole) if so)
+    meant = f"by position come axis and momentum, as in nn.BatchNorm; in contrib's order, write {by_contrib}"
+    if given[0] > 4:
+        arguments.refuse("axis", given[0], f"a whole number from -5 to 4 ({meant})")
+    if whole[1:] == [True] and given[1] > 1:
+        arguments.refuse("momentum", given[1], f"a number from 0 to 1 ({meant})")
+    # What is left may mean either: 3 is the channel axis of NHWC to nn.BatchNorm, and three channels to contrib's
+    # layer. Neither is refused, since either is somebody's legal use, and the data cannot tell: a picture of 3 x 3
+    # values has 3 of them along axis 1 too. Axis 1 alone is no question: both readings normalise the same. Nor is a
+    # momentum with a fraction, or in_channels by name: these are nn.BatchNorm's.
+    alone = len(given) == 1 and given[0] != 1
+    if "in_channels" not in named and (alone or whole[1:] == [True]):
+        of_axis = ", ".join(f"{key}={value}" for key, value in zip(("axis", "momentum"), given))
+        warnings.warn(
+            f"{name}({', '.join(map(str, given[:2]))}) means {of_axis} here, as in nn.BatchNorm, and {by_contrib} in "
+            "contrib's layer: write it by name",
+            stacklevel=3,
+        )
+
+
+def _counts(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, numbers.Integral) and int(value) >= 0
 
 
 class SyncBatchNorm(nn.BatchNorm):
@@ -51,6 +98,8 @@ class SyncBatchNorm(nn.BatchNorm):
 
     In ``'local'`` and ``'shuffle'`` each device's running statistics take the mean over its own slots' statistics. A
     slot without a sample takes no part.
+
+    The arguments have the order of ``nn.BatchNorm``, which is not that of contrib's layer.
 
     Parameters
     ----------
@@ -96,6 +145,11 @@ class SyncBatchNorm(nn.BatchNorm):
         When a result is read: a replica did not come in time, came with another number of channels or failed. The
         text names the layer, who arrived and who is missing.
 
+    Warns
+    -----
+    UserWarning
+        Where whole numbers by position mean one thing to ``nn.BatchNorm`` and another to contrib's layer.
+
     References
     ----------
     S. Ioffe, C. Szegedy, "Batch Normalization", ICML 2015. T. Chan, G. Golub, R. LeVeque, "Updating formulae and a
@@ -103,6 +157,7 @@ class SyncBatchNorm(nn.BatchNorm):
     Representation Learning", CVPR 2020, appendix A.9, on why contrastive training needs other slots' statistics.
     """
 
+    @_told_apart
     def __init__(
         self,
         axis: int = 1,

@@ -276,6 +276,56 @@ def test_combinations(settings, message):
         SyncBatchNorm(**settings)
 
 
+@pytest.mark.parametrize("norm", [SyncBatchNorm, gluon_syncbn.ShuffleBatchNorm])
+@pytest.mark.parametrize(
+    "given, refused, instead",
+    [
+        ((16,), "axis: 16 was given, expected a whole number from -5 to 4", "write in_channels=16)"),
+        ((64, 2), "axis: 64 was given", "write in_channels=64, num_devices=2)"),
+        ((64, None), "axis: 64 was given", "write in_channels=64)"),
+        ((64, 2, 0.9, 1e-5), "axis: 64 was given", "write in_channels=64, num_devices=2)"),
+        ((3, 2), "momentum: 2 was given, expected a number from 0 to 1", "write in_channels=3, num_devices=2)"),
+        ((np.int32(16), np.int64(4)), "axis: 16 was given", "write in_channels=16, num_devices=4)"),
+        ((1, 8), "momentum: 8 was given", "write in_channels=1, num_devices=8)"),
+    ],
+)
+def test_positions_of_contribs_layer_are_refused(norm, given, refused, instead):
+    with pytest.raises(ValueError) as error:
+        norm(*given)
+    assert str(error.value).startswith(refused)
+    assert str(error.value).endswith(instead)
+
+
+@pytest.mark.parametrize(
+    "given, here, there",
+    [
+        ((3,), "axis=3 here", "in_channels=3 in"),
+        ((0,), "axis=0 here", "in_channels=0 in"),
+        ((3, 1), "axis=3, momentum=1 here", "in_channels=3, num_devices=1 in"),
+        ((1, 1), "axis=1, momentum=1 here", "in_channels=1, num_devices=1 in"),
+    ],
+)
+def test_positions_that_may_mean_either_are_warned_about(given, here, there):
+    with pytest.warns(UserWarning, match="write it by name") as warned:
+        layer = SyncBatchNorm(*given)
+    assert here in str(warned[0].message) and there in str(warned[0].message)
+    assert warned[0].filename == __file__
+    assert layer._kwargs == nn.BatchNorm(*given)._kwargs
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        *[((), {"axis": 3}), ((1,), {}), ((-1,), {}), ((3, 0.9), {}), ((3, 1.0, 1e-3), {}), ((3,), {"in_channels": 8})],
+        ((), {"in_channels": 16, "num_devices": 2}),
+    ],
+    ids=str,
+)
+def test_positions_of_plain_batchnorm_are_its_own(given, named):  # a warning is an error here
+    layer = SyncBatchNorm(*given, **named)
+    assert layer._kwargs == nn.BatchNorm(*given, **{k: v for k, v in named.items() if k != "num_devices"})._kwargs
+
+
 def test_arrays_are_described_not_printed():
     assert arguments.described(nd.ones((2, 3))) == "NDArray of shape (2, 3) and type float32 on cpu(0)"
     assert arguments.described([nd.ones(2)] * 3) == "list of 3"
