@@ -136,6 +136,21 @@ def register() -> None:
     _core.syncbn_cuda_source(os.fsencode(_PATH.parent / "csrc" / "cuda" / "kernels.cu"))
 
 
+# Of `ResourceManager::Get` in src/resource.cc: what `dmlc::ThreadLocalStore` keeps for each thread.
+_COPIES = "_ZZN4dmlc16ThreadLocalStoreIN5mxnet8resource19ResourceManagerImplEE3GetEvE3ptr"
+
+
+def copies_are_made() -> bool:
+    """Whether MXNet has made this thread's copies of temporary space and of random states, as many as the settings said
+    then: it does so at the first operator that takes one. False where it cannot be told: no function of MXNet's tells,
+    and another build may keep the pointer to itself.
+    """
+    try:
+        return bool(ctypes.c_void_p.in_dll(_mxnet, _COPIES).value)  # looked up anew: it is another in each thread
+    except ValueError:
+        return False
+
+
 def layer_create(name: str, mode: int, slots: int, group: int) -> int:
     return _core.syncbn_layer_create(name.encode(), mode, slots, group)
 

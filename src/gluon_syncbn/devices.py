@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import contextmanager
 from typing import Iterator, List, Optional, Sequence
 
@@ -102,6 +103,11 @@ def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Option
     ------
     ValueError
         Where an argument is no whole number, or out of range.
+
+    Warns
+    -----
+    UserWarning
+        Where MXNet has read these settings already, in this thread, and they were lower.
     """
     n = arguments.whole("n", n, 1, 1024)
     if temp_copies is not None:
@@ -109,7 +115,14 @@ def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Option
     random_copies = arguments.whole(
         "random_copies", 4 * max(1, n - 1) if random_copies is None else random_copies, 1, 2**20
     )
-    temporary_space.of_contexts(n, temp_copies)
+    raised = temporary_space.of_contexts(n, temp_copies)
     if n > 1:  # MXNet reads it when it first needs such a copy: after its import and before the first operator
-        at_least("MXNET_CPU_PARALLEL_RAND_COPY", random_copies)
+        raised |= at_least("MXNET_CPU_PARALLEL_RAND_COPY", random_copies)
+    if raised and _native.copies_are_made():
+        warnings.warn(
+            f"cpu_devices({n}) comes too late: an operator has run, and MXNet has read MXNET_CPU_TEMP_COPY and "
+            "MXNET_CPU_PARALLEL_RAND_COPY, which this call raises in vain. A training step on these contexts may fail, "
+            "because its replicas cannot wait for each other: call cpu_devices before the first operator runs",
+            stacklevel=2,
+        )
     return [mx.cpu(i) for i in range(n)]

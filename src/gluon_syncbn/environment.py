@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 
 
-def at_least(variable: str, value: int) -> None:
-    """Raises it to ``value``; one that is larger stays."""
+def at_least(variable: str, value: int) -> bool:
+    """Raises it to ``value``; one that is larger stays. Whether it was raised."""
     current = os.environ.get(variable, "")
-    if not current.isdigit() or int(current) < value:
-        os.environ[variable] = str(value)
+    if current.isdigit() and int(current) >= value:
+        return False
+    os.environ[variable] = str(value)
+    return True

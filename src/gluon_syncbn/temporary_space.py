@@ -24,12 +24,12 @@ _others = 1  # contexts but the first, as far as is known
 _chosen = False  # by the user
 
 
-def of_contexts(contexts: int, copies: Optional[int]) -> None:
-    """There are so many contexts, and the user may have said how many copies."""
+def of_contexts(contexts: int, copies: Optional[int]) -> bool:
+    """There are so many contexts, and the user may have said how many copies. Whether that raised the number."""
     global _others, _chosen
     _others, _chosen = max(1, contexts - 1), copies is not None
-    if contexts > 1:  # one waits for nobody
-        at_least(VARIABLE, FOR_A_NET * _others if copies is None else copies)
+    # one waits for nobody
+    return contexts > 1 and at_least(VARIABLE, FOR_A_NET * _others if copies is None else copies)
 
 
 def of_layers(layers: int) -> None:

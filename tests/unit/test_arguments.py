@@ -4,15 +4,18 @@ the value and what was expected; what NumPy calculates is as good as Python's ow
 import inspect
 import os
 import re
+import subprocess
+import sys
 
 import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import nd
 from mxnet.gluon import nn
+from places import PACKAGE
 
 import gluon_syncbn
-from gluon_syncbn import SampleShuffle, ShuffleSampler, SyncBatchNorm, arguments
+from gluon_syncbn import SampleShuffle, ShuffleSampler, SyncBatchNorm, _native, arguments
 
 NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**400
 
@@ -242,8 +245,6 @@ def test_numbers_and_flags_of_numpy(kind):
 
 
 def test_nothing_is_configured_where_one_argument_is_wrong():
-    from gluon_syncbn import _native
-
     before = _native.timeout_of()
     for wrong in ({"seed": -1}, {"kvstore": "dist_sync"}):
         with pytest.raises(ValueError, match="was given, expected"):
@@ -337,9 +338,16 @@ def test_arrays_are_described_not_printed():
 COPIES = ("MXNET_CPU_TEMP_COPY", "MXNET_CPU_PARALLEL_RAND_COPY")
 
 
+@pytest.fixture
+def before_the_first_operator(monkeypatch):
+    """For what is said of a process in which none has run; this one is not."""
+    monkeypatch.setattr(_native, "copies_are_made", lambda: False)
+
+
 @pytest.mark.parametrize(
     "before, after", [("9999", ["9999", "9999"]), ("3", ["100", "4"]), ("", ["100", "4"]), ("x", ["100", "4"])]
 )
+@pytest.mark.usefixtures("before_the_first_operator")
 def test_cpu_devices_lowers_nothing(monkeypatch, before, after):
     for name in COPIES:
         monkeypatch.setenv(name, before)
@@ -357,8 +365,59 @@ def test_cpu_devices_lowers_nothing(monkeypatch, before, after):
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("before_the_first_operator")
 def test_cpu_devices_raises_what_is_needed(monkeypatch, given, expected):
     for name in COPIES:
         monkeypatch.delenv(name, raising=False)
     gluon_syncbn.cpu_devices(**given)
     assert [os.environ.get(name) for name in COPIES] == expected
+
+
+LATE = """
+import os
+import threading
+import warnings
+import mxnet as mx
+import gluon_syncbn
+from mxnet.gluon import nn
+import gluoncv
+
+def warned(n):
+    for name in ("MXNET_CPU_TEMP_COPY", "MXNET_CPU_PARALLEL_RAND_COPY"):
+        os.environ.pop(name, None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gluon_syncbn.cpu_devices(n)
+    return [(one.category.__name__, str(one.message)[:30], os.path.basename(one.filename)) for one in caught]
+
+def a_sum():
+    mx.nd.ones((2, 2)).sum().asnumpy()
+
+assert warned(2) == []
+mx.nd.ones((2, 2)).asnumpy()  # takes none of what the settings are about
+gluon_syncbn.convert(nn.BatchNorm(in_channels=3)).initialize()
+assert warned(2) == []
+thread = threading.Thread(target=a_sum)
+thread.start()
+thread.join()
+assert warned(2) == []  # each thread has copies of its own
+a_sum()
+assert warned(1) == []  # one context waits for nobody
+late = ("UserWarning", "cpu_devices(2) comes too late:", "late.py")
+assert warned(2) == [late], warned(2)
+warnings.simplefilter("error")
+gluon_syncbn.cpu_devices(2)  # they are set
+"""
+
+
+def test_cpu_devices_says_that_it_comes_too_late(tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "late.py"],
+        cwd=str(tmp_path),
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == 0, run.stderr
