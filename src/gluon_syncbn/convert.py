@@ -136,8 +136,8 @@ def revert(net: NetT) -> NetT:
     """Makes every `SyncBatchNorm` of a network, subclasses included, plain again: of the class that it had before
     `convert`, otherwise, and where that was contrib's, ``nn.BatchNorm``.
 
-    The parameters stay the same objects and all settings that ``nn.BatchNorm`` knows are kept, so that
-    ``net.export`` writes plain ``BatchNorm`` operators after the next forward.
+    The parameters stay the same objects and all settings that ``nn.BatchNorm`` knows are kept. The graphs that are
+    recorded from the next forward on have plain ``BatchNorm`` operators, as the files of ``net.export`` have anyway.
 
     Parameters
     ----------

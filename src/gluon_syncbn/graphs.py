@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Type
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Type
 
 import mxnet as mx
 from mxnet.gluon import Parameter, ParameterDict, SymbolBlock, nn
 
 from . import blocks
+from .export import passing
 from .layer import SyncBatchNorm
-from .op import NAME, Role
+from .nodes import Entry, Graph, Json
+from .op import NAME
 from .replicas import Replicas
-
-Json = Dict[str, Any]
-Entry = List[int]  # an output: its node, its number there, and the version of what the node overwrites
-#: What stands for a node, given its number, itself and its inputs: an entry for each output; None for a copy.
-Stead = Callable[[int, Json, List[Entry]], Optional[List[Entry]]]
 
 
 class Slot(NamedTuple):
@@ -69,10 +66,9 @@ def open_graph(block: SymbolBlock) -> List[Left]:
 
     def fold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
         operator, attributes = blocks.operator_of(node), node.get("attrs", {})
-        if operator == "SwapAxis" and attributes.get("dim1", "0") == attributes.get("dim2", "0"):
-            return [inputs[0]]  # what guards a synchronised node (op.py), and changes nothing
-        if operator == NAME and int(attributes["role"]) == Role.MEET:
-            return [inputs[0], []]
+        through = passing(node, inputs)
+        if through is not None:
+            return through
         if operator not in (*blocks.OPERATORS, NAME):
             return None
         names = [graph["nodes"][at]["name"] for at, *_ in node["inputs"]]
@@ -92,7 +88,7 @@ def open_graph(block: SymbolBlock) -> List[Left]:
         slots[at] = slot
         return [[at, 0, 0]]
 
-    skeleton = _Graph()
+    skeleton = Graph()
     skeleton.heads = skeleton.grow(graph, fold)
     if slots:
         block.__class__ = _opened(type(block))  # type: ignore[arg-type]
@@ -164,44 +160,10 @@ def _write(block: Opened) -> None:
                 part["name"] = node["name"] if at == last else f"{node['name']}_{part['name']}"
         return graph.grow(recorded, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
 
-    graph = _Graph()
+    graph = Graph()
     graph.heads = graph.grow(block._skeleton, unfold)
     block._clear_cached_op()
     block._cached_graph = block._cached_graph[0], mx.sym.load_json(json.dumps(graph.json(block._skeleton)))
 
 
 _DATA = "data of the layer"
-
-
-class _Graph:
-    """A graph in the making, as MXNet writes them into files."""
-
-    def __init__(self) -> None:
-        self.nodes: List[Json] = []
-        self.heads: List[Entry] = []
-
-    def add(self, node: Json, inputs: List[Entry]) -> int:
-        self.nodes.append({**node, "inputs": inputs})
-        return len(self.nodes) - 1
-
-    def grow(self, graph: Json, stead: Stead) -> List[Entry]:
-        """Adds the nodes of another graph, or what stands for them. Returns what its outputs are here."""
-        found: List[Optional[List[Entry]]] = []
-        copies: Dict[int, int] = {}
-
-        def here(entry: Entry) -> Entry:
-            number, output, version = entry
-            entries = found[number]
-            return [copies[number], output, version] if entries is None else entries[output]
-
-        for number, node in enumerate(graph["nodes"]):
-            inputs = [here(entry) for entry in node["inputs"]]
-            found.append(stead(number, node, inputs))
-            if found[number] is None:
-                copies[number] = self.add(node, inputs)
-        return [here(entry) for entry in graph["heads"]]
-
-    def json(self, like: Json) -> Json:
-        """The whole, with what else such a graph says of itself."""
-        variables = [number for number, node in enumerate(self.nodes) if node["op"] == "null"]
-        return {"nodes": self.nodes, "arg_nodes": variables, "heads": self.heads, "attrs": like["attrs"]}

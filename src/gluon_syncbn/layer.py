@@ -14,7 +14,7 @@ from mxnet.gluon import nn
 from mxnet.gluon.parameter import Parameter
 from mxnet.util import is_np_array
 
-from . import arguments
+from . import arguments, export
 from .op import sync_batch_norm
 from .operators import without_amp
 from .replicas import Pooling, Replicas
@@ -212,6 +212,7 @@ class SyncBatchNorm(nn.BatchNorm):
         self._nodes = 0  # of graphs, so far
         self._origin: Any = None  # class and settings before `convert`
         self._adopt_parameters()
+        export.install()
 
     def _alias(self) -> str:
         return "batchnorm"  # so that parameters have the names they have in a net with plain BatchNorm

@@ -46,13 +46,14 @@ def arrows():
 # From the bottom up: each may import what stands in the lines before it. `exchange` knows nothing of layers,
 # `reference` nothing of the rest.
 FLOORS = [
-    {"_version", "arguments", "cuda_libraries", "environment", "operators", "reference"},
+    {"_version", "arguments", "cuda_libraries", "environment", "nodes", "operators", "reference"},
     {"_native", "cuda", "temporary_space"},
     {"logs"},
     {"exchange"},
     {"session"},
     {"mixed", "replicas", "steps"},
     {"blocks", "devices", "lifetime", "op", "parallel", "patches", "shuffle"},
+    {"export"},
     {"layer"},
     {"graphs"},
     {"symbol"},

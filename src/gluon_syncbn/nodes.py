@@ -1,0 +1,44 @@
+"""The nodes of a graph as MXNet writes them into files, and graphs in the making."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Optional
+
+Json = Dict[str, Any]
+Entry = List[int]  # an output: its node, its number there, and the version of what the node overwrites
+#: What stands for a node, given its number, itself and its inputs: an entry for each output; None for a copy.
+Stead = Callable[[int, Json, List[Entry]], Optional[List[Entry]]]
+
+
+class Graph:
+    """A graph in the making, as MXNet writes them into files."""
+
+    def __init__(self) -> None:
+        self.nodes: List[Json] = []
+        self.heads: List[Entry] = []
+
+    def add(self, node: Json, inputs: List[Entry]) -> int:
+        self.nodes.append({**node, "inputs": inputs})
+        return len(self.nodes) - 1
+
+    def grow(self, graph: Json, stead: Stead) -> List[Entry]:
+        """Adds the nodes of another graph, or what stands for them. Returns what its outputs are here."""
+        found: List[Optional[List[Entry]]] = []
+        copies: Dict[int, int] = {}
+
+        def here(entry: Entry) -> Entry:
+            number, output, version = entry
+            entries = found[number]
+            return [copies[number], output, version] if entries is None else entries[output]
+
+        for number, node in enumerate(graph["nodes"]):
+            inputs = [here(entry) for entry in node["inputs"]]
+            found.append(stead(number, node, inputs))
+            if found[number] is None:
+                copies[number] = self.add(node, inputs)
+        return [here(entry) for entry in graph["heads"]]
+
+    def json(self, like: Json) -> Json:
+        """The whole, with what else such a graph says of itself."""
+        variables = [number for number, node in enumerate(self.nodes) if node["op"] == "null"]
+        return {"nodes": self.nodes, "arg_nodes": variables, "heads": self.heads, "attrs": like["attrs"]}

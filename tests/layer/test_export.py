@@ -1,0 +1,140 @@
+"""What `net.export` writes of a net that is synchronised: plain operators, which anybody can load."""
+
+import json
+import subprocess
+import sys
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+from gluon_syncbn import SyncBatchNorm, convert, revert
+
+#: Without this package: predicts with a file what the arrays beside it say.
+STRANGER = """
+import os
+import sys
+import mxnet as mx
+import numpy as np
+for folder in sys.argv[1:]:
+    os.chdir(folder)
+    x, want = (array.asnumpy() for array in mx.nd.load("arrays"))
+    net = mx.gluon.SymbolBlock.imports("net-symbol.json", ["data"], "net-0007.params")
+    np.testing.assert_allclose(net(mx.nd.array(x)).asnumpy(), want, rtol=1e-5, atol=1e-5, err_msg=folder)
+    symbol, *parameters = mx.model.load_checkpoint("net", 7)
+    module = mx.mod.Module(symbol, label_names=None)
+    module.bind([("data", x.shape)], for_training=False)
+    module.set_params(*parameters)
+    got = module.predict(mx.io.NDArrayIter(x, batch_size=len(x))).asnumpy()
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5, err_msg=folder)
+assert not any(name.startswith("gluon_syncbn") for name in sys.modules)
+"""
+
+
+def body(norm):
+    """Of each kind of layer one: NCHW, with a gamma that counts as 1, with ReLU, of channels last."""
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3, in_channels=3, use_bias=False), norm(in_channels=4, momentum=0.5))
+        net.add(nn.BatchNormReLU(in_channels=4), norm(in_channels=4, scale=False, epsilon=0.25, center=False))
+        net.add(nn.HybridLambda(lambda F, x: F.transpose(x, axes=(0, 2, 3, 1))), norm(axis=3, in_channels=4))
+        net.add(nn.Dense(5, in_units=4 * 5 * 5))
+    return net
+
+
+def trained(net, contexts, places, rng):
+    """After a training step that gave it running statistics."""
+    net.initialize(ctx=contexts)
+    for name, parameter in net.collect_params().items():
+        parameter.set_data(nd.array(rng.rand(*parameter.shape) + name.endswith("gamma")))
+    net.hybridize()
+    xs = [nd.array(rng.randn(n, 3, 7, 7), ctx=ctx) for n, ctx in zip((3, 2), places)]
+    with autograd.record():
+        ys = [net(x) for x in xs]
+    autograd.backward(ys)
+    nd.waitall()
+    return net
+
+
+def recorded(norm):
+    data, net = mx.sym.var("data", dtype="float32"), body(norm)
+    return gluon.SymbolBlock(net(data), data, params=net.collect_params())
+
+
+def operators(path):
+    return [node["op"] for node in json.loads((path / "net-symbol.json").read_text())["nodes"]]
+
+
+KINDS = {
+    "made": (lambda: convert(body(SyncBatchNorm)), 2),  # the BatchNormReLU is converted
+    "converted": (lambda: convert(body(nn.BatchNorm)), 2),
+    "two replicas on a context": (lambda: convert(body(nn.BatchNorm), num_devices=2), 1),
+    "of a recorded graph": (lambda: convert(recorded(nn.BatchNorm)), 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
+def test_a_process_without_this_package_predicts_the_same(contexts, rng, tmp_path):
+    folders = []
+    for kind, (make, count) in KINDS.items():
+        places = contexts[:count] * (2 // count)
+        net = trained(make(), contexts[:count], places, rng)
+        graph = net._cached_graph
+        x = nd.array(rng.randn(2, 3, 7, 7))
+        folders.append(tmp_path / kind)
+        folders[-1].mkdir()
+        nd.save(str(folders[-1] / "arrays"), [x, net(x)])
+        net.export(str(folders[-1] / "net"), epoch=7)
+        written = operators(folders[-1])
+        assert written.count("BatchNorm") == 4
+        assert "Custom" not in written and "SwapAxis" not in written
+        assert net._cached_graph is graph  # what is in memory stays synchronised
+    command = [sys.executable, "-W", "ignore", "-c", STRANGER, *map(str, folders)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_it_is_the_file_that_a_reverted_net_writes(contexts, rng, tmp_path):
+    net = trained(body(SyncBatchNorm), contexts[:2], contexts[:2], rng)
+    net.export(str(tmp_path / "net"))
+    revert(net)(nd.ones((1, 3, 7, 7)))
+    net.export(str(tmp_path / "reverted"))
+    written, want = (mx.sym.load(str(tmp_path / f"{name}-symbol.json")) for name in ("net", "reverted"))
+
+    def described(symbol):
+        """Nodes by name: operator, inputs by name, and attributes; MXNet takes those that are left out as it would."""
+        nodes = json.loads(symbol.tojson())["nodes"]
+        return {
+            node["name"]: (
+                node["op"],
+                [nodes[number]["name"] for number, *_ in node["inputs"]],
+                {k: v for k, v in node.get("attrs", {}).items() if (k, v) != ("use_global_stats", "False")},
+            )
+            for node in nodes
+        }
+
+    assert described(written) == described(want)
+    arrays, expected = (nd.load(str(tmp_path / f"{name}-0000.params")) for name in ("net", "reverted"))
+    assert set(arrays) == set(expected)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(array.asnumpy(), expected[name].asnumpy(), err_msg=name)
+
+
+def test_a_net_without_the_layer_is_exported_as_ever(contexts, rng, tmp_path):
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(in_channels=3), nn.HybridLambda(lambda F, x: F.SwapAxis(x, dim1=1, dim2=1)))
+    trained(net, contexts[:1], contexts[:1], rng)
+    net.export(str(tmp_path / "net"))
+    assert (tmp_path / "net-symbol.json").read_text() == net._cached_graph[1].tojson()
+    with pytest.raises(RuntimeError, match="run forward"):
+        nn.HybridSequential().export(str(tmp_path / "net"))
+
+
+def test_an_export_that_fails_leaves_the_net_as_it_was(contexts, rng, tmp_path):
+    net = trained(body(SyncBatchNorm), contexts[:2], contexts[:2], rng)
+    graph = net._cached_graph
+    with pytest.raises(mx.MXNetError):
+        net.export(str(tmp_path / "no such folder" / "net"))
+    assert net._cached_graph is graph
