@@ -26,6 +26,7 @@ from .layer import ShuffleBatchNorm, SyncBatchNorm
 from .replacements import install, uninstall
 from .session import configure, kvstore
 from .shuffle import SampleShuffle, ShuffledBatch, ShuffleSampler, shuffle_shards, split_and_load
+from .statistics import average_running_stats
 from .steps import reset
 from .summary import summary
 
@@ -40,6 +41,7 @@ __all__ = [
     "ShuffledBatch",
     "SyncBatchNorm",
     "__version__",
+    "average_running_stats",
     "configure",
     "convert",
     "cpu_devices",

@@ -16,7 +16,13 @@ def test_processes_equal_the_specification(processes):
 
 
 @pytest.mark.parametrize(
-    "scenario", ["same_bits_on_repetition", "one_store_for_gradients_and_statistics", "pushpull_and_broadcast"]
+    "scenario",
+    [
+        "same_bits_on_repetition",
+        "one_store_for_gradients_and_statistics",
+        "pushpull_and_broadcast",
+        "averages_running_stats",
+    ],
 )
 def test_two_processes(scenario):
     job = Job(2, scenario)

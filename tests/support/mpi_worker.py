@@ -153,6 +153,34 @@ def pushpull_and_broadcast():
             assert all((o.asnumpy() == want).all() for o in out)
 
 
+def averages_running_stats():
+    """Weighted and not; the store as an argument, as a default, and as the layers name it."""
+    devices = sum(map(devices_of, range(kv.num_workers)))
+    rng = np.random.RandomState(4)
+    for weights, way in itertools.product((None, [1 + 3 * k for k in range(devices)]), ("given", "default", "named")):
+        means, variances = 5 * rng.randn(devices, 5), rng.rand(devices, 5) + 0.5
+        mean = np.average(means, axis=0, weights=weights)
+        want = mean, np.average(variances + (means - mean) ** 2, axis=0, weights=weights)
+        part, contexts, mine = own(Batch(list(means), list(variances), None, None))
+        net = nn.HybridSequential()
+        net.add(gluon_syncbn.SyncBatchNorm(in_channels=5, mode="local", kvstore=kv if way == "named" else None))
+        net.add(nn.BatchNorm(in_channels=5))
+        net.initialize(ctx=contexts)
+        net.cast("float64")
+        for layer in net:
+            for context, one, other in zip(contexts, *part[:2]):
+                layer.running_mean.data(context)[:], layer.running_var.data(context)[:] = one, other
+        gluon_syncbn.configure(kvstore=kv if way == "default" else None)
+        weights_here = None if weights is None else weights[mine]
+        gluon_syncbn.average_running_stats(net, weights_here, kvstore=kv if way == "given" else None)
+        for layer in net:
+            for parameter, value in zip((layer.running_mean, layer.running_var), want):
+                here = np.concatenate([parameter.data(context).asnumpy() for context in contexts])
+                first = kv.allgather("a test", here[:5])[0]
+                assert (here.reshape(-1, 5) == first).all(), "other bits"
+                np.testing.assert_allclose(first, value, rtol=1e-12, atol=1e-12)
+
+
 def along_a_tree():
     mpi._FEW = 1
     pushpull_and_broadcast()

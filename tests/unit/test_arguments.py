@@ -53,6 +53,22 @@ WRONG = {
     "arrays": [None, 3, [], nd.ones((4, 2)), [nd.ones((2, 2)), 3], [nd.ones((2, 2)), nd.ones((2, 3))]],
     "symbol": [None, 3, "data", nd.ones(1), Stranger()],
     "optional symbol": [3, "gamma", nd.ones(1), Stranger()],
+    "weights": [
+        3,
+        "1",
+        [],
+        [0],
+        [-1],
+        [NAN],
+        [INFINITE],
+        [True],
+        ["1"],
+        [1, 1],
+        {},
+        nd.ones(1),
+        [nd.ones(1)],
+        Stranger(),
+    ],
     "last_batch": [None, "rollover", ["keep"], nd.ones(1), Stranger()],
 }
 
@@ -109,6 +125,12 @@ def criterion(**kwargs):
     return gluon_syncbn.parallel.DataParallelCriterion(**{"module": abs, **kwargs})
 
 
+def averaged(**kwargs):
+    layer = nn.BatchNorm(in_channels=2)
+    layer.initialize()
+    return gluon_syncbn.average_running_stats(**{"net": layer, **kwargs})
+
+
 #: Of each public name: how to call it, and the kind of each argument.
 CALLS = {
     "SyncBatchNorm": (SyncBatchNorm, LAYER),
@@ -124,6 +146,7 @@ CALLS = {
     ),
     "revert": (gluon_syncbn.revert, {"net": "net"}),
     "summary": (gluon_syncbn.summary, {"net": "net"}),
+    "average_running_stats": (averaged, {"net": "net", "weights": "weights", "kvstore": "kvstore"}),
     "cpu_devices": (
         lambda **kwargs: gluon_syncbn.cpu_devices(**{"n": 1, **kwargs}),
         {"n": "count", "temp_copies": "optional count", "random_copies": "optional count"},

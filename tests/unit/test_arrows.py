@@ -57,7 +57,7 @@ FLOORS = [
     {"layer"},
     {"graphs"},
     {"symbol"},
-    {"convert", "replacements", "summary"},
+    {"convert", "replacements", "statistics", "summary"},
     {""},  # __init__
     {"run", "selfcheck"},
     {"__main__"},

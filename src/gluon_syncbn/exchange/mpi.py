@@ -21,7 +21,10 @@ from .. import _native
 from .store import Combine, Label
 from .waiting import Wait, WaitingTransport
 
-_KINDS = ("failure", "end", "agreement", "broadcast", "broadcast of", "gradient", "gradient of", "statistics")
+_KINDS = (
+    *("failure", "end", "agreement", "broadcast", "broadcast of", "gradient", "gradient of", "statistics"),
+    "exchange of",
+)
 _KIND = {kind: number for number, kind in enumerate(_KINDS)}
 _TYPES = tuple(np.dtype(name) for name in ("uint8", "float16", "float32", "float64", "int32", "int64", "int8"))
 _TYPE = {dtype: number for number, dtype in enumerate(_TYPES)}

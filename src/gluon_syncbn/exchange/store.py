@@ -142,6 +142,11 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         for target in out if isinstance(out, (list, tuple)) else [out]:
             mx.nd.array(total, dtype=arrays[0].dtype).copyto(target)
 
+    def allgather(self, key: str, array: np.ndarray) -> List[np.ndarray]:
+        """The arrays of all processes, which are of one size and type, in the order of the ranks. All make the same
+        calls with the same key."""
+        return self._transport.allgather(self._label("exchange", key), array, equal=True)
+
     def _label(self, kind: str, key: Any) -> Label:
         number = key
         if not isinstance(key, int):
