@@ -26,7 +26,7 @@ from .layer import ShuffleBatchNorm, SyncBatchNorm
 from .replacements import install, uninstall
 from .session import configure, kvstore
 from .shuffle import SampleShuffle, ShuffledBatch, ShuffleSampler, shuffle_shards, split_and_load
-from .statistics import average_running_stats
+from .statistics import average_running_stats, update_bn_stats
 from .steps import reset
 from .summary import summary
 
@@ -57,4 +57,5 @@ __all__ = [
     "summary",
     "symbol",
     "uninstall",
+    "update_bn_stats",
 ]

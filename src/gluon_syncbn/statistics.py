@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence
+import sys
+import warnings
+from collections import Counter
+from contextlib import contextmanager
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet.gluon import Block, Parameter, SymbolBlock
+from mxnet import autograd
+from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock, nn
 
-from . import arguments, blocks
+from . import arguments, blocks, reference, steps
 from .exchange.base import merge_moments
 from .exchange.store import ProcessStore
+from .graphs import Opened
+from .layer import SyncBatchNorm
 from .op import NAME, Role
 from .session import session
 
-__all__ = ["average_running_stats"]
+__all__ = ["average_running_stats", "update_bn_stats"]
 
 
 def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None, kvstore: Any = None) -> None:
@@ -75,6 +83,80 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
         moments.append(functools.reduce(merge_moments, parts))
     for layer, total in zip(running, _of_all_processes(store, "running statistics", moments)):
         layer.write(total)
+
+
+def update_bn_stats(
+    net: Block, batches: Iterable[Sequence[mx.nd.NDArray]], num_iters: int = 200, kvstore: Any = None
+) -> None:
+    r"""Sets the running statistics to those of many batches together ("precise BN"), in place of a moving average.
+
+    .. math:: \mu = \frac{\sum_b n_b \mu_b}{\sum_b n_b} \qquad
+              \sigma^2 = \frac{\sum_b n_b \left(\sigma_b^2 + (\mu_b - \mu)^2\right)}{\sum_b n_b}
+
+    for each channel, over the shards b of all batches, with n values each: mean and biased variance of all values that
+    the layer is given, as if they were one batch. In float64, and the same bits on every device.
+
+    Calls the net in training mode and without gradient: the layers normalise as in training, each in its mode. Nothing
+    changes but, in the end, the running statistics; where something fails, these do not change either. Graphs of
+    hybridized blocks stay, but are not used here: hooks see the input of each layer, which is kept for all layers until
+    a batch is done, as a recorded forward keeps it. Calls take their numbers, so that mode ``'shuffle'`` and Dropout
+    draw other numbers afterwards.
+
+    For `SyncBatchNorm` in all modes, plain BatchNorm, contrib's and subclasses that compute the same. Frozen layers
+    (``use_global_stats``) stay as they are. In a job of several processes all of them call it, with as many batches
+    each.
+
+    Parameters
+    ----------
+    net : gluon.Block
+        A network or a single layer, initialised.
+    batches : iterable
+        Of batches; each is a list of arrays, one on each context of the net.
+    num_iters : int
+        Batches that are taken, at the most.
+    kvstore : str or KVStore, optional
+        As in `average_running_stats`.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is not what is said above, there is no batch, or a layer stands in the recorded graph of a
+        ``SymbolBlock``, where nothing sees its input.
+    MXNetError
+        As from the net in training.
+
+    Warns
+    -----
+    UserWarning
+        One, that names the layers that stay as they were, and why: the net did not call them, or they are subclasses of
+        BatchNorm that do something else.
+
+    References
+    ----------
+    Y. Wu, J. Johnson, "Rethinking 'Batch' in BatchNorm", 2021, arXiv 2105.07576, section 3. T. Chan, G. Golub, R.
+    LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    """
+    running = _running(arguments.block("net", net))
+    num_iters = arguments.whole("num_iters", num_iters, 1, 2**63 - 1)
+    store = _store(kvstore, net)
+    layers, stay = _layers_to_measure(net)
+    mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
+    before = [(array, array.copy()) for one in running for array in one.arrays()]
+    try:
+        moments = _population(net, layers, running, batches, num_iters)
+        moments = _of_all_processes(store, "population statistics", moments)
+    finally:
+        steps.drain()  # what is still in flight writes them, too
+        for array, value in before:
+            value.copyto(array)
+    written = set()
+    for one, total in zip(running, moments):
+        if total[0] > 0:
+            one.write(total)
+            written.add(id(one.mean))
+    stay += [f"{layer.name} (the net gave it no value)" for layer in layers if id(layer.running_mean) not in written]
+    if stay:
+        warnings.warn(f"update_bn_stats left as it was: {_some(stay, '; ')}", stacklevel=2)
 
 
 class _Running(NamedTuple):
@@ -174,3 +256,128 @@ def _of_all_processes(store: Optional[ProcessStore], what: str, moments: List[np
     ends = np.cumsum([part.size for part in moments])[:-1]
     everyone = [np.split(part, ends) for part in store.allgather(what, np.concatenate(moments))]
     return [functools.reduce(merge_moments, parts) for parts in zip(*everyone)]
+
+
+# ---- of a population ---------------------------------------------------------------------------------------
+
+
+def _layers_to_measure(net: Block) -> Tuple[List[nn.BatchNorm], List[str]]:
+    """The layers that normalise with their batch, and the names of those of which nobody knows how."""
+    found = list(blocks.of(net))
+    of_graphs = [slot.layer for block in found if isinstance(block, Opened) for slot in block.__layers__.values()]
+    hidden = [layer.name for layer in of_graphs if not layer._kwargs["use_global_stats"]]
+    for block in found:
+        if isinstance(block, Opened):
+            hidden += [node.name for node in block._left]
+        elif isinstance(block, SymbolBlock):
+            hidden += [node.name for node in _nodes(block) if not node.frozen]
+    if hidden:
+        raise ValueError(
+            f"net: batch normalisation in the recorded graph of a SymbolBlock ({_some(hidden, ', ')}) was given, "
+            "expected layers that a net calls, or frozen ones (gluon_syncbn.freeze)"
+        )
+    layers, stay = [], []
+    for block in found:
+        if blocks.is_batch_norm(block) and not block._kwargs["use_global_stats"] and block not in of_graphs:
+            reason = "" if isinstance(block, SyncBatchNorm) else blocks.difference(block)
+            if reason:
+                stay.append(f"{block.name} ({type(block).__name__}: {reason})")
+            else:
+                layers.append(block)
+    return layers, stay
+
+
+def _some(names: Sequence[str], separator: str) -> str:
+    return separator.join(names[:5]) + (f"{separator}and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _population(
+    net: Block, layers: Sequence[nn.BatchNorm], running: Sequence[_Running], batches: Any, num_iters: int
+) -> List[np.ndarray]:
+    """The moments of all values of all batches, for each of ``running``."""
+    number = {id(one.mean): i for i, one in enumerate(running)}
+    totals = [np.zeros(1 + 2 * one.mean.shape[0]) for one in running]
+    replicas = _replicas(layers, running)
+    done = 0
+    with _inputs(net, layers) as inputs:
+        for batch in _shown(batches, num_iters):
+            _check_batch(f"batches[{done}]", batch, replicas)
+            with autograd.pause(train_mode=True):
+                for shard in batch:
+                    net(shard)
+            mx.nd.waitall()  # nothing is read before all replicas are called
+            for layer, x in inputs:
+                i = number[id(layer.running_mean)]
+                totals[i] = merge_moments(totals[i], _moments(x.asnumpy(), layer._kwargs.get("axis", 1)))
+            inputs.clear()
+            done += 1
+    if not done:
+        arguments.refuse("batches", batches, "at least one batch")
+    return totals
+
+
+@contextmanager
+def _inputs(net: Block, layers: Sequence[nn.BatchNorm]) -> Iterator[List[Tuple[nn.BatchNorm, mx.nd.NDArray]]]:
+    """What the layers are given meanwhile. A graph calls no layer, so hybridized blocks run without theirs."""
+    given: List[Tuple[nn.BatchNorm, mx.nd.NDArray]] = []
+
+    def see(layer: nn.BatchNorm, args: Tuple[Any, ...]) -> None:
+        if not isinstance(args[0], mx.sym.Symbol):  # where shapes are inferred
+            given.append((layer, args[0].copy()))  # a net may overwrite it
+
+    active = [(block, block._active) for block in blocks.of(net) if isinstance(block, HybridBlock)]
+    hooks = []
+    try:
+        for block, _ in active:
+            block._active = False
+        for layer in layers:
+            hooks.append(layer.register_forward_pre_hook(see))
+        yield given
+    finally:
+        for hook in hooks:
+            hook.detach()
+        for block, was in active:
+            block._active = was
+
+
+def _moments(x: np.ndarray, axis: int) -> np.ndarray:
+    if x.size == 0:
+        return np.zeros(1 + 2 * x.shape[axis])
+    mean, var, count = reference.moments([x], axis)
+    return _packed(count, mean, var)
+
+
+def _replicas(layers: Sequence[nn.BatchNorm], running: Sequence[_Running]) -> Dict[mx.Context, int]:
+    """How many there are on each context."""
+    counts: Counter = Counter()
+    for one in running:
+        counts |= Counter(one.mean.list_ctx())
+    for layer in layers:
+        if isinstance(layer, SyncBatchNorm):
+            contexts = layer._replicas.contexts
+            counts |= Counter({context: layer._replicas.count() // len(contexts) for context in contexts})
+    return counts
+
+
+def _check_batch(name: str, batch: Any, replicas: Dict[mx.Context, int]) -> None:
+    listed = isinstance(batch, (list, tuple)) and len(batch) > 0
+    arrays = listed and all(isinstance(shard, mx.nd.NDArray) for shard in batch)
+    if not arrays or Counter(shard.context for shard in batch) - Counter(replicas):
+        contexts = ", ".join(str(context) for context, times in replicas.items() for _ in range(times))
+        arguments.refuse(name, batch, f"a list of arrays, one on each context of the net ({contexts})")
+
+
+def _shown(batches: Any, num_iters: int) -> Iterator[Any]:
+    """The first of them, with a bar where tqdm is installed and somebody looks."""
+    try:
+        taken = itertools.islice(iter(batches), num_iters)
+    except TypeError:
+        arguments.refuse("batches", batches, "an iterable of batches")
+    if sys.stderr is None or not sys.stderr.isatty():
+        return taken
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return taken
+    known = hasattr(batches, "__len__")
+    return tqdm(taken, desc="batch statistics", total=min(num_iters, len(batches)) if known else None)

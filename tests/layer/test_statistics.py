@@ -1,16 +1,18 @@
-"""Running statistics of all devices together."""
+"""Running statistics of all devices together, and of a population."""
 
+import io
 import re
+import sys
 
 import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from replicas import make_batch, on_devices, prepare, step
+from replicas import WAYS, make_batch, on_devices, prepare, short_waits, step
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, average_running_stats, reference
+from gluon_syncbn import SyncBatchNorm, average_running_stats, reference, update_bn_stats
 
 LAYERS = {
     "plain": lambda **kwargs: nn.BatchNorm(**kwargs),
@@ -231,3 +233,290 @@ def test_without_values(contexts):
     layer.initialize(ctx=contexts[:2])
     with pytest.raises(ValueError, match=r"^net: layer 'norm' without running statistics was given, expected"):
         average_running_stats(layer)
+
+
+# ---- update_bn_stats -----------------------------------------------------------------------------------------
+
+
+def convolutional(norm, contexts, **settings):
+    """Two layers of batch normalisation, the second of which sees what the first one normalises."""
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3, in_channels=3), norm(in_channels=4, **settings), nn.Activation("tanh"))
+        net.add(nn.Conv2D(5, 2, in_channels=4), norm(in_channels=5, **settings), nn.Dense(2, in_units=5 * 9))
+    net.initialize(ctx=contexts)
+    net.cast("float64")
+    values = np.random.RandomState(3)
+    for parameter in net.collect_params().values():
+        if parameter.grad_req != "null":
+            shift = 1.5 if parameter.name.endswith("gamma") else 0
+            parameter.set_data(nd.array(values.randn(*parameter.shape) * 0.3 + shift, dtype="float64"))
+    for layer in (net[1], net[4]):
+        for array in [*layer.running_mean.list_data(), *layer.running_var.list_data()]:
+            array[:] = values.rand(*array.shape) + 0.5
+    return net
+
+
+def population(rng, devices, batches=3):
+    """Batches of uneven shards, each of a size and a distribution of its own."""
+    sizes = rng.randint(1, 5, (batches, devices)) + 1
+    return [[rng.randn(n, 3, 6, 6) * (1 + b + k) + 2 * k - b for k, n in enumerate(row)] for b, row in enumerate(sizes)]
+
+
+def inputs_of_layers(plain, shards):
+    """What both layers see where each of these is normalised by itself."""
+    first, second = [], []
+    for shard in shards:
+        with autograd.train_mode():
+            first.append(plain[0](nd.array(shard, dtype="float64")))
+            second.append(plain[3](plain[2](plain[1](first[-1]))))
+    return [[x.asnumpy() for x in xs] for xs in (first, second)]
+
+
+def state(net):
+    """All that a net is, but the running statistics."""
+    layers = [net[1], net[4]]
+    return (
+        [a.asnumpy().tolist() for p in net.collect_params().values() if "running" not in p.name for a in p.list_data()],
+        [a.asnumpy().tolist() for p in net.collect_params().values() if p.grad_req != "null" for a in p.list_grad()],
+        [(dict(layer._kwargs), dict(layer._forward_pre_hooks), dict(layer._forward_hooks)) for layer in layers],
+        [(block._active, id(block._cached_op), id(block._cached_graph)) for block in [net, *net]],
+        [[id(a) for a in p.list_data()] for p in net.collect_params().values()],
+        autograd.is_training(),
+    )
+
+
+def statistics(net):
+    return [a.asnumpy().tolist() for p in net.collect_params(".*running").values() for a in p.list_data()]
+
+
+@pytest.mark.parametrize(
+    "devices, way", [(1, "eager"), (2, "hybrid"), (2, "static_shape"), (4, "eager"), (4, "static_alloc")]
+)
+@pytest.mark.parametrize("kind", ["plain", "sync", "local"])
+def test_they_are_those_of_the_population(contexts, rng, kind, devices, way):
+    settings = {} if kind == "plain" else {"mode": kind}
+    net = convolutional(nn.BatchNorm if kind == "plain" else SyncBatchNorm, contexts[:devices], **settings)
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    batches = population(rng, devices)
+    xs = on_devices(batches[0], contexts, "float64")
+    with autograd.record():  # so that there are gradients and graphs
+        ys = [net(x) for x in xs]
+    autograd.backward(ys)
+    nd.waitall()
+    before = state(net)
+    assert (before[3][0][1] != id(None)) == (way != "eager")
+    update_bn_stats(net, [on_devices(batch, contexts, "float64") for batch in batches])
+    assert state(net) == before
+    together = [[np.concatenate(batch)] for batch in batches] if kind == "sync" else batches
+    seen = [inputs_of_layers(convolutional(nn.BatchNorm, [mx.cpu(0)]), batch) for batch in together]
+    for i, layer in enumerate((net[1], net[4])):
+        mean, var, _ = reference.moments([x for inputs in seen for x in inputs[i]])
+        assert_statistics(layer, contexts[:devices], (mean, var), 1e-10)
+    with autograd.record():  # and it trains on
+        ys = [net(x) for x in xs]
+    autograd.backward(ys)
+    assert all(np.isfinite(y.asnumpy()).all() for y in ys)
+
+
+@pytest.mark.parametrize("kind", [*LAYERS, "reused", "axis"])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_of_one_layer(contexts, rng, kind, dtype):
+    """All modes; float64 on the host for every type; a channel axis at the end; a layer that is called twice."""
+    if kind == "contrib" and dtype != "float32":
+        pytest.skip("contrib's layer takes float32 only")
+    make = LAYERS.get(kind, LAYERS["plain"])
+    layer = make(in_channels=5, **({"axis": -1} if kind == "axis" else {}))
+    layer.cast(dtype)
+    layer.initialize(ctx=contexts[:2])
+    net = layer
+    if kind == "reused":
+        net = nn.Sequential()
+        net.add(layer, nn.Activation("relu"), layer)
+    batches = [make_batch(rng, 2, axis=-1 if kind == "axis" else 1, dtype=dtype, offset=30).shards for _ in range(3)]
+    update_bn_stats(net, (on_devices(batch, contexts, dtype) for batch in batches))
+    seen = [shard for batch in batches for shard in batch]
+    if kind == "reused":
+        for shard in list(seen):
+            with autograd.train_mode():
+                seen.append(nd.relu(layer(nd.array(shard, dtype=dtype))).asnumpy())
+    mean, var, _ = reference.moments(seen, layer._kwargs.get("axis", 1))
+    assert_statistics(layer, contexts[:2], (mean, var), 1e-11 if dtype == "float64" else 1e-6)
+
+
+def test_replicas_that_share_a_context_and_a_net_that_overwrites(contexts, rng):
+    class Net(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.norm = SyncBatchNorm(in_channels=5, num_devices=4)
+
+        def hybrid_forward(self, F, x):
+            x = x + 1
+            y = self.norm(x)
+            x[:] = 0
+            return y
+
+    net = Net()
+    net.initialize(ctx=contexts[:2])
+    batches = [make_batch(rng, 4).shards for _ in range(2)]
+    places = [contexts[k] for k in (0, 0, 1, 1)]
+    update_bn_stats(net, [on_devices(batch, places, "float32") for batch in batches])
+    mean, var, _ = reference.moments([shard for batch in batches for shard in batch])
+    assert_statistics(net.norm, contexts[:2], (mean + 1, var), 1e-5)
+
+
+def test_batches_are_taken_as_far_as_asked(contexts, rng):
+    layer = nn.BatchNorm(in_channels=5)
+    layer.initialize(ctx=contexts[:2])
+    batches = [make_batch(rng, 2).shards for _ in range(4)]
+    left = iter([on_devices(batch, contexts, "float32") for batch in batches])
+    update_bn_stats(layer, left, num_iters=3)
+    assert len(list(left)) == 1
+    mean, var, _ = reference.moments([shard for batch in batches[:3] for shard in batch])
+    assert_statistics(layer, contexts[:2], (mean, var), 1e-5)
+    update_bn_stats(layer, [on_devices(batches[3][:1], contexts, "float32")])  # a shard less
+    assert_statistics(layer, contexts[:2], reference.moments(batches[3][:1])[:2], 1e-5)
+    with pytest.raises(ValueError, match=r"^batches: .* was given, expected at least one batch"):
+        update_bn_stats(layer, left)
+
+
+@pytest.mark.parametrize("fault", ["iterator", "batch", "block", "operator"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm, SyncBatchNorm])
+def test_nothing_has_changed_after_a_failure(contexts, rng, norm, fault):
+    """In the second batch: a shard of another shape, a block that raises after the first of two replicas."""
+    net = convolutional(norm, contexts[:2])
+    net.hybridize()
+    batches = [on_devices(batch, contexts, "float64") for batch in population(rng, 2)]
+    with autograd.record():
+        ys = [net(x) for x in batches[0]]
+    autograd.backward(ys)
+    nd.waitall()
+    before, values = state(net), statistics(net)
+
+    def faulty():
+        yield batches[0]
+        if fault == "iterator":
+            raise KeyError("of the user's")
+        if fault == "block":
+            net[3].register_forward_pre_hook(raising)
+        if fault == "operator":
+            yield [batches[1][0], nd.ones((2, 7, 6, 6), ctx=contexts[1], dtype="float64")]
+        yield batches[1] if fault == "block" else [batches[1][0]] * 2
+
+    def raising(_, args):
+        if args[0].context == contexts[1]:
+            raise KeyError("of the user's")
+
+    expected = {"iterator": KeyError, "block": KeyError, "batch": ValueError, "operator": mx.MXNetError}[fault]
+    with pytest.raises(expected):
+        update_bn_stats(net, faulty())
+    net[3]._forward_pre_hooks.clear()
+    assert state(net) == before
+    assert statistics(net) == values
+    update_bn_stats(net, batches)
+    assert statistics(net) != values
+
+
+def test_nothing_has_changed_after_a_replica_was_missing(contexts, rng):
+    """The error comes when results are read, while the layers before it have moved their statistics."""
+    net = convolutional(SyncBatchNorm, contexts[:2])
+    batches = [on_devices(batch, contexts, "float64") for batch in population(rng, 2)]
+    before, values = state(net), statistics(net)
+    with short_waits(2), pytest.raises(
+        mx.MXNetError, match=re.escape("1 of 2 replicas arrived (cpu(0)), missing cpu(1)")
+    ):
+        update_bn_stats(net, [batches[0], batches[1][:1]])
+    assert state(net) == before
+    assert statistics(net) == values
+    update_bn_stats(net, batches)
+    assert statistics(net) != values
+
+
+def test_frozen_layers_stay(contexts, rng):
+    net = convolutional(SyncBatchNorm, contexts[:2])
+    net[1]._kwargs["use_global_stats"] = True
+    before = [a.asnumpy() for p in (net[1].running_mean, net[1].running_var) for a in p.list_data()]
+    old = net[4].running_mean.data(contexts[0]).asnumpy()
+    update_bn_stats(net, [on_devices(batch, contexts, "float64") for batch in population(rng, 2)])
+    after = [a.asnumpy() for p in (net[1].running_mean, net[1].running_var) for a in p.list_data()]
+    np.testing.assert_array_equal(before, after)
+    assert np.abs(net[4].running_mean.data(contexts[0]).asnumpy() - old).min() > 1e-3
+
+
+def test_what_stays_is_named(contexts, rng):
+    class Halved(nn.BatchNorm):
+        def hybrid_forward(self, F, x, *args, **kwargs):
+            return super().hybrid_forward(F, x / 2, *args, **kwargs)
+
+    class Net(nn.HybridBlock):
+        def __init__(self):
+            super().__init__()
+            self.seen, self.halved = nn.BatchNorm(in_channels=5), Halved(in_channels=5, prefix="halved_")
+            self.unused = nn.BatchNorm(in_channels=5, prefix="unused_")
+
+        def hybrid_forward(self, F, x):
+            return self.halved(self.seen(x))
+
+    net = Net()
+    net.initialize(ctx=contexts[:1])
+    batches = [on_devices(make_batch(rng, 1).shards, contexts, "float32")]
+    with pytest.warns(UserWarning, match=r"left as it was: halved \(Halved: .*; unused \(the net gave it no value\)"):
+        update_bn_stats(net, batches)
+    assert (net.unused.running_var.data().asnumpy() == 1).all()
+    assert (net.halved.running_var.data().asnumpy() == 1).all()
+    assert (net.seen.running_var.data().asnumpy() != 1).all()
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_recorded_graphs_are_refused(contexts, rng, opened):
+    data = mx.sym.var("data", dtype="float64")
+    net = gluon.SymbolBlock(convolutional(nn.BatchNorm, contexts[:1])(data), data)
+    net.initialize(ctx=contexts[:1])
+    net.cast("float64")
+    batches = [on_devices(batch, contexts, "float64") for batch in population(rng, 1)]
+    net(batches[0][0])
+    if opened:
+        gluon_syncbn.convert(net)
+    with pytest.raises(
+        ValueError, match=r"SymbolBlock \(net_batchnorm0.*, net_batchnorm1.*\) was given, expected layers"
+    ):
+        update_bn_stats(net, batches)
+    gluon_syncbn.freeze(net)
+    around = nn.HybridSequential()
+    around.add(net, nn.BatchNorm(in_channels=2))
+    around[1].initialize(ctx=contexts[:1])
+    around.cast("float64")
+    before = statistics(net)
+    update_bn_stats(around, batches)
+    assert statistics(net) == before
+    seen = [net(x).asnumpy() for batch in batches for x in batch]
+    assert_statistics(around[1], contexts[:1], reference.moments(seen)[:2], 1e-10)
+
+
+@pytest.mark.parametrize("batch", [(0, 0), (2,), (0, 1, 1)])
+def test_a_batch_that_does_not_fit(contexts, batch):
+    layer = SyncBatchNorm(in_channels=5)
+    layer.initialize(ctx=contexts[:2])
+    arrays = [nd.ones((2, 5), ctx=contexts[k]) for k in batch]
+    message = (
+        "batches[1]: list of {} was given, expected a list of arrays, one on each context of the net (cpu(0), cpu(1))"
+    )
+    with pytest.raises(ValueError, match=re.escape(message.format(len(batch)))):
+        update_bn_stats(layer, [on_devices([np.ones((2, 5))] * 2, contexts, "float32"), arrays])
+
+
+@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_bar_where_somebody_looks(contexts, rng, monkeypatch, terminal, installed):
+    stderr = io.StringIO()
+    stderr.isatty = lambda: terminal
+    layer = nn.BatchNorm(in_channels=5)
+    layer.initialize(ctx=contexts[:1])
+    batches = [on_devices(make_batch(rng, 1).shards, contexts, "float32")] * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", stderr)
+        if not installed:
+            patch.setitem(sys.modules, "tqdm", None)
+        update_bn_stats(layer, batches)
+    assert ("3/3" in stderr.getvalue()) == (terminal and installed)

@@ -21,7 +21,7 @@ def test_processes_equal_the_specification(processes):
         "same_bits_on_repetition",
         "one_store_for_gradients_and_statistics",
         "pushpull_and_broadcast",
-        "averages_running_stats",
+        "running_stats_of_all_processes",
     ],
 )
 def test_two_processes(scenario):

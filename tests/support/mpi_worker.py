@@ -28,6 +28,7 @@ from replicas import (  # noqa: E402
     step,
 )
 
+from gluon_syncbn import reference  # noqa: E402
 from gluon_syncbn.exchange import mpi  # noqa: E402
 from gluon_syncbn.exchange.store import Label  # noqa: E402
 
@@ -151,6 +152,37 @@ def pushpull_and_broadcast():
             out = [nd.zeros((size,), ctx=CONTEXTS[k], dtype=dtype) for k in range(2)]
             kv.broadcast(3, values[0] + kv.rank, out=out)
             assert all((o.asnumpy() == want).all() for o in out)
+
+
+def running_stats_of_all_processes():
+    averages_running_stats()
+    updates_bn_stats()
+
+
+def updates_bn_stats():
+    """Two layers, the second of which sees what the first normalises; 1 and 2 devices, uneven shards."""
+    devices = sum(map(devices_of, range(kv.num_workers)))
+    gluon_syncbn.configure(kvstore=kv)
+    batches = [make_batch(np.random.RandomState(k), devices, offset=10 * k) for k in range(3)]
+    _, contexts, mine = own(batches[0])
+    net, alone = nn.HybridSequential(), nn.HybridSequential()
+    net.add(gluon_syncbn.SyncBatchNorm(in_channels=5), nn.Activation("tanh"), nn.BatchNorm(in_channels=5))
+    alone.add(nn.BatchNorm(in_channels=5), nn.Activation("tanh"))
+    for block, on in ((net, contexts), (alone, CONTEXTS[3:])):
+        block.initialize(ctx=on)
+        block.cast("float64")
+        block.hybridize()
+    seen = [[np.concatenate(batch.shards) for batch in batches]]
+    with autograd.train_mode():
+        seen.append([alone(nd.array(x, ctx=CONTEXTS[3], dtype="float64")).asnumpy() for x in seen[0]])
+    gluon_syncbn.update_bn_stats(net, [on_devices(batch.shards[mine], contexts, "float64") for batch in batches])
+    for layer, inputs in zip((net[0], net[2]), seen):
+        mean, var, _ = reference.moments(inputs)
+        for parameter, value in ((layer.running_mean, mean), (layer.running_var, var)):
+            here = np.concatenate([parameter.data(context).asnumpy() for context in contexts])
+            first = kv.allgather("a test", here[:5])[0]
+            assert (here.reshape(-1, 5) == first).all(), "other bits"
+            np.testing.assert_allclose(first, value, rtol=1e-10, atol=1e-10)
 
 
 def averages_running_stats():

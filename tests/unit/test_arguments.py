@@ -69,6 +69,20 @@ WRONG = {
         [nd.ones(1)],
         Stranger(),
     ],
+    "batches": [
+        None,
+        3,
+        [],
+        {},
+        "batch",
+        [3],
+        [[]],
+        [[3]],
+        nd.ones(1),
+        [nd.ones((2, 2))],
+        [[nd.ones((2, 2))] * 2],
+        Stranger(),
+    ],
     "last_batch": [None, "rollover", ["keep"], nd.ones(1), Stranger()],
 }
 
@@ -131,6 +145,12 @@ def averaged(**kwargs):
     return gluon_syncbn.average_running_stats(**{"net": layer, **kwargs})
 
 
+def updated(**kwargs):
+    layer = nn.BatchNorm(in_channels=2)
+    layer.initialize()
+    return gluon_syncbn.update_bn_stats(**{"net": layer, "batches": [[nd.ones((2, 2))]], **kwargs})
+
+
 #: Of each public name: how to call it, and the kind of each argument.
 CALLS = {
     "SyncBatchNorm": (SyncBatchNorm, LAYER),
@@ -147,6 +167,10 @@ CALLS = {
     "revert": (gluon_syncbn.revert, {"net": "net"}),
     "summary": (gluon_syncbn.summary, {"net": "net"}),
     "average_running_stats": (averaged, {"net": "net", "weights": "weights", "kvstore": "kvstore"}),
+    "update_bn_stats": (
+        updated,
+        {"net": "net", "batches": "batches", "num_iters": "count", "kvstore": "kvstore"},
+    ),
     "cpu_devices": (
         lambda **kwargs: gluon_syncbn.cpu_devices(**{"n": 1, **kwargs}),
         {"n": "count", "temp_copies": "optional count", "random_copies": "optional count"},
