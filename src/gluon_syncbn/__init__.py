@@ -23,6 +23,7 @@ from . import patches as _patches
 from .convert import convert, freeze, revert
 from .devices import cpu_devices, devices
 from .layer import ShuffleBatchNorm, SyncBatchNorm
+from .parameters import broadcast_parameters
 from .replacements import install, uninstall
 from .session import configure, kvstore
 from .shuffle import SampleShuffle, ShuffledBatch, ShuffleSampler, shuffle_shards, split_and_load
@@ -42,6 +43,7 @@ __all__ = [
     "SyncBatchNorm",
     "__version__",
     "average_running_stats",
+    "broadcast_parameters",
     "configure",
     "convert",
     "cpu_devices",

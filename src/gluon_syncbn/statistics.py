@@ -22,7 +22,7 @@ from .exchange.store import ProcessStore
 from .graphs import Opened
 from .layer import SyncBatchNorm
 from .op import NAME, Role
-from .session import session
+from .parameters import store_of
 
 __all__ = ["average_running_stats", "update_bn_stats"]
 
@@ -66,7 +66,7 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
     T. Chan, G. Golub, R. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
     running = _running(arguments.block("net", net))
-    store = _store(kvstore, net)
+    store = store_of(kvstore, [one.mean for one in running])
     given = None if weights is None else _weights(weights)
     for layer in running:
         if given is not None and len(given) != len(layer.contexts):
@@ -138,7 +138,7 @@ def update_bn_stats(
     """
     running = _running(arguments.block("net", net))
     num_iters = arguments.whole("num_iters", num_iters, 1, 2**63 - 1)
-    store = _store(kvstore, net)
+    store = store_of(kvstore, [one.mean for one in running])
     layers, stay = _layers_to_measure(net)
     mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
     before = [(array, array.copy()) for one in running for array in one.arrays()]
@@ -234,19 +234,6 @@ def _weights(weights: Any) -> List[float]:
     if not any(given):
         arguments.refuse("weights", weights, "at least one above 0")
     return given
-
-
-def _store(kvstore: Any, net: Block) -> Optional[ProcessStore]:
-    """What reaches the other processes of the job; None where there are none."""
-    exchange = session.exchange_of(kvstore)
-    if kvstore is not None:
-        return exchange if isinstance(exchange, ProcessStore) else None
-    named = [getattr(block, "_replicas", None) for block in blocks.of(net)]
-    used = [session.exchange, *(replicas.exchange for replicas in named if replicas is not None)]
-    stores = {id(one): one for one in used if isinstance(one, ProcessStore)}
-    if len(stores) > 1:
-        arguments.refuse("kvstore", kvstore, f"one of the {len(stores)} that the layers use")
-    return next(iter(stores.values()), None)
 
 
 def _of_all_processes(store: Optional[ProcessStore], what: str, moments: List[np.ndarray]) -> List[np.ndarray]:

@@ -53,6 +53,16 @@ def test_another_net():
     assert "'first' (6 channels" in job.output
 
 
+def test_the_same_parameters():
+    """Each rank's in turn, and in the end another net on each."""
+    job = Job(2, "broadcasts_parameters")
+    assert job.code not in (0, None)
+    for rank in range(2):
+        _, error = job.failure_of(rank)
+        told = [f"'net_weight' of shape ({4 + k}, 3) and type float32 on rank {k}" for k in (rank, 1 - rank)]
+        assert f"the processes disagree about the parameters: number 1 is {told[0]} and {told[1]}" in error
+
+
 @pytest.mark.parametrize(
     ("fault", "text", "limit"),
     [

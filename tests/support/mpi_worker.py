@@ -213,6 +213,36 @@ def averages_running_stats():
                 np.testing.assert_allclose(first, value, rtol=1e-12, atol=1e-12)
 
 
+def broadcasts_parameters():
+    """Of every type, those of each rank in turn; and another net is an error on all."""
+    for _ in range(3 * kv.rank):
+        nn.BatchNorm()  # so that Gluon's counters differ among the processes
+    contexts = CONTEXTS[: devices_of(kv.rank)]
+    for root, dtype in itertools.product(range(kv.num_workers), ("float16", "float32", "float64")):
+        net = nn.HybridSequential()
+        net.add(nn.Dense(4, in_units=3), gluon_syncbn.SyncBatchNorm(in_channels=4, kvstore=kv))
+        net.cast(dtype)
+        net.initialize(ctx=contexts)
+        values = [
+            [np.random.RandomState(rank).rand(*p.shape).astype(p.dtype) for p in net.collect_params().values()]
+            for rank in range(kv.num_workers)
+        ]
+        for parameter, value in zip(net.collect_params().values(), values[kv.rank]):
+            for k, array in enumerate(parameter.list_data()):
+                array[:] = value + k
+        gluon_syncbn.broadcast_parameters(net if root else net.collect_params(), root_rank=root)
+        for parameter, value in zip(net.collect_params().values(), values[root]):
+            for array in parameter.list_data():
+                assert (array.asnumpy() == value).all(), (root, dtype, parameter.name)
+    net = nn.Dense(4 + kv.rank, in_units=3, prefix="net_")
+    net.initialize(ctx=contexts)
+    try:
+        gluon_syncbn.broadcast_parameters(net, kvstore=kv)
+    except mx.MXNetError as error:
+        report(time.monotonic(), error)
+        raise SystemExit(3) from None
+
+
 def along_a_tree():
     mpi._FEW = 1
     pushpull_and_broadcast()

@@ -54,7 +54,7 @@ FLOORS = [
     {"mixed", "replicas", "steps"},
     {"blocks", "devices", "lifetime", "op", "parallel", "patches", "shuffle"},
     {"export"},
-    {"layer"},
+    {"layer", "parameters"},
     {"graphs"},
     {"symbol"},
     {"convert", "replacements", "statistics", "summary"},

@@ -142,10 +142,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         for target in out if isinstance(out, (list, tuple)) else [out]:
             mx.nd.array(total, dtype=arrays[0].dtype).copyto(target)
 
-    def allgather(self, key: str, array: np.ndarray) -> List[np.ndarray]:
-        """The arrays of all processes, which are of one size and type, in the order of the ranks. All make the same
-        calls with the same key."""
-        return self._transport.allgather(self._label("exchange", key), array, equal=True)
+    def allgather(self, key: str, array: np.ndarray, *, equal: bool = True) -> List[np.ndarray]:
+        """The arrays of all processes, in the order of the ranks. All make the same calls with the same key.
+        ``equal``: of another size or type than ours is an error."""
+        return self._transport.allgather(self._label("exchange", key), array, equal=equal)
 
     def _label(self, kind: str, key: Any) -> Label:
         number = key

@@ -1,0 +1,74 @@
+"""Parameters that are the same everywhere; between processes: tests/processes/test_mpi.py."""
+
+import re
+
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+from gluon_syncbn import SyncBatchNorm, broadcast_parameters
+
+
+def make_net(contexts):
+    """On each context other values."""
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(3, 1, in_channels=2), SyncBatchNorm(in_channels=3, mode="local"), nn.Dense(2, in_units=3))
+    net.initialize(ctx=contexts)
+    for parameter in net.collect_params().values():
+        for k, array in enumerate(parameter.list_data()):
+            array[:] = np.random.RandomState(k).rand(*array.shape) + 0.5
+    return net
+
+
+@pytest.mark.parametrize("given", ["net", "parameters", "dict"])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_all_contexts_get_those_of_the_first(contexts, devices, given):
+    net = make_net(contexts[:devices])
+    params = net.collect_params()
+    arrays = [array for p in params.values() for array in p.list_data()]
+    want = [p.list_data()[0].asnumpy() for p in params.values()]
+    broadcast_parameters({"net": net, "parameters": params, "dict": dict(params.items())}[given])
+    for parameter, value in zip(params.values(), want):
+        for array in parameter.list_data():
+            np.testing.assert_array_equal(array.asnumpy(), value)
+    assert all(a is b for a, b in zip(arrays, (array for p in params.values() for array in p.list_data())))
+
+
+def test_blocks_that_gluon_does_not_know(contexts):
+    net = nn.Sequential()
+    net.__held__ = [make_net(contexts[:2])]
+    broadcast_parameters(net)
+    for parameter in net.__held__[0].collect_params().values():
+        np.testing.assert_array_equal(*(array.asnumpy() for array in parameter.list_data()))
+
+
+def test_a_trainer_that_has_begun_takes_them(contexts):
+    """One whose store updates the parameters has weights of its own."""
+    net = nn.Dense(2, in_units=3, use_bias=False)
+    net.initialize(ctx=contexts[:2])
+    trainer = gluon.Trainer(
+        net.collect_params(), "sgd", {"learning_rate": 0.0}, kvstore="local", update_on_kvstore=True
+    )
+
+    def step():
+        with autograd.record():
+            ys = [net(nd.ones((1, 3), ctx=context)) for context in contexts[:2]]
+        autograd.backward(ys)
+        trainer.step(2)
+
+    step()
+    first, second = net.weight.list_data()
+    first[:], second[:] = 7, 3
+    broadcast_parameters(net)
+    step()
+    assert all((array.asnumpy() == 7).all() for array in net.weight.list_data())
+
+
+def test_without_values(contexts):
+    net = nn.Dense(2, prefix="net_")
+    net.initialize(ctx=contexts[:2])
+    with pytest.raises(ValueError, match=re.escape("params: 'net_weight' without a value was given, expected")):
+        broadcast_parameters(net)
+    net(nd.ones((1, 3)))
+    broadcast_parameters(net)
