@@ -3,6 +3,8 @@
 from . import cuda_libraries as _cuda_libraries
 from ._version import __version__
 
+# Errors bear the name of this package, as those do that say that a module is not found: `python -m gluon_syncbn` then
+# ends with their text and without a traceback.
 try:
     _cuda_libraries.load()
     import mxnet as _mxnet  # noqa: F401
@@ -10,11 +12,12 @@ except _cuda_libraries.MissingLibraries:
     raise
 except ImportError as error:
     raise ImportError(
-        f"gluon_syncbn needs Apache MXNet 1.9 ({error}): `pip install gluon_syncbn[cpu]`, "
-        "or `pip install gluon_syncbn[cu112]` for NVIDIA GPUs"
-    ) from error
+        f"gluon_syncbn needs Apache MXNet 1.9 ({error}): `pip install 'gluon_syncbn[cpu]'`, "
+        "or `pip install 'gluon_syncbn[cu112]'` for NVIDIA GPUs",
+        name=__name__,
+    ) from (None if error.name == "mxnet" else error)
 except AttributeError as error:  # mxnet 1.9.1 uses numpy.bool, which numpy 1.24 took away
-    raise ImportError(f"MXNet 1.9 cannot be imported ({error}): `pip install 'numpy<1.24'`") from error
+    raise ImportError(f"MXNet 1.9 cannot be imported ({error}): `pip install 'numpy<1.24'`", name=__name__) from error
 
 from . import lifetime as _lifetime
 from . import logs as _logs

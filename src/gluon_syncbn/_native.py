@@ -58,7 +58,8 @@ def _load() -> ctypes.CDLL:
     except OSError as error:
         raise ImportError(
             f"gluon_syncbn's native core {_PATH} cannot be loaded ({error}); build it with "
-            "`pip install -e .` in the checkout (needs g++ with C++17 and OpenMP)"
+            "`pip install -e .` in the checkout (needs g++ with C++17 and OpenMP)",
+            name=__package__,
         ) from None
     names = ctypes.POINTER(ctypes.c_char_p)
     signatures: dict = {

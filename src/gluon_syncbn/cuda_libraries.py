@@ -74,7 +74,7 @@ def load() -> None:
         )
     if reasons:
         what = f"The MXNet in {mxnet} is built for NVIDIA GPUs and cannot start "
-        raise MissingLibraries(what + "; and ".join(reasons))
+        raise MissingLibraries(what + "; and ".join(reasons), name=__package__)
 
 
 def needed(library: Path) -> List[str]:

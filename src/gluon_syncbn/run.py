@@ -13,14 +13,16 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any, Callable, List, NoReturn, Optional, Tuple, Type
 
-from . import install
+from . import __version__, install
 from .replacements import MOST_CPUS
 
 USAGE = """usage: python -m gluon_syncbn
            tells what serves on this machine, and whether it works
        python -m gluon_syncbn run [--cpus N] script.py [arguments of the script]
            runs a training script as it is, with the SyncBatchNorm and the parallel helpers of gluon_syncbn in the
-           places of contrib's and GluonCV's; --cpus N lets mx.gpu(0) to mx.gpu(N - 1) be N CPU contexts"""
+           places of contrib's and GluonCV's; --cpus N lets mx.gpu(0) to mx.gpu(N - 1) be N CPU contexts
+       python -m gluon_syncbn --version
+           prints the version"""
 Hook = Callable[[Type[BaseException], BaseException, Optional[TracebackType]], Any]
 
 
@@ -28,6 +30,9 @@ def main(arguments: List[str]) -> None:
     """Ends as the script does: with its exit code, or its exception."""
     if arguments in (["-h"], ["--help"], ["run", "-h"], ["run", "--help"]):
         print(USAGE)
+        return
+    if arguments == ["--version"]:
+        print(f"gluon_syncbn {__version__}")
         return
     if arguments[0] != "run":
         _refuse("command", arguments[0], "'run', or nothing; --help tells more")

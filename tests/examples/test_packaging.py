@@ -240,25 +240,50 @@ def test_rebuilds_only_what_is_newer_and_leaves_no_half_written_core(tree):
     assert not list(core.parent.glob(".core-*"))
 
 
-IMPORT_WITHOUT_MXNET = """
+#: For `sitecustomize`, which Python imports at its start: each takes away what MXNet needs.
+WITHOUT_MXNET = """
 import importlib.abc, sys
 class NoMXNet(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name.split(".")[0] == "mxnet":
             raise ModuleNotFoundError("No module named 'mxnet'", name="mxnet")
 sys.meta_path.insert(0, NoMXNet())
-try:
-    import gluon_syncbn
-except ImportError as error:
-    print(error)
+"""
+WITH_NEW_NUMPY = """
+import numpy
+old = vars(numpy).pop("__getattr__")
+def attribute(name):
+    if name == "bool":
+        raise AttributeError("module 'numpy' has no attribute 'bool'")
+    return old(name)
+numpy.__getattr__ = attribute
 """
 
 
-def test_no_mxnet(tmp_path):
-    status, output = run([sys.executable, "-c", IMPORT_WITHOUT_MXNET], tmp_path, PYTHONPATH=PACKAGE.parent)
-    assert status == 0, output
-    assert "pip install gluon_syncbn[cpu]" in output.replace("'", "").replace('"', "")
-    assert "[cu112]" in output
+@pytest.mark.parametrize("command", [["-c", "import gluon_syncbn"], ["-m", "gluon_syncbn"]], ids=lambda words: words[0])
+def test_no_mxnet(tmp_path, command):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_MXNET)
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    status, output = run([sys.executable, *command], tmp_path, PYTHONPATH=path)
+    assert status == 1
+    assert "pip install 'gluon_syncbn[cpu]'" in output  # zsh takes brackets without quotes for a pattern
+    assert "pip install 'gluon_syncbn[cu112]'" in output
+    assert output.count("Traceback") == (command[0] == "-c")
+    assert command[0] == "-c" or len(output.splitlines()) == 1
+
+
+def test_a_new_numpy_is_one_line(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITH_NEW_NUMPY)
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    status, output = run([sys.executable, "-W", "ignore", "-m", "gluon_syncbn"], tmp_path, PYTHONPATH=path)
+    assert (status, len(output.splitlines())) == (1, 1), output
+    assert "pip install 'numpy<1.24'" in output
+
+
+def test_extras_are_quoted_in_messages():
+    """Without quotes zsh takes the brackets for a pattern of file names."""
+    for path in PACKAGE.rglob("*.py"):
+        assert not re.search(r"pip install [^'\"`]*\[", path.read_text(encoding="utf-8")), path
 
 
 # ---- the Makefile

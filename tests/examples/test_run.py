@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from places import PACKAGE, SUPPORT
 
+import gluon_syncbn
 from gluon_syncbn import run
 
 SCRIPT = '''
@@ -205,3 +206,8 @@ def test_help(job):
     code, output, errors = job.run("", "-m", "gluon_syncbn", "--help")
     assert (code, errors) == (0, "")
     assert "run [--cpus N] script.py" in output
+
+
+def test_version(capsys):
+    run.main(["--version"])
+    assert capsys.readouterr() == (f"gluon_syncbn {gluon_syncbn.__version__}\n", "")

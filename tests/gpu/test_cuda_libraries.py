@@ -176,7 +176,7 @@ def readelf(library):
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory):
-    """A folder with what `pip install gluon_syncbn[cu112]` would bring; GLUON_SYNCBN_CUDA_SITE names one."""
+    """A folder with what `pip install 'gluon_syncbn[cu112]'` would bring; GLUON_SYNCBN_CUDA_SITE names one."""
     given = os.environ.get("GLUON_SYNCBN_CUDA_SITE")
     if given:
         yield Path(given)
