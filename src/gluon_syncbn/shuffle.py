@@ -9,10 +9,10 @@ Learning", CVPR 2020, arXiv 1911.05722 (section 3.3 and appendix A.9).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Iterator, List, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple, Union, overload
 
 import numpy as np
-from mxnet import nd
+from mxnet import gluon, nd
 from mxnet.context import Context
 from mxnet.gluon.data import Sampler
 
@@ -121,15 +121,24 @@ class _Unshuffled(list):
     """What must not be unshuffled again."""
 
 
+@overload
+def split_and_load(
+    data: Any, ctx_list: Sequence[Context], batch_axis: int = ..., even_split: bool = ..., *, shuffle: None = ...
+) -> List[Any]: ...
+@overload
+def split_and_load(
+    data: Any, ctx_list: Sequence[Context], batch_axis: int = ..., even_split: bool = ..., *, shuffle: SampleShuffle
+) -> ShuffledBatch: ...
 def split_and_load(
     data: Any,
     ctx_list: Sequence[Context],
     batch_axis: int = 0,
     even_split: bool = True,
     *,
-    shuffle: SampleShuffle,
-) -> ShuffledBatch:
+    shuffle: Optional[SampleShuffle] = None,
+) -> Union[List[Any], ShuffledBatch]:
     """``gluon.utils.split_and_load`` that shuffles the samples on their way to the devices, so that none moves twice.
+    Without ``shuffle`` it is Gluon's own, in what it takes, gives and refuses.
 
     ::
 
@@ -152,14 +161,21 @@ def split_and_load(
     even_split : bool
         Whether a number of samples that the devices cannot share evenly is an error. Otherwise the first devices get
         one more.
-    shuffle : SampleShuffle
+    shuffle : SampleShuffle, optional
         Draws the permutation.
+
+    Returns
+    -------
+    ShuffledBatch, or without ``shuffle`` a list of NDArray
+        A shard for each context.
 
     Raises
     ------
     ValueError
         Where an argument is not as said, or there are fewer samples than devices.
     """
+    if shuffle is None:
+        return gluon.utils.split_and_load(data, ctx_list, batch_axis, even_split)
     if not isinstance(data, np.ndarray):
         _check_array("data", data, "an NDArray or a numpy.ndarray (shuffle_shards is for batches on devices)")
     ctx_list = arguments.contexts("ctx_list", ctx_list)

@@ -49,6 +49,7 @@ WRONG = {
     "select": [3, True, "(", ["gamma"], nd.ones(1), Stranger()],
     "norm_layer": [None, nn.BatchNorm, SyncBatchNorm(), "sync", nd.ones(1), Stranger()],
     "shuffle": [None, 3, True, [SampleShuffle(1)], nd.ones(1), Stranger()],
+    "optional shuffle": [3, True, [SampleShuffle(1)], nd.ones(1), Stranger()],
     "array": [None, 3, "array", [nd.ones((4, 2))], nd.ones((4, 2)).tostype("csr"), mx.np.ones((4, 2)), Stranger()],
     "arrays": [None, 3, [], nd.ones((4, 2)), [nd.ones((2, 2)), 3], [nd.ones((2, 2)), nd.ones((2, 3))]],
     "symbol": [None, 3, "data", nd.ones(1), Stranger()],
@@ -240,7 +241,13 @@ CALLS = {
     ),
     "split_and_load": (
         split,
-        {"data": "array", "ctx_list": "contexts", "batch_axis": "whole", "even_split": "flag", "shuffle": "shuffle"},
+        {
+            "data": "array",
+            "ctx_list": "contexts",
+            "batch_axis": "whole",
+            "even_split": "flag",
+            "shuffle": "optional shuffle",
+        },
     ),
     "shuffle_shards": (shuffled, {"shards": "arrays", "batch_axis": "whole", "shuffle": "shuffle"}),
 }
