@@ -1,6 +1,7 @@
 """What `net.export` writes of a net that is synchronised: plain operators, which anybody can load."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from places import ROOT
 
 from gluon_syncbn import SyncBatchNorm, convert, revert
 
@@ -33,13 +35,16 @@ assert not any(name.startswith("gluon_syncbn") for name in sys.modules)
 """
 
 
-def body(norm):
-    """Of each kind of layer one: NCHW, with a gamma that counts as 1, with ReLU, of channels last."""
+def body(norm, axis=3):
+    """Of each kind of layer one: NCHW, with a gamma that counts as 1, with ReLU, of another axis."""
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         net.add(nn.Conv2D(4, 3, in_channels=3, use_bias=False), norm(in_channels=4, momentum=0.5))
         net.add(nn.BatchNormReLU(in_channels=4), norm(in_channels=4, scale=False, epsilon=0.25, center=False))
-        net.add(nn.HybridLambda(lambda F, x: F.transpose(x, axes=(0, 2, 3, 1))), norm(axis=3, in_channels=4))
+        net.add(
+            nn.HybridLambda(lambda F, x: F.transpose(x, axes=(0, 2, 3, 1))),
+            norm(axis=axis, in_channels={1: 5, 3: 4}[axis]),
+        )
         net.add(nn.Dense(5, in_units=4 * 5 * 5))
     return net
 
@@ -138,3 +143,22 @@ def test_an_export_that_fails_leaves_the_net_as_it_was(contexts, rng, tmp_path):
     with pytest.raises(mx.MXNetError):
         net.export(str(tmp_path / "no such folder" / "net"))
     assert net._cached_graph is graph
+
+
+@pytest.mark.skipif(not (ROOT / "docs").exists(), reason="needs the source tree")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of onnx
+def test_the_recipe_for_onnx(contexts, rng, tmp_path, monkeypatch):
+    pytest.importorskip("onnx", reason="needs requirements/onnx.txt")
+    runtime = pytest.importorskip("onnxruntime", reason="needs requirements/onnx.txt")
+    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (recipe,) = [block for block in blocks if "onnx" in block]
+    x = nd.array(rng.randn(2, 3, 7, 7))
+    net = trained(convert(body(SyncBatchNorm, axis=1)), contexts[:2], contexts[:2], rng)
+    net[3].gamma.set_data(nd.ones(4))  # without a scale: MXNet's exporter takes it as it is
+    names = {"mx": mx, "net": net, "x": x}
+    monkeypatch.chdir(tmp_path)
+    exec(recipe, names)
+    session = runtime.InferenceSession("net.onnx", providers=["CPUExecutionProvider"])
+    (got,) = session.run(None, {"data": x.asnumpy()})
+    np.testing.assert_allclose(got, names["y"].asnumpy(), rtol=1e-4, atol=1e-4)
