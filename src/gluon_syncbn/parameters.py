@@ -30,8 +30,8 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
         A net, with all blocks that it holds, or what ``net.collect_params()`` selects; running statistics are among
         them. Initialised: where shapes are not known before, predict with a batch first.
     kvstore : str or KVStore, optional
-        That of `kvstore`, for the devices of all its processes; another one reaches those of this process, as without
-        processes. By default what `configure` says, or what the layers name.
+        A store of several processes, as `gluon_syncbn.kvstore` makes it, reaches the devices of all; any other those of
+        this process. By default what `configure` says, or what the layers name.
     root_rank : int
         Of the process whose parameters all get.
 

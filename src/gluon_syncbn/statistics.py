@@ -51,8 +51,8 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
         example the number of samples that each has seen. By default all the same. Of several processes, each gives
         those of its own contexts, on one scale.
     kvstore : str or KVStore, optional
-        That of `kvstore`, for the devices of all its processes; another one reaches those of this process, as without
-        processes. By default what `configure` says, or what the layers name.
+        A store of several processes, as `gluon_syncbn.kvstore` makes it, reaches the devices of all; any other those of
+        this process. By default what `configure` says, or what the layers name.
 
     Raises
     ------
