@@ -115,10 +115,11 @@ def install(cpus: Optional[int] = None) -> str:
         if cpus != _cpus:
             arguments.refuse("cpus", cpus, f"{_cpus}, as it is installed; gluon_syncbn.uninstall() comes first")
         return _words()
+    if cpus is not None:
+        cpu_devices(cpus)  # may warn, which may be an error: nothing is replaced then
     _cpus = cpus
     _put([(ContribSyncBatchNorm, SyncBatchNorm), (mx.sym.contrib.SyncBatchNorm, _double(symbol.SyncBatchNorm))])
     if cpus is not None:
-        cpu_devices(cpus)
         _put(_gpus(cpus))
     if HELPERS in sys.modules:
         _put_helpers(sys.modules[HELPERS])
