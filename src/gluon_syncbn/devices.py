@@ -87,9 +87,10 @@ def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Option
     n : int
         Number of contexts, from 1 to 1024.
     temp_copies : int, optional
-        Copies of temporary space. By default 256 for each context but the first, and at least 4 for each of those and
-        each `SyncBatchNorm` that is made before the first operator runs: DeepLabV3 on ResNet-101 (114 layers) needs 256
-        to 384 for two contexts, ResNet-152 (155 layers) 384 to 512. Too few end in an error that says so.
+        Copies of temporary space. By default, for each context but the first, 1024; of nets whose layers are
+        made before the first operator runs 4 for each `SyncBatchNorm`, and at least 256. For two contexts DeepLabV3 on
+        ResNet-101 (114 layers) needs 256 to 384, ResNet-152 (155 layers) 384 to 512. Too few end in an error that says
+        so.
     random_copies : int, optional
         Copies of the random states, by default ``4 * (n - 1)``: enough for four random operators in a forward of a
         replica. A net with more Dropouts needs more; too few end in an error that says so.

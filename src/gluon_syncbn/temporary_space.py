@@ -7,32 +7,48 @@ runs. Most nets are built before that, so the number follows the layers that the
 
 from __future__ import annotations
 
+import os
 from typing import Optional
 
 from .environment import at_least
 
 VARIABLE = "MXNET_CPU_TEMP_COPY"
 #: For each layer and each context but the first. For two contexts FastSCNN (45 layers) takes 64 to 128 copies,
-#: ResNet-101 (104) 128 to 256, DeepLabV3 on it (114) 256 to 384, ResNet-152 (155) 384 to 512.
+#: ResNet-101 (104) 128 to 256, DenseNet-121 (121) and DeepLabV3 on ResNet-101 (114) 256 to 384, ResNet-152 (155) 384 to
+#: 512.
 FOR_A_LAYER = 4
-#: Where a net is made synchronised when operators have run already, for each context but the first.
+#: For each context but the first, where a net may become synchronised when operators have run already: any of these.
+FOR_ANY_NET = 1024
+#: The same, once there are layers.
 FOR_A_NET = 256
-#: For nets of few layers, which have more operators for each.
+#: For nets of few layers, which have more operators for each, without `cpu_devices`.
 LEAST = 16
 
 _others = 1  # contexts but the first, as far as is known
+_least = LEAST
 _chosen = False  # by the user
+_set = ""  # what was set here, and may be lowered
 
 
 def of_contexts(contexts: int, copies: Optional[int]) -> bool:
     """There are so many contexts, and the user may have said how many copies. Whether that raised the number."""
-    global _others, _chosen
+    global _others, _least, _chosen, _set
     _others, _chosen = max(1, contexts - 1), copies is not None
-    # one waits for nobody
-    return contexts > 1 and at_least(VARIABLE, FOR_A_NET * _others if copies is None else copies)
+    if contexts == 1:  # it waits for nobody
+        return False
+    _least = FOR_A_NET
+    raised = at_least(VARIABLE, FOR_ANY_NET * _others if copies is None else copies)
+    _set = os.environ[VARIABLE] if raised else ""
+    return raised
 
 
 def of_layers(layers: int) -> None:
     """There are so many layers."""
-    if not _chosen:
-        at_least(VARIABLE, max(LEAST, FOR_A_LAYER * layers) * _others)
+    global _set
+    if _chosen:
+        return
+    wanted = max(_least, FOR_A_LAYER * layers) * _others
+    if _set and os.environ.get(VARIABLE) == _set:
+        os.environ[VARIABLE] = _set = str(wanted)
+    else:
+        at_least(VARIABLE, wanted)

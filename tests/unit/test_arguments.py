@@ -422,9 +422,9 @@ def test_cpu_devices_lowers_nothing(monkeypatch, before, after):
     "given, expected",
     [
         ({"n": 1}, [None, None]),
-        ({"n": 2}, ["256", "4"]),
-        ({"n": 8}, ["1792", "28"]),
-        ({"n": 2, "random_copies": 32}, ["256", "32"]),
+        ({"n": 2}, ["1024", "4"]),
+        ({"n": 8}, ["7168", "28"]),
+        ({"n": 2, "random_copies": 32}, ["1024", "32"]),
     ],
     ids=str,
 )
