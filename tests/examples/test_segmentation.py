@@ -351,6 +351,8 @@ def test_statistics_of_each_device_survive_a_checkpoint(contexts, tmp_path):
         assert (again.running_mean.data(context).asnumpy() == np.float32(0.1 * i)).all()
 
 
+# Evaluation waits for nobody, and here it is not the first to run an operator.
+@pytest.mark.filterwarnings("ignore:cpu_devices.3. comes too late:UserWarning")
 def test_evaluate_repeats_the_score_of_training(trained, data, capsys):
     from errors import run
     from evaluate import main
