@@ -467,7 +467,11 @@ from mxnet import autograd, nd
 from mxnet.gluon import nn
 import gluon_syncbn
 
-contexts = [mx.cpu(0), mx.cpu(1)] if sys.argv[1] == "without" else gluon_syncbn.cpu_devices(2)
+if sys.argv[1] == "without":
+    nd.ones(2).sum().wait_to_read()  # MXNet reads how many copies it has to keep
+    contexts = [mx.cpu(0), mx.cpu(1)]
+else:
+    contexts = gluon_syncbn.cpu_devices(2)
 layers = int(sys.argv[2])
 
 def build(norm):
