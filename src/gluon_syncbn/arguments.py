@@ -17,6 +17,8 @@ _BOOLEANS = (bool, np.bool_)
 
 #: More devices, virtual ones included, than any job has. Their products stay within what the native core counts with.
 MOST_DEVICES = 65535
+#: How many of a kind a message names.
+NAMED = 5
 
 
 def described(value: Any) -> str:
@@ -91,3 +93,8 @@ def seconds(name: str, value: Any) -> float:
 
 def seed(name: str, value: Any) -> int:
     return whole(name, value, 0, 2**64 - 1, "a whole number from 0 to 2**64 - 1")
+
+
+def some(texts: Sequence[str], separator: str) -> str:
+    """The first of them, and how many more there are."""
+    return separator.join(texts[:NAMED]) + (f"{separator}and {len(texts) - NAMED} more" if len(texts) > NAMED else "")

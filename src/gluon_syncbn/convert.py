@@ -128,8 +128,7 @@ def _open_graphs(net: Block) -> Iterator[List[Left]]:
 def _warn(verb: str, selection: blocks.Selection, stay: Sequence[Left]) -> None:
     texts = [f"{one.name} ({one.operator}: {one.reason})" for one in stay if selection.matches(one.name)]
     if texts:
-        some = "; ".join(texts[:5]) + (f"; and {len(texts) - 5} more" if len(texts) > 5 else "")
-        warnings.warn(f"{verb} left as it was: {some}", stacklevel=3)
+        warnings.warn(f"{verb} left as it was: {arguments.some(texts, '; ')}", stacklevel=3)
 
 
 def revert(net: NetT) -> NetT:

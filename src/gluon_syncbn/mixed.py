@@ -7,7 +7,8 @@ from typing import Sequence
 
 from mxnet.gluon.parameter import Parameter
 
-NAMED = 5  # layers that a warning names
+from .arguments import NAMED
+
 _MEANS = ("running_mean", "moving_mean")
 
 

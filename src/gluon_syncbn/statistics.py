@@ -156,7 +156,7 @@ def update_bn_stats(
             written.add(id(one.mean))
     stay += [f"{layer.name} (the net gave it no value)" for layer in layers if id(layer.running_mean) not in written]
     if stay:
-        warnings.warn(f"update_bn_stats left as it was: {_some(stay, '; ')}", stacklevel=2)
+        warnings.warn(f"update_bn_stats left as it was: {arguments.some(stay, '; ')}", stacklevel=2)
 
 
 class _Running(NamedTuple):
@@ -260,8 +260,8 @@ def _layers_to_measure(net: Block) -> Tuple[List[nn.BatchNorm], List[str]]:
             hidden += [node.name for node in _nodes(block) if not node.frozen]
     if hidden:
         raise ValueError(
-            f"net: batch normalisation in the recorded graph of a SymbolBlock ({_some(hidden, ', ')}) was given, "
-            "expected layers that a net calls, or frozen ones (gluon_syncbn.freeze)"
+            f"net: batch normalisation in the recorded graph of a SymbolBlock ({arguments.some(hidden, ', ')}) was "
+            "given, expected layers that a net calls, or frozen ones (gluon_syncbn.freeze)"
         )
     layers, stay = [], []
     for block in found:
@@ -272,10 +272,6 @@ def _layers_to_measure(net: Block) -> Tuple[List[nn.BatchNorm], List[str]]:
             else:
                 layers.append(block)
     return layers, stay
-
-
-def _some(names: Sequence[str], separator: str) -> str:
-    return separator.join(names[:5]) + (f"{separator}and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _population(

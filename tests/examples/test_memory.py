@@ -1,11 +1,10 @@
 """Memory of GluonCV's own way of training on several devices, over many steps."""
 
-import os
 import subprocess
 import sys
 
 import pytest
-from places import PACKAGE
+from environments import unprepared
 
 pytest.importorskip("gluoncv", reason="GluonCV is not installed")
 
@@ -53,9 +52,7 @@ def memory(tmp_path, text, *steps):
     script = tmp_path / "train.py"
     script.write_text(text)
     command = [sys.executable, "-W", "ignore", "-m", "gluon_syncbn", "run", "--cpus", "2", str(script)]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MXNET_")}
-    kept["PYTHONPATH"] = str(PACKAGE.parent)
-    done = subprocess.run([*command, *map(str, steps)], env=kept, capture_output=True, text=True, timeout=1500)
+    done = subprocess.run([*command, *map(str, steps)], env=unprepared(), capture_output=True, text=True, timeout=1500)
     assert done.returncode == 0, done.stderr[-2000:]
     return [float(line) for line in done.stdout.split()]
 

@@ -8,10 +8,10 @@ import threading
 import mxnet as mx
 import numpy as np
 import pytest
+from environments import unprepared
 from gluoncv.utils import parallel as gluoncv
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from places import PACKAGE
 from replicas import WAYS, assert_same, make_batch, prepare, short_waits, step, truth
 
 import gluon_syncbn
@@ -150,9 +150,9 @@ for _ in range(2):
 
 
 def runs_by_itself(program):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MXNET_")}
-    kept["PYTHONPATH"] = str(PACKAGE.parent)
-    done = subprocess.run([sys.executable, "-c", program], env=kept, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=unprepared(), capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
