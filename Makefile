@@ -61,7 +61,7 @@ test-horovod:
 test-gpu-emulated: dev
 	@$(PY) tests/cuda_emulator/build.py --out build/cuda_emulator
 	export CUDA_EMULATOR="$$PWD/build/cuda_emulator" MXNET_GPU_MEM_POOL_TYPE=Unpooled
-	export PYTHONPATH="$$CUDA_EMULATOR" LD_LIBRARY_PATH="$$CUDA_EMULATOR/lib"
+	export PYTHONPATH="$$CUDA_EMULATOR" LD_LIBRARY_PATH="$$CUDA_EMULATOR/lib" XDG_CACHE_HOME="$$CUDA_EMULATOR/cache"
 	$(PY) -m pytest -q --durations=15 tests/gpu $(ARGS)
 
 test-cu112: dev

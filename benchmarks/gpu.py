@@ -30,17 +30,21 @@ SHAPES = [
 CASES = [("NCHW", "float32"), ("NCHW", "float16"), ("NHWC", "float32"), ("NHWC", "float16")]
 PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gluon_syncbn"
 CORE = ctypes.CDLL(str(PACKAGE / "_core.so"))
-BLOCK = CORE.syncbn_cuda_block()
+BLOCK, SLOTS = CORE.syncbn_cuda_block(), CORE.syncbn_cuda_slots()
+NULL = np.uint64(0)  # a pointer
+OPTIONS = ("--std=c++14", f"-DSYNCBN_BLOCK={BLOCK}", f"-DSYNCBN_SLOTS={SLOTS}")
+REPLICAS = 4  # whose statistics are put together
 
 # Passes over the tensor that each kernel makes; a copy makes two.
 PASSES = {"moments": 1, "normalise": 2, "grad_sums": 2, "grad_input": 3}
 COLOURS = {"moments": "#000000", "normalise": "#0072B2", "grad_sums": "#D55E00", "grad_input": "#009E73"}
 AIM = 0.85
 
-EXPLANATION = """The columns of the kernels are what each moves per second over what a copy of the same tensor moves.
-*Forward* is the statistics and the normalisation, *backward* the sums and the gradient of the input; their ratios are
-ours over PyTorch's SyncBN kernels (`torch.batch_norm_stats` ... `batch_norm_backward_elemt`) and over `BatchNorm2d`,
-which synchronises nothing: above 1 is slower than PyTorch. Medians over interleaved rounds, by the GPU's clock."""
+EXPLANATION = f"""The statistics are those of {REPLICAS} replicas, which every GPU puts together by itself. The columns
+of the kernels are what each moves per second over what a copy of the same tensor moves. *Forward* is the statistics and
+the normalisation, *backward* the sums and the gradient of the input; their ratios are ours over PyTorch's SyncBN
+kernels (`torch.batch_norm_stats` ... `batch_norm_backward_elemt`) and over `BatchNorm2d`, which synchronises nothing: above 1
+is slower than PyTorch. Medians over interleaved rounds, by the GPU's clock."""
 
 
 class Ours:
@@ -63,9 +67,16 @@ class Ours:
             return array
 
         self.x, self.dy = (on_gpu(random.standard_normal(shape), dtype) for _ in range(2))
-        self.out, self.partial = cupy.empty(shape, dtype), cupy.empty(chunks * 3 * channels, "float64")
-        self.statistics, self.through = (on_gpu(random.rand(n, channels) + 0.5, "float64") for n in (2, 3))
-        self.gamma, self.beta = (on_gpu(random.rand(channels) + 0.5, "float32") for _ in range(2))
+        self.out, self.partial = cupy.empty(shape, dtype), cupy.empty(chunks * (1 + 2 * channels), "float64")
+        moments = random.rand(REPLICAS, 1 + 2 * channels) + 0.5
+        self.moments_of_all, self.sums = (on_gpu(values, "float64") for values in (moments, moments[:, 1:]))
+        self.kept = on_gpu(random.rand(1 + 4 * channels) + 0.5, "float64")
+        vectors = (on_gpu(random.rand(channels) + 0.5, "float32") for _ in range(6))
+        self.gamma, self.beta, self.mean, self.var, self.dgamma, self.dbeta = vectors
+        self.given_up = on_gpu(np.zeros(1), "int32")
+        names = [(name, "i4") for name in ("kind", "own", "begin", "end")]
+        self.pools = np.zeros((), [*names, ("table", "i4", SLOTS)])  # one for all replicas
+        self.pools["end"] = REPLICAS
 
     def _launch(self, name: str, grid: Tuple, *arguments: Any) -> None:
         self.module.get_function(f"{name}_{self.type}")(grid, (BLOCK,), arguments)
@@ -77,16 +88,20 @@ class Ours:
         self._launch("moments", self.reduce, self.x, self.partial, *self.sizes)
 
     def normalise(self) -> None:
+        source = self.moments_of_all, self.pools, np.int32(0), np.float64(1e-5)
         affine = self.gamma, self.beta, np.int32(0)
-        into = self.out, np.int32(0), *self.sizes, self.segment
-        self._launch("normalise", self.each, self.x, self.statistics, *affine, *into)
+        running = np.float64(0.9), self.mean, self.var, NULL, np.int32(1), self.given_up
+        into = self.out, np.int32(0), self.kept, *running, *self.sizes, self.segment
+        self._launch("normalise", self.each, self.x, *source, *affine, *into)
 
     def grad_sums(self) -> None:
-        self._launch("grad_sums", self.reduce, self.dy, self.x, self.statistics, self.partial, *self.sizes)
+        self._launch("grad_sums", self.reduce, self.dy, self.x, self.kept, self.partial, *self.sizes)
 
     def grad_input(self) -> None:
-        arrays = self.dy, self.x, self.statistics, self.through, self.gamma, np.int32(0)
-        self._launch("grad_input", self.each, *arrays, self.out, np.int32(0), *self.sizes, self.segment)
+        add = np.int32(0)
+        arrays = self.dy, self.x, self.kept, self.sums, self.pools, self.sums, self.gamma, np.int32(0)
+        into = self.out, add, self.dgamma, add, self.dbeta, add
+        self._launch("grad_input", self.each, *arrays, *into, *self.sizes, self.segment)
 
     def steps(self) -> Dict[str, Callable[[], None]]:
         return {name: getattr(self, name) for name in ("copy", *PASSES)}
@@ -203,7 +218,7 @@ def main(arguments: Sequence[str]) -> int:
     if torch is not None and not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py: PyTorch is installed but finds no CUDA GPU; install its CUDA build, or remove it")
     source = (PACKAGE / "csrc" / "cuda" / "kernels.cu").read_text()
-    module = cupy.RawModule(code=source, options=("--std=c++14", f"-DSYNCBN_BLOCK={BLOCK}"), backend="nvrtc")
+    module = cupy.RawModule(code=source, options=OPTIONS, backend="nvrtc")
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     env = {
         **_results.occasion(["benchmarks/gpu.py", *arguments]),

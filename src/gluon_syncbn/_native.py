@@ -64,7 +64,9 @@ def _load() -> ctypes.CDLL:
     names = ctypes.POINTER(ctypes.c_char_p)
     signatures: dict = {
         "register": (ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]),
-        "cuda_source": (None, [ctypes.c_char_p]),
+        "cuda": (None, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]),
+        "cuda_close": (None, []),
+        "nccl_problem": (ctypes.c_char_p, []),
         "layer_create": (ctypes.c_int64, [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]),
         "layers": (ctypes.c_int64, []),
         "contexts_are_shared": (ctypes.c_int, []),
@@ -120,12 +122,6 @@ _FUNCTIONS = (
     "MXAutogradIsTraining",
     "MXNDArrayGetData",
     "MXNDArrayFree",
-    "MXNDArrayCreateEx",
-    "MXNDArraySyncCopyFromCPU",
-    "MXNDArraySyncCopyToCPU",
-    "MXRtcCudaModuleCreate",
-    "MXRtcCudaKernelCreate",
-    "MXRtcCudaKernelCall",
     "MXEnginePushSyncND",
 )
 
@@ -134,7 +130,19 @@ def register() -> None:
     """Registers the operator ``gluon_syncbn`` with the MXNet library that Python has loaded."""
     pointers = [ctypes.cast(getattr(_mxnet, name), ctypes.c_void_p).value for name in _FUNCTIONS]
     check_call(_core.syncbn_register((ctypes.c_void_p * len(pointers))(*pointers), len(pointers)))
-    _core.syncbn_cuda_source(os.fsencode(_PATH.parent / "csrc" / "cuda" / "kernels.cu"))
+    source = _PATH.parent / "csrc" / "cuda" / "kernels.cu"
+    _core.syncbn_cuda(_mxnet._handle, os.fsencode(source), os.fsencode(cache()))
+
+
+def cache() -> Path:
+    """Where compiled kernels are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "gluon_syncbn"
+
+
+def nccl_problem() -> str:
+    """Why GPUs cannot hand their statistics to each other by NCCL; empty where they can."""
+    return _core.syncbn_nccl_problem().decode()
 
 
 # Of `ResourceManager::Get` in src/resource.cc: what `dmlc::ThreadLocalStore` keeps for each thread.
@@ -272,6 +280,7 @@ def nobody_left(so: bool) -> None:
 def close() -> None:
     """The process ends: from now on, whatever comes to run is a failure."""
     _core.syncbn_close()
+    _core.syncbn_cuda_close()
 
 
 def forking(inside: bool) -> None:
@@ -310,7 +319,7 @@ def path() -> Path:
 
 
 #: How far an exchange reaches; the numbers are those of `Reach` in csrc/meeting/reduction.h.
-MEMORY, CONTEXTS, PROCESSES = range(3)
+MEMORY, CONTEXTS, PROCESSES, NCCL, HOST = range(5)
 
 #: Called for what leaves shared memory; the place in `REDUCTIONS` says what becomes of the rows, float64, one for each
 #: context, or to gather one for the process.

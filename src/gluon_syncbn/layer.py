@@ -123,8 +123,8 @@ class SyncBatchNorm(nn.BatchNorm):
     group_size : int, optional
         Devices that share a statistic in ``'sync'``: a divisor of their number. By default all.
     kvstore : str or KVStore, optional
-        What adds the statistics: ``'device'``, ``'local'``, ``'nccl'`` or a KVStore object. By default what `configure`
-        says, which starts as shared memory.
+        What adds the statistics: ``'nccl'``, ``'host'``, ``'device'``, ``'local'`` or a KVStore object. By default what
+        `configure` says, where each is explained.
     timeout : float, optional
         Seconds to wait for the other replicas. By default what `configure` says, which starts as 300.
 

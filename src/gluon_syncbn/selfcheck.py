@@ -10,7 +10,7 @@ import importlib.metadata
 import os
 import platform
 import re
-from typing import Callable, List, Optional, Sequence
+from typing import Callable, List, Mapping, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -50,13 +50,13 @@ def core() -> str:
 
 def stores() -> str:
     found = []
-    for name in named.TYPES:
+    for name in (*named.TYPES, *named.IN_CORE):
         try:
             named.exchange(name)
             found.append(name)
         except ValueError as missing:
             found.append(f"no {name} ({str(missing).splitlines()[0].split(': ')[-1]})")
-    return "shared memory (the default; sums between GPUs pass through it), KVStore " + ", ".join(found)
+    return "shared memory (between GPUs NCCL, where this build has it), KVStore " + ", ".join(found)
 
 
 def processes() -> str:
@@ -105,7 +105,7 @@ def gpus() -> str:
 
 
 def live() -> str:
-    return step(CONTEXTS, (None, "device"))
+    return step(CONTEXTS, {None: "shared memory", "device": "KVStore device"})
 
 
 def live_gpu() -> str:
@@ -115,20 +115,17 @@ def live_gpu() -> str:
         contexts = [mx.gpu(i) for i in range(cuda.count())]
     except OSError as reason:
         return f"none: {reason}"
-    stores: List[Optional[str]] = [None]
-    try:
-        named.exchange("nccl")
-        stores.append("nccl")
-    except ValueError:  # `stores` tells why
-        pass
-    return step(contexts, stores)
+    problem = _native.nccl_problem()
+    alone = len(contexts) == 1
+    default = "nobody to hear from" if alone else f"the host, as {problem}" if problem else "NCCL"
+    return step(contexts, {None: default, "host": "the host"})
 
 
-def step(contexts: Sequence[mx.Context], stores: Sequence[Optional[str]]) -> str:
+def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) -> str:
     """One step with 2, 3, ... samples on the contexts, against the float64 reference. Returns the largest errors."""
     errors = []
     sizes = range(2, 2 + len(contexts))
-    for store in stores:
+    for store, name in stores.items():
         configure(kvstore=store, timeout=30)
         random = np.random.RandomState(0)
         shards = [3.0 * random.randn(n, 4, 5, 5) + n for n in sizes]
@@ -154,7 +151,7 @@ def step(contexts: Sequence[mx.Context], stores: Sequence[Optional[str]]) -> str
         error = max(np.abs(got.asnumpy() - want).max() / np.abs(want).max() for got, want in pairs)
         if not error < 1e-5:
             raise ArithmeticError(f"wrong by {error:.1e} (relative) with kvstore={store!r}, expected below 1e-5")
-        errors.append(f"{error:.0e} with {'shared memory' if store is None else 'KVStore ' + store}")
+        errors.append(f"{error:.0e} with {name}")
     configure(kvstore=None)
     samples = " + ".join(map(str, sizes))
     return f"{len(contexts)} replicas on {contexts[0].device_type}, {samples} samples, right within {', '.join(errors)}"

@@ -48,7 +48,7 @@ class Session:
     def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
         """What adds for the argument ``kvstore``; ValueError where nothing can."""
         exchange, key = named.exchange(kvstore)
-        if exchange is not None and exchange.processes:
+        if exchange is not None and exchange.reach == _native.PROCESSES:
             self._between_processes.add(exchange)
         return exchange if exchange is None or key is None else self._exchanges.setdefault(key, exchange)
 
@@ -131,9 +131,7 @@ class Session:
 
 def reach(exchange: Optional[Exchange]) -> int:
     """How far it reaches, for the native core."""
-    if exchange is None:
-        return _native.MEMORY
-    return _native.PROCESSES if exchange.processes else _native.CONTEXTS
+    return _native.MEMORY if exchange is None else exchange.reach
 
 
 session = Session()
@@ -149,8 +147,9 @@ def configure(*, kvstore: Any = _UNCHANGED, timeout: Any = _UNCHANGED, seed: Any
     Parameters
     ----------
     kvstore : str, KVStore or None
-        What adds the statistics over contexts: ``'device'``, ``'local'``, ``'nccl'``, a KVStore object, or
-        ``None`` for shared memory, which is where a process starts.
+        What adds the statistics over contexts. ``None``, where a process starts: shared memory; GPUs gather them with
+        NCCL, or over the host where this build of MXNet has none. ``'nccl'``: NCCL, or an error. ``'host'``: shared
+        memory, for GPUs too. ``'device'``, ``'local'`` or a KVStore object: MXNet's reduction.
     timeout : float
         Seconds that a replica waits for the others, 300 to start with. Then the step fails with an `MXNetError`
         that names the layer, who arrived and who is missing.

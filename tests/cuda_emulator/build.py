@@ -24,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 WHEELS = {"mxnet-cu112==1.9.1": 460, "cupy-cuda11x==12.3.0": 90, "fastrlock==0.8.2": 1}
 OF_ONE_PYTHON = {"cupy-cuda11x==12.3.0", "fastrlock==0.8.2"}
 
-CORE = ["errors", "device", "memory", "streams", "fiber", "launch", "access", "copies", "driver"]
+CORE = ["errors", "device", "counts", "memory", "streams", "fiber", "launch", "access", "copies", "driver"]
 CORE_LIBRARY = "libcuda.so.1"
 # soname: (sources, the prefix of the names that libmxnet.so and CuPy take from it)
 LIBRARIES = {
@@ -173,6 +173,7 @@ def build_libraries(out, names):
         return
     print("    compiling the stand-ins for CUDA's libraries ...", flush=True)
     stamp.unlink(missing_ok=True)
+    shutil.rmtree(out / "cache", ignore_errors=True)  # what programs have kept of the old compiler's results
     for folder in ("lib", "include", "stubs"):
         (out / folder).mkdir(parents=True, exist_ok=True)
     for header in ("shim.h", "float16.h"):

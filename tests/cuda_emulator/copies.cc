@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "counts.h"
 #include "device.h"
 #include "memory.h"
 
@@ -30,6 +31,7 @@ Status copy(const Copy& what, const StreamPointer& stream) {
     if (const Status status = sticky(device)) return status;
     if (what.width == 0 || what.rows == 0) return kSuccess;
     if (what.rows > 1 && (what.to_pitch < what.width || what.from_pitch < what.width)) return kInvalidValue;
+    count(device, device_of(what.from) < 0 ? kToDevice : device_of(what.to) < 0 ? kToHost : kWithin);
     if (device_of(what.from) == kPageableHost && what.from != nullptr) {
         auto staged = std::make_shared<std::vector<char>>(what.width * what.rows);
         for (size_t row = 0; row < what.rows; ++row)

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "copies.h"
+#include "counts.h"
 #include "device.h"
 #include "launch.h"
 #include "memory.h"
@@ -142,6 +143,20 @@ Status cuMemFree_v2(void* pointer) {
     synchronize_device(current_device);
     return release(pointer, false);
 }
+// For any device, at the address that the host has; the flags say no more than that.
+Status cuMemHostAlloc(void** out, size_t size, unsigned flags) {
+    if (size == 0 || flags > 7) return kInvalidValue;
+    if (!bound) return kInvalidContext;
+    return allocate(kPinnedHost, size, out);
+}
+Status cuMemcpyHtoDAsync_v2(void* to, const void* from, size_t size, void* handle) {
+    const StreamPointer stream = find_stream(handle);
+    if (!stream) return kInvalidHandle;
+    return copy({to, size, from, size, size, 1, device_of(*stream), device_of(*stream)}, stream);
+}
+Status cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t size, void* stream) {
+    return cuMemcpyHtoDAsync_v2(to, from, size, stream);
+}
 Status cuMemcpyHtoD_v2(void* to, const void* from, size_t size) { return copy_and_wait(to, from, size); }
 Status cuMemcpyDtoH_v2(void* to, const void* from, size_t size) { return copy_and_wait(to, from, size); }
 Status cuStreamCreate(void** out, unsigned flags) {
@@ -149,6 +164,10 @@ Status cuStreamCreate(void** out, unsigned flags) {
     return kSuccess;
 }
 Status cuStreamDestroy_v2(void* stream) { return destroy_stream(stream); }
+Status cuStreamQuery(void* handle) {
+    const StreamPointer stream = find_stream(handle);
+    return stream ? query(stream) : kInvalidHandle;
+}
 Status cuStreamSynchronize(void* handle) {
     const StreamPointer stream = find_stream(handle);
     return stream ? synchronize(stream) : kInvalidHandle;
@@ -227,6 +246,7 @@ Status cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsi
                   shared_bytes,
                   device,
                   arguments->pointers.data()};
+    count(device, kLaunches);
     enqueue(stream, [launch, arguments] { run(launch); });
     return kSuccess;
 }

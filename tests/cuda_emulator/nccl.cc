@@ -1,6 +1,7 @@
 // NCCL for the devices of one process. A collective is a meeting: it runs on the streams' threads, where each rank
 // waits until all of its communicator have come, so that what would hang on GPUs waits here too (and is reported
 // after CUDA_EMULATOR_TIMEOUT seconds, 30).
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -10,6 +11,7 @@
 #include <mutex>
 #include <vector>
 
+#include "counts.h"
 #include "device.h"
 #include "float16.h"
 #include "memory.h"
@@ -56,6 +58,7 @@ struct Clique {
     std::vector<int> devices;
     std::map<uint64_t, std::shared_ptr<Meeting>> meetings;
     bool broken = false;  // after a failure the ranks no longer agree on which call is which
+    bool aborted = false;
 };
 
 struct Communicator {
@@ -98,19 +101,41 @@ void add(int type, void* total, const void* more, size_t count) {
 
 // ---- meetings --------------------------------------------------------------------------------------------------
 
+std::string wrong_range(const Clique& clique, size_t rank, const void* pointer, size_t bytes, Access access) {
+    if (device_of(pointer) < 0) return format("rank %zu: %p is not device memory", rank, pointer);
+    const std::string found = problem(pointer, bytes, clique.devices[rank], access);
+    return found.empty() ? found : format("rank %zu: ", rank) + found;
+}
+
+// Every rank's part to every rank, in their order. A rank may give its part from where it is to come.
+std::string gather(const Clique& clique, const Meeting& meeting) {
+    const size_t ranks = meeting.calls.size(), bytes = meeting.calls[0].count * kSizes[meeting.calls[0].type];
+    std::vector<char> all;
+    for (size_t rank = 0; rank < ranks; ++rank) {
+        const std::string found = wrong_range(clique, rank, meeting.calls[rank].from, bytes, kRead);
+        if (!found.empty()) return found;
+        const char* const from = static_cast<const char*>(meeting.calls[rank].from);
+        all.insert(all.end(), from, from + bytes);
+    }
+    for (size_t rank = 0; rank < ranks; ++rank) {
+        const std::string found = wrong_range(clique, rank, meeting.calls[rank].to, ranks * bytes, kWrite);
+        if (!found.empty()) return found;
+        std::memcpy(meeting.calls[rank].to, all.data(), all.size());
+    }
+    return "";
+}
+
 // All ranks are there: moves the data. Returns what is wrong.
 std::string perform(const Clique& clique, const Meeting& meeting) {
+    if (!std::strcmp(meeting.calls[0].what, "ncclAllGather")) return gather(clique, meeting);
     const Call& root = meeting.calls[meeting.calls[0].root];
     const size_t bytes = root.count * kSizes[root.type];
     const bool reduce = !std::strcmp(root.what, "ncclReduce");
     std::vector<char> result;
     for (size_t rank = 0; rank < meeting.calls.size(); ++rank) {
         const Call& call = meeting.calls[rank];
-        const int device = clique.devices[rank];
         const auto wrong = [&](const void* pointer, Access access) {
-            if (device_of(pointer) < 0) return format("rank %zu: %p is not device memory", rank, pointer);
-            const std::string found = problem(pointer, bytes, device, access);
-            return found.empty() ? found : format("rank %zu: ", rank) + found;
+            return wrong_range(clique, rank, pointer, bytes, access);
         };
         const bool reads = reduce || &call == &root, writes = reduce ? &call == &root : &call != &root;
         std::string found = reads ? wrong(call.from, kRead) : "";
@@ -128,8 +153,12 @@ std::string perform(const Clique& clique, const Meeting& meeting) {
     return "";
 }
 
+std::atomic<int> lost{-1};  // a device whose ranks do not come
+
 void attend(const std::shared_ptr<Clique>& clique, size_t rank, uint64_t number, const Call& call) {
     std::unique_lock<std::mutex> lock(clique->mutex);
+    while (lost == clique->devices[rank] && !clique->aborted)
+        clique->changed.wait_for(lock, std::chrono::milliseconds(1));
     std::shared_ptr<Meeting>& slot = clique->meetings[number];
     if (!slot) {
         slot = std::make_shared<Meeting>();
@@ -142,6 +171,12 @@ void attend(const std::shared_ptr<Clique>& clique, size_t rank, uint64_t number,
         for (const int device : clique->devices) report(device, kLaunchFailure, text);
         clique->changed.notify_all();
     };
+    // A kernel that is aborted leaves anything in its memory: nobody is told that it was never written.
+    const auto end = [&] {
+        const size_t parts = std::strcmp(call.what, "ncclAllGather") ? 1 : clique->devices.size();
+        problem(call.to, parts * call.count * kSizes[call.type], clique->devices[rank], kWrite);
+    };
+    if (clique->aborted) return end();
     if (clique->broken) {
         report(clique->devices[rank], kLaunchFailure, "NCCL: a collective of a communicator that has failed");
         return;
@@ -161,8 +196,11 @@ void attend(const std::shared_ptr<Clique>& clique, size_t rank, uint64_t number,
         return;
     }
     const long seconds = setting("CUDA_EMULATOR_TIMEOUT", 30);
-    const auto over = [&] { return meeting->over || clique->broken; };
-    if (clique->changed.wait_for(lock, std::chrono::seconds(seconds), over)) return;
+    const auto over = [&] { return meeting->over || clique->broken || clique->aborted; };
+    if (clique->changed.wait_for(lock, std::chrono::seconds(seconds), over)) {
+        if (!meeting->over && clique->aborted) end();
+        return;
+    }
     std::string missing;
     for (size_t other = 0; other < meeting->arrived.size(); ++other)
         if (!meeting->arrived[other]) missing += format(" %zu", other);
@@ -211,6 +249,7 @@ Result post(Communicator* communicator, const Call& call, void* handle) {
         report(communicator->device, kInvalidValue, std::string(call.what) + ": " + wrong);
         return kInvalidArgument;
     }
+    count(communicator->device, kCollectives);
     pending.push_back({communicator, call, stream});
     if (depth == 0) flush();
     return kGood;
@@ -219,6 +258,9 @@ Result post(Communicator* communicator, const Call& call, void* handle) {
 }  // namespace
 
 extern "C" {
+
+// From now on no rank on this device comes to a collective, until its communicator is aborted; -1: all come.
+void cuda_emulator_lose(int device) { lost = device; }
 
 Result ncclCommInitAll(Communicator** out, int count, const int* devices) {
     const auto clique = std::make_shared<Clique>();
@@ -235,6 +277,24 @@ Result ncclCommInitAll(Communicator** out, int count, const int* devices) {
 Result ncclCommDestroy(Communicator* communicator) {
     delete communicator;
     return kGood;
+}
+// What waits for ranks ends, with whatever is in its memory.
+Result ncclCommAbort(Communicator* communicator) {
+    {
+        std::lock_guard<std::mutex> lock(communicator->clique->mutex);
+        communicator->clique->aborted = true;
+        communicator->clique->changed.notify_all();
+    }
+    return ncclCommDestroy(communicator);
+}
+const char* ncclGetErrorString(Result result) {
+    return result == kGood              ? "no error"
+           : result == kInvalidArgument ? "invalid argument (run with NCCL_DEBUG=WARN for details)"
+           : result == kInvalidUsage    ? "invalid usage (run with NCCL_DEBUG=WARN for details)"
+                                        : "unknown result code";
+}
+Result ncclAllGather(const void* from, void* to, size_t count, int type, Communicator* communicator, void* stream) {
+    return post(communicator, {"ncclAllGather", from, to, count, type, kSum, 0}, stream);
 }
 Result ncclGroupStart() {
     ++depth;

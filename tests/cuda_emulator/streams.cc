@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "counts.h"
 #include "device.h"
 
 namespace emulator {
@@ -187,6 +188,7 @@ CompletionPointer enqueue(const StreamPointer& stream, std::function<void()> wor
 }
 
 Status synchronize(const StreamPointer& stream) {
+    count(stream->device, kWaits);
     std::vector<CompletionPointer> pending{last(stream)};
     if (stream->kind == kLegacy)  // an empty task behind all others
         pending.push_back(enqueue(stream, [] {}, true));
@@ -197,7 +199,9 @@ Status synchronize(const StreamPointer& stream) {
 
 Status query(const StreamPointer& stream) {
     const Status status = sticky(stream->device);
-    return status == kSuccess && last(stream) ? kNotReady : status;
+    if (status == kSuccess && last(stream)) return kNotReady;
+    count(stream->device, kWaits);  // the one that sees the end
+    return status;
 }
 
 Status synchronize_device(int device) {

@@ -643,6 +643,14 @@ class Clique:
             array.pointer, ctypes.c_size_t(count), 7, root, ctypes.c_void_p(self.communicators[rank]), stream
         ) in (0, 4)
 
+    def gather(self, rank, array, out, stream, count=4):
+        communicator = ctypes.c_void_p(self.communicators[rank])
+        assert nccl.ncclAllGather(array.pointer, out.pointer, ctypes.c_size_t(count), 7, communicator, stream) == 0
+
+    def abort(self):
+        for communicator in self.communicators:
+            assert nccl.ncclCommAbort(ctypes.c_void_p(communicator)) == 0
+
 
 @pytest.fixture
 def devices():
@@ -749,6 +757,62 @@ def test_collectives_look_at_their_memory(devices):
     for stream in streams:
         cudart.cudaStreamSynchronize(stream)
     assert "rank 0: read of 16 bytes" in take_errors()
+
+
+def gathering(devices):
+    arrays = [device.upload(np.full(4, i, "float32")) for i, device in enumerate(devices)]
+    return arrays, [device.empty(8) for device in devices], [new_stream(device) for device in devices], Clique()
+
+
+def test_an_all_gather(devices):
+    arrays, outs, streams, clique = gathering(devices)
+    for rank in range(2):
+        clique.gather(rank, arrays[rank], outs[rank], streams[rank])
+    for stream in streams:
+        assert cudart.cudaStreamSynchronize(stream) == 0
+    for out in outs:
+        np.testing.assert_array_equal(out.download(), [0] * 4 + [1] * 4)
+
+
+def test_an_all_gather_looks_at_its_memory(devices):
+    arrays, outs, streams, clique = gathering(devices)
+    clique.gather(0, arrays[0], outs[0], streams[0])
+    clique.gather(1, arrays[1], arrays[1], streams[1])  # room for one part of two
+    for stream in streams:
+        cudart.cudaStreamSynchronize(stream)
+    assert "rank 1: write of 32 bytes" in take_errors()
+
+
+def test_an_abort_ends_what_waits(devices):
+    arrays, outs, streams, clique = gathering(devices)
+    clique.gather(0, arrays[0], outs[0], streams[0])
+    time.sleep(0.05)
+    assert cudart.cudaStreamQuery(streams[0]) == NOT_READY
+    clique.abort()
+    assert cudart.cudaStreamSynchronize(streams[0]) == 0
+
+
+def test_counts(devices):
+    cuda, numbers = ctypes.CDLL(f"{OUT}/lib/libcuda.so.1"), (ctypes.c_longlong * 7)()
+
+    def counts(device):
+        cuda.cuda_emulator_counts(device, numbers)
+        return list(numbers)
+
+    cuda.cuda_emulator_reset_counts()
+    arrays, outs, streams, clique = gathering(devices)
+    for rank in range(2):
+        clique.gather(rank, arrays[rank], outs[rank], streams[rank])
+    while cudart.cudaStreamQuery(streams[0]) == NOT_READY:  # asked as often as one likes, it is one wait
+        time.sleep(0.001)
+    cudart.cudaStreamSynchronize(streams[1])
+    # launches; copies to the device, to the host, within; waits; collectives; allocations
+    assert [row[0] for row in (counts(0), counts(1))] == [0, 0]
+    assert [row[1:4] for row in (counts(0), counts(1))] == [[1, 0, 0]] * 2
+    assert [row[5:] for row in (counts(0), counts(1))] == [[1, 2]] * 2
+    waits = counts(0)[4]
+    outs[0].download()
+    assert counts(0)[2] == 1 and counts(0)[4] > waits
 
 
 def test_copies_look_at_their_memory(devices):

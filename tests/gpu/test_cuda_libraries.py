@@ -244,10 +244,11 @@ def test_the_real_run_time_compiler_takes_the_kernels(packages):
     nvrtc = ctypes.CDLL(str(packages / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.11.2"))
     source = (SOURCES / "cuda" / "kernels.cu").read_bytes()
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
-    # As csrc/cuda/module.cc asks for it.
-    options = (ctypes.c_char_p * 3)(b"--gpu-architecture=compute_50", b"--std=c++14", b"-DSYNCBN_BLOCK=256")
+    # As csrc/cuda/compiler.cc asks for it.
+    words = b"--gpu-architecture=compute_50", b"--std=c++14", b"-DSYNCBN_BLOCK=256", b"-DSYNCBN_SLOTS=256"
+    options = (ctypes.c_char_p * len(words))(*words)
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
-    status = nvrtc.nvrtcCompileProgram(program, 3, options)
+    status = nvrtc.nvrtcCompileProgram(program, len(words), options)
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
     nvrtc.nvrtcGetProgramLog(program, log)

@@ -204,7 +204,7 @@ def test_a_layer_twice_in_a_forward(rng):
         assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-11)
 
 
-@pytest.mark.parametrize("kvstore", [None, "nccl"])
+@pytest.mark.parametrize("kvstore", [None, "host"])
 def test_parallel_branches_in_another_order_on_each_gpu(rng, kvstore):
     """Collectives of NCCL that are posted in another order on two GPUs hang."""
     contexts, batches = gpus(4), [make_batch(rng, 4) for _ in range(6)]
@@ -280,10 +280,11 @@ def test_a_net_of_layers(rng):
 # ---- exchange ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kvstore", ["nccl", "host", "local"])
 @pytest.mark.parametrize("pooling", ["sync", "groups of 2", "shuffle, 2 slots", "local"])
-def test_nccl_gives_the_same_numbers(rng, pooling):
+def test_every_way_gives_the_same_numbers(rng, pooling, kvstore):
     batch, contexts = make_batch(rng, 4), gpus(4)
-    layer = SyncBatchNorm(in_channels=5, kvstore="nccl", **POOLINGS.get(pooling, {}))
+    layer = SyncBatchNorm(in_channels=5, kvstore=kvstore, **POOLINGS.get(pooling, {}))
     prepare(layer, batch, contexts, "float64")
     for call in range(2):
         got = step(layer, batch, contexts, "float64")
@@ -291,10 +292,7 @@ def test_nccl_gives_the_same_numbers(rng, pooling):
         assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-10)
 
 
-def test_nccl_serves_layers_of_many_sizes(rng, monkeypatch):
-    """From one that fits into the smallest key to one that takes the largest several times."""
-    monkeypatch.setattr(gluon_syncbn.exchange.nccl.NCCLExchange, "_MOST", 256)
-    gluon_syncbn.configure(kvstore="nccl")
+def test_layers_of_many_sizes(rng):
     for channels in (1, 31, 32, 300):
         batch, contexts = make_batch(rng, 2, channels=channels, spatial=(2,)), gpus(2)
         layer = prepare(SyncBatchNorm(in_channels=channels), batch, contexts, "float64")
@@ -302,10 +300,11 @@ def test_nccl_serves_layers_of_many_sizes(rng, monkeypatch):
         assert_same(got._replace(running_mean=[], running_var=[]), specification(layer, batch), 1e-9)
 
 
-def test_nccl_on_some_of_the_gpus(rng):
-    """A short last batch: the others still take part in the collective."""
+@pytest.mark.parametrize("kvstore", [None, "host", "local"])
+def test_some_of_the_gpus(rng, kvstore):
+    """A short last batch: the others take no part."""
     contexts, batch = gpus(4), make_batch(rng, 3)
-    layer = prepare(SyncBatchNorm(in_channels=5, kvstore="nccl"), batch, contexts, "float64")
+    layer = prepare(SyncBatchNorm(in_channels=5, kvstore=kvstore), batch, contexts, "float64")
     with gluon_syncbn.devices(contexts[:3]):
         got = step(layer, batch, contexts[:3], "float64")
     want = specification(layer, batch)
@@ -315,8 +314,9 @@ def test_nccl_on_some_of_the_gpus(rng):
 def test_nccl_is_for_gpus(rng):
     batch, contexts = make_batch(rng, 2), [mx.cpu(0), mx.cpu(1)]
     layer = prepare(SyncBatchNorm(in_channels=5, kvstore="nccl"), batch, contexts, "float64")
-    with pytest.raises(mx.MXNetError, match=r"kvstore 'nccl' adds on GPUs, but the layer is on cpu\(0\), cpu\(1\)"):
+    with pytest.raises(mx.MXNetError, match=r"'nccl' adds on GPUs, one replica on each, but .* on cpu\(0\), cpu\(1\)"):
         step(layer, batch, contexts, "float64")
+    gluon_syncbn.reset()
     with pytest.raises(ValueError, match="a Trainer cannot share it"):
         SyncBatchNorm(kvstore=mx.kv.create("nccl"))
 
@@ -378,7 +378,7 @@ def test_kernels_that_are_not_there():
         import mxnet as mx, numpy as np
         from mxnet import autograd
         import gluon_syncbn
-        gluon_syncbn._native._core.syncbn_cuda_source(b"/nowhere/kernels.cu")
+        gluon_syncbn._native._core.syncbn_cuda(mx.base._LIB._handle, b"/nowhere/kernels.cu", b"")
         contexts = [mx.gpu(0), mx.gpu(1)]
         layer = gluon_syncbn.SyncBatchNorm(in_channels=4, timeout=5)
         layer.initialize(ctx=contexts)
@@ -395,13 +395,194 @@ def test_kernels_that_are_not_there():
     assert len(re.findall(expected, done.stdout)) == 2, done.stdout + done.stderr
 
 
-def test_a_collective_that_hangs():
-    class Late:
-        def asnumpy(self):
-            threading.Event().wait(2)
+@pytest.fixture
+def lost_gpu():
+    """Does not come to collectives."""
+    if not EMULATED:
+        pytest.skip("no GPU can be kept from coming to a collective")
+    nccl = ctypes.CDLL("libnccl.so.2")
+    nccl.cuda_emulator_lose(1)
+    yield lambda: nccl.cuda_emulator_lose(-1)
+    nccl.cuda_emulator_lose(-1)
 
-    with pytest.raises(TimeoutError, match=r"NCCL has not finished for 0.1 s. .*nvidia-smi"):
-        gluon_syncbn.exchange.nccl._read([Late()], 0.1)
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_collective_that_hangs(rng, lost_gpu, count, phase):
+    """It ends in an error on every GPU and changes no running statistics; the next step makes new communicators."""
+    batch, contexts = make_batch(rng, count), gpus(count)
+    layer = prepare(SyncBatchNorm(in_channels=5, timeout=1), batch, contexts, "float64")
+    xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads))
+    for x in xs:
+        x.attach_grad()
+    if phase == "backward":
+        lost_gpu()
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+    if phase == "backward":
+        mx.nd.waitall()
+        ctypes.CDLL("libnccl.so.2").cuda_emulator_lose(1)
+        autograd.backward(ys, heads)
+        ys = [x.grad for x in xs]
+    text = r"SyncBatchNorm 'batchnorm\d+' on gpu\(\d\): the GPU has not finished for 1 s. .*kvstore='host'"
+    for y in ys:
+        with pytest.raises(mx.MXNetError, match=text):
+            y.asnumpy()
+    lost_gpu()
+    gluon_syncbn.reset()
+    if phase == "forward":
+        for context in contexts:
+            np.testing.assert_array_equal(layer.running_mean.data(context).asnumpy(), np.zeros(5))
+            np.testing.assert_array_equal(layer.running_var.data(context).asnumpy(), np.ones(5))
+    got = step(layer, batch, contexts, "float64")
+    assert_same(got._replace(running_mean=[], running_var=[]), specification(layer, batch), 1e-11)
+
+
+def test_nothing_is_posted_where_replicas_differ(rng):
+    """They meet after their moments: no collective is made from half of them."""
+    if not EMULATED:
+        pytest.skip("counts are the emulator's")
+    contexts, batch = gpus(2), make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5, timeout=5), batch, contexts, "float64")
+    step(layer, batch, contexts, "float64")
+    before = [layer.running_mean.data(context).asnumpy() for context in contexts]
+    xs = on_devices([batch.shards[0], batch.shards[1].reshape(-1, 5, 24)], contexts, "float64")
+    xs[1] = nd.array(batch.shards[1], ctx=contexts[1], dtype="float32")
+    layer.gamma.data(contexts[1])
+    cuda = ctypes.CDLL("libcuda.so.1")
+    cuda.cuda_emulator_reset_counts()
+    with autograd.record():
+        y = layer(xs[0])
+        with pytest.raises(mx.MXNetError):
+            layer(xs[1]).asnumpy()
+        with pytest.raises(mx.MXNetError):
+            with short_waits():
+                y.asnumpy()
+    assert [counts(i)["collectives"] for i in range(2)] == [0, 0]
+    gluon_syncbn.reset()
+    for context, values in zip(contexts, before):
+        np.testing.assert_array_equal(layer.running_mean.data(context).asnumpy(), values)
+
+
+# ---- what a step asks of a GPU -----------------------------------------------------------------------------
+
+
+def counts(device):
+    numbers = (ctypes.c_longlong * 7)()
+    ctypes.CDLL("libcuda.so.1").cuda_emulator_counts(device, numbers)
+    names = ("launches", "to device", "to host", "within", "waits", "collectives", "allocations")
+    return dict(zip(names, numbers))
+
+
+def counted(function):
+    """Its result, when all that it has asked for is done, and what that was on each of four GPUs."""
+    mx.nd.waitall()
+    ctypes.CDLL("libcuda.so.1").cuda_emulator_reset_counts()
+    result = function()
+    mx.nd.waitall()
+    return result, [counts(i) for i in range(4)]
+
+
+@pytest.mark.parametrize("spatial", [(4, 6), (180, 190)], ids=["whole", "in chunks"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pooling", ["sync", *POOLINGS])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_what_a_step_costs(rng, pooling, replicas, way, spatial):
+    if not EMULATED:
+        pytest.skip("counts are the emulator's")
+    settings = POOLINGS.get(pooling, {})
+    if not fits(settings, replicas) or (spatial != (4, 6) and (way != "eager" or pooling != "sync")):
+        pytest.skip("not with so few replicas, or the same as others")
+    contexts, batch = gpus(replicas), make_batch(rng, replicas, spatial=spatial, dtype="float32")
+    layer = prepare(SyncBatchNorm(in_channels=5, **settings), batch, contexts, "float32", WAYS[way])
+    xs, heads = (on_devices(arrays, contexts, "float32") for arrays in (batch.shards, batch.heads))
+    for x in xs:
+        x.attach_grad()
+
+    def forward():
+        with autograd.record():
+            return [layer(x) for x in xs]
+
+    for _ in range(3):
+        ys, forwards = counted(forward)
+        _, backwards = counted(lambda ys=ys: autograd.backward(ys, heads))
+    shared = replicas > 1 and settings.get("mode") != "local"
+    want = {"launches": 2, "to device": 0, "to host": 0, "within": 0, "waits": 1, "collectives": int(shared)}
+    if spatial != (4, 6):
+        want["launches"] = 3
+    for each in (forwards, backwards):
+        for numbers in each[:replicas]:
+            del numbers["allocations"]
+            assert numbers == want
+        assert not any(any(numbers.values()) for numbers in each[replicas:])
+
+
+@pytest.mark.parametrize("way", ["eager", "static"])
+def test_memory_is_used_again(way):
+    """From the second step on nothing is allocated; where MXNet lets go of a step's calls some time later, what that
+    takes at most. Its own arrays are in a pool."""
+    gpus(2)
+    program = f"""
+        import ctypes, mxnet as mx, numpy as np
+        from mxnet import autograd
+        import gluon_syncbn
+        cuda, contexts = ctypes.CDLL("libcuda.so.1"), [mx.gpu(0), mx.gpu(1)]
+        layers = [gluon_syncbn.SyncBatchNorm(in_channels=8, mode=mode) for mode in ("sync", "local", "shuffle")]
+        xs = [mx.nd.array(np.random.randn(2, 8, 9), ctx=context) for context in contexts]
+        for layer in layers:
+            layer.initialize(ctx=contexts)
+            if {way == "static"}:
+                layer.hybridize(static_alloc=True, static_shape=True)
+        for x in xs:
+            x.attach_grad()
+        for step in range(30):
+            if step == 1:
+                cuda.cuda_emulator_reset_counts()
+            for layer in layers:
+                with autograd.record():
+                    ys = [layer(x) for x in xs]
+                autograd.backward(ys, xs)
+                mx.nd.waitall()
+        for device in range(2):
+            numbers = (ctypes.c_longlong * 7)()
+            cuda.cuda_emulator_counts(device, numbers)
+            print(numbers[6])
+        """
+    if not EMULATED:
+        pytest.skip("counts are the emulator's")
+    done = run(["-c", textwrap.dedent(program)], MXNET_GPU_MEM_POOL_TYPE="Naive")
+    assert done.returncode == 0, done.stderr
+    assert all(int(word) <= (0 if way == "static" else 6) for word in done.stdout.split()), done.stdout
+
+
+def test_compiled_kernels_are_kept(tmp_path):
+    """For the next process; what is damaged is made anew, and a folder that cannot be written is no error."""
+    gpus(1)
+    program = """
+        import mxnet as mx, numpy as np, sys
+        from mxnet import autograd
+        import gluon_syncbn
+        layer = gluon_syncbn.SyncBatchNorm(in_channels=4)
+        layer.initialize(ctx=mx.gpu(0))
+        with autograd.record():
+            layer(mx.nd.array(np.random.randn(2, 4, 9), ctx=mx.gpu(0))).wait_to_read()
+        """
+
+    def start(folder):
+        done = run(["-c", textwrap.dedent(program)], XDG_CACHE_HOME=str(folder))
+        assert done.returncode == 0, done.stderr
+
+    start(tmp_path)
+    (kept,) = (tmp_path / "gluon_syncbn").iterdir()
+    assert re.fullmatch(r"kernels-[0-9a-f]{32}\.ptx", kept.name)
+    image, made = kept.read_bytes(), kept.stat().st_mtime_ns
+    start(tmp_path)
+    assert kept.stat().st_mtime_ns == made
+    kept.write_bytes(b"damaged")
+    start(tmp_path)
+    assert kept.read_bytes() == image
+    (tmp_path / "file").write_text("")
+    start(tmp_path / "file" / "below")
 
 
 def test_a_net_that_was_traced_on_gpus_and_moved(rng):
@@ -498,7 +679,7 @@ def test_self_check():
     gpus(2)
     done = run(["-m", "gluon_syncbn"])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "gpu(1): " in done.stdout and "replicas on gpu" in done.stdout and "KVStore nccl" in done.stdout
+    assert "gpu(1): " in done.stdout and re.search(r"replicas on gpu, .* with NCCL, .* with the host", done.stdout)
 
 
 def test_a_gpu_that_mxnet_has_no_code_for():

@@ -17,7 +17,8 @@ from gluon_syncbn import _native
 
 SOURCE = SOURCES / "cuda" / "kernels.cu"
 BLOCK = _native._core.syncbn_cuda_block()
-DEFINED = f"-DSYNCBN_BLOCK={BLOCK}"
+SLOTS = _native._core.syncbn_cuda_slots()
+DEFINED = (f"-DSYNCBN_BLOCK={BLOCK}", f"-DSYNCBN_SLOTS={SLOTS}")
 TOLERANCE = {"float16": 1e-3, "float32": 2e-6, "float64": 1e-13}  # of what is rounded to the data's type
 SUMS = {"float16": 2e-6, "float32": 2e-6, "float64": 1e-12}  # of what is added up in float32 and merged in float64
 
@@ -37,6 +38,19 @@ SHAPES = [
 HUGE = [(16, 1, 256, 120 * 120), (16, 120 * 120, 256, 1), (4, 1, 3, 1 << 26), (1 << 20, 1, 1027, 1)]
 
 
+NULL = np.uint64(0)  # a pointer
+POOLS = np.dtype([(name, "i4") for name in ("kind", "own", "begin", "end")] + [("table", "i4", SLOTS)])
+SHARED, OWN, TABLE = range(3)
+
+
+def pools(kind, own=0, begin=0, end=0, table=()):
+    """The structure `Pools` of kernels.cu."""
+    out = np.zeros((), POOLS)
+    out["kind"], out["own"], out["begin"], out["end"] = kind, own, begin, end
+    out["table"][: len(table)] = table
+    return out
+
+
 class Cupy:
     """A CUDA GPU, or the emulator as CuPy sees it. Nothing here needs a kernel of CuPy's own."""
 
@@ -46,7 +60,7 @@ class Cupy:
             self.cupy.cuda.runtime.getDeviceCount()
         except self.cupy.cuda.runtime.CUDARuntimeError as error:
             pytest.skip(f"CuPy finds no GPU: {error}")
-        self.module = self.cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++14", DEFINED), backend="nvrtc")
+        self.module = self.cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++14", *DEFINED), backend="nvrtc")
 
     def upload(self, values, shift=0):
         array = self.cupy.empty(values.size + shift, values.dtype)[shift:]
@@ -60,7 +74,7 @@ class Cupy:
         return self.cupy.asnumpy(array)
 
     def launch(self, kernel, grid, *arguments):
-        self.module.get_function(kernel)(grid, (BLOCK,), arguments)
+        self.module.get_function(kernel)(grid, (BLOCK,), tuple(NULL if a is None else a for a in arguments))
 
 
 class Emulated:
@@ -78,7 +92,7 @@ class Emulated:
             pytest.skip("needs the CUDA emulator: `make test-gpu-emulated`")
         from cuda_emulator.device import Device
 
-        self.device = Device(os.environ["CUDA_EMULATOR"], SOURCE.read_text(), options=("--std=c++14", DEFINED))
+        self.device = Device(os.environ["CUDA_EMULATOR"], SOURCE.read_text(), options=("--std=c++14", *DEFINED))
 
     def upload(self, values, shift=0):
         padded = np.concatenate([np.zeros(shift, values.dtype), values.ravel()])
@@ -94,8 +108,12 @@ class Emulated:
         return result
 
     def launch(self, kernel, grid, *arguments):
-        pointers = [a.pointer if isinstance(a, self.Part) else a for a in arguments]
-        self.device.launch(kernel, grid, BLOCK, *pointers)
+        def value(argument):
+            if isinstance(argument, self.Part):
+                return argument.pointer
+            return argument.tobytes() if isinstance(argument, np.ndarray) else NULL if argument is None else argument
+
+        self.device.launch(kernel, grid, BLOCK, *map(value, arguments))
 
 
 @pytest.fixture(scope="module", params=[Emulated, Cupy], ids=["emulated", "cupy"])
@@ -147,48 +165,91 @@ class Kernels:
         tiles = self.channels if self.inner > 1 else -(-self.channels // self.width)
         return tiles, self.slots, self.chunks
 
-    def _reduce(self, kernel, quantities, *arguments):
-        partial = self.gpu.empty(self.chunks * self.slots * quantities * self.channels, "float64")
+    def _packed(self, kernel, merge, length, *arguments):
+        """The packed vectors of each slot; those of chunks are merged on the device."""
+        out = self.gpu.empty(self.slots * length, "float64")
+        partial = out if self.chunks == 1 else self.gpu.empty(self.chunks * self.slots * length, "float64")
         self.gpu.launch(f"{kernel}_{self.type}", self._grid(), *arguments, partial, *self.shape, np.int32(self.width))
-        return self.gpu.download(partial).reshape(self.chunks, self.slots, quantities, self.channels)
+        if self.chunks > 1:
+            grid = (-(-self.slots * self.channels // (BLOCK // 32)), 1, 1)
+            sizes = np.int32(self.chunks), np.int64(self.slots), np.int64(self.channels)
+            self.gpu.launch(merge, grid, partial, out, *sizes)
+        return self.gpu.download(out).reshape(self.slots, length)
 
-    def _map(self, kernel, out, add, *arguments):
-        grid = (self.blocks, 1, 1) if self.inner > 1 else self._grid()
-        sizes = [*self.shape, np.int32(self.width), np.int64(self.segment)]
-        self.gpu.launch(f"{kernel}_{self.type}", grid, *arguments, out, np.int32(add), *sizes)
-        return self.gpu.download(out).reshape(self.x.shape)
+    def _sizes(self):
+        return [*self.shape, np.int32(self.width), np.int64(self.segment)]
+
+    def _each(self):
+        return (self.blocks, 1, 1) if self.inner > 1 else self._grid()
 
     def moments(self):
-        """Count, mean and sum of squared deviations of each slot."""
-        count, mean, m2 = np.moveaxis(self._reduce("moments", 3, self.data), 2, 0)
-        total = count.sum(0)
-        whole = (count * mean).sum(0) / np.maximum(total, 1)
-        return total, whole, (m2 + count * (mean - whole) ** 2).sum(0)
+        """[slots][1 + 2C]"""
+        return self._packed("moments", "merge_moments", 1 + 2 * self.channels, self.data)
 
-    def normalise(self, statistics, gamma, beta, fix_gamma, start=None):
+    def normalise(self, source, pooling, gamma, beta, fix_gamma, start=None, running=(None, None), batch=None,
+                  hand_on=1, momentum=0.9, given_up=0):  # fmt: skip
+        """`source`: gathered moments, or None for the running statistics. Returns the output and what is kept."""
+        out, kept = self.output(start), self.gpu.empty(self.slots * (1 + 4 * self.channels), "float64")
+        gathered = None if source is None else self.gpu.upload(source)
+        self.gpu.launch(
+            f"normalise_{self.type}", self._each(), self.data, gathered, pooling, np.int32(source is None),
+            np.float64(EPSILON), self.parameters(gamma), self.parameters(beta), np.int32(fix_gamma), out,
+            np.int32(start is not None), kept, np.float64(momentum), *running, batch, np.int32(hand_on),
+            self.gpu.upload(np.array([given_up], "int32")), *self._sizes(),
+        )  # fmt: skip
+        kept = self.gpu.download(kept).reshape(self.slots, -1)
+        return self.gpu.download(out).reshape(self.x.shape), kept
+
+    def grad_sums(self, dy, kept):
+        """[slots][2C]"""
+        arrays = self.upload(dy, 1), self.data, self.gpu.upload(kept)
+        return self._packed("grad_sums", "merge_sums", 2 * self.channels, *arrays)
+
+    def grad_input(self, dy, kept, gathered, users, own, gamma, fix_gamma, start=None):
+        """dx, dgamma, dbeta."""
         out = self.output(start)
-        affine = [self.parameters(gamma), self.parameters(beta), np.int32(fix_gamma)]
-        return self._map("normalise", out, start is not None, self.data, self.gpu.upload(statistics), *affine)
+        before = np.arange(1, self.channels + 1)
+        parameters = [self.parameters(before) for _ in range(2)]
+        add = np.int32(start is not None)
+        self.gpu.launch(
+            f"grad_input_{self.type}", self._each(), self.upload(dy, 1), self.data, self.gpu.upload(kept),
+            self.gpu.upload(gathered), users, self.gpu.upload(own), self.parameters(gamma), np.int32(fix_gamma), out,
+            add, parameters[0], add, parameters[1], add, *self._sizes(),
+        )  # fmt: skip
+        dgamma, dbeta = (self.gpu.download(p) - (before if start is not None else 0) for p in parameters)
+        return self.gpu.download(out).reshape(self.x.shape), dgamma, dbeta
 
-    def grad_sums(self, dy, statistics):
-        parts = self._reduce("grad_sums", 2, self.upload(dy, 1), self.data, self.gpu.upload(statistics))
-        return np.moveaxis(parts.sum(0), 1, 0)
 
-    def grad_input(self, dy, statistics, through, gamma, fix_gamma, start=None):
-        out = self.output(start)
-        arrays = [self.upload(dy, 1), self.data, self.gpu.upload(statistics), self.gpu.upload(through)]
-        return self._map("grad_input", out, start is not None, *arrays, self.parameters(gamma), np.int32(fix_gamma))
+EPSILON = 1e-3
 
 
 def case(shape, dtype, slots, offset=0.0):
     random = np.random.RandomState(sum(shape))
     scale = np.arange(1, shape[2] + 1).reshape(1, 1, -1, 1) % 5 + 0.5
     x, dy, start = (((random.randn(*shape)) * scale + offset).astype(dtype) for _ in range(3))
-    statistics = np.stack([random.randn(slots, shape[2]) + offset, random.rand(slots, shape[2]) + 0.5], 1)
-    through = random.randn(slots, 3, shape[2])
-    through[:, 0] += offset
     gamma, beta = (random.rand(shape[2]) + 0.5).astype("float32"), random.randn(shape[2]).astype("float32")
-    return x, dy, start, statistics, through, gamma, beta
+    return x, dy, start, gamma, beta
+
+
+def gathered_moments(channels, slots, empty=(), offset=0.0):
+    """[slots][1 + 2C], of different counts."""
+    random = np.random.RandomState(slots)
+    counts = random.randint(2, 9, slots).astype("float64")
+    mean, m2 = random.randn(slots, channels) + offset, counts[:, None] * (random.rand(slots, channels) + 0.5)
+    packed = np.concatenate([counts[:, None], mean, m2], 1)
+    packed[list(empty)] = 0
+    return packed
+
+
+def pooled(packed, range_, channels):
+    """Count, mean and variance of all values of some slots."""
+    rows = packed[range_[0] : range_[1]]
+    count = rows[:, 0].sum()
+    if count == 0:
+        return 0.0, np.zeros(channels), np.zeros(channels)
+    mean = (rows[:, :1] * rows[:, 1 : 1 + channels]).sum(0) / count
+    apart = rows[:, 1 : 1 + channels] - mean
+    return count, mean, (rows[:, 1 + channels :] + rows[:, :1] * apart**2).sum(0) / count
 
 
 def parts(x, slots):
@@ -227,110 +288,209 @@ def test_one_array_in_an_odd_place(gpu, shifts, dtype):
     check(gpu, (2, 1, 3, 16), dtype, 1, 1, 4, shifts)
 
 
+def ones(first, count):
+    """Ranges of one slot each."""
+    return [(i, i + 1) for i in range(first, first + count)]
+
+
+# This replica's slots begin at 2. The structure, and the ranges of gathered slots that slot i uses and that feed its
+# pool.
+POOLINGS = [
+    lambda slots: (pools(SHARED, 2, 1, 4), [(1, 4)] * slots, [(1, 4)] * slots),
+    lambda slots: (pools(OWN, 2), ones(2, slots), ones(2, slots)),
+    lambda slots: (pools(TABLE, 2, table=range(1, 1 + slots)), ones(1, slots), ones(2, slots)),
+]
+
+
 def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5):
-    x, dy, start, statistics, through, gamma, beta = case(shape, dtype, slots)
+    x, dy, start, gamma, beta = case(shape, dtype, slots)
+    channels = shape[2]
     kernels = Kernels(gpu, x, slots, chunks, width, segment, shifts, blocks)
 
-    count, mean, m2 = kernels.moments()
-    for i, part in enumerate(parts(x, slots)):
-        rows = part.reshape(-1, shape[2])
-        assert (count[i] == len(rows)).all()
-        close(mean[i], rows.mean(0) if len(rows) else 0 * mean[i], SUMS[dtype])
-        close(m2[i], ((rows - rows.mean(0)) ** 2).sum(0) if len(rows) else 0 * m2[i], SUMS[dtype])
+    packed = kernels.moments()
+    for own, part in zip(packed, parts(x, slots)):
+        rows = part.reshape(-1, channels)
+        assert own[0] == len(rows)
+        mean = rows.mean(0) if len(rows) else np.zeros(channels)
+        close(own[1 : 1 + channels], mean, SUMS[dtype])
+        close(own[1 + channels :], ((rows - mean) ** 2).sum(0), SUMS[dtype])
 
-    def xhat(i, part):
-        return (part - statistics[i, 0]) * statistics[i, 1]
-
-    sum_dy, sum_dy_xhat = kernels.grad_sums(dy, statistics)
-    for i, (part, head) in enumerate(zip(parts(x, slots), parts(dy, slots))):
-        size = np.abs(head * xhat(i, part)).sum() + np.abs(head).sum() + 1
-        close(sum_dy[i] / size, head.sum((0, 1, 2)) / size, SUMS[dtype])
-        close(sum_dy_xhat[i] / size, (head * xhat(i, part)).sum((0, 1, 2)) / size, SUMS[dtype])
-
-    for fix_gamma, base in ((False, None), (True, start)):
-        weight = np.ones(shape[2]) if fix_gamma else gamma.astype("float64")
+    moments, sums = gathered_moments(channels, slots + 3), np.random.RandomState(1).randn(slots + 3, 2 * channels)
+    for (pooling, used, fed), fix_gamma, base in zip(
+        (make(slots) for make in POOLINGS), (False, True, False), (None, start, None)
+    ):
+        weight = np.ones(channels) if fix_gamma else gamma.astype("float64")
         before = 0 if base is None else base.astype("float64")
-        want = joined(x, slots, lambda i, part, w=weight: xhat(i, part) * w + beta) + before
-        close(kernels.normalise(statistics, gamma, beta, fix_gamma, base), want, TOLERANCE[dtype])
+        y, kept = kernels.normalise(moments, pooling, gamma, beta, fix_gamma, base)
+        of_used, of_fed = ([pooled(moments, range_, channels) for range_ in ranges] for ranges in (used, fed))
+        want_kept = [
+            np.concatenate([[1 / f[0]], u[1], (u[2] + EPSILON) ** -0.5, f[1], (f[2] + EPSILON) ** -0.5])
+            for u, f in zip(of_used, of_fed)
+        ]
+        np.testing.assert_allclose(kept, want_kept, rtol=1e-12)
+
+        def xhat(i, part, of_used=of_used):
+            return (part - of_used[i][1]) / np.sqrt(of_used[i][2] + EPSILON)
+
+        close(y, joined(x, slots, lambda i, part, w=weight: xhat(i, part) * w + beta) + before, TOLERANCE[dtype])
 
         heads = parts(dy, slots)
+        own = kernels.grad_sums(dy, kept)
+        for i, (part, head) in enumerate(zip(parts(x, slots), heads)):
+            size = np.abs(head * xhat(i, part)).sum() + np.abs(head).sum() + 1
+            close(own[i, :channels] / size, head.sum((0, 1, 2)) / size, SUMS[dtype])
+            close(own[i, channels:] / size, (head * xhat(i, part)).sum((0, 1, 2)) / size, SUMS[dtype])
 
-        def gradient(i, part, weight=weight):
-            back = through[i, 1] + (part - through[i, 0]) * through[i, 2]
-            return weight * statistics[i, 1] * (heads[i] - back)
+        # Who uses what is fed: the same slots, or in a table those of any permutation.
+        table = pooling["kind"] == TABLE
+        users, ranges = (pools(TABLE, 2, table=range(3, 3 + slots)), ones(3, slots)) if table else (pooling, fed)
 
-        want = joined(x, slots, gradient) + before
-        close(kernels.grad_input(dy, statistics, through, gamma, fix_gamma, base), want, 4 * TOLERANCE[dtype])
+        def gradient(i, part, weight=weight, of_used=of_used, of_fed=of_fed, heads=heads, ranges=ranges):
+            count, mean, variance = of_fed[i]
+            s1, s2 = sums[ranges[i][0] : ranges[i][1]].sum(0).reshape(2, channels)
+            invstd = (variance + EPSILON) ** -0.5
+            through = invstd / count * (s1 + (part - mean) * invstd * s2)
+            return weight * (heads[i] / np.sqrt(of_used[i][2] + EPSILON) - through)
+
+        dx, dgamma, dbeta = kernels.grad_input(dy, kept, sums, users, own, gamma, fix_gamma, base)
+        close(dx, joined(x, slots, gradient) + before, 4 * TOLERANCE[dtype])
+        both = own.sum(0).reshape(2, channels)
+        size = np.abs(both).max() + channels
+        close(dbeta / size, both[0] / size, TOLERANCE["float32"])
+        close(dgamma / size, 0 * both[1] if fix_gamma else both[1] / size, TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", [(3, 1, 5, 77), (2, 1, 2, 4000), (90, 5, 7, 1)], ids=str)
 def test_offset(gpu, shape, dtype):
     """A mean of 1e5 beside a deviation of 1, and a first value that is far from it."""
-    x, _, _, statistics, _, gamma, beta = case(shape, dtype, 1, offset=1e5)
+    x, _, _, gamma, beta = case(shape, dtype, 1, offset=1e5)
+    channels = shape[2]
     for first in (x.reshape(-1)[0], 0):
         x.reshape(-1)[0] = first
         kernels = Kernels(gpu, x)
-        rows = parts(x, 1)[0].reshape(-1, shape[2])
-        _, mean, m2 = kernels.moments()
+        rows = parts(x, 1)[0].reshape(-1, channels)
+        _, mean, m2 = np.split(kernels.moments()[0], [1, 1 + channels])
         want = ((rows - rows.mean(0)) ** 2).sum(0)
-        np.testing.assert_allclose(mean[0], rows.mean(0), rtol=1e-7)
-        np.testing.assert_allclose(m2[0], want, rtol=2e-3 if dtype == "float32" else 1e-9)
+        np.testing.assert_allclose(mean, rows.mean(0), rtol=1e-7)
+        np.testing.assert_allclose(m2, want, rtol=2e-3 if dtype == "float32" else 1e-9)
         if first:
-            np.testing.assert_allclose(m2[0], want, rtol=2e-5)
-    want = joined(x, 1, lambda i, part: (part - statistics[0, 0]) * statistics[0, 1] * gamma + beta)
-    got = kernels.normalise(statistics, gamma, beta, False)
+            np.testing.assert_allclose(m2, want, rtol=2e-5)
+    moments = gathered_moments(channels, 3, offset=1e5)
+    _, mean, variance = pooled(moments, (0, 3), channels)
+    want = joined(x, 1, lambda i, part: (part - mean) / np.sqrt(variance + EPSILON) * gamma + beta)
+    got, _ = kernels.normalise(moments, pools(SHARED, 0, 0, 3), gamma, beta, False)
     np.testing.assert_allclose(got[1:], want[1:], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(3, 1, 5, 77), (2, 1, 2, 9000), (70, 10, 33, 1)], ids=str)
 def test_same_bits_every_time(gpu, shape, dtype):
-    x, dy, _, statistics, *_ = case(shape, dtype, 2)
+    x, dy, *_ = case(shape, dtype, 2)
+    kept = np.random.RandomState(0).rand(2, 1 + 4 * shape[2])
     first, again = (
-        [*Kernels(gpu, x, 2, 3).moments(), *Kernels(gpu, x, 2, 3).grad_sums(dy, statistics)] for _ in range(2)
+        np.concatenate([Kernels(gpu, x, 2, 3).moments(), Kernels(gpu, x, 2, 3).grad_sums(dy, kept)], 1)
+        for _ in range(2)
     )
-    np.testing.assert_array_equal(np.array(first), np.array(again))
+    np.testing.assert_array_equal(first, again)
 
 
-def test_empty_slots(gpu):
-    x, dy, _, statistics, *_ = case((2, 1, 3, 16), "float32", 5)
-    kernels = Kernels(gpu, x, 5)
-    count, _, m2 = kernels.moments()
-    np.testing.assert_array_equal(count[:, 0], [16, 16, 0, 0, 0])
-    assert not m2[2:].any() and not np.array(kernels.grad_sums(dy, statistics))[:, 2:].any()
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_empty_slots(gpu, chunks):
+    x, dy, *_ = case((2, 1, 3, 16), "float32", 5)
+    kernels = Kernels(gpu, x, 5, chunks)
+    packed = kernels.moments()
+    np.testing.assert_array_equal(packed[:, 0], [16, 16, 0, 0, 0])
+    assert not packed[2:].any() and not kernels.grad_sums(dy, np.ones((5, 13)))[2:].any()
+
+
+@pytest.mark.parametrize("empty", [(0,), (1, 2), (0, 1, 2, 3)], ids=str)
+def test_pools_with_empty_slots(gpu, empty):
+    """Whoever has no value says nothing of the mean, wherever in the order; a pool of nobody's gives no NaN."""
+    x, _, _, gamma, beta = case((2, 1, 3, 16), "float64", 1)
+    moments = gathered_moments(3, 4, empty)
+    kernels = Kernels(gpu, x)
+    mean, var = (kernels.parameters(np.full(3, v)) for v in (5.0, 7.0))
+    _, kept = kernels.normalise(moments, pools(SHARED, 0, 0, 4), gamma, beta, False, running=(mean, var))
+    count, want_mean, want_var = pooled(moments, (0, 4), 3)
+    np.testing.assert_allclose(kept[0, 1:4], want_mean, rtol=1e-13)
+    np.testing.assert_allclose(kept[0, 0], 1 / count if count else 0)
+    moved = 0.1 if count else 0
+    np.testing.assert_allclose(gpu.download(mean), 5 + moved * (want_mean - 5), rtol=1e-13)
+    np.testing.assert_allclose(gpu.download(var), 7 + moved * (want_var - 7), rtol=1e-13)
 
 
 def test_every_half(gpu):
     """All 65536 of them, as y = x: each conversion is exact, or NaN."""
     halves = np.arange(1 << 16, dtype=np.uint16).view("float16").reshape(1, 1, 4, -1)
-    statistics = np.stack([np.zeros((1, 4)), np.ones((1, 4))], 1)
-    got = Kernels(gpu, halves).normalise(statistics, np.ones(4), np.zeros(4), False)
+    kernels = Kernels(gpu, halves)
+    running = [kernels.parameters(np.full(4, value)) for value in (0, 1 - EPSILON)]
+    got, _ = kernels.normalise(None, pools(OWN), np.ones(4), np.zeros(4), False, running=running)
     np.testing.assert_array_equal(got, halves)
 
 
-def test_parameters(gpu):
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", [(2, 1, 300, 4), (4, 1, 300, 1)], ids=str)
+def test_running_statistics(gpu, shape, dtype):
+    x, _, _, gamma, beta = case(shape, dtype, 2)
+    channels = shape[2]
+    old = np.random.RandomState(0).rand(2, channels) + 0.5
+    moments = gathered_moments(channels, 4)
+
+    def run(pooling, **settings):
+        kernels = Kernels(gpu, x, 2)
+        running = [kernels.parameters(values) for values in old]
+        y, kept = kernels.normalise(moments, pooling, gamma, beta, False, running=running, momentum=0.7, **settings)
+        return [gpu.download(values).astype("float64") for values in running], y, kept
+
+    shared, own = pooled(moments, (1, 3), channels)[1:], [pooled(moments, (i, i + 1), channels)[1:] for i in (1, 2)]
+    wants = {
+        "the pool": (pools(SHARED, 1, 1, 3), shared),
+        "the mean of the slots' own": (pools(OWN, 1), np.mean(own, 0)),
+        "the same, whatever is used": (pools(TABLE, 1, table=(3, 0)), np.mean(own, 0)),
+    }
+    for pooling, want in wants.values():
+        got, _, _ = run(pooling)
+        np.testing.assert_allclose(got, 0.7 * old + 0.3 * np.array(want), rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(run(pooling, given_up=1)[0], old.astype(dtype))  # a failed step leaves nothing
+        for hand_on in (1, 0):
+            batch = gpu.empty(1 + 2 * channels, "float64")
+            got, _, _ = run(pooling, batch=batch, hand_on=hand_on)
+            np.testing.assert_array_equal(got, old.astype(dtype))
+            left = np.concatenate([[1], *want]) if hand_on else np.zeros(1 + 2 * channels)
+            np.testing.assert_allclose(gpu.download(batch), left, rtol=1e-12)
+
+    kernels = Kernels(gpu, x, 1)  # frozen
+    running = [kernels.parameters(values) for values in old]
+    y, kept = kernels.normalise(None, pools(OWN), gamma, beta, False, running=running)
+    invstd = 1 / np.sqrt(old.astype(dtype).astype("float64")[1] + EPSILON)
+    want = joined(x, 1, lambda i, part: (part - old[0]) * invstd * gamma + beta)
+    close(y, want, TOLERANCE[dtype])
+    np.testing.assert_allclose(kept[0, :1], 0)
+    for values, before in zip(running, old):
+        np.testing.assert_array_equal(gpu.download(values), before.astype(dtype))
+
+
+def test_small_kernels(gpu):
     random = np.random.RandomState(0)
     for dtype in ("float32", "float64"):
-        old, batch = random.randn(2, 300).astype(dtype), random.rand(2, 300)
-        mean, var = gpu.upload(old[0]), gpu.upload(old[1] ** 2)
-        gpu.launch(f"update_running_{dtype}", (2, 1, 1), gpu.upload(batch), np.float64(0.7), mean, var, np.int64(300))
-        np.testing.assert_allclose(gpu.download(mean), 0.7 * old[0] + 0.3 * batch[0], rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(gpu.download(var), 0.7 * old[1] ** 2 + 0.3 * batch[1], rtol=1e-6, atol=1e-6)
-
-        frozen = gpu.empty(600, "float64")
-        gpu.launch(f"frozen_{dtype}", (2, 1, 1), mean, var, np.float64(1e-3), frozen, np.int64(300))
-        want = [gpu.download(mean).astype("float64"), 1 / np.sqrt(gpu.download(var).astype("float64") + 1e-3)]
-        np.testing.assert_allclose(gpu.download(frozen).reshape(2, 300), want, rtol=1e-14)
-
-        for add in (0, 1):
-            out = gpu.upload(old[0])
-            gpu.launch(f"write_{dtype}", (2, 1, 1), gpu.upload(batch[0]), out, np.int32(add), np.int64(300))
-            np.testing.assert_allclose(gpu.download(out), batch[0] + add * old[0], rtol=1e-6, atol=1e-6)
+        old, batch = random.rand(2, 300).astype(dtype), np.concatenate([[1], random.rand(600)])
+        for tracked in (1, 0):
+            batch[0] = tracked
+            mean, var = gpu.upload(old[0]), gpu.upload(old[1])
+            arguments = gpu.upload(batch), np.float64(0.7), mean, var, np.int64(300)
+            gpu.launch(f"update_running_{dtype}", (2, 1, 1), *arguments)
+            want = 0.7 * old + 0.3 * batch[1:].reshape(2, 300) if tracked else old
+            np.testing.assert_allclose([gpu.download(mean), gpu.download(var)], want, rtol=1e-6)
     for dtype, value in (("float16", np.nan), ("float32", 2.5), ("float64", -1.0)):
         out = gpu.empty(300, dtype)
         gpu.launch(f"fill_{dtype}", (2, 1, 1), out, np.float64(value), np.int64(300))
         np.testing.assert_array_equal(gpu.download(out), np.full(300, value, dtype))
+        for add in (0, 1):
+            values = random.randn(300).astype(dtype)
+            out = gpu.upload(np.full(300, 2, dtype))
+            gpu.launch(f"copy_{dtype}", (2, 1, 1), gpu.upload(values), out, np.int32(add), np.int64(300))
+            np.testing.assert_allclose(gpu.download(out), values + 2 * add, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -373,7 +533,7 @@ def architectures():
 def test_nvcc_has_no_complaint(architecture, tmp_path):
     if architecture is None:
         pytest.skip("no nvcc on the PATH")
-    command = ["nvcc", "--std=c++14", f"-arch=sm_{architecture}", "-cubin", "-Werror", "all-warnings", DEFINED]
+    command = ["nvcc", "--std=c++14", f"-arch=sm_{architecture}", "-cubin", "-Werror", "all-warnings", *DEFINED]
     command += [str(SOURCE), "-o", str(tmp_path / "kernels.cubin")]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200)
     assert done.returncode == 0 and done.stdout == "", done.stdout

@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "cpu/kernels.h"
-#include "cuda/module.h"
+#include "cuda/collective.h"
+#include "cuda/compiler.h"
+#include "cuda/driver.h"
 #include "cuda/plan.h"
 #include "log.h"
 #include "meeting/registry.h"
@@ -43,10 +45,23 @@ SYNCBN_API int syncbn_register(void** functions, int64_t count) {
     return syncbn::register_operator(mx);
 }
 
-SYNCBN_API void syncbn_cuda_source(const char* path) { syncbn::cuda::set_source(path); }
+// `library`: of dlopen, MXNet's. Where the source of the kernels is, and the folder in which what was compiled is kept.
+SYNCBN_API void syncbn_cuda(void* library, const char* source, const char* cache) {
+    syncbn::cuda::set_library(library);
+    syncbn::cuda::set_source(source);
+    syncbn::cuda::set_cache(cache);
+}
+
+SYNCBN_API void syncbn_cuda_close() { syncbn::cuda::close_collectives(); }
+
+// Empty where there is none.
+SYNCBN_API const char* syncbn_nccl_problem() { return text(syncbn::cuda::why_no_collective()); }
 
 // For compilations and launches outside MXNet: the threads of a block, and
 SYNCBN_API int syncbn_cuda_block() { return syncbn::cuda::kBlock; }
+
+// the slots that a table of them holds, and
+SYNCBN_API int syncbn_cuda_slots() { return syncbn::cuda::kMostSlots; }
 
 // [tiles, slots, chunks] of the reductions, blocks of the others along x, width, segment.
 SYNCBN_API void syncbn_cuda_plan(int64_t samples, int64_t per_sample, int64_t channels, int64_t inner, int64_t slots,

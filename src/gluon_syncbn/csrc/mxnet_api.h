@@ -33,16 +33,6 @@ struct MXNet {
     int (*autograd_is_training)(bool* training);
     int (*ndarray_get_data)(void* handle, void** data);
     int (*ndarray_free)(void* handle);
-    int (*ndarray_create)(const uint32_t* shape, uint32_t dims, int device_type, int device_id, int delay_alloc,
-                          int type, void** out);
-    int (*ndarray_from_cpu)(void* handle, const void* data, size_t values);
-    int (*ndarray_to_cpu)(void* handle, void* data, size_t values);
-    int (*rtc_module_create)(const char* source, int options, const char** option, int exports, const char** export_,
-                             void** out);
-    int (*rtc_kernel_create)(void* module, const char* name, int arguments, int* is_array, int* is_const, int* types,
-                             void** out);
-    int (*rtc_kernel_call)(void* kernel, int device_id, void** arguments, uint32_t grid_x, uint32_t grid_y,
-                           uint32_t grid_z, uint32_t block_x, uint32_t block_y, uint32_t block_z, uint32_t shared);
     int (*engine_push)(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
                        const void* context, void** reads, int read_count, void** writes, int write_count,
                        const void* property, int priority, const char* name);

@@ -9,6 +9,7 @@ from typing import NamedTuple, Optional, Sequence
 import numpy as np
 from mxnet.context import Context
 
+from .. import _native
 from .._native import Ticket, Total
 
 
@@ -50,8 +51,9 @@ class Exchange(ABC):
     exchange raises becomes the failure of the step, with its text.
     """
 
-    #: Whether it reaches other processes: then it is called however few contexts there are here, and also to gather.
-    processes = False
+    #: How far it reaches, for the native core. With `PROCESSES` it is called however few contexts there are here, and
+    #: also to gather.
+    reach = _native.CONTEXTS
 
     def knows(self, layer: LayerInfo) -> bool:
         """Whether it can serve this one; if not, it has to `learn` of it first."""
@@ -109,7 +111,11 @@ class Exchange(ABC):
 
 
 class Memory(Exchange):
-    """Adds what is in memory: for a sum that was on its way when the exchange of its layer was taken away."""
+    """Adds what is in memory, which the native core does by itself: it is called for a sum that was on its way when the
+    exchange of its layer was taken away."""
+
+    def __init__(self, reach: int = _native.MEMORY) -> None:
+        self.reach = reach
 
     def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         return Total(functools.reduce(merge_moments, rows), 0, ticket.layer)

@@ -6,16 +6,16 @@ from typing import Any, Optional, Tuple
 
 import mxnet as mx
 
-from .. import arguments
-from .base import Exchange
+from .. import _native, arguments
+from .base import Exchange, Memory
 from .device import DeviceExchange
-from .nccl import NCCLExchange
 from .store import ProcessStore, Transport
 
 #: KVStore types that add within one process.
-TYPES = ("local", "device", "nccl")
+TYPES = ("local", "device")
+#: What the native core does by itself, for all contexts of a process.
+IN_CORE = {"nccl": Memory(_native.NCCL), "host": Memory(_native.HOST)}
 TRANSPORTS = ("mpi", "horovod")
-_NCCL = 0  # in the place of a KVStore's id
 
 
 def transport_name(name: Any) -> str:
@@ -36,7 +36,7 @@ def transport(name: str) -> Transport:
 
 
 def exchange(kvstore: Any) -> Tuple[Optional[Exchange], Optional[int]]:
-    """An exchange from ``None`` (shared memory), a KVStore type name or a KVStore object, and a number that is the same
+    """An exchange from ``None`` (see `configure`), a name or a KVStore object, and a number that is the same
     for the same store; None where the store is the exchange itself.
 
     Raises
@@ -46,6 +46,11 @@ def exchange(kvstore: Any) -> Tuple[Optional[Exchange], Optional[int]]:
     """
     if kvstore is None or isinstance(kvstore, ProcessStore):
         return kvstore, None
+    if isinstance(kvstore, str) and kvstore in IN_CORE:
+        problem = _native.nccl_problem() if kvstore == "nccl" else ""
+        if problem:
+            raise ValueError(f"kvstore: 'nccl' was given, but {problem}")
+        return IN_CORE[kvstore], None
     if isinstance(kvstore, str):
         if kvstore not in TYPES:
             arguments.refuse("kvstore", kvstore, _EXPECTED + "." + _refusal(kvstore))
@@ -56,19 +61,17 @@ def exchange(kvstore: Any) -> Tuple[Optional[Exchange], Optional[int]]:
             raise ValueError(
                 f"kvstore: {kvstore!r} was given, but this build of MXNet cannot create it: {reason}"
             ) from None
-        if kvstore == "nccl":
-            return NCCLExchange(), _NCCL
         kvstore = store
     if not isinstance(kvstore, (mx.kv.KVStore, mx.kvstore.KVStoreBase)):
         arguments.refuse("kvstore", kvstore, _EXPECTED)
-    if kvstore.type not in TYPES or kvstore.type == "nccl":
+    if kvstore.type not in TYPES:
         raise ValueError(
             f"kvstore: an object of type {kvstore.type!r} was given, expected one of {TYPES}." + _refusal(kvstore.type)
         )
     return DeviceExchange(kvstore), id(kvstore)
 
 
-_EXPECTED = f"one of {TYPES}, a KVStore object or None (shared memory)"
+_EXPECTED = f"one of {(*TYPES, *IN_CORE)}, a KVStore object or None"
 
 
 def _refusal(name: str) -> str:
@@ -82,6 +85,6 @@ def _refusal(name: str) -> str:
     if name == "nccl":
         return (
             " A store of NCCL serves only the keys that it had at its first sum, so a Trainer cannot share it; the "
-            "name 'nccl' makes one for all layers."
+            "name 'nccl' does without one."
         )
     return ""

@@ -20,6 +20,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Se
 import mxnet as mx
 import numpy as np
 
+from .. import _native
 from .._native import Ticket, Total
 from . import base
 from .base import Exchange, LayerInfo
@@ -92,7 +93,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         What carries the sums.
     """
 
-    processes = True
+    reach = _native.PROCESSES
 
     def __init__(self, name: str, transport: Transport) -> None:
         self._name = name

@@ -1,16 +1,16 @@
-// The CPU's kernels on MXNet's arrays.
+#include "cpu/backend.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
-#include "backend.h"
 #include "cpu/half.h"
-#include "cpu/kernels.h"
 #include "failure.h"
 #include "mxnet_api.h"
 #include "pooling/statistics.h"
 
 namespace syncbn {
+namespace cpu {
 namespace {
 
 template <typename T = void>
@@ -55,106 +55,99 @@ void add_values(const T* from, int64_t n, T* to) {
     for (int64_t i = 0; i < n; ++i) to[i] += from[i];
 }
 
-class CpuBackend : public Backend {
-  public:
-    Vector moments(Array x, const Tensor& tensor) override {
-        const int64_t channels = tensor.shape.channels;
-        Vector packed(tensor.slots.size() * moments_length(channels));
-        double* part = packed.data();
-        for (const Slot& slot : tensor.slots) {
-            part[0] = static_cast<double>(slot.shape.per_channel());
-            cpu::moments(work(tensor, slot), at(x, tensor, slot), part + 1, part + 1 + channels);
-            part += moments_length(channels);
-        }
-        return packed;
-    }
-
-    Statistic frozen(Array running_mean, Array running_var, const Tensor& tensor, double epsilon) override {
-        const int64_t channels = tensor.shape.channels;
-        Vector invstd = vector(running_var, tensor.parameter_type(), channels);
-        for (double& v : invstd) v = 1 / std::sqrt(v + epsilon);
-        return {1, vector(running_mean, tensor.parameter_type(), channels), std::move(invstd)};
-    }
-
-    void normalise(Array x, const Tensor& tensor, const Affine& affine, Array y, bool add) override {
-        const Vector shift = vector(affine.beta, tensor.parameter_type(), tensor.shape.channels);
-        for (const Slot& slot : tensor.slots) {
-            if (!slot.used) continue;
-            const Vector scale = scale_of(slot, tensor, affine);
-            cpu::normalise(work(tensor, slot), at(x, tensor, slot),
-                           {slot.used->mean.data(), scale.data(), shift.data(), add}, at(y, tensor, slot));
-        }
-    }
-
-    void update_running(const Vector& mean, const Vector& variance, double momentum, Type type, Array running_mean,
-                        Array running_var) override {
-        const auto towards = [momentum](const Vector& values) {
-            return [momentum, &values](size_t c, double old) { return momentum * old + (1 - momentum) * values[c]; };
-        };
-        replace(running_mean, type, mean.size(), towards(mean));
-        replace(running_var, type, mean.size(), towards(variance));
-    }
-
-    Vector grad_sums(Array dy, Array x, const Tensor& tensor) override {
-        const int64_t channels = tensor.shape.channels;
-        Vector sums(tensor.slots.size() * gradients_length(channels));
-        double* part = sums.data();
-        for (const Slot& slot : tensor.slots) {
-            if (slot.used)
-                cpu::grad_sums(work(tensor, slot), at(dy, tensor, slot), at(x, tensor, slot), slot.used->mean.data(),
-                               slot.used->invstd.data(), part, part + channels);
-            part += gradients_length(channels);
-        }
-        return sums;
-    }
-
-    void grad_input(Array dy, Array x, const Tensor& tensor, const Affine& affine, const ThroughStatistics& through,
-                    Array dx, bool add) override {
-        for (size_t i = 0; i < tensor.slots.size(); ++i) {
-            const Slot& slot = tensor.slots[i];
-            if (!slot.used) continue;
-            const size_t first = i * tensor.shape.channels;
-            const Vector scale = scale_of(slot, tensor, affine);
-            cpu::grad_input(work(tensor, slot), at(dy, tensor, slot), at(x, tensor, slot),
-                            {slot.fed->mean.data(), scale.data(), &through.mean_dy[first], &through.slope[first], add},
-                            at(dx, tensor, slot));
-        }
-    }
-
-    void copy(Array from, Type type, int64_t n, Array to, bool add) override {
-        if (!add)
-            std::memcpy(data(to), data(from), static_cast<size_t>(n * size_of(type)));
-        else if (type == Type::kFloat64)
-            add_values(data<double>(from), n, data<double>(to));
-        else if (type == Type::kFloat32)
-            add_values(data<float>(from), n, data<float>(to));
-        else
-            for (int64_t i = 0; i < n; ++i)
-                data<uint16_t>(to)[i] =
-                    float_to_half(half_to_float(data<uint16_t>(to)[i]) + half_to_float(data<uint16_t>(from)[i]));
-    }
-
-    Vector read(Array from, int64_t n) override { return vector(from, Type::kFloat64, n); }
-
-    void write(const Vector& values, Type type, Array out, bool add) override {
-        replace(out, type, values.size(), [&](size_t i, double old) { return values[i] + (add ? old : 0.0); });
-    }
-
-    void fill(Array out, Type type, int64_t n, double value) override {
-        if (type == Type::kFloat64)
-            std::fill_n(data<double>(out), n, value);
-        else if (type == Type::kFloat32)
-            std::fill_n(data<float>(out), n, static_cast<float>(value));
-        else
-            std::fill_n(data<uint16_t>(out), n, value != value ? uint16_t{0x7e00} : uint16_t{0});
-    }
-
-  private:
-    cpu::Work work(const Tensor& tensor, const Slot& slot) const { return {tensor.type, slot.shape, threads}; }
-};
-
 }  // namespace
 
-std::unique_ptr<Backend> cpu_backend() { return std::make_unique<CpuBackend>(); }
+Vector Backend::moments(Array x, const Tensor& tensor) const {
+    const int64_t channels = tensor.shape.channels;
+    Vector packed(tensor.slots.size() * moments_length(channels));
+    double* part = packed.data();
+    for (const Slot& slot : tensor.slots) {
+        part[0] = static_cast<double>(slot.shape.per_channel());
+        cpu::moments(work(tensor, slot), at(x, tensor, slot), part + 1, part + 1 + channels);
+        part += moments_length(channels);
+    }
+    return packed;
+}
 
+Statistic Backend::frozen(Array running_mean, Array running_var, const Tensor& tensor, double epsilon) const {
+    const int64_t channels = tensor.shape.channels;
+    Vector invstd = vector(running_var, tensor.parameter_type(), channels);
+    for (double& v : invstd) v = 1 / std::sqrt(v + epsilon);
+    return {1, vector(running_mean, tensor.parameter_type(), channels), std::move(invstd)};
+}
+
+void Backend::normalise(Array x, const Tensor& tensor, const Affine& affine, Array y, bool add) const {
+    const Vector shift = vector(affine.beta, tensor.parameter_type(), tensor.shape.channels);
+    for (const Slot& slot : tensor.slots) {
+        if (!slot.used) continue;
+        const Vector scale = scale_of(slot, tensor, affine);
+        cpu::normalise(work(tensor, slot), at(x, tensor, slot),
+                       {slot.used->mean.data(), scale.data(), shift.data(), add}, at(y, tensor, slot));
+    }
+}
+
+void Backend::update_running(const Vector& mean, const Vector& variance, double momentum, Type type, Array running_mean,
+                             Array running_var) const {
+    const auto towards = [momentum](const Vector& values) {
+        return [momentum, &values](size_t c, double old) { return momentum * old + (1 - momentum) * values[c]; };
+    };
+    replace(running_mean, type, mean.size(), towards(mean));
+    replace(running_var, type, mean.size(), towards(variance));
+}
+
+Vector Backend::grad_sums(Array dy, Array x, const Tensor& tensor) const {
+    const int64_t channels = tensor.shape.channels;
+    Vector sums(tensor.slots.size() * gradients_length(channels));
+    double* part = sums.data();
+    for (const Slot& slot : tensor.slots) {
+        if (slot.used)
+            cpu::grad_sums(work(tensor, slot), at(dy, tensor, slot), at(x, tensor, slot), slot.used->mean.data(),
+                           slot.used->invstd.data(), part, part + channels);
+        part += gradients_length(channels);
+    }
+    return sums;
+}
+
+void Backend::grad_input(Array dy, Array x, const Tensor& tensor, const Affine& affine,
+                         const ThroughStatistics& through, Array dx, bool add) const {
+    for (size_t i = 0; i < tensor.slots.size(); ++i) {
+        const Slot& slot = tensor.slots[i];
+        if (!slot.used) continue;
+        const size_t first = i * tensor.shape.channels;
+        const Vector scale = scale_of(slot, tensor, affine);
+        cpu::grad_input(work(tensor, slot), at(dy, tensor, slot), at(x, tensor, slot),
+                        {slot.fed->mean.data(), scale.data(), &through.mean_dy[first], &through.slope[first], add},
+                        at(dx, tensor, slot));
+    }
+}
+
+void Backend::copy(Array from, Type type, int64_t n, Array to, bool add) const {
+    if (!add)
+        std::memcpy(data(to), data(from), static_cast<size_t>(n * size_of(type)));
+    else if (type == Type::kFloat64)
+        add_values(data<double>(from), n, data<double>(to));
+    else if (type == Type::kFloat32)
+        add_values(data<float>(from), n, data<float>(to));
+    else
+        for (int64_t i = 0; i < n; ++i)
+            data<uint16_t>(to)[i] =
+                float_to_half(half_to_float(data<uint16_t>(to)[i]) + half_to_float(data<uint16_t>(from)[i]));
+}
+
+Vector Backend::read(Array from, int64_t n) const { return vector(from, Type::kFloat64, n); }
+
+void Backend::write(const Vector& values, Type type, Array out, bool add) const {
+    replace(out, type, values.size(), [&](size_t i, double old) { return values[i] + (add ? old : 0.0); });
+}
+
+void Backend::fill(Array out, Type type, int64_t n, double value) const {
+    if (type == Type::kFloat64)
+        std::fill_n(data<double>(out), n, value);
+    else if (type == Type::kFloat32)
+        std::fill_n(data<float>(out), n, static_cast<float>(value));
+    else
+        std::fill_n(data<uint16_t>(out), n, value != value ? uint16_t{0x7e00} : uint16_t{0});
+}
+
+}  // namespace cpu
 }  // namespace syncbn

@@ -8,8 +8,15 @@
 // block or a warp stays in one channel. Where inner = 1 neighbours are different channels: a block takes a tile of
 // `width` channels, a power of two up to 32, and each of its threads stays in one channel and goes down the rows.
 //
+// What replicas hand in are packed vectors of float64, as csrc/pooling/statistics.h has them, one for each of their slots:
+//
+//     moments    [count, mean[C], m2[C]]       gradients  [sum dy[C], sum dy*xhat[C]]
+//
+// *Gathered* are those of all replicas, side by side in their order. Every device holds them and puts a pool together from
+// them in that order, whatever the order in which they came: all devices have the same bits.
+//
 // Reductions are partial: gridDim.z chunks of a slot leave one result each, in an order that the launch alone decides,
-// and the host puts them together in that order. There are no atomics, so the same launch gives the same bits.
+// and `merge_moments` and `merge_sums` put them together. There are no atomics, so the same launch gives the same bits.
 // float16 and float32 are read into float32, in runs of values whose moments are taken about the run's own mean; what
 // leaves a thread is float64. A mean of 1e5 beside a deviation of 1 costs no digit.
 //
@@ -21,8 +28,8 @@ typedef long long Index;
 
 namespace {
 
-#ifndef SYNCBN_BLOCK
-#error "compile with -DSYNCBN_BLOCK=N: the number of threads of a block, which csrc/cuda/module.h names"
+#if !defined(SYNCBN_BLOCK) || !defined(SYNCBN_SLOTS)
+#error "compile with -DSYNCBN_BLOCK=N -DSYNCBN_SLOTS=N: see kBlock and kMostSlots in csrc/cuda"
 #endif
 constexpr int kThreads = SYNCBN_BLOCK;  // of every block
 constexpr int kWarp = 32;
@@ -204,13 +211,13 @@ __device__ void down_columns(Reduction& reduction, const Layout& layout, int wid
     }
 }
 
-// Walks, puts the threads' results together and leaves them in partial[chunk][slot][quantity][channel].
+// Walks, puts the threads' results together and leaves the packed vector of each chunk and slot in partial[chunk][slot].
 template <typename T, class Reduction>
 __device__ void reduce(Reduction& reduction, const Layout& layout, int width, double* partial, bool packs) {
     typedef typename Reduction::Result Result;
     __shared__ Result shared[kThreads];
     const Index slot = blockIdx.y;
-    double* out = partial + (blockIdx.z * layout.slots + slot) * Result::kQuantities * layout.channels;
+    double* out = partial + (blockIdx.z * layout.slots + slot) * Result::length(layout.channels);
     if (layout.inner == 1) {
         down_columns<T>(reduction, layout, width);
         shared[threadIdx.x] = reduction.result();
@@ -219,7 +226,7 @@ __device__ void reduce(Reduction& reduction, const Layout& layout, int width, do
         if (threadIdx.x < width && channel < layout.channels) {
             Result total = shared[threadIdx.x];
             for (int i = threadIdx.x + width; i < kThreads; i += width) total.merge(shared[i]);
-            total.leave(out + channel, layout.channels);
+            total.leave(out, channel, layout.channels);
         }
         return;
     }
@@ -233,7 +240,7 @@ __device__ void reduce(Reduction& reduction, const Layout& layout, int width, do
     __syncthreads();
     if (threadIdx.x == 0) {
         for (int warp = 1; warp < kThreads / kWarp; ++warp) total.merge(shared[warp]);
-        total.leave(out + blockIdx.x, layout.channels);
+        total.leave(out, blockIdx.x, layout.channels);
     }
 }
 
@@ -244,8 +251,9 @@ __device__ inline double shuffle_down(double value, int distance) {
 // Count, mean and the sum of squares about it; merged as Chan, Golub and LeVeque do ("Updating formulae and a pairwise
 // algorithm for computing sample variances", 1979).
 struct Moments {
-    static constexpr int kQuantities = 3;
     double count, mean, m2;
+
+    __device__ static Index length(Index channels) { return 1 + 2 * channels; }
 
     __device__ void merge(const Moments& other) {
         if (other.count == 0) return;
@@ -257,10 +265,14 @@ struct Moments {
     __device__ Moments from_lane(int distance) const {
         return {shuffle_down(count, distance), shuffle_down(mean, distance), shuffle_down(m2, distance)};
     }
-    __device__ void leave(double* out, Index channels) const {
-        out[0] = count;
-        out[channels] = mean;
-        out[2 * channels] = m2;
+    __device__ static Moments at(const double* packed, Index channel, Index channels) {
+        return {packed[0], packed[1 + channel], packed[1 + channels + channel]};
+    }
+    // An empty slot leaves zeros.
+    __device__ void leave(double* out, Index channel, Index channels) const {
+        if (channel == 0) out[0] = count;
+        out[1 + channel] = count == 0 ? 0 : mean;
+        out[1 + channels + channel] = m2;
     }
 };
 
@@ -304,8 +316,9 @@ struct MomentsOf {
 };
 
 struct Sums {
-    static constexpr int kQuantities = 2;
     double dy, dy_xhat;
+
+    __device__ static Index length(Index channels) { return 2 * channels; }
 
     __device__ void merge(const Sums& other) {
         dy += other.dy;
@@ -314,9 +327,12 @@ struct Sums {
     __device__ Sums from_lane(int distance) const {
         return {shuffle_down(dy, distance), shuffle_down(dy_xhat, distance)};
     }
-    __device__ void leave(double* out, Index channels) const {
-        out[0] = dy;
-        out[channels] = dy_xhat;
+    __device__ static Sums at(const double* packed, Index channel, Index channels) {
+        return {packed[channel], packed[channels + channel]};
+    }
+    __device__ void leave(double* out, Index channel, Index channels) const {
+        out[channel] = dy;
+        out[channels + channel] = dy_xhat;
     }
 };
 
@@ -357,6 +373,78 @@ struct SumsOf {
     }
     __device__ Sums result() const { return {sum_dy, sum_dy_centred * invstd}; }
 };
+
+// Puts the results of `chunks` chunks, [chunks][slots][length], together: a warp for each slot and channel.
+template <class Result>
+__device__ void merge(const double* partial, double* out, int chunks, Index slots, Index channels) {
+    const Index warp = (Index(blockIdx.x) * kThreads + threadIdx.x) / kWarp, length = Result::length(channels);
+    if (warp >= slots * channels) return;
+    const Index slot = warp / channels, channel = warp % channels;
+    const int lane = threadIdx.x % kWarp;
+    Result total = {};
+    for (int chunk = lane; chunk < chunks; chunk += kWarp)
+        total.merge(Result::at(partial + (chunk * slots + slot) * length, channel, channels));
+    for (int distance = kWarp / 2; distance > 0; distance /= 2) total.merge(total.from_lane(distance));
+    if (lane == 0) total.leave(out + slot * length, channel, channels);
+}
+
+// ---- pools -----------------------------------------------------------------------------------------------------
+
+// Which of the gathered slots feed the pool that a slot of this replica uses; in the backward, which use the pool that it
+// feeds. The layout is that of `Pools` in csrc/cuda/call.cc.
+struct Pools {
+    enum Kind { kShared, kOwn, kTable };  // one for all: begin ... end; of each slot that of itself; table[slot]
+    int kind, own, begin, end;            // `own`: the first of this replica's slots
+    int table[SYNCBN_SLOTS];
+};
+
+struct Range {
+    int begin, end;
+};
+
+__device__ inline Range fed(const Pools& pools, Index slot) {
+    if (pools.kind == Pools::kShared) return {pools.begin, pools.end};
+    const int own = pools.own + static_cast<int>(slot);
+    return {own, own + 1};
+}
+
+__device__ inline Range used(const Pools& pools, Index slot) {
+    if (pools.kind != Pools::kTable) return fed(pools, slot);
+    return {pools.table[slot], pools.table[slot] + 1};
+}
+
+// share: 1 / count, or 0 where nobody has a value.
+struct Statistic {
+    double share, mean, variance;
+};
+
+// About the first slot's mean, which is near to all: a large offset costs no digit. No division but one, which a device
+// for games takes 32 times as long for as for one of float32.
+__device__ inline Statistic statistic(const double* gathered, Range range, Index channel, Index channels) {
+    const Index length = Moments::length(channels);
+    double count = 0, apart = 0, m2 = 0;
+    for (int slot = range.begin; slot < range.end; ++slot) count += gathered[slot * length];
+    if (count == 0) return {0, 0, 0};
+    const double share = 1 / count;
+    double origin = 0;
+    bool found = false;
+    for (int slot = range.begin; slot < range.end; ++slot) {
+        const Moments part = Moments::at(gathered + slot * length, channel, channels);
+        if (!found && part.count > 0) origin = part.mean;
+        found = found || part.count > 0;
+        if (part.count > 0) apart += part.count * (part.mean - origin);
+    }
+    apart *= share;
+    for (int slot = range.begin; slot < range.end; ++slot) {
+        const Moments part = Moments::at(gathered + slot * length, channel, channels);
+        const double delta = part.mean - origin - apart;
+        if (part.count > 0) m2 += part.m2 + part.count * delta * delta;
+    }
+    return {share, origin + apart, m2 * share};
+}
+
+// What the backward needs of a slot: [share, used mean[C], used invstd[C], fed mean[C], fed invstd[C]].
+__device__ inline Index kept_length(Index channels) { return 1 + 4 * channels; }
 
 // ---- elementwise ---------------------------------------------------------------------------------------------
 
@@ -409,6 +497,22 @@ __device__ void each(Map& map, const Layout& layout, int width, Index segment, b
         over_rows<1>(map, layout, segment);
 }
 
+// What an operator normalises with: the statistics of a batch, or the running ones where they are `frozen`.
+template <typename P>
+struct Source {
+    const double* gathered;
+    const P *running_mean, *running_var;
+    bool frozen;
+    double epsilon;
+    Index channels;
+
+    __device__ Statistic of(Range range, Index channel) const {
+        if (frozen) return {0, static_cast<double>(running_mean[channel]), static_cast<double>(running_var[channel])};
+        return statistic(gathered, range, channel, channels);
+    }
+    __device__ double invstd(const Statistic& of) const { return rsqrt(of.variance + epsilon); }
+};
+
 // y = (x - mean) * scale + shift
 template <typename T, typename P>
 struct Normalise {
@@ -416,16 +520,17 @@ struct Normalise {
     const T* x;
     T* y;
     bool add;
-    const double *means, *invstds;
+    const Source<P>& source;
+    const Pools& pools;
     const P *gamma, *beta;
     bool fix_gamma;
-    Index channels;
     Split<Wide> mean = Split<Wide>(0);
     Wide scale = 0, shift = 0;
 
     __device__ void use(Index slot, Index channel) {
-        mean = Split<Wide>(means[slot * 2 * channels + channel]);
-        scale = static_cast<Wide>(invstds[slot * 2 * channels + channel] * (fix_gamma ? 1.0 : gamma[channel]));
+        const Statistic with = source.of(used(pools, slot), channel);
+        mean = Split<Wide>(with.mean);
+        scale = static_cast<Wide>(source.invstd(with) * (fix_gamma ? 1.0 : gamma[channel]));
         shift = static_cast<Wide>(beta[channel]);
     }
     template <int kUnit>
@@ -446,26 +551,37 @@ struct Normalise {
     }
 };
 
-// dx = scale * (dy - mean_dy - (x - mean) * slope)
+// dx = scale * dy - (shift + (x - mean) * slope): what comes back directly, and what through the statistics,
+//     gamma * invstd_u * dy - gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
+// for a slot that uses the pool u and feeds the pool f, S1 = sum dy and S2 = sum dy*xhat over the slots that use f.
 template <typename T, typename P>
 struct GradInput {
     typedef typename Number<T>::Wide Wide;
     const T *dy, *x;
     T* dx;
     bool add;
-    const double *invstds, *through;
+    const double *kept, *gathered;
+    const Pools& users;
     const P* gamma;
     bool fix_gamma;
     Index channels;
     Split<Wide> mean = Split<Wide>(0);
-    Wide scale = 0, mean_dy = 0, slope = 0;
+    Wide scale = 0, shift = 0, slope = 0;
 
     __device__ void use(Index slot, Index channel) {
-        const double* mine = through + slot * 3 * channels + channel;
-        mean = Split<Wide>(mine[0]);
-        mean_dy = static_cast<Wide>(mine[channels]);
-        slope = static_cast<Wide>(mine[2 * channels]);
-        scale = static_cast<Wide>(invstds[slot * 2 * channels + channel] * (fix_gamma ? 1.0 : gamma[channel]));
+        const double* mine = kept + slot * kept_length(channels);
+        const double weight = fix_gamma ? 1.0 : gamma[channel], invstd = mine[1 + 3 * channels + channel];
+        scale = static_cast<Wide>(weight * mine[1 + channels + channel]);
+        mean = Split<Wide>(mine[1 + 2 * channels + channel]);
+        shift = slope = 0;
+        if (mine[0] == 0) return;  // running statistics: nothing flows through them
+        Sums sums = {};
+        const Range range = used(users, slot);
+        for (int other = range.begin; other < range.end; ++other)
+            sums.merge(Sums::at(gathered + other * Sums::length(channels), channel, channels));
+        const double share = weight * invstd * mine[0];
+        shift = static_cast<Wide>(share * sums.dy);
+        slope = static_cast<Wide>(share * invstd * sums.dy_xhat);
     }
     template <int kUnit>
     __device__ void apply(Index offset, Index stride, int n) const {
@@ -478,8 +594,8 @@ struct GradInput {
         for (int j = 0; j < kCount; ++j) {
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) {
-                const Wide centred = mean.below(Number<T>::widen(in[j].values[i]));
-                const Wide value = scale * (Number<T>::widen(head[j].values[i]) - mean_dy - centred * slope);
+                const Wide through = shift + mean.below(Number<T>::widen(in[j].values[i])) * slope;
+                const Wide value = scale * Number<T>::widen(head[j].values[i]) - through;
                 out[j].values[i] = Number<T>::narrow(add ? Number<T>::widen(out[j].values[i]) + value : value);
             }
             if (j < n) store<T, kUnit>(dx + offset + j * stride, out[j]);
@@ -489,24 +605,105 @@ struct GradInput {
 
 __device__ inline Index thread() { return Index(blockIdx.x) * kThreads + threadIdx.x; }
 
+// Threads of a launch, and the number of this one, whatever the grid: for what is done once for each channel by the way.
+__device__ inline Index all_threads() { return Index(gridDim.x) * gridDim.y * gridDim.z * kThreads; }
+__device__ inline Index any_thread() {
+    return ((Index(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
+}
+
+// Where the running statistics go on from, or the batch's are left for an operator that moves them.
+template <typename P>
+struct Tracked {
+    double momentum;
+    P *mean, *var;              // null: nothing is tracked
+    double* batch;              // [1, mean[C], variance[C]], or [0 ...] where there is nothing; null: `mean` and `var`
+    bool hand_on;               // into `batch`: this replica's, not zeros
+    const volatile int* given_up;  // the step has failed while this was on its way
+
+    __device__ void move(Index channel, double to_mean, double to_var) const {
+        mean[channel] = static_cast<P>(momentum * mean[channel] + (1 - momentum) * to_mean);
+        var[channel] = static_cast<P>(momentum * var[channel] + (1 - momentum) * to_var);
+    }
+};
+
+// The mean over the pools that the replica's slots feed.
+template <typename P>
+__device__ void track(const Tracked<P>& tracked, const Source<P>& source, const Pools& pools, Index slots) {
+    const Index channels = source.channels;
+    for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
+        double mean = 0, variance = 0, parts = 0;
+        for (Index slot = 0; slot < (pools.kind == Pools::kShared ? 1 : slots); ++slot) {
+            const Statistic part = source.of(fed(pools, slot), channel);
+            if (part.share == 0) continue;
+            mean += part.mean;
+            variance += part.variance;
+            parts += 1;
+        }
+        if (parts > 1) {
+            mean /= parts;
+            variance /= parts;
+        }
+        const bool any = parts > 0;
+        if (tracked.batch != nullptr) {
+            if (channel == 0) tracked.batch[0] = any && tracked.hand_on;
+            tracked.batch[1 + channel] = tracked.hand_on ? mean : 0;
+            tracked.batch[1 + channels + channel] = tracked.hand_on ? variance : 0;
+        } else if (tracked.mean != nullptr && any && !*tracked.given_up) {
+            tracked.move(channel, mean, variance);
+        }
+    }
+}
+
+template <typename P>
+__device__ void keep(const Source<P>& source, const Pools& pools, Index slots, double* kept) {
+    const Index channels = source.channels;
+    for (Index i = any_thread(); i < slots * channels; i += all_threads()) {
+        const Index slot = i / channels, channel = i % channels;
+        double* mine = kept + slot * kept_length(channels);
+        const Statistic with = source.of(used(pools, slot), channel);
+        const Statistic own = pools.kind == Pools::kTable ? source.of(fed(pools, slot), channel) : with;
+        if (channel == 0) mine[0] = own.share;
+        mine[1 + channel] = with.mean;
+        mine[1 + channels + channel] = source.invstd(with);
+        mine[1 + 2 * channels + channel] = own.mean;
+        mine[1 + 3 * channels + channel] = source.invstd(own);
+    }
+}
+
+// Of this replica's own slots, each [2][channels].
+template <typename P>
+__device__ void parameter_gradients(const double* own, Index slots, Index channels, bool fix_gamma, P* dgamma,
+                                    bool add_dgamma, P* dbeta, bool add_dbeta) {
+    for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
+        Sums sums = {};
+        for (Index slot = 0; slot < slots; ++slot)
+            sums.merge(Sums::at(own + slot * Sums::length(channels), channel, channels));
+        if (dgamma != nullptr)
+            dgamma[channel] = static_cast<P>((add_dgamma ? static_cast<double>(dgamma[channel]) : 0.0) +
+                                             (fix_gamma ? 0.0 : sums.dy_xhat));
+        if (dbeta != nullptr)
+            dbeta[channel] = static_cast<P>((add_dbeta ? static_cast<double>(dbeta[channel]) : 0.0) + sums.dy);
+    }
+}
+
 }  // namespace
 
 // Every kernel for one type of data T and the type P of its parameters and running statistics.
 //
-// moments     partial [chunks][slots][3][channels]: count, mean and sum of (x - mean)^2.
-//             Grid: channels (inner > 1) or tiles of `width` channels; slots; chunks.
-// normalise   y = (x - mean) * invstd * gamma + beta, added to y where `add`; statistics [slots][2][channels]: mean,
-//             invstd. Grid: any number of blocks (inner > 1), or tiles; slots; chunks.
-// grad_sums   partial [chunks][slots][2][channels]: sum of dy, and of dy * (x - mean) * invstd. Grid as for moments.
-// grad_input  dx = gamma * invstd * (dy - mean_dy - (x - mean) * slope), added where `add`; through [slots][3][channels]:
-//             mean, mean_dy, slope. Grid as for normalise.
-// frozen      statistics [2][channels] of the running mean and variance.
-// update_running  running <- momentum * running + (1 - momentum) * batch, for batch [2][channels]: mean, variance.
+// moments     partial [chunks][slots] of packed moments. Grid: channels (inner > 1) or tiles of `width` channels; slots;
+//             chunks.
+// normalise   y = (x - mean) * invstd * gamma + beta, added to y where `add`, with the gathered moments of the pools or, where
+//             `frozen`, the running statistics; y may be null. What the backward needs is left in `kept`; then the running
+//             statistics, see `Tracked`. Grid: any number of blocks (inner > 1), or tiles; slots; chunks.
+// grad_sums   partial [chunks][slots] of packed gradients. Grid as for moments.
+// grad_input  dx, added where `add`, from the gathered gradients; may be null. And this replica's part of dgamma and dbeta
+//             from those of its `own` slots. Grid as for normalise.
+// update_running  running <- momentum * running + (1 - momentum) * batch, for batch [1 or 0, mean[C], variance[C]].
+// merge_moments, merge_sums  chunks of a slot put together. Grid: a warp for each slot and channel.
 // copy        to = from, added where `add`.
-// write       out = values, added where `add`.
 // fill        out = value.
 //
-// A slot without a sample leaves a count and sums of 0, and is passed over by the others.
+// A slot without a sample leaves zeros, and is passed over by the others.
 #define SYNCBN_KERNELS(TYPE, T, P)                                                                                     \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
         moments_##TYPE(const T* x, double* partial, Index samples, Index per_sample, Index channels, Index inner,      \
@@ -519,31 +716,39 @@ __device__ inline Index thread() { return Index(blockIdx.x) * kThreads + threadI
         reduce<T>(reduction, layout, width, partial, aligned(x));                                                      \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        normalise_##TYPE(const T* x, const double* statistics, const P* gamma, const P* beta, int fix_gamma, T* y,     \
-                         int add, Index samples, Index per_sample, Index channels, Index inner, Index slots,           \
-                         int width, Index segment) {                                                                   \
+        normalise_##TYPE(const T* x, const double* gathered, const Pools pools, int frozen, double epsilon,            \
+                         const P* gamma, const P* beta, int fix_gamma, T* y, int add, double* kept, double momentum,   \
+                         P* running_mean, P* running_var, double* batch, int hand_on, const int* given_up,             \
+                         Index samples, Index per_sample, Index channels, Index inner, Index slots, int width,         \
+                         Index segment) {                                                                              \
         const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
-        Normalise<T, P> map = {x, y, add != 0, statistics, statistics + channels, gamma, beta, fix_gamma != 0,         \
-                               channels};                                                                              \
-        each<T>(map, layout, width, segment, aligned(x) && aligned(y));                                                \
+        const Source<P> source = {gathered, running_mean, running_var, frozen != 0, epsilon, channels};                \
+        Normalise<T, P> map = {x, y, add != 0, source, pools, gamma, beta, fix_gamma != 0};                            \
+        if (y != nullptr && samples > 0) each<T>(map, layout, width, segment, aligned(x) && aligned(y));               \
+        keep(source, pools, slots, kept);                                                                              \
+        const Tracked<P> tracked = {momentum, running_mean, running_var, batch, hand_on != 0, given_up};               \
+        if (frozen == 0) track(tracked, source, pools, slots);                                                         \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        grad_sums_##TYPE(const T* dy, const T* x, const double* statistics, double* partial, Index samples,            \
+        grad_sums_##TYPE(const T* dy, const T* x, const double* kept, double* partial, Index samples,                  \
                          Index per_sample, Index channels, Index inner, Index slots, int width) {                      \
         const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
         const Index channel = inner > 1 ? blockIdx.x : Index(blockIdx.x) * width + threadIdx.x % width;                \
         const bool any = channel < channels;                                                                           \
-        const double* mine = statistics + blockIdx.y * 2 * channels + channel;                                         \
+        const double* mine = kept + blockIdx.y * kept_length(channels) + 1 + channel;                                  \
         SumsOf<T> reduction(dy, x, any ? mine[0] : 0.0, any ? mine[channels] : 0.0);                                   \
         reduce<T>(reduction, layout, width, partial, aligned(x) && aligned(dy));                                       \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        grad_input_##TYPE(const T* dy, const T* x, const double* statistics, const double* through, const P* gamma,      \
-                          int fix_gamma, T* dx, int add, Index samples, Index per_sample, Index channels,              \
-                          Index inner, Index slots, int width, Index segment) {                                        \
+        grad_input_##TYPE(const T* dy, const T* x, const double* kept, const double* gathered, const Pools users,      \
+                          const double* own, const P* gamma, int fix_gamma, T* dx, int add, P* dgamma, int add_dgamma,  \
+                          P* dbeta, int add_dbeta, Index samples, Index per_sample, Index channels, Index inner,       \
+                          Index slots, int width, Index segment) {                                                     \
         const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
-        GradInput<T, P> map = {dy, x, dx, add != 0, statistics + channels, through, gamma, fix_gamma != 0, channels};    \
-        each<T>(map, layout, width, segment, aligned(x) && aligned(dy) && aligned(dx));                                \
+        GradInput<T, P> map = {dy, x, dx, add != 0, kept, gathered, users, gamma, fix_gamma != 0, channels};            \
+        if (dx != nullptr && samples > 0)                                                                              \
+            each<T>(map, layout, width, segment, aligned(x) && aligned(dy) && aligned(dx));                            \
+        parameter_gradients(own, slots, channels, fix_gamma != 0, dgamma, add_dgamma != 0, dbeta, add_dbeta != 0);     \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
         copy_##TYPE(const T* from, T* to, int add, Index n) {                                                          \
@@ -557,24 +762,10 @@ __device__ inline Index thread() { return Index(blockIdx.x) * kThreads + threadI
 
 #define SYNCBN_PARAMETER_KERNELS(TYPE, P)                                                                              \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        frozen_##TYPE(const P* running_mean, const P* running_var, double epsilon, double* statistics,                 \
-                      Index channels) {                                                                                \
-        const Index c = thread();                                                                                      \
-        if (c >= channels) return;                                                                                     \
-        statistics[c] = running_mean[c];                                                                               \
-        statistics[channels + c] = 1 / sqrt(static_cast<double>(running_var[c]) + epsilon);                            \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
         update_running_##TYPE(const double* batch, double momentum, P* running_mean, P* running_var, Index channels) { \
+        const Tracked<P> tracked = {momentum, running_mean, running_var, nullptr, false, nullptr};                     \
         const Index c = thread();                                                                                      \
-        if (c >= channels) return;                                                                                     \
-        running_mean[c] = static_cast<P>(momentum * running_mean[c] + (1 - momentum) * batch[c]);                      \
-        running_var[c] = static_cast<P>(momentum * running_var[c] + (1 - momentum) * batch[channels + c]);             \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        write_##TYPE(const double* values, P* out, int add, Index n) {                                                 \
-        const Index c = thread();                                                                                      \
-        if (c < n) out[c] = static_cast<P>(values[c] + (add ? static_cast<double>(out[c]) : 0.0));                     \
+        if (c < channels && batch[0] != 0) tracked.move(c, batch[1 + c], batch[1 + channels + c]);                     \
     }
 
 SYNCBN_KERNELS(float16, Half, float)
@@ -582,3 +773,12 @@ SYNCBN_KERNELS(float32, float, float)
 SYNCBN_KERNELS(float64, double, double)
 SYNCBN_PARAMETER_KERNELS(float32, float)
 SYNCBN_PARAMETER_KERNELS(float64, double)
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    merge_moments(const double* partial, double* out, int chunks, Index slots, Index channels) {
+    merge<Moments>(partial, out, chunks, slots, channels);
+}
+extern "C" __global__ void __launch_bounds__(kThreads)
+    merge_sums(const double* partial, double* out, int chunks, Index slots, Index channels) {
+    merge<Sums>(partial, out, chunks, slots, channels);
+}

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cuda/module.h"
+#include "cuda/driver.h"
 #include "types.h"
 
 namespace syncbn {
@@ -14,6 +14,7 @@ constexpr int64_t kBlocks = 2048;         // enough of them to fill the largest 
 constexpr int64_t kPerThread = 32;        // values that a block's thread should at least have
 constexpr int64_t kWidest = 32;           // tile of channels
 constexpr int64_t kMostInGridYZ = 65535;  // CUDA's limit
+constexpr int kMostSlots = 256;           // of a replica in mode 'shuffle': a table among a kernel's arguments
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

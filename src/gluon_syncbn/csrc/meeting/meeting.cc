@@ -4,6 +4,7 @@
 #include <chrono>
 #include <new>
 #include <sstream>
+#include <stdexcept>
 
 #include "clock.h"
 #include "log.h"
@@ -108,37 +109,73 @@ Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t 
 
 Total MeetingRoom::share(const Terms& terms, Place& place, Direction direction, Sharing sharing, Type type,
                          int64_t channels, Vector values) {
-    Meeting& meeting = *place.meeting;
-    const int number = direction == Direction::kForward ? 0 : ++place.backwards;
     const Reduction reduction = sharing == Sharing::kEach          ? Reduction::kGather
                                 : direction == Direction::kForward ? Reduction::kMerge
                                                                    : Reduction::kAdd;
     const size_t length = values.size();
+    Total total =
+        hand_in(terms, place, direction, {true, channels, type, std::move(values), nullptr},
+                [&](const Meeting& meeting, const Phase& phase, const Ticket& ticket) {
+                    std::vector<Part> parts;
+                    for (size_t seat = 0; seat < meeting.seats.size(); ++seat)
+                        parts.push_back({meeting.seats[seat].context, meeting.rank(seat), &phase.entries[seat].values});
+                    try {
+                        return reduce(reduction, std::move(parts), meeting.contexts.size(), channels, ticket,
+                                      terms.reach, terms.hook);
+                    } catch (const std::exception& e) {
+                        throw std::runtime_error(std::string("the KVStore could not add the statistics: ") + e.what());
+                    }
+                });
+    if (sharing == Sharing::kEach) total.first += place.meeting->rank(place.seat) * length;
+    return total;
+}
+
+Total MeetingRoom::share(const Terms& terms, Place& place, Direction direction, Type type, int64_t channels,
+                         Vector values, std::shared_ptr<const OnDevice> device, const Collective& collective) {
+    const size_t length = values.size();
+    Total total = hand_in(terms, place, direction, {true, channels, type, std::move(values), std::move(device)},
+                          [&](const Meeting& meeting, const Phase& phase, const Ticket& ticket) {
+                              const size_t replicas = meeting.replicas();
+                              std::vector<OnDevice> parts(replicas);
+                              Vector all(replicas * length);
+                              for (size_t seat = 0; seat < replicas; ++seat) {
+                                  const size_t rank = meeting.rank(seat);
+                                  const Vector& own = phase.entries[seat].values;
+                                  parts[rank] = *phase.entries[seat].device;
+                                  std::copy(own.begin(), own.end(), all.begin() + static_cast<int64_t>(rank * length));
+                              }
+                              collective(parts);
+                              return Total{std::move(all), 0, ticket.layer};
+                          });
+    total.first = place.meeting->rank(place.seat) * length;
+    return total;
+}
+
+Total MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction, Phase::Entry entry,
+                           const Finish& finish) {
+    Meeting& meeting = *place.meeting;
+    const int number = direction == Direction::kForward ? 0 : ++place.backwards;
     Lock lock(mutex_);
     step().throw_if_failed();
     Phase& phase = meeting.phases[number];
     if (phase.entries.empty()) phase.entries.resize(meeting.replicas());
-    check_equal(terms, meeting, phase, place.seat, type, channels);
-    phase.entries[place.seat] = {true, channels, type, std::move(values), debugging() ? seconds() : 0};  // (2)
+    check_equal(terms, meeting, phase, place.seat, entry.type, entry.channels);
+    if (debugging()) entry.at = seconds();
+    phase.entries[place.seat] = std::move(entry);  // (2)
     if (++phase.arrived < meeting.replicas()) {
         wait(terms, meeting, phase, number, lock);
     } else {
-        std::vector<Part> parts;
-        for (size_t seat = 0; seat < meeting.seats.size(); ++seat)
-            parts.push_back({meeting.seats[seat].context, meeting.rank(seat), &phase.entries[seat].values});
         const Ticket ticket{terms.layer, meeting.draw.node, meeting.draw.call, number};
         lock.unlock();  // nobody else touches a phase that is complete
         std::string error;
         Total total;
         try {
-            total = reduce(reduction, std::move(parts), meeting.contexts.size(), channels, ticket, terms.reach,
-                           terms.hook);  // (3)
+            total = finish(meeting, phase, ticket);  // (3)
         } catch (const std::exception& e) {
             error = e.what();
         }
         lock.lock();
-        if (!error.empty())
-            fail_and_throw(&meeting, {terms.name, "", "", "the KVStore could not add the statistics: " + error});
+        if (!error.empty()) fail_and_throw(&meeting, {terms.name, "", "", error});
         step().throw_if_failed();
         if (debugging()) record_meeting(terms.name, name_of_call(meeting, number), meeting, phase);
         phase.total = std::move(total);
@@ -146,9 +183,7 @@ Total MeetingRoom::share(const Terms& terms, Place& place, Direction direction, 
         phase.entries.clear();
         meeting.changed.notify_all();
     }
-    Total total = phase.total;  // (4)
-    if (sharing == Sharing::kEach) total.first += meeting.rank(place.seat) * length;
-    return total;
+    return phase.total;  // (4)
 }
 
 void MeetingRoom::wait(const Terms& terms, Meeting& meeting, Phase& phase, int number, Lock& lock) const {

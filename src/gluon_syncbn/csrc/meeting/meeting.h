@@ -18,6 +18,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -52,7 +53,8 @@ struct Phase {
         int64_t channels = 0;
         Type type = Type::kFloat32;
         Vector values;
-        double at = 0;  // seconds on some clock; 0 where nobody wants to know
+        std::shared_ptr<const OnDevice> device;  // what stays on a GPU; whatever it points to lives as long
+        double at = 0;                           // seconds on some clock; 0 where nobody wants to know
     };
     std::vector<Entry> entries;  // [seats]
     size_t arrived = 0;
@@ -112,12 +114,18 @@ class MeetingRoom {
     // for each of its backwards.
     Total share(const Terms& terms, Place& place, Direction direction, Sharing sharing, Type type, int64_t channels,
                 Vector values);
+    // The same for what stays on a device: `collective` is called for it, and only the `values` come back, side by side.
+    Total share(const Terms& terms, Place& place, Direction direction, Type type, int64_t channels, Vector values,
+                std::shared_ptr<const OnDevice> device, const Collective& collective);
     void forget();         // all meetings
     void restart_calls();  // of the permutations
     void forked();         // in the child
 
   private:
     using Lock = std::unique_lock<std::mutex>;
+    // What becomes of the entries of a phase that is complete. Called without the lock.
+    using Finish = std::function<Total(const Meeting& meeting, const Phase& phase, const Ticket& ticket)>;
+    Total hand_in(const Terms& terms, Place& place, Direction direction, Phase::Entry entry, const Finish& finish);
     void wait(const Terms& terms, Meeting& meeting, Phase& phase, int number, Lock& lock) const;
 
     mutable std::mutex mutex_;

@@ -41,7 +41,7 @@ Total reduce(Reduction reduction, std::vector<Part> parts, size_t contexts, int6
         else
             add_to(total, part.data(), static_cast<int64_t>(length));
     };
-    if (reach == Reach::kMemory || (reach == Reach::kContexts && contexts == 1)) {
+    if (!(reach == Reach::kProcesses || (reach == Reach::kContexts && contexts > 1))) {
         Vector total(length, 0.0);
         for (const Part& part : parts) put(total.data(), *part.values);
         return {std::move(total), 0, ticket.layer};

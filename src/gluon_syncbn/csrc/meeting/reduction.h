@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "types.h"
@@ -13,8 +14,9 @@ namespace syncbn {
 // of the others.
 enum class Reduction : int { kMerge = 0, kAdd = 1, kGather = 2 };
 
-// How far an exchange reaches.
-enum class Reach : int { kMemory = 0, kContexts = 1, kProcesses = 2 };
+// Where sums are made, and how far they reach: memory of the process, where GPUs have NCCL if they can; a KVStore over the
+// contexts of the process; one over processes; NCCL and nothing else; memory of the host and nothing else.
+enum class Reach : int { kMemory = 0, kContexts = 1, kProcesses = 2, kNccl = 3, kHost = 4 };
 
 // What replicas handed in, put together.
 struct Total {
@@ -41,6 +43,19 @@ struct Part {
     size_t rank;     // in the order of the replicas
     const Vector* values;
 };
+
+// What a replica on a GPU hands in where it is: `length` numbers, which are on their way in `stream`, and where those of all
+// replicas shall come, side by side in their order.
+struct OnDevice {
+    int device;
+    void* stream;
+    const double* own;
+    double* gathered;
+    int64_t length;
+};
+
+// Makes that happen, called once per phase by the last to arrive, with the parts in the order of the replicas.
+using Collective = std::function<void(const std::vector<OnDevice>&)>;
 
 // All parts put together, in the order of the replicas, never in the order of arrival: so the bits of the result do not
 // depend on who came first. Throws std::runtime_error with the hook's reason.

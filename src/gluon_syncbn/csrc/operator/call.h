@@ -1,4 +1,5 @@
-// One call of a layer on one context: kernels, pooling and meetings put together.
+// One call of a layer on one context: what it is to MXNet, whom it meets, and how it fails. What it computes, and with
+// what, say `HostCall` and `DeviceCall`.
 #pragma once
 
 #include <array>
@@ -6,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "backend.h"
 #include "meeting/registry.h"
 #include "mxnet_api.h"
 #include "pooling/pooling.h"
+#include "tensor.h"
 
 namespace syncbn {
 
@@ -62,12 +63,12 @@ class Call {
   public:
     std::array<void*, 3> callback_states;  // MXNet keeps a pointer to these
 
-    // `shape.outer` holds `samples` equal parts, which are what slots are made of.
+    // For "cpu(0)" or "gpu(1)"; another kind of context is a Failure. `shape.outer` holds `samples` equal parts, which are
+    // what slots are made of.
+    static std::unique_ptr<Call> of(Node node, std::string context, Type type, Shape shape, int64_t samples);
     Call(Node node, std::string context, Type type, Shape shape, int64_t samples)
-        : node_(std::move(node)),
-          context_(std::move(context)),
-          backend_(Backend::of(context_)),
-          tensor_{type, shape, samples, {}} {}
+        : node_(std::move(node)), context_(std::move(context)), tensor_{type, shape, samples, {}} {}
+    virtual ~Call() = default;
 
     // On the issuing thread, for a training call. `caller` is null on the main thread, whose calls take turns on the
     // seats; any other thread is one replica.
@@ -76,47 +77,60 @@ class Call {
     void forward(const Arrays& arrays, const int* reqs, bool training);
     void backward(const Arrays& arrays, const int* reqs);
 
+  protected:
+    // y and, from the statistics of the batch, the running ones or what the second operator of the call moves them by.
+    virtual void normalise(const Arrays& arrays, const int* reqs) = 0;
+    // y, with the running statistics.
+    virtual void normalise_frozen(const Arrays& arrays, int req) = 0;
+    // dx, dgamma, dbeta. For slot i, normalised with the statistics of pool u and feeding pool f, S1 = sum dy and
+    // S2 = sum dy*xhat over the slots that are normalised with f:
+    //   dx = gamma * invstd_u * dy  -  gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
+    // The parameters' gradients are this replica's part; the trainer adds the parts, as for any parameter.
+    virtual void differentiate(const Arrays& arrays, const int* reqs) = 0;
+    // Moves the running statistics by what the first operator of the call has left.
+    virtual void track(const Arrays& arrays) = 0;
+    // n values from one array into another, added where `add`; a value into all of an array.
+    virtual void copy(Array from, Type type, int64_t n, Array to, bool add) = 0;
+    virtual void fill(Array to, Type type, int64_t n, double value) = 0;
+    // Waits until all that the call has asked for is done; throws Failure. And after a failure, so that nothing is left
+    // behind; does not throw.
+    virtual void finish() {}
+    virtual void clear_up() {}
+
+    void sit_down();
+    bool shares() const { return sharing_of(node_.layer->pooling) != Sharing::kNothing; }
+    // The packed vectors of this replica's slots in; those of all slots out, or what they are together.
+    Total share(Direction direction, Vector values);
+    // Which slots feed and use which pools, of which this replica's begin at `first`.
+    void assign(const std::vector<double>& counts, size_t first, int64_t key);
+    int64_t channels() const { return tensor_.shape.channels; }
+    Affine affine(const Arrays& arrays, int inputs) const;
+
+    const Node node_;
+    const std::string context_;
+    Tensor tensor_;
+    Place place_;
+    Pools pools_;             // of all slots of the last forward
+    int64_t first_slot_ = 0;  // of this replica
+    bool frozen_ = false;     // normalised with the running statistics: no gradient through them
+
   private:
     // Ends the step with what an exception says, and the layer and the context where it does not say them; NaN into the
     // outputs in which something plausible might stand.
     [[noreturn]] void fail(const std::exception& error, const std::vector<std::pair<Array, Input>>& outputs);
     void invalidate(Array out, Input like);
     void throw_if_closed() const;
-    int threads() const;
-    int64_t channels() const { return tensor_.shape.channels; }
-    Affine affine(const Arrays& arrays, int inputs) const;
     // The other operator of the call does the work.
     bool passes_on() const { return node_.role == (frozen_ ? Role::kMeet : Role::kTrack); }
-
-    void normalise(const Arrays& arrays, const int* reqs);
-    void normalise_frozen(const Arrays& arrays, int req);
-    void differentiate(const Arrays& arrays, const int* reqs);
     void pass(Array from, Array to, int req);
     void no_gradient(const Arrays& arrays, const int* reqs);
 
-    void sit_down();
-    // The packed vectors of this replica's slots in; those of all slots out, or what they are together.
-    Total share(Direction direction, Vector values);
-    // Gives the slots their statistics.
-    void assign(const Total& moments);
-    // [1, mean[C], variance[C]] that the running statistics go towards; [0, ...] where there is nothing.
-    Vector batch_statistics(const Total& moments) const;
-    void update_running(const Vector& batch, const Arrays& arrays);
-    // [sum dy[C], sum dy*xhat[C]] of each slot in; of the slots that use the statistics which it feeds out.
-    Vector gradients_of_users(Vector sums);
-    std::shared_ptr<const Statistic> statistic(const Vector& moments) const;
-
-    const Node node_;
-    const std::string context_;
-    const std::unique_ptr<Backend> backend_;
-    Tensor tensor_;
-    Place place_;
-    Pools pools_;             // of all slots of the last forward
-    int64_t first_slot_ = 0;  // of this replica
     bool seated_ = false;
     bool repeated_ = false;  // has been executed before
     bool complete_ = false;  // the forward has left what the backward needs
-    bool frozen_ = false;    // normalised with the running statistics: no gradient through them
 };
+
+std::unique_ptr<Call> host_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
+std::unique_ptr<Call> device_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
 
 }  // namespace syncbn

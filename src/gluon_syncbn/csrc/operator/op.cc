@@ -203,7 +203,7 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     if (axis == 0 && property.layer->pooling.virtual_devices > 1)
         refuse(property, "virtual_devices are parts of the batch along axis 0, but here that is the channel axis");
     const int64_t samples = axis == 0 ? 1 : shapes[0][0];
-    auto op = std::make_unique<Call>(property, context, static_cast<Type>(types[0]), shape, samples);
+    auto op = Call::of(property, context, static_cast<Type>(types[0]), shape, samples);
     bool training = false;
     mx.autograd_is_training(&training);
     if (training && property.role != Role::kTrack) {

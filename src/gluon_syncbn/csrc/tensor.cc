@@ -1,6 +1,4 @@
-#include "backend.h"
-
-#include "failure.h"
+#include "tensor.h"
 
 namespace syncbn {
 
@@ -14,12 +12,6 @@ void Tensor::cut(int64_t count) {
         slots.push_back({part, sample * per_sample * shape.channels * shape.inner, nullptr, nullptr});
         sample += size;
     }
-}
-
-std::unique_ptr<Backend> Backend::of(const std::string& context) {
-    if (context.compare(0, 3, "cpu") == 0) return cpu_backend();
-    if (context.compare(0, 4, "gpu(") == 0) return cuda_backend(std::stoi(context.substr(4)));
-    throw Failure("CPU and GPU contexts can be synchronised; " + context + " was given");
 }
 
 }  // namespace syncbn

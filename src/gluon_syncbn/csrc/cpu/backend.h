@@ -1,0 +1,51 @@
+// The CPU's kernels on MXNet's arrays: whole tensors there, statistics in plain vectors.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/kernels.h"
+#include "tensor.h"
+#include "types.h"
+
+namespace syncbn {
+namespace cpu {
+
+// What flows back through the statistics: dx = gamma * invstd * (dy - mean_dy - (x - mean) * slope), with the mean of the
+// pool that the slot feeds and the invstd of the one that it used. [slots][channels]
+struct ThroughStatistics {
+    Vector mean_dy, slope;
+};
+
+class Backend {
+  public:
+    int threads = 1;  // of this process
+
+    // [count, mean[C], m2[C]] of each slot, one after the other.
+    Vector moments(Array x, const Tensor& tensor) const;
+    // What the running statistics stand for.
+    Statistic frozen(Array running_mean, Array running_var, const Tensor& tensor, double epsilon) const;
+    // y = (x - mean) * invstd * gamma + beta with what each slot uses, added to y where `add`.
+    void normalise(Array x, const Tensor& tensor, const Affine& affine, Array y, bool add) const;
+    // running <- momentum * running + (1 - momentum) * values
+    void update_running(const Vector& mean, const Vector& variance, double momentum, Type type, Array running_mean,
+                        Array running_var) const;
+
+    // [sum dy[C], sum dy*xhat[C]] of each slot, one after the other, with what it was normalised with.
+    Vector grad_sums(Array dy, Array x, const Tensor& tensor) const;
+    void grad_input(Array dy, Array x, const Tensor& tensor, const Affine& affine, const ThroughStatistics& through,
+                    Array dx, bool add) const;
+
+    // n values from one array into another, added where `add`.
+    void copy(Array from, Type type, int64_t n, Array to, bool add) const;
+    // The n values of an array of float64.
+    Vector read(Array from, int64_t n) const;
+    // Values into an array, added where `add`.
+    void write(const Vector& values, Type type, Array to, bool add) const;
+    void fill(Array to, Type type, int64_t n, double value) const;
+
+  private:
+    Work work(const Tensor& tensor, const Slot& slot) const { return {tensor.type, slot.shape, threads}; }
+};
+
+}  // namespace cpu
+}  // namespace syncbn

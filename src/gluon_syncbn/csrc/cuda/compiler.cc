@@ -1,0 +1,150 @@
+#include "cuda/compiler.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <vector>
+
+#include "cuda/driver.h"
+#include "cuda/plan.h"
+#include "failure.h"
+
+namespace syncbn {
+namespace cuda {
+namespace {
+
+std::string source_path, cache_folder;
+
+template <typename F>
+F* nvrtc(const char* name) {
+    void* const function = find(name);
+    if (function == nullptr) throw Failure(std::string(name) + " is missing: this MXNet was built without NVRTC");
+    return reinterpret_cast<F*>(function);
+}
+
+void check_nvrtc(int status, const char* function) {
+    if (status != 0)
+        throw Failure(std::string(function) + ": " + nvrtc<const char*(int)>("nvrtcGetErrorString")(status));
+}
+
+std::string source() {
+    std::ifstream file(source_path);
+    std::ostringstream text;
+    text << file.rdbuf();
+    if (!file) throw Failure("cannot read " + source_path + "; install gluon_syncbn again");
+    return text.str();
+}
+
+// FNV-1a, twice with different factors: 128 bits.
+std::string hash(const std::string& text) {
+    uint64_t a = 0xcbf29ce484222325u, b = 0x84222325cbf29ce4u;
+    for (const unsigned char c : text) {
+        a = (a ^ c) * 0x100000001b3u;
+        b = (b ^ c) * 0x100000001b5u;
+    }
+    char digits[33];
+    std::snprintf(digits, sizeof digits, "%016llx%016llx", static_cast<unsigned long long>(a),
+                  static_cast<unsigned long long>(b));
+    return digits;
+}
+
+// Intermediate code runs on its architecture and on later ones, so a compiler that is older than the device will do.
+int architecture(int capability) {
+    int count = 0;
+    if (find("nvrtcGetNumSupportedArchs") == nullptr) return capability;
+    check_nvrtc(nvrtc<int(int*)>("nvrtcGetNumSupportedArchs")(&count), "nvrtcGetNumSupportedArchs");
+    std::vector<int> known(count);
+    check_nvrtc(nvrtc<int(int*)>("nvrtcGetSupportedArchs")(known.data()), "nvrtcGetSupportedArchs");
+    int best = 0;
+    for (int one : known)
+        if (one <= capability) best = std::max(best, one);
+    if (best == 0)
+        throw Failure("NVRTC compiles for no device of compute capability " + std::to_string(capability / 10) + "." +
+                      std::to_string(capability % 10));
+    return best;
+}
+
+std::string compile(const std::string& text, const std::vector<std::string>& options) {
+    void* program = nullptr;
+    check_nvrtc(nvrtc<int(void**, const char*, const char*, int, const char**, const char**)>("nvrtcCreateProgram")(
+                    &program, text.c_str(), "kernels.cu", 0, nullptr, nullptr),
+                "nvrtcCreateProgram");
+    std::vector<const char*> pointers;
+    for (const std::string& option : options) pointers.push_back(option.c_str());
+    const int status = nvrtc<int(void*, int, const char**)>("nvrtcCompileProgram")(
+        program, static_cast<int>(pointers.size()), pointers.data());
+    size_t size = 0;
+    std::string out;
+    if (status == 0) {
+        check_nvrtc(nvrtc<int(void*, size_t*)>("nvrtcGetPTXSize")(program, &size), "nvrtcGetPTXSize");
+        out.resize(size);
+        check_nvrtc(nvrtc<int(void*, char*)>("nvrtcGetPTX")(program, &out[0]), "nvrtcGetPTX");
+        out.resize(size - 1);  // its end is a 0
+    } else {
+        nvrtc<int(void*, size_t*)>("nvrtcGetProgramLogSize")(program, &size);
+        out.resize(size);
+        nvrtc<int(void*, char*)>("nvrtcGetProgramLog")(program, &out[0]);
+    }
+    nvrtc<int(void**)>("nvrtcDestroyProgram")(&program);
+    if (status != 0) throw Failure("NVRTC does not compile " + source_path + ": " + out.c_str());
+    return out;
+}
+
+std::string read(const std::string& path) {
+    std::ifstream file(path, std::ios::binary);
+    std::ostringstream text;
+    text << file.rdbuf();
+    return file ? text.str() : "";
+}
+
+// A rename, so that another process finds all of it or nothing. A folder that cannot be written costs the next process the
+// time to compile, and nothing else.
+void keep(const std::string& path, const std::string& image) {
+    for (size_t at = path.find('/', 1); at != std::string::npos; at = path.find('/', at + 1))
+        mkdir(path.substr(0, at).c_str(), 0777);
+    const std::string unfinished = path + "." + std::to_string(getpid());
+    std::ofstream file(unfinished, std::ios::binary);
+    file << image;
+    file.close();
+    if (!file || std::rename(unfinished.c_str(), path.c_str()) != 0) unlink(unfinished.c_str());
+}
+
+}  // namespace
+
+void set_source(const std::string& path) { source_path = path; }
+
+void set_cache(const std::string& folder) { cache_folder = folder; }
+
+const std::string& compiled(int capability, bool anew) {
+    static std::mutex mutex;
+    static std::map<int, std::string>& images = *new std::map<int, std::string>;  // by architecture
+    std::lock_guard<std::mutex> lock(mutex);
+    const int target = architecture(capability);
+    std::string& image = images[target];
+    if (!image.empty() && !anew) return image;
+    const std::vector<std::string> options = {"--gpu-architecture=compute_" + std::to_string(target), "--std=c++14",
+                                              "-DSYNCBN_BLOCK=" + std::to_string(kBlock),
+                                              "-DSYNCBN_SLOTS=" + std::to_string(kMostSlots)};
+    const std::string text = source();
+    int major = 0, minor = 0;
+    nvrtc<int(int*, int*)>("nvrtcVersion")(&major, &minor);
+    std::string key = text + '\0' + std::to_string(major) + '.' + std::to_string(minor);
+    for (const std::string& option : options) key += '\0' + option;
+    const std::string path = cache_folder.empty() ? "" : cache_folder + "/kernels-" + hash(key) + ".ptx";
+    image = path.empty() || anew ? "" : read(path);
+    if (image.empty()) {
+        image = compile(text, options);
+        if (!path.empty()) keep(path, image);
+    }
+    return image;
+}
+
+}  // namespace cuda
+}  // namespace syncbn

@@ -1,0 +1,200 @@
+#include "cuda/driver.h"
+
+#include <dlfcn.h>
+
+#include <tuple>
+
+#include "cuda/compiler.h"
+#include "failure.h"
+
+namespace syncbn {
+namespace cuda {
+namespace {
+
+void* library = nullptr;
+
+// A function of the driver's, converted to whatever it is kept as.
+struct Found {
+    const char* name;
+    template <typename F>
+    operator F*() const {
+        void* const function = find(name);
+        if (function == nullptr) throw Failure(std::string(name) + " is missing: this MXNet was built without CUDA");
+        return reinterpret_cast<F*>(function);
+    }
+};
+
+// The numbers of the driver's interface.
+constexpr int kNotReady = 600;
+constexpr int kMajor = 75, kMinor = 76;
+constexpr unsigned kNonBlocking = 1;            // beside the stream that everything waits for
+constexpr unsigned kPortable = 1, kMapped = 2;  // memory of the host: for every device, at the same address
+
+struct Driver {
+    int (*get_error_string)(int, const char**) = Found{"cuGetErrorString"};
+    int (*device_get)(int*, int) = Found{"cuDeviceGet"};
+    int (*device_get_attribute)(int*, int, int) = Found{"cuDeviceGetAttribute"};
+    int (*retain_context)(void**, int) = Found{"cuDevicePrimaryCtxRetain"};
+    int (*push_context)(void*) = Found{"cuCtxPushCurrent_v2"};
+    int (*pop_context)(void**) = Found{"cuCtxPopCurrent_v2"};
+    int (*stream_create)(Stream*, unsigned) = Found{"cuStreamCreate"};
+    int (*stream_query)(Stream) = Found{"cuStreamQuery"};
+    int (*stream_synchronize)(Stream) = Found{"cuStreamSynchronize"};
+    int (*allocate)(void**, size_t) = Found{"cuMemAlloc_v2"};
+    int (*allocate_host)(void**, size_t, unsigned) = Found{"cuMemHostAlloc"};
+    int (*copy_to_device)(void*, const void*, size_t, Stream) = Found{"cuMemcpyHtoDAsync_v2"};
+    int (*copy_to_host)(void*, const void*, size_t, Stream) = Found{"cuMemcpyDtoHAsync_v2"};
+    int (*module_load)(void**, const void*) = Found{"cuModuleLoadData"};
+    int (*module_get_function)(void**, void*, const char*) = Found{"cuModuleGetFunction"};
+    int (*launch)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, Stream, void**,
+                  void**) = Found{"cuLaunchKernel"};
+};
+
+const Driver& driver() {
+    static const Driver instance;
+    return instance;
+}
+
+}  // namespace
+
+void set_library(void* handle) { library = handle; }
+
+void* find(const char* name) { return library == nullptr ? nullptr : dlsym(library, name); }
+
+void check(int status, const char* function) {
+    if (status == 0) return;
+    const char* text = nullptr;
+    driver().get_error_string(status, &text);
+    throw Failure(std::string(function) + ": " + (text != nullptr ? text : "unknown error") + " (CUDA error " +
+                  std::to_string(status) + ")");
+}
+
+Device& Device::of(int id) {
+    static std::mutex mutex;
+    static std::map<int, std::unique_ptr<Device>>& all = *new std::map<int, std::unique_ptr<Device>>;
+    std::lock_guard<std::mutex> lock(mutex);
+    std::unique_ptr<Device>& found = all[id];
+    if (!found) found.reset(new Device(id));
+    return *found;
+}
+
+Device::Device(int id) : id(id) {
+    int ordinal = 0, major = 0, minor = 0;
+    check(driver().device_get(&ordinal, id), "cuDeviceGet");
+    check(driver().device_get_attribute(&major, kMajor, ordinal), "cuDeviceGetAttribute");
+    check(driver().device_get_attribute(&minor, kMinor, ordinal), "cuDeviceGetAttribute");
+    check(driver().retain_context(&context_, ordinal), "cuDevicePrimaryCtxRetain");
+    capability_ = 10 * major + minor;
+}
+
+void* Device::kernel(const std::string& name) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    void*& found = kernels_[name];
+    if (found != nullptr) return found;
+    if (module_ == nullptr) {
+        const auto load = [this](const std::string& image) { return driver().module_load(&module_, image.c_str()); };
+        int status = load(compiled(capability_));
+        if (status != 0) status = load(compiled(capability_, true));  // what was kept may be damaged
+        check(status, "cuModuleLoadData");
+    }
+    check(driver().module_get_function(&found, module_, name.c_str()), "cuModuleGetFunction");
+    return found;
+}
+
+Current::Current(Device& device) { check(driver().push_context(device.context_), "cuCtxPushCurrent"); }
+
+Current::~Current() {
+    void* context = nullptr;
+    driver().pop_context(&context);
+}
+
+// ---- streams -----------------------------------------------------------------------------------------------------
+
+Lease::Lease(Device& device) : device_(device) {
+    {
+        std::lock_guard<std::mutex> lock(device.mutex_);
+        if (!device.streams_.empty()) {
+            std::tie(stream_, given_up_) = device.streams_.back();
+            device.streams_.pop_back();
+        }
+    }
+    if (stream_ == nullptr) {
+        void* word = nullptr;
+        check(driver().allocate_host(&word, sizeof(int), kPortable | kMapped), "cuMemHostAlloc");
+        check(driver().stream_create(&stream_, kNonBlocking), "cuStreamCreate");
+        given_up_ = static_cast<int*>(word);
+    }
+    *given_up_ = 0;
+}
+
+Lease::~Lease() {
+    if (abandoned_) return;
+    std::lock_guard<std::mutex> lock(device_.mutex_);
+    device_.streams_.emplace_back(stream_, given_up_);
+}
+
+bool Lease::idle() const {
+    const int status = driver().stream_query(stream_);
+    if (status == kNotReady) return false;
+    check(status, "cuStreamQuery");
+    return true;
+}
+
+// ---- memory ------------------------------------------------------------------------------------------------------
+
+Memory::Memory(Device& device, int64_t size) : device_(&device), size_(size) {
+    if (size == 0) return;
+    const size_t bytes = static_cast<size_t>(size) * sizeof(double);
+    {
+        std::lock_guard<std::mutex> lock(device.mutex_);
+        std::vector<void*>& free = device.memory_[bytes];
+        if (!free.empty()) {
+            data_ = free.back();
+            free.pop_back();
+            return;
+        }
+    }
+    check(driver().allocate(&data_, bytes), "cuMemAlloc");
+}
+
+Memory::~Memory() {
+    if (data_ == nullptr) return;
+    std::lock_guard<std::mutex> lock(device_->mutex_);
+    device_->memory_[static_cast<size_t>(size_) * sizeof(double)].push_back(data_);
+}
+
+Memory& Memory::operator=(Memory&& other) noexcept {
+    std::swap(device_, other.device_);
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    return *this;
+}
+
+void Memory::upload(const double* values, Stream stream) const {
+    if (size_ == 0) return;
+    const size_t bytes = static_cast<size_t>(size_) * sizeof(double);
+    check(driver().copy_to_device(data_, values, bytes, stream),
+          "cuMemcpyHtoDAsync");  // pageable: read before it returns
+}
+
+void Memory::download(double* values, const Lease& lease) const {
+    if (size_ == 0) return;
+    const size_t bytes = static_cast<size_t>(size_) * sizeof(double);
+    check(driver().copy_to_host(values, data_, bytes, lease.stream()), "cuMemcpyDtoHAsync");
+    check(driver().stream_synchronize(lease.stream()), "cuStreamSynchronize");
+}
+
+// ---- launches ----------------------------------------------------------------------------------------------------
+
+void launch(Device& device, Stream stream, const std::string& kernel, Grid grid,
+            std::initializer_list<Argument> arguments) {
+    void* pointers[32];
+    size_t n = 0;
+    for (const Argument& argument : arguments) pointers[n++] = const_cast<void*>(argument.value);
+    check(driver().launch(device.kernel(kernel), static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y),
+                          static_cast<unsigned>(grid.z), kBlock, 1, 1, 0, stream, pointers, nullptr),
+          "cuLaunchKernel");
+}
+
+}  // namespace cuda
+}  // namespace syncbn

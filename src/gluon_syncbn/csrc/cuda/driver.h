@@ -1,0 +1,133 @@
+// The CUDA driver: devices, their streams and memory, launches. Nothing is linked: the functions come from the libraries
+// that MXNet is linked against.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "types.h"
+
+namespace syncbn {
+namespace cuda {
+
+// Of `dlopen`: MXNet. Looked into at the first use of a GPU.
+void set_library(void* handle);
+// A function of MXNet's or of a library that it is linked against; null where there is none.
+void* find(const char* name);
+
+// Throws what the driver says where `status` is not 0.
+void check(int status, const char* function);
+
+using Stream = void*;
+
+struct Grid {
+    int64_t x = 1, y = 1, z = 1;
+};
+
+// Threads of every block; kernels.cu is compiled for it.
+constexpr int kBlock = 256;
+
+class Device {
+  public:
+    const int id;  // MXNet's
+
+    static Device& of(int id);
+
+    int capability() const { return capability_; }  // 80 for 8.0
+    // A kernel of kernels.cu, compiled and loaded at its first use. The device has to be current.
+    void* kernel(const std::string& name);
+
+  private:
+    friend class Current;
+    friend class Lease;
+    friend class Memory;
+    explicit Device(int id);
+
+    void* context_ = nullptr;  // never released: MXNet keeps it for as long as the process lives
+    int capability_ = 0;
+    std::mutex mutex_;  // guards the rest
+    void* module_ = nullptr;
+    std::map<std::string, void*> kernels_;
+    std::vector<std::pair<Stream, int*>> streams_;  // that nobody uses, each with the word that belongs to it
+    std::map<size_t, std::vector<void*>> memory_;   // that nobody uses, by size
+};
+
+// Makes a device current on this thread while the object lives. MXNet's threads have none at times: cudaSetDevice, before
+// CUDA 12, leaves the driver without one until the thread's next call of the runtime.
+class Current {
+  public:
+    explicit Current(Device& device);
+    ~Current();
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+};
+
+// A stream that nobody else uses while the object lives. The device has to be current.
+class Lease {
+  public:
+    explicit Lease(Device& device);
+    ~Lease();
+    Lease(const Lease&) = delete;
+    Lease& operator=(const Lease&) = delete;
+
+    Stream stream() const { return stream_; }
+    // Whether all that was put on the stream is done; throws the error of the device.
+    bool idle() const;
+    // A word of host memory that kernels read: not 0 where what is on the stream shall leave nothing behind.
+    int* given_up() const { return given_up_; }
+    // It hangs: neither it nor the memory that it uses is of use to anybody.
+    void abandon() { abandoned_ = true; }
+
+  private:
+    Device& device_;
+    Stream stream_ = nullptr;
+    int* given_up_ = nullptr;
+    bool abandoned_ = false;
+};
+
+// Numbers of float64 on a device, kept for the next one of the same size. Nothing that is on a stream may use it when it
+// goes. The device has to be current where the object is made.
+class Memory {
+  public:
+    Memory() = default;
+    Memory(Device& device, int64_t size);
+    ~Memory();
+    Memory(Memory&& other) noexcept { *this = std::move(other); }
+    Memory& operator=(Memory&& other) noexcept;
+
+    double* data() const { return static_cast<double*>(data_); }
+    int64_t size() const { return size_; }
+    // To the device, and from there; `values` may change or go at once, and are there when this returns.
+    void upload(const double* values, Stream stream) const;
+    void download(double* values, const Lease& lease) const;
+    // Something that never ends uses it.
+    void abandon() { data_ = nullptr; }
+
+  private:
+    Device* device_ = nullptr;
+    void* data_ = nullptr;
+    int64_t size_ = 0;
+};
+
+// An argument of a kernel: its bytes, which have to stay until the launch.
+struct Argument {
+    const void* value;
+    template <typename T>
+    Argument(const T& value) : value(&value) {  // meant to convert
+        static_assert(!std::is_same<T, bool>::value, "a kernel takes it as an int");
+    }
+};
+
+void launch(Device& device, Stream stream, const std::string& kernel, Grid grid,
+            std::initializer_list<Argument> arguments);
+
+}  // namespace cuda
+}  // namespace syncbn

@@ -1,0 +1,446 @@
+// A call on a GPU: the statistics stay there. What replicas meet for is to say that theirs are on their way; the last to
+// come has NCCL bring all of them to every GPU, and each puts its pools together by itself.
+//
+//     moments ──► packed moments of each slot ──► all-gather ──► normalise: pools, y, running statistics
+//     grad_sums ──► packed gradients ──────────► all-gather ──► grad_input: pools, dx, dgamma, dbeta
+//
+// All of it is put on one stream, and waited for once. Where no all-gather is to be had, packed vectors come to the host,
+// meet there as those of a CPU do, and go back: the same kernels read them.
+#include <algorithm>
+#include <chrono>
+#include <optional>
+#include <sstream>
+#include <thread>
+
+#include "clock.h"
+#include "cuda/collective.h"
+#include "cuda/driver.h"
+#include "cuda/plan.h"
+#include "log.h"
+#include "meeting/stall.h"
+#include "meeting/step.h"
+#include "operator/call.h"
+#include "pooling/statistics.h"
+
+namespace syncbn {
+namespace {
+
+using cuda::Argument;
+using cuda::ceil_div;
+using cuda::Current;
+using cuda::Device;
+using cuda::Grid;
+using cuda::kBlock;
+using cuda::kMostSlots;
+using cuda::launch;
+using cuda::Lease;
+using cuda::Memory;
+using cuda::Plan;
+
+constexpr double kGrace = 2;    // seconds that a stream gets to end after its collective has been ended
+constexpr double kSpin = 2e-4;  // seconds in which a stream is asked again and again
+constexpr auto kPause = std::chrono::microseconds(20);
+constexpr auto kLongPause = std::chrono::milliseconds(1);
+constexpr double kWatchAfter = 0.05;  // seconds until a wait counts as long enough to look around
+
+std::string named(const char* kernel, Type type) { return std::string(kernel) + "_" + name_of(type); }
+
+void* data(Array array) {
+    void* out = nullptr;
+    if (mx.ndarray_get_data(array, &out) != 0) throw Failure("MXNet gave no memory for an array");
+    return out;
+}
+
+// The layout is that of `Pools` in kernels.cu.
+struct PoolsOfSlots {
+    enum Kind : int { kShared, kOwn, kTable };
+    int kind = kOwn, own = 0, begin = 0, end = 0;
+    int table[kMostSlots] = {};
+};
+
+// What the replicas hand in, and what comes back; it lives until nobody points to it any more.
+struct Gathered {
+    Memory own, all;
+    OnDevice part;
+    const double* values() const { return all.data() != nullptr ? all.data() : own.data(); }
+};
+
+class DeviceCall : public Call {
+  public:
+    using Call::Call;
+
+  protected:
+    void normalise(const Arrays& arrays, const int* reqs) override;
+    void normalise_frozen(const Arrays& arrays, int req) override;
+    void differentiate(const Arrays& arrays, const int* reqs) override;
+    void track(const Arrays& arrays) override;
+    void copy(Array from, Type type, int64_t n, Array to, bool add) override;
+    void fill(Array to, Type type, int64_t n, double value) override;
+    void finish() override;
+    void clear_up() override;
+
+  private:
+    // What a callback works with on its thread.
+    struct Work {
+        Current current;
+        Lease lease;
+        explicit Work(Device& device) : current(device), lease(device) {}
+    };
+    Device& device() const { return Device::of(std::stoi(context_.substr(4))); }
+    Work& work() {
+        if (!work_) work_.emplace(device());
+        return *work_;
+    }
+    Memory memory(int64_t size) {
+        work();
+        return Memory(device(), size);
+    }
+    void run(const std::string& kernel, Grid grid, std::initializer_list<Argument> arguments) {
+        launch(device(), work().lease.stream(), kernel, grid, arguments);
+    }
+
+    bool gathers_on_devices() const;
+    // Packed vectors of `length` for each slot, from a kernel and, where it works in chunks, from what merges those.
+    template <typename Launch>
+    Memory reduced(int64_t length, const char* merge, const Launch& launch_with);
+    // The packed vectors of all replicas, from those of this one. The counts of their slots come back in the forward.
+    Total gather(Direction direction, int64_t length);
+    void run_normalise(const Arrays& arrays, int req, const PoolsOfSlots& pools, void* batch);
+    PoolsOfSlots used() const;
+    PoolsOfSlots users() const;
+    bool idle_within(double seconds) const;
+
+    std::optional<Work> work_;
+    std::vector<Memory> scratch_;         // until the callback ends
+    std::shared_ptr<Gathered> gathered_;  // the same
+    bool may_be_posted_ = false;          // others may put something on the stream
+    int64_t gathered_slots_ = 0;
+    Memory kept_;  // for the backward
+};
+
+Plan plan_of(const Tensor& tensor) {
+    return Plan(tensor.shape, tensor.samples, static_cast<int64_t>(tensor.slots.size()));
+}
+
+// ---- pools -------------------------------------------------------------------------------------------------------
+
+PoolsOfSlots shared(int64_t begin, int64_t end) {
+    PoolsOfSlots out;
+    out.kind = PoolsOfSlots::kShared;
+    out.begin = static_cast<int>(begin);
+    out.end = static_cast<int>(end);
+    return out;
+}
+
+// The gathered slots that feed what each slot of this replica is normalised with.
+PoolsOfSlots DeviceCall::used() const {
+    const Pooling& pooling = node_.layer->pooling;
+    if (pooling.mode == Mode::kSync) {
+        if (pooling.group == 0) return shared(0, gathered_slots_);
+        const int64_t begin = first_slot_ / pooling.group * pooling.group;
+        return shared(begin, std::min(begin + pooling.group, gathered_slots_));
+    }
+    PoolsOfSlots out;
+    out.own = static_cast<int>(first_slot_);
+    if (pooling.mode == Mode::kLocal) return out;
+    out.kind = PoolsOfSlots::kTable;
+    for (size_t i = 0; i < tensor_.slots.size(); ++i) {
+        const int64_t pool = pools_.uses[first_slot_ + i];
+        out.table[i] = pool == kNone ? out.own + static_cast<int>(i) : static_cast<int>(pool);  // an empty slot: any
+    }
+    return out;
+}
+
+// Those that are normalised with what each slot of this replica feeds.
+PoolsOfSlots DeviceCall::users() const {
+    PoolsOfSlots out = used();
+    if (out.kind != PoolsOfSlots::kTable) return out;
+    for (size_t i = 0; i < tensor_.slots.size(); ++i) {
+        const auto user = std::find(pools_.uses.begin(), pools_.uses.end(), first_slot_ + static_cast<int64_t>(i));
+        out.table[i] =
+            user == pools_.uses.end() ? out.own + static_cast<int>(i) : static_cast<int>(user - pools_.uses.begin());
+    }
+    return out;
+}
+
+// ---- what is gathered ----------------------------------------------------------------------------------------------
+
+// Several replicas on a GPU would be several members of a collective, of which a GPU can be only one.
+bool DeviceCall::gathers_on_devices() const {
+    const auto terms = node_.layer->terms();
+    if (node_.lanes > 1) return false;
+    if (terms->reach != Reach::kMemory && terms->reach != Reach::kNccl) return false;
+    for (const std::string& context : place_.meeting->contexts)
+        if (context.compare(0, 4, "gpu(") != 0) return false;
+    if (place_.meeting->replicas() == 1) return true;
+    const std::string missing = cuda::why_no_collective();
+    if (missing.empty()) return true;
+    if (terms->reach == Reach::kNccl) throw Failure("kvstore 'nccl' was asked for, but " + missing);
+    static const bool said = (log(Level::kWarning, "the statistics of GPUs go over the host: " + missing), true);
+    return !said;
+}
+
+template <typename Launch>
+Memory DeviceCall::reduced(int64_t length, const char* merge, const Launch& launch_with) {
+    const int64_t slots = static_cast<int64_t>(tensor_.slots.size());
+    Memory out = memory(slots * length);
+    if (tensor_.shape.size() == 0) {
+        run("fill_float64", {ceil_div(out.size(), kBlock)}, {out.data(), 0.0, out.size()});
+        return out;
+    }
+    const Plan plan = plan_of(tensor_);
+    if (plan.chunks == 1) {
+        launch_with(plan, out.data());
+        return out;
+    }
+    scratch_.push_back(memory(plan.chunks * slots * length));
+    double* partial = scratch_.back().data();
+    launch_with(plan, partial);
+    const int chunks = static_cast<int>(plan.chunks);
+    const int64_t warps = slots * channels();
+    run(merge, {ceil_div(warps, kBlock / 32)}, {partial, out.data(), chunks, slots, tensor_.shape.channels});
+    return out;
+}
+
+Total DeviceCall::gather(Direction direction, int64_t length) {
+    const Memory& own = gathered_->own;
+    Vector counts;
+    if (direction == Direction::kForward)
+        for (const Slot& slot : tensor_.slots) counts.push_back(static_cast<double>(slot.shape.per_channel()));
+    gathered_slots_ = static_cast<int64_t>(tensor_.slots.size());
+    if (!shares()) return {std::move(counts), 0, node_.layer->id};
+    const auto terms = node_.layer->terms();
+    if (gathers_on_devices()) {
+        const auto replicas = static_cast<int64_t>(place_.meeting->replicas());
+        gathered_slots_ *= replicas;
+        if (replicas > 1) gathered_->all = memory(replicas * own.size());
+        gathered_->part = {device().id, work().lease.stream(), own.data(), gathered_->all.data(), own.size()};
+        may_be_posted_ = true;
+        Total total = node_.layer->room.share(*terms, place_, direction, tensor_.type, channels(), std::move(counts),
+                                              std::shared_ptr<const OnDevice>(gathered_, &gathered_->part),
+                                              [&](const std::vector<OnDevice>& parts) {
+                                                  if (parts.size() > 1) cuda::all_gather(parts, terms->timeout);
+                                              });
+        may_be_posted_ = false;
+        return total;
+    }
+    Vector values(static_cast<size_t>(own.size()));
+    own.download(values.data(), work().lease);
+    Total total = share(direction, std::move(values));
+    gathered_->all = memory(static_cast<int64_t>(total.values.size()));
+    gathered_->all.upload(total.values.data(), work().lease.stream());
+    gathered_slots_ = gathered_->all.size() / length;
+    if (direction == Direction::kForward) {
+        for (int64_t slot = 0; slot < gathered_slots_; ++slot) counts.push_back(total.values[slot * length]);
+        counts.erase(counts.begin(), counts.end() - gathered_slots_);
+    }
+    return {std::move(counts), total.first / static_cast<size_t>(length), total.key};
+}
+
+// ---- forward -------------------------------------------------------------------------------------------------------
+
+void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
+    if (shares()) sit_down();
+    const Pooling& pooling = node_.layer->pooling;
+    if (pooling.mode == Mode::kShuffle && pooling.slots() > kMostSlots)
+        throw Failure("mode 'shuffle' takes at most " + std::to_string(kMostSlots) +
+                      " virtual_devices on a GPU; there are " + std::to_string(pooling.slots()) + ".");
+    tensor_.cut(pooling.slots());
+    gathered_ = std::make_shared<Gathered>();
+    const int64_t length = moments_length(channels());
+    const void* x = data(arrays[kX]);
+    gathered_->own = reduced(length, "merge_moments", [&](const Plan& plan, double* out) {
+        run(named("moments", tensor_.type), plan.reduce(),
+            {x, out, plan.samples, plan.per_sample, plan.shape.channels, plan.shape.inner, plan.slots, plan.width});
+    });
+    const Total counts = gather(Direction::kForward, length);
+    assign(counts.values, counts.first, counts.key);
+    const bool hands_on = node_.role == Role::kMeet && reqs[1] != kNull;
+    run_normalise(arrays, reqs[0], used(), hands_on ? data(arrays[node_.output() + 1]) : nullptr);
+}
+
+void DeviceCall::normalise_frozen(const Arrays& arrays, int req) {
+    tensor_.cut(1);
+    run_normalise(arrays, req, {}, nullptr);
+}
+
+void DeviceCall::run_normalise(const Arrays& arrays, int req, const PoolsOfSlots& pools, void* batch) {
+    const Plan plan = plan_of(tensor_);
+    const Affine affine = this->affine(arrays, 0);
+    const void *x = data(arrays[kX]), *gamma = data(affine.gamma), *beta = data(affine.beta);
+    const double* gathered = frozen_ ? nullptr : gathered_->values();
+    void* y = req == kNull ? nullptr : data(arrays[node_.output()]);
+    void *mean = nullptr, *variance = nullptr;
+    if (node_.role != Role::kMeet) {
+        mean = data(arrays[node_.running_mean()]);
+        variance = data(arrays[node_.running_mean() + 1]);
+    }
+    kept_ = Memory();  // that of the last execution may serve again
+    kept_ = memory(plan.slots * (1 + 4 * channels()));
+    const int frozen = frozen_, fix_gamma = affine.fix_gamma, add = req == kAdd;
+    const int hand_on = batch != nullptr && place_.first_lane();  // one replica of a context is enough
+    const bool any = y != nullptr && tensor_.shape.size() > 0;
+    run(named("normalise", tensor_.type), any ? plan.each() : Grid{ceil_div(channels(), kBlock)},
+        {x,
+         gathered,
+         pools,
+         frozen,
+         node_.epsilon,
+         gamma,
+         beta,
+         fix_gamma,
+         y,
+         add,
+         kept_.data(),
+         node_.momentum,
+         mean,
+         variance,
+         batch,
+         hand_on,
+         work().lease.given_up(),
+         plan.samples,
+         plan.per_sample,
+         plan.shape.channels,
+         plan.shape.inner,
+         plan.slots,
+         plan.width,
+         plan.segment});
+}
+
+// The second operator of a call: what the first one has left is [1, mean[C], variance[C]], or [0, ...].
+void DeviceCall::track(const Arrays& arrays) {
+    const int running = node_.running_mean();
+    run(named("update_running", tensor_.parameter_type()), {ceil_div(channels(), kBlock)},
+        {data(arrays[kBatch]), node_.momentum, data(arrays[running]), data(arrays[running + 1]),
+         tensor_.shape.channels});
+}
+
+// ---- backward ------------------------------------------------------------------------------------------------------
+
+void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
+    const int inputs = node_.outputs(), gradients = node_.gradients();
+    const Affine affine = this->affine(arrays, inputs);
+    const void *dy = data(arrays[0]), *x = data(arrays[inputs + kX]), *gamma = data(affine.gamma);
+    gathered_ = std::make_shared<Gathered>();
+    const int64_t length = gradients_length(channels());
+    gathered_->own = reduced(length, "merge_sums", [&](const Plan& plan, double* out) {
+        run(named("grad_sums", tensor_.type), plan.reduce(),
+            {dy, x, kept_.data(), out, plan.samples, plan.per_sample, plan.shape.channels, plan.shape.inner, plan.slots,
+             plan.width});
+    });
+    if (!frozen_) gather(Direction::kBackward, length);
+
+    const auto target = [&](Input i) { return reqs[i] == kNull ? nullptr : data(arrays[gradients + i]); };
+    void *dx = target(kX), *dgamma = target(kGamma), *dbeta = target(kBeta);
+    const int fix_gamma = affine.fix_gamma, add = reqs[kX] == kAdd, add_dgamma = reqs[kGamma] == kAdd,
+              add_dbeta = reqs[kBeta] == kAdd;
+    const Plan plan = plan_of(tensor_);
+    const bool any = dx != nullptr && tensor_.shape.size() > 0;
+    run(named("grad_input", tensor_.type), any ? plan.each() : Grid{ceil_div(channels(), kBlock)},
+        {dy,
+         x,
+         kept_.data(),
+         gathered_->values(),
+         frozen_ ? PoolsOfSlots{} : users(),
+         gathered_->own.data(),
+         gamma,
+         fix_gamma,
+         dx,
+         add,
+         dgamma,
+         add_dgamma,
+         dbeta,
+         add_dbeta,
+         plan.samples,
+         plan.per_sample,
+         plan.shape.channels,
+         plan.shape.inner,
+         plan.slots,
+         plan.width,
+         plan.segment});
+}
+
+// ---- the rest ------------------------------------------------------------------------------------------------------
+
+void DeviceCall::copy(Array from, Type type, int64_t n, Array to, bool add) {
+    const int adds = add;
+    if (n > 0) run(named("copy", type), {ceil_div(n, kBlock)}, {data(from), data(to), adds, n});
+}
+
+void DeviceCall::fill(Array to, Type type, int64_t n, double value) {
+    if (n > 0) run(named("fill", type), {ceil_div(n, kBlock)}, {data(to), value, n});
+}
+
+bool DeviceCall::idle_within(double limit) const {
+    for (const double end = seconds() + limit; !work_->lease.idle(); std::this_thread::sleep_for(kPause))
+        if (seconds() > end) return false;
+    return true;
+}
+
+// Asks, and does not wait in the driver: that would have no end where a collective hangs.
+void DeviceCall::finish() {
+    if (!work_) return;
+    const double start = seconds(), timeout = node_.layer->terms()->timeout;
+    std::optional<Stall> stall;
+    while (!work_->lease.idle()) {
+        const double waited = seconds() - start;
+        if (waited < kSpin) {
+            std::this_thread::yield();
+            continue;
+        }
+        std::this_thread::sleep_for(waited < kWatchAfter ? std::chrono::microseconds(kPause) : kLongPause);
+        if (waited < kWatchAfter) continue;
+        if (!stall) stall.emplace();
+        stall->sample();
+        watch_interrupts();
+        step().throw_if_failed();
+        if (stall->asked_to_end())
+            throw Failure("the process was asked to end (Ctrl-C, or its main thread is gone) while the GPU worked.");
+        if (waited >= timeout) {
+            std::ostringstream why;
+            why << "the GPU has not finished for " << timeout
+                << " s. Either a GPU of this layer is not there any more (nvidia-smi), or another user of NCCL in this "
+                   "process waits for the same GPUs; NCCL_DEBUG=INFO shows what it does, and "
+                   "configure(kvstore='host') does without NCCL.";
+            throw Failure(why.str());
+        }
+    }
+    scratch_.clear();
+    gathered_.reset();
+    work_.reset();
+}
+
+void DeviceCall::clear_up() {
+    if (!work_) return;
+    *work_->lease.given_up() = 1;
+    bool idle = false;
+    try {
+        idle = idle_within(kWatchAfter);
+        if (!idle) {
+            cuda::abort_collectives(device().id);
+            idle = idle_within(kGrace);
+        }
+    } catch (const Failure&) {  // the device's own error, which is on its way
+    }
+    if (!idle || may_be_posted_) {
+        work_->lease.abandon();
+        for (Memory& one : scratch_) one.abandon();
+        if (gathered_) {
+            gathered_->own.abandon();
+            gathered_->all.abandon();
+        }
+        kept_.abandon();
+    }
+    may_be_posted_ = false;
+    scratch_.clear();
+    gathered_.reset();
+    work_.reset();
+}
+
+}  // namespace
+
+std::unique_ptr<Call> device_call(Node node, std::string context, Type type, Shape shape, int64_t samples) {
+    return std::make_unique<DeviceCall>(std::move(node), std::move(context), type, shape, samples);
+}
+
+}  // namespace syncbn

@@ -1,0 +1,194 @@
+// A call on a CPU context: the statistics are vectors here, and so are those of the others.
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+
+#include "cpu/backend.h"
+#include "operator/call.h"
+#include "pooling/statistics.h"
+
+namespace syncbn {
+namespace {
+
+// Threads of this process for one replica's kernels, while its partners use the others.
+int threads_for(size_t replicas) {
+    static const int all = std::min(omp_get_num_procs(), omp_get_max_threads());
+    return std::max(1, all / static_cast<int>(std::max<size_t>(1, replicas)));
+}
+
+class HostCall : public Call {
+  public:
+    using Call::Call;
+
+  protected:
+    void normalise(const Arrays& arrays, const int* reqs) override;
+    void normalise_frozen(const Arrays& arrays, int req) override;
+    void differentiate(const Arrays& arrays, const int* reqs) override;
+    void track(const Arrays& arrays) override {
+        update_running(backend_.read(arrays[kBatch], moments_length(channels())), arrays);
+    }
+    void copy(Array from, Type type, int64_t n, Array to, bool add) override { backend_.copy(from, type, n, to, add); }
+    void fill(Array to, Type type, int64_t n, double value) override { backend_.fill(to, type, n, value); }
+
+  private:
+    int threads() const;
+    std::shared_ptr<const Statistic> statistic(const Vector& moments) const;
+    // Gives the slots their statistics.
+    void assign_statistics(const Total& moments);
+    // [1, mean[C], variance[C]] that the running statistics go towards; [0, ...] where there is nothing.
+    Vector batch_statistics(const Total& moments) const;
+    void update_running(const Vector& batch, const Arrays& arrays);
+    // [sum dy[C], sum dy*xhat[C]] of each slot in; of the slots that use the statistics which it feeds out.
+    Vector gradients_of_users(Vector sums);
+
+    cpu::Backend backend_;
+};
+
+int HostCall::threads() const {
+    if (frozen_) return threads_for(1);
+    return threads_for(place_.meeting ? place_.meeting->replicas() : node_.layer->terms()->replicas);
+}
+
+// ---- statistics ----------------------------------------------------------------------------------------------
+
+std::shared_ptr<const Statistic> HostCall::statistic(const Vector& moments) const {
+    const auto mean = moments.begin() + 1, m2 = mean + channels();
+    Vector invstd(m2, moments.end());
+    for (double& v : invstd) v = 1 / std::sqrt(v / moments[0] + node_.epsilon);
+    return std::make_shared<Statistic>(Statistic{moments[0], Vector(mean, m2), std::move(invstd)});
+}
+
+void HostCall::assign_statistics(const Total& moments) {
+    const size_t length = static_cast<size_t>(moments_length(channels()));
+    std::vector<double> counts;
+    for (size_t at = 0; at < moments.values.size(); at += length) counts.push_back(moments.values[at]);
+    assign(counts, moments.first / length, moments.key);
+    std::map<int64_t, std::shared_ptr<const Statistic>> statistics;  // by pool
+    const auto of = [&](int64_t pool) -> std::shared_ptr<const Statistic> {
+        if (pool == kNone) return nullptr;
+        auto& found = statistics[pool];
+        if (!found) found = statistic(moments_of_pool(pools_, pool, moments.values, channels()));
+        return found;
+    };
+    for (size_t i = 0; i < tensor_.slots.size(); ++i) {
+        tensor_.slots[i].fed = of(pools_.feeds[first_slot_ + i]);
+        tensor_.slots[i].used = of(pools_.uses[first_slot_ + i]);
+    }
+}
+
+Vector HostCall::batch_statistics(const Total& moments) const {
+    Vector batch(moments_length(channels()), 0.0);
+    std::vector<int64_t> tracked;  // each once
+    for (size_t i = 0; i < tensor_.slots.size(); ++i) {
+        const int64_t pool = pools_.tracks[first_slot_ + i];
+        if (pool != kNone && std::find(tracked.begin(), tracked.end(), pool) == tracked.end()) tracked.push_back(pool);
+    }
+    const double parts = static_cast<double>(tracked.size());
+    for (int64_t pool : tracked) {
+        const Vector part = moments_of_pool(pools_, pool, moments.values, channels());
+        for (int64_t c = 0; c < channels(); ++c) {
+            batch[1 + c] += part[1 + c] / parts;
+            batch[1 + channels() + c] += part[1 + channels() + c] / part[0] / parts;
+        }
+    }
+    batch[0] = parts > 0;
+    return batch;
+}
+
+void HostCall::update_running(const Vector& batch, const Arrays& arrays) {
+    if (batch[0] == 0) return;
+    const auto mean = batch.begin() + 1, variance = mean + channels();
+    const int running = node_.running_mean();
+    backend_.update_running(Vector(mean, variance), Vector(variance, batch.end()), node_.momentum,
+                            tensor_.parameter_type(), arrays[running], arrays[running + 1]);
+}
+
+Vector HostCall::gradients_of_users(Vector sums) {
+    const Total all = share(Direction::kBackward, std::move(sums));
+    const size_t length = static_cast<size_t>(gradients_length(channels()));
+    Vector out(tensor_.slots.size() * length, 0.0);
+    for (size_t i = 0; i < tensor_.slots.size(); ++i) {
+        const int64_t pool = pools_.feeds[first_slot_ + i];
+        if (pool == kNone) continue;
+        const Vector of_pool = gradients_of_pool(pools_, pool, all.values, channels());
+        std::copy(of_pool.begin(), of_pool.end(), out.begin() + static_cast<int64_t>(i * length));
+    }
+    return out;
+}
+
+// ---- forward -------------------------------------------------------------------------------------------------
+
+void HostCall::normalise(const Arrays& arrays, const int* reqs) {
+    const Array x = arrays[kX];
+    if (shares()) sit_down();
+    backend_.threads = threads();
+    tensor_.cut(node_.layer->pooling.slots());
+    const Total moments = share(Direction::kForward, backend_.moments(x, tensor_));
+    assign_statistics(moments);
+    if (reqs[0] != kNull) backend_.normalise(x, tensor_, affine(arrays, 0), arrays[node_.output()], reqs[0] == kAdd);
+    Vector batch = batch_statistics(moments);
+    if (node_.role == Role::kWhole) {
+        update_running(batch, arrays);
+    } else if (reqs[1] != kNull) {
+        if (!place_.first_lane()) batch[0] = 0;  // one replica of a context is enough
+        backend_.write(batch, Type::kFloat64, arrays[node_.output() + 1], false);
+    }
+}
+
+void HostCall::normalise_frozen(const Arrays& arrays, int req) {
+    tensor_.cut(1);
+    const int running = node_.running_mean();
+    tensor_.slots[0].fed = tensor_.slots[0].used =
+        std::make_shared<Statistic>(backend_.frozen(arrays[running], arrays[running + 1], tensor_, node_.epsilon));
+    backend_.threads = threads();
+    if (req != kNull) backend_.normalise(arrays[kX], tensor_, affine(arrays, 0), arrays[node_.output()], req == kAdd);
+}
+
+// ---- backward ------------------------------------------------------------------------------------------------
+
+void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
+    const int64_t n = channels();
+    const int inputs = node_.outputs();
+    const Array dy = arrays[0], x = arrays[inputs + kX];
+    Vector sums = backend_.grad_sums(dy, x, tensor_);
+    Vector dgamma(n, 0.0), dbeta(n, 0.0);
+    for (size_t at = 0; at < sums.size(); at += 2 * n)
+        for (int64_t c = 0; c < n; ++c) {
+            dbeta[c] += sums[at + c];
+            if (!node_.fix_gamma) dgamma[c] += sums[at + n + c];
+        }
+    if (!frozen_) sums = gradients_of_users(std::move(sums));
+
+    const int gradients = node_.gradients();
+    if (reqs[kX] != kNull) {
+        const size_t slots = tensor_.slots.size();
+        cpu::ThroughStatistics through{Vector(slots * n, 0.0), Vector(slots * n, 0.0)};
+        for (size_t i = 0; i < slots && !frozen_; ++i) {
+            const Slot& slot = tensor_.slots[i];
+            if (!slot.used) continue;
+            const double *sum_dy = &sums[i * 2 * n], *sum_dy_xhat = sum_dy + n;
+            for (int64_t c = 0; c < n; ++c) {
+                const double share = slot.fed->invstd[c] / slot.used->invstd[c];
+                through.mean_dy[i * n + c] = share * (sum_dy[c] / slot.fed->count);
+                through.slope[i * n + c] = share * (sum_dy_xhat[c] / slot.fed->count * slot.fed->invstd[c]);
+            }
+        }
+        backend_.grad_input(dy, x, tensor_, affine(arrays, inputs), through, arrays[gradients + kX], reqs[kX] == kAdd);
+    }
+    const auto write = [&](const Vector& values, Input input) {
+        if (reqs[input] != kNull)
+            backend_.write(values, tensor_.parameter_type(), arrays[gradients + input], reqs[input] == kAdd);
+    };
+    write(dgamma, kGamma);
+    write(dbeta, kBeta);
+}
+
+}  // namespace
+
+std::unique_ptr<Call> host_call(Node node, std::string context, Type type, Shape shape, int64_t samples) {
+    return std::make_unique<HostCall>(std::move(node), std::move(context), type, shape, samples);
+}
+
+}  // namespace syncbn

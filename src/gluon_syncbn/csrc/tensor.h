@@ -1,0 +1,48 @@
+// The tensor of a call, its slots and their statistics.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "types.h"
+
+namespace syncbn {
+
+// A pool's. The vectors are empty where a device keeps them.
+struct Statistic {
+    double count;
+    Vector mean, invstd;  // [channels]
+};
+
+// A virtual device: a contiguous part of this replica's batch.
+struct Slot {
+    Shape shape;
+    int64_t first;  // of its values in the tensor
+    // Of the pool that its values feed, and of the one that it is normalised with. Null for a slot without values.
+    std::shared_ptr<const Statistic> fed, used;
+};
+
+// The tensor of a call, and how it is cut into slots.
+struct Tensor {
+    Type type;
+    Shape shape;
+    int64_t samples;  // equal parts of shape.outer
+    std::vector<Slot> slots;
+
+    Type parameter_type() const { return type == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
+    // As numpy.array_split: the first slots get one sample more where they cannot all have the same number.
+    void cut(int64_t count);
+};
+
+// MXNet's handle of an array that lives on the device.
+using Array = void*;
+
+// gamma * x + beta; where gamma is fixed it counts as 1.
+struct Affine {
+    Array gamma, beta;
+    bool fix_gamma;
+};
+
+}  // namespace syncbn
