@@ -43,8 +43,8 @@ AIM = 0.85
 EXPLANATION = f"""The statistics are those of {REPLICAS} replicas, which every GPU puts together by itself. The columns
 of the kernels are what each moves per second over what a copy of the same tensor moves. *Forward* is the statistics and
 the normalisation, *backward* the sums and the gradient of the input; their ratios are ours over PyTorch's SyncBN
-kernels (`torch.batch_norm_stats` ... `batch_norm_backward_elemt`) and over `BatchNorm2d`, which synchronises nothing: above 1
-is slower than PyTorch. Medians over interleaved rounds, by the GPU's clock."""
+kernels (`torch.batch_norm_stats` ... `batch_norm_backward_elemt`) and over `BatchNorm2d`, which synchronises nothing:
+above 1 is slower than PyTorch. Medians over interleaved rounds, by the GPU's clock."""
 
 
 class Ours:
