@@ -75,14 +75,14 @@ class Script:
         line = self.process.stdout.readline()  # ends with the process at the latest
         assert line == "ready\n", line + self.process.stderr.read()
 
-    def end(self):
+    def end(self, limit=LIMIT):
         """Exit code, output and errors; fails where the process does not end."""
         try:
-            output, errors = self.process.communicate(timeout=LIMIT)
+            output, errors = self.process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             self.process.kill()
             errors = self.process.communicate()[1]
-            pytest.fail(f"the process had not ended after {LIMIT} s: {errors[-2000:]}")
+            pytest.fail(f"the process had not ended after {limit} s: {errors[-2000:]}")
         return self.process.returncode, output, errors
 
 
@@ -516,6 +516,7 @@ os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 """
 
 
+@pytest.mark.timeout(400)
 def test_a_process_that_gets_no_processor():
     """A step that would be computed if other programs let it is slow, not stuck."""
     text = """
@@ -523,7 +524,7 @@ work = nd.ones((1000, 1000), ctx=contexts[1]) * 1e-3
 nd.waitall()
 with autograd.record():
     ys = [layer(xs[0])]
-    for _ in range(40):
+    for _ in range(6):
         work = nd.dot(work, work)
     ys.append(layer(xs[1] + 0 * work[0, :1].astype("float64").reshape((1, 1, 1, 1))))
 ready()
@@ -542,8 +543,11 @@ while time.monotonic() < end:
         script.until_ready()
         burn %= min(os.sched_getaffinity(0))
         others = [subprocess.Popen([sys.executable, "-S", "-c", burn]) for _ in range(3)]
-        code, output, errors = script.end()
-        assert [other.wait(LIMIT) for other in others] == [0, 0, 0]
+        try:
+            # A third of a second of work; where still other programs run, a three-hundredth of a processor may do it.
+            code, output, errors = script.end(240)
+        finally:
+            assert [other.wait(LIMIT) for other in others] == [0, 0, 0]
     assert (code, output) == (0, "right\n"), errors[-2000:]
 
 
