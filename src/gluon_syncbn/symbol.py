@@ -37,9 +37,15 @@ def SyncBatchNorm(
 ) -> mx.sym.Symbol:
     """`gluon_syncbn.SyncBatchNorm` as a symbol, with the arguments of ``mx.sym.contrib.SyncBatchNorm``::
 
-        net = gluoncv.model_zoo.custom_faster_rcnn_fpn(
-            classes, norm_layer=gluon_syncbn.SyncBatchNorm, norm_kwargs={},
-            sym_norm_layer=gluon_syncbn.symbol.SyncBatchNorm, sym_norm_kwargs={})
+        import gluon_syncbn
+        import mxnet as mx
+        from mxnet import gluon
+
+        data = mx.sym.var("data", dtype="float32")
+        neck = mx.sym.Convolution(data, num_filter=8, kernel=(1, 1), name="neck")
+        neck = gluon_syncbn.symbol.SyncBatchNorm(neck, name="neck_bn")
+        net = gluon.SymbolBlock(neck, data)
+        net.initialize()
 
     The graph goes into a ``SymbolBlock``, whose parameters say what the replicas are. From the first use on, a
     ``SymbolBlock`` that is made with such a graph is one whose layers `convert`, `revert`, `freeze` and `summary` see.
