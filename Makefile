@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-contrastive demo-distributed check test test-horovod test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow soak clean core dev
+.PHONY: help quickstart demo demo-contrastive demo-distributed check test test-horovod test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow soak clean core dev
 
 VENV ?= .venv
 PYTHON ?=
@@ -17,6 +17,7 @@ unexport PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX
 
 help:
 	@cat <<'END'
+	make quickstart  two CPU devices train as one: a script to read (seconds)
 	make demo     train a segmentation network with SyncBatchNorm on 2 CPU devices (at most 10 minutes)
 	make demo-contrastive  MoCo with batch statistics that leak, and with the cures (about 6 minutes)
 	make demo-distributed  the segmentation job in two processes beside the same in one (about 10 minutes)
@@ -38,6 +39,9 @@ help:
 	ARGS="..." is passed on:       make test ARGS="-k layer"
 	PYTHON=... chooses the Python: make test PYTHON=/usr/bin/python3.9
 	END
+
+quickstart: core
+	@$(PY) -W ignore examples/quickstart/quickstart.py
 
 demo: core
 	@$(PY) examples/segmentation/demo.py $(ARGS)
