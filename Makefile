@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help quickstart demo demo-contrastive demo-distributed check test test-horovod test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow soak clean core dev
+.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-horovod test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow soak clean core dev
 
 VENV ?= .venv
 PYTHON ?=
@@ -28,6 +28,7 @@ help:
 	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
 	make sanitize  the native core under ThreadSanitizer, AddressSanitizer and UBSan (at most 2 minutes)
 	make gluoncv  a model of each of GluonCV's families checked, and the table of docs/gluoncv.md (about 30 minutes)
+	make docs     these pages and the API as HTML, in build/docs; warnings are errors
 	make lint     ruff, mypy, clang-format
 	make format   let ruff and clang-format rewrite the sources
 	make bench    speed of the layer and of whole models, against plain BatchNorm and contrib's SyncBatchNorm
@@ -78,6 +79,11 @@ sanitize:
 gluoncv:
 	@VENV=.venv-onnx tools/venv.sh onnx
 	PYTHONPATH=tests .venv-onnx/bin/python -m families $(ARGS)
+
+docs:
+	@VENV=.venv-docs tools/venv.sh docs
+	.venv-docs/bin/python -m sphinx -b html -n -W --keep-going -q -E docs build/docs $(ARGS)
+	echo build/docs/index.html
 
 lint: dev
 	@$(PY) -m ruff check .

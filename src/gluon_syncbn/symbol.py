@@ -56,8 +56,10 @@ def SyncBatchNorm(
         2 to 5 dimensions.
     gamma, beta, moving_mean, moving_var : Symbol, optional
         By default variables that are called after the node.
-    eps, momentum : float
-        At least 0; within [0, 1].
+    eps : float
+        At least 0.
+    momentum : float
+        From 0 to 1: the share of what was there.
     fix_gamma, use_global_stats : bool
         Whether gamma counts as 1; whether training, too, uses the running statistics.
     output_mean_var : bool

@@ -1,5 +1,6 @@
 """What the pages and the docstrings say to paste runs, and what they link to is there."""
 
+import ast
 import json
 import re
 import subprocess
@@ -10,7 +11,7 @@ import commands
 import pages
 import pytest
 from environments import unprepared
-from places import ROOT, SUPPORT
+from places import PACKAGE, ROOT, SOURCES, SUPPORT
 
 import gluon_syncbn
 
@@ -143,3 +144,34 @@ def anchors(page):
 def test_each_block_says_what_it_is():
     """``python`` runs, ``sh`` is looked through, ``text`` is neither."""
     assert not [block.name for block in PAGED if block.language not in ("python", "sh", "text")]
+
+
+def test_the_reference_has_all_public_names():
+    text = (ROOT / "docs" / "api.rst").read_text(encoding="utf-8")
+    shown = re.findall(r"^\.\. auto(?:class|function):: (\w+)$", text, re.MULTILINE)
+    modules = {"parallel", "symbol", "__version__"}
+    public = (set(gluon_syncbn.__all__) - modules) | {*gluon_syncbn.parallel.__all__, *gluon_syncbn.symbol.__all__}
+    assert set(shown) == public
+
+
+def test_messages_of_the_troubleshooting_page_are_those_that_are_raised():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    ours, heading, _ = text.partition("## Messages of others")
+    rows = re.findall(r"^\| (`.*?) \| .* \| .* \|$", ours, re.MULTILINE)
+    assert heading and len(rows) > 40
+    pieces = [piece.strip() for row in rows for shown in re.findall(r"`([^`]+)`", row) for piece in shown.split("...")]
+    raised = literals()
+    assert not [piece for piece in pieces if not any(piece in literal for literal in raised)]
+
+
+def literals():
+    """All strings in the sources; of an f-string the parts between its values."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        found += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    one = r'"(?:[^"\\\n]|\\.)*"'
+    for path in SOURCES.rglob("*.*"):
+        for joined in re.findall(rf"{one}(?:\s*{one})*", path.read_text(encoding="utf-8")):
+            found.append("".join(part[1:-1] for part in re.findall(one, joined)))
+    return found
