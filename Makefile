@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-contrastive demo-distributed check test test-horovod test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow soak clean core dev
+.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-horovod test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow soak clean core dev
 
 VENV ?= .venv
 PYTHON ?=
@@ -17,6 +17,7 @@ unexport PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX
 
 help:
 	@cat <<'END'
+	make quickstart  two CPU devices train as one: a script to read (seconds)
 	make demo     train a segmentation network with SyncBatchNorm on 2 CPU devices (at most 10 minutes)
 	make demo-contrastive  MoCo with batch statistics that leak, and with the cures (about 6 minutes)
 	make demo-distributed  the segmentation job in two processes beside the same in one (about 10 minutes)
@@ -27,6 +28,7 @@ help:
 	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
 	make sanitize  the native core under ThreadSanitizer, AddressSanitizer and UBSan (at most 2 minutes)
 	make gluoncv  a model of each of GluonCV's families checked, and the table of docs/gluoncv.md (about 30 minutes)
+	make docs     these pages and the API as HTML, in build/docs; warnings are errors
 	make lint     ruff, mypy, clang-format
 	make format   let ruff and clang-format rewrite the sources
 	make bench    speed of the layer and of whole models, against plain BatchNorm and contrib's SyncBatchNorm
@@ -38,6 +40,9 @@ help:
 	ARGS="..." is passed on:       make test ARGS="-k layer"
 	PYTHON=... chooses the Python: make test PYTHON=/usr/bin/python3.9
 	END
+
+quickstart: core
+	@$(PY) -W ignore examples/quickstart/quickstart.py
 
 demo: core
 	@$(PY) examples/segmentation/demo.py $(ARGS)
@@ -74,6 +79,11 @@ sanitize:
 gluoncv:
 	@VENV=.venv-onnx tools/venv.sh onnx
 	PYTHONPATH=tests .venv-onnx/bin/python -m families $(ARGS)
+
+docs:
+	@VENV=.venv-docs tools/venv.sh docs
+	.venv-docs/bin/python -m sphinx -b html -n -W --keep-going -q -E docs build/docs $(ARGS)
+	echo build/docs/index.html
 
 lint: dev
 	@$(PY) -m ruff check .

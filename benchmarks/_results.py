@@ -24,7 +24,7 @@ LABELS = {
     "plain": "nn.BatchNorm, not synchronised",
     "ours": "gluon_syncbn.SyncBatchNorm",
     "contrib": "gluon.contrib.nn.SyncBatchNorm",
-    "limit": "memory-traffic limit",
+    "limit": "memory limit",
 }
 
 

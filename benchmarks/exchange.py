@@ -186,16 +186,18 @@ def plot(path: Path, over: str, cells: Sequence[Dict[str, Any]], env: Dict[str, 
                 color=colour,
                 label=label,
             )
-        axis.set(title=f"{count} processes", xlabel="KiB", xscale="log", yscale="log")
+        axis.set(title=f"{count} processes", xlabel="size of the vector, KiB", xscale="log", yscale="log")
         axis.set_xticks([cell["bytes"] / 1024 for cell in mine])
         axis.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
         for one in (axis.xaxis, axis.yaxis):
             one.set_major_formatter(matplotlib.ticker.ScalarFormatter())
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("microseconds per exchange")
+    axes[0][0].set_ylabel("microseconds per sum over all processes")
     axes[0][0].legend()
-    figure.text(0.5, 0.0, f"{env['processor']}, {env['cores']} cores", ha="center", fontsize=8, color="#666666")
+    figure.text(
+        0.5, 0.0, f"less is faster; {env['processor']}, {env['cores']} cores", ha="center", fontsize=8, color="0.3"
+    )
     figure.tight_layout(rect=(0, 0.03, 1, 1))
     figure.savefig(path, dpi=120)
 

@@ -158,7 +158,7 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> 
     import matplotlib.pyplot as plt
 
     shapes = list(dict.fromkeys(tuple(result["shape"]) for result in results))
-    figure, axes = plt.subplots(1, len(shapes), figsize=(2.9 * len(shapes) + 0.6, 3.9), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(shapes), figsize=(2.9 * len(shapes) + 0.6, 4.3), sharey=True, squeeze=False)
     ratios = [_results.ratio(result, name) for result in results for name in result["seconds"]] or [1]
     for axis, shape in zip(axes[0], shapes):
         cells = [result for result in results if tuple(result["shape"]) == shape]
@@ -193,14 +193,19 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> 
         axis.minorticks_off()
         axis.grid(alpha=0.3)
         axis.set_title(" x ".join(map(str, shape)), fontsize=10)
-        axis.set_xlabel("replicas")
-    axes[0][0].set_ylabel("time of a step / plain BatchNorm's")
+        axis.set_xlabel("replicas, one on each CPU context")
+    axes[0][0].set_ylabel("time of a step,\nas a multiple of nn.BatchNorm's")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncol=len(labels), frameon=False, fontsize=9)
     machine = f"{env['processor']}, {env['cores']} cores, {env['native core']}"
-    note = f"forward + backward of {LAYERS} layers in a hybridized net; {machine}"
-    figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.4")
-    figure.tight_layout(rect=(0, 0.04, 1, 0.92))
+    note = (
+        "memory limit: the machine's time for moving the bytes that such a layer has to move (8 passes over the "
+        "activations) and computing nothing.\n"
+        f"Forward and backward of {LAYERS} layers in a hybridized net; above each plot images x channels x height x "
+        f"width of a replica; less is faster; {machine}"
+    )
+    figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.3")
+    figure.tight_layout(rect=(0, 0.09, 1, 0.92))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

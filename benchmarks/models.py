@@ -155,7 +155,7 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> 
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_xticks(range(len(names)), ticks, fontsize=9)
         axis.margins(y=0.12)
-    axes[0][0].set_ylabel("time of a step / plain BatchNorm's")
+    axes[0][0].set_ylabel("time of a training step,\nas a multiple of nn.BatchNorm's")
     note = f"{env['processor']}, {env['cores']} cores, {env['native core']}"
     figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.4")
     figure.tight_layout(rect=(0, 0.05, 1, 1))

@@ -112,16 +112,21 @@ def plot(path: Any, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> N
         for i, name in enumerate(MODES):
             at = [k + (i - (len(MODES) - 1) / 2) * width for k in range(len(mine))]
             heights = [_results.ratio(result, name) if name in result["ratios"] else 0 for result in mine]
-            axis.bar(at, heights, width, color=colours[name], label=name)
-        axis.axhline(1, color="black", linestyle="--", linewidth=1)
-        axis.set(title=" x ".join(map(str, shape)), xlabel="replicas")
+            axis.bar(at, heights, width, color=colours[name], label=name.replace("V=", "virtual_devices="))
+        axis.axhline(1, color="black", linestyle="--", linewidth=1, label="nn.BatchNorm, not synchronised")
+        axis.set(title=" x ".join(map(str, shape)), xlabel="replicas, one on each CPU context")
         axis.set_xticks(range(len(mine)))
         axis.set_xticklabels([str(result["replicas"]) for result in mine])
         axis.grid(axis="y", alpha=0.3)
-    axes[0][0].set_ylabel("time of a step / plain BatchNorm's")
-    axes[0][-1].legend(fontsize=8)
-    figure.text(0.5, 0.0, f"{env['processor']}, {env['cores']} cores", ha="center", fontsize=8, color="#666666")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    axes[0][0].set_ylabel("time of a step,\nas a multiple of nn.BatchNorm's")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncol=len(labels), frameon=False, fontsize=8)
+    note = (
+        f"forward and backward of {LAYERS} layers in a hybridized net; above each plot images x channels x height x "
+        f"width of a replica; less is faster; {env['processor']}, {env['cores']} cores"
+    )
+    figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.3")
+    figure.tight_layout(rect=(0, 0.05, 1, 0.93))
     figure.savefig(path, dpi=120)
 
 

@@ -113,7 +113,12 @@ def plot(path: Path, costs: Dict[str, List[float]], options: argparse.Namespace)
     figure, axis = pyplot.subplots(figsize=(7, 4.2))
     for (name, seconds), colour in zip(costs.items(), ("#0072B2", "#D55E00")):
         axis.plot(PROCESSES, [100 * s / (options.step_ms * 1e-3) for s in seconds], "o-", color=colour, label=name)
-    axis.set(xscale="log", xlabel="processes", ylabel=f"% of a step of {options.step_ms:.0f} ms", ylim=(0, None))
+    axis.set(
+        xscale="log",
+        xlabel="processes",
+        ylabel=f"exchange of statistics,\n% of a step of {options.step_ms:.0f} ms",
+        ylim=(0, None),
+    )
     axis.set_xticks(PROCESSES)
     axis.get_xaxis().set_major_formatter(matplotlib.ticker.ScalarFormatter())
     axis.minorticks_off()

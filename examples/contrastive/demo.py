@@ -118,7 +118,7 @@ def plot(curves: dict, path: Path) -> None:
             axis.fill_between(epochs, [min(v) for v in values], [max(v) for v in values], color=COLOURS[bn], alpha=0.2)
         axis.set(title=title, xlabel="epoch", ylabel="accuracy")
         axis.grid(alpha=0.3)
-    axes[0].legend(title="--bn")
+    axes[0].legend(title="--bn (mean and range\nover the seeds)")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

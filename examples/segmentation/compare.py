@@ -166,10 +166,11 @@ def draw(path: str, results) -> None:
                 label = norm if at == 0 else None
                 axis.plot([at + offset] * len(values), values, "o", color=colour, label=label, alpha=0.8)
                 axis.hlines(mean_sd(values)[0], at + offset - 0.13, at + offset + 0.13, color=colour, linewidth=2)
-        axis.set_xticks(range(len(IMAGES)), [f"{i} per device" for i in IMAGES])
+        axis.set_xticks(range(len(IMAGES)), [str(i) for i in IMAGES])
+        axis.set_xlabel("images on each device")
+        axis.set_ylabel(f"validation {score}")
         axis.set_xlim(-0.5, len(IMAGES) - 0.5)
         axis.set_ylim(0, 1)
-        axis.set_title(f"validation {score}")
         axis.grid(axis="y", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, loc="lower right")

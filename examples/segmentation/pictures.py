@@ -76,18 +76,18 @@ def draw_curves(path: str, epochs: list, steps: list, constant: tuple | None = N
     loss.plot(x, [row["loss"] for row in steps], color="C0", alpha=0.35, linewidth=1, label="step")
     means = [row["train_loss"] for row in epochs]
     loss.plot([e - 0.5 for e in ends], means, "o-", color="C0", label="mean of the epoch")
-    loss.set_title("training loss")
+    loss.set_ylabel("training loss")
     loss.set_ylim(bottom=0)
     loss.legend(frameon=False)
     rate.plot(x, [row["lr"] for row in steps], color="C3")
-    rate.set_title("learning rate")
+    rate.set_ylabel("learning rate")
     for axis, name, at in ((accuracy, "pixAcc", 0), (iou, "mIoU", 1)):
         scored = [row for row in epochs if row[name] is not None]
         at_epoch = [row["epoch"] for row in scored]
         axis.plot(at_epoch, [row[name] for row in scored], "o-", color="C2", label="network")
         if constant:
             axis.axhline(constant[at], color="0.5", linestyle="--", label="best constant prediction")
-        axis.set_title(f"validation {name}")
+        axis.set_ylabel(f"validation {name}")
         axis.set_ylim(0, 1)
         axis.legend(frameon=False, loc="upper left" if name == "mIoU" else "lower right")
     for axis in (loss, rate, accuracy, iou):
@@ -110,7 +110,7 @@ def draw_pair(path: str, runs: dict, differences: list, title: str = "") -> None
     x = range(1, len(differences) + 1)
     for (name, rows), style in zip(runs.items(), ({"color": "C0", "linewidth": 4, "alpha": 0.35}, {"color": "C3"})):
         loss.plot(x, [row["loss"] for row in rows], label=name, **style)
-    loss.set_title("training loss")
+    loss.set_ylabel("training loss")
     loss.set_ylim(bottom=0)
     loss.legend(frameon=False)
     difference.plot(x, differences, "o", markersize=3, color="0.3")
@@ -118,8 +118,9 @@ def draw_pair(path: str, runs: dict, differences: list, title: str = "") -> None
     difference.set_yscale("symlog", linthresh=1e-6, linscale=0.5)
     difference.set_ylim(-2e-7, max(1e-4, 3 * max(differences)))
     equal = sum(d == 0 for d in differences)
-    difference.set_title(f"relative difference: 0 in {equal} of {len(differences)} steps, of the six digits recorded")
+    difference.set_title(f"0 in {equal} of {len(differences)} steps, of the six digits recorded")
     difference.set_xlabel("step")
+    difference.set_ylabel("relative difference")
     for axis in (loss, difference):
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)

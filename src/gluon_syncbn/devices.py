@@ -20,8 +20,18 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
 
     ::
 
-        with gluon_syncbn.devices(contexts[:3]):
-            with autograd.record(): ...          # a step on three of the contexts
+        import mxnet as mx
+        import gluon_syncbn
+        from mxnet import autograd
+
+        contexts = gluon_syncbn.cpu_devices(3)
+        layer = gluon_syncbn.SyncBatchNorm(in_channels=4)
+        layer.initialize(ctx=contexts)
+        xs = [mx.nd.random.normal(shape=(2, 4), ctx=context) for context in contexts[:2]]  # the last samples
+        with gluon_syncbn.devices(contexts[:2]):
+            with autograd.record():
+                ys = [layer(x) for x in xs]
+            autograd.backward(ys)
 
     Waits for all work on entering and leaving, so that no step is half in and half out. Holds for the whole process.
 

@@ -105,8 +105,10 @@ class SyncBatchNorm(nn.BatchNorm):
     ----------
     axis : int
         The channel axis: 1 for NCHW, -1 for NHWC.
-    momentum, epsilon : float
-        Within [0, 1]; at least 0.
+    momentum : float
+        From 0 to 1: the share of what was there.
+    epsilon : float
+        At least 0.
     center, scale, use_global_stats : bool
         As in ``nn.BatchNorm``: without ``scale`` gamma counts as 1, without ``center`` beta gets no gradient.
     beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer

@@ -182,10 +182,16 @@ def kvstore(name: str) -> ProcessStore:
 
     ::
 
-        kv = gluon_syncbn.kvstore("mpi")  # in every process, started by mpiexec
+        # mpiexec -n 2 python train.py
+        import gluon_syncbn
+        from mxnet import gluon
+
+        kv = gluon_syncbn.kvstore("mpi")  # in every process
         gluon_syncbn.configure(kvstore=kv)
+        net = gluon_syncbn.SyncBatchNorm()
+        net.initialize()
         trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)
-        trainer.step(samples_of_all_processes)
+        # and in each step: trainer.step(number of the samples of all processes)
 
     The processes must build and initialise the same net; Gluon's names need not be the same. A process that ends,
     hangs or fails ends the step of all with an `MXNetError` that names the layer and the rank, and the job with it.

@@ -142,6 +142,16 @@ def split_and_load(
 
     ::
 
+        import mxnet as mx
+        import gluon_syncbn
+        from mxnet import autograd, gluon
+
+        contexts = gluon_syncbn.cpu_devices(2)
+        encoder_q, encoder_k = gluon.nn.BatchNorm(), gluon.nn.BatchNorm()
+        for encoder in (encoder_q, encoder_k):
+            encoder.initialize(ctx=contexts)
+        batches = [mx.nd.random.normal(shape=(2, 8, 4)) for _ in range(3)]  # two views of 8 samples
+
         shuffle = gluon_syncbn.SampleShuffle(seed=1)
         for x_q, x_k in batches:
             keys = gluon_syncbn.split_and_load(x_k, contexts, shuffle=shuffle)
@@ -232,14 +242,34 @@ class ShuffleSampler(Sampler):
     processes draw the same permutations, of the samples for each epoch and of the keys for each batch, without talking.
     A process that shares its batch out among several devices has shuffled keys on each of them. ::
 
-        sampler = gluon_syncbn.ShuffleSampler(len(images), 32, num_processes, rank, seed=1)
+        # mpiexec -n 2 python train.py
+        import mxnet as mx
+        import numpy as np
+        import gluon_syncbn
+        from mpi4py import MPI
+        from mxnet import autograd, gluon
+
+        class Views(gluon.data.Dataset):
+            def __init__(self, images):
+                self.images = images
+
+            def __getitem__(self, pair):
+                query, key = pair
+                return self.images[query], self.images[key] + 0.1  # two views; yours are random crops, for example
+
+        job = MPI.COMM_WORLD
+        images = np.random.RandomState(0).rand(64, 4).astype("float32")  # the same in every process
+        encoder_k = gluon.nn.BatchNorm()
+        encoder_k.initialize()
+        sampler = gluon_syncbn.ShuffleSampler(len(images), 8, job.size, job.rank, seed=1)
         loader = gluon.data.DataLoader(Views(images), batch_sampler=sampler)
-        for epoch in range(epochs):
+        for epoch in range(2):
             sampler.epoch = epoch
             for batch, (x_q, x_k) in enumerate(loader):
                 with autograd.train_mode():
                     features = encoder_k(x_k)
-                k = sampler.restore(allgather(features), batch)  # k[i] belongs to x_q[i]
+                gathered = np.concatenate(job.allgather(features.asnumpy()))
+                k = sampler.restore(mx.nd.array(gathered), batch)  # k[i] belongs to x_q[i]
 
     Parameters
     ----------

@@ -37,9 +37,15 @@ def SyncBatchNorm(
 ) -> mx.sym.Symbol:
     """`gluon_syncbn.SyncBatchNorm` as a symbol, with the arguments of ``mx.sym.contrib.SyncBatchNorm``::
 
-        net = gluoncv.model_zoo.custom_faster_rcnn_fpn(
-            classes, norm_layer=gluon_syncbn.SyncBatchNorm, norm_kwargs={},
-            sym_norm_layer=gluon_syncbn.symbol.SyncBatchNorm, sym_norm_kwargs={})
+        import gluon_syncbn
+        import mxnet as mx
+        from mxnet import gluon
+
+        data = mx.sym.var("data", dtype="float32")
+        neck = mx.sym.Convolution(data, num_filter=8, kernel=(1, 1), name="neck")
+        neck = gluon_syncbn.symbol.SyncBatchNorm(neck, name="neck_bn")
+        net = gluon.SymbolBlock(neck, data)
+        net.initialize()
 
     The graph goes into a ``SymbolBlock``, whose parameters say what the replicas are. From the first use on, a
     ``SymbolBlock`` that is made with such a graph is one whose layers `convert`, `revert`, `freeze` and `summary` see.
@@ -50,8 +56,10 @@ def SyncBatchNorm(
         2 to 5 dimensions.
     gamma, beta, moving_mean, moving_var : Symbol, optional
         By default variables that are called after the node.
-    eps, momentum : float
-        At least 0; within [0, 1].
+    eps : float
+        At least 0.
+    momentum : float
+        From 0 to 1: the share of what was there.
     fix_gamma, use_global_stats : bool
         Whether gamma counts as 1; whether training, too, uses the running statistics.
     output_mean_var : bool

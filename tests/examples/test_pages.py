@@ -1,0 +1,177 @@
+"""What the pages and the docstrings say to paste runs, and what they link to is there."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import commands
+import pages
+import pytest
+from environments import unprepared
+from places import PACKAGE, ROOT, SOURCES, SUPPORT
+
+import gluon_syncbn
+
+BIN = Path(sys.executable).parent
+# The first line of a block that is the program of several processes.
+LAUNCHED = "# mpiexec -n 2 python train.py\n"
+
+PAGED = [block for page in pages.PAGES for block in pages.of_page(page)]
+SHOWN = [
+    block
+    for module, names in (
+        (gluon_syncbn, [name for name in gluon_syncbn.__all__ if name not in ("parallel", "symbol", "__version__")]),
+        (gluon_syncbn.parallel, gluon_syncbn.parallel.__all__),
+        (gluon_syncbn.symbol, gluon_syncbn.symbol.__all__),
+    )
+    for block in pages.of_docstrings(module, names)
+]
+PYTHON = [block for block in PAGED + SHOWN if block.language == "python"]
+
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").exists(), reason="needs the source tree")
+
+
+def named(blocks):
+    return pytest.mark.parametrize("block", blocks, ids=[block.name for block in blocks])
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Exit code and output of each block that runs in one process."""
+    folder = tmp_path_factory.mktemp("pasted")
+    blocks = [block for block in PYTHON if not block.elsewhere and not block.text.startswith(LAUNCHED)]
+    pasted([sys.executable], folder, blocks, folder / "answers.json").check_returncode()
+    return dict(zip(blocks, json.loads((folder / "answers.json").read_text(encoding="utf-8"))))
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """What a job of two processes prints, which run all those blocks."""
+    blocks = [block for block in PYTHON if block.text.startswith(LAUNCHED)]
+    job = pasted([BIN / "mpiexec", "-n", 2, sys.executable], tmp_path_factory.mktemp("pasted"), blocks)
+    return job.stdout
+
+
+def pasted(launcher, folder, blocks, *answered):
+    (folder / "blocks.json").write_text(json.dumps([block._asdict() for block in blocks]), encoding="utf-8")
+    command = [*launcher, SUPPORT / "pasted.py", folder / "blocks.json", *answered]
+    return subprocess.run(
+        [str(word) for word in command],
+        env={**unprepared(), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+@named([block for block in PYTHON if not block.text.startswith(LAUNCHED)])
+def test_a_block_of_python_runs_when_it_is_pasted(block, answers):
+    if block.elsewhere:
+        pytest.skip(block.elsewhere)
+    code, output = answers[block]
+    assert code == 0, output
+
+
+@named([block for block in PYTHON if block.text.startswith(LAUNCHED)])
+def test_a_block_of_python_runs_in_two_processes(block, launched):
+    assert launched.count(f"{block.name} has run") == 2, launched
+
+
+@named([block for block in PAGED if block.language == "sh"])
+def test_what_a_command_names_is_there(block):
+    assert not commands.lost(block.text)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "make test && make nothing",
+        "VENV=x make -C /tmp/before nothing",
+        'make demo-contrastive ARGS="--nothing 3"',
+        "python nothing.py",
+        ".venv/bin/python examples/segmentation/train.py --cpus 2 \\\n    --nothing",
+        "mpiexec -n 2 python -m nothing",
+        "python -m gluon_syncbn run --nothing 2 train.py",
+        "python -m gluon_syncbn nothing",
+        'pip install ".[cpu,nothing]"',
+        "pip install -r requirements/nothing.txt",
+        "(cd /tmp && bash tools/nothing.sh)",
+    ],
+)
+def test_what_a_command_names_is_missed(command):
+    (lost,) = commands.lost(command)
+    assert "nothing" in lost
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_is_there(page):
+    """Links and their anchors, and what stands between backticks and looks like a file of the checkout or a target."""
+    text = without_blocks(page)
+    links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'src="([^"]+)"', text)
+    lost = [link for link in links if "://" not in link and not link.startswith("mailto:") and not leads(page, link)]
+    names = re.findall(
+        r"(?<![\w/.])((?:tests|src/gluon_syncbn|tools|benchmarks|examples|docs|requirements)/[\w/.]+\.\w+)", text
+    )
+    lost += [name for name in names if not any((base / name).exists() for base in (ROOT, page.parent))]
+    lost += [target for target in re.findall(r"`make ([a-z][\w-]*)", text) if target not in commands.TARGETS]
+    assert not lost, f"{page.name}: {lost}"
+
+
+def without_blocks(page):
+    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def leads(page, link):
+    path, _, anchor = link.partition("#")
+    target = page.parent / path if path else page
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+
+def anchors(page):
+    """Of the headings, as GitHub and MyST make them."""
+    found = []
+    for heading in re.findall(r"^#+ (.*)$", without_blocks(page), re.MULTILINE):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading.strip().lower())
+        found.append(re.sub(r"[^\w\- ]", "", words).replace(" ", "-"))
+    return found
+
+
+def test_each_block_says_what_it_is():
+    """``python`` runs, ``sh`` is looked through, ``text`` is neither."""
+    assert not [block.name for block in PAGED if block.language not in ("python", "sh", "text")]
+
+
+def test_the_reference_has_all_public_names():
+    text = (ROOT / "docs" / "api.rst").read_text(encoding="utf-8")
+    shown = re.findall(r"^\.\. auto(?:class|function):: (\w+)$", text, re.MULTILINE)
+    modules = {"parallel", "symbol", "__version__"}
+    public = (set(gluon_syncbn.__all__) - modules) | {*gluon_syncbn.parallel.__all__, *gluon_syncbn.symbol.__all__}
+    assert set(shown) == public
+
+
+def test_messages_of_the_troubleshooting_page_are_those_that_are_raised():
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    ours, heading, _ = text.partition("## Messages of others")
+    rows = re.findall(r"^\| (`.*?) \| .* \| .* \|$", ours, re.MULTILINE)
+    assert heading and len(rows) > 40
+    pieces = [piece.strip() for row in rows for shown in re.findall(r"`([^`]+)`", row) for piece in shown.split("...")]
+    raised = literals()
+    assert not [piece for piece in pieces if not any(piece in literal for literal in raised)]
+
+
+def literals():
+    """All strings in the sources; of an f-string the parts between its values."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        found += [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    one = r'"(?:[^"\\\n]|\\.)*"'
+    for path in SOURCES.rglob("*.*"):
+        for joined in re.findall(rf"{one}(?:\s*{one})*", path.read_text(encoding="utf-8")):
+            found.append("".join(part[1:-1] for part in re.findall(one, joined)))
+    return found

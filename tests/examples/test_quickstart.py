@@ -1,0 +1,41 @@
+"""The quick start: two devices are one, and every way of handing the net on keeps what it knows."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from environments import unprepared
+from places import QUICKSTART
+
+pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
+pytest.importorskip("matplotlib", reason="it draws a picture")
+
+
+def test_two_devices_train_as_one(tmp_path):
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", str(QUICKSTART / "quickstart.py")],
+        cwd=str(tmp_path),
+        env={**unprepared(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    rows = {
+        name: list(map(float, values.split()))
+        for name, values in re.findall(r"^(\w+ .*Norm) +([-\d. ]+)$", ran.stdout, re.M)
+    }
+    one, apart, together = (rows[name] for name in rows if "device" in name)
+    assert together[:3] == pytest.approx(one[:3], rel=1e-4)
+    assert apart[0] != pytest.approx(one[0], rel=1e-3)
+    assert together[-1] == together[-2] and apart[-1] != apart[-2]  # running means on both devices
+    assert re.search(r"batch normalisation: 2, synchronised: 2", ran.stdout)
+    right = dict(re.findall(r"^(.*\S) +([\d.]+) of 597 other digits are right$", ran.stdout, re.M))
+    assert len(right) == 5
+    ours = {right[name] for name in right if name not in ("one device, BatchNorm", "two devices, BatchNorm")}
+    assert len(ours) == 1 and float(*ours) > 0.7
+    written = {path.name for path in (tmp_path / "runs" / "quickstart").iterdir()}
+    assert written == {"losses.png", "start.params", "net.params", "net-symbol.json", "net-0000.params"}
+    assert '"op": "BatchNorm"' in (tmp_path / "runs" / "quickstart" / "net-symbol.json").read_text(encoding="utf-8")
