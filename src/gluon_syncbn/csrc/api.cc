@@ -15,6 +15,7 @@
 #include "meeting/timing.h"
 #include "mxnet_api.h"
 #include "operator/op.h"
+#include "operator/tape.h"
 
 #define SYNCBN_API extern "C" __attribute__((visibility("default")))
 
@@ -109,6 +110,20 @@ SYNCBN_API void syncbn_devices(int64_t count, const char** contexts) {
 }
 
 SYNCBN_API void syncbn_seed(uint64_t seed) { registry().set_seed(seed); }
+
+// ---- recomputation ----
+
+using TapeHandle = std::shared_ptr<syncbn::Tape>;
+
+SYNCBN_API void* syncbn_tape_create() { return new TapeHandle(std::make_shared<syncbn::Tape>()); }
+
+SYNCBN_API void syncbn_tape_free(void* tape) { delete static_cast<TapeHandle*>(tape); }
+
+SYNCBN_API void syncbn_tape_begin(void* tape, int again) {
+    syncbn::begin_tape(*static_cast<TapeHandle*>(tape), again != 0);
+}
+
+SYNCBN_API int64_t syncbn_tape_end() { return syncbn::end_tape(); }
 
 // ---- the step ----
 

@@ -33,7 +33,12 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 }  // namespace
 
-void Call::issue(const void* caller) {
+void Call::issue(const void* caller, Recall recall) {
+    recall_ = std::move(recall);
+    if (recall_.again) {
+        place_.backwards = recall_.memo->repeat();
+        return;
+    }
     node_.layer->room.issued(context_);
     if (node_.lanes == 1) return;
     place_ = node_.layer->room.join(*node_.layer->terms(), context_, node_.number, caller, false);
@@ -151,6 +156,21 @@ void Call::sit_down() {
             "MXNET_ENGINE_TYPE=NaiveEngine runs one replica after the other, so they can never meet. Unset it.");
 }
 
+void Call::repeat() {
+    const auto outcome = recall_.memo->outcome();
+    if (!outcome) {
+        const auto why = step().failure();
+        throw Failure("nothing to recompute from, because the forward of this call has not been computed. " +
+                      std::string(why ? why->what() : ""));
+    }
+    const int backwards = place_.backwards;
+    place_ = outcome->place;
+    place_.backwards = backwards;
+    pools_ = outcome->pools;
+    first_slot_ = outcome->first_slot;
+    tensor_.slots = outcome->slots;
+}
+
 Total Call::share(Direction direction, Vector values) {
     const Sharing sharing = sharing_of(node_.layer->pooling);
     if (sharing == Sharing::kNothing) return {std::move(values), 0, node_.layer->id};
@@ -234,17 +254,24 @@ Vector Call::gradients_of_users(Vector sums) {
 
 void Call::normalise(const Arrays& arrays, const int* reqs) {
     const Array x = arrays[kX];
-    if (sharing_of(node_.layer->pooling) != Sharing::kNothing) sit_down();
-    backend_->threads = threads();
-    tensor_.cut(node_.layer->pooling.slots());
-    const Total moments = share(Direction::kForward, backend_->moments(x, tensor_));
-    assign(moments);
+    Vector batch(moments_length(channels()), 0.0);
+    if (recall_.again) {  // the running statistics have had this batch
+        repeat();
+        backend_->threads = threads();
+    } else {
+        if (sharing_of(node_.layer->pooling) != Sharing::kNothing) sit_down();
+        backend_->threads = threads();
+        tensor_.cut(node_.layer->pooling.slots());
+        const Total moments = share(Direction::kForward, backend_->moments(x, tensor_));
+        assign(moments);
+        batch = batch_statistics(moments);
+        if (recall_.memo) recall_.memo->keep({place_, pools_, first_slot_, tensor_.slots});
+    }
     if (reqs[0] != kNull) backend_->normalise(x, tensor_, affine(arrays, 0), arrays[node_.output()], reqs[0] == kAdd);
-    Vector batch = batch_statistics(moments);
     if (node_.role == Role::kWhole) {
         update_running(batch, arrays);
     } else if (reqs[1] != kNull) {
-        if (!place_.first_lane()) batch[0] = 0;  // one replica of a context is enough
+        if (!recall_.again && !place_.first_lane()) batch[0] = 0;  // one replica of a context is enough
         backend_->write(batch, Type::kFloat64, arrays[node_.output() + 1], false);
     }
 }

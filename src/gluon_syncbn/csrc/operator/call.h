@@ -9,6 +9,7 @@
 #include "backend.h"
 #include "meeting/registry.h"
 #include "mxnet_api.h"
+#include "operator/tape.h"
 #include "pooling/pooling.h"
 
 namespace syncbn {
@@ -70,8 +71,8 @@ class Call {
           tensor_{type, shape, samples, {}} {}
 
     // On the issuing thread, for a training call. `caller` is null on the main thread, whose calls take turns on the
-    // seats; any other thread is one replica.
-    void issue(const void* caller);
+    // seats; any other thread is one replica. `recall` says whether it is kept for a recomputation, or is one.
+    void issue(const void* caller, Recall recall);
     // `reqs` as MXNet gives them, one for each output. On failure the outputs are NaN: nothing plausible is left.
     void forward(const Arrays& arrays, const int* reqs, bool training);
     void backward(const Arrays& arrays, const int* reqs);
@@ -95,6 +96,8 @@ class Call {
     void no_gradient(const Arrays& arrays, const int* reqs);
 
     void sit_down();
+    // Statistics and seat of the call that this one repeats.
+    void repeat();
     // The packed vectors of this replica's slots in; those of all slots out, or what they are together.
     Total share(Direction direction, Vector values);
     // Gives the slots their statistics.
@@ -113,6 +116,7 @@ class Call {
     Place place_;
     Pools pools_;             // of all slots of the last forward
     int64_t first_slot_ = 0;  // of this replica
+    Recall recall_;
     bool seated_ = false;
     bool repeated_ = false;  // has been executed before
     bool complete_ = false;  // the forward has left what the backward needs

@@ -208,7 +208,7 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     mx.autograd_is_training(&training);
     if (training && property.role != Role::kTrack) {
         try {
-            op->issue(caller());
+            op->issue(caller(), recall());
         } catch (const std::exception& e) {
             throw dmlc::Error(e.what());
         }
