@@ -18,7 +18,7 @@ from mxnet import autograd
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
 from mxnet.ndarray import NDArray
 
-from . import _native, arguments, blocks, draws, patches
+from . import _native, arguments, blocks, draws, patches, temporary_space
 from .layer import SyncBatchNorm
 from .op import NAME
 
@@ -33,8 +33,8 @@ _RANDOM = re.compile(r"\w*([Dd]ropout|random|sample|multinomial|shuffle)\w*|RNN|
 def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     r"""Has a block keep no activations from forward to backward: its backward computes them again from its inputs.
 
-    What stays in memory of k blocks in a row is their inputs and, one block at a time, the activations of that one;
-    the price is a second forward of each. Output and gradients are those without it, up to rounding. The layers of this
+    What stays in memory of several blocks in a row is their inputs, a copy of their parameters and, one block at a time,
+    the activations of that one; the price is a second forward of each. Output and gradients are those without it, up to rounding. The layers of this
     package normalise, the second time, with the statistics of the first: these are exchanged once, the running
     statistics take the batch once, and no replica waits for another in what is computed again. Random operators draw
     the same numbers both times: with a seed of the block's own, which follows from ``mx.random.seed``, so that these are
@@ -68,8 +68,8 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     ------
     ValueError
         Where an argument is not what is said above. In a recorded call, where the block holds what cannot be computed
-        twice: contrib's SyncBatchNorm, a graph with ``static_shape``; on a GPU plain BatchNorm, which updates its
-        running statistics in each forward, and Dropout, which MXNet seeds by a number of its own there.
+        twice: plain BatchNorm in training (`convert`; mode ``'local'`` is what it computes), a graph with
+        ``static_alloc``, or on a GPU Dropout, which MXNet seeds there by a number that nobody can set.
     MXNetError
         In a call, where a hybridized block holds it. When a gradient is read: the second forward failed, or was not
         that of the first.
@@ -112,7 +112,7 @@ class _Recomputed(Block):
             if not recording:  # within a block that is recomputed
                 return forward(*args)
             _check(self, arrays[0].context)
-            return _Call(self.name, forward, seed).first(args)
+            return _Call(self, forward, seed).first(args)
 
 
 @functools.lru_cache(maxsize=None)
@@ -123,19 +123,21 @@ def _recomputed(cls: Type[Block]) -> Type[Block]:
 class _Call:
     """A recorded call of a block: what its second forward needs."""
 
-    def __init__(self, name: str, forward: Callable[..., Any], seed: Optional[int]) -> None:
-        self._name, self._forward, self._seed = name, forward, seed
+    def __init__(self, block: Block, forward: Callable[..., Any], seed: Optional[int]) -> None:
+        self._block, self._forward, self._seed = block, forward, seed
         self._training = autograd.is_training()
         self._tape = _native.Tape()
 
     def first(self, args: Any) -> Any:
         context = _arrays(args)[0].context
         frame = _Frame(None, {})
-        with _recording(False), frame.open(), self._tape.running(again=False):
-            outputs = self._forward(*args)
-        # They share the memory, and leave the graph of the caller alone.
-        self._args = _map(NDArray.detach, args)
-        self._parameters = [(parameter, array.detach()) for parameter, array in frame.used.values()]
+        with _recording(False):
+            # The second forward is issued when the engine comes to this backward: behind whatever was issued since then
+            # and writes the same arrays. Of parameters that is their update, which waits for the gradient.
+            self._args = _map(NDArray.copy, args)
+            with frame.open(), self._tape.running(again=False):
+                outputs = self._forward(*args)
+            self._parameters = [(parameter, array.copy()) for parameter, array in frame.used.values()]
         inputs = [array for array in _arrays(args) if _is_float(array)]
         inputs += [array for parameter, array in frame.used.values() if parameter.grad_req != "null"]
         # An output may be one of the inputs, or stand there twice.
@@ -143,7 +145,7 @@ class _Call:
         recorded = [array for array in _arrays(outputs) if _is_float(array)]
         if not recorded:
             return outputs
-        worker, what = _worker(context), f"'{self._name}' was computed again (gluon_syncbn.checkpoint)"
+        worker, what = _worker(self._block, context), f"'{self._block.name}' was computed again (gluon_syncbn.checkpoint)"
         _native.record_function(what, inputs, recorded, lambda *given: worker.do(lambda: self._again(context, *given)))
         # A gradient in oneDNN's layout would reach the backward as a copy that is freed too early; see op.py.
         if context.device_type == "gpu":
@@ -180,8 +182,8 @@ class _Call:
             gradient[:] = gradient + value if request == _native.ADD else value
 
 # ---- parameters ------------------------------------------------------------------------------------------------
-# An array belongs to the graph of the thread that records with it: two threads that do so at the same time damage each
-# other's. So the second forward has arrays of its own, which share the memory of the parameters.
+# The second forward has copies in their place. Not for the engine alone: an array also belongs to the graph of the thread
+# that records with it, and two threads that do so at the same time damage each other's.
 
 
 class _Frame(NamedTuple):
@@ -238,9 +240,11 @@ class _Worker:
     temporary space of its own, and never frees it.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, context: mx.Context, alone: bool) -> None:
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
+        threading.Thread(target=self._work, name=f"gluon_syncbn-again-{context}", daemon=True).start()
+        if alone:
+            self.do(lambda: temporary_space.as_mxnet_has_it(lambda: draws.make_generators(context)))
 
     def do(self, job: Callable[[], None]) -> None:
         """Returns when it is done. A job issues and waits for no replica, so neither does this; and it could not go
@@ -264,15 +268,18 @@ class _Worker:
             del done, problems
 
 
-_workers: Dict[Tuple[int, mx.Context], _Worker] = {}
+_workers: Dict[Tuple[int, mx.Context, bool], _Worker] = {}
 _lock = threading.Lock()
 
 
-def _worker(context: mx.Context) -> _Worker:
+def _worker(block: Block, context: mx.Context) -> _Worker:
+    # What waits for nobody needs no more copies of temporary space than MXNet has by itself.
+    layers = [one._replicas for one in blocks.of(block) if isinstance(one, SyncBatchNorm)]
+    alone = not any(replicas.count() > 1 or replicas.reaches_other_processes() for replicas in layers)
     with _lock:
-        key = os.getpid(), context  # a child of a fork has no threads
+        key = os.getpid(), context, alone  # a child of a fork has no threads
         if key not in _workers:
-            _workers[key] = _Worker(f"gluon_syncbn-again-{context}")
+            _workers[key] = _Worker(context, alone)
         return _workers[key]
 
 
@@ -280,25 +287,21 @@ def _worker(context: mx.Context) -> _Worker:
 
 
 def _check(block: Block, context: mx.Context) -> None:
-    gpu = context.device_type == "gpu"
     for one in blocks.of(block):
-        reason = ""
-        if isinstance(one, blocks.ContribSyncBatchNorm):
-            reason = "contrib's SyncBatchNorm, which would exchange twice: gluon_syncbn.convert"
-        elif isinstance(one, HybridBlock) and one._active and dict(one._flags).get("static_shape"):
-            reason = "a graph with static_shape, whose operators know one call only: hybridize without"
-        elif gpu and blocks.is_batch_norm(one) and not isinstance(one, SyncBatchNorm):
-            if not one._kwargs["use_global_stats"]:
-                reason = "plain BatchNorm, which updates its running statistics twice on a GPU: gluon_syncbn.convert"
-        elif gpu and isinstance(one, nn.Dropout) and one._rate > 0:
-            reason = "Dropout, whose mask MXNet cannot draw again on a GPU"
-        if reason:
-            raise ValueError(f"block: '{block.name}' was given, which holds '{one.name}', expected none of {reason}")
+        expected = ""
+        if blocks.is_batch_norm(one) and not isinstance(one, SyncBatchNorm) and not one._kwargs["use_global_stats"]:
+            expected = "SyncBatchNorm, which alone can repeat a forward (gluon_syncbn.convert; mode='local' is plain)"
+        elif isinstance(one, HybridBlock) and one._active and dict(one._flags).get("static_alloc"):
+            expected = "no static_alloc, whose arrays belong to the next forward when the second one is issued"
+        elif isinstance(one, nn.Dropout) and one._rate > 0 and context.device_type == "gpu":
+            expected = "no Dropout on a GPU, whose mask MXNet cannot draw again"
+        if expected:
+            raise ValueError(f"block: '{block.name}' was given, which holds '{one.name}', expected {expected}")
 
 
 def _draws(block: Block, forward: Callable[..., Any], args: Any) -> bool:
     """Whether it may draw random numbers. To seed costs some milliseconds."""
-    known = vars(block).get("_draws_random")
+    known = vars(block).get("_draws_random", None if isinstance(block, HybridBlock) else True)
     if known is None:
         numbers = itertools.count()
         try:

@@ -45,3 +45,8 @@ def drawn_from(seed: int, context: mx.Context) -> Iterator[None]:
         yield
     finally:
         _generators().pop()
+
+
+def make_generators(context: mx.Context) -> None:
+    """Has MXNet make those of this thread, and its temporary space with them."""
+    _seed(_UNSEEDED, context)

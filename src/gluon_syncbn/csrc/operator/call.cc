@@ -157,7 +157,7 @@ void Call::sit_down() {
 }
 
 void Call::repeat() {
-    const auto outcome = recall_.memo->outcome();
+    const auto outcome = recall_.memo->outcome(node_.layer->terms()->timeout);
     if (!outcome) {
         const auto why = step().failure();
         throw Failure("nothing to recompute from, because the forward of this call has not been computed. " +

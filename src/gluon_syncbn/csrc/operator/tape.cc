@@ -1,7 +1,14 @@
 #include "operator/tape.h"
 
+#include <chrono>
+
+#include "clock.h"
+#include "meeting/step.h"
+
 namespace syncbn {
 namespace {
+
+constexpr auto kSlice = std::chrono::milliseconds(50);
 
 struct Reel {
     std::shared_ptr<Tape> tape;
@@ -19,10 +26,13 @@ std::vector<Reel>& reels() {
 void Memo::keep(Outcome outcome) {
     std::lock_guard<std::mutex> lock(mutex_);
     outcome_ = std::make_shared<const Outcome>(std::move(outcome));
+    changed_.notify_all();
 }
 
-std::shared_ptr<const Outcome> Memo::outcome() const {
-    std::lock_guard<std::mutex> lock(mutex_);
+std::shared_ptr<const Outcome> Memo::outcome(double timeout) const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const double end = seconds() + timeout;
+    while (!outcome_ && !step().failure() && seconds() < end) changed_.wait_for(lock, kSlice);
     return outcome_;
 }
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -28,12 +29,15 @@ struct Outcome {
 class Memo {
   public:
     void keep(Outcome outcome);
-    std::shared_ptr<const Outcome> outcome() const;  // null where the forward has not come so far
+    // Waits for it: what the recomputation depends on may be less than the whole forward. Null where it has not come
+    // after so many seconds, or the step has failed.
+    std::shared_ptr<const Outcome> outcome(double timeout) const;
     // How many have repeated it before: each meets in backwards of its own.
     int repeat() { return repeated_++; }
 
   private:
     mutable std::mutex mutex_;
+    mutable std::condition_variable changed_;
     std::shared_ptr<const Outcome> outcome_;
     std::atomic<int> repeated_{0};
 };
