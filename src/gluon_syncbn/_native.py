@@ -342,7 +342,9 @@ def record_function(what: str, inputs: Sequence[NDArray], outputs: Sequence[NDAr
     ctypes.c_void_p,
 )
 def _run_backward(heads: int, gradients: int, handles: Any, requests: Any, training: int, key: int) -> int:
-    arrays = [NDArray(NDArrayHandle(handle), writable=i >= heads) for i, handle in enumerate(handles[: heads + gradients])]
+    arrays = [
+        NDArray(NDArrayHandle(handle), writable=i >= heads) for i, handle in enumerate(handles[: heads + gradients])
+    ]
     function = _functions[key]
     try:
         function.backward(arrays[:heads], arrays[heads:], requests[:gradients])

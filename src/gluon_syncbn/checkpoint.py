@@ -10,7 +10,7 @@ import queue
 import re
 import threading
 from contextlib import ExitStack, contextmanager
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, cast
 
 import mxnet as mx
 import numpy as np
@@ -33,11 +33,11 @@ _RANDOM = re.compile(r"\w*([Dd]ropout|random|sample|multinomial|shuffle)\w*|RNN|
 def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     r"""Has a block keep no activations from forward to backward: its backward computes them again from its inputs.
 
-    What stays in memory of several blocks in a row is their inputs, a copy of their parameters and, one block at a time,
-    the activations of that one; the price is a second forward of each. Output and gradients are those without it, up to rounding. The layers of this
-    package normalise, the second time, with the statistics of the first: these are exchanged once, the running
-    statistics take the batch once, and no replica waits for another in what is computed again. Random operators draw
-    the same numbers both times: with a seed of the block's own, which follows from ``mx.random.seed``, so that these are
+    What stays in memory of several blocks in a row is their inputs, a copy of their parameters and, of one block at a
+    time, the activations; the price is a second forward of each. Output and gradients are those without it, up to
+    rounding. The layers of this package normalise, the second time, with the statistics of the first: these are
+    exchanged once, the running statistics take the batch once, and no replica waits for another in what is computed
+    again. Random operators draw the same numbers both times, with a seed that follows from ``mx.random.seed``, and so
     other numbers than without it.
 
     Acts where a graph is recorded; elsewhere the block is called as it is. The block may hybridize itself; a hybridized
@@ -54,8 +54,8 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     ----------
     block : gluon.Block
         A part of a network, changed in place. Its forward takes arrays, also within lists, tuples and dictionaries, all
-        on one context, and computes the same when it is called again: it keeps nothing between calls, and takes no arrays
-        but its arguments and parameters. It may hold others that are recomputed.
+        on one context, and computes the same when it is called again: it keeps nothing between calls, and takes no
+        arrays but its arguments and parameters. It may hold others that are recomputed.
     active : bool
         False makes the block what it was.
 
@@ -83,7 +83,7 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     changed = isinstance(block, _Recomputed)
     if active and not changed:
         patches.replace_once(Parameter, "data", _seen)
-        block.__class__ = _recomputed(type(block))
+        block.__class__ = _recomputed(cast(Any, type(block)))
     elif changed and not active:
         block.__class__ = type(block).__mro__[2]
     return block
@@ -145,16 +145,15 @@ class _Call:
         recorded = [array for array in _arrays(outputs) if _is_float(array)]
         if not recorded:
             return outputs
-        worker, what = _worker(self._block, context), f"'{self._block.name}' was computed again (gluon_syncbn.checkpoint)"
+        worker = _worker(self._block, context)
+        what = f"'{self._block.name}' was computed again (gluon_syncbn.checkpoint)"
         _native.record_function(what, inputs, recorded, lambda *given: worker.do(lambda: self._again(context, *given)))
         # A gradient in oneDNN's layout would reach the backward as a copy that is freed too early; see op.py.
         if context.device_type == "gpu":
             return outputs
         return _map(lambda a: mx.nd.SwapAxis(a, dim1=0, dim2=0) if _is_float(a) else a, outputs)
 
-    def _again(
-        self, context: mx.Context, heads: List[NDArray], gradients: List[NDArray], requests: List[int]
-    ) -> None:
+    def _again(self, context: mx.Context, heads: List[NDArray], gradients: List[NDArray], requests: List[int]) -> None:
         """The backward. Issues operators and waits for none."""
         args = _map(NDArray.detach, self._args)
         wanted = [array for array in _arrays(args) if _is_float(array)]
@@ -181,9 +180,10 @@ class _Call:
         for (_, gradient, request), value in zip(asked, found):
             gradient[:] = gradient + value if request == _native.ADD else value
 
+
 # ---- parameters ------------------------------------------------------------------------------------------------
-# The second forward has copies in their place. Not for the engine alone: an array also belongs to the graph of the thread
-# that records with it, and two threads that do so at the same time damage each other's.
+# The second forward has copies in their place. Not for the engine alone: an array also belongs to the graph of the
+# thread that records with it, and two threads that do so at the same time damage each other's.
 
 
 class _Frame(NamedTuple):
