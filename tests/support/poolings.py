@@ -7,6 +7,7 @@ from gluon_syncbn import reference
 
 #: Every way of pooling that some number of replicas can have.
 POOLINGS = {
+    "sync, unbiased": {"running_variance": "unbiased"},
     "sync, 3 slots": {"virtual_devices": 3},
     "groups of 2": {"group_size": 2},
     "groups of 2, 3 slots": {"group_size": 2, "virtual_devices": 3},
@@ -44,6 +45,7 @@ def specification(layer, batch, *, axis=1, call=0, node=-1, seed=0, **settings):
     forward = reference.forward(
         batch.shards, batch.gamma, batch.beta, np.zeros(channels), np.ones(channels),
         axis=axis, epsilon=kwargs["eps"], momentum=momentum, scale=not kwargs["fix_gamma"], **pooling,
+        running_variance="unbiased" if layer._unbiased else "biased",
     )  # fmt: skip
     gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
     return Result(

@@ -101,6 +101,7 @@ LAYER = {
     "mode": "mode",
     "virtual_devices": "count",
     "group_size": "optional count",
+    "running_variance": "mode",
     "kvstore": "kvstore",
     "timeout": "optional seconds",
 }
@@ -164,6 +165,10 @@ def updated(**kwargs):
 CALLS = {
     "SyncBatchNorm": (SyncBatchNorm, LAYER),
     "ShuffleBatchNorm": (gluon_syncbn.ShuffleBatchNorm, {**LAYER, "mode": "shuffled"}),
+    "checkpoint": (
+        lambda **kwargs: gluon_syncbn.checkpoint(**{"block": nn.Dense(1), **kwargs}),
+        {"block": "net", "active": "flag"},
+    ),
     "configure": (gluon_syncbn.configure, {"kvstore": "kvstore", "timeout": "seconds", "seed": "seed"}),
     "convert": (
         lambda **kwargs: gluon_syncbn.convert(**{"net": nn.BatchNorm(), **kwargs}),

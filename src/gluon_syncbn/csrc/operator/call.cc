@@ -220,9 +220,10 @@ Vector Call::batch_statistics(const Total& moments) const {
     const double parts = static_cast<double>(tracked.size());
     for (int64_t pool : tracked) {
         const Vector part = moments_of_pool(pools_, pool, moments.values, channels());
+        const double divisor = node_.unbiased ? std::max(part[0] - 1, 1.0) : part[0];
         for (int64_t c = 0; c < channels(); ++c) {
             batch[1 + c] += part[1 + c] / parts;
-            batch[1 + channels() + c] += part[1 + channels() + c] / part[0] / parts;
+            batch[1 + channels() + c] += part[1 + channels() + c] / divisor / parts;
         }
     }
     batch[0] = parts > 0;

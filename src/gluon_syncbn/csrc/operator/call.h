@@ -28,6 +28,7 @@ struct Node {
     int axis = 1;
     double epsilon = 1e-5, momentum = 0.9;
     bool fix_gamma = false;
+    bool unbiased = false;  // the variance that the running one takes
     bool guarded = true;  // against temporary inputs, which only a CPU has; see op.py
 
     // Where things are in MXNet's lists: [inputs][outputs][auxiliary states] of the forward,

@@ -247,6 +247,7 @@ int create_property(const char*, const int size, const char** keys, const char**
     property->epsilon = std::stod(given["eps"]);
     property->momentum = std::stod(given["momentum"]);
     property->fix_gamma = given["fix_gamma"] == "1";
+    property->unbiased = given["unbiased"] == "1";
     property->guarded = given["guarded"] == "1";
 
     return 1;
