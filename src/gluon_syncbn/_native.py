@@ -86,6 +86,7 @@ def _load() -> ctypes.CDLL:
         "wait_end": (None, [ctypes.c_void_p]),
         "devices": (None, [ctypes.c_int64, names]),
         "seed": (None, [ctypes.c_uint64]),
+        "nonfinite": (None, [ctypes.c_int]),
         "tape_create": (ctypes.c_void_p, []),
         "tape_free": (None, [ctypes.c_void_p]),
         "tape_begin": (None, [ctypes.c_void_p, ctypes.c_int]),
@@ -228,6 +229,14 @@ def devices(contexts: Sequence[str]) -> None:
 
 def seed(value: int) -> None:
     _core.syncbn_seed(value)
+
+
+#: What becomes of a batch that is not finite; the order is that of `Nonfinite` in csrc/meeting/meeting.h.
+NONFINITE = ("propagate", "skip", "error")
+
+
+def nonfinite(what: str) -> None:
+    _core.syncbn_nonfinite(NONFINITE.index(what))
 
 
 class Tape:

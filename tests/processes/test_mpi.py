@@ -53,6 +53,13 @@ def test_another_net():
     assert "'first' (6 channels" in job.output
 
 
+def test_a_batch_that_is_not_finite():
+    job = Job(2, "a_batch_that_is_not_finite")
+    assert job.code not in (0, None)
+    for rank in range(2):
+        assert re.search(rf"FAILED rank {rank} .*'front' on cpu\(1\): the batch is not finite", job.output), job.output
+
+
 def test_the_same_parameters():
     """Each rank's in turn, and in the end another net on each."""
     job = Job(2, "broadcasts_parameters")

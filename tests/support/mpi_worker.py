@@ -243,6 +243,37 @@ def broadcasts_parameters():
         raise SystemExit(3) from None
 
 
+def a_batch_that_is_not_finite():
+    """Of rank 1: left out by all, then the end of all."""
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=2, kvstore=kv, prefix="front_")
+    layer.initialize(ctx=CONTEXTS[: devices_of(kv.rank)])
+    gluon_syncbn.configure(nonfinite="skip", timeout=20)
+
+    def forward(spoil):
+        xs = [np.random.RandomState(kv.rank).randn(3, 2) for _ in range(devices_of(kv.rank))]
+        if spoil and kv.rank == 1:
+            xs[1][2, 1] = np.nan
+        with autograd.record():
+            ys = [layer(nd.array(x, ctx=c)) for x, c in zip(xs, CONTEXTS)]
+        mx.nd.waitall()
+        return ys
+
+    forward(spoil=True)
+    for context in layer.running_var.list_ctx():
+        assert (layer.running_var.data(context).asnumpy() == 1).all()
+        assert (layer.running_mean.data(context).asnumpy() == 0).all()
+    forward(spoil=False)
+    for context in layer.running_var.list_ctx():
+        assert (layer.running_var.data(context).asnumpy() != 1).all()
+    gluon_syncbn.configure(nonfinite="error")
+    since = time.monotonic()
+    try:
+        forward(spoil=True)
+    except mx.MXNetError as error:
+        report(since, error)
+        raise SystemExit(3) from None
+
+
 def along_a_tree():
     mpi._FEW = 1
     pushpull_and_broadcast()

@@ -169,7 +169,10 @@ CALLS = {
         lambda **kwargs: gluon_syncbn.checkpoint(**{"block": nn.Dense(1), **kwargs}),
         {"block": "net", "active": "flag"},
     ),
-    "configure": (gluon_syncbn.configure, {"kvstore": "kvstore", "timeout": "seconds", "seed": "seed"}),
+    "configure": (
+        gluon_syncbn.configure,
+        {"kvstore": "kvstore", "timeout": "seconds", "seed": "seed", "nonfinite": "mode"},
+    ),
     "convert": (
         lambda **kwargs: gluon_syncbn.convert(**{"net": nn.BatchNorm(), **kwargs}),
         {"net": "net", "norm_layer": "norm_layer", "select": "select"},

@@ -462,6 +462,21 @@ def test_unbiased_running_variance(mode, virtual_devices):
         np.testing.assert_allclose(running, 0.75 * var + 0.25 * batch, rtol=1e-12)
 
 
+def test_statistics_that_are_not_finite():
+    shards, _, gamma, beta, mean, var = problem([(2, 3, 4), (3, 3, 4), (2, 3, 4), (1, 3, 4)])
+    shards[1][0, 2, 1] = np.nan
+    state = (gamma, beta, mean, var)
+    result = reference.forward(shards, *state, group_size=2, nonfinite="skip")
+    plain = reference.forward(shards, *state, group_size=2)
+    for i in (0, 1):
+        np.testing.assert_array_equal([result.running_mean[i], result.running_var[i]], [mean, var])
+        assert np.isnan(plain.running_mean[i][2]) and np.isnan(result.outputs[i][:, 2]).all()
+    for i in (2, 3):
+        np.testing.assert_array_equal(result.running_var[i], plain.running_var[i])
+    with pytest.raises(ValueError, match="not finite"):
+        reference.forward(shards, *state, nonfinite="error")
+
+
 def test_arguments_are_not_changed():
     shards, heads, gamma, beta, mean, var = problem([(4, 3, 5), (2, 3, 5)])
     arguments = [*shards, *heads, gamma, beta, mean, var]
@@ -489,6 +504,7 @@ def test_arguments_are_not_changed():
         ({"running_var": np.ones((3, 1))}, "running_var has shape"),
         ({"mode": "global"}, "mode is 'global', expected 'sync', 'local' or 'shuffle'"),
         ({"mode": None}, "mode is None"),
+        ({"nonfinite": "ignore"}, "nonfinite is 'ignore', expected 'propagate', 'skip' or 'error'"),
         ({"running_variance": "exact"}, "running_variance is 'exact', expected 'biased' or 'unbiased'"),
         ({"virtual_devices": 0}, "virtual_devices is 0"),
         (

@@ -14,6 +14,7 @@
 #include "meeting/step.h"
 #include "meeting/timing.h"
 #include "mxnet_api.h"
+#include "operator/call.h"
 #include "operator/op.h"
 #include "operator/tape.h"
 
@@ -107,6 +108,12 @@ SYNCBN_API void syncbn_total(syncbn::Total* out, int64_t length, const double* v
 
 SYNCBN_API void syncbn_devices(int64_t count, const char** contexts) {
     registry().set_devices(strings(count, contexts));
+}
+
+// The numbers are those of syncbn::Nonfinite.
+SYNCBN_API void syncbn_nonfinite(int what) {
+    registry().set_nonfinite(static_cast<syncbn::Nonfinite>(what));
+    syncbn::speak_of_nonfinite_again();
 }
 
 SYNCBN_API void syncbn_seed(uint64_t seed) { registry().set_seed(seed); }

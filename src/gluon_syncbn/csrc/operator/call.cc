@@ -8,7 +8,11 @@
 #include <cstring>
 #include <limits>
 #include <map>
+#include <mutex>
+#include <sstream>
 
+#include "clock.h"
+#include "log.h"
 #include "meeting/step.h"
 #include "pooling/statistics.h"
 
@@ -31,7 +35,32 @@ bool naive_engine() {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
+bool finite(const Vector& values) {
+    return std::all_of(values.begin(), values.end(), [](double v) { return std::isfinite(v); });
+}
+
+constexpr double kQuiet = 10;  // seconds
+
+// Whose batch was warned of last. What is not finite reaches all layers behind it, and all replicas: they are not worth
+// a warning each.
+struct Culprit {
+    std::mutex mutex;
+    int64_t layer = 0;
+    std::string context;
+    double since = 0;
+};
+
+Culprit& culprit() {
+    static Culprit* one = new Culprit;
+    return *one;
+}
+
 }  // namespace
+
+void speak_of_nonfinite_again() {
+    std::lock_guard<std::mutex> lock(culprit().mutex);
+    culprit().layer = 0;
+}
 
 void Call::issue(const void* caller, Recall recall) {
     recall_ = std::move(recall);
@@ -185,6 +214,36 @@ std::shared_ptr<const Statistic> Call::statistic(const Vector& moments) const {
     return std::make_shared<Statistic>(Statistic{moments[0], Vector(mean, m2), std::move(invstd)});
 }
 
+void Call::look_at(const Vector& moments) const {
+    const Nonfinite what = node_.layer->terms()->nonfinite;
+    if (what == Nonfinite::kPropagate) return;
+    const bool bad = !finite(moments);
+    if (what == Nonfinite::kSkip) {
+        std::lock_guard<std::mutex> lock(culprit().mutex);
+        const bool known = culprit().layer == node_.layer->id && culprit().context == context_;
+        if (!bad && known) culprit().layer = 0;
+        if (!bad || (culprit().layer != 0 && seconds() - culprit().since < kQuiet)) return;
+        culprit().layer = node_.layer->id;
+        culprit().context = context_;
+        culprit().since = seconds();
+    }
+    if (!bad) return;
+    const size_t length = static_cast<size_t>(moments_length(channels()));
+    const size_t at = static_cast<size_t>(
+        std::find_if(moments.begin(), moments.end(), [](double v) { return !std::isfinite(v); }) - moments.begin());
+    const size_t slot = at / length, c = (at % length - 1) % static_cast<size_t>(channels());
+    const bool mean = at % length <= static_cast<size_t>(channels());
+    std::ostringstream text;
+    text << "the batch is not finite: the " << (mean ? "mean" : "variance") << " of channel " << c;
+    if (tensor_.slots.size() > 1) text << " in slot " << slot << " of " << tensor_.slots.size();
+    text << " is " << moments[at] << ". ";
+    if (what == Nonfinite::kError)
+        throw Failure(node_.layer->name, context_, "", text.str() + "(gluon_syncbn.configure(nonfinite='error'))");
+    text << "The running statistics leave it out (nonfinite='skip'). Nothing more is said of such batches for "
+         << kQuiet << " s, or until this replica has a finite one.";
+    log(Level::kWarning, Failure(node_.layer->name, context_, "", text.str()).what());
+}
+
 void Call::assign(const Total& moments) {
     const size_t length = static_cast<size_t>(moments_length(channels()));
     const Pooling& pooling = node_.layer->pooling;
@@ -263,9 +322,12 @@ void Call::normalise(const Arrays& arrays, const int* reqs) {
         if (sharing_of(node_.layer->pooling) != Sharing::kNothing) sit_down();
         backend_->threads = threads();
         tensor_.cut(node_.layer->pooling.slots());
-        const Total moments = share(Direction::kForward, backend_->moments(x, tensor_));
+        Vector own = backend_->moments(x, tensor_);
+        look_at(own);
+        const Total moments = share(Direction::kForward, std::move(own));
         assign(moments);
         batch = batch_statistics(moments);
+        if (node_.layer->terms()->nonfinite == Nonfinite::kSkip && !finite(batch)) batch[0] = 0;
         if (recall_.memo) recall_.memo->keep({place_, pools_, first_slot_, tensor_.slots});
     }
     if (reqs[0] != kNull) backend_->normalise(x, tensor_, affine(arrays, 0), arrays[node_.output()], reqs[0] == kAdd);

@@ -29,7 +29,7 @@ struct Node {
     double epsilon = 1e-5, momentum = 0.9;
     bool fix_gamma = false;
     bool unbiased = false;  // the variance that the running one takes
-    bool guarded = true;  // against temporary inputs, which only a CPU has; see op.py
+    bool guarded = true;    // against temporary inputs, which only a CPU has; see op.py
 
     // Where things are in MXNet's lists: [inputs][outputs][auxiliary states] of the forward,
     // [gradients of the outputs][inputs][outputs][gradients of the inputs] of the backward.
@@ -58,6 +58,9 @@ class Arrays {
   private:
     std::vector<void*> handles_;
 };
+
+// The next batch that is not finite gets a warning, however short ago the last one was.
+void speak_of_nonfinite_again();
 
 // With `static_shape`, MXNet keeps a call and executes it again at every step.
 class Call {
@@ -101,6 +104,8 @@ class Call {
     void repeat();
     // The packed vectors of this replica's slots in; those of all slots out, or what they are together.
     Total share(Direction direction, Vector values);
+    // What `configure` says of this replica's moments that are not finite.
+    void look_at(const Vector& moments) const;
     // Gives the slots their statistics.
     void assign(const Total& moments);
     // [1, mean[C], variance[C]] that the running statistics go towards; [0, ...] where there is nothing.
