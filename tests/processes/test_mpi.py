@@ -22,6 +22,7 @@ def test_processes_equal_the_specification(processes):
         "one_store_for_gradients_and_statistics",
         "pushpull_and_broadcast",
         "running_stats_of_all_processes",
+        "recomputed",
     ],
 )
 def test_two_processes(scenario):

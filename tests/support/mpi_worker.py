@@ -274,6 +274,40 @@ def a_batch_that_is_not_finite():
         raise SystemExit(3) from None
 
 
+def recomputed():
+    """The statistics of all processes once, in the first forward; sums of all in the backward."""
+    contexts = CONTEXTS[: devices_of(kv.rank)]
+    for settings in ({}, {"mode": "local"}, {"group_size": 1}):
+        net = nn.HybridSequential()
+        for _ in range(2):
+            unit = nn.HybridSequential()
+            unit.add(nn.Dense(4, in_units=4), gluon_syncbn.SyncBatchNorm(in_channels=4, kvstore=kv, **settings))
+            unit.add(nn.Activation("tanh"), gluon_syncbn.SyncBatchNorm(in_channels=4, kvstore=kv, **settings))
+            net.add(unit)
+        net.initialize(ctx=contexts)
+        gluon_syncbn.broadcast_parameters(net)
+        random = np.random.RandomState(kv.rank)
+        data = [random.randn(3 + i, 4) * (1 + kv.rank) + i for i in range(len(contexts))]
+        heads = [nd.array(random.randn(*x.shape), ctx=c) for x, c in zip(data, contexts)]
+        found = []
+        for active in (False, True):
+            for unit in net:
+                gluon_syncbn.checkpoint(unit, active=active)
+            for parameter in net.collect_params(".*running.*").values():
+                parameter.set_data(nd.ones(4))
+            xs = [nd.array(x, ctx=c) for x, c in zip(data, contexts)]
+            for x in xs:
+                x.attach_grad()
+            with autograd.record():
+                ys = [net(x) for x in xs]
+            autograd.backward(ys, heads)
+            arrays = [*ys, *[x.grad for x in xs], *net[0][0].weight.list_grad(), *net[0][1].running_var.list_data()]
+            found.append([array.asnumpy() for array in arrays])
+        for a, b in zip(*found):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+            assert np.abs(a).max() > 0
+
+
 def along_a_tree():
     mpi._FEW = 1
     pushpull_and_broadcast()
