@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     table = _results.table(header, [row(result) for result in results])
     print(table)
     title = "Memory of a training step, with activations kept or recomputed"
-    _results.write(options.out, "checkpoint", title, f"{EXPLANATION}\n\n{table}", env, results)
+    _results.write(options.out, "checkpoint", title, f"{EXPLANATION}\n\n{table}", env, results, results)
     plot(options.out / "checkpoint.png", results, env)
     return 0
 
