@@ -111,14 +111,14 @@ class Processes:
                 raise UserError(f"{what}: not the same in processes 0 and {others[0]}")
 
     def broadcast(self, net) -> None:
-        """Process 0's values of a network to all.
+        """Process 0's values of a network to all, on all their devices.
 
         gluon.Trainer does that too, but in its first step, which is after the first forward.
         """
         if self.kvstore:
-            for name, parameter in net._collect_params_with_prefix().items():
-                devices = parameter.list_data()
-                self.kvstore.broadcast(name, devices[0], out=devices)
+            from model import package
+
+            package().broadcast_parameters(net, self.kvstore)
 
     @contextlib.contextmanager
     def one_on_each_machine_first(self, args):

@@ -23,6 +23,7 @@ from . import lifetime as _lifetime
 from . import logs as _logs
 from . import parallel, symbol
 from . import patches as _patches
+from .checkpoint import checkpoint
 from .convert import convert, freeze, revert
 from .devices import cpu_devices, devices
 from .layer import ShuffleBatchNorm, SyncBatchNorm
@@ -47,6 +48,7 @@ __all__ = [
     "__version__",
     "average_running_stats",
     "broadcast_parameters",
+    "checkpoint",
     "configure",
     "convert",
     "cpu_devices",

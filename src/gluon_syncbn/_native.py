@@ -6,14 +6,16 @@ Plain values go in and out; what they mean is said in ``csrc/api.cc``.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import weakref
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from mxnet.base import _LIB as _mxnet
-from mxnet.base import check_call
+from mxnet.base import MXNetError, NDArrayHandle, check_call
 from mxnet.ndarray import NDArray
 
 _PATH = Path(__file__).with_name("_core.so")
@@ -86,6 +88,11 @@ def _load() -> ctypes.CDLL:
         "wait_end": (None, [ctypes.c_void_p]),
         "devices": (None, [ctypes.c_int64, names]),
         "seed": (None, [ctypes.c_uint64]),
+        "nonfinite": (None, [ctypes.c_int]),
+        "tape_create": (ctypes.c_void_p, []),
+        "tape_free": (None, [ctypes.c_void_p]),
+        "tape_begin": (None, [ctypes.c_void_p, ctypes.c_int]),
+        "tape_end": (ctypes.c_int64, []),
         "fail": (None, [ctypes.c_char_p]),
         "failure": (ctypes.c_char_p, []),
         "reset": (None, []),
@@ -232,6 +239,38 @@ def seed(value: int) -> None:
     _core.syncbn_seed(value)
 
 
+#: What becomes of a batch that is not finite; the order is that of `Nonfinite` in csrc/meeting/meeting.h.
+NONFINITE = ("propagate", "skip", "error")
+
+
+def nonfinite(what: str) -> None:
+    _core.syncbn_nonfinite(NONFINITE.index(what))
+
+
+class Tape:
+    """What the calls of a forward leave behind for those that repeat it: see ``csrc/operator/tape.h``."""
+
+    def __init__(self) -> None:
+        self._tape = _core.syncbn_tape_create()
+        weakref.finalize(self, _core.syncbn_tape_free, self._tape).atexit = False
+
+    @contextmanager
+    def running(self, again: bool) -> Iterator[None]:
+        """On this thread, calls leave something, or repeat."""
+        _core.syncbn_tape_begin(self._tape, again)
+        try:
+            yield
+        except BaseException:
+            _core.syncbn_tape_end()
+            raise
+        left = _core.syncbn_tape_end()
+        if left:
+            raise MXNetError(
+                f"the second forward called {abs(left)} layer{'s' if abs(left) > 1 else ''} of SyncBatchNorm "
+                f"{'fewer' if left > 0 else 'more'} than the first"
+            )
+
+
 def fail(reason: str) -> None:
     _core.syncbn_fail(_bytes(reason))
 
@@ -266,6 +305,76 @@ def gate(arrays: Sequence[NDArray]) -> None:
             b"gluon_syncbn_gate",
         )
     )
+
+
+#: What MXNet asks for of a gradient: nothing, or to add it. Else it is written.
+NULL, ADD = 0, 3
+
+Backward = Callable[[List[NDArray], List[NDArray], List[int]], None]
+
+
+class _Callbacks(ctypes.Structure):  # MXCallbackList
+    _fields_ = [("count", ctypes.c_int), ("functions", ctypes.c_void_p), ("states", ctypes.c_void_p)]
+
+
+class _Function:
+    """Of a graph: its backward, and what MXNet has pointers to."""
+
+    def __init__(self, key: int, what: str, backward: Backward) -> None:
+        self.what, self.backward = what, backward
+        self._functions = (ctypes.c_void_p * 2)(*[ctypes.cast(f, ctypes.c_void_p) for f in (_run_backward, _forget)])
+        self._states = (ctypes.c_void_p * 2)(key, key)
+        self.callbacks = _Callbacks(2, ctypes.addressof(self._functions), ctypes.addressof(self._states))
+
+
+_functions: Dict[int, _Function] = {}  # in graphs
+_keys = itertools.count(1)
+
+
+def record_function(what: str, inputs: Sequence[NDArray], outputs: Sequence[NDArray], backward: Backward) -> None:
+    """Records that the outputs, which have their values, come from the inputs.
+
+    ``backward(heads, gradients, requests)`` runs in a thread of MXNet's custom operators and fills the gradients, or
+    issues what does. What it raises fails the step, with ``what`` was done. MXNet's ``autograd.Function`` prints it
+    instead, takes ``grad_req='add'`` for nothing, and ends at the first gradient that nobody asks for.
+    """
+    key = next(_keys)
+    _functions[key] = _Function(key, what, backward)
+    handles = [(ctypes.c_void_p * len(some))(*[array.handle.value for array in some]) for some in (inputs, outputs)]
+    check_call(
+        _mxnet.MXCustomFunctionRecord(
+            len(inputs), handles[0], len(outputs), handles[1], ctypes.byref(_functions[key].callbacks)
+        )
+    )
+
+
+# int heads, int gradients, void** arrays, const int* requests, int training, void* state
+@ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.POINTER(ctypes.c_void_p),
+    ctypes.POINTER(ctypes.c_int),
+    ctypes.c_int,
+    ctypes.c_void_p,
+)
+def _run_backward(heads: int, gradients: int, handles: Any, requests: Any, training: int, key: int) -> int:
+    arrays = [
+        NDArray(NDArrayHandle(handle), writable=i >= heads) for i, handle in enumerate(handles[: heads + gradients])
+    ]
+    function = _functions[key]
+    try:
+        function.backward(arrays[:heads], arrays[heads:], requests[:gradients])
+    except BaseException as problem:  # it must not pass through C++; whoever reads a gradient has it
+        fail(f"{function.what}: {type(problem).__name__}: {problem}")
+        gate(arrays[heads:])
+    return 1
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+def _forget(key: int) -> int:
+    del _functions[key]  # MXNet forgets the pointers
+    return 1
 
 
 def reset() -> None:

@@ -68,7 +68,7 @@ def convert(
         beginning, as ``net.collect_params(select)`` does. By default all.
     **kwargs
         Further arguments of each new layer: ``num_devices``, ``mode``, ``virtual_devices``, ``group_size``,
-        ``kvstore``, ``timeout``.
+        ``running_variance``, ``kvstore``, ``timeout``.
 
     Returns
     -------

@@ -79,9 +79,9 @@ class SyncBatchNorm(nn.BatchNorm):
 
     with means over all devices. dgamma and dbeta are each device's own part, which ``gluon.Trainer`` adds.
 
-    In training, ``running = momentum * running + (1 - momentum) * batch`` in the forward, with the biased variance,
-    the same on every device. (MXNet's BatchNorm does so in the backward on a CPU, and with the unbiased variance on a
-    GPU.) One device, predict mode and ``use_global_stats`` wait for nobody.
+    In training, ``running = momentum * running + (1 - momentum) * batch`` in the forward, with the biased variance
+    unless ``running_variance`` says otherwise, the same on every device. (MXNet's BatchNorm does so in the backward on
+    a CPU, and with the unbiased variance on a GPU.) One device, predict mode and ``use_global_stats`` wait for nobody.
 
     The statistics belong to *slots*: a device holds ``virtual_devices`` of them, each a contiguous part of its
     mini-batch, cut as ``numpy.array_split`` does. ``mode`` says whose a slot is normalised with:
@@ -124,6 +124,10 @@ class SyncBatchNorm(nn.BatchNorm):
         Slots of each device. Changes nothing in ``'sync'``.
     group_size : int, optional
         Devices that share a statistic in ``'sync'``: a divisor of their number. By default all.
+    running_variance : str
+        What the running variance takes: ``'biased'``, the variance that normalises, or ``'unbiased'``, that times
+        n / (n - 1) for the n values of a channel, as cuDNN's BatchNorm and PyTorch write it. A single value's is 0 in
+        both.
     kvstore : str or KVStore, optional
         What adds the statistics: ``'nccl'``, ``'host'``, ``'device'``, ``'local'`` or a KVStore object. By default what
         `configure` says, where each is explained.
@@ -178,6 +182,7 @@ class SyncBatchNorm(nn.BatchNorm):
         mode: str = "sync",
         virtual_devices: int = 1,
         group_size: Optional[int] = None,
+        running_variance: str = "biased",
         kvstore: Any = None,
         timeout: Optional[float] = None,
         prefix: Optional[str] = None,
@@ -192,6 +197,7 @@ class SyncBatchNorm(nn.BatchNorm):
         if num_devices is not None:
             num_devices = arguments.devices("num_devices", num_devices)
         pooling = Pooling.checked(mode, virtual_devices, group_size, axis, num_devices)
+        running_variance = arguments.one_of("running_variance", running_variance, ("biased", "unbiased"))
         if timeout is not None:
             timeout = arguments.seconds("timeout", timeout)
         exchange = session.exchange_of(kvstore)
@@ -211,6 +217,7 @@ class SyncBatchNorm(nn.BatchNorm):
             params=params,
         )
         self._replica_settings = (pooling, num_devices, exchange, timeout)
+        self._unbiased = running_variance == "unbiased"
         self._nodes = 0  # of graphs, so far
         self._origin: Any = None  # class and settings before `convert`
         self._adopt_parameters()
@@ -247,9 +254,8 @@ class SyncBatchNorm(nn.BatchNorm):
         deferred = self.running_mean._deferred_init
         contexts = self._replicas.given or (deferred[1] if deferred else [])
         lanes = self._replicas.lanes(contexts) if contexts else 1
-        y = sync_batch_norm(
-            F, x, gamma, beta, running_mean, running_var, self._replicas, lanes=lanes, node=node, **kwargs
-        )
+        kwargs.update(lanes=lanes, node=node, unbiased=self._unbiased)
+        y = sync_batch_norm(F, x, gamma, beta, running_mean, running_var, self._replicas, **kwargs)
         return rectify(y)
 
 

@@ -38,12 +38,13 @@ def sync_batch_norm(
     eps: float,
     momentum: float,
     fix_gamma: bool,
+    unbiased: bool,
 ) -> Any:
     """Normalises ``x`` with the statistics that the replicas' pooling says; ``F`` is ``mx.nd`` or ``mx.sym``.
 
     ``lanes`` is the number of replicas on each context. ``node`` numbers the layer's nodes in graphs and is -1 for an
-    eager call. A static graph does not tell MXNet's engine that a node writes the running statistics, so two nodes of
-    one layer may run in either order there.
+    eager call. ``unbiased`` is the variance that the running one takes. A static graph does not tell MXNet's engine
+    that a node writes the running statistics, so two nodes of one layer may run in either order there.
     """
     # MXNet hands a custom operator a temporary copy of an array in oneDNN's layout and frees it while the operator
     # still runs (AllocateNDArrayCopy in src/operator/custom/custom.cc keeps a pointer, no reference). SwapAxis of an
@@ -60,6 +61,7 @@ def sync_batch_norm(
         eps=repr(float(eps)),
         momentum=repr(float(np.float32(momentum))),  # as MXNet's own BatchNorm keeps it
         fix_gamma=int(fix_gamma),
+        unbiased=int(unbiased),
         guarded=int(guarded),
     )
     x = F.SwapAxis(x, dim1=0, dim2=0) if guarded else x

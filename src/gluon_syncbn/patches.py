@@ -9,7 +9,7 @@ from typing import Any, Callable, List, Tuple
 import mxnet as mx
 from mxnet import autograd, gluon
 
-from . import _native, mixed, steps
+from . import _native, draws, mixed, steps
 
 _replaced: List[Tuple[Any, str, Any]] = []  # owner, name, what was there
 
@@ -32,6 +32,7 @@ def install() -> None:
       In its first step, a trainer also copies the first context's running statistics to all; the gate stands there too.
     - ``gluon.Trainer`` is where a net is seen as a whole before its first update: one that mixes synchronised and plain
       layers is warned about there.
+    - ``mx.random.seed`` tells of its calls: seeds that are drawn here follow from it.
     """
     if _replaced:
         return
@@ -42,6 +43,7 @@ def install() -> None:
     # a store that updates does so as it adds
     _replace(gluon.Trainer, "_allreduce_grads", _gated(lambda trainer: trainer._update_on_kvstore, _gradients))
     _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore, _gradients))
+    _replace(mx.random, "seed", _telling)
     copies = _gated(lambda trainer: trainer._kvstore is not None, _written)
     _replace(gluon.Trainer, "_init_params", lambda initialise: _looked_at(copies(initialise)))
 
@@ -99,6 +101,14 @@ def _apart(backward: Callable) -> Callable:
         backward(heads, *args, **kwargs)
 
     return apart
+
+
+def _telling(seed: Callable) -> Callable:
+    def telling(seed_state: Any, *args: Any, **kwargs: Any) -> None:
+        seed(seed_state, *args, **kwargs)
+        draws.seeded(seed_state)
+
+    return telling
 
 
 def _looked_at(initialise: Callable) -> Callable:

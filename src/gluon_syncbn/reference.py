@@ -29,10 +29,12 @@ where the second term is what flows through mean and variance, back to the slots
 it is the gradient of plain batch normalisation. Each device keeps its own ``dgamma[d]`` and ``dbeta[d]``, whose sum is
 the gradient of the parameter, as a trainer adds them up over devices. The running statistics are also each device's::
 
-    running <- momentum * running + (1 - momentum) * batch                  (of mean and biased var)
+    running <- momentum * running + (1 - momentum) * batch                  (of mean and var)
 
-where ``batch`` is the pool's in sync, and else the unweighted mean over the pools of the device's own slots. Where
-there is no pool, ``running`` stays.
+where ``batch`` is the pool's in sync, and else the unweighted mean over the pools of the device's own slots; of the
+variances, these as they are, or with ``running_variance='unbiased'`` each times ``n / (n - 1)``, and as it is for
+``n = 1``. Where there is no pool, ``running`` stays; with ``nonfinite='skip'`` also where some value of ``batch`` is
+not finite.
 
 Sources: Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate
 Shift", ICML 2015 (Algorithm 1 and the gradients in section 3), applied to each pool. For shuffle: He, Fan, Wu, Xie and
@@ -109,6 +111,8 @@ def forward(
     virtual_devices: int = 1,
     group_size: Optional[int] = None,
     permutation: Optional[Sequence[int]] = None,
+    running_variance: str = "biased",
+    nonfinite: str = "propagate",
 ) -> Forward:
     """Normalise every slot with the statistics that `mode` gives it (see the module for the formula).
 
@@ -125,13 +129,16 @@ def forward(
         has none.
     - `permutation`: in shuffle, over the slots that hold a value: slot i takes the statistics of slot
         ``permutation[i]``, never its own. See `derangement`.
+    - `running_variance`: ``'biased'`` or ``'unbiased'``: what the running variance takes. Outputs do not depend on it.
+    - `nonfinite`: ``'propagate'``, ``'skip'`` or ``'error'``, of statistics that are not finite.
 
     **Returns:** outputs, statistics, new running means and variances. The arguments are not changed.
 
     **Raises:** `ValueError` for shards without a common channel extent, for parameters of another extent, for a batch
-    without a single value, for an unknown mode, for more than one slot where axis 0 holds the channels, for a
-    `group_size` that does not divide the number of shards, for fewer than two slots to shuffle, for a `permutation`
-    that is none of theirs or has a fixed point, and for either argument in another mode than its own.
+    without a single value, for an unknown mode, `running_variance` or `nonfinite`, for statistics that are not finite
+    with ``'error'``, for more than one slot where axis 0 holds the channels, for a `group_size` that does not divide
+    the number of shards, for fewer than two slots to shuffle, for a `permutation` that is none of theirs or has a fixed
+    point, and for either argument in another mode than its own.
     """
     arrays, axis = _channels_last(shards, axis)
     channels = arrays[0].shape[-1]
@@ -141,6 +148,10 @@ def forward(
             raise ValueError(f"{name} has shape {np.shape(vector)}, expected ({channels},), one per channel")
     old_mean, old_var = np.asarray(running_mean, np.float64), np.asarray(running_var, np.float64)
     _check_mode(mode, virtual_devices, group_size, permutation, axis, len(arrays))
+    if running_variance not in ("biased", "unbiased"):
+        raise ValueError(f"running_variance is {running_variance!r}, expected 'biased' or 'unbiased'")
+    if nonfinite not in ("propagate", "skip", "error"):
+        raise ValueError(f"nonfinite is {nonfinite!r}, expected 'propagate', 'skip' or 'error'")
 
     parts = [
         (device, samples)
@@ -165,6 +176,9 @@ def forward(
             for k in range(len(set(feeds)))
         ]
 
+    if nonfinite == "error" and not all(np.isfinite(part).all() for pool in pools for part in pool):
+        raise ValueError("the statistics are not finite")
+
     outputs = [np.zeros_like(x) for x in arrays]
     weight = np.asarray(gamma, np.float64) if scale else np.ones(channels)
     for device, samples, _, u in slots:
@@ -175,8 +189,11 @@ def forward(
     for device in range(len(arrays)):
         fed = {slot.feeds for slot in slots if slot.device // together == device // together}
         batch = [pools[k] for k in sorted(k for k in fed if k is not None)]
+        if nonfinite == "skip" and not all(np.isfinite(part).all() for pool in batch for part in pool):
+            batch = []
         new_means.append(_updated(old_mean, [pool.mean for pool in batch], momentum))
-        new_vars.append(_updated(old_var, [pool.var for pool in batch], momentum))
+        unbiased = [pool.n / max(pool.n - 1, 1) if running_variance == "unbiased" else 1 for pool in batch]
+        new_vars.append(_updated(old_var, [pool.var * k for pool, k in zip(batch, unbiased)], momentum))
 
     state = Statistics(pools, slots, axis, epsilon, scale)
     return Forward([np.moveaxis(y, -1, axis) for y in outputs], state, new_means, new_vars)

@@ -138,7 +138,9 @@ session = Session()
 _UNCHANGED: Any = object()
 
 
-def configure(*, kvstore: Any = _UNCHANGED, timeout: Any = _UNCHANGED, seed: Any = _UNCHANGED) -> None:
+def configure(
+    *, kvstore: Any = _UNCHANGED, timeout: Any = _UNCHANGED, seed: Any = _UNCHANGED, nonfinite: Any = _UNCHANGED
+) -> None:
     """Sets defaults for all layers that do not say otherwise, those that exist already included.
 
     Some models call ``norm_layer`` without ``norm_kwargs``; this reaches their layers too. A sum that is on its way
@@ -157,6 +159,12 @@ def configure(*, kvstore: Any = _UNCHANGED, timeout: Any = _UNCHANGED, seed: Any
         Of the permutations of mode ``'shuffle'``, from 0 to 2**64 - 1; 0 to start with. Each layer draws a new one for
         each call, and setting a seed starts over: a run that sets seed + epoch at the start of each epoch is the same
         whether it was interrupted or not.
+    nonfinite : str
+        Of a batch whose mean or variance is not finite, on any device that shares the statistic. ``'propagate'``, where
+        a process starts: what plain BatchNorm does, and the running statistics are lost. ``'skip'``: they leave the
+        batch out, on all devices that it would have reached, and one warning names layer, replica and what was found;
+        outputs and gradients are as before, so that the step has to be left out too. ``'error'``: the step ends in an
+        `MXNetError` with that text, and nothing is updated. It shows in the sums that are made anyway.
 
     Raises
     ------
@@ -167,11 +175,15 @@ def configure(*, kvstore: Any = _UNCHANGED, timeout: Any = _UNCHANGED, seed: Any
         seed = arguments.seed("seed", seed)
     if timeout is not _UNCHANGED:
         timeout = arguments.seconds("timeout", timeout)
+    if nonfinite is not _UNCHANGED:
+        nonfinite = arguments.one_of("nonfinite", nonfinite, _native.NONFINITE)
     exchange = session.exchange if kvstore is _UNCHANGED else session.exchange_of(kvstore)
     if timeout is not _UNCHANGED:
         _native.default_timeout(timeout)
     if seed is not _UNCHANGED:
         _native.seed(seed)
+    if nonfinite is not _UNCHANGED:
+        _native.nonfinite(nonfinite)
     if kvstore is not _UNCHANGED:
         session.set_exchange(exchange)
 

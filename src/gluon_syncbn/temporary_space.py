@@ -8,7 +8,7 @@ runs. Most nets are built before that, so the number follows the layers that the
 from __future__ import annotations
 
 import os
-from typing import Optional
+from typing import Callable, Optional
 
 from .environment import at_least
 
@@ -23,6 +23,9 @@ FOR_ANY_NET = 1024
 FOR_A_NET = 256
 #: For nets of few layers, which have more operators for each, without `cpu_devices`.
 LEAST = 16
+
+#: What MXNet has by itself.
+DEFAULT = 4
 
 _others = 1  # contexts but the first, as far as is known
 _least = LEAST
@@ -52,3 +55,18 @@ def of_layers(layers: int) -> None:
         os.environ[VARIABLE] = _set = str(wanted)
     else:
         at_least(VARIABLE, wanted)
+
+
+def as_mxnet_has_it(make: Callable[[], None]) -> None:
+    """Calls what makes the temporary space of a thread whose operators wait for nobody: with no more copies than MXNet
+    has by itself, since each comes to the largest space that any operator asks for.
+    """
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = str(DEFAULT)
+    try:
+        make()
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before

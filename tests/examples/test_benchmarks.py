@@ -213,6 +213,22 @@ def test_the_results_of_the_modes_are_complete(tmp_path):
     assert [list(cell["ratios"]) for cell in cells] == [modes] * 2
 
 
+def test_the_memory_of_recomputation(tmp_path):
+    text, (cell,) = quick("checkpoint", tmp_path)
+    ((header, rows),) = tables(text)
+    ways = ("kept", "recomputed")
+    assert header == [
+        "model",
+        "crop",
+        "images",
+        *(f"{way}, MiB" for way in ways),
+        "ratio",
+        *(f"{way}, s" for way in ways),
+    ]
+    assert_cells(rows, [["ResNet-50", "32", "1"]], r"\d+", r"\d+", *[NUMBER] * 3)
+    assert all(cell[way].keys() == {"before_mib", "peak_mib", "step_s"} for way in ways)
+
+
 def test_the_exchange_and_what_it_lets_expect(tmp_path):
     pytest.importorskip("mpi4py", reason="processes need mpi4py")
     text, cells = quick("exchange", tmp_path)

@@ -104,6 +104,70 @@ def test_many_channels_and_odd_sizes(rng):
     assert_same(step(layer, batch, gpus(2), "float32"), specification(layer, batch), 1e-5)
 
 
+@pytest.mark.parametrize("pooling", ["sync", "groups of 2", "shuffle, 2 slots"])
+def test_a_batch_that_is_left_out(rng, pooling):
+    gluon_syncbn.configure(nonfinite="skip")
+    try:
+        batch = make_batch(rng, 4)
+        batch.shards[1][0, 2].flat[1] = np.nan
+        layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS.get(pooling, {})), batch, gpus(4), "float64")
+        got = step(layer, batch, gpus(4), "float64")
+    finally:
+        gluon_syncbn.configure(nonfinite="propagate")
+    want = specification(layer, batch, nonfinite="skip")
+    for name in ("running_mean", "running_var"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-11)
+
+
+@pytest.mark.parametrize("kvstore", [None, "host"])
+def test_a_batch_that_ends_the_step(rng, kvstore):
+    """On the GPU that has it, whose own error names the place; the running statistics of all are as before."""
+    batch = make_batch(rng, 2)
+    batch.shards[1][0, 2].flat[1] = np.nan
+    layer = prepare(SyncBatchNorm(in_channels=5, kvstore=kvstore), batch, gpus(2), "float64")
+    xs = on_devices(batch.shards, gpus(2), "float64")
+    gluon_syncbn.configure(nonfinite="error")
+    try:
+        with autograd.record():
+            ys = [layer(x) for x in xs]
+        with pytest.raises(mx.MXNetError, match=r"on gpu\(1\): the batch is not finite: the mean of channel 2 is nan"):
+            ys[1].asnumpy()
+        with suppress(mx.MXNetError):
+            mx.nd.waitall()
+        gluon_syncbn.reset()
+    finally:
+        gluon_syncbn.configure(nonfinite="propagate")
+    for context in gpus(2):
+        np.testing.assert_array_equal(layer.running_mean.data(context).asnumpy(), np.zeros(5))
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+@pytest.mark.parametrize("pooling", ["sync", "local, 2 slots", "groups of 2"])
+def test_a_block_that_is_recomputed(rng, pooling, way):
+    batch, contexts = make_batch(rng, 4), gpus(4)
+    layers = [SyncBatchNorm(in_channels=5, **POOLINGS.get(pooling, {})) for _ in range(2)]
+    for layer in layers:
+        prepare(layer, batch, contexts, "float64")
+    net = nn.HybridSequential()
+    net.add(*layers)
+    found = []
+    for recomputed in (False, True):
+        for layer in layers:
+            layer.running_mean.set_data(nd.zeros(5, dtype="float64"))
+            layer.running_var.set_data(nd.ones(5, dtype="float64"))
+        gluon_syncbn.checkpoint(net, active=recomputed)
+        if WAYS[way] is not None and recomputed:
+            net.hybridize(**WAYS[way])
+        xs, heads = on_devices(batch.shards, contexts, "float64"), on_devices(batch.heads, contexts, "float64")
+        autograd.mark_variables(xs, on_devices(batch.shards, contexts, "float64"))
+        with autograd.record():
+            ys = [net(x) for x in xs]
+        autograd.backward(ys, heads)
+        found.append([collect(layer, ys, [x.grad for x in xs], contexts) for layer in layers])
+    for got, want in zip(found[1], found[0]):
+        assert_same(got, want, 1e-11)
+
+
 def test_a_large_offset(rng):
     batch = make_batch(rng, 2, dtype="float32", offset=1e4)
     layer = prepare(SyncBatchNorm(in_channels=5), batch, gpus(2), "float32")

@@ -41,6 +41,8 @@ HUGE = [(16, 1, 256, 120 * 120), (16, 120 * 120, 256, 1), (4, 1, 3, 1 << 26), (1
 NULL = np.uint64(0)  # a pointer
 POOLS = np.dtype([(name, "i4") for name in ("kind", "own", "begin", "end")] + [("table", "i4", SLOTS)])
 SHARED, OWN, TABLE = range(3)
+TOLD = np.dtype([("given_up", "i4"), ("", "i4"), ("at", "i8"), ("value", "f8")])
+PROPAGATE, LEAVE_OUT, TELL = range(3)
 
 
 def pools(kind, own=0, begin=0, end=0, table=()):
@@ -187,16 +189,18 @@ class Kernels:
         return self._packed("moments", "merge_moments", 1 + 2 * self.channels, self.data)
 
     def normalise(self, source, pooling, gamma, beta, fix_gamma, start=None, running=(None, None), batch=None,
-                  hand_on=1, momentum=0.9, given_up=0):  # fmt: skip
+                  hand_on=1, momentum=0.9, given_up=0, unbiased=0, watch=0):  # fmt: skip
         """`source`: gathered moments, or None for the running statistics. Returns the output and what is kept."""
         out, kept = self.output(start), self.gpu.empty(self.slots * (1 + 4 * self.channels), "float64")
         gathered = None if source is None else self.gpu.upload(source)
+        told = self.gpu.upload(np.array([(given_up, 0, -1, 0.0)], TOLD).view("uint8"))
         self.gpu.launch(
             f"normalise_{self.type}", self._each(), self.data, gathered, pooling, np.int32(source is None),
             np.float64(EPSILON), self.parameters(gamma), self.parameters(beta), np.int32(fix_gamma), out,
             np.int32(start is not None), kept, np.float64(momentum), *running, batch, np.int32(hand_on),
-            self.gpu.upload(np.array([given_up], "int32")), *self._sizes(),
+            np.int32(unbiased), np.int32(watch), told, *self._sizes(),
         )  # fmt: skip
+        self.told = self.gpu.download(told).view(TOLD)[0]
         kept = self.gpu.download(kept).reshape(self.slots, -1)
         return self.gpu.download(out).reshape(self.x.shape), kept
 
@@ -460,6 +464,14 @@ def test_running_statistics(gpu, shape, dtype):
             left = np.concatenate([[1], *want]) if hand_on else np.zeros(1 + 2 * channels)
             np.testing.assert_allclose(gpu.download(batch), left, rtol=1e-12)
 
+    counts = moments[1:3, 0]
+    got, _, _ = run(pools(SHARED, 1, 1, 3), unbiased=1)
+    n = counts.sum()
+    np.testing.assert_allclose(got[1], 0.7 * old[1] + 0.3 * shared[1] * n / (n - 1), rtol=1e-6)
+    got, _, _ = run(pools(OWN, 1), unbiased=1)
+    each = [variance * n / (n - 1) for n, (_, variance) in zip(counts, own)]
+    np.testing.assert_allclose(got[1], 0.7 * old[1] + 0.3 * np.mean(each, 0), rtol=1e-6)
+
     kernels = Kernels(gpu, x, 1)  # frozen
     running = [kernels.parameters(values) for values in old]
     y, kept = kernels.normalise(None, pools(OWN), gamma, beta, False, running=running)
@@ -469,6 +481,35 @@ def test_running_statistics(gpu, shape, dtype):
     np.testing.assert_allclose(kept[0, :1], 0)
     for values, before in zip(running, old):
         np.testing.assert_array_equal(gpu.download(values), before.astype(dtype))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=str)
+def test_moments_that_are_not_finite(gpu, bad):
+    """A batch is left out in every channel, by whoever tracks a pool that it feeds; its own replica is told."""
+    x, _, _, gamma, beta = case((2, 1, 3, 16), "float64", 2)
+    moments = gathered_moments(3, 4)
+    moments[1, 5] = bad  # of slot 1, the second variance
+
+    def moved(pooling, watch):
+        kernels = Kernels(gpu, x, 2)
+        running = [kernels.parameters(np.ones(3)) for _ in range(2)]
+        kernels.normalise(moments, pooling, gamma, beta, False, running=running, watch=watch)
+        return [gpu.download(values) for values in running], kernels.told
+
+    for pooling, feeds, at in (
+        (pools(SHARED, 0, 0, 4), True, 12),
+        (pools(SHARED, 2, 0, 4), True, -1),
+        (pools(SHARED, 2, 2, 4), False, -1),
+        (pools(OWN, 1), True, 5),
+        (pools(OWN, 2), False, -1),
+    ):
+        running, told = moved(pooling, PROPAGATE)
+        assert np.isfinite(running[1]).all() != feeds and told["at"] == -1
+        for watch in (LEAVE_OUT, TELL):
+            running, told = moved(pooling, watch)
+            assert (np.array(running) == 1).all() == feeds
+            assert told["at"] == (at if watch == TELL else -1)
+            np.testing.assert_equal(told["value"], bad if told["at"] >= 0 else 0.0)
 
 
 def test_small_kernels(gpu):

@@ -32,7 +32,7 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, reference
+from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, convert, reference
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,22 @@ def test_equals_the_specification(contexts, rng, pooling, way, dtype):
         got = step(layer, batch, contexts, dtype)
         want = specification(layer, batch, node=-1 if way == "eager" else 0)
         assert_same(got, want, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("settings", [{}, {"mode": "local", "virtual_devices": 2}, {"group_size": 2}], ids=str)
+def test_unbiased_running_variance(contexts, rng, settings, way):
+    """Of a slot of one value per channel too, and in graphs."""
+    batch = make_batch(rng, 4, spatial=())
+    assert min(map(len, batch.shards)) == 1
+    layer = prepare(
+        convert(nn.BatchNorm(in_channels=5), running_variance="unbiased", **settings),
+        batch,
+        contexts[:4],
+        "float64",
+        WAYS[way],
+    )
+    assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-9)
 
 
 @pytest.mark.parametrize("axis", [1, -1])

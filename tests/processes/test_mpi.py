@@ -22,6 +22,7 @@ def test_processes_equal_the_specification(processes):
         "one_store_for_gradients_and_statistics",
         "pushpull_and_broadcast",
         "running_stats_of_all_processes",
+        "recomputed",
     ],
 )
 def test_two_processes(scenario):
@@ -51,6 +52,13 @@ def test_another_net():
     assert job.code != 0
     assert "the processes disagree about the net: layer 1 is SyncBatchNorm 'first' (5 channels" in job.output
     assert "'first' (6 channels" in job.output
+
+
+def test_a_batch_that_is_not_finite():
+    job = Job(2, "a_batch_that_is_not_finite")
+    assert job.code not in (0, None)
+    for rank in range(2):
+        assert re.search(rf"FAILED rank {rank} .*'front' on cpu\(1\): the batch is not finite", job.output), job.output
 
 
 def test_the_same_parameters():

@@ -243,6 +243,71 @@ def broadcasts_parameters():
         raise SystemExit(3) from None
 
 
+def a_batch_that_is_not_finite():
+    """Of rank 1: left out by all, then the end of all."""
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=2, kvstore=kv, prefix="front_")
+    layer.initialize(ctx=CONTEXTS[: devices_of(kv.rank)])
+    gluon_syncbn.configure(nonfinite="skip", timeout=20)
+
+    def forward(spoil):
+        xs = [np.random.RandomState(kv.rank).randn(3, 2) for _ in range(devices_of(kv.rank))]
+        if spoil and kv.rank == 1:
+            xs[1][2, 1] = np.nan
+        with autograd.record():
+            ys = [layer(nd.array(x, ctx=c)) for x, c in zip(xs, CONTEXTS)]
+        mx.nd.waitall()
+        return ys
+
+    forward(spoil=True)
+    for context in layer.running_var.list_ctx():
+        assert (layer.running_var.data(context).asnumpy() == 1).all()
+        assert (layer.running_mean.data(context).asnumpy() == 0).all()
+    forward(spoil=False)
+    for context in layer.running_var.list_ctx():
+        assert (layer.running_var.data(context).asnumpy() != 1).all()
+    gluon_syncbn.configure(nonfinite="error")
+    since = time.monotonic()
+    try:
+        forward(spoil=True)
+    except mx.MXNetError as error:
+        report(since, error)
+        raise SystemExit(3) from None
+
+
+def recomputed():
+    """The statistics of all processes once, in the first forward; sums of all in the backward."""
+    contexts = CONTEXTS[: devices_of(kv.rank)]
+    for settings in ({}, {"mode": "local"}, {"group_size": 1}):
+        net = nn.HybridSequential()
+        for _ in range(2):
+            unit = nn.HybridSequential()
+            unit.add(nn.Dense(4, in_units=4), gluon_syncbn.SyncBatchNorm(in_channels=4, kvstore=kv, **settings))
+            unit.add(nn.Activation("tanh"), gluon_syncbn.SyncBatchNorm(in_channels=4, kvstore=kv, **settings))
+            net.add(unit)
+        net.initialize(ctx=contexts)
+        gluon_syncbn.broadcast_parameters(net)
+        random = np.random.RandomState(kv.rank)
+        data = [random.randn(3 + i, 4) * (1 + kv.rank) + i for i in range(len(contexts))]
+        heads = [nd.array(random.randn(*x.shape), ctx=c) for x, c in zip(data, contexts)]
+        found = []
+        for active in (False, True):
+            for unit in net:
+                gluon_syncbn.checkpoint(unit, active=active)
+            for parameter in net.collect_params(".*running.*").values():
+                parameter.set_data(nd.ones(4))
+            xs = [nd.array(x, ctx=c) for x, c in zip(data, contexts)]
+            for x in xs:
+                x.attach_grad()
+            with autograd.record():
+                ys = [net(x) for x in xs]
+            autograd.backward(ys, heads)
+            arrays = [*ys, *[x.grad for x in xs], *net[0][0].weight.list_grad(), *net[0][1].running_var.list_data()]
+            found.append([array.asnumpy() for array in arrays])
+        for a, b in zip(*found):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+            assert np.abs(a).max() > 0
+
+
 def along_a_tree():
     mpi._FEW = 1
     pushpull_and_broadcast()

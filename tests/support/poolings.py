@@ -7,6 +7,7 @@ from gluon_syncbn import reference
 
 #: Every way of pooling that some number of replicas can have.
 POOLINGS = {
+    "sync, unbiased": {"running_variance": "unbiased"},
     "sync, 3 slots": {"virtual_devices": 3},
     "groups of 2": {"group_size": 2},
     "groups of 2, 3 slots": {"group_size": 2, "virtual_devices": 3},
@@ -34,7 +35,7 @@ def permutation(layer, batch, virtual_devices, *, call=0, node=-1, seed=0):
     return reference.derangement(seed, layer._replicas.id, node, call, slots)
 
 
-def specification(layer, batch, *, axis=1, call=0, node=-1, seed=0, **settings):
+def specification(layer, batch, *, axis=1, call=0, node=-1, seed=0, nonfinite="propagate", **settings):
     """What `layer` computes for the batch, in float64 NumPy, starting from mean 0 and variance 1."""
     kwargs, pooling = layer._kwargs, layer._replica_settings[0]._asdict()
     momentum = float(np.float32(kwargs["momentum"]))  # as MXNet keeps it
@@ -44,6 +45,7 @@ def specification(layer, batch, *, axis=1, call=0, node=-1, seed=0, **settings):
     forward = reference.forward(
         batch.shards, batch.gamma, batch.beta, np.zeros(channels), np.ones(channels),
         axis=axis, epsilon=kwargs["eps"], momentum=momentum, scale=not kwargs["fix_gamma"], **pooling,
+        running_variance="unbiased" if layer._unbiased else "biased", nonfinite=nonfinite,
     )  # fmt: skip
     gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
     return Result(

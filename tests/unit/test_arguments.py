@@ -101,6 +101,7 @@ LAYER = {
     "mode": "mode",
     "virtual_devices": "count",
     "group_size": "optional count",
+    "running_variance": "mode",
     "kvstore": "kvstore",
     "timeout": "optional seconds",
 }
@@ -164,7 +165,14 @@ def updated(**kwargs):
 CALLS = {
     "SyncBatchNorm": (SyncBatchNorm, LAYER),
     "ShuffleBatchNorm": (gluon_syncbn.ShuffleBatchNorm, {**LAYER, "mode": "shuffled"}),
-    "configure": (gluon_syncbn.configure, {"kvstore": "kvstore", "timeout": "seconds", "seed": "seed"}),
+    "checkpoint": (
+        lambda **kwargs: gluon_syncbn.checkpoint(**{"block": nn.Dense(1), **kwargs}),
+        {"block": "net", "active": "flag"},
+    ),
+    "configure": (
+        gluon_syncbn.configure,
+        {"kvstore": "kvstore", "timeout": "seconds", "seed": "seed", "nonfinite": "mode"},
+    ),
     "convert": (
         lambda **kwargs: gluon_syncbn.convert(**{"net": nn.BatchNorm(), **kwargs}),
         {"net": "net", "norm_layer": "norm_layer", "select": "select"},

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import mxnet as mx
 from mxnet import autograd, gluon
 
 from gluon_syncbn import patches
@@ -14,6 +15,7 @@ CHANGED = [
     (gluon.Trainer, "_allreduce_grads"),
     (gluon.Trainer, "_update"),
     (gluon.Trainer, "_init_params"),
+    (mx.random, "seed"),
 ]
 
 

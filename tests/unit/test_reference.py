@@ -437,6 +437,46 @@ def test_one_value_per_channel_gives_beta():
     assert not dx.any()
 
 
+@pytest.mark.parametrize("mode, virtual_devices", [("sync", 1), ("local", 1), ("local", 2)])
+def test_unbiased_running_variance(mode, virtual_devices):
+    """NumPy's with one degree of freedom less; of a single value 0. Nothing else changes."""
+    shards, _, gamma, beta, mean, var = problem([(5, 3, 4), (1, 3, 1), (2, 3, 4)])
+    settings = {"mode": mode, "virtual_devices": virtual_devices, "momentum": 0.75}
+    biased = reference.forward(shards, gamma, beta, mean, var, **settings)
+    result = reference.forward(shards, gamma, beta, mean, var, running_variance="unbiased", **settings)
+    for now, before in zip(result.outputs + result.running_mean, biased.outputs + biased.running_mean):
+        np.testing.assert_array_equal(now, before)
+
+    def estimate(x):
+        values = np.moveaxis(x, 1, 0).reshape(3, -1)
+        return values.var(1, ddof=1) if values.shape[1] > 1 else np.zeros(3)
+
+    for i, running in enumerate(result.running_var):
+        if mode == "sync":
+            flat = np.concatenate([np.moveaxis(x, 1, 0).reshape(3, -1) for x in shards], axis=1)
+            batch = flat.var(1, ddof=1)
+        else:
+            batch = np.mean(
+                [estimate(part) for part in np.array_split(shards[i], virtual_devices) if len(part)], axis=0
+            )
+        np.testing.assert_allclose(running, 0.75 * var + 0.25 * batch, rtol=1e-12)
+
+
+def test_statistics_that_are_not_finite():
+    shards, _, gamma, beta, mean, var = problem([(2, 3, 4), (3, 3, 4), (2, 3, 4), (1, 3, 4)])
+    shards[1][0, 2, 1] = np.nan
+    state = (gamma, beta, mean, var)
+    result = reference.forward(shards, *state, group_size=2, nonfinite="skip")
+    plain = reference.forward(shards, *state, group_size=2)
+    for i in (0, 1):
+        np.testing.assert_array_equal([result.running_mean[i], result.running_var[i]], [mean, var])
+        assert np.isnan(plain.running_mean[i][2]) and np.isnan(result.outputs[i][:, 2]).all()
+    for i in (2, 3):
+        np.testing.assert_array_equal(result.running_var[i], plain.running_var[i])
+    with pytest.raises(ValueError, match="not finite"):
+        reference.forward(shards, *state, nonfinite="error")
+
+
 def test_arguments_are_not_changed():
     shards, heads, gamma, beta, mean, var = problem([(4, 3, 5), (2, 3, 5)])
     arguments = [*shards, *heads, gamma, beta, mean, var]
@@ -464,6 +504,8 @@ def test_arguments_are_not_changed():
         ({"running_var": np.ones((3, 1))}, "running_var has shape"),
         ({"mode": "global"}, "mode is 'global', expected 'sync', 'local' or 'shuffle'"),
         ({"mode": None}, "mode is None"),
+        ({"nonfinite": "ignore"}, "nonfinite is 'ignore', expected 'propagate', 'skip' or 'error'"),
+        ({"running_variance": "exact"}, "running_variance is 'exact', expected 'biased' or 'unbiased'"),
         ({"virtual_devices": 0}, "virtual_devices is 0"),
         (
             {"axis": 0, "shards": [np.ones((3, 2))], "virtual_devices": 2},

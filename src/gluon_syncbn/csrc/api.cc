@@ -16,7 +16,9 @@
 #include "meeting/step.h"
 #include "meeting/timing.h"
 #include "mxnet_api.h"
+#include "operator/call.h"
 #include "operator/op.h"
+#include "operator/tape.h"
 
 #define SYNCBN_API extern "C" __attribute__((visibility("default")))
 
@@ -123,7 +125,27 @@ SYNCBN_API void syncbn_devices(int64_t count, const char** contexts) {
     registry().set_devices(strings(count, contexts));
 }
 
+// The numbers are those of syncbn::Nonfinite.
+SYNCBN_API void syncbn_nonfinite(int what) {
+    registry().set_nonfinite(static_cast<syncbn::Nonfinite>(what));
+    syncbn::speak_of_nonfinite_again();
+}
+
 SYNCBN_API void syncbn_seed(uint64_t seed) { registry().set_seed(seed); }
+
+// ---- recomputation ----
+
+using TapeHandle = std::shared_ptr<syncbn::Tape>;
+
+SYNCBN_API void* syncbn_tape_create() { return new TapeHandle(std::make_shared<syncbn::Tape>()); }
+
+SYNCBN_API void syncbn_tape_free(void* tape) { delete static_cast<TapeHandle*>(tape); }
+
+SYNCBN_API void syncbn_tape_begin(void* tape, int again) {
+    syncbn::begin_tape(*static_cast<TapeHandle*>(tape), again != 0);
+}
+
+SYNCBN_API int64_t syncbn_tape_end() { return syncbn::end_tape(); }
 
 // ---- the step ----
 

@@ -114,23 +114,23 @@ Lease::Lease(Device& device) : device_(device) {
     {
         std::lock_guard<std::mutex> lock(device.mutex_);
         if (!device.streams_.empty()) {
-            std::tie(stream_, given_up_) = device.streams_.back();
+            std::tie(stream_, told_) = device.streams_.back();
             device.streams_.pop_back();
         }
     }
     if (stream_ == nullptr) {
-        void* word = nullptr;
-        check(driver().allocate_host(&word, sizeof(int), kPortable | kMapped), "cuMemHostAlloc");
+        void* told = nullptr;
+        check(driver().allocate_host(&told, sizeof(Told), kPortable | kMapped), "cuMemHostAlloc");
         check(driver().stream_create(&stream_, kNonBlocking), "cuStreamCreate");
-        given_up_ = static_cast<int*>(word);
+        told_ = static_cast<Told*>(told);
     }
-    *given_up_ = 0;
+    *told_ = {0, -1, 0};
 }
 
 Lease::~Lease() {
     if (abandoned_) return;
     std::lock_guard<std::mutex> lock(device_.mutex_);
-    device_.streams_.emplace_back(stream_, given_up_);
+    device_.streams_.emplace_back(stream_, told_);
 }
 
 bool Lease::idle() const {

@@ -32,6 +32,14 @@ struct Grid {
     int64_t x = 1, y = 1, z = 1;
 };
 
+// In memory of the host, which kernels read and write: what they are told, and what they tell. The layout is that of
+// kernels.cu.
+struct Told {
+    int given_up;  // what is on the stream shall leave nothing behind
+    int64_t at;    // of the replica's packed moments, the first that is not finite; -1 before anybody says so
+    double value;
+};
+
 // Threads of every block; kernels.cu is compiled for it.
 constexpr int kBlock = 256;
 
@@ -56,8 +64,8 @@ class Device {
     std::mutex mutex_;  // guards the rest
     void* module_ = nullptr;
     std::map<std::string, void*> kernels_;
-    std::vector<std::pair<Stream, int*>> streams_;  // that nobody uses, each with the word that belongs to it
-    std::map<size_t, std::vector<void*>> memory_;   // that nobody uses, by size
+    std::vector<std::pair<Stream, Told*>> streams_;  // that nobody uses, each with what belongs to it
+    std::map<size_t, std::vector<void*>> memory_;    // that nobody uses, by size
 };
 
 // Makes a device current on this thread while the object lives. MXNet's threads have none at times: cudaSetDevice, before
@@ -81,15 +89,14 @@ class Lease {
     Stream stream() const { return stream_; }
     // Whether all that was put on the stream is done; throws the error of the device.
     bool idle() const;
-    // A word of host memory that kernels read: not 0 where what is on the stream shall leave nothing behind.
-    int* given_up() const { return given_up_; }
+    Told* told() const { return told_; }
     // It hangs: neither it nor the memory that it uses is of use to anybody.
     void abandon() { abandoned_ = true; }
 
   private:
     Device& device_;
     Stream stream_ = nullptr;
-    int* given_up_ = nullptr;
+    Told* told_ = nullptr;
     bool abandoned_ = false;
 };
 

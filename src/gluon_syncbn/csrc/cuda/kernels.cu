@@ -611,14 +611,32 @@ __device__ inline Index any_thread() {
     return ((Index(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
 }
 
+// What the host says to a launch that is on its way, and hears of it.
+struct Told {
+    int given_up;  // the step has failed
+    Index at;      // of the replica's packed moments, the first that is not finite
+    double value;  // which it is
+};
+
+enum Watch { kPropagate, kLeaveOut, kLeaveOutAndTell };
+
+// The first of some packed moments that is not finite; -1 where all are.
+__device__ inline Index not_finite(const double* moments, Index begin, Index end) {
+    for (Index i = begin; i < end; ++i)
+        if (!isfinite(moments[i])) return i;
+    return -1;
+}
+
 // Where the running statistics go on from, or the batch's are left for an operator that moves them.
 template <typename P>
 struct Tracked {
     double momentum;
     P *mean, *var;              // null: nothing is tracked
-    double* batch;              // [1, mean[C], variance[C]], or [0 ...] where there is nothing; null: `mean` and `var`
-    bool hand_on;               // into `batch`: this replica's, not zeros
-    const volatile int* given_up;  // the step has failed while this was on its way
+    double* batch;  // [1, mean[C], variance[C]], or [0 ...] where there is nothing; null: `mean` and `var`
+    bool hand_on;   // into `batch`: this replica's, not zeros
+    bool unbiased;  // the variance
+    Watch watch;    // for batches that are not finite
+    volatile Told* told;
 
     __device__ void move(Index channel, double to_mean, double to_var) const {
         mean[channel] = static_cast<P>(momentum * mean[channel] + (1 - momentum) * to_mean);
@@ -629,26 +647,38 @@ struct Tracked {
 // The mean over the pools that the replica's slots feed.
 template <typename P>
 __device__ void track(const Tracked<P>& tracked, const Source<P>& source, const Pools& pools, Index slots) {
-    const Index channels = source.channels;
+    const Index channels = source.channels, length = Moments::length(channels);
+    const Index own = Index(pools.own) * length, end = own + slots * length;
+    if (tracked.watch == kLeaveOutAndTell && any_thread() == 0) {
+        const Index at = not_finite(source.gathered, own, end);
+        if (at >= 0) {
+            tracked.told->value = source.gathered[at];
+            tracked.told->at = at - own;
+        }
+    }
     for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
         double mean = 0, variance = 0, parts = 0;
         for (Index slot = 0; slot < (pools.kind == Pools::kShared ? 1 : slots); ++slot) {
             const Statistic part = source.of(fed(pools, slot), channel);
             if (part.share == 0) continue;
             mean += part.mean;
-            variance += part.variance;
+            variance += tracked.unbiased && part.share < 1 ? part.variance / (1 - part.share) : part.variance;
             parts += 1;
         }
         if (parts > 1) {
             mean /= parts;
             variance /= parts;
         }
-        const bool any = parts > 0;
+        bool any = parts > 0;
+        if (any && tracked.watch != kPropagate) {  // each thread for itself: seldom asked for, and in the cache
+            const bool shared = pools.kind == Pools::kShared;
+            any = not_finite(source.gathered, shared ? pools.begin * length : own, shared ? pools.end * length : end) < 0;
+        }
         if (tracked.batch != nullptr) {
             if (channel == 0) tracked.batch[0] = any && tracked.hand_on;
             tracked.batch[1 + channel] = tracked.hand_on ? mean : 0;
             tracked.batch[1 + channels + channel] = tracked.hand_on ? variance : 0;
-        } else if (tracked.mean != nullptr && any && !*tracked.given_up) {
+        } else if (tracked.mean != nullptr && any && !tracked.told->given_up) {
             tracked.move(channel, mean, variance);
         }
     }
@@ -718,7 +748,8 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
         normalise_##TYPE(const T* x, const double* gathered, const Pools pools, int frozen, double epsilon,            \
                          const P* gamma, const P* beta, int fix_gamma, T* y, int add, double* kept, double momentum,   \
-                         P* running_mean, P* running_var, double* batch, int hand_on, const int* given_up,             \
+                         P* running_mean, P* running_var, double* batch, int hand_on, int unbiased, int watch,         \
+                         Told* told,                                                                                   \
                          Index samples, Index per_sample, Index channels, Index inner, Index slots, int width,         \
                          Index segment) {                                                                              \
         const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
@@ -726,7 +757,8 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
         Normalise<T, P> map = {x, y, add != 0, source, pools, gamma, beta, fix_gamma != 0};                            \
         if (y != nullptr && samples > 0) each<T>(map, layout, width, segment, aligned(x) && aligned(y));               \
         keep(source, pools, slots, kept);                                                                              \
-        const Tracked<P> tracked = {momentum, running_mean, running_var, batch, hand_on != 0, given_up};               \
+        const Tracked<P> tracked = {momentum, running_mean, running_var, batch, hand_on != 0, unbiased != 0,           \
+                                    static_cast<Watch>(watch), told};                                                  \
         if (frozen == 0) track(tracked, source, pools, slots);                                                         \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
@@ -763,7 +795,7 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
 #define SYNCBN_PARAMETER_KERNELS(TYPE, P)                                                                              \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
         update_running_##TYPE(const double* batch, double momentum, P* running_mean, P* running_var, Index channels) { \
-        const Tracked<P> tracked = {momentum, running_mean, running_var, nullptr, false, nullptr};                     \
+        const Tracked<P> tracked = {momentum, running_mean, running_var, nullptr, false, false, kPropagate, nullptr};  \
         const Index c = thread();                                                                                      \
         if (c < channels && batch[0] != 0) tracked.move(c, batch[1 + c], batch[1 + channels + c]);                     \
     }

@@ -32,6 +32,9 @@
 
 namespace syncbn {
 
+// What becomes of a batch whose statistics are not finite: nothing special; the running statistics stay; the step ends.
+enum class Nonfinite : int { kPropagate = 0, kSkip = 1, kError = 2 };
+
 // What holds for a layer; nobody changes it any more.
 struct Terms {
     int64_t layer = 0;
@@ -44,6 +47,7 @@ struct Terms {
     double timeout = 300;                  // seconds
     Reach reach = Reach::kMemory;
     Hook hook = nullptr;
+    Nonfinite nonfinite = Nonfinite::kPropagate;
 };
 
 // One handing-in: the forward of a meeting is phase 0, its k-th backward is phase k.

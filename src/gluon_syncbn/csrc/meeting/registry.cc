@@ -116,6 +116,12 @@ void Registry::set_hook(Hook hook) {
     renew_all();
 }
 
+void Registry::set_nonfinite(Nonfinite what) {
+    Lock lock(mutex_);
+    nonfinite_ = what;
+    renew_all();
+}
+
 void Registry::set_devices(std::vector<std::string> contexts) {
     Lock lock(mutex_);
     devices_ = std::move(contexts);
@@ -163,6 +169,7 @@ void Registry::renew(Layer& layer) {
     terms->timeout = layer.timeout_ > 0 ? layer.timeout_ : timeout_;
     terms->reach = layer.has_reach_ ? layer.reach_ : reach_;
     terms->hook = hook_;
+    terms->nonfinite = nonfinite_;
     layer.terms_ = std::move(terms);
 }
 

@@ -63,6 +63,7 @@ class Registry {
     double default_timeout() const;
     void set_default_reach(Reach reach);
     void set_hook(Hook hook);  // once, before the first call
+    void set_nonfinite(Nonfinite what);
     // Only these take part; empty means all.
     void set_devices(std::vector<std::string> contexts);
     // Draws the permutations of all layers from here, starting with their first call.
@@ -87,6 +88,7 @@ class Registry {
     Reach reach_ = Reach::kMemory;
     std::vector<std::string> devices_;
     uint64_t seed_ = 0;
+    Nonfinite nonfinite_ = Nonfinite::kPropagate;
 };
 
 Registry& registry();

@@ -1,11 +1,16 @@
 #include "operator/call.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <mutex>
 #include <numeric>
+#include <sstream>
 
+#include "clock.h"
+#include "log.h"
 #include "meeting/step.h"
 #include "pooling/statistics.h"
 
@@ -21,8 +26,28 @@ bool naive_engine() {
 }
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr double kQuiet = 10;  // seconds
+
+// Whose batch was warned of last. What is not finite reaches all layers behind it, and all replicas: they are not worth
+// a warning each.
+struct Culprit {
+    std::mutex mutex;
+    int64_t layer = 0;
+    std::string context;
+    double since = 0;
+};
+
+Culprit& culprit() {
+    static Culprit* one = new Culprit;
+    return *one;
+}
 
 }  // namespace
+
+void speak_of_nonfinite_again() {
+    std::lock_guard<std::mutex> lock(culprit().mutex);
+    culprit().layer = 0;
+}
 
 std::unique_ptr<Call> Call::of(Node node, std::string context, Type type, Shape shape, int64_t samples) {
     if (context.compare(0, 3, "cpu") == 0) return host_call(std::move(node), std::move(context), type, shape, samples);
@@ -31,7 +56,12 @@ std::unique_ptr<Call> Call::of(Node node, std::string context, Type type, Shape 
     throw Failure("CPU and GPU contexts can be synchronised; " + context + " was given");
 }
 
-void Call::issue(const void* caller) {
+void Call::issue(const void* caller, Recall recall) {
+    recall_ = std::move(recall);
+    if (recall_.again) {
+        place_.backwards = recall_.memo->repeat();
+        return;
+    }
     node_.layer->room.issued(context_);
     if (node_.lanes == 1) return;
     place_ = node_.layer->room.join(*node_.layer->terms(), context_, node_.number, caller, false);
@@ -143,6 +173,53 @@ void Call::sit_down() {
     if (place_.meeting->replicas() > 1 && naive_engine())
         throw Failure(
             "MXNET_ENGINE_TYPE=NaiveEngine runs one replica after the other, so they can never meet. Unset it.");
+}
+
+std::shared_ptr<const void> Call::repeat() {
+    const auto outcome = recall_.memo->outcome(node_.layer->terms()->timeout);
+    if (!outcome) {
+        const auto why = step().failure();
+        throw Failure("nothing to recompute from, because the forward of this call has not been computed. " +
+                      std::string(why ? why->what() : ""));
+    }
+    const int backwards = place_.backwards;
+    place_ = outcome->place;
+    place_.backwards = backwards;
+    pools_ = outcome->pools;
+    first_slot_ = outcome->first_slot;
+    tensor_.slots = outcome->slots;
+    return outcome->device;
+}
+
+void Call::remember(std::shared_ptr<const void> device) const {
+    if (recall_.memo) recall_.memo->keep({place_, pools_, first_slot_, tensor_.slots, std::move(device)});
+}
+
+void Call::look_at(int64_t at, double value) const {
+    const Nonfinite what = node_.layer->terms()->nonfinite;
+    if (what == Nonfinite::kPropagate) return;
+    const bool bad = at >= 0;
+    if (what == Nonfinite::kSkip) {
+        std::lock_guard<std::mutex> lock(culprit().mutex);
+        const bool known = culprit().layer == node_.layer->id && culprit().context == context_;
+        if (!bad && known) culprit().layer = 0;
+        if (!bad || (culprit().layer != 0 && seconds() - culprit().since < kQuiet)) return;
+        culprit().layer = node_.layer->id;
+        culprit().context = context_;
+        culprit().since = seconds();
+    }
+    if (!bad) return;
+    const int64_t length = moments_length(channels()), within = at % length;
+    std::ostringstream text;
+    text << "the batch is not finite: the " << (within <= channels() ? "mean" : "variance") << " of channel "
+         << (within - 1) % channels();
+    if (tensor_.slots.size() > 1) text << " in slot " << at / length << " of " << tensor_.slots.size();
+    text << " is " << (std::isnan(value) ? kNaN : value) << ". ";  // the sign of one says nothing
+    if (what == Nonfinite::kError)
+        throw Failure(node_.layer->name, context_, "", text.str() + "(gluon_syncbn.configure(nonfinite='error'))");
+    text << "The running statistics leave it out (nonfinite='skip'). Nothing more is said of such batches for "
+         << kQuiet << " s, or until this replica has a finite one.";
+    log(Level::kWarning, Failure(node_.layer->name, context_, "", text.str()).what());
 }
 
 Total Call::share(Direction direction, Vector values) {

@@ -9,6 +9,7 @@
 
 #include "meeting/registry.h"
 #include "mxnet_api.h"
+#include "operator/tape.h"
 #include "pooling/pooling.h"
 #include "tensor.h"
 
@@ -28,7 +29,8 @@ struct Node {
     int axis = 1;
     double epsilon = 1e-5, momentum = 0.9;
     bool fix_gamma = false;
-    bool guarded = true;  // against temporary inputs, which only a CPU has; see op.py
+    bool unbiased = false;  // the variance that the running one takes
+    bool guarded = true;    // against temporary inputs, which only a CPU has; see op.py
 
     // Where things are in MXNet's lists: [inputs][outputs][auxiliary states] of the forward,
     // [gradients of the outputs][inputs][outputs][gradients of the inputs] of the backward.
@@ -58,6 +60,9 @@ class Arrays {
     std::vector<void*> handles_;
 };
 
+// The next batch that is not finite gets a warning, however short ago the last one was.
+void speak_of_nonfinite_again();
+
 // With `static_shape`, MXNet keeps a call and executes it again at every step.
 class Call {
   public:
@@ -71,8 +76,8 @@ class Call {
     virtual ~Call() = default;
 
     // On the issuing thread, for a training call. `caller` is null on the main thread, whose calls take turns on the
-    // seats; any other thread is one replica.
-    void issue(const void* caller);
+    // seats; any other thread is one replica. `recall` says whether it is kept for a recomputation, or is one.
+    void issue(const void* caller, Recall recall);
     // `reqs` as MXNet gives them, one for each output. On failure the outputs are NaN: nothing plausible is left.
     void forward(const Arrays& arrays, const int* reqs, bool training);
     void backward(const Arrays& arrays, const int* reqs);
@@ -98,6 +103,14 @@ class Call {
     virtual void clear_up() {}
 
     void sit_down();
+    // Statistics and seat of the call that this one repeats. Returns what a device keeps them in.
+    std::shared_ptr<const void> repeat();
+    // For whoever repeats this one.
+    void remember(std::shared_ptr<const void> device) const;
+    // What `configure` says of this replica's moments that are not finite: the first is `value`, the `at`-th of its packed
+    // vectors; -1 where all are finite.
+    void look_at(int64_t at, double value) const;
+    bool watches() const { return node_.layer->terms()->nonfinite != Nonfinite::kPropagate; }
     bool shares() const { return sharing_of(node_.layer->pooling) != Sharing::kNothing; }
     // The packed vectors of this replica's slots in; those of all slots out, or what they are together.
     Total share(Direction direction, Vector values);
@@ -113,6 +126,7 @@ class Call {
     Pools pools_;             // of all slots of the last forward
     int64_t first_slot_ = 0;  // of this replica
     bool frozen_ = false;     // normalised with the running statistics: no gradient through them
+    Recall recall_;
 
   private:
     // Ends the step with what an exception says, and the layer and the context where it does not say them; NaN into the

@@ -8,6 +8,7 @@
 // meet there as those of a CPU do, and go back: the same kernels read them.
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <optional>
 #include <sstream>
 #include <thread>
@@ -58,10 +59,14 @@ struct PoolsOfSlots {
     int table[kMostSlots] = {};
 };
 
+// As in kernels.cu: what becomes of moments that are not finite.
+enum Watch : int { kPropagate, kLeaveOut, kLeaveOutAndTell };
+
 // What the replicas hand in, and what comes back; it lives until nobody points to it any more.
 struct Gathered {
     Memory own, all;
     OnDevice part;
+    int64_t slots = 0;
     const double* values() const { return all.data() != nullptr ? all.data() : own.data(); }
 };
 
@@ -114,8 +119,10 @@ class DeviceCall : public Call {
     std::vector<Memory> scratch_;         // until the callback ends
     std::shared_ptr<Gathered> gathered_;  // the same
     bool may_be_posted_ = false;          // others may put something on the stream
-    int64_t gathered_slots_ = 0;
-    Memory kept_;  // for the backward
+    bool tells_ = false;                  // the forward has said whether the moments are finite
+    bool kept_for_repetition_ = false;    // what was gathered
+    bool on_devices_ = false;             // what was gathered is that of each slot, not of all together
+    Memory kept_;                         // for the backward
 };
 
 Plan plan_of(const Tensor& tensor) {
@@ -124,9 +131,10 @@ Plan plan_of(const Tensor& tensor) {
 
 // ---- pools -------------------------------------------------------------------------------------------------------
 
-PoolsOfSlots shared(int64_t begin, int64_t end) {
+PoolsOfSlots shared(int64_t own, int64_t begin, int64_t end) {
     PoolsOfSlots out;
     out.kind = PoolsOfSlots::kShared;
+    out.own = static_cast<int>(own);
     out.begin = static_cast<int>(begin);
     out.end = static_cast<int>(end);
     return out;
@@ -136,9 +144,9 @@ PoolsOfSlots shared(int64_t begin, int64_t end) {
 PoolsOfSlots DeviceCall::used() const {
     const Pooling& pooling = node_.layer->pooling;
     if (pooling.mode == Mode::kSync) {
-        if (pooling.group == 0) return shared(0, gathered_slots_);
-        const int64_t begin = first_slot_ / pooling.group * pooling.group;
-        return shared(begin, std::min(begin + pooling.group, gathered_slots_));
+        const int64_t begin = pooling.group == 0 ? 0 : first_slot_ / pooling.group * pooling.group;
+        const int64_t end = pooling.group == 0 ? gathered_->slots : std::min(begin + pooling.group, gathered_->slots);
+        return shared(first_slot_, begin, end);
     }
     PoolsOfSlots out;
     out.own = static_cast<int>(first_slot_);
@@ -207,12 +215,14 @@ Total DeviceCall::gather(Direction direction, int64_t length) {
     Vector counts;
     if (direction == Direction::kForward)
         for (const Slot& slot : tensor_.slots) counts.push_back(static_cast<double>(slot.shape.per_channel()));
-    gathered_slots_ = static_cast<int64_t>(tensor_.slots.size());
+    int64_t& slots = gathered_->slots;
+    slots = static_cast<int64_t>(tensor_.slots.size());
+    on_devices_ = !shares() || gathers_on_devices();
     if (!shares()) return {std::move(counts), 0, node_.layer->id};
     const auto terms = node_.layer->terms();
-    if (gathers_on_devices()) {
+    if (on_devices_) {
         const auto replicas = static_cast<int64_t>(place_.meeting->replicas());
-        gathered_slots_ *= replicas;
+        slots *= replicas;
         if (replicas > 1) gathered_->all = memory(replicas * own.size());
         gathered_->part = {device().id, work().lease.stream(), own.data(), gathered_->all.data(), own.size()};
         may_be_posted_ = true;
@@ -226,13 +236,17 @@ Total DeviceCall::gather(Direction direction, int64_t length) {
     }
     Vector values(static_cast<size_t>(own.size()));
     own.download(values.data(), work().lease);
+    if (direction == Direction::kForward && watches()) {
+        const auto bad = std::find_if(values.begin(), values.end(), [](double v) { return !std::isfinite(v); });
+        look_at(bad == values.end() ? -1 : bad - values.begin(), bad == values.end() ? 0 : *bad);
+    }
     Total total = share(direction, std::move(values));
     gathered_->all = memory(static_cast<int64_t>(total.values.size()));
     gathered_->all.upload(total.values.data(), work().lease.stream());
-    gathered_slots_ = gathered_->all.size() / length;
+    slots = gathered_->all.size() / length;
     if (direction == Direction::kForward) {
-        for (int64_t slot = 0; slot < gathered_slots_; ++slot) counts.push_back(total.values[slot * length]);
-        counts.erase(counts.begin(), counts.end() - gathered_slots_);
+        counts.clear();
+        for (int64_t slot = 0; slot < slots; ++slot) counts.push_back(total.values[slot * length]);
     }
     return {std::move(counts), total.first / static_cast<size_t>(length), total.key};
 }
@@ -240,6 +254,12 @@ Total DeviceCall::gather(Direction direction, int64_t length) {
 // ---- forward -------------------------------------------------------------------------------------------------------
 
 void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
+    const bool hands_on = node_.role == Role::kMeet && reqs[1] != kNull;
+    void* batch = hands_on ? data(arrays[node_.output() + 1]) : nullptr;
+    if (recall_.again) {
+        gathered_ = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
+        return run_normalise(arrays, reqs[0], used(), batch);
+    }
     if (shares()) sit_down();
     const Pooling& pooling = node_.layer->pooling;
     if (pooling.mode == Mode::kShuffle && pooling.slots() > kMostSlots)
@@ -255,8 +275,9 @@ void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
     });
     const Total counts = gather(Direction::kForward, length);
     assign(counts.values, counts.first, counts.key);
-    const bool hands_on = node_.role == Role::kMeet && reqs[1] != kNull;
-    run_normalise(arrays, reqs[0], used(), hands_on ? data(arrays[node_.output() + 1]) : nullptr);
+    run_normalise(arrays, reqs[0], used(), batch);
+    tells_ = watches() && on_devices_;
+    kept_for_repetition_ = recall_.memo != nullptr;
 }
 
 void DeviceCall::normalise_frozen(const Arrays& arrays, int req) {
@@ -271,14 +292,17 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, const PoolsOfSlots
     const double* gathered = frozen_ ? nullptr : gathered_->values();
     void* y = req == kNull ? nullptr : data(arrays[node_.output()]);
     void *mean = nullptr, *variance = nullptr;
-    if (node_.role != Role::kMeet) {
+    if (frozen_ || (node_.role != Role::kMeet && !recall_.again)) {
         mean = data(arrays[node_.running_mean()]);
         variance = data(arrays[node_.running_mean() + 1]);
     }
     kept_ = Memory();  // that of the last execution may serve again
     kept_ = memory(plan.slots * (1 + 4 * channels()));
     const int frozen = frozen_, fix_gamma = affine.fix_gamma, add = req == kAdd;
-    const int hand_on = batch != nullptr && place_.first_lane();  // one replica of a context is enough
+    // One replica of a context is enough; a call that repeats another has nothing new.
+    const int hand_on = batch != nullptr && !recall_.again && place_.first_lane();
+    const int unbiased = node_.unbiased;
+    const int watch = !watches() ? kPropagate : on_devices_ ? kLeaveOutAndTell : kLeaveOut;
     const bool any = y != nullptr && tensor_.shape.size() > 0;
     run(named("normalise", tensor_.type), any ? plan.each() : Grid{ceil_div(channels(), kBlock)},
         {x,
@@ -297,7 +321,9 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, const PoolsOfSlots
          variance,
          batch,
          hand_on,
-         work().lease.given_up(),
+         unbiased,
+         watch,
+         work().lease.told(),
          plan.samples,
          plan.per_sample,
          plan.shape.channels,
@@ -405,14 +431,18 @@ void DeviceCall::finish() {
             throw Failure(why.str());
         }
     }
+    if (tells_) look_at(work_->lease.told()->at, work_->lease.told()->value);
+    if (kept_for_repetition_) remember(gathered_);
+    tells_ = kept_for_repetition_ = false;
     scratch_.clear();
     gathered_.reset();
     work_.reset();
 }
 
 void DeviceCall::clear_up() {
+    tells_ = kept_for_repetition_ = false;
     if (!work_) return;
-    *work_->lease.given_up() = 1;
+    work_->lease.told()->given_up = 1;
     bool idle = false;
     try {
         idle = idle_within(kWatchAfter);

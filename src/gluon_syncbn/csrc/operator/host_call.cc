@@ -18,6 +18,10 @@ int threads_for(size_t replicas) {
     return std::max(1, all / static_cast<int>(std::max<size_t>(1, replicas)));
 }
 
+Vector::const_iterator first_not_finite(const Vector& values) {
+    return std::find_if(values.begin(), values.end(), [](double v) { return !std::isfinite(v); });
+}
+
 class HostCall : public Call {
   public:
     using Call::Call;
@@ -88,9 +92,10 @@ Vector HostCall::batch_statistics(const Total& moments) const {
     const double parts = static_cast<double>(tracked.size());
     for (int64_t pool : tracked) {
         const Vector part = moments_of_pool(pools_, pool, moments.values, channels());
+        const double divisor = node_.unbiased ? std::max(part[0] - 1, 1.0) : part[0];
         for (int64_t c = 0; c < channels(); ++c) {
             batch[1 + c] += part[1 + c] / parts;
-            batch[1 + channels() + c] += part[1 + channels() + c] / part[0] / parts;
+            batch[1 + channels() + c] += part[1 + channels() + c] / divisor / parts;
         }
     }
     batch[0] = parts > 0;
@@ -122,17 +127,30 @@ Vector HostCall::gradients_of_users(Vector sums) {
 
 void HostCall::normalise(const Arrays& arrays, const int* reqs) {
     const Array x = arrays[kX];
-    if (shares()) sit_down();
-    backend_.threads = threads();
-    tensor_.cut(node_.layer->pooling.slots());
-    const Total moments = share(Direction::kForward, backend_.moments(x, tensor_));
-    assign_statistics(moments);
+    Vector batch(moments_length(channels()), 0.0);
+    if (recall_.again) {  // the running statistics have had this batch
+        repeat();
+        backend_.threads = threads();
+    } else {
+        if (shares()) sit_down();
+        backend_.threads = threads();
+        tensor_.cut(node_.layer->pooling.slots());
+        Vector own = backend_.moments(x, tensor_);
+        if (watches()) {
+            const auto bad = first_not_finite(own);
+            look_at(bad == own.end() ? -1 : bad - own.begin(), bad == own.end() ? 0 : *bad);
+        }
+        const Total moments = share(Direction::kForward, std::move(own));
+        assign_statistics(moments);
+        batch = batch_statistics(moments);
+        if (watches() && first_not_finite(batch) != batch.end()) batch[0] = 0;
+        remember(nullptr);
+    }
     if (reqs[0] != kNull) backend_.normalise(x, tensor_, affine(arrays, 0), arrays[node_.output()], reqs[0] == kAdd);
-    Vector batch = batch_statistics(moments);
     if (node_.role == Role::kWhole) {
         update_running(batch, arrays);
     } else if (reqs[1] != kNull) {
-        if (!place_.first_lane()) batch[0] = 0;  // one replica of a context is enough
+        if (!recall_.again && !place_.first_lane()) batch[0] = 0;  // one replica of a context is enough
         backend_.write(batch, Type::kFloat64, arrays[node_.output() + 1], false);
     }
 }

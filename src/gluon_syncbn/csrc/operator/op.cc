@@ -208,7 +208,7 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     mx.autograd_is_training(&training);
     if (training && property.role != Role::kTrack) {
         try {
-            op->issue(caller());
+            op->issue(caller(), recall());
         } catch (const std::exception& e) {
             throw dmlc::Error(e.what());
         }
@@ -247,6 +247,7 @@ int create_property(const char*, const int size, const char** keys, const char**
     property->epsilon = std::stod(given["eps"]);
     property->momentum = std::stod(given["momentum"]);
     property->fix_gamma = given["fix_gamma"] == "1";
+    property->unbiased = given["unbiased"] == "1";
     property->guarded = given["guarded"] == "1";
 
     return 1;

@@ -1,0 +1,161 @@
+"""Memory and time of a training step with `gluon_syncbn.checkpoint` and without.
+
+Each case is measured in a process of its own, on one CPU device: the most memory that the process has had at once (the
+kernel's high-water mark of its resident set), less what it had before the first step.
+
+    python benchmarks/checkpoint.py             # writes benchmarks/results/checkpoint.{md,json,png}
+    python benchmarks/checkpoint.py --quick     # a smoke test, its figures mean nothing
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Sequence
+
+import _measuring
+import _results
+from tqdm import tqdm
+
+CLASSES = 150
+STEPS = 2
+CASES: List[_measuring.Cell] = [
+    {"model": "ResNet-50", "crop": 224, "images": 16},
+    {"model": "PSPNet-ResNet50", "crop": 240, "images": 4},
+]
+QUICK: List[_measuring.Cell] = [{"model": "ResNet-50", "crop": 32, "images": 1}]
+LIMIT_S = 400  # of one process
+# What glibc has freed goes back to the kernel at once, so that the mark shows what is in use.
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+EXPLANATION = f"""The most memory that a process had at once in {STEPS} training steps (forward, loss, backward,
+`trainer.step`) on one CPU device, in MiB above what it had with parameters and gradients before the first step, with
+SyncBatchNorm in eager mode. *Recomputed* are all residual units of the ResNet, each by itself, with
+`gluon_syncbn.checkpoint`; the seconds are those of the last step, and of one run each."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _measuring.options(__doc__, arguments, quick="one small case: a smoke test")
+    if options.child:
+        print(json.dumps(measured(json.loads(options.child))))
+        return 0
+    env = _results.environment(["benchmarks/checkpoint.py", *arguments])
+    cases = QUICK if options.quick else CASES
+    results = []
+    with tqdm(total=2 * len(cases), desc="checkpoint", unit="process") as progress:
+        for case in cases:
+            result: Dict[str, Any] = dict(case)
+            for name, recomputed in (("kept", False), ("recomputed", True)):
+                progress.set_postfix_str(f"{case['model']}, {name}")
+                result[name] = in_a_process({**case, "recomputed": recomputed})
+                progress.update()
+            results.append(result)
+    header = ["model", "crop", "images", "kept, MiB", "recomputed, MiB", "ratio", "kept, s", "recomputed, s"]
+    table = _results.table(header, [row(result) for result in results])
+    print(table)
+    title = "Memory of a training step, with activations kept or recomputed"
+    _results.write(options.out, "checkpoint", title, f"{EXPLANATION}\n\n{table}", env, results, results)
+    plot(options.out / "checkpoint.png", results, env)
+    return 0
+
+
+def row(result: Dict[str, Any]) -> List[str]:
+    kept, recomputed = result["kept"], result["recomputed"]
+    texts = [result["model"], str(result["crop"]), str(result["images"])]
+    texts += [f"{one['peak_mib']:.0f}" for one in (kept, recomputed)]
+    texts += [f"{recomputed['peak_mib'] / kept['peak_mib']:.2f}"]
+    return texts + [f"{one['step_s']:.1f}" for one in (kept, recomputed)]
+
+
+def in_a_process(cell: _measuring.Cell) -> Dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", json.dumps(cell)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+        env={**os.environ, **ENVIRONMENT},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # GluonCV prints, too
+    if done.returncode != 0 or not lines:
+        raise SystemExit(f"{cell} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
+    return json.loads(lines[-1])
+
+
+def measured(cell: _measuring.Cell) -> Dict[str, float]:
+    import mxnet as mx
+    from gluoncv.model_zoo import get_model
+    from gluoncv.model_zoo.pspnet import PSPNet
+    from mxnet.gluon import Trainer
+
+    import gluon_syncbn
+
+    # MXNet reads how many copies of temporary space there are: its own 4, for one device that waits for nobody.
+    mx.random.seed(0)
+    crop, images = cell["crop"], cell["images"]
+    if cell["model"] == "ResNet-50":
+        net = get_model("resnet50_v1b", classes=CLASSES)
+        gluon_syncbn.convert(net)
+    else:
+        layer = gluon_syncbn.SyncBatchNorm
+        net = PSPNet(CLASSES, aux=True, pretrained_base=False, crop_size=crop, norm_layer=layer, backbone="resnet50")
+    net.initialize(mx.init.Xavier(), force_reinit=True)
+    net(mx.nd.zeros((1, 3, crop, crop)))  # which fixes the shapes
+    if cell["recomputed"]:
+        for stage in (net.layer1, net.layer2, net.layer3, net.layer4):
+            for unit in stage:
+                gluon_syncbn.checkpoint(unit)
+    trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3, "momentum": 0.9})
+    x = mx.nd.random.normal(shape=(images, 3, crop, crop))
+    mx.nd.waitall()
+    before = resident_mib()
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        with mx.autograd.record():
+            outputs = net(x)
+            loss = sum(y.square().mean() for y in (outputs if isinstance(outputs, tuple) else [outputs]))
+        loss.backward()
+        trainer.step(images)
+        mx.nd.waitall()
+        seconds = time.perf_counter() - begin
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"before_mib": before, "peak_mib": peak - before, "step_s": seconds}
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(6.4, 3.6))
+    for k, (name, colour) in enumerate((("kept", "#000000"), ("recomputed", "#0072B2"))):
+        places = [i + 0.4 * k - 0.2 for i in range(len(results))]
+        heights = [result[name]["peak_mib"] for result in results]
+        axis.bar(places, heights, width=0.36, color=colour, label=f"activations {name}")
+        for place, height in zip(places, heights):
+            axis.annotate(f"{height:.0f}", (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=9)
+    texts = [f"{one['model']}\ncrop {one['crop']}, {one['images']} images" for one in results]
+    axis.set_xticks(range(len(results)), texts, fontsize=9)
+    axis.set_ylabel("most memory in a step, MiB")
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.margins(y=0.12)
+    axis.legend(frameon=False, fontsize=9)
+    figure.text(
+        0.5, 0.01, f"{env['processor']}, {env['cores']} cores, one CPU device", ha="center", fontsize=8, color="0.4"
+    )
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

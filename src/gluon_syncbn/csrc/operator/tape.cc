@@ -1,0 +1,59 @@
+#include "operator/tape.h"
+
+#include <chrono>
+
+#include "clock.h"
+#include "meeting/step.h"
+
+namespace syncbn {
+namespace {
+
+constexpr auto kSlice = std::chrono::milliseconds(50);
+
+struct Reel {
+    std::shared_ptr<Tape> tape;
+    bool again;
+    int64_t next = 0;
+};
+
+std::vector<Reel>& reels() {
+    static thread_local std::vector<Reel> stack;
+    return stack;
+}
+
+}  // namespace
+
+void Memo::keep(Outcome outcome) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    outcome_ = std::make_shared<const Outcome>(std::move(outcome));
+    changed_.notify_all();
+}
+
+std::shared_ptr<const Outcome> Memo::outcome(double timeout) const {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const double end = seconds() + timeout;
+    while (!outcome_ && !step().failure() && seconds() < end) changed_.wait_for(lock, kSlice);
+    return outcome_;
+}
+
+void begin_tape(std::shared_ptr<Tape> tape, bool again) { reels().push_back({std::move(tape), again}); }
+
+int64_t end_tape() {
+    const Reel reel = reels().back();
+    reels().pop_back();
+    return reel.again ? static_cast<int64_t>(reel.tape->memos.size()) - reel.next : 0;
+}
+
+Recall recall() {
+    Recall found;
+    for (Reel& reel : reels()) {  // the outermost first: what it repeats is new to nobody within it
+        const auto next = static_cast<size_t>(reel.next++);
+        if (reel.again && next < reel.tape->memos.size()) found = {reel.tape->memos[next], true};
+    }
+    if (!found.memo && !reels().empty()) found.memo = std::make_shared<Memo>();
+    for (Reel& reel : reels())
+        if (!reel.again) reel.tape->memos.push_back(found.memo);
+    return found;
+}
+
+}  // namespace syncbn

@@ -1,0 +1,140 @@
+"""A batch that is not finite: left out of the running statistics, or the end of the step."""
+
+import logging
+import re
+import time
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+from poolings import POOLINGS, specification
+from replicas import WAYS, assert_same, make_batch, on_devices, prepare, step
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm
+
+
+@pytest.fixture(autouse=True)
+def propagate():
+    yield
+    gluon_syncbn.reset()
+    gluon_syncbn.configure(nonfinite="propagate", seed=0)
+
+
+def spoilt(batch, replica=1, value=np.nan):
+    batch.shards[replica][0, 2].flat[1] = value
+    return batch
+
+
+def running(layer, contexts):
+    return [layer.running_mean.data(c).asnumpy() for c in contexts], [
+        layer.running_var.data(c).asnumpy() for c in contexts
+    ]
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid", "static_shape"])
+@pytest.mark.parametrize("pooling", ["sync", "groups of 2", "local, 2 slots", "shuffle, 2 slots"])
+def test_skip_leaves_the_running_statistics(contexts, rng, pooling, way):
+    gluon_syncbn.configure(nonfinite="skip", seed=0)
+    for value in (np.nan, np.inf):
+        batch = spoilt(make_batch(rng, 4), value=value)
+        layer = SyncBatchNorm(in_channels=5, **POOLINGS.get(pooling, {}))
+        got = step(prepare(layer, batch, contexts[:4], "float64", WAYS[way]), batch, contexts, "float64")
+        with np.errstate(invalid="ignore"):
+            want = specification(layer, batch, node=-1 if way == "eager" else 0, nonfinite="skip")
+        for name in ("running_mean", "running_var"):
+            np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-11, err_msg=name)
+        assert np.isfinite(got.running_var).all() and (got.running_var[1] == 1).all()
+        for g, w in zip(got.outputs, want.outputs):  # nothing plausible
+            np.testing.assert_array_equal(np.isfinite(g), np.isfinite(w))
+        assert not np.isfinite(got.outputs[1]).all()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_next_batch_counts(contexts, rng, replicas):
+    gluon_syncbn.configure(nonfinite="skip")
+    batch = make_batch(rng, replicas)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:replicas], "float64")
+    step(layer, spoilt(make_batch(rng, replicas), replica=0), contexts, "float64")
+    assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-11)
+
+
+def test_several_replicas_on_a_context(contexts, rng):
+    gluon_syncbn.configure(nonfinite="skip")
+    places = [contexts[0], contexts[0], contexts[1], contexts[1]]
+    batch = spoilt(make_batch(rng, 4), replica=3)
+    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=4), batch, contexts[:2], "float64")
+    got = step(layer, batch, places, "float64")
+    assert (np.array(got.running_mean) == 0).all() and (np.array(got.running_var) == 1).all()
+
+
+def test_by_default_it_propagates(contexts, rng):
+    batch = spoilt(make_batch(rng, 2))
+    got = step(prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64"), batch, contexts, "float64")
+    assert np.isnan(got.running_mean[0][2]) and np.isfinite(got.running_mean[0][1])
+
+
+def two_layers(contexts):
+    net = nn.HybridSequential()
+    net.add(SyncBatchNorm(in_channels=5, prefix="front_"), nn.Activation("tanh"), SyncBatchNorm(in_channels=5))
+    net.initialize(ctx=contexts)
+    return net
+
+
+def test_one_warning_until_it_is_finite_again(contexts, rng, caplog):
+    caplog.set_level(logging.WARNING, logger="gluon_syncbn")
+    gluon_syncbn.configure(nonfinite="skip")
+    net = two_layers(contexts[:2])
+    good, bad = make_batch(rng, 2), spoilt(make_batch(rng, 2), value=np.inf)
+
+    def steps(*batches):
+        before = len(caplog.records)
+        for batch in batches:
+            with autograd.record():
+                ys = [net(x) for x in on_devices(batch.shards, contexts, "float32")]
+            autograd.backward(ys)
+            mx.nd.waitall()
+        time.sleep(0.3)  # the core's records come by way of a thread
+        return [record.getMessage() for record in caplog.records[before:]]
+
+    (text,) = steps(good, bad, bad)
+    found = r"SyncBatchNorm 'front' on cpu\(1\): the batch is not finite: the mean of channel 2 is -?(inf|nan)\. The"
+    assert re.match(found, text)
+    (text,) = steps(good, bad)
+    assert "'front' on cpu(1)" in text
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_error_ends_the_step(contexts, rng, replicas, way, caplog):
+    caplog.set_level(logging.ERROR, logger="gluon_syncbn")
+    gluon_syncbn.configure(nonfinite="error")
+    contexts = contexts[:replicas]
+    batch = make_batch(rng, replicas)
+    layer = prepare(SyncBatchNorm(in_channels=5, prefix="front_"), batch, contexts, "float64", WAYS[way])
+    bad = spoilt(make_batch(rng, replicas), replica=replicas - 1)
+    with autograd.record():
+        ys = [layer(x) for x in on_devices(bad.shards, contexts, "float64")]
+    text = rf"SyncBatchNorm 'front' on cpu\({replicas - 1}\): the batch is not finite: the mean of channel 2 is -?nan"
+    for y in ys:
+        with pytest.raises(mx.MXNetError, match=text):
+            y.asnumpy()
+    for values, start in zip(running(layer, contexts), (0, 1)):
+        assert (np.array(values) == start).all()
+    # the node of a graph goes on counting
+    assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-11)
+
+
+def test_slots_are_named(contexts, rng, caplog):
+    caplog.set_level(logging.ERROR, logger="gluon_syncbn")
+    gluon_syncbn.configure(nonfinite="error")
+    layer = SyncBatchNorm(in_channels=5, mode="local", virtual_devices=2)
+    layer.initialize(ctx=contexts[:1])
+    x = np.random.RandomState(0).randn(4, 5, 3).astype("float32")
+    x[3, 4, 1] = np.inf
+    with autograd.record():
+        y = layer(nd.array(x))
+    with pytest.raises(mx.MXNetError, match="of channel 4 in slot 1 of 2 is"):
+        y.asnumpy()
