@@ -1,6 +1,7 @@
 """Synchronised BatchNorm for MXNet Gluon: statistics of the whole batch, over all devices."""
 
 from . import cuda_libraries as _cuda_libraries
+from . import distribution as _distribution
 from ._version import __version__
 
 # Errors bear the name of this package, as those do that say that a module is not found: `python -m gluon_syncbn` then
@@ -12,8 +13,8 @@ except _cuda_libraries.MissingLibraries:
     raise
 except ImportError as error:
     raise ImportError(
-        f"gluon_syncbn needs Apache MXNet 1.9 ({error}): `pip install 'gluon_syncbn[cpu]'`, "
-        "or `pip install 'gluon_syncbn[cu112]'` for NVIDIA GPUs",
+        f"gluon_syncbn needs Apache MXNet 1.9 ({error}): {_distribution.command('cpu')}, or for NVIDIA GPUs "
+        f"{_distribution.command('cu112')}{_distribution.WHERE}",
         name=__name__,
     ) from (None if error.name == "mxnet" else error)
 except AttributeError as error:  # mxnet 1.9.1 uses numpy.bool, which numpy 1.24 took away

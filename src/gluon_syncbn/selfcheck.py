@@ -16,7 +16,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd
 
-from . import SyncBatchNorm, __version__, _native, configure, cpu_devices, cuda, cuda_libraries, reference
+from . import SyncBatchNorm, __version__, _native, configure, cpu_devices, cuda, cuda_libraries, distribution, reference
 from .exchange import named
 
 NVRTC = "libnvrtc.so.11.2"
@@ -27,16 +27,16 @@ CONTEXTS = cpu_devices(2)
 
 def versions() -> str:
     builds = {}  # by name: an editable package is found twice
-    for distribution in importlib.metadata.distributions():
-        name = str(distribution.metadata["Name"]).lower().replace("_", "-")
+    for package in importlib.metadata.distributions():
+        name = str(package.metadata["Name"]).lower().replace("_", "-")
         if re.fullmatch(r"mxnet(-(cu\d+(mkl)?|mkl|native))?", name):
-            builds[name] = distribution.version
+            builds[name] = package.version
     if len(builds) > 1:
         both = " and ".join(f"{name} {version}" for name, version in sorted(builds.items()))
         raise RuntimeError(
             f"{both} are installed and have overwritten each other's files: `pip uninstall "
             f"{' '.join(sorted(builds))}`, then install one of them, with "
-            "`pip install 'gluon_syncbn[cpu]'` or `'gluon_syncbn[cu112]'`"
+            f"{distribution.command('cpu')} or {distribution.command('cu112')}{distribution.WHERE}"
         )
     return (
         f"gluon_syncbn {__version__}, Apache MXNet {mx.__version__} ({next(iter(builds), 'not from a package')}), "
@@ -61,11 +61,12 @@ def stores() -> str:
 
 def processes() -> str:
     found = []
-    for name, package in (("mpi", "mpi4py"), ("horovod", "horovod")):
+    horovod = "tools/install_horovod.sh in the checkout compiles it"
+    for name, package, brings in (("mpi", "mpi4py", distribution.command("mpi")), ("horovod", "horovod", horovod)):
         try:  # looked up, not imported: importing it starts MPI
             found.append(f"kvstore({name!r}) with {package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {name} (pip install 'gluon_syncbn[{name}]')")
+            found.append(f"no {name} ({brings})")
     return ", ".join(found)
 
 
