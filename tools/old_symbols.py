@@ -5,8 +5,8 @@ here are stand-ins for the C and C++ libraries that hold the names of this machi
 not above `LIMITS` (those of manylinux_2_17, which MXNet 1.9.1's own wheel has), and nothing else. What is younger in
 the C++ library is taken from libstdc++.a, as Red Hat's devtoolset does; what is younger in glibc does not link.
 
-The C++ library stays a shared one for the rest, because the operator's errors are caught by MXNet (`dmlc::Error`): with a
-copy of it inside, one would count what is thrown and the other what is caught.
+The C++ library stays a shared one for the rest, because the operator's errors are caught by MXNet (`dmlc::Error`): with
+a copy of it inside, one would count what is thrown and the other what is caught.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCRIPTS = {
 
 
 def run(*command: str, **kwargs: str) -> str:
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
+    done = subprocess.run(command, capture_output=True, text=True, **kwargs)
     if done.returncode:
         sys.exit(f"old_symbols.py: {' '.join(command)} failed: {done.stderr.strip()}")
     return done.stdout
@@ -39,7 +39,9 @@ def found(name: str) -> str:
     """The whole path of a file of the compiler's."""
     path = run("g++", f"-print-file-name={name}").strip()
     if path == name:
-        sys.exit(f"old_symbols.py: g++ does not find {name}: apt-get install g++ (Debian) or dnf install libstdc++-static")
+        sys.exit(
+            f"old_symbols.py: g++ does not find {name}: apt-get install g++ (Debian) or dnf install libstdc++-static"
+        )
     return str(Path(path).resolve())
 
 
@@ -47,7 +49,9 @@ def symbols(library: str) -> dict[str, tuple]:
     """(version, is it a variable) of each name, in its newest version within the limits."""
     newest: dict[str, tuple] = {}
     for line in run("readelf", "--dyn-syms", "--wide", library).splitlines():
-        match = re.match(r"\s*\d+: \S+\s+\S+\s+(\w+)\s+(GLOBAL|WEAK|UNIQUE)\s+\w+\s+(\w+)\s+(\S+?)@+(\w+?)_([\d.]+)$", line)
+        match = re.match(
+            r"\s*\d+: \S+\s+\S+\s+(\w+)\s+(GLOBAL|WEAK|UNIQUE)\s+\w+\s+(\w+)\s+(\S+?)@+(\w+?)_([\d.]+)$", line
+        )
         if not match or match.group(3) == "UND" or match.group(5) not in LIMITS:
             continue
         kind, _, _, name, family, digits = match.groups()
@@ -87,8 +91,7 @@ def main(folder: Path) -> None:
         write_stand_in(folder / file, {})
     split = " ".join(f"-l:{file}" for file in SPLIT)
     print(
-        f"-L{folder} -Wl,--no-undefined -Wl,--exclude-libs,ALL "
-        f"-Wl,--push-state,--no-as-needed {split} -Wl,--pop-state"
+        f"-L{folder} -Wl,--no-undefined -Wl,--exclude-libs,ALL -Wl,--push-state,--no-as-needed {split} -Wl,--pop-state"
     )
 
 

@@ -1,4 +1,4 @@
-"""Where the package can be had today. On the day it is published this file changes, and what its tests then find in the docs.
+"""Where the package can be had today. On the day of publication this file changes, and what its test finds in docs.
 
 ``setup.py`` reads the constants without importing the package.
 """

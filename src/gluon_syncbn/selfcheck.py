@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import os
@@ -20,6 +21,7 @@ from . import SyncBatchNorm, __version__, _native, configure, cpu_devices, cuda,
 from .exchange import named
 
 NVRTC = "libnvrtc.so.11.2"
+HEADLESS = "opencv-python-headless==4.8.1.78"  # the newest that takes numpy<1.24
 INDENT = "\n" + " " * 18
 CPU_BUILD = "none: this is a CPU build of MXNet"
 CONTEXTS = cpu_devices(2)
@@ -105,6 +107,25 @@ def gpus() -> str:
     return INDENT.join(lines)
 
 
+def opencv() -> str:
+    names = [f"opencv-{contrib}python{headless}" for contrib in ("", "contrib-") for headless in ("", "-headless")]
+    found = []
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    if not found:
+        return "none: GluonCV alone needs it"
+    try:
+        import cv2
+    except ImportError as error:
+        others = " ".join(name.split()[0] for name in found)
+        raise RuntimeError(
+            f"{' and '.join(found)}: import cv2 ends in {error}. A build without a screen needs no libGL: "
+            f"`pip uninstall -y {others}`, then `pip install --no-deps {HEADLESS}`"
+        ) from None
+    return f"{cv2.getVersionString()}, from {' over '.join(found[::-1])}"
+
+
 def live() -> str:
     return step(CONTEXTS, (None, "device"))
 
@@ -162,7 +183,7 @@ def step(contexts: Sequence[mx.Context], stores: Sequence[Optional[str]]) -> str
 
 
 def main() -> int:
-    checks: List[Callable[[], str]] = [versions, core, libraries, gpus, stores, processes, live, live_gpu]
+    checks: List[Callable[[], str]] = [versions, core, libraries, gpus, stores, processes, opencv, live, live_gpu]
     broken = 0
     for check in checks:
         try:

@@ -38,7 +38,9 @@ def test_mypy_takes_a_users_script(installed, tmp_path):
 
 def test_mypy_finds_what_is_wrong_in_it(installed, tmp_path):
     script = tmp_path / "wrong.py"
-    script.write_text("import gluon_syncbn\n\nnumber: int = gluon_syncbn.__version__\ngluon_syncbn.cpu_devices('two')\n")
+    script.write_text(
+        "import gluon_syncbn\n\nnumber: int = gluon_syncbn.__version__\ngluon_syncbn.cpu_devices('two')\n"
+    )
     status, output = check(installed, script, tmp_path)
     assert status == 1
     assert 'wrong.py:3: error: Incompatible types in assignment (expression has type "str"' in output

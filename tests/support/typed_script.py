@@ -26,9 +26,7 @@ for _ in range(2):
         losses = [net(part) for part in parts]
     autograd.backward(losses)
     trainer.step(4)
-keys: ShuffledBatch = gluon_syncbn.split_and_load(
-    mx.nd.ones((4, 3, 8, 8)), contexts, shuffle=SampleShuffle(seed=1)
-)
+keys: ShuffledBatch = gluon_syncbn.split_and_load(mx.nd.ones((4, 3, 8, 8)), contexts, shuffle=SampleShuffle(seed=1))
 gluon_syncbn.summary(net)
 model = DataParallelModel(net, contexts)
 gluon_syncbn.average_running_stats(net)
