@@ -10,7 +10,9 @@ import pytest
 from places import ROOT, SUPPORT
 from pythons import python
 
-VERSION = re.search(r'"(.+)"', (ROOT / "src" / "gluon_syncbn" / "_version.py").read_text(encoding="utf-8")).group(1)
+import gluon_syncbn
+
+VERSION = gluon_syncbn.__version__
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(1200)]
 
