@@ -18,7 +18,7 @@ unexport PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX
 help:
 	@cat <<'END'
 	make demo     train a segmentation network with SyncBatchNorm on 2 CPU devices (at most 10 minutes)
-	make demo-contrastive  MoCo with batch statistics that leak, and with the cures (about 6 minutes)
+	make demo-contrastive  MoCo with batch statistics that leak, and with the cures (about 5 minutes)
 	make demo-distributed  the segmentation job in two processes beside the same in one (about 10 minutes)
 	make check    lint and the quickest tests, for the loop of editing (under a minute)
 	make test     lint, then all tests

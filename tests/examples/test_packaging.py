@@ -288,6 +288,23 @@ def test_extras_are_quoted_in_messages():
         assert not re.search(r"pip install [^'\"`]*\[", path.read_text(encoding="utf-8")), path
 
 
+def test_docs_and_errors_say_what_can_be_installed_today():
+    """The one place is `distribution.py`: what is left to change on the day that its constants change is named here."""
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Dockerfile", "pyproject.toml")]
+    pages += [ROOT / "setup.py", *(ROOT / "tools").glob("*"), *(ROOT / ".github").rglob("*.*"), *PACKAGE.rglob("*.py")]
+    for folder in ("docs", "examples", "benchmarks", "tests", "requirements"):
+        for suffix in ("md", "rst", "txt", "py", "ipynb"):
+            pages += (ROOT / folder).rglob(f"*.{suffix}")
+    wrong = []
+    for page in pages:
+        if page.is_file() and page.name != "test_packaging.py":
+            text = page.read_text(encoding="utf-8")
+            for match in re.finditer(r"""pip install [^\n`|]*?["' ]([^\s"'`\[\]$]*)\[\w""", text):
+                if match.group(1) not in (distribution.TARGET, "FILE.whl", "{TARGET}"):
+                    wrong.append(f"{page.relative_to(ROOT)}: {match.group(0)}")
+    assert not wrong, "\n".join(wrong)
+
+
 # ---- the Makefile
 
 
@@ -342,11 +359,54 @@ def test_make_leaves_a_foreign_venv_alone(tree, poor_machine):
     assert (tree / ".venv" / "mine").exists()
 
 
+# ---- the long description
+
+README = """[page](docs/gpu.md#install), [there](https://a.b/c), ![p](docs/images/demo.png) and [here](#limits)
+[`code` [x]](src/gluon_syncbn/op.py)
+"""
+
+
+def describe(tree, repository):
+    (tree / "README.md").write_text(README)
+    file = tree / "src" / "gluon_syncbn" / "distribution.py"
+    text, changes = re.subn(r'REPOSITORY = ".*"', f'REPOSITORY = "{repository}"', file.read_text())
+    assert changes == 1
+    file.write_text(text)
+    status, output = run([sys.executable, "setup.py", "-q", "egg_info", "-e", tree.parent], tree)
+    assert status == 0, output
+    return Parser().parsestr((tree.parent / "gluon_syncbn.egg-info" / "PKG-INFO").read_text())
+
+
+def test_without_a_repository_the_long_description_links_to_nothing_of_it(tree):
+    metadata = describe(tree, "")
+    assert "page, [there](https://a.b/c),  and [here](#limits)\n`code` [x]" in metadata.get_payload()
+    assert metadata.get_all("Project-URL") is None
+
+
+def test_with_a_repository_links_are_whole(tree):
+    metadata = describe(tree, "https://host.example/o/r")
+    base = f"https://host.example/o/r/{{}}/v{distribution_version()}"
+    blob, raw = base.format("blob"), base.format("raw")
+    links = f"[page]({blob}/docs/gpu.md#install), [there](https://a.b/c), ![p]({raw}/docs/images/demo.png)"
+    assert f"{links} and [here](#limits)" in metadata.get_payload()
+    assert f"[`code` [x]]({blob}/src/gluon_syncbn/op.py)" in metadata.get_payload()
+    assert "Source, https://host.example/o/r" in metadata.get_all("Project-URL")
+    assert "Issues, https://host.example/o/r/issues" in metadata.get_all("Project-URL")
+
+
 # ---- versions
 
 
-def test_versions_agree():
+def distribution_version():
     text = (PACKAGE / "_version.py").read_text(encoding="utf-8")
-    version = re.search(r'__version__ = "(.+)"', text).group(1)
-    releases = re.findall(r"^## \[?(\d[^\]\s]*)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert releases[0] == version
+    return re.search(r'^__version__ = "(.+)"', text, re.MULTILINE).group(1)
+
+
+def test_versions_and_dates_agree():
+    version = distribution_version()
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    releases = re.findall(r"^## \[(\d[\d.]*)\] - (\d{4}-\d\d-\d\d)$", changes, re.MULTILINE)
+    assert releases[0][0] == version
+    assert len(releases) == len(re.findall(r"^## \[\d", changes, re.MULTILINE)), "a version without a date"
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {version}\ndate-released: {releases[0][1]}\n" in citation
