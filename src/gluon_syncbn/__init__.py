@@ -8,17 +8,21 @@ from ._version import __version__
 # ends with their text and without a traceback.
 try:
     _cuda_libraries.load()
-    import mxnet as _mxnet  # noqa: F401
+    import mxnet as _mxnet
 except _cuda_libraries.MissingLibraries:
     raise
 except ImportError as error:
-    raise ImportError(
-        f"gluon_syncbn needs Apache MXNet 1.9 ({error}): {_distribution.command('cpu')}, or for NVIDIA GPUs "
-        f"{_distribution.command('cu112')}{_distribution.WHERE}",
-        name=__name__,
-    ) from (None if error.name == "mxnet" else error)
+    raise ImportError(f"gluon_syncbn needs Apache MXNet 1.9 ({error}): {_distribution.MXNET}", name=__name__) from (
+        None if error.name == "mxnet" else error
+    )
 except AttributeError as error:  # mxnet 1.9.1 uses numpy.bool, which numpy 1.24 took away
     raise ImportError(f"MXNet 1.9 cannot be imported ({error}): `pip install 'numpy<1.24'`", name=__name__) from error
+
+if tuple(map(int, _mxnet.__version__.split(".")[:2])) < (1, 8):
+    raise ImportError(
+        f"gluon_syncbn needs Apache MXNet 1.9, or 1.8, and this is {_mxnet.__version__}: {_distribution.MXNET}",
+        name=__name__,
+    )
 
 from . import lifetime as _lifetime
 from . import logs as _logs

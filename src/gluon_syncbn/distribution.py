@@ -16,3 +16,7 @@ REPOSITORY = ""
 def command(extra: str) -> str:
     """What to type for this extra; quoted, because zsh takes brackets for a pattern of file names."""
     return f"`pip install '{TARGET}[{extra}]'`"
+
+
+#: How to get MXNet.
+MXNET = f"{command('cpu')}, or for NVIDIA GPUs {command('cu112')}{WHERE}"

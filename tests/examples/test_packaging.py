@@ -282,6 +282,16 @@ def test_a_new_numpy_is_one_line(tmp_path):
     assert "pip install 'numpy<1.24'" in output
 
 
+@pytest.mark.parametrize("command", [["-c", "import gluon_syncbn"], ["-m", "gluon_syncbn"]], ids=lambda words: words[0])
+def test_an_old_mxnet_is_named(tmp_path, command):
+    (tmp_path / "sitecustomize.py").write_text("import mxnet\nmxnet.__version__ = '1.7.0'\n")
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    status, output = run([sys.executable, "-W", "ignore", *command], tmp_path, PYTHONPATH=path)
+    assert status == 1
+    assert "gluon_syncbn needs Apache MXNet 1.9, or 1.8, and this is 1.7.0" in output.splitlines()[-1]
+    assert distribution.command("cpu") in output
+
+
 def test_extras_are_quoted_in_messages():
     """Without quotes zsh takes the brackets for a pattern of file names."""
     for path in PACKAGE.rglob("*.py"):
@@ -299,7 +309,7 @@ def test_docs_and_errors_say_what_can_be_installed_today():
     for page in pages:
         if page.is_file() and page.name != "test_packaging.py":
             text = page.read_text(encoding="utf-8")
-            for match in re.finditer(r"""pip install [^\n`|]*?["' ]([^\s"'`\[\]$]*)\[\w""", text):
+            for match in re.finditer(r"""pip install[^\n`|]*?["' ]([^\s"'`\[\]$]*)\[\w""", text):
                 if match.group(1) not in (distribution.TARGET, "FILE.whl", "{TARGET}"):
                     wrong.append(f"{page.relative_to(ROOT)}: {match.group(0)}")
     assert not wrong, "\n".join(wrong)
