@@ -3,6 +3,7 @@
 Everything is built in temporary copies: the checkout stays as it is.
 """
 
+import ctypes
 import os
 import re
 import shutil
@@ -147,6 +148,105 @@ def test_core_links_neither_python_nor_mxnet_and_chooses_kernels_at_run_time(whe
     status, output = run(["readelf", "--symbols", "--wide", core], tmp_path)
     # The choice among clones of a function: an indirect function, resolved when the core is loaded.
     assert re.search(r"\bIFUNC\b", output)
+
+
+# ---- the wheel for old systems (tools/old_symbols.py)
+
+USES_WHAT_IS_YOUNG = """
+#include <chrono>
+#include <condition_variable>
+#include <dlfcn.h>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+extern "C" int answer() {
+    auto text = std::make_shared<std::ostringstream>();
+    *text << std::string("4") << (dlopen("no such library", RTLD_NOW) == nullptr);
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait_until(lock, std::chrono::steady_clock::now() + std::chrono::milliseconds(20));
+    try {
+        throw std::runtime_error("1");
+    } catch (const std::exception& error) {
+        return std::stoi(text->str()) + std::stoi(error.what());
+    }
+}
+"""
+WAITS = """
+#include <assert.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <time.h>
+void* no_dlsym(void* library, const char* name) { return 0; }
+int pthread_cond_clockwait(pthread_cond_t*, pthread_mutex_t*, clockid_t, const struct timespec*);
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+int main(void) {
+    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t condition = PTHREAD_COND_INITIALIZER;
+    const double begin = now(), end = begin + 1.3;
+    const struct timespec until = {(time_t)end, (long)((end - (time_t)end) * 1e9)};
+    int status, calls = 0;
+    pthread_mutex_lock(&mutex);
+    do calls++;
+    while ((status = pthread_cond_clockwait(&condition, &mutex, CLOCK_MONOTONIC, &until)) == 0);
+    printf("%d %d %d", status == ETIMEDOUT, calls, now() - begin > 1.29);
+    return 0;
+}
+"""
+
+
+@pytest.fixture
+def old(tmp_path):
+    if shutil.which("readelf") is None:
+        pytest.skip("needs readelf (apt-get install binutils)")
+    status, flags = run([sys.executable, ROOT / "tools" / "old_symbols.py", tmp_path / "old"], tmp_path)
+    assert status == 0, flags
+    return flags.split()
+
+
+def test_a_library_of_today_links_with_symbols_of_2014(old, tmp_path):
+    (tmp_path / "young.cc").write_text(USES_WHAT_IS_YOUNG)
+    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "young.cc", "-o", "young.so"]
+    assert run(command, tmp_path) == (0, "")
+
+    def newest():
+        output = run(["readelf", "--version-info", "--wide", "young.so"], tmp_path)[1]
+        found = {}
+        for family, version in re.findall(r"Name: (GLIBC|GLIBCXX|CXXABI)_([\d.]+)", output):
+            found[family] = max(found.get(family, ()), tuple(map(int, version.split("."))))
+        return found
+
+    if newest()["GLIBC"] <= (2, 17):
+        pytest.skip("this machine's own libraries are of 2014")
+    status, output = run([*command, *old], tmp_path)
+    assert status == 0, output
+    assert newest()["GLIBC"] <= (2, 17)
+    assert newest()["GLIBCXX"] <= (3, 4, 19)
+    assert newest()["CXXABI"] <= (1, 3, 7)
+    assert ctypes.CDLL(str(tmp_path / "young.so")).answer() == 42
+
+
+def test_what_glibc_2_17_has_not_does_not_link(old, tmp_path):
+    (tmp_path / "young.cc").write_text("#include <unistd.h>\nint f(void* p) { return getentropy(p, 1); }\n")
+    status, output = run(["g++", "-shared", "-fPIC", "young.cc", "-o", "young.so", *old], tmp_path)
+    assert status != 0
+    assert "undefined reference to `getentropy'" in output
+
+
+def test_waits_where_glibc_has_no_wait_on_the_steady_clock(tmp_path):
+    (tmp_path / "waits.c").write_text(WAITS)
+    command = ["gcc", "-Ddlsym=no_dlsym", ROOT / "tools" / "younger.c", "waits.c", "-o", "waits", "-lpthread"]
+    status, output = run(command, tmp_path)
+    assert status == 0, output
+    assert run([tmp_path / "waits"], tmp_path) == (0, "1 2 1")
 
 
 # ---- what a machine that lacks something is told
