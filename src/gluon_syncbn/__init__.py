@@ -15,6 +15,14 @@ except ImportError as error:
     raise ImportError(f"gluon_syncbn needs Apache MXNet 1.9 ({error}): {_distribution.MXNET}", name=__name__) from (
         None if error.name == "mxnet" else error
     )
+except OSError as error:
+    if not str(error).startswith(("libgomp.", "libquadmath.")):
+        raise
+    raise ImportError(  # a bare system has neither, and MXNet's package leaves them to it
+        f"MXNet 1.9 cannot be loaded ({error}): `apt-get install libgomp1 libquadmath0`, "
+        "or `dnf install libgomp libquadmath`",
+        name=__name__,
+    ) from None
 except AttributeError as error:  # mxnet 1.9.1 uses numpy.bool, which numpy 1.24 took away
     raise ImportError(f"MXNet 1.9 cannot be imported ({error}): `pip install 'numpy<1.24'`", name=__name__) from error
 

@@ -382,6 +382,17 @@ def test_a_new_numpy_is_one_line(tmp_path):
     assert "pip install 'numpy<1.24'" in output
 
 
+@pytest.mark.parametrize("library", ["libgomp.so.1", "libquadmath.so.0"])
+def test_a_bare_system_is_told_what_mxnet_needs_of_it(tmp_path, library):
+    loader = f"raise OSError('{library}: cannot open shared object file: No such file or directory')"
+    (tmp_path / "mxnet.py").write_text(loader)
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    status, output = run([sys.executable, "-m", "gluon_syncbn"], tmp_path, PYTHONPATH=path)
+    assert (status, len(output.splitlines())) == (1, 1), output
+    assert f"MXNet 1.9 cannot be loaded ({library}: cannot open" in output
+    assert "apt-get install libgomp1 libquadmath0" in output
+
+
 @pytest.mark.parametrize("command", [["-c", "import gluon_syncbn"], ["-m", "gluon_syncbn"]], ids=lambda words: words[0])
 def test_an_old_mxnet_is_named(tmp_path, command):
     (tmp_path / "sitecustomize.py").write_text("import mxnet\nmxnet.__version__ = '1.7.0'\n")
