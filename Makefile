@@ -78,7 +78,7 @@ gluoncv:
 	PYTHONPATH=tests .venv-onnx/bin/python -m families $(ARGS)
 
 dist: core
-	@rm -rf dist
+	@rm -f dist/gluon_syncbn-*
 	$(PY) tools/dist.py
 
 test-dist: dev dist
