@@ -17,7 +17,8 @@ const std::string& process_token() {
         // and the wheel the others (tools/old_symbols.py).
         uint64_t number;
         std::ifstream random("/dev/urandom", std::ios::binary);
-        if (!random.read(reinterpret_cast<char*>(&number), sizeof number)) throw std::runtime_error("cannot read /dev/urandom");
+        if (!random.read(reinterpret_cast<char*>(&number), sizeof number))
+            throw std::runtime_error("cannot read /dev/urandom");
         std::ostringstream out;
         out << std::hex << number << ':';
         return out.str();
