@@ -30,12 +30,14 @@ Hook = Callable[[Type[BaseException], BaseException, Optional[TracebackType]], A
 
 def main(arguments: List[str]) -> None:
     """Ends as the script does: with its exit code, or its exception."""
-    if arguments in (["-h"], ["--help"], ["run", "-h"], ["run", "--help"]):
+    if arguments in (["-h"], ["--help"], ["run", "-h"], ["run", "--help"], ["check", "--help"]):
         print(USAGE)
         return
     if arguments == ["--version"]:
         print(f"gluon_syncbn {__version__}")
         return
+    if arguments[0] == "check":
+        _refuse("argument of check", arguments[1], "none")
     if arguments[0] != "run":
         _refuse("command", arguments[0], "'check' or 'run'; --help tells more")
     cpus, script, own = _parsed(arguments[1:])
