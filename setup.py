@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +33,12 @@ try:  # distutils left the standard library in 3.12; setuptools 62.4 brought its
 except ImportError:
     from distutils.command.build import build
 
+if sys.version_info >= (3, 12):  # pip asks for the metadata before it compares versions, and its words name no reason
+    raise SystemExit(
+        "error: gluon_syncbn: this is Python {}.{}, expected 3.8 to 3.11: MXNet 1.9.1 needs numpy<1.24, which does not "
+        "build on 3.12 and later; pyenv install 3.11, or apt-get install python3.11-venv".format(*sys.version_info)
+    )
+
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "src" / "gluon_syncbn"
 CSRC = PACKAGE / "csrc"
@@ -43,10 +50,37 @@ INSTALL_COMPILER = "apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++ 
 INSTALL_OPENMP = "apt-get install g++ libgomp1 (for clang: libomp-dev) or dnf install gcc-c++ libgomp"
 
 
-def version():
-    """``__version__`` from ``_version.py``, without importing the package (which needs MXNet)."""
-    text = (PACKAGE / "_version.py").read_text(encoding="utf-8")
-    return re.search(r'^__version__ = "([^"]+)"', text, re.MULTILINE).group(1)
+def constant(module, name):
+    """A text that a module of the package holds, without importing the package (which needs MXNet)."""
+    text = (PACKAGE / module).read_text(encoding="utf-8")
+    return re.search(rf'^{name} = "([^"]*)"', text, re.MULTILINE).group(1)
+
+
+VERSION = constant("_version.py", "__version__")
+REPOSITORY = constant("distribution.py", "REPOSITORY")
+
+
+def description(text):
+    """The README for readers who do not have the files that it links to: with whole addresses, or, as long as there is
+    no public repository, with the text of such links alone and without pictures."""
+
+    def image(match):
+        return f"![{match.group(1)}]({REPOSITORY}/raw/v{VERSION}/{match.group(2)})" if REPOSITORY else ""
+
+    def link(match):
+        return f"[{match.group(1)}]({REPOSITORY}/blob/v{VERSION}/{match.group(2)})" if REPOSITORY else match.group(1)
+
+    here = r"\((?![a-z]+:|#)([^()\s]+)\)"  # what has no scheme and is not within the page
+    text = re.sub(r"!\[([^\]]*)\]" + here, image, text)
+    text = re.sub(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]" + here, link, text)
+    return re.sub(r"\n{3,}", "\n\n", text)
+
+
+def urls():
+    if not REPOSITORY:
+        return {}
+    pages = {"Documentation": "tree/v{0}/docs", "Changelog": "blob/v{0}/CHANGELOG.md", "Issues": "issues"}
+    return {"Source": REPOSITORY, **{name: f"{REPOSITORY}/{page.format(VERSION)}" for name, page in pages.items()}}
 
 
 def fail(message):
@@ -233,8 +267,7 @@ commands = {"build": Build, "build_core": BuildCore, "build_py": BuildPy, "devel
 if bdist_wheel is not None:
 
     class BdistWheel(bdist_wheel):
-        """Any Python 3, this platform. `linux` and not `manylinux`, which promises an older glibc and
-        libgomp inside."""
+        """Any Python 3, this platform. `linux` and not `manylinux`, which promises an older glibc: `make dist`."""
 
         def get_tag(self):
             return ("py3", "none", super().get_tag()[2])
@@ -242,7 +275,11 @@ if bdist_wheel is not None:
     commands["bdist_wheel"] = BdistWheel
 
 setup(
-    version=version(),
+    version=VERSION,
+    long_description=description((ROOT / "README.md").read_text(encoding="utf-8")),
+    long_description_content_type="text/markdown",
+    project_urls=urls(),
+    scripts=["bin/gluon-syncbn"],
     license="Apache-2.0",
     package_dir={"": "src"},
     packages=["gluon_syncbn", "gluon_syncbn.exchange"],

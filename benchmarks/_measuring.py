@@ -28,6 +28,9 @@ def options(doc: Optional[str], arguments: Sequence[str], quick: str, over: Sequ
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     if over:
         parser.add_argument("--over", choices=over, default=over[0], help=f"what carries the messages ({over[0]})")
+    parser.add_argument(
+        "--no-progress", action="store_true", help="no progress bar; nor is there one without a terminal"
+    )
     parser.add_argument("--child", help=argparse.SUPPRESS)  # the cells to measure, as JSON
     return parser.parse_args(arguments)
 

@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     script = [__file__, "--over", over]
     processes, rounds = ([2], 50) if options.quick else (PROCESSES[over], ROUNDS[over])
     samples: List[_measuring.Cell] = []
-    for count in tqdm(processes, desc="exchange", unit="job"):
+    for count in tqdm(processes, desc="exchange", unit="job", disable=options.no_progress or None):
         samples += _measuring.job(over, count, script, {"sizes": SIZES, "rounds": rounds})["sizes"]
     measured = {"crop": 64 if options.quick else 128, "batch": 2, "steps": 2 if options.quick else 8}
     step = _measuring.job(over, 2, script, {"step": measured})

@@ -229,7 +229,7 @@ def main(arguments: Sequence[str]) -> int:
     }
     shapes, rounds, calls = (SHAPES[:1], 3, 2) if options.quick else (SHAPES, 15, 20)
     samples = []
-    for shape in tqdm(shapes, desc="gpu", unit="shape"):
+    for shape in tqdm(shapes, desc="gpu", unit="shape", disable=options.no_progress or None):
         images, channels, height, width = shape
         for layout, dtype in CASES:
             inner = height * width

@@ -48,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     effort = {"rounds": 3, "budget_s": 2} if options.quick else {"rounds": 15, "budget_s": 15}
     cells = [{"shape": shape, "replicas": n, "contrib": True, **effort} for shape in shapes for n in replicas]
     samples = []
-    with tqdm(total=len(cells), desc="layers", unit="cell") as progress:
+    with tqdm(total=len(cells), desc="layers", unit="cell", disable=options.no_progress or None) as progress:
         for cell, taken, problems in _measuring.measure(__file__, cells, 30 if options.quick else 150):
             samples.append({**cell, "problems": problems, "seconds": taken})
             progress.set_postfix_str(f"{tuple(cell['shape'])} x {cell['replicas']}")

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     env = _results.environment(["benchmarks/models.py", *arguments])
     cells = [{**case, "contrib": True} for case in (QUICK if options.quick else CASES)]
     samples = []
-    with tqdm(total=len(cells), desc="models", unit="model") as progress:
+    with tqdm(total=len(cells), desc="models", unit="model", disable=options.no_progress or None) as progress:
         for cell in cells:
             progress.set_postfix_str(cell["model"])
             # a process for each: MXNet keeps the temporary space that a network needed

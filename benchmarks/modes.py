@@ -41,7 +41,9 @@ def main(arguments: Sequence[str]) -> int:
     effort = {"rounds": 3, "budget_s": 2} if options.quick else {"rounds": 15, "budget_s": 15}
     cells = [{"shape": shape, "replicas": n, "contrib": False, **effort} for shape in shapes for n in replicas]
     samples = []
-    for cell, taken, problems in tqdm(_measuring.measure(__file__, cells, 150), total=len(cells), desc="modes"):
+    for cell, taken, problems in tqdm(
+        _measuring.measure(__file__, cells, 150), total=len(cells), desc="modes", disable=options.no_progress or None
+    ):
         samples.append({**cell, "problems": problems, "seconds": taken})
     results = [_results.compared(sample) for sample in samples]
     header = ["shape", "replicas", "plain, ms", *MODES]

@@ -28,13 +28,16 @@ def main(argv=None) -> int:
     parser.add_argument("--seeds", type=int, default=1, help="how many, from 1 on")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("runs/demo-contrastive"))
+    parser.add_argument(
+        "--no-progress", action="store_true", help="no progress bars; nor are there any without a terminal"
+    )
     options = parser.parse_args(argv)
     if options.seeds < 1 or options.epochs < 1:
         parser.error("--seeds, --epochs: expected at least 1")
     options.out.mkdir(parents=True, exist_ok=True)
     seeds = range(1, options.seeds + 1)
     runs = [(bn, seed) for seed in seeds for bn in MODES]
-    for bn, seed in tqdm(runs, desc="runs", unit="run"):
+    for bn, seed in tqdm(runs, desc="runs", unit="run", disable=options.no_progress or None):
         run(bn, seed, options)
     curves = {bn: [read(options.out / f"{bn}-{seed}") for seed in seeds] for bn in MODES}
     plot(curves, options.out / "curves.png")
@@ -50,6 +53,7 @@ def run(bn: str, seed: int, options: argparse.Namespace) -> None:
         return
     command = [sys.executable, str(TRAIN), "--bn", bn, "--seed", str(seed), "--epochs", str(options.epochs)]
     command += ["--out", str(folder)] + (["--resume"] if (folder / "last.ckpt").exists() else [])
+    command += ["--no-progress"] if options.no_progress else []
     # One thread: these images are too small to share.
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=3600, check=False)
     if done.returncode != 0 or len(read(folder)) < options.epochs:

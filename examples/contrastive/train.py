@@ -49,6 +49,9 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="folder of the run; by default runs/contrastive/BN-SEED")
     parser.add_argument("--resume", action="store_true", help="go on with the run in that folder")
+    parser.add_argument(
+        "--no-progress", action="store_true", help="no progress bar; nor is there one without a terminal"
+    )
     options = parser.parse_args(argv)  # fmt: skip
     options.size = options.size or (32 if options.data else 16)
     options.out = options.out or Path("runs/contrastive") / f"{options.bn}-{options.seed}"
@@ -69,7 +72,7 @@ def parse(argv=None) -> argparse.Namespace:
     return options
 
 
-def train(options: argparse.Namespace, *, progress: bool = True) -> list:
+def train(options: argparse.Namespace) -> list:
     """Trains, or goes on; returns the rows of epochs.csv."""
     import gluon_syncbn
 
@@ -89,7 +92,7 @@ def train(options: argparse.Namespace, *, progress: bool = True) -> list:
     options.out.mkdir(parents=True, exist_ok=True)
     rows = restore(options, moco) if options.resume else []
     stop = Stop()
-    bar = tqdm(range(len(rows), options.epochs), desc=options.bn, unit="epoch", disable=not progress)
+    bar = tqdm(range(len(rows), options.epochs), desc=options.bn, unit="epoch", disable=options.no_progress or None)
     for epoch in bar:
         # Everything random depends on seed and epoch alone, so that a run that was resumed is the same.
         random = np.random.RandomState([options.seed, epoch])

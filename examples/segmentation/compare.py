@@ -24,6 +24,7 @@ from errors import UserError, run
 from minidata import make_minidata
 from options import Parser, number
 from records import read_table
+from tqdm import tqdm
 
 DATA = os.path.join("runs", "minidata")
 DEVICES = 4
@@ -44,15 +45,20 @@ def main(argv=None) -> int:
     parser.add_argument("--seeds", type=number(int, 2), default=3, metavar="N", help="runs of each kind (3)")
     parser.add_argument("--epochs", type=number(int, 1), default=4, metavar="N", help="of 200 images (4)")
     parser.add_argument("--save-dir", default=os.path.join("runs", "compare"), metavar="DIR")
+    parser.add_argument(
+        "--no-progress", action="store_true", help="no progress bar; nor is there one without a terminal"
+    )
     args = parser.parse_args(argv)
     make_minidata(DATA)
     os.makedirs(args.save_dir, exist_ok=True)
     jobs = list(itertools.product(range(args.seeds), IMAGES, NORMS))
     results = {}
-    for done, (seed, images, norm) in enumerate(jobs):
-        print(f"[{done + 1}/{len(jobs)}] {norm}, {images} per device, seed {seed}: ", end="", flush=True)
+    for seed, images, norm in tqdm(jobs, desc="runs", unit="run", disable=args.no_progress or None):
         result = results[seed, images, norm] = one_run(args, seed, images, norm)
-        print("pixAcc {pixAcc:.3f} mIoU {mIoU:.3f} ({seconds:.0f} s)".format(**result), flush=True)
+        scores = "pixAcc {pixAcc:.3f} mIoU {mIoU:.3f} ({seconds:.0f} s)".format(**result)
+        with tqdm.external_write_mode(sys.stdout):
+            text = f"{norm}, {images} per device, seed {seed}"
+            print(f"[{len(results)}/{len(jobs)}] {text}: {scores}", flush=True)
     text = table(results, args)
     with open(os.path.join(args.save_dir, "table.md"), "w") as file:
         file.write(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections import namedtuple
 from functools import partial
 
@@ -58,8 +59,17 @@ def build_model(args, norm_layer):
     )
     if MODELS[args.model].backbones:
         kwargs["backbone"] = args.backbone
-    with contextlib.redirect_stdout(io.StringIO()):  # PSPNet prints its crop size
-        net = get_segmentation_model(args.model, **kwargs)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # PSPNet prints its crop size
+            net = get_segmentation_model(args.model, **kwargs)
+    except (OSError, RuntimeError) as error:  # what requests and GluonCV's download raise
+        if not args.pretrained_base or not (isinstance(error, OSError) or type(error) is RuntimeError):
+            raise
+        root = os.environ.get("MXNET_HOME", os.path.join("~", ".mxnet"))
+        raise UserError(
+            f"--pretrained-base: GluonCV got no weights for the backbone of {described(args)} ({type(error).__name__}: "
+            f"{str(error)[:200]}); needed is a network, or the file of a machine that has one, in {root}/models"
+        ) from None
     net.apply(partial(set_drop_prob, 0.0))  # as GluonCV does: ResNeSt's DropBlock is not for small crops
     return net
 

@@ -16,6 +16,7 @@ RUN_OPTIONS = (
     "dataset model backbone syncbn aux aux_weight base_size crop_size batch_size epochs optimizer lr "
     "warmup_epochs momentum weight_decay no_wd seed"
 ).split()
+CHECKPOINTS = ("last.ckpt", "best.ckpt")
 # What a network is built from: evaluate.py and predict.py take these from the checkpoint.
 MODEL_OPTIONS = "dataset model backbone aux base_size crop_size".split()
 
@@ -135,6 +136,7 @@ def train_parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("results")
     group.add_argument("--save-dir", default=None, metavar="DIR", help="runs/DATASET/MODEL/...")
+    group.add_argument("--overwrite", action="store_true", help="let --save-dir be one that holds another run")
     group.add_argument("--checkname", default="default", help="last part of the default --save-dir")
     group.add_argument("--resume", default=None, metavar="FILE", help=".ckpt: go on; .params: start there")
     group.add_argument(
@@ -208,11 +210,33 @@ def check_dataset(args) -> None:
     args.data_root = os.path.expanduser(args.data_root)
 
 
+def continues(args) -> bool:
+    """Whether --resume is a checkpoint of --save-dir."""
+    return bool(args.resume) and os.path.dirname(os.path.realpath(args.resume)) == os.path.realpath(args.save_dir)
+
+
+def check_save_dir(args) -> None:
+    """UserError if it holds a run that is not the one to continue."""
+    held = [name for name in CHECKPOINTS if os.path.exists(os.path.join(args.save_dir, name))]
+    if held and not continues(args) and not args.overwrite:
+        raise UserError(
+            f"--save-dir {args.save_dir}: holds a run already; --resume {os.path.join(args.save_dir, held[0])} goes on "
+            "with it, --overwrite replaces it, another --save-dir keeps it"
+        )
+
+
+def extends(args, state: dict) -> bool:
+    """Whether further epochs are asked for of a run that has all that it was begun for."""
+    return args.epochs > state["options"]["epochs"] == state["epoch"]
+
+
 def check_options(args, checkpoint) -> None:
     """UserError if a checkpoint is of another model or of a run with other settings."""
     check_same_model(args, checkpoint.state)
     theirs = checkpoint.state["options"]
     for name in RUN_OPTIONS:
+        if name == "epochs" and extends(args, checkpoint.state):
+            continue
         if theirs[name] != getattr(args, name):
             option = "--" + name.replace("_", "-")
             raise UserError(

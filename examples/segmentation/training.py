@@ -26,7 +26,7 @@ from gluoncv.utils import LRScheduler, LRSequential
 from interrupt import Interrupt
 from model import build_loss, build_model, described, norm_layer, outputs, plain_network
 from mxnet import autograd, gluon
-from options import RUN_OPTIONS, check_options
+from options import CHECKPOINTS, RUN_OPTIONS, check_options, check_save_dir, continues, extends
 from processes import processes
 from randomness import Xavier, random_state, seed_all, seed_device, set_random_state
 from records import StepLog, write_epochs
@@ -72,6 +72,7 @@ class Run:
         if checkpoint and checkpoint.state:
             check_options(args, checkpoint)
         if self.processes.rank == 0:
+            check_save_dir(args)
             try:
                 os.makedirs(args.save_dir, exist_ok=True)
             except OSError as error:
@@ -111,6 +112,10 @@ class Run:
         self.log = None
         with self.processes.together():
             if self.processes.rank == 0:
+                if not continues(args):  # --overwrite, or there are none
+                    for name in CHECKPOINTS:
+                        with contextlib.suppress(FileNotFoundError):
+                            os.remove(os.path.join(args.save_dir, name))
                 self.log = StepLog(args.save_dir, self.epoch, self.step)
                 opened.callback(self.log.close)
 
@@ -171,7 +176,12 @@ class Run:
 
     def _continue(self, checkpoint):
         state = checkpoint.state
+        schedule = self.trainer._optimizer.lr_scheduler
         load_trainer(self.trainer, checkpoint, self.contexts)  # copies the first device's values to all
+        if extends(self.args, state):  # otherwise the checkpoint's is the same
+            self.trainer._optimizer.lr_scheduler = schedule
+            whole = f"a run of {self.args.epochs}"
+            self._say(f"{state['epoch']} epochs are done; the learning rate goes on where {whole} has it then")
         set_devices(self.net, checkpoint.devices, self.first_device)
         self.epoch, self.step = state["epoch"], state["step"]
         self.loss_sum, self.history, self.best = state["loss_sum"], state["history"], state["best"]

@@ -1,23 +1,36 @@
 """Synchronised BatchNorm for MXNet Gluon: statistics of the whole batch, over all devices."""
 
 from . import cuda_libraries as _cuda_libraries
+from . import distribution as _distribution
 from ._version import __version__
 
 # Errors bear the name of this package, as those do that say that a module is not found: `python -m gluon_syncbn` then
 # ends with their text and without a traceback.
 try:
     _cuda_libraries.load()
-    import mxnet as _mxnet  # noqa: F401
+    import mxnet as _mxnet
 except _cuda_libraries.MissingLibraries:
     raise
 except ImportError as error:
-    raise ImportError(
-        f"gluon_syncbn needs Apache MXNet 1.9 ({error}): `pip install 'gluon_syncbn[cpu]'`, "
-        "or `pip install 'gluon_syncbn[cu112]'` for NVIDIA GPUs",
+    raise ImportError(f"gluon_syncbn needs Apache MXNet 1.9 ({error}): {_distribution.MXNET}", name=__name__) from (
+        None if error.name == "mxnet" else error
+    )
+except OSError as error:
+    if not str(error).startswith(("libgomp.", "libquadmath.")):
+        raise
+    raise ImportError(  # a bare system has neither, and MXNet's package leaves them to it
+        f"MXNet 1.9 cannot be loaded ({error}): `apt-get install libgomp1 libquadmath0`, "
+        "or `dnf install libgomp libquadmath`",
         name=__name__,
-    ) from (None if error.name == "mxnet" else error)
+    ) from None
 except AttributeError as error:  # mxnet 1.9.1 uses numpy.bool, which numpy 1.24 took away
     raise ImportError(f"MXNet 1.9 cannot be imported ({error}): `pip install 'numpy<1.24'`", name=__name__) from error
+
+if tuple(map(int, _mxnet.__version__.split(".")[:2])) < (1, 8):
+    raise ImportError(
+        f"gluon_syncbn needs Apache MXNet 1.9, or 1.8, and this is {_mxnet.__version__}: {_distribution.MXNET}",
+        name=__name__,
+    )
 
 from . import lifetime as _lifetime
 from . import logs as _logs

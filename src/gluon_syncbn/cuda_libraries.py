@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional
 
+from .distribution import WHERE, command
+
 #: soname: the package that brings it. A library stands after those that it needs.
 PACKAGES = {
     "libcudart.so.11.0": "nvidia-cuda-runtime-cu11",
@@ -65,12 +67,12 @@ def load() -> None:
     reasons = []
     if lost:
         brings = ", ".join(f"{soname} ({PACKAGES[soname]})" for soname in lost)
-        reasons.append(f"without the CUDA libraries {brings}: `pip install 'gluon_syncbn[cu112]'`")
+        reasons.append(f"without the CUDA libraries {brings}: {command('cu112')}{WHERE}")
     if DRIVER in wanted and not _found(DRIVER):
         reasons.append(
             f"without {DRIVER}, which comes with an NVIDIA driver and not with a package: install the driver of "
             "the GPU (520 or later); a container gets it from its host (`docker run --gpus all`). On a machine without "
-            "an NVIDIA GPU take the CPU build: `pip uninstall mxnet-cu112`, then `pip install 'gluon_syncbn[cpu]'`"
+            f"an NVIDIA GPU take the CPU build: `pip uninstall mxnet-cu112`, then {command('cpu')}{WHERE}"
         )
     if reasons:
         what = f"The MXNet in {mxnet} is built for NVIDIA GPUs and cannot start "

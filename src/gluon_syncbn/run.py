@@ -16,26 +16,30 @@ from typing import Any, Callable, List, NoReturn, Optional, Tuple, Type
 from . import __version__, install
 from .replacements import MOST_CPUS
 
-USAGE = """usage: python -m gluon_syncbn
+USAGE = """usage: gluon-syncbn check
            tells what serves on this machine, and whether it works
-       python -m gluon_syncbn run [--cpus N] script.py [arguments of the script]
+       gluon-syncbn run [--cpus N] script.py [arguments of the script]
            runs a training script as it is, with the SyncBatchNorm and the parallel helpers of gluon_syncbn in the
            places of contrib's and GluonCV's; --cpus N lets mx.gpu(0) to mx.gpu(N - 1) be N CPU contexts
-       python -m gluon_syncbn --version
-           prints the version"""
+       gluon-syncbn --version
+           prints the version
+
+`python -m gluon_syncbn` is the same program, and by itself the check."""
 Hook = Callable[[Type[BaseException], BaseException, Optional[TracebackType]], Any]
 
 
 def main(arguments: List[str]) -> None:
     """Ends as the script does: with its exit code, or its exception."""
-    if arguments in (["-h"], ["--help"], ["run", "-h"], ["run", "--help"]):
+    if arguments in (["-h"], ["--help"], ["run", "-h"], ["run", "--help"], ["check", "--help"]):
         print(USAGE)
         return
     if arguments == ["--version"]:
         print(f"gluon_syncbn {__version__}")
         return
+    if arguments[0] == "check":
+        _refuse("argument of check", arguments[1], "none")
     if arguments[0] != "run":
-        _refuse("command", arguments[0], "'run', or nothing; --help tells more")
+        _refuse("command", arguments[0], "'check' or 'run'; --help tells more")
     cpus, script, own = _parsed(arguments[1:])
 
     # stderr, as launchers do: what the script prints stays the script's.

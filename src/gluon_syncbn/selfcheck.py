@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import os
@@ -16,10 +17,11 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd
 
-from . import SyncBatchNorm, __version__, _native, configure, cpu_devices, cuda, cuda_libraries, reference
+from . import SyncBatchNorm, __version__, _native, configure, cpu_devices, cuda, cuda_libraries, distribution, reference
 from .exchange import named
 
 NVRTC = "libnvrtc.so.11.2"
+HEADLESS = "opencv-python-headless==4.8.1.78"  # the newest that takes numpy<1.24
 INDENT = "\n" + " " * 18
 CPU_BUILD = "none: this is a CPU build of MXNet"
 CONTEXTS = cpu_devices(2)
@@ -27,16 +29,16 @@ CONTEXTS = cpu_devices(2)
 
 def versions() -> str:
     builds = {}  # by name: an editable package is found twice
-    for distribution in importlib.metadata.distributions():
-        name = str(distribution.metadata["Name"]).lower().replace("_", "-")
+    for package in importlib.metadata.distributions():
+        name = str(package.metadata["Name"]).lower().replace("_", "-")
         if re.fullmatch(r"mxnet(-(cu\d+(mkl)?|mkl|native))?", name):
-            builds[name] = distribution.version
+            builds[name] = package.version
     if len(builds) > 1:
         both = " and ".join(f"{name} {version}" for name, version in sorted(builds.items()))
         raise RuntimeError(
             f"{both} are installed and have overwritten each other's files: `pip uninstall "
             f"{' '.join(sorted(builds))}`, then install one of them, with "
-            "`pip install 'gluon_syncbn[cpu]'` or `'gluon_syncbn[cu112]'`"
+            f"{distribution.command('cpu')} or {distribution.command('cu112')}{distribution.WHERE}"
         )
     return (
         f"gluon_syncbn {__version__}, Apache MXNet {mx.__version__} ({next(iter(builds), 'not from a package')}), "
@@ -61,11 +63,12 @@ def stores() -> str:
 
 def processes() -> str:
     found = []
-    for name, package in (("mpi", "mpi4py"), ("horovod", "horovod")):
+    horovod = "tools/install_horovod.sh in the checkout compiles it"
+    for name, package, brings in (("mpi", "mpi4py", distribution.command("mpi")), ("horovod", "horovod", horovod)):
         try:  # looked up, not imported: importing it starts MPI
             found.append(f"kvstore({name!r}) with {package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {name} (pip install 'gluon_syncbn[{name}]')")
+            found.append(f"no {name} ({brings})")
     return ", ".join(found)
 
 
@@ -102,6 +105,25 @@ def gpus() -> str:
         name, (major, minor) = cuda.gpu(i)
         lines.append(f"gpu({i}): {name}, compute capability {major}.{minor}")
     return INDENT.join(lines)
+
+
+def opencv() -> str:
+    names = [f"opencv-{contrib}python{headless}" for contrib in ("", "contrib-") for headless in ("", "-headless")]
+    found = []
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    if not found:
+        return "none: GluonCV alone needs it"
+    try:
+        import cv2
+    except ImportError as error:
+        others = " ".join(name.split()[0] for name in found)
+        raise RuntimeError(
+            f"{' and '.join(found)}: import cv2 ends in {error}. A build without a screen needs no libGL: "
+            f"`pip uninstall -y {others}`, then `pip install --no-deps {HEADLESS}`"
+        ) from None
+    return f"{cv2.getVersionString()}, from {' over '.join(found[::-1])}"
 
 
 def live() -> str:
@@ -158,7 +180,7 @@ def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) ->
 
 
 def main() -> int:
-    checks: List[Callable[[], str]] = [versions, core, libraries, gpus, stores, processes, live, live_gpu]
+    checks: List[Callable[[], str]] = [versions, core, libraries, gpus, stores, processes, opencv, live, live_gpu]
     broken = 0
     for check in checks:
         try:

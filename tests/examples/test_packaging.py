@@ -3,6 +3,7 @@
 Everything is built in temporary copies: the checkout stays as it is.
 """
 
+import ctypes
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ from email.parser import Parser
 
 import pytest
 from places import PACKAGE, ROOT
+
+from gluon_syncbn import distribution
 
 SOURCES = sorted(
     path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*") if path.suffix in (".cc", ".h", ".cu")
@@ -52,7 +55,7 @@ def copy_tree(target):
         shutil.copy2(str(ROOT / name), str(target))
     ignore = shutil.ignore_patterns("*.so", "__pycache__", ".core-*")
     shutil.copytree(str(PACKAGE), str(target / "src" / "gluon_syncbn"), ignore=ignore)
-    for folder in ("requirements", "tools"):
+    for folder in ("bin", "requirements", "tools"):
         shutil.copytree(str(ROOT / folder), str(target / folder))
     return target
 
@@ -125,7 +128,7 @@ def test_wheel_metadata_names_mxnet_in_extras_only(wheel):
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = Parser().parsestr(archive.read(name).decode())
     requirements = metadata.get_all("Requires-Dist")
-    assert [line for line in requirements if "extra" not in line] == ["numpy<1.24"]
+    assert [line for line in requirements if "extra" not in line] == ['numpy<1.24; python_version < "3.12"']
     mxnet = sorted(re.sub(r"\s|['\"()]", "", line) for line in requirements if line.startswith("mxnet"))
     assert mxnet == ["mxnet-cu112==1.9.1;extra==cu112", "mxnet==1.9.1;extra==cpu"]
     assert metadata["License"] == "Apache-2.0"
@@ -145,6 +148,105 @@ def test_core_links_neither_python_nor_mxnet_and_chooses_kernels_at_run_time(whe
     status, output = run(["readelf", "--symbols", "--wide", core], tmp_path)
     # The choice among clones of a function: an indirect function, resolved when the core is loaded.
     assert re.search(r"\bIFUNC\b", output)
+
+
+# ---- the wheel for old systems (tools/old_symbols.py)
+
+USES_WHAT_IS_YOUNG = """
+#include <chrono>
+#include <condition_variable>
+#include <dlfcn.h>
+#include <memory>
+#include <mutex>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+extern "C" int answer() {
+    auto text = std::make_shared<std::ostringstream>();
+    *text << std::string("4") << (dlopen("no such library", RTLD_NOW) == nullptr);
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait_until(lock, std::chrono::steady_clock::now() + std::chrono::milliseconds(20));
+    try {
+        throw std::runtime_error("1");
+    } catch (const std::exception& error) {
+        return std::stoi(text->str()) + std::stoi(error.what());
+    }
+}
+"""
+WAITS = """
+#include <assert.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <time.h>
+void* no_dlsym(void* library, const char* name) { return 0; }
+int pthread_cond_clockwait(pthread_cond_t*, pthread_mutex_t*, clockid_t, const struct timespec*);
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+int main(void) {
+    pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+    pthread_cond_t condition = PTHREAD_COND_INITIALIZER;
+    const double begin = now(), end = begin + 1.3;
+    const struct timespec until = {(time_t)end, (long)((end - (time_t)end) * 1e9)};
+    int status, calls = 0;
+    pthread_mutex_lock(&mutex);
+    do calls++;
+    while ((status = pthread_cond_clockwait(&condition, &mutex, CLOCK_MONOTONIC, &until)) == 0);
+    printf("%d %d %d", status == ETIMEDOUT, calls, now() - begin > 1.29);
+    return 0;
+}
+"""
+
+
+@pytest.fixture
+def old(tmp_path):
+    if shutil.which("readelf") is None:
+        pytest.skip("needs readelf (apt-get install binutils)")
+    status, flags = run([sys.executable, ROOT / "tools" / "old_symbols.py", tmp_path / "old"], tmp_path)
+    assert status == 0, flags
+    return flags.split()
+
+
+def test_a_library_of_today_links_with_symbols_of_2014(old, tmp_path):
+    (tmp_path / "young.cc").write_text(USES_WHAT_IS_YOUNG)
+    command = ["g++", "-std=c++17", "-O2", "-shared", "-fPIC", "young.cc", "-o", "young.so"]
+    assert run(command, tmp_path) == (0, "")
+
+    def newest():
+        output = run(["readelf", "--version-info", "--wide", "young.so"], tmp_path)[1]
+        found = {}
+        for family, version in re.findall(r"Name: (GLIBC|GLIBCXX|CXXABI)_([\d.]+)", output):
+            found[family] = max(found.get(family, ()), tuple(map(int, version.split("."))))
+        return found
+
+    if newest()["GLIBC"] <= (2, 17):
+        pytest.skip("this machine's own libraries are of 2014")
+    status, output = run([*command, *old], tmp_path)
+    assert status == 0, output
+    assert newest()["GLIBC"] <= (2, 17)
+    assert newest()["GLIBCXX"] <= (3, 4, 19)
+    assert newest()["CXXABI"] <= (1, 3, 7)
+    assert ctypes.CDLL(str(tmp_path / "young.so")).answer() == 42
+
+
+def test_what_glibc_2_17_has_not_does_not_link(old, tmp_path):
+    (tmp_path / "young.cc").write_text("#include <unistd.h>\nint f(void* p) { return getentropy(p, 1); }\n")
+    status, output = run(["g++", "-shared", "-fPIC", "young.cc", "-o", "young.so", *old], tmp_path)
+    assert status != 0
+    assert "undefined reference to `getentropy'" in output
+
+
+def test_waits_where_glibc_has_no_wait_on_the_steady_clock(tmp_path):
+    (tmp_path / "waits.c").write_text(WAITS)
+    command = ["gcc", "-Ddlsym=no_dlsym", ROOT / "tools" / "younger.c", "waits.c", "-o", "waits", "-lpthread"]
+    status, output = run(command, tmp_path)
+    assert status == 0, output
+    assert run([tmp_path / "waits"], tmp_path) == (0, "1 2 1")
 
 
 # ---- what a machine that lacks something is told
@@ -266,8 +368,8 @@ def test_no_mxnet(tmp_path, command):
     path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
     status, output = run([sys.executable, *command], tmp_path, PYTHONPATH=path)
     assert status == 1
-    assert "pip install 'gluon_syncbn[cpu]'" in output  # zsh takes brackets without quotes for a pattern
-    assert "pip install 'gluon_syncbn[cu112]'" in output
+    assert distribution.command("cpu") in output
+    assert distribution.command("cu112") in output
     assert output.count("Traceback") == (command[0] == "-c")
     assert command[0] == "-c" or len(output.splitlines()) == 1
 
@@ -280,10 +382,48 @@ def test_a_new_numpy_is_one_line(tmp_path):
     assert "pip install 'numpy<1.24'" in output
 
 
+@pytest.mark.parametrize("library", ["libgomp.so.1", "libquadmath.so.0"])
+def test_a_bare_system_is_told_what_mxnet_needs_of_it(tmp_path, library):
+    loader = f"raise OSError('{library}: cannot open shared object file: No such file or directory')"
+    (tmp_path / "mxnet.py").write_text(loader)
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    status, output = run([sys.executable, "-m", "gluon_syncbn"], tmp_path, PYTHONPATH=path)
+    assert (status, len(output.splitlines())) == (1, 1), output
+    assert f"MXNet 1.9 cannot be loaded ({library}: cannot open" in output
+    assert "apt-get install libgomp1 libquadmath0" in output
+
+
+@pytest.mark.parametrize("command", [["-c", "import gluon_syncbn"], ["-m", "gluon_syncbn"]], ids=lambda words: words[0])
+def test_an_old_mxnet_is_named(tmp_path, command):
+    (tmp_path / "sitecustomize.py").write_text("import mxnet\nmxnet.__version__ = '1.7.0'\n")
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    status, output = run([sys.executable, "-W", "ignore", *command], tmp_path, PYTHONPATH=path)
+    assert status == 1
+    assert "gluon_syncbn needs Apache MXNet 1.9, or 1.8, and this is 1.7.0" in output.splitlines()[-1]
+    assert distribution.command("cpu") in output
+
+
 def test_extras_are_quoted_in_messages():
     """Without quotes zsh takes the brackets for a pattern of file names."""
     for path in PACKAGE.rglob("*.py"):
         assert not re.search(r"pip install [^'\"`]*\[", path.read_text(encoding="utf-8")), path
+
+
+def test_docs_and_errors_say_what_can_be_installed_today():
+    """The one place is `distribution.py`: what is left to change on the day that its constants change is named here."""
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Dockerfile", "pyproject.toml")]
+    pages += [ROOT / "setup.py", *(ROOT / "tools").glob("*"), *(ROOT / ".github").rglob("*.*"), *PACKAGE.rglob("*.py")]
+    for folder in ("docs", "examples", "benchmarks", "tests", "requirements"):
+        for suffix in ("md", "rst", "txt", "py", "ipynb"):
+            pages += (ROOT / folder).rglob(f"*.{suffix}")
+    wrong = []
+    for page in pages:
+        if page.is_file() and page.name != "test_packaging.py":
+            text = page.read_text(encoding="utf-8")
+            for match in re.finditer(r"""pip install[^\n`|]*?["' ]([^\s"'`\[\]$]*)\[\w""", text):
+                if match.group(1) not in (distribution.TARGET, "FILE.whl", "{TARGET}"):
+                    wrong.append(f"{page.relative_to(ROOT)}: {match.group(0)}")
+    assert not wrong, "\n".join(wrong)
 
 
 # ---- the Makefile
@@ -340,11 +480,54 @@ def test_make_leaves_a_foreign_venv_alone(tree, poor_machine):
     assert (tree / ".venv" / "mine").exists()
 
 
+# ---- the long description
+
+README = """[page](docs/gpu.md#install), [there](https://a.b/c), ![p](docs/images/demo.png) and [here](#limits)
+[`code` [x]](src/gluon_syncbn/op.py)
+"""
+
+
+def describe(tree, repository):
+    (tree / "README.md").write_text(README)
+    file = tree / "src" / "gluon_syncbn" / "distribution.py"
+    text, changes = re.subn(r'REPOSITORY = ".*"', f'REPOSITORY = "{repository}"', file.read_text())
+    assert changes == 1
+    file.write_text(text)
+    status, output = run([sys.executable, "setup.py", "-q", "egg_info", "-e", tree.parent], tree)
+    assert status == 0, output
+    return Parser().parsestr((tree.parent / "gluon_syncbn.egg-info" / "PKG-INFO").read_text())
+
+
+def test_without_a_repository_the_long_description_links_to_nothing_of_it(tree):
+    metadata = describe(tree, "")
+    assert "page, [there](https://a.b/c),  and [here](#limits)\n`code` [x]" in metadata.get_payload()
+    assert metadata.get_all("Project-URL") is None
+
+
+def test_with_a_repository_links_are_whole(tree):
+    metadata = describe(tree, "https://host.example/o/r")
+    base = f"https://host.example/o/r/{{}}/v{distribution_version()}"
+    blob, raw = base.format("blob"), base.format("raw")
+    links = f"[page]({blob}/docs/gpu.md#install), [there](https://a.b/c), ![p]({raw}/docs/images/demo.png)"
+    assert f"{links} and [here](#limits)" in metadata.get_payload()
+    assert f"[`code` [x]]({blob}/src/gluon_syncbn/op.py)" in metadata.get_payload()
+    assert "Source, https://host.example/o/r" in metadata.get_all("Project-URL")
+    assert "Issues, https://host.example/o/r/issues" in metadata.get_all("Project-URL")
+
+
 # ---- versions
 
 
-def test_versions_agree():
+def distribution_version():
     text = (PACKAGE / "_version.py").read_text(encoding="utf-8")
-    version = re.search(r'__version__ = "(.+)"', text).group(1)
-    releases = re.findall(r"^## \[?(\d[^\]\s]*)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert releases[0] == version
+    return re.search(r'^__version__ = "(.+)"', text, re.MULTILINE).group(1)
+
+
+def test_versions_and_dates_agree():
+    version = distribution_version()
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    releases = re.findall(r"^## \[(\d[\d.]*)\] - (\d{4}-\d\d-\d\d)$", changes, re.MULTILINE)
+    assert releases[0][0] == version
+    assert len(releases) == len(re.findall(r"^## \[\d", changes, re.MULTILINE)), "a version without a date"
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {version}\ndate-released: {releases[0][1]}\n" in citation

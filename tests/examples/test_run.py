@@ -173,7 +173,8 @@ with autograd.record():
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        (["walk"], "command: 'walk' was given, expected 'run'"),
+        (["walk"], "command: 'walk' was given, expected 'check' or 'run'"),
+        (["check", "all"], "argument of check: 'all' was given, expected none"),
         (["run"], "script: '' was given, expected a Python file that can be read"),
         (["run", "missing.py"], "script: 'missing.py' was given, expected a Python file that can be read"),
         (["run", "scripts"], "script: 'scripts' was given, expected a Python file that can be read"),

@@ -241,6 +241,57 @@ def test_interrupted_and_resumed_is_the_same_as_uninterrupted(trained, tmp_path,
             assert a[name] == b[name]
 
 
+def test_a_used_folder_is_not_overwritten_without_a_word(trained, tmp_path, data, capsys):
+    from train import main
+
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    before = {path.name: path.read_bytes() for path in run.iterdir()}
+    line = fails(main, [*TINY, "--data-root", data, "--save-dir", run], capsys)
+    assert f"--save-dir {run}: holds a run already; --resume {run / 'last.ckpt'} goes on with it" in line
+    other = [*TINY, *TWO, "--epochs", "4", "--data-root", data, "--save-dir", run, "--resume", trained / "last.ckpt"]
+    assert "holds a run already" in fails(main, other, capsys)
+    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+
+    code, output = train(tmp_path, data, "--cpus", "1", "--workers", "0", "--no-val", "--overwrite")
+    assert code == 0, output
+    assert {path.name for path in run.iterdir()} == {"last.ckpt", "epochs.csv", "steps.csv"}  # nothing of the old run
+    assert len(rows(run / "epochs.csv")) == 1
+
+
+def test_a_finished_run_takes_further_epochs(trained, tmp_path, data, capsys):
+    from train import main
+
+    run = tmp_path / "run"
+    shutil.copytree(trained, run)
+    options = [*TWO, "--resume", run / "last.ckpt"]
+    code, output = train(tmp_path, data, *options, "--epochs", "6", "--workers", "0", "--no-val")
+    assert code == 0, output
+    assert "4 epochs are done; the learning rate goes on where a run of 6 has it then" in output
+    steps = rows(run / "steps.csv")
+    assert [row["epoch"] for row in steps] == [str(epoch) for epoch in range(1, 7) for _ in range(4)]
+    assert steps[:16] == rows(trained / "steps.csv")
+    # What GluonCV's "poly" has after each of 24 steps, in place of the 0 where 16 steps end.
+    rates = [0.05 * (1 - min(step + 1, 23) / 23) ** 0.9 for step in range(16, 24)]
+    np.testing.assert_allclose([float(row["lr"]) for row in steps[16:]], rates, rtol=1e-4, atol=1e-9)
+    # An unfinished run, and one that asks for fewer, keep what they were begun with.
+    fewer = [*TINY, *options, "--epochs", "5", "--data-root", data, "--save-dir", run]
+    assert "--epochs 5: the checkpoint" in fails(main, fewer, capsys)
+
+
+def test_no_network_for_weights_is_one_line(tmp_path, data, capsys, monkeypatch):
+    from train import main
+
+    monkeypatch.setenv("MXNET_HOME", str(tmp_path / "mxnet"))
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody is there
+    options = ["--model", "fcn", "--pretrained-base", "--crop-size", "32", "--base-size", "32", "--batch-size", "4"]
+    options += ["--cpus", "1", "--workers", "0", "--data-root", data, "--save-dir", tmp_path / "run"]
+    line = fails(main, options, capsys)
+    assert "--pretrained-base: GluonCV got no weights for the backbone of fcn with resnet50 (" in line
+    assert f"{tmp_path}/mxnet/models" in line
+
+
 def test_statistics_of_each_device_are_resumed_too(tmp_path, data):
     """Plain BatchNorm on two devices has two sets of running statistics, and neither may replace the other."""
     small = ["--cpus", "2", "--crop-size", "32", "--epochs", "2", "--workers", "0", "--no-val"]

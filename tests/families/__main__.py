@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     sources, wanted = fingerprint(), options.only or list(BY_NAME)
     found = {} if options.again else read(options.results, sources)
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    with options.results.open("a") as file, tqdm(wanted, unit="model") as progress:
+    with options.results.open("a") as file, tqdm(wanted, unit="model", disable=None) as progress:
         for name in progress:
             progress.set_postfix_str(name)
             cells = found.setdefault(name, {})

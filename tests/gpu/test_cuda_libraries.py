@@ -15,7 +15,7 @@ import pytest
 from fake_driver import build_driver
 from places import PACKAGE, ROOT, SOURCES
 
-from gluon_syncbn import cuda_libraries
+from gluon_syncbn import cuda_libraries, distribution
 
 COMPILES = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles libraries of its own: needs g++")
 FOLDERS = {
@@ -96,10 +96,10 @@ def test_a_library_that_the_loader_finds_is_left_alone(machine):
     own = machine / "driver" / "libnccl.so.2"
     shutil.copy(str(machine / "site" / "nvidia" / "nccl" / "lib" / "libnccl.so.2"), str(own))
     program = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("libraries", {str(PACKAGE / "cuda_libraries.py")!r})
-libraries = sys.modules["libraries"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(libraries)
+import importlib, sys, types
+package = sys.modules["alone"] = types.ModuleType("alone")  # the files of the package, which imports MXNet
+package.__path__ = [{str(PACKAGE)!r}]
+libraries = importlib.import_module("alone.cuda_libraries")
 libraries.load()
 for library in libraries.loaded():
     print(*library)
@@ -118,7 +118,7 @@ def test_a_missing_library_is_named_with_its_package(machine, soname):
     assert last.startswith("gluon_syncbn.cuda_libraries.MissingLibraries: ")
     # Itself alone: not those that need it.
     assert re.findall(r"lib\w+\.so[.\d]+ \([\w-]+\)", last) == [f"{soname} ({cuda_libraries.PACKAGES[soname]})"]
-    assert "pip install 'gluon_syncbn[cu112]'" in last
+    assert distribution.command("cu112") in last
 
 
 @COMPILES
@@ -129,7 +129,7 @@ def test_a_missing_driver_is_said_to_be_one(machine):
         pytest.skip("this machine has an NVIDIA driver")
     last = said.splitlines()[-1]
     assert last.startswith("gluon_syncbn.cuda_libraries.MissingLibraries: ")
-    for advice in ("libcuda.so.1", "NVIDIA driver", "520", "--gpus all", "pip install 'gluon_syncbn[cpu]'"):
+    for advice in ("libcuda.so.1", "NVIDIA driver", "520", "--gpus all", distribution.command("cpu")):
         assert advice in last
     assert "CUDA libraries" not in last
 
@@ -144,10 +144,10 @@ def test_a_broken_library_keeps_the_loaders_words(machine):
 
 def test_a_cpu_build_loads_nothing():
     program = f"""
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("libraries", {str(PACKAGE / "cuda_libraries.py")!r})
-libraries = sys.modules["libraries"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(libraries)
+import importlib, sys, types
+package = sys.modules["alone"] = types.ModuleType("alone")  # the files of the package, which imports MXNet
+package.__path__ = [{str(PACKAGE)!r}]
+libraries = importlib.import_module("alone.cuda_libraries")
 mapped = lambda: {{line.split(maxsplit=5)[-1] for line in open("/proc/self/maps") if ".so" in line}}
 before = mapped()
 libraries.load()
@@ -176,7 +176,7 @@ def readelf(library):
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory):
-    """A folder with what `pip install 'gluon_syncbn[cu112]'` would bring; GLUON_SYNCBN_CUDA_SITE names one."""
+    """A folder with what the extra `cu112` would bring; GLUON_SYNCBN_CUDA_SITE names one."""
     given = os.environ.get("GLUON_SYNCBN_CUDA_SITE")
     if given:
         yield Path(given)

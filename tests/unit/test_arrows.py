@@ -46,8 +46,8 @@ def arrows():
 # From the bottom up: each may import what stands in the lines before it. `exchange` knows nothing of layers,
 # `reference` nothing of the rest.
 FLOORS = [
-    {"_version", "arguments", "cuda_libraries", "environment", "nodes", "operators", "reference"},
-    {"_native", "cuda", "temporary_space"},
+    {"_version", "arguments", "distribution", "environment", "nodes", "operators", "reference"},
+    {"_native", "cuda", "cuda_libraries", "temporary_space"},
     {"logs"},
     {"exchange"},
     {"session"},
@@ -96,7 +96,7 @@ def test_the_core_and_the_driver_are_behind_one_module_each():
 
 
 def test_what_comes_before_mxnet_does_not_import_it():
-    for name in ("cuda", "cuda_libraries"):
+    for name in ("cuda", "cuda_libraries", "distribution"):
         roots = {imported.split(".")[0] for imported in imports(PACKAGE / f"{name}.py")}
         assert not roots & {"mxnet", "numpy"}
 

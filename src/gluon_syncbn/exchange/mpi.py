@@ -18,6 +18,7 @@ import mxnet as mx
 import numpy as np
 
 from .. import _native
+from ..distribution import WHERE, command
 from .store import Combine, Label
 from .waiting import Wait, WaitingTransport
 
@@ -47,7 +48,7 @@ class MPITransport(WaitingTransport):
         try:
             from mpi4py import MPI
         except ImportError as error:
-            raise ImportError(f"kvstore 'mpi' needs mpi4py ({error}): `pip install 'gluon_syncbn[mpi]'`") from None
+            raise ImportError(f"kvstore 'mpi' needs mpi4py ({error}): {command('mpi')}{WHERE}") from None
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
             raise mx.MXNetError("this MPI serves one thread only; kvstore 'mpi' needs MPI_THREAD_SERIALIZED at least")
         super().__init__(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())

@@ -1,9 +1,10 @@
 #include "meeting/registry.h"
 
 #include <algorithm>
+#include <fstream>
 #include <new>
-#include <random>
 #include <sstream>
+#include <stdexcept>
 
 namespace syncbn {
 namespace {
@@ -12,9 +13,14 @@ using Lock = std::lock_guard<std::mutex>;
 
 const std::string& process_token() {
     static const std::string token = [] {
-        std::random_device random;
+        // Not std::random_device, whose parts are of several ages in the C++ library: an old one would have some of them
+        // and the wheel the others (tools/old_symbols.py).
+        uint64_t number;
+        std::ifstream random("/dev/urandom", std::ios::binary);
+        if (!random.read(reinterpret_cast<char*>(&number), sizeof number))
+            throw std::runtime_error("cannot read /dev/urandom");
         std::ostringstream out;
-        out << std::hex << random() << random() << ':';
+        out << std::hex << number << ':';
         return out.str();
     }();
     return token;

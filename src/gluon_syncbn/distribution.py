@@ -1,0 +1,22 @@
+"""Where the package can be had today. On the day of publication this file changes, and what its test finds in docs.
+
+``setup.py`` reads the constants without importing the package.
+"""
+
+from __future__ import annotations
+
+#: What pip is given: "." is the checkout. "gluon_syncbn" as soon as a package index has it.
+TARGET = "."
+#: Where such a command serves. "" as soon as a package index has it.
+WHERE = ", in the checkout or with a wheel file in place of the dot"
+#: The address of the public repository, "https://HOST/OWNER/gluon_syncbn". There is none: nothing links to it then.
+REPOSITORY = ""
+
+
+def command(extra: str) -> str:
+    """What to type for this extra; quoted, because zsh takes brackets for a pattern of file names."""
+    return f"`pip install '{TARGET}[{extra}]'`"
+
+
+#: How to get MXNet.
+MXNET = f"{command('cpu')}, or for NVIDIA GPUs {command('cu112')}{WHERE}"

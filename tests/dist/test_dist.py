@@ -1,0 +1,143 @@
+"""What `make dist` made, installed as a stranger would into environments that hold nothing else: `make test-dist`."""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+
+import pytest
+from places import ROOT, SUPPORT
+from pythons import python
+
+import gluon_syncbn
+
+VERSION = gluon_syncbn.__version__
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(1200)]
+
+
+def run(*command, cwd="/", limit=900):
+    """(exit status, everything printed), with none of the settings of these tests."""
+    kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "TMP", "HOME", "SSL", "LANG"))}
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=str(cwd),
+        env={"PATH": "/usr/local/bin:/usr/bin:/bin", **kept},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit,
+    )
+    return done.returncode, done.stdout
+
+
+def made(pattern):
+    files = list((ROOT / "dist").glob(pattern))
+    assert len(files) == 1, f"dist/{pattern}: {files}; `make dist` makes it"
+    return files[0]
+
+
+@pytest.fixture(scope="session")
+def wheel():
+    return made(f"gluon_syncbn-{VERSION}-*.whl")
+
+
+@pytest.fixture(scope="session")
+def sdist():
+    return made(f"gluon_syncbn-{VERSION}.tar.gz")
+
+
+def environment(folder, version, *requirements):
+    """The folder of the programs of a fresh one with these."""
+    interpreter = python(version)
+    if interpreter is None:
+        pytest.skip(f"no Python {version} with venv on this machine (pyenv install {version})")
+    status, output = run(interpreter, "-m", "venv", folder)
+    assert status == 0, output
+    status, output = run(folder / "bin" / "python", "-m", "pip", "install", *requirements)
+    assert status == 0, output
+    return folder / "bin"
+
+
+def check_it_works(programs, tmp_path):
+    commands = [[programs / "gluon-syncbn", "check"], [programs / "python", "-m", "gluon_syncbn"]]
+    for command, folder in zip(commands * 2, ("/", ROOT, tmp_path, ROOT / "examples")):
+        status, output = run(*command, cwd=folder, limit=200)
+        assert status == 0, output
+        assert "gluon_syncbn works here." in output
+        assert f"gluon_syncbn {VERSION}, Apache MXNet 1.9.1 (mxnet)" in output
+        assert f"{programs.parent}/lib" in output  # the core that was installed, not the checkout's
+    assert run(programs / "gluon-syncbn", "--version")[1].split()[-1] == VERSION
+
+
+@pytest.mark.parametrize("version", ["3.8", "3.9", "3.10", "3.11"])
+def test_the_wheel(wheel, version, tmp_path):
+    check_it_works(environment(tmp_path / "venv", version, f"{wheel}[cpu]"), tmp_path)
+
+
+@pytest.mark.parametrize("version", ["3.8", "3.11"])
+def test_the_source_archive(sdist, version, tmp_path):
+    check_it_works(environment(tmp_path / "venv", version, f"{sdist}[cpu]"), tmp_path)
+
+
+def test_without_mxnet_each_program_says_one_line(wheel, tmp_path):
+    programs = environment(tmp_path / "venv", "3.11", wheel)
+    for command in ([programs / "gluon-syncbn", "check"], [programs / "python", "-m", "gluon_syncbn"]):
+        status, output = run(*command, cwd=tmp_path)
+        assert (status, len(output.splitlines())) == (1, 1), output
+        assert "needs Apache MXNet 1.9" in output
+
+
+def test_a_script_runs_by_the_console_script(wheel, tmp_path):
+    programs = environment(tmp_path / "venv", "3.11", f"{wheel}[cpu]")
+    (tmp_path / "script.py").write_text(
+        "import sys\nfrom mxnet.gluon.contrib.nn import SyncBatchNorm\n"
+        "print(__name__, sys.argv, SyncBatchNorm.__module__)\nsys.exit(7)\n"
+    )
+    status, output = run(programs / "gluon-syncbn", "run", "--cpus", "2", "script.py", "--lr", "1", cwd=tmp_path)
+    assert status == 7, output
+    assert "__main__ ['script.py', '--lr', '1'] gluon_syncbn" in output
+
+
+def test_opencv_needs_no_screen(wheel, tmp_path):
+    """GluonCV asks for an OpenCV that is linked against libGL; another lies over it."""
+    programs = environment(tmp_path / "venv", "3.11", f"{wheel}[cpu,gluoncv]")
+    program = "import cv2, gluoncv; print([line.split()[-1] for line in open('/proc/self/maps') if 'libGL' in line])"
+    status, output = run(programs / "python", "-W", "ignore", "-c", program)
+    assert status == 0, output
+    assert output.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("version", ["3.12", "3.13"])
+def test_a_python_that_is_too_new_is_told_so(wheel, sdist, version, tmp_path):
+    interpreter = python(version)
+    if interpreter is None:
+        pytest.skip(f"no Python {version} with venv on this machine")
+    run(interpreter, "-m", "venv", tmp_path / "venv")
+    for archive, said in ((wheel, "requires a different Python"), (sdist, f"this is Python {version}, expected 3.8 to 3.11")):
+        for extras in ("", "[cpu]", "[cpu,gluoncv]"):
+            status, output = run(tmp_path / "venv" / "bin" / "python", "-m", "pip", "install", f"{archive}{extras}")
+            assert status == 1
+            assert "Traceback" not in output
+            assert said in output
+
+
+def test_mypy_takes_a_users_script(wheel, tmp_path):
+    programs = environment(tmp_path / "venv", "3.11", f"{wheel}[cpu]")
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", programs / "python"]
+    status, output = run(*command, SUPPORT / "typed_script.py", cwd=tmp_path)
+    assert status == 0, output
+
+
+def test_the_archive_and_the_wheel_have_what_the_pages_link_to(sdist, wheel, tmp_path):
+    assert run("tar", "-xzf", sdist, "-C", tmp_path)[0] == 0
+    (tree,) = tmp_path.iterdir()
+    for page in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+        for link in re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", (tree / page).read_text(encoding="utf-8")):
+            assert (tree / link).exists(), f"{page}: {link}"
+    with zipfile.ZipFile(str(wheel)) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("/METADATA")]
+        text = archive.read(name).decode()
+    assert not re.findall(r"\]\((?!https?:|#)[^)]*\)", text)

@@ -1,0 +1,58 @@
+"""A user's script with types: the checkers find the package's, and take the script for right."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+
+import pytest
+from places import PACKAGE, SUPPORT
+
+SCRIPT = SUPPORT / "typed_script.py"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A Python that has the package among its installed ones, whose insides a checker of the user's leaves alone."""
+    folder = tmp_path_factory.mktemp("typing") / "venv"
+    venv.create(str(folder), with_pip=False)
+    (site,) = folder.glob("lib/python3*/site-packages")
+    (site / "gluon_syncbn").symlink_to(PACKAGE)
+    (site / "rest.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin" / "python"
+
+
+def check(installed, script, tmp_path):
+    pytest.importorskip("mypy", reason="needs requirements/dev.txt")
+    # Outside of the checkout, whose settings are not the user's.
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(installed), str(script)]
+    done = subprocess.run(command, cwd=str(tmp_path), capture_output=True, text=True, timeout=200)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_mypy_takes_a_users_script(installed, tmp_path):
+    status, output = check(installed, SCRIPT, tmp_path)
+    assert status == 0, output
+
+
+def test_mypy_finds_what_is_wrong_in_it(installed, tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text(
+        "import gluon_syncbn\n\nnumber: int = gluon_syncbn.__version__\ngluon_syncbn.cpu_devices('two')\n"
+    )
+    status, output = check(installed, script, tmp_path)
+    assert status == 1
+    assert 'wrong.py:3: error: Incompatible types in assignment (expression has type "str"' in output
+    assert "wrong.py:4: error: Argument 1" in output
+
+
+def test_the_script_runs():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT)],
+        env=dict(os.environ, PYTHONPATH=str(PACKAGE.parent)),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
