@@ -24,7 +24,7 @@ CLASSES = 150
 STEPS = 2
 CASES: List[_measuring.Cell] = [
     {"model": "ResNet-50", "crop": 224, "images": 16},
-    {"model": "PSPNet-ResNet50", "crop": 240, "images": 4},
+    {"model": "PSPNet-ResNet50", "crop": 240, "images": 2},
 ]
 QUICK: List[_measuring.Cell] = [{"model": "ResNet-50", "crop": 32, "images": 1}]
 LIMIT_S = 400  # of one process

@@ -455,3 +455,36 @@ def test_another_forward_the_second_time_is_an_error(contexts, change, text):
     y.backward()
     with pytest.raises(mx.MXNetError, match=f"was computed again.*{text}"):
         x.grad.asnumpy()
+
+
+def test_a_failure_releases_the_other_replicas(contexts):
+    """Which wait for the gradients of the one that failed."""
+
+    class Fails(nn.Block):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.calls = SyncBatchNorm(in_channels=4), 0
+
+        def forward(self, x):
+            self.calls += x.context == contexts[1]
+            if self.calls == 2:
+                raise RuntimeError("not on this device")
+            return self.norm(x)
+
+    block = Fails()
+    block.initialize(ctx=contexts[:2])
+    checkpoint(block)
+    xs, heads = make_data(contexts[:2])
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [block(x) for x in xs]
+    autograd.backward(ys, heads)
+    for x in xs:
+        with pytest.raises(mx.MXNetError, match="RuntimeError: not on this device"):
+            x.grad.asnumpy()
+    block.calls = 3
+    with autograd.record():  # the next step is none the worse
+        ys = [block(x) for x in xs]
+    autograd.backward(ys, heads)
+    assert all(np.isfinite(x.grad.asnumpy()).all() for x in xs)
