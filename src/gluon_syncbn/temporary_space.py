@@ -36,7 +36,7 @@ _set = ""  # what was set here, and may be lowered
 def of_contexts(contexts: int, copies: Optional[int]) -> bool:
     """There are so many contexts, and the user may have said how many copies. Whether that raised the number."""
     global _others, _least, _chosen, _set
-    _others, _chosen = max(1, contexts - 1), copies is not None
+    _others, _chosen = contexts - 1, copies is not None
     if contexts == 1:  # it waits for nobody
         return False
     _least = FOR_A_NET
@@ -48,7 +48,7 @@ def of_contexts(contexts: int, copies: Optional[int]) -> bool:
 def of_layers(layers: int) -> None:
     """There are so many layers."""
     global _set
-    if _chosen:
+    if _chosen or _others == 0:
         return
     wanted = max(_least, FOR_A_LAYER * layers) * _others
     if _set and os.environ.get(VARIABLE) == _set:

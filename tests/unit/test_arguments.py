@@ -15,7 +15,7 @@ from mxnet.gluon import nn
 from places import PACKAGE
 
 import gluon_syncbn
-from gluon_syncbn import SampleShuffle, ShuffleSampler, SyncBatchNorm, _native, arguments
+from gluon_syncbn import SampleShuffle, ShuffleSampler, SyncBatchNorm, _native, arguments, temporary_space
 
 NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**400
 
@@ -442,6 +442,17 @@ def test_cpu_devices_raises_what_is_needed(monkeypatch, given, expected):
         monkeypatch.delenv(name, raising=False)
     gluon_syncbn.cpu_devices(**given)
     assert [os.environ.get(name) for name in COPIES] == expected
+
+
+@pytest.mark.usefixtures("before_the_first_operator")
+def test_layers_on_one_device_need_no_more(monkeypatch):
+    """Whether they come before `cpu_devices`, or it has said that there is one."""
+    monkeypatch.setattr(temporary_space, "_others", temporary_space._others)
+    for devices, expected in ((1, None), (2, str(4 * 100)), (3, str(2 * 4 * 100))):
+        monkeypatch.delenv("MXNET_CPU_TEMP_COPY", raising=False)
+        gluon_syncbn.cpu_devices(devices)
+        temporary_space.of_layers(100)
+        assert os.environ.get("MXNET_CPU_TEMP_COPY") == expected
 
 
 LATE = """
