@@ -356,6 +356,29 @@ def test_every_way_gives_the_same_numbers(rng, pooling, kvstore):
         assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-10)
 
 
+def test_another_way_in_the_middle_of_a_step(rng):
+    """What meets goes the same way, whenever `configure` is called."""
+    batch, contexts, ended = make_batch(rng, 4), gpus(4), threading.Event()
+    layer = prepare(SyncBatchNorm(in_channels=5, timeout=20), batch, contexts, "float64")
+    want = specification(layer, batch)
+
+    def change():
+        while not ended.is_set():
+            for kvstore in ("host", "nccl", "local", None):
+                gluon_syncbn.configure(kvstore=kvstore)
+
+    thread = threading.Thread(target=change, daemon=True)
+    thread.start()
+    try:
+        for _ in range(100):
+            got = step(layer, batch, contexts, "float64")
+            assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-10)
+    finally:
+        ended.set()
+        thread.join(20)
+        gluon_syncbn.configure(kvstore=None)
+
+
 def test_layers_of_many_sizes(rng):
     for channels in (1, 31, 32, 300):
         batch, contexts = make_batch(rng, 2, channels=channels, spatial=(2,)), gpus(2)

@@ -98,6 +98,7 @@ Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t 
         meeting->draw = {terms.seed, terms.layer, node, calls_[node]++};
         meeting->contexts = terms.taking_part;
         meeting->lanes = terms.lanes;
+        meeting->reach = terms.reach;
         open_.push_back(meeting);
     }
     meeting->seats.push_back({index, occupant});

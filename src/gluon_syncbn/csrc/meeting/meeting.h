@@ -76,6 +76,7 @@ struct Meeting {
     Draw draw;                          // draw.node: only calls of the same node of a graph meet
     std::vector<std::string> contexts;  // those that take part, in the layer's order
     size_t lanes = 1;                   // replicas per context
+    Reach reach = Reach::kMemory;       // as it was when the first of them came: all go the same way
     bool repeated = false;              // a state of an earlier meeting is executed again (static_shape)
     std::vector<Seat> seats;            // [contexts * lanes] once everybody has joined
     std::map<int, Phase> phases;

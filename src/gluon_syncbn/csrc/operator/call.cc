@@ -226,7 +226,7 @@ Total Call::share(Direction direction, Vector values) {
     const Sharing sharing = sharing_of(node_.layer->pooling);
     if (sharing == Sharing::kNothing) return {std::move(values), 0, node_.layer->id};
     const auto terms = node_.layer->terms();
-    if (terms->reach == Reach::kNccl) {
+    if (place_.meeting->reach == Reach::kNccl) {
         std::string where;
         for (const std::string& context : terms->contexts) where += (where.empty() ? "" : ", ") + context;
         throw Failure("kvstore 'nccl' adds on GPUs, one replica on each, but the layer is on " + where);

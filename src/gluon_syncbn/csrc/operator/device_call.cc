@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <mutex>
 #include <optional>
 #include <sstream>
 #include <thread>
@@ -175,17 +176,17 @@ PoolsOfSlots DeviceCall::users() const {
 
 // Several replicas on a GPU would be several members of a collective, of which a GPU can be only one.
 bool DeviceCall::gathers_on_devices() const {
-    const auto terms = node_.layer->terms();
-    if (node_.lanes > 1) return false;
-    if (terms->reach != Reach::kMemory && terms->reach != Reach::kNccl) return false;
-    for (const std::string& context : place_.meeting->contexts)
+    const Meeting& meeting = *place_.meeting;
+    if (meeting.lanes > 1 || (meeting.reach != Reach::kMemory && meeting.reach != Reach::kNccl)) return false;
+    for (const std::string& context : meeting.contexts)
         if (context.compare(0, 4, "gpu(") != 0) return false;
-    if (place_.meeting->replicas() == 1) return true;
+    if (meeting.replicas() == 1) return true;
     const std::string missing = cuda::why_no_collective();
     if (missing.empty()) return true;
-    if (terms->reach == Reach::kNccl) throw Failure("kvstore 'nccl' was asked for, but " + missing);
-    static const bool said = (log(Level::kWarning, "the statistics of GPUs go over the host: " + missing), true);
-    return !said;
+    if (meeting.reach == Reach::kNccl) throw Failure("kvstore 'nccl' was asked for, but " + missing);
+    static std::once_flag said;
+    std::call_once(said, [&] { log(Level::kWarning, "the statistics of GPUs go over the host: " + missing); });
+    return false;
 }
 
 template <typename Launch>
