@@ -154,6 +154,11 @@ def test_the_reference_has_all_public_names():
     assert set(shown) == public
 
 
+def test_every_page_is_in_the_contents():
+    listed = set(re.findall(r"^   (\w+)$", (ROOT / "docs" / "index.rst").read_text(encoding="utf-8"), re.MULTILINE))
+    assert listed >= {path.stem for path in (ROOT / "docs").glob("*.md")}
+
+
 def test_messages_of_the_troubleshooting_page_are_those_that_are_raised():
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     ours, heading, _ = text.partition("## Messages of others")
