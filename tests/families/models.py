@@ -171,7 +171,6 @@ MODELS: List[Model] = [
     Model("inceptionv1_kinetics400", lambda **norm: ActionRecInceptionV1(5, False, **norm), ((3, 224, 224),)),
     Model("inceptionv3_kinetics400", lambda **norm: ActionRecInceptionV3(5, False, **norm), ((3, 299, 299),)),
     Model("resnet18_v1b_kinetics400", lambda **norm: ActionRecResNetV1b(18, 5, False, **norm), ((3, 64, 64),)),
-    _video("c3d_kinetics400", 3, 16, 112, 112),
     _video("p3d_resnet50_kinetics400", 3, 16, 32, 32),
     _video("r2plus1d_resnet18_kinetics400", 3, 8, 32, 32),
     _video("i3d_resnet50_v1_kinetics400", 3, 8, 32, 32),
