@@ -222,6 +222,12 @@ void Call::look_at(int64_t at, double value) const {
     log(Level::kWarning, Failure(node_.layer->name, context_, "", text.str()).what());
 }
 
+void Call::look_at(const Vector& moments) const {
+    if (!watches()) return;
+    const int64_t at = first_not_finite(moments);
+    look_at(at, at < 0 ? 0 : moments[static_cast<size_t>(at)]);
+}
+
 Total Call::share(Direction direction, Vector values) {
     const Sharing sharing = sharing_of(node_.layer->pooling);
     if (sharing == Sharing::kNothing) return {std::move(values), 0, node_.layer->id};

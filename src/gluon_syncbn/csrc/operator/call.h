@@ -107,9 +107,10 @@ class Call {
     std::shared_ptr<const void> repeat();
     // For whoever repeats this one.
     void remember(std::shared_ptr<const void> device) const;
-    // What `configure` says of this replica's moments that are not finite: the first is `value`, the `at`-th of its packed
-    // vectors; -1 where all are finite.
+    // What `configure` says of this replica's packed moments that are not finite: the first is `value`, the `at`-th; -1
+    // where all are finite.
     void look_at(int64_t at, double value) const;
+    void look_at(const Vector& moments) const;
     bool watches() const { return node_.layer->terms()->nonfinite != Nonfinite::kPropagate; }
     bool shares() const { return sharing_of(node_.layer->pooling) != Sharing::kNothing; }
     // The packed vectors of this replica's slots in; those of all slots out, or what they are together.

@@ -8,7 +8,6 @@
 // meet there as those of a CPU do, and go back: the same kernels read them.
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <mutex>
 #include <optional>
 #include <sstream>
@@ -237,10 +236,7 @@ Total DeviceCall::gather(Direction direction, int64_t length) {
     }
     Vector values(static_cast<size_t>(own.size()));
     own.download(values.data(), work().lease);
-    if (direction == Direction::kForward && watches()) {
-        const auto bad = std::find_if(values.begin(), values.end(), [](double v) { return !std::isfinite(v); });
-        look_at(bad == values.end() ? -1 : bad - values.begin(), bad == values.end() ? 0 : *bad);
-    }
+    if (direction == Direction::kForward) look_at(values);
     Total total = share(direction, std::move(values));
     gathered_->all = memory(static_cast<int64_t>(total.values.size()));
     gathered_->all.upload(total.values.data(), work().lease.stream());

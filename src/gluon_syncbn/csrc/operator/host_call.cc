@@ -18,10 +18,6 @@ int threads_for(size_t replicas) {
     return std::max(1, all / static_cast<int>(std::max<size_t>(1, replicas)));
 }
 
-Vector::const_iterator first_not_finite(const Vector& values) {
-    return std::find_if(values.begin(), values.end(), [](double v) { return !std::isfinite(v); });
-}
-
 class HostCall : public Call {
   public:
     using Call::Call;
@@ -136,14 +132,11 @@ void HostCall::normalise(const Arrays& arrays, const int* reqs) {
         backend_.threads = threads();
         tensor_.cut(node_.layer->pooling.slots());
         Vector own = backend_.moments(x, tensor_);
-        if (watches()) {
-            const auto bad = first_not_finite(own);
-            look_at(bad == own.end() ? -1 : bad - own.begin(), bad == own.end() ? 0 : *bad);
-        }
+        look_at(own);
         const Total moments = share(Direction::kForward, std::move(own));
         assign_statistics(moments);
         batch = batch_statistics(moments);
-        if (watches() && first_not_finite(batch) != batch.end()) batch[0] = 0;
+        if (watches() && first_not_finite(batch) >= 0) batch[0] = 0;
         remember(nullptr);
     }
     if (reqs[0] != kNull) backend_.normalise(x, tensor_, affine(arrays, 0), arrays[node_.output()], reqs[0] == kAdd);

@@ -1,5 +1,8 @@
 #include "pooling/statistics.h"
 
+#include <algorithm>
+#include <cmath>
+
 namespace syncbn {
 
 // Chan, Golub, LeVeque (1979): n, mean and sum of squared deviations of two sets from those of each.
@@ -14,6 +17,11 @@ void merge_moments(double* total, const double* part, int64_t channels) {
         m2[c] += other_m2[c] + delta * delta * (n * m / (n + m));
     }
     total[0] = n + m;
+}
+
+int64_t first_not_finite(const Vector& values) {
+    const auto found = std::find_if(values.begin(), values.end(), [](double value) { return !std::isfinite(value); });
+    return found == values.end() ? -1 : found - values.begin();
 }
 
 void add_to(double* total, const double* part, int64_t n) {

@@ -14,6 +14,8 @@ inline int64_t moments_length(int64_t channels) { return 1 + 2 * channels; }
 inline int64_t gradients_length(int64_t channels) { return 2 * channels; }
 
 void merge_moments(double* total, const double* part, int64_t channels);
+// The place of the first value that is not finite; -1 where all are.
+int64_t first_not_finite(const Vector& values);
 void add_to(double* total, const double* part, int64_t n);
 
 }  // namespace syncbn
