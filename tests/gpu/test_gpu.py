@@ -398,6 +398,42 @@ def test_some_of_the_gpus(rng, kvstore):
     assert_same(got._replace(running_mean=[], running_var=[], dgamma=want.dgamma, dbeta=want.dbeta), want, 1e-10)
 
 
+def test_a_build_without_nccl(tmp_path):
+    """The default goes over the host and says so once; whoever asks for NCCL gets an error."""
+    if not EMULATED:
+        pytest.skip("the emulator's libraries are linked to a stand-in for such a build")
+    library = tmp_path / "libmxnet.so"
+    folder = os.path.join(os.environ["CUDA_EMULATOR"], "lib")
+    link = ["g++", "-shared", "-Wl,--no-as-needed", "-o", str(library), f"-L{folder}"]
+    subprocess.run([*link, "-l:libcuda.so.1", "-l:libnvrtc.so.11.2"], check=True, timeout=60)
+    program = f"""
+        import ctypes, mxnet as mx, numpy as np
+        from mxnet import autograd
+        import gluon_syncbn
+        source = gluon_syncbn._native.path().parent / "csrc" / "cuda" / "kernels.cu"
+        handle = ctypes.CDLL({str(library)!r})._handle
+        gluon_syncbn._native._core.syncbn_cuda(handle, str(source).encode(), b"")
+        contexts = [mx.gpu(0), mx.gpu(1)]
+        for _ in range(2):
+            layer = gluon_syncbn.SyncBatchNorm(in_channels=4)
+            layer.initialize(ctx=contexts)
+            with autograd.record():
+                ys = [layer(mx.nd.array(np.full((2, 4, 9), i), ctx=c)) for i, c in enumerate(contexts)]
+            print([float(y.asnumpy().mean().round(3)) for y in ys])
+        try:
+            gluon_syncbn.configure(kvstore="nccl")
+        except ValueError as error:
+            print(error)
+        """
+    done = run(["-c", textwrap.dedent(program)])
+    assert done.stdout.splitlines() == [
+        "[-1.0, 1.0]",
+        "[-1.0, 1.0]",
+        "kvstore: 'nccl' was given, but this build of MXNet is not linked against NCCL 2.4 or later",
+    ], done.stderr
+    assert done.stderr.count("the statistics of GPUs go over the host") == 1
+
+
 def test_nccl_is_for_gpus(rng):
     batch, contexts = make_batch(rng, 2), [mx.cpu(0), mx.cpu(1)]
     layer = prepare(SyncBatchNorm(in_channels=5, kvstore="nccl"), batch, contexts, "float64")
