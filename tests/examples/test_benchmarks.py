@@ -213,6 +213,7 @@ def test_the_results_of_the_modes_are_complete(tmp_path):
     assert [list(cell["ratios"]) for cell in cells] == [modes] * 2
 
 
+@pytest.mark.slow
 def test_the_memory_of_recomputation(tmp_path):
     text, (cell,) = quick("checkpoint", tmp_path)
     ((header, rows),) = tables(text)

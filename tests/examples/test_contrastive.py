@@ -40,7 +40,11 @@ def images(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("bn", ["local", "sync", "shuffle", "sample-shuffle"])
+# Each has an epoch in the comparison below.
+LONG = [pytest.param(bn, marks=pytest.mark.slow) for bn in ("local", "sync")]
+
+
+@pytest.mark.parametrize("bn", [*LONG, "shuffle", "sample-shuffle"])
 def test_each_mode_trains(bn, tmp_path):
     done = run("--bn", bn, "--epochs", 2, "--out", tmp_path, "--cpus", 2, "--virtual-devices", 4)
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import mxnet as mx
 import numpy as np
@@ -410,6 +411,22 @@ def test_a_convolutional_net_is_right_every_time(contexts, rng, way):
         heads = [rng.randn(n, 8, 8, 8).astype("float32") for n in sizes]
         batch = Batch(shards, heads, None, None)
         assert_equal_nets(net, plain, batch, contexts[:4], "float32", tolerance=3e-4)
+
+
+def test_parameters_are_put_where_they_are(rng, contexts):
+    """While a step is on its way, as by a `DataParallelModel` made behind one: who has come still meets who comes."""
+    batch, contexts = make_batch(rng, 2), contexts[:2]
+    layer = prepare(SyncBatchNorm(in_channels=5, timeout=20), batch, contexts, "float64")
+    xs, work = on_devices(batch.shards, contexts, "float64"), nd.ones((1000, 1000), ctx=contexts[0]) * 1e-3
+    with autograd.record():
+        for _ in range(12):
+            work = nd.dot(work, work)
+        late = xs[0] + 0 * work[0, :1].astype("float64").reshape((1, 1, 1, 1))
+        ys = [layer(late), layer(xs[1])]
+        time.sleep(0.2)  # until the second waits
+        layer.collect_params().reset_ctx(contexts)
+    for y, expected in zip(ys, truth(batch).outputs):
+        np.testing.assert_allclose(y.asnumpy(), expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("kvstore", ["device", "local", "object", "configured"])

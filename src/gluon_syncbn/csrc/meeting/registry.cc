@@ -79,6 +79,8 @@ std::shared_ptr<Layer> Registry::of_token(const std::string& token) const {
 void Registry::place(Layer& layer, std::vector<std::string> contexts, size_t replicas) {
     {
         Lock lock(mutex_);
+        // `reset_ctx` to where they are: it waits for nothing, and a step may be on its way.
+        if (layer.contexts_ == contexts && layer.replicas_ == replicas) return;
         layer.contexts_ = std::move(contexts);
         layer.replicas_ = replicas;
         renew(layer);

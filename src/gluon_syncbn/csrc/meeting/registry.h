@@ -53,7 +53,8 @@ class Registry {
     std::string token_of(const Layer& layer) const;
     std::shared_ptr<Layer> of_token(const std::string& token) const;  // null where it is of another process, or gone
 
-    // The contexts that hold the parameters, and how many replicas they have in all. Forgets unfinished meetings.
+    // The contexts that hold the parameters, and how many replicas they have in all. Forgets unfinished meetings
+    // where these are others than before.
     void place(Layer& layer, std::vector<std::string> contexts, size_t replicas);
     void set_timeout(Layer& layer, double seconds);
     void set_reach(Layer& layer, Reach reach);
