@@ -39,7 +39,7 @@ from . import patches as _patches
 from .checkpoint import checkpoint
 from .convert import convert, freeze, revert
 from .devices import cpu_devices, devices
-from .layer import ShuffleBatchNorm, SyncBatchNorm
+from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
 from .parameters import broadcast_parameters
 from .replacements import install, uninstall
 from .session import configure, kvstore
@@ -58,6 +58,7 @@ __all__ = [
     "ShuffleSampler",
     "ShuffledBatch",
     "SyncBatchNorm",
+    "SyncBatchNormAdd",
     "__version__",
     "average_running_stats",
     "broadcast_parameters",

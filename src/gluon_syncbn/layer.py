@@ -15,6 +15,7 @@ from mxnet.gluon.parameter import Parameter
 from mxnet.util import is_np_array
 
 from . import arguments, export
+from .activation import IDENTITY, rectified, slope_of
 from .op import sync_batch_norm
 from .operators import without_amp
 from .replicas import Pooling, Replicas
@@ -118,6 +119,11 @@ class SyncBatchNorm(nn.BatchNorm):
     num_devices : int, optional
         Number of replicas. By default the contexts that the parameters live on; a multiple of those puts several
         replicas on one context. On one context, one thread may then use a layer once in a forward.
+    activation : str, optional
+        What stands behind it: ``'relu'``, or ``'leaky'``, y where y > 0 and else slope * y. In the same passes over
+        memory, and what the backward needs of it is computed again from x.
+    slope : float
+        Of ``'leaky'``: above 0 and below 1.
     mode : str
         ``'sync'``, ``'local'`` or ``'shuffle'``.
     virtual_devices : int
@@ -179,6 +185,8 @@ class SyncBatchNorm(nn.BatchNorm):
         in_channels: int = 0,
         num_devices: Optional[int] = None,
         *,
+        activation: Optional[str] = None,
+        slope: float = 0.01,
         mode: str = "sync",
         virtual_devices: int = 1,
         group_size: Optional[int] = None,
@@ -196,6 +204,7 @@ class SyncBatchNorm(nn.BatchNorm):
         in_channels = arguments.whole("in_channels", in_channels, 0, 2**31 - 1)
         if num_devices is not None:
             num_devices = arguments.devices("num_devices", num_devices)
+        slope = slope_of(activation, slope)
         pooling = Pooling.checked(mode, virtual_devices, group_size, axis, num_devices)
         running_variance = arguments.one_of("running_variance", running_variance, ("biased", "unbiased"))
         if timeout is not None:
@@ -218,6 +227,8 @@ class SyncBatchNorm(nn.BatchNorm):
         )
         self._replica_settings = (pooling, num_devices, exchange, timeout)
         self._unbiased = running_variance == "unbiased"
+        self._slope = slope
+        self._fuses = False  # with what stands behind it in a graph; see `fusion`
         self._nodes = 0  # of graphs, so far
         self._origin: Any = None  # class and settings before `convert`
         self._adopt_parameters()
@@ -235,28 +246,66 @@ class SyncBatchNorm(nn.BatchNorm):
         _ReplicatedParameter.unfollow(self.running_mean, self._replicas)
 
     def hybrid_forward(self, F: Any, x: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any) -> Any:
+        return self._normalised(F, x, None, gamma, beta, running_mean, running_var)
+
+    def _normalised(
+        self, F: Any, x: Any, addend: Optional[Any], gamma: Any, beta: Any, running_mean: Any, running_var: Any
+    ) -> Any:
         kwargs = dict(self._kwargs)
         if is_np_array():
             raise mx.MXNetError(
                 f"SyncBatchNorm '{self.name}' works on mx.nd arrays; call mx.npx.reset_np() before building the net"
             )
-        rectify = F.relu if self.fuse_relu else (lambda y: y)
         use_global_stats = kwargs.pop("use_global_stats")
         if use_global_stats or (F is mx.nd and not autograd.is_training()):
-            return rectify(F.BatchNorm(x, gamma, beta, running_mean, running_var, name="fwd", **self._kwargs))
+            z = F.BatchNorm(x, gamma, beta, running_mean, running_var, name="fwd", **self._kwargs)
+            return rectified(F, z, self._slope, addend)
         if self._replicas.problem and autograd.is_training() and not self._replicas.reaches_other_processes():
             raise ValueError(self._replicas.problem)
         node = -1
         if F is not mx.nd:  # the same graph serves all contexts, so each of its nodes meets itself only
             node, self._nodes = self._nodes, self._nodes + 1
-        F = without_amp(F)
+        own = without_amp(F)
         # A graph may be recorded between initialize() and the first batch, when the contexts are known and no more.
         deferred = self.running_mean._deferred_init
         contexts = self._replicas.given or (deferred[1] if deferred else [])
         lanes = self._replicas.lanes(contexts) if contexts else 1
         kwargs.update(lanes=lanes, node=node, unbiased=self._unbiased)
-        y = sync_batch_norm(F, x, gamma, beta, running_mean, running_var, self._replicas, **kwargs)
-        return rectify(y)
+        inputs = (x, gamma, beta, running_mean, running_var, self._replicas)
+        if lanes > 1:  # of the two operators that stand for one, either may be the one that normalises
+            return rectified(F, sync_batch_norm(own, *inputs, **kwargs), self._slope, addend)
+        plain = addend is None and self._slope == IDENTITY
+        return sync_batch_norm(own, *inputs, slope=self._slope, addend=addend, fuses=self._fuses and plain, **kwargs)
+
+
+class SyncBatchNormAdd(SyncBatchNorm):
+    r"""`SyncBatchNorm` with an addition behind it, and an activation behind that: the end of a residual block.
+
+    .. math:: y = \mathrm{activation}\left(
+                  \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} \cdot \gamma + \beta + addend\right)
+
+    Parameters
+    ----------
+    activation : str, optional
+        As in `SyncBatchNorm`, but ``'relu'`` by default.
+    *args, **kwargs
+        Of `SyncBatchNorm`.
+
+    Inputs
+        - **data**: as in `SyncBatchNorm`.
+        - **addend**: shape and type of the data.
+
+    Outputs
+        - **out**: shape and type of the data.
+    """
+
+    def __init__(self, *args: Any, activation: Optional[str] = "relu", **kwargs: Any) -> None:
+        super().__init__(*args, activation=activation, **kwargs)
+
+    def hybrid_forward(  # type: ignore[override]
+        self, F: Any, x: Any, addend: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any
+    ) -> Any:
+        return self._normalised(F, x, addend, gamma, beta, running_mean, running_var)
 
 
 class ShuffleBatchNorm(SyncBatchNorm):

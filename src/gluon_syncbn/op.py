@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 from mxnet import autograd
 
 from . import _native
+from .activation import IDENTITY
 from .replicas import Replicas
 
 _native.register()
@@ -39,11 +40,15 @@ def sync_batch_norm(
     momentum: float,
     fix_gamma: bool,
     unbiased: bool,
+    slope: float = IDENTITY,
+    addend: Optional[Any] = None,
+    fuses: bool = False,
 ) -> Any:
     """Normalises ``x`` with the statistics that the replicas' pooling says; ``F`` is ``mx.nd`` or ``mx.sym``.
 
     ``lanes`` is the number of replicas on each context. ``node`` numbers the layer's nodes in graphs and is -1 for an
-    eager call. ``unbiased`` is the variance that the running one takes. A static graph does not tell MXNet's engine
+    eager call. ``unbiased`` is the variance that the running one takes. To what is normalised ``addend`` is added, and
+    what is not above 0 is multiplied by ``slope``: only for a single lane. ``fuses`` is for `fusion`. A static graph does not tell MXNet's engine
     that a node writes the running statistics, so two nodes of one layer may run in either order there.
     """
     # MXNet hands a custom operator a temporary copy of an array in oneDNN's layout and frees it while the operator
@@ -63,10 +68,16 @@ def sync_batch_norm(
         fix_gamma=int(fix_gamma),
         unbiased=int(unbiased),
         guarded=int(guarded),
+        slope=repr(float(slope)),
+        adds=int(addend is not None),
+        fuses=int(fuses),
     )
     x = F.SwapAxis(x, dim1=0, dim2=0) if guarded else x
     if lanes == 1:
-        y = custom(x, gamma, beta, running_mean, running_var, role=Role.WHOLE, name="fwd")
+        inputs = [x, gamma, beta]
+        if addend is not None:
+            inputs.append(F.SwapAxis(addend, dim1=0, dim2=0) if guarded else addend)
+        y = custom(*inputs, running_mean, running_var, role=Role.WHOLE, name="fwd")
     else:
         y, batch = custom(x, gamma, beta, role=Role.MEET, name="fwd")
         track = functools.partial(

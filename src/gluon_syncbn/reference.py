@@ -17,13 +17,15 @@ positions, and ``n`` their number::
 For a slot that feeds pool ``f`` and is normalised with pool ``u``::
 
     xhat = (x - mean[u]) * r[u]
-    y    = gamma * xhat + beta
+    z    = gamma * xhat + beta [+ addend]
+    y    = z where z > 0, else slope * z        (slope 1: y = z; slope 0: ReLU)
 
-and, for a loss ``L`` that is the sum of the shards' losses, with ``dy = dL/dy``::
+and, for a loss ``L`` that is the sum of the shards' losses, with ``dz = dL/dz``, which is ``dL/dy`` where z > 0 and
+else that times the slope::
 
-    dgamma[d] = sum over the slots of device d of sum(dy * xhat)            dbeta[d] = the same of sum(dy)
-    S1[k]     = sum over the slots normalised with k of sum(dy)             S2[k]    = the same of sum(dy * xhat)
-    dx        = gamma * (r[u] * dy - r[f] / n[f] * (S1[f] + (x - mean[f]) * r[f] * S2[f]))
+    dgamma[d] = sum over the slots of device d of sum(dz * xhat)            dbeta[d] = the same of sum(dz)
+    S1[k]     = sum over the slots normalised with k of sum(dz)             S2[k]    = the same of sum(dz * xhat)
+    dx        = gamma * (r[u] * dz - r[f] / n[f] * (S1[f] + (x - mean[f]) * r[f] * S2[f]))          daddend = dz
 
 where the second term is what flows through mean and variance, back to the slots that they come from: with ``f = u``
 it is the gradient of plain batch normalisation. Each device keeps its own ``dgamma[d]`` and ``dbeta[d]``, whose sum is
@@ -76,6 +78,7 @@ class Statistics:
     axis: int
     epsilon: float
     scale: bool
+    slopes: List[np.ndarray]  # dy/dz of each value of a shard, channels last
 
 
 class Forward(NamedTuple):
@@ -88,11 +91,12 @@ class Forward(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """One entry per shard: dx of the shard's shape, dgamma and dbeta of shape [C]."""
+    """One entry per shard: dx and that of the addend of the shard's shape, dgamma and dbeta of shape [C]."""
 
     dxs: List[np.ndarray]
     dgammas: List[np.ndarray]
     dbetas: List[np.ndarray]
+    daddends: List[np.ndarray]
 
 
 def forward(
@@ -113,6 +117,8 @@ def forward(
     permutation: Optional[Sequence[int]] = None,
     running_variance: str = "biased",
     nonfinite: str = "propagate",
+    slope: float = 1,
+    addends: Optional[Sequence[np.ndarray]] = None,
 ) -> Forward:
     """Normalise every slot with the statistics that `mode` gives it (see the module for the formula).
 
@@ -131,13 +137,15 @@ def forward(
         ``permutation[i]``, never its own. See `derangement`.
     - `running_variance`: ``'biased'`` or ``'unbiased'``: what the running variance takes. Outputs do not depend on it.
     - `nonfinite`: ``'propagate'``, ``'skip'`` or ``'error'``, of statistics that are not finite.
+    - `slope`: of what is not above 0.
+    - `addends`: one per shard, of its shape, added before the slope.
 
     **Returns:** outputs, statistics, new running means and variances. The arguments are not changed.
 
     **Raises:** `ValueError` for shards without a common channel extent, for parameters of another extent, for a batch
     without a single value, for an unknown mode, `running_variance` or `nonfinite`, for statistics that are not finite
-    with ``'error'``, for more than one slot where axis 0 holds the channels, for a `group_size` that does not divide
-    the number of shards, for fewer than two slots to shuffle, for a `permutation` that is none of theirs or has a fixed
+    with ``'error'``, for addends of another shape than the shards, for more than one slot where axis 0 holds the
+    channels, for a `group_size` that does not divide the number of shards, for fewer than two slots to shuffle, for a `permutation` that is none of theirs or has a fixed
     point, and for either argument in another mode than its own.
     """
     arrays, axis = _channels_last(shards, axis)
@@ -152,6 +160,9 @@ def forward(
         raise ValueError(f"running_variance is {running_variance!r}, expected 'biased' or 'unbiased'")
     if nonfinite not in ("propagate", "skip", "error"):
         raise ValueError(f"nonfinite is {nonfinite!r}, expected 'propagate', 'skip' or 'error'")
+
+    if addends is not None and [np.shape(a) for a in addends] != [np.shape(x) for x in shards]:
+        raise ValueError(f"addends have shapes {[np.shape(a) for a in addends]}, expected those of the shards")
 
     parts = [
         (device, samples)
@@ -184,6 +195,10 @@ def forward(
     for device, samples, _, u in slots:
         xhat = _normalised(arrays[device][samples], pools[u], epsilon)
         outputs[device][samples] = weight * xhat + np.asarray(beta, np.float64)
+    if addends is not None:
+        outputs = [z + a for z, a in zip(outputs, _channels_last(addends, axis)[0])]
+    slopes = [np.where(z > 0, 1.0, slope) for z in outputs]
+    outputs = [np.where(z <= 0, slope * z if slope else 0.0, z) for z in outputs]
 
     new_means, new_vars = [], []
     for device in range(len(arrays)):
@@ -195,7 +210,7 @@ def forward(
         unbiased = [pool.n / max(pool.n - 1, 1) if running_variance == "unbiased" else 1 for pool in batch]
         new_vars.append(_updated(old_var, [pool.var * k for pool, k in zip(batch, unbiased)], momentum))
 
-    state = Statistics(pools, slots, axis, epsilon, scale)
+    state = Statistics(pools, slots, axis, epsilon, scale, slopes)
     return Forward([np.moveaxis(y, -1, axis) for y in outputs], state, new_means, new_vars)
 
 
@@ -218,15 +233,15 @@ def backward(
     if given != expected:
         raise ValueError(f"head_grads have shapes {given}, expected those of the shards, {expected}")
     arrays, axis = _channels_last(shards, state.axis)
-    heads, _ = _channels_last(head_grads, state.axis)
+    heads = [dy * slopes for dy, slopes in zip(_channels_last(head_grads, state.axis)[0], state.slopes)]
 
     channels = arrays[0].shape[-1]
     dgammas, dbetas = np.zeros((len(arrays), channels)), np.zeros((len(arrays), channels))
     s1, s2 = np.zeros((len(state.pools), channels)), np.zeros((len(state.pools), channels))
     for device, samples, _, u in state.slots:
-        dy = heads[device][samples]
-        dy_xhat = dy * _normalised(arrays[device][samples], state.pools[u], state.epsilon)
-        for total, values in [(dbetas[device], dy), (s1[u], dy), (dgammas[device], dy_xhat), (s2[u], dy_xhat)]:
+        dz = heads[device][samples]
+        dz_xhat = dz * _normalised(arrays[device][samples], state.pools[u], state.epsilon)
+        for total, values in [(dbetas[device], dz), (s1[u], dz), (dgammas[device], dz_xhat), (s2[u], dz_xhat)]:
             total += _sum(values)
 
     dxs = [np.zeros_like(x) for x in arrays]
@@ -239,7 +254,8 @@ def backward(
         dxs[device][samples] = weight * dx
     if not state.scale:
         dgammas[:] = 0
-    return Gradients([np.moveaxis(dx, -1, axis) for dx in dxs], list(dgammas), list(dbetas))
+    whole = ([np.moveaxis(part, -1, axis) for part in parts] for parts in (dxs, heads))
+    return Gradients(next(whole), list(dgammas), list(dbetas), next(whole))
 
 
 def moments(shards: Sequence[np.ndarray], axis: int = 1) -> Tuple[np.ndarray, np.ndarray, int]:

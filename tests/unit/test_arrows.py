@@ -47,13 +47,13 @@ def arrows():
 # `reference` nothing of the rest.
 FLOORS = [
     {"_version", "arguments", "distribution", "environment", "nodes", "operators", "reference"},
-    {"_native", "cuda", "cuda_libraries", "temporary_space"},
+    {"_native", "activation", "cuda", "cuda_libraries", "temporary_space"},
     {"logs"},
     {"exchange"},
     {"session"},
     {"draws", "mixed", "replicas", "steps"},
     {"blocks", "devices", "lifetime", "op", "parallel", "patches", "shuffle"},
-    {"export"},
+    {"export", "fusion"},
     {"layer", "parameters"},
     {"graphs"},
     {"symbol"},

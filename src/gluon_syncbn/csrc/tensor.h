@@ -39,10 +39,12 @@ struct Tensor {
 // MXNet's handle of an array that lives on the device.
 using Array = void*;
 
-// gamma * x + beta; where gamma is fixed it counts as 1.
+// z = gamma * xhat + beta, where gamma, where it is fixed, counts as 1; then z where z > 0, else slope * z: 1 leaves it as it
+// is, 0 is ReLU.
 struct Affine {
     Array gamma, beta;
     bool fix_gamma;
+    double slope;
 };
 
 }  // namespace syncbn

@@ -20,8 +20,12 @@ T* data(Array array) {
     return static_cast<T*>(out);
 }
 
-void* at(Array values, const Tensor& tensor, const Slot& slot) {
-    return data<char>(values) + slot.first * size_of(tensor.type);
+// The slot's part; of nothing, nothing.
+const void* at(const void* values, const Tensor& tensor, const Slot& slot) {
+    return values == nullptr ? nullptr : static_cast<const char*>(values) + slot.first * size_of(tensor.type);
+}
+void* at(void* values, const Tensor& tensor, const Slot& slot) {
+    return const_cast<void*>(at(static_cast<const void*>(values), tensor, slot));
 }
 
 Vector vector(Array array, Type type, int64_t n) {
@@ -34,6 +38,11 @@ Vector scale_of(const Slot& slot, const Tensor& tensor, const Affine& affine) {
     Vector out = vector(affine.gamma, tensor.parameter_type(), tensor.shape.channels);
     for (size_t c = 0; c < out.size(); ++c) out[c] *= slot.used->invstd[c];
     return out;
+}
+
+// The shift of each channel.
+Vector shift_of(const Tensor& tensor, const Affine& affine) {
+    return vector(affine.beta, tensor.parameter_type(), tensor.shape.channels);
 }
 
 template <typename P, typename F>
@@ -63,7 +72,7 @@ Vector Backend::moments(Array x, const Tensor& tensor) const {
     double* part = packed.data();
     for (const Slot& slot : tensor.slots) {
         part[0] = static_cast<double>(slot.shape.per_channel());
-        cpu::moments(work(tensor, slot), at(x, tensor, slot), part + 1, part + 1 + channels);
+        cpu::moments(work(tensor, slot), at(cpu::data(x), tensor, slot), part + 1, part + 1 + channels);
         part += moments_length(channels);
     }
     return packed;
@@ -76,13 +85,18 @@ Statistic Backend::frozen(Array running_mean, Array running_var, const Tensor& t
     return {1, vector(running_mean, tensor.parameter_type(), channels), std::move(invstd)};
 }
 
-void Backend::normalise(Array x, const Tensor& tensor, const Affine& affine, Array y, bool add) const {
-    const Vector shift = vector(affine.beta, tensor.parameter_type(), tensor.shape.channels);
+void* Backend::data(Array array) const { return cpu::data(array); }
+
+void Backend::normalise(Array x, const Tensor& tensor, const Affine& affine, const void* addend, Array y,
+                        bool add) const {
+    const Vector shift = shift_of(tensor, affine);
     for (const Slot& slot : tensor.slots) {
         if (!slot.used) continue;
         const Vector scale = scale_of(slot, tensor, affine);
-        cpu::normalise(work(tensor, slot), at(x, tensor, slot),
-                       {slot.used->mean.data(), scale.data(), shift.data(), add}, at(y, tensor, slot));
+        cpu::normalise(
+            work(tensor, slot), at(data(x), tensor, slot),
+            {{slot.used->mean.data(), scale.data(), shift.data(), affine.slope}, at(addend, tensor, slot), add},
+            at(data(y), tensor, slot));
     }
 }
 
@@ -95,43 +109,57 @@ void Backend::update_running(const Vector& mean, const Vector& variance, double 
     replace(running_var, type, mean.size(), towards(variance));
 }
 
-Vector Backend::grad_sums(Array dy, Array x, const Tensor& tensor) const {
+Vector Backend::grad_sums(const void* dy, Array x, const Tensor& tensor, const Affine& affine, const void* y,
+                          void* dz) const {
     const int64_t channels = tensor.shape.channels;
+    const bool by_input = affine.slope != 1 && y == nullptr;
+    const Vector shift = by_input ? shift_of(tensor, affine) : Vector();
     Vector sums(tensor.slots.size() * gradients_length(channels));
     double* part = sums.data();
     for (const Slot& slot : tensor.slots) {
-        if (slot.used)
-            cpu::grad_sums(work(tensor, slot), at(dy, tensor, slot), at(x, tensor, slot), slot.used->mean.data(),
-                           slot.used->invstd.data(), part, part + channels);
+        if (slot.used) {
+            const Vector scale = by_input ? scale_of(slot, tensor, affine) : Vector();
+            cpu::grad_sums(work(tensor, slot), at(dy, tensor, slot), at(data(x), tensor, slot),
+                           {{slot.used->mean.data(), scale.data(), shift.data(), affine.slope},
+                            slot.used->invstd.data(),
+                            at(y, tensor, slot),
+                            at(dz, tensor, slot)},
+                           part, part + channels);
+        }
         part += gradients_length(channels);
     }
     return sums;
 }
 
-void Backend::grad_input(Array dy, Array x, const Tensor& tensor, const Affine& affine,
+void Backend::grad_input(const void* dy, Array x, const Tensor& tensor, const Affine& affine,
                          const ThroughStatistics& through, Array dx, bool add) const {
+    const Vector shift = affine.slope == 1 ? Vector() : shift_of(tensor, affine);
     for (size_t i = 0; i < tensor.slots.size(); ++i) {
         const Slot& slot = tensor.slots[i];
         if (!slot.used) continue;
         const size_t first = i * tensor.shape.channels;
         const Vector scale = scale_of(slot, tensor, affine);
-        cpu::grad_input(work(tensor, slot), at(dy, tensor, slot), at(x, tensor, slot),
-                        {slot.fed->mean.data(), scale.data(), &through.mean_dy[first], &through.slope[first], add},
-                        at(dx, tensor, slot));
+        cpu::grad_input(work(tensor, slot), at(dy, tensor, slot), at(data(x), tensor, slot),
+                        {{slot.used->mean.data(), scale.data(), shift.data(), affine.slope},
+                         slot.fed->mean.data(),
+                         &through.mean_dz[first],
+                         &through.slope[first],
+                         add},
+                        at(data(dx), tensor, slot));
     }
 }
 
-void Backend::copy(Array from, Type type, int64_t n, Array to, bool add) const {
+void Backend::copy(const void* from, Type type, int64_t n, Array to, bool add) const {
     if (!add)
-        std::memcpy(data(to), data(from), static_cast<size_t>(n * size_of(type)));
+        std::memcpy(data(to), from, static_cast<size_t>(n * size_of(type)));
     else if (type == Type::kFloat64)
-        add_values(data<double>(from), n, data<double>(to));
+        add_values(static_cast<const double*>(from), n, cpu::data<double>(to));
     else if (type == Type::kFloat32)
-        add_values(data<float>(from), n, data<float>(to));
+        add_values(static_cast<const float*>(from), n, cpu::data<float>(to));
     else
         for (int64_t i = 0; i < n; ++i)
-            data<uint16_t>(to)[i] =
-                float_to_half(half_to_float(data<uint16_t>(to)[i]) + half_to_float(data<uint16_t>(from)[i]));
+            cpu::data<uint16_t>(to)[i] = float_to_half(half_to_float(cpu::data<uint16_t>(to)[i]) +
+                                                       half_to_float(static_cast<const uint16_t*>(from)[i]));
 }
 
 Vector Backend::read(Array from, int64_t n) const { return vector(from, Type::kFloat64, n); }
@@ -142,11 +170,11 @@ void Backend::write(const Vector& values, Type type, Array out, bool add) const 
 
 void Backend::fill(Array out, Type type, int64_t n, double value) const {
     if (type == Type::kFloat64)
-        std::fill_n(data<double>(out), n, value);
+        std::fill_n(cpu::data<double>(out), n, value);
     else if (type == Type::kFloat32)
-        std::fill_n(data<float>(out), n, static_cast<float>(value));
+        std::fill_n(cpu::data<float>(out), n, static_cast<float>(value));
     else
-        std::fill_n(data<uint16_t>(out), n, value != value ? uint16_t{0x7e00} : uint16_t{0});
+        std::fill_n(cpu::data<uint16_t>(out), n, value != value ? uint16_t{0x7e00} : uint16_t{0});
 }
 
 }  // namespace cpu

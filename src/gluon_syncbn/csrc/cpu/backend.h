@@ -10,10 +10,10 @@
 namespace syncbn {
 namespace cpu {
 
-// What flows back through the statistics: dx = gamma * invstd * (dy - mean_dy - (x - mean) * slope), with the mean of the
+// What flows back through the statistics: dx = gamma * invstd * (dz - mean_dz - (x - mean) * slope), with the mean of the
 // pool that the slot feeds and the invstd of the one that it used. [slots][channels]
 struct ThroughStatistics {
-    Vector mean_dy, slope;
+    Vector mean_dz, slope;
 };
 
 class Backend {
@@ -24,19 +24,23 @@ class Backend {
     Vector moments(Array x, const Tensor& tensor) const;
     // What the running statistics stand for.
     Statistic frozen(Array running_mean, Array running_var, const Tensor& tensor, double epsilon) const;
-    // y = (x - mean) * invstd * gamma + beta with what each slot uses, added to y where `add`.
-    void normalise(Array x, const Tensor& tensor, const Affine& affine, Array y, bool add) const;
+    // What is in an array.
+    void* data(Array array) const;
+    // y = (x - mean) * invstd * gamma + beta [+ addend], rectified, with what each slot uses; added to y where `add`.
+    void normalise(Array x, const Tensor& tensor, const Affine& affine, const void* addend, Array y, bool add) const;
     // running <- momentum * running + (1 - momentum) * values
     void update_running(const Vector& mean, const Vector& variance, double momentum, Type type, Array running_mean,
                         Array running_var) const;
 
-    // [sum dy[C], sum dy*xhat[C]] of each slot, one after the other, with what it was normalised with.
-    Vector grad_sums(Array dy, Array x, const Tensor& tensor) const;
-    void grad_input(Array dy, Array x, const Tensor& tensor, const Affine& affine, const ThroughStatistics& through,
-                    Array dx, bool add) const;
+    // [sum dz[C], sum dz*xhat[C]] of each slot, one after the other, with what it was normalised with: dz is the gradient
+    // with respect to z of `Affine`, whose sign y tells where it is given; dz is written then.
+    Vector grad_sums(const void* dy, Array x, const Tensor& tensor, const Affine& affine, const void* y,
+                     void* dz) const;
+    void grad_input(const void* dy, Array x, const Tensor& tensor, const Affine& affine,
+                    const ThroughStatistics& through, Array dx, bool add) const;
 
-    // n values from one array into another, added where `add`.
-    void copy(Array from, Type type, int64_t n, Array to, bool add) const;
+    // n values into an array, added where `add`.
+    void copy(const void* from, Type type, int64_t n, Array to, bool add) const;
     // The n values of an array of float64.
     Vector read(Array from, int64_t n) const;
     // Values into an array, added where `add`.

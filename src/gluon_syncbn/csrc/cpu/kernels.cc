@@ -22,6 +22,7 @@
 #define SYNCBN_CLONES
 #endif
 #define SYNCBN_INLINE static inline __attribute__((always_inline))
+#define SYNCBN_METHOD inline __attribute__((always_inline))
 
 namespace syncbn {
 namespace cpu {
@@ -34,27 +35,6 @@ constexpr int64_t kMaxBlocks = 16;
 constexpr int64_t kAhead = 512;             // values to fetch ahead of the sums, which otherwise wait for memory
 constexpr int64_t kWorthAThread = 1 << 15;  // values; less is done before another thread wakes up
 
-template <typename T>
-struct Value;
-template <>
-struct Value<float> {
-    using Compute = float;
-    SYNCBN_INLINE float load(const float* p) { return *p; }
-    SYNCBN_INLINE void store(float* p, float v) { *p = v; }
-};
-template <>
-struct Value<double> {
-    using Compute = double;
-    SYNCBN_INLINE double load(const double* p) { return *p; }
-    SYNCBN_INLINE void store(double* p, double v) { *p = v; }
-};
-template <>
-struct Value<Half> {
-    using Compute = float;
-    SYNCBN_INLINE float load(const Half* p) { return half_to_float(p->bits); }
-    SYNCBN_INLINE void store(Half* p, float v) { p->bits = float_to_half(v); }
-};
-
 // Eight float64 partial sums fill the widest register; two such sets hide the latency of an addition.
 constexpr int kLanes = 8;
 typedef double Lanes __attribute__((vector_size(kLanes * sizeof(double))));
@@ -62,13 +42,33 @@ typedef float FloatLanes __attribute__((vector_size(kLanes * sizeof(float))));
 typedef uint32_t BitLanes __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 typedef uint16_t HalfLanes __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 
+template <typename T>
+struct Value;
+template <>
+struct Value<float> {
+    using Compute = float;
+    using Many = FloatLanes;
+    SYNCBN_INLINE float load(const float* p) { return *p; }
+    SYNCBN_INLINE void store(float* p, float v) { *p = v; }
+};
+template <>
+struct Value<double> {
+    using Compute = double;
+    using Many = Lanes;
+    SYNCBN_INLINE double load(const double* p) { return *p; }
+    SYNCBN_INLINE void store(double* p, double v) { *p = v; }
+};
+template <>
+struct Value<Half> {
+    using Compute = float;
+    using Many = FloatLanes;
+    SYNCBN_INLINE float load(const Half* p) { return half_to_float(p->bits); }
+    SYNCBN_INLINE void store(Half* p, float v) { p->bits = float_to_half(v); }
+};
+
 SYNCBN_INLINE void load_lanes(const double* p, Lanes* out) { std::memcpy(out, p, sizeof *out); }
-SYNCBN_INLINE void load_lanes(const float* p, Lanes* out) {
-    FloatLanes values;
-    std::memcpy(&values, p, sizeof values);
-    *out = __builtin_convertvector(values, Lanes);
-}
-SYNCBN_INLINE void load_lanes(const Half* p, Lanes* out) {
+SYNCBN_INLINE void load_lanes(const float* p, FloatLanes* out) { std::memcpy(out, p, sizeof *out); }
+SYNCBN_INLINE void load_lanes(const Half* p, FloatLanes* out) {
     HalfLanes halves;
     std::memcpy(&halves, p, sizeof halves);
     const BitLanes bits = __builtin_convertvector(halves, BitLanes);
@@ -80,9 +80,10 @@ SYNCBN_INLINE void load_lanes(const Half* p, Lanes* out) {
     BitLanes result;
     std::memcpy(&result, &finite, sizeof result);
     result |= (reinterpret_cast<BitLanes>(magnitude >= 0x7c00u) & 0x7f800000u) | ((bits & 0x8000u) << 16);
-    std::memcpy(&finite, &result, sizeof finite);
-    *out = __builtin_convertvector(finite, Lanes);
+    std::memcpy(out, &result, sizeof *out);
 }
+SYNCBN_INLINE void widen(const Lanes& values, Lanes* out) { *out = values; }
+SYNCBN_INLINE void widen(const FloatLanes& values, Lanes* out) { *out = __builtin_convertvector(values, Lanes); }
 
 SYNCBN_INLINE double total(const Lanes& lanes) {
     double sum = 0;
@@ -102,9 +103,12 @@ SYNCBN_INLINE void row_moments(const T* x, int64_t rows, int64_t stride, int64_t
         int64_t i = 0;
         for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
             __builtin_prefetch(x + i + kAhead);
+            typename Value<T>::Many first, second;
+            load_lanes(x + i, &first);
+            load_lanes(x + i + kLanes, &second);
             Lanes v, w;
-            load_lanes(x + i, &v);
-            load_lanes(x + i + kLanes, &w);
+            widen(first, &v);
+            widen(second, &w);
             v -= pivot;
             w -= pivot;
             s1 += v;
@@ -122,36 +126,6 @@ SYNCBN_INLINE void row_moments(const T* x, int64_t rows, int64_t stride, int64_t
     *square = total(s2 + r2) + t2;
 }
 
-template <typename T>
-SYNCBN_INLINE void row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n, double mean,
-                                 double* sum_dy, double* sum_dy_xc) {
-    Lanes s1 = {}, s2 = {}, r1 = {}, r2 = {};
-    double t1 = 0, t2 = 0;
-    for (int64_t r = 0; r < rows; ++r, x += stride, dy += stride) {
-        int64_t i = 0;
-        for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-            __builtin_prefetch(x + i + kAhead);
-            __builtin_prefetch(dy + i + kAhead);
-            Lanes v, w, g, h;
-            load_lanes(x + i, &v);
-            load_lanes(dy + i, &g);
-            load_lanes(x + i + kLanes, &w);
-            load_lanes(dy + i + kLanes, &h);
-            s1 += g;
-            r1 += h;
-            s2 += g * (v - mean);
-            r2 += h * (w - mean);
-        }
-        for (; i < n; ++i) {
-            const double g = Value<T>::load(dy + i);
-            t1 += g;
-            t2 += g * (static_cast<double>(Value<T>::load(x + i)) - mean);
-        }
-    }
-    *sum_dy = total(s1 + r1) + t1;
-    *sum_dy_xc = total(s2 + r2) + t2;
-}
-
 // A float64 mean as two values of the compute type: x - high is exact near the mean, so that an offset of
 // 1e5 in float32 data costs no digits.
 template <typename C>
@@ -160,6 +134,74 @@ struct Split {
     explicit Split(double v) : high(static_cast<C>(v)), low(static_cast<C>(v - static_cast<double>(high))) {}
 };
 
+// z of one channel, and what stands behind it.
+template <typename C>
+struct RowRectified {
+    const Split<C> mean;
+    const C scale, shift, slope;
+    explicit RowRectified(const Rectified& z, int64_t c)
+        : mean(z.mean[c]),
+          scale(static_cast<C>(z.scale == nullptr ? 0 : z.scale[c])),
+          shift(static_cast<C>(z.shift == nullptr ? 0 : z.shift[c])),
+          slope(static_cast<C>(z.slope)) {}
+    SYNCBN_METHOD C of(C x) const { return ((x - mean.high) - mean.low) * scale + shift; }
+    // grad, times the slope where z is not above 0.
+    SYNCBN_METHOD C through(C grad, C x) const { return of(x) > 0 ? grad : grad * slope; }
+    template <typename Many>
+    SYNCBN_METHOD void through(Many* grads, const Many& x) const {
+        const Many z = ((x - mean.high) - mean.low) * scale + shift;
+        *grads = z > 0 ? *grads : *grads * slope;
+    }
+};
+
+// What is not above 0 is multiplied; 0 and not minus infinity times it, so that ReLU is finite. A NaN stays one.
+template <bool Rectify, typename C>
+SYNCBN_INLINE C rectified(C z, C slope) {
+    if (!Rectify) return z;
+    return z <= 0 ? (slope == 0 ? 0 : slope * z) : z;
+}
+
+template <bool Rectify, typename T, typename C = typename Value<T>::Compute>
+SYNCBN_INLINE void row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n, double mean,
+                                 const RowRectified<C>& z, double* sum_dz, double* sum_dz_xc) {
+    using Many = typename Value<T>::Many;
+    Lanes s1 = {}, s2 = {}, r1 = {}, r2 = {};
+    double t1 = 0, t2 = 0;
+    for (int64_t r = 0; r < rows; ++r, x += stride, dy += stride) {
+        int64_t i = 0;
+        for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+            __builtin_prefetch(x + i + kAhead);
+            __builtin_prefetch(dy + i + kAhead);
+            Many values, grads, more_values, more_grads;
+            load_lanes(x + i, &values);
+            load_lanes(dy + i, &grads);
+            load_lanes(x + i + kLanes, &more_values);
+            load_lanes(dy + i + kLanes, &more_grads);
+            if (Rectify) {
+                z.through(&grads, values);
+                z.through(&more_grads, more_values);
+            }
+            Lanes v, w, g, h;
+            widen(values, &v);
+            widen(grads, &g);
+            widen(more_values, &w);
+            widen(more_grads, &h);
+            s1 += g;
+            r1 += h;
+            s2 += g * (v - mean);
+            r2 += h * (w - mean);
+        }
+        for (; i < n; ++i) {
+            const C value = Value<T>::load(x + i), grad = Value<T>::load(dy + i);
+            const double g = Rectify ? z.through(grad, value) : grad;
+            t1 += g;
+            t2 += g * (static_cast<double>(value) - mean);
+        }
+    }
+    *sum_dz = total(s1 + r1) + t1;
+    *sum_dz_xc = total(s2 + r2) + t2;
+}
+
 // What it was is kept where `Add`.
 template <bool Add, typename T>
 SYNCBN_INLINE void put(T* to, typename Value<T>::Compute value) {
@@ -167,27 +209,39 @@ SYNCBN_INLINE void put(T* to, typename Value<T>::Compute value) {
 }
 
 // The constants of one channel.
-struct RowNormalise {
-    double mean, scale, shift;
-};
 struct RowGradInput {
-    double mean, scale, mean_dy, slope;
+    double mean, scale, mean_dz, slope;
 };
 
-template <bool Add, typename T, typename C = typename Value<T>::Compute>
-SYNCBN_INLINE void row_normalise(const T* __restrict__ x, T* __restrict__ y, int64_t n, const RowNormalise& row) {
-    const Split<C> m(row.mean);
-    const C a = static_cast<C>(row.scale), b = static_cast<C>(row.shift);
-    for (int64_t i = 0; i < n; ++i) put<Add>(y + i, ((Value<T>::load(x + i) - m.high) - m.low) * a + b);
+template <bool Add, bool Rectify, bool Addend, typename T, typename C = typename Value<T>::Compute>
+SYNCBN_INLINE void row_normalise(const T* __restrict__ x, const T* __restrict__ addend, T* __restrict__ y, int64_t n,
+                                 const RowRectified<C>& z) {
+    for (int64_t i = 0; i < n; ++i) {
+        const C value = z.of(Value<T>::load(x + i));
+        put<Add>(y + i, rectified<Rectify>(Addend ? value + Value<T>::load(addend + i) : value, z.slope));
+    }
 }
 
-template <bool Add, typename T, typename C = typename Value<T>::Compute>
+template <bool Add, bool Rectify, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_grad_input(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, int64_t n,
-                                  const RowGradInput& row) {
+                                  const RowGradInput& row, const RowRectified<C>& z) {
     const Split<C> m(row.mean);
-    const C a = static_cast<C>(row.scale), g = static_cast<C>(row.mean_dy), k = static_cast<C>(row.slope);
-    for (int64_t i = 0; i < n; ++i)
-        put<Add>(dx + i, a * ((Value<T>::load(dy + i) - g) - ((Value<T>::load(x + i) - m.high) - m.low) * k));
+    const C a = static_cast<C>(row.scale), g = static_cast<C>(row.mean_dz), k = static_cast<C>(row.slope);
+    for (int64_t i = 0; i < n; ++i) {
+        const C value = Value<T>::load(x + i), grad = Value<T>::load(dy + i);
+        const C dz = Rectify ? z.through(grad, value) : grad;
+        put<Add>(dx + i, a * ((dz - g) - ((value - m.high) - m.low) * k));
+    }
+}
+
+// dz = dy, times the slope where y is not above 0.
+template <typename T, typename C = typename Value<T>::Compute>
+SYNCBN_INLINE void row_grad_rectified(const T* __restrict__ dy, const T* __restrict__ y, T* __restrict__ dz, int64_t n,
+                                      C slope) {
+    for (int64_t i = 0; i < n; ++i) {
+        const C grad = Value<T>::load(dy + i);
+        Value<T>::store(dz + i, Value<T>::load(y + i) > 0 ? grad : grad * slope);
+    }
 }
 
 // ---- short rows: along the columns -------------------------------------------------------------------------
@@ -204,85 +258,118 @@ SYNCBN_INLINE void column_moments(const T* __restrict__ x, int64_t rows, int64_t
         }
 }
 
-template <typename T>
+// z of each column, and what stands behind it.
+template <typename C>
+struct ColumnRectified {
+    const C *high, *low, *scale, *shift;
+    C slope;
+    SYNCBN_METHOD C of(C x, int64_t c) const { return ((x - high[c]) - low[c]) * scale[c] + shift[c]; }
+};
+
+template <bool Rectify, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void column_grad_sums(const T* __restrict__ dy, const T* __restrict__ x, int64_t rows, int64_t stride,
-                                    int64_t columns, const double* __restrict__ mean, double* __restrict__ sum_dy,
-                                    double* __restrict__ sum_dy_xc) {
+                                    int64_t columns, const double* __restrict__ mean, const ColumnRectified<C>& z,
+                                    double* __restrict__ sum_dz, double* __restrict__ sum_dz_xc) {
     for (int64_t r = 0; r < rows; ++r, x += stride, dy += stride)
         for (int64_t c = 0; c < columns; ++c) {
-            const double g = Value<T>::load(dy + c);
-            sum_dy[c] += g;
-            sum_dy_xc[c] += g * (static_cast<double>(Value<T>::load(x + c)) - mean[c]);
+            const C value = Value<T>::load(x + c), grad = Value<T>::load(dy + c);
+            const double g = !Rectify || z.of(value, c) > 0 ? grad : grad * z.slope;
+            sum_dz[c] += g;
+            sum_dz_xc[c] += g * (static_cast<double>(value) - mean[c]);
         }
 }
 
 // The constants of each column.
 template <typename C>
-struct ColumnNormalise {
-    const C *high, *low, *scale, *shift;
-};
-template <typename C>
 struct ColumnGradInput {
-    const C *high, *low, *scale, *mean_dy, *slope;
+    const C *high, *low, *scale, *mean_dz, *slope;
 };
 
-template <bool Add, typename T, typename C>
-SYNCBN_INLINE void column_normalise(const T* __restrict__ x, T* __restrict__ y, int64_t rows, int64_t columns,
-                                    const ColumnNormalise<C>& column) {
-    const C *__restrict__ high = column.high, *__restrict__ low = column.low, *__restrict__ a = column.scale,
-            *__restrict__ b = column.shift;
-    for (int64_t r = 0; r < rows; ++r, x += columns, y += columns)
-        for (int64_t c = 0; c < columns; ++c)
-            put<Add>(y + c, ((Value<T>::load(x + c) - high[c]) - low[c]) * a[c] + b[c]);
+template <bool Add, bool Rectify, bool Addend, typename T, typename C>
+SYNCBN_INLINE void column_normalise(const T* __restrict__ x, const T* __restrict__ addend, T* __restrict__ y,
+                                    int64_t rows, int64_t columns, const ColumnRectified<C>& z) {
+    const C* __restrict__ high = z.high, * __restrict__ low = z.low, * __restrict__ a = z.scale, * __restrict__ b = z.shift;
+    const C slope = z.slope;
+    for (int64_t r = 0; r < rows; ++r, x += columns, y += columns, addend += Addend ? columns : 0)
+        for (int64_t c = 0; c < columns; ++c) {
+            const C value = ((Value<T>::load(x + c) - high[c]) - low[c]) * a[c] + b[c];
+            put<Add>(y + c, rectified<Rectify>(Addend ? value + Value<T>::load(addend + c) : value, slope));
+        }
 }
 
-template <bool Add, typename T, typename C>
+template <bool Add, bool Rectify, typename T, typename C>
 SYNCBN_INLINE void column_grad_input(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
-                                     int64_t rows, int64_t columns, const ColumnGradInput<C>& column) {
+                                     int64_t rows, int64_t columns, const ColumnGradInput<C>& column,
+                                     const ColumnRectified<C>& z) {
     const C *__restrict__ high = column.high, *__restrict__ low = column.low, *__restrict__ a = column.scale,
-            *__restrict__ g = column.mean_dy, *__restrict__ k = column.slope;
+            *__restrict__ g = column.mean_dz, *__restrict__ k = column.slope;
+    const C* __restrict__ z_high = z.high, * __restrict__ z_low = z.low, * __restrict__ z_scale = z.scale, * __restrict__ z_shift = z.shift;
+    const C slope = z.slope;
     for (int64_t r = 0; r < rows; ++r, x += columns, dy += columns, dx += columns)
-        for (int64_t c = 0; c < columns; ++c)
-            put<Add>(dx + c,
-                     a[c] * ((Value<T>::load(dy + c) - g[c]) - ((Value<T>::load(x + c) - high[c]) - low[c]) * k[c]));
+        for (int64_t c = 0; c < columns; ++c) {
+            const C value = Value<T>::load(x + c), grad = Value<T>::load(dy + c);
+            const bool above = !Rectify || ((value - z_high[c]) - z_low[c]) * z_scale[c] + z_shift[c] > 0;
+            const C dz = above ? grad : grad * slope;
+            put<Add>(dx + c, a[c] * ((dz - g[c]) - ((value - high[c]) - low[c]) * k[c]));
+        }
 }
 
 // ---- the leaves, one set per data type ----------------------------------------------------------------------
 // Overloads of plain functions: instruction-set clones of template instances are not portable among g++ versions.
 
-#define SYNCBN_LEAVES(T, C)                                                                                          \
-    SYNCBN_CLONES void leaf_row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot,           \
-                                        double* sum, double* square) {                                               \
-        row_moments(x, rows, stride, n, pivot, sum, square);                                                         \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n,          \
-                                          double mean, double* sum_dy, double* sum_dy_xc) {                          \
-        row_grad_sums(dy, x, rows, stride, n, mean, sum_dy, sum_dy_xc);                                              \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_row_normalise(const T* x, T* y, int64_t n, const RowNormalise& row, bool add) {          \
-        add ? row_normalise<true>(x, y, n, row) : row_normalise<false>(x, y, n, row);                                \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row,       \
-                                           bool add) {                                                               \
-        add ? row_grad_input<true>(dy, x, dx, n, row) : row_grad_input<false>(dy, x, dx, n, row);                    \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_column_moments(const T* x, int64_t rows, int64_t stride, int64_t columns,                \
-                                           const double* pivot, double* sum, double* square) {                       \
-        column_moments(x, rows, stride, columns, pivot, sum, square);                                                \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_column_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t columns, \
-                                             const double* mean, double* sum_dy, double* sum_dy_xc) {                \
-        column_grad_sums(dy, x, rows, stride, columns, mean, sum_dy, sum_dy_xc);                                     \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_column_normalise(const T* x, T* y, int64_t rows, int64_t columns,                        \
-                                             const ColumnNormalise<C>& column, bool add) {                           \
-        add ? column_normalise<true>(x, y, rows, columns, column)                                                    \
-            : column_normalise<false>(x, y, rows, columns, column);                                                  \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_column_grad_input(const T* dy, const T* x, T* dx, int64_t rows, int64_t columns,         \
-                                              const ColumnGradInput<C>& column, bool add) {                          \
-        add ? column_grad_input<true>(dy, x, dx, rows, columns, column)                                              \
-            : column_grad_input<false>(dy, x, dx, rows, columns, column);                                            \
+// Of all that is possible, what is asked for.
+#define SYNCBN_NORMALISE(f, slope, x, addend, ...)                                                                 \
+    if (addend != nullptr)                                                                                         \
+        slope == 1                                                                                                 \
+            ? add ? f<true, false, true>(x, addend, __VA_ARGS__) : f<false, false, true>(x, addend, __VA_ARGS__)   \
+        : add ? f<true, true, true>(x, addend, __VA_ARGS__)                                                        \
+              : f<false, true, true>(x, addend, __VA_ARGS__);                                                      \
+    else                                                                                                           \
+        slope == 1                                                                                                 \
+            ? add ? f<true, false, false>(x, addend, __VA_ARGS__) : f<false, false, false>(x, addend, __VA_ARGS__) \
+        : add ? f<true, true, false>(x, addend, __VA_ARGS__)                                                       \
+              : f<false, true, false>(x, addend, __VA_ARGS__);
+#define SYNCBN_GRAD_INPUT(f, slope, ...)                                          \
+    slope == 1 ? add ? f<true, false>(__VA_ARGS__) : f<false, false>(__VA_ARGS__) \
+    : add ? f<true, true>(__VA_ARGS__)                                            \
+               : f<false, true>(__VA_ARGS__);
+
+#define SYNCBN_LEAVES(T, C)                                                                                            \
+    SYNCBN_CLONES void leaf_row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot,             \
+                                        double* sum, double* square) {                                                 \
+        row_moments(x, rows, stride, n, pivot, sum, square);                                                           \
+    }                                                                                                                  \
+    SYNCBN_CLONES void leaf_row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n,            \
+                                          double mean, const RowRectified<C>& z, double* sum_dz, double* sum_dz_xc) {  \
+        z.slope == 1 ? row_grad_sums<false>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc)                        \
+                     : row_grad_sums<true>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc);                        \
+    }                                                                                                                  \
+    SYNCBN_CLONES void leaf_row_normalise(const T* x, const T* addend, T* y, int64_t n, const RowRectified<C>& z,      \
+                                          bool add){SYNCBN_NORMALISE(                                                  \
+        row_normalise, z.slope, x, addend, y, n,                                                                       \
+        z)} SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row, \
+                                                   const RowRectified<C>& z, bool add){SYNCBN_GRAD_INPUT(              \
+        row_grad_input, z.slope, dy, x, dx, n, row,                                                                    \
+        z)} SYNCBN_CLONES void leaf_row_grad_rectified(const T* dy, const T* y, T* dz, int64_t n, C slope) {           \
+        row_grad_rectified(dy, y, dz, n, slope);                                                                       \
+    }                                                                                                                  \
+    SYNCBN_CLONES void leaf_column_moments(const T* x, int64_t rows, int64_t stride, int64_t columns,                  \
+                                           const double* pivot, double* sum, double* square) {                         \
+        column_moments(x, rows, stride, columns, pivot, sum, square);                                                  \
+    }                                                                                                                  \
+    SYNCBN_CLONES void leaf_column_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t columns,   \
+                                             const double* mean, const ColumnRectified<C>& z, double* sum_dz,          \
+                                             double* sum_dz_xc) {                                                      \
+        z.slope == 1 ? column_grad_sums<false>(dy, x, rows, stride, columns, mean, z, sum_dz, sum_dz_xc)               \
+                     : column_grad_sums<true>(dy, x, rows, stride, columns, mean, z, sum_dz, sum_dz_xc);               \
+    }                                                                                                                  \
+    SYNCBN_CLONES void leaf_column_normalise(const T* x, const T* addend, T* y, int64_t rows, int64_t columns,         \
+                                             const ColumnRectified<C>& z, bool add){SYNCBN_NORMALISE(                  \
+        column_normalise, z.slope, x, addend, y, rows, columns,                                                        \
+        z)} SYNCBN_CLONES void leaf_column_grad_input(const T* dy, const T* x, T* dx, int64_t rows, int64_t columns,   \
+                                                      const ColumnGradInput<C>& column, const ColumnRectified<C>& z,   \
+                                                      bool add) {                                                      \
+        SYNCBN_GRAD_INPUT(column_grad_input, z.slope, dy, x, dx, rows, columns, column, z)                             \
     }
 
 SYNCBN_LEAVES(float, float)
@@ -379,36 +466,81 @@ void moments_of(const Work& work, const T* x, double* mean, double* m2) {
     }
 }
 
-template <typename T>
-void grad_sums_of(const Work& work, const T* dy, const T* x, const double* mean, const double* invstd, double* sum_dy,
-                  double* sum_dy_xhat) {
+// The constants of each column, from those of each channel, where they are needed.
+template <typename C>
+struct Columns {
+    std::vector<C> high, low, scale, shift;
+    const C slope;
+    Columns(const Shape& shape, const Rectified& z, bool needed) : slope(static_cast<C>(z.slope)) {
+        if (!needed) return;
+        high = spread<C>(shape, z.mean);
+        low = spread<C>(shape, z.mean, true);
+        scale = spread<C>(shape, z.scale);
+        shift = spread<C>(shape, z.shift);
+    }
+    ColumnRectified<C> from(int64_t column) const {
+        return {high.data() + column, low.data() + column, scale.data() + column, shift.data() + column, slope};
+    }
+};
+
+// Where y is given, dz is written first, a row at a time, which is in the cache then.
+template <typename T, typename C = typename Value<T>::Compute>
+void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& with, double* sum_dz,
+                  double* sum_dz_xhat) {
     const Shape& shape = work.shape;
     const int threads = useful_threads(work);
+    const T* y = static_cast<const T*>(with.y);
+    T* dz = static_cast<T*>(with.dz);
+    const C slope = static_cast<C>(with.with.slope);
+    Rectified z = with.with;
+    if (y != nullptr) z.slope = 1;  // by then it has been done
     if (shape.inner >= kShortRow) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int64_t c = 0; c < shape.channels; ++c) {
-            leaf_row_grad_sums(dy + c * shape.inner, x + c * shape.inner, shape.outer, shape.channels * shape.inner,
-                               shape.inner, mean[c], sum_dy + c, sum_dy_xhat + c);
-            sum_dy_xhat[c] *= invstd[c];
+            const int64_t first = c * shape.inner, stride = shape.channels * shape.inner;
+            sum_dz[c] = sum_dz_xhat[c] = 0;
+            const RowRectified<C> row(z, c);
+            if (y == nullptr) {
+                leaf_row_grad_sums(dy + first, x + first, shape.outer, stride, shape.inner, z.mean[c], row, sum_dz + c,
+                                   sum_dz_xhat + c);
+            } else {
+                for (int64_t at = first; at < first + shape.outer * stride; at += stride) {
+                    double sum, sum_xc;
+                    leaf_row_grad_rectified(dy + at, y + at, dz + at, shape.inner, slope);
+                    leaf_row_grad_sums(dz + at, x + at, 1, stride, shape.inner, z.mean[c], row, &sum, &sum_xc);
+                    sum_dz[c] += sum;
+                    sum_dz_xhat[c] += sum_xc;
+                }
+            }
+            sum_dz_xhat[c] *= with.invstd[c];
         }
         return;
     }
     const int64_t columns = shape.channels * shape.inner, blocks = count_blocks(shape);
-    const std::vector<double> means = spread<double>(shape, mean);
+    const std::vector<double> means = spread<double>(shape, z.mean);
+    const Columns<C> constants(shape, z, z.slope != 1);
     std::vector<double> sums(2 * blocks * columns);
     for_tiles(shape, threads, blocks, [&](int64_t row, int64_t rows, int64_t column, int64_t width, int64_t block) {
         double* sum = sums.data() + 2 * block * columns + column;
-        leaf_column_grad_sums(dy + row * columns + column, x + row * columns + column, rows, columns, width,
-                              means.data() + column, sum, sum + columns);
+        const auto of = [&](const T* grads, int64_t at, int64_t rows) {
+            leaf_column_grad_sums(grads + at, x + at, rows, columns, width, means.data() + column,
+                                  constants.from(column), sum, sum + columns);
+        };
+        const int64_t first = row * columns + column;
+        if (y == nullptr) return of(dy, first, rows);
+        for (int64_t at = first; at < first + rows * columns; at += columns) {
+            leaf_row_grad_rectified(dy + at, y + at, dz + at, width, slope);
+            of(dz, at, 1);
+        }
     });
     for (int64_t c = 0; c < shape.channels; ++c) {
-        sum_dy[c] = sum_dy_xhat[c] = 0;
+        sum_dz[c] = sum_dz_xhat[c] = 0;
         for (int64_t block = 0; block < blocks; ++block)
             for (int64_t i = c * shape.inner; i < (c + 1) * shape.inner; ++i) {
-                sum_dy[c] += sums[2 * block * columns + i];
-                sum_dy_xhat[c] += sums[(2 * block + 1) * columns + i];
+                sum_dz[c] += sums[2 * block * columns + i];
+                sum_dz_xhat[c] += sums[(2 * block + 1) * columns + i];
             }
-        sum_dy_xhat[c] *= invstd[c];
+        sum_dz_xhat[c] *= with.invstd[c];
     }
 }
 
@@ -416,19 +548,20 @@ template <typename T, typename C = typename Value<T>::Compute>
 void normalise_of(const Work& work, const T* x, const Normalise& with, T* y) {
     const Shape& shape = work.shape;
     const int threads = useful_threads(work);
+    const T* addend = static_cast<const T*>(with.addend);
+    const auto behind = [addend](int64_t at) { return addend == nullptr ? nullptr : addend + at; };
     if (shape.inner >= kShortRow) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int64_t row = 0; row < shape.outer * shape.channels; ++row) {
-            const int64_t c = row % shape.channels, at = row * shape.inner;
-            leaf_row_normalise(x + at, y + at, shape.inner, {with.mean[c], with.scale[c], with.shift[c]}, with.add);
+            const int64_t at = row * shape.inner;
+            leaf_row_normalise(x + at, behind(at), y + at, shape.inner,
+                               RowRectified<C>(with.with, row % shape.channels), with.add);
         }
         return;
     }
-    const std::vector<C> high = spread<C>(shape, with.mean), low = spread<C>(shape, with.mean, true),
-                         scale = spread<C>(shape, with.scale), shift = spread<C>(shape, with.shift);
-    const ColumnNormalise<C> column{high.data(), low.data(), scale.data(), shift.data()};
+    const Columns<C> constants(shape, with.with, true);
     for_rows(shape, threads, [&](int64_t at, int64_t rows, int64_t columns) {
-        leaf_column_normalise(x + at, y + at, rows, columns, column, with.add);
+        leaf_column_normalise(x + at, behind(at), y + at, rows, columns, constants.from(0), with.add);
     });
 }
 
@@ -441,16 +574,18 @@ void grad_input_of(const Work& work, const T* dy, const T* x, const GradInput& w
         for (int64_t row = 0; row < shape.outer * shape.channels; ++row) {
             const int64_t c = row % shape.channels, at = row * shape.inner;
             leaf_row_grad_input(dy + at, x + at, dx + at, shape.inner,
-                                {with.mean[c], with.scale[c], with.mean_dy[c], with.slope[c]}, with.add);
+                                {with.mean[c], with.with.scale[c], with.mean_dz[c], with.slope[c]},
+                                RowRectified<C>(with.with, c), with.add);
         }
         return;
     }
     const std::vector<C> high = spread<C>(shape, with.mean), low = spread<C>(shape, with.mean, true),
-                         scale = spread<C>(shape, with.scale), mean_dy = spread<C>(shape, with.mean_dy),
+                         scale = spread<C>(shape, with.with.scale), mean_dz = spread<C>(shape, with.mean_dz),
                          slope = spread<C>(shape, with.slope);
-    const ColumnGradInput<C> column{high.data(), low.data(), scale.data(), mean_dy.data(), slope.data()};
+    const ColumnGradInput<C> column{high.data(), low.data(), scale.data(), mean_dz.data(), slope.data()};
+    const Columns<C> constants(shape, with.with, with.with.slope != 1);
     for_rows(shape, threads, [&](int64_t at, int64_t rows, int64_t columns) {
-        leaf_column_grad_input(dy + at, x + at, dx + at, rows, columns, column, with.add);
+        leaf_column_grad_input(dy + at, x + at, dx + at, rows, columns, column, constants.from(0), with.add);
     });
 }
 
@@ -483,11 +618,11 @@ void normalise(const Work& work, const void* x, const Normalise& with, void* y) 
     });
 }
 
-void grad_sums(const Work& work, const void* dy, const void* x, const double* mean, const double* invstd,
-               double* sum_dy, double* sum_dy_xhat) {
+void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
+               double* sum_dz_xhat) {
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
-        grad_sums_of(work, static_cast<const T*>(dy), static_cast<const T*>(x), mean, invstd, sum_dy, sum_dy_xhat);
+        grad_sums_of(work, static_cast<const T*>(dy), static_cast<const T*>(x), with, sum_dz, sum_dz_xhat);
     });
 }
 

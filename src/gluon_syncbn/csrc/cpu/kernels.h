@@ -14,29 +14,46 @@ struct Work {
     int threads;
 };
 
-// y = (x - mean) * scale + shift, added to y where `add`. [channels] each.
-struct Normalise {
+// z = (x - mean) * scale + shift, and what stands behind it: z where z > 0, else slope * z. A slope of 1 leaves z as it is;
+// for gradients, scale and shift may then be null. 0 is ReLU.
+struct Rectified {
     const double* mean;
     const double* scale;  // gamma / sqrt(variance + epsilon)
     const double* shift;  // beta
+    double slope;
+};
+
+// y = z [+ addend], rectified; added to y where `add`. [channels] each.
+struct Normalise {
+    Rectified with;
+    const void* addend;  // null: none
     bool add;
 };
 
-// dx = scale * (dy - mean_dy - (x - mean) * slope), added to dx where `add`. [channels] each.
+// What dz is: dy, times the slope where z is not above 0. The sign of z is that of y where y is given, which it has to be
+// where something was added; dz is then written. Otherwise it is computed from x.
+struct GradSums {
+    Rectified with;
+    const double* invstd;
+    const void* y;  // or null
+    void* dz;       // where y is given
+};
+
+// dx = scale * (dz - mean_dz - (x - mean) * slope), added to dx where `add`, with dz from dy and x. [channels] each.
 struct GradInput {
+    Rectified with;
     const double* mean;
-    const double* scale;    // gamma / sqrt(variance + epsilon)
-    const double* mean_dy;  // over the pool
-    const double* slope;    // mean of dy * xhat over the pool, times 1 / sqrt(variance + epsilon)
+    const double* mean_dz;  // over the pool
+    const double* slope;    // mean of dz * xhat over the pool, times 1 / sqrt(variance + epsilon)
     bool add;
 };
 
 // mean[c] = mean of x over the channel, m2[c] = sum of (x - mean)^2; both 0 for an empty tensor.
 void moments(const Work& work, const void* x, double* mean, double* m2);
 void normalise(const Work& work, const void* x, const Normalise& with, void* y);
-// sum_dy[c] = sum of dy, sum_dy_xhat[c] = sum of dy * (x - mean) * invstd.
-void grad_sums(const Work& work, const void* dy, const void* x, const double* mean, const double* invstd,
-               double* sum_dy, double* sum_dy_xhat);
+// sum_dz[c] = sum of dz, sum_dz_xhat[c] = sum of dz * (x - mean) * invstd.
+void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
+               double* sum_dz_xhat);
 void grad_input(const Work& work, const void* dy, const void* x, const GradInput& with, void* dx);
 
 // Instruction set that serves here: "avx512f", "avx2" or "baseline".

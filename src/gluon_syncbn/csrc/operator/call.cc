@@ -114,6 +114,7 @@ void Call::backward(const Arrays& arrays, const int* reqs) {
         std::vector<std::pair<Array, Input>> outputs;
         for (Input i : {kX, kGamma, kBeta})
             if (reqs[i] != kNull) outputs.push_back({arrays[gradients + i], i});
+        if (node_.adds && reqs[kAddend] != kNull) outputs.push_back({arrays[gradients + kAddend], kX});
         fail(e, outputs);
     }
 }
@@ -158,7 +159,7 @@ void Call::no_gradient(const Arrays& arrays, const int* reqs) {
 }
 
 Affine Call::affine(const Arrays& arrays, int inputs) const {
-    return {arrays[inputs + kGamma], arrays[inputs + kBeta], node_.fix_gamma};
+    return {arrays[inputs + kGamma], arrays[inputs + kBeta], node_.fix_gamma, node_.slope};
 }
 
 // ---- statistics ----------------------------------------------------------------------------------------------

@@ -25,6 +25,8 @@ struct Node {
     std::shared_ptr<Layer> layer;
     Role role = Role::kWhole;
     size_t lanes = 1;
+    double slope = 1;     // see `Affine`
+    bool adds = false;    // a fourth input to what is normalised, before what the slope says
     int64_t number = -1;  // which node of a graph this is, the same on all contexts; -1 for an eager call
     int axis = 1;
     double epsilon = 1e-5, momentum = 0.9;
@@ -34,7 +36,7 @@ struct Node {
 
     // Where things are in MXNet's lists: [inputs][outputs][auxiliary states] of the forward,
     // [gradients of the outputs][inputs][outputs][gradients of the inputs] of the backward.
-    int inputs() const { return role == Role::kTrack ? 4 : 3; }
+    int inputs() const { return role == Role::kTrack || adds ? 4 : 3; }
     int outputs() const { return role == Role::kMeet ? 2 : 1; }
     int output() const { return inputs(); }
     int running_mean() const { return inputs() + outputs(); }
@@ -42,7 +44,7 @@ struct Node {
 };
 
 enum Request { kNull = 0, kWrite = 1, kInplace = 2, kAdd = 3 };
-enum Input { kX = 0, kGamma = 1, kBeta = 2, kBatch = 3 };
+enum Input { kX = 0, kGamma = 1, kBeta = 2, kBatch = 3, kAddend = 3 };
 
 // Frees the arrays that MXNet hands to a callback, whatever happens in it.
 class Arrays {
@@ -87,7 +89,7 @@ class Call {
     virtual void normalise(const Arrays& arrays, const int* reqs) = 0;
     // y, with the running statistics.
     virtual void normalise_frozen(const Arrays& arrays, int req) = 0;
-    // dx, dgamma, dbeta. For slot i, normalised with the statistics of pool u and feeding pool f, S1 = sum dy and
+    // dx, dgamma, dbeta, the addend's. With dy the gradient before what the slope says, for slot i, normalised with the statistics of pool u and feeding pool f, S1 = sum dy and
     // S2 = sum dy*xhat over the slots that are normalised with f:
     //   dx = gamma * invstd_u * dy  -  gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
     // The parameters' gradients are this replica's part; the trainer adds the parts, as for any parameter.

@@ -29,11 +29,14 @@ class HostCall : public Call {
     void track(const Arrays& arrays) override {
         update_running(backend_.read(arrays[kBatch], moments_length(channels())), arrays);
     }
-    void copy(Array from, Type type, int64_t n, Array to, bool add) override { backend_.copy(from, type, n, to, add); }
+    void copy(Array from, Type type, int64_t n, Array to, bool add) override {
+        backend_.copy(backend_.data(from), type, n, to, add);
+    }
     void fill(Array to, Type type, int64_t n, double value) override { backend_.fill(to, type, n, value); }
 
   private:
     int threads() const;
+    void write_output(const Arrays& arrays, int req);
     std::shared_ptr<const Statistic> statistic(const Vector& moments) const;
     // Gives the slots their statistics.
     void assign_statistics(const Total& moments);
@@ -139,7 +142,7 @@ void HostCall::normalise(const Arrays& arrays, const int* reqs) {
         if (watches() && first_not_finite(batch) >= 0) batch[0] = 0;
         remember(nullptr);
     }
-    if (reqs[0] != kNull) backend_.normalise(x, tensor_, affine(arrays, 0), arrays[node_.output()], reqs[0] == kAdd);
+    write_output(arrays, reqs[0]);
     if (node_.role == Role::kWhole) {
         update_running(batch, arrays);
     } else if (reqs[1] != kNull) {
@@ -154,16 +157,39 @@ void HostCall::normalise_frozen(const Arrays& arrays, int req) {
     tensor_.slots[0].fed = tensor_.slots[0].used =
         std::make_shared<Statistic>(backend_.frozen(arrays[running], arrays[running + 1], tensor_, node_.epsilon));
     backend_.threads = threads();
-    if (req != kNull) backend_.normalise(arrays[kX], tensor_, affine(arrays, 0), arrays[node_.output()], req == kAdd);
+    write_output(arrays, req);
+}
+
+void HostCall::write_output(const Arrays& arrays, int req) {
+    if (req == kNull) return;
+    const void* addend = node_.adds ? backend_.data(arrays[kAddend]) : nullptr;
+    backend_.normalise(arrays[kX], tensor_, affine(arrays, 0), addend, arrays[node_.output()], req == kAdd);
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------
 
 void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
     const int64_t n = channels();
-    const int inputs = node_.outputs();
-    const Array dy = arrays[0], x = arrays[inputs + kX];
-    Vector sums = backend_.grad_sums(dy, x, tensor_);
+    const int inputs = node_.outputs(), gradients = node_.gradients();
+    const Array x = arrays[inputs + kX];
+    Affine affine = this->affine(arrays, inputs);
+    const void *head = backend_.data(arrays[0]), *y = nullptr;
+    void* dz = nullptr;
+    std::vector<char> scratch;
+    if (node_.adds && affine.slope != 1) {  // dz is the addend's gradient
+        y = backend_.data(arrays[inputs + node_.inputs()]);
+        if (reqs[kAddend] == kNull || reqs[kAddend] == kAdd) {
+            scratch.resize(static_cast<size_t>(tensor_.shape.size() * size_of(tensor_.type)));
+            dz = scratch.data();
+        } else {
+            dz = backend_.data(arrays[gradients + kAddend]);
+        }
+    }
+    Vector sums = backend_.grad_sums(head, x, tensor_, affine, y, dz);
+    if (dz != nullptr) {
+        head = dz;
+        affine.slope = 1;
+    }
     Vector dgamma(n, 0.0), dbeta(n, 0.0);
     for (size_t at = 0; at < sums.size(); at += 2 * n)
         for (int64_t c = 0; c < n; ++c) {
@@ -172,7 +198,8 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
         }
     if (!frozen_) sums = gradients_of_users(std::move(sums));
 
-    const int gradients = node_.gradients();
+    if (node_.adds && reqs[kAddend] != kNull && head != backend_.data(arrays[gradients + kAddend]))
+        backend_.copy(head, tensor_.type, tensor_.shape.size(), arrays[gradients + kAddend], reqs[kAddend] == kAdd);
     if (reqs[kX] != kNull) {
         const size_t slots = tensor_.slots.size();
         cpu::ThroughStatistics through{Vector(slots * n, 0.0), Vector(slots * n, 0.0)};
@@ -182,11 +209,11 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
             const double *sum_dy = &sums[i * 2 * n], *sum_dy_xhat = sum_dy + n;
             for (int64_t c = 0; c < n; ++c) {
                 const double share = slot.fed->invstd[c] / slot.used->invstd[c];
-                through.mean_dy[i * n + c] = share * (sum_dy[c] / slot.fed->count);
+                through.mean_dz[i * n + c] = share * (sum_dy[c] / slot.fed->count);
                 through.slope[i * n + c] = share * (sum_dy_xhat[c] / slot.fed->count * slot.fed->invstd[c]);
             }
         }
-        backend_.grad_input(dy, x, tensor_, affine(arrays, inputs), through, arrays[gradients + kX], reqs[kX] == kAdd);
+        backend_.grad_input(head, x, tensor_, affine, through, arrays[gradients + kX], reqs[kX] == kAdd);
     }
     const auto write = [&](const Vector& values, Input input) {
         if (reqs[input] != kNull)

@@ -112,7 +112,9 @@ int delete_property(void* state) {
 int list_arguments(char*** out, void* state) {
     static char* data[] = {writable("data"), writable("gamma"), writable("beta"), nullptr};
     static char* with_batch[] = {writable("data"), writable("gamma"), writable("beta"), writable("batch"), nullptr};
-    *out = property_of(state)->role == Role::kTrack ? with_batch : data;
+    static char* with_addend[] = {writable("data"), writable("gamma"), writable("beta"), writable("addend"), nullptr};
+    const Property& property = *property_of(state);
+    *out = property.role == Role::kTrack ? with_batch : property.adds ? with_addend : data;
     return 1;
 }
 
@@ -135,6 +137,11 @@ int batch_at(const Property& property) {
     return property.role == Role::kMeet ? property.output() + 1 : property.role == Role::kTrack ? int{kBatch} : -1;
 }
 
+// Whether an entry of [inputs][outputs][auxiliary states] is like the data; the others are vectors.
+bool like_data(const Property& property, int i) {
+    return i == kX || i == property.output() || (property.adds && i == kAddend);
+}
+
 [[noreturn]] void refuse(const Property& property, const std::string& reason) {
     throw dmlc::Error(Failure(property.layer->name, "", "", reason).what());
 }
@@ -147,17 +154,15 @@ int channel_axis(const Property& property, int dims) {
     return axis;
 }
 
-// Shapes come as [inputs][outputs][auxiliary states]; data and output are the only ones that are no vectors.
 int infer_shape(int size, int* dims, int** shapes, void* state) {
     const Property& property = *property_of(state);
-    const int output = property.output();
     if (dims[0] <= 0) return 1;  // not known yet
     int* channels = shapes[0] + channel_axis(property, dims[0]);
     static thread_local int batch;
     batch = 1 + 2 * *channels;
     for (int i = 1; i < size; ++i) {
-        dims[i] = i == output ? dims[0] : 1;
-        shapes[i] = i == output ? shapes[0] : i == batch_at(property) ? &batch : channels;
+        dims[i] = like_data(property, i) ? dims[0] : 1;
+        shapes[i] = like_data(property, i) ? shapes[0] : i == batch_at(property) ? &batch : channels;
     }
     return 1;
 }
@@ -173,17 +178,20 @@ int infer_type(int size, int* types, void* state) {
                              (data == kBfloat16 ? "bfloat16" : "MXNet type flag " + std::to_string(data)) +
                              " was given)");
     const int parameter = data == static_cast<int>(Type::kFloat16) ? static_cast<int>(Type::kFloat32) : data;
-    for (int i = 0; i < size; ++i) types[i] = i == 0 || i == output ? data : parameter;
+    for (int i = 0; i < size; ++i) types[i] = like_data(property, i) ? data : parameter;
     if (batch_at(property) >= 0) types[batch_at(property)] = static_cast<int>(Type::kFloat64);
     return 1;
 }
 
-int backward_dependency(const int* dy, const int* inputs, const int*, int* size, int** needed, void*) {
-    static thread_local int list[3];
+// The sign of what is rectified is computed again or, where something was added to it, that of the output.
+int backward_dependency(const int* dy, const int* inputs, const int* outputs, int* size, int** needed, void* state) {
+    const Property& property = *property_of(state);
+    static thread_local int list[4];
     list[0] = dy[0];
     list[1] = inputs[kX];
     list[2] = inputs[kGamma];
-    *size = 3;
+    list[3] = property.adds ? outputs[0] : inputs[kBeta];
+    *size = property.slope == 1 ? 3 : 4;
     *needed = list;
     return 1;
 }
@@ -246,6 +254,8 @@ int create_property(const char*, const int size, const char** keys, const char**
     property->axis = std::stoi(given["axis"]);
     property->epsilon = std::stod(given["eps"]);
     property->momentum = std::stod(given["momentum"]);
+    property->slope = std::stod(given["slope"]);
+    property->adds = given["adds"] == "1";
     property->fix_gamma = given["fix_gamma"] == "1";
     property->unbiased = given["unbiased"] == "1";
     property->guarded = given["guarded"] == "1";
