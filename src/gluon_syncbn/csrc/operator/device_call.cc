@@ -467,7 +467,7 @@ void DeviceCall::clear_up() {
 }  // namespace
 
 std::unique_ptr<Call> device_call(Node node, std::string context, Type type, Shape shape, int64_t samples) {
-    if (node.slope != 1 || node.adds)
+    if (node.activation.any() || node.adds)
         throw Failure(node.layer->name, context, "", "there are no kernels for a GPU with an activation");
     return std::make_unique<DeviceCall>(std::move(node), std::move(context), type, shape, samples);
 }
