@@ -201,6 +201,7 @@ def test_summary_says_what_was_taken_in(contexts, capsys):
     assert "ReLU6" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
 def test_files_are_those_of_the_net_as_it_was(contexts, tmp_path):
     nets = twins(lambda: Residual(leaky, prefix="net_"), contexts[:2])
     files = []
