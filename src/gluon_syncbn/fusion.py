@@ -89,7 +89,6 @@ def _chains(graph: Json) -> Dict[int, Chain]:
     nodes = graph["nodes"]
     uses = Counter((at, output) for node in nodes for at, output, *_ in node["inputs"])
     uses.update((at, output) for at, output, *_ in graph["heads"])
-    taken = set()
 
     def only(entry: Entry) -> bool:
         return uses[entry[0], entry[1]] == 1
@@ -101,7 +100,7 @@ def _chains(graph: Json) -> Dict[int, Chain]:
         number, guard = entry[0], None
         if is_guard(nodes[number]) and only(nodes[number]["inputs"][0]):
             number, guard = nodes[number]["inputs"][0][0], number
-        fuses = is_ours(nodes[number]) and nodes[number]["attrs"].get("fuses") == "1" and number not in taken
+        fuses = is_ours(nodes[number]) and nodes[number]["attrs"].get("fuses") == "1"
         return (number, guard) if fuses else None
 
     chains: Dict[int, Chain] = {}
@@ -116,7 +115,6 @@ def _chains(graph: Json) -> Dict[int, Chain]:
             if found is None:
                 continue
             chains[number] = Chain(*found, addition, activation)
-            taken.add(found[0])
             break
     return chains
 

@@ -127,6 +127,53 @@ def test_gradients_that_are_added(case, contexts, adds):
     check(layer, batch, addends, contexts, before=0.75)
 
 
+def unguarded(layer, x, addend):
+    """The operator without the copies around it, which hide from it what is asked for; as on a GPU."""
+    states = layer.running_mean.data(x.ctx), layer.running_var.data(x.ctx)
+    attributes = {"axis": 1, "eps": "1e-3", "momentum": "0.9", "fix_gamma": 0, "unbiased": 0, "guarded": 1}
+    return nd.Custom(
+        x, layer.gamma.data(x.ctx), layer.beta.data(x.ctx), addend, *states, op_type="gluon_syncbn", adds=1, fuses=0, node=-1,
+        layer=layer._replicas.token, lanes=1, role=0, **layer._activation.attributes(), **attributes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("req", ["write", "add"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_operator_does_what_is_asked_for(case, contexts, activation, req):
+    batch, addends = case(1)
+    layer = prepare(make(True, **ACTIVATIONS[activation]), batch, contexts[:1], "float64")
+    x, addend = nd.array(batch.shards[0], dtype="float64"), nd.array(addends[0], dtype="float64")
+    for array in (x, addend):
+        array.attach_grad(req)
+        array.grad[:] = 0.5
+    with autograd.record():
+        y = unguarded(layer, x, addend)
+    y.backward(nd.array(batch.heads[0], dtype="float64"))
+    forward = reference.forward(
+        batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), epsilon=1e-3, addends=addends,
+        **layer._activation._asdict(),
+    )  # fmt: skip
+    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+    before = 0.5 if req == "add" else 0
+    np.testing.assert_allclose(y.asnumpy(), forward.outputs[0], atol=1e-11)
+    np.testing.assert_allclose(x.grad.asnumpy(), before + gradients.dxs[0], atol=1e-10)
+    np.testing.assert_allclose(addend.grad.asnumpy(), before + gradients.daddends[0], atol=1e-10)
+
+
+def test_a_failed_operator_leaves_nothing_plausible(case, contexts):
+    batch, addends = case(2)
+    layer = prepare(make(True, timeout=0.3), batch, contexts[:2], "float64")
+    xs, others = on_devices(batch.shards, contexts, "float64"), on_devices(addends, contexts, "float64")
+    for other in others:
+        other.attach_grad()
+    with autograd.record():
+        ys = [unguarded(layer, x, other) for x, other in zip(xs, others)]
+    ys[0].backward()
+    with pytest.raises(mx.MXNetError, match=layer.name):
+        nd.waitall()
+    assert np.isnan(others[0].grad.asnumpy()).all()
+
+
 @pytest.mark.parametrize("asked", ["data", "addend"])
 def test_a_gradient_that_nobody_asks_for(case, contexts, asked):
     batch, addends = case(2)

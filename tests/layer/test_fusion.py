@@ -122,6 +122,8 @@ def test_an_addition_is_taken_in(contexts, activation, both):
     plain, fused = twins(lambda: Residual(activation, both), contexts[:2])
     assert recorded(plain)["elemwise_add"] == 1
     assert sum(recorded(fused)[name] for name in ("elemwise_add", "Activation", "clip", "LeakyReLU")) == 0
+    # An addend is guarded (op.py), unless it is what guards another layer.
+    assert recorded(fused)["SwapAxis"] == (4 if both else 3)
 
 
 class Elsewhere(nn.HybridBlock):
