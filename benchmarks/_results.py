@@ -12,17 +12,18 @@ import shlex
 import statistics
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from _measuring import Cell, Rounds
 
 Series = Dict[str, float]  # what is kept of many values, by name
 
 # Colours that stay apart in print and for the colour-blind (Okabe and Ito).
-COLOURS = {"plain": "#000000", "ours": "#0072B2", "contrib": "#D55E00", "limit": "#009E73"}
+COLOURS = {"plain": "#000000", "ours": "#0072B2", "fused": "#CC79A7", "contrib": "#D55E00", "limit": "#009E73"}
 LABELS = {
     "plain": "nn.BatchNorm, not synchronised",
     "ours": "gluon_syncbn.SyncBatchNorm",
+    "fused": "the same, convert(fuse=True)",
     "contrib": "gluon.contrib.nn.SyncBatchNorm",
     "limit": "memory limit",
 }
@@ -40,14 +41,20 @@ def summary(taken: Rounds) -> Dict[str, Series]:
     return {name: quantiles(values) for name, values in taken.items()}
 
 
-def compared(sample: Cell) -> Cell:
-    """The cell with quantiles in place of its times, and with those of their ratios to plain BatchNorm's.
+def compared(sample: Cell, beside: Optional[Dict[str, str]] = None) -> Cell:
+    """The cell with quantiles in place of its times, and with those of their ratios to plain BatchNorm's, or, where
+    ``beside`` says so, to those of another.
 
     A ratio is that of two times of the same round, since a slow moment hits both: no quotient of medians.
     """
     taken = sample["seconds"]
-    others = {name: values for name, values in taken.items() if name != "plain"}
-    ratios = {name: [one / plain for one, plain in zip(values, taken["plain"])] for name, values in others.items()}
+    yardsticks = {name: "plain" for name in taken if name != "plain"}
+    yardsticks.update({name: other for name, other in (beside or {}).items() if name in taken})
+    ratios = {
+        name: [one / yardstick for one, yardstick in zip(taken[name], taken[other])]
+        for name, other in yardsticks.items()
+        if name not in yardsticks.values()
+    }
     return {**sample, "seconds": summary(taken), "ratios": summary(ratios)}
 
 

@@ -1,9 +1,9 @@
-"""Forward and backward of five normalisation layers: synchronised, not, contrib's, and the limit.
+"""Forward and backward of five normalisation layers: synchronised, not, contrib's, and the limit; and with ReLU, fused.
 
-A hybridized net (`static_alloc`) of five layers in a row, with nothing between that would hide them, on CPU
-contexts of one process. All implementations take turns in the same process, and a ratio is the median over
-the rounds. Contrib's layer may hang: where the time limit of a cell runs out, its entry says so and the
-others are measured again without it.
+A hybridized net (`static_alloc`) of five layers in a row, with nothing between that would hide them, on CPU contexts
+of one process; and such a net with ReLU behind each layer. All implementations take turns in the same process, and a
+ratio is the median over the rounds. Contrib's layer may hang: where the time limit of a cell runs out, its entry says
+so and the others are measured again without it.
 
     python benchmarks/layers.py             # writes benchmarks/results/layers.{md,json,png}
     python benchmarks/layers.py --quick     # a smoke test of a few seconds, its figures mean nothing
@@ -29,12 +29,17 @@ QUICK_SHAPES, QUICK_REPLICAS = [(2, 64, 8, 8), (2, 8, 16, 16)], [1, 2]
 # forward, x twice (statistics, normalise) and y; backward, x and dy twice (sums, dx) and dx. A copy is two.
 PASSES = (2 + 1) + (2 * 2 + 1)
 
+# What is compared with what, other than with plain BatchNorm.
+FUSED = "with ReLU: convert(fuse=True), against nn.BatchNorm and ReLU"
+BESIDE = {"ours + ReLU": "plain + ReLU", "fused": "plain + ReLU"}
+
 EXPLANATION = f"""Forward and backward of {LAYERS} layers in a hybridized net, per step; shapes are those of
 one replica. *Plain* is `nn.BatchNorm` on the same contexts, each with statistics of its own; the other
 columns are multiples of it, the median over interleaved rounds. *Contrib* is
 `mxnet.gluon.contrib.nn.SyncBatchNorm` (`hang`: it did not end within the time limit). *Limit* is the time of
 {PASSES // 2} copies of the activations ({PASSES} passes over them), measured in the same rounds on all cores,
-on arrays of the same sizes."""
+on arrays of the same sizes. *With ReLU* compares nets in which ReLU stands behind each layer: ours, and ours after
+`convert(net, fuse=True)`, against plain BatchNorm and ReLU."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -55,8 +60,10 @@ def main(arguments: Sequence[str]) -> int:
             progress.update()
 
     header = ["shape", "replicas", "plain, ms", "ours / plain", "contrib / plain", "limit / plain"]
-    results = [_results.compared(sample) for sample in samples]
-    table = _results.table(header, [_results.layers_row(result, ["ours", "contrib", "limit"]) for result in results])
+    header += ["with ReLU: ours / plain", "fused / plain"]
+    results = [_results.compared(sample, BESIDE) for sample in samples]
+    columns = ["ours", "contrib", "limit", "ours + ReLU", "fused"]
+    table = _results.table(header, [_results.layers_row(result, columns) for result in results])
     print(table)
     text = f"{EXPLANATION}\n\n{table}"
     _results.write(options.out, "layers", "Five normalisation layers", text, env, results, samples)
@@ -105,16 +112,27 @@ def steps(cell: _measuring.Cell, contexts: Sequence[Any]) -> Dict[str, Callable[
 
         return step
 
-    made = {}
-    for name, make in makes.items():
-        net = nn.HybridSequential()
-        for _ in range(LAYERS):
-            net.add(make(in_channels=shape[1]))
-        net.initialize(ctx=list(contexts))
-        net.hybridize(static_alloc=True)
-        made[name] = training_step(net)
+    made = {name: training_step(stack(contexts, shape[1], make)) for name, make in makes.items()}
+    made["plain + ReLU"] = training_step(stack(contexts, shape[1], nn.BatchNorm, relu=True))
+    made["ours + ReLU"] = training_step(stack(contexts, shape[1], makes["ours"], relu=True))
+    fused = gluon_syncbn.convert(stack(contexts, shape[1], nn.BatchNorm, relu=True), fuse=True)
+    made["fused"] = training_step(fused)
     made["limit"] = copies(shape, len(contexts))
     return made
+
+
+def stack(contexts: Sequence[Any], channels: int, make: Callable[..., Any], relu: bool = False) -> Any:
+    """A hybridized net of so many layers."""
+    from mxnet.gluon import nn
+
+    net = nn.HybridSequential()
+    for _ in range(LAYERS):
+        net.add(make(in_channels=channels))
+        if relu:
+            net.add(nn.Activation("relu"))
+    net.initialize(ctx=list(contexts))
+    net.hybridize(static_alloc=True)
+    return net
 
 
 def copies(shape: Tuple[int, ...], replicas: int) -> Callable[[], None]:
@@ -159,17 +177,17 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> 
 
     shapes = list(dict.fromkeys(tuple(result["shape"]) for result in results))
     figure, axes = plt.subplots(1, len(shapes), figsize=(2.9 * len(shapes) + 0.6, 4.3), sharey=True, squeeze=False)
-    ratios = [_results.ratio(result, name) for result in results for name in result["seconds"]] or [1]
+    ratios = [_results.ratio(result, name) for result in results for name in result["ratios"]] or [1]
     for axis, shape in zip(axes[0], shapes):
         cells = [result for result in results if tuple(result["shape"]) == shape]
         axis.axhline(1, color=_results.COLOURS["plain"], linestyle="--", label=_results.LABELS["plain"])
-        for name, marker in (("contrib", "s"), ("ours", "o"), ("limit", "^")):
+        for name, marker in (("contrib", "s"), ("ours", "o"), ("fused", "D"), ("limit", "^")):
             points = [(cell["replicas"], _results.ratio(cell, name)) for cell in cells if name in cell["ratios"]]
             axis.plot(
                 *zip(*points) if points else ([], []),
                 marker=marker,
                 color=_results.COLOURS[name],
-                label=_results.LABELS[name],
+                label=FUSED if name == "fused" else _results.LABELS[name],
             )
             for point in points if name == "ours" else []:
                 text = f"{point[1]:.2f}"
@@ -196,7 +214,7 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> 
         axis.set_xlabel("replicas, one on each CPU context")
     axes[0][0].set_ylabel("time of a step,\nas a multiple of nn.BatchNorm's")
     handles, labels = axes[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncol=len(labels), frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="upper center", ncol=3, frameon=False, fontsize=9)
     machine = f"{env['processor']}, {env['cores']} cores, {env['native core']}"
     note = (
         "memory limit: the machine's time for moving the bytes that such a layer has to move (8 passes over the "
@@ -205,7 +223,7 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> 
         f"width of a replica; less is faster; {machine}"
     )
     figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.3")
-    figure.tight_layout(rect=(0, 0.09, 1, 0.92))
+    figure.tight_layout(rect=(0, 0.09, 1, 0.88))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

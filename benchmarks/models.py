@@ -1,16 +1,21 @@
-"""A training step of whole GluonCV networks on two CPU devices: synchronised, not synchronised, contrib's.
+"""A training step of whole networks on 1, 2 and 4 CPU devices: not synchronised, synchronised, fused, contrib's.
 
-One step is the forward, the loss, the backward and `trainer.step` of a hybridized network, on both devices.
-All implementations take turns in the same process, and a ratio is the median over the rounds. Contrib's
-layer may hang: where the time limit runs out, its entry says so and the others are measured without it.
+One step is the forward, a loss, the backward and `trainer.step` of a hybridized network, on all devices. All
+implementations take turns in the same process, and a ratio is the median over the rounds. Contrib's layer may hang:
+where the time limit runs out, its entry says so and the others are measured without it. The most memory that a step
+takes is measured in processes of their own.
 
     python benchmarks/models.py             # writes benchmarks/results/models.{md,json,png}
     python benchmarks/models.py --quick     # a smoke test, its figures mean nothing
 """
 
+from __future__ import annotations
+
 import functools
 import gc
 import json
+import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence
@@ -19,18 +24,29 @@ import _measuring
 import _results
 from tqdm import tqdm
 
-DEVICES = 2
 CLASSES = 150  # as in ADE20K
-CASES: List[_measuring.Cell] = [
-    {"model": "FastSCNN", "crop": 128, "images": 4, "rounds": 12, "budget_s": 60},
-    {"model": "PSPNet-ResNet50", "crop": 96, "images": 2, "rounds": 12, "budget_s": 100},
+MODELS: List[_measuring.Cell] = [
+    {"model": "FastSCNN", "crop": 128, "images": 4},
+    {"model": "PSPNet-ResNet50", "crop": 128, "images": 2},
+    {"model": "ResNet-18", "crop": 64, "images": 8},
+    {"model": "MobileNetV2", "crop": 96, "images": 8},
+    {"model": "depthwise chain", "crop": 56, "images": 4},
 ]
-QUICK: List[_measuring.Cell] = [{"model": "FastSCNN", "crop": 64, "images": 1, "rounds": 2, "budget_s": 1}]
+DEVICES = [1, 2, 4]
+EFFORT = {"rounds": 15, "budget_s": 45}
+QUICK: List[_measuring.Cell] = [{"model": "depthwise chain", "crop": 16, "images": 1}]
+OURS = ("ours", "fused")
+NAMES = ("plain", *OURS, "contrib")
+STEPS = 3  # until the memory no longer grows
 
-EXPLANATION = f"""One training step (forward, loss, backward, `trainer.step`) on {DEVICES} CPU devices, with
-{CLASSES} classes and the auxiliary loss; images are per device. *Plain* is `nn.BatchNorm` on the same
-devices, each with statistics of its own; the other columns are multiples of it, the median over interleaved
-rounds. *Contrib* is `mxnet.gluon.contrib.nn.SyncBatchNorm` (`hang`: it did not end within the time limit)."""
+EXPLANATION = f"""One training step (forward, loss, backward, `trainer.step`) on CPU devices of one process; crop and
+images are those of a device. FastSCNN and PSPNet have {CLASSES} classes and the auxiliary loss, ResNet-18 and
+MobileNetV2 are GluonCV's `resnet18_v1` and `mobilenetv2_1.0`, the depthwise chain is four times depthwise
+convolution, BatchNorm and ReLU on 64 channels. *Plain* is `nn.BatchNorm` on the same devices, each with statistics of
+its own; the other columns are multiples of its time, the median over interleaved rounds and, in parentheses, the 10th
+and 90th percentile. *Fused* is `convert(net, fuse=True)`. *Contrib* is `mxnet.gluon.contrib.nn.SyncBatchNorm`
+(`hang`: it did not end within the time limit). Memory is what a process grows by in {STEPS} steps at most, in a
+process for each."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,91 +56,162 @@ def main(arguments: Sequence[str]) -> int:
         return 0
 
     env = _results.environment(["benchmarks/models.py", *arguments])
-    cells = [{**case, "contrib": True} for case in (QUICK if options.quick else CASES)]
+    models, devices = (QUICK, [2]) if options.quick else (MODELS, DEVICES)
+    effort = {"rounds": 2, "budget_s": 1} if options.quick else EFFORT
+    cells = [{**model, "devices": n, "contrib": n > 1, **effort} for model in models for n in devices]
     samples = []
-    with tqdm(total=len(cells), desc="models", unit="model", disable=options.no_progress or None) as progress:
+    with tqdm(total=len(cells), desc="models", unit="cell", disable=options.no_progress or None) as progress:
         for cell in cells:
-            progress.set_postfix_str(cell["model"])
+            progress.set_postfix_str(f"{cell['model']} x {cell['devices']}")
             # a process for each: MXNet keeps the temporary space that a network needed
-            measured = _measuring.measure(__file__, [cell], 90 if options.quick else 240)
-            ((_, taken, problems),) = measured
-            samples.append({**cell, "problems": problems, "seconds": taken})
+            ((_, taken, problems),) = _measuring.measure(__file__, [cell], 90 if options.quick else 240)
+            samples.append({**cell, "problems": problems, "seconds": taken, "memory_mib": memory(cell)})
             progress.update()
 
-    header = ["model", "crop", "images", "plain, s", "images / s", "ours / plain", "contrib / plain"]
+    header = ["model", "crop", "images", "devices", "plain, s", "images / s", "ours / plain", "fused / plain"]
+    header += ["contrib / plain", "memory, MiB: plain", "ours", "fused"]
     results = [_results.compared(sample) for sample in samples]
     table = _results.table(header, [row(result) for result in results])
     print(table)
     text = f"{EXPLANATION}\n\n{table}"
     _results.write(options.out, "models", "Training steps of whole networks", text, env, results, samples)
     plot(options.out / "models.png", results, env)
-    return _results.report(results, "model")
+    return _results.report(results, "model", "devices")
 
 
 def row(result: Dict[str, Any]) -> List[str]:
-    texts = [result["model"], str(result["crop"]), str(result["images"])]
+    texts = [result["model"], *(str(result[key]) for key in ("crop", "images", "devices"))]
     if result["seconds"]:
         plain = result["seconds"]["plain"]["median"]
-        texts += [f"{plain:.2f}", f"{DEVICES * result['images'] / plain:.1f}"]
+        texts += [f"{plain:.3f}", f"{result['devices'] * result['images'] / plain:.1f}"]
     else:
         texts += ["-", "-"]
-    return texts + [_results.entry(result, name) for name in ("ours", "contrib")]
+    for name in OURS:
+        series = result["ratios"].get(name)
+        spread = f" ({series['10%']:.2f} to {series['90%']:.2f})" if series else ""
+        texts.append(_results.entry(result, name) + spread)
+    texts.append(_results.entry(result, "contrib") if result["contrib"] else "")
+    return texts + [f"{result['memory_mib'][name]:.0f}" for name in ("plain", *OURS)]
+
+
+def memory(cell: _measuring.Cell) -> Dict[str, float]:
+    """MiB that a process grows by in steps of each implementation."""
+    return {name: _one(cell, name)["mib"][0] for name in ("plain", *OURS)}
+
+
+def _one(cell: _measuring.Cell, name: str) -> _measuring.Rounds:
+    ((_, taken, problem),) = _measuring.measure(__file__, [{**cell, "contrib": False, "memory_of": name}], 240)
+    if problem:
+        raise SystemExit(f"{cell['model']}, {name}: {problem}")
+    return taken
 
 
 def child(cells: Sequence[_measuring.Cell]) -> None:
     """Measures the cells in turn and prints one line of JSON for each."""
     import gluon_syncbn
 
-    contexts = gluon_syncbn.cpu_devices(DEVICES, temp_copies=2048)
+    contexts = gluon_syncbn.cpu_devices(cells[0]["devices"], temp_copies=2048)
     import mxnet as mx
 
     for cell in cells:
-        taken = _measuring.interleaved(steps(cell, contexts), cell["rounds"], cell["budget_s"])
+        if "memory_of" in cell:
+            before = resident_mib()
+            (step,) = steps(cell, contexts, [cell["memory_of"]]).values()
+            for _ in range(STEPS):
+                step()
+            taken = {"mib": [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before]}
+        else:
+            made = steps(cell, contexts, NAMES if cell["contrib"] else NAMES[:-1])
+            taken = _measuring.interleaved(made, cell["rounds"], cell["budget_s"])
         print(json.dumps(taken), flush=True)
         gc.collect()  # the networks of this cell
         mx.nd.waitall()
 
 
-def steps(cell: _measuring.Cell, contexts: Sequence[Any]) -> Dict[str, Callable[[], None]]:
-    """One training step of each implementation on the same images and labels."""
-    import mxnet as mx
-    from gluoncv.loss import MixSoftmaxCrossEntropyLoss
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def network(cell: _measuring.Cell, layer: Any) -> Any:
+    if cell["model"] == "depthwise chain":
+        from mxnet.gluon import nn
+
+        net = nn.HybridSequential()
+        for _ in range(4):
+            net.add(nn.Conv2D(64, 3, padding=1, groups=64, use_bias=False, in_channels=64))
+            net.add(layer(in_channels=64), nn.Activation("relu"))
+        return net
+    from gluoncv.model_zoo import get_model
     from gluoncv.model_zoo.fastscnn import FastSCNN
     from gluoncv.model_zoo.pspnet import PSPNet
+
+    if cell["model"] in ("ResNet-18", "MobileNetV2"):
+        name = {"ResNet-18": "resnet18_v1", "MobileNetV2": "mobilenetv2_1.0"}[cell["model"]]
+        return get_model(name, classes=CLASSES, norm_layer=layer)
+    make = FastSCNN if cell["model"] == "FastSCNN" else functools.partial(PSPNet, backbone="resnet50")
+    return make(CLASSES, aux=True, pretrained_base=False, crop_size=cell["crop"], norm_layer=layer)
+
+
+def criterion(cell: _measuring.Cell) -> Callable[[Any, Any], Any]:
+    if cell["model"] in ("FastSCNN", "PSPNet-ResNet50"):
+        from gluoncv.loss import MixSoftmaxCrossEntropyLoss
+
+        mixed = MixSoftmaxCrossEntropyLoss(aux=True, aux_weight=0.4)
+        return lambda outputs, labels: mixed(*outputs, labels)
+    if cell["model"] == "depthwise chain":
+        return lambda outputs, labels: (outputs * labels).mean()
+    from mxnet.gluon.loss import SoftmaxCrossEntropyLoss
+
+    return SoftmaxCrossEntropyLoss()
+
+
+def batch(cell: _measuring.Cell, context: Any) -> Any:
+    """Images and labels of a device."""
+    import mxnet as mx
+
+    crop, images = cell["crop"], cell["images"]
+    if cell["model"] == "depthwise chain":
+        shape = (images, 64, crop, crop)
+        return mx.nd.random.normal(shape=shape, ctx=context), mx.nd.random.normal(shape=shape, ctx=context)
+    of_pixels = cell["model"] in ("FastSCNN", "PSPNet-ResNet50")
+    labels = mx.nd.random.randint(0, CLASSES, (images, crop, crop) if of_pixels else (images,), ctx=context)
+    return mx.nd.random.normal(shape=(images, 3, crop, crop), ctx=context), labels.astype("float32")
+
+
+def steps(cell: _measuring.Cell, contexts: Sequence[Any], names: Sequence[str]) -> Dict[str, Callable[[], None]]:
+    """One training step of each implementation on the same images and labels."""
+    import mxnet as mx
     from mxnet.gluon import Trainer, nn
     from mxnet.gluon.contrib.nn import SyncBatchNorm as Contrib
 
     import gluon_syncbn
 
-    models = {"FastSCNN": FastSCNN, "PSPNet-ResNet50": functools.partial(PSPNet, backbone="resnet50")}
-    layers: Dict[str, Any] = {"plain": nn.BatchNorm, "ours": gluon_syncbn.SyncBatchNorm}
-    if cell["contrib"]:
-        # not through norm_kwargs: FastSCNN makes two of its layers without them, and a wrong number hangs
-        layers["contrib"] = functools.partial(Contrib, num_devices=len(contexts))
-
-    crop, images = cell["crop"], cell["images"]
+    layers: Dict[str, Any] = {"plain": nn.BatchNorm, "fused": nn.BatchNorm, "ours": gluon_syncbn.SyncBatchNorm}
+    # not through norm_kwargs: FastSCNN makes two of its layers without them, and a wrong number hangs
+    layers["contrib"] = functools.partial(Contrib, num_devices=len(contexts))
     mx.random.seed(0)
-    xs = [mx.nd.random.normal(shape=(images, 3, crop, crop), ctx=ctx) for ctx in contexts]
-    labels = [mx.nd.random.randint(0, CLASSES, (images, crop, crop), ctx=ctx) for ctx in contexts]
-    labels = [label.astype("float32") for label in labels]
-    criterion = MixSoftmaxCrossEntropyLoss(aux=True, aux_weight=0.4)
+    batches = [batch(cell, context) for context in contexts]
+    loss = criterion(cell)
 
     def training_step(net: Any) -> Callable[[], None]:
         trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3, "momentum": 0.9})
 
         def step() -> None:
             with mx.autograd.record():
-                losses = [criterion(*net(x), label) for x, label in zip(xs, labels)]
+                losses = [loss(net(x), labels) for x, labels in batches]
             mx.autograd.backward(losses)
-            trainer.step(images * len(contexts))
+            trainer.step(cell["images"] * len(contexts))
             mx.nd.waitall()
 
         return step
 
     made = {}
-    for name, layer in layers.items():
-        net = models[cell["model"]](CLASSES, aux=True, pretrained_base=False, crop_size=crop, norm_layer=layer)
+    for name in names:
+        net = network(cell, layers[name])
         net.initialize(mx.init.Xavier(), ctx=list(contexts), force_reinit=True)
+        if name == "fused":
+            gluon_syncbn.convert(net, fuse=True)
         # Static shapes keep PSPNet's temporary space at 8 GB (without, 24 GB were not enough). On CPU contexts MXNet's
         # queue gets stuck with them after some hundreds of steps, more than are run here.
         net.hybridize(static_alloc=True, static_shape=True)
@@ -138,27 +225,47 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(results), figsize=(3.6 * len(results) + 1, 3.6), sharey=True, squeeze=False)
-    names = ("plain", "ours", "contrib")
-    ticks = ["nn.BatchNorm\n(not synchronised)", "gluon_syncbn", "contrib"]
-    for axis, result in zip(axes[0], results):
-        taken = result["seconds"]
-        heights = [_results.ratio(result, name) if name in taken else 0 for name in names]
-        axis.bar(names, heights, color=[_results.COLOURS[name] for name in names], width=0.65)
-        for place, (name, height) in enumerate(zip(names, heights)):
-            text = _results.entry(result, name)
-            if name == "plain" and taken:
-                text = f"{taken[name]['median']:.2f} s"
-            axis.annotate(text, (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=9)
-        title = f"{result['model']}, crop {result['crop']}, {DEVICES} x {result['images']} images"
-        axis.set_title(title, fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.set_xticks(range(len(names)), ticks, fontsize=9)
+    models = list(dict.fromkeys(result["model"] for result in results))
+    figure, axes = plt.subplots(1, len(models), figsize=(2.7 * len(models) + 0.8, 4.0), sharey=True, squeeze=False)
+    for axis, model in zip(axes[0], models):
+        cells = [result for result in results if result["model"] == model]
+        axis.axhline(1, color=_results.COLOURS["plain"], linestyle="--", label=_results.LABELS["plain"])
+        for name, marker in (("contrib", "s"), ("ours", "o"), ("fused", "D")):
+            points = [(cell["devices"], _results.ratio(cell, name)) for cell in cells if name in cell["ratios"]]
+            axis.plot(
+                *zip(*points) if points else ([], []),
+                marker=marker,
+                color=_results.COLOURS[name],
+                label=_results.LABELS[name],
+            )
+            for point in points:
+                place = (0, -14) if name == "fused" else (0, 6)
+                axis.annotate(
+                    f"{point[1]:.2f}",
+                    point,
+                    place,
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                    color=_results.COLOURS[name],
+                )
+        axis.set_xscale("log", base=2)
+        counts = sorted({cell["devices"] for cell in cells})
+        axis.set_xticks(counts, [str(count) for count in counts])
+        axis.set_xlim(counts[0] / 1.5, counts[-1] * 1.5)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.set_title(f"{model}\n{cells[0]['images']} images of {cells[0]['crop']} pixels", fontsize=10)
+        axis.set_xlabel("CPU devices")
         axis.margins(y=0.12)
     axes[0][0].set_ylabel("time of a training step,\nas a multiple of nn.BatchNorm's")
-    note = f"{env['processor']}, {env['cores']} cores, {env['native core']}"
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", ncol=len(labels), frameon=False, fontsize=9)
+    note = (
+        f"images are those of a device; less is faster; {env['processor']}, {env['cores']} cores, {env['native core']}"
+    )
     figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.4")
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.tight_layout(rect=(0, 0.04, 1, 0.93))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

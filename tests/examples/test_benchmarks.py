@@ -161,21 +161,26 @@ def test_lines_of_the_results(benchmarks):
 def test_the_results_of_the_layers_are_complete(tmp_path):
     text, cells = quick("layers", tmp_path)
     ((header, rows),) = tables(text)
-    assert header == ["shape", "replicas", "plain, ms", "ours / plain", "contrib / plain", "limit / plain"]
+    assert header[:6] == ["shape", "replicas", "plain, ms", "ours / plain", "contrib / plain", "limit / plain"]
+    assert header[6:] == ["with ReLU: ours / plain", "fused / plain"]
     first = [[shape, replicas] for shape in ("2 x 64 x 8 x 8", "2 x 8 x 16 x 16") for replicas in ("1", "2")]
-    assert_cells(rows, first, NUMBER, NUMBER, RATIO_OR_HANG, NUMBER)
+    assert_cells(rows, first, NUMBER, NUMBER, RATIO_OR_HANG, NUMBER, NUMBER, NUMBER)
     assert [cell["replicas"] for cell in cells] == [1, 2, 1, 2]
     assert all({"plain", "ours", "limit"} <= cell["seconds"].keys() for cell in cells)
-    assert all({"ours", "limit"} <= cell["ratios"].keys() for cell in cells)
+    assert all({"ours", "limit", "ours + ReLU", "fused"} <= cell["ratios"].keys() for cell in cells)
 
 
 def test_the_results_of_the_models_are_complete(tmp_path):
-    pytest.importorskip("gluoncv", reason="GluonCV is not installed")
     text, (cell,) = quick("models", tmp_path)
     ((header, rows),) = tables(text)
-    assert header == ["model", "crop", "images", "plain, s", "images / s", "ours / plain", "contrib / plain"]
-    assert_cells(rows, [["FastSCNN", "64", "1"]], NUMBER, NUMBER, NUMBER, RATIO_OR_HANG)
-    assert {"plain", "ours"} <= cell["seconds"].keys() and "ours" in cell["ratios"]
+    assert header[:6] == ["model", "crop", "images", "devices", "plain, s", "images / s"]
+    assert header[6:9] == ["ours / plain", "fused / plain", "contrib / plain"]
+    assert header[9:] == ["memory, MiB: plain", "ours", "fused"]
+    spread = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
+    assert_cells(
+        rows, [["depthwise chain", "16", "1", "2"]], NUMBER, NUMBER, spread, spread, RATIO_OR_HANG, *[r"\d+"] * 3
+    )
+    assert {"plain", "ours", "fused"} <= cell["seconds"].keys() and {"ours", "fused"} <= cell["ratios"].keys()
 
 
 def test_the_results_of_the_sample_shuffle_are_complete(tmp_path):

@@ -132,8 +132,9 @@ def unguarded(layer, x, addend):
     states = layer.running_mean.data(x.ctx), layer.running_var.data(x.ctx)
     attributes = {"axis": 1, "eps": "1e-3", "momentum": "0.9", "fix_gamma": 0, "unbiased": 0, "guarded": 1}
     return nd.Custom(
-        x, layer.gamma.data(x.ctx), layer.beta.data(x.ctx), addend, *states, op_type="gluon_syncbn", adds=1, fuses=0, node=-1,
-        layer=layer._replicas.token, lanes=1, role=0, **layer._activation.attributes(), **attributes,
+        x, layer.gamma.data(x.ctx), layer.beta.data(x.ctx), addend, *states, op_type="gluon_syncbn",
+        layer=layer._replicas.token, lanes=1, role=0, node=-1, adds=1, fuses=0,
+        **layer._activation.attributes(), **attributes,
     )  # fmt: skip
 
 
