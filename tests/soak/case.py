@@ -22,7 +22,7 @@ class Case:
     lanes: int  # replicas of each context
     repeated: bool  # whether the contexts are named once for each lane, instead of num_devices
     net: str
-    settings: Dict[str, Any]  # of nn.BatchNorm
+    settings: Dict[str, Any]  # of nn.BatchNorm, and the activation
     pooling: Dict[str, Any]
     kvstore: Optional[str]  # the layer's own
     dtype: str
@@ -122,6 +122,9 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
     empty = may_be_empty and not threads and perhaps(0.3)
     repeated = lanes > 1 and net == "layer" and perhaps(0.3)
     trains = not repeated and not empty and perhaps(0.5)
+    dtype = _one(rng, ("float32", "float64") + ("float16",) * (net == "layer"))
+    # Rounding decides on which side of 0 a value is, and with it about a gradient: in float64 too seldom to be seen.
+    activation = _one(rng, (None, "relu", "relu6", "leaky")) if dtype == "float64" and perhaps(0.5) else None
     trainer = {"kvstore": _one(rng, ("device", "local")), "update_on_kvstore": perhaps(0.5)}
     return Case(
         seed=seed,
@@ -138,10 +141,11 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
             "scale": not perhaps(0.1),
             "center": not perhaps(0.1),
             "use_global_stats": net == "layer" and perhaps(0.03),
+            "activation": activation,
         },
         pooling=pooling,
         kvstore=_one(rng, (None, None, "device", "local")),
-        dtype=_one(rng, ("float32", "float64") + ("float16",) * (net == "layer")),
+        dtype=dtype,
         channels=_one(rng, CHANNELS),
         spatial=layout["spatial"],
         deferred=layout["axis"] != 0 and perhaps(0.3),

@@ -8,6 +8,7 @@ import numpy as np
 from mxnet.gluon import nn
 
 from gluon_syncbn import SyncBatchNorm, reference
+from gluon_syncbn.activation import NONE
 
 from .nets import Sum
 
@@ -202,7 +203,10 @@ class Specification:
 def _settings(layer: nn.BatchNorm) -> Dict[str, Any]:
     kwargs = layer._kwargs
     momentum = float(np.float32(kwargs["momentum"]))  # as MXNet keeps it
-    return {"axis": kwargs["axis"], "epsilon": kwargs["eps"], "momentum": momentum, "scale": not kwargs["fix_gamma"]}
+    slope, ceiling = getattr(layer, "_activation", NONE)  # a reverted one without any is a BatchNorm
+    activation = {"slope": float(np.float32(slope)), "ceiling": ceiling}  # the same
+    settings = {"axis": kwargs["axis"], "epsilon": kwargs["eps"], "momentum": momentum}
+    return {**settings, **activation, "scale": not kwargs["fix_gamma"]}
 
 
 def _count(block: Any, layer: nn.BatchNorm) -> int:
