@@ -35,7 +35,7 @@ def permutation(layer, batch, virtual_devices, *, call=0, node=-1, seed=0):
     return reference.derangement(seed, layer._replicas.id, node, call, slots)
 
 
-def specification(layer, batch, *, axis=1, call=0, node=-1, seed=0, nonfinite="propagate", **settings):
+def specification(layer, batch, *, axis=1, call=0, node=-1, seed=0, nonfinite="propagate", addends=None, **settings):
     """What `layer` computes for the batch, in float64 NumPy, starting from mean 0 and variance 1."""
     kwargs, pooling = layer._kwargs, layer._replica_settings[0]._asdict()
     momentum = float(np.float32(kwargs["momentum"]))  # as MXNet keeps it
@@ -46,6 +46,7 @@ def specification(layer, batch, *, axis=1, call=0, node=-1, seed=0, nonfinite="p
         batch.shards, batch.gamma, batch.beta, np.zeros(channels), np.ones(channels),
         axis=axis, epsilon=kwargs["eps"], momentum=momentum, scale=not kwargs["fix_gamma"], **pooling,
         running_variance="unbiased" if layer._unbiased else "biased", nonfinite=nonfinite,
+        slope=layer._slope, addends=addends,
     )  # fmt: skip
     gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
     return Result(
