@@ -1,57 +1,96 @@
-"""What stands behind a batch normalisation: nothing, an addition, ReLU or its leaky kind; and layers of these without
+"""What stands behind a batch normalisation: nothing, an addition, an activation; and layers of these without
 synchronisation, into which `revert` makes the synchronised ones.
 """
 
 from __future__ import annotations
 
-from typing import Any, Optional
+import math
+from typing import Any, Dict, NamedTuple, Optional
 
+import numpy as np
 from mxnet.gluon import nn
 
 from . import arguments
 
-#: The slope of what is not above 0 that leaves everything as it is.
-IDENTITY = 1.0
+
+class Activation(NamedTuple):
+    """y = min(z, ceiling) where z > 0, else slope * z."""
+
+    slope: float = 1.0
+    ceiling: float = math.inf
+
+    def __str__(self) -> str:
+        if self.slope:
+            return f"LeakyReLU({self.slope:g})" if self != NONE else ""
+        return f"ReLU{self.ceiling:g}" if math.isfinite(self.ceiling) else "ReLU"
+
+    def attributes(self) -> Dict[str, str]:
+        """Of a node; the slope as MXNet's LeakyReLU keeps it."""
+        return {"slope": repr(float(np.float32(self.slope))), "ceiling": repr(self.ceiling)}
+
+    @classmethod
+    def of_attributes(cls, attributes: Dict[str, str]) -> Activation:
+        return cls(float(attributes["slope"]), float(attributes["ceiling"]))
+
+    def arguments(self) -> Dict[str, Any]:
+        """Of a layer."""
+        if self == NONE:
+            return {"activation": None}
+        if self.slope:
+            return {"activation": "leaky", "slope": self.slope}
+        return {"activation": "relu6" if math.isfinite(self.ceiling) else "relu"}
+
+    def of(self, F: Any, z: Any) -> Any:
+        """By MXNet's own operators."""
+        if self == NONE:
+            return z
+        if self.slope:
+            return F.LeakyReLU(z, act_type="leaky", slope=self.slope)
+        return F.clip(z, 0, self.ceiling) if math.isfinite(self.ceiling) else F.Activation(z, act_type="relu")
 
 
-def slope_of(activation: Any, slope: Any) -> float:
-    """One number for both arguments of a layer: y = z where z > 0, else slope * z."""
-    slope = arguments.number("slope", slope, 0, 1, "a number above 0 and below 1")
+NONE = Activation()
+RELU = Activation(0.0)
+RELU6 = Activation(0.0, 6.0)
+
+
+def of_arguments(activation: Any, slope: Any) -> Activation:
+    """What the arguments of a layer mean."""
+    expected = "a number above 0 and below 1; activation=None and 'relu' are 1 and 0"
+    slope = arguments.number("slope", slope, 0, 1, expected)
     if not 0 < slope < 1:
-        arguments.refuse("slope", slope, "a number above 0 and below 1; activation=None and 'relu' are 1 and 0")
+        arguments.refuse("slope", slope, expected)
     if activation is None:
-        return IDENTITY
-    return {"relu": 0.0, "leaky": slope}[arguments.one_of("activation", activation, ("relu", "leaky"))]
+        return NONE
+    choices = {"relu": RELU, "relu6": RELU6, "leaky": Activation(slope)}
+    return choices[arguments.one_of("activation", activation, tuple(choices))]
 
 
-def name_of(slope: float) -> str:
-    return {IDENTITY: "", 0.0: "ReLU"}.get(slope, f"LeakyReLU({slope:g})")
-
-
-def rectified(F: Any, z: Any, slope: float, addend: Optional[Any] = None) -> Any:
-    """By MXNet's own operators."""
-    if addend is not None:
-        z = z + addend
-    if slope == IDENTITY:
-        return z
-    return F.LeakyReLU(z, act_type="leaky", slope=slope) if slope else F.Activation(z, act_type="relu")
+def described(activation: Activation, adds: bool) -> str:
+    return ", ".join(text for text in ("addition" if adds else "", str(activation)) if text)
 
 
 class BatchNormActivation(nn.BatchNorm):
     """``nn.BatchNorm``, and the activation behind it."""
 
-    _slope = IDENTITY
+    _activation = NONE
 
     def hybrid_forward(self, F: Any, x: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any) -> Any:
-        return rectified(F, super().hybrid_forward(F, x, gamma, beta, running_mean, running_var), self._slope)
+        return self._activation.of(F, super().hybrid_forward(F, x, gamma, beta, running_mean, running_var))
 
 
 class BatchNormAdd(nn.BatchNorm):
     """``nn.BatchNorm``, and what is added, and the activation behind both."""
 
-    _slope = IDENTITY
+    _activation = NONE
 
     def hybrid_forward(
         self, F: Any, x: Any, addend: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any
     ) -> Any:
-        return rectified(F, super().hybrid_forward(F, x, gamma, beta, running_mean, running_var), self._slope, addend)
+        normalised = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+        return self._activation.of(F, normalised + addend)
+
+
+def behind(F: Any, z: Any, addend: Optional[Any], activation: Activation) -> Any:
+    """Addition and activation, by MXNet's own operators."""
+    return activation.of(F, z if addend is None else z + addend)

@@ -12,6 +12,7 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from . import arguments
+from .activation import BatchNormActivation, BatchNormAdd
 
 PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
 #: Operators of BatchNorm in a recorded graph; `op_type` where they are custom ones.
@@ -56,6 +57,8 @@ def difference(block: Block) -> str:
     Found by what it computes: the graph of its ``hybrid_forward`` is one operator on its four parameters.
     """
     cls = type(block)
+    if cls in (BatchNormActivation, BatchNormAdd):
+        return ""
     if isinstance(block, ContribSyncBatchNorm):  # not traced: `replacements` may have its operator
         return "" if cls is ContribSyncBatchNorm else "it is a subclass of contrib's SyncBatchNorm"
     for name in ("forward", "__call__"):

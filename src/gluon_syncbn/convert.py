@@ -9,14 +9,15 @@ import inspect
 import warnings
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Dict, FrozenSet, Iterator, List, Optional, Sequence, Set, Type, TypeVar
+from typing import Any, Dict, FrozenSet, Iterator, List, Optional, Sequence, Set, Tuple, Type, TypeVar
 
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from . import arguments, blocks
+from . import arguments, blocks, fusion
+from .activation import NONE, RELU, BatchNormActivation, BatchNormAdd
 from .graphs import Left, close_graph, open_graph
-from .layer import SyncBatchNorm
+from .layer import SyncBatchNorm, SyncBatchNormAdd
 from .op import NAME
 
 __all__ = ["convert", "freeze", "revert"]
@@ -36,6 +37,8 @@ _KEPT = (
     "running_mean_initializer",
     "running_variance_initializer",
     "in_channels",
+    "activation",
+    "slope",
     "prefix",
     "params",
 )
@@ -44,7 +47,11 @@ _RENEWED = ("_kwargs", "_cached_graph", "_cached_op", "_cached_op_args")
 
 
 def convert(
-    net: NetT, norm_layer: Type[SyncBatchNorm] = SyncBatchNorm, select: Optional[str] = None, **kwargs: Any
+    net: NetT,
+    norm_layer: Type[SyncBatchNorm] = SyncBatchNorm,
+    select: Optional[str] = None,
+    fuse: bool = False,
+    **kwargs: Any,
 ) -> NetT:
     """Makes the BatchNorm layers of a network synchronised layers: ``nn.BatchNorm``, ``nn.BatchNormReLU``, contrib's
     ``SyncBatchNorm``, subclasses of the first two that compute the same, and the nodes of these in the graph of a
@@ -66,6 +73,11 @@ def convert(
     select : str, optional
         A regular expression: only layers whose name, or the name of one of whose parameters, it matches from the
         beginning, as ``net.collect_params(select)`` does. By default all.
+    fuse : bool
+        Whether synchronised layers, those that were synchronised before included, take the activation behind them into
+        themselves, and the addition before that at the end of a residual block: ReLU, ReLU6, and leaky ReLU with a
+        slope above 0 and below 1. This happens in the graphs of hybridized blocks, whatever wrote them; `summary` says
+        where, once they are recorded. Files of ``net.export`` are the same as without.
     **kwargs
         Further arguments of each new layer: ``num_devices``, ``mode``, ``virtual_devices``, ``group_size``,
         ``running_variance``, ``kvstore``, ``timeout``.
@@ -87,8 +99,11 @@ def convert(
         whose gamma is no parameter or whose mean is used elsewhere in the graph.
     """
     arguments.block("net", net)
+    fuse = arguments.flag("fuse", fuse)
     if not (isinstance(norm_layer, type) and issubclass(norm_layer, SyncBatchNorm)):
         arguments.refuse("norm_layer", norm_layer, "SyncBatchNorm or a subclass of it")
+    if issubclass(norm_layer, SyncBatchNormAdd):
+        arguments.refuse("norm_layer", norm_layer, "a layer of one input; fuse=True finds additions")
     selection = blocks.Selection(select)
     with _open_graphs(net) as nodes:
         plain = [block for block in blocks.of(net) if _is_plain(block) and block in selection]
@@ -98,10 +113,15 @@ def convert(
 
         for block in plain:
             origin = (type(block), dict(block._kwargs))
-            _become(block, norm_layer, kwargs)
+            _become(block, *_synchronised_form(block, norm_layer, kwargs))
             if origin[0] is not ContribSyncBatchNorm:
                 block._origin = origin
             block._adopt_parameters()
+        if fuse:
+            fusion.install()
+            for block in blocks.of(net):
+                if isinstance(block, SyncBatchNorm) and block in selection:
+                    block._fuses = True
     stay = [Left(block.name, type(block).__name__, reasons[id(block)]) for block in left]
     _warn("convert", selection, stay + nodes)
     return net
@@ -163,11 +183,13 @@ def revert(net: NetT) -> NetT:
         for block in blocks.of(net):
             if isinstance(block, SyncBatchNorm):
                 block._release_parameters()
-                origin = block._origin
+                origin, activation = block._origin, block._activation
                 if origin is None:
-                    _become(block, nn.BatchNormReLU if block.fuse_relu else nn.BatchNorm, {})
+                    _become(block, _plain_form(block), {})
                 else:
                     _become_again(block, *origin)
+                if isinstance(block, (BatchNormActivation, BatchNormAdd)):
+                    block._activation = activation
     _warn("revert", blocks.Selection(None), [node for node in nodes if node.operator == NAME])
     return net
 
@@ -235,6 +257,31 @@ def _parameters(norm_layer: Type[SyncBatchNorm]) -> Dict[str, inspect.Parameter]
 def _axis(settings: Dict[str, Any]) -> int:
     # A plain Python number: BatchNorm also takes NumPy's. Contrib's layer has no axis: it is always 1.
     return int(settings.get("axis", 1))
+
+
+def _synchronised_form(
+    block: nn.BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any]
+) -> Tuple[Type[SyncBatchNorm], Dict[str, Any]]:
+    """Class and arguments."""
+    known = isinstance(block, (BatchNormActivation, BatchNormAdd))
+    activation = block._activation if known else RELU if block.fuse_relu else NONE
+    if isinstance(block, BatchNormAdd):
+        norm_layer = _with_addition(norm_layer)  # type: ignore[arg-type]
+    behind = activation.arguments() if known or block.fuse_relu else {}
+    return norm_layer, {**behind, **kwargs}
+
+
+@lru_cache(maxsize=None)
+def _with_addition(norm_layer: Type[SyncBatchNorm]) -> Type[SyncBatchNorm]:
+    if norm_layer is SyncBatchNorm:
+        return SyncBatchNormAdd
+    return type(f"{norm_layer.__name__}Add", (SyncBatchNormAdd, norm_layer), {"__doc__": norm_layer.__doc__})
+
+
+def _plain_form(block: SyncBatchNorm) -> Type[nn.BatchNorm]:
+    if isinstance(block, SyncBatchNormAdd):
+        return BatchNormAdd
+    return nn.BatchNorm if block._activation == NONE else BatchNormActivation
 
 
 def _become(block: nn.BatchNorm, cls: Type[nn.BatchNorm], kwargs: Dict[str, Any]) -> None:

@@ -14,8 +14,12 @@ import numpy as np
 from mxnet.gluon import HybridBlock
 
 from . import patches
+from .activation import NONE, Activation
 from .nodes import Entry, Graph, Json
 from .op import NAME, Role
+
+#: Attributes of a node that has taken others in (`fusion`): the names that these had.
+ADDED, BEHIND = "__added__", "__behind__"
 
 
 def install() -> None:
@@ -27,30 +31,46 @@ def install() -> None:
 
 def passing(node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
     """What stands for a node that only serves a synchronised one; None for any other."""
-    attributes = node.get("attrs", {})
-    if node["op"] == "SwapAxis" and attributes.get("dim1", "0") == attributes.get("dim2", "0"):
-        return [inputs[0]]  # what guards a synchronised node (op.py), and changes nothing
-    if _is_ours(node) and int(attributes["role"]) == Role.MEET:
+    if is_guard(node):
+        return [inputs[0]]
+    if is_ours(node) and int(node["attrs"]["role"]) == Role.MEET:
         return [inputs[0], []]
     return None
+
+
+def is_guard(node: Json) -> bool:
+    """Whether it guards a synchronised node (op.py), and changes nothing."""
+    attributes = node.get("attrs", {})
+    return node["op"] == "SwapAxis" and attributes.get("dim1", "0") == attributes.get("dim2", "0")
 
 
 def plain(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
     """The graph with ``BatchNorm`` for each synchronised node, under its name and on its inputs; None without any."""
     recorded = json.loads(symbol.tojson())
-    if not any(_is_ours(node) for node in recorded["nodes"]):
+    if not any(is_ours(node) for node in recorded["nodes"]):
         return None
 
     def fold(_: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
         through = passing(node, inputs)
-        if through is not None or not _is_ours(node):
+        if through is not None or not is_ours(node):
             return through
         given = node["attrs"]
-        attributes = {key: value for key, value in given.items() if key.startswith("__")}  # MXNet's for any node
+        # MXNet's for any node
+        of_any = {k: v for k, v in given.items() if k.startswith("__") and k not in (ADDED, BEHIND)}
+        attributes = dict(of_any)
         attributes.update({key: given[key] for key in ("axis", "eps")})
         attributes["momentum"] = str(np.float32(given["momentum"]))  # op.py writes all its digits
         attributes["fix_gamma"] = str(bool(int(given["fix_gamma"])))
         number = graph.add({**node, "op": "BatchNorm", "attrs": attributes}, inputs[:3] + inputs[-2:])
+        if int(given["adds"]):
+            name = given.get(ADDED, f"{node['name']}_add")
+            number = graph.add({"op": "elemwise_add", "name": name, "attrs": of_any}, [[number, 0, 0], inputs[3]])
+        activation = Activation.of_attributes(given)
+        if activation != NONE:
+            (behind,) = _node_of(activation.of(mx.sym, mx.sym.var("z")))
+            behind["name"] = given.get(BEHIND, f"{node['name']}_activation")
+            behind["attrs"].update(of_any)
+            number = graph.add(behind, [[number, 0, 0]])
         return [[number, 0, 0]]
 
     graph = Graph()
@@ -58,7 +78,11 @@ def plain(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
     return mx.sym.load_json(json.dumps(graph.json(recorded)))
 
 
-def _is_ours(node: Json) -> bool:
+def _node_of(symbol: mx.sym.Symbol) -> List[Json]:
+    return [node for node in json.loads(symbol.tojson())["nodes"] if node["op"] != "null"]
+
+
+def is_ours(node: Json) -> bool:
     return node["op"] == "Custom" and node["attrs"]["op_type"] == NAME
 
 

@@ -15,8 +15,9 @@ import mxnet as mx
 from mxnet.gluon import Parameter, ParameterDict, SymbolBlock, nn
 
 from . import blocks
+from .activation import Activation
 from .export import passing
-from .layer import SyncBatchNorm
+from .layer import SyncBatchNorm, SyncBatchNormAdd
 from .nodes import Entry, Graph, Json
 from .op import NAME
 from .replicas import Replicas
@@ -84,7 +85,8 @@ def open_graph(block: SymbolBlock) -> List[Left]:
         if slot is None:
             left.append(Left(node["name"], operator, reason))
             return None
-        at = skeleton.add(node, inputs[:3] + inputs[-2:])
+        adds = int(attributes.get("adds", 0)) if operator == NAME else 0
+        at = skeleton.add(node, inputs[: 3 + adds] + inputs[-2:])
         slots[at] = slot
         return [[at, 0, 0]]
 
@@ -127,7 +129,9 @@ def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequ
         replicas = Replicas.of_token(attributes["layer"])
         if replicas is None:
             return None
-        layer = SyncBatchNorm(**settings)
+        layer = (SyncBatchNormAdd if int(attributes["adds"]) else SyncBatchNorm)(activation=None, **settings)
+        layer._activation = Activation.of_attributes(attributes)
+        layer._fuses = attributes["fuses"] == "1"
         layer._release_parameters()
         layer._replica_settings = replicas.settings()
     else:
@@ -152,8 +156,10 @@ def _write(block: Opened) -> None:
         slot = block.__layers__.get(number)
         if slot is None or (not isinstance(slot.layer, SyncBatchNorm) and slot.layer._kwargs == slot.settings):
             return None
-        given = dict(zip([_DATA, *(slot.layer._reg_params[name].name for name in blocks.PARAMETERS)], inputs))
-        recorded = json.loads(slot.layer(mx.sym.var(_DATA)).tojson())
+        names = [slot.layer._reg_params[name].name for name in blocks.PARAMETERS]
+        data = [_DATA, _ADDEND][: len(inputs) - len(names)]
+        given = dict(zip([data[0], *names[:2], *data[1:], *names[2:]], inputs))
+        recorded = json.loads(slot.layer(*map(mx.sym.var, data)).tojson())
         last = recorded["heads"][0][0]
         for at, part in enumerate(recorded["nodes"]):
             if part["op"] != "null":  # an output is called after its node
@@ -166,4 +172,4 @@ def _write(block: Opened) -> None:
     block._cached_graph = block._cached_graph[0], mx.sym.load_json(json.dumps(graph.json(block._skeleton)))
 
 
-_DATA = "data of the layer"
+_DATA, _ADDEND = "data of the layer", "addend of the layer"

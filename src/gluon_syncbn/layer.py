@@ -15,7 +15,7 @@ from mxnet.gluon.parameter import Parameter
 from mxnet.util import is_np_array
 
 from . import arguments, export
-from .activation import IDENTITY, rectified, slope_of
+from .activation import NONE, behind, of_arguments
 from .op import sync_batch_norm
 from .operators import without_amp
 from .replicas import Pooling, Replicas
@@ -120,8 +120,8 @@ class SyncBatchNorm(nn.BatchNorm):
         Number of replicas. By default the contexts that the parameters live on; a multiple of those puts several
         replicas on one context. On one context, one thread may then use a layer once in a forward.
     activation : str, optional
-        What stands behind it: ``'relu'``, or ``'leaky'``, y where y > 0 and else slope * y. In the same passes over
-        memory, and what the backward needs of it is computed again from x.
+        What stands behind it, in the same passes over memory: ``'relu'``, ``'relu6'`` (at most 6), or ``'leaky'``, y
+        where y > 0 and else slope * y. What the backward needs of it is computed again from x, and nothing is kept.
     slope : float
         Of ``'leaky'``: above 0 and below 1.
     mode : str
@@ -204,7 +204,7 @@ class SyncBatchNorm(nn.BatchNorm):
         in_channels = arguments.whole("in_channels", in_channels, 0, 2**31 - 1)
         if num_devices is not None:
             num_devices = arguments.devices("num_devices", num_devices)
-        slope = slope_of(activation, slope)
+        behind_it = of_arguments(activation, slope)
         pooling = Pooling.checked(mode, virtual_devices, group_size, axis, num_devices)
         running_variance = arguments.one_of("running_variance", running_variance, ("biased", "unbiased"))
         if timeout is not None:
@@ -227,7 +227,7 @@ class SyncBatchNorm(nn.BatchNorm):
         )
         self._replica_settings = (pooling, num_devices, exchange, timeout)
         self._unbiased = running_variance == "unbiased"
-        self._slope = slope
+        self._activation = behind_it
         self._fuses = False  # with what stands behind it in a graph; see `fusion`
         self._nodes = 0  # of graphs, so far
         self._origin: Any = None  # class and settings before `convert`
@@ -259,7 +259,7 @@ class SyncBatchNorm(nn.BatchNorm):
         use_global_stats = kwargs.pop("use_global_stats")
         if use_global_stats or (F is mx.nd and not autograd.is_training()):
             z = F.BatchNorm(x, gamma, beta, running_mean, running_var, name="fwd", **self._kwargs)
-            return rectified(F, z, self._slope, addend)
+            return behind(F, z, addend, self._activation)
         if self._replicas.problem and autograd.is_training() and not self._replicas.reaches_other_processes():
             raise ValueError(self._replicas.problem)
         node = -1
@@ -273,9 +273,10 @@ class SyncBatchNorm(nn.BatchNorm):
         kwargs.update(lanes=lanes, node=node, unbiased=self._unbiased)
         inputs = (x, gamma, beta, running_mean, running_var, self._replicas)
         if lanes > 1:  # of the two operators that stand for one, either may be the one that normalises
-            return rectified(F, sync_batch_norm(own, *inputs, **kwargs), self._slope, addend)
-        plain = addend is None and self._slope == IDENTITY
-        return sync_batch_norm(own, *inputs, slope=self._slope, addend=addend, fuses=self._fuses and plain, **kwargs)
+            return behind(F, sync_batch_norm(own, *inputs, **kwargs), addend, self._activation)
+        kwargs.update(activation=self._activation, addend=addend)
+        kwargs.update(fuses=self._fuses and addend is None and self._activation == NONE)
+        return sync_batch_norm(own, *inputs, **kwargs)
 
 
 class SyncBatchNormAdd(SyncBatchNorm):

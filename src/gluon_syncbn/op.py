@@ -9,7 +9,7 @@ import numpy as np
 from mxnet import autograd
 
 from . import _native
-from .activation import IDENTITY
+from .activation import NONE, Activation
 from .replicas import Replicas
 
 _native.register()
@@ -40,15 +40,15 @@ def sync_batch_norm(
     momentum: float,
     fix_gamma: bool,
     unbiased: bool,
-    slope: float = IDENTITY,
+    activation: Activation = NONE,
     addend: Optional[Any] = None,
     fuses: bool = False,
 ) -> Any:
     """Normalises ``x`` with the statistics that the replicas' pooling says; ``F`` is ``mx.nd`` or ``mx.sym``.
 
     ``lanes`` is the number of replicas on each context. ``node`` numbers the layer's nodes in graphs and is -1 for an
-    eager call. ``unbiased`` is the variance that the running one takes. To what is normalised ``addend`` is added, and
-    what is not above 0 is multiplied by ``slope``: only for a single lane. ``fuses`` is for `fusion`. A static graph does not tell MXNet's engine
+    eager call. ``unbiased`` is the variance that the running one takes. ``addend`` and ``activation`` come after the
+    normalisation: only with a single lane. ``fuses`` is for `fusion`. A static graph does not tell MXNet's engine
     that a node writes the running statistics, so two nodes of one layer may run in either order there.
     """
     # MXNet hands a custom operator a temporary copy of an array in oneDNN's layout and frees it while the operator
@@ -68,7 +68,7 @@ def sync_batch_norm(
         fix_gamma=int(fix_gamma),
         unbiased=int(unbiased),
         guarded=int(guarded),
-        slope=repr(float(slope)),
+        **activation.attributes(),
         adds=int(addend is not None),
         fuses=int(fuses),
     )

@@ -18,10 +18,10 @@ For a slot that feeds pool ``f`` and is normalised with pool ``u``::
 
     xhat = (x - mean[u]) * r[u]
     z    = gamma * xhat + beta [+ addend]
-    y    = z where z > 0, else slope * z        (slope 1: y = z; slope 0: ReLU)
+    y    = min(z, ceiling) where z > 0, else slope * z          (slope 1: y = z; slope 0: ReLU)
 
-and, for a loss ``L`` that is the sum of the shards' losses, with ``dz = dL/dz``, which is ``dL/dy`` where z > 0 and
-else that times the slope::
+and, for a loss ``L`` that is the sum of the shards' losses, with ``dz = dL/dz``, which is ``dL/dy`` where
+0 < z < ceiling, 0 above, and else that times the slope::
 
     dgamma[d] = sum over the slots of device d of sum(dz * xhat)            dbeta[d] = the same of sum(dz)
     S1[k]     = sum over the slots normalised with k of sum(dz)             S2[k]    = the same of sum(dz * xhat)
@@ -118,6 +118,7 @@ def forward(
     running_variance: str = "biased",
     nonfinite: str = "propagate",
     slope: float = 1,
+    ceiling: float = np.inf,
     addends: Optional[Sequence[np.ndarray]] = None,
 ) -> Forward:
     """Normalise every slot with the statistics that `mode` gives it (see the module for the formula).
@@ -137,7 +138,7 @@ def forward(
         ``permutation[i]``, never its own. See `derangement`.
     - `running_variance`: ``'biased'`` or ``'unbiased'``: what the running variance takes. Outputs do not depend on it.
     - `nonfinite`: ``'propagate'``, ``'skip'`` or ``'error'``, of statistics that are not finite.
-    - `slope`: of what is not above 0.
+    - `slope`, `ceiling`: of what is not above 0, and the largest output.
     - `addends`: one per shard, of its shape, added before the slope.
 
     **Returns:** outputs, statistics, new running means and variances. The arguments are not changed.
@@ -145,8 +146,8 @@ def forward(
     **Raises:** `ValueError` for shards without a common channel extent, for parameters of another extent, for a batch
     without a single value, for an unknown mode, `running_variance` or `nonfinite`, for statistics that are not finite
     with ``'error'``, for addends of another shape than the shards, for more than one slot where axis 0 holds the
-    channels, for a `group_size` that does not divide the number of shards, for fewer than two slots to shuffle, for a `permutation` that is none of theirs or has a fixed
-    point, and for either argument in another mode than its own.
+    channels, for a `group_size` that does not divide the number of shards, for fewer than two slots to shuffle, for a
+    `permutation` that is none of theirs or has a fixed point, and for either argument in another mode than its own.
     """
     arrays, axis = _channels_last(shards, axis)
     channels = arrays[0].shape[-1]
@@ -197,8 +198,8 @@ def forward(
         outputs[device][samples] = weight * xhat + np.asarray(beta, np.float64)
     if addends is not None:
         outputs = [z + a for z, a in zip(outputs, _channels_last(addends, axis)[0])]
-    slopes = [np.where(z > 0, 1.0, slope) for z in outputs]
-    outputs = [np.where(z <= 0, slope * z if slope else 0.0, z) for z in outputs]
+    slopes = [np.where(z > 0, z < ceiling, slope) for z in outputs]
+    outputs = [np.where(z <= 0, slope * z if slope else 0.0, np.minimum(z, ceiling)) for z in outputs]
 
     new_means, new_vars = [], []
     for device in range(len(arrays)):

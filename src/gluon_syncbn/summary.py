@@ -8,15 +8,17 @@ from mxnet.gluon import Block, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 from . import arguments, blocks
+from .activation import described
+from .fusion import taken_in
 from .graphs import Opened
-from .layer import SyncBatchNorm
+from .layer import SyncBatchNorm, SyncBatchNormAdd
 from .op import NAME
 
 __all__ = ["summary"]
 
 SYNCHRONISED = "synchronised"
 _OF_ONE_SAMPLE = (nn.GroupNorm, nn.InstanceNorm, nn.LayerNorm)
-_HEADER = ("Layer (type)", "Channels", "Mode", "Slots", "Contexts", "Statistics")
+_HEADER = ("Layer (type)", "Channels", "Mode", "Slots", "Contexts", "Takes in", "Statistics")
 
 
 class Row(NamedTuple):
@@ -25,6 +27,7 @@ class Row(NamedTuple):
     mode: str
     slots: str
     contexts: str
+    takes_in: str
     statistics: str
 
 
@@ -32,7 +35,9 @@ def summary(net: Block) -> None:
     """Prints every normalisation layer of a network, and whether its statistics are synchronised, else why not.
 
     ``slots`` are those of one device; ``contexts`` those of the parameters, once they have been initialised. A layer in
-    use by itself, such as one on a single context, is *plain*. The last line counts the layers of batch normalisation.
+    use by itself, such as one on a single context, is *plain*. ``takes in`` is what a layer does beside: its
+    activation, or what ``convert(fuse=True)`` found behind it, once its graph is recorded. The last line counts the
+    layers of batch normalisation.
 
     Parameters
     ----------
@@ -64,27 +69,34 @@ def _rows(block: Block) -> Iterator[Row]:
         mode = replicas.pooling.mode
         if replicas.pooling.group_size:
             mode += f", groups of {replicas.pooling.group_size}"
+        own = described(block._activation, isinstance(block, SyncBatchNormAdd))
         yield Row(
-            named, _channels(block), mode, str(replicas.pooling.virtual_devices), _contexts(block), _statistics(block)
+            named,
+            _channels(block),
+            mode,
+            str(replicas.pooling.virtual_devices),
+            _contexts(block),
+            own or taken_in(replicas),
+            _statistics(block),
         )
     elif blocks.is_batch_norm(block):
         why = "it is contrib's" if type(block) is ContribSyncBatchNorm else "it is BatchNorm"
         why += "; convert(net) changes it"
         yield Row(
-            named, _channels(block), "", "", _contexts(block), f"plain, because {blocks.difference(block) or why}"
+            named, _channels(block), "", "", _contexts(block), "", f"plain, because {blocks.difference(block) or why}"
         )
     elif isinstance(block, _OF_ONE_SAMPLE):
-        yield Row(named, _channels(block), "", "", _contexts(block), _NO_BATCH)
+        yield Row(named, _channels(block), "", "", _contexts(block), "", _NO_BATCH)
     elif isinstance(block, Opened):
         for node in block._left:
-            yield Row(f"{node.name} ({node.operator})", "", "", "", "", f"plain, because {node.reason}")
+            yield Row(f"{node.name} ({node.operator})", "", "", "", "", "", f"plain, because {node.reason}")
     elif isinstance(block, SymbolBlock):
         for name, operator in blocks.recorded(block):
             if operator in blocks.OPERATORS:
                 why = f"it stands in the recorded graph {block.name}".rstrip() + "; convert(net) changes it"
-                yield Row(f"{name} ({operator})", "", "", "", "", f"plain, because {why}")
+                yield Row(f"{name} ({operator})", "", "", "", "", "", f"plain, because {why}")
             elif operator == NAME:
-                yield Row(f"{name} (SyncBatchNorm)", "", "", "", "", f"{SYNCHRONISED}, in a recorded graph")
+                yield Row(f"{name} (SyncBatchNorm)", "", "", "", "", "", f"{SYNCHRONISED}, in a recorded graph")
 
 
 def _statistics(layer: SyncBatchNorm) -> str:

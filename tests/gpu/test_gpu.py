@@ -240,13 +240,15 @@ def test_running_statistics_in_a_graph(rng, dtype):
 
 # ---- activation and addition ---------------------------------------------------------------------------------
 
-#: Of a layer with something behind it: its class and arguments.
+#: Of a layer with something behind it: its class and arguments. MXNet keeps a slope in float32.
 BEHIND = {
     "relu": (SyncBatchNorm, {"activation": "relu"}),
-    "leaky": (SyncBatchNorm, {"activation": "leaky", "slope": 0.2}),
+    "relu6": (SyncBatchNorm, {"activation": "relu6"}),
+    "leaky": (SyncBatchNorm, {"activation": "leaky", "slope": 0.25}),
     "add": (SyncBatchNormAdd, {"activation": None}),
     "add, relu": (SyncBatchNormAdd, {"activation": "relu"}),
-    "add, leaky": (SyncBatchNormAdd, {"activation": "leaky", "slope": 0.2}),
+    "add, relu6": (SyncBatchNormAdd, {"activation": "relu6"}),
+    "add, leaky": (SyncBatchNormAdd, {"activation": "leaky", "slope": 0.25}),
 }
 
 
@@ -278,9 +280,10 @@ def run_behind(layer, batch, addends, contexts, dtype, *, starts=None, grad_req=
 
 
 def assert_addends(got, want, layer, batch, tolerance, starts=None):
-    """dz, by the sign of what was rectified."""
+    """dz, by the outputs."""
+    slope, ceiling = layer._activation
     for i, (grad, y, head) in enumerate(zip(got, want.outputs, batch.heads)):
-        dz = np.where(y > 0, 1, layer._slope) * head.astype("float64") + (0 if starts is None else starts[i])
+        dz = np.where(y > 0, y < ceiling, slope) * head.astype("float64") + (0 if starts is None else starts[i])
         np.testing.assert_allclose(grad, dz, rtol=0, atol=tolerance * np.abs(dz).max(initial=0))
 
 
@@ -346,7 +349,7 @@ def test_activation_with_running_statistics(rng, behind):
     layer.running_var.set_data(nd.array(var, dtype="float64"))
     got, dz = run_behind(layer, batch, addends, contexts, "float64", training=False)
     forward = reference.forward(batch.shards, batch.gamma, batch.beta, mean, var, use_global_stats=True,
-                                slope=layer._slope, addends=addends)  # fmt: skip
+                                **layer._activation._asdict(), addends=addends)  # fmt: skip
     backward = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
     want = Result(forward.outputs, backward.dxs, sum(backward.dgammas), sum(backward.dbetas), [mean] * 2, [var] * 2)
     assert_same(got, want, 1e-11)

@@ -167,9 +167,12 @@ class Kernels:
         tiles = self.channels if self.inner > 1 else -(-self.channels // self.width)
         return tiles, self.slots, self.chunks
 
-    def _name(self, kernel, slope=None):
-        """A slope, of any activation, is for the kernels that know of such."""
-        return f"{kernel}_{self.type}" if slope is None else f"{kernel}_activated_{self.type}"
+    def _name(self, kernel, activation=None):
+        return f"{kernel}_{self.type}" if activation is None else f"{kernel}_activated_{self.type}"
+
+    def _activation(self, activation):
+        """Slope and ceiling; the kernels that know of none do not look at them."""
+        return [np.float64(value) for value in activation or (np.nan, np.nan)]
 
     def _packed(self, kernel, merge, length, *arguments, more=()):
         """The packed vectors of each slot; those of chunks are merged on the device."""
@@ -194,32 +197,32 @@ class Kernels:
         return self._packed(self._name("moments"), "merge_moments", 1 + 2 * self.channels, self.data)
 
     def normalise(self, source, pooling, gamma, beta, fix_gamma, start=None, running=(None, None), batch=None,
-                  hand_on=1, momentum=0.9, given_up=0, unbiased=0, watch=0, slope=None, addend=None):  # fmt: skip
+                  hand_on=1, momentum=0.9, given_up=0, unbiased=0, watch=0, activation=None, addend=None):  # fmt: skip
         """`source`: gathered moments, or None for the running statistics. Returns the output and what is kept."""
         out, kept = self.output(start), self.gpu.empty(self.slots * (1 + 4 * self.channels), "float64")
         gathered = None if source is None else self.gpu.upload(source)
         told = self.gpu.upload(np.array([(given_up, 0, -1, 0.0)], TOLD).view("uint8"))
         addend = None if addend is None else self.upload(addend, 1)
         self.gpu.launch(
-            self._name("normalise", slope), self._each(), self.data, gathered, pooling, np.int32(source is None),
+            self._name("normalise", activation), self._each(), self.data, gathered, pooling, np.int32(source is None),
             np.float64(EPSILON), self.parameters(gamma), self.parameters(beta), np.int32(fix_gamma), out,
             np.int32(start is not None), kept, np.float64(momentum), *running, batch, np.int32(hand_on),
-            np.int32(unbiased), np.int32(watch), told, *self._sizes(), addend, np.float64(slope or 0),
+            np.int32(unbiased), np.int32(watch), told, *self._sizes(), addend, *self._activation(activation),
         )  # fmt: skip
         self.told = self.gpu.download(told).view(TOLD)[0]
         kept = self.gpu.download(kept).reshape(self.slots, -1)
         return self.gpu.download(out).reshape(self.x.shape), kept
 
-    def grad_sums(self, dy, kept, gamma=None, beta=None, fix_gamma=False, slope=None, y=None):
+    def grad_sums(self, dy, kept, gamma=None, beta=None, fix_gamma=False, activation=None, y=None):
         """[slots][2C]; with y, whose sign counts then, and dz."""
         arrays = self.upload(dy, 1), self.data, self.gpu.upload(kept)
         gamma, beta = (None if values is None else self.parameters(values) for values in (gamma, beta))
         y, dz = (None, None) if y is None else (self.upload(y, 0), self.output(None))
-        more = gamma, beta, np.int32(fix_gamma), np.float64(slope or 0), y, dz
-        sums = self._packed(self._name("grad_sums", slope), "merge_sums", 2 * self.channels, *arrays, more=more)
+        more = gamma, beta, np.int32(fix_gamma), *self._activation(activation), y, dz
+        sums = self._packed(self._name("grad_sums", activation), "merge_sums", 2 * self.channels, *arrays, more=more)
         return sums if dz is None else (sums, self.gpu.download(dz).reshape(self.x.shape))
 
-    def grad_input(self, dy, kept, gathered, users, own, gamma, fix_gamma, start=None, beta=None, slope=None):
+    def grad_input(self, dy, kept, gathered, users, own, gamma, fix_gamma, start=None, beta=None, activation=None):
         """dx, dgamma, dbeta."""
         out = self.output(start)
         before = np.arange(1, self.channels + 1)
@@ -227,9 +230,9 @@ class Kernels:
         add = np.int32(start is not None)
         beta = None if beta is None else self.parameters(beta)
         self.gpu.launch(
-            self._name("grad_input", slope), self._each(), self.upload(dy, 1), self.data, self.gpu.upload(kept),
+            self._name("grad_input", activation), self._each(), self.upload(dy, 1), self.data, self.gpu.upload(kept),
             self.gpu.upload(gathered), users, self.gpu.upload(own), self.parameters(gamma), np.int32(fix_gamma), out,
-            add, parameters[0], add, parameters[1], add, *self._sizes(), beta, np.float64(slope or 0),
+            add, parameters[0], add, parameters[1], add, *self._sizes(), beta, *self._activation(activation),
         )  # fmt: skip
         dgamma, dbeta = (self.gpu.download(p) - (before if start is not None else 0) for p in parameters)
         return self.gpu.download(out).reshape(self.x.shape), dgamma, dbeta
@@ -395,25 +398,29 @@ def test_an_activation(gpu, shape, dtype, slots, chunks, width, shift):
     def xhat(i, part):
         return (part - of_used[i][1]) / np.sqrt(of_used[i][2] + EPSILON)
 
-    for slope, fix_gamma, base, added in (
-        (0.0, False, None, None),
-        (0.25, True, start, None),
-        (0.0, False, start, addend),
-        (0.25, False, None, addend),
-        (1.0, True, None, addend),
+    for activation, fix_gamma, base, added in (
+        ((0.0, np.inf), False, None, None),
+        ((0.0, 0.5), False, None, None),
+        ((0.25, np.inf), True, start, None),
+        ((0.0, 0.5), False, start, addend),
+        ((0.25, np.inf), False, None, addend),
+        ((1.0, np.inf), True, None, addend),
     ):
+        slope, ceiling = activation
         weight, before = 1 if fix_gamma else gamma.astype("float64"), 0 if base is None else base.astype("float64")
         z = joined(x, slots, lambda i, part, w=weight: xhat(i, part) * w + beta) + (0 if added is None else added)
-        y, kept = kernels.normalise(moments, pooling, gamma, beta, fix_gamma, base, slope=slope, addend=added)
-        close(y, np.where(z > 0, z, slope * z) + before, TOLERANCE[dtype])
+        y, kept = kernels.normalise(moments, pooling, gamma, beta, fix_gamma, base, activation=activation, addend=added)
+        want = np.where(z > 0, np.minimum(z, ceiling), slope * z)
+        close(y, want + before, TOLERANCE[dtype])
 
-        dz = np.where(z > 0, 1, slope) * dy.astype("float64")
+        seen = z if added is None else want.astype(dtype)
+        dz = np.where(seen > 0, seen < ceiling, slope) * dy.astype("float64")
         grads = parts(dz, slots)
         if added is None:
-            own = kernels.grad_sums(dy, kept, gamma, beta, fix_gamma, slope)
-            head, again = dy, {"beta": beta, "slope": slope}
+            own = kernels.grad_sums(dy, kept, gamma, beta, fix_gamma, activation)
+            head, again = dy, {"beta": beta, "activation": activation}
         else:
-            own, head = kernels.grad_sums(dy, kept, slope=slope, y=np.where(z > 0, z, slope * z))
+            own, head = kernels.grad_sums(dy, kept, activation=activation, y=want)
             again = {}
             np.testing.assert_array_equal(head, dz.astype(dtype))
         for i, (part, grad) in enumerate(zip(parts(x, slots), grads)):
@@ -435,15 +442,18 @@ def test_an_activation(gpu, shape, dtype, slots, chunks, width, shift):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("slope", [0.0, 0.25])
-def test_an_activation_of_what_is_not_finite(gpu, slope, dtype):
+@pytest.mark.parametrize("activation", [(0.0, np.inf), (0.0, 2.5), (0.25, np.inf)], ids=str)
+def test_an_activation_of_what_is_not_finite(gpu, activation, dtype):
     """NaN stays NaN; of minus infinity ReLU makes 0."""
+    slope, ceiling = activation
     values = np.array([np.nan, np.inf, -np.inf, 0, 3, -4, 2, -1] * 2, dtype)
     for shape in ((1, 1, 1, 16), (16, 1, 1, 1)):
         kernels = Kernels(gpu, values.reshape(shape))
         running = [kernels.parameters(np.full(1, value)) for value in (0, 1 - EPSILON)]
-        got, _ = kernels.normalise(None, pools(OWN), np.ones(1), np.zeros(1), False, running=running, slope=slope)
-        want = [np.nan, np.inf, -np.inf if slope else 0, 0, 3, -4 * slope, 2, -slope] * 2
+        got, _ = kernels.normalise(
+            None, pools(OWN), np.ones(1), np.zeros(1), False, running=running, activation=activation
+        )
+        want = [np.nan, ceiling, -np.inf if slope else 0, 0, min(3, ceiling), -4 * slope, 2, -slope] * 2
         np.testing.assert_allclose(got.ravel(), np.array(want, dtype), rtol=1e-6)
 
 

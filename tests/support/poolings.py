@@ -46,7 +46,7 @@ def specification(layer, batch, *, axis=1, call=0, node=-1, seed=0, nonfinite="p
         batch.shards, batch.gamma, batch.beta, np.zeros(channels), np.ones(channels),
         axis=axis, epsilon=kwargs["eps"], momentum=momentum, scale=not kwargs["fix_gamma"], **pooling,
         running_variance="unbiased" if layer._unbiased else "biased", nonfinite=nonfinite,
-        slope=layer._slope, addends=addends,
+        **layer._activation._asdict(), addends=addends,
     )  # fmt: skip
     gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
     return Result(

@@ -15,7 +15,15 @@ from mxnet.gluon import nn
 from places import PACKAGE
 
 import gluon_syncbn
-from gluon_syncbn import SampleShuffle, ShuffleSampler, SyncBatchNorm, _native, arguments, temporary_space
+from gluon_syncbn import (
+    SampleShuffle,
+    ShuffleSampler,
+    SyncBatchNorm,
+    SyncBatchNormAdd,
+    _native,
+    arguments,
+    temporary_space,
+)
 
 NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**400
 
@@ -47,7 +55,9 @@ WRONG = {
     "loss": [None, 3, "l2", [abs], nd.ones(1), Stranger()],
     "net": [None, [], "net", nn.BatchNorm, nd.ones(1), Stranger()],
     "select": [3, True, "(", ["gamma"], nd.ones(1), Stranger()],
-    "norm_layer": [None, nn.BatchNorm, SyncBatchNorm(), "sync", nd.ones(1), Stranger()],
+    "norm_layer": [None, nn.BatchNorm, SyncBatchNorm(), SyncBatchNormAdd, "sync", nd.ones(1), Stranger()],
+    "activation": [0, True, "sigmoid", "ReLU", ["relu"], nd.ones(1), Stranger()],
+    "between 0 and 1": [None, 0, 1, -0.1, 1.1, NAN, INFINITE, HUGE, *STRANGERS],
     "shuffle": [None, 3, True, [SampleShuffle(1)], nd.ones(1), Stranger()],
     "optional shuffle": [3, True, [SampleShuffle(1)], nd.ones(1), Stranger()],
     "array": [None, 3, "array", [nd.ones((4, 2))], nd.ones((4, 2)).tostype("csr"), mx.np.ones((4, 2)), Stranger()],
@@ -98,6 +108,8 @@ LAYER = {
     "use_global_stats": "flag",
     "in_channels": "whole from 0",
     "num_devices": "optional count",
+    "activation": "activation",
+    "slope": "between 0 and 1",
     "mode": "mode",
     "virtual_devices": "count",
     "group_size": "optional count",
@@ -164,6 +176,7 @@ def updated(**kwargs):
 #: Of each public name: how to call it, and the kind of each argument.
 CALLS = {
     "SyncBatchNorm": (SyncBatchNorm, LAYER),
+    "SyncBatchNormAdd": (SyncBatchNormAdd, LAYER),
     "ShuffleBatchNorm": (gluon_syncbn.ShuffleBatchNorm, {**LAYER, "mode": "shuffled"}),
     "checkpoint": (
         lambda **kwargs: gluon_syncbn.checkpoint(**{"block": nn.Dense(1), **kwargs}),
@@ -175,7 +188,7 @@ CALLS = {
     ),
     "convert": (
         lambda **kwargs: gluon_syncbn.convert(**{"net": nn.BatchNorm(), **kwargs}),
-        {"net": "net", "norm_layer": "norm_layer", "select": "select"},
+        {"net": "net", "norm_layer": "norm_layer", "select": "select", "fuse": "flag"},
     ),
     "freeze": (
         lambda **kwargs: gluon_syncbn.freeze(**{"net": nn.BatchNorm(), **kwargs}),
@@ -266,7 +279,7 @@ WITHOUT = {"__version__", "reset", "ShuffledBatch", "uninstall"}
 def test_the_table_knows_all_of_the_package():
     assert {name.partition(".")[0] for name in CALLS} | WITHOUT == set(gluon_syncbn.__all__)
     for name, (_, kinds) in CALLS.items():
-        if "." in name or name == "ShuffleBatchNorm":
+        if "." in name or name in ("ShuffleBatchNorm", "SyncBatchNormAdd"):
             continue
         parameters = inspect.signature(getattr(gluon_syncbn, name)).parameters.values()
         named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}

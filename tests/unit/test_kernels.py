@@ -13,6 +13,9 @@ SETS = {"avx512f": '__attribute__((target("avx512f")))', "avx2": '__attribute__(
 TYPES = {"float32": 0, "float64": 1, "float16": 2}
 TOLERANCE = {"float16": 1e-3, "float32": 1e-6, "float64": 1e-13}
 
+NOTHING = (1.0, np.inf)  # slope and ceiling
+ACTIVATIONS = {"relu": (0.0, np.inf), "relu6": (0.0, 6.0), "leaky": (0.1, np.inf)}
+
 # (outer, channels, inner): rows longer and shorter than the vectors, one column, many, tiles and blocks
 SHAPES = [(3, 5, 77), (1, 1, 1), (2, 3, 16), (2, 4, 5), (900, 7, 1), (70, 513, 1), (6, 200, 4), (2, 3, 40000)]
 
@@ -54,17 +57,21 @@ class Kernels:
         self._call("moments", self.x, *self._shape(), mean, m2)
         return mean, m2
 
-    def normalise(self, mean, scale, shift, out, add):
-        self._call("normalise", self.x, *self._shape(), mean, scale, shift, out, int(add))
+    def normalise(self, mean, scale, shift, out, add, activation=NOTHING, addend=None):
+        constants = mean, scale, shift, *map(ctypes.c_double, activation)
+        self._call("normalise", self.x, *self._shape(), *constants, addend, out, int(add))
         return out
 
-    def grad_sums(self, dy, mean, invstd):
+    def grad_sums(self, dy, mean, invstd, scale=None, shift=None, activation=NOTHING, y=None, dz=None):
         sums = np.empty(self.x.shape[1]), np.empty(self.x.shape[1])
-        self._call("grad_sums", dy, self.x, *self._shape(), mean, invstd, *sums)
+        constants = mean, scale, shift, *map(ctypes.c_double, activation)
+        self._call("grad_sums", dy, self.x, *self._shape(), *constants, invstd, y, dz, *sums)
         return sums
 
-    def grad_input(self, dy, mean, scale, mean_dy, slope, out, add):
-        self._call("grad_input", dy, self.x, *self._shape(), mean, scale, mean_dy, slope, out, int(add))
+    def grad_input(self, dy, mean, scale, mean_dy, slope, out, add, shift=None, activation=NOTHING, fed_mean=None):
+        constants = mean, scale, shift, *map(ctypes.c_double, activation)
+        fed_mean = mean if fed_mean is None else fed_mean
+        self._call("grad_input", dy, self.x, *self._shape(), *constants, fed_mean, mean_dy, slope, out, int(add))
         return out
 
 
@@ -110,6 +117,62 @@ def test_against_numpy(library, shape, dtype):
         close(got, want, 4 * TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(3, 5, 77), (2, 4, 5), (900, 7, 1)], ids=str)
+def test_what_stands_behind(library, shape, dtype, activation):
+    x, dy, start, (scale, shift, mean_dz, slope, fed_mean) = case(shape, dtype)
+    addend = (3 * dy[::-1] + 2).astype(dtype)
+    kernels, activation = Kernels(library, x), ACTIVATIONS[activation]
+    mean, _ = kernels.moments()
+    centred = x.astype("float64") - per_channel(mean)
+    z = centred * per_channel(scale) + per_channel(shift)
+
+    def rectified(z):
+        return np.where(z > 0, np.minimum(z, activation[1]), activation[0] * z)
+
+    def through(z):
+        return dy.astype("float64") * np.where(z > 0, z < activation[1], activation[0])
+
+    for add in (False, True):
+        base = start.astype("float64") * add
+        close(
+            kernels.normalise(mean, scale, shift, start.copy(), add, activation), base + rectified(z), TOLERANCE[dtype]
+        )
+        y = kernels.normalise(mean, scale, shift, start.copy(), add, activation, addend)
+        close(y, base + rectified(z + addend), 2 * TOLERANCE[dtype])
+
+    sums = kernels.grad_sums(dy, mean, slope, scale, shift, activation)
+    for got, want in zip(sums, (through(z), through(z) * centred * per_channel(slope))):
+        close(got, want.sum((0, 2)), 10 * TOLERANCE[dtype])
+    y, dz = kernels.normalise(mean, scale, shift, start.copy(), False, activation, addend), np.empty_like(dy)
+    sums = kernels.grad_sums(dy, mean, slope, activation=activation, y=y, dz=dz)
+    wide = dz.astype("float64")
+    for got, want in zip(sums, (wide, wide * centred * per_channel(slope))):
+        close(got, want.sum((0, 2)), 1e-11)
+    edge = TOLERANCE[dtype] * 20  # where rounding decides on which side a value is
+    clear = (np.abs(z + addend) > edge) & (np.abs(z + addend - activation[1]) > edge)
+    close(dz[clear], through(z + addend)[clear], TOLERANCE[dtype])
+
+    clear = (np.abs(z) > edge) & (np.abs(z - activation[1]) > edge)
+    for add in (False, True):
+        of_pool = (x.astype("float64") - per_channel(fed_mean)) * per_channel(slope)
+        want = start.astype("float64") * add + per_channel(scale) * (through(z) - per_channel(mean_dz) - of_pool)
+        got = kernels.grad_input(
+            dy, mean, scale, mean_dz, slope, start.copy(), add, shift=shift, activation=activation, fed_mean=fed_mean
+        )
+        close(got[clear], want[clear], 8 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 32), (40, 1, 1)], ids=str)
+def test_what_stands_behind_values_that_are_not_finite(library, shape):
+    x = np.resize(np.array([np.nan, -np.inf, np.inf, -1, 1], "float32"), shape)
+    zero, one = np.zeros(1), np.ones(1)
+    for activation, want in (("relu", [np.nan, 0, np.inf, 0, 1]), ("leaky", [np.nan, -np.inf, np.inf, -0.1, 1])):
+        y = Kernels(library, x).normalise(zero, one, zero, np.empty_like(x), False, ACTIVATIONS[activation])
+        np.testing.assert_allclose(y, np.resize(want, shape), rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("shape", [(3, 5, 77), (900, 7, 1)], ids=str)
 def test_offset(library, shape, dtype):
@@ -135,7 +198,9 @@ def test_same_bits_for_any_number_of_threads_and_alignment(library, shape, dtype
         sums = kernels.grad_sums(moved[1], mean, scale)
         y = kernels.normalise(mean, scale, shift, moved[2].copy(), True)
         dx = kernels.grad_input(moved[1], mean, scale, mean_dy, slope, moved[2].copy(), False)
-        results.append((mean, m2, *sums, y, dx))
+        dz = np.empty_like(dx)
+        behind = kernels.grad_sums(moved[1], mean, scale, activation=ACTIVATIONS["relu"], y=y, dz=dz)
+        results.append((mean, m2, *sums, y, dx, dz, *behind))
     for other in results[1:]:
         for got, want in zip(other, results[0]):
             np.testing.assert_array_equal(got, want)

@@ -112,11 +112,40 @@ def test_gradients_of_each_mode_are_those_of_finite_differences(samples, kwargs,
     np.testing.assert_allclose(sum(grads.dbetas), difference(value, beta), atol=1e-8)
 
 
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("activation", [{}, {"slope": 0}, {"slope": 0, "ceiling": 1.5}, {"slope": 0.2}], ids=str)
+def test_what_stands_behind(activation, adds, axis):
+    """The outputs are the definition's, and the gradients those of finite differences."""
+    shards, heads, gamma, beta, mean, var = problem([(3, 3, 3), (2, 3, 3)], axis)
+    kwargs = {"axis": axis, "epsilon": 0.1, "mode": "shuffle", "permutation": [1, 0]}
+    addends = [1 + head[::-1] for head in heads]
+    plain = reference.forward(shards, gamma, beta, mean, var, **kwargs)
+    if adds:
+        kwargs["addends"] = addends
+    kwargs.update(activation)
+    result = reference.forward(shards, gamma, beta, mean, var, **kwargs)
+    slope, ceiling = activation.get("slope", 1), activation.get("ceiling", np.inf)
+    for y, z, addend in zip(result.outputs, plain.outputs, addends):
+        z = z + addend if adds else z
+        one_by_one = [min(v, ceiling) if v > 0 else slope * v for v in z.ravel()]
+        np.testing.assert_allclose(y.ravel(), one_by_one, **CLOSE)
+        assert (z > 0).any() and (z < 0).any() and (np.abs(z) > 1e-3).all() and (np.abs(z - ceiling) > 1e-3).all()
+    grads = reference.backward(shards, heads, gamma, result.state)
+
+    def value():
+        return loss(shards, heads, gamma, beta, mean, var, **kwargs)
+
+    followed = [*zip(shards, grads.dxs), (gamma, sum(grads.dgammas)), (beta, sum(grads.dbetas))]
+    for array, gradient in [*followed, *(zip(addends, grads.daddends) if adds else [])]:
+        np.testing.assert_allclose(gradient, difference(value, array), atol=1e-8)
+
+
 def run(shards, heads, gamma, beta, mean, var, **kwargs):
     """All that forward and backward give, one entry per shard each."""
     result = reference.forward(shards, gamma, beta, mean, var, **kwargs)
     grads = reference.backward(shards, heads, gamma, result.state)
-    return {**result._asdict(), **grads._asdict(), "state": []}
+    return {**result._asdict(), **grads._asdict(), "state": [], "daddends": []}
 
 
 def assert_same(got, want):
@@ -247,7 +276,7 @@ def test_shuffle_is_the_formula_slot_by_slot(samples, virtual_devices, permutati
                 running_means[d][c] = 0.6 * mean[c] + 0.4 * sum(mu[i] for i in own) / len(own)
                 running_vars[d][c] = 0.6 * var[c] + 0.4 * sum(variance[i] for i in own) / len(own)
 
-    want = {"outputs": ys, "dxs": dxs, "dgammas": dgammas, "dbetas": dbetas, "state": []}
+    want = {"outputs": ys, "dxs": dxs, "dgammas": dgammas, "dbetas": dbetas, "state": [], "daddends": []}
     want.update(running_mean=running_means, running_var=running_vars)
     kwargs = {"mode": "shuffle", "virtual_devices": virtual_devices, "permutation": permutation}
     kwargs.update(epsilon=EPSILON, momentum=0.6)
@@ -507,6 +536,7 @@ def test_arguments_are_not_changed():
         ({"nonfinite": "ignore"}, "nonfinite is 'ignore', expected 'propagate', 'skip' or 'error'"),
         ({"running_variance": "exact"}, "running_variance is 'exact', expected 'biased' or 'unbiased'"),
         ({"virtual_devices": 0}, "virtual_devices is 0"),
+        ({"addends": [np.ones((2, 1))]}, r"addends have shapes \[\(2, 1\)\], expected those of the shards"),
         (
             {"axis": 0, "shards": [np.ones((3, 2))], "virtual_devices": 2},
             "virtual_devices is 2, expected 1 where axis 0",

@@ -39,12 +39,11 @@ struct Tensor {
 // MXNet's handle of an array that lives on the device.
 using Array = void*;
 
-// z = gamma * xhat + beta, where gamma, where it is fixed, counts as 1; then z where z > 0, else slope * z: 1 leaves it as it
-// is, 0 is ReLU.
+// z = gamma * xhat + beta, where gamma, where it is fixed, counts as 1; and what stands behind it.
 struct Affine {
     Array gamma, beta;
     bool fix_gamma;
-    double slope;
+    Activation activation;
 };
 
 }  // namespace syncbn

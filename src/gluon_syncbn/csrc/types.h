@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace syncbn {
@@ -16,6 +17,13 @@ inline int64_t size_of(Type type) { return type == Type::kFloat64 ? 8 : type == 
 inline const char* name_of(Type type) {
     return type == Type::kFloat64 ? "float64" : type == Type::kFloat32 ? "float32" : "float16";
 }
+
+// What stands behind a normalisation: z where z > 0, but at most `ceiling`, else slope * z. A slope of 1 leaves it as it is,
+// 0 is ReLU; a ceiling is for ReLU only.
+struct Activation {
+    double slope = 1, ceiling = std::numeric_limits<double>::infinity();
+    bool any() const { return slope != 1; }
+};
 
 // A tensor of 2 to 5 dimensions seen from its channel axis: [outer][channels][inner], row-major.
 // Channels-first has inner = product of the spatial extents, channels-last has inner = 1.

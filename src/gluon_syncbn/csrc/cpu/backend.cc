@@ -95,7 +95,7 @@ void Backend::normalise(Array x, const Tensor& tensor, const Affine& affine, con
         const Vector scale = scale_of(slot, tensor, affine);
         cpu::normalise(
             work(tensor, slot), at(data(x), tensor, slot),
-            {{slot.used->mean.data(), scale.data(), shift.data(), affine.slope}, at(addend, tensor, slot), add},
+            {{slot.used->mean.data(), scale.data(), shift.data(), affine.activation}, at(addend, tensor, slot), add},
             at(data(y), tensor, slot));
     }
 }
@@ -112,7 +112,7 @@ void Backend::update_running(const Vector& mean, const Vector& variance, double 
 Vector Backend::grad_sums(const void* dy, Array x, const Tensor& tensor, const Affine& affine, const void* y,
                           void* dz) const {
     const int64_t channels = tensor.shape.channels;
-    const bool by_input = affine.slope != 1 && y == nullptr;
+    const bool by_input = affine.activation.any() && y == nullptr;
     const Vector shift = by_input ? shift_of(tensor, affine) : Vector();
     Vector sums(tensor.slots.size() * gradients_length(channels));
     double* part = sums.data();
@@ -120,7 +120,7 @@ Vector Backend::grad_sums(const void* dy, Array x, const Tensor& tensor, const A
         if (slot.used) {
             const Vector scale = by_input ? scale_of(slot, tensor, affine) : Vector();
             cpu::grad_sums(work(tensor, slot), at(dy, tensor, slot), at(data(x), tensor, slot),
-                           {{slot.used->mean.data(), scale.data(), shift.data(), affine.slope},
+                           {{slot.used->mean.data(), scale.data(), shift.data(), affine.activation},
                             slot.used->invstd.data(),
                             at(y, tensor, slot),
                             at(dz, tensor, slot)},
@@ -133,14 +133,14 @@ Vector Backend::grad_sums(const void* dy, Array x, const Tensor& tensor, const A
 
 void Backend::grad_input(const void* dy, Array x, const Tensor& tensor, const Affine& affine,
                          const ThroughStatistics& through, Array dx, bool add) const {
-    const Vector shift = affine.slope == 1 ? Vector() : shift_of(tensor, affine);
+    const Vector shift = affine.activation.any() ? shift_of(tensor, affine) : Vector();
     for (size_t i = 0; i < tensor.slots.size(); ++i) {
         const Slot& slot = tensor.slots[i];
         if (!slot.used) continue;
         const size_t first = i * tensor.shape.channels;
         const Vector scale = scale_of(slot, tensor, affine);
         cpu::grad_input(work(tensor, slot), at(dy, tensor, slot), at(data(x), tensor, slot),
-                        {{slot.used->mean.data(), scale.data(), shift.data(), affine.slope},
+                        {{slot.used->mean.data(), scale.data(), shift.data(), affine.activation},
                          slot.fed->mean.data(),
                          &through.mean_dz[first],
                          &through.slope[first],

@@ -134,32 +134,37 @@ struct Split {
     explicit Split(double v) : high(static_cast<C>(v)), low(static_cast<C>(v - static_cast<double>(high))) {}
 };
 
+// What is not above 0 is multiplied; 0 and not minus infinity times it, so that ReLU is finite. A NaN stays one.
+template <bool Rectify, typename C>
+SYNCBN_INLINE C rectified(C z, C slope, C ceiling) {
+    if (!Rectify) return z;
+    return z <= 0 ? (slope == 0 ? 0 : slope * z) : z > ceiling ? ceiling : z;
+}
+// By z, or by what has become of it.
+template <typename C>
+SYNCBN_INLINE C grad_rectified(C grad, C z, C slope, C ceiling) {
+    return (z > 0) & (z < ceiling) ? grad : grad * slope;
+}
+
 // z of one channel, and what stands behind it.
 template <typename C>
 struct RowRectified {
     const Split<C> mean;
-    const C scale, shift, slope;
+    const C scale, shift, slope, ceiling;
     explicit RowRectified(const Rectified& z, int64_t c)
         : mean(z.mean[c]),
           scale(static_cast<C>(z.scale == nullptr ? 0 : z.scale[c])),
           shift(static_cast<C>(z.shift == nullptr ? 0 : z.shift[c])),
-          slope(static_cast<C>(z.slope)) {}
+          slope(static_cast<C>(z.activation.slope)),
+          ceiling(static_cast<C>(z.activation.ceiling)) {}
     SYNCBN_METHOD C of(C x) const { return ((x - mean.high) - mean.low) * scale + shift; }
-    // grad, times the slope where z is not above 0.
-    SYNCBN_METHOD C through(C grad, C x) const { return of(x) > 0 ? grad : grad * slope; }
+    SYNCBN_METHOD C through(C grad, C x) const { return grad_rectified(grad, of(x), slope, ceiling); }
     template <typename Many>
     SYNCBN_METHOD void through(Many* grads, const Many& x) const {
         const Many z = ((x - mean.high) - mean.low) * scale + shift;
-        *grads = z > 0 ? *grads : *grads * slope;
+        *grads = (z > 0) & (z < ceiling) ? *grads : *grads * slope;
     }
 };
-
-// What is not above 0 is multiplied; 0 and not minus infinity times it, so that ReLU is finite. A NaN stays one.
-template <bool Rectify, typename C>
-SYNCBN_INLINE C rectified(C z, C slope) {
-    if (!Rectify) return z;
-    return z <= 0 ? (slope == 0 ? 0 : slope * z) : z;
-}
 
 template <bool Rectify, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n, double mean,
@@ -218,7 +223,7 @@ SYNCBN_INLINE void row_normalise(const T* __restrict__ x, const T* __restrict__ 
                                  const RowRectified<C>& z) {
     for (int64_t i = 0; i < n; ++i) {
         const C value = z.of(Value<T>::load(x + i));
-        put<Add>(y + i, rectified<Rectify>(Addend ? value + Value<T>::load(addend + i) : value, z.slope));
+        put<Add>(y + i, rectified<Rectify>(Addend ? value + Value<T>::load(addend + i) : value, z.slope, z.ceiling));
     }
 }
 
@@ -234,14 +239,12 @@ SYNCBN_INLINE void row_grad_input(const T* __restrict__ dy, const T* __restrict_
     }
 }
 
-// dz = dy, times the slope where y is not above 0.
+// dz from y.
 template <typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_grad_rectified(const T* __restrict__ dy, const T* __restrict__ y, T* __restrict__ dz, int64_t n,
-                                      C slope) {
-    for (int64_t i = 0; i < n; ++i) {
-        const C grad = Value<T>::load(dy + i);
-        Value<T>::store(dz + i, Value<T>::load(y + i) > 0 ? grad : grad * slope);
-    }
+                                      C slope, C ceiling) {
+    for (int64_t i = 0; i < n; ++i)
+        Value<T>::store(dz + i, grad_rectified<C>(Value<T>::load(dy + i), Value<T>::load(y + i), slope, ceiling));
 }
 
 // ---- short rows: along the columns -------------------------------------------------------------------------
@@ -262,7 +265,7 @@ SYNCBN_INLINE void column_moments(const T* __restrict__ x, int64_t rows, int64_t
 template <typename C>
 struct ColumnRectified {
     const C *high, *low, *scale, *shift;
-    C slope;
+    C slope, ceiling;
     SYNCBN_METHOD C of(C x, int64_t c) const { return ((x - high[c]) - low[c]) * scale[c] + shift[c]; }
 };
 
@@ -273,7 +276,7 @@ SYNCBN_INLINE void column_grad_sums(const T* __restrict__ dy, const T* __restric
     for (int64_t r = 0; r < rows; ++r, x += stride, dy += stride)
         for (int64_t c = 0; c < columns; ++c) {
             const C value = Value<T>::load(x + c), grad = Value<T>::load(dy + c);
-            const double g = !Rectify || z.of(value, c) > 0 ? grad : grad * z.slope;
+            const double g = Rectify ? grad_rectified(grad, z.of(value, c), z.slope, z.ceiling) : grad;
             sum_dz[c] += g;
             sum_dz_xc[c] += g * (static_cast<double>(value) - mean[c]);
         }
@@ -289,11 +292,11 @@ template <bool Add, bool Rectify, bool Addend, typename T, typename C>
 SYNCBN_INLINE void column_normalise(const T* __restrict__ x, const T* __restrict__ addend, T* __restrict__ y,
                                     int64_t rows, int64_t columns, const ColumnRectified<C>& z) {
     const C* __restrict__ high = z.high, * __restrict__ low = z.low, * __restrict__ a = z.scale, * __restrict__ b = z.shift;
-    const C slope = z.slope;
+    const C slope = z.slope, ceiling = z.ceiling;
     for (int64_t r = 0; r < rows; ++r, x += columns, y += columns, addend += Addend ? columns : 0)
         for (int64_t c = 0; c < columns; ++c) {
             const C value = ((Value<T>::load(x + c) - high[c]) - low[c]) * a[c] + b[c];
-            put<Add>(y + c, rectified<Rectify>(Addend ? value + Value<T>::load(addend + c) : value, slope));
+            put<Add>(y + c, rectified<Rectify>(Addend ? value + Value<T>::load(addend + c) : value, slope, ceiling));
         }
 }
 
@@ -304,12 +307,12 @@ SYNCBN_INLINE void column_grad_input(const T* __restrict__ dy, const T* __restri
     const C *__restrict__ high = column.high, *__restrict__ low = column.low, *__restrict__ a = column.scale,
             *__restrict__ g = column.mean_dz, *__restrict__ k = column.slope;
     const C* __restrict__ z_high = z.high, * __restrict__ z_low = z.low, * __restrict__ z_scale = z.scale, * __restrict__ z_shift = z.shift;
-    const C slope = z.slope;
+    const C slope = z.slope, ceiling = z.ceiling;
     for (int64_t r = 0; r < rows; ++r, x += columns, dy += columns, dx += columns)
         for (int64_t c = 0; c < columns; ++c) {
             const C value = Value<T>::load(x + c), grad = Value<T>::load(dy + c);
-            const bool above = !Rectify || ((value - z_high[c]) - z_low[c]) * z_scale[c] + z_shift[c] > 0;
-            const C dz = above ? grad : grad * slope;
+            const C at = Rectify ? ((value - z_high[c]) - z_low[c]) * z_scale[c] + z_shift[c] : 0;
+            const C dz = Rectify ? grad_rectified(grad, at, slope, ceiling) : grad;
             put<Add>(dx + c, a[c] * ((dz - g[c]) - ((value - high[c]) - low[c]) * k[c]));
         }
 }
@@ -348,10 +351,11 @@ SYNCBN_INLINE void column_grad_input(const T* __restrict__ dy, const T* __restri
                                           bool add){SYNCBN_NORMALISE(                                                  \
         row_normalise, z.slope, x, addend, y, n,                                                                       \
         z)} SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row, \
-                                                   const RowRectified<C>& z, bool add){SYNCBN_GRAD_INPUT(              \
-        row_grad_input, z.slope, dy, x, dx, n, row,                                                                    \
-        z)} SYNCBN_CLONES void leaf_row_grad_rectified(const T* dy, const T* y, T* dz, int64_t n, C slope) {           \
-        row_grad_rectified(dy, y, dz, n, slope);                                                                       \
+                                                   const RowRectified<C>& z, bool add){                                \
+        SYNCBN_GRAD_INPUT(row_grad_input, z.slope, dy, x, dx, n, row,                                                  \
+                          z)} SYNCBN_CLONES void leaf_row_grad_rectified(const T* dy, const T* y, T* dz, int64_t n,    \
+                                                                         C slope, C ceiling) {                         \
+        row_grad_rectified(dy, y, dz, n, slope, ceiling);                                                              \
     }                                                                                                                  \
     SYNCBN_CLONES void leaf_column_moments(const T* x, int64_t rows, int64_t stride, int64_t columns,                  \
                                            const double* pivot, double* sum, double* square) {                         \
@@ -470,8 +474,9 @@ void moments_of(const Work& work, const T* x, double* mean, double* m2) {
 template <typename C>
 struct Columns {
     std::vector<C> high, low, scale, shift;
-    const C slope;
-    Columns(const Shape& shape, const Rectified& z, bool needed) : slope(static_cast<C>(z.slope)) {
+    const C slope, ceiling;
+    Columns(const Shape& shape, const Rectified& z, bool needed)
+        : slope(static_cast<C>(z.activation.slope)), ceiling(static_cast<C>(z.activation.ceiling)) {
         if (!needed) return;
         high = spread<C>(shape, z.mean);
         low = spread<C>(shape, z.mean, true);
@@ -479,7 +484,8 @@ struct Columns {
         shift = spread<C>(shape, z.shift);
     }
     ColumnRectified<C> from(int64_t column) const {
-        return {high.data() + column, low.data() + column, scale.data() + column, shift.data() + column, slope};
+        return {
+            high.data() + column, low.data() + column, scale.data() + column, shift.data() + column, slope, ceiling};
     }
 };
 
@@ -491,9 +497,9 @@ void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& wit
     const int threads = useful_threads(work);
     const T* y = static_cast<const T*>(with.y);
     T* dz = static_cast<T*>(with.dz);
-    const C slope = static_cast<C>(with.with.slope);
+    const C slope = static_cast<C>(with.with.activation.slope), ceiling = static_cast<C>(with.with.activation.ceiling);
     Rectified z = with.with;
-    if (y != nullptr) z.slope = 1;  // by then it has been done
+    if (y != nullptr) z.activation = {};  // by then it has been done
     if (shape.inner >= kShortRow) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int64_t c = 0; c < shape.channels; ++c) {
@@ -506,7 +512,7 @@ void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& wit
             } else {
                 for (int64_t at = first; at < first + shape.outer * stride; at += stride) {
                     double sum, sum_xc;
-                    leaf_row_grad_rectified(dy + at, y + at, dz + at, shape.inner, slope);
+                    leaf_row_grad_rectified(dy + at, y + at, dz + at, shape.inner, slope, ceiling);
                     leaf_row_grad_sums(dz + at, x + at, 1, stride, shape.inner, z.mean[c], row, &sum, &sum_xc);
                     sum_dz[c] += sum;
                     sum_dz_xhat[c] += sum_xc;
@@ -518,7 +524,7 @@ void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& wit
     }
     const int64_t columns = shape.channels * shape.inner, blocks = count_blocks(shape);
     const std::vector<double> means = spread<double>(shape, z.mean);
-    const Columns<C> constants(shape, z, z.slope != 1);
+    const Columns<C> constants(shape, z, z.activation.any());
     std::vector<double> sums(2 * blocks * columns);
     for_tiles(shape, threads, blocks, [&](int64_t row, int64_t rows, int64_t column, int64_t width, int64_t block) {
         double* sum = sums.data() + 2 * block * columns + column;
@@ -529,7 +535,7 @@ void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& wit
         const int64_t first = row * columns + column;
         if (y == nullptr) return of(dy, first, rows);
         for (int64_t at = first; at < first + rows * columns; at += columns) {
-            leaf_row_grad_rectified(dy + at, y + at, dz + at, width, slope);
+            leaf_row_grad_rectified(dy + at, y + at, dz + at, width, slope, ceiling);
             of(dz, at, 1);
         }
     });
@@ -583,7 +589,7 @@ void grad_input_of(const Work& work, const T* dy, const T* x, const GradInput& w
                          scale = spread<C>(shape, with.with.scale), mean_dz = spread<C>(shape, with.mean_dz),
                          slope = spread<C>(shape, with.slope);
     const ColumnGradInput<C> column{high.data(), low.data(), scale.data(), mean_dz.data(), slope.data()};
-    const Columns<C> constants(shape, with.with, with.with.slope != 1);
+    const Columns<C> constants(shape, with.with, with.with.activation.any());
     for_rows(shape, threads, [&](int64_t at, int64_t rows, int64_t columns) {
         leaf_column_grad_input(dy + at, x + at, dx + at, rows, columns, column, constants.from(0), with.add);
     });

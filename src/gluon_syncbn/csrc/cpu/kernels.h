@@ -14,24 +14,24 @@ struct Work {
     int threads;
 };
 
-// z = (x - mean) * scale + shift, and what stands behind it: z where z > 0, else slope * z. A slope of 1 leaves z as it is;
-// for gradients, scale and shift may then be null. 0 is ReLU.
+// z = (x - mean) * scale + shift, and what stands behind it: where that is nothing, scale and shift may be null for
+// gradients. [channels] each.
 struct Rectified {
     const double* mean;
     const double* scale;  // gamma / sqrt(variance + epsilon)
     const double* shift;  // beta
-    double slope;
+    Activation activation;
 };
 
-// y = z [+ addend], rectified; added to y where `add`. [channels] each.
+// y = z [+ addend], rectified; added to y where `add`.
 struct Normalise {
     Rectified with;
     const void* addend;  // null: none
     bool add;
 };
 
-// What dz is: dy, times the slope where z is not above 0. The sign of z is that of y where y is given, which it has to be
-// where something was added; dz is then written. Otherwise it is computed from x.
+// What dz is: dy, times the slope where z is not above 0, and 0 where it is not below the ceiling. Where z is, y tells where
+// it is given, which it has to be where something was added; dz is then written. Otherwise z is computed from x.
 struct GradSums {
     Rectified with;
     const double* invstd;

@@ -155,15 +155,18 @@ struct Normal {
     __device__ Wide of(Wide x) const { return mean.below(x) * scale + shift; }
 };
 
-// What stands behind: y = z where z > 0, else slope * z; 1 leaves it as it is, 0 is ReLU, of minus infinity too. A NaN stays
-// one.
+// `Activation` of csrc/types.h; slope 0 gives 0 for minus infinity too. A NaN stays one.
 template <typename Wide>
 struct Activation {
-    Wide slope;
+    Wide slope, ceiling;
 
-    __device__ Wide of(Wide z) const { return z <= 0 ? (slope == 0 ? 0 : slope * z) : z; }
-    // The gradient with respect to z, which may also be y.
-    __device__ Wide through(Wide grad, Wide z) const { return z > 0 ? grad : grad * slope; }
+    __device__ Activation(double slope, double ceiling)
+        : slope(static_cast<Wide>(slope)), ceiling(static_cast<Wide>(ceiling)) {}
+    __device__ Wide of(Wide z) const {
+        return z <= 0 ? (slope == 0 ? 0 : slope * z) : z > ceiling ? ceiling : z;
+    }
+    // The gradient with respect to z, in whose place y will do.
+    __device__ Wide through(Wide grad, Wide z) const { return (z > 0) & (z < ceiling) ? grad : grad * slope; }
 };
 
 // ---- reductions ----------------------------------------------------------------------------------------------
@@ -826,12 +829,11 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
                          const P* gamma, const P* beta, int fix_gamma, T* y, int add, double* kept, double momentum,   \
                          P* running_mean, P* running_var, double* batch, int hand_on, int unbiased, int watch,         \
                          Told* told, Index samples, Index per_sample, Index channels, Index inner, Index slots,        \
-                         int width, Index segment, const T* addend, double slope) {                                    \
+                         int width, Index segment, const T* addend, double slope, double ceiling) {                    \
         const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
         const Source<P> source = {gathered, running_mean, running_var, frozen != 0, epsilon, channels};                \
-        typedef typename Number<T>::Wide Wide;                                                                         \
         Normalise<T, P, kActivated> map = {                                                                            \
-            x, y, add != 0, source, pools, gamma, beta, fix_gamma != 0, addend, {static_cast<Wide>(slope)}};           \
+            x, y, add != 0, source, pools, gamma, beta, fix_gamma != 0, addend, {slope, ceiling}};                     \
         if (y != nullptr && samples > 0)                                                                               \
             each<T>(map, layout, width, segment, aligned(x) && aligned(y) && (!kActivated || aligned(addend)));        \
         keep(source, pools, slots, kept);                                                                              \
@@ -842,7 +844,7 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
         grad_sums_##NAME(const T* dy, const T* x, const double* kept, double* partial, Index samples,                  \
                          Index per_sample, Index channels, Index inner, Index slots, int width, const P* gamma,        \
-                         const P* beta, int fix_gamma, double slope, const T* y, T* dz) {                              \
+                         const P* beta, int fix_gamma, double slope, double ceiling, const T* y, T* dz) {              \
         typedef typename Number<T>::Wide Wide;                                                                         \
         const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
         const Index channel = inner > 1 ? blockIdx.x : Index(blockIdx.x) * width + threadIdx.x % width;                \
@@ -855,7 +857,7 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
             normal = {Split<Wide>(mean), static_cast<Wide>(invstd * (fix_gamma ? 1.0 : gamma[channel])),               \
                       static_cast<Wide>(beta[channel])};                                                               \
         const T* marks = y != nullptr ? y : x;                                                                         \
-        SumsOf<T, kActivated> reduction(dy, x, mean, invstd, marks, dz, normal, {static_cast<Wide>(slope)});           \
+        SumsOf<T, kActivated> reduction(dy, x, mean, invstd, marks, dz, normal, {slope, ceiling});                     \
         const bool packs = aligned(x) && aligned(dy) && (!kActivated || (aligned(y) && aligned(dz)));                  \
         reduce<T>(reduction, layout, width, partial, packs);                                                           \
     }                                                                                                                  \
@@ -863,12 +865,11 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
         grad_input_##NAME(const T* dy, const T* x, const double* kept, const double* gathered, const Pools users,      \
                           const double* own, const P* gamma, int fix_gamma, T* dx, int add, P* dgamma, int add_dgamma, \
                           P* dbeta, int add_dbeta, Index samples, Index per_sample, Index channels, Index inner,       \
-                          Index slots, int width, Index segment, const P* beta, double slope) {                        \
+                          Index slots, int width, Index segment, const P* beta, double slope, double ceiling) {        \
         const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
-        typedef typename Number<T>::Wide Wide;                                                                         \
         GradInput<T, P, kActivated> map = {                                                                            \
             dy, x, dx, add != 0, kept, gathered, users, gamma, fix_gamma != 0, channels, beta,                         \
-            {static_cast<Wide>(slope)}};                                                                               \
+            {slope, ceiling}};                                                                                         \
         if (dx != nullptr && samples > 0)                                                                              \
             each<T>(map, layout, width, segment, aligned(x) && aligned(dy) && aligned(dx));                            \
         parameter_gradients(own, slots, channels, fix_gamma != 0, dgamma, add_dgamma != 0, dbeta, add_dbeta != 0);     \

@@ -159,7 +159,7 @@ void Call::no_gradient(const Arrays& arrays, const int* reqs) {
 }
 
 Affine Call::affine(const Arrays& arrays, int inputs) const {
-    return {arrays[inputs + kGamma], arrays[inputs + kBeta], node_.fix_gamma, node_.slope};
+    return {arrays[inputs + kGamma], arrays[inputs + kBeta], node_.fix_gamma, node_.activation};
 }
 
 // ---- statistics ----------------------------------------------------------------------------------------------

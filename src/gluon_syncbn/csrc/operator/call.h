@@ -25,8 +25,8 @@ struct Node {
     std::shared_ptr<Layer> layer;
     Role role = Role::kWhole;
     size_t lanes = 1;
-    double slope = 1;     // see `Affine`
-    bool adds = false;    // a fourth input to what is normalised, before what the slope says
+    Activation activation;
+    bool adds = false;    // a fourth input to what is normalised, before the activation
     int64_t number = -1;  // which node of a graph this is, the same on all contexts; -1 for an eager call
     int axis = 1;
     double epsilon = 1e-5, momentum = 0.9;
@@ -89,7 +89,7 @@ class Call {
     virtual void normalise(const Arrays& arrays, const int* reqs) = 0;
     // y, with the running statistics.
     virtual void normalise_frozen(const Arrays& arrays, int req) = 0;
-    // dx, dgamma, dbeta, the addend's. With dy the gradient before what the slope says, for slot i, normalised with the statistics of pool u and feeding pool f, S1 = sum dy and
+    // dx, dgamma, dbeta, the addend's. With dy that before the activation, for slot i, normalised with the statistics of pool u and feeding pool f, S1 = sum dy and
     // S2 = sum dy*xhat over the slots that are normalised with f:
     //   dx = gamma * invstd_u * dy  -  gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
     // The parameters' gradients are this replica's part; the trainer adds the parts, as for any parameter.

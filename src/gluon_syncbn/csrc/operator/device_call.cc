@@ -309,7 +309,7 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, const PoolsOfSlots
     const int unbiased = node_.unbiased;
     const int watch = !watches() ? kPropagate : on_devices_ ? kLeaveOutAndTell : kLeaveOut;
     const bool any = y != nullptr && tensor_.shape.size() > 0;
-    run(named("normalise", tensor_.type, node_.adds || affine.slope != 1),
+    run(named("normalise", tensor_.type, node_.adds || affine.activation.any()),
         any ? plan.each() : Grid{ceil_div(channels(), kBlock)},
         {x,
          gathered,
@@ -338,7 +338,8 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, const PoolsOfSlots
          plan.width,
          plan.segment,
          addend,
-         affine.slope});
+         affine.activation.slope,
+         affine.activation.ceiling});
 }
 
 // The second operator of a call: what the first one has left is [1, mean[C], variance[C]], or [0, ...].
@@ -356,7 +357,7 @@ void DeviceCall::track(const Arrays& arrays) {
 void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
     const int inputs = node_.outputs(), gradients = node_.gradients();
     const Affine affine = this->affine(arrays, inputs);
-    const bool rectifies = affine.slope != 1;
+    const bool rectifies = affine.activation.any();
     const void *dy = data(arrays[0]), *x = data(arrays[inputs + kX]), *gamma = data(affine.gamma);
     const void *beta = nullptr, *y = nullptr;
     const int fix_gamma = affine.fix_gamma;
@@ -375,7 +376,7 @@ void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
     gathered_->own = reduced(length, "merge_sums", [&](const Plan& plan, double* out) {
         run(named("grad_sums", tensor_.type, dz != nullptr || beta != nullptr), plan.reduce(),
             {dy, x, kept_.data(), out, plan.samples, plan.per_sample, plan.shape.channels, plan.shape.inner, plan.slots,
-             plan.width, gamma, beta, fix_gamma, affine.slope, y, dz});
+             plan.width, gamma, beta, fix_gamma, affine.activation.slope, affine.activation.ceiling, y, dz});
     });
     if (!frozen_) gather(Direction::kBackward, length);
 
@@ -408,7 +409,8 @@ void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
          plan.width,
          plan.segment,
          beta,
-         affine.slope});
+         affine.activation.slope,
+         affine.activation.ceiling});
     if (node_.adds && reqs[kAddend] == kAdd)
         copy_data(head, tensor_.type, tensor_.shape.size(), data(arrays[gradients + kAddend]), true);
 }

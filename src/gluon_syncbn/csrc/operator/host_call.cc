@@ -176,7 +176,7 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
     const void *head = backend_.data(arrays[0]), *y = nullptr;
     void* dz = nullptr;
     std::vector<char> scratch;
-    if (node_.adds && affine.slope != 1) {  // dz is the addend's gradient
+    if (node_.adds && affine.activation.any()) {  // dz is the addend's gradient
         y = backend_.data(arrays[inputs + node_.inputs()]);
         if (reqs[kAddend] == kNull || reqs[kAddend] == kAdd) {
             scratch.resize(static_cast<size_t>(tensor_.shape.size() * size_of(tensor_.type)));
@@ -188,7 +188,7 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
     Vector sums = backend_.grad_sums(head, x, tensor_, affine, y, dz);
     if (dz != nullptr) {
         head = dz;
-        affine.slope = 1;
+        affine.activation = {};
     }
     Vector dgamma(n, 0.0), dbeta(n, 0.0);
     for (size_t at = 0; at < sums.size(); at += 2 * n)

@@ -191,7 +191,7 @@ int backward_dependency(const int* dy, const int* inputs, const int* outputs, in
     list[1] = inputs[kX];
     list[2] = inputs[kGamma];
     list[3] = property.adds ? outputs[0] : inputs[kBeta];
-    *size = property.slope == 1 ? 3 : 4;
+    *size = property.activation.any() ? 4 : 3;
     *needed = list;
     return 1;
 }
@@ -254,7 +254,7 @@ int create_property(const char*, const int size, const char** keys, const char**
     property->axis = std::stoi(given["axis"]);
     property->epsilon = std::stod(given["eps"]);
     property->momentum = std::stod(given["momentum"]);
-    property->slope = std::stod(given["slope"]);
+    property->activation = {std::stod(given["slope"]), std::stod(given["ceiling"])};
     property->adds = given["adds"] == "1";
     property->fix_gamma = given["fix_gamma"] == "1";
     property->unbiased = given["unbiased"] == "1";

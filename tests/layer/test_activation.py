@@ -1,0 +1,296 @@
+"""A layer with an activation, and with an addition before it."""
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+from poolings import specification
+from replicas import TOLERANCE, WAYS, collect, make_batch, on_devices, prepare
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, reference, revert
+
+ACTIVATIONS = {
+    "none": {"activation": None},
+    "relu": {"activation": "relu"},
+    "relu6": {"activation": "relu6"},
+    "leaky": {"activation": "leaky", "slope": 0.25},
+}
+MODES = {
+    "sync": {},
+    "groups": {"group_size": 2},
+    "local": {"mode": "local", "virtual_devices": 2},
+    "shuffle": {"mode": "shuffle", "virtual_devices": 2},
+}
+
+
+@pytest.fixture
+def case(rng):
+    """A batch and addends whose values each type can hold, and whose outputs are on both sides of 0 and of 6."""
+
+    def make(replicas, dtype="float64", **settings):
+        batch = make_batch(rng, replicas, **settings)
+        batch = batch._replace(shards=[x.astype(dtype).astype("float64") for x in batch.shards], gamma=4 * batch.gamma)
+        addends = [(2 * rng.randn(*x.shape) + k).astype(dtype).astype("float64") for k, x in enumerate(batch.shards)]
+        return batch, addends
+
+    return make
+
+
+def make(adds, **settings):
+    return (SyncBatchNormAdd if adds else SyncBatchNorm)(in_channels=5, epsilon=1e-3, **settings)
+
+
+def step(layer, batch, addends, contexts, dtype, req="write", before=0.0):
+    """One training step: `replicas.Result`, and the gradients of the addends."""
+    contexts = contexts[: len(batch.shards)]
+    inputs = [on_devices(batch.shards, contexts, dtype)]
+    if isinstance(layer, SyncBatchNormAdd):
+        inputs.append(on_devices(addends, contexts, dtype))
+    for arrays in inputs:
+        for array in arrays:
+            array.attach_grad(req)
+            if req == "add":
+                array.grad[:] = before
+    with autograd.record():
+        ys = [layer(*given) for given in zip(*inputs)]
+    autograd.backward(ys, on_devices(batch.heads, contexts, dtype))
+    gradients = [[array.grad for array in arrays] for arrays in inputs]
+    return collect(layer, ys, gradients[0], contexts), [g.asnumpy() for g in gradients[-1]]
+
+
+def check(layer, batch, addends, contexts, dtype="float64", before=0.0, **settings):
+    adds = isinstance(layer, SyncBatchNormAdd)
+    got, daddends = step(layer, batch, addends, contexts, dtype, "add" if before else "write", before)
+    given = {"addends": addends} if adds else {}
+    want = specification(layer, batch, **given, **settings)
+    want = want._replace(dxs=[dx + before for dx in want.dxs])
+    # where rounding decides on which side of 0 or 6 a value is, that of a single one decides about its gradient
+    near = 0 if dtype == "float64" else 50 * TOLERANCE[dtype]
+    plain = specification_of_z(layer, batch, given, settings)
+    clear = [(np.abs(z) > near) & (np.abs(z - layer._activation.ceiling) > near) for z in plain]
+    for name, value, expected in zip(got._fields, got, want):
+        loose = 1 if dtype == "float64" or name in ("outputs", "running_mean", "running_var") else 20
+        scale = max(np.abs(part).max() for part in expected)
+        for i, (a, b) in enumerate(zip(value, expected)):
+            sure = clear[i] if name == "dxs" else ...
+            assert np.abs(a - b)[sure].max() <= loose * TOLERANCE[dtype] * max(scale, 1), name
+    if adds:
+        heads = [head * np.where(z > 0, z < layer._activation.ceiling, layer._activation.slope)
+                 for head, z in zip(batch.heads, plain)]  # fmt: skip
+        for a, b, sure in zip(daddends, heads, clear):
+            assert np.abs(a - b - before)[sure].max() <= TOLERANCE[dtype] * np.abs(b).max()
+
+
+def specification_of_z(layer, batch, given, settings):
+    """What the activation gets."""
+    activation, layer._activation = layer._activation, gluon_syncbn.activation.NONE
+    try:
+        return specification(layer, batch, **given, **settings).outputs
+    finally:
+        layer._activation = activation
+
+
+@pytest.mark.parametrize("axis, spatial", [(1, (4, 6)), (1, (5, 7)), (-1, (4, 6))], ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
+def test_equals_the_specification(case, contexts, adds, activation, dtype, axis, spatial):
+    batch, addends = case(3, dtype, axis=axis, spatial=spatial)
+    layer = prepare(make(adds, axis=axis, **ACTIVATIONS[activation]), batch, contexts[:3], dtype)
+    check(layer, batch, addends, contexts, dtype, axis=axis)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "eager"])
+@pytest.mark.parametrize("activation", ["relu6", "leaky"])
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
+def test_in_graphs(case, contexts, adds, activation, way):
+    batch, addends = case(2)
+    layer = prepare(make(adds, **ACTIVATIONS[activation]), batch, contexts[:2], "float64", WAYS[way])
+    check(layer, batch, addends, contexts, node=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
+def test_in_each_mode(case, contexts, adds, mode):
+    gluon_syncbn.configure(seed=3)
+    batch, addends = case(4)
+    layer = prepare(make(adds, **ACTIVATIONS["leaky"], **MODES[mode]), batch, contexts[:4], "float64")
+    check(layer, batch, addends, contexts, seed=3)
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
+def test_gradients_that_are_added(case, contexts, adds):
+    batch, addends = case(2)
+    layer = prepare(make(adds, activation="relu"), batch, contexts[:2], "float64")
+    check(layer, batch, addends, contexts, before=0.75)
+
+
+@pytest.mark.parametrize("asked", ["data", "addend"])
+def test_a_gradient_that_nobody_asks_for(case, contexts, asked):
+    batch, addends = case(2)
+    layer = prepare(make(True, activation="relu"), batch, contexts[:2], "float64")
+    xs, others = on_devices(batch.shards, contexts, "float64"), on_devices(addends, contexts, "float64")
+    followed = xs if asked == "data" else others
+    for array in followed:
+        array.attach_grad()
+    with autograd.record():
+        ys = [layer(x, other) for x, other in zip(xs, others)]
+    autograd.backward(ys, on_devices(batch.heads, contexts, "float64"))
+    forward = reference.forward(
+        batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), epsilon=1e-3, slope=0, addends=addends
+    )
+    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+    for array, want in zip(followed, gradients.dxs if asked == "data" else gradients.daddends):
+        np.testing.assert_allclose(array.grad.asnumpy(), want, atol=1e-11)
+    np.testing.assert_allclose(sum(layer.gamma.grad(c).asnumpy() for c in contexts[:2]), sum(gradients.dgammas))
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
+def test_prediction_and_frozen_statistics(case, contexts, adds, activation, way):
+    (batch, addends), context = case(1), contexts[0]
+    x, other = nd.array(batch.shards[0], dtype="float64"), nd.array(addends[0], dtype="float64")
+    for use_global_stats in (False, True):
+        layer = make(adds, use_global_stats=use_global_stats, **ACTIVATIONS[activation])
+        prepare(layer, batch, [context], "float64", WAYS[way])
+        layer.running_mean.set_data(nd.arange(5, dtype="float64"))
+        layer.running_var.set_data(nd.arange(1, 6, dtype="float64"))
+        inputs = [x, other] if adds else [x]
+        x.attach_grad()
+        with autograd.record(train_mode=use_global_stats):
+            y = layer(*inputs)
+        y.backward(nd.array(batch.heads[0], dtype="float64"))
+        forward = reference.forward(
+            batch.shards, batch.gamma, batch.beta, np.arange(5.0), np.arange(1.0, 6.0), epsilon=1e-3,
+            use_global_stats=True, addends=addends if adds else None, **layer._activation._asdict(),
+        )  # fmt: skip
+        gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+        np.testing.assert_allclose(y.asnumpy(), forward.outputs[0], atol=1e-10)
+        if use_global_stats or way == "hybrid":  # MXNet's BatchNorm takes predict mode's gradient through the batch
+            np.testing.assert_allclose(x.grad.asnumpy(), gradients.dxs[0], atol=1e-10)
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid", "static_shape"])
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
+def test_several_replicas_on_a_context(case, contexts, adds, way):
+    if way == "static_shape":
+        pytest.skip("not with several replicas on a context: docs/limits.md")
+    batch, addends = case(4)
+    places = [contexts[0], contexts[1]] * 2
+    layer = prepare(make(adds, activation="relu", num_devices=4), batch, contexts[:2], "float64", WAYS[way])
+    xs, others = on_devices(batch.shards, places, "float64"), on_devices(addends, places, "float64")
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [layer(*given) for given in (zip(xs, others) if adds else zip(xs))]
+    autograd.backward(ys, on_devices(batch.heads, places, "float64"))
+    want = specification(layer, batch, **({"addends": addends} if adds else {}))
+    for y, x, output, dx in zip(ys, xs, want.outputs, want.dxs):
+        np.testing.assert_allclose(y.asnumpy(), output, atol=1e-10)
+        np.testing.assert_allclose(x.grad.asnumpy(), dx, atol=1e-10)
+
+
+def test_channels_from_the_first_batch(contexts):
+    layer = SyncBatchNormAdd()
+    layer.initialize(ctx=contexts[:1])
+    assert layer(nd.ones((2, 7, 3)), nd.ones((2, 7, 3))).shape == (2, 7, 3)
+    assert layer.gamma.shape == (7,)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 4, 1), (2, 5, 4), (3, 5, 4, 6)], ids=str)
+def test_an_addend_of_another_shape_is_refused(contexts, shape):
+    layer = make(True)
+    layer.initialize(ctx=contexts[:1])
+    with autograd.record(), pytest.raises(mx.MXNetError, match=r"addend|[Ss]hape"):
+        layer(nd.ones((2, 5, 4, 6)), nd.ones(shape)).wait_to_read()
+
+
+def test_a_failed_step_leaves_no_gradient_of_the_addend(case, contexts):
+    batch, addends = case(2)
+    layer = prepare(make(True, timeout=0.3), batch, contexts[:2], "float64")
+    x, other = nd.array(batch.shards[0], dtype="float64"), nd.array(addends[0], dtype="float64")
+    other.attach_grad()
+    with autograd.record():
+        y = layer(x, other)
+    y.backward()
+    with pytest.raises(mx.MXNetError, match=layer.name):
+        other.grad.wait_to_read()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
+def test_is_reverted_and_converted_again(case, contexts, adds, activation):
+    batch, addends = case(1)
+    layer = prepare(make(adds, **ACTIVATIONS[activation]), batch, contexts[:1], "float64")
+    inputs = [nd.array(array, dtype="float64") for array in ((batch.shards[0], addends[0]) if adds else batch.shards)]
+    before = layer(*inputs).asnumpy()
+    parameters = dict(layer.collect_params())
+    revert(layer)
+    assert not isinstance(layer, SyncBatchNorm)
+    np.testing.assert_array_equal(layer(*inputs).asnumpy(), before)
+    convert(layer)
+    assert type(layer) is (SyncBatchNormAdd if adds else SyncBatchNorm)
+    assert dict(layer.collect_params()) == parameters
+    check(layer, batch, addends, contexts)
+
+
+def test_convert_takes_the_activation_of_a_layer(case, contexts):
+    batch, addends = case(2)
+    layer = convert(nn.BatchNormReLU(in_channels=5, epsilon=1e-3))
+    assert str(layer._activation) == "ReLU"
+    check(prepare(layer, batch, contexts[:2], "float64"), batch, addends, contexts)
+    assert type(revert(layer)) is nn.BatchNormReLU
+
+
+class End(nn.HybridBlock):
+    """Of a residual block."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        with self.name_scope():
+            self.bn = SyncBatchNormAdd(in_channels=3, **settings)
+
+    def hybrid_forward(self, F, x):
+        return self.bn(2 * x, x)
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_is_exported_as_plain_operators(contexts, tmp_path, activation):
+    net = nn.HybridSequential()
+    net.add(
+        nn.Conv2D(3, 3, in_channels=3),
+        SyncBatchNorm(in_channels=3, **ACTIVATIONS[activation]),
+        End(**ACTIVATIONS[activation]),
+    )
+    net.initialize(ctx=contexts[:1])
+    net.hybridize()
+    x = 8 * nd.random.normal(shape=(2, 3, 4, 5))
+    with autograd.record():
+        net(x)
+    want = net(x).asnumpy()
+    net.export(str(tmp_path / "net"))
+    assert "gluon_syncbn" not in (tmp_path / "net-symbol.json").read_text()
+    loaded = nn.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), "data", str(tmp_path / "net-0000.params"))
+    np.testing.assert_allclose(loaded(x).asnumpy(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_in_a_recorded_graph(case, contexts, activation):
+    """Opened, the nodes are the layers that they were; reverted, plain ones."""
+    net = End(**ACTIVATIONS[activation])
+    data = mx.sym.var("data", dtype="float32")
+    block = nn.SymbolBlock(net(data), data, params=net.collect_params())
+    block.initialize(ctx=contexts[:1])
+    x = 8 * nd.random.normal(shape=(2, 3, 4, 5))
+    with autograd.record():
+        want = block(x).asnumpy()
+    convert(block)  # makes layers of what stands in it
+    with autograd.record():
+        np.testing.assert_array_equal(block(x).asnumpy(), want)
+    revert(block)
+    with autograd.record():
+        np.testing.assert_allclose(block(x).asnumpy(), want, rtol=1e-4, atol=1e-5)
