@@ -141,10 +141,10 @@ class Plan(NamedTuple):
 
 
 class Kernels:
-    """The kernels on one tensor [samples, extent, channels, inner]. `shifts`: where x, dy and the output begin, counted
-    in values from what every load is aligned to."""
+    """The kernels on one tensor [samples, extent, channels, inner]. `shifts`: where x, dy (and an addend), the output
+    and an old one begin, counted in values from what every load is aligned to."""
 
-    def __init__(self, gpu, x, slots=1, chunks=1, width=4, segment=512, shifts=(0, 0, 0), blocks=5):
+    def __init__(self, gpu, x, slots=1, chunks=1, width=4, segment=512, shifts=(0, 0, 0, 0), blocks=5):
         self.gpu, self.x, self.type, self.shifts, self.blocks = gpu, x, x.dtype.name, shifts, blocks
         self.parameter = "float64" if self.type == "float64" else "float32"
         self.slots, self.chunks, self.width, self.segment = slots, chunks, width, segment
@@ -217,7 +217,7 @@ class Kernels:
         """[slots][2C]; with y, whose sign counts then, and dz."""
         arrays = self.upload(dy, 1), self.data, self.gpu.upload(kept)
         gamma, beta = (None if values is None else self.parameters(values) for values in (gamma, beta))
-        y, dz = (None, None) if y is None else (self.upload(y, 0), self.output(None))
+        y, dz = (None, None) if y is None else (self.upload(y, 3), self.output(None))
         more = gamma, beta, np.int32(fix_gamma), *self._activation(activation), y, dz
         sums = self._packed(self._name("grad_sums", activation), "merge_sums", 2 * self.channels, *arrays, more=more)
         return sums if dz is None else (sums, self.gpu.download(dz).reshape(self.x.shape))
@@ -382,14 +382,17 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(3, 1, 5, 77), (2, 2, 3, 40), (1, 1, 2, 9000), (7, 10, 33, 1)], ids=str)
-@pytest.mark.parametrize("slots, chunks, width, shift", [(1, 1, 4, 0), (3, 2, 32, 1), (8, 3, 8, 0)])
-def test_an_activation(gpu, shape, dtype, slots, chunks, width, shift):
+@pytest.mark.parametrize(
+    "slots, chunks, width, shifts",
+    [(1, 1, 4, (0, 0, 0, 0)), (3, 2, 32, (0, 0, 1, 0)), (8, 3, 8, (0, 1, 0, 0)), (2, 1, 8, (0, 0, 0, 1))],
+)
+def test_an_activation(gpu, shape, dtype, slots, chunks, width, shifts):
     if isinstance(gpu, Cupy) and "CUDA_EMULATOR" in os.environ and dtype != "float32":
         pytest.skip("on the emulator CuPy only shows that these tests will run on a GPU")
     x, dy, start, gamma, beta = case(shape, dtype, slots)
     addend = (2 * np.random.RandomState(2).randn(*shape)).astype(dtype)
     channels = shape[2]
-    kernels = Kernels(gpu, x, slots, chunks, width, shifts=(shift, shift, shift))
+    kernels = Kernels(gpu, x, slots, chunks, width, shifts=shifts)
     moments, sums = gathered_moments(channels, slots + 3), np.random.RandomState(1).randn(slots + 3, 2 * channels)
     pooling, used, fed = POOLINGS[-1](slots)  # with other statistics than those that flow back
     users, ranges = pools(TABLE, 2, table=range(3, 3 + slots)), ones(3, slots)
