@@ -32,6 +32,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gluon_syncbn"
 CORE = ctypes.CDLL(str(PACKAGE / "_core.so"))
 BLOCK, SLOTS = CORE.syncbn_cuda_block(), CORE.syncbn_cuda_slots()
 NULL = np.uint64(0)  # a pointer
+ACTIVATION = np.float64(1), np.float64(np.inf)  # none: slope and ceiling
 OPTIONS = ("--std=c++14", f"-DSYNCBN_BLOCK={BLOCK}", f"-DSYNCBN_SLOTS={SLOTS}")
 REPLICAS = 4  # whose statistics are put together
 
@@ -92,16 +93,17 @@ class Ours:
         affine = self.gamma, self.beta, np.int32(0)
         running = np.float64(0.9), self.mean, self.var, NULL, np.int32(1), np.int32(0), np.int32(0), self.told
         into = self.out, np.int32(0), self.kept, *running, *self.sizes, self.segment
-        self._launch("normalise", self.each, self.x, *source, *affine, *into)
+        self._launch("normalise", self.each, self.x, *source, *affine, *into, NULL, *ACTIVATION)
 
     def grad_sums(self) -> None:
-        self._launch("grad_sums", self.reduce, self.dy, self.x, self.kept, self.partial, *self.sizes)
+        affine = self.gamma, self.beta, np.int32(0), *ACTIVATION, NULL, NULL
+        self._launch("grad_sums", self.reduce, self.dy, self.x, self.kept, self.partial, *self.sizes, *affine)
 
     def grad_input(self) -> None:
         add = np.int32(0)
         arrays = self.dy, self.x, self.kept, self.sums, self.pools, self.sums, self.gamma, np.int32(0)
         into = self.out, add, self.dgamma, add, self.dbeta, add
-        self._launch("grad_input", self.each, *arrays, *into, *self.sizes, self.segment)
+        self._launch("grad_input", self.each, *arrays, *into, *self.sizes, self.segment, NULL, *ACTIVATION)
 
     def steps(self) -> Dict[str, Callable[[], None]]:
         return {name: getattr(self, name) for name in ("copy", *PASSES)}

@@ -262,3 +262,4 @@ def test_the_real_run_time_compiler_takes_the_kernels(packages):
     for kernel in ("moments", "normalise", "grad_sums", "grad_input"):
         for type_ in ("float16", "float32", "float64"):
             assert f"{kernel}_{type_}" in kernels
+            assert kernel == "moments" or f"{kernel}_activated_{type_}" in kernels

@@ -23,6 +23,7 @@ from poolings import POOLINGS, fits, specification
 from replicas import (
     TOLERANCE,
     WAYS,
+    Result,
     assert_same,
     assert_same_bits,
     collect,
@@ -34,7 +35,7 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, reference
 
 EMULATED = "CUDA_EMULATOR" in os.environ
 GPUS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
@@ -235,6 +236,156 @@ def test_running_statistics_in_a_graph(rng, dtype):
         np.testing.assert_allclose(x.grad.asnumpy(), head * scale, rtol=0, atol=2 * tolerance * np.abs(want).max())
     for context in contexts:
         np.testing.assert_allclose(layer.running_mean.data(context).asnumpy(), mean, rtol=1e-6)
+
+
+# ---- activation and addition ---------------------------------------------------------------------------------
+
+#: Of a layer with something behind it: its class and arguments. MXNet keeps a slope in float32.
+BEHIND = {
+    "relu": (SyncBatchNorm, {"activation": "relu"}),
+    "relu6": (SyncBatchNorm, {"activation": "relu6"}),
+    "leaky": (SyncBatchNorm, {"activation": "leaky", "slope": 0.25}),
+    "add": (SyncBatchNormAdd, {"activation": None}),
+    "add, relu": (SyncBatchNormAdd, {"activation": "relu"}),
+    "add, relu6": (SyncBatchNormAdd, {"activation": "relu6"}),
+    "add, leaky": (SyncBatchNormAdd, {"activation": "leaky", "slope": 0.25}),
+}
+
+
+def make_behind(behind, **settings):
+    layer, arguments = BEHIND[behind]
+    return layer(in_channels=5, **arguments, **settings)
+
+
+def make_addends(rng, behind, batch):
+    """None where nothing is added."""
+    if not behind.startswith("add"):
+        return None
+    return [(3 * rng.randn(*x.shape)).astype(x.dtype) for x in batch.shards]
+
+
+def run_behind(layer, batch, addends, contexts, dtype, *, starts=None, grad_req="write", training=True):
+    """A step: the result, the gradients of the addends, and those of the addends by the specification's outputs.
+    `starts` are what gradients of x and the addend are added to; without `grad_req` the addend has none."""
+    xs, heads = on_devices(batch.shards, contexts, dtype), on_devices(batch.heads, contexts, dtype)
+    more = [] if addends is None else on_devices(addends, contexts, dtype)
+    grads = [on_devices(starts or arrays, contexts, dtype) for arrays in (batch.shards, batch.shards)]
+    autograd.mark_variables(xs, grads[0], grad_reqs="write" if starts is None else "add")
+    if more and grad_req is not None:
+        autograd.mark_variables(more, grads[1], grad_reqs=grad_req)
+    with autograd.record(train_mode=training):
+        ys = [layer(x, *added) for x, *added in zip(xs, *([more] if more else []))]
+    autograd.backward(ys, heads, train_mode=training)
+    return collect(layer, ys, grads[0], contexts), [g.asnumpy() for g in grads[1]]
+
+
+def assert_addends(got, want, layer, batch, tolerance, starts=None):
+    """dz, by the outputs."""
+    slope, ceiling = layer._activation
+    for i, (grad, y, head) in enumerate(zip(got, want.outputs, batch.heads)):
+        dz = np.where(y > 0, y < ceiling, slope) * head.astype("float64") + (0 if starts is None else starts[i])
+        np.testing.assert_allclose(grad, dz, rtol=0, atol=tolerance * np.abs(dz).max(initial=0))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize("behind", BEHIND)
+def test_activation(rng, behind, axis, dtype):
+    batch = make_batch(rng, 2, axis=axis, dtype=dtype)
+    addends = make_addends(rng, behind, batch)
+    layer = prepare(make_behind(behind, axis=axis), batch, gpus(2), dtype)
+    got, dz = run_behind(layer, batch, addends, gpus(2), dtype)
+    want = specification(layer, batch, axis=axis, addends=addends)
+    assert_same(got, want, TOLERANCE[dtype])
+    if addends is not None:
+        assert_addends(dz, want, layer, batch, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("way", ["eager", "static_shape"])
+@pytest.mark.parametrize("pooling", ["sync, 3 slots", "groups of 2", "local, 8 slots", "shuffle, 2 slots"])
+@pytest.mark.parametrize("behind", ["leaky", "add, relu"])
+def test_activation_in_every_mode(rng, behind, pooling, way):
+    """Slots may be empty, and in `shuffle` are normalised with other statistics than their own."""
+    batch, contexts = make_batch(rng, 4), gpus(4)
+    addends = make_addends(rng, behind, batch)
+    layer = prepare(make_behind(behind, **POOLINGS[pooling]), batch, contexts, "float64", WAYS[way])
+    for call in range(2):
+        layer.running_mean.set_data(nd.zeros(5, dtype="float64"))
+        layer.running_var.set_data(nd.ones(5, dtype="float64"))
+        got, dz = run_behind(layer, batch, addends, contexts, "float64")
+        want = specification(layer, batch, node=-1 if way == "eager" else 0, call=call, addends=addends)
+        assert_same(got, want, 1e-11)
+        if addends is not None:
+            assert_addends(dz, want, layer, batch, 1e-11)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("behind", ["relu", "add", "add, leaky"])
+def test_activation_of_gradients_that_are_added(rng, behind, dtype):
+    """To what is there, of x, the addend or neither; or the addend has none. A size that fills no whole float64."""
+    batch, contexts = make_batch(rng, 2, spatial=(3, 3), dtype=dtype), gpus(2)
+    addends = make_addends(rng, behind, batch)
+    layer = prepare(make_behind(behind), batch, contexts, dtype)
+    want = specification(layer, batch, addends=addends)
+    starts = [rng.randn(*x.shape).astype(dtype) for x in batch.shards]
+    for of_x, grad_req in ((starts, "add"), (starts, "write"), (None, "add"), (None, None)):
+        got, dz = run_behind(layer, batch, addends, contexts, dtype, starts=of_x, grad_req=grad_req)
+        dxs = [dx + start for dx, start in zip(want.dxs, of_x)] if of_x else want.dxs
+        assert_same(got._replace(running_mean=[], running_var=[]), want._replace(dxs=dxs), 2 * TOLERANCE[dtype])
+        if addends is not None and grad_req is not None:
+            # What is there at the start is x or, for those that are added, `starts`.
+            there = (of_x or batch.shards) if grad_req == "add" else None
+            assert_addends(dz, want, layer, batch, 2 * TOLERANCE[dtype], there)
+
+
+@pytest.mark.parametrize("behind", ["relu", "add, leaky"])
+def test_activation_with_running_statistics(rng, behind):
+    """In a graph; nothing flows through them."""
+    batch, contexts = make_batch(rng, 2), gpus(2)
+    addends = make_addends(rng, behind, batch)
+    layer = prepare(make_behind(behind), batch, contexts, "float64", {})
+    mean, var = rng.randn(5), rng.rand(5) + 0.5
+    layer.running_mean.set_data(nd.array(mean, dtype="float64"))
+    layer.running_var.set_data(nd.array(var, dtype="float64"))
+    got, dz = run_behind(layer, batch, addends, contexts, "float64", training=False)
+    forward = reference.forward(batch.shards, batch.gamma, batch.beta, mean, var, use_global_stats=True,
+                                **layer._activation._asdict(), addends=addends)  # fmt: skip
+    backward = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+    want = Result(forward.outputs, backward.dxs, sum(backward.dgammas), sum(backward.dbetas), [mean] * 2, [var] * 2)
+    assert_same(got, want, 1e-11)
+    if addends is not None:
+        assert_addends(dz, want, layer, batch, 1e-11)
+
+
+@pytest.mark.parametrize("behind", ["relu", "add, relu"])
+def test_activation_of_a_batch_that_is_left_out(rng, behind):
+    """What is not finite reaches the outputs, and not the running statistics."""
+    batch = make_batch(rng, 2)
+    batch.shards[1][0, 2].flat[1] = np.nan
+    addends = make_addends(rng, behind, batch)
+    gluon_syncbn.configure(nonfinite="skip")
+    try:
+        layer = prepare(make_behind(behind), batch, gpus(2), "float64")
+        got, _ = run_behind(layer, batch, addends, gpus(2), "float64")
+    finally:
+        gluon_syncbn.configure(nonfinite="propagate")
+    want = specification(layer, batch, nonfinite="skip", addends=addends)
+    for name in ("outputs", "running_mean", "running_var"):
+        for g, w in zip(getattr(got, name), getattr(want, name)):
+            np.testing.assert_allclose(g, w, rtol=1e-11, atol=1e-11)
+    assert all(np.isnan(y[:, 2]).all() and not np.isnan(np.delete(y, 2, 1)).any() for y in got.outputs)
+
+
+def test_activation_of_an_empty_shard(rng):
+    batch = make_batch(rng, 2)
+    batch.shards[1], batch.heads[1] = np.zeros((0, 5, 4, 6)), np.zeros((0, 5, 4, 6))
+    addends = make_addends(rng, "add, relu", batch)
+    with mx.util.np_shape(True):
+        layer = prepare(make_behind("add, relu"), batch, gpus(2), "float64")
+        got, dz = run_behind(layer, batch, addends, gpus(2), "float64", grad_req="add")
+        want = specification(layer, batch, addends=addends)
+        assert_same(got, want, 1e-11)
+        assert_addends(dz, want, layer, batch, 1e-11, batch.shards)
 
 
 def test_same_bits_every_time(rng):
@@ -629,15 +780,43 @@ def test_what_a_step_costs(rng, pooling, replicas, way, spatial):
     for _ in range(3):
         ys, forwards = counted(forward)
         _, backwards = counted(lambda ys=ys: autograd.backward(ys, heads))
+    assert_costs((forwards, backwards), replicas, settings, spatial)
+
+
+def assert_costs(directions, replicas, settings, spatial):
     shared = replicas > 1 and settings.get("mode") != "local"
     want = {"launches": 2, "to device": 0, "to host": 0, "within": 0, "waits": 1, "collectives": int(shared)}
     if spatial != (4, 6):
         want["launches"] = 3
-    for each in (forwards, backwards):
+    for each in directions:
         for numbers in each[:replicas]:
             del numbers["allocations"]
             assert numbers == want
         assert not any(any(numbers.values()) for numbers in each[replicas:])
+
+
+@pytest.mark.parametrize("spatial", [(4, 6), (180, 190)], ids=["whole", "in chunks"])
+@pytest.mark.parametrize("behind", BEHIND)
+def test_what_an_activation_costs(rng, behind, spatial):
+    """Nothing: no launch, copy or wait is added."""
+    if not EMULATED:
+        pytest.skip("counts are the emulator's")
+    contexts, batch = gpus(2), make_batch(rng, 2, spatial=spatial, dtype="float32")
+    addends = make_addends(rng, behind, batch)
+    layer = prepare(make_behind(behind), batch, contexts, "float32")
+    inputs = [on_devices(arrays, contexts, "float32") for arrays in (batch.shards, addends) if arrays is not None]
+    heads = on_devices(batch.heads, contexts, "float32")
+    for x in chain(*inputs):
+        x.attach_grad()
+
+    def forward():
+        with autograd.record():
+            return [layer(*arrays) for arrays in zip(*inputs)]
+
+    for _ in range(3):
+        ys, forwards = counted(forward)
+        _, backwards = counted(lambda ys=ys: autograd.backward(ys, heads))
+    assert_costs((forwards, backwards), 2, {}, spatial)
 
 
 @pytest.mark.parametrize("way", ["eager", "static"])

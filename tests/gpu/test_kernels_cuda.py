@@ -141,10 +141,10 @@ class Plan(NamedTuple):
 
 
 class Kernels:
-    """The kernels on one tensor [samples, extent, channels, inner]. `shifts`: where x, dy and the output begin, counted
-    in values from what every load is aligned to."""
+    """The kernels on one tensor [samples, extent, channels, inner]. `shifts`: where x, dy (and an addend), the output
+    and an old one begin, counted in values from what every load is aligned to."""
 
-    def __init__(self, gpu, x, slots=1, chunks=1, width=4, segment=512, shifts=(0, 0, 0), blocks=5):
+    def __init__(self, gpu, x, slots=1, chunks=1, width=4, segment=512, shifts=(0, 0, 0, 0), blocks=5):
         self.gpu, self.x, self.type, self.shifts, self.blocks = gpu, x, x.dtype.name, shifts, blocks
         self.parameter = "float64" if self.type == "float64" else "float32"
         self.slots, self.chunks, self.width, self.segment = slots, chunks, width, segment
@@ -167,11 +167,19 @@ class Kernels:
         tiles = self.channels if self.inner > 1 else -(-self.channels // self.width)
         return tiles, self.slots, self.chunks
 
-    def _packed(self, kernel, merge, length, *arguments):
+    def _name(self, kernel, activation=None):
+        return f"{kernel}_{self.type}" if activation is None else f"{kernel}_activated_{self.type}"
+
+    def _activation(self, activation):
+        """Slope and ceiling; the kernels that know of none do not look at them."""
+        return [np.float64(value) for value in activation or (np.nan, np.nan)]
+
+    def _packed(self, kernel, merge, length, *arguments, more=()):
         """The packed vectors of each slot; those of chunks are merged on the device."""
         out = self.gpu.empty(self.slots * length, "float64")
         partial = out if self.chunks == 1 else self.gpu.empty(self.chunks * self.slots * length, "float64")
-        self.gpu.launch(f"{kernel}_{self.type}", self._grid(), *arguments, partial, *self.shape, np.int32(self.width))
+        sizes = *self.shape, np.int32(self.width)
+        self.gpu.launch(kernel, self._grid(), *arguments, partial, *sizes, *more)
         if self.chunks > 1:
             grid = (-(-self.slots * self.channels // (BLOCK // 32)), 1, 1)
             sizes = np.int32(self.chunks), np.int64(self.slots), np.int64(self.channels)
@@ -186,39 +194,45 @@ class Kernels:
 
     def moments(self):
         """[slots][1 + 2C]"""
-        return self._packed("moments", "merge_moments", 1 + 2 * self.channels, self.data)
+        return self._packed(self._name("moments"), "merge_moments", 1 + 2 * self.channels, self.data)
 
     def normalise(self, source, pooling, gamma, beta, fix_gamma, start=None, running=(None, None), batch=None,
-                  hand_on=1, momentum=0.9, given_up=0, unbiased=0, watch=0):  # fmt: skip
+                  hand_on=1, momentum=0.9, given_up=0, unbiased=0, watch=0, activation=None, addend=None):  # fmt: skip
         """`source`: gathered moments, or None for the running statistics. Returns the output and what is kept."""
         out, kept = self.output(start), self.gpu.empty(self.slots * (1 + 4 * self.channels), "float64")
         gathered = None if source is None else self.gpu.upload(source)
         told = self.gpu.upload(np.array([(given_up, 0, -1, 0.0)], TOLD).view("uint8"))
+        addend = None if addend is None else self.upload(addend, 1)
         self.gpu.launch(
-            f"normalise_{self.type}", self._each(), self.data, gathered, pooling, np.int32(source is None),
+            self._name("normalise", activation), self._each(), self.data, gathered, pooling, np.int32(source is None),
             np.float64(EPSILON), self.parameters(gamma), self.parameters(beta), np.int32(fix_gamma), out,
             np.int32(start is not None), kept, np.float64(momentum), *running, batch, np.int32(hand_on),
-            np.int32(unbiased), np.int32(watch), told, *self._sizes(),
+            np.int32(unbiased), np.int32(watch), told, *self._sizes(), addend, *self._activation(activation),
         )  # fmt: skip
         self.told = self.gpu.download(told).view(TOLD)[0]
         kept = self.gpu.download(kept).reshape(self.slots, -1)
         return self.gpu.download(out).reshape(self.x.shape), kept
 
-    def grad_sums(self, dy, kept):
-        """[slots][2C]"""
+    def grad_sums(self, dy, kept, gamma=None, beta=None, fix_gamma=False, activation=None, y=None):
+        """[slots][2C]; with y, whose sign counts then, and dz."""
         arrays = self.upload(dy, 1), self.data, self.gpu.upload(kept)
-        return self._packed("grad_sums", "merge_sums", 2 * self.channels, *arrays)
+        gamma, beta = (None if values is None else self.parameters(values) for values in (gamma, beta))
+        y, dz = (None, None) if y is None else (self.upload(y, 3), self.output(None))
+        more = gamma, beta, np.int32(fix_gamma), *self._activation(activation), y, dz
+        sums = self._packed(self._name("grad_sums", activation), "merge_sums", 2 * self.channels, *arrays, more=more)
+        return sums if dz is None else (sums, self.gpu.download(dz).reshape(self.x.shape))
 
-    def grad_input(self, dy, kept, gathered, users, own, gamma, fix_gamma, start=None):
+    def grad_input(self, dy, kept, gathered, users, own, gamma, fix_gamma, start=None, beta=None, activation=None):
         """dx, dgamma, dbeta."""
         out = self.output(start)
         before = np.arange(1, self.channels + 1)
         parameters = [self.parameters(before) for _ in range(2)]
         add = np.int32(start is not None)
+        beta = None if beta is None else self.parameters(beta)
         self.gpu.launch(
-            f"grad_input_{self.type}", self._each(), self.upload(dy, 1), self.data, self.gpu.upload(kept),
+            self._name("grad_input", activation), self._each(), self.upload(dy, 1), self.data, self.gpu.upload(kept),
             self.gpu.upload(gathered), users, self.gpu.upload(own), self.parameters(gamma), np.int32(fix_gamma), out,
-            add, parameters[0], add, parameters[1], add, *self._sizes(),
+            add, parameters[0], add, parameters[1], add, *self._sizes(), beta, *self._activation(activation),
         )  # fmt: skip
         dgamma, dbeta = (self.gpu.download(p) - (before if start is not None else 0) for p in parameters)
         return self.gpu.download(out).reshape(self.x.shape), dgamma, dbeta
@@ -364,6 +378,86 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
         size = np.abs(both).max() + channels
         close(dbeta / size, both[0] / size, TOLERANCE["float32"])
         close(dgamma / size, 0 * both[1] if fix_gamma else both[1] / size, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(3, 1, 5, 77), (2, 2, 3, 40), (1, 1, 2, 9000), (7, 10, 33, 1)], ids=str)
+@pytest.mark.parametrize(
+    "slots, chunks, width, shifts",
+    [(1, 1, 4, (0, 0, 0, 0)), (3, 2, 32, (0, 0, 1, 0)), (8, 3, 8, (0, 1, 0, 0)), (2, 1, 8, (0, 0, 0, 1))],
+)
+def test_an_activation(gpu, shape, dtype, slots, chunks, width, shifts):
+    if isinstance(gpu, Cupy) and "CUDA_EMULATOR" in os.environ and dtype != "float32":
+        pytest.skip("on the emulator CuPy only shows that these tests will run on a GPU")
+    x, dy, start, gamma, beta = case(shape, dtype, slots)
+    addend = (2 * np.random.RandomState(2).randn(*shape)).astype(dtype)
+    channels = shape[2]
+    kernels = Kernels(gpu, x, slots, chunks, width, shifts=shifts)
+    moments, sums = gathered_moments(channels, slots + 3), np.random.RandomState(1).randn(slots + 3, 2 * channels)
+    pooling, used, fed = POOLINGS[-1](slots)  # with other statistics than those that flow back
+    users, ranges = pools(TABLE, 2, table=range(3, 3 + slots)), ones(3, slots)
+    of_used, of_fed = ([pooled(moments, range_, channels) for range_ in ranges_] for ranges_ in (used, fed))
+
+    def xhat(i, part):
+        return (part - of_used[i][1]) / np.sqrt(of_used[i][2] + EPSILON)
+
+    for activation, fix_gamma, base, added in (
+        ((0.0, np.inf), False, None, None),
+        ((0.0, 0.5), False, None, None),
+        ((0.25, np.inf), True, start, None),
+        ((0.0, 0.5), False, start, addend),
+        ((0.25, np.inf), False, None, addend),
+        ((1.0, np.inf), True, None, addend),
+    ):
+        slope, ceiling = activation
+        weight, before = 1 if fix_gamma else gamma.astype("float64"), 0 if base is None else base.astype("float64")
+        z = joined(x, slots, lambda i, part, w=weight: xhat(i, part) * w + beta) + (0 if added is None else added)
+        y, kept = kernels.normalise(moments, pooling, gamma, beta, fix_gamma, base, activation=activation, addend=added)
+        want = np.where(z > 0, np.minimum(z, ceiling), slope * z)
+        close(y, want + before, TOLERANCE[dtype])
+
+        seen = z if added is None else want.astype(dtype)
+        dz = np.where(seen > 0, seen < ceiling, slope) * dy.astype("float64")
+        grads = parts(dz, slots)
+        if added is None:
+            own = kernels.grad_sums(dy, kept, gamma, beta, fix_gamma, activation)
+            head, again = dy, {"beta": beta, "activation": activation}
+        else:
+            own, head = kernels.grad_sums(dy, kept, activation=activation, y=want)
+            again = {}
+            np.testing.assert_array_equal(head, dz.astype(dtype))
+        for i, (part, grad) in enumerate(zip(parts(x, slots), grads)):
+            size = np.abs(grad * xhat(i, part)).sum() + np.abs(grad).sum() + 1
+            close(own[i, :channels] / size, grad.sum((0, 1, 2)) / size, SUMS[dtype])
+            close(own[i, channels:] / size, (grad * xhat(i, part)).sum((0, 1, 2)) / size, SUMS[dtype])
+
+        def gradient(i, part, weight=weight, grads=grads):
+            count, mean, variance = of_fed[i]
+            s1, s2 = sums[ranges[i][0] : ranges[i][1]].sum(0).reshape(2, channels)
+            invstd = (variance + EPSILON) ** -0.5
+            through = invstd / count * (s1 + (part - mean) * invstd * s2)
+            return weight * (grads[i] / np.sqrt(of_used[i][2] + EPSILON) - through)
+
+        dx, _, dbeta = kernels.grad_input(head, kept, sums, users, own, gamma, fix_gamma, base, **again)
+        close(dx, joined(x, slots, gradient) + before, 4 * TOLERANCE[dtype])
+        both = own.sum(0).reshape(2, channels)
+        close(dbeta / np.abs(both).max(), both[0] / np.abs(both).max(), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("activation", [(0.0, np.inf), (0.0, 2.5), (0.25, np.inf)], ids=str)
+def test_an_activation_of_what_is_not_finite(gpu, activation, dtype):
+    """NaN stays NaN; of minus infinity ReLU makes 0."""
+    slope, ceiling = activation
+    values = np.array([np.nan, np.inf, -np.inf, 0, 3, -4, 2, -1] * 2, dtype)
+    for shape in ((1, 1, 1, 16), (16, 1, 1, 1)):
+        kernels = Kernels(gpu, values.reshape(shape))
+        running = [kernels.parameters(np.full(1, value)) for value in (0, 1 - EPSILON)]
+        got, _ = kernels.normalise(
+            None, pools(OWN), np.ones(1), np.zeros(1), False, running=running, activation=activation
+        )
+        want = [np.nan, ceiling, -np.inf if slope else 0, 0, min(3, ceiling), -4 * slope, 2, -slope] * 2
+        np.testing.assert_allclose(got.ravel(), np.array(want, dtype), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

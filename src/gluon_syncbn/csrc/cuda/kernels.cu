@@ -10,7 +10,7 @@
 //
 // What replicas hand in are packed vectors of float64, as csrc/pooling/statistics.h has them, one for each of their slots:
 //
-//     moments    [count, mean[C], m2[C]]       gradients  [sum dy[C], sum dy*xhat[C]]
+//     moments    [count, mean[C], m2[C]]       gradients  [sum dy[C], sum dy*xhat[C]], of dz where z is rectified
 //
 // *Gathered* are those of all replicas, side by side in their order. Every device holds them and puts a pool together from
 // them in that order, whatever the order in which they came: all devices have the same bits.
@@ -146,18 +146,43 @@ struct Split {
     __device__ Wide below(Wide x) const { return (x - high) - low; }
 };
 
+// z of one channel. The kernels that need its sign compute it by the same expression as the one that writes it.
+template <typename Wide>
+struct Normal {
+    Split<Wide> mean = Split<Wide>(0);
+    Wide scale = 0, shift = 0;
+
+    __device__ Wide of(Wide x) const { return mean.below(x) * scale + shift; }
+};
+
+// `Activation` of csrc/types.h; slope 0 gives 0 for minus infinity too. A NaN stays one.
+template <typename Wide>
+struct Activation {
+    Wide slope, ceiling;
+
+    __device__ Activation(double slope, double ceiling)
+        : slope(static_cast<Wide>(slope)), ceiling(static_cast<Wide>(ceiling)) {}
+    __device__ Wide of(Wide z) const {
+        return z <= 0 ? (slope == 0 ? 0 : slope * z) : z > ceiling ? ceiling : z;
+    }
+    // The gradient with respect to z, in whose place y will do.
+    __device__ Wide through(Wide grad, Wide z) const { return (z > 0) & (z < ceiling) ? grad : grad * slope; }
+};
+
 // ---- reductions ----------------------------------------------------------------------------------------------
 
-template <class Reduction>
+template <int kUnit, class Reduction>
 __device__ inline void add_run(Reduction& reduction, int n) {
     if (n == Reduction::kRun)
         reduction.add(Full<Reduction::kRun>());
     else
         reduction.add(n);
+    reduction.template put<kUnit>(n);
 }
 
-// Calls take<kUnit>(j, offset) for the values that this thread reads and add(n) after each run of n of them. What is
-// counted within a channel fits into 32 bits, which a GPU adds in one instruction and 64 in two.
+// Calls take<kUnit>(j, offset) for the values that this thread reads, then add(n) and put<kUnit>(n) for each run of n of
+// them: what is written waits until all of a run has been read. What is counted within a channel fits into 32 bits, which
+// a GPU adds in one instruction and 64 in two.
 template <typename T, int kUnit, class Reduction>
 __device__ void down_rows(Reduction& reduction, const Layout& layout) {
     const Index slot = blockIdx.y;
@@ -184,7 +209,7 @@ __device__ void down_rows(Reduction& reduction, const Layout& layout) {
                 offset += next_row;
             }
         }
-        add_run(reduction, n);
+        add_run<kUnit>(reduction, n);
     }
 }
 
@@ -207,7 +232,7 @@ __device__ void down_columns(Reduction& reduction, const Layout& layout, int wid
             row += step;
             offset += step * layout.channels;
         }
-        add_run(reduction, n);
+        add_run<1>(reduction, n);
     }
 }
 
@@ -309,6 +334,8 @@ struct MomentsOf {
         m2 += squares + delta * delta * count * share;
         count = total;
     }
+    template <int kUnit>
+    __device__ void put(int) const {}
     __device__ Moments result() const {
         return {static_cast<double>(count), static_cast<double>(origin) + static_cast<double>(mean),
                 static_cast<double>(m2)};
@@ -336,7 +363,10 @@ struct Sums {
     }
 };
 
-template <typename T>
+// Of dz, which is dy or, where kActivated, what the activation lets through. Its z is what `normal` makes of `marks`: of x, or
+// of y where that is at hand, with the identity; one expression for both, and a second load of x comes from the cache. dz is
+// written where it is not null.
+template <typename T, bool kActivated>
 struct SumsOf {
     typedef Sums Result;
     typedef typename Number<T>::Wide Wide;
@@ -344,20 +374,31 @@ struct SumsOf {
     const T *dy, *x;
     Split<Wide> mean;
     double invstd;
-    double sum_dy, sum_dy_centred;
+    const T* marks;
+    T* dz;
+    Normal<Wide> normal;
+    Activation<Wide> activation;
+    double sum_dy = 0, sum_dy_centred = 0;
     Wide heads[kRun], centred[kRun];
+    Index places[kRun];
 
-    __device__ SumsOf(const T* dy, const T* x, double mean, double invstd)
-        : dy(dy), x(x), mean(mean), invstd(invstd), sum_dy(0), sum_dy_centred(0) {}
+    __device__ SumsOf(const T* dy, const T* x, double mean, double invstd, const T* marks, T* dz,
+                      const Normal<Wide>& normal, const Activation<Wide>& activation)
+        : dy(dy), x(x), mean(mean), invstd(invstd), marks(marks), dz(dz), normal(normal), activation(activation) {}
 
     template <int kUnit>
     __device__ void take(int j, Index offset) {
         const Pack<T, kUnit> head = load<T, kUnit>(dy + offset), value = load<T, kUnit>(x + offset);
+        const Pack<T, kUnit> mark = kActivated ? load<T, kUnit>(marks + offset) : value;
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
             heads[j + i] = Number<T>::widen(head.values[i]);
             centred[j + i] = mean.below(Number<T>::widen(value.values[i]));
+            if (!kActivated) continue;
+            heads[j + i] = activation.through(heads[j + i], normal.of(Number<T>::widen(mark.values[i])));
+            if (dz != nullptr) heads[j + i] = Number<T>::widen(Number<T>::narrow(heads[j + i]));  // what others read
         }
+        if (kActivated) places[j] = offset;
     }
     template <class N>
     __device__ void add(N n) {
@@ -370,6 +411,16 @@ struct SumsOf {
             }
         sum_dy += sum;
         sum_dy_centred += product;
+    }
+    template <int kUnit>
+    __device__ void put(int n) const {
+#pragma unroll
+        for (int j = 0; j < kRun; j += kUnit) {
+            Pack<T, kUnit> out;
+#pragma unroll
+            for (int i = 0; i < kUnit; ++i) out.values[i] = Number<T>::narrow(heads[j + i]);
+            if (kActivated && dz != nullptr && j < n) store<T, kUnit>(dz + places[j], out);
+        }
     }
     __device__ Sums result() const { return {sum_dy, sum_dy_centred * invstd}; }
 };
@@ -513,8 +564,8 @@ struct Source {
     __device__ double invstd(const Statistic& of) const { return rsqrt(of.variance + epsilon); }
 };
 
-// y = (x - mean) * scale + shift
-template <typename T, typename P>
+// y = (x - mean) * scale + shift; where kActivated, [+ addend] and then the activation.
+template <typename T, typename P, bool kActivated>
 struct Normalise {
     typedef typename Number<T>::Wide Wide;
     const T* x;
@@ -524,37 +575,44 @@ struct Normalise {
     const Pools& pools;
     const P *gamma, *beta;
     bool fix_gamma;
-    Split<Wide> mean = Split<Wide>(0);
-    Wide scale = 0, shift = 0;
+    const T* addend;  // or null
+    Activation<Wide> activation;
+    Normal<Wide> normal = Normal<Wide>();
 
     __device__ void use(Index slot, Index channel) {
         const Statistic with = source.of(used(pools, slot), channel);
-        mean = Split<Wide>(with.mean);
-        scale = static_cast<Wide>(source.invstd(with) * (fix_gamma ? 1.0 : gamma[channel]));
-        shift = static_cast<Wide>(beta[channel]);
+        normal.mean = Split<Wide>(with.mean);
+        normal.scale = static_cast<Wide>(source.invstd(with) * (fix_gamma ? 1.0 : gamma[channel]));
+        normal.shift = static_cast<Wide>(beta[channel]);
     }
     template <int kUnit>
     __device__ void apply(Index offset, Index stride, int n) const {
         constexpr int kCount = Batch<kUnit>::kCount;
         Pack<T, kUnit> in[kCount], out[kCount] = {};
         load_batch<T>(in, x + offset, stride, n);
-        if (add) load_batch<T>(out, y + offset, stride, n);
+        if (kActivated && addend != nullptr) load_batch<T>(out, addend + offset, stride, n);
+        if (!kActivated && add) load_batch<T>(out, y + offset, stride, n);
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
+            Pack<T, kUnit> before = out[j];
+            // Seldom asked for: it may wait, and takes no registers from the rest.
+            if (kActivated && add) before = load<T, kUnit>(y + offset + (j < n ? j * stride : 0));
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) {
-                const Wide value = mean.below(Number<T>::widen(in[j].values[i])) * scale + shift;
-                out[j].values[i] = Number<T>::narrow(add ? Number<T>::widen(out[j].values[i]) + value : value);
+                Wide value = normal.of(Number<T>::widen(in[j].values[i]));
+                if (kActivated) value = activation.of(value + Number<T>::widen(out[j].values[i]));
+                out[j].values[i] = Number<T>::narrow(add ? Number<T>::widen(before.values[i]) + value : value);
             }
             if (j < n) store<T, kUnit>(y + offset + j * stride, out[j]);
         }
     }
 };
 
-// dx = scale * dy - (shift + (x - mean) * slope): what comes back directly, and what through the statistics,
-//     gamma * invstd_u * dy - gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
-// for a slot that uses the pool u and feeds the pool f, S1 = sum dy and S2 = sum dy*xhat over the slots that use f.
-template <typename T, typename P>
+// dx = scale * dz - (shift + (x - mean) * slope): what comes back directly, and what through the statistics,
+//     gamma * invstd_u * dz - gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
+// for a slot that uses the pool u and feeds the pool f, S1 = sum dz and S2 = sum dz*xhat over the slots that use f. dz is dy
+// or, where kActivated, what the activation lets through.
+template <typename T, typename P, bool kActivated>
 struct GradInput {
     typedef typename Number<T>::Wide Wide;
     const T *dy, *x;
@@ -565,14 +623,18 @@ struct GradInput {
     const P* gamma;
     bool fix_gamma;
     Index channels;
+    const P* beta;
+    Activation<Wide> activation;
     Split<Wide> mean = Split<Wide>(0);
     Wide scale = 0, shift = 0, slope = 0;
+    Normal<Wide> normal = Normal<Wide>();
 
     __device__ void use(Index slot, Index channel) {
         const double* mine = kept + slot * kept_length(channels);
         const double weight = fix_gamma ? 1.0 : gamma[channel], invstd = mine[1 + 3 * channels + channel];
         scale = static_cast<Wide>(weight * mine[1 + channels + channel]);
         mean = Split<Wide>(mine[1 + 2 * channels + channel]);
+        if (kActivated) normal = {Split<Wide>(mine[1 + channel]), scale, static_cast<Wide>(beta[channel])};
         shift = slope = 0;
         if (mine[0] == 0) return;  // running statistics: nothing flows through them
         Sums sums = {};
@@ -594,8 +656,10 @@ struct GradInput {
         for (int j = 0; j < kCount; ++j) {
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) {
-                const Wide through = shift + mean.below(Number<T>::widen(in[j].values[i])) * slope;
-                const Wide value = scale * Number<T>::widen(head[j].values[i]) - through;
+                const Wide at = Number<T>::widen(in[j].values[i]), through = shift + mean.below(at) * slope;
+                Wide dz = Number<T>::widen(head[j].values[i]);
+                if (kActivated) dz = activation.through(dz, normal.of(at));
+                const Wide value = scale * dz - through;
                 out[j].values[i] = Number<T>::narrow(add ? Number<T>::widen(out[j].values[i]) + value : value);
             }
             if (j < n) store<T, kUnit>(dx + offset + j * stride, out[j]);
@@ -728,13 +792,17 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
 // grad_sums   partial [chunks][slots] of packed gradients. Grid as for moments.
 // grad_input  dx, added where `add`, from the gathered gradients; may be null. And this replica's part of dgamma and dbeta
 //             from those of its `own` slots. Grid as for normalise.
+// *_activated  the same three for z with something behind it; the others leave those arguments alone, and their registers are
+//             fewer. normalise adds `addend`, where not null, and rectifies. grad_sums takes dz, the gradient with respect to
+//             z, by a z that it computes again or, where y is not null, by y; and leaves it in `dz` where that is not null.
+//             grad_input computes z again; whoever has dz gives that to the other.
 // update_running  running <- momentum * running + (1 - momentum) * batch, for batch [1 or 0, mean[C], variance[C]].
 // merge_moments, merge_sums  chunks of a slot put together. Grid: a warp for each slot and channel.
 // copy        to = from, added where `add`.
 // fill        out = value.
 //
 // A slot without a sample leaves zeros, and is passed over by the others.
-#define SYNCBN_KERNELS(TYPE, T, P)                                                                                     \
+#define SYNCBN_KERNELS(TYPE, T)                                                                                        \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
         moments_##TYPE(const T* x, double* partial, Index samples, Index per_sample, Index channels, Index inner,      \
                        Index slots, int width) {                                                                       \
@@ -746,43 +814,6 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
         reduce<T>(reduction, layout, width, partial, aligned(x));                                                      \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        normalise_##TYPE(const T* x, const double* gathered, const Pools pools, int frozen, double epsilon,            \
-                         const P* gamma, const P* beta, int fix_gamma, T* y, int add, double* kept, double momentum,   \
-                         P* running_mean, P* running_var, double* batch, int hand_on, int unbiased, int watch,         \
-                         Told* told,                                                                                   \
-                         Index samples, Index per_sample, Index channels, Index inner, Index slots, int width,         \
-                         Index segment) {                                                                              \
-        const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
-        const Source<P> source = {gathered, running_mean, running_var, frozen != 0, epsilon, channels};                \
-        Normalise<T, P> map = {x, y, add != 0, source, pools, gamma, beta, fix_gamma != 0};                            \
-        if (y != nullptr && samples > 0) each<T>(map, layout, width, segment, aligned(x) && aligned(y));               \
-        keep(source, pools, slots, kept);                                                                              \
-        const Tracked<P> tracked = {momentum, running_mean, running_var, batch, hand_on != 0, unbiased != 0,           \
-                                    static_cast<Watch>(watch), told};                                                  \
-        if (frozen == 0) track(tracked, source, pools, slots);                                                         \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        grad_sums_##TYPE(const T* dy, const T* x, const double* kept, double* partial, Index samples,                  \
-                         Index per_sample, Index channels, Index inner, Index slots, int width) {                      \
-        const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
-        const Index channel = inner > 1 ? blockIdx.x : Index(blockIdx.x) * width + threadIdx.x % width;                \
-        const bool any = channel < channels;                                                                           \
-        const double* mine = kept + blockIdx.y * kept_length(channels) + 1 + channel;                                  \
-        SumsOf<T> reduction(dy, x, any ? mine[0] : 0.0, any ? mine[channels] : 0.0);                                   \
-        reduce<T>(reduction, layout, width, partial, aligned(x) && aligned(dy));                                       \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        grad_input_##TYPE(const T* dy, const T* x, const double* kept, const double* gathered, const Pools users,      \
-                          const double* own, const P* gamma, int fix_gamma, T* dx, int add, P* dgamma, int add_dgamma,  \
-                          P* dbeta, int add_dbeta, Index samples, Index per_sample, Index channels, Index inner,       \
-                          Index slots, int width, Index segment) {                                                     \
-        const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
-        GradInput<T, P> map = {dy, x, dx, add != 0, kept, gathered, users, gamma, fix_gamma != 0, channels};            \
-        if (dx != nullptr && samples > 0)                                                                              \
-            each<T>(map, layout, width, segment, aligned(x) && aligned(dy) && aligned(dx));                            \
-        parameter_gradients(own, slots, channels, fix_gamma != 0, dgamma, add_dgamma != 0, dbeta, add_dbeta != 0);     \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
         copy_##TYPE(const T* from, T* to, int add, Index n) {                                                          \
         const Index i = thread();                                                                                      \
         if (i < n) to[i] = add ? Number<T>::narrow(Number<T>::widen(to[i]) + Number<T>::widen(from[i])) : from[i];     \
@@ -790,6 +821,58 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
         fill_##TYPE(T* out, double value, Index n) {                                                                   \
         if (thread() < n) out[thread()] = Number<T>::narrow(static_cast<typename Number<T>::Wide>(value));             \
+    }
+
+#define SYNCBN_ACTIVATED_KERNELS(NAME, kActivated, T, P)                                                               \
+    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
+        normalise_##NAME(const T* x, const double* gathered, const Pools pools, int frozen, double epsilon,            \
+                         const P* gamma, const P* beta, int fix_gamma, T* y, int add, double* kept, double momentum,   \
+                         P* running_mean, P* running_var, double* batch, int hand_on, int unbiased, int watch,         \
+                         Told* told, Index samples, Index per_sample, Index channels, Index inner, Index slots,        \
+                         int width, Index segment, const T* addend, double slope, double ceiling) {                    \
+        const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
+        const Source<P> source = {gathered, running_mean, running_var, frozen != 0, epsilon, channels};                \
+        Normalise<T, P, kActivated> map = {                                                                            \
+            x, y, add != 0, source, pools, gamma, beta, fix_gamma != 0, addend, {slope, ceiling}};                     \
+        if (y != nullptr && samples > 0)                                                                               \
+            each<T>(map, layout, width, segment, aligned(x) && aligned(y) && (!kActivated || aligned(addend)));        \
+        keep(source, pools, slots, kept);                                                                              \
+        const Tracked<P> tracked = {momentum, running_mean, running_var, batch, hand_on != 0, unbiased != 0,           \
+                                    static_cast<Watch>(watch), told};                                                  \
+        if (frozen == 0) track(tracked, source, pools, slots);                                                         \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
+        grad_sums_##NAME(const T* dy, const T* x, const double* kept, double* partial, Index samples,                  \
+                         Index per_sample, Index channels, Index inner, Index slots, int width, const P* gamma,        \
+                         const P* beta, int fix_gamma, double slope, double ceiling, const T* y, T* dz) {              \
+        typedef typename Number<T>::Wide Wide;                                                                         \
+        const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
+        const Index channel = inner > 1 ? blockIdx.x : Index(blockIdx.x) * width + threadIdx.x % width;                \
+        const bool any = channel < channels;                                                                           \
+        const double* mine = kept + blockIdx.y * kept_length(channels) + 1 + channel;                                  \
+        const double mean = any ? mine[0] : 0.0, invstd = any ? mine[channels] : 0.0;                                  \
+        Normal<Wide> normal;                                                                                           \
+        normal.scale = 1;                                                                                              \
+        if (kActivated && y == nullptr && any)                                                                         \
+            normal = {Split<Wide>(mean), static_cast<Wide>(invstd * (fix_gamma ? 1.0 : gamma[channel])),               \
+                      static_cast<Wide>(beta[channel])};                                                               \
+        const T* marks = y != nullptr ? y : x;                                                                         \
+        SumsOf<T, kActivated> reduction(dy, x, mean, invstd, marks, dz, normal, {slope, ceiling});                     \
+        const bool packs = aligned(x) && aligned(dy) && (!kActivated || (aligned(y) && aligned(dz)));                  \
+        reduce<T>(reduction, layout, width, partial, packs);                                                           \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
+        grad_input_##NAME(const T* dy, const T* x, const double* kept, const double* gathered, const Pools users,      \
+                          const double* own, const P* gamma, int fix_gamma, T* dx, int add, P* dgamma, int add_dgamma, \
+                          P* dbeta, int add_dbeta, Index samples, Index per_sample, Index channels, Index inner,       \
+                          Index slots, int width, Index segment, const P* beta, double slope, double ceiling) {        \
+        const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
+        GradInput<T, P, kActivated> map = {                                                                            \
+            dy, x, dx, add != 0, kept, gathered, users, gamma, fix_gamma != 0, channels, beta,                         \
+            {slope, ceiling}};                                                                                         \
+        if (dx != nullptr && samples > 0)                                                                              \
+            each<T>(map, layout, width, segment, aligned(x) && aligned(dy) && aligned(dx));                            \
+        parameter_gradients(own, slots, channels, fix_gamma != 0, dgamma, add_dgamma != 0, dbeta, add_dbeta != 0);     \
     }
 
 #define SYNCBN_PARAMETER_KERNELS(TYPE, P)                                                                              \
@@ -800,9 +883,15 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
         if (c < channels && batch[0] != 0) tracked.move(c, batch[1 + c], batch[1 + channels + c]);                     \
     }
 
-SYNCBN_KERNELS(float16, Half, float)
-SYNCBN_KERNELS(float32, float, float)
-SYNCBN_KERNELS(float64, double, double)
+SYNCBN_KERNELS(float16, Half)
+SYNCBN_KERNELS(float32, float)
+SYNCBN_KERNELS(float64, double)
+SYNCBN_ACTIVATED_KERNELS(float16, false, Half, float)
+SYNCBN_ACTIVATED_KERNELS(float32, false, float, float)
+SYNCBN_ACTIVATED_KERNELS(float64, false, double, double)
+SYNCBN_ACTIVATED_KERNELS(activated_float16, true, Half, float)
+SYNCBN_ACTIVATED_KERNELS(activated_float32, true, float, float)
+SYNCBN_ACTIVATED_KERNELS(activated_float64, true, double, double)
 SYNCBN_PARAMETER_KERNELS(float32, float)
 SYNCBN_PARAMETER_KERNELS(float64, double)
 

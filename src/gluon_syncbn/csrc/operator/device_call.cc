@@ -44,7 +44,9 @@ constexpr auto kPause = std::chrono::microseconds(20);
 constexpr auto kLongPause = std::chrono::milliseconds(1);
 constexpr double kWatchAfter = 0.05;  // seconds until a wait counts as long enough to look around
 
-std::string named(const char* kernel, Type type) { return std::string(kernel) + "_" + name_of(type); }
+std::string named(const char* kernel, Type type, bool activated = false) {
+    return std::string(kernel) + (activated ? "_activated_" : "_") + name_of(type);
+}
 
 void* data(Array array) {
     void* out = nullptr;
@@ -100,6 +102,11 @@ class DeviceCall : public Call {
         work();
         return Memory(device(), size);
     }
+    // The same until the callback ends.
+    double* scratch(int64_t size) {
+        scratch_.push_back(memory(size));
+        return scratch_.back().data();
+    }
     void run(const std::string& kernel, Grid grid, std::initializer_list<Argument> arguments) {
         launch(device(), work().lease.stream(), kernel, grid, arguments);
     }
@@ -111,6 +118,7 @@ class DeviceCall : public Call {
     // The packed vectors of all replicas, from those of this one. The counts of their slots come back in the forward.
     Total gather(Direction direction, int64_t length);
     void run_normalise(const Arrays& arrays, int req, const PoolsOfSlots& pools, void* batch);
+    void copy_data(const void* from, Type type, int64_t n, void* to, bool add);
     PoolsOfSlots used() const;
     PoolsOfSlots users() const;
     bool idle_within(double seconds) const;
@@ -201,8 +209,7 @@ Memory DeviceCall::reduced(int64_t length, const char* merge, const Launch& laun
         launch_with(plan, out.data());
         return out;
     }
-    scratch_.push_back(memory(plan.chunks * slots * length));
-    double* partial = scratch_.back().data();
+    double* partial = scratch(plan.chunks * slots * length);
     launch_with(plan, partial);
     const int chunks = static_cast<int>(plan.chunks);
     const int64_t warps = slots * channels();
@@ -287,6 +294,7 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, const PoolsOfSlots
     const Affine affine = this->affine(arrays, 0);
     const void *x = data(arrays[kX]), *gamma = data(affine.gamma), *beta = data(affine.beta);
     const double* gathered = frozen_ ? nullptr : gathered_->values();
+    const void* addend = node_.adds ? data(arrays[kAddend]) : nullptr;
     void* y = req == kNull ? nullptr : data(arrays[node_.output()]);
     void *mean = nullptr, *variance = nullptr;
     if (frozen_ || (node_.role != Role::kMeet && !recall_.again)) {
@@ -301,7 +309,8 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, const PoolsOfSlots
     const int unbiased = node_.unbiased;
     const int watch = !watches() ? kPropagate : on_devices_ ? kLeaveOutAndTell : kLeaveOut;
     const bool any = y != nullptr && tensor_.shape.size() > 0;
-    run(named("normalise", tensor_.type), any ? plan.each() : Grid{ceil_div(channels(), kBlock)},
+    run(named("normalise", tensor_.type, node_.adds || affine.activation.any()),
+        any ? plan.each() : Grid{ceil_div(channels(), kBlock)},
         {x,
          gathered,
          pools,
@@ -327,7 +336,10 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, const PoolsOfSlots
          plan.shape.inner,
          plan.slots,
          plan.width,
-         plan.segment});
+         plan.segment,
+         addend,
+         affine.activation.slope,
+         affine.activation.ceiling});
 }
 
 // The second operator of a call: what the first one has left is [1, mean[C], variance[C]], or [0, ...].
@@ -340,27 +352,42 @@ void DeviceCall::track(const Arrays& arrays) {
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
+// dz, the gradient with respect to z of `Affine`, is the addend's too. Where there is an addend, `grad_sums` writes dz and
+// `grad_input` reads that; else both make it of dy, by a z that they compute again.
 void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
     const int inputs = node_.outputs(), gradients = node_.gradients();
     const Affine affine = this->affine(arrays, inputs);
+    const bool rectifies = affine.activation.any();
     const void *dy = data(arrays[0]), *x = data(arrays[inputs + kX]), *gamma = data(affine.gamma);
+    const void *beta = nullptr, *y = nullptr;
+    const int fix_gamma = affine.fix_gamma;
+    void* dz = nullptr;
+    if (node_.adds) {
+        y = rectifies ? data(arrays[inputs + node_.inputs()]) : dy;  // whose sign does not matter
+        if (reqs[kAddend] == kWrite || reqs[kAddend] == kInplace)
+            dz = data(arrays[gradients + kAddend]);
+        else if (rectifies)
+            dz = scratch(ceil_div(tensor_.shape.size() * size_of(tensor_.type), int64_t{sizeof(double)}));
+    } else if (rectifies) {
+        beta = data(affine.beta);
+    }
     gathered_ = std::make_shared<Gathered>();
     const int64_t length = gradients_length(channels());
     gathered_->own = reduced(length, "merge_sums", [&](const Plan& plan, double* out) {
-        run(named("grad_sums", tensor_.type), plan.reduce(),
+        run(named("grad_sums", tensor_.type, dz != nullptr || beta != nullptr), plan.reduce(),
             {dy, x, kept_.data(), out, plan.samples, plan.per_sample, plan.shape.channels, plan.shape.inner, plan.slots,
-             plan.width});
+             plan.width, gamma, beta, fix_gamma, affine.activation.slope, affine.activation.ceiling, y, dz});
     });
     if (!frozen_) gather(Direction::kBackward, length);
 
     const auto target = [&](Input i) { return reqs[i] == kNull ? nullptr : data(arrays[gradients + i]); };
     void *dx = target(kX), *dgamma = target(kGamma), *dbeta = target(kBeta);
-    const int fix_gamma = affine.fix_gamma, add = reqs[kX] == kAdd, add_dgamma = reqs[kGamma] == kAdd,
-              add_dbeta = reqs[kBeta] == kAdd;
+    const void* head = dz != nullptr ? dz : dy;
+    const int add = reqs[kX] == kAdd, add_dgamma = reqs[kGamma] == kAdd, add_dbeta = reqs[kBeta] == kAdd;
     const Plan plan = plan_of(tensor_);
     const bool any = dx != nullptr && tensor_.shape.size() > 0;
-    run(named("grad_input", tensor_.type), any ? plan.each() : Grid{ceil_div(channels(), kBlock)},
-        {dy,
+    run(named("grad_input", tensor_.type, beta != nullptr), any ? plan.each() : Grid{ceil_div(channels(), kBlock)},
+        {head,
          x,
          kept_.data(),
          gathered_->values(),
@@ -380,14 +407,23 @@ void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
          plan.shape.inner,
          plan.slots,
          plan.width,
-         plan.segment});
+         plan.segment,
+         beta,
+         affine.activation.slope,
+         affine.activation.ceiling});
+    if (node_.adds && reqs[kAddend] == kAdd)
+        copy_data(head, tensor_.type, tensor_.shape.size(), data(arrays[gradients + kAddend]), true);
 }
 
 // ---- the rest ------------------------------------------------------------------------------------------------------
 
 void DeviceCall::copy(Array from, Type type, int64_t n, Array to, bool add) {
+    copy_data(data(from), type, n, data(to), add);
+}
+
+void DeviceCall::copy_data(const void* from, Type type, int64_t n, void* to, bool add) {
     const int adds = add;
-    if (n > 0) run(named("copy", type), {ceil_div(n, kBlock)}, {data(from), data(to), adds, n});
+    if (n > 0) run(named("copy", type), {ceil_div(n, kBlock)}, {from, to, adds, n});
 }
 
 void DeviceCall::fill(Array to, Type type, int64_t n, double value) {
@@ -467,8 +503,6 @@ void DeviceCall::clear_up() {
 }  // namespace
 
 std::unique_ptr<Call> device_call(Node node, std::string context, Type type, Shape shape, int64_t samples) {
-    if (node.activation.any() || node.adds)
-        throw Failure(node.layer->name, context, "", "there are no kernels for a GPU with an activation");
     return std::make_unique<DeviceCall>(std::move(node), std::move(context), type, shape, samples);
 }
 
