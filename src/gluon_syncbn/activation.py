@@ -25,8 +25,13 @@ class Activation(NamedTuple):
         return f"ReLU{self.ceiling:g}" if math.isfinite(self.ceiling) else "ReLU"
 
     def attributes(self) -> Dict[str, str]:
-        """Of a node; the slope as MXNet's LeakyReLU keeps it."""
-        return {"slope": repr(float(np.float32(self.slope))), "ceiling": repr(self.ceiling)}
+        """Of a node."""
+        return {"slope": repr(self.slope), "ceiling": repr(self.ceiling)}
+
+    @classmethod
+    def leaky(cls, slope: float) -> Activation:
+        """With the slope as MXNet's LeakyReLU keeps it."""
+        return cls(float(np.float32(slope)))
 
     @classmethod
     def of_attributes(cls, attributes: Dict[str, str]) -> Activation:
@@ -62,7 +67,7 @@ def of_arguments(activation: Any, slope: Any) -> Activation:
         arguments.refuse("slope", slope, expected)
     if activation is None:
         return NONE
-    choices = {"relu": RELU, "relu6": RELU6, "leaky": Activation(slope)}
+    choices = {"relu": RELU, "relu6": RELU6, "leaky": Activation.leaky(slope)}
     return choices[arguments.one_of("activation", activation, tuple(choices))]
 
 

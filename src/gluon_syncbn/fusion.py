@@ -131,7 +131,7 @@ def _activation_of(node: Json) -> Optional[Activation]:
         return RELU6
     if node["op"] == "LeakyReLU" and attributes.get("act_type", "leaky") == "leaky":
         slope = float(attributes.get("slope", 0.25))
-        return Activation(slope) if 0 < slope < 1 else None
+        return Activation.leaky(slope) if 0 < slope < 1 else None
     return None
 
 

@@ -203,8 +203,7 @@ class Specification:
 def _settings(layer: nn.BatchNorm) -> Dict[str, Any]:
     kwargs = layer._kwargs
     momentum = float(np.float32(kwargs["momentum"]))  # as MXNet keeps it
-    slope, ceiling = getattr(layer, "_activation", NONE)  # a reverted one without any is a BatchNorm
-    activation = {"slope": float(np.float32(slope)), "ceiling": ceiling}  # the same
+    activation = getattr(layer, "_activation", NONE)._asdict()  # a reverted one without any is a BatchNorm
     settings = {"axis": kwargs["axis"], "epsilon": kwargs["eps"], "momentum": momentum}
     return {**settings, **activation, "scale": not kwargs["fix_gamma"]}
 
