@@ -4,7 +4,9 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -308,6 +310,33 @@ def recomputed():
             assert np.abs(a).max() > 0
 
 
+def decisions():
+    """Asked for in an order of its own by each process, in a thread each; what rank 0 makes of them is the same
+    everywhere."""
+    order, lock, made = np.random.RandomState(kv.rank).permutation(12), threading.Lock(), []
+
+    def decision(parts):
+        with lock:
+            made.append(len(made))
+            return np.concatenate([made[-1:], *parts])
+
+    def one(i):
+        label = Label("turn", 100 + i, what=f"test {i}")
+        return kv._transport.decide(label, np.arange(1.0 + (i + kv.rank) % 3) + 10 * i + 100 * kv.rank, decision)
+
+    with ThreadPoolExecutor(12) as pool:
+        jobs = {int(i): pool.submit(one, int(i)) for i in order}
+        answers = [jobs[i].result(60) for i in range(12)]
+    assert len(made) == (0 if kv.rank else 12)
+    assert sorted(answer[0] for answer in answers) == list(range(12))
+    for i, answer in enumerate(answers):
+        parts = [np.arange(1.0 + (i + rank) % 3) + 10 * i + 100 * rank for rank in range(kv.num_workers)]
+        np.testing.assert_array_equal(answer[1:], np.concatenate(parts))
+    firsts = kv.allgather("a test", np.array([answer[0] for answer in answers]))
+    for others in firsts:
+        np.testing.assert_array_equal(others, firsts[0])
+
+
 def along_a_tree():
     mpi._FEW = 1
     pushpull_and_broadcast()
@@ -316,6 +345,7 @@ def along_a_tree():
         parts = [np.random.RandomState(rank).randn(size) for rank in range(kv.num_workers)]
         total = kv._transport.allreduce(Label("gradient", 99, call=size, what="a test"), parts[kv.rank])
         np.testing.assert_allclose(total, sum(parts), rtol=1e-12, atol=1e-12)
+    decisions()
 
 
 def random_order():
