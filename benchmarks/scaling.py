@@ -207,7 +207,7 @@ def describe_gpus(costs: Dict[str, Dict[str, List[Dict[str, float]]]], options: 
     ]
     return (
         f"## GPUs\n\n{name}, one process for the {options.gpus_per_machine} GPUs of a machine. **Every time in this "
-        "table is reckoned**: what is asked of a GPU, times what that takes according to others. No GPU was measured.\n\n"
+        "table is reckoned**: what is asked of a GPU, times what that takes according to others.\n\n"
         f"{_results.table(header, rows)}\n\n"
         "Nothing is taken off for what runs at once. The message that says whose turn it is goes while the GPU still "
         "reads x for the moments, so that much of that column may be hidden; over the host the copy waits for the "
