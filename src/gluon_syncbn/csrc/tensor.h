@@ -39,6 +39,13 @@ struct Tensor {
 // MXNet's handle of an array that lives on the device.
 using Array = void*;
 
+// Where its values are. Throws Failure.
+void* data(Array array);
+template <typename T>
+T* data(Array array) {
+    return static_cast<T*>(data(array));
+}
+
 // gamma * x + beta; where gamma is fixed it counts as 1.
 struct Affine {
     Array gamma, beta;

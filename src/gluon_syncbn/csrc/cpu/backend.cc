@@ -5,20 +5,11 @@
 #include <cstring>
 
 #include "cpu/half.h"
-#include "failure.h"
-#include "mxnet_api.h"
 #include "pooling/statistics.h"
 
 namespace syncbn {
 namespace cpu {
 namespace {
-
-template <typename T = void>
-T* data(Array array) {
-    void* out = nullptr;
-    if (mx.ndarray_get_data(array, &out) != 0) throw Failure("MXNet gave no memory for an array");
-    return static_cast<T*>(out);
-}
 
 void* at(Array values, const Tensor& tensor, const Slot& slot) {
     return data<char>(values) + slot.first * size_of(tensor.type);

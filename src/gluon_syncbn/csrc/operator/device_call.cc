@@ -48,12 +48,6 @@ constexpr double kLookAfter = 0.5;    // seconds between looks at other processe
 
 std::string named(const char* kernel, Type type) { return std::string(kernel) + "_" + name_of(type); }
 
-void* data(Array array) {
-    void* out = nullptr;
-    if (mx.ndarray_get_data(array, &out) != 0) throw Failure("MXNet gave no memory for an array");
-    return out;
-}
-
 // The layout is that of `Pools` in kernels.cu.
 struct PoolsOfSlots {
     enum Kind : int { kShared, kOwn, kTable };
@@ -93,7 +87,10 @@ class DeviceCall : public Call {
         Lease lease;
         explicit Work(Device& device) : current(device), lease(device) {}
     };
-    Device& device() const { return Device::of(std::stoi(context_.substr(4))); }
+    Device& device() {
+        if (device_ == nullptr) device_ = &Device::of(std::stoi(context_.substr(4)));
+        return *device_;
+    }
     Work& work() {
         if (!work_) work_.emplace(device());
         return *work_;
@@ -117,6 +114,7 @@ class DeviceCall : public Call {
     PoolsOfSlots users() const;
     bool idle_within(double seconds) const;
 
+    Device* device_ = nullptr;
     std::optional<Work> work_;
     std::vector<Memory> scratch_;         // until the callback ends
     std::shared_ptr<Gathered> gathered_;  // the same
