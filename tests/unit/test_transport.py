@@ -252,6 +252,29 @@ def test_why_gpus_go_over_the_host(no_gpus, monkeypatch, caplog, layer_id, gpus,
     assert all(re.search(REASONS[reason], text) for text in said)
 
 
+@pytest.mark.parametrize("gpus", [None, "nccl", "host"])
+def test_a_layer_that_comes_to_gpus_later(no_gpus, caplog, layer_id, gpus):
+    """What was agreed on stays, and is said."""
+    post = Post(2)
+    all_stores = [ProcessStore("threads", ThreadTransport(post, rank), gpus) for rank in range(2)]
+
+    def work(rank, store):
+        layer = LayerInfo(layer_id, "bn", [mx.cpu(0)], 1, CHANNELS, "sync", 1, None)
+        store.learn([layer])
+        moved = layer._replace(contexts=[mx.gpu(0)])
+        assert store.knows(moved)
+        return [store.spread(moved, ticket(layer_id), np.zeros((1, 1))).values.tolist() for _ in range(2)]
+
+    results = everywhere(all_stores, work)
+    text = "'bn' was on no GPU when the processes agreed on their layers"
+    if gpus == "nccl":
+        assert all(isinstance(error, ValueError) and text in str(error) for error in results)
+    else:
+        assert results == [[[0.0]] * 2] * 2
+    assert len(caplog.records) == (0 if gpus else 2)
+    assert all(text in record.getMessage() for record in caplog.records)
+
+
 def test_processes_that_want_gpus_to_go_another_way(layer_id):
     post = Post(2)
     all_stores = [ProcessStore("threads", ThreadTransport(post, rank), [None, "host"][rank]) for rank in range(2)]

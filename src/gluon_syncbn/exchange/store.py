@@ -244,7 +244,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         return ranks, starts, ends
 
     def spread(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
-        return Total(np.array([self._spread[layer.id]], np.float64), 0, self._keys[layer.id])
+        spread = self._spread[layer.id]
+        if spread == 0:  # it was on no GPU in any process then; or why not has been said already
+            self._over_the_host(layer.name, f"'{layer.name}' was on no GPU when the processes agreed on their layers")
+        return Total(np.array([spread], np.float64), 0, self._keys[layer.id])
 
     def turn(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         label = self._call(layer, ticket)._replace(kind="turn")
@@ -354,13 +357,16 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                     problem = problem or f"{owner} and {name} of rank {rank} are the same GPU"
         if not problem:
             return total
+        self._over_the_host(everyone[self.rank]["name"], problem)
+        return 0
+
+    def _over_the_host(self, name: str, problem: str) -> None:
+        """The GPUs of a layer cannot hand each other anything: an error, a warning, or what was asked for."""
         if self.gpus == "nccl":
-            name = everyone[self.rank]["name"]
             raise ValueError(f"gpus: 'nccl' was given, but the statistics of '{name}' cannot go by NCCL: {problem}")
-        if not self._said:
+        if self.gpus is None and not self._said:
             self._said = True
             log.warning("the statistics of the GPUs of several processes go over the host: %s", problem)
-        return 0
 
     def _call(self, layer: LayerInfo, ticket: Ticket) -> Label:
         key = self._keys[ticket.layer]
