@@ -37,7 +37,10 @@ MESSAGES = Counter()  # that this process has waited for, by their kind
 def counted(method):
     def call(label, *arguments, **settings):
         MESSAGES[label.kind] += 1
-        return method(label, *arguments, **settings)
+        result = method(label, *arguments, **settings)
+        # What Python frees while it is called here, an array on another GPU, leaves that one current on this thread.
+        ctypes.CDLL("libcudart.so.11.0").cudaSetDevice(3)
+        return result
 
     return call
 

@@ -95,6 +95,12 @@ class DeviceCall : public Call {
         if (!work_) work_.emplace(device());
         return *work_;
     }
+    // `ask` may end in Python, where whatever is freed meanwhile may leave another device current on this thread.
+    template <typename Ask>
+    auto still_current(const Ask& ask) -> decltype(ask()) {
+        const Current again(device());
+        return ask();
+    }
     Memory memory(int64_t size) {
         work();
         return Memory(device(), size);
@@ -184,7 +190,7 @@ bool DeviceCall::gathers_on_devices(Direction direction) {
     for (const std::string& context : meeting.contexts)
         if (context.compare(0, 4, "gpu(") != 0) return false;
     if (reach == Reach::kProcesses) {
-        spread_ = node_.layer->room.spread(*node_.layer->terms(), place_, direction);
+        spread_ = still_current([&] { return node_.layer->room.spread(*node_.layer->terms(), place_, direction); });
         return spread_ > 0;
     }
     if (meeting.replicas() == 1) return true;
@@ -239,7 +245,7 @@ Total DeviceCall::gather(Direction direction, int64_t length) {
             [&](const std::vector<OnDevice>& parts, Vector all, const Ticket& ticket) {
                 Turn turn;
                 if (spread_ > 0) {
-                    turn = turn_of(ticket, parts, all, terms->hook);
+                    turn = still_current([&] { return turn_of(ticket, parts, all, terms->hook); });
                 } else {
                     turn.world = parts.size();
                     turn.counts = std::move(all);
@@ -259,7 +265,7 @@ Total DeviceCall::gather(Direction direction, int64_t length) {
     Vector values(static_cast<size_t>(own.size()));
     own.download(values.data(), work().lease);
     if (direction == Direction::kForward) look_at(values);
-    Total total = share(direction, std::move(values));
+    Total total = still_current([&] { return share(direction, std::move(values)); });
     gathered_->all = memory(static_cast<int64_t>(total.values.size()));
     gathered_->all.upload(total.values.data(), work().lease.stream());
     slots = gathered_->all.size() / length;
@@ -444,7 +450,7 @@ void DeviceCall::finish() {
             throw Failure("the process was asked to end (Ctrl-C, or its main thread is gone) while the GPU worked.");
         if (spread_ > 0 && waited - looked > kLookAfter) {
             looked = waited;
-            node_.layer->room.look_out(*node_.layer->terms(), place_, direction_);
+            still_current([&] { node_.layer->room.look_out(*node_.layer->terms(), place_, direction_); });
         }
         if (waited >= timeout) {
             std::ostringstream why;
