@@ -24,7 +24,7 @@ help:
 	make check    lint and the quickest tests, for the loop of editing (under a minute)
 	make test     lint, then all tests
 	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 15 minutes)
-	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 5 minutes)
+	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 8 minutes)
 	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
 	make dist     the source archive and the wheel for Linux with glibc 2.17 or later, into dist/ (2 minutes)
 	make test-dist  that, and installs it into empty environments on each Python from 3.8 to 3.11 (about 15 minutes)

@@ -1,18 +1,21 @@
-"""The CUDA kernels on one GPU: their bandwidth beside that of a copy, and their time beside PyTorch's.
+"""On GPUs: the CUDA kernels beside a copy and PyTorch's kernels, and the whole layer beside other layers.
 
-Needs a CUDA GPU and CuPy, which compiles `kernels.cu`; no MXNet build for GPUs. Where PyTorch is installed too, its
-SyncBN kernels and `BatchNorm2d` take turns with ours on the same tensors. The shapes are those of
-`benchmarks/layers.py` with 16 images, and larger ones.
+The kernels take one GPU and CuPy, which compiles `kernels.cu`, and no MXNet build for GPUs; where PyTorch is installed
+too, its SyncBN kernels and `BatchNorm2d` take turns with ours on the same tensors. The layer takes an MXNet with GPUs,
+and is measured on one and on all of them (`_gpu_layer.py`). What is not there is left out, which the result says. The
+shapes are those of `benchmarks/layers.py`, and larger ones.
 
     python benchmarks/gpu.py             # writes benchmarks/results/gpu.{md,json,png}
-    python benchmarks/gpu.py --quick     # one small shape and few rounds
+    python benchmarks/gpu.py --quick     # small shapes and few rounds
 """
 
+import argparse
 import ctypes
 import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
+import _gpu_layer
 import _measuring
 import _results
 import numpy as np
@@ -40,6 +43,8 @@ REPLICAS = 4  # whose statistics are put together
 PASSES = {"moments": 1, "normalise": 2, "grad_sums": 2, "grad_input": 3}
 COLOURS = {"moments": "#000000", "normalise": "#0072B2", "grad_sums": "#D55E00", "grad_input": "#009E73"}
 AIM = 0.85
+
+EMULATED = "**Measured on tests/cuda_emulator: the times mean nothing, on no line of this page.**"
 
 EXPLANATION = f"""The statistics are those of {REPLICAS} replicas, which every GPU puts together by itself. The columns
 of the kernels are what each moves per second over what a copy of the same tensor moves. *Forward* is the statistics and
@@ -206,47 +211,113 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], gpu: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main(arguments: Sequence[str]) -> int:
-    options = _measuring.options(__doc__, arguments, quick="one small shape and few rounds: a smoke test")
-    try:
-        import cupy
-    except ImportError as error:
-        sys.exit(f"benchmarks/gpu.py needs CuPy ({error}): pip install cupy-cuda11x, or cupy-cuda12x")
+def kernels(cupy: Any, options: argparse.Namespace) -> Tuple[List[_measuring.Cell], Dict[str, str], List[str]]:
+    """The samples, what is worth knowing of the environment, and what was left out and why."""
+    absent, theirs_too = [], False
     try:
         import torch
     except ImportError:
         torch = None
-        print("PyTorch is not installed: the columns that compare with it stay empty", file=sys.stderr)
-    if torch is not None and not torch.cuda.is_available():
-        sys.exit("benchmarks/gpu.py: PyTorch is installed but finds no CUDA GPU; install its CUDA build, or remove it")
+        absent.append("PyTorch's kernels: PyTorch is not installed")
+    else:
+        theirs_too = torch.cuda.is_available()
+        if not theirs_too:
+            absent.append(f"PyTorch's kernels: PyTorch {torch.__version__} finds no GPU")
     source = (PACKAGE / "csrc" / "cuda" / "kernels.cu").read_text()
     module = cupy.RawModule(code=source, options=OPTIONS, backend="nvrtc")
-    device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     env = {
-        **_results.occasion(["benchmarks/gpu.py", *arguments]),
-        "gpu": f"{device['name'].decode()}, compute capability {device['major']}.{device['minor']}",
         "CUDA of the driver": str(cupy.cuda.runtime.driverGetVersion()),
         "cupy": cupy.__version__,
         "torch": torch.__version__ if torch is not None else "not installed",
     }
     shapes, rounds, calls = (SHAPES[:1], 3, 2) if options.quick else (SHAPES, 15, 20)
     samples = []
-    for shape in tqdm(shapes, desc="gpu", unit="shape", disable=options.no_progress or None):
+    for shape in tqdm(shapes, desc="kernels", unit="shape", disable=options.no_progress or None):
         images, channels, height, width = shape
         for layout, dtype in CASES:
             inner = height * width
             spread = (images, 1, channels, inner) if layout == "NCHW" else (images, inner, channels, 1)
             ours = Ours(cupy, module, spread, dtype)
-            steps = {**ours.steps(), **(theirs(torch, ours, shape, layout) if torch is not None else {})}
+            steps = {**ours.steps(), **(theirs(torch, ours, shape, layout) if theirs_too else {})}
             taken = timed(cupy, steps, rounds, calls)
             samples.append({"shape": shape, "layout": layout, "dtype": dtype, "seconds": taken})
-    results = [{**sample, "seconds": _results.summary(sample["seconds"])} for sample in samples]
-    header = ["tensor", "MB", "copy, GB/s", *PASSES]
-    header += ["forward / torch", "backward / torch", "forward / plain", "backward / plain"]
-    table = _results.table(header, [row(result) for result in results])
-    print(table)
-    _results.write(options.out, "gpu", "The CUDA kernels", f"{EXPLANATION}\n\n{table}", env, results, samples)
-    plot(options.out / "gpu.png", results, env["gpu"])
+    return samples, env, absent
+
+
+def gpus(gluon_syncbn: Any) -> List[str]:
+    """Those that MXNet can use, in words."""
+    import mxnet as mx
+
+    found = [gluon_syncbn.cuda.gpu(i) for i in range(mx.context.num_gpus())]
+    return [f"{name}, compute capability {major}.{minor}" for name, (major, minor) in found]
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _measuring.options(__doc__, arguments, quick="small shapes and few rounds: a smoke test")
+    env, names = _results.occasion(["benchmarks/gpu.py", *arguments]), []
+    absent: List[str] = []
+    of_kernels: List[_measuring.Cell] = []
+    of_layers: List[_measuring.Cell] = []
+    try:
+        import gluon_syncbn  # before mxnet and CuPy: it finds the CUDA libraries
+    except ImportError as error:
+        gluon_syncbn = None
+        absent.append(f"the layer: {error}")
+    else:
+        env = _results.environment(["benchmarks/gpu.py", *arguments])
+        names = gpus(gluon_syncbn)
+        if not names:
+            absent.append("the layer: this build of MXNet finds no GPU (docs/gpu.md)")
+    try:
+        import cupy
+    except ImportError as error:
+        cupy = None
+        absent.append(
+            f"the kernels by themselves: CuPy is missing ({error}; pip install cupy-cuda11x, or cupy-cuda12x)"
+        )
+    else:
+        device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+        names = names or [f"{device['name'].decode()}, compute capability {device['major']}.{device['minor']}"]
+    if not names:
+        sys.exit(f"benchmarks/gpu.py needs a GPU, and MXNet or CuPy for it. {'; '.join(absent)}")
+    env["GPUs"] = "; ".join(names)
+    emulated = names[0].startswith("CUDA emulator")
+    if emulated and not options.quick:
+        sys.exit("benchmarks/gpu.py: on the emulator, whose times mean nothing, with --quick and --out only")
+    if cupy is not None:
+        of_kernels, more, missing = kernels(cupy, options)
+        env.update(more)
+        absent += missing
+    if gluon_syncbn is not None and gpus(gluon_syncbn):
+        shapes, rounds = (_gpu_layer.SMALL, 2) if options.quick else (_gpu_layer.SHAPES, 50)
+        of_layers, missing = _gpu_layer.measure(shapes, rounds, emulated)
+        absent += missing
+    samples = {"kernels": of_kernels, "layers": of_layers}
+    results: Dict[str, List[_measuring.Cell]] = {
+        "kernels": [{**one, "seconds": _results.summary(one["seconds"])} for one in of_kernels],
+        "layers": [
+            {
+                **one,
+                "seconds": _results.summary(one["seconds"]),
+                "ratios": _results.summary(_gpu_layer.ratios(one["seconds"])),
+            }
+            for one in of_layers
+        ],
+    }
+    parts = [EMULATED] if emulated else []
+    if absent:
+        parts.append("Left out: " + "; ".join(absent) + ".")
+    if of_layers:
+        table = _results.table(_gpu_layer.HEADER, [_gpu_layer.row(result) for result in results["layers"]])
+        parts += ["## The layer", _gpu_layer.EXPLANATION, table]
+    if of_kernels:
+        header = ["tensor", "MB", "copy, GB/s", *PASSES]
+        header += ["forward / torch", "backward / torch", "forward / plain", "backward / plain"]
+        parts += ["## The kernels", EXPLANATION, _results.table(header, [row(result) for result in results["kernels"]])]
+    text = "\n\n".join(parts)
+    print(text)
+    _results.write(options.out, "gpu", "The layer and its kernels on GPUs", text, env, results, samples)
+    plot(options.out / "gpu.png", results["kernels"], env["GPUs"])
     return 0
 
 

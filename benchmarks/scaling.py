@@ -1,13 +1,17 @@
-"""What synchronising over many processes would cost: a model, not a measurement.
+"""What synchronising over many processes, and over many GPUs, would cost: a model, not a measurement.
 
-From the cost of a message (measured by benchmarks/exchange.py), and the latency and bandwidth of the network that you
-mean to rent, the time that a segmentation network's statistics spend between processes in one training step.
+Processes: from the cost of a message (measured by benchmarks/exchange.py), and the latency and bandwidth of the network
+that you mean to rent, the time that a segmentation network's statistics spend between processes in one training step.
 
     python benchmarks/scaling.py --latency-us 20 --bandwidth-gbit 25 --step-ms 800
 
 The model: every layer sends ``1 + 2C`` float64 in the forward and ``2C`` in the backward, one after the other, and
 nothing hides them. Up to 8 processes send to each other; more add up along a tree, twice log2(P) messages deep; vectors
 above 256 KiB are added in parts. A message costs ``message + latency + bytes / bandwidth``.
+
+GPUs: what a layer asks of a GPU is counted (docs/gpu.md), what each of it takes is from the sources beside the
+constants. One process for the GPUs of a machine; between machines the message that says whose turn it is, as above.
+Nothing hides anything there either.
 """
 
 import argparse
@@ -20,8 +24,30 @@ from typing import Dict, List, Sequence
 import _measuring
 import _results
 
+GPUS = [2**k for k in range(11)]  # 1 to 1,024
 PROCESSES = [8, 16, 32, 64, 128, 256, 512, 1024]
 FEW, SMALL = 8, 1 << 18  # as in src/gluon_syncbn/exchange/mpi.py
+
+# Counted: of a layer on a GPU, in the forward and again in the backward (tests/gpu, what_a_step_costs, what_it_costs).
+WAYS = {
+    "nccl": {"launches": 2, "waits": 1, "copies": 0},  # and one collective, where there are two GPUs
+    "host": {"launches": 2, "waits": 2, "copies": 2},
+}
+# Published, in microseconds:
+# A kernel that does nothing, "with recent hardware and software": forums.developer.nvidia.com/t/233645.
+LAUNCH_US = 3.0
+# About 1 for an event, and 1 to 2 for PCIe: github.com/chelsea0x3b/cudarc/pull/335, last comments.
+WAIT_US = 3.0
+# 5 to 7 for the submission of a small cudaMemcpyAsync: arXiv 2602.21548, section 5.2.
+COPY_US = 6.0
+# Ring all-reduce of 8 to 128 bytes on a DGX-A100, 2 hops on 2 GPUs 10.0, 14 hops on 8 GPUs 33.7:
+# github.com/NVIDIA/nccl-tests/issues/123. An all-gather has half as many hops.
+HOP_US = (33.7 - 10.0) / 12
+BASE_US = 10.0 - 2 * HOP_US
+# A hop over the network, in NCCL's own model of it: hwLat, NET, Ring, LL in github.com/NVIDIA/nccl src/graph/tuning.cc.
+NET_HOP_US = 2.7
+# A channel's bandwidth within a machine, same place: perChMaxRingLL128Bws of Ampere, in GB/s.
+CHANNEL_GB = 20.0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -35,14 +61,21 @@ def main(arguments: Sequence[str]) -> int:
         shares = " / ".join(f"{costs[name][i] * 1e5 / options.step_ms:.1f} %" for name in nets)
         rows.append([str(count), *[f"{costs[name][i] * 1e3:.1f}" for name in nets], shares])
     table = _results.table(header, rows)
-    print(table)
+    of_gpus = {
+        name: {way: [gpu_costs(channels, count, way, options) for count in GPUS] for way in WAYS}
+        for name, channels in nets.items()
+    }
+    gpu_text = describe_gpus(of_gpus, options)
+    print(table, gpu_text, sep="\n\n")
     text = (
         f"A model: {options.message_us:.0f} us per message, {options.latency_us:.0f} us latency, "
         f"{options.bandwidth_gbit:.0f} Gbit/s, a step of {options.step_ms:.0f} ms. Milliseconds per step that the "
-        f"statistics spend between processes, and their share of the step. Not measured.\n\n{table}"
+        f"statistics spend between processes, and their share of the step. The message is measured "
+        f"(benchmarks/exchange.py), or given; everything else is reckoned.\n\n{table}\n\n{gpu_text}"
     )
-    _results.write(options.out, "scaling", "Expected cost over many processes", text, env, costs)
-    plot(options.out / "scaling.png", costs, options)
+    cells = {"processes": costs, "gpus": of_gpus}
+    _results.write(options.out, "scaling", "Expected cost over many processes and GPUs", text, env, cells)
+    plot(options.out / "scaling.png", costs, of_gpus, options)
     return 0
 
 
@@ -56,12 +89,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--latency-us", type=float, default=20, help="of the network, one way (20: 10 GbE)")
     parser.add_argument("--bandwidth-gbit", type=float, default=10)
+    parser.add_argument("--gpus-per-machine", type=int, default=8)
+    parser.add_argument("--gpu-bandwidth-gbit", type=float, default=100, help="between machines of GPUs")
     parser.add_argument("--step-ms", type=float, default=800, help="time of a training step without synchronisation")
     parser.add_argument("--out", type=Path, default=_measuring.RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
     if options.message_us is None:
         options.message_us = measured(options.out) / 2
-    for name in ("message_us", "latency_us", "bandwidth_gbit", "step_ms"):
+    for name in ("message_us", "latency_us", "bandwidth_gbit", "gpus_per_machine", "gpu_bandwidth_gbit", "step_ms"):
         if not getattr(options, name) > 0:
             parser.error(f"--{name.replace('_', '-')}: {getattr(options, name)} was given, expected a number above 0")
     return options
@@ -104,31 +139,130 @@ def exchange_cost(size: int, processes: int, options: argparse.Namespace) -> flo
     return latency + (processes - 1) * (message + transfer)
 
 
-def plot(path: Path, costs: Dict[str, List[float]], options: argparse.Namespace) -> None:
+def gpu_costs(channels: Sequence[int], gpus: int, way: str, options: argparse.Namespace) -> Dict[str, float]:
+    """Seconds of one training step, by what they go into."""
+    machines = math.ceil(gpus / options.gpus_per_machine)
+    counted = WAYS[way]
+    operations = counted["launches"] * LAUNCH_US + counted["waits"] * WAIT_US + counted["copies"] * COPY_US
+    costs = {"operations": 0.0, "collectives": 0.0, "messages": 0.0}
+    for length in (8 * n for c in channels for n in (1 + 2 * c, 2 * c)):
+        costs["operations"] += operations * 1e-6
+        if way == "nccl":
+            costs["collectives"] += all_gather_cost(length, gpus, machines, options)
+            costs["messages"] += turn_cost(machines, options)
+        elif machines > 1:
+            costs["messages"] += exchange_cost(length, machines, options)
+    return costs
+
+
+def all_gather_cost(size: int, gpus: int, machines: int, options: argparse.Namespace) -> float:
+    """Of NCCL's ring: each GPU's part passes all others."""
+    if gpus == 1:
+        return 0.0
+    bandwidth = CHANNEL_GB * 1e9 if machines == 1 else options.gpu_bandwidth_gbit * 1e9 / 8
+    hops = (gpus - machines) * HOP_US + (machines - 1) * NET_HOP_US
+    return (BASE_US + hops) * 1e-6 + (gpus - 1) * size / bandwidth
+
+
+def turn_cost(processes: int, options: argparse.Namespace) -> float:
+    """Of the message to rank 0 and its answer; a hundred bytes or so for each process."""
+    message, latency = options.message_us * 1e-6, options.latency_us * 1e-6
+    if processes > FEW:
+        return 2 * math.ceil(math.log2(processes)) * (message + latency)
+    return 2 * (latency + (processes - 1) * message) if processes > 1 else 0.0
+
+
+def describe_gpus(costs: Dict[str, Dict[str, List[Dict[str, float]]]], options: argparse.Namespace) -> str:
+    name, ways = next(iter(costs.items()))
+    step = options.step_ms * 1e-3
+
+    def share(cost: Dict[str, float]) -> str:
+        total = sum(cost.values())
+        return f"{total * 1e3:.1f} ({total / step:.1%})"
+
+    rows = []
+    for i, gpus in enumerate(GPUS):
+        parts = [f"{ways['nccl'][i][part] * 1e3:.1f}" for part in ("operations", "collectives", "messages")]
+        others = [share(net[way][i]) for net, way in ((ways, "nccl"), (ways, "host"))]
+        rows.append([str(gpus), str(math.ceil(gpus / options.gpus_per_machine)), *parts, *others])
+    header = [
+        "GPUs",
+        "machines",
+        "operations, ms",
+        "collectives, ms",
+        "messages, ms",
+        "all, ms (of a step)",
+        "over the host",
+    ]
+    published = f"{LAUNCH_US:.0f}, {WAIT_US:.0f}, {COPY_US:.0f} us"
+    network = f"{options.gpu_bandwidth_gbit:.0f} Gbit/s; messages {options.latency_us:.0f} us"
+    asked = "2 launches, 1 wait, 1 collective, 1 message; over the host 2 launches, 2 waits, 2 copies"
+    figures = [
+        ["asked of a GPU, by layer and direction", asked, "counted on the emulator", "docs/gpu.md"],
+        ["message", f"{options.message_us:.0f} us", "measured, or given", "exchange.md"],
+        ["launch, wait, copy", published, "published", "constants of scaling.py"],
+        ["NCCL: start, hop in a machine", f"{BASE_US:.1f}, {HOP_US:.1f} us", "published", "NVIDIA/nccl-tests#123"],
+        ["NCCL: hop between machines", f"{NET_HOP_US} us", "published", "NVIDIA/nccl, src/graph/tuning.cc"],
+        ["network", network, "assumed", "options"],
+    ]
+    return (
+        f"## GPUs\n\n{name}, one process for the {options.gpus_per_machine} GPUs of a machine. **Every time in this "
+        "table is reckoned**: what is asked of a GPU, times what that takes according to others.\n\n"
+        f"{_results.table(header, rows)}\n\n"
+        "Nothing is taken off for what runs at once. The message that says whose turn it is goes while the GPU still "
+        "reads x for the moments, so that much of that column may be hidden; over the host the copy waits for the "
+        "moments, and nothing is. A ring's time grows with the number of GPUs, a tree's with its logarithm: over many "
+        "machines `gpus='host'` or `group_size` is expected to cost less.\n\n"
+        f"What it rests on:\n\n{_results.table(['figure', 'value', 'is', 'source'], figures)}"
+    )
+
+
+COLOURS = ("#0072B2", "#D55E00")
+
+
+def plot(
+    path: Path,
+    costs: Dict[str, List[float]],
+    of_gpus: Dict[str, Dict[str, List[Dict[str, float]]]],
+    options: argparse.Namespace,
+) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(7, 4.2))
-    for (name, seconds), colour in zip(costs.items(), ("#0072B2", "#D55E00")):
-        axis.plot(PROCESSES, [100 * s / (options.step_ms * 1e-3) for s in seconds], "o-", color=colour, label=name)
-    axis.set(
-        xscale="log",
-        xlabel="processes",
-        ylabel=f"exchange of statistics,\n% of a step of {options.step_ms:.0f} ms",
-        ylim=(0, None),
+    step = options.step_ms * 1e-3
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.6))
+    for (name, seconds), colour in zip(costs.items(), COLOURS):
+        left.plot(PROCESSES, [100 * s / step for s in seconds], "o-", color=colour, label=name)
+    left.set_title(
+        f"Processes on CPUs. Measured: {options.message_us:.0f} us per message. Reckoned: the curves,\n"
+        f"with {options.latency_us:.0f} us latency and {options.bandwidth_gbit:.0f} Gbit/s",
+        fontsize=9,
     )
-    axis.set_xticks(PROCESSES)
-    axis.get_xaxis().set_major_formatter(matplotlib.ticker.ScalarFormatter())
-    axis.minorticks_off()
-    axis.grid(alpha=0.3)
-    axis.legend()
-    axis.set_title(
-        f"Expected, not measured: {options.message_us:.0f} us per message, {options.latency_us:.0f} us latency, "
-        f"{options.bandwidth_gbit:.0f} Gbit/s",
-        fontsize=10,
+    for (name, ways), colour in zip(of_gpus.items(), COLOURS):
+        for (way, cells), line in zip(ways.items(), ("o-", "s--")):
+            label = f"{name}, {'NCCL' if way == 'nccl' else 'over the host'}"
+            right.plot(GPUS, [100 * sum(cell.values()) / step for cell in cells], line, color=colour, label=label)
+    right.axvline(options.gpus_per_machine, color="#666666", linewidth=1, linestyle=":")
+    right.annotate("one machine", (options.gpus_per_machine, 0.97), xycoords=("data", "axes fraction"), ha="right",
+                   va="top", fontsize=8, color="#666666", rotation=90)  # fmt: skip
+    right.set_title(
+        "GPUs. Counted on the emulator: what is asked of them. Published: what each takes.\n"
+        "Reckoned: the curves. No GPU was measured",
+        fontsize=9,
     )
+    for axis, values, what in ((left, PROCESSES, "processes"), (right, GPUS, "GPUs")):
+        axis.set(xscale="log", xlabel=what)
+        axis.set_ylabel(f"statistics, % of a step of {options.step_ms:.0f} ms")
+        axis.set_xticks(values)
+        axis.get_xaxis().set_major_formatter(matplotlib.ticker.ScalarFormatter())
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    left.set(ylim=(0, None))
+    right.set(yscale="log")
+    right.get_yaxis().set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

@@ -69,6 +69,7 @@ def _load() -> ctypes.CDLL:
         "cuda": (None, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]),
         "cuda_close": (None, []),
         "nccl_problem": (ctypes.c_char_p, []),
+        "nccl_unique_id": (ctypes.c_char_p, [ctypes.c_char_p]),
         "layer_create": (ctypes.c_int64, [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]),
         "layers": (ctypes.c_int64, []),
         "contexts_are_shared": (ctypes.c_int, []),
@@ -150,6 +151,16 @@ def cache() -> Path:
 def nccl_problem() -> str:
     """Why GPUs cannot hand their statistics to each other by NCCL; empty where they can."""
     return _core.syncbn_nccl_problem().decode()
+
+
+def nccl_unique_id() -> bytes:
+    """With it NCCL makes a communicator over several processes, each of which has to have it. MXNetError where NCCL has
+    none."""
+    identity = ctypes.create_string_buffer(128)
+    problem = _core.syncbn_nccl_unique_id(identity).decode(errors="replace")
+    if problem:
+        raise MXNetError(problem)
+    return identity.raw
 
 
 # Of `ResourceManager::Get` in src/resource.cc: what `dmlc::ThreadLocalStore` keeps for each thread.
@@ -433,8 +444,8 @@ MEMORY, CONTEXTS, PROCESSES, NCCL, HOST = range(5)
 #: Called for what leaves shared memory; the place in `REDUCTIONS` says what becomes of the rows, float64, one for each
 #: context, or to gather one for the process.
 PutTogether = Callable[[Ticket, str, np.ndarray], Total]
-#: The order is that of `Reduction` in csrc/meeting/reduction.h.
-REDUCTIONS = ("merge", "add", "gather")
+#: The order is that of `Reduction` in csrc/meeting/reduction.h, then of `Question` in csrc/meeting/turn.cc.
+REDUCTIONS = ("merge", "add", "gather", "spread", "turn", "look")
 
 _hook = None  # the native side keeps a pointer to it, and a thread may be inside: it is never replaced
 

@@ -49,6 +49,20 @@ def gpu(device_id: int) -> Gpu:
     return Gpu(name.value.decode(errors="replace"), (major.value, minor.value))
 
 
+def identity(device_id: int) -> str:
+    """What only this GPU has, in whichever process and whatever it is called there.
+
+    Raises
+    ------
+    OSError
+        Where the driver is missing or has no such GPU.
+    """
+    handle, number = ctypes.c_int(), ctypes.create_string_buffer(16)
+    _call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device_id))
+    _call("cuDeviceGetUuid", number, handle)
+    return number.raw.hex()
+
+
 def driver_version() -> Tuple[int, int]:
     """The CUDA version that the driver serves."""
     version = ctypes.c_int()

@@ -69,7 +69,14 @@ def processes() -> str:
             found.append(f"kvstore({name!r}) with {package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             found.append(f"no {name} ({brings})")
-    return ", ".join(found)
+    return ", ".join(found) + _gpus_of_processes()
+
+
+def _gpus_of_processes() -> str:
+    if not mx.runtime.Features().is_enabled("CUDA"):
+        return ""
+    problem = _native.nccl_problem()
+    return f"; GPUs {f'over the host, as {problem}' if problem else 'by NCCL, where each is in one process'}"
 
 
 def libraries() -> str:

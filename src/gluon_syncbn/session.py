@@ -11,7 +11,9 @@ import numpy as np
 from . import _native, arguments
 from .exchange import named
 from .exchange.base import Exchange, LayerInfo, Memory
-from .exchange.store import ProcessStore
+from .exchange.store import ProcessStore, way_of_gpus
+
+_UNCHANGED: Any = object()
 
 
 class Session:
@@ -38,12 +40,18 @@ class Session:
 
     # ---- exchanges -----------------------------------------------------------------------------------------
 
-    def process_store(self, name: str) -> ProcessStore:
-        """The one over this transport, made at its first use."""
+    def process_store(self, name: str, gpus: Any = _UNCHANGED) -> ProcessStore:
+        """The one over this transport, made at its first use, where ``gpus`` holds for good."""
+        if gpus is not _UNCHANGED:
+            gpus = way_of_gpus(gpus)
         if name not in self._stores:
-            self._stores[name] = ProcessStore(name, named.transport(name))
+            given = None if gpus is _UNCHANGED else gpus
+            self._stores[name] = ProcessStore(name, named.transport(name), given)
             self._between_processes.add(self._stores[name])
-        return self._stores[name]
+        store = self._stores[name]
+        if gpus is not _UNCHANGED and gpus != store.gpus:
+            raise ValueError(f"gpus: {gpus!r} was given, but kvstore {name!r} has been made with {store.gpus!r}")
+        return store
 
     def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
         """What adds for the argument ``kvstore``; ValueError where nothing can."""
@@ -135,7 +143,6 @@ def reach(exchange: Optional[Exchange]) -> int:
 
 
 session = Session()
-_UNCHANGED: Any = object()
 
 
 def configure(
@@ -188,7 +195,7 @@ def configure(
         session.set_exchange(exchange)
 
 
-def kvstore(name: str) -> ProcessStore:
+def kvstore(name: str, *, gpus: Any = _UNCHANGED) -> ProcessStore:
     """A KVStore over all processes of the job, for ``gluon.Trainer(kvstore=...)``, ``SyncBatchNorm(kvstore=...)`` and
     ``configure(kvstore=...)``.
 
@@ -213,6 +220,11 @@ def kvstore(name: str) -> ProcessStore:
     name : str
         ``'mpi'``: mpi4py over the MPI that it was installed with. ``'horovod'``: Horovod, started by ``horovodrun``;
         ``horovod.mxnet.DistributedTrainer`` may add the gradients meanwhile.
+    gpus : str or None
+        How GPUs hand each other the statistics, the same in every process; it holds from the first call. ``None``, the
+        default: they stay on the devices, on NCCL's communicators over all processes; over the host, with a warning,
+        where NCCL cannot be had: a build of MXNet without it, a GPU that several replicas share, contexts that are no
+        GPUs. ``'nccl'``: NCCL, or an error. ``'host'``: over the host.
 
     Returns
     -------
@@ -222,11 +234,11 @@ def kvstore(name: str) -> ProcessStore:
     Raises
     ------
     ValueError
-        Where there is no such transport.
+        Where there is no such transport, or ``gpus`` is not one of those, or another one than at the first call.
     ImportError
         Where what it needs is not installed.
     """
-    return session.process_store(named.transport_name(name))
+    return session.process_store(named.transport_name(name), gpus)
 
 
 _native.set_hook(session.put_together)

@@ -256,18 +256,32 @@ def test_the_exchange_and_what_it_lets_expect(tmp_path):
     run("scaling", "--out", tmp_path, "--bandwidth-gbit", 100)
     text = (tmp_path / "scaling.md").read_text()
     assert "45 us per message, 20 us latency, 100 Gbit/s, a step of 800 ms" in text
-    ((header, rows),) = tables(text)
+    (header, rows), (of_gpus, gpu_rows), (_, figures) = tables(text)
     nets = {"PSPNet-ResNet50": 61, "PSPNet-ResNet101": 112}
     assert header == ["processes", *(f"{net}, ms ({layers} layers)" for net, layers in nets.items()), "of a step"]
     processes = [[str(2**k)] for k in range(3, 11)]
     assert_cells(rows, processes, NUMBER, NUMBER, rf"{NUMBER} % / {NUMBER} %")
-    costs = json.loads((tmp_path / "scaling.json").read_text())["cells"]
-    assert list(costs) == list(nets)
+    cells = json.loads((tmp_path / "scaling.json").read_text())["cells"]
+    costs = cells["processes"]
+    assert list(costs) == list(cells["gpus"]) == list(nets)
     for net, layers in nets.items():
         # 8 processes: two exchanges for each layer, of 7 messages each; the bytes add little
         bare = 2 * layers * (20e-6 + 7 * 45e-6)
         assert bare < costs[net][0] < 1.05 * bare
         assert costs[net] == sorted(costs[net])  # more processes never cost less
+        for way in ("nccl", "host"):
+            totals = [sum(cell.values()) for cell in cells["gpus"][net][way]]
+            assert len(totals) == 11 and totals == sorted(totals)
+        alone = cells["gpus"][net]["nccl"][0]  # 1 GPU: two launches of 3 us and a wait of 3 in each direction
+        assert alone == pytest.approx({"operations": 2 * layers * 9e-6, "collectives": 0, "messages": 0})
+        machine = cells["gpus"][net]["nccl"][3]  # 8 GPUs: 6 us and 7 hops of 2 us, and the bytes
+        assert 2 * layers * 19e-6 < machine["collectives"] < 2 * layers * 24e-6 and machine["messages"] == 0
+    assert of_gpus[:2] == ["GPUs", "machines"] and len(of_gpus) == 7
+    time_and_share = rf"{NUMBER} \({NUMBER}%\)"
+    of_each = [[str(2**k), str(max(1, 2**k // 8))] for k in range(11)]
+    assert_cells(gpu_rows, of_each, NUMBER, NUMBER, NUMBER, time_and_share, time_and_share)
+    assert {row[2] for row in figures} == {"counted on the emulator", "measured, or given", "published", "assumed"}
+    assert "**Every time in this table is reckoned**" in text
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 

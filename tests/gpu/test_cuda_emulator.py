@@ -792,6 +792,64 @@ def test_an_abort_ends_what_waits(devices):
     assert cudart.cudaStreamSynchronize(streams[0]) == 0
 
 
+# What each process does: the rank that it claims to be, and how many numbers it gives.
+MEMBER = """
+import ctypes, sys, numpy as np
+from pathlib import Path
+from cuda_emulator.device import Device, EmulatorError
+out, rank, count, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+class Id(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 128)]
+nccl, device = ctypes.CDLL(f"{out}/lib/libnccl.so.2"), Device(out, 'extern "C" __global__ void none() {}', index=rank)
+device.call("cuCtxSynchronize")  # its context is the current one
+given, got = device.upload(np.full(count, rank + 1, "float64")), device.empty(2 * count, "float64")
+communicator, stream = ctypes.c_void_p(), ctypes.c_void_p()
+device.call("cuStreamCreate", ctypes.byref(stream), 0)
+print(nccl.ncclCommInitRank(ctypes.byref(communicator), 2, Id.from_buffer_copy(path.read_bytes()), rank), flush=True)
+if communicator:
+    nccl.ncclAllGather(given.pointer, got.pointer, ctypes.c_size_t(count), 8, communicator, stream)
+    try:
+        device.call("cuStreamSynchronize", stream)
+        print(got.download().tolist())
+    except EmulatorError as error:
+        print(error)
+"""
+
+
+def members(tmp_path, *claims):
+    """What processes with these ranks and numbers say, in a communicator of two."""
+    identity = ctypes.create_string_buffer(128)
+    assert nccl.ncclGetUniqueId(identity) == 0
+    (tmp_path / "id").write_bytes(identity.raw)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(TESTS), OUT, *sys.path]),
+        "CUDA_EMULATOR_TIMEOUT": "5",
+    }
+    command = [sys.executable, "-c", MEMBER, OUT]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    started = [subprocess.Popen([*command, *map(str, claim), str(tmp_path / "id")], **pipes) for claim in claims]
+    return [process.communicate(timeout=60)[0].splitlines() for process in started]
+
+
+def test_an_all_gather_between_processes(tmp_path):
+    assert members(tmp_path, (0, 2), (1, 2)) == [["0", "[1.0, 1.0, 2.0, 2.0]"]] * 2
+
+
+def test_an_all_gather_between_processes_that_does_not_match(tmp_path):
+    for rank, (status, text) in enumerate(members(tmp_path, (0, 2), (1, 3))):
+        assert status == "0"
+        assert re.search(rf"rank {rank} calls ncclAllGather of \d of type 8, rank \d of \d|that has failed", text), text
+
+
+def test_a_rank_that_is_there_twice(tmp_path):
+    assert members(tmp_path, (1, 2), (1, 2)) == [["5"], ["5"]]  # ncclInvalidUsage
+
+
+def test_a_rank_that_does_not_come(tmp_path):
+    assert members(tmp_path, (1, 2)) == [["2"]]  # ncclSystemError: within 5 s here, never on a GPU
+
+
 def test_counts(devices):
     cuda, numbers = ctypes.CDLL(f"{OUT}/lib/libcuda.so.1"), (ctypes.c_longlong * 7)()
 

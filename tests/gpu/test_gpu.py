@@ -981,6 +981,7 @@ def test_self_check():
     gpus(2)
     done = run(["-m", "gluon_syncbn"])
     assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"processes +kvstore\('mpi'\) with .*; GPUs by NCCL, where each is in one process", done.stdout)
     assert "gpu(1): " in done.stdout and re.search(r"replicas on gpu, .* with NCCL, .* with the host", done.stdout)
 
 

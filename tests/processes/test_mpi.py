@@ -23,6 +23,7 @@ def test_processes_equal_the_specification(processes):
         "pushpull_and_broadcast",
         "running_stats_of_all_processes",
         "recomputed",
+        "decisions",
     ],
 )
 def test_two_processes(scenario):

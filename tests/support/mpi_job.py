@@ -1,4 +1,4 @@
-"""A job of mpi_worker.py under ``mpiexec``."""
+"""A job of mpi_worker.py, or another worker, under ``mpiexec``."""
 
 import os
 import re
@@ -16,13 +16,13 @@ BIN = Path(sys.executable).parent
 class Job:
     """A finished ``mpiexec``: exit code and output."""
 
-    def __init__(self, processes, *arguments, limit=100):
+    def __init__(self, processes, *arguments, limit=100, worker=WORKER):
         command = [
             str(BIN / "mpiexec"),
             "-n",
             str(processes),
             sys.executable,
-            str(WORKER),
+            str(worker),
             *map(str, arguments),
         ]
         with tempfile.TemporaryDirectory() as reports:

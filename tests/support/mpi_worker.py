@@ -4,7 +4,9 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +44,13 @@ def report(since, error):
     """Into a file: what a process prints at its end may get lost when mpiexec ends the others."""
     text = f"FAILED rank {kv.rank} after {time.monotonic() - since:.1f} s: {error}\n"
     Path(os.environ["MPI_WORKER_REPORTS"], str(kv.rank)).write_text(text)
+
+
+def wait_for_reports(ranks):
+    """Before an end with an error, on which mpiexec ends the others: they have something to report, too."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until and not all(Path(os.environ["MPI_WORKER_REPORTS"], str(r)).exists() for r in ranks):
+        time.sleep(0.05)
 
 
 def devices_of(rank):
@@ -240,6 +249,7 @@ def broadcasts_parameters():
         gluon_syncbn.broadcast_parameters(net, kvstore=kv)
     except mx.MXNetError as error:
         report(time.monotonic(), error)
+        wait_for_reports(range(kv.num_workers))
         raise SystemExit(3) from None
 
 
@@ -271,6 +281,8 @@ def a_batch_that_is_not_finite():
         forward(spoil=True)
     except mx.MXNetError as error:
         report(since, error)
+        gluon_syncbn.reset()  # tells the others, as the end does
+        wait_for_reports(range(kv.num_workers))
         raise SystemExit(3) from None
 
 
@@ -308,6 +320,33 @@ def recomputed():
             assert np.abs(a).max() > 0
 
 
+def decisions():
+    """Asked for in an order of its own by each process, in a thread each; what rank 0 makes of them is the same
+    everywhere."""
+    order, lock, made = np.random.RandomState(kv.rank).permutation(12), threading.Lock(), []
+
+    def decision(parts):
+        with lock:
+            made.append(len(made))
+            return np.concatenate([made[-1:], *parts])
+
+    def one(i):
+        label = Label("turn", 100 + i, what=f"test {i}")
+        return kv._transport.decide(label, np.arange(1.0 + (i + kv.rank) % 3) + 10 * i + 100 * kv.rank, decision)
+
+    with ThreadPoolExecutor(12) as pool:
+        jobs = {int(i): pool.submit(one, int(i)) for i in order}
+        answers = [jobs[i].result(60) for i in range(12)]
+    assert len(made) == (0 if kv.rank else 12)
+    assert sorted(answer[0] for answer in answers) == list(range(12))
+    for i, answer in enumerate(answers):
+        parts = [np.arange(1.0 + (i + rank) % 3) + 10 * i + 100 * rank for rank in range(kv.num_workers)]
+        np.testing.assert_array_equal(answer[1:], np.concatenate(parts))
+    firsts = kv.allgather("a test", np.array([answer[0] for answer in answers]))
+    for others in firsts:
+        np.testing.assert_array_equal(others, firsts[0])
+
+
 def along_a_tree():
     mpi._FEW = 1
     pushpull_and_broadcast()
@@ -316,6 +355,7 @@ def along_a_tree():
         parts = [np.random.RandomState(rank).randn(size) for rank in range(kv.num_workers)]
         total = kv._transport.allreduce(Label("gradient", 99, call=size, what="a test"), parts[kv.rank])
         np.testing.assert_allclose(total, sum(parts), rtol=1e-12, atol=1e-12)
+    decisions()
 
 
 def random_order():
@@ -391,9 +431,13 @@ def train_step(k):
     if faulty and fault == "exits":
         raise SystemExit(0)
     if faulty and fault == "raises":
-        with autograd.record():
-            _layers[0](x)
-            raise OSError("disk full")
+        try:
+            with autograd.record():
+                _layers[0](x)
+                raise OSError("disk full")
+        except OSError:
+            wait_for_reports([0])
+            raise
     if fault == "one batch more" and kv.rank == 1 and k == 2:
         print("ENDED rank 1", flush=True)
         raise SystemExit(0)

@@ -49,6 +49,7 @@ WRONG = {
     "mode": [None, 0, "global", "SYNC", ["sync"], nd.ones(1), nd.ones(3), np.ones(2), Stranger()],
     "shuffled": [None, "sync", ["shuffle"], nd.ones(1), Stranger()],
     "kvstore": [5, True, "dist_sync", "mpi", "horovod", ["local"], nd.ones(1), nd.ones(3), Stranger()],
+    "gpus": [5, True, "mpi", ["host"], nd.ones(1), nd.ones(3), Stranger()],
     "process store": [None, 5, "local", "nccl", ["mpi"], nd.ones(1), nd.ones(3), Stranger()],
     "contexts": [None, [], "cpu(0)", ["cpu(0)"], [mx.cpu(0), 1], nd.ones(2), [nd.ones(2)], Stranger()],
     "optional contexts": [[], "cpu(0)", ["cpu(0)"], [mx.cpu(0), 1], nd.ones(2), [nd.ones(2)], Stranger()],
@@ -207,7 +208,10 @@ CALLS = {
         {"n": "count", "temp_copies": "optional count", "random_copies": "optional count"},
     ),
     "devices": (enter, {"contexts": "contexts"}),
-    "kvstore": (gluon_syncbn.kvstore, {"name": "process store"}),
+    "kvstore": (
+        lambda **kwargs: gluon_syncbn.kvstore(**{"name": "mpi", **kwargs}),
+        {"name": "process store", "gpus": "gpus"},
+    ),
     "install": (gluon_syncbn.install, {"cpus": "optional count"}),
     "parallel.DataParallelModel": (
         data_parallel,

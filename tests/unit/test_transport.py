@@ -1,5 +1,6 @@
 """What is the same for all transports, over one between threads: the store, groups, and how a wait ends."""
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +12,7 @@ from thread_transport import Post, ThreadTransport
 import gluon_syncbn
 from gluon_syncbn import _native, reference
 from gluon_syncbn.exchange import base
+from gluon_syncbn.exchange import store as store_module
 from gluon_syncbn.exchange.base import LayerInfo
 from gluon_syncbn.exchange.store import Label, ProcessStore
 
@@ -131,6 +133,153 @@ def test_groups_and_fewer_devices(layer_id):
     for error in everywhere(all_stores, work):
         assert isinstance(error, ValueError)
         assert "expected all 3 devices in every step, not 2" in str(error)
+
+
+# ---- GPUs of several processes -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_gpus(monkeypatch):
+    """What is asked of GPUs here; nothing is computed."""
+    monkeypatch.setattr(_native, "nccl_problem", lambda: "")
+    monkeypatch.setattr(store_module.cuda, "identity", lambda number: f"{threading.get_ident()} {number}")
+    identities = iter(range(256))
+    monkeypatch.setattr(_native, "nccl_unique_id", lambda: bytes([next(identities)] * 128))
+
+
+def turn_of(total):
+    """(number, clique, world, first), the id, the counts."""
+    _, number, clique, world, first, size = total.values[:6].astype(int)
+    return (number, clique, world, first), bytes(total.values[6 : 6 + size].astype(np.uint8)), total.values[6 + size :]
+
+
+@pytest.mark.parametrize("replicas", [[1, 2], [2, 2, 1]], ids=str)
+def test_turns_are_the_same_everywhere(no_gpus, replicas):
+    """Calls come in another order in each process; all find the same order, and in it who takes part with how much."""
+    layers = [_native.layer_create("bn", 0, 1, 0) for _ in range(8)]
+    post, all_stores = stores(len(replicas))
+
+    def work(rank, store):
+        contexts = [mx.gpu(i) for i in range(replicas[rank])]
+        infos = [LayerInfo(i, "bn", contexts, len(contexts), CHANNELS, "sync", 1, None) for i in layers]
+        store.learn(infos)
+
+        def one(i):
+            assert store.spread(infos[i], ticket(layers[i]), np.zeros((1, 1))).values == [sum(replicas)]
+            here = 1 if i % 2 else replicas[rank]  # with the first GPU of each alone: another clique
+            rows = [[device, 10 * i + rank + 0.5 * device, 0] for device in range(here)]
+            return turn_of(store.turn(infos[i], ticket(layers[i]), np.array(rows)))
+
+        with ThreadPoolExecutor(8) as pool:
+            jobs = {int(i): pool.submit(one, i) for i in np.random.RandomState(rank).permutation(8)}
+            return [jobs[i].result(60) for i in range(8)]
+
+    ranks = everywhere(all_stores, work)
+    for layer in layers:
+        _native.layer_drop(layer)
+    assert sorted(head[0] for head, _, _ in ranks[0]) == list(range(8))
+    for i in range(8):
+        here = [1] * len(replicas) if i % 2 else replicas
+        counts = [value for r, n in enumerate(here) for d in range(n) for value in (10 * i + r + 0.5 * d, 0)]
+        for rank, results in enumerate(ranks):
+            head, identity, got = results[i]
+            assert head == (ranks[0][i][0][0], ranks[0][i][0][1], sum(here), sum(here[:rank]))
+            assert identity == ranks[0][i][1]
+            np.testing.assert_array_equal(got, counts)
+    by_number = sorted((head[:2], identity) for head, identity, _ in ranks[0])
+    made = {}
+    for (_, clique), identity in by_number:
+        assert (len(identity) == 128) == (clique not in made)  # the first of each clique, and none else
+        made.setdefault(clique, identity)
+    assert len(made) == len(set(made.values())) == 2
+    assert post.sent["turn"] == post.sent["decision"] == 8 * len(replicas) * (len(replicas) - 1)
+
+
+@pytest.mark.parametrize("group_size, alone", [(2, True), (4, False)])
+def test_turns_of_groups(no_gpus, layer_id, group_size, alone):
+    """Groups that stay within a process ask nobody; where one does not, all take part."""
+    post, all_stores = stores(2)
+
+    def work(rank, store):
+        layer = LayerInfo(layer_id, "bn", [mx.gpu(0), mx.gpu(1)], 2, CHANNELS, "sync", 1, group_size)
+        store.learn([layer])
+        return turn_of(store.turn(layer, ticket(layer_id), np.array([[0, 3.0], [1, 4.0]])))
+
+    for rank, (head, _, counts) in enumerate(everywhere(all_stores, work)):
+        assert head == ((-1, 0, 2, 0) if alone else (0, 0, 4, 2 * rank))
+        np.testing.assert_array_equal(counts, [3, 4] if alone else [3, 4, 3, 4])
+    assert post.sent["turn"] == (0 if alone else 2)
+
+
+REASONS = {
+    "no NCCL": "rank 1: this build has none",
+    "a CPU": r"rank 1: it is on gpu\(0\), cpu\(1\) there",
+    "two replicas": "rank 1: it has 4 replicas on 2 GPUs there",
+    "the same GPU": r"gpu\(0\) of rank 0 and gpu\(0\) of rank 1 are the same GPU",
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("gpus", [None, "nccl", "host"])
+def test_why_gpus_go_over_the_host(no_gpus, monkeypatch, caplog, layer_id, gpus, reason):
+    """All agree on it, and say it once; an error where NCCL was asked for, and nothing where the host was."""
+    here = threading.local()
+    if reason == "no NCCL":
+        monkeypatch.setattr(_native, "nccl_problem", lambda: "this build has none" if here.rank else "")
+    if reason == "the same GPU":
+        monkeypatch.setattr(store_module.cuda, "identity", str)
+    post = Post(2)
+    all_stores = [ProcessStore("threads", ThreadTransport(post, rank), gpus) for rank in range(2)]
+
+    def work(rank, store):
+        here.rank = rank
+        second = mx.cpu(1) if rank and reason == "a CPU" else mx.gpu(1)
+        replicas = 4 if rank and reason == "two replicas" else 2
+        layers = [
+            LayerInfo(layer_id + i, "bn", [mx.gpu(0), second], replicas, CHANNELS, "sync", 1, None) for i in (0, 1)
+        ]
+        store.learn(layers)
+        return [store.spread(layer, ticket(layer.id), np.zeros((1, 1))).values.tolist() for layer in layers]
+
+    results = everywhere(all_stores, work)
+    said = [record.getMessage() for record in caplog.records]
+    if gpus == "nccl":
+        assert all(isinstance(error, ValueError) for error in results)
+        assert re.search(f"gpus: 'nccl' was given, .*: {REASONS[reason]}", str(results[0]))
+    else:
+        assert results == [[[0.0], [0.0]]] * 2
+    assert len(said) == (0 if gpus else 2)  # each process once
+    assert all(re.search(REASONS[reason], text) for text in said)
+
+
+@pytest.mark.parametrize("gpus", [None, "nccl", "host"])
+def test_a_layer_that_comes_to_gpus_later(no_gpus, caplog, layer_id, gpus):
+    """What was agreed on stays, and is said."""
+    post = Post(2)
+    all_stores = [ProcessStore("threads", ThreadTransport(post, rank), gpus) for rank in range(2)]
+
+    def work(rank, store):
+        layer = LayerInfo(layer_id, "bn", [mx.cpu(0)], 1, CHANNELS, "sync", 1, None)
+        store.learn([layer])
+        moved = layer._replace(contexts=[mx.gpu(0)])
+        assert store.knows(moved)
+        return [store.spread(moved, ticket(layer_id), np.zeros((1, 1))).values.tolist() for _ in range(2)]
+
+    results = everywhere(all_stores, work)
+    text = "'bn' was on no GPU when the processes agreed on their layers"
+    if gpus == "nccl":
+        assert all(isinstance(error, ValueError) and text in str(error) for error in results)
+    else:
+        assert results == [[[0.0]] * 2] * 2
+    assert len(caplog.records) == (0 if gpus else 2)
+    assert all(text in record.getMessage() for record in caplog.records)
+
+
+def test_processes_that_want_gpus_to_go_another_way(layer_id):
+    post = Post(2)
+    all_stores = [ProcessStore("threads", ThreadTransport(post, rank), [None, "host"][rank]) for rank in range(2)]
+    for error in everywhere(all_stores, lambda rank, store: store.learn([info(layer_id, 1)])):
+        assert re.search("kvstore: gpus=(None|'host') was given on rank . and (None|'host') on rank .", str(error))
 
 
 def test_gradients_of_all_processes():

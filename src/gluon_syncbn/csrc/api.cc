@@ -59,6 +59,17 @@ SYNCBN_API void syncbn_cuda_close() { syncbn::cuda::close_collectives(); }
 // Empty where there is none.
 SYNCBN_API const char* syncbn_nccl_problem() { return text(syncbn::cuda::why_no_collective()); }
 
+// 128 bytes into `out`; returns what went wrong, empty where nothing did.
+SYNCBN_API const char* syncbn_nccl_unique_id(char* out) {
+    try {
+        const std::string id = syncbn::cuda::new_unique_id();
+        std::copy(id.begin(), id.end(), out);
+        return text("");
+    } catch (const std::exception& e) {
+        return text(e.what());
+    }
+}
+
 // For compilations and launches outside MXNet: the threads of a block, and
 SYNCBN_API int syncbn_cuda_block() { return syncbn::cuda::kBlock; }
 

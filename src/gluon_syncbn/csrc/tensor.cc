@@ -1,6 +1,15 @@
 #include "tensor.h"
 
+#include "failure.h"
+#include "mxnet_api.h"
+
 namespace syncbn {
+
+void* data(Array array) {
+    void* out = nullptr;
+    if (mx.ndarray_get_data(array, &out) != 0) throw Failure("MXNet gave no memory for an array");
+    return out;
+}
 
 void Tensor::cut(int64_t count) {
     slots.clear();

@@ -39,6 +39,13 @@ struct Tensor {
 // MXNet's handle of an array that lives on the device.
 using Array = void*;
 
+// Where its values are. Throws Failure.
+void* data(Array array);
+template <typename T>
+T* data(Array array) {
+    return static_cast<T*>(data(array));
+}
+
 // z = gamma * xhat + beta, where gamma, where it is fixed, counts as 1; and what stands behind it.
 struct Affine {
     Array gamma, beta;

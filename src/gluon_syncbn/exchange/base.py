@@ -44,6 +44,11 @@ def _any_value() -> np.errstate:
     return np.errstate(over="ignore", invalid="ignore")
 
 
+def alone(key: int, rows: np.ndarray) -> Total:
+    """The turn of a collective that stays within this process."""
+    return Total(np.concatenate([[0, -1, 0, len(rows), 0, 0], rows[:, 1:].ravel()]), 0, key)
+
+
 class Exchange(ABC):
     """Puts the packed statistics of one layer together, over the contexts of this process and whatever it reaches.
 
@@ -99,6 +104,30 @@ class Exchange(ABC):
     def gather(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         """Returns the one row of each process side by side, in the order of their ranks."""
         return Total(rows[0], 0, ticket.layer)
+
+    def spread(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+        """Returns ``[replicas]``: how many, in all processes, hand each other their statistics on GPUs; 0 where they do
+        so over the host. The rows say nothing."""
+        return Total(np.zeros(1), 0, ticket.layer)
+
+    def turn(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+        """Returns whose turn it is when, for GPUs of several processes: the fields of `Turn` in csrc/meeting/turn.h.
+        Waits until all processes are ready.
+
+        Parameters
+        ----------
+        layer : LayerInfo
+            The layer.
+        ticket : Ticket
+            Of this handing-in.
+        rows : numpy.ndarray, float64, (replicas, 1 + slots)
+            ``[device, count of each slot]`` of the replicas of this process.
+        """
+        return alone(ticket.layer, rows)
+
+    def look(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+        """GPUs take long over what has been agreed on: raises where another process has failed."""
+        return Total(np.zeros(1), 0, ticket.layer)
 
     def fail(self, reason: str) -> None:  # noqa: B027  (nothing to do within a process)
         """The step has failed here; nothing may be exchanged with what is left of it."""

@@ -19,12 +19,12 @@ import numpy as np
 
 from .. import _native
 from ..distribution import WHERE, command
-from .store import Combine, Label
+from .store import Combine, Decision, Label
 from .waiting import Wait, WaitingTransport
 
 _KINDS = (
     *("failure", "end", "agreement", "broadcast", "broadcast of", "gradient", "gradient of", "statistics"),
-    "exchange of",
+    *("exchange of", "turn"),
 )
 _KIND = {kind: number for number, kind in enumerate(_KINDS)}
 _TYPES = tuple(np.dtype(name) for name in ("uint8", "float16", "float32", "float64", "int32", "int64", "int8"))
@@ -33,6 +33,7 @@ _HEADER = struct.Struct("=8q")  # kind, key, node, call, phase, part, type, 0
 _SMALL = 1 << 18  # bytes; larger sums are made in parts, one by each rank
 _FEW = 8  # ranks that send everybody their part; more add up along a tree, in twice its depth messages each
 _SPIN, _DOZE = 0.0005, 0.1  # seconds of waiting until polls are 50 us, 1 ms apart
+_ENDED = "has ended"
 _SLICE = 5e-5  # seconds of polling between two looks at everything else
 
 _Key = Tuple[int, ...]  # sender, kind, key, node, call, phase, part
@@ -95,6 +96,34 @@ class MPITransport(WaitingTransport):
             return self._along_tree(label, array.ravel(), combine).reshape(array.shape)
         return super().allreduce(label, array, combine)
 
+    def decide(self, label: Label, part: np.ndarray, decision: Decision) -> np.ndarray:
+        # To rank 0 and back: where they are few, from each; else along the tree.
+        parent, children = self._relatives()
+        said = np.concatenate([[part.size], part])
+        got = self._collect(children, label, 0, said, [], equal=False)
+        said = np.concatenate([said, *[got[rank] for rank in sorted(got)]])
+        if self.rank == 0:
+            parts = []
+            while said.size:
+                parts.append(said[1 : 1 + int(said[0])])
+                said = said[1 + int(said[0]) :]
+            answer = decision(parts)
+        else:
+            answer = self._collect([parent], label, 1, said, self._send([parent], label, 0, said), equal=False)[parent]
+        self._collect([], label, 1, answer, self._send(children, label, 1, answer))
+        return answer
+
+    def _relatives(self) -> Tuple[int, List[int]]:
+        """The parent of this rank and its children: from the nearest, whose ranks come next, to the farthest."""
+        if self.size <= _FEW:
+            return 0, list(range(1, self.size)) if self.rank == 0 else []
+        distance, children = 1, []
+        while distance < self.size and not self.rank & distance:
+            if self.rank + distance < self.size:
+                children.append(self.rank + distance)
+            distance *= 2
+        return self.rank - distance, children
+
     def _along_tree(self, label: Label, total: np.ndarray, combine: Combine) -> np.ndarray:
         distance = 1
         while distance < self.size and not self.rank & distance:  # towards rank 0
@@ -130,6 +159,15 @@ class MPITransport(WaitingTransport):
             return array
         self._send([], label, 0, array)
         return self._collect([0], label, 0, array.ravel(), [])[0].reshape(array.shape)
+
+    def look(self, label: Label) -> None:
+        with self._lock:
+            if not self._polling:
+                self._file(self._progress())
+            for rank, fate in self._gone.items():
+                if fate != _ENDED:  # who has ended has had all that it has waited for
+                    self.give_up(label, f"rank {rank} of {self.size} {fate} (rank {self.rank} was in {label})")
+            self.check_unbroken(label)
 
     def tell(self, label: Optional[Label], reason: str) -> None:
         with self._lock:
@@ -261,7 +299,7 @@ class MPITransport(WaitingTransport):
             if kind == "failure":
                 self._gone[rank] = f"has failed: {bytes(array).decode(errors='replace')}"
             elif kind == "end":
-                self._gone[rank] = "has ended"
+                self._gone[rank] = _ENDED
             else:
                 self._inbox[(rank, *header[:6])] = array
         if messages and self._sleepers:

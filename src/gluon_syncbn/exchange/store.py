@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import re
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 
-from .. import _native
+from .. import _native, arguments, cuda
 from .._native import Ticket, Total
+from ..logs import log
 from . import base
-from .base import Exchange, LayerInfo
+from .base import Exchange, LayerInfo, alone
 
 
 class Label(NamedTuple):
@@ -43,6 +45,18 @@ class Label(NamedTuple):
 
 #: Makes one array of two.
 Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
+#: Makes an answer for all of what each has said.
+Decision = Callable[[List[np.ndarray]], np.ndarray]
+
+_channels = itertools.count()
+
+
+def way_of_gpus(value: Any) -> Optional[str]:
+    """How GPUs of several processes hand each other their statistics: None, by NCCL where that is to be had;
+    ``'nccl'``, or not at all; ``'host'``."""
+    if value is not None and (not isinstance(value, str) or value not in ("nccl", "host")):
+        arguments.refuse("gpus", value, "'nccl', 'host' or None")
+    return value
 
 
 class Transport(ABC):
@@ -71,6 +85,16 @@ class Transport(ABC):
     def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
         """The array of rank 0."""
 
+    def decide(self, label: Label, part: np.ndarray, decision: Decision) -> np.ndarray:
+        """What ``decision`` makes, on rank 0 alone, of the parts of all ranks, in their order, once all have come. It
+        may be called by several threads at once. All arrays are of float64."""
+        parts = self.allgather(label, part, equal=False)
+        own = decision(parts) if self.rank == 0 else part[:0]
+        return self.allgather(label._replace(kind="decision"), own, equal=False)[0]
+
+    def look(self, label: Label) -> None:  # noqa: B027
+        """Raises where it is known that another rank has failed. Does not wait."""
+
     @abstractmethod
     def fail(self, reason: str) -> None:
         """Tells the others, and carries nothing any more."""
@@ -91,13 +115,22 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         Of the transport.
     transport : Transport
         What carries the sums.
+    gpus : str or None
+        As `way_of_gpus` has it, the same in all processes.
     """
 
     reach = _native.PROCESSES
 
-    def __init__(self, name: str, transport: Transport) -> None:
+    def __init__(self, name: str, transport: Transport, gpus: Optional[str] = None) -> None:
         self._name = name
         self._transport = transport
+        self.gpus = gpus
+        self._spread: Dict[int, int] = {}  # of layers: replicas on GPUs that hand each other their statistics, or 0
+        self._said = False  # why they go over the host
+        self._channel = next(_channels)
+        self._turns = threading.Lock()  # guards the next two, which rank 0 alone has
+        self._turn = 0
+        self._cliques: Dict[str, int] = {}  # by the devices that take part
         self._keys: Dict[int, int] = {}  # of layers
         self._replicas: Dict[int, List[int]] = {}  # of layers, by rank
         self._rounds: Counter = Counter()  # of gradients
@@ -180,28 +213,80 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def _gather_groups(self, layer: LayerInfo, ticket: Ticket, label: Label, own: np.ndarray) -> Total:
         """From the processes with which replicas of this one share a group, and from nobody where there is none."""
         length = 2 * layer.channels + (ticket.phase == 0)  # of a replica: moments or gradients
-        here, replicas = own.size // length, self._replicas[layer.id]
-        ends = np.cumsum(replicas)
-        starts = ends - replicas
-        first, end = starts[self.rank], ends[self.rank]
-        size = layer.group_size or 0
-        begin, stop = first // size * size, -(-end // size) * size  # of the groups that have a replica here
-        ranks = [rank for rank in range(len(replicas)) if starts[rank] < stop and ends[rank] > begin]
-        if not self._transport.partial and (ends % size).any():  # some group crosses a border: all take part
-            ranks = list(range(len(replicas)))
+        ranks, starts, ends = self._ranks_of_groups(layer, own.size // length, self._transport.partial)
         if len(ranks) == 1:
-            if here % size:
-                raise ValueError(f"group_size: {size} was given, expected a divisor of the {here} devices of this step")
             return Total(own, 0, label.key)
-        if here != replicas[self.rank]:
-            raise ValueError(
-                f"group_size: {size} was given, and groups reach from rank {self.rank} to others; expected all "
-                f"{replicas[self.rank]} devices in every step, not {here}"
-            )
+        first, end, size = starts[self.rank], ends[self.rank], layer.group_size or 0
+        begin, stop = first // size * size, -(-end // size) * size  # of the groups that have a replica here
         values = np.concatenate(self._transport.allgather(label, own, equal=False, ranks=ranks))
         before = starts[ranks[0]]
         needed = values[(begin - before) * length : (stop - before) * length]
         return Total(needed, int(first - begin) * length, label.key)
+
+    def _ranks_of_groups(self, layer: LayerInfo, here: int, partial: bool) -> Tuple[List[int], np.ndarray, np.ndarray]:
+        """Who has to come so that the groups are whole that have one of the ``here`` replicas: this rank alone, or,
+        where not ``partial``, all. And where the replicas of each rank begin and end."""
+        replicas, size = self._replicas[layer.id], layer.group_size or 0
+        ends = np.cumsum(replicas)
+        starts = ends - replicas
+        first, end = starts[self.rank], ends[self.rank]
+        begin, stop = first // size * size, -(-end // size) * size
+        ranks = [rank for rank in range(len(replicas)) if starts[rank] < stop and ends[rank] > begin]
+        if not partial and (ends % size).any():  # some group crosses a border: all take part
+            ranks = list(range(len(replicas)))
+        if len(ranks) == 1 and here % size:
+            raise ValueError(f"group_size: {size} was given, expected a divisor of the {here} devices of this step")
+        if len(ranks) > 1 and here != replicas[self.rank]:
+            raise ValueError(
+                f"group_size: {size} was given, and groups reach from rank {self.rank} to others; expected all "
+                f"{replicas[self.rank]} devices in every step, not {here}"
+            )
+        return ranks, starts, ends
+
+    def spread(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+        spread = self._spread[layer.id]
+        if spread == 0:  # it was on no GPU in any process then; or why not has been said already
+            self._over_the_host(layer.name, f"'{layer.name}' was on no GPU when the processes agreed on their layers")
+        return Total(np.array([spread], np.float64), 0, self._keys[layer.id])
+
+    def turn(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+        label = self._call(layer, ticket)._replace(kind="turn")
+        here = len(rows)
+        groups = layer.group_size and self._ranks_of_groups(layer, here, partial=False)[0]
+        if self._transport.size == 1 or (groups and len(groups) == 1):
+            return alone(label.key, rows)
+        answer = self._transport.decide(label, np.concatenate([rows.shape, rows.ravel()]), self._number)
+        number, clique, identity, parts = (
+            answer[0],
+            answer[1],
+            answer[3 : 3 + int(answer[2])],
+            answer[3 + int(answer[2]) :],
+        )
+        counts, world, first = [], 0, 0
+        for rank in range(self._transport.size):
+            replicas, width = int(parts[0]), int(parts[1])
+            counts.append(parts[2 : 2 + replicas * width].reshape(replicas, width)[:, 1:].ravel())
+            first += replicas * (rank < self.rank)
+            world += replicas
+            parts = parts[2 + replicas * width :]
+        head = [self._channel, number, clique, world, first, identity.size]
+        return Total(np.concatenate([head, identity, *counts]), 0, label.key)
+
+    def _number(self, parts: List[np.ndarray]) -> np.ndarray:
+        """On rank 0, where all are ready: the number of their collective and that of the set of their devices, what
+        makes a communicator where the set is new, and the parts."""
+        devices = [part[2:].reshape(int(part[0]), int(part[1]))[:, 0].tolist() for part in parts]
+        with self._turns:
+            known = len(self._cliques)
+            clique = self._cliques.setdefault(json.dumps(devices), known)
+            identity = np.frombuffer(_native.nccl_unique_id() if clique == known else b"", np.uint8)
+            number, self._turn = self._turn, self._turn + 1
+        return np.concatenate([[number, clique, identity.size], identity, *parts])
+
+    def look(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+        label = self._call(layer, ticket)
+        self._transport.look(label)
+        return Total(np.zeros(1), 0, label.key)
 
     def fail(self, reason: str) -> None:
         self._transport.fail(reason)
@@ -227,7 +312,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 self._agree(new)
 
     def _agree(self, new: Sequence[LayerInfo]) -> None:
-        ours = [_describe(layer) for layer in new]
+        ours = [{**_describe(layer), **self._describe_gpus(layer)} for layer in new]
         label = Label("agreement", call=self._agreements, what="the agreement on the layers of the net")
         self._agreements += 1
         part = np.frombuffer(json.dumps(ours).encode(), np.uint8)
@@ -243,7 +328,45 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             if group and total % group:
                 raise ValueError(f"group_size: {group} was given, expected a divisor of the number of devices, {total}")
             self._replicas[layer.id] = [layers[i]["replicas"] for layers in everyone]
+            self._spread[layer.id] = self._spread_of([layers[i] for layers in everyone], total)
             self._keys[layer.id] = len(self._keys)  # last: whoever finds it goes on
+
+    def _describe_gpus(self, layer: LayerInfo) -> Dict[str, Any]:
+        """The GPUs that it is on here, or why they cannot be members of a collective."""
+        on = [context for context in layer.contexts if context.device_type == "gpu"]
+        problem = ""
+        if len(on) < len(layer.contexts):
+            problem = f"it is on {', '.join(map(str, layer.contexts))} there"
+        elif layer.replicas > len(on):
+            problem = f"it has {layer.replicas} replicas on {len(on)} GPUs there"
+        elif self.gpus != "host":
+            problem = _native.nccl_problem()
+        cards = [[str(context), cuda.identity(context.device_id)] for context in on] if not problem else []
+        return {"gpus": self.gpus, "on": len(on), "problem": problem, "cards": cards}
+
+    def _spread_of(self, everyone: List[Dict], total: int) -> int:
+        """Of a layer that the ranks describe so."""
+        if not any(layer["on"] for layer in everyone) or everyone[0]["gpus"] == "host":
+            return 0
+        problem = next((f"rank {r}: {layer['problem']}" for r, layer in enumerate(everyone) if layer["problem"]), "")
+        whose: Dict[str, str] = {}
+        for rank, layer in enumerate(everyone):
+            for name, card in layer["cards"]:
+                owner = whose.setdefault(card, f"{name} of rank {rank}")
+                if owner != f"{name} of rank {rank}":
+                    problem = problem or f"{owner} and {name} of rank {rank} are the same GPU"
+        if not problem:
+            return total
+        self._over_the_host(everyone[self.rank]["name"], problem)
+        return 0
+
+    def _over_the_host(self, name: str, problem: str) -> None:
+        """The GPUs of a layer cannot hand each other anything: an error, a warning, or what was asked for."""
+        if self.gpus == "nccl":
+            raise ValueError(f"gpus: 'nccl' was given, but the statistics of '{name}' cannot go by NCCL: {problem}")
+        if self.gpus is None and not self._said:
+            self._said = True
+            log.warning("the statistics of the GPUs of several processes go over the host: %s", problem)
 
     def _call(self, layer: LayerInfo, ticket: Ticket) -> Label:
         key = self._keys[ticket.layer]
@@ -293,6 +416,9 @@ def _describe(layer: LayerInfo) -> Dict[str, Any]:
 
 def _difference(rank: int, ours: List[Dict], other: int, theirs: List[Dict]) -> str:
     """What is not the same, as an error; empty where both nets are the same."""
+    gpus = [layer["gpus"] for layers in (ours, theirs) for layer in layers[:1]]
+    if len(set(gpus)) > 1:
+        return f"kvstore: gpus={gpus[0]!r} was given on rank {rank} and {gpus[1]!r} on rank {other}, expected the same"
 
     def sort(layer: Optional[Dict]) -> Optional[List]:
         return None if layer is None else [re.sub(r"\d+", "", layer["name"]), layer["channels"], layer["pooling"]]

@@ -5,20 +5,11 @@
 #include <cstring>
 
 #include "cpu/half.h"
-#include "failure.h"
-#include "mxnet_api.h"
 #include "pooling/statistics.h"
 
 namespace syncbn {
 namespace cpu {
 namespace {
-
-template <typename T = void>
-T* data(Array array) {
-    void* out = nullptr;
-    if (mx.ndarray_get_data(array, &out) != 0) throw Failure("MXNet gave no memory for an array");
-    return static_cast<T*>(out);
-}
 
 // The slot's part; of nothing, nothing.
 const void* at(const void* values, const Tensor& tensor, const Slot& slot) {
@@ -72,7 +63,7 @@ Vector Backend::moments(Array x, const Tensor& tensor) const {
     double* part = packed.data();
     for (const Slot& slot : tensor.slots) {
         part[0] = static_cast<double>(slot.shape.per_channel());
-        cpu::moments(work(tensor, slot), at(cpu::data(x), tensor, slot), part + 1, part + 1 + channels);
+        cpu::moments(work(tensor, slot), at(data(x), tensor, slot), part + 1, part + 1 + channels);
         part += moments_length(channels);
     }
     return packed;
@@ -84,8 +75,6 @@ Statistic Backend::frozen(Array running_mean, Array running_var, const Tensor& t
     for (double& v : invstd) v = 1 / std::sqrt(v + epsilon);
     return {1, vector(running_mean, tensor.parameter_type(), channels), std::move(invstd)};
 }
-
-void* Backend::data(Array array) const { return cpu::data(array); }
 
 void Backend::normalise(Array x, const Tensor& tensor, const Affine& affine, const void* addend, Array y,
                         bool add) const {
@@ -153,13 +142,13 @@ void Backend::copy(const void* from, Type type, int64_t n, Array to, bool add) c
     if (!add)
         std::memcpy(data(to), from, static_cast<size_t>(n * size_of(type)));
     else if (type == Type::kFloat64)
-        add_values(static_cast<const double*>(from), n, cpu::data<double>(to));
+        add_values(static_cast<const double*>(from), n, data<double>(to));
     else if (type == Type::kFloat32)
-        add_values(static_cast<const float*>(from), n, cpu::data<float>(to));
+        add_values(static_cast<const float*>(from), n, data<float>(to));
     else
         for (int64_t i = 0; i < n; ++i)
-            cpu::data<uint16_t>(to)[i] = float_to_half(half_to_float(cpu::data<uint16_t>(to)[i]) +
-                                                       half_to_float(static_cast<const uint16_t*>(from)[i]));
+            data<uint16_t>(to)[i] = float_to_half(half_to_float(data<uint16_t>(to)[i]) +
+                                                  half_to_float(static_cast<const uint16_t*>(from)[i]));
 }
 
 Vector Backend::read(Array from, int64_t n) const { return vector(from, Type::kFloat64, n); }
@@ -170,11 +159,11 @@ void Backend::write(const Vector& values, Type type, Array out, bool add) const 
 
 void Backend::fill(Array out, Type type, int64_t n, double value) const {
     if (type == Type::kFloat64)
-        std::fill_n(cpu::data<double>(out), n, value);
+        std::fill_n(data<double>(out), n, value);
     else if (type == Type::kFloat32)
-        std::fill_n(cpu::data<float>(out), n, static_cast<float>(value));
+        std::fill_n(data<float>(out), n, static_cast<float>(value));
     else
-        std::fill_n(cpu::data<uint16_t>(out), n, value != value ? uint16_t{0x7e00} : uint16_t{0});
+        std::fill_n(data<uint16_t>(out), n, value != value ? uint16_t{0x7e00} : uint16_t{0});
 }
 
 }  // namespace cpu

@@ -24,8 +24,6 @@ class Backend {
     Vector moments(Array x, const Tensor& tensor) const;
     // What the running statistics stand for.
     Statistic frozen(Array running_mean, Array running_var, const Tensor& tensor, double epsilon) const;
-    // What is in an array.
-    void* data(Array array) const;
     // y = (x - mean) * invstd * gamma + beta [+ addend], rectified, with what each slot uses; added to y where `add`.
     void normalise(Array x, const Tensor& tensor, const Affine& affine, const void* addend, Array y, bool add) const;
     // running <- momentum * running + (1 - momentum) * values

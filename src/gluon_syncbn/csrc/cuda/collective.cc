@@ -2,21 +2,30 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
+#include <cstring>
 #include <future>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <thread>
 
+#include "clock.h"
 #include "cuda/driver.h"
 #include "failure.h"
+#include "meeting/step.h"
 
 namespace syncbn {
 namespace cuda {
 namespace {
 
 using Communicator = void*;
-constexpr int kFloat64 = 8;  // of ncclDataType_t
+constexpr int kFloat64 = 8;   // of ncclDataType_t
+constexpr double kLeave = 5;  // seconds that communicators with other processes get to be taken down
+
+struct UniqueId {
+    char bytes[128];
+};
 
 struct Nccl {
     template <typename F>
@@ -25,6 +34,9 @@ struct Nccl {
     }
     const char* (*error_string)(int) = get<const char*(int)>("ncclGetErrorString");
     int (*init_all)(Communicator*, int, const int*) = get<int(Communicator*, int, const int*)>("ncclCommInitAll");
+    int (*unique_id)(UniqueId*) = get<int(UniqueId*)>("ncclGetUniqueId");
+    int (*init_rank)(Communicator*, int, UniqueId,
+                     int) = get<int(Communicator*, int, UniqueId, int)>("ncclCommInitRank");
     int (*destroy)(Communicator) = get<int(Communicator)>("ncclCommDestroy");
     int (*abort)(Communicator) = get<int(Communicator)>("ncclCommAbort");
     int (*group_start)() = get<int()>("ncclGroupStart");
@@ -33,7 +45,8 @@ struct Nccl {
                       Stream) = get<int(const void*, void*, size_t, int, Communicator, Stream)>("ncclAllGather");
 
     bool complete() const {
-        return error_string && init_all && destroy && abort && group_start && group_end && all_gather;
+        return error_string && init_all && unique_id && init_rank && destroy && abort && group_start && group_end &&
+               all_gather;
     }
 };
 
@@ -47,6 +60,7 @@ void check_nccl(int status, const char* function) {
 }
 
 struct Clique {
+    int64_t channel, number;  // of one with other processes; -1 and 0 of one without
     std::vector<int> devices;
     std::vector<Communicator> communicators;  // as the devices
 };
@@ -54,29 +68,104 @@ struct Clique {
 std::mutex mutex;  // guards the cliques; every collective is posted under it
 std::vector<std::unique_ptr<Clique>>& cliques = *new std::vector<std::unique_ptr<Clique>>;
 
-// NCCL makes communicators while its caller waits, however long: so somebody else calls it.
-std::vector<Communicator> connect(const std::vector<int>& devices, double timeout) {
-    auto task = std::make_shared<std::packaged_task<std::vector<Communicator>()>>([devices] {
-        std::vector<Communicator> out(devices.size());
-        check_nccl(nccl().init_all(out.data(), static_cast<int>(devices.size()), devices.data()), "ncclCommInitAll");
-        return out;
-    });
+// Collectives with other processes, in the order of their numbers.
+class Queue {
+  public:
+    // Returns when it is the turn of this one.
+    void wait(const Turn& turn, double timeout) {
+        const double end = seconds() + timeout;
+        std::unique_lock<std::mutex> lock(mutex_);
+        while (next_[turn.channel] != turn.number) {
+            step().throw_if_failed();
+            if (seconds() > end)
+                throw Failure("collective " + std::to_string(turn.number) + " of this process has waited for number " +
+                              std::to_string(next_[turn.channel]) + " for " +
+                              std::to_string(static_cast<int>(timeout)) + " s.");
+            changed_.wait_for(lock, std::chrono::milliseconds(50));
+        }
+    }
+    // It is posted. Without this, none that comes later ever is: no process could tell which is which any more.
+    void pass(const Turn& turn) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        next_[turn.channel] = turn.number + 1;
+        changed_.notify_all();
+    }
+
+  private:
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::map<int64_t, int64_t> next_;  // by channel
+};
+Queue& queue = *new Queue;
+
+// NCCL makes communicators, and what their first collective needs, while its caller waits, however long: so somebody else
+// calls it.
+template <typename Work>
+auto within(double timeout, Work work) -> decltype(work()) {
+    auto task = std::make_shared<std::packaged_task<decltype(work())()>>(std::move(work));
     auto made = task->get_future();
     std::thread([task] { (*task)(); }).detach();
     if (made.wait_for(std::chrono::duration<double>(timeout)) != std::future_status::ready)
         throw Failure("NCCL has not connected the GPUs for " + std::to_string(static_cast<int>(timeout)) +
-                      " s. NCCL_DEBUG=INFO shows what it does; kvstore='host' does without it.");
+                      " s. NCCL_DEBUG=INFO shows what it does; kvstore='host' does without it, and between processes "
+                      "gluon_syncbn.kvstore(..., gpus='host').");
     return made.get();
 }
 
-Clique& clique_of(const std::vector<int>& devices, double timeout) {
-    for (const auto& one : cliques)
-        if (one->devices == devices) return *one;
-    auto made = std::make_unique<Clique>();
-    made->devices = devices;
-    made->communicators = connect(devices, timeout);
-    cliques.push_back(std::move(made));
-    return *cliques.back();
+std::vector<Communicator> connect(const std::vector<int>& devices) {
+    std::vector<Communicator> out(devices.size());
+    check_nccl(nccl().init_all(out.data(), static_cast<int>(devices.size()), devices.data()), "ncclCommInitAll");
+    return out;
+}
+
+std::vector<Communicator> connect(const std::vector<int>& devices, const Turn& turn) {
+    std::vector<Communicator> out(devices.size());
+    UniqueId id;
+    std::memcpy(id.bytes, turn.id.data(), sizeof id.bytes);
+    check_nccl(nccl().group_start(), "ncclGroupStart");
+    int status = 0;
+    for (size_t i = 0; i < devices.size() && status == 0; ++i) {
+        const Current current(Device::of(devices[i]));
+        const int world = static_cast<int>(turn.world), rank = static_cast<int>(turn.first + i);
+        status = nccl().init_rank(&out[i], world, id, rank);
+    }
+    const int end = nccl().group_end();
+    check_nccl(status, "ncclCommInitRank");
+    check_nccl(end, "ncclCommInitRank");
+    return out;
+}
+
+void post(const std::vector<OnDevice>& parts, const std::vector<Communicator>& communicators) {
+    check_nccl(nccl().group_start(), "ncclGroupStart");
+    int status = 0;
+    for (size_t i = 0; i < parts.size() && status == 0; ++i) {
+        const Current current(Device::of(parts[i].device));
+        const auto count = static_cast<size_t>(parts[i].length);
+        status = nccl().all_gather(parts[i].own, parts[i].gathered, count, kFloat64, communicators[i], parts[i].stream);
+    }
+    const int end = nccl().group_end();
+    check_nccl(status, "ncclAllGather");
+    check_nccl(end, "ncclGroupEnd");
+}
+
+// On the communicators of these devices, or of the clique of this number that they are part of, which are made where there
+// are none.
+void post_on(int64_t channel, int64_t number, const std::vector<OnDevice>& parts, const Turn& turn, double timeout) {
+    std::vector<int> devices;
+    for (const OnDevice& part : parts) devices.push_back(part.device);
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto known = std::find_if(cliques.begin(), cliques.end(), [&](const auto& one) {
+        return one->channel == channel && one->number == number && one->devices == devices;
+    });
+    if (known != cliques.end()) return post(parts, (*known)->communicators);
+    if (channel >= 0 && turn.id.size() != sizeof(UniqueId))
+        throw Failure("the communicator of these GPUs is gone, after a failure. Start the job again.");
+    const auto communicators = within(timeout, [parts, devices, turn, channel] {
+        const auto made = channel < 0 ? connect(devices) : connect(devices, turn);
+        post(parts, made);
+        return made;
+    });
+    cliques.push_back(std::make_unique<Clique>(Clique{channel, number, devices, communicators}));
 }
 
 }  // namespace
@@ -85,24 +174,21 @@ std::string why_no_collective() {
     return nccl().complete() ? "" : "this build of MXNet is not linked against NCCL 2.4 or later";
 }
 
-void all_gather(const std::vector<OnDevice>& parts, double timeout) {
+void all_gather(const std::vector<OnDevice>& parts, const Turn& turn, double timeout) {
     const std::string missing = why_no_collective();
     if (!missing.empty()) throw Failure(missing);
-    std::vector<int> devices;
-    for (const OnDevice& part : parts) devices.push_back(part.device);
-    std::lock_guard<std::mutex> lock(mutex);
-    const Clique& clique = clique_of(devices, timeout);
-    check_nccl(nccl().group_start(), "ncclGroupStart");
-    int status = 0;
-    for (size_t i = 0; i < parts.size() && status == 0; ++i) {
-        const Current current(Device::of(devices[i]));
-        const auto count = static_cast<size_t>(parts[i].length);
-        status = nccl().all_gather(parts[i].own, parts[i].gathered, count, kFloat64, clique.communicators[i],
-                                   parts[i].stream);
-    }
-    const int end = nccl().group_end();
-    check_nccl(status, "ncclAllGather");
-    check_nccl(end, "ncclGroupEnd");
+    if (turn.number < 0) return post_on(-1, 0, parts, turn, timeout);
+    queue.wait(turn, timeout);
+    post_on(turn.channel, turn.clique, parts, turn, timeout);
+    queue.pass(turn);
+}
+
+std::string new_unique_id() {
+    const std::string missing = why_no_collective();
+    if (!missing.empty()) throw Failure(missing);
+    UniqueId id;
+    check_nccl(nccl().unique_id(&id), "ncclGetUniqueId");
+    return std::string(id.bytes, sizeof id.bytes);
 }
 
 void abort_collectives(int device) {
@@ -120,9 +206,25 @@ void abort_collectives(int device) {
 
 void close_collectives() {
     std::lock_guard<std::mutex> lock(mutex);
+    std::vector<Communicator> others;
     for (const auto& one : cliques)
-        for (Communicator communicator : one->communicators) nccl().destroy(communicator);
+        for (Communicator communicator : one->communicators) {
+            if (one->channel < 0)
+                nccl().destroy(communicator);
+            else
+                others.push_back(communicator);
+        }
     cliques.clear();
+    if (others.empty()) return;
+    // NCCL may wait here for processes that have ended without a word.
+    const bool failed = step().failure() != nullptr;
+    const auto leave = [others, failed] {
+        for (Communicator communicator : others) failed ? nccl().abort(communicator) : nccl().destroy(communicator);
+    };
+    try {
+        within(kLeave, leave);
+    } catch (const Failure&) {  // the process ends all the same
+    }
 }
 
 }  // namespace cuda

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "meeting/reduction.h"
+#include "meeting/turn.h"
 
 namespace syncbn {
 namespace cuda {
@@ -13,9 +14,13 @@ namespace cuda {
 // Why the libraries of this process cannot do it; empty where they can.
 std::string why_no_collective();
 
-// One all-gather over these devices, in this order: posted on their streams in one group under one lock, so that no two
-// devices have two of them in another order. Returns when all are posted. Throws Failure.
-void all_gather(const std::vector<OnDevice>& parts, double timeout);
+// One all-gather over these devices and, where it is their turn, over those of the other processes, in this order: posted on
+// their streams in one group under one lock, so that no two devices have two of them in another order. Waits until the turns
+// before it are posted. Returns when all of this process are posted. Throws Failure.
+void all_gather(const std::vector<OnDevice>& parts, const Turn& turn, double timeout);
+
+// With which the first collective of a new set of processes is numbered. Throws Failure.
+std::string new_unique_id();
 
 // Ends what hangs on these devices. The next collective among any of them makes communicators anew.
 void abort_collectives(int device);

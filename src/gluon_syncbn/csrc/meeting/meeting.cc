@@ -12,6 +12,7 @@
 #include "meeting/stall.h"
 #include "meeting/step.h"
 #include "meeting/timing.h"
+#include "meeting/turn.h"
 
 namespace syncbn {
 namespace {
@@ -32,6 +33,11 @@ constexpr double kForkIdle = 1;   // the same, where a fork waits
 
 std::string name_of_call(const Meeting& meeting, int phase) {
     return (phase == 0 ? "forward of call " : "backward of call ") + std::to_string(meeting.number + 1);
+}
+
+Ticket ticket_of(const Terms& terms, const Place& place, Direction direction) {
+    const Draw& draw = place.meeting->draw;
+    return {terms.layer, draw.node, draw.call, direction == Direction::kForward ? 0 : place.backwards};
 }
 
 void check_equal(const Terms& terms, const Meeting& meeting, const Phase& phase, size_t seat, Type type,
@@ -132,9 +138,9 @@ Total MeetingRoom::share(const Terms& terms, Place& place, Direction direction, 
 }
 
 Total MeetingRoom::share(const Terms& terms, Place& place, Direction direction, Type type, int64_t channels,
-                         Vector values, std::shared_ptr<const OnDevice> device, const Collective& collective) {
-    const size_t length = values.size();
-    Total total = hand_in(terms, place, direction, {true, channels, type, std::move(values), std::move(device)},
+                         Vector counts, std::shared_ptr<const OnDevice> device, const Collective& collective) {
+    const size_t length = counts.size();
+    Total total = hand_in(terms, place, direction, {true, channels, type, std::move(counts), std::move(device)},
                           [&](const Meeting& meeting, const Phase& phase, const Ticket& ticket) {
                               const size_t replicas = meeting.replicas();
                               std::vector<OnDevice> parts(replicas);
@@ -145,11 +151,24 @@ Total MeetingRoom::share(const Terms& terms, Place& place, Direction direction, 
                                   parts[rank] = *phase.entries[seat].device;
                                   std::copy(own.begin(), own.end(), all.begin() + static_cast<int64_t>(rank * length));
                               }
-                              collective(parts);
-                              return Total{std::move(all), 0, ticket.layer};
+                              return collective(parts, std::move(all), ticket);
                           });
-    total.first = place.meeting->rank(place.seat) * length;
+    total.first += place.meeting->rank(place.seat) * length;
     return total;
+}
+
+int64_t MeetingRoom::spread(const Terms& terms, const Place& place, Direction direction) const {
+    Meeting& meeting = *place.meeting;
+    std::lock_guard<std::mutex> lock(meeting.deciding);
+    if (meeting.spread < 0) {
+        if (terms.spread < 0) terms.spread = spread_of(ticket_of(terms, place, direction), terms.hook);
+        meeting.spread = terms.spread;
+    }
+    return meeting.spread;
+}
+
+void MeetingRoom::look_out(const Terms& terms, const Place& place, Direction direction) const {
+    syncbn::look_out(ticket_of(terms, place, direction), terms.hook);
 }
 
 Total MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction, Phase::Entry entry,

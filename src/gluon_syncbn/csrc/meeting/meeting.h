@@ -15,6 +15,7 @@
 // without it, because nobody else touches a phase that is complete. Under it, `Step` may be asked and told of failures.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -35,7 +36,7 @@ namespace syncbn {
 // What becomes of a batch whose statistics are not finite: nothing special; the running statistics stay; the step ends.
 enum class Nonfinite : int { kPropagate = 0, kSkip = 1, kError = 2 };
 
-// What holds for a layer; nobody changes it any more.
+// What holds for a layer; nobody changes it any more, but for what is found out once.
 struct Terms {
     int64_t layer = 0;
     std::string name;
@@ -48,6 +49,7 @@ struct Terms {
     Reach reach = Reach::kMemory;
     Hook hook = nullptr;
     Nonfinite nonfinite = Nonfinite::kPropagate;
+    mutable std::atomic<int64_t> spread{-1};  // see `spread_of`; -1 before anybody has asked
 };
 
 // One handing-in: the forward of a meeting is phase 0, its k-th backward is phase k.
@@ -81,6 +83,9 @@ struct Meeting {
     std::vector<Seat> seats;            // [contexts * lanes] once everybody has joined
     std::map<int, Phase> phases;
     std::condition_variable changed;
+
+    std::mutex deciding;  // guards the next one, beside the room's lock, and is held while other processes are asked
+    int64_t spread = -1;  // how the first replica found it, so that all go the same way; see `spread_of`
 
     size_t replicas() const { return contexts.size() * lanes; }
     size_t joined(size_t context) const;
@@ -119,9 +124,13 @@ class MeetingRoom {
     // for each of its backwards.
     Total share(const Terms& terms, Place& place, Direction direction, Sharing sharing, Type type, int64_t channels,
                 Vector values);
-    // The same for what stays on a device: `collective` is called for it, and only the `values` come back, side by side.
-    Total share(const Terms& terms, Place& place, Direction direction, Type type, int64_t channels, Vector values,
+    // The same for what stays on a device: `collective` is called for it, and only the `counts` come back, side by side.
+    Total share(const Terms& terms, Place& place, Direction direction, Type type, int64_t channels, Vector counts,
                 std::shared_ptr<const OnDevice> device, const Collective& collective);
+    // For how many replicas of all processes; asks them at most once for a meeting, and seldom more than once in all.
+    int64_t spread(const Terms& terms, const Place& place, Direction direction) const;
+    // What is on its way on the devices takes long: throws where another process has failed.
+    void look_out(const Terms& terms, const Place& place, Direction direction) const;
     void forget();         // all meetings
     void restart_calls();  // of the permutations
     void forked();         // in the child

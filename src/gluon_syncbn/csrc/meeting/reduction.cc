@@ -7,18 +7,15 @@
 #include "pooling/statistics.h"
 
 namespace syncbn {
-namespace {
 
-Total through(Hook hook, const Ticket& ticket, Reduction reduction, const Vector& rows, size_t count) {
+Total through(Hook hook, const Ticket& ticket, int reduction, const Vector& rows, size_t count) {
     Total total;
     char error[1024] = "";
-    if (hook(&ticket, static_cast<int>(reduction), static_cast<int64_t>(count),
-             static_cast<int64_t>(rows.size() / count), rows.data(), &total, error, sizeof error) != 0)
+    if (hook(&ticket, reduction, static_cast<int64_t>(count), static_cast<int64_t>(rows.size() / count), rows.data(),
+             &total, error, sizeof error) != 0)
         throw std::runtime_error(error);
     return total;
 }
-
-}  // namespace
 
 Total reduce(Reduction reduction, std::vector<Part> parts, size_t contexts, int64_t channels, const Ticket& ticket,
              Reach reach, Hook hook) {
@@ -28,7 +25,7 @@ Total reduce(Reduction reduction, std::vector<Part> parts, size_t contexts, int6
         for (const Part& part : parts)
             std::copy(part.values->begin(), part.values->end(), all.begin() + static_cast<int64_t>(part.rank * length));
         if (reach != Reach::kProcesses) return {std::move(all), 0, ticket.layer};  // they are side by side already
-        return through(hook, ticket, reduction, all, 1);
+        return through(hook, ticket, static_cast<int>(reduction), all, 1);
     }
     // Among the replicas of one context the order of the calls says nothing, so what they bring decides.
     std::sort(parts.begin(), parts.end(), [&](const Part& a, const Part& b) {
@@ -48,7 +45,7 @@ Total reduce(Reduction reduction, std::vector<Part> parts, size_t contexts, int6
     }
     Vector rows(contexts * length, 0.0);
     for (const Part& part : parts) put(rows.data() + part.context * length, *part.values);
-    return through(hook, ticket, reduction, rows, contexts);
+    return through(hook, ticket, static_cast<int>(reduction), rows, contexts);
 }
 
 }  // namespace syncbn

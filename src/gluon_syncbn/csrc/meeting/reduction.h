@@ -30,7 +30,7 @@ struct Ticket {
     int64_t layer, node, call, phase;
 };
 
-// What leaves shared memory: a reduction over the rows of all processes; to merge and to add there is a row for each
+// What leaves shared memory (or what processes ask each other: meeting/turn.h): a reduction over the rows of all processes; to merge and to add there is a row for each
 // context, to gather one for the process. Called by one thread per phase, of which there may be several at once. Returns 0
 // and leaves the total in `out`, or writes the reason into `error`.
 using Hook = int (*)(const Ticket* ticket, int reduction, int64_t rows, int64_t length,
@@ -54,8 +54,12 @@ struct OnDevice {
     int64_t length;
 };
 
-// Makes that happen, called once per phase by the last to arrive, with the parts in the order of the replicas.
-using Collective = std::function<void(const std::vector<OnDevice>&)>;
+// Makes that happen, called once per phase by the last to arrive, with the parts in the order of the replicas and what they
+// say of their slots, side by side. Returns what those of all processes say, and where those of this one begin.
+using Collective = std::function<Total(const std::vector<OnDevice>& parts, Vector counts, const Ticket& ticket)>;
+
+// What the hook says. Throws std::runtime_error with its reason.
+Total through(Hook hook, const Ticket& ticket, int reduction, const Vector& rows, size_t count);
 
 // All parts put together, in the order of the replicas, never in the order of arrival: so the bits of the result do not
 // depend on who came first. Throws std::runtime_error with the hook's reason.

@@ -20,6 +20,7 @@
 #include "log.h"
 #include "meeting/stall.h"
 #include "meeting/step.h"
+#include "meeting/turn.h"
 #include "operator/call.h"
 #include "pooling/statistics.h"
 
@@ -43,15 +44,10 @@ constexpr double kSpin = 2e-4;  // seconds in which a stream is asked again and 
 constexpr auto kPause = std::chrono::microseconds(20);
 constexpr auto kLongPause = std::chrono::milliseconds(1);
 constexpr double kWatchAfter = 0.05;  // seconds until a wait counts as long enough to look around
+constexpr double kLookAfter = 0.5;    // seconds between looks at other processes
 
 std::string named(const char* kernel, Type type, bool activated = false) {
     return std::string(kernel) + (activated ? "_activated_" : "_") + name_of(type);
-}
-
-void* data(Array array) {
-    void* out = nullptr;
-    if (mx.ndarray_get_data(array, &out) != 0) throw Failure("MXNet gave no memory for an array");
-    return out;
 }
 
 // The layout is that of `Pools` in kernels.cu.
@@ -93,10 +89,19 @@ class DeviceCall : public Call {
         Lease lease;
         explicit Work(Device& device) : current(device), lease(device) {}
     };
-    Device& device() const { return Device::of(std::stoi(context_.substr(4))); }
+    Device& device() {
+        if (device_ == nullptr) device_ = &Device::of(std::stoi(context_.substr(4)));
+        return *device_;
+    }
     Work& work() {
         if (!work_) work_.emplace(device());
         return *work_;
+    }
+    // `ask` may end in Python, where whatever is freed meanwhile may leave another device current on this thread.
+    template <typename Ask>
+    auto still_current(const Ask& ask) -> decltype(ask()) {
+        const Current again(device());
+        return ask();
     }
     Memory memory(int64_t size) {
         work();
@@ -111,7 +116,7 @@ class DeviceCall : public Call {
         launch(device(), work().lease.stream(), kernel, grid, arguments);
     }
 
-    bool gathers_on_devices() const;
+    bool gathers_on_devices(Direction direction);
     // Packed vectors of `length` for each slot, from a kernel and, where it works in chunks, from what merges those.
     template <typename Launch>
     Memory reduced(int64_t length, const char* merge, const Launch& launch_with);
@@ -123,14 +128,17 @@ class DeviceCall : public Call {
     PoolsOfSlots users() const;
     bool idle_within(double seconds) const;
 
+    Device* device_ = nullptr;
     std::optional<Work> work_;
     std::vector<Memory> scratch_;         // until the callback ends
     std::shared_ptr<Gathered> gathered_;  // the same
     bool may_be_posted_ = false;          // others may put something on the stream
     bool tells_ = false;                  // the forward has said whether the moments are finite
     bool kept_for_repetition_ = false;    // what was gathered
-    bool on_devices_ = false;             // what was gathered is that of each slot, not of all together
-    Memory kept_;                         // for the backward
+    int64_t spread_ = 0;                  // replicas of all processes, where GPUs of several meet
+    Direction direction_ = Direction::kForward;
+    bool on_devices_ = false;  // what was gathered is that of each slot, not of all together
+    Memory kept_;              // for the backward
 };
 
 Plan plan_of(const Tensor& tensor) {
@@ -182,11 +190,17 @@ PoolsOfSlots DeviceCall::users() const {
 // ---- what is gathered ----------------------------------------------------------------------------------------------
 
 // Several replicas on a GPU would be several members of a collective, of which a GPU can be only one.
-bool DeviceCall::gathers_on_devices() const {
+bool DeviceCall::gathers_on_devices(Direction direction) {
     const Meeting& meeting = *place_.meeting;
-    if (meeting.lanes > 1 || (meeting.reach != Reach::kMemory && meeting.reach != Reach::kNccl)) return false;
+    const Reach reach = meeting.reach;
+    spread_ = 0;
+    if (meeting.lanes > 1 || reach == Reach::kContexts || reach == Reach::kHost) return false;
     for (const std::string& context : meeting.contexts)
         if (context.compare(0, 4, "gpu(") != 0) return false;
+    if (reach == Reach::kProcesses) {
+        spread_ = still_current([&] { return node_.layer->room.spread(*node_.layer->terms(), place_, direction); });
+        return spread_ > 0;
+    }
     if (meeting.replicas() == 1) return true;
     const std::string missing = cuda::why_no_collective();
     if (missing.empty()) return true;
@@ -220,31 +234,45 @@ Memory DeviceCall::reduced(int64_t length, const char* merge, const Launch& laun
 Total DeviceCall::gather(Direction direction, int64_t length) {
     const Memory& own = gathered_->own;
     Vector counts;
-    if (direction == Direction::kForward)
-        for (const Slot& slot : tensor_.slots) counts.push_back(static_cast<double>(slot.shape.per_channel()));
+    for (const Slot& slot : tensor_.slots) counts.push_back(static_cast<double>(slot.shape.per_channel()));
+    direction_ = direction;
     int64_t& slots = gathered_->slots;
     slots = static_cast<int64_t>(tensor_.slots.size());
-    on_devices_ = !shares() || gathers_on_devices();
+    on_devices_ = !shares() || gathers_on_devices(direction);
     if (!shares()) return {std::move(counts), 0, node_.layer->id};
     const auto terms = node_.layer->terms();
     if (on_devices_) {
-        const auto replicas = static_cast<int64_t>(place_.meeting->replicas());
-        slots *= replicas;
-        if (replicas > 1) gathered_->all = memory(replicas * own.size());
+        const auto capacity = spread_ > 0 ? spread_ : static_cast<int64_t>(place_.meeting->replicas());
+        if (capacity > 1) gathered_->all = memory(capacity * own.size());
         gathered_->part = {device().id, work().lease.stream(), own.data(), gathered_->all.data(), own.size()};
         may_be_posted_ = true;
-        Total total = node_.layer->room.share(*terms, place_, direction, tensor_.type, channels(), std::move(counts),
-                                              std::shared_ptr<const OnDevice>(gathered_, &gathered_->part),
-                                              [&](const std::vector<OnDevice>& parts) {
-                                                  if (parts.size() > 1) cuda::all_gather(parts, terms->timeout);
-                                              });
+        Total total = node_.layer->room.share(
+            *terms, place_, direction, tensor_.type, channels(), std::move(counts),
+            std::shared_ptr<const OnDevice>(gathered_, &gathered_->part),
+            [&](const std::vector<OnDevice>& parts, Vector all, const Ticket& ticket) {
+                Turn turn;
+                if (spread_ > 0) {
+                    turn = still_current([&] { return turn_of(ticket, parts, all, terms->hook); });
+                } else {
+                    turn.world = parts.size();
+                    turn.counts = std::move(all);
+                    turn.key = ticket.layer;
+                }
+                if (turn.world > static_cast<size_t>(capacity))
+                    throw Failure("a step with " + std::to_string(turn.world) + " GPUs, where the processes have " +
+                                  "agreed on " + std::to_string(capacity) + ": start the job again after `reset_ctx`.");
+                if (turn.world > 1) cuda::all_gather(parts, turn, terms->timeout);
+                const size_t mine = turn.first * (turn.counts.size() / turn.world);
+                return Total{std::move(turn.counts), mine, turn.key};
+            });
         may_be_posted_ = false;
+        slots = static_cast<int64_t>(total.values.size());
         return total;
     }
     Vector values(static_cast<size_t>(own.size()));
     own.download(values.data(), work().lease);
     if (direction == Direction::kForward) look_at(values);
-    Total total = share(direction, std::move(values));
+    Total total = still_current([&] { return share(direction, std::move(values)); });
     gathered_->all = memory(static_cast<int64_t>(total.values.size()));
     gathered_->all.upload(total.values.data(), work().lease.stream());
     slots = gathered_->all.size() / length;
@@ -441,6 +469,7 @@ void DeviceCall::finish() {
     if (!work_) return;
     const double start = seconds(), timeout = node_.layer->terms()->timeout;
     std::optional<Stall> stall;
+    double looked = 0;
     while (!work_->lease.idle()) {
         const double waited = seconds() - start;
         if (waited < kSpin) {
@@ -455,12 +484,17 @@ void DeviceCall::finish() {
         step().throw_if_failed();
         if (stall->asked_to_end())
             throw Failure("the process was asked to end (Ctrl-C, or its main thread is gone) while the GPU worked.");
+        if (spread_ > 0 && waited - looked > kLookAfter) {
+            looked = waited;
+            still_current([&] { node_.layer->room.look_out(*node_.layer->terms(), place_, direction_); });
+        }
         if (waited >= timeout) {
             std::ostringstream why;
             why << "the GPU has not finished for " << timeout
                 << " s. Either a GPU of this layer is not there any more (nvidia-smi), or another user of NCCL in this "
                    "process waits for the same GPUs; NCCL_DEBUG=INFO shows what it does, and "
-                   "configure(kvstore='host') does without NCCL.";
+                << (spread_ > 0 ? "gluon_syncbn.kvstore(..., gpus='host')" : "configure(kvstore='host')")
+                << " does without NCCL.";
             throw Failure(why.str());
         }
     }

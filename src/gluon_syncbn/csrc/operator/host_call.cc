@@ -30,7 +30,7 @@ class HostCall : public Call {
         update_running(backend_.read(arrays[kBatch], moments_length(channels())), arrays);
     }
     void copy(Array from, Type type, int64_t n, Array to, bool add) override {
-        backend_.copy(backend_.data(from), type, n, to, add);
+        backend_.copy(data(from), type, n, to, add);
     }
     void fill(Array to, Type type, int64_t n, double value) override { backend_.fill(to, type, n, value); }
 
@@ -162,7 +162,7 @@ void HostCall::normalise_frozen(const Arrays& arrays, int req) {
 
 void HostCall::write_output(const Arrays& arrays, int req) {
     if (req == kNull) return;
-    const void* addend = node_.adds ? backend_.data(arrays[kAddend]) : nullptr;
+    const void* addend = node_.adds ? data(arrays[kAddend]) : nullptr;
     backend_.normalise(arrays[kX], tensor_, affine(arrays, 0), addend, arrays[node_.output()], req == kAdd);
 }
 
@@ -173,16 +173,16 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
     const int inputs = node_.outputs(), gradients = node_.gradients();
     const Array x = arrays[inputs + kX];
     Affine affine = this->affine(arrays, inputs);
-    const void *head = backend_.data(arrays[0]), *y = nullptr;
+    const void *head = data(arrays[0]), *y = nullptr;
     void* dz = nullptr;
     std::vector<char> scratch;
     if (node_.adds && affine.activation.any()) {  // dz is the addend's gradient
-        y = backend_.data(arrays[inputs + node_.inputs()]);
+        y = data(arrays[inputs + node_.inputs()]);
         if (reqs[kAddend] == kNull || reqs[kAddend] == kAdd) {
             scratch.resize(static_cast<size_t>(tensor_.shape.size() * size_of(tensor_.type)));
             dz = scratch.data();
         } else {
-            dz = backend_.data(arrays[gradients + kAddend]);
+            dz = data(arrays[gradients + kAddend]);
         }
     }
     Vector sums = backend_.grad_sums(head, x, tensor_, affine, y, dz);
@@ -198,7 +198,7 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
         }
     if (!frozen_) sums = gradients_of_users(std::move(sums));
 
-    if (node_.adds && reqs[kAddend] != kNull && head != backend_.data(arrays[gradients + kAddend]))
+    if (node_.adds && reqs[kAddend] != kNull && head != data(arrays[gradients + kAddend]))
         backend_.copy(head, tensor_.type, tensor_.shape.size(), arrays[gradients + kAddend], reqs[kAddend] == kAdd);
     if (reqs[kX] != kNull) {
         const size_t slots = tensor_.slots.size();

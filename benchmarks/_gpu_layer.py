@@ -1,0 +1,224 @@
+"""The whole layer on GPUs, from the call to the results: ours, MXNet's `nn.BatchNorm`, `torch.nn.SyncBatchNorm`.
+
+PyTorch runs in processes of its own, one for each GPU: as it is used, and because its CUDA libraries are others than
+MXNet's. All take turns, round by round.
+"""
+
+import itertools
+import json
+import select
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+
+import _measuring
+import numpy as np
+
+# Images of a GPU, channels, height and width.
+SHAPES = [(4, 64, 8, 8), (4, 256, 60, 60), (16, 512, 15, 15), (16, 256, 60, 60)]
+SMALL = [(2, 3, 2, 2)]  # for the emulator
+WAYS = {"eager": None, "static": {"static_alloc": True, "static_shape": True}}
+WAIT = 300  # seconds that a process of PyTorch's gets for an answer
+DIRECTIONS = ("forward", "backward")
+
+EXPLANATION = """The layer as it is called: microseconds from the call until the result is there, on all GPUs; medians
+over interleaved rounds, by the host's clock. The ratios are ours over MXNet's `nn.BatchNorm`, which synchronises
+nothing, and over `torch.nn.SyncBatchNorm`, one process per GPU with NCCL, of the same round: above 1 is slower. On one
+GPU PyTorch runs its synchronised way with a group of one, ours has nobody to hear from."""
+
+Contestant = Callable[[], Tuple[float, float]]  # seconds of one forward, and of its backward
+
+
+def measure(shapes: Sequence[Tuple], rounds: int, emulated: bool) -> Tuple[List[_measuring.Cell], List[str]]:
+    """The samples, and what was left out and why."""
+    import gluon_syncbn  # isort: skip  (before mxnet: it finds the CUDA libraries)
+    import mxnet as mx
+    from mxnet.gluon import nn
+
+    found = [mx.gpu(i) for i in range(mx.context.num_gpus())]
+    norms = {"ours": gluon_syncbn.SyncBatchNorm, "plain": nn.BatchNorm}
+    absent: Dict[str, str] = {}
+    if emulated:
+        absent["MXNet's nn.BatchNorm"] = "its kernels do not run on the emulator"
+        del norms["plain"]
+    samples = []
+    cases = itertools.product(sorted({1, len(found)}), shapes, ("float32", "float16"), WAYS.items())
+    for count, shape, dtype, (way, hybrid) in cases:
+        with ExitStack() as stack:
+            contestants = {
+                name: _of_mxnet(mx, norm, found[:count], shape, dtype, hybrid) for name, norm in norms.items()
+            }
+            try:
+                if "torch.nn.SyncBatchNorm" not in absent:
+                    contestants["torch"] = _of_torch(stack, count, shape, dtype)
+            except Missing as reason:
+                absent["torch.nn.SyncBatchNorm"] = str(reason)
+            seconds = _interleaved(contestants, rounds)
+        samples.append({"gpus": count, "shape": shape, "dtype": dtype, "way": way, "seconds": seconds})
+    return samples, [f"{name}: {why}" for name, why in absent.items()]
+
+
+class Missing(Exception):
+    """Why a contestant takes no part."""
+
+
+def _interleaved(contestants: Dict[str, Contestant], rounds: int) -> _measuring.Rounds:
+    taken: _measuring.Rounds = {f"{name} {way}": [] for name in contestants for way in DIRECTIONS}
+    for done in range(rounds + 2):  # two warm up
+        for name, contestant in contestants.items():
+            for way, seconds in zip(DIRECTIONS, contestant()):
+                if done >= 2:
+                    taken[f"{name} {way}"].append(seconds)
+    return taken
+
+
+def _of_mxnet(mx: Any, norm: Any, contexts: Sequence[Any], shape: Tuple, dtype: str, hybrid: Any) -> Contestant:
+    layer = norm(in_channels=shape[1])
+    layer.initialize(ctx=list(contexts))
+    layer.cast(dtype)
+    if hybrid is not None:
+        layer.hybridize(**hybrid)
+    random = np.random.RandomState(0)
+    xs, heads, grads = (
+        [mx.nd.array(random.standard_normal(shape), ctx=context, dtype=dtype) for context in contexts] for _ in range(3)
+    )
+    mx.autograd.mark_variables(xs, grads)  # not attach_grad, which runs an operator
+
+    def step() -> Tuple[float, float]:
+        mx.nd.waitall()
+        begun = time.perf_counter()
+        with mx.autograd.record():
+            ys = [layer(x) for x in xs]
+        mx.nd.waitall()
+        forward = time.perf_counter()
+        mx.autograd.backward(ys, heads)
+        mx.nd.waitall()
+        return forward - begun, time.perf_counter() - forward
+
+    step()
+    return step
+
+
+def _of_torch(stack: ExitStack, count: int, shape: Tuple, dtype: str) -> Contestant:
+    children = []
+    port = 29500 + np.random.RandomState().randint(2000)
+    for rank in range(count):
+        work = json.dumps({"rank": rank, "size": count, "port": port, "shape": shape, "dtype": dtype})
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        child = subprocess.Popen([sys.executable, __file__, work], text=True, **pipes)
+        stack.callback(_end, child)
+        children.append(child)
+
+    def step() -> Tuple[float, float]:
+        try:
+            for child in children:
+                child.stdin.write("step\n")
+                child.stdin.flush()
+        except BrokenPipeError:
+            pass  # the answer says why
+        answers = [_answer(child) for child in children]
+        return max(one["forward"] for one in answers), max(one["backward"] for one in answers)
+
+    for child in children:
+        _answer(child)  # it is there
+    return step
+
+
+def _answer(child: subprocess.Popen) -> Dict[str, Any]:
+    there, _, _ = select.select([child.stdout], [], [], WAIT)  # one line for each that we write
+    line = child.stdout.readline() if there else ""
+    if not line.startswith("{"):
+        child.kill()
+        said = child.communicate()[1].strip().splitlines()
+        raise Missing(said[-1] if said else "its process ended without a word")
+    answer = json.loads(line)
+    if "missing" in answer:
+        raise Missing(answer["missing"])
+    return answer
+
+
+def _end(child: subprocess.Popen) -> None:
+    child.kill()
+    child.communicate()
+
+
+# ---- in a process of PyTorch's -----------------------------------------------------------------------------
+
+
+def child(rank: int, size: int, port: int, shape: Sequence[int], dtype: str) -> None:
+    try:
+        import torch
+    except ImportError:
+        _say(missing="PyTorch is not installed")
+        return
+    if not torch.cuda.is_available():
+        _say(missing=f"PyTorch {torch.__version__} finds no GPU")
+        return
+    torch.cuda.set_device(rank)
+    where = f"tcp://127.0.0.1:{port}"
+    torch.distributed.init_process_group("nccl", init_method=where, rank=rank, world_size=size)
+    layer = torch.nn.SyncBatchNorm(shape[1], device="cuda")
+    random = np.random.RandomState(0)
+    x, dy = (torch.tensor(random.standard_normal(shape), dtype=getattr(torch, dtype), device="cuda") for _ in range(2))
+    x.requires_grad_()
+    settings = layer.running_mean, layer.running_var, layer.eps, layer.momentum, torch.distributed.group.WORLD
+
+    def run() -> Any:
+        if size > 1:
+            return layer(x)
+        synchronised = torch.nn.modules._functions.SyncBatchNorm  # the layer leaves it out for a group of one
+        return synchronised.apply(x, layer.weight, layer.bias, *settings, 1)
+
+    run().backward(dy)
+    _say(torch=torch.__version__)
+    for _ in sys.stdin:
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        y = run()
+        torch.cuda.synchronize()
+        forward = time.perf_counter()
+        y.backward(dy)
+        torch.cuda.synchronize()
+        _say(forward=forward - begun, backward=time.perf_counter() - forward)
+
+
+def _say(**what: Any) -> None:
+    print(json.dumps(what), flush=True)
+
+
+# ---- tables ------------------------------------------------------------------------------------------------
+
+HEADER = ["GPUs", "tensor of each", "way", "forward, us", "backward, us"]
+HEADER += [f"{way} / {other}" for other in ("plain", "torch") for way in DIRECTIONS]
+
+
+def row(result: _measuring.Cell) -> List[str]:
+    """Of a sample whose times and ratios are quantiles."""
+    seconds, ratios = result["seconds"], result["ratios"]
+    return [
+        str(result["gpus"]),
+        f"{' x '.join(map(str, result['shape']))} {result['dtype']}",
+        result["way"],
+        *(f"{seconds[f'ours {way}']['median'] * 1e6:.0f}" if f"ours {way}" in seconds else "-" for way in DIRECTIONS),
+        *(
+            f"{ratios[f'{other} {way}']['median']:.2f}" if f"{other} {way}" in ratios else "-"
+            for other in ("plain", "torch")
+            for way in DIRECTIONS
+        ),
+    ]
+
+
+def ratios(seconds: _measuring.Rounds) -> _measuring.Rounds:
+    """Ours over each of the others, round by round, under the other's name."""
+    return {
+        f"{other} {way}": [a / b for a, b in zip(seconds[f"ours {way}"], seconds[f"{other} {way}"])]
+        for other in ("plain", "torch")
+        for way in DIRECTIONS
+        if f"{other} {way}" in seconds and f"ours {way}" in seconds
+    }
+
+
+if __name__ == "__main__":
+    child(**json.loads(sys.argv[1]))

@@ -1,0 +1,289 @@
+"""What one process of a job on GPUs does, beside what mpi_worker.py has. Rank r has 1 + r % 2 GPUs."""
+
+import ctypes
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+
+import gluon_syncbn
+
+os.environ["GLUON_SYNCBN_TEST_DEVICE"] = "gpu"
+GPUS = json.loads(os.environ.get("GPU_WORKER_GPUS", "null"))
+if GPUS:
+    gluon_syncbn.kvstore("mpi", gpus=GPUS)
+
+import mxnet as mx  # noqa: E402
+from mpi_worker import CONTEXTS, devices_of, kv, make_layer, own, report  # noqa: E402
+from mxnet import autograd, nd  # noqa: E402
+from mxnet.gluon import nn  # noqa: E402
+from places import TESTS  # noqa: E402
+from poolings import POOLINGS, fits, specification  # noqa: E402
+from replicas import assert_same, collect, make_batch, on_devices, step  # noqa: E402
+
+from gluon_syncbn.exchange import mpi  # noqa: E402
+
+mpi._FEW = int(os.environ.get("MPI_WORKER_FEW", mpi._FEW))
+DEVICES = sum(map(devices_of, range(kv.num_workers)))
+FIRST = sum(map(devices_of, range(kv.rank)))
+MESSAGES = Counter()  # that this process has waited for, by their kind
+
+
+def counted(method):
+    def call(label, *arguments, **settings):
+        MESSAGES[label.kind] += 1
+        result = method(label, *arguments, **settings)
+        # What Python frees while it is called here, an array on another GPU, leaves that one current on this thread.
+        ctypes.CDLL("libcudart.so.11.0").cudaSetDevice(3)
+        return result
+
+    return call
+
+
+kv._transport.decide = counted(kv._transport.decide)
+kv._transport.allgather = counted(kv._transport.allgather)
+kv._transport.allreduce = counted(kv._transport.allreduce)
+
+
+def wanted(layer, batch, *, devices=None, **settings):
+    """Of this process; gradients of the parameters are those of its own replicas, which nobody adds here."""
+    layer._replicas.id, local = kv._keys.get(layer._replicas.id, layer._replicas.id), layer._replicas.id
+    want = specification(layer, batch, **settings)
+    layer._replicas.id = local
+    mine = slice(FIRST, FIRST + devices_of(kv.rank)) if devices is None else devices
+    return want._replace(outputs=want.outputs[mine], dxs=want.dxs[mine], running_mean=[], running_var=[])
+
+
+def assert_right(got, want, tolerance):
+    totals = []
+    for name in ("dgamma", "dbeta"):
+        total = nd.array(getattr(got, name), dtype="float64")
+        kv.pushpull(name, total)
+        totals.append(total.asnumpy())
+    got = got._replace(dgamma=totals[0], dbeta=totals[1], running_mean=[], running_var=[])
+    assert_same(got, want, tolerance)
+
+
+def without_sums(got, want):
+    """Outputs and gradients of the data alone."""
+    return got._replace(dgamma=want.dgamma, dbeta=want.dbeta, running_mean=[], running_var=[])
+
+
+def counts(device):
+    numbers = (ctypes.c_longlong * 7)()
+    ctypes.CDLL("libcuda.so.1").cuda_emulator_counts(device, numbers)
+    return dict(zip(("launches", "to device", "to host", "within", "waits", "collectives"), numbers))
+
+
+def sound():
+    sys.path.append(str(TESTS))
+    from cuda_emulator.device import errors
+
+    assert errors(ctypes.CDLL("libcuda.so.1")) == (0, "")
+
+
+# ---- numbers and counts ------------------------------------------------------------------------------------
+
+
+def every_mode():
+    """What is computed, twice, and what each direction of a step asks for."""
+    rng = np.random.RandomState(0)
+    for (name, settings), way in itertools.product([("sync", {}), *POOLINGS.items()], ("eager", "static_shape")):
+        if not fits(settings, DEVICES):
+            continue
+        batch = make_batch(rng, DEVICES)
+        part, contexts, _ = own(batch)
+        layer = make_layer(part, "float64", way, **settings)
+        node = -1 if way == "eager" else 0
+        for call in range(2):
+            got = step(layer, part, contexts, "float64")
+            assert_right(got, wanted(layer, batch, call=call, node=node), 1e-10)
+        cost(name, layer, part, contexts)
+    sound()
+
+
+def cost(name, layer, part, contexts):
+    xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (part.shards, part.heads))
+    for x in xs:
+        x.attach_grad()
+    ys = []
+
+    def forward():
+        with autograd.record():
+            ys[:] = [layer(x) for x in xs]
+
+    for phase in (forward, lambda: autograd.backward(ys, heads)):
+        mx.nd.waitall()
+        MESSAGES.clear()
+        ctypes.CDLL("libcuda.so.1").cuda_emulator_reset_counts()
+        phase()
+        mx.nd.waitall()
+        numbers = {"launches": 2, "to device": 0, "to host": 0, "within": 0, "waits": 1}
+        local = layer._replica_settings[0].mode == "local"
+        if GPUS == "host":
+            numbers.update({} if local else {"to device": 1, "to host": 1, "waits": 2})
+        want = {**numbers, "collectives": int(not local and GPUS != "host")}
+        for context in contexts:
+            assert counts(context.device_id) == want, (name, counts(context.device_id), want)
+        if GPUS != "host":
+            asked = {"turn": 1} if kv.type.endswith("mpi") else {"turn": 2, "decision": 1}  # made of two others
+            assert ({} if local else asked) == MESSAGES, (name, MESSAGES)
+
+
+def other_types():
+    rng = np.random.RandomState(1)
+    for dtype, tolerance in (("float32", 1e-5), ("float16", 2e-3)):
+        for spatial in ((4, 6), (180, 190)):  # the second is cut into parts
+            batch = make_batch(rng, DEVICES, dtype=dtype, spatial=spatial)
+            part, contexts, _ = own(batch)
+            layer = make_layer(part, dtype)
+            got = step(layer, part, contexts, dtype)
+            want = wanted(layer, batch)
+            assert_same(
+                got._replace(dgamma=want.dgamma, dbeta=want.dbeta, running_mean=[], running_var=[]), want, tolerance
+            )
+    sound()
+
+
+def branches():
+    """Side by side, in an order of its own on each device and in each process."""
+    rng, mine = np.random.RandomState(2), np.random.RandomState(100 + kv.rank)
+    batches = [make_batch(rng, DEVICES, channels=5) for _ in range(6)]
+    parts = [own(batch)[0] for batch in batches]
+    contexts = CONTEXTS[: devices_of(kv.rank)]
+    layers = [make_layer(part, timeout=60) for part in parts]
+    xs, heads = (
+        [on_devices(getattr(part, name), contexts, "float64") for part in parts] for name in ("shards", "heads")
+    )
+    for x in itertools.chain(*xs):
+        x.attach_grad()
+    for _ in range(int(sys.argv[2])):
+        ys = [[None] * len(contexts) for _ in layers]
+        with autograd.record():
+            for device in range(len(contexts)):
+                for i in mine.permutation(len(layers)):
+                    time.sleep(0.002 * mine.rand())
+                    ys[i][device] = layers[i](xs[i][device])
+        order = mine.permutation(len(layers))
+        autograd.backward([y for i in order for y in ys[i]], [head for i in order for head in heads[i]])
+        for i, (layer, batch) in enumerate(zip(layers, batches)):
+            got = collect(layer, ys[i], [x.grad for x in xs[i]], contexts)
+            want = wanted(layer, batch)
+            assert_same(
+                got._replace(dgamma=want.dgamma, dbeta=want.dbeta, running_mean=[], running_var=[]), want, 1e-10
+            )
+    sound()
+
+
+def short_batches():
+    """In some steps some processes have fewer devices: other communicators, and back to the first one."""
+    rng = np.random.RandomState(3)
+    layer, contexts = None, CONTEXTS[: devices_of(kv.rank)]
+    for few in (False, True, False, True):
+        here = [1 if few else devices_of(rank) for rank in range(kv.num_workers)]
+        batch = make_batch(rng, sum(here))
+        mine = slice(sum(here[: kv.rank]), sum(here[: kv.rank + 1]))
+        part = batch._replace(shards=batch.shards[mine], heads=batch.heads[mine])
+        layer = layer or make_layer(part)
+        layer.gamma.set_data(nd.array(batch.gamma, dtype="float64"))
+        layer.beta.set_data(nd.array(batch.beta, dtype="float64"))
+        with gluon_syncbn.devices(contexts[: here[kv.rank]]):
+            got = step(layer, part, contexts, "float64")
+        want = wanted(layer, batch, devices=mine)
+        assert_same(without_sums(got, want), want, 1e-10)
+    sound()
+
+
+def recomputed_on_gpus():
+    batch = make_batch(np.random.RandomState(4), DEVICES)
+    part, contexts, _ = own(batch)
+    layers = [make_layer(part, **settings) for settings in ({}, {"mode": "shuffle"})]
+    net = nn.HybridSequential()
+    net.add(*layers)
+    found = []
+    for active in (False, True):
+        gluon_syncbn.checkpoint(net, active=active)
+        gluon_syncbn.configure(seed=0)
+        xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (part.shards, part.heads))
+        autograd.mark_variables(xs, on_devices(part.shards, contexts, "float64"))
+        with autograd.record():
+            ys = [net(x) for x in xs]
+        autograd.backward(ys, heads)
+        found.append([collect(layer, ys, [x.grad for x in xs], contexts) for layer in layers])
+    for got, want in zip(found[1], found[0]):
+        assert_same(
+            got._replace(running_mean=[], running_var=[]), want._replace(running_mean=[], running_var=[]), 1e-11
+        )
+    sound()
+
+
+def over_the_host():
+    """Where NCCL cannot be had: right, and the self-check and the log say how."""
+    batch = make_batch(np.random.RandomState(5), DEVICES)
+    part, contexts, _ = own(batch)
+    if sys.argv[2] == "cpu" and kv.rank == 0:
+        contexts = [mx.cpu(i) for i in range(len(contexts))]
+    for _ in range(2):  # one warning for both
+        layer = gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv)
+        layer.cast("float64")
+        layer.initialize(ctx=contexts)
+        layer.gamma.set_data(nd.array(batch.gamma, dtype="float64"))
+        layer.beta.set_data(nd.array(batch.beta, dtype="float64"))
+        try:
+            got = step(layer, part, contexts, "float64")
+        except mx.MXNetError as error:
+            report(time.monotonic(), error)
+            raise SystemExit(3) from None
+        assert_right(got, wanted(layer, batch), 1e-10)
+    for context in contexts:
+        assert counts(context.device_id)["collectives"] == 0
+    assert MESSAGES["turn"] == 0
+
+
+# ---- failures ----------------------------------------------------------------------------------------------
+
+
+def fails():
+    """Something is wrong with rank 1 in the second step; the others must hear of it."""
+    how = sys.argv[2]
+    batch = make_batch(np.random.RandomState(6), DEVICES)
+    part, contexts, _ = own(batch)
+    layer = make_layer(part, timeout=60)
+    step(layer, part, contexts, "float64")
+    before = layer.running_mean.data(contexts[0]).asnumpy()
+    xs = on_devices(part.shards, contexts, "float64")
+    mx.nd.waitall()
+    since = time.monotonic()
+    wrong = kv.rank == 1
+    gluon_syncbn._native.layer_timeout(layer._replicas.id, 3.0 if wrong or how == "does not come" else 60.0)
+    try:
+        if wrong and how == "does not come":
+            time.sleep(30)
+        if wrong and how in ("its GPU hangs", "killed in a collective"):
+            ctypes.CDLL("libnccl.so.2").cuda_emulator_lose(0)
+        with autograd.record():
+            if wrong and how == "raises":
+                raise OSError("disk full")
+            ys = [layer(x) for x in xs]
+        if wrong and how == "killed in a collective":
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        for y in ys:
+            y.asnumpy()
+    except (mx.MXNetError, OSError) as error:
+        report(since, error)
+        np.testing.assert_array_equal(layer.running_mean.data(contexts[0]).asnumpy(), before)
+        gluon_syncbn.reset()
+        time.sleep(5 * wrong)  # as soon as a process ends with an error, mpiexec ends the others
+        raise SystemExit(3) from None
+    print(f"ENDED rank {kv.rank}", flush=True)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    print(f"OK {kv.rank}", flush=True)
