@@ -72,6 +72,7 @@ def test_it_runs_and_says_what_was_left_out(tmp_path):
     assert "- GPUs: CUDA emulator 0, compute capability 8.0; " in text
 
 
+@pytest.mark.slow
 def test_pytorch_has_a_process_for_each_gpu(tmp_path):
     (tmp_path / "torch.py").write_text(textwrap.dedent(TORCH))
     text, cells = run(tmp_path / "out", tmp_path)

@@ -26,7 +26,11 @@ def assert_succeeded(done, processes):
     assert "over the host" not in done.output, done.output
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+# Four processes find what two find; `make test-gpu-emulated ARGS="-m slow"`.
+PROCESSES = [pytest.param(2, marks=pytest.mark.slow), 4]
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
 def test_every_mode_and_what_it_costs(processes):
     """2 launches, no copy, 1 wait, 1 collective and 1 message between the hosts, forward and backward."""
     assert_succeeded(job(processes, "every_mode", limit=200), processes)
@@ -37,7 +41,7 @@ def test_two_processes(scenario):
     assert_succeeded(job(2, scenario), 2)
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", PROCESSES)
 def test_branches_in_another_order_in_each_process(processes):
     """Collectives that two processes post in another order hang, or mix two layers."""
     assert_succeeded(job(processes, "branches", 6, limit=150), processes)
@@ -78,7 +82,7 @@ def test_over_the_host_where_nccl_cannot_be_had(monkeypatch, how, text):
 
 
 def test_a_batch_that_is_not_finite(monkeypatch):
-    """Left out by all, then the end of all, as on CPUs."""
+    """Left out by all; then the end of the process whose batch it is."""
     monkeypatch.setenv("GLUON_SYNCBN_TEST_DEVICE", "gpu")
     done = Job(2, "a_batch_that_is_not_finite")
     assert done.code not in (0, None)
