@@ -21,11 +21,21 @@ Cell = Dict[str, Any]
 Rounds = Dict[str, List[float]]  # seconds of one step, by implementation and round
 
 
-def options(doc: Optional[str], arguments: Sequence[str], quick: str, over: Sequence[str] = ()) -> argparse.Namespace:
-    """The command line that every benchmark has; `quick` says what its short run is, `over` are the transports."""
+def options(
+    doc: Optional[str],
+    arguments: Sequence[str],
+    quick: str,
+    over: Sequence[str] = (),
+    devices: Sequence[int] = (),
+) -> argparse.Namespace:
+    """The command line that every benchmark has; `quick` says what its short run is, `over` are the transports,
+    `devices` how many there are by default.
+    """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    if devices:
+        parser.add_argument("--devices", type=int, nargs="+", default=devices, help=f"how many ({devices})")
     if over:
         parser.add_argument("--over", choices=over, default=over[0], help=f"what carries the messages ({over[0]})")
     parser.add_argument(

@@ -48,12 +48,11 @@ def compared(sample: Cell, beside: Optional[Dict[str, str]] = None) -> Cell:
     A ratio is that of two times of the same round, since a slow moment hits both: no quotient of medians.
     """
     taken = sample["seconds"]
-    yardsticks = {name: "plain" for name in taken if name != "plain"}
-    yardsticks.update({name: other for name, other in (beside or {}).items() if name in taken})
+    yardsticks = {name: (beside or {}).get(name, "plain") for name in taken}
     ratios = {
         name: [one / yardstick for one, yardstick in zip(taken[name], taken[other])]
         for name, other in yardsticks.items()
-        if name not in yardsticks.values()
+        if name not in ("plain", *yardsticks.values())
     }
     return {**sample, "seconds": summary(taken), "ratios": summary(ratios)}
 

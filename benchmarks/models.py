@@ -6,6 +6,7 @@ where the time limit runs out, its entry says so and the others are measured wit
 takes is measured in processes of their own.
 
     python benchmarks/models.py             # writes benchmarks/results/models.{md,json,png}
+    python benchmarks/models.py --devices 2 # on two devices only
     python benchmarks/models.py --quick     # a smoke test, its figures mean nothing
 """
 
@@ -33,7 +34,7 @@ MODELS: List[_measuring.Cell] = [
     {"model": "depthwise chain", "crop": 56, "images": 4},
 ]
 DEVICES = [1, 2, 4]
-EFFORT = {"rounds": 15, "budget_s": 45}
+EFFORT = {"rounds": 15, "budget_s": 30}
 QUICK: List[_measuring.Cell] = [{"model": "depthwise chain", "crop": 16, "images": 1}]
 OURS = ("ours", "fused")
 NAMES = ("plain", *OURS, "contrib")
@@ -50,13 +51,13 @@ process for each."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _measuring.options(__doc__, arguments, quick="one small case: a smoke test")
+    options = _measuring.options(__doc__, arguments, quick="one small case: a smoke test", devices=DEVICES)
     if options.child:
         child(json.loads(options.child))
         return 0
 
     env = _results.environment(["benchmarks/models.py", *arguments])
-    models, devices = (QUICK, [2]) if options.quick else (MODELS, DEVICES)
+    models, devices = (QUICK, [2]) if options.quick else (MODELS, options.devices)
     effort = {"rounds": 2, "budget_s": 1} if options.quick else EFFORT
     cells = [{**model, "devices": n, "contrib": n > 1, **effort} for model in models for n in devices]
     samples = []
@@ -238,17 +239,20 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> 
                 color=_results.COLOURS[name],
                 label=_results.LABELS[name],
             )
+            beside = {"contrib": (0, 7), "ours": (-17, 3), "fused": (17, -10)}[name]
             for point in points:
-                place = (0, -14) if name == "fused" else (0, 6)
                 axis.annotate(
                     f"{point[1]:.2f}",
                     point,
-                    place,
+                    beside,
                     textcoords="offset points",
                     ha="center",
                     fontsize=8,
                     color=_results.COLOURS[name],
                 )
+        axis.set_yscale("log")
+        ticks = [0.5, 0.7, 1, 1.5, 2, 3, 5, 10, 20]
+        axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.set_xscale("log", base=2)
         counts = sorted({cell["devices"] for cell in cells})
         axis.set_xticks(counts, [str(count) for count in counts])
@@ -257,7 +261,8 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> 
         axis.grid(alpha=0.3)
         axis.set_title(f"{model}\n{cells[0]['images']} images of {cells[0]['crop']} pixels", fontsize=10)
         axis.set_xlabel("CPU devices")
-        axis.margins(y=0.12)
+        ratios = [_results.ratio(result, name) for result in results for name in result["ratios"]] or [1]
+        axis.set_ylim(min(0.9, *ratios) / 1.15, max(1.1, *ratios) * 1.3)
     axes[0][0].set_ylabel("time of a training step,\nas a multiple of nn.BatchNorm's")
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncol=len(labels), frameon=False, fontsize=9)

@@ -165,9 +165,10 @@ def test_the_results_of_the_layers_are_complete(tmp_path):
     assert header[6:] == ["with ReLU: ours / plain", "fused / plain"]
     first = [[shape, replicas] for shape in ("2 x 64 x 8 x 8", "2 x 8 x 16 x 16") for replicas in ("1", "2")]
     assert_cells(rows, first, NUMBER, NUMBER, RATIO_OR_HANG, NUMBER, NUMBER, NUMBER)
-    assert [cell["replicas"] for cell in cells] == [1, 2, 1, 2]
-    assert all({"plain", "ours", "limit"} <= cell["seconds"].keys() for cell in cells)
-    assert all({"ours", "limit", "ours + ReLU", "fused"} <= cell["ratios"].keys() for cell in cells)
+    assert [cell["replicas"] for cell in cells] == [1, 1, 2, 2] * 2
+    assert all({"plain", "ours", "limit"} <= cell["seconds"].keys() for cell in cells[::2])
+    assert all({"ours", "limit"} <= cell["ratios"].keys() for cell in cells[::2])
+    assert all(cell["ratios"].keys() == {"ours + ReLU", "fused"} for cell in cells[1::2])
 
 
 def test_the_results_of_the_models_are_complete(tmp_path):
