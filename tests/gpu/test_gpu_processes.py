@@ -47,6 +47,7 @@ def test_branches_in_another_order_in_each_process(processes):
     assert_succeeded(job(processes, "branches", 6, limit=150), processes)
 
 
+@pytest.mark.slow
 def test_along_a_tree(monkeypatch):
     """What many processes do: from more than so many on, the counts come along a tree."""
     monkeypatch.setenv("MPI_WORKER_FEW", "1")
@@ -62,7 +63,7 @@ def test_over_the_host_on_request(monkeypatch):
     "how, text",
     [
         ("same", r"gpu\(0\) of rank 0 and gpu\(0\) of rank 1 are the same GPU"),
-        ("cpu", r"rank 0: it is on cpu\(0\) there"),
+        pytest.param("cpu", r"rank 0: it is on cpu\(0\) there", marks=pytest.mark.slow),
     ],
 )
 def test_over_the_host_where_nccl_cannot_be_had(monkeypatch, how, text):
