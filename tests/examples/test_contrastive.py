@@ -40,7 +40,7 @@ def images(tmp_path_factory):
     return folder
 
 
-# Each has an epoch in the comparison below.
+# Each has an epoch in the comparison below, which is slow as well.
 LONG = [pytest.param(bn, marks=pytest.mark.slow) for bn in ("local", "sync", "sample-shuffle")]
 
 
@@ -125,6 +125,7 @@ def test_a_run_with_other_options_is_not_resumed(images, tmp_path):
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_comparison(tmp_path):
     done = run("--epochs", 1, "--out", tmp_path, script="demo.py")
     assert done.returncode == 0, done.stderr
