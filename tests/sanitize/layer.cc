@@ -58,6 +58,9 @@ std::shared_ptr<Property> Layer::property(int node, Role role) const {
         {"momentum", std::to_string(kMomentum)},
         {"fix_gamma", spec.fix_gamma ? "1" : "0"},
         {"guarded", "1"},
+        {"slope", "1"},
+        {"ceiling", "inf"},
+        {"adds", "0"},
     });
 }
 
