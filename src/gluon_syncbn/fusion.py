@@ -70,8 +70,8 @@ def fused(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
                 guard = {"op": "SwapAxis", "name": f"{layer['name']}_addend", "attrs": {"dim1": "0", "dim2": "0"}}
                 addend = [graph.add(guard, [addend]), 0, 0]
             given = [*given[:3], addend, *given[-2:]]
-        attributes = dict(layer["attrs"], adds=str(int(chain.addition is not None)))
-        attributes.update(behind, **chain.activation.attributes())
+        attributes = {**layer["attrs"], **behind, **chain.activation.attributes()}
+        attributes.update(adds=str(int(chain.addition is not None)), fuses="0")  # it takes in nothing more
         at = graph.add({**layer, "attrs": attributes}, given)
         replicas = Replicas.of_token(attributes["layer"])
         if replicas is not None:
@@ -109,7 +109,7 @@ def _chains(graph: Json) -> Dict[int, Chain]:
         if activation is None:
             continue
         entry = node["inputs"][0]
-        addition = entry[0] if nodes[entry[0]]["op"] in _ADDITIONS and only(entry) else None
+        addition = entry[0] if nodes[entry[0]]["op"] == "elemwise_add" and only(entry) else None
         for summand in [entry] if addition is None else nodes[addition]["inputs"]:
             found = layer_behind(summand)
             if found is None:
@@ -117,9 +117,6 @@ def _chains(graph: Json) -> Dict[int, Chain]:
             chains[number] = Chain(*found, addition, activation)
             break
     return chains
-
-
-_ADDITIONS = ("elemwise_add", "_plus", "_Plus")
 
 
 def _activation_of(node: Json) -> Optional[Activation]:
@@ -136,12 +133,11 @@ def _activation_of(node: Json) -> Optional[Activation]:
 
 
 def _of_fused_graphs(get: Callable) -> Callable:
-    def fused_once(block: HybridBlock, *args: Any) -> Any:
+    def get_fused(block: HybridBlock, *args: Any) -> Any:
         inputs, symbol = get(block, *args)
-        if vars(block).get("_fused") is not symbol:
-            new = fused(symbol)
-            block._fused = symbol if new is None else new
-            block._cached_graph = inputs, block._fused
+        new = fused(symbol)
+        if new is not None:
+            block._cached_graph = inputs, new
         return block._cached_graph
 
-    return fused_once
+    return get_fused

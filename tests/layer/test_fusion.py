@@ -126,6 +126,15 @@ def test_an_addition_is_taken_in(contexts, activation, both):
     assert recorded(fused)["SwapAxis"] == (4 if both else 3)
 
 
+def test_what_was_taken_in_is_not_taken_for_less(contexts):
+    """Whoever looks at a graph a second time finds nothing more to take in: the first activation would be lost."""
+    net = convert(chain(nn.LeakyReLU(0.5), nn.Activation("relu")), fuse=True)
+    net.initialize(ctx=contexts[:1])
+    _, symbol = net._get_graph(nd.zeros((1, 3, 5, 5)))
+    assert recorded(net)["Activation"] == 1 and recorded(net)["LeakyReLU"] == 0
+    assert gluon_syncbn.fusion.fused(symbol) is None
+
+
 class Elsewhere(nn.HybridBlock):
     """What is normalised is used twice."""
 
