@@ -5,6 +5,7 @@ synchronisation, into which `revert` makes the synchronised ones.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, Dict, NamedTuple, Optional
 
 import numpy as np
@@ -62,9 +63,7 @@ RELU6 = Activation(0.0, 6.0)
 def of_arguments(activation: Any, slope: Any) -> Activation:
     """What the arguments of a layer mean."""
     expected = "a number above 0 and below 1; activation=None and 'relu' are 1 and 0"
-    slope = arguments.number("slope", slope, 0, 1, expected)
-    if not 0 < slope < 1:
-        arguments.refuse("slope", slope, expected)
+    slope = arguments.number("slope", slope, sys.float_info.min, 1 - sys.float_info.epsilon, expected)
     if activation is None:
         return NONE
     choices = {"relu": RELU, "relu6": RELU6, "leaky": Activation.leaky(slope)}
@@ -73,6 +72,11 @@ def of_arguments(activation: Any, slope: Any) -> Activation:
 
 def described(activation: Activation, adds: bool) -> str:
     return ", ".join(text for text in ("addition" if adds else "", str(activation)) if text)
+
+
+def behind(F: Any, z: Any, addend: Optional[Any], activation: Activation) -> Any:
+    """Addition and activation, by MXNet's own operators."""
+    return activation.of(F, z if addend is None else z + addend)
 
 
 class BatchNormActivation(nn.BatchNorm):
@@ -92,10 +96,4 @@ class BatchNormAdd(nn.BatchNorm):
     def hybrid_forward(
         self, F: Any, x: Any, addend: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any
     ) -> Any:
-        normalised = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
-        return self._activation.of(F, normalised + addend)
-
-
-def behind(F: Any, z: Any, addend: Optional[Any], activation: Activation) -> Any:
-    """Addition and activation, by MXNet's own operators."""
-    return activation.of(F, z if addend is None else z + addend)
+        return behind(F, super().hybrid_forward(F, x, gamma, beta, running_mean, running_var), addend, self._activation)

@@ -263,12 +263,11 @@ def _synchronised_form(
     block: nn.BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any]
 ) -> Tuple[Type[SyncBatchNorm], Dict[str, Any]]:
     """Class and arguments."""
-    known = isinstance(block, (BatchNormActivation, BatchNormAdd))
-    activation = block._activation if known else RELU if block.fuse_relu else NONE
+    activation = getattr(block, "_activation", RELU if block.fuse_relu else NONE)
     if isinstance(block, BatchNormAdd):
-        norm_layer = _with_addition(norm_layer)  # type: ignore[arg-type]
-    behind = activation.arguments() if known or block.fuse_relu else {}
-    return norm_layer, {**behind, **kwargs}
+        return _with_addition(norm_layer), {**activation.arguments(), **kwargs}  # type: ignore[arg-type]
+    # A class of the user's own may not take what a plain layer does not need.
+    return norm_layer, kwargs if activation == NONE else {**activation.arguments(), **kwargs}
 
 
 @lru_cache(maxsize=None)

@@ -57,8 +57,7 @@ def plain(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
         given = node["attrs"]
         # MXNet's for any node
         of_any = {k: v for k, v in given.items() if k.startswith("__") and k not in (ADDED, BEHIND)}
-        attributes = dict(of_any)
-        attributes.update({key: given[key] for key in ("axis", "eps")})
+        attributes = {**of_any, "axis": given["axis"], "eps": given["eps"]}
         attributes["momentum"] = str(np.float32(given["momentum"]))  # op.py writes all its digits
         attributes["fix_gamma"] = str(bool(int(given["fix_gamma"])))
         number = graph.add({**node, "op": "BatchNorm", "attrs": attributes}, inputs[:3] + inputs[-2:])
@@ -67,7 +66,7 @@ def plain(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
             number = graph.add({"op": "elemwise_add", "name": name, "attrs": of_any}, [[number, 0, 0], inputs[3]])
         activation = Activation.of_attributes(given)
         if activation != NONE:
-            (behind,) = _node_of(activation.of(mx.sym, mx.sym.var("z")))
+            behind = json.loads(activation.of(mx.sym, mx.sym.var("z")).tojson())["nodes"][-1]
             behind["name"] = given.get(BEHIND, f"{node['name']}_activation")
             behind["attrs"].update(of_any)
             number = graph.add(behind, [[number, 0, 0]])
@@ -76,10 +75,6 @@ def plain(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
     graph = Graph()
     graph.heads = graph.grow(recorded, fold)
     return mx.sym.load_json(json.dumps(graph.json(recorded)))
-
-
-def _node_of(symbol: mx.sym.Symbol) -> List[Json]:
-    return [node for node in json.loads(symbol.tojson())["nodes"] if node["op"] != "null"]
 
 
 def is_ours(node: Json) -> bool:

@@ -129,8 +129,8 @@ def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequ
         replicas = Replicas.of_token(attributes["layer"])
         if replicas is None:
             return None
-        layer = (SyncBatchNormAdd if int(attributes["adds"]) else SyncBatchNorm)(activation=None, **settings)
-        layer._activation = Activation.of_attributes(attributes)
+        settings.update(Activation.of_attributes(attributes).arguments())
+        layer = (SyncBatchNormAdd if int(attributes["adds"]) else SyncBatchNorm)(**settings)
         layer._fuses = attributes["fuses"] == "1"
         layer._release_parameters()
         layer._replica_settings = replicas.settings()

@@ -274,9 +274,8 @@ class SyncBatchNorm(nn.BatchNorm):
         inputs = (x, gamma, beta, running_mean, running_var, self._replicas)
         if lanes > 1:  # of the two operators that stand for one, either may be the one that normalises
             return behind(F, sync_batch_norm(own, *inputs, **kwargs), addend, self._activation)
-        kwargs.update(activation=self._activation, addend=addend)
-        kwargs.update(fuses=self._fuses and addend is None and self._activation == NONE)
-        return sync_batch_norm(own, *inputs, **kwargs)
+        fuses = self._fuses and addend is None and self._activation == NONE
+        return sync_batch_norm(own, *inputs, activation=self._activation, addend=addend, fuses=fuses, **kwargs)
 
 
 class SyncBatchNormAdd(SyncBatchNorm):

@@ -255,8 +255,8 @@ def backward(
         dxs[device][samples] = weight * dx
     if not state.scale:
         dgammas[:] = 0
-    whole = ([np.moveaxis(part, -1, axis) for part in parts] for parts in (dxs, heads))
-    return Gradients(next(whole), list(dgammas), list(dbetas), next(whole))
+    dxs, daddends = ([np.moveaxis(part, -1, axis) for part in parts] for parts in (dxs, heads))
+    return Gradients(dxs, list(dgammas), list(dbetas), daddends)
 
 
 def moments(shards: Sequence[np.ndarray], axis: int = 1) -> Tuple[np.ndarray, np.ndarray, int]:

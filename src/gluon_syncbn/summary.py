@@ -23,12 +23,12 @@ _HEADER = ("Layer (type)", "Channels", "Mode", "Slots", "Contexts", "Takes in", 
 
 class Row(NamedTuple):
     layer: str
-    channels: str
-    mode: str
-    slots: str
-    contexts: str
-    takes_in: str
-    statistics: str
+    channels: str = ""
+    mode: str = ""
+    slots: str = ""
+    contexts: str = ""
+    takes_in: str = ""
+    statistics: str = ""
 
 
 def summary(net: Block) -> None:
@@ -82,21 +82,20 @@ def _rows(block: Block) -> Iterator[Row]:
     elif blocks.is_batch_norm(block):
         why = "it is contrib's" if type(block) is ContribSyncBatchNorm else "it is BatchNorm"
         why += "; convert(net) changes it"
-        yield Row(
-            named, _channels(block), "", "", _contexts(block), "", f"plain, because {blocks.difference(block) or why}"
-        )
+        why = f"plain, because {blocks.difference(block) or why}"
+        yield Row(named, _channels(block), contexts=_contexts(block), statistics=why)
     elif isinstance(block, _OF_ONE_SAMPLE):
-        yield Row(named, _channels(block), "", "", _contexts(block), "", _NO_BATCH)
+        yield Row(named, _channels(block), contexts=_contexts(block), statistics=_NO_BATCH)
     elif isinstance(block, Opened):
         for node in block._left:
-            yield Row(f"{node.name} ({node.operator})", "", "", "", "", "", f"plain, because {node.reason}")
+            yield Row(f"{node.name} ({node.operator})", statistics=f"plain, because {node.reason}")
     elif isinstance(block, SymbolBlock):
         for name, operator in blocks.recorded(block):
             if operator in blocks.OPERATORS:
                 why = f"it stands in the recorded graph {block.name}".rstrip() + "; convert(net) changes it"
-                yield Row(f"{name} ({operator})", "", "", "", "", "", f"plain, because {why}")
+                yield Row(f"{name} ({operator})", statistics=f"plain, because {why}")
             elif operator == NAME:
-                yield Row(f"{name} (SyncBatchNorm)", "", "", "", "", "", f"{SYNCHRONISED}, in a recorded graph")
+                yield Row(f"{name} (SyncBatchNorm)", statistics=f"{SYNCHRONISED}, in a recorded graph")
 
 
 def _statistics(layer: SyncBatchNorm) -> str:
