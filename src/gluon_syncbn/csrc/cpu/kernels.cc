@@ -291,7 +291,10 @@ struct ColumnGradInput {
 template <bool Add, bool Rectify, bool Addend, typename T, typename C>
 SYNCBN_INLINE void column_normalise(const T* __restrict__ x, const T* __restrict__ addend, T* __restrict__ y,
                                     int64_t rows, int64_t columns, const ColumnRectified<C>& z) {
-    const C* __restrict__ high = z.high, * __restrict__ low = z.low, * __restrict__ a = z.scale, * __restrict__ b = z.shift;
+    const C* __restrict__ high = z.high;
+    const C* __restrict__ low = z.low;
+    const C* __restrict__ a = z.scale;
+    const C* __restrict__ b = z.shift;
     const C slope = z.slope, ceiling = z.ceiling;
     for (int64_t r = 0; r < rows; ++r, x += columns, y += columns, addend += Addend ? columns : 0)
         for (int64_t c = 0; c < columns; ++c) {
@@ -306,7 +309,10 @@ SYNCBN_INLINE void column_grad_input(const T* __restrict__ dy, const T* __restri
                                      const ColumnRectified<C>& z) {
     const C *__restrict__ high = column.high, *__restrict__ low = column.low, *__restrict__ a = column.scale,
             *__restrict__ g = column.mean_dz, *__restrict__ k = column.slope;
-    const C* __restrict__ z_high = z.high, * __restrict__ z_low = z.low, * __restrict__ z_scale = z.scale, * __restrict__ z_shift = z.shift;
+    const C* __restrict__ z_high = z.high;
+    const C* __restrict__ z_low = z.low;
+    const C* __restrict__ z_scale = z.scale;
+    const C* __restrict__ z_shift = z.shift;
     const C slope = z.slope, ceiling = z.ceiling;
     for (int64_t r = 0; r < rows; ++r, x += columns, dy += columns, dx += columns)
         for (int64_t c = 0; c < columns; ++c) {
@@ -320,60 +326,58 @@ SYNCBN_INLINE void column_grad_input(const T* __restrict__ dy, const T* __restri
 // ---- the leaves, one set per data type ----------------------------------------------------------------------
 // Overloads of plain functions: instruction-set clones of template instances are not portable among g++ versions.
 
-// Of all that is possible, what is asked for.
-#define SYNCBN_NORMALISE(f, slope, x, addend, ...)                                                                 \
-    if (addend != nullptr)                                                                                         \
-        slope == 1                                                                                                 \
-            ? add ? f<true, false, true>(x, addend, __VA_ARGS__) : f<false, false, true>(x, addend, __VA_ARGS__)   \
-        : add ? f<true, true, true>(x, addend, __VA_ARGS__)                                                        \
-              : f<false, true, true>(x, addend, __VA_ARGS__);                                                      \
-    else                                                                                                           \
-        slope == 1                                                                                                 \
-            ? add ? f<true, false, false>(x, addend, __VA_ARGS__) : f<false, false, false>(x, addend, __VA_ARGS__) \
-        : add ? f<true, true, false>(x, addend, __VA_ARGS__)                                                       \
-              : f<false, true, false>(x, addend, __VA_ARGS__);
-#define SYNCBN_GRAD_INPUT(f, slope, ...)                                          \
-    slope == 1 ? add ? f<true, false>(__VA_ARGS__) : f<false, false>(__VA_ARGS__) \
-    : add ? f<true, true>(__VA_ARGS__)                                            \
-               : f<false, true>(__VA_ARGS__);
+// Of the instances of a template, the one that is asked for: <add> and whether there is an activation; and an addend.
+#define SYNCBN_GRAD_INPUT(f, slope, add, ...)                                          \
+    ((slope) == 1 ? (add) ? f<true, false>(__VA_ARGS__) : f<false, false>(__VA_ARGS__) \
+     : (add) ? f<true, true>(__VA_ARGS__)                                              \
+                  : f<false, true>(__VA_ARGS__))
+#define SYNCBN_RECTIFIED(f, slope, add, addend, ...)                                                   \
+    ((slope) == 1 ? (add) ? f<true, false, addend>(__VA_ARGS__) : f<false, false, addend>(__VA_ARGS__) \
+     : (add) ? f<true, true, addend>(__VA_ARGS__)                                                      \
+                  : f<false, true, addend>(__VA_ARGS__))
+#define SYNCBN_NORMALISE(f, slope, add, x, addend, ...)                                  \
+    ((addend) != nullptr ? SYNCBN_RECTIFIED(f, slope, add, true, x, addend, __VA_ARGS__) \
+                         : SYNCBN_RECTIFIED(f, slope, add, false, x, addend, __VA_ARGS__))
 
-#define SYNCBN_LEAVES(T, C)                                                                                            \
-    SYNCBN_CLONES void leaf_row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot,             \
-                                        double* sum, double* square) {                                                 \
-        row_moments(x, rows, stride, n, pivot, sum, square);                                                           \
-    }                                                                                                                  \
-    SYNCBN_CLONES void leaf_row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n,            \
-                                          double mean, const RowRectified<C>& z, double* sum_dz, double* sum_dz_xc) {  \
-        z.slope == 1 ? row_grad_sums<false>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc)                        \
-                     : row_grad_sums<true>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc);                        \
-    }                                                                                                                  \
-    SYNCBN_CLONES void leaf_row_normalise(const T* x, const T* addend, T* y, int64_t n, const RowRectified<C>& z,      \
-                                          bool add){SYNCBN_NORMALISE(                                                  \
-        row_normalise, z.slope, x, addend, y, n,                                                                       \
-        z)} SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row, \
-                                                   const RowRectified<C>& z, bool add){                                \
-        SYNCBN_GRAD_INPUT(row_grad_input, z.slope, dy, x, dx, n, row,                                                  \
-                          z)} SYNCBN_CLONES void leaf_row_grad_rectified(const T* dy, const T* y, T* dz, int64_t n,    \
-                                                                         C slope, C ceiling) {                         \
-        row_grad_rectified(dy, y, dz, n, slope, ceiling);                                                              \
-    }                                                                                                                  \
-    SYNCBN_CLONES void leaf_column_moments(const T* x, int64_t rows, int64_t stride, int64_t columns,                  \
-                                           const double* pivot, double* sum, double* square) {                         \
-        column_moments(x, rows, stride, columns, pivot, sum, square);                                                  \
-    }                                                                                                                  \
-    SYNCBN_CLONES void leaf_column_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t columns,   \
-                                             const double* mean, const ColumnRectified<C>& z, double* sum_dz,          \
-                                             double* sum_dz_xc) {                                                      \
-        z.slope == 1 ? column_grad_sums<false>(dy, x, rows, stride, columns, mean, z, sum_dz, sum_dz_xc)               \
-                     : column_grad_sums<true>(dy, x, rows, stride, columns, mean, z, sum_dz, sum_dz_xc);               \
-    }                                                                                                                  \
-    SYNCBN_CLONES void leaf_column_normalise(const T* x, const T* addend, T* y, int64_t rows, int64_t columns,         \
-                                             const ColumnRectified<C>& z, bool add){SYNCBN_NORMALISE(                  \
-        column_normalise, z.slope, x, addend, y, rows, columns,                                                        \
-        z)} SYNCBN_CLONES void leaf_column_grad_input(const T* dy, const T* x, T* dx, int64_t rows, int64_t columns,   \
-                                                      const ColumnGradInput<C>& column, const ColumnRectified<C>& z,   \
-                                                      bool add) {                                                      \
-        SYNCBN_GRAD_INPUT(column_grad_input, z.slope, dy, x, dx, rows, columns, column, z)                             \
+#define SYNCBN_LEAVES(T, C)                                                                                           \
+    SYNCBN_CLONES void leaf_row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot,            \
+                                        double* sum, double* square) {                                                \
+        row_moments(x, rows, stride, n, pivot, sum, square);                                                          \
+    }                                                                                                                 \
+    SYNCBN_CLONES void leaf_row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n,           \
+                                          double mean, const RowRectified<C>& z, double* sum_dz, double* sum_dz_xc) { \
+        z.slope == 1 ? row_grad_sums<false>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc)                       \
+                     : row_grad_sums<true>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc);                       \
+    }                                                                                                                 \
+    SYNCBN_CLONES void leaf_row_normalise(const T* x, const T* addend, T* y, int64_t n, const RowRectified<C>& z,     \
+                                          bool add) {                                                                 \
+        SYNCBN_NORMALISE(row_normalise, z.slope, add, x, addend, y, n, z);                                            \
+    }                                                                                                                 \
+    SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row,        \
+                                           const RowRectified<C>& z, bool add) {                                      \
+        SYNCBN_GRAD_INPUT(row_grad_input, z.slope, add, dy, x, dx, n, row, z);                                        \
+    }                                                                                                                 \
+    SYNCBN_CLONES void leaf_row_grad_rectified(const T* dy, const T* y, T* dz, int64_t n, C slope, C ceiling) {       \
+        row_grad_rectified(dy, y, dz, n, slope, ceiling);                                                             \
+    }                                                                                                                 \
+    SYNCBN_CLONES void leaf_column_moments(const T* x, int64_t rows, int64_t stride, int64_t columns,                 \
+                                           const double* pivot, double* sum, double* square) {                        \
+        column_moments(x, rows, stride, columns, pivot, sum, square);                                                 \
+    }                                                                                                                 \
+    SYNCBN_CLONES void leaf_column_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t columns,  \
+                                             const double* mean, const ColumnRectified<C>& z, double* sum_dz,         \
+                                             double* sum_dz_xc) {                                                     \
+        z.slope == 1 ? column_grad_sums<false>(dy, x, rows, stride, columns, mean, z, sum_dz, sum_dz_xc)              \
+                     : column_grad_sums<true>(dy, x, rows, stride, columns, mean, z, sum_dz, sum_dz_xc);              \
+    }                                                                                                                 \
+    SYNCBN_CLONES void leaf_column_normalise(const T* x, const T* addend, T* y, int64_t rows, int64_t columns,        \
+                                             const ColumnRectified<C>& z, bool add) {                                 \
+        SYNCBN_NORMALISE(column_normalise, z.slope, add, x, addend, y, rows, columns, z);                             \
+    }                                                                                                                 \
+    SYNCBN_CLONES void leaf_column_grad_input(const T* dy, const T* x, T* dx, int64_t rows, int64_t columns,          \
+                                              const ColumnGradInput<C>& column, const ColumnRectified<C>& z,          \
+                                              bool add) {                                                             \
+        SYNCBN_GRAD_INPUT(column_grad_input, z.slope, add, dy, x, dx, rows, columns, column, z);                      \
     }
 
 SYNCBN_LEAVES(float, float)

@@ -30,9 +30,9 @@ struct Ticket {
     int64_t layer, node, call, phase;
 };
 
-// What leaves shared memory (or what processes ask each other: meeting/turn.h): a reduction over the rows of all processes; to merge and to add there is a row for each
-// context, to gather one for the process. Called by one thread per phase, of which there may be several at once. Returns 0
-// and leaves the total in `out`, or writes the reason into `error`.
+// What leaves shared memory: a reduction over the rows of all processes; to merge and to add there is a row for each
+// context, to gather one for the process. Or what processes ask each other, see meeting/turn.h. Called by one thread per
+// phase, of which there may be several at once. Returns 0 and leaves the total in `out`, or writes the reason into `error`.
 using Hook = int (*)(const Ticket* ticket, int reduction, int64_t rows, int64_t length,
                      const double* values,  // [rows][length]
                      Total* out, char* error, int64_t error_size);

@@ -89,9 +89,10 @@ class Call {
     virtual void normalise(const Arrays& arrays, const int* reqs) = 0;
     // y, with the running statistics.
     virtual void normalise_frozen(const Arrays& arrays, int req) = 0;
-    // dx, dgamma, dbeta, the addend's. With dy that before the activation, for slot i, normalised with the statistics of pool u and feeding pool f, S1 = sum dy and
-    // S2 = sum dy*xhat over the slots that are normalised with f:
-    //   dx = gamma * invstd_u * dy  -  gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
+    // dx, dgamma, dbeta and dz, the gradient before the activation, which is that of the addend. For slot i, normalised
+    // with the statistics of pool u and feeding pool f, S1 = sum dz and S2 = sum dz*xhat over the slots that are normalised
+    // with f:
+    //   dx = gamma * invstd_u * dz  -  gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
     // The parameters' gradients are this replica's part; the trainer adds the parts, as for any parameter.
     virtual void differentiate(const Arrays& arrays, const int* reqs) = 0;
     // Moves the running statistics by what the first operator of the call has left.
