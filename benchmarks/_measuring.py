@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import queue
+import resource
 import signal
 import subprocess
 import sys
@@ -68,6 +69,17 @@ def interleaved(steps: Dict[str, Callable[[], Any]], rounds: int, budget_s: floa
                 step()
             taken[name].append((time.perf_counter() - start) / calls[name])
     return taken
+
+
+def resident_mib() -> float:
+    """Memory that this process has now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def peak_mib() -> float:
+    """The most that it has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def measure(script: str, cells: Sequence[Cell], limit_s: float) -> Iterator[Tuple[Cell, Rounds, Dict[str, str]]]:

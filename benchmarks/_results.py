@@ -76,8 +76,9 @@ def layers_row(result: Cell, names: Sequence[str]) -> List[str]:
     return [shape, str(result["replicas"]), plain, *(entry(result, name) for name in names)]
 
 
-def median_and_range(series: Series) -> str:
-    return f"{series['median']:.1f} ({series['10%']:.1f} to {series['90%']:.1f})"
+def median_and_range(series: Series, digits: int = 1) -> str:
+    median, low, high = (f"{series[which]:.{digits}f}" for which in ("median", "10%", "90%"))
+    return f"{median} ({low} to {high})"
 
 
 def report(results: Sequence[Cell], *keys: str) -> int:

@@ -9,7 +9,6 @@ kernel's high-water mark of its resident set), less what it had before the first
 
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -111,7 +110,7 @@ def measured(cell: _measuring.Cell) -> Dict[str, float]:
     trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3, "momentum": 0.9})
     x = mx.nd.random.normal(shape=(images, 3, crop, crop))
     mx.nd.waitall()
-    before = resident_mib()
+    before = _measuring.resident_mib()
     for _ in range(STEPS):
         begin = time.perf_counter()
         with mx.autograd.record():
@@ -121,13 +120,8 @@ def measured(cell: _measuring.Cell) -> Dict[str, float]:
         trainer.step(images)
         mx.nd.waitall()
         seconds = time.perf_counter() - begin
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = _measuring.peak_mib()
     return {"before_mib": before, "peak_mib": peak - before, "step_s": seconds}
-
-
-def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:

@@ -15,8 +15,6 @@ from __future__ import annotations
 import functools
 import gc
 import json
-import os
-import resource
 import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence
@@ -89,8 +87,7 @@ def row(result: Dict[str, Any]) -> List[str]:
         texts += ["-", "-"]
     for name in OURS:
         series = result["ratios"].get(name)
-        spread = f" ({series['10%']:.2f} to {series['90%']:.2f})" if series else ""
-        texts.append(_results.entry(result, name) + spread)
+        texts.append(_results.median_and_range(series, 2) if series else _results.entry(result, name))
     texts.append(_results.entry(result, "contrib") if result["contrib"] else "")
     return texts + [f"{result['memory_mib'][name]:.0f}" for name in ("plain", *OURS)]
 
@@ -116,22 +113,17 @@ def child(cells: Sequence[_measuring.Cell]) -> None:
 
     for cell in cells:
         if "memory_of" in cell:
-            before = resident_mib()
+            before = _measuring.resident_mib()
             (step,) = steps(cell, contexts, [cell["memory_of"]]).values()
             for _ in range(STEPS):
                 step()
-            taken = {"mib": [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before]}
+            taken = {"mib": [_measuring.peak_mib() - before]}
         else:
             made = steps(cell, contexts, NAMES if cell["contrib"] else NAMES[:-1])
             taken = _measuring.interleaved(made, cell["rounds"], cell["budget_s"])
         print(json.dumps(taken), flush=True)
         gc.collect()  # the networks of this cell
         mx.nd.waitall()
-
-
-def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def network(cell: _measuring.Cell, layer: Any) -> Any:
