@@ -32,6 +32,7 @@ from replicas import (
     prepare,
     short_waits,
     step,
+    step_in_any_order,
 )
 
 import gluon_syncbn
@@ -429,13 +430,7 @@ def test_parallel_branches_in_another_order_on_each_gpu(rng, kvstore):
     for x in chain(*xs):
         x.attach_grad()
     for _ in range(5):
-        ys = [[None] * 4 for _ in layers]
-        with autograd.record():
-            for device in range(4):
-                for i in rng.permutation(len(layers)):
-                    ys[i][device] = layers[i](xs[i][device])
-        order = rng.permutation(len(layers))
-        autograd.backward([y for i in order for y in ys[i]], [head for i in order for head in heads[i]])
+        ys = step_in_any_order(rng, layers, xs, heads)
         for i, (layer, batch) in enumerate(zip(layers, batches)):
             got = collect(layer, ys[i], [x.grad for x in xs[i]], contexts)
             want = specification(layer, batch)

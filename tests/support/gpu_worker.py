@@ -19,12 +19,12 @@ if GPUS:
     gluon_syncbn.kvstore("mpi", gpus=GPUS)
 
 import mxnet as mx  # noqa: E402
-from mpi_worker import CONTEXTS, devices_of, kv, make_layer, own, report  # noqa: E402
+from mpi_worker import CONTEXTS, devices_of, kv, make_layer, own, report, wait_for_reports  # noqa: E402
 from mxnet import autograd, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
 from places import TESTS  # noqa: E402
 from poolings import POOLINGS, fits, specification  # noqa: E402
-from replicas import assert_same, collect, make_batch, on_devices, step  # noqa: E402
+from replicas import assert_same, collect, make_batch, on_devices, step, step_in_any_order  # noqa: E402
 
 from gluon_syncbn.exchange import mpi  # noqa: E402
 
@@ -163,14 +163,7 @@ def branches():
     for x in itertools.chain(*xs):
         x.attach_grad()
     for _ in range(int(sys.argv[2])):
-        ys = [[None] * len(contexts) for _ in layers]
-        with autograd.record():
-            for device in range(len(contexts)):
-                for i in mine.permutation(len(layers)):
-                    time.sleep(0.002 * mine.rand())
-                    ys[i][device] = layers[i](xs[i][device])
-        order = mine.permutation(len(layers))
-        autograd.backward([y for i in order for y in ys[i]], [head for i in order for head in heads[i]])
+        ys = step_in_any_order(mine, layers, xs, heads, pause=0.002)
         for i, (layer, batch) in enumerate(zip(layers, batches)):
             got = collect(layer, ys[i], [x.grad for x in xs[i]], contexts)
             want = wanted(layer, batch)
@@ -279,7 +272,8 @@ def fails():
         report(since, error)
         np.testing.assert_array_equal(layer.running_mean.data(contexts[0]).asnumpy(), before)
         gluon_syncbn.reset()
-        time.sleep(5 * wrong)  # as soon as a process ends with an error, mpiexec ends the others
+        if wrong:
+            wait_for_reports([0])
         raise SystemExit(3) from None
     print(f"ENDED rank {kv.rank}", flush=True)
 
