@@ -4,25 +4,14 @@
 // along one row with the channel's constants in registers; where they are short (channels-last, a matrix),
 // a leaf runs along the columns of [outer][channels * inner] with the constants in small arrays.
 //
-// Leaves are compiled for several instruction sets and chosen at load time. They take no thread and no lock;
-// OpenMP stays outside, because an outlined parallel region would lose the clone's instruction set.
 // Sums run in fixed lanes over fixed blocks, so the bits depend on neither alignment nor thread count.
 #include "cpu/kernels.h"
 
 #include <algorithm>
-#include <cstring>
 #include <vector>
 
 #include "cpu/half.h"
-
-#if defined(SYNCBN_CLONES)  // a test compiles one instruction set alone
-#elif defined(__x86_64__) && defined(__gnu_linux__)
-#define SYNCBN_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define SYNCBN_CLONES
-#endif
-#define SYNCBN_INLINE static inline __attribute__((always_inline))
-#define SYNCBN_METHOD inline __attribute__((always_inline))
+#include "cpu/leaf.h"
 
 namespace syncbn {
 namespace cpu {
@@ -32,15 +21,7 @@ constexpr int64_t kShortRow = 16;      // below this, a row does not fill the ve
 constexpr int64_t kTile = 512;         // columns at a time: their accumulators stay in the first-level cache
 constexpr int64_t kRowsPerBlock = 64;  // rows that share one partial sum in the column pattern
 constexpr int64_t kMaxBlocks = 16;
-constexpr int64_t kAhead = 512;             // values to fetch ahead of the sums, which otherwise wait for memory
 constexpr int64_t kWorthAThread = 1 << 15;  // values; less is done before another thread wakes up
-
-// Eight float64 partial sums fill the widest register; two such sets hide the latency of an addition.
-constexpr int kLanes = 8;
-typedef double Lanes __attribute__((vector_size(kLanes * sizeof(double))));
-typedef float FloatLanes __attribute__((vector_size(kLanes * sizeof(float))));
-typedef uint32_t BitLanes __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-typedef uint16_t HalfLanes __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 
 template <typename T>
 struct Value;
@@ -65,25 +46,6 @@ struct Value<Half> {
     SYNCBN_INLINE float load(const Half* p) { return half_to_float(p->bits); }
     SYNCBN_INLINE void store(Half* p, float v) { p->bits = float_to_half(v); }
 };
-
-SYNCBN_INLINE void load_lanes(const double* p, Lanes* out) { std::memcpy(out, p, sizeof *out); }
-SYNCBN_INLINE void load_lanes(const float* p, FloatLanes* out) { std::memcpy(out, p, sizeof *out); }
-SYNCBN_INLINE void load_lanes(const Half* p, FloatLanes* out) {
-    HalfLanes halves;
-    std::memcpy(&halves, p, sizeof halves);
-    const BitLanes bits = __builtin_convertvector(halves, BitLanes);
-    const BitLanes magnitude = bits & 0x7fffu;
-    const BitLanes shifted = magnitude << 13;
-    FloatLanes finite;
-    std::memcpy(&finite, &shifted, sizeof finite);
-    finite = finite * 0x1p112f;  // as in half_to_float
-    BitLanes result;
-    std::memcpy(&result, &finite, sizeof result);
-    result |= (reinterpret_cast<BitLanes>(magnitude >= 0x7c00u) & 0x7f800000u) | ((bits & 0x8000u) << 16);
-    std::memcpy(out, &result, sizeof *out);
-}
-SYNCBN_INLINE void widen(const Lanes& values, Lanes* out) { *out = values; }
-SYNCBN_INLINE void widen(const FloatLanes& values, Lanes* out) { *out = __builtin_convertvector(values, Lanes); }
 
 SYNCBN_INLINE double total(const Lanes& lanes) {
     double sum = 0;
@@ -124,26 +86,6 @@ SYNCBN_INLINE void row_moments(const T* x, int64_t rows, int64_t stride, int64_t
     }
     *sum = total(s1 + r1) + t1;
     *square = total(s2 + r2) + t2;
-}
-
-// A float64 mean as two values of the compute type: x - high is exact near the mean, so that an offset of
-// 1e5 in float32 data costs no digits.
-template <typename C>
-struct Split {
-    C high, low;
-    explicit Split(double v) : high(static_cast<C>(v)), low(static_cast<C>(v - static_cast<double>(high))) {}
-};
-
-// What is not above 0 is multiplied; 0 and not minus infinity times it, so that ReLU is finite. A NaN stays one.
-template <bool Rectify, typename C>
-SYNCBN_INLINE C rectified(C z, C slope, C ceiling) {
-    if (!Rectify) return z;
-    return z <= 0 ? (slope == 0 ? 0 : slope * z) : z > ceiling ? ceiling : z;
-}
-// By z, or by what has become of it.
-template <typename C>
-SYNCBN_INLINE C grad_rectified(C grad, C z, C slope, C ceiling) {
-    return (z > 0) & (z < ceiling) ? grad : grad * slope;
 }
 
 // z of one channel, and what stands behind it.
@@ -261,14 +203,6 @@ SYNCBN_INLINE void column_moments(const T* __restrict__ x, int64_t rows, int64_t
         }
 }
 
-// z of each column, and what stands behind it.
-template <typename C>
-struct ColumnRectified {
-    const C *high, *low, *scale, *shift;
-    C slope, ceiling;
-    SYNCBN_METHOD C of(C x, int64_t c) const { return ((x - high[c]) - low[c]) * scale[c] + shift[c]; }
-};
-
 template <bool Rectify, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void column_grad_sums(const T* __restrict__ dy, const T* __restrict__ x, int64_t rows, int64_t stride,
                                     int64_t columns, const double* __restrict__ mean, const ColumnRectified<C>& z,
@@ -281,12 +215,6 @@ SYNCBN_INLINE void column_grad_sums(const T* __restrict__ dy, const T* __restric
             sum_dz_xc[c] += g * (static_cast<double>(value) - mean[c]);
         }
 }
-
-// The constants of each column.
-template <typename C>
-struct ColumnGradInput {
-    const C *high, *low, *scale, *mean_dz, *slope;
-};
 
 template <bool Add, bool Rectify, bool Addend, typename T, typename C>
 SYNCBN_INLINE void column_normalise(const T* __restrict__ x, const T* __restrict__ addend, T* __restrict__ y,
@@ -325,19 +253,6 @@ SYNCBN_INLINE void column_grad_input(const T* __restrict__ dy, const T* __restri
 
 // ---- the leaves, one set per data type ----------------------------------------------------------------------
 // Overloads of plain functions: instruction-set clones of template instances are not portable among g++ versions.
-
-// Of the instances of a template, the one that is asked for: <add> and whether there is an activation; and an addend.
-#define SYNCBN_GRAD_INPUT(f, slope, add, ...)                                          \
-    ((slope) == 1 ? (add) ? f<true, false>(__VA_ARGS__) : f<false, false>(__VA_ARGS__) \
-     : (add) ? f<true, true>(__VA_ARGS__)                                              \
-                  : f<false, true>(__VA_ARGS__))
-#define SYNCBN_RECTIFIED(f, slope, add, addend, ...)                                                   \
-    ((slope) == 1 ? (add) ? f<true, false, addend>(__VA_ARGS__) : f<false, false, addend>(__VA_ARGS__) \
-     : (add) ? f<true, true, addend>(__VA_ARGS__)                                                      \
-                  : f<false, true, addend>(__VA_ARGS__))
-#define SYNCBN_NORMALISE(f, slope, add, x, addend, ...)                                  \
-    ((addend) != nullptr ? SYNCBN_RECTIFIED(f, slope, add, true, x, addend, __VA_ARGS__) \
-                         : SYNCBN_RECTIFIED(f, slope, add, false, x, addend, __VA_ARGS__))
 
 #define SYNCBN_LEAVES(T, C)                                                                                           \
     SYNCBN_CLONES void leaf_row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot,            \
@@ -386,10 +301,6 @@ SYNCBN_LEAVES(Half, float)
 
 // ---- the four kernels: who works on what --------------------------------------------------------------------
 
-int useful_threads(const Work& work) {
-    return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(work.threads, work.shape.size() / kWorthAThread)));
-}
-
 // Calls leaf(first_row, rows, first_column, columns, block) for every tile of [outer][channels * inner];
 // blocks are cut by the shape alone, so that the order of a sum is the same for any number of threads.
 template <typename Leaf>
@@ -417,24 +328,10 @@ void for_rows(Shape shape, int threads, const Leaf& leaf) {
 
 int64_t count_blocks(Shape shape) { return std::max<int64_t>(1, std::min(kMaxBlocks, shape.outer / kRowsPerBlock)); }
 
-// One value per column from one per channel.
-template <typename C>
-std::vector<C> spread(Shape shape, const double* per_channel, bool low_part = false) {
-    std::vector<C> out(shape.channels * shape.inner);
-    for (int64_t c = 0; c < shape.channels; ++c) {
-        const Split<C> split(per_channel[c]);
-        std::fill_n(out.begin() + c * shape.inner, shape.inner, low_part ? split.low : split.high);
-    }
-    return out;
-}
-
-// Against rounding; a NaN stays one, which std::max would hide.
-double at_least_zero(double v) { return v < 0 ? 0 : v; }
-
 template <typename T>
 void moments_of(const Work& work, const T* x, double* mean, double* m2) {
     const Shape& shape = work.shape;
-    const int threads = useful_threads(work);
+    const int threads = work.useful_threads();
     const int64_t n = shape.per_channel();
     if (n == 0) {
         std::fill_n(mean, shape.channels, 0.0);
@@ -474,31 +371,12 @@ void moments_of(const Work& work, const T* x, double* mean, double* m2) {
     }
 }
 
-// The constants of each column, from those of each channel, where they are needed.
-template <typename C>
-struct Columns {
-    std::vector<C> high, low, scale, shift;
-    const C slope, ceiling;
-    Columns(const Shape& shape, const Rectified& z, bool needed)
-        : slope(static_cast<C>(z.activation.slope)), ceiling(static_cast<C>(z.activation.ceiling)) {
-        if (!needed) return;
-        high = spread<C>(shape, z.mean);
-        low = spread<C>(shape, z.mean, true);
-        scale = spread<C>(shape, z.scale);
-        shift = spread<C>(shape, z.shift);
-    }
-    ColumnRectified<C> from(int64_t column) const {
-        return {
-            high.data() + column, low.data() + column, scale.data() + column, shift.data() + column, slope, ceiling};
-    }
-};
-
 // Where y is given, dz is written first, a row at a time, which is in the cache then.
 template <typename T, typename C = typename Value<T>::Compute>
 void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& with, double* sum_dz,
                   double* sum_dz_xhat) {
     const Shape& shape = work.shape;
-    const int threads = useful_threads(work);
+    const int threads = work.useful_threads();
     const T* y = static_cast<const T*>(with.y);
     T* dz = static_cast<T*>(with.dz);
     const C slope = static_cast<C>(with.with.activation.slope), ceiling = static_cast<C>(with.with.activation.ceiling);
@@ -557,7 +435,7 @@ void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& wit
 template <typename T, typename C = typename Value<T>::Compute>
 void normalise_of(const Work& work, const T* x, const Normalise& with, T* y) {
     const Shape& shape = work.shape;
-    const int threads = useful_threads(work);
+    const int threads = work.useful_threads();
     const T* addend = static_cast<const T*>(with.addend);
     const auto behind = [addend](int64_t at) { return addend == nullptr ? nullptr : addend + at; };
     if (shape.inner >= kShortRow) {
@@ -578,7 +456,7 @@ void normalise_of(const Work& work, const T* x, const Normalise& with, T* y) {
 template <typename T, typename C = typename Value<T>::Compute>
 void grad_input_of(const Work& work, const T* dy, const T* x, const GradInput& with, T* dx) {
     const Shape& shape = work.shape;
-    const int threads = useful_threads(work);
+    const int threads = work.useful_threads();
     if (shape.inner >= kShortRow) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int64_t row = 0; row < shape.outer * shape.channels; ++row) {
@@ -613,6 +491,10 @@ void with_type(Type type, const F& f) {
 }
 
 }  // namespace
+
+int Work::useful_threads() const {
+    return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, shape.size() / kWorthAThread)));
+}
 
 void moments(const Work& work, const void* x, double* mean, double* m2) {
     with_type(work.type, [&](auto* t) {

@@ -12,6 +12,9 @@ struct Work {
     Type type;
     Shape shape;
     int threads;
+
+    // No more than have enough to do.
+    int useful_threads() const;
 };
 
 // z = (x - mean) * scale + shift, and what stands behind it: where that is nothing, scale and shift may be null for
