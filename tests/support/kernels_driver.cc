@@ -1,33 +1,46 @@
-// The four kernels and the half conversions behind C names, for tests/test_kernels.py.
+// The four kernels, the slots of a tensor and the half conversions behind C names, for tests/unit/test_kernels.py.
 #include "cpu/half.h"
 #include "cpu/kernels.h"
+#include "mxnet_api.h"
+#include "tensor.h"
+
+syncbn::MXNet syncbn::mx;  // of which nothing is called
 
 using syncbn::Shape;
 using syncbn::Type;
 using syncbn::cpu::Work;
 
 extern "C" {
-void moments(const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads, double* mean,
-             double* m2) {
-    syncbn::cpu::moments(Work{Type(type), Shape{outer, channels, inner}, threads}, x, mean, m2);
+void moments(const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block, int threads,
+             double* mean, double* m2) {
+    syncbn::cpu::moments(Work{Type(type), Shape{outer, channels, inner, block}, threads}, x, mean, m2);
 }
-void normalise(const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads, const double* mean,
-               const double* scale, const double* shift, double slope, double ceiling, const void* addend, void* y,
-               int add) {
-    syncbn::cpu::normalise(Work{Type(type), Shape{outer, channels, inner}, threads}, x,
+void normalise(const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block, int threads,
+               const double* mean, const double* scale, const double* shift, double slope, double ceiling,
+               const void* addend, void* y, int add) {
+    syncbn::cpu::normalise(Work{Type(type), Shape{outer, channels, inner, block}, threads}, x,
                            {{mean, scale, shift, {slope, ceiling}}, addend, add != 0}, y);
 }
-void grad_sums(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads,
-               const double* mean, const double* scale, const double* shift, double slope, double ceiling,
+void grad_sums(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block,
+               int threads, const double* mean, const double* scale, const double* shift, double slope, double ceiling,
                const double* invstd, const void* y, void* dz, double* sum_dz, double* sum_dz_xhat) {
-    syncbn::cpu::grad_sums(Work{Type(type), Shape{outer, channels, inner}, threads}, dy, x,
+    syncbn::cpu::grad_sums(Work{Type(type), Shape{outer, channels, inner, block}, threads}, dy, x,
                            {{mean, scale, shift, {slope, ceiling}}, invstd, y, dz}, sum_dz, sum_dz_xhat);
 }
-void grad_input(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int threads,
-                const double* mean, const double* scale, const double* shift, double z_slope, double ceiling,
-                const double* fed_mean, const double* mean_dz, const double* slope, void* dx, int add) {
-    syncbn::cpu::grad_input(Work{Type(type), Shape{outer, channels, inner}, threads}, dy, x,
+void grad_input(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block,
+                int threads, const double* mean, const double* scale, const double* shift, double z_slope,
+                double ceiling, const double* fed_mean, const double* mean_dz, const double* slope, void* dx, int add) {
+    syncbn::cpu::grad_input(Work{Type(type), Shape{outer, channels, inner, block}, threads}, dy, x,
                             {{mean, scale, shift, {z_slope, ceiling}}, fed_mean, mean_dz, slope, add != 0}, dx);
+}
+// [outer, channels, inner, block, first value] of each slot.
+void cut(int64_t outer, int64_t channels, int64_t inner, int64_t block, int64_t samples, int64_t slots, int64_t* out) {
+    syncbn::Tensor tensor{Type::kFloat32, {outer, channels, inner, block}, samples, {}};
+    tensor.cut(slots);
+    for (const syncbn::Slot& slot : tensor.slots) {
+        const Shape& shape = slot.shape;
+        for (int64_t value : {shape.outer, shape.channels, shape.inner, shape.block, slot.first}) *out++ = value;
+    }
 }
 void to_half(const float* values, int64_t n, uint16_t* out) {
     for (int64_t i = 0; i < n; ++i) out[i] = syncbn::float_to_half(values[i]);

@@ -18,6 +18,15 @@ ACTIVATIONS = {"relu": (0.0, np.inf), "relu6": (0.0, 6.0), "leaky": (0.1, np.inf
 
 # (outer, channels, inner): rows longer and shorter than the vectors, one column, many, tiles and blocks
 SHAPES = [(3, 5, 77), (1, 1, 1), (2, 3, 16), (2, 4, 5), (900, 7, 1), (70, 513, 1), (6, 200, 4), (2, 3, 40000)]
+# one position, one group of channels, several, parts that end within an image, work for several threads
+IN_BLOCKS = [(3, 32, 1), (1, 16, 7), (2, 48, 7), (3, 32, 225), (3, 16, 1507), (3, 112, 225), (2, 4800, 7)]
+
+
+def layouts(shapes, types, blocked):
+    """For a test of these: what is plain, and of float32 what is in blocks of 8 and of 16 channels."""
+    values = [(shape, dtype, 1) for shape in shapes for dtype in types]
+    values += [(shape, "float32", block) for shape in blocked for block in (8, 16)]
+    return pytest.mark.parametrize("shape, dtype, block", values, ids=str)
 
 
 @pytest.fixture(scope="module", params=SETS)
@@ -27,30 +36,38 @@ def library(request, tmp_path_factory):
         pytest.skip(f"this machine has no {request.param}")
     path = tmp_path_factory.mktemp("kernels") / "kernels.so"
     command = ["g++", "-std=c++17", "-O2", "-fPIC", "-shared", "-fopenmp", f"-DSYNCBN_CLONES={SETS[request.param]}"]
-    command += [
-        f"-I{SOURCES}",
-        str(SUPPORT / "kernels_driver.cc"),
-        str(SOURCES / "cpu" / "kernels.cc"),
-        "-o",
-        str(path),
+    sources = [
+        SUPPORT / "kernels_driver.cc",
+        *(SOURCES / name for name in ("cpu/kernels.cc", "cpu/blocked.cc", "tensor.cc")),
     ]
+    command += [f"-I{SOURCES}", *map(str, sources), "-o", str(path)]
     subprocess.run(command, check=True, timeout=120)
     return ctypes.CDLL(str(path))
 
 
 class Kernels:
-    """The library's functions on NumPy arrays."""
+    """The library's functions on NumPy arrays [outer][channels][inner].
 
-    def __init__(self, library, x, threads=1):
-        self.library, self.x, self.threads = library, x, threads
+    With a `block` they work on copies in that layout, which begin `at` values after some that are aligned.
+    """
+
+    def __init__(self, library, x, threads=1, block=1, at=0):
+        self.library, self.x, self.threads, self.block, self.at = library, x, threads, block, at
         self.type = TYPES[x.dtype.name]
 
     def _call(self, name, *arguments):
-        converted = [a.ctypes.data_as(ctypes.c_void_p) if isinstance(a, np.ndarray) else a for a in arguments]
+        copies = {}
+        for a in arguments:
+            if self.block > 1 and isinstance(a, np.ndarray) and a.ndim == 3:
+                copies[id(a)] = a, in_blocks(a, self.block, self.at)
+        converted = [copies[id(a)][1] if id(a) in copies else a for a in arguments]
+        converted = [a.ctypes.data_as(ctypes.c_void_p) if isinstance(a, np.ndarray) else a for a in converted]
         getattr(self.library, name)(*converted)
+        for a, copy in copies.values():
+            a[...] = copy.swapaxes(2, 3).reshape(a.shape)
 
     def _shape(self):
-        return [self.type, *map(ctypes.c_int64, self.x.shape), self.threads]
+        return [self.type, *map(ctypes.c_int64, (*self.x.shape, self.block)), self.threads]
 
     def moments(self):
         mean, m2 = np.empty(self.x.shape[1]), np.empty(self.x.shape[1])
@@ -75,6 +92,14 @@ class Kernels:
         return out
 
 
+def in_blocks(array, block, at=0):
+    """[outer][channels / block][inner][block], `at` values after where memory begins."""
+    outer, channels, inner = array.shape
+    out = np.empty(array.size + at, array.dtype)[at:].reshape(outer, channels // block, inner, block)
+    out[...] = array.reshape(outer, channels // block, block, inner).swapaxes(2, 3)
+    return out
+
+
 def close(got, want, tolerance):
     assert np.abs(got.astype("float64") - want).max() <= tolerance * max(np.abs(want).max(), 1.0)
 
@@ -91,11 +116,10 @@ def per_channel(vector):
     return vector.reshape(1, -1, 1)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_against_numpy(library, shape, dtype):
+@layouts(SHAPES, TYPES, IN_BLOCKS)
+def test_against_numpy(library, shape, dtype, block):
     x, dy, start, (scale, shift, mean_dy, slope, _) = case(shape, dtype)
-    kernels, wide, wide_dy = Kernels(library, x), x.astype("float64"), dy.astype("float64")
+    kernels, wide, wide_dy = Kernels(library, x, block=block), x.astype("float64"), dy.astype("float64")
     mean, m2 = kernels.moments()
     close(mean, wide.mean((0, 2)), 1e-13)
     close(m2, ((wide - per_channel(mean)) ** 2).sum((0, 2)), 1e-12)
@@ -118,12 +142,11 @@ def test_against_numpy(library, shape, dtype):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", [(3, 5, 77), (2, 4, 5), (900, 7, 1)], ids=str)
-def test_what_stands_behind(library, shape, dtype, activation):
+@layouts([(3, 5, 77), (2, 4, 5), (900, 7, 1)], TYPES, IN_BLOCKS[:5])
+def test_what_stands_behind(library, shape, dtype, block, activation):
     x, dy, start, (scale, shift, mean_dz, slope, fed_mean) = case(shape, dtype)
     addend = (3 * dy[::-1] + 2).astype(dtype)
-    kernels, activation = Kernels(library, x), ACTIVATIONS[activation]
+    kernels, activation = Kernels(library, x, block=block), ACTIVATIONS[activation]
     mean, _ = kernels.moments()
     centred = x.astype("float64") - per_channel(mean)
     z = centred * per_channel(scale) + per_channel(shift)
@@ -164,36 +187,36 @@ def test_what_stands_behind(library, shape, dtype, activation):
         close(got[clear], want[clear], 8 * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 32), (40, 1, 1)], ids=str)
-def test_what_stands_behind_values_that_are_not_finite(library, shape):
-    x = np.resize(np.array([np.nan, -np.inf, np.inf, -1, 1], "float32"), shape)
-    zero, one = np.zeros(1), np.ones(1)
+@layouts([(1, 1, 32), (40, 1, 1)], ["float32"], [(1, 16, 5)])
+def test_what_stands_behind_values_that_are_not_finite(library, shape, dtype, block):
+    x = np.resize(np.array([np.nan, -np.inf, np.inf, -1, 1], dtype), shape)
+    zero, one = np.zeros(shape[1]), np.ones(shape[1])
     for activation, want in (("relu", [np.nan, 0, np.inf, 0, 1]), ("leaky", [np.nan, -np.inf, np.inf, -0.1, 1])):
-        y = Kernels(library, x).normalise(zero, one, zero, np.empty_like(x), False, ACTIVATIONS[activation])
+        kernels = Kernels(library, x, block=block)
+        y = kernels.normalise(zero, one, zero, np.empty_like(x), False, ACTIVATIONS[activation])
         np.testing.assert_allclose(y, np.resize(want, shape), rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("shape", [(3, 5, 77), (900, 7, 1)], ids=str)
-def test_offset(library, shape, dtype):
+@layouts([(3, 5, 77), (900, 7, 1)], ["float32", "float64"], [(3, 16, 77), (2, 32, 1507)])
+def test_offset(library, shape, dtype, block):
     x, _, start, (scale, shift, *_) = case(shape, dtype, offset=1e5)
-    mean, m2 = Kernels(library, x).moments()
+    kernels = Kernels(library, x, block=block)
+    mean, m2 = kernels.moments()
     centred = x.astype("float64") - per_channel(mean)
     close(m2, (centred**2).sum((0, 2)), 1e-9)
-    y = Kernels(library, x).normalise(mean, scale, shift, start, False)
+    y = kernels.normalise(mean, scale, shift, start, False)
     close(y, centred * per_channel(scale) + per_channel(shift), 1e-6)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", [(3, 5, 40007), (2000, 70, 1), (300, 50, 7)], ids=str)
-def test_same_bits_for_any_number_of_threads_and_alignment(library, shape, dtype):
+@layouts([(3, 5, 40007), (2000, 70, 1), (300, 50, 7)], TYPES, [(3, 16, 2107), (3, 1120, 35), (1, 4800, 25)])
+def test_same_bits_for_any_number_of_threads_and_alignment(library, shape, dtype, block):
     x, dy, start, (scale, shift, mean_dy, slope, _) = case(shape, dtype)
     results = []
     for threads, at in ((1, 0), (2, 1), (3, 3)):
         moved = [np.empty(x.size + at, dtype)[at:].reshape(shape) for _ in range(3)]
         for to, source in zip(moved, (x, dy, start)):
             to[...] = source
-        kernels = Kernels(library, moved[0], threads)
+        kernels = Kernels(library, moved[0], threads, block, at)
         mean, m2 = kernels.moments()
         sums = kernels.grad_sums(moved[1], mean, scale)
         y = kernels.normalise(mean, scale, shift, moved[2].copy(), True)
@@ -206,9 +229,30 @@ def test_same_bits_for_any_number_of_threads_and_alignment(library, shape, dtype
             np.testing.assert_array_equal(got, want)
 
 
-def test_empty(library):
-    mean, m2 = Kernels(library, np.empty((0, 4, 9), "float32")).moments()
-    assert not mean.any() and not m2.any()
+@pytest.mark.parametrize("block", [1, 8, 16])
+def test_empty(library, block):
+    for shape in ((0, 16, 9), (2, 16, 0)):
+        nothing = np.empty(shape, "float32")
+        kernels, ones = Kernels(library, nothing, block=block), np.ones(16)
+        sums = kernels.grad_sums(nothing, ones, ones)
+        kernels.normalise(ones, ones, ones, nothing, False)
+        kernels.grad_input(nothing, ones, ones, ones, ones, nothing, False)
+        for values in (*kernels.moments(), *sums):
+            assert not values.any()
+
+
+@pytest.mark.parametrize("block", [1, 8, 16])
+def test_slots(library, block):
+    shape, samples, slots = (10, 32, 49), 5, 3  # two of the outer extent are a sample
+    x, *_ = case(shape, "float32")
+    lies = in_blocks(x, block) if block > 1 else x
+    cut = np.empty((slots, 5), np.int64)
+    library.cut(*map(ctypes.c_int64, (*shape, block, samples, slots)), cut.ctypes.data_as(ctypes.c_void_p))
+    np.testing.assert_array_equal(cut[:, 0], [4, 4, 2])
+    for (outer, *rest, first), part in zip(cut, (x[:4], x[4:8], x[8:])):
+        assert rest == [*shape[1:], block]
+        got = lies.ravel()[first : first + part.size].reshape(outer, *lies.shape[1:])
+        np.testing.assert_array_equal(got, in_blocks(part, block) if block > 1 else part)
 
 
 def test_every_half(library):

@@ -17,7 +17,8 @@ void Tensor::cut(int64_t count) {
     int64_t sample = 0;
     for (int64_t i = 0; i < count; ++i) {
         const int64_t size = samples / count + (i < samples % count);
-        const Shape part{size * per_sample, shape.channels, shape.inner};
+        Shape part = shape;
+        part.outer = size * per_sample;
         slots.push_back({part, sample * per_sample * shape.channels * shape.inner, nullptr, nullptr});
         sample += size;
     }

@@ -27,10 +27,12 @@ struct Activation {
 
 // A tensor of 2 to 5 dimensions seen from its channel axis: [outer][channels][inner], row-major.
 // Channels-first has inner = product of the spatial extents, channels-last has inner = 1.
+// oneDNN's float32 may be in blocks of 8 or 16 channels that lie next to each other: [outer][channels / block][inner][block].
 struct Shape {
     int64_t outer;
     int64_t channels;
     int64_t inner;
+    int64_t block = 1;  // a divisor of the channels
 
     int64_t per_channel() const { return outer * inner; }
     int64_t size() const { return outer * channels * inner; }

@@ -1,4 +1,4 @@
-// CPU kernels, written once for both layouts and three data types.
+// CPU kernels, written once for two layouts and three data types; channels in blocks have a file of their own.
 //
 // A tensor is [outer][channels][inner]. Where rows of `inner` values are long (channels-first), a leaf runs
 // along one row with the channel's constants in registers; where they are short (channels-last, a matrix),
@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "cpu/blocked.h"
 #include "cpu/half.h"
 #include "cpu/leaf.h"
 
@@ -490,6 +491,9 @@ void with_type(Type type, const F& f) {
     }
 }
 
+// Of one position, channels lie next to each other in any layout.
+bool in_blocks(const Shape& shape) { return shape.block > 1 && shape.inner > 1; }
+
 }  // namespace
 
 int Work::useful_threads() const {
@@ -497,6 +501,7 @@ int Work::useful_threads() const {
 }
 
 void moments(const Work& work, const void* x, double* mean, double* m2) {
+    if (in_blocks(work.shape)) return blocked::moments(work, static_cast<const float*>(x), mean, m2);
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
         moments_of(work, static_cast<const T*>(x), mean, m2);
@@ -504,6 +509,8 @@ void moments(const Work& work, const void* x, double* mean, double* m2) {
 }
 
 void normalise(const Work& work, const void* x, const Normalise& with, void* y) {
+    if (in_blocks(work.shape))
+        return blocked::normalise(work, static_cast<const float*>(x), with, static_cast<float*>(y));
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
         normalise_of(work, static_cast<const T*>(x), with, static_cast<T*>(y));
@@ -512,6 +519,9 @@ void normalise(const Work& work, const void* x, const Normalise& with, void* y) 
 
 void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
                double* sum_dz_xhat) {
+    if (in_blocks(work.shape))
+        return blocked::grad_sums(work, static_cast<const float*>(dy), static_cast<const float*>(x), with, sum_dz,
+                                  sum_dz_xhat);
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
         grad_sums_of(work, static_cast<const T*>(dy), static_cast<const T*>(x), with, sum_dz, sum_dz_xhat);
@@ -519,6 +529,9 @@ void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& 
 }
 
 void grad_input(const Work& work, const void* dy, const void* x, const GradInput& with, void* dx) {
+    if (in_blocks(work.shape))
+        return blocked::grad_input(work, static_cast<const float*>(dy), static_cast<const float*>(x), with,
+                                   static_cast<float*>(dx));
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
         grad_input_of(work, static_cast<const T*>(dy), static_cast<const T*>(x), with, static_cast<T*>(dx));

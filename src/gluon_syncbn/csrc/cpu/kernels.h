@@ -1,5 +1,6 @@
 // The layer's arithmetic on a CPU: four functions, each one pass over memory, on plain values and nothing of MXNet's.
-// Statistics are float64 whatever the data is; results do not depend on the number of threads.
+// Statistics are float64 whatever the data is; results do not depend on the number of threads. All tensors of a call have the
+// same shape and layout.
 #pragma once
 
 #include "types.h"

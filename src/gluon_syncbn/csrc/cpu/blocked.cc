@@ -1,0 +1,398 @@
+// Channels in blocks: [outer][channels / block][inner][block], float32, as oneDNN's convolutions leave it.
+//
+// A group is the `block` channels that lie next to each other, a position is their values at one place of one image. All
+// constants and all sums of a group are in registers, a lane for each channel: a leaf runs along positions and never adds
+// lanes up. Sums of a group are cut into parts by the shape alone, so the bits do not depend on the number of threads.
+#include "cpu/blocked.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "cpu/leaf.h"
+
+namespace syncbn {
+namespace cpu {
+namespace blocked {
+namespace {
+
+constexpr int kSets = 4;                  // of sums that a leaf has in registers
+constexpr int64_t kEnoughParts = 64;      // of the sums, over all groups
+constexpr int64_t kWorthAPart = 1 << 14;  // values
+
+// Positions [first, last), of the whole tensor as it lies in memory or of one group.
+struct Part {
+    int64_t first, last;
+};
+
+SYNCBN_INLINE void store_lanes(const FloatLanes& from, float* to) { std::memcpy(to, &from, sizeof from); }
+
+// What stands behind z: as `rectified` and `grad_rectified`.
+struct Behind {
+    FloatLanes slope, ceiling, floor;
+    SYNCBN_METHOD Behind(float slope, float ceiling) {
+        const FloatLanes zero = {};
+        this->slope = zero + slope;
+        this->ceiling = zero + ceiling;
+        floor = zero - (slope == 0 ? 0 : std::numeric_limits<float>::infinity());  // 0 times it is 0, too
+    }
+    SYNCBN_METHOD void rectify(FloatLanes* z) const {
+        const FloatLanes above = ceiling < *z ? ceiling : *z, below = (*z > floor ? *z : floor) * slope;
+        *z = *z <= 0 ? below : above;
+    }
+    SYNCBN_METHOD void rectify_grad(const FloatLanes& z, FloatLanes* grad) const {
+        *grad = (z > 0) & (z < ceiling) ? *grad : *grad * slope;
+    }
+};
+
+// z of kLanes channels.
+struct LanesOfZ {
+    FloatLanes high, low, scale, shift;
+    SYNCBN_METHOD void take(const ColumnRectified<float>& z, int64_t channel) {
+        load_lanes(z.high + channel, &high);
+        load_lanes(z.low + channel, &low);
+        load_lanes(z.scale + channel, &scale);
+        load_lanes(z.shift + channel, &shift);
+    }
+    SYNCBN_METHOD void of(const FloatLanes& x, FloatLanes* z) const { *z = ((x - high) - low) * scale + shift; }
+};
+
+// How many of them a position is: a type, for the leaves' templates.
+template <int K>
+struct Vectors {};
+
+// ---- the sums of a group -------------------------------------------------------------------------------------
+
+// Two sums for each channel, in several sets that hide the latency of an addition: set i is for vector i % K of a position.
+template <int K>
+struct Sums {
+    Lanes first[kSets], second[kSets];
+    SYNCBN_METHOD Sums() {
+        for (int i = 0; i < kSets; ++i) first[i] = second[i] = Lanes{};
+    }
+    SYNCBN_METHOD void add(int i, const Lanes& value, const Lanes& other) {
+        first[i] += value;
+        second[i] += value * other;
+    }
+    SYNCBN_METHOD void store(double* to_first, double* to_second) {
+        for (int i = K; i < kSets; ++i) {
+            first[i % K] += first[i];
+            second[i % K] += second[i];
+        }
+        std::memcpy(to_first, first, K * sizeof(Lanes));
+        std::memcpy(to_second, second, K * sizeof(Lanes));
+    }
+};
+
+// Calls of.add(i, at) for every vector of the part, `at` its first value, with i as in `Sums`.
+template <int K, typename Of>
+SYNCBN_INLINE void over_part(const Shape& shape, int64_t group, const Part& part, Of& of) {
+    constexpr int64_t kBlock = K * kLanes, kStep = kSets / K;
+    const int64_t groups = shape.channels / kBlock;
+    for (int64_t position = part.first; position < part.last;) {
+        const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
+        int64_t at = (position + (image * (groups - 1) + group) * shape.inner) * kBlock;
+        for (; position + kStep <= last; position += kStep, at += kStep * kBlock) {
+            of.fetch(at + kAhead);
+            of.fetch(at + kAhead + 2 * kLanes);
+#pragma GCC unroll 4
+            for (int i = 0; i < kSets; ++i) of.add(i, at + i * kLanes);
+        }
+        for (; position < last; ++position, at += kBlock)
+#pragma GCC unroll 2
+            for (int i = 0; i < K; ++i) of.add(i, at + i * kLanes);
+    }
+}
+
+// Of x - pivot, and its square.
+template <int K>
+struct Moments {
+    const float* x;
+    Lanes pivot[K];
+    Sums<K> sums;
+    SYNCBN_METHOD Moments(const float* x, const double* pivot) : x(x) {
+        std::memcpy(this->pivot, pivot, sizeof this->pivot);
+    }
+    SYNCBN_METHOD void fetch(int64_t at) const { __builtin_prefetch(x + at); }
+    SYNCBN_METHOD void add(int i, int64_t at) {
+        FloatLanes values;
+        Lanes wide;
+        load_lanes(x + at, &values);
+        widen(values, &wide);
+        wide -= pivot[i % K];
+        sums.add(i, wide, wide);
+    }
+};
+
+// y and dz are null where dz is not found by y.
+struct Gradients {
+    const float *dy, *x, *y;
+    float* dz;
+};
+
+// What dz is: dy, or by z, or by y, and then it is written.
+enum class By { kNothing, kInput, kOutput };
+
+// Of dz, and dz * (x - mean).
+template <int K, By by>
+struct GradSumsOf {
+    const Gradients from;
+    const Behind behind;
+    Lanes mean[K];
+    LanesOfZ z[K];
+    Sums<K> sums;
+    SYNCBN_METHOD GradSumsOf(const Gradients& from, const double* mean, const ColumnRectified<float>& z,
+                             int64_t channel)
+        : from(from), behind(z.slope, z.ceiling) {
+#pragma GCC unroll 2
+        for (int k = 0; k < K; ++k) {
+            load_lanes(mean + channel + k * kLanes, &this->mean[k]);
+            if (by == By::kInput) this->z[k].take(z, channel + k * kLanes);
+        }
+    }
+    SYNCBN_METHOD void fetch(int64_t at) const {
+        __builtin_prefetch(from.x + at);
+        __builtin_prefetch(from.dy + at);
+        if (by == By::kOutput) __builtin_prefetch(from.y + at);
+    }
+    SYNCBN_METHOD void add(int i, int64_t at) {
+        FloatLanes values, grads;
+        load_lanes(from.x + at, &values);
+        load_lanes(from.dy + at, &grads);
+        if (by == By::kInput) {
+            FloatLanes at_z;
+            z[i % K].of(values, &at_z);
+            behind.rectify_grad(at_z, &grads);
+        }
+        if (by == By::kOutput) {
+            FloatLanes outs;
+            load_lanes(from.y + at, &outs);
+            behind.rectify_grad(outs, &grads);
+            store_lanes(grads, from.dz + at);
+        }
+        Lanes wide, grad;
+        widen(values, &wide);
+        widen(grads, &grad);
+        sums.add(i, grad, wide - mean[i % K]);
+    }
+};
+
+template <int K>
+SYNCBN_INLINE void part_moments(const float* x, const Shape& shape, int64_t group, const Part& part,
+                                const double* pivot, double* sum, double* square) {
+    Moments<K> moments(x, pivot);
+    over_part<K>(shape, group, part, moments);
+    moments.sums.store(sum, square);
+}
+
+template <int K, By by>
+SYNCBN_INLINE void part_grad_sums(const Gradients& from, const Shape& shape, int64_t group, const Part& part,
+                                  const double* mean, const ColumnRectified<float>& z, double* sum_dz,
+                                  double* sum_dz_xc) {
+    GradSumsOf<K, by> gradients(from, mean, z, group * K * kLanes);
+    over_part<K>(shape, group, part, gradients);
+    gradients.sums.store(sum_dz, sum_dz_xc);
+}
+
+// ---- value by value ------------------------------------------------------------------------------------------
+
+// What it was is kept where `Add`.
+template <bool Add>
+SYNCBN_INLINE void put(float* to, const FloatLanes& value) {
+    FloatLanes before = {};
+    if (Add) load_lanes(to, &before);
+    store_lanes(Add ? before + value : value, to);
+}
+
+template <bool Add, bool Rectify, bool Addend, int K>
+SYNCBN_INLINE void part_normalise(const float* __restrict__ x, const float* __restrict__ addend, float* __restrict__ y,
+                                  const Shape& shape, const Part& part, const ColumnRectified<float>& constants,
+                                  Vectors<K>) {
+    constexpr int64_t kBlock = K * kLanes;
+    const Behind behind(constants.slope, constants.ceiling);
+    for (int64_t position = part.first; position < part.last;) {
+        const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
+        const int64_t channel = image * kBlock % shape.channels;
+        LanesOfZ z[K];
+#pragma GCC unroll 2
+        for (int k = 0; k < K; ++k) z[k].take(constants, channel + k * kLanes);
+        for (; position < last; ++position)
+#pragma GCC unroll 2
+            for (int k = 0; k < K; ++k) {
+                const int64_t at = position * kBlock + k * kLanes;
+                FloatLanes values, out;
+                load_lanes(x + at, &values);
+                z[k].of(values, &out);
+                if (Addend) {
+                    load_lanes(addend + at, &values);
+                    out += values;
+                }
+                if (Rectify) behind.rectify(&out);
+                put<Add>(y + at, out);
+            }
+    }
+}
+
+template <bool Add, bool Rectify, int K>
+SYNCBN_INLINE void part_grad_input(const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ dx,
+                                   const Shape& shape, const Part& part, const ColumnGradInput<float>& constants,
+                                   const ColumnRectified<float>& rectified, Vectors<K>) {
+    constexpr int64_t kBlock = K * kLanes;
+    const Behind behind(rectified.slope, rectified.ceiling);
+    for (int64_t position = part.first; position < part.last;) {
+        const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
+        const int64_t channel = image * kBlock % shape.channels;
+        LanesOfZ z[K];
+        FloatLanes high[K], low[K], scale[K], mean_dz[K], slopes[K];
+#pragma GCC unroll 2
+        for (int k = 0; k < K; ++k) {
+            const int64_t c = channel + k * kLanes;
+            if (Rectify) z[k].take(rectified, c);
+            load_lanes(constants.high + c, &high[k]);
+            load_lanes(constants.low + c, &low[k]);
+            load_lanes(constants.scale + c, &scale[k]);
+            load_lanes(constants.mean_dz + c, &mean_dz[k]);
+            load_lanes(constants.slope + c, &slopes[k]);
+        }
+        for (; position < last; ++position)
+#pragma GCC unroll 2
+            for (int k = 0; k < K; ++k) {
+                const int64_t at = position * kBlock + k * kLanes;
+                FloatLanes values, grads, at_z;
+                load_lanes(x + at, &values);
+                load_lanes(dy + at, &grads);
+                if (Rectify) {
+                    z[k].of(values, &at_z);
+                    behind.rectify_grad(at_z, &grads);
+                }
+                put<Add>(dx + at, scale[k] * ((grads - mean_dz[k]) - ((values - high[k]) - low[k]) * slopes[k]));
+            }
+    }
+}
+
+// ---- the leaves ----------------------------------------------------------------------------------------------
+
+SYNCBN_CLONES void leaf_moments(const float* x, const Shape& shape, int64_t group, const Part& part,
+                                const double* pivot, double* sum, double* square) {
+    shape.block == kLanes ? part_moments<1>(x, shape, group, part, pivot, sum, square)
+                          : part_moments<2>(x, shape, group, part, pivot, sum, square);
+}
+
+#define SYNCBN_GRAD_SUMS(K, ...)                                      \
+    (from.y != nullptr ? part_grad_sums<K, By::kOutput>(__VA_ARGS__)  \
+     : z.slope == 1    ? part_grad_sums<K, By::kNothing>(__VA_ARGS__) \
+                       : part_grad_sums<K, By::kInput>(__VA_ARGS__))
+
+SYNCBN_CLONES void leaf_grad_sums(const Gradients& from, const Shape& shape, int64_t group, const Part& part,
+                                  const double* mean, const ColumnRectified<float>& z, double* sum_dz,
+                                  double* sum_dz_xc) {
+    shape.block == kLanes ? SYNCBN_GRAD_SUMS(1, from, shape, group, part, mean, z, sum_dz, sum_dz_xc)
+                          : SYNCBN_GRAD_SUMS(2, from, shape, group, part, mean, z, sum_dz, sum_dz_xc);
+}
+
+SYNCBN_CLONES void leaf_normalise(const float* x, const float* addend, float* y, const Shape& shape, const Part& part,
+                                  const ColumnRectified<float>& z, bool add) {
+    shape.block == kLanes ? SYNCBN_NORMALISE(part_normalise, z.slope, add, x, addend, y, shape, part, z, Vectors<1>())
+                          : SYNCBN_NORMALISE(part_normalise, z.slope, add, x, addend, y, shape, part, z, Vectors<2>());
+}
+
+SYNCBN_CLONES void leaf_grad_input(const float* dy, const float* x, float* dx, const Shape& shape, const Part& part,
+                                   const ColumnGradInput<float>& constants, const ColumnRectified<float>& z, bool add) {
+    shape.block == kLanes
+        ? SYNCBN_GRAD_INPUT(part_grad_input, z.slope, add, dy, x, dx, shape, part, constants, z, Vectors<1>())
+        : SYNCBN_GRAD_INPUT(part_grad_input, z.slope, add, dy, x, dx, shape, part, constants, z, Vectors<2>());
+}
+
+// ---- who works on what ---------------------------------------------------------------------------------------
+
+// Adds up what leaf(group, part, first, second) gives for the parts of each group, [channels] each.
+template <typename Leaf>
+void sum_up(const Work& work, double* first, double* second, const Leaf& leaf) {
+    const Shape& shape = work.shape;
+    const int threads = work.useful_threads();
+    const int64_t groups = shape.channels / shape.block, positions = shape.per_channel();
+    const int64_t parts = std::max<int64_t>(1, std::min(kEnoughParts / groups, positions * shape.block / kWorthAPart));
+    std::vector<double> sums(2 * parts * shape.channels);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t job = 0; job < parts * groups; ++job) {
+        const int64_t part = job / groups, group = job % groups;
+        double* to = sums.data() + 2 * part * shape.channels + group * shape.block;
+        leaf(group, Part{positions * part / parts, positions * (part + 1) / parts}, to, to + shape.channels);
+    }
+    for (int64_t c = 0; c < shape.channels; ++c) {
+        first[c] = second[c] = 0;
+        for (int64_t part = 0; part < parts; ++part) {
+            first[c] += sums[2 * part * shape.channels + c];
+            second[c] += sums[(2 * part + 1) * shape.channels + c];
+        }
+    }
+}
+
+// Calls leaf(part) for a share of the memory on each thread.
+template <typename Leaf>
+void for_parts(const Work& work, const Leaf& leaf) {
+    const int threads = work.useful_threads();
+    const int64_t positions = work.shape.size() / work.shape.block;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int part = 0; part < threads; ++part) leaf(Part{positions * part / threads, positions * (part + 1) / threads});
+}
+
+// For `spread` and `Columns`: a column for each channel.
+Shape columns_of(const Shape& shape) { return {1, shape.channels, 1}; }
+
+}  // namespace
+
+void moments(const Work& work, const float* x, double* mean, double* m2) {
+    const Shape& shape = work.shape;
+    const int64_t n = shape.per_channel();
+    if (n == 0) {
+        std::fill_n(mean, shape.channels, 0.0);
+        std::fill_n(m2, shape.channels, 0.0);
+        return;
+    }
+    // As in the other layouts, a sample of the channel.
+    std::vector<double> pivot(shape.channels);
+    for (int64_t c = 0; c < shape.channels; ++c)
+        pivot[c] = x[c / shape.block * shape.block * shape.inner + c % shape.block];
+    sum_up(work, mean, m2, [&](int64_t group, const Part& part, double* sum, double* square) {
+        leaf_moments(x, shape, group, part, pivot.data() + group * shape.block, sum, square);
+    });
+    for (int64_t c = 0; c < shape.channels; ++c) {
+        m2[c] = at_least_zero(m2[c] - mean[c] * mean[c] / n);
+        mean[c] = pivot[c] + mean[c] / n;
+    }
+}
+
+void normalise(const Work& work, const float* x, const Normalise& with, float* y) {
+    const Columns<float> constants(columns_of(work.shape), with.with, true);
+    const float* addend = static_cast<const float*>(with.addend);
+    for_parts(work,
+              [&](const Part& part) { leaf_normalise(x, addend, y, work.shape, part, constants.from(0), with.add); });
+}
+
+void grad_sums(const Work& work, const float* dy, const float* x, const GradSums& with, double* sum_dz,
+               double* sum_dz_xhat) {
+    const Gradients from{dy, x, static_cast<const float*>(with.y), static_cast<float*>(with.dz)};
+    const Columns<float> constants(columns_of(work.shape), with.with, with.with.activation.any() && from.y == nullptr);
+    sum_up(work, sum_dz, sum_dz_xhat, [&](int64_t group, const Part& part, double* sum, double* sum_xc) {
+        leaf_grad_sums(from, work.shape, group, part, with.with.mean, constants.from(0), sum, sum_xc);
+    });
+    for (int64_t c = 0; c < work.shape.channels; ++c) sum_dz_xhat[c] *= with.invstd[c];
+}
+
+void grad_input(const Work& work, const float* dy, const float* x, const GradInput& with, float* dx) {
+    const Shape columns = columns_of(work.shape);
+    const std::vector<float> high = spread<float>(columns, with.mean), low = spread<float>(columns, with.mean, true),
+                             scale = spread<float>(columns, with.with.scale),
+                             mean_dz = spread<float>(columns, with.mean_dz), slope = spread<float>(columns, with.slope);
+    const ColumnGradInput<float> column{high.data(), low.data(), scale.data(), mean_dz.data(), slope.data()};
+    const Columns<float> constants(columns, with.with, with.with.activation.any());
+    for_parts(work, [&](const Part& part) {
+        leaf_grad_input(dy, x, dx, work.shape, part, column, constants.from(0), with.add);
+    });
+}
+
+}  // namespace blocked
+}  // namespace cpu
+}  // namespace syncbn
