@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-horovod test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow soak clean core dev dist test-dist
+.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-custom test-horovod test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow soak clean core dev dist test-dist
 
 VENV ?= .venv
 PYTHON ?=
@@ -23,6 +23,7 @@ help:
 	make demo-distributed  the segmentation job in two processes beside the same in one (about 10 minutes)
 	make check    lint and the quickest tests, for the loop of editing (under a minute)
 	make test     lint, then all tests
+	make test-custom  the tests of the layer through MXNet's Custom, as with a library that is not known (about 10 minutes)
 	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 15 minutes)
 	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 8 minutes)
 	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
@@ -60,6 +61,9 @@ check: lint
 
 test: lint
 	@$(PY) -m pytest -q --durations=15 $(ARGS)
+
+test-custom: dev
+	@GLUON_SYNCBN_OPERATOR=custom $(PY) -m pytest -q --durations=15 tests/layer tests/processes $(ARGS)
 
 test-horovod:
 	@VENV=.venv-horovod tools/venv.sh horovod

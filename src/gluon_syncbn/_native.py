@@ -18,6 +18,8 @@ from mxnet.base import _LIB as _mxnet
 from mxnet.base import MXNetError, NDArrayHandle, check_call
 from mxnet.ndarray import NDArray
 
+from . import arguments
+
 _PATH = Path(__file__).with_name("_core.so")
 
 
@@ -66,6 +68,8 @@ def _load() -> ctypes.CDLL:
     names = ctypes.POINTER(ctypes.c_char_p)
     signatures: dict = {
         "register": (ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]),
+        "native_operator": (ctypes.c_char_p, [ctypes.c_void_p]),
+        "blocked_calls": (ctypes.c_int64, []),
         "cuda": (None, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]),
         "cuda_close": (None, []),
         "nccl_problem": (ctypes.c_char_p, []),
@@ -106,9 +110,9 @@ def _load() -> ctypes.CDLL:
         "slowest": (ctypes.c_char_p, []),
         "instruction_set": (ctypes.c_char_p, []),
     }
-    for name, (result, arguments) in signatures.items():
+    for name, (result, takes) in signatures.items():
         function = getattr(core, f"syncbn_{name}")
-        function.restype, function.argtypes = result, arguments
+        function.restype, function.argtypes = result, takes
     return core
 
 
@@ -138,8 +142,34 @@ def register() -> None:
     """Registers the operator ``gluon_syncbn`` with the MXNet library that Python has loaded."""
     pointers = [ctypes.cast(getattr(_mxnet, name), ctypes.c_void_p).value for name in _FUNCTIONS]
     check_call(_core.syncbn_register((ctypes.c_void_p * len(pointers))(*pointers), len(pointers)))
+    global _why_custom
+    _why_custom = _way_of_calls(os.environ.get("GLUON_SYNCBN_OPERATOR", ""))
     source = _PATH.parent / "csrc" / "cuda" / "kernels.cu"
     _core.syncbn_cuda(_mxnet._handle, os.fsencode(source), os.fsencode(cache()))
+
+
+_why_custom = ""
+
+
+def why_custom() -> str:
+    """Why calls on CPUs come through MXNet's ``Custom``; empty where they come from its engine at once."""
+    return _why_custom
+
+
+def blocked_calls() -> int:
+    """How many forwards and backwards have had their data as oneDNN lays them out, with channels in blocks."""
+    return _core.syncbn_blocked_calls()
+
+
+def _way_of_calls(asked: str) -> str:
+    if asked not in ("", "custom", "native"):
+        arguments.refuse("GLUON_SYNCBN_OPERATOR", asked, "'native', 'custom' or nothing")
+    if asked == "custom":
+        return "GLUON_SYNCBN_OPERATOR=custom"
+    problem = _core.syncbn_native_operator(_mxnet._handle).decode()
+    if problem and asked:
+        raise ImportError(f"GLUON_SYNCBN_OPERATOR=native: {problem}", name=__package__)
+    return problem
 
 
 def cache() -> Path:

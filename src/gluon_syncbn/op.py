@@ -54,8 +54,10 @@ def sync_batch_norm(
     # MXNet hands a custom operator a temporary copy of an array in oneDNN's layout and frees it while the operator
     # still runs (AllocateNDArrayCopy in src/operator/custom/custom.cc keeps a pointer, no reference). SwapAxis of an
     # axis with itself is the cheapest operator that really writes a new, plain array; on the output it does the same
-    # for the gradient that comes back. GPUs have no such layout.
-    guarded = not replicas.contexts or any(context.device_type != "gpu" for context in replicas.contexts)
+    # for the gradient that comes back. GPUs have no such layout, and where calls do not come through MXNet's custom.cc
+    # (csrc/native) nothing is freed.
+    on_cpus = not replicas.contexts or any(context.device_type != "gpu" for context in replicas.contexts)
+    guarded = on_cpus and bool(_native.why_custom())
     custom = functools.partial(
         F.Custom,
         op_type=NAME,
@@ -67,7 +69,7 @@ def sync_batch_norm(
         momentum=repr(float(np.float32(momentum))),  # as MXNet's own BatchNorm keeps it
         fix_gamma=int(fix_gamma),
         unbiased=int(unbiased),
-        guarded=int(guarded),
+        on_cpus=int(on_cpus),
         **activation.attributes(),
         adds=int(addend is not None),
         fuses=int(fuses),

@@ -47,7 +47,10 @@ def versions() -> str:
 
 
 def core() -> str:
-    return f"{_native.path()}, {_native.instruction_set()} kernels, {len(os.sched_getaffinity(0))} cores"
+    why = _native.why_custom()
+    way = f"through MXNet's Custom, with copies ({why})" if why else "straight from MXNet's engine"
+    cores = len(os.sched_getaffinity(0))
+    return f"{_native.path()}, {_native.instruction_set()} kernels, {cores} cores; on CPUs, calls come {way}"
 
 
 def stores() -> str:

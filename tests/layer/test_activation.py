@@ -130,7 +130,7 @@ def test_gradients_that_are_added(case, contexts, adds):
 def unguarded(layer, x, addend):
     """The operator without the copies around it, which hide from it what is asked for; as on a GPU."""
     states = layer.running_mean.data(x.ctx), layer.running_var.data(x.ctx)
-    attributes = {"axis": 1, "eps": "1e-3", "momentum": "0.9", "fix_gamma": 0, "unbiased": 0, "guarded": 1}
+    attributes = {"axis": 1, "eps": "1e-3", "momentum": "0.9", "fix_gamma": 0, "unbiased": 0, "on_cpus": 1}
     return nd.Custom(
         x, layer.gamma.data(x.ctx), layer.beta.data(x.ctx), addend, *states, op_type="gluon_syncbn",
         layer=layer._replicas.token, lanes=1, role=0, node=-1, adds=1, fuses=0,

@@ -57,7 +57,7 @@ std::shared_ptr<Property> Layer::property(int node, Role role) const {
         {"eps", std::to_string(kEpsilon)},
         {"momentum", std::to_string(kMomentum)},
         {"fix_gamma", spec.fix_gamma ? "1" : "0"},
-        {"guarded", "1"},
+        {"on_cpus", "1"},
         {"slope", "1"},
         {"ceiling", "inf"},
         {"adds", "0"},

@@ -110,6 +110,7 @@ CORE_FLOORS = [
     {"meeting", "cpu"},
     {"cuda"},  # what meets hands in what is on devices, in words of `meeting`
     {"operator"},
+    {"native"},
     {"api"},
 ]
 CORE_FLOOR = {room: floor for floor, rooms in enumerate(CORE_FLOORS) for room in rooms}

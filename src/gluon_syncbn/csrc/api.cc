@@ -16,6 +16,8 @@
 #include "meeting/step.h"
 #include "meeting/timing.h"
 #include "mxnet_api.h"
+#include "native/calls.h"
+#include "native/workers.h"
 #include "operator/call.h"
 #include "operator/op.h"
 #include "operator/tape.h"
@@ -46,6 +48,12 @@ SYNCBN_API int syncbn_register(void** functions, int64_t count) {
     std::memcpy(&mx, functions, sizeof mx);
     return syncbn::register_operator(mx);
 }
+
+// `library`: of dlopen, MXNet's. Returns why calls on CPUs come through MXNet's `Custom`; empty where they do not.
+SYNCBN_API const char* syncbn_native_operator(void* library) { return text(syncbn::native::take_calls(library)); }
+
+// How many calls had their data in blocks of channels.
+SYNCBN_API int64_t syncbn_blocked_calls() { return syncbn::native::blocked_calls(); }
 
 // `library`: of dlopen, MXNet's. Where the source of the kernels is, and the folder in which what was compiled is kept.
 SYNCBN_API void syncbn_cuda(void* library, const char* source, const char* cache) {
@@ -206,6 +214,7 @@ SYNCBN_API void syncbn_forked() {
     syncbn::step().forking = false;
     syncbn::nobody_left(false);
     syncbn::forget_records();
+    syncbn::native::forget_workers();
     registry().forked();
     syncbn::step().clear();
 }

@@ -6,9 +6,15 @@
 namespace syncbn {
 
 void* data(Array array) {
+    if (array.values != nullptr) return array.values;
     void* out = nullptr;
-    if (mx.ndarray_get_data(array, &out) != 0) throw Failure("MXNet gave no memory for an array");
+    if (mx.ndarray_get_data(array.handle, &out) != 0) throw Failure("MXNet gave no memory for an array");
     return out;
+}
+
+void Tensor::lay_out(int64_t block) {
+    shape.block = block;
+    for (Slot& slot : slots) slot.shape.block = block;
 }
 
 void Tensor::cut(int64_t count) {

@@ -34,10 +34,15 @@ struct Tensor {
     Type parameter_type() const { return type == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
     // As numpy.array_split: the first slots get one sample more where they cannot all have the same number.
     void cut(int64_t count);
+    // So many channels lie next to each other, here and in the slots: see `Shape`.
+    void lay_out(int64_t block);
 };
 
-// MXNet's handle of an array that lives on the device.
-using Array = void*;
+// An array that lives on the device.
+struct Array {
+    void* handle = nullptr;  // MXNet's; null where an operator gets none
+    void* values = nullptr;  // where they are, where MXNet need not be asked for that
+};
 
 // Where its values are. Throws Failure.
 void* data(Array array);

@@ -49,6 +49,13 @@ void speak_of_nonfinite_again() {
     culprit().layer = 0;
 }
 
+bool Node::is_data(int at) const { return at == kX || at == output() || (adds && at == kAddend); }
+
+bool Node::is_data_of_backward(int at) const {
+    const int inputs = at - (at < gradients() ? outputs() : gradients());  // or their gradients
+    return at == 0 || at == gradients() - outputs() || inputs == kX || (adds && inputs == kAddend);
+}
+
 std::unique_ptr<Call> Call::of(Node node, std::string context, Type type, Shape shape, int64_t samples) {
     if (context.compare(0, 3, "cpu") == 0) return host_call(std::move(node), std::move(context), type, shape, samples);
     if (context.compare(0, 4, "gpu(") == 0)
@@ -71,6 +78,7 @@ void Call::issue(const void* caller, Recall recall) {
 void Call::forward(const Arrays& arrays, const int* reqs, bool training) {
     frozen_ = !training;
     complete_ = false;
+    tensor_.lay_out(arrays.block);
     const Array x = arrays[kX], y = arrays[node_.output()];
     try {
         throw_if_closed();
@@ -93,6 +101,7 @@ void Call::forward(const Arrays& arrays, const int* reqs, bool training) {
 
 void Call::backward(const Arrays& arrays, const int* reqs) {
     const int gradients = node_.gradients();
+    tensor_.lay_out(arrays.block);
     try {
         throw_if_closed();
         // MXNet skips what depends on a failure only until somebody has read that failure.
@@ -189,6 +198,7 @@ std::shared_ptr<const void> Call::repeat() {
     pools_ = outcome->pools;
     first_slot_ = outcome->first_slot;
     tensor_.slots = outcome->slots;
+    tensor_.lay_out(tensor_.shape.block);
     return outcome->device;
 }
 

@@ -32,7 +32,7 @@ struct Node {
     double epsilon = 1e-5, momentum = 0.9;
     bool fix_gamma = false;
     bool unbiased = false;  // the variance that the running one takes
-    bool guarded = true;    // against temporary inputs, which only a CPU has; see op.py
+    bool on_cpus = true;    // it may be called there, too; see op.py
 
     // Where things are in MXNet's lists: [inputs][outputs][auxiliary states] of the forward,
     // [gradients of the outputs][inputs][outputs][gradients of the inputs] of the backward.
@@ -41,25 +41,19 @@ struct Node {
     int output() const { return inputs(); }
     int running_mean() const { return inputs() + outputs(); }
     int gradients() const { return outputs() + inputs() + outputs(); }
+    // Whether what is there in the list of the forward, or of the backward, is like the data; else it is a vector.
+    bool is_data(int at) const;
+    bool is_data_of_backward(int at) const;
 };
 
 enum Request { kNull = 0, kWrite = 1, kInplace = 2, kAdd = 3 };
 enum Input { kX = 0, kGamma = 1, kBeta = 2, kBatch = 3, kAddend = 3 };
 
-// Frees the arrays that MXNet hands to a callback, whatever happens in it.
-class Arrays {
-  public:
-    Arrays(int size, void** handles) : handles_(handles, handles + size) {}
-    ~Arrays() {
-        for (void* handle : handles_) mx.ndarray_free(handle);
-    }
-    Arrays(const Arrays&) = delete;
-    Arrays& operator=(const Arrays&) = delete;
-
-    Array operator[](int i) const { return handles_[i]; }
-
-  private:
-    std::vector<void*> handles_;
+// Those of a call, as `Node` lists them.
+struct Arrays {
+    std::vector<Array> list;
+    int64_t block = 1;  // of those that are like the data: see `Shape`
+    Array operator[](int i) const { return list[static_cast<size_t>(i)]; }
 };
 
 // The next batch that is not finite gets a warning, however short ago the last one was.
@@ -83,6 +77,9 @@ class Call {
     // `reqs` as MXNet gives them, one for each output. On failure the outputs are NaN: nothing plausible is left.
     void forward(const Arrays& arrays, const int* reqs, bool training);
     void backward(const Arrays& arrays, const int* reqs);
+
+    const Node& node() const { return node_; }
+    const Tensor& tensor() const { return tensor_; }
 
   protected:
     // y and, from the statistics of the batch, the running ones or what the second operator of the call moves them by.

@@ -26,17 +26,11 @@
 namespace syncbn {
 namespace {
 
-constexpr auto kFailureSpacing = std::chrono::milliseconds(10);
-
 // MXNet keeps one slot for what all custom operators throw: of two before it looks, one is lost, and that operator
 // counts as done. Before it calls an operator done it also looks at its arrays, which are of that call alone
-// (CustomOperator::Push in src/operator/custom/custom-inl.h), so one of them takes the error. And its list of all errors
-// has no lock (AddToGlobalExceptions in src/engine/threaded_engine.h): of failures at the same time, one may end the
-// process. So they leave one by one, with time for each to become known.
+// (CustomOperator::Push in src/operator/custom/custom-inl.h), so one of them takes the error.
 void fail_array(void* array, const std::string& what) {
-    static std::mutex mutex;
-    std::lock_guard<std::mutex> lock(mutex);
-    std::this_thread::sleep_for(kFailureSpacing);
+    const auto turn = turn_to_fail();
     static const struct {
         int device_type, device_id;
     } cpu{1, 0};
@@ -73,12 +67,14 @@ int delete_operator(void* state) {
 
 template <typename Work>
 int run(int size, void** handles, const Work& work) {
-    Arrays arrays(size, handles);
+    Arrays arrays;
+    for (int i = 0; i < size; ++i) arrays.list.push_back({handles[i], nullptr});
     try {
         work(arrays);
     } catch (const std::exception& e) {
-        fail_array(arrays[0], e.what());
+        fail_array(handles[0], e.what());
     }
+    for (int i = 0; i < size; ++i) mx.ndarray_free(handles[i]);  // they are ours
     return 1;
 }
 
@@ -137,11 +133,6 @@ int batch_at(const Property& property) {
     return property.role == Role::kMeet ? property.output() + 1 : property.role == Role::kTrack ? int{kBatch} : -1;
 }
 
-// Whether an entry of [inputs][outputs][auxiliary states] is like the data; the others are vectors.
-bool like_data(const Property& property, int i) {
-    return i == kX || i == property.output() || (property.adds && i == kAddend);
-}
-
 [[noreturn]] void refuse(const Property& property, const std::string& reason) {
     throw dmlc::Error(Failure(property.layer->name, "", "", reason).what());
 }
@@ -161,8 +152,8 @@ int infer_shape(int size, int* dims, int** shapes, void* state) {
     static thread_local int batch;
     batch = 1 + 2 * *channels;
     for (int i = 1; i < size; ++i) {
-        dims[i] = like_data(property, i) ? dims[0] : 1;
-        shapes[i] = like_data(property, i) ? shapes[0] : i == batch_at(property) ? &batch : channels;
+        dims[i] = property.is_data(i) ? dims[0] : 1;
+        shapes[i] = property.is_data(i) ? shapes[0] : i == batch_at(property) ? &batch : channels;
     }
     return 1;
 }
@@ -178,7 +169,7 @@ int infer_type(int size, int* types, void* state) {
                              (data == kBfloat16 ? "bfloat16" : "MXNet type flag " + std::to_string(data)) +
                              " was given)");
     const int parameter = data == static_cast<int>(Type::kFloat16) ? static_cast<int>(Type::kFloat32) : data;
-    for (int i = 0; i < size; ++i) types[i] = like_data(property, i) ? data : parameter;
+    for (int i = 0; i < size; ++i) types[i] = property.is_data(i) ? data : parameter;
     if (batch_at(property) >= 0) types[batch_at(property)] = static_cast<int>(Type::kFloat64);
     return 1;
 }
@@ -199,12 +190,14 @@ int backward_dependency(const int* dy, const int* inputs, const int* outputs, in
 int create_operator(const char* context, int, unsigned** shapes, const int* dims, const int* types, MXCallbackList* out,
                     void* state) {
     const Property& property = *property_of(state);
-    if (std::strncmp(context, "cpu", 3) == 0 && !property.guarded)
+    if (std::strncmp(context, "cpu", 3) == 0 && !property.on_cpus)
         refuse(property, std::string("the net was traced on GPUs and is now called on ") + context +
                              "; call net.hybridize() again");
     const int axis = channel_axis(property, dims[0]);
     Shape shape{1, shapes[0][axis], 1};
     for (int i = 0; i < dims[0]; ++i) {
+        if (static_cast<int>(shapes[0][i]) < 0)
+            refuse(property, "an extent of the data is not known; outside mx.util.np_shape, 0 stands for that");
         if (i < axis) shape.outer *= shapes[0][i];
         if (i > axis) shape.inner *= shapes[0][i];
     }
@@ -258,12 +251,21 @@ int create_property(const char*, const int size, const char** keys, const char**
     property->adds = given["adds"] == "1";
     property->fix_gamma = given["fix_gamma"] == "1";
     property->unbiased = given["unbiased"] == "1";
-    property->guarded = given["guarded"] == "1";
+    property->on_cpus = given["on_cpus"] == "1";
 
     return 1;
 }
 
 }  // namespace
+
+bool is_ours(const MXCallbackList& callbacks) { return callbacks.callbacks[0] == as_callback(delete_operator); }
+
+std::unique_lock<std::mutex> turn_to_fail() {
+    static std::mutex mutex;
+    std::unique_lock<std::mutex> lock(mutex);
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    return lock;
+}
 
 int register_operator(const MXNet& functions) {
     mx = functions;

@@ -1,11 +1,20 @@
 // The custom operator `gluon_syncbn`.
 #pragma once
 
+#include <mutex>
+
 #include "mxnet_api.h"
 
 namespace syncbn {
 
 // Registers the operator with the MXNet library that these functions belong to. Returns MXNet's status.
 int register_operator(const MXNet& functions);
+
+// Whether these callbacks of a custom operator are those of a `Call`, which is the state of each.
+bool is_ours(const MXCallbackList& callbacks);
+
+// MXNet's list of all errors has no lock (AddToGlobalExceptions in src/engine/threaded_engine.h): of failures at the same
+// time, one may end the process. So they leave one by one, with time for each to become known.
+std::unique_lock<std::mutex> turn_to_fail();
 
 }  // namespace syncbn

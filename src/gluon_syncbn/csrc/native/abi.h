@@ -1,0 +1,138 @@
+// What has to be known of MXNet's C++ side: how the published libraries of 1.9.1 lay out what the engine hands to an
+// operator. They are the last ones, so this is final, and `Library` opens no others. tests/native compares it with the
+// headers that the wheel brings; what they do not have is marked.
+//
+// Those libraries were compiled by g++ 4.8. Of what is used here, later versions have changed std::string alone.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "mxnet_api.h"
+
+namespace syncbn {
+namespace native {
+
+// std::string as it was before g++ 5: a pointer to the characters, in front of which are their number, the capacity and
+// how many share them. Of a constant.
+class OldString {
+  public:
+    explicit OldString(const char* text) {
+        while (text[length_] != '\0' && length_ + 1 < sizeof text_) text_[length_] = text[length_], ++length_;
+    }
+    OldString(const OldString&) = delete;
+    OldString& operator=(const OldString&) = delete;
+    const void* object() const { return &characters_; }
+
+  private:
+    size_t length_ = 0, capacity_ = sizeof text_ - 1;
+    int64_t others_ = 1 << 20;  // never the last one
+    char text_[64] = {};
+    const char* characters_ = text_;
+};
+
+constexpr int kMostDims = 12;
+
+// dnnl_memory_desc_t, of a blocked layout.
+struct Descriptor {
+    int dims_count;
+    int64_t dims[kMostDims];
+    int type;
+    int64_t padded_dims[kMostDims], padded_offsets[kMostDims];
+    int64_t offset;
+    int kind;
+    int64_t strides[kMostDims];
+    int inner_count;
+    int64_t inner_blocks[kMostDims], inner_dims[kMostDims];
+};
+constexpr int kFloat32Kind = 3, kBlockedKind = 2;  // dnnl_f32, dnnl_blocked
+
+// mxnet::MKLDNNMemory of src/operator/nn/mkldnn/mkldnn_base-inl.h, which no header of the wheel has.
+struct BlockedMemory {
+    std::shared_ptr<void> memory;
+    Descriptor descriptor;
+};
+
+// mxnet::NDArray::Chunk: memory, and the engine's variable for it.
+struct Chunk {
+    void* values;  // of its handle
+    char handle[24];
+    std::array<void*, 3> more_handles;
+    std::shared_ptr<BlockedMemory> blocked;
+};
+
+// mxnet::NDArray. A copy keeps the memory.
+class NDArray {
+  public:
+    NDArray(const NDArray& other);
+    NDArray& operator=(const NDArray&) = delete;
+    ~NDArray();
+    // The same values in the order of the dimensions: a copy, where they are in another.
+    static NDArray plain(const NDArray& other);
+    bool is_plain() const;
+    Chunk& chunk() const { return *chunk_; }
+
+  private:
+    struct Plain {};
+    NDArray(Plain, const NDArray& other);
+
+    Chunk* chunk_;
+    char rest_[216];
+};
+using NDArrays = std::vector<NDArray>;
+
+// mxnet::op::custom::CustomParam of src/operator/custom/custom.cc, which no header has.
+struct CustomState {
+    void* type;  // std::string
+    size_t inputs, outputs, states;
+    std::vector<int> needed;  // by the backward, of [gradients of the outputs][inputs][outputs]
+    std::shared_ptr<MXCallbackList> callbacks;
+};
+
+struct State {
+    void* variable;
+    CustomState* custom;
+};
+using StatePointer = std::shared_ptr<State>;  // mxnet::OpStatePtr
+
+// mxnet::engine::CallbackOnComplete
+struct Completion {
+    void (*run)(void* engine, void* parameter, const dmlc::Error* error);
+    void* engine;
+    void* parameter;
+    void operator()(const dmlc::Error* error) const { run(engine, parameter, error); }
+};
+
+// mxnet::OpContext
+struct Context {
+    bool needs_gradient;
+    bool training;
+    std::array<void*, 4> run;  // RunContext
+    Completion complete;
+    std::vector<char> resources;
+};
+
+using Requests = std::vector<int>;
+using Compute =
+    std::function<void(const StatePointer&, const Context&, const NDArrays&, const Requests&, const NDArrays&)>;
+
+// nnvm::Op
+struct Op {
+    char before[152];
+    uint32_t index;
+};
+
+// nnvm::OpMap<FStatefulComputeEx>
+struct ComputeMap {
+    void* name;
+    std::vector<std::pair<Compute, int>> by_index;  // with its priority
+};
+
+}  // namespace native
+}  // namespace syncbn

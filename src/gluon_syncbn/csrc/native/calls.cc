@@ -1,0 +1,241 @@
+#include "native/calls.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "failure.h"
+#include "meeting/step.h"
+#include "native/layout.h"
+#include "native/library.h"
+#include "native/workers.h"
+#include "operator/call.h"
+#include "operator/op.h"
+
+namespace syncbn {
+namespace native {
+namespace {
+
+// An array of a call, and where it is in the list of `Node`.
+struct Entry {
+    int at;
+    const NDArray* array;
+    bool data;     // or a vector
+    bool written;  // or read
+    int request;   // of what is written
+};
+
+std::atomic<int64_t> blocked{0};  // calls
+
+// One execution of a call.
+class Execution : public Work {
+  public:
+    Execution(StatePointer state, const Context& context, const Requests& requests)
+        : state_(std::move(state)), training_(context.training), complete_(context.complete), requests_(requests) {}
+
+    Call& call() const { return *static_cast<Call*>(state_->custom->callbacks->contexts[0]); }
+
+    // Takes the arrays as they are, or, where they are in different layouts or in one that no kernel knows, plain. This
+    // is for the thread that MXNet runs the operator in.
+    void take(const std::vector<Entry>& entries, int length) {
+        arrays_.list.resize(static_cast<size_t>(length));
+        kept_.reserve(entries.size());
+        const Descriptor* common = common_layout(entries);
+        arrays_.block = common == nullptr ? 1 : block_of(*common);
+        if (common != nullptr) ++blocked;
+        for (const Entry& entry : entries) {
+            if (entry.written && entry.request == kNull) continue;
+            const bool as_is = entry.data && common != nullptr;
+            Array& array = arrays_.list[static_cast<size_t>(entry.at)];
+            if (entry.written || as_is)
+                kept_.push_back(*entry.array);
+            else
+                kept_.push_back(NDArray::plain(*entry.array));
+            if (as_is)
+                array.values = kept_.back().chunk().values;
+            else if (entry.written && !entry.array->is_plain())  // added to, or laid out in vain
+                library.reorder_chunk(&entry.array->chunk());
+            array.handle = &kept_.back();
+        }
+    }
+
+    void run() noexcept override {
+        try {
+            execute(call(), arrays_, requests_.data());
+        } catch (const std::exception& e) {
+            const auto turn = turn_to_fail();
+            const dmlc::Error error(e.what());
+            return end(&error);
+        }
+        end(nullptr);
+    }
+
+  protected:
+    virtual void execute(Call& call, const Arrays& arrays, const int* requests) = 0;
+    bool training() const { return training_; }
+
+  private:
+    // That of all data that are read, if what is written can have it.
+    const Descriptor* common_layout(const std::vector<Entry>& entries) const {
+        const Tensor& tensor = call().tensor();
+        const Descriptor* common = nullptr;
+        for (const Entry& entry : entries) {
+            if (!entry.data) continue;
+            if (entry.written) {
+                if (entry.request == kAdd) return nullptr;
+                continue;
+            }
+            const Descriptor* own = blocks_of(*entry.array, tensor.type, tensor.shape);
+            if (own == nullptr || (common != nullptr && !alike(*own, *common))) return nullptr;
+            common = own;
+        }
+        if (common == nullptr) return nullptr;
+        for (const Entry& entry : entries) {
+            if (!entry.data || !entry.written || entry.request == kNull) continue;
+            NDArray array(*entry.array);
+            const bool laid_out = library.lay_out(&array, common) != nullptr;
+            library.submit(library.stream(), true);  // which has noted the memory, and would keep it
+            if (!laid_out) return nullptr;
+        }
+        return common;
+    }
+
+    void end(const dmlc::Error* error) {
+        kept_.clear();  // before MXNet plans with the memory
+        complete_(error);
+    }
+
+    const StatePointer state_;
+    const bool training_;
+    const Completion complete_;
+    Requests requests_;
+    NDArrays kept_;
+    Arrays arrays_;
+};
+
+class Forward : public Execution {
+  public:
+    Forward(StatePointer state, const Context& context, const NDArrays& inputs, const Requests& requests,
+            const NDArrays& outputs)
+        : Execution(std::move(state), context, requests) {
+        const Node& node = call().node();
+        std::vector<Entry> entries;
+        const auto add = [&](int at, const NDArray& array, bool written, int request) {
+            entries.push_back({at, &array, node.is_data(at), written, request});
+        };
+        const int arguments = node.inputs(), results = node.outputs();
+        for (int i = 0; i < arguments; ++i) add(i, inputs[i], false, kNull);
+        for (int i = 0; i < results; ++i) add(arguments + i, outputs[i], true, requests[i]);
+        const int rest = static_cast<int>(inputs.size()) - arguments;
+        for (int i = 0; i < rest; ++i) add(arguments + results + i, inputs[arguments + i], false, kNull);
+        take(entries, arguments + results + rest);
+    }
+
+  protected:
+    void execute(Call& call, const Arrays& arrays, const int* requests) override {
+        call.forward(arrays, requests, training());
+    }
+};
+
+class Backward : public Execution {
+  public:
+    Backward(StatePointer state, const Context& context, const NDArrays& inputs, const Requests& requests,
+             const NDArrays& outputs)
+        : Execution(state, context, requests) {
+        const Node& node = call().node();
+        std::vector<Entry> entries;
+        const auto add = [&](int at, const NDArray& array, bool written, int request) {
+            entries.push_back({at, &array, node.is_data_of_backward(at), written, request});
+        };
+        const std::vector<int>& needed = state->custom->needed;
+        for (size_t i = 0; i < needed.size(); ++i) add(needed[i], inputs[i], false, kNull);
+        const int gradients = node.gradients();
+        for (int i = 0; i < node.inputs(); ++i) add(gradients + i, outputs[i], true, requests[i]);
+        take(entries, gradients + node.inputs());
+    }
+
+  protected:
+    void execute(Call& call, const Arrays& arrays, const int* requests) override { call.backward(arrays, requests); }
+};
+
+// ---- MXNet's own custom operators ----------------------------------------------------------------------------
+
+// MXNet made plain copies for them as long as this way was not taken, and they may free them before the operator ends.
+struct Rest {
+    NDArrays inputs;
+    Completion complete;
+};
+
+void end_rest(void*, void* parameter, const dmlc::Error* error) {
+    const std::unique_ptr<Rest> rest(static_cast<Rest*>(parameter));
+    rest->inputs.clear();
+    rest->complete(error);
+}
+
+void pass_on(const Compute& original, const StatePointer& state, const Context& context, const NDArrays& inputs,
+             const Requests& requests, const NDArrays& outputs) {
+    auto rest = std::make_unique<Rest>();
+    rest->complete = context.complete;
+    rest->inputs.reserve(inputs.size());
+    for (const NDArray& input : inputs) rest->inputs.push_back(NDArray::plain(input));
+    Context own = context;
+    own.complete = {end_rest, context.complete.engine, rest.get()};
+    const NDArrays& plain = rest->inputs;
+    original(state, own, plain, requests, outputs);
+    rest.release();  // until end_rest
+}
+
+// ---- the way in ----------------------------------------------------------------------------------------------
+
+template <typename Kind>
+void begin(const Compute& original, const StatePointer& state, const Context& context, const NDArrays& inputs,
+           const Requests& requests, const NDArrays& outputs) {
+    if (!is_ours(*state->custom->callbacks)) return pass_on(original, state, context, inputs, requests, outputs);
+    try {
+        start(std::make_unique<Kind>(state, context, inputs, requests, outputs));
+    } catch (const std::exception& e) {
+        step().fail(Failure(e.what()));  // nobody else need wait
+        const auto turn = turn_to_fail();
+        const dmlc::Error error(e.what());
+        context.complete(&error);
+    }
+}
+
+// Returns what is wrong; empty where it serves.
+template <typename Kind>
+std::string replace(const char* op_name) {
+    const OldString attribute("FStatefulComputeEx<cpu>"), flag("TIsMKLDNN");
+    Op* op = nullptr;
+    if (library.find_op(op_name, &op) != 0) return std::string("MXNet has no operator ") + op_name;
+    const auto& computes = library.computes(attribute.object()).by_index;
+    if (op->index >= computes.size() || !computes[op->index].first)
+        return std::string("MXNet's operator ") + op_name + " is another one";
+    const auto* original = new Compute(computes[op->index].first);  // for ever
+    const int priority = computes[op->index].second + 1;
+    library.set_compute(
+        op, attribute.object(),
+        [original](const StatePointer& state, const Context& context, const NDArrays& inputs, const Requests& requests,
+                   const NDArrays& outputs) { begin<Kind>(*original, state, context, inputs, requests, outputs); },
+        priority);
+    library.set_flag(op, flag.object(), true, priority);  // it takes arrays as they are
+    return "";
+}
+
+}  // namespace
+
+int64_t blocked_calls() { return blocked; }
+
+std::string take_calls(void* handle) {
+    const char* engine = std::getenv("MXNET_ENGINE_TYPE");
+    if (engine != nullptr && std::string(engine) == "NaiveEngine")
+        return "MXNET_ENGINE_TYPE=NaiveEngine runs operators in the thread that issues them";
+    std::string problem = open(handle);
+    if (problem.empty()) problem = replace<Forward>("Custom");
+    if (problem.empty()) problem = replace<Backward>("_backward_Custom");
+    return problem;
+}
+
+}  // namespace native
+}  // namespace syncbn

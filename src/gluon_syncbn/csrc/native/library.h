@@ -1,0 +1,33 @@
+// MXNet's library, where it is one whose C++ side is known.
+#pragma once
+
+#include <string>
+
+#include "native/abi.h"
+
+namespace syncbn {
+namespace native {
+
+struct Library {
+    const ComputeMap& (*computes)(const void* name);
+    Op& (*set_compute)(Op* op, const void* name, const Compute& compute, int priority);
+    Op& (*set_flag)(Op* op, const void* name, const bool& value, int priority);
+    int (*find_op)(const char* name, Op** op);
+    void (*copy)(NDArray* out, const NDArray* from);
+    void (*destroy)(NDArray* array);
+    NDArray* (*reorder)(NDArray* out, const NDArray* from);          // to plain; out holds nothing before
+    void* (*lay_out)(NDArray* array, const Descriptor* descriptor);  // null for a view
+    bool (*is_blocked)(const Chunk* chunk);
+    void (*reorder_chunk)(Chunk* chunk);  // to plain, in its place
+    void* (*stream)();                    // oneDNN's, of this thread
+    void (*submit)(void* stream, bool clean_up);
+};
+
+// The one that `open` has found.
+extern Library library;
+
+// `handle`: of dlopen. Returns why it cannot be used; empty where it can.
+std::string open(void* handle);
+
+}  // namespace native
+}  // namespace syncbn

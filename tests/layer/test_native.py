@@ -1,0 +1,373 @@
+"""The way of calls from MXNet's engine to the layer, without MXNet's `Custom` between (csrc/native)."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+from places import SOURCES, TESTS
+from poolings import specification
+from replicas import TOLERANCE, WAYS, assert_same, collect, make_batch, on_devices, prepare, step, truth
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native, selfcheck
+
+native = pytest.mark.skipif(bool(_native.why_custom()), reason=_native.why_custom())
+
+LIBRARY = Path(mx.libinfo.find_lib_path()[0])
+HEADERS = Path(mx.libinfo.find_include_path())
+
+LAYOUTS = """
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <sstream>
+#include <thread>
+#include <unordered_set>
+#include <functional>
+#include <string>
+#define private public
+#include <dmlc/any.h>
+#include <dmlc/logging.h>
+#include <nnvm/op.h>
+#include <nnvm/op_attr_types.h>
+#include <mxnet/base.h>
+#include <mxnet/engine.h>
+#include <mxnet/ndarray.h>
+#include <mxnet/op_attr_types.h>
+#define dmlc ours
+#define MXCallbackList OurCallbackList
+#define CustomOpPropCreator OurCreator
+#include "native/abi.h"
+
+namespace n = syncbn::native;
+using Function = mxnet::FStatefulComputeEx;
+#define SAME(a, b) static_assert((a) == (b), #a)
+#define AT(a, x, b, y) SAME(offsetof(a, x), offsetof(b, y))
+#define LIKE(a, x, b, y) AT(a, x, b, y); SAME(sizeof(a::x), sizeof(b::y))
+
+SAME(sizeof(mxnet::NDArray), sizeof(n::NDArray));
+AT(mxnet::NDArray, ptr_, n::NDArray, chunk_);
+AT(mxnet::NDArray::Chunk, shandle.dptr, n::Chunk, values);
+LIKE(mxnet::NDArray::Chunk, mkl_mem_, n::Chunk, blocked);
+SAME(sizeof(mxnet::OpStatePtr), sizeof(n::StatePointer));
+AT(mxnet::OpStatePtr::OpState, state, n::State, custom);
+SAME(sizeof(mxnet::OpContext), sizeof(n::Context));
+LIKE(mxnet::OpContext, is_train, n::Context, training);
+LIKE(mxnet::OpContext, run_ctx, n::Context, run);
+LIKE(mxnet::OpContext, async_on_complete, n::Context, complete);
+LIKE(mxnet::OpContext, requested, n::Context, resources);
+LIKE(mxnet::engine::CallbackOnComplete, callback_, n::Completion, run);
+LIKE(mxnet::engine::CallbackOnComplete, engine_, n::Completion, engine);
+LIKE(mxnet::engine::CallbackOnComplete, param_, n::Completion, parameter);
+SAME(sizeof(mxnet::OpReqType), sizeof(n::Requests::value_type));
+SAME(int(mxnet::kNullOp), 0); SAME(int(mxnet::kWriteTo), 1);
+SAME(int(mxnet::kWriteInplace), 2); SAME(int(mxnet::kAddTo), 3);
+LIKE(nnvm::Op, index_, n::Op, index);
+AT(nnvm::OpMap<Function>, data_, n::ComputeMap, by_index);
+using Entry = decltype(nnvm::OpMap<Function>::data_)::value_type;
+using OurEntry = decltype(n::ComputeMap::by_index)::value_type;
+SAME(sizeof(Entry), sizeof(OurEntry)); AT(Entry, second, OurEntry, second);
+SAME(DNNL_MAX_NDIMS, n::kMostDims); SAME(int(dnnl_f32), n::kFloat32Kind); SAME(int(dnnl_blocked), n::kBlockedKind);
+using Memory = dnnl_memory_desc_t;
+LIKE(Memory, ndims, n::Descriptor, dims_count); LIKE(Memory, dims, n::Descriptor, dims);
+LIKE(Memory, data_type, n::Descriptor, type); LIKE(Memory, padded_dims, n::Descriptor, padded_dims);
+LIKE(Memory, padded_offsets, n::Descriptor, padded_offsets); LIKE(Memory, offset0, n::Descriptor, offset);
+LIKE(Memory, format_kind, n::Descriptor, kind); LIKE(Memory, format_desc.blocking.strides, n::Descriptor, strides);
+LIKE(Memory, format_desc.blocking.inner_nblks, n::Descriptor, inner_count);
+LIKE(Memory, format_desc.blocking.inner_blks, n::Descriptor, inner_blocks);
+LIKE(Memory, format_desc.blocking.inner_idxs, n::Descriptor, inner_dims);
+"""
+#: As the wheel was built.
+FLAGS = [
+    *("-std=c++17", "-fpermissive", "-w", "-fsyntax-only", "-D_GLIBCXX_USE_CXX11_ABI=0", f"-I{SOURCES}"),
+    *(
+        f"-D{name}"
+        for name in ("MXNET_USE_MKLDNN=1", "MSHADOW_STAND_ALONE=1", "MSHADOW_USE_CUDA=0", "MXNET_USE_CUDA=0")
+    ),
+    *("-DMSHADOW_USE_F16C=0", "-DDMLC_USE_CXX11=1", "-isystem", str(HEADERS), "-isystem", str(HEADERS / "mkldnn")),
+]
+
+
+def test_layouts_are_those_of_the_wheels_headers(tmp_path):
+    source = tmp_path / "layouts.cc"
+    source.write_text(LAYOUTS)
+    compiler = os.environ.get("CXX", "g++").split()
+    run = subprocess.run([*compiler, *FLAGS, str(source)], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+
+# ---- which way is taken ----------------------------------------------------------------------------------------
+
+
+def elsewhere(code, **environment):
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+
+
+WHY = "import gluon_syncbn; print(gluon_syncbn._native.why_custom())"
+
+
+def test_a_published_library_is_known():
+    assert "not from a package" in selfcheck.versions() or _native.why_custom() in ("", "GLUON_SYNCBN_OPERATOR=custom")
+
+
+def test_the_environment_turns_it_off():
+    assert elsewhere(WHY, GLUON_SYNCBN_OPERATOR="custom").stdout.strip() == "GLUON_SYNCBN_OPERATOR=custom"
+
+
+def test_a_way_that_there_is_not():
+    run = elsewhere(WHY, GLUON_SYNCBN_OPERATOR="fast")
+    assert "ValueError: GLUON_SYNCBN_OPERATOR: 'fast' was given, expected 'native', 'custom' or nothing" in run.stderr
+
+
+def test_not_with_the_naive_engine():
+    assert "NaiveEngine" in elsewhere(WHY, GLUON_SYNCBN_OPERATOR="", MXNET_ENGINE_TYPE="NaiveEngine").stdout
+    run = elsewhere(WHY, GLUON_SYNCBN_OPERATOR="native", MXNET_ENGINE_TYPE="NaiveEngine")
+    assert "ImportError: GLUON_SYNCBN_OPERATOR=native: MXNET_ENGINE_TYPE=NaiveEngine" in run.stderr
+
+
+@native
+def test_not_with_an_unknown_library(tmp_path):
+    """One that differs in its build id alone serves through `Custom`."""
+    content = bytearray(LIBRARY.read_bytes())
+    at = content.index(b"GNU\0", content.index(b"\x04\0\0\0\x14\0\0\0\x03\0\0\0")) + 4
+    content[at] ^= 1
+    other = tmp_path / LIBRARY.name
+    other.write_bytes(content)
+    for library in LIBRARY.parent.glob("lib*.so*"):  # which it is linked against
+        if library.name != LIBRARY.name:
+            (tmp_path / library.name).symlink_to(library)
+    code = "from gluon_syncbn import selfcheck, _native; print(_native.why_custom()); print(selfcheck.live())"
+    run = elsewhere(code, GLUON_SYNCBN_OPERATOR="", MXNET_LIBRARY_PATH=str(other))
+    assert run.stdout.startswith("this MXNet (build id ") and "2 replicas on cpu" in run.stdout, run.stderr
+    run = elsewhere(code, GLUON_SYNCBN_OPERATOR="native", MXNET_LIBRARY_PATH=str(other))
+    assert "ImportError: GLUON_SYNCBN_OPERATOR=native: this MXNet" in run.stderr
+    shutil.rmtree(tmp_path)  # it is large
+
+
+def test_the_other_way_computes_the_same():
+    """The tests of the layer through `Custom`, or, where this process takes that, through the engine."""
+    way = "native" if _native.why_custom() == "GLUON_SYNCBN_OPERATOR=custom" else "custom"
+    files = [str(TESTS / "layer" / name) for name in ("test_layer.py", "test_activation.py", "test_fusion.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    env = {**os.environ, "GLUON_SYNCBN_OPERATOR": way}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+# ---- oneDNN's layouts ------------------------------------------------------------------------------------------
+
+
+def in_blocks(array, context):
+    """The same values as a convolution leaves them."""
+    channels, dims = array.shape[1], array.ndim - 2
+    kernel = np.zeros((channels, channels, *[3] * dims))
+    kernel[(..., *[1] * dims)] = np.eye(channels)
+    settings = {"kernel": (3,) * dims, "pad": (1,) * dims, "num_filter": channels, "no_bias": True}
+    inputs = [nd.array(values, ctx=context, dtype="float32") for values in (array, kernel)]
+    with autograd.record():  # else it leaves them plain
+        return nd.Convolution(*inputs, **settings).detach()
+
+
+def one_step(layer, batch, contexts, addends=None, plain=(), req="write"):
+    """With all data in blocks but those that are named. Returns the result, and the gradients of the addends."""
+    contexts = contexts[: len(batch.shards)]
+
+    def lay_out(name, arrays):
+        if name in plain:
+            return on_devices(arrays, contexts, "float32")
+        return [in_blocks(a, c) for a, c in zip(arrays, contexts)]
+
+    inputs = [lay_out("data", batch.shards)]
+    if addends is not None:
+        inputs.append(lay_out("addends", addends))
+    heads = lay_out("heads", batch.heads)
+    for arrays in inputs:
+        for array in arrays:
+            array.attach_grad(req)
+    with autograd.record():
+        ys = [layer(*given) for given in zip(*inputs)]
+    autograd.backward(ys, heads)
+    gradients = [[array.grad for array in arrays] for arrays in inputs]
+    return collect(layer, ys, gradients[0], contexts), [g.asnumpy() for g in gradients[-1]]
+
+
+ACTIVATIONS = [{}, {"activation": "relu6"}, {"activation": "leaky", "slope": 0.25}]
+
+
+@pytest.mark.parametrize("spatial", [(9,), (4, 6), (15, 15), (3, 4, 2)], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=["none", "relu6", "leaky"])
+@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
+def test_blocks_of_channels(contexts, rng, adds, activation, spatial):
+    batch = make_batch(rng, 3, channels=32, spatial=spatial, dtype="float32")
+    addends = [rng.randn(*x.shape).astype("float32") for x in batch.shards] if adds else None
+    layer = (SyncBatchNormAdd if adds else SyncBatchNorm)(in_channels=32, **activation)
+    prepare(layer, batch, contexts[:3], "float32")
+    before = _native.blocked_calls()
+    got, daddends = one_step(layer, batch, contexts, addends)
+    assert _native.blocked_calls() - before == (0 if _native.why_custom() else 6)
+    wide = batch._replace(shards=[x.astype("float64") for x in batch.shards])
+    assert_same(got, specification(layer, wide, addends=addends), 50 * TOLERANCE["float32"])
+    if adds:
+        plain = prepare(SyncBatchNormAdd(in_channels=32, **activation), batch, contexts[:3], "float32")
+        _, others = one_step(plain, batch, contexts, addends, plain=("data", "heads", "addends"))
+        for a, b in zip(daddends, others):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@native
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "pooling", [{"mode": "local", "virtual_devices": 2}, {"mode": "shuffle"}, {"group_size": 2}], ids=str
+)
+def test_blocks_in_each_mode_and_way(contexts, rng, pooling, way):
+    batch = make_batch(rng, 4, channels=16, dtype="float32")
+    layer = prepare(SyncBatchNorm(in_channels=16, **pooling), batch, contexts[:4], "float32", WAYS[way])
+    gluon_syncbn.configure(seed=5)
+    before = _native.blocked_calls()
+    got, _ = one_step(layer, batch, contexts)
+    assert _native.blocked_calls() - before == 8
+    assert_same(got, specification(layer, batch, node=-1 if way == "eager" else 0, seed=5), TOLERANCE["float32"])
+
+
+@native
+@pytest.mark.parametrize("plain, req, blocked", [
+    (("data",), "write", 0),  # the head alone is in blocks
+    (("heads",), "write", 2),  # the forwards
+    ((), "add", 2),
+])  # fmt: skip
+def test_mixed_layouts(contexts, rng, plain, req, blocked):
+    batch = make_batch(rng, 2, channels=16, dtype="float32")
+    layer = prepare(SyncBatchNorm(in_channels=16), batch, contexts[:2], "float32")
+    before = _native.blocked_calls()
+    got, _ = one_step(layer, batch, contexts, plain=plain, req=req)
+    assert _native.blocked_calls() - before == blocked
+    assert_same(got, truth(batch), 20 * TOLERANCE["float32"])
+
+
+@native
+@pytest.mark.parametrize("channels", [5, 20])
+def test_channels_that_fill_no_block(contexts, rng, channels):
+    batch = make_batch(rng, 2, channels=channels, dtype="float32")
+    layer = prepare(SyncBatchNorm(in_channels=channels), batch, contexts[:2], "float32")
+    before = _native.blocked_calls()
+    got, _ = one_step(layer, batch, contexts)
+    assert _native.blocked_calls() == before
+    assert_same(got, truth(batch), 20 * TOLERANCE["float32"])
+
+
+class Net(nn.HybridBlock):
+    """Convolutions before, behind and beside layers, and one whose input two others read."""
+
+    def __init__(self, norm):
+        super().__init__()
+        with self.name_scope():
+            self.first, self.deep = nn.Conv2D(32, 3, padding=1), nn.Conv2D(32, 3, padding=1, groups=32)
+            self.last = nn.Conv2D(20, 1)
+            self.norms = nn.HybridSequential()
+            self.norms.add(norm(), norm(), norm())
+
+    def hybrid_forward(self, F, x):
+        x = self.norms[0](self.first(x))
+        x = x + self.norms[1](self.deep(x))
+        return self.norms[2](self.last(F.relu(x)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_between_convolutions(contexts, rng, way):
+    """Two devices with the layer are one with plain BatchNorm, step after step."""
+    shards = [rng.randn(3, 3, 9, 8), 2 * rng.randn(2, 3, 9, 8) + 1]
+    heads = [rng.randn(len(x), 20, 9, 8) for x in shards]
+    plain, net = Net(nn.BatchNorm), Net(SyncBatchNorm)
+    plain.initialize(mx.init.Xavier(), ctx=contexts[0])
+    plain(nd.zeros((1, 3, 9, 8), ctx=contexts[0]))
+    net.initialize(ctx=contexts[:2])
+    net(nd.zeros((1, 3, 9, 8), ctx=contexts[0]))
+    ours, theirs = net._collect_params_with_prefix(), plain._collect_params_with_prefix()
+    for name, parameter in ours.items():
+        parameter.set_data(theirs[name].data())
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    for _ in range(3):
+        answers = []
+        for one, parts, others in ((plain, [np.concatenate(shards)], [np.concatenate(heads)]), (net, shards, heads)):
+            xs, tops = on_devices(parts, contexts, "float32"), on_devices(others, contexts, "float32")
+            for x in xs:
+                x.attach_grad()
+            with autograd.record():
+                ys = [one(x) for x in xs]
+            autograd.backward(ys, tops)
+            answers.append([np.concatenate([a.asnumpy() for a in arrays]) for arrays in (ys, [x.grad for x in xs])])
+            answers[-1].append(sum(one.first.weight.grad(c).asnumpy() for c in one.first.weight.list_ctx()))
+        for want, got in zip(*answers):
+            assert np.abs(got - want).max() <= 2e-4 * np.abs(want).max()
+
+
+# ---- other custom operators -----------------------------------------------------------------------------------
+
+
+class Doubling(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        self.assign(out_data[0], req[0], 2 * in_data[0])
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self.assign(in_grad[0], req[0], 2 * out_grad[0] + 0 * in_data[0])
+
+
+@mx.operator.register("gluon_syncbn_test_doubling")
+class DoublingProperty(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, types):
+        return Doubling()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_other_custom_operators_go_on(contexts, rng, way):
+    """Behind convolutions too, whose outputs MXNet copies for them."""
+    net = nn.HybridSequential()
+    net.add(
+        nn.Conv2D(32, 3, in_channels=3), nn.HybridLambda(lambda F, x: F.Custom(x, op_type="gluon_syncbn_test_doubling"))
+    )
+    net.initialize()
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    x = nd.array(rng.randn(2, 3, 9, 9))
+    x.attach_grad()
+    for _ in range(3):
+        with autograd.record():
+            y = net(x)
+        head = in_blocks(rng.randn(*y.shape), mx.cpu())
+        y.backward(head)
+        got = y.asnumpy(), x.grad.asnumpy()
+        with autograd.record():
+            y = net[0](x)
+        y.backward(2 * head)
+        np.testing.assert_allclose(got[0], 2 * y.asnumpy(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(got[1], x.grad.asnumpy(), rtol=1e-4, atol=1e-5)
+
+
+class Refusing(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        raise RuntimeError("refused")
+
+
+@mx.operator.register("gluon_syncbn_test_refusing")
+class RefusingProperty(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, types):
+        return Refusing()
+
+
+def test_the_failure_of_another_custom_operator_is_its_own(contexts, rng):
+    with pytest.raises(mx.MXNetError):
+        nd.Custom(nd.ones((2, 3)), op_type="gluon_syncbn_test_refusing").wait_to_read()
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
+    assert_same(step(layer, batch, contexts, "float64"), truth(batch), TOLERANCE["float64"])
