@@ -1,7 +1,6 @@
 #include "copies.h"
 
 #include <cstring>
-#include <vector>
 
 #include "counts.h"
 #include "device.h"
@@ -69,6 +68,28 @@ Status fill(void* to, int value, size_t size, const StreamPointer& stream) {
             report(device, kIllegalAddress, "memset: " + wrong);
         else
             std::memset(to, value, size);
+    });
+    return kSuccess;
+}
+
+Status add(double* to, const std::vector<const double*>& from, size_t size, const StreamPointer& stream) {
+    const int device = device_of(*stream);
+    if (const Status status = sticky(device)) return status;
+    count(device, kLaunches);
+    enqueue(stream, [=] {
+        std::string wrong;
+        for (const double* one : from)
+            if (wrong.empty()) wrong = problem(one, size * sizeof(double), device, kRead);
+        if (wrong.empty()) wrong = problem(to, size * sizeof(double), device, kWrite);
+        if (!wrong.empty()) {
+            report(device, kIllegalAddress, "sum: " + wrong);
+            return;
+        }
+        for (size_t i = 0; i < size; ++i) {
+            double sum = from[0][i];
+            for (size_t j = 1; j < from.size(); ++j) sum += from[j][i];
+            to[i] = sum;
+        }
     });
     return kSuccess;
 }

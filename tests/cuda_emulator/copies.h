@@ -1,7 +1,8 @@
-// Copies and fills, on streams and without; both APIs are names for these.
+// Copies, fills and sums, on streams and without; both APIs are names for these.
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 #include "streams.h"
 
@@ -21,5 +22,7 @@ struct Copy {
 Status copy(const Copy& what, const StreamPointer& stream);
 Status copy_and_wait(void* to, const void* from, size_t size);  // as cudaMemcpy
 Status fill(void* to, int value, size_t size, const StreamPointer& stream);
+// The sum of these, from the first to the last, each of `size` numbers; `to` may be one of them.
+Status add(double* to, const std::vector<const double*>& from, size_t size, const StreamPointer& stream);
 
 }  // namespace emulator

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "copies.h"
 #include "device.h"
@@ -68,6 +69,33 @@ Kernels& kernels() {
     static Kernels& instance = *new Kernels;
     return instance;
 }
+
+// Two of them are emulated. The first, (int n, T* out): nd.zeros and zeros_like, without which Gluon makes no gradient.
+// The bytes of T, or 0.
+size_t zeroed(const std::string& name) {
+    const std::string zero = "mxnet_generic_kernelINS1_11op_with_reqINS1_10set_to_intILi0EEELi1EEEJP";
+    const size_t found = name.find(zero);
+    const std::map<char, size_t> sizes = {{'d', 8}, {'f', 4}, {'N', 2}, {'l', 8},
+                                          {'i', 4}, {'h', 1}, {'a', 1}};  // N: half
+    const auto size = found == std::string::npos ? sizes.end() : sizes.find(name[found + zero.size()]);
+    return size == sizes.end() ? 0 : size->second;
+}
+
+// The second: a + b, a + b + c or a + b + c + d of float64 in mshadow, with which KVStore `device` adds. How many they
+// are, or 0.
+size_t summands(const std::string& name) {
+    const std::string begin =
+        "_ZN7mshadow4cuda13MapPlanKernelINS_2sv6savetoELi8ENS_4expr4PlanINS_6TensorINS_3gpuELi2EdEEdEENS5_INS4_"
+        "12BinaryMapExpINS_2op4plusE";
+    std::string sum = "S8_S8_dLi1EEE";
+    for (size_t count = 2; count <= 4; ++count, sum = "NSA_ISC_" + sum + "S8_dLi1EEE")
+        if (name == begin + sum + "dEEEEvT1_iNS_5ShapeILi2EEET2_") return count;
+    return 0;
+}
+struct Matrix {  // mshadow's Plan of a Tensor; that of a sum holds those of its parts, from the first to the last
+    double* data;
+    int stride;
+};
 
 }  // namespace
 
@@ -269,15 +297,17 @@ Status cudaLaunchKernel(const void* host, Dimensions3, Dimensions3, void** argum
     std::unique_lock<std::mutex> lock(kernels().mutex);
     const std::string name = kernels().names[host];
     lock.unlock();
-    // The one that is emulated, (int n, T* out): nd.zeros and zeros_like, without which Gluon makes no gradient.
-    const std::string zero = "mxnet_generic_kernelINS1_11op_with_reqINS1_10set_to_intILi0EEELi1EEEJP";
-    const size_t found = name.find(zero);
-    const std::map<char, size_t> sizes = {{'d', 8}, {'f', 4}, {'N', 2}, {'l', 8},
-                                          {'i', 4}, {'h', 1}, {'a', 1}};  // N: half
-    const auto size = found == std::string::npos ? sizes.end() : sizes.find(name[found + zero.size()]);
-    if (size != sizes.end())
-        return answer(fill(*static_cast<void**>(arguments[1]), 0, size->second * *static_cast<int*>(arguments[0]),
-                           find_stream(stream)));
+    if (const size_t size = zeroed(name))
+        return answer(
+            fill(*static_cast<void**>(arguments[1]), 0, size * *static_cast<int*>(arguments[0]), find_stream(stream)));
+    if (const size_t count = summands(name)) {  // (Matrix to, int, int shape[2], Matrix from[count]), without gaps
+        const int* const shape = static_cast<int*>(arguments[2]);
+        const Matrix* const matrices = static_cast<Matrix*>(arguments[3]);
+        std::vector<const double*> from;
+        for (size_t i = 0; i < count; ++i) from.push_back(matrices[i].data);
+        return answer(add(static_cast<Matrix*>(arguments[0])->data, from, static_cast<size_t>(shape[0]) * shape[1],
+                          find_stream(stream)));
+    }
     report(-1, kNoKernelImage, "MXNet's own kernel cannot run here: " + name.substr(0, 300));
     return answer(kNoKernelImage);
 }

@@ -170,6 +170,10 @@ Status cuMemcpyDtoHAsync_v2(void* to, const void* from, size_t size, void* strea
 }
 Status cuMemcpyHtoD_v2(void* to, const void* from, size_t size) { return copy_and_wait(to, from, size); }
 Status cuMemcpyDtoH_v2(void* to, const void* from, size_t size) { return copy_and_wait(to, from, size); }
+Status cuMemsetD8Async(void* to, unsigned char value, size_t size, void* handle) {
+    const StreamPointer stream = find_stream(handle);
+    return stream ? fill(to, value, size, stream) : kInvalidHandle;
+}
 Status cuStreamCreate(void** out, unsigned flags) {
     *out = create_stream(current_device, flags & 1 ? kNonBlocking : kBlocking);
     return kSuccess;

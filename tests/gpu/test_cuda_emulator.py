@@ -155,6 +155,24 @@ def test_kvstore_nccl(rng, dtype):
             np.testing.assert_array_equal(result.asnumpy(), total)
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_kvstore_device_in_float64(rng, count):
+    store = mx.kv.create("device")
+    values = 10 * rng.randn(count, 33)
+    arrays, results = ([on(i, values[i], "float64") for i in range(count)] for _ in range(2))
+    store.init(0, arrays[0])
+    for _ in range(3):
+        store.pushpull(0, arrays, out=results)
+        for result in results:
+            np.testing.assert_array_equal(result.asnumpy(), sum(values[1:], values[0]))
+    others = [on(i, values[i]) for i in range(count)]
+    store.init(1, others[0])
+    with pytest.raises(mx.MXNetError, match="no kernel image"):
+        store.pushpull(1, others, out=others)
+        others[0].asnumpy()
+    assert "MapPlanKernel" in take_errors()
+
+
 class Twice(mx.operator.CustomOp):
     def forward(self, is_train, req, in_data, out_data, aux):
         self.assign(out_data[0], req[0], mx.nd.array(2 * in_data[0].asnumpy(), ctx=in_data[0].context))
