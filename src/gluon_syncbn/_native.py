@@ -17,6 +17,7 @@ import numpy as np
 from mxnet.base import _LIB as _mxnet
 from mxnet.base import MXNetError, NDArrayHandle, check_call
 from mxnet.ndarray import NDArray
+from mxnet.ndarray import ndarray as _dlpack
 
 from . import arguments
 
@@ -288,6 +289,44 @@ def nonfinite(what: str) -> None:
     _core.syncbn_nonfinite(NONFINITE.index(what))
 
 
+class OnDevice(NamedTuple):
+    """What a replica hands in on its GPU: see ``csrc/meeting/reduction.h``."""
+
+    own: NDArray
+    total: NDArray
+
+
+# By device, address and length, each with its shape. The core never gives memory back, and keeps it for numbers of the
+# same length: so the array of an address is right for as long as the process lives.
+_on_devices: Dict[Tuple[int, int, int], Tuple[NDArray, Any]] = {}
+
+
+def _on_device(device: int, address: int, length: int) -> NDArray:
+    """Numbers of the core's on a GPU as an array of MXNet's, without a copy."""
+    known = _on_devices.get((device, address, length))
+    if known is not None:
+        return known[0]
+    shape = (ctypes.c_int64 * 1)(length)
+    tensor = _dlpack.DLManagedTensor()
+    tensor.dl_tensor.data, tensor.dl_tensor.shape = address, shape
+    tensor.dl_tensor.ctx = _dlpack.DLContext(2, device)  # kDLGPU
+    tensor.dl_tensor.ndim = 1
+    tensor.dl_tensor.dtype = _dlpack.DLDataType.TYPE_MAP["float64"]
+    handle = NDArrayHandle()
+    check_call(_mxnet.MXNDArrayFromDLPackEx(ctypes.byref(tensor), True, ctypes.byref(handle)))
+    array = NDArray(handle)
+    _on_devices[device, address, length] = array, shape
+    return array
+
+
+def on_devices(rows: np.ndarray) -> List[OnDevice]:
+    """From the rows of ``add_on_devices``: integers, ``[device, address of own, address of total, length]``."""
+    return [
+        OnDevice(_on_device(device, own, length), _on_device(device, total, length))
+        for device, own, total, length in rows.view(np.int64).tolist()
+    ]
+
+
 class Tape:
     """What the calls of a forward leave behind for those that repeat it: see ``csrc/operator/tape.h``."""
 
@@ -474,8 +513,9 @@ MEMORY, CONTEXTS, PROCESSES, NCCL, HOST = range(5)
 #: Called for what leaves shared memory; the place in `REDUCTIONS` says what becomes of the rows, float64, one for each
 #: context, or to gather one for the process.
 PutTogether = Callable[[Ticket, str, np.ndarray], Total]
-#: The order is that of `Reduction` in csrc/meeting/reduction.h, then of `Question` in csrc/meeting/turn.cc.
-REDUCTIONS = ("merge", "add", "gather", "spread", "turn", "look")
+#: The order is that of `Reduction` in csrc/meeting/reduction.h, then of `Question` in csrc/meeting/turn.cc and of
+#: `kAddOnDevices` in csrc/meeting/reduction.cc.
+REDUCTIONS = ("merge", "add", "gather", "spread", "turn", "look", "add_on_devices")
 
 _hook = None  # the native side keeps a pointer to it, and a thread may be inside: it is never replaced
 

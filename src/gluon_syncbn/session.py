@@ -158,7 +158,8 @@ def configure(
     kvstore : str, KVStore or None
         What adds the statistics over contexts. ``None``, where a process starts: shared memory; GPUs gather them with
         NCCL, or over the host where this build of MXNet has none. ``'nccl'``: NCCL, or an error. ``'host'``: shared
-        memory, for GPUs too. ``'device'``, ``'local'`` or a KVStore object: MXNet's reduction.
+        memory, for GPUs too. ``'device'``, ``'local'`` or a KVStore object: MXNet's reduction; of GPUs, which have a
+        replica each, it adds the arrays where they are.
     timeout : float
         Seconds that a replica waits for the others, 300 to start with. Then the step fails with an `MXNetError`
         that names the layer, who arrived and who is missing.

@@ -16,6 +16,7 @@ from itertools import chain
 import mxnet as mx
 import numpy as np
 import pytest
+from gpus import EMULATED, GPUS, assert_sound, counted, counts, gpus
 from mpi_job import Job
 from mxnet import autograd, nd
 from mxnet.gluon import nn
@@ -38,17 +39,8 @@ from replicas import (
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, reference
 
-EMULATED = "CUDA_EMULATOR" in os.environ
-GPUS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
-
 if not GPUS:
     pytest.skip("MXNet finds no GPU; `make test-gpu-emulated` needs none", allow_module_level=True)
-
-
-def gpus(count):
-    if len(GPUS) < count:
-        pytest.skip(f"{count} GPUs are needed, {len(GPUS)} found")
-    return GPUS[:count]
 
 
 def run(program, **variables):
@@ -61,12 +53,9 @@ def sound():
     """The emulator has seen no access that a GPU would not forgive."""
     gluon_syncbn.configure(seed=0)
     yield
-    if EMULATED:
-        from cuda_emulator.device import errors
-
-        with suppress(mx.MXNetError):  # what the test of a failure has left
-            mx.nd.waitall()
-        assert errors(ctypes.CDLL("libcuda.so.1")) == (0, "")
+    with suppress(mx.MXNetError):  # what the test of a failure has left
+        mx.nd.waitall()
+    assert_sound()
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------
@@ -121,7 +110,7 @@ def test_a_batch_that_is_left_out(rng, pooling):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-11)
 
 
-@pytest.mark.parametrize("kvstore", [None, "host"])
+@pytest.mark.parametrize("kvstore", [None, "host", "device"])
 def test_a_batch_that_ends_the_step(rng, kvstore):
     """On the GPU that has it, whose own error names the place; the running statistics of all are as before."""
     batch = make_batch(rng, 2)
@@ -420,7 +409,7 @@ def test_a_layer_twice_in_a_forward(rng):
         assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-11)
 
 
-@pytest.mark.parametrize("kvstore", [None, "host"])
+@pytest.mark.parametrize("kvstore", [None, "host", "device"])
 def test_parallel_branches_in_another_order_on_each_gpu(rng, kvstore):
     """Collectives of NCCL that are posted in another order on two GPUs hang."""
     contexts, batches = gpus(4), [make_batch(rng, 4) for _ in range(6)]
@@ -490,7 +479,7 @@ def test_a_net_of_layers(rng):
 # ---- exchange ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kvstore", ["nccl", "host", "local"])
+@pytest.mark.parametrize("kvstore", ["nccl", "host", "local", "device"])
 @pytest.mark.parametrize("pooling", ["sync", "groups of 2", "shuffle, 2 slots", "local"])
 def test_every_way_gives_the_same_numbers(rng, pooling, kvstore):
     batch, contexts = make_batch(rng, 4), gpus(4)
@@ -510,7 +499,7 @@ def test_another_way_in_the_middle_of_a_step(rng):
 
     def change():
         while not ended.is_set():
-            for kvstore in ("host", "nccl", "local", None):
+            for kvstore in ("host", "nccl", "local", "device", None):
                 gluon_syncbn.configure(kvstore=kvstore)
 
     thread = threading.Thread(target=change, daemon=True)
@@ -533,7 +522,7 @@ def test_layers_of_many_sizes(rng):
         assert_same(got._replace(running_mean=[], running_var=[]), specification(layer, batch), 1e-9)
 
 
-@pytest.mark.parametrize("kvstore", [None, "host", "local"])
+@pytest.mark.parametrize("kvstore", [None, "host", "local", "device"])
 def test_some_of_the_gpus(rng, kvstore):
     """A short last batch: the others take no part."""
     contexts, batch = gpus(4), make_batch(rng, 3)
@@ -736,22 +725,6 @@ def test_nothing_is_posted_where_replicas_differ(rng):
 # ---- what a step asks of a GPU -----------------------------------------------------------------------------
 
 
-def counts(device):
-    numbers = (ctypes.c_longlong * 7)()
-    ctypes.CDLL("libcuda.so.1").cuda_emulator_counts(device, numbers)
-    names = ("launches", "to device", "to host", "within", "waits", "collectives", "allocations")
-    return dict(zip(names, numbers))
-
-
-def counted(function):
-    """Its result, when all that it has asked for is done, and what that was on each of four GPUs."""
-    mx.nd.waitall()
-    ctypes.CDLL("libcuda.so.1").cuda_emulator_reset_counts()
-    result = function()
-    mx.nd.waitall()
-    return result, [counts(i) for i in range(4)]
-
-
 @pytest.mark.parametrize("spatial", [(4, 6), (180, 190)], ids=["whole", "in chunks"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pooling", ["sync", *POOLINGS])
@@ -814,8 +787,8 @@ def test_what_an_activation_costs(rng, behind, spatial):
     assert_costs((forwards, backwards), 2, {}, spatial)
 
 
-@pytest.mark.parametrize("way", ["eager", "static"])
-def test_memory_is_used_again(way):
+@pytest.mark.parametrize("way, kvstore", [("eager", None), ("static", None), ("static", "device")])
+def test_memory_is_used_again(way, kvstore):
     """From the second step on nothing is allocated; where MXNet lets go of a step's calls some time later, what that
     takes at most. Its own arrays are in a pool."""
     gpus(2)
@@ -824,6 +797,7 @@ def test_memory_is_used_again(way):
         from mxnet import autograd
         import gluon_syncbn
         cuda, contexts = ctypes.CDLL("libcuda.so.1"), [mx.gpu(0), mx.gpu(1)]
+        gluon_syncbn.configure(kvstore={kvstore!r})
         layers = [gluon_syncbn.SyncBatchNorm(in_channels=8, mode=mode) for mode in ("sync", "local", "shuffle")]
         xs = [mx.nd.array(np.random.randn(2, 8, 9), ctx=context) for context in contexts]
         for layer in layers:

@@ -101,6 +101,26 @@ class Exchange(ABC):
         """Returns the sum over all rows, float64, of shape (contexts, length): in a backward
         ``[sum dy[C], sum dy*xhat[C]]``. The arguments are those of `merge`."""
 
+    def add_on_devices(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+        """For replicas with a GPU each: the sum of what they hand in where it is, into each one's `total`, which is
+        there when this returns. `own` is zero but for the replica's part, so that the sum has them side by side.
+
+        Parameters
+        ----------
+        layer : LayerInfo
+            The layer.
+        ticket : Ticket
+            Of this handing-in.
+        rows : numpy.ndarray, float64, (replicas, 4)
+            As `_native.on_devices` takes them.
+        """
+        parts = _native.on_devices(rows)
+        total = sum(part.own.asnumpy() for part in parts)
+        for part in parts:
+            part.total[:] = total
+            part.total.wait_to_read()
+        return Total(np.zeros(0), 0, ticket.layer)
+
     def gather(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         """Returns the one row of each process side by side, in the order of their ranks."""
         return Total(rows[0], 0, ticket.layer)

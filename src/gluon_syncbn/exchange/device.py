@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Dict, Tuple
+from typing import Dict, List, Tuple
 
 import mxnet as mx
 import numpy as np
+from mxnet.ndarray import NDArray
 
+from .. import _native
 from .._native import Ticket, Total
 from .base import Exchange, LayerInfo
 
@@ -17,7 +19,7 @@ _keys = itertools.count(1 << 24)
 
 
 class DeviceExchange(Exchange):
-    """Adds with ``kvstore.pushpull``, on the contexts that the replicas live on.
+    """Adds with ``kvstore.pushpull``, on the contexts that the replicas live on: of GPUs, the arrays that they have.
 
     A store that runs an optimizer on what it receives is refused when it is first used.
     """
@@ -30,19 +32,32 @@ class DeviceExchange(Exchange):
         self._lock = threading.Lock()  # leaders of different layers come at once, the store serves one
 
     def add(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+        contexts = layer.contexts[: len(rows)]
+        values = [mx.nd.array(row, ctx=context, dtype="float64") for row, context in zip(rows, contexts)]
+        out = [mx.nd.empty(rows.shape[1], ctx=context, dtype="float64") for context in contexts]
+        self._pushpull(values, out)
+        return Total(out[0].asnumpy(), 0, ticket.layer)
+
+    def add_on_devices(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+        parts = _native.on_devices(rows)
+        totals = [part.total for part in parts]
+        self._pushpull([part.own for part in parts], totals)
+        for total in totals:
+            total.wait_to_read()
+        return Total(np.zeros(0), 0, ticket.layer)
+
+    def _pushpull(self, values: List[NDArray], out: List[NDArray]) -> None:
+        """Does not wait for the sums. Whatever uses a key next does, in MXNet's engine."""
         if getattr(self.kvstore, "_updater", None) is not None:
             raise ValueError(
                 "this KVStore has an optimizer set, which would run on the statistics. Give the Trainer "
                 "update_on_kvstore=False, or give SyncBatchNorm a store of its own."
             )
-        length, contexts = rows.shape[1], tuple(layer.contexts[: len(rows)])
+        length, contexts = values[0].size, tuple(value.context for value in values)
         with self._lock:
-            values = [mx.nd.array(row, ctx=ctx, dtype="float64") for row, ctx in zip(rows, contexts)]
             key = self._keys.get((length, contexts))
             if key is None:
-                key = self._keys[length, contexts] = next(_keys)
-                zeros = mx.nd.zeros(length, ctx=contexts[0], dtype="float64")
-                self.kvstore.broadcast(key, zeros, out=[value.copy() for value in values])
-            out = [mx.nd.empty(length, ctx=ctx, dtype="float64") for ctx in contexts]
+                key = next(_keys)
+                self.kvstore.broadcast(key, mx.nd.zeros(length, mx.cpu(), "float64"), out=out)
+                self._keys[length, contexts] = key
             self.kvstore.pushpull(key, values, out=out)
-            return Total(out[0].asnumpy(), 0, ticket.layer)

@@ -42,6 +42,7 @@ struct Driver {
     int (*stream_synchronize)(Stream) = Found{"cuStreamSynchronize"};
     int (*allocate)(void**, size_t) = Found{"cuMemAlloc_v2"};
     int (*allocate_host)(void**, size_t, unsigned) = Found{"cuMemHostAlloc"};
+    int (*set_bytes)(void*, unsigned char, size_t, Stream) = Found{"cuMemsetD8Async"};
     int (*copy_to_device)(void*, const void*, size_t, Stream) = Found{"cuMemcpyHtoDAsync_v2"};
     int (*copy_to_host)(void*, const void*, size_t, Stream) = Found{"cuMemcpyDtoHAsync_v2"};
     int (*module_load)(void**, const void*) = Found{"cuModuleLoadData"};
@@ -142,44 +143,49 @@ bool Lease::idle() const {
 
 // ---- memory ------------------------------------------------------------------------------------------------------
 
-Memory::Memory(Device& device, int64_t size) : device_(&device), size_(size) {
-    if (size == 0) return;
-    const size_t bytes = static_cast<size_t>(size) * sizeof(double);
+Memory::Memory(Device& device, int64_t size) : Memory(device, {size, 0, size}, nullptr) {}
+
+Memory::Memory(Device& device, Extent extent, Stream stream) : device_(&device), extent_(extent) {
+    if (extent.size == 0) return;
     {
         std::lock_guard<std::mutex> lock(device.mutex_);
-        std::vector<void*>& free = device.memory_[bytes];
+        std::vector<void*>& free = device.memory_[extent];
         if (!free.empty()) {
             data_ = free.back();
             free.pop_back();
             return;
         }
     }
-    check(driver().allocate(&data_, bytes), "cuMemAlloc");
+    const size_t bytes = static_cast<size_t>(extent.size) * sizeof(double);
+    void* made = nullptr;
+    check(driver().allocate(&made, bytes), "cuMemAlloc");
+    if (extent.length < extent.size) check(driver().set_bytes(made, 0, bytes, stream), "cuMemsetD8Async");
+    data_ = made;
 }
 
 Memory::~Memory() {
     if (data_ == nullptr) return;
     std::lock_guard<std::mutex> lock(device_->mutex_);
-    device_->memory_[static_cast<size_t>(size_) * sizeof(double)].push_back(data_);
+    device_->memory_[extent_].push_back(data_);
 }
 
 Memory& Memory::operator=(Memory&& other) noexcept {
     std::swap(device_, other.device_);
     std::swap(data_, other.data_);
-    std::swap(size_, other.size_);
+    std::swap(extent_, other.extent_);
     return *this;
 }
 
 void Memory::upload(const double* values, Stream stream) const {
-    if (size_ == 0) return;
-    const size_t bytes = static_cast<size_t>(size_) * sizeof(double);
+    if (size() == 0) return;
+    const size_t bytes = static_cast<size_t>(size()) * sizeof(double);
     check(driver().copy_to_device(data_, values, bytes, stream),
           "cuMemcpyHtoDAsync");  // pageable: read before it returns
 }
 
 void Memory::download(double* values, const Lease& lease) const {
-    if (size_ == 0) return;
-    const size_t bytes = static_cast<size_t>(size_) * sizeof(double);
+    if (size() == 0) return;
+    const size_t bytes = static_cast<size_t>(size()) * sizeof(double);
     check(driver().copy_to_host(values, data_, bytes, lease.stream()), "cuMemcpyDtoHAsync");
     check(driver().stream_synchronize(lease.stream()), "cuStreamSynchronize");
 }

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -43,6 +44,14 @@ struct Told {
 // Threads of every block; kernels.cu is compiled for it.
 constexpr int kBlock = 256;
 
+// Numbers of float64 in a row, and the part of them that is written: from `begin`, `length` of them.
+struct Extent {
+    int64_t size = 0, begin = 0, length = 0;
+    bool operator<(const Extent& other) const {
+        return std::tie(size, begin, length) < std::tie(other.size, other.begin, other.length);
+    }
+};
+
 class Device {
   public:
     const int id;  // MXNet's
@@ -65,7 +74,7 @@ class Device {
     void* module_ = nullptr;
     std::map<std::string, void*> kernels_;
     std::vector<std::pair<Stream, Told*>> streams_;  // that nobody uses, each with what belongs to it
-    std::map<size_t, std::vector<void*>> memory_;    // that nobody uses, by size
+    std::map<Extent, std::vector<void*>> memory_;    // that nobody uses
 };
 
 // Makes a device current on this thread while the object lives. MXNet's threads have none at times: cudaSetDevice, before
@@ -100,18 +109,22 @@ class Lease {
     bool abandoned_ = false;
 };
 
-// Numbers of float64 on a device, kept for the next one of the same size. Nothing that is on a stream may use it when it
-// goes. The device has to be current where the object is made.
+// Numbers of float64 on a device, kept for the next one of the same extent and never given back to the driver. Nothing that
+// is on a stream may use it when it goes. The device has to be current where the object is made.
 class Memory {
   public:
     Memory() = default;
     Memory(Device& device, int64_t size);
+    // Zero but for the part, which alone may be written: so it is made zero only where it is new, on this stream.
+    Memory(Device& device, Extent extent, Stream stream);
     ~Memory();
     Memory(Memory&& other) noexcept { *this = std::move(other); }
     Memory& operator=(Memory&& other) noexcept;
 
     double* data() const { return static_cast<double*>(data_); }
-    int64_t size() const { return size_; }
+    int64_t size() const { return extent_.size; }
+    double* part() const { return data() + extent_.begin; }
+    int64_t part_size() const { return extent_.length; }
     // To the device, and from there; `values` may change or go at once, and are there when this returns.
     void upload(const double* values, Stream stream) const;
     void download(double* values, const Lease& lease) const;
@@ -121,7 +134,7 @@ class Memory {
   private:
     Device* device_ = nullptr;
     void* data_ = nullptr;
-    int64_t size_ = 0;
+    Extent extent_;
 };
 
 // An argument of a kernel: its bytes, which have to stay until the launch.

@@ -126,12 +126,8 @@ Total MeetingRoom::share(const Terms& terms, Place& place, Direction direction, 
                     std::vector<Part> parts;
                     for (size_t seat = 0; seat < meeting.seats.size(); ++seat)
                         parts.push_back({meeting.seats[seat].context, meeting.rank(seat), &phase.entries[seat].values});
-                    try {
-                        return reduce(reduction, std::move(parts), meeting.contexts.size(), channels, ticket,
-                                      terms.reach, terms.hook);
-                    } catch (const std::exception& e) {
-                        throw std::runtime_error(std::string("the KVStore could not add the statistics: ") + e.what());
-                    }
+                    return reduce(reduction, std::move(parts), meeting.contexts.size(), channels, ticket, terms.reach,
+                                  terms.hook);
                 });
     if (sharing == Sharing::kEach) total.first += place.meeting->rank(place.seat) * length;
     return total;

@@ -2,11 +2,26 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
+#include <string>
 
 #include "pooling/statistics.h"
 
 namespace syncbn {
+namespace {
+
+constexpr int kAddOnDevices = 6;  // what the hook is asked for: behind reductions and the questions of meeting/turn.cc
+
+Total by_store(Hook hook, const Ticket& ticket, int reduction, const Vector& rows, size_t count) {
+    try {
+        return through(hook, ticket, reduction, rows, count);
+    } catch (const std::exception& e) {
+        throw std::runtime_error(std::string("the KVStore could not add the statistics: ") + e.what());
+    }
+}
+
+}  // namespace
 
 Total through(Hook hook, const Ticket& ticket, int reduction, const Vector& rows, size_t count) {
     Total total;
@@ -17,6 +32,18 @@ Total through(Hook hook, const Ticket& ticket, int reduction, const Vector& rows
     return total;
 }
 
+void add_on_devices(const std::vector<OnDevice>& parts, const Ticket& ticket, Hook hook) {
+    // [parts][device, addresses, length]: integers in the place of numbers, with which nobody reckons
+    Vector rows;
+    for (const OnDevice& part : parts) {
+        const int64_t row[] = {part.device, reinterpret_cast<int64_t>(part.own),
+                               reinterpret_cast<int64_t>(part.gathered), part.length};
+        rows.resize(rows.size() + std::size(row));
+        std::memcpy(&rows[rows.size() - std::size(row)], row, sizeof row);
+    }
+    by_store(hook, ticket, kAddOnDevices, rows, parts.size());
+}
+
 Total reduce(Reduction reduction, std::vector<Part> parts, size_t contexts, int64_t channels, const Ticket& ticket,
              Reach reach, Hook hook) {
     const size_t length = parts[0].values->size();
@@ -25,7 +52,7 @@ Total reduce(Reduction reduction, std::vector<Part> parts, size_t contexts, int6
         for (const Part& part : parts)
             std::copy(part.values->begin(), part.values->end(), all.begin() + static_cast<int64_t>(part.rank * length));
         if (reach != Reach::kProcesses) return {std::move(all), 0, ticket.layer};  // they are side by side already
-        return through(hook, ticket, static_cast<int>(reduction), all, 1);
+        return by_store(hook, ticket, static_cast<int>(reduction), all, 1);
     }
     // Among the replicas of one context the order of the calls says nothing, so what they bring decides.
     std::sort(parts.begin(), parts.end(), [&](const Part& a, const Part& b) {
@@ -45,7 +72,7 @@ Total reduce(Reduction reduction, std::vector<Part> parts, size_t contexts, int6
     }
     Vector rows(contexts * length, 0.0);
     for (const Part& part : parts) put(rows.data() + part.context * length, *part.values);
-    return through(hook, ticket, static_cast<int>(reduction), rows, contexts);
+    return by_store(hook, ticket, static_cast<int>(reduction), rows, contexts);
 }
 
 }  // namespace syncbn

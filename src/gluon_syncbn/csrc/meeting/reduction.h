@@ -15,7 +15,8 @@ namespace syncbn {
 enum class Reduction : int { kMerge = 0, kAdd = 1, kGather = 2 };
 
 // Where sums are made, and how far they reach: memory of the process, where GPUs have NCCL if they can; a KVStore over the
-// contexts of the process; one over processes; NCCL and nothing else; memory of the host and nothing else.
+// contexts of the process, which adds the arrays of GPUs where they are; one over processes; NCCL and nothing else; memory of
+// the host and nothing else.
 enum class Reach : int { kMemory = 0, kContexts = 1, kProcesses = 2, kNccl = 3, kHost = 4 };
 
 // What replicas handed in, put together.
@@ -45,7 +46,8 @@ struct Part {
 };
 
 // What a replica on a GPU hands in where it is: `length` numbers, which are on their way in `stream`, and where those of all
-// replicas shall come, side by side in their order.
+// replicas shall come, side by side in their order. A KVStore can only add: for it the numbers are those of all replicas, zero
+// but for the replica's own, and there already; what shall come is their sum.
 struct OnDevice {
     int device;
     void* stream;
@@ -60,6 +62,9 @@ using Collective = std::function<Total(const std::vector<OnDevice>& parts, Vecto
 
 // What the hook says. Throws std::runtime_error with its reason.
 Total through(Hook hook, const Ticket& ticket, int reduction, const Vector& rows, size_t count);
+
+// The sum of what the parts hand in, to each of them, by the hook. Throws std::runtime_error with its reason.
+void add_on_devices(const std::vector<OnDevice>& parts, const Ticket& ticket, Hook hook);
 
 // All parts put together, in the order of the replicas, never in the order of arrival: so the bits of the result do not
 // depend on who came first. Throws std::runtime_error with the hook's reason.

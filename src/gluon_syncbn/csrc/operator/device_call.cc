@@ -4,8 +4,10 @@
 //     moments ──► packed moments of each slot ──► all-gather ──► normalise: pools, y, running statistics
 //     grad_sums ──► packed gradients ──────────► all-gather ──► grad_input: pools, dx, dgamma, dbeta
 //
-// All of it is put on one stream, and waited for once. Where no all-gather is to be had, packed vectors come to the host,
-// meet there as those of a CPU do, and go back: the same kernels read them.
+// All of it is put on one stream, and waited for once. A KVStore of MXNet can only add, and does not know that stream: for it
+// `moments` and `grad_sums` write into a vector for all slots that is zero but for its own, and are waited for. The sum of the
+// vectors is what an all-gather would have brought, to the bit (but for the sign of a zero). Where neither is to be had,
+// packed vectors come to the host, meet there as those of a CPU do, and go back: the same kernels read them.
 #include <algorithm>
 #include <chrono>
 #include <mutex>
@@ -65,7 +67,7 @@ struct Gathered {
     Memory own, all;
     OnDevice part;
     int64_t slots = 0;
-    const double* values() const { return all.data() != nullptr ? all.data() : own.data(); }
+    const double* values() const { return all.data() != nullptr ? all.data() : own.part(); }
 };
 
 class DeviceCall : public Call {
@@ -112,10 +114,18 @@ class DeviceCall : public Call {
         scratch_.push_back(memory(size));
         return scratch_.back().data();
     }
+    // For the numbers of all replicas, zero but for `size` of this one.
+    Memory memory_for_all(int64_t size) {
+        const std::vector<std::string>& all = place_.meeting->contexts;  // one replica on each
+        const int64_t before = std::find(all.begin(), all.end(), context_) - all.begin();
+        return Memory(device(), {static_cast<int64_t>(all.size()) * size, before * size, size}, work().lease.stream());
+    }
     void run(const std::string& kernel, Grid grid, std::initializer_list<Argument> arguments) {
         launch(device(), work().lease.stream(), kernel, grid, arguments);
     }
 
+    // Whether a KVStore brings together what is on the devices, which are one for each replica.
+    bool adds_on_devices() const;
     bool gathers_on_devices(Direction direction);
     // Packed vectors of `length` for each slot, from a kernel and, where it works in chunks, from what merges those.
     template <typename Launch>
@@ -127,6 +137,8 @@ class DeviceCall : public Call {
     PoolsOfSlots used() const;
     PoolsOfSlots users() const;
     bool idle_within(double seconds) const;
+    // Until what is on the stream is done; throws Failure.
+    void wait();
 
     Device* device_ = nullptr;
     std::optional<Work> work_;
@@ -190,13 +202,23 @@ PoolsOfSlots DeviceCall::users() const {
 // ---- what is gathered ----------------------------------------------------------------------------------------------
 
 // Several replicas on a GPU would be several members of a collective, of which a GPU can be only one.
+bool one_gpu_each(const Meeting& meeting) {
+    return meeting.lanes == 1 && std::all_of(meeting.contexts.begin(), meeting.contexts.end(),
+                                             [](const auto& context) { return context.compare(0, 4, "gpu(") == 0; });
+}
+
+bool DeviceCall::adds_on_devices() const {
+    if (frozen_ || !shares()) return false;
+    const Meeting& meeting = *place_.meeting;
+    return meeting.reach == Reach::kContexts && meeting.replicas() > 1 && one_gpu_each(meeting);
+}
+
 bool DeviceCall::gathers_on_devices(Direction direction) {
     const Meeting& meeting = *place_.meeting;
     const Reach reach = meeting.reach;
     spread_ = 0;
-    if (meeting.lanes > 1 || reach == Reach::kContexts || reach == Reach::kHost) return false;
-    for (const std::string& context : meeting.contexts)
-        if (context.compare(0, 4, "gpu(") != 0) return false;
+    if (reach == Reach::kHost || !one_gpu_each(meeting)) return false;
+    if (reach == Reach::kContexts) return true;
     if (reach == Reach::kProcesses) {
         spread_ = still_current([&] { return node_.layer->room.spread(*node_.layer->terms(), place_, direction); });
         return spread_ > 0;
@@ -212,22 +234,22 @@ bool DeviceCall::gathers_on_devices(Direction direction) {
 
 template <typename Launch>
 Memory DeviceCall::reduced(int64_t length, const char* merge, const Launch& launch_with) {
-    const int64_t slots = static_cast<int64_t>(tensor_.slots.size());
-    Memory out = memory(slots * length);
+    const int64_t slots = static_cast<int64_t>(tensor_.slots.size()), size = slots * length;
+    Memory out = adds_on_devices() ? memory_for_all(size) : memory(size);
     if (tensor_.shape.size() == 0) {
-        run("fill_float64", {ceil_div(out.size(), kBlock)}, {out.data(), 0.0, out.size()});
+        run("fill_float64", {ceil_div(size, kBlock)}, {out.part(), 0.0, size});
         return out;
     }
     const Plan plan = plan_of(tensor_);
     if (plan.chunks == 1) {
-        launch_with(plan, out.data());
+        launch_with(plan, out.part());
         return out;
     }
     double* partial = scratch(plan.chunks * slots * length);
     launch_with(plan, partial);
     const int chunks = static_cast<int>(plan.chunks);
     const int64_t warps = slots * channels();
-    run(merge, {ceil_div(warps, kBlock / 32)}, {partial, out.data(), chunks, slots, tensor_.shape.channels});
+    run(merge, {ceil_div(warps, kBlock / 32)}, {partial, out.part(), chunks, slots, tensor_.shape.channels});
     return out;
 }
 
@@ -243,13 +265,20 @@ Total DeviceCall::gather(Direction direction, int64_t length) {
     const auto terms = node_.layer->terms();
     if (on_devices_) {
         const auto capacity = spread_ > 0 ? spread_ : static_cast<int64_t>(place_.meeting->replicas());
-        if (capacity > 1) gathered_->all = memory(capacity * own.size());
-        gathered_->part = {device().id, work().lease.stream(), own.data(), gathered_->all.data(), own.size()};
+        if (capacity > 1) gathered_->all = memory(capacity * own.part_size());
+        const bool adds = adds_on_devices();
+        if (adds) wait();  // MXNet knows nothing of the stream
+        gathered_->part = {device().id, work().lease.stream(), adds ? own.data() : own.part(), gathered_->all.data(),
+                           adds ? own.size() : own.part_size()};
         may_be_posted_ = true;
         Total total = node_.layer->room.share(
             *terms, place_, direction, tensor_.type, channels(), std::move(counts),
             std::shared_ptr<const OnDevice>(gathered_, &gathered_->part),
             [&](const std::vector<OnDevice>& parts, Vector all, const Ticket& ticket) {
+                if (adds) {
+                    still_current([&] { add_on_devices(parts, ticket, terms->hook); });
+                    return Total{std::move(all), 0, ticket.layer};
+                }
                 Turn turn;
                 if (spread_ > 0) {
                     turn = still_current([&] { return turn_of(ticket, parts, all, terms->hook); });
@@ -420,7 +449,7 @@ void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
          kept_.data(),
          gathered_->values(),
          frozen_ ? PoolsOfSlots{} : users(),
-         gathered_->own.data(),
+         gathered_->own.part(),
          gamma,
          fix_gamma,
          dx,
@@ -465,8 +494,7 @@ bool DeviceCall::idle_within(double limit) const {
 }
 
 // Asks, and does not wait in the driver: that would have no end where a collective hangs.
-void DeviceCall::finish() {
-    if (!work_) return;
+void DeviceCall::wait() {
     const double start = seconds(), timeout = node_.layer->terms()->timeout;
     std::optional<Stall> stall;
     double looked = 0;
@@ -498,6 +526,11 @@ void DeviceCall::finish() {
             throw Failure(why.str());
         }
     }
+}
+
+void DeviceCall::finish() {
+    if (!work_) return;
+    wait();
     if (tells_) look_at(work_->lease.told()->at, work_->lease.told()->value);
     if (kept_for_repetition_) remember(gathered_);
     tells_ = kept_for_repetition_ = false;
