@@ -1,37 +1,70 @@
 """Several processes on this machine, started by ``mpiexec``: what they compute, and what they learn of each other."""
 
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from mpi_job import Job
 
 import gluon_syncbn
 
+TOGETHER = [
+    "equals_the_specification",
+    "same_bits_on_repetition",
+    "one_store_for_gradients_and_statistics",
+    "pushpull_and_broadcast",
+    "running_stats_of_all_processes",
+    "recomputed",
+    "decisions",
+]
+# What rank 1 does in the second step or later, what rank 0 then learns, and the time limit that it has set.
+FAULTS = {
+    "frozen": ("in the forward of call 2 of SyncBatchNorm 'layer0'", 3),
+    "exits": ("rank 1 of 2 has ended (rank 0 was in the forward of call 2 of SyncBatchNorm 'layer0')", 60),
+    "raises": ("rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
+    "one batch more": ("rank 1 of 2 has ended (rank 0 was in the forward of call 3", 60),
+    "skips a layer": ("in the forward of call 2 of SyncBatchNorm 'layer0'", 3),
+    "another layer": ("in the forward of call 2 of SyncBatchNorm 'layer0'", 3),
+    "repeats a step": ("in the forward of call 2 of SyncBatchNorm 'layer1'", 3),
+    "another shape": ("in gradient 0, round 2", 60),
+}
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_processes_equal_the_specification(processes):
+
+@pytest.fixture(scope="module")
+def together():
+    """One job of two processes that does all of this."""
+    return Job(2, "+".join(TOGETHER), limit=250)
+
+
+@pytest.fixture(scope="module")
+def failed():
+    """Jobs of two processes that end early, two at a time: most of each is starting Python and waiting."""
+    jobs = {fault: ("fault", fault, limit) for fault, (_, limit) in FAULTS.items()}
+    jobs["killed"] = ("fault", "killed", 300)
+    for scenario in ("another_net", "a_batch_that_is_not_finite", "broadcasts_parameters", "interrupted"):
+        jobs[scenario] = (scenario,)
+    with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
+        return dict(zip(jobs, pool.map(lambda arguments: Job(2, *arguments), jobs.values())))
+
+
+def test_three_processes_equal_the_specification():
     """All modes, types and ways of running, 1 and 2 devices in turn, names that differ."""
-    job = Job(processes, "equals_the_specification", limit=120)
-    assert job.succeeded(processes), job.output
+    job = Job(3, "equals_the_specification", limit=120)
+    assert job.succeeded(3), job.output
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        "same_bits_on_repetition",
-        "one_store_for_gradients_and_statistics",
-        "pushpull_and_broadcast",
-        "running_stats_of_all_processes",
-        "recomputed",
-        "decisions",
-    ],
-)
-def test_two_processes(scenario):
-    job = Job(2, scenario)
-    assert job.succeeded(2), job.output
+@pytest.mark.parametrize("scenario", TOGETHER)
+def test_two_processes(scenario, together):
+    assert all(f"DONE {rank} {scenario}" in together.output for rank in range(2)), together.output
 
 
-@pytest.mark.parametrize("processes", [3, 4, 5])
+def test_two_processes_end_well(together):
+    assert together.succeeded(2), together.output
+
+
+# Five processes make an incomplete tree, as three do, and four a complete one.
+@pytest.mark.parametrize("processes", [pytest.param(3, marks=pytest.mark.slow), 4, 5])
 def test_many_processes_add_along_a_tree(processes):
     job = Job(processes, "along_a_tree")
     assert job.succeeded(processes), job.output
@@ -48,23 +81,23 @@ def test_layers_in_any_order_for_long():
     assert job.succeeded(4), job.output
 
 
-def test_another_net():
-    job = Job(2, "another_net")
+def test_another_net(failed):
+    job = failed["another_net"]
     assert job.code != 0
     assert "the processes disagree about the net: layer 1 is SyncBatchNorm 'first' (5 channels" in job.output
     assert "'first' (6 channels" in job.output
 
 
-def test_a_batch_that_is_not_finite():
-    job = Job(2, "a_batch_that_is_not_finite")
+def test_a_batch_that_is_not_finite(failed):
+    job = failed["a_batch_that_is_not_finite"]
     assert job.code not in (0, None)
     for rank in range(2):
         assert re.search(rf"FAILED rank {rank} .*'front' on cpu\(1\): the batch is not finite", job.output), job.output
 
 
-def test_the_same_parameters():
+def test_the_same_parameters(failed):
     """Each rank's in turn, and in the end another net on each."""
-    job = Job(2, "broadcasts_parameters")
+    job = failed["broadcasts_parameters"]
     assert job.code not in (0, None)
     for rank in range(2):
         _, error = job.failure_of(rank)
@@ -72,39 +105,27 @@ def test_the_same_parameters():
         assert f"the processes disagree about the parameters: number 1 is {told[0]} and {told[1]}" in error
 
 
-@pytest.mark.parametrize(
-    ("fault", "text", "limit"),
-    [
-        ("frozen", "in the forward of call 2 of SyncBatchNorm 'layer0'", 3),
-        ("exits", "rank 1 of 2 has ended (rank 0 was in the forward of call 2 of SyncBatchNorm 'layer0')", 60),
-        ("raises", "rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
-        ("one batch more", "rank 1 of 2 has ended (rank 0 was in the forward of call 3", 60),
-        ("skips a layer", "in the forward of call 2 of SyncBatchNorm 'layer0'", 3),
-        ("another layer", "in the forward of call 2 of SyncBatchNorm 'layer0'", 3),
-        ("repeats a step", "in the forward of call 2 of SyncBatchNorm 'layer1'", 3),
-        ("another shape", "in gradient 0, round 2", 60),
-    ],
-)
-def test_a_process_that_does_something_else(fault, text, limit):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_process_that_does_something_else(fault, failed):
     """Rank 0 gets an error that names layer, rank and step, at once or after the time limit of 3 s, and mpiexec's exit
     code is not 0."""
-    job = Job(2, "fault", fault, limit)
+    job = failed[fault]
     seconds, error = job.failure_of(0)
-    assert text in error
+    assert FAULTS[fault][0] in error
     assert seconds < 20
     assert "OK 0" not in job.output
     assert job.code not in (0, None)
 
 
-def test_a_process_that_is_killed():
+def test_a_process_that_is_killed(failed):
     """MPICH's mpiexec ends the others at once, with -disable-auto-cleanup too: no process is left to be told."""
-    job = Job(2, "fault", "killed", 300)
+    job = failed["killed"]
     assert job.code != 0
     assert "ENDED" not in job.output
 
 
-def test_interrupt_while_another_process_is_late():
-    job = Job(2, "interrupted")
+def test_interrupt_while_another_process_is_late(failed):
+    job = failed["interrupted"]
     seconds, error = job.failure_of(0)
     assert seconds < 20  # the time limit is 60 s
     assert "asked to end" in error or "KeyboardInterrupt" in error

@@ -93,6 +93,19 @@ def run(text, **kwargs):
         return script.end()
 
 
+def ends(runs):
+    """What became of each of these runs, (text, settings) by name, as many at a time as there are cores."""
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        jobs = {name: pool.submit(run, text, **settings) for name, (text, settings) in runs.items()}
+        return {name: job.result() for name, job in jobs.items()}
+
+
+def ends_of(text, ways):
+    """Of a run of each of these ways."""
+    runs = [(text, {"arguments": [way], "OMP_NUM_THREADS": "1"}) for way in ways]
+    return ends(dict(enumerate(runs))).values()
+
+
 # ---- the end of the main thread in mid-step ------------------------------------------------------------------
 
 ENDS = {
@@ -139,17 +152,21 @@ with autograd.record():
 }
 
 
+@pytest.fixture(scope="module")
+def ended():
+    return ends({how: ("ready()" + text, {}) for how, (text, _) in ENDS.items()})
+
+
 @pytest.mark.parametrize("how", ENDS)
-def test_the_end_in_mid_step(how):
-    text, code = ENDS[how]
-    got, _, errors = run("ready()" + text)
+def test_the_end_in_mid_step(how, ended):
+    code = ENDS[how][1]
+    got, _, errors = ended[how]
     assert got == code, errors
     assert ("out of data" in errors) == (code == 1)
     assert "terminate called" not in errors
 
 
-@pytest.mark.parametrize("end, code", [("", 0), ("raise RuntimeError('out of data')", 1)])
-def test_a_worker_that_waits_while_the_main_thread_ends(end, code):
+def test_a_worker_that_waits_while_the_main_thread_ends():
     text = """
 def work():
     try:
@@ -162,10 +179,11 @@ threading.Thread(target=work).start()
 time.sleep(0.3)
 ready()
 """
-    got, output, errors = run(text + end)
-    assert got == code, errors
-    assert "1 of 2 replicas arrived (cpu(0)), missing cpu(1)" in output
-    assert "its main thread is gone" in output
+    codes = {"": 0, "raise RuntimeError('out of data')": 1}
+    for end, (code, output, errors) in ends({end: (text + end, {}) for end in codes}).items():
+        assert code == codes[end], errors
+        assert "1 of 2 replicas arrived (cpu(0)), missing cpu(1)" in output
+        assert "its main thread is gone" in output
 
 
 def test_a_thread_that_goes_on_after_the_main_thread():
@@ -205,12 +223,6 @@ def train(places=contexts):
     trainer.step(4, ignore_stale_grad=True)
     return losses
 """
-
-
-def ends_of(text, ways):
-    """What became of a run of each of these ways, as many at a time as there are cores."""
-    with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
-        return list(pool.map(lambda way: run(text, arguments=[way], OMP_NUM_THREADS="1"), ways))
 
 
 def test_the_end_right_after_a_healthy_step_was_issued():
@@ -410,8 +422,7 @@ def test_sigterm_ends_at_once():
 FOUR = START.replace("cpu_devices(2,", "cpu_devices(4,").replace("RandomState(0), 2)", "RandomState(0), 4)")
 
 
-@pytest.mark.parametrize("kvstore", ["device", "local"])
-def test_a_kvstore_on_changing_contexts(kvstore):
+def test_a_kvstore_on_changing_contexts():
     """A store keeps what it made for the contexts of a key's first sum."""
     text = """
 rng = np.random.RandomState(1)
@@ -427,8 +438,9 @@ for count in [2, 4, 1, 3, *rng.randint(1, 5, 12)]:
     assert_same(got, truth(part, momentum=0), 1e-11)
 print("right")
 """
-    code, output, errors = run(text, start=FOUR, arguments=[kvstore])
-    assert (code, output) == (0, "right\n"), errors[-2000:]
+    runs = {kvstore: (text, {"start": FOUR, "arguments": [kvstore]}) for kvstore in ("device", "local")}
+    for kvstore, (code, output, errors) in ends(runs).items():
+        assert (code, output) == (0, "right\n"), kvstore + errors[-2000:]
 
 
 def test_configure_in_mid_step():
@@ -509,13 +521,6 @@ for g, w in zip(got, want):
 """
 
 
-STARVING = """
-import os
-os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before there are threads, which take it over
-os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-"""
-
-
 @pytest.mark.timeout(400)
 def test_a_process_that_gets_no_processor():
     """A step that would be computed if other programs let it is slow, not stuck."""
@@ -527,6 +532,10 @@ with autograd.record():
     for _ in range(6):
         work = nd.dot(work, work)
     ys.append(layer(xs[1] + 0 * work[0, :1].astype("float64").reshape((1, 1, 1, 1))))
+core = min(os.sched_getaffinity(0))
+for thread in map(int, os.listdir("/proc/self/task")):  # not before: the imports would starve as well
+    os.sched_setaffinity(thread, {core})
+    os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 ready()
 autograd.backward(ys, on_devices(batch.heads, contexts, "float64"))
 nd.waitall()
@@ -539,7 +548,7 @@ end = time.monotonic() + 9
 while time.monotonic() < end:
     pass
 """
-    with Script(text, STARVING + START, OMP_NUM_THREADS="1") as script:
+    with Script(text, OMP_NUM_THREADS="1") as script:
         script.until_ready()
         burn %= min(os.sched_getaffinity(0))
         others = [subprocess.Popen([sys.executable, "-S", "-c", burn]) for _ in range(3)]
@@ -549,21 +558,6 @@ while time.monotonic() < end:
         finally:
             assert [other.wait(LIMIT) for other in others] == [0, 0, 0]
     assert (code, output) == (0, "right\n"), errors[-2000:]
-
-
-# MXNet's default is 4 copies: as many convolutions before the first of the other replica fit in the forward.
-@pytest.mark.parametrize("layers, phase", [(12, "forward"), (4, "backward")])
-def test_too_little_temporary_space(layers, phase):
-    code, output, errors = run("", start=CONVOLUTIONAL, arguments=["without", str(layers)])
-    assert code == 3, errors
-    assert re.search(f"SyncBatchNorm 'batchnorm[0-9]+', {phase} of call 1: 1 of 2 replicas arrived", output), output
-    assert "missing cpu(" in output and "nothing has been computed for 3 s" in output
-    assert "gluon_syncbn.cpu_devices(n)" in output
-
-
-def test_enough_temporary_space():
-    code, output, errors = run("", start=CONVOLUTIONAL, arguments=["with", "12"])
-    assert (code, output) == (0, ""), output + errors
 
 
 RANDOM = """
@@ -580,20 +574,7 @@ try:
 except mx.MXNetError as error:
     print(error)
 """
-
-
-def test_random_states_for_many_dropouts():
-    """Eight random operators in a replica's forward: as many copies are enough for two replicas."""
-    start = START.replace("cpu_devices(2, temp_copies=64)", "cpu_devices(2, random_copies=1)")
-    code, output, errors = run(RANDOM, start=start, arguments=["1"])
-    assert code == 0, errors
-    assert "1 of 2 replicas arrived" in output and "many Dropouts its random_copies" in output
-    code, output, errors = run(RANDOM, start=start, arguments=["8"])
-    assert (code, output) == (0, "[(2, 5, 4, 6), (5, 5, 4, 6)]\n"), errors
-
-
-def test_naive_engine():
-    text = """
+NAIVE = """
 ready()
 try:
     with autograd.record():
@@ -605,7 +586,50 @@ alone = make_batch(np.random.RandomState(0), 1)
 one = prepare(SyncBatchNorm(in_channels=5), alone, contexts[:1], "float64")
 assert_same(step(one, alone, contexts, "float64"), truth(alone), 1e-11)
 """
-    code, output, errors = run(text, MXNET_ENGINE_TYPE="NaiveEngine")
+
+
+@pytest.fixture(scope="module")
+def resources():
+    """Runs with much and with little of what operators share. Those that get stuck do nothing but wait."""
+    one_copy = START.replace("cpu_devices(2, temp_copies=64)", "cpu_devices(2, random_copies=1)")
+    return ends(
+        {
+            "12 layers, prepared": ("", {"start": CONVOLUTIONAL, "arguments": ["with", "12"]}),
+            "12 layers": ("", {"start": CONVOLUTIONAL, "arguments": ["without", "12"]}),
+            "4 layers": ("", {"start": CONVOLUTIONAL, "arguments": ["without", "4"]}),
+            "1 random state": (RANDOM, {"start": one_copy, "arguments": ["1"]}),
+            "8 random states": (RANDOM, {"start": one_copy, "arguments": ["8"]}),
+            "naive engine": (NAIVE, {"MXNET_ENGINE_TYPE": "NaiveEngine"}),
+        }
+    )
+
+
+# MXNet's default is 4 copies: as many convolutions before the first of the other replica fit in the forward.
+@pytest.mark.parametrize("layers, phase", [(12, "forward"), (4, "backward")])
+def test_too_little_temporary_space(layers, phase, resources):
+    code, output, errors = resources[f"{layers} layers"]
+    assert code == 3, errors
+    assert re.search(f"SyncBatchNorm 'batchnorm[0-9]+', {phase} of call 1: 1 of 2 replicas arrived", output), output
+    assert "missing cpu(" in output and "nothing has been computed for 3 s" in output
+    assert "gluon_syncbn.cpu_devices(n)" in output
+
+
+def test_enough_temporary_space(resources):
+    code, output, errors = resources["12 layers, prepared"]
+    assert (code, output) == (0, ""), output + errors
+
+
+def test_random_states_for_many_dropouts(resources):
+    """Eight random operators in a replica's forward: as many copies are enough for two replicas."""
+    code, output, errors = resources["1 random state"]
+    assert code == 0, errors
+    assert "1 of 2 replicas arrived" in output and "many Dropouts its random_copies" in output
+    code, output, errors = resources["8 random states"]
+    assert (code, output) == (0, "[(2, 5, 4, 6), (5, 5, 4, 6)]\n"), errors
+
+
+def test_naive_engine(resources):
+    code, output, errors = resources["naive engine"]
     assert code == 0, errors
     assert "SyncBatchNorm 'batchnorm0'" in output and "MXNET_ENGINE_TYPE=NaiveEngine" in output
 
@@ -650,8 +674,7 @@ print("right")
         assert (code, output) == (0, "right\n"), errors[-2000:]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_fork_between_two_replicas(way):
+def test_a_fork_between_two_replicas():
     """Nobody can call the other replica meanwhile: an error that says so, at once, and the next step is right."""
     text = """
 for turn in range(2):  # the second time, a static graph executes what it has made
@@ -671,11 +694,11 @@ for turn in range(2):  # the second time, a static graph executes what it has ma
     assert_same(step(layer, batch, contexts, "float64"), truth(batch), 1e-11)
 print("right")
 """
-    code, output, errors = run(FORKS["os.fork"] + "ready()" + text, arguments=[way])
-    assert code == 0, errors[-2000:]
-    assert output.endswith("right\n")
-    assert output.count("the process was forked") == 2
-    assert "SyncBatchNorm 'batchnorm0', forward of call" in output and "missing cpu(1)" in output
+    for code, output, errors in ends_of(FORKS["os.fork"] + "ready()" + text, WAYS):
+        assert code == 0, errors[-2000:]
+        assert output.endswith("right\n")
+        assert output.count("the process was forked") == 2
+        assert "SyncBatchNorm 'batchnorm0', forward of call" in output and "missing cpu(1)" in output
 
 
 def test_the_child_of_a_fork_trains_and_ends():

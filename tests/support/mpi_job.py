@@ -16,7 +16,7 @@ BIN = Path(sys.executable).parent
 class Job:
     """A finished ``mpiexec``: exit code and output."""
 
-    def __init__(self, processes, *arguments, limit=100, worker=WORKER):
+    def __init__(self, processes, *arguments, limit=100, worker=WORKER, environment=()):
         command = [
             str(BIN / "mpiexec"),
             "-n",
@@ -29,7 +29,12 @@ class Job:
             paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
             own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MPI_WORKER_REPORTS": reports}
             done = subprocess.run(
-                command, env={**os.environ, **own}, timeout=limit, capture_output=True, text=True, check=False
+                command,
+                env={**os.environ, **own, **dict(environment)},
+                timeout=limit,
+                capture_output=True,
+                text=True,
+                check=False,
             )
             self.code = done.returncode
             self.output = done.stdout + done.stderr + "".join(p.read_text() for p in sorted(Path(reports).iterdir()))

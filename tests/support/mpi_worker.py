@@ -491,5 +491,8 @@ def interrupted():
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    for scenario in sys.argv[1].split("+"):
+        globals()[scenario]()
+        print(f"DONE {kv.rank} {scenario}", flush=True)
+        gluon_syncbn.configure(kvstore=None)
     print(f"OK {kv.rank}", flush=True)
