@@ -1,6 +1,8 @@
 """One pytest process holds all layers: its CPU contexts must be able to wait for each other."""
 
+import ctypes
 import faulthandler
+import gc
 import os
 from pathlib import Path
 
@@ -42,6 +44,14 @@ def afresh():
     yield
     gluon_syncbn.reset()
     gluon_syncbn.configure(kvstore=None, timeout=300)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def released():
+    """What a module's nets took goes back to the system: glibc would keep it, in pieces, and come to many GB."""
+    yield
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def pytest_configure():

@@ -1,4 +1,4 @@
-"""Automatic mixed precision (mxnet.contrib.amp). `amp.init` changes all of MXNet, so each test has its own process.
+"""Automatic mixed precision (mxnet.contrib.amp). `amp.init` changes all of MXNet, so it is called in other processes.
 
 MXNet's convolutions and matrix products know no float16 on a CPU: nets with them are looked at as graphs, and the steps
 that are run hold the layer alone, or have AMP leave such operators in float32.
@@ -27,10 +27,10 @@ def initialise():
 """
 
 
-def run(program):
-    """What the program prints, as JSON."""
+def run(*programs):
+    """What these programs print, one after the other in one process, each a line of JSON."""
     done = subprocess.run(
-        [sys.executable, "-c", HEAD + program],
+        [sys.executable, "-c", "\n".join([HEAD, *programs])],
         cwd=str(SUPPORT),
         env=dict(os.environ, PYTHONPATH=f"{SUPPORT}:{PACKAGE.parent}"),
         capture_output=True,
@@ -38,7 +38,7 @@ def run(program):
         timeout=200,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 GRAPH = """
@@ -58,21 +58,7 @@ def graph(norm):
 print(json.dumps([plain, synced, types, synced_types]))
 """
 
-
-@pytest.mark.parametrize("order", ["amp.init(); initialise()", "initialise(); amp.init()"])
-def test_no_cast_around_the_layer(order):
-    plain, synced, types, synced_types = run(order + GRAPH)
-    assert plain.count("amp_cast") == 6  # of two convolutions: the wrappers are at work
-    assert synced == ["Custom" if op == "BatchNorm" else op for op in plain]
-    for name, type_ in types.items():
-        assert synced_types[name] == type_, name
-    assert synced_types["net_batchnorm0_fwd_output"] == "float16"
-    assert synced_types["net_batchnorm0_running_var"] == "float32"
-
-
 NUMBERS = """
-amp.init()
-initialise()
 from gluon_syncbn import reference
 from replicas import make_batch, prepare, step
 answers = []
@@ -93,14 +79,6 @@ for way in (None, {}, {"static_alloc": True}):
     })
 print(json.dumps(answers))
 """
-
-
-def test_numbers_and_types_under_amp():
-    for answer in run(NUMBERS):
-        assert answer["error"] < 2e-3
-        assert answer["float16"] == ["float16"]
-        assert answer["float32"] == ["float32"]
-
 
 TRAINING = """
 # Activation gives float16 to the layer. What a CPU cannot do in float16 stays in float32; on a CPU, AMP does not
@@ -154,17 +132,7 @@ for hybrid in (False, True):
 print(json.dumps(answers))
 """
 
-
-def test_training_with_loss_scaling():
-    """Four steps of a trainer on two devices, as on one device with plain BatchNorm; then one that overflows."""
-    for errors, moved, kept in run(TRAINING):
-        assert max(errors.values()) < 1e-2, errors  # float16 activations
-        assert moved > 1e-3
-        assert kept
-
-
 BFLOAT16 = """
-initialise()
 layer = SyncBatchNorm(in_channels=3)
 layer.initialize(ctx=CONTEXTS)
 said = []
@@ -182,16 +150,7 @@ for way in (None, {}):
 print(json.dumps(said))
 """
 
-
-def test_bfloat16_is_refused():
-    said = run(BFLOAT16)
-    assert len(said) == 2
-    for message in said:
-        assert "batchnorm0': data must be float16, float32 or float64" in message
-
-
 CONVERT = """
-initialise()
 net = nn.HybridSequential(prefix="net_")
 with net.name_scope():
     net.add(nn.Conv2D(4, 3, in_channels=3), SyncBatchNorm(in_channels=4), nn.Activation("relu"))
@@ -210,8 +169,53 @@ print(json.dumps(answers))
 """
 
 
-def test_convert_hybrid_block_after_revert_is_that_of_plain_batchnorm():
-    kept, reverted = run(CONVERT)
+@pytest.fixture(scope="module")
+def before():
+    """AMP, then this package."""
+    return run("amp.init(); initialise()", GRAPH, NUMBERS)
+
+
+@pytest.fixture(scope="module")
+def after():
+    """This package, and AMP in the end."""
+    return run("initialise()", BFLOAT16, CONVERT, "amp.init()", GRAPH)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_no_cast_around_the_layer(order, request):
+    plain, synced, types, synced_types = request.getfixturevalue(order)[{"before": 0, "after": 2}[order]]
+    assert plain.count("amp_cast") == 6  # of two convolutions: the wrappers are at work
+    assert synced == ["Custom" if op == "BatchNorm" else op for op in plain]
+    for name, type_ in types.items():
+        assert synced_types[name] == type_, name
+    assert synced_types["net_batchnorm0_fwd_output"] == "float16"
+    assert synced_types["net_batchnorm0_running_var"] == "float32"
+
+
+def test_numbers_and_types_under_amp(before):
+    for answer in before[1]:
+        assert answer["error"] < 2e-3
+        assert answer["float16"] == ["float16"]
+        assert answer["float32"] == ["float32"]
+
+
+def test_training_with_loss_scaling():
+    """Four steps of a trainer on two devices, as on one device with plain BatchNorm; then one that overflows."""
+    for errors, moved, kept in run(TRAINING)[0]:
+        assert max(errors.values()) < 1e-2, errors  # float16 activations
+        assert moved > 1e-3
+        assert kept
+
+
+def test_bfloat16_is_refused(after):
+    said = after[0]
+    assert len(said) == 2
+    for message in said:
+        assert "batchnorm0': data must be float16, float32 or float64" in message
+
+
+def test_convert_hybrid_block_after_revert_is_that_of_plain_batchnorm(after):
+    kept, reverted = after[1]
     # AMP's converter works on the graph, where the layer is a Custom: right, but in float32.
     assert kept[4:6] == ["amp_cast", "Custom"]
     assert reverted[3:6] == ["Convolution", "BatchNorm", "Activation"]

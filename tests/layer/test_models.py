@@ -26,7 +26,8 @@ from gluoncv.model_zoo.fcn import FCN
 from gluoncv.model_zoo.pspnet import PSPNet
 
 CLASSES = 4
-CROP = 64
+# No larger than the nets need, which have 8 x 8 and 32 x 32 pixels for one in the deepest layers.
+CROPS = {FCN: 32, PSPNet: 32, DeepLabV3: 32, FastSCNN: 64}
 SPLIT = (1, 2)
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 
@@ -41,20 +42,20 @@ VANISHING = re.compile(
 
 def build(model, norm_layer, contexts, dtype):
     """A network whose parameters depend on their structural names alone, so that two of them are equal."""
-    kwargs = {} if model is FastSCNN else {"backbone": "resnet50"}
+    kwargs, crop = {} if model is FastSCNN else {"backbone": "resnet50"}, CROPS[model]
     net = model(
         CLASSES,
         aux=True,
         pretrained_base=False,
-        crop_size=CROP,
-        base_size=CROP,
+        crop_size=crop,
+        base_size=crop,
         norm_layer=norm_layer,
         **kwargs,
     )
     net.initialize(mx.init.Zero(), ctx=contexts, force_reinit=True)
     net.cast(dtype)
     with autograd.pause():  # the number of input channels becomes known
-        net(mx.nd.zeros((1, 3, CROP, CROP), ctx=contexts[0], dtype=dtype))
+        net(mx.nd.zeros((1, 3, crop, crop), ctx=contexts[0], dtype=dtype))
     for number, (name, parameter) in enumerate(sorted(net._collect_params_with_prefix().items())):
         rng = np.random.default_rng(number)
         if name.endswith(("gamma", "running_var")):
@@ -74,9 +75,9 @@ def build(model, norm_layer, contexts, dtype):
 
 def step(net, contexts, split, dtype):
     """The sum of all samples' losses, and by structural name gradients and running statistics per device."""
-    rng = np.random.default_rng(0)
-    images = [rng.normal(k, 1 + k, (3, CROP, CROP)) for k in range(sum(SPLIT))]
-    labels = rng.integers(-1, CLASSES, (sum(SPLIT), CROP, CROP))  # -1 is ignored
+    rng, crop = np.random.default_rng(0), CROPS[type(net)]
+    images = [rng.normal(k, 1 + k, (3, crop, crop)) for k in range(sum(SPLIT))]
+    labels = rng.integers(-1, CLASSES, (sum(SPLIT), crop, crop))  # -1 is ignored
     cuts = np.cumsum(split)[:-1]
     # With size_average the gradient is divided by the number of labelled pixels of the device, whatever the
     # layers do: an uneven split is another loss. Without, the devices' gradients add up to the batch's.

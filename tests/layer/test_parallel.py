@@ -95,8 +95,7 @@ def test_replicas_that_share_a_context(rng, helpers, sync, dtype):
     assert [part.shape for (part,) in evaluated] == [(2, 10), (2, 10)]
 
 
-@BOTH
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("helpers, dtype", [(gluoncv, "float32"), (parallel, "float64")], ids=["gluoncv", "ours"])
 def test_replicas_that_share_a_context_in_a_script_that_prepares_nothing(helpers, dtype):
     """GluonCV's own test of its helpers, with three layers in its net: nothing but the net is this package's."""
     program = f"""
