@@ -18,14 +18,14 @@ unexport PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX
 help:
 	@cat <<'END'
 	make quickstart  two CPU devices train as one: a script to read (seconds)
-	make demo     train a segmentation network with SyncBatchNorm on 2 CPU devices (at most 10 minutes)
+	make demo     train a segmentation network with SyncBatchNorm on 2 CPU devices (6 to 10 minutes, more where something else runs)
 	make demo-contrastive  MoCo with batch statistics that leak, and with the cures (about 5 minutes)
 	make demo-distributed  the segmentation job in two processes beside the same in one (about 10 minutes)
 	make check    lint and the quickest tests, for the loop of editing (under a minute)
 	make test     lint, then all tests
 	make test-custom  the tests of the layer through MXNet's Custom, as with a library that is not known (about 10 minutes)
 	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 15 minutes)
-	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 8 minutes)
+	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 6 minutes)
 	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
 	make dist     the source archive and the wheel for Linux with glibc 2.17 or later, into dist/ (2 minutes)
 	make test-dist  that, and installs it into empty environments on each Python from 3.8 to 3.11 (about 15 minutes)
