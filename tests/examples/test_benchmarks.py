@@ -1,6 +1,7 @@
 """The benchmarks run and their results are complete; what they measure is not for a test to judge."""
 
 import gzip
+import importlib.util
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import re
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from places import BENCHMARKS, PACKAGE
@@ -32,10 +34,22 @@ def run(name, *arguments):
     return ran.stdout
 
 
-def quick(name, out):
-    """The text and the cells that a short run of a benchmark writes."""
+@pytest.fixture(scope="module")
+def short_runs(tmp_path_factory):
+    """Of each benchmark, what a short run says and the folder that it writes to; as many at a time as there are cores,
+    for nobody looks at how long anything took."""
     pytest.importorskip("matplotlib", reason="the plots need matplotlib")
-    said = run(name, "--quick", "--out", out)
+    names = ["layers", "models", "modes", "shuffle"]
+    if importlib.util.find_spec("mpi4py"):
+        names += ["exchange", "shuffle_statistics"]
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        folders = {name: tmp_path_factory.mktemp(name) for name in names}
+        said = {name: pool.submit(run, name, "--quick", "--out", out) for name, out in folders.items()}
+        return {name: (said[name].result(), out) for name, out in folders.items()}
+
+
+def results(name, said, out):
+    """The text and the cells that a short run of a benchmark writes."""
     ends = ("json", "md", "png", "raw.json.gz")
     assert sorted(path.name for path in out.iterdir()) == [f"{name}.{end}" for end in ends]
     assert f"{name}.raw.json.gz" in said
@@ -158,8 +172,8 @@ def test_lines_of_the_results(benchmarks):
     assert json.loads(text) == data
 
 
-def test_the_results_of_the_layers_are_complete(tmp_path):
-    text, cells = quick("layers", tmp_path)
+def test_the_results_of_the_layers_are_complete(short_runs):
+    text, cells = results("layers", *short_runs["layers"])
     ((header, rows),) = tables(text)
     assert header[:6] == ["shape", "replicas", "plain, ms", "ours / plain", "contrib / plain", "limit / plain"]
     assert header[6:] == ["with ReLU: ours / plain", "fused / plain"]
@@ -171,8 +185,8 @@ def test_the_results_of_the_layers_are_complete(tmp_path):
     assert all(cell["ratios"].keys() == {"ours + ReLU", "fused"} for cell in cells[1::2])
 
 
-def test_the_results_of_the_models_are_complete(tmp_path):
-    text, (cell,) = quick("models", tmp_path)
+def test_the_results_of_the_models_are_complete(short_runs):
+    text, (cell,) = results("models", *short_runs["models"])
     ((header, rows),) = tables(text)
     assert header[:6] == ["model", "crop", "images", "devices", "plain, s", "images / s"]
     assert header[6:9] == ["ours / plain", "fused / plain", "contrib / plain"]
@@ -184,8 +198,8 @@ def test_the_results_of_the_models_are_complete(tmp_path):
     assert {"plain", "ours", "fused"} <= cell["seconds"].keys() and {"ours", "fused"} <= cell["ratios"].keys()
 
 
-def test_the_results_of_the_sample_shuffle_are_complete(tmp_path):
-    text, (cell,) = quick("shuffle", tmp_path)
+def test_the_results_of_the_sample_shuffle_are_complete(short_runs):
+    text, (cell,) = results("shuffle", *short_runs["shuffle"])
     (_, formula), (header, rows) = tables(text)
     # 32 images of 3 x 224 x 224 and 32 rows of 128 features on each device, float32
     image, feature = 32 * 3 * 224 * 224 * 4 / 1e6, 32 * 128 * 4 / 1e3
@@ -209,8 +223,8 @@ def test_the_results_of_the_sample_shuffle_are_complete(tmp_path):
     assert cell["bytes"]["gathering"] == 2 * (image + feature)
 
 
-def test_the_results_of_the_modes_are_complete(tmp_path):
-    text, cells = quick("modes", tmp_path)
+def test_the_results_of_the_modes_are_complete(short_runs):
+    text, cells = results("modes", *short_runs["modes"])
     ((header, rows),) = tables(text)
     modes = ["sync", "local", "local, V=8", "shuffle, V=2", "shuffle, V=8"]
     assert header == ["shape", "replicas", "plain, ms", *modes]
@@ -221,7 +235,8 @@ def test_the_results_of_the_modes_are_complete(tmp_path):
 
 @pytest.mark.slow
 def test_the_memory_of_recomputation(tmp_path):
-    text, (cell,) = quick("checkpoint", tmp_path)
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib")
+    text, (cell,) = results("checkpoint", run("checkpoint", "--quick", "--out", tmp_path), tmp_path)
     ((header, rows),) = tables(text)
     ways = ("kept", "recomputed")
     assert header == [
@@ -236,9 +251,10 @@ def test_the_memory_of_recomputation(tmp_path):
     assert all(cell[way].keys() == {"before_mib", "peak_mib", "step_s"} for way in ways)
 
 
-def test_the_exchange_and_what_it_lets_expect(tmp_path):
+def test_the_exchange_and_what_it_lets_expect(short_runs):
     pytest.importorskip("mpi4py", reason="processes need mpi4py")
-    text, cells = quick("exchange", tmp_path)
+    said, folder = short_runs["exchange"]
+    text, cells = results("exchange", said, folder)
     ((header, rows),) = tables(text)
     assert header == ["bytes", "processes", "bare, us", "ours, us", "added, us"]
     sizes = [1024, 2048, 4096, 8192, 16384]
@@ -250,19 +266,19 @@ def test_the_exchange_and_what_it_lets_expect(tmp_path):
     assert re.search(shares, text)
 
     # In place of the time that was measured, one that the model's outcome can be told for.
-    path = tmp_path / "exchange.json"
+    path = folder / "exchange.json"
     exchange = json.loads(path.read_text())
     exchange["cells"]["sizes"][0]["microseconds"]["ours"]["median"] = 90.0
     path.write_text(json.dumps(exchange))
-    run("scaling", "--out", tmp_path, "--bandwidth-gbit", 100)
-    text = (tmp_path / "scaling.md").read_text()
+    run("scaling", "--out", folder, "--bandwidth-gbit", 100)
+    text = (folder / "scaling.md").read_text()
     assert "45 us per message, 20 us latency, 100 Gbit/s, a step of 800 ms" in text
     (header, rows), (of_gpus, gpu_rows), (_, figures) = tables(text)
     nets = {"PSPNet-ResNet50": 61, "PSPNet-ResNet101": 112}
     assert header == ["processes", *(f"{net}, ms ({layers} layers)" for net, layers in nets.items()), "of a step"]
     processes = [[str(2**k)] for k in range(3, 11)]
     assert_cells(rows, processes, NUMBER, NUMBER, rf"{NUMBER} % / {NUMBER} %")
-    cells = json.loads((tmp_path / "scaling.json").read_text())["cells"]
+    cells = json.loads((folder / "scaling.json").read_text())["cells"]
     costs = cells["processes"]
     assert list(costs) == list(cells["gpus"]) == list(nets)
     for net, layers in nets.items():
@@ -283,12 +299,12 @@ def test_the_exchange_and_what_it_lets_expect(tmp_path):
     assert_cells(gpu_rows, of_each, NUMBER, NUMBER, NUMBER, time_and_share, time_and_share)
     assert {row[2] for row in figures} == {"counted on the emulator", "measured, or given", "published", "assumed"}
     assert "**Every time in this table is reckoned**" in text
-    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "scaling.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_ways_of_shuffled_statistics(tmp_path):
+def test_the_ways_of_shuffled_statistics(short_runs):
     pytest.importorskip("mpi4py", reason="processes need mpi4py")
-    text, cells = quick("shuffle_statistics", tmp_path)
+    text, cells = results("shuffle_statistics", *short_runs["shuffle_statistics"])
     ((header, rows),) = tables(text)
     assert header == ["way", "2 processes"]
     assert_cells(rows, [[row[0]] for row in rows], MEDIAN_AND_RANGE)

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -75,9 +76,11 @@ sys.exit(train.main())
 def test_interrupted_and_resumed_is_the_same(bn, images, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     settings = [*SMALL, "--bn", bn, "--epochs", 3, "--cpus", 2, "--data", images]
-    assert run(*settings, "--out", whole).returncode == 0
     (tmp_path / "interrupted.py").write_text(INTERRUPTED)
-    stopped = run(*settings, "--out", parts, script=tmp_path / "interrupted.py")
+    with ThreadPoolExecutor(1) as beside:
+        uninterrupted = beside.submit(run, *settings, "--out", whole)
+        stopped = run(*settings, "--out", parts, script=tmp_path / "interrupted.py")
+    assert uninterrupted.result().returncode == 0
     assert stopped.returncode == 128 + signal.SIGINT, stopped.stderr
     assert "stopped after epoch 1; --resume goes on" in stopped.stderr
     assert len(rows(parts)) == 1
@@ -86,10 +89,17 @@ def test_interrupted_and_resumed_is_the_same(bn, images, tmp_path):
     assert rows(parts) == rows(whole)
 
 
-def test_a_folder_of_images(images, tmp_path):
-    done = run(*SMALL, "--epochs", 1, "--data", images, "--out", tmp_path / "run")
+@pytest.fixture(scope="module")
+def trained(images, tmp_path_factory):
+    """The folder of a run of an epoch."""
+    folder = tmp_path_factory.mktemp("trained")
+    done = run(*SMALL, "--epochs", 1, "--data", images, "--out", folder)
     assert done.returncode == 0, done.stderr
-    assert rows(tmp_path / "run")[0]["knn"] is not None
+    return folder
+
+
+def test_a_folder_of_images(trained, images, tmp_path):
+    assert rows(trained)[0]["knn"] is not None
     flat = run(*SMALL, "--epochs", 1, "--data", images / "cats", "--out", tmp_path / "flat")
     assert flat.returncode == 0, flat.stderr
     assert "kNN no labels" in flat.stdout
@@ -117,12 +127,16 @@ def test_errors_are_one_line(arguments, text, tmp_path, contrastive_modules, cap
     assert said.count("\n") == 1
 
 
-def test_a_run_with_other_options_is_not_resumed(images, tmp_path):
-    assert run(*SMALL, "--epochs", 1, "--data", images, "--out", tmp_path).returncode == 0
-    done = run(*SMALL, "--epochs", 1, "--data", images, "--lr", 0.5, "--out", tmp_path, "--resume")
-    assert done.returncode == 2
-    assert "was made with --lr 0.02, not 0.5" in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_a_run_with_other_options_is_not_resumed(trained, images, contrastive_modules, capsys):
+    from train import main
+
+    before = (trained / "epochs.csv").read_bytes()
+    options = [*SMALL, "--epochs", 1, "--data", images, "--lr", 0.5, "--out", trained, "--resume"]
+    assert main(list(map(str, options))) == 2
+    said = capsys.readouterr().err
+    assert "was made with --lr 0.02, not 0.5" in said
+    assert said.count("\n") == 1
+    assert (trained / "epochs.csv").read_bytes() == before
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -130,11 +131,23 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("way", ENDS)
-def test_it_ends_as_the_script_does(job, way):
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """What becomes of each script by itself and of its run, as many at a time as there are cores."""
     start = "import json, os, signal, sys, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-    text, code = ENDS[way]
-    by_itself, ran = (job.run(start + text, *command, TRAIN) for command in ((), RUN))
+
+    def both(way):
+        job = Job(tmp_path_factory.mktemp("ended"))
+        return [job.run(start + ENDS[way][0], *command, TRAIN) for command in ((), RUN)]
+
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        return dict(zip(ENDS, pool.map(both, ENDS)))
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_it_ends_as_the_script_does(ended, way):
+    code = ENDS[way][1]
+    by_itself, ran = ended[way]
     assert by_itself[0] == ran[0] == code
     assert by_itself[1] == ran[1] == ""
     assert ran[2].splitlines()[0].startswith("gluon_syncbn: scripts/train.py runs with")

@@ -6,6 +6,7 @@ import shutil
 import signal
 import textwrap
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -298,18 +299,19 @@ def test_statistics_of_each_device_are_resumed_too(tmp_path, data):
     folders = [tmp_path / name for name in ("whole", "parts")]
     for folder in folders:
         folder.mkdir()
-    code, output = train(folders[0], data, *small)
-    assert code == 0, output
     save = folders[1] / "run"
     program = changed_train(tmp_path / "program.py", lasting(0, 2))
-    with Process(folders[1], program, *TINY, *small, "--data-root", data, "--save-dir", save) as process:
-        wait_for(lambda: not process.running() or steps_of(save) == 2)
-        assert process.running(), process.output()
-        os.kill(process.pid, signal.SIGTERM)
-        assert process.wait() == 130, process.output()
-    assert len(rows(save / "steps.csv")) == 3
-    code, output = train(folders[1], data, *small, "--resume", save / "last.ckpt")
-    assert code == 0, output
+    with ThreadPoolExecutor(1) as beside:
+        uninterrupted = beside.submit(train, folders[0], data, *small)
+        with Process(folders[1], program, *TINY, *small, "--data-root", data, "--save-dir", save) as process:
+            wait_for(lambda: not process.running() or steps_of(save) == 2)
+            assert process.running(), process.output()
+            os.kill(process.pid, signal.SIGTERM)
+            assert process.wait() == 130, process.output()
+        assert len(rows(save / "steps.csv")) == 3
+        resumed = train(folders[1], data, *small, "--resume", save / "last.ckpt")
+    for code, output in (uninterrupted.result(), resumed):
+        assert code == 0, output
     whole, parts = (zipfile.ZipFile(folder / "run" / "last.ckpt") for folder in folders)
     assert whole.read("devices.params") == parts.read("devices.params")
     assert whole.read("model.params") == parts.read("model.params")
@@ -371,11 +373,18 @@ def test_a_kill_while_saving_leaves_the_old_checkpoint(tmp_path):
     (tmp_path / "program.py").write_text(
         f"import sys; sys.path.insert(0, {str(SEGMENTATION)!r})" + textwrap.dedent(program)
     )
-    for moment in ("fsync", "replace"):
-        path = tmp_path / f"{moment}.ckpt"
-        with Process(tmp_path, tmp_path / "program.py", path, moment) as process:
+
+    def killed_at(moment):
+        (tmp_path / moment).mkdir()
+        path = tmp_path / moment / "a.ckpt"
+        with Process(tmp_path / moment, tmp_path / "program.py", path, moment) as process:
             # The first save calls them too, so the killing one is put in place after it.
             assert process.wait() == -signal.SIGKILL, process.output()
+        return path
+
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(killed_at, ("fsync", "replace")))
+    for path in paths:
         found = load_checkpoint(str(path))
         assert found.state["epoch"] == 1
         assert (found.arrays["weight"].asnumpy() == 1).all()

@@ -92,16 +92,16 @@ def test_two_processes_train_as_one_does(tmp_path, data, launcher):
     """2 processes with a device each against 1 with two: interrupted in the middle, and resumed."""
     whole = tmp_path / "whole"
     options = [*TINY, "--cpus", "2", "--workers", "1", "--data-root", data, "--save-dir", whole]
-    with Process(tmp_path, SEGMENTATION / "train.py", *options) as process:
+    run, one = tmp_path / "run", tmp_path / "one"
+    one.mkdir()
+    with Process(one, SEGMENTATION / "train.py", *options) as process:  # beside the others
+        with two_processes(tmp_path, data, launcher, both=lasting(0, 2)) as job:
+            wait_for(lambda: not job.running() or steps_of(run) == 2)
+            assert job.running(), job.output()
+            os.kill(job.pid, signal.SIGINT)  # mpiexec passes it on to both, horovodrun sends them SIGTERM
+            assert job.wait() == exit_code(launcher, 130), job.output()
+            said = job.output().strip().splitlines()
         assert process.wait() == 0, process.output()
-
-    run = tmp_path / "run"
-    with two_processes(tmp_path, data, launcher, both=lasting(0, 2)) as job:
-        wait_for(lambda: not job.running() or steps_of(run) == 2)
-        assert job.running(), job.output()
-        os.kill(job.pid, signal.SIGINT)  # mpiexec passes it on to both, horovodrun sends them SIGTERM
-        assert job.wait() == exit_code(launcher, 130), job.output()
-        said = job.output().strip().splitlines()
     assert sum("stopping after this step" in line for line in said) == 1, said
     assert sum("saved, continue with --resume" in line for line in said) == 1, said
     assert len(rows(run / "steps.csv")) == 3

@@ -26,7 +26,8 @@ def installed(tmp_path_factory):
 def check(installed, script, tmp_path):
     pytest.importorskip("mypy", reason="needs requirements/dev.txt")
     # Outside of the checkout, whose settings are not the user's.
-    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(installed), str(script)]
+    command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(installed)]
+    command += ["--cache-dir", str(installed.parents[2] / "cache"), str(script)]
     done = subprocess.run(command, cwd=str(tmp_path), capture_output=True, text=True, timeout=200)
     return done.returncode, done.stdout + done.stderr
 
