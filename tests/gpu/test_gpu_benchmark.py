@@ -1,5 +1,6 @@
 """benchmarks/gpu.py on the emulator: it runs to its end, and says what its times are worth."""
 
+import itertools
 import json
 import os
 import re
@@ -68,7 +69,11 @@ def test_it_runs_and_says_what_was_left_out(tmp_path):
     }
     for cell in cells["layers"]:
         assert all(cell["seconds"][f"ours {way}"]["median"] > 0 for way in ("forward", "backward"))
-    assert len(cells["kernels"]) == 4
+    layouts = itertools.product(["NCHW", "NHWC"], ["float32", "float16"])
+    assert [(cell["layout"], cell["dtype"]) for cell in cells["kernels"]] == list(layouts)
+    kernels = {"copy", "moments", "normalise", "grad_sums", "grad_input"}
+    assert all(kernels <= cell["seconds"].keys() for cell in cells["kernels"])
+    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
     assert "- GPUs: CUDA emulator 0, compute capability 8.0; " in text
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import mxnet as mx
 import pytest
@@ -14,11 +15,12 @@ pytest.importorskip("mpi4py", reason="processes need mpi4py")
 if "CUDA_EMULATOR" not in os.environ or not mx.context.num_gpus():
     pytest.skip("needs `make test-gpu-emulated`: counts and failures are the emulator's", allow_module_level=True)
 
-WORKER = SUPPORT / "gpu_worker.py"
+WORKER_OF_ANY_DEVICE = SUPPORT / "mpi_worker.py"
+ON_GPUS = {"GLUON_SYNCBN_TEST_DEVICE": "gpu"}
 
 
-def job(processes, *arguments, **settings):
-    return Job(processes, *arguments, worker=WORKER, **settings)
+def job(processes, *arguments, worker=SUPPORT / "gpu_worker.py", **settings):
+    return Job(processes, *arguments, worker=worker, **settings)
 
 
 def assert_succeeded(done, processes):
@@ -36,9 +38,22 @@ def test_every_mode_and_what_it_costs(processes):
     assert_succeeded(job(processes, "every_mode", limit=200), processes)
 
 
-@pytest.mark.parametrize("scenario", ["other_types", "short_batches", "recomputed_on_gpus"])
-def test_two_processes(scenario):
-    assert_succeeded(job(2, scenario), 2)
+TOGETHER = ["other_types", "short_batches", "recomputed_on_gpus"]
+
+
+@pytest.fixture(scope="module")
+def together():
+    """One job of two processes that does all of this."""
+    return job(2, "+".join(TOGETHER), limit=200)
+
+
+@pytest.mark.parametrize("scenario", TOGETHER)
+def test_two_processes(scenario, together):
+    assert all(f"DONE {rank} {scenario}" in together.output for rank in range(2)), together.output
+
+
+def test_two_processes_end_well(together):
+    assert_succeeded(together, 2)
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
@@ -59,6 +74,12 @@ def test_over_the_host_on_request(monkeypatch):
     assert_succeeded(job(2, "every_mode", limit=200), 2)
 
 
+def side_by_side(jobs):
+    """Jobs of two processes, (arguments, settings) each, two at a time: most of each is starting Python and waiting."""
+    with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
+        return list(pool.map(lambda one: job(2, *one[0], **one[1]), jobs))
+
+
 @pytest.mark.parametrize(
     "how, text",
     [
@@ -66,40 +87,46 @@ def test_over_the_host_on_request(monkeypatch):
         pytest.param("cpu", r"rank 0: it is on cpu\(0\) there", marks=pytest.mark.slow),
     ],
 )
-def test_over_the_host_where_nccl_cannot_be_had(monkeypatch, how, text):
+def test_over_the_host_where_nccl_cannot_be_had(how, text):
     """The numbers are right, one warning says why, and whoever asked for NCCL gets an error."""
-    if how == "same":
-        monkeypatch.setenv("CUDA_EMULATOR_MACHINE", "this one")
-    done = job(2, "over_the_host", how)
-    assert done.succeeded(2), done.output
+    here = {"CUDA_EMULATOR_MACHINE": "this one"} if how == "same" else {}
+    environments = here, {**here, "GPU_WORKER_GPUS": '"nccl"'}
+    by_default, asked = side_by_side([(("over_the_host", how), {"environment": one}) for one in environments])
+    assert by_default.succeeded(2), by_default.output
     warning = "the statistics of the GPUs of several processes go over the host: " + text
-    assert len(re.findall(warning, done.output)) == 2, done.output  # one in each process
-    monkeypatch.setenv("GPU_WORKER_GPUS", '"nccl"')
-    done = job(2, "over_the_host", how)
-    assert done.code not in (0, None)
+    assert len(re.findall(warning, by_default.output)) == 2, by_default.output  # one in each process
+    assert asked.code not in (0, None)
     assert re.search(
-        r"ValueError: gpus: 'nccl' was given, but the statistics of '\w+' cannot go by NCCL: " + text, done.output
+        r"ValueError: gpus: 'nccl' was given, but the statistics of '\w+' cannot go by NCCL: " + text, asked.output
     )
 
 
-def test_a_batch_that_is_not_finite(monkeypatch):
+@pytest.fixture(scope="module")
+def failed():
+    """Jobs that end early."""
+    faults = ["raises", "does not come", "its GPU hangs", "killed in a collective"]
+    jobs = {fault: (("fails", fault), {}) for fault in faults}
+    jobs["not finite"] = (("a_batch_that_is_not_finite",), {"worker": WORKER_OF_ANY_DEVICE, "environment": ON_GPUS})
+    return dict(zip(jobs, side_by_side(jobs.values())))
+
+
+def test_a_batch_that_is_not_finite(failed):
     """Left out by all; then the end of the process whose batch it is."""
-    monkeypatch.setenv("GLUON_SYNCBN_TEST_DEVICE", "gpu")
-    done = Job(2, "a_batch_that_is_not_finite")
+    done = failed["not finite"]
     assert done.code not in (0, None)
     assert "the batch is not finite: the mean of channel 1 is nan" in done.failure_of(1)[1]
 
 
-def test_a_process_that_raises():
-    done = job(2, "fails", "raises")
+def test_a_process_that_raises(failed):
+    done = failed["raises"]
     assert "disk full" in done.failure_of(1)[1]
     seconds, text = done.failure_of(0)
     assert "rank 1 of 2 has failed: OSError left the recorded step (disk full)" in text
     assert seconds < 20
 
 
-def test_a_process_that_does_not_come():
-    done = job(2, "fails", "does not come")
+def test_a_process_that_does_not_come(failed):
+    done = failed["does not come"]
     seconds, text = done.failure_of(0)
     assert re.search(r"rank 0 of 2 waits for rank 1 in the forward of call 2 of SyncBatchNorm '.*' after 3 s", text), (
         text
@@ -107,18 +134,18 @@ def test_a_process_that_does_not_come():
     assert 2.5 < seconds < 20
 
 
-def test_a_gpu_that_hangs():
+def test_a_gpu_that_hangs(failed):
     """In another process: rank 0, which could wait for longer, hears of it while its own GPU waits."""
-    done = job(2, "fails", "its GPU hangs")
+    done = failed["its GPU hangs"]
     assert re.search(r"on gpu\(\d\): the GPU has not finished for 3 s", done.failure_of(1)[1]), done.output
     seconds, text = done.failure_of(0)
     assert "rank 1 of 2 has failed: " in text and "the GPU has not finished for 3 s" in text
     assert seconds < 20
 
 
-def test_a_process_that_is_killed_in_a_collective():
+def test_a_process_that_is_killed_in_a_collective(failed):
     """mpiexec ends the others."""
-    done = job(2, "fails", "killed in a collective", limit=60)
+    done = failed["killed in a collective"]
     assert done.code not in (0, None)
     assert "ENDED" not in done.output
 

@@ -640,6 +640,8 @@ def test_large_tensors(gpu, shape, dtype):
 
 def test_the_benchmark_runs(tmp_path):
     Cupy()
+    if "CUDA_EMULATOR" in os.environ:
+        pytest.skip("test_gpu_benchmark.py runs the whole of it")
     script = BENCHMARKS / "gpu.py"
     ran = subprocess.run(
         [sys.executable, str(script), "--quick", "--out", str(tmp_path)],

@@ -279,5 +279,7 @@ def fails():
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    for scenario in sys.argv[1].split("+"):
+        globals()[scenario]()
+        print(f"DONE {kv.rank} {scenario}", flush=True)
     print(f"OK {kv.rank}", flush=True)
