@@ -625,8 +625,8 @@ for settings in ({}, {"mode": "local", "virtual_devices": 8}, {"mode": "shuffle"
 
 @pytest.mark.parametrize("way, least, most", [("native", -0.5, 0.5), ("custom", 0.5, 1.5)])
 def test_no_mode_keeps_more_than_its_input(way, least, most):
-    """What a call leaves for its backward beside that, in multiples of it, measured on the process: nothing, or, through
-    MXNet's `Custom`, the copy that guards it."""
+    """What a call leaves for its backward beside that, in multiples of it, measured on the process: nothing or,
+    through MXNet's `Custom`, the copy that guards it."""
     if way == "native" and _native.why_custom():
         pytest.skip(_native.why_custom())
     # From this size on glibc returns what is freed to the system; by itself it raises the limit above an array's.
