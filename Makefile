@@ -23,7 +23,7 @@ help:
 	make demo-distributed  the segmentation job in two processes beside the same in one (about 10 minutes)
 	make check    lint and the quickest tests, for the loop of editing (under a minute)
 	make test     lint, then all tests
-	make test-custom  the tests of the layer through MXNet's Custom, as with a library that is not known (about 10 minutes)
+	make test-custom  the tests of the layer through MXNet's Custom, as with a library that is not known (about 12 minutes)
 	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 15 minutes)
 	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 6 minutes)
 	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
