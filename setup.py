@@ -45,8 +45,8 @@ CSRC = PACKAGE / "csrc"
 OBJECTS = ROOT / "build" / "core"  # what was compiled before, to compile only what has changed
 # Without -fno-trapping-math, loops that choose between two values are not vectorised below AVX-512: what
 # they leave out might raise a floating-point exception, for which nobody here asks.
-FAST = ["-O3", "-fno-trapping-math"]
-COMPILE = ["-std=c++17", *FAST, "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra", f"-I{CSRC}"]
+COMPILE = ["-std=c++17", "-O3", "-fno-trapping-math", "-fPIC", "-fopenmp", "-fvisibility=hidden"]
+COMPILE += ["-Wall", "-Wextra", f"-I{CSRC}"]
 LINK = ["-shared", "-fopenmp"]
 
 INSTALL_COMPILER = "apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++ (Fedora, RHEL)"

@@ -1,8 +1,6 @@
 """One pytest process holds all layers: its CPU contexts must be able to wait for each other."""
 
-import ctypes
 import faulthandler
-import gc
 import os
 from pathlib import Path
 
@@ -10,6 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from places import PACKAGE, SOURCES, TESTS
+from replicas import release
 
 import gluon_syncbn
 
@@ -48,10 +47,8 @@ def afresh():
 
 @pytest.fixture(scope="module", autouse=True)
 def released():
-    """What a module's nets took goes back to the system: glibc would keep it, in pieces, and come to many GB."""
     yield
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    release()
 
 
 def pytest_configure():

@@ -7,8 +7,6 @@ rounding is so small that no ReLU switches because of it; in float32 an element 
 gradient by far more.
 """
 
-import ctypes
-import gc
 import re
 
 import mxnet as mx
@@ -16,6 +14,7 @@ import numpy as np
 import pytest
 from mxnet import autograd
 from mxnet.gluon import nn
+from replicas import release
 
 from gluon_syncbn import SyncBatchNorm, convert
 
@@ -46,8 +45,7 @@ VANISHING = re.compile(
 def released_each():
     """As in conftest.py, but after each test: three such nets one after the other came to 5 GB."""
     yield
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    release()
 
 
 def build(model, norm_layer, contexts, dtype):

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 import threading
@@ -152,6 +153,12 @@ def assert_same_bits(got: Result, want: Result) -> None:
     for name in Result._fields:
         for g, w in zip(getattr(got, name), getattr(want, name)):
             np.testing.assert_array_equal(g, w, err_msg=name)
+
+
+def release() -> None:
+    """What was freed goes back to the system: glibc would keep it, in pieces, and come to many GB."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
