@@ -69,10 +69,12 @@ test-horovod:
 	@VENV=.venv-horovod tools/venv.sh horovod
 	.venv-horovod/bin/python -m pytest -q --durations=15 -k horovod tests/processes tests/examples $(ARGS)
 
+# What CuPy keeps names files of the emulator's folder: in one's home it would outlive them.
 test-gpu-emulated: dev
 	@$(PY) tests/cuda_emulator/build.py --out build/cuda_emulator
 	export CUDA_EMULATOR="$$PWD/build/cuda_emulator" MXNET_GPU_MEM_POOL_TYPE=Unpooled
 	export PYTHONPATH="$$CUDA_EMULATOR" LD_LIBRARY_PATH="$$CUDA_EMULATOR/lib" XDG_CACHE_HOME="$$CUDA_EMULATOR/cache"
+	export CUPY_CACHE_DIR="$$CUDA_EMULATOR/cache/cupy"
 	$(PY) -m pytest -q --durations=15 tests/gpu $(ARGS)
 
 test-cu112: dev
