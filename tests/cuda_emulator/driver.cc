@@ -202,7 +202,8 @@ Status cuModuleLoadData(Module** out, const void* image) {
     void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!handle) {
         report(-1, kInvalidImage,
-               std::string(dlerror()) + "; is that of an older build kept somewhere? CuPy keeps results in $CUPY_CACHE_DIR");
+               std::string(dlerror()) +
+                   "; is that of an older build kept somewhere? CuPy keeps results in $CUPY_CACHE_DIR");
         return kInvalidImage;
     }
     *out = new Module{current_device, library, handle, {}};
