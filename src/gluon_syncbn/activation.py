@@ -25,6 +25,11 @@ class Activation(NamedTuple):
             return f"LeakyReLU({self.slope:g})" if self != NONE else ""
         return f"ReLU{self.ceiling:g}" if math.isfinite(self.ceiling) else "ReLU"
 
+    @property
+    def invertible(self) -> bool:
+        """Whether z can be found from y."""
+        return self.slope > 0 and math.isinf(self.ceiling)
+
     def attributes(self) -> Dict[str, str]:
         """Of a node."""
         return {"slope": repr(self.slope), "ceiling": repr(self.ceiling)}
@@ -70,8 +75,9 @@ def of_arguments(activation: Any, slope: Any) -> Activation:
     return choices[arguments.one_of("activation", activation, tuple(choices))]
 
 
-def described(activation: Activation, adds: bool) -> str:
-    return ", ".join(text for text in ("addition" if adds else "", str(activation)) if text)
+def described(activation: Activation, adds: bool, inplace: bool) -> str:
+    texts = ("addition" if adds else "", str(activation), "in place" if inplace else "")
+    return ", ".join(text for text in texts if text)
 
 
 def behind(F: Any, z: Any, addend: Optional[Any], activation: Activation) -> Any:

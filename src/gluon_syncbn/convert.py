@@ -80,7 +80,8 @@ def convert(
         where, once they are recorded. Files of ``net.export`` are the same as without.
     **kwargs
         Further arguments of each new layer: ``num_devices``, ``mode``, ``virtual_devices``, ``group_size``,
-        ``running_variance``, ``kvstore``, ``timeout``.
+        ``inplace``, ``running_variance``, ``kvstore``, ``timeout``. ``inplace=True`` is for those that can: it passes
+        over ``nn.BatchNormReLU``, and a layer that takes a ReLU or an addition in is not in place then.
 
     Returns
     -------
@@ -264,7 +265,10 @@ def _synchronised_form(
 ) -> Tuple[Type[SyncBatchNorm], Dict[str, Any]]:
     """Class and arguments."""
     activation = getattr(block, "_activation", RELU if block.fuse_relu else NONE)
-    if isinstance(block, BatchNormAdd):
+    adds = isinstance(block, BatchNormAdd)
+    if kwargs.get("inplace") and (adds or not activation.invertible):
+        kwargs = {**kwargs, "inplace": False}
+    if adds:
         return _with_addition(norm_layer), {**activation.arguments(), **kwargs}  # type: ignore[arg-type]
     # A class of the user's own may not take what a plain layer does not need.
     return norm_layer, kwargs if activation == NONE else {**activation.arguments(), **kwargs}

@@ -71,11 +71,13 @@ def fused(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
                 addend = [graph.add(guard, [addend]), 0, 0]
             given = [*given[:3], addend, *given[-2:]]
         attributes = {**layer["attrs"], **behind, **chain.activation.attributes()}
-        attributes.update(adds=str(int(chain.addition is not None)), fuses="0")  # it takes in nothing more
+        adds = chain.addition is not None
+        inplace = attributes["inplace"] == "1" and chain.activation.invertible and not adds
+        attributes.update(adds=str(int(adds)), inplace=str(int(inplace)), fuses="0")  # it takes in nothing more
         at = graph.add({**layer, "attrs": attributes}, given)
         replicas = Replicas.of_token(attributes["layer"])
         if replicas is not None:
-            _taken_in[replicas] = described(chain.activation, chain.addition is not None)
+            _taken_in[replicas] = described(chain.activation, adds, inplace)
         if chain.guard is not None:
             at = graph.add(recorded["nodes"][chain.guard], [[at, 0, 0]])
         return [[at, 0, 0]]

@@ -130,6 +130,7 @@ def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequ
         if replicas is None:
             return None
         settings.update(Activation.of_attributes(attributes).arguments())
+        settings["inplace"] = attributes["inplace"] == "1"
         layer = (SyncBatchNormAdd if int(attributes["adds"]) else SyncBatchNorm)(**settings)
         layer._fuses = attributes["fuses"] == "1"
         layer._release_parameters()

@@ -43,13 +43,15 @@ def sync_batch_norm(
     activation: Activation = NONE,
     addend: Optional[Any] = None,
     fuses: bool = False,
+    inplace: bool = False,
 ) -> Any:
     """Normalises ``x`` with the statistics that the replicas' pooling says; ``F`` is ``mx.nd`` or ``mx.sym``.
 
     ``lanes`` is the number of replicas on each context. ``node`` numbers the layer's nodes in graphs and is -1 for an
     eager call. ``unbiased`` is the variance that the running one takes. ``addend`` and ``activation`` come after the
-    normalisation: only with a single lane. ``fuses`` is for `fusion`. A static graph does not tell MXNet's engine
-    that a node writes the running statistics, so two nodes of one layer may run in either order there.
+    normalisation: only with a single lane. ``fuses`` is for `fusion`. ``inplace`` keeps y for the backward and not x:
+    where the activation is invertible, without an addend and with a single lane. A static graph does not tell MXNet's
+    engine that a node writes the running statistics, so two nodes of one layer may run in either order there.
     """
     # MXNet hands a custom operator a temporary copy of an array in oneDNN's layout and frees it while the operator
     # still runs (AllocateNDArrayCopy in src/operator/custom/custom.cc keeps a pointer, no reference). SwapAxis of an
@@ -73,6 +75,7 @@ def sync_batch_norm(
         **activation.attributes(),
         adds=int(addend is not None),
         fuses=int(fuses),
+        inplace=int(inplace),
     )
     x = F.SwapAxis(x, dim1=0, dim2=0) if guarded else x
     if lanes == 1:

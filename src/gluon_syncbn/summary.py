@@ -36,8 +36,8 @@ def summary(net: Block) -> None:
 
     ``slots`` are those of one device; ``contexts`` those of the parameters, once they have been initialised. A layer in
     use by itself, such as one on a single context, is *plain*. ``takes in`` is what a layer does beside: its
-    activation, or what ``convert(fuse=True)`` found behind it, once its graph is recorded. The last line counts the
-    layers of batch normalisation.
+    activation, or what ``convert(fuse=True)`` found behind it, once its graph is recorded; and whether it works in
+    place. The last line counts the layers of batch normalisation.
 
     Parameters
     ----------
@@ -69,14 +69,14 @@ def _rows(block: Block) -> Iterator[Row]:
         mode = replicas.pooling.mode
         if replicas.pooling.group_size:
             mode += f", groups of {replicas.pooling.group_size}"
-        own = described(block._activation, isinstance(block, SyncBatchNormAdd))
+        own = described(block._activation, isinstance(block, SyncBatchNormAdd), block._inplace)
         yield Row(
             named,
             _channels(block),
             mode,
             str(replicas.pooling.virtual_devices),
             _contexts(block),
-            own or taken_in(replicas),
+            taken_in(replicas) or own,
             _statistics(block),
         )
     elif blocks.is_batch_norm(block):

@@ -69,8 +69,8 @@ def SyncBatchNorm(
     name : str, optional
         Name of the node. By default numbered, as MXNet does with a ``BatchNorm``.
     **kwargs
-        ``axis``, ``mode``, ``virtual_devices``, ``group_size``, ``num_devices``, ``running_variance``, ``kvstore``,
-        ``timeout`` of the layer.
+        ``axis``, ``activation``, ``slope``, ``inplace``, ``mode``, ``virtual_devices``, ``group_size``,
+        ``num_devices``, ``running_variance``, ``kvstore``, ``timeout`` of the layer.
 
     Returns
     -------

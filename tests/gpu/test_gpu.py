@@ -250,6 +250,8 @@ BEHIND = {
     "add, relu": (SyncBatchNormAdd, {"activation": "relu"}),
     "add, relu6": (SyncBatchNormAdd, {"activation": "relu6"}),
     "add, leaky": (SyncBatchNormAdd, {"activation": "leaky", "slope": 0.25}),
+    "in place": (SyncBatchNorm, {"inplace": True}),
+    "leaky, in place": (SyncBatchNorm, {"activation": "leaky", "slope": 0.25, "inplace": True}),
 }
 
 
@@ -304,7 +306,7 @@ def test_activation(rng, behind, axis, dtype):
 
 @pytest.mark.parametrize("way", ["eager", "static_shape"])
 @pytest.mark.parametrize("pooling", ["sync, 3 slots", "groups of 2", "local, 8 slots", "shuffle, 2 slots"])
-@pytest.mark.parametrize("behind", ["leaky", "add, relu"])
+@pytest.mark.parametrize("behind", ["leaky", "add, relu", "leaky, in place"])
 def test_activation_in_every_mode(rng, behind, pooling, way):
     """Slots may be empty, and in `shuffle` are normalised with other statistics than their own."""
     batch, contexts = make_batch(rng, 4), gpus(4)
@@ -321,7 +323,7 @@ def test_activation_in_every_mode(rng, behind, pooling, way):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float64"])
-@pytest.mark.parametrize("behind", ["relu", "add", "add, leaky"])
+@pytest.mark.parametrize("behind", ["relu", "add", "add, leaky", "leaky, in place"])
 def test_activation_of_gradients_that_are_added(rng, behind, dtype):
     """To what is there, of x, the addend or neither; or the addend has none. A size that fills no whole float64."""
     batch, contexts = make_batch(rng, 2, spatial=(3, 3), dtype=dtype), gpus(2)
@@ -339,7 +341,7 @@ def test_activation_of_gradients_that_are_added(rng, behind, dtype):
             assert_addends(dz, want, layer, batch, 2 * TOLERANCE[dtype], there)
 
 
-@pytest.mark.parametrize("behind", ["relu", "add, leaky"])
+@pytest.mark.parametrize("behind", ["relu", "add, leaky", "leaky, in place"])
 def test_activation_with_running_statistics(rng, behind):
     """In a graph; nothing flows through them."""
     batch, contexts = make_batch(rng, 2), gpus(2)
@@ -377,16 +379,29 @@ def test_activation_of_a_batch_that_is_left_out(rng, behind):
     assert all(np.isnan(y[:, 2]).all() and not np.isnan(np.delete(y, 2, 1)).any() for y in got.outputs)
 
 
-def test_activation_of_an_empty_shard(rng):
+@pytest.mark.parametrize("behind", ["add, relu", "leaky, in place"])
+def test_activation_of_an_empty_shard(rng, behind):
     batch = make_batch(rng, 2)
     batch.shards[1], batch.heads[1] = np.zeros((0, 5, 4, 6)), np.zeros((0, 5, 4, 6))
-    addends = make_addends(rng, "add, relu", batch)
+    addends = make_addends(rng, behind, batch)
     with mx.util.np_shape(True):
-        layer = prepare(make_behind("add, relu"), batch, gpus(2), "float64")
+        layer = prepare(make_behind(behind), batch, gpus(2), "float64")
         got, dz = run_behind(layer, batch, addends, gpus(2), "float64", grad_req="add")
         want = specification(layer, batch, addends=addends)
         assert_same(got, want, 1e-11)
-        assert_addends(dz, want, layer, batch, 1e-11, batch.shards)
+        if addends is not None:
+            assert_addends(dz, want, layer, batch, 1e-11, batch.shards)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["batch", "running"])
+def test_a_gamma_that_hides_x(rng, training):
+    batch = make_batch(rng, 2, dtype="float32")
+    batch.gamma[3] = 1e-6
+    layer = prepare(make_behind("leaky, in place", prefix="deep_"), batch, gpus(2), "float32", {})
+    with pytest.raises(mx.MXNetError, match=r"'deep' on gpu\(.\): no gradient: gamma of channel 3 is too small"):
+        run_behind(layer, batch, None, gpus(2), "float32", training=training)
+    with suppress(mx.MXNetError):  # the other GPU's
+        nd.waitall()
 
 
 def test_same_bits_every_time(rng):
@@ -767,22 +782,22 @@ def test_what_a_step_costs(rng, pooling, replicas, way, spatial):
     assert_costs((forwards, backwards), replicas, settings, spatial)
 
 
-def assert_costs(directions, replicas, settings, spatial):
+def assert_costs(directions, replicas, settings, spatial, recovers=False):
     shared = replicas > 1 and settings.get("mode") != "local"
     want = {"launches": 2, "to device": 0, "to host": 0, "within": 0, "waits": 1, "collectives": int(shared)}
     if spatial != (4, 6):
         want["launches"] = 3
-    for each in directions:
+    for each, more in zip(directions, (0, int(recovers))):
         for numbers in each[:replicas]:
             del numbers["allocations"]
-            assert numbers == want
+            assert numbers == {**want, "launches": want["launches"] + more}
         assert not any(any(numbers.values()) for numbers in each[replicas:])
 
 
 @pytest.mark.parametrize("spatial", [(4, 6), (180, 190)], ids=["whole", "in chunks"])
 @pytest.mark.parametrize("behind", BEHIND)
 def test_what_an_activation_costs(rng, behind, spatial):
-    """Nothing: no launch, copy or wait is added."""
+    """Nothing: no launch, copy or wait is added, but one that finds x again."""
     if not EMULATED:
         pytest.skip("counts are the emulator's")
     contexts, batch = gpus(2), make_batch(rng, 2, spatial=spatial, dtype="float32")
@@ -800,7 +815,7 @@ def test_what_an_activation_costs(rng, behind, spatial):
     for _ in range(2):
         ys, forwards = counted(forward)
         _, backwards = counted(lambda ys=ys: autograd.backward(ys, heads))
-    assert_costs((forwards, backwards), 2, {}, spatial)
+    assert_costs((forwards, backwards), 2, {}, spatial, recovers="in place" in behind)
 
 
 def test_memory_is_used_again():

@@ -222,6 +222,17 @@ class Kernels:
         sums = self._packed(self._name("grad_sums", activation), "merge_sums", 2 * self.channels, *arrays, more=more)
         return sums if dz is None else (sums, self.gpu.download(dz).reshape(self.x.shape))
 
+    def recover(self, y, kept, gamma, beta, fix_gamma, slope, per_beta=0.0, least=0.0):
+        """x, and the channel that is told; -1 for none."""
+        out = self.output(None)
+        told = self.gpu.upload(np.array([(0, 0, -1, 0.0)], TOLD).view("uint8"))
+        self.gpu.launch(
+            self._name("recover"), self._each(), self.upload(y, 3), out, self.gpu.upload(kept), self.parameters(gamma),
+            self.parameters(beta), np.int32(fix_gamma), np.float64(slope), np.float64(per_beta), np.float64(least),
+            told, *self._sizes(),
+        )  # fmt: skip
+        return self.gpu.download(out).reshape(self.x.shape), self.gpu.download(told).view(TOLD)["at"][0]
+
     def grad_input(self, dy, kept, gathered, users, own, gamma, fix_gamma, start=None, beta=None, activation=None):
         """dx, dgamma, dbeta."""
         out = self.output(start)
@@ -442,6 +453,43 @@ def test_an_activation(gpu, shape, dtype, slots, chunks, width, shifts):
         close(dx, joined(x, slots, gradient) + before, 4 * TOLERANCE[dtype])
         both = own.sum(0).reshape(2, channels)
         close(dbeta / np.abs(both).max(), both[0] / np.abs(both).max(), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(3, 1, 5, 77), (2, 2, 3, 40), (1, 1, 2, 9000), (7, 10, 33, 1)], ids=str)
+@pytest.mark.parametrize(
+    "slots, chunks, width, shifts",
+    [(1, 1, 4, (0, 0, 0, 0)), (3, 2, 32, (0, 0, 1, 0)), (8, 3, 8, (0, 0, 0, 1))],
+)
+@pytest.mark.parametrize("fix_gamma", [False, True])
+def test_recover(gpu, shape, dtype, slots, chunks, width, shifts, fix_gamma):
+    if isinstance(gpu, Cupy) and "CUDA_EMULATOR" in os.environ and dtype != "float32":
+        pytest.skip("on the emulator CuPy only shows that these tests will run on a GPU")
+    x, _, _, gamma, beta = case(shape, dtype, slots, offset=2.0)
+    kernels = Kernels(gpu, x, slots, chunks, width, shifts=shifts)
+    moments, (pooling, *_) = gathered_moments(shape[2], slots + 3), POOLINGS[-1](slots)
+    for slope in (1.0, 0.25):
+        behind = None if slope == 1 else (slope, np.inf)
+        y, kept = kernels.normalise(moments, pooling, gamma, beta, fix_gamma, activation=behind)
+        got, told = kernels.recover(y, kept, gamma, beta, fix_gamma, slope)
+        close(got, x.astype("float64"), 8 * TOLERANCE[dtype])
+        assert told == -1
+
+
+@pytest.mark.parametrize("channels", [5, 700])
+def test_a_gamma_that_recovers_nothing(gpu, channels):
+    """The first such channel is told, whichever thread finds it."""
+    x, _, _, gamma, beta = case((2, 1, channels, 4), "float32", 1)
+    kernels, kept = Kernels(gpu, x), np.ones((1, 1 + 4 * channels))
+    gamma, beta = np.ones(channels), np.zeros(channels)
+
+    def told(fix_gamma=False):
+        return kernels.recover(x, kept, gamma, beta, fix_gamma, 1.0, per_beta=1e-3, least=1e-6)[1]
+
+    for channel, small, beside in ((channels - 1, -0.9e-3, -1), (3, 0, 0), (2, np.nan, 0), (1, 0.5e-6, 0)):
+        assert told() != channel
+        gamma[channel], beta[channel] = small, beside
+        assert told() == channel and told(True) == -1
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -17,6 +17,10 @@ ACTIVATIONS = {
     "relu6": {"activation": "relu6"},
     "leaky": {"activation": "leaky", "slope": 0.25},
 }
+IN_PLACE = {f"{name}, in place": {**ACTIVATIONS[name], "inplace": True} for name in ("none", "leaky")}
+BEHIND = {**ACTIVATIONS, **IN_PLACE}
+# whether something is added, and what stands behind it
+CASES = [(adds, name) for adds in (False, True) for name in ACTIVATIONS] + [(False, name) for name in IN_PLACE]
 MODES = {
     "sync": {},
     "groups": {"group_size": 2},
@@ -94,36 +98,34 @@ def specification_of_z(layer, batch, given, settings):
 
 @pytest.mark.parametrize("axis, spatial", [(1, (4, 6)), (1, (5, 7)), (-1, (4, 6))], ids=str)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
-def test_equals_the_specification(case, contexts, adds, activation, dtype, axis, spatial):
+@pytest.mark.parametrize("adds, behind", CASES)
+def test_equals_the_specification(case, contexts, adds, behind, dtype, axis, spatial):
     batch, addends = case(3, dtype, axis=axis, spatial=spatial)
-    layer = prepare(make(adds, axis=axis, **ACTIVATIONS[activation]), batch, contexts[:3], dtype)
+    layer = prepare(make(adds, axis=axis, **BEHIND[behind]), batch, contexts[:3], dtype)
     check(layer, batch, addends, contexts, dtype, axis=axis)
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "eager"])
-@pytest.mark.parametrize("activation", ["relu6", "leaky"])
-@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
-def test_in_graphs(case, contexts, adds, activation, way):
+@pytest.mark.parametrize("adds, behind", [case for case in CASES if case[1] not in ("none", "relu")])
+def test_in_graphs(case, contexts, adds, behind, way):
     batch, addends = case(2)
-    layer = prepare(make(adds, **ACTIVATIONS[activation]), batch, contexts[:2], "float64", WAYS[way])
+    layer = prepare(make(adds, **BEHIND[behind]), batch, contexts[:2], "float64", WAYS[way])
     check(layer, batch, addends, contexts, node=0)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
-def test_in_each_mode(case, contexts, adds, mode):
+@pytest.mark.parametrize("adds, behind", [case for case in CASES if "leaky" in case[1]])
+def test_in_each_mode(case, contexts, adds, behind, mode):
     gluon_syncbn.configure(seed=3)
     batch, addends = case(4)
-    layer = prepare(make(adds, **ACTIVATIONS["leaky"], **MODES[mode]), batch, contexts[:4], "float64")
+    layer = prepare(make(adds, **BEHIND[behind], **MODES[mode]), batch, contexts[:4], "float64")
     check(layer, batch, addends, contexts, seed=3)
 
 
-@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
-def test_gradients_that_are_added(case, contexts, adds):
+@pytest.mark.parametrize("adds, behind", [(False, "relu"), (True, "relu"), (False, "leaky, in place")])
+def test_gradients_that_are_added(case, contexts, adds, behind):
     batch, addends = case(2)
-    layer = prepare(make(adds, activation="relu"), batch, contexts[:2], "float64")
+    layer = prepare(make(adds, **BEHIND[behind]), batch, contexts[:2], "float64")
     check(layer, batch, addends, contexts, before=0.75)
 
 
@@ -196,13 +198,12 @@ def test_a_gradient_that_nobody_asks_for(case, contexts, asked):
 
 
 @pytest.mark.parametrize("way", ["eager", "hybrid"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
-def test_prediction_and_frozen_statistics(case, contexts, adds, activation, way):
+@pytest.mark.parametrize("adds, behind", CASES)
+def test_prediction_and_frozen_statistics(case, contexts, adds, behind, way):
     (batch, addends), context = case(1), contexts[0]
     x, other = nd.array(batch.shards[0], dtype="float64"), nd.array(addends[0], dtype="float64")
     for use_global_stats in (False, True):
-        layer = make(adds, use_global_stats=use_global_stats, **ACTIVATIONS[activation])
+        layer = make(adds, use_global_stats=use_global_stats, **BEHIND[behind])
         prepare(layer, batch, [context], "float64", WAYS[way])
         layer.running_mean.set_data(nd.arange(5, dtype="float64"))
         layer.running_var.set_data(nd.arange(1, 6, dtype="float64"))

@@ -201,13 +201,22 @@ def one_step(layer, batch, contexts, addends=None, plain=(), req="write"):
     return collect(layer, ys, gradients[0], contexts), [g.asnumpy() for g in gradients[-1]]
 
 
-ACTIVATIONS = [{}, {"activation": "relu6"}, {"activation": "leaky", "slope": 0.25}]
+BEHIND = {
+    "none": (False, {}),
+    "relu6": (False, {"activation": "relu6"}),
+    "leaky": (False, {"activation": "leaky", "slope": 0.25}),
+    "none, in place": (False, {"inplace": True}),
+    "leaky, in place": (False, {"activation": "leaky", "slope": 0.25, "inplace": True}),
+    "added": (True, {"activation": None}),
+    "added, relu6": (True, {"activation": "relu6"}),
+    "added, leaky": (True, {"activation": "leaky", "slope": 0.25}),
+}
 
 
 @pytest.mark.parametrize("spatial", [(9,), (4, 6), (15, 15), (3, 4, 2)], ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=["none", "relu6", "leaky"])
-@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
-def test_blocks_of_channels(contexts, rng, adds, activation, spatial):
+@pytest.mark.parametrize("behind", BEHIND)
+def test_blocks_of_channels(contexts, rng, behind, spatial):
+    adds, activation = BEHIND[behind]
     batch = make_batch(rng, 3, channels=32, spatial=spatial, dtype="float32")
     addends = [rng.randn(*x.shape).astype("float32") for x in batch.shards] if adds else None
     layer = (SyncBatchNormAdd if adds else SyncBatchNorm)(in_channels=32, **activation)

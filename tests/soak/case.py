@@ -125,6 +125,8 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
     dtype = _one(rng, ("float32", "float64") + ("float16",) * (net == "layer"))
     # Rounding decides on which side of 0 a value is, and with it about a gradient: in float64 too seldom to be seen.
     activation = _one(rng, (None, "relu", "relu6", "leaky")) if dtype == "float64" and perhaps(0.5) else None
+    # Nor does float16 keep x to the last digit.
+    inplace = dtype != "float16" and activation in (None, "leaky") and perhaps(0.3)
     trainer = {"kvstore": _one(rng, ("device", "local")), "update_on_kvstore": perhaps(0.5)}
     return Case(
         seed=seed,
@@ -142,6 +144,7 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
             "center": not perhaps(0.1),
             "use_global_stats": net == "layer" and perhaps(0.03),
             "activation": activation,
+            "inplace": inplace,
         },
         pooling=pooling,
         kvstore=_one(rng, (None, None, "device", "local")),

@@ -111,6 +111,7 @@ LAYER = {
     "num_devices": "optional count",
     "activation": "activation",
     "slope": "between 0 and 1",
+    "inplace": "flag",
     "mode": "mode",
     "virtual_devices": "count",
     "group_size": "optional count",

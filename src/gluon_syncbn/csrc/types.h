@@ -1,6 +1,7 @@
 // Plain values that the operator, the meetings and every kernel share.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <vector>
@@ -24,6 +25,17 @@ struct Activation {
     double slope = 1, ceiling = std::numeric_limits<double>::infinity();
     bool any() const { return slope != 1; }
 };
+
+// Which gammas let xhat be found again, to a 32nd of a standard deviation, from what `type` keeps of gamma * xhat + beta.
+struct Invertible {
+    double per_beta, least;
+    bool operator()(double gamma, double beta) const { return std::abs(gamma) > per_beta * std::abs(beta) + least; }
+};
+inline Invertible invertible_by(Type type) {
+    if (type == Type::kFloat64) return {32 * 0x1p-53, 32 * std::numeric_limits<double>::min()};
+    if (type == Type::kFloat32) return {32 * 0x1p-24, 32 * std::numeric_limits<float>::min()};
+    return {32 * 0x1p-11, 32 * 0x1p-24};
+}
 
 // A tensor of 2 to 5 dimensions seen from its channel axis: [outer][channels][inner], row-major.
 // Channels-first has inner = product of the spatial extents, channels-last has inner = 1.

@@ -138,6 +138,26 @@ void Backend::grad_input(const void* dy, Array x, const Tensor& tensor, const Af
     }
 }
 
+void Backend::recover(const void* y, const Tensor& tensor, const Affine& affine, void* x) const {
+    const Vector shift = shift_of(tensor, affine);
+    for (const Slot& slot : tensor.slots) {
+        if (!slot.used) continue;
+        const Vector scale = scale_of(slot, tensor, affine);
+        cpu::recover(work(tensor, slot), at(y, tensor, slot),
+                     {slot.used->mean.data(), scale.data(), shift.data(), affine.activation}, at(x, tensor, slot));
+    }
+}
+
+int64_t Backend::first_not_invertible(const Tensor& tensor, const Affine& affine) const {
+    if (affine.fix_gamma) return -1;
+    const Vector gamma = vector(affine.gamma, tensor.parameter_type(), tensor.shape.channels);
+    const Vector beta = shift_of(tensor, affine);
+    const Invertible invertible = invertible_by(tensor.type);
+    for (size_t c = 0; c < gamma.size(); ++c)
+        if (!invertible(gamma[c], beta[c])) return static_cast<int64_t>(c);
+    return -1;
+}
+
 void Backend::copy(const void* from, Type type, int64_t n, Array to, bool add) const {
     if (!add)
         std::memcpy(data(to), from, static_cast<size_t>(n * size_of(type)));

@@ -41,6 +41,7 @@ struct Behind {
         const FloatLanes above = ceiling < *z ? ceiling : *z, below = (*z > floor ? *z : floor) * slope;
         *z = *z <= 0 ? below : above;
     }
+    SYNCBN_METHOD void undo(FloatLanes* y) const { *y = *y > 0 ? *y : *y / slope; }
     SYNCBN_METHOD void rectify_grad(const FloatLanes& z, FloatLanes* grad) const {
         *grad = (z > 0) & (z < ceiling) ? *grad : *grad * slope;
     }
@@ -56,6 +57,7 @@ struct LanesOfZ {
         load_lanes(z.shift + channel, &shift);
     }
     SYNCBN_METHOD void of(const FloatLanes& x, FloatLanes* z) const { *z = ((x - high) - low) * scale + shift; }
+    SYNCBN_METHOD void back(const FloatLanes& z, FloatLanes* x) const { *x = ((z - shift) / scale + low) + high; }
 };
 
 // How many of them a position is: a type, for the leaves' templates.
@@ -235,9 +237,9 @@ SYNCBN_INLINE void part_normalise(const float* __restrict__ x, const float* __re
 }
 
 template <bool Add, bool Rectify, int K>
-SYNCBN_INLINE void part_grad_input(const float* __restrict__ dy, const float* __restrict__ x, float* __restrict__ dx,
-                                   const Shape& shape, const Part& part, const ColumnGradInput<float>& constants,
-                                   const ColumnRectified<float>& rectified, Vectors<K>) {
+SYNCBN_INLINE void part_grad_input(const float* dy, const float* x, float* dx, const Shape& shape, const Part& part,
+                                   const ColumnGradInput<float>& constants, const ColumnRectified<float>& rectified,
+                                   Vectors<K>) {
     constexpr int64_t kBlock = K * kLanes;
     const Behind behind(rectified.slope, rectified.ceiling);
     for (int64_t position = part.first; position < part.last;) {
@@ -267,6 +269,30 @@ SYNCBN_INLINE void part_grad_input(const float* __restrict__ dy, const float* __
                     behind.rectify_grad(at_z, &grads);
                 }
                 put<Add>(dx + at, scale[k] * ((grads - mean_dz[k]) - ((values - high[k]) - low[k]) * slopes[k]));
+            }
+    }
+}
+
+template <int K>
+SYNCBN_INLINE void part_recover(const float* __restrict__ y, float* __restrict__ x, const Shape& shape,
+                                const Part& part, const ColumnRectified<float>& constants) {
+    constexpr int64_t kBlock = K * kLanes;
+    const Behind behind(constants.slope, constants.ceiling);
+    for (int64_t position = part.first; position < part.last;) {
+        const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
+        const int64_t channel = image * kBlock % shape.channels;
+        LanesOfZ z[K];
+#pragma GCC unroll 2
+        for (int k = 0; k < K; ++k) z[k].take(constants, channel + k * kLanes);
+        for (; position < last; ++position)
+#pragma GCC unroll 2
+            for (int k = 0; k < K; ++k) {
+                const int64_t at = position * kBlock + k * kLanes;
+                FloatLanes value, out;
+                load_lanes(y + at, &value);
+                behind.undo(&value);
+                z[k].back(value, &out);
+                store_lanes(out, x + at);
             }
     }
 }
@@ -302,6 +328,11 @@ SYNCBN_CLONES void leaf_grad_input(const float* dy, const float* x, float* dx, c
     shape.block == kLanes
         ? SYNCBN_GRAD_INPUT(part_grad_input, z.slope, add, dy, x, dx, shape, part, constants, z, Vectors<1>())
         : SYNCBN_GRAD_INPUT(part_grad_input, z.slope, add, dy, x, dx, shape, part, constants, z, Vectors<2>());
+}
+
+SYNCBN_CLONES void leaf_recover(const float* y, float* x, const Shape& shape, const Part& part,
+                                const ColumnRectified<float>& z) {
+    shape.block == kLanes ? part_recover<1>(y, x, shape, part, z) : part_recover<2>(y, x, shape, part, z);
 }
 
 // ---- who works on what ---------------------------------------------------------------------------------------
@@ -391,6 +422,11 @@ void grad_input(const Work& work, const float* dy, const float* x, const GradInp
     for_parts(work, [&](const Part& part) {
         leaf_grad_input(dy, x, dx, work.shape, part, column, constants.from(0), with.add);
     });
+}
+
+void recover(const Work& work, const float* y, const Rectified& with, float* x) {
+    const Columns<float> constants(columns_of(work.shape), with, true);
+    for_parts(work, [&](const Part& part) { leaf_recover(y, x, work.shape, part, constants.from(0)); });
 }
 
 }  // namespace blocked

@@ -12,6 +12,7 @@ void normalise(const Work& work, const float* x, const Normalise& with, float* y
 void grad_sums(const Work& work, const float* dy, const float* x, const GradSums& with, double* sum_dz,
                double* sum_dz_xhat);
 void grad_input(const Work& work, const float* dy, const float* x, const GradInput& with, float* dx);
+void recover(const Work& work, const float* y, const Rectified& with, float* x);
 
 }  // namespace blocked
 }  // namespace cpu

@@ -171,14 +171,24 @@ SYNCBN_INLINE void row_normalise(const T* __restrict__ x, const T* __restrict__ 
 }
 
 template <bool Add, bool Rectify, typename T, typename C = typename Value<T>::Compute>
-SYNCBN_INLINE void row_grad_input(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx, int64_t n,
-                                  const RowGradInput& row, const RowRectified<C>& z) {
+SYNCBN_INLINE void row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row,
+                                  const RowRectified<C>& constants) {
+    const RowRectified<C> z = constants;  // a copy, which no value of dx can be part of
     const Split<C> m(row.mean);
     const C a = static_cast<C>(row.scale), g = static_cast<C>(row.mean_dz), k = static_cast<C>(row.slope);
+#pragma GCC ivdep  // dx may be x, but is never a part of it that is still to be read
     for (int64_t i = 0; i < n; ++i) {
         const C value = Value<T>::load(x + i), grad = Value<T>::load(dy + i);
         const C dz = Rectify ? z.through(grad, value) : grad;
         put<Add>(dx + i, a * ((dz - g) - ((value - m.high) - m.low) * k));
+    }
+}
+
+template <typename T, typename C = typename Value<T>::Compute>
+SYNCBN_INLINE void row_recover(const T* __restrict__ y, T* __restrict__ x, int64_t n, const RowRectified<C>& z) {
+    for (int64_t i = 0; i < n; ++i) {
+        const C value = unrectified(Value<T>::load(y + i), z.slope);
+        Value<T>::store(x + i, ((value - z.shift) / z.scale + z.mean.low) + z.mean.high);
     }
 }
 
@@ -233,9 +243,8 @@ SYNCBN_INLINE void column_normalise(const T* __restrict__ x, const T* __restrict
 }
 
 template <bool Add, bool Rectify, typename T, typename C>
-SYNCBN_INLINE void column_grad_input(const T* __restrict__ dy, const T* __restrict__ x, T* __restrict__ dx,
-                                     int64_t rows, int64_t columns, const ColumnGradInput<C>& column,
-                                     const ColumnRectified<C>& z) {
+SYNCBN_INLINE void column_grad_input(const T* dy, const T* x, T* dx, int64_t rows, int64_t columns,
+                                     const ColumnGradInput<C>& column, const ColumnRectified<C>& z) {
     const C *__restrict__ high = column.high, *__restrict__ low = column.low, *__restrict__ a = column.scale,
             *__restrict__ g = column.mean_dz, *__restrict__ k = column.slope;
     const C* __restrict__ z_high = z.high;
@@ -244,11 +253,27 @@ SYNCBN_INLINE void column_grad_input(const T* __restrict__ dy, const T* __restri
     const C* __restrict__ z_shift = z.shift;
     const C slope = z.slope, ceiling = z.ceiling;
     for (int64_t r = 0; r < rows; ++r, x += columns, dy += columns, dx += columns)
+#pragma GCC ivdep  // as in a row
         for (int64_t c = 0; c < columns; ++c) {
             const C value = Value<T>::load(x + c), grad = Value<T>::load(dy + c);
             const C at = Rectify ? ((value - z_high[c]) - z_low[c]) * z_scale[c] + z_shift[c] : 0;
             const C dz = Rectify ? grad_rectified(grad, at, slope, ceiling) : grad;
             put<Add>(dx + c, a[c] * ((dz - g[c]) - ((value - high[c]) - low[c]) * k[c]));
+        }
+}
+
+template <typename T, typename C>
+SYNCBN_INLINE void column_recover(const T* __restrict__ y, T* __restrict__ x, int64_t rows, int64_t columns,
+                                  const ColumnRectified<C>& z) {
+    const C* __restrict__ high = z.high;
+    const C* __restrict__ low = z.low;
+    const C* __restrict__ a = z.scale;
+    const C* __restrict__ b = z.shift;
+    const C slope = z.slope;
+    for (int64_t r = 0; r < rows; ++r, x += columns, y += columns)
+        for (int64_t c = 0; c < columns; ++c) {
+            const C value = unrectified(Value<T>::load(y + c), slope);
+            Value<T>::store(x + c, ((value - b[c]) / a[c] + low[c]) + high[c]);
         }
 }
 
@@ -272,6 +297,13 @@ SYNCBN_INLINE void column_grad_input(const T* __restrict__ dy, const T* __restri
     SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row,        \
                                            const RowRectified<C>& z, bool add) {                                      \
         SYNCBN_GRAD_INPUT(row_grad_input, z.slope, add, dy, x, dx, n, row, z);                                        \
+    }                                                                                                                 \
+    SYNCBN_CLONES void leaf_row_recover(const T* y, T* x, int64_t n, const RowRectified<C>& z) {                      \
+        row_recover(y, x, n, z);                                                                                      \
+    }                                                                                                                 \
+    SYNCBN_CLONES void leaf_column_recover(const T* y, T* x, int64_t rows, int64_t columns,                           \
+                                           const ColumnRectified<C>& z) {                                             \
+        column_recover(y, x, rows, columns, z);                                                                       \
     }                                                                                                                 \
     SYNCBN_CLONES void leaf_row_grad_rectified(const T* dy, const T* y, T* dz, int64_t n, C slope, C ceiling) {       \
         row_grad_rectified(dy, y, dz, n, slope, ceiling);                                                             \
@@ -300,7 +332,7 @@ SYNCBN_LEAVES(float, float)
 SYNCBN_LEAVES(double, double)
 SYNCBN_LEAVES(Half, float)
 
-// ---- the four kernels: who works on what --------------------------------------------------------------------
+// ---- the kernels: who works on what --------------------------------------------------------------------
 
 // Calls leaf(first_row, rows, first_column, columns, block) for every tile of [outer][channels * inner];
 // blocks are cut by the shape alone, so that the order of a sum is the same for any number of threads.
@@ -478,6 +510,24 @@ void grad_input_of(const Work& work, const T* dy, const T* x, const GradInput& w
     });
 }
 
+template <typename T, typename C = typename Value<T>::Compute>
+void recover_of(const Work& work, const T* y, const Rectified& with, T* x) {
+    const Shape& shape = work.shape;
+    const int threads = work.useful_threads();
+    if (shape.inner >= kShortRow) {
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        for (int64_t row = 0; row < shape.outer * shape.channels; ++row) {
+            const int64_t at = row * shape.inner;
+            leaf_row_recover(y + at, x + at, shape.inner, RowRectified<C>(with, row % shape.channels));
+        }
+        return;
+    }
+    const Columns<C> constants(shape, with, true);
+    for_rows(shape, threads, [&](int64_t at, int64_t rows, int64_t columns) {
+        leaf_column_recover(y + at, x + at, rows, columns, constants.from(0));
+    });
+}
+
 // Calls f with a null pointer of the data's type.
 template <typename F>
 void with_type(Type type, const F& f) {
@@ -535,6 +585,15 @@ void grad_input(const Work& work, const void* dy, const void* x, const GradInput
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
         grad_input_of(work, static_cast<const T*>(dy), static_cast<const T*>(x), with, static_cast<T*>(dx));
+    });
+}
+
+void recover(const Work& work, const void* y, const Rectified& with, void* x) {
+    if (in_blocks(work.shape))
+        return blocked::recover(work, static_cast<const float*>(y), with, static_cast<float*>(x));
+    with_type(work.type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        recover_of(work, static_cast<const T*>(y), with, static_cast<T*>(x));
     });
 }
 

@@ -1,4 +1,4 @@
-// The layer's arithmetic on a CPU: four functions, each one pass over memory, on plain values and nothing of MXNet's.
+// The layer's arithmetic on a CPU: five functions, each one pass over memory, on plain values and nothing of MXNet's.
 // Statistics are float64 whatever the data is; results do not depend on the number of threads. All tensors of a call have the
 // same shape and layout.
 #pragma once
@@ -43,7 +43,8 @@ struct GradSums {
     void* dz;       // where y is given
 };
 
-// dx = scale * (dz - mean_dz - (x - mean) * slope), added to dx where `add`, with dz from dy and x. [channels] each.
+// dx = scale * (dz - mean_dz - (x - mean) * slope), added to dx where `add`, with dz from dy and x. [channels] each. dx may lie
+// where x does.
 struct GradInput {
     Rectified with;
     const double* mean;
@@ -59,6 +60,8 @@ void normalise(const Work& work, const void* x, const Normalise& with, void* y);
 void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
                double* sum_dz_xhat);
 void grad_input(const Work& work, const void* dy, const void* x, const GradInput& with, void* dx);
+// x of the y that `normalise` makes of it, where the slope is above 0, there is no ceiling, and nothing was added.
+void recover(const Work& work, const void* y, const Rectified& with, void* x);
 
 // Instruction set that serves here: "avx512f", "avx2" or "baseline".
 const char* instruction_set();

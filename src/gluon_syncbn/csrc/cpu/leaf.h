@@ -72,6 +72,12 @@ SYNCBN_INLINE C grad_rectified(C grad, C z, C slope, C ceiling) {
     return (z > 0) & (z < ceiling) ? grad : grad * slope;
 }
 
+// What has become of z, undone; for slopes above 0.
+template <typename C>
+SYNCBN_INLINE C unrectified(C y, C slope) {
+    return y > 0 ? y : y / slope;
+}
+
 // One value per column from one per channel.
 template <typename C>
 std::vector<C> spread(Shape shape, const double* per_channel, bool low_part = false) {

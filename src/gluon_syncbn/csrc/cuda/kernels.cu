@@ -153,6 +153,7 @@ struct Normal {
     Wide scale = 0, shift = 0;
 
     __device__ Wide of(Wide x) const { return mean.below(x) * scale + shift; }
+    __device__ Wide back(Wide z) const { return ((z - shift) / scale + mean.low) + mean.high; }
 };
 
 // `Activation` of csrc/types.h; slope 0 gives 0 for minus infinity too. A NaN stays one.
@@ -165,6 +166,8 @@ struct Activation {
     __device__ Wide of(Wide z) const {
         return z <= 0 ? (slope == 0 ? 0 : slope * z) : z > ceiling ? ceiling : z;
     }
+    // z from y, where the slope is above 0 and there is no ceiling.
+    __device__ Wide back(Wide y) const { return y > 0 ? y : y / slope; }
     // The gradient with respect to z, in whose place y will do.
     __device__ Wide through(Wide grad, Wide z) const { return (z > 0) & (z < ceiling) ? grad : grad * slope; }
 };
@@ -667,6 +670,40 @@ struct GradInput {
     }
 };
 
+// x from the y that `Normalise` made of it.
+template <typename T, typename P>
+struct Recover {
+    typedef typename Number<T>::Wide Wide;
+    const T* y;
+    T* x;
+    const double* kept;
+    const P *gamma, *beta;
+    bool fix_gamma;
+    Index channels;
+    Activation<Wide> activation;
+    Normal<Wide> normal = Normal<Wide>();
+
+    __device__ void use(Index slot, Index channel) {
+        const double* mine = kept + slot * kept_length(channels) + 1 + channel;
+        normal = {Split<Wide>(mine[0]), static_cast<Wide>(mine[channels] * (fix_gamma ? 1.0 : gamma[channel])),
+                  static_cast<Wide>(beta[channel])};
+    }
+    template <int kUnit>
+    __device__ void apply(Index offset, Index stride, int n) const {
+        constexpr int kCount = Batch<kUnit>::kCount;
+        Pack<T, kUnit> packs[kCount];
+        load_batch<T>(packs, y + offset, stride, n);
+#pragma unroll
+        for (int j = 0; j < kCount; ++j) {
+#pragma unroll
+            for (int i = 0; i < kUnit; ++i)
+                packs[j].values[i] =
+                    Number<T>::narrow(normal.back(activation.back(Number<T>::widen(packs[j].values[i]))));
+            if (j < n) store<T, kUnit>(x + offset + j * stride, packs[j]);
+        }
+    }
+};
+
 __device__ inline Index thread() { return Index(blockIdx.x) * kThreads + threadIdx.x; }
 
 // Threads of a launch, and the number of this one, whatever the grid: for what is done once for each channel by the way.
@@ -678,7 +715,7 @@ __device__ inline Index any_thread() {
 // What the host says to a launch that is on its way, and hears of it.
 struct Told {
     int given_up;  // the step has failed
-    Index at;      // of the replica's packed moments, the first that is not finite
+    Index at;      // of the replica's packed moments, the first that is not finite; of `recover`, see there
     double value;  // which it is
 };
 
@@ -764,6 +801,25 @@ __device__ void keep(const Source<P>& source, const Pools& pools, Index slots, d
     }
 }
 
+// The first channel whose gamma is too small beside beta, found by the first block: `Invertible` of csrc/types.h.
+template <typename P>
+__device__ void tell_not_invertible(const P* gamma, const P* beta, Index channels, double per_beta, double least,
+                                    volatile Told* told) {
+    if (blockIdx.x + blockIdx.y + blockIdx.z > 0) return;
+    __shared__ Index first[kThreads];
+    first[threadIdx.x] = channels;
+    for (Index channel = threadIdx.x; channel < channels && first[threadIdx.x] == channels; channel += kThreads) {
+        const bool enough = fabs(static_cast<double>(gamma[channel])) >
+                            per_beta * fabs(static_cast<double>(beta[channel])) + least;
+        if (!enough) first[threadIdx.x] = channel;
+    }
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    Index found = channels;
+    for (int i = 0; i < kThreads; ++i) found = first[i] < found ? first[i] : found;
+    if (found < channels) told->at = found;
+}
+
 // Of this replica's own slots, each [2][channels].
 template <typename P>
 __device__ void parameter_gradients(const double* own, Index slots, Index channels, bool fix_gamma, P* dgamma,
@@ -796,6 +852,8 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
 //             fewer. normalise adds `addend`, where not null, and rectifies. grad_sums takes dz, the gradient with respect to
 //             z, by a z that it computes again or, where y is not null, by y; and leaves it in `dz` where that is not null.
 //             grad_input computes z again; whoever has dz gives that to the other.
+// recover     x from the y of normalise without an addend, by what that has `kept`; grid as for it. In told->at the first channel
+//             where that cannot be.
 // update_running  running <- momentum * running + (1 - momentum) * batch, for batch [1 or 0, mean[C], variance[C]].
 // merge_moments, merge_sums  chunks of a slot put together. Grid: a warp for each slot and channel.
 // copy        to = from, added where `add`.
@@ -875,6 +933,17 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
         parameter_gradients(own, slots, channels, fix_gamma != 0, dgamma, add_dgamma != 0, dbeta, add_dbeta != 0);     \
     }
 
+#define SYNCBN_RECOVERING_KERNELS(TYPE, T, P)                                                                          \
+    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
+        recover_##TYPE(const T* y, T* x, const double* kept, const P* gamma, const P* beta, int fix_gamma,             \
+                       double slope, double per_beta, double least, Told* told, Index samples, Index per_sample,       \
+                       Index channels, Index inner, Index slots, int width, Index segment) {                           \
+        const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
+        Recover<T, P> map = {y, x, kept, gamma, beta, fix_gamma != 0, channels, {slope, 0}};                           \
+        each<T>(map, layout, width, segment, aligned(x) && aligned(y));                                                \
+        if (fix_gamma == 0) tell_not_invertible(gamma, beta, channels, per_beta, least, told);                         \
+    }
+
 #define SYNCBN_PARAMETER_KERNELS(TYPE, P)                                                                              \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
         update_running_##TYPE(const double* batch, double momentum, P* running_mean, P* running_var, Index channels) { \
@@ -892,6 +961,9 @@ SYNCBN_ACTIVATED_KERNELS(float64, false, double, double)
 SYNCBN_ACTIVATED_KERNELS(activated_float16, true, Half, float)
 SYNCBN_ACTIVATED_KERNELS(activated_float32, true, float, float)
 SYNCBN_ACTIVATED_KERNELS(activated_float64, true, double, double)
+SYNCBN_RECOVERING_KERNELS(float16, Half, float)
+SYNCBN_RECOVERING_KERNELS(float32, float, float)
+SYNCBN_RECOVERING_KERNELS(float64, double, double)
 SYNCBN_PARAMETER_KERNELS(float32, float)
 SYNCBN_PARAMETER_KERNELS(float64, double)
 

@@ -171,6 +171,13 @@ Affine Call::affine(const Arrays& arrays, int inputs) const {
     return {arrays[inputs + kGamma], arrays[inputs + kBeta], node_.fix_gamma, node_.activation};
 }
 
+void Call::refuse_to_recover(int64_t channel) const {
+    throw Failure("no gradient: gamma of channel " + std::to_string(channel) +
+                  " is too small beside beta to find x from " + name_of(tensor_.type) +
+                  " outputs (inplace=True). Train this layer with inplace=False, or keep its " +
+                  "gamma from 0: it must not begin there, and weight decay must leave it alone (wd_mult = 0).");
+}
+
 // ---- statistics ----------------------------------------------------------------------------------------------
 
 void Call::sit_down() {

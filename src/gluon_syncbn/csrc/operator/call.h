@@ -26,8 +26,9 @@ struct Node {
     Role role = Role::kWhole;
     size_t lanes = 1;
     Activation activation;
-    bool adds = false;    // a fourth input to what is normalised, before the activation
-    int64_t number = -1;  // which node of a graph this is, the same on all contexts; -1 for an eager call
+    bool adds = false;     // a fourth input to what is normalised, before the activation
+    int64_t number = -1;   // which node of a graph this is, the same on all contexts; -1 for an eager call
+    bool inplace = false;  // the backward gets y in the place of x, and finds x again
     int axis = 1;
     double epsilon = 1e-5, momentum = 0.9;
     bool fix_gamma = false;
@@ -119,6 +120,7 @@ class Call {
     void assign(const std::vector<double>& counts, size_t first, int64_t key);
     int64_t channels() const { return tensor_.shape.channels; }
     Affine affine(const Arrays& arrays, int inputs) const;
+    [[noreturn]] void refuse_to_recover(int64_t channel) const;
 
     const Node node_;
     const std::string context_;

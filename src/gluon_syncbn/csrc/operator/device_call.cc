@@ -114,6 +114,10 @@ class DeviceCall : public Call {
         scratch_.push_back(memory(size));
         return scratch_.back().data();
     }
+    // The size of the data.
+    int64_t in_doubles() const {
+        return ceil_div(tensor_.shape.size() * size_of(tensor_.type), int64_t{sizeof(double)});
+    }
     // For the numbers of all replicas, zero but for `size` of this one.
     Memory memory_for_all(int64_t size) {
         const std::vector<std::string>& all = place_.meeting->contexts;  // one replica on each
@@ -133,6 +137,8 @@ class DeviceCall : public Call {
     // The packed vectors of all replicas, from those of this one. The counts of their slots come back in the forward.
     Total gather(Direction direction, int64_t length);
     void run_normalise(const Arrays& arrays, int req, const PoolsOfSlots& pools, void* batch);
+    // x, from y, into the room of dx or of scratch.
+    void* recovered(const Arrays& arrays, const int* reqs);
     void copy_data(const void* from, Type type, int64_t n, void* to, bool add);
     PoolsOfSlots used() const;
     PoolsOfSlots users() const;
@@ -146,6 +152,7 @@ class DeviceCall : public Call {
     std::shared_ptr<Gathered> gathered_;  // the same
     bool may_be_posted_ = false;          // others may put something on the stream
     bool tells_ = false;                  // the forward has said whether the moments are finite
+    bool recovers_ = false;               // the backward has said whether x could be found
     bool kept_for_repetition_ = false;    // what was gathered
     int64_t spread_ = 0;                  // replicas of all processes, where GPUs of several meet
     Direction direction_ = Direction::kForward;
@@ -409,13 +416,29 @@ void DeviceCall::track(const Arrays& arrays) {
 
 // ---- backward ------------------------------------------------------------------------------------------------------
 
+void* DeviceCall::recovered(const Arrays& arrays, const int* reqs) {
+    const Affine affine = this->affine(arrays, node_.outputs());
+    void* x = reqs[kX] == kWrite ? data(arrays[node_.gradients() + kX]) : scratch(in_doubles());
+    if (tensor_.shape.size() == 0) return x;
+    const Plan plan = plan_of(tensor_);
+    const Invertible invertible = invertible_by(tensor_.type);
+    const int fix_gamma = affine.fix_gamma;
+    run(named("recover", tensor_.type), plan.each(),
+        {data(arrays[node_.outputs() + node_.inputs()]), x, kept_.data(), data(affine.gamma), data(affine.beta),
+         fix_gamma, affine.activation.slope, invertible.per_beta, invertible.least, work().lease.told(), plan.samples,
+         plan.per_sample, plan.shape.channels, plan.shape.inner, plan.slots, plan.width, plan.segment});
+    recovers_ = true;
+    return x;
+}
+
 // dz, the gradient with respect to z of `Affine`, is the addend's too. Where there is an addend, `grad_sums` writes dz and
 // `grad_input` reads that; else both make it of dy, by a z that they compute again.
 void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
     const int inputs = node_.outputs(), gradients = node_.gradients();
     const Affine affine = this->affine(arrays, inputs);
     const bool rectifies = affine.activation.any();
-    const void *dy = data(arrays[0]), *x = data(arrays[inputs + kX]), *gamma = data(affine.gamma);
+    const void *dy = data(arrays[0]), *gamma = data(affine.gamma);
+    const void* x = node_.inplace ? recovered(arrays, reqs) : data(arrays[inputs + kX]);
     const void *beta = nullptr, *y = nullptr;
     const int fix_gamma = affine.fix_gamma;
     void* dz = nullptr;
@@ -424,7 +447,7 @@ void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
         if (reqs[kAddend] == kWrite || reqs[kAddend] == kInplace)
             dz = data(arrays[gradients + kAddend]);
         else if (rectifies)
-            dz = scratch(ceil_div(tensor_.shape.size() * size_of(tensor_.type), int64_t{sizeof(double)}));
+            dz = scratch(in_doubles());
     } else if (rectifies) {
         beta = data(affine.beta);
     }
@@ -532,15 +555,16 @@ void DeviceCall::finish() {
     if (!work_) return;
     wait();
     if (tells_) look_at(work_->lease.told()->at, work_->lease.told()->value);
+    if (recovers_ && work_->lease.told()->at >= 0) refuse_to_recover(work_->lease.told()->at);
     if (kept_for_repetition_) remember(gathered_);
-    tells_ = kept_for_repetition_ = false;
+    tells_ = recovers_ = kept_for_repetition_ = false;
     scratch_.clear();
     gathered_.reset();
     work_.reset();
 }
 
 void DeviceCall::clear_up() {
-    tells_ = kept_for_repetition_ = false;
+    tells_ = recovers_ = kept_for_repetition_ = false;
     if (!work_) return;
     work_->lease.told()->given_up = 1;
     bool idle = false;

@@ -37,6 +37,11 @@ class HostCall : public Call {
   private:
     int threads() const;
     void write_output(const Arrays& arrays, int req);
+    // x, from y, into the room of dx or of `scratch`.
+    void* recovered(const Arrays& arrays, const int* reqs, std::vector<char>* scratch) const;
+    std::vector<char> room() const {
+        return std::vector<char>(static_cast<size_t>(tensor_.shape.size() * size_of(tensor_.type)));
+    }
     std::shared_ptr<const Statistic> statistic(const Vector& moments) const;
     // Gives the slots their statistics.
     void assign_statistics(const Total& moments);
@@ -168,18 +173,34 @@ void HostCall::write_output(const Arrays& arrays, int req) {
 
 // ---- backward ------------------------------------------------------------------------------------------------
 
+void* HostCall::recovered(const Arrays& arrays, const int* reqs, std::vector<char>* scratch) const {
+    const Affine affine = this->affine(arrays, node_.outputs());
+    const int64_t channel = backend_.first_not_invertible(tensor_, affine);
+    if (channel >= 0) refuse_to_recover(channel);
+    void* x = nullptr;
+    if (reqs[kX] == kWrite) {
+        x = data(arrays[node_.gradients() + kX]);
+    } else {
+        *scratch = room();
+        x = scratch->data();
+    }
+    backend_.recover(data(arrays[node_.outputs() + node_.inputs()]), tensor_, affine, x);
+    return x;
+}
+
 void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
     const int64_t n = channels();
     const int inputs = node_.outputs(), gradients = node_.gradients();
-    const Array x = arrays[inputs + kX];
+    Array x = arrays[inputs + kX];
     Affine affine = this->affine(arrays, inputs);
     const void *head = data(arrays[0]), *y = nullptr;
     void* dz = nullptr;
     std::vector<char> scratch;
+    if (node_.inplace) x.values = recovered(arrays, reqs, &scratch);
     if (node_.adds && affine.activation.any()) {  // dz is the addend's gradient
         y = data(arrays[inputs + node_.inputs()]);
         if (reqs[kAddend] == kNull || reqs[kAddend] == kAdd) {
-            scratch.resize(static_cast<size_t>(tensor_.shape.size() * size_of(tensor_.type)));
+            scratch = room();
             dz = scratch.data();
         } else {
             dz = data(arrays[gradients + kAddend]);

@@ -174,15 +174,16 @@ int infer_type(int size, int* types, void* state) {
     return 1;
 }
 
-// The sign of what is rectified is computed again or, where something was added to it, that of the output.
+// The sign of what is rectified is computed again or, where something was added to it, that of the output. What is kept for
+// the backward is what is named here.
 int backward_dependency(const int* dy, const int* inputs, const int* outputs, int* size, int** needed, void* state) {
     const Property& property = *property_of(state);
     static thread_local int list[4];
     list[0] = dy[0];
-    list[1] = inputs[kX];
+    list[1] = property.inplace ? outputs[0] : inputs[kX];
     list[2] = inputs[kGamma];
     list[3] = property.adds ? outputs[0] : inputs[kBeta];
-    *size = property.activation.any() ? 4 : 3;
+    *size = property.activation.any() || property.inplace ? 4 : 3;
     *needed = list;
     return 1;
 }
@@ -249,10 +250,10 @@ int create_property(const char*, const int size, const char** keys, const char**
     property->momentum = std::stod(given["momentum"]);
     property->activation = {std::stod(given["slope"]), std::stod(given["ceiling"])};
     property->adds = given["adds"] == "1";
+    property->inplace = given["inplace"] == "1";
     property->fix_gamma = given["fix_gamma"] == "1";
     property->unbiased = given["unbiased"] == "1";
     property->on_cpus = given["on_cpus"] == "1";
-
     return 1;
 }
 

@@ -1,0 +1,169 @@
+"""`inplace=True`: of x and y, the backward has y alone. That it computes the same is tested in test_activation.py and
+test_native.py.
+"""
+
+import json
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+from poolings import specification
+from replicas import TOLERANCE, assert_same, collect, make_batch, on_devices, prepare, step
+
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, revert, summary
+from gluon_syncbn.activation import BatchNormAdd
+
+LEAKY = {"activation": "leaky", "inplace": True}
+
+
+@pytest.mark.parametrize("behind", [{"inplace": True}, LEAKY], ids=["none", "leaky"])
+def test_x_is_not_needed(contexts, rng, behind):
+    """Whatever becomes of it after the forward: MXNet may free it."""
+    batch = make_batch(rng, 2, dtype="float32")
+    layer = prepare(SyncBatchNorm(in_channels=5, **behind), batch, contexts[:2], "float32")
+    xs, heads = on_devices(batch.shards, contexts, "float32"), on_devices(batch.heads, contexts, "float32")
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+    for x in xs:
+        x[:] = np.nan
+    autograd.backward(ys, heads)
+    got = collect(layer, ys, [x.grad for x in xs], contexts[:2])
+    assert_same(got, specification(layer, batch), 20 * TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_mean_far_from_0(contexts, rng, dtype):
+    """Of x comes back what there was, and not only to the digits of the mean."""
+    offset = 30 if dtype == "float16" else 1e4
+    batch = make_batch(rng, 2, dtype=dtype, offset=offset)
+    results = []
+    for inplace in (False, True):
+        layer = prepare(SyncBatchNorm(in_channels=5, inplace=inplace), batch, contexts[:2], dtype)
+        results.append(step(layer, batch, contexts, dtype))
+    assert_same(results[1], results[0], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("gamma, beta", [(0, 0), (0, 1), (1e-6, 1), (1e-41, 0), (np.nan, 0)])
+@pytest.mark.parametrize("training", [True, False], ids=["batch", "running"])
+def test_a_gamma_that_hides_x(contexts, rng, gamma, beta, training):
+    """Prediction goes on; a gradient there is none."""
+    batch = make_batch(rng, 2, dtype="float32")
+    batch.gamma[3], batch.beta[3] = gamma, beta
+    layer = prepare(SyncBatchNorm(in_channels=5, prefix="deep_", **LEAKY), batch, contexts[:2], "float32", {})
+    xs = on_devices(batch.shards, contexts, "float32")
+    for x in xs:
+        x.attach_grad()
+    with autograd.record(train_mode=training):
+        ys = [layer(x) for x in xs]
+    nd.waitall()
+    autograd.backward(ys)
+    said = r"'deep' on cpu\(.\): no gradient: gamma of channel 3 is too small .*inplace"
+    with pytest.raises(mx.MXNetError, match=said):
+        nd.waitall()
+
+
+@pytest.mark.parametrize("gamma, beta", [(3e-6, 1), (-3e-6, -1), (1e-30, 0)])
+def test_a_gamma_that_just_does(contexts, rng, gamma, beta):
+    batch = make_batch(rng, 2, dtype="float32")
+    batch.gamma[3], batch.beta[3] = gamma, beta
+    layer = prepare(SyncBatchNorm(in_channels=5, inplace=True), batch, contexts[:2], "float32")
+    got, want = step(layer, batch, contexts, "float32"), specification(layer, batch)
+    assert np.abs(got.dgamma - want.dgamma)[3] <= 1 / 32 * np.abs(batch.heads[0]).sum()
+    for a, b in zip(got.dxs, want.dxs):
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max())
+
+
+def test_a_fixed_gamma_serves(contexts, rng):
+    batch = make_batch(rng, 2, dtype="float32")
+    batch.gamma[:] = 0  # counts as 1
+    layer = prepare(SyncBatchNorm(in_channels=5, scale=False, **LEAKY), batch, contexts[:2], "float32")
+    assert_same(step(layer, batch, contexts, "float32"), specification(layer, batch), 20 * TOLERANCE["float32"])
+
+
+def test_several_replicas_on_a_context(contexts, rng):
+    batch, places = make_batch(rng, 4), [contexts[0], contexts[1]] * 2
+    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=4, **LEAKY), batch, contexts[:2], "float64")
+    xs = on_devices(batch.shards, places, "float64")
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+    autograd.backward(ys, on_devices(batch.heads, places, "float64"))
+    for x, want in zip(xs, specification(layer, batch).dxs):
+        np.testing.assert_allclose(x.grad.asnumpy(), want, atol=1e-10)
+
+
+@pytest.mark.parametrize("make, given, expected", [
+    (SyncBatchNorm, {"inplace": 1}, "inplace: 1 was given, expected True or False"),
+    (SyncBatchNorm, {"inplace": True, "activation": "relu"}, "inplace: True was given, expected False: .*'relu'"),
+    (SyncBatchNorm, {"inplace": True, "activation": "relu6"}, "inplace: True was given, expected False: .*'relu6'"),
+    (SyncBatchNormAdd, LEAKY, "inplace: True was given, expected False: .* addition"),
+])  # fmt: skip
+def test_what_cannot_be_found_again_is_refused(make, given, expected):
+    with pytest.raises(ValueError, match=expected):
+        make(**given)
+
+
+class Net(nn.HybridBlock):
+    """A layer before each activation, one before an addition and one before nothing."""
+
+    def __init__(self):
+        super().__init__()
+        with self.name_scope():
+            self.norms = nn.HybridSequential()
+            for name in ("leaky", "relu", "add", "last"):
+                self.norms.add(nn.BatchNorm(in_channels=3, prefix=f"{name}_"))
+
+    def hybrid_forward(self, F, x):
+        x = F.LeakyReLU(self.norms[0](x), slope=0.1)
+        x = F.relu(self.norms[1](x))
+        x = F.LeakyReLU(self.norms[2](x) + x, slope=0.1)
+        return self.norms[3](x)
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type")
+def test_converted_and_fused(contexts, capsys, tmp_path):
+    """In place is what can be; files are as ever, and `revert` gives the old net."""
+    random, x = np.random.RandomState(0), nd.random.normal(shape=(4, 3, 5, 5))
+    head = nd.array(random.randn(*x.shape))
+    results = []
+    for settings in ({}, {"fuse": True, "inplace": True}):
+        net = convert(Net(), **settings)
+        net.initialize(ctx=contexts[0])
+        net.hybridize()
+        x.attach_grad()
+        with autograd.record():
+            y = net(x)
+        y.backward(head)
+        results.append([y.asnumpy(), x.grad.asnumpy(), net(x).asnumpy()])
+    for got, want in zip(*results):
+        np.testing.assert_allclose(got, want, atol=1e-4)
+    summary(net)
+    lines = capsys.readouterr().out.splitlines()
+    takes_in = {line.split(" ")[0]: line.split("cpu(0)")[1].split("  plain")[0].strip() for line in lines[3:7]}
+    assert list(takes_in.values()) == ["LeakyReLU(0.1), in place", "ReLU", "addition, LeakyReLU(0.1)", "in place"]
+    net.export(str(tmp_path / "net"))
+    loaded = nn.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), "data", str(tmp_path / "net-0000.params"))
+    np.testing.assert_allclose(loaded(x).asnumpy(), results[1][-1], atol=1e-5)
+    assert {type(layer) for layer in revert(net).norms} == {nn.BatchNorm}
+    np.testing.assert_allclose(net(x).asnumpy(), results[1][-1], atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [nn.BatchNormReLU, BatchNormAdd, SyncBatchNorm])
+def test_convert_passes_over_what_is_not_invertible(make):
+    """And over what is synchronised already."""
+    assert not convert(make(in_channels=3), inplace=True)._inplace
+
+
+def test_in_a_recorded_graph(contexts):
+    """Opened and closed again, a node is what it was."""
+    layer, data = SyncBatchNorm(in_channels=3, **LEAKY), mx.sym.var("data", dtype="float32")
+    block = nn.SymbolBlock(layer(data), data, params=layer.collect_params())
+    block.initialize(ctx=contexts[0])
+    convert(block)
+    nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
+    assert [node["attrs"]["inplace"] for node in nodes if "op_type" in node.get("attrs", {})] == ["1"]
