@@ -98,7 +98,7 @@ void Backend::update_running(const Vector& mean, const Vector& variance, double 
     replace(running_var, type, mean.size(), towards(variance));
 }
 
-Vector Backend::grad_sums(const void* dy, Array x, const Tensor& tensor, const Affine& affine, const void* y,
+Vector Backend::grad_sums(const void* dy, const void* x, const Tensor& tensor, const Affine& affine, const void* y,
                           void* dz) const {
     const int64_t channels = tensor.shape.channels;
     const bool by_input = affine.activation.any() && y == nullptr;
@@ -108,7 +108,7 @@ Vector Backend::grad_sums(const void* dy, Array x, const Tensor& tensor, const A
     for (const Slot& slot : tensor.slots) {
         if (slot.used) {
             const Vector scale = by_input ? scale_of(slot, tensor, affine) : Vector();
-            cpu::grad_sums(work(tensor, slot), at(dy, tensor, slot), at(data(x), tensor, slot),
+            cpu::grad_sums(work(tensor, slot), at(dy, tensor, slot), at(x, tensor, slot),
                            {{slot.used->mean.data(), scale.data(), shift.data(), affine.activation},
                             slot.used->invstd.data(),
                             at(y, tensor, slot),
@@ -120,7 +120,7 @@ Vector Backend::grad_sums(const void* dy, Array x, const Tensor& tensor, const A
     return sums;
 }
 
-void Backend::grad_input(const void* dy, Array x, const Tensor& tensor, const Affine& affine,
+void Backend::grad_input(const void* dy, const void* x, const Tensor& tensor, const Affine& affine,
                          const ThroughStatistics& through, Array dx, bool add) const {
     const Vector shift = affine.activation.any() ? shift_of(tensor, affine) : Vector();
     for (size_t i = 0; i < tensor.slots.size(); ++i) {
@@ -128,7 +128,7 @@ void Backend::grad_input(const void* dy, Array x, const Tensor& tensor, const Af
         if (!slot.used) continue;
         const size_t first = i * tensor.shape.channels;
         const Vector scale = scale_of(slot, tensor, affine);
-        cpu::grad_input(work(tensor, slot), at(dy, tensor, slot), at(data(x), tensor, slot),
+        cpu::grad_input(work(tensor, slot), at(dy, tensor, slot), at(x, tensor, slot),
                         {{slot.used->mean.data(), scale.data(), shift.data(), affine.activation},
                          slot.fed->mean.data(),
                          &through.mean_dz[first],

@@ -32,9 +32,9 @@ class Backend {
 
     // [sum dz[C], sum dz*xhat[C]] of each slot, one after the other, with what it was normalised with: dz is the gradient
     // with respect to z of `Affine`, whose sign y tells where it is given; dz is written then.
-    Vector grad_sums(const void* dy, Array x, const Tensor& tensor, const Affine& affine, const void* y,
+    Vector grad_sums(const void* dy, const void* x, const Tensor& tensor, const Affine& affine, const void* y,
                      void* dz) const;
-    void grad_input(const void* dy, Array x, const Tensor& tensor, const Affine& affine,
+    void grad_input(const void* dy, const void* x, const Tensor& tensor, const Affine& affine,
                     const ThroughStatistics& through, Array dx, bool add) const;
     // x of y, which `normalise` made of it.
     void recover(const void* y, const Tensor& tensor, const Affine& affine, void* x) const;

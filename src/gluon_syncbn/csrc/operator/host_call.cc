@@ -191,12 +191,11 @@ void* HostCall::recovered(const Arrays& arrays, const int* reqs, std::vector<cha
 void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
     const int64_t n = channels();
     const int inputs = node_.outputs(), gradients = node_.gradients();
-    Array x = arrays[inputs + kX];
     Affine affine = this->affine(arrays, inputs);
     const void *head = data(arrays[0]), *y = nullptr;
     void* dz = nullptr;
     std::vector<char> scratch;
-    if (node_.inplace) x.values = recovered(arrays, reqs, &scratch);
+    const void* x = node_.inplace ? recovered(arrays, reqs, &scratch) : data(arrays[inputs + kX]);
     if (node_.adds && affine.activation.any()) {  // dz is the addend's gradient
         y = data(arrays[inputs + node_.inputs()]);
         if (reqs[kAddend] == kNull || reqs[kAddend] == kAdd) {
