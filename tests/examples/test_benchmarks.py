@@ -251,6 +251,19 @@ def test_the_memory_of_recomputation(tmp_path):
     assert all(cell[way].keys() == {"before_mib", "peak_mib", "step_s"} for way in ways)
 
 
+@pytest.mark.slow
+def test_the_memory_in_place(tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib")
+    text, cells = results("inplace", run("inplace", "--quick", "--out", tmp_path), tmp_path)
+    ((header, rows),) = tables(text)
+    forms = [f"{name}, MiB" for name in ("plain", "fused", "in place")]
+    assert header == ["model", "crop", "images", "graph", *forms, "in place / plain", "layers", "seconds"]
+    known = [["depthwise chain", "16", "1", way] for way in ("dynamic", "static")]
+    pair = rf"{NUMBER}, {NUMBER}"
+    assert_cells(rows, known, *[r"\d+, \d+"] * 3, pair, "4 of 4", rf"{pair}, {NUMBER}")
+    assert all(cell["inplace"]["counted_mib"] < cell["plain"]["counted_mib"] for cell in cells)
+
+
 def test_the_exchange_and_what_it_lets_expect(short_runs):
     pytest.importorskip("mpi4py", reason="processes need mpi4py")
     said, folder = short_runs["exchange"]
