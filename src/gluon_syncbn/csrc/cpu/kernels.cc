@@ -332,7 +332,7 @@ SYNCBN_LEAVES(float, float)
 SYNCBN_LEAVES(double, double)
 SYNCBN_LEAVES(Half, float)
 
-// ---- the kernels: who works on what --------------------------------------------------------------------
+// ---- the kernels: who works on what -------------------------------------------------------------------------
 
 // Calls leaf(first_row, rows, first_column, columns, block) for every tile of [outer][channels * inner];
 // blocks are cut by the shape alone, so that the order of a sum is the same for any number of threads.

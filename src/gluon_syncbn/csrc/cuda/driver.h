@@ -37,9 +37,7 @@ struct Grid {
 // kernels.cu.
 struct Told {
     int given_up;  // what is on the stream shall leave nothing behind
-    int64_t
-        at;  // of the replica's packed moments, the first that is not finite, or the first channel whose x cannot be
-             // found again; -1 before anybody says so
+    int64_t at;    // of the replica's packed moments, the first that is not finite; of `recover`, a channel; -1: none
     double value;
 };
 
