@@ -25,11 +25,6 @@ class Activation(NamedTuple):
             return f"LeakyReLU({self.slope:g})" if self != NONE else ""
         return f"ReLU{self.ceiling:g}" if math.isfinite(self.ceiling) else "ReLU"
 
-    @property
-    def invertible(self) -> bool:
-        """Whether z can be found from y."""
-        return self.slope > 0 and math.isinf(self.ceiling)
-
     def attributes(self) -> Dict[str, str]:
         """Of a node."""
         return {"slope": repr(self.slope), "ceiling": repr(self.ceiling)}
@@ -78,6 +73,11 @@ def of_arguments(activation: Any, slope: Any) -> Activation:
 def described(activation: Activation, adds: bool, inplace: bool) -> str:
     texts = ("addition" if adds else "", str(activation), "in place" if inplace else "")
     return ", ".join(text for text in texts if text)
+
+
+def invertible(activation: Activation, adds: bool) -> bool:
+    """Whether what it stands behind can be found from y alone."""
+    return not adds and activation.slope > 0 and math.isinf(activation.ceiling)
 
 
 def behind(F: Any, z: Any, addend: Optional[Any], activation: Activation) -> Any:

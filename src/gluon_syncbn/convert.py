@@ -15,7 +15,7 @@ from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 from . import arguments, blocks, fusion
-from .activation import NONE, RELU, BatchNormActivation, BatchNormAdd
+from .activation import NONE, RELU, BatchNormActivation, BatchNormAdd, invertible
 from .graphs import Left, close_graph, open_graph
 from .layer import SyncBatchNorm, SyncBatchNormAdd
 from .op import NAME
@@ -266,7 +266,7 @@ def _synchronised_form(
     """Class and arguments."""
     activation = getattr(block, "_activation", RELU if block.fuse_relu else NONE)
     adds = isinstance(block, BatchNormAdd)
-    if kwargs.get("inplace") and (adds or not activation.invertible):
+    if kwargs.get("inplace") and not invertible(activation, adds):
         kwargs = {**kwargs, "inplace": False}
     if adds:
         return _with_addition(norm_layer), {**activation.arguments(), **kwargs}  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import mxnet as mx
 from mxnet.gluon import HybridBlock
 
 from . import patches
-from .activation import RELU, RELU6, Activation, described
+from .activation import RELU, RELU6, Activation, described, invertible
 from .export import ADDED, BEHIND, is_guard, is_ours
 from .nodes import Entry, Graph, Json
 from .replicas import Replicas
@@ -72,7 +72,7 @@ def fused(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
             given = [*given[:3], addend, *given[-2:]]
         attributes = {**layer["attrs"], **behind, **chain.activation.attributes()}
         adds = chain.addition is not None
-        inplace = attributes["inplace"] == "1" and chain.activation.invertible and not adds
+        inplace = attributes["inplace"] == "1" and invertible(chain.activation, adds)
         attributes.update(adds=str(int(adds)), inplace=str(int(inplace)), fuses="0")  # it takes in nothing more
         at = graph.add({**layer, "attrs": attributes}, given)
         replicas = Replicas.of_token(attributes["layer"])

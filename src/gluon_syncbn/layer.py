@@ -15,7 +15,7 @@ from mxnet.gluon.parameter import Parameter
 from mxnet.util import is_np_array
 
 from . import arguments, export
-from .activation import NONE, behind, of_arguments
+from .activation import NONE, behind, invertible, of_arguments
 from .op import sync_batch_norm
 from .operators import without_amp
 from .replicas import Pooling, Replicas
@@ -213,8 +213,9 @@ class SyncBatchNorm(nn.BatchNorm):
         if num_devices is not None:
             num_devices = arguments.devices("num_devices", num_devices)
         behind_it = of_arguments(activation, slope)
-        if arguments.flag("inplace", inplace) and (not behind_it.invertible or isinstance(self, SyncBatchNormAdd)):
-            what = "an addition" if isinstance(self, SyncBatchNormAdd) else f"activation={activation!r}"
+        inplace, adds = arguments.flag("inplace", inplace), isinstance(self, SyncBatchNormAdd)
+        if inplace and not invertible(behind_it, adds):
+            what = "an addition" if adds else f"activation={activation!r}"
             arguments.refuse("inplace", inplace, f"False: x cannot be found from what {what} leaves of it")
         pooling = Pooling.checked(mode, virtual_devices, group_size, axis, num_devices)
         running_variance = arguments.one_of("running_variance", running_variance, ("biased", "unbiased"))
@@ -239,7 +240,7 @@ class SyncBatchNorm(nn.BatchNorm):
         self._replica_settings = (pooling, num_devices, exchange, timeout)
         self._unbiased = running_variance == "unbiased"
         self._activation = behind_it
-        self._inplace = bool(inplace)
+        self._inplace = inplace
         self._fuses = False  # with what stands behind it in a graph; see `fusion`
         self._nodes = 0  # of graphs, so far
         self._origin: Any = None  # class and settings before `convert`
