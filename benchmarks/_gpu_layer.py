@@ -31,8 +31,10 @@ GPU PyTorch runs its synchronised way with a group of one, ours has nobody to he
 Contestant = Callable[[], Tuple[float, float]]  # seconds of one forward, and of its backward
 
 
-def measure(shapes: Sequence[Tuple], rounds: int, emulated: bool) -> Tuple[List[_measuring.Cell], List[str]]:
-    """The samples, and what was left out and why."""
+def measure(
+    shapes: Sequence[Tuple], rounds: int, emulated: bool, python: str
+) -> Tuple[List[_measuring.Cell], List[str]]:
+    """The samples, and what was left out and why. `python` may have PyTorch."""
     import gluon_syncbn  # isort: skip  (before mxnet: it finds the CUDA libraries)
     import mxnet as mx
     from mxnet.gluon import nn
@@ -44,19 +46,18 @@ def measure(shapes: Sequence[Tuple], rounds: int, emulated: bool) -> Tuple[List[
         absent["MXNet's nn.BatchNorm"] = "its kernels do not run on the emulator"
         del norms["plain"]
     samples = []
-    cases = itertools.product(sorted({1, len(found)}), shapes, ("float32", "float16"), WAYS.items())
-    for count, shape, dtype, (way, hybrid) in cases:
+    for count, shape, dtype in itertools.product(sorted({1, len(found)}), shapes, ("float32", "float16")):
         with ExitStack() as stack:
-            contestants = {
-                name: _of_mxnet(mx, norm, found[:count], shape, dtype, hybrid) for name, norm in norms.items()
-            }
+            others = {}
             try:
                 if "torch.nn.SyncBatchNorm" not in absent:
-                    contestants["torch"] = _of_torch(stack, count, shape, dtype)
+                    others["torch"] = _of_torch(stack, python, count, shape, dtype)
             except Missing as reason:
                 absent["torch.nn.SyncBatchNorm"] = str(reason)
-            seconds = _interleaved(contestants, rounds)
-        samples.append({"gpus": count, "shape": shape, "dtype": dtype, "way": way, "seconds": seconds})
+            for way, hybrid in WAYS.items():
+                mine = {name: _of_mxnet(mx, norm, found[:count], shape, dtype, hybrid) for name, norm in norms.items()}
+                seconds = _interleaved({**mine, **others}, rounds)
+                samples.append({"gpus": count, "shape": shape, "dtype": dtype, "way": way, "seconds": seconds})
     return samples, [f"{name}: {why}" for name, why in absent.items()]
 
 
@@ -101,13 +102,13 @@ def _of_mxnet(mx: Any, norm: Any, contexts: Sequence[Any], shape: Tuple, dtype: 
     return step
 
 
-def _of_torch(stack: ExitStack, count: int, shape: Tuple, dtype: str) -> Contestant:
+def _of_torch(stack: ExitStack, python: str, count: int, shape: Tuple, dtype: str) -> Contestant:
     children = []
     port = 29500 + np.random.RandomState().randint(2000)
     for rank in range(count):
         work = json.dumps({"rank": rank, "size": count, "port": port, "shape": shape, "dtype": dtype})
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        child = subprocess.Popen([sys.executable, __file__, work], text=True, **pipes)
+        child = subprocess.Popen([python, __file__, work], text=True, **pipes)
         stack.callback(_end, child)
         children.append(child)
 
@@ -174,6 +175,8 @@ def child(rank: int, size: int, port: int, shape: Sequence[int], dtype: str) -> 
     run().backward(dy)
     _say(torch=torch.__version__)
     for _ in sys.stdin:
+        for leaf in (x, *layer.parameters()):
+            leaf.grad = None  # to be written, as MXNet's are, and not added to
         torch.cuda.synchronize()
         begun = time.perf_counter()
         y = run()

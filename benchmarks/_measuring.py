@@ -28,9 +28,10 @@ def options(
     quick: str,
     over: Sequence[str] = (),
     devices: Sequence[int] = (),
+    python: str = "",
 ) -> argparse.Namespace:
     """The command line that every benchmark has; `quick` says what its short run is, `over` are the transports,
-    `devices` how many there are by default.
+    `devices` how many there are by default, `python` what another Python may bring.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help=quick)
@@ -39,6 +40,8 @@ def options(
         parser.add_argument("--devices", type=int, nargs="+", default=devices, help=f"how many ({devices})")
     if over:
         parser.add_argument("--over", choices=over, default=over[0], help=f"what carries the messages ({over[0]})")
+    if python:
+        parser.add_argument("--python", default=sys.executable, help=f"the Python that has {python} (this one)")
     parser.add_argument(
         "--no-progress", action="store_true", help="no progress bar; nor is there one without a terminal"
     )

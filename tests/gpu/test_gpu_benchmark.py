@@ -26,6 +26,7 @@ TORCH = """
     cuda = here(is_available=lambda: sys.argv[0].endswith("_gpu_layer.py"), set_device=abs, synchronize=lambda: None)
 
     class Tensor:
+        grad = None
         def requires_grad_(self): return self
         def backward(self, dy): assert isinstance(dy, Tensor)
 
@@ -37,6 +38,7 @@ TORCH = """
         running_mean = running_var = weight = bias = eps = momentum = None
         def __init__(self, channels, device): assert channels == 3
         def __call__(self, x): return Tensor()
+        def parameters(self): return []
         @staticmethod
         def apply(x, weight, bias, running_mean, running_var, eps, momentum, group, size):
             assert group == "all" and size == 1
