@@ -1,6 +1,7 @@
 """The layer on GPU contexts: on GPUs that MXNet has code for, or on the emulator (`make test-gpu-emulated`).
 
-MXNet's own operators do not run on the emulator, so that tests make arrays by copying and compare on the host.
+MXNet's own operators do not run on the emulator, so that tests make arrays by copying and compare on the host. Programs
+import gluon_syncbn before MXNet, for which it finds the CUDA libraries.
 """
 
 import ctypes
@@ -662,9 +663,8 @@ def test_kernels_that_are_not_there():
     """An error of the layer's own: all replicas have it, with the layer's name."""
     gpus(2)
     program = """
-        import mxnet as mx, numpy as np
+        import gluon_syncbn, mxnet as mx, numpy as np
         from mxnet import autograd
-        import gluon_syncbn
         gluon_syncbn._native._core.syncbn_cuda(mx.base._LIB._handle, b"/nowhere/kernels.cu", b"")
         contexts = [mx.gpu(0), mx.gpu(1)]
         layer = gluon_syncbn.SyncBatchNorm(in_channels=4, timeout=5)
@@ -863,9 +863,8 @@ def test_compiled_kernels_are_kept(tmp_path):
     """For the next process; what is damaged is made anew, and a folder that cannot be written is no error."""
     gpus(1)
     program = """
-        import mxnet as mx, numpy as np, sys
+        import gluon_syncbn, mxnet as mx, numpy as np, sys
         from mxnet import autograd
-        import gluon_syncbn
         layer = gluon_syncbn.SyncBatchNorm(in_channels=4)
         layer.initialize(ctx=mx.gpu(0))
         with autograd.record():
@@ -912,9 +911,9 @@ EXITS = {
 def test_the_process_ends():
     gpus(2)
     program = """
+        from gluon_syncbn import SyncBatchNorm
         import mxnet as mx, numpy as np
         from mxnet import autograd
-        from gluon_syncbn import SyncBatchNorm
         contexts = [mx.gpu(0), mx.gpu(1)]
         layer = SyncBatchNorm(in_channels=4)
         layer.initialize(ctx=contexts)
@@ -956,9 +955,9 @@ def test_memory_from_the_pool():
     """A thread that gets its memory from MXNet's pool makes no call of CUDA that would give it a context."""
     gpus(2)
     program = """
+        from gluon_syncbn import SyncBatchNorm
         import mxnet as mx, numpy as np
         from mxnet import autograd
-        from gluon_syncbn import SyncBatchNorm
         contexts = [mx.gpu(0), mx.gpu(1)]
         layer = SyncBatchNorm(in_channels=4)
         layer.initialize(ctx=contexts)
@@ -990,7 +989,7 @@ def test_a_gpu_that_mxnet_has_no_code_for():
     if not EMULATED:
         pytest.skip("needs a GPU that MXNet does not know: the emulator is one")
     program = """
-        import mxnet as mx, gluon_syncbn
+        import gluon_syncbn, mxnet as mx
         layer = gluon_syncbn.SyncBatchNorm(in_channels=4)
         layer.initialize(ctx=[mx.cpu(0), mx.gpu(1)])
         """
