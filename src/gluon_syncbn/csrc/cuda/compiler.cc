@@ -10,6 +10,7 @@
 #include <map>
 #include <mutex>
 #include <sstream>
+#include <utility>
 #include <vector>
 
 #include "cuda/driver.h"
@@ -122,22 +123,32 @@ void set_source(const std::string& path) { source_path = path; }
 
 void set_cache(const std::string& folder) { cache_folder = folder; }
 
-const std::string& compiled(int capability, bool anew) {
+std::string part_of(const std::string& kernel) {
+    const size_t type = kernel.rfind("float");
+    if (type == std::string::npos) return "float32";  // every part has what has no type
+    return (kernel.find("_activated_") != std::string::npos ? "activated_" : "") + kernel.substr(type);
+}
+
+const std::string& compiled(int capability, const std::string& part, bool anew) {
     static std::mutex mutex;
-    static std::map<int, std::string>& images = *new std::map<int, std::string>;  // by architecture
+    // By architecture and part.
+    static auto& images = *new std::map<std::pair<int, std::string>, std::string>;
     std::lock_guard<std::mutex> lock(mutex);
     const int target = architecture(capability);
-    std::string& image = images[target];
+    std::string& image = images[{target, part}];
     if (!image.empty() && !anew) return image;
-    const std::vector<std::string> options = {"--gpu-architecture=compute_" + std::to_string(target), "--std=c++14",
+    const std::vector<std::string> options = {"--gpu-architecture=compute_" + std::to_string(target),
+                                              "--std=c++14",
                                               "-DSYNCBN_BLOCK=" + std::to_string(kBlock),
-                                              "-DSYNCBN_SLOTS=" + std::to_string(kMostSlots)};
+                                              "-DSYNCBN_SLOTS=" + std::to_string(kMostSlots),
+                                              "-DSYNCBN_ONLY",
+                                              "-DSYNCBN_" + part};
     const std::string text = source();
     int major = 0, minor = 0;
     nvrtc<int(int*, int*)>("nvrtcVersion")(&major, &minor);
     std::string key = text + '\0' + std::to_string(major) + '.' + std::to_string(minor);
     for (const std::string& option : options) key += '\0' + option;
-    const std::string path = cache_folder.empty() ? "" : cache_folder + "/kernels-" + hash(key) + ".ptx";
+    const std::string path = cache_folder.empty() ? "" : cache_folder + "/" + part + "-" + hash(key) + ".ptx";
     image = path.empty() || anew ? "" : read(path);
     if (image.empty()) {
         image = compile(text, options);

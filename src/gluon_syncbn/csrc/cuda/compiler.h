@@ -1,4 +1,4 @@
-// kernels.cu, compiled by NVRTC once for each architecture and kept on disk.
+// kernels.cu, compiled by NVRTC in parts, once for each architecture, and kept on disk.
 #pragma once
 
 #include <string>
@@ -10,8 +10,11 @@ namespace cuda {
 void set_source(const std::string& path);
 void set_cache(const std::string& folder);
 
-// Intermediate code for a device of this compute capability (80 for 8.0). `anew`: not what was kept.
-const std::string& compiled(int capability, bool anew = false);
+// The part that has a kernel: with the names that end like its, such as "activated_float32".
+std::string part_of(const std::string& kernel);
+
+// Intermediate code of a part, for a device of this compute capability (80 for 8.0). `anew`: not what was kept.
+const std::string& compiled(int capability, const std::string& part, bool anew = false);
 
 }  // namespace cuda
 }  // namespace syncbn

@@ -92,13 +92,15 @@ void* Device::kernel(const std::string& name) {
     std::lock_guard<std::mutex> lock(mutex_);
     void*& found = kernels_[name];
     if (found != nullptr) return found;
-    if (module_ == nullptr) {
-        const auto load = [this](const std::string& image) { return driver().module_load(&module_, image.c_str()); };
-        int status = load(compiled(capability_));
-        if (status != 0) status = load(compiled(capability_, true));  // what was kept may be damaged
+    const std::string part = part_of(name);
+    void*& module = modules_[part];
+    if (module == nullptr) {
+        const auto load = [&](const std::string& image) { return driver().module_load(&module, image.c_str()); };
+        int status = load(compiled(capability_, part));
+        if (status != 0) status = load(compiled(capability_, part, true));  // what was kept may be damaged
         check(status, "cuModuleLoadData");
     }
-    check(driver().module_get_function(&found, module_, name.c_str()), "cuModuleGetFunction");
+    check(driver().module_get_function(&found, module, name.c_str()), "cuModuleGetFunction");
     return found;
 }
 

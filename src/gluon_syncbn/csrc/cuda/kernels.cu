@@ -952,20 +952,34 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
         if (c < channels && batch[0] != 0) tracked.move(c, batch[1 + c], batch[1 + channels + c]);                     \
     }
 
+// To compile all of them takes longer than a first step should: `SYNCBN_ONLY` asks for those of one end of a name, and for
+// what has no type.
+#if !defined(SYNCBN_ONLY) || defined(SYNCBN_float16)
 SYNCBN_KERNELS(float16, Half)
-SYNCBN_KERNELS(float32, float)
-SYNCBN_KERNELS(float64, double)
 SYNCBN_ACTIVATED_KERNELS(float16, false, Half, float)
-SYNCBN_ACTIVATED_KERNELS(float32, false, float, float)
-SYNCBN_ACTIVATED_KERNELS(float64, false, double, double)
-SYNCBN_ACTIVATED_KERNELS(activated_float16, true, Half, float)
-SYNCBN_ACTIVATED_KERNELS(activated_float32, true, float, float)
-SYNCBN_ACTIVATED_KERNELS(activated_float64, true, double, double)
 SYNCBN_RECOVERING_KERNELS(float16, Half, float)
+#endif
+#if !defined(SYNCBN_ONLY) || defined(SYNCBN_float32)
+SYNCBN_KERNELS(float32, float)
+SYNCBN_ACTIVATED_KERNELS(float32, false, float, float)
 SYNCBN_RECOVERING_KERNELS(float32, float, float)
-SYNCBN_RECOVERING_KERNELS(float64, double, double)
 SYNCBN_PARAMETER_KERNELS(float32, float)
+#endif
+#if !defined(SYNCBN_ONLY) || defined(SYNCBN_float64)
+SYNCBN_KERNELS(float64, double)
+SYNCBN_ACTIVATED_KERNELS(float64, false, double, double)
+SYNCBN_RECOVERING_KERNELS(float64, double, double)
 SYNCBN_PARAMETER_KERNELS(float64, double)
+#endif
+#if !defined(SYNCBN_ONLY) || defined(SYNCBN_activated_float16)
+SYNCBN_ACTIVATED_KERNELS(activated_float16, true, Half, float)
+#endif
+#if !defined(SYNCBN_ONLY) || defined(SYNCBN_activated_float32)
+SYNCBN_ACTIVATED_KERNELS(activated_float32, true, float, float)
+#endif
+#if !defined(SYNCBN_ONLY) || defined(SYNCBN_activated_float64)
+SYNCBN_ACTIVATED_KERNELS(activated_float64, true, double, double)
+#endif
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     merge_moments(const double* partial, double* out, int chunks, Index slots, Index channels) {
