@@ -69,8 +69,9 @@ def _load() -> ctypes.CDLL:
     names = ctypes.POINTER(ctypes.c_char_p)
     signatures: dict = {
         "register": (ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]),
-        "native_operator": (ctypes.c_char_p, [ctypes.c_void_p]),
+        "native_operator": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_char_p]),
         "blocked_calls": (ctypes.c_int64, []),
+        "lone_calls": (ctypes.c_int64, []),
         "cuda": (None, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]),
         "cuda_close": (None, []),
         "nccl_problem": (ctypes.c_char_p, []),
@@ -144,17 +145,18 @@ def register() -> None:
     pointers = [ctypes.cast(getattr(_mxnet, name), ctypes.c_void_p).value for name in _FUNCTIONS]
     check_call(_core.syncbn_register((ctypes.c_void_p * len(pointers))(*pointers), len(pointers)))
     global _why_custom
-    _why_custom = _way_of_calls(os.environ.get("GLUON_SYNCBN_OPERATOR", ""))
+    _why_custom = _ways_of_calls(os.environ.get("GLUON_SYNCBN_OPERATOR", ""))
     source = _PATH.parent / "csrc" / "cuda" / "kernels.cu"
     _core.syncbn_cuda(_mxnet._handle, os.fsencode(source), os.fsencode(cache()))
 
 
-_why_custom = ""
+_why_custom: Dict[str, str] = {}
 
 
-def why_custom() -> str:
-    """Why calls on CPUs come through MXNet's ``Custom``; empty where they come from its engine at once."""
-    return _why_custom
+def why_custom(device: str = "cpu") -> str:
+    """Why calls on ``'cpu'`` or ``'gpu'`` contexts come through MXNet's ``Custom``; empty where they come straight from
+    its engine."""
+    return _why_custom[device]
 
 
 def blocked_calls() -> int:
@@ -162,15 +164,23 @@ def blocked_calls() -> int:
     return _core.syncbn_blocked_calls()
 
 
-def _way_of_calls(asked: str) -> str:
+def lone_calls() -> int:
+    """How many forwards and backwards have waited for nobody and were run by MXNet's own threads."""
+    return _core.syncbn_lone_calls()
+
+
+def _ways_of_calls(asked: str) -> Dict[str, str]:
     if asked not in ("", "custom", "native"):
         arguments.refuse("GLUON_SYNCBN_OPERATOR", asked, "'native', 'custom' or nothing")
+    devices = ("cpu", "gpu")
     if asked == "custom":
-        return "GLUON_SYNCBN_OPERATOR=custom"
-    problem = _core.syncbn_native_operator(_mxnet._handle).decode()
-    if problem and asked:
-        raise ImportError(f"GLUON_SYNCBN_OPERATOR=native: {problem}", name=__package__)
-    return problem
+        return dict.fromkeys(devices, "GLUON_SYNCBN_OPERATOR=custom")
+    problems = {device: _core.syncbn_native_operator(_mxnet._handle, device.encode()).decode() for device in devices}
+    if asked and all(problems.values()):
+        raise ImportError(
+            f"GLUON_SYNCBN_OPERATOR=native: {'; '.join(dict.fromkeys(problems.values()))}", name=__package__
+        )
+    return problems
 
 
 def cache() -> Path:

@@ -47,10 +47,20 @@ def versions() -> str:
 
 
 def core() -> str:
-    why = _native.why_custom()
-    way = f"through MXNet's Custom, with copies ({why})" if why else "straight from MXNet's engine"
     cores = len(os.sched_getaffinity(0))
-    return f"{_native.path()}, {_native.instruction_set()} kernels, {cores} cores; on CPUs, calls come {way}"
+    return f"{_native.path()}, {_native.instruction_set()} kernels, {cores} cores; {_ways()}"
+
+
+def _ways() -> str:
+    """How calls come from MXNet."""
+    found = []
+    for device, copies in (("cpu", ", with copies"), ("gpu", "")):
+        if device == "gpu" and not mx.runtime.Features().is_enabled("CUDA"):
+            continue
+        why = _native.why_custom(device)
+        way = f"through MXNet's Custom{copies} ({why})" if why else "straight from MXNet's engine"
+        found.append(f"on {device.upper()}s, calls come {way}")
+    return "; ".join(found)
 
 
 def stores() -> str:

@@ -164,6 +164,39 @@ def test_the_other_way_computes_the_same():
     assert run.returncode == 0, run.stdout[-3000:]
 
 
+# ---- whose threads run a call ------------------------------------------------------------------------------------
+
+#: Of a layer behind a convolution, for whose end a call has to wait: how many replicas there are, how it is called, and
+#: whether it waits for another replica.
+MEETINGS = {
+    "one replica": (1, {}, True, False),
+    "two": (2, {}, True, True),
+    "two that do not share": (2, {"mode": "local"}, True, False),
+    "two that predict": (2, {}, False, False),
+}
+
+
+@native
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_a_call_that_waits_for_nobody_is_run_by_the_engine(contexts, meeting):
+    replicas, settings, training, waits = MEETINGS[meeting]
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(32, 7, in_channels=32), SyncBatchNorm(in_channels=32, **settings))
+    net.initialize(ctx=contexts[:replicas])
+    net.hybridize()
+    before = _native.lone_calls()
+    for _ in range(10):
+        with autograd.record(training):
+            ys = [net(nd.ones((4, 32, 40, 40), ctx=context)) for context in contexts[:replicas]]
+        if training:
+            autograd.backward(ys)
+        nd.waitall()
+    # None in the thread that issues them, which MXNet takes where it finds the inputs ready.
+    calls = 10 * replicas * (2 if training else 1)
+    lone = _native.lone_calls() - before
+    assert lone == 0 if waits else calls / 4 <= lone <= calls
+
+
 # ---- oneDNN's layouts ------------------------------------------------------------------------------------------
 
 

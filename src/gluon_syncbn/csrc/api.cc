@@ -50,10 +50,13 @@ SYNCBN_API int syncbn_register(void** functions, int64_t count) {
 }
 
 // `library`: of dlopen, MXNet's. Returns why calls on CPUs come through MXNet's `Custom`; empty where they do not.
-SYNCBN_API const char* syncbn_native_operator(void* library) { return text(syncbn::native::take_calls(library)); }
+SYNCBN_API const char* syncbn_native_operator(void* library, const char* device) {
+    return text(syncbn::native::take_calls(library, device));
+}
 
 // How many calls had their data in blocks of channels.
 SYNCBN_API int64_t syncbn_blocked_calls() { return syncbn::native::blocked_calls(); }
+SYNCBN_API int64_t syncbn_lone_calls() { return syncbn::native::lone_calls(); }
 
 // `library`: of dlopen, MXNet's. Where the source of the kernels is, and the folder in which what was compiled is kept.
 SYNCBN_API void syncbn_cuda(void* library, const char* source, const char* cache) {

@@ -1,5 +1,8 @@
 #include "native/calls.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <memory>
@@ -27,7 +30,9 @@ struct Entry {
     int request;   // of what is written
 };
 
-std::atomic<int64_t> blocked{0};  // calls
+std::atomic<int64_t> blocked{0}, lone{0};  // calls
+
+bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
 
 // One execution of a call.
 class Execution : public Work {
@@ -194,7 +199,12 @@ void begin(const Compute& original, const StatePointer& state, const Context& co
            const Requests& requests, const NDArrays& outputs) {
     if (!is_ours(*state->custom->callbacks)) return pass_on(original, state, context, inputs, requests, outputs);
     try {
-        start(std::make_unique<Kind>(state, context, inputs, requests, outputs));
+        auto execution = std::make_unique<Kind>(state, context, inputs, requests, outputs);
+        // Not in the thread that issues operators: MXNet runs those in it that complete by themselves and find their
+        // inputs ready.
+        if (!execution->call().alone(context.training) || on_main_thread()) return start(std::move(execution));
+        ++lone;
+        execution->run();
     } catch (const std::exception& e) {
         step().fail(Failure(e.what()));  // nobody else need wait
         const auto turn = turn_to_fail();
@@ -205,8 +215,8 @@ void begin(const Compute& original, const StatePointer& state, const Context& co
 
 // Returns what is wrong; empty where it serves.
 template <typename Kind>
-std::string replace(const char* op_name) {
-    const OldString attribute("FStatefulComputeEx<cpu>"), flag("TIsMKLDNN");
+std::string replace(const char* op_name, const std::string& device) {
+    const OldString attribute(("FStatefulComputeEx<" + device + ">").c_str()), flag("TIsMKLDNN");
     Op* op = nullptr;
     if (library.find_op(op_name, &op) != 0) return std::string("MXNet has no operator ") + op_name;
     const auto& computes = library.computes(attribute.object()).by_index;
@@ -226,14 +236,15 @@ std::string replace(const char* op_name) {
 }  // namespace
 
 int64_t blocked_calls() { return blocked; }
+int64_t lone_calls() { return lone; }
 
-std::string take_calls(void* handle) {
+std::string take_calls(void* handle, const std::string& device) {
     const char* engine = std::getenv("MXNET_ENGINE_TYPE");
     if (engine != nullptr && std::string(engine) == "NaiveEngine")
         return "MXNET_ENGINE_TYPE=NaiveEngine runs operators in the thread that issues them";
-    std::string problem = open(handle);
-    if (problem.empty()) problem = replace<Forward>("Custom");
-    if (problem.empty()) problem = replace<Backward>("_backward_Custom");
+    std::string problem = open(handle, device);
+    if (problem.empty()) problem = replace<Forward>("Custom", device);
+    if (problem.empty()) problem = replace<Backward>("_backward_Custom", device);
     return problem;
 }
 

@@ -15,11 +15,13 @@ Library library;
 namespace {
 
 struct Known {
+    const char* device;
     const char* build_id;
     const char* wheel;
 };
 constexpr Known kKnown[] = {
-    {"472988f6268780302be9ee15d6c53d9a07b534f5", "mxnet-1.9.1-py3-none-manylinux2014_x86_64"},
+    {"cpu", "472988f6268780302be9ee15d6c53d9a07b534f5", "mxnet-1.9.1-py3-none-manylinux2014_x86_64"},
+    {"gpu", "9523fbda21d9ef14722537c1896afda0cdd1778e", "mxnet_cu112-1.9.1-py3-none-manylinux2014_x86_64"},
 };
 
 struct Search {
@@ -74,18 +76,16 @@ bool find(void* handle, const char* name, F* out) {
 
 }  // namespace
 
-std::string open(void* handle) {
+std::string open(void* handle, const std::string& device) {
     Library found{};
     if (!find(handle, "NNGetOpHandle", &found.find_op)) return "the library has no NNGetOpHandle";
     Search search{reinterpret_cast<uintptr_t>(found.find_op), ""};
     dl_iterate_phdr(look, &search);
-    const bool known = std::any_of(std::begin(kKnown), std::end(kKnown),
-                                   [&](const Known& one) { return search.build_id == one.build_id; });
-    if (!known) {
-        std::string wheels;
-        for (const Known& one : kKnown) wheels += (wheels.empty() ? "" : ", ") + std::string(one.wheel);
-        return "this MXNet (build id " + (search.build_id.empty() ? "none" : search.build_id) + ") is not " + wheels;
-    }
+    const Known& wanted =
+        *std::find_if(std::begin(kKnown), std::end(kKnown), [&](const Known& one) { return device == one.device; });
+    if (search.build_id != wanted.build_id)
+        return "this MXNet (build id " + (search.build_id.empty() ? "none" : search.build_id) + ") is not " +
+               wanted.wheel;
 #define SYNCBN_COMPUTE                                                                                 \
     "St8functionIFvRKN5mxnet10OpStatePtrERKNS3_9OpContextERKSt6vectorINS3_7NDArrayESaISB_EERKSA_INS3_" \
     "9OpReqTypeESaISG_EESF_EE"

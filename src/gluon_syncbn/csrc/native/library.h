@@ -26,8 +26,8 @@ struct Library {
 // The one that `open` has found.
 extern Library library;
 
-// `handle`: of dlopen. Returns why it cannot be used; empty where it can.
-std::string open(void* handle);
+// `handle`: of dlopen; `device`: "cpu" or "gpu", whose calls are to come. Returns why it cannot be used; empty where it can.
+std::string open(void* handle, const std::string& device);
 
 }  // namespace native
 }  // namespace syncbn

@@ -75,6 +75,14 @@ void Call::issue(const void* caller, Recall recall) {
     seated_ = true;
 }
 
+bool Call::alone(bool training) const {
+    if (recall_.again) return false;  // it may have to wait for what it repeats
+    if (!training || !shares()) return true;
+    const auto terms = node_.layer->terms();
+    const bool calls_out = terms->reach == Reach::kContexts || terms->reach == Reach::kProcesses;
+    return !calls_out && terms->replicas == 1 && (!place_.meeting || place_.meeting->replicas() == 1);
+}
+
 void Call::forward(const Arrays& arrays, const int* reqs, bool training) {
     frozen_ = !training;
     complete_ = false;

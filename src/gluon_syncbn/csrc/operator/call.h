@@ -79,6 +79,9 @@ class Call {
     void forward(const Arrays& arrays, const int* reqs, bool training);
     void backward(const Arrays& arrays, const int* reqs);
 
+    // Whether its next execution waits for nobody, so that the engine's own thread may run it. Backwards are of training.
+    bool alone(bool training) const;
+
     const Node& node() const { return node_; }
     const Tensor& tensor() const { return tensor_; }
 

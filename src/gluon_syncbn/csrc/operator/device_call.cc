@@ -42,7 +42,7 @@ using cuda::Memory;
 using cuda::Plan;
 
 constexpr double kGrace = 2;    // seconds that a stream gets to end after its collective has been ended
-constexpr double kSpin = 2e-4;  // seconds in which a stream is asked again and again
+constexpr double kSpin = 1e-3;  // seconds in which a stream is asked again and again
 constexpr auto kPause = std::chrono::microseconds(20);
 constexpr auto kLongPause = std::chrono::milliseconds(1);
 constexpr double kWatchAfter = 0.05;  // seconds until a wait counts as long enough to look around
