@@ -1,9 +1,10 @@
-"""The whole layer on GPUs, from the call to the results: ours, MXNet's `nn.BatchNorm`, `torch.nn.SyncBatchNorm`.
+"""Layers on GPUs, from the call of a chain to its results: ours, MXNet's `nn.BatchNorm`, `torch.nn.SyncBatchNorm`.
 
 PyTorch runs in processes of its own, one for each GPU: as it is used, and because its CUDA libraries are others than
 MXNet's. All take turns, round by round.
 """
 
+import functools
 import itertools
 import json
 import select
@@ -20,13 +21,15 @@ import numpy as np
 SHAPES = [(4, 64, 8, 8), (4, 256, 60, 60), (16, 512, 15, 15), (16, 256, 60, 60)]
 SMALL = [(2, 3, 2, 2)]  # for the emulator
 WAYS = {"eager": None, "static": {"static_alloc": True, "static_shape": True}}
+CHAIN = 10  # layers, each the input of the next, so that what the host does for one overlaps with the work of another
 WAIT = 300  # seconds that a process of PyTorch's gets for an answer
 DIRECTIONS = ("forward", "backward")
 
-EXPLANATION = """The layer as it is called: microseconds from the call until the result is there, on all GPUs; medians
-over interleaved rounds, by the host's clock. The ratios are ours over MXNet's `nn.BatchNorm`, which synchronises
-nothing, and over `torch.nn.SyncBatchNorm`, one process per GPU with NCCL, of the same round: above 1 is slower. On one
-GPU PyTorch runs its synchronised way with a group of one, ours has nobody to hear from."""
+EXPLANATION = f"""A chain of {CHAIN} layers as it is called: microseconds for each of them, from the call until the
+result is there, on all GPUs; medians over interleaved rounds, by the host's clock. The ratios are those of the same
+round, and above 1 is slower: ours over MXNet's `nn.BatchNorm`, which synchronises nothing; over
+`torch.nn.SyncBatchNorm`, one process per GPU with NCCL; and ours with ReLU in it over MXNet's two layers. On one GPU
+PyTorch runs its synchronised way with a group of one, ours has nobody to hear from."""
 
 Contestant = Callable[[], Tuple[float, float]]  # seconds of one forward, and of its backward
 
@@ -40,22 +43,31 @@ def measure(
     from mxnet.gluon import nn
 
     found = [mx.gpu(i) for i in range(mx.context.num_gpus())]
-    norms = {"ours": gluon_syncbn.SyncBatchNorm, "plain": nn.BatchNorm}
+    norms: Dict[str, Callable[[int], List[Any]]] = {
+        "ours": lambda channels: [gluon_syncbn.SyncBatchNorm(in_channels=channels)],
+        "fused": lambda channels: [gluon_syncbn.SyncBatchNorm(in_channels=channels, activation="relu")],
+        "plain": lambda channels: [nn.BatchNorm(in_channels=channels)],
+        "two": lambda channels: [nn.BatchNorm(in_channels=channels), nn.Activation("relu")],
+    }
     absent: Dict[str, str] = {}
     if emulated:
         absent["MXNet's nn.BatchNorm"] = "its kernels do not run on the emulator"
-        del norms["plain"]
+        del norms["plain"], norms["two"]
     samples = []
+    length = 2 if emulated else CHAIN
     for count, shape, dtype in itertools.product(sorted({1, len(found)}), shapes, ("float32", "float16")):
         with ExitStack() as stack:
             others = {}
             try:
                 if "torch.nn.SyncBatchNorm" not in absent:
-                    others["torch"] = _of_torch(stack, python, count, shape, dtype)
+                    others["torch"] = _of_torch(stack, python, count, shape, dtype, length)
             except Missing as reason:
                 absent["torch.nn.SyncBatchNorm"] = str(reason)
             for way, hybrid in WAYS.items():
-                mine = {name: _of_mxnet(mx, norm, found[:count], shape, dtype, hybrid) for name, norm in norms.items()}
+                mine = {
+                    name: _of_mxnet(mx, norm, found[:count], shape, dtype, hybrid, length)
+                    for name, norm in norms.items()
+                }
                 seconds = _interleaved({**mine, **others}, rounds)
                 samples.append({"gpus": count, "shape": shape, "dtype": dtype, "way": way, "seconds": seconds})
     return samples, [f"{name}: {why}" for name, why in absent.items()]
@@ -75,12 +87,16 @@ def _interleaved(contestants: Dict[str, Contestant], rounds: int) -> _measuring.
     return taken
 
 
-def _of_mxnet(mx: Any, norm: Any, contexts: Sequence[Any], shape: Tuple, dtype: str, hybrid: Any) -> Contestant:
-    layer = norm(in_channels=shape[1])
-    layer.initialize(ctx=list(contexts))
-    layer.cast(dtype)
+def _of_mxnet(
+    mx: Any, norm: Any, contexts: Sequence[Any], shape: Tuple, dtype: str, hybrid: Any, length: int
+) -> Contestant:
+    net = mx.gluon.nn.HybridSequential()
+    for _ in range(length):
+        net.add(*norm(shape[1]))
+    net.initialize(ctx=list(contexts))
+    net.cast(dtype)
     if hybrid is not None:
-        layer.hybridize(**hybrid)
+        net.hybridize(**hybrid)
     random = np.random.RandomState(0)
     xs, heads, grads = (
         [mx.nd.array(random.standard_normal(shape), ctx=context, dtype=dtype) for context in contexts] for _ in range(3)
@@ -91,22 +107,22 @@ def _of_mxnet(mx: Any, norm: Any, contexts: Sequence[Any], shape: Tuple, dtype: 
         mx.nd.waitall()
         begun = time.perf_counter()
         with mx.autograd.record():
-            ys = [layer(x) for x in xs]
+            ys = [net(x) for x in xs]
         mx.nd.waitall()
         forward = time.perf_counter()
         mx.autograd.backward(ys, heads)
         mx.nd.waitall()
-        return forward - begun, time.perf_counter() - forward
+        return (forward - begun) / length, (time.perf_counter() - forward) / length
 
     step()
     return step
 
 
-def _of_torch(stack: ExitStack, python: str, count: int, shape: Tuple, dtype: str) -> Contestant:
+def _of_torch(stack: ExitStack, python: str, count: int, shape: Tuple, dtype: str, length: int) -> Contestant:
     children = []
     port = 29500 + np.random.RandomState().randint(2000)
     for rank in range(count):
-        work = json.dumps({"rank": rank, "size": count, "port": port, "shape": shape, "dtype": dtype})
+        work = json.dumps({"rank": rank, "size": count, "port": port, "shape": shape, "dtype": dtype, "length": length})
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         child = subprocess.Popen([python, __file__, work], text=True, **pipes)
         stack.callback(_end, child)
@@ -148,7 +164,7 @@ def _end(child: subprocess.Popen) -> None:
 # ---- in a process of PyTorch's -----------------------------------------------------------------------------
 
 
-def child(rank: int, size: int, port: int, shape: Sequence[int], dtype: str) -> None:
+def child(rank: int, size: int, port: int, shape: Sequence[int], dtype: str, length: int) -> None:
     try:
         import torch
     except ImportError:
@@ -160,22 +176,25 @@ def child(rank: int, size: int, port: int, shape: Sequence[int], dtype: str) -> 
     torch.cuda.set_device(rank)
     where = f"tcp://127.0.0.1:{port}"
     torch.distributed.init_process_group("nccl", init_method=where, rank=rank, world_size=size)
-    layer = torch.nn.SyncBatchNorm(shape[1], device="cuda")
+    layers = [torch.nn.SyncBatchNorm(shape[1], device="cuda") for _ in range(length)]
     random = np.random.RandomState(0)
     x, dy = (torch.tensor(random.standard_normal(shape), dtype=getattr(torch, dtype), device="cuda") for _ in range(2))
     x.requires_grad_()
-    settings = layer.running_mean, layer.running_var, layer.eps, layer.momentum, torch.distributed.group.WORLD
+    synchronised = torch.nn.modules._functions.SyncBatchNorm  # which the layer leaves out for a group of one
 
-    def run() -> Any:
+    def through(layer: Any, x: Any) -> Any:
         if size > 1:
             return layer(x)
-        synchronised = torch.nn.modules._functions.SyncBatchNorm  # the layer leaves it out for a group of one
+        settings = layer.running_mean, layer.running_var, layer.eps, layer.momentum, torch.distributed.group.WORLD
         return synchronised.apply(x, layer.weight, layer.bias, *settings, 1)
+
+    def run() -> Any:
+        return functools.reduce(lambda y, layer: through(layer, y), layers, x)
 
     run().backward(dy)
     _say(torch=torch.__version__)
     for _ in sys.stdin:
-        for leaf in (x, *layer.parameters()):
+        for leaf in (x, *(parameter for layer in layers for parameter in layer.parameters())):
             leaf.grad = None  # to be written, as MXNet's are, and not added to
         torch.cuda.synchronize()
         begun = time.perf_counter()
@@ -184,7 +203,7 @@ def child(rank: int, size: int, port: int, shape: Sequence[int], dtype: str) -> 
         forward = time.perf_counter()
         y.backward(dy)
         torch.cuda.synchronize()
-        _say(forward=forward - begun, backward=time.perf_counter() - forward)
+        _say(forward=(forward - begun) / length, backward=(time.perf_counter() - forward) / length)
 
 
 def _say(**what: Any) -> None:
@@ -195,6 +214,16 @@ def _say(**what: Any) -> None:
 
 HEADER = ["GPUs", "tensor of each", "way", "forward, us", "backward, us"]
 HEADER += [f"{way} / {other}" for other in ("plain", "torch") for way in DIRECTIONS]
+HEADER += [f"{way} with ReLU / both" for way in DIRECTIONS]
+# What is drawn, and how.
+BARS = {
+    "ours": ("ours", "#0072B2"),
+    "plain": ("nn.BatchNorm, not synchronised", "#000000"),
+    "fused": ("ours with ReLU", "#CC79A7"),
+    "two": ("nn.BatchNorm and ReLU", "#666666"),
+    "torch": ("torch.nn.SyncBatchNorm", "#D55E00"),
+}
+RATIOS = {"plain": ("ours", "plain"), "torch": ("ours", "torch"), "two": ("fused", "two")}
 
 
 def row(result: _measuring.Cell) -> List[str]:
@@ -207,19 +236,19 @@ def row(result: _measuring.Cell) -> List[str]:
         *(f"{seconds[f'ours {way}']['median'] * 1e6:.0f}" if f"ours {way}" in seconds else "-" for way in DIRECTIONS),
         *(
             f"{ratios[f'{other} {way}']['median']:.2f}" if f"{other} {way}" in ratios else "-"
-            for other in ("plain", "torch")
+            for other in RATIOS
             for way in DIRECTIONS
         ),
     ]
 
 
 def ratios(seconds: _measuring.Rounds) -> _measuring.Rounds:
-    """Ours over each of the others, round by round, under the other's name."""
+    """Ours over each of the others, round by round."""
     return {
-        f"{other} {way}": [a / b for a, b in zip(seconds[f"ours {way}"], seconds[f"{other} {way}"])]
-        for other in ("plain", "torch")
+        f"{name} {way}": [a / b for a, b in zip(seconds[f"{ours} {way}"], seconds[f"{other} {way}"])]
+        for name, (ours, other) in RATIOS.items()
         for way in DIRECTIONS
-        if f"{other} {way}" in seconds and f"ours {way}" in seconds
+        if f"{other} {way}" in seconds
     }
 
 

@@ -27,6 +27,10 @@ AIM = 0.85
 
 EMULATED = "**Measured on tests/cuda_emulator: the times mean nothing, on no line of this page.**"
 
+WITHOUT_CODE = """MXNet has no machine code for this GPU, and its own kernels were skipped
+(`tests/support/skip_launches.c`): of what is measured, `nn.BatchNorm` and ReLU are cuDNN's, and the layer's kernels are
+compiled for the GPU."""
+
 EXPLANATION = f"""The statistics are those of {REPLICAS} replicas, which every GPU puts together by itself. The columns
 of the kernels are what each moves per second over what a copy of the same tensor moves. *Forward* is the statistics and
 the normalisation, *backward* the sums and the gradient of the input; their ratios are ours over PyTorch's SyncBN
@@ -62,13 +66,24 @@ def row(result: _measuring.Cell) -> List[str]:
     ]
 
 
-def plot(path: Path, results: Sequence[Dict[str, Any]], gpu: str) -> None:
+def plot(path: Path, results: Dict[str, List[_measuring.Cell]], gpu: str) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(CASES), figsize=(3.6 * len(CASES), 3.6), sharey=True)
+    rows = [name for name in ("kernels", "layers") if results[name]]
+    figure = pyplot.figure(figsize=(3.6 * len(CASES), 3.6 * len(rows)))
+    parts = np.atleast_1d(figure.subfigures(len(rows)))
+    for name, part in zip(rows, parts):
+        {"kernels": plot_kernels, "layers": plot_layers}[name](part, results[name])
+    figure.text(0.995, 0.005, gpu, ha="right", fontsize=8, color="#666666")
+    figure.savefig(path, dpi=120)
+
+
+def plot_kernels(figure: Any, results: Sequence[_measuring.Cell]) -> None:
+    axes = figure.subplots(1, len(CASES), sharey=True)
+    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.18, top=0.9, wspace=0.08)
     for axis, (layout, dtype) in zip(axes, CASES):
         mine = [one for one in results if (one["layout"], one["dtype"]) == (layout, dtype)]
         sizes = [np.prod(one["shape"]) * np.dtype(dtype).itemsize / 1e6 for one in mine]
@@ -79,9 +94,28 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], gpu: str) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("bandwidth over that of a copy")
     axes[0].legend()
-    figure.text(0.5, 0.0, gpu, ha="center", fontsize=8, color="#666666")
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
-    figure.savefig(path, dpi=120)
+
+
+def plot_layers(figure: Any, results: Sequence[_measuring.Cell]) -> None:
+    """Forward and backward of a layer in a static graph, on the most GPUs."""
+    shown = [one for one in results if one["way"] == "static" and one["gpus"] == results[-1]["gpus"]]
+    axis = figure.subplots()
+    figure.subplots_adjust(left=0.05, right=0.99, bottom=0.18, top=0.9)
+    bars = [name for name in _gpu_layer.BARS if f"{name} forward" in shown[0]["seconds"]]
+    width = 0.8 / len(bars)
+    for at, name in enumerate(bars):
+        label, colour = _gpu_layer.BARS[name]
+        places = np.arange(len(shown)) + (at - (len(bars) - 1) / 2) * width
+        times = [1e6 * sum(medians(one)[f"{name} {way}"] for way in _gpu_layer.DIRECTIONS) for one in shown]
+        drawn = axis.bar(places, times, width, label=label, color=colour)
+        axis.bar_label(drawn, [f"{time:.0f}" for time in times], fontsize=8)
+    names = [f"{' x '.join(map(str, one['shape']))}\n{one['dtype']}" for one in shown]
+    axis.set_xticks(range(len(shown)), names, fontsize=8)
+    axis.set(title=f"a layer, forward and backward, {shown[0]['gpus']} GPU(s)", ylabel="microseconds")
+    axis.grid(alpha=0.3, axis="y")
+    axis.set_axisbelow(True)
+    axis.margins(x=0.01, y=0.25)
+    axis.legend(ncol=len(bars), loc="upper center", frameon=False)
 
 
 def gpus(gluon_syncbn: Any) -> List[str]:
@@ -153,6 +187,10 @@ def main(arguments: Sequence[str]) -> int:
     parts = [EMULATED] if emulated else []
     if absent:
         parts.append("Left out: " + "; ".join(absent) + ".")
+    if of_layers and any(
+        gluon_syncbn.cuda.gpu(i).capability[0] not in gluon_syncbn.cuda.MAJORS for i in range(len(names))
+    ):
+        parts.append(WITHOUT_CODE)
     if of_layers:
         table = _results.table(_gpu_layer.HEADER, [_gpu_layer.row(result) for result in results["layers"]])
         parts += ["## The layer", _gpu_layer.EXPLANATION, table]
@@ -163,7 +201,7 @@ def main(arguments: Sequence[str]) -> int:
     text = "\n\n".join(parts)
     print(text)
     _results.write(options.out, "gpu", "The layer and its kernels on GPUs", text, env, results, samples)
-    plot(options.out / "gpu.png", results["kernels"], env["GPUs"])
+    plot(options.out / "gpu.png", results, env["GPUs"])
     return 0
 
 

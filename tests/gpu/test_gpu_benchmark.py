@@ -86,4 +86,4 @@ def test_pytorch_has_a_process_for_each_gpu(tmp_path):
     assert "torch.nn.SyncBatchNorm:" not in text
     for cell in cells["layers"]:
         assert cell["ratios"].keys() == {"torch forward", "torch backward"}
-    assert re.search(r"\| 4 +\|.*- \| +- \| +\d+\.\d\d \| +\d+\.\d\d \|", text)
+    assert re.search(r"\| 4 +\|.*- \| +- \| +\d+\.\d\d \| +\d+\.\d\d \| +- \| +- \|", text)
