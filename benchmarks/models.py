@@ -15,7 +15,9 @@ from __future__ import annotations
 import functools
 import gc
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence
 
@@ -37,6 +39,8 @@ QUICK: List[_measuring.Cell] = [{"model": "depthwise chain", "crop": 16, "images
 OURS = ("ours", "fused")
 NAMES = ("plain", *OURS, "contrib")
 STEPS = 3  # until the memory no longer grows
+# What the profiler calls them: ReLU6 is `clip`.
+LAYERS = {"BatchNorm", "Activation", "LeakyReLU", "clip", "elemwise_add", "broadcast_add", "_plus"}
 
 EXPLANATION = f"""One training step (forward, loss, backward, `trainer.step`) on CPU devices of one process; crop and
 images are those of a device. FastSCNN and PSPNet have {CLASSES} classes and the auxiliary loss, ResNet-18 and
@@ -44,8 +48,9 @@ MobileNetV2 are GluonCV's `resnet18_v1` and `mobilenetv2_1.0`, the depthwise cha
 convolution, BatchNorm and ReLU on 64 channels. *Plain* is `nn.BatchNorm` on the same devices, each with statistics of
 its own; the other columns are multiples of its time, the median over interleaved rounds and, in parentheses, the 10th
 and 90th percentile. *Fused* is `convert(net, fuse=True)`. *Contrib* is `mxnet.gluon.contrib.nn.SyncBatchNorm`
-(`hang`: it did not end within the time limit). Memory is what a process grows by in {STEPS} steps at most, in a
-process for each."""
+(`hang`: it did not end within the time limit). *Share* is what BatchNorm, activations and additions take of the plain
+step, by MXNet's profiler, whose sums of gradients are not counted: 1 less that is what a layer that took no time would
+come to. Memory is what a process grows by in {STEPS} steps at most, in a process for each."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -64,11 +69,12 @@ def main(arguments: Sequence[str]) -> int:
             progress.set_postfix_str(f"{cell['model']} x {cell['devices']}")
             # a process for each: MXNet keeps the temporary space that a network needed
             ((_, taken, problems),) = _measuring.measure(__file__, [cell], 90 if options.quick else 240)
-            samples.append({**cell, "problems": problems, "seconds": taken, "memory_mib": memory(cell)})
+            more = {"memory_mib": memory(cell), "share": _alone(cell, share_of="plain")}
+            samples.append({**cell, "problems": problems, "seconds": taken, **more})
             progress.update()
 
     header = ["model", "crop", "images", "devices", "plain, s", "images / s", "ours / plain", "fused / plain"]
-    header += ["contrib / plain", "memory, MiB: plain", "ours", "fused"]
+    header += ["contrib / plain", "share", "memory, MiB: plain", "ours", "fused"]
     results = [_results.compared(sample) for sample in samples]
     table = _results.table(header, [row(result) for result in results])
     print(table)
@@ -89,23 +95,27 @@ def row(result: Dict[str, Any]) -> List[str]:
         series = result["ratios"].get(name)
         texts.append(_results.median_and_range(series, 2) if series else _results.entry(result, name))
     texts.append(_results.entry(result, "contrib") if result["contrib"] else "")
+    texts.append(f"{result['share']:.3f}")
     return texts + [f"{result['memory_mib'][name]:.0f}" for name in ("plain", *OURS)]
 
 
 def memory(cell: _measuring.Cell) -> Dict[str, float]:
     """MiB that a process grows by in steps of each implementation."""
-    return {name: _one(cell, name)["mib"][0] for name in ("plain", *OURS)}
+    return {name: _alone(cell, memory_of=name) for name in ("plain", *OURS)}
 
 
-def _one(cell: _measuring.Cell, name: str) -> _measuring.Rounds:
-    ((_, taken, problem),) = _measuring.measure(__file__, [{**cell, "contrib": False, "memory_of": name}], 240)
+def _alone(cell: _measuring.Cell, **what: str) -> float:
+    """One figure, from a process of its own."""
+    ((_, taken, problem),) = _measuring.measure(__file__, [{**cell, "contrib": False, **what}], 240)
     if problem:
-        raise SystemExit(f"{cell['model']}, {name}: {problem}")
-    return taken
+        raise SystemExit(f"{cell['model']}, {what}: {problem}")
+    return taken["figure"][0]
 
 
 def child(cells: Sequence[_measuring.Cell]) -> None:
     """Measures the cells in turn and prints one line of JSON for each."""
+    if "share_of" in cells[0]:
+        os.environ["MXNET_EXEC_BULK_EXEC_TRAIN"] = "0"  # else the profiler sees many operators as one
     import gluon_syncbn
 
     contexts = gluon_syncbn.cpu_devices(cells[0]["devices"], temp_copies=2048)
@@ -117,13 +127,35 @@ def child(cells: Sequence[_measuring.Cell]) -> None:
             (step,) = steps(cell, contexts, [cell["memory_of"]]).values()
             for _ in range(STEPS):
                 step()
-            taken = {"mib": [_measuring.peak_mib() - before]}
+            taken = {"figure": [_measuring.peak_mib() - before]}
+        elif "share_of" in cell:
+            (step,) = steps(cell, contexts, [cell["share_of"]]).values()
+            taken = {"figure": [share(step)]}
         else:
             made = steps(cell, contexts, NAMES if cell["contrib"] else NAMES[:-1])
             taken = _measuring.interleaved(made, cell["rounds"], cell["budget_s"])
         print(json.dumps(taken), flush=True)
         gc.collect()  # the networks of this cell
         mx.nd.waitall()
+
+
+def share(step: Callable[[], None]) -> float:
+    """What of the time in operators is that of BatchNorm, activations and additions."""
+    import mxnet as mx
+
+    for _ in range(STEPS):
+        step()
+    with tempfile.TemporaryDirectory() as folder:  # MXNet writes there when the process ends, or not at all
+        mx.profiler.set_config(
+            profile_symbolic=True, profile_imperative=True, aggregate_stats=True, filename=f"{folder}/profile.json"
+        )
+        mx.profiler.set_state("run")
+        for _ in range(STEPS):
+            step()
+        mx.profiler.set_state("stop")
+        operators = json.loads(mx.profiler.dumps(reset=True, format="json"))["Time"]["operator"]
+    total = {name: times["Total"] for name, times in operators.items()}
+    return sum(total[name] for name in total if name.replace("_backward_", "") in LAYERS) / sum(total.values())
 
 
 def network(cell: _measuring.Cell, layer: Any) -> Any:
