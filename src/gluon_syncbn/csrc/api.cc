@@ -182,6 +182,7 @@ SYNCBN_API const char* syncbn_failure() {
 // Forgets the failure and all unfinished meetings. Nothing may be in flight.
 SYNCBN_API void syncbn_reset() {
     syncbn::step().clear();
+    syncbn::forget_handed_over();
     registry().forget_meetings();
 }
 

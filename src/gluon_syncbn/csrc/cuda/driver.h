@@ -70,7 +70,7 @@ class Device {
 
     void* context_ = nullptr;  // never released: MXNet keeps it for as long as the process lives
     int capability_ = 0;
-    std::mutex mutex_;  // guards the rest
+    std::mutex mutex_;                      // guards the rest
     std::map<std::string, void*> modules_;  // by the part of kernels.cu
     std::map<std::string, void*> kernels_;
     std::vector<std::pair<Stream, Told*>> streams_;  // that nobody uses, each with what belongs to it

@@ -7,6 +7,7 @@
 #include <limits>
 #include <mutex>
 #include <numeric>
+#include <set>
 #include <sstream>
 
 #include "clock.h"
@@ -37,6 +38,32 @@ struct Culprit {
     double since = 0;
 };
 
+// Where the statistics of batches are that one operator of a call has left for the other.
+class HandedOver {
+  public:
+    void add(const void* batch) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        batches_.insert(batch);
+    }
+    bool take(const void* batch) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return batches_.erase(batch) > 0;
+    }
+    void clear() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        batches_.clear();
+    }
+
+  private:
+    std::mutex mutex_;
+    std::set<const void*> batches_;
+};
+
+HandedOver& handed_over() {
+    static HandedOver* one = new HandedOver;
+    return *one;
+}
+
 Culprit& culprit() {
     static Culprit* one = new Culprit;
     return *one;
@@ -48,6 +75,8 @@ void speak_of_nonfinite_again() {
     std::lock_guard<std::mutex> lock(culprit().mutex);
     culprit().layer = 0;
 }
+
+void forget_handed_over() { handed_over().clear(); }
 
 bool Node::is_data(int at) const { return at == kX || at == output() || (adds && at == kAddend); }
 
@@ -96,9 +125,13 @@ void Call::forward(const Arrays& arrays, const int* reqs, bool training) {
             normalise_frozen(arrays, reqs[0]);
         else
             normalise(arrays, reqs);
-        if (node_.role == Role::kTrack && !frozen_) track(arrays);
+        if (node_.role == Role::kTrack && !frozen_ && has_come(arrays[kBatch])) track(arrays);
         finish();
         complete_ = true;
+        if (node_.role == Role::kMeet && !frozen_ && reqs[1] != kNull) {
+            const Array batch = arrays[node_.output() + 1];
+            handed_over().add(data(batch));
+        }
     } catch (const std::exception& e) {
         std::vector<std::pair<Array, Input>> outputs;
         if (reqs[0] != kNull) outputs.push_back({y, kX});
@@ -162,6 +195,15 @@ void Call::throw_if_closed() const {
     if (step().closed)
         throw Failure(
             "the process has run its exit handlers. Join the threads that train before the main thread ends.");
+}
+
+// MXNet skips what depends on a failure only until somebody has read that failure. If it has skipped the first operator, the
+// second one finds whatever was in that memory before.
+bool Call::has_come(Array batch) const {
+    if (handed_over().take(data(batch))) return true;
+    if (step().failure() == nullptr)
+        throw Failure("no running statistics, because an operator before this layer has failed. Read its output.");
+    return false;
 }
 
 void Call::pass(Array from, Array to, int req) {

@@ -57,6 +57,9 @@ struct Arrays {
     Array operator[](int i) const { return list[static_cast<size_t>(i)]; }
 };
 
+// What a failed step has left for second operators that will not run any more.
+void forget_handed_over();
+
 // The next batch that is not finite gets a warning, however short ago the last one was.
 void speak_of_nonfinite_again();
 
@@ -140,6 +143,9 @@ class Call {
     [[noreturn]] void fail(const std::exception& error, const std::vector<std::pair<Array, Input>>& outputs);
     void invalidate(Array out, Input like);
     void throw_if_closed() const;
+    // Whether the first operator of the call has left the statistics of the batch there. Where it has not, the step has
+    // failed: throws Failure if nobody has said so yet.
+    bool has_come(Array batch) const;
     // The other operator of the call does the work.
     bool passes_on() const { return node_.role == (frozen_ ? Role::kMeet : Role::kTrack); }
     void pass(Array from, Array to, int req);
