@@ -17,6 +17,7 @@ import pytest
 from gluoncv.utils.parallel import DataParallelModel
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from places import SUPPORT
 from replicas import (
     TOLERANCE,
     WAYS,
@@ -812,3 +813,40 @@ def test_reset_while_a_healthy_step_is_in_flight(contexts, rng):
     gluon_syncbn.reset()
     for y in ys:
         assert np.isfinite(y.asnumpy()).all()
+
+
+SKIPPED = """
+import numpy as np
+import gluon_syncbn
+import mxnet as mx
+from mxnet import autograd, nd
+from gluon_syncbn import steps
+import test_failures  # and with it the operator that naps
+
+(context,) = gluon_syncbn.cpu_devices(1)
+layer = gluon_syncbn.SyncBatchNorm(in_channels=5, num_devices=2)
+layer.initialize(ctx=context)
+layer.cast("float64")
+slow = nd.Custom(layer.running_mean.data(), op_type="nap")  # which the second operator waits for
+bad = nd.linalg.potrf(nd.full((2, 5, 3, 3), -1.0, dtype="float64"))
+with autograd.record():
+    ys = [layer(bad) for _ in range(2)]
+try:
+    bad.wait_to_read()
+except mx.MXNetError as error:
+    assert "potrf" in str(error)
+slow.wait_to_read()
+steps.drain()
+gluon_syncbn.reset()
+print(*layer.running_mean.data().asnumpy(), *layer.running_var.data().asnumpy())
+"""
+
+
+def test_running_statistics_where_an_operator_before_the_layer_fails():
+    """Of several replicas on a context. MXNet skips the operator that should leave the batch's statistics; once the
+    failure has been read, it runs the one that takes them."""
+    path = os.pathsep.join([str(Path(__file__).parent), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "MALLOC_PERTURB_": "85"}  # memory that nobody has written is not 0
+    command = [sys.executable, "-W", "ignore", "-c", SKIPPED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.stdout.split() == ["0.0"] * 5 + ["1.0"] * 5, done.stderr
