@@ -49,7 +49,8 @@ SYNCBN_API int syncbn_register(void** functions, int64_t count) {
     return syncbn::register_operator(mx);
 }
 
-// `library`: of dlopen, MXNet's. Returns why calls on CPUs come through MXNet's `Custom`; empty where they do not.
+// `library`: of dlopen, MXNet's. Returns why calls on "cpu" or "gpu" contexts come through MXNet's `Custom`; empty where they
+// do not.
 SYNCBN_API const char* syncbn_native_operator(void* library, const char* device) {
     return text(syncbn::native::take_calls(library, device));
 }

@@ -1,8 +1,5 @@
 #include "native/calls.h"
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <atomic>
 #include <cstdlib>
 #include <memory>
@@ -31,8 +28,6 @@ struct Entry {
 };
 
 std::atomic<int64_t> blocked{0}, lone{0};  // calls
-
-bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
 
 // One execution of a call.
 class Execution : public Work {

@@ -52,7 +52,7 @@ struct Property : Node {
 // Who issues a call. Calls on the main thread take turns on the seats (null); any other thread is one replica. A number
 // and not an address: a thread that starts after another has ended may get the same one.
 const void* caller() {
-    if (syscall(SYS_gettid) == getpid()) return nullptr;
+    if (on_main_thread()) return nullptr;
     static std::atomic<uintptr_t> threads{0};
     static thread_local const uintptr_t number = ++threads;
     return reinterpret_cast<const void*>(number);
@@ -258,6 +258,8 @@ int create_property(const char*, const int size, const char** keys, const char**
 }
 
 }  // namespace
+
+bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
 
 bool is_ours(const MXCallbackList& callbacks) { return callbacks.callbacks[0] == as_callback(delete_operator); }
 

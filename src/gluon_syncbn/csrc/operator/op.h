@@ -10,6 +10,9 @@ namespace syncbn {
 // Registers the operator with the MXNet library that these functions belong to. Returns MXNet's status.
 int register_operator(const MXNet& functions);
 
+// Whether this is the thread that the process began with.
+bool on_main_thread();
+
 // Whether these callbacks of a custom operator are those of a `Call`, which is the state of each.
 bool is_ours(const MXCallbackList& callbacks);
 
