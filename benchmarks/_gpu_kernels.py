@@ -227,8 +227,10 @@ def main(arguments: Sequence[str]) -> Dict[str, Any]:
         device = runtime.getDeviceProperties(runtime.getDevice())
     except runtime.CUDARuntimeError as error:
         return {"missing": f"CuPy finds no GPU ({error})"}
-    torch, why = torch_here()
     gpu = f"{device['name'].decode()}, compute capability {device['major']}.{device['minor']}"
+    if gpu.startswith(EMULATOR) and not options.quick:
+        sys.exit("benchmarks/gpu.py: on the emulator, whose times mean nothing, with --quick and --out only")
+    torch, why = torch_here()
     environment = {
         "CUDA of the driver": str(runtime.driverGetVersion()),
         "cupy": cupy.__version__,
