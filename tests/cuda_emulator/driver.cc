@@ -148,6 +148,7 @@ Status cuMemAlloc_v2(void** out, size_t size) {
     if (size == 0) return kInvalidValue;
     if (!bound) return kInvalidContext;
     if (const Status status = sticky(current_device)) return status;
+    count(current_device, kAllocations);
     return allocate(current_device, size, out);
 }
 Status cuMemFree_v2(void* pointer) {

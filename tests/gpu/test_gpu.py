@@ -839,7 +839,7 @@ def test_what_an_activation_costs(rng, behind, spatial):
 
 def test_memory_is_used_again():
     """From the second step on nothing is allocated; where MXNet lets go of a step's calls some time later, what that
-    takes at most. Its own arrays are in a pool."""
+    takes at most."""
     gpus(2)
     if not EMULATED:
         pytest.skip("counts are the emulator's")
@@ -871,7 +871,7 @@ def test_memory_is_used_again():
             print(numbers[6])
         """
     limits = {("eager", ""): 6, ("static", ""): 0, ("static", "device"): 0}
-    runs = side_by_side([["-c", textwrap.dedent(program), *way] for way in limits], MXNET_GPU_MEM_POOL_TYPE="Naive")
+    runs = side_by_side([["-c", textwrap.dedent(program), *way] for way in limits])
     for (way, limit), done in zip(limits.items(), runs):
         assert done.returncode == 0, done.stderr
         numbers = [int(word) for word in done.stdout.split()]
