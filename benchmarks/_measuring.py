@@ -21,6 +21,10 @@ RESULTS = Path(__file__).resolve().parent / "results"
 Cell = Dict[str, Any]
 Rounds = Dict[str, List[float]]  # seconds of one step, by implementation and round
 
+# For processes whose memory is measured: what glibc has freed goes back to the kernel at once, so that the most that it
+# has had is what was in use. Else it keeps that in pieces, and comes to a quarter more or less.
+GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
 
 def options(
     doc: Optional[str],
@@ -85,6 +89,14 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def figures(script: str, cell: Cell, limit_s: float, **environment: str) -> Any:
+    """What the child says of the cell, in a process of its own."""
+    ((_, figures, problem),) = _children(script, [cell], limit_s, environment)
+    if problem:
+        raise SystemExit(f"{cell}: {problem}")
+    return figures
+
+
 def measure(script: str, cells: Sequence[Cell], limit_s: float) -> Iterator[Tuple[Cell, Rounds, Dict[str, str]]]:
     """Yields each cell with its times, and with what went wrong by implementation.
 
@@ -100,7 +112,9 @@ def measure(script: str, cells: Sequence[Cell], limit_s: float) -> Iterator[Tupl
         yield cell, taken, problems
 
 
-def _children(script: str, cells: Sequence[Cell], limit_s: float) -> Iterator[Tuple[Cell, Rounds, str]]:
+def _children(
+    script: str, cells: Sequence[Cell], limit_s: float, environment: Optional[Dict[str, str]] = None
+) -> Iterator[Tuple[Cell, Any, str]]:
     """Runs ``script --child`` on the cells; one process measures all of them in turn.
 
     Where a cell does not end within `limit_s`, the process is ended and a new one goes on with the next.
@@ -115,6 +129,7 @@ def _children(script: str, cells: Sequence[Cell], limit_s: float) -> Iterator[Tu
                 stderr=errors,
                 text=True,
                 start_new_session=True,
+                env={**os.environ, **(environment or {})},
             )
             lines: queue.Queue[str] = queue.Queue()
             reader = threading.Thread(target=_pass_on, args=(child.stdout, lines), daemon=True)

@@ -8,8 +8,6 @@ kernel's high-water mark of its resident set), less what it had before the first
 """
 
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,8 +25,6 @@ CASES: List[_measuring.Cell] = [
 ]
 QUICK: List[_measuring.Cell] = [{"model": "ResNet-50", "crop": 32, "images": 1}]
 LIMIT_S = 400  # of one process
-# What glibc has freed goes back to the kernel at once, so that the mark shows what is in use.
-ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 EXPLANATION = f"""The most memory that a process had at once in {STEPS} training steps (forward, loss, backward,
 `trainer.step`) on one CPU device, in MiB above what it had with parameters and gradients before the first step, with
@@ -39,7 +35,8 @@ SyncBatchNorm in eager mode. *Recomputed* are all residual units of the ResNet, 
 def main(arguments: Sequence[str]) -> int:
     options = _measuring.options(__doc__, arguments, quick="one small case: a smoke test")
     if options.child:
-        print(json.dumps(measured(json.loads(options.child))))
+        (cell,) = json.loads(options.child)
+        print(json.dumps(measured(cell)))
         return 0
     env = _results.environment(["benchmarks/checkpoint.py", *arguments])
     cases = QUICK if options.quick else CASES
@@ -70,18 +67,7 @@ def row(result: Dict[str, Any]) -> List[str]:
 
 
 def in_a_process(cell: _measuring.Cell) -> Dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, __file__, "--child", json.dumps(cell)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-        env={**os.environ, **ENVIRONMENT},
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]  # GluonCV prints, too
-    if done.returncode != 0 or not lines:
-        raise SystemExit(f"{cell} ended with exit code {done.returncode}: {done.stderr[-2000:]}")
-    return json.loads(lines[-1])
+    return _measuring.figures(__file__, cell, LIMIT_S, **_measuring.GIVES_BACK)
 
 
 def measured(cell: _measuring.Cell) -> Dict[str, float]:
@@ -125,30 +111,11 @@ def measured(cell: _measuring.Cell) -> Dict[str, float]:
 
 
 def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(6.4, 3.6))
-    for k, (name, colour) in enumerate((("kept", "#000000"), ("recomputed", "#0072B2"))):
-        places = [i + 0.4 * k - 0.2 for i in range(len(results))]
-        heights = [result[name]["peak_mib"] for result in results]
-        axis.bar(places, heights, width=0.36, color=colour, label=f"activations {name}")
-        for place, height in zip(places, heights):
-            axis.annotate(f"{height:.0f}", (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=9)
+    colours = {"kept": "#000000", "recomputed": "#0072B2"}
+    bars = [(f"activations {name}", colours[name], [one[name]["peak_mib"] for one in results]) for name in colours]
     texts = [f"{one['model']}\ncrop {one['crop']}, {one['images']} images" for one in results]
-    axis.set_xticks(range(len(results)), texts, fontsize=9)
-    axis.set_ylabel("most memory in a step, MiB")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.margins(y=0.12)
-    axis.legend(frameon=False, fontsize=9)
-    figure.text(
-        0.5, 0.01, f"{env['processor']}, {env['cores']} cores, one CPU device", ha="center", fontsize=8, color="0.4"
-    )
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    note = f"{env['processor']}, {env['cores']} cores, one CPU device"
+    _results.plot_bars(path, bars, texts, "most memory in a step, MiB", note)
 
 
 if __name__ == "__main__":

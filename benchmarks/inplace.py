@@ -93,10 +93,7 @@ def row(result: Dict[str, Any]) -> List[str]:
 
 
 def in_a_process(cell: _measuring.Cell) -> Any:
-    ((_, taken, problems),) = _measuring.measure(__file__, [{**cell, "contrib": False}], LIMIT_S)
-    if problems:
-        raise SystemExit(f"{cell}: {problems}")
-    return taken
+    return _measuring.figures(__file__, cell, LIMIT_S, **_measuring.GIVES_BACK)
 
 
 def measured(cell: _measuring.Cell, folder: str) -> Dict[str, Any]:
@@ -165,29 +162,10 @@ def layers_in_place(net: Any) -> List[int]:
 
 
 def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(1.6 * len(results) + 1.6, 4.0))
-    for k, name in enumerate(NAMES):
-        places = [i + 0.27 * (k - 1) for i in range(len(results))]
-        heights = [result[name]["resident_mib"] for result in results]
-        axis.bar(places, heights, width=0.25, color=COLOURS[name], label=NAMES[name])
-        for place, height in zip(places, heights):
-            axis.annotate(f"{height:.0f}", (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+    bars = [(NAMES[name], COLOURS[name], [one[name]["resident_mib"] for one in results]) for name in NAMES]
     texts = [f"{one['model']}\n{one['images']} x {one['crop']} pixels\n{one['way']}" for one in results]
-    axis.set_xticks(range(len(results)), texts, fontsize=8)
-    axis.set_ylabel("memory that a step takes, MiB")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.margins(y=0.12)
-    axis.legend(frameon=False, fontsize=9)
     note = f"resident set of the process; {env['processor']}, {env['cores']} cores, one CPU device"
-    figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.4")
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    _results.plot_bars(path, bars, texts, "memory that a step takes, MiB", note)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import _measuring
 import _results
@@ -34,7 +34,7 @@ MODELS: List[_measuring.Cell] = [
     {"model": "depthwise chain", "crop": 56, "images": 4},
 ]
 DEVICES = [1, 2, 4]
-EFFORT = {"rounds": 15, "budget_s": 30}
+EFFORT = {"rounds": 15, "budget_s": 100}
 QUICK: List[_measuring.Cell] = [{"model": "depthwise chain", "crop": 16, "images": 1}]
 OURS = ("ours", "fused")
 NAMES = ("plain", *OURS, "contrib")
@@ -68,8 +68,8 @@ def main(arguments: Sequence[str]) -> int:
         for cell in cells:
             progress.set_postfix_str(f"{cell['model']} x {cell['devices']}")
             # a process for each: MXNet keeps the temporary space that a network needed
-            ((_, taken, problems),) = _measuring.measure(__file__, [cell], 90 if options.quick else 240)
-            more = {"memory_mib": memory(cell), "share": _alone(cell, share_of="plain")}
+            ((_, taken, problems),) = _measuring.measure(__file__, [cell], 90 if options.quick else 600)
+            more = {"memory_mib": memory(cell), "share": figure(cell, share_of="plain")}
             samples.append({**cell, "problems": problems, "seconds": taken, **more})
             progress.update()
 
@@ -101,15 +101,11 @@ def row(result: Dict[str, Any]) -> List[str]:
 
 def memory(cell: _measuring.Cell) -> Dict[str, float]:
     """MiB that a process grows by in steps of each implementation."""
-    return {name: _alone(cell, memory_of=name) for name in ("plain", *OURS)}
+    return {name: figure(cell, _measuring.GIVES_BACK, memory_of=name) for name in ("plain", *OURS)}
 
 
-def _alone(cell: _measuring.Cell, **what: str) -> float:
-    """One figure, from a process of its own."""
-    ((_, taken, problem),) = _measuring.measure(__file__, [{**cell, "contrib": False, **what}], 240)
-    if problem:
-        raise SystemExit(f"{cell['model']}, {what}: {problem}")
-    return taken["figure"][0]
+def figure(cell: _measuring.Cell, environment: Optional[Dict[str, str]] = None, **what: str) -> float:
+    return _measuring.figures(__file__, {**cell, **what}, 240, **(environment or {}))["figure"]
 
 
 def child(cells: Sequence[_measuring.Cell]) -> None:
@@ -121,16 +117,17 @@ def child(cells: Sequence[_measuring.Cell]) -> None:
     contexts = gluon_syncbn.cpu_devices(cells[0]["devices"], temp_copies=2048)
     import mxnet as mx
 
+    taken: Dict[str, Any]
     for cell in cells:
         if "memory_of" in cell:
             before = _measuring.resident_mib()
             (step,) = steps(cell, contexts, [cell["memory_of"]]).values()
             for _ in range(STEPS):
                 step()
-            taken = {"figure": [_measuring.peak_mib() - before]}
+            taken = {"figure": _measuring.peak_mib() - before}
         elif "share_of" in cell:
             (step,) = steps(cell, contexts, [cell["share_of"]]).values()
-            taken = {"figure": [share(step)]}
+            taken = {"figure": share(step)}
         else:
             made = steps(cell, contexts, NAMES if cell["contrib"] else NAMES[:-1])
             taken = _measuring.interleaved(made, cell["rounds"], cell["budget_s"])
