@@ -17,7 +17,6 @@ namespace cpu {
 namespace blocked {
 namespace {
 
-constexpr int kSets = 4;                  // of sums that a leaf has in registers
 constexpr int64_t kEnoughParts = 64;      // of the sums, over all groups
 constexpr int64_t kWorthAPart = 1 << 14;  // values
 
@@ -66,30 +65,37 @@ struct Vectors {};
 
 // ---- the sums of a group -------------------------------------------------------------------------------------
 
-// Two sums for each channel, in several sets that hide the latency of an addition: set i is for vector i % K of a position.
-template <int K>
+// Two sums for each channel, in as many sets as there are registers for: set i is for vector i % K of a position.
+template <int Width, int K>
 struct Sums {
-    Lanes first[kSets], second[kSets];
+    static constexpr int kSets = Width == 8 ? 4 : 2;
+    Lanes<Width> first[kSets], second[kSets];
     SYNCBN_METHOD Sums() {
-        for (int i = 0; i < kSets; ++i) first[i] = second[i] = Lanes{};
+#pragma GCC unroll 4
+        for (int i = 0; i < kSets; ++i) {
+            first[i].clear();
+            second[i].clear();
+        }
     }
-    SYNCBN_METHOD void add(int i, const Lanes& value, const Lanes& other) {
-        first[i] += value;
-        second[i] += value * other;
+    SYNCBN_METHOD void add(int i, const Lanes<Width>& value, const Lanes<Width>& other) {
+        first[i].add(value);
+        second[i].add_product(value, other);
     }
     SYNCBN_METHOD void store(double* to_first, double* to_second) {
+#pragma GCC unroll 4
         for (int i = K; i < kSets; ++i) {
-            first[i % K] += first[i];
-            second[i % K] += second[i];
+            first[i % K].add(first[i]);
+            second[i % K].add(second[i]);
         }
-        std::memcpy(to_first, first, K * sizeof(Lanes));
-        std::memcpy(to_second, second, K * sizeof(Lanes));
+        std::memcpy(to_first, first, K * sizeof first[0]);
+        std::memcpy(to_second, second, K * sizeof second[0]);
     }
 };
 
 // Calls of.add(i, at) for every vector of the part, `at` its first value, with i as in `Sums`.
-template <int K, typename Of>
+template <int Width, int K, typename Of>
 SYNCBN_INLINE void over_part(const Shape& shape, int64_t group, const Part& part, Of& of) {
+    constexpr int kSets = Sums<Width, K>::kSets;
     constexpr int64_t kBlock = K * kLanes, kStep = kSets / K;
     const int64_t groups = shape.channels / kBlock;
     for (int64_t position = part.first; position < part.last;) {
@@ -108,21 +114,21 @@ SYNCBN_INLINE void over_part(const Shape& shape, int64_t group, const Part& part
 }
 
 // Of x - pivot, and its square.
-template <int K>
+template <int Width, int K>
 struct Moments {
     const float* x;
-    Lanes pivot[K];
-    Sums<K> sums;
+    Lanes<Width> pivot[K];
+    Sums<Width, K> sums;
     SYNCBN_METHOD Moments(const float* x, const double* pivot) : x(x) {
         std::memcpy(this->pivot, pivot, sizeof this->pivot);
     }
     SYNCBN_METHOD void fetch(int64_t at) const { __builtin_prefetch(x + at); }
     SYNCBN_METHOD void add(int i, int64_t at) {
         FloatLanes values;
-        Lanes wide;
+        Lanes<Width> wide;
         load_lanes(x + at, &values);
         widen(values, &wide);
-        wide -= pivot[i % K];
+        wide.subtract(pivot[i % K]);
         sums.add(i, wide, wide);
     }
 };
@@ -137,13 +143,13 @@ struct Gradients {
 enum class By { kNothing, kInput, kOutput };
 
 // Of dz, and dz * (x - mean).
-template <int K, By by>
+template <int Width, int K, By by>
 struct GradSumsOf {
     const Gradients from;
     const Behind behind;
-    Lanes mean[K];
+    Lanes<Width> mean[K];
     LanesOfZ z[K];
-    Sums<K> sums;
+    Sums<Width, K> sums;
     SYNCBN_METHOD GradSumsOf(const Gradients& from, const double* mean, const ColumnRectified<float>& z,
                              int64_t channel)
         : from(from), behind(z.slope, z.ceiling) {
@@ -173,27 +179,28 @@ struct GradSumsOf {
             behind.rectify_grad(outs, &grads);
             store_lanes(grads, from.dz + at);
         }
-        Lanes wide, grad;
+        Lanes<Width> wide, grad;
         widen(values, &wide);
         widen(grads, &grad);
-        sums.add(i, grad, wide - mean[i % K]);
+        wide.subtract(mean[i % K]);
+        sums.add(i, grad, wide);
     }
 };
 
-template <int K>
+template <int Width, int K>
 SYNCBN_INLINE void part_moments(const float* x, const Shape& shape, int64_t group, const Part& part,
                                 const double* pivot, double* sum, double* square) {
-    Moments<K> moments(x, pivot);
-    over_part<K>(shape, group, part, moments);
+    Moments<Width, K> moments(x, pivot);
+    over_part<Width, K>(shape, group, part, moments);
     moments.sums.store(sum, square);
 }
 
-template <int K, By by>
+template <int Width, int K, By by>
 SYNCBN_INLINE void part_grad_sums(const Gradients& from, const Shape& shape, int64_t group, const Part& part,
                                   const double* mean, const ColumnRectified<float>& z, double* sum_dz,
                                   double* sum_dz_xc) {
-    GradSumsOf<K, by> gradients(from, mean, z, group * K * kLanes);
-    over_part<K>(shape, group, part, gradients);
+    GradSumsOf<Width, K, by> gradients(from, mean, z, group * K * kLanes);
+    over_part<Width, K>(shape, group, part, gradients);
     gradients.sums.store(sum_dz, sum_dz_xc);
 }
 
@@ -299,23 +306,22 @@ SYNCBN_INLINE void part_recover(const float* __restrict__ y, float* __restrict__
 
 // ---- the leaves ----------------------------------------------------------------------------------------------
 
-SYNCBN_CLONES void leaf_moments(const float* x, const Shape& shape, int64_t group, const Part& part,
-                                const double* pivot, double* sum, double* square) {
-    shape.block == kLanes ? part_moments<1>(x, shape, group, part, pivot, sum, square)
-                          : part_moments<2>(x, shape, group, part, pivot, sum, square);
-}
-
-#define SYNCBN_GRAD_SUMS(K, ...)                                      \
-    (from.y != nullptr ? part_grad_sums<K, By::kOutput>(__VA_ARGS__)  \
-     : z.slope == 1    ? part_grad_sums<K, By::kNothing>(__VA_ARGS__) \
-                       : part_grad_sums<K, By::kInput>(__VA_ARGS__))
-
-SYNCBN_CLONES void leaf_grad_sums(const Gradients& from, const Shape& shape, int64_t group, const Part& part,
-                                  const double* mean, const ColumnRectified<float>& z, double* sum_dz,
-                                  double* sum_dz_xc) {
-    shape.block == kLanes ? SYNCBN_GRAD_SUMS(1, from, shape, group, part, mean, z, sum_dz, sum_dz_xc)
-                          : SYNCBN_GRAD_SUMS(2, from, shape, group, part, mean, z, sum_dz, sum_dz_xc);
-}
+#define SYNCBN_GRAD_SUMS(WIDTH, K, ...)                                      \
+    (from.y != nullptr ? part_grad_sums<WIDTH, K, By::kOutput>(__VA_ARGS__)  \
+     : z.slope == 1    ? part_grad_sums<WIDTH, K, By::kNothing>(__VA_ARGS__) \
+                       : part_grad_sums<WIDTH, K, By::kInput>(__VA_ARGS__))
+#define SYNCBN_BLOCK_SUMS(SET, WIDTH)                                                                                 \
+    SET void leaf_moments(const float* x, const Shape& shape, int64_t group, const Part& part, const double* pivot,   \
+                          double* sum, double* square) {                                                              \
+        shape.block == kLanes ? part_moments<WIDTH, 1>(x, shape, group, part, pivot, sum, square)                     \
+                              : part_moments<WIDTH, 2>(x, shape, group, part, pivot, sum, square);                    \
+    }                                                                                                                 \
+    SET void leaf_grad_sums(const Gradients& from, const Shape& shape, int64_t group, const Part& part,               \
+                            const double* mean, const ColumnRectified<float>& z, double* sum_dz, double* sum_dz_xc) { \
+        shape.block == kLanes ? SYNCBN_GRAD_SUMS(WIDTH, 1, from, shape, group, part, mean, z, sum_dz, sum_dz_xc)      \
+                              : SYNCBN_GRAD_SUMS(WIDTH, 2, from, shape, group, part, mean, z, sum_dz, sum_dz_xc);     \
+    }
+SYNCBN_FOR_EACH_SET(SYNCBN_BLOCK_SUMS)
 
 SYNCBN_CLONES void leaf_normalise(const float* x, const float* addend, float* y, const Shape& shape, const Part& part,
                                   const ColumnRectified<float>& z, bool add) {

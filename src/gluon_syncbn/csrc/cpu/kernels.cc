@@ -29,6 +29,7 @@ struct Value;
 template <>
 struct Value<float> {
     using Compute = float;
+    template <int Width>
     using Many = FloatLanes;
     SYNCBN_INLINE float load(const float* p) { return *p; }
     SYNCBN_INLINE void store(float* p, float v) { *p = v; }
@@ -36,48 +37,71 @@ struct Value<float> {
 template <>
 struct Value<double> {
     using Compute = double;
-    using Many = Lanes;
+    template <int Width>
+    using Many = Lanes<Width>;
     SYNCBN_INLINE double load(const double* p) { return *p; }
     SYNCBN_INLINE void store(double* p, double v) { *p = v; }
 };
 template <>
 struct Value<Half> {
     using Compute = float;
+    template <int Width>
     using Many = FloatLanes;
     SYNCBN_INLINE float load(const Half* p) { return half_to_float(p->bits); }
     SYNCBN_INLINE void store(Half* p, float v) { p->bits = float_to_half(v); }
 };
 
-SYNCBN_INLINE double total(const Lanes& lanes) {
+template <int Width>
+SYNCBN_INLINE double total(const Lanes<Width>& lanes) {
     double sum = 0;
-    for (int i = 0; i < kLanes; ++i) sum += lanes[i];
+    for (int i = 0; i < kLanes; ++i) sum += lanes.parts[i / Width][i % Width];
     return sum;
 }
+
+// Two sums, in two sets of lanes that take turns.
+template <int Width>
+struct Sums {
+    Lanes<Width> first[2], second[2];
+    SYNCBN_METHOD Sums() {
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) {
+            first[i].clear();
+            second[i].clear();
+        }
+    }
+    SYNCBN_METHOD void add(int i, const Lanes<Width>& value, const Lanes<Width>& other) {
+        first[i].add(value);
+        second[i].add_product(value, other);
+    }
+    SYNCBN_METHOD void store(double rest, double other_rest, double* to_first, double* to_second) {
+        first[0].add(first[1]);
+        second[0].add(second[1]);
+        *to_first = total(first[0]) + rest;
+        *to_second = total(second[0]) + other_rest;
+    }
+};
 
 // ---- one channel, long rows ------------------------------------------------------------------------------
 
 // Sums of (x - pivot) and its square over `rows` rows of `n` values, `stride` values apart.
-template <typename T>
+template <int Width, typename T>
 SYNCBN_INLINE void row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot, double* sum,
                                double* square) {
-    Lanes s1 = {}, s2 = {}, r1 = {}, r2 = {};
+    Sums<Width> sums;
     double t1 = 0, t2 = 0;
     for (int64_t r = 0; r < rows; ++r, x += stride) {
         int64_t i = 0;
         for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
             __builtin_prefetch(x + i + kAhead);
-            typename Value<T>::Many first, second;
-            load_lanes(x + i, &first);
-            load_lanes(x + i + kLanes, &second);
-            Lanes v, w;
-            widen(first, &v);
-            widen(second, &w);
-            v -= pivot;
-            w -= pivot;
-            s1 += v;
-            r1 += w;
-            s2 += v * v;
-            r2 += w * w;
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                typename Value<T>::template Many<Width> values;
+                load_lanes(x + i + half * kLanes, &values);
+                Lanes<Width> v;
+                widen(values, &v);
+                v.subtract(pivot);
+                sums.add(half, v, v);
+            }
         }
         for (; i < n; ++i) {
             const double v = static_cast<double>(Value<T>::load(x + i)) - pivot;
@@ -85,8 +109,7 @@ SYNCBN_INLINE void row_moments(const T* x, int64_t rows, int64_t stride, int64_t
             t2 += v * v;
         }
     }
-    *sum = total(s1 + r1) + t1;
-    *square = total(s2 + r2) + t2;
+    sums.store(t1, t2, sum, square);
 }
 
 // z of one channel, and what stands behind it.
@@ -107,37 +130,35 @@ struct RowRectified {
         const Many z = ((x - mean.high) - mean.low) * scale + shift;
         *grads = (z > 0) & (z < ceiling) ? *grads : *grads * slope;
     }
+    template <int Width>
+    SYNCBN_METHOD void through(Lanes<Width>* grads, const Lanes<Width>& x) const {
+#pragma GCC unroll 4
+        for (int i = 0; i < Lanes<Width>::kParts; ++i) through(&grads->parts[i], x.parts[i]);
+    }
 };
 
-template <bool Rectify, typename T, typename C = typename Value<T>::Compute>
+template <int Width, bool Rectify, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n, double mean,
                                  const RowRectified<C>& z, double* sum_dz, double* sum_dz_xc) {
-    using Many = typename Value<T>::Many;
-    Lanes s1 = {}, s2 = {}, r1 = {}, r2 = {};
+    Sums<Width> sums;
     double t1 = 0, t2 = 0;
     for (int64_t r = 0; r < rows; ++r, x += stride, dy += stride) {
         int64_t i = 0;
         for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
             __builtin_prefetch(x + i + kAhead);
             __builtin_prefetch(dy + i + kAhead);
-            Many values, grads, more_values, more_grads;
-            load_lanes(x + i, &values);
-            load_lanes(dy + i, &grads);
-            load_lanes(x + i + kLanes, &more_values);
-            load_lanes(dy + i + kLanes, &more_grads);
-            if (Rectify) {
-                z.through(&grads, values);
-                z.through(&more_grads, more_values);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                typename Value<T>::template Many<Width> values, grads;
+                load_lanes(x + i + half * kLanes, &values);
+                load_lanes(dy + i + half * kLanes, &grads);
+                if (Rectify) z.through(&grads, values);
+                Lanes<Width> v, g;
+                widen(values, &v);
+                widen(grads, &g);
+                v.subtract(mean);
+                sums.add(half, g, v);
             }
-            Lanes v, w, g, h;
-            widen(values, &v);
-            widen(grads, &g);
-            widen(more_values, &w);
-            widen(more_grads, &h);
-            s1 += g;
-            r1 += h;
-            s2 += g * (v - mean);
-            r2 += h * (w - mean);
         }
         for (; i < n; ++i) {
             const C value = Value<T>::load(x + i), grad = Value<T>::load(dy + i);
@@ -146,8 +167,7 @@ SYNCBN_INLINE void row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t 
             t2 += g * (static_cast<double>(value) - mean);
         }
     }
-    *sum_dz = total(s1 + r1) + t1;
-    *sum_dz_xc = total(s2 + r2) + t2;
+    sums.store(t1, t2, sum_dz, sum_dz_xc);
 }
 
 // What it was is kept where `Add`.
@@ -280,54 +300,61 @@ SYNCBN_INLINE void column_recover(const T* __restrict__ y, T* __restrict__ x, in
 // ---- the leaves, one set per data type ----------------------------------------------------------------------
 // Overloads of plain functions: instruction-set clones of template instances are not portable among g++ versions.
 
-#define SYNCBN_LEAVES(T, C)                                                                                           \
-    SYNCBN_CLONES void leaf_row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot,            \
-                                        double* sum, double* square) {                                                \
-        row_moments(x, rows, stride, n, pivot, sum, square);                                                          \
-    }                                                                                                                 \
-    SYNCBN_CLONES void leaf_row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n,           \
-                                          double mean, const RowRectified<C>& z, double* sum_dz, double* sum_dz_xc) { \
-        z.slope == 1 ? row_grad_sums<false>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc)                       \
-                     : row_grad_sums<true>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc);                       \
-    }                                                                                                                 \
-    SYNCBN_CLONES void leaf_row_normalise(const T* x, const T* addend, T* y, int64_t n, const RowRectified<C>& z,     \
-                                          bool add) {                                                                 \
-        SYNCBN_NORMALISE(row_normalise, z.slope, add, x, addend, y, n, z);                                            \
-    }                                                                                                                 \
-    SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row,        \
-                                           const RowRectified<C>& z, bool add) {                                      \
-        SYNCBN_GRAD_INPUT(row_grad_input, z.slope, add, dy, x, dx, n, row, z);                                        \
-    }                                                                                                                 \
-    SYNCBN_CLONES void leaf_row_recover(const T* y, T* x, int64_t n, const RowRectified<C>& z) {                      \
-        row_recover(y, x, n, z);                                                                                      \
-    }                                                                                                                 \
-    SYNCBN_CLONES void leaf_column_recover(const T* y, T* x, int64_t rows, int64_t columns,                           \
-                                           const ColumnRectified<C>& z) {                                             \
-        column_recover(y, x, rows, columns, z);                                                                       \
-    }                                                                                                                 \
-    SYNCBN_CLONES void leaf_row_grad_rectified(const T* dy, const T* y, T* dz, int64_t n, C slope, C ceiling) {       \
-        row_grad_rectified(dy, y, dz, n, slope, ceiling);                                                             \
-    }                                                                                                                 \
-    SYNCBN_CLONES void leaf_column_moments(const T* x, int64_t rows, int64_t stride, int64_t columns,                 \
-                                           const double* pivot, double* sum, double* square) {                        \
-        column_moments(x, rows, stride, columns, pivot, sum, square);                                                 \
-    }                                                                                                                 \
-    SYNCBN_CLONES void leaf_column_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t columns,  \
-                                             const double* mean, const ColumnRectified<C>& z, double* sum_dz,         \
-                                             double* sum_dz_xc) {                                                     \
-        z.slope == 1 ? column_grad_sums<false>(dy, x, rows, stride, columns, mean, z, sum_dz, sum_dz_xc)              \
-                     : column_grad_sums<true>(dy, x, rows, stride, columns, mean, z, sum_dz, sum_dz_xc);              \
-    }                                                                                                                 \
-    SYNCBN_CLONES void leaf_column_normalise(const T* x, const T* addend, T* y, int64_t rows, int64_t columns,        \
-                                             const ColumnRectified<C>& z, bool add) {                                 \
-        SYNCBN_NORMALISE(column_normalise, z.slope, add, x, addend, y, rows, columns, z);                             \
-    }                                                                                                                 \
-    SYNCBN_CLONES void leaf_column_grad_input(const T* dy, const T* x, T* dx, int64_t rows, int64_t columns,          \
-                                              const ColumnGradInput<C>& column, const ColumnRectified<C>& z,          \
-                                              bool add) {                                                             \
-        SYNCBN_GRAD_INPUT(column_grad_input, z.slope, add, dy, x, dx, rows, columns, column, z);                      \
+#define SYNCBN_ROW_SUMS_OF(SET, WIDTH, T, C)                                                                   \
+    SET void leaf_row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot, double* sum,  \
+                              double* square) {                                                                \
+        row_moments<WIDTH>(x, rows, stride, n, pivot, sum, square);                                            \
+    }                                                                                                          \
+    SET void leaf_row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n, double mean, \
+                                const RowRectified<C>& z, double* sum_dz, double* sum_dz_xc) {                 \
+        z.slope == 1 ? row_grad_sums<WIDTH, false>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc)         \
+                     : row_grad_sums<WIDTH, true>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc);         \
+    }
+#define SYNCBN_ROW_SUMS(SET, WIDTH)                \
+    SYNCBN_ROW_SUMS_OF(SET, WIDTH, float, float)   \
+    SYNCBN_ROW_SUMS_OF(SET, WIDTH, double, double) \
+    SYNCBN_ROW_SUMS_OF(SET, WIDTH, Half, float)
+
+#define SYNCBN_LEAVES(T, C)                                                                                          \
+    SYNCBN_CLONES void leaf_row_normalise(const T* x, const T* addend, T* y, int64_t n, const RowRectified<C>& z,    \
+                                          bool add) {                                                                \
+        SYNCBN_NORMALISE(row_normalise, z.slope, add, x, addend, y, n, z);                                           \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row,       \
+                                           const RowRectified<C>& z, bool add) {                                     \
+        SYNCBN_GRAD_INPUT(row_grad_input, z.slope, add, dy, x, dx, n, row, z);                                       \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_row_recover(const T* y, T* x, int64_t n, const RowRectified<C>& z) {                     \
+        row_recover(y, x, n, z);                                                                                     \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_column_recover(const T* y, T* x, int64_t rows, int64_t columns,                          \
+                                           const ColumnRectified<C>& z) {                                            \
+        column_recover(y, x, rows, columns, z);                                                                      \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_row_grad_rectified(const T* dy, const T* y, T* dz, int64_t n, C slope, C ceiling) {      \
+        row_grad_rectified(dy, y, dz, n, slope, ceiling);                                                            \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_column_moments(const T* x, int64_t rows, int64_t stride, int64_t columns,                \
+                                           const double* pivot, double* sum, double* square) {                       \
+        column_moments(x, rows, stride, columns, pivot, sum, square);                                                \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_column_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t columns, \
+                                             const double* mean, const ColumnRectified<C>& z, double* sum_dz,        \
+                                             double* sum_dz_xc) {                                                    \
+        z.slope == 1 ? column_grad_sums<false>(dy, x, rows, stride, columns, mean, z, sum_dz, sum_dz_xc)             \
+                     : column_grad_sums<true>(dy, x, rows, stride, columns, mean, z, sum_dz, sum_dz_xc);             \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_column_normalise(const T* x, const T* addend, T* y, int64_t rows, int64_t columns,       \
+                                             const ColumnRectified<C>& z, bool add) {                                \
+        SYNCBN_NORMALISE(column_normalise, z.slope, add, x, addend, y, rows, columns, z);                            \
+    }                                                                                                                \
+    SYNCBN_CLONES void leaf_column_grad_input(const T* dy, const T* x, T* dx, int64_t rows, int64_t columns,         \
+                                              const ColumnGradInput<C>& column, const ColumnRectified<C>& z,         \
+                                              bool add) {                                                            \
+        SYNCBN_GRAD_INPUT(column_grad_input, z.slope, add, dy, x, dx, rows, columns, column, z);                     \
     }
 
+SYNCBN_FOR_EACH_SET(SYNCBN_ROW_SUMS)
 SYNCBN_LEAVES(float, float)
 SYNCBN_LEAVES(double, double)
 SYNCBN_LEAVES(Half, float)

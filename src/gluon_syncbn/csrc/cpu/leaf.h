@@ -12,11 +12,18 @@
 #include "cpu/half.h"
 #include "cpu/kernels.h"
 
-#if defined(SYNCBN_CLONES)  // a test compiles one instruction set alone
+// SYNCBN_CLONES: a function for each instruction set. SYNCBN_FOR_EACH_SET(define): the same where the code depends on the
+// set, as define(attribute, how many float64 its registers hold).
+#if defined(SYNCBN_CLONES)  // a test compiles one instruction set alone, and says how wide it is
+#define SYNCBN_FOR_EACH_SET(define) define(SYNCBN_CLONES, SYNCBN_WIDTH)
 #elif defined(__x86_64__) && defined(__gnu_linux__)
 #define SYNCBN_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#define SYNCBN_FOR_EACH_SET(define)                                                              \
+    define(__attribute__((target("avx512f"))), 8) define(__attribute__((target("avx2,fma"))), 4) \
+        define(__attribute__((target("default"))), 2)
 #else
 #define SYNCBN_CLONES
+#define SYNCBN_FOR_EACH_SET(define) define(, 2)
 #endif
 #define SYNCBN_INLINE static inline __attribute__((always_inline))
 #define SYNCBN_METHOD inline __attribute__((always_inline))
@@ -28,12 +35,43 @@ constexpr int64_t kAhead = 512;  // values to fetch ahead of the sums, which oth
 
 // Eight float64 partial sums fill the widest register; two such sets hide the latency of an addition.
 constexpr int kLanes = 8;
-typedef double Lanes __attribute__((vector_size(kLanes * sizeof(double))));
+
+// In parts of the width that registers have: g++ keeps a vector in memory that fills several of them.
+template <int Width>
+struct Lanes {
+    typedef double Part __attribute__((vector_size(Width * sizeof(double))));
+    static constexpr int kParts = kLanes / Width;
+    Part parts[kParts];
+    SYNCBN_METHOD void clear() {
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; ++i) parts[i] = Part{};
+    }
+    SYNCBN_METHOD void add(const Lanes& other) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; ++i) parts[i] += other.parts[i];
+    }
+    SYNCBN_METHOD void add_product(const Lanes& one, const Lanes& other) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; ++i) parts[i] += one.parts[i] * other.parts[i];
+    }
+    SYNCBN_METHOD void subtract(const Lanes& other) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; ++i) parts[i] -= other.parts[i];
+    }
+    SYNCBN_METHOD void subtract(double value) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; ++i) parts[i] -= value;
+    }
+};
 typedef float FloatLanes __attribute__((vector_size(kLanes * sizeof(float))));
 typedef uint32_t BitLanes __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 typedef uint16_t HalfLanes __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 
-SYNCBN_INLINE void load_lanes(const double* p, Lanes* out) { std::memcpy(out, p, sizeof *out); }
+template <int Width>
+SYNCBN_INLINE void load_lanes(const double* p, Lanes<Width>* out) {
+#pragma GCC unroll 4
+    for (int i = 0; i < Lanes<Width>::kParts; ++i) std::memcpy(&out->parts[i], p + i * Width, sizeof out->parts[i]);
+}
 SYNCBN_INLINE void load_lanes(const float* p, FloatLanes* out) { std::memcpy(out, p, sizeof *out); }
 SYNCBN_INLINE void load_lanes(const Half* p, FloatLanes* out) {
     HalfLanes halves;
@@ -49,8 +87,20 @@ SYNCBN_INLINE void load_lanes(const Half* p, FloatLanes* out) {
     result |= (reinterpret_cast<BitLanes>(magnitude >= 0x7c00u) & 0x7f800000u) | ((bits & 0x8000u) << 16);
     std::memcpy(out, &result, sizeof *out);
 }
-SYNCBN_INLINE void widen(const Lanes& values, Lanes* out) { *out = values; }
-SYNCBN_INLINE void widen(const FloatLanes& values, Lanes* out) { *out = __builtin_convertvector(values, Lanes); }
+template <int Width>
+SYNCBN_INLINE void widen(const Lanes<Width>& values, Lanes<Width>* out) {
+#pragma GCC unroll 4
+    for (int i = 0; i < Lanes<Width>::kParts; ++i) out->parts[i] = values.parts[i];
+}
+template <int Width>
+SYNCBN_INLINE void widen(const FloatLanes& values, Lanes<Width>* out) {
+    typedef float Part __attribute__((vector_size(Width * sizeof(float))));
+    Part parts[Lanes<Width>::kParts];
+    std::memcpy(parts, &values, sizeof parts);
+#pragma GCC unroll 4
+    for (int i = 0; i < Lanes<Width>::kParts; ++i)
+        out->parts[i] = __builtin_convertvector(parts[i], typename Lanes<Width>::Part);
+}
 
 // A float64 mean as two values of the compute type: x - high is exact near the mean, so that an offset of
 // 1e5 in float32 data costs no digits.
