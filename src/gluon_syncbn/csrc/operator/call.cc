@@ -82,7 +82,7 @@ bool Node::is_data(int at) const { return at == kX || at == output() || (adds &&
 
 bool Node::is_data_of_backward(int at) const {
     const int inputs = at - (at < gradients() ? outputs() : gradients());  // or their gradients
-    return at == 0 || at == gradients() - outputs() || inputs == kX || (adds && inputs == kAddend);
+    return at == 0 || at == output_in_backward() || inputs == kX || (adds && inputs == kAddend);
 }
 
 std::unique_ptr<Call> Call::of(Node node, std::string context, Type type, Shape shape, int64_t samples) {

@@ -41,7 +41,8 @@ struct Node {
     int outputs() const { return role == Role::kMeet ? 2 : 1; }
     int output() const { return inputs(); }
     int running_mean() const { return inputs() + outputs(); }
-    int gradients() const { return outputs() + inputs() + outputs(); }
+    int output_in_backward() const { return outputs() + inputs(); }
+    int gradients() const { return output_in_backward() + outputs(); }
     // Whether what is there in the list of the forward, or of the backward, is like the data; else it is a vector.
     bool is_data(int at) const;
     bool is_data_of_backward(int at) const;

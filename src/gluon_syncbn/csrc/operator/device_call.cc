@@ -424,8 +424,8 @@ void* DeviceCall::recovered(const Arrays& arrays, const int* reqs) {
     const Invertible invertible = invertible_by(tensor_.type);
     const int fix_gamma = affine.fix_gamma;
     run(named("recover", tensor_.type), plan.each(),
-        {data(arrays[node_.outputs() + node_.inputs()]), x, kept_.data(), data(affine.gamma), data(affine.beta),
-         fix_gamma, affine.activation.slope, invertible.per_beta, invertible.least, work().lease.told(), plan.samples,
+        {data(arrays[node_.output_in_backward()]), x, kept_.data(), data(affine.gamma), data(affine.beta), fix_gamma,
+         affine.activation.slope, invertible.per_beta, invertible.least, work().lease.told(), plan.samples,
          plan.per_sample, plan.shape.channels, plan.shape.inner, plan.slots, plan.width, plan.segment});
     recovers_ = true;
     return x;
@@ -443,7 +443,7 @@ void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
     const int fix_gamma = affine.fix_gamma;
     void* dz = nullptr;
     if (node_.adds) {
-        y = rectifies ? data(arrays[inputs + node_.inputs()]) : dy;  // whose sign does not matter
+        y = rectifies ? data(arrays[node_.output_in_backward()]) : dy;  // whose sign does not matter
         if (reqs[kAddend] == kWrite || reqs[kAddend] == kInplace)
             dz = data(arrays[gradients + kAddend]);
         else if (rectifies)

@@ -184,7 +184,7 @@ void* HostCall::recovered(const Arrays& arrays, const int* reqs, std::vector<cha
         *scratch = room();
         x = scratch->data();
     }
-    backend_.recover(data(arrays[node_.outputs() + node_.inputs()]), tensor_, affine, x);
+    backend_.recover(data(arrays[node_.output_in_backward()]), tensor_, affine, x);
     return x;
 }
 
@@ -197,7 +197,7 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
     std::vector<char> scratch;
     const void* x = node_.inplace ? recovered(arrays, reqs, &scratch) : data(arrays[inputs + kX]);
     if (node_.adds && affine.activation.any()) {  // dz is the addend's gradient
-        y = data(arrays[inputs + node_.inputs()]);
+        y = data(arrays[node_.output_in_backward()]);
         if (reqs[kAddend] == kNull || reqs[kAddend] == kAdd) {
             scratch = room();
             dz = scratch.data();
