@@ -6,7 +6,7 @@ import pytest
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from poolings import specification
-from replicas import TOLERANCE, WAYS, collect, make_batch, on_devices, prepare
+from replicas import TOLERANCE, WAYS, assert_same, make_batch, on_devices, prepare, step_of
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, reference, revert
@@ -48,20 +48,10 @@ def make(adds, **settings):
 
 def step(layer, batch, addends, contexts, dtype, req="write", before=0.0):
     """One training step: `replicas.Result`, and the gradients of the addends."""
-    contexts = contexts[: len(batch.shards)]
     inputs = [on_devices(batch.shards, contexts, dtype)]
     if isinstance(layer, SyncBatchNormAdd):
         inputs.append(on_devices(addends, contexts, dtype))
-    for arrays in inputs:
-        for array in arrays:
-            array.attach_grad(req)
-            if req == "add":
-                array.grad[:] = before
-    with autograd.record():
-        ys = [layer(*given) for given in zip(*inputs)]
-    autograd.backward(ys, on_devices(batch.heads, contexts, dtype))
-    gradients = [[array.grad for array in arrays] for arrays in inputs]
-    return collect(layer, ys, gradients[0], contexts), [g.asnumpy() for g in gradients[-1]]
+    return step_of(layer, inputs, on_devices(batch.heads, contexts, dtype), req, before)
 
 
 def check(layer, batch, addends, contexts, dtype="float64", before=0.0, **settings):
@@ -230,16 +220,8 @@ def test_several_replicas_on_a_context(case, contexts, adds, way):
     batch, addends = case(4)
     places = [contexts[0], contexts[1]] * 2
     layer = prepare(make(adds, activation="relu", num_devices=4), batch, contexts[:2], "float64", WAYS[way])
-    xs, others = on_devices(batch.shards, places, "float64"), on_devices(addends, places, "float64")
-    for x in xs:
-        x.attach_grad()
-    with autograd.record():
-        ys = [layer(*given) for given in (zip(xs, others) if adds else zip(xs))]
-    autograd.backward(ys, on_devices(batch.heads, places, "float64"))
-    want = specification(layer, batch, **({"addends": addends} if adds else {}))
-    for y, x, output, dx in zip(ys, xs, want.outputs, want.dxs):
-        np.testing.assert_allclose(y.asnumpy(), output, atol=1e-10)
-        np.testing.assert_allclose(x.grad.asnumpy(), dx, atol=1e-10)
+    got, _ = step(layer, batch, addends, places, "float64")
+    assert_same(got, specification(layer, batch, **({"addends": addends} if adds else {})), 1e-10)
 
 
 def test_channels_from_the_first_batch(contexts):

@@ -97,14 +97,8 @@ def test_an_empty_shard(contexts, rng, axis):
 def test_several_replicas_on_a_context(contexts, rng):
     batch, places = make_batch(rng, 4), [contexts[0], contexts[1]] * 2
     layer = prepare(SyncBatchNorm(in_channels=5, num_devices=4, **LEAKY), batch, contexts[:2], "float64")
-    xs = on_devices(batch.shards, places, "float64")
-    for x in xs:
-        x.attach_grad()
-    with autograd.record():
-        ys = [layer(x) for x in xs]
-    autograd.backward(ys, on_devices(batch.heads, places, "float64"))
-    for x, want in zip(xs, specification(layer, batch).dxs):
-        np.testing.assert_allclose(x.grad.asnumpy(), want, atol=1e-10)
+    got = step(layer, batch, places, "float64")
+    assert_same(got, specification(layer, batch), 1e-7)  # MXNet's LeakyReLU is behind it, and multiplies in float32
 
 
 @pytest.mark.parametrize("make, given, expected", [

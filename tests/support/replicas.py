@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from typing import Iterator, List, NamedTuple, Optional, Sequence
+from itertools import chain
+from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -80,14 +81,20 @@ def on_devices(arrays, contexts, dtype):
 
 
 def step(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str) -> Result:
-    contexts = contexts[: len(batch.shards)]
-    xs, heads = on_devices(batch.shards, contexts, dtype), on_devices(batch.heads, contexts, dtype)
-    for x in xs:
-        x.attach_grad()
+    return step_of(layer, [on_devices(batch.shards, contexts, dtype)], on_devices(batch.heads, contexts, dtype))[0]
+
+
+def step_of(layer, inputs, heads, req="write", before=0.0) -> Tuple[Result, List[np.ndarray]]:
+    """With arrays of each replica for each input. Beside the result, the gradients of the last input."""
+    for array in chain(*inputs):
+        array.attach_grad(req)
+        if req == "add":
+            array.grad[:] = before
     with autograd.record():
-        ys = [layer(x) for x in xs]
+        ys = [layer(*given) for given in zip(*inputs)]
     autograd.backward(ys, heads)
-    return collect(layer, ys, [x.grad for x in xs], contexts)
+    gradients = [[array.grad for array in arrays] for arrays in inputs]
+    return collect(layer, ys, gradients[0], [x.ctx for x in inputs[0]]), [g.asnumpy() for g in gradients[-1]]
 
 
 def step_in_any_order(rng, layers, xs, heads, pause=0.0):
