@@ -18,8 +18,13 @@
 #define SYNCBN_FOR_EACH_SET(define) define(SYNCBN_CLONES, SYNCBN_WIDTH)
 #elif defined(__x86_64__) && defined(__gnu_linux__)
 #define SYNCBN_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#define SYNCBN_FOR_EACH_SET(define)                                                              \
-    define(__attribute__((target("avx512f"))), 8) define(__attribute__((target("avx2,fma"))), 4) \
+#if defined(__clang__)  // in AVX-512F alone it knows no way to choose between 8 floats
+#define SYNCBN_AVX512 __attribute__((target("avx512f,avx512vl")))
+#else  // whose older versions do not tell processors apart by VL
+#define SYNCBN_AVX512 __attribute__((target("avx512f")))
+#endif
+#define SYNCBN_FOR_EACH_SET(define)                                         \
+    define(SYNCBN_AVX512, 8) define(__attribute__((target("avx2,fma"))), 4) \
         define(__attribute__((target("default"))), 2)
 #else
 #define SYNCBN_CLONES
