@@ -34,7 +34,7 @@ MODELS: List[_measuring.Cell] = [
     {"model": "depthwise chain", "crop": 56, "images": 4},
 ]
 DEVICES = [1, 2, 4]
-EFFORT = {"rounds": 15, "budget_s": 100}
+EFFORT = {"rounds": 15, "budget_s": 60}
 QUICK: List[_measuring.Cell] = [{"model": "depthwise chain", "crop": 16, "images": 1}]
 OURS = ("ours", "fused")
 NAMES = ("plain", *OURS, "contrib")
