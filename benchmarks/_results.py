@@ -139,7 +139,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def plot_bars(
-    path: Path, bars: Sequence[Tuple[str, str, Sequence[float]]], texts: Sequence[str], measure: str, note: str
+    path: Path,
+    bars: Sequence[Tuple[str, str, Sequence[float]]],
+    texts: Sequence[str],
+    measure: str,
+    note: str,
+    digits: int = 0,
 ) -> None:
     """Beside each other at each of `texts`, those of each label and colour."""
     import matplotlib
@@ -148,17 +153,18 @@ def plot_bars(
     import matplotlib.pyplot as plt
 
     width = 0.8 / len(bars)
-    figure, axis = plt.subplots(figsize=(0.55 * len(texts) * len(bars) + 2.4, 4.0))
+    figure, axis = plt.subplots(figsize=(max(6.4, 0.45 * len(texts) * len(bars) + 2.4), 4.0))
     for k, (label, colour, heights) in enumerate(bars):
         places = [i + width * (k - (len(bars) - 1) / 2) for i in range(len(texts))]
         axis.bar(places, heights, width=0.92 * width, color=colour, label=label)
         for place, height in zip(places, heights):
-            axis.annotate(f"{height:.0f}", (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+            text = f"{height:.{digits}f}"
+            axis.annotate(text, (place, height), (0, 3), textcoords="offset points", ha="center", fontsize=8)
     axis.set_xticks(range(len(texts)), texts, fontsize=8)
     axis.set_ylabel(measure)
     axis.spines[["top", "right"]].set_visible(False)
     axis.margins(y=0.12)
-    axis.legend(frameon=False, fontsize=9)
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncol=len(bars), frameon=False, fontsize=9)
     figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.4")
     figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=150)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import kernels_library
 import pytest
 from places import BENCHMARKS, PACKAGE
 
@@ -39,7 +40,7 @@ def short_runs(tmp_path_factory):
     """Of each benchmark, what a short run says and the folder that it writes to; as many at a time as there are cores,
     for nobody looks at how long anything took."""
     pytest.importorskip("matplotlib", reason="the plots need matplotlib")
-    names = ["layers", "models", "modes", "shuffle"]
+    names = ["layers", "models", "modes", "shuffle", "kernels"]
     if importlib.util.find_spec("mpi4py"):
         names += ["exchange", "shuffle_statistics"]
     with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
@@ -195,6 +196,16 @@ def test_the_results_of_the_models_are_complete(short_runs):
     first = [["depthwise chain", "16", "1", "2"]]
     assert_cells(rows, first, NUMBER, NUMBER, spread, spread, RATIO_OR_HANG, NUMBER, *[r"\d+"] * 3)
     assert {"plain", "ours", "fused"} <= cell["seconds"].keys() and {"ours", "fused"} <= cell["ratios"].keys()
+
+
+def test_the_results_of_the_kernels_are_complete(short_runs):
+    text, cells = results("kernels", *short_runs["kernels"])
+    ((header, rows),) = tables(text)
+    assert header == ["set", "tensor", "layout", "behind", "copy, GB/s", *cells[0]["ratios"]]
+    assert header[5:] == ["moments", "normalise", "grad_sums", "grad_input"]
+    ways = [(layout, behind) for layout in ("NCHW", "blocks of 16", "NHWC") for behind in ("nothing", "ReLU")]
+    first = [[name, "2 x 32 x 64", *way] for name in kernels_library.here() for way in ways]
+    assert_cells(rows, first, *[NUMBER] * 5)
 
 
 def test_the_results_of_the_sample_shuffle_are_complete(short_runs):

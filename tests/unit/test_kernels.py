@@ -1,20 +1,11 @@
 """The CPU kernels by themselves, in each instruction set that they are compiled for and this machine has."""
 
 import ctypes
-import subprocess
 
+import kernels_library
 import numpy as np
 import pytest
-from places import SOURCES, SUPPORT
 
-from gluon_syncbn import _native
-
-# how they are asked for, and how many float64 a register has
-SETS = {
-    "avx512f": ('__attribute__((target("avx512f")))', 8),
-    "avx2": ('__attribute__((target("avx2,fma")))', 4),
-    "baseline": ("", 2),
-}
 TYPES = {"float32": 0, "float64": 1, "float16": 2}
 TOLERANCE = {"float16": 1e-3, "float32": 1e-6, "float64": 1e-13}
 
@@ -34,22 +25,11 @@ def layouts(shapes, types, blocked):
     return pytest.mark.parametrize("shape, dtype, block", values, ids=str)
 
 
-@pytest.fixture(scope="module", params=SETS)
+@pytest.fixture(scope="module", params=kernels_library.SETS)
 def library(request, tmp_path_factory):
-    sets = list(SETS)
-    if sets.index(request.param) < sets.index(_native.instruction_set()):
+    if request.param not in kernels_library.here():
         pytest.skip(f"this machine has no {request.param}")
-    path = tmp_path_factory.mktemp("kernels") / "kernels.so"
-    target, width = SETS[request.param]
-    command = ["g++", "-std=c++17", "-O2", "-fPIC", "-shared", "-fopenmp"]
-    command += [f"-DSYNCBN_CLONES={target}", f"-DSYNCBN_WIDTH={width}"]
-    sources = [
-        SUPPORT / "kernels_driver.cc",
-        *(SOURCES / name for name in ("cpu/kernels.cc", "cpu/blocked.cc", "tensor.cc")),
-    ]
-    command += [f"-I{SOURCES}", *map(str, sources), "-o", str(path)]
-    subprocess.run(command, check=True, timeout=120)
-    return ctypes.CDLL(str(path))
+    return kernels_library.build(request.param, tmp_path_factory.mktemp("kernels"))
 
 
 class Kernels:
