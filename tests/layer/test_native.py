@@ -194,7 +194,7 @@ def test_a_call_that_waits_for_nobody_is_run_by_the_engine(contexts, meeting):
     # None in the thread that issues them, which MXNet takes where it finds the inputs ready.
     calls = 10 * replicas * (2 if training else 1)
     lone = _native.lone_calls() - before
-    assert lone == 0 if waits else 1 <= lone <= calls
+    assert lone == 0 if waits else calls / 4 <= lone <= calls
 
 
 # ---- oneDNN's layouts ------------------------------------------------------------------------------------------
