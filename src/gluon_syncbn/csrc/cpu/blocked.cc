@@ -65,38 +65,21 @@ struct Vectors {};
 
 // ---- the sums of a group -------------------------------------------------------------------------------------
 
-// Two sums for each channel, in as many sets as there are registers for: set i is for vector i % K of a position.
-template <int Width, int K>
-struct Sums {
-    static constexpr int kSets = Width == 8 ? 4 : 2;
-    Lanes<Width> first[kSets], second[kSets];
-    SYNCBN_METHOD Sums() {
-#pragma GCC unroll 4
-        for (int i = 0; i < kSets; ++i) {
-            first[i].clear();
-            second[i].clear();
-        }
-    }
-    SYNCBN_METHOD void add(int i, const Lanes<Width>& value, const Lanes<Width>& other) {
-        first[i].add(value);
-        second[i].add_product(value, other);
-    }
-    SYNCBN_METHOD void store(double* to_first, double* to_second) {
-#pragma GCC unroll 4
-        for (int i = K; i < kSets; ++i) {
-            first[i % K].add(first[i]);
-            second[i % K].add(second[i]);
-        }
-        std::memcpy(to_first, first, K * sizeof first[0]);
-        std::memcpy(to_second, second, K * sizeof second[0]);
-    }
-};
+// In as many sets as there are registers for: set i is for vector i % K of a position.
+template <int Width>
+constexpr int kSets = Width == 8 ? 4 : 2;
 
-// Calls of.add(i, at) for every vector of the part, `at` its first value, with i as in `Sums`.
+template <int K, int Width>
+SYNCBN_INLINE void store(Sums<Width, kSets<Width>>& sums, double* first, double* second) {
+    sums.template fold<K>();
+    std::memcpy(first, sums.first, K * sizeof sums.first[0]);
+    std::memcpy(second, sums.second, K * sizeof sums.second[0]);
+}
+
+// Calls of.add(i, at) for every vector of the part, `at` its first value, with i as in `kSets`.
 template <int Width, int K, typename Of>
 SYNCBN_INLINE void over_part(const Shape& shape, int64_t group, const Part& part, Of& of) {
-    constexpr int kSets = Sums<Width, K>::kSets;
-    constexpr int64_t kBlock = K * kLanes, kStep = kSets / K;
+    constexpr int64_t kBlock = K * kLanes, kStep = kSets<Width> / K;
     const int64_t groups = shape.channels / kBlock;
     for (int64_t position = part.first; position < part.last;) {
         const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
@@ -105,7 +88,7 @@ SYNCBN_INLINE void over_part(const Shape& shape, int64_t group, const Part& part
             of.fetch(at + kAhead);
             of.fetch(at + kAhead + 2 * kLanes);
 #pragma GCC unroll 4
-            for (int i = 0; i < kSets; ++i) of.add(i, at + i * kLanes);
+            for (int i = 0; i < kSets<Width>; ++i) of.add(i, at + i * kLanes);
         }
         for (; position < last; ++position, at += kBlock)
 #pragma GCC unroll 2
@@ -118,7 +101,7 @@ template <int Width, int K>
 struct Moments {
     const float* x;
     Lanes<Width> pivot[K];
-    Sums<Width, K> sums;
+    Sums<Width, kSets<Width>> sums;
     SYNCBN_METHOD Moments(const float* x, const double* pivot) : x(x) {
         std::memcpy(this->pivot, pivot, sizeof this->pivot);
     }
@@ -149,7 +132,7 @@ struct GradSumsOf {
     const Behind behind;
     Lanes<Width> mean[K];
     LanesOfZ z[K];
-    Sums<Width, K> sums;
+    Sums<Width, kSets<Width>> sums;
     SYNCBN_METHOD GradSumsOf(const Gradients& from, const double* mean, const ColumnRectified<float>& z,
                              int64_t channel)
         : from(from), behind(z.slope, z.ceiling) {
@@ -192,7 +175,7 @@ SYNCBN_INLINE void part_moments(const float* x, const Shape& shape, int64_t grou
                                 const double* pivot, double* sum, double* square) {
     Moments<Width, K> moments(x, pivot);
     over_part<Width, K>(shape, group, part, moments);
-    moments.sums.store(sum, square);
+    store<K>(moments.sums, sum, square);
 }
 
 template <int Width, int K, By by>
@@ -201,7 +184,7 @@ SYNCBN_INLINE void part_grad_sums(const Gradients& from, const Shape& shape, int
                                   double* sum_dz_xc) {
     GradSumsOf<Width, K, by> gradients(from, mean, z, group * K * kLanes);
     over_part<Width, K>(shape, group, part, gradients);
-    gradients.sums.store(sum_dz, sum_dz_xc);
+    store<K>(gradients.sums, sum_dz, sum_dz_xc);
 }
 
 // ---- value by value ------------------------------------------------------------------------------------------

@@ -58,28 +58,13 @@ SYNCBN_INLINE double total(const Lanes<Width>& lanes) {
     return sum;
 }
 
-// Two sums, in two sets of lanes that take turns.
+// Of all lanes, and of values that filled none.
 template <int Width>
-struct Sums {
-    Lanes<Width> first[2], second[2];
-    SYNCBN_METHOD Sums() {
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; ++i) {
-            first[i].clear();
-            second[i].clear();
-        }
-    }
-    SYNCBN_METHOD void add(int i, const Lanes<Width>& value, const Lanes<Width>& other) {
-        first[i].add(value);
-        second[i].add_product(value, other);
-    }
-    SYNCBN_METHOD void store(double rest, double other_rest, double* to_first, double* to_second) {
-        first[0].add(first[1]);
-        second[0].add(second[1]);
-        *to_first = total(first[0]) + rest;
-        *to_second = total(second[0]) + other_rest;
-    }
-};
+SYNCBN_INLINE void store(Sums<Width, 2>& sums, double rest, double other_rest, double* first, double* second) {
+    sums.template fold<1>();
+    *first = total(sums.first[0]) + rest;
+    *second = total(sums.second[0]) + other_rest;
+}
 
 // ---- one channel, long rows ------------------------------------------------------------------------------
 
@@ -87,7 +72,7 @@ struct Sums {
 template <int Width, typename T>
 SYNCBN_INLINE void row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot, double* sum,
                                double* square) {
-    Sums<Width> sums;
+    Sums<Width, 2> sums;
     double t1 = 0, t2 = 0;
     for (int64_t r = 0; r < rows; ++r, x += stride) {
         int64_t i = 0;
@@ -109,7 +94,7 @@ SYNCBN_INLINE void row_moments(const T* x, int64_t rows, int64_t stride, int64_t
             t2 += v * v;
         }
     }
-    sums.store(t1, t2, sum, square);
+    store(sums, t1, t2, sum, square);
 }
 
 // z of one channel, and what stands behind it.
@@ -140,7 +125,7 @@ struct RowRectified {
 template <int Width, bool Rectify, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n, double mean,
                                  const RowRectified<C>& z, double* sum_dz, double* sum_dz_xc) {
-    Sums<Width> sums;
+    Sums<Width, 2> sums;
     double t1 = 0, t2 = 0;
     for (int64_t r = 0; r < rows; ++r, x += stride, dy += stride) {
         int64_t i = 0;
@@ -167,7 +152,7 @@ SYNCBN_INLINE void row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t 
             t2 += g * (static_cast<double>(value) - mean);
         }
     }
-    sums.store(t1, t2, sum_dz, sum_dz_xc);
+    store(sums, t1, t2, sum_dz, sum_dz_xc);
 }
 
 // What it was is kept where `Add`.

@@ -68,6 +68,32 @@ struct Lanes {
         for (int i = 0; i < kParts; ++i) parts[i] -= value;
     }
 };
+
+// A sum of values and one of products, in several sets of lanes that take turns: an addition need not wait for the last.
+template <int Width, int Sets>
+struct Sums {
+    Lanes<Width> first[Sets], second[Sets];
+    SYNCBN_METHOD Sums() {
+#pragma GCC unroll 4
+        for (int i = 0; i < Sets; ++i) {
+            first[i].clear();
+            second[i].clear();
+        }
+    }
+    SYNCBN_METHOD void add(int i, const Lanes<Width>& value, const Lanes<Width>& other) {
+        first[i].add(value);
+        second[i].add_product(value, other);
+    }
+    // Set i into set i % K.
+    template <int K>
+    SYNCBN_METHOD void fold() {
+#pragma GCC unroll 4
+        for (int i = K; i < Sets; ++i) {
+            first[i % K].add(first[i]);
+            second[i % K].add(second[i]);
+        }
+    }
+};
 typedef float FloatLanes __attribute__((vector_size(kLanes * sizeof(float))));
 typedef uint32_t BitLanes __attribute__((vector_size(kLanes * sizeof(uint32_t))));
 typedef uint16_t HalfLanes __attribute__((vector_size(kLanes * sizeof(uint16_t))));
