@@ -89,7 +89,7 @@ def peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def figures(script: str, cell: Cell, limit_s: float, **environment: str) -> Any:
+def figures(script: str, cell: Cell, limit_s: float, environment: Optional[Dict[str, str]] = None) -> Any:
     """What the child says of the cell, in a process of its own."""
     ((_, figures, problem),) = _children(script, [cell], limit_s, environment)
     if problem:

@@ -67,7 +67,7 @@ def row(result: Dict[str, Any]) -> List[str]:
 
 
 def in_a_process(cell: _measuring.Cell) -> Dict[str, float]:
-    return _measuring.figures(__file__, cell, LIMIT_S, **_measuring.GIVES_BACK)
+    return _measuring.figures(__file__, cell, LIMIT_S, _measuring.GIVES_BACK)
 
 
 def measured(cell: _measuring.Cell) -> Dict[str, float]:

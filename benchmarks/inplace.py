@@ -93,7 +93,7 @@ def row(result: Dict[str, Any]) -> List[str]:
 
 
 def in_a_process(cell: _measuring.Cell) -> Any:
-    return _measuring.figures(__file__, cell, LIMIT_S, **_measuring.GIVES_BACK)
+    return _measuring.figures(__file__, cell, LIMIT_S, _measuring.GIVES_BACK)
 
 
 def measured(cell: _measuring.Cell, folder: str) -> Dict[str, Any]:

@@ -105,7 +105,7 @@ def memory(cell: _measuring.Cell) -> Dict[str, float]:
 
 
 def figure(cell: _measuring.Cell, environment: Optional[Dict[str, str]] = None, **what: str) -> float:
-    return _measuring.figures(__file__, {**cell, **what}, 240, **(environment or {}))["figure"]
+    return _measuring.figures(__file__, {**cell, **what}, 240, environment)["figure"]
 
 
 def child(cells: Sequence[_measuring.Cell]) -> None:
