@@ -3,6 +3,7 @@
 What the processes share is this kernel's clock and files; everything that they tell each other crosses the cable.
 """
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -69,7 +70,8 @@ class Hosts:
         for name in self.names:
             if Path("/run/netns", name).exists():
                 for pid in ip("netns", "pids", name).split():
-                    os.kill(int(pid), signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it has ended since it was listed
+                        os.kill(int(pid), signal.SIGKILL)
                 ip("netns", "delete", name)  # the cable goes with it
         if self.job:
             self.job.wait(60)
@@ -192,5 +194,5 @@ def test_cable_unplugged_in_the_middle(hosts, transport):
 def running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # before the file is opened, or after
         return False
