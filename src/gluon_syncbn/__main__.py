@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from . import run, selfcheck
+
 
 def main() -> int:
-    # The self-check takes CPU contexts when it is imported, so that neither is imported before it is chosen.
     if sys.argv[1:] in ([], ["check"]):
-        from . import selfcheck
-
         return selfcheck.main()
-    from . import run
-
     run.main(sys.argv[1:])
     return 0
 

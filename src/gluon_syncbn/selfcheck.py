@@ -24,7 +24,6 @@ NVRTC = "libnvrtc.so.11.2"
 HEADLESS = "opencv-python-headless==4.8.1.78"  # the newest that takes numpy<1.24
 INDENT = "\n" + " " * 18
 CPU_BUILD = "none: this is a CPU build of MXNet"
-CONTEXTS = cpu_devices(2)
 
 
 def versions() -> str:
@@ -147,7 +146,7 @@ def opencv() -> str:
 
 
 def live() -> str:
-    return step(CONTEXTS, {None: "shared memory", "device": "KVStore device"})
+    return step(cpu_devices(2), {None: "shared memory", "device": "KVStore device"})
 
 
 def live_gpu() -> str:
@@ -204,9 +203,10 @@ def main() -> int:
     broken = 0
     for check in checks:
         try:
-            print(f"ok      {check.__name__:9} {check()}")
+            line = f"ok      {check.__name__:9} {check()}"
         except Exception as problem:  # each line of the report stands for itself
             broken += 1
-            print(f"BROKEN  {check.__name__:9} {type(problem).__name__}: {problem}")
+            line = f"BROKEN  {check.__name__:9} {type(problem).__name__}: {problem}"
+        print(line)
     print("gluon_syncbn works here." if not broken else f"{broken} of {len(checks)} checks failed.")
     return 1 if broken else 0
