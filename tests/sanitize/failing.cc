@@ -120,8 +120,7 @@ void check_failure(const Trial& trial, const std::string& reason) {
 void failing(Run& run) {
     while (run.goes_on()) {
         const bool threads = run.random.one_in(2);
-        Spec spec = any_spec(run.random, run.random.whole(2, 4), run.random.whole(1, 3), !threads);
-        if (spec.mode == Mode::kLocal) spec.mode = Mode::kSync;  // nobody waits for anybody there
+        const Spec spec = any_meeting_spec(run.random, run.random.whole(2, 4), run.random.whole(1, 3), !threads);
         Layer layer(run.random, spec, "failing");
         for (int round = 0; round < 4; ++round) {
             Manner manner(run.random, {&layer}, threads);

@@ -20,8 +20,21 @@ Spec any_spec(Random& random, int contexts, int lanes, bool seats_known) {
     spec.channels = random.whole(1, 5);
     spec.channels_last = random.one_in(4);
     spec.fix_gamma = random.one_in(4);
+    if (spec.whole()) {
+        spec.slope = random.one_of<double>({1, 0, 0.25});
+        spec.adds = random.one_in(3);
+        // Of another slot's statistics, what y has lost by rounding may grow without bound.
+        spec.inplace = !spec.adds && spec.slope > 0 && spec.mode != Mode::kShuffle && random.one_in(2);
+    }
     if (!random.one_in(4)) spec.reach = any_reach(random);
     return spec;
+}
+
+Spec any_meeting_spec(Random& random, int contexts, int lanes, bool seats_known) {
+    for (;;) {
+        const Spec spec = any_spec(random, contexts, lanes, seats_known);
+        if (spec.mode != Mode::kLocal) return spec;
+    }
 }
 
 Layer::Layer(Random& random, const Spec& spec, const std::string& name)
@@ -58,9 +71,10 @@ std::shared_ptr<Property> Layer::property(int node, Role role) const {
         {"momentum", std::to_string(kMomentum)},
         {"fix_gamma", spec.fix_gamma ? "1" : "0"},
         {"on_cpus", "1"},
-        {"slope", "1"},
+        {"slope", std::to_string(spec.slope)},
         {"ceiling", "inf"},
-        {"adds", "0"},
+        {"adds", spec.adds ? "1" : "0"},
+        {"inplace", spec.inplace ? "1" : "0"},
     });
 }
 

@@ -28,11 +28,14 @@ struct Spec {
     Type type = Type::kFloat32;
     int channels = 3;
     bool channels_last = false, fix_gamma = false;
+    double slope = 1;  // of the activation, below 0
+    bool adds = false, inplace = false;
     std::optional<Reach> reach;  // of its own
 
     int lanes() const { return replicas / contexts; }
     // One operator does everything; otherwise one meets and one tracks.
     bool whole() const { return lanes() == 1 || mode == Mode::kLocal; }
+    bool activates() const { return slope != 1; }
     Type parameter_type() const { return type == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
 };
 
@@ -41,6 +44,8 @@ Reach any_reach(Random& random);
 // Several replicas on a context sit down in the order of their calls. Where that is anybody's guess (`seats_known` is
 // false), what depends on it is left out.
 Spec any_spec(Random& random, int contexts, int lanes, bool seats_known);
+// One in which somebody waits for somebody.
+Spec any_meeting_spec(Random& random, int contexts, int lanes, bool seats_known);
 
 struct Parameters {
     ArrayP gamma, beta, running_mean, running_var;

@@ -28,7 +28,7 @@ struct Expected {
     }
 };
 
-void compare(const Array& got, int req, Expected expected, const std::string& what) {
+void compare(const Array& got, int req, Expected expected, const std::string& what, double tolerance) {
     double worst = 0;
     for (int64_t i = 0; i < got.size; ++i) {
         if (req == syncbn::kNull) expected.value[i] = expected.size[i] = 0;
@@ -37,8 +37,12 @@ void compare(const Array& got, int req, Expected expected, const std::string& wh
         const double error = std::fabs(got.get(i) - expected.value[i]) / (expected.size[i] + kSmall);
         if (!(error <= worst)) worst = error;  // and not a NaN
     }
-    expect(worst <= tolerance(got.type), what + " is off by " + std::to_string(worst) + " of its terms, " +
-                                             syncbn::name_of(got.type) + ", req " + std::to_string(req));
+    expect(worst <= tolerance, what + " is off by " + std::to_string(worst) + " of its terms, " +
+                                   syncbn::name_of(got.type) + ", req " + std::to_string(req));
+}
+
+void compare(const Array& got, int req, Expected expected, const std::string& what) {
+    compare(got, req, std::move(expected), what, tolerance(got.type));
 }
 
 // What values are normalised with, and the sums over dy of those who use it. One of infinitely many values is a constant.
@@ -133,29 +137,50 @@ void check_outputs(const Slots& slots, const Replica& replica, const std::string
                 y.add(i, scale * (x - slot.used->mean[c]));
                 y.add(i, replica.parameters.beta->get(c));
                 y.size[i] += scale * (std::fabs(x) + std::fabs(slot.used->mean[c]));
+                if (replica.addend) y.add(i, replica.addend->get(i));
+                if (y.value[i] <= 0) y.value[i] *= replica.layer.spec.slope;
             });
     compare(*replica.y, replica.req, std::move(y), "y" + what);
 }
 
+// The gradient before the activation. On which side of 0 a value is may hang on rounding: y, which was checked, says it.
+double dz(const Replica& replica, size_t k, int64_t i) {
+    const double dy = replica.backwards[k].dy->get(i), slope = replica.layer.spec.slope;
+    return !replica.layer.spec.activates() || replica.y->get(i) > 0 ? dy : slope * dy;
+}
+
+// In place, xhat and x are found in y, and have lost what that and x were rounded by.
+double size_of_xhat(const Replica& replica, const Statistic& used, double x, int64_t c) {
+    const double xhat = std::fabs(used.xhat(x, c)), beta = replica.parameters.beta->get(c);
+    if (!replica.layer.spec.inplace) return xhat;
+    return xhat + std::fabs(beta / replica.scale(c)) + std::fabs(used.mean[c]) * used.invstd(c);
+}
+
 void check_gradients(const Slots& slots, const Replica& replica, size_t k, const std::string& what) {
     const Backward& backward = replica.backwards[k];
-    Expected dx(replica.x->size), dgamma(replica.channels), dbeta(replica.channels);
+    Expected dx(replica.x->size), daddend(replica.x->size), dgamma(replica.channels), dbeta(replica.channels);
     for (const Slot& slot : slots)
         if (slot.replica == &replica)
             slot.each([&](int64_t i, int64_t c) {
                 const Statistic &own = *slot.own, &used = *slot.used;
-                const double dy = backward.dy->get(i), x = replica.x->get(i), gamma = replica.scale(c);
-                dbeta.add(c, dy);
-                if (!replica.layer.spec.fix_gamma) dgamma.add(c, dy * used.xhat(x, c));
+                const double grad = dz(replica, k, i), x = replica.x->get(i), gamma = replica.scale(c);
+                daddend.add(i, grad);
+                dbeta.add(c, grad);
+                if (!replica.layer.spec.fix_gamma) {
+                    dgamma.value[c] += grad * used.xhat(x, c);
+                    dgamma.size[c] += std::fabs(grad) * size_of_xhat(replica, used, x, c);
+                }
                 const double share = gamma * own.invstd(c) / own.count, xhat = own.xhat(x, c);
-                dx.add(i, gamma * used.invstd(c) * dy);
+                dx.add(i, gamma * used.invstd(c) * grad);
                 dx.add(i, -share * own.sum_dy.value[c]);
                 dx.add(i, -share * xhat * own.sum_dy_xhat.value[c]);
-                dx.size[i] += share * (own.sum_dy.size[c] + std::fabs(xhat) * own.sum_dy_xhat.size[c]);
+                dx.size[i] += share * (own.sum_dy.size[c] + size_of_xhat(replica, own, x, c) * own.sum_dy_xhat.size[c]);
             });
     compare(*backward.dx, backward.reqs[syncbn::kX], std::move(dx), "dx" + what);
-    compare(*backward.dgamma, backward.reqs[syncbn::kGamma], std::move(dgamma), "dgamma" + what);
+    const Type of_xhat = replica.layer.spec.inplace ? replica.x->type : backward.dgamma->type;
+    compare(*backward.dgamma, backward.reqs[syncbn::kGamma], std::move(dgamma), "dgamma" + what, tolerance(of_xhat));
     compare(*backward.dbeta, backward.reqs[syncbn::kBeta], std::move(dbeta), "dbeta" + what);
+    if (replica.addend) compare(*backward.daddend, backward.reqs[syncbn::kAddend], std::move(daddend), "dz" + what);
     for (const ArrayP& array : backward.nothing)
         compare(*array, syncbn::kWrite, Expected(array->size), "what has no gradient" + what);
 }
@@ -165,9 +190,11 @@ void add_up(const Slots& slots, size_t k) {
     for (const Slot& slot : slots) slot.used->sum_dy = slot.used->sum_dy_xhat = Expected(slot.replica->channels);
     for (const Slot& slot : slots)
         slot.each([&](int64_t i, int64_t c) {
-            const double dy = slot.replica->backwards[k].dy->get(i);
-            slot.used->sum_dy.add(c, dy);
-            slot.used->sum_dy_xhat.add(c, dy * slot.used->xhat(slot.replica->x->get(i), c));
+            const double grad = dz(*slot.replica, k, i), x = slot.replica->x->get(i);
+            Statistic& used = *slot.used;
+            used.sum_dy.add(c, grad);
+            used.sum_dy_xhat.value[c] += grad * used.xhat(x, c);
+            used.sum_dy_xhat.size[c] += std::fabs(grad) * size_of_xhat(*slot.replica, used, x, c);
         });
 }
 

@@ -24,7 +24,9 @@ Replica::Replica(Random& random, Layer& layer, size_t context, int node, bool tr
       height(height),
       channels(layer.spec.channels),
       parameters(layer.placed[context].parameters),
-      req(random.one_of<int>({kWrite, kWrite, kWrite, kAdd, kNull})) {
+      // The backward of an activation, or in place, is about what y is, without what was there before.
+      req(layer.spec.activates() || layer.spec.inplace ? int{kWrite}
+                                                       : random.one_of<int>({kWrite, kWrite, kWrite, kAdd, kNull})) {
     fill(random, layer.spec.type, backwards);
 }
 
@@ -38,13 +40,18 @@ void Replica::fill(Random& random, Type type, int count) {
     const double scale = 1 + random.whole(0, 3), offset = random.whole(-2, 2);
     x = make_array(type, size, 0);
     for (int64_t i = 0; i < size; ++i) x->set(i, offset + scale * random.normal());
+    if (layer.spec.adds) {
+        addend = make_array(type, size, 0);
+        for (int64_t i = 0; i < size; ++i) addend->set(i, random.normal());
+    }
     backwards.clear();
     for (int k = 0; k < count; ++k) {
         const auto vector = [&] { return make_array(parameters.gamma->type, channels, kBefore); };
         backwards.push_back(
-            {make_array(type, size, 0), make_array(type, size, kBefore), vector(), vector(), {}, {}, {}});
+            {make_array(type, size, 0), make_array(type, size, kBefore), vector(), vector(), {}, {}, {}, {}});
+        if (layer.spec.adds) backwards[k].daddend = make_array(type, size, kBefore);
         for (int64_t i = 0; i < size; ++i) backwards[k].dy->set(i, random.normal());
-        for (int input = 0; input < 3; ++input)
+        for (int input = 0; input < 4; ++input)
             backwards[k].reqs.push_back(random.one_of<int>({kWrite, kWrite, kAdd, kNull}));
     }
 }
@@ -71,7 +78,8 @@ void Replica::issue_forward(Engine& engine) {
             const auto tensors = property->infer({x->type, extents});
             if (states_.size() == i) states_.push_back(std::make_shared<State>(*property, context_name, tensors));
             Execution execution{states_[i], {data[0], parameters.gamma, parameters.beta}, {}, {}};
-            if (property->inputs == 4) execution.inputs.push_back(data[1]);
+            if (i == 1) execution.inputs.push_back(data[1]);
+            if (addend) execution.inputs.push_back(addend);
             if (property->auxiliary == 2) execution.auxiliary = {parameters.running_mean, parameters.running_var};
             data.clear();
             for (size_t k = 0; k < property->outputs; ++k) {
@@ -110,7 +118,10 @@ void Replica::issue_backward(Engine& engine, Backward& backward) {
             of_inputs.insert(of_inputs.end(), {vector(), vector()});
             backward.nothing.insert(backward.nothing.end(), of_inputs.end() - 2, of_inputs.end());
         }
-        if (execution.inputs.size() == 4) {
+        if (addend) {
+            of_inputs.push_back(backward.daddend);
+            reqs[syncbn::kAddend] = backward.reqs[syncbn::kAddend];
+        } else if (execution.inputs.size() == 4) {
             of_inputs.push_back(make_array(Type::kFloat64, 1 + 2 * channels, kBefore));
             backward.nothing.push_back(of_inputs.back());
         }

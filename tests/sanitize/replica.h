@@ -15,8 +15,8 @@ namespace driver {
 constexpr double kBefore = 0.5;  // what is in an array before the core writes to it, or adds, or leaves it alone
 
 struct Backward {
-    ArrayP dy, dx, dgamma, dbeta;
-    std::vector<int> reqs;        // of x, gamma, beta
+    ArrayP dy, dx, dgamma, dbeta, daddend;
+    std::vector<int> reqs;        // of x, gamma, beta and addend
     std::vector<ArrayP> nothing;  // gradients that another operator of this replica has
     Outcome outcome;
 };
@@ -46,7 +46,7 @@ class Replica {
     bool training;
     int64_t samples, height;
     int64_t channels;
-    ArrayP x, y;
+    ArrayP x, addend, y;
     Parameters parameters;
     int req = 1;             // of y
     Outcome forward, aside;  // what only tracks, beside the way of the data

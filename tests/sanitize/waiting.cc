@@ -23,11 +23,7 @@ struct Wait {
           step(run, {&layer}, manner(run.random)),
           missing(*step.call().back()) {}
 
-    static Spec spec(Random& random) {
-        Spec spec = any_spec(random, random.whole(2, 3), random.whole(1, 2), true);
-        if (spec.mode == Mode::kLocal) spec.mode = Mode::kShuffle;  // nobody waits for anybody there
-        return spec;
-    }
+    static Spec spec(Random& random) { return any_meeting_spec(random, random.whole(2, 3), random.whole(1, 2), true); }
 
     static Manner manner(Random& random) {
         Manner manner;
