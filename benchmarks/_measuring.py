@@ -54,7 +54,8 @@ def options(
 
 
 def interleaved(steps: Dict[str, Callable[[], Any]], rounds: int, budget_s: float, sample_s: float = 0.05) -> Rounds:
-    """Seconds per call of each step: one sample of each in turn, so that a slow minute hits all of them.
+    """Seconds per call of each step: one sample of each in turn, so that a slow minute hits all of them, and each round
+    begins with another one, so that nothing is measured behind the same neighbour every time.
 
     A sample is as many calls as last about `sample_s`. After two rounds (and a warm-up) it ends early where
     `budget_s` is spent.
@@ -70,10 +71,12 @@ def interleaved(steps: Dict[str, Callable[[], Any]], rounds: int, budget_s: floa
     for done in range(rounds):
         if done >= 2 and time.perf_counter() - begun > budget_s:
             break
-        for name, step in steps.items():
+        names = list(steps)
+        first = done % len(names)
+        for name in names[first:] + names[:first]:
             start = time.perf_counter()
             for _ in range(calls[name]):
-                step()
+                steps[name]()
             taken[name].append((time.perf_counter() - start) / calls[name])
     return taken
 
