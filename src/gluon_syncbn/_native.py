@@ -165,7 +165,7 @@ def blocked_calls() -> int:
 
 
 def lone_calls() -> int:
-    """How many forwards and backwards have waited for nobody and were run by MXNet's own threads."""
+    """How many forwards and backwards were run by MXNet's own threads to the end, as nobody had to be waited for."""
     return _core.syncbn_lone_calls()
 
 

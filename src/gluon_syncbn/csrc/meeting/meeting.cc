@@ -114,21 +114,25 @@ Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t 
     return place;
 }
 
-Total MeetingRoom::share(const Terms& terms, Place& place, Direction direction, Sharing sharing, Type type,
-                         int64_t channels, Vector values) {
+bool MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction, Sharing sharing, Type type,
+                          int64_t channels, Vector values) {
     const Reduction reduction = sharing == Sharing::kEach          ? Reduction::kGather
                                 : direction == Direction::kForward ? Reduction::kMerge
                                                                    : Reduction::kAdd;
-    const size_t length = values.size();
-    Total total =
-        hand_in(terms, place, direction, {true, channels, type, std::move(values), nullptr},
-                [&](const Meeting& meeting, const Phase& phase, const Ticket& ticket) {
-                    std::vector<Part> parts;
-                    for (size_t seat = 0; seat < meeting.seats.size(); ++seat)
-                        parts.push_back({meeting.seats[seat].context, meeting.rank(seat), &phase.entries[seat].values});
-                    return reduce(reduction, std::move(parts), meeting.contexts.size(), channels, ticket, terms.reach,
-                                  terms.hook);
-                });
+    return hand_in(
+        terms, place, direction, {true, channels, type, std::move(values), nullptr},
+        [&](const Meeting& meeting, const Phase& phase, const Ticket& ticket) {
+            std::vector<Part> parts;
+            for (size_t seat = 0; seat < meeting.seats.size(); ++seat)
+                parts.push_back({meeting.seats[seat].context, meeting.rank(seat), &phase.entries[seat].values});
+            return reduce(reduction, std::move(parts), meeting.contexts.size(), channels, ticket, terms.reach,
+                          terms.hook);
+        });
+}
+
+Total MeetingRoom::collect(const Terms& terms, const Place& place, Direction direction, Sharing sharing,
+                           size_t length) const {
+    Total total = collect(terms, place, direction);
     if (sharing == Sharing::kEach) total.first += place.meeting->rank(place.seat) * length;
     return total;
 }
@@ -136,19 +140,20 @@ Total MeetingRoom::share(const Terms& terms, Place& place, Direction direction, 
 Total MeetingRoom::share(const Terms& terms, Place& place, Direction direction, Type type, int64_t channels,
                          Vector counts, std::shared_ptr<const OnDevice> device, const Collective& collective) {
     const size_t length = counts.size();
-    Total total = hand_in(terms, place, direction, {true, channels, type, std::move(counts), std::move(device)},
-                          [&](const Meeting& meeting, const Phase& phase, const Ticket& ticket) {
-                              const size_t replicas = meeting.replicas();
-                              std::vector<OnDevice> parts(replicas);
-                              Vector all(replicas * length);
-                              for (size_t seat = 0; seat < replicas; ++seat) {
-                                  const size_t rank = meeting.rank(seat);
-                                  const Vector& own = phase.entries[seat].values;
-                                  parts[rank] = *phase.entries[seat].device;
-                                  std::copy(own.begin(), own.end(), all.begin() + static_cast<int64_t>(rank * length));
-                              }
-                              return collective(parts, std::move(all), ticket);
-                          });
+    hand_in(terms, place, direction, {true, channels, type, std::move(counts), std::move(device)},
+            [&](const Meeting& meeting, const Phase& phase, const Ticket& ticket) {
+                const size_t replicas = meeting.replicas();
+                std::vector<OnDevice> parts(replicas);
+                Vector all(replicas * length);
+                for (size_t seat = 0; seat < replicas; ++seat) {
+                    const size_t rank = meeting.rank(seat);
+                    const Vector& own = phase.entries[seat].values;
+                    parts[rank] = *phase.entries[seat].device;
+                    std::copy(own.begin(), own.end(), all.begin() + static_cast<int64_t>(rank * length));
+                }
+                return collective(parts, std::move(all), ticket);
+            });
+    Total total = collect(terms, place, direction);
     total.first += place.meeting->rank(place.seat) * length;
     return total;
 }
@@ -167,8 +172,8 @@ void MeetingRoom::look_out(const Terms& terms, const Place& place, Direction dir
     syncbn::look_out(ticket_of(terms, place, direction), terms.hook);
 }
 
-Total MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction, Phase::Entry entry,
-                           const Finish& finish) {
+bool MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction, Phase::Entry entry,
+                          const Finish& finish) {
     Meeting& meeting = *place.meeting;
     const int number = direction == Direction::kForward ? 0 : ++place.backwards;
     Lock lock(mutex_);
@@ -178,28 +183,42 @@ Total MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction
     check_equal(terms, meeting, phase, place.seat, entry.type, entry.channels);
     if (debugging()) entry.at = seconds();
     phase.entries[place.seat] = std::move(entry);  // (2)
-    if (++phase.arrived < meeting.replicas()) {
-        wait(terms, meeting, phase, number, lock);
-    } else {
-        const Ticket ticket{terms.layer, meeting.draw.node, meeting.draw.call, number};
-        lock.unlock();  // nobody else touches a phase that is complete
-        std::string error;
-        Total total;
-        try {
-            total = finish(meeting, phase, ticket);  // (3)
-        } catch (const std::exception& e) {
-            error = e.what();
-        }
-        lock.lock();
-        if (!error.empty()) fail_and_throw(&meeting, {terms.name, "", "", error});
-        step().throw_if_failed();
-        if (debugging()) record_meeting(terms.name, name_of_call(meeting, number), meeting, phase);
-        phase.total = std::move(total);
-        phase.done = true;
-        phase.entries.clear();
-        meeting.changed.notify_all();
+    if (++phase.arrived < meeting.replicas()) return false;
+    const Ticket ticket{terms.layer, meeting.draw.node, meeting.draw.call, number};
+    lock.unlock();  // nobody else touches a phase that is complete
+    std::string error;
+    Total total;
+    try {
+        total = finish(meeting, phase, ticket);  // (3)
+    } catch (const std::exception& e) {
+        error = e.what();
     }
+    lock.lock();
+    if (!error.empty()) fail_and_throw(&meeting, {terms.name, "", "", error});
+    step().throw_if_failed();
+    if (debugging()) record_meeting(terms.name, name_of_call(meeting, number), meeting, phase);
+    phase.total = std::move(total);
+    phase.done = true;
+    phase.entries.clear();
+    meeting.changed.notify_all();
+    return true;
+}
+
+Total MeetingRoom::collect(const Terms& terms, const Place& place, Direction direction) const {
+    const int number = direction == Direction::kForward ? 0 : place.backwards;
+    Lock lock(mutex_);
+    Phase& phase = place.meeting->phases[number];
+    if (!phase.done) wait(terms, *place.meeting, phase, number, lock);
     return phase.total;  // (4)
+}
+
+bool MeetingRoom::comes_within(const Place& place, Direction direction, double seconds) const {
+    const int number = direction == Direction::kForward ? 0 : place.backwards;
+    Lock lock(mutex_);
+    const Phase& phase = place.meeting->phases[number];
+    place.meeting->changed.wait_for(lock, std::chrono::duration<double>(seconds),
+                                    [&] { return phase.done || step().failure() != nullptr; });
+    return phase.done;
 }
 
 void MeetingRoom::wait(const Terms& terms, Meeting& meeting, Phase& phase, int number, Lock& lock) const {

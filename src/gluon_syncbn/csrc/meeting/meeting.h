@@ -119,12 +119,16 @@ class MeetingRoom {
     // Sits down in the earliest meeting of this graph node in which `context` has room and `occupant` does not sit yet.
     // `repeated` says that MXNet executes a state again.
     Place join(const Terms& terms, const std::string& context, int64_t node, const void* occupant, bool repeated);
-    // One replica's packed vectors in, [parts][...], those of all replicas out: put together, or side by side in the
-    // order of their ranks, where `first` is then the first of this replica. Once for the forward of a call, and once
-    // for each of its backwards.
-    Total share(const Terms& terms, Place& place, Direction direction, Sharing sharing, Type type, int64_t channels,
-                Vector values);
-    // The same for what stays on a device: `collective` is called for it, and only the `counts` come back, side by side.
+    // One replica's packed vectors in, [parts][...]. Once for the forward of a call, and once for each of its backwards.
+    // Waits for no replica, and returns whether all have come.
+    bool hand_in(const Terms& terms, Place& place, Direction direction, Sharing sharing, Type type, int64_t channels,
+                 Vector values);
+    // Waits for that, so long at most; whether they have. No failure is declared here.
+    bool comes_within(const Place& place, Direction direction, double seconds) const;
+    // Those of all replicas out, once they have come: put together, or side by side in the order of their ranks, where
+    // `first` is then the first of this replica, which has handed in so many numbers.
+    Total collect(const Terms& terms, const Place& place, Direction direction, Sharing sharing, size_t length) const;
+    // Both for what stays on a device: `collective` is called for it, and only the `counts` come back, side by side.
     Total share(const Terms& terms, Place& place, Direction direction, Type type, int64_t channels, Vector counts,
                 std::shared_ptr<const OnDevice> device, const Collective& collective);
     // For how many replicas of all processes; asks them at most once for a meeting, and seldom more than once in all.
@@ -139,7 +143,8 @@ class MeetingRoom {
     using Lock = std::unique_lock<std::mutex>;
     // What becomes of the entries of a phase that is complete. Called without the lock.
     using Finish = std::function<Total(const Meeting& meeting, const Phase& phase, const Ticket& ticket)>;
-    Total hand_in(const Terms& terms, Place& place, Direction direction, Phase::Entry entry, const Finish& finish);
+    bool hand_in(const Terms& terms, Place& place, Direction direction, Phase::Entry entry, const Finish& finish);
+    Total collect(const Terms& terms, const Place& place, Direction direction) const;
     void wait(const Terms& terms, Meeting& meeting, Phase& phase, int number, Lock& lock) const;
 
     mutable std::mutex mutex_;

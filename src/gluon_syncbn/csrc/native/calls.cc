@@ -61,19 +61,28 @@ class Execution : public Work {
         }
     }
 
+    // The first half of the call. Returns whether what is left waits for nobody.
+    bool begin() noexcept {
+        begun_ = true;
+        bool due = true;
+        attempt([&] { due = first_half(call(), arrays_, requests_.data()); });
+        return due;
+    }
+
+    // The rest of it.
     void run() noexcept override {
-        try {
-            execute(call(), arrays_, requests_.data());
-        } catch (const std::exception& e) {
-            const auto turn = turn_to_fail();
-            const dmlc::Error error(e.what());
-            return end(&error);
-        }
-        end(nullptr);
+        if (!begun_) begin();
+        if (!failed_) attempt([&] { second_half(call(), arrays_, requests_.data()); });
+        kept_.clear();  // before MXNet plans with the memory
+        if (!failed_) return complete_(nullptr);
+        const auto turn = turn_to_fail();
+        const dmlc::Error error(reason_);
+        complete_(&error);
     }
 
   protected:
-    virtual void execute(Call& call, const Arrays& arrays, const int* requests) = 0;
+    virtual bool first_half(Call& call, const Arrays& arrays, const int* requests) = 0;
+    virtual void second_half(Call& call, const Arrays& arrays, const int* requests) = 0;
     bool training() const { return training_; }
 
   private:
@@ -102,9 +111,14 @@ class Execution : public Work {
         return common;
     }
 
-    void end(const dmlc::Error* error) {
-        kept_.clear();  // before MXNet plans with the memory
-        complete_(error);
+    template <typename Half>
+    void attempt(const Half& half) {
+        try {
+            half();
+        } catch (const std::exception& e) {
+            failed_ = true;
+            reason_ = e.what();
+        }
     }
 
     const StatePointer state_;
@@ -113,6 +127,8 @@ class Execution : public Work {
     Requests requests_;
     NDArrays kept_;
     Arrays arrays_;
+    bool begun_ = false, failed_ = false;
+    std::string reason_;
 };
 
 class Forward : public Execution {
@@ -134,8 +150,11 @@ class Forward : public Execution {
     }
 
   protected:
-    void execute(Call& call, const Arrays& arrays, const int* requests) override {
-        call.forward(arrays, requests, training());
+    bool first_half(Call& call, const Arrays& arrays, const int* requests) override {
+        return call.begin_forward(arrays, requests, training());
+    }
+    void second_half(Call& call, const Arrays& arrays, const int* requests) override {
+        call.end_forward(arrays, requests);
     }
 };
 
@@ -157,7 +176,12 @@ class Backward : public Execution {
     }
 
   protected:
-    void execute(Call& call, const Arrays& arrays, const int* requests) override { call.backward(arrays, requests); }
+    bool first_half(Call& call, const Arrays& arrays, const int* requests) override {
+        return call.begin_backward(arrays, requests);
+    }
+    void second_half(Call& call, const Arrays& arrays, const int* requests) override {
+        call.end_backward(arrays, requests);
+    }
 };
 
 // ---- MXNet's own custom operators ----------------------------------------------------------------------------
@@ -195,9 +219,9 @@ void begin(const Compute& original, const StatePointer& state, const Context& co
     if (!is_ours(*state->custom->callbacks)) return pass_on(original, state, context, inputs, requests, outputs);
     try {
         auto execution = std::make_unique<Kind>(state, context, inputs, requests, outputs);
-        // Not in the thread that issues operators: MXNet runs those in it that complete by themselves and find their
-        // inputs ready.
-        if (!execution->call().alone(context.training) || on_main_thread()) return start(std::move(execution));
+        // In this thread of the engine, unless others have to be waited for; whoever comes last to a meeting stays. Not in
+        // the thread that issues operators: MXNet runs those in it that complete by themselves and find their inputs ready.
+        if (on_main_thread() || !execution->begin()) return start(std::move(execution));
         ++lone;
         execution->run();
     } catch (const std::exception& e) {

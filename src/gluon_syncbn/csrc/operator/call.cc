@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <mutex>
@@ -28,6 +27,10 @@ bool naive_engine() {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr double kQuiet = 10;  // seconds
+// Seconds, longer than replicas on equal batches mostly wait for each other: the engine's thread may stay for as long, and
+// nothing has to be handed to another one, which costs two wake-ups and often a core that is taken. It may be needed for
+// what the others wait for, in another branch of the net; then it is late by as much.
+constexpr double kMoment = 0.005;
 
 // Whose batch was warned of last. What is not finite reaches all layers behind it, and all replicas: they are not worth
 // a warning each.
@@ -69,6 +72,9 @@ Culprit& culprit() {
     return *one;
 }
 
+// Whether statistics leave shared memory, which may take as long as others like.
+bool calls_out(const Terms& terms) { return terms.reach == Reach::kContexts || terms.reach == Reach::kProcesses; }
+
 }  // namespace
 
 void speak_of_nonfinite_again() {
@@ -104,23 +110,41 @@ void Call::issue(const void* caller, Recall recall) {
     seated_ = true;
 }
 
-bool Call::alone(bool training) const {
+bool Call::alone() const {
     if (recall_.again) return false;  // it may have to wait for what it repeats
-    if (!training || !shares()) return true;
+    if (!shares()) return true;
     const auto terms = node_.layer->terms();
-    const bool calls_out = terms->reach == Reach::kContexts || terms->reach == Reach::kProcesses;
-    return !calls_out && terms->replicas == 1 && (!place_.meeting || place_.meeting->replicas() == 1);
+    return !calls_out(*terms) && terms->replicas == 1 && (!place_.meeting || place_.meeting->replicas() == 1);
 }
 
-void Call::forward(const Arrays& arrays, const int* reqs, bool training) {
+template <typename Work>
+void Call::attempt_forward(const Arrays& arrays, const int* reqs, const Work& work) {
+    try {
+        work();
+    } catch (const std::exception& e) {
+        std::vector<std::pair<Array, Input>> outputs;
+        if (reqs[0] != kNull) outputs.push_back({arrays[node_.output()], kX});
+        if (node_.role == Role::kMeet && reqs[1] != kNull) outputs.push_back({arrays[node_.output() + 1], kBatch});
+        fail(e, outputs);
+    }
+}
+
+bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
     frozen_ = !training;
     complete_ = false;
     tensor_.lay_out(arrays.block);
-    const Array x = arrays[kX], y = arrays[node_.output()];
-    try {
+    due_ = passes_on() || frozen_;
+    attempt_forward(arrays, reqs, [&] {
         throw_if_closed();
+        if (!due_) begin_normalise(arrays);
+    });
+    return due_;
+}
+
+void Call::end_forward(const Arrays& arrays, const int* reqs) {
+    attempt_forward(arrays, reqs, [&] {
         if (passes_on())
-            pass(x, y, reqs[0]);
+            pass(arrays[kX], arrays[node_.output()], reqs[0]);
         else if (frozen_)
             normalise_frozen(arrays, reqs[0]);
         else
@@ -132,18 +156,27 @@ void Call::forward(const Arrays& arrays, const int* reqs, bool training) {
             const Array batch = arrays[node_.output() + 1];
             handed_over().add(data(batch));
         }
+    });
+}
+
+template <typename Work>
+void Call::attempt_backward(const Arrays& arrays, const int* reqs, const Work& work) {
+    try {
+        work();
     } catch (const std::exception& e) {
+        const int gradients = node_.gradients();
         std::vector<std::pair<Array, Input>> outputs;
-        if (reqs[0] != kNull) outputs.push_back({y, kX});
-        if (node_.role == Role::kMeet && reqs[1] != kNull) outputs.push_back({arrays[node_.output() + 1], kBatch});
+        for (Input i : {kX, kGamma, kBeta})
+            if (reqs[i] != kNull) outputs.push_back({arrays[gradients + i], i});
+        if (node_.adds && reqs[kAddend] != kNull) outputs.push_back({arrays[gradients + kAddend], kX});
         fail(e, outputs);
     }
 }
 
-void Call::backward(const Arrays& arrays, const int* reqs) {
-    const int gradients = node_.gradients();
+bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
     tensor_.lay_out(arrays.block);
-    try {
+    due_ = passes_on();
+    attempt_backward(arrays, reqs, [&] {
         throw_if_closed();
         // MXNet skips what depends on a failure only until somebody has read that failure.
         if (!complete_) {
@@ -151,6 +184,14 @@ void Call::backward(const Arrays& arrays, const int* reqs) {
             throw Failure("no gradient, because the forward of this call failed. " +
                           std::string(why ? why->what() : ""));
         }
+        if (!due_) begin_differentiate(arrays, reqs);
+    });
+    return due_;
+}
+
+void Call::end_backward(const Arrays& arrays, const int* reqs) {
+    attempt_backward(arrays, reqs, [&] {
+        const int gradients = node_.gradients();
         if (passes_on()) {
             pass(arrays[0], arrays[gradients + kX], reqs[kX]);
             no_gradient(arrays, reqs);
@@ -160,13 +201,7 @@ void Call::backward(const Arrays& arrays, const int* reqs) {
         if (node_.role == Role::kTrack && (reqs[kBatch] == kWrite || reqs[kBatch] == kInplace))
             fill(arrays[gradients + kBatch], Type::kFloat64, moments_length(channels()), 0);
         finish();
-    } catch (const std::exception& e) {
-        std::vector<std::pair<Array, Input>> outputs;
-        for (Input i : {kX, kGamma, kBeta})
-            if (reqs[i] != kNull) outputs.push_back({arrays[gradients + i], i});
-        if (node_.adds && reqs[kAddend] != kNull) outputs.push_back({arrays[gradients + kAddend], kX});
-        fail(e, outputs);
-    }
+    });
 }
 
 void Call::fail(const std::exception& error, const std::vector<std::pair<Array, Input>>& outputs) {
@@ -296,16 +331,35 @@ void Call::look_at(const Vector& moments) const {
     look_at(at, at < 0 ? 0 : moments[static_cast<size_t>(at)]);
 }
 
-Total Call::share(Direction direction, Vector values) {
-    const Sharing sharing = sharing_of(node_.layer->pooling);
-    if (sharing == Sharing::kNothing) return {std::move(values), 0, node_.layer->id};
+void Call::hand_in(Direction direction, Vector values) {
+    length_ = values.size();
+    own_ = {std::move(values), 0, node_.layer->id};
+    due_ = !shares();
+    brought_ = false;
     const auto terms = node_.layer->terms();
+    if (due_ || calls_out(*terms)) return;
+    bring(*terms, direction);
+    if (due_ || place_.meeting->lanes > 1) return;  // the next of this context's replicas needs this very thread
+    due_ = node_.layer->room.comes_within(place_, direction, kMoment);
+}
+
+// Where it calls out, the last to arrive waits for whoever answers.
+void Call::bring(const Terms& terms, Direction direction) {
     if (place_.meeting->reach == Reach::kNccl) {
         std::string where;
-        for (const std::string& context : terms->contexts) where += (where.empty() ? "" : ", ") + context;
+        for (const std::string& context : terms.contexts) where += (where.empty() ? "" : ", ") + context;
         throw Failure("kvstore 'nccl' adds on GPUs, one replica on each, but the layer is on " + where);
     }
-    return node_.layer->room.share(*terms, place_, direction, sharing, tensor_.type, channels(), std::move(values));
+    due_ = node_.layer->room.hand_in(terms, place_, direction, sharing_of(node_.layer->pooling), tensor_.type,
+                                     channels(), std::move(own_.values));
+    brought_ = true;
+}
+
+Total Call::collect(Direction direction) {
+    if (!shares()) return std::move(own_);
+    const auto terms = node_.layer->terms();
+    if (!brought_) bring(*terms, direction);
+    return node_.layer->room.collect(*terms, place_, direction, sharing_of(node_.layer->pooling), length_);
 }
 
 void Call::assign(const std::vector<double>& counts, size_t first, int64_t key) {

@@ -80,16 +80,27 @@ class Call {
     // seats; any other thread is one replica. `recall` says whether it is kept for a recomputation, or is one.
     void issue(const void* caller, Recall recall);
     // `reqs` as MXNet gives them, one for each output. On failure the outputs are NaN: nothing plausible is left.
-    void forward(const Arrays& arrays, const int* reqs, bool training);
-    void backward(const Arrays& arrays, const int* reqs);
-
-    // Whether its next execution waits for nobody, so that the engine's own thread may run it. Backwards are of training.
-    bool alone(bool training) const;
+    void forward(const Arrays& arrays, const int* reqs, bool training) {
+        begin_forward(arrays, reqs, training);
+        end_forward(arrays, reqs);
+    }
+    void backward(const Arrays& arrays, const int* reqs) {
+        begin_backward(arrays, reqs);
+        end_backward(arrays, reqs);
+    }
+    // Their halves. The first waits for others a moment at most, and returns whether the second will not wait at all.
+    bool begin_forward(const Arrays& arrays, const int* reqs, bool training);
+    void end_forward(const Arrays& arrays, const int* reqs);
+    bool begin_backward(const Arrays& arrays, const int* reqs);
+    void end_backward(const Arrays& arrays, const int* reqs);
 
     const Node& node() const { return node_; }
     const Tensor& tensor() const { return tensor_; }
 
   protected:
+    // What comes before the replicas wait for each other, up to `hand_in`. It may all be left to what follows.
+    virtual void begin_normalise(const Arrays&) { due_ = alone(); }
+    virtual void begin_differentiate(const Arrays&, const int*) { due_ = frozen_ || alone(); }
     // y and, from the statistics of the batch, the running ones or what the second operator of the call moves them by.
     virtual void normalise(const Arrays& arrays, const int* reqs) = 0;
     // y, with the running statistics.
@@ -120,9 +131,13 @@ class Call {
     void look_at(int64_t at, double value) const;
     void look_at(const Vector& moments) const;
     bool watches() const { return node_.layer->terms()->nonfinite != Nonfinite::kPropagate; }
+    // Nobody else takes part.
+    bool alone() const;
     bool shares() const { return sharing_of(node_.layer->pooling) != Sharing::kNothing; }
-    // The packed vectors of this replica's slots in; those of all slots out, or what they are together.
-    Total share(Direction direction, Vector values);
+    // The packed vectors of this replica's slots in. Waits a moment for those of the others.
+    void hand_in(Direction direction, Vector values);
+    // Those of all slots out, or what they are together.
+    Total collect(Direction direction);
     // Which slots feed and use which pools, of which this replica's begin at `first`.
     void assign(const std::vector<double>& counts, size_t first, int64_t key);
     int64_t channels() const { return tensor_.shape.channels; }
@@ -136,9 +151,11 @@ class Call {
     Pools pools_;             // of all slots of the last forward
     int64_t first_slot_ = 0;  // of this replica
     bool frozen_ = false;     // normalised with the running statistics: no gradient through them
+    bool due_ = false;        // what is left of this execution waits for nobody
     Recall recall_;
 
   private:
+    void bring(const Terms& terms, Direction direction);
     // Ends the step with what an exception says, and the layer and the context where it does not say them; NaN into the
     // outputs in which something plausible might stand.
     [[noreturn]] void fail(const std::exception& error, const std::vector<std::pair<Array, Input>>& outputs);
@@ -151,10 +168,17 @@ class Call {
     bool passes_on() const { return node_.role == (frozen_ ? Role::kMeet : Role::kTrack); }
     void pass(Array from, Array to, int req);
     void no_gradient(const Arrays& arrays, const int* reqs);
+    template <typename Work>
+    void attempt_forward(const Arrays& arrays, const int* reqs, const Work& work);
+    template <typename Work>
+    void attempt_backward(const Arrays& arrays, const int* reqs, const Work& work);
 
     bool seated_ = false;
     bool repeated_ = false;  // has been executed before
     bool complete_ = false;  // the forward has left what the backward needs
+    Total own_;              // what this replica hands in
+    size_t length_ = 0;      // of that
+    bool brought_ = false;   // to the meeting
 };
 
 std::unique_ptr<Call> host_call(Node node, std::string context, Type type, Shape shape, int64_t samples);

@@ -308,7 +308,10 @@ Total DeviceCall::gather(Direction direction, int64_t length) {
     Vector values(static_cast<size_t>(own.size()));
     own.download(values.data(), work().lease);
     if (direction == Direction::kForward) look_at(values);
-    Total total = still_current([&] { return share(direction, std::move(values)); });
+    Total total = still_current([&] {
+        hand_in(direction, std::move(values));
+        return collect(direction);
+    });
     gathered_->all = memory(static_cast<int64_t>(total.values.size()));
     gathered_->all.upload(total.values.data(), work().lease.stream());
     slots = gathered_->all.size() / length;

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <utility>
 
 #include "cpu/backend.h"
 #include "operator/call.h"
@@ -23,8 +24,10 @@ class HostCall : public Call {
     using Call::Call;
 
   protected:
+    void begin_normalise(const Arrays& arrays) override;
     void normalise(const Arrays& arrays, const int* reqs) override;
     void normalise_frozen(const Arrays& arrays, int req) override;
+    void begin_differentiate(const Arrays& arrays, const int* reqs) override;
     void differentiate(const Arrays& arrays, const int* reqs) override;
     void track(const Arrays& arrays) override {
         update_running(backend_.read(arrays[kBatch], moments_length(channels())), arrays);
@@ -48,10 +51,19 @@ class HostCall : public Call {
     // [1, mean[C], variance[C]] that the running statistics go towards; [0, ...] where there is nothing.
     Vector batch_statistics(const Total& moments) const;
     void update_running(const Vector& batch, const Arrays& arrays);
-    // [sum dy[C], sum dy*xhat[C]] of each slot in; of the slots that use the statistics which it feeds out.
-    Vector gradients_of_users(Vector sums);
+    // [sum dz[C], sum dz*xhat[C]] of the slots that use the statistics which each slot feeds.
+    Vector gradients_of_users();
+
+    // What the first half of a backward has found.
+    struct Gradients {
+        const void *x, *dz;  // dz is dy where `affine` has an activation
+        Affine affine;
+        Vector gamma, beta;  // this replica's part
+        std::vector<char> x_room, dz_room;
+    };
 
     cpu::Backend backend_;
+    Gradients gradients_;
 };
 
 int HostCall::threads() const {
@@ -114,8 +126,8 @@ void HostCall::update_running(const Vector& batch, const Arrays& arrays) {
                             tensor_.parameter_type(), arrays[running], arrays[running + 1]);
 }
 
-Vector HostCall::gradients_of_users(Vector sums) {
-    const Total all = share(Direction::kBackward, std::move(sums));
+Vector HostCall::gradients_of_users() {
+    const Total all = collect(Direction::kBackward);
     const size_t length = static_cast<size_t>(gradients_length(channels()));
     Vector out(tensor_.slots.size() * length, 0.0);
     for (size_t i = 0; i < tensor_.slots.size(); ++i) {
@@ -129,19 +141,23 @@ Vector HostCall::gradients_of_users(Vector sums) {
 
 // ---- forward -------------------------------------------------------------------------------------------------
 
+void HostCall::begin_normalise(const Arrays& arrays) {
+    if (recall_.again) return;  // it may have to wait for what it repeats
+    if (shares()) sit_down();
+    backend_.threads = threads();
+    tensor_.cut(node_.layer->pooling.slots());
+    Vector own = backend_.moments(arrays[kX], tensor_);
+    look_at(own);
+    hand_in(Direction::kForward, std::move(own));
+}
+
 void HostCall::normalise(const Arrays& arrays, const int* reqs) {
-    const Array x = arrays[kX];
     Vector batch(moments_length(channels()), 0.0);
     if (recall_.again) {  // the running statistics have had this batch
         repeat();
         backend_.threads = threads();
     } else {
-        if (shares()) sit_down();
-        backend_.threads = threads();
-        tensor_.cut(node_.layer->pooling.slots());
-        Vector own = backend_.moments(x, tensor_);
-        look_at(own);
-        const Total moments = share(Direction::kForward, std::move(own));
+        const Total moments = collect(Direction::kForward);
         assign_statistics(moments);
         batch = batch_statistics(moments);
         if (watches() && first_not_finite(batch) >= 0) batch[0] = 0;
@@ -188,38 +204,49 @@ void* HostCall::recovered(const Arrays& arrays, const int* reqs, std::vector<cha
     return x;
 }
 
-void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
+void HostCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
     const int64_t n = channels();
     const int inputs = node_.outputs(), gradients = node_.gradients();
-    Affine affine = this->affine(arrays, inputs);
-    const void *head = data(arrays[0]), *y = nullptr;
+    Gradients& found = gradients_ = {};
+    Affine& affine = found.affine = this->affine(arrays, inputs);
+    const void* y = nullptr;
     void* dz = nullptr;
-    std::vector<char> scratch;
-    const void* x = node_.inplace ? recovered(arrays, reqs, &scratch) : data(arrays[inputs + kX]);
+    found.x = node_.inplace ? recovered(arrays, reqs, &found.x_room) : data(arrays[inputs + kX]);
     if (node_.adds && affine.activation.any()) {  // dz is the addend's gradient
         y = data(arrays[node_.output_in_backward()]);
         if (reqs[kAddend] == kNull || reqs[kAddend] == kAdd) {
-            scratch = room();
-            dz = scratch.data();
+            found.dz_room = room();
+            dz = found.dz_room.data();
         } else {
             dz = data(arrays[gradients + kAddend]);
         }
     }
-    Vector sums = backend_.grad_sums(head, x, tensor_, affine, y, dz);
+    found.dz = data(arrays[0]);
+    Vector sums = backend_.grad_sums(found.dz, found.x, tensor_, affine, y, dz);
     if (dz != nullptr) {
-        head = dz;
+        found.dz = dz;
         affine.activation = {};
     }
-    Vector dgamma(n, 0.0), dbeta(n, 0.0);
+    found.gamma = found.beta = Vector(n, 0.0);
     for (size_t at = 0; at < sums.size(); at += 2 * n)
         for (int64_t c = 0; c < n; ++c) {
-            dbeta[c] += sums[at + c];
-            if (!node_.fix_gamma) dgamma[c] += sums[at + n + c];
+            found.beta[c] += sums[at + c];
+            if (!node_.fix_gamma) found.gamma[c] += sums[at + n + c];
         }
-    if (!frozen_) sums = gradients_of_users(std::move(sums));
+    if (frozen_)
+        due_ = true;
+    else
+        hand_in(Direction::kBackward, std::move(sums));
+}
 
-    if (node_.adds && reqs[kAddend] != kNull && head != data(arrays[gradients + kAddend]))
-        backend_.copy(head, tensor_.type, tensor_.shape.size(), arrays[gradients + kAddend], reqs[kAddend] == kAdd);
+void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
+    const int64_t n = channels();
+    const int gradients = node_.gradients();
+    const Gradients found = std::exchange(gradients_, {});
+    const Vector sums = frozen_ ? Vector() : gradients_of_users();
+
+    if (node_.adds && reqs[kAddend] != kNull && found.dz != data(arrays[gradients + kAddend]))
+        backend_.copy(found.dz, tensor_.type, tensor_.shape.size(), arrays[gradients + kAddend], reqs[kAddend] == kAdd);
     if (reqs[kX] != kNull) {
         const size_t slots = tensor_.slots.size();
         cpu::ThroughStatistics through{Vector(slots * n, 0.0), Vector(slots * n, 0.0)};
@@ -233,14 +260,15 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
                 through.slope[i * n + c] = share * (sum_dy_xhat[c] / slot.fed->count * slot.fed->invstd[c]);
             }
         }
-        backend_.grad_input(head, x, tensor_, affine, through, arrays[gradients + kX], reqs[kX] == kAdd);
+        backend_.grad_input(found.dz, found.x, tensor_, found.affine, through, arrays[gradients + kX],
+                            reqs[kX] == kAdd);
     }
     const auto write = [&](const Vector& values, Input input) {
         if (reqs[input] != kNull)
             backend_.write(values, tensor_.parameter_type(), arrays[gradients + input], reqs[input] == kAdd);
     };
-    write(dgamma, kGamma);
-    write(dbeta, kBeta);
+    write(found.gamma, kGamma);
+    write(found.beta, kBeta);
 }
 
 }  // namespace
