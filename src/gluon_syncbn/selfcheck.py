@@ -146,7 +146,7 @@ def opencv() -> str:
 
 
 def live() -> str:
-    return step(cpu_devices(2), {None: "shared memory", "device": "KVStore device"})
+    return step(cpu_devices(2, temp_copies=64), {None: "shared memory", "device": "KVStore device"})
 
 
 def live_gpu() -> str:
