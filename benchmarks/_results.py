@@ -19,11 +19,19 @@ from _measuring import Cell, Rounds
 Series = Dict[str, float]  # what is kept of many values, by name
 
 # Colours that stay apart in print and for the colour-blind (Okabe and Ito).
-COLOURS = {"plain": "#000000", "ours": "#0072B2", "fused": "#CC79A7", "contrib": "#D55E00", "limit": "#009E73"}
+COLOURS = {
+    "plain": "#000000",
+    "ours": "#0072B2",
+    "fused": "#CC79A7",
+    "local": "#999999",
+    "contrib": "#D55E00",
+    "limit": "#009E73",
+}
 LABELS = {
     "plain": "nn.BatchNorm, not synchronised",
     "ours": "gluon_syncbn.SyncBatchNorm",
     "fused": "the same, convert(fuse=True)",
+    "local": "fused, mode='local': no waiting",
     "contrib": "gluon.contrib.nn.SyncBatchNorm",
     "limit": "memory limit",
 }

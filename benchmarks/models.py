@@ -37,7 +37,7 @@ DEVICES = [1, 2, 4]
 EFFORT = {"rounds": 15, "budget_s": 60}
 QUICK: List[_measuring.Cell] = [{"model": "depthwise chain", "crop": 16, "images": 1}]
 OURS = ("ours", "fused")
-NAMES = ("plain", *OURS, "contrib")
+NAMES = ("plain", *OURS, "local", "contrib")
 STEPS = 3  # until the memory no longer grows
 # What the profiler calls them: ReLU6 is `clip`.
 LAYERS = {"BatchNorm", "Activation", "LeakyReLU", "clip", "elemwise_add", "broadcast_add", "_plus"}
@@ -47,10 +47,12 @@ images are those of a device. FastSCNN and PSPNet have {CLASSES} classes and the
 MobileNetV2 are GluonCV's `resnet18_v1` and `mobilenetv2_1.0`, the depthwise chain is four times depthwise
 convolution, BatchNorm and ReLU on 64 channels. *Plain* is `nn.BatchNorm` on the same devices, each with statistics of
 its own; the other columns are multiples of its time, the median over interleaved rounds and, in parentheses, the 10th
-and 90th percentile. *Fused* is `convert(net, fuse=True)`. *Contrib* is `mxnet.gluon.contrib.nn.SyncBatchNorm`
-(`hang`: it did not end within the time limit). *Share* is what BatchNorm, activations and additions take of the plain
-step, by MXNet's profiler, whose sums of gradients are not counted: 1 less that is what a layer that took no time would
-come to. Memory is what a process grows by in {STEPS} steps at most, in a process for each."""
+and 90th percentile. *Fused* is `convert(net, fuse=True)`, *local* the same with `mode="local"`, whose layers wait for
+nobody: what lies between the two is the price of waiting for each other at every layer. *Contrib* is
+`mxnet.gluon.contrib.nn.SyncBatchNorm` (`hang`: it did not end within the time limit). *Share* is what BatchNorm,
+activations and additions take of the plain step, by MXNet's profiler, whose sums of gradients are not counted: 1 less
+that is what a layer that took no time would come to. Memory is what a process grows by in {STEPS} steps at most, in a
+process for each."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -74,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
             progress.update()
 
     header = ["model", "crop", "images", "devices", "plain, s", "images / s", "ours / plain", "fused / plain"]
-    header += ["contrib / plain", "share", "memory, MiB: plain", "ours", "fused"]
+    header += ["local / plain", "contrib / plain", "share", "memory, MiB: plain", "ours", "fused"]
     results = [_results.compared(sample) for sample in samples]
     table = _results.table(header, [row(result) for result in results])
     print(table)
@@ -94,7 +96,7 @@ def row(result: Dict[str, Any]) -> List[str]:
     for name in OURS:
         series = result["ratios"].get(name)
         texts.append(_results.median_and_range(series, 2) if series else _results.entry(result, name))
-    texts.append(_results.entry(result, "contrib") if result["contrib"] else "")
+    texts += [_results.entry(result, name) if result["devices"] > 1 else "" for name in ("local", "contrib")]
     texts.append(f"{result['share']:.3f}")
     return texts + [f"{result['memory_mib'][name]:.0f}" for name in ("plain", *OURS)]
 
@@ -129,7 +131,10 @@ def child(cells: Sequence[_measuring.Cell]) -> None:
             (step,) = steps(cell, contexts, [cell["share_of"]]).values()
             taken = {"figure": share(step)}
         else:
-            made = steps(cell, contexts, NAMES if cell["contrib"] else NAMES[:-1])
+            names = [name for name in NAMES if cell["contrib"] or name != "contrib"]
+            if cell["devices"] == 1:
+                names.remove("local")  # is what fused is
+            made = steps(cell, contexts, names)
             taken = _measuring.interleaved(made, cell["rounds"], cell["budget_s"])
         print(json.dumps(taken), flush=True)
         gc.collect()  # the networks of this cell
@@ -209,7 +214,8 @@ def steps(cell: _measuring.Cell, contexts: Sequence[Any], names: Sequence[str]) 
 
     import gluon_syncbn
 
-    layers: Dict[str, Any] = {"plain": nn.BatchNorm, "fused": nn.BatchNorm, "ours": gluon_syncbn.SyncBatchNorm}
+    layers: Dict[str, Any] = dict.fromkeys(("plain", "fused", "local"), nn.BatchNorm)
+    layers["ours"] = gluon_syncbn.SyncBatchNorm
     # not through norm_kwargs: FastSCNN makes two of its layers without them, and a wrong number hangs
     layers["contrib"] = functools.partial(Contrib, num_devices=len(contexts))
     mx.random.seed(0)
@@ -232,8 +238,8 @@ def steps(cell: _measuring.Cell, contexts: Sequence[Any], names: Sequence[str]) 
     for name in names:
         net = network(cell, layers[name])
         net.initialize(mx.init.Xavier(), ctx=list(contexts), force_reinit=True)
-        if name == "fused":
-            gluon_syncbn.convert(net, fuse=True)
+        if name in ("fused", "local"):
+            gluon_syncbn.convert(net, fuse=True, mode="local" if name == "local" else "sync")
         # Static shapes keep PSPNet's temporary space at 8 GB (without, 24 GB were not enough). On CPU contexts MXNet's
         # queue gets stuck with them after some hundreds of steps, more than are run here.
         net.hybridize(static_alloc=True, static_shape=True)
@@ -252,7 +258,7 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> 
     for axis, model in zip(axes[0], models):
         cells = [result for result in results if result["model"] == model]
         axis.axhline(1, color=_results.COLOURS["plain"], linestyle="--", label=_results.LABELS["plain"])
-        for name, marker in (("contrib", "s"), ("ours", "o"), ("fused", "D")):
+        for name, marker in (("contrib", "s"), ("ours", "o"), ("fused", "D"), ("local", "_")):
             points = [(cell["devices"], _results.ratio(cell, name)) for cell in cells if name in cell["ratios"]]
             axis.plot(
                 *zip(*points) if points else ([], []),
@@ -260,8 +266,8 @@ def plot(path: Path, results: Sequence[Dict[str, Any]], env: Dict[str, str]) -> 
                 color=_results.COLOURS[name],
                 label=_results.LABELS[name],
             )
-            beside = {"contrib": (0, 7), "ours": (-17, 3), "fused": (17, -10)}[name]
-            for point in points:
+            beside = {"contrib": (0, 7), "ours": (-17, 3), "fused": (17, -10)}.get(name)
+            for point in points if beside else ():
                 axis.annotate(
                     f"{point[1]:.2f}",
                     point,

@@ -190,11 +190,11 @@ def test_the_results_of_the_models_are_complete(short_runs):
     text, (cell,) = results("models", *short_runs["models"])
     ((header, rows),) = tables(text)
     assert header[:6] == ["model", "crop", "images", "devices", "plain, s", "images / s"]
-    assert header[6:9] == ["ours / plain", "fused / plain", "contrib / plain"]
-    assert header[9:] == ["share", "memory, MiB: plain", "ours", "fused"]
+    assert header[6:10] == ["ours / plain", "fused / plain", "local / plain", "contrib / plain"]
+    assert header[10:] == ["share", "memory, MiB: plain", "ours", "fused"]
     spread = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
     first = [["depthwise chain", "16", "1", "2"]]
-    assert_cells(rows, first, NUMBER, NUMBER, spread, spread, RATIO_OR_HANG, NUMBER, *[r"\d+"] * 3)
+    assert_cells(rows, first, NUMBER, NUMBER, spread, spread, NUMBER, RATIO_OR_HANG, NUMBER, *[r"\d+"] * 3)
     assert {"plain", "ours", "fused"} <= cell["seconds"].keys() and {"ours", "fused"} <= cell["ratios"].keys()
 
 
