@@ -37,7 +37,8 @@ DEVICES = [1, 2, 4]
 EFFORT = {"rounds": 15, "budget_s": 60}
 QUICK: List[_measuring.Cell] = [{"model": "depthwise chain", "crop": 16, "images": 1}]
 OURS = ("ours", "fused")
-NAMES = ("plain", *OURS, "local", "contrib")
+NAMES = ("plain", *OURS, "contrib")
+BESIDE = {"local": "plain beside local"}  # in a process of their own: five networks are too many for 24 GB
 STEPS = 3  # until the memory no longer grows
 # What the profiler calls them: ReLU6 is `clip`.
 LAYERS = {"BatchNorm", "Activation", "LeakyReLU", "clip", "elemwise_add", "broadcast_add", "_plus"}
@@ -70,14 +71,20 @@ def main(arguments: Sequence[str]) -> int:
         for cell in cells:
             progress.set_postfix_str(f"{cell['model']} x {cell['devices']}")
             # a process for each: MXNet keeps the temporary space that a network needed
-            ((_, taken, problems),) = _measuring.measure(__file__, [cell], 90 if options.quick else 600)
+            limit_s = 90 if options.quick else 600
+            ((_, taken, problems),) = _measuring.measure(__file__, [cell], limit_s)
+            if cell["devices"] > 1:  # on one, local is what fused is
+                two = {**cell, "contrib": False, "names": ["plain", "local"]}
+                ((_, beside, _),) = _measuring.measure(__file__, [two], limit_s)
+                if beside:
+                    taken.update({"local": beside["local"], BESIDE["local"]: beside["plain"]})
             more = {"memory_mib": memory(cell), "share": figure(cell, share_of="plain")}
             samples.append({**cell, "problems": problems, "seconds": taken, **more})
             progress.update()
 
     header = ["model", "crop", "images", "devices", "plain, s", "images / s", "ours / plain", "fused / plain"]
     header += ["local / plain", "contrib / plain", "share", "memory, MiB: plain", "ours", "fused"]
-    results = [_results.compared(sample) for sample in samples]
+    results = [_results.compared(sample, BESIDE) for sample in samples]
     table = _results.table(header, [row(result) for result in results])
     print(table)
     text = f"{EXPLANATION}\n\n{table}"
@@ -131,10 +138,7 @@ def child(cells: Sequence[_measuring.Cell]) -> None:
             (step,) = steps(cell, contexts, [cell["share_of"]]).values()
             taken = {"figure": share(step)}
         else:
-            names = [name for name in NAMES if cell["contrib"] or name != "contrib"]
-            if cell["devices"] == 1:
-                names.remove("local")  # is what fused is
-            made = steps(cell, contexts, names)
+            made = steps(cell, contexts, cell.get("names") or (NAMES if cell["contrib"] else NAMES[:-1]))
             taken = _measuring.interleaved(made, cell["rounds"], cell["budget_s"])
         print(json.dumps(taken), flush=True)
         gc.collect()  # the networks of this cell
