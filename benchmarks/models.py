@@ -75,8 +75,10 @@ def main(arguments: Sequence[str]) -> int:
             ((_, taken, problems),) = _measuring.measure(__file__, [cell], limit_s)
             if cell["devices"] > 1:  # on one, local is what fused is
                 two = {**cell, "contrib": False, "names": ["plain", "local"]}
-                ((_, beside, _),) = _measuring.measure(__file__, [two], limit_s)
-                if beside:
+                ((_, beside, failed),) = _measuring.measure(__file__, [two], limit_s)
+                if failed:
+                    problems["local"] = failed["ours"]
+                elif taken:
                     taken.update({"local": beside["local"], BESIDE["local"]: beside["plain"]})
             more = {"memory_mib": memory(cell), "share": figure(cell, share_of="plain")}
             samples.append({**cell, "problems": problems, "seconds": taken, **more})

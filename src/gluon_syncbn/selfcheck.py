@@ -146,6 +146,7 @@ def opencv() -> str:
 
 
 def live() -> str:
+    # One layer needs few, and where operators have run before, more would come too late.
     return step(cpu_devices(2, temp_copies=64), {None: "shared memory", "device": "KVStore device"})
 
 

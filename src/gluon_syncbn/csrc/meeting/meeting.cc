@@ -35,9 +35,12 @@ std::string name_of_call(const Meeting& meeting, int phase) {
     return (phase == 0 ? "forward of call " : "backward of call ") + std::to_string(meeting.number + 1);
 }
 
+// That which this replica has come to last.
+int phase_of(const Place& place, Direction direction) { return direction == Direction::kForward ? 0 : place.backwards; }
+
 Ticket ticket_of(const Terms& terms, const Place& place, Direction direction) {
     const Draw& draw = place.meeting->draw;
-    return {terms.layer, draw.node, draw.call, direction == Direction::kForward ? 0 : place.backwards};
+    return {terms.layer, draw.node, draw.call, phase_of(place, direction)};
 }
 
 void check_equal(const Terms& terms, const Meeting& meeting, const Phase& phase, size_t seat, Type type,
@@ -175,7 +178,8 @@ void MeetingRoom::look_out(const Terms& terms, const Place& place, Direction dir
 bool MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction, Phase::Entry entry,
                           const Finish& finish) {
     Meeting& meeting = *place.meeting;
-    const int number = direction == Direction::kForward ? 0 : ++place.backwards;
+    if (direction == Direction::kBackward) ++place.backwards;
+    const int number = phase_of(place, direction);
     Lock lock(mutex_);
     step().throw_if_failed();
     Phase& phase = meeting.phases[number];
@@ -184,7 +188,7 @@ bool MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction,
     if (debugging()) entry.at = seconds();
     phase.entries[place.seat] = std::move(entry);  // (2)
     if (++phase.arrived < meeting.replicas()) return false;
-    const Ticket ticket{terms.layer, meeting.draw.node, meeting.draw.call, number};
+    const Ticket ticket = ticket_of(terms, place, direction);
     lock.unlock();  // nobody else touches a phase that is complete
     std::string error;
     Total total;
@@ -205,7 +209,7 @@ bool MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction,
 }
 
 Total MeetingRoom::collect(const Terms& terms, const Place& place, Direction direction) const {
-    const int number = direction == Direction::kForward ? 0 : place.backwards;
+    const int number = phase_of(place, direction);
     Lock lock(mutex_);
     Phase& phase = place.meeting->phases[number];
     if (!phase.done) wait(terms, *place.meeting, phase, number, lock);
@@ -213,9 +217,8 @@ Total MeetingRoom::collect(const Terms& terms, const Place& place, Direction dir
 }
 
 bool MeetingRoom::comes_within(const Place& place, Direction direction, double seconds) const {
-    const int number = direction == Direction::kForward ? 0 : place.backwards;
     Lock lock(mutex_);
-    const Phase& phase = place.meeting->phases[number];
+    const Phase& phase = place.meeting->phases[phase_of(place, direction)];
     place.meeting->changed.wait_for(lock, std::chrono::duration<double>(seconds),
                                     [&] { return phase.done || step().failure() != nullptr; });
     return phase.done;

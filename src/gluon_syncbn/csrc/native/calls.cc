@@ -29,6 +29,12 @@ struct Entry {
 
 std::atomic<int64_t> blocked{0}, lone{0};  // calls
 
+void complete_with_error(const Completion& complete, const std::string& reason) {
+    const auto turn = turn_to_fail();
+    const dmlc::Error error(reason);
+    complete(&error);
+}
+
 // One execution of a call.
 class Execution : public Work {
   public:
@@ -74,10 +80,8 @@ class Execution : public Work {
         if (!begun_) begin();
         if (!failed_) attempt([&] { second_half(call(), arrays_, requests_.data()); });
         kept_.clear();  // before MXNet plans with the memory
-        if (!failed_) return complete_(nullptr);
-        const auto turn = turn_to_fail();
-        const dmlc::Error error(reason_);
-        complete_(&error);
+        if (failed_) return complete_with_error(complete_, reason_);
+        complete_(nullptr);
     }
 
   protected:
@@ -226,9 +230,7 @@ void begin(const Compute& original, const StatePointer& state, const Context& co
         execution->run();
     } catch (const std::exception& e) {
         step().fail(Failure(e.what()));  // nobody else need wait
-        const auto turn = turn_to_fail();
-        const dmlc::Error error(e.what());
-        context.complete(&error);
+        complete_with_error(context.complete, e.what());
     }
 }
 

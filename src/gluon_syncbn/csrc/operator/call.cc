@@ -175,7 +175,7 @@ void Call::attempt_backward(const Arrays& arrays, const int* reqs, const Work& w
 
 bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
     tensor_.lay_out(arrays.block);
-    due_ = passes_on();
+    due_ = passes_on() || frozen_;
     attempt_backward(arrays, reqs, [&] {
         throw_if_closed();
         // MXNet skips what depends on a failure only until somebody has read that failure.
@@ -184,7 +184,7 @@ bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
             throw Failure("no gradient, because the forward of this call failed. " +
                           std::string(why ? why->what() : ""));
         }
-        if (!due_) begin_differentiate(arrays, reqs);
+        if (!passes_on()) begin_differentiate(arrays, reqs);
     });
     return due_;
 }
@@ -333,7 +333,7 @@ void Call::look_at(const Vector& moments) const {
 
 void Call::hand_in(Direction direction, Vector values) {
     length_ = values.size();
-    own_ = {std::move(values), 0, node_.layer->id};
+    own_ = std::move(values);
     due_ = !shares();
     brought_ = false;
     const auto terms = node_.layer->terms();
@@ -351,12 +351,12 @@ void Call::bring(const Terms& terms, Direction direction) {
         throw Failure("kvstore 'nccl' adds on GPUs, one replica on each, but the layer is on " + where);
     }
     due_ = node_.layer->room.hand_in(terms, place_, direction, sharing_of(node_.layer->pooling), tensor_.type,
-                                     channels(), std::move(own_.values));
+                                     channels(), std::move(own_));
     brought_ = true;
 }
 
 Total Call::collect(Direction direction) {
-    if (!shares()) return std::move(own_);
+    if (!shares()) return {std::move(own_), 0, node_.layer->id};
     const auto terms = node_.layer->terms();
     if (!brought_) bring(*terms, direction);
     return node_.layer->room.collect(*terms, place_, direction, sharing_of(node_.layer->pooling), length_);

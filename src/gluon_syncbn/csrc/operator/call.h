@@ -100,7 +100,7 @@ class Call {
   protected:
     // What comes before the replicas wait for each other, up to `hand_in`. It may all be left to what follows.
     virtual void begin_normalise(const Arrays&) { due_ = alone(); }
-    virtual void begin_differentiate(const Arrays&, const int*) { due_ = frozen_ || alone(); }
+    virtual void begin_differentiate(const Arrays&, const int*) { due_ = due_ || alone(); }
     // y and, from the statistics of the batch, the running ones or what the second operator of the call moves them by.
     virtual void normalise(const Arrays& arrays, const int* reqs) = 0;
     // y, with the running statistics.
@@ -155,6 +155,7 @@ class Call {
     Recall recall_;
 
   private:
+    // Hands `own_` in.
     void bring(const Terms& terms, Direction direction);
     // Ends the step with what an exception says, and the layer and the context where it does not say them; NaN into the
     // outputs in which something plausible might stand.
@@ -176,7 +177,7 @@ class Call {
     bool seated_ = false;
     bool repeated_ = false;  // has been executed before
     bool complete_ = false;  // the forward has left what the backward needs
-    Total own_;              // what this replica hands in
+    Vector own_;             // what this replica hands in
     size_t length_ = 0;      // of that
     bool brought_ = false;   // to the meeting
 };

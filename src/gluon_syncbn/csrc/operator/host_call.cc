@@ -56,7 +56,7 @@ class HostCall : public Call {
 
     // What the first half of a backward has found.
     struct Gradients {
-        const void *x, *dz;  // dz is dy where `affine` has an activation
+        const void *x, *dz;  // dz is dy as long as `affine` has the activation
         Affine affine;
         Vector gamma, beta;  // this replica's part
         std::vector<char> x_room, dz_room;
@@ -233,10 +233,7 @@ void HostCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
             found.beta[c] += sums[at + c];
             if (!node_.fix_gamma) found.gamma[c] += sums[at + n + c];
         }
-    if (frozen_)
-        due_ = true;
-    else
-        hand_in(Direction::kBackward, std::move(sums));
+    if (!frozen_) hand_in(Direction::kBackward, std::move(sums));
 }
 
 void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
