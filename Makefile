@@ -104,12 +104,12 @@ lint: dev
 	@$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	find src tests -name "*.cc" -o -name "*.h" | xargs $(VENV)/bin/clang-format --dry-run -Werror
+	find gluon_syncbn tests -name "*.cc" -o -name "*.h" | xargs $(VENV)/bin/clang-format --dry-run -Werror
 
 format: dev
 	@$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
-	find src tests -name "*.cc" -o -name "*.h" | xargs $(VENV)/bin/clang-format -i
+	find gluon_syncbn tests -name "*.cc" -o -name "*.h" | xargs $(VENV)/bin/clang-format -i
 
 bench: core
 	@$(PY) benchmarks/layers.py $(ARGS)
@@ -129,9 +129,9 @@ soak: dev
 
 clean:
 	@if [ -e "$$VENV/.made-by-make" ]; then rm -rf "$$VENV"; fi
-	rm -rf build dist src/*.egg-info src/gluon_syncbn/_core.so src/gluon_syncbn/.core-*
+	rm -rf build dist *.egg-info gluon_syncbn/_core.so gluon_syncbn/.core-*
 	rm -rf .pytest_cache .hypothesis .ruff_cache .mypy_cache
-	find src tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+	find gluon_syncbn tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 core:
 	@tools/venv.sh run

@@ -1,4 +1,4 @@
-"""Builds ``src/gluon_syncbn/csrc`` into ``gluon_syncbn/_core.so``; the metadata is in ``pyproject.toml``.
+"""Builds ``gluon_syncbn/csrc`` into ``gluon_syncbn/_core.so``; the metadata is in ``pyproject.toml``.
 
 The core is a plain shared library that ctypes loads: it links neither Python nor MXNet, so one wheel
 per platform (``py3-none-linux_x86_64``) serves every Python version. ``CXX``, ``CXXFLAGS`` and
@@ -40,7 +40,7 @@ if sys.version_info >= (3, 12):  # pip asks for the metadata before it compares 
     )
 
 ROOT = Path(__file__).resolve().parent
-PACKAGE = ROOT / "src" / "gluon_syncbn"
+PACKAGE = ROOT / "gluon_syncbn"
 CSRC = PACKAGE / "csrc"
 OBJECTS = ROOT / "build" / "core"  # what was compiled before, to compile only what has changed
 # Without -fno-trapping-math, loops that choose between two values are not vectorised below AVX-512: what
@@ -120,7 +120,7 @@ def diagnose(cxx, output):
     if header and header.group(1) != "omp.h":
         lost = header.group(1)
         if re.search(r'#\s*include\s*"' + re.escape(lost), output):
-            return f"src/gluon_syncbn/csrc/{lost} is missing: the sources are incomplete, fetch them again"
+            return f"gluon_syncbn/csrc/{lost} is missing: the sources are incomplete, fetch them again"
         return f"the C++ header <{lost}> is missing; install the compiler with its headers: {INSTALL_COMPILER}"
     openmp = "#include <omp.h>\nint main() { return omp_get_max_threads() == 0; }\n"
     with tempfile.TemporaryDirectory() as scratch:
@@ -147,12 +147,27 @@ def is_fresh(compiled, dependencies):
     return all(path.exists() for path in paths) and newest(paths) <= compiled.stat().st_mtime_ns
 
 
+def is_current(core):
+    """Whether this core is newer than every source."""
+    return core.exists() and core.stat().st_mtime_ns >= newest([*sources("*"), ROOT / "setup.py"])
+
+
+def replace(target, make):
+    """Renames to `target` what `make(path)` made, where that returns true. A process that has the old core mapped keeps
+    it, and an interrupted build leaves no half-written core."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".core-", dir=str(target.parent)) as scratch:
+        unfinished = os.path.join(scratch, target.name)
+        if make(unfinished):
+            os.replace(unfinished, str(target))
+
+
 def compile_core(target, force=False):
     """Compiles csrc into ``target``, unless that is newer than every source (``force``: anyway); of the sources only
     those that are newer than what was made of them with the same compiler and options."""
     if not sources("*.cc"):
-        fail("src/gluon_syncbn/csrc holds no .cc file: the sources are incomplete, fetch them again")
-    if not force and target.exists() and target.stat().st_mtime_ns >= newest([*sources("*"), ROOT / "setup.py"]):
+        fail("gluon_syncbn/csrc holds no .cc file: the sources are incomplete, fetch them again")
+    if not force and is_current(target):
         return
     cxx = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if shutil.which(cxx[0]) is None:
@@ -181,15 +196,13 @@ def compile_core(target, force=False):
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         results = list(pool.map(compile_one, commands))
     if all(ok for ok, _ in results):
-        # Beside the target, so that the last step is a rename: a process that has the old core mapped
-        # keeps it, and an interrupted build leaves no half-written one.
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".core-", dir=str(target.parent)) as scratch:
-            library = os.path.join(scratch, target.name)
-            link = [*cxx, *flags, *LINK, *map(str, made.values()), "-o", library]
-            results.append(run([*link, *shlex.split(os.environ.get("LDFLAGS", ""))]))
-            if results[-1][0]:
-                os.replace(library, str(target))
+        link = [*cxx, *flags, *LINK, *map(str, made.values()), *shlex.split(os.environ.get("LDFLAGS", "")), "-o"]
+
+        def link_it(unfinished):
+            results.append(run([*link, unfinished]))
+            return results[-1][0]
+
+        replace(target, link_it)
     output = "".join(text for _, text in results)
     if not all(ok for ok, _ in results):
         reason = diagnose(cxx, output)
@@ -204,7 +217,7 @@ def compile_core(target, force=False):
 class BuildCore(Command):
     """``build_core``: the native core, into the build folder or, with --inplace, beside its sources."""
 
-    description = "compile src/gluon_syncbn/csrc into gluon_syncbn/_core.so"
+    description = "compile gluon_syncbn/csrc into gluon_syncbn/_core.so"
     user_options = [
         ("inplace", "i", "put the library into the source tree"),
         ("force", "f", "compile even when the library is newer than its sources"),
@@ -225,7 +238,11 @@ class BuildCore(Command):
         return (PACKAGE if in_tree else Path(self.build_lib) / "gluon_syncbn") / "_core.so"
 
     def run(self):
-        compile_core(self.target(), bool(self.force))
+        target, beside = self.target(), PACKAGE / "_core.so"
+        compile_core(target, bool(self.force))
+        # Python prefers the checkout's package to the installed one wherever it starts in the checkout.
+        if target != beside and not is_current(beside):
+            replace(beside, lambda unfinished: shutil.copyfile(str(target), unfinished))
 
     # What setuptools asks of a part of `build`:
 
@@ -284,7 +301,6 @@ setup(
     project_urls=urls(),
     scripts=["bin/gluon-syncbn"],
     license="Apache-2.0",
-    package_dir={"": "src"},
     packages=["gluon_syncbn", "gluon_syncbn.exchange"],
     package_data={"gluon_syncbn": ["py.typed", "csrc/*", "csrc/*/*"]},
     include_package_data=False,

@@ -24,7 +24,7 @@ SHAPES = [
     (16, 2048, 60, 60),
 ]
 CASES = [("NCHW", "float32"), ("NCHW", "float16"), ("NHWC", "float32"), ("NHWC", "float16")]
-PACKAGE = Path(__file__).resolve().parents[1] / "src" / "gluon_syncbn"
+PACKAGE = Path(__file__).resolve().parents[1] / "gluon_syncbn"
 CORE = ctypes.CDLL(str(PACKAGE / "_core.so"))
 BLOCK, SLOTS = CORE.syncbn_cuda_block(), CORE.syncbn_cuda_slots()
 NULL = np.uint64(0)  # a pointer

@@ -26,7 +26,7 @@ import _results
 
 GPUS = [2**k for k in range(11)]  # 1 to 1,024
 PROCESSES = [8, 16, 32, 64, 128, 256, 512, 1024]
-FEW, SMALL = 8, 1 << 18  # as in src/gluon_syncbn/exchange/mpi.py
+FEW, SMALL = 8, 1 << 18  # as in gluon_syncbn/exchange/mpi.py
 
 # Counted: of a layer on a GPU, in the forward and again in the backward (tests/gpu, what_a_step_costs, what_it_costs).
 WAYS = {

@@ -54,7 +54,7 @@ def copy_tree(target):
     ):
         shutil.copy2(str(ROOT / name), str(target))
     ignore = shutil.ignore_patterns("*.so", "__pycache__", ".core-*")
-    shutil.copytree(str(PACKAGE), str(target / "src" / "gluon_syncbn"), ignore=ignore)
+    shutil.copytree(str(PACKAGE), str(target / "gluon_syncbn"), ignore=ignore)
     for folder in ("bin", "requirements", "tools"):
         shutil.copytree(str(ROOT / folder), str(target / folder))
     return target
@@ -80,15 +80,22 @@ def sdist(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def wheel(sdist, tmp_path_factory):
-    """The wheel built from the sdist, without a network: what `pip install` of the sdist does."""
+def built(sdist, tmp_path_factory):
+    """What the sdist holds, unpacked, after `pip wheel .` there without a network; `pip install .` does the same."""
     pytest.importorskip("wheel", reason="builds a wheel without a network: needs requirements/build.txt")
-    out = tmp_path_factory.mktemp("wheel")
+    out = tmp_path_factory.mktemp("built")
+    shutil.unpack_archive(str(sdist), str(out))
+    (folder,) = out.iterdir()
     options = ["--no-index", "--no-build-isolation", "--no-deps", "--no-cache-dir"]
     # What the compiler's optimisation takes, which is most of the time, tells nothing of the wheel.
-    status, output = run([sys.executable, "-m", "pip", "wheel", *options, "-w", out, sdist], out, CXXFLAGS="-O0")
+    status, output = run([sys.executable, "-m", "pip", "wheel", *options, "-w", "out", "."], folder, CXXFLAGS="-O0")
     assert status == 0, output
-    (archive,) = out.glob("*.whl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    (archive,) = built.glob("out/*.whl")
     return archive
 
 
@@ -96,7 +103,7 @@ def test_sdist_holds_the_native_sources_and_nothing_built(sdist):
     with tarfile.open(str(sdist)) as archive:
         names = [name.split("/", 1)[-1] for name in archive.getnames()]
     for source in SOURCES:
-        assert f"src/gluon_syncbn/{source}" in names
+        assert f"gluon_syncbn/{source}" in names
     for needed in ("pyproject.toml", "LICENSE", "README.md", "Makefile", "requirements/run.txt"):
         assert needed in names
     assert not [name for name in names if name.endswith((".so", ".pyc"))]
@@ -115,13 +122,26 @@ def test_wheel_serves_any_python_of_one_platform(wheel):
     assert modules <= set(names)
 
 
-def test_what_is_installed_serves_in_the_checkout_too(wheel, tree, tmp_path):
-    """A checkout that is not built does not stand before the package that was installed from it."""
-    with zipfile.ZipFile(str(wheel)) as archive:
-        archive.extractall(str(tmp_path / "site"))
-    status, output = run([sys.executable, "-W", "ignore", "-m", "gluon_syncbn"], tree, PYTHONPATH=tmp_path / "site")
+def test_the_package_serves_in_the_checkout_that_it_was_installed_from(built):
+    """`pip install .` leaves the core in the checkout, too: Python finds the checkout's package first there."""
+    status, output = run([sys.executable, "-W", "ignore", "-m", "gluon_syncbn"], built)
     assert status == 0, output
-    assert f"{tmp_path}/site/gluon_syncbn/_core.so" in output
+    assert f"{built}/gluon_syncbn/_core.so" in output
+
+
+def test_a_checkout_without_a_core_says_how_to_build_it(tree):
+    status, output = run([sys.executable, "-W", "ignore", "-m", "gluon_syncbn"], tree)
+    assert status != 0
+    assert len(output.splitlines()) == 1 and "build it with `pip install .`" in output
+
+
+def test_a_core_that_is_older_than_the_package_says_how_to_build_it(tree):
+    empty = tree / "empty.c"
+    empty.write_text("")
+    run(["g++", "-shared", "-x", "c", empty, "-o", tree / "gluon_syncbn" / "_core.so"], tree)
+    status, output = run([sys.executable, "-W", "ignore", "-m", "gluon_syncbn"], tree)
+    assert status != 0
+    assert len(output.splitlines()) == 1 and "build it with `pip install .`" in output
 
 
 def test_wheel_metadata_names_mxnet_in_extras_only(wheel):
@@ -299,7 +319,7 @@ def test_no_standard_headers(tree, tmp_path):
 
 def test_old_compiler(tree, tmp_path):
     compiler = script(tmp_path / "cxx", 'exec g++ "${@/-std=c++17/-std=c++11}"\n')
-    csrc = tree / "src" / "gluon_syncbn" / "csrc"
+    csrc = tree / "gluon_syncbn" / "csrc"
     shutil.rmtree(str(csrc))
     csrc.mkdir()
     (csrc / "needs_cxx17.cc").write_text("namespace a::b { inline int c; }\n#error old\n")
@@ -309,25 +329,25 @@ def test_old_compiler(tree, tmp_path):
 
 
 def test_incomplete_sources(tree):
-    for path in (tree / "src" / "gluon_syncbn" / "csrc").rglob("*.cc"):
+    for path in (tree / "gluon_syncbn" / "csrc").rglob("*.cc"):
         path.unlink()
     status, output = build_core(tree)
     assert status == 1
     assert "holds no .cc file" in only_line(output)
 
-    (tree / "src" / "gluon_syncbn" / "csrc" / "alone.cc").write_text('#include "lost.h"\n')
+    (tree / "gluon_syncbn" / "csrc" / "alone.cc").write_text('#include "lost.h"\n')
     status, output = build_core(tree)
     assert status == 1
-    assert "src/gluon_syncbn/csrc/lost.h is missing" in only_line(output)
+    assert "gluon_syncbn/csrc/lost.h is missing" in only_line(output)
 
 
 def test_rebuilds_only_what_is_newer_and_leaves_no_half_written_core(tree):
-    csrc = tree / "src" / "gluon_syncbn" / "csrc"
+    csrc = tree / "gluon_syncbn" / "csrc"
     shutil.rmtree(str(csrc))
     csrc.mkdir()
     source = csrc / "small.cc"
     source.write_text('extern "C" int answer() { return 42; }\n')
-    core = tree / "src" / "gluon_syncbn" / "_core.so"
+    core = tree / "gluon_syncbn" / "_core.so"
     assert build_core(tree)[0] == 0
     first = core.stat()
     assert build_core(tree)[0] == 0
@@ -485,13 +505,13 @@ def test_make_leaves_a_foreign_venv_alone(tree, poor_machine):
 # ---- the long description
 
 README = """[page](docs/gpu.md#install), [there](https://a.b/c), ![p](docs/images/demo.png) and [here](#limits)
-[`code` [x]](src/gluon_syncbn/op.py)
+[`code` [x]](gluon_syncbn/op.py)
 """
 
 
 def describe(tree, repository):
     (tree / "README.md").write_text(README)
-    file = tree / "src" / "gluon_syncbn" / "distribution.py"
+    file = tree / "gluon_syncbn" / "distribution.py"
     text, changes = re.subn(r'REPOSITORY = ".*"', f'REPOSITORY = "{repository}"', file.read_text())
     assert changes == 1
     file.write_text(text)
@@ -512,7 +532,7 @@ def test_with_a_repository_links_are_whole(tree):
     blob, raw = base.format("blob"), base.format("raw")
     links = f"[page]({blob}/docs/gpu.md#install), [there](https://a.b/c), ![p]({raw}/docs/images/demo.png)"
     assert f"{links} and [here](#limits)" in metadata.get_payload()
-    assert f"[`code` [x]]({blob}/src/gluon_syncbn/op.py)" in metadata.get_payload()
+    assert f"[`code` [x]]({blob}/gluon_syncbn/op.py)" in metadata.get_payload()
     assert "Source, https://host.example/o/r" in metadata.get_all("Project-URL")
     assert "Issues, https://host.example/o/r/issues" in metadata.get_all("Project-URL")
 

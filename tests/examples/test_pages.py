@@ -115,7 +115,7 @@ def test_what_a_page_names_is_there(page):
     links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'src="([^"]+)"', text)
     lost = [link for link in links if "://" not in link and not link.startswith("mailto:") and not leads(page, link)]
     names = re.findall(
-        r"(?<![\w/.])((?:tests|src/gluon_syncbn|tools|benchmarks|examples|docs|requirements)/[\w/.]+\.\w+)", text
+        r"(?<![\w/.])((?:tests|gluon_syncbn|tools|benchmarks|examples|docs|requirements)/[\w/.]+\.\w+)", text
     )
     lost += [name for name in names if not any((base / name).exists() for base in (ROOT, page.parent))]
     lost += [target for target in re.findall(r"`make ([a-z][\w-]*)", text) if target not in commands.TARGETS]

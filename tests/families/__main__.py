@@ -63,7 +63,8 @@ def fingerprint() -> str:
     """Of what a result depends on in this checkout, but for the list of models."""
     digest = hashlib.sha256()
     own = [Path(__file__).with_name(name) for name in ("checks.py", "child.py")]
-    for path in own + sorted(path for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".cc", ".h")):
+    package = (ROOT / "gluon_syncbn").rglob("*")
+    for path in own + sorted(path for path in package if path.suffix in (".py", ".cc", ".h")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -72,7 +72,7 @@ def machine(whole, tmp_path):
 
 
 def run(machine, program="import gluon_syncbn", **environment):
-    environment = {"PYTHONPATH": f"{machine}/site:{ROOT}/src", "LD_LIBRARY_PATH": f"{machine}/driver", **environment}
+    environment = {"PYTHONPATH": f"{machine}/site:{ROOT}", "LD_LIBRARY_PATH": f"{machine}/driver", **environment}
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=str(machine),
@@ -228,7 +228,7 @@ for library in cuda_libraries.loaded():
     print(*library)
 print(mxnet.runtime.Features())
 """
-    environment = {"PYTHONPATH": f"{ROOT}/src:{packages}", "LD_LIBRARY_PATH": str(tmp_path)}
+    environment = {"PYTHONPATH": f"{ROOT}:{packages}", "LD_LIBRARY_PATH": str(tmp_path)}
     assert run(tmp_path, "import mxnet", **environment).splitlines()[-1].startswith("OSError: lib")
     said = run(tmp_path, program, **environment)
     for soname, folder in FOLDERS.items():

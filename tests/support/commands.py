@@ -13,7 +13,7 @@ TARGETS = set(re.search(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[1].split())
 EXTRAS = set(re.findall(r"^(\w+) = \[", PYPROJECT[PYPROJECT.index("[project.optional-dependencies]") :], re.MULTILINE))
 
 PYTHONS = re.compile(r"(.*/)?python3?")
-FOLDERS = re.compile(r"(\./)?(src|docs|tests|tools|examples|benchmarks|requirements)/[\w./-]+")
+FOLDERS = re.compile(r"(\./)?(gluon_syncbn|docs|tests|tools|examples|benchmarks|requirements)/[\w./-]+")
 OWN = "train.py", "script.py", "SCRIPT"  # what stands for a program of the reader's
 
 
@@ -84,7 +84,7 @@ def _lost_by_module(module: str, words: List[str]) -> Iterator[str]:
     if module not in ("pip", "venv", "families", "soak") and not known:
         yield f"no module {module}"
     if module == "gluon_syncbn":
-        source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src" / "gluon_syncbn").glob("*.py"))
+        source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "gluon_syncbn").glob("*.py"))
         own = next((at for at, word in enumerate(words) if word.endswith(".py") or word in OWN), len(words))
         for word in words[:own]:
             if re.match(r"--?[a-z]|[a-z]+$", word) and f'"{word.partition("=")[0]}"' not in source:

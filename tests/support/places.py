@@ -5,7 +5,7 @@ from pathlib import Path
 SUPPORT = Path(__file__).resolve().parent
 TESTS = SUPPORT.parent
 ROOT = TESTS.parent
-PACKAGE = ROOT / "src" / "gluon_syncbn"
+PACKAGE = ROOT / "gluon_syncbn"
 SOURCES = PACKAGE / "csrc"
 BENCHMARKS = ROOT / "benchmarks"
 SEGMENTATION = ROOT / "examples" / "segmentation"

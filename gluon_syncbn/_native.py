@@ -57,15 +57,19 @@ _Hook = ctypes.CFUNCTYPE(
 )
 
 
+def _unusable(error: Exception) -> ImportError:
+    return ImportError(
+        f"gluon_syncbn's native core {_PATH} cannot be loaded ({error}); build it with `pip install .` "
+        "in the checkout (needs g++ with C++17 and OpenMP)",
+        name=__package__,
+    )
+
+
 def _load() -> ctypes.CDLL:
     try:
         core = ctypes.CDLL(str(_PATH))
     except OSError as error:
-        raise ImportError(
-            f"gluon_syncbn's native core {_PATH} cannot be loaded ({error}); build it with "
-            "`pip install -e .` in the checkout (needs g++ with C++17 and OpenMP)",
-            name=__package__,
-        ) from None
+        raise _unusable(error) from None
     names = ctypes.POINTER(ctypes.c_char_p)
     signatures: dict = {
         "register": (ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]),
@@ -113,7 +117,10 @@ def _load() -> ctypes.CDLL:
         "instruction_set": (ctypes.c_char_p, []),
     }
     for name, (result, takes) in signatures.items():
-        function = getattr(core, f"syncbn_{name}")
+        try:
+            function = getattr(core, f"syncbn_{name}")
+        except AttributeError as error:  # a core that is older than this file
+            raise _unusable(error) from None
         function.restype, function.argtypes = result, takes
     return core
 
