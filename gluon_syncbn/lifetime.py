@@ -83,9 +83,11 @@ def _before_fork() -> None:
     if not _native.layers():
         return
     _native.forking(session.alone_in_a_step())  # nobody else is in one, whose replicas could still come
-    for error in steps.drain():
-        logs.log.error("failed before a fork, which took the error away from whoever reads the results: %s", error)
-    _native.forking(False)
+    try:
+        for error in dict.fromkeys(steps.drain()):  # one that stays comes again and again
+            logs.log.error("failed before a fork, which took the error away from whoever reads the results: %s", error)
+    finally:
+        _native.forking(False)
 
 
 def _after_fork_in_child() -> None:

@@ -13,19 +13,26 @@ from . import _native, logs
 from .session import session
 
 
+MOST_WAITS = 10
+
+
 def drain() -> List[str]:
     """Waits until MXNet has nothing left to do, whatever comes of it, and returns what failed.
 
     Whoever reads the results of a failed step has its errors. Each is raised once, and reading them is what makes the
     arrays usable again.
+
+    A wait of MXNet's forgets all errors that it finds (`ThreadedEngine::WaitForAll` in src/engine/threaded_engine.cc).
+    So `MOST_WAITS` errors mean that every wait fails, and then another one would, too.
     """
     errors: List[str] = []
-    while True:
+    while len(errors) < MOST_WAITS:
         try:
             mx.nd.waitall()
-            return errors
+            break
         except mx.MXNetError as error:
             errors.append(str(error))
+    return errors
 
 
 def reset() -> None:
@@ -33,14 +40,22 @@ def reset() -> None:
 
     ``with autograd.record()`` and ``autograd.train_mode()`` do this by themselves; call it after a failure in a loop
     that uses neither. Waits until everything that was issued has ended.
+
+    Raises
+    ------
+    MXNetError
+        Where MXNet fails at every wait, as with an engine that does not exist.
     """
     reason = _native.failure()
     if reason:
         if reason != session.raised:  # whoever reads no results has not heard of it
             logs.log.warning("starting afresh after a step that failed: %s", reason)
         session.tell_others(reason)
-    drain()  # a healthy step that is in flight as well: its replicas would not find each other any more
+    # A healthy step that is in flight ends as well: its replicas would not find each other any more.
+    errors = drain()
     _native.reset()
+    if len(errors) == MOST_WAITS:
+        raise mx.MXNetError(f"no step can begin, because MXNet fails at every wait: {errors[-1]}")
 
 
 def scope_entered() -> None:
@@ -52,7 +67,11 @@ def scope_entered() -> None:
     if session.enter_scope():
         logs.follow_level()
         if _native.failure():
-            reset()
+            try:
+                reset()
+            except BaseException:  # Python leaves no scope that it could not enter
+                session.leave_scope()
+                raise
 
 
 def scope_left(kind: Optional[type], value: Any) -> None:

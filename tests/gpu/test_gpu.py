@@ -945,6 +945,39 @@ def test_the_process_ends():
         assert ("KeyError: 'mine'" in done.stderr) == (how == "an exception")
 
 
+def test_the_process_ends_where_a_gpu_has_failed():
+    """Its error comes at every call of CUDA. A step, `reset`, a fork and the exit each come to their end."""
+    gpus(2)
+    if not EMULATED:
+        pytest.skip("a process of its own would have to fail the GPU of others")
+    program = """
+        import os
+        from gluon_syncbn import SyncBatchNorm, reset
+        import mxnet as mx, numpy as np
+        from mxnet import autograd
+        contexts = [mx.gpu(0), mx.gpu(1)]
+        layer = SyncBatchNorm(in_channels=4)
+        layer.initialize(ctx=contexts)
+        xs = [mx.nd.array(np.random.randn(2, 4, 9), ctx=context) for context in contexts]
+        victim = mx.nd.array(np.zeros(4), dtype="float64", ctx=contexts[1])
+        module = mx.rtc.CudaModule('extern "C" __global__ void beyond(double* x) { x[-1] = 0; }')
+        module.get_kernel("beyond", "double* x").launch([victim], contexts[1], (1, 1, 1), (1, 1, 1))
+        for _ in range(3):
+            with autograd.record():
+                ys = [layer(x) for x in xs]
+            reset()
+        with autograd.record():
+            ys = [layer(x) for x in xs]
+        if os.fork() == 0:
+            os._exit(0)
+        os.wait()
+        print("came to its end", flush=True)
+        """
+    done = run(["-c", textwrap.dedent(program)])
+    assert done.stdout == "came to its end\n", done.stderr
+    assert done.returncode in (0, 86), done.stderr  # 86: the emulator tells of errors that nobody has asked it for
+
+
 @pytest.mark.parametrize("helpers", ["gluoncv.utils.parallel", "gluon_syncbn.parallel"])
 def test_memory_of_a_device_stays(rng, helpers):
     """With GluonCV's threads at each step, too: the layer asks for nothing that MXNet keeps for a thread."""

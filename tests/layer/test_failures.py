@@ -815,6 +815,29 @@ def test_reset_while_a_healthy_step_is_in_flight(contexts, rng):
         assert np.isfinite(y.asnumpy()).all()
 
 
+def test_an_error_that_stays(contexts, rng, monkeypatch):
+    """MXNet fails at every wait, as with an engine that does not exist: each wait for all has an end, and says so."""
+    layer = a_layer(contexts[:2], timeout=60)
+    waits = []
+
+    def fails():
+        waits.append(None)
+        raise mx.MXNetError("no engine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx.nd, "waitall", fails)
+        with pytest.raises(mx.MXNetError, match="no step can begin, because MXNet fails at every wait: no engine"):
+            gluon_syncbn.reset()
+        with pytest.raises(OutOfData), autograd.record():
+            raise OutOfData
+        with pytest.raises(mx.MXNetError, match="no step can begin"), autograd.record():
+            pytest.fail("the step has begun")
+        assert steps.drain() == ["no engine"] * steps.MOST_WAITS
+    assert len(waits) == 3 * steps.MOST_WAITS
+    assert steps.session.depth() == 0
+    assert_next_step_is_right(layer, contexts[:2], rng)
+
+
 SKIPPED = """
 import numpy as np
 import gluon_syncbn

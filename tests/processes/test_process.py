@@ -634,6 +634,13 @@ def test_naive_engine(resources):
     assert "SyncBatchNorm 'batchnorm0'" in output and "MXNET_ENGINE_TYPE=NaiveEngine" in output
 
 
+def test_an_engine_that_does_not_exist():
+    """MXNet fails at every wait, of which the process makes one as it ends: MXNet's error is printed, and it ends."""
+    code, _, errors = run("", start="import gluon_syncbn\nprint('ready', flush=True)\n", MXNET_ENGINE_TYPE="Naive")
+    assert code == 0, errors
+    assert "Cannot find Engine Naive" in errors
+
+
 FORKS = {
     "os.fork": """
 def fork():
