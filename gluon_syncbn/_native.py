@@ -110,6 +110,7 @@ def _load() -> ctypes.CDLL:
         "nobody_left": (None, [ctypes.c_int]),
         "close": (None, []),
         "forking": (None, [ctypes.c_int]),
+        "waiting": (None, [ctypes.c_int]),
         "forked": (None, []),
         "debug": (None, [ctypes.c_int]),
         "next_record": (ctypes.c_int, [ctypes.c_double, ctypes.POINTER(ctypes.c_char_p)]),
@@ -492,6 +493,12 @@ def close() -> None:
 def forking(inside: bool) -> None:
     """Before a fork, whether the thread that forks is in the middle of a step; after it, false."""
     _core.syncbn_forking(inside)
+
+
+def waiting(inside: bool) -> None:
+    """Before a wait for all that MXNet has in flight, whether the only thread that trains waits so in the middle of a
+    step; after it, false."""
+    _core.syncbn_waiting(inside)
 
 
 def forked() -> None:

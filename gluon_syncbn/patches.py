@@ -10,6 +10,7 @@ import mxnet as mx
 from mxnet import autograd, gluon
 
 from . import _native, draws, mixed, steps
+from .session import session
 
 _replaced: List[Tuple[Any, str, Any]] = []  # owner, name, what was there
 
@@ -32,6 +33,8 @@ def install() -> None:
       In its first step, a trainer also copies the first context's running statistics to all; the gate stands there too.
     - ``gluon.Trainer`` is where a net is seen as a whole before its first update: one that mixes synchronised and plain
       layers is warned about there.
+    - ``mx.nd.waitall`` tells where the only thread that trains waits in the middle of a step. A replica that waits for
+      one that this thread has not called would wait for its whole time limit. ``gluon.data.DataLoader`` calls it.
     - ``mx.random.seed`` tells of its calls: seeds that are drawn here follow from it.
     """
     if _replaced:
@@ -43,6 +46,8 @@ def install() -> None:
     # a store that updates does so as it adds
     _replace(gluon.Trainer, "_allreduce_grads", _gated(lambda trainer: trainer._update_on_kvstore, _gradients))
     _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore, _gradients))
+    for module in (mx.nd, mx.nd.ndarray, mx.npx):  # which have it under the same name
+        _replace(module, "waitall", _told_of)
     _replace(mx.random, "seed", _telling)
     copies = _gated(lambda trainer: trainer._kvstore is not None, _written)
     _replace(gluon.Trainer, "_init_params", lambda initialise: _looked_at(copies(initialise)))
@@ -101,6 +106,19 @@ def _apart(backward: Callable) -> Callable:
         backward(heads, *args, **kwargs)
 
     return apart
+
+
+def _told_of(waitall: Callable) -> Callable:
+    def told_of() -> None:
+        if not session.alone_trains():
+            return waitall()
+        _native.waiting(True)
+        try:
+            waitall()
+        finally:
+            _native.waiting(False)
+
+    return told_of
 
 
 def _telling(seed: Callable) -> Callable:

@@ -107,8 +107,8 @@ class Session:
         with self._lock:
             first = self._open_scopes == 0
             self._open_scopes += 1
-        if not hasattr(self._of_thread, "depth"):
-            self.training_threads.add(threading.current_thread())
+            if not hasattr(self._of_thread, "depth"):
+                self.training_threads.add(threading.current_thread())
         self._of_thread.depth = self.depth() + 1
         return first
 
@@ -127,6 +127,15 @@ class Session:
         """Whether this thread is in a step and no other is."""
         with self._lock:
             return 0 < self._open_scopes == self.depth()
+
+    def alone_trains(self) -> bool:
+        """Whether this thread is in a step, and no other one will ever be: it is the main one, and none of the others
+        that have opened a scope is left.
+        """
+        this = threading.current_thread()
+        with self._lock:
+            others = [thread for thread in self.training_threads if thread is not this and thread.is_alive()]
+        return self.depth() > 0 and this is threading.main_thread() and not others
 
     # ---- forks ---------------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ import mxnet as mx
 from . import _native, logs
 from .session import session
 
-
 MOST_WAITS = 10
 
 

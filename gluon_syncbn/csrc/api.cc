@@ -214,9 +214,12 @@ SYNCBN_API void syncbn_close() { syncbn::step().closed = true; }
 // Before a fork, which waits for all that is in flight, and after it. `inside`: the thread that forks is in a step.
 SYNCBN_API void syncbn_forking(int inside) { syncbn::step().forking = inside != 0; }
 
+// Before a wait for all that is in flight, and after it. `inside`: the only thread that trains waits in a step.
+SYNCBN_API void syncbn_waiting(int inside) { syncbn::step().waiting = inside != 0; }
+
 // In the child.
 SYNCBN_API void syncbn_forked() {
-    syncbn::step().forking = false;
+    syncbn::step().forking = syncbn::step().waiting = false;
     syncbn::nobody_left(false);
     syncbn::forget_records();
     syncbn::native::forget_workers();

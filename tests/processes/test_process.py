@@ -708,6 +708,88 @@ print("right")
         assert "SyncBatchNorm 'batchnorm0', forward of call" in output and "missing cpu(1)" in output
 
 
+@pytest.mark.parametrize("wait", ["loader", "nd", "npx"])
+def test_a_wait_for_all_between_two_replicas(wait):
+    """The thread that waits is the only one that could call the other replica: an error that says so, at once."""
+    waits = {
+        "loader": "gluon.data.DataLoader(gluon.data.ArrayDataset(np.zeros(8)), batch_size=2, num_workers=2)",
+        "nd": "mx.nd.waitall()",
+        "npx": "mx.npx.waitall()",
+    }
+    text = """
+if WAYS[sys.argv[1]] is not None:
+    layer.hybridize(**WAYS[sys.argv[1]])
+ready()
+for turn in range(2):  # the second time, a static graph executes what it has made
+    try:
+        with autograd.record():
+            ys = [layer(xs[0])]
+            WAIT
+            ys.append(layer(xs[1]))
+    except mx.MXNetError as error:
+        print(error)
+    gluon_syncbn.reset()
+    for name, value in zip(("running_mean", "running_var"), (0, 1)):
+        getattr(layer, name).set_data(nd.ones(5, dtype="float64") * value)
+    assert_same(step(layer, batch, contexts, "float64"), truth(batch), 1e-11)
+print("right")
+""".replace("WAIT", waits[wait])
+    for code, output, errors in ends_of(text, WAYS if wait == "loader" else ["eager"]):
+        assert code == 0, errors[-2000:]
+        assert output.endswith("right\n")
+        assert output.count("(mxnet.nd.waitall, which gluon.data.DataLoader calls as it is made)") == 2
+        assert "SyncBatchNorm 'batchnorm0', forward of call" in output and "missing cpu(1)" in output
+
+
+def test_a_wait_for_all_that_ends_well():
+    """All replicas have been called, and one is late; or another thread that trains calls the other one, later."""
+    text = """
+class Nap(mx.operator.CustomOp):
+    def forward(self, is_train, req, in_data, out_data, aux):
+        time.sleep(2)
+        self.assign(out_data[0], req[0], in_data[0])
+
+@mx.operator.register("nap")
+class NapProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return Nap()
+
+if WAYS[sys.argv[1]] is not None:
+    layer.hybridize(**WAYS[sys.argv[1]])
+ready()
+for turn in range(2):
+    with autograd.record():
+        ys = [layer(xs[0]), layer(nd.Custom(xs[1], op_type="nap"))]
+        mx.nd.waitall()
+    assert all(np.isfinite(y.asnumpy()).all() for y in ys)
+
+def replica(i):
+    with autograd.record():
+        y = layer(xs[i])
+        mx.nd.waitall()
+    assert np.isfinite(y.asnumpy()).all()
+
+def work():  # first beside another thread, then beside the main one
+    for turn in range(2):
+        begin.acquire()
+        time.sleep(1)
+        replica(1)
+
+begin = threading.Semaphore(0)
+helper, other = threading.Thread(target=work), threading.Thread(target=replica, args=(0,))
+helper.start()
+other.start()
+begin.release()
+other.join()
+begin.release()
+replica(0)
+helper.join()
+print("right")
+"""
+    for code, output, errors in ends_of(text, ["eager", "static_shape"]):
+        assert (code, output) == (0, "right\n"), errors[-2000:]
+
+
 def test_the_child_of_a_fork_trains_and_ends():
     text = """
 train()

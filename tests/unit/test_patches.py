@@ -15,6 +15,9 @@ CHANGED = [
     (gluon.Trainer, "_allreduce_grads"),
     (gluon.Trainer, "_update"),
     (gluon.Trainer, "_init_params"),
+    (mx.nd, "waitall"),
+    (mx.nd.ndarray, "waitall"),
+    (mx.npx, "waitall"),
     (mx.random, "seed"),
 ]
 

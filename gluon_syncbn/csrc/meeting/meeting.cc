@@ -256,14 +256,19 @@ void MeetingRoom::wait(const Terms& terms, Meeting& meeting, Phase& phase, int n
             seen_since = waited;
         }
         std::ostringstream after;
+        const bool nobody_comes = !meeting.repeated && !all_issued(meeting, attendance_);
         if (stall.asked_to_end()) {  // (6)
             give_up(". The process was asked to end (Ctrl-C, or its main thread is gone) while they waited.");
-        } else if (step().forking &&
-                   ((!meeting.repeated && !all_issued(meeting, attendance_)) || stall.idle_for(kForkIdle))) {
+        } else if (step().forking && (nobody_comes || stall.idle_for(kForkIdle))) {
             give_up(
                 ", and the process was forked (os.fork, multiprocessing, subprocess with preexec_fn) before they were "
                 "called. A fork has to wait for everything that MXNet has in flight: fork before a step or after it, "
                 "not between the calls of its replicas.");
+        } else if (step().waiting && (nobody_comes || (meeting.repeated && stall.idle_for(kStuckIdle)))) {
+            give_up(
+                ", and the thread that should call them waits for everything that MXNet has in flight "
+                "(mxnet.nd.waitall, which gluon.data.DataLoader calls as it is made). Wait, and make a DataLoader, "
+                "before a step or after it, not between the calls of its replicas.");
         } else if (cause.stuck_after > 0 && waited - seen_since >= cause.stuck_after && stall.idle_for(kStuckIdle)) {
             after << ", and nothing has been computed for " << kStuckIdle << " s. " << cause.text;
             give_up(after.str());

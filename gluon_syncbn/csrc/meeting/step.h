@@ -24,6 +24,8 @@ class Step {
     std::atomic<bool> closed{false};
     // A thread in the middle of a step, whose replicas cannot all be called, waits to fork.
     std::atomic<bool> forking{false};
+    // The only thread that trains is in the middle of a step and waits for all that MXNet has in flight.
+    std::atomic<bool> waiting{false};
 
   private:
     mutable std::mutex mutex_;  // guards failure_; held for as long as a pointer is copied, and under no condition
