@@ -8,12 +8,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
-#include "clock.h"
 #include "cuda/driver.h"
 #include "failure.h"
 #include "meeting/step.h"
+#include "meeting/wait.h"
 
 namespace syncbn {
 namespace cuda {
@@ -72,17 +73,12 @@ std::vector<std::unique_ptr<Clique>>& cliques = *new std::vector<std::unique_ptr
 class Queue {
   public:
     // Returns when it is the turn of this one.
-    void wait(const Turn& turn, double timeout) {
-        const double end = seconds() + timeout;
+    void wait(const Turn& turn, const Terms& terms) {
         std::unique_lock<std::mutex> lock(mutex_);
-        while (next_[turn.channel] != turn.number) {
-            step().throw_if_failed();
-            if (seconds() > end)
-                throw Failure("collective " + std::to_string(turn.number) + " of this process has waited for number " +
-                              std::to_string(next_[turn.channel]) + " for " +
-                              std::to_string(static_cast<int>(timeout)) + " s.");
-            changed_.wait_for(lock, std::chrono::milliseconds(50));
-        }
+        const std::string number = std::to_string(turn.number), now = std::to_string(next_[turn.channel]);
+        Wait wait(terms.name, "collective " + number + " of this process has waited for number " + now, terms.timeout,
+                  "A layer that comes before it has not called all its replicas.");
+        while (!changed_.wait_for(lock, kSlice, [&] { return next_[turn.channel] == turn.number; })) wait.look();
     }
     // It is posted. Without this, none that comes later ever is: no process could tell which is which any more.
     void pass(const Turn& turn) {
@@ -98,18 +94,14 @@ class Queue {
 };
 Queue& queue = *new Queue;
 
-// NCCL makes communicators, and what their first collective needs, while its caller waits, however long: so somebody else
-// calls it.
+// NCCL makes communicators, and what their first collective needs, and takes them down, while its caller waits, however
+// long: so somebody else calls it.
 template <typename Work>
-auto within(double timeout, Work work) -> decltype(work()) {
+auto elsewhere(Work work) -> std::future<decltype(work())> {
     auto task = std::make_shared<std::packaged_task<decltype(work())()>>(std::move(work));
     auto made = task->get_future();
     std::thread([task] { (*task)(); }).detach();
-    if (made.wait_for(std::chrono::duration<double>(timeout)) != std::future_status::ready)
-        throw Failure("NCCL has not connected the GPUs for " + std::to_string(static_cast<int>(timeout)) +
-                      " s. NCCL_DEBUG=INFO shows what it does; kvstore='host' does without it, and between processes "
-                      "gluon_syncbn.kvstore(..., gpus='host').");
-    return made.get();
+    return made;
 }
 
 std::vector<Communicator> connect(const std::vector<int>& devices) {
@@ -150,7 +142,8 @@ void post(const std::vector<OnDevice>& parts, const std::vector<Communicator>& c
 
 // On the communicators of these devices, or of the clique of this number that they are part of, which are made where there
 // are none.
-void post_on(int64_t channel, int64_t number, const std::vector<OnDevice>& parts, const Turn& turn, double timeout) {
+void post_on(int64_t channel, int64_t number, const std::vector<OnDevice>& parts, const Turn& turn,
+             const Terms& terms) {
     std::vector<int> devices;
     for (const OnDevice& part : parts) devices.push_back(part.device);
     std::lock_guard<std::mutex> lock(mutex);
@@ -160,12 +153,17 @@ void post_on(int64_t channel, int64_t number, const std::vector<OnDevice>& parts
     if (known != cliques.end()) return post(parts, (*known)->communicators);
     if (channel >= 0 && turn.id.size() != sizeof(UniqueId))
         throw Failure("the communicator of these GPUs is gone, after a failure. Start the job again.");
-    const auto communicators = within(timeout, [parts, devices, turn, channel] {
+    auto communicators = elsewhere([parts, devices, turn, channel] {
         const auto made = channel < 0 ? connect(devices) : connect(devices, turn);
         post(parts, made);
         return made;
     });
-    cliques.push_back(std::make_unique<Clique>(Clique{channel, number, devices, communicators}));
+    Wait wait(terms.name, "NCCL has not connected the GPUs", terms.timeout,
+              "NCCL_DEBUG=INFO shows what it does; kvstore='host' does without it, and between processes "
+              "gluon_syncbn.kvstore(..., gpus='host').",
+              true);
+    while (communicators.wait_for(kSlice) != std::future_status::ready) wait.look();
+    cliques.push_back(std::make_unique<Clique>(Clique{channel, number, devices, communicators.get()}));
 }
 
 }  // namespace
@@ -174,12 +172,12 @@ std::string why_no_collective() {
     return nccl().complete() ? "" : "this build of MXNet is not linked against NCCL 2.4 or later";
 }
 
-void all_gather(const std::vector<OnDevice>& parts, const Turn& turn, double timeout) {
+void all_gather(const std::vector<OnDevice>& parts, const Turn& turn, const Terms& terms) {
     const std::string missing = why_no_collective();
     if (!missing.empty()) throw Failure(missing);
-    if (turn.number < 0) return post_on(-1, 0, parts, turn, timeout);
-    queue.wait(turn, timeout);
-    post_on(turn.channel, turn.clique, parts, turn, timeout);
+    if (turn.number < 0) return post_on(-1, 0, parts, turn, terms);
+    queue.wait(turn, terms);
+    post_on(turn.channel, turn.clique, parts, turn, terms);
     queue.pass(turn);
 }
 
@@ -222,8 +220,8 @@ void close_collectives() {
         for (Communicator communicator : others) failed ? nccl().abort(communicator) : nccl().destroy(communicator);
     };
     try {
-        within(kLeave, leave);
-    } catch (const Failure&) {  // the process ends all the same
+        elsewhere(leave).wait_for(std::chrono::duration<double>(kLeave));
+    } catch (const std::system_error&) {  // no thread for it; the process ends all the same
     }
 }
 

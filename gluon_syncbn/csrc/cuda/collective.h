@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "meeting/meeting.h"
 #include "meeting/reduction.h"
 #include "meeting/turn.h"
 
@@ -17,7 +18,7 @@ std::string why_no_collective();
 // One all-gather over these devices and, where it is their turn, over those of the other processes, in this order: posted on
 // their streams in one group under one lock, so that no two devices have two of them in another order. Waits until the turns
 // before it are posted. Returns when all of this process are posted. Throws Failure.
-void all_gather(const std::vector<OnDevice>& parts, const Turn& turn, double timeout);
+void all_gather(const std::vector<OnDevice>& parts, const Turn& turn, const Terms& terms);
 
 // With which the first collective of a new set of processes is numbered. Throws Failure.
 std::string new_unique_id();

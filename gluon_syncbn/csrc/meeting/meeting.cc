@@ -13,11 +13,11 @@
 #include "meeting/step.h"
 #include "meeting/timing.h"
 #include "meeting/turn.h"
+#include "meeting/wait.h"
 
 namespace syncbn {
 namespace {
 
-constexpr auto kSlice = std::chrono::milliseconds(50);
 constexpr double kWatchAfter = 0.05;  // seconds until a wait counts as long enough to look around
 constexpr double kWarnAfter = 10;
 constexpr double kGrace = 2;      // seconds that an exchange gets to report its own failure
@@ -242,13 +242,15 @@ void MeetingRoom::wait(const Terms& terms, Meeting& meeting, Phase& phase, int n
         const auto give_up = [&](const std::string& why) {
             fail_and_throw(&meeting, {terms.name, "", call, describe(meeting, number) + why});
         };
+        watch_interrupts();
+        if (stall.asked_to_end())  // (6)
+            give_up(". The process was asked to end (Ctrl-C, or its main thread is gone) while they waited.");
         if (phase.arrived == meeting.replicas()) {  // the last to arrive makes the total, with a time limit of its own
             if (complete_since < 0) complete_since = waited;
             if (waited - complete_since < terms.timeout + kGrace) continue;
             give_up(". The KVStore has not answered for " + std::to_string(static_cast<int>(terms.timeout + kGrace)) +
                     " s.");
         }
-        watch_interrupts();
         const Cause cause = likely_cause(meeting, number, attendance_);
         const std::string here = describe(meeting, number) + cause.text;
         if (seen != here) {  // whoever was called just now is on the way
@@ -257,9 +259,7 @@ void MeetingRoom::wait(const Terms& terms, Meeting& meeting, Phase& phase, int n
         }
         std::ostringstream after;
         const bool nobody_comes = !meeting.repeated && !all_issued(meeting, attendance_);
-        if (stall.asked_to_end()) {  // (6)
-            give_up(". The process was asked to end (Ctrl-C, or its main thread is gone) while they waited.");
-        } else if (step().forking && (nobody_comes || stall.idle_for(kForkIdle))) {
+        if (step().forking && (nobody_comes || stall.idle_for(kForkIdle))) {
             give_up(
                 ", and the process was forked (os.fork, multiprocessing, subprocess with preexec_fn) before they were "
                 "called. A fork has to wait for everything that MXNet has in flight: fork before a step or after it, "

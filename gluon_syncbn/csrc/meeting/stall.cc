@@ -102,7 +102,7 @@ bool Stall::idle_for(double seconds) const {
     return false;
 }
 
-bool Stall::asked_to_end() const { return (alone.load() || interrupts() != interrupts_) && idle_for(kEndAfterIdle); }
+bool Stall::asked_to_end() const { return (alone.load() || interrupted()) && idle_for(kEndAfterIdle); }
 
 void watch_interrupts() {
     static std::mutex mutex;

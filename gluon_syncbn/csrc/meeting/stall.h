@@ -20,6 +20,8 @@ class Stall {
     // True where the whole process has computed next to nothing for the last `seconds`, and not for want of a processor:
     // beside other programs, or throttled, a job may get a hundredth of one.
     bool idle_for(double seconds) const;
+    // Whether somebody has pressed Ctrl-C since this wait began.
+    bool interrupted() const { return interrupts() != interrupts_; }
     // True where somebody asked the process to end since this wait began, or nobody is left who could end it, and
     // nothing else is running: a step that still computes is left to finish, so that a handler that saves its work can
     // do so.

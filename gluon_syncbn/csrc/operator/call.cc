@@ -278,12 +278,11 @@ void Call::sit_down() {
 }
 
 std::shared_ptr<const void> Call::repeat() {
-    const auto outcome = recall_.memo->outcome(node_.layer->terms()->timeout);
-    if (!outcome) {
-        const auto why = step().failure();
-        throw Failure("nothing to recompute from, because the forward of this call has not been computed. " +
-                      std::string(why ? why->what() : ""));
-    }
+    const auto terms = node_.layer->terms();
+    Wait wait(terms->name, "the forward that this call repeats (gluon_syncbn.checkpoint) has not been computed",
+              terms->timeout,
+              "An operator before it does not finish, or the replicas of the forward were not all called.");
+    const auto outcome = recall_.memo->outcome(wait);
     const int backwards = place_.backwards;
     place_ = outcome->place;
     place_.backwards = backwards;

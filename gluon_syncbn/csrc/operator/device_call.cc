@@ -297,7 +297,7 @@ Total DeviceCall::gather(Direction direction, int64_t length) {
                 if (turn.world > static_cast<size_t>(capacity))
                     throw Failure("a step with " + std::to_string(turn.world) + " GPUs, where the processes have " +
                                   "agreed on " + std::to_string(capacity) + ": start the job again after `reset_ctx`.");
-                if (turn.world > 1) cuda::all_gather(parts, turn, terms->timeout);
+                if (turn.world > 1) cuda::all_gather(parts, turn, *terms);
                 const size_t mine = turn.first * (turn.counts.size() / turn.world);
                 return Total{std::move(turn.counts), mine, turn.key};
             });

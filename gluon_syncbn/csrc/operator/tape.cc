@@ -1,14 +1,7 @@
 #include "operator/tape.h"
 
-#include <chrono>
-
-#include "clock.h"
-#include "meeting/step.h"
-
 namespace syncbn {
 namespace {
-
-constexpr auto kSlice = std::chrono::milliseconds(50);
 
 struct Reel {
     std::shared_ptr<Tape> tape;
@@ -29,10 +22,9 @@ void Memo::keep(Outcome outcome) {
     changed_.notify_all();
 }
 
-std::shared_ptr<const Outcome> Memo::outcome(double timeout) const {
+std::shared_ptr<const Outcome> Memo::outcome(Wait& wait) const {
     std::unique_lock<std::mutex> lock(mutex_);
-    const double end = seconds() + timeout;
-    while (!outcome_ && !step().failure() && seconds() < end) changed_.wait_for(lock, kSlice);
+    while (!changed_.wait_for(lock, kSlice, [this] { return outcome_ != nullptr; })) wait.look();
     return outcome_;
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "meeting/meeting.h"
+#include "meeting/wait.h"
 #include "pooling/pooling.h"
 #include "tensor.h"
 
@@ -30,9 +31,8 @@ struct Outcome {
 class Memo {
   public:
     void keep(Outcome outcome);
-    // Waits for it: what the recomputation depends on may be less than the whole forward. Null where it has not come
-    // after so many seconds, or the step has failed.
-    std::shared_ptr<const Outcome> outcome(double timeout) const;
+    // Waits for it: what the recomputation depends on may be less than the whole forward. Throws Failure as the wait does.
+    std::shared_ptr<const Outcome> outcome(Wait& wait) const;
     // How many have repeated it before: each meets in backwards of its own.
     int repeat() { return repeated_++; }
 
