@@ -72,46 +72,47 @@ def _load() -> ctypes.CDLL:
         raise _unusable(error) from None
     names = ctypes.POINTER(ctypes.c_char_p)
     signatures: dict = {
+        "problem": (ctypes.c_char_p, []),
         "register": (ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]),
         "native_operator": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_char_p]),
         "blocked_calls": (ctypes.c_int64, []),
         "lone_calls": (ctypes.c_int64, []),
-        "cuda": (None, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]),
-        "cuda_close": (None, []),
+        "cuda": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]),
+        "cuda_close": (ctypes.c_int, []),
         "nccl_problem": (ctypes.c_char_p, []),
-        "nccl_unique_id": (ctypes.c_char_p, [ctypes.c_char_p]),
+        "nccl_unique_id": (ctypes.c_int, [ctypes.c_char_p]),
         "layer_create": (ctypes.c_int64, [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]),
         "layers": (ctypes.c_int64, []),
         "contexts_are_shared": (ctypes.c_int, []),
         "layer_drop": (None, [ctypes.c_int64]),
         "layer_token": (ctypes.c_char_p, [ctypes.c_int64]),
-        "layer_place": (None, [ctypes.c_int64, ctypes.c_int64, names, ctypes.c_int64]),
-        "layer_timeout": (None, [ctypes.c_int64, ctypes.c_double]),
-        "layer_reach": (None, [ctypes.c_int64, ctypes.c_int]),
-        "timeout": (None, [ctypes.c_double]),
-        "hook": (None, [_Hook]),
-        "reach": (None, [ctypes.c_int]),
-        "total": (None, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
+        "layer_place": (ctypes.c_int, [ctypes.c_int64, ctypes.c_int64, names, ctypes.c_int64]),
+        "layer_timeout": (ctypes.c_int, [ctypes.c_int64, ctypes.c_double]),
+        "layer_reach": (ctypes.c_int, [ctypes.c_int64, ctypes.c_int]),
+        "timeout": (ctypes.c_int, [ctypes.c_double]),
+        "hook": (ctypes.c_int, [_Hook]),
+        "reach": (ctypes.c_int, [ctypes.c_int]),
+        "total": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
         "timeout_of": (ctypes.c_double, [ctypes.c_int64]),
         "interrupts": (ctypes.c_long, []),
         "wait_begin": (ctypes.c_void_p, [ctypes.c_long]),
         "wait_goes_on": (ctypes.c_int, [ctypes.c_void_p]),
         "wait_end": (None, [ctypes.c_void_p]),
-        "devices": (None, [ctypes.c_int64, names]),
-        "seed": (None, [ctypes.c_uint64]),
-        "nonfinite": (None, [ctypes.c_int]),
+        "devices": (ctypes.c_int, [ctypes.c_int64, names]),
+        "seed": (ctypes.c_int, [ctypes.c_uint64]),
+        "nonfinite": (ctypes.c_int, [ctypes.c_int]),
         "tape_create": (ctypes.c_void_p, []),
         "tape_free": (None, [ctypes.c_void_p]),
-        "tape_begin": (None, [ctypes.c_void_p, ctypes.c_int]),
+        "tape_begin": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int]),
         "tape_end": (ctypes.c_int64, []),
         "fail": (None, [ctypes.c_char_p]),
         "failure": (ctypes.c_char_p, []),
-        "reset": (None, []),
+        "reset": (ctypes.c_int, []),
         "nobody_left": (None, [ctypes.c_int]),
         "close": (None, []),
         "forking": (None, [ctypes.c_int]),
         "waiting": (None, [ctypes.c_int]),
-        "forked": (None, []),
+        "forked": (ctypes.c_int, []),
         "debug": (None, [ctypes.c_int]),
         "next_record": (ctypes.c_int, [ctypes.c_double, ctypes.POINTER(ctypes.c_char_p)]),
         "slowest": (ctypes.c_char_p, []),
@@ -123,7 +124,15 @@ def _load() -> ctypes.CDLL:
         except AttributeError as error:  # a core that is older than this file
             raise _unusable(error) from None
         function.restype, function.argtypes = result, takes
+        if name not in ("register", "problem", "tape_end"):  # whose numbers mean something else
+            function.errcheck = _checked
     return core
+
+
+def _checked(result: Any, function: Any, given: Any) -> Any:
+    if result is None and function.restype is not None or result == -1:
+        raise MXNetError(_core.syncbn_problem().decode(errors="replace"))
+    return result
 
 
 _core = _load()
@@ -206,9 +215,7 @@ def nccl_unique_id() -> bytes:
     """With it NCCL makes a communicator over several processes, each of which has to have it. MXNetError where NCCL has
     none."""
     identity = ctypes.create_string_buffer(128)
-    problem = _core.syncbn_nccl_unique_id(identity).decode(errors="replace")
-    if problem:
-        raise MXNetError(problem)
+    _core.syncbn_nccl_unique_id(identity)
     return identity.raw
 
 

@@ -1,4 +1,5 @@
-// The functions that `_native.py` calls: plain values in and out, no exception passes.
+// The functions that `_native.py` calls: plain values in and out, no exception passes. Where one would, a function returns
+// null or -1, and Python raises what `syncbn_problem` says.
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -10,6 +11,7 @@
 #include "cuda/compiler.h"
 #include "cuda/driver.h"
 #include "cuda/plan.h"
+#include "failure.h"
 #include "log.h"
 #include "meeting/registry.h"
 #include "meeting/stall.h"
@@ -32,27 +34,56 @@ std::vector<std::string> strings(int64_t count, const char** values) {
     return std::vector<std::string>(values, values + count);
 }
 
+thread_local char problem[512] = "";  // no memory is needed to say that there is none
+
+// What `work` returns, or where it throws `instead`.
+template <typename Result, typename Work>
+Result guarded(Result instead, const Work& work) noexcept {
+    try {
+        return work();
+    } catch (const std::exception& e) {
+        std::strncpy(problem, syncbn::reason_of(e), sizeof problem - 1);
+        return instead;
+    }
+}
+
+template <typename Work>
+int done(const Work& work) noexcept {
+    return guarded(-1, [&] {
+        work();
+        return 0;
+    });
+}
+
 // Text for Python; valid until this thread's next call.
-const char* text(std::string value) {
+const char* keep(std::string value) noexcept {
     static thread_local std::string kept;
     kept = std::move(value);
     return kept.c_str();
 }
 
+template <typename Work>
+const char* text(const Work& work) noexcept {
+    return guarded<const char*>(nullptr, [&] { return keep(work()); });
+}
+
 }  // namespace
+
+// Of the last call of this thread that has returned null or -1.
+SYNCBN_API const char* syncbn_problem() { return problem; }
 
 // `functions` are those of syncbn::MXNet, in that order.
 SYNCBN_API int syncbn_register(void** functions, int64_t count) {
     syncbn::MXNet mx;
     if (count * sizeof(void*) != sizeof mx) return -1;
     std::memcpy(&mx, functions, sizeof mx);
-    return syncbn::register_operator(mx);
+    return guarded(-1, [&] { return syncbn::register_operator(mx); });
 }
 
 // `library`: of dlopen, MXNet's. Returns why calls on "cpu" or "gpu" contexts come through MXNet's `Custom`; empty where they
 // do not.
 SYNCBN_API const char* syncbn_native_operator(void* library, const char* device) {
-    return text(syncbn::native::take_calls(library, device));
+    return text([&] { return syncbn::native::take_calls(library, device); });
 }
 
 // How many calls had their data in blocks of channels.
@@ -60,26 +91,25 @@ SYNCBN_API int64_t syncbn_blocked_calls() { return syncbn::native::blocked_calls
 SYNCBN_API int64_t syncbn_lone_calls() { return syncbn::native::lone_calls(); }
 
 // `library`: of dlopen, MXNet's. Where the source of the kernels is, and the folder in which what was compiled is kept.
-SYNCBN_API void syncbn_cuda(void* library, const char* source, const char* cache) {
-    syncbn::cuda::set_library(library);
-    syncbn::cuda::set_source(source);
-    syncbn::cuda::set_cache(cache);
+SYNCBN_API int syncbn_cuda(void* library, const char* source, const char* cache) {
+    return done([&] {
+        syncbn::cuda::set_library(library);
+        syncbn::cuda::set_source(source);
+        syncbn::cuda::set_cache(cache);
+    });
 }
 
-SYNCBN_API void syncbn_cuda_close() { syncbn::cuda::close_collectives(); }
+SYNCBN_API int syncbn_cuda_close() { return done(syncbn::cuda::close_collectives); }
 
 // Empty where there is none.
-SYNCBN_API const char* syncbn_nccl_problem() { return text(syncbn::cuda::why_no_collective()); }
+SYNCBN_API const char* syncbn_nccl_problem() { return text(syncbn::cuda::why_no_collective); }
 
-// 128 bytes into `out`; returns what went wrong, empty where nothing did.
-SYNCBN_API const char* syncbn_nccl_unique_id(char* out) {
-    try {
+// 128 bytes into `out`.
+SYNCBN_API int syncbn_nccl_unique_id(char* out) {
+    return done([&] {
         const std::string id = syncbn::cuda::new_unique_id();
         std::copy(id.begin(), id.end(), out);
-        return text("");
-    } catch (const std::exception& e) {
-        return text(e.what());
-    }
+    });
 }
 
 // For compilations and launches outside MXNet: the threads of a block, and
@@ -99,7 +129,8 @@ SYNCBN_API void syncbn_cuda_plan(int64_t samples, int64_t per_sample, int64_t ch
 // ---- layers ----
 
 SYNCBN_API int64_t syncbn_layer_create(const char* name, int mode, int64_t virtual_devices, int64_t group) {
-    return registry().create(name, {static_cast<syncbn::Mode>(mode), virtual_devices, group})->id;
+    return guarded<int64_t>(
+        -1, [&] { return registry().create(name, {static_cast<syncbn::Mode>(mode), virtual_devices, group})->id; });
 }
 
 SYNCBN_API int64_t syncbn_layers() { return static_cast<int64_t>(registry().count()); }
@@ -108,23 +139,28 @@ SYNCBN_API int syncbn_contexts_are_shared() { return registry().contexts_are_sha
 
 SYNCBN_API void syncbn_layer_drop(int64_t id) { registry().drop(id); }
 
-SYNCBN_API const char* syncbn_layer_token(int64_t id) { return text(registry().token_of(*registry().find(id))); }
-
-SYNCBN_API void syncbn_layer_place(int64_t id, int64_t count, const char** contexts, int64_t replicas) {
-    registry().place(*registry().find(id), strings(count, contexts), static_cast<size_t>(replicas));
+SYNCBN_API const char* syncbn_layer_token(int64_t id) {
+    return text([&] { return registry().token_of(*registry().find(id)); });
 }
 
-SYNCBN_API void syncbn_layer_timeout(int64_t id, double seconds) {
-    registry().set_timeout(*registry().find(id), seconds);
+SYNCBN_API int syncbn_layer_place(int64_t id, int64_t count, const char** contexts, int64_t replicas) {
+    return done(
+        [&] { registry().place(*registry().find(id), strings(count, contexts), static_cast<size_t>(replicas)); });
 }
 
-SYNCBN_API void syncbn_layer_reach(int64_t id, int reach) {
-    registry().set_reach(*registry().find(id), static_cast<syncbn::Reach>(reach));
+SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
+    return done([&] { registry().set_timeout(*registry().find(id), seconds); });
+}
+
+SYNCBN_API int syncbn_layer_reach(int64_t id, int reach) {
+    return done([&] { registry().set_reach(*registry().find(id), static_cast<syncbn::Reach>(reach)); });
 }
 
 // ---- defaults ----
 
-SYNCBN_API void syncbn_timeout(double seconds) { registry().set_default_timeout(seconds); }
+SYNCBN_API int syncbn_timeout(double seconds) {
+    return done([&] { registry().set_default_timeout(seconds); });
+}
 
 // Of a layer, or with another number that of the process.
 SYNCBN_API double syncbn_timeout_of(int64_t id) {
@@ -132,75 +168,101 @@ SYNCBN_API double syncbn_timeout_of(int64_t id) {
     return layer ? layer->terms()->timeout : registry().default_timeout();
 }
 
-SYNCBN_API void syncbn_reach(int reach) { registry().set_default_reach(static_cast<syncbn::Reach>(reach)); }
-
-// Once: the hook has to stay as long as the process.
-SYNCBN_API void syncbn_hook(syncbn::Hook hook) { registry().set_hook(hook); }
-
-// For the hook: fills in its result.
-SYNCBN_API void syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key) {
-    out->values.assign(values, values + length);
-    out->first = static_cast<size_t>(first);
-    out->key = key;
+SYNCBN_API int syncbn_reach(int reach) {
+    return done([&] { registry().set_default_reach(static_cast<syncbn::Reach>(reach)); });
 }
 
-SYNCBN_API void syncbn_devices(int64_t count, const char** contexts) {
-    registry().set_devices(strings(count, contexts));
+// Once: the hook has to stay as long as the process.
+SYNCBN_API int syncbn_hook(syncbn::Hook hook) {
+    return done([&] { registry().set_hook(hook); });
+}
+
+// For the hook: fills in its result.
+SYNCBN_API int syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key) {
+    return done([&] {
+        out->values.assign(values, values + length);
+        out->first = static_cast<size_t>(first);
+        out->key = key;
+    });
+}
+
+SYNCBN_API int syncbn_devices(int64_t count, const char** contexts) {
+    return done([&] { registry().set_devices(strings(count, contexts)); });
 }
 
 // The numbers are those of syncbn::Nonfinite.
-SYNCBN_API void syncbn_nonfinite(int what) {
-    registry().set_nonfinite(static_cast<syncbn::Nonfinite>(what));
-    syncbn::speak_of_nonfinite_again();
+SYNCBN_API int syncbn_nonfinite(int what) {
+    return done([&] {
+        registry().set_nonfinite(static_cast<syncbn::Nonfinite>(what));
+        syncbn::speak_of_nonfinite_again();
+    });
 }
 
-SYNCBN_API void syncbn_seed(uint64_t seed) { registry().set_seed(seed); }
+SYNCBN_API int syncbn_seed(uint64_t seed) {
+    return done([&] { registry().set_seed(seed); });
+}
 
 // ---- recomputation ----
 
 using TapeHandle = std::shared_ptr<syncbn::Tape>;
 
-SYNCBN_API void* syncbn_tape_create() { return new TapeHandle(std::make_shared<syncbn::Tape>()); }
+SYNCBN_API void* syncbn_tape_create() {
+    return guarded<void*>(nullptr, [] { return new TapeHandle(std::make_shared<syncbn::Tape>()); });
+}
 
 SYNCBN_API void syncbn_tape_free(void* tape) { delete static_cast<TapeHandle*>(tape); }
 
-SYNCBN_API void syncbn_tape_begin(void* tape, int again) {
-    syncbn::begin_tape(*static_cast<TapeHandle*>(tape), again != 0);
+SYNCBN_API int syncbn_tape_begin(void* tape, int again) {
+    return done([&] { syncbn::begin_tape(*static_cast<TapeHandle*>(tape), again != 0); });
 }
 
 SYNCBN_API int64_t syncbn_tape_end() { return syncbn::end_tape(); }
 
 // ---- the step ----
 
-SYNCBN_API void syncbn_fail(const char* reason) { syncbn::step().fail(syncbn::Failure(reason)); }
+SYNCBN_API void syncbn_fail(const char* reason) {
+    try {
+        syncbn::step().fail(syncbn::Failure(reason));
+    } catch (const std::exception& e) {  // no memory for the reason
+        syncbn::step().fail(e);
+    }
+}
 
 // Empty where all is well.
 SYNCBN_API const char* syncbn_failure() {
-    const auto failure = syncbn::step().failure();
-    return text(failure ? failure->what() : "");
+    return text([] {
+        const auto failure = syncbn::step().failure();
+        return std::string(failure ? failure->what() : "");
+    });
 }
 
 // Forgets the failure and all unfinished meetings. Nothing may be in flight.
-SYNCBN_API void syncbn_reset() {
-    syncbn::step().clear();
-    syncbn::forget_handed_over();
-    registry().forget_meetings();
+SYNCBN_API int syncbn_reset() {
+    return done([&] {
+        syncbn::step().clear();
+        syncbn::forget_handed_over();
+        registry().forget_meetings();
+    });
 }
 
 // An operation for MXNet's engine: fails as long as the step has failed.
 SYNCBN_API void syncbn_gate(void*, void*) {
-    if (const auto failure = syncbn::step().failure()) throw dmlc::Error(failure->what());
+    if (const auto failure = syncbn::step().failure()) throw syncbn::error_with(failure->what());
 }
 
 // For a wait in an exchange: the interrupts before it; a new one; whether it should go on (sampled now and then); its end.
 SYNCBN_API long syncbn_interrupts() { return syncbn::interrupts(); }
 
-SYNCBN_API void* syncbn_wait_begin(long interrupts) { return new syncbn::Stall(interrupts); }
+SYNCBN_API void* syncbn_wait_begin(long interrupts) {
+    return guarded<void*>(nullptr, [&] { return new syncbn::Stall(interrupts); });
+}
 
 SYNCBN_API int syncbn_wait_goes_on(void* stall) {
-    syncbn::watch_interrupts();
-    static_cast<syncbn::Stall*>(stall)->sample();
-    return !static_cast<syncbn::Stall*>(stall)->asked_to_end() && syncbn::step().failure() == nullptr;
+    return guarded(-1, [&]() -> int {
+        syncbn::watch_interrupts();
+        static_cast<syncbn::Stall*>(stall)->sample();
+        return !static_cast<syncbn::Stall*>(stall)->asked_to_end() && syncbn::step().failure() == nullptr;
+    });
 }
 
 SYNCBN_API void syncbn_wait_end(void* stall) { delete static_cast<syncbn::Stall*>(stall); }
@@ -218,13 +280,15 @@ SYNCBN_API void syncbn_forking(int inside) { syncbn::step().forking = inside != 
 SYNCBN_API void syncbn_waiting(int inside) { syncbn::step().waiting = inside != 0; }
 
 // In the child.
-SYNCBN_API void syncbn_forked() {
-    syncbn::step().forking = syncbn::step().waiting = false;
-    syncbn::nobody_left(false);
-    syncbn::forget_records();
-    syncbn::native::forget_workers();
-    registry().forked();
-    syncbn::step().clear();
+SYNCBN_API int syncbn_forked() {
+    return done([&] {
+        syncbn::step().forking = syncbn::step().waiting = false;
+        syncbn::nobody_left(false);
+        syncbn::forget_records();
+        syncbn::native::forget_workers();
+        registry().forked();
+        syncbn::step().clear();
+    });
 }
 
 // ---- what there is to say ----
@@ -235,10 +299,10 @@ SYNCBN_API void syncbn_debug(int so) { syncbn::set_debugging(so != 0); }
 SYNCBN_API int syncbn_next_record(double seconds, const char** out) {
     syncbn::Record record;
     if (!syncbn::next_record(seconds, &record)) return 0;
-    *out = text(std::move(record.text));
+    *out = keep(std::move(record.text));
     return static_cast<int>(record.level);
 }
 
-SYNCBN_API const char* syncbn_slowest() { return text(syncbn::slowest()); }
+SYNCBN_API const char* syncbn_slowest() { return text(syncbn::slowest); }
 
 SYNCBN_API const char* syncbn_instruction_set() { return syncbn::cpu::instruction_set(); }

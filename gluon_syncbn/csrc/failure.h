@@ -2,9 +2,19 @@
 #pragma once
 
 #include <exception>
+#include <new>
 #include <string>
 
 namespace syncbn {
+
+constexpr char kNoMemory[] =
+    "no memory is left for this step. Give the process more (ulimit -v, the limit of its container), or take a smaller "
+    "batch.";
+
+// What an exception says, for the user.
+inline const char* reason_of(const std::exception& error) noexcept {
+    return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ? kNoMemory : error.what();
+}
 
 class Failure : public std::exception {
   public:

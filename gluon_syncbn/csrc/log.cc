@@ -28,18 +28,18 @@ std::atomic<bool> wants_debug{false};
 
 }  // namespace
 
-void log(Level level, std::string text) {
+void log(Level level, std::string text) noexcept {
     Queue& q = queue();
     std::lock_guard<std::mutex> lock(q.mutex);
-    if (q.records.size() >= kMost) {
+    try {
+        if (q.records.size() >= kMost) throw std::bad_alloc();
+        if (q.lost > 0) text += " (" + std::to_string(q.lost) + " records before this one are lost)";
+        q.records.push_back({level, std::move(text)});
+    } catch (const std::bad_alloc&) {
         ++q.lost;
         return;
     }
-    if (q.lost > 0) {
-        text += " (" + std::to_string(q.lost) + " records before this one are lost)";
-        q.lost = 0;
-    }
-    q.records.push_back({level, std::move(text)});
+    q.lost = 0;
     q.changed.notify_one();
 }
 

@@ -14,7 +14,8 @@ struct Record {
     std::string text;
 };
 
-void log(Level level, std::string text);
+// What there is no memory for is lost, and counted.
+void log(Level level, std::string text) noexcept;
 
 // Whether somebody wants to know of every meeting.
 bool debugging();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -25,6 +26,16 @@ struct __attribute__((visibility("default"))) Error : public std::runtime_error 
 }  // namespace dmlc
 
 namespace syncbn {
+
+// With this text, or where there is no memory for it with another one.
+inline dmlc::Error error_with(const char* text) noexcept {
+    static const dmlc::Error no_memory("no memory is left, not even to say what has failed");
+    try {
+        return dmlc::Error(text);
+    } catch (const std::bad_alloc&) {
+        return no_memory;  // copies share their text
+    }
+}
 
 // Handed over by `_native.py`, in this order, before the operator is registered. All but last_error return 0 or fail.
 struct MXNet {

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <new>
 #include <tuple>
 
 #include "cuda/compiler.h"
@@ -133,7 +134,10 @@ Lease::Lease(Device& device) : device_(device) {
 Lease::~Lease() {
     if (abandoned_) return;
     std::lock_guard<std::mutex> lock(device_.mutex_);
-    device_.streams_.emplace_back(stream_, told_);
+    try {
+        device_.streams_.emplace_back(stream_, told_);
+    } catch (const std::bad_alloc&) {  // nobody will know of it
+    }
 }
 
 bool Lease::idle() const {
@@ -168,7 +172,10 @@ Memory::Memory(Device& device, Extent extent, Stream stream) : device_(&device),
 Memory::~Memory() {
     if (data_ == nullptr) return;
     std::lock_guard<std::mutex> lock(device_->mutex_);
-    device_->memory_[extent_].push_back(data_);
+    try {
+        device_->memory_[extent_].push_back(data_);
+    } catch (const std::bad_alloc&) {  // nobody will know of it
+    }
 }
 
 Memory& Memory::operator=(Memory&& other) noexcept {

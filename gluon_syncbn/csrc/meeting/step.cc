@@ -7,9 +7,14 @@ Step& step() {
     return *instance;
 }
 
-void Step::fail(const Failure& failure) {
+void Step::fail(const std::exception& error) noexcept {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (failure_ == nullptr) failure_ = std::make_shared<const Failure>(failure);
+    if (failure_ == nullptr) try {
+            const auto* known = dynamic_cast<const Failure*>(&error);
+            failure_ = std::make_shared<const Failure>(known != nullptr ? *known : Failure(reason_of(error)));
+        } catch (const std::bad_alloc&) {
+            failure_ = no_memory_;
+        }
     failed_ = true;
 }
 

@@ -12,8 +12,8 @@ namespace syncbn {
 
 class Step {
   public:
-    // The first reason stays.
-    void fail(const Failure& failure);
+    // The first reason stays. Where there is no memory for it, another one does.
+    void fail(const std::exception& error) noexcept;
     // The reason; null where all is well.
     std::shared_ptr<const Failure> failure() const;
     // Throws the reason.
@@ -30,6 +30,7 @@ class Step {
   private:
     mutable std::mutex mutex_;  // guards failure_; held for as long as a pointer is copied, and under no condition
     std::shared_ptr<const Failure> failure_;
+    const std::shared_ptr<const Failure> no_memory_ = std::make_shared<const Failure>(kNoMemory);
     std::atomic<bool> failed_{false};  // so that nobody takes the lock where all is well
 };
 

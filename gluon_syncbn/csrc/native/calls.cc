@@ -2,12 +2,12 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <exception>
 #include <memory>
 #include <string>
 #include <utility>
 
 #include "failure.h"
-#include "meeting/step.h"
 #include "native/layout.h"
 #include "native/library.h"
 #include "native/workers.h"
@@ -29,10 +29,14 @@ struct Entry {
 
 std::atomic<int64_t> blocked{0}, lone{0};  // calls
 
-void complete_with_error(const Completion& complete, const std::string& reason) {
+void complete_with_error(const Completion& complete, const std::exception_ptr& reason) noexcept {
     const auto turn = turn_to_fail();
-    const dmlc::Error error(reason);
-    complete(&error);
+    try {
+        std::rethrow_exception(reason);
+    } catch (const std::exception& e) {
+        const dmlc::Error error = error_with(reason_of(e));
+        complete(&error);
+    }
 }
 
 // One execution of a call.
@@ -78,9 +82,9 @@ class Execution : public Work {
     // The rest of it.
     void run() noexcept override {
         if (!begun_) begin();
-        if (!failed_) attempt([&] { second_half(call(), arrays_, requests_.data()); });
+        if (!failure_) attempt([&] { second_half(call(), arrays_, requests_.data()); });
         kept_.clear();  // before MXNet plans with the memory
-        if (failed_) return complete_with_error(complete_, reason_);
+        if (failure_) return complete_with_error(complete_, failure_);
         complete_(nullptr);
     }
 
@@ -119,9 +123,8 @@ class Execution : public Work {
     void attempt(const Half& half) {
         try {
             half();
-        } catch (const std::exception& e) {
-            failed_ = true;
-            reason_ = e.what();
+        } catch (const std::exception&) {
+            failure_ = std::current_exception();
         }
     }
 
@@ -131,8 +134,8 @@ class Execution : public Work {
     Requests requests_;
     NDArrays kept_;
     Arrays arrays_;
-    bool begun_ = false, failed_ = false;
-    std::string reason_;
+    bool begun_ = false;
+    std::exception_ptr failure_;
 };
 
 class Forward : public Execution {
@@ -221,6 +224,7 @@ template <typename Kind>
 void begin(const Compute& original, const StatePointer& state, const Context& context, const NDArrays& inputs,
            const Requests& requests, const NDArrays& outputs) {
     if (!is_ours(*state->custom->callbacks)) return pass_on(original, state, context, inputs, requests, outputs);
+    const auto& call = *static_cast<const Call*>(state->custom->callbacks->contexts[0]);
     try {
         auto execution = std::make_unique<Kind>(state, context, inputs, requests, outputs);
         // In this thread of the engine, unless others have to be waited for; whoever comes last to a meeting stays. Not in
@@ -229,8 +233,7 @@ void begin(const Compute& original, const StatePointer& state, const Context& co
         ++lone;
         execution->run();
     } catch (const std::exception& e) {
-        step().fail(Failure(e.what()));  // nobody else need wait
-        complete_with_error(context.complete, e.what());
+        complete_with_error(context.complete, call.end_step(e));
     }
 }
 

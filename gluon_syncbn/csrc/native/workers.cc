@@ -2,8 +2,12 @@
 
 #include <condition_variable>
 #include <mutex>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
+
+#include "failure.h"
 
 namespace syncbn {
 namespace native {
@@ -17,6 +21,7 @@ struct Worker {
 struct Workers {
     std::mutex mutex;
     std::vector<Worker*> idle;  // whoever was last at work is first again: its memory is warm
+    size_t count = 0;           // of all; there is room in `idle` for as many
 };
 
 Workers* workers = new Workers;  // never destroyed: threads may be in it when the process ends
@@ -38,10 +43,20 @@ void serve(Workers* all, Worker* self) {
 void start(std::unique_ptr<Work> work) {
     std::unique_lock<std::mutex> lock(workers->mutex);
     if (workers->idle.empty()) {
-        auto* worker = new Worker;
-        worker->work = std::move(work);
+        auto worker = std::make_unique<Worker>();
+        workers->idle.reserve(++workers->count);
         lock.unlock();
-        std::thread(serve, workers, worker).detach();
+        worker->work = std::move(work);
+        try {
+            std::thread(serve, workers, worker.get()).detach();
+        } catch (const std::system_error& error) {
+            lock.lock();
+            --workers->count;
+            throw Failure(std::string("no thread could be started for this call (") + error.what() +
+                          "). The process has no memory left for one, or as many threads as it may have (ulimit -v, "
+                          "ulimit -u).");
+        }
+        worker.release();  // for ever
         return;
     }
     Worker* worker = workers->idle.back();

@@ -12,7 +12,7 @@ class Work {
     virtual void run() noexcept = 0;
 };
 
-// On a thread that has nothing else to do.
+// On a thread that has nothing else to do. Throws Failure where none can be started; then the work is gone.
 void start(std::unique_ptr<Work> work);
 // In the child of a fork, which has none of them.
 void forget_workers();

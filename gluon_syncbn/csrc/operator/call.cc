@@ -122,10 +122,9 @@ void Call::attempt_forward(const Arrays& arrays, const int* reqs, const Work& wo
     try {
         work();
     } catch (const std::exception& e) {
-        std::vector<std::pair<Array, Input>> outputs;
-        if (reqs[0] != kNull) outputs.push_back({arrays[node_.output()], kX});
-        if (node_.role == Role::kMeet && reqs[1] != kNull) outputs.push_back({arrays[node_.output() + 1], kBatch});
-        fail(e, outputs);
+        const bool meets = node_.role == Role::kMeet;
+        fail(e, {{arrays[node_.output()], kX, reqs[0] != kNull},
+                 {arrays[node_.output() + meets], kBatch, meets && reqs[1] != kNull}});
     }
 }
 
@@ -164,12 +163,11 @@ void Call::attempt_backward(const Arrays& arrays, const int* reqs, const Work& w
     try {
         work();
     } catch (const std::exception& e) {
-        const int gradients = node_.gradients();
-        std::vector<std::pair<Array, Input>> outputs;
-        for (Input i : {kX, kGamma, kBeta})
-            if (reqs[i] != kNull) outputs.push_back({arrays[gradients + i], i});
-        if (node_.adds && reqs[kAddend] != kNull) outputs.push_back({arrays[gradients + kAddend], kX});
-        fail(e, outputs);
+        const int gradients = node_.gradients(), addend = node_.adds ? int{kAddend} : int{kX};
+        fail(e, {{arrays[gradients + kX], kX, reqs[kX] != kNull},
+                 {arrays[gradients + kGamma], kGamma, reqs[kGamma] != kNull},
+                 {arrays[gradients + kBeta], kBeta, reqs[kBeta] != kNull},
+                 {arrays[gradients + addend], kX, node_.adds && reqs[addend] != kNull}});
     }
 }
 
@@ -204,14 +202,26 @@ void Call::end_backward(const Arrays& arrays, const int* reqs) {
     });
 }
 
-void Call::fail(const std::exception& error, const std::vector<std::pair<Array, Input>>& outputs) {
-    const auto* known = dynamic_cast<const Failure*>(&error);
-    const Failure failure =
-        known != nullptr && !known->layer.empty() ? *known : Failure(node_.layer->name, context_, "", error.what());
-    step().fail(failure);  // whatever it was, the other replicas need not wait for this one
-    for (const auto& [out, like] : outputs) invalidate(out, like);
+std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
+    try {
+        const auto* known = dynamic_cast<const Failure*>(&error);
+        const Failure failure = known != nullptr && !known->layer.empty()
+                                    ? *known
+                                    : Failure(node_.layer->name, context_, "", reason_of(error));
+        step().fail(failure);
+        return std::make_exception_ptr(failure);
+    } catch (const std::bad_alloc& none) {
+        step().fail(none);
+        return std::current_exception();
+    }
+}
+
+void Call::fail(const std::exception& error, std::initializer_list<Output> outputs) {
+    const std::exception_ptr failure = end_step(error);  // whatever it was, the others need not wait for this one
+    for (const Output& out : outputs)
+        if (out.wanted) invalidate(out.array, out.like);
     clear_up();
-    throw Failure(failure);
+    std::rethrow_exception(failure);
 }
 
 // The batch's statistics become those of no batch: MXNet may run the operator that takes them (see `backward`), and the
@@ -222,7 +232,7 @@ void Call::invalidate(Array out, Input like) {
         if (like == kBatch) return fill(out, Type::kFloat64, moments_length(channels()), 0);
         const bool data = like == kX;
         fill(out, data ? tensor_.type : tensor_.parameter_type(), data ? tensor_.shape.size() : channels(), kNaN);
-    } catch (const Failure&) {
+    } catch (const std::exception&) {
     }
 }
 

@@ -3,6 +3,8 @@
 #pragma once
 
 #include <array>
+#include <exception>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -94,6 +96,10 @@ class Call {
     bool begin_backward(const Arrays& arrays, const int* reqs);
     void end_backward(const Arrays& arrays, const int* reqs);
 
+    // Ends the step with what an exception says, and the layer and the context where it does not say them. Returns that,
+    // or where there is no memory for it what says so.
+    std::exception_ptr end_step(const std::exception& error) const noexcept;
+
     const Node& node() const { return node_; }
     const Tensor& tensor() const { return tensor_; }
 
@@ -157,9 +163,14 @@ class Call {
   private:
     // Hands `own_` in.
     void bring(const Terms& terms, Direction direction);
-    // Ends the step with what an exception says, and the layer and the context where it does not say them; NaN into the
-    // outputs in which something plausible might stand.
-    [[noreturn]] void fail(const std::exception& error, const std::vector<std::pair<Array, Input>>& outputs);
+    // NaN into the outputs in which something plausible might stand, those of which there is a request.
+    struct Output {
+        Array array;
+        Input like;
+        bool wanted;
+    };
+    // Ends the step, and throws why. Nothing of it may need memory.
+    [[noreturn]] void fail(const std::exception& error, std::initializer_list<Output> outputs);
     void invalidate(Array out, Input like);
     void throw_if_closed() const;
     // Whether the first operator of the call has left the statistics of the batch there. Where it has not, the step has

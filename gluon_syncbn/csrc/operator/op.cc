@@ -21,6 +21,7 @@
 #include <thread>
 
 #include "failure.h"
+#include "meeting/step.h"
 #include "operator/call.h"
 
 namespace syncbn {
@@ -29,17 +30,17 @@ namespace {
 // MXNet keeps one slot for what all custom operators throw: of two before it looks, one is lost, and that operator
 // counts as done. Before it calls an operator done it also looks at its arrays, which are of that call alone
 // (CustomOperator::Push in src/operator/custom/custom-inl.h), so one of them takes the error.
-void fail_array(void* array, const std::string& what) {
+void fail_array(void* array, const char* what) {
     const auto turn = turn_to_fail();
     static const struct {
         int device_type, device_id;
     } cpu{1, 0};
     static const int no_skip = 7;  // FnProperty::kNoSkip, which is never bundled
-    auto* text = new std::string(what);
-    const auto raise = [](void*, void* text) { throw dmlc::Error(*static_cast<std::string*>(text)); };
-    const auto deleter = [](void* text) { delete static_cast<std::string*>(text); };
-    if (mx.engine_push(raise, text, deleter, &cpu, nullptr, 0, &array, 1, &no_skip, 0, "gluon_syncbn_failure") != 0)
-        throw dmlc::Error(what + " (and MXNet took no error for the array: " + mx.last_error() + ")");
+    auto* error = new dmlc::Error(error_with(what));
+    const auto raise = [](void*, void* error) { throw dmlc::Error(*static_cast<dmlc::Error*>(error)); };
+    const auto deleter = [](void* error) { delete static_cast<dmlc::Error*>(error); };
+    if (mx.engine_push(raise, error, deleter, &cpu, nullptr, 0, &array, 1, &no_skip, 0, "gluon_syncbn_failure") != 0)
+        throw dmlc::Error(std::string(what) + " (and MXNet took no error for the array: " + mx.last_error() + ")");
 }
 
 constexpr int kPropertyCallbacks = 8;
@@ -65,35 +66,62 @@ int delete_operator(void* state) {
     return 1;
 }
 
+// Those that MXNet leaves to the operator.
+struct Handles {
+    int size;
+    void** all;
+    ~Handles() {
+        for (int i = 0; i < size; ++i) mx.ndarray_free(all[i]);
+    }
+};
+
 template <typename Work>
-int run(int size, void** handles, const Work& work) {
-    Arrays arrays;
-    for (int i = 0; i < size; ++i) arrays.list.push_back({handles[i], nullptr});
+int run(int size, void** handles, Call* call, const Work& work) {
+    const Handles ours{size, handles};
     try {
+        Arrays arrays;
+        for (int i = 0; i < size; ++i) arrays.list.push_back({handles[i], nullptr});
         work(arrays);
     } catch (const std::exception& e) {
-        fail_array(handles[0], e.what());
+        call->end_step(e);
+        fail_array(handles[0], reason_of(e));
     }
-    for (int i = 0; i < size; ++i) mx.ndarray_free(handles[i]);  // they are ours
     return 1;
 }
 
 int run_forward(int size, void** handles, int*, const int* reqs, const int training, void* state) {
-    return run(size, handles,
-               [&](const Arrays& arrays) { static_cast<Call*>(state)->forward(arrays, reqs, training != 0); });
+    auto* call = static_cast<Call*>(state);
+    return run(size, handles, call, [&](const Arrays& arrays) { call->forward(arrays, reqs, training != 0); });
 }
 
 int run_backward(int size, void** handles, int*, const int* reqs, const int, void* state) {
-    return run(size, handles, [&](const Arrays& arrays) { static_cast<Call*>(state)->backward(arrays, reqs); });
+    auto* call = static_cast<Call*>(state);
+    return run(size, handles, call, [&](const Arrays& arrays) { call->backward(arrays, reqs); });
 }
 
 // ---- callbacks of the operator's description -------------------------------------------------------------------
 
 using Callback = int (*)();
 
-template <typename F>
-Callback as_callback(F* f) {
-    return reinterpret_cast<Callback>(reinterpret_cast<void*>(f));
+// MXNet catches dmlc::Error alone in some of its threads.
+template <auto function>
+struct Guarded;
+template <typename... Parameters, int (*function)(Parameters...)>
+struct Guarded<function> {
+    static int call(Parameters... parameters) {
+        try {
+            return function(parameters...);
+        } catch (const dmlc::Error&) {
+            throw;
+        } catch (const std::exception& e) {
+            throw error_with(reason_of(e));
+        }
+    }
+};
+
+template <auto function>
+Callback as_callback() {
+    return reinterpret_cast<Callback>(reinterpret_cast<void*>(Guarded<function>::call));
 }
 
 Property* property_of(void* state) { return static_cast<Property*>(state); }
@@ -208,14 +236,9 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     auto op = Call::of(property, context, static_cast<Type>(types[0]), shape, samples);
     bool training = false;
     mx.autograd_is_training(&training);
-    if (training && property.role != Role::kTrack) {
-        try {
-            op->issue(caller(), recall());
-        } catch (const std::exception& e) {
-            throw dmlc::Error(e.what());
-        }
-    }
-    static Callback callbacks[] = {as_callback(delete_operator), as_callback(run_forward), as_callback(run_backward)};
+    if (training && property.role != Role::kTrack) op->issue(caller(), recall());
+    static Callback callbacks[] = {as_callback<delete_operator>(), as_callback<run_forward>(),
+                                   as_callback<run_backward>()};
     out->num_callbacks = 3;
     out->callbacks = callbacks;
     out->contexts = op->callback_states.data();
@@ -229,10 +252,10 @@ int create_property(const char*, const int size, const char** keys, const char**
     for (int i = 0; i < size; ++i) given[keys[i]] = values[i];
     // MXNet calls delete_property even where this function throws, so first of all it gets what to call.
     auto* property = new Property;
-    static Callback callbacks[] = {as_callback(delete_property), as_callback(list_arguments),
-                                   as_callback(list_outputs),    as_callback(list_states),
-                                   as_callback(infer_shape),     as_callback(backward_dependency),
-                                   as_callback(create_operator), as_callback(infer_type)};
+    static Callback callbacks[] = {as_callback<delete_property>(), as_callback<list_arguments>(),
+                                   as_callback<list_outputs>(),    as_callback<list_states>(),
+                                   as_callback<infer_shape>(),     as_callback<backward_dependency>(),
+                                   as_callback<create_operator>(), as_callback<infer_type>()};
     out->num_callbacks = kPropertyCallbacks;
     out->callbacks = callbacks;
     out->contexts = property->callback_states.data();
@@ -261,7 +284,7 @@ int create_property(const char*, const int size, const char** keys, const char**
 
 bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
 
-bool is_ours(const MXCallbackList& callbacks) { return callbacks.callbacks[0] == as_callback(delete_operator); }
+bool is_ours(const MXCallbackList& callbacks) { return callbacks.callbacks[0] == as_callback<delete_operator>(); }
 
 std::unique_lock<std::mutex> turn_to_fail() {
     static std::mutex mutex;
@@ -272,7 +295,9 @@ std::unique_lock<std::mutex> turn_to_fail() {
 
 int register_operator(const MXNet& functions) {
     mx = functions;
-    return mx.custom_op_register("gluon_syncbn", create_property);
+    step();          // what it says where there is no memory is made now,
+    error_with("");  // and MXNet's error of it
+    return mx.custom_op_register("gluon_syncbn", Guarded<create_property>::call);
 }
 
 }  // namespace syncbn
