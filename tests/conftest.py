@@ -4,6 +4,7 @@ import faulthandler
 import os
 from pathlib import Path
 
+import environments  # isort: skip  # noqa: F401  (first: it keeps the environment of the shell)
 import gluon_syncbn  # isort: skip  (before mxnet: it finds the CUDA libraries)
 import mxnet as mx
 import numpy as np

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import kernels_library
 import pytest
+from environments import shell
 from places import BENCHMARKS, PACKAGE
 
 # What a cell of a table may be.
@@ -22,14 +23,13 @@ MEDIAN_AND_RANGE = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
 
 
 def run(name, *arguments):
-    path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
     ran = subprocess.run(
         [sys.executable, str(BENCHMARKS / f"{name}.py"), *map(str, arguments)],
         capture_output=True,
         text=True,
         timeout=240,
         check=False,
-        env={**os.environ, "PYTHONPATH": path},
+        env=shell(PACKAGE.parent),
     )
     assert ran.returncode == 0, ran.stderr
     return ran.stdout

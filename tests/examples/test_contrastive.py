@@ -1,7 +1,6 @@
 """The contrastive example: it trains in every mode, resumes exactly, and says what is wrong in one line."""
 
 import csv
-import os
 import signal
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from environments import shell
 from places import CONTRASTIVE
 
 pytest.importorskip("sklearn", reason="the digits and the kNN check come with scikit-learn")
@@ -17,8 +17,9 @@ Image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
 
 def run(*arguments, script="train.py"):
     command = [sys.executable, str(CONTRASTIVE / script), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False, env=environment)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, env=shell(OMP_NUM_THREADS=1)
+    )
 
 
 def rows(folder):

@@ -1,12 +1,12 @@
 """The estimators of `gluoncv.auto` train with their own setting for synchronised BatchNorm, through `run`."""
 
 import json
-import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from environments import shell
 from places import PACKAGE, SUPPORT
 
 
@@ -15,7 +15,7 @@ def trained(folder, name):
     ran = subprocess.run(
         [*command, str(SUPPORT / "estimator_job.py"), name],
         cwd=str(folder),
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        env=shell(PACKAGE.parent),
         capture_output=True,
         text=True,
         timeout=250,

@@ -6,13 +6,16 @@ import subprocess
 import sys
 
 import pytest
+from environments import shell
 
 from gluon_syncbn import _native, reference
 from gluon_syncbn import selfcheck as check
 
 
 def test_a_sound_installation():
-    run = subprocess.run([sys.executable, "-m", "gluon_syncbn"], capture_output=True, text=True, timeout=100)
+    run = subprocess.run(
+        [sys.executable, "-m", "gluon_syncbn"], capture_output=True, text=True, timeout=100, env=shell()
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "BROKEN" not in run.stdout
     for fact in (

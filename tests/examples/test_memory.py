@@ -4,7 +4,8 @@ import subprocess
 import sys
 
 import pytest
-from environments import unprepared
+from environments import shell
+from places import PACKAGE
 
 pytest.importorskip("gluoncv", reason="GluonCV is not installed")
 
@@ -52,7 +53,9 @@ def memory(tmp_path, text, *steps):
     script = tmp_path / "train.py"
     script.write_text(text)
     command = [sys.executable, "-W", "ignore", "-m", "gluon_syncbn", "run", "--cpus", "2", str(script)]
-    done = subprocess.run([*command, *map(str, steps)], env=unprepared(), capture_output=True, text=True, timeout=1500)
+    done = subprocess.run(
+        [*command, *map(str, steps)], env=shell(PACKAGE.parent), capture_output=True, text=True, timeout=1500
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return [float(line) for line in done.stdout.split()]
 

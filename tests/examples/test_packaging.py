@@ -14,6 +14,7 @@ import zipfile
 from email.parser import Parser
 
 import pytest
+from environments import shell
 from places import PACKAGE, ROOT
 
 from gluon_syncbn import distribution
@@ -30,7 +31,7 @@ def run(command, cwd, **environment):
     done = subprocess.run(
         [str(part) for part in command],
         cwd=str(cwd),
-        env=dict(os.environ, **{name: str(value) for name, value in environment.items()}),
+        env=shell(**environment),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -10,7 +10,7 @@ from pathlib import Path
 import commands
 import pages
 import pytest
-from environments import unprepared
+from environments import shell
 from places import PACKAGE, ROOT, SOURCES, SUPPORT
 
 import gluon_syncbn
@@ -60,7 +60,7 @@ def pasted(launcher, folder, blocks, *answered):
     command = [*launcher, SUPPORT / "pasted.py", folder / "blocks.json", *answered]
     return subprocess.run(
         [str(word) for word in command],
-        env={**unprepared(), "OMP_NUM_THREADS": "1"},
+        env=shell(PACKAGE.parent, OMP_NUM_THREADS=1),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from environments import unprepared
-from places import QUICKSTART
+from environments import shell
+from places import PACKAGE, QUICKSTART
 
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
 pytest.importorskip("matplotlib", reason="it draws a picture")
@@ -16,7 +16,7 @@ def test_two_devices_train_as_one(tmp_path):
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", str(QUICKSTART / "quickstart.py")],
         cwd=str(tmp_path),
-        env={**unprepared(), "OMP_NUM_THREADS": "1"},
+        env=shell(PACKAGE.parent, OMP_NUM_THREADS=1),
         capture_output=True,
         text=True,
         timeout=200,

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from environments import shell
 from places import PACKAGE, SUPPORT
 
 import gluon_syncbn
@@ -66,7 +67,7 @@ class Job:
         return subprocess.Popen(
             [sys.executable, "-W", "ignore", *command],
             cwd=str(self.folder),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE.parent), str(SUPPORT)])},
+            env=shell(PACKAGE.parent, SUPPORT),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,12 +1,12 @@
 """A user's script with types: the checkers find the package's, and take the script for right."""
 
-import os
 import subprocess
 import sys
 import sysconfig
 import venv
 
 import pytest
+from environments import shell
 from places import PACKAGE, SUPPORT
 
 SCRIPT = SUPPORT / "typed_script.py"
@@ -28,7 +28,7 @@ def check(installed, script, tmp_path):
     # Outside of the checkout, whose settings are not the user's.
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(installed)]
     command += ["--cache-dir", str(installed.parents[2] / "cache"), str(script)]
-    done = subprocess.run(command, cwd=str(tmp_path), capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=str(tmp_path), capture_output=True, text=True, timeout=200, env=shell())
     return done.returncode, done.stdout + done.stderr
 
 
@@ -51,7 +51,7 @@ def test_mypy_finds_what_is_wrong_in_it(installed, tmp_path):
 def test_the_script_runs():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(SCRIPT)],
-        env=dict(os.environ, PYTHONPATH=str(PACKAGE.parent)),
+        env=shell(PACKAGE.parent),
         capture_output=True,
         text=True,
         timeout=200,

@@ -1,11 +1,11 @@
 """What is asked of NVIDIA's driver, on a driver that is none: a real library, loaded by the dynamic loader."""
 
-import os
 import shutil
 import subprocess
 import sys
 
 import pytest
+from environments import shell
 from fake_driver import build_driver
 from places import PACKAGE
 
@@ -25,7 +25,7 @@ def ask(driver, program, **environment):
     head = f"import sys; sys.path.insert(0, {str(PACKAGE)!r}); import cuda\n"
     done = subprocess.run(
         [sys.executable, "-c", head + program],
-        env=dict(os.environ, LD_LIBRARY_PATH=str(driver), **environment),
+        env=shell(LD_LIBRARY_PATH=driver, **environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

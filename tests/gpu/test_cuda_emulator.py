@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from environments import shell
 from places import TESTS
 
 OUT = os.environ.get("CUDA_EMULATOR")
@@ -51,7 +52,7 @@ def on(gpu, values, dtype="float32"):
 def python(code, **environment):
     return subprocess.run(
         [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([OUT, *sys.path]), **environment},
+        env=shell(OUT, *sys.path, **environment),
         capture_output=True,
         text=True,
         timeout=120,
@@ -839,11 +840,7 @@ def members(tmp_path, *claims):
     identity = ctypes.create_string_buffer(128)
     assert nccl.ncclGetUniqueId(identity) == 0
     (tmp_path / "id").write_bytes(identity.raw)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(TESTS), OUT, *sys.path]),
-        "CUDA_EMULATOR_TIMEOUT": "5",
-    }
+    environment = shell(TESTS, OUT, *sys.path, CUDA_EMULATOR_TIMEOUT=5)
     command = [sys.executable, "-c", MEMBER, OUT]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     started = [subprocess.Popen([*command, *map(str, claim), str(tmp_path / "id")], **pipes) for claim in claims]
@@ -957,7 +954,9 @@ def test_what_is_not_emulated_names_itself():
 def test_setting_it_up_again_does_nothing():
     build = TESTS / "cuda_emulator" / "build.py"
     before = {path: path.stat().st_mtime_ns for path in (Path(OUT) / "lib").iterdir()}
-    done = subprocess.run([sys.executable, str(build), "--out", OUT], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, str(build), "--out", OUT], capture_output=True, text=True, timeout=100, env=shell()
+    )
     assert (done.returncode, done.stdout) == (0, "")
     assert {path: path.stat().st_mtime_ns for path in (Path(OUT) / "lib").iterdir()} == before
 

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from environments import shell
 from fake_driver import build_driver
 from places import PACKAGE, ROOT, SOURCES
 
@@ -46,7 +47,7 @@ def link(path, needs=()):
     # Not followed further here: that is what is being tested.
     flags.append("-Wl,--unresolved-symbols=ignore-all")
     command = ["g++", "-x", "c++", "/dev/null", "-x", "none", *flags, *map(str, needs), "-o", str(path)]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, env=shell())
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +77,7 @@ def run(machine, program="import gluon_syncbn", **environment):
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=str(machine),
-        env=dict(os.environ, **environment),
+        env=shell(**environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -166,7 +167,7 @@ def test_needed_is_what_readelf_says():
 
 def readelf(library):
     output = subprocess.run(
-        ["readelf", "--dynamic", "--wide", str(library)], capture_output=True, text=True, check=True
+        ["readelf", "--dynamic", "--wide", str(library)], capture_output=True, text=True, check=True, env=shell()
     )
     return re.findall(r"\(NEEDED\).*\[(.+)\]", output.stdout)
 
@@ -185,7 +186,7 @@ def packages(tmp_path_factory):
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     extra = re.findall(r'"([^"]+)"', re.search(r"^cu112 = \[(.*?)^\]", text, re.MULTILINE | re.DOTALL).group(1))
     options = ["--quiet", "--no-deps", "--no-compile", "--only-binary", ":all:", "--target", str(site)]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, *extra], check=True, timeout=3000)
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, *extra], check=True, timeout=3000, env=shell())
     yield site
     shutil.rmtree(str(site))  # 3.7 GB
 

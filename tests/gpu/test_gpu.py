@@ -18,6 +18,7 @@ from itertools import chain
 import mxnet as mx
 import numpy as np
 import pytest
+from environments import shell
 from gpus import EMULATED, GPUS, assert_sound, counted, counts, gpus
 from mpi_job import Job
 from mxnet import autograd, nd
@@ -47,7 +48,7 @@ if not GPUS:
 
 def run(program, **variables):
     command = [sys.executable, "-W", "ignore", *program]
-    return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, env=shell(**variables), capture_output=True, text=True, timeout=100)
 
 
 def side_by_side(programs, **variables):
@@ -583,7 +584,7 @@ def test_a_build_without_nccl(tmp_path):
     library = tmp_path / "libmxnet.so"
     folder = os.path.join(os.environ["CUDA_EMULATOR"], "lib")
     link = ["g++", "-shared", "-Wl,--no-as-needed", "-o", str(library), f"-L{folder}"]
-    subprocess.run([*link, "-l:libcuda.so.1", "-l:libnvrtc.so.11.2"], check=True, timeout=60)
+    subprocess.run([*link, "-l:libcuda.so.1", "-l:libnvrtc.so.11.2"], check=True, timeout=60, env=shell())
     program = f"""
         import ctypes, mxnet as mx, numpy as np
         from mxnet import autograd

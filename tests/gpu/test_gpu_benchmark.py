@@ -10,6 +10,7 @@ import textwrap
 
 import mxnet as mx
 import pytest
+from environments import shell
 from places import BENCHMARKS
 
 pytest.importorskip("cupy", reason="the kernels need CuPy")
@@ -53,11 +54,8 @@ TORCH = """
 
 
 def run(out, *paths):
-    path = os.pathsep.join([*map(str, paths), os.environ["PYTHONPATH"]])
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--quick", "--out", str(out)]
-    done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200, check=False
-    )
+    done = subprocess.run(command, env=shell(*paths), capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return (out / "gpu.md").read_text(), json.loads((out / "gpu.json").read_text())["cells"]
 

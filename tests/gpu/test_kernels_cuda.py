@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from environments import shell
 from places import BENCHMARKS, SOURCES
 
 from gluon_syncbn import _native
@@ -693,7 +694,7 @@ def test_the_benchmark_runs(tmp_path):
     script = BENCHMARKS / "gpu.py"
     ran = subprocess.run(
         [sys.executable, str(script), "--quick", "--out", str(tmp_path)],
-        capture_output=True, text=True, timeout=100, check=False,
+        capture_output=True, text=True, timeout=100, check=False, env=shell(),
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     cells = json.loads((tmp_path / "gpu.json").read_text())["cells"]["kernels"]
@@ -711,7 +712,9 @@ def test_the_benchmark_runs(tmp_path):
 def architectures():
     if shutil.which("nvcc") is None:
         return []
-    listed = subprocess.run(["nvcc", "--list-gpu-arch"], stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    listed = subprocess.run(
+        ["nvcc", "--list-gpu-arch"], stdout=subprocess.PIPE, text=True, timeout=60, check=True, env=shell()
+    )
     offered = sorted(int(line.split("_")[1]) for line in listed.stdout.split() if line.startswith("compute_"))
     return sorted({offered[0], 80, 90} & set(offered))
 
@@ -727,5 +730,7 @@ def test_nvcc_has_no_complaint(architecture, tmp_path):
         pytest.skip("no nvcc on the PATH")
     command = ["nvcc", "--std=c++14", f"-arch=sm_{architecture}", "-cubin", "-Werror", "all-warnings", *DEFINED]
     command += [str(SOURCE), "-o", str(tmp_path / "kernels.cubin")]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, env=shell()
+    )
     assert done.returncode == 0 and done.stdout == "", done.stdout

@@ -5,11 +5,11 @@ that are run hold the layer alone, or have AMP leave such operators in float32.
 """
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
+from environments import shell
 from places import PACKAGE, SUPPORT
 
 HEAD = """
@@ -32,7 +32,7 @@ def run(*programs):
     done = subprocess.run(
         [sys.executable, "-c", "\n".join([HEAD, *programs])],
         cwd=str(SUPPORT),
-        env=dict(os.environ, PYTHONPATH=f"{SUPPORT}:{PACKAGE.parent}"),
+        env=shell(SUPPORT, PACKAGE.parent),
         capture_output=True,
         text=True,
         timeout=200,

@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import os
 import random
 import re
 import subprocess
@@ -14,10 +13,11 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
+from environments import shell
 from gluoncv.utils.parallel import DataParallelModel
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-from places import SUPPORT
+from places import PACKAGE, SUPPORT
 from replicas import (
     TOLERANCE,
     WAYS,
@@ -777,7 +777,7 @@ for load in (lambda: mx.sym.load({path!r} + "-symbol.json"),
 """
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", text],
-        env={**os.environ, "PYTHONPATH": str(Path(gluon_syncbn.__file__).parents[1])},
+        env=shell(PACKAGE.parent),
         capture_output=True,
         text=True,
         timeout=100,
@@ -868,8 +868,7 @@ print(*layer.running_mean.data().asnumpy(), *layer.running_var.data().asnumpy())
 def test_running_statistics_where_an_operator_before_the_layer_fails():
     """Of several replicas on a context. MXNet skips the operator that should leave the batch's statistics; once the
     failure has been read, it runs the one that takes them."""
-    path = os.pathsep.join([str(Path(__file__).parent), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "MALLOC_PERTURB_": "85"}  # memory that nobody has written is not 0
+    environment = shell(Path(__file__).parent, SUPPORT, MALLOC_PERTURB_=85)  # memory that nobody has written is not 0
     command = [sys.executable, "-W", "ignore", "-c", SKIPPED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.stdout.split() == ["0.0"] * 5 + ["1.0"] * 5, done.stderr

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 import mxnet as mx
 import numpy as np
 import pytest
+from environments import shell
 from gluoncv.utils.parallel import DataParallelModel
 from mxnet import autograd, nd
 from mxnet.gluon import nn
@@ -630,7 +630,7 @@ def test_no_mode_keeps_more_than_its_input(way, least, most):
     if way == "native" and _native.why_custom():
         pytest.skip(_native.why_custom())
     # From this size on glibc returns what is freed to the system; by itself it raises the limit above an array's.
-    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "GLUON_SYNCBN_OPERATOR": way}
+    env = shell(MALLOC_MMAP_THRESHOLD_=65536, GLUON_SYNCBN_OPERATOR=way)
     command = [sys.executable, "-W", "ignore", "-c", MEMORY]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
     kept = [float(line) for line in run.stdout.splitlines()]

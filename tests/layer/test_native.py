@@ -9,6 +9,7 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
+from environments import shell
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from places import SOURCES, TESTS
@@ -101,7 +102,7 @@ def test_layouts_are_those_of_the_wheels_headers(tmp_path):
     source = tmp_path / "layouts.cc"
     source.write_text(LAYOUTS)
     compiler = os.environ.get("CXX", "g++").split()
-    run = subprocess.run([*compiler, *FLAGS, str(source)], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([*compiler, *FLAGS, str(source)], capture_output=True, text=True, timeout=120, env=shell())
     assert run.returncode == 0, run.stderr
 
 
@@ -109,8 +110,9 @@ def test_layouts_are_those_of_the_wheels_headers(tmp_path):
 
 
 def elsewhere(code, **environment):
-    env = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=shell(**environment), capture_output=True, text=True, timeout=120
+    )
 
 
 WHY = "import gluon_syncbn; print(gluon_syncbn._native.why_custom())"
@@ -159,7 +161,7 @@ def test_the_other_way_computes_the_same():
     way = "native" if _native.why_custom() == "GLUON_SYNCBN_OPERATOR=custom" else "custom"
     files = [str(TESTS / "layer" / name) for name in ("test_layer.py", "test_activation.py", "test_fusion.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
-    env = {**os.environ, "GLUON_SYNCBN_OPERATOR": way}
+    env = shell(GLUON_SYNCBN_OPERATOR=way)
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout[-3000:]
 

@@ -8,10 +8,11 @@ import threading
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import unprepared
+from environments import shell
 from gluoncv.utils import parallel as gluoncv
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+from places import PACKAGE
 from replicas import WAYS, assert_same, make_batch, prepare, short_waits, step, truth
 
 import gluon_syncbn
@@ -150,7 +151,7 @@ for _ in range(2):
 
 def runs_by_itself(program):
     done = subprocess.run(
-        [sys.executable, "-c", program], env=unprepared(), capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", program], env=shell(PACKAGE.parent), capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr[-2000:]
 

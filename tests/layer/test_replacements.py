@@ -9,6 +9,7 @@ import gluoncv
 import mxnet as mx
 import numpy as np
 import pytest
+from environments import shell
 from gluoncv.nn import feature
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
@@ -344,5 +345,5 @@ assert gluoncv.utils.parallel.DataParallelModel.__module__ == "gluoncv.utils.par
 assert gluoncv.model_zoo.segbase.parallel_apply is gluoncv.utils.parallel.parallel_apply
 assert gluoncv.nn.feature.SyncBatchNorm is __import__("mxnet").sym.contrib.SyncBatchNorm
 """
-    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100)
+    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100, env=shell())
     assert ran.returncode == 0, ran.stderr

@@ -1,7 +1,6 @@
 """The ways in which nets and training loops use the layer."""
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -10,6 +9,7 @@ import time
 import mxnet as mx
 import numpy as np
 import pytest
+from environments import shell
 from gluoncv.utils.parallel import DataParallelModel
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
@@ -303,7 +303,7 @@ def test_many_replicas_on_one_context(bundles):
     script = MANY_ON_ONE_CONTEXT.format(tests=str(SUPPORT))
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script],
-        env={**os.environ, "MXNET_EXEC_BULK_EXEC_TRAIN": bundles},
+        env=shell(MXNET_EXEC_BULK_EXEC_TRAIN=bundles),
         capture_output=True,
         text=True,
         timeout=100,

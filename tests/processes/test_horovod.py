@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
+from environments import shell
 from places import PACKAGE, SUPPORT
 
 import gluon_syncbn
@@ -51,7 +52,6 @@ class Job:
         self.codes = [None] * processes
         with tempfile.TemporaryDirectory() as reports, contextlib.ExitStack() as stack:
             own = {
-                "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(PACKAGE.parent)]),
                 "OMP_NUM_THREADS": "1",
                 "MPI_WORKER_REPORTS": reports,
                 "GLUON_SYNCBN_TEST_TRANSPORT": "horovod",
@@ -60,7 +60,12 @@ class Job:
             command = [sys.executable, str(SUPPORT / script), *map(str, arguments)]
             outputs = [stack.enter_context(open(Path(reports, f"output of {i}"), "w+")) for i in range(processes)]
             running = [
-                subprocess.Popen(command, env={**os.environ, **own, **env}, stdout=output, stderr=subprocess.STDOUT)
+                subprocess.Popen(
+                    command,
+                    env=shell(SUPPORT, PACKAGE.parent, **{**own, **env}),
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                )
                 for env, output in zip(stack.enter_context(environments(processes)), outputs)
             ]
             try:
@@ -134,7 +139,6 @@ def test_with_horovod(scenario):
 def test_horovodrun():
     command = [str(BIN / "horovodrun"), "-np", "2", sys.executable, str(SUPPORT / "mpi_worker.py")]
     own = {
-        "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(PACKAGE.parent)]),
         "GLUON_SYNCBN_TEST_TRANSPORT": "horovod",
         "OMP_NUM_THREADS": "1",
         "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -143,7 +147,7 @@ def test_horovodrun():
         own["MPI_WORKER_REPORTS"] = reports
         done = subprocess.run(
             [*command, "pushpull_and_broadcast"],
-            env={**os.environ, **own},
+            env=shell(SUPPORT, PACKAGE.parent, **own),
             timeout=60,
             capture_output=True,
             text=True,

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+from environments import shell
 from mpi_job import BIN, WORKER
 from places import PACKAGE, SUPPORT
 
@@ -35,7 +36,9 @@ exec ip netns exec $host unshare --uts --ipc sh -c "hostname $host && mount -t t
 
 
 def ip(*arguments):
-    return subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run(
+        ["ip", *arguments], check=True, capture_output=True, text=True, timeout=60, env=shell()
+    ).stdout
 
 
 class Hosts:
@@ -78,7 +81,7 @@ class Hosts:
 
     def inside(self, name, *command):
         return subprocess.run(
-            ["ip", "netns", "exec", name, *command], check=True, capture_output=True, text=True, timeout=60
+            ["ip", "netns", "exec", name, *command], check=True, capture_output=True, text=True, timeout=60, env=shell()
         ).stdout
 
     def traffic(self):
@@ -99,7 +102,6 @@ class Hosts:
             command += ["--network-interfaces", "eth0"]
         own = {
             "PATH": os.pathsep.join([str(self.folder), str(BIN), os.environ["PATH"]]),
-            "PYTHONPATH": os.pathsep.join([str(SUPPORT), str(PACKAGE.parent)]),
             "OMP_NUM_THREADS": "1",
             "UCX_NET_DEVICES": "eth0",  # for MPICH's messages; its option -iface is not
             "MPI_WORKER_REPORTS": str(self.folder),
@@ -108,7 +110,7 @@ class Hosts:
         with open(self.folder / "output", "w") as output:
             self.job = subprocess.Popen(
                 [self.ssh, self.names[0], *command, *program],
-                env={**os.environ, **own},
+                env=shell(SUPPORT, PACKAGE.parent, **own),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -7,17 +7,11 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from places import SUPPORT
+from environments import shell
+from places import PACKAGE, SUPPORT
 from replicas import WAYS
-
-import gluon_syncbn
-
-PATHS = [str(SUPPORT), str(Path(gluon_syncbn.__file__).parents[1])]
-# What this process has set for itself.
-UNSET = ("MXNET_CPU_TEMP_COPY", "MXNET_CPU_PARALLEL_RAND_COPY", "MXNET_ENGINE_TYPE")
 
 # Seconds: far more than anything here takes where all cores are busy, far fewer than the 300 of a replica's time limit.
 LIMIT = 60
@@ -55,10 +49,9 @@ class Script:
     """A Python process that says `ready`, does something and ends; it is killed where it does not end."""
 
     def __init__(self, text, start=START, arguments=(), **environment):
-        kept = {name: value for name, value in os.environ.items() if name not in UNSET}
         self.process = subprocess.Popen(
             [sys.executable, "-c", start + text, *arguments],
-            env={**kept, "PYTHONPATH": os.pathsep.join(PATHS), **environment},
+            env=shell(SUPPORT, PACKAGE.parent, **environment),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -551,7 +544,7 @@ while time.monotonic() < end:
     with Script(text, OMP_NUM_THREADS="1") as script:
         script.until_ready()
         burn %= min(os.sched_getaffinity(0))
-        others = [subprocess.Popen([sys.executable, "-S", "-c", burn]) for _ in range(3)]
+        others = [subprocess.Popen([sys.executable, "-S", "-c", burn], env=shell()) for _ in range(3)]
         try:
             # A third of a second of work; where still other programs run, a three-hundredth of a processor may do it.
             code, output, errors = script.end(240)

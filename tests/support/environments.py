@@ -1,11 +1,14 @@
-"""Environments of processes that a test starts."""
+"""The environment of a program that a test starts: that of a user's shell."""
 
 import os
 
-from places import PACKAGE
+# conftest.py imports this module first. The package and the tests write settings of MXNet into the environment later,
+# and a child would inherit them.
+_SHELL = dict(os.environ)
 
 
-def unprepared():
-    """That of a user's script: without the settings of MXNet that this process has made for itself."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("MXNET_")}
-    return {**kept, "PYTHONPATH": str(PACKAGE.parent)}
+def shell(*folders, **variables):
+    """The environment that pytest was started in, with ``folders`` first in PYTHONPATH, and these variables."""
+    paths = [*map(str, folders), *filter(None, [_SHELL.get("PYTHONPATH")])]
+    found = {**_SHELL, **({"PYTHONPATH": os.pathsep.join(paths)} if folders else {}), **variables}
+    return {name: str(value) for name, value in found.items()}

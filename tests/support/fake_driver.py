@@ -2,10 +2,13 @@
 
 import subprocess
 
+from environments import shell
 from places import SUPPORT
 
 
 def build_driver(folder):
     library = folder / "libcuda.so.1"
     flags = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
-    subprocess.run(["g++", "-x", "c", *flags, "-o", str(library), str(SUPPORT / "fake_driver.c")], check=True)
+    subprocess.run(
+        ["g++", "-x", "c", *flags, "-o", str(library), str(SUPPORT / "fake_driver.c")], check=True, env=shell()
+    )

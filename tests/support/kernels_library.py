@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import List, Sequence
 
+from environments import shell
 from places import SOURCES, SUPPORT
 
 from gluon_syncbn import _native
@@ -28,5 +29,7 @@ def build(name: str, folder: Path, flags: Sequence[str] = ("-O2",)) -> ctypes.CD
     command = ["g++", "-std=c++17", *flags, "-fPIC", "-shared", "-fopenmp"]
     command += [f"-DSYNCBN_CLONES={target}", f"-DSYNCBN_WIDTH={width}", f"-I{SOURCES}", "-o", str(path)]
     sources = [SOURCES / source for source in ("cpu/kernels.cc", "cpu/blocked.cc", "tensor.cc")]
-    subprocess.run([*command, *map(str, [SUPPORT / "kernels_driver.cc", *sources])], check=True, timeout=120)
+    subprocess.run(
+        [*command, *map(str, [SUPPORT / "kernels_driver.cc", *sources])], check=True, timeout=120, env=shell()
+    )
     return ctypes.CDLL(str(path))

@@ -1,12 +1,12 @@
 """A job of mpi_worker.py, or another worker, under ``mpiexec``."""
 
-import os
 import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
+from environments import shell
 from places import SUPPORT
 
 WORKER = SUPPORT / "mpi_worker.py"
@@ -26,11 +26,10 @@ class Job:
             *map(str, arguments),
         ]
         with tempfile.TemporaryDirectory() as reports:
-            paths = [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
-            own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "MPI_WORKER_REPORTS": reports}
+            own = {"OMP_NUM_THREADS": "1", "MPI_WORKER_REPORTS": reports}
             done = subprocess.run(
                 command,
-                env={**os.environ, **own, **dict(environment)},
+                env=shell(SUPPORT, **{**own, **dict(environment)}),
                 timeout=limit,
                 capture_output=True,
                 text=True,

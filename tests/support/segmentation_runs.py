@@ -7,24 +7,20 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
-from places import SEGMENTATION
-
-import gluon_syncbn
+from environments import shell
+from places import PACKAGE, SEGMENTATION
 
 
 class Process:
     """One of the programs in a process group of its own, which is ended in any case."""
 
-    def __init__(self, folder, *command):
-        env = dict(os.environ, PYTHONPATH=str(Path(gluon_syncbn.__file__).parents[1]))
-        env.pop("PYTEST_CURRENT_TEST", None)
+    def __init__(self, folder, *command, **environment):
         self._out = open(folder / "out.txt", "w+")  # noqa: SIM115, closed in __exit__
         self._popen = subprocess.Popen(
             [sys.executable, *map(str, command)],
             cwd=folder,
-            env=env,
+            env=shell(PACKAGE.parent, OMP_NUM_THREADS=1, **environment),
             stdout=self._out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

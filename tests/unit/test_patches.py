@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import mxnet as mx
+from environments import shell
 from mxnet import autograd, gluon
 
 from gluon_syncbn import patches
@@ -57,7 +58,9 @@ import gluon_syncbn
 after = attributes()
 print(sorted(".".join(key) for key in before if after.get(key) != before[key] and not key[-1].startswith("__weak")))
 """
-    run = subprocess.run([sys.executable, "-W", "ignore", "-c", text], capture_output=True, text=True, timeout=100)
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", text], capture_output=True, text=True, timeout=100, env=shell()
+    )
     assert run.returncode == 0, run.stderr
     changed = {name.rpartition(".")[2] for name in eval(run.stdout)}
     assert changed == {name for _, name in CHANGED}

@@ -5,6 +5,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
+from environments import shell
 from places import SOURCES, SUPPORT
 
 from gluon_syncbn import reference
@@ -19,7 +20,7 @@ def program(tmp_path_factory):
     path = tmp_path_factory.mktemp("pooling") / "pooling"
     sources = [str(SUPPORT / "pooling_driver.cc"), *map(str, sorted((SOURCES / "pooling").glob("*.cc")))]
     command = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{SOURCES}", *sources, "-o", str(path)]
-    subprocess.run(command, check=True, timeout=120)
+    subprocess.run(command, check=True, timeout=120, env=shell())
     return str(path)
 
 
@@ -64,7 +65,9 @@ class Case:
 def run(program, case, gradients=None):
     """{name: numbers}, and of the pools {(name, pool): numbers}."""
     gradients = np.zeros((len(case.slots), 2 * CHANNELS)) if gradients is None else gradients
-    done = subprocess.run([program], input=case.text(gradients), capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(
+        [program], input=case.text(gradients), capture_output=True, text=True, timeout=20, check=True, env=shell()
+    )
     answer = {}
     for line in done.stdout.splitlines():
         name, *rest = line.split(" ", 1)
