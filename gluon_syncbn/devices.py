@@ -81,8 +81,11 @@ def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Option
     else draws numbers), and take from each in the order in which they were issued. With the default of 4 and 1 copies,
     a later operator of the first replica stands before the second replica's first one while the first replica waits for
     the second: a deadlock. With k such operators in a step of one replica, ``(n - 1) * k`` copies are enough. This sets
-    ``MXNET_CPU_TEMP_COPY`` and ``MXNET_CPU_PARALLEL_RAND_COPY``; values that are larger already stay, and for one
-    context, which waits for nobody, nothing is set.
+    ``MXNET_CPU_TEMP_COPY`` and ``MXNET_CPU_PARALLEL_RAND_COPY``; values that are larger already stay. One context
+    waits for nobody: ``MXNET_CPU_TEMP_COPY`` stays, and only a ``random_copies`` that is given is set.
+
+    The number of random states decides which numbers a seed gives: each random operator draws from the next state. The
+    processes of a job draw what one process with all contexts draws, if they have as many: ``random_copies`` says so.
 
     A copy of temporary space takes nothing until it is used and then keeps the largest space that it ever served, and
     operators take the copies in turn: a job grows until each has served the largest one. (FastSCNN on two contexts with
@@ -102,8 +105,8 @@ def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Option
         ResNet-101 (114 layers) needs 256 to 384, ResNet-152 (155 layers) 384 to 512. Too few end in an error that says
         so.
     random_copies : int, optional
-        Copies of the random states, by default ``4 * (n - 1)``: enough for four random operators in a forward of a
-        replica. A net with more Dropouts needs more; too few end in an error that says so.
+        Copies of the random states, for more than one context by default ``4 * (n - 1)``: enough for four random
+        operators in a forward of a replica. A net with more Dropouts needs more; too few end in an error that says so.
 
     Returns
     -------
@@ -123,17 +126,23 @@ def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Option
     n = arguments.whole("n", n, 1, 1024)
     if temp_copies is not None:
         temp_copies = arguments.whole("temp_copies", temp_copies, 1, 2**20)
-    random_copies = arguments.whole(
-        "random_copies", 4 * max(1, n - 1) if random_copies is None else random_copies, 1, 2**20
-    )
+    if random_copies is not None:
+        random_copies = arguments.whole("random_copies", random_copies, 1, 2**20)
+    elif n > 1:
+        random_copies = 4 * (n - 1)
     raised = temporary_space.of_contexts(n, temp_copies)
-    if n > 1:  # MXNet reads it when it first needs such a copy: after its import and before the first operator
+    if random_copies:  # MXNet reads it when it first needs such a copy: after its import and before the first operator
         raised |= at_least("MXNET_CPU_PARALLEL_RAND_COPY", random_copies)
     if raised and _native.copies_are_made():
+        follows = (
+            "A training step on these contexts may fail, because its replicas cannot wait for each other"
+            if n > 1
+            else "Random operators draw other numbers than with so many copies"
+        )
         warnings.warn(
             f"cpu_devices({n}) comes too late: an operator has run, and MXNet has read MXNET_CPU_TEMP_COPY and "
-            "MXNET_CPU_PARALLEL_RAND_COPY, which this call raises in vain. A training step on these contexts may fail, "
-            "because its replicas cannot wait for each other: call cpu_devices before the first operator runs",
+            f"MXNET_CPU_PARALLEL_RAND_COPY, which this call raises in vain. {follows}: call cpu_devices before the "
+            "first operator runs",
             stacklevel=2,
         )
     return [mx.cpu(i) for i in range(n)]

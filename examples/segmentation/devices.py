@@ -24,8 +24,8 @@ def prepare_mxnet(args) -> None:
     package()
 
 
-def contexts(args) -> list:
-    """The devices that the options name."""
+def contexts(args, processes: int = 1) -> list:
+    """The devices that the options name, in each of so many processes of the job."""
     import mxnet as mx
 
     if args.no_cuda and args.ngpus:
@@ -36,21 +36,21 @@ def contexts(args) -> list:
         there = mx.context.num_gpus()
     except mx.MXNetError:  # a CUDA build without a driver; `python -m gluon_syncbn` says more
         there = 0
-    index, processes = place(args)  # which share the machine's GPUs, one after the other
-    if args.ngpus and args.ngpus * processes > there:
+    index, sharing = place(args)  # processes share the machine's GPUs, one after the other
+    if args.ngpus and args.ngpus * sharing > there:
         build = "" if mx.runtime.Features().is_enabled("CUDA") else "; this MXNet is built without CUDA"
-        each = f" in each of {processes} processes" if processes > 1 else ""
+        each = f" in each of {sharing} processes" if sharing > 1 else ""
         raise UserError(f"--ngpus {args.ngpus}{each}: MXNet sees {there} GPUs{build}; --cpus N trains without")
     if args.cpus or args.no_cuda or args.ngpus == 0 or not there:
         return cpu_contexts(args.cpus or 1, args.cpu_temp_copies, processes)
-    count = args.ngpus or there // processes
+    count = args.ngpus or there // sharing
     if not count:
-        raise UserError(f"--ngpus: MXNet sees {there} GPUs for {processes} processes; --cpus N trains without")
+        raise UserError(f"--ngpus: MXNet sees {there} GPUs for {sharing} processes; --cpus N trains without")
     return [mx.gpu(index * count + i) for i in range(count)]
 
 
 def cpu_contexts(count: int, temp_copies: int | None = None, processes: int = 1) -> list:
-    """CPU contexts; call it before the first MXNet operator.
+    """CPU contexts of one of so many processes; call it before the first MXNet operator.
 
     Replicas that wait for each other need MXNet's shared resources prepared for it. Plain BatchNorm
     does not wait, but is faster with it: otherwise all devices' Dropout layers share one generator, which
@@ -58,13 +58,12 @@ def cpu_contexts(count: int, temp_copies: int | None = None, processes: int = 1)
     """
     import mxnet as mx
 
-    if count == 1 and processes == 1:
+    devices = count * processes
+    if devices == 1:
         return [mx.cpu(0)]
-    if count == 1:
-        # Nobody here waits for another device, so the temporary space may stay at MXNet's default. But each Dropout
-        # layer has to draw from a generator of its own, as it does where the devices are in one process.
-        temp_copies = 4
-    return package().cpu_devices(count, temp_copies=temp_copies)
+    # A seed gives each Dropout other numbers where MXNet has another number of generators. So each process of a job has
+    # as many as one process with all devices.
+    return package().cpu_devices(count, temp_copies=temp_copies, random_copies=4 * (devices - 1))
 
 
 def choose_mode(args, devices) -> str:

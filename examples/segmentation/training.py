@@ -62,7 +62,7 @@ class Run:
     def _check(self):
         """What can be known beforehand; returns the checkpoint, if there is one."""
         args = self.args
-        self.contexts = contexts(args)  # before any operator: it may prepare MXNet
+        self.contexts = contexts(args, self.processes.size)  # before any operator: it may prepare MXNet
         self.devices = self.processes.size * len(self.contexts)  # of all processes
         self.first_device = self.processes.rank * len(self.contexts)
         self.mode = choose_mode(args, self.contexts)

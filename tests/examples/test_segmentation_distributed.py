@@ -23,12 +23,6 @@ FILES = {"last.ckpt", "best.ckpt", "epochs.csv", "steps.csv"}
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("segmentation_modules")]
 
 
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as many threads everywhere
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")  # horovodrun calls it again
-
-
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, segmentation_modules):
     """A set of 16 + 5 scenes: of the last batch in validation, one process has nothing."""
@@ -64,7 +58,9 @@ class Job(Process):
                 f"import os; c = {both!r}[int(os.environ['HOROVOD_RANK'])]; os.execv(c[0], c)"
             )
             command = [Path(sys.executable).with_name("horovodrun"), "-np", "2", sys.executable, folder / "both.py"]
-        super().__init__(folder, "-c", EXEC, *command)
+        # horovodrun calls itself again.
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        super().__init__(folder, "-c", EXEC, *command, PATH=path)
 
 
 # Process starts Python; mpiexec or horovodrun takes its place.
@@ -121,9 +117,8 @@ def test_two_processes_train_as_one_does(tmp_path, data, launcher):
     ]
     loss, expected = (np.array([float(row["loss"]) for row in table]) for table in (ours, theirs))
     assert len(loss) == 8
-    np.testing.assert_allclose(loss[:2], expected[:2], rtol=2e-5)
-    # Rounding decides about a ReLU whose input is next to zero, and that shows in the weights from then on.
-    np.testing.assert_allclose(loss, expected, rtol=1e-2)
+    # Two terms have one sum, and MPI adds nothing else.
+    np.testing.assert_allclose(loss, expected, rtol=0 if launcher == "mpi" else 1e-2)
     for a, b in zip(rows(run / "epochs.csv"), rows(whole / "epochs.csv")):
         for name in ("train_loss", "pixAcc", "mIoU"):
             np.testing.assert_allclose(float(a[name]), float(b[name]), rtol=1e-2, atol=1e-3)

@@ -10,6 +10,7 @@ import sys
 import mxnet as mx
 import numpy as np
 import pytest
+from environments import shell
 from mxnet import nd
 from mxnet.gluon import nn
 from places import PACKAGE
@@ -448,6 +449,7 @@ def test_cpu_devices_lowers_nothing(monkeypatch, before, after):
     "given, expected",
     [
         ({"n": 1}, [None, None]),
+        ({"n": 1, "temp_copies": 100, "random_copies": 8}, [None, "8"]),
         ({"n": 2}, ["1024", "4"]),
         ({"n": 8}, ["7168", "28"]),
         ({"n": 2, "random_copies": 32}, ["1024", "32"]),
@@ -482,12 +484,12 @@ import gluon_syncbn
 from mxnet.gluon import nn
 import gluoncv
 
-def warned(n):
+def warned(n, **copies):
     for name in ("MXNET_CPU_TEMP_COPY", "MXNET_CPU_PARALLEL_RAND_COPY"):
         os.environ.pop(name, None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        gluon_syncbn.cpu_devices(n)
+        gluon_syncbn.cpu_devices(n, **copies)
     return [(one.category.__name__, str(one.message)[:30], os.path.basename(one.filename)) for one in caught]
 
 def a_sum():
@@ -503,6 +505,8 @@ thread.join()
 assert warned(2) == []  # each thread has copies of its own
 a_sum()
 assert warned(1) == []  # one context waits for nobody
+other_numbers = ("UserWarning", "cpu_devices(1) comes too late:", "late.py")
+assert warned(1, random_copies=4) == [other_numbers], warned(1, random_copies=4)
 late = ("UserWarning", "cpu_devices(2) comes too late:", "late.py")
 assert warned(2) == [late], warned(2)
 warnings.simplefilter("error")
@@ -515,7 +519,7 @@ def test_cpu_devices_says_that_it_comes_too_late(tmp_path):
     run = subprocess.run(
         [sys.executable, "-W", "ignore", "late.py"],
         cwd=str(tmp_path),
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        env=shell(PACKAGE.parent),
         capture_output=True,
         text=True,
         timeout=100,
