@@ -13,8 +13,10 @@ other old. The archive's checksums tell a truncated file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import tempfile
 import zipfile
 
@@ -39,7 +41,8 @@ class Checkpoint:
 
 def replace_file(path: str, write) -> None:
     """Call write(temporary name), then put the result in the place of `path`, durably and in one step."""
-    aside = path + ".tmp"
+    # The name tells `remove_strays` whose file it is.
+    aside = f"{path}.{os.uname().nodename}-{os.getpid()}.tmp"
     try:
         write(aside)
         with open(aside, "rb") as file:
@@ -52,6 +55,28 @@ def replace_file(path: str, write) -> None:
             os.close(folder)
     except OSError as error:  # the disk is full, or not ours
         raise UserError(f"{path}: cannot be written ({error}); an earlier one is unchanged") from None
+
+
+def remove_strays(folder: str) -> None:
+    """Remove the temporary files of `replace_file` that killed processes of this machine have left in a folder."""
+    for name in os.listdir(folder):
+        found = re.fullmatch(rf".+\.{re.escape(os.uname().nodename)}-(\d+)\.tmp", name)
+        if found and not _lives(int(found[1])):
+            with contextlib.suppress(FileNotFoundError):  # a run that starts at the same time was faster
+                os.remove(os.path.join(folder, name))
+
+
+def _lives(pid: int) -> bool:
+    """Whether another process has this number."""
+    if pid == os.getpid():
+        return False  # the number of a killed process is ours now
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        pass
+    return True
 
 
 def net_arrays(net, processes=ALONE) -> tuple:

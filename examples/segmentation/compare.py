@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 
-from checkpoint import replace_file
+from checkpoint import remove_strays, replace_file
 from errors import UserError, run
 from minidata import make_minidata
 from options import Parser, number
@@ -51,6 +51,7 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
     make_minidata(DATA)
     os.makedirs(args.save_dir, exist_ok=True)
+    remove_strays(args.save_dir)
     jobs = list(itertools.product(range(args.seeds), IMAGES, NORMS))
     results = {}
     for seed, images, norm in tqdm(jobs, desc="runs", unit="run", disable=args.no_progress or None):

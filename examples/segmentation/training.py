@@ -15,6 +15,7 @@ from checkpoint import (
     load_checkpoint,
     load_trainer,
     net_arrays,
+    remove_strays,
     save_checkpoint,
     set_arrays,
     set_devices,
@@ -116,6 +117,7 @@ class Run:
                     for name in CHECKPOINTS:
                         with contextlib.suppress(FileNotFoundError):
                             os.remove(os.path.join(args.save_dir, name))
+                remove_strays(args.save_dir)
                 self.log = StepLog(args.save_dir, self.epoch, self.step)
                 opened.callback(self.log.close)
 

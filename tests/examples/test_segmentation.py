@@ -231,8 +231,10 @@ def test_interrupted_and_resumed_is_the_same_as_uninterrupted(trained, tmp_path,
     assert len(rows(save / "steps.csv")) == 6
     assert not processes_of(save), "a loader worker stayed behind"
 
+    (save / f"best.ckpt.{os.uname().nodename}-{process.pid}.tmp").touch()  # as if it had been killed
     code, output = train(tmp_path, data, *TWO, "--epochs", "4", "--workers", "0", "--resume", save / "last.ckpt")
     assert code == 0, output
+    assert not list(save.glob("*.tmp"))
     whole, parts = (zipfile.ZipFile(folder / "last.ckpt") for folder in (trained, save))
     assert whole.read("model.params") == parts.read("model.params")
     assert whole.read("trainer.states") == parts.read("trainer.states")
@@ -368,7 +370,7 @@ def test_a_kill_while_saving_leaves_the_old_checkpoint(tmp_path):
         setattr(checkpoint.os, sys.argv[2], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         checkpoint.save_checkpoint([path], net, trainer, {"epoch": 2})
     """
-    from checkpoint import load_checkpoint
+    from checkpoint import load_checkpoint, remove_strays
 
     (tmp_path / "program.py").write_text(
         f"import sys; sys.path.insert(0, {str(SEGMENTATION)!r})" + textwrap.dedent(program)
@@ -388,6 +390,12 @@ def test_a_kill_while_saving_leaves_the_old_checkpoint(tmp_path):
         found = load_checkpoint(str(path))
         assert found.state["epoch"] == 1
         assert (found.arrays["weight"].asnumpy() == 1).all()
+        (stray,) = path.parent.glob("*.tmp")
+        others = [f"a.ckpt.{name}.tmp" for name in (f"{os.uname().nodename}-{os.getppid()}", "elsewhere-1", "mine")]
+        for other in others:
+            (path.parent / other).touch()
+        remove_strays(str(path.parent))
+        assert {name.name for name in path.parent.glob("*.tmp")} == set(others), stray
 
 
 def test_statistics_of_each_device_survive_a_checkpoint(contexts, tmp_path):
