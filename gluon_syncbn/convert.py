@@ -113,11 +113,7 @@ def convert(
         _check_kwargs(norm_layer, kwargs, {1, *(_axis(block._kwargs) for block in plain)})
 
         for block in plain:
-            origin = (type(block), dict(block._kwargs))
-            _become(block, *_synchronised_form(block, norm_layer, kwargs))
-            if origin[0] is not ContribSyncBatchNorm:
-                block._origin = origin
-            block._adopt_parameters()
+            _synchronise(block, norm_layer, kwargs)
         if fuse:
             fusion.install()
             for block in blocks.of(net):
@@ -126,6 +122,24 @@ def convert(
     stay = [Left(block.name, type(block).__name__, reasons[id(block)]) for block in left]
     _warn("convert", selection, stay + nodes)
     return net
+
+
+def convert_nodes(block: SymbolBlock, operator: str) -> None:
+    """`convert` for the nodes of one operator in a graph."""
+    nodes = open_graph(block)
+    for slot in getattr(block, "__layers__", {}).values():
+        if slot.operator == operator and _is_plain(slot.layer):
+            _synchronise(slot.layer, SyncBatchNorm, {})
+    close_graph(block)
+    _warn("convert", blocks.Selection(None), [node for node in nodes if node.operator == operator])
+
+
+def _synchronise(block: nn.BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any]) -> None:
+    origin = (type(block), dict(block._kwargs))
+    _become(block, *_synchronised_form(block, norm_layer, kwargs))
+    if origin[0] is not ContribSyncBatchNorm:
+        block._origin = origin
+    block._adopt_parameters()
 
 
 def _is_plain(block: Block) -> bool:

@@ -27,6 +27,7 @@ class Slot(NamedTuple):
     """What stands for a node of batch normalisation."""
 
     layer: nn.BatchNorm
+    operator: str  # of the node as recorded
     settings: Optional[Json]  # with which it computes what the node as recorded does; None: the node is none of MXNet's
 
 
@@ -143,7 +144,7 @@ def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequ
     layer._params._params.update((parameter.name, parameter) for parameter in parameters)
     if operator == NAME:
         layer._adopt_parameters()
-    return Slot(layer, None if operator == NAME else dict(layer._kwargs))
+    return Slot(layer, operator, None if operator == NAME else dict(layer._kwargs))
 
 
 # As MXNet reads a node that does not say.

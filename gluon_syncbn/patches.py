@@ -13,6 +13,7 @@ from . import _native, draws, mixed, steps
 from .session import session
 
 _replaced: List[Tuple[Any, str, Any]] = []  # owner, name, what was there
+_wrapped: List[Tuple[Any, str, Callable]] = []  # owner, name, wrapper, of `replace_once`
 
 
 def install() -> None:
@@ -55,13 +56,15 @@ def install() -> None:
 
 def remove() -> None:
     """Undoes `install`."""
+    _wrapped.clear()
     while _replaced:
         setattr(*_replaced.pop())
 
 
 def replace_once(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
-    """Changes what only some need, when they first need it."""
-    if all((changed, what) != (owner, name) for changed, what, _ in _replaced):
+    """Changes what only some need, when they first need it. Several may wrap the same."""
+    if (owner, name, wrap) not in _wrapped:
+        _wrapped.append((owner, name, wrap))
         _replace(owner, name, wrap)
 
 

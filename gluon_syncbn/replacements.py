@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import functools
+import json
 import sys
+import warnings
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
+from mxnet.gluon import SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from . import arguments, layer, parallel, symbol
+from . import arguments, blocks, layer, parallel, patches
+from .convert import convert_nodes
 from .devices import cpu_devices
 
 __all__ = ["install", "uninstall"]
 
 MOST_CPUS = 1024
 HELPERS = "gluoncv.utils.parallel"
+OPERATOR = "_contrib_SyncBatchNorm"
 _OWN = __name__.partition(".")[0]
 
 
@@ -83,8 +88,9 @@ class SyncBatchNorm(layer.SyncBatchNorm):
 def install(cpus: Optional[int] = None) -> str:
     """Puts this package in the places of what scripts use; `uninstall` puts everything back.
 
-    - ``mx.gluon.contrib.nn.SyncBatchNorm`` becomes `SyncBatchNorm` with contrib's signature, and
-      ``mx.sym.contrib.SyncBatchNorm`` the same as a symbol.
+    - ``mx.gluon.contrib.nn.SyncBatchNorm`` becomes `SyncBatchNorm` with contrib's signature.
+    - A ``SymbolBlock`` that is made with nodes of ``mx.sym.contrib.SyncBatchNorm`` has layers of this package for them.
+      A graph that is bound outside of Gluon, by ``Module`` for example, keeps MXNet's operator; a warning says so once.
     - ``gluoncv.utils.parallel``: ``DataParallelModel``, ``DataParallelCriterion``, ``parallel_backward``,
       ``parallel_apply`` and ``criterion_parallel_apply`` become those of `gluon_syncbn.parallel`; where GluonCV is not
       imported yet, as soon as it is.
@@ -107,6 +113,11 @@ def install(cpus: Optional[int] = None) -> str:
     ------
     ValueError
         Where ``cpus`` is out of range, or not what it was when this was installed.
+
+    Warns
+    -----
+    UserWarning
+        Later, where contrib's operator stays: in a graph that is bound outside of Gluon.
     """
     global _cpus
     if cpus is not None:
@@ -118,7 +129,11 @@ def install(cpus: Optional[int] = None) -> str:
     if cpus is not None:
         cpu_devices(cpus)  # may warn, which may be an error: nothing is replaced then
     _cpus = cpus
-    _put([(ContribSyncBatchNorm, SyncBatchNorm), (mx.sym.contrib.SyncBatchNorm, _double(symbol.SyncBatchNorm))])
+    _put([(ContribSyncBatchNorm, SyncBatchNorm)])
+    # Whether a symbol goes to Gluon or elsewhere shows when somebody takes it.
+    patches.replace_once(SymbolBlock, "__init__", _synchronising)
+    for name in ("bind", "simple_bind"):
+        patches.replace_once(mx.sym.Symbol, name, _telling)
     if cpus is not None:
         _put(_gpus(cpus))
     if HELPERS in sys.modules:
@@ -138,14 +153,43 @@ def uninstall() -> None:
     _cpus = None
 
 
+def _synchronising(construct: Callable[..., None]) -> Callable[..., None]:
+    def synchronised(block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
+        construct(block, *args, **kwargs)
+        if _installed and any(operator == OPERATOR for _, operator in blocks.recorded(block)):
+            convert_nodes(block, OPERATOR)
+
+    return synchronised
+
+
+def _telling(bind: Callable[..., mx.executor.Executor]) -> Callable[..., mx.executor.Executor]:
+    def telling(graph: mx.sym.Symbol, *args: Any, **kwargs: Any) -> mx.executor.Executor:
+        global _told
+        if _installed and not _told:
+            nodes = [node["name"] for node in json.loads(graph.tojson())["nodes"] if node["op"] == OPERATOR]
+            if nodes:
+                _told = True
+                named = arguments.some(nodes, ", ")
+                warnings.warn(
+                    "mx.sym.contrib.SyncBatchNorm stays MXNet's own in a graph that Module, simple_bind or bind takes "
+                    f"({named}): gluon_syncbn synchronises networks of Gluon, and takes such a graph in "
+                    "a gluon.SymbolBlock",
+                    stacklevel=3,
+                )
+        return bind(graph, *args, **kwargs)
+
+    return telling
+
+
+_told = False  # that contrib's operator stays
 _installed: List[Tuple[Any, Any]] = []  # what was there, and what has its place
 _cpus: Optional[int] = None
 
 
 def _words() -> str:
     words = (
-        "gluon_syncbn's SyncBatchNorm for mx.gluon.contrib.nn.SyncBatchNorm and mx.sym.contrib.SyncBatchNorm, and "
-        f"gluon_syncbn.parallel for {HELPERS}"
+        "gluon_syncbn's SyncBatchNorm for mx.gluon.contrib.nn.SyncBatchNorm and, in a SymbolBlock, "
+        f"mx.sym.contrib.SyncBatchNorm, and gluon_syncbn.parallel for {HELPERS}"
     )
     if _cpus is None:
         return words

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import warnings
 from types import ModuleType, SimpleNamespace
 
 import gluoncv
@@ -16,9 +17,10 @@ from mxnet.gluon import nn
 from replicas import TOLERANCE, WAYS, Result, assert_same, make_batch, prepare, step, truth
 
 import gluon_syncbn
-from gluon_syncbn import _native, parallel, symbol
+from gluon_syncbn import _native, blocks, parallel, replacements
 
 CONTRIB = mx.gluon.contrib.nn.SyncBatchNorm
+untyped_symbol = pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")
 
 
 @pytest.fixture(autouse=True)
@@ -61,14 +63,13 @@ def test_uninstall_restores_every_object(cpus):
     held = {
         ("mxnet.gluon.contrib.nn", "SyncBatchNorm"),
         ("mxnet.gluon.contrib.nn.basic_layers", "SyncBatchNorm"),
-        ("mxnet.symbol.contrib", "SyncBatchNorm"),
-        ("gluoncv.nn.feature", "SyncBatchNorm"),
         ("gluoncv.model_zoo.segbase", "parallel_apply"),
         *(("gluoncv.utils.parallel", name) for name in parallel.__all__),
     }
     gpus = {("mxnet", "gpu"), ("mxnet.context", "gpu"), ("mxnet.context", "num_gpus"), ("mxnet.util", "get_gpu_count")}
     replaced = changed(before, everything())
     assert held <= replaced
+    assert ("mxnet.symbol.contrib", "SyncBatchNorm") not in replaced
     assert gpus <= replaced if cpus else not gpus & replaced
     gluon_syncbn.uninstall()
     assert not changed(before, everything())
@@ -192,31 +193,38 @@ def test_convert_takes_contribs_layers_that_were_made_before(contexts, rng):
 # ---- the symbol ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")
-def test_the_symbol_is_that_of_this_package(monkeypatch):
-    seen = []
-    monkeypatch.setattr(symbol, "SyncBatchNorm", lambda data, **kwargs: seen.append(kwargs) or data)
-    gluon_syncbn.install()
-    try:
+def operators(block):
+    return [operator for _, operator in blocks.recorded(block) if operator != "null"]
+
+
+@untyped_symbol
+def test_a_symbol_block_has_layers_for_contribs_nodes(installed):
+    """And for no others: GluonCV's feature pyramids have the backbone beside them in one graph."""
+
+    def pyramid():
         data = mx.sym.var("data")
-        assert mx.sym.contrib.SyncBatchNorm(data, ndev=2, key="k", name="n") is data
-        # GluonCV compares by identity, and gives the key and the name where it is the same.
-        inner = mx.sym.Convolution(data, num_filter=2, kernel=(1, 1), name="inner")
-        feature.FPNFeatureExpander(
+        inner = mx.sym.BatchNorm(mx.sym.Convolution(data, num_filter=2, kernel=(1, 1), name="inner"), name="own")
+        return feature.FPNFeatureExpander(
             inner,
-            outputs=["inner"],
+            outputs=["own"],
             num_filters=[2],
             use_upsample=False,
-            norm_layer=mx.sym.contrib.SyncBatchNorm,
+            norm_layer=mx.sym.contrib.SyncBatchNorm,  # GluonCV compares by identity, and gives key and name
             norm_kwargs={"ndev": 2},
         )
-    finally:
-        gluon_syncbn.uninstall()
-    assert seen[0] == {"ndev": 2, "key": "k", "name": "n"}
-    assert seen[1]["ndev"] == 2 and seen[1]["name"] == seen[1]["key"] != ""
+
+    ours = pyramid()
+    gluon_syncbn.uninstall()
+    theirs = pyramid()
+    assert operators(theirs) == operators(ours)  # as recorded, before a first call
+    assert operators(theirs).count("_contrib_SyncBatchNorm") == 2
+    assert type(theirs) is feature.FPNFeatureExpander
+    layers = [block for block in blocks.of(ours) if blocks.is_batch_norm(block)]
+    assert [type(layer).__name__ for layer in layers] == ["BatchNorm", "SyncBatchNorm", "SyncBatchNorm"]
+    assert layers[0].name == "own"
 
 
-@pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")
+@untyped_symbol
 def test_the_symbol_is_one_device_with_the_whole_batch(contexts, rng, installed):
     batch = make_batch(rng, 2, dtype="float32")
     data = mx.sym.var("data")
@@ -243,6 +251,47 @@ def test_the_symbol_is_one_device_with_the_whole_batch(contexts, rng, installed)
     running = [[parameters[f"norm_moving_{kind}"].data(c).asnumpy() for c in contexts[:2]] for kind in ("mean", "var")]
     got = Result([y.asnumpy() for y in ys], [x.grad.asnumpy() for x in xs], gammas, betas, *running)
     assert_same(got, truth(batch), TOLERANCE["float32"])
+
+
+def trained_by_module(contexts, rng):
+    """Parameters of a net with contrib's symbol after three steps."""
+    norm = mx.sym.contrib.SyncBatchNorm(
+        mx.sym.var("data"), fix_gamma=False, ndev=len(contexts), key="bound", name="bound"
+    )
+    net = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(norm, num_hidden=3, name="dense"), name="softmax")
+    batches = mx.io.NDArrayIter(rng.randn(24, 5) * 3 + 1, rng.randint(0, 3, 24), 8, label_name="softmax_label")
+    module = mx.mod.Module(net, context=contexts)
+    module.bind(batches.provide_data, batches.provide_label)
+    given = {
+        "bound_gamma": 1 + rng.rand(5),
+        "bound_beta": rng.rand(5),
+        "dense_weight": rng.randn(3, 5),
+        "dense_bias": rng.rand(3),
+    }
+    module.init_params(arg_params={name: nd.array(value) for name, value in given.items()})
+    module.init_optimizer(optimizer_params={"learning_rate": 0.1})
+    for batch in batches:
+        module.forward_backward(batch)
+        module.update()
+    mx.nd.waitall()  # an executor does not tell the engine that its operators write the running statistics
+    return {name: value.asnumpy() for part in module.get_params() for name, value in part.items()}
+
+
+def test_a_module_trains_with_contribs_symbol_as_without(contexts, monkeypatch):
+    monkeypatch.setattr(replacements, "_told", False)
+    want = trained_by_module(contexts[:2], np.random.RandomState(0))
+    gluon_syncbn.install()
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            got, _ = (trained_by_module(contexts[:2], np.random.RandomState(0)) for _ in range(2))
+    finally:
+        gluon_syncbn.uninstall()
+    (warning,) = (one for one in told if "SyncBatchNorm" in str(one.message))
+    assert "stays MXNet's own in a graph that Module, simple_bind or bind takes (bound)" in str(warning.message)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
 
 
 # ---- GluonCV's helpers -----------------------------------------------------------------------------------------

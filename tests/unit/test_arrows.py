@@ -57,7 +57,8 @@ FLOORS = [
     {"fusion", "layer", "parameters"},
     {"graphs"},
     {"symbol"},
-    {"checkpoint", "convert", "replacements", "statistics", "summary"},
+    {"checkpoint", "convert", "statistics", "summary"},
+    {"replacements"},
     {""},  # __init__
     {"run", "selfcheck"},
     {"__main__"},
