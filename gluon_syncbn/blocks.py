@@ -7,11 +7,11 @@ import re
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
 import mxnet as mx
-from mxnet.gluon import Block, HybridBlock, SymbolBlock
+from mxnet.gluon import Block, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
-from . import arguments
+from . import arguments, callers
 from .activation import BatchNormActivation, BatchNormAdd
 
 PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
@@ -19,11 +19,13 @@ PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
 OPERATORS = ("BatchNorm", "_contrib_SyncBatchNorm", "_contrib_BatchNormWithReLU")
 # What says how an operator computes, not what.
 _HOW = {"cudnn_off"}
+# What a forward in a class of these computes depends on its layer's settings, and these are known.
+_LIBRARIES = {"mxnet", "gluoncv"}
 
 
 def of(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
-    """Every block once, ``net`` first: children, and those that an attribute holds in a list, tuple, set or dictionary,
-    which Gluon does not register.
+    """Every block once, ``net`` first: children; those that an attribute holds in a list, tuple, set or dictionary,
+    which Gluon does not register; and layers of batch normalisation that have run within it, whatever holds them.
     """
     seen = set() if seen is None else seen
     if id(net) in seen:
@@ -32,10 +34,19 @@ def of(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
     yield net
     for child in list(net._children.values()):
         yield from of(child, seen)
-    for name, value in list(vars(net).items()):
-        if name != "_children":
-            for block in _within(value, set()):
-                yield from of(block, seen)
+    for value in _attributes(net):
+        for block in _within(value, set()):
+            yield from of(block, seen)
+    for layer in callers.called_by(net):
+        yield from of(layer, seen)
+
+
+def _attributes(net: Block) -> Iterator[Any]:
+    yield from [value for name, value in vars(net).items() if name != "_children"]
+    for cls in type(net).__mro__:
+        slots = vars(cls).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            yield getattr(net, name, None)
 
 
 def _within(value: Any, seen: Set[int]) -> Iterator[Block]:
@@ -54,7 +65,8 @@ def is_batch_norm(block: Block) -> bool:
 def difference(block: Block) -> str:
     """What this BatchNorm does beyond ``nn.BatchNorm``, ``nn.BatchNormReLU`` and contrib's layer; empty if nothing.
 
-    Found by what it computes: the graph of its ``hybrid_forward`` is one operator on its four parameters.
+    Found by whose forward it has, and by what that computes: the graph of its ``hybrid_forward`` is one operator on its
+    four parameters. A forward of the user's own may compute something else tomorrow, where it looks at a flag.
     """
     cls = type(block)
     if cls in (BatchNormActivation, BatchNormAdd):
@@ -62,8 +74,11 @@ def difference(block: Block) -> str:
     if isinstance(block, ContribSyncBatchNorm):  # not traced: `replacements` may have its operator
         return "" if cls is ContribSyncBatchNorm else "it is a subclass of contrib's SyncBatchNorm"
     for name in ("forward", "__call__"):
-        if getattr(cls, name) is not getattr(HybridBlock, name):
+        if getattr(cls, name) is not getattr(_BatchNorm, name):
             return f"it has a {name} of its own"
+    owner = next(one for one in cls.__mro__ if "hybrid_forward" in vars(one))
+    if owner.__module__.partition(".")[0] not in _LIBRARIES:
+        return "it has a hybrid_forward of its own"
     if set(block._reg_params) != set(PARAMETERS) or block._children:
         return "it has other parameters or blocks than a BatchNorm"
     names = ("data", *PARAMETERS)

@@ -54,8 +54,11 @@ def convert(
     **kwargs: Any,
 ) -> NetT:
     """Makes the BatchNorm layers of a network synchronised layers: ``nn.BatchNorm``, ``nn.BatchNormReLU``, contrib's
-    ``SyncBatchNorm``, subclasses of the first two that compute the same, and the nodes of these in the graph of a
-    ``SymbolBlock``, which becomes one of a class of its own.
+    ``SyncBatchNorm``, subclasses of the first two without a forward of their own, GluonCV's ``BatchNormCudnnOff``, and
+    the nodes of these in the graph of a ``SymbolBlock``, which becomes one of a class of its own.
+
+    Layers are found among the children of blocks, in their attributes and slots, and in lists, tuples, sets and
+    dictionaries there. A layer in an attribute of another object is found once it has run within the net.
 
     Parameters stay the same objects: values, contexts, grad_req, lr_mult, wd_mult, initialisers and pending
     initialisation, names and order. Each layer keeps its axis, momentum, epsilon, scale, center, the present
@@ -96,8 +99,8 @@ def convert(
     Warns
     -----
     UserWarning
-        One, that names what was selected and stays, and why: subclasses of BatchNorm that do something else, and nodes
-        whose gamma is no parameter or whose mean is used elsewhere in the graph.
+        One, that names what was selected and stays, and why: subclasses of BatchNorm with a forward of their own, and
+        nodes whose gamma is no parameter or whose mean is used elsewhere in the graph.
     """
     arguments.block("net", net)
     fuse = arguments.flag("fuse", fuse)

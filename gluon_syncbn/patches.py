@@ -8,8 +8,9 @@ from typing import Any, Callable, List, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
+from mxnet.gluon.nn.basic_layers import _BatchNorm
 
-from . import _native, draws, mixed, steps
+from . import _native, callers, draws, mixed, steps
 from .session import session
 
 _replaced: List[Tuple[Any, str, Any]] = []  # owner, name, what was there
@@ -36,6 +37,8 @@ def install() -> None:
       layers is warned about there.
     - ``mx.nd.waitall`` tells where the only thread that trains waits in the middle of a step. A replica that waits for
       one that this thread has not called would wait for its whole time limit. ``gluon.data.DataLoader`` calls it.
+    - The ``__call__`` of Gluon's batch normalisation tells which blocks call a layer, once: a layer in an attribute of
+      an object that is no block shows in no other way.
     - ``mx.random.seed`` tells of its calls: seeds that are drawn here follow from it.
     """
     if _replaced:
@@ -49,6 +52,7 @@ def install() -> None:
     _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore, _gradients))
     for module in (mx.nd, mx.nd.ndarray, mx.npx):  # which have it under the same name
         _replace(module, "waitall", _told_of)
+    _replace(_BatchNorm, "__call__", callers.noting)
     _replace(mx.random, "seed", _telling)
     copies = _gated(lambda trainer: trainer._kvstore is not None, _written)
     _replace(gluon.Trainer, "_init_params", lambda initialise: _looked_at(copies(initialise)))

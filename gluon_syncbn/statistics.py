@@ -102,7 +102,7 @@ def update_bn_stats(
     a batch is done, as a recorded forward keeps it. Calls take their numbers, so that mode ``'shuffle'`` and Dropout
     draw other numbers afterwards.
 
-    For `SyncBatchNorm` in all modes, plain BatchNorm, contrib's and subclasses that compute the same. Frozen layers
+    For `SyncBatchNorm` in all modes and for those that `convert` takes. Frozen layers
     (``use_global_stats``) stay as they are. In a job of several processes all of them call it, with as many batches
     each.
 

@@ -37,7 +37,8 @@ def summary(net: Block) -> None:
     ``slots`` are those of one device; ``contexts`` those of the parameters, once they have been initialised. A layer in
     use by itself, such as one on a single context, is *plain*. ``takes in`` is what a layer does beside: its
     activation, or what ``convert(fuse=True)`` found behind it, once its graph is recorded; and whether it works in
-    place. The last line counts the layers of batch normalisation.
+    place. A layer in an attribute of an object that is no block has a row once it has run. The last line counts the
+    layers of batch normalisation.
 
     Parameters
     ----------

@@ -490,7 +490,12 @@ def test_subclasses_of_the_layer():
         (Untraceable, "its hybrid_forward cannot be traced"),
     ],
 )
-def test_a_subclass_that_computes_something_else_is_left_and_named(cls, reason):
+@pytest.mark.parametrize("whose", ["the user's", "GluonCV's"])
+def test_a_subclass_that_computes_something_else_is_left_and_named(monkeypatch, cls, reason, whose):
+    if whose == "GluonCV's":
+        monkeypatch.setattr(cls, "__module__", "gluoncv.nn.block")
+    elif cls is not WithForward:
+        reason = "it has a hybrid_forward of its own"
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
         net.add(nn.BatchNorm(), *(cls() for _ in range(6)), nn.InstanceNorm())
@@ -502,6 +507,71 @@ def test_a_subclass_that_computes_something_else_is_left_and_named(cls, reason):
     assert all(f"{bn.name} ({cls.__name__}: " in said for bn in net[1:6])
     assert warning.filename == __file__
     assert len(layers(net, SyncBatchNorm)) == 1 and len(layers(net, cls)) == 6
+
+
+def test_a_subclass_whose_forward_looks_at_a_flag_is_left(recwarn):
+    """What it computes today is BatchNorm, and would be for ever."""
+
+    class Doubling(nn.BatchNorm):
+        flag = False
+
+        def hybrid_forward(self, F, x, *args, **kwargs):
+            y = super().hybrid_forward(F, x, *args, **kwargs)
+            return y * 2 if self.flag else y
+
+    class Derived(Doubling):
+        pass
+
+    net = nn.HybridSequential()
+    net.add(nn.BatchNorm(in_channels=3), Doubling(in_channels=3), Derived(in_channels=3))
+    convert(net)
+    assert [type(layer) for layer in net] == [SyncBatchNorm, Doubling, Derived]
+    (warning,) = recwarn.list
+    assert str(warning.message).count("it has a hybrid_forward of its own") == 2
+
+
+class Holder:
+    """An object of a user's that is no block."""
+
+
+class Held(nn.HybridBlock):
+    """Its first layer is a child, its second stands in a slot, and the others where no block holds them."""
+
+    __slots__ = ("kept",)
+
+    def __init__(self, norm=nn.BatchNorm):
+        super().__init__()
+        self.first, self.kept = norm(in_channels=3), [norm(in_channels=3, prefix="kept_")]
+        self.holder = Holder()
+        self.holder.norm, self.holder.block = norm(in_channels=3, prefix="held_"), nn.HybridSequential()
+        self.holder.block.add(norm(in_channels=3, prefix="inner_"))
+        for block in (self.kept[0], self.holder.norm, self.holder.block):
+            block.initialize(ctx=CONTEXTS)
+        self.initialize(ctx=CONTEXTS)
+
+    def forward(self, x):
+        return self.holder.block(self.holder.norm(self.kept[0](self.first(x))))
+
+
+def test_layers_in_slots_and_in_attributes_of_other_objects():
+    net, other = Held(), Held()
+    hidden = [net.holder.norm, net.holder.block[0]]
+    convert(net)
+    assert type(net.first) is type(net.kept[0]) is SyncBatchNorm
+    assert [type(layer) for layer in hidden] == [nn.BatchNorm] * 2  # nothing tells of them
+    other(mx.nd.ones((2, 3), ctx=CONTEXTS[0]))
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    with autograd.record():
+        losses = [net(mx.nd.random.normal(shape=(4, 3), ctx=context)).sum() for context in CONTEXTS]
+    autograd.backward(losses)
+    with pytest.warns(UserWarning, match="these are not: held, inner. gluon_syncbn.convert") as warned:
+        trainer.step(8)
+    assert len(warned) == 1
+    convert(net)
+    assert [type(layer) for layer in hidden] == [SyncBatchNorm] * 2
+    assert type(other.holder.norm) is nn.BatchNorm, "another net's"
+    revert(net)
+    assert [type(layer) for layer in hidden] == [nn.BatchNorm] * 2
 
 
 def test_layers_that_gluon_does_not_register():

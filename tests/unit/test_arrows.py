@@ -46,7 +46,7 @@ def arrows():
 # From the bottom up: each may import what stands in the lines before it. `exchange` knows nothing of layers,
 # `reference` nothing of the rest.
 FLOORS = [
-    {"_version", "arguments", "distribution", "environment", "nodes", "operators", "reference"},
+    {"_version", "arguments", "callers", "distribution", "environment", "nodes", "operators", "reference"},
     {"_native", "activation", "cuda", "cuda_libraries", "temporary_space"},
     {"logs"},
     {"exchange"},

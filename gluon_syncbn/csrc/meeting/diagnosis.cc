@@ -124,9 +124,8 @@ std::string why_not_here(const Terms& terms, const std::string& context) {
             << "); expected a multiple of that, or no num_devices at all.";
     else if (terms.contexts.empty())
         why << "the contexts of the layer's parameters are not known; initialise the net before the first step. A "
-               "symbol "
-               "that Module, simple_bind or bind takes has no parameters of Gluon: put it into a gluon.SymbolBlock, or "
-               "write it with mx.sym.contrib.SyncBatchNorm";
+               "symbol that Module, simple_bind or bind takes has no parameters of Gluon: put it into a "
+               "gluon.SymbolBlock, or write it with mx.sym.contrib.SyncBatchNorm";
     else if (std::find(terms.contexts.begin(), terms.contexts.end(), context) == terms.contexts.end())
         why << "the layer was called here, but its parameters live on " << join_names(terms.contexts)
             << "; initialise or reset_ctx the net with every context that takes part";

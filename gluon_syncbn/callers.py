@@ -1,0 +1,48 @@
+"""The blocks that call a layer of batch normalisation.
+
+Gluon knows the blocks that a block holds itself. A layer in an attribute of another object shows when it runs.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import FrameType
+from typing import Any, Callable, Iterator, List, Optional, Tuple
+
+from mxnet.gluon import Block
+
+# By caller. The layers are keys, in the order of their first calls: processes have to number them alike.
+_called: weakref.WeakKeyDictionary[Block, weakref.WeakKeyDictionary[Block, None]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakSet[Block] = weakref.WeakSet()  # layers whose callers are
+
+
+def noting(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a layer's ``__call__``: the layer's first call within other blocks tells which they are."""
+
+    def noted(layer: Block, *args: Any) -> Any:
+        if layer not in _known:
+            _note(layer, sys._getframe(1))
+        return call(layer, *args)
+
+    return noted
+
+
+def _note(layer: Block, frame: Optional[FrameType]) -> None:
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Block) and caller is not layer:
+            _called.setdefault(caller, weakref.WeakKeyDictionary())[layer] = None
+            _known.add(layer)
+        frame = frame.f_back
+
+
+def called_by(block: Block) -> List[Block]:
+    """The layers that have run within this block."""
+    return list(_called.get(block, ()))
+
+
+def every() -> Iterator[Tuple[Block, List[Block]]]:
+    """Each block that has called layers, and these."""
+    for block in list(_called):
+        yield block, called_by(block)
