@@ -2,6 +2,7 @@
 
     make soak ARGS="--minutes 10"
     make soak ARGS="--seed 123 --cases 1"       # that case again, with what the package logs
+    make soak ARGS="--kind layers"              # 3000 single layers instead, against layers/truth.py
 
 What a case is stands in case.py, what happens to it in trial.py and failures.py. Ends with a table; the exit code is 1
 where something was wrong, 3 where a step hung. Ctrl-C ends it after the step.
@@ -28,6 +29,7 @@ from gluon_syncbn.environment import at_least
 
 from . import failures
 from .case import Case, draw
+from .layers.program import Layers
 from .trial import Crew, Trial
 from .watch import Interrupts, Resources, Watchdog
 
@@ -132,13 +134,18 @@ class Soak:
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="soak", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=10, help="how long (10)")
-    parser.add_argument("--cases", type=int, help="end after so many, if that is earlier")
+    parser.add_argument("--kind", choices=("nets", "layers"), default="nets", help="what a case trains (nets)")
+    parser.add_argument("--minutes", type=float, help="how long (nets: 10; layers: until all cases have run)")
+    parser.add_argument("--cases", type=int, help="end after so many, if that is earlier (layers: 3000)")
     parser.add_argument("--seed", type=int, help="of the first case; the next has the next (a random one)")
     parser.add_argument("--hang", type=float, default=120, help="seconds that a step may take (120)")
     options = parser.parse_args(arguments)
     if options.seed is None:
         options.seed = int.from_bytes(os.urandom(3), "little")
+    if options.kind == "layers":
+        options.cases = 3000 if options.cases is None else options.cases
+        return Layers(options).run()
+    options.minutes = 10 if options.minutes is None else options.minutes
     return Soak(options).run()
 
 

@@ -1,0 +1,170 @@
+"""A case: one layer, where its replicas live, and its steps. Drawn from one seed, within docs/limits.md."""
+
+from dataclasses import dataclass
+from typing import Any, Dict, List, Optional, Tuple
+
+import numpy as np
+
+DTYPES = ("float16", "float32", "float64")
+OFFSETS = {"float16": 30.0, "float32": 1e3, "float64": 1e6}
+CONTEXTS = 4
+
+
+@dataclass
+class Case:
+    seed: int
+    rng: np.random.RandomState  # goes on to draw the data
+    door: str
+    dtype: str
+    channels: int
+    axis: int
+    spatial: Tuple[int, ...]
+    contexts: List[int]
+    lanes: int  # replicas of each context
+    repeated: bool  # whether contexts are named once for each lane, instead of num_devices
+    pooling: Dict[str, Any]
+    settings: Dict[str, Any]  # of nn.BatchNorm
+    unbiased: bool
+    activation: Optional[str]
+    slope: float
+    addend: Optional[str]  # "own", or "x": the data itself
+    inplace: bool
+    fused: bool  # by `convert`, from plain BatchNorm and what stands behind it
+    way: str
+    reqs: Dict[str, str]  # grad_req
+    empty: bool  # whether some shards are
+    offset: float
+    steps: List[str]
+
+    @property
+    def places(self) -> List[int]:
+        """The context of each replica, in their order."""
+        return [context for context in self.contexts for _ in range(self.lanes)]
+
+    @property
+    def mode(self) -> str:
+        return self.pooling.get("mode", "sync")
+
+    @property
+    def slots(self) -> int:
+        """Of a replica."""
+        return self.pooling.get("virtual_devices", 1)
+
+    @property
+    def separate(self) -> bool:
+        """Whether MXNet's own operators may stand behind the layer, with arrays in between."""
+        return self.lanes > 1 or self.fused or self.settings["use_global_stats"]
+
+    def __str__(self) -> str:
+        said = {name: value for name, value in vars(self).items() if name not in ("rng", "seed") and value}
+        return f"case {self.seed}: " + ", ".join(f"{name} {value}" for name, value in said.items())
+
+    # ---- data --------------------------------------------------------------------------------------------------
+
+    def shards(self) -> List[np.ndarray]:
+        """A batch: of each replica another size, mean and spread."""
+        count = len(self.places)
+        samples = self.rng.choice((1, 2, 3, 5), count)
+        if self.empty:
+            samples[self.rng.permutation(count)[: self.rng.randint(1, count)]] = 0
+        if self.mode == "shuffle" and np.minimum(samples, self.slots).sum() < 2:
+            samples[self.rng.randint(count)] = 2
+            if self.slots == 1:
+                samples[:2] = 2
+        rng = self.rng
+        return [
+            (rng.uniform(0.5, 4) * rng.randn(*self._shape(n)) + rng.uniform(-3, 3) + self.offset).astype(self.dtype)
+            for n in samples
+        ]
+
+    def like(self, shards: List[np.ndarray]) -> List[np.ndarray]:
+        """Gradients of the outputs, or addends."""
+        return [(self.rng.randn(*x.shape) + 0.3 * i).astype(self.dtype) for i, x in enumerate(shards)]
+
+    def _shape(self, samples: int) -> List[int]:
+        shape = [samples, *self.spatial]
+        axis = self.axis % (len(shape) + 1)
+        if axis == 0:
+            return [self.channels, *shape]
+        shape.insert(axis, self.channels)
+        return shape
+
+
+def draw(seed: int) -> Case:
+    rng = np.random.RandomState(seed)
+
+    def one(options: Any) -> Any:
+        return options[rng.randint(len(options))]
+
+    def perhaps(chance: float) -> bool:
+        return rng.rand() < chance
+
+    dtype = one(DTYPES)
+    dimensions = one((2, 3, 4, 4, 5))
+    spatial = tuple(int(one((1, 2, 3, 4, 7))) for _ in range(dimensions - 2))
+    axis = one((1, 1, 1, -1, -1, int(rng.randint(-dimensions, dimensions))))
+    contexts = [int(i) for i in rng.permutation(CONTEXTS)[: rng.randint(1, CONTEXTS + 1)]]
+    lanes = int(one((2, 3))) if len(contexts) <= 2 and perhaps(0.3) else 1
+    replicas = len(contexts) * lanes
+    frozen = perhaps(0.05)
+
+    most = 1 if axis % dimensions == 0 else 4
+    pooling: Dict[str, Any] = {"mode": one(("sync", "sync", "local", "shuffle"))}
+    if perhaps(0.5):
+        pooling["virtual_devices"] = int(rng.randint(1, most + 1))
+    if pooling["mode"] == "shuffle" and replicas * pooling.get("virtual_devices", 1) < 2:
+        pooling = {"mode": "shuffle", "virtual_devices": 2} if most > 1 else {"mode": "local"}
+    if pooling["mode"] == "sync" and perhaps(0.3):
+        pooling["group_size"] = int(one([n for n in range(1, replicas + 1) if replicas % n == 0]))
+
+    addend = one((None, None, "own", "x"))
+    activation = one((None, "relu", "relu6", "leaky"))
+    inplace = addend is None and activation in (None, "leaky") and perhaps(0.4)
+    way = one(("eager", "hybrid", "static_alloc") + ("static_shape",) * (lanes == 1))
+    reqs = {name: one(("write", "write", "add", "null")) for name in ("x", "addend", "gamma", "beta")}
+    if addend != "own":
+        reqs["addend"] = "null"
+    scale, center = not perhaps(0.15), not perhaps(0.15)
+    reqs["gamma"] = reqs["gamma"] if scale else "null"
+    reqs["beta"] = reqs["beta"] if center else "null"
+    if set(reqs.values()) == {"null"}:
+        reqs["x"] = "write"
+    fused = lanes == 1 and perhaps(0.25)
+    of_mxnet = frozen or (fused and (way == "eager" or activation is None))  # what stands behind it
+    if of_mxnet and way != "eager":
+        # MXNet's own addition stands in the graph, and plain BatchNorm has wrong gradients there where that of the
+        # addend is not written.
+        reqs.update({None: {}, "own": {"addend": "write"}, "x": {"x": "write"}}[addend])
+    return Case(
+        seed=seed,
+        rng=rng,
+        door="custom" if seed % 2 else "native",
+        dtype=dtype,
+        channels=int(one((1, 2, 3, 5, 8, 17))),
+        axis=axis,
+        spatial=spatial,
+        contexts=contexts,
+        lanes=lanes,
+        repeated=lanes > 1 and perhaps(0.3),
+        pooling=pooling,
+        settings={
+            "axis": axis,
+            "epsilon": one((1e-5, 1e-5, 1e-3)),
+            "momentum": one((0.9, 0.9, 0.5, 0.0, 1.0)),
+            "scale": scale,
+            "center": center,
+            "use_global_stats": frozen,
+        },
+        unbiased=perhaps(0.2),
+        activation=activation,
+        slope=one((0.25, 0.0625) + (0.01, 0.3) * (dtype != "float64")),
+        addend=addend,
+        inplace=inplace,
+        fused=fused,
+        way=way,
+        reqs=reqs,
+        # Several operators of oneDNN, which MXNet takes in float32, are errors for an empty array.
+        empty=replicas > 1 and lanes == 1 and not (of_mxnet and dtype == "float32") and perhaps(0.3),
+        offset=OFFSETS[dtype] if perhaps(0.15) else 0.0,
+        steps=["train", *(one(("train", "train", "forward", "predict")) for _ in range(rng.randint(0, 4)))],
+    )

@@ -1,0 +1,43 @@
+"""The process in which cases run: `python -m soak.layers.child SEED...`. It writes what becomes of each, in JSON."""
+
+import argparse
+import faulthandler
+import json
+import logging
+import os
+import traceback
+
+from .case import draw
+from .faults import FAULTS
+from .trial import Wrong, contexts, run
+from .truth import Truth
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="soak.layers.child")
+    parser.add_argument("seeds", type=int, nargs="+")
+    parser.add_argument("--fault", choices=FAULTS, help="planted into what is expected")
+    options = parser.parse_args()
+    faulthandler.enable()
+    if len(options.seeds) > 1:  # a case that is repeated may speak
+        logging.getLogger("gluon_syncbn").addHandler(logging.NullHandler())
+        logging.getLogger("gluon_syncbn").propagate = False
+    places, truth = contexts(), FAULTS.get(options.fault, Truth)
+    for seed in options.seeds:
+        case = draw(seed)
+        say(seed=seed, began=str(case))
+        try:
+            say(seed=seed, strain=run(case, places, truth))
+        except Wrong as error:
+            say(seed=seed, wrong=str(error))
+        except Exception:
+            say(seed=seed, wrong=traceback.format_exc())
+            os._exit(0)  # nobody knows what is still on its way
+
+
+def say(**what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+if __name__ == "__main__":
+    main()

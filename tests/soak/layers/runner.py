@@ -1,0 +1,126 @@
+"""Runs cases in processes of their own, so that one that crashes or hangs is a case with a seed like the others."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence
+
+from environments import unprepared
+from places import SUPPORT, TESTS
+
+TOGETHER = 50  # cases of a process, which cost it some memory each
+
+
+class Outcome(NamedTuple):
+    seed: int
+    kind: str  # "right", "wrong", "crashed" or "hung"
+    text: str = ""
+    strain: float = 0.0  # the largest error, in what is allowed
+
+
+class Runner:
+    """``hang``: seconds that a case may take."""
+
+    def __init__(self, report: Callable[[Outcome], None], hang: float, fault: Optional[str] = None) -> None:
+        self._report, self._hang, self._fault = report, hang, fault
+        self._ended = threading.Event()
+        self._running: List[subprocess.Popen] = []
+
+    def run(self, seeds: Sequence[int], seconds: float = math.inf) -> None:
+        """Two processes at a time, none begun after so many seconds; `report` is called from their threads."""
+        self._deadline = time.monotonic() + seconds
+        doors = [[seed for seed in seeds if seed % 2 == door] for door in (0, 1)]
+        batches = [some[i : i + TOGETHER] for some in doors for i in range(0, len(some), TOGETHER)]
+        batches.sort()
+        with ThreadPoolExecutor(2) as pool:
+            try:
+                for done in [pool.submit(self._batch, batch) for batch in batches]:
+                    done.result()
+            except BaseException:
+                self._ended.set()
+                for process in list(self._running):
+                    process.kill()
+                raise
+
+    def _batch(self, seeds: Sequence[int]) -> None:
+        left = list(seeds)
+        while left and not self._ended.is_set() and time.monotonic() < self._deadline:
+            for outcome in self._process(left):
+                left = [seed for seed in left if seed > outcome.seed]
+                self._report(outcome)
+
+    def _process(self, seeds: Sequence[int]) -> Iterator[Outcome]:
+        """As far as a process comes with them, which is one case at least."""
+        command = [sys.executable, "-W", "ignore", "-m", "soak.layers.child", *map(str, seeds)]
+        command += ["--fault", self._fault] if self._fault else []
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(
+                command, env=_environment(seeds[0]), stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+            self._running.append(process)
+            hung = threading.Event()
+            began, text, ended = seeds[0], "before its first case", False
+            for line in self._lines(process, hung):
+                said = json.loads(line) if line.startswith("{") else {}
+                if "began" in said:
+                    began, text, ended = said["seed"], said["began"], False
+                elif "seed" in said:
+                    ended = True
+                    kind = "wrong" if "wrong" in said else "right"
+                    problem = f"{text}\n  {said['wrong']}" if kind == "wrong" else ""
+                    yield Outcome(said["seed"], kind, problem, said.get("strain", 0.0))
+            code = process.wait()
+            self._running.remove(process)
+            if self._ended.is_set() or (ended and code == 0 and not hung.is_set()):
+                return
+            errors.seek(0)
+            why = f"no answer for {self._hang:g} s" if hung.is_set() else _ending(code)
+            when = "after it" if ended else "in it"
+            kind = "hung" if hung.is_set() else "crashed"
+            yield Outcome(began, kind, f"{text}\n  {when}: {why}\n{errors.read()[-6000:]}")
+
+    def _lines(self, process: subprocess.Popen, hung: threading.Event) -> Iterator[str]:
+        """Until it ends, or has said nothing for too long."""
+
+        def end() -> None:
+            hung.set()
+            process.send_signal(signal.SIGABRT)  # faulthandler writes where it is
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+        while True:
+            timer = threading.Timer(self._hang, end)
+            timer.start()
+            try:
+                line = process.stdout.readline()  # type: ignore[union-attr]
+            finally:
+                timer.cancel()
+            if not line:
+                # It may hang at its end, too.
+                timer = threading.Timer(self._hang, end)
+                timer.start()
+                process.wait()
+                timer.cancel()
+                return
+            yield line
+
+
+def _environment(seed: int) -> dict:
+    """A user's, with the door of the case."""
+    paths = [unprepared()["PYTHONPATH"], str(SUPPORT), str(TESTS)]
+    settings = {**unprepared(), "PYTHONPATH": os.pathsep.join(paths)}
+    settings.pop("GLUON_SYNCBN_OPERATOR", None)
+    return {**settings, **({"GLUON_SYNCBN_OPERATOR": "custom"} if seed % 2 else {})}
+
+
+def _ending(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"

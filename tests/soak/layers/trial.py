@@ -1,0 +1,283 @@
+"""A case on its way through MXNet, each step checked against `truth`."""
+
+from contextlib import nullcontext
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd, nd
+from mxnet.gluon import nn
+from replicas import WAYS
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, blocks, reference
+
+from .case import CONTEXTS, Case
+from .tape import Value
+from .truth import Gradients, Truth
+
+TIMEOUT = 30.0  # seconds that a replica waits for the others
+#: Another order of the same operations has other roundings: the error may be this many times the bound.
+TIMES = 4.0
+START = 0.5  # of a gradient to which others are added
+
+
+class Wrong(Exception):
+    """What the layer does is not what it promises."""
+
+
+class Plain(nn.HybridBlock):
+    """Plain BatchNorm with what stands behind it, for `convert(fuse=True)`."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self._case = case
+        self.norm = nn.BatchNorm(in_channels=case.channels, **case.settings)
+
+    def hybrid_forward(self, F: Any, x: Any, addend: Any = None) -> Any:
+        z = self.norm(x)
+        z = z if addend is None else z + addend
+        kind = self._case.activation
+        if kind == "leaky":
+            return F.LeakyReLU(z, act_type="leaky", slope=self._case.slope)
+        if kind == "relu6":
+            return F.clip(z, 0, 6)
+        return z if kind is None else F.Activation(z, act_type="relu")
+
+
+class Batch(NamedTuple):
+    """One array for each replica."""
+
+    shards: List[np.ndarray]
+    addends: Optional[List[np.ndarray]]
+    xs: List[nd.NDArray]
+    others: Optional[List[nd.NDArray]]  # the addends; the data itself where that is added
+
+
+class Trial:
+    def __init__(self, case: Case, contexts: Sequence[mx.Context], truth: type = Truth) -> None:
+        self.case, self.rng = case, case.rng
+        self.contexts = {i: contexts[i] for i in case.contexts}
+        self.places = [contexts[i] for i in case.places]
+        self.strain = 0.0  # the largest error, in what is allowed
+        gluon_syncbn.configure(kvstore=None, timeout=TIMEOUT, seed=case.seed)
+        self.net = self._build()
+        self.layer = next(block for block in blocks.of(self.net) if isinstance(block, SyncBatchNorm))
+        self.net.cast(case.dtype)
+        self.net.initialize(ctx=self.places if case.repeated else list(self.contexts.values()))
+        if WAYS[case.way] is not None:
+            self.net.hybridize(**WAYS[case.way])
+        gamma, beta = self.rng.uniform(0.5, 2, case.channels), 0.7 * self.rng.randn(case.channels)
+        self.parameters = {"gamma": self.layer.gamma, "beta": self.layer.beta}
+        values = []
+        for (name, p), value in zip(self.parameters.items(), (gamma * self.rng.choice((-1, 1), case.channels), beta)):
+            p.grad_req = case.reqs[name]
+            p.set_data(nd.array(value, dtype=p.dtype))
+            values.append(p.data(self.places[0]).asnumpy().astype("float64"))
+            if case.reqs[name] == "add":
+                for context in self.contexts.values():
+                    p.grad(context)[:] = START
+        self.truth = truth(case, *values)
+        self.calls = 0
+        self.predict(0)  # which makes the graph
+
+    def _build(self) -> nn.HybridBlock:
+        case = self.case
+        own = {**case.pooling, "running_variance": "unbiased" if case.unbiased else "biased"}
+        own["num_devices"] = len(case.places) if case.lanes > 1 and not case.repeated else None
+        if case.fused:
+            return gluon_syncbn.convert(Plain(case), fuse=True, inplace=case.inplace, **own)
+        kind = SyncBatchNorm if case.addend is None else SyncBatchNormAdd
+        behind = {"activation": case.activation, "slope": case.slope, "inplace": case.inplace}
+        return kind(in_channels=case.channels, **case.settings, **behind, **own)
+
+    def run(self) -> None:
+        for number, kind in enumerate(self.case.steps):
+            try:
+                getattr(self, kind)()
+            except Wrong as error:
+                raise Wrong(f"step {number}, {kind}: {error}") from None
+        mx.nd.waitall()
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def train(self) -> None:
+        case, truth, batch = self.case, self.truth, self._batch()
+        with autograd.record():
+            ys = self._issue(batch)
+        forward = truth.forward(batch.shards, batch.addends, self._permutation(batch))
+        whole = [np.ones(y.data.shape) for y in forward.ys]
+        for mask, z in zip(whole, forward.zs):
+            mask[truth.undecided(z, TIMES)] = 0
+        heads = [head * kept for head, kept in zip(case.like(batch.shards), self._joined(whole, batch))]
+        gradients, heads = self._backward(forward, heads)
+        order = self._order()
+        dys = [nd.array(head, ctx=place, dtype=case.dtype) for head, place in zip(heads, self.places)]
+        if case.lanes == 1 and self.rng.rand() < 0.3:
+            for i in order:
+                ys[i].backward(dys[i])
+        else:
+            autograd.backward([ys[i] for i in order], [dys[i] for i in order])
+        truth.move(forward)
+        self._waits()
+        self._check_all("y", ys, self._joined(self._stored(forward.ys), batch))
+        self._check_inputs(batch, gradients)
+        self._check_parameters(gradients)
+        self._check_running()
+
+    def forward(self) -> None:
+        """Training without a backward: the running statistics move on."""
+        batch = self._batch()
+        # Outside of record(), a static_alloc graph gives the replicas of one context the same memory.
+        same_memory = self.case.lanes > 1 and self.case.way == "static_alloc"
+        with autograd.record() if same_memory else autograd.train_mode():
+            ys = self._issue(batch)
+        forward = self.truth.forward(batch.shards, batch.addends, self._permutation(batch))
+        self.truth.move(forward)
+        self._waits()
+        self._check_all("y", ys, self._joined(self._stored(forward.ys), batch))
+        self._check_running()
+
+    def predict(self, replica: Optional[int] = None) -> None:
+        batch = self._batch()
+        full = [i for i, x in enumerate(batch.shards) if x.size]
+        i = full[0] if replica == 0 else full[self.rng.randint(len(full))]
+        y = self.net(batch.xs[i], *([] if batch.others is None else [batch.others[i]]))
+        addend = None if batch.addends is None else batch.addends[i]
+        want = self.truth.predicted(batch.shards[i], addend, self.case.places[i]).stored(self.case.dtype)
+        self._check("prediction", self.truth.flat(y.asnumpy()), want)
+
+    # ---- parts of a step ---------------------------------------------------------------------------------------
+
+    def _batch(self) -> Batch:
+        case = self.case
+        shards = case.shards()
+        addends = {None: None, "x": shards, "own": case.like(shards)}[case.addend]
+        xs = self._inputs(shards, "x")
+        others = xs if case.addend == "x" else None if addends is None else self._inputs(addends, "addend")
+        return Batch(shards, addends, xs, others)
+
+    def _inputs(self, arrays: Sequence[np.ndarray], name: str) -> List[nd.NDArray]:
+        inputs = [nd.array(a, ctx=place, dtype=a.dtype) for a, place in zip(arrays, self.places)]
+        for array in inputs:
+            if self.case.reqs[name] != "null":
+                array.attach_grad(self.case.reqs[name])
+                array.grad[:] = START
+        return inputs
+
+    def _order(self) -> Sequence[int]:
+        count = len(self.places)
+        return range(count) if self.case.lanes > 1 else self.rng.permutation(count)
+
+    def _issue(self, batch: Batch) -> List[nd.NDArray]:
+        ys: Dict[int, nd.NDArray] = {}
+        for i in self._order():
+            ys[i] = self.net(batch.xs[i], *([] if batch.others is None else [batch.others[i]]))
+        return [ys[i] for i in range(len(ys))]
+
+    def _permutation(self, batch: Batch) -> Sequence[int]:
+        """The package's draw; what becomes of it is the truth's own."""
+        if self.case.mode != "shuffle" or self.case.settings["use_global_stats"]:
+            return []
+        filled = sum(part.size > 0 for shard in batch.shards for part in self.truth.cut(shard))
+        node = -1 if self.case.way == "eager" else self.layer._nodes - 1
+        call, self.calls = self.calls, self.calls + 1
+        return reference.derangement(self.case.seed, self.layer._replicas.id, node, call, filled)
+
+    def _backward(self, forward: Any, heads: List[np.ndarray]) -> Any:
+        """With heads so small that the gradients do not overflow the type."""
+        while True:
+            heads = [head.astype(self.case.dtype) for head in heads]
+            gradients = self.truth.backward(forward, [part for head in heads for part in self.truth.cut(head)])
+            largest = max(float(np.abs(g.data).max(initial=0)) for g in gradients.xs)
+            if largest < np.finfo(self.case.dtype).max / 8:
+                return gradients, heads
+            heads = [head / 16 for head in heads]
+
+    def _waits(self) -> None:
+        if self.case.way == "static_shape":
+            mx.nd.waitall()  # reading running statistics does not wait until such a graph has written them
+
+    # ---- checks ------------------------------------------------------------------------------------------------
+
+    def _stored(self, values: Sequence[Value]) -> List[Value]:
+        return [value.stored(self.case.dtype) for value in values]
+
+    def _joined(self, parts: Sequence[Any], batch: Batch) -> List[Any]:
+        """From one for each slot to one for each replica: arrays in the shape of its data, values as ``[C, M]``."""
+        slots, joined = self.case.slots, []
+        for i, shard in enumerate(batch.shards):
+            some = parts[i * slots : (i + 1) * slots]
+            if isinstance(some[0], Value):
+                joined.append(
+                    Value(np.concatenate([v.data for v in some], 1), np.concatenate([v.slack for v in some], 1))
+                )
+            else:
+                moved = np.moveaxis(shard, self.case.axis, 0).shape
+                joined.append(np.moveaxis(np.concatenate(some, 1).reshape(moved), 0, self.case.axis))
+        return joined
+
+    def _check_inputs(self, batch: Batch, gradients: Gradients) -> None:
+        dxs, addends = self._joined(self._stored(gradients.xs), batch), []
+        if batch.addends is not None:
+            addends = self._joined(self._stored(gradients.addends), batch)
+        if self.case.addend == "x":
+            dxs = self._stored([dx + addend for dx, addend in zip(dxs, addends)])
+        for name, arrays, wants in (("x", batch.xs, dxs), ("addend", batch.others, addends)):
+            req = self.case.reqs[name]
+            if req == "null":
+                continue
+            wants = [self.truth.accumulated(req, Value(START), want, self.case.dtype) for want in wants]
+            self._check_all(f"gradient of {name}", [array.grad for array in arrays], wants)
+
+    def _check_parameters(self, gradients: Gradients) -> None:
+        for name, parts in (("gamma", gradients.gammas), ("beta", gradients.betas)):
+            req = self.case.reqs[name]
+            if req == "null":
+                continue
+            for i, context in self.contexts.items():
+                before = self.truth.gradients.get((name, i), Value(START))
+                own = [part.stored(self.truth.parameters) for part, at in zip(parts, self.case.places) if at == i]
+                total = own[0]
+                for part in own[1:]:
+                    total = (total + part).stored(self.truth.parameters)
+                want = self.truth.accumulated(req, before, total, self.truth.parameters)
+                self.truth.gradients[name, i] = want
+                self._check(f"gradient of {name} on {context}", self.parameters[name].grad(context).asnumpy(), want)
+
+    def _check_running(self) -> None:
+        for i, context in self.contexts.items():
+            for p, want in zip((self.layer.running_mean, self.layer.running_var), self.truth.running[i]):
+                self._check(f"{p.name} on {context}", p.data(context).asnumpy(), want)
+
+    def _check_all(self, name: str, arrays: Sequence[nd.NDArray], wants: Sequence[Value]) -> None:
+        for i, (array, want) in enumerate(zip(arrays, wants)):
+            self._check(f"{name} of replica {i}", self.truth.flat(array.asnumpy()), want)
+
+    def _check(self, name: str, got: np.ndarray, want: Value) -> None:
+        got = got.reshape(want.data.shape)
+        if not got.size:
+            return
+        allowed = TIMES * want.slack
+        error = np.abs(got - want.data)
+        strains = np.nan_to_num(error / np.maximum(allowed, 1e-300), nan=np.inf)
+        strain = float(strains.max())
+        if strain > 1:
+            where = np.unravel_index(np.argmax(strains), error.shape)
+            raise Wrong(
+                f"{name} at {where}: {got[where]} where {float(want.data[where])} was expected, "
+                f"off by {float(error[where]):.2e}, allowed {allowed[where]:.2e}"
+            )
+        self.strain = max(self.strain, strain)
+
+
+def contexts() -> List[mx.Context]:
+    return gluon_syncbn.cpu_devices(CONTEXTS, temp_copies=1024, random_copies=CONTEXTS)
+
+
+def run(case: Case, places: Sequence[mx.Context], truth: type = Truth) -> float:
+    """The strain of a case; raises what is wrong with it."""
+    with mx.util.np_shape(True) if case.empty else nullcontext():
+        trial = Trial(case, places, truth)
+        trial.run()
+        return trial.strain

@@ -1,0 +1,240 @@
+"""What a layer computes, from its definition: batch normalisation over slots, the addition and the activation.
+
+The forward is that of Ioffe and Szegedy, algorithm 1; every gradient comes from `tape`. Nothing here comes from
+gluon_syncbn.reference: an error there is no error here.
+"""
+
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from .case import Case
+from .tape import DOUBLE, Rounding, Value, gradients, storing
+
+SINGLE = 2**-24
+
+
+class Statistic(NamedTuple):
+    """Of each channel."""
+
+    count: int
+    mean: Value
+    variance: Value
+
+
+class Part(NamedTuple):
+    """One slot of a replica. ``[C, M]``"""
+
+    replica: int
+    x: Value
+    addend: Optional[Value]
+
+
+class Forward(NamedTuple):
+    parts: List[Part]
+    gammas: List[Value]  # one leaf for each replica
+    betas: List[Value]
+    zs: List[Value]  # one for each part: what the activation is applied to
+    ys: List[Value]
+    moving: List[Optional[Tuple[Value, Value]]]  # of each replica: the mean and variance that its running ones take
+
+
+class Gradients(NamedTuple):
+    """One for each replica."""
+
+    xs: List[Value]
+    addends: List[Value]
+    gammas: List[Value]
+    betas: List[Value]
+
+
+class Truth:
+    """Holds what the running statistics and the accumulated gradients have to be."""
+
+    def __init__(self, case: Case, gamma: np.ndarray, beta: np.ndarray) -> None:
+        self.case, self.gamma, self.beta = case, gamma, beta
+        self.parameters = "float64" if case.dtype == "float64" else "float32"
+        # Elements are computed in at least single precision; sums are accumulated in double, but by MXNet's operator.
+        unit = 2**-53 if case.dtype == "float64" else SINGLE
+        self.rounding = Rounding(unit, unit if case.settings["use_global_stats"] else 2**-53)
+        zeros, ones = np.zeros((case.channels, 1)), np.ones((case.channels, 1))
+        self.running = {context: (Value(zeros), Value(ones)) for context in case.contexts}
+        self.gradients: Dict[Any, Value] = {}
+
+    # ---- forward -----------------------------------------------------------------------------------------------
+
+    def forward(self, shards: Sequence[np.ndarray], addends: Any, permutation: Sequence[int]) -> Forward:
+        case = self.case
+        addends = addends or [None] * len(shards)
+        parts = [
+            Part(i, self._leaf(x), None if a is None else self._leaf(a))
+            for i, (shard, addend) in enumerate(zip(shards, addends))
+            for x, a in zip(self.cut(shard), [None] * case.slots if addend is None else self.cut(addend))
+        ]
+        gammas, betas = ([self._leaf(v[:, None]) for _ in shards] for v in (self._gamma(), self.beta))
+        frozen = case.settings["use_global_stats"]
+        if frozen:
+            statistics: List[Optional[Statistic]] = [
+                Statistic(0, *self.running[case.places[part.replica]]) for part in parts
+            ]
+            moving: List[Optional[Tuple[Value, Value]]] = [None] * len(shards)
+        else:
+            statistics, own = self._statistics(parts, permutation)
+            moving = [
+                self._moving([s for s, part in zip(own, parts) if part.replica == i and s is not None])
+                for i in range(len(shards))
+            ]
+        zs = [
+            self.sum(
+                self.normalised(part.x, s, gammas[part.replica], betas[part.replica], not frozen),
+                part.addend,
+                case.separate,
+            )
+            for part, s in zip(parts, statistics)
+        ]
+        return Forward(parts, gammas, betas, zs, [self.activated(z, case.separate) for z in zs], moving)
+
+    def _gamma(self) -> np.ndarray:
+        return self.gamma if self.case.settings["scale"] else np.ones_like(self.gamma)
+
+    def _leaf(self, data: np.ndarray) -> Value:
+        return Value(data, rounding=self.rounding)
+
+    def cut(self, shard: np.ndarray) -> List[np.ndarray]:
+        """The slots of a replica, with the channels in front. ``[C, M]``"""
+        axis = self.case.axis % shard.ndim
+        slots = np.array_split(shard, self.case.slots, axis=0) if axis else [shard]
+        return [self.flat(slot) for slot in slots]
+
+    def flat(self, array: np.ndarray) -> np.ndarray:
+        """``[C, M]``"""
+        moved = np.moveaxis(array, self.case.axis, 0)
+        return moved.reshape(self.case.channels, moved.size // self.case.channels)
+
+    def _statistics(self, parts: Sequence[Part], permutation: Sequence[int]) -> Tuple[List[Any], List[Any]]:
+        """Of each part, the statistic that normalises it, and the one that its replica's running statistics take."""
+        if self.case.mode == "sync":
+            size = self.case.pooling.get("group_size", len(self.case.places))
+            groups: Dict[int, List[Value]] = {}
+            for part in parts:
+                groups.setdefault(part.replica // size, []).append(part.x)
+            pools = {group: self.statistic(xs) for group, xs in groups.items()}
+            shared = [pools[part.replica // size] for part in parts]
+            return shared, shared
+        own = [self.statistic([part.x]) for part in parts]
+        if self.case.mode == "local":
+            return own, own
+        filled = [i for i, statistic in enumerate(own) if statistic is not None]
+        normalising = list(own)
+        for place, source in zip(filled, self.sources(permutation)):
+            normalising[place] = own[filled[source]]
+        return normalising, own
+
+    def sources(self, permutation: Sequence[int]) -> Sequence[int]:
+        """Of each slot with values, the number of the slot whose statistics normalise it."""
+        return permutation
+
+    def statistic(self, xs: Sequence[Value]) -> Optional[Statistic]:
+        """Over all values of a channel; None where there are none."""
+        xs = [x.at(DOUBLE) for x in xs if x.data.size]
+        if not xs:
+            return None
+        count = self.count(xs)
+        mean = added([x.total() for x in xs]) * (1 / np.longdouble(count))
+        squares = [((x - mean) * (x - mean)).total() for x in xs]
+        return Statistic(count, mean, added(squares) * (1 / np.longdouble(count)))
+
+    def count(self, xs: Sequence[Value]) -> int:
+        return sum(x.data.shape[1] for x in xs)
+
+    def normalised(self, x: Value, statistic: Optional[Statistic], gamma: Value, beta: Value, own: bool) -> Value:
+        """``own``: by the layer's operator and not by MXNet's, which rounds on the way."""
+        if statistic is None:
+            return x
+        deviation = (statistic.variance + float(self.case.settings["epsilon"])).root()
+        scaled = (x - statistic.mean) * deviation.reciprocal() * gamma
+        z = (scaled if own else scaled.stored(self.case.dtype)) + beta
+        if own and self.case.inplace:
+            x.blurred = storing(z.data, self.case.dtype) * deviation.data / np.abs(gamma.data)
+        return z
+
+    def sum(self, z: Value, addend: Optional[Value], separate: bool) -> Value:
+        """``separate``: MXNet's own operators may do it, with arrays in between."""
+        z = z.stored(self.case.dtype) if separate else z
+        if addend is None:
+            return z
+        z = z + addend  # whose gradient is an array
+        return z.stored(self.case.dtype) if separate else z.fetched(self.case.dtype)
+
+    def activated(self, z: Value, separate: bool) -> Value:
+        kind, slope = self.case.activation, float(np.float32(self.case.slope))
+        if kind is None:
+            return z
+        capped = (z.data > 6) & (kind == "relu6")
+        factor = np.where(z.data > 0, np.where(capped, 0.0, 1.0), slope if kind == "leaky" else 0.0)
+        # MXNet's LeakyReLU multiplies in single precision (`xelu` in src/operator/mshadow_op.h).
+        single = SINGLE * slope if separate and kind == "leaky" else 0.0
+        y = z * Value(factor, single * (factor != 1)) + Value(np.where(capped, 6.0, 0.0))
+        return y.looser(z.slack * (1 - factor))  # the value may lie on the other side of a kink
+
+    def undecided(self, z: Value, times: float) -> np.ndarray:
+        """Where rounding decides on which side of a kink of the activation a value is, and with it about a gradient."""
+        kinks = {"relu": (0,), "leaky": (0,), "relu6": (0, 6)}.get(self.case.activation or "", ())
+        reach = times * z.stored(self.case.dtype).slack
+        return np.any([np.abs(z.data - kink) <= reach for kink in kinks], axis=0) | np.zeros(z.data.shape, bool)
+
+    def _moving(self, statistics: List[Statistic]) -> Optional[Tuple[Value, Value]]:
+        """The mean over a replica's slots; those of a shared statistic are the same."""
+        if not statistics:
+            return None
+        share = 1 / np.longdouble(len(statistics))
+        variances = [s.variance * self.correction(s.count) for s in statistics]
+        return added([s.mean for s in statistics]) * share, added(variances) * share
+
+    def correction(self, count: int) -> Any:
+        return np.longdouble(count) / (count - 1) if self.case.unbiased and count > 1 else 1.0
+
+    # ---- what it leaves ----------------------------------------------------------------------------------------
+
+    def move(self, forward: Forward) -> None:
+        """The running statistics. Of replicas that share a context, the first hands its own on; in `local`, all do."""
+        case, moved = self.case, set()
+        share = np.longdouble(np.float32(case.settings["momentum"]))
+        for context, batch in zip(case.places, forward.moving):
+            if batch is None or (context in moved and case.mode != "local"):
+                continue
+            moved.add(context)
+            self.running[context] = tuple(
+                (old.at(self.rounding) * share + new.at(self.rounding) * (1 - share)).stored(self.parameters)
+                for old, new in zip(self.running[context], batch)
+            )
+
+    def accumulated(self, req: str, before: Value, gradient: Value, dtype: str) -> Value:
+        """What is in the array of a gradient, which is of this type."""
+        return (before + gradient).stored(dtype) if req == "add" else gradient
+
+    def backward(self, forward: Forward, heads: Sequence[np.ndarray]) -> Gradients:
+        """``heads``: one for each part."""
+        xs = [part.x for part in forward.parts]
+        addends = [part.addend for part in forward.parts if part.addend is not None]
+        ys = [y for y, part in zip(forward.ys, forward.parts) if part.x.data.size]
+        given = [head for head in heads if head.size]
+        found = gradients(ys, given, [*xs, *addends, *forward.gammas, *forward.betas])
+        cuts = np.cumsum([len(xs), len(addends), len(forward.gammas)])
+        of_xs, of_addends, of_gammas, of_betas = (
+            found[start:end] for start, end in zip([0, *cuts], [*cuts, len(found)])
+        )
+        return Gradients(of_xs, of_addends, of_gammas, of_betas)
+
+    def predicted(self, shard: np.ndarray, addend: Any, context: int) -> Value:
+        x, a = (None if v is None else self._leaf(self.flat(v)) for v in (shard, addend))
+        gamma, beta = (self._leaf(v[:, None]) for v in (self._gamma(), self.beta))
+        z = self.normalised(x, Statistic(0, *self.running[context]), gamma, beta, own=False)
+        return self.activated(self.sum(z, a, separate=True), separate=True)
+
+
+def added(values: Sequence[Value]) -> Value:
+    result = values[0]
+    for value in values[1:]:
+        result = result + value
+    return result
