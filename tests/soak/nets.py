@@ -1,10 +1,12 @@
 """The net of a case, in Gluon."""
 
-from typing import Any
+from typing import Any, Type
 
 from mxnet.gluon import nn
 
-from gluon_syncbn import SyncBatchNorm
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd
+from gluon_syncbn.activation import Activation, of_arguments
 
 from .case import Case
 
@@ -20,13 +22,41 @@ class Sum(nn.HybridBlock):
         return self.left(x) + self.right(x)
 
 
+class Residual(nn.HybridBlock):
+    """The end of a residual block. Where the layer does not, the block adds, and applies the activation."""
+
+    def __init__(self, linear: nn.HybridBlock, norm: nn.BatchNorm, activation: Activation) -> None:
+        super().__init__()
+        self.linear, self.norm = linear, norm
+        self.activation, self._adds = activation, not isinstance(norm, SyncBatchNormAdd)
+
+    def hybrid_forward(self, F: Any, x: Any) -> Any:
+        z = self.linear(x)
+        return self.activation.of(F, self.norm(z) + x) if self._adds else self.norm(z, x)
+
+
+def convert(net: nn.HybridBlock, case: Case) -> None:
+    """The plain layers of the net."""
+    devices = len(case.places) if case.lanes > 1 else None
+    gluon_syncbn.convert(net, fuse=case.fused, **case.pooling, kvstore=case.kvstore, num_devices=devices)
+
+
 def build(case: Case) -> nn.HybridBlock:
     given = 0 if case.deferred else case.channels
 
-    def norm() -> nn.HybridBlock:
+    def norm(kind: Type[SyncBatchNorm] = SyncBatchNorm) -> nn.HybridBlock:
         devices = len(case.places) if case.lanes > 1 and not case.repeated else None
         settings = {**case.settings, **case.pooling, "kvstore": case.kvstore, "num_devices": devices}
-        return SyncBatchNorm(in_channels=given, **settings)
+        return kind(in_channels=given, **settings)
+
+    def residual() -> nn.HybridBlock:
+        activation = of_arguments(case.settings["activation"], 0.01)
+        if not case.fused:
+            return Residual(linear(), norm(SyncBatchNormAdd), activation)
+        plain = {key: value for key, value in case.settings.items() if key not in ("activation", "inplace")}
+        block = Residual(linear(), nn.BatchNorm(in_channels=given, **plain), activation)
+        convert(block, case)
+        return block
 
     def linear() -> nn.HybridBlock:
         if case.axis == 1:
@@ -42,6 +72,8 @@ def build(case: Case) -> nn.HybridBlock:
         # Nothing is dropped, but MXNet takes a random state for it.
         dropout = [nn.Dropout(1e-9)] if case.dropout else []
         return _chain(linear(), norm(), tanh(), *dropout, linear(), norm(), tanh(), linear())
+    if case.net == "residual":
+        return _chain(linear(), tanh(), residual(), tanh(), linear())
     if case.net == "branches":
         return _chain(linear(), Sum(_chain(norm(), tanh()), _chain(linear(), norm(), tanh())), linear(), norm())
     layer = norm()

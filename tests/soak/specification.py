@@ -1,7 +1,7 @@
 """What a net computes, in float64 NumPy: a walk over its Gluon blocks, with gluon_syncbn.reference for the layers."""
 
 from collections import Counter
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -10,10 +10,11 @@ from mxnet.gluon import nn
 from gluon_syncbn import SyncBatchNorm, reference
 from gluon_syncbn.activation import NONE
 
-from .nets import Sum
+from .nets import Residual, Sum
 
 Values = List[np.ndarray]  # one for each replica
 Back = Callable[[Values], Values]  # from the gradients of the outputs to those of the inputs
+BackOfLayer = Callable[[Values], reference.Gradients]
 
 
 class Specification:
@@ -103,10 +104,19 @@ class Specification:
                 self._walk(branch, xs, places, frozen) for branch in (block.left, block.right)
             )
             return _added(left, right), lambda dys: _added(back_left(dys), back_right(dys))
+        if isinstance(block, Residual):
+            zs, back_z = self._walk(block.linear, xs, places, frozen)
+            behind = {"addends": xs, **block.activation._asdict()}
+            ys, back_layer = self._layer(block.norm, zs, places, frozen, **behind)
+
+            def back_both(dys: Values) -> Values:
+                gradients = back_layer(dys)
+                return _added(back_z(gradients.dxs), gradients.daddends)
+
+            return ys, back_both
         if isinstance(block, nn.BatchNorm):
-            if frozen or block._kwargs["use_global_stats"]:
-                return self._frozen(block, xs, places)
-            return self._normalised(block, xs, places)
+            ys, back_layer = self._layer(block, xs, places, frozen)
+            return ys, lambda dys: back_layer(dys).dxs
         if isinstance(block, (nn.Conv2D, nn.Dense)):
             apply, differentiate = (
                 (_convolved, _convolved_back) if isinstance(block, nn.Conv2D) else (_dense, _dense_back)
@@ -134,14 +144,24 @@ class Specification:
 
     # ---- the layer ---------------------------------------------------------------------------------------------
 
-    def _normalised(self, layer: SyncBatchNorm, xs: Values, places: Sequence[mx.Context]) -> Tuple[Values, Back]:
+    def _layer(
+        self, layer: SyncBatchNorm, xs: Values, places: Sequence[mx.Context], frozen: bool, **behind: Any
+    ) -> Tuple[Values, BackOfLayer]:
+        """``behind``: what the layer takes in of the net, in place of its own activation."""
+        if frozen or layer._kwargs["use_global_stats"]:
+            return self._frozen(layer, xs, places, **behind)
+        return self._normalised(layer, xs, places, **behind)
+
+    def _normalised(
+        self, layer: SyncBatchNorm, xs: Values, places: Sequence[mx.Context], **behind: Any
+    ) -> Tuple[Values, BackOfLayer]:
         pooling = layer._replica_settings[0]._asdict()
         if pooling["mode"] == "shuffle":
             pooling["permutation"] = self._permutation(layer, xs, pooling["virtual_devices"])
         gamma, beta = self.weights[layer.gamma.name], self.weights[layer.beta.name]
         # As running statistics move from 0 and from 1, so they do from any value.
         from_0, from_1 = (
-            reference.forward(xs, gamma, beta, start, start, **_settings(layer), **pooling)
+            reference.forward(xs, gamma, beta, start, start, **{**_settings(layer), **pooling, **behind})
             for start in (np.zeros_like(gamma), np.ones_like(gamma))
         )
         moved = set()
@@ -157,36 +177,44 @@ class Specification:
         meets = len(places) > 1 and pooling["mode"] != "local"
         self.meetings += meets
 
-        def back(dys: Values) -> Values:
+        def back(dys: Values) -> reference.Gradients:
             self.meetings += meets
             return self._layer_back(layer, xs, dys, places, from_0.state)
 
         return from_0.outputs, back
 
-    def _frozen(self, layer: SyncBatchNorm, xs: Values, places: Sequence[mx.Context]) -> Tuple[Values, Back]:
+    def _frozen(
+        self,
+        layer: SyncBatchNorm,
+        xs: Values,
+        places: Sequence[mx.Context],
+        addends: Optional[Values] = None,
+        **behind: Any,
+    ) -> Tuple[Values, BackOfLayer]:
         gamma, beta = self.weights[layer.gamma.name], self.weights[layer.beta.name]
         forwards = [
             reference.forward(
                 [x], gamma, beta, *(self.running[p.name, place] for p in (layer.running_mean, layer.running_var)),
-                use_global_stats=True, **_settings(layer),
+                use_global_stats=True, **{**_settings(layer), **behind}, addends=addend,
             )
-            for x, place in zip(xs, places)
+            for x, place, addend in zip(xs, places, [None] * len(xs) if addends is None else [[a] for a in addends])
         ]  # fmt: skip
 
-        def back(dys: Values) -> Values:
+        def back(dys: Values) -> reference.Gradients:
             one_by_one = zip(xs, dys, places, forwards)
-            return [self._layer_back(layer, [x], [dy], [place], f.state)[0] for x, dy, place, f in one_by_one]
+            each = [self._layer_back(layer, [x], [dy], [place], f.state) for x, dy, place, f in one_by_one]
+            return reference.Gradients(*([value for (value,) in field] for field in zip(*each)))
 
         return [forward.outputs[0] for forward in forwards], back
 
     def _layer_back(
         self, layer: SyncBatchNorm, xs: Values, dys: Values, places: Sequence[mx.Context], state: reference.Statistics
-    ) -> Values:
+    ) -> reference.Gradients:
         gradients = reference.backward(xs, dys, self.weights[layer.gamma.name], state)
         for place, dgamma, dbeta in zip(places, gradients.dgammas, gradients.dbetas):
             self._add(layer.gamma, place, dgamma)
             self._add(layer.beta, place, dbeta)
-        return gradients.dxs
+        return gradients
 
     def _permutation(self, layer: SyncBatchNorm, xs: Values, slots: int) -> List[int]:
         number = layer._replicas.id

@@ -21,7 +21,7 @@ from replicas import TOLERANCE, WAYS, on_devices
 import gluon_syncbn
 
 from .case import Case
-from .nets import build
+from .nets import build, convert
 from .specification import Specification, Values
 
 TIMEOUT = 60.0  # seconds that a replica waits for the others where nothing is meant to fail
@@ -78,7 +78,8 @@ class Trial:
         dtype = "float32" if case.settings["activation"] == "leaky" else case.dtype
         self._tolerance = (TOLERANCE if case.net == "layer" else NET_TOLERANCE)[dtype]
         gluon_syncbn.configure(kvstore=None, timeout=TIMEOUT, seed=case.seed)
-        self.net = build(case)
+        with mx.util.np_shape(False):  # with which MXNet's Conv2D looks for the shape of its weight
+            self.net = build(case)
         self.net.cast(case.dtype)
         self.net.initialize(ctx=case.places if case.repeated else case.contexts)
         if WAYS[case.way] is not None:
@@ -126,12 +127,12 @@ class Trial:
     ) -> List[List[nd.NDArray]]:
         """The outputs of each call, of which none has been read. ``meanwhile`` runs after the first replica. Where the
         step fails, it has one scope, as the next one would forget the failure."""
-        replicas = len(calls[0].xs)
+        case, replicas = self.case, len(calls[0].xs)
         ys: List[List[Any]] = [[None] * replicas for _ in calls]
 
         def work(turns: Sequence[Any], inner: Callable[[], Any]) -> None:
             for k, i in turns:
-                with inner():
+                with inner(), mx.util.np_shape(case.empty):  # which is each thread's own
                     ys[k][i] = self.net(calls[k].xs[i])
                 if meanwhile is not None and (k, i) == turns[0]:
                     meanwhile()
@@ -283,8 +284,7 @@ class Trial:
     def revert_and_convert(self) -> None:
         gluon_syncbn.revert(self.net)
         self.predict()
-        devices = len(self.case.places) if self.case.lanes > 1 else None
-        gluon_syncbn.convert(self.net, **self.case.pooling, kvstore=self.case.kvstore, num_devices=devices)
+        convert(self.net, self.case)
         self._trace()
         self.train()
 

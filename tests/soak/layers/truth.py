@@ -234,7 +234,9 @@ class Truth:
 
 
 def added(values: Sequence[Value]) -> Value:
+    """In any order."""
     result = values[0]
     for value in values[1:]:
         result = result + value
-    return result
+    sizes = sum(np.abs(value.data) for value in values)
+    return result.looser((len(values) - 1) * result.rounding.sums * sizes)
