@@ -38,6 +38,8 @@ from replicas import (
     step,
     step_in_any_order,
 )
+from soak.layers.case import CONTEXTS, draw_for_emulator
+from soak.layers.trial import run as random_case
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native, reference
@@ -91,6 +93,14 @@ def test_equals_the_specification(rng, pooling, replicas, way, dtype):
         layer.running_var.set_data(nd.ones(5, dtype=layer.running_var.dtype))
         got = step(layer, batch, contexts, dtype)
         assert_same(got, specification(layer, batch, node=node, call=call), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("first", range(0, 80, 20))
+def test_random_cases(first):
+    """Those of `make soak ARGS="--kind layers"`, without the operators of MXNet's own that may stand in a case."""
+    gpus(CONTEXTS)
+    for seed in range(first, first + 20):
+        random_case(draw_for_emulator(seed), GPUS)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -1,6 +1,6 @@
 """A case: one layer, where its replicas live, and its steps. Drawn from one seed, within docs/limits.md."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Dict, List, Optional, Tuple
 
 import numpy as np
@@ -35,11 +35,16 @@ class Case:
     empty: bool  # whether some shards are
     offset: float
     steps: List[str]
+    emulated: bool = False  # on GPUs, where no operator of MXNet's own runs
 
     @property
     def places(self) -> List[int]:
         """The context of each replica, in their order."""
         return [context for context in self.contexts for _ in range(self.lanes)]
+
+    @property
+    def predicts(self) -> bool:
+        return not (self.emulated and self.way == "eager")
 
     @property
     def mode(self) -> str:
@@ -167,4 +172,26 @@ def draw(seed: int) -> Case:
         empty=replicas > 1 and lanes == 1 and not (of_mxnet and dtype == "float32") and perhaps(0.3),
         offset=OFFSETS[dtype] if perhaps(0.15) else 0.0,
         steps=["train", *(one(("train", "train", "forward", "predict")) for _ in range(rng.randint(0, 4)))],
+    )
+
+
+def draw_for_emulator(seed: int) -> Case:
+    """The case of that seed, without what MXNet's own operators would do."""
+    case = draw(seed)
+    reqs = case.reqs
+    if case.addend == "x":  # whose gradient MXNet adds up
+        reqs = {**reqs, "addend": "write"}
+    return replace(
+        case,
+        contexts=[0, 1] if case.lanes > 1 else case.contexts,
+        lanes=1,
+        repeated=False,
+        pooling={key: value for key, value in case.pooling.items() if key != "group_size" or case.lanes == 1},
+        settings={**case.settings, "use_global_stats": False},
+        addend=case.addend and "own",
+        fused=case.fused and case.way != "eager" and case.activation is not None,
+        reqs=reqs,
+        empty=case.seed % 3 == 0 and len(case.contexts) > 1,
+        steps=[step for step in case.steps if step != "predict" or case.way != "eager"],
+        emulated=True,
     )

@@ -57,6 +57,8 @@ class Truth:
         # Elements are computed in at least single precision; sums are accumulated in double, but by MXNet's operator.
         unit = 2**-53 if case.dtype == "float64" else SINGLE
         self.rounding = Rounding(unit, unit if case.settings["use_global_stats"] else 2**-53)
+        # A thread of a GPU takes the moments of its few elements as they are computed in.
+        self.moments = Rounding(unit, unit) if case.emulated else DOUBLE
         zeros, ones = np.zeros((case.channels, 1)), np.ones((case.channels, 1))
         self.running = {context: (Value(zeros), Value(ones)) for context in case.contexts}
         self.gradients: Dict[Any, Value] = {}
@@ -136,7 +138,7 @@ class Truth:
 
     def statistic(self, xs: Sequence[Value]) -> Optional[Statistic]:
         """Over all values of a channel; None where there are none."""
-        xs = [x.at(DOUBLE) for x in xs if x.data.size]
+        xs = [x.at(self.moments) for x in xs if x.data.size]
         if not xs:
             return None
         count = self.count(xs)
