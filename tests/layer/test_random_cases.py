@@ -4,7 +4,23 @@ import pytest
 from soak.layers.faults import FAULTS
 from soak.layers.runner import Runner
 
+pytestmark = pytest.mark.timeout(900)
+
 HANG = 120.0  # seconds
+
+#: A process of which case 2 ends by a signal, case 4 does not end, and case 6 is followed by a crash at the exit.
+PROGRAM = """
+import json, os, sys, time
+for seed in map(int, sys.argv[1:]):
+    print(json.dumps({"seed": seed, "began": f"case {seed}"}), flush=True)
+    if seed == 2:
+        os.abort()
+    if seed == 4:
+        time.sleep(1000)
+    print(json.dumps({"seed": seed, "strain": 0.5}), flush=True)
+if seed == 6:
+    os._exit(7)
+"""
 
 
 def outcomes(seeds, fault=None):
@@ -25,3 +41,20 @@ def test_a_fault_is_found(fault):
     """One that is planted into what is expected: cases that it concerns are wrong."""
     found = outcomes(range(0, 60, 2), fault)
     assert {outcome.kind for outcome in found} == {"right", "wrong"}
+
+
+def test_crashes_and_hangs_have_a_seed():
+    class Failing(Runner):
+        def _program(self):
+            return ["-c", PROGRAM]
+
+    found = []
+    Failing(found.append, hang=10).run([0, 2, 4, 6])
+    kinds = [(outcome.seed, outcome.kind) for outcome in found]
+    assert kinds == [(0, "right"), (2, "crashed"), (4, "hung"), (6, "right"), (6, "crashed")]
+    texts = [outcome.text for outcome in found if outcome.kind != "right"]
+    assert [text.split("\n")[1] for text in texts] == [
+        "  in it: ended by SIGABRT",
+        "  in it: no answer for 10 s",
+        "  after it: exit code 7",
+    ]

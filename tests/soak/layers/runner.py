@@ -56,14 +56,16 @@ class Runner:
                 left = [seed for seed in left if seed > outcome.seed]
                 self._report(outcome)
 
+    def _program(self) -> List[str]:
+        return ["-m", "soak.layers.child", *(["--fault", self._fault] if self._fault else [])]
+
     def _process(self, seeds: Sequence[int]) -> Iterator[Outcome]:
         """As far as a process comes with them, which is one case at least."""
-        command = [sys.executable, "-W", "ignore", "-m", "soak.layers.child", *map(str, seeds)]
-        command += ["--fault", self._fault] if self._fault else []
-        with tempfile.TemporaryFile("w+") as errors:
-            process = subprocess.Popen(
-                command, env=_environment(seeds[0]), stdout=subprocess.PIPE, stderr=errors, text=True
-            )
+        command = [sys.executable, "-W", "ignore", *self._program(), *map(str, seeds)]
+        pipe = subprocess.PIPE
+        with tempfile.TemporaryFile("w+") as errors, subprocess.Popen(
+            command, env=_environment(seeds[0]), stdout=pipe, stderr=errors, text=True
+        ) as process:
             self._running.append(process)
             hung = threading.Event()
             began, text, ended = seeds[0], "before its first case", False
