@@ -224,7 +224,7 @@ class Specification:
         node = -1 if self.eager else layer._nodes - _count(self.net, layer) + use
         call = self._calls[number, node]
         self._calls[number, node] += 1
-        filled = sum(part.size > 0 for x in xs for part in np.array_split(np.arange(len(x)), slots))
+        filled = sum(part.size > 0 for x in xs for part in np.array_split(x, slots))
         return reference.derangement(self.seed, number, node, call, filled)
 
 
