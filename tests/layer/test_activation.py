@@ -66,15 +66,15 @@ def check(layer, batch, addends, contexts, dtype="float64", before=0.0, **settin
     clear = [(np.abs(z) > near) & (np.abs(z - layer._activation.ceiling) > near) for z in plain]
     for name, value, expected in zip(got._fields, got, want):
         loose = 1 if dtype == "float64" or name in ("outputs", "running_mean", "running_var") else 20
-        scale = max(np.abs(part).max() for part in expected)
+        scale = max(np.abs(part).max(initial=0) for part in expected)
         for i, (a, b) in enumerate(zip(value, expected)):
             sure = clear[i] if name == "dxs" else ...
-            assert np.abs(a - b)[sure].max() <= loose * TOLERANCE[dtype] * max(scale, 1), name
+            assert np.abs(a - b)[sure].max(initial=0) <= loose * TOLERANCE[dtype] * max(scale, 1), name
     if adds:
         heads = [head * np.where(z > 0, z < layer._activation.ceiling, layer._activation.slope)
                  for head, z in zip(batch.heads, plain)]  # fmt: skip
         for a, b, sure in zip(daddends, heads, clear):
-            assert np.abs(a - b - before)[sure].max() <= TOLERANCE[dtype] * np.abs(b).max()
+            assert np.abs(a - b - before)[sure].max(initial=0) <= TOLERANCE[dtype] * np.abs(b).max(initial=0)
 
 
 def specification_of_z(layer, batch, given, settings):
@@ -117,6 +117,56 @@ def test_gradients_that_are_added(case, contexts, adds, behind):
     batch, addends = case(2)
     layer = prepare(make(adds, **BEHIND[behind]), batch, contexts[:2], "float64")
     check(layer, batch, addends, contexts, before=0.75)
+
+
+@pytest.fixture
+def empty_case(case):
+    """Of three replicas, the second one has no sample or no position."""
+
+    def make(dtype, no):
+        batch, addends = case(3, dtype, spatial=(2, 3))
+        for arrays in (batch.shards, batch.heads, addends):
+            arrays[1] = arrays[1][:0] if no == "sample" else arrays[1][..., :0]
+        return batch, addends
+
+    with mx.util.np_shape(True):
+        yield make
+
+
+@pytest.mark.parametrize("mode, way", [(mode, "eager") for mode in MODES] + [("sync", way) for way in WAYS])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("no", ["sample", "position"])
+def test_an_empty_shard(empty_case, contexts, no, dtype, mode, way):
+    """MXNet gives no memory for it; a null pointer does not mean that there is no such input."""
+    gluon_syncbn.configure(seed=3)
+    settings = {**MODES[mode], **({"group_size": 3} if mode == "groups" else {})}
+    for adds, behind in CASES:
+        for before in (0, 0.75):
+            batch, addends = empty_case(dtype, no)
+            layer = prepare(make(adds, **BEHIND[behind], **settings), batch, contexts[:3], dtype, WAYS[way])
+            check(layer, batch, addends, contexts, dtype, before, seed=3, **({} if way == "eager" else {"node": 0}))
+
+
+@pytest.mark.parametrize("adds, behind", CASES)
+def test_an_empty_shard_with_frozen_statistics(empty_case, contexts, adds, behind):
+    batch, addends = empty_case("float64", "sample")
+    layer = prepare(make(adds, **BEHIND[behind]), batch, contexts[:3], "float64", {})
+    inputs = [
+        on_devices(arrays, contexts, "float64") for arrays in ((batch.shards, addends) if adds else (batch.shards,))
+    ]
+    for array in inputs[0]:
+        array.attach_grad()
+    with autograd.record(train_mode=False):
+        ys = [layer(*given) for given in zip(*inputs)]
+    autograd.backward(ys, on_devices(batch.heads, contexts, "float64"))
+    forward = reference.forward(
+        batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), epsilon=1e-3, use_global_stats=True,
+        addends=addends if adds else None, **layer._activation._asdict(),
+    )  # fmt: skip
+    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+    for x, y, output, dx in zip(inputs[0], ys, forward.outputs, gradients.dxs):
+        np.testing.assert_allclose(y.asnumpy(), output, atol=1e-11)
+        np.testing.assert_allclose(x.grad.asnumpy(), dx, atol=1e-11)
 
 
 def unguarded(layer, x, addend):

@@ -136,6 +136,45 @@ def test_what_was_taken_in_is_not_taken_for_less(contexts):
     assert gluon_syncbn.fusion.fused(symbol) is None
 
 
+class Shortcut(nn.HybridBlock):
+    """What is normalised is added to it."""
+
+    def __init__(self, activation, **kwargs):
+        super().__init__(**kwargs)
+        self.activation = activation
+        with self.name_scope():
+            self.bn = nn.BatchNorm(in_channels=3)
+
+    def hybrid_forward(self, F, x):
+        return self.activation(F, self.bn(x) + x)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "eager"])
+@pytest.mark.parametrize("activation", [relu, relu6, leaky])
+def test_an_empty_shard(contexts, activation, way):
+    """The others' results are those without it."""
+    results = []
+    with mx.util.np_shape(True):
+        for sizes in ([2, 0, 3], [2, 3]):
+            random = np.random.RandomState(0)
+            net = convert(Shortcut(activation), fuse=True)
+            net.initialize(ctx=contexts[: len(sizes)])
+            net.hybridize(**WAYS[way])
+            xs, heads = (
+                [nd.array(random.randn(n, 3, 4), ctx=context) for n, context in zip(sizes, contexts)] for _ in "xy"
+            )
+            for x in xs:
+                x.attach_grad()
+            with autograd.record():
+                ys = [net(x) for x in xs]
+            autograd.backward(ys, heads)
+            assert recorded(net)["elemwise_add"] == 0
+            arrays = [array.asnumpy() for pair in zip(ys, (x.grad for x in xs)) for array in pair]
+            results.append([array for array in arrays if array.size])
+    for got, want in zip(*results):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 class Elsewhere(nn.HybridBlock):
     """What is normalised is used twice."""
 

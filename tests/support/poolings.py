@@ -27,7 +27,7 @@ def fits(pooling, replicas):
 
 
 def filled_slots(shards, virtual_devices):
-    return sum(part.size > 0 for x in shards for part in np.array_split(np.arange(len(x)), virtual_devices))
+    return sum(x[part].size > 0 for x in shards for part in np.array_split(np.arange(len(x)), virtual_devices))
 
 
 def permutation(layer, batch, virtual_devices, *, call=0, node=-1, seed=0):

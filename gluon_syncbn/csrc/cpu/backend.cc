@@ -98,10 +98,10 @@ void Backend::update_running(const Vector& mean, const Vector& variance, double 
     replace(running_var, type, mean.size(), towards(variance));
 }
 
-Vector Backend::grad_sums(const void* dy, const void* x, const Tensor& tensor, const Affine& affine, const void* y,
-                          void* dz) const {
+Vector Backend::grad_sums(const void* dy, const void* x, const Tensor& tensor, const Affine& affine,
+                          const std::optional<ByOutput>& by_output) const {
     const int64_t channels = tensor.shape.channels;
-    const bool by_input = affine.activation.any() && y == nullptr;
+    const bool by_input = affine.activation.any() && !by_output;
     const Vector shift = by_input ? shift_of(tensor, affine) : Vector();
     Vector sums(tensor.slots.size() * gradients_length(channels));
     double* part = sums.data();
@@ -111,8 +111,8 @@ Vector Backend::grad_sums(const void* dy, const void* x, const Tensor& tensor, c
             cpu::grad_sums(work(tensor, slot), at(dy, tensor, slot), at(x, tensor, slot),
                            {{slot.used->mean.data(), scale.data(), shift.data(), affine.activation},
                             slot.used->invstd.data(),
-                            at(y, tensor, slot),
-                            at(dz, tensor, slot)},
+                            by_output ? at(by_output->y, tensor, slot) : nullptr,
+                            by_output ? at(by_output->dz, tensor, slot) : nullptr},
                            part, part + channels);
         }
         part += gradients_length(channels);
@@ -159,6 +159,7 @@ int64_t Backend::first_not_invertible(const Tensor& tensor, const Affine& affine
 }
 
 void Backend::copy(const void* from, Type type, int64_t n, Array to, bool add) const {
+    if (n == 0) return;  // and no memory
     if (!add)
         std::memcpy(data(to), from, static_cast<size_t>(n * size_of(type)));
     else if (type == Type::kFloat64)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "cpu/kernels.h"
 #include "tensor.h"
@@ -14,6 +15,12 @@ namespace cpu {
 // pool that the slot feeds and the invstd of the one that it used. [slots][channels]
 struct ThroughStatistics {
     Vector mean_dz, slope;
+};
+
+// y tells the sign of z, which then needs no beta, and dz is written. Both pointers are null where the tensor is empty.
+struct ByOutput {
+    const void* y;
+    void* dz;
 };
 
 class Backend {
@@ -31,9 +38,9 @@ class Backend {
                         Array running_var) const;
 
     // [sum dz[C], sum dz*xhat[C]] of each slot, one after the other, with what it was normalised with: dz is the gradient
-    // with respect to z of `Affine`, whose sign y tells where it is given; dz is written then.
-    Vector grad_sums(const void* dy, const void* x, const Tensor& tensor, const Affine& affine, const void* y,
-                     void* dz) const;
+    // with respect to z of `Affine`.
+    Vector grad_sums(const void* dy, const void* x, const Tensor& tensor, const Affine& affine,
+                     const std::optional<ByOutput>& by_output) const;
     void grad_input(const void* dy, const void* x, const Tensor& tensor, const Affine& affine,
                     const ThroughStatistics& through, Array dx, bool add) const;
     // x of y, which `normalise` made of it.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <optional>
 #include <utility>
 
 #include "cpu/backend.h"
@@ -93,6 +94,7 @@ void HostCall::assign_statistics(const Total& moments) {
         return found;
     };
     for (size_t i = 0; i < tensor_.slots.size(); ++i) {
+        if (tensor_.slots[i].shape.size() == 0) continue;
         tensor_.slots[i].fed = of(pools_.feeds[first_slot_ + i]);
         tensor_.slots[i].used = of(pools_.uses[first_slot_ + i]);
     }
@@ -175,8 +177,9 @@ void HostCall::normalise(const Arrays& arrays, const int* reqs) {
 void HostCall::normalise_frozen(const Arrays& arrays, int req) {
     tensor_.cut(1);
     const int running = node_.running_mean();
-    tensor_.slots[0].fed = tensor_.slots[0].used =
-        std::make_shared<Statistic>(backend_.frozen(arrays[running], arrays[running + 1], tensor_, node_.epsilon));
+    if (tensor_.shape.size() > 0)
+        tensor_.slots[0].fed = tensor_.slots[0].used =
+            std::make_shared<Statistic>(backend_.frozen(arrays[running], arrays[running + 1], tensor_, node_.epsilon));
     backend_.threads = threads();
     write_output(arrays, req);
 }
@@ -209,22 +212,21 @@ void HostCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
     const int inputs = node_.outputs(), gradients = node_.gradients();
     Gradients& found = gradients_ = {};
     Affine& affine = found.affine = this->affine(arrays, inputs);
-    const void* y = nullptr;
-    void* dz = nullptr;
     found.x = node_.inplace ? recovered(arrays, reqs, &found.x_room) : data(arrays[inputs + kX]);
+    found.dz = data(arrays[0]);
+    std::optional<cpu::ByOutput> by_output;
     if (node_.adds && affine.activation.any()) {  // dz is the addend's gradient
-        y = data(arrays[node_.output_in_backward()]);
+        by_output = {data(arrays[node_.output_in_backward()]), nullptr};
         if (reqs[kAddend] == kNull || reqs[kAddend] == kAdd) {
             found.dz_room = room();
-            dz = found.dz_room.data();
+            by_output->dz = found.dz_room.data();
         } else {
-            dz = data(arrays[gradients + kAddend]);
+            by_output->dz = data(arrays[gradients + kAddend]);
         }
     }
-    found.dz = data(arrays[0]);
-    Vector sums = backend_.grad_sums(found.dz, found.x, tensor_, affine, y, dz);
-    if (dz != nullptr) {
-        found.dz = dz;
+    Vector sums = backend_.grad_sums(found.dz, found.x, tensor_, affine, by_output);
+    if (by_output) {
+        found.dz = by_output->dz;
         affine.activation = {};
     }
     found.gamma = found.beta = Vector(n, 0.0);
