@@ -81,8 +81,13 @@ def invertible(activation: Activation, adds: bool) -> bool:
 
 
 def behind(F: Any, z: Any, addend: Optional[Any], activation: Activation) -> Any:
-    """Addition and activation, by MXNet's own operators."""
-    return activation.of(F, z if addend is None else z + addend)
+    """Addition and activation, by MXNet's own operators.
+
+    In graphs, ``+`` is ``elemwise_add``, whose two gradients may lie in the memory of its one input (``_backward_add``
+    in src/operator/tensor/elemwise_binary_op_basic.cc). They may be wrong where one of them is added to an array, or
+    wanted by nobody. ``broadcast_add`` shares no memory.
+    """
+    return activation.of(F, z if addend is None else F.broadcast_add(z, addend))
 
 
 class BatchNormActivation(nn.BatchNorm):

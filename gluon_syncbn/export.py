@@ -34,7 +34,7 @@ def passing(node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
     if is_guard(node):
         return [inputs[0]]
     if is_ours(node) and int(node["attrs"]["role"]) == Role.MEET:
-        return [inputs[0], []]
+        return [inputs[0], [], *inputs[3:]]
     return None
 
 

@@ -288,10 +288,9 @@ class SyncBatchNorm(nn.BatchNorm):
         lanes = self._replicas.lanes(contexts) if contexts else 1
         kwargs.update(lanes=lanes, node=node, unbiased=self._unbiased)
         inputs = (x, gamma, beta, running_mean, running_var, self._replicas)
-        if lanes > 1:  # of the two operators that stand for one, either may be the one that normalises
-            return behind(F, sync_batch_norm(own, *inputs, **kwargs), addend, self._activation)
-        fuses = self._fuses and addend is None and self._activation == NONE
-        kwargs.update(activation=self._activation, fuses=fuses, inplace=self._inplace)
+        alone = lanes == 1
+        fuses = alone and self._fuses and addend is None and self._activation == NONE
+        kwargs.update(activation=self._activation, fuses=fuses, inplace=alone and self._inplace)
         return sync_batch_norm(own, *inputs, addend=addend, **kwargs)
 
 

@@ -49,7 +49,7 @@ def sync_batch_norm(
 
     ``lanes`` is the number of replicas on each context. ``node`` numbers the layer's nodes in graphs and is -1 for an
     eager call. ``unbiased`` is the variance that the running one takes. ``addend`` and ``activation`` come after the
-    normalisation: only with a single lane. ``fuses`` is for `fusion`. ``inplace`` keeps y for the backward and not x:
+    normalisation. ``fuses`` is for `fusion`, with a single lane. ``inplace`` keeps y for the backward and not x:
     where the activation is invertible, without an addend and with a single lane. A static graph does not tell MXNet's
     engine that a node writes the running statistics, so two nodes of one layer may run in either order there.
     """
@@ -73,27 +73,25 @@ def sync_batch_norm(
         unbiased=int(unbiased),
         on_cpus=int(on_cpus),
         **activation.attributes(),
-        adds=int(addend is not None),
         fuses=int(fuses),
         inplace=int(inplace),
     )
-    x = F.SwapAxis(x, dim1=0, dim2=0) if guarded else x
+    data = [x] if addend is None else [x, addend]
+    if guarded:
+        data = [F.SwapAxis(array, dim1=0, dim2=0) for array in data]
+    inputs, states = [data[0], gamma, beta, *data[1:]], [running_mean, running_var]
+    adds = int(addend is not None)
     if lanes == 1:
-        inputs = [x, gamma, beta]
-        if addend is not None:
-            inputs.append(F.SwapAxis(addend, dim1=0, dim2=0) if guarded else addend)
-        y = custom(*inputs, running_mean, running_var, role=Role.WHOLE, name="fwd")
+        y = custom(*inputs, *states, role=Role.WHOLE, adds=adds, name="fwd")
     else:
-        y, batch = custom(x, gamma, beta, role=Role.MEET, name="fwd")
-        track = functools.partial(
-            custom, y, gamma, beta, batch, running_mean, running_var, role=Role.TRACK, name="track"
-        )
+        y, batch, *handed_on = custom(*inputs, role=Role.MEET, adds=adds, name="fwd")
+        track = functools.partial(custom, y, gamma, beta, *handed_on, batch, *states, role=Role.TRACK, name="track")
         if node >= 0:  # it predicts, too
-            y = track()
+            y = track(adds=adds)
         else:
             # Beside the way of the data: what writes the running statistics waits for whoever wrote them before, of
             # a later call perhaps where each replica has a thread.
             recording = autograd.set_recording(False)
-            track()
+            track(adds=0)
             autograd.set_recording(recording)
     return F.SwapAxis(y, dim1=0, dim2=0) if guarded else y

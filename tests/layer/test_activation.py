@@ -274,6 +274,68 @@ def test_several_replicas_on_a_context(case, contexts, adds, way):
     assert_same(got, specification(layer, batch, **({"addends": addends} if adds else {})), 1e-10)
 
 
+@pytest.mark.parametrize("way", [None, {}, {"static_alloc": True}], ids=["eager", "hybrid", "static_alloc"])
+@pytest.mark.parametrize("kind", ["several replicas", "frozen", "reverted"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_each_way_to_ask_for_gradients(case, contexts, activation, kind, way):
+    """MXNet's own addition is wrong in graphs where a gradient is added to an array, or wanted by nobody."""
+    batch, addends = case(2 if kind == "several replicas" else 1)
+    settings = {"several replicas": {"num_devices": 2}, "frozen": {"use_global_stats": True}, "reverted": {}}[kind]
+    for reqs in [("write", None), ("write", "add"), ("add", "write"), ("add", "add"), (None, "add")]:
+        layer = prepare(make(True, **ACTIVATIONS[activation], **settings), batch, contexts[:1], "float64", way)
+        forward = reference.forward(
+            batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), epsilon=1e-3, addends=addends,
+            use_global_stats=kind == "frozen", **layer._activation._asdict(),
+        )  # fmt: skip
+        gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+        layer = revert(layer) if kind == "reverted" else layer
+        inputs = [on_devices(arrays, contexts[:1] * 2, "float64") for arrays in (batch.shards, addends)]
+        followed = [  # array, what is there before, what is there then
+            (array, 0.75, expected + (0.75 if req == "add" else 0))
+            for arrays, req, want in zip(inputs, reqs, (gradients.dxs, gradients.daddends)) if req
+            for array, expected in zip(arrays, want)
+        ]  # fmt: skip
+        for arrays, req in zip(inputs, reqs):
+            for array in arrays if req else ():
+                array.attach_grad(req)
+        for _ in range(2):  # MXNet plans with the memory of the first
+            for array, before, _ in followed:
+                array.grad[:] = before
+            with autograd.record():
+                ys = [layer(*replica) for replica in zip(*inputs)]
+            autograd.backward(ys, on_devices(batch.heads, contexts[:1] * 2, "float64"))
+        for array, _, want in followed:
+            np.testing.assert_allclose(array.grad.asnumpy(), want, atol=1e-6, err_msg=str(reqs))
+        np.testing.assert_allclose(layer.gamma.grad().asnumpy(), sum(gradients.dgammas), atol=1e-6, err_msg=str(reqs))
+        np.testing.assert_allclose(layer.beta.grad().asnumpy(), sum(gradients.dbetas), atol=1e-6, err_msg=str(reqs))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_several_replicas_predict_and_give_gradients_with_running_statistics(case, contexts, activation):
+    """Of the two operators of a call, the second one normalises then."""
+    batch, addends = case(2)
+    layer = prepare(make(True, num_devices=2, **ACTIVATIONS[activation]), batch, contexts[:1], "float64", {})
+    inputs = [on_devices(arrays, contexts[:1] * 2, "float64") for arrays in (batch.shards, addends)]
+    for array in (*inputs[0], *inputs[1]):
+        array.attach_grad("add")
+        array.grad[:] = 0.75
+    forward = reference.forward(
+        batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), epsilon=1e-3, use_global_stats=True,
+        addends=addends, **layer._activation._asdict(),
+    )  # fmt: skip
+    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+    for got, want in zip([layer(*replica) for replica in zip(*inputs)], forward.outputs):
+        np.testing.assert_allclose(got.asnumpy(), want, atol=1e-10)
+    with autograd.record(train_mode=False):
+        ys = [layer(*replica) for replica in zip(*inputs)]
+    autograd.backward(ys, on_devices(batch.heads, contexts[:1] * 2, "float64"))
+    for arrays, want in zip(inputs, (gradients.dxs, gradients.daddends)):
+        for array, expected in zip(arrays, want):
+            np.testing.assert_allclose(array.grad.asnumpy(), expected + 0.75, atol=1e-10)
+    np.testing.assert_allclose(layer.gamma.grad().asnumpy(), sum(gradients.dgammas), atol=1e-10)
+    np.testing.assert_allclose(layer.beta.grad().asnumpy(), sum(gradients.dbetas), atol=1e-10)
+
+
 def test_channels_from_the_first_batch(contexts):
     layer = SyncBatchNormAdd()
     layer.initialize(ctx=contexts[:1])

@@ -20,12 +20,11 @@ Spec any_spec(Random& random, int contexts, int lanes, bool seats_known) {
     spec.channels = random.whole(1, 5);
     spec.channels_last = random.one_in(4);
     spec.fix_gamma = random.one_in(4);
-    if (spec.whole()) {
-        spec.slope = random.one_of<double>({1, 0, 0.25});
-        spec.adds = random.one_in(3);
-        // Of another slot's statistics, what y has lost by rounding may grow without bound.
-        spec.inplace = !spec.adds && spec.slope > 0 && spec.mode != Mode::kShuffle && random.one_in(2);
-    }
+    spec.slope = random.one_of<double>({1, 0, 0.25});
+    spec.adds = random.one_in(3);
+    // Of another slot's statistics, what y has lost by rounding may grow without bound.
+    const bool may_be = spec.whole() && !spec.adds && spec.slope > 0 && spec.mode != Mode::kShuffle;
+    spec.inplace = may_be && random.one_in(2);
     if (!random.one_in(4)) spec.reach = any_reach(random);
     return spec;
 }
@@ -73,7 +72,7 @@ std::shared_ptr<Property> Layer::property(int node, Role role) const {
         {"on_cpus", "1"},
         {"slope", std::to_string(spec.slope)},
         {"ceiling", "inf"},
-        {"adds", spec.adds ? "1" : "0"},
+        {"adds", spec.adds && !(node == kEager && role == Role::kTrack) ? "1" : "0"},
         {"inplace", spec.inplace ? "1" : "0"},
     });
 }

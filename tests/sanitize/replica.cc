@@ -70,7 +70,7 @@ void Replica::issue_forward(Engine& engine) {
     const auto roles = whole ? std::vector<Role>{Role::kWhole} : std::vector<Role>{Role::kMeet, Role::kTrack};
     std::vector<int> extents{static_cast<int>(samples), static_cast<int>(channels), static_cast<int>(height)};
     if (layer.spec.channels_last) std::swap(extents[1], extents[2]);
-    std::vector<ArrayP> data{x};  // and the batch's statistics, from one operator to the next
+    std::vector<ArrayP> data{x};  // and the batch's statistics and the addend, from one operator to the next
     set_training(training);
     try {
         for (size_t i = 0; i < roles.size(); ++i) {
@@ -78,8 +78,9 @@ void Replica::issue_forward(Engine& engine) {
             const auto tensors = property->infer({x->type, extents});
             if (states_.size() == i) states_.push_back(std::make_shared<State>(*property, context_name, tensors));
             Execution execution{states_[i], {data[0], parameters.gamma, parameters.beta}, {}, {}};
+            if (addend && i == 0) execution.inputs.push_back(addend);
+            if (data.size() == 3) execution.inputs.push_back(data[2]);
             if (i == 1) execution.inputs.push_back(data[1]);
-            if (addend) execution.inputs.push_back(addend);
             if (property->auxiliary == 2) execution.auxiliary = {parameters.running_mean, parameters.running_var};
             data.clear();
             for (size_t k = 0; k < property->outputs; ++k) {
@@ -90,7 +91,7 @@ void Replica::issue_forward(Engine& engine) {
             const bool is_y = node == kEager ? i == 0 : i + 1 == roles.size();
             if (is_y) y = data[0];
             const bool is_aside = node == kEager && i == 1;
-            execution.forward(engine, {is_y ? req : kWrite, kWrite}, training, is_aside ? aside : forward);
+            execution.forward(engine, {is_y ? req : kWrite, kWrite, kWrite}, training, is_aside ? aside : forward);
             executions_.push_back(execution);
             properties_.push_back(property);
         }
@@ -104,11 +105,11 @@ void Replica::issue_forward(Engine& engine) {
 
 void Replica::issue_backward(Engine& engine, Backward& backward) {
     const size_t way = node == kEager ? 1 : executions_.size();
-    ArrayP dy = backward.dy;
+    ArrayP dy = backward.dy, handed_on;  // the gradient of the addend that the first operator passes to the second one
     for (size_t i = way; i-- > 0;) {
         const Execution& execution = executions_[i];
         const auto vector = [&] { return make_array(parameters.gamma->type, channels, kBefore); };
-        std::vector<int> reqs(4, kWrite);
+        std::vector<int> reqs(5, kWrite);
         std::vector<ArrayP> of_inputs{i == 0 ? backward.dx : make_array(dy->type, dy->size, kBefore)};
         if (i == 0) reqs[syncbn::kX] = backward.reqs[syncbn::kX];
         if (i == (training ? 0 : way - 1)) {  // this operator normalises, another one passes the data on
@@ -118,15 +119,20 @@ void Replica::issue_backward(Engine& engine, Backward& backward) {
             of_inputs.insert(of_inputs.end(), {vector(), vector()});
             backward.nothing.insert(backward.nothing.end(), of_inputs.end() - 2, of_inputs.end());
         }
-        if (addend) {
+        std::vector<ArrayP> of_outputs(execution.outputs.size());
+        of_outputs[0] = dy;
+        if (of_outputs.size() == 3) of_outputs[2] = handed_on;
+        if (addend && i == 0) {
             of_inputs.push_back(backward.daddend);
             reqs[syncbn::kAddend] = backward.reqs[syncbn::kAddend];
-        } else if (execution.inputs.size() == 4) {
+        } else if (addend) {
+            handed_on = make_array(dy->type, dy->size, kBefore);
+            of_inputs.push_back(handed_on);
+        }
+        if (i == 1) {
             of_inputs.push_back(make_array(Type::kFloat64, 1 + 2 * channels, kBefore));
             backward.nothing.push_back(of_inputs.back());
         }
-        std::vector<ArrayP> of_outputs(execution.outputs.size());
-        of_outputs[0] = dy;
         execution.backward(engine, of_outputs, of_inputs, reqs, backward.outcome);
         dy = of_inputs[0];
     }

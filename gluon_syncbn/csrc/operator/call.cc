@@ -84,11 +84,14 @@ void speak_of_nonfinite_again() {
 
 void forget_handed_over() { handed_over().clear(); }
 
-bool Node::is_data(int at) const { return at == kX || at == output() || (adds && at == kAddend); }
+bool Node::is_data(int at) const {
+    return at == kX || at == output() || (adds && at == kAddend) || (hands_addend_on() && at == addend_output());
+}
 
 bool Node::is_data_of_backward(int at) const {
     const int inputs = at - (at < gradients() ? outputs() : gradients());  // or their gradients
-    return at == 0 || at == output_in_backward() || inputs == kX || (adds && inputs == kAddend);
+    return at == 0 || at == output_in_backward() || inputs == kX || (adds && inputs == kAddend) ||
+           (hands_addend_on() && at == kGradientOfAddendOutput);
 }
 
 std::unique_ptr<Call> Call::of(Node node, std::string context, Type type, Shape shape, int64_t samples) {
@@ -122,9 +125,11 @@ void Call::attempt_forward(const Arrays& arrays, const int* reqs, const Work& wo
     try {
         work();
     } catch (const std::exception& e) {
-        const bool meets = node_.role == Role::kMeet;
-        fail(e, {{arrays[node_.output()], kX, reqs[0] != kNull},
-                 {arrays[node_.output() + meets], kBatch, meets && reqs[1] != kNull}});
+        const bool meets = node_.role == Role::kMeet, hands = node_.hands_addend_on();
+        const int y = node_.output();
+        fail(e, {{arrays[y], kX, reqs[0] != kNull},
+                 {arrays[meets ? node_.batch_output() : y], kBatch, meets && reqs[1] != kNull},
+                 {arrays[hands ? node_.addend_output() : y], kX, hands && reqs[2] != kNull}});
     }
 }
 
@@ -143,16 +148,16 @@ bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
 void Call::end_forward(const Arrays& arrays, const int* reqs) {
     attempt_forward(arrays, reqs, [&] {
         if (passes_on())
-            pass(arrays[kX], arrays[node_.output()], reqs[0]);
+            pass_forward(arrays, reqs);
         else if (frozen_)
             normalise_frozen(arrays, reqs[0]);
         else
             normalise(arrays, reqs);
-        if (node_.role == Role::kTrack && !frozen_ && has_come(arrays[kBatch])) track(arrays);
+        if (node_.role == Role::kTrack && !frozen_ && has_come(arrays[node_.batch()])) track(arrays);
         finish();
         complete_ = true;
         if (node_.role == Role::kMeet && !frozen_ && reqs[1] != kNull) {
-            const Array batch = arrays[node_.output() + 1];
+            const Array batch = arrays[node_.batch_output()];
             handed_over().add(data(batch));
         }
     });
@@ -189,15 +194,14 @@ bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
 
 void Call::end_backward(const Arrays& arrays, const int* reqs) {
     attempt_backward(arrays, reqs, [&] {
-        const int gradients = node_.gradients();
         if (passes_on()) {
-            pass(arrays[0], arrays[gradients + kX], reqs[kX]);
-            no_gradient(arrays, reqs);
+            pass_backward(arrays, reqs);
         } else {
             differentiate(arrays, reqs);
         }
-        if (node_.role == Role::kTrack && (reqs[kBatch] == kWrite || reqs[kBatch] == kInplace))
-            fill(arrays[gradients + kBatch], Type::kFloat64, moments_length(channels()), 0);
+        const int batch = node_.batch();
+        if (node_.role == Role::kTrack && (reqs[batch] == kWrite || reqs[batch] == kInplace))
+            fill(arrays[node_.gradients() + batch], Type::kFloat64, moments_length(channels()), 0);
         finish();
     });
 }
@@ -255,8 +259,17 @@ void Call::pass(Array from, Array to, int req) {
     if (req != kNull) copy(from, tensor_.type, tensor_.shape.size(), to, req == kAdd);
 }
 
-// Where the other operator of the call has the gradient with respect to gamma and beta.
-void Call::no_gradient(const Arrays& arrays, const int* reqs) {
+void Call::pass_forward(const Arrays& arrays, const int* reqs) {
+    pass(arrays[kX], arrays[node_.output()], reqs[0]);
+    if (node_.hands_addend_on()) pass(arrays[kAddend], arrays[node_.addend_output()], reqs[2]);
+}
+
+// The other operator of the call has the gradients with respect to gamma, beta and the addend. The second operator leaves
+// that of the addend as it is: the first one does not read it.
+void Call::pass_backward(const Arrays& arrays, const int* reqs) {
+    pass(arrays[0], arrays[node_.gradients() + kX], reqs[kX]);
+    if (node_.hands_addend_on())
+        pass(arrays[Node::kGradientOfAddendOutput], arrays[node_.gradients() + kAddend], reqs[kAddend]);
     for (int i : {kGamma, kBeta})
         if (reqs[i] == kWrite || reqs[i] == kInplace)
             fill(arrays[node_.gradients() + i], tensor_.parameter_type(), channels(), 0);

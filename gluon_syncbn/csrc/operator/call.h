@@ -22,6 +22,10 @@ namespace syncbn {
 // and a second one, which waits for nobody, takes them.
 enum class Role : int { kWhole = 0, kMeet = 1, kTrack = 2 };
 
+enum Request { kNull = 0, kWrite = 1, kInplace = 2, kAdd = 3 };
+// In this order; where the batch is, says `Node`.
+enum Input { kX = 0, kGamma = 1, kBeta = 2, kAddend = 3, kBatch };
+
 // What the operator's attributes say; read once per call.
 struct Node {
     std::shared_ptr<Layer> layer;
@@ -39,19 +43,23 @@ struct Node {
 
     // Where things are in MXNet's lists: [inputs][outputs][auxiliary states] of the forward,
     // [gradients of the outputs][inputs][outputs][gradients of the inputs] of the backward.
-    int inputs() const { return role == Role::kTrack || adds ? 4 : 3; }
-    int outputs() const { return role == Role::kMeet ? 2 : 1; }
+    int inputs() const { return batch() + (role == Role::kTrack); }
+    int batch() const { return kBeta + 1 + adds; }  // of the second operator of a call
+    int outputs() const { return role != Role::kMeet ? 1 : hands_addend_on() ? 3 : 2; }
     int output() const { return inputs(); }
+    int batch_output() const { return output() + 1; }  // of the first
+    int addend_output() const { return output() + 2; }
     int running_mean() const { return inputs() + outputs(); }
     int output_in_backward() const { return outputs() + inputs(); }
     int gradients() const { return output_in_backward() + outputs(); }
+    // A graph predicts, too. Then the second operator of a call normalises and adds. The addend passes through the first
+    // one, so that one operator alone writes its gradient.
+    bool hands_addend_on() const { return role == Role::kMeet && adds && number >= 0; }
+    static constexpr int kGradientOfAddendOutput = 2;  // in the list of the backward
     // Whether what is there in the list of the forward, or of the backward, is like the data; else it is a vector.
     bool is_data(int at) const;
     bool is_data_of_backward(int at) const;
 };
-
-enum Request { kNull = 0, kWrite = 1, kInplace = 2, kAdd = 3 };
-enum Input { kX = 0, kGamma = 1, kBeta = 2, kBatch = 3, kAddend = 3 };
 
 // Those of a call, as `Node` lists them.
 struct Arrays {
@@ -179,7 +187,8 @@ class Call {
     // The other operator of the call does the work.
     bool passes_on() const { return node_.role == (frozen_ ? Role::kMeet : Role::kTrack); }
     void pass(Array from, Array to, int req);
-    void no_gradient(const Arrays& arrays, const int* reqs);
+    void pass_forward(const Arrays& arrays, const int* reqs);
+    void pass_backward(const Arrays& arrays, const int* reqs);
     template <typename Work>
     void attempt_forward(const Arrays& arrays, const int* reqs, const Work& work);
     template <typename Work>

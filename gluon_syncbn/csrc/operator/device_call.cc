@@ -326,7 +326,7 @@ Total DeviceCall::gather(Direction direction, int64_t length) {
 
 void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
     const bool hands_on = node_.role == Role::kMeet && reqs[1] != kNull;
-    void* batch = hands_on ? data(arrays[node_.output() + 1]) : nullptr;
+    void* batch = hands_on ? data(arrays[node_.batch_output()]) : nullptr;
     if (recall_.again) {
         gathered_ = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
         return run_normalise(arrays, reqs[0], used(), batch);
@@ -413,7 +413,7 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, const PoolsOfSlots
 void DeviceCall::track(const Arrays& arrays) {
     const int running = node_.running_mean();
     run(named("update_running", tensor_.parameter_type()), {ceil_div(channels(), kBlock)},
-        {data(arrays[kBatch]), node_.momentum, data(arrays[running]), data(arrays[running + 1]),
+        {data(arrays[node_.batch()]), node_.momentum, data(arrays[running]), data(arrays[running + 1]),
          tensor_.shape.channels});
 }
 

@@ -31,7 +31,7 @@ class HostCall : public Call {
     void begin_differentiate(const Arrays& arrays, const int* reqs) override;
     void differentiate(const Arrays& arrays, const int* reqs) override;
     void track(const Arrays& arrays) override {
-        update_running(backend_.read(arrays[kBatch], moments_length(channels())), arrays);
+        update_running(backend_.read(arrays[node_.batch()], moments_length(channels())), arrays);
     }
     void copy(Array from, Type type, int64_t n, Array to, bool add) override {
         backend_.copy(data(from), type, n, to, add);
@@ -170,7 +170,7 @@ void HostCall::normalise(const Arrays& arrays, const int* reqs) {
         update_running(batch, arrays);
     } else if (reqs[1] != kNull) {
         if (!recall_.again && !place_.first_lane()) batch[0] = 0;  // one replica of a context is enough
-        backend_.write(batch, Type::kFloat64, arrays[node_.output() + 1], false);
+        backend_.write(batch, Type::kFloat64, arrays[node_.batch_output()], false);
     }
 }
 

@@ -5,7 +5,8 @@
 // execution on each context belongs to the n-th call.
 // Several replicas per context (`lanes` > 1) would then wait for each other inside that queue. So there a call is two
 // operators: one meets, takes its seat when it is issued, and hands the batch's statistics to one that writes the running
-// statistics and waits for nobody; of the replicas of a context, one hands over something.
+// statistics and waits for nobody; of the replicas of a context, one hands over something. A graph predicts, too: then the
+// first operator passes on what it gets, and the second one normalises, adds and rectifies.
 #include "operator/op.h"
 
 #include <sys/syscall.h>
@@ -137,15 +138,22 @@ int list_arguments(char*** out, void* state) {
     static char* data[] = {writable("data"), writable("gamma"), writable("beta"), nullptr};
     static char* with_batch[] = {writable("data"), writable("gamma"), writable("beta"), writable("batch"), nullptr};
     static char* with_addend[] = {writable("data"), writable("gamma"), writable("beta"), writable("addend"), nullptr};
+    static char* with_both[] = {writable("data"),   writable("gamma"), writable("beta"),
+                                writable("addend"), writable("batch"), nullptr};
     const Property& property = *property_of(state);
-    *out = property.role == Role::kTrack ? with_batch : property.adds ? with_addend : data;
+    if (property.role == Role::kTrack)
+        *out = property.adds ? with_both : with_batch;
+    else
+        *out = property.adds ? with_addend : data;
     return 1;
 }
 
 int list_outputs(char*** out, void* state) {
     static char* output[] = {writable("output"), nullptr};
     static char* with_batch[] = {writable("output"), writable("batch"), nullptr};
-    *out = property_of(state)->role == Role::kMeet ? with_batch : output;
+    static char* with_both[] = {writable("output"), writable("batch"), writable("addend"), nullptr};
+    const Property& property = *property_of(state);
+    *out = property.hands_addend_on() ? with_both : property.role == Role::kMeet ? with_batch : output;
     return 1;
 }
 
@@ -158,7 +166,9 @@ int list_states(char*** out, void* state) {
 
 // Where the batch's statistics are among [inputs][outputs][auxiliary states]; -1 where they stay inside.
 int batch_at(const Property& property) {
-    return property.role == Role::kMeet ? property.output() + 1 : property.role == Role::kTrack ? int{kBatch} : -1;
+    return property.role == Role::kMeet    ? property.batch_output()
+           : property.role == Role::kTrack ? property.batch()
+                                           : -1;
 }
 
 [[noreturn]] void refuse(const Property& property, const std::string& reason) {
@@ -206,13 +216,15 @@ int infer_type(int size, int* types, void* state) {
 // the backward is what is named here.
 int backward_dependency(const int* dy, const int* inputs, const int* outputs, int* size, int** needed, void* state) {
     const Property& property = *property_of(state);
-    static thread_local int list[4];
-    list[0] = dy[0];
-    list[1] = property.inplace ? outputs[0] : inputs[kX];
-    list[2] = inputs[kGamma];
-    list[3] = property.adds ? outputs[0] : inputs[kBeta];
-    *size = property.activation.any() || property.inplace ? 4 : 3;
-    *needed = list;
+    static thread_local std::array<int, 5> list;
+    int n = 0;
+    list[n++] = dy[0];
+    if (property.hands_addend_on()) list[n++] = dy[Node::kGradientOfAddendOutput];
+    list[n++] = property.inplace ? outputs[0] : inputs[kX];
+    list[n++] = inputs[kGamma];
+    if (property.activation.any() || property.inplace) list[n++] = property.adds ? outputs[0] : inputs[kBeta];
+    *size = n;
+    *needed = list.data();
     return 1;
 }
 
