@@ -247,8 +247,8 @@ class SyncBatchNorm(nn.BatchNorm):
         self._adopt_parameters()
         export.install()
 
-    # Not the one that `patches` puts into plain layers: nobody asks who calls this one.
-    __call__ = HybridBlock.__call__
+    def __call__(self, *args: Any) -> Any:
+        return HybridBlock.__call__(self, *args)  # without what `patches` puts into plain layers: nobody asks who calls
 
     def _alias(self) -> str:
         return "batchnorm"  # so that parameters have the names they have in a net with plain BatchNorm
