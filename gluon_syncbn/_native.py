@@ -130,7 +130,7 @@ def _load() -> ctypes.CDLL:
 
 
 def _checked(result: Any, function: Any, given: Any) -> Any:
-    if result is None and function.restype is not None or result == -1:
+    if (result is None and function.restype is not None) or result == -1:
         raise MXNetError(_core.syncbn_problem().decode(errors="replace"))
     return result
 
