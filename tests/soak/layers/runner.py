@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence
 
-from environments import unprepared
+from environments import shell
 from places import SUPPORT, TESTS
 
 TOGETHER = 50  # cases of a process, which cost it some memory each
@@ -118,8 +117,7 @@ class Runner:
 
 def _environment(seed: int) -> dict:
     """A user's, with the door of the case."""
-    paths = [unprepared()["PYTHONPATH"], str(SUPPORT), str(TESTS)]
-    settings = {**unprepared(), "PYTHONPATH": os.pathsep.join(paths)}
+    settings = shell(SUPPORT, TESTS)
     settings.pop("GLUON_SYNCBN_OPERATOR", None)
     return {**settings, **({"GLUON_SYNCBN_OPERATOR": "custom"} if seed % 2 else {})}
 
