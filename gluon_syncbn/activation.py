@@ -5,7 +5,6 @@ synchronisation, into which `revert` makes the synchronised ones.
 from __future__ import annotations
 
 import math
-import sys
 from typing import Any, Dict, NamedTuple, Optional
 
 import numpy as np
@@ -30,11 +29,6 @@ class Activation(NamedTuple):
         return {"slope": repr(self.slope), "ceiling": repr(self.ceiling)}
 
     @classmethod
-    def leaky(cls, slope: float) -> Activation:
-        """With the slope as MXNet's LeakyReLU keeps it."""
-        return cls(float(np.float32(slope)))
-
-    @classmethod
     def of_attributes(cls, attributes: Dict[str, str]) -> Activation:
         return cls(float(attributes["slope"]), float(attributes["ceiling"]))
 
@@ -46,10 +40,12 @@ class Activation(NamedTuple):
             return {"activation": "leaky", "slope": self.slope}
         return {"activation": "relu6" if math.isfinite(self.ceiling) else "relu"}
 
-    def of(self, F: Any, z: Any) -> Any:
-        """By MXNet's own operators."""
+    def of(self, F: Any, z: Any, dtype: Any = np.float32) -> Any:
+        """By MXNet's own operators, of a layer whose parameters have this type."""
         if self == NONE:
             return z
+        if self.slope and np.dtype(dtype) == np.float64:  # LeakyReLU multiplies in float32 (xelu in mshadow_op.h)
+            return F.maximum(self.slope * z, z)
         if self.slope:
             return F.LeakyReLU(z, act_type="leaky", slope=self.slope)
         return F.clip(z, 0, self.ceiling) if math.isfinite(self.ceiling) else F.Activation(z, act_type="relu")
@@ -58,15 +54,17 @@ class Activation(NamedTuple):
 NONE = Activation()
 RELU = Activation(0.0)
 RELU6 = Activation(0.0, 6.0)
+#: The least and the largest slope of a leaky ReLU. Kernels for float32 and float16 tell each from 0 and from 1.
+SLOPES = float(np.finfo(np.float32).tiny), 1 - 2.0**-24
 
 
 def of_arguments(activation: Any, slope: Any) -> Activation:
     """What the arguments of a layer mean."""
-    expected = "a number above 0 and below 1; activation=None and 'relu' are 1 and 0"
-    slope = arguments.number("slope", slope, sys.float_info.min, 1 - sys.float_info.epsilon, expected)
+    expected = "a number above 0 and below 1, in float32 too; activation=None and 'relu' are 1 and 0"
+    slope = arguments.number("slope", slope, *SLOPES, expected)
     if activation is None:
         return NONE
-    choices = {"relu": RELU, "relu6": RELU6, "leaky": Activation.leaky(slope)}
+    choices = {"relu": RELU, "relu6": RELU6, "leaky": Activation(slope)}
     return choices[arguments.one_of("activation", activation, tuple(choices))]
 
 
@@ -80,14 +78,14 @@ def invertible(activation: Activation, adds: bool) -> bool:
     return not adds and activation.slope > 0 and math.isinf(activation.ceiling)
 
 
-def behind(F: Any, z: Any, addend: Optional[Any], activation: Activation) -> Any:
+def behind(F: Any, z: Any, addend: Optional[Any], activation: Activation, dtype: Any) -> Any:
     """Addition and activation, by MXNet's own operators.
 
     In graphs, ``+`` is ``elemwise_add``, whose two gradients may lie in the memory of its one input (``_backward_add``
     in src/operator/tensor/elemwise_binary_op_basic.cc). They may be wrong where one of them is added to an array, or
     wanted by nobody. ``broadcast_add`` shares no memory.
     """
-    return activation.of(F, z if addend is None else F.broadcast_add(z, addend))
+    return activation.of(F, z if addend is None else F.broadcast_add(z, addend), dtype)
 
 
 class BatchNormActivation(nn.BatchNorm):
@@ -96,7 +94,8 @@ class BatchNormActivation(nn.BatchNorm):
     _activation = NONE
 
     def hybrid_forward(self, F: Any, x: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any) -> Any:
-        return self._activation.of(F, super().hybrid_forward(F, x, gamma, beta, running_mean, running_var))
+        z = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+        return behind(F, z, None, self._activation, self.gamma.dtype)
 
 
 class BatchNormAdd(nn.BatchNorm):
@@ -107,4 +106,5 @@ class BatchNormAdd(nn.BatchNorm):
     def hybrid_forward(
         self, F: Any, x: Any, addend: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any
     ) -> Any:
-        return behind(F, super().hybrid_forward(F, x, gamma, beta, running_mean, running_var), addend, self._activation)
+        z = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+        return behind(F, z, addend, self._activation, self.gamma.dtype)

@@ -15,7 +15,7 @@ import mxnet as mx
 from mxnet.gluon import HybridBlock
 
 from . import patches
-from .activation import RELU, RELU6, Activation, described, invertible
+from .activation import RELU, RELU6, SLOPES, Activation, described, invertible
 from .export import ADDED, BEHIND, is_guard, is_ours
 from .nodes import Entry, Graph, Json
 from .replicas import Replicas
@@ -130,7 +130,7 @@ def _activation_of(node: Json) -> Optional[Activation]:
         return RELU6
     if node["op"] == "LeakyReLU" and attributes.get("act_type", "leaky") == "leaky":
         slope = float(attributes.get("slope", 0.25))
-        return Activation.leaky(slope) if 0 < slope < 1 else None
+        return Activation(slope) if SLOPES[0] <= slope <= SLOPES[1] else None
     return None
 
 

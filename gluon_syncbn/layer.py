@@ -123,7 +123,7 @@ class SyncBatchNorm(nn.BatchNorm):
         What stands behind it, in the same passes over memory: ``'relu'``, ``'relu6'`` (at most 6), or ``'leaky'``, y
         where y > 0 and else slope * y. What the backward needs of it is computed again from x, and nothing is kept.
     slope : float
-        Of ``'leaky'``: above 0 and below 1.
+        Of ``'leaky'``: above 0 and below 1, in float32 too.
     inplace : bool
         Whether the backward finds x again from y, so that nothing but y is kept in memory, which the next layer keeps
         anyway. With no activation or ``'leaky'``, and without an addition; several replicas on one context keep x. Of x
@@ -275,7 +275,7 @@ class SyncBatchNorm(nn.BatchNorm):
         use_global_stats = kwargs.pop("use_global_stats")
         if use_global_stats or (F is mx.nd and not autograd.is_training()):
             z = F.BatchNorm(x, gamma, beta, running_mean, running_var, name="fwd", **self._kwargs)
-            return behind(F, z, addend, self._activation)
+            return behind(F, z, addend, self._activation, self.gamma.dtype)
         if self._replicas.problem and autograd.is_training() and not self._replicas.reaches_other_processes():
             raise ValueError(self._replicas.problem)
         node = -1

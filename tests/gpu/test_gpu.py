@@ -269,17 +269,17 @@ def test_the_other_way_computes_the_same():
 
 # ---- activation and addition ---------------------------------------------------------------------------------
 
-#: Of a layer with something behind it: its class and arguments. MXNet keeps a slope in float32.
+#: Of a layer with something behind it: its class and arguments. float32 has no such slope.
 BEHIND = {
     "relu": (SyncBatchNorm, {"activation": "relu"}),
     "relu6": (SyncBatchNorm, {"activation": "relu6"}),
-    "leaky": (SyncBatchNorm, {"activation": "leaky", "slope": 0.25}),
+    "leaky": (SyncBatchNorm, {"activation": "leaky", "slope": 0.1}),
     "add": (SyncBatchNormAdd, {"activation": None}),
     "add, relu": (SyncBatchNormAdd, {"activation": "relu"}),
     "add, relu6": (SyncBatchNormAdd, {"activation": "relu6"}),
-    "add, leaky": (SyncBatchNormAdd, {"activation": "leaky", "slope": 0.25}),
+    "add, leaky": (SyncBatchNormAdd, {"activation": "leaky", "slope": 0.1}),
     "in place": (SyncBatchNorm, {"inplace": True}),
-    "leaky, in place": (SyncBatchNorm, {"activation": "leaky", "slope": 0.25, "inplace": True}),
+    "leaky, in place": (SyncBatchNorm, {"activation": "leaky", "slope": 0.1, "inplace": True}),
 }
 
 

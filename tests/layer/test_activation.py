@@ -6,16 +6,17 @@ import pytest
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from poolings import specification
-from replicas import TOLERANCE, WAYS, assert_same, make_batch, on_devices, prepare, step_of
+from replicas import TOLERANCE, WAYS, Batch, assert_same, make_affine, make_batch, on_devices, prepare, step_of
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, reference, revert
 
+SLOPE = 0.1  # float32 has no such number
 ACTIVATIONS = {
     "none": {"activation": None},
     "relu": {"activation": "relu"},
     "relu6": {"activation": "relu6"},
-    "leaky": {"activation": "leaky", "slope": 0.25},
+    "leaky": {"activation": "leaky", "slope": SLOPE},
 }
 IN_PLACE = {f"{name}, in place": {**ACTIVATIONS[name], "inplace": True} for name in ("none", "leaky")}
 BEHIND = {**ACTIVATIONS, **IN_PLACE}
@@ -167,6 +168,51 @@ def test_an_empty_shard_with_frozen_statistics(empty_case, contexts, adds, behin
     for x, y, output, dx in zip(inputs[0], ys, forward.outputs, gradients.dxs):
         np.testing.assert_allclose(y.asnumpy(), output, atol=1e-11)
         np.testing.assert_allclose(x.grad.asnumpy(), dx, atol=1e-11)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [
+    "alone", "added", "in place", "local", "several replicas", "frozen", "reverted", "predicts", "fused",
+])  # fmt: skip
+def test_the_slope_is_that_of_float64(contexts, rng, kind, way):
+    """Of float64 data, wherever the layer or MXNet multiplies."""
+    if way == "static_shape" and kind == "several replicas":
+        pytest.skip("not with several replicas on a context: docs/limits.md")
+    if way == "eager" and kind == "fused":
+        pytest.skip("without a graph nothing is fused")
+    settings = {"in place": {"inplace": True}, "local": {"mode": "local"}, "several replicas": {"num_devices": 2},
+                "frozen": {"use_global_stats": True}}.get(kind, {})  # fmt: skip
+    gamma, beta = make_affine(rng, 5)
+    z = rng.randn(4, 5, 3)
+    x = (z - beta[:, None]) / gamma[:, None]  # by running statistics 0 and 1, z comes of it
+    batch = Batch([x], [rng.randn(*x.shape)], gamma, beta)
+    if kind == "fused":
+        net = nn.HybridSequential()
+        net.add(SyncBatchNorm(in_channels=5, epsilon=0), nn.LeakyReLU(SLOPE))
+        convert(net, fuse=True)
+        layer = net[0]
+        prepare(layer, batch, contexts[:1], "float64")
+        net.hybridize(**WAYS[way])
+    else:
+        adds = kind in ("added", "several replicas")
+        kwargs = dict(in_channels=5, epsilon=0, activation="leaky", slope=SLOPE, **settings)
+        net = layer = prepare((SyncBatchNormAdd if adds else SyncBatchNorm)(**kwargs), batch, contexts[:1], "float64")
+        net = revert(net) if kind == "reverted" else net
+        if WAYS[way] is not None:
+            net.hybridize(**WAYS[way])
+    running = kind in ("frozen", "predicts")
+    inputs = [nd.array(x, dtype="float64")]
+    if isinstance(layer, SyncBatchNormAdd):
+        inputs.append(nd.zeros(x.shape, dtype="float64"))
+    if kind == "predicts":
+        ys = [net(*inputs)]
+    else:
+        with autograd.record():
+            ys = [net(*inputs) for _ in range(settings.get("num_devices", 1))]
+    if not running:
+        z = gamma[:, None] * (x - x.mean((0, 2), keepdims=True)) / x.std((0, 2), keepdims=True) + beta[:, None]
+    for y in ys:
+        np.testing.assert_allclose(y.asnumpy(), np.where(z > 0, z, SLOPE * z), rtol=0, atol=1e-13)
 
 
 def unguarded(layer, x, addend):
