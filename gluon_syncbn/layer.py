@@ -127,9 +127,11 @@ class SyncBatchNorm(nn.BatchNorm):
     inplace : bool
         Whether the backward finds x again from y, so that nothing but y is kept in memory, which the next layer keeps
         anyway. With no activation or ``'leaky'``, and without an addition; several replicas on one context keep x. Of x
-        remains what rounding leaves of it in y: ``xhat`` is found to within 2**-24 of a deviation for float32, 2**-11
-        for float16, times the larger of 1 and ``|beta| / |gamma|``. The time is that of one more pass over memory in
-        the backward.
+        remains what rounding leaves of it in y. ``xhat`` is found to within 2 u ``(|xhat| + |beta| / |gamma|)`` of a
+        deviation, where u is 2**-24 for float32 and 2**-11 for float16. In ``'shuffle'`` x is found to within 2 u
+        ``(|x - m| + s |beta| / |gamma|)``, where m and s are mean and deviation of the slot that x is normalised with.
+        Where this may hide x, the backward ends in an error. The time is that of one more pass over memory in the
+        backward.
     mode : str
         ``'sync'``, ``'local'`` or ``'shuffle'``.
     virtual_devices : int
@@ -162,7 +164,8 @@ class SyncBatchNorm(nn.BatchNorm):
     MXNetError
         When a result is read: a replica did not come in time, came with another number of channels or failed. The
         text names the layer, who arrived and who is missing. In a backward with ``inplace``: gamma of a channel is so
-        small that ``xhat`` would not be found to within a 32nd of a deviation.
+        small that ``xhat`` would not be found to within a 32nd of a deviation; or, in ``'shuffle'``, the values of a
+        slot are so near each other that x would not be found to within a 32nd of the slot's own deviation.
 
     Warns
     -----

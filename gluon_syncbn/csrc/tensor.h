@@ -13,7 +13,8 @@ namespace syncbn {
 // A pool's. The vectors are empty where a device keeps them.
 struct Statistic {
     double count;
-    Vector mean, invstd;  // [channels]
+    Vector mean, variance, invstd;  // [channels]
+    bool constant(size_t channel) const { return variance[channel] * invstd[channel] * invstd[channel] <= kConstant; }
 };
 
 // A virtual device: a contiguous part of this replica's batch.

@@ -26,16 +26,32 @@ struct Activation {
     bool any() const { return slope != 1; }
 };
 
-// Which gammas let xhat be found again, to a 32nd of a standard deviation, from what `type` keeps of gamma * xhat + beta.
+// What `type` keeps of gamma * xhat + beta, or of `slope` times that, says xhat to (per_beta * beta + least) / gamma of a 32nd of
+// a standard deviation; and what it keeps of xhat itself adds as much per xhat as per beta.
 struct Invertible {
     double per_beta, least;
+    // xhat is found to a 32nd of a deviation.
     bool operator()(double gamma, double beta) const { return std::abs(gamma) > per_beta * std::abs(beta) + least; }
+    // x is not found to a 32nd of its slot's own deviation, where the slot is normalised with another statistic: one of
+    // deviation `used`, whose mean is `apart` from the slot's. False for what is no number.
+    bool hidden_by_another(double gamma, double beta, double own, double used, double apart) const {
+        return std::abs(gamma) * own <=
+               (per_beta * std::abs(beta) + least) * used + per_beta * std::abs(gamma) * std::abs(apart);
+    }
 };
-inline Invertible invertible_by(Type type) {
-    if (type == Type::kFloat64) return {32 * 0x1p-53, 32 * std::numeric_limits<double>::min()};
-    if (type == Type::kFloat32) return {32 * 0x1p-24, 32 * std::numeric_limits<float>::min()};
-    return {32 * 0x1p-11, 32 * 0x1p-24};
+inline Invertible invertible_by(Type type, double slope) {
+    if (type == Type::kFloat64) return {32 * 0x1p-53, 32 * std::numeric_limits<double>::min() / slope};
+    if (type == Type::kFloat32) return {32 * 0x1p-24, 32 * std::numeric_limits<float>::min() / slope};
+    return {32 * 0x1p-11, 32 * 0x1p-24 / slope};
 }
+// Of a slot whose values lie closer together than that part of its variance and epsilon, x is the mean.
+constexpr double kConstant = 0x1p-48;
+
+// A channel whose x cannot be found from y: because of its gamma, or of another slot's statistic that a slot is normalised with.
+struct Hidden {
+    int64_t channel;
+    bool by_another;
+};
 
 // A tensor of 2 to 5 dimensions seen from its channel axis: [outer][channels][inner], row-major.
 // Channels-first has inner = product of the spatial extents, channels-last has inner = 1.

@@ -434,6 +434,29 @@ def test_a_gamma_that_hides_x(rng, training):
         nd.waitall()
 
 
+def test_a_statistic_that_hides_x(rng):
+    """The values of a slot lie far from the mean that it is normalised with, and close to each other."""
+    batch = make_batch(rng, 2, dtype="float16")
+    batch.shards[0][:, 3] = 100 + np.float16(0.25) * (batch.shards[0][:, 3] > 0)
+    layer = prepare(make_behind("leaky, in place", mode="shuffle", prefix="deep_"), batch, gpus(2), "float16")
+    said = r"'deep' on gpu\(0\): no gradient: in channel 3, the values of a slot are too near .*mode='shuffle'"
+    with pytest.raises(mx.MXNetError, match=said):
+        run_behind(layer, batch, None, gpus(2), "float16")
+    with suppress(mx.MXNetError):  # the other GPU's
+        nd.waitall()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_slots_of_equal_values_in_place(rng, dtype):
+    """x is their mean, whatever y has lost."""
+    batch = make_batch(rng, 2, dtype=dtype)
+    for x in batch.shards:
+        x[:] = x[:1, :, :1, :1]
+    layer = prepare(make_behind("leaky, in place", mode="shuffle"), batch, gpus(2), dtype)
+    got, _ = run_behind(layer, batch, None, gpus(2), dtype)
+    assert_same(got, specification(layer, batch), 5 * TOLERANCE[dtype])
+
+
 def test_same_bits_every_time(rng):
     batch = make_batch(rng, 4, dtype="float32", spatial=(33, 7))
     layer = prepare(SyncBatchNorm(in_channels=5), batch, gpus(4), "float32")

@@ -230,7 +230,7 @@ class Kernels:
         self.gpu.launch(
             self._name("recover"), self._each(), self.upload(y, 3), out, self.gpu.upload(kept), self.parameters(gamma),
             self.parameters(beta), np.int32(fix_gamma), np.float64(slope), np.float64(per_beta), np.float64(least),
-            told, *self._sizes(),
+            np.float64(EPSILON), np.float64(2.0**-48), told, *self._sizes(),
         )  # fmt: skip
         return self.gpu.download(out).reshape(self.x.shape), self.gpu.download(told).view(TOLD)["at"][0]
 

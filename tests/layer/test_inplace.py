@@ -84,6 +84,83 @@ def test_a_fixed_gamma_serves(contexts, rng):
     assert_same(step(layer, batch, contexts, "float32"), specification(layer, batch), 20 * TOLERANCE["float32"])
 
 
+def test_a_fixed_gamma_beside_a_large_beta(contexts, rng):
+    batch = make_batch(rng, 2, dtype="float16")
+    batch.beta[3] = 100
+    layer = prepare(SyncBatchNorm(in_channels=5, scale=False, inplace=True), batch, contexts[:2], "float16")
+    with pytest.raises(mx.MXNetError, match="no gradient: gamma of channel 3 is too small"):
+        step(layer, batch, contexts, "float16")
+
+
+@pytest.mark.parametrize("dtype, slope, gamma", [("float16", 1e-6, 0.5), ("float32", 1e-30, 1e-7)])
+def test_a_slope_that_hides_x(contexts, rng, dtype, slope, gamma):
+    """Its product is below what the type can hold."""
+    batch = make_batch(rng, 2, dtype=dtype)
+    batch.gamma[:], batch.beta[:] = gamma, 0
+    layer = SyncBatchNorm(in_channels=5, activation="leaky", slope=slope, inplace=True)
+    prepare(layer, batch, contexts[:2], dtype)
+    with pytest.raises(mx.MXNetError, match="no gradient: gamma of channel 0 is too small"):
+        step(layer, batch, contexts, dtype)
+
+
+# ---- normalised with another slot's statistic ----------------------------------------------------------------
+
+
+def shuffled(contexts, dtype, batch, slots, **settings):
+    layer = SyncBatchNorm(in_channels=5, mode="shuffle", virtual_devices=slots, **{"inplace": True, **settings})
+    return prepare(layer, batch, contexts[: len(batch.shards)], dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("samples, positions", [(1, 1), (1, 2), (2, 1), (1, 4), (2, 8), (4, 16)], ids=str)
+def test_gradients_are_right_or_refused(contexts, rng, dtype, samples, positions):
+    """Slots of few values, of any mean and deviation."""
+    refused = []
+    for _ in range(40):
+        slots = rng.randint(2, 5)
+        shape = (slots, samples, 5, 1)
+        x = rng.randn(slots, samples, 5, positions) * np.exp(2 * rng.randn(*shape)) + 3 * rng.randn(slots, 1, 5, 1)
+        x = x.reshape(slots * samples, 5, positions).astype(dtype)
+        batch = make_batch(rng, 1)._replace(shards=[x], heads=[rng.randn(*x.shape).astype(dtype)])
+        layer = shuffled(contexts, dtype, batch, slots, **(LEAKY if rng.rand() < 0.5 else {}))
+        want = specification(layer, batch)
+        if np.abs(want.outputs[0]).max() > np.finfo(dtype).max:
+            continue  # which the outputs show
+        try:
+            got = step(layer, batch, contexts, dtype)
+        except mx.MXNetError as error:
+            refused.append(str(error))
+            continue
+        for a, b in zip(np.split(got.dxs[0].astype("float64"), slots), np.split(want.dxs[0], slots)):
+            error, scale = np.abs(a - b).max((0, 2)), np.abs(b).max((0, 2))
+            assert (error <= scale / 8 + 2 * TOLERANCE[dtype] * np.abs(want.dxs[0]).max()).all(), (error / scale).max()
+    assert all("mode='shuffle'" in text for text in refused)
+    assert not refused or (samples, positions) != (1, 1)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_slots_of_equal_values(contexts, rng, dtype):
+    """x is their mean, whatever y has lost."""
+    batch = make_batch(rng, 2, dtype=dtype)
+    for x in batch.shards:
+        x[:] = x[:, :, :1, :1]
+        x[:] = x[:1]
+    layer = shuffled(contexts, dtype, batch, 1)
+    assert_same(step(layer, batch, contexts, dtype), specification(layer, batch), 5 * TOLERANCE[dtype])
+
+
+def test_a_statistic_that_hides_x(contexts, rng):
+    """The values of a slot lie far from the mean that it is normalised with, and close to each other."""
+    batch = make_batch(rng, 2, dtype="float16")
+    batch.shards[0][:, 3] = 100 + np.float16(0.25) * (batch.shards[0][:, 3] > 0)
+    layer = shuffled(contexts, "float16", batch, 1, prefix="deep_")
+    said = r"'deep' on cpu\(0\): no gradient: in channel 3, the values of a slot are too near .*mode='shuffle'"
+    with pytest.raises(mx.MXNetError, match=said):
+        step(layer, batch, contexts, "float16")
+    layer = shuffled(contexts, "float16", batch, 1, inplace=False)
+    assert_same(step(layer, batch, contexts, "float16"), specification(layer, batch), 5 * TOLERANCE["float16"])
+
+
 @pytest.mark.parametrize("axis", [1, -1])
 def test_an_empty_shard(contexts, rng, axis):
     batch = make_batch(rng, 3, axis=axis)

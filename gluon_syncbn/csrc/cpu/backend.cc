@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "cpu/half.h"
 #include "pooling/statistics.h"
@@ -71,9 +72,9 @@ Vector Backend::moments(Array x, const Tensor& tensor) const {
 
 Statistic Backend::frozen(Array running_mean, Array running_var, const Tensor& tensor, double epsilon) const {
     const int64_t channels = tensor.shape.channels;
-    Vector invstd = vector(running_var, tensor.parameter_type(), channels);
-    for (double& v : invstd) v = 1 / std::sqrt(v + epsilon);
-    return {1, vector(running_mean, tensor.parameter_type(), channels), std::move(invstd)};
+    Vector variance = vector(running_var, tensor.parameter_type(), channels), invstd;
+    for (double v : variance) invstd.push_back(1 / std::sqrt(v + epsilon));
+    return {1, vector(running_mean, tensor.parameter_type(), channels), std::move(variance), std::move(invstd)};
 }
 
 void Backend::normalise(Array x, const Tensor& tensor, const Affine& affine, const void* addend, Array y,
@@ -142,20 +143,34 @@ void Backend::recover(const void* y, const Tensor& tensor, const Affine& affine,
     const Vector shift = shift_of(tensor, affine);
     for (const Slot& slot : tensor.slots) {
         if (!slot.used) continue;
-        const Vector scale = scale_of(slot, tensor, affine);
+        Vector mean = slot.used->mean, scale = scale_of(slot, tensor, affine);
+        for (size_t c = 0; c < mean.size() && slot.used != slot.fed; ++c) {
+            if (!slot.fed->constant(c)) continue;
+            mean[c] = slot.fed->mean[c];  // whatever y is
+            scale[c] = std::numeric_limits<double>::infinity();
+        }
         cpu::recover(work(tensor, slot), at(y, tensor, slot),
-                     {slot.used->mean.data(), scale.data(), shift.data(), affine.activation}, at(x, tensor, slot));
+                     {mean.data(), scale.data(), shift.data(), affine.activation}, at(x, tensor, slot));
     }
 }
 
-int64_t Backend::first_not_invertible(const Tensor& tensor, const Affine& affine) const {
-    if (affine.fix_gamma) return -1;
-    const Vector gamma = vector(affine.gamma, tensor.parameter_type(), tensor.shape.channels);
+std::optional<Hidden> Backend::first_hidden(const Tensor& tensor, const Affine& affine) const {
+    const size_t channels = static_cast<size_t>(tensor.shape.channels);
+    const Vector gamma =
+        affine.fix_gamma ? Vector(channels, 1.0) : vector(affine.gamma, tensor.parameter_type(), channels);
     const Vector beta = shift_of(tensor, affine);
-    const Invertible invertible = invertible_by(tensor.type);
-    for (size_t c = 0; c < gamma.size(); ++c)
-        if (!invertible(gamma[c], beta[c])) return static_cast<int64_t>(c);
-    return -1;
+    const Invertible invertible = invertible_by(tensor.type, affine.activation.slope);
+    const auto by_another = [&](const Slot& slot, size_t c) {
+        if (slot.used == slot.fed || slot.fed->constant(c)) return false;
+        return invertible.hidden_by_another(gamma[c], beta[c], std::sqrt(slot.fed->variance[c]),
+                                            1 / slot.used->invstd[c], slot.fed->mean[c] - slot.used->mean[c]);
+    };
+    for (size_t c = 0; c < channels; ++c) {
+        if (!invertible(gamma[c], beta[c])) return Hidden{static_cast<int64_t>(c), false};
+        for (const Slot& slot : tensor.slots)
+            if (slot.used && by_another(slot, c)) return Hidden{static_cast<int64_t>(c), true};
+    }
+    return std::nullopt;
 }
 
 void Backend::copy(const void* from, Type type, int64_t n, Array to, bool add) const {

@@ -45,8 +45,8 @@ class Backend {
                     const ThroughStatistics& through, Array dx, bool add) const;
     // x of y, which `normalise` made of it.
     void recover(const void* y, const Tensor& tensor, const Affine& affine, void* x) const;
-    // The first channel whose gamma does not serve for that; -1 where all do.
-    int64_t first_not_invertible(const Tensor& tensor, const Affine& affine) const;
+    // The first channel where that cannot be.
+    std::optional<Hidden> first_hidden(const Tensor& tensor, const Affine& affine) const;
 
     // n values into an array, added where `add`.
     void copy(const void* from, Type type, int64_t n, Array to, bool add) const;

@@ -38,7 +38,7 @@ struct Grid {
 struct Told {
     int given_up;  // what is on the stream shall leave nothing behind
     int64_t at;    // of the replica's packed moments, the first that is not finite; of `recover`, a channel; -1: none
-    double value;
+    double value;  // which it is; of `recover`, whether another slot's statistic hides it
 };
 
 // Threads of every block; kernels.cu is compiled for it.

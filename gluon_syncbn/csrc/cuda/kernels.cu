@@ -670,6 +670,26 @@ struct GradInput {
     }
 };
 
+// What is kept of a slot and a channel: see `kept_length`.
+struct Kept {
+    double share, used_mean, used_invstd, mean, invstd;
+
+    __device__ Kept(const double* kept, Index slot, Index channel, Index channels) {
+        const double* mine = kept + slot * kept_length(channels);
+        share = mine[0];
+        used_mean = mine[1 + channel];
+        used_invstd = mine[1 + channels + channel];
+        mean = mine[1 + 2 * channels + channel];
+        invstd = mine[1 + 3 * channels + channel];
+    }
+    // It holds values, and is normalised with another statistic than the one that they feed.
+    __device__ bool by_another() const { return share != 0 && (mean != used_mean || invstd != used_invstd); }
+    __device__ double variance(double epsilon) const { return 1 / (invstd * invstd) - epsilon; }
+    __device__ bool constant(double epsilon, double part) const {
+        return variance(epsilon) * invstd * invstd <= part;
+    }
+};
+
 // x from the y that `Normalise` made of it.
 template <typename T, typename P>
 struct Recover {
@@ -681,12 +701,16 @@ struct Recover {
     bool fix_gamma;
     Index channels;
     Activation<Wide> activation;
+    double epsilon, constant;
     Normal<Wide> normal = Normal<Wide>();
 
     __device__ void use(Index slot, Index channel) {
-        const double* mine = kept + slot * kept_length(channels) + 1 + channel;
-        normal = {Split<Wide>(mine[0]), static_cast<Wide>(mine[channels] * (fix_gamma ? 1.0 : gamma[channel])),
+        const Kept mine(kept, slot, channel, channels);
+        normal = {Split<Wide>(mine.used_mean),
+                  static_cast<Wide>(mine.used_invstd * (fix_gamma ? 1.0 : gamma[channel])),
                   static_cast<Wide>(beta[channel])};
+        if (mine.by_another() && mine.constant(epsilon, constant))  // x is the mean, whatever y is
+            normal = {Split<Wide>(mine.mean), static_cast<Wide>(rsqrt(0.0)), static_cast<Wide>(beta[channel])};
     }
     template <int kUnit>
     __device__ void apply(Index offset, Index stride, int n) const {
@@ -716,7 +740,7 @@ __device__ inline Index any_thread() {
 struct Told {
     int given_up;  // the step has failed
     Index at;      // of the replica's packed moments, the first that is not finite; of `recover`, see there
-    double value;  // which it is
+    double value;  // which it is; of `recover`, whether another slot's statistic hides x
 };
 
 enum Watch { kPropagate, kLeaveOut, kLeaveOutAndTell };
@@ -801,23 +825,51 @@ __device__ void keep(const Source<P>& source, const Pools& pools, Index slots, d
     }
 }
 
-// The first channel whose gamma is too small beside beta, found by the first block: `Invertible` of csrc/types.h.
+// `Invertible` of csrc/types.h.
 template <typename P>
-__device__ void tell_not_invertible(const P* gamma, const P* beta, Index channels, double per_beta, double least,
-                                    volatile Told* told) {
+struct Invertible {
+    const double* kept;
+    const P *gamma, *beta;
+    bool fix_gamma;
+    Index slots, channels;
+    double per_beta, least, epsilon, constant;
+
+    __device__ double weight(Index channel) const {
+        return fix_gamma ? 1.0 : fabs(static_cast<double>(gamma[channel]));
+    }
+    __device__ double lost(Index channel) const {
+        return per_beta * fabs(static_cast<double>(beta[channel])) + least;
+    }
+    __device__ bool by_gamma(Index channel) const { return weight(channel) > lost(channel); }
+    __device__ bool hidden_by_another(Index channel) const {
+        for (Index slot = 0; slot < slots; ++slot) {
+            const Kept mine(kept, slot, channel, channels);
+            if (!mine.by_another() || mine.constant(epsilon, constant)) continue;
+            const double apart = fabs(mine.mean - mine.used_mean);
+            if (weight(channel) * sqrt(mine.variance(epsilon)) <=
+                lost(channel) / mine.used_invstd + per_beta * weight(channel) * apart)
+                return true;
+        }
+        return false;
+    }
+};
+
+// The first channel whose x is hidden, and by what, found by the first block.
+template <typename P>
+__device__ void tell_hidden(const Invertible<P>& invertible, volatile Told* told) {
     if (blockIdx.x + blockIdx.y + blockIdx.z > 0) return;
+    const Index channels = invertible.channels;
     __shared__ Index first[kThreads];
     first[threadIdx.x] = channels;
-    for (Index channel = threadIdx.x; channel < channels && first[threadIdx.x] == channels; channel += kThreads) {
-        const bool enough = fabs(static_cast<double>(gamma[channel])) >
-                            per_beta * fabs(static_cast<double>(beta[channel])) + least;
-        if (!enough) first[threadIdx.x] = channel;
-    }
+    for (Index channel = threadIdx.x; channel < channels && first[threadIdx.x] == channels; channel += kThreads)
+        if (!invertible.by_gamma(channel) || invertible.hidden_by_another(channel)) first[threadIdx.x] = channel;
     __syncthreads();
     if (threadIdx.x > 0) return;
     Index found = channels;
     for (int i = 0; i < kThreads; ++i) found = first[i] < found ? first[i] : found;
-    if (found < channels) told->at = found;
+    if (found == channels) return;
+    told->value = invertible.by_gamma(found) ? 1 : 0;
+    told->at = found;
 }
 
 // Of this replica's own slots, each [2][channels].
@@ -853,7 +905,7 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
 //             z, by a z that it computes again or, where y is not null, by y; and leaves it in `dz` where that is not null.
 //             grad_input computes z again; whoever has dz gives that to the other.
 // recover     x from the y of normalise without an addend, by what that has `kept`; grid as for it. In told->at the first channel
-//             where that cannot be.
+//             where that cannot be, and in told->value whether another slot's statistic is why.
 // update_running  running <- momentum * running + (1 - momentum) * batch, for batch [1 or 0, mean[C], variance[C]].
 // merge_moments, merge_sums  chunks of a slot put together. Grid: a warp for each slot and channel.
 // copy        to = from, added where `add`.
@@ -936,12 +988,15 @@ __device__ void parameter_gradients(const double* own, Index slots, Index channe
 #define SYNCBN_RECOVERING_KERNELS(TYPE, T, P)                                                                          \
     extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
         recover_##TYPE(const T* y, T* x, const double* kept, const P* gamma, const P* beta, int fix_gamma,             \
-                       double slope, double per_beta, double least, Told* told, Index samples, Index per_sample,       \
-                       Index channels, Index inner, Index slots, int width, Index segment) {                           \
+                       double slope, double per_beta, double least, double epsilon, double constant, Told* told,       \
+                       Index samples, Index per_sample, Index channels, Index inner, Index slots, int width,           \
+                       Index segment) {                                                                                \
         const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
-        Recover<T, P> map = {y, x, kept, gamma, beta, fix_gamma != 0, channels, {slope, 0}};                           \
+        Recover<T, P> map = {y, x, kept, gamma, beta, fix_gamma != 0, channels, {slope, 0}, epsilon, constant};        \
         each<T>(map, layout, width, segment, aligned(x) && aligned(y));                                                \
-        if (fix_gamma == 0) tell_not_invertible(gamma, beta, channels, per_beta, least, told);                         \
+        const Invertible<P> invertible = {kept,     gamma,    beta,  fix_gamma != 0, slots,                            \
+                                          channels, per_beta, least, epsilon,        constant};                        \
+        tell_hidden(invertible, told);                                                                                 \
     }
 
 #define SYNCBN_PARAMETER_KERNELS(TYPE, P)                                                                              \

@@ -279,10 +279,15 @@ Affine Call::affine(const Arrays& arrays, int inputs) const {
     return {arrays[inputs + kGamma], arrays[inputs + kBeta], node_.fix_gamma, node_.activation};
 }
 
-void Call::refuse_to_recover(int64_t channel) const {
-    throw Failure("no gradient: gamma of channel " + std::to_string(channel) +
-                  " is too small beside beta to find x from " + name_of(tensor_.type) +
-                  " outputs (inplace=True). Train this layer with inplace=False, or keep its " +
+void Call::refuse_to_recover(const Hidden& hidden) const {
+    const std::string channel = std::to_string(hidden.channel);
+    const std::string outputs = std::string(" to find x from ") + name_of(tensor_.type) + " outputs (inplace=True";
+    if (hidden.by_another)
+        throw Failure("no gradient: in channel " + channel +
+                      ", the values of a slot are too near each other beside the statistic of another slot" + outputs +
+                      ", mode='shuffle'). Train this layer with inplace=False, or with larger slots.");
+    throw Failure("no gradient: gamma of channel " + channel + " is too small beside beta" + outputs +
+                  "). Train this layer with inplace=False, or keep its " +
                   "gamma from 0: it must not begin there, and weight decay must leave it alone (wd_mult = 0).");
 }
 

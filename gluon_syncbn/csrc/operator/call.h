@@ -156,7 +156,7 @@ class Call {
     void assign(const std::vector<double>& counts, size_t first, int64_t key);
     int64_t channels() const { return tensor_.shape.channels; }
     Affine affine(const Arrays& arrays, int inputs) const;
-    [[noreturn]] void refuse_to_recover(int64_t channel) const;
+    [[noreturn]] void refuse_to_recover(const Hidden& hidden) const;
 
     const Node node_;
     const std::string context_;

@@ -424,12 +424,12 @@ void* DeviceCall::recovered(const Arrays& arrays, const int* reqs) {
     void* x = reqs[kX] == kWrite ? data(arrays[node_.gradients() + kX]) : scratch(in_doubles());
     if (tensor_.shape.size() == 0) return x;
     const Plan plan = plan_of(tensor_);
-    const Invertible invertible = invertible_by(tensor_.type);
+    const Invertible invertible = invertible_by(tensor_.type, affine.activation.slope);
     const int fix_gamma = affine.fix_gamma;
     run(named("recover", tensor_.type), plan.each(),
         {data(arrays[node_.output_in_backward()]), x, kept_.data(), data(affine.gamma), data(affine.beta), fix_gamma,
-         affine.activation.slope, invertible.per_beta, invertible.least, work().lease.told(), plan.samples,
-         plan.per_sample, plan.shape.channels, plan.shape.inner, plan.slots, plan.width, plan.segment});
+         affine.activation.slope, invertible.per_beta, invertible.least, node_.epsilon, kConstant, work().lease.told(),
+         plan.samples, plan.per_sample, plan.shape.channels, plan.shape.inner, plan.slots, plan.width, plan.segment});
     recovers_ = true;
     return x;
 }
@@ -558,7 +558,8 @@ void DeviceCall::finish() {
     if (!work_) return;
     wait();
     if (tells_) look_at(work_->lease.told()->at, work_->lease.told()->value);
-    if (recovers_ && work_->lease.told()->at >= 0) refuse_to_recover(work_->lease.told()->at);
+    const cuda::Told& told = *work_->lease.told();
+    if (recovers_ && told.at >= 0) refuse_to_recover({told.at, told.value != 0});
     if (kept_for_repetition_) remember(gathered_);
     tells_ = recovers_ = kept_for_repetition_ = false;
     scratch_.clear();

@@ -76,9 +76,12 @@ int HostCall::threads() const {
 
 std::shared_ptr<const Statistic> HostCall::statistic(const Vector& moments) const {
     const auto mean = moments.begin() + 1, m2 = mean + channels();
-    Vector invstd(m2, moments.end());
-    for (double& v : invstd) v = 1 / std::sqrt(v / moments[0] + node_.epsilon);
-    return std::make_shared<Statistic>(Statistic{moments[0], Vector(mean, m2), std::move(invstd)});
+    Vector variance(m2, moments.end()), invstd;
+    for (double& v : variance) {
+        v /= moments[0];
+        invstd.push_back(1 / std::sqrt(v + node_.epsilon));
+    }
+    return std::make_shared<Statistic>(Statistic{moments[0], Vector(mean, m2), std::move(variance), std::move(invstd)});
 }
 
 void HostCall::assign_statistics(const Total& moments) {
@@ -194,8 +197,7 @@ void HostCall::write_output(const Arrays& arrays, int req) {
 
 void* HostCall::recovered(const Arrays& arrays, const int* reqs, std::vector<char>* scratch) const {
     const Affine affine = this->affine(arrays, node_.outputs());
-    const int64_t channel = backend_.first_not_invertible(tensor_, affine);
-    if (channel >= 0) refuse_to_recover(channel);
+    if (const auto hidden = backend_.first_hidden(tensor_, affine)) refuse_to_recover(*hidden);
     void* x = nullptr;
     if (reqs[kX] == kWrite) {
         x = data(arrays[node_.gradients() + kX]);
