@@ -24,6 +24,8 @@ using namespace emulator;
 
 namespace {
 
+std::atomic<bool> held{false};  // whoever makes a communicator
+
 enum Result : int { kGood = 0, kSystemError = 2, kInvalidArgument = 4, kInvalidUsage = 5 };
 constexpr int kSum = 0;
 constexpr size_t kSizes[] = {1, 1, 4, 4, 8,
@@ -302,7 +304,11 @@ extern "C" {
 // From now on no rank on this device comes to a collective, until its communicator is aborted; -1: all come.
 void cuda_emulator_lose(int device) { lost = device; }
 
+// From now on whoever makes a communicator waits, and spins as NCCL's sockets do; 0: until now.
+void cuda_emulator_hold_connections(int so) { held = so; }
+
 Result ncclCommInitAll(Communicator** out, int count, const int* devices) {
+    while (held) std::this_thread::yield();
     const auto clique = std::make_shared<Clique>();
     for (int rank = 0; rank < count; ++rank) {
         const int device = devices ? devices[rank] : rank;

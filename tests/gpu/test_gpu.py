@@ -7,6 +7,7 @@ import gluon_syncbn before MXNet, for which it finds the CUDA libraries.
 import ctypes
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -23,6 +24,7 @@ from gpus import EMULATED, GPUS, assert_sound, counted, counts, gpus
 from mpi_job import Job
 from mxnet import autograd, nd
 from mxnet.gluon import nn
+from places import SUPPORT
 from poolings import POOLINGS, fits, specification
 from replicas import (
     TOLERANCE,
@@ -778,6 +780,52 @@ def test_a_collective_that_hangs(rng, lost_gpu, count, phase):
             np.testing.assert_array_equal(layer.running_var.data(context).asnumpy(), np.ones(5))
     got = step(layer, batch, contexts, "float64")
     assert_same(got._replace(running_mean=[], running_var=[]), specification(layer, batch), 1e-11)
+
+
+def test_ctrl_c_while_nccl_connects():
+    """It spins meanwhile, as NCCL's sockets do, so that the process does not look idle."""
+    gpus(2)
+    if not EMULATED:
+        pytest.skip("nothing keeps NCCL from connecting")
+    program = """
+        import ctypes, signal, threading, time
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        from gluon_syncbn import SyncBatchNorm, _native
+        import mxnet as mx, numpy as np
+        from mxnet import autograd
+        from replicas import interrupt_handler
+        nccl = ctypes.CDLL("libnccl.so.2")
+        nccl.cuda_emulator_hold_connections(1)
+        contexts = [mx.gpu(0), mx.gpu(1)]
+        layer = SyncBatchNorm(in_channels=4, timeout=300)
+        layer.initialize(ctx=contexts)
+        xs = [mx.nd.array(np.random.randn(2, 4, 9), ctx=context) for context in contexts]
+        idle = interrupt_handler()
+        def work():
+            while interrupt_handler() == idle:
+                time.sleep(0.01)
+            print("ready", flush=True)
+            while not _native.failure():
+                time.sleep(0.01)
+            print(_native.failure(), flush=True)
+            nccl.cuda_emulator_hold_connections(0)
+        threading.Thread(target=work, daemon=True).start()
+        with autograd.record():
+            ys = [layer(x) for x in xs]
+        mx.nd.waitall()
+        """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        try:
+            assert process.stdout.readline() == "ready\n", process.stderr.read()
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert "(Ctrl-C, or its main thread is gone), and NCCL has not connected the GPUs." in output, errors
+    assert process.returncode in (1, -signal.SIGINT), errors
 
 
 def test_nothing_is_posted_where_replicas_differ(rng):

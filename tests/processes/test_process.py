@@ -13,6 +13,8 @@ from environments import shell
 from places import PACKAGE, SUPPORT
 from replicas import WAYS
 
+from gluon_syncbn import _native
+
 # Seconds: far more than anything here takes where all cores are busy, far fewer than the 300 of a replica's time limit.
 LIMIT = 60
 
@@ -625,6 +627,52 @@ def test_naive_engine(resources):
     code, output, errors = resources["naive engine"]
     assert code == 0, errors
     assert "SyncBatchNorm 'batchnorm0'" in output and "MXNET_ENGINE_TYPE=NaiveEngine" in output
+
+
+@pytest.mark.skipif(bool(_native.why_custom()), reason="MXNet's Custom ends an operator twice that gets no thread")
+def test_little_memory():
+    """A call that gets no memory or no thread ends the step in an error that names the layer, and the process goes on."""
+    text = """
+import resource
+heads = on_devices(batch.heads, contexts, "float64")
+for x in xs:  # MXNet's own threads are there
+    x.attach_grad()
+    with autograd.record():
+        y = x * 2
+    y.backward()
+mx.nd.waitall()
+def train():
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+    autograd.backward(ys, heads)
+    mx.nd.waitall()
+errors = []
+hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+ready()
+for more in (0, 1, 2, 4, 8, 16, 32, 64):
+    with open("/proc/self/statm") as pages:
+        used = int(pages.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (more << 20), hard))
+    try:
+        train()
+    except (mx.MXNetError, MemoryError) as error:
+        errors.append(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    gluon_syncbn.reset()
+for error in errors:
+    print("error:", str(error).replace(chr(10), " "))
+fresh = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float64")
+assert_same(step(fresh, batch, contexts, "float64"), truth(batch), 1e-11)
+print("right")
+"""
+    code, output, errors = run(text, MALLOC_ARENA_MAX="1")
+    assert code == 0, output + errors[-2000:]
+    lines = output.splitlines()
+    assert lines.pop() == "right"
+    for line in lines:  # MXNet's threads are there: those that cannot be started are the layer's
+        if "Resource temporarily unavailable" in line:
+            assert "SyncBatchNorm 'batchnorm0' on cpu(" in line and "no thread could be started for this call" in line
 
 
 def test_an_engine_that_does_not_exist():

@@ -1,6 +1,7 @@
 #include "custom.h"
 
 #include "figures.h"
+#include "memory.h"
 #include "mxnet.h"
 
 namespace driver {
@@ -14,7 +15,11 @@ template <typename... Parameters>
 void call(const MXCallbackList& list, int which, Parameters... parameters) {
     using Function = int (*)(Parameters..., void*);
     const auto function = reinterpret_cast<Function>(reinterpret_cast<void*>(list.callbacks[which]));
-    if (function(parameters..., list.contexts[which]) == 0) throw dmlc::Error("Check failed");
+    const auto within = [&] {
+        const Within core(true);
+        return function(parameters..., list.contexts[which]);
+    };
+    if (within() == 0) throw dmlc::Error("Check failed");
     const std::string error = take_error();
     if (!error.empty()) throw dmlc::Error(error);
 }
@@ -63,6 +68,7 @@ Property::Property(const std::map<std::string, std::string>& attributes) {
     }
     ++figures.properties;
     try {
+        const Within core(true);
         if (operator_creator()("gluon_syncbn", static_cast<int>(keys.size()), keys.data(), values.data(),
                                &callbacks_) == 0)
             throw dmlc::Error("Check failed");

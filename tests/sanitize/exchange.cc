@@ -6,6 +6,7 @@
 
 #include "core.h"
 #include "figures.h"
+#include "memory.h"
 
 namespace driver {
 namespace {
@@ -47,6 +48,7 @@ std::vector<double> merged(int64_t rows, int64_t length, const double* values) {
 
 int put_together(const syncbn::Ticket* ticket, int reduction, int64_t rows, int64_t length, const double* values,
                  syncbn::Total* out, char* error, int64_t error_size) {
+    const Within program(false);
     wait_for_others();
     if (fails()) {
         std::snprintf(error, static_cast<size_t>(error_size), "the cable is out");

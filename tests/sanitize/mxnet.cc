@@ -4,6 +4,7 @@
 #include "core.h"
 #include "cpu/half.h"
 #include "figures.h"
+#include "memory.h"
 
 namespace driver {
 
@@ -55,6 +56,7 @@ int autograd_is_training(bool* training) {
 }
 
 int ndarray_get_data(void* handle, void** data) {
+    const Within program(false);
     const ArrayP& array = *static_cast<ArrayP*>(handle);
     if (!array) expect(false, "the core reads no array that it has not asked for");
     if (!array || array->broken) return -1;
@@ -65,6 +67,7 @@ int ndarray_get_data(void* handle, void** data) {
 // MXNet looks at the arrays of a call once that is over, so it makes no difference that this runs at once.
 int engine_push(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
                 const void*, void**, int, void** writes, int write_count, const void*, int, const char*) {
+    const Within program(false);
     expect(write_count == 1 && writes[0] != nullptr, "an error goes to one array");
     expect(error_of_array.empty(), "a call fails once");
     try {

@@ -13,6 +13,8 @@ void repeated(Run& run);
 void dropping(Run& run);
 // A step in which something is wrong, and a right one after it.
 void failing(Run& run);
+// A step in which an allocation of the core fails, and a right one after it.
+void starving(Run& run);
 // Settings that change in other threads and make no difference to results.
 void changing(Run& run);
 // Settings that change in other threads and pull the rug from under a step: it ends somehow, and one after it is right.
@@ -25,6 +27,8 @@ void interrupted(Run& run);
 void nobody_left(Run& run);
 // ... a fork.
 void forking(Run& run);
+// Waits for a call that is repeated, and that does not come, until one of these ends them.
+void recalling(Run& run);
 // Waits that last: a warning after 10 s, a queue that is stuck. 25 s; shorter runs leave it out.
 void lasting(Run& run);
 // The end of the process. Nothing can run after it.

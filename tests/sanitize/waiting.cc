@@ -1,9 +1,12 @@
 #include <deque>
+#include <functional>
 #include <future>
 
 #include "core.h"
+#include "failure.h"
 #include "figures.h"
 #include "interrupts.h"
+#include "operator/tape.h"
 #include "reference.h"
 #include "runs.h"
 
@@ -138,6 +141,47 @@ void forking(Run& run) {
         other.until_failure();
         obstacle.remove();
         other.end("the process was forked");
+    } while (run.goes_on());
+}
+
+void recalling(Run& run) {
+    const Interrupts interrupts;
+    const struct {
+        const char* reason;
+        double timeout;
+        std::function<void()> end;
+    } ways[] = {
+        {"the process was asked to end (Ctrl-C", kPatience,
+         [&] {
+             interrupts.install(Interrupts::kPlain);
+             interrupts.send();
+         }},
+        {"the process was asked to end (Ctrl-C", kPatience, [] { syncbn_nobody_left(1); }},
+        {"the process was forked", kPatience, [] { syncbn_forking(1); }},
+        {"the script has raised an exception", kPatience, [] { syncbn_fail("the script has raised an exception"); }},
+        {"it does not come for 0.2 s. Do something.", 0.2, [] {}},
+    };
+    do {
+        for (const auto& way : ways) {
+            const syncbn::Memo memo;
+            auto error = std::async(std::launch::async, [&] {
+                syncbn::Wait wait("recalling", "it does not come", way.timeout, "Do something.");
+                try {
+                    memo.outcome(wait);
+                } catch (const syncbn::Failure& failure) {
+                    return std::string(failure.what());
+                }
+                return std::string();
+            });
+            pause(0.2);  // it waits by now, or it comes to the same
+            way.end();
+            const std::string got = error.get();
+            expect(contains(got, way.reason), "'" + got + "' says '" + way.reason + "'");
+            syncbn_forking(0);
+            syncbn_nobody_left(0);
+            syncbn_reset();
+            ++figures.steps;
+        }
     } while (run.goes_on());
 }
 

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <deque>
 #include <fstream>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -37,14 +38,13 @@ double processor_time() {
 // Seconds that the threads of this process were ready to run and did not. 0 where the kernel keeps no such account.
 double run_delay() {
     double total = 0;
-    DIR* tasks = opendir("/proc/self/task");
+    const std::unique_ptr<DIR, int (*)(DIR*)> tasks(opendir("/proc/self/task"), closedir);
     if (tasks == nullptr) return 0;
-    while (const dirent* task = readdir(tasks)) {
+    while (const dirent* task = readdir(tasks.get())) {
         std::ifstream account("/proc/self/task/" + std::string(task->d_name) + "/schedstat");
         double ran = 0, delayed = 0;
         if (account >> ran >> delayed) total += 1e-9 * delayed;
     }
-    closedir(tasks);
     return total;
 }
 

@@ -260,18 +260,20 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
 }
 
 int create_property(const char*, const int size, const char** keys, const char** values, MXCallbackList* out) {
-    std::map<std::string, std::string> given;
-    for (int i = 0; i < size; ++i) given[keys[i]] = values[i];
     // MXNet calls delete_property even where this function throws, so first of all it gets what to call.
-    auto* property = new Property;
+    static void* nobody[kPropertyCallbacks] = {};
     static Callback callbacks[] = {as_callback<delete_property>(), as_callback<list_arguments>(),
                                    as_callback<list_outputs>(),    as_callback<list_states>(),
                                    as_callback<infer_shape>(),     as_callback<backward_dependency>(),
                                    as_callback<create_operator>(), as_callback<infer_type>()};
     out->num_callbacks = kPropertyCallbacks;
     out->callbacks = callbacks;
+    out->contexts = nobody;
+    auto* property = new Property;
     out->contexts = property->callback_states.data();
     property->callback_states.fill(property);
+    std::map<std::string, std::string> given;
+    for (int i = 0; i < size; ++i) given[keys[i]] = values[i];
     property->layer = registry().of_token(given["layer"]);
     if (!property->layer)
         throw dmlc::Error(
