@@ -631,7 +631,7 @@ def test_naive_engine(resources):
 
 @pytest.mark.skipif(bool(_native.why_custom()), reason="MXNet's Custom ends an operator twice that gets no thread")
 def test_little_memory():
-    """A call that gets no memory or no thread ends the step in an error that names the layer, and the process goes on."""
+    """A call that gets no memory or no thread ends the step in an error that names the layer. The process goes on."""
     text = """
 import resource
 heads = on_devices(batch.heads, contexts, "float64")
