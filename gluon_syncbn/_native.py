@@ -89,6 +89,7 @@ def _load() -> ctypes.CDLL:
         "layer_place": (ctypes.c_int, [ctypes.c_int64, ctypes.c_int64, names, ctypes.c_int64]),
         "layer_timeout": (ctypes.c_int, [ctypes.c_int64, ctypes.c_double]),
         "layer_reach": (ctypes.c_int, [ctypes.c_int64, ctypes.c_int]),
+        "layer_issued": (ctypes.c_int, [ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64]),
         "timeout": (ctypes.c_int, [ctypes.c_double]),
         "hook": (ctypes.c_int, [_Hook]),
         "reach": (ctypes.c_int, [ctypes.c_int]),
@@ -105,6 +106,8 @@ def _load() -> ctypes.CDLL:
         "tape_free": (None, [ctypes.c_void_p]),
         "tape_begin": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int]),
         "tape_end": (ctypes.c_int64, []),
+        "scope_enter": (ctypes.c_int, [ctypes.c_char_p]),
+        "scope_leave": (ctypes.c_char_p, [ctypes.POINTER(ctypes.c_int)]),
         "fail": (None, [ctypes.c_char_p]),
         "failure": (ctypes.c_char_p, []),
         "reset": (ctypes.c_int, []),
@@ -270,6 +273,12 @@ def layer_reach(layer: int, reach: int) -> None:
     _core.syncbn_layer_reach(layer, reach)
 
 
+def layer_issued(layer: int, context: str, graph: int) -> None:
+    """The caller executes a graph again that has the layer in it; MXNet issues its calls once. ``graph`` is a number
+    below -1. MXNetError where the layer is in the middle of a step of another thread."""
+    _core.syncbn_layer_issued(layer, context.encode(), graph)
+
+
 def default_timeout(seconds: float) -> None:
     _core.syncbn_timeout(seconds)
 
@@ -374,6 +383,19 @@ class Tape:
                 f"the second forward called {abs(left)} layer{'s' if abs(left) > 1 else ''} of SyncBatchNorm "
                 f"{'fewer' if left > 0 else 'more'} than the first"
             )
+
+
+def scope_enter(thread: str) -> None:
+    """The caller, a thread of that name, enters its outermost scope."""
+    _core.syncbn_scope_enter(_bytes(thread))
+
+
+def scope_leave() -> Tuple[str, bool]:
+    """The caller leaves that scope. Why its step could not go on, empty where it could; and whether the scope was part
+    of the step that goes on now, or that step began later."""
+    current = ctypes.c_int()
+    reason = _core.syncbn_scope_leave(ctypes.byref(current)).decode(errors="replace")
+    return reason, bool(current.value)
 
 
 def fail(reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from typing import Any, Callable, List, Tuple
 
@@ -11,6 +12,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from . import _native, callers, draws, mixed, steps
+from .replicas import Replicas
 from .session import session
 
 _replaced: List[Tuple[Any, str, Any]] = []  # owner, name, what was there
@@ -39,6 +41,8 @@ def install() -> None:
       one that this thread has not called would wait for its whole time limit. ``gluon.data.DataLoader`` calls it.
     - The ``__call__`` of Gluon's batch normalisation tells which blocks call a layer, once: a layer in an attribute of
       an object that is no block shows in no other way.
+    - ``mx.nd.CachedOp`` with ``static_shape`` tells of its calls, whose operators MXNet makes once and executes again:
+      nobody else sees which thread calls them.
     - ``mx.random.seed`` tells of its calls: seeds that are drawn here follow from it.
     """
     if _replaced:
@@ -53,6 +57,7 @@ def install() -> None:
     for module in (mx.nd, mx.nd.ndarray, mx.npx):  # which have it under the same name
         _replace(module, "waitall", _told_of)
     _replace(_BatchNorm, "__call__", callers.noting)
+    _replace(mx.nd, "CachedOp", _issuing)
     _replace(mx.random, "seed", _telling)
     copies = _gated(lambda trainer: trainer._kvstore is not None, _written)
     _replace(gluon.Trainer, "_init_params", lambda initialise: _looked_at(copies(initialise)))
@@ -126,6 +131,31 @@ def _told_of(waitall: Callable) -> Callable:
             _native.waiting(False)
 
     return told_of
+
+
+_graphs = itertools.count(2)
+
+
+def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
+    class Issuing(cached_op):
+        def __init__(self, sym: mx.sym.Symbol, flags: Any, layer: Replicas) -> None:
+            super().__init__(sym, flags)
+            self._layer, self._graph = layer, -next(_graphs)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if autograd.is_training():
+                _native.layer_issued(self._layer.id, str(args[0].context), self._graph)
+            return super().__call__(*args, **kwargs)
+
+    def make(sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.CachedOp:
+        if dict(flags).get("static_shape"):
+            for attributes in sym.attr_dict().values():
+                layer = Replicas.of_token(attributes.get("layer", ""))
+                if layer is not None and layer.pooling.mode != "local":  # one tells of them all
+                    return Issuing(sym, flags, layer)
+        return cached_op(sym, flags)
+
+    return make
 
 
 def _telling(seed: Callable) -> Callable:

@@ -33,6 +33,7 @@ class Session:
         self._between_processes: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._lock = threading.Lock()  # guards the number of open scopes
         self._open_scopes = 0
+        self.beginning = threading.RLock()  # held by a thread that enters its first scope, or forgets a failed step
         self._of_thread = threading.local()
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
         self.raised = ""  # the last failure that went through a scope as an exception
@@ -142,6 +143,7 @@ class Session:
     def forked(self) -> None:
         """Here is the child, with the one thread that forked."""
         self._lock, self._open_scopes = threading.Lock(), self.depth()
+        self.beginning = threading.RLock()
         for exchange in list(self._between_processes):
             exchange.forked()
 

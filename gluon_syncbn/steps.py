@@ -5,6 +5,7 @@ Scopes are ``with autograd.record()`` and ``with autograd.train_mode()``; `patch
 
 from __future__ import annotations
 
+import threading
 from typing import Any, List, Optional
 
 import mxnet as mx
@@ -45,14 +46,15 @@ def reset() -> None:
     MXNetError
         Where MXNet fails at every wait, as with an engine that does not exist.
     """
-    reason = _native.failure()
-    if reason:
-        if reason != session.raised:  # whoever reads no results has not heard of it
-            logs.log.warning("starting afresh after a step that failed: %s", reason)
-        session.tell_others(reason)
-    # A healthy step that is in flight ends as well: its replicas would not find each other any more.
-    errors = drain()
-    _native.reset()
+    with session.beginning:  # a step that began meanwhile would be half gone
+        reason = _native.failure()
+        if reason:
+            if reason != session.raised:  # whoever reads no results has not heard of it
+                logs.log.warning("starting afresh after a step that failed: %s", reason)
+            session.tell_others(reason)
+        # A healthy step that is in flight ends as well: its replicas would not find each other any more.
+        errors = drain()
+        _native.reset()
     if len(errors) == MOST_WAITS:
         raise mx.MXNetError(f"no step can begin, because MXNet fails at every wait: {errors[-1]}")
 
@@ -63,21 +65,32 @@ def scope_entered() -> None:
             "the process is ending and has come to its exit handlers, so no step begins; join the threads that train "
             "before the main thread ends"
         )
-    if session.enter_scope():
-        logs.follow_level()
-        if _native.failure():
-            try:
-                reset()
-            except BaseException:  # Python leaves no scope that it could not enter
-                session.leave_scope()
-                raise
+    if session.depth():
+        session.enter_scope()
+        return
+    with session.beginning:
+        if session.enter_scope():
+            logs.follow_level()
+            if _native.failure():
+                try:
+                    reset()
+                except BaseException:  # Python leaves no scope that it could not enter
+                    session.leave_scope()
+                    raise
+        _native.scope_enter(threading.current_thread().name)
 
 
 def scope_left(kind: Optional[type], value: Any) -> None:
     """``kind`` and ``value`` are those of the exception that leaves it."""
-    last = session.leave_scope()
+    if not session.leave_scope():
+        return
+    ended, current = _native.scope_leave()
     # StopIteration and GeneratorExit end loops, not steps.
-    if kind is not None and last and not issubclass(kind, (StopIteration, GeneratorExit)):
+    if kind is None or issubclass(kind, (StopIteration, GeneratorExit)):
+        if ended:  # by another thread, whose replicas have met those of this one
+            session.raised = ended
+            raise mx.MXNetError(ended)
+    elif current:  # else another thread has begun a new step since then
         session.raised = (
             f"{kind.__name__} left the recorded step ({value}), so the replicas that had been called cannot finish it. "
             "The next `with autograd.record()` starts afresh."

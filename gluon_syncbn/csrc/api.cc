@@ -14,6 +14,7 @@
 #include "failure.h"
 #include "log.h"
 #include "meeting/registry.h"
+#include "meeting/scope.h"
 #include "meeting/stall.h"
 #include "meeting/step.h"
 #include "meeting/timing.h"
@@ -158,6 +159,13 @@ SYNCBN_API int syncbn_layer_reach(int64_t id, int reach) {
 
 // ---- defaults ----
 
+// This thread calls a graph of this number, below -1, which has the layer in it.
+SYNCBN_API int syncbn_layer_issued(int64_t id, const char* context, int64_t graph) {
+    return done([&] {
+        if (const auto layer = registry().find(id)) layer->room.issued_again(*layer->terms(), context, graph);
+    });
+}
+
 SYNCBN_API int syncbn_timeout(double seconds) {
     return done([&] { registry().set_default_timeout(seconds); });
 }
@@ -220,6 +228,23 @@ SYNCBN_API int64_t syncbn_tape_end() { return syncbn::end_tape(); }
 
 // ---- the step ----
 
+// A thread enters its outermost scope. `thread` is its name.
+SYNCBN_API int syncbn_scope_enter(const char* thread) {
+    return done([&] { syncbn::enter_scope(thread); });
+}
+
+// It leaves that scope. Returns why the step of this thread could not go on, empty where it could; `current` is whether the
+// scope has been part of the step that goes on now, or it is 0 where that one began later.
+SYNCBN_API const char* syncbn_scope_leave(int* current) {
+    return text([&] {
+        const auto scope = syncbn::current_scope();
+        *current = scope->step == syncbn::step().number;
+        syncbn::leave_scope();
+        const syncbn::Failure* why = scope->why_ended();
+        return std::string(why == nullptr ? "" : why->what());
+    });
+}
+
 SYNCBN_API void syncbn_fail(const char* reason) {
     try {
         syncbn::step().fail(syncbn::Failure(reason));
@@ -239,9 +264,10 @@ SYNCBN_API const char* syncbn_failure() {
 // Forgets the failure and all unfinished meetings. Nothing may be in flight.
 SYNCBN_API int syncbn_reset() {
     return done([&] {
-        syncbn::step().clear();
+        ++syncbn::step().number;
         syncbn::forget_handed_over();
         registry().forget_meetings();
+        syncbn::step().clear();  // so that nothing meets before
     });
 }
 

@@ -116,7 +116,8 @@ CORE_FLOORS = [
 ]
 CORE_FLOOR = {room: floor for floor, rooms in enumerate(CORE_FLOORS) for room in rooms}
 # Within `meeting`, the same: who waits knows nothing of the registry that knows who might come.
-MEETING = [{"step", "stall", "reduction"}, {"turn", "wait"}, {"meeting"}, {"diagnosis", "timing"}, {"registry"}]
+MEETING = [{"step", "stall", "scope", "reduction"}, {"turn", "wait", "rounds"}, {"meeting"}, {"diagnosis", "timing"}]
+MEETING += [{"registry"}]
 
 
 def includes():

@@ -18,6 +18,9 @@
 namespace syncbn {
 namespace {
 
+const char* const kForgotten =
+    "the step has been forgotten (gluon_syncbn.reset, or another thread's step that began after a failure) before all "
+    "replicas had come.";
 constexpr double kWatchAfter = 0.05;  // seconds until a wait counts as long enough to look around
 constexpr double kWarnAfter = 10;
 constexpr double kGrace = 2;      // seconds that an exchange gets to report its own failure
@@ -25,10 +28,31 @@ constexpr double kStuckIdle = 3;  // seconds without computing that show it
 constexpr double kForkIdle = 1;   // the same, where a fork waits
 
 // Ends the step, and throws the reason why it ended, which may be another one.
-[[noreturn]] void fail_and_throw(Meeting* meeting, const Failure& failure) {
+[[noreturn]] void fail_and_throw(const Failure& failure) {
     step().fail(failure);
-    if (meeting != nullptr) meeting->changed.notify_all();
     throw Failure(*step().failure());
+}
+
+// So does one whose step has been forgotten, but the step that goes on now has nothing to do with it.
+void fail_here(Meeting& meeting, const Failure& failure) {
+    if (step().goes_on(meeting.step))
+        step().fail(failure);
+    else if (meeting.failure == nullptr)
+        meeting.failure = std::make_shared<const Failure>(failure);
+    meeting.changed.notify_all();
+}
+
+std::shared_ptr<const Failure> failure_of(const Meeting& meeting) {
+    return meeting.failure != nullptr ? meeting.failure : step().failure();
+}
+
+[[noreturn]] void fail_and_throw(Meeting& meeting, const Failure& failure) {
+    fail_here(meeting, failure);
+    throw Failure(*failure_of(meeting));
+}
+
+void throw_if_failed(const Meeting& meeting) {
+    if (const auto failure = failure_of(meeting)) throw Failure(*failure);
 }
 
 std::string name_of_call(const Meeting& meeting, int phase) {
@@ -43,8 +67,7 @@ Ticket ticket_of(const Terms& terms, const Place& place, Direction direction) {
     return {terms.layer, draw.node, draw.call, phase_of(place, direction)};
 }
 
-void check_equal(const Terms& terms, const Meeting& meeting, const Phase& phase, size_t seat, Type type,
-                 int64_t channels) {
+void check_equal(const Terms& terms, Meeting& meeting, const Phase& phase, size_t seat, Type type, int64_t channels) {
     for (size_t other = 0; other < meeting.seats.size(); ++other) {
         const auto& entry = phase.entries[other];
         if (!entry.arrived || (entry.channels == channels && entry.type == type)) continue;
@@ -52,7 +75,7 @@ void check_equal(const Terms& terms, const Meeting& meeting, const Phase& phase,
         why << meeting.replica(seat) << " came with " << channels << " channels of " << name_of(type) << ", "
             << meeting.replica(other) << " with " << entry.channels << " channels of " << name_of(entry.type)
             << ". All replicas must run the same net on data of the same type.";
-        fail_and_throw(nullptr, {terms.name, "", "", why.str()});  // the waiters see it within a slice
+        fail_and_throw(meeting, {terms.name, "", "", why.str()});
     }
 }
 
@@ -76,9 +99,19 @@ bool Place::first_lane() const {
     return true;
 }
 
-void MeetingRoom::issued(const std::string& context) {
+void MeetingRoom::issued(const Terms& terms, const std::string& context, int64_t node) {
+    const auto& scope = current_scope();
+    scope->throw_if_ended();
     Lock lock(mutex_);
+    if (terms.lanes == 1) rounds_.add(terms, context, node, scope);
     ++attendance_.issued[context];
+}
+
+void MeetingRoom::issued_again(const Terms& terms, const std::string& context, int64_t graph) {
+    const auto& scope = current_scope();
+    scope->throw_if_ended();
+    Lock lock(mutex_);
+    if (terms.lanes == 1) rounds_.add(terms, context, graph, scope);
 }
 
 Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t node, const void* occupant,
@@ -88,7 +121,7 @@ Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t 
     ++attendance_.joined[context];
     const auto at = std::find(terms.taking_part.begin(), terms.taking_part.end(), context);
     if (at == terms.taking_part.end() || terms.lanes == 0)
-        fail_and_throw(nullptr, {terms.name, context, "", why_not_here(terms, context)});
+        fail_and_throw({terms.name, context, "", why_not_here(terms, context)});
     const size_t index = static_cast<size_t>(at - terms.taking_part.begin());
 
     std::shared_ptr<Meeting> meeting;
@@ -171,6 +204,11 @@ int64_t MeetingRoom::spread(const Terms& terms, const Place& place, Direction di
     return meeting.spread;
 }
 
+void MeetingRoom::fail(Meeting& meeting, const Failure& failure) const {
+    Lock lock(mutex_);
+    fail_here(meeting, failure);
+}
+
 void MeetingRoom::look_out(const Terms& terms, const Place& place, Direction direction) const {
     syncbn::look_out(ticket_of(terms, place, direction), terms.hook);
 }
@@ -181,7 +219,7 @@ bool MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction,
     if (direction == Direction::kBackward) ++place.backwards;
     const int number = phase_of(place, direction);
     Lock lock(mutex_);
-    step().throw_if_failed();
+    throw_if_failed(meeting);
     Phase& phase = meeting.phases[number];
     if (phase.entries.empty()) phase.entries.resize(meeting.replicas());
     check_equal(terms, meeting, phase, place.seat, entry.type, entry.channels);
@@ -198,8 +236,8 @@ bool MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction,
         error = e.what();
     }
     lock.lock();
-    if (!error.empty()) fail_and_throw(&meeting, {terms.name, "", "", error});
-    step().throw_if_failed();
+    if (!error.empty()) fail_and_throw(meeting, {terms.name, "", "", error});
+    throw_if_failed(meeting);
     if (debugging()) record_meeting(terms.name, name_of_call(meeting, number), meeting, phase);
     phase.total = std::move(total);
     phase.done = true;
@@ -220,7 +258,7 @@ bool MeetingRoom::comes_within(const Place& place, Direction direction, double s
     Lock lock(mutex_);
     const Phase& phase = place.meeting->phases[phase_of(place, direction)];
     place.meeting->changed.wait_for(lock, std::chrono::duration<double>(seconds),
-                                    [&] { return phase.done || step().failure() != nullptr; });
+                                    [&] { return phase.done || failure_of(*place.meeting) != nullptr; });
     return phase.done;
 }
 
@@ -231,8 +269,8 @@ void MeetingRoom::wait(const Terms& terms, Meeting& meeting, Phase& phase, int n
     const std::string call = name_of_call(meeting, number);
     while (true) {
         meeting.changed.wait_for(lock, kSlice);
-        if (phase.done) return;                       // (4)
-        if (const auto failure = step().failure()) {  // (5)
+        if (phase.done) return;                          // (4)
+        if (const auto failure = failure_of(meeting)) {  // (5)
             if (!failure->layer.empty()) throw Failure(*failure);
             throw Failure(terms.name, "", call, describe(meeting, number) + ". " + failure->reason);
         }
@@ -240,7 +278,7 @@ void MeetingRoom::wait(const Terms& terms, Meeting& meeting, Phase& phase, int n
         const double waited = stall.waited();
         if (waited < kWatchAfter) continue;
         const auto give_up = [&](const std::string& why) {
-            fail_and_throw(&meeting, {terms.name, "", call, describe(meeting, number) + why});
+            fail_and_throw(meeting, {terms.name, "", call, describe(meeting, number) + why});
         };
         watch_interrupts();
         if (stall.asked_to_end())  // (6)
@@ -286,8 +324,11 @@ void MeetingRoom::wait(const Terms& terms, Meeting& meeting, Phase& phase, int n
 
 void MeetingRoom::forget() {
     Lock lock(mutex_);
+    for (const auto& meeting : open_)
+        if (!step().goes_on(meeting->step)) fail_here(*meeting, Failure(kForgotten));
     open_.clear();
     attendance_ = {};
+    rounds_.forget();
 }
 
 void MeetingRoom::restart_calls() {
@@ -297,6 +338,7 @@ void MeetingRoom::restart_calls() {
 
 void MeetingRoom::forked() {
     new (&mutex_) std::mutex;  // another thread, which is not here, may have held it
+    rounds_.forked();
     forget();
 }
 

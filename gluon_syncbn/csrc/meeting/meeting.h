@@ -27,6 +27,8 @@
 #include <vector>
 
 #include "meeting/reduction.h"
+#include "meeting/rounds.h"
+#include "meeting/step.h"
 #include "pooling/permutation.h"
 #include "pooling/pooling.h"
 #include "types.h"
@@ -79,8 +81,10 @@ struct Meeting {
     std::vector<std::string> contexts;  // those that take part, in the layer's order
     size_t lanes = 1;                   // replicas per context
     Reach reach = Reach::kMemory;       // as it was when the first of them came: all go the same way
-    bool repeated = false;              // a state of an earlier meeting is executed again (static_shape)
-    std::vector<Seat> seats;            // [contexts * lanes] once everybody has joined
+    const int64_t step = syncbn::step().number;
+    std::shared_ptr<const Failure> failure;  // of its own, where its step has been forgotten
+    bool repeated = false;                   // a state of an earlier meeting is executed again (static_shape)
+    std::vector<Seat> seats;                 // [contexts * lanes] once everybody has joined
     std::map<int, Phase> phases;
     std::condition_variable changed;
 
@@ -114,8 +118,10 @@ enum class Direction { kForward, kBackward };
 // Where the replicas of one layer meet: the meetings that they have not yet all joined.
 class MeetingRoom {
   public:
-    // The issuing thread announces a call.
-    void issued(const std::string& context);
+    // The issuing thread announces a call. Throws Failure where the layer is in the middle of a step of another thread.
+    void issued(const Terms& terms, const std::string& context, int64_t node);
+    // So it does for a graph whose calls MXNet executes again without announcing them; `graph` is a number below -1.
+    void issued_again(const Terms& terms, const std::string& context, int64_t graph);
     // Sits down in the earliest meeting of this graph node in which `context` has room and `occupant` does not sit yet.
     // `repeated` says that MXNet executes a state again.
     Place join(const Terms& terms, const std::string& context, int64_t node, const void* occupant, bool repeated);
@@ -134,6 +140,8 @@ class MeetingRoom {
     // For how many replicas of all processes; asks them at most once for a meeting, and seldom more than once in all.
     int64_t spread(const Terms& terms, const Place& place, Direction direction) const;
     // What is on its way on the devices takes long: throws where another process has failed.
+    // A replica of it has failed: the step has, or, if that has been forgotten, the meeting alone.
+    void fail(Meeting& meeting, const Failure& failure) const;
     void look_out(const Terms& terms, const Place& place, Direction direction) const;
     void forget();         // all meetings
     void restart_calls();  // of the permutations
@@ -151,6 +159,7 @@ class MeetingRoom {
     int64_t next_meeting_ = 0;
     std::deque<std::shared_ptr<Meeting>> open_;
     Attendance attendance_;
+    Rounds rounds_;                     // where each context has one replica that shares statistics
     std::map<int64_t, int64_t> calls_;  // of each node
 };
 

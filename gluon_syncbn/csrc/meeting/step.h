@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -18,8 +19,12 @@ class Step {
     std::shared_ptr<const Failure> failure() const;
     // Throws the reason.
     void throw_if_failed() const;
+    // Whether this is its number.
+    bool goes_on(int64_t number) const { return number == this->number; }
     void clear();
 
+    // How many steps have been forgotten. Whoever raises it forgets the meetings next, and calls `clear` after that.
+    std::atomic<int64_t> number{0};
     // The process has run its exit handlers: whatever comes to run is a failure.
     std::atomic<bool> closed{false};
     // A thread in the middle of a step, whose replicas cannot all be called, waits to fork.

@@ -107,9 +107,11 @@ void Call::issue(const void* caller, Recall recall) {
         place_.backwards = recall_.memo->repeat();
         return;
     }
-    node_.layer->room.issued(context_);
+    if (!shares()) return;
+    const auto terms = node_.layer->terms();
+    node_.layer->room.issued(*terms, context_, node_.number);
     if (node_.lanes == 1) return;
-    place_ = node_.layer->room.join(*node_.layer->terms(), context_, node_.number, caller, false);
+    place_ = node_.layer->room.join(*terms, context_, node_.number, caller, false);
     seated_ = true;
 }
 
@@ -135,7 +137,8 @@ void Call::attempt_forward(const Arrays& arrays, const int* reqs, const Work& wo
 
 bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
     frozen_ = !training;
-    complete_ = false;
+    complete_ = lost_ = false;
+    if (!seated_ && !recall_.again) place_ = {};
     tensor_.lay_out(arrays.block);
     due_ = passes_on() || frozen_;
     attempt_forward(arrays, reqs, [&] {
@@ -179,6 +182,7 @@ void Call::attempt_backward(const Arrays& arrays, const int* reqs, const Work& w
 bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
     tensor_.lay_out(arrays.block);
     due_ = passes_on() || frozen_;
+    lost_ = !complete_ && !place_.meeting && node_.role != Role::kTrack;
     attempt_backward(arrays, reqs, [&] {
         throw_if_closed();
         // MXNet skips what depends on a failure only until somebody has read that failure.
@@ -212,7 +216,10 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
         const Failure failure = known != nullptr && !known->layer.empty()
                                     ? *known
                                     : Failure(node_.layer->name, context_, "", reason_of(error));
-        step().fail(failure);
+        if (place_.meeting)
+            node_.layer->room.fail(*place_.meeting, failure);
+        else if (!lost_)
+            step().fail(failure);
         return std::make_exception_ptr(failure);
     } catch (const std::bad_alloc& none) {
         step().fail(none);

@@ -197,6 +197,7 @@ class Call {
     bool seated_ = false;
     bool repeated_ = false;  // has been executed before
     bool complete_ = false;  // the forward has left what the backward needs
+    bool lost_ = false;      // it has not, and has met nobody, so that nobody waits for the backward
     Vector own_;             // what this replica hands in
     size_t length_ = 0;      // of that
     bool brought_ = false;   // to the meeting

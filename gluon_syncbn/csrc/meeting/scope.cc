@@ -1,0 +1,54 @@
+#include "meeting/scope.h"
+
+#include <utility>
+
+#include "meeting/step.h"
+
+namespace syncbn {
+namespace {
+
+std::shared_ptr<Scope>& of_thread() {
+    static thread_local std::shared_ptr<Scope> scope;
+    return scope;
+}
+
+const std::shared_ptr<Scope>& outside() {
+    static const auto* scope = [] {
+        auto* made = new std::shared_ptr<Scope>(std::make_shared<Scope>(""));
+        (*made)->open = false;
+        return made;
+    }();
+    return *scope;
+}
+
+}  // namespace
+
+Scope::Scope(std::string thread)
+    : thread(std::move(thread)), step(syncbn::step().number), before_(syncbn::step().failure()) {}
+
+Scope::~Scope() { delete why_ended_.load(); }
+
+void Scope::end(const Failure& failure) {
+    auto reason = std::make_unique<const Failure>(failure);
+    const Failure* none = nullptr;
+    if (why_ended_.compare_exchange_strong(none, reason.get())) reason.release();
+}
+
+void Scope::throw_if_ended() {
+    if (before_ != nullptr && syncbn::step().failure() == before_) end(*before_);
+    if (const Failure* why = why_ended()) throw Failure(*why);
+}
+
+const std::shared_ptr<Scope>& current_scope() { return within_scope() ? of_thread() : outside(); }
+
+bool within_scope() { return of_thread() != nullptr; }
+
+void enter_scope(std::string thread) { of_thread() = std::make_shared<Scope>(std::move(thread)); }
+
+void leave_scope() {
+    if (!within_scope()) return;
+    of_thread()->open = false;
+    of_thread() = nullptr;
+}
+
+}  // namespace syncbn

@@ -1,0 +1,283 @@
+"""Threads that step a layer: one after the other, one for each replica, and two at once, which is an error."""
+
+import queue
+import threading
+from contextlib import ExitStack, contextmanager
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, nd
+from replicas import TOLERANCE, WAYS, assert_same, make_batch, on_devices, prepare, step, truth
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm
+
+IN_A_STEP = r"thread '{}' calls the layer while it is in a step of thread '{}'"
+
+
+class Actor:
+    """A thread that does one thing after the other, when it is told to."""
+
+    def __init__(self, name):
+        self.name, self._jobs = name, queue.Queue()
+        self.thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self.thread.start()
+
+    def _work(self):
+        for job, done in iter(self._jobs.get, None):
+            try:
+                done.put((job(), None))
+            except BaseException as error:
+                done.put((None, error))
+
+    def do(self, job):
+        """What the job returns or raises, once it is done."""
+        done = queue.Queue()
+        self._jobs.put((job, done))
+        result, error = done.get(timeout=60)
+        if error is not None:
+            raise error
+        return result
+
+    def enter(self):
+        self._scope = autograd.record()
+        self.do(self._scope.__enter__)
+
+    def leave(self, error=None):
+        self.do(lambda: self._scope.__exit__(type(error) if error else None, error, None))
+
+    def end(self):
+        self._jobs.put(None)
+        self.thread.join(60)
+
+
+@contextmanager
+def actors(*names):
+    with ExitStack() as stack:
+        made = [Actor(name) for name in names]
+        for actor in made:
+            stack.callback(actor.end)
+        yield made
+
+
+def a_layer(contexts, rng, way=None):
+    """A layer, its batch, and the shards of that on their contexts."""
+    batch = make_batch(rng, len(contexts))
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float64", way)
+    shards = on_devices(batch.shards, contexts, "float64")
+    with autograd.predict_mode():
+        layer(shards[0])  # traces, which threads may not do at once
+    with autograd.record():  # and MXNet makes what a static graph repeats
+        ys = [layer(x) for x in shards]
+    autograd.backward(ys)
+    nd.waitall()
+    return layer, batch, shards
+
+
+def assert_next_step_is_right(layer, batch, contexts):
+    with autograd.record():
+        pass  # begins anew, so that the running statistics can be read
+    keep = float(np.float32(0.9))
+    before = [layer.running_mean.data(c).copy() for c in contexts], [layer.running_var.data(c).copy() for c in contexts]
+    got, want = step(layer, batch, contexts, "float64"), truth(batch)
+    means, variances = ([old.asnumpy() for old in olds] for olds in before)
+    x = np.concatenate(batch.shards)
+    want = want._replace(
+        running_mean=[keep * old + (1 - keep) * x.mean((0, 2, 3)) for old in means],
+        running_var=[keep * old + (1 - keep) * x.var((0, 2, 3)) for old in variances],
+    )
+    assert_same(got, want, TOLERANCE["float64"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("before", "refused"),
+    [
+        (["A0"], "B0"),  # B comes between the two calls of A
+        (["A0", "B1"], "B0"),  # cpu(0) of A would meet cpu(1) of B
+        (["A0", "B1"], "A1"),
+    ],
+    ids=" ".join,
+)
+def test_a_call_in_the_middle_of_a_step_of_another_thread(contexts, rng, way, before, refused):
+    """Both threads have the error, whatever they do next, and the step after that is right."""
+    places = contexts[:2]
+    layer, batch, shards = a_layer(places, rng, WAYS[way])
+    with actors("A", "B") as made:
+        of = {actor.name: actor for actor in made}
+        for actor in made:
+            actor.enter()
+
+        def call(what):
+            return of[what[0]].do(lambda: layer(shards[int(what[1])]))
+
+        for what in before:
+            call(what)
+        caller = of[refused[0]]
+        other = of["B" if caller.name == "A" else "A"]
+        named = IN_A_STEP.format(caller.name, other.name)
+        with pytest.raises(mx.MXNetError, match=named) as raised:
+            call(refused)
+        caller.leave(raised.value)
+        with pytest.raises(mx.MXNetError, match=named):
+            other.leave()
+    assert_next_step_is_right(layer, batch, places)
+
+
+def test_the_other_thread_has_the_error_at_its_next_call(contexts, rng):
+    layer, batch, shards = a_layer(contexts[:2], rng)
+    with actors("A", "B") as (a, b):
+        a.enter()
+        b.enter()
+        a.do(lambda: layer(shards[0]))
+        with pytest.raises(mx.MXNetError, match=IN_A_STEP.format("B", "A")):
+            b.do(lambda: layer(shards[0]))
+        with pytest.raises(mx.MXNetError, match=IN_A_STEP.format("B", "A")) as raised:
+            a.do(lambda: layer(shards[1]))
+        a.leave(raised.value)
+        b.leave(raised.value)
+    assert_next_step_is_right(layer, batch, contexts[:2])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_threads_at_once(contexts, rng, way):
+    """Each step is right or an error, and the first one after `reset` is right."""
+    places, steps = contexts[:2], 60
+    layer, batch, _ = a_layer(places, rng, WAYS[way])
+    batches = [make_batch(rng, 2)._replace(gamma=batch.gamma, beta=batch.beta) for _ in range(2)]
+    errors, wrong, together = [], [], threading.Barrier(2)
+
+    def run(i):
+        wanted = truth(batches[i]).outputs
+        for _ in range(steps):
+            shards = on_devices(batches[i].shards, places, "float64")
+            together.wait(60)
+            try:
+                with autograd.record():
+                    ys = [layer(x) for x in shards]
+                got = [y.asnumpy() for y in ys]
+                if not all(np.allclose(y, want, atol=1e-9) for y, want in zip(got, wanted)):
+                    wrong.append(got)
+            except mx.MXNetError as error:
+                errors.append(str(error))
+
+    with actors("A", "B") as made:
+        done = [queue.Queue() for _ in made]
+        for i, actor in enumerate(made):
+            actor._jobs.put((lambda i=i: run(i), done[i]))
+        for each in done:
+            assert each.get(timeout=100)[1] is None
+    assert not wrong
+    assert all("in a step of thread" in error for error in errors), set(errors)
+    gluon_syncbn.reset()
+    assert_next_step_is_right(layer, batch, places)
+
+
+# ---- what is right -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_step_in_another_thread(contexts, rng, way):
+    layer, batch, _ = a_layer(contexts[:2], rng, WAYS[way])
+    for i in range(4):
+        with actors(f"step {i}") as (actor,):
+            actor.do(lambda: assert_next_step_is_right(layer, batch, contexts[:2]))
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc"])
+def test_a_forward_after_that_of_another_thread_whose_scope_is_open(contexts, rng, way):
+    """A lock around the calls is enough for the forward."""
+    layer, batch, shards = a_layer(contexts[:2], rng, WAYS[way])
+    with actors("A", "B") as made:
+        ys = []
+        for actor in made:
+            actor.enter()
+            ys.append(actor.do(lambda: [layer(x) for x in shards]))
+        for actor in made:
+            actor.leave()
+        for y in [y for both in ys for y in both]:
+            y.wait_to_read()
+        for got in ys:
+            for y, want in zip(got, truth(batch).outputs):
+                np.testing.assert_allclose(y.asnumpy(), want, atol=1e-9)
+    assert_next_step_is_right(layer, batch, contexts[:2])
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc"])
+def test_a_thread_for_each_replica(contexts, rng, way):
+    """Which one serves which replica changes from step to step, one is far ahead, and all use the layer twice."""
+    layer, batch, shards = a_layer(contexts[:3], rng, WAYS[way])
+    with actors("A", "B", "C") as made:
+        for turn in range(3):
+            ys = {}
+            for i in rng.permutation(3):
+                actor = made[(i + turn) % 3]
+                actor.enter()
+                ys[i] = actor.do(lambda i=i: [layer(shards[i]) for _ in range(2)])
+                actor.leave()
+            for i, want in enumerate(truth(batch).outputs):
+                for y in ys[i]:
+                    np.testing.assert_allclose(y.asnumpy(), want, atol=1e-9)
+
+
+def test_a_layer_used_twice_and_a_scope_for_each_replica(contexts, rng):
+    layer, batch, shards = a_layer(contexts[:2], rng)
+    for _ in range(3):
+        ys = []
+        for x in shards:
+            with autograd.record():
+                ys.append([layer(x), layer(x)])
+        for both, want in zip(ys, truth(batch).outputs):
+            for y in both:
+                np.testing.assert_allclose(y.asnumpy(), want, atol=1e-9)
+
+
+def test_two_threads_with_layers_of_their_own(contexts, rng):
+    layers = [a_layer(contexts[:2], rng) for _ in range(2)]
+    with actors("A", "B") as made:
+        for actor in made:
+            actor.enter()
+        ys = [[], []]
+        for x in range(2):
+            for i, actor in enumerate(made):
+                layer, _, shards = layers[i]
+                ys[i].append(actor.do(lambda layer=layer, shards=shards, x=x: layer(shards[x])))
+        for actor in made:
+            actor.leave()
+        for i, (_, batch, _) in enumerate(layers):
+            for y, want in zip(ys[i], truth(batch).outputs):
+                np.testing.assert_allclose(y.asnumpy(), want, atol=1e-9)
+
+
+# ---- what is left of a step that has failed --------------------------------------------------------------------
+
+
+def test_what_is_left_of_a_failed_step_does_not_end_the_next_one(contexts, rng):
+    """A differentiates, or leaves its scope, after B has begun anew."""
+    layer, batch, shards = a_layer(contexts[:2], rng)
+    with actors("A", "B") as (a, b):
+        a.enter()
+        y = a.do(lambda: layer(shards[0]))
+        a.leave(ValueError("no data"))
+        b.enter()  # begins anew
+        with pytest.raises(mx.MXNetError):
+            a.do(lambda: (y.backward(), layer.gamma.grad(contexts[0]).asnumpy()))
+        ys = b.do(lambda: [layer(x) for x in shards])
+        b.leave()
+        for got, want in zip(ys, truth(batch).outputs):
+            np.testing.assert_allclose(got.asnumpy(), want, atol=1e-9)
+
+
+def test_a_scope_that_is_left_after_a_reset(contexts, rng):
+    layer, batch, shards = a_layer(contexts[:2], rng)
+    with actors("A", "B") as (a, b):
+        a.enter()
+        gluon_syncbn._native.fail("of a test")
+        b.do(gluon_syncbn.reset)
+        b.enter()
+        a.leave(ValueError("late"))
+        ys = b.do(lambda: [layer(x) for x in shards])
+        b.leave()
+        for got, want in zip(ys, truth(batch).outputs):
+            np.testing.assert_allclose(got.asnumpy(), want, atol=1e-9)
