@@ -110,6 +110,7 @@ def _load() -> ctypes.CDLL:
         "scope_leave": (ctypes.c_char_p, [ctypes.POINTER(ctypes.c_int)]),
         "fail": (None, [ctypes.c_char_p]),
         "failure": (ctypes.c_char_p, []),
+        "gate_arrays": (ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]),
         "reset": (ctypes.c_int, []),
         "nobody_left": (None, [ctypes.c_int]),
         "close": (None, []),
@@ -127,7 +128,7 @@ def _load() -> ctypes.CDLL:
         except AttributeError as error:  # a core that is older than this file
             raise _unusable(error) from None
         function.restype, function.argtypes = result, takes
-        if name not in ("register", "problem", "tape_end"):  # whose numbers mean something else
+        if name not in ("register", "problem", "tape_end", "gate_arrays"):  # whose numbers mean something else
             function.errcheck = _checked
     return core
 
@@ -406,32 +407,10 @@ def failure() -> str:
     return _core.syncbn_failure().decode()
 
 
-class _Context(ctypes.Structure):
-    _fields_ = [("device_type", ctypes.c_int), ("device_id", ctypes.c_int32)]
-
-
-_CPU = _Context(1, 0)
-_NO_SKIP = ctypes.c_int(7)  # FnProperty::kNoSkip: runs although what it waits for has failed
-
-
 def gate(arrays: Sequence[NDArray]) -> None:
     """What is issued later and uses these arrays fails where the step has failed by then. Does not wait."""
     handles = (ctypes.c_void_p * len(arrays))(*[array.handle.value for array in arrays])
-    check_call(
-        _mxnet.MXEnginePushSyncND(
-            ctypes.cast(_core.syncbn_gate, ctypes.c_void_p),
-            None,
-            None,
-            ctypes.byref(_CPU),
-            None,
-            0,
-            handles,
-            len(arrays),
-            ctypes.byref(_NO_SKIP),
-            0,
-            b"gluon_syncbn_gate",
-        )
-    )
+    check_call(_core.syncbn_gate_arrays(handles, len(arrays)))
 
 
 #: What MXNet asks for of a gradient: nothing, or to add it. Else it is written.

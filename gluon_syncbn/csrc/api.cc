@@ -276,6 +276,23 @@ SYNCBN_API void syncbn_gate(void*, void*) {
     if (const auto failure = syncbn::step().failure()) throw syncbn::error_with(failure->what());
 }
 
+// What is issued later and uses one of these arrays fails where the step has failed by the time that all of them are there.
+// After an operation of the engine that waits for all, another one for each: arrays of one operation share its exception, and
+// whoever reads what became of one of them takes it from the others, too.
+SYNCBN_API int syncbn_gate_arrays(void** arrays, int64_t count) {
+    static const struct {
+        int device_type, device_id;
+    } cpu{1, 0};
+    static const int no_skip = 7;  // FnProperty::kNoSkip: runs although what it waits for has failed
+    const auto wait = [](void*, void*) {};
+    int status = syncbn::mx.engine_push(wait, nullptr, nullptr, &cpu, arrays, static_cast<int>(count), nullptr, 0,
+                                        &no_skip, 0, "gluon_syncbn_gate");
+    for (int64_t i = 0; i < count && status == 0; ++i)
+        status = syncbn::mx.engine_push(syncbn_gate, nullptr, nullptr, &cpu, nullptr, 0, arrays + i, 1, &no_skip, 0,
+                                        "gluon_syncbn_gate");
+    return status;
+}
+
 // For a wait in an exchange: the interrupts before it; a new one; whether it should go on (sampled now and then); its end.
 SYNCBN_API long syncbn_interrupts() { return syncbn::interrupts(); }
 

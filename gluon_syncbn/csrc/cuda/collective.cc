@@ -15,6 +15,7 @@
 #include "failure.h"
 #include "meeting/step.h"
 #include "meeting/wait.h"
+#include "point.h"
 
 namespace syncbn {
 namespace cuda {
@@ -175,6 +176,7 @@ std::string why_no_collective() {
 void all_gather(const std::vector<OnDevice>& parts, const Turn& turn, const Terms& terms) {
     const std::string missing = why_no_collective();
     if (!missing.empty()) throw Failure(missing);
+    SYNCBN_POINT("before_collective");
     if (turn.number < 0) return post_on(-1, 0, parts, turn, terms);
     queue.wait(turn, terms);
     post_on(turn.channel, turn.clique, parts, turn, terms);

@@ -14,6 +14,7 @@
 #include "meeting/timing.h"
 #include "meeting/turn.h"
 #include "meeting/wait.h"
+#include "point.h"
 
 namespace syncbn {
 namespace {
@@ -155,20 +156,25 @@ bool MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction,
     const Reduction reduction = sharing == Sharing::kEach          ? Reduction::kGather
                                 : direction == Direction::kForward ? Reduction::kMerge
                                                                    : Reduction::kAdd;
-    return hand_in(
-        terms, place, direction, {true, channels, type, std::move(values), nullptr},
-        [&](const Meeting& meeting, const Phase& phase, const Ticket& ticket) {
-            std::vector<Part> parts;
-            for (size_t seat = 0; seat < meeting.seats.size(); ++seat)
-                parts.push_back({meeting.seats[seat].context, meeting.rank(seat), &phase.entries[seat].values});
-            return reduce(reduction, std::move(parts), meeting.contexts.size(), channels, ticket, terms.reach,
-                          terms.hook);
-        });
+    SYNCBN_POINT("before_hand_in");
+    const bool complete =
+        hand_in(terms, place, direction, {true, channels, type, std::move(values), nullptr},
+                [&](const Meeting& meeting, const Phase& phase, const Ticket& ticket) {
+                    std::vector<Part> parts;
+                    for (size_t seat = 0; seat < meeting.seats.size(); ++seat)
+                        parts.push_back({meeting.seats[seat].context, meeting.rank(seat), &phase.entries[seat].values});
+                    return reduce(reduction, std::move(parts), meeting.contexts.size(), channels, ticket, terms.reach,
+                                  terms.hook);
+                });
+    SYNCBN_POINT("after_hand_in");
+    return complete;
 }
 
 Total MeetingRoom::collect(const Terms& terms, const Place& place, Direction direction, Sharing sharing,
                            size_t length) const {
+    SYNCBN_POINT("before_total");
     Total total = collect(terms, place, direction);
+    SYNCBN_POINT("after_total");
     if (sharing == Sharing::kEach) total.first += place.meeting->rank(place.seat) * length;
     return total;
 }
@@ -176,6 +182,7 @@ Total MeetingRoom::collect(const Terms& terms, const Place& place, Direction dir
 Total MeetingRoom::share(const Terms& terms, Place& place, Direction direction, Type type, int64_t channels,
                          Vector counts, std::shared_ptr<const OnDevice> device, const Collective& collective) {
     const size_t length = counts.size();
+    SYNCBN_POINT("before_hand_in");
     hand_in(terms, place, direction, {true, channels, type, std::move(counts), std::move(device)},
             [&](const Meeting& meeting, const Phase& phase, const Ticket& ticket) {
                 const size_t replicas = meeting.replicas();
@@ -189,7 +196,9 @@ Total MeetingRoom::share(const Terms& terms, Place& place, Direction direction, 
                 }
                 return collective(parts, std::move(all), ticket);
             });
+    SYNCBN_POINT("before_total");
     Total total = collect(terms, place, direction);
+    SYNCBN_POINT("after_total");
     total.first += place.meeting->rank(place.seat) * length;
     return total;
 }
@@ -231,7 +240,9 @@ bool MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction,
     std::string error;
     Total total;
     try {
+        SYNCBN_POINT("before_reduce");
         total = finish(meeting, phase, ticket);  // (3)
+        SYNCBN_POINT("after_reduce");
     } catch (const std::exception& e) {
         error = e.what();
     }

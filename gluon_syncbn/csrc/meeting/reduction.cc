@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "point.h"
 #include "pooling/statistics.h"
 
 namespace syncbn {
@@ -24,11 +25,13 @@ Total by_store(Hook hook, const Ticket& ticket, int reduction, const Vector& row
 }  // namespace
 
 Total through(Hook hook, const Ticket& ticket, int reduction, const Vector& rows, size_t count) {
+    SYNCBN_POINT("before_exchange");
     Total total;
     char error[1024] = "";
     if (hook(&ticket, reduction, static_cast<int64_t>(count), static_cast<int64_t>(rows.size() / count), rows.data(),
              &total, error, sizeof error) != 0)
         throw std::runtime_error(error);
+    SYNCBN_POINT("after_exchange");
     return total;
 }
 

@@ -13,6 +13,7 @@
 #include "native/workers.h"
 #include "operator/call.h"
 #include "operator/op.h"
+#include "point.h"
 
 namespace syncbn {
 namespace native {
@@ -75,14 +76,21 @@ class Execution : public Work {
     bool begin() noexcept {
         begun_ = true;
         bool due = true;
-        attempt([&] { due = first_half(call(), arrays_, requests_.data()); });
+        attempt([&] {
+            SYNCBN_POINT("before_first_half");
+            due = first_half(call(), arrays_, requests_.data());
+        });
         return due;
     }
 
     // The rest of it.
     void run() noexcept override {
         if (!begun_) begin();
-        if (!failure_) attempt([&] { second_half(call(), arrays_, requests_.data()); });
+        if (!failure_)
+            attempt([&] {
+                SYNCBN_POINT("before_second_half");
+                second_half(call(), arrays_, requests_.data());
+            });
         kept_.clear();  // before MXNet plans with the memory
         if (failure_) return complete_with_error(complete_, failure_);
         complete_(nullptr);
@@ -123,8 +131,11 @@ class Execution : public Work {
     void attempt(const Half& half) {
         try {
             half();
-        } catch (const std::exception&) {
+        } catch (const Failure&) {  // of the call, which has told the others
             failure_ = std::current_exception();
+        } catch (const std::exception& e) {
+            failure_ = std::current_exception();
+            step().fail(e);  // nobody else need wait
         }
     }
 

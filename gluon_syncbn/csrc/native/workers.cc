@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "failure.h"
+#include "point.h"
 
 namespace syncbn {
 namespace native {
@@ -41,6 +42,7 @@ void serve(Workers* all, Worker* self) {
 }  // namespace
 
 void start(std::unique_ptr<Work> work) {
+    SYNCBN_POINT("before_worker");
     std::unique_lock<std::mutex> lock(workers->mutex);
     if (workers->idle.empty()) {
         auto worker = std::make_unique<Worker>();

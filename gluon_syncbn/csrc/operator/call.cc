@@ -12,6 +12,7 @@
 #include "clock.h"
 #include "log.h"
 #include "meeting/step.h"
+#include "point.h"
 #include "pooling/statistics.h"
 
 namespace syncbn {
@@ -157,6 +158,7 @@ void Call::end_forward(const Arrays& arrays, const int* reqs) {
         else
             normalise(arrays, reqs);
         if (node_.role == Role::kTrack && !frozen_ && has_come(arrays[node_.batch()])) track(arrays);
+        SYNCBN_POINT("before_forward_ends");
         finish();
         complete_ = true;
         if (node_.role == Role::kMeet && !frozen_ && reqs[1] != kNull) {
@@ -206,6 +208,7 @@ void Call::end_backward(const Arrays& arrays, const int* reqs) {
         const int batch = node_.batch();
         if (node_.role == Role::kTrack && (reqs[batch] == kWrite || reqs[batch] == kInplace))
             fill(arrays[node_.gradients() + batch], Type::kFloat64, moments_length(channels()), 0);
+        SYNCBN_POINT("before_backward_ends");
         finish();
     });
 }
@@ -301,7 +304,9 @@ void Call::refuse_to_recover(const Hidden& hidden) const {
 // ---- statistics ----------------------------------------------------------------------------------------------
 
 void Call::sit_down() {
+    SYNCBN_POINT("before_join");
     if (!seated_) place_ = node_.layer->room.join(*node_.layer->terms(), context_, node_.number, this, repeated_);
+    SYNCBN_POINT("after_join");
     seated_ = false;  // a state that is executed again sits down again
     repeated_ = true;
     if (node_.lanes != place_.meeting->lanes)

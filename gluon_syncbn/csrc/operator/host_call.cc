@@ -9,6 +9,7 @@
 
 #include "cpu/backend.h"
 #include "operator/call.h"
+#include "point.h"
 #include "pooling/statistics.h"
 
 namespace syncbn {
@@ -127,8 +128,10 @@ void HostCall::update_running(const Vector& batch, const Arrays& arrays) {
     if (batch[0] == 0) return;
     const auto mean = batch.begin() + 1, variance = mean + channels();
     const int running = node_.running_mean();
+    SYNCBN_POINT("before_running_statistics");
     backend_.update_running(Vector(mean, variance), Vector(variance, batch.end()), node_.momentum,
                             tensor_.parameter_type(), arrays[running], arrays[running + 1]);
+    SYNCBN_POINT("after_running_statistics");
 }
 
 Vector HostCall::gradients_of_users() {
@@ -189,6 +192,7 @@ void HostCall::normalise_frozen(const Arrays& arrays, int req) {
 
 void HostCall::write_output(const Arrays& arrays, int req) {
     if (req == kNull) return;
+    SYNCBN_POINT("before_output");
     const void* addend = node_.adds ? data(arrays[kAddend]) : nullptr;
     backend_.normalise(arrays[kX], tensor_, affine(arrays, 0), addend, arrays[node_.output()], req == kAdd);
 }
@@ -248,6 +252,7 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
 
     if (node_.adds && reqs[kAddend] != kNull && found.dz != data(arrays[gradients + kAddend]))
         backend_.copy(found.dz, tensor_.type, tensor_.shape.size(), arrays[gradients + kAddend], reqs[kAddend] == kAdd);
+    SYNCBN_POINT("before_gradients");
     if (reqs[kX] != kNull) {
         const size_t slots = tensor_.slots.size();
         cpu::ThroughStatistics through{Vector(slots * n, 0.0), Vector(slots * n, 0.0)};

@@ -1,0 +1,11 @@
+// Points at which a test hits a thread or a process. Only the core of tests/support/points.py has them.
+#pragma once
+
+#ifdef SYNCBN_FAULT_POINTS
+namespace syncbn {
+void reach_point(const char* name);  // tests/support/points.cc; may throw
+}
+#define SYNCBN_POINT(name) ::syncbn::reach_point(name)
+#else
+#define SYNCBN_POINT(name) static_cast<void>(0)
+#endif

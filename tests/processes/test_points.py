@@ -1,0 +1,240 @@
+"""A thread or a process is hit at one point: the others have an error in time, and the next step is right.
+
+The sources name the points: `SYNCBN_POINT` in the core, which only tests/support/points.py compiles in, and all that
+takes part in an exchange in Python.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import points
+import pytest
+from mpi_job import Job
+from places import PACKAGE, SUPPORT
+
+WORKER = SUPPORT / "points_worker.py"
+HANGS = 300  # seconds, of a whole process; nothing here takes long
+#: Where a replica that is hit in the forward keeps the others from a total.
+BEFORE_THE_TOTAL = {
+    "before_first_half",
+    "before_join",
+    "after_join",
+    "before_hand_in",
+    "before_reduce",
+    "after_reduce",
+}
+#: Whether a call is handed to a worker is a matter of time.
+NOT_ALWAYS = {"before_worker"}
+BETWEEN_PROCESSES = {"before_exchange", "after_exchange"}
+WITHIN = [point for point in points.NATIVE if point not in BETWEEN_PROCESSES]
+
+
+def test_the_points_of_the_sources():
+    assert len(points.NATIVE) > 10
+    assert set(points.NATIVE) >= BEFORE_THE_TOTAL | NOT_ALWAYS | BETWEEN_PROCESSES
+
+
+def test_the_core_that_is_shipped_has_none():
+    core = (PACKAGE / "_core.so").read_bytes()
+    assert b"reach_point" not in core
+    assert not [point for point in points.NATIVE + points.GPU if point.encode() in core]
+    marked = (points.package() / "gluon_syncbn" / "_core.so").read_bytes()
+    assert all(point.encode() in marked for point in points.NATIVE), "this test looks for the wrong thing"
+
+
+@pytest.fixture(scope="module")
+def environment():
+    paths = [str(points.package()), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+
+# ---- several replicas in one process ---------------------------------------------------------------------------
+
+
+class Worker:
+    """A process whose steps are hit, one after the other."""
+
+    def __init__(self, replicas, environment):
+        self.replicas, self._counts = replicas, {}
+        command = [sys.executable, str(WORKER), str(replicas)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, env=environment, text=True, **pipes)
+
+    def case(self, point, action, times=1, seconds=0.0, limit=60.0):
+        case = {"point": point, "action": action, "times": times, "seconds": seconds, "limit": limit}
+        self._process.stdin.write(json.dumps(case) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, "the process has ended"
+        return json.loads(line)
+
+    def in_backward(self, point):
+        """At which time the point is reached first in the backward; 1 where it is only reached in the forward."""
+        if point not in self._counts:
+            self._counts[point] = self.case(point, "none")["reached"]
+        return self._counts[point] // 2 + 1 if self._counts[point] > self.replicas or "reduce" in point else 1
+
+    def end(self):
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def workers(environment):
+    made = {}
+
+    def worker(replicas):
+        if replicas not in made:
+            made[replicas] = Worker(replicas, environment)
+        return made[replicas]
+
+    yield worker
+    for one in made.values():
+        one.end()
+
+
+def assert_sound(result, action, point, told=True):
+    assert result["next"] is True
+    assert "wrong" not in result["statistics"]
+    if result["errors"]:
+        assert result["seconds"] < HANGS / 10
+        assert result["parameters kept"]
+    else:
+        assert result["right"]
+        assert set(result["statistics"]) == {"new"}
+    if point in NOT_ALWAYS and not result["reached"]:
+        return
+    assert result["reached"]
+    if told:
+        assert result["errors"], f"nobody was told of: {action} {point}"
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("point", WITHIN)
+def test_a_replica_that_raises(workers, replicas, point):
+    worker = workers(replicas)
+    result = worker.case(point, "raise", seconds=0.05)  # when the others have come as far as they can
+    assert_sound(result, "raise", point)
+    if point in BEFORE_THE_TOTAL:
+        assert set(result["statistics"]) == {"old"}
+    backward = worker.in_backward(point)
+    if backward > 1 and point not in NOT_ALWAYS:
+        result = worker.case(point, "raise", backward, seconds=0.05)
+        assert_sound(result, "raise", point)
+        assert set(result["statistics"]) == {"new"}
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("point", WITHIN)
+def test_a_replica_that_is_late(workers, replicas, point):
+    result = workers(replicas).case(point, "delay", seconds=0.1)
+    assert_sound(result, "delay", point, told=False)
+    assert not result["errors"]
+
+
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("point", WITHIN)
+def test_a_replica_that_hangs(workers, replicas, point):
+    """For longer than the time limit, while others wait for it; or nobody does."""
+    result = workers(replicas).case(point, "delay", seconds=1.0, limit=0.4)
+    waited_for = point in BEFORE_THE_TOTAL - {
+        "before_reduce",
+        "after_reduce",
+    }  # where there is a grace beside the limit
+    assert_sound(result, "hang", point, told=waited_for)
+    if waited_for:
+        assert any("missing cpu(" in error and "after 0.4 s" in error for error in result["errors"])
+        assert set(result["statistics"]) == {"old"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["kill", "exit"])
+@pytest.mark.parametrize("point", WITHIN)
+def test_the_only_process_dies(environment, point, action):
+    """Nothing of it hangs around."""
+    case = {"point": point, "action": action, "times": 1, "seconds": 0, "limit": 60}
+    command = [sys.executable, str(WORKER), "2"]
+    done = subprocess.run(
+        command, env=environment, input=json.dumps(case), text=True, capture_output=True, timeout=HANGS, check=False
+    )
+    assert done.returncode == (7 if action == "exit" else -9) or point in NOT_ALWAYS
+
+
+# ---- two processes -----------------------------------------------------------------------------------------------
+
+
+def job(environment, point, action, seconds=0.0, limit=60):
+    case = {"point": point, "action": action, "times": 1, "seconds": seconds, "limit": limit}
+    own = {"PYTHONPATH": environment["PYTHONPATH"]}
+    return Job(2, "mpi", json.dumps(case), worker=WORKER, environment=own)
+
+
+def told(done, rank):
+    """What this process has told; None where it did not come to that."""
+    lines = [line for line in done.output.splitlines() if line.startswith(f"TOLD {rank} ")]
+    return json.loads(lines[0].split(" ", 2)[2]) if lines else None
+
+
+def assert_survived(done, action, point):
+    """Rank 0, where rank 1 was hit."""
+    assert "HANGS" not in done.output
+    if action == "kill":  # MPICH's mpiexec ends the others at once
+        assert done.code != 0
+        assert "OK" not in done.output
+        return
+    survivor, hit = told(done, 0), told(done, 1)
+    assert survivor is not None, done.output
+    assert survivor["statistics"] in ("old", "new")
+    if action == "raise":
+        assert hit is not None and hit["reached"], f"{point} was not reached: {done.output}"
+        assert hit["errors"], done.output
+        assert hit["parameters kept"], done.output
+    if survivor["errors"]:
+        assert survivor["seconds"] < HANGS / 10
+        assert survivor["parameters kept"]
+        assert done.code != 0
+    if action == "stop":
+        assert hit is None
+
+
+REPRESENTATIVE = [
+    ("before_exchange", "raise"),
+    ("after_hand_in", "kill"),
+    ("before_join", "stop"),
+    ("mpi.MPITransport._collect:before", "stop"),
+    ("store.ProcessStore.merge:after", "raise"),
+]
+
+
+@pytest.fixture(scope="module")
+def some(environment):
+    with ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(job, environment, point, action, limit=4) for point, action in REPRESENTATIVE]
+        return dict(zip(REPRESENTATIVE, [each.result() for each in jobs]))
+
+
+@pytest.mark.parametrize(("point", "action"), REPRESENTATIVE)
+def test_a_process_that_is_hit(some, point, action):
+    assert_survived(some[point, action], action, point)
+    done = some[point, action]
+    survivor = told(done, 0)
+    if survivor is not None:
+        assert any("rank 1" in error for error in survivor["errors"])
+        assert survivor["statistics"] == "old" or point not in ("before_exchange", "before_join"), done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("action", ["raise", "stop", "kill"])
+def test_a_process_that_is_hit_anywhere(environment, action):
+    healthy = job(environment, "none", "none")
+    assert healthy.succeeded(2), healthy.output
+    python = told(healthy, 1)["python"]
+    assert {"mpi.MPITransport.allreduce:before", "store.ProcessStore.add:after"} <= set(python)
+    everything = [point for point in points.NATIVE if point not in NOT_ALWAYS] + python
+    with ThreadPoolExecutor(2) as pool:
+        done = pool.map(lambda point: job(environment, point, action, limit=4), everything)
+        for point, each in zip(everything, done):
+            assert_survived(each, action, point)

@@ -1,0 +1,242 @@
+"""A process with the core of points.py: a step is hit at one point, and the process tells what became of it.
+
+``points_worker.py REPLICAS``: for each case a line of JSON from stdin, and one to stdout.
+``mpiexec -n 2 points_worker.py mpi CASE``: rank 1 is hit in its second step.
+"""
+
+import ctypes
+import functools
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import gluon_syncbn
+
+CONTEXTS = gluon_syncbn.cpu_devices(4)
+
+import mxnet as mx  # noqa: E402
+import numpy as np  # noqa: E402
+import points  # noqa: E402
+from mxnet import autograd, gluon, nd  # noqa: E402
+from replicas import Batch, make_batch, on_devices, prepare, truth  # noqa: E402
+
+from gluon_syncbn import _native  # noqa: E402
+
+_native._core.syncbn_points_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
+
+LIMIT = 60  # seconds that a step waits that nothing hits
+
+
+def arm(point, action, times, seconds):
+    _native._core.syncbn_points_arm(point.encode(), action.encode(), times, seconds)
+
+
+def reached(point):
+    return _native._core.syncbn_points_reached(point.encode())
+
+
+class Net:
+    """A layer, its trainer and a batch; of each replica in this process a context."""
+
+    def __init__(self, batch: Batch, part=slice(None), kvstore=None):
+        self.batch, self.want = batch, truth(batch)
+        self.want_outputs, self.want_dxs = self.want.outputs[part], self.want.dxs[part]
+        count = len(self.want_outputs)
+        self.contexts = CONTEXTS[:count]
+        self.layer = prepare(gluon_syncbn.SyncBatchNorm(in_channels=5), batch, self.contexts, "float64")
+        parameters = self.layer.collect_params()
+        self.trainer = gluon.Trainer(parameters, "sgd", {"learning_rate": 0.0625}, kvstore=kvstore)
+        self.xs = on_devices(batch.shards[part], self.contexts, "float64")
+        self.heads = on_devices(batch.heads[part], self.contexts, "float64")
+        self.keep = float(np.float32(0.9))
+        for x in self.xs:
+            x.attach_grad()
+
+    def values(self, *names):
+        """Of these parameters on each context."""
+        return [[getattr(self.layer, name).data(c).asnumpy() for name in names] for c in self.contexts]
+
+    def step(self):
+        """The errors of a step, as a training loop finds them: of the outputs, of the gradients, of the parameters."""
+        errors = []
+
+        def read(array):
+            try:
+                return array.asnumpy()
+            except mx.MXNetError as error:
+                errors.append(str(error))
+
+        try:
+            with autograd.record():
+                ys = [self.layer(x) for x in self.xs]
+            autograd.backward(ys, self.heads)
+            self.trainer.step(1)
+        except mx.MXNetError as error:
+            errors.append(str(error))
+            ys = []
+        outputs = [read(y) for y in ys]
+        dxs = [read(x.grad) for x in self.xs]
+        for context in self.contexts:
+            read(self.layer.gamma.data(context))
+            read(self.layer.running_mean.data(context))
+        return errors, outputs, dxs
+
+    def tracked(self, before):
+        """Running statistics after the batch."""
+        x = np.concatenate(self.batch.shards)
+        batch = x.mean((0, 2, 3)), x.var((0, 2, 3))
+        return [[self.keep * old + (1 - self.keep) * new for old, new in zip(olds, batch)] for olds in before]
+
+    def restore(self, gamma, beta):
+        self.layer.gamma.set_data(gamma)
+        self.layer.beta.set_data(beta)
+
+    def case(self, point, action, times, seconds, limit):
+        """What comes of a step that is hit, and of the next one."""
+        gluon_syncbn.configure(timeout=limit)
+        nd.waitall()
+        running, affine = self.values("running_mean", "running_var"), self.values("gamma", "beta")
+        arm(point, action, times, seconds)
+        start = time.monotonic()
+        errors, outputs, dxs = self.step()
+        took = time.monotonic() - start
+        gluon_syncbn.reset()  # whoever sleeps is awake after that
+        tracked = self.tracked(running)
+        after = self.values("running_mean", "running_var")
+        result = {
+            "reached": reached(point),
+            "errors": errors,
+            "seconds": took,
+            "parameters kept": _equal(self.values("gamma", "beta"), affine),
+            "statistics": [_kind(*each) for each in zip(after, running, tracked)],
+            "right": not errors and self.is_right(outputs, dxs),
+        }
+        arm("", "", 0, 0)
+        gluon_syncbn.configure(timeout=LIMIT)
+        self.restore(*[nd.array(values, dtype="float64") for values in (self.batch.gamma, self.batch.beta)])
+        before = self.values("running_mean", "running_var")
+        errors, outputs, dxs = self.step()
+        result["next"] = errors or (
+            self.is_right(outputs, dxs) and _near(self.values("running_mean", "running_var"), self.tracked(before))
+        )
+        self.restore(*[nd.array(values, dtype="float64") for values in (self.batch.gamma, self.batch.beta)])
+        return result
+
+    def is_right(self, outputs, dxs):
+        return _near(outputs, self.want_outputs) and _near(dxs, self.want_dxs)
+
+
+def _kind(after, before, tracked):
+    return "old" if _equal(after, before) else "new" if _near(after, tracked) else "wrong"
+
+
+def _equal(a, b):
+    return all(_equal(x, y) for x, y in zip(a, b)) if isinstance(a, list) else bool((a == b).all())
+
+
+def _near(a, b):
+    if isinstance(a, list):
+        return all(_near(x, y) for x, y in zip(a, b))
+    return bool(np.allclose(a, b, rtol=1e-9, atol=1e-9))
+
+
+# ---- several replicas in one process ---------------------------------------------------------------------------
+
+
+def within_a_process(replicas):
+    gluon_syncbn.configure(timeout=LIMIT)
+    net = Net(make_batch(np.random.RandomState(3), replicas))
+    for line in sys.stdin:
+        print(json.dumps(net.case(**json.loads(line))), flush=True)
+
+
+# ---- one replica in each of two processes ----------------------------------------------------------------------
+
+
+def between_processes(point, action, times, seconds, limit):
+    kv = gluon_syncbn.kvstore("mpi")
+    gluon_syncbn.configure(kvstore=kv, timeout=LIMIT)
+    net = Net(make_batch(np.random.RandomState(3), 2), slice(kv.rank, kv.rank + 1), kv)
+    counts = watch_python()
+    errors, outputs, dxs = net.step()
+    assert not errors and net.is_right(outputs, dxs), errors
+    counts.clear()
+    running, affine = net.values("running_mean", "running_var"), net.values("gamma", "beta")
+    gluon_syncbn.configure(timeout=limit)
+    armed = counts if "." in point else None
+    if kv.rank == 1:
+        if armed is not None:
+            counts.armed = (point, action, times, seconds)
+        else:
+            arm(point, action, times, seconds)
+    start = time.monotonic()
+    net.xs[0].grad[:] = 0
+    errors, outputs, dxs = net.step()
+    took = time.monotonic() - start
+    after = net.values("running_mean", "running_var")
+    told = {
+        "reached": counts.get(point, 0) if armed is not None else reached(point),
+        "python": sorted(counts),
+        "errors": errors,
+        "seconds": took,
+        "parameters kept": _equal(net.values("gamma", "beta"), affine),
+        "statistics": _kind(after[0], running[0], net.tracked(running)[0]),
+    }
+    Path(os.environ["MPI_WORKER_REPORTS"], f"told {kv.rank}").write_text(f"TOLD {kv.rank} {json.dumps(told)}\n")
+    if errors:
+        until = time.monotonic() + 30
+        other = Path(os.environ["MPI_WORKER_REPORTS"], f"told {1 - kv.rank}")
+        while action == "raise" and not other.exists() and time.monotonic() < until:
+            time.sleep(0.05)  # mpiexec ends the other, which has something to tell
+        raise SystemExit(3)
+    print(f"OK {kv.rank}", flush=True)
+
+
+class Counts(dict):
+    """How often each point in Python has been reached."""
+
+    armed = ("", "", 0, 0.0)
+
+    def reach(self, point):
+        self[point] = self.get(point, 0) + 1
+        name, action, times, seconds = self.armed
+        if name != point or self[point] != times:
+            return
+        if action == "raise":
+            raise RuntimeError(f"a fault {point}")
+        if action == "delay":
+            time.sleep(seconds)
+        if action in ("kill", "stop"):
+            signal.raise_signal({"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[action])  # to this very thread
+
+
+def watch_python():
+    """From now on, before and after everything that takes part in an exchange."""
+    counts = Counts()
+    for where in points.exchanging():
+        module, kind, method = where.split(".")
+        owner = getattr(importlib.import_module(f"gluon_syncbn.exchange.{module}"), kind)
+        setattr(owner, method, _hit(getattr(owner, method), where, counts))
+    return counts
+
+
+def _hit(function, where, counts):
+    @functools.wraps(function)
+    def hit(*args, **kwargs):
+        counts.reach(f"{where}:before")
+        result = function(*args, **kwargs)
+        counts.reach(f"{where}:after")
+        return result
+
+    return hit
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "mpi":
+        between_processes(**json.loads(sys.argv[2]))
+    else:
+        within_a_process(int(sys.argv[1]))
