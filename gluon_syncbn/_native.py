@@ -28,33 +28,88 @@ class Ticket(ctypes.Structure):
     """Which handing-in this is; phase 0 is the forward of a call, 1, 2 ... its backwards."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("layer", "node", "call", "phase")]
+    _fields_ += [("name", ctypes.c_char_p), ("timeout", ctypes.c_double)]
 
     layer: int
     node: int  # of a graph; -1 for an eager call
     call: int  # of this node
     phase: int
+    name: bytes  # of the layer
+    timeout: float  # seconds that the layer waits
 
 
 class Total(NamedTuple):
-    """What an exchange makes of it: see ``csrc/meeting/reduction.h``."""
+    """What an exchange makes of contributions: see ``csrc/exchange/exchange.h``."""
 
     values: np.ndarray
     first: int  # of the values that are of this process
     key: int  # of the layer, the same in every process
 
 
-# const Ticket*, int reduction, int64 rows, int64 length, const double* values, Total* out, char* error, int64 size
-_Hook = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.POINTER(Ticket),
-    ctypes.c_int,
-    ctypes.c_int64,
-    ctypes.c_int64,
-    ctypes.POINTER(ctypes.c_double),
-    ctypes.c_void_p,
-    ctypes.POINTER(ctypes.c_char),
-    ctypes.c_int64,
-)
+class Turn(NamedTuple):
+    """The place of a collective among those of all processes: see ``csrc/exchange/exchange.h``."""
+
+    channel: int
+    number: int
+    clique: int
+    world: int
+    first: int
+    identity: bytes
+    counts: np.ndarray  # of the slots of all replicas
+    key: int
+
+
+class Agreed(ctypes.Structure):
+    """What the processes have agreed on about a layer."""
+
+    _fields_ = [("key", ctypes.c_int64), ("in_groups", ctypes.c_bool)]
+
+    key: int
+    in_groups: bool
+
+
+class _OnDevice(ctypes.Structure):
+    _fields_ = [
+        ("device", ctypes.c_int),
+        ("stream", ctypes.c_void_p),
+        ("own", ctypes.c_void_p),
+        ("gathered", ctypes.c_void_p),
+        ("length", ctypes.c_int64),
+    ]
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [("text", ctypes.c_char * 1024)]
+
+
+def _function(*arguments: Any) -> Any:
+    """Of an exchange that is written in Python; the number of that comes first."""
+    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.POINTER(Ticket), *arguments, ctypes.POINTER(_Problem))
+
+
+_Rows = _function(ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(ctypes.c_double), ctypes.c_void_p)
+
+
+class _Functions(ctypes.Structure):  # PythonFunctions in csrc/exchange/python_transport.h
+    _fields_ = [
+        ("merge", _Rows),
+        ("add", _Rows),
+        ("gather", _Rows),
+        ("add_on_devices", _function(ctypes.c_int64, ctypes.POINTER(_OnDevice))),
+        ("gpus_of_all_processes", _function(ctypes.POINTER(ctypes.c_int64))),
+        (
+            "turn",
+            _function(
+                ctypes.c_int64,
+                ctypes.c_int64,
+                ctypes.POINTER(ctypes.c_int64),
+                ctypes.POINTER(ctypes.c_double),
+                ctypes.c_void_p,
+            ),
+        ),
+        ("agreed", _function(ctypes.POINTER(Agreed))),
+        ("check", _function()),
+    ]
 
 
 def _unusable(error: Exception) -> ImportError:
@@ -88,12 +143,35 @@ def _load() -> ctypes.CDLL:
         "layer_token": (ctypes.c_char_p, [ctypes.c_int64]),
         "layer_place": (ctypes.c_int, [ctypes.c_int64, ctypes.c_int64, names, ctypes.c_int64]),
         "layer_timeout": (ctypes.c_int, [ctypes.c_int64, ctypes.c_double]),
-        "layer_reach": (ctypes.c_int, [ctypes.c_int64, ctypes.c_int]),
+        "layer_exchange": (ctypes.c_int, [ctypes.c_int64, ctypes.c_void_p]),
         "layer_issued": (ctypes.c_int, [ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64]),
         "timeout": (ctypes.c_int, [ctypes.c_double]),
-        "hook": (ctypes.c_int, [_Hook]),
-        "reach": (ctypes.c_int, [ctypes.c_int]),
+        "exchange": (ctypes.c_int, [ctypes.c_void_p]),
+        "exchange_memory": (ctypes.c_void_p, []),
+        "exchange_nccl": (ctypes.c_void_p, []),
+        "exchange_host": (ctypes.c_void_p, []),
+        "exchange_contexts": (ctypes.c_void_p, [ctypes.c_int64]),
+        "exchange_processes": (ctypes.c_void_p, [ctypes.c_int64]),
+        "python_functions": (None, [ctypes.POINTER(_Functions)]),
         "total": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
+        "turn": (
+            ctypes.c_int,
+            [ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p]
+            + [ctypes.c_int64] * 2,
+        ),
+        "segment_create": (ctypes.c_void_p, [ctypes.c_int64]),
+        "segment_open": (ctypes.c_void_p, [*[ctypes.c_int64] * 4, ctypes.c_char_p, ctypes.c_int64]),
+        "segment_number": (ctypes.c_int64, [ctypes.c_void_p]),
+        "segment_token": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_char_p]),
+        "segment_free": (None, [ctypes.c_void_p]),
+        "exchange_shared_memory": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p]),
+        "allreduce": (
+            ctypes.c_int,
+            [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Ticket), ctypes.c_int64]
+            + [ctypes.c_void_p, ctypes.c_void_p],
+        ),
+        "shared_memory_fail": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p]),
+        "shared_memory_end": (ctypes.c_int, [ctypes.c_void_p]),
         "timeout_of": (ctypes.c_double, [ctypes.c_int64]),
         "interrupts": (ctypes.c_long, []),
         "wait_begin": (ctypes.c_void_p, [ctypes.c_long]),
@@ -269,9 +347,9 @@ def layer_timeout(layer: int, seconds: float) -> None:
     _core.syncbn_layer_timeout(layer, seconds)
 
 
-def layer_reach(layer: int, reach: int) -> None:
-    """How far the layer's own exchange reaches."""
-    _core.syncbn_layer_reach(layer, reach)
+def layer_exchange(layer: int, exchange: Handle) -> None:
+    """The layer has one of its own."""
+    _core.syncbn_layer_exchange(layer, exchange)
 
 
 def layer_issued(layer: int, context: str, graph: int) -> None:
@@ -325,7 +403,7 @@ def nonfinite(what: str) -> None:
 
 
 class OnDevice(NamedTuple):
-    """What a replica hands in on its GPU: see ``csrc/meeting/reduction.h``."""
+    """What a replica contributes on its GPU: see ``csrc/exchange/exchange.h``."""
 
     own: NDArray
     total: NDArray
@@ -352,14 +430,6 @@ def _on_device(device: int, address: int, length: int) -> NDArray:
     array = NDArray(handle)
     _on_devices[device, address, length] = array, shape
     return array
-
-
-def on_devices(rows: np.ndarray) -> List[OnDevice]:
-    """From the rows of ``add_on_devices``: integers, ``[device, address of own, address of total, length]``."""
-    return [
-        OnDevice(_on_device(device, own, length), _on_device(device, total, length))
-        for device, own, total, length in rows.view(np.int64).tolist()
-    ]
 
 
 class Tape:
@@ -539,41 +609,152 @@ def path() -> Path:
     return _PATH
 
 
-#: How far an exchange reaches; the numbers are those of `Reach` in csrc/meeting/reduction.h.
-MEMORY, CONTEXTS, PROCESSES, NCCL, HOST = range(5)
+# ---- exchanges -------------------------------------------------------------------------------------------------
 
-#: Called for what leaves shared memory; the place in `REDUCTIONS` says what becomes of the rows, float64, one for each
-#: context, or to gather one for the process.
-PutTogether = Callable[[Ticket, str, np.ndarray], Total]
-#: The order is that of `Reduction` in csrc/meeting/reduction.h, then of `Question` in csrc/meeting/turn.cc and of
-#: `kAddOnDevices` in csrc/meeting/reduction.cc.
-REDUCTIONS = ("merge", "add", "gather", "spread", "turn", "look", "add_on_devices")
-
-_hook = None  # the native side keeps a pointer to it, and a thread may be inside: it is never replaced
+#: An exchange of the core's; it lasts as long as the process.
+Handle = int
 
 
-def set_hook(put_together: PutTogether) -> None:
-    """Sets what puts rows together, once. An exception in it becomes the failure of the step."""
+def memory_exchange(gpus: str = "") -> Handle:
+    """In memory of this process; GPUs by ``'nccl'``, over the ``'host'``, or as it may be."""
+    make = {"": _core.syncbn_exchange_memory, "nccl": _core.syncbn_exchange_nccl, "host": _core.syncbn_exchange_host}
+    return make[gpus]()
 
-    def call(ticket: Any, reduction: int, count: int, length: int, rows: Any, out: int, error: Any, size: int) -> int:
-        try:
-            values = np.ctypeslib.as_array(rows, (count, length))
-            total = put_together(ticket.contents, REDUCTIONS[reduction], values)
+
+def default_exchange(exchange: Handle) -> None:
+    """Of layers that have none of their own."""
+    _core.syncbn_exchange(exchange)
+
+
+_exchanges: Dict[int, Any] = {}  # those that are written in Python; the core may call one for as long as it lives
+_numbers = itertools.count(1)
+
+
+def python_exchange(exchange: Any, spans_processes: bool) -> Handle:
+    """One that is written in Python: `gluon_syncbn.exchange.base.PythonExchange` says what it has."""
+    number = next(_numbers)
+    _exchanges[number] = exchange
+    return (_core.syncbn_exchange_processes if spans_processes else _core.syncbn_exchange_contexts)(number)
+
+
+def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
+    """Once: what an exchange is told of the layer that a ticket names, before it is called for that."""
+
+    def reduction(method: str) -> Any:
+        def call(exchange: Any, layer: Any, ticket: Ticket, count: int, length: int, rows: Any, out: int) -> None:
+            total = getattr(exchange, method)(layer, ticket, np.ctypeslib.as_array(rows, (count, length)))
             values = np.ascontiguousarray(total.values, np.float64)
             _core.syncbn_total(out, values.size, values.ctypes.data, total.first, total.key)
-            return 0
-        except BaseException as problem:  # it must not pass through C++; its text goes to every replica
-            message = _bytes(f"{type(problem).__name__}: {problem}")[: size - 1]
-            message = message.decode(errors="ignore").encode()  # no half of a character
-            ctypes.memmove(error, message + b"\0", len(message) + 1)
-            return 1
 
-    global _hook
-    assert _hook is None
-    _hook = _Hook(call)
-    _core.syncbn_hook(_hook)
+        return call
+
+    def add_on_devices(exchange: Any, layer: Any, ticket: Ticket, count: int, parts: Any) -> None:
+        exchange.add_on_devices(
+            layer,
+            ticket,
+            [
+                OnDevice(*[_on_device(part.device, address, part.length) for address in (part.own, part.gathered)])
+                for part in parts[:count]
+            ],
+        )
+
+    def gpus_of_all_processes(exchange: Any, layer: Any, ticket: Ticket, out: Any) -> None:
+        out[0] = exchange.gpus_of_all_processes(layer)
+
+    def turn(
+        exchange: Any, layer: Any, ticket: Ticket, parts: int, slots: int, devices: Any, counts: Any, out: int
+    ) -> None:
+        turn = exchange.turn(layer, ticket, devices[:parts], np.ctypeslib.as_array(counts, (parts, slots)))
+        values = np.ascontiguousarray(turn.counts, np.float64)
+        head = turn[:5]
+        _core.syncbn_turn(out, *head, turn.identity, len(turn.identity), values.ctypes.data, values.size, turn.key)
+
+    def agreed(exchange: Any, layer: Any, ticket: Ticket, out: Any) -> None:
+        out[0] = exchange.agreed(layer)
+
+    def check(exchange: Any, layer: Any, ticket: Ticket) -> None:
+        exchange.check(layer, ticket)
+
+    calls = {
+        **{name: reduction(name) for name in ("merge", "add", "gather")},
+        **{call.__name__: call for call in (add_on_devices, gpus_of_all_processes, turn, agreed, check)},
+    }
+
+    def guarded(call: Callable[..., None]) -> Callable[..., int]:
+        def function(number: int, ticket: Any, *arguments: Any) -> int:
+            *given, problem = arguments
+            try:
+                exchange = _exchanges[number]
+                call(exchange, layer_of(exchange, ticket.contents), ticket.contents, *given)
+                return 0
+            except BaseException as error:  # it must not pass through C++; its text goes to every replica
+                text = _bytes(f"{type(error).__name__}: {error}")[:1023]
+                problem.contents.text = text.decode(errors="ignore").encode()  # no half of a character
+                return 1
+
+        return function
+
+    global _functions_of_exchanges
+    assert _functions_of_exchanges is None
+    types: Any = _Functions._fields_
+    _functions_of_exchanges = _Functions(*[kind(guarded(calls[name])) for name, kind in types])
+    _core.syncbn_python_functions(_functions_of_exchanges)
 
 
-def default_reach(reach: int) -> None:
-    """How far layers reach that name no exchange."""
-    _core.syncbn_reach(reach)
+_functions_of_exchanges: Optional[_Functions] = None  # the core keeps pointers into it: it is never replaced
+
+
+#: Processes that a segment serves, as in csrc/exchange/segment.h.
+MOST_RANKS = 64
+#: Numbers that one outbox of a segment holds; as there.
+MOST_VALUES = 4608
+
+
+class Segment:
+    """Memory that the processes of this machine share: see ``csrc/exchange/segment.h``."""
+
+    def __init__(self, pointer: int) -> None:
+        self._pointer = pointer
+
+    @classmethod
+    def create(cls, ranks: int) -> Segment:
+        """On rank 0. MXNetError where there is no such memory."""
+        return cls(_core.syncbn_segment_create(ranks))
+
+    @classmethod
+    def open(cls, ranks: int, rank: int, process: int, number: int, token: bytes) -> Segment:
+        """What rank 0 has made; it is the file of that number in that process. MXNetError where it cannot be seen."""
+        return cls(_core.syncbn_segment_open(ranks, rank, process, number, token, len(token)))
+
+    def number(self) -> int:
+        return _core.syncbn_segment_number(self._pointer)
+
+    def token(self) -> bytes:
+        token = ctypes.create_string_buffer(64)
+        size = _core.syncbn_segment_token(self._pointer, token)
+        return token.raw[:size]
+
+    def free(self) -> None:
+        _core.syncbn_segment_free(self._pointer)
+
+    def exchange(self, transport: Handle) -> Handle:
+        """Takes the segment."""
+        return _core.syncbn_exchange_shared_memory(self._pointer, transport)
+
+
+def allreduce(exchange: Handle, ticket: Ticket, row: np.ndarray, merges: bool = False) -> np.ndarray:
+    """What an exchange makes of float64 rows, one of each process: their sum, or the moments of all. MXNetError where
+    it fails."""
+    out = np.empty_like(row)
+    _core.syncbn_allreduce(exchange, merges, ticket, row.size, row.ctypes.data, out.ctypes.data)
+    return out
+
+
+def shared_memory_failed(exchange: Handle, reason: str) -> None:
+    """Tells the other processes of this machine that nothing is exchanged any more."""
+    _core.syncbn_shared_memory_fail(exchange, _bytes(reason))
+
+
+def shared_memory_ended(exchange: Handle) -> None:
+    """Tells them that this process ends."""
+    _core.syncbn_shared_memory_end(exchange)

@@ -1,4 +1,4 @@
-"""Settings of MXNet that are variables of the environment, which it reads when it first needs them."""
+"""Variables of the environment: settings of MXNet, which it reads when it first needs them, and our own."""
 
 from __future__ import annotations
 
@@ -12,3 +12,8 @@ def at_least(variable: str, value: int) -> bool:
         return False
     os.environ[variable] = str(value)
     return True
+
+
+def shared_memory() -> bool:
+    """Whether processes of a machine may meet in memory that they share: GLUON_SYNCBN_SHARED_MEMORY is not ``off``."""
+    return os.environ.get("GLUON_SYNCBN_SHARED_MEMORY", "") != "off"

@@ -10,7 +10,7 @@ from mxnet.context import Context
 from . import _native, arguments, cuda, temporary_space
 from .environment import at_least
 from .exchange.base import Exchange, LayerInfo
-from .session import reach, session
+from .session import session
 
 #: The order is that of `Mode` in csrc/pooling/pooling.h.
 MODES = ("sync", "local", "shuffle")
@@ -98,7 +98,7 @@ class Replicas:
         if timeout is not None:
             _native.layer_timeout(self.id, timeout)
         if exchange is not None:
-            _native.layer_reach(self.id, reach(exchange))
+            _native.layer_exchange(self.id, exchange.handle)
 
     @classmethod
     def of_token(cls, token: str) -> Optional[Replicas]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Tuple
-
-import numpy as np
+from typing import Any, Dict, List, Optional, Tuple
 
 from . import _native, arguments
 from .exchange import named
@@ -14,6 +12,7 @@ from .exchange.base import Exchange, LayerInfo, Memory
 from .exchange.store import ProcessStore, way_of_gpus
 
 _UNCHANGED: Any = object()
+_MEMORY = Memory()
 
 
 class Session:
@@ -49,6 +48,7 @@ class Session:
             given = None if gpus is _UNCHANGED else gpus
             self._stores[name] = ProcessStore(name, named.transport(name), given)
             self._between_processes.add(self._stores[name])
+            self._stores[name].meet_in_memory()
         store = self._stores[name]
         if gpus is not _UNCHANGED and gpus != store.gpus:
             raise ValueError(f"gpus: {gpus!r} was given, but kvstore {name!r} has been made with {store.gpus!r}")
@@ -57,22 +57,20 @@ class Session:
     def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
         """What adds for the argument ``kvstore``; ValueError where nothing can."""
         exchange, key = named.exchange(kvstore)
-        if exchange is not None and exchange.reach == _native.PROCESSES:
+        if exchange is not None and exchange.spans_processes:
             self._between_processes.add(exchange)
         return exchange if exchange is None or key is None else self._exchanges.setdefault(key, exchange)
 
     def set_exchange(self, exchange: Optional[Exchange]) -> None:
         self.exchange = exchange
-        _native.default_reach(reach(exchange))
+        _native.default_exchange((exchange or _MEMORY).handle)
 
-    def put_together(self, ticket: _native.Ticket, reduction: str, rows: np.ndarray) -> _native.Total:
-        """For the native core: what leaves shared memory."""
-        layer, own = self._layers[ticket.layer]
-        exchange = own or self.exchange or Memory()  # `configure` may have changed it since the core asked
+    def layer_of(self, exchange: Exchange, ticket: _native.Ticket) -> LayerInfo:
+        """For the core: the layer of a ticket, which the exchange knows from now on."""
+        layer, _ = self._layers[ticket.layer]
         if not exchange.knows(layer):
             exchange.learn(self._layers_of(exchange))
-        reduce: Callable[..., _native.Total] = getattr(exchange, reduction)
-        return reduce(layer, ticket, rows)
+        return layer
 
     def _layers_of(self, exchange: Exchange) -> List[LayerInfo]:
         return [
@@ -83,7 +81,7 @@ class Session:
 
     def reaches_other_processes(self, exchange: Optional[Exchange]) -> bool:
         """Whether a layer that names this one does."""
-        return reach(exchange or self.exchange) == _native.PROCESSES
+        return (exchange or self.exchange or _MEMORY).spans_processes
 
     def tell_others(self, reason: str) -> None:
         """The other processes, of a step that has failed here."""
@@ -146,11 +144,6 @@ class Session:
         self.beginning = threading.RLock()
         for exchange in list(self._between_processes):
             exchange.forked()
-
-
-def reach(exchange: Optional[Exchange]) -> int:
-    """How far it reaches, for the native core."""
-    return _native.MEMORY if exchange is None else exchange.reach
 
 
 session = Session()
@@ -253,4 +246,4 @@ def kvstore(name: str, *, gpus: Any = _UNCHANGED) -> ProcessStore:
     return session.process_store(named.transport_name(name), gpus)
 
 
-_native.set_hook(session.put_together)
+_native.set_layers(session.layer_of)

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,9 @@
 #include "cuda/compiler.h"
 #include "cuda/driver.h"
 #include "cuda/plan.h"
+#include "exchange/memory.h"
+#include "exchange/python_transport.h"
+#include "exchange/shared_memory.h"
 #include "failure.h"
 #include "log.h"
 #include "meeting/registry.h"
@@ -29,7 +33,9 @@
 
 namespace {
 
+using syncbn::GpuRoute;
 using syncbn::registry;
+using syncbn::Segment;
 
 std::vector<std::string> strings(int64_t count, const char** values) {
     return std::vector<std::string>(values, values + count);
@@ -66,6 +72,14 @@ const char* keep(std::string value) noexcept {
 template <typename Work>
 const char* text(const Work& work) noexcept {
     return guarded<const char*>(nullptr, [&] { return keep(work()); });
+}
+
+using ExchangeHandle = std::shared_ptr<syncbn::Exchange>;
+
+// A handle of the exchange that `make` returns; it lasts as long as the process.
+template <typename Make>
+void* handle(const Make& make) noexcept {
+    return guarded<void*>(nullptr, [&] { return new ExchangeHandle(make()); });
 }
 
 }  // namespace
@@ -153,8 +167,9 @@ SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
     return done([&] { registry().set_timeout(*registry().find(id), seconds); });
 }
 
-SYNCBN_API int syncbn_layer_reach(int64_t id, int reach) {
-    return done([&] { registry().set_reach(*registry().find(id), static_cast<syncbn::Reach>(reach)); });
+// `exchange`: a handle, see below; its own.
+SYNCBN_API int syncbn_layer_exchange(int64_t id, void* exchange) {
+    return done([&] { registry().set_exchange(*registry().find(id), *static_cast<ExchangeHandle*>(exchange)); });
 }
 
 // ---- defaults ----
@@ -176,24 +191,6 @@ SYNCBN_API double syncbn_timeout_of(int64_t id) {
     return layer ? layer->terms()->timeout : registry().default_timeout();
 }
 
-SYNCBN_API int syncbn_reach(int reach) {
-    return done([&] { registry().set_default_reach(static_cast<syncbn::Reach>(reach)); });
-}
-
-// Once: the hook has to stay as long as the process.
-SYNCBN_API int syncbn_hook(syncbn::Hook hook) {
-    return done([&] { registry().set_hook(hook); });
-}
-
-// For the hook: fills in its result.
-SYNCBN_API int syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key) {
-    return done([&] {
-        out->values.assign(values, values + length);
-        out->first = static_cast<size_t>(first);
-        out->key = key;
-    });
-}
-
 SYNCBN_API int syncbn_devices(int64_t count, const char** contexts) {
     return done([&] { registry().set_devices(strings(count, contexts)); });
 }
@@ -208,6 +205,112 @@ SYNCBN_API int syncbn_nonfinite(int what) {
 
 SYNCBN_API int syncbn_seed(uint64_t seed) {
     return done([&] { registry().set_seed(seed); });
+}
+
+// ---- exchanges ----
+
+// Of layers that have none of their own.
+SYNCBN_API int syncbn_exchange(void* exchange) {
+    return done([&] { registry().set_default_exchange(*static_cast<ExchangeHandle*>(exchange)); });
+}
+
+// In memory of this process, and of GPUs: by NCCL or else over the host; by NCCL and nothing else; over the host.
+SYNCBN_API void* syncbn_exchange_memory() {
+    return handle([] { return syncbn::memory_exchange(GpuRoute::kNcclOrHost); });
+}
+SYNCBN_API void* syncbn_exchange_nccl() {
+    return handle([] { return syncbn::memory_exchange(GpuRoute::kNccl); });
+}
+SYNCBN_API void* syncbn_exchange_host() {
+    return handle([] { return syncbn::memory_exchange(GpuRoute::kHost); });
+}
+
+// Written in Python, and known there by their number: over the contexts of this process, or over processes.
+SYNCBN_API void* syncbn_exchange_contexts(int64_t number) {
+    return handle([&] { return syncbn::python_transport(number, GpuRoute::kStore); });
+}
+SYNCBN_API void* syncbn_exchange_processes(int64_t number) {
+    return handle([&] { return syncbn::python_transport(number, GpuRoute::kProcesses); });
+}
+
+// Once, before the first call; they have to stay as long as the process.
+SYNCBN_API void syncbn_python_functions(const syncbn::PythonFunctions* functions) {
+    syncbn::set_python_functions(*functions);
+}
+
+// For those functions: fill in what they return.
+SYNCBN_API int syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key) {
+    return done([&] {
+        out->values.assign(values, values + length);
+        out->first = static_cast<size_t>(first);
+        out->key = key;
+    });
+}
+
+SYNCBN_API int syncbn_turn(syncbn::Turn* out, int64_t channel, int64_t number, int64_t clique, int64_t world,
+                           int64_t first, const char* id, int64_t id_size, const double* counts, int64_t length,
+                           int64_t key) {
+    return done([&] {
+        *out = {channel,
+                number,
+                clique,
+                static_cast<size_t>(world),
+                static_cast<size_t>(first),
+                std::string(id, static_cast<size_t>(id_size)),
+                {counts, counts + length},
+                key};
+    });
+}
+
+// Memory that the processes of this machine share. Rank 0 makes it, the others open it where the process and the number of
+// rank 0 say.
+SYNCBN_API void* syncbn_segment_create(int64_t ranks) {
+    return guarded<void*>(nullptr, [&] { return Segment::create(static_cast<size_t>(ranks)).release(); });
+}
+SYNCBN_API void* syncbn_segment_open(int64_t ranks, int64_t rank, int64_t process, int64_t number, const char* token,
+                                     int64_t token_size) {
+    return guarded<void*>(nullptr, [&] {
+        const std::string expected(token, static_cast<size_t>(token_size));
+        return Segment::open(static_cast<size_t>(ranks), static_cast<size_t>(rank), process, static_cast<int>(number),
+                             expected)
+            .release();
+    });
+}
+SYNCBN_API int64_t syncbn_segment_number(void* segment) { return static_cast<Segment*>(segment)->number(); }
+// Returns its length; `out` has room for it.
+SYNCBN_API int64_t syncbn_segment_token(void* segment, char* out) {
+    return guarded<int64_t>(-1, [&] {
+        const std::string token = static_cast<Segment*>(segment)->token();
+        std::copy(token.begin(), token.end(), out);
+        return static_cast<int64_t>(token.size());
+    });
+}
+SYNCBN_API void syncbn_segment_free(void* segment) { delete static_cast<Segment*>(segment); }
+
+// Takes the segment. `transport` is a handle over the same processes.
+SYNCBN_API void* syncbn_exchange_shared_memory(void* segment, void* transport) {
+    return handle([&] {
+        return std::make_shared<syncbn::SharedMemory>(std::unique_ptr<Segment>(static_cast<Segment*>(segment)),
+                                                      *static_cast<ExchangeHandle*>(transport));
+    });
+}
+// What an exchange makes of the one row of this process.
+SYNCBN_API int syncbn_allreduce(void* exchange, int merges, const syncbn::Ticket* ticket, int64_t length,
+                                const double* row, double* out) {
+    return done([&] {
+        const auto combine = merges != 0 ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
+        const syncbn::Total total = (*static_cast<ExchangeHandle*>(exchange))
+                                        ->allreduce(combine, *ticket, {{row}, static_cast<size_t>(length)});
+        std::copy(total.values.begin(), total.values.end(), out);
+    });
+}
+
+// This process has failed, or ends.
+SYNCBN_API int syncbn_shared_memory_fail(void* exchange, const char* reason) {
+    return done([&] { static_cast<syncbn::SharedMemory&>(**static_cast<ExchangeHandle*>(exchange)).fail(reason); });
+}
+SYNCBN_API int syncbn_shared_memory_end(void* exchange) {
+    return done([&] { static_cast<syncbn::SharedMemory&>(**static_cast<ExchangeHandle*>(exchange)).end(); });
 }
 
 // ---- recomputation ----

@@ -10,7 +10,7 @@ import numpy as np
 from mxnet.context import Context
 
 from .. import _native
-from .._native import Ticket, Total
+from .._native import Agreed, Ticket, Total, Turn
 
 
 class LayerInfo(NamedTuple):
@@ -44,28 +44,50 @@ def _any_value() -> np.errstate:
     return np.errstate(over="ignore", invalid="ignore")
 
 
-def alone(key: int, rows: np.ndarray) -> Total:
-    """The turn of a collective that stays within this process."""
-    return Total(np.concatenate([[0, -1, 0, len(rows), 0, 0], rows[:, 1:].ravel()]), 0, key)
+class Exchange:
+    """Brings the statistics of the replicas together."""
 
-
-class Exchange(ABC):
-    """Puts the packed statistics of one layer together, over the contexts of this process and whatever it reaches.
-
-    One thread calls per layer, call and phase; several layers, and several calls of one layer, come at once. What an
-    exchange raises becomes the failure of the step, with its text.
-    """
-
-    #: How far it reaches, for the native core. With `PROCESSES` it is called however few contexts there are here, and
-    #: also to gather.
-    reach = _native.CONTEXTS
+    #: Whether replicas of other processes take part.
+    spans_processes = False
+    #: The same, for the core.
+    handle: _native.Handle
 
     def knows(self, layer: LayerInfo) -> bool:
         """Whether it can serve this one; if not, it has to `learn` of it first."""
         return True
 
-    def learn(self, layers: Sequence[LayerInfo]) -> None:  # noqa: B027
+    def learn(self, layers: Sequence[LayerInfo]) -> None:
         """All that it serves, in the order in which they were initialised."""
+
+    def fail(self, reason: str) -> None:
+        """The step has failed here; nothing may be exchanged with what is left of it."""
+
+    def close(self) -> None:
+        """The process ends."""
+
+    def forked(self) -> None:
+        """Here is the child of a fork, which is no member of its parent's job."""
+
+
+class Memory(Exchange):
+    """The core's own, for the contexts of this process; GPUs by ``'nccl'``, over the ``'host'``, or as it may be."""
+
+    def __init__(self, gpus: str = "") -> None:
+        self.handle = _native.memory_exchange(gpus)
+
+
+class PythonExchange(Exchange, ABC):
+    """One that is written in Python. It puts packed float64 vectors together, over the contexts of this process and
+    whatever it reaches.
+
+    One thread calls per layer, call and phase; several layers, and several calls of one layer, come at once. What an
+    exchange raises becomes the failure of the step, with its text. With `spans_processes` it is called however few
+    contexts there are here, and also to gather.
+    """
+
+    @functools.cached_property
+    def handle(self) -> _native.Handle:  # type: ignore[override]
+        return _native.python_exchange(self, self.spans_processes)
 
     def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         """Returns the moments of all values, in the forward.
@@ -101,38 +123,16 @@ class Exchange(ABC):
         """Returns the sum over all rows, float64, of shape (contexts, length): in a backward
         ``[sum dy[C], sum dy*xhat[C]]``. The arguments are those of `merge`."""
 
-    def add_on_devices(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
-        """For replicas with a GPU each: the sum of what they hand in where it is, into each one's `total`, which is
-        there when this returns. `own` is zero but for the replica's part, so that the sum has them side by side.
-
-        Parameters
-        ----------
-        layer : LayerInfo
-            The layer.
-        ticket : Ticket
-            Of this handing-in.
-        rows : numpy.ndarray, float64, (replicas, 4)
-            As `_native.on_devices` takes them.
-        """
-        parts = _native.on_devices(rows)
-        total = sum(part.own.asnumpy() for part in parts)
-        for part in parts:
-            part.total[:] = total
-            part.total.wait_to_read()
-        return Total(np.zeros(0), 0, ticket.layer)
-
     def gather(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         """Returns the one row of each process side by side, in the order of their ranks."""
         return Total(rows[0], 0, ticket.layer)
 
-    def spread(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
-        """Returns ``[replicas]``: how many, in all processes, hand each other their statistics on GPUs; 0 where they do
-        so over the host. The rows say nothing."""
-        return Total(np.zeros(1), 0, ticket.layer)
+    def gpus_of_all_processes(self, layer: LayerInfo) -> int:
+        """How many replicas, in all processes, exchange their statistics on GPUs; 0 where they do so over the host."""
+        return 0
 
-    def turn(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
-        """Returns whose turn it is when, for GPUs of several processes: the fields of `Turn` in csrc/meeting/turn.h.
-        Waits until all processes are ready.
+    def turn(self, layer: LayerInfo, ticket: Ticket, devices: Sequence[int], counts: np.ndarray) -> Turn:
+        """Returns whose turn it is when, for GPUs of several processes. Waits until all processes are ready.
 
         Parameters
         ----------
@@ -140,34 +140,21 @@ class Exchange(ABC):
             The layer.
         ticket : Ticket
             Of this handing-in.
-        rows : numpy.ndarray, float64, (replicas, 1 + slots)
-            ``[device, count of each slot]`` of the replicas of this process.
+        devices : sequence of int, (replicas,)
+            The GPUs of the replicas of this process.
+        counts : numpy.ndarray, float64, (replicas, slots)
+            The samples of their slots.
         """
-        return alone(ticket.layer, rows)
+        return alone(ticket.layer, counts)
 
-    def look(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+    def agreed(self, layer: LayerInfo) -> Agreed:
+        """What the processes have agreed on about the layer."""
+        return Agreed(layer.id, False)
+
+    def check(self, layer: LayerInfo, ticket: Ticket) -> None:
         """GPUs take long over what has been agreed on: raises where another process has failed."""
-        return Total(np.zeros(1), 0, ticket.layer)
-
-    def fail(self, reason: str) -> None:  # noqa: B027  (nothing to do within a process)
-        """The step has failed here; nothing may be exchanged with what is left of it."""
-
-    def close(self) -> None:  # noqa: B027
-        """The process ends."""
-
-    def forked(self) -> None:  # noqa: B027
-        """Here is the child of a fork, which is no member of its parent's job."""
 
 
-class Memory(Exchange):
-    """Adds what is in memory, which the native core does by itself: it is called for a sum that was on its way when the
-    exchange of its layer was taken away."""
-
-    def __init__(self, reach: int = _native.MEMORY) -> None:
-        self.reach = reach
-
-    def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
-        return Total(functools.reduce(merge_moments, rows), 0, ticket.layer)
-
-    def add(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
-        return Total(rows.sum(axis=0), 0, ticket.layer)
+def alone(key: int, counts: np.ndarray) -> Turn:
+    """The turn of a collective that stays within this process."""
+    return Turn(0, -1, 0, len(counts), 0, b"", counts.ravel(), key)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Dict, List, Tuple
+from typing import Dict, List, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 from mxnet.ndarray import NDArray
 
-from .. import _native
-from .._native import Ticket, Total
-from .base import Exchange, LayerInfo
+from .._native import OnDevice, Ticket, Total
+from .base import LayerInfo, PythonExchange
 
 # gluon.Trainer numbers its parameters from 0 in the same store; no net has this many.
 _keys = itertools.count(1 << 24)
 
 
-class DeviceExchange(Exchange):
+class DeviceExchange(PythonExchange):
     """Adds with ``kvstore.pushpull``, on the contexts that the replicas live on: of GPUs, the arrays that they have.
 
     A store that runs an optimizer on what it receives is refused when it is first used.
@@ -38,13 +37,13 @@ class DeviceExchange(Exchange):
         self._pushpull(values, out)
         return Total(out[0].asnumpy(), 0, ticket.layer)
 
-    def add_on_devices(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
-        parts = _native.on_devices(rows)
+    def add_on_devices(self, layer: LayerInfo, ticket: Ticket, parts: Sequence[OnDevice]) -> None:
+        """For replicas with a GPU each: the sum of what they contribute where it is, into each one's `total`, which is
+        there when this returns. `own` is zero but for the replica's part, so that the sum has them side by side."""
         totals = [part.total for part in parts]
         self._pushpull([part.own for part in parts], totals)
         for total in totals:
             total.wait_to_read()
-        return Total(np.zeros(0), 0, ticket.layer)
 
     def _pushpull(self, values: List[NDArray], out: List[NDArray]) -> None:
         """Does not wait for the sums. Whatever uses a key next does, in MXNet's engine."""

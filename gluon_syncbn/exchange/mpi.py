@@ -99,14 +99,15 @@ class MPITransport(WaitingTransport):
     def decide(self, label: Label, part: np.ndarray, decision: Decision) -> np.ndarray:
         # To rank 0 and back: where they are few, from each; else along the tree.
         parent, children = self._relatives()
-        said = np.concatenate([[part.size], part])
+        said = np.concatenate([np.array([part.size], np.int64).view(np.uint8), part])
         got = self._collect(children, label, 0, said, [], equal=False)
         said = np.concatenate([said, *[got[rank] for rank in sorted(got)]])
         if self.rank == 0:
             parts = []
             while said.size:
-                parts.append(said[1 : 1 + int(said[0])])
-                said = said[1 + int(said[0]) :]
+                end = 8 + int(said[:8].copy().view(np.int64)[0])
+                parts.append(said[8:end])
+                said = said[end:]
             answer = decision(parts)
         else:
             answer = self._collect([parent], label, 1, said, self._send([parent], label, 0, said), equal=False)[parent]

@@ -14,7 +14,7 @@ from .store import ProcessStore, Transport
 #: KVStore types that add within one process.
 TYPES = ("local", "device")
 #: What the native core does by itself, for all contexts of a process.
-IN_CORE = {"nccl": Memory(_native.NCCL), "host": Memory(_native.HOST)}
+IN_CORE = {"nccl": Memory("nccl"), "host": Memory("host")}
 TRANSPORTS = ("mpi", "horovod")
 
 

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import re
 import threading
 from abc import ABC, abstractmethod
@@ -21,11 +22,11 @@ from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Se
 import mxnet as mx
 import numpy as np
 
-from .. import _native, arguments, cuda
-from .._native import Ticket, Total
+from .. import _native, arguments, cuda, environment
+from .._native import Agreed, Ticket, Total, Turn
 from ..logs import log
 from . import base
-from .base import Exchange, LayerInfo, alone
+from .base import LayerInfo, PythonExchange, alone
 
 
 class Label(NamedTuple):
@@ -87,7 +88,7 @@ class Transport(ABC):
 
     def decide(self, label: Label, part: np.ndarray, decision: Decision) -> np.ndarray:
         """What ``decision`` makes, on rank 0 alone, of the parts of all ranks, in their order, once all have come. It
-        may be called by several threads at once. All arrays are of float64."""
+        may be called by several threads at once. All arrays are of bytes."""
         parts = self.allgather(label, part, equal=False)
         own = decision(parts) if self.rank == 0 else part[:0]
         return self.allgather(label._replace(kind="decision"), own, equal=False)[0]
@@ -104,7 +105,7 @@ class Transport(ABC):
         """The process ends."""
 
 
-class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
+class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     """Adds over the devices of all processes, for ``gluon.Trainer(kvstore=...)`` and ``SyncBatchNorm(kvstore=...)``.
 
     The Trainer's ``step(batch_size)`` takes the number of samples of all processes.
@@ -119,7 +120,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         As `way_of_gpus` has it, the same in all processes.
     """
 
-    reach = _native.PROCESSES
+    spans_processes = True
 
     def __init__(self, name: str, transport: Transport, gpus: Optional[str] = None) -> None:
         self._name = name
@@ -136,6 +137,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._rounds: Counter = Counter()  # of gradients
         self._lock = threading.Lock()
         self._agreements = 0
+        #: Why the statistics of CPU contexts go by the transport; None where they meet in memory.
+        self.why_not_in_memory: Optional[str] = "not every process was asked"
 
     # ---- KVStoreBase ---------------------------------------------------------------------------------------
 
@@ -191,7 +194,51 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             self._rounds[kind, number] += 1
         return Label(kind, number, call=call, what=f"{kind.split()[0]} {key!r}, round {call + 1}")
 
-    # ---- Exchange ------------------------------------------------------------------------------------------
+    # ---- memory of the machine -------------------------------------------------------------------------------
+
+    def meet_in_memory(self) -> None:
+        """From now on the statistics of CPU contexts meet in memory that all processes share, where they can see the
+        same: those of one machine. Every process calls it, before the first step."""
+        segment, problem = None, ""
+        try:
+            if not environment.shared_memory():
+                problem = f"rank {self.rank}: GLUON_SYNCBN_SHARED_MEMORY=off"
+            elif self.num_workers > _native.MOST_RANKS:
+                problem = f"the job has more than {_native.MOST_RANKS} processes"
+            elif self.rank == 0:
+                segment = _native.Segment.create(self.num_workers)
+        except mx.MXNetError as error:
+            problem = str(error)
+        place = {"process": os.getpid(), "problem": problem}
+        if segment is not None:
+            place.update(number=segment.number(), token=segment.token().hex())
+        places = self._tell_all("the memory that the processes of a machine share", place)
+        problems = [place["problem"] for place in places if place["problem"]]
+        if not problems and self.rank > 0:
+            first = places[0]
+            token = bytes.fromhex(first["token"])
+            try:
+                segment = _native.Segment.open(self.num_workers, self.rank, first["process"], first["number"], token)
+            except mx.MXNetError as error:
+                problem = f"rank {self.rank}: {error}"
+        if not problems:
+            answers = self._tell_all("whether all processes see that memory", {"problem": problem})
+            problems = [answer["problem"] for answer in answers if answer["problem"]]
+        if problems:
+            self.why_not_in_memory = problems[0]
+            log.info("the statistics of the processes go by %s: %s", self._name, problems[0])
+            if segment is not None:
+                segment.free()
+        elif segment is not None:
+            self.why_not_in_memory, self.handle = None, segment.exchange(self.handle)
+
+    def _tell_all(self, what: str, ours: Any) -> List[Any]:
+        label = Label("agreement", call=self._agreements, what=what)
+        self._agreements += 1
+        part = np.frombuffer(json.dumps(ours).encode(), np.uint8)
+        return [json.loads(bytes(p)) for p in self._transport.allgather(label, part, equal=False)]
+
+    # ---- PythonExchange ------------------------------------------------------------------------------------------
 
     def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         label = self._call(layer, ticket)
@@ -243,55 +290,56 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             )
         return ranks, starts, ends
 
-    def spread(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+    def gpus_of_all_processes(self, layer: LayerInfo) -> int:
         spread = self._spread[layer.id]
         if spread == 0:  # it was on no GPU in any process then; or why not has been said already
             self._over_the_host(layer.name, f"'{layer.name}' was on no GPU when the processes agreed on their layers")
-        return Total(np.array([spread], np.float64), 0, self._keys[layer.id])
+        return spread
 
-    def turn(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+    def agreed(self, layer: LayerInfo) -> Agreed:
+        return Agreed(self._keys[layer.id], bool(layer.group_size))
+
+    def turn(self, layer: LayerInfo, ticket: Ticket, devices: Sequence[int], counts: np.ndarray) -> Turn:
         label = self._call(layer, ticket)._replace(kind="turn")
-        here = len(rows)
+        here = len(devices)
         groups = layer.group_size and self._ranks_of_groups(layer, here, partial=False)[0]
         if self._transport.size == 1 or (groups and len(groups) == 1):
-            return alone(label.key, rows)
-        answer = self._transport.decide(label, np.concatenate([rows.shape, rows.ravel()]), self._number)
-        number, clique, identity, parts = (
-            answer[0],
-            answer[1],
-            answer[3 : 3 + int(answer[2])],
-            answer[3 + int(answer[2]) :],
-        )
-        counts, world, first = [], 0, 0
-        for rank in range(self._transport.size):
-            replicas, width = int(parts[0]), int(parts[1])
-            counts.append(parts[2 : 2 + replicas * width].reshape(replicas, width)[:, 1:].ravel())
-            first += replicas * (rank < self.rank)
-            world += replicas
-            parts = parts[2 + replicas * width :]
-        head = [self._channel, number, clique, world, first, identity.size]
-        return Total(np.concatenate([head, identity, *counts]), 0, label.key)
+            return alone(label.key, counts)
+        ready = _bytes_of(np.array(devices, np.int64), counts)
+        answer = self._transport.decide(label, ready, self._number)
+        head, identity, *parts = _arrays_of(answer)
+        number, clique = head.view(np.int64).tolist()
+        all_counts, world, first = [], 0, 0
+        for rank, part in enumerate(parts):
+            of_rank, counts = (array.view(kind) for array, kind in zip(_arrays_of(part), (np.int64, np.float64)))
+            all_counts.append(counts)
+            first += of_rank.size * (rank < self.rank)
+            world += of_rank.size
+        everything = np.concatenate(all_counts)
+        return Turn(self._channel, number, clique, world, first, identity.tobytes(), everything, label.key)
 
     def _number(self, parts: List[np.ndarray]) -> np.ndarray:
         """On rank 0, where all are ready: the number of their collective and that of the set of their devices, what
         makes a communicator where the set is new, and the parts."""
-        devices = [part[2:].reshape(int(part[0]), int(part[1]))[:, 0].tolist() for part in parts]
+        devices = [_arrays_of(part)[0].view(np.int64).tolist() for part in parts]
         with self._turns:
             known = len(self._cliques)
             clique = self._cliques.setdefault(json.dumps(devices), known)
             identity = np.frombuffer(_native.nccl_unique_id() if clique == known else b"", np.uint8)
             number, self._turn = self._turn, self._turn + 1
-        return np.concatenate([[number, clique, identity.size], identity, *parts])
+        return _bytes_of(np.array([number, clique], np.int64), identity, *parts)
 
-    def look(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
-        label = self._call(layer, ticket)
-        self._transport.look(label)
-        return Total(np.zeros(1), 0, label.key)
+    def check(self, layer: LayerInfo, ticket: Ticket) -> None:
+        self._transport.look(self._call(layer, ticket))
 
     def fail(self, reason: str) -> None:
+        if self.why_not_in_memory is None:
+            _native.shared_memory_failed(self.handle, reason)
         self._transport.fail(reason)
 
     def close(self) -> None:
+        if self.why_not_in_memory is None:
+            _native.shared_memory_ended(self.handle)
         self._transport.close()
 
     def forked(self) -> None:
@@ -313,10 +361,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     def _agree(self, new: Sequence[LayerInfo]) -> None:
         ours = [{**_describe(layer), **self._describe_gpus(layer)} for layer in new]
-        label = Label("agreement", call=self._agreements, what="the agreement on the layers of the net")
-        self._agreements += 1
-        part = np.frombuffer(json.dumps(ours).encode(), np.uint8)
-        everyone = [json.loads(bytes(p)) for p in self._transport.allgather(label, part, equal=False)]
+        everyone = self._tell_all("the agreement on the layers of the net", ours)
         for rank, theirs in enumerate(everyone):
             difference = _difference(self.rank, ours, rank, theirs)
             if difference:
@@ -373,6 +418,25 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         direction = "forward" if ticket.phase == 0 else "backward"
         what = f"the {direction} of call {ticket.call + 1} of SyncBatchNorm '{layer.name}'"
         return Label("statistics", key, ticket.node, ticket.call, ticket.phase, what, ticket.layer)
+
+
+def _bytes_of(*arrays: np.ndarray) -> np.ndarray:
+    """Arrays as bytes, each behind its size."""
+    parts = []
+    for array in arrays:
+        flat = np.ascontiguousarray(array).ravel().view(np.uint8)
+        parts += [np.array([flat.size], np.int64).view(np.uint8), flat]
+    return np.concatenate(parts)
+
+
+def _arrays_of(data: np.ndarray) -> List[np.ndarray]:
+    """The bytes of the arrays that `_bytes_of` was given."""
+    arrays = []
+    while data.size:
+        end = 8 + int(data[:8].copy().view(np.int64)[0])
+        arrays.append(data[8:end].copy())
+        data = data[end:]
+    return arrays
 
 
 class _OfParent(Transport):

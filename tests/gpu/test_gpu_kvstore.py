@@ -28,9 +28,7 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, _native
-from gluon_syncbn.exchange.base import Memory
-from gluon_syncbn.session import session
+from gluon_syncbn import SyncBatchNorm
 
 if not GPUS:
     pytest.skip("MXNet finds no GPU; `make test-gpu-emulated` needs none", allow_module_level=True)
@@ -191,14 +189,6 @@ def test_several_replicas_on_a_gpu(rng, kvstore):
         ys = [layer(x) for x in xs]
     for y, want in zip(ys, specification(layer, batch).outputs):
         np.testing.assert_allclose(y.asnumpy(), want, rtol=1e-10, atol=1e-10)
-
-
-def test_a_store_that_was_taken_away(rng):
-    """`configure` may have come between the layer's question and its sum: memory adds what a store was to add."""
-    contexts, batch = gpus(4), make_batch(rng, 4)
-    layer = a_layer(batch, contexts, virtual_devices=2)
-    session.set_exchange(Memory(_native.CONTEXTS))
-    assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-11)
 
 
 # ---- what a step asks for ----------------------------------------------------------------------------------

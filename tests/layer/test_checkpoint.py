@@ -1,6 +1,7 @@
 """Blocks that are recomputed: the same step, with the statistics of the first forward."""
 
 import copy
+import functools
 import re
 import threading
 
@@ -12,8 +13,9 @@ from mxnet.gluon import nn
 from replicas import SIZES
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, _native, checkpoint, revert
-from gluon_syncbn.exchange.base import Memory
+from gluon_syncbn import SyncBatchNorm, checkpoint, revert
+from gluon_syncbn._native import Total
+from gluon_syncbn.exchange.base import PythonExchange, merge_moments
 from gluon_syncbn.session import session
 
 WAYS = {"eager": None, "hybrid": {}}
@@ -197,23 +199,21 @@ def test_within_each_other(contexts):
     assert_close(train(net, contexts[:2]), want)
 
 
-class Counting(Memory):
+class Counting(PythonExchange):
     def __init__(self):
-        super().__init__(_native.CONTEXTS)
         self.seen = []
 
     def merge(self, layer, ticket, rows):
         self.seen.append(("forward", ticket.phase))
-        return super().merge(layer, ticket, rows)
+        return Total(functools.reduce(merge_moments, rows), 0, ticket.layer)
 
     def add(self, layer, ticket, rows):
         self.seen.append(("backward", ticket.phase))
-        return super().add(layer, ticket, rows)
+        return Total(rows.sum(axis=0), 0, ticket.layer)
 
 
-def test_statistics_are_exchanged_once(contexts, monkeypatch):
+def test_statistics_are_exchanged_once(contexts):
     counting = Counting()
-    monkeypatch.setattr(counting, "contexts", True, raising=False)
     net = make_net(contexts[:2])
     for unit in net:
         checkpoint(unit)

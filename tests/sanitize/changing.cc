@@ -2,6 +2,7 @@
 #include <thread>
 
 #include "core.h"
+#include "exchange.h"
 #include "figures.h"
 #include "reference.h"
 #include "runs.h"
@@ -40,8 +41,8 @@ std::vector<Hands::Turn> harmless(const Layer& layer, bool steps_fail) {
     return {
         [](Random& random) { syncbn_timeout(kPatience * random.whole(1, 2)); },
         [&](Random& random) { layer.set_timeout(kPatience * random.whole(0, 1)); },
-        [](Random& random) { syncbn_reach(static_cast<int>(any_reach(random))); },
-        [&](Random& random) { syncbn_layer_reach(layer.id, static_cast<int>(any_reach(random))); },
+        [](Random& random) { syncbn_exchange(any_exchange(random)); },
+        [&](Random& random) { syncbn_layer_exchange(layer.id, any_exchange(random)); },
         [&](Random& random) {
             expect(syncbn_timeout_of(random.one_in(2) ? layer.id : 0) > 0, "there is a time limit");
         },
@@ -109,7 +110,7 @@ std::vector<std::unique_ptr<Step>> some_steps(Run& run, Layer& layer, bool threa
 void back_to_normal() {
     syncbn_debug(0);
     syncbn_timeout(kPatience);
-    syncbn_reach(static_cast<int>(Reach::kMemory));
+    syncbn_exchange(syncbn_exchange_memory());
     syncbn_devices(0, nullptr);
     syncbn_forking(0);
     syncbn_nobody_left(0);

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "meeting/reduction.h"
+#include "exchange/python_transport.h"
 
 extern "C" {
 int syncbn_register(void** functions, int64_t count);
@@ -14,15 +14,19 @@ void syncbn_layer_drop(int64_t layer);
 const char* syncbn_layer_token(int64_t layer);
 int syncbn_layer_place(int64_t layer, int64_t count, const char** contexts, int64_t replicas);
 int syncbn_layer_timeout(int64_t layer, double seconds);
-int syncbn_layer_reach(int64_t layer, int reach);
+int syncbn_layer_exchange(int64_t layer, void* exchange);
 int syncbn_timeout(double seconds);
 double syncbn_timeout_of(int64_t layer);
 long syncbn_interrupts();
 void* syncbn_wait_begin(long interrupts);
 int syncbn_wait_goes_on(void* wait);
 void syncbn_wait_end(void* wait);
-int syncbn_hook(syncbn::Hook hook);
-int syncbn_reach(int reach);
+int syncbn_exchange(void* exchange);
+void* syncbn_exchange_memory();
+void* syncbn_exchange_contexts(int64_t number);
+void* syncbn_exchange_processes(int64_t number);
+void* syncbn_exchange_shared_memory(void* segment, void* transport);
+int syncbn_python_functions(const syncbn::PythonFunctions* functions);
 int syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key);
 int syncbn_devices(int64_t count, const char** contexts);
 int syncbn_seed(uint64_t seed);

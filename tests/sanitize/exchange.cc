@@ -1,17 +1,22 @@
 #include "exchange.h"
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdio>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
 #include <vector>
 
 #include "core.h"
+#include "exchange/segment.h"
 #include "figures.h"
 #include "memory.h"
 
 namespace driver {
 namespace {
-
-using syncbn::Reduction;
 
 std::atomic<int> failing{0};
 
@@ -46,28 +51,86 @@ std::vector<double> merged(int64_t rows, int64_t length, const double* values) {
     return out;
 }
 
-int put_together(const syncbn::Ticket* ticket, int reduction, int64_t rows, int64_t length, const double* values,
-                 syncbn::Total* out, char* error, int64_t error_size) {
+int refused(syncbn::Problem* problem) {
+    std::snprintf(problem->text, sizeof problem->text, "the cable is out");
+    return 1;
+}
+
+int merge(int64_t, const syncbn::Ticket* ticket, int64_t rows, int64_t length, const double* values, syncbn::Total* out,
+          syncbn::Problem* problem) {
     const Within program(false);
     wait_for_others();
-    if (fails()) {
-        std::snprintf(error, static_cast<size_t>(error_size), "the cable is out");
-        return 1;
-    }
-    std::vector<double> total;
-    if (static_cast<Reduction>(reduction) == Reduction::kMerge) {
-        total = merged(rows, length, values);
-    } else {
-        total.assign(values, values + length);  // of a gathering, the only row
-        for (int64_t i = length; i < rows * length; ++i) total[i % length] += values[i];
-    }
+    if (fails()) return refused(problem);
+    syncbn_total(out, length, merged(rows, length, values).data(), 0, ticket->layer);
+    return 0;
+}
+
+int add(int64_t, const syncbn::Ticket* ticket, int64_t rows, int64_t length, const double* values, syncbn::Total* out,
+        syncbn::Problem* problem) {
+    const Within program(false);
+    wait_for_others();
+    if (fails()) return refused(problem);
+    std::vector<double> total(values, values + length);
+    for (int64_t i = length; i < rows * length; ++i) total[i % length] += values[i];
     syncbn_total(out, length, total.data(), 0, ticket->layer);
     return 0;
 }
 
+int agreed(int64_t, const syncbn::Ticket* ticket, syncbn::Agreed* out, syncbn::Problem*) {
+    out->key = ticket->layer;
+    return 0;
+}
+
+std::mutex gathering_mutex;
+std::set<int64_t> gathering;
+
+// Answers each vector of rank 0 with one of an empty batch.
+void play_rank_1(syncbn::Segment& segment) {
+    constexpr uint64_t kRank0 = 1, kRank1 = 2;
+    while (true) {
+        for (const syncbn::Label& label : segment.left_by(0, kRank1)) {
+            const syncbn::Segment::Found found = segment.find(0, label);
+            if (found.values == nullptr) continue;
+            std::lock_guard<std::mutex> lock(gathering_mutex);
+            const size_t length = gathering.count(label.key) != 0 ? 0 : found.length;
+            segment.post(label, std::vector<double>(length, 0.0).data(), length, length, kRank0);
+            segment.done(0, found);
+            segment.wake(segment.ring_of(label));
+        }
+        pause(1e-5);
+    }
+}
+
+void* in_memory = nullptr;
+void* of_contexts = nullptr;
+void* of_processes = nullptr;
+void* of_machine = nullptr;
+
 }  // namespace
 
-void set_hook() { syncbn_hook(put_together); }
+void gathers(int64_t layer) {
+    std::lock_guard<std::mutex> lock(gathering_mutex);
+    gathering.insert(layer);
+}
+
+void make_exchanges() {
+    syncbn::PythonFunctions functions{};
+    functions.merge = merge;
+    functions.add = functions.gather = add;
+    functions.agreed = agreed;
+    syncbn_python_functions(&functions);
+    in_memory = syncbn_exchange_memory();
+    of_contexts = syncbn_exchange_contexts(1);
+    of_processes = syncbn_exchange_processes(2);
+    auto rank_0 = syncbn::Segment::create(2);
+    auto rank_1 = syncbn::Segment::open(2, 1, getpid(), rank_0->number(), rank_0->token());
+    of_machine = syncbn_exchange_shared_memory(rank_0.release(), of_processes);
+    std::thread([segment = std::shared_ptr<syncbn::Segment>(std::move(rank_1))] { play_rank_1(*segment); }).detach();
+}
+
+void* any_exchange(Random& random) { return random.one_of<void*>({in_memory, of_contexts, of_processes, of_machine}); }
+
+void* exchange_of_processes() { return of_processes; }
 
 void fail_exchanges(int count) { failing = count; }
 

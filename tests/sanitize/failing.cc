@@ -59,16 +59,8 @@ const Fault kFaults[] = {
     {"MXNet gave no memory", true, [](const Trial& trial) { trial.victim.backwards[0].dy->broken = true; }},
     {"MXNet gave no memory", true, [](const Trial& trial) { trial.victim.backwards[0].dx->broken = true; }},
     {"MXNet gave no memory", true, [](const Trial& trial) { trial.victim.backwards[0].dgamma->broken = true; }},
-    {"the cable is out", false,
-     [](const Trial& trial) {
-         syncbn_layer_reach(trial.layer.id, static_cast<int>(Reach::kProcesses));
-         fail_exchanges(1);
-     }},
-    {"the cable is out", true,
-     [](const Trial& trial) {
-         syncbn_layer_reach(trial.layer.id, static_cast<int>(Reach::kProcesses));
-         fail_exchanges(1);
-     }},
+    {"the cable is out", false, [](const Trial&) { fail_exchanges(1); }},
+    {"the cable is out", true, [](const Trial&) { fail_exchanges(1); }},
     {" on cpu(9): the layer was called here", false, [](const Trial& trial) { trial.victim.context_name = "cpu(9)"; }},
     {"num_devices is", false,
      [](const Trial& trial) { trial.layer.place(trial.layer.spec.contexts, trial.layer.spec.replicas + 1); }},
@@ -120,7 +112,8 @@ void check_failure(const Trial& trial, const std::string& reason) {
 void failing(Run& run) {
     while (run.goes_on()) {
         const bool threads = run.random.one_in(2);
-        const Spec spec = any_meeting_spec(run.random, run.random.whole(2, 4), run.random.whole(1, 3), !threads);
+        Spec spec = any_meeting_spec(run.random, run.random.whole(2, 4), run.random.whole(1, 3), !threads);
+        spec.exchange = exchange_of_processes();  // which can be told to fail
         Layer layer(run.random, spec, "failing");
         for (int round = 0; round < 4; ++round) {
             Manner manner(run.random, {&layer}, threads);

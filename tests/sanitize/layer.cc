@@ -1,10 +1,9 @@
 #include "layer.h"
 
 #include "core.h"
+#include "exchange.h"
 
 namespace driver {
-
-Reach any_reach(Random& random) { return static_cast<Reach>(random.whole(0, 2)); }
 
 Spec any_spec(Random& random, int contexts, int lanes, bool seats_known) {
     Spec spec;
@@ -25,7 +24,7 @@ Spec any_spec(Random& random, int contexts, int lanes, bool seats_known) {
     // Of another slot's statistics, what y has lost by rounding may grow without bound.
     const bool may_be = spec.whole() && !spec.adds && spec.slope > 0 && spec.mode != Mode::kShuffle;
     spec.inplace = may_be && random.one_in(2);
-    if (!random.one_in(4)) spec.reach = any_reach(random);
+    if (!random.one_in(4)) spec.exchange = any_exchange(random);
     return spec;
 }
 
@@ -41,6 +40,7 @@ Layer::Layer(Random& random, const Spec& spec, const std::string& name)
       name(name),
       id(syncbn_layer_create(name.c_str(), static_cast<int>(spec.mode), spec.virtual_devices, spec.group)),
       token_(syncbn_layer_token(id)) {
+    if (syncbn::sharing_of({spec.mode, spec.virtual_devices, spec.group}) == syncbn::Sharing::kEach) gathers(id);
     const auto vector = [&](double value) { return make_array(spec.parameter_type(), spec.channels, value); };
     for (int i = 0; i < spec.contexts; ++i) {
         placed.push_back({"cpu(" + std::to_string(i) + ")", {vector(1), vector(0), vector(0), vector(1)}, {}, {}});
@@ -50,7 +50,7 @@ Layer::Layer(Random& random, const Spec& spec, const std::string& name)
         }
     }
     place(spec.contexts, spec.replicas);
-    if (spec.reach) syncbn_layer_reach(id, static_cast<int>(*spec.reach));
+    if (spec.exchange != nullptr) syncbn_layer_exchange(id, spec.exchange);
     for (int node = 0; node < kNodes; ++node)
         for (Role role : {Role::kWhole, Role::kMeet, Role::kTrack})
             if (spec.whole() == (role == Role::kWhole)) graph_[{node, role}] = property(node, role);
@@ -90,7 +90,7 @@ void Layer::drop() const { syncbn_layer_drop(id); }
 
 void Layer::restore() {
     if (replaced_) place(spec.contexts, spec.replicas);
-    if (spec.reach) syncbn_layer_reach(id, static_cast<int>(*spec.reach));
+    if (spec.exchange != nullptr) syncbn_layer_exchange(id, spec.exchange);
     set_timeout(0);
     syncbn_seed(kSeed);
     meetings.clear();

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <map>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -15,7 +14,6 @@
 namespace driver {
 
 using syncbn::Mode;
-using syncbn::Reach;
 using syncbn::Role;
 
 constexpr double kEpsilon = 1e-5, kMomentum = 0.9;
@@ -30,7 +28,7 @@ struct Spec {
     bool channels_last = false, fix_gamma = false;
     double slope = 1;  // of the activation, below 0
     bool adds = false, inplace = false;
-    std::optional<Reach> reach;  // of its own
+    void* exchange = nullptr;  // of its own
 
     int lanes() const { return replicas / contexts; }
     // One operator does everything; otherwise one meets and one tracks.
@@ -38,8 +36,6 @@ struct Spec {
     bool activates() const { return slope != 1; }
     Type parameter_type() const { return type == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
 };
-
-Reach any_reach(Random& random);
 
 // Several replicas on a context sit down in the order of their calls. Where that is anybody's guess (`seats_known` is
 // false), what depends on it is left out.

@@ -78,7 +78,7 @@ int main(int count, char** arguments) {
             return usage(arguments[0]);
     }
     driver::load_core();
-    driver::set_hook();
+    driver::make_exchanges();
     syncbn_timeout(driver::kPatience);
     syncbn_seed(driver::kSeed);
     bool known = only.empty();

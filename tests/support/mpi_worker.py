@@ -329,11 +329,12 @@ def decisions():
     def decision(parts):
         with lock:
             made.append(len(made))
-            return np.concatenate([made[-1:], *parts])
+            return np.concatenate([np.array(made[-1:], float).view(np.uint8), *parts])
 
     def one(i):
         label = Label("turn", 100 + i, what=f"test {i}")
-        return kv._transport.decide(label, np.arange(1.0 + (i + kv.rank) % 3) + 10 * i + 100 * kv.rank, decision)
+        part = np.arange(1.0 + (i + kv.rank) % 3) + 10 * i + 100 * kv.rank
+        return kv._transport.decide(label, part.view(np.uint8), decision).view(float)
 
     with ThreadPoolExecutor(12) as pool:
         jobs = {int(i): pool.submit(one, int(i)) for i in order}
@@ -346,6 +347,31 @@ def decisions():
     firsts = kv.allgather("a test", np.array([answer[0] for answer in answers]))
     for others in firsts:
         np.testing.assert_array_equal(others, firsts[0])
+
+
+def ways_of_statistics():
+    """In memory of the machine, or by the transport: that of groups, and all where it is switched off."""
+    in_memory = kv.why_not_in_memory is None
+    assert in_memory or "GLUON_SYNCBN_SHARED_MEMORY=off" in kv.why_not_in_memory, kv.why_not_in_memory
+    carried, allgather, allreduce = [], kv._transport.allgather, kv._transport.allreduce
+
+    def counted(call):
+        def counting(label, *arguments, **settings):
+            carried.append(label.kind)
+            return call(label, *arguments, **settings)
+
+        return counting
+
+    kv._transport.allgather, kv._transport.allreduce = counted(allgather), counted(allreduce)
+    rng = np.random.RandomState(0)
+    for settings, to_memory in ({}, True), ({"mode": "shuffle"}, True), ({"group_size": 2}, False):
+        batch = make_batch(rng, kv.num_workers)
+        part = batch._replace(shards=[batch.shards[kv.rank]], heads=[batch.heads[kv.rank]])
+        layer = gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv, **settings)
+        step(prepare(layer, part, CONTEXTS[:1], "float64", WAYS["eager"]), part, CONTEXTS[:1], "float64")
+        assert ("statistics" in carried) == (not in_memory or not to_memory), (settings, carried)
+        carried.clear()
+    kv._transport.allgather, kv._transport.allreduce = allgather, allreduce
 
 
 def along_a_tree():

@@ -147,10 +147,9 @@ def no_gpus(monkeypatch):
     monkeypatch.setattr(_native, "nccl_unique_id", lambda: bytes([next(identities)] * 128))
 
 
-def turn_of(total):
+def turn_of(turn):
     """(number, clique, world, first), the id, the counts."""
-    _, number, clique, world, first, size = total.values[:6].astype(int)
-    return (number, clique, world, first), bytes(total.values[6 : 6 + size].astype(np.uint8)), total.values[6 + size :]
+    return (turn.number, turn.clique, turn.world, turn.first), turn.identity, turn.counts
 
 
 @pytest.mark.parametrize("replicas", [[1, 2], [2, 2, 1]], ids=str)
@@ -165,10 +164,10 @@ def test_turns_are_the_same_everywhere(no_gpus, replicas):
         store.learn(infos)
 
         def one(i):
-            assert store.spread(infos[i], ticket(layers[i]), np.zeros((1, 1))).values == [sum(replicas)]
+            assert store.gpus_of_all_processes(infos[i]) == sum(replicas)
             here = 1 if i % 2 else replicas[rank]  # with the first GPU of each alone: another clique
-            rows = [[device, 10 * i + rank + 0.5 * device, 0] for device in range(here)]
-            return turn_of(store.turn(infos[i], ticket(layers[i]), np.array(rows)))
+            counts = np.array([[10 * i + rank + 0.5 * device, 0] for device in range(here)])
+            return turn_of(store.turn(infos[i], ticket(layers[i]), range(here), counts))
 
         with ThreadPoolExecutor(8) as pool:
             jobs = {int(i): pool.submit(one, i) for i in np.random.RandomState(rank).permutation(8)}
@@ -203,7 +202,7 @@ def test_turns_of_groups(no_gpus, layer_id, group_size, alone):
     def work(rank, store):
         layer = LayerInfo(layer_id, "bn", [mx.gpu(0), mx.gpu(1)], 2, CHANNELS, "sync", 1, group_size)
         store.learn([layer])
-        return turn_of(store.turn(layer, ticket(layer_id), np.array([[0, 3.0], [1, 4.0]])))
+        return turn_of(store.turn(layer, ticket(layer_id), [0, 1], np.array([[3.0], [4.0]])))
 
     for rank, (head, _, counts) in enumerate(everywhere(all_stores, work)):
         assert head == ((-1, 0, 2, 0) if alone else (0, 0, 4, 2 * rank))
@@ -239,7 +238,7 @@ def test_why_gpus_go_over_the_host(no_gpus, monkeypatch, caplog, layer_id, gpus,
             LayerInfo(layer_id + i, "bn", [mx.gpu(0), second], replicas, CHANNELS, "sync", 1, None) for i in (0, 1)
         ]
         store.learn(layers)
-        return [store.spread(layer, ticket(layer.id), np.zeros((1, 1))).values.tolist() for layer in layers]
+        return [store.gpus_of_all_processes(layer) for layer in layers]
 
     results = everywhere(all_stores, work)
     said = [record.getMessage() for record in caplog.records]
@@ -247,7 +246,7 @@ def test_why_gpus_go_over_the_host(no_gpus, monkeypatch, caplog, layer_id, gpus,
         assert all(isinstance(error, ValueError) for error in results)
         assert re.search(f"gpus: 'nccl' was given, .*: {REASONS[reason]}", str(results[0]))
     else:
-        assert results == [[[0.0], [0.0]]] * 2
+        assert results == [[0, 0]] * 2
     assert len(said) == (0 if gpus else 2)  # each process once
     assert all(re.search(REASONS[reason], text) for text in said)
 
@@ -263,14 +262,14 @@ def test_a_layer_that_comes_to_gpus_later(no_gpus, caplog, layer_id, gpus):
         store.learn([layer])
         moved = layer._replace(contexts=[mx.gpu(0)])
         assert store.knows(moved)
-        return [store.spread(moved, ticket(layer_id), np.zeros((1, 1))).values.tolist() for _ in range(2)]
+        return [store.gpus_of_all_processes(moved) for _ in range(2)]
 
     results = everywhere(all_stores, work)
     text = "'bn' was on no GPU when the processes agreed on their layers"
     if gpus == "nccl":
         assert all(isinstance(error, ValueError) and text in str(error) for error in results)
     else:
-        assert results == [[[0.0]] * 2] * 2
+        assert results == [[0, 0]] * 2
     assert len(caplog.records) == (0 if gpus else 2)
     assert all(text in record.getMessage() for record in caplog.records)
 

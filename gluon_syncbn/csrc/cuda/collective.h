@@ -5,9 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "exchange/exchange.h"
 #include "meeting/meeting.h"
-#include "meeting/reduction.h"
-#include "meeting/turn.h"
 
 namespace syncbn {
 namespace cuda {

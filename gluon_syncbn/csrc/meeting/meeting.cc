@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <new>
 #include <sstream>
 #include <stdexcept>
@@ -12,7 +13,6 @@
 #include "meeting/stall.h"
 #include "meeting/step.h"
 #include "meeting/timing.h"
-#include "meeting/turn.h"
 #include "meeting/wait.h"
 #include "point.h"
 
@@ -65,7 +65,7 @@ int phase_of(const Place& place, Direction direction) { return direction == Dire
 
 Ticket ticket_of(const Terms& terms, const Place& place, Direction direction) {
     const Draw& draw = place.meeting->draw;
-    return {terms.layer, draw.node, draw.call, phase_of(place, direction)};
+    return {terms.layer, draw.node, draw.call, phase_of(place, direction), terms.name.c_str(), terms.timeout};
 }
 
 void check_equal(const Terms& terms, Meeting& meeting, const Phase& phase, size_t seat, Type type, int64_t channels) {
@@ -78,6 +78,48 @@ void check_equal(const Terms& terms, Meeting& meeting, const Phase& phase, size_
             << ". All replicas must run the same net on data of the same type.";
         fail_and_throw(meeting, {terms.name, "", "", why.str()});
     }
+}
+
+// What the replicas of this process contribute, with the room of what was made of their vectors for it.
+struct Rows {
+    Contribution contribution;
+    std::vector<Vector> made;
+};
+
+// One row of all vectors, in the order of the replicas.
+Rows side_by_side(const Meeting& meeting, const Phase& phase) {
+    const size_t length = phase.entries[0].values.size();
+    Rows rows;
+    rows.made.emplace_back(meeting.replicas() * length);
+    for (size_t seat = 0; seat < meeting.replicas(); ++seat) {
+        const Vector& own = phase.entries[seat].values;
+        std::copy(own.begin(), own.end(), rows.made[0].begin() + static_cast<int64_t>(meeting.rank(seat) * length));
+    }
+    rows.contribution = {{rows.made[0].data()}, rows.made[0].size()};
+    return rows;
+}
+
+// One row for each context, in their order and never in that of arrival: so the bits of the result do not depend on who came
+// first. The calls of one context's replicas have no order, so their vectors decide it.
+Rows row_of_each_context(const Meeting& meeting, const Phase& phase, Combine combine) {
+    const size_t length = phase.entries[0].values.size();
+    std::vector<std::vector<const double*>> parts(meeting.contexts.size());
+    for (size_t seat = 0; seat < meeting.replicas(); ++seat)
+        parts[meeting.seats[seat].context].push_back(phase.entries[seat].values.data());
+    Rows rows;
+    rows.contribution.length = length;
+    for (auto& of_context : parts) {
+        if (of_context.size() == 1) {
+            rows.contribution.rows.push_back(of_context[0]);
+            continue;
+        }
+        std::sort(of_context.begin(), of_context.end(),
+                  [&](const double* a, const double* b) { return std::memcmp(a, b, length * sizeof(double)) < 0; });
+        rows.made.emplace_back(length, 0.0);
+        for (const double* part : of_context) put(combine, rows.made.back().data(), part, length);
+        rows.contribution.rows.push_back(rows.made.back().data());  // a vector keeps its place when it is moved
+    }
+    return rows;
 }
 
 }  // namespace
@@ -141,7 +183,7 @@ Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t 
         meeting->draw = {terms.seed, terms.layer, node, calls_[node]++};
         meeting->contexts = terms.taking_part;
         meeting->lanes = terms.lanes;
-        meeting->reach = terms.reach;
+        meeting->exchange = terms.exchange;
         open_.push_back(meeting);
     }
     meeting->seats.push_back({index, occupant});
@@ -153,19 +195,17 @@ Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t 
 
 bool MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction, Sharing sharing, Type type,
                           int64_t channels, Vector values) {
-    const Reduction reduction = sharing == Sharing::kEach          ? Reduction::kGather
-                                : direction == Direction::kForward ? Reduction::kMerge
-                                                                   : Reduction::kAdd;
+    const Combine combine = direction == Direction::kForward ? Combine::kMerge : Combine::kAdd;
     SYNCBN_POINT("before_hand_in");
-    const bool complete =
-        hand_in(terms, place, direction, {true, channels, type, std::move(values), nullptr},
-                [&](const Meeting& meeting, const Phase& phase, const Ticket& ticket) {
-                    std::vector<Part> parts;
-                    for (size_t seat = 0; seat < meeting.seats.size(); ++seat)
-                        parts.push_back({meeting.seats[seat].context, meeting.rank(seat), &phase.entries[seat].values});
-                    return reduce(reduction, std::move(parts), meeting.contexts.size(), channels, ticket, terms.reach,
-                                  terms.hook);
-                });
+    const bool complete = hand_in(terms, place, direction, {true, channels, type, std::move(values), nullptr},
+                                  [&](const Meeting& meeting, const Phase& phase, const Ticket& ticket) {
+                                      const Rows rows = sharing == Sharing::kEach
+                                                            ? side_by_side(meeting, phase)
+                                                            : row_of_each_context(meeting, phase, combine);
+                                      if (sharing == Sharing::kEach)
+                                          return meeting.exchange->allgather(ticket, rows.contribution);
+                                      return meeting.exchange->allreduce(combine, ticket, rows.contribution);
+                                  });
     SYNCBN_POINT("after_hand_in");
     return complete;
 }
@@ -207,7 +247,8 @@ int64_t MeetingRoom::spread(const Terms& terms, const Place& place, Direction di
     Meeting& meeting = *place.meeting;
     std::lock_guard<std::mutex> lock(meeting.deciding);
     if (meeting.spread < 0) {
-        if (terms.spread < 0) terms.spread = spread_of(ticket_of(terms, place, direction), terms.hook);
+        if (terms.spread < 0)
+            terms.spread = meeting.exchange->gpus_of_all_processes(ticket_of(terms, place, direction));
         meeting.spread = terms.spread;
     }
     return meeting.spread;
@@ -219,7 +260,7 @@ void MeetingRoom::fail(Meeting& meeting, const Failure& failure) const {
 }
 
 void MeetingRoom::look_out(const Terms& terms, const Place& place, Direction direction) const {
-    syncbn::look_out(ticket_of(terms, place, direction), terms.hook);
+    place.meeting->exchange->check(ticket_of(terms, place, direction));
 }
 
 bool MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction, Phase::Entry entry,

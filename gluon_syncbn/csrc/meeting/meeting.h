@@ -26,7 +26,7 @@
 #include <string>
 #include <vector>
 
-#include "meeting/reduction.h"
+#include "exchange/exchange.h"
 #include "meeting/rounds.h"
 #include "meeting/step.h"
 #include "pooling/permutation.h"
@@ -48,10 +48,9 @@ struct Terms {
     size_t replicas = 0, lanes = 1;        // lanes: replicas per context; 0 where the contexts cannot share them evenly
     uint64_t seed = 0;                     // of the permutations
     double timeout = 300;                  // seconds
-    Reach reach = Reach::kMemory;
-    Hook hook = nullptr;
+    std::shared_ptr<Exchange> exchange;
     Nonfinite nonfinite = Nonfinite::kPropagate;
-    mutable std::atomic<int64_t> spread{-1};  // see `spread_of`; -1 before anybody has asked
+    mutable std::atomic<int64_t> spread{-1};  // see `gpus_of_all_processes`; -1 before anybody has asked
 };
 
 // One handing-in: the forward of a meeting is phase 0, its k-th backward is phase k.
@@ -77,10 +76,10 @@ struct Meeting {
         const void* occupant = nullptr;  // who may not sit down twice
     };
     int64_t number = 0;
-    Draw draw;                          // draw.node: only calls of the same node of a graph meet
-    std::vector<std::string> contexts;  // those that take part, in the layer's order
-    size_t lanes = 1;                   // replicas per context
-    Reach reach = Reach::kMemory;       // as it was when the first of them came: all go the same way
+    Draw draw;                           // draw.node: only calls of the same node of a graph meet
+    std::vector<std::string> contexts;   // those that take part, in the layer's order
+    size_t lanes = 1;                    // replicas per context
+    std::shared_ptr<Exchange> exchange;  // as it was when the first of them came: all go the same way
     const int64_t step = syncbn::step().number;
     std::shared_ptr<const Failure> failure;  // of its own, where its step has been forgotten
     bool repeated = false;                   // a state of an earlier meeting is executed again (static_shape)
@@ -89,7 +88,7 @@ struct Meeting {
     std::condition_variable changed;
 
     std::mutex deciding;  // guards the next one, beside the room's lock, and is held while other processes are asked
-    int64_t spread = -1;  // how the first replica found it, so that all go the same way; see `spread_of`
+    int64_t spread = -1;  // how the first replica found it, so that all go the same way
 
     size_t replicas() const { return contexts.size() * lanes; }
     size_t joined(size_t context) const;
@@ -112,6 +111,11 @@ struct Place {
 struct Attendance {
     std::map<std::string, int64_t> issued, joined;
 };
+
+// Makes what replicas on GPUs contribute meet, called once per phase by the last of them to arrive, with the parts in the
+// order of the replicas and the samples of their slots, side by side. Returns the samples of all processes' slots, and where
+// those of this one begin.
+using Collective = std::function<Total(const std::vector<OnDevice>& parts, Vector counts, const Ticket& ticket)>;
 
 enum class Direction { kForward, kBackward };
 

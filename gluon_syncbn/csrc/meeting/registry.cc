@@ -94,10 +94,9 @@ void Registry::set_timeout(Layer& layer, double seconds) {
     renew(layer);
 }
 
-void Registry::set_reach(Layer& layer, Reach reach) {
+void Registry::set_exchange(Layer& layer, std::shared_ptr<Exchange> exchange) {
     Lock lock(mutex_);
-    layer.has_reach_ = true;
-    layer.reach_ = reach;
+    layer.exchange_ = std::move(exchange);
     renew(layer);
 }
 
@@ -112,15 +111,9 @@ double Registry::default_timeout() const {
     return timeout_;
 }
 
-void Registry::set_default_reach(Reach reach) {
+void Registry::set_default_exchange(std::shared_ptr<Exchange> exchange) {
     Lock lock(mutex_);
-    reach_ = reach;
-    renew_all();
-}
-
-void Registry::set_hook(Hook hook) {
-    Lock lock(mutex_);
-    hook_ = hook;
+    exchange_ = std::move(exchange);
     renew_all();
 }
 
@@ -175,8 +168,7 @@ void Registry::renew(Layer& layer) {
     terms->devices = devices_;
     terms->seed = seed_;
     terms->timeout = layer.timeout_ > 0 ? layer.timeout_ : timeout_;
-    terms->reach = layer.has_reach_ ? layer.reach_ : reach_;
-    terms->hook = hook_;
+    terms->exchange = layer.exchange_ ? layer.exchange_ : exchange_;
     terms->nonfinite = nonfinite_;
     layer.terms_ = std::move(terms);
 }

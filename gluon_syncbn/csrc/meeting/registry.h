@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "exchange/memory.h"
 #include "meeting/meeting.h"
-#include "meeting/reduction.h"
 #include "pooling/pooling.h"
 
 namespace syncbn {
@@ -34,9 +34,8 @@ class Layer {
     // All of these belong to the registry's lock.
     std::vector<std::string> contexts_;  // that hold the parameters, each once
     size_t replicas_ = 0;
-    double timeout_ = 0;  // seconds; 0: as the registry says
-    bool has_reach_ = false;
-    Reach reach_ = Reach::kMemory;  // where it has one of its own
+    double timeout_ = 0;                  // seconds; 0: as the registry says
+    std::shared_ptr<Exchange> exchange_;  // of its own; null: as the registry says
     std::shared_ptr<const Terms> terms_;
 };
 
@@ -57,13 +56,12 @@ class Registry {
     // where these are others than before.
     void place(Layer& layer, std::vector<std::string> contexts, size_t replicas);
     void set_timeout(Layer& layer, double seconds);
-    void set_reach(Layer& layer, Reach reach);
+    void set_exchange(Layer& layer, std::shared_ptr<Exchange> exchange);
 
     // For layers that do not say.
     void set_default_timeout(double seconds);
     double default_timeout() const;
-    void set_default_reach(Reach reach);
-    void set_hook(Hook hook);  // once, before the first call
+    void set_default_exchange(std::shared_ptr<Exchange> exchange);
     void set_nonfinite(Nonfinite what);
     // Only these take part; empty means all.
     void set_devices(std::vector<std::string> contexts);
@@ -85,8 +83,7 @@ class Registry {
     std::map<int64_t, std::shared_ptr<Layer>> layers_;
     int64_t next_id_ = 1;
     double timeout_ = 300;  // seconds
-    Hook hook_ = nullptr;
-    Reach reach_ = Reach::kMemory;
+    std::shared_ptr<Exchange> exchange_ = memory_exchange(GpuRoute::kNcclOrHost);
     std::vector<std::string> devices_;
     uint64_t seed_ = 0;
     Nonfinite nonfinite_ = Nonfinite::kPropagate;

@@ -73,9 +73,6 @@ Culprit& culprit() {
     return *one;
 }
 
-// Whether statistics leave shared memory, which may take as long as others like.
-bool calls_out(const Terms& terms) { return terms.reach == Reach::kContexts || terms.reach == Reach::kProcesses; }
-
 }  // namespace
 
 void speak_of_nonfinite_again() {
@@ -120,7 +117,8 @@ bool Call::alone() const {
     if (recall_.again) return false;  // it may have to wait for what it repeats
     if (!shares()) return true;
     const auto terms = node_.layer->terms();
-    return !calls_out(*terms) && terms->replicas == 1 && (!place_.meeting || place_.meeting->replicas() == 1);
+    return !terms->exchange->calls_out() && terms->replicas == 1 &&
+           (!place_.meeting || place_.meeting->replicas() == 1);
 }
 
 template <typename Work>
@@ -376,7 +374,7 @@ void Call::hand_in(Direction direction, Vector values) {
     due_ = !shares();
     brought_ = false;
     const auto terms = node_.layer->terms();
-    if (due_ || calls_out(*terms)) return;
+    if (due_ || place_.meeting->exchange->calls_out()) return;
     bring(*terms, direction);
     if (due_ || place_.meeting->lanes > 1) return;  // the next of this context's replicas needs this very thread
     due_ = node_.layer->room.comes_within(place_, direction, kMoment);
@@ -384,7 +382,7 @@ void Call::hand_in(Direction direction, Vector values) {
 
 // Where it calls out, the last to arrive waits for whoever answers.
 void Call::bring(const Terms& terms, Direction direction) {
-    if (place_.meeting->reach == Reach::kNccl) {
+    if (place_.meeting->exchange->gpu_route() == GpuRoute::kNccl) {
         std::string where;
         for (const std::string& context : terms.contexts) where += (where.empty() ? "" : ", ") + context;
         throw Failure("kvstore 'nccl' adds on GPUs, one replica on each, but the layer is on " + where);

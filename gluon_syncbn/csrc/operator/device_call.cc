@@ -22,7 +22,6 @@
 #include "log.h"
 #include "meeting/stall.h"
 #include "meeting/step.h"
-#include "meeting/turn.h"
 #include "operator/call.h"
 #include "pooling/statistics.h"
 
@@ -217,23 +216,23 @@ bool one_gpu_each(const Meeting& meeting) {
 bool DeviceCall::adds_on_devices() const {
     if (frozen_ || !shares()) return false;
     const Meeting& meeting = *place_.meeting;
-    return meeting.reach == Reach::kContexts && meeting.replicas() > 1 && one_gpu_each(meeting);
+    return meeting.exchange->gpu_route() == GpuRoute::kStore && meeting.replicas() > 1 && one_gpu_each(meeting);
 }
 
 bool DeviceCall::gathers_on_devices(Direction direction) {
     const Meeting& meeting = *place_.meeting;
-    const Reach reach = meeting.reach;
+    const GpuRoute route = meeting.exchange->gpu_route();
     spread_ = 0;
-    if (reach == Reach::kHost || !one_gpu_each(meeting)) return false;
-    if (reach == Reach::kContexts) return true;
-    if (reach == Reach::kProcesses) {
+    if (route == GpuRoute::kHost || !one_gpu_each(meeting)) return false;
+    if (route == GpuRoute::kStore) return true;
+    if (route == GpuRoute::kProcesses) {
         spread_ = still_current([&] { return node_.layer->room.spread(*node_.layer->terms(), place_, direction); });
         return spread_ > 0;
     }
     if (meeting.replicas() == 1) return true;
     const std::string missing = cuda::why_no_collective();
     if (missing.empty()) return true;
-    if (meeting.reach == Reach::kNccl) throw Failure("kvstore 'nccl' was asked for, but " + missing);
+    if (route == GpuRoute::kNccl) throw Failure("kvstore 'nccl' was asked for, but " + missing);
     static std::once_flag said;
     std::call_once(said, [&] { log(Level::kWarning, "the statistics of GPUs go over the host: " + missing); });
     return false;
@@ -283,12 +282,12 @@ Total DeviceCall::gather(Direction direction, int64_t length) {
             std::shared_ptr<const OnDevice>(gathered_, &gathered_->part),
             [&](const std::vector<OnDevice>& parts, Vector all, const Ticket& ticket) {
                 if (adds) {
-                    still_current([&] { add_on_devices(parts, ticket, terms->hook); });
+                    still_current([&] { place_.meeting->exchange->add_on_devices(ticket, parts); });
                     return Total{std::move(all), 0, ticket.layer};
                 }
                 Turn turn;
                 if (spread_ > 0) {
-                    turn = still_current([&] { return turn_of(ticket, parts, all, terms->hook); });
+                    turn = still_current([&] { return place_.meeting->exchange->turn(ticket, parts, all); });
                 } else {
                     turn.world = parts.size();
                     turn.counts = std::move(all);

@@ -1,0 +1,36 @@
+// An exchange that is written in Python: a KVStore of MXNet's, MPI, Horovod, and whatever else carries arrays. Each call
+// takes the interpreter lock.
+#pragma once
+
+#include "exchange/exchange.h"
+
+namespace syncbn {
+
+// Where a Python function leaves why it failed, as text that ends in 0.
+struct Problem {
+    char text[1024];
+};
+
+// The functions of all exchanges that are written in Python, each with its own types. `exchange` is the number of the one
+// that is meant. Each returns 0, or 1 with the reason in `problem`. They are called by several threads at once.
+struct PythonFunctions {
+    // [rows][length]; one row to gather.
+    int (*merge)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, Total*, Problem*);
+    int (*add)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, Total*, Problem*);
+    int (*gather)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, Total*, Problem*);
+    int (*add_on_devices)(int64_t exchange, const Ticket*, int64_t parts, const OnDevice*, Problem*);
+    int (*gpus_of_all_processes)(int64_t exchange, const Ticket*, int64_t* replicas, Problem*);
+    // `devices` [parts], `counts` [parts][slots].
+    int (*turn)(int64_t exchange, const Ticket*, int64_t parts, int64_t slots, const int64_t* devices,
+                const double* counts, Turn*, Problem*);
+    int (*agreed)(int64_t exchange, const Ticket*, Agreed*, Problem*);
+    int (*check)(int64_t exchange, const Ticket*, Problem*);
+};
+
+// Once, before the first call. They have to stay as long as the process.
+void set_python_functions(const PythonFunctions& functions);
+
+// `route`: kStore for one that adds over the contexts of this process, kProcesses for one over processes.
+std::shared_ptr<Exchange> python_transport(int64_t number, GpuRoute route);
+
+}  // namespace syncbn

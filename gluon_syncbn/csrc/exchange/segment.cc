@@ -1,0 +1,255 @@
+#include "exchange/segment.h"
+
+#include <fcntl.h>
+#include <linux/futex.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <climits>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <ctime>
+#include <stdexcept>
+
+namespace syncbn {
+namespace {
+
+constexpr size_t kOutboxes = 256;  // of a rank: as many of its exchanges may be on their way
+constexpr size_t kRings = 256;
+constexpr size_t kTokenSize = 16;
+constexpr size_t kReasonSize = 1024;
+
+[[noreturn]] void fail(const char* what) { throw std::runtime_error(std::string(what) + ": " + std::strerror(errno)); }
+
+long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const timespec* timeout) {
+    return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
+}
+
+size_t rounded_up(size_t size) { return (size + 4095) / 4096 * 4096; }
+
+// A lock on the byte of a rank ends with its process, however that ends, and with nothing else: a child of a fork has none.
+struct flock byte_of(size_t rank, short type) {
+    struct flock lock = {};
+    lock.l_type = type;
+    lock.l_whence = SEEK_SET;
+    lock.l_start = static_cast<off_t>(rank);
+    lock.l_len = 1;
+    return lock;
+}
+
+}  // namespace
+
+struct Segment::Head {
+    char token[kTokenSize];
+};
+
+struct alignas(64) Segment::Member {
+    std::atomic<uint32_t> state;
+    std::atomic<uint32_t> outboxes;  // so many of them have been used
+    std::atomic<int64_t> process;
+    char reason[kReasonSize];  // complete before the state says so
+};
+
+struct alignas(64) Segment::Ring {
+    std::atomic<uint32_t> posts, sleepers;
+};
+
+struct alignas(64) Segment::Outbox {
+    std::atomic<uint32_t> stamp;    // odd while something is posted; another one each time
+    std::atomic<uint64_t> readers;  // bits of those who have not read it; 0 where it is free
+    std::atomic<int64_t> label[5];
+    std::atomic<uint64_t> count, length;
+};
+
+Segment::Segment(size_t ranks, size_t rank, int file) : ranks_(ranks), rank_(rank), file_(file), process_(getpid()) {
+    const size_t head = rounded_up(sizeof(Head)), members = rounded_up(ranks * sizeof(Member));
+    const size_t rings = rounded_up(kRings * sizeof(Ring)), outboxes = rounded_up(ranks * kOutboxes * sizeof(Outbox));
+    size_ = head + members + rings + outboxes + ranks * kOutboxes * kMostValues * sizeof(double);
+    struct stat is;
+    if (rank == 0 && fchmod(file, 0600) != 0) fail("fchmod");
+    if (rank == 0 && ftruncate(file, static_cast<off_t>(size_)) != 0) fail("ftruncate");
+    if (fstat(file, &is) != 0) fail("fstat");
+    if (static_cast<size_t>(is.st_size) != size_) throw std::runtime_error("it is another file");
+    void* memory = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file, 0);
+    if (memory == MAP_FAILED) fail("mmap");
+    memory_ = static_cast<char*>(memory);
+    head_ = reinterpret_cast<Head*>(memory_);
+    members_ = reinterpret_cast<Member*>(memory_ + head);
+    rings_ = reinterpret_cast<Ring*>(memory_ + head + members);
+    outboxes_ = reinterpret_cast<Outbox*>(memory_ + head + members + rings);
+    values_ = reinterpret_cast<double*>(memory_ + head + members + rings + outboxes);
+}
+
+void Segment::present() {
+    struct flock lock = byte_of(rank_, F_WRLCK);
+    if (fcntl(file_, F_SETLK, &lock) != 0) fail("fcntl(F_SETLK)");
+    members_[rank_].process = process_;
+    members_[rank_].state = static_cast<uint32_t>(State::kPresent);
+}
+
+std::unique_ptr<Segment> Segment::create(size_t ranks) {
+    const int file = static_cast<int>(syscall(SYS_memfd_create, "gluon_syncbn", 1u));  // MFD_CLOEXEC
+    if (file < 0) fail("memfd_create");
+    std::unique_ptr<Segment> made;
+    try {
+        made.reset(new Segment(ranks, 0, file));
+    } catch (...) {
+        close(file);
+        throw;
+    }
+    std::FILE* random = std::fopen("/dev/urandom", "rb");
+    const bool read = random != nullptr && std::fread(made->head_->token, kTokenSize, 1, random) == 1;
+    if (random != nullptr) std::fclose(random);
+    if (!read) throw std::runtime_error("cannot read /dev/urandom");
+    made->present();
+    return made;
+}
+
+std::unique_ptr<Segment> Segment::open(size_t ranks, size_t rank, int64_t process, int number,
+                                       const std::string& token) {
+    char path[64];
+    std::snprintf(path, sizeof path, "/proc/%lld/fd/%d", static_cast<long long>(process), number);
+    const int file = ::open(path, O_RDWR | O_CLOEXEC);
+    if (file < 0) fail(path);
+    std::unique_ptr<Segment> opened;
+    try {
+        opened.reset(new Segment(ranks, rank, file));
+    } catch (...) {
+        close(file);
+        throw;
+    }
+    if (opened->token() != token) throw std::runtime_error(std::string(path) + " is of another process");
+    opened->present();
+    return opened;
+}
+
+Segment::~Segment() {
+    if (memory_ != nullptr) munmap(memory_, size_);
+    close(file_);
+}
+
+std::string Segment::token() const { return std::string(head_->token, kTokenSize); }
+
+bool Segment::is_own() const { return getpid() == process_; }
+
+Segment::Outbox& Segment::outbox(size_t rank, size_t index) const { return outboxes_[rank * kOutboxes + index]; }
+
+double* Segment::values(size_t rank, size_t index) const { return values_ + (rank * kOutboxes + index) * kMostValues; }
+
+// ---- vectors -------------------------------------------------------------------------------------------------------
+
+// One thread of the process at a time.
+void Segment::post(const Label& label, const double* values, size_t count, size_t length, uint64_t readers) {
+    std::atomic<uint32_t>& used = members_[rank_].outboxes;
+    size_t index = 0;  // the lowest that is free: what was used last is in a cache
+    while (index < kOutboxes && outbox(rank_, index).readers != 0) ++index;
+    if (index == kOutboxes)
+        throw std::runtime_error(std::to_string(kOutboxes) +
+                                 " exchanges wait at once for the processes of this machine");
+    Outbox& box = outbox(rank_, index);
+    // Whoever reads a label that is half written sees that the stamp has changed.
+    const uint32_t stamp = box.stamp.load(std::memory_order_relaxed);
+    box.stamp.store(stamp + (stamp & 1), std::memory_order_relaxed);
+    const int64_t fields[] = {label.key, label.node, label.call, label.phase, label.piece};
+    for (size_t i = 0; i < 5; ++i) box.label[i].store(fields[i], std::memory_order_release);
+    box.count.store(count, std::memory_order_relaxed);
+    box.length.store(length, std::memory_order_relaxed);
+    std::copy(values, values + count, this->values(rank_, index));
+    box.readers.store(readers, std::memory_order_relaxed);
+    box.stamp.store(stamp + (stamp & 1) + 1);
+    if (used <= index) used = static_cast<uint32_t>(index + 1);
+    rings_[ring_of(label)].posts.fetch_add(1);
+}
+
+Segment::Found Segment::find(size_t rank, const Label& label) const {
+    const uint64_t own = uint64_t{1} << rank_;
+    const size_t used = members_[rank].outboxes;
+    for (size_t index = 0; index < used; ++index) {
+        const Outbox& box = outbox(rank, index);
+        const uint32_t stamp = box.stamp.load();
+        if ((stamp & 1) == 0 || (box.readers & own) == 0) continue;
+        int64_t at[5];
+        for (size_t i = 0; i < 5; ++i) at[i] = box.label[i].load(std::memory_order_acquire);
+        if (box.stamp != stamp || !(Label{at[0], at[1], at[2], at[3], at[4]} == label)) continue;
+        return {values(rank, index), box.count, box.length, index};
+    }
+    return {};
+}
+
+void Segment::done(size_t rank, const Found& found) {
+    outbox(rank, found.outbox).readers.fetch_and(~(uint64_t{1} << rank_));
+}
+
+std::vector<Label> Segment::left_by(size_t rank, uint64_t readers) const {
+    std::vector<Label> labels;
+    const size_t used = members_[rank].outboxes;
+    for (size_t index = 0; index < used; ++index) {
+        const Outbox& box = outbox(rank, index);
+        const uint32_t stamp = box.stamp.load();
+        if ((stamp & 1) == 0 || (box.readers & readers) == 0) continue;
+        const Label label{box.label[0], box.label[1], box.label[2], box.label[3], box.label[4]};
+        if (box.stamp.load() == stamp) labels.push_back(label);
+    }
+    return labels;
+}
+
+// ---- rings ---------------------------------------------------------------------------------------------------------
+
+uint32_t Segment::ring_of(const Label& label) const {
+    uint64_t hash = 0;
+    for (const int64_t field : {label.key, label.node, label.call, label.phase, label.piece})
+        hash = (hash ^ static_cast<uint64_t>(field)) * 0x9E3779B97F4A7C15u;
+    return static_cast<uint32_t>(hash >> 32) % kRings;
+}
+
+uint32_t Segment::heard(uint32_t ring) const { return rings_[ring].posts; }
+
+void Segment::sleep(uint32_t ring, uint32_t seen, double seconds) {
+    timespec timeout;
+    timeout.tv_sec = static_cast<time_t>(seconds);
+    timeout.tv_nsec = static_cast<long>((seconds - std::floor(seconds)) * 1e9);
+    rings_[ring].sleepers.fetch_add(1);
+    futex(&rings_[ring].posts, FUTEX_WAIT, seen, &timeout);
+    rings_[ring].sleepers.fetch_sub(1);
+}
+
+// Whoever sleeps has said so before the kernel compares the number of posts: so none is missed where there seems to be none.
+// One who was killed asleep stays counted, which costs a call of the kernel's.
+void Segment::wake(uint32_t ring) {
+    if (rings_[ring].sleepers != 0) futex(&rings_[ring].posts, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+// ---- members -------------------------------------------------------------------------------------------------------
+
+Segment::State Segment::state_of(size_t rank) const { return static_cast<State>(members_[rank].state.load()); }
+
+bool Segment::has_died(size_t rank) const {
+    if (rank == rank_ || members_[rank].process == process_) return false;  // one's own locks do not show
+    struct flock lock = byte_of(rank, F_WRLCK);
+    return fcntl(file_, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK && state_of(rank) == State::kPresent;
+}
+
+std::string Segment::reason_of(size_t rank) const { return members_[rank].reason; }
+
+int64_t Segment::process_of(size_t rank) const { return members_[rank].process; }
+
+void Segment::leave(State state, const std::string& reason) {
+    Member& member = members_[rank_];
+    if (state_of(rank_) != State::kPresent) return;
+    const size_t size = std::min(reason.size(), kReasonSize - 1);
+    std::copy(reason.begin(), reason.begin() + static_cast<int64_t>(size), member.reason);
+    member.reason[size] = 0;
+    member.state = static_cast<uint32_t>(state);
+    for (uint32_t ring = 0; ring < kRings; ++ring) {
+        rings_[ring].posts.fetch_add(1);
+        wake(ring);
+    }
+}
+
+}  // namespace syncbn

@@ -1,0 +1,121 @@
+"""Processes of one machine that meet in memory: every way in which one of them may go, without a launcher that ends all."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from mpi_job import Job
+from places import SUPPORT
+
+from gluon_syncbn import _native
+
+WORKER = SUPPORT / "segment_worker.py"
+
+
+class Workers:
+    """Processes of segment_worker.py, the last of which has the fault."""
+
+    def __init__(self, ranks, fault="none", timeout=60.0):
+        self._start = lambda rank, place="": subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), str(ranks), str(timeout), fault, place],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.processes = [self._start(0)]
+        self._watchdog = threading.Timer(120, self.end)
+        self._watchdog.start()
+        self.place = self.processes[0].stdout.readline()
+        json.loads(self.place)
+        self.processes += [self._start(rank, self.place) for rank in range(1, ranks)]
+
+    def end(self):
+        for process in self.processes:
+            process.kill()
+
+    def outputs(self, ranks):
+        return [self.processes[rank].communicate()[0] for rank in ranks]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self._watchdog.cancel()
+        self.end()
+        for process in self.processes:
+            process.wait()
+            process.stdout.close()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_any_order_and_any_length(ranks):
+    with Workers(ranks) as workers:
+        outputs = workers.outputs(range(ranks))
+        assert [output.splitlines()[-1] for output in outputs] == ["OK"] * ranks, outputs
+
+
+# What the others then learn of the last rank, and the limit of their wait.
+FAULTS = {
+    "SIGKILL": ("rank 2 of 3 has ended without a word (process {process}; was it killed?)", 60),
+    "SIGSTOP": ("of 3 waits for rank 2 in the forward of call 11 of SyncBatchNorm 'layer", 3),
+    "fails": ("rank 2 of 3 has failed: the disk is full", 60),
+    "ends": ("rank 2 of 3 has ended (rank", 60),
+    "skips a step": ("one of them has skipped or repeated a step", 60),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_process_that_goes(fault):
+    """All others have an error that names it. A failure of one's own is told, too: whoever learns of it second may be told
+    by the first."""
+    text, timeout = FAULTS[fault]
+    with Workers(3, fault, timeout) as workers:
+        outputs = workers.outputs((0, 1))
+        text = text.format(process=workers.processes[2].pid)
+        for output in outputs:
+            found = re.search(r"FAILED after ([0-9.]+) s: (.*)", output)
+            assert found, output
+            assert float(found[1]) < 30
+            assert "layer" in found[2]
+        assert any(text in output for output in outputs), outputs
+
+
+def test_nothing_is_left_of_processes_that_are_killed():
+    """The memory has no name: it goes with the last process."""
+    before = set(os.listdir("/dev/shm"))
+    with Workers(2, "SIGSTOP") as workers:
+        place = json.loads(workers.place)
+        file = Path(f"/proc/{place['process']}/fd/{place['number']}")
+        assert file.readlink().name.startswith("memfd:")
+        assert file.stat().st_mode & 0o777 == 0o600
+        assert file.stat().st_nlink == 0
+        for process in workers.processes:
+            process.send_signal(signal.SIGKILL)
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_another_file_is_not_taken_for_the_memory(tmp_path):
+    segment = _native.Segment.create(2)
+    with pytest.raises(OSError, match="is of another process"):
+        _native.Segment.open(2, 1, os.getpid(), segment.number(), b"0" * 16)
+    with open(tmp_path / "other", "wb") as other:
+        with pytest.raises(OSError, match="is another file"):
+            _native.Segment.open(2, 1, os.getpid(), other.fileno(), segment.token())
+        number = other.fileno()
+    with pytest.raises(OSError, match=f"/proc/{os.getpid()}/fd/{number}: No such file"):
+        _native.Segment.open(2, 1, os.getpid(), number, segment.token())
+    segment.free()
+
+
+def test_what_goes_by_which_way():
+    """Statistics meet in memory; those of groups go by the transport, and all do where it is switched off on one rank."""
+    job = Job(2, "ways_of_statistics")
+    assert job.succeeded(2), job.output
+    job = Job(2, "ways_of_statistics", environment={"GLUON_SYNCBN_SHARED_MEMORY": "off"})
+    assert job.succeeded(2), job.output
