@@ -9,6 +9,7 @@ bytes in the same processes and run, which never give up waiting; MPI matches by
 """
 
 import json
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -21,18 +22,22 @@ from tqdm import tqdm
 SIZES = [1024, 2048, 4096, 8192, 16384]  # bytes
 PROCESSES = {"mpi": [2, 4, 8], "horovod": [2, 4]}
 ROUNDS = {"mpi": 1000, "horovod": 300}
+MODELS = [("fastscnn_citys", 128, 2), ("resnet18_v1", 128, 4)]  # name, crop, images of each process
 BARE = {"mpi": "mpi4py's `Allreduce`", "horovod": "Horovod's `allreduce`"}
 
 EXPLANATION = """Microseconds for the sum of a float64 vector over the processes of one machine, the median over
-{rounds} calls on rank 0 (10 % and 90 % in brackets). *Bare* is {bare} in the same run, *added* is what
-the exchange costs beyond it: labels, time limit, errors. With more processes than cores, a wait is mostly for the
-scheduler.
+{rounds} calls on rank 0 (10 % and 90 % in brackets). *Bare* is {bare} in the same run. *Ours* is the way of
+statistics between processes of one machine: memory that they share. *Transport* is the way between machines.
+With more processes than cores, a wait is mostly for the scheduler.
 
 {table}
 
-A training step of FastSCNN ({crop} pixels, {batch} images per process) on {processes} processes spends {share:.0%} of
-its time in the exchange of statistics and {gradients:.0%} in that of gradients, of {step:.2f} s in all. Both include
-waiting for the other process, whose forward and backward are not equally fast."""
+Forward and backward of a training step on two processes, with layers that synchronise and with the same layers in
+mode `local`, which wait for nobody. The two take turns, step by step. Times are medians of {steps} steps, and the ratio
+is the median of all pairs. The gradients come on top; MPI or Horovod carries them.
+
+{models}
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,26 +52,43 @@ def main(arguments: Sequence[str]) -> int:
     samples: List[_measuring.Cell] = []
     for count in tqdm(processes, desc="exchange", unit="job", disable=options.no_progress or None):
         samples += _measuring.job(over, count, script, {"sizes": SIZES, "rounds": rounds})["sizes"]
-    measured = {"crop": 64 if options.quick else 128, "batch": 2, "steps": 2 if options.quick else 8}
-    step = _measuring.job(over, 2, script, {"step": measured})
+    steps = 3 if options.quick else 30
+    models = []
+    for name, crop, batch in MODELS[: 1 if options.quick else None]:
+        work = {"model": name, "crop": 64 if options.quick else crop, "batch": batch, "steps": steps}
+        models.append(_measuring.job(over, 2, script, {"step": work}))
 
     cells = [{**sample, "microseconds": _results.summary(sample["microseconds"])} for sample in samples]
-    header = ["bytes", "processes", "bare, us", "ours, us", "added, us"]
+    header = ["bytes", "processes", "bare, us", "ours, us", "ours / bare", "transport, us"]
     table = _results.table(header, [row(cell) for cell in cells])
     print(table)
-    text = EXPLANATION.format(table=table, rounds=rounds, processes=2, bare=BARE[over], **step)
+    costs = [{**model, "seconds": _results.summary(model["seconds"])} for model in models]
+    header = ["model", "crop", "images", "local, s", "sync, s", "sync / local", "share of statistics", "gradients, s"]
+    of_models = _results.table(header, [row_of_model(model) for model in models])
+    text = EXPLANATION.format(table=table, rounds=rounds, bare=BARE[over], steps=steps, models=of_models)
     stem = "exchange" if over == "mpi" else f"exchange_{over}"
-    print(text.rpartition("\n\n")[2])
-    results = {"sizes": cells, "step": step}
-    _results.write(options.out, stem, "Exchange between processes", text, env, results, {**results, "sizes": samples})
+    print(of_models)
+    raw = {"sizes": samples, "models": models}
+    results = {"sizes": cells, "models": costs}
+    _results.write(options.out, stem, "Exchange between processes", text, env, results, raw)
     plot(options.out / f"{stem}.png", over, cells, env)
     return 0
 
 
 def row(cell: _measuring.Cell) -> List[str]:
-    bare, ours = (cell["microseconds"][name] for name in ("bare", "ours"))
-    added = f"{ours['median'] - bare['median']:.1f}"
-    return [str(cell["bytes"]), str(cell["processes"]), *map(_results.median_and_range, (bare, ours)), added]
+    bare, ours, transport = (cell["microseconds"][name] for name in ("bare", "ours", "transport"))
+    ratio = f"{ours['median'] / bare['median']:.2f}"
+    times = [_results.median_and_range(times) for times in (bare, ours, transport)]
+    return [str(cell["bytes"]), str(cell["processes"]), *times[:2], ratio, times[2]]
+
+
+def row_of_model(model: Dict[str, Any]) -> List[str]:
+    taken = {name: statistics.median(values) for name, values in model["seconds"].items()}
+    ratio = statistics.median(sync / local for sync, local in zip(model["seconds"]["sync"], model["seconds"]["local"]))
+    share = f"{max(0.0, 1 - 1 / ratio):.0%}"
+    times = [f"{taken[name]:.3f}" for name in ("local", "sync")]
+    size = [str(model[name]) for name in ("crop", "batch")]
+    return [model["model"], *size, *times, f"{ratio:.2f}", share, f"{taken['gradients']:.3f}"]
 
 
 def child(over: str, work: Dict[str, Any]) -> None:
@@ -95,19 +117,30 @@ def bare_sum(over: str, values: Any) -> Callable[[], None]:
 
 
 def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
+    import mxnet as mx
     import numpy as np
 
+    from gluon_syncbn import _native
+    from gluon_syncbn.exchange.base import LayerInfo
     from gluon_syncbn.exchange.store import Label
+    from gluon_syncbn.session import session
 
+    if store.why_not_in_memory is not None:
+        raise SystemExit(f"the processes do not share memory: {store.why_not_in_memory}")
+    layer = _native.layer_create("a benchmark", 0, 1, 0)
+    session.register(LayerInfo(layer, "a benchmark", [mx.cpu()], 1, 1, "sync", 1, None), store)
     cells = []
     for size in work["sizes"]:
         values = np.ones(size // 8)
         calls = iter(range(10**9))
 
         def ours(values: Any = values, size: int = size, calls: Any = calls) -> None:
+            _native.allreduce(store.handle, _native.Ticket(layer, size, next(calls), 0, b"a benchmark", 120.0), values)
+
+        def transport(values: Any = values, size: int = size, calls: Any = calls) -> None:
             store._transport.allreduce(Label("statistics", size, call=next(calls), what="a benchmark"), values)
 
-        steps: Dict[str, Callable[[], None]] = {"bare": bare_sum(over, values), "ours": ours}
+        steps: Dict[str, Callable[[], None]] = {"bare": bare_sum(over, values), "ours": ours, "transport": transport}
         taken: _measuring.Rounds = {name: [] for name in steps}
         for call in steps.values():
             for _ in range(20):
@@ -122,49 +155,52 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
     return {"sizes": cells}
 
 
-def step(store: Any, crop: int, batch: int, steps: int) -> Dict[str, float]:
-    """Seconds of a step, and the shares of it that statistics and gradients take."""
+def step(store: Any, model: str, crop: int, batch: int, steps: int) -> Dict[str, Any]:
+    """Seconds of steps with synchronised layers, of the same with layers that wait for nobody, and of the gradients."""
     import gluoncv
     import mxnet as mx
     from mxnet import autograd, gluon, nd
 
     import gluon_syncbn
 
-    mx.random.seed(0)
-    gluon_syncbn.configure(kvstore=store)
-    net = gluoncv.model_zoo.get_model(
-        "fastscnn_citys", pretrained_base=False, norm_layer=gluon_syncbn.SyncBatchNorm, crop_size=crop, base_size=crop
-    )
-    net.initialize(mx.init.Xavier(), ctx=mx.cpu())
-    net.hybridize(static_alloc=True)
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, kvstore=store)
-    loss = gluoncv.loss.MixSoftmaxCrossEntropyLoss(aux=True, aux_weight=0.4)
-    spent = {"add": 0.0, "pushpull": 0.0}
-    for name in spent:
-        original = getattr(store, name)
+    def make(mode: str) -> Callable[[], Dict[str, float]]:
+        mx.random.seed(0)
+        kwargs = {"pretrained_base": False, "crop_size": crop, "base_size": crop} if "fastscnn" in model else {}
+        net = gluoncv.model_zoo.get_model(model, **kwargs)
+        net = gluon_syncbn.convert(net, mode=mode, kvstore=store)
+        net.initialize(mx.init.Xavier(), ctx=mx.cpu())
+        net.hybridize(static_alloc=True)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, kvstore=store)
+        x = nd.random.normal(shape=(batch, 3, crop, crop))
+        if "fastscnn" in model:
+            of_pixels = gluoncv.loss.MixSoftmaxCrossEntropyLoss(aux=True, aux_weight=0.4)
+            labels = nd.zeros((batch, crop, crop))
+        else:
+            of_images, labels = gluon.loss.SoftmaxCrossEntropyLoss(), nd.zeros(batch)
 
-        def timed(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+        def run() -> Dict[str, float]:
             start = time.perf_counter()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                spent[name] += time.perf_counter() - start
+            with autograd.record():
+                y = net(x)
+                value = (of_pixels(*y, labels) if "fastscnn" in model else of_images(y, labels)).sum()
+            value.backward()
+            mx.nd.waitall()
+            middle = time.perf_counter()
+            trainer.step(batch * store.num_workers)  # here the processes wait for each other in any mode
+            mx.nd.waitall()
+            return {"step": middle - start, "gradients": time.perf_counter() - middle}
 
-        setattr(store, name, timed)
-    x = nd.random.normal(shape=(batch, 3, crop, crop))
-    labels = nd.zeros((batch, crop, crop))
-    for k in range(steps + 1):
-        if k == 1:  # the first step builds the graph
-            start = time.perf_counter()
-            spent.update(add=0.0, pushpull=0.0)
-        with autograd.record():
-            value = loss(*net(x), labels).sum()
-        value.backward()
-        mx.nd.waitall()  # so that the time of the gradients is theirs alone
-        trainer.step(batch * store.num_workers)
-        mx.nd.waitall()
-    seconds = time.perf_counter() - start
-    return {"step": seconds / steps, "share": spent["add"] / seconds, "gradients": spent["pushpull"] / seconds}
+        return run
+
+    runs = {mode: make(mode) for mode in ("local", "sync")}
+    taken: Dict[str, List[float]] = {"local": [], "sync": [], "gradients": []}
+    for k in range(steps + 2):  # the first two build the graph
+        for mode, run in runs.items():
+            seconds = run()
+            if k > 1:
+                taken[mode].append(seconds["step"])
+                taken["gradients"].append(seconds["gradients"])
+    return {"seconds": taken}
 
 
 def plot(path: Path, over: str, cells: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:
@@ -177,7 +213,11 @@ def plot(path: Path, over: str, cells: Sequence[Dict[str, Any]], env: Dict[str, 
     figure, axes = pyplot.subplots(1, len(processes), figsize=(4 * len(processes), 3.6), sharey=True, squeeze=False)
     for axis, count in zip(axes[0], processes):
         mine = [cell for cell in cells if cell["processes"] == count]
-        labels = (("bare", "#000000", BARE[over].replace("`", "")), ("ours", "#0072B2", f"kvstore('{over}')"))
+        labels = (
+            ("bare", "#000000", BARE[over].replace("`", "")),
+            ("ours", "#0072B2", "statistics, in shared memory"),
+            ("transport", "#D55E00", f"kvstore('{over}'), between machines"),
+        )
         for name, colour, label in labels:
             axis.plot(
                 [cell["bytes"] / 1024 for cell in mine],

@@ -19,8 +19,6 @@
 #include "log.h"
 #include "meeting/registry.h"
 #include "meeting/scope.h"
-#include "meeting/stall.h"
-#include "meeting/step.h"
 #include "meeting/timing.h"
 #include "mxnet_api.h"
 #include "native/calls.h"
@@ -28,6 +26,8 @@
 #include "operator/call.h"
 #include "operator/op.h"
 #include "operator/tape.h"
+#include "waiting/stall.h"
+#include "waiting/step.h"
 
 #define SYNCBN_API extern "C" __attribute__((visibility("default")))
 

@@ -106,6 +106,7 @@ class Hosts:
             "UCX_NET_DEVICES": "eth0",  # for MPICH's messages; its option -iface is not
             "MPI_WORKER_REPORTS": str(self.folder),
             "GLUON_SYNCBN_TEST_TRANSPORT": transport,
+            "GLUON_SYNCBN_SHARED_MEMORY": "off",  # these "machines" have one memory
         }
         with open(self.folder / "output", "w") as output:
             self.job = subprocess.Popen(

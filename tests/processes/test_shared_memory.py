@@ -1,4 +1,4 @@
-"""Processes of one machine that meet in memory: every way in which one of them may go, without a launcher that ends all."""
+"""Processes of one machine that meet in memory. No launcher ends them all, so that one may go in any way."""
 
 import json
 import os
@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+import mxnet as mx
 import pytest
 from mpi_job import Job
 from places import SUPPORT
@@ -72,8 +73,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_process_that_goes(fault):
-    """All others have an error that names it. A failure of one's own is told, too: whoever learns of it second may be told
-    by the first."""
+    """All others have an error. Whoever finds the cause tells the others, so that one may hear of it from another."""
     text, timeout = FAULTS[fault]
     with Workers(3, fault, timeout) as workers:
         outputs = workers.outputs((0, 1))
@@ -102,19 +102,19 @@ def test_nothing_is_left_of_processes_that_are_killed():
 
 def test_another_file_is_not_taken_for_the_memory(tmp_path):
     segment = _native.Segment.create(2)
-    with pytest.raises(OSError, match="is of another process"):
+    with pytest.raises(mx.MXNetError, match="is of another process"):
         _native.Segment.open(2, 1, os.getpid(), segment.number(), b"0" * 16)
     with open(tmp_path / "other", "wb") as other:
-        with pytest.raises(OSError, match="is another file"):
+        with pytest.raises(mx.MXNetError, match="is another file"):
             _native.Segment.open(2, 1, os.getpid(), other.fileno(), segment.token())
         number = other.fileno()
-    with pytest.raises(OSError, match=f"/proc/{os.getpid()}/fd/{number}: No such file"):
+    with pytest.raises(mx.MXNetError, match=f"/proc/{os.getpid()}/fd/{number}: No such file"):
         _native.Segment.open(2, 1, os.getpid(), number, segment.token())
     segment.free()
 
 
 def test_what_goes_by_which_way():
-    """Statistics meet in memory; those of groups go by the transport, and all do where it is switched off on one rank."""
+    """Statistics meet in memory. Those of groups go by the transport, and all do where memory is switched off."""
     job = Job(2, "ways_of_statistics")
     assert job.succeeded(2), job.output
     job = Job(2, "ways_of_statistics", environment={"GLUON_SYNCBN_SHARED_MEMORY": "off"})

@@ -1,6 +1,6 @@
 """One rank of a job without a launcher, in memory that its processes share: ends of it that ``mpiexec`` would hide.
 
-``segment_worker.py RANK RANKS TIMEOUT FAULT PLACE``. Rank 0 prints the place of the memory, and the others are given it.
+``segment_worker.py RANK RANKS TIMEOUT FAULT PLACE``. Rank 0 prints the place of the memory; the others take it.
 """
 
 import json

@@ -108,7 +108,9 @@ def test_what_comes_before_mxnet_does_not_import_it():
 CORE_FLOORS = [
     {"types", "mxnet_api", "clock", "log", "failure", "point"},
     {"pooling", "tensor"},
-    {"meeting", "cpu"},
+    {"cpu", "waiting"},
+    {"exchange"},
+    {"meeting"},
     {"cuda"},  # what meets hands in what is on devices, in words of `meeting`
     {"operator"},
     {"native"},
@@ -116,8 +118,7 @@ CORE_FLOORS = [
 ]
 CORE_FLOOR = {room: floor for floor, rooms in enumerate(CORE_FLOORS) for room in rooms}
 # Within `meeting`, the same: who waits knows nothing of the registry that knows who might come.
-MEETING = [{"step", "stall", "scope", "reduction"}, {"turn", "wait", "rounds"}, {"meeting"}, {"diagnosis", "timing"}]
-MEETING += [{"registry"}]
+MEETING = [{"scope"}, {"rounds"}, {"meeting"}, {"diagnosis", "timing"}, {"registry"}]
 
 
 def includes():

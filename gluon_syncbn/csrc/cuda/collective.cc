@@ -13,9 +13,9 @@
 
 #include "cuda/driver.h"
 #include "failure.h"
-#include "meeting/step.h"
-#include "meeting/wait.h"
 #include "point.h"
+#include "waiting/step.h"
+#include "waiting/wait.h"
 
 namespace syncbn {
 namespace cuda {

@@ -9,9 +9,9 @@
 #include "clock.h"
 #include "failure.h"
 #include "log.h"
-#include "meeting/stall.h"
-#include "meeting/step.h"
 #include "point.h"
+#include "waiting/stall.h"
+#include "waiting/step.h"
 
 namespace syncbn {
 namespace {

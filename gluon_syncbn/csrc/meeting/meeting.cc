@@ -10,11 +10,11 @@
 #include "clock.h"
 #include "log.h"
 #include "meeting/diagnosis.h"
-#include "meeting/stall.h"
-#include "meeting/step.h"
 #include "meeting/timing.h"
-#include "meeting/wait.h"
 #include "point.h"
+#include "waiting/stall.h"
+#include "waiting/step.h"
+#include "waiting/wait.h"
 
 namespace syncbn {
 namespace {

@@ -28,10 +28,10 @@
 
 #include "exchange/exchange.h"
 #include "meeting/rounds.h"
-#include "meeting/step.h"
 #include "pooling/permutation.h"
 #include "pooling/pooling.h"
 #include "types.h"
+#include "waiting/step.h"
 
 namespace syncbn {
 

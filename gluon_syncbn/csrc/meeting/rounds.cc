@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "meeting/meeting.h"
-#include "meeting/step.h"
+#include "waiting/step.h"
 
 namespace syncbn {
 namespace {

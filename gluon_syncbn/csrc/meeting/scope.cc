@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "meeting/step.h"
+#include "waiting/step.h"
 
 namespace syncbn {
 namespace {

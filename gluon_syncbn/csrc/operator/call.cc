@@ -11,9 +11,9 @@
 
 #include "clock.h"
 #include "log.h"
-#include "meeting/step.h"
 #include "point.h"
 #include "pooling/statistics.h"
+#include "waiting/step.h"
 
 namespace syncbn {
 

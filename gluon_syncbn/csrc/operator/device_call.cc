@@ -20,10 +20,10 @@
 #include "cuda/driver.h"
 #include "cuda/plan.h"
 #include "log.h"
-#include "meeting/stall.h"
-#include "meeting/step.h"
 #include "operator/call.h"
 #include "pooling/statistics.h"
+#include "waiting/stall.h"
+#include "waiting/step.h"
 
 namespace syncbn {
 namespace {

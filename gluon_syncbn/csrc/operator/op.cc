@@ -22,8 +22,8 @@
 #include <thread>
 
 #include "failure.h"
-#include "meeting/step.h"
 #include "operator/call.h"
+#include "waiting/step.h"
 
 namespace syncbn {
 namespace {

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "meeting/meeting.h"
-#include "meeting/wait.h"
 #include "pooling/pooling.h"
 #include "tensor.h"
+#include "waiting/wait.h"
 
 namespace syncbn {
 

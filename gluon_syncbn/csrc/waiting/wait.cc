@@ -1,11 +1,11 @@
-#include "meeting/wait.h"
+#include "waiting/wait.h"
 
 #include <sstream>
 #include <utility>
 
 #include "failure.h"
 #include "log.h"
-#include "meeting/step.h"
+#include "waiting/step.h"
 
 namespace syncbn {
 namespace {

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <string>
 
-#include "meeting/stall.h"
+#include "waiting/stall.h"
 
 namespace syncbn {
 

@@ -1,4 +1,4 @@
-#include "meeting/step.h"
+#include "waiting/step.h"
 
 namespace syncbn {
 

@@ -1,4 +1,4 @@
-#include "meeting/stall.h"
+#include "waiting/stall.h"
 
 #include <dirent.h>
 
