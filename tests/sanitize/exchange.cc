@@ -130,6 +130,8 @@ void make_exchanges() {
 
 void* any_exchange(Random& random) { return random.one_of<void*>({in_memory, of_contexts, of_processes, of_machine}); }
 
+void* exchange_in_memory() { return in_memory; }
+
 void* exchange_of_processes() { return of_processes; }
 
 void fail_exchanges(int count) { failing = count; }

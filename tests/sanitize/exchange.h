@@ -8,6 +8,7 @@ namespace driver {
 // Once, before the first layer.
 void make_exchanges();
 void* any_exchange(Random& random);
+void* exchange_in_memory();
 void* exchange_of_processes();
 // The vectors of this layer are put side by side: the other process has none.
 void gathers(int64_t layer);

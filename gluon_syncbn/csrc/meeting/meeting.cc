@@ -162,13 +162,16 @@ Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t 
     Lock lock(mutex_);
     step().throw_if_failed();
     ++attendance_.joined[context];
-    const auto at = std::find(terms.taking_part.begin(), terms.taking_part.end(), context);
-    if (at == terms.taking_part.end() || terms.lanes == 0)
+    const auto index_among = [&](const std::vector<std::string>& contexts) {
+        return static_cast<size_t>(std::find(contexts.begin(), contexts.end(), context) - contexts.begin());
+    };
+    if (index_among(terms.taking_part) == terms.taking_part.size() || terms.lanes == 0)
         fail_and_throw({terms.name, context, "", why_not_here(terms, context)});
-    const size_t index = static_cast<size_t>(at - terms.taking_part.begin());
 
     std::shared_ptr<Meeting> meeting;
     for (const auto& m : open_) {
+        const size_t index = index_among(m->contexts);  // other contexts may have taken part when it began
+        if (index == m->contexts.size()) continue;
         const bool sits = occupant != nullptr && std::any_of(m->seats.begin(), m->seats.end(), [&](const auto& s) {
                               return s.context == index && s.occupant == occupant;
                           });
@@ -186,7 +189,7 @@ Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t 
         meeting->exchange = terms.exchange;
         open_.push_back(meeting);
     }
-    meeting->seats.push_back({index, occupant});
+    meeting->seats.push_back({index_among(meeting->contexts), occupant});
     meeting->repeated = meeting->repeated || repeated;
     Place place{meeting, meeting->seats.size() - 1};
     if (meeting->seats.size() == meeting->replicas()) open_.erase(std::find(open_.begin(), open_.end(), meeting));
