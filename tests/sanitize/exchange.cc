@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdio>
 #include <memory>
@@ -81,14 +82,17 @@ int agreed(int64_t, const syncbn::Ticket* ticket, syncbn::Agreed* out, syncbn::P
     return 0;
 }
 
-std::mutex gathering_mutex;
-std::set<int64_t> gathering;
+std::mutex& gathering_mutex = *new std::mutex;
+std::set<int64_t>& gathering = *new std::set<int64_t>;  // for a thread that outlives main
 
 // Answers each vector of rank 0 with one of an empty batch.
 void play_rank_1(syncbn::Segment& segment) {
     constexpr uint64_t kRank0 = 1, kRank1 = 2;
+    double rest = 0;
     while (true) {
+        rest = std::min(0.05, 1e-4 + 1.5 * rest);  // a process that polls without a rest never looks idle
         for (const syncbn::Label& label : segment.left_by(0, kRank1)) {
+            rest = 0;
             const syncbn::Segment::Found found = segment.find(0, label);
             if (found.values == nullptr) continue;
             std::lock_guard<std::mutex> lock(gathering_mutex);
@@ -97,7 +101,7 @@ void play_rank_1(syncbn::Segment& segment) {
             segment.done(0, found);
             segment.wake(segment.ring_of(label));
         }
-        pause(1e-3);  // a process that polls is never idle
+        pause(rest);
     }
 }
 
