@@ -97,6 +97,7 @@ def assert_next_step_is_right(layer, batch, contexts):
         (["A0"], "B0"),  # B comes between the two calls of A
         (["A0", "B1"], "B0"),  # cpu(0) of A would meet cpu(1) of B
         (["A0", "B1"], "A1"),
+        (["A0", "A1"], "B0"),  # A may not have given its last call to MXNet's engine
     ],
     ids=" ".join,
 )
@@ -156,6 +157,8 @@ def test_two_threads_at_once(contexts, rng, way):
             try:
                 with autograd.record():
                     ys = [layer(x) for x in shards]
+                    if way == "static_shape":  # see docs/limits.md
+                        got = [y.asnumpy() for y in ys]
                 got = [y.asnumpy() for y in ys]
                 if not all(np.allclose(y, want, atol=1e-9) for y, want in zip(got, wanted)):
                     wrong.append(got)
@@ -186,25 +189,6 @@ def test_each_step_in_another_thread(contexts, rng, way):
 
 
 @pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc"])
-def test_a_forward_after_that_of_another_thread_whose_scope_is_open(contexts, rng, way):
-    """A lock around the calls is enough for the forward."""
-    layer, batch, shards = a_layer(contexts[:2], rng, WAYS[way])
-    with actors("A", "B") as made:
-        ys = []
-        for actor in made:
-            actor.enter()
-            ys.append(actor.do(lambda: [layer(x) for x in shards]))
-        for actor in made:
-            actor.leave()
-        for y in [y for both in ys for y in both]:
-            y.wait_to_read()
-        for got in ys:
-            for y, want in zip(got, truth(batch).outputs):
-                np.testing.assert_allclose(y.asnumpy(), want, atol=1e-9)
-    assert_next_step_is_right(layer, batch, contexts[:2])
-
-
-@pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc"])
 def test_a_thread_for_each_replica(contexts, rng, way):
     """Which one serves which replica changes from step to step, one is far ahead, and all use the layer twice."""
     layer, batch, shards = a_layer(contexts[:3], rng, WAYS[way])
@@ -219,6 +203,19 @@ def test_a_thread_for_each_replica(contexts, rng, way):
             for i, want in enumerate(truth(batch).outputs):
                 for y in ys[i]:
                     np.testing.assert_allclose(y.asnumpy(), want, atol=1e-9)
+
+
+def test_two_threads_on_one_context(contexts, rng):
+    """Nobody meets, so both may be in a step."""
+    layer, batch, shards = a_layer(contexts[:1], rng)
+    with actors("A", "B") as made:
+        for actor in made:
+            actor.enter()
+        ys = [actor.do(lambda: layer(shards[0])) for actor in made]
+        for actor in made:
+            actor.leave()
+        for y in ys:
+            np.testing.assert_allclose(y.asnumpy(), truth(batch).outputs[0], atol=1e-9)
 
 
 def test_a_layer_used_twice_and_a_scope_for_each_replica(contexts, rng):

@@ -36,20 +36,18 @@ bool Rounds::Round::settled() const {
 
 void Rounds::add(const Terms& terms, const std::string& context, int64_t node, const std::shared_ptr<Scope>& scope) {
     const auto place = std::find(terms.contexts.begin(), terms.contexts.end(), context);
-    if (place == terms.contexts.end()) return;  // the call says so when it joins
+    if (place == terms.contexts.end()) return;                                      // the call says so when it joins
+    if (terms.taking_part.size() == 1 && terms.reach != Reach::kProcesses) return;  // nobody to mistake it for
     const auto own = static_cast<size_t>(place - terms.contexts.begin());
 
-    auto& rounds = rounds_[node];
+    auto& [rounds, last] = nodes_[node];
     while (!rounds.empty() && rounds.front().settled()) rounds.pop_front();
     const auto at = std::find_if(rounds.begin(), rounds.end(), [&](const Round& r) { return !r.callers[own]; });
     const auto calls = [&](const Round& r, size_t c) { return r.callers[c] == scope; };
 
-    // It comes between the calls of another step.
-    if (at != rounds.begin()) {
-        const Round& before = *(at - 1);
-        const auto& other = before.callers[own];
-        if (before.missing > 0 && other != scope && other->open) refuse(terms, context, *scope, *other);
-    }
+    // Its thread may not even have given its last call to MXNet's engine, which orders them anew for each context.
+    last.resize(terms.contexts.size());
+    if (last[own] && last[own] != scope && last[own]->open) refuse(terms, context, *scope, *last[own]);
     if (scope->open) {
         // This step has called another replica in a round where this replica is not its own,
         for (auto r = rounds.begin(); r != at; ++r)
@@ -64,8 +62,8 @@ void Rounds::add(const Terms& terms, const std::string& context, int64_t node, c
     }
 
     if (scope->open) scope->step = step().number;
+    last[own] = scope;
     if (at == rounds.end()) {
-        if (terms.taking_part.size() == 1) return;  // nobody to mistake it for
         rounds.push_back({std::vector<std::shared_ptr<Scope>>(terms.contexts.size()), terms.taking_part.size()});
         rounds.back().callers[own] = scope;
         --rounds.back().missing;
@@ -76,14 +74,14 @@ void Rounds::add(const Terms& terms, const std::string& context, int64_t node, c
 }
 
 void Rounds::forget() {
-    for (const auto& node : rounds_)
-        for (const Round& round : node.second)
+    for (const auto& node : nodes_)
+        for (const Round& round : node.second.rounds)
             for (const auto& caller : round.callers)
                 if (!round.settled() && caller && caller->open && caller != current_scope())
                     caller->end(Failure("the step of thread '" + caller->thread +
                                         "' is over: another thread has called gluon_syncbn.reset() before all replicas "
                                         "were called."));
-    rounds_.clear();
+    nodes_.clear();
 }
 
 }  // namespace syncbn

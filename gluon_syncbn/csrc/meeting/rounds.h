@@ -1,7 +1,8 @@
 // Whose step each call of a layer is part of, seen where calls are issued.
 //
 // The n-th calls on all contexts make a round, and they are what meets. They may come from one thread, or from one thread
-// for each context. But a step that calls several replicas has to have them in the same rounds:
+// for each context. But a step that calls several replicas has to have them in the same rounds. As long as its scope is open,
+// no other may call the same replica:
 //
 //                 cpu(0)   cpu(1)
 //     round 1     A        B           A and B have begun at the same time, and each is about to call both:
@@ -30,7 +31,7 @@ class Rounds {
     // All of them. What other threads have begun ends with that.
     void forget();
     // In the child of a fork, where there are no other threads.
-    void forked() { rounds_.clear(); }
+    void forked() { nodes_.clear(); }
 
   private:
     struct Round {
@@ -39,7 +40,11 @@ class Rounds {
         // Nothing that is called from now on can make it wrong.
         bool settled() const;
     };
-    std::map<int64_t, std::deque<Round>> rounds_;  // of each node, from the first that is not settled
+    struct Node {
+        std::deque<Round> rounds;                  // from the first that is not settled
+        std::vector<std::shared_ptr<Scope>> last;  // [contexts], that has called
+    };
+    std::map<int64_t, Node> nodes_;  // of graphs
 };
 
 }  // namespace syncbn
