@@ -145,6 +145,7 @@ def _load() -> ctypes.CDLL:
         "layer_timeout": (ctypes.c_int, [ctypes.c_int64, ctypes.c_double]),
         "layer_exchange": (ctypes.c_int, [ctypes.c_int64, ctypes.c_void_p]),
         "layer_issued": (ctypes.c_int, [ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64]),
+        "within_graph": (None, [ctypes.c_int]),
         "timeout": (ctypes.c_int, [ctypes.c_double]),
         "exchange": (ctypes.c_int, [ctypes.c_void_p]),
         "exchange_memory": (ctypes.c_void_p, []),
@@ -352,10 +353,16 @@ def layer_exchange(layer: int, exchange: Handle) -> None:
     _core.syncbn_layer_exchange(layer, exchange)
 
 
-def layer_issued(layer: int, context: str, graph: int) -> None:
-    """The caller executes a graph again that has the layer in it; MXNet issues its calls once. ``graph`` is a number
-    below -1. MXNetError where the layer is in the middle of a step of another thread."""
+@contextmanager
+def graph_issued(layer: int, context: str, graph: int) -> Iterator[None]:
+    """The caller executes a graph that has the layer in it, whose calls MXNet issues once. ``graph`` is a number below
+    -1. MXNetError where the layer is in the middle of a step of another thread."""
     _core.syncbn_layer_issued(layer, context.encode(), graph)
+    _core.syncbn_within_graph(True)
+    try:
+        yield
+    finally:
+        _core.syncbn_within_graph(False)
 
 
 def default_timeout(seconds: float) -> None:

@@ -15,6 +15,8 @@ from . import _native, callers, draws, mixed, steps
 from .replicas import Replicas
 from .session import session
 
+# To read the annotations of a class makes it an attribute.
+_ASSIGNED = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__annotations__"]
 _replaced: List[Tuple[Any, str, Any]] = []  # owner, name, what was there
 _wrapped: List[Tuple[Any, str, Callable]] = []  # owner, name, wrapper, of `replace_once`
 
@@ -80,7 +82,7 @@ def replace_once(owner: Any, name: str, wrap: Callable[[Callable], Callable]) ->
 def _replace(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
     original = getattr(owner, name)
     _replaced.append((owner, name, original))
-    setattr(owner, name, functools.wraps(original)(wrap(original)))
+    setattr(owner, name, functools.wraps(original, _ASSIGNED)(wrap(original)))
 
 
 def _trains(scope: Any) -> bool:
@@ -143,9 +145,10 @@ def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
             self._layer, self._graph = layer, -next(_graphs)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            if autograd.is_training():
-                _native.layer_issued(self._layer.id, str(args[0].context), self._graph)
-            return super().__call__(*args, **kwargs)
+            if not autograd.is_training():
+                return super().__call__(*args, **kwargs)
+            with _native.graph_issued(self._layer.id, str(args[0].context), self._graph):
+                return super().__call__(*args, **kwargs)
 
     def make(sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.CachedOp:
         if dict(flags).get("static_shape"):

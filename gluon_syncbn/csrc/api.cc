@@ -181,6 +181,9 @@ SYNCBN_API int syncbn_layer_issued(int64_t id, const char* context, int64_t grap
     });
 }
 
+// Whether this thread executes such a graph.
+SYNCBN_API void syncbn_within_graph(int so) { syncbn::within_graph() = so != 0; }
+
 SYNCBN_API int syncbn_timeout(double seconds) {
     return done([&] { registry().set_default_timeout(seconds); });
 }

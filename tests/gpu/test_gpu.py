@@ -815,9 +815,8 @@ def test_ctrl_c_while_nccl_connects():
         mx.nd.waitall()
         """
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    with subprocess.Popen(command, env=environment, **pipes) as process:
+    with subprocess.Popen(command, env=shell(SUPPORT), **pipes) as process:
         try:
             assert process.stdout.readline() == "ready\n", process.stderr.read()
             process.send_signal(signal.SIGINT)

@@ -278,3 +278,18 @@ def test_a_scope_that_is_left_after_a_reset(contexts, rng):
         b.leave()
         for got, want in zip(ys, truth(batch).outputs):
             np.testing.assert_allclose(got.asnumpy(), want, atol=1e-9)
+
+
+def test_a_shape_that_changes_on_one_device(contexts, rng):
+    """With `static_shape` MXNet makes that device's call anew, and executes the calls of the others again."""
+    layer = SyncBatchNorm(in_channels=3)
+    layer.initialize(ctx=contexts[:2])
+    layer.hybridize(static_alloc=True, static_shape=True)
+    for samples in (4, 2, 5, 4):
+        shards = [rng.randn(samples, 3, 2), 2 * rng.randn(3, 3, 2) + 1]
+        with autograd.record():
+            ys = [layer(nd.array(shard, ctx=context)) for shard, context in zip(shards, contexts)]
+        autograd.backward(ys)
+        whole = np.concatenate(shards)
+        want = (whole - whole.mean((0, 2), keepdims=True)) / np.sqrt(whole.var((0, 2), keepdims=True) + 1e-5)
+        np.testing.assert_allclose(np.concatenate([y.asnumpy() for y in ys]), want, rtol=1e-4, atol=1e-4)

@@ -5,13 +5,13 @@ takes part in an exchange in Python.
 """
 
 import json
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import points
 import pytest
+from environments import shell
 from mpi_job import Job
 from places import PACKAGE, SUPPORT
 
@@ -47,8 +47,7 @@ def test_the_core_that_is_shipped_has_none():
 
 @pytest.fixture(scope="module")
 def environment():
-    paths = [str(points.package()), str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return shell(points.package(), SUPPORT, OMP_NUM_THREADS=1)
 
 
 # ---- several replicas in one process ---------------------------------------------------------------------------

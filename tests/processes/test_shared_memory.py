@@ -11,6 +11,7 @@ from pathlib import Path
 
 import mxnet as mx
 import pytest
+from environments import shell
 from mpi_job import Job
 from places import SUPPORT
 
@@ -28,6 +29,7 @@ class Workers:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=shell(SUPPORT),
         )
         self.processes = [self._start(0)]
         self._watchdog = threading.Timer(120, self.end)

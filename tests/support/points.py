@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Dict, List
 
+from environments import shell
 from places import PACKAGE, ROOT, SOURCES, SUPPORT
 
 MACRO = re.compile(r'SYNCBN_POINT\("(\w+)"\)')
@@ -60,7 +61,7 @@ def package() -> Path:
         if not target.exists() or target.stat().st_mtime < max(source.stat().st_mtime, headers if target == own else 0):
             target = own
             command = ["g++", *FLAGS, "-DSYNCBN_FAULT_POINTS", "-c", str(source), "-o", f"{own}.{os.getpid()}"]
-            subprocess.run(command, check=True, timeout=300)
+            subprocess.run(command, check=True, timeout=300, env=shell())
             os.replace(f"{own}.{os.getpid()}", own)
         return target
 
@@ -69,6 +70,6 @@ def package() -> Path:
     if not core.exists() or core.stat().st_mtime < max(path.stat().st_mtime for path in objects):
         unfinished = f"{core}.{os.getpid()}"
         link = ["g++", "-shared", "-fopenmp", *map(str, objects), "-o", unfinished]
-        subprocess.run(link, check=True, timeout=120)
+        subprocess.run(link, check=True, timeout=120, env=shell())
         os.replace(unfinished, core)
     return BUILT

@@ -146,7 +146,7 @@ void MeetingRoom::issued(const Terms& terms, const std::string& context, int64_t
     const auto& scope = current_scope();
     scope->throw_if_ended();
     Lock lock(mutex_);
-    if (terms.lanes == 1) rounds_.add(terms, context, node, scope);
+    if (terms.lanes == 1 && !within_graph()) rounds_.add(terms, context, node, scope);
     ++attendance_.issued[context];
 }
 

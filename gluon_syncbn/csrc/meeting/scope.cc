@@ -41,6 +41,11 @@ void Scope::throw_if_ended() {
 
 const std::shared_ptr<Scope>& current_scope() { return within_scope() ? of_thread() : outside(); }
 
+bool& within_graph() {
+    static thread_local bool within = false;
+    return within;
+}
+
 bool within_scope() { return of_thread() != nullptr; }
 
 void enter_scope(std::string thread) { of_thread() = std::make_shared<Scope>(std::move(thread)); }

@@ -36,6 +36,10 @@ class Scope {
 const std::shared_ptr<Scope>& current_scope();
 bool within_scope();
 
+// This thread executes a graph that has told of its calls as a whole. MXNet issues some of them anew where a shape has
+// changed, on some contexts alone.
+bool& within_graph();
+
 void enter_scope(std::string thread);
 void leave_scope();
 
