@@ -285,8 +285,8 @@ def test_a_shape_that_changes_on_one_device(contexts, rng):
     layer = SyncBatchNorm(in_channels=3)
     layer.initialize(ctx=contexts[:2])
     layer.hybridize(static_alloc=True, static_shape=True)
-    for samples in (4, 2, 5, 4):
-        shards = [rng.randn(samples, 3, 2), 2 * rng.randn(3, 3, 2) + 1]
+    for first, second in ((4, 3), (2, 3), (5, 4), (4, 4)):
+        shards = [rng.randn(first, 3, 2), 2 * rng.randn(second, 3, 2) + 1]
         with autograd.record():
             ys = [layer(nd.array(shard, ctx=context)) for shard, context in zip(shards, contexts)]
         autograd.backward(ys)
