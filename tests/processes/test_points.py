@@ -28,13 +28,14 @@ BEFORE_THE_TOTAL = {
 }
 #: Whether a call is handed to a worker is a matter of time.
 NOT_ALWAYS = {"before_worker"}
-BETWEEN_PROCESSES = {"before_exchange", "after_exchange"}
-WITHIN = [point for point in points.NATIVE if point not in BETWEEN_PROCESSES]
+BY_TRANSPORT = {"before_exchange", "after_exchange"}
+IN_MEMORY = {"before_post", "after_post", "after_collect"}  # that processes share
+WITHIN = [point for point in points.NATIVE if point not in BY_TRANSPORT | IN_MEMORY]
 
 
 def test_the_points_of_the_sources():
     assert len(points.NATIVE) > 10
-    assert set(points.NATIVE) >= BEFORE_THE_TOTAL | NOT_ALWAYS | BETWEEN_PROCESSES
+    assert set(points.NATIVE) >= BEFORE_THE_TOTAL | NOT_ALWAYS | BY_TRANSPORT | IN_MEMORY
 
 
 def test_the_core_that_is_shipped_has_none():
@@ -167,7 +168,8 @@ def test_the_only_process_dies(environment, point, action):
 
 def job(environment, point, action, seconds=0.0, limit=60):
     case = {"point": point, "action": action, "times": 1, "seconds": seconds, "limit": limit}
-    own = {"PYTHONPATH": environment["PYTHONPATH"]}
+    by_transport = point in BY_TRANSPORT or "." in point or point == "none"
+    own = {"PYTHONPATH": environment["PYTHONPATH"], "GLUON_SYNCBN_SHARED_MEMORY": "off" if by_transport else "on"}
     return Job(2, "mpi", json.dumps(case), worker=WORKER, environment=own)
 
 
@@ -201,6 +203,8 @@ def assert_survived(done, action, point):
 
 REPRESENTATIVE = [
     ("before_exchange", "raise"),
+    ("before_post", "stop"),
+    ("after_post", "raise"),
     ("after_hand_in", "kill"),
     ("before_join", "stop"),
     ("mpi.MPITransport._collect:before", "stop"),
@@ -222,7 +226,7 @@ def test_a_process_that_is_hit(some, point, action):
     survivor = told(done, 0)
     if survivor is not None:
         assert any("rank 1" in error for error in survivor["errors"])
-        assert survivor["statistics"] == "old" or point not in ("before_exchange", "before_join"), done.output
+        assert survivor["statistics"] == "old" or point not in ("before_exchange", "before_post", "before_join"), done.output
 
 
 @pytest.mark.slow
