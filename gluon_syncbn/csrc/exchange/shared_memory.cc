@@ -1,5 +1,7 @@
 #include "exchange/shared_memory.h"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -16,7 +18,8 @@
 namespace syncbn {
 namespace {
 
-constexpr double kSlice = 0.05;  // seconds of sleep until a wait looks around
+constexpr double kSlice = 0.05;                // seconds of sleep until a wait looks around
+constexpr double kSpin = 5e-4, kTaken = 2e-4;  // seconds
 constexpr double kWarnAfter = 10;
 constexpr double kSkippedAfter = 0.5;
 constexpr size_t kMostPieces = 16;  // of a vector; a longer one goes by the transport
@@ -69,6 +72,7 @@ class Collecting {
             }
             if (missing_.empty()) break;
             look_at_members();
+            if (spins(ring, heard)) continue;
             slept = true;
             segment_.sleep(ring, heard, kSlice);
             if (seconds() - began_ > kSlice) look_around();
@@ -84,6 +88,18 @@ class Collecting {
   private:
     std::string rank() const {
         return "rank " + std::to_string(segment_.rank()) + " of " + std::to_string(segment_.ranks());
+    }
+    // Looks for a moment, and lets others run meanwhile, whether something was posted: to be woken takes longer. Where
+    // others do run, this thread may come back late, so that it sleeps from then on.
+    bool spins(uint32_t ring, uint32_t heard) {
+        for (double now = seconds(); now - began_ < kSpin && !yielded_;) {
+            sched_yield();
+            if (segment_.heard(ring) != heard) return true;
+            const double then = now;
+            now = seconds();
+            yielded_ = now - then > kTaken;
+        }
+        return false;
     }
     // What is known of the other processes without asking anybody.
     void look_at_members() {
@@ -157,7 +173,7 @@ class Collecting {
     const double began_;
     std::vector<size_t> missing_;
     std::optional<Stall> stall_;
-    bool warned_ = false;
+    bool warned_ = false, yielded_ = false;
 };
 
 }  // namespace
