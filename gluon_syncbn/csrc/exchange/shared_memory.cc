@@ -28,12 +28,30 @@ size_t pieces_of(size_t length) {
     return std::max<size_t>(1, (length + Segment::kMostValues - 1) / Segment::kMostValues);
 }
 
-std::string what(const Ticket& ticket) {
-    std::ostringstream text;
-    text << "the " << (ticket.phase == 0 ? "forward" : "backward") << " of call " << ticket.call + 1
-         << " of SyncBatchNorm '" << ticket.name << "'";
-    return text.str();
+std::string what(int64_t call, int64_t phase, const std::string& layer) {
+    return std::string("the ") + (phase == 0 ? "forward" : "backward") + " of call " + std::to_string(call + 1) +
+           " of SyncBatchNorm '" + layer + "'";
 }
+
+std::string what(const Ticket& ticket) { return what(ticket.call, ticket.phase, ticket.name); }
+
+// The names of layers by their keys, for messages.
+class Names {
+  public:
+    void add(int64_t key, const char* name) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        names_[key] = name;
+    }
+    std::string of(int64_t key) const {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = names_.find(key);
+        return found == names_.end() ? "number " + std::to_string(key + 1) : found->second;
+    }
+
+  private:
+    mutable std::mutex mutex_;  // guards the names
+    std::map<int64_t, std::string> names_;
+};
 
 std::string ranks_of(const std::vector<size_t>& ranks) {
     std::string text;
@@ -47,6 +65,7 @@ struct SharedMemory::State {
     std::mutex posting;                // guards the outboxes of this rank
     std::mutex learning;               // guards the next one, and is held while the transport asks the other processes
     std::map<int64_t, Agreed> agreed;  // by layer
+    Names names;
 };
 
 namespace {
@@ -54,8 +73,13 @@ namespace {
 // One wait for the vectors of all ranks under one label.
 class Collecting {
   public:
-    Collecting(Segment& segment, const Ticket& ticket, const Label& label)
-        : segment_(segment), ticket_(ticket), label_(label), interrupts_(interrupts()), began_(seconds()) {}
+    Collecting(Segment& segment, const Names& names, const Ticket& ticket, const Label& label)
+        : segment_(segment),
+          names_(names),
+          ticket_(ticket),
+          label_(label),
+          interrupts_(interrupts()),
+          began_(seconds()) {}
 
     // [ranks], that of this rank empty.
     std::vector<Segment::Found> all() {
@@ -139,8 +163,8 @@ class Collecting {
                     give_up("rank " + std::to_string(segment_.rank()) + " is in " + what(ticket_) + ", but rank " +
                             std::to_string(missing) + " is in number " + std::to_string(left.call + 1) +
                             ": one of them has skipped or repeated a step.");
-                others = "rank " + std::to_string(missing) + " is in statistics " + std::to_string(left.key) +
-                         ", call " + std::to_string(left.call + 1);
+                others =
+                    "rank " + std::to_string(missing) + " is in " + what(left.call, left.phase, names_.of(left.key));
             }
         const double waited = stall_->waited();
         const std::string waits = rank() + " waits for rank " + ranks_of(missing_) + " in " + what(ticket_) + " after ";
@@ -167,6 +191,7 @@ class Collecting {
     }
 
     Segment& segment_;
+    const Names& names_;
     const Ticket& ticket_;
     const Label label_;
     const long interrupts_;
@@ -187,7 +212,9 @@ Agreed SharedMemory::known(const Ticket& ticket) {
     std::lock_guard<std::mutex> lock(state_->learning);
     const auto found = state_->agreed.find(ticket.layer);
     if (found != state_->agreed.end()) return found->second;
-    return state_->agreed[ticket.layer] = transport_->agreed(ticket);
+    const Agreed agreed = transport_->agreed(ticket);
+    state_->names.add(agreed.key, ticket.name);
+    return state_->agreed[ticket.layer] = agreed;
 }
 
 template <typename Use>
@@ -215,7 +242,7 @@ bool SharedMemory::exchange(const Ticket& ticket, int64_t key, const double* own
     };
     // The first piece says how long each vector is.
     SYNCBN_POINT("before_post");
-    Collecting first(*segment_, ticket, post(0));
+    Collecting first(*segment_, state_->names, ticket, post(0));
     SYNCBN_POINT("after_post");
     const std::vector<Segment::Found> heads = first.all();
     SYNCBN_POINT("after_collect");
@@ -247,7 +274,7 @@ bool SharedMemory::exchange(const Ticket& ticket, int64_t key, const double* own
     if (pieces > kMostPieces) return false;
     std::vector<Label> labels;
     for (size_t piece = 1; piece < pieces; ++piece) labels.push_back(post(piece));
-    for (const Label& label : labels) add(Collecting(*segment_, ticket, label).all());
+    for (const Label& label : labels) add(Collecting(*segment_, state_->names, ticket, label).all());
     for (size_t other = 0; other < ranks; ++other)
         use(other, other == rank ? own : whole[other].data(), other == rank ? length : whole[other].size());
     return true;
