@@ -236,9 +236,9 @@ def plot(path: Path, over: str, cells: Sequence[Dict[str, Any]], env: Dict[str, 
     axes[0][0].set_ylabel("microseconds per sum over all processes")
     axes[0][0].legend()
     figure.text(
-        0.5, 0.0, f"less is faster; {env['processor']}, {env['cores']} cores", ha="center", fontsize=8, color="0.3"
+        0.5, 0.015, f"less is faster; {env['processor']}, {env['cores']} cores", ha="center", fontsize=8, color="0.3"
     )
-    figure.tight_layout(rect=(0, 0.03, 1, 1))
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=120)
 
 
