@@ -18,6 +18,7 @@ from itertools import chain
 
 import mxnet as mx
 import numpy as np
+import points
 import pytest
 from environments import shell
 from gpus import EMULATED, GPUS, assert_sound, counted, counts, gpus
@@ -825,6 +826,60 @@ def test_ctrl_c_while_nccl_connects():
             process.kill()
     assert "(Ctrl-C, or its main thread is gone), and NCCL has not connected the GPUs." in output, errors
     assert process.returncode in (1, -signal.SIGINT), errors
+
+
+@pytest.mark.parametrize("point", [*points.GPU, "before_hand_in", "before_total"])
+def test_a_replica_that_is_hit(point, tmp_path):
+    """The core of tests/support/points.py: all have the error, nothing is written, and the next step is right."""
+    gpus(2)  # or the test skips
+    program = f"""
+        import ctypes
+        import mxnet as mx, numpy as np
+        from mxnet import autograd
+        import gluon_syncbn
+        from gluon_syncbn import SyncBatchNorm, _native
+        arm = _native._core.syncbn_points_arm
+        arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
+        contexts = [mx.gpu(0), mx.gpu(1)]
+        layer = SyncBatchNorm(in_channels=4, timeout=60)
+        layer.initialize(ctx=contexts)
+        shards = [3 * np.random.randn(2, 4, 9) + 1, np.random.randn(5, 4, 9)]
+        whole = np.concatenate(shards)
+        want = (whole - whole.mean((0, 2), keepdims=True)) / np.sqrt(whole.var((0, 2), keepdims=True) + 1e-5)
+        def step():
+            with autograd.record():
+                ys = [layer(mx.nd.array(x, ctx=context)) for x, context in zip(shards, contexts)]
+            found = []
+            for y in ys:
+                try:
+                    found.append(y.asnumpy())
+                except mx.MXNetError as error:
+                    found.append(str(error))
+            return found
+        def is_right(ys):
+            return bool(np.allclose(np.concatenate(ys), want, atol=1e-4))
+        def statistics():
+            return np.concatenate([layer.running_mean.data(context).asnumpy() for context in contexts])
+        print(is_right(step()))
+        before = statistics()
+        arm({point.encode()!r}, b"raise", 1, 0.0)
+        for error in step():
+            print(error)
+        arm(b"", b"", 0, 0.0)
+        gluon_syncbn.reset()
+        print((statistics() == before).all())
+        print(is_right(step()))
+        arm({point.encode()!r}, b"delay", 1, 0.3)
+        print(is_right(step()))
+        """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    environment = shell(points.package(), SUPPORT)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    first, *errors, kept, again, late = done.stdout.splitlines() or [""] * 4
+    assert (first, kept, again, late) == ("True",) * 4, done.stdout + done.stderr
+    assert len(errors) == 2 and all(f"a fault {point}" in error for error in errors), done.stdout
 
 
 def test_nothing_is_posted_where_replicas_differ(rng):
