@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from .runner import Outcome, Runner
 
-KINDS = ("wrong", "crashed", "hung")
+KINDS = ("refused", "wrong", "crashed", "hung")
 
 
 class Layers:
@@ -47,7 +47,7 @@ class Layers:
             self._strain = max(self._strain, (outcome.strain, outcome.seed))
             self._bar.update()
             self._bar.set_postfix_str(", ".join(f"{self._counted[kind]} {kind}" for kind in KINDS))
-            if outcome.kind != "right":
+            if outcome.kind not in ("right", "refused"):
                 again = f'again: make soak ARGS="--kind layers --seed {outcome.seed} --cases 1"'
                 with tqdm.external_write_mode(sys.stdout):
                     print(f"{outcome.kind.upper()} {outcome.text}\n  {again}", flush=True)

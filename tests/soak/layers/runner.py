@@ -19,7 +19,7 @@ TOGETHER = 50  # cases of a process, which cost it some memory each
 
 class Outcome(NamedTuple):
     seed: int
-    kind: str  # "right", "wrong", "crashed" or "hung"
+    kind: str  # "right", "refused", "wrong", "crashed" or "hung"
     text: str = ""
     strain: float = 0.0  # the largest error, in what is allowed
 
@@ -74,8 +74,8 @@ class Runner:
                     began, text, ended = said["seed"], said["began"], False
                 elif "seed" in said:
                     ended = True
-                    kind = "wrong" if "wrong" in said else "right"
-                    problem = f"{text}\n  {said['wrong']}" if kind == "wrong" else ""
+                    kind = next((kind for kind in ("wrong", "refused") if kind in said), "right")
+                    problem = "" if kind == "right" else f"{text}\n  {said[kind]}"
                     yield Outcome(said["seed"], kind, problem, said.get("strain", 0.0))
             code = process.wait()
             self._running.remove(process)
