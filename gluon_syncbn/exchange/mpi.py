@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import _native
 from ..distribution import WHERE, command
-from .store import Combine, Decision, Label
+from .store import Combine, Decision, Label, arrays_of, bytes_of
 from .waiting import Wait, WaitingTransport
 
 _KINDS = (
@@ -99,16 +99,11 @@ class MPITransport(WaitingTransport):
     def decide(self, label: Label, part: np.ndarray, decision: Decision) -> np.ndarray:
         # To rank 0 and back: where they are few, from each; else along the tree.
         parent, children = self._relatives()
-        said = np.concatenate([np.array([part.size], np.int64).view(np.uint8), part])
+        said = bytes_of(part)
         got = self._collect(children, label, 0, said, [], equal=False)
         said = np.concatenate([said, *[got[rank] for rank in sorted(got)]])
         if self.rank == 0:
-            parts = []
-            while said.size:
-                end = 8 + int(said[:8].copy().view(np.int64)[0])
-                parts.append(said[8:end])
-                said = said[end:]
-            answer = decision(parts)
+            answer = decision(arrays_of(said))
         else:
             answer = self._collect([parent], label, 1, said, self._send([parent], label, 0, said), equal=False)[parent]
         self._collect([], label, 1, answer, self._send(children, label, 1, answer))

@@ -305,13 +305,13 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         groups = layer.group_size and self._ranks_of_groups(layer, here, partial=False)[0]
         if self._transport.size == 1 or (groups and len(groups) == 1):
             return alone(label.key, counts)
-        ready = _bytes_of(np.array(devices, np.int64), counts)
+        ready = bytes_of(np.array(devices, np.int64), counts)
         answer = self._transport.decide(label, ready, self._number)
-        head, identity, *parts = _arrays_of(answer)
+        head, identity, *parts = arrays_of(answer)
         number, clique = head.view(np.int64).tolist()
         all_counts, world, first = [], 0, 0
         for rank, part in enumerate(parts):
-            of_rank, counts = (array.view(kind) for array, kind in zip(_arrays_of(part), (np.int64, np.float64)))
+            of_rank, counts = (array.view(kind) for array, kind in zip(arrays_of(part), (np.int64, np.float64)))
             all_counts.append(counts)
             first += of_rank.size * (rank < self.rank)
             world += of_rank.size
@@ -321,13 +321,13 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     def _number(self, parts: List[np.ndarray]) -> np.ndarray:
         """On rank 0, where all are ready: the number of their collective and that of the set of their devices, what
         makes a communicator where the set is new, and the parts."""
-        devices = [_arrays_of(part)[0].view(np.int64).tolist() for part in parts]
+        devices = [arrays_of(part)[0].view(np.int64).tolist() for part in parts]
         with self._turns:
             known = len(self._cliques)
             clique = self._cliques.setdefault(json.dumps(devices), known)
             identity = np.frombuffer(_native.nccl_unique_id() if clique == known else b"", np.uint8)
             number, self._turn = self._turn, self._turn + 1
-        return _bytes_of(np.array([number, clique], np.int64), identity, *parts)
+        return bytes_of(np.array([number, clique], np.int64), identity, *parts)
 
     def check(self, layer: LayerInfo, ticket: Ticket) -> None:
         self._transport.look(self._call(layer, ticket))
@@ -420,7 +420,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return Label("statistics", key, ticket.node, ticket.call, ticket.phase, what, ticket.layer)
 
 
-def _bytes_of(*arrays: np.ndarray) -> np.ndarray:
+def bytes_of(*arrays: np.ndarray) -> np.ndarray:
     """Arrays as bytes, each behind its size."""
     parts = []
     for array in arrays:
@@ -429,8 +429,8 @@ def _bytes_of(*arrays: np.ndarray) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _arrays_of(data: np.ndarray) -> List[np.ndarray]:
-    """The bytes of the arrays that `_bytes_of` was given."""
+def arrays_of(data: np.ndarray) -> List[np.ndarray]:
+    """The bytes of the arrays that `bytes_of` was given."""
     arrays = []
     while data.size:
         end = 8 + int(data[:8].copy().view(np.int64)[0])

@@ -14,13 +14,13 @@
 #include "point.h"
 #include "waiting/stall.h"
 #include "waiting/step.h"
+#include "waiting/wait.h"
 
 namespace syncbn {
 namespace {
 
-constexpr double kSlice = 0.05;                // seconds of sleep until a wait looks around
+constexpr double kSleep = std::chrono::duration<double>(kSlice).count();
 constexpr double kSpin = 5e-4, kTaken = 2e-4;  // seconds
-constexpr double kWarnAfter = 10;
 constexpr double kSkippedAfter = 0.5;
 constexpr size_t kMostPieces = 16;  // of a vector; a longer one goes by the transport
 
@@ -98,8 +98,8 @@ class Collecting {
             look_at_members();
             if (spins(ring, heard)) continue;
             slept = true;
-            segment_.sleep(ring, heard, kSlice);
-            if (seconds() - began_ > kSlice) look_around();
+            segment_.sleep(ring, heard, kSleep);
+            if (seconds() - began_ > kSleep) look_around();
         }
         if (!slept) segment_.wake(ring);  // the last to come finds all vectors at once
         return found;

@@ -23,10 +23,9 @@ const char* const kForgotten =
     "the step has been forgotten (gluon_syncbn.reset, or another thread's step that began after a failure) before all "
     "replicas had come.";
 constexpr double kWatchAfter = 0.05;  // seconds until a wait counts as long enough to look around
-constexpr double kWarnAfter = 10;
-constexpr double kGrace = 2;      // seconds that an exchange gets to report its own failure
-constexpr double kStuckIdle = 3;  // seconds without computing that show it
-constexpr double kForkIdle = 1;   // the same, where a fork waits
+constexpr double kGrace = 2;          // seconds that an exchange gets to report its own failure
+constexpr double kStuckIdle = 3;      // seconds without computing that show it
+constexpr double kForkIdle = 1;       // the same, where a fork waits
 
 // Ends the step, and throws the reason why it ended, which may be another one.
 [[noreturn]] void fail_and_throw(const Failure& failure) {

@@ -25,8 +25,8 @@ struct Terms;
 // Of one layer, with several contexts and a replica on each; guarded by the lock of its room.
 class Rounds {
   public:
-    // A call of this node of a graph, or of this whole graph, in this scope. Throws Failure, to both threads, where it is in the middle of a step of
-    // another thread.
+    // A call of this node of a graph, or of this whole graph, in this scope. Throws Failure, to both threads, where it is
+    // in the middle of a step of another thread.
     void add(const Terms& terms, const std::string& context, int64_t node, const std::shared_ptr<Scope>& scope);
     // All of them. What other threads have begun ends with that.
     void forget();

@@ -10,7 +10,6 @@
 namespace syncbn {
 namespace {
 
-constexpr double kWarnAfter = 10;         // seconds
 constexpr double kEndAfterInterrupt = 5;  // seconds, where nobody can tell what spins from what computes
 constexpr double kForkIdle = 1;           // seconds without computing
 

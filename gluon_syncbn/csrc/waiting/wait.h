@@ -9,6 +9,7 @@
 namespace syncbn {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);
+constexpr double kWarnAfter = 10;  // seconds, of every wait
 
 class Wait {
   public:
