@@ -11,7 +11,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,12 +31,6 @@ try:  # distutils left the standard library in 3.12; setuptools 62.4 brought its
     from setuptools.command.build import build
 except ImportError:
     from distutils.command.build import build
-
-if sys.version_info >= (3, 12):  # pip asks for the metadata before it compares versions, and its words name no reason
-    raise SystemExit(
-        "error: gluon_syncbn: this is Python {}.{}, expected 3.8 to 3.11: MXNet 1.9.1 needs numpy<1.24, which does not "
-        "build on 3.12 and later; pyenv install 3.11, or apt-get install python3.11-venv".format(*sys.version_info)
-    )
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "gluon_syncbn"
@@ -301,7 +294,7 @@ setup(
     project_urls=urls(),
     scripts=["bin/gluon-syncbn"],
     license="Apache-2.0",
-    packages=["gluon_syncbn", "gluon_syncbn.exchange"],
+    packages=["gluon_syncbn", "gluon_syncbn.compatibility", "gluon_syncbn.exchange"],
     package_data={"gluon_syncbn": ["py.typed", "csrc/*", "csrc/*/*"]},
     include_package_data=False,
     cmdclass=commands,

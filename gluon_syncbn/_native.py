@@ -60,12 +60,25 @@ class Turn(NamedTuple):
 
 
 class Agreed(ctypes.Structure):
-    """What the processes have agreed on about a layer."""
+    """What the processes have agreed on about a layer, as in csrc/exchange/exchange.h."""
 
-    _fields_ = [("key", ctypes.c_int64), ("in_groups", ctypes.c_bool)]
+    _fields_ = [
+        ("key", ctypes.c_int64),
+        ("in_groups", ctypes.c_bool),
+        ("ranks", ctypes.c_uint64),
+        ("channels", ctypes.c_int64),
+        ("replicas", ctypes.c_int64),
+        ("begin", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+    ]
 
     key: int
     in_groups: bool
+    ranks: int
+    channels: int
+    replicas: int
+    begin: int
+    end: int
 
 
 class _OnDevice(ctypes.Structure):
@@ -143,6 +156,7 @@ def _load() -> ctypes.CDLL:
         "layer_token": (ctypes.c_char_p, [ctypes.c_int64]),
         "layer_place": (ctypes.c_int, [ctypes.c_int64, ctypes.c_int64, names, ctypes.c_int64]),
         "layer_timeout": (ctypes.c_int, [ctypes.c_int64, ctypes.c_double]),
+        "all_reduce_from": (ctypes.c_int64, [ctypes.c_int64]),
         "layer_exchange": (ctypes.c_int, [ctypes.c_int64, ctypes.c_void_p]),
         "layer_issued": (ctypes.c_int, [ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64]),
         "within_graph": (None, [ctypes.c_int]),
@@ -166,6 +180,11 @@ def _load() -> ctypes.CDLL:
         "segment_token": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_char_p]),
         "segment_free": (None, [ctypes.c_void_p]),
         "exchange_shared_memory": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p]),
+        "exchange_machine": (
+            ctypes.c_void_p,
+            [ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64, ctypes.c_int64],
+        ),
+        "exchange_hierarchy": (ctypes.c_void_p, [ctypes.c_void_p] * 3),
         "allreduce": (
             ctypes.c_int,
             [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Ticket), ctypes.c_int64]
@@ -175,8 +194,8 @@ def _load() -> ctypes.CDLL:
         "shared_memory_end": (ctypes.c_int, [ctypes.c_void_p]),
         "timeout_of": (ctypes.c_double, [ctypes.c_int64]),
         "interrupts": (ctypes.c_long, []),
-        "wait_begin": (ctypes.c_void_p, [ctypes.c_long]),
-        "wait_goes_on": (ctypes.c_int, [ctypes.c_void_p]),
+        "wait_begin": (ctypes.c_void_p, [ctypes.c_double, ctypes.c_double, ctypes.c_long]),
+        "wait_look": (ctypes.c_char_p, [ctypes.c_void_p]),
         "wait_end": (None, [ctypes.c_void_p]),
         "devices": (ctypes.c_int, [ctypes.c_int64, names]),
         "seed": (ctypes.c_int, [ctypes.c_uint64]),
@@ -344,6 +363,11 @@ def layer_place(layer: int, contexts: Sequence[str], replicas: int) -> None:
     _core.syncbn_layer_place(layer, *_names(contexts), replicas)
 
 
+def all_reduce_from(replicas: int) -> int:
+    """For tests: GPUs use an all-reduce from so many replicas on, in layers that meet later. Returns the old value."""
+    return _core.syncbn_all_reduce_from(replicas)
+
+
 def layer_timeout(layer: int, seconds: float) -> None:
     _core.syncbn_layer_timeout(layer, seconds)
 
@@ -380,17 +404,19 @@ def interrupts() -> int:
 
 
 class Wait:
-    """A wait outside the native core that ends when it would: a failed step, Ctrl-C, the end of the main thread.
+    """A wait outside the native core that ends when it would, and is bounded alike: see ``csrc/waiting/wait.h``.
 
     ``since`` is what `interrupts` said when it began.
     """
 
-    def __init__(self, since: int) -> None:
-        self._stall = _core.syncbn_wait_begin(since)
-        weakref.finalize(self, _core.syncbn_wait_end, self._stall).atexit = False
+    def __init__(self, timeout: float, warn_after: float, since: int) -> None:
+        self._wait = _core.syncbn_wait_begin(timeout, warn_after, since)
+        weakref.finalize(self, _core.syncbn_wait_end, self._wait).atexit = False
 
-    def goes_on(self) -> bool:
-        return bool(_core.syncbn_wait_goes_on(self._stall))
+    def look(self) -> str:
+        """Why it should end: ``'failed'``, ``'asked to end'``, ``'forked'`` or ``'late'``. Once ``'long'``, for a
+        warning. Empty where it goes on."""
+        return _core.syncbn_wait_look(self._wait).decode()
 
 
 def devices(contexts: Sequence[str]) -> None:
@@ -748,13 +774,28 @@ class Segment:
         """Takes the segment."""
         return _core.syncbn_exchange_shared_memory(self._pointer, transport)
 
+    def exchange_of_machine(self, transport: Handle, ranks: Sequence[int], of: int) -> Handle:
+        """Takes the segment, which these ranks of a job share. The job has so many."""
+        numbers = (ctypes.c_int64 * len(ranks))(*ranks)
+        return _core.syncbn_exchange_machine(self._pointer, transport, numbers, len(ranks), of)
+
+
+def hierarchy(machine: Handle, leaders: Handle, transport: Handle) -> Handle:
+    """The exchange in levels: see ``csrc/exchange/hierarchy.h``."""
+    return _core.syncbn_exchange_hierarchy(machine, leaders, transport)
+
 
 def allreduce(exchange: Handle, ticket: Ticket, row: np.ndarray, merges: bool = False) -> np.ndarray:
     """What an exchange makes of float64 rows, one of each process: their sum, or the moments of all. MXNetError where
     it fails."""
     out = np.empty_like(row)
-    _core.syncbn_allreduce(exchange, merges, ticket, row.size, row.ctypes.data, out.ctypes.data)
+    allreduce_at(exchange, ticket, row.size, row.ctypes.data, out.ctypes.data, merges)
     return out
+
+
+def allreduce_at(exchange: Handle, ticket: Ticket, length: int, row: int, out: int, merges: bool = False) -> None:
+    """The same by the addresses of both, which take as long to find as two processes need to exchange a vector."""
+    _core.syncbn_allreduce(exchange, merges, ticket, length, row, out)
 
 
 def shared_memory_failed(exchange: Handle, reason: str) -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import sys
+
 #: What pip is given: "." is the checkout. "gluon_syncbn" as soon as a package index has it.
 TARGET = "."
 #: Where such a command serves. "" as soon as a package index has it.
@@ -18,5 +20,7 @@ def command(extra: str) -> str:
     return f"`pip install '{TARGET}[{extra}]'`"
 
 
-#: How to get MXNet.
+#: How to get MXNet. Its metadata asks for numpy<2, of which there is no wheel for Python 3.13 and later.
 MXNET = f"{command('cpu')}, or for NVIDIA GPUs {command('cu112')}{WHERE}"
+if sys.version_info >= (3, 13):
+    MXNET = f"`pip install --no-deps mxnet==1.9.1` (for NVIDIA GPUs mxnet-cu112==1.9.1), then {MXNET}"

@@ -12,7 +12,10 @@
 #include "cuda/compiler.h"
 #include "cuda/driver.h"
 #include "cuda/plan.h"
+#include "exchange/hierarchy.h"
 #include "exchange/memory.h"
+#include "exchange/mxnet_kvstore.h"
+#include "exchange/nccl.h"
 #include "exchange/python_transport.h"
 #include "exchange/shared_memory.h"
 #include "failure.h"
@@ -28,12 +31,14 @@
 #include "operator/tape.h"
 #include "waiting/stall.h"
 #include "waiting/step.h"
+#include "waiting/wait.h"
 
 #define SYNCBN_API extern "C" __attribute__((visibility("default")))
 
 namespace {
 
-using syncbn::GpuRoute;
+using syncbn::Form;
+using syncbn::Nccl;
 using syncbn::registry;
 using syncbn::Segment;
 
@@ -74,12 +79,12 @@ const char* text(const Work& work) noexcept {
     return guarded<const char*>(nullptr, [&] { return keep(work()); });
 }
 
-using ExchangeHandle = std::shared_ptr<syncbn::Exchange>;
+using ExchangeHandle = syncbn::Asked;
 
 // A handle of the exchange that `make` returns; it lasts as long as the process.
 template <typename Make>
 void* handle(const Make& make) noexcept {
-    return guarded<void*>(nullptr, [&] { return new ExchangeHandle(make()); });
+    return guarded<void*>(nullptr, [&] { return new ExchangeHandle{make()}; });
 }
 
 }  // namespace
@@ -130,8 +135,10 @@ SYNCBN_API int syncbn_nccl_unique_id(char* out) {
 // For compilations and launches outside MXNet: the threads of a block, and
 SYNCBN_API int syncbn_cuda_block() { return syncbn::cuda::kBlock; }
 
-// the slots that a table of them holds, and
-SYNCBN_API int syncbn_cuda_slots() { return syncbn::cuda::kMostSlots; }
+// the source as NVRTC gets it, from where kernels.cu is, and
+SYNCBN_API const char* syncbn_cuda_source(const char* path) {
+    return text([&] { return syncbn::cuda::source(path); });
+}
 
 // [tiles, slots, chunks] of the reductions, blocks of the others along x, width, segment.
 SYNCBN_API void syncbn_cuda_plan(int64_t samples, int64_t per_sample, int64_t channels, int64_t inner, int64_t slots,
@@ -165,6 +172,11 @@ SYNCBN_API int syncbn_layer_place(int64_t id, int64_t count, const char** contex
 
 SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
     return done([&] { registry().set_timeout(*registry().find(id), seconds); });
+}
+
+// For tests: GPUs use an all-reduce from so many replicas on, in layers that have not met yet. Returns the old value.
+SYNCBN_API int64_t syncbn_all_reduce_from(int64_t replicas) {
+    return static_cast<int64_t>(syncbn::all_reduce_from(static_cast<size_t>(replicas)));
 }
 
 // `exchange`: a handle, see below; its own.
@@ -219,21 +231,24 @@ SYNCBN_API int syncbn_exchange(void* exchange) {
 
 // In memory of this process, and of GPUs: by NCCL or else over the host; by NCCL and nothing else; over the host.
 SYNCBN_API void* syncbn_exchange_memory() {
-    return handle([] { return syncbn::memory_exchange(GpuRoute::kNcclOrHost); });
+    return handle([] { return ExchangeHandle{syncbn::memory_exchange()}; });
 }
 SYNCBN_API void* syncbn_exchange_nccl() {
-    return handle([] { return syncbn::memory_exchange(GpuRoute::kNccl); });
+    return handle([] { return ExchangeHandle{syncbn::memory_exchange(), Nccl::kRequired}; });
 }
 SYNCBN_API void* syncbn_exchange_host() {
-    return handle([] { return syncbn::memory_exchange(GpuRoute::kHost); });
+    return handle([] { return ExchangeHandle{syncbn::memory_exchange(), Nccl::kNever}; });
 }
 
 // Written in Python, and known there by their number: over the contexts of this process, or over processes.
 SYNCBN_API void* syncbn_exchange_contexts(int64_t number) {
-    return handle([&] { return syncbn::python_transport(number, GpuRoute::kStore); });
+    return handle([&] {
+        return ExchangeHandle{syncbn::mxnet_kvstore(number, Form::kHost), Nccl::kIfThere,
+                              syncbn::mxnet_kvstore(number, Form::kPadded)};
+    });
 }
 SYNCBN_API void* syncbn_exchange_processes(int64_t number) {
-    return handle([&] { return syncbn::python_transport(number, GpuRoute::kProcesses); });
+    return handle([&] { return ExchangeHandle{syncbn::python_transport(number)}; });
 }
 
 // Once, before the first call; they have to stay as long as the process.
@@ -293,27 +308,46 @@ SYNCBN_API void syncbn_segment_free(void* segment) { delete static_cast<Segment*
 // Takes the segment. `transport` is a handle over the same processes.
 SYNCBN_API void* syncbn_exchange_shared_memory(void* segment, void* transport) {
     return handle([&] {
-        return std::make_shared<syncbn::SharedMemory>(std::unique_ptr<Segment>(static_cast<Segment*>(segment)),
-                                                      *static_cast<ExchangeHandle*>(transport));
+        return ExchangeHandle{std::make_shared<syncbn::SharedMemory>(
+            std::unique_ptr<Segment>(static_cast<Segment*>(segment)), static_cast<ExchangeHandle*>(transport)->host)};
     });
 }
+// The same for the processes of one machine, with their ranks among all `of`.
+SYNCBN_API void* syncbn_exchange_machine(void* segment, void* transport, const int64_t* ranks, int64_t count,
+                                         int64_t of) {
+    return handle([&] {
+        return ExchangeHandle{std::make_shared<syncbn::SharedMemory>(
+            std::unique_ptr<Segment>(static_cast<Segment*>(segment)), static_cast<ExchangeHandle*>(transport)->host,
+            syncbn::Members{{ranks, ranks + count}, static_cast<size_t>(of)})};
+    });
+}
+// Of handles: that of the machine, of the processes that speak for one each, and of all.
+SYNCBN_API void* syncbn_exchange_hierarchy(void* machine, void* leaders, void* transport) {
+    return handle([&] {
+        return ExchangeHandle{syncbn::hierarchy(
+            std::static_pointer_cast<syncbn::SharedMemory>(static_cast<ExchangeHandle*>(machine)->host),
+            static_cast<ExchangeHandle*>(leaders)->host, static_cast<ExchangeHandle*>(transport)->host)};
+    });
+}
+
 // What an exchange makes of the one row of this process.
 SYNCBN_API int syncbn_allreduce(void* exchange, int merges, const syncbn::Ticket* ticket, int64_t length,
                                 const double* row, double* out) {
     return done([&] {
         const auto combine = merges != 0 ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
-        const syncbn::Total total = (*static_cast<ExchangeHandle*>(exchange))
-                                        ->allreduce(combine, *ticket, {{row}, static_cast<size_t>(length)});
+        syncbn::Exchange& host = *static_cast<ExchangeHandle*>(exchange)->host;
+        const syncbn::Total total = host.allreduce(combine, *ticket, {{row}, static_cast<size_t>(length)});
         std::copy(total.values.begin(), total.values.end(), out);
     });
 }
 
 // This process has failed, or ends.
 SYNCBN_API int syncbn_shared_memory_fail(void* exchange, const char* reason) {
-    return done([&] { static_cast<syncbn::SharedMemory&>(**static_cast<ExchangeHandle*>(exchange)).fail(reason); });
+    return done(
+        [&] { static_cast<syncbn::SharedMemory&>(*static_cast<ExchangeHandle*>(exchange)->host).fail(reason); });
 }
 SYNCBN_API int syncbn_shared_memory_end(void* exchange) {
-    return done([&] { static_cast<syncbn::SharedMemory&>(**static_cast<ExchangeHandle*>(exchange)).end(); });
+    return done([&] { static_cast<syncbn::SharedMemory&>(*static_cast<ExchangeHandle*>(exchange)->host).end(); });
 }
 
 // ---- recomputation ----
@@ -399,22 +433,45 @@ SYNCBN_API int syncbn_gate_arrays(void** arrays, int64_t count) {
     return status;
 }
 
-// For a wait in an exchange: the interrupts before it; a new one; whether it should go on (sampled now and then); its end.
+// A wait in an exchange that is written in Python, which knows what it waits for.
+class WaitInPython : public syncbn::Wait {
+  public:
+    using Wait::Wait;
+    // Why it should end, or "long", once, for a warning; empty where it goes on.
+    std::string ask() {
+        said_ = "";
+        try {
+            look();
+        } catch (const syncbn::Failure&) {
+            return said_.empty() ? "failed" : said_;
+        }
+        return said_;
+    }
+
+  protected:
+    std::string text(Why why) override {
+        if (why == Why::kAskedToEnd) return said_ = "asked to end";
+        if (why == Why::kForked) return said_ = "forked";
+        return said_ = why == Why::kLate ? "late" : "long";
+    }
+    void warn(const std::string&) override {}
+
+  private:
+    std::string said_;
+};
+
+// The interrupts before such a wait; a new one; see `ask`; its end.
 SYNCBN_API long syncbn_interrupts() { return syncbn::interrupts(); }
 
-SYNCBN_API void* syncbn_wait_begin(long interrupts) {
-    return guarded<void*>(nullptr, [&] { return new syncbn::Stall(interrupts); });
+SYNCBN_API void* syncbn_wait_begin(double timeout, double warn_after, long interrupts) {
+    return guarded<void*>(nullptr, [&] { return new WaitInPython(timeout, warn_after, interrupts); });
 }
 
-SYNCBN_API int syncbn_wait_goes_on(void* stall) {
-    return guarded(-1, [&]() -> int {
-        syncbn::watch_interrupts();
-        static_cast<syncbn::Stall*>(stall)->sample();
-        return !static_cast<syncbn::Stall*>(stall)->asked_to_end() && syncbn::step().failure() == nullptr;
-    });
+SYNCBN_API const char* syncbn_wait_look(void* wait) {
+    return text([&] { return static_cast<WaitInPython*>(wait)->ask(); });
 }
 
-SYNCBN_API void syncbn_wait_end(void* stall) { delete static_cast<syncbn::Stall*>(stall); }
+SYNCBN_API void syncbn_wait_end(void* wait) { delete static_cast<WaitInPython*>(wait); }
 
 // ---- the process ----
 

@@ -32,7 +32,7 @@ struct Tensor {
     int64_t samples;  // equal parts of shape.outer
     std::vector<Slot> slots;
 
-    Type parameter_type() const { return type == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
+    Type parameter_type() const { return parameter_type_of(type); }
     // As numpy.array_split: the first slots get one sample more where they cannot all have the same number.
     void cut(int64_t count);
     // So many channels lie next to each other, here and in the slots: see `Shape`.

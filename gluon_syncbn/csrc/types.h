@@ -6,25 +6,59 @@
 #include <limits>
 #include <vector>
 
+#include "activation.h"
+
 namespace syncbn {
 
 using Vector = std::vector<double>;
 
-// MXNet's own type flags, so that no table translates them.
-enum class Type : int { kFloat32 = 0, kFloat64 = 1, kFloat16 = 2 };
+// The types of data, as define(enumerator, name, MXNet's own type flag, bytes, unit, least): values are kept to `unit` of them,
+// and to nothing below `least`.
+#define SYNCBN_TYPES(define)                                                                                   \
+    define(kFloat32, "float32", 0, 4, 0x1p-24, 0x1p-126) define(kFloat64, "float64", 1, 8, 0x1p-53, 0x1p-1022) \
+        define(kFloat16, "float16", 2, 2, 0x1p-11, 0x1p-24)
 
-inline int64_t size_of(Type type) { return type == Type::kFloat64 ? 8 : type == Type::kFloat32 ? 4 : 2; }
+#define SYNCBN_ENUMERATOR(TYPE, NAME, FLAG, ...) TYPE = FLAG,
+enum class Type : int { SYNCBN_TYPES(SYNCBN_ENUMERATOR) };
+#undef SYNCBN_ENUMERATOR
 
-inline const char* name_of(Type type) {
-    return type == Type::kFloat64 ? "float64" : type == Type::kFloat32 ? "float32" : "float16";
-}
-
-// What stands behind a normalisation: z where z > 0, but at most `ceiling`, else slope * z. A slope of 1 leaves it as it is,
-// 0 is ReLU; a ceiling is for ReLU only.
-struct Activation {
-    double slope = 1, ceiling = std::numeric_limits<double>::infinity();
-    bool any() const { return slope != 1; }
+struct TypeOfData {
+    const char* name;
+    int64_t bytes;
+    double unit, least;
 };
+// Null for a flag that is none of theirs.
+inline const TypeOfData* type_of_data(int flag) {
+#define SYNCBN_TYPE_OF_DATA(TYPE, NAME, FLAG, BYTES, UNIT, LEAST)    \
+    case FLAG: {                                                     \
+        static constexpr TypeOfData of = {NAME, BYTES, UNIT, LEAST}; \
+        return &of;                                                  \
+    }
+    switch (flag) { SYNCBN_TYPES(SYNCBN_TYPE_OF_DATA) }
+#undef SYNCBN_TYPE_OF_DATA
+    return nullptr;
+}
+inline const TypeOfData& type_of_data(Type type) { return *type_of_data(static_cast<int>(type)); }
+inline int64_t size_of(Type type) { return type_of_data(type).bytes; }
+inline const char* name_of(Type type) { return type_of_data(type).name; }
+// Of parameters and running statistics.
+inline Type parameter_type_of(Type data) { return data == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
+
+// What stands behind a normalisation: see activation.h.
+struct Activation {
+#define SYNCBN_ENUMERATOR(NAME, TRAIT) k##TRAIT,
+    enum class Kind : int { SYNCBN_ACTIVATIONS(SYNCBN_ENUMERATOR) };
+#undef SYNCBN_ENUMERATOR
+    Kind kind = Kind::kIdentity;
+    double slope = 1, ceiling = std::numeric_limits<double>::infinity();
+    bool any() const { return kind != Kind::kIdentity; }
+};
+constexpr const char* kActivations[] = {
+#define SYNCBN_NAME(NAME, TRAIT) #NAME,
+    SYNCBN_ACTIVATIONS(SYNCBN_NAME)
+#undef SYNCBN_NAME
+};
+inline const char* name_of(Activation::Kind kind) { return kActivations[static_cast<int>(kind)]; }
 
 // What `type` keeps of gamma * xhat + beta, or of `slope` times that, says xhat to (per_beta * beta + least) / gamma of a 32nd of
 // a standard deviation; and what it keeps of xhat itself adds as much per xhat as per beta.
@@ -40,9 +74,8 @@ struct Invertible {
     }
 };
 inline Invertible invertible_by(Type type, double slope) {
-    if (type == Type::kFloat64) return {32 * 0x1p-53, 32 * std::numeric_limits<double>::min() / slope};
-    if (type == Type::kFloat32) return {32 * 0x1p-24, 32 * std::numeric_limits<float>::min() / slope};
-    return {32 * 0x1p-11, 32 * 0x1p-24 / slope};
+    const TypeOfData& of = type_of_data(type);
+    return {32 * of.unit, 32 * of.least / slope};
 }
 // Of a slot whose values lie closer together than that part of its variance and epsilon, x is the mean.
 constexpr double kConstant = 0x1p-48;

@@ -27,7 +27,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Se
 import mxnet as mx
 import numpy as np
 
-from .store import Combine, Label
+from .transport import Combine, Label
 from .waiting import Wait, WaitingTransport
 
 # Every message begins with this; `size` is that of the whole array, `bytes` what follows here.
@@ -85,10 +85,12 @@ class HorovodTransport(WaitingTransport):
             self._check(label, got, part)
         return [array for rank, (_, array) in enumerate(got) if ranks is None or rank in ranks]
 
-    def allreduce(self, label: Label, array: np.ndarray, combine: Combine = np.add) -> np.ndarray:
+    def allreduce(
+        self, label: Label, array: np.ndarray, combine: Combine = np.add, *, ranks: Optional[Sequence[int]] = None
+    ) -> np.ndarray:
         array = np.ascontiguousarray(array)
-        if self.size == 1 or array.nbytes <= _SMALL or combine is not np.add:
-            return super().allreduce(label, array, combine)
+        if self.size == 1 or array.nbytes <= _SMALL or combine is not np.add or ranks is not None:
+            return super().allreduce(label, array, combine, ranks=ranks)
         flat = array.ravel()
         if self.size == 2:  # a sum of two has no order; Horovod compares sizes and types
             operation = functools.partial(self._hvd.allreduce, op=self._hvd.Sum, name=_name(label, label.call))

@@ -19,7 +19,7 @@ import numpy as np
 
 from .. import _native
 from ..distribution import WHERE, command
-from .store import Combine, Decision, Label, arrays_of, bytes_of
+from .transport import Combine, Label, arrays_of, bytes_of
 from .waiting import Wait, WaitingTransport
 
 _KINDS = (
@@ -31,7 +31,8 @@ _TYPES = tuple(np.dtype(name) for name in ("uint8", "float16", "float32", "float
 _TYPE = {dtype: number for number, dtype in enumerate(_TYPES)}
 _HEADER = struct.Struct("=8q")  # kind, key, node, call, phase, part, type, 0
 _SMALL = 1 << 18  # bytes; larger sums are made in parts, one by each rank
-_FEW = 8  # ranks that send everybody their part; more add up along a tree, in twice its depth messages each
+# Ranks that send everybody their part. More send as many messages as the logarithm of their number.
+_FEW = 4
 _SPIN, _DOZE = 0.0005, 0.1  # seconds of waiting until polls are 50 us, 1 ms apart
 _ENDED = "has ended"
 _SLICE = 5e-5  # seconds of polling between two looks at everything else
@@ -81,72 +82,82 @@ class MPITransport(WaitingTransport):
     def allgather(
         self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
     ) -> List[np.ndarray]:
+        if ranks is None and self.size > _FEW:
+            return self._gather_by_doubling(label, part, equal)
         others = [rank for rank in self._others if ranks is None or rank in ranks]
         requests = self._send(others, label, 0, part)
         got = self._collect(others, label, 0, part, requests, equal=equal)
         got[self.rank] = part
         return [got[rank] for rank in sorted(got)]
 
-    def allreduce(self, label: Label, array: np.ndarray, combine: Combine = np.add) -> np.ndarray:
-        if array.nbytes > _SMALL and self.size > 1 and combine is np.add:
-            array = np.ascontiguousarray(array)
-            return self._sum_of_parts(label, array).reshape(array.shape)
-        if self.size > _FEW:
-            array = np.ascontiguousarray(array)
-            return self._along_tree(label, array.ravel(), combine).reshape(array.shape)
-        return super().allreduce(label, array, combine)
+    def allreduce(
+        self, label: Label, array: np.ndarray, combine: Combine = np.add, *, ranks: Optional[Sequence[int]] = None
+    ) -> np.ndarray:
+        members = range(self.size) if ranks is None else sorted(ranks)
+        array = np.ascontiguousarray(array)
+        if array.nbytes > _SMALL and len(members) > 1 and combine is np.add:
+            return self._sum_of_parts(label, array, members).reshape(array.shape)
+        if len(members) > _FEW:
+            return self._add_by_doubling(label, array.ravel(), combine, members).reshape(array.shape)
+        return super().allreduce(label, array, combine, ranks=ranks)
 
-    def decide(self, label: Label, part: np.ndarray, decision: Decision) -> np.ndarray:
-        # To rank 0 and back: where they are few, from each; else along the tree.
-        parent, children = self._relatives()
-        said = bytes_of(part)
-        got = self._collect(children, label, 0, said, [], equal=False)
-        said = np.concatenate([said, *[got[rank] for rank in sorted(got)]])
-        if self.rank == 0:
-            answer = decision(arrays_of(said))
-        else:
-            answer = self._collect([parent], label, 1, said, self._send([parent], label, 0, said), equal=False)[parent]
-        self._collect([], label, 1, answer, self._send(children, label, 1, answer))
-        return answer
+    def _gather_by_doubling(self, label: Label, part: np.ndarray, equal: bool) -> List[np.ndarray]:
+        # Each rank has the parts of 1, 2, 4 ... ranks from itself on, and sends them to the one as far behind it.
+        # Source: Bruck, Ho, Kipnis, Upfal, Weathersby, "Efficient algorithms for all-to-all communications in multiport
+        # message-passing systems", 1997.
+        parts, step = [part], 0
+        while len(parts) < self.size:
+            distance = 1 << step
+            behind, ahead = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            sent = parts[: self.size - distance]
+            message = bytes_of(*[array for one in sent for array in (np.array([_TYPE[one.dtype]]), one)])
+            requests = self._send([behind], label, step, message)
+            got = arrays_of(self._collect([ahead], label, step, message, requests, equal=False)[ahead])
+            types = [_TYPES[int(code.view(np.int64)[0])] for code in got[::2]]
+            parts += [array.view(dtype) for array, dtype in zip(got[1::2], types)]
+            step += 1
+        in_order = [parts[(rank - self.rank) % self.size] for rank in range(self.size)]
+        if equal:
+            for rank, array in enumerate(in_order):
+                self.check_alike(label, rank, array.size, array.dtype, part)
+        return in_order
 
-    def _relatives(self) -> Tuple[int, List[int]]:
-        """The parent of this rank and its children: from the nearest, whose ranks come next, to the farthest."""
-        if self.size <= _FEW:
-            return 0, list(range(1, self.size)) if self.rank == 0 else []
-        distance, children = 1, []
-        while distance < self.size and not self.rank & distance:
-            if self.rank + distance < self.size:
-                children.append(self.rank + distance)
-            distance *= 2
-        return self.rank - distance, children
-
-    def _along_tree(self, label: Label, total: np.ndarray, combine: Combine) -> np.ndarray:
-        distance = 1
-        while distance < self.size and not self.rank & distance:  # towards rank 0
-            if self.rank + distance < self.size:
-                got = self._collect([self.rank + distance], label, 0, total, [])
-                total = combine(total, got[self.rank + distance])
-            distance *= 2
-        if self.rank > 0:
-            parent = self.rank - distance
-            total = self._collect([parent], label, 1, total, self._send([parent], label, 0, total))[parent]
-        children = [self.rank + d for d in _powers_below(distance) if self.rank + d < self.size]
-        self._collect([], label, 1, total, self._send(children, label, 1, total))
+    def _add_by_doubling(self, label: Label, total: np.ndarray, combine: Combine, members: Sequence[int]) -> np.ndarray:
+        # Neighbours become one until their number is a power of two. Then each has the total of 1, 2, 4 ... of them,
+        # and swaps it with one that has that of as many. Both put the lower ranks first, and so have the same bits.
+        size, own = len(members), members.index(self.rank)
+        pairs = size - (1 << (size.bit_length() - 1))
+        paired, lower = own < 2 * pairs, own % 2 == 0
+        neighbour = members[own + (1 if lower else -1)] if paired else self.rank
+        if paired and lower:
+            self._collect([], label, 0, total, self._send([neighbour], label, 0, total))
+            return self._collect([neighbour], label, 1, total, [])[neighbour]
+        if paired:
+            total = combine(self._collect([neighbour], label, 0, total, [])[neighbour], total)
+        place = own // 2 if paired else own - pairs
+        for step in range(2, size.bit_length() + 1):
+            other = place ^ (1 << (step - 2))
+            rank = members[2 * other + 1 if other < pairs else other + pairs]
+            theirs = self._collect([rank], label, step, total, self._send([rank], label, step, total))[rank]
+            total = combine(total, theirs) if place < other else combine(theirs, total)
+        if paired:
+            self._collect([], label, 1, total, self._send([neighbour], label, 1, total))
         return total
 
-    def _sum_of_parts(self, label: Label, array: np.ndarray) -> np.ndarray:
+    def _sum_of_parts(self, label: Label, array: np.ndarray, members: Sequence[int]) -> np.ndarray:
         # Each rank adds up its own part of the array and sends the sum to all.
-        others, parts = self._others, np.array_split(array.ravel(), self.size)
+        others = [rank for rank in self._others if rank in members]
+        parts = dict(zip(members, np.array_split(array.ravel(), len(members))))
         requests = [r for rank in others for r in self._send([rank], label, rank, parts[rank])]
         own = parts[self.rank]
         got = self._collect(others, label, self.rank, own, requests)
         got[self.rank] = own
-        total = functools.reduce(np.add, [got[rank] for rank in range(self.size)])
+        total = functools.reduce(np.add, [got[rank] for rank in members])
         requests = self._send(others, label, self.size + self.rank, total)
         done = {self.rank: total}
         for rank in others:
             done.update(self._collect([rank], label, self.size + rank, parts[rank], requests))
-        return np.concatenate([done[rank] for rank in range(self.size)])
+        return np.concatenate([done[rank] for rank in members])
 
     def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
         array = np.ascontiguousarray(array)
@@ -306,6 +317,10 @@ class MPITransport(WaitingTransport):
     def _check(self, label: Label, identity: _Key, missing: Sequence[int]) -> None:
         self.check_unbroken(label)
         arriving = {rank for _, _, rank in self._incoming}
+        for rank in self._gone:  # one that is missing may wait for it
+            if self._gone[rank] != _ENDED and rank not in arriving and not arriving.intersection(missing):
+                gone = f"rank {rank} of {self.size} {self._gone[rank]} (rank {self.rank} was in {label})"
+                self.give_up(label, gone)
         for rank in missing:
             if rank in self._gone and rank not in arriving:
                 gone = f"rank {rank} of {self.size} {self._gone[rank]} (rank {self.rank} was in {label})"
@@ -327,8 +342,3 @@ class MPITransport(WaitingTransport):
                 if key[0] in missing
             }
         )
-
-
-def _powers_below(limit: int) -> List[int]:
-    """The largest first, so that the deepest part of a tree hears first."""
-    return [1 << i for i in reversed(range(limit.bit_length() - 1))]

@@ -9,7 +9,8 @@ import mxnet as mx
 from .. import _native, arguments
 from .base import Exchange, Memory
 from .device import DeviceExchange
-from .store import ProcessStore, Transport
+from .store import ProcessStore
+from .waiting import WaitingTransport
 
 #: KVStore types that add within one process.
 TYPES = ("local", "device")
@@ -24,7 +25,7 @@ def transport_name(name: Any) -> str:
     return name
 
 
-def transport(name: str) -> Transport:
+def transport(name: str) -> WaitingTransport:
     """ImportError where what it needs is not installed."""
     if name == "mpi":
         from .mpi import MPITransport

@@ -14,10 +14,10 @@ import itertools
 import json
 import os
 import re
+import socket
 import threading
-from abc import ABC, abstractmethod
 from collections import Counter
-from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -27,29 +27,22 @@ from .._native import Agreed, Ticket, Total, Turn
 from ..logs import log
 from . import base
 from .base import LayerInfo, PythonExchange, alone
+from .transport import Combine, Label
+from .turns import Turns
+from .waiting import WaitingTransport
 
-
-class Label(NamedTuple):
-    """What a message is about, the same in every process."""
-
-    kind: str
-    key: int = 0
-    node: int = -1
-    call: int = 0
-    phase: int = 0
-    what: str = ""  # for messages
-    layer: int = 0  # in this process, for its time limit
-
-    def __str__(self) -> str:
-        return self.what
-
-
-#: Makes one array of two.
-Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
-#: Makes an answer for all of what each has said.
-Decision = Callable[[List[np.ndarray]], np.ndarray]
+_LONGER = 0.5  # seconds; those who wait for the total of a machine wait for 1 s longer
 
 _channels = itertools.count()
+
+
+def _machine() -> str:
+    """The same in all processes that see each other's files in /proc: those of one kernel and one PID namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot:
+            return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:  # no file is seen there, and the first to look for one says so
+        return socket.gethostname()
 
 
 def way_of_gpus(value: Any) -> Optional[str]:
@@ -58,51 +51,6 @@ def way_of_gpus(value: Any) -> Optional[str]:
     if value is not None and (not isinstance(value, str) or value not in ("nccl", "host")):
         arguments.refuse("gpus", value, "'nccl', 'host' or None")
     return value
-
-
-class Transport(ABC):
-    """Carries arrays between processes. Every call has a time limit and ends in an `MXNetError` that names the label
-    and the ranks that are missing; after that, nothing is carried any more. Calls come from several threads at once,
-    and other processes may make them in another order."""
-
-    rank: int
-    size: int
-    #: Whether some ranks can exchange something without the others.
-    partial = True
-
-    @abstractmethod
-    def allgather(
-        self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
-    ) -> List[np.ndarray]:
-        """The parts of all ranks, in their order. ``equal``: of another size or type than ours is an error. ``ranks``:
-        only of these, of which this is one; each of them asks for this one, too."""
-
-    @abstractmethod
-    def allreduce(self, label: Label, array: np.ndarray, combine: Combine = np.add) -> np.ndarray:
-        """What ``combine`` makes of the arrays of all ranks, two at a time, in the order of the ranks; the same bits
-        everywhere. ``np.add`` may see parts of an array, anything else sees all of it."""
-
-    @abstractmethod
-    def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
-        """The array of rank 0."""
-
-    def decide(self, label: Label, part: np.ndarray, decision: Decision) -> np.ndarray:
-        """What ``decision`` makes, on rank 0 alone, of the parts of all ranks, in their order, once all have come. It
-        may be called by several threads at once. All arrays are of bytes."""
-        parts = self.allgather(label, part, equal=False)
-        own = decision(parts) if self.rank == 0 else part[:0]
-        return self.allgather(label._replace(kind="decision"), own, equal=False)[0]
-
-    def look(self, label: Label) -> None:  # noqa: B027
-        """Raises where it is known that another rank has failed. Does not wait."""
-
-    @abstractmethod
-    def fail(self, reason: str) -> None:
-        """Tells the others, and carries nothing any more."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """The process ends."""
 
 
 class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
@@ -114,7 +62,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     ----------
     name : str
         Of the transport.
-    transport : Transport
+    transport : WaitingTransport
         What carries the sums.
     gpus : str or None
         As `way_of_gpus` has it, the same in all processes.
@@ -122,23 +70,24 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
 
     spans_processes = True
 
-    def __init__(self, name: str, transport: Transport, gpus: Optional[str] = None) -> None:
+    def __init__(self, name: str, transport: WaitingTransport, gpus: Optional[str] = None) -> None:
         self._name = name
         self._transport = transport
         self.gpus = gpus
         self._spread: Dict[int, int] = {}  # of layers: replicas on GPUs that hand each other their statistics, or 0
         self._said = False  # why they go over the host
         self._channel = next(_channels)
-        self._turns = threading.Lock()  # guards the next two, which rank 0 alone has
-        self._turn = 0
-        self._cliques: Dict[str, int] = {}  # by the devices that take part
+        self._turns = Turns(transport)
         self._keys: Dict[int, int] = {}  # of layers
         self._replicas: Dict[int, List[int]] = {}  # of layers, by rank
         self._rounds: Counter = Counter()  # of gradients
         self._lock = threading.Lock()
         self._agreements = 0
-        #: Why the statistics of CPU contexts go by the transport; None where they meet in memory.
+        #: Why the statistics of CPU contexts go by the transport alone; None where processes meet in memory.
         self.why_not_in_memory: Optional[str] = "not every process was asked"
+        #: The ranks of each machine that meet in memory; the first of each speaks for its machine.
+        self.machines: List[List[int]] = []
+        self._memory: Optional[_native.Handle] = None  # the exchange of this machine alone
 
     # ---- KVStoreBase ---------------------------------------------------------------------------------------
 
@@ -197,40 +146,67 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     # ---- memory of the machine -------------------------------------------------------------------------------
 
     def meet_in_memory(self) -> None:
-        """From now on the statistics of CPU contexts meet in memory that all processes share, where they can see the
-        same: those of one machine. Every process calls it, before the first step."""
-        segment, problem = None, ""
+        """From now on the statistics of CPU contexts meet in memory that the processes of a machine share, where these
+        can see the same. Where there are several machines, one process of each speaks for it. Every process calls
+        this, before the first step."""
+        problem = "" if environment.shared_memory() else f"rank {self.rank}: GLUON_SYNCBN_SHARED_MEMORY=off"
+        places = self._tell_all("the machines of the processes", {"machine": _machine(), "problem": problem})
+        machines: Dict[str, List[int]] = {}
+        for rank, place in enumerate(places):
+            machines.setdefault(place["machine"], []).append(rank)
+        ranks = machines[places[self.rank]["machine"]]
+        problem = next((place["problem"] for place in places if place["problem"]), "") or self._refuse(machines)
+        segment = None
+        if not problem:
+            segment, problem = self._segment(ranks)
+        if segment is None:
+            self.why_not_in_memory = problem
+            log.info("the statistics of the processes go by %s: %s", self._name, problem)
+            return
+        transport = self.handle
+        self.why_not_in_memory, self.machines = None, list(machines.values())
+        if len(machines) == 1:
+            self.handle = self._memory = segment.exchange(transport)
+            return
+        self._memory = segment.exchange_of_machine(transport, ranks, self.num_workers)
+        leaders = _Leaders(self, [first for first, *_ in self.machines])
+        self.handle = _native.hierarchy(self._memory, leaders.handle, transport)
+
+    def _refuse(self, machines: Dict[str, List[int]]) -> str:
+        """Why processes that are on these machines do not meet in memory; empty where they do."""
+        if max(map(len, machines.values())) > _native.MOST_RANKS:
+            return f"a machine has more than {_native.MOST_RANKS} processes"
+        if len(machines) == self.num_workers > 1:
+            return "every process is on a machine of its own"
+        if len(machines) > 1 and not self._transport.partial:
+            return f"the job has {len(machines)} machines, and {self._name} carries nothing between some ranks only"
+        return ""
+
+    def _segment(self, ranks: List[int]) -> Tuple[Optional[_native.Segment], str]:
+        """The one that these ranks share, or why some machine has none. Every process calls it."""
+        segment: Optional[_native.Segment] = None
+        place: Dict[str, Any] = {"problem": ""}
         try:
-            if not environment.shared_memory():
-                problem = f"rank {self.rank}: GLUON_SYNCBN_SHARED_MEMORY=off"
-            elif self.num_workers > _native.MOST_RANKS:
-                problem = f"the job has more than {_native.MOST_RANKS} processes"
-            elif self.rank == 0:
-                segment = _native.Segment.create(self.num_workers)
+            if self.rank == ranks[0]:
+                segment = _native.Segment.create(len(ranks))
+                place.update(number=segment.number(), token=segment.token().hex(), process=os.getpid())
         except mx.MXNetError as error:
-            problem = str(error)
-        place = {"process": os.getpid(), "problem": problem}
-        if segment is not None:
-            place.update(number=segment.number(), token=segment.token().hex())
+            place["problem"] = f"rank {self.rank}: {error}"
         places = self._tell_all("the memory that the processes of a machine share", place)
         problems = [place["problem"] for place in places if place["problem"]]
-        if not problems and self.rank > 0:
-            first = places[0]
-            token = bytes.fromhex(first["token"])
+        if not problems:
+            problem, first = "", places[ranks[0]]
             try:
-                segment = _native.Segment.open(self.num_workers, self.rank, first["process"], first["number"], token)
+                if segment is None:
+                    where = first["process"], first["number"], bytes.fromhex(first["token"])
+                    segment = _native.Segment.open(len(ranks), ranks.index(self.rank), *where)
             except mx.MXNetError as error:
                 problem = f"rank {self.rank}: {error}"
-        if not problems:
             answers = self._tell_all("whether all processes see that memory", {"problem": problem})
             problems = [answer["problem"] for answer in answers if answer["problem"]]
-        if problems:
-            self.why_not_in_memory = problems[0]
-            log.info("the statistics of the processes go by %s: %s", self._name, problems[0])
-            if segment is not None:
-                segment.free()
-        elif segment is not None:
-            self.why_not_in_memory, self.handle = None, segment.exchange(self.handle)
+        if problems and segment is not None:
+            segment.free()
+        return (None, problems[0]) if problems else (segment, "")
 
     def _tell_all(self, what: str, ours: Any) -> List[Any]:
         label = Label("agreement", call=self._agreements, what=what)
@@ -249,6 +225,14 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         label = self._call(layer, ticket)
         return Total(self._transport.allreduce(label, rows.sum(axis=0)), 0, label.key)
 
+    def reduce_among(
+        self, ranks: List[int], layer: LayerInfo, ticket: Ticket, row: np.ndarray, combine: Combine
+    ) -> Total:
+        """An allreduce of these ranks alone."""
+        # One of them may wait for a process of its machine, whose fault has to be known there first.
+        label = self._call(layer, ticket)._replace(longer=_LONGER)
+        return Total(self._transport.allreduce(label, row, combine, ranks=ranks), 0, label.key)
+
     def gather(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         label = self._call(layer, ticket)
         if layer.group_size:
@@ -260,19 +244,16 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     def _gather_groups(self, layer: LayerInfo, ticket: Ticket, label: Label, own: np.ndarray) -> Total:
         """From the processes with which replicas of this one share a group, and from nobody where there is none."""
         length = 2 * layer.channels + (ticket.phase == 0)  # of a replica: moments or gradients
-        ranks, starts, ends = self._ranks_of_groups(layer, own.size // length, self._transport.partial)
+        ranks, begin, end, first = self._groups(layer, own.size // length, self._transport.partial)
         if len(ranks) == 1:
             return Total(own, 0, label.key)
-        first, end, size = starts[self.rank], ends[self.rank], layer.group_size or 0
-        begin, stop = first // size * size, -(-end // size) * size  # of the groups that have a replica here
         values = np.concatenate(self._transport.allgather(label, own, equal=False, ranks=ranks))
-        before = starts[ranks[0]]
-        needed = values[(begin - before) * length : (stop - before) * length]
-        return Total(needed, int(first - begin) * length, label.key)
+        return Total(values[begin * length : end * length], (first - begin) * length, label.key)
 
-    def _ranks_of_groups(self, layer: LayerInfo, here: int, partial: bool) -> Tuple[List[int], np.ndarray, np.ndarray]:
+    def _groups(self, layer: LayerInfo, here: int, partial: bool) -> Tuple[List[int], int, int, int]:
         """Who has to come so that the groups are whole that have one of the ``here`` replicas: this rank alone, or,
-        where not ``partial``, all. And where the replicas of each rank begin and end."""
+        where not ``partial``, all. And, among the replicas of these ranks, where the groups begin and end, and which
+        is the first of this rank."""
         replicas, size = self._replicas[layer.id], layer.group_size or 0
         ends = np.cumsum(replicas)
         starts = ends - replicas
@@ -288,7 +269,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
                 f"group_size: {size} was given, and groups reach from rank {self.rank} to others; expected all "
                 f"{replicas[self.rank]} devices in every step, not {here}"
             )
-        return ranks, starts, ends
+        before = starts[ranks[0]]
+        return ranks, int(begin - before), int(stop - before), int(first - before)
 
     def gpus_of_all_processes(self, layer: LayerInfo) -> int:
         spread = self._spread[layer.id]
@@ -297,54 +279,43 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return spread
 
     def agreed(self, layer: LayerInfo) -> Agreed:
-        return Agreed(self._keys[layer.id], bool(layer.group_size))
+        key = self._keys[layer.id]
+        if not layer.group_size:
+            return Agreed(key, False)
+        here = self._replicas[layer.id][self.rank]
+        ranks, begin, end, _ = self._groups(layer, here, partial=True)
+        bits = sum(1 << rank for rank in ranks if rank < _native.MOST_RANKS)
+        return Agreed(key, True, bits, layer.channels, here, begin, end)
 
     def turn(self, layer: LayerInfo, ticket: Ticket, devices: Sequence[int], counts: np.ndarray) -> Turn:
         label = self._call(layer, ticket)._replace(kind="turn")
         here = len(devices)
-        groups = layer.group_size and self._ranks_of_groups(layer, here, partial=False)[0]
+        groups = layer.group_size and self._groups(layer, here, partial=False)[0]
         if self._transport.size == 1 or (groups and len(groups) == 1):
             return alone(label.key, counts)
-        ready = bytes_of(np.array(devices, np.int64), counts)
-        answer = self._transport.decide(label, ready, self._number)
-        head, identity, *parts = arrays_of(answer)
-        number, clique = head.view(np.int64).tolist()
-        all_counts, world, first = [], 0, 0
-        for rank, part in enumerate(parts):
-            of_rank, counts = (array.view(kind) for array, kind in zip(arrays_of(part), (np.int64, np.float64)))
-            all_counts.append(counts)
-            first += of_rank.size * (rank < self.rank)
-            world += of_rank.size
-        everything = np.concatenate(all_counts)
-        return Turn(self._channel, number, clique, world, first, identity.tobytes(), everything, label.key)
-
-    def _number(self, parts: List[np.ndarray]) -> np.ndarray:
-        """On rank 0, where all are ready: the number of their collective and that of the set of their devices, what
-        makes a communicator where the set is new, and the parts."""
-        devices = [arrays_of(part)[0].view(np.int64).tolist() for part in parts]
-        with self._turns:
-            known = len(self._cliques)
-            clique = self._cliques.setdefault(json.dumps(devices), known)
-            identity = np.frombuffer(_native.nccl_unique_id() if clique == known else b"", np.uint8)
-            number, self._turn = self._turn, self._turn + 1
-        return bytes_of(np.array([number, clique], np.int64), identity, *parts)
+        place = self._turns.next(label, devices, counts)
+        first = sum(len(part.devices) for part in place.parts[: self.rank])
+        world = sum(len(part.devices) for part in place.parts)
+        everything = np.concatenate([part.counts for part in place.parts])
+        return Turn(self._channel, place.number, place.clique, world, first, place.identity, everything, label.key)
 
     def check(self, layer: LayerInfo, ticket: Ticket) -> None:
         self._transport.look(self._call(layer, ticket))
 
     def fail(self, reason: str) -> None:
-        if self.why_not_in_memory is None:
-            _native.shared_memory_failed(self.handle, reason)
+        if self._memory is not None:
+            _native.shared_memory_failed(self._memory, reason)
         self._transport.fail(reason)
 
     def close(self) -> None:
-        if self.why_not_in_memory is None:
-            _native.shared_memory_ended(self.handle)
+        if self._memory is not None:
+            _native.shared_memory_ended(self._memory)
         self._transport.close()
 
     def forked(self) -> None:
         self._lock = threading.Lock()  # another thread, which is not here, may have held it
-        self._transport = _OfParent(self._transport)
+        self._transport = _OfParent(self._transport.rank, self._transport.size)
+        self._turns = Turns(self._transport)
 
     def knows(self, layer: LayerInfo) -> bool:
         return layer.id in self._keys
@@ -420,49 +391,36 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return Label("statistics", key, ticket.node, ticket.call, ticket.phase, what, ticket.layer)
 
 
-def bytes_of(*arrays: np.ndarray) -> np.ndarray:
-    """Arrays as bytes, each behind its size."""
-    parts = []
-    for array in arrays:
-        flat = np.ascontiguousarray(array).ravel().view(np.uint8)
-        parts += [np.array([flat.size], np.int64).view(np.uint8), flat]
-    return np.concatenate(parts)
+class _Leaders(PythonExchange):
+    """The allreduce of the processes that speak for a machine each. The core calls it in these alone."""
+
+    spans_processes = True
+
+    def __init__(self, store: ProcessStore, ranks: List[int]) -> None:
+        self._store, self._ranks = store, ranks
+
+    def knows(self, layer: LayerInfo) -> bool:
+        return True  # the core has asked the store before
+
+    def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+        return self._store.reduce_among(self._ranks, layer, ticket, rows[0], base.merge_moments)
+
+    def add(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+        return self._store.reduce_among(self._ranks, layer, ticket, rows[0], np.add)
 
 
-def arrays_of(data: np.ndarray) -> List[np.ndarray]:
-    """The bytes of the arrays that `bytes_of` was given."""
-    arrays = []
-    while data.size:
-        end = 8 + int(data[:8].copy().view(np.int64)[0])
-        arrays.append(data[8:end].copy())
-        data = data[end:]
-    return arrays
-
-
-class _OfParent(Transport):
+class _OfParent(WaitingTransport):
     """What the child of a fork has of its parent's transport."""
 
-    def __init__(self, parent: Transport) -> None:
-        self.rank, self.size = parent.rank, parent.size
-
-    def _refuse(self) -> NoReturn:
+    def allgather(
+        self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
+    ) -> List[np.ndarray]:
         raise mx.MXNetError(
             f"this process was forked from rank {self.rank} of {self.size} and is no member of its job; only processes "
             "that the launcher has started are"
         )
 
-    def allgather(
-        self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
-    ) -> List[np.ndarray]:
-        self._refuse()
-
-    def allreduce(self, label: Label, array: np.ndarray, combine: Combine = np.add) -> np.ndarray:
-        self._refuse()
-
-    def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
-        self._refuse()
-
-    def fail(self, reason: str) -> None:
+    def tell(self, label: Optional[Label], reason: str) -> None:
         pass  # the parent's own failures are told by the parent
 
     def close(self) -> None:

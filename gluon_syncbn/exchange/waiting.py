@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import _native
 from ..logs import log
-from .store import Combine, Label, Transport
+from .transport import Combine, Label, Transport
 
 _WARN_AFTER = 10.0  # seconds
 _LOOK = 0.05  # seconds between looks at the native core
@@ -30,7 +30,7 @@ class Wait:
         self._interrupts = _native.interrupts()
         self._began = time.monotonic()
         self._limit = 0.0  # looked up, as the rest is made, only where the wait is not over at once
-        self._warned, self._looked = False, 0.0
+        self._looked = 0.0
         self._native: Optional[_native.Wait] = None
 
     def seconds(self) -> float:
@@ -41,18 +41,24 @@ class Wait:
         transport, label, waited = self._transport, self._label, self.seconds()
         transport.check_unbroken(label)
         if self._native is None:
-            self._limit, self._native = _native.timeout_of(label.layer), _native.Wait(self._interrupts)
-        if waited > self._limit:
+            self._limit = _native.timeout_of(label.layer) + label.longer
+            self._native = _native.Wait(self._limit, _WARN_AFTER, self._interrupts)
+        if waited - self._looked < _LOOK:
+            return
+        self._looked = waited
+        why = self._native.look()
+        if why == "late":
             no_answer = f"no answer within {self._limit:.0f} s"
             transport.give_up(label, no_answer, lambda: transport.late(label, missing, self._limit))
-        if waited > _WARN_AFTER and not self._warned:
-            self._warned = True
+        elif why == "forked":
+            forked = "the process was forked (os.fork, multiprocessing, subprocess with preexec_fn)"
+            advice = "Fork before a step or after it."
+            transport.give_up(label, f"{forked}, and rank {transport.rank} was in {label}. {advice}")
+        elif why == "long":
             log.warning("%s Still waiting, until %.0f s.", transport.describe_wait(label, missing, waited), self._limit)
-        if waited - self._looked > _LOOK:
-            self._looked = waited
-            if not self._native.goes_on():
-                stopped = f"rank {transport.rank} was asked to end, or its step failed, in {label}."
-                transport.give_up(label, _native.failure() or stopped)
+        elif why:
+            stopped = f"rank {transport.rank} was asked to end, or its step failed, in {label}."
+            transport.give_up(label, _native.failure() or stopped)
 
 
 class WaitingTransport(Transport):
@@ -76,9 +82,11 @@ class WaitingTransport(Transport):
 
     # ---- Transport -----------------------------------------------------------------------------------------
 
-    def allreduce(self, label: Label, array: np.ndarray, combine: Combine = np.add) -> np.ndarray:
+    def allreduce(
+        self, label: Label, array: np.ndarray, combine: Combine = np.add, *, ranks: Optional[Sequence[int]] = None
+    ) -> np.ndarray:
         array = np.ascontiguousarray(array)
-        total = functools.reduce(combine, self.allgather(label, array.ravel(), equal=True))
+        total = functools.reduce(combine, self.allgather(label, array.ravel(), equal=True, ranks=ranks))
         return total.reshape(array.shape)
 
     def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:

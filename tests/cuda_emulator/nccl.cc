@@ -138,14 +138,15 @@ std::string perform(const Clique& clique, const Meeting& meeting) {
     if (!std::strcmp(meeting.calls[0].what, "ncclAllGather")) return gather(clique, meeting);
     const Call& root = meeting.calls[meeting.calls[0].root];
     const size_t bytes = root.count * kSizes[root.type];
-    const bool reduce = !std::strcmp(root.what, "ncclReduce");
+    const bool to_all = !std::strcmp(root.what, "ncclAllReduce");
+    const bool reduce = to_all || !std::strcmp(root.what, "ncclReduce");
     std::vector<char> result;
     for (size_t rank = 0; rank < meeting.calls.size(); ++rank) {
         const Call& call = meeting.calls[rank];
         const auto wrong = [&](const void* pointer, Access access) {
             return wrong_range(clique, rank, pointer, bytes, access);
         };
-        const bool reads = reduce || &call == &root, writes = reduce ? &call == &root : &call != &root;
+        const bool reads = reduce || &call == &root, writes = to_all || (reduce ? &call == &root : &call != &root);
         std::string found = reads ? wrong(call.from, kRead) : "";
         if (found.empty() && writes) found = wrong(call.to, kWrite);
         if (!found.empty()) return found;
@@ -157,7 +158,7 @@ std::string perform(const Clique& clique, const Meeting& meeting) {
             add(root.type, result.data(), from, root.count);
     }
     for (const Call& call : meeting.calls)
-        if (reduce ? &call == &root : true) std::memcpy(call.to, result.data(), bytes);
+        if (!reduce || to_all || &call == &root) std::memcpy(call.to, result.data(), bytes);
     return "";
 }
 
@@ -260,8 +261,15 @@ void flush() {
         const uint64_t number = one.communicator->calls++;
         const Call call = one.call;
         if (const std::shared_ptr<Member> member = one.communicator->member) {
-            const Share share{call.from, call.to, call.count, call.count * kSizes[call.type], call.type};
-            enqueue(one.stream, [=] { member->gather(number, share); }, true);
+            const bool sums = !std::strcmp(call.what, "ncclAllReduce");
+            const Share share{call.what,
+                              call.from,
+                              call.to,
+                              call.count,
+                              call.count * kSizes[call.type],
+                              call.type,
+                              sums ? Add(add) : nullptr};
+            enqueue(one.stream, [=] { member->come(number, share); }, true);
             continue;
         }
         enqueue(one.stream, [=] { attend(clique, rank, number, call); }, true);
@@ -283,8 +291,8 @@ Result post(Communicator* communicator, const Call& call, void* handle) {
         wrong = format("data type %d", call.type);
     else if (call.root < 0 || call.root >= ranks)
         wrong = format("root %d of %d ranks", call.root, ranks);
-    else if (communicator->member && std::strcmp(call.what, "ncclAllGather"))
-        wrong = "the emulator has ncclAllGather only between processes";
+    else if (communicator->member && std::strncmp(call.what, "ncclAll", 7))
+        wrong = "between processes the emulator has ncclAllGather and ncclAllReduce only";
     else if (call.operation != kSum)
         wrong = format("operation %d: the emulator has ncclSum only", call.operation);
     if (!wrong.empty()) {
@@ -358,6 +366,11 @@ const char* ncclGetErrorString(Result result) {
 }
 Result ncclAllGather(const void* from, void* to, size_t count, int type, Communicator* communicator, void* stream) {
     return post(communicator, {"ncclAllGather", from, to, count, type, kSum, 0}, stream);
+}
+// `from` may be `to`.
+Result ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Communicator* communicator,
+                     void* stream) {
+    return post(communicator, {"ncclAllReduce", from, to, count, type, operation, 0}, stream);
 }
 Result ncclGroupStart() {
     ++depth;

@@ -36,6 +36,7 @@ struct Member::Place {
         int device;
         uint64_t count;
         int type;
+        bool adds;
         char data[kMost];
     };
     std::atomic<int> ranks, joined;
@@ -96,7 +97,7 @@ void Member::break_off(const std::string& text) {
 }
 
 // Whether another rank has come so far; not where this one shall wait no longer.
-bool Member::wait(const std::atomic<uint64_t>& what, uint64_t least, int other) {
+bool Member::wait(const char* call, const std::atomic<uint64_t>& what, uint64_t least, int other) {
     const long seconds = setting("CUDA_EMULATOR_TIMEOUT", 30);
     const double end = now() + static_cast<double>(seconds);
     while (what < least) {
@@ -106,7 +107,7 @@ bool Member::wait(const std::atomic<uint64_t>& what, uint64_t least, int other) 
             return false;
         }
         if (now() > end) {
-            break_off(format("NCCL: ncclAllGather between processes, rank %d: after %ld s, rank %d has not come", rank,
+            break_off(format("NCCL: %s between processes, rank %d: after %ld s, rank %d has not come", call, rank,
                              seconds, other));
             return false;
         }
@@ -115,12 +116,12 @@ bool Member::wait(const std::atomic<uint64_t>& what, uint64_t least, int other) 
     return true;
 }
 
-void Member::gather(uint64_t number, const Share& share) {
+void Member::come(uint64_t number, const Share& share) {
     Place::Rank* const all = place_->all;
+    const size_t written = share.add != nullptr ? share.bytes : static_cast<size_t>(ranks) * share.bytes;
     // A kernel that is aborted leaves anything in its memory: nobody is told that it was never written.
     const auto end = [&] {
-        const size_t bytes = static_cast<size_t>(ranks) * share.bytes;
-        if (aborted_) problem(share.to, bytes, device, kWrite);
+        if (aborted_) problem(share.to, written, device, kWrite);
     };
     while (lost == device && !aborted_) pause();
     if (aborted_) return end();
@@ -130,24 +131,36 @@ void Member::gather(uint64_t number, const Share& share) {
         return problem(pointer, bytes, device, access);
     };
     std::string found = wrong(share.from, share.bytes, kRead);
-    if (found.empty()) found = wrong(share.to, static_cast<size_t>(ranks) * share.bytes, kWrite);
-    if (!found.empty()) return break_off(format("NCCL: ncclAllGather, rank %d: %s", rank, found.c_str()));
+    if (found.empty()) found = wrong(share.to, written, kWrite);
+    if (!found.empty()) return break_off(format("NCCL: %s, rank %d: %s", share.what, rank, found.c_str()));
     for (int i = 0; i < ranks;
          ++i)  // this rank's own: its streams take turns; the others: they have read what was there
-        if (!wait(all[i].done, number, i)) return end();
-    all[rank].count = share.count;
-    all[rank].type = share.type;
-    std::memcpy(all[rank].data, share.from, share.bytes);
-    all[rank].arrived = number + 1;
+        if (!wait(share.what, all[i].done, number, i)) return end();
+    Place::Rank& own = all[rank];
+    own.count = share.count;
+    own.type = share.type;
+    own.adds = share.add != nullptr;
+    std::memcpy(own.data, share.from, share.bytes);
+    own.arrived = number + 1;
+    const auto text = [](const Place::Rank& one) {
+        return format("%s of %zu of type %d", one.adds ? "ncclAllReduce" : "ncclAllGather",
+                      static_cast<size_t>(one.count), one.type);
+    };
     for (int i = 0; i < ranks; ++i) {
-        if (!wait(all[i].arrived, number + 1, i)) return end();
-        if (all[i].count != share.count || all[i].type != share.type)
-            return break_off(format("NCCL: rank %d calls ncclAllGather of %zu of type %d, rank %d of %zu of type %d",
-                                    rank, share.count, share.type, i, static_cast<size_t>(all[i].count), all[i].type));
+        if (!wait(share.what, all[i].arrived, number + 1, i)) return end();
+        if (all[i].count != own.count || all[i].type != own.type || all[i].adds != own.adds)
+            return break_off(
+                format("NCCL: rank %d calls %s, rank %d %s", rank, text(own).c_str(), i, text(all[i]).c_str()));
     }
-    for (int i = 0; i < ranks; ++i)
-        std::memcpy(static_cast<char*>(share.to) + static_cast<size_t>(i) * share.bytes, all[i].data, share.bytes);
-    all[rank].done = number + 1;
+    // Sums are added in the order of the ranks, so that all ranks have the same bits.
+    char* const to = static_cast<char*>(share.to);
+    for (int i = 0; i < ranks; ++i) {
+        if (share.add != nullptr && i > 0)
+            share.add(share.type, to, all[i].data, share.count);
+        else
+            std::memcpy(to + static_cast<size_t>(i) * share.bytes, all[i].data, share.bytes);
+    }
+    own.done = number + 1;
 }
 
 }  // namespace emulator

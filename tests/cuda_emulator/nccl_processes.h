@@ -11,12 +11,16 @@
 
 namespace emulator {
 
-// What a rank brings to a collective. There is no other one than ncclAllGather between processes.
+using Add = void (*)(int type, void* total, const void* more, size_t count);
+
+// What a rank brings to a collective: ncclAllGather, or ncclAllReduce where there is an `add`.
 struct Share {
+    const char* what;
     const void* from;
     void* to;
     size_t count, bytes;  // numbers, and what they take
     int type;
+    Add add;
 };
 
 class Member {
@@ -29,7 +33,7 @@ class Member {
     const int ranks, rank, device;
 
     // On the thread of a stream: the collective with this number, in their order. Errors go to the device.
-    void gather(uint64_t number, const Share& share);
+    void come(uint64_t number, const Share& share);
     // This rank waits no longer, and comes no more.
     void abort() { aborted_ = true; }
 
@@ -37,7 +41,7 @@ class Member {
     struct Place;
     Member(int ranks, int rank, int device, Place* place) : ranks(ranks), rank(rank), device(device), place_(place) {}
     void break_off(const std::string& text);
-    bool wait(const std::atomic<uint64_t>& what, uint64_t least, int other);
+    bool wait(const char* call, const std::atomic<uint64_t>& what, uint64_t least, int other);
 
     Place* const place_;
     std::atomic<bool> aborted_{false};

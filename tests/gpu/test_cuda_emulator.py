@@ -666,6 +666,12 @@ class Clique:
         communicator = ctypes.c_void_p(self.communicators[rank])
         assert nccl.ncclAllGather(array.pointer, out.pointer, ctypes.c_size_t(count), 7, communicator, stream) == 0
 
+    def add(self, rank, array, out, stream, count=4, operation=0):
+        communicator = ctypes.c_void_p(self.communicators[rank])
+        return nccl.ncclAllReduce(
+            array.pointer, out.pointer, ctypes.c_size_t(count), 8, operation, communicator, stream
+        )
+
     def abort(self):
         for communicator in self.communicators:
             assert nccl.ncclCommAbort(ctypes.c_void_p(communicator)) == 0
@@ -802,6 +808,72 @@ def test_an_all_gather_looks_at_its_memory(devices):
     assert "rank 1: write of 32 bytes" in take_errors()
 
 
+def adding(devices):
+    given = np.random.RandomState(0).randn(2, 4) * [[1e16], [1]]
+    arrays = [device.upload(values) for device, values in zip(devices, given)]
+    outs = [device.empty(4, "float64") for device in devices]
+    return given, arrays, outs, [new_stream(device) for device in devices], Clique()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_all_reduce(devices, in_place):
+    """One call of a group waits for the other; the sum of float64 has the same bits on both devices."""
+    given, arrays, outs, streams, clique = adding(devices)
+    outs = arrays if in_place else outs
+    nccl.ncclGroupStart()
+    assert clique.add(0, arrays[0], outs[0], streams[0]) == 0
+    time.sleep(0.02)
+    assert cudart.cudaStreamQuery(streams[0]) == 0  # it begins with the end of the group
+    nccl.ncclGroupEnd()
+    time.sleep(0.02)
+    assert cudart.cudaStreamQuery(streams[0]) == NOT_READY
+    assert clique.add(1, arrays[1], outs[1], streams[1]) == 0
+    for stream in streams:
+        assert cudart.cudaStreamSynchronize(stream) == 0
+    for out in outs:
+        np.testing.assert_array_equal(out.download(), given[0] + given[1])
+
+
+def test_an_all_reduce_that_the_emulator_does_not_have(devices):
+    _, arrays, outs, streams, clique = adding(devices)
+    assert clique.add(0, arrays[0], outs[0], streams[0], operation=2) == 4  # ncclMax
+    assert "ncclAllReduce: operation 2: the emulator has ncclSum only" in take_errors()
+
+
+def test_an_all_reduce_looks_at_its_memory(devices):
+    _, arrays, outs, streams, clique = adding(devices)
+    clique.add(0, outs[0], outs[0], streams[0])  # nobody has written there
+    clique.add(1, arrays[1], outs[1], streams[1])
+    for stream in streams:
+        cudart.cudaStreamSynchronize(stream)
+    assert "rank 0: read of 32 bytes" in take_errors()
+
+
+def test_an_all_reduce_of_another_length(devices):
+    _, arrays, outs, streams, clique = adding(devices)
+    clique.add(0, arrays[0], outs[0], streams[0])
+    clique.add(1, arrays[1], outs[1], streams[1], count=3)
+    assert [cudart.cudaStreamSynchronize(stream) for stream in streams] == [719] * 2
+    assert re.search(r"NCCL: rank \d calls ncclAllReduce of \d float64, root 0, rank", take_errors())
+
+
+def test_an_all_reduce_to_which_a_rank_does_not_come(devices, monkeypatch):
+    monkeypatch.setenv("CUDA_EMULATOR_TIMEOUT", "2")
+    _, arrays, outs, streams, clique = adding(devices)
+    clique.add(0, arrays[0], outs[0], streams[0])
+    assert cudart.cudaStreamSynchronize(streams[0]) == 719
+    assert re.search(r"ncclAllReduce of 4 .*after 2 s, ranks 1 have not come", take_errors())
+
+
+def test_an_abort_ends_an_all_reduce(devices):
+    _, arrays, outs, streams, clique = adding(devices)
+    clique.add(0, arrays[0], outs[0], streams[0])
+    time.sleep(0.05)
+    assert cudart.cudaStreamQuery(streams[0]) == NOT_READY
+    clique.abort()
+    assert cudart.cudaStreamSynchronize(streams[0]) == 0
+
+
 def test_an_abort_ends_what_waits(devices):
     arrays, outs, streams, clique = gathering(devices)
     clique.gather(0, arrays[0], outs[0], streams[0])
@@ -811,22 +883,25 @@ def test_an_abort_ends_what_waits(devices):
     assert cudart.cudaStreamSynchronize(streams[0]) == 0
 
 
-# What each process does: the rank that it claims to be, and how many numbers it gives.
+# What each process does: the rank that it claims to be, how many numbers it gives, and for which collective.
 MEMBER = """
 import ctypes, sys, numpy as np
 from pathlib import Path
 from cuda_emulator.device import Device, EmulatorError
-out, rank, count, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
+out, rank, count, what, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], Path(sys.argv[5])
 class Id(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_char * 128)]
 nccl, device = ctypes.CDLL(f"{out}/lib/libnccl.so.2"), Device(out, 'extern "C" __global__ void none() {}', index=rank)
 device.call("cuCtxSynchronize")  # its context is the current one
-given, got = device.upload(np.full(count, rank + 1, "float64")), device.empty(2 * count, "float64")
+adds = what == "ncclAllReduce"
+given = device.upload(np.full(count, 0.1 * (rank + 1) if adds else rank + 1, "float64"))
+got = device.empty(count if adds else 2 * count, "float64")
 communicator, stream = ctypes.c_void_p(), ctypes.c_void_p()
 device.call("cuStreamCreate", ctypes.byref(stream), 0)
 print(nccl.ncclCommInitRank(ctypes.byref(communicator), 2, Id.from_buffer_copy(path.read_bytes()), rank), flush=True)
 if communicator:
-    nccl.ncclAllGather(given.pointer, got.pointer, ctypes.c_size_t(count), 8, communicator, stream)
+    operation = [0] if adds else []  # ncclSum
+    getattr(nccl, what)(given.pointer, got.pointer, ctypes.c_size_t(count), 8, *operation, communicator, stream)
     try:
         device.call("cuStreamSynchronize", stream)
         print(got.download().tolist())
@@ -835,7 +910,7 @@ if communicator:
 """
 
 
-def members(tmp_path, *claims):
+def members(tmp_path, *claims, calls=("ncclAllGather", "ncclAllGather")):
     """What processes with these ranks and numbers say, in a communicator of two."""
     identity = ctypes.create_string_buffer(128)
     assert nccl.ncclGetUniqueId(identity) == 0
@@ -843,7 +918,10 @@ def members(tmp_path, *claims):
     environment = shell(TESTS, OUT, *sys.path, CUDA_EMULATOR_TIMEOUT=5)
     command = [sys.executable, "-c", MEMBER, OUT]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    started = [subprocess.Popen([*command, *map(str, claim), str(tmp_path / "id")], **pipes) for claim in claims]
+    started = [
+        subprocess.Popen([*command, *map(str, claim), call, str(tmp_path / "id")], **pipes)
+        for claim, call in zip(claims, calls)
+    ]
     return [process.communicate(timeout=60)[0].splitlines() for process in started]
 
 
@@ -854,7 +932,25 @@ def test_an_all_gather_between_processes(tmp_path):
 def test_an_all_gather_between_processes_that_does_not_match(tmp_path):
     for rank, (status, text) in enumerate(members(tmp_path, (0, 2), (1, 3))):
         assert status == "0"
-        assert re.search(rf"rank {rank} calls ncclAllGather of \d of type 8, rank \d of \d|that has failed", text), text
+        assert re.search(rf"rank {rank} calls ncclAllGather of \d of type 8, rank \d ncclAll|that has failed", text), (
+            text
+        )
+
+
+SUMS = ["ncclAllReduce"] * 2
+
+
+def test_an_all_reduce_between_processes(tmp_path):
+    total = 0.1 * 1 + 0.1 * 2
+    assert members(tmp_path, (0, 3), (1, 3), calls=SUMS) == [["0", str([total] * 3)]] * 2
+
+
+@pytest.mark.parametrize("calls, counts", [(SUMS, (2, 3)), (("ncclAllReduce", "ncclAllGather"), (2, 2))], ids=str)
+def test_an_all_reduce_between_processes_that_does_not_match(tmp_path, calls, counts):
+    said = members(tmp_path, *enumerate(counts), calls=calls)
+    assert [status for status, _ in said] == ["0", "0"]
+    text = " ".join(text for _, text in said)
+    assert re.search(r"rank \d calls ncclAll\w+ of \d of type 8, rank \d ncclAll\w+ of \d of type 8", text), text
 
 
 def test_a_rank_that_is_there_twice(tmp_path):

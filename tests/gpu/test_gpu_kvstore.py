@@ -12,7 +12,7 @@ from contextlib import suppress
 import mxnet as mx
 import numpy as np
 import pytest
-from gpus import EMULATED, GPUS, assert_sound, counted, gpus
+from gpus import EMULATED, GPUS, assert_sound, counted_step, gpus
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from poolings import POOLINGS, fits, specification
@@ -234,18 +234,11 @@ def test_what_a_step_costs(rng, replicas, kvstore, pooling, way):
     for x in xs:
         x.attach_grad()
 
-    def forward():
-        with autograd.record():
-            return [layer(x) for x in xs]
-
     none = {"launches": 2, "to device": 0, "to host": 0, "within": 0, "waits": 1, "collectives": 0}
     through_cpu = {**none, "to device": 1, "to host": 1, "waits": 2 + 2}
     others = {**none, "within": 1, "waits": 2 + 1}
     one = {**none, "launches": 2 + 1, "within": replicas + 1, "waits": 2 + replicas + 2}
-    for _ in range(3):
-        ys, forwards = counted(forward)
-        _, backwards = counted(lambda ys=ys: autograd.backward(ys, heads))
-    for numbers in (forwards, backwards):
+    for numbers in counted_step(lambda: [layer(x) for x in xs], heads, 3):
         for each in numbers:
             del each["allocations"]
         if not shared:
@@ -349,7 +342,7 @@ def test_a_gpu_that_has_not_finished(rng):
     """Its own time limit ends it: nothing is given to the store before."""
     if not EMULATED:
         pytest.skip("no GPU can be kept busy for so long")
-    contexts, batch, store = gpus(2), make_batch(rng, 2, spatial=(200, 200)), Store()
+    contexts, batch, store = gpus(2), make_batch(rng, 2, spatial=(500, 500)), Store()
     layer = a_layer(batch, contexts, kvstore=store, timeout=0.01)
     xs = on_devices(batch.shards, contexts, "float64")
     with autograd.record():

@@ -38,7 +38,7 @@ def test_every_mode_and_what_it_costs(processes):
     assert_succeeded(job(processes, "every_mode", limit=200), processes)
 
 
-TOGETHER = ["other_types", "short_batches", "recomputed_on_gpus"]
+TOGETHER = ["other_types", "short_batches", "recomputed_on_gpus", "reads_a_branch"]
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def test_branches_in_another_order_in_each_process(processes):
 
 
 @pytest.mark.slow
-def test_along_a_tree(monkeypatch):
-    """What many processes do: from more than so many on, the counts come along a tree."""
+def test_many_processes(monkeypatch):
+    """From more than so many processes on, a ballot takes the logarithm of their number in messages."""
     monkeypatch.setenv("MPI_WORKER_FEW", "1")
     assert_succeeded(job(5, "branches", 2, limit=150), 5)
 
@@ -72,6 +72,15 @@ def test_along_a_tree(monkeypatch):
 def test_over_the_host_on_request(monkeypatch):
     monkeypatch.setenv("GPU_WORKER_GPUS", '"host"')
     assert_succeeded(job(2, "every_mode", limit=200), 2)
+
+
+@pytest.mark.parametrize(
+    "processes, arguments",
+    [(4, ["every_mode"]), (2, ["other_types+short_batches+recomputed_on_gpus"]), (2, ["branches", 2])],
+)
+def test_an_all_reduce(processes, arguments):
+    """In mode sync, of sums; groups go by an all-gather. Steps with fewer devices, and branches, too."""
+    assert_succeeded(job(processes, *arguments, environment={"GPU_WORKER_SUMMED": "1"}, limit=200), processes)
 
 
 def side_by_side(jobs):

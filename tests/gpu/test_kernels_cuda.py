@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from typing import NamedTuple
+from typing import NamedTuple, Sequence
 
 import numpy as np
 import pytest
@@ -16,10 +16,12 @@ from places import BENCHMARKS, SOURCES
 
 from gluon_syncbn import _native
 
+sys.path.insert(0, str(BENCHMARKS))
+from _kernel_arguments import STRUCTURES, filled
+
 SOURCE = SOURCES / "cuda" / "kernels.cu"
 BLOCK = _native._core.syncbn_cuda_block()
-SLOTS = _native._core.syncbn_cuda_slots()
-DEFINED = (f"-DSYNCBN_BLOCK={BLOCK}", f"-DSYNCBN_SLOTS={SLOTS}")
+DEFINED = (f"-DSYNCBN_BLOCK={BLOCK}",)
 TOLERANCE = {"float16": 1e-3, "float32": 2e-6, "float64": 1e-13}  # of what is rounded to the data's type
 SUMS = {"float16": 2e-6, "float32": 2e-6, "float64": 1e-12}  # of what is added up in float32 and merged in float64
 
@@ -39,19 +41,27 @@ SHAPES = [
 HUGE = [(16, 1, 256, 120 * 120), (16, 120 * 120, 256, 1), (4, 1, 3, 1 << 26), (1 << 20, 1, 1027, 1)]
 
 
-NULL = np.uint64(0)  # a pointer
-POOLS = np.dtype([(name, "i4") for name in ("kind", "own", "begin", "end")] + [("table", "i4", SLOTS)])
-SHARED, OWN, TABLE = range(3)
-TOLD = np.dtype([("given_up", "i4"), ("", "i4"), ("at", "i8"), ("value", "f8")])
+TOLD = STRUCTURES["Told"]
 PROPAGATE, LEAVE_OUT, TELL = range(3)
+SHARED, OWN, LISTS = range(3)
 
 
-def pools(kind, own=0, begin=0, end=0, table=()):
-    """The structure `Pools` of kernels.cu."""
-    out = np.zeros((), POOLS)
-    out["kind"], out["own"], out["begin"], out["end"] = kind, own, begin, end
-    out["table"][: len(table)] = table
-    return out
+class Pools(NamedTuple):
+    """What this replica's slots, from the `own`-th on, use: all of them begin ... end, each itself, or each a list.
+    Each feeds a pool of its own where it does not share one, and the replica tracks what its slots feed."""
+
+    kind: int
+    own: int = 0
+    begin: int = 0
+    end: int = 0
+    lists: Sequence[Sequence[int]] = ()
+
+
+def text():
+    """The source with its headers, as NVRTC gets it."""
+    source = _native._core.syncbn_cuda_source
+    source.restype = ctypes.c_char_p
+    return source(str(SOURCE).encode()).decode()
 
 
 class Cupy:
@@ -63,7 +73,7 @@ class Cupy:
             self.cupy.cuda.runtime.getDeviceCount()
         except self.cupy.cuda.runtime.CUDARuntimeError as error:
             pytest.skip(f"CuPy finds no GPU: {error}")
-        self.module = self.cupy.RawModule(code=SOURCE.read_text(), options=("--std=c++14", *DEFINED), backend="nvrtc")
+        self.module = self.cupy.RawModule(code=text(), options=("--std=c++14", *DEFINED), backend="nvrtc")
 
     def upload(self, values, shift=0):
         array = self.cupy.empty(values.size + shift, values.dtype)[shift:]
@@ -76,8 +86,11 @@ class Cupy:
     def download(self, array):
         return self.cupy.asnumpy(array)
 
-    def launch(self, kernel, grid, *arguments):
-        self.module.get_function(kernel)(grid, (BLOCK,), tuple(NULL if a is None else a for a in arguments))
+    def address(self, array):
+        return array.data.ptr
+
+    def launch(self, kernel, grid, arguments):
+        self.module.get_function(kernel)(grid, (BLOCK,), (arguments,))
 
 
 class Emulated:
@@ -95,7 +108,7 @@ class Emulated:
             pytest.skip("needs the CUDA emulator: `make test-gpu-emulated`")
         from cuda_emulator.device import Device
 
-        self.device = Device(os.environ["CUDA_EMULATOR"], SOURCE.read_text(), options=("--std=c++14", *DEFINED))
+        self.device = Device(os.environ["CUDA_EMULATOR"], text(), options=("--std=c++14", *DEFINED))
 
     def upload(self, values, shift=0):
         padded = np.concatenate([np.zeros(shift, values.dtype), values.ravel()])
@@ -110,13 +123,11 @@ class Emulated:
         self.device.call("cuMemcpyDtoH_v2", to, part.pointer, size)
         return result
 
-    def launch(self, kernel, grid, *arguments):
-        def value(argument):
-            if isinstance(argument, self.Part):
-                return argument.pointer
-            return argument.tobytes() if isinstance(argument, np.ndarray) else NULL if argument is None else argument
+    def address(self, part):
+        return part.pointer.value
 
-        self.device.launch(kernel, grid, BLOCK, *map(value, arguments))
+    def launch(self, kernel, grid, arguments):
+        self.device.launch(kernel, grid, BLOCK, arguments.tobytes())
 
 
 @pytest.fixture(scope="module", params=[Emulated, Cupy], ids=["emulated", "cupy"])
@@ -141,6 +152,17 @@ class Plan(NamedTuple):
         return cls(*values)
 
 
+def address(gpu, array):
+    return 0 if array is None else gpu.address(array)
+
+
+def run(gpu, kernel, grid, structure, **fields):
+    """What is no number and no structure is an array, or None."""
+    plain = (int, float, bool, np.number, np.bool_, dict)
+    arguments = {name: value if isinstance(value, plain) else address(gpu, value) for name, value in fields.items()}
+    gpu.launch(kernel, grid, filled(structure, **arguments))
+
+
 class Kernels:
     """The kernels on one tensor [samples, extent, channels, inner]. `shifts`: where x, dy (and an addend), the output
     and an old one begin, counted in values from what every load is aligned to."""
@@ -150,7 +172,8 @@ class Kernels:
         self.parameter = "float64" if self.type == "float64" else "float32"
         self.slots, self.chunks, self.width, self.segment = slots, chunks, width, segment
         samples, extent, self.channels, self.inner = x.shape
-        self.shape = [np.int64(n) for n in (samples, extent, self.channels, self.inner, slots)]
+        sizes = {"samples": samples, "per_sample": extent, "channels": self.channels, "inner": self.inner}
+        self.spread = {**sizes, "slots": slots, "segment": segment, "width": width}
         self.data = self.upload(x, 0)
 
     def upload(self, values, role):
@@ -168,47 +191,71 @@ class Kernels:
         tiles = self.channels if self.inner > 1 else -(-self.channels // self.width)
         return tiles, self.slots, self.chunks
 
-    def _name(self, kernel, activation=None):
-        return f"{kernel}_{self.type}" if activation is None else f"{kernel}_activated_{self.type}"
+    def launch(self, kernel, grid, structure, activation="", **fields):
+        """Arrays are given by their addresses; None is a null pointer."""
+        name = f"{kernel}_{activation}_{self.type}" if activation else f"{kernel}_{self.type}"
+        run(self.gpu, name, grid, structure, **fields)
 
     def _activation(self, activation):
-        """Slope and ceiling; the kernels that know of none do not look at them."""
-        return [np.float64(value) for value in activation or (np.nan, np.nan)]
+        """The kernel's, and slope and ceiling, at which those of nothing do not look."""
+        slope, ceiling = activation or (np.nan, np.nan)
+        return "rectifier" if activation else "identity", {"slope": slope, "ceiling": ceiling}
 
-    def _packed(self, kernel, merge, length, *arguments, more=()):
+    def _weights(self, gamma, beta, fix_gamma):
+        gamma, beta = (None if values is None else self.parameters(values) for values in (gamma, beta))
+        self.alive = gamma, beta
+        return {"gamma": address(self.gpu, gamma), "beta": address(self.gpu, beta), "fix_gamma": fix_gamma}
+
+    def _packed(self, kernel, merge, length, structure, **fields):
         """The packed vectors of each slot; those of chunks are merged on the device."""
         out = self.gpu.empty(self.slots * length, "float64")
         partial = out if self.chunks == 1 else self.gpu.empty(self.chunks * self.slots * length, "float64")
-        sizes = *self.shape, np.int32(self.width)
-        self.gpu.launch(kernel, self._grid(), *arguments, partial, *sizes, *more)
+        self.launch(kernel, self._grid(), structure, spread=self.spread, x=self.data, partial=partial, **fields)
         if self.chunks > 1:
             grid = (-(-self.slots * self.channels // (BLOCK // 32)), 1, 1)
-            sizes = np.int32(self.chunks), np.int64(self.slots), np.int64(self.channels)
-            self.gpu.launch(merge, grid, partial, out, *sizes)
+            sizes = {"slots": self.slots, "channels": self.channels, "chunks": self.chunks}
+            run(self.gpu, merge, grid, "MergeArguments", partial=partial, out=out, **sizes)
         return self.gpu.download(out).reshape(self.slots, length)
-
-    def _sizes(self):
-        return [*self.shape, np.int32(self.width), np.int64(self.segment)]
 
     def _each(self):
         return (self.blocks, 1, 1) if self.inner > 1 else self._grid()
 
+    def _own(self, pools):
+        """Which slots feed the pool that each slot feeds."""
+        if pools.kind == SHARED:
+            return {"first": {"begin": pools.begin, "end": pools.end}}
+        return {"first": {"begin": pools.own, "end": pools.own + 1}, "step": 1}
+
+    def _lists(self, pools):
+        if pools.kind != LISTS:
+            return self._own(pools)
+        ends = np.cumsum([0, *map(len, pools.lists)])
+        ranges, members = np.stack([ends[:-1], ends[1:]], 1), np.concatenate(list(map(list, pools.lists)))
+        arrays = [self.gpu.upload(values.astype("int32")) for values in (ranges, members)]
+        self.lists = arrays  # while the kernel runs
+        return dict(zip(("ranges", "members"), (address(self.gpu, array) for array in arrays)))
+
     def moments(self):
         """[slots][1 + 2C]"""
-        return self._packed(self._name("moments"), "merge_moments", 1 + 2 * self.channels, self.data)
+        return self._packed("moments", "merge_moments", 1 + 2 * self.channels, "MomentsArguments")
 
-    def normalise(self, source, pooling, gamma, beta, fix_gamma, start=None, running=(None, None), batch=None,
+    def normalise(self, source, pools, gamma, beta, fix_gamma, start=None, running=(None, None), batch=None,
                   hand_on=1, momentum=0.9, given_up=0, unbiased=0, watch=0, activation=None, addend=None):  # fmt: skip
         """`source`: gathered moments, or None for the running statistics. Returns the output and what is kept."""
         out, kept = self.output(start), self.gpu.empty(self.slots * (1 + 4 * self.channels), "float64")
-        gathered = None if source is None else self.gpu.upload(source)
-        told = self.gpu.upload(np.array([(given_up, 0, -1, 0.0)], TOLD).view("uint8"))
-        addend = None if addend is None else self.upload(addend, 1)
-        self.gpu.launch(
-            self._name("normalise", activation), self._each(), self.data, gathered, pooling, np.int32(source is None),
-            np.float64(EPSILON), self.parameters(gamma), self.parameters(beta), np.int32(fix_gamma), out,
-            np.int32(start is not None), kept, np.float64(momentum), *running, batch, np.int32(hand_on),
-            np.int32(unbiased), np.int32(watch), told, *self._sizes(), addend, *self._activation(activation),
+        told = self.gpu.upload(np.array([(given_up, -1, 0.0)], TOLD).view("uint8"))
+        activation, behind = self._activation(activation)
+        own, gathered, own_moments = self._own(pools), None, None
+        if source is not None:
+            gathered, own_moments = self.gpu.upload(source), self.gpu.upload(source[pools.own : pools.own + self.slots])
+        self.launch(
+            "normalise", self._each(), "NormaliseArguments", activation, spread=self.spread, x=self.data,
+            addend=None if addend is None else self.upload(addend, 1), y=out, behind=behind,
+            weights=self._weights(gamma, beta, fix_gamma), gathered=gathered,
+            used=self._lists(pools), fed=own, tracked=own, pools=1 if pools.kind == SHARED else self.slots,
+            own=own_moments, epsilon=EPSILON, kept=kept, add=start is not None, frozen=source is None,
+            momentum=momentum, running_mean=running[0], running_var=running[1], batch=batch, hand_on=hand_on,
+            unbiased=unbiased, watch=watch, told=told,
         )  # fmt: skip
         self.told = self.gpu.download(told).view(TOLD)[0]
         kept = self.gpu.download(kept).reshape(self.slots, -1)
@@ -216,21 +263,24 @@ class Kernels:
 
     def grad_sums(self, dy, kept, gamma=None, beta=None, fix_gamma=False, activation=None, y=None):
         """[slots][2C]; with y, whose sign counts then, and dz."""
-        arrays = self.upload(dy, 1), self.data, self.gpu.upload(kept)
-        gamma, beta = (None if values is None else self.parameters(values) for values in (gamma, beta))
         y, dz = (None, None) if y is None else (self.upload(y, 3), self.output(None))
-        more = gamma, beta, np.int32(fix_gamma), *self._activation(activation), y, dz
-        sums = self._packed(self._name("grad_sums", activation), "merge_sums", 2 * self.channels, *arrays, more=more)
+        activation, behind = self._activation(activation)
+        sums = self._packed(
+            "grad_sums", "merge_sums", 2 * self.channels, "GradSumsArguments", activation=activation, behind=behind,
+            dy=self.upload(dy, 1), kept=self.gpu.upload(kept), y=y, dz=dz,
+            weights=self._weights(gamma, beta, fix_gamma),
+        )  # fmt: skip
         return sums if dz is None else (sums, self.gpu.download(dz).reshape(self.x.shape))
 
     def recover(self, y, kept, gamma, beta, fix_gamma, slope, per_beta=0.0, least=0.0):
         """x, and the channel that is told; -1 for none."""
         out = self.output(None)
-        told = self.gpu.upload(np.array([(0, 0, -1, 0.0)], TOLD).view("uint8"))
-        self.gpu.launch(
-            self._name("recover"), self._each(), self.upload(y, 3), out, self.gpu.upload(kept), self.parameters(gamma),
-            self.parameters(beta), np.int32(fix_gamma), np.float64(slope), np.float64(per_beta), np.float64(least),
-            np.float64(EPSILON), np.float64(2.0**-48), told, *self._sizes(),
+        told = self.gpu.upload(np.array([(0, -1, 0.0)], TOLD).view("uint8"))
+        activation, behind = self._activation(None if slope == 1 else (slope, np.inf))
+        self.launch(
+            "recover", self._each(), "RecoverArguments", activation, spread=self.spread, y=self.upload(y, 3), x=out,
+            weights=self._weights(gamma, beta, fix_gamma), behind=behind, kept=self.gpu.upload(kept), per_beta=per_beta,
+            least=least, epsilon=EPSILON, constant=2.0**-48, told=told,
         )  # fmt: skip
         return self.gpu.download(out).reshape(self.x.shape), self.gpu.download(told).view(TOLD)["at"][0]
 
@@ -239,14 +289,15 @@ class Kernels:
         out = self.output(start)
         before = np.arange(1, self.channels + 1)
         parameters = [self.parameters(before) for _ in range(2)]
-        add = np.int32(start is not None)
-        beta = None if beta is None else self.parameters(beta)
-        self.gpu.launch(
-            self._name("grad_input", activation), self._each(), self.upload(dy, 1), self.data, self.gpu.upload(kept),
-            self.gpu.upload(gathered), users, self.gpu.upload(own), self.parameters(gamma), np.int32(fix_gamma), out,
-            add, parameters[0], add, parameters[1], add, *self._sizes(), beta, *self._activation(activation),
+        add = start is not None
+        activation, behind = self._activation(activation)
+        self.launch(
+            "grad_input", self._each(), "GradInputArguments", activation, spread=self.spread, dy=self.upload(dy, 1),
+            x=self.data, dx=out, weights=self._weights(gamma, beta, fix_gamma), behind=behind,
+            kept=self.gpu.upload(kept), gathered=self.gpu.upload(gathered), users=self._lists(users),
+            own=self.gpu.upload(own), dgamma=parameters[0], dbeta=parameters[1], add=add, add_dgamma=add, add_dbeta=add,
         )  # fmt: skip
-        dgamma, dbeta = (self.gpu.download(p) - (before if start is not None else 0) for p in parameters)
+        dgamma, dbeta = (self.gpu.download(p) - (before if add else 0) for p in parameters)
         return self.gpu.download(out).reshape(self.x.shape), dgamma, dbeta
 
 
@@ -271,9 +322,9 @@ def gathered_moments(channels, slots, empty=(), offset=0.0):
     return packed
 
 
-def pooled(packed, range_, channels):
+def pooled(packed, slots, channels):
     """Count, mean and variance of all values of some slots."""
-    rows = packed[range_[0] : range_[1]]
+    rows = packed[list(slots)]
     count = rows[:, 0].sum()
     if count == 0:
         return 0.0, np.zeros(channels), np.zeros(channels)
@@ -319,16 +370,21 @@ def test_one_array_in_an_odd_place(gpu, shifts, dtype):
 
 
 def ones(first, count):
-    """Ranges of one slot each."""
-    return [(i, i + 1) for i in range(first, first + count)]
+    """Lists of one slot each."""
+    return [[i] for i in range(first, first + count)]
 
 
-# This replica's slots begin at 2. The structure, and the ranges of gathered slots that slot i uses and that feed its
-# pool.
+def some(slots):
+    """Lists of several slots that are no neighbours."""
+    return [[0, 2 + i] if i % 2 else [1] for i in range(slots)]
+
+
+# This replica's slots begin at 2. What the kernels get, and the gathered slots that slot i uses and that feed its pool.
 POOLINGS = [
-    lambda slots: (pools(SHARED, 2, 1, 4), [(1, 4)] * slots, [(1, 4)] * slots),
-    lambda slots: (pools(OWN, 2), ones(2, slots), ones(2, slots)),
-    lambda slots: (pools(TABLE, 2, table=range(1, 1 + slots)), ones(1, slots), ones(2, slots)),
+    lambda slots: (Pools(SHARED, 2, 1, 4), [range(1, 4)] * slots, [range(1, 4)] * slots),
+    lambda slots: (Pools(OWN, 2), ones(2, slots), ones(2, slots)),
+    lambda slots: (Pools(LISTS, 2, lists=some(slots)), some(slots), ones(2, slots)),
+    lambda slots: (Pools(LISTS, 2, lists=ones(1, slots)), ones(1, slots), ones(2, slots)),
 ]
 
 
@@ -349,7 +405,7 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
 
     moments, sums = gathered_moments(channels, slots + 3), np.random.RandomState(1).randn(slots + 3, 2 * channels)
     for (pooling, used, fed), fix_gamma, base in zip(
-        (make(slots) for make in POOLINGS), (False, True, False), (None, start, None)
+        (make(slots) for make in POOLINGS), (False, True, False, False), (None, start, None, None)
     ):
         weight = np.ones(channels) if fix_gamma else gamma.astype("float64")
         before = 0 if base is None else base.astype("float64")
@@ -373,13 +429,13 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
             close(own[i, :channels] / size, head.sum((0, 1, 2)) / size, SUMS[dtype])
             close(own[i, channels:] / size, (head * xhat(i, part)).sum((0, 1, 2)) / size, SUMS[dtype])
 
-        # Who uses what is fed: the same slots, or in a table those of any permutation.
-        table = pooling["kind"] == TABLE
-        users, ranges = (pools(TABLE, 2, table=range(3, 3 + slots)), ones(3, slots)) if table else (pooling, fed)
+        # Who uses what is fed: the same slots, or in lists any.
+        lists = some(slots)[::-1]
+        users, ranges = (Pools(LISTS, 2, lists=lists), lists) if pooling.kind == LISTS else (pooling, fed)
 
         def gradient(i, part, weight=weight, of_used=of_used, of_fed=of_fed, heads=heads, ranges=ranges):
             count, mean, variance = of_fed[i]
-            s1, s2 = sums[ranges[i][0] : ranges[i][1]].sum(0).reshape(2, channels)
+            s1, s2 = sums[list(ranges[i])].sum(0).reshape(2, channels)
             invstd = (variance + EPSILON) ** -0.5
             through = invstd / count * (s1 + (part - mean) * invstd * s2)
             return weight * (heads[i] / np.sqrt(of_used[i][2] + EPSILON) - through)
@@ -407,7 +463,7 @@ def test_an_activation(gpu, shape, dtype, slots, chunks, width, shifts):
     kernels = Kernels(gpu, x, slots, chunks, width, shifts=shifts)
     moments, sums = gathered_moments(channels, slots + 3), np.random.RandomState(1).randn(slots + 3, 2 * channels)
     pooling, used, fed = POOLINGS[-1](slots)  # with other statistics than those that flow back
-    users, ranges = pools(TABLE, 2, table=range(3, 3 + slots)), ones(3, slots)
+    users, ranges = Pools(LISTS, 2, lists=ones(3, slots)), ones(3, slots)
     of_used, of_fed = ([pooled(moments, range_, channels) for range_ in ranges_] for ranges_ in (used, fed))
 
     def xhat(i, part):
@@ -445,7 +501,7 @@ def test_an_activation(gpu, shape, dtype, slots, chunks, width, shifts):
 
         def gradient(i, part, weight=weight, grads=grads):
             count, mean, variance = of_fed[i]
-            s1, s2 = sums[ranges[i][0] : ranges[i][1]].sum(0).reshape(2, channels)
+            s1, s2 = sums[list(ranges[i])].sum(0).reshape(2, channels)
             invstd = (variance + EPSILON) ** -0.5
             through = invstd / count * (s1 + (part - mean) * invstd * s2)
             return weight * (grads[i] / np.sqrt(of_used[i][2] + EPSILON) - through)
@@ -503,7 +559,7 @@ def test_an_activation_of_what_is_not_finite(gpu, activation, dtype):
         kernels = Kernels(gpu, values.reshape(shape))
         running = [kernels.parameters(np.full(1, value)) for value in (0, 1 - EPSILON)]
         got, _ = kernels.normalise(
-            None, pools(OWN), np.ones(1), np.zeros(1), False, running=running, activation=activation
+            None, Pools(OWN), np.ones(1), np.zeros(1), False, running=running, activation=activation
         )
         want = [np.nan, ceiling, -np.inf if slope else 0, 0, min(3, ceiling), -4 * slope, 2, -slope] * 2
         np.testing.assert_allclose(got.ravel(), np.array(want, dtype), rtol=1e-6)
@@ -526,9 +582,9 @@ def test_offset(gpu, shape, dtype):
         if first:
             np.testing.assert_allclose(m2, want, rtol=2e-5)
     moments = gathered_moments(channels, 3, offset=1e5)
-    _, mean, variance = pooled(moments, (0, 3), channels)
+    _, mean, variance = pooled(moments, range(3), channels)
     want = joined(x, 1, lambda i, part: (part - mean) / np.sqrt(variance + EPSILON) * gamma + beta)
-    got, _ = kernels.normalise(moments, pools(SHARED, 0, 0, 3), gamma, beta, False)
+    got, _ = kernels.normalise(moments, Pools(SHARED, 0, 0, 3), gamma, beta, False)
     np.testing.assert_allclose(got[1:], want[1:], rtol=0, atol=1e-4)
 
 
@@ -560,8 +616,8 @@ def test_pools_with_empty_slots(gpu, empty):
     moments = gathered_moments(3, 4, empty)
     kernels = Kernels(gpu, x)
     mean, var = (kernels.parameters(np.full(3, v)) for v in (5.0, 7.0))
-    _, kept = kernels.normalise(moments, pools(SHARED, 0, 0, 4), gamma, beta, False, running=(mean, var))
-    count, want_mean, want_var = pooled(moments, (0, 4), 3)
+    _, kept = kernels.normalise(moments, Pools(SHARED, 0, 0, 4), gamma, beta, False, running=(mean, var))
+    count, want_mean, want_var = pooled(moments, range(4), 3)
     np.testing.assert_allclose(kept[0, 1:4], want_mean, rtol=1e-13)
     np.testing.assert_allclose(kept[0, 0], 1 / count if count else 0)
     moved = 0.1 if count else 0
@@ -574,7 +630,7 @@ def test_every_half(gpu):
     halves = np.arange(1 << 16, dtype=np.uint16).view("float16").reshape(1, 1, 4, -1)
     kernels = Kernels(gpu, halves)
     running = [kernels.parameters(np.full(4, value)) for value in (0, 1 - EPSILON)]
-    got, _ = kernels.normalise(None, pools(OWN), np.ones(4), np.zeros(4), False, running=running)
+    got, _ = kernels.normalise(None, Pools(OWN), np.ones(4), np.zeros(4), False, running=running)
     np.testing.assert_array_equal(got, halves)
 
 
@@ -592,11 +648,11 @@ def test_running_statistics(gpu, shape, dtype):
         y, kept = kernels.normalise(moments, pooling, gamma, beta, False, running=running, momentum=0.7, **settings)
         return [gpu.download(values).astype("float64") for values in running], y, kept
 
-    shared, own = pooled(moments, (1, 3), channels)[1:], [pooled(moments, (i, i + 1), channels)[1:] for i in (1, 2)]
+    shared, own = pooled(moments, (1, 2), channels)[1:], [pooled(moments, [i], channels)[1:] for i in (1, 2)]
     wants = {
-        "the pool": (pools(SHARED, 1, 1, 3), shared),
-        "the mean of the slots' own": (pools(OWN, 1), np.mean(own, 0)),
-        "the same, whatever is used": (pools(TABLE, 1, table=(3, 0)), np.mean(own, 0)),
+        "the pool": (Pools(SHARED, 1, 1, 3), shared),
+        "the mean of the slots' own": (Pools(OWN, 1), np.mean(own, 0)),
+        "the same, whatever is used": (Pools(LISTS, 1, lists=((3,), (0,))), np.mean(own, 0)),
     }
     for pooling, want in wants.values():
         got, _, _ = run(pooling)
@@ -610,16 +666,16 @@ def test_running_statistics(gpu, shape, dtype):
             np.testing.assert_allclose(gpu.download(batch), left, rtol=1e-12)
 
     counts = moments[1:3, 0]
-    got, _, _ = run(pools(SHARED, 1, 1, 3), unbiased=1)
+    got, _, _ = run(Pools(SHARED, 1, 1, 3), unbiased=1)
     n = counts.sum()
     np.testing.assert_allclose(got[1], 0.7 * old[1] + 0.3 * shared[1] * n / (n - 1), rtol=1e-6)
-    got, _, _ = run(pools(OWN, 1), unbiased=1)
+    got, _, _ = run(Pools(OWN, 1), unbiased=1)
     each = [variance * n / (n - 1) for n, (_, variance) in zip(counts, own)]
     np.testing.assert_allclose(got[1], 0.7 * old[1] + 0.3 * np.mean(each, 0), rtol=1e-6)
 
     kernels = Kernels(gpu, x, 1)  # frozen
     running = [kernels.parameters(values) for values in old]
-    y, kept = kernels.normalise(None, pools(OWN), gamma, beta, False, running=running)
+    y, kept = kernels.normalise(None, Pools(OWN), gamma, beta, False, running=running)
     invstd = 1 / np.sqrt(old.astype(dtype).astype("float64")[1] + EPSILON)
     want = joined(x, 1, lambda i, part: (part - old[0]) * invstd * gamma + beta)
     close(y, want, TOLERANCE[dtype])
@@ -642,11 +698,11 @@ def test_moments_that_are_not_finite(gpu, bad):
         return [gpu.download(values) for values in running], kernels.told
 
     for pooling, feeds, at in (
-        (pools(SHARED, 0, 0, 4), True, 12),
-        (pools(SHARED, 2, 0, 4), True, -1),
-        (pools(SHARED, 2, 2, 4), False, -1),
-        (pools(OWN, 1), True, 5),
-        (pools(OWN, 2), False, -1),
+        (Pools(SHARED, 0, 0, 4), True, 12),
+        (Pools(SHARED, 2, 0, 4), True, -1),
+        (Pools(SHARED, 2, 2, 4), False, -1),
+        (Pools(OWN, 1), True, 5),
+        (Pools(OWN, 2), False, -1),
     ):
         running, told = moved(pooling, PROPAGATE)
         assert np.isfinite(running[1]).all() != feeds and told["at"] == -1
@@ -664,18 +720,27 @@ def test_small_kernels(gpu):
         for tracked in (1, 0):
             batch[0] = tracked
             mean, var = gpu.upload(old[0]), gpu.upload(old[1])
-            arguments = gpu.upload(batch), np.float64(0.7), mean, var, np.int64(300)
-            gpu.launch(f"update_running_{dtype}", (2, 1, 1), *arguments)
+            arrays = {"batch": gpu.upload(batch), "running_mean": mean, "running_var": var}
+            run(
+                gpu,
+                f"update_running_{dtype}",
+                (2, 1, 1),
+                "UpdateRunningArguments",
+                channels=300,
+                momentum=0.7,
+                **arrays,
+            )
             want = 0.7 * old + 0.3 * batch[1:].reshape(2, 300) if tracked else old
             np.testing.assert_allclose([gpu.download(mean), gpu.download(var)], want, rtol=1e-6)
     for dtype, value in (("float16", np.nan), ("float32", 2.5), ("float64", -1.0)):
         out = gpu.empty(300, dtype)
-        gpu.launch(f"fill_{dtype}", (2, 1, 1), out, np.float64(value), np.int64(300))
+        run(gpu, f"fill_{dtype}", (2, 1, 1), "FillArguments", out=out, value=value, n=300)
         np.testing.assert_array_equal(gpu.download(out), np.full(300, value, dtype))
         for add in (0, 1):
             values = random.randn(300).astype(dtype)
             out = gpu.upload(np.full(300, 2, dtype))
-            gpu.launch(f"copy_{dtype}", (2, 1, 1), gpu.upload(values), out, np.int32(add), np.int64(300))
+            arrays = {"from": gpu.upload(values), "to": out}
+            run(gpu, f"copy_{dtype}", (2, 1, 1), "CopyArguments", add=add, n=300, **arrays)
             np.testing.assert_allclose(gpu.download(out), values + 2 * add, rtol=1e-3)
 
 
@@ -729,8 +794,47 @@ def test_nvcc_has_no_complaint(architecture, tmp_path):
     if architecture is None:
         pytest.skip("no nvcc on the PATH")
     command = ["nvcc", "--std=c++14", f"-arch=sm_{architecture}", "-cubin", "-Werror", "all-warnings", *DEFINED]
-    command += [str(SOURCE), "-o", str(tmp_path / "kernels.cubin")]
+    command += [f"-I{SOURCES}", str(SOURCE), "-o", str(tmp_path / "kernels.cubin")]
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=200, env=shell()
     )
     assert done.returncode == 0 and done.stdout == "", done.stdout
+
+
+@pytest.mark.parametrize("offset", [0, 1e4, 1e6, -1e6])
+def test_sums_of_moments(gpu, offset):
+    """The total of the sums, added in any order, gives the moments of all: a large offset costs no digit."""
+    channels, counts = 300, np.array([4000.0, 17, 0, 256, 1, 90])
+    random = np.random.RandomState(5)
+    means, squares = offset + random.randn(6, channels), counts[:, None] * (0.5 + random.rand(6, channels))
+    parts = np.concatenate([counts[:, None], means, squares], 1)
+    parts[counts == 0] = 0
+    vectors = []
+    for part in parts:
+        sums = gpu.empty(1 + 4 * channels, "float64")
+        arrays = {"from": gpu.upload(part), "to": sums}
+        run(gpu, "sums_of_moments", (2, 1, 1), "SumsArguments", channels=channels, **arrays)
+        vectors.append(gpu.download(sums))
+    for order in (range(6), random.permutation(6)):
+        total, out = np.zeros(1 + 4 * channels), gpu.empty(1 + 2 * channels, "float64")
+        for i in order:
+            total += vectors[i]
+        arrays = {"from": gpu.upload(total), "to": out}
+        run(gpu, "moments_of_sums", (2, 1, 1), "SumsArguments", channels=channels, **arrays)
+        got, n = gpu.download(out), counts.sum()
+        mean = offset + counts @ (means - offset) / n
+        want = squares.sum(0) + counts @ (means - mean) ** 2
+        assert got[0] == n
+        np.testing.assert_allclose(got[1 : 1 + channels], mean, rtol=1e-15, atol=1e-14)
+        np.testing.assert_allclose(got[1 + channels :], want, rtol=1e-9)
+
+
+def test_sums_of_what_is_not_finite_or_empty(gpu):
+    part = np.array([3, np.nan, np.inf, -np.inf, 1e10, np.nan, np.nan, np.nan, 2])
+    for values, mean, m2 in ((part, part[1:5], part[5:]), (np.zeros(9), np.zeros(4), np.zeros(4))):
+        sums, out = gpu.empty(17, "float64"), gpu.empty(9, "float64")
+        arrays = {"from": gpu.upload(values), "to": sums}
+        run(gpu, "sums_of_moments", (1, 1, 1), "SumsArguments", channels=4, **arrays)
+        run(gpu, "moments_of_sums", (1, 1, 1), "SumsArguments", channels=4, **{"from": sums, "to": out})
+        np.testing.assert_array_equal(gpu.download(out)[:5], [values[0], *mean])
+        np.testing.assert_allclose(gpu.download(out)[5:], m2, rtol=1e-9)

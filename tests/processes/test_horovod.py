@@ -105,7 +105,7 @@ def test_processes_equal_the_specification(processes):
         (2, "same_bits_on_repetition"),
         (2, "one_store_for_gradients_and_statistics"),
         (3, "pushpull_and_broadcast"),
-        (3, "decisions"),
+        (3, "turns"),
     ],
 )
 def test_several_processes(processes, scenario):

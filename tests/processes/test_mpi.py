@@ -16,7 +16,7 @@ TOGETHER = [
     "pushpull_and_broadcast",
     "running_stats_of_all_processes",
     "recomputed",
-    "decisions",
+    "turns",
 ]
 # What rank 1 does in the second step or later, what rank 0 then learns, and the time limit that it has set.
 FAULTS = {
@@ -63,10 +63,10 @@ def test_two_processes_end_well(together):
     assert together.succeeded(2), together.output
 
 
-# Five processes make an incomplete tree, as three do, and four a complete one.
-@pytest.mark.parametrize("processes", [pytest.param(3, marks=pytest.mark.slow), 4, 5])
-def test_many_processes_add_along_a_tree(processes):
-    job = Job(processes, "along_a_tree")
+# Four are a power of two; of five, two become one; of six and seven, two pairs and three do.
+@pytest.mark.parametrize("processes", [pytest.param(3, marks=pytest.mark.slow), 4, 5, 7])
+def test_what_many_processes_do(processes):
+    job = Job(processes, "of_many")
     assert job.succeeded(processes), job.output
 
 

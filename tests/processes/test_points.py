@@ -22,7 +22,7 @@ BEFORE_THE_TOTAL = {
     "before_first_half",
     "before_join",
     "after_join",
-    "before_hand_in",
+    "before_contribution",
     "before_reduce",
     "after_reduce",
 }
@@ -208,7 +208,7 @@ REPRESENTATIVE = [
     ("before_exchange", "raise"),
     ("before_post", "stop"),
     ("after_post", "raise"),
-    ("after_hand_in", "kill"),
+    ("after_contribution", "kill"),
     ("before_join", "stop"),
     ("mpi.MPITransport._collect:before", "stop"),
     ("store.ProcessStore.merge:after", "raise"),

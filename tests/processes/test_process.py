@@ -23,12 +23,12 @@ START = """
 import os, signal, sys, threading, time, warnings
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 warnings.simplefilter("ignore")
+import gluon_syncbn
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from replicas import WAYS, assert_same, interrupt_handler, make_batch, on_devices, prepare, short_waits, step, truth
-import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 
 contexts = gluon_syncbn.cpu_devices(2, temp_copies=64)
@@ -468,11 +468,11 @@ print("right")
 CONVOLUTIONAL = """
 import sys, warnings
 warnings.simplefilter("ignore")
+import gluon_syncbn
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, nd
 from mxnet.gluon import nn
-import gluon_syncbn
 
 if sys.argv[1] == "without":
     nd.ones(2).sum().wait_to_read()  # MXNet reads how many copies it has to keep

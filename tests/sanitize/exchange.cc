@@ -31,10 +31,13 @@ bool fails() {
 // A wait for other processes looks around as those of the core do. Now and then it takes longer than they need to do so.
 void wait_for_others() {
     static std::atomic<int> exchanges{0};
-    void* wait = syncbn_wait_begin(syncbn_interrupts());
-    for (int i = 0; i < 3 && syncbn_wait_goes_on(wait) != 0; ++i) pause(1e-4);
+    void* wait = syncbn_wait_begin(10, 5, syncbn_interrupts());
+    for (int i = 0; i < 3 && *syncbn_wait_look(wait) == 0; ++i) pause(1e-4);
+    if (++exchanges % 50 == 0) {
+        pause(0.07);
+        syncbn_wait_look(wait);
+    }
     syncbn_wait_end(wait);
-    if (++exchanges % 50 == 0) pause(0.07);
 }
 
 // [count, mean[C], m2[C]] of all values of the rows.

@@ -70,6 +70,7 @@ std::shared_ptr<Property> Layer::property(int node, Role role) const {
         {"momentum", std::to_string(kMomentum)},
         {"fix_gamma", spec.fix_gamma ? "1" : "0"},
         {"on_cpus", "1"},
+        {"activation", spec.activates() ? "rectifier" : "identity"},
         {"slope", std::to_string(spec.slope)},
         {"ceiling", "inf"},
         {"adds", spec.adds && !(node == kEager && role == Role::kTrack) ? "1" : "0"},

@@ -165,7 +165,7 @@ void recalling(Run& run) {
         for (const auto& way : ways) {
             const syncbn::Memo memo;
             auto error = std::async(std::launch::async, [&] {
-                syncbn::Wait wait("recalling", "it does not come", way.timeout, "Do something.");
+                syncbn::WaitFor wait("recalling", "it does not come", way.timeout, "Do something.");
                 try {
                     memo.outcome(wait);
                 } catch (const syncbn::Failure& failure) {

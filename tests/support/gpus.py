@@ -5,6 +5,7 @@ import os
 
 import mxnet as mx
 import pytest
+from mxnet import autograd
 
 EMULATED = "CUDA_EMULATOR" in os.environ
 GPUS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
@@ -30,6 +31,19 @@ def counted(function):
     result = function()
     mx.nd.waitall()
     return result, [counts(i) for i in range(4)]
+
+
+def counted_step(call, heads, steps):
+    """What the forward and the backward of the last of some steps have asked for; `call` returns the outputs."""
+
+    def forward():
+        with autograd.record():
+            return call()
+
+    for _ in range(steps):
+        ys, forwards = counted(forward)
+        _, backwards = counted(lambda ys=ys: autograd.backward(ys, heads))
+    return forwards, backwards
 
 
 def assert_sound():

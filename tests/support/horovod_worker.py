@@ -75,7 +75,7 @@ def initialised_by_the_script():
 def large_sums():
     """Added up in the order of the ranks, whatever their size."""
     kv = gluon_syncbn.kvstore("horovod")
-    from gluon_syncbn.exchange.store import Label
+    from gluon_syncbn.exchange.transport import Label
 
     for size in (1, 1000, 33_000, 500_003):
         parts = [np.random.RandomState(rank).randn(size, 2) * 10**rank for rank in range(kv.num_workers)]
@@ -86,7 +86,7 @@ def large_sums():
 def calls_in_any_order():
     """Eight calls of one layer at once, in an order of its own in every process."""
     kv = gluon_syncbn.kvstore("horovod")
-    from gluon_syncbn.exchange.store import Label
+    from gluon_syncbn.exchange.transport import Label
 
     rng, totals = np.random.RandomState(kv.rank), {}
 

@@ -10,6 +10,12 @@ using syncbn::Shape;
 using syncbn::Type;
 using syncbn::cpu::Work;
 
+// A slope of 1 is nothing.
+static syncbn::Activation behind(double slope, double ceiling) {
+    using Kind = syncbn::Activation::Kind;
+    return {slope == 1 ? Kind::kIdentity : Kind::kRectifier, slope, ceiling};
+}
+
 extern "C" {
 void moments(const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block, int threads,
              double* mean, double* m2) {
@@ -19,24 +25,24 @@ void normalise(const void* x, int type, int64_t outer, int64_t channels, int64_t
                const double* mean, const double* scale, const double* shift, double slope, double ceiling,
                const void* addend, void* y, int add) {
     syncbn::cpu::normalise(Work{Type(type), Shape{outer, channels, inner, block}, threads}, x,
-                           {{mean, scale, shift, {slope, ceiling}}, addend, add != 0}, y);
+                           {{mean, scale, shift, behind(slope, ceiling)}, addend, add != 0}, y);
 }
 void grad_sums(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block,
                int threads, const double* mean, const double* scale, const double* shift, double slope, double ceiling,
                const double* invstd, const void* y, void* dz, double* sum_dz, double* sum_dz_xhat) {
     syncbn::cpu::grad_sums(Work{Type(type), Shape{outer, channels, inner, block}, threads}, dy, x,
-                           {{mean, scale, shift, {slope, ceiling}}, invstd, y, dz}, sum_dz, sum_dz_xhat);
+                           {{mean, scale, shift, behind(slope, ceiling)}, invstd, y, dz}, sum_dz, sum_dz_xhat);
 }
 void grad_input(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block,
                 int threads, const double* mean, const double* scale, const double* shift, double z_slope,
                 double ceiling, const double* fed_mean, const double* mean_dz, const double* slope, void* dx, int add) {
     syncbn::cpu::grad_input(Work{Type(type), Shape{outer, channels, inner, block}, threads}, dy, x,
-                            {{mean, scale, shift, {z_slope, ceiling}}, fed_mean, mean_dz, slope, add != 0}, dx);
+                            {{mean, scale, shift, behind(z_slope, ceiling)}, fed_mean, mean_dz, slope, add != 0}, dx);
 }
 void recover(const void* y, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block, int threads,
              const double* mean, const double* scale, const double* shift, double slope, double ceiling, void* x) {
     syncbn::cpu::recover(Work{Type(type), Shape{outer, channels, inner, block}, threads}, y,
-                         {mean, scale, shift, {slope, ceiling}}, x);
+                         {mean, scale, shift, behind(slope, ceiling)}, x);
 }
 // [outer, channels, inner, block, first value] of each slot.
 void cut(int64_t outer, int64_t channels, int64_t inner, int64_t block, int64_t samples, int64_t slots, int64_t* out) {

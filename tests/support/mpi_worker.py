@@ -4,7 +4,6 @@ import itertools
 import os
 import signal
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,12 +29,19 @@ from replicas import (  # noqa: E402
     step,
 )
 
-from gluon_syncbn import reference  # noqa: E402
-from gluon_syncbn.exchange import mpi  # noqa: E402
-from gluon_syncbn.exchange.store import Label  # noqa: E402
+from gluon_syncbn import _native, reference  # noqa: E402
+from gluon_syncbn.exchange import mpi, store  # noqa: E402
+from gluon_syncbn.exchange.transport import Label  # noqa: E402
+from gluon_syncbn.exchange.turns import Turns  # noqa: E402
 
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
+
+if "MPI_WORKER_MACHINES" in os.environ:  # those of the ranks
+    from mpi4py import MPI
+
+    own_machine = os.environ["MPI_WORKER_MACHINES"].split(",")[MPI.COMM_WORLD.Get_rank()]
+    store._machine = lambda: own_machine
 
 kv = gluon_syncbn.kvstore(os.environ.get("GLUON_SYNCBN_TEST_TRANSPORT", "mpi"))
 
@@ -321,36 +327,33 @@ def recomputed():
             assert np.abs(a).max() > 0
 
 
-def decisions():
-    """Asked for in an order of its own by each process, in a thread each; what rank 0 makes of them is the same
-    everywhere."""
-    order, lock, made = np.random.RandomState(kv.rank).permutation(12), threading.Lock(), []
-
-    def decision(parts):
-        with lock:
-            made.append(len(made))
-            return np.concatenate([np.array(made[-1:], float).view(np.uint8), *parts])
+def turns():
+    """Calls come in an order of its own in each process, in a thread each. All processes number them alike, and know
+    who takes part."""
+    _native.nccl_unique_id = lambda: bytes(128)  # nothing is posted
+    turns, rng = Turns(kv._transport), np.random.RandomState(kv.rank)
 
     def one(i):
-        label = Label("turn", 100 + i, what=f"test {i}")
-        part = np.arange(1.0 + (i + kv.rank) % 3) + 10 * i + 100 * kv.rank
-        return kv._transport.decide(label, part.view(np.uint8), decision).view(float)
+        label = Label("turn", 100 + i, what=f"test {i}", call=i % 3)
+        counts = np.arange(1.0 + (i + kv.rank) % 3) + 10 * i + 100 * kv.rank
+        return turns.next(label, range(i % 2 + 1), counts)
 
     with ThreadPoolExecutor(12) as pool:
-        jobs = {int(i): pool.submit(one, int(i)) for i in order}
-        answers = [jobs[i].result(60) for i in range(12)]
-    assert len(made) == (0 if kv.rank else 12)
-    assert sorted(answer[0] for answer in answers) == list(range(12))
-    for i, answer in enumerate(answers):
-        parts = [np.arange(1.0 + (i + rank) % 3) + 10 * i + 100 * rank for rank in range(kv.num_workers)]
-        np.testing.assert_array_equal(answer[1:], np.concatenate(parts))
-    firsts = kv.allgather("a test", np.array([answer[0] for answer in answers]))
+        jobs = {int(i): pool.submit(one, int(i)) for i in rng.permutation(12)}
+        places = [jobs[i].result(60) for i in range(12)]
+    assert sorted(place.number for place in places) == list(range(12))
+    assert sorted(len(place.identity) for place in places) == [0] * 10 + [128] * 2
+    for i, place in enumerate(places):
+        assert [part.devices for part in place.parts] == [tuple(range(i % 2 + 1))] * kv.num_workers
+        for rank, part in enumerate(place.parts):
+            np.testing.assert_array_equal(part.counts, np.arange(1.0 + (i + rank) % 3) + 10 * i + 100 * rank)
+    firsts = kv.allgather("a test", np.array([place[:2] for place in places]).ravel())
     for others in firsts:
         np.testing.assert_array_equal(others, firsts[0])
 
 
 def ways_of_statistics():
-    """In memory of the machine, or by the transport: that of groups, and all where it is switched off."""
+    """In memory of the machine, or by the transport where that is switched off."""
     in_memory = kv.why_not_in_memory is None
     assert in_memory or "GLUON_SYNCBN_SHARED_MEMORY=off" in kv.why_not_in_memory, kv.why_not_in_memory
     carried, allgather, allreduce = [], kv._transport.allgather, kv._transport.allreduce
@@ -364,25 +367,105 @@ def ways_of_statistics():
 
     kv._transport.allgather, kv._transport.allreduce = counted(allgather), counted(allreduce)
     rng = np.random.RandomState(0)
-    for settings, to_memory in ({}, True), ({"mode": "shuffle"}, True), ({"group_size": 2}, False):
+    for settings in ({}, {"mode": "shuffle"}, {"group_size": 2}, {"group_size": 1}):
         batch = make_batch(rng, kv.num_workers)
         part = batch._replace(shards=[batch.shards[kv.rank]], heads=[batch.heads[kv.rank]])
         layer = gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv, **settings)
         step(prepare(layer, part, CONTEXTS[:1], "float64", WAYS["eager"]), part, CONTEXTS[:1], "float64")
-        assert ("statistics" in carried) == (not in_memory or not to_memory), (settings, carried)
+        by_transport = not in_memory and settings.get("group_size") != 1
+        assert ("statistics" in carried) == by_transport, (settings, carried)
         carried.clear()
     kv._transport.allgather, kv._transport.allreduce = allgather, allreduce
 
 
-def along_a_tree():
+def levels():
+    """One process of each machine speaks for it, and all have the same bits."""
+    machines = os.environ["MPI_WORKER_MACHINES"].split(",")
+    assert kv.machines == [[r for r, on in enumerate(machines) if on == name] for name in dict.fromkeys(machines)]
+    speaks = kv.rank in [ranks[0] for ranks in kv.machines]
+    sent, send = [], kv._transport._post
+    kv._transport._post = lambda to, label, *given: sent.extend([label.kind] * len(to)) or send(to, label, *given)
+    leaders = len(kv.machines)
+    for few in (leaders, 1):  # to each other; by doubling
+        mpi._FEW, before = few, len(sent)
+        batch = make_batch(np.random.RandomState(5), min(kv.num_workers, 4), dtype="float32")
+        shard = kv.rank % len(batch.shards)
+        part = batch._replace(shards=[batch.shards[shard]], heads=[batch.heads[shard]])
+        layer = prepare(
+            gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv), part, CONTEXTS[:1], "float32", WAYS["eager"]
+        )
+        step(layer, part, CONTEXTS[:1], "float32")
+        count = sent[before:].count("statistics")
+        assert (count > 0) == speaks and count <= 2 * leaders, (few, speaks, count)
+        mine = np.concatenate([layer.running_mean.data().asnumpy(), layer.running_var.data().asnumpy()])
+        everyone = kv.allgather("a test", mine)
+        assert all((theirs == everyone[0]).all() for theirs in everyone), "other bits"
+        whole = np.concatenate([batch.shards[r % len(batch.shards)] for r in range(kv.num_workers)])
+        mean = reference.moments([whole.astype("float64")])[0]
+        np.testing.assert_allclose(mine[:5], 0.1 * mean, rtol=1e-4, atol=1e-5)
+    kv._transport._post = send
+
+
+def groups_in_memory():
+    """A process waits for those alone with which it shares a group: here for the other one of a pair."""
+    assert kv.why_not_in_memory is None, kv.why_not_in_memory
+    gluon_syncbn.configure(timeout=20)
+    batch = make_batch(np.random.RandomState(0), kv.num_workers)
+    part = batch._replace(shards=[batch.shards[kv.rank]], heads=[batch.heads[kv.rank]])
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv, group_size=2)
+    layer = prepare(layer, part, CONTEXTS[:1], "float64", WAYS["eager"])
+    step(layer, part, CONTEXTS[:1], "float64")  # in which all agree
+    for pair in range(kv.num_workers // 2):
+        if pair == kv.rank // 2:
+            got = step(layer, part, CONTEXTS[:1], "float64")
+        kv.allgather("the next pair", np.zeros(1))
+    want = specification(layer, batch, call=1, node=-1)
+    for g, w in zip((got.outputs[0], got.dxs[0]), (want.outputs[kv.rank], want.dxs[kv.rank])):
+        assert np.abs(g - w).max() / np.abs(w).max() < 1e-11
+
+
+def calls_stay_in_the_engine():
+    """Where the other process comes within a moment, and at least where it has come before."""
+    if _native.why_custom():
+        return
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(32, 7, in_channels=32), gluon_syncbn.SyncBatchNorm(in_channels=32, kvstore=kv))
+    net.initialize(ctx=CONTEXTS[0])
+    net.hybridize()
+    for k in range(11):
+        if k == 1:  # the first one asks what the processes have agreed on
+            before = _native.lone_calls()
+        with autograd.record():
+            y = net(nd.ones((4, 32, 40, 40), ctx=CONTEXTS[0]))
+        y.backward()
+        nd.waitall()
+    lone = [int(count[0]) for count in kv.allgather("lone", np.array([_native.lone_calls() - before]))]
+    assert max(lone) <= 20 and sum(lone) > 0, lone
+
+
+def of_many():
     mpi._FEW = 1
     pushpull_and_broadcast()
-    same_bits_on_repetition()
+    if kv.num_workers <= 5:  # there are batches for so many
+        same_bits_on_repetition()
     for size in (1, 7, 3000):
         parts = [np.random.RandomState(rank).randn(size) for rank in range(kv.num_workers)]
         total = kv._transport.allreduce(Label("gradient", 99, call=size, what="a test"), parts[kv.rank])
         np.testing.assert_allclose(total, sum(parts), rtol=1e-12, atol=1e-12)
-    decisions()
+    matrices = [np.random.RandomState(rank).randint(-3, 4, 4).astype(float) for rank in range(kv.num_workers)]
+    product = kv._transport.allreduce(
+        Label("gradient", 98, what="a test"),
+        matrices[kv.rank],
+        lambda a, b: (a.reshape(2, 2) @ b.reshape(2, 2)).ravel(),  # whose order counts
+    )
+    np.testing.assert_array_equal(product.reshape(2, 2), np.linalg.multi_dot([m.reshape(2, 2) for m in matrices]))
+    for size, kind in ((0, "uint8"), (1, "float64"), (1000, "int32")):
+        parts = [(np.arange(size * (rank % 3)) + rank).astype(kind) for rank in range(kv.num_workers)]
+        got = kv._transport.allgather(Label("exchange of", 9, call=size, what="a test"), parts[kv.rank], equal=False)
+        for theirs, want in zip(got, parts):
+            assert theirs.dtype == want.dtype
+            np.testing.assert_array_equal(theirs, want)
+    turns()
 
 
 def random_order():
@@ -485,6 +568,21 @@ def train_step(k):
     y.backward()
     kv.pushpull(0, nd.ones(7) if faulty and fault == "another shape" else _layers[0].gamma.grad())
     mx.nd.waitall()
+
+
+def fails_beside_two():
+    """Rank 2 fails while rank 0 waits for rank 1, which may wait for rank 2."""
+    gluon_syncbn.configure(timeout=60)
+    since = time.monotonic()
+    if kv.rank == 2:
+        kv._transport.fail("the disk is full")
+    try:
+        if kv.rank == 0:
+            kv._transport.allreduce(Label("gradient", 97, what="a test"), np.zeros(3), ranks=[0, 1])
+    except mx.MXNetError as error:
+        report(since, error)
+    wait_for_reports([0])
+    raise SystemExit(3)
 
 
 def another_net():

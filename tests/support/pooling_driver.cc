@@ -11,16 +11,18 @@
 
 using syncbn::Vector;
 
-static void print(const char* name, const std::vector<int64_t>& values) {
-    std::printf("%s", name);
-    for (int64_t v : values) std::printf(" %lld", static_cast<long long>(v));
+// "name [of] number ..."
+template <typename T>
+static void print(const char* name, int of, const std::vector<T>& values) {
+    std::printf("%s %d", name, of);
+    for (const T& v : values) std::printf(" %.17g", static_cast<double>(v));
     std::printf("\n");
 }
 
-static void print(const char* name, int64_t pool, const Vector& values) {
-    std::printf("%s %lld", name, static_cast<long long>(pool));
-    for (double v : values) std::printf(" %.17g", v);
-    std::printf("\n");
+static std::vector<size_t> slots_of(const syncbn::Pools& pools, syncbn::Range list) {
+    std::vector<size_t> slots;
+    for (int place = list.begin; place < list.end; ++place) slots.push_back(pools.slot(place));
+    return slots;
 }
 
 int main() {
@@ -37,16 +39,26 @@ int main() {
         for (double& v : gradients) std::cin >> v;
         std::vector<double> counts;
         for (int64_t i = 0; i < slots; ++i) counts.push_back(moments[i * syncbn::moments_length(channels)]);
-        std::printf("parts %lld\n", static_cast<long long>(pooling.slots()));
+        const int parts = static_cast<int>(pooling.slots());
+        std::printf("parts %d\n", parts);
         std::printf("sharing %d\n", static_cast<int>(sharing_of(pooling)));
         try {
-            const syncbn::Pools pools = pools_of(pooling, counts, draw);
-            print("feeds", pools.feeds);
-            print("uses", pools.uses);
-            print("tracks", pools.tracks);
-            for (int64_t pool = 0; pool < slots; ++pool) {
-                print("moments", pool, moments_of_pool(pools, pool, moments, channels));
-                print("gradients", pool, gradients_of_pool(pools, pool, gradients, channels));
+            for (int first = 0; first < slots; first += parts) {  // of each replica
+                const syncbn::Pools pools = pools_of(pooling, counts, draw, {first, first + parts});
+                std::printf("listed %d %d\n", first, pools.members.empty() ? 0 : 1);
+                for (int i = 0; i < parts; ++i) {
+                    print("used", first + i, slots_of(pools, pools.used[i]));
+                    print("fed", first + i, slots_of(pools, pools.fed[i]));
+                    print("users", first + i, slots_of(pools, pools.users[i]));
+                    print("moments", first + i, moments_of(pools, pools.fed[i], moments, channels));
+                    print("gradients", first + i, gradients_of(pools, pools.users[i], gradients, channels));
+                }
+                Vector mean(channels, 0.0);
+                for (const syncbn::Range pool : pools.tracked) {
+                    const Vector of = moments_of(pools, pool, moments, channels);
+                    for (int64_t c = 0; c < channels; ++c) mean[c] += of[1 + c] / pools.tracked.size();
+                }
+                print("tracked", first / parts, mean);
             }
         } catch (const std::invalid_argument& problem) {
             std::printf("refused %s\n", problem.what());

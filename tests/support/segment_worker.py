@@ -10,10 +10,10 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import gluon_syncbn  # isort: skip  # noqa: F401  (before mxnet: it finds what MXNet needs)
 import mxnet as mx
 import numpy as np
 
-import gluon_syncbn  # noqa: F401
 from gluon_syncbn import _native
 from gluon_syncbn.exchange.base import LayerInfo, PythonExchange
 from gluon_syncbn.session import session

@@ -47,17 +47,18 @@ def arrows():
 # `reference` nothing of the rest.
 FLOORS = [
     {"_version", "arguments", "callers", "distribution", "environment", "nodes", "operators", "reference"},
-    {"_native", "activation", "cuda", "cuda_libraries", "temporary_space"},
+    {"_native", "activation", "compatibility", "cuda", "cuda_libraries", "temporary_space", "translations"},
     {"logs"},
     {"exchange"},
     {"session"},
     {"draws", "mixed", "replicas", "steps"},
     {"blocks", "devices", "lifetime", "op", "parallel", "patches", "shuffle"},
+    {"gamma"},
     {"export"},
     {"fusion", "layer", "parameters"},
     {"graphs"},
-    {"symbol"},
-    {"checkpoint", "convert", "statistics", "summary"},
+    {"symbol", "tracing"},
+    {"checkpoint", "convert", "fold", "statistics", "summary"},
     {"replacements"},
     {""},  # __init__
     {"run", "selfcheck"},
@@ -65,7 +66,14 @@ FLOORS = [
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # Within a room, the same.
-EXCHANGES = [{"__init__", "base"}, {"device", "store"}, {"waiting"}, {"horovod", "mpi"}, {"named"}]
+EXCHANGES = [
+    {"__init__", "base", "transport"},
+    {"waiting"},
+    {"turns"},
+    {"device", "store"},
+    {"horovod", "mpi"},
+    {"named"},
+]
 
 
 def room(module):
@@ -97,6 +105,8 @@ def test_the_core_and_the_driver_are_behind_one_module_each():
 
 
 def test_what_comes_before_mxnet_does_not_import_it():
+    for path in (PACKAGE / "compatibility").glob("*.py"):
+        assert "mxnet" not in {imported.split(".")[0] for imported in imports(path)}
     for name in ("cuda", "cuda_libraries", "distribution"):
         roots = {imported.split(".")[0] for imported in imports(PACKAGE / f"{name}.py")}
         assert not roots & {"mxnet", "numpy"}
@@ -106,12 +116,13 @@ def test_what_comes_before_mxnet_does_not_import_it():
 
 # Folders, and what stands in none, from the bottom up. `pooling` is numbers alone: no lock, no layer, no array.
 CORE_FLOORS = [
+    {"activation"},
     {"types", "mxnet_api", "clock", "log", "failure", "point"},
     {"pooling", "tensor"},
     {"cpu", "waiting"},
+    {"cuda"},
     {"exchange"},
     {"meeting"},
-    {"cuda"},  # what meets hands in what is on devices, in words of `meeting`
     {"operator"},
     {"native"},
     {"api"},

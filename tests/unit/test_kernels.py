@@ -26,10 +26,10 @@ def layouts(shapes, types, blocked):
 
 
 @pytest.fixture(scope="module", params=kernels_library.SETS)
-def library(request, tmp_path_factory):
+def library(request):
     if request.param not in kernels_library.here():
         pytest.skip(f"this machine has no {request.param}")
-    return kernels_library.build(request.param, tmp_path_factory.mktemp("kernels"))
+    return kernels_library.build(request.param)
 
 
 class Kernels:

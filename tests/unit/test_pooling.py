@@ -57,13 +57,14 @@ class Case:
             values = np.moveaxis(part, 1, 0).reshape(CHANNELS, -1)
             n = values.shape[1]
             mean = values.mean(axis=1) if n else np.zeros(CHANNELS)
-            lines.append(" ".join(map(repr, [float(n), *mean, *((values - mean[:, None]) ** 2).sum(axis=1)])))
-        lines += [" ".join(map(repr, row)) for row in gradients]
+            m2 = ((values - mean[:, None]) ** 2).sum(axis=1)
+            lines.append(" ".join(map(repr, [float(n), *mean.tolist(), *m2.tolist()])))
+        lines += [" ".join(map(repr, row)) for row in gradients.tolist()]
         return "\n".join(lines)
 
 
 def run(program, case, gradients=None):
-    """{name: numbers}, and of the pools {(name, pool): numbers}."""
+    """{name: text}, and of slots and replicas {(name, number): numbers}."""
     gradients = np.zeros((len(case.slots), 2 * CHANNELS)) if gradients is None else gradients
     done = subprocess.run(
         [program], input=case.text(gradients), capture_output=True, text=True, timeout=20, check=True, env=shell()
@@ -71,11 +72,12 @@ def run(program, case, gradients=None):
     answer = {}
     for line in done.stdout.splitlines():
         name, *rest = line.split(" ", 1)
-        if name in ("feeds", "uses", "tracks"):
-            answer[name] = list(map(int, rest[0].split()))
-        elif name in ("moments", "gradients"):
-            pool, *values = rest[0].split()
-            answer[name, int(pool)] = np.array(values, float)
+        if name in ("used", "fed", "users"):
+            slot, *slots = rest[0].split()
+            answer[name, int(slot)] = list(map(int, slots))
+        elif name in ("moments", "gradients", "tracked", "listed"):
+            number, *values = rest[0].split()
+            answer[name, int(number)] = np.array(values, float)
         elif rest:
             answer[name] = rest[0]
     return answer
@@ -122,37 +124,29 @@ def test_against_the_reference(program, pooling, sizes):
     answer = run(program, case, sums)
 
     assert int(answer["parts"]) == case.parts
-    empty = [i for i in range(len(case.slots)) if i not in slots]
-    for name, field in (("feeds", "feeds"), ("uses", "uses")):
-        pools = answer[name]
-        assert all(pools[i] == -1 for i in empty)
-        assert all(pools[i] >= 0 for i in slots)
-        same = {(pools[i], getattr(of_slot[i], field)) for i in slots}
-        numbers = {pool for pool, _ in same} | set()
-        assert len(same) == len(numbers) == len({theirs for _, theirs in same}), f"{name} is another partition"
-    assert {(answer["feeds"][i], of_slot[i].feeds) for i in slots} >= {
-        (answer["uses"][i], of_slot[i].uses) for i in slots if of_slot[i].uses in {of_slot[j].feeds for j in slots}
-    }
+    for number in range(len(case.slots)):
+        if number not in slots:
+            assert [answer[name, number] for name in ("used", "fed", "users")] == [[], [], []]
+            continue
+        own = of_slot[number]
+        assert answer["used", number] == [other for other in slots if of_slot[other].feeds == own.uses]
+        assert answer["fed", number] == [other for other in slots if of_slot[other].feeds == own.feeds]
+        assert answer["users", number] == [other for other in slots if of_slot[other].uses == own.feeds]
+        if len(slots) == len(case.slots):  # of these modes, all are lists of neighbours
+            assert not answer["listed", number // case.parts * case.parts]
     users = defaultdict(lambda: np.zeros(2 * CHANNELS))
     for number in slots:
         users[of_slot[number].uses] += sums[number]
     for number in slots:
-        pool, theirs = answer["feeds"][number], state.pools[of_slot[number].feeds]
-        count, mean, m2 = np.split(answer["moments", pool], [1, 1 + CHANNELS])
+        theirs = state.pools[of_slot[number].feeds]
+        count, mean, m2 = np.split(answer["moments", number], [1, 1 + CHANNELS])
         assert count == theirs.n
         np.testing.assert_allclose(mean, theirs.mean, rtol=1e-12, atol=1e-12)
         np.testing.assert_allclose(m2 / count, theirs.var, rtol=1e-12, atol=1e-12)
-        np.testing.assert_allclose(answer["gradients", pool], users[of_slot[number].feeds], rtol=1e-11, atol=1e-11)
+        np.testing.assert_allclose(answer["gradients", number], users[of_slot[number].feeds], rtol=1e-11, atol=1e-11)
     # The running statistics of each device, with momentum 0 the batch's.
     for device in range(len(case.shards)):
-        own = answer["tracks"][device * case.parts : (device + 1) * case.parts]
-        pools = sorted({pool for pool in own if pool >= 0})
-        want = forward.running_mean[device]
-        if not pools:
-            np.testing.assert_array_equal(want, np.zeros(CHANNELS))
-        else:
-            got = np.mean([answer["moments", pool][1 : 1 + CHANNELS] for pool in pools], axis=0)
-            np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(answer["tracked", device], forward.running_mean[device], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS, ids=str)
@@ -164,7 +158,8 @@ def test_what_has_to_be_shared(program, pooling):
 @pytest.mark.parametrize("draw", [(0, 1, -1, 0), (2**64 - 1, 9, 4, 2**40), (5, 2, 0, 1), (6, 2, 0, 1)], ids=str)
 def test_every_draw_is_the_references(program, draw):
     case = Case("shuffle", virtual_devices=5, sizes=(5, 6, 7), draw=draw)
-    assert run(program, case)["uses"] == case.permutation
+    answer = run(program, case)
+    assert [answer["used", slot] for slot in range(len(case.slots))] == [[other] for other in case.permutation]
 
 
 @pytest.mark.parametrize("sizes, filled", [((1, 0), 1), ((0, 0), 0)])

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import mxnet as mx
@@ -14,7 +15,10 @@ from gluon_syncbn import _native, reference
 from gluon_syncbn.exchange import base
 from gluon_syncbn.exchange import store as store_module
 from gluon_syncbn.exchange.base import LayerInfo
-from gluon_syncbn.exchange.store import Label, ProcessStore
+from gluon_syncbn.exchange.store import ProcessStore
+from gluon_syncbn.exchange.transport import Label
+from gluon_syncbn.exchange.turns import Turns
+from gluon_syncbn.exchange.waiting import Wait
 
 CHANNELS = 3
 
@@ -156,7 +160,7 @@ def turn_of(turn):
 def test_turns_are_the_same_everywhere(no_gpus, replicas):
     """Calls come in another order in each process; all find the same order, and in it who takes part with how much."""
     layers = [_native.layer_create("bn", 0, 1, 0) for _ in range(8)]
-    post, all_stores = stores(len(replicas))
+    _, all_stores = stores(len(replicas))
 
     def work(rank, store):
         contexts = [mx.gpu(i) for i in range(replicas[rank])]
@@ -191,7 +195,69 @@ def test_turns_are_the_same_everywhere(no_gpus, replicas):
         assert (len(identity) == 128) == (clique not in made)  # the first of each clique, and none else
         made.setdefault(clique, identity)
     assert len(made) == len(set(made.values())) == 2
-    assert post.sent["turn"] == post.sent["decision"] == 8 * len(replicas) * (len(replicas) - 1)
+
+
+@pytest.fixture
+def processes(no_gpus):
+    """Three, with what numbers their collectives, and the messages that they send."""
+    post = Post(3)
+    return post, [Turns(ThreadTransport(post, rank)) for rank in range(3)]
+
+
+def ask(turns, key, call=0):
+    return turns.next(Label("turn", key, call=call, what=f"layer {key}"), [0], np.array([1.0])).number
+
+
+def test_a_net_without_branches_takes_a_ballot_for_each_call(processes):
+    post, turns = processes
+    numbers = everywhere(turns, lambda rank, one: [ask(one, key) for key in range(10)])
+    assert numbers == [list(range(10))] * 3
+    assert post.sent["turn"] == (10 + 1) * 3 * 2  # and one for the identity of the communicator
+
+
+@pytest.mark.parametrize("reader", range(3))
+def test_a_process_that_reads_one_branch_before_it_calls_the_other(processes, reader):
+    """Where a process posted what comes first in it, or what came first in the last step, all would wait for ever."""
+    _, turns = processes
+
+    def work(rank, one):
+        found = []
+        for call in range(20):
+            if rank == reader:
+                found.append([ask(one, key, call) for key in (0, 1)])
+                continue
+            with ThreadPoolExecutor(2) as pool:
+                second = pool.submit(ask, one, 1, call)
+                time.sleep(0.002)
+                first = pool.submit(ask, one, 0, call)
+                found.append([first.result(60), second.result(60)])
+        return found
+
+    ranks = everywhere(turns, work)
+    assert ranks == [[[2 * call, 2 * call + 1] for call in range(20)]] * 3
+
+
+def test_a_call_that_does_not_come(processes, layer_id):
+    """The error names the layer and the rank, though that rank is there with another layer."""
+    _, turns = processes
+    _native.layer_timeout(layer_id, 1.0)
+
+    def work(rank, one):
+        key = 1 if rank == 1 else 0
+        one.next(Label("turn", key, what=f"layer {key}", layer=layer_id), [0], np.array([1.0]))
+
+    errors = [str(error) for error in everywhere(turns, work)]
+    # the first whose time is up tells the others
+    first = r"rank [02] of 3 waits for rank 1 in layer 0 after 1 s|rank 1 of 3 waits for rank 0, 2 in layer 1 after 1 s"
+    assert any(re.search(first, error) for error in errors), errors
+
+
+def test_a_step_that_one_process_skips(processes):
+    _, turns = processes
+    errors = [str(error) for error in everywhere(turns, lambda rank, one: ask(one, 0, call=5 + (rank == 1)))]
+    said = r"rank [02] is in layer 0, but rank 1 is in number 7: one of them has skipped or repeated a step"
+    other = r"rank 1 is in layer 0, but rank 0 is in number 6: one of them has skipped or repeated a step"
+    assert any(re.search(f"{said}|{other}", error) for error in errors), errors
 
 
 @pytest.mark.parametrize("group_size, alone", [(2, True), (4, False)])
@@ -207,7 +273,7 @@ def test_turns_of_groups(no_gpus, layer_id, group_size, alone):
     for rank, (head, _, counts) in enumerate(everywhere(all_stores, work)):
         assert head == ((-1, 0, 2, 0) if alone else (0, 0, 4, 2 * rank))
         np.testing.assert_array_equal(counts, [3, 4] if alone else [3, 4, 3, 4])
-    assert post.sent["turn"] == (0 if alone else 2)
+    assert post.sent["turn"] == (0 if alone else 4)  # a ballot, and the identity of the communicator
 
 
 REASONS = {
@@ -351,6 +417,18 @@ def test_a_step_that_failed_ends_a_wait():
     _native.fail("KeyboardInterrupt left the recorded step.")
     with pytest.raises(mx.MXNetError, match="KeyboardInterrupt left the recorded step"):
         transport.allgather(LABEL, np.ones(2), equal=True)
+
+
+def test_a_fork_ends_a_wait():
+    wait, end = Wait(ThreadTransport(Post(2), 0), LABEL), time.monotonic() + 50
+    _native.forking(True)
+    try:
+        with pytest.raises(mx.MXNetError, match=r"the process was forked .* rank 0 was in gradient 7, round 1"):
+            while time.monotonic() < end:
+                wait.look([1])
+                time.sleep(0.3)
+    finally:
+        _native.forking(False)
 
 
 def test_another_size_or_type():

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <limits>
 
-#include "cpu/half.h"
+#include "cpu/numbers.h"
 #include "pooling/statistics.h"
 
 namespace syncbn {
@@ -21,8 +21,13 @@ void* at(void* values, const Tensor& tensor, const Slot& slot) {
 }
 
 Vector vector(Array array, Type type, int64_t n) {
-    if (type == Type::kFloat64) return Vector(data<double>(array), data<double>(array) + n);
-    return Vector(data<float>(array), data<float>(array) + n);
+    Vector out(static_cast<size_t>(n));
+    with_type(type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        const T* const values = data<T>(array);
+        for (int64_t i = 0; i < n; ++i) out[i] = Value<T>::load(values + i);
+    });
+    return out;
 }
 
 Vector scale_of(const Slot& slot, const Tensor& tensor, const Affine& affine) {
@@ -37,23 +42,15 @@ Vector shift_of(const Tensor& tensor, const Affine& affine) {
     return vector(affine.beta, tensor.parameter_type(), tensor.shape.channels);
 }
 
-template <typename P, typename F>
-void replace(P* out, size_t n, F value) {
-    for (size_t i = 0; i < n; ++i) out[i] = static_cast<P>(value(i, static_cast<double>(out[i])));
-}
-
-// out[i] = value(i, out[i])
+// to[i] = value(i, to[i])
 template <typename F>
-void replace(Array out, Type type, size_t n, F value) {
-    if (type == Type::kFloat64)
-        replace(data<double>(out), n, value);
-    else
-        replace(data<float>(out), n, value);
-}
-
-template <typename T>
-void add_values(const T* from, int64_t n, T* to) {
-    for (int64_t i = 0; i < n; ++i) to[i] += from[i];
+void replace(Array to, Type type, int64_t n, const F& value) {
+    with_type(type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        using C = typename Value<T>::Compute;
+        T* const out = data<T>(to);
+        for (int64_t i = 0; i < n; ++i) Value<T>::store(out + i, static_cast<C>(value(i, Value<T>::load(out + i))));
+    });
 }
 
 }  // namespace
@@ -93,10 +90,10 @@ void Backend::normalise(Array x, const Tensor& tensor, const Affine& affine, con
 void Backend::update_running(const Vector& mean, const Vector& variance, double momentum, Type type, Array running_mean,
                              Array running_var) const {
     const auto towards = [momentum](const Vector& values) {
-        return [momentum, &values](size_t c, double old) { return momentum * old + (1 - momentum) * values[c]; };
+        return [momentum, &values](int64_t c, double old) { return momentum * old + (1 - momentum) * values[c]; };
     };
-    replace(running_mean, type, mean.size(), towards(mean));
-    replace(running_var, type, mean.size(), towards(variance));
+    replace(running_mean, type, static_cast<int64_t>(mean.size()), towards(mean));
+    replace(running_var, type, static_cast<int64_t>(mean.size()), towards(variance));
 }
 
 Vector Backend::grad_sums(const void* dy, const void* x, const Tensor& tensor, const Affine& affine,
@@ -175,31 +172,32 @@ std::optional<Hidden> Backend::first_hidden(const Tensor& tensor, const Affine& 
 
 void Backend::copy(const void* from, Type type, int64_t n, Array to, bool add) const {
     if (n == 0) return;  // and no memory
-    if (!add)
+    if (!add) {
         std::memcpy(data(to), from, static_cast<size_t>(n * size_of(type)));
-    else if (type == Type::kFloat64)
-        add_values(static_cast<const double*>(from), n, data<double>(to));
-    else if (type == Type::kFloat32)
-        add_values(static_cast<const float*>(from), n, data<float>(to));
-    else
-        for (int64_t i = 0; i < n; ++i)
-            data<uint16_t>(to)[i] = float_to_half(half_to_float(data<uint16_t>(to)[i]) +
-                                                  half_to_float(static_cast<const uint16_t*>(from)[i]));
+        return;
+    }
+    with_type(type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        const T* const values = static_cast<const T*>(from);
+        T* const out = data<T>(to);
+        for (int64_t i = 0; i < n; ++i) Value<T>::store(out + i, Value<T>::load(out + i) + Value<T>::load(values + i));
+    });
 }
 
 Vector Backend::read(Array from, int64_t n) const { return vector(from, Type::kFloat64, n); }
 
 void Backend::write(const Vector& values, Type type, Array out, bool add) const {
-    replace(out, type, values.size(), [&](size_t i, double old) { return values[i] + (add ? old : 0.0); });
+    replace(out, type, static_cast<int64_t>(values.size()),
+            [&](int64_t i, double old) { return values[i] + (add ? old : 0.0); });
 }
 
 void Backend::fill(Array out, Type type, int64_t n, double value) const {
-    if (type == Type::kFloat64)
-        std::fill_n(data<double>(out), n, value);
-    else if (type == Type::kFloat32)
-        std::fill_n(data<float>(out), n, static_cast<float>(value));
-    else
-        std::fill_n(data<uint16_t>(out), n, value != value ? uint16_t{0x7e00} : uint16_t{0});
+    with_type(type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        using C = typename Value<T>::Compute;
+        T* const values = data<T>(out);
+        for (int64_t i = 0; i < n; ++i) Value<T>::store(values + i, static_cast<C>(value));
+    });
 }
 
 }  // namespace cpu

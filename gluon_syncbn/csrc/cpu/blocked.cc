@@ -27,24 +27,9 @@ struct Part {
 
 SYNCBN_INLINE void store_lanes(const FloatLanes& from, float* to) { std::memcpy(to, &from, sizeof from); }
 
-// What stands behind z: as `rectified` and `grad_rectified`.
-struct Behind {
-    FloatLanes slope, ceiling, floor;
-    SYNCBN_METHOD Behind(float slope, float ceiling) {
-        const FloatLanes zero = {};
-        this->slope = zero + slope;
-        this->ceiling = zero + ceiling;
-        floor = zero - (slope == 0 ? 0 : std::numeric_limits<float>::infinity());  // 0 times it is 0, too
-    }
-    SYNCBN_METHOD void rectify(FloatLanes* z) const {
-        const FloatLanes above = ceiling < *z ? ceiling : *z, below = (*z > floor ? *z : floor) * slope;
-        *z = *z <= 0 ? below : above;
-    }
-    SYNCBN_METHOD void undo(FloatLanes* y) const { *y = *y > 0 ? *y : *y / slope; }
-    SYNCBN_METHOD void rectify_grad(const FloatLanes& z, FloatLanes* grad) const {
-        *grad = (z > 0) & (z < ceiling) ? *grad : *grad * slope;
-    }
-};
+// What stands behind z.
+template <class A>
+using Behind = typename A::template On<FloatLanes, float>;
 
 // z of kLanes channels.
 struct LanesOfZ {
@@ -58,10 +43,6 @@ struct LanesOfZ {
     SYNCBN_METHOD void of(const FloatLanes& x, FloatLanes* z) const { *z = ((x - high) - low) * scale + shift; }
     SYNCBN_METHOD void back(const FloatLanes& z, FloatLanes* x) const { *x = ((z - shift) / scale + low) + high; }
 };
-
-// How many of them a position is: a type, for the leaves' templates.
-template <int K>
-struct Vectors {};
 
 // ---- the sums of a group -------------------------------------------------------------------------------------
 
@@ -122,44 +103,43 @@ struct Gradients {
     float* dz;
 };
 
-// What dz is: dy, or by z, or by y, and then it is written.
-enum class By { kNothing, kInput, kOutput };
-
 // Of dz, and dz * (x - mean).
-template <int Width, int K, By by>
+// What dz is: dy, or found by z, or by y, and then it is written.
+template <int Width, int K, class A, bool ByOutput>
 struct GradSumsOf {
+    static constexpr bool kByInput = A::kChanges && !ByOutput;
     const Gradients from;
-    const Behind behind;
+    const Behind<A> behind;
     Lanes<Width> mean[K];
     LanesOfZ z[K];
     Sums<Width, kSets<Width>> sums;
     SYNCBN_METHOD GradSumsOf(const Gradients& from, const double* mean, const ColumnRectified<float>& z,
                              int64_t channel)
-        : from(from), behind(z.slope, z.ceiling) {
+        : from(from), behind(z.activation.slope, z.activation.ceiling) {
 #pragma GCC unroll 2
         for (int k = 0; k < K; ++k) {
             load_lanes(mean + channel + k * kLanes, &this->mean[k]);
-            if (by == By::kInput) this->z[k].take(z, channel + k * kLanes);
+            if (kByInput) this->z[k].take(z, channel + k * kLanes);
         }
     }
     SYNCBN_METHOD void fetch(int64_t at) const {
         __builtin_prefetch(from.x + at);
         __builtin_prefetch(from.dy + at);
-        if (by == By::kOutput) __builtin_prefetch(from.y + at);
+        if (ByOutput) __builtin_prefetch(from.y + at);
     }
     SYNCBN_METHOD void add(int i, int64_t at) {
         FloatLanes values, grads;
         load_lanes(from.x + at, &values);
         load_lanes(from.dy + at, &grads);
-        if (by == By::kInput) {
+        if (kByInput) {
             FloatLanes at_z;
             z[i % K].of(values, &at_z);
-            behind.rectify_grad(at_z, &grads);
+            behind.through(&grads, at_z);
         }
-        if (by == By::kOutput) {
+        if (ByOutput) {
             FloatLanes outs;
             load_lanes(from.y + at, &outs);
-            behind.rectify_grad(outs, &grads);
+            behind.through(&grads, outs);
             store_lanes(grads, from.dz + at);
         }
         Lanes<Width> wide, grad;
@@ -178,11 +158,11 @@ SYNCBN_INLINE void part_moments(const float* x, const Shape& shape, int64_t grou
     store<K>(moments.sums, sum, square);
 }
 
-template <int Width, int K, By by>
+template <int Width, int K, class A, bool ByOutput>
 SYNCBN_INLINE void part_grad_sums(const Gradients& from, const Shape& shape, int64_t group, const Part& part,
                                   const double* mean, const ColumnRectified<float>& z, double* sum_dz,
                                   double* sum_dz_xc) {
-    GradSumsOf<Width, K, by> gradients(from, mean, z, group * K * kLanes);
+    GradSumsOf<Width, K, A, ByOutput> gradients(from, mean, z, group * K * kLanes);
     over_part<Width, K>(shape, group, part, gradients);
     store<K>(gradients.sums, sum_dz, sum_dz_xc);
 }
@@ -197,12 +177,11 @@ SYNCBN_INLINE void put(float* to, const FloatLanes& value) {
     store_lanes(Add ? before + value : value, to);
 }
 
-template <bool Add, bool Rectify, bool Addend, int K>
+template <int K, bool Add, class A, bool Addend>
 SYNCBN_INLINE void part_normalise(const float* __restrict__ x, const float* __restrict__ addend, float* __restrict__ y,
-                                  const Shape& shape, const Part& part, const ColumnRectified<float>& constants,
-                                  Vectors<K>) {
+                                  const Shape& shape, const Part& part, const ColumnRectified<float>& constants) {
     constexpr int64_t kBlock = K * kLanes;
-    const Behind behind(constants.slope, constants.ceiling);
+    const Behind<A> behind(constants.activation.slope, constants.activation.ceiling);
     for (int64_t position = part.first; position < part.last;) {
         const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
         const int64_t channel = image * kBlock % shape.channels;
@@ -220,18 +199,17 @@ SYNCBN_INLINE void part_normalise(const float* __restrict__ x, const float* __re
                     load_lanes(addend + at, &values);
                     out += values;
                 }
-                if (Rectify) behind.rectify(&out);
+                behind.apply(&out);
                 put<Add>(y + at, out);
             }
     }
 }
 
-template <bool Add, bool Rectify, int K>
+template <int K, bool Add, class A>
 SYNCBN_INLINE void part_grad_input(const float* dy, const float* x, float* dx, const Shape& shape, const Part& part,
-                                   const ColumnGradInput<float>& constants, const ColumnRectified<float>& rectified,
-                                   Vectors<K>) {
+                                   const ColumnGradInput<float>& constants, const ColumnRectified<float>& rectified) {
     constexpr int64_t kBlock = K * kLanes;
-    const Behind behind(rectified.slope, rectified.ceiling);
+    const Behind<A> behind(rectified.activation.slope, rectified.activation.ceiling);
     for (int64_t position = part.first; position < part.last;) {
         const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
         const int64_t channel = image * kBlock % shape.channels;
@@ -240,7 +218,7 @@ SYNCBN_INLINE void part_grad_input(const float* dy, const float* x, float* dx, c
 #pragma GCC unroll 2
         for (int k = 0; k < K; ++k) {
             const int64_t c = channel + k * kLanes;
-            if (Rectify) z[k].take(rectified, c);
+            if (A::kChanges) z[k].take(rectified, c);
             load_lanes(constants.high + c, &high[k]);
             load_lanes(constants.low + c, &low[k]);
             load_lanes(constants.scale + c, &scale[k]);
@@ -254,20 +232,20 @@ SYNCBN_INLINE void part_grad_input(const float* dy, const float* x, float* dx, c
                 FloatLanes values, grads, at_z;
                 load_lanes(x + at, &values);
                 load_lanes(dy + at, &grads);
-                if (Rectify) {
+                if (A::kChanges) {
                     z[k].of(values, &at_z);
-                    behind.rectify_grad(at_z, &grads);
+                    behind.through(&grads, at_z);
                 }
                 put<Add>(dx + at, scale[k] * ((grads - mean_dz[k]) - ((values - high[k]) - low[k]) * slopes[k]));
             }
     }
 }
 
-template <int K>
+template <int K, class A>
 SYNCBN_INLINE void part_recover(const float* __restrict__ y, float* __restrict__ x, const Shape& shape,
                                 const Part& part, const ColumnRectified<float>& constants) {
     constexpr int64_t kBlock = K * kLanes;
-    const Behind behind(constants.slope, constants.ceiling);
+    const Behind<A> behind(constants.activation.slope, constants.activation.ceiling);
     for (int64_t position = part.first; position < part.last;) {
         const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
         const int64_t channel = image * kBlock % shape.channels;
@@ -289,39 +267,46 @@ SYNCBN_INLINE void part_recover(const float* __restrict__ y, float* __restrict__
 
 // ---- the leaves ----------------------------------------------------------------------------------------------
 
-#define SYNCBN_GRAD_SUMS(WIDTH, K, ...)                                      \
-    (from.y != nullptr ? part_grad_sums<WIDTH, K, By::kOutput>(__VA_ARGS__)  \
-     : z.slope == 1    ? part_grad_sums<WIDTH, K, By::kNothing>(__VA_ARGS__) \
-                       : part_grad_sums<WIDTH, K, By::kInput>(__VA_ARGS__))
+// How many vectors a position is.
+#define SYNCBN_VECTORS(shape, K, ...) \
+    SYNCBN_IF((shape).block == kLanes, kOne, constexpr int K = kOne ? 1 : 2; __VA_ARGS__)
+
 #define SYNCBN_BLOCK_SUMS(SET, WIDTH)                                                                                 \
     SET void leaf_moments(const float* x, const Shape& shape, int64_t group, const Part& part, const double* pivot,   \
                           double* sum, double* square) {                                                              \
-        shape.block == kLanes ? part_moments<WIDTH, 1>(x, shape, group, part, pivot, sum, square)                     \
-                              : part_moments<WIDTH, 2>(x, shape, group, part, pivot, sum, square);                    \
+        SYNCBN_VECTORS(shape, K, part_moments<WIDTH, K>(x, shape, group, part, pivot, sum, square);)                  \
     }                                                                                                                 \
     SET void leaf_grad_sums(const Gradients& from, const Shape& shape, int64_t group, const Part& part,               \
                             const double* mean, const ColumnRectified<float>& z, double* sum_dz, double* sum_dz_xc) { \
-        shape.block == kLanes ? SYNCBN_GRAD_SUMS(WIDTH, 1, from, shape, group, part, mean, z, sum_dz, sum_dz_xc)      \
-                              : SYNCBN_GRAD_SUMS(WIDTH, 2, from, shape, group, part, mean, z, sum_dz, sum_dz_xc);     \
+        SYNCBN_ACTIVATION(z.activation, A,                                                                            \
+                          SYNCBN_IF(from.y != nullptr, kByOutput,                                                     \
+                                    SYNCBN_VECTORS(shape, K,                                                          \
+                                                   part_grad_sums<WIDTH, K, A, kByOutput>(                            \
+                                                       from, shape, group, part, mean, z, sum_dz, sum_dz_xc);)))      \
     }
 SYNCBN_FOR_EACH_SET(SYNCBN_BLOCK_SUMS)
 
 SYNCBN_CLONES void leaf_normalise(const float* x, const float* addend, float* y, const Shape& shape, const Part& part,
                                   const ColumnRectified<float>& z, bool add) {
-    shape.block == kLanes ? SYNCBN_NORMALISE(part_normalise, z.slope, add, x, addend, y, shape, part, z, Vectors<1>())
-                          : SYNCBN_NORMALISE(part_normalise, z.slope, add, x, addend, y, shape, part, z, Vectors<2>());
+    SYNCBN_ACTIVATION(
+        z.activation, A,
+        SYNCBN_IF(
+            add, kAdd,
+            SYNCBN_IF(addend != nullptr, kAddend,
+                      SYNCBN_VECTORS(shape, K, part_normalise<K, kAdd, A, kAddend>(x, addend, y, shape, part, z);))))
 }
 
 SYNCBN_CLONES void leaf_grad_input(const float* dy, const float* x, float* dx, const Shape& shape, const Part& part,
                                    const ColumnGradInput<float>& constants, const ColumnRectified<float>& z, bool add) {
-    shape.block == kLanes
-        ? SYNCBN_GRAD_INPUT(part_grad_input, z.slope, add, dy, x, dx, shape, part, constants, z, Vectors<1>())
-        : SYNCBN_GRAD_INPUT(part_grad_input, z.slope, add, dy, x, dx, shape, part, constants, z, Vectors<2>());
+    SYNCBN_ACTIVATION(
+        z.activation, A,
+        SYNCBN_IF(add, kAdd,
+                  SYNCBN_VECTORS(shape, K, part_grad_input<K, kAdd, A>(dy, x, dx, shape, part, constants, z);)))
 }
 
 SYNCBN_CLONES void leaf_recover(const float* y, float* x, const Shape& shape, const Part& part,
                                 const ColumnRectified<float>& z) {
-    shape.block == kLanes ? part_recover<1>(y, x, shape, part, z) : part_recover<2>(y, x, shape, part, z);
+    SYNCBN_ACTIVATION(z.activation, A, SYNCBN_VECTORS(shape, K, part_recover<K, A>(y, x, shape, part, z);))
 }
 
 // ---- who works on what ---------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "cpu/blocked.h"
-#include "cpu/half.h"
 #include "cpu/leaf.h"
 
 namespace syncbn {
@@ -23,33 +22,6 @@ constexpr int64_t kTile = 512;         // columns at a time: their accumulators 
 constexpr int64_t kRowsPerBlock = 64;  // rows that share one partial sum in the column pattern
 constexpr int64_t kMaxBlocks = 16;
 constexpr int64_t kWorthAThread = 1 << 15;  // values; less is done before another thread wakes up
-
-template <typename T>
-struct Value;
-template <>
-struct Value<float> {
-    using Compute = float;
-    template <int Width>
-    using Many = FloatLanes;
-    SYNCBN_INLINE float load(const float* p) { return *p; }
-    SYNCBN_INLINE void store(float* p, float v) { *p = v; }
-};
-template <>
-struct Value<double> {
-    using Compute = double;
-    template <int Width>
-    using Many = Lanes<Width>;
-    SYNCBN_INLINE double load(const double* p) { return *p; }
-    SYNCBN_INLINE void store(double* p, double v) { *p = v; }
-};
-template <>
-struct Value<Half> {
-    using Compute = float;
-    template <int Width>
-    using Many = FloatLanes;
-    SYNCBN_INLINE float load(const Half* p) { return half_to_float(p->bits); }
-    SYNCBN_INLINE void store(Half* p, float v) { p->bits = float_to_half(v); }
-};
 
 template <int Width>
 SYNCBN_INLINE double total(const Lanes<Width>& lanes) {
@@ -101,28 +73,29 @@ SYNCBN_INLINE void row_moments(const T* x, int64_t rows, int64_t stride, int64_t
 template <typename C>
 struct RowRectified {
     const Split<C> mean;
-    const C scale, shift, slope, ceiling;
+    const C scale, shift;
+    const Activation activation;
     explicit RowRectified(const Rectified& z, int64_t c)
         : mean(z.mean[c]),
           scale(static_cast<C>(z.scale == nullptr ? 0 : z.scale[c])),
           shift(static_cast<C>(z.shift == nullptr ? 0 : z.shift[c])),
-          slope(static_cast<C>(z.activation.slope)),
-          ceiling(static_cast<C>(z.activation.ceiling)) {}
+          activation(z.activation) {}
     SYNCBN_METHOD C of(C x) const { return ((x - mean.high) - mean.low) * scale + shift; }
-    SYNCBN_METHOD C through(C grad, C x) const { return grad_rectified(grad, of(x), slope, ceiling); }
-    template <typename Many>
-    SYNCBN_METHOD void through(Many* grads, const Many& x) const {
-        const Many z = ((x - mean.high) - mean.low) * scale + shift;
-        *grads = (z > 0) & (z < ceiling) ? *grads : *grads * slope;
+    template <class A, typename V>
+    SYNCBN_METHOD void through(V* grads, const V& x) const {
+        if (!A::kChanges) return;
+        const typename A::template On<V, C> behind(activation.slope, activation.ceiling);
+        const V z = ((x - mean.high) - mean.low) * scale + shift;
+        behind.through(grads, z);
     }
-    template <int Width>
+    template <class A, int Width>
     SYNCBN_METHOD void through(Lanes<Width>* grads, const Lanes<Width>& x) const {
 #pragma GCC unroll 4
-        for (int i = 0; i < Lanes<Width>::kParts; ++i) through(&grads->parts[i], x.parts[i]);
+        for (int i = 0; i < Lanes<Width>::kParts; ++i) through<A>(&grads->parts[i], x.parts[i]);
     }
 };
 
-template <int Width, bool Rectify, typename T, typename C = typename Value<T>::Compute>
+template <int Width, class A, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n, double mean,
                                  const RowRectified<C>& z, double* sum_dz, double* sum_dz_xc) {
     Sums<Width, 2> sums;
@@ -137,7 +110,7 @@ SYNCBN_INLINE void row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t 
                 typename Value<T>::template Many<Width> values, grads;
                 load_lanes(x + i + half * kLanes, &values);
                 load_lanes(dy + i + half * kLanes, &grads);
-                if (Rectify) z.through(&grads, values);
+                z.template through<A>(&grads, values);
                 Lanes<Width> v, g;
                 widen(values, &v);
                 widen(grads, &g);
@@ -146,8 +119,10 @@ SYNCBN_INLINE void row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t 
             }
         }
         for (; i < n; ++i) {
-            const C value = Value<T>::load(x + i), grad = Value<T>::load(dy + i);
-            const double g = Rectify ? z.through(grad, value) : grad;
+            const C value = Value<T>::load(x + i);
+            C grad = Value<T>::load(dy + i);
+            z.template through<A>(&grad, value);
+            const double g = grad;
             t1 += g;
             t2 += g * (static_cast<double>(value) - mean);
         }
@@ -166,43 +141,54 @@ struct RowGradInput {
     double mean, scale, mean_dz, slope;
 };
 
-template <bool Add, bool Rectify, bool Addend, typename T, typename C = typename Value<T>::Compute>
+template <bool Add, class A, bool Addend, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_normalise(const T* __restrict__ x, const T* __restrict__ addend, T* __restrict__ y, int64_t n,
                                  const RowRectified<C>& z) {
+    const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
     for (int64_t i = 0; i < n; ++i) {
-        const C value = z.of(Value<T>::load(x + i));
-        put<Add>(y + i, rectified<Rectify>(Addend ? value + Value<T>::load(addend + i) : value, z.slope, z.ceiling));
+        C value = z.of(Value<T>::load(x + i));
+        if (Addend) value += Value<T>::load(addend + i);
+        behind.apply(&value);
+        put<Add>(y + i, value);
     }
 }
 
-template <bool Add, bool Rectify, typename T, typename C = typename Value<T>::Compute>
+template <bool Add, class A, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row,
                                   const RowRectified<C>& constants) {
     const RowRectified<C> z = constants;  // a copy, which no value of dx can be part of
+    const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
     const Split<C> m(row.mean);
     const C a = static_cast<C>(row.scale), g = static_cast<C>(row.mean_dz), k = static_cast<C>(row.slope);
 #pragma GCC ivdep  // dx may be x, but is never a part of it that is still to be read
     for (int64_t i = 0; i < n; ++i) {
-        const C value = Value<T>::load(x + i), grad = Value<T>::load(dy + i);
-        const C dz = Rectify ? z.through(grad, value) : grad;
+        const C value = Value<T>::load(x + i);
+        C dz = Value<T>::load(dy + i);
+        behind.through(&dz, z.of(value));
         put<Add>(dx + i, a * ((dz - g) - ((value - m.high) - m.low) * k));
     }
 }
 
-template <typename T, typename C = typename Value<T>::Compute>
+template <class A, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_recover(const T* __restrict__ y, T* __restrict__ x, int64_t n, const RowRectified<C>& z) {
+    const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
     for (int64_t i = 0; i < n; ++i) {
-        const C value = unrectified(Value<T>::load(y + i), z.slope);
+        C value = Value<T>::load(y + i);
+        behind.undo(&value);
         Value<T>::store(x + i, ((value - z.shift) / z.scale + z.mean.low) + z.mean.high);
     }
 }
 
 // dz from y.
-template <typename T, typename C = typename Value<T>::Compute>
-SYNCBN_INLINE void row_grad_rectified(const T* __restrict__ dy, const T* __restrict__ y, T* __restrict__ dz, int64_t n,
-                                      C slope, C ceiling) {
-    for (int64_t i = 0; i < n; ++i)
-        Value<T>::store(dz + i, grad_rectified<C>(Value<T>::load(dy + i), Value<T>::load(y + i), slope, ceiling));
+template <class A, typename T, typename C = typename Value<T>::Compute>
+SYNCBN_INLINE void row_grad_by_output(const T* __restrict__ dy, const T* __restrict__ y, T* __restrict__ dz, int64_t n,
+                                      const Activation& activation) {
+    const typename A::template On<C> behind(activation.slope, activation.ceiling);
+    for (int64_t i = 0; i < n; ++i) {
+        C grad = Value<T>::load(dy + i);
+        behind.through(&grad, Value<T>::load(y + i));
+        Value<T>::store(dz + i, grad);
+    }
 }
 
 // ---- short rows: along the columns -------------------------------------------------------------------------
@@ -219,35 +205,43 @@ SYNCBN_INLINE void column_moments(const T* __restrict__ x, int64_t rows, int64_t
         }
 }
 
-template <bool Rectify, typename T, typename C = typename Value<T>::Compute>
+template <class A, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void column_grad_sums(const T* __restrict__ dy, const T* __restrict__ x, int64_t rows, int64_t stride,
                                     int64_t columns, const double* __restrict__ mean, const ColumnRectified<C>& z,
                                     double* __restrict__ sum_dz, double* __restrict__ sum_dz_xc) {
+    const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
     for (int64_t r = 0; r < rows; ++r, x += stride, dy += stride)
         for (int64_t c = 0; c < columns; ++c) {
-            const C value = Value<T>::load(x + c), grad = Value<T>::load(dy + c);
-            const double g = Rectify ? grad_rectified(grad, z.of(value, c), z.slope, z.ceiling) : grad;
+            const C value = Value<T>::load(x + c);
+            C grad = Value<T>::load(dy + c);
+            if (A::kChanges) {
+                const C at = ((value - z.high[c]) - z.low[c]) * z.scale[c] + z.shift[c];
+                behind.through(&grad, at);
+            }
+            const double g = grad;
             sum_dz[c] += g;
             sum_dz_xc[c] += g * (static_cast<double>(value) - mean[c]);
         }
 }
 
-template <bool Add, bool Rectify, bool Addend, typename T, typename C>
+template <bool Add, class A, bool Addend, typename T, typename C>
 SYNCBN_INLINE void column_normalise(const T* __restrict__ x, const T* __restrict__ addend, T* __restrict__ y,
                                     int64_t rows, int64_t columns, const ColumnRectified<C>& z) {
     const C* __restrict__ high = z.high;
     const C* __restrict__ low = z.low;
     const C* __restrict__ a = z.scale;
     const C* __restrict__ b = z.shift;
-    const C slope = z.slope, ceiling = z.ceiling;
+    const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
     for (int64_t r = 0; r < rows; ++r, x += columns, y += columns, addend += Addend ? columns : 0)
         for (int64_t c = 0; c < columns; ++c) {
-            const C value = ((Value<T>::load(x + c) - high[c]) - low[c]) * a[c] + b[c];
-            put<Add>(y + c, rectified<Rectify>(Addend ? value + Value<T>::load(addend + c) : value, slope, ceiling));
+            C value = ((Value<T>::load(x + c) - high[c]) - low[c]) * a[c] + b[c];
+            if (Addend) value += Value<T>::load(addend + c);
+            behind.apply(&value);
+            put<Add>(y + c, value);
         }
 }
 
-template <bool Add, bool Rectify, typename T, typename C>
+template <bool Add, class A, typename T, typename C>
 SYNCBN_INLINE void column_grad_input(const T* dy, const T* x, T* dx, int64_t rows, int64_t columns,
                                      const ColumnGradInput<C>& column, const ColumnRectified<C>& z) {
     const C *__restrict__ high = column.high, *__restrict__ low = column.low, *__restrict__ a = column.scale,
@@ -256,28 +250,32 @@ SYNCBN_INLINE void column_grad_input(const T* dy, const T* x, T* dx, int64_t row
     const C* __restrict__ z_low = z.low;
     const C* __restrict__ z_scale = z.scale;
     const C* __restrict__ z_shift = z.shift;
-    const C slope = z.slope, ceiling = z.ceiling;
+    const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
     for (int64_t r = 0; r < rows; ++r, x += columns, dy += columns, dx += columns)
 #pragma GCC ivdep  // as in a row
         for (int64_t c = 0; c < columns; ++c) {
-            const C value = Value<T>::load(x + c), grad = Value<T>::load(dy + c);
-            const C at = Rectify ? ((value - z_high[c]) - z_low[c]) * z_scale[c] + z_shift[c] : 0;
-            const C dz = Rectify ? grad_rectified(grad, at, slope, ceiling) : grad;
+            const C value = Value<T>::load(x + c);
+            C dz = Value<T>::load(dy + c);
+            if (A::kChanges) {
+                const C at = ((value - z_high[c]) - z_low[c]) * z_scale[c] + z_shift[c];
+                behind.through(&dz, at);
+            }
             put<Add>(dx + c, a[c] * ((dz - g[c]) - ((value - high[c]) - low[c]) * k[c]));
         }
 }
 
-template <typename T, typename C>
+template <class A, typename T, typename C>
 SYNCBN_INLINE void column_recover(const T* __restrict__ y, T* __restrict__ x, int64_t rows, int64_t columns,
                                   const ColumnRectified<C>& z) {
     const C* __restrict__ high = z.high;
     const C* __restrict__ low = z.low;
     const C* __restrict__ a = z.scale;
     const C* __restrict__ b = z.shift;
-    const C slope = z.slope;
+    const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
     for (int64_t r = 0; r < rows; ++r, x += columns, y += columns)
         for (int64_t c = 0; c < columns; ++c) {
-            const C value = unrectified(Value<T>::load(y + c), slope);
+            C value = Value<T>::load(y + c);
+            behind.undo(&value);
             Value<T>::store(x + c, ((value - b[c]) / a[c] + low[c]) + high[c]);
         }
 }
@@ -285,64 +283,69 @@ SYNCBN_INLINE void column_recover(const T* __restrict__ y, T* __restrict__ x, in
 // ---- the leaves, one set per data type ----------------------------------------------------------------------
 // Overloads of plain functions: instruction-set clones of template instances are not portable among g++ versions.
 
-#define SYNCBN_ROW_SUMS_OF(SET, WIDTH, T, C)                                                                   \
+#define SYNCBN_ROW_SUMS_OF(TYPE, T, SET, WIDTH)                                                                \
     SET void leaf_row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot, double* sum,  \
                               double* square) {                                                                \
         row_moments<WIDTH>(x, rows, stride, n, pivot, sum, square);                                            \
     }                                                                                                          \
     SET void leaf_row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n, double mean, \
-                                const RowRectified<C>& z, double* sum_dz, double* sum_dz_xc) {                 \
-        z.slope == 1 ? row_grad_sums<WIDTH, false>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc)         \
-                     : row_grad_sums<WIDTH, true>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc);         \
+                                const RowRectified<Compute<T>>& z, double* sum_dz, double* sum_dz_xc) {        \
+        SYNCBN_ACTIVATION(z.activation, A,                                                                     \
+                          row_grad_sums<WIDTH, A>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc);)        \
     }
-#define SYNCBN_ROW_SUMS(SET, WIDTH)                \
-    SYNCBN_ROW_SUMS_OF(SET, WIDTH, float, float)   \
-    SYNCBN_ROW_SUMS_OF(SET, WIDTH, double, double) \
-    SYNCBN_ROW_SUMS_OF(SET, WIDTH, Half, float)
+#define SYNCBN_ROW_SUMS(SET, WIDTH) SYNCBN_NUMBERS(SYNCBN_ROW_SUMS_OF, SET, WIDTH)
 
-#define SYNCBN_LEAVES(T, C)                                                                                          \
-    SYNCBN_CLONES void leaf_row_normalise(const T* x, const T* addend, T* y, int64_t n, const RowRectified<C>& z,    \
-                                          bool add) {                                                                \
-        SYNCBN_NORMALISE(row_normalise, z.slope, add, x, addend, y, n, z);                                           \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row,       \
-                                           const RowRectified<C>& z, bool add) {                                     \
-        SYNCBN_GRAD_INPUT(row_grad_input, z.slope, add, dy, x, dx, n, row, z);                                       \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_row_recover(const T* y, T* x, int64_t n, const RowRectified<C>& z) {                     \
-        row_recover(y, x, n, z);                                                                                     \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_column_recover(const T* y, T* x, int64_t rows, int64_t columns,                          \
-                                           const ColumnRectified<C>& z) {                                            \
-        column_recover(y, x, rows, columns, z);                                                                      \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_row_grad_rectified(const T* dy, const T* y, T* dz, int64_t n, C slope, C ceiling) {      \
-        row_grad_rectified(dy, y, dz, n, slope, ceiling);                                                            \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_column_moments(const T* x, int64_t rows, int64_t stride, int64_t columns,                \
-                                           const double* pivot, double* sum, double* square) {                       \
-        column_moments(x, rows, stride, columns, pivot, sum, square);                                                \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_column_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t columns, \
-                                             const double* mean, const ColumnRectified<C>& z, double* sum_dz,        \
-                                             double* sum_dz_xc) {                                                    \
-        z.slope == 1 ? column_grad_sums<false>(dy, x, rows, stride, columns, mean, z, sum_dz, sum_dz_xc)             \
-                     : column_grad_sums<true>(dy, x, rows, stride, columns, mean, z, sum_dz, sum_dz_xc);             \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_column_normalise(const T* x, const T* addend, T* y, int64_t rows, int64_t columns,       \
-                                             const ColumnRectified<C>& z, bool add) {                                \
-        SYNCBN_NORMALISE(column_normalise, z.slope, add, x, addend, y, rows, columns, z);                            \
-    }                                                                                                                \
-    SYNCBN_CLONES void leaf_column_grad_input(const T* dy, const T* x, T* dx, int64_t rows, int64_t columns,         \
-                                              const ColumnGradInput<C>& column, const ColumnRectified<C>& z,         \
-                                              bool add) {                                                            \
-        SYNCBN_GRAD_INPUT(column_grad_input, z.slope, add, dy, x, dx, rows, columns, column, z);                     \
+#define SYNCBN_LEAVES(TYPE, T)                                                                                         \
+    SYNCBN_CLONES void leaf_row_normalise(const T* x, const T* addend, T* y, int64_t n,                                \
+                                          const RowRectified<Compute<T>>& z, bool add) {                               \
+        SYNCBN_ACTIVATION(                                                                                             \
+            z.activation, A,                                                                                           \
+            SYNCBN_IF(add, kAdd,                                                                                       \
+                      SYNCBN_IF(addend != nullptr, kAddend, row_normalise<kAdd, A, kAddend>(x, addend, y, n, z);)))    \
+    }                                                                                                                  \
+    SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row,         \
+                                           const RowRectified<Compute<T>>& z, bool add) {                              \
+        SYNCBN_ACTIVATION(z.activation, A, SYNCBN_IF(add, kAdd, row_grad_input<kAdd, A>(dy, x, dx, n, row, z);))       \
+    }                                                                                                                  \
+    SYNCBN_CLONES void leaf_row_recover(const T* y, T* x, int64_t n, const RowRectified<Compute<T>>& z) {              \
+        SYNCBN_ACTIVATION(z.activation, A, row_recover<A>(y, x, n, z);)                                                \
+    }                                                                                                                  \
+    SYNCBN_CLONES void leaf_column_recover(const T* y, T* x, int64_t rows, int64_t columns,                            \
+                                           const ColumnRectified<Compute<T>>& z) {                                     \
+        SYNCBN_ACTIVATION(z.activation, A, column_recover<A>(y, x, rows, columns, z);)                                 \
+    }                                                                                                                  \
+    SYNCBN_CLONES void leaf_row_grad_by_output(const T* dy, const T* y, T* dz, int64_t n, const Activation& with) {    \
+        SYNCBN_ACTIVATION(with, A, row_grad_by_output<A>(dy, y, dz, n, with);)                                         \
+    }                                                                                                                  \
+    SYNCBN_CLONES void leaf_column_moments(const T* x, int64_t rows, int64_t stride, int64_t columns,                  \
+                                           const double* pivot, double* sum, double* square) {                         \
+        column_moments(x, rows, stride, columns, pivot, sum, square);                                                  \
+    }                                                                                                                  \
+    SYNCBN_CLONES void leaf_column_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t columns,   \
+                                             const double* mean, const ColumnRectified<Compute<T>>& z, double* sum_dz, \
+                                             double* sum_dz_xc) {                                                      \
+        SYNCBN_ACTIVATION(z.activation, A,                                                                             \
+                          column_grad_sums<A>(dy, x, rows, stride, columns, mean, z, sum_dz, sum_dz_xc);)              \
+    }                                                                                                                  \
+    SYNCBN_CLONES void leaf_column_normalise(const T* x, const T* addend, T* y, int64_t rows, int64_t columns,         \
+                                             const ColumnRectified<Compute<T>>& z, bool add) {                         \
+        SYNCBN_ACTIVATION(z.activation, A,                                                                             \
+                          SYNCBN_IF(add, kAdd,                                                                         \
+                                    SYNCBN_IF(addend != nullptr, kAddend,                                              \
+                                              column_normalise<kAdd, A, kAddend>(x, addend, y, rows, columns, z);)))   \
+    }                                                                                                                  \
+    SYNCBN_CLONES void leaf_column_grad_input(const T* dy, const T* x, T* dx, int64_t rows, int64_t columns,           \
+                                              const ColumnGradInput<Compute<T>>& column,                               \
+                                              const ColumnRectified<Compute<T>>& z, bool add) {                        \
+        SYNCBN_ACTIVATION(z.activation, A,                                                                             \
+                          SYNCBN_IF(add, kAdd, column_grad_input<kAdd, A>(dy, x, dx, rows, columns, column, z);))      \
     }
+
+template <typename T>
+using Compute = typename Value<T>::Compute;
 
 SYNCBN_FOR_EACH_SET(SYNCBN_ROW_SUMS)
-SYNCBN_LEAVES(float, float)
-SYNCBN_LEAVES(double, double)
-SYNCBN_LEAVES(Half, float)
+SYNCBN_NUMBERS(SYNCBN_LEAVES)
 
 // ---- the kernels: who works on what -------------------------------------------------------------------------
 
@@ -424,7 +427,7 @@ void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& wit
     const int threads = work.useful_threads();
     const T* y = static_cast<const T*>(with.y);
     T* dz = static_cast<T*>(with.dz);
-    const C slope = static_cast<C>(with.with.activation.slope), ceiling = static_cast<C>(with.with.activation.ceiling);
+    const Activation& behind = with.with.activation;
     Rectified z = with.with;
     if (y != nullptr) z.activation = {};  // by then it has been done
     if (shape.inner >= kShortRow) {
@@ -439,7 +442,7 @@ void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& wit
             } else {
                 for (int64_t at = first; at < first + shape.outer * stride; at += stride) {
                     double sum, sum_xc;
-                    leaf_row_grad_rectified(dy + at, y + at, dz + at, shape.inner, slope, ceiling);
+                    leaf_row_grad_by_output(dy + at, y + at, dz + at, shape.inner, behind);
                     leaf_row_grad_sums(dz + at, x + at, 1, stride, shape.inner, z.mean[c], row, &sum, &sum_xc);
                     sum_dz[c] += sum;
                     sum_dz_xhat[c] += sum_xc;
@@ -462,7 +465,7 @@ void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& wit
         const int64_t first = row * columns + column;
         if (y == nullptr) return of(dy, first, rows);
         for (int64_t at = first; at < first + rows * columns; at += columns) {
-            leaf_row_grad_rectified(dy + at, y + at, dz + at, width, slope, ceiling);
+            leaf_row_grad_by_output(dy + at, y + at, dz + at, width, behind);
             of(dz, at, 1);
         }
     });
@@ -538,19 +541,6 @@ void recover_of(const Work& work, const T* y, const Rectified& with, T* x) {
     for_rows(shape, threads, [&](int64_t at, int64_t rows, int64_t columns) {
         leaf_column_recover(y + at, x + at, rows, columns, constants.from(0));
     });
-}
-
-// Calls f with a null pointer of the data's type.
-template <typename F>
-void with_type(Type type, const F& f) {
-    switch (type) {
-        case Type::kFloat32:
-            return f(static_cast<float*>(nullptr));
-        case Type::kFloat64:
-            return f(static_cast<double*>(nullptr));
-        case Type::kFloat16:
-            return f(static_cast<Half*>(nullptr));
-    }
 }
 
 // Of one position, channels lie next to each other in any layout.

@@ -34,8 +34,8 @@ struct Normalise {
     bool add;
 };
 
-// What dz is: dy, times the slope where z is not above 0, and 0 where it is not below the ceiling. Where z is, y tells where
-// it is given, which it has to be where something was added; dz is then written. Otherwise z is computed from x.
+// What dz is: the gradient with respect to z. It is found by y where that is given, which it has to be where something was
+// added; dz is then written. Otherwise z is computed from x.
 struct GradSums {
     Rectified with;
     const double* invstd;
@@ -60,7 +60,7 @@ void normalise(const Work& work, const void* x, const Normalise& with, void* y);
 void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
                double* sum_dz_xhat);
 void grad_input(const Work& work, const void* dy, const void* x, const GradInput& with, void* dx);
-// x of the y that `normalise` makes of it, where the slope is above 0, there is no ceiling, and nothing was added.
+// x of the y that `normalise` makes of it, where the activation is invertible and nothing was added.
 void recover(const Work& work, const void* y, const Rectified& with, void* x);
 
 // Instruction set that serves here: "avx512f", "avx2" or "baseline".

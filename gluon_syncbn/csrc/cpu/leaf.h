@@ -9,8 +9,8 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu/half.h"
 #include "cpu/kernels.h"
+#include "cpu/numbers.h"
 
 // SYNCBN_CLONES: a function for each instruction set. SYNCBN_FOR_EACH_SET(define): the same where the code depends on the
 // set, as define(attribute, how many float64 its registers hold).
@@ -30,44 +30,11 @@
 #define SYNCBN_CLONES
 #define SYNCBN_FOR_EACH_SET(define) define(, 2)
 #endif
-#define SYNCBN_INLINE static inline __attribute__((always_inline))
-#define SYNCBN_METHOD inline __attribute__((always_inline))
 
 namespace syncbn {
 namespace cpu {
 
 constexpr int64_t kAhead = 512;  // values to fetch ahead of the sums, which otherwise wait for memory
-
-// Eight float64 partial sums fill the widest register; two such sets hide the latency of an addition.
-constexpr int kLanes = 8;
-
-// In parts of the width that registers have: g++ keeps a vector in memory that fills several of them.
-template <int Width>
-struct Lanes {
-    typedef double Part __attribute__((vector_size(Width * sizeof(double))));
-    static constexpr int kParts = kLanes / Width;
-    Part parts[kParts];
-    SYNCBN_METHOD void clear() {
-#pragma GCC unroll 4
-        for (int i = 0; i < kParts; ++i) parts[i] = Part{};
-    }
-    SYNCBN_METHOD void add(const Lanes& other) {
-#pragma GCC unroll 4
-        for (int i = 0; i < kParts; ++i) parts[i] += other.parts[i];
-    }
-    SYNCBN_METHOD void add_product(const Lanes& one, const Lanes& other) {
-#pragma GCC unroll 4
-        for (int i = 0; i < kParts; ++i) parts[i] += one.parts[i] * other.parts[i];
-    }
-    SYNCBN_METHOD void subtract(const Lanes& other) {
-#pragma GCC unroll 4
-        for (int i = 0; i < kParts; ++i) parts[i] -= other.parts[i];
-    }
-    SYNCBN_METHOD void subtract(double value) {
-#pragma GCC unroll 4
-        for (int i = 0; i < kParts; ++i) parts[i] -= value;
-    }
-};
 
 // A sum of values and one of products, in several sets of lanes that take turns: an addition need not wait for the last.
 template <int Width, int Sets>
@@ -94,30 +61,7 @@ struct Sums {
         }
     }
 };
-typedef float FloatLanes __attribute__((vector_size(kLanes * sizeof(float))));
-typedef uint32_t BitLanes __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-typedef uint16_t HalfLanes __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 
-template <int Width>
-SYNCBN_INLINE void load_lanes(const double* p, Lanes<Width>* out) {
-#pragma GCC unroll 4
-    for (int i = 0; i < Lanes<Width>::kParts; ++i) std::memcpy(&out->parts[i], p + i * Width, sizeof out->parts[i]);
-}
-SYNCBN_INLINE void load_lanes(const float* p, FloatLanes* out) { std::memcpy(out, p, sizeof *out); }
-SYNCBN_INLINE void load_lanes(const Half* p, FloatLanes* out) {
-    HalfLanes halves;
-    std::memcpy(&halves, p, sizeof halves);
-    const BitLanes bits = __builtin_convertvector(halves, BitLanes);
-    const BitLanes magnitude = bits & 0x7fffu;
-    const BitLanes shifted = magnitude << 13;
-    FloatLanes finite;
-    std::memcpy(&finite, &shifted, sizeof finite);
-    finite = finite * 0x1p112f;  // as in half_to_float
-    BitLanes result;
-    std::memcpy(&result, &finite, sizeof result);
-    result |= (reinterpret_cast<BitLanes>(magnitude >= 0x7c00u) & 0x7f800000u) | ((bits & 0x8000u) << 16);
-    std::memcpy(out, &result, sizeof *out);
-}
 template <int Width>
 SYNCBN_INLINE void widen(const Lanes<Width>& values, Lanes<Width>* out) {
 #pragma GCC unroll 4
@@ -141,24 +85,6 @@ struct Split {
     explicit Split(double v) : high(static_cast<C>(v)), low(static_cast<C>(v - static_cast<double>(high))) {}
 };
 
-// What is not above 0 is multiplied; 0 and not minus infinity times it, so that ReLU is finite. A NaN stays one.
-template <bool Rectify, typename C>
-SYNCBN_INLINE C rectified(C z, C slope, C ceiling) {
-    if (!Rectify) return z;
-    return z <= 0 ? (slope == 0 ? 0 : slope * z) : z > ceiling ? ceiling : z;
-}
-// By z, or by what has become of it.
-template <typename C>
-SYNCBN_INLINE C grad_rectified(C grad, C z, C slope, C ceiling) {
-    return (z > 0) & (z < ceiling) ? grad : grad * slope;
-}
-
-// What has become of z, undone; for slopes above 0.
-template <typename C>
-SYNCBN_INLINE C unrectified(C y, C slope) {
-    return y > 0 ? y : y / slope;
-}
-
 // One value per column from one per channel.
 template <typename C>
 std::vector<C> spread(Shape shape, const double* per_channel, bool low_part = false) {
@@ -174,17 +100,15 @@ std::vector<C> spread(Shape shape, const double* per_channel, bool low_part = fa
 template <typename C>
 struct ColumnRectified {
     const C *high, *low, *scale, *shift;
-    C slope, ceiling;
-    SYNCBN_METHOD C of(C x, int64_t c) const { return ((x - high[c]) - low[c]) * scale[c] + shift[c]; }
+    Activation activation;
 };
 
 // The constants of each column, from those of each channel, where they are needed.
 template <typename C>
 struct Columns {
     std::vector<C> high, low, scale, shift;
-    const C slope, ceiling;
-    Columns(const Shape& shape, const Rectified& z, bool needed)
-        : slope(static_cast<C>(z.activation.slope)), ceiling(static_cast<C>(z.activation.ceiling)) {
+    const Activation activation;
+    Columns(const Shape& shape, const Rectified& z, bool needed) : activation(z.activation) {
         if (!needed) return;
         high = spread<C>(shape, z.mean);
         low = spread<C>(shape, z.mean, true);
@@ -192,8 +116,7 @@ struct Columns {
         shift = spread<C>(shape, z.shift);
     }
     ColumnRectified<C> from(int64_t column) const {
-        return {
-            high.data() + column, low.data() + column, scale.data() + column, shift.data() + column, slope, ceiling};
+        return {high.data() + column, low.data() + column, scale.data() + column, shift.data() + column, activation};
     }
 };
 
@@ -206,18 +129,24 @@ struct ColumnGradInput {
 // Against rounding; a NaN stays one, which std::max would hide.
 inline double at_least_zero(double v) { return v < 0 ? 0 : v; }
 
-// Of the instances of a template, the one that is asked for: <add> and whether there is an activation; and an addend.
-#define SYNCBN_GRAD_INPUT(f, slope, add, ...)                                          \
-    ((slope) == 1 ? (add) ? f<true, false>(__VA_ARGS__) : f<false, false>(__VA_ARGS__) \
-     : (add) ? f<true, true>(__VA_ARGS__)                                              \
-                  : f<false, true>(__VA_ARGS__))
-#define SYNCBN_RECTIFIED(f, slope, add, addend, ...)                                                   \
-    ((slope) == 1 ? (add) ? f<true, false, addend>(__VA_ARGS__) : f<false, false, addend>(__VA_ARGS__) \
-     : (add) ? f<true, true, addend>(__VA_ARGS__)                                                      \
-                  : f<false, true, addend>(__VA_ARGS__))
-#define SYNCBN_NORMALISE(f, slope, add, x, addend, ...)                                  \
-    ((addend) != nullptr ? SYNCBN_RECTIFIED(f, slope, add, true, x, addend, __VA_ARGS__) \
-                         : SYNCBN_RECTIFIED(f, slope, add, false, x, addend, __VA_ARGS__))
+// Of the instances of a template, the one that is asked for: statements in which NAME is known to the compiler, a bool or an
+// activation.
+#define SYNCBN_IF(condition, NAME, ...) \
+    if (condition) {                    \
+        constexpr bool NAME = true;     \
+        __VA_ARGS__                     \
+    } else {                            \
+        constexpr bool NAME = false;    \
+        __VA_ARGS__                     \
+    }
+#define SYNCBN_CASE_OF_ACTIVATION(name, TRAIT, NAME, ...) \
+    case Activation::Kind::k##TRAIT: {                    \
+        using NAME = TRAIT;                               \
+        __VA_ARGS__                                       \
+        break;                                            \
+    }
+#define SYNCBN_ACTIVATION(of, NAME, ...) \
+    switch ((of).kind) { SYNCBN_ACTIVATIONS(SYNCBN_CASE_OF_ACTIVATION, NAME, __VA_ARGS__) }
 
 }  // namespace cpu
 }  // namespace syncbn

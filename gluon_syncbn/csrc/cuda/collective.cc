@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <future>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <system_error>
@@ -23,6 +21,7 @@ namespace {
 
 using Communicator = void*;
 constexpr int kFloat64 = 8;   // of ncclDataType_t
+constexpr int kSum = 0;       // of ncclRedOp_t
 constexpr double kLeave = 5;  // seconds that communicators with other processes get to be taken down
 
 struct UniqueId {
@@ -45,10 +44,12 @@ struct Nccl {
     int (*group_end)() = get<int()>("ncclGroupEnd");
     int (*all_gather)(const void*, void*, size_t, int, Communicator,
                       Stream) = get<int(const void*, void*, size_t, int, Communicator, Stream)>("ncclAllGather");
+    int (*all_reduce)(const void*, void*, size_t, int, int, Communicator,
+                      Stream) = get<int(const void*, void*, size_t, int, int, Communicator, Stream)>("ncclAllReduce");
 
     bool complete() const {
         return error_string && init_all && unique_id && init_rank && destroy && abort && group_start && group_end &&
-               all_gather;
+               all_gather && all_reduce;
     }
 };
 
@@ -61,39 +62,14 @@ void check_nccl(int status, const char* function) {
     if (status != 0) throw Failure(std::string(function) + " of NCCL: " + nccl().error_string(status));
 }
 
-struct Clique {
-    int64_t channel, number;  // of one with other processes; -1 and 0 of one without
+struct Connected {
+    int64_t channel, number;  // of the clique
     std::vector<int> devices;
     std::vector<Communicator> communicators;  // as the devices
 };
 
-std::mutex mutex;  // guards the cliques; every collective is posted under it
-std::vector<std::unique_ptr<Clique>>& cliques = *new std::vector<std::unique_ptr<Clique>>;
-
-// Collectives with other processes, in the order of their numbers.
-class Queue {
-  public:
-    // Returns when it is the turn of this one.
-    void wait(const Turn& turn, const Terms& terms) {
-        std::unique_lock<std::mutex> lock(mutex_);
-        const std::string number = std::to_string(turn.number), now = std::to_string(next_[turn.channel]);
-        Wait wait(terms.name, "collective " + number + " of this process has waited for number " + now, terms.timeout,
-                  "A layer that comes before it has not called all its replicas.");
-        while (!changed_.wait_for(lock, kSlice, [&] { return next_[turn.channel] == turn.number; })) wait.look();
-    }
-    // It is posted. Without this, none that comes later ever is: no process could tell which is which any more.
-    void pass(const Turn& turn) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        next_[turn.channel] = turn.number + 1;
-        changed_.notify_all();
-    }
-
-  private:
-    std::mutex mutex_;
-    std::condition_variable changed_;
-    std::map<int64_t, int64_t> next_;  // by channel
-};
-Queue& queue = *new Queue;
+std::mutex mutex;  // guards the next one; every collective is posted under it
+std::vector<std::unique_ptr<Connected>>& cliques = *new std::vector<std::unique_ptr<Connected>>;
 
 // NCCL makes communicators, and what their first collective needs, and takes them down, while its caller waits, however
 // long: so somebody else calls it.
@@ -105,21 +81,27 @@ auto elsewhere(Work work) -> std::future<decltype(work())> {
     return made;
 }
 
+class WaitToConnect : public WaitFor {
+  public:
+    using WaitFor::WaitFor;
+    bool spins() const override { return true; }
+};
+
 std::vector<Communicator> connect(const std::vector<int>& devices) {
     std::vector<Communicator> out(devices.size());
     check_nccl(nccl().init_all(out.data(), static_cast<int>(devices.size()), devices.data()), "ncclCommInitAll");
     return out;
 }
 
-std::vector<Communicator> connect(const std::vector<int>& devices, const Turn& turn) {
+std::vector<Communicator> connect(const std::vector<int>& devices, const Clique& clique) {
     std::vector<Communicator> out(devices.size());
     UniqueId id;
-    std::memcpy(id.bytes, turn.id.data(), sizeof id.bytes);
+    std::memcpy(id.bytes, clique.id.data(), sizeof id.bytes);
     check_nccl(nccl().group_start(), "ncclGroupStart");
     int status = 0;
     for (size_t i = 0; i < devices.size() && status == 0; ++i) {
         const Current current(Device::of(devices[i]));
-        const int world = static_cast<int>(turn.world), rank = static_cast<int>(turn.first + i);
+        const int world = static_cast<int>(clique.world), rank = static_cast<int>(clique.first + i);
         status = nccl().init_rank(&out[i], world, id, rank);
     }
     const int end = nccl().group_end();
@@ -128,43 +110,20 @@ std::vector<Communicator> connect(const std::vector<int>& devices, const Turn& t
     return out;
 }
 
-void post(const std::vector<OnDevice>& parts, const std::vector<Communicator>& communicators) {
+void post(Collective what, const std::vector<OnDevice>& parts, const std::vector<Communicator>& communicators) {
+    const bool adds = what == Collective::kAllReduce;
     check_nccl(nccl().group_start(), "ncclGroupStart");
     int status = 0;
     for (size_t i = 0; i < parts.size() && status == 0; ++i) {
-        const Current current(Device::of(parts[i].device));
-        const auto count = static_cast<size_t>(parts[i].length);
-        status = nccl().all_gather(parts[i].own, parts[i].gathered, count, kFloat64, communicators[i], parts[i].stream);
+        const auto [device, stream, own, gathered, length] = parts[i];
+        const Current current(Device::of(device));
+        const auto count = static_cast<size_t>(length);
+        status = adds ? nccl().all_reduce(own, gathered, count, kFloat64, kSum, communicators[i], stream)
+                      : nccl().all_gather(own, gathered, count, kFloat64, communicators[i], stream);
     }
     const int end = nccl().group_end();
-    check_nccl(status, "ncclAllGather");
+    check_nccl(status, adds ? "ncclAllReduce" : "ncclAllGather");
     check_nccl(end, "ncclGroupEnd");
-}
-
-// On the communicators of these devices, or of the clique of this number that they are part of, which are made where there
-// are none.
-void post_on(int64_t channel, int64_t number, const std::vector<OnDevice>& parts, const Turn& turn,
-             const Terms& terms) {
-    std::vector<int> devices;
-    for (const OnDevice& part : parts) devices.push_back(part.device);
-    std::lock_guard<std::mutex> lock(mutex);
-    const auto known = std::find_if(cliques.begin(), cliques.end(), [&](const auto& one) {
-        return one->channel == channel && one->number == number && one->devices == devices;
-    });
-    if (known != cliques.end()) return post(parts, (*known)->communicators);
-    if (channel >= 0 && turn.id.size() != sizeof(UniqueId))
-        throw Failure("the communicator of these GPUs is gone, after a failure. Start the job again.");
-    auto communicators = elsewhere([parts, devices, turn, channel] {
-        const auto made = channel < 0 ? connect(devices) : connect(devices, turn);
-        post(parts, made);
-        return made;
-    });
-    Wait wait(terms.name, "NCCL has not connected the GPUs", terms.timeout,
-              "NCCL_DEBUG=INFO shows what it does; kvstore='host' does without it, and between processes "
-              "gluon_syncbn.kvstore(..., gpus='host').",
-              true);
-    while (communicators.wait_for(kSlice) != std::future_status::ready) wait.look();
-    cliques.push_back(std::make_unique<Clique>(Clique{channel, number, devices, communicators.get()}));
 }
 
 }  // namespace
@@ -173,14 +132,32 @@ std::string why_no_collective() {
     return nccl().complete() ? "" : "this build of MXNet is not linked against NCCL 2.4 or later";
 }
 
-void all_gather(const std::vector<OnDevice>& parts, const Turn& turn, const Terms& terms) {
+void post_collective(Collective what, const std::vector<OnDevice>& parts, const Clique& clique,
+                     const std::string& layer, double timeout) {
     const std::string missing = why_no_collective();
     if (!missing.empty()) throw Failure(missing);
     SYNCBN_POINT("before_collective");
-    if (turn.number < 0) return post_on(-1, 0, parts, turn, terms);
-    queue.wait(turn, terms);
-    post_on(turn.channel, turn.clique, parts, turn, terms);
-    queue.pass(turn);
+    std::vector<int> devices;
+    for (const OnDevice& part : parts) devices.push_back(part.device);
+    std::lock_guard<std::mutex> lock(mutex);
+    const auto known = std::find_if(cliques.begin(), cliques.end(), [&](const auto& one) {
+        return one->channel == clique.channel && one->number == clique.number && one->devices == devices;
+    });
+    if (known != cliques.end()) return post(what, parts, (*known)->communicators);
+    const bool alone = clique.channel < 0;
+    if (!alone && clique.id.size() != sizeof(UniqueId))
+        throw Failure("the communicator of these GPUs is gone, after a failure. Start the job again.");
+    auto communicators = elsewhere([what, parts, devices, clique, alone] {
+        const auto made = alone ? connect(devices) : connect(devices, clique);
+        post(what, parts, made);
+        return made;
+    });
+    WaitToConnect wait(layer, "NCCL has not connected the GPUs", timeout,
+                       "NCCL_DEBUG=INFO shows what it does; kvstore='host' does without it, and between processes "
+                       "gluon_syncbn.kvstore(..., gpus='host').");
+    while (communicators.wait_for(kSlice) != std::future_status::ready) wait.look();
+    cliques.push_back(
+        std::make_unique<Connected>(Connected{clique.channel, clique.number, devices, communicators.get()}));
 }
 
 std::string new_unique_id() {

@@ -9,12 +9,12 @@
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <utility>
 #include <vector>
 
 #include "cuda/driver.h"
-#include "cuda/plan.h"
 #include "failure.h"
 
 namespace syncbn {
@@ -35,12 +35,19 @@ void check_nvrtc(int status, const char* function) {
         throw Failure(std::string(function) + ": " + nvrtc<const char*(int)>("nvrtcGetErrorString")(status));
 }
 
-std::string source() {
-    std::ifstream file(source_path);
-    std::ostringstream text;
-    text << file.rdbuf();
-    if (!file) throw Failure("cannot read " + source_path + "; install gluon_syncbn again");
-    return text.str();
+// A file with the text of those that it includes, each once, in their place: NVRTC then needs no header, and what was
+// compiled before is known by this text.
+void append(const std::string& folder, const std::string& name, std::set<std::string>* seen, std::string* text) {
+    if (!seen->insert(name).second) return;
+    std::ifstream file(folder + name);
+    std::string line;
+    while (std::getline(file, line)) {
+        if (line.compare(0, 10, "#include \"") == 0)
+            append(folder, line.substr(10, line.rfind('"') - 10), seen, text);
+        else if (line != "#pragma once")
+            *text += line + '\n';
+    }
+    if (!file.eof()) throw Failure("cannot read " + folder + name + "; install gluon_syncbn again");
 }
 
 // FNV-1a, twice with different factors: 128 bits.
@@ -123,32 +130,31 @@ void set_source(const std::string& path) { source_path = path; }
 
 void set_cache(const std::string& folder) { cache_folder = folder; }
 
-std::string part_of(const std::string& kernel) {
-    const size_t type = kernel.rfind("float");
-    if (type == std::string::npos) return "float32";  // every part has what has no type
-    return (kernel.find("_activated_") != std::string::npos ? "activated_" : "") + kernel.substr(type);
+std::string source(const std::string& path) {
+    const size_t name = path.rfind('/', path.rfind('/') - 1) + 1;  // behind the folder csrc
+    std::set<std::string> seen;
+    std::string text;
+    append(path.substr(0, name), path.substr(name), &seen, &text);
+    return text;
 }
 
-const std::string& compiled(int capability, const std::string& part, bool anew) {
+const std::string& compiled(int capability, const Part& part, bool anew) {
     static std::mutex mutex;
     // By architecture and part.
     static auto& images = *new std::map<std::pair<int, std::string>, std::string>;
     std::lock_guard<std::mutex> lock(mutex);
     const int target = architecture(capability);
-    std::string& image = images[{target, part}];
+    std::string& image = images[{target, part.name()}];
     if (!image.empty() && !anew) return image;
-    const std::vector<std::string> options = {"--gpu-architecture=compute_" + std::to_string(target),
-                                              "--std=c++14",
-                                              "-DSYNCBN_BLOCK=" + std::to_string(kBlock),
-                                              "-DSYNCBN_SLOTS=" + std::to_string(kMostSlots),
-                                              "-DSYNCBN_ONLY",
-                                              "-DSYNCBN_" + part};
-    const std::string text = source();
+    std::vector<std::string> options = {"--gpu-architecture=compute_" + std::to_string(target), "--std=c++14",
+                                        "-DSYNCBN_BLOCK=" + std::to_string(kBlock), "-DSYNCBN_TYPE=" + part.type};
+    if (!part.activation.empty()) options.push_back("-DSYNCBN_ACTIVATION=" + part.activation);
+    const std::string text = source(source_path);
     int major = 0, minor = 0;
     nvrtc<int(int*, int*)>("nvrtcVersion")(&major, &minor);
     std::string key = text + '\0' + std::to_string(major) + '.' + std::to_string(minor);
     for (const std::string& option : options) key += '\0' + option;
-    const std::string path = cache_folder.empty() ? "" : cache_folder + "/" + part + "-" + hash(key) + ".ptx";
+    const std::string path = cache_folder.empty() ? "" : cache_folder + "/" + part.name() + "-" + hash(key) + ".ptx";
     image = path.empty() || anew ? "" : read(path);
     if (image.empty()) {
         image = compile(text, options);

@@ -7,6 +7,7 @@
 
 #include "cuda/compiler.h"
 #include "failure.h"
+#include "types.h"
 
 namespace syncbn {
 namespace cuda {
@@ -89,12 +90,17 @@ Device::Device(int id) : id(id) {
     capability_ = 10 * major + minor;
 }
 
-void* Device::kernel(const std::string& name) {
+void* Device::kernel(const Kernel& kernel) {
+    std::string name = kernel.stem;
+    for (const std::string& end : {kernel.activation, kernel.type})
+        if (!end.empty()) name += "_" + end;
     std::lock_guard<std::mutex> lock(mutex_);
     void*& found = kernels_[name];
     if (found != nullptr) return found;
-    const std::string part = part_of(name);
-    void*& module = modules_[part];
+    // Every part has what has no type.
+    const Part part{kernel.type.empty() ? name_of(Type::kFloat32) : kernel.type,
+                    kernel.activation == name_of(Activation::Kind::kIdentity) ? "" : kernel.activation};
+    void*& module = modules_[part.name()];
     if (module == nullptr) {
         const auto load = [&](const std::string& image) { return driver().module_load(&module, image.c_str()); };
         int status = load(compiled(capability_, part));
@@ -185,7 +191,7 @@ Memory& Memory::operator=(Memory&& other) noexcept {
     return *this;
 }
 
-void Memory::upload(const double* values, Stream stream) const {
+void Memory::upload(const void* values, Stream stream) const {
     if (size() == 0) return;
     const size_t bytes = static_cast<size_t>(size()) * sizeof(double);
     check(driver().copy_to_device(data_, values, bytes, stream),
@@ -201,11 +207,8 @@ void Memory::download(double* values, const Lease& lease) const {
 
 // ---- launches ----------------------------------------------------------------------------------------------------
 
-void launch(Device& device, Stream stream, const std::string& kernel, Grid grid,
-            std::initializer_list<Argument> arguments) {
-    void* pointers[32];
-    size_t n = 0;
-    for (const Argument& argument : arguments) pointers[n++] = const_cast<void*>(argument.value);
+void launch(Device& device, Stream stream, const Kernel& kernel, Grid grid, const void* arguments) {
+    void* pointers[] = {const_cast<void*>(arguments)};
     check(driver().launch(device.kernel(kernel), static_cast<unsigned>(grid.x), static_cast<unsigned>(grid.y),
                           static_cast<unsigned>(grid.z), kBlock, 1, 1, 0, stream, pointers, nullptr),
           "cuLaunchKernel");

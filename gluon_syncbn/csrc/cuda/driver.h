@@ -4,17 +4,15 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <initializer_list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <tuple>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "types.h"
+#include "cuda/params.h"
 
 namespace syncbn {
 namespace cuda {
@@ -33,14 +31,6 @@ struct Grid {
     int64_t x = 1, y = 1, z = 1;
 };
 
-// In memory of the host, which kernels read and write: what they are told, and what they tell. The layout is that of
-// kernels.cu.
-struct Told {
-    int given_up;  // what is on the stream shall leave nothing behind
-    int64_t at;    // of the replica's packed moments, the first that is not finite; of `recover`, a channel; -1: none
-    double value;  // which it is; of `recover`, whether another slot's statistic hides it
-};
-
 // Threads of every block; kernels.cu is compiled for it.
 constexpr int kBlock = 256;
 
@@ -52,6 +42,11 @@ struct Extent {
     }
 };
 
+// One of kernels.cu; `type` and `activation` are empty where it depends on none.
+struct Kernel {
+    std::string stem, type = "", activation = "";
+};
+
 class Device {
   public:
     const int id;  // MXNet's
@@ -59,8 +54,8 @@ class Device {
     static Device& of(int id);
 
     int capability() const { return capability_; }  // 80 for 8.0
-    // A kernel of kernels.cu, compiled and loaded at its first use. The device has to be current.
-    void* kernel(const std::string& name);
+    // Compiled and loaded at its first use. The device has to be current.
+    void* kernel(const Kernel& kernel);
 
   private:
     friend class Current;
@@ -126,7 +121,7 @@ class Memory {
     double* part() const { return data() + extent_.begin; }
     int64_t part_size() const { return extent_.length; }
     // To the device, and from there; `values` may change or go at once, and are there when this returns.
-    void upload(const double* values, Stream stream) const;
+    void upload(const void* values, Stream stream) const;
     void download(double* values, const Lease& lease) const;
     // Something that never ends uses it.
     void abandon() { data_ = nullptr; }
@@ -137,17 +132,8 @@ class Memory {
     Extent extent_;
 };
 
-// An argument of a kernel: its bytes, which have to stay until the launch.
-struct Argument {
-    const void* value;
-    template <typename T>
-    Argument(const T& value) : value(&value) {  // meant to convert
-        static_assert(!std::is_same<T, bool>::value, "a kernel takes it as an int");
-    }
-};
-
-void launch(Device& device, Stream stream, const std::string& kernel, Grid grid,
-            std::initializer_list<Argument> arguments);
+// `arguments`: the structure of params.h that the kernel takes; it may go at once.
+void launch(Device& device, Stream stream, const Kernel& kernel, Grid grid, const void* arguments);
 
 }  // namespace cuda
 }  // namespace syncbn

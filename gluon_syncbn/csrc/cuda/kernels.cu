@@ -1,7 +1,7 @@
 // What a CUDA device does for the layer: the functions of csrc/cpu/kernels.h, over all slots of a call in one launch.
 //
-// The source needs no header and compiles with nvcc, NVRTC (MXNet's run-time compiler, CuPy) and clang for compute
-// capability 5.0 and later. A tensor is seen from its channel axis as [outer][channels][inner], row-major, with
+// The source needs no header but those of csrc, whose text csrc/cuda/compiler.cc puts in their place, and compiles with
+// nvcc, NVRTC (MXNet's run-time compiler, CuPy) and clang for compute capability 5.0 and later. A tensor is seen from its channel axis as [outer][channels][inner], row-major, with
 // outer = samples * per_sample. Slot s holds samples / slots of the samples, and one more where s < samples % slots.
 //
 // Two ways through memory. Where inner > 1 a *row* is the `inner` values of one channel that lie side by side, and a
@@ -24,12 +24,16 @@
 // does not move a load past a store that it cannot tell apart, nor out of a branch; so batches are written out, and
 // where one is cut short the loads repeat the first address of the batch and what they bring is not used.
 
-typedef long long Index;
+#include "activation.h"
+#include "cuda/params.h"
 
 namespace {
 
-#if !defined(SYNCBN_BLOCK) || !defined(SYNCBN_SLOTS)
-#error "compile with -DSYNCBN_BLOCK=N -DSYNCBN_SLOTS=N: see kBlock and kMostSlots in csrc/cuda"
+using namespace syncbn::cuda;
+using syncbn::Range;
+
+#ifndef SYNCBN_BLOCK
+#error "compile with -DSYNCBN_BLOCK=N: see kBlock in csrc/cuda"
 #endif
 constexpr int kThreads = SYNCBN_BLOCK;  // of every block
 constexpr int kWarp = 32;
@@ -103,9 +107,8 @@ __device__ inline bool aligned(const void* pointer) {
     return reinterpret_cast<unsigned long long>(pointer) % kPack == 0;
 }
 
-struct Layout {
-    Index samples, per_sample, channels, inner, slots;
-
+struct Layout : Spread {
+    __device__ explicit Layout(const Spread& spread) : Spread(spread) {}
     __device__ Index outer() const { return samples * per_sample; }
     __device__ Index first_outer(Index slot) const {
         const Index rest = samples % slots;
@@ -156,22 +159,6 @@ struct Normal {
     __device__ Wide back(Wide z) const { return ((z - shift) / scale + mean.low) + mean.high; }
 };
 
-// `Activation` of csrc/types.h; slope 0 gives 0 for minus infinity too. A NaN stays one.
-template <typename Wide>
-struct Activation {
-    Wide slope, ceiling;
-
-    __device__ Activation(double slope, double ceiling)
-        : slope(static_cast<Wide>(slope)), ceiling(static_cast<Wide>(ceiling)) {}
-    __device__ Wide of(Wide z) const {
-        return z <= 0 ? (slope == 0 ? 0 : slope * z) : z > ceiling ? ceiling : z;
-    }
-    // z from y, where the slope is above 0 and there is no ceiling.
-    __device__ Wide back(Wide y) const { return y > 0 ? y : y / slope; }
-    // The gradient with respect to z, in whose place y will do.
-    __device__ Wide through(Wide grad, Wide z) const { return (z > 0) & (z < ceiling) ? grad : grad * slope; }
-};
-
 // ---- reductions ----------------------------------------------------------------------------------------------
 
 template <int kUnit, class Reduction>
@@ -217,7 +204,8 @@ __device__ void down_rows(Reduction& reduction, const Layout& layout) {
 }
 
 template <typename T, class Reduction>
-__device__ void down_columns(Reduction& reduction, const Layout& layout, int width) {
+__device__ void down_columns(Reduction& reduction, const Layout& layout) {
+    const int width = layout.width;
     const Index slot = blockIdx.y, channel = Index(blockIdx.x) * width + threadIdx.x % width;
     const Chunk chunk(layout.outer_of(slot));
     if (channel >= layout.channels) return;
@@ -241,13 +229,14 @@ __device__ void down_columns(Reduction& reduction, const Layout& layout, int wid
 
 // Walks, puts the threads' results together and leaves the packed vector of each chunk and slot in partial[chunk][slot].
 template <typename T, class Reduction>
-__device__ void reduce(Reduction& reduction, const Layout& layout, int width, double* partial, bool packs) {
+__device__ void reduce(Reduction& reduction, const Layout& layout, double* partial, bool packs) {
     typedef typename Reduction::Result Result;
     __shared__ Result shared[kThreads];
     const Index slot = blockIdx.y;
     double* out = partial + (blockIdx.z * layout.slots + slot) * Result::length(layout.channels);
     if (layout.inner == 1) {
-        down_columns<T>(reduction, layout, width);
+        const int width = layout.width;
+        down_columns<T>(reduction, layout);
         shared[threadIdx.x] = reduction.result();
         __syncthreads();
         const Index channel = Index(blockIdx.x) * width + threadIdx.x;
@@ -366,10 +355,10 @@ struct Sums {
     }
 };
 
-// Of dz, which is dy or, where kActivated, what the activation lets through. Its z is what `normal` makes of `marks`: of x, or
+// Of dz, which is dy or what the activation lets through. Its z is what `normal` makes of `marks`: of x, or
 // of y where that is at hand, with the identity; one expression for both, and a second load of x comes from the cache. dz is
 // written where it is not null.
-template <typename T, bool kActivated>
+template <typename T, class A>
 struct SumsOf {
     typedef Sums Result;
     typedef typename Number<T>::Wide Wide;
@@ -380,28 +369,28 @@ struct SumsOf {
     const T* marks;
     T* dz;
     Normal<Wide> normal;
-    Activation<Wide> activation;
+    typename A::template On<Wide> activation;
     double sum_dy = 0, sum_dy_centred = 0;
     Wide heads[kRun], centred[kRun];
     Index places[kRun];
 
     __device__ SumsOf(const T* dy, const T* x, double mean, double invstd, const T* marks, T* dz,
-                      const Normal<Wide>& normal, const Activation<Wide>& activation)
+                      const Normal<Wide>& normal, const typename A::template On<Wide>& activation)
         : dy(dy), x(x), mean(mean), invstd(invstd), marks(marks), dz(dz), normal(normal), activation(activation) {}
 
     template <int kUnit>
     __device__ void take(int j, Index offset) {
         const Pack<T, kUnit> head = load<T, kUnit>(dy + offset), value = load<T, kUnit>(x + offset);
-        const Pack<T, kUnit> mark = kActivated ? load<T, kUnit>(marks + offset) : value;
+        const Pack<T, kUnit> mark = A::kChanges ? load<T, kUnit>(marks + offset) : value;
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
             heads[j + i] = Number<T>::widen(head.values[i]);
             centred[j + i] = mean.below(Number<T>::widen(value.values[i]));
-            if (!kActivated) continue;
-            heads[j + i] = activation.through(heads[j + i], normal.of(Number<T>::widen(mark.values[i])));
+            if (!A::kChanges) continue;
+            activation.through(&heads[j + i], normal.of(Number<T>::widen(mark.values[i])));
             if (dz != nullptr) heads[j + i] = Number<T>::widen(Number<T>::narrow(heads[j + i]));  // what others read
         }
-        if (kActivated) places[j] = offset;
+        if (A::kChanges) places[j] = offset;
     }
     template <class N>
     __device__ void add(N n) {
@@ -422,7 +411,7 @@ struct SumsOf {
             Pack<T, kUnit> out;
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) out.values[i] = Number<T>::narrow(heads[j + i]);
-            if (kActivated && dz != nullptr && j < n) store<T, kUnit>(dz + places[j], out);
+            if (A::kChanges && dz != nullptr && j < n) store<T, kUnit>(dz + places[j], out);
         }
     }
     __device__ Sums result() const { return {sum_dy, sum_dy_centred * invstd}; }
@@ -430,42 +419,101 @@ struct SumsOf {
 
 // Puts the results of `chunks` chunks, [chunks][slots][length], together: a warp for each slot and channel.
 template <class Result>
-__device__ void merge(const double* partial, double* out, int chunks, Index slots, Index channels) {
+__device__ void merge(const MergeArguments& with) {
+    const Index slots = with.slots, channels = with.channels;
     const Index warp = (Index(blockIdx.x) * kThreads + threadIdx.x) / kWarp, length = Result::length(channels);
     if (warp >= slots * channels) return;
     const Index slot = warp / channels, channel = warp % channels;
     const int lane = threadIdx.x % kWarp;
     Result total = {};
-    for (int chunk = lane; chunk < chunks; chunk += kWarp)
-        total.merge(Result::at(partial + (chunk * slots + slot) * length, channel, channels));
+    for (int chunk = lane; chunk < with.chunks; chunk += kWarp)
+        total.merge(Result::at(with.partial + (chunk * slots + slot) * length, channel, channels));
     for (int distance = kWarp / 2; distance > 0; distance /= 2) total.merge(total.from_lane(distance));
-    if (lane == 0) total.leave(out + slot * length, channel, channels);
+    if (lane == 0) total.leave(with.out + slot * length, channel, channels);
+}
+
+// ---- sums -----------------------------------------------------------------------------------------------------
+
+// Of the moments of a slot, sums that add: [count, sum of the values[C], what it lacks[C], sum of the squares[C], what it
+// lacks[C]]. The first part of a sum has 26 bits, so that an all-reduce adds the first parts of up to 1,024 replicas without an
+// error, in any order, as long as none is 2^16 times another. The rest has 53 bits below those, of which
+// rounding takes some. A mean of 1,000,000 deviations leaves the variance right to 1e-9, and no origin has to be agreed on.
+constexpr unsigned long long kRest = (1ull << 27) - 1;  // the bits of a float64 that are not in the first part
+
+struct InParts {
+    double first, rest;
+
+    __device__ InParts(double value, double error) : first(value), rest(0) {
+        if (!isfinite(value)) return;
+        union {
+            double value;
+            unsigned long long bits;
+        } cut = {value};
+        cut.bits &= ~kRest;
+        first = cut.value;
+        rest = (value - first) + error;
+    }
+};
+
+// A product, and what its rounding lacks. `__dmul_rn` keeps a compiler from putting the product into another operation.
+struct Product {
+    double value, error;
+
+    __device__ Product(double a, double b) : value(__dmul_rn(a, b)), error(fma(a, b, -value)) {}
+};
+
+__device__ inline void sums_of(const SumsArguments& with) {
+    const Index channels = with.channels, channel = Index(blockIdx.x) * kThreads + threadIdx.x;
+    if (channel >= channels) return;
+    const Moments part = Moments::at(with.from, channel, channels);
+    const Product sum(part.count, part.mean), squares(sum.value, part.mean);
+    const InParts first(sum.value, sum.error), second(squares.value, squares.error + sum.error * part.mean + part.m2);
+    if (channel == 0) with.to[0] = part.count;
+    double* const out = with.to + 1 + channel;
+    out[0] = first.first;
+    out[channels] = first.rest;
+    out[2 * channels] = second.first;
+    out[3 * channels] = second.rest;
+}
+
+// Where all values are nearly the same, what rounding leaves may be below 0.
+__device__ inline void moments_of(const SumsArguments& with) {
+    const Index channels = with.channels, channel = Index(blockIdx.x) * kThreads + threadIdx.x;
+    if (channel >= channels) return;
+    const double* const in = with.from + 1 + channel;
+    const double count = with.from[0], sum = in[0], sum_rest = in[channels];
+    const double squares = in[2 * channels], squares_rest = in[3 * channels];
+    const double mean = count == 0 ? 0 : (sum + sum_rest) / count;
+    const Product back(count, mean), squared(sum, mean);
+    const double left = (sum - back.value) + (sum_rest - back.error);  // of the sum, beyond the rounded mean
+    const double about_mean = (squares - squared.value) + (squares_rest - squared.error - sum_rest * mean) - left * mean;
+    Moments{count, mean, about_mean < 0 ? 0 : about_mean}.leave(with.to, channel, channels);
 }
 
 // ---- pools -----------------------------------------------------------------------------------------------------
 
-// Which of the gathered slots feed the pool that a slot of this replica uses; in the backward, which use the pool that it
-// feeds. The layout is that of `Pools` in csrc/cuda/call.cc.
-struct Pools {
-    enum Kind { kShared, kOwn, kTable };  // one for all: begin ... end; of each slot that of itself; table[slot]
-    int kind, own, begin, end;            // `own`: the first of this replica's slots
-    int table[SYNCBN_SLOTS];
+// The gathered slots of one list.
+struct List {
+    const int* members;
+    Range range;
+
+    __device__ List(const Lists& lists, Index slot) : members(lists.members) {
+        const int moved = lists.step * static_cast<int>(slot);
+        range = {lists.first.begin + moved, lists.first.end + moved};
+        if (lists.irregular != 0) range = lists.few[slot];
+        if (lists.ranges != nullptr) range = lists.ranges[slot];
+    }
+    // Calls visit(slot) for each. Neighbours, the usual case, need no load and no registers for it.
+    template <class Visit>
+    __device__ void each(const Visit& visit) const {
+        if (members == nullptr) {
+            for (int slot = range.begin; slot < range.end; ++slot) visit(slot);
+        } else {
+#pragma unroll 1
+            for (int place = range.begin; place < range.end; ++place) visit(members[place]);
+        }
+    }
 };
-
-struct Range {
-    int begin, end;
-};
-
-__device__ inline Range fed(const Pools& pools, Index slot) {
-    if (pools.kind == Pools::kShared) return {pools.begin, pools.end};
-    const int own = pools.own + static_cast<int>(slot);
-    return {own, own + 1};
-}
-
-__device__ inline Range used(const Pools& pools, Index slot) {
-    if (pools.kind != Pools::kTable) return fed(pools, slot);
-    return {pools.table[slot], pools.table[slot] + 1};
-}
 
 // share: 1 / count, or 0 where nobody has a value.
 struct Statistic {
@@ -474,26 +522,26 @@ struct Statistic {
 
 // About the first slot's mean, which is near to all: a large offset costs no digit. No division but one, which a device
 // for games takes 32 times as long for as for one of float32.
-__device__ inline Statistic statistic(const double* gathered, Range range, Index channel, Index channels) {
+__device__ inline Statistic statistic(const double* gathered, const List& list, Index channel, Index channels) {
     const Index length = Moments::length(channels);
     double count = 0, apart = 0, m2 = 0;
-    for (int slot = range.begin; slot < range.end; ++slot) count += gathered[slot * length];
+    list.each([&](int slot) { count += gathered[slot * length]; });
     if (count == 0) return {0, 0, 0};
     const double share = 1 / count;
     double origin = 0;
     bool found = false;
-    for (int slot = range.begin; slot < range.end; ++slot) {
+    list.each([&](int slot) {
         const Moments part = Moments::at(gathered + slot * length, channel, channels);
         if (!found && part.count > 0) origin = part.mean;
         found = found || part.count > 0;
         if (part.count > 0) apart += part.count * (part.mean - origin);
-    }
+    });
     apart *= share;
-    for (int slot = range.begin; slot < range.end; ++slot) {
+    list.each([&](int slot) {
         const Moments part = Moments::at(gathered + slot * length, channel, channels);
         const double delta = part.mean - origin - apart;
         if (part.count > 0) m2 += part.m2 + part.count * delta * delta;
-    }
+    });
     return {share, origin + apart, m2 * share};
 }
 
@@ -511,7 +559,8 @@ struct Batch {
 // Calls use(slot, channel) whenever the statistics change, then apply<kUnit>(offset, stride, n) for each batch: n packs,
 // `stride` apart. Rows are counted in 32 bits: dividing 64 would cost more than a short row.
 template <int kUnit, class Map>
-__device__ void over_rows(Map& map, const Layout& layout, Index segment) {
+__device__ void over_rows(Map& map, const Layout& layout) {
+    const Index segment = layout.segment;
     const unsigned rows = static_cast<unsigned>(layout.outer() * layout.channels);
     const unsigned channels = static_cast<unsigned>(layout.channels);
     const unsigned segments = static_cast<unsigned>((layout.inner + segment - 1) / segment);
@@ -529,7 +578,8 @@ __device__ void over_rows(Map& map, const Layout& layout, Index segment) {
 }
 
 template <class Map>
-__device__ void over_columns(Map& map, const Layout& layout, int width) {
+__device__ void over_columns(Map& map, const Layout& layout) {
+    const int width = layout.width;
     const Index slot = blockIdx.y, channel = Index(blockIdx.x) * width + threadIdx.x % width;
     if (channel >= layout.channels) return;
     const Chunk chunk(layout.outer_of(slot));
@@ -542,69 +592,78 @@ __device__ void over_columns(Map& map, const Layout& layout, int width) {
 
 // `segment` is a multiple of every pack.
 template <typename T, class Map>
-__device__ void each(Map& map, const Layout& layout, int width, Index segment, bool packs) {
+__device__ void each(Map map, const Spread& spread, bool packs) {
+    const Layout layout(spread);
     if (layout.inner == 1)
-        over_columns(map, layout, width);
+        over_columns(map, layout);
     else if (packs && layout.inner % Lanes<T>::kCount == 0)
-        over_rows<Lanes<T>::kCount>(map, layout, segment);
+        over_rows<Lanes<T>::kCount>(map, layout);
     else
-        over_rows<1>(map, layout, segment);
+        over_rows<1>(map, layout);
 }
 
 // What an operator normalises with: the statistics of a batch, or the running ones where they are `frozen`.
 template <typename P>
-struct Source {
-    const double* gathered;
-    const P *running_mean, *running_var;
-    bool frozen;
-    double epsilon;
-    Index channels;
+__device__ inline Statistic statistic(const NormaliseArguments& with, const Lists& lists, Index slot, Index channel) {
+    if (with.frozen == 0) return statistic(with.gathered, List(lists, slot), channel, with.spread.channels);
+    return {0, static_cast<double>(static_cast<const P*>(with.running_mean)[channel]),
+            static_cast<double>(static_cast<const P*>(with.running_var)[channel])};
+}
+__device__ inline double invstd(const NormaliseArguments& with, const Statistic& of) {
+    return rsqrt(of.variance + with.epsilon);
+}
 
-    __device__ Statistic of(Range range, Index channel) const {
-        if (frozen) return {0, static_cast<double>(running_mean[channel]), static_cast<double>(running_var[channel])};
-        return statistic(gathered, range, channel, channels);
-    }
-    __device__ double invstd(const Statistic& of) const { return rsqrt(of.variance + epsilon); }
-};
+// Gamma, where it counts, and beta.
+template <typename P>
+__device__ inline double gamma(const Weights& weights, Index channel) {
+    return weights.fix_gamma ? 1.0 : static_cast<double>(static_cast<const P*>(weights.gamma)[channel]);
+}
+template <typename P>
+__device__ inline double beta(const Weights& weights, Index channel) {
+    return static_cast<double>(static_cast<const P*>(weights.beta)[channel]);
+}
 
-// y = (x - mean) * scale + shift; where kActivated, [+ addend] and then the activation.
-template <typename T, typename P, bool kActivated>
+// y = (x - mean) * scale + shift; where the activation changes it, [+ addend] and then that.
+template <typename T, typename P, class A>
 struct Normalise {
     typedef typename Number<T>::Wide Wide;
-    const T* x;
+    const NormaliseArguments& with;
+    const T *x, *addend;
     T* y;
-    bool add;
-    const Source<P>& source;
-    const Pools& pools;
-    const P *gamma, *beta;
-    bool fix_gamma;
-    const T* addend;  // or null
-    Activation<Wide> activation;
+    typename A::template On<Wide> activation;
     Normal<Wide> normal = Normal<Wide>();
 
+    __device__ explicit Normalise(const NormaliseArguments& with)
+        : with(with),
+          x(static_cast<const T*>(with.x)),
+          addend(static_cast<const T*>(with.addend)),
+          y(static_cast<T*>(with.y)),
+          activation(with.behind.slope, with.behind.ceiling) {}
     __device__ void use(Index slot, Index channel) {
-        const Statistic with = source.of(used(pools, slot), channel);
-        normal.mean = Split<Wide>(with.mean);
-        normal.scale = static_cast<Wide>(source.invstd(with) * (fix_gamma ? 1.0 : gamma[channel]));
-        normal.shift = static_cast<Wide>(beta[channel]);
+        const Statistic used = statistic<P>(with, with.used, slot, channel);
+        normal.mean = Split<Wide>(used.mean);
+        normal.scale = static_cast<Wide>(invstd(with, used) * gamma<P>(with.weights, channel));
+        normal.shift = static_cast<Wide>(beta<P>(with.weights, channel));
     }
     template <int kUnit>
     __device__ void apply(Index offset, Index stride, int n) const {
         constexpr int kCount = Batch<kUnit>::kCount;
         Pack<T, kUnit> in[kCount], out[kCount] = {};
         load_batch<T>(in, x + offset, stride, n);
-        if (kActivated && addend != nullptr) load_batch<T>(out, addend + offset, stride, n);
-        if (!kActivated && add) load_batch<T>(out, y + offset, stride, n);
+        if (A::kChanges && addend != nullptr) load_batch<T>(out, addend + offset, stride, n);
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
-            Pack<T, kUnit> before = out[j];
+            Pack<T, kUnit> before = {};
             // Seldom asked for: it may wait, and takes no registers from the rest.
-            if (kActivated && add) before = load<T, kUnit>(y + offset + (j < n ? j * stride : 0));
+            if (with.add) before = load<T, kUnit>(y + offset + (j < n ? j * stride : 0));
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) {
                 Wide value = normal.of(Number<T>::widen(in[j].values[i]));
-                if (kActivated) value = activation.of(value + Number<T>::widen(out[j].values[i]));
-                out[j].values[i] = Number<T>::narrow(add ? Number<T>::widen(before.values[i]) + value : value);
+                if (A::kChanges) {
+                    value += Number<T>::widen(out[j].values[i]);
+                    activation.apply(&value);
+                }
+                out[j].values[i] = Number<T>::narrow(with.add ? Number<T>::widen(before.values[i]) + value : value);
             }
             if (j < n) store<T, kUnit>(y + offset + j * stride, out[j]);
         }
@@ -614,36 +673,38 @@ struct Normalise {
 // dx = scale * dz - (shift + (x - mean) * slope): what comes back directly, and what through the statistics,
 //     gamma * invstd_u * dz - gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
 // for a slot that uses the pool u and feeds the pool f, S1 = sum dz and S2 = sum dz*xhat over the slots that use f. dz is dy
-// or, where kActivated, what the activation lets through.
-template <typename T, typename P, bool kActivated>
+// or, where A::kChanges, what the activation lets through.
+template <typename T, typename P, class A, bool kAdd>
 struct GradInput {
     typedef typename Number<T>::Wide Wide;
+    const GradInputArguments& with;
     const T *dy, *x;
     T* dx;
-    bool add;
-    const double *kept, *gathered;
-    const Pools& users;
-    const P* gamma;
-    bool fix_gamma;
-    Index channels;
-    const P* beta;
-    Activation<Wide> activation;
+    typename A::template On<Wide> activation;
     Split<Wide> mean = Split<Wide>(0);
     Wide scale = 0, shift = 0, slope = 0;
     Normal<Wide> normal = Normal<Wide>();
 
+    __device__ explicit GradInput(const GradInputArguments& with)
+        : with(with),
+          dy(static_cast<const T*>(with.dy)),
+          x(static_cast<const T*>(with.x)),
+          dx(static_cast<T*>(with.dx)),
+          activation(with.behind.slope, with.behind.ceiling) {}
     __device__ void use(Index slot, Index channel) {
-        const double* mine = kept + slot * kept_length(channels);
-        const double weight = fix_gamma ? 1.0 : gamma[channel], invstd = mine[1 + 3 * channels + channel];
+        const Index channels = with.spread.channels;
+        const double* mine = with.kept + slot * kept_length(channels);
+        const double weight = gamma<P>(with.weights, channel), invstd = mine[1 + 3 * channels + channel];
         scale = static_cast<Wide>(weight * mine[1 + channels + channel]);
         mean = Split<Wide>(mine[1 + 2 * channels + channel]);
-        if (kActivated) normal = {Split<Wide>(mine[1 + channel]), scale, static_cast<Wide>(beta[channel])};
+        if (A::kChanges)
+            normal = {Split<Wide>(mine[1 + channel]), scale, static_cast<Wide>(beta<P>(with.weights, channel))};
         shift = slope = 0;
         if (mine[0] == 0) return;  // running statistics: nothing flows through them
         Sums sums = {};
-        const Range range = used(users, slot);
-        for (int other = range.begin; other < range.end; ++other)
-            sums.merge(Sums::at(gathered + other * Sums::length(channels), channel, channels));
+        List(with.users, slot).each([&](int user) {
+            sums.merge(Sums::at(with.gathered + user * Sums::length(channels), channel, channels));
+        });
         const double share = weight * invstd * mine[0];
         shift = static_cast<Wide>(share * sums.dy);
         slope = static_cast<Wide>(share * invstd * sums.dy_xhat);
@@ -654,16 +715,16 @@ struct GradInput {
         Pack<T, kUnit> head[kCount], in[kCount], out[kCount] = {};
         load_batch<T>(head, dy + offset, stride, n);
         load_batch<T>(in, x + offset, stride, n);
-        if (add) load_batch<T>(out, dx + offset, stride, n);
+        if (kAdd) load_batch<T>(out, dx + offset, stride, n);
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) {
                 const Wide at = Number<T>::widen(in[j].values[i]), through = shift + mean.below(at) * slope;
                 Wide dz = Number<T>::widen(head[j].values[i]);
-                if (kActivated) dz = activation.through(dz, normal.of(at));
+                if (A::kChanges) activation.through(&dz, normal.of(at));
                 const Wide value = scale * dz - through;
-                out[j].values[i] = Number<T>::narrow(add ? Number<T>::widen(out[j].values[i]) + value : value);
+                out[j].values[i] = Number<T>::narrow(kAdd ? Number<T>::widen(out[j].values[i]) + value : value);
             }
             if (j < n) store<T, kUnit>(dx + offset + j * stride, out[j]);
         }
@@ -691,26 +752,27 @@ struct Kept {
 };
 
 // x from the y that `Normalise` made of it.
-template <typename T, typename P>
+template <typename T, typename P, class A>
 struct Recover {
     typedef typename Number<T>::Wide Wide;
+    const RecoverArguments& with;
     const T* y;
     T* x;
-    const double* kept;
-    const P *gamma, *beta;
-    bool fix_gamma;
-    Index channels;
-    Activation<Wide> activation;
-    double epsilon, constant;
+    typename A::template On<Wide> activation;
     Normal<Wide> normal = Normal<Wide>();
 
+    __device__ explicit Recover(const RecoverArguments& with)
+        : with(with),
+          y(static_cast<const T*>(with.y)),
+          x(static_cast<T*>(with.x)),
+          activation(with.behind.slope, with.behind.ceiling) {}
     __device__ void use(Index slot, Index channel) {
-        const Kept mine(kept, slot, channel, channels);
-        normal = {Split<Wide>(mine.used_mean),
-                  static_cast<Wide>(mine.used_invstd * (fix_gamma ? 1.0 : gamma[channel])),
-                  static_cast<Wide>(beta[channel])};
-        if (mine.by_another() && mine.constant(epsilon, constant))  // x is the mean, whatever y is
-            normal = {Split<Wide>(mine.mean), static_cast<Wide>(rsqrt(0.0)), static_cast<Wide>(beta[channel])};
+        const Kept mine(with.kept, slot, channel, with.spread.channels);
+        const Wide shift = static_cast<Wide>(beta<P>(with.weights, channel));
+        normal = {Split<Wide>(mine.used_mean), static_cast<Wide>(mine.used_invstd * gamma<P>(with.weights, channel)),
+                  shift};
+        if (mine.by_another() && mine.constant(with.epsilon, with.constant))  // x is the mean, whatever y is
+            normal = {Split<Wide>(mine.mean), static_cast<Wide>(rsqrt(0.0)), shift};
     }
     template <int kUnit>
     __device__ void apply(Index offset, Index stride, int n) const {
@@ -720,9 +782,11 @@ struct Recover {
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
 #pragma unroll
-            for (int i = 0; i < kUnit; ++i)
-                packs[j].values[i] =
-                    Number<T>::narrow(normal.back(activation.back(Number<T>::widen(packs[j].values[i]))));
+            for (int i = 0; i < kUnit; ++i) {
+                Wide z = Number<T>::widen(packs[j].values[i]);
+                activation.undo(&z);
+                packs[j].values[i] = Number<T>::narrow(normal.back(z));
+            }
             if (j < n) store<T, kUnit>(x + offset + j * stride, packs[j]);
         }
     }
@@ -736,15 +800,6 @@ __device__ inline Index any_thread() {
     return ((Index(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
 }
 
-// What the host says to a launch that is on its way, and hears of it.
-struct Told {
-    int given_up;  // the step has failed
-    Index at;      // of the replica's packed moments, the first that is not finite; of `recover`, see there
-    double value;  // which it is; of `recover`, whether another slot's statistic hides x
-};
-
-enum Watch { kPropagate, kLeaveOut, kLeaveOutAndTell };
-
 // The first of some packed moments that is not finite; -1 where all are.
 __device__ inline Index not_finite(const double* moments, Index begin, Index end) {
     for (Index i = begin; i < end; ++i)
@@ -752,42 +807,32 @@ __device__ inline Index not_finite(const double* moments, Index begin, Index end
     return -1;
 }
 
-// Where the running statistics go on from, or the batch's are left for an operator that moves them.
+// The running statistics of one channel.
 template <typename P>
-struct Tracked {
-    double momentum;
-    P *mean, *var;              // null: nothing is tracked
-    double* batch;  // [1, mean[C], variance[C]], or [0 ...] where there is nothing; null: `mean` and `var`
-    bool hand_on;   // into `batch`: this replica's, not zeros
-    bool unbiased;  // the variance
-    Watch watch;    // for batches that are not finite
-    volatile Told* told;
+__device__ inline void move(void* running, Index channel, double momentum, double to) {
+    P* const values = static_cast<P*>(running);
+    values[channel] = static_cast<P>(momentum * values[channel] + (1 - momentum) * to);
+}
 
-    __device__ void move(Index channel, double to_mean, double to_var) const {
-        mean[channel] = static_cast<P>(momentum * mean[channel] + (1 - momentum) * to_mean);
-        var[channel] = static_cast<P>(momentum * var[channel] + (1 - momentum) * to_var);
-    }
-};
-
-// The mean over the pools that the replica's slots feed.
+// The mean over the pools that the replica tracks.
 template <typename P>
-__device__ void track(const Tracked<P>& tracked, const Source<P>& source, const Pools& pools, Index slots) {
-    const Index channels = source.channels, length = Moments::length(channels);
-    const Index own = Index(pools.own) * length, end = own + slots * length;
-    if (tracked.watch == kLeaveOutAndTell && any_thread() == 0) {
-        const Index at = not_finite(source.gathered, own, end);
+__device__ void track(const NormaliseArguments& with) {
+    const Index channels = with.spread.channels, length = Moments::length(channels);
+    volatile Told* const told = with.told;
+    if (with.watch == kLeaveOutAndTell && any_thread() == 0) {
+        const Index at = not_finite(with.own, 0, with.spread.slots * length);
         if (at >= 0) {
-            tracked.told->value = source.gathered[at];
-            tracked.told->at = at - own;
+            told->value = with.own[at];
+            told->at = at;
         }
     }
     for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
         double mean = 0, variance = 0, parts = 0;
-        for (Index slot = 0; slot < (pools.kind == Pools::kShared ? 1 : slots); ++slot) {
-            const Statistic part = source.of(fed(pools, slot), channel);
+        for (int pool = 0; pool < with.pools; ++pool) {
+            const Statistic part = statistic<P>(with, with.tracked, pool, channel);
             if (part.share == 0) continue;
             mean += part.mean;
-            variance += tracked.unbiased && part.share < 1 ? part.variance / (1 - part.share) : part.variance;
+            variance += with.unbiased != 0 && part.share < 1 ? part.variance / (1 - part.share) : part.variance;
             parts += 1;
         }
         if (parts > 1) {
@@ -795,59 +840,58 @@ __device__ void track(const Tracked<P>& tracked, const Source<P>& source, const 
             variance /= parts;
         }
         bool any = parts > 0;
-        if (any && tracked.watch != kPropagate) {  // each thread for itself: seldom asked for, and in the cache
-            const bool shared = pools.kind == Pools::kShared;
-            any = not_finite(source.gathered, shared ? pools.begin * length : own, shared ? pools.end * length : end) < 0;
+        // Each thread for itself: seldom asked for, and in the cache.
+        for (int pool = 0; any && with.watch != kPropagate && pool < with.pools; ++pool) {
+            List(with.tracked, pool).each([&](int slot) {
+                any = any && not_finite(with.gathered, slot * length, (slot + 1) * length) < 0;
+            });
         }
-        if (tracked.batch != nullptr) {
-            if (channel == 0) tracked.batch[0] = any && tracked.hand_on;
-            tracked.batch[1 + channel] = tracked.hand_on ? mean : 0;
-            tracked.batch[1 + channels + channel] = tracked.hand_on ? variance : 0;
-        } else if (tracked.mean != nullptr && any && !tracked.told->given_up) {
-            tracked.move(channel, mean, variance);
+        if (with.batch != nullptr) {
+            if (channel == 0) with.batch[0] = any && with.hand_on != 0;
+            with.batch[1 + channel] = with.hand_on != 0 ? mean : 0;
+            with.batch[1 + channels + channel] = with.hand_on != 0 ? variance : 0;
+        } else if (with.running_mean != nullptr && any && !told->given_up) {
+            move<P>(with.running_mean, channel, with.momentum, mean);
+            move<P>(with.running_var, channel, with.momentum, variance);
         }
     }
 }
 
 template <typename P>
-__device__ void keep(const Source<P>& source, const Pools& pools, Index slots, double* kept) {
-    const Index channels = source.channels;
-    for (Index i = any_thread(); i < slots * channels; i += all_threads()) {
+__device__ void keep(const NormaliseArguments& with) {
+    const Index channels = with.spread.channels;
+    for (Index i = any_thread(); i < with.spread.slots * channels; i += all_threads()) {
         const Index slot = i / channels, channel = i % channels;
-        double* mine = kept + slot * kept_length(channels);
-        const Statistic with = source.of(used(pools, slot), channel);
-        const Statistic own = pools.kind == Pools::kTable ? source.of(fed(pools, slot), channel) : with;
-        if (channel == 0) mine[0] = own.share;
-        mine[1 + channel] = with.mean;
-        mine[1 + channels + channel] = source.invstd(with);
-        mine[1 + 2 * channels + channel] = own.mean;
-        mine[1 + 3 * channels + channel] = source.invstd(own);
+        double* mine = with.kept + slot * kept_length(channels);
+        const Statistic used = statistic<P>(with, with.used, slot, channel);
+        const Range of_used = List(with.used, slot).range, of_fed = List(with.fed, slot).range;
+        const bool same = with.used.members == with.fed.members && of_used.begin == of_fed.begin && of_used.end == of_fed.end;
+        const Statistic fed = same ? used : statistic<P>(with, with.fed, slot, channel);
+        if (channel == 0) mine[0] = fed.share;
+        mine[1 + channel] = used.mean;
+        mine[1 + channels + channel] = invstd(with, used);
+        mine[1 + 2 * channels + channel] = fed.mean;
+        mine[1 + 3 * channels + channel] = invstd(with, fed);
     }
 }
 
 // `Invertible` of csrc/types.h.
 template <typename P>
 struct Invertible {
-    const double* kept;
-    const P *gamma, *beta;
-    bool fix_gamma;
-    Index slots, channels;
-    double per_beta, least, epsilon, constant;
+    const RecoverArguments& with;
 
-    __device__ double weight(Index channel) const {
-        return fix_gamma ? 1.0 : fabs(static_cast<double>(gamma[channel]));
-    }
+    __device__ double weight(Index channel) const { return fabs(gamma<P>(with.weights, channel)); }
     __device__ double lost(Index channel) const {
-        return per_beta * fabs(static_cast<double>(beta[channel])) + least;
+        return with.per_beta * fabs(beta<P>(with.weights, channel)) + with.least;
     }
     __device__ bool by_gamma(Index channel) const { return weight(channel) > lost(channel); }
     __device__ bool hidden_by_another(Index channel) const {
-        for (Index slot = 0; slot < slots; ++slot) {
-            const Kept mine(kept, slot, channel, channels);
-            if (!mine.by_another() || mine.constant(epsilon, constant)) continue;
+        for (Index slot = 0; slot < with.spread.slots; ++slot) {
+            const Kept mine(with.kept, slot, channel, with.spread.channels);
+            if (!mine.by_another() || mine.constant(with.epsilon, with.constant)) continue;
             const double apart = fabs(mine.mean - mine.used_mean);
-            if (weight(channel) * sqrt(mine.variance(epsilon)) <=
-                lost(channel) / mine.used_invstd + per_beta * weight(channel) * apart)
+            if (weight(channel) * sqrt(mine.variance(with.epsilon)) <=
+                lost(channel) / mine.used_invstd + with.per_beta * weight(channel) * apart)
                 return true;
         }
         return false;
@@ -856,9 +900,10 @@ struct Invertible {
 
 // The first channel whose x is hidden, and by what, found by the first block.
 template <typename P>
-__device__ void tell_hidden(const Invertible<P>& invertible, volatile Told* told) {
+__device__ void tell_hidden(const RecoverArguments& with) {
     if (blockIdx.x + blockIdx.y + blockIdx.z > 0) return;
-    const Index channels = invertible.channels;
+    const Invertible<P> invertible = {with};
+    const Index channels = with.spread.channels;
     __shared__ Index first[kThreads];
     first[threadIdx.x] = channels;
     for (Index channel = threadIdx.x; channel < channels && first[threadIdx.x] == channels; channel += kThreads)
@@ -868,179 +913,168 @@ __device__ void tell_hidden(const Invertible<P>& invertible, volatile Told* told
     Index found = channels;
     for (int i = 0; i < kThreads; ++i) found = first[i] < found ? first[i] : found;
     if (found == channels) return;
+    volatile Told* const told = with.told;
     told->value = invertible.by_gamma(found) ? 1 : 0;
     told->at = found;
 }
 
 // Of this replica's own slots, each [2][channels].
 template <typename P>
-__device__ void parameter_gradients(const double* own, Index slots, Index channels, bool fix_gamma, P* dgamma,
-                                    bool add_dgamma, P* dbeta, bool add_dbeta) {
+__device__ void parameter_gradients(const GradInputArguments& with) {
+    const Index channels = with.spread.channels;
+    P *const dgamma = static_cast<P*>(with.dgamma), *const dbeta = static_cast<P*>(with.dbeta);
     for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
         Sums sums = {};
-        for (Index slot = 0; slot < slots; ++slot)
-            sums.merge(Sums::at(own + slot * Sums::length(channels), channel, channels));
+        for (Index slot = 0; slot < with.spread.slots; ++slot)
+            sums.merge(Sums::at(with.own + slot * Sums::length(channels), channel, channels));
         if (dgamma != nullptr)
-            dgamma[channel] = static_cast<P>((add_dgamma ? static_cast<double>(dgamma[channel]) : 0.0) +
-                                             (fix_gamma ? 0.0 : sums.dy_xhat));
+            dgamma[channel] = static_cast<P>((with.add_dgamma ? static_cast<double>(dgamma[channel]) : 0.0) +
+                                             (with.weights.fix_gamma ? 0.0 : sums.dy_xhat));
         if (dbeta != nullptr)
-            dbeta[channel] = static_cast<P>((add_dbeta ? static_cast<double>(dbeta[channel]) : 0.0) + sums.dy);
+            dbeta[channel] = static_cast<P>((with.add_dbeta ? static_cast<double>(dbeta[channel]) : 0.0) + sums.dy);
     }
 }
+
+// ---- the kernels, for a type of data T and the type P of its parameters and running statistics: see params.h ----------
+// A slot without a sample leaves zeros, and is passed over by the others.
+
+// The channel of this thread of a reduction; where there is none, as many as there are.
+__device__ inline Index channel_of(const Layout& layout) {
+    const Index channel = layout.inner > 1 ? blockIdx.x : Index(blockIdx.x) * layout.width + threadIdx.x % layout.width;
+    return channel < layout.channels ? channel : layout.channels;
+}
+
+template <typename T>
+__device__ void moments(const MomentsArguments& with) {
+    const Layout layout(with.spread);
+    const T* const x = static_cast<const T*>(with.x);
+    const Index channel = channel_of(layout);
+    const bool any = layout.outer_of(blockIdx.y) > 0 && channel < layout.channels;
+    const Index row = any ? layout.first_outer(blockIdx.y) * layout.channels + channel : 0;
+    MomentsOf<T> reduction(x, row * layout.inner);
+    reduce<T>(reduction, layout, with.partial, aligned(x));
+}
+
+template <typename T, typename P, class A>
+__device__ void normalise(const NormaliseArguments& with) {
+    const bool packs = aligned(with.x) && aligned(with.y) && (!A::kChanges || aligned(with.addend));
+    if (with.y != nullptr && with.spread.samples > 0) each<T>(Normalise<T, P, A>(with), with.spread, packs);
+    keep<P>(with);
+    if (with.frozen == 0) track<P>(with);
+}
+
+template <typename T, typename P, class A>
+__device__ void grad_sums(const GradSumsArguments& with) {
+    typedef typename Number<T>::Wide Wide;
+    const Layout layout(with.spread);
+    const Index channels = layout.channels, channel = channel_of(layout);
+    const bool any = channel < channels;
+    const double* mine = with.kept + blockIdx.y * kept_length(channels) + 1 + channel;
+    const double mean = any ? mine[0] : 0.0, invstd = any ? mine[channels] : 0.0;
+    Normal<Wide> normal;
+    normal.scale = 1;
+    if (A::kChanges && with.y == nullptr && any)
+        normal = {Split<Wide>(mean), static_cast<Wide>(invstd * gamma<P>(with.weights, channel)),
+                  static_cast<Wide>(beta<P>(with.weights, channel))};
+    const T *const dy = static_cast<const T*>(with.dy), *const x = static_cast<const T*>(with.x);
+    const T* const marks = with.y != nullptr ? static_cast<const T*>(with.y) : x;
+    SumsOf<T, A> reduction(dy, x, mean, invstd, marks, static_cast<T*>(with.dz), normal,
+                                    typename A::template On<Wide>(with.behind.slope, with.behind.ceiling));
+    const bool packs = aligned(x) && aligned(dy) && (!A::kChanges || (aligned(with.y) && aligned(with.dz)));
+    reduce<T>(reduction, layout, with.partial, packs);
+}
+
+template <typename T, typename P, class A>
+__device__ void grad_input(const GradInputArguments& with) {
+    const bool packs = aligned(with.x) && aligned(with.dy) && aligned(with.dx);
+    if (with.dx != nullptr && with.spread.samples > 0) {
+        if (with.add)
+            each<T>(GradInput<T, P, A, true>(with), with.spread, packs);
+        else
+            each<T>(GradInput<T, P, A, false>(with), with.spread, packs);
+    }
+    parameter_gradients<P>(with);
+}
+
+template <typename T, typename P, class A>
+__device__ void recover(const RecoverArguments& with) {
+    each<T>(Recover<T, P, A>(with), with.spread, aligned(with.x) && aligned(with.y));
+    tell_hidden<P>(with);
+}
+
+template <typename P>
+__device__ void update_running(const UpdateRunningArguments& with) {
+    const Index channel = thread();
+    if (channel >= with.channels || with.batch[0] == 0) return;
+    move<P>(with.running_mean, channel, with.momentum, with.batch[1 + channel]);
+    move<P>(with.running_var, channel, with.momentum, with.batch[1 + with.channels + channel]);
+}
+
+template <typename T>
+__device__ void copy(const CopyArguments& with) {
+    const Index i = thread();
+    if (i >= with.n) return;
+    const T* const from = static_cast<const T*>(with.from);
+    T* const to = static_cast<T*>(with.to);
+    to[i] = with.add ? Number<T>::narrow(Number<T>::widen(to[i]) + Number<T>::widen(from[i])) : from[i];
+}
+
+template <typename T>
+__device__ void fill(const FillArguments& with) {
+    if (thread() < with.n)
+        static_cast<T*>(with.out)[thread()] = Number<T>::narrow(static_cast<typename Number<T>::Wide>(with.value));
+}
+
+// Of each type of data, that and the type of its parameters.
+typedef Half Data_float16;
+typedef float Data_float32, Parameter_float16, Parameter_float32;
+typedef double Data_float64, Parameter_float64;
 
 }  // namespace
 
-// Every kernel for one type of data T and the type P of its parameters and running statistics.
-//
-// moments     partial [chunks][slots] of packed moments. Grid: channels (inner > 1) or tiles of `width` channels; slots;
-//             chunks.
-// normalise   y = (x - mean) * invstd * gamma + beta, added to y where `add`, with the gathered moments of the pools or, where
-//             `frozen`, the running statistics; y may be null. What the backward needs is left in `kept`; then the running
-//             statistics, see `Tracked`. Grid: any number of blocks (inner > 1), or tiles; slots; chunks.
-// grad_sums   partial [chunks][slots] of packed gradients. Grid as for moments.
-// grad_input  dx, added where `add`, from the gathered gradients; may be null. And this replica's part of dgamma and dbeta
-//             from those of its `own` slots. Grid as for normalise.
-// *_activated  the same three for z with something behind it; the others leave those arguments alone, and their registers are
-//             fewer. normalise adds `addend`, where not null, and rectifies. grad_sums takes dz, the gradient with respect to
-//             z, by a z that it computes again or, where y is not null, by y; and leaves it in `dz` where that is not null.
-//             grad_input computes z again; whoever has dz gives that to the other.
-// recover     x from the y of normalise without an addend, by what that has `kept`; grid as for it. In told->at the first channel
-//             where that cannot be, and in told->value whether another slot's statistic is why.
-// update_running  running <- momentum * running + (1 - momentum) * batch, for batch [1 or 0, mean[C], variance[C]].
-// merge_moments, merge_sums  chunks of a slot put together. Grid: a warp for each slot and channel.
-// copy        to = from, added where `add`.
-// fill        out = value.
-//
-// A slot without a sample leaves zeros, and is passed over by the others.
-#define SYNCBN_KERNELS(TYPE, T)                                                                                        \
-    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        moments_##TYPE(const T* x, double* partial, Index samples, Index per_sample, Index channels, Index inner,      \
-                       Index slots, int width) {                                                                       \
-        const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
-        const Index channel = inner > 1 ? blockIdx.x : Index(blockIdx.x) * width + threadIdx.x % width;                \
-        const bool any = layout.outer_of(blockIdx.y) > 0 && channel < channels;                                        \
-        const Index row = any ? layout.first_outer(blockIdx.y) * channels + channel : 0;                               \
-        MomentsOf<T> reduction(x, row * inner);                                                                        \
-        reduce<T>(reduction, layout, width, partial, aligned(x));                                                      \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        copy_##TYPE(const T* from, T* to, int add, Index n) {                                                          \
-        const Index i = thread();                                                                                      \
-        if (i < n) to[i] = add ? Number<T>::narrow(Number<T>::widen(to[i]) + Number<T>::widen(from[i])) : from[i];     \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        fill_##TYPE(T* out, double value, Index n) {                                                                   \
-        if (thread() < n) out[thread()] = Number<T>::narrow(static_cast<typename Number<T>::Wide>(value));             \
-    }
+#define SYNCBN_KERNEL(NAME, Arguments, ...) \
+    extern "C" __global__ void __launch_bounds__(kThreads) NAME(const Arguments with) { __VA_ARGS__(with); }
 
-#define SYNCBN_ACTIVATED_KERNELS(NAME, kActivated, T, P)                                                               \
-    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        normalise_##NAME(const T* x, const double* gathered, const Pools pools, int frozen, double epsilon,            \
-                         const P* gamma, const P* beta, int fix_gamma, T* y, int add, double* kept, double momentum,   \
-                         P* running_mean, P* running_var, double* batch, int hand_on, int unbiased, int watch,         \
-                         Told* told, Index samples, Index per_sample, Index channels, Index inner, Index slots,        \
-                         int width, Index segment, const T* addend, double slope, double ceiling) {                    \
-        const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
-        const Source<P> source = {gathered, running_mean, running_var, frozen != 0, epsilon, channels};                \
-        Normalise<T, P, kActivated> map = {                                                                            \
-            x, y, add != 0, source, pools, gamma, beta, fix_gamma != 0, addend, {slope, ceiling}};                     \
-        if (y != nullptr && samples > 0)                                                                               \
-            each<T>(map, layout, width, segment, aligned(x) && aligned(y) && (!kActivated || aligned(addend)));        \
-        keep(source, pools, slots, kept);                                                                              \
-        const Tracked<P> tracked = {momentum, running_mean, running_var, batch, hand_on != 0, unbiased != 0,           \
-                                    static_cast<Watch>(watch), told};                                                  \
-        if (frozen == 0) track(tracked, source, pools, slots);                                                         \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        grad_sums_##NAME(const T* dy, const T* x, const double* kept, double* partial, Index samples,                  \
-                         Index per_sample, Index channels, Index inner, Index slots, int width, const P* gamma,        \
-                         const P* beta, int fix_gamma, double slope, double ceiling, const T* y, T* dz) {              \
-        typedef typename Number<T>::Wide Wide;                                                                         \
-        const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
-        const Index channel = inner > 1 ? blockIdx.x : Index(blockIdx.x) * width + threadIdx.x % width;                \
-        const bool any = channel < channels;                                                                           \
-        const double* mine = kept + blockIdx.y * kept_length(channels) + 1 + channel;                                  \
-        const double mean = any ? mine[0] : 0.0, invstd = any ? mine[channels] : 0.0;                                  \
-        Normal<Wide> normal;                                                                                           \
-        normal.scale = 1;                                                                                              \
-        if (kActivated && y == nullptr && any)                                                                         \
-            normal = {Split<Wide>(mean), static_cast<Wide>(invstd * (fix_gamma ? 1.0 : gamma[channel])),               \
-                      static_cast<Wide>(beta[channel])};                                                               \
-        const T* marks = y != nullptr ? y : x;                                                                         \
-        SumsOf<T, kActivated> reduction(dy, x, mean, invstd, marks, dz, normal, {slope, ceiling});                     \
-        const bool packs = aligned(x) && aligned(dy) && (!kActivated || (aligned(y) && aligned(dz)));                  \
-        reduce<T>(reduction, layout, width, partial, packs);                                                           \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        grad_input_##NAME(const T* dy, const T* x, const double* kept, const double* gathered, const Pools users,      \
-                          const double* own, const P* gamma, int fix_gamma, T* dx, int add, P* dgamma, int add_dgamma, \
-                          P* dbeta, int add_dbeta, Index samples, Index per_sample, Index channels, Index inner,       \
-                          Index slots, int width, Index segment, const P* beta, double slope, double ceiling) {        \
-        const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
-        GradInput<T, P, kActivated> map = {                                                                            \
-            dy, x, dx, add != 0, kept, gathered, users, gamma, fix_gamma != 0, channels, beta,                         \
-            {slope, ceiling}};                                                                                         \
-        if (dx != nullptr && samples > 0)                                                                              \
-            each<T>(map, layout, width, segment, aligned(x) && aligned(dy) && aligned(dx));                            \
-        parameter_gradients(own, slots, channels, fix_gamma != 0, dgamma, add_dgamma != 0, dbeta, add_dbeta != 0);     \
-    }
+#define SYNCBN_KERNELS(TYPE)                                                          \
+    SYNCBN_KERNEL(moments_##TYPE, MomentsArguments, moments<Data_##TYPE>)             \
+    SYNCBN_KERNEL(copy_##TYPE, CopyArguments, copy<Data_##TYPE>)                      \
+    SYNCBN_KERNEL(fill_##TYPE, FillArguments, fill<Data_##TYPE>)                      \
+    SYNCBN_KERNEL(update_running_##TYPE, UpdateRunningArguments, update_running<Parameter_##TYPE>)
 
-#define SYNCBN_RECOVERING_KERNELS(TYPE, T, P)                                                                          \
-    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        recover_##TYPE(const T* y, T* x, const double* kept, const P* gamma, const P* beta, int fix_gamma,             \
-                       double slope, double per_beta, double least, double epsilon, double constant, Told* told,       \
-                       Index samples, Index per_sample, Index channels, Index inner, Index slots, int width,           \
-                       Index segment) {                                                                                \
-        const Layout layout = {samples, per_sample, channels, inner, slots};                                           \
-        Recover<T, P> map = {y, x, kept, gamma, beta, fix_gamma != 0, channels, {slope, 0}, epsilon, constant};        \
-        each<T>(map, layout, width, segment, aligned(x) && aligned(y));                                                \
-        const Invertible<P> invertible = {kept,     gamma,    beta,  fix_gamma != 0, slots,                            \
-                                          channels, per_beta, least, epsilon,        constant};                        \
-        tell_hidden(invertible, told);                                                                                 \
-    }
+#define SYNCBN_KERNELS_OF(TYPE, NAME, A, KERNEL, Arguments) \
+    SYNCBN_KERNEL(KERNEL##_##NAME##_##TYPE, Arguments, KERNEL<Data_##TYPE, Parameter_##TYPE, A>)
+#define SYNCBN_ACTIVATED_KERNELS(NAME, A, TYPE)                               \
+    SYNCBN_KERNELS_OF(TYPE, NAME, A, normalise, NormaliseArguments)  \
+    SYNCBN_KERNELS_OF(TYPE, NAME, A, grad_sums, GradSumsArguments)   \
+    SYNCBN_KERNELS_OF(TYPE, NAME, A, grad_input, GradInputArguments) \
+    SYNCBN_KERNELS_OF(TYPE, NAME, A, recover, RecoverArguments)
 
-#define SYNCBN_PARAMETER_KERNELS(TYPE, P)                                                                              \
-    extern "C" __global__ void __launch_bounds__(kThreads)                                                             \
-        update_running_##TYPE(const double* batch, double momentum, P* running_mean, P* running_var, Index channels) { \
-        const Tracked<P> tracked = {momentum, running_mean, running_var, nullptr, false, false, kPropagate, nullptr};  \
-        const Index c = thread();                                                                                      \
-        if (c < channels && batch[0] != 0) tracked.move(c, batch[1 + c], batch[1 + channels + c]);                     \
-    }
-
-// To compile all of them takes longer than a first step should: `SYNCBN_ONLY` asks for those of one end of a name, and for
-// what has no type.
-#if !defined(SYNCBN_ONLY) || defined(SYNCBN_float16)
-SYNCBN_KERNELS(float16, Half)
-SYNCBN_ACTIVATED_KERNELS(float16, false, Half, float)
-SYNCBN_RECOVERING_KERNELS(float16, Half, float)
-#endif
-#if !defined(SYNCBN_ONLY) || defined(SYNCBN_float32)
-SYNCBN_KERNELS(float32, float)
-SYNCBN_ACTIVATED_KERNELS(float32, false, float, float)
-SYNCBN_RECOVERING_KERNELS(float32, float, float)
-SYNCBN_PARAMETER_KERNELS(float32, float)
-#endif
-#if !defined(SYNCBN_ONLY) || defined(SYNCBN_float64)
-SYNCBN_KERNELS(float64, double)
-SYNCBN_ACTIVATED_KERNELS(float64, false, double, double)
-SYNCBN_RECOVERING_KERNELS(float64, double, double)
-SYNCBN_PARAMETER_KERNELS(float64, double)
-#endif
-#if !defined(SYNCBN_ONLY) || defined(SYNCBN_activated_float16)
-SYNCBN_ACTIVATED_KERNELS(activated_float16, true, Half, float)
-#endif
-#if !defined(SYNCBN_ONLY) || defined(SYNCBN_activated_float32)
-SYNCBN_ACTIVATED_KERNELS(activated_float32, true, float, float)
-#endif
-#if !defined(SYNCBN_ONLY) || defined(SYNCBN_activated_float64)
-SYNCBN_ACTIVATED_KERNELS(activated_float64, true, double, double)
-#endif
-
-extern "C" __global__ void __launch_bounds__(kThreads)
-    merge_moments(const double* partial, double* out, int chunks, Index slots, Index channels) {
-    merge<Moments>(partial, out, chunks, slots, channels);
+// To compile all of them takes longer than a first step should: SYNCBN_TYPE and SYNCBN_ACTIVATION ask for some.
+#ifdef SYNCBN_TYPE
+#define SYNCBN_APPLY(MACRO, ...) MACRO(__VA_ARGS__)
+#ifdef SYNCBN_ACTIVATION
+#define SYNCBN_TRAIT_OF(NAME, A) typedef syncbn::A Activation_##NAME;
+namespace {
+SYNCBN_ACTIVATIONS(SYNCBN_TRAIT_OF)
 }
-extern "C" __global__ void __launch_bounds__(kThreads)
-    merge_sums(const double* partial, double* out, int chunks, Index slots, Index channels) {
-    merge<Sums>(partial, out, chunks, slots, channels);
-}
+#define SYNCBN_ONE_ACTIVATION(NAME, TYPE) SYNCBN_ACTIVATED_KERNELS(NAME, Activation_##NAME, TYPE)
+SYNCBN_APPLY(SYNCBN_ONE_ACTIVATION, SYNCBN_ACTIVATION, SYNCBN_TYPE)
+#else
+SYNCBN_APPLY(SYNCBN_KERNELS, SYNCBN_TYPE)
+SYNCBN_APPLY(SYNCBN_ACTIVATED_KERNELS, identity, syncbn::Identity, SYNCBN_TYPE)
+#endif
+#else
+#define SYNCBN_ALL_TYPES(NAME, A)                         \
+    SYNCBN_ACTIVATED_KERNELS(NAME, syncbn::A, float16) \
+    SYNCBN_ACTIVATED_KERNELS(NAME, syncbn::A, float32) \
+    SYNCBN_ACTIVATED_KERNELS(NAME, syncbn::A, float64)
+SYNCBN_KERNELS(float16)
+SYNCBN_KERNELS(float32)
+SYNCBN_KERNELS(float64)
+SYNCBN_ACTIVATIONS(SYNCBN_ALL_TYPES)
+#endif
+
+SYNCBN_KERNEL(merge_moments, MergeArguments, merge<Moments>)
+SYNCBN_KERNEL(merge_sums, MergeArguments, merge<Sums>)
+SYNCBN_KERNEL(sums_of_moments, SumsArguments, sums_of)
+SYNCBN_KERNEL(moments_of_sums, SumsArguments, moments_of)

@@ -14,7 +14,6 @@ constexpr int64_t kBlocks = 2048;         // enough of them to fill the largest 
 constexpr int64_t kPerThread = 32;        // values that a block's thread should at least have
 constexpr int64_t kWidest = 32;           // tile of channels
 constexpr int64_t kMostInGridYZ = 65535;  // CUDA's limit
-constexpr int kMostSlots = 256;           // of a replica in mode 'shuffle': a table among a kernel's arguments
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -34,6 +33,8 @@ struct Plan {
         chunks = between(1, std::min(kBlocks / (tiles * slots), per_slot / (kBlock * kPerThread)), kMostInGridYZ);
         while (segment > 512 && rows() * ceil_div(shape.inner, segment) < 8 * kBlocks) segment /= 2;
     }
+
+    Spread spread() const { return {samples, per_sample, shape.channels, shape.inner, slots, segment, width}; }
 
     // Grids of the reductions, and of what writes a tensor.
     Grid reduce() const { return {tiles, slots, chunks}; }

@@ -1,6 +1,7 @@
 #include "exchange/exchange.h"
 
 #include <stdexcept>
+#include <utility>
 
 #include "pooling/statistics.h"
 
@@ -9,13 +10,41 @@ namespace {
 
 [[noreturn]] void not_offered() { throw std::logic_error("this exchange does not offer what was asked of it"); }
 
+class Later : public Underway {
+  public:
+    Later(std::function<Total()> total, bool at_once) : total_(std::move(total)), at_once_(at_once) {}
+    bool comes_within(double) override { return at_once_; }
+    Total total() override { return total_(); }
+
+  private:
+    const std::function<Total()> total_;
+    const bool at_once_;
+};
+
 }  // namespace
 
-void Exchange::add_on_devices(const Ticket&, const std::vector<OnDevice>&) { not_offered(); }
-int64_t Exchange::gpus_of_all_processes(const Ticket&) { not_offered(); }
-Turn Exchange::turn(const Ticket&, const std::vector<OnDevice>&, const Vector&) { not_offered(); }
-Agreed Exchange::agreed(const Ticket&) { not_offered(); }
+std::unique_ptr<Underway> later(std::function<Total()> total, bool at_once) {
+    return std::make_unique<Later>(std::move(total), at_once);
+}
+
+std::unique_ptr<Underway> Exchange::begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own) {
+    return later([this, combine, ticket, own] { return allreduce(combine, ticket, own); }, !calls_out());
+}
+std::unique_ptr<Underway> Exchange::begin_allgather(const Ticket& ticket, const Contribution& own) {
+    return later([this, ticket, own] { return allgather(ticket, own); }, !calls_out());
+}
+std::unique_ptr<Underway> Exchange::begin_allgather(const Ticket& ticket, DeviceContribution own) {
+    return later([this, ticket, own = std::move(own)] { return allgather(ticket, own); }, !calls_out());
+}
+
+size_t Exchange::replicas() const { not_offered(); }
+Total Exchange::allreduce(Combine, const Ticket&, const Contribution&) { not_offered(); }
+Total Exchange::allgather(const Ticket&, const Contribution&) { not_offered(); }
+Total Exchange::allgather(const Ticket&, const DeviceContribution&) { not_offered(); }
 void Exchange::check(const Ticket&) {}
+Agreed Exchange::agreed(const Ticket&) { not_offered(); }
+int64_t Exchange::gpus_of_all_processes(const Ticket&) { not_offered(); }
+Turn Exchange::turn(const Ticket&, const DeviceContribution&) { not_offered(); }
 
 void put(Combine combine, double* total, const double* part, size_t length) {
     const auto n = static_cast<int64_t>(length);

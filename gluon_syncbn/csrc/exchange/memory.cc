@@ -1,14 +1,10 @@
 #include "exchange/memory.h"
 
-#include <algorithm>
-
 namespace syncbn {
 namespace {
 
 class Memory : public Exchange {
   public:
-    explicit Memory(GpuRoute route) : route_(route) {}
-
     Total allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override {
         Vector total(own.length, 0.0);
         for (const double* row : own.rows) put(combine, total.data(), row, own.length);
@@ -17,14 +13,10 @@ class Memory : public Exchange {
     Total allgather(const Ticket& ticket, const Contribution& own) override {
         return {Vector(own.rows[0], own.rows[0] + own.length), 0, ticket.layer};
     }
-    GpuRoute gpu_route() const override { return route_; }
-
-  private:
-    const GpuRoute route_;
 };
 
 }  // namespace
 
-std::shared_ptr<Exchange> memory_exchange(GpuRoute route) { return std::make_shared<Memory>(route); }
+std::shared_ptr<Exchange> memory_exchange() { return std::make_shared<Memory>(); }
 
 }  // namespace syncbn

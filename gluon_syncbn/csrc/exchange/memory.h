@@ -5,7 +5,6 @@
 
 namespace syncbn {
 
-// `route`: kNcclOrHost, kNccl or kHost.
-std::shared_ptr<Exchange> memory_exchange(GpuRoute route);
+std::shared_ptr<Exchange> memory_exchange();
 
 }  // namespace syncbn

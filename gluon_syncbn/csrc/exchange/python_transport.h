@@ -1,5 +1,5 @@
-// An exchange that is written in Python: a KVStore of MXNet's, MPI, Horovod, and whatever else carries arrays. Each call
-// takes the interpreter lock.
+// The exchange between processes by a transport that is written in Python: MPI, Horovod, and whatever else carries arrays.
+// Each call takes the interpreter lock.
 #pragma once
 
 #include "exchange/exchange.h"
@@ -18,7 +18,7 @@ struct PythonFunctions {
     int (*merge)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, Total*, Problem*);
     int (*add)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, Total*, Problem*);
     int (*gather)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, Total*, Problem*);
-    int (*add_on_devices)(int64_t exchange, const Ticket*, int64_t parts, const OnDevice*, Problem*);
+    int (*add_on_devices)(int64_t exchange, const Ticket*, int64_t parts, const cuda::OnDevice*, Problem*);
     int (*gpus_of_all_processes)(int64_t exchange, const Ticket*, int64_t* replicas, Problem*);
     // `devices` [parts], `counts` [parts][slots].
     int (*turn)(int64_t exchange, const Ticket*, int64_t parts, int64_t slots, const int64_t* devices,
@@ -30,7 +30,10 @@ struct PythonFunctions {
 // Once, before the first call. They have to stay as long as the process.
 void set_python_functions(const PythonFunctions& functions);
 
-// `route`: kStore for one that adds over the contexts of this process, kProcesses for one over processes.
-std::shared_ptr<Exchange> python_transport(int64_t number, GpuRoute route);
+std::shared_ptr<Exchange> python_transport(int64_t number);
+
+// For other exchanges that add in Python, by their number: the rows, and what is on devices.
+Total reduce_in_python(int64_t exchange, Combine combine, const Ticket& ticket, const Contribution& own);
+void add_on_devices_in_python(int64_t exchange, const Ticket& ticket, const std::vector<cuda::OnDevice>& parts);
 
 }  // namespace syncbn

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -24,6 +25,7 @@ constexpr size_t kOutboxes = 256;  // of a rank: as many of its exchanges may be
 constexpr size_t kRings = 256;
 constexpr size_t kTokenSize = 16;
 constexpr size_t kReasonSize = 1024;
+constexpr size_t kCores = CPU_SETSIZE;
 
 [[noreturn]] void fail(const char* what) { throw std::runtime_error(std::string(what) + ": " + std::strerror(errno)); }
 
@@ -53,7 +55,8 @@ struct alignas(64) Segment::Member {
     std::atomic<uint32_t> state;
     std::atomic<uint32_t> outboxes;  // so many of them have been used
     std::atomic<int64_t> process;
-    char reason[kReasonSize];  // complete before the state says so
+    std::atomic<uint64_t> cores[kCores / 64];  // bits of those that it may run on
+    char reason[kReasonSize];                  // complete before the state says so
 };
 
 struct alignas(64) Segment::Ring {
@@ -61,11 +64,14 @@ struct alignas(64) Segment::Ring {
 };
 
 struct alignas(64) Segment::Outbox {
-    std::atomic<uint32_t> stamp;    // odd while something is posted; another one each time
     std::atomic<uint64_t> readers;  // bits of those who have not read it; 0 where it is free
     std::atomic<int64_t> label[5];
-    std::atomic<uint64_t> count, length;
+    std::atomic<uint32_t> stamp;  // odd while something is posted; another one each time
+    std::atomic<uint32_t> count;
+    std::atomic<uint64_t> length;
 };
+static_assert(sizeof(int64_t[5]) + 2 * sizeof(uint64_t) + 2 * sizeof(uint32_t) == 64,
+              "whoever looks reads one cache line");
 
 Segment::Segment(size_t ranks, size_t rank, int file) : ranks_(ranks), rank_(rank), file_(file), process_(getpid()) {
     const size_t head = rounded_up(sizeof(Head)), members = rounded_up(ranks * sizeof(Member));
@@ -90,6 +96,11 @@ void Segment::present() {
     struct flock lock = byte_of(rank_, F_WRLCK);
     if (fcntl(file_, F_SETLK, &lock) != 0) fail("fcntl(F_SETLK)");
     members_[rank_].process = process_;
+    cpu_set_t cores;
+    if (sched_getaffinity(0, sizeof cores, &cores) != 0)
+        CPU_ZERO(&cores);  // a machine with more: crowded, for all we know
+    for (size_t core = 0; core < kCores; ++core)
+        if (CPU_ISSET(core, &cores)) members_[rank_].cores[core / 64] |= uint64_t{1} << core % 64;
     members_[rank_].state = static_cast<uint32_t>(State::kPresent);
 }
 
@@ -158,7 +169,7 @@ void Segment::post(const Label& label, const double* values, size_t count, size_
     box.stamp.store(stamp + (stamp & 1), std::memory_order_relaxed);
     const int64_t fields[] = {label.key, label.node, label.call, label.phase, label.piece};
     for (size_t i = 0; i < 5; ++i) box.label[i].store(fields[i], std::memory_order_release);
-    box.count.store(count, std::memory_order_relaxed);
+    box.count.store(static_cast<uint32_t>(count), std::memory_order_relaxed);
     box.length.store(length, std::memory_order_relaxed);
     std::copy(values, values + count, this->values(rank_, index));
     box.readers.store(readers, std::memory_order_relaxed);
@@ -228,6 +239,22 @@ void Segment::wake(uint32_t ring) {
 // ---- members -------------------------------------------------------------------------------------------------------
 
 Segment::State Segment::state_of(size_t rank) const { return static_cast<State>(members_[rank].state.load()); }
+
+bool Segment::crowded() const {
+    if (cores_ == 0) {
+        size_t cores = 0;
+        for (size_t word = 0; word < kCores / 64; ++word) {
+            uint64_t bits = 0;
+            for (size_t rank = 0; rank < ranks_; ++rank) {
+                if (state_of(rank) == State::kAbsent) return true;
+                bits |= members_[rank].cores[word];
+            }
+            cores += static_cast<size_t>(__builtin_popcountll(bits));
+        }
+        cores_ = static_cast<int>(std::max<size_t>(1, std::min(cores, ranks_)));
+    }
+    return static_cast<size_t>(cores_) < ranks_;
+}
 
 bool Segment::has_died(size_t rank) const {
     if (rank == rank_ || members_[rank].process == process_) return false;  // one's own locks do not show

@@ -8,6 +8,7 @@
 // what it had not posted is not seen. The kernel takes the memory back with the last process, since it has no name.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -72,6 +73,8 @@ class Segment {
 
     enum class State : uint32_t { kAbsent = 0, kPresent = 1, kFailed = 2, kEnded = 3 };
     State state_of(size_t rank) const;
+    // Whether the ranks are more than the cores that they may run on. So it seems until all are present.
+    bool crowded() const;
     // Whether a process that is present has died. Asks the kernel.
     bool has_died(size_t rank) const;
     std::string reason_of(size_t rank) const;  // of one that has failed
@@ -94,6 +97,7 @@ class Segment {
     const int64_t process_;
     char* memory_ = nullptr;
     size_t size_ = 0;
+    mutable std::atomic<int> cores_{0};  // as many as the ranks at most; 0 where some rank is absent yet
     Head* head_ = nullptr;
     Member* members_ = nullptr;
     Ring* rings_ = nullptr;

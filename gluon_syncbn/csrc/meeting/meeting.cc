@@ -6,13 +6,13 @@
 #include <new>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 #include "clock.h"
 #include "log.h"
 #include "meeting/diagnosis.h"
 #include "meeting/timing.h"
 #include "point.h"
-#include "waiting/stall.h"
 #include "waiting/step.h"
 #include "waiting/wait.h"
 
@@ -22,10 +22,8 @@ namespace {
 const char* const kForgotten =
     "the step has been forgotten (gluon_syncbn.reset, or another thread's step that began after a failure) before all "
     "replicas had come.";
-constexpr double kWatchAfter = 0.05;  // seconds until a wait counts as long enough to look around
-constexpr double kGrace = 2;          // seconds that an exchange gets to report its own failure
-constexpr double kStuckIdle = 3;      // seconds without computing that show it
-constexpr double kForkIdle = 1;       // the same, where a fork waits
+constexpr double kGrace = 2;      // seconds that an exchange gets to report its own failure
+constexpr double kStuckIdle = 3;  // seconds without computing that show it
 
 // Ends the step, and throws the reason why it ended, which may be another one.
 [[noreturn]] void fail_and_throw(const Failure& failure) {
@@ -59,66 +57,178 @@ std::string name_of_call(const Meeting& meeting, int phase) {
     return (phase == 0 ? "forward of call " : "backward of call ") + std::to_string(meeting.number + 1);
 }
 
+// Of a phase that is not done.
+bool came_last(const Meeting& meeting, const Phase& phase, const Place& place) {
+    return phase.arrived == meeting.replicas() && phase.last == place.seat;
+}
+
 // That which this replica has come to last.
 int phase_of(const Place& place, Direction direction) { return direction == Direction::kForward ? 0 : place.backwards; }
 
 Ticket ticket_of(const Terms& terms, const Place& place, Direction direction) {
     const Draw& draw = place.meeting->draw;
-    return {terms.layer, draw.node, draw.call, phase_of(place, direction), terms.name.c_str(), terms.timeout};
+    return {terms.layer, draw.node, draw.call, phase_of(place, direction), place.meeting->layer.c_str(), terms.timeout};
 }
 
-void check_equal(const Terms& terms, Meeting& meeting, const Phase& phase, size_t seat, Type type, int64_t channels) {
+void check_equal(const Terms& terms, Meeting& meeting, const Phase& phase, size_t seat, const Part& own) {
     for (size_t other = 0; other < meeting.seats.size(); ++other) {
         const auto& entry = phase.entries[other];
-        if (!entry.arrived || (entry.channels == channels && entry.type == type)) continue;
+        if (!entry.arrived || (entry.channels == own.channels && entry.type == own.type)) continue;
         std::ostringstream why;
-        why << meeting.replica(seat) << " came with " << channels << " channels of " << name_of(type) << ", "
+        why << meeting.replica(seat) << " came with " << own.channels << " channels of " << name_of(own.type) << ", "
             << meeting.replica(other) << " with " << entry.channels << " channels of " << name_of(entry.type)
             << ". All replicas must run the same net on data of the same type.";
         fail_and_throw(meeting, {terms.name, "", "", why.str()});
     }
 }
 
-// What the replicas of this process contribute, with the room of what was made of their vectors for it.
-struct Rows {
-    Contribution contribution;
-    std::vector<Vector> made;
-};
-
 // One row of all vectors, in the order of the replicas.
-Rows side_by_side(const Meeting& meeting, const Phase& phase) {
+Vector all_values(const Meeting& meeting, const Phase& phase) {
     const size_t length = phase.entries[0].values.size();
-    Rows rows;
-    rows.made.emplace_back(meeting.replicas() * length);
+    Vector row(meeting.replicas() * length);
     for (size_t seat = 0; seat < meeting.replicas(); ++seat) {
         const Vector& own = phase.entries[seat].values;
-        std::copy(own.begin(), own.end(), rows.made[0].begin() + static_cast<int64_t>(meeting.rank(seat) * length));
+        std::copy(own.begin(), own.end(), row.begin() + static_cast<int64_t>(meeting.rank(seat) * length));
     }
-    rows.contribution = {{rows.made[0].data()}, rows.made[0].size()};
-    return rows;
+    return row;
+}
+
+Contribution side_by_side(const Meeting& meeting, Phase& phase) {
+    phase.made.push_back(all_values(meeting, phase));
+    return {{phase.made[0].data()}, phase.made[0].size()};
 }
 
 // One row for each context, in their order and never in that of arrival: so the bits of the result do not depend on who came
 // first. The calls of one context's replicas have no order, so their vectors decide it.
-Rows row_of_each_context(const Meeting& meeting, const Phase& phase, Combine combine) {
+Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine combine) {
     const size_t length = phase.entries[0].values.size();
     std::vector<std::vector<const double*>> parts(meeting.contexts.size());
     for (size_t seat = 0; seat < meeting.replicas(); ++seat)
         parts[meeting.seats[seat].context].push_back(phase.entries[seat].values.data());
-    Rows rows;
-    rows.contribution.length = length;
+    Contribution rows{{}, length};
     for (auto& of_context : parts) {
         if (of_context.size() == 1) {
-            rows.contribution.rows.push_back(of_context[0]);
+            rows.rows.push_back(of_context[0]);
             continue;
         }
         std::sort(of_context.begin(), of_context.end(),
                   [&](const double* a, const double* b) { return std::memcmp(a, b, length * sizeof(double)) < 0; });
-        rows.made.emplace_back(length, 0.0);
-        for (const double* part : of_context) put(combine, rows.made.back().data(), part, length);
-        rows.contribution.rows.push_back(rows.made.back().data());  // a vector keeps its place when it is moved
+        phase.made.emplace_back(length, 0.0);
+        for (const double* part : of_context) put(combine, phase.made.back().data(), part, length);
+        rows.rows.push_back(phase.made.back().data());  // a vector keeps its place when it is moved
     }
     return rows;
+}
+
+DeviceContribution on_devices(const Meeting& meeting, const Phase& phase) {
+    DeviceContribution out{std::vector<cuda::OnDevice>(meeting.replicas()), all_values(meeting, phase)};
+    for (size_t seat = 0; seat < meeting.replicas(); ++seat)
+        out.parts[meeting.rank(seat)] = *phase.entries[seat].device;
+    return out;
+}
+
+// (3)
+std::unique_ptr<Underway> begin_exchange(const Terms& terms, const Meeting& meeting, Phase& phase,
+                                         const Ticket& ticket) {
+    Exchange& exchange = meeting.choice->exchange(ticket);
+    if (exchange.form() != Form::kHost) return exchange.begin_allgather(ticket, on_devices(meeting, phase));
+    if (terms.sharing == Sharing::kEach) return exchange.begin_allgather(ticket, side_by_side(meeting, phase));
+    const Combine combine = ticket.phase == 0 ? Combine::kMerge : Combine::kAdd;
+    return exchange.begin_allreduce(combine, ticket, row_of_each_context(meeting, phase, combine));
+}
+
+// Under the room's lock. Also once all have arrived: the last to do so makes the total, with a time limit of its own.
+class WaitForReplicas : public Wait {
+  public:
+    WaitForReplicas(const Terms& terms, Meeting& meeting, Phase& phase, int number, const Attendance& attendance)
+        : Wait(terms.timeout),
+          terms_(terms),
+          meeting_(meeting),
+          phase_(phase),
+          number_(number),
+          attendance_(attendance),
+          call_(name_of_call(meeting, number)) {}
+
+  protected:
+    void throw_if_failed() override {  // (5)
+        const auto failure = failure_of(meeting_);
+        if (failure == nullptr) return;
+        if (!failure->layer.empty()) throw Failure(*failure);
+        throw Failure(terms_.name, "", call_, describe(meeting_, number_) + ". " + failure->reason);
+    }
+    [[noreturn]] void give_up(const std::string& text) override {  // (6)
+        fail_and_throw(meeting_, {terms_.name, "", call_, describe(meeting_, number_) + text});
+    }
+    void warn(const std::string& text) override {
+        log(Level::kWarning, Failure(terms_.name, "", call_, describe(meeting_, number_) + text).what());
+    }
+    bool in_vain() override { return nobody_comes() || Wait::in_vain(); }
+    void look_around() override;
+    std::string text(Why why) override;
+
+  private:
+    bool all_here() const { return phase_.arrived == meeting_.replicas(); }
+    bool nobody_comes() const { return !meeting_.repeated && !all_issued(meeting_, attendance_); }
+
+    const Terms& terms_;
+    Meeting& meeting_;
+    Phase& phase_;
+    const int number_;
+    const Attendance& attendance_;
+    const std::string call_;
+    std::string seen_;  // who is here, and why not all
+    double seen_since_ = 0;
+    bool complete_ = false;
+};
+
+void WaitForReplicas::look_around() {
+    if (all_here()) {
+        if (!complete_) extend(terms_.timeout + kGrace);
+        complete_ = true;
+        return;
+    }
+    const Cause cause = likely_cause(meeting_, number_, attendance_);
+    const std::string here = describe(meeting_, number_) + cause.text;
+    if (seen_ != here) {  // whoever was called just now is on the way
+        seen_ = here;
+        seen_since_ = waited();
+    }
+    if (step().waiting && (nobody_comes() || (meeting_.repeated && stall().idle_for(kStuckIdle))))
+        give_up(
+            ", and the thread that should call them waits for everything that MXNet has in flight "
+            "(mxnet.nd.waitall, which gluon.data.DataLoader calls as it is made). Wait, and make a DataLoader, "
+            "before a step or after it, not between the calls of its replicas.");
+    if (cause.stuck_after > 0 && waited() - seen_since_ >= cause.stuck_after && stall().idle_for(kStuckIdle)) {
+        std::ostringstream after;
+        after << ", and nothing has been computed for " << kStuckIdle << " s. " << cause.text;
+        give_up(after.str());
+    }
+}
+
+std::string WaitForReplicas::text(Why why) {
+    const int so_far = static_cast<int>(waited());
+    std::ostringstream text;
+    if (why == Why::kAskedToEnd)
+        return ". The process was asked to end (Ctrl-C, or its main thread is gone) while they waited.";
+    if (why == Why::kForked)
+        return ", and the process was forked (os.fork, multiprocessing, subprocess with preexec_fn) before " +
+               std::string(all_here() ? "the KVStore has answered" : "they were called") +
+               ". A fork has to wait for everything that MXNet has in flight: fork before a step or after it, not "
+               "between the calls of its replicas.";
+    if (why == Why::kLong) {
+        if (std::exchange(phase_.warned, true)) return "";
+        if (all_here())
+            text << ". The KVStore has not answered for " << so_far << " s; still waiting, until "
+                 << static_cast<int>(limit()) << " s.";
+        else
+            text << " after " << so_far << " s; still waiting, until " << limit() << " s. "
+                 << likely_cause(meeting_, number_, attendance_).text;
+    } else if (all_here()) {
+        text << ". The KVStore has not answered for " << static_cast<int>(terms_.timeout + kGrace) << " s.";
+    } else {
+        text << " after " << limit() << " s. " << likely_cause(meeting_, number_, attendance_).text;
+    }
+    return text.str();
 }
 
 }  // namespace
@@ -182,10 +292,11 @@ Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t 
     if (!meeting) {
         meeting = std::make_shared<Meeting>();
         meeting->number = next_meeting_++;
+        meeting->layer = terms.name;
         meeting->draw = {terms.seed, terms.layer, node, calls_[node]++};
         meeting->contexts = terms.taking_part;
         meeting->lanes = terms.lanes;
-        meeting->exchange = terms.exchange;
+        meeting->choice = terms.choice;
         open_.push_back(meeting);
     }
     meeting->seats.push_back({index_among(meeting->contexts), occupant});
@@ -195,65 +306,8 @@ Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t 
     return place;
 }
 
-bool MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction, Sharing sharing, Type type,
-                          int64_t channels, Vector values) {
-    const Combine combine = direction == Direction::kForward ? Combine::kMerge : Combine::kAdd;
-    SYNCBN_POINT("before_hand_in");
-    const bool complete = hand_in(terms, place, direction, {true, channels, type, std::move(values), nullptr},
-                                  [&](const Meeting& meeting, const Phase& phase, const Ticket& ticket) {
-                                      const Rows rows = sharing == Sharing::kEach
-                                                            ? side_by_side(meeting, phase)
-                                                            : row_of_each_context(meeting, phase, combine);
-                                      if (sharing == Sharing::kEach)
-                                          return meeting.exchange->allgather(ticket, rows.contribution);
-                                      return meeting.exchange->allreduce(combine, ticket, rows.contribution);
-                                  });
-    SYNCBN_POINT("after_hand_in");
-    return complete;
-}
-
-Total MeetingRoom::collect(const Terms& terms, const Place& place, Direction direction, Sharing sharing,
-                           size_t length) const {
-    SYNCBN_POINT("before_total");
-    Total total = collect(terms, place, direction);
-    SYNCBN_POINT("after_total");
-    if (sharing == Sharing::kEach) total.first += place.meeting->rank(place.seat) * length;
-    return total;
-}
-
-Total MeetingRoom::share(const Terms& terms, Place& place, Direction direction, Type type, int64_t channels,
-                         Vector counts, std::shared_ptr<const OnDevice> device, const Collective& collective) {
-    const size_t length = counts.size();
-    SYNCBN_POINT("before_hand_in");
-    hand_in(terms, place, direction, {true, channels, type, std::move(counts), std::move(device)},
-            [&](const Meeting& meeting, const Phase& phase, const Ticket& ticket) {
-                const size_t replicas = meeting.replicas();
-                std::vector<OnDevice> parts(replicas);
-                Vector all(replicas * length);
-                for (size_t seat = 0; seat < replicas; ++seat) {
-                    const size_t rank = meeting.rank(seat);
-                    const Vector& own = phase.entries[seat].values;
-                    parts[rank] = *phase.entries[seat].device;
-                    std::copy(own.begin(), own.end(), all.begin() + static_cast<int64_t>(rank * length));
-                }
-                return collective(parts, std::move(all), ticket);
-            });
-    SYNCBN_POINT("before_total");
-    Total total = collect(terms, place, direction);
-    SYNCBN_POINT("after_total");
-    total.first += place.meeting->rank(place.seat) * length;
-    return total;
-}
-
-int64_t MeetingRoom::spread(const Terms& terms, const Place& place, Direction direction) const {
-    Meeting& meeting = *place.meeting;
-    std::lock_guard<std::mutex> lock(meeting.deciding);
-    if (meeting.spread < 0) {
-        if (terms.spread < 0)
-            terms.spread = meeting.exchange->gpus_of_all_processes(ticket_of(terms, place, direction));
-        meeting.spread = terms.spread;
-    }
-    return meeting.spread;
+Exchange& MeetingRoom::exchange(const Terms& terms, const Place& place, Direction direction) const {
+    return place.meeting->choice->exchange(ticket_of(terms, place, direction));
 }
 
 void MeetingRoom::fail(Meeting& meeting, const Failure& failure) const {
@@ -261,12 +315,11 @@ void MeetingRoom::fail(Meeting& meeting, const Failure& failure) const {
     fail_here(meeting, failure);
 }
 
-void MeetingRoom::look_out(const Terms& terms, const Place& place, Direction direction) const {
-    place.meeting->exchange->check(ticket_of(terms, place, direction));
+void MeetingRoom::check(const Terms& terms, const Place& place, Direction direction) const {
+    exchange(terms, place, direction).check(ticket_of(terms, place, direction));
 }
 
-bool MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction, Phase::Entry entry,
-                          const Finish& finish) {
+bool MeetingRoom::contribute(const Terms& terms, Place& place, Direction direction, Part part) {
     Meeting& meeting = *place.meeting;
     if (direction == Direction::kBackward) ++place.backwards;
     const int number = phase_of(place, direction);
@@ -274,106 +327,90 @@ bool MeetingRoom::hand_in(const Terms& terms, Place& place, Direction direction,
     throw_if_failed(meeting);
     Phase& phase = meeting.phases[number];
     if (phase.entries.empty()) phase.entries.resize(meeting.replicas());
-    check_equal(terms, meeting, phase, place.seat, entry.type, entry.channels);
-    if (debugging()) entry.at = seconds();
-    phase.entries[place.seat] = std::move(entry);  // (2)
+    check_equal(terms, meeting, phase, place.seat, part);
+    if (part.device != nullptr || terms.sharing == Sharing::kEach) phase.stride = part.values.size();
+    phase.entries[place.seat] = {std::move(part), true, debugging() ? seconds() : 0};  // (2)
     if (++phase.arrived < meeting.replicas()) return false;
-    const Ticket ticket = ticket_of(terms, place, direction);
+    phase.last = place.seat;
     lock.unlock();  // nobody else touches a phase that is complete
-    std::string error;
-    Total total;
-    try {
+    attempt(terms, meeting, [&] {
         SYNCBN_POINT("before_reduce");
-        total = finish(meeting, phase, ticket);  // (3)
-        SYNCBN_POINT("after_reduce");
+        phase.underway = begin_exchange(terms, meeting, phase, ticket_of(terms, place, direction));
+    });
+    return comes_within(terms, meeting, phase, number, 0);
+}
+
+template <typename Work>
+void MeetingRoom::attempt(const Terms& terms, Meeting& meeting, const Work& work) const {
+    std::string error;
+    try {
+        return work();
     } catch (const std::exception& e) {
         error = e.what();
     }
-    lock.lock();
-    if (!error.empty()) fail_and_throw(meeting, {terms.name, "", "", error});
+    Lock lock(mutex_);
+    fail_and_throw(meeting, {terms.name, "", "", error});
+}
+
+bool MeetingRoom::comes_within(const Terms& terms, Meeting& meeting, Phase& phase, int number, double seconds) const {
+    bool comes = false;
+    attempt(terms, meeting, [&] { comes = phase.underway->comes_within(seconds); });
+    if (comes) finish(terms, meeting, phase, number);
+    return comes;
+}
+
+void MeetingRoom::finish(const Terms& terms, Meeting& meeting, Phase& phase, int number) const {
+    Total total;
+    attempt(terms, meeting, [&] {
+        total = phase.underway->total();
+        SYNCBN_POINT("after_reduce");
+    });
+    Lock lock(mutex_);
     throw_if_failed(meeting);
     if (debugging()) record_meeting(terms.name, name_of_call(meeting, number), meeting, phase);
     phase.total = std::move(total);
     phase.done = true;
     phase.entries.clear();
+    phase.made.clear();
+    phase.underway.reset();
     meeting.changed.notify_all();
-    return true;
 }
 
-Total MeetingRoom::collect(const Terms& terms, const Place& place, Direction direction) const {
+Total MeetingRoom::total(const Terms& terms, const Place& place, Direction direction) const {
     const int number = phase_of(place, direction);
+    Meeting& meeting = *place.meeting;
     Lock lock(mutex_);
-    Phase& phase = place.meeting->phases[number];
-    if (!phase.done) wait(terms, *place.meeting, phase, number, lock);
-    return phase.total;  // (4)
-}
-
-bool MeetingRoom::comes_within(const Place& place, Direction direction, double seconds) const {
-    Lock lock(mutex_);
-    const Phase& phase = place.meeting->phases[phase_of(place, direction)];
-    place.meeting->changed.wait_for(lock, std::chrono::duration<double>(seconds),
-                                    [&] { return phase.done || failure_of(*place.meeting) != nullptr; });
-    return phase.done;
-}
-
-void MeetingRoom::wait(const Terms& terms, Meeting& meeting, Phase& phase, int number, Lock& lock) const {
-    Stall stall;
-    std::string seen;
-    double seen_since = 0, complete_since = -1;
-    const std::string call = name_of_call(meeting, number);
-    while (true) {
-        meeting.changed.wait_for(lock, kSlice);
-        if (phase.done) return;                          // (4)
-        if (const auto failure = failure_of(meeting)) {  // (5)
-            if (!failure->layer.empty()) throw Failure(*failure);
-            throw Failure(terms.name, "", call, describe(meeting, number) + ". " + failure->reason);
-        }
-        stall.sample();
-        const double waited = stall.waited();
-        if (waited < kWatchAfter) continue;
-        const auto give_up = [&](const std::string& why) {
-            fail_and_throw(meeting, {terms.name, "", call, describe(meeting, number) + why});
-        };
-        watch_interrupts();
-        if (stall.asked_to_end())  // (6)
-            give_up(". The process was asked to end (Ctrl-C, or its main thread is gone) while they waited.");
-        if (phase.arrived == meeting.replicas()) {  // the last to arrive makes the total, with a time limit of its own
-            if (complete_since < 0) complete_since = waited;
-            if (waited - complete_since < terms.timeout + kGrace) continue;
-            give_up(". The KVStore has not answered for " + std::to_string(static_cast<int>(terms.timeout + kGrace)) +
-                    " s.");
-        }
-        const Cause cause = likely_cause(meeting, number, attendance_);
-        const std::string here = describe(meeting, number) + cause.text;
-        if (seen != here) {  // whoever was called just now is on the way
-            seen = here;
-            seen_since = waited;
-        }
-        std::ostringstream after;
-        const bool nobody_comes = !meeting.repeated && !all_issued(meeting, attendance_);
-        if (step().forking && (nobody_comes || stall.idle_for(kForkIdle))) {
-            give_up(
-                ", and the process was forked (os.fork, multiprocessing, subprocess with preexec_fn) before they were "
-                "called. A fork has to wait for everything that MXNet has in flight: fork before a step or after it, "
-                "not between the calls of its replicas.");
-        } else if (step().waiting && (nobody_comes || (meeting.repeated && stall.idle_for(kStuckIdle)))) {
-            give_up(
-                ", and the thread that should call them waits for everything that MXNet has in flight "
-                "(mxnet.nd.waitall, which gluon.data.DataLoader calls as it is made). Wait, and make a DataLoader, "
-                "before a step or after it, not between the calls of its replicas.");
-        } else if (cause.stuck_after > 0 && waited - seen_since >= cause.stuck_after && stall.idle_for(kStuckIdle)) {
-            after << ", and nothing has been computed for " << kStuckIdle << " s. " << cause.text;
-            give_up(after.str());
-        } else if (waited >= terms.timeout) {
-            after << " after " << terms.timeout << " s. " << cause.text;
-            give_up(after.str());
-        } else if (waited >= kWarnAfter && !phase.warned) {
-            phase.warned = true;
-            after << " after " << static_cast<int>(waited) << " s; still waiting, until " << terms.timeout << " s. "
-                  << cause.text;
-            log(Level::kWarning, Failure(terms.name, "", call, describe(meeting, number) + after.str()).what());
+    Phase& phase = meeting.phases[number];
+    if (!phase.done && came_last(meeting, phase, place)) {
+        lock.unlock();
+        finish(terms, meeting, phase, number);
+        lock.lock();
+    }
+    if (!phase.done) {
+        WaitForReplicas wait(terms, meeting, phase, number, attendance_);
+        while (!phase.done) {
+            meeting.changed.wait_for(lock, kSlice);
+            if (!phase.done) wait.look();
         }
     }
+    Total total = phase.total;  // (4)
+    total.first += meeting.rank(place.seat) * phase.stride;
+    return total;
+}
+
+bool MeetingRoom::comes_within(const Terms& terms, const Place& place, Direction direction, double seconds) const {
+    const int number = phase_of(place, direction);
+    Meeting& meeting = *place.meeting;
+    Lock lock(mutex_);
+    Phase& phase = meeting.phases[number];
+    if (phase.done) return true;
+    if (came_last(meeting, phase, place)) {
+        lock.unlock();
+        return comes_within(terms, meeting, phase, number, seconds);
+    }
+    meeting.changed.wait_for(lock, std::chrono::duration<double>(seconds),
+                             [&] { return phase.done || failure_of(meeting) != nullptr; });
+    return phase.done;
 }
 
 void MeetingRoom::forget() {

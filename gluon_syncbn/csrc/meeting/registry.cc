@@ -94,9 +94,9 @@ void Registry::set_timeout(Layer& layer, double seconds) {
     renew(layer);
 }
 
-void Registry::set_exchange(Layer& layer, std::shared_ptr<Exchange> exchange) {
+void Registry::set_exchange(Layer& layer, const Asked& exchange) {
     Lock lock(mutex_);
-    layer.exchange_ = std::move(exchange);
+    layer.exchange_ = exchange;
     renew(layer);
 }
 
@@ -111,9 +111,9 @@ double Registry::default_timeout() const {
     return timeout_;
 }
 
-void Registry::set_default_exchange(std::shared_ptr<Exchange> exchange) {
+void Registry::set_default_exchange(const Asked& exchange) {
     Lock lock(mutex_);
-    exchange_ = std::move(exchange);
+    exchange_ = exchange;
     renew_all();
 }
 
@@ -144,6 +144,7 @@ void Registry::forget_meetings() {
 
 void Registry::forked() {
     new (&mutex_) std::mutex;  // another thread, which is not here, may have held it
+    renew_all();               // nobody chooses here any more
     for (const auto& layer : all()) layer->room.forked();
 }
 
@@ -168,8 +169,11 @@ void Registry::renew(Layer& layer) {
     terms->devices = devices_;
     terms->seed = seed_;
     terms->timeout = layer.timeout_ > 0 ? layer.timeout_ : timeout_;
-    terms->exchange = layer.exchange_ ? layer.exchange_ : exchange_;
+    terms->sharing = sharing_of(layer.pooling);
     terms->nonfinite = nonfinite_;
+    const Asked& asked = layer.exchange_.host != nullptr ? layer.exchange_ : exchange_;
+    terms->choice =
+        std::make_shared<Choice>(asked, terms->taking_part, terms->lanes, terms->sharing == Sharing::kTotal);
     layer.terms_ = std::move(terms);
 }
 

@@ -34,8 +34,8 @@ class Layer {
     // All of these belong to the registry's lock.
     std::vector<std::string> contexts_;  // that hold the parameters, each once
     size_t replicas_ = 0;
-    double timeout_ = 0;                  // seconds; 0: as the registry says
-    std::shared_ptr<Exchange> exchange_;  // of its own; null: as the registry says
+    double timeout_ = 0;  // seconds; 0: as the registry says
+    Asked exchange_;      // of its own; without a host: as the registry says
     std::shared_ptr<const Terms> terms_;
 };
 
@@ -56,12 +56,12 @@ class Registry {
     // where these are others than before.
     void place(Layer& layer, std::vector<std::string> contexts, size_t replicas);
     void set_timeout(Layer& layer, double seconds);
-    void set_exchange(Layer& layer, std::shared_ptr<Exchange> exchange);
+    void set_exchange(Layer& layer, const Asked& exchange);
 
     // For layers that do not say.
     void set_default_timeout(double seconds);
     double default_timeout() const;
-    void set_default_exchange(std::shared_ptr<Exchange> exchange);
+    void set_default_exchange(const Asked& exchange);
     void set_nonfinite(Nonfinite what);
     // Only these take part; empty means all.
     void set_devices(std::vector<std::string> contexts);
@@ -83,7 +83,7 @@ class Registry {
     std::map<int64_t, std::shared_ptr<Layer>> layers_;
     int64_t next_id_ = 1;
     double timeout_ = 300;  // seconds
-    std::shared_ptr<Exchange> exchange_ = memory_exchange(GpuRoute::kNcclOrHost);
+    Asked exchange_{memory_exchange()};
     std::vector<std::string> devices_;
     uint64_t seed_ = 0;
     Nonfinite nonfinite_ = Nonfinite::kPropagate;

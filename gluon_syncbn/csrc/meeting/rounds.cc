@@ -36,8 +36,8 @@ bool Rounds::Round::settled() const {
 
 void Rounds::add(const Terms& terms, const std::string& context, int64_t node, const std::shared_ptr<Scope>& scope) {
     const auto place = std::find(terms.contexts.begin(), terms.contexts.end(), context);
-    if (place == terms.contexts.end()) return;                                        // the call says so when it joins
-    if (terms.taking_part.size() == 1 && !terms.exchange->spans_processes()) return;  // nobody to mistake it for
+    if (place == terms.contexts.end()) return;                                      // the call says so when it joins
+    if (terms.taking_part.size() == 1 && !terms.choice->spans_processes()) return;  // nobody to mistake it for
     const auto own = static_cast<size_t>(place - terms.contexts.begin());
 
     auto& [rounds, last] = nodes_[node];

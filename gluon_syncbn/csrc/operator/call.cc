@@ -113,14 +113,6 @@ void Call::issue(const void* caller, Recall recall) {
     seated_ = true;
 }
 
-bool Call::alone() const {
-    if (recall_.again) return false;  // it may have to wait for what it repeats
-    if (!shares()) return true;
-    const auto terms = node_.layer->terms();
-    return !terms->exchange->calls_out() && terms->replicas == 1 &&
-           (!place_.meeting || place_.meeting->replicas() == 1);
-}
-
 template <typename Work>
 void Call::attempt_forward(const Arrays& arrays, const int* reqs, const Work& work) {
     try {
@@ -143,6 +135,7 @@ bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
     attempt_forward(arrays, reqs, [&] {
         throw_if_closed();
         if (!due_) begin_normalise(arrays);
+        if (!due_) leave_thread();
     });
     return due_;
 }
@@ -192,6 +185,7 @@ bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
                           std::string(why ? why->what() : ""));
         }
         if (!passes_on()) begin_differentiate(arrays, reqs);
+        if (!due_) leave_thread();
     });
     return due_;
 }
@@ -317,22 +311,21 @@ void Call::sit_down() {
 
 std::shared_ptr<const void> Call::repeat() {
     const auto terms = node_.layer->terms();
-    Wait wait(terms->name, "the forward that this call repeats (gluon_syncbn.checkpoint) has not been computed",
-              terms->timeout,
-              "An operator before it does not finish, or the replicas of the forward were not all called.");
+    WaitFor wait(terms->name, "the forward that this call repeats (gluon_syncbn.checkpoint) has not been computed",
+                 terms->timeout,
+                 "An operator before it does not finish, or the replicas of the forward were not all called.");
     const auto outcome = recall_.memo->outcome(wait);
     const int backwards = place_.backwards;
     place_ = outcome->place;
     place_.backwards = backwards;
     pools_ = outcome->pools;
-    first_slot_ = outcome->first_slot;
     tensor_.slots = outcome->slots;
     tensor_.lay_out(tensor_.shape.block);
     return outcome->device;
 }
 
 void Call::remember(std::shared_ptr<const void> device) const {
-    if (recall_.memo) recall_.memo->keep({place_, pools_, first_slot_, tensor_.slots, std::move(device)});
+    if (recall_.memo) recall_.memo->keep({place_, pools_, tensor_.slots, std::move(device)});
 }
 
 void Call::look_at(int64_t at, double value) const {
@@ -368,35 +361,28 @@ void Call::look_at(const Vector& moments) const {
     look_at(at, at < 0 ? 0 : moments[static_cast<size_t>(at)]);
 }
 
-void Call::hand_in(Direction direction, Vector values) {
-    length_ = values.size();
-    own_ = std::move(values);
+void Call::contribute(Direction direction, Vector values, std::shared_ptr<const cuda::OnDevice> device) {
     due_ = !shares();
-    brought_ = false;
-    const auto terms = node_.layer->terms();
-    if (due_ || place_.meeting->exchange->calls_out()) return;
-    bring(*terms, direction);
-    if (due_ || place_.meeting->lanes > 1) return;  // the next of this context's replicas needs this very thread
-    due_ = node_.layer->room.comes_within(place_, direction, kMoment);
-}
-
-// Where it calls out, the last to arrive waits for whoever answers.
-void Call::bring(const Terms& terms, Direction direction) {
-    if (place_.meeting->exchange->gpu_route() == GpuRoute::kNccl) {
-        std::string where;
-        for (const std::string& context : terms.contexts) where += (where.empty() ? "" : ", ") + context;
-        throw Failure("kvstore 'nccl' adds on GPUs, one replica on each, but the layer is on " + where);
+    if (due_) {
+        own_ = std::move(values);
+        return;
     }
-    due_ = node_.layer->room.hand_in(terms, place_, direction, sharing_of(node_.layer->pooling), tensor_.type,
-                                     channels(), std::move(own_));
-    brought_ = true;
+    exchange(direction);  // there is one
+    MeetingRoom& room = node_.layer->room;
+    const auto terms = node_.layer->terms();
+    SYNCBN_POINT("before_contribution");
+    due_ = room.contribute(*terms, place_, direction, {tensor_.type, channels(), std::move(values), std::move(device)});
+    SYNCBN_POINT("after_contribution");
+    if (due_ || place_.meeting->lanes > 1) return;  // the next of this context's replicas needs this very thread
+    due_ = room.comes_within(*terms, place_, direction, kMoment);
 }
 
-Total Call::collect(Direction direction) {
+Total Call::total(Direction direction) {
     if (!shares()) return {std::move(own_), 0, node_.layer->id};
-    const auto terms = node_.layer->terms();
-    if (!brought_) bring(*terms, direction);
-    return node_.layer->room.collect(*terms, place_, direction, sharing_of(node_.layer->pooling), length_);
+    SYNCBN_POINT("before_total");
+    Total total = node_.layer->room.total(*node_.layer->terms(), place_, direction);
+    SYNCBN_POINT("after_total");
+    return total;
 }
 
 void Call::assign(const std::vector<double>& counts, size_t first, int64_t key) {
@@ -406,8 +392,8 @@ void Call::assign(const std::vector<double>& counts, size_t first, int64_t key) 
     Draw draw;
     if (place_.meeting) draw = place_.meeting->draw;
     draw.layer = key;
-    pools_ = pools_of(pooling, counts, draw);
-    first_slot_ = static_cast<int64_t>(first);
+    const int begin = static_cast<int>(first);
+    pools_ = pools_of(pooling, counts, draw, {begin, begin + static_cast<int>(tensor_.slots.size())});
 }
 
 }  // namespace syncbn

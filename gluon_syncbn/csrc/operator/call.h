@@ -112,9 +112,9 @@ class Call {
     const Tensor& tensor() const { return tensor_; }
 
   protected:
-    // What comes before the replicas wait for each other, up to `hand_in`. It may all be left to what follows.
-    virtual void begin_normalise(const Arrays&) { due_ = alone(); }
-    virtual void begin_differentiate(const Arrays&, const int*) { due_ = due_ || alone(); }
+    // What comes before the replicas wait for each other, up to `contribute`. It may all be left to what follows.
+    virtual void begin_normalise(const Arrays& arrays) = 0;
+    virtual void begin_differentiate(const Arrays& arrays, const int* reqs) = 0;
     // y and, from the statistics of the batch, the running ones or what the second operator of the call moves them by.
     virtual void normalise(const Arrays& arrays, const int* reqs) = 0;
     // y, with the running statistics.
@@ -134,6 +134,8 @@ class Call {
     // behind; does not throw.
     virtual void finish() {}
     virtual void clear_up() {}
+    // Another thread goes on.
+    virtual void leave_thread() {}
 
     void sit_down();
     // Statistics and seat of the call that this one repeats. Returns what a device keeps them in.
@@ -145,14 +147,17 @@ class Call {
     void look_at(int64_t at, double value) const;
     void look_at(const Vector& moments) const;
     bool watches() const { return node_.layer->terms()->nonfinite != Nonfinite::kPropagate; }
-    // Nobody else takes part.
-    bool alone() const;
     bool shares() const { return sharing_of(node_.layer->pooling) != Sharing::kNothing; }
-    // The packed vectors of this replica's slots in. Waits a moment for those of the others.
-    void hand_in(Direction direction, Vector values);
-    // Those of all slots out, or what they are together.
-    Total collect(Direction direction);
-    // Which slots feed and use which pools, of which this replica's begin at `first`.
+    // That of the meeting.
+    Exchange& exchange(Direction direction) const {
+        return node_.layer->room.exchange(*node_.layer->terms(), place_, direction);
+    }
+    // What this replica has for the others: `values` as `Part` has them. Waits a moment for theirs, in this process and
+    // elsewhere.
+    void contribute(Direction direction, Vector values, std::shared_ptr<const cuda::OnDevice> device = nullptr);
+    // Those of all slots, or what they are together.
+    Total total(Direction direction);
+    // The pools of all slots, of which this replica's begin at `first`.
     void assign(const std::vector<double>& counts, size_t first, int64_t key);
     int64_t channels() const { return tensor_.shape.channels; }
     Affine affine(const Arrays& arrays, int inputs) const;
@@ -162,15 +167,12 @@ class Call {
     const std::string context_;
     Tensor tensor_;
     Place place_;
-    Pools pools_;             // of all slots of the last forward
-    int64_t first_slot_ = 0;  // of this replica
-    bool frozen_ = false;     // normalised with the running statistics: no gradient through them
-    bool due_ = false;        // what is left of this execution waits for nobody
+    Pools pools_;          // of the last forward
+    bool frozen_ = false;  // normalised with the running statistics: no gradient through them
+    bool due_ = false;     // what is left of this execution waits for nobody
     Recall recall_;
 
   private:
-    // Hands `own_` in.
-    void bring(const Terms& terms, Direction direction);
     // NaN into the outputs in which something plausible might stand, those of which there is a request.
     struct Output {
         Array array;
@@ -198,9 +200,7 @@ class Call {
     bool repeated_ = false;  // has been executed before
     bool complete_ = false;  // the forward has left what the backward needs
     bool lost_ = false;      // it has not, and has met nobody, so that nobody waits for the backward
-    Vector own_;             // what this replica hands in
-    size_t length_ = 0;      // of that
-    bool brought_ = false;   // to the meeting
+    Vector own_;             // what this replica has, where it contributes nothing
 };
 
 std::unique_ptr<Call> host_call(Node node, std::string context, Type type, Shape shape, int64_t samples);

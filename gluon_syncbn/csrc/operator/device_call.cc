@@ -4,39 +4,40 @@
 //     moments ──► packed moments of each slot ──► all-gather ──► normalise: pools, y, running statistics
 //     grad_sums ──► packed gradients ──────────► all-gather ──► grad_input: pools, dx, dgamma, dbeta
 //
+// Among many GPUs in mode 'sync', NCCL adds up sums of the moments, and the gradients, in the place of the all-gather: two
+// small kernels make sums of moments, and moments of the total of the sums. All replicas are one slot then.
+//
 // All of it is put on one stream, and waited for once. A KVStore of MXNet can only add, and does not know that stream: for it
 // `moments` and `grad_sums` write into a vector for all slots that is zero but for its own, and are waited for. The sum of the
 // vectors is what an all-gather would have brought, to the bit (but for the sign of a zero). Where neither is to be had,
 // packed vectors come to the host, meet there as those of a CPU do, and go back: the same kernels read them.
 #include <algorithm>
 #include <chrono>
-#include <mutex>
+#include <functional>
+#include <numeric>
 #include <optional>
-#include <sstream>
 #include <thread>
 
 #include "clock.h"
 #include "cuda/collective.h"
 #include "cuda/driver.h"
 #include "cuda/plan.h"
-#include "log.h"
 #include "operator/call.h"
 #include "pooling/statistics.h"
-#include "waiting/stall.h"
-#include "waiting/step.h"
+#include "waiting/wait.h"
 
 namespace syncbn {
 namespace {
 
-using cuda::Argument;
 using cuda::ceil_div;
 using cuda::Current;
 using cuda::Device;
 using cuda::Grid;
 using cuda::kBlock;
-using cuda::kMostSlots;
+using cuda::Kernel;
 using cuda::launch;
 using cuda::Lease;
+using cuda::Lists;
 using cuda::Memory;
 using cuda::Plan;
 
@@ -47,48 +48,74 @@ constexpr auto kLongPause = std::chrono::milliseconds(1);
 constexpr double kWatchAfter = 0.05;  // seconds until a wait counts as long enough to look around
 constexpr double kLookAfter = 0.5;    // seconds between looks at other processes
 
-std::string named(const char* kernel, Type type, bool activated = false) {
-    return std::string(kernel) + (activated ? "_activated_" : "_") + name_of(type);
+Kernel kernel_of(const char* stem, Type type) { return {stem, name_of(type)}; }
+
+// Of what stands behind an addition, too, where that `adds`: nothing is a slope of 1 there.
+Kernel kernel_of(const char* stem, Type type, const Activation& activation, bool adds = false) {
+    using Kind = Activation::Kind;
+    return {stem, name_of(type), name_of(adds && !activation.any() ? Kind::kRectifier : activation.kind)};
 }
 
-// The layout is that of `Pools` in kernels.cu.
-struct PoolsOfSlots {
-    enum Kind : int { kShared, kOwn, kTable };
-    int kind = kOwn, own = 0, begin = 0, end = 0;
-    int table[kMostSlots] = {};
+cuda::Behind behind(const Activation& activation) { return {activation.slope, activation.ceiling}; }
+
+cuda::Weights weights(const Affine& affine, bool needs_beta = true) {
+    return {data(affine.gamma), needs_beta ? data(affine.beta) : nullptr, affine.fix_gamma};
+}
+
+class WaitForGpu : public WaitFor {
+  public:
+    WaitForGpu(std::string layer, std::string why, double timeout, std::string advice, std::function<void()> others)
+        : WaitFor(std::move(layer), std::move(why), timeout, std::move(advice)), others_(std::move(others)) {}
+
+  protected:
+    void look_around() override {
+        if (waited() - looked_ < kLookAfter) return;
+        looked_ = waited();
+        others_();
+    }
+
+  private:
+    const std::function<void()> others_;  // a look at other processes
+    double looked_ = 0;
 };
 
-// As in kernels.cu: what becomes of moments that are not finite.
-enum Watch : int { kPropagate, kLeaveOut, kLeaveOutAndTell };
-
-// What the replicas hand in, and what comes back; it lives until nobody points to it any more.
+// What the replicas contribute, and what comes back; it lives until nobody points to it any more.
 struct Gathered {
     Memory own, all;
-    OnDevice part;
+    Memory sums;  // of the moments of this replica; then the moments that the sums of all replicas give
+    cuda::OnDevice part;
     int64_t slots = 0;
-    const double* values() const { return all.data() != nullptr ? all.data() : own.part(); }
+    const double* values() const {
+        return sums.data() != nullptr ? sums.data() : all.data() != nullptr ? all.data() : own.part();
+    }
 };
 
 class DeviceCall : public Call {
   public:
     using Call::Call;
+    ~DeviceCall() override { clear_up(); }
 
   protected:
+    void begin_normalise(const Arrays& arrays) override;
     void normalise(const Arrays& arrays, const int* reqs) override;
     void normalise_frozen(const Arrays& arrays, int req) override;
+    void begin_differentiate(const Arrays& arrays, const int* reqs) override;
     void differentiate(const Arrays& arrays, const int* reqs) override;
     void track(const Arrays& arrays) override;
     void copy(Array from, Type type, int64_t n, Array to, bool add) override;
     void fill(Array to, Type type, int64_t n, double value) override;
     void finish() override;
     void clear_up() override;
+    void leave_thread() override {
+        if (work_) work_->current.reset();
+    }
 
   private:
-    // What a callback works with on its thread.
+    // What an execution works with, on one thread after the other.
     struct Work {
-        Current current;
+        std::optional<Current> current;
         Lease lease;
-        explicit Work(Device& device) : current(device), lease(device) {}
+        explicit Work(Device& device) : current(std::in_place, device), lease(device) {}
     };
     Device& device() {
         if (device_ == nullptr) device_ = &Device::of(std::stoi(context_.substr(4)));
@@ -96,6 +123,7 @@ class DeviceCall : public Call {
     }
     Work& work() {
         if (!work_) work_.emplace(device());
+        if (!work_->current) work_->current.emplace(device());
         return *work_;
     }
     // `ask` may end in Python, where whatever is freed meanwhile may leave another device current on this thread.
@@ -123,27 +151,39 @@ class DeviceCall : public Call {
         const int64_t before = std::find(all.begin(), all.end(), context_) - all.begin();
         return Memory(device(), {static_cast<int64_t>(all.size()) * size, before * size, size}, work().lease.stream());
     }
-    void run(const std::string& kernel, Grid grid, std::initializer_list<Argument> arguments) {
-        launch(device(), work().lease.stream(), kernel, grid, arguments);
+    template <typename Arguments>
+    void run(const Kernel& kernel, Grid grid, const Arguments& arguments) {
+        launch(device(), work().lease.stream(), kernel, grid, &arguments);
     }
 
-    // Whether a KVStore brings together what is on the devices, which are one for each replica.
-    bool adds_on_devices() const;
-    bool gathers_on_devices(Direction direction);
+    Form form() const { return exchange_ != nullptr ? exchange_->form() : Form::kDevice; }
     // Packed vectors of `length` for each slot, from a kernel and, where it works in chunks, from what merges those.
     template <typename Launch>
     Memory reduced(int64_t length, const char* merge, const Launch& launch_with);
-    // The packed vectors of all replicas, from those of this one. The counts of their slots come back in the forward.
-    Total gather(Direction direction, int64_t length);
-    void run_normalise(const Arrays& arrays, int req, const PoolsOfSlots& pools, void* batch);
+    // What this replica has for the others, which is on its way into `gathered_`.
+    void contribute_gathered(Direction direction);
+    // Into the sums of `gathered_`.
+    void run_on_sums(const char* kernel, const double* from);
+    // The packed vectors of all replicas, into `gathered_`. Of the forward, the samples of their slots come back.
+    Total total_gathered(Direction direction, int64_t length);
+    void contribute_moments(const Arrays& arrays);
+    void run_normalise(const Arrays& arrays, int req, void* batch);
+    // The pools' lists, on the device.
+    void put_lists();
+    Lists list(const std::vector<Range>& ranges) const;
     // x, from y, into the room of dx or of scratch.
     void* recovered(const Arrays& arrays, const int* reqs);
     void copy_data(const void* from, Type type, int64_t n, void* to, bool add);
-    PoolsOfSlots used() const;
-    PoolsOfSlots users() const;
     bool idle_within(double seconds) const;
+    std::unique_ptr<Wait> wait_for_gpu();
     // Until what is on the stream is done; throws Failure.
     void wait();
+
+    // What the first half of a backward has found.
+    struct Gradients {
+        const void *x = nullptr, *dz = nullptr;
+        bool by_input = false;  // dz is dy, and `grad_input` makes dz of it by x
+    };
 
     Device* device_ = nullptr;
     std::optional<Work> work_;
@@ -153,10 +193,13 @@ class DeviceCall : public Call {
     bool tells_ = false;                  // the forward has said whether the moments are finite
     bool recovers_ = false;               // the backward has said whether x could be found
     bool kept_for_repetition_ = false;    // what was gathered
-    int64_t spread_ = 0;                  // replicas of all processes, where GPUs of several meet
+    Exchange* exchange_ = nullptr;        // that of the meeting, where it meets anybody
     Direction direction_ = Direction::kForward;
-    bool on_devices_ = false;  // what was gathered is that of each slot, not of all together
-    Memory kept_;              // for the backward
+    Gradients gradients_;
+    Memory kept_;  // for the backward
+    // What lists are read from, and what is there; the same lists stay from call to call. Empty if they travel with a launch.
+    Memory lists_;
+    std::vector<int> listed_;
 };
 
 Plan plan_of(const Tensor& tensor) {
@@ -165,85 +208,63 @@ Plan plan_of(const Tensor& tensor) {
 
 // ---- pools -------------------------------------------------------------------------------------------------------
 
-PoolsOfSlots shared(int64_t own, int64_t begin, int64_t end) {
-    PoolsOfSlots out;
-    out.kind = PoolsOfSlots::kShared;
-    out.own = static_cast<int>(own);
-    out.begin = static_cast<int>(begin);
-    out.end = static_cast<int>(end);
-    return out;
+// Whether the ranges travel with a launch: each is the first one, moved by so many steps, or they are few.
+bool travels(const std::vector<Range>& ranges, Lists* out) {
+    out->first = ranges.empty() ? Range{0, 0} : ranges[0];
+    out->step = ranges.size() < 2 ? 0 : ranges[1].begin - ranges[0].begin;
+    for (size_t i = 1; i < ranges.size(); ++i)
+        if (ranges[i].begin - ranges[i - 1].begin != out->step || ranges[i].end - ranges[i - 1].end != out->step)
+            out->irregular = 1;
+    if (out->irregular == 0) return true;
+    if (ranges.size() > cuda::kFewRanges) return false;
+    std::copy(ranges.begin(), ranges.end(), out->few);
+    return true;
 }
 
-// The gathered slots that feed what each slot of this replica is normalised with.
-PoolsOfSlots DeviceCall::used() const {
-    const Pooling& pooling = node_.layer->pooling;
-    if (pooling.mode == Mode::kSync) {
-        const int64_t begin = pooling.group == 0 ? 0 : first_slot_ / pooling.group * pooling.group;
-        const int64_t end = pooling.group == 0 ? gathered_->slots : std::min(begin + pooling.group, gathered_->slots);
-        return shared(first_slot_, begin, end);
+void DeviceCall::put_lists() {
+    std::vector<int> all = pools_.members;
+    bool needed = !all.empty();
+    for (const auto* ranges : {&pools_.used, &pools_.fed, &pools_.users, &pools_.tracked}) {
+        Lists unused{};
+        needed = !travels(*ranges, &unused) || needed;
+        for (const Range& range : *ranges) all.insert(all.end(), {range.begin, range.end});
     }
-    PoolsOfSlots out;
-    out.own = static_cast<int>(first_slot_);
-    if (pooling.mode == Mode::kLocal) return out;
-    out.kind = PoolsOfSlots::kTable;
-    for (size_t i = 0; i < tensor_.slots.size(); ++i) {
-        const int64_t pool = pools_.uses[first_slot_ + i];
-        out.table[i] = pool == kNone ? out.own + static_cast<int>(i) : static_cast<int>(pool);  // an empty slot: any
-    }
-    return out;
+    if (!needed) all.clear();
+    all.resize((all.size() + 1) / 2 * 2);  // whole numbers of float64
+    if (all == listed_) return;
+    listed_.clear();
+    lists_ = Memory();
+    lists_ = memory(static_cast<int64_t>(all.size() / 2));
+    lists_.upload(all.data(), work().lease.stream());
+    listed_ = std::move(all);
 }
 
-// Those that are normalised with what each slot of this replica feeds.
-PoolsOfSlots DeviceCall::users() const {
-    PoolsOfSlots out = used();
-    if (out.kind != PoolsOfSlots::kTable) return out;
-    for (size_t i = 0; i < tensor_.slots.size(); ++i) {
-        const auto user = std::find(pools_.uses.begin(), pools_.uses.end(), first_slot_ + static_cast<int64_t>(i));
-        out.table[i] =
-            user == pools_.uses.end() ? out.own + static_cast<int>(i) : static_cast<int>(user - pools_.uses.begin());
+Lists DeviceCall::list(const std::vector<Range>& ranges) const {
+    Lists out{};
+    if (listed_.empty()) {
+        travels(ranges, &out);
+        return out;
     }
+    static_assert(sizeof(Range) == 2 * sizeof(int), "put_lists writes them as numbers");
+    const int* const members = reinterpret_cast<const int*>(lists_.data());
+    size_t at = pools_.members.size();
+    for (const auto* before : {&pools_.used, &pools_.fed, &pools_.users, &pools_.tracked}) {
+        if (before == &ranges) break;
+        at += 2 * before->size();
+    }
+    out.ranges = reinterpret_cast<const Range*>(members + at);
+    out.members = pools_.members.empty() ? nullptr : members;
     return out;
 }
 
 // ---- what is gathered ----------------------------------------------------------------------------------------------
 
-// Several replicas on a GPU would be several members of a collective, of which a GPU can be only one.
-bool one_gpu_each(const Meeting& meeting) {
-    return meeting.lanes == 1 && std::all_of(meeting.contexts.begin(), meeting.contexts.end(),
-                                             [](const auto& context) { return context.compare(0, 4, "gpu(") == 0; });
-}
-
-bool DeviceCall::adds_on_devices() const {
-    if (frozen_ || !shares()) return false;
-    const Meeting& meeting = *place_.meeting;
-    return meeting.exchange->gpu_route() == GpuRoute::kStore && meeting.replicas() > 1 && one_gpu_each(meeting);
-}
-
-bool DeviceCall::gathers_on_devices(Direction direction) {
-    const Meeting& meeting = *place_.meeting;
-    const GpuRoute route = meeting.exchange->gpu_route();
-    spread_ = 0;
-    if (route == GpuRoute::kHost || !one_gpu_each(meeting)) return false;
-    if (route == GpuRoute::kStore) return true;
-    if (route == GpuRoute::kProcesses) {
-        spread_ = still_current([&] { return node_.layer->room.spread(*node_.layer->terms(), place_, direction); });
-        return spread_ > 0;
-    }
-    if (meeting.replicas() == 1) return true;
-    const std::string missing = cuda::why_no_collective();
-    if (missing.empty()) return true;
-    if (route == GpuRoute::kNccl) throw Failure("kvstore 'nccl' was asked for, but " + missing);
-    static std::once_flag said;
-    std::call_once(said, [&] { log(Level::kWarning, "the statistics of GPUs go over the host: " + missing); });
-    return false;
-}
-
 template <typename Launch>
 Memory DeviceCall::reduced(int64_t length, const char* merge, const Launch& launch_with) {
     const int64_t slots = static_cast<int64_t>(tensor_.slots.size()), size = slots * length;
-    Memory out = adds_on_devices() ? memory_for_all(size) : memory(size);
+    Memory out = form() == Form::kPadded ? memory_for_all(size) : memory(size);
     if (tensor_.shape.size() == 0) {
-        run("fill_float64", {ceil_div(size, kBlock)}, {out.part(), 0.0, size});
+        run(kernel_of("fill", Type::kFloat64), {ceil_div(size, kBlock)}, cuda::FillArguments{size, out.part(), 0});
         return out;
     }
     const Plan plan = plan_of(tensor_);
@@ -255,165 +276,153 @@ Memory DeviceCall::reduced(int64_t length, const char* merge, const Launch& laun
     launch_with(plan, partial);
     const int chunks = static_cast<int>(plan.chunks);
     const int64_t warps = slots * channels();
-    run(merge, {ceil_div(warps, kBlock / 32)}, {partial, out.part(), chunks, slots, tensor_.shape.channels});
+    run(Kernel{merge}, {ceil_div(warps, kBlock / 32)},
+        cuda::MergeArguments{slots, channels(), partial, out.part(), chunks});
     return out;
 }
 
-Total DeviceCall::gather(Direction direction, int64_t length) {
+void DeviceCall::contribute_gathered(Direction direction) {
     const Memory& own = gathered_->own;
     Vector counts;
     for (const Slot& slot : tensor_.slots) counts.push_back(static_cast<double>(slot.shape.per_channel()));
+    gathered_->slots = static_cast<int64_t>(counts.size());
     direction_ = direction;
-    int64_t& slots = gathered_->slots;
-    slots = static_cast<int64_t>(tensor_.slots.size());
-    on_devices_ = !shares() || gathers_on_devices(direction);
-    if (!shares()) return {std::move(counts), 0, node_.layer->id};
-    const auto terms = node_.layer->terms();
-    if (on_devices_) {
-        const auto capacity = spread_ > 0 ? spread_ : static_cast<int64_t>(place_.meeting->replicas());
-        if (capacity > 1) gathered_->all = memory(capacity * own.part_size());
-        const bool adds = adds_on_devices();
-        if (adds) wait();  // MXNet knows nothing of the stream
-        gathered_->part = {device().id, work().lease.stream(), adds ? own.data() : own.part(), gathered_->all.data(),
-                           adds ? own.size() : own.part_size()};
-        may_be_posted_ = true;
-        Total total = node_.layer->room.share(
-            *terms, place_, direction, tensor_.type, channels(), std::move(counts),
-            std::shared_ptr<const OnDevice>(gathered_, &gathered_->part),
-            [&](const std::vector<OnDevice>& parts, Vector all, const Ticket& ticket) {
-                if (adds) {
-                    still_current([&] { place_.meeting->exchange->add_on_devices(ticket, parts); });
-                    return Total{std::move(all), 0, ticket.layer};
-                }
-                Turn turn;
-                if (spread_ > 0) {
-                    turn = still_current([&] { return place_.meeting->exchange->turn(ticket, parts, all); });
-                } else {
-                    turn.world = parts.size();
-                    turn.counts = std::move(all);
-                    turn.key = ticket.layer;
-                }
-                if (turn.world > static_cast<size_t>(capacity))
-                    throw Failure("a step with " + std::to_string(turn.world) + " GPUs, where the processes have " +
-                                  "agreed on " + std::to_string(capacity) + ": start the job again after `reset_ctx`.");
-                if (turn.world > 1) cuda::all_gather(parts, turn, *terms);
-                const size_t mine = turn.first * (turn.counts.size() / turn.world);
-                return Total{std::move(turn.counts), mine, turn.key};
-            });
-        may_be_posted_ = false;
-        slots = static_cast<int64_t>(total.values.size());
+    if (exchange_ == nullptr) return contribute(direction, std::move(counts));
+    if (form() == Form::kHost) {
+        Vector values(static_cast<size_t>(own.size()));
+        own.download(values.data(), work().lease);
+        if (direction == Direction::kForward) look_at(values);
+        return still_current([&] { contribute(direction, std::move(values)); });
+    }
+    const bool padded = form() == Form::kPadded, summed = form() == Form::kSummed;
+    if (summed && direction == Direction::kForward) {
+        gathered_->sums = memory(sums_length(channels()));
+        run_on_sums("sums_of_moments", own.part());
+    }
+    const Memory& given = gathered_->sums.data() != nullptr ? gathered_->sums : own;
+    const int64_t length = padded ? given.size() : given.part_size();
+    if (padded || summed)
+        gathered_->all = memory(length);
+    else if (exchange_->replicas() > 1)
+        gathered_->all = memory(static_cast<int64_t>(exchange_->replicas()) * length);
+    gathered_->part = {device().id, work().lease.stream(), padded ? given.data() : given.part(), gathered_->all.data(),
+                       length};
+    if (padded) wait();  // MXNet knows nothing of the stream
+    may_be_posted_ = true;
+    const std::shared_ptr<const cuda::OnDevice> part(gathered_, &gathered_->part);
+    still_current([&] { contribute(direction, std::move(counts), part); });
+}
+
+void DeviceCall::run_on_sums(const char* kernel, const double* from) {
+    run(Kernel{kernel}, {ceil_div(channels(), kBlock)}, cuda::SumsArguments{channels(), from, gathered_->sums.data()});
+}
+
+Total DeviceCall::total_gathered(Direction direction, int64_t length) {
+    Total total = still_current([&] { return this->total(direction); });
+    may_be_posted_ = false;
+    if (form() != Form::kHost) {
+        gathered_->slots = static_cast<int64_t>(total.values.size());
         return total;
     }
-    Vector values(static_cast<size_t>(own.size()));
-    own.download(values.data(), work().lease);
-    if (direction == Direction::kForward) look_at(values);
-    Total total = still_current([&] {
-        hand_in(direction, std::move(values));
-        return collect(direction);
-    });
     gathered_->all = memory(static_cast<int64_t>(total.values.size()));
     gathered_->all.upload(total.values.data(), work().lease.stream());
-    slots = gathered_->all.size() / length;
-    if (direction == Direction::kForward) {
-        counts.clear();
-        for (int64_t slot = 0; slot < slots; ++slot) counts.push_back(total.values[slot * length]);
-    }
+    gathered_->slots = gathered_->all.size() / length;
+    Vector counts;
+    for (int64_t slot = 0; slot < gathered_->slots; ++slot) counts.push_back(total.values[slot * length]);
     return {std::move(counts), total.first / static_cast<size_t>(length), total.key};
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------------
+
+void DeviceCall::begin_normalise(const Arrays& arrays) {
+    clear_up();                 // after an execution that has found no thread to go on in
+    if (recall_.again) return;  // it may have to wait for what it repeats
+    if (shares()) sit_down();
+    tensor_.cut(node_.layer->pooling.slots());
+    if (!shares() || place_.meeting->choice->known()) contribute_moments(arrays);
+}
+
+void DeviceCall::contribute_moments(const Arrays& arrays) {
+    exchange_ = shares() ? still_current([&] { return &exchange(Direction::kForward); }) : nullptr;
+    gathered_ = std::make_shared<Gathered>();
+    const void* x = data(arrays[kX]);
+    gathered_->own = reduced(moments_length(channels()), "merge_moments", [&](const Plan& plan, double* out) {
+        run(kernel_of("moments", tensor_.type), plan.reduce(), cuda::MomentsArguments{plan.spread(), x, out});
+    });
+    contribute_gathered(Direction::kForward);
+}
 
 void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
     const bool hands_on = node_.role == Role::kMeet && reqs[1] != kNull;
     void* batch = hands_on ? data(arrays[node_.batch_output()]) : nullptr;
     if (recall_.again) {
         gathered_ = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
-        return run_normalise(arrays, reqs[0], used(), batch);
+        return run_normalise(arrays, reqs[0], batch);
     }
-    if (shares()) sit_down();
-    const Pooling& pooling = node_.layer->pooling;
-    if (pooling.mode == Mode::kShuffle && pooling.slots() > kMostSlots)
-        throw Failure("mode 'shuffle' takes at most " + std::to_string(kMostSlots) +
-                      " virtual_devices on a GPU; there are " + std::to_string(pooling.slots()) + ".");
-    tensor_.cut(pooling.slots());
-    gathered_ = std::make_shared<Gathered>();
-    const int64_t length = moments_length(channels());
-    const void* x = data(arrays[kX]);
-    gathered_->own = reduced(length, "merge_moments", [&](const Plan& plan, double* out) {
-        run(named("moments", tensor_.type), plan.reduce(),
-            {x, out, plan.samples, plan.per_sample, plan.shape.channels, plan.shape.inner, plan.slots, plan.width});
-    });
-    const Total counts = gather(Direction::kForward, length);
+    if (!gathered_) contribute_moments(arrays);
+    Total counts = total_gathered(Direction::kForward, moments_length(channels()));
+    if (form() == Form::kSummed) {
+        counts = {{std::accumulate(counts.values.begin(), counts.values.end(), 0.0)}, 0, counts.key};
+        run_on_sums("moments_of_sums", gathered_->all.data());
+    }
     assign(counts.values, counts.first, counts.key);
-    run_normalise(arrays, reqs[0], used(), batch);
-    tells_ = watches() && on_devices_;
+    tells_ = watches() && form() != Form::kHost;
+    run_normalise(arrays, reqs[0], batch);
     kept_for_repetition_ = recall_.memo != nullptr;
 }
 
 void DeviceCall::normalise_frozen(const Arrays& arrays, int req) {
     tensor_.cut(1);
-    run_normalise(arrays, req, {}, nullptr);
+    run_normalise(arrays, req, nullptr);
 }
 
-void DeviceCall::run_normalise(const Arrays& arrays, int req, const PoolsOfSlots& pools, void* batch) {
+void DeviceCall::run_normalise(const Arrays& arrays, int req, void* batch) {
     const Plan plan = plan_of(tensor_);
     const Affine affine = this->affine(arrays, 0);
-    const void *x = data(arrays[kX]), *gamma = data(affine.gamma), *beta = data(affine.beta);
-    const double* gathered = frozen_ ? nullptr : gathered_->values();
-    const void* addend = node_.adds ? data(arrays[kAddend]) : nullptr;
-    void* y = req == kNull ? nullptr : data(arrays[node_.output()]);
-    void *mean = nullptr, *variance = nullptr;
-    if (frozen_ || (node_.role != Role::kMeet && !recall_.again)) {
-        mean = data(arrays[node_.running_mean()]);
-        variance = data(arrays[node_.running_mean() + 1]);
-    }
     kept_ = Memory();  // that of the last execution may serve again
     kept_ = memory(plan.slots * (1 + 4 * channels()));
-    const int frozen = frozen_, fix_gamma = affine.fix_gamma, add = req == kAdd;
+    cuda::NormaliseArguments with{};
+    with.spread = plan.spread();
+    with.x = data(arrays[kX]);
+    with.addend = node_.adds ? data(arrays[kAddend]) : nullptr;
+    with.y = req == kNull ? nullptr : data(arrays[node_.output()]);
+    with.weights = weights(affine);
+    with.behind = behind(affine.activation);
+    with.epsilon = node_.epsilon;
+    with.kept = kept_.data();
+    with.add = req == kAdd;
+    with.frozen = frozen_;
+    if (!frozen_) {
+        put_lists();
+        with.gathered = gathered_->values();
+        with.used = list(pools_.used);
+        with.fed = list(pools_.fed);
+        with.tracked = list(pools_.tracked);
+        with.pools = static_cast<int>(pools_.tracked.size());
+        with.own = gathered_->own.part();
+    }
     // One replica of a context is enough; a call that repeats another has nothing new.
-    const int hand_on = batch != nullptr && !recall_.again && place_.first_lane();
-    const int unbiased = node_.unbiased;
-    const int watch = !watches() ? kPropagate : on_devices_ ? kLeaveOutAndTell : kLeaveOut;
-    const bool any = y != nullptr && tensor_.shape.size() > 0;
-    run(named("normalise", tensor_.type, node_.adds || affine.activation.any()),
-        any ? plan.each() : Grid{ceil_div(channels(), kBlock)},
-        {x,
-         gathered,
-         pools,
-         frozen,
-         node_.epsilon,
-         gamma,
-         beta,
-         fix_gamma,
-         y,
-         add,
-         kept_.data(),
-         node_.momentum,
-         mean,
-         variance,
-         batch,
-         hand_on,
-         unbiased,
-         watch,
-         work().lease.told(),
-         plan.samples,
-         plan.per_sample,
-         plan.shape.channels,
-         plan.shape.inner,
-         plan.slots,
-         plan.width,
-         plan.segment,
-         addend,
-         affine.activation.slope,
-         affine.activation.ceiling});
+    with.hand_on = batch != nullptr && !recall_.again && place_.first_lane();
+    with.unbiased = node_.unbiased;
+    with.watch = !watches() ? cuda::kPropagate : tells_ ? cuda::kLeaveOutAndTell : cuda::kLeaveOut;
+    with.momentum = node_.momentum;
+    if (frozen_ || (node_.role != Role::kMeet && !recall_.again)) {
+        with.running_mean = data(arrays[node_.running_mean()]);
+        with.running_var = data(arrays[node_.running_mean() + 1]);
+    }
+    with.batch = static_cast<double*>(batch);
+    with.told = work().lease.told();
+    const bool any = with.y != nullptr && tensor_.shape.size() > 0;
+    run(kernel_of("normalise", tensor_.type, affine.activation, node_.adds),
+        any ? plan.each() : Grid{ceil_div(channels(), kBlock)}, with);
 }
 
 // The second operator of a call: what the first one has left is [1, mean[C], variance[C]], or [0, ...].
 void DeviceCall::track(const Arrays& arrays) {
     const int running = node_.running_mean();
-    run(named("update_running", tensor_.parameter_type()), {ceil_div(channels(), kBlock)},
-        {data(arrays[node_.batch()]), node_.momentum, data(arrays[running]), data(arrays[running + 1]),
-         tensor_.shape.channels});
+    run(kernel_of("update_running", tensor_.type), {ceil_div(channels(), kBlock)},
+        cuda::UpdateRunningArguments{channels(), static_cast<const double*>(data(arrays[node_.batch()])),
+                                     node_.momentum, data(arrays[running]), data(arrays[running + 1])});
 }
 
 // ---- backward ------------------------------------------------------------------------------------------------------
@@ -424,75 +433,70 @@ void* DeviceCall::recovered(const Arrays& arrays, const int* reqs) {
     if (tensor_.shape.size() == 0) return x;
     const Plan plan = plan_of(tensor_);
     const Invertible invertible = invertible_by(tensor_.type, affine.activation.slope);
-    const int fix_gamma = affine.fix_gamma;
-    run(named("recover", tensor_.type), plan.each(),
-        {data(arrays[node_.output_in_backward()]), x, kept_.data(), data(affine.gamma), data(affine.beta), fix_gamma,
-         affine.activation.slope, invertible.per_beta, invertible.least, node_.epsilon, kConstant, work().lease.told(),
-         plan.samples, plan.per_sample, plan.shape.channels, plan.shape.inner, plan.slots, plan.width, plan.segment});
+    run(kernel_of("recover", tensor_.type, affine.activation), plan.each(),
+        cuda::RecoverArguments{plan.spread(), data(arrays[node_.output_in_backward()]), x, weights(affine),
+                               behind(affine.activation), kept_.data(), invertible.per_beta, invertible.least,
+                               node_.epsilon, kConstant, work().lease.told()});
     recovers_ = true;
     return x;
 }
 
 // dz, the gradient with respect to z of `Affine`, is the addend's too. Where there is an addend, `grad_sums` writes dz and
 // `grad_input` reads that; else both make it of dy, by a z that they compute again.
-void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
+void DeviceCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
+    clear_up();
     const int inputs = node_.outputs(), gradients = node_.gradients();
     const Affine affine = this->affine(arrays, inputs);
-    const bool rectifies = affine.activation.any();
-    const void *dy = data(arrays[0]), *gamma = data(affine.gamma);
+    const bool changes = affine.activation.any();
+    const void *dy = data(arrays[0]), *y = nullptr;
     const void* x = node_.inplace ? recovered(arrays, reqs) : data(arrays[inputs + kX]);
-    const void *beta = nullptr, *y = nullptr;
-    const int fix_gamma = affine.fix_gamma;
     void* dz = nullptr;
     if (node_.adds) {
-        y = rectifies ? data(arrays[node_.output_in_backward()]) : dy;  // whose sign does not matter
+        y = changes ? data(arrays[node_.output_in_backward()]) : dy;  // whose sign does not matter
         if (reqs[kAddend] == kWrite || reqs[kAddend] == kInplace)
             dz = data(arrays[gradients + kAddend]);
-        else if (rectifies)
+        else if (changes)
             dz = scratch(in_doubles());
-    } else if (rectifies) {
-        beta = data(affine.beta);
     }
+    const bool by_input = changes && !node_.adds;
+    if (!frozen_ && shares()) exchange_ = &exchange(Direction::kBackward);
     gathered_ = std::make_shared<Gathered>();
-    const int64_t length = gradients_length(channels());
-    gathered_->own = reduced(length, "merge_sums", [&](const Plan& plan, double* out) {
-        run(named("grad_sums", tensor_.type, dz != nullptr || beta != nullptr), plan.reduce(),
-            {dy, x, kept_.data(), out, plan.samples, plan.per_sample, plan.shape.channels, plan.shape.inner, plan.slots,
-             plan.width, gamma, beta, fix_gamma, affine.activation.slope, affine.activation.ceiling, y, dz});
+    gathered_->own = reduced(gradients_length(channels()), "merge_sums", [&](const Plan& plan, double* out) {
+        run(kernel_of("grad_sums", tensor_.type, affine.activation, dz != nullptr), plan.reduce(),
+            cuda::GradSumsArguments{plan.spread(), dy, x, y, dz, weights(affine, by_input), behind(affine.activation),
+                                    kept_.data(), out});
     });
-    if (!frozen_) gather(Direction::kBackward, length);
+    gradients_ = {x, dz != nullptr ? dz : dy, by_input};
+    if (!frozen_) contribute_gathered(Direction::kBackward);
+}
+
+void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
+    const int gradients = node_.gradients();
+    const Affine affine = this->affine(arrays, node_.outputs());
+    const auto [x, head, by_input] = gradients_;
+    if (!frozen_) total_gathered(Direction::kBackward, gradients_length(channels()));
 
     const auto target = [&](Input i) { return reqs[i] == kNull ? nullptr : data(arrays[gradients + i]); };
-    void *dx = target(kX), *dgamma = target(kGamma), *dbeta = target(kBeta);
-    const void* head = dz != nullptr ? dz : dy;
-    const int add = reqs[kX] == kAdd, add_dgamma = reqs[kGamma] == kAdd, add_dbeta = reqs[kBeta] == kAdd;
     const Plan plan = plan_of(tensor_);
-    const bool any = dx != nullptr && tensor_.shape.size() > 0;
-    run(named("grad_input", tensor_.type, beta != nullptr), any ? plan.each() : Grid{ceil_div(channels(), kBlock)},
-        {head,
-         x,
-         kept_.data(),
-         gathered_->values(),
-         frozen_ ? PoolsOfSlots{} : users(),
-         gathered_->own.part(),
-         gamma,
-         fix_gamma,
-         dx,
-         add,
-         dgamma,
-         add_dgamma,
-         dbeta,
-         add_dbeta,
-         plan.samples,
-         plan.per_sample,
-         plan.shape.channels,
-         plan.shape.inner,
-         plan.slots,
-         plan.width,
-         plan.segment,
-         beta,
-         affine.activation.slope,
-         affine.activation.ceiling});
+    cuda::GradInputArguments with{};
+    with.spread = plan.spread();
+    with.dy = head;
+    with.x = x;
+    with.dx = target(kX);
+    with.weights = weights(affine, by_input);
+    with.behind = behind(affine.activation);
+    with.kept = kept_.data();
+    with.gathered = gathered_->values();
+    if (!frozen_) with.users = list(pools_.users);
+    with.own = gathered_->own.part();
+    with.dgamma = target(kGamma);
+    with.dbeta = target(kBeta);
+    with.add = reqs[kX] == kAdd;
+    with.add_dgamma = reqs[kGamma] == kAdd;
+    with.add_dbeta = reqs[kBeta] == kAdd;
+    const bool any = with.dx != nullptr && tensor_.shape.size() > 0;
+    run(kernel_of("grad_input", tensor_.type, by_input ? affine.activation : Activation{}),
+        any ? plan.each() : Grid{ceil_div(channels(), kBlock)}, with);
     if (node_.adds && reqs[kAddend] == kAdd)
         copy_data(head, tensor_.type, tensor_.shape.size(), data(arrays[gradients + kAddend]), true);
 }
@@ -504,12 +508,11 @@ void DeviceCall::copy(Array from, Type type, int64_t n, Array to, bool add) {
 }
 
 void DeviceCall::copy_data(const void* from, Type type, int64_t n, void* to, bool add) {
-    const int adds = add;
-    if (n > 0) run(named("copy", type), {ceil_div(n, kBlock)}, {from, to, adds, n});
+    if (n > 0) run(kernel_of("copy", type), {ceil_div(n, kBlock)}, cuda::CopyArguments{n, from, to, add});
 }
 
 void DeviceCall::fill(Array to, Type type, int64_t n, double value) {
-    if (n > 0) run(named("fill", type), {ceil_div(n, kBlock)}, {data(to), value, n});
+    if (n > 0) run(kernel_of("fill", type), {ceil_div(n, kBlock)}, cuda::FillArguments{n, data(to), value});
 }
 
 bool DeviceCall::idle_within(double limit) const {
@@ -518,11 +521,25 @@ bool DeviceCall::idle_within(double limit) const {
     return true;
 }
 
+std::unique_ptr<Wait> DeviceCall::wait_for_gpu() {
+    const auto terms = node_.layer->terms();
+    const bool processes = exchange_ != nullptr && exchange_->spans_processes();
+    return std::make_unique<WaitForGpu>(
+        terms->name, "the GPU has not finished", terms->timeout,
+        std::string("Either a GPU of this layer is not there any more (nvidia-smi), or another user of NCCL in this "
+                    "process waits for the same GPUs; NCCL_DEBUG=INFO shows what it does, and ") +
+            (processes ? "gluon_syncbn.kvstore(..., gpus='host')" : "configure(kvstore='host')") +
+            " does without NCCL.",
+        [this] {
+            if (exchange_ != nullptr)
+                still_current([&] { node_.layer->room.check(*node_.layer->terms(), place_, direction_); });
+        });
+}
+
 // Asks, and does not wait in the driver: that would have no end where a collective hangs.
 void DeviceCall::wait() {
-    const double start = seconds(), timeout = node_.layer->terms()->timeout;
-    std::optional<Stall> stall;
-    double looked = 0;
+    const double start = seconds();
+    std::unique_ptr<Wait> wait;
     while (!work_->lease.idle()) {
         const double waited = seconds() - start;
         if (waited < kSpin) {
@@ -531,25 +548,8 @@ void DeviceCall::wait() {
         }
         std::this_thread::sleep_for(waited < kWatchAfter ? std::chrono::microseconds(kPause) : kLongPause);
         if (waited < kWatchAfter) continue;
-        if (!stall) stall.emplace();
-        stall->sample();
-        watch_interrupts();
-        step().throw_if_failed();
-        if (stall->asked_to_end())
-            throw Failure("the process was asked to end (Ctrl-C, or its main thread is gone) while the GPU worked.");
-        if (spread_ > 0 && waited - looked > kLookAfter) {
-            looked = waited;
-            still_current([&] { node_.layer->room.look_out(*node_.layer->terms(), place_, direction_); });
-        }
-        if (waited >= timeout) {
-            std::ostringstream why;
-            why << "the GPU has not finished for " << timeout
-                << " s. Either a GPU of this layer is not there any more (nvidia-smi), or another user of NCCL in this "
-                   "process waits for the same GPUs; NCCL_DEBUG=INFO shows what it does, and "
-                << (spread_ > 0 ? "gluon_syncbn.kvstore(..., gpus='host')" : "configure(kvstore='host')")
-                << " does without NCCL.";
-            throw Failure(why.str());
-        }
+        if (!wait) wait = wait_for_gpu();
+        wait->look();
     }
 }
 
@@ -561,6 +561,7 @@ void DeviceCall::finish() {
     if (recovers_ && told.at >= 0) refuse_to_recover({told.at, told.value != 0});
     if (kept_for_repetition_) remember(gathered_);
     tells_ = recovers_ = kept_for_repetition_ = false;
+    exchange_ = nullptr;
     scratch_.clear();
     gathered_.reset();
     work_.reset();
@@ -568,6 +569,7 @@ void DeviceCall::finish() {
 
 void DeviceCall::clear_up() {
     tells_ = recovers_ = kept_for_repetition_ = false;
+    exchange_ = nullptr;
     if (!work_) return;
     work_->lease.told()->given_up = 1;
     bool idle = false;
@@ -585,8 +587,11 @@ void DeviceCall::clear_up() {
         if (gathered_) {
             gathered_->own.abandon();
             gathered_->all.abandon();
+            gathered_->sums.abandon();
         }
         kept_.abandon();
+        lists_.abandon();
+        listed_.clear();
     }
     may_be_posted_ = false;
     scratch_.clear();

@@ -90,30 +90,25 @@ void HostCall::assign_statistics(const Total& moments) {
     std::vector<double> counts;
     for (size_t at = 0; at < moments.values.size(); at += length) counts.push_back(moments.values[at]);
     assign(counts, moments.first / length, moments.key);
-    std::map<int64_t, std::shared_ptr<const Statistic>> statistics;  // by pool
-    const auto of = [&](int64_t pool) -> std::shared_ptr<const Statistic> {
-        if (pool == kNone) return nullptr;
-        auto& found = statistics[pool];
-        if (!found) found = statistic(moments_of_pool(pools_, pool, moments.values, channels()));
+    std::map<int, std::shared_ptr<const Statistic>> statistics;  // by where the pool's list begins
+    const auto of = [&](Range pool) -> std::shared_ptr<const Statistic> {
+        if (pool.begin == pool.end) return nullptr;
+        auto& found = statistics[pool.begin];
+        if (!found) found = statistic(moments_of(pools_, pool, moments.values, channels()));
         return found;
     };
     for (size_t i = 0; i < tensor_.slots.size(); ++i) {
         if (tensor_.slots[i].shape.size() == 0) continue;
-        tensor_.slots[i].fed = of(pools_.feeds[first_slot_ + i]);
-        tensor_.slots[i].used = of(pools_.uses[first_slot_ + i]);
+        tensor_.slots[i].fed = of(pools_.fed[i]);
+        tensor_.slots[i].used = of(pools_.used[i]);
     }
 }
 
 Vector HostCall::batch_statistics(const Total& moments) const {
     Vector batch(moments_length(channels()), 0.0);
-    std::vector<int64_t> tracked;  // each once
-    for (size_t i = 0; i < tensor_.slots.size(); ++i) {
-        const int64_t pool = pools_.tracks[first_slot_ + i];
-        if (pool != kNone && std::find(tracked.begin(), tracked.end(), pool) == tracked.end()) tracked.push_back(pool);
-    }
-    const double parts = static_cast<double>(tracked.size());
-    for (int64_t pool : tracked) {
-        const Vector part = moments_of_pool(pools_, pool, moments.values, channels());
+    const double parts = static_cast<double>(pools_.tracked.size());
+    for (const Range pool : pools_.tracked) {
+        const Vector part = moments_of(pools_, pool, moments.values, channels());
         const double divisor = node_.unbiased ? std::max(part[0] - 1, 1.0) : part[0];
         for (int64_t c = 0; c < channels(); ++c) {
             batch[1 + c] += part[1 + c] / parts;
@@ -135,14 +130,12 @@ void HostCall::update_running(const Vector& batch, const Arrays& arrays) {
 }
 
 Vector HostCall::gradients_of_users() {
-    const Total all = collect(Direction::kBackward);
+    const Total all = total(Direction::kBackward);
     const size_t length = static_cast<size_t>(gradients_length(channels()));
     Vector out(tensor_.slots.size() * length, 0.0);
     for (size_t i = 0; i < tensor_.slots.size(); ++i) {
-        const int64_t pool = pools_.feeds[first_slot_ + i];
-        if (pool == kNone) continue;
-        const Vector of_pool = gradients_of_pool(pools_, pool, all.values, channels());
-        std::copy(of_pool.begin(), of_pool.end(), out.begin() + static_cast<int64_t>(i * length));
+        const Vector sum = gradients_of(pools_, pools_.users[i], all.values, channels());
+        std::copy(sum.begin(), sum.end(), out.begin() + static_cast<int64_t>(i * length));
     }
     return out;
 }
@@ -156,7 +149,7 @@ void HostCall::begin_normalise(const Arrays& arrays) {
     tensor_.cut(node_.layer->pooling.slots());
     Vector own = backend_.moments(arrays[kX], tensor_);
     look_at(own);
-    hand_in(Direction::kForward, std::move(own));
+    contribute(Direction::kForward, std::move(own));
 }
 
 void HostCall::normalise(const Arrays& arrays, const int* reqs) {
@@ -165,7 +158,7 @@ void HostCall::normalise(const Arrays& arrays, const int* reqs) {
         repeat();
         backend_.threads = threads();
     } else {
-        const Total moments = collect(Direction::kForward);
+        const Total moments = total(Direction::kForward);
         assign_statistics(moments);
         batch = batch_statistics(moments);
         if (watches() && first_not_finite(batch) >= 0) batch[0] = 0;
@@ -241,7 +234,7 @@ void HostCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
             found.beta[c] += sums[at + c];
             if (!node_.fix_gamma) found.gamma[c] += sums[at + n + c];
         }
-    if (!frozen_) hand_in(Direction::kBackward, std::move(sums));
+    if (!frozen_) contribute(Direction::kBackward, std::move(sums));
 }
 
 void HostCall::differentiate(const Arrays& arrays, const int* reqs) {

@@ -12,10 +12,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -202,11 +204,11 @@ int infer_type(int size, int* types, void* state) {
     const int data = types[0] >= 0 ? types[0] : types[output];
     if (data < 0) return 1;
     constexpr int kBfloat16 = 12;
-    if (data > static_cast<int>(Type::kFloat16))
+    if (type_of_data(data) == nullptr)
         refuse(property, "data must be float16, float32 or float64 (" +
                              (data == kBfloat16 ? "bfloat16" : "MXNet type flag " + std::to_string(data)) +
                              " was given)");
-    const int parameter = data == static_cast<int>(Type::kFloat16) ? static_cast<int>(Type::kFloat32) : data;
+    const int parameter = static_cast<int>(parameter_type_of(static_cast<Type>(data)));
     for (int i = 0; i < size; ++i) types[i] = property.is_data(i) ? data : parameter;
     if (batch_at(property) >= 0) types[batch_at(property)] = static_cast<int>(Type::kFloat64);
     return 1;
@@ -259,6 +261,27 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     return 1;
 }
 
+Activation activation_of(const std::string& name, double slope, double ceiling) {
+    const auto found = std::find(std::begin(kActivations), std::end(kActivations), name);
+    if (found == std::end(kActivations)) throw dmlc::Error("activation '" + name + "' is none that the core has");
+    return {static_cast<Activation::Kind>(found - kActivations), slope, ceiling};
+}
+
+// Whether the backward can do with what is kept for it.
+void check_behind(const Node& node) {
+    bool by_output = false, invertible = false;
+#define SYNCBN_CASE(NAME, TRAIT)                                                        \
+    case Activation::Kind::k##TRAIT:                                                    \
+        by_output = TRAIT::kByOutput;                                                   \
+        invertible = TRAIT::invertible(node.activation.slope, node.activation.ceiling); \
+        break;
+    switch (node.activation.kind) { SYNCBN_ACTIVATIONS(SYNCBN_CASE) }
+#undef SYNCBN_CASE
+    const std::string name = name_of(node.activation.kind);
+    if (node.adds && !by_output) throw dmlc::Error("activation '" + name + "' cannot stand behind an addition");
+    if (node.inplace && !invertible) throw dmlc::Error("inplace=True, but activation '" + name + "' has no inverse");
+}
+
 int create_property(const char*, const int size, const char** keys, const char** values, MXCallbackList* out) {
     // MXNet calls delete_property even where this function throws, so first of all it gets what to call.
     static void* nobody[kPropertyCallbacks] = {};
@@ -285,9 +308,10 @@ int create_property(const char*, const int size, const char** keys, const char**
     property->axis = std::stoi(given["axis"]);
     property->epsilon = std::stod(given["eps"]);
     property->momentum = std::stod(given["momentum"]);
-    property->activation = {std::stod(given["slope"]), std::stod(given["ceiling"])};
+    property->activation = activation_of(given["activation"], std::stod(given["slope"]), std::stod(given["ceiling"]));
     property->adds = given["adds"] == "1";
     property->inplace = given["inplace"] == "1";
+    check_behind(*property);
     property->fix_gamma = given["fix_gamma"] == "1";
     property->unbiased = given["unbiased"] == "1";
     property->on_cpus = given["on_cpus"] == "1";

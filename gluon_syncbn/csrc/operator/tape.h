@@ -22,7 +22,6 @@ namespace syncbn {
 struct Outcome {
     Place place;
     Pools pools;
-    int64_t first_slot = 0;
     std::vector<Slot> slots;
     std::shared_ptr<const void> device;  // what a GPU keeps its statistics in
 };

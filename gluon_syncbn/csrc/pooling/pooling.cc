@@ -9,21 +9,78 @@
 namespace syncbn {
 namespace {
 
+constexpr int kNone = -1;
+
+// Of each slot, the number of a pool; kNone where the slot holds no value and takes no part.
+struct Assignment {
+    std::vector<int> feeds, uses;
+    std::vector<int> tracks;  // as if the slot had values; kNone where nobody feeds that pool
+};
+
 // Consecutive slots in pools of `size`; in sync every replica is one slot.
-Pools grouped(const std::vector<double>& counts, int64_t size) {
-    const int64_t slots = static_cast<int64_t>(counts.size());
-    Pools pools;
-    for (int64_t first = 0; first < slots; first += size) {
-        const int64_t end = std::min(first + size, slots);
+Assignment grouped(const std::vector<double>& counts, int size) {
+    const int slots = static_cast<int>(counts.size());
+    Assignment out;
+    for (int first = 0; first < slots; first += size) {
+        const int end = std::min(first + size, slots);
         double values = 0;
-        for (int64_t slot = first; slot < end; ++slot) values += counts[slot];
-        for (int64_t slot = first; slot < end; ++slot) {
-            pools.feeds.push_back(counts[slot] > 0 ? first / size : kNone);
-            pools.tracks.push_back(values > 0 ? first / size : kNone);
+        for (int slot = first; slot < end; ++slot) values += counts[slot];
+        for (int slot = first; slot < end; ++slot) {
+            out.feeds.push_back(counts[slot] > 0 ? first / size : kNone);
+            out.tracks.push_back(values > 0 ? first / size : kNone);
         }
     }
-    pools.uses = pools.feeds;
-    return pools;
+    out.uses = out.feeds;
+    return out;
+}
+
+Assignment assignment(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw) {
+    const int slots = static_cast<int>(counts.size());
+    if (pooling.mode == Mode::kSync)
+        return grouped(counts, pooling.group == 0 ? std::max(slots, 1) : static_cast<int>(pooling.group));
+    Assignment out = grouped(counts, 1);
+    if (pooling.mode == Mode::kLocal) return out;
+    std::vector<int> taking_part;
+    for (int slot = 0; slot < slots; ++slot)
+        if (counts[slot] > 0) taking_part.push_back(slot);
+    if (taking_part.size() < 2)
+        throw std::invalid_argument("mode 'shuffle' had " + std::to_string(taking_part.size()) +
+                                    " slot with values in this step, expected at least two: use more devices, "
+                                    "virtual_devices or samples.");
+    const std::vector<size_t> permutation = derangement(draw, taking_part.size());
+    for (size_t i = 0; i < permutation.size(); ++i) out.uses[taking_part[i]] = taking_part[permutation[i]];
+    return out;
+}
+
+// Puts the slots of each pool behind `members`, and returns where those of each are.
+std::vector<Range> by_pool(const std::vector<int>& pools, std::vector<int>* members) {
+    std::vector<Range> out(pools.size(), Range{0, 0});  // there are no more pools than slots
+    for (const int pool : pools)
+        if (pool != kNone) ++out[pool].end;
+    int end = static_cast<int>(members->size());
+    for (Range& list : out) {
+        const int begin = end;
+        end += list.end;
+        list = {begin, begin};
+    }
+    members->resize(end);
+    for (size_t slot = 0; slot < pools.size(); ++slot)
+        if (pools[slot] != kNone) (*members)[out[pools[slot]].end++] = static_cast<int>(slot);
+    return out;
+}
+
+// Lists of neighbours need no members.
+void simplify(Pools* pools) {
+    const std::vector<int>& members = pools->members;
+    const auto lists = {&pools->used, &pools->fed, &pools->users, &pools->tracked};
+    for (const std::vector<Range>* some : lists)
+        for (const Range& list : *some)
+            for (int place = list.begin + 1; place < list.end; ++place)
+                if (members[place] != members[place - 1] + 1) return;
+    for (std::vector<Range>* some : lists)
+        for (Range& list : *some)
+            if (list.begin < list.end) list = {members[list.begin], members[list.end - 1] + 1};
+    pools->members.clear();
 }
 
 }  // namespace
@@ -33,36 +90,40 @@ Sharing sharing_of(const Pooling& pooling) {
     return pooling.mode == Mode::kSync && pooling.group == 0 ? Sharing::kTotal : Sharing::kEach;
 }
 
-Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw) {
-    const int64_t slots = static_cast<int64_t>(counts.size());
-    if (pooling.mode == Mode::kSync) return grouped(counts, pooling.group == 0 ? slots : pooling.group);
-    Pools pools = grouped(counts, 1);
-    if (pooling.mode == Mode::kLocal) return pools;
-    std::vector<int64_t> taking_part;
-    for (int64_t slot = 0; slot < slots; ++slot)
-        if (counts[slot] > 0) taking_part.push_back(slot);
-    if (taking_part.size() < 2)
-        throw std::invalid_argument("mode 'shuffle' had " + std::to_string(taking_part.size()) +
-                                    " slot with values in this step, expected at least two: use more devices, "
-                                    "virtual_devices or samples.");
-    const std::vector<size_t> permutation = derangement(draw, taking_part.size());
-    for (size_t i = 0; i < permutation.size(); ++i) pools.uses[taking_part[i]] = taking_part[permutation[i]];
-    return pools;
+Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw, Range own) {
+    const Assignment of = assignment(pooling, counts, draw);
+    Pools out;
+    const std::vector<Range> feeders = by_pool(of.feeds, &out.members), users = by_pool(of.uses, &out.members);
+    const auto list = [](const std::vector<Range>& lists, int pool) {
+        return pool == kNone ? Range{0, 0} : lists[pool];
+    };
+    std::vector<int> tracked;
+    for (int slot = own.begin; slot < own.end; ++slot) {
+        out.used.push_back(list(feeders, of.uses[slot]));
+        out.fed.push_back(list(feeders, of.feeds[slot]));
+        out.users.push_back(list(users, of.feeds[slot]));
+        const int pool = of.tracks[slot];
+        if (pool == kNone || std::find(tracked.begin(), tracked.end(), pool) != tracked.end()) continue;
+        tracked.push_back(pool);
+        out.tracked.push_back(feeders[pool]);
+    }
+    simplify(&out);
+    return out;
 }
 
-Vector moments_of_pool(const Pools& pools, int64_t pool, const Vector& slots, int64_t channels) {
+Vector moments_of(const Pools& pools, Range list, const Vector& slots, int64_t channels) {
     const int64_t length = moments_length(channels);
     Vector total(length, 0.0);
-    for (size_t slot = 0; slot < pools.feeds.size(); ++slot)
-        if (pools.feeds[slot] == pool) merge_moments(total.data(), &slots[slot * length], channels);
+    for (int place = list.begin; place < list.end; ++place)
+        merge_moments(total.data(), &slots[pools.slot(place) * length], channels);
     return total;
 }
 
-Vector gradients_of_pool(const Pools& pools, int64_t pool, const Vector& slots, int64_t channels) {
+Vector gradients_of(const Pools& pools, Range list, const Vector& slots, int64_t channels) {
     const int64_t length = gradients_length(channels);
     Vector total(length, 0.0);
-    for (size_t slot = 0; slot < pools.uses.size(); ++slot)
-        if (pools.uses[slot] == pool) add_to(total.data(), &slots[slot * length], length);
+    for (int place = list.begin; place < list.end; ++place)
+        add_to(total.data(), &slots[pools.slot(place) * length], length);
     return total;
 }
 

@@ -10,10 +10,12 @@
 //     shuffle   one slot                                             the pool of another slot
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 #include "pooling/permutation.h"
+#include "pooling/range.h"
 #include "types.h"
 
 namespace syncbn {
@@ -37,25 +39,29 @@ enum class Sharing {
 };
 Sharing sharing_of(const Pooling& pooling);
 
-constexpr int64_t kNone = -1;
-
-// Of each slot, the number of a pool; kNone where the slot holds no value and takes no part.
+// What a replica has to know of the pools of a call: lists of slots, in the order of the slots. A list is a range of
+// `members`, or, where these are none, of the slots' numbers. Two lists of slots that feed a pool begin at the same place
+// where the pool is the same.
 struct Pools {
-    std::vector<int64_t> feeds;
-    std::vector<int64_t> uses;
-    // What the running statistics of the slot's replica go towards: the pool that the replica would feed if it had
-    // values, kNone where nobody feeds it.
-    std::vector<int64_t> tracks;
+    std::vector<int> members;
+    // Of each slot of the replica: the slots that feed the pool that it uses, those that feed the pool that it feeds, and
+    // those that use the pool that it feeds. Empty where the slot holds no value and takes no part.
+    std::vector<Range> used, fed, users;
+    // Of each pool that the running statistics of the replica go towards, the slots that feed it: the pools that the
+    // replica would feed if all its slots had values, without those that nobody feeds.
+    std::vector<Range> tracked;
+
+    size_t slot(int place) const { return static_cast<size_t>(members.empty() ? place : members[place]); }
 };
 
-// `counts` has the number of values of each slot. Throws std::invalid_argument in `shuffle` where fewer than two slots
-// hold a value.
-Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw);
+// For the replica whose slots are the `own` ones. `counts` has the number of values of each slot. Throws
+// std::invalid_argument in `shuffle` where fewer than two slots hold a value.
+Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw, Range own);
 
-// The moments of a pool, from those of each slot [slots][1 + 2C].
-Vector moments_of_pool(const Pools& pools, int64_t pool, const Vector& slots, int64_t channels);
+// The moments of the slots of a list, merged, from those of each slot [slots][1 + 2C].
+Vector moments_of(const Pools& pools, Range list, const Vector& slots, int64_t channels);
 
-// Of the slots that are normalised with a pool, the sum of their gradients, from those of each slot [slots][2C].
-Vector gradients_of_pool(const Pools& pools, int64_t pool, const Vector& slots, int64_t channels);
+// Their gradients, added, from those of each slot [slots][2C].
+Vector gradients_of(const Pools& pools, Range list, const Vector& slots, int64_t channels);
 
 }  // namespace syncbn

@@ -3,6 +3,7 @@
 #include <sstream>
 #include <utility>
 
+#include "clock.h"
 #include "failure.h"
 #include "log.h"
 #include "waiting/step.h"
@@ -10,37 +11,58 @@
 namespace syncbn {
 namespace {
 
+constexpr double kLookAfter = 0.04;       // seconds: less than `kSlice`, so that each slice has its look
 constexpr double kEndAfterInterrupt = 5;  // seconds, where nobody can tell what spins from what computes
-constexpr double kForkIdle = 1;           // seconds without computing
 
 }  // namespace
 
-Wait::Wait(std::string layer, std::string why, double timeout, std::string advice, bool spins)
-    : layer_(std::move(layer)), why_(std::move(why)), advice_(std::move(advice)), timeout_(timeout), spins_(spins) {}
+Wait::Wait(double timeout, double warn_after, long interrupts_before)
+    : limit_(timeout), warn_after_(warn_after), interrupts_(interrupts_before), looked_(seconds()) {}
 
 void Wait::look() {
-    step().throw_if_failed();
+    throw_if_failed();
+    const double now = seconds();
+    if (now - looked_ < kLookAfter) return;
+    looked_ = now;
+    if (!stall_) stall_.emplace(interrupts_);
     watch_interrupts();
-    stall_.sample();
-    const double waited = stall_.waited();
-    if (interrupted_ < 0 && stall_.interrupted()) interrupted_ = waited;
-    const bool ends = spins_ && interrupted_ >= 0 && waited - interrupted_ >= kEndAfterInterrupt;
+    stall_->sample();
+    if (interrupted_ < 0 && stall_->interrupted()) interrupted_ = waited();
+    const bool ends = spins() && interrupted_ >= 0 && waited() - interrupted_ >= kEndAfterInterrupt;
+    if (ends || stall_->asked_to_end()) give_up(text(Why::kAskedToEnd));
+    if (step().forking && in_vain()) give_up(text(Why::kForked));
+    look_around();
+    if (waited() >= limit_) give_up(text(Why::kLate));
+    if (waited() < warn_after_ || warned_) return;
+    warned_ = true;
+    const std::string warning = text(Why::kLong);
+    if (!warning.empty()) warn(warning);
+}
+
+void Wait::give_up(const std::string& text) { throw Failure(text); }
+
+void Wait::warn(const std::string& text) { log(Level::kWarning, text); }
+
+void Wait::throw_if_failed() { step().throw_if_failed(); }
+
+WaitFor::WaitFor(std::string layer, std::string why, double timeout, std::string advice)
+    : Wait(timeout), layer_(std::move(layer)), why_(std::move(why)), advice_(std::move(advice)) {}
+
+std::string WaitFor::text(Why why) {
     std::ostringstream text;
-    if (ends || stall_.asked_to_end()) {
+    if (why == Why::kAskedToEnd)
         text << "the process was asked to end (Ctrl-C, or its main thread is gone), and " << why_ << ".";
-    } else if (step().forking && stall_.idle_for(kForkIdle)) {
+    else if (why == Why::kForked)
         text << "the process was forked (os.fork, multiprocessing, subprocess with preexec_fn), and " << why_
              << ". Fork before a step or after it.";
-    } else if (waited >= timeout_) {
-        text << why_ << " for " << timeout_ << " s. " << advice_;
-    } else {
-        if (waited < kWarnAfter || warned_) return;
-        warned_ = true;
-        text << why_ << " for " << static_cast<int>(waited) << " s; still waiting, until " << timeout_ << " s. "
+    else if (why == Why::kLate)
+        text << why_ << " for " << limit() << " s. " << advice_;
+    else
+        text << why_ << " for " << static_cast<int>(waited()) << " s; still waiting, until " << limit() << " s. "
              << advice_;
-        return log(Level::kWarning, Failure(layer_, "", "", text.str()).what());
-    }
-    throw Failure(text.str());
+    return text.str();
 }
+
+void WaitFor::warn(const std::string& text) { log(Level::kWarning, Failure(layer_, "", "", text).what()); }
 
 }  // namespace syncbn

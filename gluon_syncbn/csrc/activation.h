@@ -1,0 +1,63 @@
+// What stands behind a normalisation: y = f(z). The kernels of the CPU and those of CUDA include each activation from here.
+//
+// An activation is a trait:
+//     kChanges                    y is not z
+//     kByOutput                   the gradient is found by y as well as by z. Behind an addition y alone is kept; elsewhere z
+//                                 is computed again from x
+//     invertible(slope, ceiling)  z is found from y
+//     On<V, C>                    f on values V: scalars, or vectors of the scalar C
+//         apply(z)                z becomes y
+//         through(grad, z)        the gradient with respect to y becomes that with respect to z
+//         undo(y)                 y becomes z, where it is invertible
+#pragma once
+
+#if defined(__CUDACC__) || defined(CUDA_EMULATOR)
+#define SYNCBN_ANYWHERE __device__ inline
+#else
+#define SYNCBN_ANYWHERE inline __attribute__((always_inline))
+#endif
+
+namespace syncbn {
+
+struct Identity {
+    static constexpr bool kChanges = false, kByOutput = true;
+    static constexpr bool invertible(double, double) { return true; }
+
+    template <typename V, typename C = V>
+    struct On {
+        SYNCBN_ANYWHERE On(double, double) {}
+        SYNCBN_ANYWHERE void apply(V*) const {}
+        SYNCBN_ANYWHERE void through(V*, const V&) const {}
+        SYNCBN_ANYWHERE void undo(V*) const {}
+    };
+};
+
+// z where z > 0, but at most `ceiling`, else slope * z; slope 0, which is ReLU, gives 0 for minus infinity too. A NaN stays
+// one. A slope of 1 leaves z as it is; a ceiling is for ReLU only.
+struct Rectifier {
+    static constexpr bool kChanges = true, kByOutput = true;
+    static constexpr bool invertible(double slope, double ceiling) { return slope > 0 && ceiling * 2 == ceiling; }
+
+    template <typename V, typename C = V>
+    struct On {
+        V slope, ceiling, floor;
+        SYNCBN_ANYWHERE On(double slope, double ceiling)
+            : slope(V{} + static_cast<C>(slope)),
+              ceiling(V{} + static_cast<C>(ceiling)),
+              floor(V{} + (slope == 0 ? C(0) : -static_cast<C>(__builtin_huge_val()))) {}
+        SYNCBN_ANYWHERE void apply(V* z) const {
+            const V above = ceiling < *z ? ceiling : *z, below = (*z > floor ? *z : floor) * slope;
+            *z = *z <= 0 ? below : above;
+        }
+        SYNCBN_ANYWHERE void through(V* grad, const V& z) const {
+            *grad = (z > 0) & (z < ceiling) ? *grad : *grad * slope;
+        }
+        SYNCBN_ANYWHERE void undo(V* y) const { *y = *y > 0 ? *y : *y / slope; }
+    };
+};
+
+// All of them, as define(name, trait, ...).
+#define SYNCBN_ACTIVATIONS(define, ...) \
+    define(identity, Identity, ##__VA_ARGS__) define(rectifier, Rectifier, ##__VA_ARGS__)
+
+}  // namespace syncbn

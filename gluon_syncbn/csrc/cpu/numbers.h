@@ -1,0 +1,113 @@
+// The types of data of the CPU's kernels: how values of each are read, computed with and written, alone and in lanes.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/half.h"
+#include "types.h"
+
+#define SYNCBN_INLINE static inline __attribute__((always_inline))
+#define SYNCBN_METHOD inline __attribute__((always_inline))
+
+// All of them, as define(enumerator of `Type`, C++ type, ...).
+#define SYNCBN_NUMBERS(define, ...) \
+    define(kFloat32, float, ##__VA_ARGS__) define(kFloat64, double, ##__VA_ARGS__) define(kFloat16, Half, ##__VA_ARGS__)
+
+namespace syncbn {
+namespace cpu {
+
+// Eight float64 partial sums fill the widest register; two such sets hide the latency of an addition.
+constexpr int kLanes = 8;
+
+// In parts of the width that registers have: g++ keeps a vector in memory that fills several of them.
+template <int Width>
+struct Lanes {
+    typedef double Part __attribute__((vector_size(Width * sizeof(double))));
+    static constexpr int kParts = kLanes / Width;
+    Part parts[kParts];
+    SYNCBN_METHOD void clear() {
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; ++i) parts[i] = Part{};
+    }
+    SYNCBN_METHOD void add(const Lanes& other) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; ++i) parts[i] += other.parts[i];
+    }
+    SYNCBN_METHOD void add_product(const Lanes& one, const Lanes& other) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; ++i) parts[i] += one.parts[i] * other.parts[i];
+    }
+    SYNCBN_METHOD void subtract(const Lanes& other) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; ++i) parts[i] -= other.parts[i];
+    }
+    SYNCBN_METHOD void subtract(double value) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; ++i) parts[i] -= value;
+    }
+};
+typedef float FloatLanes __attribute__((vector_size(kLanes * sizeof(float))));
+
+template <typename T>
+struct Value;
+template <>
+struct Value<float> {
+    using Compute = float;
+    template <int Width>
+    using Many = FloatLanes;
+    SYNCBN_INLINE float load(const float* p) { return *p; }
+    SYNCBN_INLINE void store(float* p, float v) { *p = v; }
+};
+template <>
+struct Value<double> {
+    using Compute = double;
+    template <int Width>
+    using Many = Lanes<Width>;
+    SYNCBN_INLINE double load(const double* p) { return *p; }
+    SYNCBN_INLINE void store(double* p, double v) { *p = v; }
+};
+template <>
+struct Value<Half> {
+    using Compute = float;
+    template <int Width>
+    using Many = FloatLanes;
+    SYNCBN_INLINE float load(const Half* p) { return half_to_float(p->bits); }
+    SYNCBN_INLINE void store(Half* p, float v) { p->bits = float_to_half(v); }
+};
+
+template <int Width>
+SYNCBN_INLINE void load_lanes(const double* p, Lanes<Width>* out) {
+#pragma GCC unroll 4
+    for (int i = 0; i < Lanes<Width>::kParts; ++i) std::memcpy(&out->parts[i], p + i * Width, sizeof out->parts[i]);
+}
+SYNCBN_INLINE void load_lanes(const float* p, FloatLanes* out) { std::memcpy(out, p, sizeof *out); }
+SYNCBN_INLINE void load_lanes(const Half* p, FloatLanes* out) {
+    typedef uint32_t BitLanes __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+    typedef uint16_t HalfLanes __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+    HalfLanes halves;
+    std::memcpy(&halves, p, sizeof halves);
+    const BitLanes bits = __builtin_convertvector(halves, BitLanes);
+    const BitLanes magnitude = bits & 0x7fffu;
+    const BitLanes shifted = magnitude << 13;
+    FloatLanes finite;
+    std::memcpy(&finite, &shifted, sizeof finite);
+    finite = finite * 0x1p112f;  // as in half_to_float
+    BitLanes result;
+    std::memcpy(&result, &finite, sizeof result);
+    result |= (reinterpret_cast<BitLanes>(magnitude >= 0x7c00u) & 0x7f800000u) | ((bits & 0x8000u) << 16);
+    std::memcpy(out, &result, sizeof *out);
+}
+
+// Calls f with a null pointer of the data's type.
+template <typename F>
+void with_type(Type type, const F& f) {
+#define SYNCBN_CASE(TYPE, T) \
+    case Type::TYPE:         \
+        return f(static_cast<T*>(nullptr));
+    switch (type) { SYNCBN_NUMBERS(SYNCBN_CASE) }
+#undef SYNCBN_CASE
+}
+
+}  // namespace cpu
+}  // namespace syncbn

@@ -1,0 +1,99 @@
+#include "exchange/nccl.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+
+#include "cuda/collective.h"
+#include "failure.h"
+#include "waiting/wait.h"
+
+namespace syncbn {
+namespace {
+
+// An all-gather brings each GPU as many vectors as there are replicas, and NCCL's ring takes as many hops. The vector that an
+// all-reduce adds is twice as long, and the forward takes two launches more. By the model of benchmarks/scaling.py, with 8 GPUs
+// to a machine, that takes less time from 32 GPUs on, with 64, 512 and 2048 channels. No GPU was measured.
+std::atomic<size_t> first_all_reduce{32};
+
+// Collectives with other processes, in the order of their numbers.
+class Queue {
+  public:
+    // Returns when it is the turn of this one.
+    void wait(const Turn& turn, const Ticket& ticket) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        const std::string number = std::to_string(turn.number), now = std::to_string(next_[turn.channel]);
+        WaitFor wait(ticket.name, "collective " + number + " of this process has waited for number " + now,
+                     ticket.timeout, "A layer that comes before it has not called all its replicas.");
+        while (!changed_.wait_for(lock, kSlice, [&] { return next_[turn.channel] == turn.number; })) wait.look();
+    }
+    // It is posted. Without this, none that comes later ever is: no process could tell which is which any more.
+    void pass(const Turn& turn) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        next_[turn.channel] = turn.number + 1;
+        changed_.notify_all();
+    }
+
+  private:
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    std::map<int64_t, int64_t> next_;  // by channel
+};
+Queue& queue = *new Queue;
+
+class Nccl : public Exchange {
+  public:
+    Nccl(size_t replicas, std::shared_ptr<Exchange> processes, bool adds)
+        : replicas_(replicas), adds_(adds), processes_(std::move(processes)) {}
+
+    bool calls_out() const override { return spans_processes(); }
+    bool spans_processes() const override { return processes_ != nullptr; }
+    Form form() const override { return adds_ ? Form::kSummed : Form::kDevice; }
+    size_t replicas() const override { return adds_ ? 1 : replicas_; }
+
+    Total allgather(const Ticket& ticket, const DeviceContribution& own) override {
+        if (!spans_processes()) {
+            if (adds_ || replicas_ > 1) post(ticket, own, {});
+            return {own.counts, 0, ticket.layer};
+        }
+        Turn turn = processes_->turn(ticket, own);
+        if (turn.world > replicas_)
+            throw Failure("a step with " + std::to_string(turn.world) + " GPUs, where the processes have agreed on " +
+                          std::to_string(replicas_) + ": start the job again after `reset_ctx`.");
+        if (turn.number >= 0)
+            post_in_turn(ticket, own, turn);
+        else if (adds_ || turn.world > 1)
+            post(ticket, own, {});
+        const size_t mine = turn.first * (turn.counts.size() / turn.world);
+        return {std::move(turn.counts), mine, turn.key};
+    }
+    void check(const Ticket& ticket) override {
+        if (spans_processes()) processes_->check(ticket);
+    }
+
+  private:
+    void post(const Ticket& ticket, const DeviceContribution& own, const cuda::Clique& clique) const {
+        cuda::post_collective(adds_ ? cuda::Collective::kAllReduce : cuda::Collective::kAllGather, own.parts, clique,
+                              ticket.name, ticket.timeout);
+    }
+    void post_in_turn(const Ticket& ticket, const DeviceContribution& own, const Turn& turn) const {
+        queue.wait(turn, ticket);
+        post(ticket, own, {turn.channel, turn.clique, turn.world, turn.first, turn.id});
+        queue.pass(turn);
+    }
+
+    const size_t replicas_;
+    const bool adds_;
+    const std::shared_ptr<Exchange> processes_;
+};
+
+}  // namespace
+
+std::shared_ptr<Exchange> nccl_exchange(size_t replicas, std::shared_ptr<Exchange> processes, bool total) {
+    return std::make_shared<Nccl>(replicas, std::move(processes), total && replicas >= first_all_reduce);
+}
+
+size_t all_reduce_from(size_t replicas) { return first_all_reduce.exchange(replicas); }
+
+}  // namespace syncbn

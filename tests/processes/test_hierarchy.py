@@ -1,0 +1,100 @@
+"""Processes of several machines, which are pretended: one process of each speaks for it."""
+
+import json
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+from environments import shell
+from mpi_job import Job
+from places import SUPPORT
+
+WORKER = SUPPORT / "hierarchy_worker.py"
+EXCHANGES = 12 * 3  # steps, layers
+
+
+def run(folder, machines, fault="none", faulty=-1, timeout=60):
+    """The outputs of all ranks; that of the faulty one is None."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, WORKER, folder, str(rank), ",".join(machines), fault, str(faulty), str(timeout)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=shell(SUPPORT),
+        )
+        for rank in range(len(machines))
+    ]
+    watchdog = threading.Timer(120, lambda: [process.kill() for process in processes])
+    watchdog.start()
+    try:
+        return [None if rank == faulty else process.communicate()[0] for rank, process in enumerate(processes)]
+    finally:
+        watchdog.cancel()
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+@pytest.mark.parametrize("machines", ["aabb", "aab", "abba", "abcca"])
+def test_only_leaders_talk(tmp_path, machines):
+    """Sums of any length, in an order of its own in each process; the worker compares them with the exact bits."""
+    outputs = run(tmp_path, machines)
+    ranks = [[rank for rank, on in enumerate(machines) if on == name] for name in dict.fromkeys(machines)]
+    for rank, output in enumerate(outputs):
+        assert output.startswith("{"), output
+        found = json.loads(output)
+        assert found["machines"] == ranks
+        assert found["sent"] == (EXCHANGES if [rank] in [group[:1] for group in ranks] else 0)
+
+
+# What somebody learns of the rank that goes, and the limit of their wait.
+FAULTS = {
+    "SIGKILL": ("rank {rank} of 5 has ended without a word (process", 60),
+    "SIGSTOP": ("of 5 waits for rank {rank}", 3),
+    "fails": ("rank {rank} of 5 has failed: the disk is full", 60),
+    "skips a step": ("one of them has skipped or repeated a step", 60),
+}
+
+
+@pytest.mark.parametrize("rank", [2, 3], ids=["leader", "member"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_process_that_goes(tmp_path, fault, rank):
+    """All others have an error that says which. The rank and the others of its machine are not the first."""
+    text, timeout = FAULTS[fault]
+    outputs = run(tmp_path, "aabbb", fault, rank, timeout)
+    for output in outputs[:rank] + outputs[rank + 1 :]:
+        found = re.search(r"FAILED after ([0-9.]+) s: (.*)", output)
+        assert found, output
+        assert float(found[1]) < 30
+        assert text.format(rank=rank) in found[2], outputs
+
+
+@pytest.mark.parametrize("machines", ["0,0,1,1", "0,1,0"])
+def test_layers_over_two_machines(machines):
+    """All modes, types and ways of running, against the specification; the same bits on all ranks."""
+    ranks = len(machines.split(","))
+    scenarios = "equals_the_specification+same_bits_on_repetition+levels"
+    job = Job(ranks, scenarios, limit=250, environment={"MPI_WORKER_MACHINES": machines})
+    assert job.succeeded(ranks), job.output
+
+
+def test_many_machines():
+    """More leaders than send to each other directly, of which the number is no power of two."""
+    job = Job(6, "levels", limit=250, environment={"MPI_WORKER_MACHINES": "0,1,2,3,4,4"})
+    assert job.succeeded(6), job.output
+
+
+def test_a_rank_that_fails_ends_an_exchange_of_others():
+    job = Job(3, "fails_beside_two", limit=100)
+    seconds, error = job.failure_of(0)
+    assert "rank 2 of 3 has failed: the disk is full (rank 0 was in a test)" in error
+    assert seconds < 30  # the time limit is 60 s
+
+
+def test_layers_in_any_order():
+    job = Job(4, "random_order", 30, environment={"MPI_WORKER_MACHINES": "0,0,1,1"})
+    assert job.succeeded(4), job.output
