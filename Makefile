@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-custom test-horovod test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow soak clean core dev dist test-dist
+.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-newest test-custom test-horovod test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow soak clean core dev dist test-dist
 
 VENV ?= .venv
 PYTHON ?=
@@ -23,12 +23,13 @@ help:
 	make demo-distributed  the segmentation job in two processes beside the same in one (about 10 minutes)
 	make check    lint and the quickest tests, for the loop of editing (under a minute)
 	make test     lint, then all tests
+	make test-newest  on Python 3.13 and the newest NumPy, in .venv-3.13: the self-check and the tests that are about it (5 minutes)
 	make test-custom  the tests of the layer through MXNet's Custom, as with a library that is not known (about 12 minutes)
 	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 15 minutes)
 	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 6 minutes)
 	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
 	make dist     the source archive and the wheel for Linux with glibc 2.17 or later, into dist/ (2 minutes)
-	make test-dist  that, and installs it into empty environments on each Python from 3.8 to 3.11 (about 15 minutes)
+	make test-dist  that, and installs it into empty environments on each Python from 3.8 to 3.13 (about 20 minutes)
 	make sanitize  the native core under ThreadSanitizer, AddressSanitizer and UBSan (at most 2 minutes)
 	make gluoncv  a model of each of GluonCV's families checked, and the table of docs/gluoncv.md (an hour or more)
 	make docs     these pages and the API as HTML, in build/docs; warnings are errors
@@ -62,6 +63,11 @@ check: lint
 
 test: lint
 	@$(PY) -m pytest -q --durations=15 $(ARGS)
+
+test-newest:
+	@VENV=.venv-3.13 PYTHON=$${PYTHON:-python3.13} tools/venv.sh dev
+	.venv-3.13/bin/python -m gluon_syncbn
+	.venv-3.13/bin/python -m pytest -q tests/unit/test_compatibility.py tests/layer/test_layer.py $(ARGS)
 
 test-custom: dev
 	@GLUON_SYNCBN_OPERATOR=custom $(PY) -m pytest -q --durations=15 tests/layer tests/processes $(ARGS)
@@ -115,6 +121,7 @@ format: dev
 bench: core
 	@$(PY) benchmarks/layers.py $(ARGS)
 	$(PY) benchmarks/models.py $(ARGS)
+	$(PY) benchmarks/models.py --processes 2 $(ARGS)
 	$(PY) benchmarks/modes.py $(ARGS)
 	$(PY) benchmarks/shuffle.py $(ARGS)
 	$(PY) benchmarks/exchange.py $(ARGS)

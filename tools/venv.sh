@@ -10,11 +10,22 @@ unset PYTHONHOME PYTHONPATH PIP_TARGET PIP_PREFIX
 
 die() { echo "make: $*" >&2; exit 1; }
 
-# Run by every candidate, Python 2 and 3.13 included: it prints the version, or ends with the reason why not.
+# The shim of a Python that pyenv has and has not switched on does not run; the Python itself does.
+case $PYTHON in
+    python3.*)
+        if ! "$PYTHON" -c '' 2>/dev/null </dev/null; then
+            for path in "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/${PYTHON#python}".*/bin/python; do
+                if [ -x "$path" ]; then PYTHON=$path; fi
+            done
+        fi
+        ;;
+esac
+
+# Run by every candidate, Python 2 included: it prints the version, or ends with the reason why not.
 PROBE='
 import sys
 version = sys.version.split()[0]
-if not (3, 8) <= sys.version_info[:2] < (3, 12):
+if not (3, 8) <= sys.version_info[:2] < (3, 14):
     sys.exit("is Python " + version)
 if sys.maxsize < 2**32:
     sys.exit("is a 32-bit Python")
@@ -33,7 +44,7 @@ print(version)
 candidates() {
     local minor path
     if [ -n "$PYTHON" ]; then echo "$PYTHON"; return; fi
-    for minor in 11 10 9 8; do
+    for minor in 11 10 9 8 12 13; do
         type -aP "python3.$minor" || true
         for path in "${PYENV_ROOT:-${HOME:-}/.pyenv}/versions/3.$minor".*/bin/python; do
             if [ -x "$path" ]; then echo "$path"; fi
@@ -55,7 +66,7 @@ find_python() {
         case $answer in "is "*) ;; *) answer="does not run: $answer" ;; esac
         tried+="    $python $answer"$'\n'
     done < <(candidates)
-    echo "make: no suitable Python: MXNet 1.9.1 needs Python 3.8, 3.9, 3.10 or 3.11 (64 bit, with venv and pip)." >&2
+    echo "make: no suitable Python: a Python from 3.8 to 3.13 is needed (64 bit, with venv and pip)." >&2
     printf '%s' "$tried" >&2
     die "install one (apt-get install python3.11 python3.11-venv, dnf install python3.11, pyenv install 3.11)" \
         "or name one: make PYTHON=/path/to/python"
@@ -87,7 +98,7 @@ build_core() { "$VENV/bin/python" setup.py -q build_core --inplace; }
 # What the layer and the examples run on, and the layer itself.
 set_up_run() {
     local packages package start=$SECONDS
-    packages="$PWD $(cat requirements/build.txt requirements/run.txt | cksum)"
+    packages="$PWD $(cat requirements/build.txt requirements/run*.txt | cksum)"
     package=$(cat setup.py pyproject.toml gluon_syncbn/_version.py | cksum)
     whole() {
         [ ! -e "$VENV/.busy" ] && stamped packages "$packages" && "$VENV/bin/python" -c '' 2>/dev/null &&
@@ -113,7 +124,10 @@ set_up_run() {
         echo "    compiling the native core ..."
         build_core
         echo "    installing MXNet, GluonCV and what they need ..."
-        pip_install -r requirements/run.txt
+        case $version in
+            3.8.* | 3.9.* | 3.10.* | 3.11.*) pip_install -r requirements/run.txt ;;
+            *) pip_install -r requirements/run-3.12.txt ;;
+        esac
         stamp python "$(identity "$python")"
     fi
     touch "$VENV/.busy"

@@ -56,7 +56,11 @@ def environment(folder, version, *requirements):
         pytest.skip(f"no Python {version} with venv on this machine (pyenv install {version})")
     status, output = run(interpreter, "-m", "venv", folder)
     assert status == 0, output
-    status, output = run(folder / "bin" / "python", "-m", "pip", "install", *requirements)
+    pip = [folder / "bin" / "python", "-m", "pip", "install"]
+    if version == "3.13" and "[cpu" in str(requirements[0]):  # MXNet asks for a NumPy that has no wheel there
+        status, output = run(*pip, "--no-deps", "mxnet==1.9.1")
+        assert status == 0, output
+    status, output = run(*pip, *requirements)
     assert status == 0, output
     return folder / "bin"
 
@@ -72,12 +76,12 @@ def check_it_works(programs, tmp_path):
     assert run(programs / "gluon-syncbn", "--version")[1].split()[-1] == VERSION
 
 
-@pytest.mark.parametrize("version", ["3.8", "3.9", "3.10", "3.11"])
+@pytest.mark.parametrize("version", ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"])
 def test_the_wheel(wheel, version, tmp_path):
     check_it_works(environment(tmp_path / "venv", version, f"{wheel}[cpu]"), tmp_path)
 
 
-@pytest.mark.parametrize("version", ["3.8", "3.11"])
+@pytest.mark.parametrize("version", ["3.8", "3.11", "3.13"])
 def test_the_source_archive(sdist, version, tmp_path):
     check_it_works(environment(tmp_path / "venv", version, f"{sdist}[cpu]"), tmp_path)
 
@@ -101,27 +105,14 @@ def test_a_script_runs_by_the_console_script(wheel, tmp_path):
     assert "__main__ ['script.py', '--lr', '1'] gluon_syncbn" in output
 
 
-def test_opencv_needs_no_screen(wheel, tmp_path):
+@pytest.mark.parametrize("version", ["3.11", "3.12", "3.13"])
+def test_opencv_needs_no_screen(wheel, version, tmp_path):
     """GluonCV asks for an OpenCV that is linked against libGL; another lies over it."""
-    programs = environment(tmp_path / "venv", "3.11", f"{wheel}[cpu,gluoncv]")
-    program = "import cv2, gluoncv; print([line.split()[-1] for line in open('/proc/self/maps') if 'libGL' in line])"
+    programs = environment(tmp_path / "venv", version, f"{wheel}[cpu,gluoncv]")
+    program = "import gluon_syncbn, cv2, gluoncv; print([line.split()[-1] for line in open('/proc/self/maps') if 'libGL' in line])"
     status, output = run(programs / "python", "-W", "ignore", "-c", program)
     assert status == 0, output
     assert output.splitlines()[-1] == "[]"
-
-
-@pytest.mark.parametrize("version", ["3.12", "3.13"])
-def test_a_python_that_is_too_new_is_told_so(wheel, sdist, version, tmp_path):
-    interpreter = python(version)
-    if interpreter is None:
-        pytest.skip(f"no Python {version} with venv on this machine")
-    run(interpreter, "-m", "venv", tmp_path / "venv")
-    for archive, said in ((wheel, "requires a different Python"), (sdist, f"this is Python {version}, expected 3.8 to 3.11")):
-        for extras in ("", "[cpu]", "[cpu,gluoncv]"):
-            status, output = run(tmp_path / "venv" / "bin" / "python", "-m", "pip", "install", f"{archive}{extras}")
-            assert status == 1
-            assert "Traceback" not in output
-            assert said in output
 
 
 def test_mypy_takes_a_users_script(wheel, tmp_path):

@@ -1,0 +1,77 @@
+"""MXNet 1.9.1 and GluonCV 0.10.5 on Pythons and NumPys that are younger than they are.
+
+By themselves they end at Python 3.11 and NumPy 1.23. Their libraries depend on neither; names are what they lack.
+`supply` gives these names to their modules alone: ``numpy`` itself, and what others import, stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import List, Tuple
+
+from .versions import release
+
+#: The newest that the tests ran with.
+TRIED = {"Python": "3.13", "NumPy": "2.5"}
+
+
+class TooLate(ImportError):
+    """MXNet or GluonCV was imported before."""
+
+
+def needed() -> bool:
+    """Whether this Python or this NumPy lacks names."""
+    import numpy as np
+
+    return sys.version_info >= (3, 12) or release(np.__version__) >= (1, 24)
+
+
+def supply() -> None:
+    """Has MXNet and GluonCV find the names that they need, in modules that are yet to be loaded; once is enough.
+
+    Raises
+    ------
+    TooLate
+        Where a module of theirs is loaded without these names.
+    """
+    from . import changes, imports, numpy_names, versions
+
+    if not needed() or imports.finder() is not None:
+        return
+    early = sorted(name for name in sys.modules if name.partition(".")[0] in imports.SERVED)
+    if early:
+        raise TooLate(
+            f"`import gluon_syncbn` comes before `import {early[0].partition('.')[0]}` on {_here()}, which lacks names "
+            "that MXNet 1.9 needs and gluon_syncbn supplies",
+            name=__name__.partition(".")[0],
+        )
+    instead = {"numpy": numpy_names.names(), "distutils.version": versions}
+    sys.meta_path.insert(0, imports.Finder(instead, changes.CHANGES))
+    newer = _newer()
+    if newer:
+        tried = " and ".join(f"{name} {version}" for name, version in TRIED.items())
+        warnings.warn(f"{' and '.join(newer)}: gluon_syncbn and MXNet 1.9 were tried up to {tried}", stacklevel=3)
+
+
+def names() -> List[str]:
+    """What is supplied here; nothing where nothing is needed."""
+    from . import numpy_names
+
+    if not needed():
+        return []
+    return ["distutils.version", *(f"numpy.{name}" for name in sorted(numpy_names.supplied()))]
+
+
+def _versions() -> List[Tuple[str, str]]:
+    import numpy as np
+
+    return [("Python", sys.version.split()[0]), ("NumPy", np.__version__)]
+
+
+def _here() -> str:
+    return " with ".join(f"{name} {version}" for name, version in _versions())
+
+
+def _newer() -> List[str]:
+    return [f"{name} {version}" for name, version in _versions() if release(version)[:2] > release(TRIED[name])]

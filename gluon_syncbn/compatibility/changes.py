@@ -1,0 +1,90 @@
+"""What is changed in modules of MXNet, beside what they import, where NumPy has changed a rule and not a name."""
+
+from __future__ import annotations
+
+from types import FunctionType, ModuleType, SimpleNamespace
+from typing import Any, Callable, Dict, Optional
+
+import numpy as np
+
+
+def written_plainly(module: ModuleType) -> None:
+    """MXNet's library reads the parameters of operators from text, and reads ``(3, 4)``. Of a tuple with NumPy's
+    integers NumPy 2 writes ``(np.int64(3), 4)``.
+    """
+    module.str = _Text  # type: ignore[attr-defined]
+
+
+class _Strings(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, str)
+
+
+class _Text(metaclass=_Strings):
+    """Stands for ``str``, and returns one."""
+
+    def __new__(cls, value: Any = "") -> str:  # type: ignore[misc]
+        text = str(value)
+        if "np." not in text or isinstance(value, str):
+            return text
+        with np.printoptions(legacy="1.25"):  # type: ignore[arg-type]
+            return str(value)
+
+
+def sums_in_float64(metric: ModuleType) -> None:
+    """A metric adds ``np.float32`` to a sum that begins as Python's 0.0. Before NumPy 2 the sum of the two was float64;
+    since then it is float32, of which 2**24 batches are as far as one can count.
+    """
+
+    def set_attribute(self: Any, name: str, value: Any) -> None:
+        object.__setattr__(self, name, np.float64(value) if isinstance(value, np.floating) else value)
+
+    metric.EvalMetric.__setattr__ = set_attribute
+
+
+def arrays_for_numpy(ndarray: ModuleType) -> None:
+    """NumPy takes an NDArray for a sequence without end: each element is an NDArray of one element again. Until 1.23
+    that was an array of objects, today it is an error. ``__array__`` is what NumPy asks first.
+    """
+
+    def array(self: Any, dtype: Any = None, copy: Optional[bool] = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError("an NDArray becomes a NumPy array by a copy, and copy=False was given")
+        values = self.asnumpy()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    ndarray.NDArray.__array__ = array
+
+
+def sparse_in_its_place(module: ModuleType) -> None:
+    """``scipy.sparse.csr`` warns at each call, and leaves with SciPy 2.0; its class stands one floor up."""
+    sparse = module.spsp
+    if sparse is not None:  # SciPy is there
+        module.spsp = SimpleNamespace(  # type: ignore[attr-defined]
+            csr=SimpleNamespace(csr_matrix=sparse.csr_matrix),
+            csr_matrix=sparse.csr_matrix,
+            coo_matrix=sparse.coo_matrix,
+        )
+
+
+def bytes_by_their_name(recordio: ModuleType) -> None:
+    """``tostring`` of an array is called ``tobytes``, since NumPy 2.3 by that name alone."""
+    for function in vars(recordio).values():
+        if isinstance(function, FunctionType):
+            names = function.__code__.co_names
+            if "tostring" in names:
+                new = tuple("tobytes" if name == "tostring" else name for name in names)
+                function.__code__ = function.__code__.replace(co_names=new)
+
+
+#: {module: what is changed in it after it was loaded}
+CHANGES: Dict[str, Callable[[ModuleType], None]] = {
+    "mxnet._ctypes.ndarray": written_plainly,
+    "mxnet._ctypes.symbol": written_plainly,
+    "mxnet.symbol.symbol": written_plainly,
+    "mxnet.metric": sums_in_float64,
+    "mxnet.ndarray.ndarray": arrays_for_numpy,
+    "mxnet.ndarray.sparse": sparse_in_its_place,
+    "mxnet.ndarray.utils": sparse_in_its_place,
+    "mxnet.recordio": bytes_by_their_name,
+}

@@ -1,0 +1,71 @@
+"""What the modules of MXNet and GluonCV get when they import NumPy or ``distutils``; nobody else's imports change.
+
+Python looks up ``__import__`` among the builtins of the module that imports. A module of these packages is loaded with
+builtins of its own, of which only ``__import__`` is another. That serves imports within functions too, and at run time
+a name costs what it costs in any module.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.machinery
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Callable, Mapping, Optional, Sequence
+
+SERVED = ("mxnet", "gluoncv")
+
+
+class Finder:
+    """Finds the modules of the served packages where Python does, and has them loaded with other builtins.
+
+    ``instead``: what an import of theirs gets. ``changes``: what is called with a module of theirs, once it is loaded.
+    """
+
+    def __init__(self, instead: Mapping[str, ModuleType], changes: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        self._builtins = {**vars(builtins), "__import__": _importer(instead)}
+        self._changes = changes
+
+    def find_spec(
+        self, name: str, path: Optional[Sequence[str]] = None, target: Optional[ModuleType] = None
+    ) -> Optional[ModuleSpec]:
+        if name.partition(".")[0] not in SERVED:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            self._prepare(spec.loader, self._changes.get(name))
+        return spec
+
+    def _prepare(self, loader: Any, change: Optional[Callable[[ModuleType], None]]) -> None:
+        def create_module(spec: ModuleSpec) -> ModuleType:
+            module = ModuleType(spec.name)
+            vars(module)["__builtins__"] = self._builtins
+            return module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            change(module)  # type: ignore[misc]
+
+        loader.create_module = create_module
+        if change is not None:
+            execute = loader.exec_module
+            loader.exec_module = exec_module
+
+
+def finder() -> Optional[Finder]:
+    """The one that serves in this process."""
+    return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
+
+
+def _importer(instead: Mapping[str, ModuleType]) -> Any:
+    def import_(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        other = None if level else instead.get(name if fromlist else name.partition(".")[0])
+        if other is None:
+            return builtins.__import__(name, globals, locals, fromlist, level)
+        if not fromlist and "." in name:
+            importlib.import_module(name)
+        return other
+
+    return import_

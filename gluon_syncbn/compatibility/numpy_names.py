@@ -1,0 +1,101 @@
+"""NumPy as MXNet and GluonCV see it: the module with the names that it has lost since 1.23."""
+
+from __future__ import annotations
+
+from types import ModuleType, SimpleNamespace
+from typing import Any, Callable, Dict, List, NoReturn
+
+import numpy as np
+
+#: Aliases of Python's own types. NumPy 2 uses `bool` and `long` anew; MXNet and GluonCV mean the old ones.
+TYPES = {"bool": bool, "int": int, "float": float, "complex": complex, "object": object, "str": str}
+CONSTANTS = {
+    **dict.fromkeys(("Inf", "Infinity", "infty", "PINF"), np.inf),
+    **dict.fromkeys(("NaN", "NAN"), np.nan),
+    "NINF": -np.inf,
+    "PZERO": 0.0,
+    "NZERO": -0.0,
+}
+#: What was spelt twice, and the spelling that stayed.
+RENAMED = {
+    "alltrue": "all",
+    "asfarray": "asarray",
+    "cfloat": "complex128",
+    "complex_": "complex128",
+    "cumproduct": "cumprod",
+    "float_": "float64",
+    "longfloat": "longdouble",
+    "mat": "asmatrix",
+    "product": "prod",
+    "round_": "round",
+    "row_stack": "vstack",
+    "singlecomplex": "complex64",
+    "sometrue": "any",
+    "string_": "bytes_",
+    "trapz": "trapezoid",
+    "unicode_": "str_",
+}
+#: NumPy 1.20 to 1.23 have these too, and an error is all that a call gets.
+FINANCIAL = ("fv", "ipmt", "irr", "mirr", "nper", "npv", "pmt", "ppmt", "pv", "rate")
+
+
+class Names(ModuleType):
+    """Forwards to ``numpy`` what it does not have itself, and keeps it: the second time, a name costs a look-up."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(np, name)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> List[str]:
+        return sorted({*dir(np), *vars(self)})
+
+
+def names() -> Names:
+    """A new module; ``numpy`` stays as it is."""
+    module = Names("numpy", np.__doc__)
+    vars(module).update(
+        {name: value for name, value in vars(np).items() if name.startswith("__") and name != "__getattr__"}
+    )
+    vars(module).update(supplied())
+    return module
+
+
+def supplied() -> Dict[str, Any]:
+    """The names that this NumPy lacks, or gives another meaning, with their values."""
+    old: Dict[str, Any] = {**TYPES, **CONSTANTS, **{name: _financial(name) for name in FINANCIAL}, **OTHERS}
+    old.update((name, getattr(np, new)) for name, new in RENAMED.items() if hasattr(np, new))
+    return {name: value for name, value in old.items() if vars(np).get(name, np) is not value}
+
+
+def _array(object: Any, dtype: Any = None, **rest: Any) -> np.ndarray:
+    """Since NumPy 2, an integer that does not fit into ``dtype`` is an error; before, it wrapped around."""
+    try:
+        return np.array(object, dtype, **rest)
+    except OverflowError:
+        return np.array(object, **rest).astype(dtype)
+
+
+def _in1d(ar1: Any, ar2: Any, assume_unique: bool = False, invert: bool = False) -> Any:
+    return np.isin(np.ravel(ar1), ar2, assume_unique, invert)
+
+
+def _msort(a: Any) -> Any:
+    return np.sort(a, axis=0)
+
+
+def _financial(name: str) -> Callable[..., NoReturn]:
+    def removed(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"NumPy removed {name} in 1.20: `pip install numpy-financial` has it")
+
+    removed.__name__ = removed.__qualname__ = name
+    return removed
+
+
+def _core(array_utils: Any) -> SimpleNamespace:
+    return SimpleNamespace(numeric=SimpleNamespace(normalize_axis_tuple=array_utils.normalize_axis_tuple))
+
+
+OTHERS: Dict[str, Any] = {"array": _array, "in1d": _in1d, "msort": _msort, "compat": SimpleNamespace(basestring=str)}
+if hasattr(np.lib, "array_utils"):  # since NumPy 2, of which `np.core` is private and warns
+    OTHERS["core"] = _core(np.lib.array_utils)

@@ -1,0 +1,190 @@
+"""MXNet on a Python or NumPy that lacks names: who gets them, and what it computes with them."""
+
+import subprocess
+import sys
+
+import mxnet as mx
+import numpy as np
+import pytest
+from environments import shell
+from mxnet import recordio
+from places import PACKAGE
+
+from gluon_syncbn import compatibility
+from gluon_syncbn.compatibility import versions
+
+#: Makes a young NumPy and Python of any that runs these tests.
+YOUNG = """
+import sys, warnings
+import numpy
+
+GONE = 'bool int float complex object str'.split()  # of 1.24: SciPy and others of its time use the rest
+had = vars(numpy).get("__getattr__")
+def attribute(name):
+    if name in GONE:
+        raise AttributeError(name)
+    return had(name)
+if numpy.__version__.startswith("1.2"):
+    for name in GONE:
+        vars(numpy).pop(name, None)
+    numpy.__getattr__, numpy.__version__ = attribute, "1.24.0"
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "distutils":
+            raise ModuleNotFoundError("No module named 'distutils'", name="distutils")
+for name in [name for name in sys.modules if name.partition(".")[0] == "distutils"]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Finder())
+warnings.filterwarnings("ignore", module="scipy|matplotlib|pandas|cv2")
+"""
+
+
+def child(program, *options):
+    command = [sys.executable, "-W", "ignore", *options, "-c", YOUNG + program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=shell())
+
+
+def test_mxnet_and_gluoncv_get_the_names_and_nobody_else():
+    done = child("""
+hooks, filters, names = set(map(type, sys.meta_path)), list(warnings.filters), set(vars(numpy))
+import gluon_syncbn, mxnet, gluoncv
+assert gluon_syncbn.compatibility.needed()
+lost = {name for name in GONE if not isinstance(getattr(numpy, name, None), (type(None), type))}
+assert not lost, lost
+assert names >= {name for name in vars(numpy) if not hasattr(vars(numpy)[name], "__path__")}
+assert sys.modules["numpy"] is numpy
+assert "distutils" not in sys.modules and "distutils.version" not in sys.modules
+try:
+    exec("import distutils.version", {"__name__": "another"})
+except ModuleNotFoundError:
+    pass
+else:
+    raise AssertionError
+assert mxnet.numpy.bool is bool
+assert mxnet.ndarray.ndarray.np.float32 is numpy.float32
+mxnet.nd.ones(3).asnumpy()
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_mxnet_before_this_package_is_one_line_that_says_which_comes_first():
+    done = child("""
+try:
+    import mxnet
+except (ImportError, AttributeError):
+    pass
+else:
+    raise AssertionError
+try:
+    import gluon_syncbn
+except ImportError as error:
+    print(error)
+""")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("`import gluon_syncbn` comes before `import mxnet` on Python ")
+
+
+def test_a_numpy_that_lacks_more_is_one_line():
+    done = child("""
+del numpy.vander
+try:
+    import gluon_syncbn
+except ImportError as error:
+    print(error)
+""")
+    assert done.returncode == 0, done.stderr
+    assert "vander" in done.stdout
+    assert f"pip install 'numpy=={compatibility.TRIED['NumPy']}.*'" in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize("newer", ["Python", "NumPy"])
+def test_what_is_newer_than_what_was_tried_is_a_warning(newer):
+    version = {"Python": sys.version.split()[0], "NumPy": "9.8.7"}[newer]
+    set_up = {"Python": "sys.version_info = (3, 99, 0); sys.version = '3.99.0'", "NumPy": "numpy.__version__ = '9.8.7'"}
+    done = child(f"""
+{set_up[newer]}
+package = type(sys)("gluon_syncbn")
+package.__path__ = [{str(PACKAGE)!r}]
+sys.modules["gluon_syncbn"] = package
+from gluon_syncbn import compatibility
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    compatibility.supply()
+    compatibility.supply()
+print(*[warning.message for warning in seen])
+""")
+    assert done.returncode == 0, done.stderr
+    version = "3.99.0" if newer == "Python" else version
+    assert f"{newer} {version}: gluon_syncbn and MXNet 1.9 were tried up to Python" in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_versions_compare_by_their_numbers():
+    assert versions.LooseVersion("1.9.1") >= versions.LooseVersion("1.9")
+    assert versions.LooseVersion("0.10.5.post0") > versions.LooseVersion("0.9")
+    assert versions.StrictVersion("2.5.5rc1") == versions.StrictVersion("2.5.5")
+    assert not versions.LooseVersion("1.4.0") < versions.LooseVersion("1.4.0b20180917")
+    assert max(map(versions.LooseVersion, ["1.10", "1.9"])).vstring == "1.10"
+
+
+# ---- what MXNet computes: the same on each NumPy
+
+
+def test_parameters_of_operators_take_numpy_numbers():
+    shape = (np.int64(2), np.int32(3))
+    assert mx.nd.zeros(6).reshape(shape).shape == shape
+    assert mx.nd.random.normal(shape=list(shape)).shape == shape
+    assert mx.nd.clip(mx.nd.ones(1), np.float32(0.1), np.float64(0.25)).asscalar() == 0.25
+    assert mx.sym.var("x", shape=shape).attr("__shape__") == "(2, 3)"
+    assert mx.sym.reshape(mx.sym.var("x"), shape=shape).attr("shape") == "(2, 3)"
+    assert mx.sym.var("np.", shape="np.int64(2)").attr("__shape__") == "np.int64(2)"
+    dense = mx.gluon.nn.Dense(np.prod((2, 2)), in_units=np.int64(3))
+    dense.initialize()
+    dense.hybridize()
+    assert dense(mx.nd.ones((1, 3))).shape == (1, 4)
+
+
+def test_metrics_add_in_float64():
+    metric = mx.metric.Loss()
+    for value in (2.0**24, 1, 1):
+        metric.update(None, [mx.nd.array([value])])
+    assert metric.sum_metric == 2.0**24 + 2
+
+
+@pytest.mark.filterwarnings("ignore:NumPy will stop allowing conversion")
+def test_integers_that_do_not_fit_wrap_around():
+    assert mx.nd.array([-1, 256, 3], dtype="uint8").asnumpy().tolist() == [255, 0, 3]
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool"])
+def test_arrays_of_each_type_go_there_and_back(kind):
+    values = np.array([[0, 1], [1, 1]], kind)
+    for array in (mx.nd.array(values, dtype=kind), mx.np.array(values, dtype=kind)):
+        assert array.asnumpy().dtype == kind
+        assert (array.asnumpy() == values).all()
+
+
+@pytest.mark.filterwarnings("ignore:Creating an ndarray from nested sequences")
+def test_numpy_takes_an_ndarray():
+    array = mx.nd.array([1, 2, 3])
+    assert np.all(array == array)
+    assert isinstance(np.float32(2) * array, mx.nd.NDArray)
+
+
+@pytest.mark.filterwarnings("ignore:tostring")
+def test_records_with_several_labels():
+    header, data = recordio.unpack(recordio.pack(recordio.IRHeader(0, [1.0, 2.0], 3, 4), b"data"))
+    assert header.label.tolist() == [1, 2] and data == b"data"
+
+
+def test_old_names_mean_what_they_meant():
+    names = compatibility.numpy_names.names()
+    assert names.bool is bool and names.int is int and names.float is float
+    assert names.in1d([[1, 2], [3, 4]], [2, 3]).tolist() == [False, True, True, False]
+    assert names.msort(np.array([[3], [1]])).tolist() == [[1], [3]]
+    assert names.trapz([1, 1]) == 1 and names.product([2, 3]) == 6
+    assert names.random is np.random and names.float64 is np.float64
+    with pytest.raises(RuntimeError, match="numpy-financial"):
+        names.npv(0.1, [1])
