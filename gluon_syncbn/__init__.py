@@ -1,5 +1,6 @@
 """Synchronised BatchNorm for MXNet Gluon: statistics of the whole batch, over all devices."""
 
+from . import compatibility as _compatibility
 from . import cuda_libraries as _cuda_libraries
 from . import distribution as _distribution
 from ._version import __version__
@@ -7,9 +8,10 @@ from ._version import __version__
 # Errors bear the name of this package, as those do that say that a module is not found: `python -m gluon_syncbn` then
 # ends with their text and without a traceback.
 try:
+    _compatibility.supply()
     _cuda_libraries.load()
     import mxnet as _mxnet
-except _cuda_libraries.MissingLibraries:
+except (_compatibility.TooLate, _cuda_libraries.MissingLibraries):
     raise
 except ImportError as error:
     raise ImportError(f"gluon_syncbn needs Apache MXNet 1.9 ({error}): {_distribution.MXNET}", name=__name__) from (
@@ -23,8 +25,13 @@ except OSError as error:
         "or `dnf install libgomp libquadmath`",
         name=__name__,
     ) from None
-except AttributeError as error:  # mxnet 1.9.1 uses numpy.bool, which numpy 1.24 took away
-    raise ImportError(f"MXNet 1.9 cannot be imported ({error}): `pip install 'numpy<1.24'`", name=__name__) from error
+except AttributeError as error:  # a NumPy that has lost more names than those that are supplied
+    tried = _compatibility.TRIED["NumPy"]
+    raise ImportError(
+        f"MXNet 1.9 cannot be imported ({error}): the newest NumPy that was tried is {tried}, "
+        f"`pip install 'numpy=={tried}.*'`",
+        name=__name__,
+    ) from error
 
 if tuple(map(int, _mxnet.__version__.split(".")[:2])) < (1, 8):
     raise ImportError(
@@ -36,9 +43,11 @@ from . import lifetime as _lifetime
 from . import logs as _logs
 from . import parallel, symbol
 from . import patches as _patches
+from . import translations as _translations
 from .checkpoint import checkpoint
 from .convert import convert, freeze, revert
 from .devices import cpu_devices, devices
+from .fold import fold
 from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
 from .parameters import broadcast_parameters
 from .replacements import install, uninstall
@@ -50,6 +59,7 @@ from .summary import summary
 
 _logs.start()
 _patches.install()
+_translations.register()
 _lifetime.watch()
 
 __all__ = [
@@ -67,6 +77,7 @@ __all__ = [
     "convert",
     "cpu_devices",
     "devices",
+    "fold",
     "freeze",
     "install",
     "kvstore",

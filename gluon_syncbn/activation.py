@@ -14,10 +14,11 @@ from . import arguments
 
 
 class Activation(NamedTuple):
-    """y = min(z, ceiling) where z > 0, else slope * z."""
+    """A rectifier: y = min(z, ceiling) where z > 0, else slope * z. `kind` is a name of csrc/activation.h."""
 
     slope: float = 1.0
     ceiling: float = math.inf
+    kind: str = "rectifier"
 
     def __str__(self) -> str:
         if self.slope:
@@ -26,11 +27,11 @@ class Activation(NamedTuple):
 
     def attributes(self) -> Dict[str, str]:
         """Of a node."""
-        return {"slope": repr(self.slope), "ceiling": repr(self.ceiling)}
+        return {"activation": self.kind, "slope": repr(self.slope), "ceiling": repr(self.ceiling)}
 
     @classmethod
     def of_attributes(cls, attributes: Dict[str, str]) -> Activation:
-        return cls(float(attributes["slope"]), float(attributes["ceiling"]))
+        return cls(float(attributes["slope"]), float(attributes["ceiling"]), attributes["activation"])
 
     def arguments(self) -> Dict[str, Any]:
         """Of a layer."""
@@ -51,7 +52,7 @@ class Activation(NamedTuple):
         return F.clip(z, 0, self.ceiling) if math.isfinite(self.ceiling) else F.Activation(z, act_type="relu")
 
 
-NONE = Activation()
+NONE = Activation(kind="identity")
 RELU = Activation(0.0)
 RELU6 = Activation(0.0, 6.0)
 #: The least and the largest slope of a leaky ReLU. Kernels for float32 and float16 tell each from 0 and from 1.

@@ -50,6 +50,8 @@ def whole(name: str, value: Any, low: int, high: int, expected: str = "") -> int
 
 def number(name: str, value: Any, low: float, high: float, expected: str) -> float:
     """A finite number from ``low`` to ``high``."""
+    if isinstance(value, np.floating):  # which NumPy 2 compares after it has made `high` one of the same, too few, bits
+        value = float(value)
     if not _is(numbers.Real, value) or not low <= value <= high:
         refuse(name, value, expected)
     return float(value)

@@ -14,7 +14,7 @@ from typing import Any, Dict, FrozenSet, Iterator, List, Optional, Sequence, Set
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock, nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from . import arguments, blocks, fusion
+from . import arguments, blocks, fusion, gamma
 from .activation import NONE, RELU, BatchNormActivation, BatchNormAdd, invertible
 from .graphs import Left, close_graph, open_graph
 from .layer import SyncBatchNorm, SyncBatchNormAdd
@@ -122,6 +122,8 @@ def convert(
             for block in blocks.of(net):
                 if isinstance(block, SyncBatchNorm) and block in selection:
                     block._fuses = True
+        ignored = gamma.of_layers(net, lambda layer: isinstance(layer, SyncBatchNorm) and layer in selection)
+    gamma.write_ones("convert", ignored)
     stay = [Left(block.name, type(block).__name__, reasons[id(block)]) for block in left]
     _warn("convert", selection, stay + nodes)
     return net
@@ -198,6 +200,7 @@ def revert(net: NetT) -> NetT:
     """
     arguments.block("net", net)
     with _open_graphs(net) as nodes:
+        ignored = gamma.of_layers(net, lambda layer: isinstance(layer, SyncBatchNorm))
         for block in blocks.of(net):
             if isinstance(block, SyncBatchNorm):
                 block._release_parameters()
@@ -208,6 +211,7 @@ def revert(net: NetT) -> NetT:
                     _become_again(block, *origin)
                 if isinstance(block, (BatchNormActivation, BatchNormAdd)):
                     block._activation = activation
+    gamma.write_ones("revert", ignored)
     _warn("revert", blocks.Selection(None), [node for node in nodes if node.operator == NAME])
     return net
 

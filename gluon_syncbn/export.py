@@ -13,7 +13,7 @@ import mxnet as mx
 import numpy as np
 from mxnet.gluon import HybridBlock
 
-from . import patches
+from . import gamma, patches
 from .activation import NONE, Activation
 from .nodes import Entry, Graph, Json
 from .op import NAME, Role
@@ -85,6 +85,10 @@ def _of_plain_graphs(export: Callable) -> Callable:
     def exported(block: HybridBlock, *args: Any, **kwargs: Any) -> Any:
         recorded = block._cached_graph  # empty before the first forward, of which MXNet tells
         symbol = plain(recorded[1]) if recorded else None
+        if recorded:
+            ignored = gamma.names(json.loads((recorded[1] if symbol is None else symbol).tojson()))
+            parameters = [parameter for is_input, parameter in block._cached_op_args if not is_input]
+            gamma.write_ones("export", [parameter for parameter in parameters if parameter.name in ignored])
         if symbol is None:
             return export(block, *args, **kwargs)
         block._cached_graph = recorded[0], symbol

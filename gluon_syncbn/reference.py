@@ -119,6 +119,7 @@ def forward(
     nonfinite: str = "propagate",
     slope: float = 1,
     ceiling: float = np.inf,
+    kind: str = "rectifier",
     addends: Optional[Sequence[np.ndarray]] = None,
 ) -> Forward:
     """Normalise every slot with the statistics that `mode` gives it (see the module for the formula).
@@ -139,15 +140,17 @@ def forward(
     - `running_variance`: ``'biased'`` or ``'unbiased'``: what the running variance takes. Outputs do not depend on it.
     - `nonfinite`: ``'propagate'``, ``'skip'`` or ``'error'``, of statistics that are not finite.
     - `slope`, `ceiling`: of what is not above 0, and the largest output.
+    - `kind`: of the activation: ``'rectifier'``, or ``'identity'`` with a slope of 1 and no ceiling.
     - `addends`: one per shard, of its shape, added before the slope.
 
     **Returns:** outputs, statistics, new running means and variances. The arguments are not changed.
 
     **Raises:** `ValueError` for shards without a common channel extent, for parameters of another extent, for a batch
-    without a single value, for an unknown mode, `running_variance` or `nonfinite`, for statistics that are not finite
-    with ``'error'``, for addends of another shape than the shards, for more than one slot where axis 0 holds the
-    channels, for a `group_size` that does not divide the number of shards, for fewer than two slots to shuffle, for a
-    `permutation` that is none of theirs or has a fixed point, and for either argument in another mode than its own.
+    without a single value, for an unknown mode, `kind`, `running_variance` or `nonfinite`, for statistics that are not
+    finite with ``'error'``, for addends of another shape than the shards, for more than one slot where axis 0 holds
+    the channels, for a `group_size` that does not divide the number of shards, for fewer than two slots to shuffle,
+    for a `permutation` that is none of theirs or has a fixed point, and for either argument in another mode than its
+    own.
     """
     arrays, axis = _channels_last(shards, axis)
     channels = arrays[0].shape[-1]
@@ -159,6 +162,8 @@ def forward(
     _check_mode(mode, virtual_devices, group_size, permutation, axis, len(arrays))
     if running_variance not in ("biased", "unbiased"):
         raise ValueError(f"running_variance is {running_variance!r}, expected 'biased' or 'unbiased'")
+    if kind != "rectifier" and (kind, slope, ceiling) != ("identity", 1, np.inf):
+        raise ValueError(f"kind is {kind!r}, expected 'rectifier', or 'identity' with slope 1 and no ceiling")
     if nonfinite not in ("propagate", "skip", "error"):
         raise ValueError(f"nonfinite is {nonfinite!r}, expected 'propagate', 'skip' or 'error'")
 

@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import re
+import sys
 from typing import Callable, List, Mapping, Optional, Sequence
 
 import mxnet as mx
@@ -18,10 +19,12 @@ import numpy as np
 from mxnet import autograd
 
 from . import SyncBatchNorm, __version__, _native, configure, cpu_devices, cuda, cuda_libraries, distribution, reference
+from .compatibility import names as names_supplied
 from .exchange import named
 
 NVRTC = "libnvrtc.so.11.2"
-HEADLESS = "opencv-python-headless==4.8.1.78"  # the newest that takes numpy<1.24
+# The newest that takes numpy<1.24, and one that takes any that Python 3.12 and later have.
+HEADLESS = f"opencv-python-headless=={'4.8.1.78' if sys.version_info < (3, 12) else '4.11.0.86'}"
 INDENT = "\n" + " " * 18
 CPU_BUILD = "none: this is a CPU build of MXNet"
 
@@ -43,6 +46,14 @@ def versions() -> str:
         f"gluon_syncbn {__version__}, Apache MXNet {mx.__version__} ({next(iter(builds), 'not from a package')}), "
         f"NumPy {np.__version__}, Python {platform.python_version()} on {platform.platform()}"
     )
+
+
+def names() -> str:
+    """Which names MXNet and GluonCV are given here."""
+    supplied = names_supplied()
+    if not supplied:
+        return "none are missing: this Python and this NumPy have all that MXNet asks for"
+    return f"{len(supplied)} supplied, to MXNet and GluonCV alone: {', '.join(supplied)}"
 
 
 def core() -> str:
@@ -200,7 +211,18 @@ def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) ->
 
 
 def main() -> int:
-    checks: List[Callable[[], str]] = [versions, core, libraries, gpus, stores, processes, opencv, live, live_gpu]
+    checks: List[Callable[[], str]] = [
+        versions,
+        names,
+        core,
+        libraries,
+        gpus,
+        stores,
+        processes,
+        opencv,
+        live,
+        live_gpu,
+    ]
     broken = 0
     for check in checks:
         try:

@@ -3,8 +3,8 @@
     make gluoncv
     make gluoncv ARGS="--only resnet18_v1b fastscnn"      # prints their rows
 
-Each model runs in a process of its own with a time limit. What is found is appended to a file, from which an
-interrupted run goes on while the sources are the same.
+Each model runs in a process of its own with a time limit. The program appends each result to a file. A run that was
+interrupted continues from this file, if the sources are the same.
 """
 
 import argparse
@@ -28,7 +28,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="families", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=sorted(BY_NAME), metavar="MODEL", help="these models")
-    parser.add_argument("--again", action="store_true", help="also what is recorded already, after a change of a model")
+    parser.add_argument(
+        "--checks", nargs="+", choices=list(CHECKS), default=list(CHECKS), metavar="CHECK",
+        help=f"these of {', '.join(CHECKS)}; the other columns of the page stay",
+    )  # fmt: skip
+    parser.add_argument("--again", action="store_true", help="repeat recorded checks, after a change of a model")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a model may take (600)")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "gluoncv.jsonl", help="runs/gluoncv.jsonl")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gluoncv.md", help="docs/gluoncv.md")
@@ -41,17 +45,21 @@ def main(arguments: Sequence[str]) -> int:
         for name in progress:
             progress.set_postfix_str(name)
             cells = found.setdefault(name, {})
-            for record in examine(name, [check for check in CHECKS if check not in cells], options.limit):
+            for record in examine(name, [check for check in options.checks if check not in cells], options.limit):
                 cells[record["check"]] = record["cells"]
                 file.write(json.dumps({**record, "sources": sources}) + "\n")
                 file.flush()
 
+    said = {name: model.notes() for name, model in BY_NAME.items()}
+    before = {} if options.checks == list(CHECKS) else table.read(options.page, said)
     rows = {
-        name: {column: text for cells in found[name].values() for column, text in cells.items()}
+        name: {
+            **before.get(name, {}),
+            **{column: text for cells in found[name].values() for column, text in cells.items()},
+        }
         for name in BY_NAME
         if name in (options.only or found)
     }
-    said = {name: model.notes() for name, model in BY_NAME.items()}
     text = "\n\n".join([table.table(rows, said), *table.totals(rows), table.environment()])
     print(text)
     if not options.only:
@@ -60,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def fingerprint() -> str:
-    """Of what a result depends on in this checkout, but for the list of models."""
+    """A digest of the sources that a result depends on, without the list of models."""
     digest = hashlib.sha256()
     own = [Path(__file__).with_name(name) for name in ("checks.py", "child.py")]
     package = (ROOT / "gluon_syncbn").rglob("*")
@@ -79,7 +87,7 @@ def read(path: Path, sources: str) -> Dict[str, Dict[str, Any]]:
 
 
 def examine(name: str, checks: List[str], limit: float) -> Iterator[Dict[str, Any]]:
-    """A record for each check. One that ends the process is told of, and a new process goes on behind it."""
+    """A record for each check. After a check that ends the process, a new process continues with the next check."""
     while checks:
         lines, end = child([name, *checks], limit)
         records = [line for line in lines if "cells" in line]
@@ -96,7 +104,7 @@ def examine(name: str, checks: List[str], limit: float) -> Iterator[Dict[str, An
 
 
 def child(arguments: List[str], limit: float) -> Tuple[List[Dict[str, Any]], str]:
-    """What it printed, and how it ended."""
+    """The records that the process printed, and how the process ended."""
     command = [sys.executable, "-W", "ignore", "-m", "families.child", *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -107,7 +115,7 @@ def child(arguments: List[str], limit: float) -> Tuple[List[Dict[str, Any]], str
     except subprocess.TimeoutExpired:
         process.kill()
         out, _ = process.communicate()
-        end = f"not done after {limit:.0f} s"
+        end = f"not finished after {limit:.0f} s"
     return [json.loads(line) for line in out.splitlines() if line.startswith("{")], end
 
 

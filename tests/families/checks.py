@@ -1,11 +1,13 @@
-"""What is checked of a model: how many layers are synchronised, a training step, and the ways out of the package.
+"""Checks a model: how many layers are synchronised, a training step, and the files and graphs that leave the package.
 
-A training step on two contexts, of one sample and of two, is compared with that of plain BatchNorm on one context with
-all three: outputs, gradients of parameters and inputs, running statistics. In float32 the order of the samples alone
-moves the gradients of a deep net with ReLU by up to some percent: that is the yardstick, for each of the three kinds.
+The training step runs on two contexts, with one sample and with two. It is compared with plain BatchNorm on one context
+with all three samples: outputs, gradients of parameters and inputs, running statistics. In float32, the order of the
+samples alone changes the gradients of a deep net with ReLU by up to some percent. This change is the baseline, for
+each of the three kinds.
 """
 
 import json
+import re
 import tempfile
 import warnings
 from contextlib import contextmanager
@@ -19,22 +21,23 @@ from mxnet import autograd, gluon
 from mxnet.gluon import Block, SymbolBlock, nn
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, blocks, graphs
+from gluon_syncbn import SyncBatchNorm, blocks, graphs, tracing
 
 from .models import Model
 
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 SPLIT = [[0], [1, 2]]  # the samples of each context
-ORDERS = [[2, 0, 1], [1, 2, 0]]  # of the yardstick
-STATISTICS = ("running_mean", "running_var", "moving_mean", "moving_var")  # the latter in recorded graphs
-SMALL = 1e-3  # of the median: a tensor with a smaller norm vanishes, such as the gradient of a bias before BatchNorm
-FLOOR = {"float32": 1e-7, "float64": 1e-15}  # of the yardstick, whose orders may agree in every bit
-SAME = 1e-5  # of the largest value: the same prediction
-ROUNDING = 1e-3  # of the largest value: of other operators or another runtime
+ORDERS = [[2, 0, 1], [1, 2, 0]]  # of the baseline
+STATISTICS = ("running_mean", "running_var", "moving_mean", "moving_var")  # moving_*: in recorded graphs
+SMALL = 1e-3  # of the median norm; a smaller tensor counts as zero, such as the gradient of a bias before BatchNorm
+FLOOR = {"float32": 1e-7, "float64": 1e-15}  # of the baseline, because two orders may agree in every bit
+SAME = 1e-5  # of the largest value; below, predictions are the same
+EXACT = 1e-9  # the same limit in float64
+ROUNDING = 1e-3  # of the largest value; other operators or another runtime round by less
 
 
 class Counts(NamedTuple):
-    """Layers of batch normalisation, and how many of them are synchronised; frozen ones are not."""
+    """The batch normalisation layers; `synchronised` does not count the frozen ones."""
 
     layers: int
     synchronised: int
@@ -42,20 +45,20 @@ class Counts(NamedTuple):
 
 
 class Differences(NamedTuple):
-    """The worst of each kind, relative in the L2 norm, and the yardstick's."""
+    """The largest difference of each kind, relative in the L2 norm, and that of the baseline."""
 
     found: Dict[str, float]
-    yardstick: Dict[str, float]
+    baseline: Dict[str, float]
     unequal: List[str]  # running statistics that differ between the contexts
 
     def multiple(self) -> Tuple[float, str]:
-        return max((self.found[kind] / self.yardstick[kind], kind) for kind in self.found)
+        return max((self.found[kind] / self.baseline[kind], kind) for kind in self.found)
 
 
 class Step(NamedTuple):
     tensors: Dict[str, Dict[str, np.ndarray]]  # by kind and name
     unequal: List[str]
-    batched: List[int]  # outputs that hold samples; others are anchors
+    batched: List[int]  # the outputs that hold samples; the others are anchors
 
 
 def count(net: Block) -> Counts:
@@ -65,7 +68,7 @@ def count(net: Block) -> Counts:
             layers += 1
             frozen += block._kwargs["use_global_stats"]
             synchronised += isinstance(block, SyncBatchNorm) and not block._kwargs["use_global_stats"]
-        elif isinstance(block, SymbolBlock) and not isinstance(block, graphs.Opened):  # whose layers come by themselves
+        elif isinstance(block, SymbolBlock) and not isinstance(block, graphs.Opened):  # the loop visits its layers
             operators = [operator for _, operator in blocks.recorded(block)]
             synchronised += operators.count("gluon_syncbn")
             layers += sum(operator in (*blocks.OPERATORS, "gluon_syncbn") for operator in operators)
@@ -73,14 +76,14 @@ def count(net: Block) -> Counts:
 
 
 def make(model: Model, contexts: Sequence[mx.Context] = CONTEXTS[:1], dtype: str = "float32", **norm: Any) -> Block:
-    """A network whose parameters depend on their structural names alone, so that two of them are equal."""
+    """A network whose parameters depend on their structural names alone. Two such networks are equal."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # GluonCV's symbols without types; parameters that it initialises itself
+        warnings.simplefilter("ignore")  # about symbols without types, and parameters that GluonCV initialises itself
         with mx.name.NameManager():  # the names in recorded graphs count from 0
             net = model.build(**norm)
         net.initialize(mx.init.Zero(), ctx=list(contexts), force_reinit=True)
         net.cast(dtype)
-        with autograd.pause():  # the number of input channels becomes known; eagerly, which a SymbolBlock needs
+        with autograd.pause():  # an eager forward, which fixes the number of input channels
             net(*_arrays(model.inputs, [0], contexts[0], dtype))
     for number, (name, parameter) in enumerate(sorted(net._collect_params_with_prefix().items())):
         rng, shape = np.random.default_rng(number), parameter.shape
@@ -95,7 +98,7 @@ def make(model: Model, contexts: Sequence[mx.Context] = CONTEXTS[:1], dtype: str
         parameter.set_data(mx.nd.array(value, dtype=dtype))
     for block in blocks.of(net):
         if isinstance(block, nn.Dropout):
-            block._rate = 0  # its masks are drawn for each context
+            block._rate = 0  # each context would draw its own masks
         elif isinstance(block, DropBlock):
             block.drop_prob = 0
         elif blocks.is_batch_norm(block) and block._kwargs["fix_gamma"]:
@@ -104,7 +107,7 @@ def make(model: Model, contexts: Sequence[mx.Context] = CONTEXTS[:1], dtype: str
 
 
 def converted(net: Block) -> Tuple[Block, str]:
-    """And what `convert` warns about."""
+    """The converted net, and the warnings of `convert`."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gluon_syncbn.convert(net)
@@ -114,7 +117,7 @@ def converted(net: Block) -> Tuple[Block, str]:
 def compare(
     model: Model, plain: Block, net: Block, dtype: str = "float32", orders: Sequence[List[int]] = ORDERS
 ) -> Differences:
-    """A training step of `net` on both contexts with that of `plain` on one."""
+    """Compares a training step of `net` on both contexts with a step of `plain` on one context."""
     want = _step(model, plain, [[0, 1, 2]], dtype)
     others = [_step(model, plain, [order], dtype, want.batched) for order in orders]
     got = _step(model, net, SPLIT, dtype, want.batched)
@@ -122,20 +125,20 @@ def compare(
         {kind: _worst(one.tensors[kind], tensors) for kind, tensors in want.tensors.items() if tensors}
         for one in (got, *others)
     ]
-    yardstick = {kind: max([FLOOR[dtype], *(one[kind] for one in moved)]) for kind in found}
-    return Differences(found, yardstick, got.unequal)
+    baseline = {kind: max([FLOOR[dtype], *(one[kind] for one in moved)]) for kind in found}
+    return Differences(found, baseline, got.unequal)
 
 
 def trains(model: Model, plain: Block) -> str:
-    """What is wrong with the training step of plain BatchNorm on one context."""
+    """The problem of the training step of plain BatchNorm on one context, or an empty string."""
     tensors = _step(model, plain, [[0, 1, 2]], "float32").tensors
     wrong = [name for kind in tensors.values() for name, value in kind.items() if not np.isfinite(value).all()]
     return f"not finite: {', '.join(wrong[:3])}" if wrong else ""
 
 
 def _step(model: Model, net: Block, split: List[List[int]], dtype: str, batched: Sequence[int] = ()) -> Step:
-    """Leaves the running statistics as they were."""
-    net.hybridize()  # afresh: some models record another graph to train than to predict
+    """One training step. It restores the running statistics afterwards."""
+    net.hybridize()  # records afresh, because some models train another graph than they predict with
     parameters = net._collect_params_with_prefix()
     statistics = {name: p for name, p in parameters.items() if name.endswith(STATISTICS)}
     before = {name: parameter.data(CONTEXTS[0]).copy() for name, parameter in statistics.items()}
@@ -192,9 +195,10 @@ def _worst(got: Dict[str, np.ndarray], want: Dict[str, np.ndarray]) -> float:
 
 
 def files(model: Model, plain: Block, net: Block) -> str:
-    """What is wrong with parameters saved from `net` and loaded into `plain`, and with `net` reverted; empty if
-    nothing: both predict as before, but for the rounding of another operator, and alike, and the layers are those of
-    `plain`.
+    """The problem of the saved parameters of `net` in `plain`, or of `net` reverted; or an empty string.
+
+    Both must predict the same, and as before, up to the rounding of another operator. The reverted net must have the
+    layers of `plain`.
     """
     want = predict(model, net)
     with tempfile.TemporaryDirectory() as folder:
@@ -211,8 +215,40 @@ def files(model: Model, plain: Block, net: Block) -> str:
     return f"reverted: {problem}" if problem else ""
 
 
+def folded(model: Model, net: Block) -> Tuple[str, str]:
+    """The problem of the folded net's prediction, or an empty string; and how many BatchNorms are in the weights.
+
+    If float32 alone changes the net's prediction by more than the limit, float64 decides.
+    """
+    want = predict(model, net)
+    copy = _fold(net)
+    nodes = json.loads(tracing.prediction(net).symbol.tojson())["nodes"]
+    before = sum(node["op"] in blocks.OPERATORS for node in nodes)
+    after = sum(operator in blocks.OPERATORS for _, operator in blocks.recorded(copy))
+    counted, got = f"{before - after} of {before}", predict(model, copy)
+    problem = _different(got, want, SAME)
+    if not problem:
+        return "", counted
+    try:
+        precise = make(model, dtype="float64")
+        truth = predict(model, precise, "float64")
+    except mx.MXNetError:  # some operators serve float32 only
+        return problem, counted
+    own, moved = (_away(one, truth) for one in (want, got))
+    if own < SAME or moved > 10 * own:
+        return problem, counted
+    problem = _different(predict(model, _fold(precise), "float64"), truth, EXACT)
+    return problem, f"{counted}; float32 moves the net by {own:.0e}, and the folded net by {moved:.0e}"
+
+
+def _fold(net: Block) -> Block:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what stays
+        return gluon_syncbn.fold(net)
+
+
 def exported(model: Model, net: Block, folder: Path) -> str:
-    """What is wrong with the exported graph of a plain net, which is left in the folder."""
+    """The problem of the exported graph of a plain net, or an empty string. The graph stays in the folder."""
     want = predict(model, net)
     net.export(str(folder / "net"))
     operators = [node["op"] for node in json.loads((folder / "net-symbol.json").read_text())["nodes"]]
@@ -227,7 +263,7 @@ def exported(model: Model, net: Block, folder: Path) -> str:
 
 
 def onnx(model: Model, net: Block, folder: Path) -> str:
-    """What is wrong with the exported graph of a plain net as ONNX, in onnxruntime."""
+    """The problem of a plain net as ONNX in onnxruntime, or an empty string."""
     import mxnet.onnx
     import onnx
     import onnxruntime
@@ -245,13 +281,20 @@ def onnx(model: Model, net: Block, folder: Path) -> str:
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     session = onnxruntime.InferenceSession(str(folder / "net.onnx"), options, providers=["CPUExecutionProvider"])
     given = {name: x.asnumpy() for name, x in zip(shapes, _arrays(model.inputs, [0], CONTEXTS[0]))}
-    return _different(session.run(None, given), predict(model, net), ROUNDING)
+    # MXNet's exporter lists outputs in the order of their nodes.
+    outputs = [
+        re.sub(r"_output(\d*)$", r"\1", name) for name in mx.sym.load(str(folder / "net-symbol.json")).list_outputs()
+    ]
+    known = {output.name for output in session.get_outputs()}
+    return _different(session.run(outputs if set(outputs) == known else None, given), predict(model, net), ROUNDING)
 
 
 @contextmanager
 def _opset(onnx: Any, version: int) -> Iterator[None]:
-    """MXNet 1.9.1 translates to opset 13 at the most, and stamps and checks the graph as of the newest that this onnx
-    knows (export_model in mxnet/onnx/mx2onnx/_export_model.py), in which some operators have other inputs.
+    """Makes onnx take `version` for its newest opset.
+
+    MXNet 1.9.1 translates to opset 13 at the most. It stamps and checks the graph with onnx's newest opset, where some
+    operators have other inputs (export_model in mxnet/onnx/mx2onnx/_export_model.py).
     """
     context, newest = onnx.checker.DEFAULT_CONTEXT, onnx.defs.onnx_opset_version
     before = dict(context.opset_imports)
@@ -262,13 +305,13 @@ def _opset(onnx: Any, version: int) -> Iterator[None]:
         onnx.defs.onnx_opset_version, context.opset_imports = newest, before
 
 
-def predict(model: Model, net: Block) -> List[np.ndarray]:
+def predict(model: Model, net: Block, dtype: str = "float32") -> List[np.ndarray]:
     net.hybridize()
-    return [y.asnumpy() for y in _flat(net(*_arrays(model.inputs, [0], CONTEXTS[0])))]
+    return [y.asnumpy() for y in _flat(net(*_arrays(model.inputs, [0], CONTEXTS[0], dtype)))]
 
 
 def _names(folder: Path) -> List[str]:
-    """Of the inputs of an exported graph, in its order; in that of the arguments once sorted."""
+    """The names of an exported graph's inputs, in its order. Sorted, they have the order of the arguments."""
     given = {key.split(":", 1)[1] for key in mx.nd.load(str(folder / "net-0000.params"))}
     return [name for name in mx.sym.load(str(folder / "net-symbol.json")).list_inputs() if name not in given]
 
@@ -277,8 +320,12 @@ def _different(got: Sequence[Any], want: Sequence[np.ndarray], limit: float) -> 
     got = [y.asnumpy() if isinstance(y, mx.nd.NDArray) else y for y in got]
     if [y.shape for y in got] != [y.shape for y in want]:
         return f"shapes {[y.shape for y in got]}, expected {[y.shape for y in want]}"
-    away = max(np.abs(one - other).max() / (np.abs(other).max() or 1) for one, other in zip(got, want))
+    away = _away(got, want)
     return "" if away <= limit else f"outputs differ by {away:.0e} of the largest"
+
+
+def _away(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
+    return max(np.abs(one - other).max() / (np.abs(other).max() or 1) for one, other in zip(got, want))
 
 
 def _flat(outputs: Any) -> Iterator[Any]:
@@ -294,14 +341,14 @@ def _flat(outputs: Any) -> Iterator[Any]:
 def _arrays(
     shapes: Sequence[Tuple[int, ...]], samples: List[int], ctx: mx.Context, dtype: str = "float32"
 ) -> List[mx.nd.NDArray]:
-    """Inputs, each sample of another distribution."""
+    """The inputs. Each sample has another distribution."""
     return [_draw((len(samples), *shape), samples, ctx, dtype, i, shifted=True) for i, shape in enumerate(shapes)]
 
 
 def _draw(
     shape: Sequence[int], samples: List[int], ctx: mx.Context, dtype: str, number: int, shifted: bool = False
 ) -> mx.nd.NDArray:
-    """Random values, the same for the same sample wherever it is."""
+    """Random values that depend on the sample, not on its place in the batch."""
     shape = (shape[0] // len(samples), *shape[1:])
     parts = [np.random.default_rng([number, k]).normal(0, 1, shape) for k in samples]
     if shifted:

@@ -1,32 +1,49 @@
-"""All checks of one model, each a line of JSON. A process of its own, which may crash or hang."""
+"""Runs all checks of one model and prints a line of JSON for each. The process may crash or hang."""
 
 import json
 import os
 import re
 import sys
 import tempfile
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable, Dict, Sequence
+from typing import Any, Callable, Dict, Sequence, Tuple
 
-import gluon_syncbn
+import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
+from mxnet.gluon import Block
+
 from gluon_syncbn import SyncBatchNorm
 
 from . import checks
 from .models import BY_NAME, Model
 
-NEITHER = "no, nor with plain BatchNorm"
-LIMIT = 10.0  # times the yardstick
-BLIND = 0.1  # a yardstick beyond which a difference says nothing
+NEITHER = "no, and plain BatchNorm fails too"
+LIMIT = 10.0  # times the baseline
+WEAK = 0.1  # a larger baseline proves little
 Cells = Dict[str, str]
 
 
 class Subject:
-    """The model's nets, made when they are first asked for."""
+    """The model's nets: plain and converted, with the warning of `convert`."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self.plain = checks.make(model)
-        self.net, self.warning = checks.converted(checks.make(model, checks.CONTEXTS))
+
+    @cached_property
+    def plain(self) -> Block:
+        return checks.make(self.model)
+
+    @cached_property
+    def _converted(self) -> Tuple[Block, str]:
+        return checks.converted(checks.make(self.model, checks.CONTEXTS))
+
+    @property
+    def net(self) -> Block:
+        return self._converted[0]
+
+    @property
+    def warning(self) -> str:
+        return self._converted[1]
 
 
 def layers(subject: Subject) -> Cells:
@@ -48,14 +65,19 @@ def layers(subject: Subject) -> Cells:
 def step(subject: Subject) -> Cells:
     differences = checks.compare(subject.model, subject.plain, subject.net)
     multiple, kind = differences.multiple()
-    text = f"{multiple:.2g} x {differences.yardstick[kind]:.0e} ({kind})"
+    text = f"{multiple:.2g} x {differences.baseline[kind]:.0e} ({kind})"
     if differences.unequal:
         count = len(differences.unequal)
         return {"step": f"no: {count} running statistics differ between the contexts; {text}"}
-    blind = [name for name, value in differences.yardstick.items() if value > BLIND]
-    if blind:
-        text += f"; the yardstick of {', '.join(blind)} is {max(differences.yardstick[b] for b in blind):.0e}"
+    weak = [name for name, value in differences.baseline.items() if value > WEAK]
+    if weak:
+        text += f"; baseline of {', '.join(weak)}: {max(differences.baseline[name] for name in weak):.0e}"
     return {"step": f"{'yes' if multiple <= LIMIT else 'no'}: {text}"}
+
+
+def fold(subject: Subject) -> Cells:
+    problem, counted = checks.folded(subject.model, subject.net)
+    return {"fold": f"no: {problem}" if problem else f"yes: {counted}"}
 
 
 def files(subject: Subject) -> Cells:
@@ -70,10 +92,11 @@ def onnx(subject: Subject) -> Cells:
     return {"onnx": verdict(_in_a_folder(checks.onnx, subject.model, _reverted(subject)))}
 
 
-CHECKS: Dict[str, Callable[[Subject], Cells]] = {f.__name__: f for f in (layers, step, files, export, onnx)}
-# What is wrong with a net that was never converted: whose fault is it?
+CHECKS: Dict[str, Callable[[Subject], Cells]] = {f.__name__: f for f in (layers, step, fold, files, export, onnx)}
+# The same checks of a net that was never converted. They show whether a failure is the package's.
 PLAIN: Dict[str, Callable[[Subject], str]] = {
     "step": lambda s: checks.trains(s.model, checks.make(s.model)),
+    "fold": lambda s: checks.folded(s.model, checks.make(s.model))[0],
     "files": lambda s: checks.files(s.model, s.plain, checks.make(s.model)),
     "export": lambda s: _in_a_folder(checks.exported, s.model, checks.make(s.model)),
     "onnx": lambda s: _in_a_folder(checks.onnx, s.model, checks.make(s.model)),
@@ -94,7 +117,7 @@ def verdict(problem: str) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """In one line, without the places in MXNet's sources."""
+    """The error in one line, without line numbers of MXNet's sources."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     found = next((line for line in reversed(lines) if "Error: " in line or "Check failed" in line), lines[0])
     found = re.sub(r"^\w*Error: ", "", re.sub(r"\s+", " ", found).replace("|", "/"))
@@ -125,7 +148,7 @@ def main(arguments: Sequence[str]) -> None:
     plain = wanted[:1] == ["--plain"]
     gluon_syncbn.cpu_devices(2)
     gluon_syncbn.configure(timeout=60)
-    os.environ.update(BY_NAME[name].environment)  # like those of cpu_devices, MXNet reads them at the first operator
+    os.environ.update(BY_NAME[name].environment)  # MXNet reads these at the first operator
     subject = Subject(BY_NAME[name])
     for check in wanted[1:] if plain else wanted:
         print(json.dumps({"begins": check}), flush=True)
@@ -134,7 +157,7 @@ def main(arguments: Sequence[str]) -> None:
         else:
             run(name, check, subject)
     sys.stdout.flush()
-    os._exit(0)  # there is nothing left to do, and much to tear down
+    os._exit(0)  # skips a long clean-up
 
 
 if __name__ == "__main__":

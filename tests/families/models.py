@@ -1,4 +1,4 @@
-"""A small member of each of GluonCV's model families, without weights from anywhere."""
+"""A small member of each of GluonCV's model families, without pretrained weights."""
 
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
@@ -11,7 +11,7 @@ from gluoncv.model_zoo.deeplabv3_plus import DeepLabV3Plus
 from gluoncv.model_zoo.hrnet import get_hrnet
 from gluoncv.model_zoo.monodepthv2 import get_monodepth2, get_monodepth2posenet
 
-# get_model's is the one of the double-head R-CNN, which has the same name and cannot predict.
+# get_model would return the double-head R-CNN, which has the same name and cannot predict.
 from gluoncv.model_zoo.rcnn.faster_rcnn.faster_rcnn import custom_faster_rcnn_fpn
 from gluoncv.model_zoo.rcnn.mask_rcnn.mask_rcnn import custom_mask_rcnn_fpn
 from gluoncv.model_zoo.segbase import get_segmentation_model
@@ -22,26 +22,26 @@ Shapes = Tuple[Tuple[int, ...], ...]
 
 
 class Thawed(nn.BatchNorm):
-    """`nn.BatchNorm` under another name: given `nn.BatchNorm` itself, GluonCV's R-CNNs freeze the layers."""
+    """`nn.BatchNorm` under another name, because GluonCV's R-CNNs freeze the layers of `nn.BatchNorm` itself."""
 
 
-# With oneDNN, MXNet 1.9.1 fails with plain BatchNorm: on data of 5 dimensions BatchNorm does not take what convolutions
-# give it ("Check failed: to.IsDefaultData()"), and NASNet's backward ends in "could not construct a sub-memory".
+# With oneDNN, plain BatchNorm of MXNet 1.9.1 fails. In 5 dimensions it rejects the convolutions' output ("Check failed:
+# to.IsDefaultData()"). NASNet's backward ends in "could not construct a sub-memory".
 NO_ONEDNN = {"MXNET_MKLDNN_ENABLED": "0", "MXNET_STORAGE_FALLBACK_LOG_VERBOSE": "0"}
 
 
 class Model(NamedTuple):
     name: str
-    build: Callable[..., Block]  # takes norm_layer=, or fails as GluonCV does
+    build: Callable[..., Block]  # takes norm_layer=, or raises GluonCV's error
     inputs: Shapes  # of one sample
-    targets: Shapes = ()  # what the forward of a training step takes besides
+    targets: Shapes = ()  # further inputs of a training step's forward
     forward: Callable[..., Any] = lambda net, *inputs: net(*inputs)  # of a training step
     environment: Dict[str, str] = {}  # of the process
-    part: str = ""  # why that forward is not the whole, and what it is
+    part: str = ""  # why the forward covers a part only, and which
 
     def notes(self) -> List[str]:
-        """What is different in its training step."""
-        without = ["without oneDNN, with which plain BatchNorm fails"] if self.environment else []
+        """The differences of its training step from those of other models."""
+        without = ["without oneDNN, because plain BatchNorm fails with oneDNN"] if self.environment else []
         return without + ([f"GluonCV {self.part}"] if self.part else [])
 
 
@@ -71,12 +71,12 @@ def _fpn(make: Callable[..., Block]) -> Model:
             rpn_channel=32, rpn_test_pre_nms=50, rpn_test_post_nms=10,
         )  # fmt: skip
 
-    part = "samples regions at random: features and box head"
+    part = "samples regions at random, so the check covers features and box head only"
     return Model(make.__name__, build, ((3, 128, 128),), forward=_levels, part=part)
 
 
 def _levels(net: Block, x: Any) -> List[Any]:
-    """The pyramid's levels, and the box head on a corner of the finest."""
+    """Returns the pyramid's levels, and the box head on a corner of the finest level."""
     levels = list(net.features(x))
     return levels + [net.box_features(levels[0].slice_axis(2, 0, 14).slice_axis(3, 0, 14))]
 
@@ -121,7 +121,7 @@ MODELS: List[Model] = [
     _zoo("darknet53", 3, 64, 64),
     _zoo("shufflenet_v1", 3, 64, 64),
     _zoo("shufflenet_v2", 3, 64, 64),
-    # Without oneDNN each of its convolutions takes temporary space, more often than cpu_devices(2) provides for.
+    # Without oneDNN, each convolution takes temporary space. The convolutions outnumber the copies of cpu_devices(2).
     _zoo("nasnet_4_1056", 3, 64, 64)._replace(environment={**NO_ONEDNN, "MXNET_CPU_TEMP_COPY": "8192"}),
     _zoo("dla34", 3, 64, 64),
     Model("hrnet_w18_small_v1_c", lambda **norm: get_hrnet("w18_small_v1", **norm), ((3, 64, 64),)),
@@ -149,7 +149,7 @@ MODELS: List[Model] = [
     _yolo("yolo3_mobilenet0.25_voc"),
     _yolo("yolo3_darknet53_voc"),
     _based("faster_rcnn_resnet50_v1b_voc", 3, 128, 128)._replace(
-        forward=_regions, part="samples regions at random: features and top_features"
+        forward=_regions, part="samples regions at random, so the check covers features and top_features only"
     ),
     _fpn(custom_faster_rcnn_fpn),
     _fpn(custom_mask_rcnn_fpn),
@@ -165,9 +165,9 @@ MODELS: List[Model] = [
         lambda **norm: get_model("siamrpn_alexnet_v2_otb15", **norm),
         ((3, 127, 127), (3, 287, 287)),
         forward=_branches,
-        part="has the batch size as a constant: up to the correlation",
+        part="fixes the batch size, so the check covers the layers before the correlation only",
     ),
-    # Not through get_model, which asks for weights of the base network in any case.
+    # get_model would always ask for weights of the base network.
     Model("inceptionv1_kinetics400", lambda **norm: ActionRecInceptionV1(5, False, **norm), ((3, 224, 224),)),
     Model("inceptionv3_kinetics400", lambda **norm: ActionRecInceptionV3(5, False, **norm), ((3, 299, 299),)),
     Model("resnet18_v1b_kinetics400", lambda **norm: ActionRecResNetV1b(18, 5, False, **norm), ((3, 64, 64),)),

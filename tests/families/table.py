@@ -1,7 +1,8 @@
-"""The table of docs/gluoncv.md, between two marks, with what it was made with."""
+"""The table of docs/gluoncv.md, between two marks, with the versions that made it."""
 
 import importlib.metadata
 import platform
+import re
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -13,15 +14,20 @@ COLUMNS = {
     "norm_layer": "`norm_layer=` alone",
     "convert": "`convert(net)`",
     "step": "training step",
+    "fold": "`fold(net)`",
     "files": "files, `revert`",
     "export": "export",
     "onnx": "ONNX",
 }
+MEASURED = ("step", "fold")  # where *yes* has figures
 PACKAGES = ("mxnet", "gluoncv", "numpy", "onnx", "onnxruntime")
 
 
 def table(results: Dict[str, Dict[str, str]], said: Dict[str, List[str]]) -> str:
-    """Cells by model and column; ``said`` are notes to its training step. Notes and reasons stand below, once each."""
+    """Makes the table from cells by model and column. ``said`` holds notes on the training steps.
+
+    Each note and each reason stands below the table once.
+    """
     notes: Dict[str, int] = {}
 
     def note(text: str) -> str:
@@ -33,7 +39,7 @@ def table(results: Dict[str, Dict[str, str]], said: Dict[str, List[str]]) -> str
         for column in COLUMNS:
             text = cells.get(column, "not run")
             short, separator, why = text.partition(": ")
-            if separator and column == "step" and short == "yes":
+            if separator and column in MEASURED and short == "yes":
                 text = why
             elif separator:
                 text = f"{short} {note(why)}"
@@ -43,13 +49,33 @@ def table(results: Dict[str, Dict[str, str]], said: Dict[str, List[str]]) -> str
     return "\n".join([*lines, "", *(f"{number}. {note}" for note, number in notes.items())])
 
 
+def read(path: Path, said: Dict[str, List[str]]) -> Dict[str, Dict[str, str]]:
+    """The cells by model and column, as `table` takes them."""
+    text = path.read_text().split(BEGIN)[1].split(END)[0]
+    notes = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
+    head, _, *lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("|")]
+    columns = {title: column for column, title in COLUMNS.items()}
+    found: Dict[str, Dict[str, str]] = {}
+    for name, *cells in lines:
+        for title, cell in zip(head[1:], cells):
+            column = columns[title]
+            cited = [notes[number] for number in re.findall(r"\((\d+)\)", cell)]
+            cited = [note for note in cited if column != "step" or note not in said[name]]
+            cell = re.sub(r" \(\d+\)", "", cell)
+            if column in MEASURED and not cell.startswith("no"):
+                cell = f"yes: {cell}"
+            found.setdefault(name, {})[column] = ": ".join([cell, *cited])
+    return found
+
+
 def environment() -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
-    return f"`make gluoncv` with Python {platform.python_version()}, {versions}; {_native.instruction_set()} kernels."
+    kernels = f"{_native.instruction_set()} kernels"
+    return f"`make gluoncv` ran with Python {platform.python_version()}, {versions} and {kernels}."
 
 
 def write(path: Path, text: str) -> None:
-    """Puts it between the marks."""
+    """Puts the text between the marks."""
     before, rest = path.read_text().split(BEGIN)
     _, after = rest.split(END)
     path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}")
@@ -60,6 +86,7 @@ def totals(results: Dict[str, Dict[str, Any]]) -> List[str]:
     good = {column: sum(cells.get(column, "").startswith("yes") for cells in results.values()) for column in COLUMNS}
     whole = sum(cells.get("convert", "").split(" of ")[0] == cells.get("layers") for cells in results.values())
     return [
-        f"Of {len(results)} models, `convert` synchronises every layer of {whole}; *yes* for the training step of "
-        f"{good['step']}, files and `revert` of {good['files']}, export of {good['export']}, ONNX of {good['onnx']}."
+        f"`convert` synchronises every layer of {whole} of the {len(results)} models. These models pass: training step "
+        f"{good['step']}, `fold` {good['fold']}, files and `revert` {good['files']}, export {good['export']}, "
+        f"ONNX {good['onnx']}."
     ]

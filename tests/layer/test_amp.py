@@ -14,6 +14,7 @@ from places import PACKAGE, SUPPORT
 
 HEAD = """
 import json, sys, warnings
+import names_alone
 import mxnet as mx, numpy as np
 from mxnet import autograd, gluon, nd
 from mxnet.contrib import amp

@@ -343,6 +343,30 @@ def test_an_exchange_that_fails_with_unusual_text(contexts, rng, text, monkeypat
     assert_next_step_is_right(layer, contexts[:2], rng)
 
 
+def test_a_store_that_takes_long(contexts, rng, monkeypatch, caplog):
+    """Whoever waits for the sum warns once."""
+    caplog.set_level(logging.WARNING, logger="gluon_syncbn")
+    layer = a_layer(contexts[:3], timeout=60, kvstore="device")
+    add = layer._replicas.exchange.add
+
+    def slow(*arguments):
+        end = time.monotonic() + 40
+        while not caplog.records and time.monotonic() < end:
+            time.sleep(0.1)
+        time.sleep(0.2)
+        return add(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer._replicas.exchange, "add", slow)
+        with autograd.record():
+            ys = [layer(x) for x in shards(rng, contexts[:3])]
+        nd.waitall()
+    (record,) = caplog.records
+    for part in ("3 of 3 replicas arrived", "The KVStore has not answered for 1", "still waiting, until"):
+        assert part in record.getMessage()
+    assert np.isfinite(ys[0].asnumpy()).all()
+
+
 def test_a_store_that_runs_an_optimizer(contexts, rng):
     store = mx.kv.create("device")
     layer = a_layer(contexts[:2], timeout=60, kvstore=store)
@@ -767,7 +791,7 @@ def test_a_graph_of_another_process(contexts, tmp_path):
     path = str(tmp_path / "net")
     net._cached_graph[1].save(f"{path}-symbol.json")  # export writes plain operators
     text = f"""
-import mxnet as mx, gluon_syncbn
+import gluon_syncbn, mxnet as mx
 for load in (lambda: mx.sym.load({path!r} + "-symbol.json"),
              lambda: mx.gluon.SymbolBlock.imports({path!r} + "-symbol.json", ["data"])):
     try:

@@ -100,10 +100,10 @@ def test_replicas_that_share_a_context(rng, helpers, sync, dtype):
 def test_replicas_that_share_a_context_in_a_script_that_prepares_nothing(helpers, dtype):
     """GluonCV's own test of its helpers, with three layers in its net: nothing but the net is this package's."""
     program = f"""
+import gluon_syncbn
 import mxnet as mx
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
-import gluon_syncbn
 from {helpers.__name__} import DataParallelCriterion, DataParallelModel
 
 gluon_syncbn.configure(timeout=60)
@@ -130,10 +130,10 @@ for sync in (True, False):
 def test_a_deep_net_in_a_script_that_prepares_nothing():
     """It is built before the first operator runs."""
     runs_by_itself("""
+import gluon_syncbn
 import mxnet as mx
 from mxnet import autograd, nd
 from mxnet.gluon import nn
-import gluon_syncbn
 
 gluon_syncbn.configure(timeout=60)
 net = nn.HybridSequential()

@@ -275,11 +275,11 @@ def test_replicas_of_one_context_in_the_same_memory(contexts, rng):
 MANY_ON_ONE_CONTEXT = """
 import sys
 sys.path.insert(0, {tests!r})
+import gluon_syncbn
 import numpy as np
 from gluoncv.utils.parallel import DataParallelModel
 from mxnet import autograd, cpu, nd
 from replicas import WAYS, assert_same, make_batch, on_devices, prepare, step, truth
-import gluon_syncbn
 
 gluon_syncbn.configure(timeout=60)
 places = [cpu(0)] * 8

@@ -197,6 +197,7 @@ CALLS = {
         lambda **kwargs: gluon_syncbn.freeze(**{"net": nn.BatchNorm(), **kwargs}),
         {"net": "net", "select": "select"},
     ),
+    "fold": (gluon_syncbn.fold, {"net": "net"}),
     "revert": (gluon_syncbn.revert, {"net": "net"}),
     "summary": (gluon_syncbn.summary, {"net": "net"}),
     "average_running_stats": (averaged, {"net": "net", "weights": "weights", "kvstore": "kvstore"}),
@@ -376,7 +377,7 @@ def test_combinations(settings, message):
         ((64, None), "axis: 64 was given", "write in_channels=64)"),
         ((64, 2, 0.9, 1e-5), "axis: 64 was given", "write in_channels=64, num_devices=2)"),
         ((3, 2), "momentum: 2 was given, expected a number from 0 to 1", "write in_channels=3, num_devices=2)"),
-        ((np.int32(16), np.int64(4)), "axis: 16 was given", "write in_channels=16, num_devices=4)"),
+        ((np.int32(16), np.int64(4)), f"axis: {np.int32(16)!r} was given", "write in_channels=16, num_devices=4)"),
         ((1, 8), "momentum: 8 was given", "write in_channels=1, num_devices=8)"),
     ],
 )
@@ -479,8 +480,8 @@ LATE = """
 import os
 import threading
 import warnings
-import mxnet as mx
 import gluon_syncbn
+import mxnet as mx
 from mxnet.gluon import nn
 import gluoncv
 

@@ -1,0 +1,76 @@
+"""What MXNet's ONNX exporter has no translation of: adaptive average pooling to more than 1 x 1."""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from typing import Any, Dict, List
+
+import mxnet as mx
+import numpy as np
+
+#: The newest opset that MXNet 1.9.1 translates to. It asks the translations of this one before those of older ones.
+_OPSET = 13
+_POOLING = "_contrib_AdaptiveAvgPooling2D"
+
+
+def register() -> None:
+    """Adds the translation to the exporter's table, where ``mx.onnx`` is there (not in MXNet 1.8)."""
+    exporter = sys.modules.get("mxnet.onnx.mx2onnx._export_onnx")
+    if exporter is not None:
+        exporter.MXNetGraph.register(_POOLING, _OPSET)(_adaptive_average_pooling)
+
+
+def _adaptive_average_pooling(node: Dict[str, Any], **kwargs: Any) -> List[Any]:
+    """Output i of n is the mean over the inputs from floor(i * m / n) to before ceil((i + 1) * m / n), of m, on both
+    axes: a product with a matrix on each side, which ONNX has for all sizes.
+    """
+    from onnx import helper, numpy_helper
+
+    name, ((at, output, *_),) = node["name"], node["inputs"]
+    source = kwargs["outputs_lookup"][at][output]
+    wanted = np.atleast_1d(ast.literal_eval(node.get("attrs", {}).get("output_size", "()"))).astype(int)
+    sizes = np.broadcast_to(wanted if len(wanted) else 1, 2)
+    if (sizes == 1).all():
+        return [helper.make_node("GlobalAveragePool", [source.name], [name], name=name)]
+    rows, columns = (
+        _means(given, size).astype(source.dtype) for given, size in zip(_shape(node["inputs"][0], kwargs)[2:], sizes)
+    )
+    kwargs["initializer"] += [
+        numpy_helper.from_array(rows, f"{name}_rows"),
+        numpy_helper.from_array(np.ascontiguousarray(columns.T), f"{name}_columns"),
+    ]
+    return [
+        helper.make_node("MatMul", [f"{name}_rows", source.name], [f"{name}_by_rows"], name=f"{name}_by_rows"),
+        helper.make_node("MatMul", [f"{name}_by_rows", f"{name}_columns"], [name], name=name),
+    ]
+
+
+def _means(given: int, wanted: int) -> np.ndarray:
+    matrix = np.zeros((wanted, given))
+    for row in range(wanted):
+        begin, end = row * given // wanted, -(-(row + 1) * given // wanted)
+        matrix[row, begin:end] = 1 / (end - begin)
+    return matrix
+
+
+def _shape(entry: List[int], kwargs: Dict[str, Any]) -> List[int]:
+    """Of an output in the graph: the exporter knows the shapes of the graph's inputs and of the weights alone."""
+    of_any = json.loads(mx.sym.var("any").tojson())  # the version, without which MXNet takes it for an old one
+    graph = {**of_any, "nodes": kwargs["mx_graph"], "heads": [entry]}
+    graph["arg_nodes"] = [number for number, node in enumerate(graph["nodes"]) if node["op"] == "null"]
+    shapes = {name: value.shape for name, value in kwargs["weights"].items()}
+    for one in kwargs["proc_nodes"]:
+        if hasattr(one, "type"):  # a ValueInfoProto: an input
+            shapes[one.name] = tuple(dimension.dim_value for dimension in one.type.tensor_type.shape.dim)
+    symbol = mx.sym.load_json(json.dumps(graph))
+    names = set(symbol.list_inputs())
+    _, (shape,), _ = symbol.infer_shape_partial(**{name: shape for name, shape in shapes.items() if name in names})
+    if not shape or 0 in shape[2:]:
+        name = kwargs["mx_graph"][entry[0]]["name"]
+        raise ValueError(
+            f"in_shapes: with them {name} has the shape {shape}; adaptive average pooling expects a height and a width "
+            "that are known, without dynamic=True"
+        )
+    return list(shape)

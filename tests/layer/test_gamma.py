@@ -1,0 +1,132 @@
+"""Gammas of layers with scale=False: they do not count, and who writes or changes a net puts 1 there."""
+
+import re
+import warnings
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import gluon, nd
+from mxnet.gluon import nn
+
+from gluon_syncbn import SyncBatchNorm, convert, fold, revert
+
+
+def net_of(norm=nn.BatchNorm):
+    """The last two layers have a gamma that does not count, and so has the graph in between."""
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 2, in_channels=3), norm(in_channels=4))
+        net.add(nn.Conv2D(4, 2, in_channels=4), norm(in_channels=4, scale=False), nn.Activation("relu"))
+        net.add(norm(in_channels=4, scale=False))
+    return net
+
+
+def filled(net, contexts, values=(3, 2, 0.5)):
+    """As after the checkpoint of such a net."""
+    net.initialize(ctx=contexts)
+    rng = np.random.RandomState(0)
+    for parameter in net.collect_params().values():
+        parameter.set_data(nd.array(rng.rand(*parameter.shape) + 0.5, dtype=parameter.dtype))
+    for gamma, value in zip(gammas(net), values):
+        gamma.set_data(nd.full(4, value))
+    return net
+
+
+def gammas(net):
+    return [parameter for name, parameter in net.collect_params().items() if name.endswith("gamma")]
+
+
+def stored(net):
+    return [[array.asnumpy().tolist() for array in gamma.list_data()] for gamma in gammas(net)]
+
+
+def heard(function, *args, **kwargs):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UserWarning)
+        result = function(*args, **kwargs)
+    assert all(one.filename == __file__ for one in caught)
+    return result, [str(one.message) for one in caught]
+
+
+def expected(verb, *names):
+    names = ", ".join(f"net_batchnorm{name}_gamma" for name in names)
+    return (
+        f"{verb} wrote 1 into gammas that were not 1: {names}. Their layers have scale=False (fix_gamma): MXNet takes "
+        "1 for them, but ONNX and other exporters take what is stored"
+    )
+
+
+def test_convert_and_revert(contexts):
+    x = nd.random.normal(shape=(2, 3, 6, 6))
+    net = filled(net_of(), contexts[:2])
+    want = net(x).asnumpy()
+    _, said = heard(convert, net)
+    assert said == [expected("convert", 1, 2)]
+    assert stored(net) == [[[value] * 4] * 2 for value in (3, 1, 1)]
+    np.testing.assert_array_equal(net(x).asnumpy(), want)
+    assert heard(convert, net)[1] == heard(revert, net)[1] == []
+
+    convert(net)
+    net[3].gamma.set_data(nd.full(4, 5))
+    _, said = heard(revert, net)
+    assert said == [expected("revert", 1)]
+    assert stored(net) == [[[value] * 4] * 2 for value in (3, 1, 1)]
+    np.testing.assert_array_equal(net(x).asnumpy(), want)
+
+
+def test_what_is_not_selected_and_what_has_no_values(contexts):
+    net = filled(net_of(), contexts[:1])
+    _, said = heard(convert, net, select=".*batchnorm2")
+    assert said == [expected("convert", 2)]
+    assert [values for ((values),) in stored(net)] == [[3] * 4, [2] * 4, [1] * 4]
+    assert heard(convert, net_of())[1] == []
+
+
+def test_a_gamma_that_counts_in_another_layer(contexts):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.BatchNorm(in_channels=4))
+        net.add(nn.BatchNorm(in_channels=4, params=net[0].params))
+        net[1]._kwargs["fix_gamma"] = True
+    filled(net, contexts[:1], values=(3,))
+    assert heard(convert, net)[1] == []
+    assert stored(net) == [[[3] * 4]]
+
+
+def graph_of(net):
+    data = mx.sym.var("data", dtype="float32")
+    return gluon.SymbolBlock(net(data), data, params=net.collect_params())
+
+
+def test_nodes_of_a_recorded_graph(contexts):
+    block = graph_of(filled(net_of(), contexts[:1]))
+    assert heard(convert, block)[1] == [expected("convert", 1, 2)]
+    assert stored(block) == [[[value] * 4] for value in (3, 1, 1)]
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm, SyncBatchNorm])
+def test_export(norm, contexts, tmp_path):
+    SyncBatchNorm()  # without a layer, `export` is MXNet's
+    x = nd.random.normal(shape=(2, 3, 6, 6))
+    net = filled(net_of(norm), contexts[:1])
+    net.hybridize()
+    want = net(x).asnumpy()
+    assert heard(net.export, str(tmp_path / "net"))[1] == [expected("export", 1, 2)]
+    assert heard(net.export, str(tmp_path / "net"))[1] == []  # once
+    arrays = nd.load(str(tmp_path / "net-0000.params"))
+    for number, value in enumerate((3, 1, 1)):
+        assert (arrays[f"arg:net_batchnorm{number}_gamma"] == value).asnumpy().all()
+    np.testing.assert_array_equal(net(x).asnumpy(), want)
+
+
+def test_fold(contexts):
+    x = nd.random.normal(shape=(2, 3, 6, 6))
+    net = filled(net_of(), contexts[:1])
+    copy, (said, stays) = heard(fold, net)
+    assert said == expected("fold", 1, 2)
+    assert re.match(r"fold left as it was: net_batchnorm2_fwd ", stays)
+    assert stored(net) == [[[value] * 4] for value in (3, 2, 0.5)]  # the net stays as it is
+    assert stored(copy) == [[[1] * 4]]
+    np.testing.assert_allclose(copy(x).asnumpy(), net(x).asnumpy(), rtol=1e-5, atol=1e-5)
