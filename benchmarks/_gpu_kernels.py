@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
+from _kernel_arguments import filled
 from tqdm import tqdm
 
 # Images, channels, height and width.
@@ -26,10 +27,9 @@ SHAPES = [
 CASES = [("NCHW", "float32"), ("NCHW", "float16"), ("NHWC", "float32"), ("NHWC", "float16")]
 PACKAGE = Path(__file__).resolve().parents[1] / "gluon_syncbn"
 CORE = ctypes.CDLL(str(PACKAGE / "_core.so"))
-BLOCK, SLOTS = CORE.syncbn_cuda_block(), CORE.syncbn_cuda_slots()
-NULL = np.uint64(0)  # a pointer
-ACTIVATION = np.float64(1), np.float64(np.inf)  # none: slope and ceiling
-OPTIONS = ("--std=c++14", f"-DSYNCBN_BLOCK={BLOCK}", f"-DSYNCBN_SLOTS={SLOTS}")
+BLOCK = CORE.syncbn_cuda_block()
+CORE.syncbn_cuda_source.restype = ctypes.c_char_p
+OPTIONS = ("--std=c++14", f"-DSYNCBN_BLOCK={BLOCK}")
 REPLICAS = 4  # whose statistics are put together
 # Passes over the tensor that each kernel makes; a copy makes two.
 PASSES = {"moments": 1, "normalise": 2, "grad_sums": 2, "grad_input": 3}
@@ -46,8 +46,8 @@ class Ours:
         CORE.syncbn_cuda_plan(*map(ctypes.c_int64, (*shape, 1)), plan)
         tiles, slots, chunks, blocks, width, segment = plan
         self.reduce, self.each = (tiles, slots, chunks), (blocks, 1, 1) if inner > 1 else (tiles, slots, chunks)
-        self.sizes = [*map(np.int64, (*shape, 1)), np.int32(width)]
-        self.segment = np.int64(segment)
+        sizes = zip(("samples", "per_sample", "channels", "inner"), shape)
+        self.spread = dict(sizes, slots=1, segment=segment, width=width)
         random = np.random.RandomState(0)
 
         def on_gpu(values: np.ndarray, to: str) -> Any:
@@ -63,35 +63,39 @@ class Ours:
         vectors = (on_gpu(random.rand(channels) + 0.5, "float32") for _ in range(6))
         self.gamma, self.beta, self.mean, self.var, self.dgamma, self.dbeta = vectors
         self.told = on_gpu(np.zeros(3), "int64")
-        names = [(name, "i4") for name in ("kind", "own", "begin", "end")]
-        self.pools = np.zeros((), [*names, ("table", "i4", SLOTS)])  # one for all replicas
-        self.pools["end"] = REPLICAS
 
-    def _launch(self, name: str, grid: Tuple, *arguments: Any) -> None:
-        self.module.get_function(f"{name}_{self.type}")(grid, (BLOCK,), arguments)
+    def _launch(self, name: str, grid: Tuple, structure: str, **fields: Any) -> None:
+        plain = (int, float, dict)
+        numbers = {field: value if isinstance(value, plain) else value.data.ptr for field, value in fields.items()}
+        arguments = filled(structure, spread=self.spread, **numbers)
+        self.module.get_function(f"{name}_{self.type}")(grid, (BLOCK,), (arguments,))
 
     def copy(self) -> None:
         self.out.data.copy_from_device_async(self.x.data, self.x.nbytes)
 
     def moments(self) -> None:
-        self._launch("moments", self.reduce, self.x, self.partial, *self.sizes)
+        self._launch("moments", self.reduce, "MomentsArguments", x=self.x, partial=self.partial)
 
     def normalise(self) -> None:
-        source = self.moments_of_all, self.pools, np.int32(0), np.float64(1e-5)
-        affine = self.gamma, self.beta, np.int32(0)
-        running = np.float64(0.9), self.mean, self.var, NULL, np.int32(1), np.int32(0), np.int32(0), self.told
-        into = self.out, np.int32(0), self.kept, *running, *self.sizes, self.segment
-        self._launch("normalise", self.each, self.x, *source, *affine, *into, NULL, *ACTIVATION)
+        pool = {"first": {"begin": 0, "end": REPLICAS}}  # one for all replicas
+        statistics = {"gathered": self.moments_of_all, "used": pool, "fed": pool, "tracked": pool, "pools": 1}
+        running = {"momentum": 0.9, "running_mean": self.mean, "running_var": self.var, "told": self.told}
+        arrays = {"x": self.x, "y": self.out, "kept": self.kept, "weights": self.weights()}
+        arguments: Dict[str, Any] = {**arrays, **statistics, **running, "epsilon": 1e-5, "hand_on": 1}
+        self._launch("normalise_identity", self.each, "NormaliseArguments", **arguments)
 
     def grad_sums(self) -> None:
-        affine = self.gamma, self.beta, np.int32(0), *ACTIVATION, NULL, NULL
-        self._launch("grad_sums", self.reduce, self.dy, self.x, self.kept, self.partial, *self.sizes, *affine)
+        arrays = {"dy": self.dy, "x": self.x, "kept": self.kept, "partial": self.partial}
+        self._launch("grad_sums_identity", self.reduce, "GradSumsArguments", **arrays)
 
     def grad_input(self) -> None:
-        add = np.int32(0)
-        arrays = self.dy, self.x, self.kept, self.sums, self.pools, self.sums, self.gamma, np.int32(0)
-        into = self.out, add, self.dgamma, add, self.dbeta, add
-        self._launch("grad_input", self.each, *arrays, *into, *self.sizes, self.segment, NULL, *ACTIVATION)
+        arrays = {"dy": self.dy, "x": self.x, "dx": self.out, "kept": self.kept, "gathered": self.sums}
+        parameters = {"own": self.sums, "dgamma": self.dgamma, "dbeta": self.dbeta, "weights": self.weights()}
+        users = {"first": {"begin": 0, "end": REPLICAS}}
+        self._launch("grad_input_identity", self.each, "GradInputArguments", users=users, **arrays, **parameters)
+
+    def weights(self) -> Dict[str, int]:
+        return {"gamma": self.gamma.data.ptr, "beta": self.beta.data.ptr}
 
     def steps(self) -> Dict[str, Callable[[], None]]:
         return {name: getattr(self, name) for name in ("copy", *PASSES)}
@@ -184,7 +188,7 @@ class Recorder:
 
 
 def measure(cupy: Any, torch: Any, gpu: str, quick: bool, no_progress: bool) -> List[Dict[str, Any]]:
-    source = (PACKAGE / "csrc" / "cuda" / "kernels.cu").read_text()
+    source = CORE.syncbn_cuda_source(str(PACKAGE / "csrc" / "cuda" / "kernels.cu").encode()).decode()
     module = cupy.RawModule(code=source, options=OPTIONS, backend="nvrtc")
     shapes, rounds, calls = (SHAPES[:1], 3, 2) if quick else (SHAPES, 15, 100)
     samples = []

@@ -32,16 +32,21 @@ def options(
     quick: str,
     over: Sequence[str] = (),
     devices: Sequence[int] = (),
+    processes: bool = False,
     python: str = "",
 ) -> argparse.Namespace:
     """The command line that every benchmark has; `quick` says what its short run is, `over` are the transports,
-    `devices` how many there are by default, `python` what another Python may bring.
+    `devices` how many there are by default, `processes` whether it measures processes instead, `python` what another
+    Python may bring.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    places = parser.add_mutually_exclusive_group()
     if devices:
-        parser.add_argument("--devices", type=int, nargs="+", default=devices, help=f"how many ({devices})")
+        places.add_argument("--devices", type=int, nargs="+", default=devices, help=f"how many ({devices})")
+    if processes:
+        places.add_argument("--processes", type=int, help="how many processes meet over MPI, with a CPU device each")
     if over:
         parser.add_argument("--over", choices=over, default=over[0], help=f"what carries the messages ({over[0]})")
     if python:
@@ -50,7 +55,10 @@ def options(
         "--no-progress", action="store_true", help="no progress bar; nor is there one without a terminal"
     )
     parser.add_argument("--child", help=argparse.SUPPRESS)  # the cells to measure, as JSON
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if processes and parsed.processes is not None and parsed.processes < 2:
+        parser.error(f"--processes {parsed.processes}: a meeting takes 2 or more")
+    return parsed
 
 
 def interleaved(steps: Dict[str, Callable[[], Any]], rounds: int, budget_s: float, sample_s: float = 0.05) -> Rounds:

@@ -17,6 +17,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from _measuring import Cell, Rounds
 
 Series = Dict[str, float]  # what is kept of many values, by name
+WIDTH = 120  # of a line of JSON, without the brackets that close
 
 # Colours that stay apart in print and for the colour-blind (Okabe and Ito).
 COLOURS = {
@@ -42,7 +43,7 @@ def quantiles(values: Sequence[float]) -> Series:
     low, high = min(values), max(values)
     cuts = [min(max(cut, low), high) for cut in statistics.quantiles(values, n=20)]  # which goes beyond a few values
     median = statistics.median(values)
-    return {"count": len(values), "10%": cuts[1], "25%": cuts[4], "median": median, "75%": cuts[14], "90%": cuts[17]}
+    return {"count": len(values), "10%": cuts[1], "median": median, "90%": cuts[17]}
 
 
 def summary(taken: Rounds) -> Dict[str, Series]:
@@ -192,14 +193,23 @@ def write(out: Path, stem: str, title: str, text: str, env: Dict[str, str], cell
         print(f"every sample: {raw} (not for the repository)")
 
 
-def _lines(data: Any, indent: str = "") -> str:
-    """JSON in which a list or an object of numbers alone is one line, so that a diff shows which series changed."""
+def _lines(data: Any, indent: int = 0, before: int = 0) -> str:
+    """JSON with as many members on a line as fit. A member that takes several lines has them to itself.
+
+    ``before`` characters stand on the first line already. A float has five significant digits, since no table and no
+    plot shows more.
+    """
     if not isinstance(data, (dict, list)):
-        return json.dumps(data)
+        return json.dumps(float(f"{data:.5g}") if isinstance(data, float) else data)
     values = data.values() if isinstance(data, dict) else data
-    if all(isinstance(value, (int, float)) for value in values):
-        return json.dumps(data)
     keys = [f"{json.dumps(str(key))}: " for key in data] if isinstance(data, dict) else [""] * len(data)
-    lines = ",\n".join(f"{indent} {key}{_lines(value, indent + ' ')}" for key, value in zip(keys, values))
+    lines: List[str] = []
+    for key, value in zip(keys, values):
+        member = key + _lines(value, indent + 1, indent + 1 + len(key))
+        room = WIDTH - (before if len(lines) == 1 else indent) - len("{, ,")
+        if lines and "\n" not in lines[-1] + member and len(lines[-1]) + len(member) <= room:
+            lines[-1] += f", {member}"
+        else:
+            lines.append(member)
     left, right = "{}" if isinstance(data, dict) else "[]"
-    return f"{left}\n{lines}\n{indent}{right}"
+    return left + f",\n{' ' * (indent + 1)}".join(lines) + right

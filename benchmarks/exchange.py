@@ -1,4 +1,4 @@
-"""What it costs to put statistics together over processes: microseconds per exchange, and the share of a step.
+"""What it costs to put statistics together over processes: microseconds per exchange.
 
 Processes of this machine, over MPI or Horovod. *Bare* is mpi4py's ``Allreduce`` or Horovod's ``allreduce`` of the same
 bytes in the same processes and run, which never give up waiting; MPI matches by the order of the calls.
@@ -9,7 +9,6 @@ bytes in the same processes and run, which never give up waiting; MPI matches by
 """
 
 import json
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -22,7 +21,6 @@ from tqdm import tqdm
 SIZES = [1024, 2048, 4096, 8192, 16384]  # bytes
 PROCESSES = {"mpi": [2, 4, 8], "horovod": [2, 4]}
 ROUNDS = {"mpi": 1000, "horovod": 300}
-MODELS = [("fastscnn_citys", 128, 2), ("resnet18_v1", 128, 4)]  # name, crop, images of each process
 BARE = {"mpi": "mpi4py's `Allreduce`", "horovod": "Horovod's `allreduce`"}
 
 EXPLANATION = """Microseconds for the sum of a float64 vector over the processes of one machine, the median over
@@ -30,14 +28,7 @@ EXPLANATION = """Microseconds for the sum of a float64 vector over the processes
 statistics between processes of one machine: memory that they share. *Transport* is the way between machines.
 With more processes than cores, a wait is mostly for the scheduler.
 
-{table}
-
-Forward and backward of a training step on two processes, with layers that synchronise and with the same layers in
-mode `local`, which wait for nobody. The two take turns, step by step. Times are medians of {steps} steps, and the ratio
-is the median of all pairs. The gradients come on top; MPI or Horovod carries them.
-
-{models}
-"""
+{table}"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,25 +43,15 @@ def main(arguments: Sequence[str]) -> int:
     samples: List[_measuring.Cell] = []
     for count in tqdm(processes, desc="exchange", unit="job", disable=options.no_progress or None):
         samples += _measuring.job(over, count, script, {"sizes": SIZES, "rounds": rounds})["sizes"]
-    steps = 3 if options.quick else 30
-    models = []
-    for name, crop, batch in MODELS[: 1 if options.quick else None]:
-        work = {"model": name, "crop": 64 if options.quick else crop, "batch": batch, "steps": steps}
-        models.append(_measuring.job(over, 2, script, {"step": work}))
 
     cells = [{**sample, "microseconds": _results.summary(sample["microseconds"])} for sample in samples]
     header = ["bytes", "processes", "bare, us", "ours, us", "ours / bare", "transport, us"]
     table = _results.table(header, [row(cell) for cell in cells])
     print(table)
-    costs = [{**model, "seconds": _results.summary(model["seconds"])} for model in models]
-    header = ["model", "crop", "images", "local, s", "sync, s", "sync / local", "share of statistics", "gradients, s"]
-    of_models = _results.table(header, [row_of_model(model) for model in models])
-    text = EXPLANATION.format(table=table, rounds=rounds, bare=BARE[over], steps=steps, models=of_models)
+    text = EXPLANATION.format(table=table, rounds=rounds, bare=BARE[over])
     stem = "exchange" if over == "mpi" else f"exchange_{over}"
-    print(of_models)
-    raw = {"sizes": samples, "models": models}
-    results = {"sizes": cells, "models": costs}
-    _results.write(options.out, stem, "Exchange between processes", text, env, results, raw)
+    raw = {"sizes": samples}
+    _results.write(options.out, stem, "Exchange between processes", text, env, {"sizes": cells}, raw)
     plot(options.out / f"{stem}.png", over, cells, env)
     return 0
 
@@ -82,21 +63,12 @@ def row(cell: _measuring.Cell) -> List[str]:
     return [str(cell["bytes"]), str(cell["processes"]), *times[:2], ratio, times[2]]
 
 
-def row_of_model(model: Dict[str, Any]) -> List[str]:
-    taken = {name: statistics.median(values) for name, values in model["seconds"].items()}
-    ratio = statistics.median(sync / local for sync, local in zip(model["seconds"]["sync"], model["seconds"]["local"]))
-    share = f"{max(0.0, 1 - 1 / ratio):.0%}"
-    times = [f"{taken[name]:.3f}" for name in ("local", "sync")]
-    size = [str(model[name]) for name in ("crop", "batch")]
-    return [model["model"], *size, *times, f"{ratio:.2f}", share, f"{taken['gradients']:.3f}"]
-
-
 def child(over: str, work: Dict[str, Any]) -> None:
     import gluon_syncbn
 
     gluon_syncbn.configure(timeout=120)
     store = gluon_syncbn.kvstore(over)
-    result = sizes(over, store, work) if "sizes" in work else {**step(store, **work["step"]), **work["step"]}
+    result = sizes(over, store, work)
     if store.rank == 0:
         print(json.dumps(result), flush=True)
 
@@ -122,7 +94,7 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
 
     from gluon_syncbn import _native
     from gluon_syncbn.exchange.base import LayerInfo
-    from gluon_syncbn.exchange.store import Label
+    from gluon_syncbn.exchange.transport import Label
     from gluon_syncbn.session import session
 
     if store.why_not_in_memory is not None:
@@ -131,11 +103,15 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
     session.register(LayerInfo(layer, "a benchmark", [mx.cpu()], 1, 1, "sync", 1, None), store)
     cells = []
     for size in work["sizes"]:
-        values = np.ones(size // 8)
+        values, total = np.ones(size // 8), np.empty(size // 8)
         calls = iter(range(10**9))
+        # As in a step, nothing is made for a call; there, no Python is on the way either.
+        ticket = _native.Ticket(layer, size, 0, 0, b"a benchmark", 120.0)
+        arguments = (store.handle, ticket, values.size, values.ctypes.data, total.ctypes.data)
 
-        def ours(values: Any = values, size: int = size, calls: Any = calls) -> None:
-            _native.allreduce(store.handle, _native.Ticket(layer, size, next(calls), 0, b"a benchmark", 120.0), values)
+        def ours(ticket: Any = ticket, arguments: Any = arguments, calls: Any = calls) -> None:
+            ticket.call = next(calls)
+            _native.allreduce_at(*arguments)
 
         def transport(values: Any = values, size: int = size, calls: Any = calls) -> None:
             store._transport.allreduce(Label("statistics", size, call=next(calls), what="a benchmark"), values)
@@ -153,54 +129,6 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
                     taken[name].append((time.perf_counter() - start) * 1e6)
         cells.append({"bytes": size, "processes": store.num_workers, "microseconds": taken})
     return {"sizes": cells}
-
-
-def step(store: Any, model: str, crop: int, batch: int, steps: int) -> Dict[str, Any]:
-    """Seconds of steps with synchronised layers, of the same with layers that wait for nobody, and of the gradients."""
-    import gluoncv
-    import mxnet as mx
-    from mxnet import autograd, gluon, nd
-
-    import gluon_syncbn
-
-    def make(mode: str) -> Callable[[], Dict[str, float]]:
-        mx.random.seed(0)
-        kwargs = {"pretrained_base": False, "crop_size": crop, "base_size": crop} if "fastscnn" in model else {}
-        net = gluoncv.model_zoo.get_model(model, **kwargs)
-        net = gluon_syncbn.convert(net, mode=mode, kvstore=store)
-        net.initialize(mx.init.Xavier(), ctx=mx.cpu())
-        net.hybridize(static_alloc=True)
-        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, kvstore=store)
-        x = nd.random.normal(shape=(batch, 3, crop, crop))
-        if "fastscnn" in model:
-            of_pixels = gluoncv.loss.MixSoftmaxCrossEntropyLoss(aux=True, aux_weight=0.4)
-            labels = nd.zeros((batch, crop, crop))
-        else:
-            of_images, labels = gluon.loss.SoftmaxCrossEntropyLoss(), nd.zeros(batch)
-
-        def run() -> Dict[str, float]:
-            start = time.perf_counter()
-            with autograd.record():
-                y = net(x)
-                value = (of_pixels(*y, labels) if "fastscnn" in model else of_images(y, labels)).sum()
-            value.backward()
-            mx.nd.waitall()
-            middle = time.perf_counter()
-            trainer.step(batch * store.num_workers)  # here the processes wait for each other in any mode
-            mx.nd.waitall()
-            return {"step": middle - start, "gradients": time.perf_counter() - middle}
-
-        return run
-
-    runs = {mode: make(mode) for mode in ("local", "sync")}
-    taken: Dict[str, List[float]] = {"local": [], "sync": [], "gradients": []}
-    for k in range(steps + 2):  # the first two build the graph
-        for mode, run in runs.items():
-            seconds = run()
-            if k > 1:
-                taken[mode].append(seconds["step"])
-                taken["gradients"].append(seconds["gradients"])
-    return {"seconds": taken}
 
 
 def plot(path: Path, over: str, cells: Sequence[Dict[str, Any]], env: Dict[str, str]) -> None:

@@ -8,6 +8,10 @@ takes is measured in processes of their own.
     python benchmarks/models.py             # writes benchmarks/results/models.{md,json,png}
     python benchmarks/models.py --devices 2 # on two devices only
     python benchmarks/models.py --quick     # a smoke test, its figures mean nothing
+
+With `--processes N`, it measures what statistics between processes add to a step (see `_models_processes.py`).
+
+    python benchmarks/models.py --processes 2 # writes benchmarks/results/models_processes.{md,json,png}
 """
 
 from __future__ import annotations
@@ -22,10 +26,11 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import _measuring
+import _models_processes
 import _results
+from _networks import CLASSES, batch, criterion, network
 from tqdm import tqdm
 
-CLASSES = 150  # as in ADE20K
 MODELS: List[_measuring.Cell] = [
     {"model": "FastSCNN", "crop": 128, "images": 4},
     {"model": "PSPNet-ResNet50", "crop": 128, "images": 2},
@@ -57,7 +62,11 @@ process for each."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _measuring.options(__doc__, arguments, quick="one small case: a smoke test", devices=DEVICES)
+    options = _measuring.options(
+        __doc__, arguments, quick="one small case: a smoke test", devices=DEVICES, processes=True
+    )
+    if options.processes:
+        return _models_processes.main(__file__, options, arguments)
     if options.child:
         child(json.loads(options.child))
         return 0
@@ -164,52 +173,6 @@ def share(step: Callable[[], None]) -> float:
         operators = json.loads(mx.profiler.dumps(reset=True, format="json"))["Time"]["operator"]
     total = {name: times["Total"] for name, times in operators.items()}
     return sum(total[name] for name in total if name.replace("_backward_", "") in LAYERS) / sum(total.values())
-
-
-def network(cell: _measuring.Cell, layer: Any) -> Any:
-    if cell["model"] == "depthwise chain":
-        from mxnet.gluon import nn
-
-        net = nn.HybridSequential()
-        for _ in range(4):
-            net.add(nn.Conv2D(64, 3, padding=1, groups=64, use_bias=False, in_channels=64))
-            net.add(layer(in_channels=64), nn.Activation("relu"))
-        return net
-    from gluoncv.model_zoo import get_model
-    from gluoncv.model_zoo.fastscnn import FastSCNN
-    from gluoncv.model_zoo.pspnet import PSPNet
-
-    if cell["model"] in ("ResNet-18", "MobileNetV2"):
-        name = {"ResNet-18": "resnet18_v1", "MobileNetV2": "mobilenetv2_1.0"}[cell["model"]]
-        return get_model(name, classes=CLASSES, norm_layer=layer)
-    make = FastSCNN if cell["model"] == "FastSCNN" else functools.partial(PSPNet, backbone="resnet50")
-    return make(CLASSES, aux=True, pretrained_base=False, crop_size=cell["crop"], norm_layer=layer)
-
-
-def criterion(cell: _measuring.Cell) -> Callable[[Any, Any], Any]:
-    if cell["model"] in ("FastSCNN", "PSPNet-ResNet50"):
-        from gluoncv.loss import MixSoftmaxCrossEntropyLoss
-
-        mixed = MixSoftmaxCrossEntropyLoss(aux=True, aux_weight=0.4)
-        return lambda outputs, labels: mixed(*outputs, labels)
-    if cell["model"] == "depthwise chain":
-        return lambda outputs, labels: (outputs * labels).mean()
-    from mxnet.gluon.loss import SoftmaxCrossEntropyLoss
-
-    return SoftmaxCrossEntropyLoss()
-
-
-def batch(cell: _measuring.Cell, context: Any) -> Any:
-    """Images and labels of a device."""
-    import mxnet as mx
-
-    crop, images = cell["crop"], cell["images"]
-    if cell["model"] == "depthwise chain":
-        shape = (images, 64, crop, crop)
-        return mx.nd.random.normal(shape=shape, ctx=context), mx.nd.random.normal(shape=shape, ctx=context)
-    of_pixels = cell["model"] in ("FastSCNN", "PSPNet-ResNet50")
-    labels = mx.nd.random.randint(0, CLASSES, (images, crop, crop) if of_pixels else (images,), ctx=context)
-    return mx.nd.random.normal(shape=(images, 3, crop, crop), ctx=context), labels.astype("float32")
 
 
 def steps(cell: _measuring.Cell, contexts: Sequence[Any], names: Sequence[str]) -> Dict[str, Callable[[], None]]:

@@ -6,11 +6,11 @@ that you mean to rent, the time that a segmentation network's statistics spend b
     python benchmarks/scaling.py --latency-us 20 --bandwidth-gbit 25 --step-ms 800
 
 The model: every layer sends ``1 + 2C`` float64 in the forward and ``2C`` in the backward, one after the other, and
-nothing hides them. Up to 8 processes send to each other; more add up along a tree, twice log2(P) messages deep; vectors
-above 256 KiB are added in parts. A message costs ``message + latency + bytes / bandwidth``.
+nothing hides them. Up to 4 processes send to each other; more add up by doubling, log2(P) messages deep; vectors above
+256 KiB are added in parts. A message costs ``message + latency + bytes / bandwidth``.
 
 GPUs: what a layer asks of a GPU is counted (docs/gpu.md), what each of it takes is from the sources beside the
-constants. One process for the GPUs of a machine; between machines the message that says whose turn it is, as above.
+constants. One process for the GPUs of a machine; between machines the ballot that says whose turn it is, as above.
 Nothing hides anything there either.
 """
 
@@ -26,13 +26,22 @@ import _results
 
 GPUS = [2**k for k in range(11)]  # 1 to 1,024
 PROCESSES = [8, 16, 32, 64, 128, 256, 512, 1024]
-FEW, SMALL = 8, 1 << 18  # as in gluon_syncbn/exchange/mpi.py
+FEW, SMALL = 4, 1 << 18  # as in gluon_syncbn/exchange/mpi.py
 
 # Counted: of a layer on a GPU, in the forward and again in the backward (tests/gpu, what_a_step_costs, what_it_costs).
 WAYS = {
     "nccl": {"launches": 2, "waits": 1, "copies": 0},  # and one collective, where there are two GPUs
     "host": {"launches": 2, "waits": 2, "copies": 2},
 }
+WAYS["all-gather"] = WAYS["nccl"]  # as groups and mode 'shuffle' do it
+NAMES = {"nccl": "NCCL", "host": "over the host", "all-gather": "NCCL with all-gathers alone"}
+# From so many GPUs on mode 'sync' has an all-reduce in the place of the all-gather, and so many launches more in the
+# forward: csrc/exchange/nccl.cc, tests/gpu, what_an_all_reduce_costs.
+ALL_REDUCE_FROM, MORE_LAUNCHES = 32, 2
+# With a process for each GPU, over the host: whether one of each machine speaks for all of it.
+SPEAKERS = {"all processes": False, "one of each machine": True}
+# Counted in exchange/turns.py: bytes of a process in a ballot, beside 16 for each GPU. Six numbers, and the frame.
+BALLOT_BYTES = 72
 # Published, in microseconds:
 # A kernel that does nothing, "with recent hardware and software": forums.developer.nvidia.com/t/233645.
 LAUNCH_US = 3.0
@@ -46,6 +55,9 @@ HOP_US = (33.7 - 10.0) / 12
 BASE_US = 10.0 - 2 * HOP_US
 # A hop over the network, in NCCL's own model of it: hwLat, NET, Ring, LL in github.com/NVIDIA/nccl src/graph/tuning.cc.
 NET_HOP_US = 2.7
+# The same for a tree: hwLat, NET, Tree, LL; and the part of the bandwidth that protocol LL has there.
+TREE_HOP_US = 5.0
+TREE_BANDWIDTH = 1 / 3.8
 # A channel's bandwidth within a machine, same place: perChMaxRingLL128Bws of Ampere, in GB/s.
 CHANNEL_GB = 20.0
 
@@ -65,7 +77,11 @@ def main(arguments: Sequence[str]) -> int:
         name: {way: [gpu_costs(channels, count, way, options) for count in GPUS] for way in WAYS}
         for name, channels in nets.items()
     }
-    gpu_text = describe_gpus(of_gpus, options)
+    each = {
+        name: {way: [of_each_gpu_cost(channels, n, so, options) for n in GPUS] for way, so in SPEAKERS.items()}
+        for name, channels in nets.items()
+    }
+    gpu_text = describe_gpus(of_gpus, each, options)
     print(table, gpu_text, sep="\n\n")
     text = (
         f"A model: {options.message_us:.0f} us per message, {options.latency_us:.0f} us latency, "
@@ -73,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         f"statistics spend between processes, and their share of the step. The message is measured "
         f"(benchmarks/exchange.py), or given; everything else is reckoned.\n\n{table}\n\n{gpu_text}"
     )
-    cells = {"processes": costs, "gpus": of_gpus}
+    cells = {"processes": costs, "gpus": of_gpus, "a process for each GPU": each}
     _results.write(options.out, "scaling", "Expected cost over many processes and GPUs", text, env, cells)
     plot(options.out / "scaling.png", costs, of_gpus, options)
     return 0
@@ -87,6 +103,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="by default what benchmarks/exchange.py measured, halved: "
         "an exchange of two processes sends and receives one message",
     )
+    parser.add_argument(
+        "--memory-us", type=float, help="of 8 KiB between two processes in memory; by default what was measured, too"
+    )
     parser.add_argument("--latency-us", type=float, default=20, help="of the network, one way (20: 10 GbE)")
     parser.add_argument("--bandwidth-gbit", type=float, default=10)
     parser.add_argument("--gpus-per-machine", type=int, default=8)
@@ -95,22 +114,32 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=_measuring.RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
     if options.message_us is None:
-        options.message_us = measured(options.out) / 2
-    for name in ("message_us", "latency_us", "bandwidth_gbit", "gpus_per_machine", "gpu_bandwidth_gbit", "step_ms"):
+        options.message_us = measured(options.out, 1024, "transport") / 2
+    if options.memory_us is None:
+        options.memory_us = measured(options.out, 8192, "ours")
+    for name in (
+        "message_us",
+        "memory_us",
+        "latency_us",
+        "bandwidth_gbit",
+        "gpus_per_machine",
+        "gpu_bandwidth_gbit",
+        "step_ms",
+    ):
         if not getattr(options, name) > 0:
             parser.error(f"--{name.replace('_', '-')}: {getattr(options, name)} was given, expected a number above 0")
     return options
 
 
-def measured(out: Path) -> float:
-    """The median exchange of 1 KiB between two processes by the transport, in microseconds."""
+def measured(out: Path, size: int, way: str) -> float:
+    """The median exchange of so many bytes between two processes, in microseconds."""
     for folder in (out, _measuring.RESULTS):
         path = folder / "exchange.json"
         if path.exists():
             cells = json.loads(path.read_text())["cells"]["sizes"]
-            taken = next(c["microseconds"] for c in cells if (c["bytes"], c["processes"]) == (1024, 2))
-            return taken["transport"]["median"]
-    raise SystemExit("no measured cost of a message: run benchmarks/exchange.py first, or give --message-us")
+            taken = next(c["microseconds"] for c in cells if (c["bytes"], c["processes"]) == (size, 2))
+            return taken[way]["median"]
+    raise SystemExit("no measured exchange: run benchmarks/exchange.py first, or give --message-us and --memory-us")
 
 
 def channels_of(depth: int) -> List[int]:
@@ -135,7 +164,8 @@ def exchange_cost(size: int, processes: int, options: argparse.Namespace) -> flo
     if size > SMALL:
         return 2 * (latency + (processes - 1) * (message + transfer / processes))
     if processes > FEW:
-        return 2 * math.ceil(math.log2(processes)) * (message + latency + transfer)
+        whole = math.floor(math.log2(processes))
+        return (whole + 2 * (processes > 1 << whole)) * (message + latency + transfer)
     return latency + (processes - 1) * (message + transfer)
 
 
@@ -145,13 +175,16 @@ def gpu_costs(channels: Sequence[int], gpus: int, way: str, options: argparse.Na
     counted = WAYS[way]
     operations = counted["launches"] * LAUNCH_US + counted["waits"] * WAIT_US + counted["copies"] * COPY_US
     costs = {"operations": 0.0, "collectives": 0.0, "messages": 0.0}
-    for length in (8 * n for c in channels for n in (1 + 2 * c, 2 * c)):
-        costs["operations"] += operations * 1e-6
-        if way == "nccl":
-            costs["collectives"] += all_gather_cost(length, gpus, machines, options)
-            costs["messages"] += turn_cost(machines, options)
-        elif machines > 1:
-            costs["messages"] += exchange_cost(length, machines, options)
+    adds = way == "nccl" and gpus >= ALL_REDUCE_FROM
+    for gathered, added in (pair for c in channels for pair in ((1 + 2 * c, 1 + 4 * c), (2 * c, 2 * c))):
+        more = MORE_LAUNCHES * LAUNCH_US if adds and added > gathered else 0
+        costs["operations"] += (operations + more) * 1e-6
+        if way == "host":
+            costs["messages"] += exchange_cost(8 * gathered, machines, options) if machines > 1 else 0
+            continue
+        cost, length = (all_reduce_cost, added) if adds else (all_gather_cost, gathered)
+        costs["collectives"] += cost(8 * length, gpus, machines, options)
+        costs["messages"] += ballot_cost(machines, options)
     return costs
 
 
@@ -164,57 +197,112 @@ def all_gather_cost(size: int, gpus: int, machines: int, options: argparse.Names
     return (BASE_US + hops) * 1e-6 + (gpus - 1) * size / bandwidth
 
 
-def turn_cost(processes: int, options: argparse.Namespace) -> float:
-    """Of the message to rank 0 and its answer; a hundred bytes or so for each process."""
+def all_reduce_cost(size: int, gpus: int, machines: int, options: argparse.Namespace) -> float:
+    """Of NCCL's tree: up and down a chain within each machine, and a tree between them."""
+    if gpus == 1:
+        return 0.0
+    bandwidth = CHANNEL_GB * 1e9 if machines == 1 else options.gpu_bandwidth_gbit * 1e9 / 8
+    within = math.ceil(gpus / machines) - 1
+    hops = within * HOP_US + math.ceil(math.log2(machines)) * TREE_HOP_US
+    return (BASE_US + 2 * hops) * 1e-6 + 2 * size / (bandwidth * TREE_BANDWIDTH)
+
+
+def ballot_cost(processes: int, options: argparse.Namespace) -> float:
+    """Of the all-gather that says whose turn it is."""
     message, latency = options.message_us * 1e-6, options.latency_us * 1e-6
+    own = BALLOT_BYTES + 16 * options.gpus_per_machine
+    transfer = (processes - 1) * own * 8 / (options.bandwidth_gbit * 1e9)
     if processes > FEW:
-        return 2 * math.ceil(math.log2(processes)) * (message + latency)
-    return 2 * (latency + (processes - 1) * message) if processes > 1 else 0.0
+        return math.ceil(math.log2(processes)) * (message + latency) + transfer
+    return latency + (processes - 1) * message + transfer if processes > 1 else 0.0
 
 
-def describe_gpus(costs: Dict[str, Dict[str, List[Dict[str, float]]]], options: argparse.Namespace) -> str:
+def of_each_gpu_cost(channels: Sequence[int], gpus: int, one_speaks: bool, options: argparse.Namespace) -> float:
+    """Seconds of one training step over the host with a process for each GPU. They add up by doubling, and all send
+    over the network at once; or one of each machine speaks for all of it."""
+    machines, within = math.ceil(gpus / options.gpus_per_machine), min(gpus, options.gpus_per_machine)
+    message, memory = options.message_us * 1e-6, options.memory_us * 1e-6
+    seconds = sum(gpu_costs(channels, 1, "host", options).values())
+    for length in (8 * n for c in channels for n in (1 + 2 * c, 2 * c)):
+        steps = math.ceil(math.log2(within))
+        if machines == 1:
+            seconds += steps * memory
+        elif one_speaks:
+            seconds += 2 * steps * memory + exchange_cost(length, machines, options)
+        else:
+            transfer = length * 8 / (options.bandwidth_gbit * 1e9)
+            between = message + options.latency_us * 1e-6 + within * transfer
+            seconds += steps * message + math.ceil(math.log2(machines)) * between
+    return seconds
+
+
+def describe_gpus(
+    costs: Dict[str, Dict[str, List[Dict[str, float]]]],
+    each: Dict[str, Dict[str, List[float]]],
+    options: argparse.Namespace,
+) -> str:
     name, ways = next(iter(costs.items()))
     step = options.step_ms * 1e-3
 
-    def share(cost: Dict[str, float]) -> str:
-        total = sum(cost.values())
-        return f"{total * 1e3:.1f} ({total / step:.1%})"
+    def share(seconds: float) -> str:
+        return f"{seconds * 1e3:.1f} ({seconds / step:.1%})"
 
-    rows = []
+    rows, rows_of_each = [], []
     for i, gpus in enumerate(GPUS):
-        parts = [f"{ways['nccl'][i][part] * 1e3:.1f}" for part in ("operations", "collectives", "messages")]
-        others = [share(net[way][i]) for net, way in ((ways, "nccl"), (ways, "host"))]
-        rows.append([str(gpus), str(math.ceil(gpus / options.gpus_per_machine)), *parts, *others])
-    header = [
-        "GPUs",
-        "machines",
-        "operations, ms",
-        "collectives, ms",
-        "messages, ms",
-        "all, ms (of a step)",
-        "over the host",
-    ]
+        parts = [ways["nccl"][i][part] for part in ("operations", "messages", "collectives")]
+        parts.append(ways["all-gather"][i]["collectives"])
+        shares = [share(sum(ways[way][i].values())) for way in ("nccl", "all-gather", "host")]
+        machines = str(math.ceil(gpus / options.gpus_per_machine))
+        rows.append([str(gpus), machines, *[f"{part * 1e3:.1f}" for part in parts], *shares])
+        rows_of_each.append([str(gpus), machines, *[share(each[name][way][i]) for way in SPEAKERS]])
+    header = ["GPUs", "machines", "operations, ms", "ballots, ms", "collectives, ms", "all-gathers alone, ms"]
+    header += [f"{NAMES[way]}, ms (of a step)" for way in ("nccl", "all-gather", "host")]
+    from_gpus = [next((n for n in GPUS if all_reduces(c, n, options)), None) for c in (64, 512, 2048)]
     published = f"{LAUNCH_US:.0f}, {WAIT_US:.0f}, {COPY_US:.0f} us"
-    network = f"{options.gpu_bandwidth_gbit:.0f} Gbit/s; messages {options.latency_us:.0f} us"
-    asked = "2 launches, 1 wait, 1 collective, 1 message; over the host 2 launches, 2 waits, 2 copies"
+    messages = f"messages {options.latency_us:.0f} us, {options.bandwidth_gbit:.0f} Gbit/s"
+    network = f"{options.gpu_bandwidth_gbit:.0f} Gbit/s; {messages}"
+    asked = "2 launches, 1 wait, 1 collective, 1 ballot; over the host 2 launches, 2 waits, 2 copies"
+    asked += f"; {MORE_LAUNCHES} launches more before and after an all-reduce in the forward"
+    tuning = "NVIDIA/nccl, src/graph/tuning.cc"
     figures = [
         ["asked of a GPU, by layer and direction", asked, "counted on the emulator", "docs/gpu.md"],
+        ["a process in a ballot", f"{BALLOT_BYTES} bytes, and 16 for each GPU", "counted", "exchange/turns.py"],
+        ["an all-reduce", "4C + 1 values forward, 2C backward", "counted", "csrc/cuda/kernels.cu"],
         ["message", f"{options.message_us:.0f} us", "measured, or given", "exchange.md"],
+        ["exchange of two processes in memory", f"{options.memory_us:.0f} us", "measured, or given", "exchange.md"],
+        ["of more processes in memory", "that, times log2 of their number", "assumed", ""],
         ["launch, wait, copy", published, "published", "constants of scaling.py"],
         ["NCCL: start, hop in a machine", f"{BASE_US:.1f}, {HOP_US:.1f} us", "published", "NVIDIA/nccl-tests#123"],
-        ["NCCL: hop between machines", f"{NET_HOP_US} us", "published", "NVIDIA/nccl, src/graph/tuning.cc"],
+        ["NCCL: hop between machines, ring", f"{NET_HOP_US} us", "published", tuning],
+        ["NCCL: hop between machines, tree", f"{TREE_HOP_US} us", "published", tuning],
+        ["NCCL: bandwidth of a tree", f"{TREE_BANDWIDTH:.2f} of the network's", "published", tuning],
         ["network", network, "assumed", "options"],
     ]
     return (
         f"## GPUs\n\n{name}, one process for the {options.gpus_per_machine} GPUs of a machine. **Every time in this "
-        "table is reckoned**: what is asked of a GPU, times what that takes according to others.\n\n"
+        "table is reckoned**: what is asked of a GPU, times what that takes according to others. "
+        f"From {ALL_REDUCE_FROM} GPUs on NCCL adds sums in mode `sync`; groups "
+        "and mode `shuffle` have the all-gather on any number.\n\n"
         f"{_results.table(header, rows)}\n\n"
-        "Nothing is taken off for what runs at once. The message that says whose turn it is goes while the GPU still "
-        "reads x for the moments, so that much of that column may be hidden; over the host the copy waits for the "
-        "moments, and nothing is. A ring's time grows with the number of GPUs, a tree's with its logarithm: over many "
-        "machines `gpus='host'` or `group_size` is expected to cost less.\n\n"
+        "Nothing is taken off for what runs at once. The ballot that says whose turn it is goes while the GPU still "
+        "reads x for the moments. Much of that column may therefore be hidden. Over the host, the copy waits for the "
+        "moments, and nothing is hidden. A ring's time grows with the number of GPUs, a tree's with its logarithm: "
+        "over many machines `gpus='host'` is expected to cost less. An all-reduce, with its launches, takes less than "
+        f"an all-gather from {from_gpus[0]} GPUs on with 64 channels, from {from_gpus[1]} with 512 and from "
+        f"{from_gpus[2]} with 2048."
+        "\n\nOver the host with a process for each GPU. Between machines all of them add up, or one of each "
+        "machine speaks for those that it meets in memory:\n\n"
+        f"{_results.table(['GPUs', 'machines', *[f'{way}, ms (of a step)' for way in SPEAKERS]], rows_of_each)}\n\n"
         f"What it rests on:\n\n{_results.table(['figure', 'value', 'is', 'source'], figures)}"
     )
+
+
+def all_reduces(channels: int, gpus: int, options: argparse.Namespace) -> bool:
+    """Whether an all-reduce of a forward takes less than the all-gather, its launches included."""
+    machines = math.ceil(gpus / options.gpus_per_machine)
+    gathers = all_gather_cost(8 * (1 + 2 * channels), gpus, machines, options)
+    launches = MORE_LAUNCHES * LAUNCH_US * 1e-6
+    return launches + all_reduce_cost(8 * (1 + 4 * channels), gpus, machines, options) < gathers
 
 
 COLOURS = ("#0072B2", "#D55E00")
@@ -241,12 +329,12 @@ def plot(
         fontsize=9,
     )
     for (name, ways), colour in zip(of_gpus.items(), COLOURS):
-        for (way, cells), line in zip(ways.items(), ("o-", "s--")):
-            label = f"{name}, {'NCCL' if way == 'nccl' else 'over the host'}"
+        for (way, cells), line in zip(ways.items(), ("o-", "s--", "^:")):
+            label = f"{name}, {NAMES[way]}"
             right.plot(GPUS, [100 * sum(cell.values()) / step for cell in cells], line, color=colour, label=label)
     right.axvline(options.gpus_per_machine, color="#666666", linewidth=1, linestyle=":")
-    right.annotate("one machine", (options.gpus_per_machine, 0.97), xycoords=("data", "axes fraction"), ha="right",
-                   va="top", fontsize=8, color="#666666", rotation=90)  # fmt: skip
+    right.annotate("one machine", (options.gpus_per_machine, 0.03), xycoords=("data", "axes fraction"), ha="right",
+                   va="bottom", fontsize=8, color="#666666", rotation=90)  # fmt: skip
     right.set_title(
         "GPUs. Counted on the emulator: what is asked of them. Published: what each takes.\n"
         "Reckoned: the curves. No GPU was measured",

@@ -58,7 +58,7 @@ def child(rounds: int) -> None:
     from mpi4py import MPI
 
     import gluon_syncbn
-    from gluon_syncbn.exchange.store import Label
+    from gluon_syncbn.exchange.transport import Label
 
     transport = gluon_syncbn.kvstore("mpi")._transport
     rank, size = transport.rank, transport.size
