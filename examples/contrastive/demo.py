@@ -1,9 +1,9 @@
-"""The leak and its cures, side by side: trains in each mode, draws the curves, says what they show.
+"""Trains in each mode, with and without the leak, draws the curves, and prints what they show.
 
     python examples/contrastive/demo.py               # one seed
-    python examples/contrastive/demo.py --seeds 3     # mean and spread
+    python examples/contrastive/demo.py --seeds 3     # mean and standard deviation
 
-Runs that are complete already are not repeated; delete the folder to start over.
+Complete runs are not repeated. Delete the folder to start over.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ COLOURS = dict(zip(MODES, ("#D55E00", "#999999", "#0072B2", "#009E73")))
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description="MoCo with and without the leak through batch statistics")
-    parser.add_argument("--seeds", type=int, default=1, help="how many, from 1 on")
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from 1 on")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--out", type=Path, default=Path("runs/demo-contrastive"))
-    parser.add_argument(
-        "--no-progress", action="store_true", help="no progress bars; nor are there any without a terminal"
-    )
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bars (as without a terminal)")
     options = parser.parse_args(argv)
     if options.seeds < 1 or options.epochs < 1:
         parser.error("--seeds, --epochs: expected at least 1")
@@ -54,11 +52,11 @@ def run(bn: str, seed: int, options: argparse.Namespace) -> None:
     command = [sys.executable, str(TRAIN), "--bn", bn, "--seed", str(seed), "--epochs", str(options.epochs)]
     command += ["--out", str(folder)] + (["--resume"] if (folder / "last.ckpt").exists() else [])
     command += ["--no-progress"] if options.no_progress else []
-    # One thread: these images are too small to share.
+    # One thread: more threads do not help on images this small.
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=3600, check=False)
     if done.returncode != 0 or len(read(folder)) < options.epochs:
-        raise SystemExit(f"demo.py: {' '.join(command[1:])} ended with exit code {done.returncode}; the same command "
-                         "goes on from there")  # fmt: skip
+        raise SystemExit(f"demo.py: {' '.join(command[1:])} ended with exit code {done.returncode}; call demo.py again "
+                         "to continue")  # fmt: skip
 
 
 def read(folder: Path) -> list:
@@ -87,21 +85,21 @@ def table(curves: dict) -> str:
 
 
 def verdict(curves: dict) -> str:
-    """From the numbers alone: does `local` find its keys more often, and are its features worse for it?"""
+    """Compares `local` with each remedy: are its keys found more often, and are its features worse?"""
     words = []
-    for cure in ("shuffle", "sample-shuffle"):
-        pretext = statistics.mean(last(curves, "local", "pretext")) - statistics.mean(last(curves, cure, "pretext"))
-        knn = statistics.mean(last(curves, cure, "knn")) - statistics.mean(last(curves, "local", "knn"))
+    for remedy in ("shuffle", "sample-shuffle"):
+        pretext = statistics.mean(last(curves, "local", "pretext")) - statistics.mean(last(curves, remedy, "pretext"))
+        knn = statistics.mean(last(curves, remedy, "knn")) - statistics.mean(last(curves, "local", "knn"))
         noise = 0.0
-        if len(curves[cure]) > 1:
-            noise = max(statistics.stdev(last(curves, bn, "knn")) for bn in ("local", cure))
+        if len(curves[remedy]) > 1:
+            noise = max(statistics.stdev(last(curves, bn, "knn")) for bn in ("local", remedy))
         if pretext > 0.1 and knn > noise:
-            says = "the leak shows: its keys are found more easily, and its features are worse"
+            says = "the leak shows: local finds its keys more easily, and its features are worse"
         elif pretext > 0.1:
-            says = "local's keys are found more easily, but no worse features can be told from these runs"
+            says = "local finds its keys more easily, but these runs show no worse features"
         else:
-            says = "no leak can be told from these runs"
-        words.append(f"local against {cure}: pretext accuracy {pretext:+.3f}, kNN of the cure {knn:+.3f}; {says}.")
+            says = "these runs show no leak"
+        words.append(f"local against {remedy}: pretext accuracy {pretext:+.3f}, kNN of {remedy} {knn:+.3f}; {says}.")
     return "\n".join(words)
 
 

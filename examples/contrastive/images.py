@@ -1,4 +1,4 @@
-"""Images to learn from without labels, and the two random views of each that MoCo compares."""
+"""Images for training without labels, and random views of them. MoCo compares two views of each image."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".bmp"}
 
 
 class UserError(Exception):
-    """A mistake in an option or a folder; the text says what was expected."""
+    """A mistake in an option or a folder. The text says what the program expected."""
 
 
 class Images(NamedTuple):
-    """Values from 0 to 1, (N, C, S, S). Labels are for the kNN check only; None where there are none."""
+    """Values from 0 to 1, (N, C, S, S). The kNN check uses the labels. They are None for images without classes."""
 
     train: np.ndarray
     held_out: np.ndarray
@@ -24,8 +24,10 @@ class Images(NamedTuple):
 
 
 def load(folder: str | None, size: int) -> Images:
-    """scikit-learn's digits, or a folder of images (its subfolders are the classes). A fifth is held out: of the digits
-    the last, which other people wrote, of a folder every fifth."""
+    """Loads scikit-learn's digits, or a folder of images whose subfolders are the classes. A fifth is held out.
+
+    Of the digits, the last fifth is held out, which other people wrote. Of a folder, every fifth image is held out.
+    """
     pixels, labels = _digits() if folder is None else _folder(Path(folder), size)
     number = np.arange(len(pixels))
     held_out = number >= len(pixels) * 4 // 5 if folder is None else number % 5 == 4
@@ -37,7 +39,7 @@ def load(folder: str | None, size: int) -> Images:
 def _digits():
     from sklearn.datasets import load_digits
 
-    digits = load_digits()  # 1797 scans of 8 x 8, in the package
+    digits = load_digits()  # 1797 scans of 8 x 8, part of scikit-learn
     return (digits.images[:, None] / 16).astype("float32"), digits.target
 
 
@@ -45,7 +47,9 @@ def _folder(folder: Path, size: int):
     from PIL import Image, UnidentifiedImageError
 
     if not folder.is_dir():
-        raise UserError(f"--data {folder}: no such folder; expected one with images, in subfolders for classes or not")
+        raise UserError(
+            f"--data {folder}: no such folder; expected a folder of images, with or without subfolders for classes"
+        )
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if len(files) < 10:
         raise UserError(
@@ -57,7 +61,7 @@ def _folder(folder: Path, size: int):
             with Image.open(path) as image:
                 scaled = image.convert("RGB").resize((size, size), Image.BILINEAR)
         except (UnidentifiedImageError, OSError) as error:
-            raise UserError(f"--data: {path} is no readable image ({error})") from None
+            raise UserError(f"--data: {path} is not a readable image ({error})") from None
         pixels[i] = np.asarray(scaled, "float32").transpose(2, 0, 1) / 255
     names = [path.parent for path in files]
     classes = sorted(set(names))
@@ -67,7 +71,7 @@ def _folder(folder: Path, size: int):
 
 
 def view(images: np.ndarray, size: int, random: np.random.RandomState) -> np.ndarray:
-    """Each image turned, scaled, slanted and moved at random, with noise: (N, C, size, size)."""
+    """Rotates, scales, shears and moves each image at random, and adds noise: (N, C, size, size)."""
     n = len(images)
 
     def uniform(width, count=None):
@@ -83,7 +87,10 @@ def view(images: np.ndarray, size: int, random: np.random.RandomState) -> np.nda
 
 
 def resample(images: np.ndarray, size: int, affine: np.ndarray | None = None) -> np.ndarray:
-    """Bilinear, black outside. affine: (N, 2, 3) from the view's coordinates to the image's, both from -1 to 1."""
+    """Resamples bilinearly, with black outside.
+
+    affine: (N, 2, 3), maps the view's coordinates to the image's. Both range from -1 to 1.
+    """
     n, _, height, width = images.shape
     if affine is None:
         affine = np.tile(np.eye(2, 3), (n, 1, 1))

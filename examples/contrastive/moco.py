@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import functools
 
+import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
-import gluon_syncbn
-
-#: `--bn`: what the normalisation layers do. With sample-shuffle the keys change places instead.
+#: The mode of the normalisation layers for each `--bn`. sample-shuffle moves the keys instead.
 MODES = {"local": "local", "sync": "sync", "shuffle": "shuffle", "sample-shuffle": "local"}
 
 
 class Block(nn.HybridBlock):
-    """Two 3 x 3 convolutions and a way around them."""
+    """Two 3 x 3 convolutions and a shortcut."""
 
     def __init__(self, norm, channels, stride):
         super().__init__()
@@ -30,15 +29,15 @@ class Block(nn.HybridBlock):
                 nn.Conv2D(channels, 3, stride, 1, use_bias=False), norm(), nn.Activation("relu"),
                 nn.Conv2D(channels, 3, 1, 1, use_bias=False), norm(),
             )  # fmt: skip
-            self.around = nn.HybridSequential()
-            self.around.add(nn.Conv2D(channels, 1, stride, use_bias=False), norm())
+            self.shortcut = nn.HybridSequential()
+            self.shortcut.add(nn.Conv2D(channels, 1, stride, use_bias=False), norm())
 
     def hybrid_forward(self, F, x):
-        return F.relu(self.body(x) + self.around(x))
+        return F.relu(self.body(x) + self.shortcut(x))
 
 
 class Encoder(nn.HybridBlock):
-    """A small residual network (`features`), then MoCo v2's head: features (N, dim) of length 1."""
+    """A small residual network (`features`), then MoCo v2's head. The output is (N, dim), with length 1."""
 
     def __init__(self, bn: str, virtual_devices: int, width: int = 32, dim: int = 64):
         super().__init__()
@@ -59,8 +58,8 @@ class Encoder(nn.HybridBlock):
 class MoCo:
     """The two encoders and the queue, on one or several contexts.
 
-    A step works on slots: virtual devices of the normalisation layers. With ``bn='local'`` a query and its key are in
-    the same slot of two encoders that are nearly the same, and share its statistics with few others.
+    The normalisation layers divide a batch into slots (virtual devices). With ``bn='local'``, a query and its key are
+    in the same slot. The two encoders are nearly equal, so both share statistics with few other samples.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class MoCo:
         self.query, self.key = (Encoder(bn, virtual_devices, dim=dim) for _ in range(2))
         for encoder in (self.query, self.key):
             encoder.initialize(mx.init.Xavier(magnitude=2), ctx=contexts)
-            encoder(nd.zeros((1, channels, size, size), ctx=contexts[0]))  # the first batch tells the shapes
+            encoder(nd.zeros((1, channels, size, size), ctx=contexts[0]))  # the first batch fixes the shapes
             encoder.hybridize(static_alloc=True)
         self._pairs = []
         for key, query in zip(self.key.collect_params().values(), self.query.collect_params().values()):
@@ -81,14 +80,14 @@ class MoCo:
                 key.grad_req = "null"
         keys = np.random.RandomState(seed).randn(queue, dim)
         self.queue = nd.array(keys / np.linalg.norm(keys, axis=1, keepdims=True))
-        self.position = 0  # where the next keys go
+        self.position = 0  # of the next keys in the queue
         self.loss = gluon.loss.SoftmaxCrossEntropyLoss()
-        # Not the running statistics: a Trainer that is resumed copies the first device's parameters to all.
+        # Without the running statistics, because a resumed Trainer copies the first device's parameters to all devices.
         trained = [query for _, query in self._pairs]
         self.trainer = gluon.Trainer(trained, "sgd", {"learning_rate": lr, "momentum": 0.9, "wd": 1e-4})
 
     def step(self, x_q: np.ndarray, x_k: np.ndarray, shuffle: gluon_syncbn.SampleShuffle) -> tuple:
-        """One training step on two views of a batch; (loss, pretext accuracy)."""
+        """One training step on two views of a batch. Returns (loss, pretext accuracy)."""
         for key, query in self._pairs:
             for context in self.contexts:
                 key.data(context)[:] = self.momentum * key.data(context) + (1 - self.momentum) * query.data(context)
@@ -105,7 +104,7 @@ class MoCo:
                 q = self.query(x)
                 positive = (q * k).sum(axis=1, keepdims=True)
                 negative = nd.dot(q, self.queue.as_in_context(x.context), transpose_b=True)
-                logits = nd.concat(positive, negative, dim=1) / self.temperature  # (n, 1 + K), the first is right
+                logits = nd.concat(positive, negative, dim=1) / self.temperature  # (n, 1 + K), the positive key first
                 losses.append(self.loss(logits, nd.zeros(len(x), ctx=x.context)))
                 hits.append(logits.argmax(axis=1) == 0)
         autograd.backward(losses)
@@ -119,6 +118,6 @@ class MoCo:
         self.position = int((self.position + len(keys)) % len(self.queue))
 
     def features(self, images: np.ndarray, batch: int = 64) -> np.ndarray:
-        """Of the query encoder, without its head, in predict mode."""
+        """The features of the query encoder, without its head, in predict mode."""
         parts = [nd.array(images[i : i + batch], ctx=self.contexts[0]) for i in range(0, len(images), batch)]
         return np.concatenate([self.query.features(part).asnumpy() for part in parts])

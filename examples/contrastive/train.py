@@ -1,9 +1,9 @@
-"""Contrastive training with MoCo, to see what batch statistics give away.
+"""Contrastive training with MoCo. It shows how batch statistics leak the answer.
 
     python examples/contrastive/train.py --bn local             # scikit-learn's digits
     python examples/contrastive/train.py --bn sample-shuffle --data my_images/
 
-Writes epochs.csv and last.ckpt to the run's folder; the same command with --resume goes on where it stopped.
+Writes epochs.csv and last.ckpt to the run's folder. The same command with --resume continues a stopped run.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
 import mxnet as mx
 import numpy as np
 from images import Images, UserError, load, resample, view
@@ -28,30 +29,30 @@ FIELDS = ("epoch", "loss", "pretext", "knn", "lr")
 
 
 def parse(argv=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="MoCo on small images, with batch statistics that leak or do not")
+    parser = argparse.ArgumentParser(
+        description="MoCo on small images, with and without the leak through batch statistics"
+    )
     parser.add_argument(
         "--bn",
         choices=("local", "sync", "shuffle", "sample-shuffle"),
         default="shuffle",
-        help="statistics of each slot / of the whole batch / of another slot / of each slot, with the "
-        "keys in other places than their queries",
+        help="normalise with the statistics of each slot / of the whole batch / of another slot / of each slot, "
+        "with the keys in other slots than their queries",
     )
-    parser.add_argument("--virtual-devices", type=int, default=8, metavar="V", help="slots of each device")
-    parser.add_argument("--cpus", type=int, default=1, help="CPU contexts")
-    parser.add_argument("--data", metavar="FOLDER", help="images (subfolders are classes); by default digits")
-    parser.add_argument("--size", type=int, help="pixels of a view; by default 16 for digits, 32 for a folder")
+    parser.add_argument("--virtual-devices", type=int, default=8, metavar="V", help="number of slots of each device")
+    parser.add_argument("--cpus", type=int, default=1, help="number of CPU contexts")
+    parser.add_argument("--data", metavar="FOLDER", help="images, with classes in subfolders (default: digits)")
+    parser.add_argument("--size", type=int, help="pixels of a view (default: 16 for digits, 32 for a folder)")
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--batch-size", type=int, default=32, help="of all devices together")
-    parser.add_argument("--lr", type=float, default=0.02, help="falls along a cosine")
-    parser.add_argument("--queue", type=int, default=512, help="keys in the queue")
+    parser.add_argument("--lr", type=float, default=0.02, help="learning rate at the start; it decays along a cosine")
+    parser.add_argument("--queue", type=int, default=512, help="number of keys in the queue")
     parser.add_argument("--momentum", type=float, default=0.99, help="of the key encoder")
     parser.add_argument("--temperature", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder of the run; by default runs/contrastive/BN-SEED")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in that folder")
-    parser.add_argument(
-        "--no-progress", action="store_true", help="no progress bar; nor is there one without a terminal"
-    )
+    parser.add_argument("--out", type=Path, help="folder of the run (default: runs/contrastive/BN-SEED)")
+    parser.add_argument("--resume", action="store_true", help="continue the run in that folder")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bar (as without a terminal)")
     options = parser.parse_args(argv)  # fmt: skip
     options.size = options.size or (32 if options.data else 16)
     options.out = options.out or Path("runs/contrastive") / f"{options.bn}-{options.seed}"
@@ -73,10 +74,8 @@ def parse(argv=None) -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace) -> list:
-    """Trains, or goes on; returns the rows of epochs.csv."""
-    import gluon_syncbn
-
-    # One context waits for nobody, and the space that several need would cost memory.
+    """Trains, or continues a run. Returns the rows of epochs.csv."""
+    # One context does not wait for others. The temporary space for several contexts would cost memory.
     contexts = gluon_syncbn.cpu_devices(options.cpus) if options.cpus > 1 else [mx.cpu()]
     from moco import MoCo
 
@@ -94,7 +93,7 @@ def train(options: argparse.Namespace) -> list:
     stop = Stop()
     bar = tqdm(range(len(rows), options.epochs), desc=options.bn, unit="epoch", disable=options.no_progress or None)
     for epoch in bar:
-        # Everything random depends on seed and epoch alone, so that a run that was resumed is the same.
+        # Random numbers depend on seed and epoch alone, so a resumed run gives the same result.
         random = np.random.RandomState([options.seed, epoch])
         gluon_syncbn.configure(seed=options.seed << 32 | epoch)
         shuffle = gluon_syncbn.SampleShuffle(options.seed, position=epoch * steps)
@@ -113,7 +112,7 @@ def train(options: argparse.Namespace) -> list:
         bar.set_postfix(loss=f"{loss:.2f}", pretext=f"{pretext:.1%}", knn="-" if knn is None else f"{knn:.1%}")
         save(options, moco, rows)
         if stop.requested:
-            print(f"stopped after epoch {epoch + 1}; --resume goes on", file=sys.stderr)
+            print(f"stopped after epoch {epoch + 1}; --resume continues", file=sys.stderr)
             raise SystemExit(128 + stop.requested)
     return rows
 
@@ -123,7 +122,10 @@ def centred(images: np.ndarray) -> np.ndarray:
 
 
 def knn_accuracy(moco, images: Images, size: int) -> float | None:
-    """Held-out images whose 20 nearest training images, by the cosine of their features, vote for their class."""
+    """The share of held-out images whose 20 nearest training images vote for the right class.
+
+    The distance is the cosine of the features.
+    """
     from sklearn.neighbors import KNeighborsClassifier
 
     if images.train_labels is None:
@@ -134,7 +136,7 @@ def knn_accuracy(moco, images: Images, size: int) -> float | None:
 
 
 class Stop:
-    """The first Ctrl-C or SIGTERM stops after the running epoch, the second at once."""
+    """The first Ctrl-C or SIGTERM stops the run after the current epoch. The second one stops at once."""
 
     def __init__(self):
         self.requested = 0
@@ -145,18 +147,18 @@ class Stop:
         if self.requested:
             os._exit(128 + number)
         self.requested = number
-        print("\nstopping after this epoch (once more: at once)", file=sys.stderr)
+        print("\nstopping after this epoch; press Ctrl-C again to stop at once", file=sys.stderr)
 
 
 # ---- files -------------------------------------------------------------------------------------------------
 
-#: What has to be the same for a run to go on.
+#: A run continues only if these options are the same.
 FIXED = ("bn", "virtual_devices", "cpus", "data", "size", "batch_size", "lr", "queue", "momentum", "temperature",
          "seed", "epochs")  # fmt: skip
 
 
 def save(options: argparse.Namespace, moco, rows: list) -> None:
-    """One file, written aside and then renamed: there is never half a checkpoint."""
+    """Writes a temporary file, then renames it, so no checkpoint is ever incomplete."""
     aside = options.out / "last.ckpt.tmp"
     state = {"options": {name: getattr(options, name) for name in FIXED}, "rows": rows, "position": moco.position}
     with zipfile.ZipFile(aside, "w") as archive:
@@ -186,7 +188,7 @@ def _write(archive: zipfile.ZipFile, name: str, arrays: dict) -> None:
 
 
 def restore(options: argparse.Namespace, moco) -> list:
-    """The state of the run in `options.out`, into `moco`; its rows."""
+    """Loads the state of the run in `options.out` into `moco`. Returns the rows of the run."""
     from mxnet import nd
 
     path = options.out / "last.ckpt"

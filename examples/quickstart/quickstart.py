@@ -1,7 +1,8 @@
-"""Two devices that train as one, and what becomes of the net: convert, train, save, load, export, revert."""
+"""Two devices train as one. The script converts, trains, saves, loads, exports and reverts a net."""
 
 from pathlib import Path
 
+import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
 import matplotlib.pyplot as plt
 import mxnet as mx
 import numpy as np
@@ -9,13 +10,11 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from sklearn.datasets import load_digits
 
-import gluon_syncbn
-
-two = gluon_syncbn.cpu_devices(2)  # before the first operator; on GPUs [mx.gpu(0), mx.gpu(1)]
+two = gluon_syncbn.cpu_devices(2)  # before the first operator; on GPUs: [mx.gpu(0), mx.gpu(1)]
 one = two[:1]
 out = Path("runs/quickstart")
 out.mkdir(parents=True, exist_ok=True)
-digits = load_digits()  # 1797 scans of 8 x 8, which come with scikit-learn
+digits = load_digits()  # 1797 scans of 8 x 8, part of scikit-learn
 images, labels = digits.images[:, None].astype("float32") / 16, digits.target.astype("float32")
 
 
@@ -30,14 +29,14 @@ def network():
 
 
 def train(net, contexts):
-    """The losses of 300 steps with 4 images each, the same ones and from the same parameters for every net."""
+    """Returns the losses of 300 steps of 4 images. Every net gets the same images and the same first parameters."""
     net.load_parameters(str(out / "start.params"), ctx=contexts)
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.02})
     loss, losses = gluon.loss.SoftmaxCrossEntropyLoss(), []
     for start in range(0, 1200, 4):
         xs = gluon.utils.split_and_load(images[start : start + 4], contexts)
         ys = gluon.utils.split_and_load(labels[start : start + 4], contexts)
-        with autograd.record():  # all devices are called before anything is read
+        with autograd.record():  # call all devices before you read a result
             parts = [loss(net(x), y) for x, y in zip(xs, ys)]
         autograd.backward(parts)
         trainer.step(4)
@@ -48,13 +47,13 @@ def train(net, contexts):
 mx.random.seed(1)
 first = network()
 first.initialize(mx.init.Xavier())
-first(mx.nd.array(images[:1]))  # a forward, after which all shapes are known
+first(mx.nd.array(images[:1]))  # a forward fixes all shapes
 first.save_parameters(str(out / "start.params"))
 
 nets = {
     "one device, BatchNorm": network(),
     "two devices, BatchNorm": network(),
-    "two devices, SyncBatchNorm": gluon_syncbn.convert(network()),  # any finished net: parameters and names stay
+    "two devices, SyncBatchNorm": gluon_syncbn.convert(network()),  # parameters and their names stay
 }
 losses = {name: train(net, one if name.startswith("one") else two) for name, net in nets.items()}
 steps = 1, 2, 10, 300
@@ -65,13 +64,13 @@ for name, net in nets.items():
 net = nets["two devices, SyncBatchNorm"]
 gluon_syncbn.summary(net)
 
-net.save_parameters(str(out / "net.params"))  # as plain BatchNorm's,
+net.save_parameters(str(out / "net.params"))  # in the format of plain BatchNorm
 nets["loaded into plain BatchNorm"] = network()
-nets["loaded into plain BatchNorm"].load_parameters(str(out / "net.params"), ctx=one)  # which reads it
-net.export(str(out / "net"))  # net-symbol.json and net-0000.params, which need no gluon_syncbn
+nets["loaded into plain BatchNorm"].load_parameters(str(out / "net.params"), ctx=one)
+net.export(str(out / "net"))  # net-symbol.json and net-0000.params load without gluon_syncbn
 files = str(out / "net-symbol.json"), ["data"], str(out / "net-0000.params")
 nets["exported, and imported"] = gluon.SymbolBlock.imports(*files, ctx=one[0])
-gluon_syncbn.revert(net)  # in memory too, where that is wanted: here every layer is nn.BatchNorm again
+gluon_syncbn.revert(net)  # every layer is nn.BatchNorm again, in memory
 for name, net in nets.items():
     answers = net(mx.nd.array(images[1200:])).asnumpy().argmax(axis=1)
     print(f"{name:30} {np.mean(answers == labels[1200:]):.3f} of 597 other digits are right")

@@ -1,14 +1,14 @@
-"""Checkpoints: one file that holds everything, replaced in one step.
+"""Checkpoints: one file holds everything, and is replaced in one step.
 
 A checkpoint is an uncompressed zip archive of
 
-    model.params    the network, as Block.save_parameters writes it (`unzip` gives it to any Gluon program)
-    devices.params  running statistics of each device, where they differ (plain BatchNorm on several)
+    model.params    the network, as Block.save_parameters writes it (any Gluon program loads it after `unzip`)
+    devices.params  running statistics of each device, if they differ (plain BatchNorm on several devices)
     trainer.states  the optimizer: momentum, number of updates, learning rate schedule
     state.json      options, position, history and random state
 
-Parameters and optimizer cannot get out of step: there is no moment at which one of them is new and the
-other old. The archive's checksums tell a truncated file.
+Parameters and optimizer state are replaced together, so they always match. The archive's checksums reveal a
+truncated file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RUNNING = ("running_mean", "running_var")
 
 
 class Checkpoint:
-    """What `load_checkpoint` found: arrays by structural name, and for a full checkpoint the rest."""
+    """The content of a checkpoint file: arrays by structural name. A .params file has nothing else."""
 
     def __init__(self, path, arrays, devices=None, trainer_states=None, state=None):
         self.path = path
@@ -40,54 +40,54 @@ class Checkpoint:
 
 
 def replace_file(path: str, write) -> None:
-    """Call write(temporary name), then put the result in the place of `path`, durably and in one step."""
-    # The name tells `remove_strays` whose file it is.
-    aside = f"{path}.{os.uname().nodename}-{os.getpid()}.tmp"
+    """Call write(temporary name), then replace `path` with the result, durably and in one step."""
+    # The name tells `remove_strays` which process owns the file.
+    temporary = f"{path}.{os.uname().nodename}-{os.getpid()}.tmp"
     try:
-        write(aside)
-        with open(aside, "rb") as file:
+        write(temporary)
+        with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
         folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
         try:
-            os.fsync(folder)  # the renaming too
+            os.fsync(folder)  # makes the new name durable
         finally:
             os.close(folder)
-    except OSError as error:  # the disk is full, or not ours
+    except OSError as error:  # such as a full disk, or no permission
         raise UserError(f"{path}: cannot be written ({error}); an earlier one is unchanged") from None
 
 
 def remove_strays(folder: str) -> None:
-    """Remove the temporary files of `replace_file` that killed processes of this machine have left in a folder."""
+    """Remove temporary files of `replace_file` from a folder, if killed processes of this machine have left them."""
     for name in os.listdir(folder):
         found = re.fullmatch(rf".+\.{re.escape(os.uname().nodename)}-(\d+)\.tmp", name)
         if found and not _lives(int(found[1])):
-            with contextlib.suppress(FileNotFoundError):  # a run that starts at the same time was faster
+            with contextlib.suppress(FileNotFoundError):  # another run has removed it at the same time
                 os.remove(os.path.join(folder, name))
 
 
 def _lives(pid: int) -> bool:
-    """Whether another process has this number."""
+    """Whether another process has this id."""
     if pid == os.getpid():
-        return False  # the number of a killed process is ours now
+        return False  # this process has the id of a killed one
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # another user's process
         pass
     return True
 
 
 def net_arrays(net, processes=ALONE) -> tuple:
-    """(arrays, devices): a value for each parameter, and the running statistics that differ by device.
+    """Returns (arrays, devices): a value for each parameter, and the running statistics that differ by device.
 
-    Where devices have statistics of their own, their mean is the network's, as Gluon saves it. Weights
-    are the same everywhere; taking the first device's keeps every bit, which a mean over three would not.
-    Devices are those of all processes, all of which call this.
+    If devices have statistics of their own, the network's statistics are their mean, as Gluon saves them. Weights are
+    the same everywhere. The first device's weights keep every bit, but a mean over three devices would not.
+    All processes call this function. `devices` covers the devices of all processes.
     """
-    # A static graph's operators do not tell MXNet's engine that they write the running statistics: without this,
-    # reading them does not wait for the last step (FastSCNN on 2 devices: 21 to 40 of 45 were one step old).
+    # A static graph's operators do not tell MXNet's engine that they write the running statistics. Without waitall, a
+    # read does not wait for the last step. With FastSCNN on 2 devices, 21 to 40 of 45 statistics were one step old.
     mx.nd.waitall()
     arrays, devices = {}, {}
     for name, parameter in net._collect_params_with_prefix().items():
@@ -110,14 +110,14 @@ def _of_all(values: list, processes) -> list:
 
 
 def set_arrays(net, arrays: dict, devices: dict | None = None) -> None:
-    """Give a network the values of `net_arrays`."""
+    """Set the parameters of a network to the values of `net_arrays`."""
     for name, parameter in net._collect_params_with_prefix().items():
         parameter.set_data(arrays[name])
     set_devices(net, devices or {})
 
 
 def set_devices(net, devices: dict, first: int = 0) -> None:
-    """Give the devices back the running statistics of their own. first: of this process's devices."""
+    """Restore the running statistics of each device. first: the number of this process's first device."""
     for name, parameter in net._collect_params_with_prefix().items():
         for i, context in enumerate(parameter.list_ctx(), first):
             if f"{name}@{i}" in devices:
@@ -125,11 +125,11 @@ def set_devices(net, devices: dict, first: int = 0) -> None:
 
 
 def save_checkpoint(paths, net, trainer, state: dict, processes=ALONE) -> None:
-    """Write the same checkpoint to each of `paths`. All processes call this, the first one writes."""
+    """Write the same checkpoint to each of `paths`. All processes call this function, and the first one writes."""
     arrays, devices = net_arrays(net, processes)
     if processes.rank:
         return
-    with tempfile.TemporaryDirectory() as folder:  # MXNet writes these to named files only
+    with tempfile.TemporaryDirectory() as folder:  # MXNet writes to named files only
         members = {name: os.path.join(folder, name) for name in ("model.params", "trainer.states")}
         mx.nd.save(members["model.params"], arrays)
         trainer.save_states(members["trainer.states"])
@@ -148,7 +148,7 @@ def save_checkpoint(paths, net, trainer, state: dict, processes=ALONE) -> None:
 
 
 def load_checkpoint(path: str) -> Checkpoint:
-    """Read a checkpoint, or a bare .params file. UserError says what is wrong with the file."""
+    """Read a checkpoint, or a bare .params file. A UserError names the fault of the file."""
     if not os.path.isfile(path):
         raise UserError(f"--resume {path}: no such file")
     if not zipfile.is_zipfile(path):
@@ -185,7 +185,7 @@ def _load_arrays(file: str, path: str) -> dict:
 
 
 def check_arrays(net, checkpoint: Checkpoint, described: str) -> None:
-    """UserError unless the checkpoint has just the parameters of this network."""
+    """Raise a UserError unless the checkpoint has exactly the parameters of this network."""
     mine = {name: p.shape for name, p in net._collect_params_with_prefix().items()}
     theirs = {name: array.shape for name, array in checkpoint.arrays.items()}
     if mine == theirs:
@@ -198,15 +198,15 @@ def check_arrays(net, checkpoint: Checkpoint, described: str) -> None:
 
 
 def load_trainer(trainer, checkpoint: Checkpoint, contexts) -> None:
-    """Give the trainer its optimizer state back, for these contexts."""
+    """Restore the optimizer state of the trainer, for these contexts."""
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "trainer.states")
         with open(file, "wb") as out:
             out.write(checkpoint.trainer_states)
         trainer.load_states(file)
     if not trainer._update_on_kvstore:
-        # MXNet counts the updates of each device by its number. A number that the run had not when it was saved would
-        # begin at 0, with another step of Adam than the others make.
+        # MXNet counts the updates of each device. A device that the saved run did not have would start at 0. Adam would
+        # then take another step there than on the other devices.
         counts = trainer._optimizer._all_index_update_counts
         for context in contexts:
             counts.setdefault(context.device_id, dict(next(iter(counts.values()))))

@@ -2,9 +2,9 @@
 
     python examples/segmentation/compare.py
 
-Trains FastSCNN on the drawn scenes, once for each seed, normalisation and number of images; everything else
+Trains FastSCNN on the drawn scenes, once for each seed, normalisation and number of images. Everything else
 is the same: the network's initial values, the order and crops of the images, the learning rate. Each run is a
-call of train.py; its result is kept as one JSON file and not computed again, so a stopped comparison goes on.
+call of train.py. A JSON file keeps its result, so the next call continues a stopped comparison.
 Writes runs/compare/{table.md,compare.png}.
 """
 
@@ -34,20 +34,19 @@ OPTIONS = (
     f"--model fastscnn --aux --aux-weight 0.4 --cpus {DEVICES} --crop-size 96 --base-size 120 "
     "--momentum 0.9 --weight-decay 1e-4 --workers 1 --test-batch-size 16 --cpu-temp-copies 512 --no-progress"
 )
-# GluonCV's loss gives each device the gradient of its mean over pixels, and Trainer.step divides their sum
-# by the batch size: with the learning rate in proportion to the images per device, both settings take equal
-# steps.
+# GluonCV's loss gives each device the gradient of the mean over its pixels. Trainer.step divides the sum of these
+# gradients by the batch size. A learning rate proportional to the images per device gives both settings equal steps.
 LR_PER_IMAGE = 0.05
 
 
 def main(argv=None) -> int:
     parser = Parser(prog=os.path.basename(sys.argv[0]), description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=number(int, 2), default=3, metavar="N", help="runs of each kind (3)")
-    parser.add_argument("--epochs", type=number(int, 1), default=4, metavar="N", help="of 200 images (4)")
-    parser.add_argument("--save-dir", default=os.path.join("runs", "compare"), metavar="DIR")
+    parser.add_argument("--seeds", type=number(int, 2), default=3, metavar="N", help="number of runs of each kind (3)")
     parser.add_argument(
-        "--no-progress", action="store_true", help="no progress bar; nor is there one without a terminal"
+        "--epochs", type=number(int, 1), default=4, metavar="N", help="number of epochs, of 200 images each (4)"
     )
+    parser.add_argument("--save-dir", default=os.path.join("runs", "compare"), metavar="DIR")
+    parser.add_argument("--no-progress", action="store_true", help="show no progress bar (as without a terminal)")
     args = parser.parse_args(argv)
     make_minidata(DATA)
     os.makedirs(args.save_dir, exist_ok=True)
@@ -69,7 +68,7 @@ def main(argv=None) -> int:
 
 
 def one_run(args, seed: int, images: int, norm: str) -> dict:
-    """The scores after the last epoch (not the best one: that would choose by the validation images)."""
+    """The scores after the last epoch. The best epoch would be chosen by the validation images."""
     options = f"{OPTIONS} {NORMS[norm]} --batch-size {images * DEVICES} --lr {LR_PER_IMAGE * images}"
     options += f" --epochs {args.epochs} --seed {seed} --data-root {DATA}"
     name = os.path.join(args.save_dir, f"{norm}-{images}-{seed}")
@@ -145,7 +144,7 @@ def table(results, args) -> str:
 
 
 def sentence(images: int, differences: list) -> str:
-    """What the mIoU differences allow to say, by a paired t-test at 5 %."""
+    """Sums up the mIoU differences, by a paired t-test at 5 %."""
     from scipy.stats import t
 
     mean, sd = mean_sd(differences)
@@ -158,11 +157,13 @@ def sentence(images: int, differences: list) -> str:
     )
     if abs(mean) <= bound:
         return text + ": these runs do not show a difference."
-    return text + (": more than the seeds explain." if mean > 0 else ": worse, and more than the seeds explain.")
+    return text + (
+        ": the seeds do not explain this difference." if mean > 0 else ": worse, and the seeds do not explain this."
+    )
 
 
 def draw(path: str, results) -> None:
-    """Every run as a point, the means as lines."""
+    """Draws every run as a point, and the means as lines."""
     from pictures import new_figure
 
     figure = new_figure(7.5, 3.6)

@@ -1,4 +1,4 @@
-"""ADE20K from disk: checks of the folder, GluonCV's reader made repeatable, and the loader."""
+"""ADE20K from disk: the checks of the folder, a repeatable form of GluonCV's reader, and the loader."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SUBFOLDER = {"train": "training", "val": "validation"}
 NUM_CLASS = ADE20KSegmentation.NUM_CLASS
 CHECK_CONTENTS_UP_TO = 1000  # pairs; reading the 20,210 of ADE20K would take minutes
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-# GluonCV's reader of another data set turns this on for the whole process: half a file would be
-# read as an image with a grey lower half.
+# GluonCV's reader of another data set sets this to True for the whole process. Pillow would then read half a file
+# as an image with a grey lower half.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 HOW_TO_GET = "see 'Data' in the README, or write a small set with minidata.py"
 
 
 def check_folder(root: str, split: str, contents: bool | None = None) -> int:
-    """Number of image and mask pairs of a split; UserError if the folder is not complete.
+    """Return the number of image and mask pairs of a split. Raise a UserError if the folder is not complete.
 
-    With `contents` every file is read as well: by default only in a small set.
+    With `contents`, the function also reads every file. By default, it does so only for a small set.
     """
     base = os.path.join(root, ADE20KSegmentation.BASE_DIR)
     if not os.path.isdir(base):
@@ -69,7 +69,7 @@ def _check_pair(image_path: str, mask_path: str) -> None:
 
 
 def read_image(path: str) -> Image.Image:
-    """An RGB image, decoded; UserError names the file."""
+    """Read and decode an RGB image. A UserError names the file."""
     try:
         with Image.open(path) as file:
             return file.convert("RGB")
@@ -80,7 +80,7 @@ def read_image(path: str) -> Image.Image:
 
 
 def read_mask(path: str) -> np.ndarray:
-    """Class ids as stored, 0 to 150; UserError names the file."""
+    """Read class ids as stored, 0 to 150. A UserError names the file."""
     try:
         with Image.open(path) as file:
             mask = np.array(file)
@@ -100,20 +100,20 @@ def _check_ids(path: str, highest: int) -> None:
 class Scenes(gluon.data.Dataset):
     """GluonCV's ADE20K reader, with two additions.
 
-    - The reader draws its crops from Python's global generator. Here that one is seeded from (seed, epoch,
-      index) for each sample, so a sample does not depend on the worker that reads it, nor on when.
-    - An unreadable file and a class id out of range are a UserError that names the file.
+    - The reader draws its crops from Python's global generator. Here (seed, epoch, index) seeds this generator for
+      each sample. A sample therefore depends neither on the worker nor on timing.
+    - An unreadable file and a class id out of range raise a UserError that names the file.
 
-    An item is asked for by (epoch, index).
+    (epoch, index) selects an item.
     """
 
     def __init__(self, root: str, split: str, mode: str, base_size: int, crop_size: int, seed: int):
-        # A mask may be missing where `check_folder` was not called: the reader prints that and goes on.
+        # Without `check_folder`, a mask may be missing. The reader prints this and continues.
         transform = transforms.Compose([transforms.ToTensor(), transforms.Normalize(MEAN, STD)])
         self._reader = ADE20KSegmentation(
             root, split=split, mode=mode, transform=transform, base_size=base_size, crop_size=crop_size
         )
-        # The reader lists the folder in the file system's order, which is not the same everywhere.
+        # The reader lists the folder in the file system's order, which differs between machines.
         self._reader.images.sort()
         self._reader.masks.sort()
         self._seed = seed
@@ -127,9 +127,9 @@ class Scenes(gluon.data.Dataset):
     def __getitem__(self, key):
         epoch, index = key
         if os.getpid() != self._pid:
-            # A loader worker leaves the terminal's process group: Ctrl-C and `kill` of the group are
-            # the main process's business. A worker that died of them would be replaced by a fork in
-            # mid-step, and a fork stops MXNet's engine. It ends when its pipe from the main process closes.
+            # A loader worker leaves the terminal's process group, so Ctrl-C and `kill` of the group do not reach the
+            # worker. A killed worker would be replaced by a fork in mid-step, and a fork stops MXNet's engine. The
+            # worker ends when the pipe from the main process closes.
             self._pid = os.getpid()
             os.setpgid(0, 0)
         before = random.getstate()
@@ -137,7 +137,7 @@ class Scenes(gluon.data.Dataset):
         try:
             image, mask = self._reader[index]
         except (OSError, SyntaxError, ValueError) as error:
-            read_image(self.images[index])  # names the image if that is the broken one
+            read_image(self.images[index])  # raises an error that names the image, if the image is broken
             raise UserError(f"{self.masks[index]}: not a readable mask ({error})") from None
         finally:
             random.setstate(before)
@@ -148,12 +148,12 @@ class Scenes(gluon.data.Dataset):
 
 
 class Order:
-    """Which samples make up which batch: a function of (seed, epoch) alone. Serves as batch sampler.
+    """The batch sampler: the samples of each batch are a function of (seed, epoch) alone.
 
-    Of several processes each takes its part of every batch, in the order of their ranks: they draw the same
-    permutation without talking, and together they have the batches of a process that is alone.
+    All processes draw the same permutation, without messages. Each process takes its part of every batch, in the order
+    of the ranks. Together, the parts are the batches of a single process.
 
-    `epoch` and `first` (the first batch that is wanted) are set before each pass.
+    The caller sets `epoch` and `first` (the number of the first batch) before each pass.
     """
 
     def __init__(self, count: int, batch_size: int, seed: int, shuffle: bool, processes=ALONE):
@@ -163,9 +163,9 @@ class Order:
         self.first = 0
 
     def __len__(self) -> int:
-        # In training a last batch that is not full is dropped (its samples come in other epochs), as the
-        # learning rate schedule and the statistics count on equal batches. In validation every image counts,
-        # and a process may have no part of the last batch.
+        # The learning rate schedule and the statistics need equal batches, so training drops a last batch that is not
+        # full. Its samples come in other epochs. In validation every image counts, and a process may have no part of
+        # the last batch.
         batches, rest = divmod(self._count, self._batch_size)
         if self._shuffle:
             return batches
@@ -184,9 +184,9 @@ class Order:
 class Loader:
     """Batches of a data set, read by worker processes.
 
-    Processes, because threads would share the one random generator that the reader's crops come from
-    (and the interpreter's lock: the README has figures). They are forked here, so create the loader before
-    the first training step: a fork stops MXNet's engine for a moment, and it must not find a step in flight.
+    Threads would share the random generator of the reader's crops, and the interpreter's lock (the README has figures).
+    The constructor forks the processes. Create the loader before the first training step, because a fork stops MXNet's
+    engine for a moment. No step may be in flight then.
     """
 
     def __init__(self, data: Scenes, batch_size: int, workers: int, seed: int, shuffle: bool, processes=ALONE):
@@ -197,11 +197,11 @@ class Loader:
         return len(self._order)
 
     def batches(self, epoch: int = 0, first: int = 0):
-        """Iterates over (images, masks) of an epoch, from batch number `first` on."""
+        """Iterate over (images, masks) of an epoch, from batch number `first` on."""
         self._order.epoch, self._order.first = epoch, first
         try:
             yield from self._loader
-        except multiprocessing.TimeoutError:  # Gluon has printed more about it
+        except multiprocessing.TimeoutError:  # Gluon has printed the details
             raise UserError("--workers: a reader process was killed, or took more than two minutes") from None
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
-"""The segmentation job in small: FastSCNN with SyncBatchNorm on two CPU devices, on drawn scenes.
+"""A small segmentation job: FastSCNN with SyncBatchNorm on two CPU devices, on drawn scenes.
 
     python examples/segmentation/demo.py
 
-Writes a small data set once (runs/minidata), trains for 6 epochs of 25 steps, and ends with the scores next
-to those of the best constant prediction, runs/demo/predictions.png and runs/demo/curves.png. It is train.py
-with the options below: nothing here trains. Ctrl-C saves; the next call goes on. A finished demo is only
-shown again: it says so and takes seconds; --restart trains anew.
+Writes a small data set once (runs/minidata) and trains for 6 epochs of 25 steps, by train.py with the options below.
+Prints the scores next to those of the best constant prediction. Writes runs/demo/predictions.png and
+runs/demo/curves.png. Writes and checks runs/demo/fastscnn.onnx, if ONNX is installed (requirements/onnx.txt). Ctrl-C
+saves the run, and the next call continues it. A further call shows a finished demo again, in seconds. --restart trains
+anew.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from options import RUN_OPTIONS, Parser, check_train, train_parser
 
 DATA = os.path.join("runs", "minidata")
 SAVE = os.path.join("runs", "demo")
-JOB = (  # on two devices, of one process or of two (distributed.py)
+JOB = (  # on two devices, of one process or of two processes (distributed.py)
     "--model fastscnn --syncbn --aux --aux-weight 0.4 --crop-size 128 --base-size 160 "
     "--batch-size 8 --lr 0.2 --momentum 0.9 --weight-decay 1e-4 --cpu-temp-copies 256"
 )
 OPTIONS = f"{JOB} --cpus 2 --epochs 6"
-SHOWN = 5  # validation images in the picture
+SHOWN = 5  # number of validation images in the picture
 
 
 def main(argv=None) -> int:
     parser = Parser(prog=os.path.basename(sys.argv[0]), description=__doc__.splitlines()[0])
-    parser.add_argument("--restart", action="store_true", help="forget an earlier demo and train anew")
-    parser.add_argument("--workers", default="2", help="reader processes (2)")
+    parser.add_argument("--restart", action="store_true", help="delete an earlier demo and train anew")
+    parser.add_argument("--workers", default="2", help="number of reader processes (2)")
     parser.add_argument("--options", default="", help="further options of train.py, in one string")
     given = parser.parse_args(argv)
     if given.restart:
@@ -54,12 +55,12 @@ def main(argv=None) -> int:
     if earlier:
         args.resume = os.path.join(SAVE, "last.ckpt")
     if earlier and earlier["epoch"] >= args.epochs:
-        print(f"the demo is finished already (--restart trains anew); its result, from {SAVE}:")
+        print(f"the demo is already finished (--restart trains anew); its result, from {SAVE}:")
     else:
         print("training: python examples/segmentation/train.py " + " ".join(options), flush=True)
         code = train(args)
         if code == EXIT_INTERRUPTED:
-            print("the next call of the demo goes on from there", file=sys.stderr)
+            print("call the demo again to continue", file=sys.stderr)
         if code:
             return code
     better = show(args)
@@ -68,7 +69,7 @@ def main(argv=None) -> int:
 
 
 def earlier_state(args) -> dict | None:
-    """What an earlier run has saved, if it was this one; another version's is removed."""
+    """Return the saved state of an earlier run with the same options. Remove a run with other options."""
     from checkpoint import load_checkpoint
 
     last = os.path.join(args.save_dir, "last.ckpt")
@@ -77,20 +78,24 @@ def earlier_state(args) -> dict | None:
     state = load_checkpoint(last).state
     if all(state["options"][name] == getattr(args, name) for name in RUN_OPTIONS):
         return state
-    print(f"{args.save_dir} is a run with other options: training anew")
+    print(f"{args.save_dir} holds a run with other options; training anew")
     shutil.rmtree(args.save_dir)
     return None
 
 
 def show(args) -> bool:
-    """Scores of the best epoch, and the two pictures. False if a constant is as good."""
+    """Print the scores of the best epoch, draw both pictures and write the ONNX file.
+
+    Return False if a constant is as good.
+    """
     import mxnet as mx
     import numpy as np
     from checkpoint import load_checkpoint
     from dataset import Scenes, read_image, read_mask
+    from deploy import write_onnx
     from evaluate import crop_scores
     from pictures import draw_curves, draw_predictions
-    from predictor import Predictor, load_network
+    from predictor import Predictor, load_network, normalised
     from records import read_table
     from scores import best_constant
 
@@ -116,11 +121,13 @@ def show(args) -> bool:
     print(f"{'FastSCNN, SyncBatchNorm':26}{pix_acc:6.3f} {miou:6.3f}")
     print(f"{'best constant prediction':26}{constant[0]:6.3f} {constant[1]:6.3f}")
     print("\n".join(pictures))
+    corner = image.crop((0, 0, args.crop_size, args.crop_size))
+    print(write_onnx(net, SAVE, args.model, normalised(corner).as_in_context(devices[0]).expand_dims(0)))
     return miou > constant[1] and pix_acc > constant[0]
 
 
 def peak_memory() -> float:
-    """GB. The reader processes share nearly all of theirs with this one."""
+    """In GB. The reader processes share nearly all of their memory with this process."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

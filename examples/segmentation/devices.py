@@ -1,4 +1,4 @@
-"""The devices that a run uses, and what suits them."""
+"""The devices of a run, and settings for them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from processes import place
 def prepare_mxnet(args) -> None:
     """Divide the cores among the CPU devices of all processes, and find a GPU build's CUDA libraries.
 
-    Both have to happen before MXNet is imported; the package does the second when it is.
+    Call this function before you import MXNet. The import of the package finds the CUDA libraries.
 
-    Left alone, each device's operators use as many threads as there are cores, and they wait for each other
-    by spinning: FastSCNN on 2 devices and 2 cores trained 1.9 images/s so, and 3.2 with one thread each.
+    By default, each device's operators use as many threads as there are cores, and wait for each other by spinning.
+    FastSCNN on 2 devices and 2 cores then trained 1.9 images/s. With one thread per device, it trained 3.2.
     """
     devices = 0 if args.ngpus else (args.cpus or 1) * place(args)[1]
     if devices > 1:
@@ -25,7 +25,7 @@ def prepare_mxnet(args) -> None:
 
 
 def contexts(args, processes: int = 1) -> list:
-    """The devices that the options name, in each of so many processes of the job."""
+    """The devices that the options name, in each of `processes` processes of the job."""
     import mxnet as mx
 
     if args.no_cuda and args.ngpus:
@@ -34,9 +34,9 @@ def contexts(args, processes: int = 1) -> list:
         raise UserError(f"--cpus {args.cpus} and --ngpus {args.ngpus}: give one of them")
     try:
         there = mx.context.num_gpus()
-    except mx.MXNetError:  # a CUDA build without a driver; `python -m gluon_syncbn` says more
+    except mx.MXNetError:  # a CUDA build without a driver; `python -m gluon_syncbn` explains this
         there = 0
-    index, sharing = place(args)  # processes share the machine's GPUs, one after the other
+    index, sharing = place(args)  # the processes of a machine divide its GPUs in the order of their ranks
     if args.ngpus and args.ngpus * sharing > there:
         build = "" if mx.runtime.Features().is_enabled("CUDA") else "; this MXNet is built without CUDA"
         each = f" in each of {sharing} processes" if sharing > 1 else ""
@@ -50,36 +50,38 @@ def contexts(args, processes: int = 1) -> list:
 
 
 def cpu_contexts(count: int, temp_copies: int | None = None, processes: int = 1) -> list:
-    """CPU contexts of one of so many processes; call it before the first MXNet operator.
+    """The CPU contexts of one of `processes` processes. Call this function before the first MXNet operator.
 
-    Replicas that wait for each other need MXNet's shared resources prepared for it. Plain BatchNorm
-    does not wait, but is faster with it: otherwise all devices' Dropout layers share one generator, which
-    strings the devices' steps one behind the other (FastSCNN, 2 devices: 2.3 images/s, with it 3.7).
+    Replicas that wait for each other need `cpu_devices`, which prepares MXNet's shared resources. Plain BatchNorm does
+    not wait, but is faster with `cpu_devices`: 3.7 images/s instead of 2.3, for FastSCNN on 2 devices. Otherwise the
+    Dropout layers of all devices share one generator, and the devices' steps run one after the other.
     """
     import mxnet as mx
 
     devices = count * processes
     if devices == 1:
         return [mx.cpu(0)]
-    # A seed gives each Dropout other numbers where MXNet has another number of generators. So each process of a job has
-    # as many as one process with all devices.
+    # With another number of generators, a seed gives each Dropout other numbers. Each process of a job therefore has as
+    # many generators as one process with all devices.
     return package().cpu_devices(count, temp_copies=temp_copies, random_copies=4 * (devices - 1))
 
 
 def choose_mode(args, devices) -> str:
-    """--mode, or the fastest that is safe; UserError for one that is not."""
+    """Return --mode, or else the fastest safe mode. Raise a UserError for an unsafe mode."""
     several_cpus = len(devices) > 1 and devices[0].device_type == "cpu"
     if args.mode == "static" and args.syncbn and several_cpus:
-        # The operators of a static graph keep the temporary space that they took first; those that touch
-        # the images or the gradient of the loss take theirs anew in each step, in turn. On CPUs all devices
-        # share these, so after some steps one device's first convolution comes to hold what another's
-        # operator needs before they meet: FastSCNN stood still at step 34 to 87, with 64 to 1024 spaces.
-        raise UserError("--mode static: with --syncbn not on several CPU devices; expected hybrid or imperative")
+        # The operators of a static graph keep their first temporary space. Operators that touch the images or the
+        # gradient of the loss take a space anew in each step, in turn. On CPUs all devices share these spaces. After
+        # some steps, one device's first convolution holds a space that another device's operator needs before the
+        # rendezvous. FastSCNN deadlocked at step 34 to 87, with 64 to 1024 spaces.
+        raise UserError(
+            "--mode static: does not work with --syncbn on several CPU devices; expected hybrid or imperative"
+        )
     return args.mode or ("hybrid" if several_cpus else "static")
 
 
 def check_batch(args, devices: int, images: int) -> None:
-    """UserError unless every device gets an image in every training step."""
+    """Raise a UserError unless every device gets an image in every training step."""
     if args.batch_size < devices:
         raise UserError(f"--batch-size {args.batch_size}: expected at least one for each of {devices} devices")
     if args.batch_size % devices:

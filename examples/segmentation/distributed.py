@@ -1,11 +1,11 @@
-"""The demo's job in two processes, next to the same in one: is it the same training?
+"""The demo's job in one process and in two: is the training the same?
 
     python examples/segmentation/distributed.py
 
-Trains FastSCNN with SyncBatchNorm on the drawn scenes twice, on two CPU devices of one process and on one device of
-each of two processes (`mpiexec -n 2 train.py --kvstore mpi`), and ends with both losses, both scores and
-runs/demo-distributed/curves.png. Ctrl-C saves; the next call goes on. What is finished is only shown again;
---restart trains anew.
+Trains FastSCNN with SyncBatchNorm on the drawn scenes twice. The first run has one process with two CPU devices. The
+second run has two processes with one device each (`mpiexec -n 2 train.py --kvstore mpi`). Prints both losses and both
+scores, and writes runs/demo-distributed/curves.png. Ctrl-C saves the run, and the next call continues it. A finished
+run is not repeated. --restart trains anew.
 """
 
 from __future__ import annotations
@@ -29,15 +29,23 @@ RUNS = {  # name, processes, options
     "two": ("2 processes, 1 device each", 2, "--cpus 1 --kvstore mpi"),
 }
 SHOWN = 10  # steps
-GRACE = 30  # seconds to save in
-SAME = (1e-5, 1e-2)  # relative difference of the loss: in the first step by rounding alone, then through training too
+GRACE = 30  # seconds for saving
+SAME = (1e-5, 1e-2)  # relative difference of the loss: in the first step, by rounding alone; in the next steps
 
 
 def main(argv=None) -> int:
     parser = Parser(prog=os.path.basename(sys.argv[0]), description=__doc__.splitlines()[0])
-    parser.add_argument("--restart", action="store_true", help="forget earlier runs and train anew")
-    parser.add_argument("--epochs", type=number(int, 1), default=EPOCHS, metavar="N", help=f"of 25 steps ({EPOCHS})")
-    parser.add_argument("--limit", type=number(int, 1), default=1800, metavar="S", help="seconds for each run (1800)")
+    parser.add_argument("--restart", action="store_true", help="delete earlier runs and train anew")
+    parser.add_argument(
+        "--epochs",
+        type=number(int, 1),
+        default=EPOCHS,
+        metavar="N",
+        help=f"number of epochs, of 25 steps each ({EPOCHS})",
+    )
+    parser.add_argument(
+        "--limit", type=number(int, 1), default=1800, metavar="S", help="limit of each run in seconds (1800)"
+    )
     parser.add_argument("--options", default="", help="further options of train.py, in one string")
     given = parser.parse_args(argv)
     if given.restart:
@@ -48,7 +56,7 @@ def main(argv=None) -> int:
     for name in RUNS:
         code = train(name, given)
         if code == EXIT_INTERRUPTED:
-            print("the next call goes on from there", file=sys.stderr)
+            print("call again to continue", file=sys.stderr)
         if code:
             return code
     same = show()
@@ -57,7 +65,7 @@ def main(argv=None) -> int:
 
 
 def train(name: str, given) -> int:
-    """One of the runs to its end; the exit code."""
+    """Train one of the runs to its end. Return the exit code."""
     text, processes, devices = RUNS[name]
     options = f"{demo.JOB} {devices} --epochs {given.epochs} --workers 1 --data-root {demo.DATA} "
     options += f"--save-dir {os.path.join(SAVE, name)} {given.options}"
@@ -65,7 +73,7 @@ def train(name: str, given) -> int:
     check_train(args)
     earlier = demo.earlier_state(args)
     if earlier and earlier["epoch"] >= args.epochs:
-        print(f"{text}: finished already (--restart trains anew)")
+        print(f"{text}: already finished (--restart trains anew)")
         return 0
     script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
     command = [sys.executable, script, *options.split()]
@@ -81,7 +89,7 @@ def train(name: str, given) -> int:
 
 
 def mpiexec() -> str:
-    """The one that was installed with this Python's packages, or the user's."""
+    """The path of mpiexec: that of this Python's packages, or else that of PATH."""
     found = shutil.which("mpiexec", path=os.path.dirname(sys.executable)) or shutil.which("mpiexec")
     if not found:
         raise UserError("mpiexec: not found; pip install mpich mpi4py")
@@ -89,8 +97,8 @@ def mpiexec() -> str:
 
 
 def call(command: list, limit: float) -> int:
-    """The exit code of a program, to which Ctrl-C and SIGTERM are passed on; it is ended after `limit` seconds."""
-    # In a session of its own, so that a terminal's Ctrl-C reaches it once, by us: mpiexec passes it on in its turn.
+    """Run a program and return its exit code. Pass Ctrl-C and SIGTERM on. Stop the program after `limit` seconds."""
+    # A session of its own: the terminal's Ctrl-C reaches the program only once, through this process.
     process = subprocess.Popen(command, start_new_session=True)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     end, expired = time.monotonic() + limit, False
@@ -103,20 +111,20 @@ def call(command: list, limit: float) -> int:
                 end = min(end, time.monotonic() + GRACE)
             except subprocess.TimeoutExpired:
                 if expired:
-                    raise UserError(f"{command[0]}: does not end, and is ended by force") from None
+                    raise UserError(f"{command[0]}: did not stop, and was killed") from None
                 expired = True
                 print(f"not finished after {limit:.0f} s (--limit)", file=sys.stderr)
-                process.send_signal(signal.SIGINT)  # it may save
+                process.send_signal(signal.SIGINT)  # the program may save
                 end = time.monotonic() + GRACE
     finally:
         signal.signal(signal.SIGTERM, before)
         if process.poll() is None:
-            process.kill()  # mpiexec's helper, which loses it, ends the processes
+            process.kill()  # mpiexec's helper then ends the processes
             process.wait()
 
 
 def show() -> bool:
-    """The losses side by side, the scores, and the picture; whether the first steps are the same."""
+    """Print losses and scores side by side, and draw the picture. Return whether the first steps are the same."""
     from pictures import draw_pair
     from records import read_table
 

@@ -1,4 +1,4 @@
-"""What the user got wrong, said in one line; and the way every command here ends."""
+"""Errors of the user, in one line each, and the exit codes of every command here."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import sys
 EXIT_OK = 0
 EXIT_BAD_INPUT = 2
 EXIT_NOT_FINITE = 3  # the loss became NaN or infinite
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 
 
 class UserError(Exception):
-    """A mistake in an option, a file or a folder. The text names it and says what was expected.
+    """A mistake in an option, a file or a folder. The text names the mistake and the expected value.
 
-    It holds nothing but its text, so that it survives pickling on its way from a loader worker.
+    The exception holds nothing but its text, so it survives pickling between a loader worker and the main process.
     """
 
     exit_code = EXIT_BAD_INPUT
 
 
 class NotFiniteError(UserError):
-    """Training diverged."""
+    """The loss is not finite."""
 
     exit_code = EXIT_NOT_FINITE
 
 
 class ElsewhereError(UserError):
-    """Another process of the job has found an error, and says which. This one ends like that one."""
+    """Another process of the job has found an error, and prints it. This process ends with the same exit code."""
 
     def __init__(self, exit_code: int):
         super().__init__("another process has found an error")
@@ -44,6 +44,6 @@ def run(main, argv=None) -> int:
     except UserError as error:
         print(f"{program}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:  # before training has its own handler, or after it
+    except KeyboardInterrupt:  # before training installs its own handler, or after training
         print(f"{program}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

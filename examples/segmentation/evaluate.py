@@ -2,7 +2,7 @@
 
     python evaluate.py --resume runs/demo/best.ckpt --data-root runs/minidata --cpus 2
 
-By default on centre crops, as during training; with --testval on whole images (--scales, --flip).
+The scores are over centre crops, as during training. With --testval, they are over whole images (--scales, --flip).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from options import check_dataset, evaluate_parser, take_model_options
 
 def main(argv=None) -> int:
     parser = evaluate_parser(__doc__.splitlines()[0])
-    parser.add_argument("--testval", action="store_true", help="whole images, not centre crops")
+    parser.add_argument("--testval", action="store_true", help="use whole images instead of centre crops")
     args = parser.parse_args(argv)
     prepare_mxnet(args)
     return evaluate(args)
@@ -35,7 +35,7 @@ def evaluate(args) -> int:
     take_model_options(args, checkpoint.state)
     count = check_folder(args.data_root, "val", args.check_data or None)
     net = load_network(args, checkpoint, devices)
-    whole = getattr(args, "testval", False)  # train.py --eval has no such option
+    whole = getattr(args, "testval", False)  # train.py --eval lacks this option
     scores = (whole_image_scores if whole else crop_scores)(args, net, devices)
     pix_acc, miou = scores.get()
     print(f"{count} images: pixAcc {pix_acc:.4f}, mIoU {miou:.4f}")
@@ -60,7 +60,7 @@ def crop_scores(args, net, devices):
 
 
 def whole_image_scores(args, net, devices):
-    """Scores over images in their own size, one per device at a time."""
+    """Scores over images in their own size. Each device takes one image at a time."""
     import mxnet as mx
     from dataset import NUM_CLASS, Scenes, read_image, read_mask
     from predictor import Predictor

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first asks for a stop after the running step, the second stops at once."""
+"""Ctrl-C and SIGTERM: the first signal requests a stop after the current step, the second stops at once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def step_behind_horovodrun() -> None:
-    """Under horovodrun, go on in a child of this process, which waits for it and ends as it does.
+    """Under horovodrun, continue in a child process. The parent waits for the child and ends with its exit code.
 
-    At Ctrl-C horovodrun sends SIGTERM to the children of what it has started, and SIGSTOP to that itself. What it has
-    started is a shell where /bin/sh is dash; where it is bash, which gives its place to its only command, it is us.
+    At Ctrl-C, horovodrun sends SIGSTOP to the process that it has started, and SIGTERM to the children of that process.
+    If /bin/sh is dash, horovodrun has started a shell. If /bin/sh is bash, the shell replaces itself by this program.
     """
     if "HOROVOD_RANK" not in os.environ:
         return
-    child = os.fork()  # before there are threads
+    child = os.fork()  # no threads exist yet
     if not child:
         return
     for number in SIGNALS:
@@ -28,11 +28,11 @@ def step_behind_horovodrun() -> None:
 
 
 class Interrupt:
-    """Context manager; `requested` turns true when the user wants to stop.
+    """Context manager. `requested` becomes true when the user wants to stop.
 
-    Python runs signal handlers only between two bytecodes of the main thread, and that thread spends
-    its time inside MXNet waiting for a step. The wakeup file descriptor is written by the C-level
-    handler at once, so a thread that reads it can answer, and can end the process, in mid-step.
+    Python runs signal handlers only between two bytecodes of the main thread. The main thread spends its time inside
+    MXNet, waiting for a step. The C-level handler writes to the wakeup file descriptor at once. A thread that reads
+    this descriptor can therefore print a message, or end the process, in mid-step.
     """
 
     def __init__(self, quiet: bool = False):
@@ -44,7 +44,7 @@ class Interrupt:
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
         for number in SIGNALS:
-            # The handler has nothing to do, but without one Python would raise KeyboardInterrupt.
+            # The handler does nothing, but without a handler Python would raise KeyboardInterrupt.
             self._old[number] = signal.signal(number, lambda *_: None)
         self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, name="interrupt", daemon=True)
@@ -67,11 +67,11 @@ class Interrupt:
             if byte[0] not in SIGNALS:
                 continue
             if self.requested:
-                os._exit(128 + byte[0])  # no clean-up: that is what the second one asks for
+                os._exit(128 + byte[0])  # the second signal asks for no clean-up
             self.requested = True
             if not self._quiet:
                 print(
-                    "\nstopping after this step, then saving (once more: stop at once, without saving)",
+                    "\nstopping after this step, then saving; press Ctrl-C again to stop at once without saving",
                     file=sys.stderr,
                     flush=True,
                 )

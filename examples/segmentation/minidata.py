@@ -7,8 +7,8 @@ writes real JPEG images and PNG masks to
     runs/minidata/ADEChallengeData2016/{images,annotations}/{training,validation}/ADE_*_00000001.{jpg,png}
 
 Mask values are ADE20K's: 0 is "other", k is class k of the list of 150. Colour and light change strongly
-from image to image (`scene.py`), so the statistics of one or two images say little about those of
-a batch: the case that synchronised batch normalisation is for. The same seed writes the same bytes.
+from image to image (`scene.py`). The statistics of one or two images therefore say little about those of
+a batch. Synchronised batch normalisation is for such data. The same seed writes the same bytes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from scene import draw_scene
 
 BASE_DIR = "ADEChallengeData2016"  # the name that GluonCV's reader looks for
 STAMP = "minidata.json"
-VERSION = 1  # raise when the drawing changes: older sets are then written again
+VERSION = 1  # raise this number when the drawing changes; the program then replaces older sets
 SPLITS = (("training", "train"), ("validation", "val"))  # folder, part of the file name
 
 
 def make_minidata(root: str, train: int = 200, val: int = 50, seed: int = 0) -> bool:
-    """Write the set below `root`, or keep the one that is there if it is the same and complete.
+    """Write the set below `root`, or keep an existing set that is the same and complete.
 
-    Returns True if files were written. It is written aside and renamed, so a folder that has the
-    stamp was complete once; the counts are compared too, because somebody may have deleted files.
+    The function writes to a temporary folder and renames the folder. A folder with the stamp was therefore complete
+    once. The function also compares the counts, because somebody may have deleted files.
 
-    Raises UserError if the folder holds something that this program did not write.
+    Returns True if it has written files. Raises UserError if the folder holds files of another program.
     """
     target = os.path.join(root, BASE_DIR)
     stamp = {"version": VERSION, "seed": seed, "training": train, "validation": val}
@@ -45,23 +45,23 @@ def make_minidata(root: str, train: int = 200, val: int = 50, seed: int = 0) -> 
         raise UserError(f"{target}: not written by minidata.py (no {STAMP}), will not be overwritten")
 
     os.makedirs(root, exist_ok=True)
-    aside = tempfile.mkdtemp(prefix=BASE_DIR + ".tmp-", dir=root)
+    temporary = tempfile.mkdtemp(prefix=BASE_DIR + ".tmp-", dir=root)
     try:
         for (folder, part), count in zip(SPLITS, (train, val)):
-            _write_split(aside, folder, part, count, seed)
-        with open(os.path.join(aside, STAMP), "w") as file:
+            _write_split(temporary, folder, part, count, seed)
+        with open(os.path.join(temporary, STAMP), "w") as file:
             json.dump(stamp, file)
-        os.chmod(aside, 0o755)  # mkdtemp makes private folders
+        os.chmod(temporary, 0o755)  # mkdtemp creates private folders
         if os.path.isdir(target):
             shutil.rmtree(target)
         try:
-            os.rename(aside, target)
+            os.rename(temporary, target)
         except OSError:
-            # Another process was faster: its set serves as well as ours, if it is the same one.
+            # Another process was faster. Keep its set, if the set is the same.
             if not _is_complete(target, stamp):
                 raise
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return True
 
 
@@ -100,13 +100,13 @@ def _count(text: str) -> int:
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("root", help="folder to write to; give the same one to train.py as --data-root")
-    parser.add_argument("--train", type=_count, default=200, metavar="N", help="training images (200)")
-    parser.add_argument("--val", type=_count, default=50, metavar="N", help="validation images (50)")
-    parser.add_argument("--seed", type=int, default=0, help="another seed is another set (0)")
+    parser.add_argument("root", help="folder of the set; use the same folder as --data-root of train.py")
+    parser.add_argument("--train", type=_count, default=200, metavar="N", help="number of training images (200)")
+    parser.add_argument("--val", type=_count, default=50, metavar="N", help="number of validation images (50)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the drawings (0)")
     args = parser.parse_args(argv)
     written = make_minidata(args.root, args.train, args.val, args.seed)
-    what = "written" if written else "already there"
+    what = "written" if written else "exists already"
     print(f"{os.path.join(args.root, BASE_DIR)}: {args.train} + {args.val} images, {what}")
     return 0
 

@@ -10,9 +10,8 @@ from functools import partial
 
 from errors import UserError
 
-# min_crop and multiple were found by trying: other sizes end in a shape error inside MXNet, because the
-# networks resize to a size computed by whole-number division while their strided convolutions round up.
-# aux: whether the network has the auxiliary head that --aux asks for.
+# We found min_crop and multiple by trying. Other sizes end in a shape error inside MXNet: the networks resize to sizes
+# that are rounded down, but their strided convolutions round up. `aux` tells whether --aux finds an auxiliary head.
 Kind = namedtuple("Kind", "backbones min_crop multiple aux")
 RESNETS = ("resnet50", "resnet101", "resnet152", "resnest50", "resnest101", "resnest200", "resnest269")
 MODELS = {
@@ -28,7 +27,7 @@ MODELS = {
 
 
 def check_model(model: str, backbone: str, crop_size: int, aux: bool) -> None:
-    """UserError, naming the option, for what the named network cannot be built with."""
+    """Raise a UserError for options that the named network cannot be built with."""
     if model not in MODELS:
         raise UserError(f"--model {model}: unknown; expected one of {', '.join(MODELS)}")
     kind = MODELS[model]
@@ -39,11 +38,11 @@ def check_model(model: str, backbone: str, crop_size: int, aux: bool) -> None:
     if crop_size % kind.multiple:
         raise UserError(f"--crop-size {crop_size}: {model} needs a multiple of {kind.multiple}")
     if aux and not kind.aux:
-        raise UserError(f"--aux: {model} has no auxiliary head; leave the option out")
+        raise UserError(f"--aux: {model} has no auxiliary head; omit the option")
 
 
 def build_model(args, norm_layer):
-    """The network that `args` describe, without parameter values unless --pretrained-base."""
+    """Build the network that `args` describe. Without --pretrained-base, its parameters have no values."""
     from gluoncv.model_zoo.segbase import get_segmentation_model
     from gluoncv.nn.dropblock import set_drop_prob
 
@@ -62,37 +61,37 @@ def build_model(args, norm_layer):
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # PSPNet prints its crop size
             net = get_segmentation_model(args.model, **kwargs)
-    except (OSError, RuntimeError) as error:  # what requests and GluonCV's download raise
+    except (OSError, RuntimeError) as error:  # from requests, and GluonCV's download
         if not args.pretrained_base or not (isinstance(error, OSError) or type(error) is RuntimeError):
             raise
         root = os.environ.get("MXNET_HOME", os.path.join("~", ".mxnet"))
         raise UserError(
             f"--pretrained-base: GluonCV got no weights for the backbone of {described(args)} ({type(error).__name__}: "
-            f"{str(error)[:200]}); needed is a network, or the file of a machine that has one, in {root}/models"
+            f"{str(error)[:200]}); connect to a network, or copy the file to {root}/models from another machine"
         ) from None
-    net.apply(partial(set_drop_prob, 0.0))  # as GluonCV does: ResNeSt's DropBlock is not for small crops
+    net.apply(partial(set_drop_prob, 0.0))  # as in GluonCV: ResNeSt's DropBlock does not suit small crops
     return net
 
 
 def norm_layer(syncbn: bool):
-    """The class given to GluonCV's networks as norm_layer."""
+    """The class that GluonCV's networks take as norm_layer."""
     if not syncbn:
         from mxnet.gluon import nn
 
         return nn.BatchNorm
-    # No arguments are needed: the replicas are the devices that the parameters live on. Some networks
-    # do not pass norm_kwargs on to all of their layers, so it is well that nothing depends on them.
+    # The class needs no arguments, because the replicas are the contexts of the parameters. Some networks do not pass
+    # norm_kwargs to all of their layers.
     return package().SyncBatchNorm
 
 
 def plain_network(args, devices):
-    """For prediction: plain BatchNorm, no gradients, all values zero until they are set."""
+    """A network for prediction: plain BatchNorm, no gradients. All values are zero until the caller sets them."""
     import mxnet as mx
 
     net = build_model(type(args)(**{**vars(args), "pretrained_base": False}), norm_layer(syncbn=False))
     net.initialize(mx.init.Zero(), ctx=devices, force_reinit=True)
     net.collect_params().setattr("grad_req", "null")
-    # One pass fixes the shapes that GluonCV leaves open.
+    # One forward fixes the shapes that GluonCV leaves open.
     net(mx.nd.zeros((1, 3, args.crop_size, args.crop_size), ctx=devices[0]))
     return net
 
@@ -102,7 +101,7 @@ def package():
     try:
         import gluon_syncbn
     except ImportError as error:
-        hint = "; install it first, with pip install ." if error.name == "gluon_syncbn" else ""
+        hint = "; install the package with pip install ." if error.name == "gluon_syncbn" else ""
         raise UserError(f"gluon_syncbn: {error}{hint}") from None
     return gluon_syncbn
 
@@ -124,6 +123,6 @@ def build_loss(args):
 
 
 def outputs(net, data) -> tuple:
-    """What a network says, as a tuple; the first is the prediction, the others serve the loss."""
+    """The outputs of a network, as a tuple. The first is the prediction, and the loss uses the others."""
     result = net(data)
     return tuple(result) if isinstance(result, (list, tuple)) else (result,)

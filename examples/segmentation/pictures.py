@@ -1,4 +1,4 @@
-"""The pictures that the programs here write."""
+"""The pictures of these programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 
 
 def class_name(label: int) -> str:
-    """A label's short name; label -1 is "other"."""
+    """The short name of a label. Label -1 is "other"."""
     return "other" if label < 0 else ADE20KSegmentation.CLASSES[label].split(",")[0]
 
 
@@ -21,16 +21,16 @@ def coloured(labels: np.ndarray) -> np.ndarray:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure without a window system, whatever the user's matplotlib is set to."""
+    """A figure that needs no window system, with any matplotlib backend."""
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
 
 def draw_predictions(path: str, rows: list, title: str = "") -> None:
-    """Image, truth (if there is one) and prediction side by side, with a legend of the classes that occur.
+    """Draw image, truth (if given) and prediction side by side, with a legend of the classes that occur.
 
-    rows: (PIL image, truth or None, prediction), the last two (height, width) labels from -1 on.
+    rows: (PIL image, truth or None, prediction). Truth and prediction are (height, width), with labels from -1 on.
     """
     with_truth = any(truth is not None for _, truth, _ in rows)
     heads = ["image", "truth", "prediction"] if with_truth else ["image", "prediction"]
@@ -50,7 +50,7 @@ def draw_predictions(path: str, rows: list, title: str = "") -> None:
                 seen += np.bincount(labels.ravel() + 1, minlength=len(seen))
     for axis, head in zip(axes[0], heads):
         axis.set_title(head, fontsize=10)
-    # A few stray pixels of a class do not earn it a place in the legend.
+    # The legend leaves out classes with only a few stray pixels.
     common = [i - 1 for i in np.argsort(-seen) if seen[i] > 0.001 * seen.sum()]
     patches = [
         Patch(facecolor=coloured(np.array([[label]]))[0, 0] / 255, edgecolor="0.4", label=class_name(label))
@@ -64,7 +64,7 @@ def draw_predictions(path: str, rows: list, title: str = "") -> None:
 
 
 def draw_curves(path: str, epochs: list, steps: list, constant: tuple | None = None, title: str = "") -> None:
-    """Loss, learning rate, pixel accuracy and mIoU over epochs.
+    """Draw loss, learning rate, pixel accuracy and mIoU over epochs.
 
     epochs, steps: rows of epochs.csv and steps.csv. constant: (pixAcc, mIoU) of the best constant prediction.
     """
@@ -101,7 +101,7 @@ def draw_curves(path: str, epochs: list, steps: list, constant: tuple | None = N
 
 
 def draw_pair(path: str, runs: dict, differences: list, title: str = "") -> None:
-    """The training loss of two runs, one over the other, and how far they are from each other.
+    """Draw the training loss of two runs, one over the other, and their difference.
 
     runs: rows of steps.csv by name. differences: one for each step.
     """
@@ -114,11 +114,11 @@ def draw_pair(path: str, runs: dict, differences: list, title: str = "") -> None
     loss.set_ylim(bottom=0)
     loss.legend(frameon=False)
     difference.plot(x, differences, "o", markersize=3, color="0.3")
-    # A logarithmic scale that has a zero; steps.csv has six digits.
+    # symlog is a logarithmic scale with a zero; steps.csv has six digits.
     difference.set_yscale("symlog", linthresh=1e-6, linscale=0.5)
     difference.set_ylim(-2e-7, max(1e-4, 3 * max(differences)))
     equal = sum(d == 0 for d in differences)
-    difference.set_title(f"0 in {equal} of {len(differences)} steps, of the six digits recorded")
+    difference.set_title(f"0 in {equal} of {len(differences)} steps, to the six recorded digits")
     difference.set_xlabel("step")
     difference.set_ylabel("relative difference")
     for axis in (loss, difference):

@@ -1,8 +1,8 @@
-"""Segment images with a checkpoint; writes a picture and a mask for each.
+"""Segment images with a checkpoint, and write a picture and a mask for each image.
 
     python predict.py --resume runs/demo/best.ckpt street.jpg --output-dir predicted
 
-writes predicted/street_picture.png (image and prediction side by side, with a legend) and
+The command writes predicted/street_picture.png (image and prediction side by side, with a legend) and
 predicted/street_mask.png (one channel of ADE20K class ids, 1 to 150).
 """
 
@@ -39,7 +39,7 @@ def predict(args) -> int:
     stems = [os.path.splitext(os.path.basename(path))[0] for path in args.images]
     for stem in stems:
         if stems.count(stem) > 1:
-            raise UserError(f"{stem}: two images of that name would write the same files; give one of them")
+            raise UserError(f"{stem}: two images of this name would write the same files; expected different names")
     checkpoint = load_checkpoint(args.resume)
     take_model_options(args, checkpoint.state)
     net = load_network(args, checkpoint, devices)

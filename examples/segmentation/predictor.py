@@ -1,4 +1,4 @@
-"""A trained network and whole images, window by window."""
+"""Prediction of whole images with a trained network, window by window."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def load_network(args, checkpoint, devices):
 
 
 class Predictor:
-    """Class probabilities of images of any size.
+    """Computes class probabilities of images of any size.
 
-    An image is scaled to the base size (its longer side), predicted in windows of the crop size, which every
-    network takes, and scaled back. GluonCV's own evaluator fills a last window that sticks out with black; a
-    window here moves back inside instead, so that the network sees what it was trained on.
+    The predictor scales the longer side of an image to the base size. It predicts windows of the crop size, which every
+    network takes, and scales the result back. GluonCV's own evaluator fills a last window beyond the border with black.
+    Here the last window moves back inside the image, so the network sees only pixels as in training.
     """
 
     def __init__(self, net, devices, base_size, crop_size, flip=False, scales=(1.0,)):
@@ -35,7 +35,7 @@ class Predictor:
         self._flip, self._scales = flip, scales
 
     def scores(self, images) -> list:
-        """One (1, classes, height, width) array per PIL image; at most as many images as devices."""
+        """One (1, classes, height, width) array per PIL image, for at most as many images as devices."""
         return [self._image(image, device) for image, device in zip(images, self._devices)]
 
     def labels(self, image) -> np.ndarray:
@@ -53,7 +53,7 @@ class Predictor:
         return total
 
     def _windows(self, image, device):
-        """Mean of the windows' probabilities, (1, classes, H, W); both at least the crop size."""
+        """The mean of the windows' probabilities, (1, classes, H, W). H and W are at least the crop size."""
         size = self._crop_size
         pad = [max(0, size - side) for side in image.size]
         pixels = normalised(ImageOps.expand(image, (0, 0, *pad))).as_in_context(device)
@@ -75,12 +75,12 @@ class Predictor:
 
 
 def window_starts(length: int, size: int) -> list:
-    """Where windows begin that cover `length`, overlap by a third or more and stay inside."""
+    """The positions of windows that cover `length`, overlap by a third or more, and stay inside."""
     count = math.ceil((length - size) / (size * 2 / 3)) + 1
     return [int(start) for start in np.linspace(0, length - size, count)]
 
 
 def normalised(image) -> mx.nd.NDArray:
-    """(3, height, width) of a PIL image, as in training."""
+    """The (3, height, width) array of a PIL image, as in training."""
     pixels = np.asarray(image, np.float32) / 255
     return mx.nd.array(((pixels - MEAN) / STD).transpose(2, 0, 1), dtype="float32")

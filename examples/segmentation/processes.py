@@ -1,9 +1,9 @@
-"""The processes of a job: which one this is, and what they do together.
+"""The processes of a job: the rank of this process, and collective calls.
 
     mpiexec -n 4 python train.py --kvstore mpi ...
     horovodrun -np 4 python train.py --kvstore horovod ...
 
-All of them make the same calls of this module in the same order. A process that is alone makes them too.
+All processes make the same calls of this module in the same order. A single process makes the same calls.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import zlib
 import numpy as np
 from errors import ElsewhereError, UserError
 
-# KVStores that span processes: what starts these, and tells each how many they are.
+# For each KVStore that spans processes: its launcher, and the environment variables that hold the number of processes.
 LAUNCHERS = {"mpi": ("mpiexec", ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")), "horovod": ("horovodrun", ("HOROVOD_SIZE",))}
 STORES = tuple(LAUNCHERS)
 
 
 def check_launch(args) -> None:
-    """UserError if several processes have been started, none of which would know of the others."""
+    """Raise a UserError if a launcher has started several processes, but --kvstore does not connect them."""
     for store, (launcher, names) in LAUNCHERS.items():
         count = max(int(os.environ.get(name) or 1) for name in names)
         if count > 1 and args.kvstore != store:
@@ -31,7 +31,7 @@ def check_launch(args) -> None:
 
 
 def place(args) -> tuple:
-    """(which, of how many) of the job's processes on this machine. It does not import MXNet."""
+    """Return the rank and the number of the job's processes on this machine. The function does not import MXNet."""
     store = getattr(args, "kvstore", None)
     if store == "mpi":
         return _place_in_mpi()
@@ -40,18 +40,18 @@ def place(args) -> tuple:
     return 0, 1
 
 
-@functools.lru_cache(maxsize=None)  # all processes have to call it, as often
+@functools.lru_cache(maxsize=None)  # all processes have to make this call equally often
 def _place_in_mpi() -> tuple:
     try:
         from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: it finds no MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py finds no MPI
         raise UserError(f"--kvstore mpi: {error}; pip install mpi4py mpich") from None
     here = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
     return here.rank, here.size
 
 
 class Processes:
-    """Those of a job, by way of the KVStore that adds their gradients; without one, this process alone.
+    """The processes of a job, connected by the KVStore that adds their gradients. Without a KVStore: one process.
 
     Process 0 writes the files and the messages.
     """
@@ -62,7 +62,7 @@ class Processes:
         self.size = kvstore.num_workers if kvstore else 1
 
     def sum(self, values) -> np.ndarray:
-        """Of numbers over all processes, in double precision: the same bits in all of them."""
+        """The sum of numbers over all processes, in double precision, with the same bits in all of them."""
         import mxnet as mx
 
         values = np.asarray(values, np.float64)
@@ -73,7 +73,7 @@ class Processes:
         return array.asnumpy().reshape(values.shape)
 
     def gather(self, values) -> np.ndarray:
-        """The numbers of all processes, one below the other in the order of their ranks."""
+        """The numbers of all processes, one row for each, in the order of the ranks."""
         values = np.asarray(values, np.float64)
         rows = np.zeros((self.size, *values.shape))
         rows[self.rank] = values
@@ -81,7 +81,7 @@ class Processes:
 
     @contextlib.contextmanager
     def together(self):
-        """A UserError that the block raises in one process ends it in all; the first of those that have one says it."""
+        """End the block in all processes if one raises a UserError. The first failed process raises its own error."""
         error = None
         try:
             yield
@@ -93,7 +93,7 @@ class Processes:
             raise error if error and first == self.rank else ElsewhereError(int(codes[first]))
 
     def each(self, items):
-        """The items, of which every process has as many; an error in reading one ends all."""
+        """Iterate over the items. Every process has the same number. An error in reading an item ends all processes."""
         items = iter(items)
         while True:
             with self.together():
@@ -103,7 +103,7 @@ class Processes:
             yield item
 
     def check_same(self, what: str, value) -> None:
-        """UserError unless the value, which is to have a repr of its own, is the same in all processes."""
+        """Raise a UserError unless the value is the same in all processes. The comparison uses its repr."""
         digests = self.gather(zlib.crc32(repr(value).encode()))
         others = np.flatnonzero(digests != digests[0])
         with self.together():
@@ -111,9 +111,9 @@ class Processes:
                 raise UserError(f"{what}: not the same in processes 0 and {others[0]}")
 
     def broadcast(self, net) -> None:
-        """Process 0's values of a network to all, on all their devices.
+        """Send process 0's values of a network to all devices of all processes.
 
-        gluon.Trainer does that too, but in its first step, which is after the first forward.
+        gluon.Trainer does the same, but only in its first step, after the first forward.
         """
         if self.kvstore:
             from model import package
@@ -122,7 +122,7 @@ class Processes:
 
     @contextlib.contextmanager
     def one_on_each_machine_first(self, args):
-        """For what downloads a file that the others then find."""
+        """Let one process of each machine run the block first. The others then find a file that the block downloads."""
         if place(args)[0]:
             self.sum(0)
         yield
@@ -134,7 +134,7 @@ ALONE = Processes()
 
 
 def processes(args) -> Processes:
-    """The processes that the options name. SyncBatchNorm synchronises over them from now on."""
+    """The processes that the options name. From now on, SyncBatchNorm synchronises over these processes."""
     if args.kvstore not in STORES:
         return ALONE
     from model import package

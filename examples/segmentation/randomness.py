@@ -1,4 +1,4 @@
-"""Everything random is a function of the seed and the position in the run."""
+"""All random numbers are a function of the seed and the position in the run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 class Xavier(mx.init.Initializer):
-    """mx.init.Xavier's distribution, drawn by NumPy.
+    """The distribution of mx.init.Xavier, drawn by NumPy.
 
-    MXNet would draw from generators whose number depends on that of the CPU devices (`gluon_syncbn.cpu_devices`), and
-    the same seed would be another network on another number of devices or in another number of processes.
+    MXNet's number of generators depends on the number of CPU devices (`gluon_syncbn.cpu_devices`). With MXNet, the same
+    seed would give another network on another number of devices or processes.
     """
 
     def _init_weight(self, name, array):
@@ -22,10 +22,10 @@ class Xavier(mx.init.Initializer):
 
 
 def seed_device(context, seed: int, epoch: int, step: int, device: int) -> None:
-    """Seed a device's generator for what it does next.
+    """Seed a device's generator for its next step.
 
-    MXNet's random state can be set but not read, so it is set for each step: Dropout resumes exactly. And it is set
-    for each device by its number in the whole job: then it does not matter which process the device belongs to.
+    A program can set MXNet's random state, but cannot read it. A seed for each step lets Dropout resume exactly. The
+    seed depends on the device's number in the whole job, so the assignment of devices to processes does not matter.
     """
     words = [seed, epoch, step, device]
     mx.random.seed(int(np.random.RandomState(words).randint(2**31 - 1)), ctx=context)
@@ -38,7 +38,7 @@ def seed_all(seed):
 
 
 def random_state() -> dict:
-    """Python's and NumPy's global generators, for JSON. MXNet's is a function of the position."""
+    """The state of Python's and NumPy's global generators, for JSON. MXNet's state is a function of the position."""
     kind, keys, *rest = np.random.get_state()
     return {"python": random.getstate(), "numpy": [kind, keys.tolist(), *rest]}
 

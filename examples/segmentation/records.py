@@ -1,4 +1,4 @@
-"""The CSV files of a run: epochs.csv, one row per epoch, and steps.csv, one row per step."""
+"""The CSV files of a run: epochs.csv has one row per epoch, and steps.csv one row per step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEP_FIELDS = ("epoch", "step", "loss", "lr")
 
 
 def write_epochs(folder: str, history: list) -> None:
-    """The whole table: the checkpoint holds it, so it never lacks a row or has one twice."""
+    """Write the whole table. The checkpoint holds the table, so no row is missing or doubled."""
 
     def write(name):
         with open(name, "w", newline="") as file:
@@ -26,7 +26,7 @@ def write_epochs(folder: str, history: list) -> None:
 class StepLog:
     """Appends to steps.csv, which counts epochs and steps from 1.
 
-    epoch, step: where the run goes on, counted from 0; rows from there on are dropped first.
+    epoch, step: the position at which the run continues, counted from 0. The constructor drops later rows.
     """
 
     def __init__(self, folder: str, epoch: int = 0, step: int = 0):
@@ -46,7 +46,7 @@ class StepLog:
 
     def add(self, epoch: int, step: int, loss: float, lr: float) -> None:
         self._table.writerow((epoch, step, f"{loss:.6g}", f"{lr:.6g}"))
-        self._file.flush()  # somebody may be watching, or kill the run
+        self._file.flush()  # a reader may follow the file, and a killed run keeps its rows
 
     def close(self) -> None:
         self._file.close()
@@ -55,11 +55,11 @@ class StepLog:
 def _before(row: list, epoch: int, step: int) -> bool:
     try:
         return len(row) == len(STEP_FIELDS) and (int(row[0]) - 1, int(row[1]) - 1) < (epoch, step)
-    except ValueError:  # the head, or half a line of a killed run
+    except ValueError:  # the header, or an incomplete line of a killed run
         return False
 
 
 def read_table(path: str) -> list:
-    """Rows of one of the files, as dictionaries of numbers; an empty cell is None."""
+    """The rows of one of the files, as dictionaries of numbers. An empty cell is None."""
     with open(path, newline="") as file:
         return [{k: float(v) if v else None for k, v in row.items()} for row in csv.DictReader(file)]

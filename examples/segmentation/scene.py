@@ -15,7 +15,7 @@ CLASSES = (BUILDING, SKY, TREE, ROAD, GRASS, PERSON, CAR)
 
 
 class _Canvas:
-    """An image and its mask, always drawn together with the same geometry."""
+    """An image and its mask. Each shape is drawn on both."""
 
     def __init__(self):
         self.image = Image.new("RGB", (WIDTH, HEIGHT))
@@ -40,7 +40,7 @@ class _Canvas:
 
 
 def draw_scene(seed) -> tuple[Image.Image, Image.Image]:
-    """Returns an RGB image and an 8-bit mask, both 192 x 160, that depend on `seed` alone."""
+    """Return an RGB image and an 8-bit mask, both 192 x 160. Both depend on `seed` alone."""
     rng = np.random.RandomState(seed)
     canvas = _Canvas()
     horizon = rng.randint(55, 85)
@@ -50,7 +50,7 @@ def draw_scene(seed) -> tuple[Image.Image, Image.Image]:
     _road(canvas, rng, horizon)
     for _ in range(rng.randint(1, 4)):
         _tree(canvas, rng, horizon)
-    # What stands nearer is drawn later.
+    # Nearer figures are drawn later.
     figures = [_car] * rng.randint(1, 3) + [_person] * rng.randint(1, 4)
     for foot, figure in sorted((rng.randint(horizon + 20, HEIGHT - 4), i) for i in range(len(figures))):
         figures[figure](canvas, rng, foot, horizon)
@@ -60,7 +60,7 @@ def draw_scene(seed) -> tuple[Image.Image, Image.Image]:
 
 
 def _colour(rng, hue, saturation, value):
-    """An RGB colour from ranges; hue in turns."""
+    """An RGB colour from ranges. Hue is in turns."""
     h, s, v = (rng.uniform(*limits) for limits in (hue, saturation, value))
     return tuple(int(255 * c) for c in colorsys.hsv_to_rgb(h % 1.0, s, v))
 
@@ -159,14 +159,14 @@ def _person(canvas, rng, foot, horizon):
 
 
 def _post(canvas, rng, horizon):
-    """A street lamp: ADE20K has a class for it, here it is "other", so that label 0 occurs."""
+    """A street lamp. ADE20K has a class for lamps, but here a lamp is "other", so that label 0 occurs."""
     x = rng.randint(10, WIDTH - 10)
     canvas.rectangle((x, horizon - 40, x + 2, horizon + 20), (50, 50, 55), OTHER)
     canvas.ellipse((x - 4, horizon - 46, x + 6, horizon - 38), (250, 240, 190), OTHER)
 
 
 def _light(image, rng):
-    """Noise, blur, then a strong cast: brightness, contrast and colour of the whole image."""
+    """Blur the image and add noise, then change brightness, contrast and colour of the whole image strongly."""
     pixels = np.asarray(image.filter(ImageFilter.GaussianBlur(0.5)), np.float64) / 255
     pixels = pixels + rng.normal(0, rng.uniform(0.01, 0.04), pixels.shape)
     gamma = np.exp(rng.uniform(-0.7, 0.7))

@@ -1,4 +1,4 @@
-"""How good a prediction is: pixel accuracy and mean intersection over union; and how good a constant is."""
+"""Pixel accuracy and mean intersection over union, of a network and of the best constant prediction."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from processes import ALONE
 
 
 class Scores(SegmentationMetric):
-    """GluonCV's metric, whose mIoU is over the classes that occur in the truth.
+    """GluonCV's metric, with mIoU over the classes that occur in the truth.
 
-    GluonCV divides by the number of classes of the data set. On ADE20K's validation images all 150
-    occur and both are the same; on a set with seven classes its figure could not exceed 7/150.
+    GluonCV divides by the number of classes of the data set. On ADE20K's validation images all 150 classes occur, and
+    both figures are the same. On a set with seven classes, GluonCV's figure could not exceed 7/150.
     """
 
     def reset(self):
         super().reset()
-        self.truth = 0  # labelled pixels of each class, once there are some
+        self.truth = 0  # labelled pixels of each class, after the first update
 
     def update(self, labels, preds):
         super().update(labels, preds)
@@ -26,7 +26,7 @@ class Scores(SegmentationMetric):
             self.truth = self.truth + np.bincount(values[values >= 0], minlength=self.nclass)
 
     def add_up(self, processes):
-        """The sums over the images of all processes."""
+        """Add up the sums of all processes."""
         parts = [self.total_correct, self.total_label, self.total_inter, self.total_union, self.truth]
         sizes = [1, 1, self.nclass, self.nclass, self.nclass]
         packed = processes.sum(np.concatenate([np.broadcast_to(part, n) for part, n in zip(parts, sizes)]))
@@ -44,10 +44,10 @@ class Scores(SegmentationMetric):
 
 
 def best_constant(truth: np.ndarray) -> tuple:
-    """(pixAcc, mIoU) of the best constant prediction, each with its own best class.
+    """(pixAcc, mIoU) of the best constant prediction.
 
-    Class c everywhere has n_c of n pixels right; its IoU is n_c / n and that of every other class is 0.
-    So both are best for the commonest class, and mIoU is that accuracy over the number of classes.
+    If the prediction is class c everywhere, n_c of n pixels are right. The IoU of c is n_c / n, and that of every other
+    class is 0. Both scores are therefore best for the commonest class. mIoU is pixAcc divided by the number of classes.
 
     truth: labelled pixels of each class.
     """
@@ -56,15 +56,16 @@ def best_constant(truth: np.ndarray) -> tuple:
 
 
 def spread(batch, contexts) -> list:
-    """A batch split over devices; a batch smaller than their number uses as many as it has samples."""
+    """Split a batch over devices. A batch with fewer samples than devices uses one device for each sample."""
     used = contexts[: min(len(contexts), batch.shape[0])]
     return mx.gluon.utils.split_and_load(batch, used, even_split=False)
 
 
 def validate(net, batches, contexts, num_class, bar=None, stop=lambda: False, processes=ALONE):
-    """Scores of `net` over the images of all processes, every device with its share; None if stop() said so in one.
+    """Scores of `net` over the images of all processes, or None if stop() is true in one process.
 
-    In prediction mode no replica waits for another, so a last batch on fewer devices or processes is no special case.
+    Each device predicts its share. In prediction mode no replica waits for another, so a last batch on fewer devices or
+    processes is no special case.
     """
     scores = Scores(num_class)
     stopped = False

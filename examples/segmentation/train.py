@@ -2,11 +2,11 @@
 
     python train.py --data-root ~/.mxnet/datasets/ade --model psp --backbone resnet50 --aux --syncbn \\
                     --ngpus 4 --batch-size 16 --crop-size 480 --base-size 520 --lr 0.01 --epochs 120
-    mpiexec -n 4 python train.py --kvstore mpi --ngpus 1 ...    # the same in four processes, or with
-    horovodrun -np 4 python train.py --kvstore horovod --ngpus 1 ...
+    mpiexec -n 4 python train.py --kvstore mpi --ngpus 1 ...    # the same in four processes
+    horovodrun -np 4 python train.py --kvstore horovod --ngpus 1 ...    # the same with Horovod
 
-Options are named as in GluonCV's own training script. Results (last.ckpt, best.ckpt, epochs.csv,
-steps.csv) go to --save-dir. Ctrl-C saves and stops; --resume continues to the same result.
+Options have the names of GluonCV's own training script. Results (last.ckpt, best.ckpt, epochs.csv,
+steps.csv) go to --save-dir. Ctrl-C saves the run and stops it. --resume continues it to the same result.
 Exit codes: 0 done, 2 bad input, 3 the loss is not finite, 130 interrupted and saved.
 """
 
@@ -30,7 +30,7 @@ def main(argv=None) -> int:
         from evaluate import evaluate
 
         return evaluate(args)
-    from training import train  # after the options: a mistake there should not wait for the imports
+    from training import train  # slow, so imported after the check of the options
 
     return train(args)
 

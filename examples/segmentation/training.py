@@ -1,4 +1,4 @@
-"""One training run: from options to a trained network, with validation, checkpoints and exact resume."""
+"""A training run, from options to a trained network, with validation, checkpoints and exact resume."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 
 def train(args) -> int:
-    """Train as `args` (of options.train_parser) say; returns the exit code."""
+    """Train with `args` (of options.train_parser). Return the exit code."""
     run = Run(args)
     try:
         with Interrupt(quiet=run.processes.rank > 0) as interrupt:
@@ -46,7 +46,7 @@ def train(args) -> int:
 
 
 class Run:
-    """The parts of a run, and its position: `epoch` epochs and `step` steps of the next one are done."""
+    """The parts of a run, and its position: it has done `epoch` epochs, and `step` steps of the next epoch."""
 
     def __init__(self, args):
         self.args = args
@@ -54,16 +54,16 @@ class Run:
         with self.processes.together():
             checkpoint = self._check()
         self._check_same(checkpoint)
-        with contextlib.ExitStack() as opened:  # closes what is open if something below fails
+        with contextlib.ExitStack() as opened:  # closes the open parts if a later one fails
             self._build(checkpoint, opened)
             self.close = opened.pop_all().close
 
     # -- building ------------------------------------------------------------------------------------
 
     def _check(self):
-        """What can be known beforehand; returns the checkpoint, if there is one."""
+        """Check everything that is known before training. Return the checkpoint, if there is one."""
         args = self.args
-        self.contexts = contexts(args, self.processes.size)  # before any operator: it may prepare MXNet
+        self.contexts = contexts(args, self.processes.size)  # before any operator, because it may prepare MXNet
         self.devices = self.processes.size * len(self.contexts)  # of all processes
         self.first_device = self.processes.rank * len(self.contexts)
         self.mode = choose_mode(args, self.contexts)
@@ -81,7 +81,7 @@ class Run:
         return checkpoint
 
     def _check_same(self, checkpoint):
-        """That the processes will make the same steps: each has read its own command line, folder and checkpoint."""
+        """Check that all processes will make the same steps. Each reads its own command line, folder and checkpoint."""
         args = self.args
         self.processes.check_same("--ngpus or --cpus", [context.device_type for context in self.contexts])
         self.processes.check_same("the options", [getattr(args, name) for name in (*RUN_OPTIONS, "no_val")])
@@ -106,14 +106,14 @@ class Run:
         if checkpoint and checkpoint.state:
             self._continue(checkpoint)
         self._hybridize()
-        # A network of its own, because the one in training is bound to its batch size (--mode static),
-        # and because plain BatchNorm's running statistics differ by device: what is scored is what is saved.
+        # Validation has a network of its own. The network in training is bound to its batch size (--mode static). And
+        # plain BatchNorm's running statistics differ by device, but validation must score the saved ones.
         self.val_net = plain_network(args, self.contexts)
         self.val_net.hybridize()
         self.log = None
         with self.processes.together():
             if self.processes.rank == 0:
-                if not continues(args):  # --overwrite, or there are none
+                if not continues(args):  # --overwrite is given, or the folder has no checkpoints
                     for name in CHECKPOINTS:
                         with contextlib.suppress(FileNotFoundError):
                             os.remove(os.path.join(args.save_dir, name))
@@ -141,7 +141,7 @@ class Run:
             net.collect_params().reset_ctx(self.contexts)
         else:
             net.initialize(Xavier(), ctx=self.contexts, force_reinit=True)
-        # One pass fixes the shapes that GluonCV leaves open, and shows that the network takes this crop.
+        # One forward fixes the shapes that GluonCV leaves open. A crop that the network cannot take fails here.
         net(mx.nd.zeros((1, 3, args.crop_size, args.crop_size), ctx=self.contexts[0]))
         if checkpoint:
             with self.processes.together():
@@ -161,7 +161,7 @@ class Run:
             schedules.append(
                 LRScheduler("linear", base_lr=0, target_lr=args.lr, nepochs=args.warmup_epochs, iters_per_epoch=steps)
             )
-        # GluonCV's schedule divides by the number of steps less one.
+        # GluonCV's schedule divides by the number of steps minus one.
         iters = max(2, (args.epochs - args.warmup_epochs) * steps)
         schedules.append(LRScheduler("poly", base_lr=args.lr, niters=iters, power=0.9))
         settings = {"wd": args.weight_decay, "lr_scheduler": LRSequential(schedules)}
@@ -170,7 +170,7 @@ class Run:
             settings["momentum"] = args.momentum
         parameters = self.net.collect_params()
         if self.processes.kvstore:
-            # Every process has the gradients of all and makes the same update with them.
+            # Every process gets the summed gradients, and makes the same update.
             store = {"kvstore": self.processes.kvstore, "update_on_kvstore": False}
         else:
             store = {"kvstore": args.kvstore or ("device" if self.contexts[0].device_type == "gpu" else "local")}
@@ -179,11 +179,11 @@ class Run:
     def _continue(self, checkpoint):
         state = checkpoint.state
         schedule = self.trainer._optimizer.lr_scheduler
-        load_trainer(self.trainer, checkpoint, self.contexts)  # copies the first device's values to all
-        if extends(self.args, state):  # otherwise the checkpoint's is the same
+        load_trainer(self.trainer, checkpoint, self.contexts)  # copies the first device's values to all devices
+        if extends(self.args, state):  # otherwise the checkpoint's schedule is the same
             self.trainer._optimizer.lr_scheduler = schedule
             whole = f"a run of {self.args.epochs}"
-            self._say(f"{state['epoch']} epochs are done; the learning rate goes on where {whole} has it then")
+            self._say(f"{state['epoch']} epochs are done; the learning rate continues as in {whole}")
         set_devices(self.net, checkpoint.devices, self.first_device)
         self.epoch, self.step = state["epoch"], state["step"]
         self.loss_sum, self.history, self.best = state["loss_sum"], state["history"], state["best"]
@@ -191,16 +191,16 @@ class Run:
 
     def _hybridize(self):
         if self.mode != "imperative":
-            static = self.mode == "static"  # the crop size is fixed, so the shapes are
+            static = self.mode == "static"  # the crop size is fixed, so the shapes are fixed too
             self.net.hybridize(static_alloc=static, static_shape=static)
-        # The loss stays as it is: GluonCV's asks its input for a dtype, which a symbol does not have.
+        # The loss is not hybridized: GluonCV's loss reads the dtype of its input, which a symbol does not have.
 
     # -- running -------------------------------------------------------------------------------------
 
     def go(self, interrupt) -> int:
         args, steps = self.args, len(self.train_data)
         if self.epoch >= args.epochs:
-            self._say(f"nothing left to do: {args.resume} has all {args.epochs} epochs")
+            self._say(f"nothing to do: {args.resume} has all {args.epochs} epochs")
         for epoch in range(self.epoch, args.epochs):
             speed = self._train_epoch(interrupt)
             if speed is None:
@@ -216,7 +216,7 @@ class Run:
         return 0
 
     def _train_epoch(self, interrupt) -> dict | None:
-        """What epochs.csv says about the speed; None if it was interrupted."""
+        """Train one epoch. Return its speed for epochs.csv, or None if the user interrupted it."""
         args, steps, first = self.args, len(self.train_data), self.step
         begin = time.time()
         text = f"epoch {self.epoch + 1}/{args.epochs}"
@@ -240,10 +240,10 @@ class Run:
         return {"seconds": round(seconds, 2), "images_per_second": round(done / seconds, 3) if done else None}
 
     def _train_step(self, images, masks, interrupt) -> tuple:
-        """One step over all devices of all processes: (loss, whether to stop after it), the same in all.
+        """One step over all devices of all processes. Return (loss, whether to stop), the same in all processes.
 
-        Nothing here waits for a result before every device has its whole work: a device that waits for
-        the others' statistics would otherwise wait for work that was never handed out.
+        A device waits for the others' statistics. The step therefore hands out the work of every device before it waits
+        for a result.
         """
         images, masks = spread(images, self.contexts), spread(masks, self.contexts)
         losses = []
@@ -253,8 +253,9 @@ class Run:
                 losses.append(self.loss(*outputs(self.net, x), y))
         autograd.backward(losses)
         if not self.settled:
-            # The trainer's first step copies the first device's values to all, running statistics too. A static
-            # graph's operators do not tell MXNet's engine that they write these: the copy would not wait for them.
+            # The trainer's first step copies the first device's values to all devices, running statistics included. A
+            # static graph's operators do not tell MXNet's engine that they write these statistics. Without waitall, the
+            # copy would not wait for the operators.
             mx.nd.waitall()
             self.settled = True
         self.trainer.step(self.args.batch_size)
@@ -264,8 +265,8 @@ class Run:
         if not math.isfinite(loss):
             with self.processes.together():
                 raise NotFiniteError(
-                    f"the loss is {loss} in epoch {self.epoch + 1}, step {self.step + 1}: stopped, nothing saved "
-                    f"since the last checkpoint; try a lower --lr than {self.args.lr:g}"
+                    f"the loss is {loss} in epoch {self.epoch + 1}, step {self.step + 1}: stopped, without saving "
+                    f"after the last checkpoint; try a lower --lr than {self.args.lr:g}"
                 )
         return loss, bool(stop)
 
@@ -290,7 +291,7 @@ class Run:
         with self.processes.together():
             if self.processes.rank == 0:
                 write_epochs(self.args.save_dir, self.history)
-        # The best one first: a run killed in between repeats this epoch and writes both again.
+        # best.ckpt comes first: a run killed in between repeats this epoch and writes both again.
         self._save(["best.ckpt", "last.ckpt"] if better else ["last.ckpt"])
         text = f"epoch {self.epoch}/{self.args.epochs}: loss {row['train_loss']:.3f}"
         if "mIoU" in row:
@@ -322,11 +323,11 @@ class Run:
             "random": random_state(),
         }
         paths = [os.path.join(self.args.save_dir, name) for name in names]
-        with self.processes.together():  # the others wait until it is written
+        with self.processes.together():  # the others wait until process 0 has written the checkpoint
             save_checkpoint(paths, self.net, self.trainer, state, self.processes)
 
     def _bar(self, text, total, initial=0):
-        # disable=None: no bar where the output is not a terminal
+        # disable=None: no bar if the output is not a terminal
         return tqdm(
             total=total,
             initial=initial,

@@ -83,7 +83,7 @@ def test_interrupted_and_resumed_is_the_same(bn, images, tmp_path):
         stopped = run(*settings, "--out", parts, script=tmp_path / "interrupted.py")
     assert uninterrupted.result().returncode == 0
     assert stopped.returncode == 128 + signal.SIGINT, stopped.stderr
-    assert "stopped after epoch 1; --resume goes on" in stopped.stderr
+    assert "stopped after epoch 1; --resume continues" in stopped.stderr
     assert len(rows(parts)) == 1
     resumed = run(*settings, "--out", parts, "--resume")
     assert resumed.returncode == 0, resumed.stderr

@@ -41,7 +41,7 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch, capsys):
     assert check.main() == 1
     printed = capsys.readouterr().out
     assert "BROKEN  live      ArithmeticError: wrong by" in printed
-    assert "1 of 9 checks failed" in printed
+    assert "1 of 10 checks failed" in printed
 
 
 def test_two_builds_at_once_are_noticed(tmp_path, monkeypatch):

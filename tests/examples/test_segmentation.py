@@ -251,7 +251,7 @@ def test_a_used_folder_is_not_overwritten_without_a_word(trained, tmp_path, data
     shutil.copytree(trained, run)
     before = {path.name: path.read_bytes() for path in run.iterdir()}
     line = fails(main, [*TINY, "--data-root", data, "--save-dir", run], capsys)
-    assert f"--save-dir {run}: holds a run already; --resume {run / 'last.ckpt'} goes on with it" in line
+    assert f"--save-dir {run}: holds a run already; --resume {run / 'last.ckpt'} continues it" in line
     other = [*TINY, *TWO, "--epochs", "4", "--data-root", data, "--save-dir", run, "--resume", trained / "last.ckpt"]
     assert "holds a run already" in fails(main, other, capsys)
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
@@ -270,7 +270,7 @@ def test_a_finished_run_takes_further_epochs(trained, tmp_path, data, capsys):
     options = [*TWO, "--resume", run / "last.ckpt"]
     code, output = train(tmp_path, data, *options, "--epochs", "6", "--workers", "0", "--no-val")
     assert code == 0, output
-    assert "4 epochs are done; the learning rate goes on where a run of 6 has it then" in output
+    assert "4 epochs are done; the learning rate continues as in a run of 6" in output
     steps = rows(run / "steps.csv")
     assert [row["epoch"] for row in steps] == [str(epoch) for epoch in range(1, 7) for _ in range(4)]
     assert steps[:16] == rows(trained / "steps.csv")
@@ -520,7 +520,7 @@ def fails(main, options, capsys):
         ("--epochs 2 --warmup-epochs 2", "--warmup-epochs 2: must be less than --epochs 2"),
         ("--epochs 2 --start-epoch 1", "--start-epoch: only with --resume FILE.params"),
         ("--resume nothing.ckpt", "--resume nothing.ckpt: no such file"),
-        ("--mode static --syncbn --cpus 2", "--mode static: with --syncbn not on several CPU devices"),
+        ("--mode static --syncbn --cpus 2", "--mode static: does not work with --syncbn on several CPU devices"),
         ("--eval", "--eval: needs --resume FILE"),
         ("--no-such-option", "unrecognized arguments: --no-such-option"),
     ],
