@@ -70,7 +70,7 @@ test-newest:
 	.venv-3.13/bin/python -m pytest -q tests/unit/test_compatibility.py tests/layer/test_layer.py $(ARGS)
 
 test-custom: dev
-	@GLUON_SYNCBN_OPERATOR=custom $(PY) -m pytest -q --durations=15 tests/layer tests/processes $(ARGS)
+	@GLUON_SYNCBN_OPERATOR=custom $(PY) -m pytest -q --durations=15 tests/layer tests/nets tests/training tests/processes $(ARGS)
 
 test-horovod:
 	@VENV=.venv-horovod tools/venv.sh horovod

@@ -35,6 +35,7 @@ except ImportError:
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "gluon_syncbn"
 CSRC = PACKAGE / "csrc"
+FOLDERS = ["command", "exchange", "mxnet_side", "mxnet_side.compatibility", "nets", "system", "training"]
 OBJECTS = ROOT / "build" / "core"  # what was compiled before, to compile only what has changed
 # Without -fno-trapping-math, loops that choose between two values are not vectorised below AVX-512: what
 # they leave out might raise a floating-point exception, for which nobody here asks.
@@ -52,8 +53,8 @@ def constant(module, name):
     return re.search(rf'^{name} = "([^"]*)"', text, re.MULTILINE).group(1)
 
 
-VERSION = constant("_version.py", "__version__")
-REPOSITORY = constant("distribution.py", "REPOSITORY")
+VERSION = constant("system/version.py", "__version__")
+REPOSITORY = constant("system/distribution.py", "REPOSITORY")
 
 
 def description(text):
@@ -294,7 +295,7 @@ setup(
     project_urls=urls(),
     scripts=["bin/gluon-syncbn"],
     license="Apache-2.0",
-    packages=["gluon_syncbn", "gluon_syncbn.compatibility", "gluon_syncbn.exchange"],
+    packages=["gluon_syncbn", *(f"gluon_syncbn.{folder}" for folder in FOLDERS)],
     package_data={"gluon_syncbn": ["py.typed", "csrc/*", "csrc/*/*"]},
     include_package_data=False,
     cmdclass=commands,

@@ -95,7 +95,7 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
     from gluon_syncbn import _native
     from gluon_syncbn.exchange.base import LayerInfo
     from gluon_syncbn.exchange.transport import Label
-    from gluon_syncbn.session import session
+    from gluon_syncbn.training.session import session
 
     if store.why_not_in_memory is not None:
         raise SystemExit(f"the processes do not share memory: {store.why_not_in_memory}")

@@ -81,7 +81,7 @@ def measured(cell: _measuring.Cell) -> Dict[str, Any]:
     from gluoncv.model_zoo.fastscnn import FastSCNN
     from gluoncv.model_zoo.pspnet import PSPNet
 
-    from gluon_syncbn import blocks
+    from gluon_syncbn.mxnet_side import blocks
 
     mx.random.seed(0)
     crop = cell["crop"]

@@ -123,7 +123,7 @@ def gpus(gluon_syncbn: Any) -> List[str]:
     """Those that MXNet can use, in words."""
     import mxnet as mx
 
-    found = [gluon_syncbn.cuda.gpu(i) for i in range(mx.context.num_gpus())]
+    found = [gluon_syncbn.system.cuda.gpu(i) for i in range(mx.context.num_gpus())]
     return [f"{name}, compute capability {major}.{minor}" for name, (major, minor) in found]
 
 

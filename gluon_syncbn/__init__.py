@@ -1,9 +1,9 @@
 """Synchronised BatchNorm for MXNet Gluon: statistics of the whole batch, over all devices."""
 
-from . import compatibility as _compatibility
-from . import cuda_libraries as _cuda_libraries
-from . import distribution as _distribution
-from ._version import __version__
+from .mxnet_side import compatibility as _compatibility
+from .system import cuda_libraries as _cuda_libraries
+from .system import distribution as _distribution
+from .system.version import __version__
 
 # Errors bear the name of this package, as those do that say that a module is not found: `python -m gluon_syncbn` then
 # ends with their text and without a traceback.
@@ -39,23 +39,23 @@ if tuple(map(int, _mxnet.__version__.split(".")[:2])) < (1, 8):
         name=__name__,
     )
 
-from . import lifetime as _lifetime
-from . import logs as _logs
 from . import parallel, symbol
-from . import patches as _patches
-from . import translations as _translations
-from .checkpoint import checkpoint
-from .convert import convert, freeze, revert
-from .devices import cpu_devices, devices
-from .fold import fold
+from .command.replacements import install, uninstall
 from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
-from .parameters import broadcast_parameters
-from .replacements import install, uninstall
-from .session import configure, kvstore
-from .shuffle import SampleShuffle, ShuffledBatch, ShuffleSampler, shuffle_shards, split_and_load
-from .statistics import average_running_stats, update_bn_stats
-from .steps import reset
-from .summary import summary
+from .mxnet_side import lifetime as _lifetime
+from .mxnet_side import patches as _patches
+from .mxnet_side import translations as _translations
+from .nets.checkpoint import checkpoint
+from .nets.convert import convert, freeze, revert
+from .nets.fold import fold
+from .nets.parameters import broadcast_parameters
+from .nets.statistics import average_running_stats, update_bn_stats
+from .nets.summary import summary
+from .system import logs as _logs
+from .training.devices import cpu_devices, devices
+from .training.session import configure, kvstore
+from .training.shuffle import SampleShuffle, ShuffledBatch, ShuffleSampler, shuffle_shards, split_and_load
+from .training.steps import reset
 
 _logs.start()
 _patches.install()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from . import run, selfcheck
+from .command import run, selfcheck
 
 
 def main() -> int:

@@ -19,8 +19,6 @@ from mxnet.base import MXNetError, NDArrayHandle, check_call
 from mxnet.ndarray import NDArray
 from mxnet.ndarray import ndarray as _dlpack
 
-from . import arguments
-
 _PATH = Path(__file__).with_name("_core.so")
 
 
@@ -290,7 +288,7 @@ def lone_calls() -> int:
 
 def _ways_of_calls(asked: str) -> Dict[str, str]:
     if asked not in ("", "custom", "native"):
-        arguments.refuse("GLUON_SYNCBN_OPERATOR", asked, "'native', 'custom' or nothing")
+        raise ValueError(f"GLUON_SYNCBN_OPERATOR: {asked!r} was given, expected 'native', 'custom' or nothing")
     devices = ("cpu", "gpu")
     if asked == "custom":
         return dict.fromkeys(devices, "GLUON_SYNCBN_OPERATOR=custom")

@@ -10,7 +10,7 @@ from typing import Any, Dict, NamedTuple, Optional
 import numpy as np
 from mxnet.gluon import nn
 
-from . import arguments
+from .system import arguments
 
 
 class Activation(NamedTuple):

@@ -14,12 +14,13 @@ from mxnet.gluon import HybridBlock, nn
 from mxnet.gluon.parameter import Parameter
 from mxnet.util import is_np_array
 
-from . import arguments, export
 from .activation import NONE, behind, invertible, of_arguments
-from .op import sync_batch_norm
-from .operators import without_amp
-from .replicas import Pooling, Replicas
-from .session import session
+from .mxnet_side import export
+from .mxnet_side.op import sync_batch_norm
+from .mxnet_side.operators import without_amp
+from .system import arguments
+from .training.replicas import Pooling, Replicas
+from .training.session import session
 
 ConstructT = TypeVar("ConstructT", bound=Callable[..., None])
 

@@ -14,7 +14,7 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon.utils import split_and_load
 
-from . import arguments
+from .system import arguments
 
 __all__ = [
     "DataParallelCriterion",

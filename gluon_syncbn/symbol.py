@@ -9,9 +9,11 @@ from typing import Any, Callable, List, Optional
 import mxnet as mx
 from mxnet.gluon import SymbolBlock
 
-from . import arguments, blocks, layer, patches
-from .graphs import open_graph
-from .op import NAME
+from . import layer
+from .mxnet_side import blocks, patches
+from .mxnet_side.op import NAME
+from .nets.graphs import open_graph
+from .system import arguments
 
 __all__ = ["SyncBatchNorm"]
 

@@ -1,1 +1,3 @@
-"""Ways for packed statistics to leave shared memory. Nothing here knows about layers."""
+"""Ways in which packed statistics leave the process, and what carries them: MPI, Horovod, KVStores of MXNet's.
+Nothing here knows about layers.
+"""

@@ -18,7 +18,7 @@ import mxnet as mx
 import numpy as np
 
 from .. import _native
-from ..distribution import WHERE, command
+from ..system.distribution import WHERE, command
 from .transport import Combine, Label, arrays_of, bytes_of
 from .waiting import Wait, WaitingTransport
 

@@ -6,7 +6,8 @@ from typing import Any, Optional, Tuple
 
 import mxnet as mx
 
-from .. import _native, arguments
+from .. import _native
+from ..system import arguments
 from .base import Exchange, Memory
 from .device import DeviceExchange
 from .store import ProcessStore

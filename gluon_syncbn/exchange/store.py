@@ -22,9 +22,10 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import mxnet as mx
 import numpy as np
 
-from .. import _native, arguments, cuda, environment
+from .. import _native
 from .._native import Agreed, Ticket, Total, Turn
-from ..logs import log
+from ..system import arguments, cuda, environment
+from ..system.logs import log
 from . import base
 from .base import LayerInfo, PythonExchange, alone
 from .transport import Combine, Label

@@ -15,7 +15,7 @@ import mxnet as mx
 import numpy as np
 
 from .. import _native
-from ..logs import log
+from ..system.logs import log
 from .transport import Combine, Label, Transport
 
 _WARN_AFTER = 10.0  # seconds

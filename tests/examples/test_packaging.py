@@ -17,7 +17,7 @@ import pytest
 from environments import shell
 from places import PACKAGE, ROOT
 
-from gluon_syncbn import distribution
+from gluon_syncbn.system import distribution
 
 SOURCES = sorted(
     path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*") if path.suffix in (".cc", ".h", ".cu")
@@ -498,7 +498,7 @@ def test_make_leaves_a_foreign_venv_alone(tree, poor_machine):
 # ---- the long description
 
 README = """[page](docs/gpu.md#install), [there](https://a.b/c), ![p](docs/images/demo.png) and [here](#limits)
-[`code` [x]](gluon_syncbn/op.py)
+[`code` [x]](gluon_syncbn/mxnet_side/op.py)
 """
 
 
@@ -525,7 +525,7 @@ def test_with_a_repository_links_are_whole(tree):
     blob, raw = base.format("blob"), base.format("raw")
     links = f"[page]({blob}/docs/gpu.md#install), [there](https://a.b/c), ![p]({raw}/docs/images/demo.png)"
     assert f"{links} and [here](#limits)" in metadata.get_payload()
-    assert f"[`code` [x]]({blob}/gluon_syncbn/op.py)" in metadata.get_payload()
+    assert f"[`code` [x]]({blob}/gluon_syncbn/mxnet_side/op.py)" in metadata.get_payload()
     assert "Source, https://host.example/o/r" in metadata.get_all("Project-URL")
     assert "Issues, https://host.example/o/r/issues" in metadata.get_all("Project-URL")
 
@@ -534,7 +534,7 @@ def test_with_a_repository_links_are_whole(tree):
 
 
 def distribution_version():
-    text = (PACKAGE / "_version.py").read_text(encoding="utf-8")
+    text = (PACKAGE / "system" / "version.py").read_text(encoding="utf-8")
     return re.search(r'^__version__ = "(.+)"', text, re.MULTILINE).group(1)
 
 

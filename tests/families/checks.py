@@ -21,7 +21,9 @@ from mxnet import autograd, gluon
 from mxnet.gluon import Block, SymbolBlock, nn
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, blocks, graphs, tracing
+from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.mxnet_side import blocks
+from gluon_syncbn.nets import graphs, tracing
 
 from .models import Model
 

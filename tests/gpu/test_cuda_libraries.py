@@ -16,7 +16,8 @@ from environments import shell
 from fake_driver import build_driver
 from places import PACKAGE, ROOT, SOURCES
 
-from gluon_syncbn import _native, cuda_libraries, distribution
+from gluon_syncbn import _native
+from gluon_syncbn.system import cuda_libraries, distribution
 
 COMPILES = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles libraries of its own: needs g++")
 FOLDERS = {
@@ -116,7 +117,7 @@ for library in libraries.loaded():
 def test_a_missing_library_is_named_with_its_package(machine, soname):
     (machine / "site" / "nvidia" / FOLDERS[soname] / "lib" / soname).unlink()
     last = run(machine).splitlines()[-1]
-    assert last.startswith("gluon_syncbn.cuda_libraries.MissingLibraries: ")
+    assert last.startswith("gluon_syncbn.system.cuda_libraries.MissingLibraries: ")
     # Itself alone: not those that need it.
     assert re.findall(r"lib\w+\.so[.\d]+ \([\w-]+\)", last) == [f"{soname} ({cuda_libraries.PACKAGES[soname]})"]
     assert distribution.command("cu112") in last
@@ -129,7 +130,7 @@ def test_a_missing_driver_is_said_to_be_one(machine):
     if "is loaded" in said:
         pytest.skip("this machine has an NVIDIA driver")
     last = said.splitlines()[-1]
-    assert last.startswith("gluon_syncbn.cuda_libraries.MissingLibraries: ")
+    assert last.startswith("gluon_syncbn.system.cuda_libraries.MissingLibraries: ")
     for advice in ("libcuda.so.1", "NVIDIA driver", "520", "--gpus all", distribution.command("cpu")):
         assert advice in last
     assert "CUDA libraries" not in last
@@ -224,7 +225,7 @@ def test_the_real_mxnet_starts_with_the_packages(packages, tmp_path):
     build_driver(tmp_path)
     program = """
 import gluon_syncbn, mxnet
-from gluon_syncbn import cuda_libraries
+from gluon_syncbn.system import cuda_libraries
 for library in cuda_libraries.loaded():
     print(*library)
 print(mxnet.runtime.Features())

@@ -33,7 +33,8 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, steps
+from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.training import steps
 
 AT_ONCE = 20  # seconds, of a layer that would wait for 60
 
@@ -867,7 +868,7 @@ import numpy as np
 import gluon_syncbn
 import mxnet as mx
 from mxnet import autograd, nd
-from gluon_syncbn import steps
+from gluon_syncbn.training import steps
 import test_failures  # and with it the operator that naps
 
 (context,) = gluon_syncbn.cpu_devices(1)

@@ -17,7 +17,8 @@ from poolings import specification
 from replicas import TOLERANCE, WAYS, assert_same, make_batch, on_devices, prepare, step, step_of, truth
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native, selfcheck
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native
+from gluon_syncbn.command import selfcheck
 
 native = pytest.mark.skipif(bool(_native.why_custom()), reason=_native.why_custom())
 
@@ -148,7 +149,8 @@ def test_not_with_an_unknown_library(tmp_path):
     for library in LIBRARY.parent.glob("lib*.so*"):  # which it is linked against
         if library.name != LIBRARY.name:
             (tmp_path / library.name).symlink_to(library)
-    code = "from gluon_syncbn import selfcheck, _native; print(_native.why_custom()); print(selfcheck.live())"
+    code = "import gluon_syncbn.command.selfcheck as check; from gluon_syncbn import _native\n"
+    code += "print(_native.why_custom()); print(check.live())"
     run = elsewhere(code, GLUON_SYNCBN_OPERATOR="", MXNET_LIBRARY_PATH=str(other))
     assert run.stdout.startswith("this MXNet (build id ") and "2 replicas on cpu" in run.stdout, run.stderr
     run = elsewhere(code, GLUON_SYNCBN_OPERATOR="native", MXNET_LIBRARY_PATH=str(other))

@@ -24,8 +24,8 @@ import mxnet as mx
 import numpy as np
 from tqdm import tqdm
 
-from gluon_syncbn import steps
-from gluon_syncbn.environment import at_least
+from gluon_syncbn.system.environment import at_least
+from gluon_syncbn.training import steps
 
 from . import failures
 from .case import Case, draw

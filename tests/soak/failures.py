@@ -9,8 +9,9 @@ import mxnet as mx
 from mxnet import autograd, nd
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, blocks
-from gluon_syncbn.session import session
+from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.mxnet_side import blocks
+from gluon_syncbn.training.session import session
 
 from .trial import TIMEOUT, Trial, Wrong, wait_for
 

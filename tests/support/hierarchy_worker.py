@@ -21,7 +21,7 @@ from gluon_syncbn.exchange import store as store_module
 from gluon_syncbn.exchange.base import LayerInfo
 from gluon_syncbn.exchange.store import ProcessStore
 from gluon_syncbn.exchange.waiting import Wait, WaitingTransport
-from gluon_syncbn.session import session
+from gluon_syncbn.training.session import session
 
 STEPS, FAULT_AT = 12, 6
 LENGTHS = [1, 300, _native.MOST_VALUES + 1]

@@ -11,7 +11,7 @@ from places import PACKAGE
 package = ModuleType("gluon_syncbn")
 package.__path__ = [str(PACKAGE)]
 sys.modules["gluon_syncbn"] = package
-from gluon_syncbn import compatibility  # noqa: E402
+from gluon_syncbn.mxnet_side import compatibility  # noqa: E402
 
 compatibility.supply()
 del sys.modules["gluon_syncbn"]

@@ -45,7 +45,7 @@ def package() -> Path:
     """
     core = BUILT / "gluon_syncbn" / "_core.so"
     core.parent.mkdir(parents=True, exist_ok=True)
-    for path in [*PACKAGE.glob("*.py"), PACKAGE / "exchange", SOURCES]:
+    for path in [path for path in PACKAGE.iterdir() if path.suffix != ".so"]:
         link = core.parent / path.name
         if not link.exists():
             link.symlink_to(path)

@@ -16,7 +16,7 @@ import numpy as np
 
 from gluon_syncbn import _native
 from gluon_syncbn.exchange.base import LayerInfo, PythonExchange
-from gluon_syncbn.session import session
+from gluon_syncbn.training.session import session
 
 STEPS, FAULT_AT = 20, 10
 LENGTHS = [1, 7, 300, _native.MOST_VALUES, _native.MOST_VALUES + 1, 3 * _native.MOST_VALUES]

@@ -16,15 +16,8 @@ from mxnet.gluon import nn
 from places import PACKAGE
 
 import gluon_syncbn
-from gluon_syncbn import (
-    SampleShuffle,
-    ShuffleSampler,
-    SyncBatchNorm,
-    SyncBatchNormAdd,
-    _native,
-    arguments,
-    temporary_space,
-)
+from gluon_syncbn import SampleShuffle, ShuffleSampler, SyncBatchNorm, SyncBatchNormAdd, _native
+from gluon_syncbn.system import arguments, temporary_space
 
 NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**400
 

@@ -3,6 +3,7 @@
 import ast
 import re
 
+import pytest
 from places import PACKAGE, SOURCES
 
 SOURCE = PACKAGE.parent
@@ -18,7 +19,7 @@ def imports(path):
         elif isinstance(node, ast.ImportFrom):
             base = list(parents[: len(parents) - node.level + 1]) if node.level else []
             base += node.module.split(".") if node.module else []
-            for alias in node.names:  # `from . import op` imports gluon_syncbn.op
+            for alias in node.names:  # `from . import op` imports gluon_syncbn.mxnet_side.op
                 yield ".".join([*base, alias.name])
 
 
@@ -43,37 +44,46 @@ def arrows():
     return graph
 
 
-# From the bottom up: each may import what stands in the lines before it. `exchange` knows nothing of layers,
-# `reference` nothing of the rest.
+# The first level, from the bottom up: each may import what stands in the lines before it. `exchange` knows nothing of
+# layers, `reference` nothing of the rest.
 FLOORS = [
-    {"_version", "arguments", "callers", "distribution", "environment", "nodes", "operators", "reference"},
-    {"_native", "activation", "compatibility", "cuda", "cuda_libraries", "temporary_space", "translations"},
-    {"logs"},
-    {"exchange"},
-    {"session"},
-    {"draws", "mixed", "replicas", "steps"},
-    {"blocks", "devices", "lifetime", "op", "parallel", "patches", "shuffle"},
-    {"gamma"},
-    {"export"},
-    {"fusion", "layer", "parameters"},
-    {"graphs"},
-    {"symbol", "tracing"},
-    {"checkpoint", "convert", "fold", "statistics", "summary"},
-    {"replacements"},
-    {""},  # __init__
-    {"run", "selfcheck"},
-    {"__main__"},
+    ["_native", "reference"],
+    ["system"],
+    ["activation", "exchange", "parallel"],
+    ["training"],
+    ["mxnet_side"],
+    ["layer"],
+    ["nets"],
+    ["symbol"],
+    ["command"],
+    [""],  # __init__
+    ["__main__"],
 ]
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-# Within a room, the same.
-EXCHANGES = [
-    {"__init__", "base", "transport"},
-    {"waiting"},
-    {"turns"},
-    {"device", "store"},
-    {"horovod", "mpi"},
-    {"named"},
-]
+# Within each folder, the same.
+FOLDERS = {
+    "system": [
+        ["arguments", "distribution", "environment", "logs", "version"],
+        ["cuda", "cuda_libraries", "temporary_space"],
+    ],
+    "exchange": [["base", "transport"], ["waiting"], ["turns"], ["device", "store"], ["horovod", "mpi"], ["named"]],
+    "training": [["session", "shuffle"], ["replicas", "steps"], ["devices"]],
+    "mxnet_side": [
+        ["callers", "compatibility", "draws", "nodes", "operators", "translations"],
+        ["blocks", "lifetime", "mixed", "op"],
+        ["gamma", "patches"],
+        ["export"],
+    ],
+    "nets": [
+        ["checkpoint", "fusion", "graphs", "parameters"],
+        ["statistics", "summary", "tracing"],
+        ["convert", "fold"],
+    ],
+    "command": [["replacements", "selfcheck"], ["run"]],
+}
+
+
+def floor(floors, name):
+    return next((i for i, names in enumerate(floors) if name in names), None)
 
 
 def room(module):
@@ -82,33 +92,49 @@ def room(module):
 
 def test_imports_point_one_way():
     graph = arrows()
-    assert {room(module) for module in graph} == set(FLOOR), "a module came or went: this test has to follow"
+    assert {room(module) for module in graph} == {name for names in FLOORS for name in names}, "FLOORS has to follow"
     for module, targets in graph.items():
-        for target in targets - {"gluon_syncbn.exchange"}:
-            if room(module) != room(target):
-                assert FLOOR[room(target)] < FLOOR[room(module)], f"{module} imports {target}"
-
-
-def test_imports_among_the_exchanges():
-    floor = {name: i for i, names in enumerate(EXCHANGES) for name in names}
-    for module, targets in arrows().items():
         for target in targets:
-            if {room(module), room(target)} == {"exchange"} and "." in target.partition(".")[2]:
-                assert floor[target.rpartition(".")[2]] < floor[module.rpartition(".")[2]], f"{module} imports {target}"
+            if room(module) != room(target):
+                assert floor(FLOORS, room(target)) < floor(FLOORS, room(module)), f"{module} imports {target}"
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_imports_within_a_folder_point_one_way(folder):
+    prefix = f"gluon_syncbn.{folder}."
+    inside = {module: targets for module, targets in arrows().items() if module.startswith(prefix)}
+
+    def name(module):
+        return module[len(prefix) :].split(".")[0]
+
+    assert {name(module) for module in inside} == {name for names in FOLDERS[folder] for name in names}
+    for module, targets in inside.items():
+        for target in targets:
+            if target.startswith(prefix) and name(target) != name(module):
+                floors = [floor(FOLDERS[folder], name(target)), floor(FOLDERS[folder], name(module))]
+                assert floors[0] < floors[1], f"{module} imports {target}"
+
+
+def test_the_first_level_can_be_read_at_a_glance():
+    tracked = [path for path in PACKAGE.iterdir() if path.suffix != ".so" and path.name != "__pycache__"]
+    assert len(tracked) <= 16
+    for path in tracked:
+        if path.is_dir() and path.name != "csrc":
+            assert 2 <= len(ast.get_docstring(ast.parse((path / "__init__.py").read_text())).splitlines()) <= 3, path
 
 
 def test_the_core_and_the_driver_are_behind_one_module_each():
     users = {module for module, path in MODULES.items() if any(n.split(".")[0] == "ctypes" for n in imports(path))}
     # `operators` passes a handle of MXNet on, the self-check asks NVRTC for its version, `lifetime` has threads end.
-    others = {"operators", "selfcheck", "lifetime"}
-    assert users == {f"gluon_syncbn.{name}" for name in {"_native", "cuda", "cuda_libraries"} | others}
+    others = {"mxnet_side.operators", "command.selfcheck", "mxnet_side.lifetime"}
+    assert users == {f"gluon_syncbn.{name}" for name in {"_native", "system.cuda", "system.cuda_libraries"} | others}
 
 
 def test_what_comes_before_mxnet_does_not_import_it():
-    for path in (PACKAGE / "compatibility").glob("*.py"):
+    for path in (PACKAGE / "mxnet_side" / "compatibility").glob("*.py"):
         assert "mxnet" not in {imported.split(".")[0] for imported in imports(path)}
     for name in ("cuda", "cuda_libraries", "distribution"):
-        roots = {imported.split(".")[0] for imported in imports(PACKAGE / f"{name}.py")}
+        roots = {imported.split(".")[0] for imported in imports(PACKAGE / "system" / f"{name}.py")}
         assert not roots & {"mxnet", "numpy"}
 
 

@@ -10,8 +10,8 @@ from environments import shell
 from mxnet import recordio
 from places import PACKAGE
 
-from gluon_syncbn import compatibility
-from gluon_syncbn.compatibility import versions
+from gluon_syncbn.mxnet_side import compatibility
+from gluon_syncbn.mxnet_side.compatibility import versions
 
 #: Makes a young NumPy and Python of any that runs these tests.
 YOUNG = """
@@ -48,7 +48,7 @@ def test_mxnet_and_gluoncv_get_the_names_and_nobody_else():
     done = child("""
 hooks, filters, names = set(map(type, sys.meta_path)), list(warnings.filters), set(vars(numpy))
 import gluon_syncbn, mxnet, gluoncv
-assert gluon_syncbn.compatibility.needed()
+assert gluon_syncbn.mxnet_side.compatibility.needed()
 lost = {name for name in GONE if not isinstance(getattr(numpy, name, None), (type(None), type))}
 assert not lost, lost
 assert names >= {name for name in vars(numpy) if not hasattr(vars(numpy)[name], "__path__")}
@@ -108,7 +108,7 @@ def test_what_is_newer_than_what_was_tried_is_a_warning(newer):
 package = type(sys)("gluon_syncbn")
 package.__path__ = [{str(PACKAGE)!r}]
 sys.modules["gluon_syncbn"] = package
-from gluon_syncbn import compatibility
+from gluon_syncbn.mxnet_side import compatibility
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     compatibility.supply()

@@ -9,7 +9,7 @@ from mxnet import autograd, gluon
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 from places import SUPPORT
 
-from gluon_syncbn import patches
+from gluon_syncbn.mxnet_side import patches
 
 CHANGED = [
     (autograd._RecordingStateScope, "__enter__"),

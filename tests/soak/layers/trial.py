@@ -10,7 +10,8 @@ from mxnet.gluon import nn
 from replicas import WAYS
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, blocks, reference
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, reference
+from gluon_syncbn.mxnet_side import blocks
 
 from .case import CONTEXTS, Case
 from .tape import Value

@@ -1,0 +1,262 @@
+"""What stands in for contrib's SyncBatchNorm and GluonCV's parallel helpers, so that scripts run as they are."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import warnings
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+from mxnet.gluon import SymbolBlock
+from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+
+from .. import layer, parallel
+from ..mxnet_side import blocks, patches
+from ..nets.convert import convert_nodes
+from ..system import arguments
+from ..training.devices import cpu_devices
+
+__all__ = ["install", "uninstall"]
+
+MOST_CPUS = 1024
+HELPERS = "gluoncv.utils.parallel"
+OPERATOR = "_contrib_SyncBatchNorm"
+_OWN = __name__.partition(".")[0]
+
+
+class SyncBatchNorm(layer.SyncBatchNorm):
+    """`gluon_syncbn.SyncBatchNorm` with the signature of ``mx.gluon.contrib.nn.SyncBatchNorm``, and the names that
+    contrib's layer gives its parameters.
+
+    Parameters
+    ----------
+    in_channels : int
+        0 takes it from the first batch.
+    num_devices : int, optional
+        Contrib's number of GPUs. It is checked and not used: the replicas are the contexts of the parameters.
+    momentum, epsilon, center, scale, use_global_stats
+        As in `gluon_syncbn.SyncBatchNorm`.
+    beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
+        As in ``nn.BatchNorm``.
+    **kwargs
+        Further arguments of `gluon_syncbn.SyncBatchNorm`.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 0,
+        num_devices: Optional[int] = None,
+        momentum: float = 0.9,
+        epsilon: float = 1e-5,
+        center: bool = True,
+        scale: bool = True,
+        use_global_stats: bool = False,
+        beta_initializer: Any = "zeros",
+        gamma_initializer: Any = "ones",
+        running_mean_initializer: Any = "zeros",
+        running_variance_initializer: Any = "ones",
+        **kwargs: Any,
+    ) -> None:
+        if num_devices is not None:  # scripts pass on that they were given 0 GPUs
+            arguments.whole("num_devices", num_devices, 0, arguments.MOST_DEVICES)
+        super().__init__(
+            momentum=momentum,
+            epsilon=epsilon,
+            center=center,
+            scale=scale,
+            use_global_stats=use_global_stats,
+            beta_initializer=beta_initializer,
+            gamma_initializer=gamma_initializer,
+            running_mean_initializer=running_mean_initializer,
+            running_variance_initializer=running_variance_initializer,
+            in_channels=in_channels,
+            **kwargs,
+        )
+
+    def _alias(self) -> str:
+        return "syncbatchnorm"
+
+
+def install(cpus: Optional[int] = None) -> str:
+    """Puts this package in the places of what scripts use; `uninstall` puts everything back.
+
+    - ``mx.gluon.contrib.nn.SyncBatchNorm`` becomes `SyncBatchNorm` with contrib's signature.
+    - A ``SymbolBlock`` that is made with nodes of ``mx.sym.contrib.SyncBatchNorm`` has layers of this package for them.
+      A graph that is bound outside of Gluon, by ``Module`` for example, keeps MXNet's operator; a warning says so once.
+    - ``gluoncv.utils.parallel``: ``DataParallelModel``, ``DataParallelCriterion``, ``parallel_backward``,
+      ``parallel_apply`` and ``criterion_parallel_apply`` become those of `gluon_syncbn.parallel`; where GluonCV is not
+      imported yet, as soon as it is.
+    - With ``cpus``, ``mx.gpu(i)`` is one of that many CPU contexts, and whoever asks for the number of GPUs is told it.
+
+    Every loaded module that holds one of these by name is included. A second call with the same ``cpus`` changes
+    nothing.
+
+    Parameters
+    ----------
+    cpus : int, optional
+        From 1 to 1024. The contexts are those of `cpu_devices`: install before the first operator runs.
+
+    Returns
+    -------
+    str
+        What was replaced, in words.
+
+    Raises
+    ------
+    ValueError
+        Where ``cpus`` is out of range, or not what it was when this was installed.
+
+    Warns
+    -----
+    UserWarning
+        Later, where contrib's operator stays: in a graph that is bound outside of Gluon.
+    """
+    global _cpus
+    if cpus is not None:
+        cpus = arguments.whole("cpus", cpus, 1, MOST_CPUS)
+    if _installed:
+        if cpus != _cpus:
+            arguments.refuse("cpus", cpus, f"{_cpus}, as it is installed; gluon_syncbn.uninstall() comes first")
+        return _words()
+    if cpus is not None:
+        cpu_devices(cpus)  # may warn, which may be an error: nothing is replaced then
+    _cpus = cpus
+    _put([(ContribSyncBatchNorm, SyncBatchNorm)])
+    # Whether a symbol goes to Gluon or elsewhere shows when somebody takes it.
+    patches.replace_once(SymbolBlock, "__init__", _synchronising)
+    for name in ("bind", "simple_bind"):
+        patches.replace_once(mx.sym.Symbol, name, _telling)
+    if cpus is not None:
+        _put(_gpus(cpus))
+    if HELPERS in sys.modules:
+        _put_helpers(sys.modules[HELPERS])
+    else:
+        sys.meta_path.insert(0, _WATCH)
+    return _words()
+
+
+def uninstall() -> None:
+    """Undoes `install`: everything is the object that it was, also in modules that were imported since."""
+    global _cpus
+    if _WATCH in sys.meta_path:
+        sys.meta_path.remove(_WATCH)
+    _swap([(new, old) for old, new in _installed])
+    _installed.clear()
+    _cpus = None
+
+
+def _synchronising(construct: Callable[..., None]) -> Callable[..., None]:
+    def synchronised(block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
+        construct(block, *args, **kwargs)
+        if _installed and any(operator == OPERATOR for _, operator in blocks.recorded(block)):
+            convert_nodes(block, OPERATOR)
+
+    return synchronised
+
+
+def _telling(bind: Callable[..., mx.executor.Executor]) -> Callable[..., mx.executor.Executor]:
+    def telling(graph: mx.sym.Symbol, *args: Any, **kwargs: Any) -> mx.executor.Executor:
+        global _told
+        if _installed and not _told:
+            nodes = [node["name"] for node in json.loads(graph.tojson())["nodes"] if node["op"] == OPERATOR]
+            if nodes:
+                _told = True
+                named = arguments.some(nodes, ", ")
+                warnings.warn(
+                    "mx.sym.contrib.SyncBatchNorm stays MXNet's own in a graph that Module, simple_bind or bind takes "
+                    f"({named}): gluon_syncbn synchronises networks of Gluon, and takes such a graph in "
+                    "a gluon.SymbolBlock",
+                    stacklevel=3,
+                )
+        return bind(graph, *args, **kwargs)
+
+    return telling
+
+
+_told = False  # that contrib's operator stays
+_installed: List[Tuple[Any, Any]] = []  # what was there, and what has its place
+_cpus: Optional[int] = None
+
+
+def _words() -> str:
+    words = (
+        "gluon_syncbn's SyncBatchNorm for mx.gluon.contrib.nn.SyncBatchNorm and, in a SymbolBlock, "
+        f"mx.sym.contrib.SyncBatchNorm, and gluon_syncbn.parallel for {HELPERS}"
+    )
+    if _cpus is None:
+        return words
+    return f"{words}; mx.gpu(0) to mx.gpu({_cpus - 1}) are CPU contexts"
+
+
+def _put(pairs: List[Tuple[Any, Any]]) -> None:
+    _installed.extend(pairs)
+    _swap(pairs)
+
+
+def _swap(pairs: List[Tuple[Any, Any]]) -> None:
+    """In every loaded module but this package's, whatever name it has there."""
+    places: Dict[int, Any] = {id(old): new for old, new in pairs}
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and name.partition(".")[0] != _OWN:
+            for attribute, value in list(vars(module).items()):
+                if id(value) in places:
+                    setattr(module, attribute, places[id(value)])
+
+
+def _double(thing: Any) -> Any:
+    """Another object that does the same, so that `uninstall` tells what it put from what a module has by itself."""
+    if isinstance(thing, type):
+        return type(thing.__name__, (thing,), {"__doc__": thing.__doc__, "__module__": thing.__module__})
+    return functools.wraps(thing)(lambda *args, **kwargs: thing(*args, **kwargs))
+
+
+def _put_helpers(module: ModuleType) -> None:
+    _put([(getattr(module, name), _double(getattr(parallel, name))) for name in parallel.__all__])
+
+
+def _gpus(count: int) -> List[Tuple[Callable, Callable]]:
+    expected = f"a whole number from 0 to {count - 1}: there are {count} CPU contexts in the places of GPUs"
+
+    def gpu(device_id: int = 0) -> mx.Context:
+        """A CPU context in the place of a GPU."""
+        return mx.cpu(arguments.whole("device_id", device_id, 0, count - 1, expected))
+
+    def num_gpus() -> int:
+        """The number of CPU contexts in the places of GPUs."""
+        return count
+
+    # `mx.test_utils.list_gpus` asks the last of them.
+    return [(mx.gpu, gpu), (mx.context.num_gpus, num_gpus), (mx.util.get_gpu_count, _double(num_gpus))]
+
+
+class _Watch(MetaPathFinder):
+    """Replaces GluonCV's helpers when GluonCV is imported: before its other modules take them by name."""
+
+    def find_spec(
+        self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
+    ) -> Optional[ModuleSpec]:
+        spec = PathFinder.find_spec(name, path, target) if name == HELPERS else None
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def executed(module: ModuleType) -> None:
+                execute(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
+                    _put_helpers(module)
+
+            spec.loader.exec_module = executed  # type: ignore[method-assign]
+        return spec
+
+
+_WATCH = _Watch()

@@ -1,0 +1,101 @@
+"""Run a training script as it is, with this package in the places of contrib's layer and GluonCV's helpers.
+
+``python -m gluon_syncbn run [--cpus N] script.py ...``: what follows the script is the script's own.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import sys
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+from typing import Any, Callable, List, NoReturn, Optional, Tuple, Type
+
+from ..system.version import __version__
+from .replacements import MOST_CPUS, install
+
+USAGE = """usage: gluon-syncbn check
+           tells what serves on this machine, and whether it works
+       gluon-syncbn run [--cpus N] script.py [arguments of the script]
+           runs a training script as it is, with the SyncBatchNorm and the parallel helpers of gluon_syncbn in the
+           places of contrib's and GluonCV's; --cpus N lets mx.gpu(0) to mx.gpu(N - 1) be N CPU contexts
+       gluon-syncbn --version
+           prints the version
+
+`python -m gluon_syncbn` is the same program, and by itself the check."""
+Hook = Callable[[Type[BaseException], BaseException, Optional[TracebackType]], Any]
+
+
+def main(arguments: List[str]) -> None:
+    """Ends as the script does: with its exit code, or its exception."""
+    if arguments in (["-h"], ["--help"], ["run", "-h"], ["run", "--help"], ["check", "--help"]):
+        print(USAGE)
+        return
+    if arguments == ["--version"]:
+        print(f"gluon_syncbn {__version__}")
+        return
+    if arguments[0] == "check":
+        _refuse("argument of check", arguments[1], "none")
+    if arguments[0] != "run":
+        _refuse("command", arguments[0], "'check' or 'run'; --help tells more")
+    cpus, script, own = _parsed(arguments[1:])
+
+    # stderr, as launchers do: what the script prints stays the script's.
+    print(f"gluon_syncbn: {script} runs with {install(cpus)}", file=sys.stderr, flush=True)
+    sys.argv = [script, *own]
+    if not getattr(sys.flags, "safe_path", False):  # python -P prepends nothing, for a script as little as for -m
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    path = os.path.abspath(script) if sys.version_info >= (3, 9) else script  # what Python itself takes for __file__
+    sys.excepthook = _from_script(path, sys.excepthook)
+    _execute(path)
+
+
+def _execute(path: str) -> None:
+    """As the module ``__main__``, to the end of the process. With `runpy.run_path` sys.argv[0] would be this path, and
+    the module would be gone before the exit handlers run.
+    """
+    module = ModuleType("__main__")
+    vars(module).update(__file__=path, __builtins__=builtins, __loader__=SourceFileLoader("__main__", path))
+    with io.open_code(path) as source:
+        code = compile(source.read(), path, "exec", dont_inherit=True)
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
+
+
+def _parsed(arguments: List[str]) -> Tuple[Optional[int], str, List[str]]:
+    """``--cpus``, the script, and its own arguments."""
+    cpus, rest = None, list(arguments)
+    while rest and rest[0].startswith("-"):
+        name, equals, value = rest.pop(0).partition("=")
+        if name != "--cpus":
+            _refuse("option", name, "--cpus N; options of the script come after it")
+        given = value if equals else rest.pop(0) if rest else ""
+        if not given.isdecimal() or not 1 <= int(given) <= MOST_CPUS:
+            _refuse("--cpus", given, f"a whole number from 1 to {MOST_CPUS}")
+        cpus = int(given)
+    script = rest.pop(0) if rest else ""
+    try:
+        with open(script, "rb"):
+            pass
+    except OSError as error:
+        _refuse("script", script, f"a Python file that can be read ({error.strerror})")
+    return cpus, script, rest
+
+
+def _refuse(name: str, value: str, expected: str) -> NoReturn:
+    print(f"gluon_syncbn: {name}: {value!r} was given, expected {expected}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _from_script(path: str, hook: Hook) -> Hook:
+    """Shows an exception from the script on, without the frames that started it."""
+
+    def shown(kind: Type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
+        first = trace
+        while first is not None and first.tb_frame.f_code.co_filename != path:
+            first = first.tb_next
+        hook(kind, error.with_traceback(first), first)
+
+    return shown

@@ -1,0 +1,240 @@
+"""Self-check: what serves on this machine, and whether it works. Exit code 1 where something is broken.
+
+``python -m gluon_syncbn``
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+from typing import Callable, List, Mapping, Optional, Sequence
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+
+from .. import _native, reference
+from ..exchange import named
+from ..layer import SyncBatchNorm
+from ..mxnet_side.compatibility import names as names_supplied
+from ..system import cuda, cuda_libraries, distribution
+from ..system.version import __version__
+from ..training.devices import cpu_devices
+from ..training.session import configure
+
+NVRTC = "libnvrtc.so.11.2"
+# The newest that takes numpy<1.24, and one that takes any that Python 3.12 and later have.
+HEADLESS = f"opencv-python-headless=={'4.8.1.78' if sys.version_info < (3, 12) else '4.11.0.86'}"
+INDENT = "\n" + " " * 18
+CPU_BUILD = "none: this is a CPU build of MXNet"
+
+
+def versions() -> str:
+    builds = {}  # by name: an editable package is found twice
+    for package in importlib.metadata.distributions():
+        name = str(package.metadata["Name"]).lower().replace("_", "-")
+        if re.fullmatch(r"mxnet(-(cu\d+(mkl)?|mkl|native))?", name):
+            builds[name] = package.version
+    if len(builds) > 1:
+        both = " and ".join(f"{name} {version}" for name, version in sorted(builds.items()))
+        raise RuntimeError(
+            f"{both} are installed and have overwritten each other's files: `pip uninstall "
+            f"{' '.join(sorted(builds))}`, then install one of them, with "
+            f"{distribution.command('cpu')} or {distribution.command('cu112')}{distribution.WHERE}"
+        )
+    return (
+        f"gluon_syncbn {__version__}, Apache MXNet {mx.__version__} ({next(iter(builds), 'not from a package')}), "
+        f"NumPy {np.__version__}, Python {platform.python_version()} on {platform.platform()}"
+    )
+
+
+def names() -> str:
+    """Which names MXNet and GluonCV are given here."""
+    supplied = names_supplied()
+    if not supplied:
+        return "none are missing: this Python and this NumPy have all that MXNet asks for"
+    return f"{len(supplied)} supplied, to MXNet and GluonCV alone: {', '.join(supplied)}"
+
+
+def core() -> str:
+    cores = len(os.sched_getaffinity(0))
+    return f"{_native.path()}, {_native.instruction_set()} kernels, {cores} cores; {_ways()}"
+
+
+def _ways() -> str:
+    """How calls come from MXNet."""
+    found = []
+    for device, copies in (("cpu", ", with copies"), ("gpu", "")):
+        if device == "gpu" and not mx.runtime.Features().is_enabled("CUDA"):
+            continue
+        why = _native.why_custom(device)
+        way = f"through MXNet's Custom{copies} ({why})" if why else "straight from MXNet's engine"
+        found.append(f"on {device.upper()}s, calls come {way}")
+    return "; ".join(found)
+
+
+def stores() -> str:
+    found = []
+    for name in (*named.TYPES, *named.IN_CORE):
+        try:
+            named.exchange(name)
+            found.append(name)
+        except ValueError as missing:
+            found.append(f"no {name} ({str(missing).splitlines()[0].split(': ')[-1]})")
+    return "shared memory (between GPUs NCCL, where this build has it), KVStore " + ", ".join(found)
+
+
+def processes() -> str:
+    found = []
+    horovod = "tools/install_horovod.sh in the checkout compiles it"
+    for name, package, brings in (("mpi", "mpi4py", distribution.command("mpi")), ("horovod", "horovod", horovod)):
+        try:  # looked up, not imported: importing it starts MPI
+            found.append(f"kvstore({name!r}) with {package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name} ({brings})")
+    return ", ".join(found) + _gpus_of_processes()
+
+
+def _gpus_of_processes() -> str:
+    if not mx.runtime.Features().is_enabled("CUDA"):
+        return ""
+    problem = _native.nccl_problem()
+    return f"; GPUs {f'over the host, as {problem}' if problem else 'by NCCL, where each is in one process'}"
+
+
+def libraries() -> str:
+    features = mx.runtime.Features()
+    built = [name for name in ("CUDA", "CUDNN", "NCCL", "CUDA_RTC") if features.is_enabled(name)]
+    if not built:
+        return CPU_BUILD
+    found = cuda_libraries.loaded()
+    lines = [f"MXNet is built with {', '.join(built)}", *(f"{name} {version}, {path}" for name, version, path in found)]
+    if any(library.soname == NVRTC for library in found):
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        ctypes.CDLL(NVRTC).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+        serves, compiles = cuda.driver_version(), (major.value, minor.value)
+        if serves < compiles:  # what it compiles is in a language that is as new as itself
+            raise RuntimeError(
+                f"the driver serves CUDA {serves[0]}.{serves[1]} and {NVRTC} compiles kernels for CUDA {compiles[0]}."
+                f"{compiles[1]}, which such a driver does not load: install a newer driver (520 or later for CUDA 11.8)"
+            )
+        lines[0] += f"; the driver serves CUDA {serves[0]}.{serves[1]}"
+    return INDENT.join(lines)
+
+
+def gpus() -> str:
+    if not mx.runtime.Features().is_enabled("CUDA"):
+        return CPU_BUILD
+    try:
+        count = cuda.count()
+    except OSError as reason:
+        return f"none: {reason}"
+    lines = [f"{count}, as the driver sees them"]
+    for i in range(count):
+        cuda.check_architecture(i)
+        name, (major, minor) = cuda.gpu(i)
+        lines.append(f"gpu({i}): {name}, compute capability {major}.{minor}")
+    return INDENT.join(lines)
+
+
+def opencv() -> str:
+    names = [f"opencv-{contrib}python{headless}" for contrib in ("", "contrib-") for headless in ("", "-headless")]
+    found = []
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name)}")
+    if not found:
+        return "none: GluonCV alone needs it"
+    try:
+        import cv2
+    except ImportError as error:
+        others = " ".join(name.split()[0] for name in found)
+        raise RuntimeError(
+            f"{' and '.join(found)}: import cv2 ends in {error}. A build without a screen needs no libGL: "
+            f"`pip uninstall -y {others}`, then `pip install --no-deps {HEADLESS}`"
+        ) from None
+    return f"{cv2.getVersionString()}, from {' over '.join(found[::-1])}"
+
+
+def live() -> str:
+    # One layer needs few, and where operators have run before, more would come too late.
+    return step(cpu_devices(2, temp_copies=64), {None: "shared memory", "device": "KVStore device"})
+
+
+def live_gpu() -> str:
+    if not mx.runtime.Features().is_enabled("CUDA"):
+        return CPU_BUILD
+    try:
+        contexts = [mx.gpu(i) for i in range(cuda.count())]
+    except OSError as reason:
+        return f"none: {reason}"
+    problem = _native.nccl_problem()
+    alone = len(contexts) == 1
+    default = "nobody to hear from" if alone else f"the host, as {problem}" if problem else "NCCL"
+    return step(contexts, {None: default, "host": "the host"})
+
+
+def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) -> str:
+    """One step with 2, 3, ... samples on the contexts, against the float64 reference. Returns the largest errors."""
+    errors = []
+    sizes = range(2, 2 + len(contexts))
+    for store, name in stores.items():
+        configure(kvstore=store, timeout=30)
+        random = np.random.RandomState(0)
+        shards = [3.0 * random.randn(n, 4, 5, 5) + n for n in sizes]
+        heads = [random.randn(*x.shape) for x in shards]
+        gamma, beta = random.rand(4) + 0.5, random.randn(4)
+
+        layer = SyncBatchNorm(in_channels=4)
+        layer.initialize(ctx=contexts)
+        layer.gamma.set_data(mx.nd.array(gamma))
+        layer.beta.set_data(mx.nd.array(beta))
+        inputs = [mx.nd.array(x, ctx=ctx) for x, ctx in zip(shards, contexts)]
+        for x in inputs:
+            x.attach_grad()
+        with autograd.record():
+            outputs = [layer(x) for x in inputs]
+        autograd.backward(outputs, [mx.nd.array(dy, ctx=ctx) for dy, ctx in zip(heads, contexts)])
+
+        expected = reference.forward(shards, gamma, beta, np.zeros(4), np.ones(4))
+        gradients = reference.backward(shards, heads, gamma, expected.state)
+        pairs = list(zip(outputs, expected.outputs)) + [(x.grad, dx) for x, dx in zip(inputs, gradients.dxs)]
+        pairs += [(layer.running_var.data(ctx), var) for ctx, var in zip(contexts, expected.running_var)]
+        pairs += [(layer.gamma.grad(ctx), dg) for ctx, dg in zip(contexts, gradients.dgammas)]
+        error = max(np.abs(got.asnumpy() - want).max() / np.abs(want).max() for got, want in pairs)
+        if not error < 1e-5:
+            raise ArithmeticError(f"wrong by {error:.1e} (relative) with kvstore={store!r}, expected below 1e-5")
+        errors.append(f"{error:.0e} with {name}")
+    configure(kvstore=None)
+    samples = " + ".join(map(str, sizes))
+    return f"{len(contexts)} replicas on {contexts[0].device_type}, {samples} samples, right within {', '.join(errors)}"
+
+
+def main() -> int:
+    checks: List[Callable[[], str]] = [
+        versions,
+        names,
+        core,
+        libraries,
+        gpus,
+        stores,
+        processes,
+        opencv,
+        live,
+        live_gpu,
+    ]
+    broken = 0
+    for check in checks:
+        try:
+            line = f"ok      {check.__name__:9} {check()}"
+        except Exception as problem:  # each line of the report stands for itself
+            broken += 1
+            line = f"BROKEN  {check.__name__:9} {type(problem).__name__}: {problem}"
+        print(line)
+    print("gluon_syncbn works here." if not broken else f"{broken} of {len(checks)} checks failed.")
+    return 1 if broken else 0

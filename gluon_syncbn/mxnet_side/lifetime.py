@@ -1,0 +1,106 @@
+"""The end of the process, and forks: what is in flight ends before either, healthy or not."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import threading
+import time
+
+import mxnet as mx
+
+from .. import _native
+from ..system import logs
+from ..training import steps
+from ..training.session import session
+
+STOPS_WITHIN = 10.0  # seconds, of a daemon thread in mid-step
+
+_pid = os.getpid()
+_MXNET = os.path.dirname(mx.__file__)
+
+
+# ---- the end of the process ---------------------------------------------------------------------------------
+
+
+def _at_exit() -> None:
+    # MXNet drops what is queued at interpreter exit and waits for what runs: a replica that waits for a queued partner
+    # would wait for ever. This runs before MXNet's own handler, lets a healthy step finish and ends a stuck one.
+    session.ending = True
+    _native.nobody_left(True)
+    _stop_daemons()
+    steps.drain()
+    _native.close()
+    logs.finish()
+    if os.getpid() != _pid:
+        return  # a child of a fork: the exchanges belong to its parent
+    if _native.failure():
+        session.tell_others(_native.failure())
+    session.close()
+
+
+def _stop_daemons() -> None:
+    # A daemon thread that trains may be anywhere in its step. MXNet's exit handler stops the threads of custom
+    # operators, then waits for all that was issued: for ever, where an operator of this layer was issued in between.
+    # Python ends daemon threads once the handlers are done; these end as they next come out of MXNet.
+    daemons = [thread for thread in session.training_threads if thread.daemon and thread.is_alive()]
+    for thread in daemons:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    until = time.monotonic() + STOPS_WITHIN
+    while any(map(_waits_in_mxnet, daemons)) and time.monotonic() < until:
+        time.sleep(0.001)
+
+
+def _watch_main_thread() -> None:
+    # Exit handlers run only after all threads that are no daemons: one of those may be what waits for a step that is
+    # stuck. Where all of them wait within MXNet, nobody is left to call the replicas that are missing.
+    threading.main_thread().join()
+    while True:
+        _native.nobody_left(all(map(_waits_in_mxnet, filter(_counts, threading.enumerate()))))
+        time.sleep(0.1)
+
+
+def _counts(thread: threading.Thread) -> bool:
+    return not thread.daemon and thread is not threading.main_thread()
+
+
+def _waits_in_mxnet(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_filename.startswith(_MXNET)
+
+
+def _start_watching() -> None:
+    threading.Thread(target=_watch_main_thread, name="gluon_syncbn-exit", daemon=True).start()
+
+
+# ---- forks ----------------------------------------------------------------------------------------------------
+# Before a fork MXNet stops its threads, those of custom operators before its engine (LibraryInitializer::atfork_prepare
+# in src/initialize.cc), so that a custom operator which is still in flight is waited for and never runs; and an error
+# that nobody has read ends the process. So all of it has to be over by then.
+
+
+def _before_fork() -> None:
+    if not _native.layers():
+        return
+    _native.forking(session.alone_in_a_step())  # nobody else is in one, whose replicas could still come
+    try:
+        for error in dict.fromkeys(steps.drain()):  # one that stays comes again and again
+            logs.log.error("failed before a fork, which took the error away from whoever reads the results: %s", error)
+    finally:
+        _native.forking(False)
+
+
+def _after_fork_in_child() -> None:
+    _native.forked()
+    session.forked()
+    logs.fetch()
+    _start_watching()
+
+
+def watch() -> None:
+    """Sees to exits and forks from now on, for good: a handler of forks cannot be taken back."""
+    atexit.register(_at_exit)
+    os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
+    _start_watching()

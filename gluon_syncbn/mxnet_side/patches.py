@@ -1,0 +1,208 @@
+"""What is changed in MXNet, in one place: `install` says what and why, `remove` puts it back."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from typing import Any, Callable, List, Tuple
+
+import mxnet as mx
+from mxnet import autograd, gluon
+from mxnet.gluon.nn.basic_layers import _BatchNorm
+
+from .. import _native
+from ..training import steps
+from ..training.replicas import Replicas
+from ..training.session import session
+from . import callers, draws, mixed
+
+# To read the annotations of a class makes it an attribute.
+_ASSIGNED = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__annotations__"]
+_replaced: List[Tuple[Any, str, Any]] = []  # owner, name, what was there
+_wrapped: List[Tuple[Any, str, Callable]] = []  # owner, name, wrapper, of `replace_once`
+
+
+def install() -> None:
+    """Changes MXNet; once is enough.
+
+    - The scopes of ``autograd.record()`` and ``train_mode()`` tell where a step begins and ends. MXNet has no hook for
+      that. An exception in one replica's part leaves the others waiting for it, and would let the next step meet what
+      is left of this one; only the scope sees both.
+    - ``autograd.backward`` keeps replicas that share a context apart. MXNet bundles up to 15 operators of a backward
+      into one, which waits for what any of them needs. Where replicas share a context, the last operators of one stand
+      in a bundle with the first ones of the next: this layer's operator in the first replica waits for that in the
+      second, which waits for the bundle, which waits for the first. A copy is pushed by itself and ends the bundle
+      before it: one at the head of each replica keeps them apart.
+    - ``gluon.Trainer`` updates nothing in a step that failed. In MXNet a failed operator and all that is skipped
+      because of it share one exception. Whoever reads any of their results first takes it away, and what is still
+      queued runs as if nothing had happened: an update that was issued before the loss was read would then use
+      gradients that nobody has computed. The gate is an exception of its own, between the gradients and what uses them.
+      In its first step, a trainer also copies the first context's running statistics to all; the gate stands there too.
+    - ``gluon.Trainer`` is where a net is seen as a whole before its first update: one that mixes synchronised and plain
+      layers is warned about there.
+    - ``mx.nd.waitall`` tells where the only thread that trains waits in the middle of a step. A replica that waits for
+      one that this thread has not called would wait for its whole time limit. ``gluon.data.DataLoader`` calls it.
+    - The ``__call__`` of Gluon's batch normalisation tells which blocks call a layer, once: a layer in an attribute of
+      an object that is no block shows in no other way.
+    - ``mx.nd.CachedOp`` with ``static_shape`` tells of its calls, whose operators MXNet makes once and executes again:
+      nobody else sees which thread calls them.
+    - ``mx.random.seed`` tells of its calls: seeds that are drawn here follow from it.
+    """
+    if _replaced:
+        return
+    scope = autograd._RecordingStateScope
+    _replace(scope, "__enter__", _entering)
+    _replace(scope, "__exit__", _leaving)
+    _replace(autograd, "backward", _apart)
+    # a store that updates does so as it adds
+    _replace(gluon.Trainer, "_allreduce_grads", _gated(lambda trainer: trainer._update_on_kvstore, _gradients))
+    _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore, _gradients))
+    for module in (mx.nd, mx.nd.ndarray, mx.npx):  # which have it under the same name
+        _replace(module, "waitall", _told_of)
+    _replace(_BatchNorm, "__call__", callers.noting)
+    _replace(mx.nd, "CachedOp", _issuing)
+    _replace(mx.random, "seed", _telling)
+    copies = _gated(lambda trainer: trainer._kvstore is not None, _written)
+    _replace(gluon.Trainer, "_init_params", lambda initialise: _looked_at(copies(initialise)))
+
+
+def remove() -> None:
+    """Undoes `install`."""
+    _wrapped.clear()
+    while _replaced:
+        setattr(*_replaced.pop())
+
+
+def replace_once(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
+    """Changes what only some need, when they first need it. Several may wrap the same."""
+    if (owner, name, wrap) not in _wrapped:
+        _wrapped.append((owner, name, wrap))
+        _replace(owner, name, wrap)
+
+
+def _replace(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
+    original = getattr(owner, name)
+    _replaced.append((owner, name, original))
+    setattr(owner, name, functools.wraps(original, _ASSIGNED)(wrap(original)))
+
+
+def _trains(scope: Any) -> bool:
+    return bool(scope._enter_is_record) or bool(scope._enter_train_mode)
+
+
+def _entering(enter: Callable) -> Callable:
+    def watched(scope: Any) -> Any:
+        if _trains(scope):
+            steps.scope_entered()
+        return enter(scope)
+
+    return watched
+
+
+def _leaving(leave: Callable) -> Callable:
+    def watched(scope: Any, kind: Any, value: Any, trace: Any) -> Any:
+        try:
+            return leave(scope, kind, value, trace)
+        finally:
+            if _trains(scope):
+                steps.scope_left(kind, value)
+
+    return watched
+
+
+def _apart(backward: Callable) -> Callable:
+    def apart(heads: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(heads, (list, tuple)) and len(heads) > 1 and _native.contexts_are_shared():
+            recording = autograd.set_recording(True)
+            try:
+                heads = [head.copyto(head.context) for head in heads]
+            finally:
+                autograd.set_recording(recording)
+        backward(heads, *args, **kwargs)
+
+    return apart
+
+
+def _told_of(waitall: Callable) -> Callable:
+    def told_of() -> None:
+        if not session.alone_trains():
+            return waitall()
+        _native.waiting(True)
+        try:
+            waitall()
+        finally:
+            _native.waiting(False)
+
+    return told_of
+
+
+_graphs = itertools.count(2)
+
+
+def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
+    class Issuing(cached_op):
+        def __init__(self, sym: mx.sym.Symbol, flags: Any, layer: Replicas) -> None:
+            super().__init__(sym, flags)
+            self._layer, self._graph = layer, -next(_graphs)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if not autograd.is_training():
+                return super().__call__(*args, **kwargs)
+            with _native.graph_issued(self._layer.id, str(args[0].context), self._graph):
+                return super().__call__(*args, **kwargs)
+
+    def make(sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.CachedOp:
+        if dict(flags).get("static_shape"):
+            for attributes in sym.attr_dict().values():
+                layer = Replicas.of_token(attributes.get("layer", ""))
+                if layer is not None and layer.pooling.mode != "local":  # one tells of them all
+                    return Issuing(sym, flags, layer)
+        return cached_op(sym, flags)
+
+    return make
+
+
+def _telling(seed: Callable) -> Callable:
+    def telling(seed_state: Any, *args: Any, **kwargs: Any) -> None:
+        seed(seed_state, *args, **kwargs)
+        draws.seeded(seed_state)
+
+    return telling
+
+
+def _looked_at(initialise: Callable) -> Callable:
+    told: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
+
+    def looked_at(trainer: gluon.Trainer) -> Any:
+        if trainer not in told:
+            told.add(trainer)
+            mixed.warn_of(trainer._params)
+        return initialise(trainer)
+
+    return looked_at
+
+
+def _gradients(trainer: gluon.Trainer) -> List[mx.nd.NDArray]:
+    return [g for p in trainer._params if p._grad is not None for g in p._grad]
+
+
+def _written(trainer: gluon.Trainer) -> List[mx.nd.NDArray]:
+    """What forward and backward write: gradients, and the parameters that have none."""
+    return _gradients(trainer) + [d for p in trainer._params if p.grad_req == "null" for d in p._data or ()]
+
+
+def _gated(
+    wanted: Callable[[gluon.Trainer], bool], arrays: Callable[[gluon.Trainer], List[mx.nd.NDArray]]
+) -> Callable[[Callable], Callable]:
+    def wrap(method: Callable) -> Callable:
+        def gated(trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> Any:
+            if wanted(trainer) and _native.layers():
+                behind = arrays(trainer)
+                if behind:
+                    _native.gate(behind)
+            return method(trainer, *args, **kwargs)
+
+        return gated
+
+    return wrap

@@ -1,0 +1,295 @@
+"""Nets for prediction, in which convolutions and dense layers compute what the BatchNorm behind them did."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from collections import Counter
+from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet.gluon import HybridBlock, SymbolBlock
+
+from ..mxnet_side import blocks, gamma
+from ..mxnet_side.nodes import Entry, Graph, Json
+from ..system import arguments
+from .tracing import Prediction, prediction
+
+__all__ = ["fold"]
+
+#: Operators that a BatchNorm goes into, and which input is the weight. A bias stands behind the weight.
+WEIGHTS = {
+    "Convolution": 1,
+    "Deconvolution": 1,
+    "FullyConnected": 1,
+    "_contrib_DeformableConvolution": 2,
+    "_contrib_ModulatedDeformableConvolution": 3,
+}
+
+
+def fold(net: HybridBlock) -> SymbolBlock:
+    r"""A copy of a network for prediction, where BatchNorm goes into the weights of what stands before it:
+
+    .. math:: w' = \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}} w, \qquad
+              b' = \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}} (b - \mu) + \beta
+
+    for each channel, with running mean and variance, computed in float64. It takes plain and synchronised layers behind
+    convolutions and dense layers. Convolutions may be grouped, transposed or deformable, of any layout, and without a
+    bias.
+
+    The copy computes what the net computes in prediction, in training too: a BatchNorm that stays uses its running
+    statistics. The copy shares no parameter with the net. Its parameters lie on the net's contexts, have the types that
+    they had, and no gradient. Statistics that differ between contexts are averaged, as in ``save_parameters``.
+    ``export`` of the copy writes operators of MXNet alone.
+
+    Parameters
+    ----------
+    net : gluon.HybridBlock
+        A network with values for all its parameters, hybridized or not, or a ``SymbolBlock``. It stays as it is.
+
+    Returns
+    -------
+    gluon.SymbolBlock
+        The copy. It takes and returns what ``net`` does.
+
+    Raises
+    ------
+    ValueError
+        Where ``net`` is not a ``HybridBlock``, cannot be traced, or has parameters without values.
+
+    Warns
+    -----
+    UserWarning
+        One names each BatchNorm that stays, and why: it stands behind something else, or the output of the convolution
+        is used elsewhere, too. One names the gammas that are not 1 in layers with ``scale=False``: they are 1 in the
+        copy.
+    """
+    if not isinstance(net, HybridBlock):
+        arguments.refuse("net", net, "a gluon.HybridBlock; of another block, fold the hybrid blocks within it")
+    if mx.util.is_np_array():
+        raise ValueError("net: fold works on mx.nd arrays; call mx.npx.reset_np() before building the net")
+    traced = prediction(net)
+    values = _Values(net, traced)
+    graph = json.loads(traced.symbol.tojson())
+    values.write_ones(gamma.names(graph))
+    plan = _Plan(graph, values)
+    symbol = mx.sym.load_json(json.dumps(_written(graph, plan, values)))
+    if plan.left:
+        warnings.warn(f"fold left as it was: {arguments.some(plan.left, '; ')}", stacklevel=2)
+    names = [name for name in symbol.list_inputs() if name not in traced.inputs]
+    return traced.block(symbol, values.arrays(names), values.contexts)
+
+
+class _Values:
+    """What the parameters hold, by name."""
+
+    def __init__(self, net: HybridBlock, traced: Prediction) -> None:
+        known = {p.name: p for block in blocks.of(net) for p in (*block.params.values(), *block._reg_params.values())}
+        known.update(net.collect_params().items())
+        names = [name for name in traced.symbol.list_inputs() if name not in traced.inputs]
+        without = [name for name in names if name not in known or known[name]._data is None]
+        if without:
+            raise ValueError(
+                f"net: '{net.name}' has no values for {arguments.some(without, ', ')}; expected a net that is "
+                "initialised, and was called once where its shapes follow from the input"
+            )
+        self._known = {name: known[name] for name in names}
+        self._written: Dict[str, np.ndarray] = {}
+        self.contexts = next((p.list_ctx() for p in self._known.values()), [mx.context.current_context()])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._written:
+            self._written[name] = self._known[name]._reduce().asnumpy()  # the mean over the contexts
+        return self._written[name]
+
+    def __setitem__(self, name: str, value: np.ndarray) -> None:
+        self._written[name] = value
+
+    def write_ones(self, names: Sequence[str]) -> None:
+        """As `gamma.write_ones`, in the copy."""
+        names = [name for name in names if (self[name] != 1).any()]
+        for name in names:
+            self[name] = np.ones_like(self[name])
+        gamma.warn("fold", names)
+
+    def arrays(self, names: Sequence[str]) -> Dict[str, mx.nd.NDArray]:
+        return {name: mx.nd.array(self[name], dtype=self[name].dtype) for name in names}
+
+
+class _Affine(NamedTuple):
+    """y = scale * x + shift, for each channel, in float64."""
+
+    scale: np.ndarray
+    shift: np.ndarray
+
+    def behind(self, first: _Affine) -> _Affine:
+        return _Affine(self.scale * first.scale, self.scale * first.shift + self.shift)
+
+
+class _Plan:
+    """Which BatchNorm goes into which node, by number."""
+
+    def __init__(self, graph: Json, values: _Values) -> None:
+        self._nodes, self._values = graph["nodes"], values
+        entries = [entry for node in self._nodes for entry in node["inputs"]] + graph["heads"]
+        self._uses = Counter((at, output) for at, output, *_ in entries)
+        self.into: Dict[int, int] = {}  # of a BatchNorm, the convolution
+        self.affine: Dict[int, _Affine] = {}  # of a convolution, all that has gone into it
+        self.behind: Dict[int, Tuple[str, ...]] = {}  # and whose that was
+        self.left: List[str] = []
+        for number, node in enumerate(self._nodes):
+            if node["op"] in blocks.OPERATORS:
+                problem = self._take(number, node)
+                if problem:
+                    self.left.append(f"{node['name']} ({node['op']}: {problem})")
+
+    def names(self, node: Json) -> List[str]:
+        return [self._nodes[at]["name"] for at, *_ in node["inputs"]]
+
+    def _take(self, number: int, node: Json) -> str:
+        """The reason where it stays."""
+        if self._uses[number, 1] or self._uses[number, 2]:
+            return "its mean or variance is used in the graph"
+        names = self.names(node)[1:]
+        if not all(name in self._values for name in names):
+            return "its gamma, beta or running statistics are no parameters of the graph"
+        at, output, *_ = node["inputs"][0]
+        before = self._nodes[at]
+        if before["op"] == "null":
+            return f"it stands behind the variable {before['name']}"
+        # a BatchNorm that has gone into a convolution is that convolution, unless a ReLU is behind it
+        target = self.into.get(at, -1) if before["op"] != _WITH_RELU else -1
+        target = at if before["op"] in WEIGHTS else target
+        if target < 0:
+            return f"it stands behind {before['name']} ({before['op']})"
+        if self._uses[at, output] > 1:
+            return f"the output of {before['name']} is used elsewhere, too"
+        layer = self._nodes[target]
+        if not all(name in self._values for name in self.names(layer)[WEIGHTS[layer["op"]] :]):
+            return f"weight or bias of {layer['name']} are no parameters of the graph"
+        if not _is_channel_axis(int(node.get("attrs", {}).get("axis", 1)), layer):
+            return f"its axis is not, or may not be, the channel axis of {layer['name']}"
+        affine = self._affine(node)
+        if target in self.affine:
+            affine = affine.behind(self.affine[target])
+        if not all(np.isfinite(value).all() for value in self.folded(target, affine)):
+            return f"with it, the weight or bias of {layer['name']} would not be finite"
+        self.into[number], self.affine[target] = target, affine
+        self.behind[target] = (*self.behind.get(target, ()), *names, str(node.get("attrs")))
+        return ""
+
+    def _affine(self, node: Json) -> _Affine:
+        weight, beta, mean, variance = (self._values[name].astype("float64") for name in self.names(node)[1:])
+        if gamma.is_fixed(node):
+            weight = np.ones_like(weight)
+        with np.errstate(all="ignore"):  # it is refused then
+            scale = weight / np.sqrt(variance + float(node.get("attrs", {}).get("eps", 1e-3)))
+            return _Affine(scale, beta - scale * mean)
+
+    def folded(self, number: int, affine: _Affine) -> Tuple[np.ndarray, np.ndarray]:
+        """Weight and bias of a node, in the weight's type."""
+        node = self._nodes[number]
+        given = [self._values[name] for name in self.names(node)[WEIGHTS[node["op"]] :]]
+        with np.errstate(all="ignore"):
+            weight = _scaled(given[0].astype("float64"), affine.scale, node)
+            bias = affine.shift + (affine.scale * given[1] if len(given) > 1 else 0)
+            return weight.astype(given[0].dtype), bias.astype(given[0].dtype)
+
+
+_WITH_RELU = "_contrib_BatchNormWithReLU"
+
+
+def _layout(node: Json) -> str:
+    given = node["attrs"].get("layout", "None")
+    dimensions = len(ast.literal_eval(node["attrs"]["kernel"]))
+    return "NC" + "DHW"[-dimensions:] if given == "None" else given
+
+
+def _is_channel_axis(axis: int, node: Json) -> bool:
+    if node["op"] != "FullyConnected":
+        layout = _layout(node)
+        return axis % len(layout) == layout.index("C")
+    # without `flatten` nobody knows how many axes there are
+    return axis == -1 or (axis == 1 and node["attrs"].get("flatten", "True") in ("1", "True"))
+
+
+def _scaled(weight: np.ndarray, scale: np.ndarray, node: Json) -> np.ndarray:
+    """Each output channel of the weight times its number."""
+    if node["op"] != "Deconvolution":
+        return weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
+    # input channels come first; each group of them has output channels of its own
+    groups = int(node["attrs"].get("num_group", 1))
+    by_input = np.repeat(scale.reshape(groups, -1), len(weight) // groups, axis=0)
+    shape = [1] * weight.ndim
+    shape[0], shape[_layout(node).index("C")] = by_input.shape
+    return weight * by_input.reshape(shape)
+
+
+class _Names:
+    """Of new weights and biases: the old ones where nothing else needs the old values."""
+
+    def __init__(self, graph: Json, plan: _Plan) -> None:
+        nodes = graph["nodes"]
+        self._taken = {node["name"] for node in nodes}
+        self._users: Dict[str, Set[Tuple[str, ...]]] = {}  # whose BatchNorms go into it; empty for the value as it is
+        for number, node in enumerate(nodes):
+            for name in plan.names(node):
+                self._users.setdefault(name, set()).add(plan.behind.get(number, ()))
+
+    def of(self, wanted: str, old: bool) -> str:
+        if not (old and len(self._users[wanted]) == 1):
+            base, count = wanted, 0
+            while wanted in self._taken:
+                count += 1
+                wanted = f"{base}_folded{count}"
+            self._taken.add(wanted)
+        return wanted
+
+
+def _written(graph: Json, plan: _Plan, values: _Values) -> Json:
+    """The graph with what was planned, and the new weights and biases among the values."""
+    names = _Names(graph, plan)
+    made: Dict[Tuple[str, ...], List[Entry]] = {}  # of convolutions that share parameters and BatchNorms
+    grown = Graph()
+
+    def variable(name: str, value: np.ndarray) -> Entry:
+        (node,) = json.loads(mx.sym.var(name, shape=value.shape, dtype=value.dtype).tojson())["nodes"]
+        return [grown.add(node, []), 0, 0]
+
+    def stead(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
+        if number in plan.into:
+            if node["op"] != _WITH_RELU:
+                return [inputs[0]]
+            relu = {"op": "Activation", "name": node["name"], "attrs": {"act_type": "relu"}}
+            return [[grown.add(relu, [inputs[0]]), 0, 0]]
+        if number in plan.affine:
+            place = WEIGHTS[node["op"]]
+            weight, *bias = plan.names(node)[place:]
+            key = (node["op"], weight, *bias, *plan.behind[number])
+            if key not in made:
+                arrays = plan.folded(number, plan.affine[number])
+                new = names.of(weight, True)
+                stem = new[: -len("weight")] if new.endswith("weight") else f"{new}_"
+                both = new, names.of(bias[0], True) if bias else names.of(f"{stem}bias", False)
+                made[key] = [variable(name, array) for name, array in zip(both, arrays)]
+                folded.update(zip(both, arrays))
+            attributes = {**node["attrs"], "no_bias": "False"}
+            return [[grown.add({**node, "attrs": attributes}, [*inputs[:place], *made[key]]), 0, 0]]
+        if node["op"] in blocks.OPERATORS:
+            attributes = {**node.get("attrs", {}), "use_global_stats": "True"}
+            at = grown.add({**node, "attrs": attributes}, inputs)
+            return [[at, output, 0] for output in range(3)]
+        if node["op"] == "null" and node["name"] in values:
+            return [variable(node["name"], values[node["name"]])]
+        return None
+
+    folded: Dict[str, np.ndarray] = {}
+    grown.heads = grown.grow(graph, stead)
+    for name, value in folded.items():
+        values[name] = value
+    return grown.json(graph)

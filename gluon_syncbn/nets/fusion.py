@@ -1,0 +1,145 @@
+"""In graphs, synchronised layers take in what stands behind them: an activation, and an addition before it.
+
+A hybridized block is a graph before it runs, whatever wrote it, so that no list of known blocks is needed. Without a
+graph, a layer cannot know what comes next.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections import Counter
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+
+import mxnet as mx
+from mxnet.gluon import HybridBlock
+
+from ..activation import RELU, RELU6, SLOPES, Activation, described, invertible
+from ..mxnet_side import patches
+from ..mxnet_side.export import ADDED, BEHIND, is_guard, is_ours
+from ..mxnet_side.nodes import Entry, Graph, Json
+from ..training.replicas import Replicas
+
+
+def install() -> None:
+    """Changes ``HybridBlock._get_graph``, through which each graph comes that Gluon records: there is no hook."""
+    patches.replace_once(HybridBlock, "_get_graph", _of_fused_graphs)
+
+
+def taken_in(replicas: Replicas) -> str:
+    """What stood behind a layer in the last graph that was recorded with it, and does no more; else empty."""
+    return _taken_in.get(replicas, "")
+
+
+_taken_in: weakref.WeakKeyDictionary[Replicas, str] = weakref.WeakKeyDictionary()
+
+
+class Chain(NamedTuple):
+    """Nodes of a graph that become one, by number: normalisation, guard of its output, addition, activation."""
+
+    layer: int
+    guard: Optional[int]
+    addition: Optional[int]
+    activation: Activation
+
+
+def fused(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
+    """The graph in which layers that were asked to have taken in what they can; None where there is nothing."""
+    recorded = json.loads(symbol.tojson())
+    chains = _chains(recorded)
+    if not chains:
+        return None
+    absorbed: Dict[int, List[Entry]] = {}  # inputs, in the new graph
+    parts = {number for chain in chains.values() for number in chain[:3] if number is not None}
+    graph = Graph()
+
+    def fold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
+        if number in parts:
+            absorbed[number] = inputs
+            return [[]]
+        chain = chains.get(number)
+        if chain is None:
+            return None
+        layer = recorded["nodes"][chain.layer]
+        behind = {BEHIND: node["name"]}
+        given = absorbed[chain.layer]
+        if chain.addition is not None:
+            behind[ADDED] = recorded["nodes"][chain.addition]["name"]
+            (addend,) = [entry for entry in absorbed[chain.addition] if entry]
+            if chain.guard is not None and not is_guard(graph.nodes[addend[0]]):
+                guard = {"op": "SwapAxis", "name": f"{layer['name']}_addend", "attrs": {"dim1": "0", "dim2": "0"}}
+                addend = [graph.add(guard, [addend]), 0, 0]
+            given = [*given[:3], addend, *given[-2:]]
+        attributes = {**layer["attrs"], **behind, **chain.activation.attributes()}
+        adds = chain.addition is not None
+        inplace = attributes["inplace"] == "1" and invertible(chain.activation, adds)
+        attributes.update(adds=str(int(adds)), inplace=str(int(inplace)), fuses="0")  # it takes in nothing more
+        at = graph.add({**layer, "attrs": attributes}, given)
+        replicas = Replicas.of_token(attributes["layer"])
+        if replicas is not None:
+            _taken_in[replicas] = described(chain.activation, adds, inplace)
+        if chain.guard is not None:
+            at = graph.add(recorded["nodes"][chain.guard], [[at, 0, 0]])
+        return [[at, 0, 0]]
+
+    graph.heads = graph.grow(recorded, fold)
+    return mx.sym.load_json(json.dumps(graph.json(recorded)))
+
+
+def _chains(graph: Json) -> Dict[int, Chain]:
+    """By the number of the last node. What is used elsewhere too stays as it is."""
+    nodes = graph["nodes"]
+    uses = Counter((at, output) for node in nodes for at, output, *_ in node["inputs"])
+    uses.update((at, output) for at, output, *_ in graph["heads"])
+
+    def only(entry: Entry) -> bool:
+        return uses[entry[0], entry[1]] == 1
+
+    def layer_behind(entry: Entry) -> Optional[Tuple[int, Optional[int]]]:
+        """The normalisation whose output this is, and its guard."""
+        if not only(entry):
+            return None
+        number, guard = entry[0], None
+        if is_guard(nodes[number]) and only(nodes[number]["inputs"][0]):
+            number, guard = nodes[number]["inputs"][0][0], number
+        fuses = is_ours(nodes[number]) and nodes[number]["attrs"].get("fuses") == "1"
+        return (number, guard) if fuses else None
+
+    chains: Dict[int, Chain] = {}
+    for number, node in enumerate(nodes):
+        activation = _activation_of(node)
+        if activation is None:
+            continue
+        entry = node["inputs"][0]
+        addition = entry[0] if nodes[entry[0]]["op"] == "elemwise_add" and only(entry) else None
+        for summand in [entry] if addition is None else nodes[addition]["inputs"]:
+            found = layer_behind(summand)
+            if found is None:
+                continue
+            chains[number] = Chain(*found, addition, activation)
+            break
+    return chains
+
+
+def _activation_of(node: Json) -> Optional[Activation]:
+    """One that a layer knows."""
+    attributes = node.get("attrs", {})
+    if node["op"] == "relu" or (node["op"] == "Activation" and attributes.get("act_type") == "relu"):
+        return RELU
+    if node["op"] == "clip" and (float(attributes["a_min"]), float(attributes["a_max"])) == (0, RELU6.ceiling):
+        return RELU6
+    if node["op"] == "LeakyReLU" and attributes.get("act_type", "leaky") == "leaky":
+        slope = float(attributes.get("slope", 0.25))
+        return Activation(slope) if SLOPES[0] <= slope <= SLOPES[1] else None
+    return None
+
+
+def _of_fused_graphs(get: Callable) -> Callable:
+    def get_fused(block: HybridBlock, *args: Any) -> Any:
+        inputs, symbol = get(block, *args)
+        new = fused(symbol)
+        if new is not None:
+            block._cached_graph = inputs, new
+        return block._cached_graph
+
+    return get_fused

@@ -1,0 +1,177 @@
+"""The layers of batch normalisation in a recorded graph.
+
+A ``SymbolBlock`` has a graph and parameters, and no layers. `open_graph` makes a layer of each node of batch
+normalisation in it, on the node's own parameters; what is done to these layers stands in the graph from its next call
+on. `close_graph` makes it a graph again where none of them is synchronised.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Type
+
+import mxnet as mx
+from mxnet.gluon import Parameter, ParameterDict, SymbolBlock, nn
+
+from ..activation import Activation
+from ..layer import SyncBatchNorm, SyncBatchNormAdd
+from ..mxnet_side import blocks
+from ..mxnet_side.export import passing
+from ..mxnet_side.nodes import Entry, Graph, Json
+from ..mxnet_side.op import NAME
+from ..training.replicas import Replicas
+
+
+class Slot(NamedTuple):
+    """What stands for a node of batch normalisation."""
+
+    layer: nn.BatchNorm
+    operator: str  # of the node as recorded
+    settings: Optional[Json]  # with which it computes what the node as recorded does; None: the node is none of MXNet's
+
+
+class Left(NamedTuple):
+    """A node of batch normalisation that no layer stands for."""
+
+    name: str
+    operator: str
+    reason: str
+
+
+class Opened(SymbolBlock):
+    """A ``SymbolBlock`` whose nodes of batch normalisation are layers."""
+
+    # Numbers of nodes in the skeleton, which is the graph with nodes of batch normalisation as they were recorded.
+    # Gluon warns of attributes that hold blocks, unless they are named so.
+    __layers__: Dict[int, Slot]
+    _skeleton: Json
+    _left: List[Left]
+
+    def forward(self, x: Any, *args: Any) -> Any:
+        if isinstance(x, mx.sym.Symbol) or self._cached_op is None:
+            # A node meets itself on other contexts, so no two graphs may hold the same one.
+            _write(self)
+        return super().forward(x, *args)
+
+
+def open_graph(block: SymbolBlock) -> List[Left]:
+    """Makes layers of the nodes. Returns those that stay nodes."""
+    if isinstance(block, Opened):
+        return block._left
+    graph = json.loads(block._cached_graph[1].tojson())
+    parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
+    entries = [entry for node in graph["nodes"] for entry in node["inputs"]] + graph["heads"]
+    used = {(number, output) for number, output, _ in entries}
+    slots: Dict[int, Slot] = {}
+    left: List[Left] = []
+
+    def fold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
+        operator, attributes = blocks.operator_of(node), node.get("attrs", {})
+        through = passing(node, inputs)
+        if through is not None:
+            return through
+        if operator not in (*blocks.OPERATORS, NAME):
+            return None
+        names = [graph["nodes"][at]["name"] for at, *_ in node["inputs"]]
+        given = [parameters[name] for name in (*names[1:3], *names[-2:]) if name in parameters]
+        slot = None
+        if len(given) < len(blocks.PARAMETERS):
+            reason = "its gamma, beta or running statistics are no parameters of the graph"
+        elif operator != NAME and ((number, 1) in used or (number, 2) in used):
+            reason = "its mean or variance is used in the graph"
+        else:
+            reason = "the layer that recorded it is gone"
+            slot = _slot(node["name"], operator, attributes, given)
+        if slot is None:
+            left.append(Left(node["name"], operator, reason))
+            return None
+        adds = int(attributes.get("adds", 0)) if operator == NAME else 0
+        at = skeleton.add(node, inputs[: 3 + adds] + inputs[-2:])
+        slots[at] = slot
+        return [[at, 0, 0]]
+
+    skeleton = Graph()
+    skeleton.heads = skeleton.grow(graph, fold)
+    if slots:
+        block.__class__ = _opened(type(block))  # type: ignore[arg-type]
+        block.__layers__, block._skeleton, block._left = slots, skeleton.json(graph), left
+    return left
+
+
+def close_graph(block: SymbolBlock) -> None:
+    """Ends what `open_graph` began, unless a layer of it is synchronised."""
+    if isinstance(block, Opened) and not any(
+        isinstance(slot.layer, SyncBatchNorm) for slot in block.__layers__.values()
+    ):
+        _write(block)
+        block.__class__ = type(block).__bases__[1]
+        del block.__layers__, block._skeleton, block._left
+
+
+@lru_cache(maxsize=None)
+def _opened(cls: Type[SymbolBlock]) -> Type[Opened]:
+    return type(cls.__name__, (Opened, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+
+
+def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequence[Parameter]) -> Optional[Slot]:
+    flags = {key: attributes.get(key, default) in ("1", "True") for key, default in _FLAGS.items()}
+    gamma = parameters[0].name
+    settings: Dict[str, Any] = dict(
+        axis=int(attributes.get("axis", 1)),
+        momentum=float(attributes.get("momentum", 0.9)),
+        epsilon=float(attributes.get("eps", 1e-3)),
+        scale=not flags["fix_gamma"],
+        use_global_stats=flags["use_global_stats"],
+        prefix=gamma[: -len("gamma")] if gamma.endswith("gamma") else f"{name}_",
+        params=ParameterDict(),  # nothing to share: the constructor's own parameters are thrown away
+    )
+    if operator == NAME:
+        replicas = Replicas.of_token(attributes["layer"])
+        if replicas is None:
+            return None
+        settings.update(Activation.of_attributes(attributes).arguments())
+        settings["inplace"] = attributes["inplace"] == "1"
+        layer = (SyncBatchNormAdd if int(attributes["adds"]) else SyncBatchNorm)(**settings)
+        layer._fuses = attributes["fuses"] == "1"
+        layer._release_parameters()
+        layer._replica_settings = replicas.settings()
+    else:
+        layer = (nn.BatchNormReLU if operator == "_contrib_BatchNormWithReLU" else nn.BatchNorm)(**settings)
+    for attribute, parameter in zip(blocks.PARAMETERS, parameters):
+        layer.__dict__[attribute] = layer._reg_params[attribute] = parameter  # Gluon lets none be replaced
+    layer._params = ParameterDict(layer.prefix)
+    layer._params._params.update((parameter.name, parameter) for parameter in parameters)
+    if operator == NAME:
+        layer._adopt_parameters()
+    return Slot(layer, operator, None if operator == NAME else dict(layer._kwargs))
+
+
+# As MXNet reads a node that does not say.
+_FLAGS = {"fix_gamma": "True", "use_global_stats": "False"}
+
+
+def _write(block: Opened) -> None:
+    """The graph, with what its layers are now."""
+
+    def unfold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
+        slot = block.__layers__.get(number)
+        if slot is None or (not isinstance(slot.layer, SyncBatchNorm) and slot.layer._kwargs == slot.settings):
+            return None
+        names = [slot.layer._reg_params[name].name for name in blocks.PARAMETERS]
+        data = [_DATA, _ADDEND][: len(inputs) - len(names)]
+        given = dict(zip([data[0], *names[:2], *data[1:], *names[2:]], inputs))
+        recorded = json.loads(slot.layer(*map(mx.sym.var, data)).tojson())
+        last = recorded["heads"][0][0]
+        for at, part in enumerate(recorded["nodes"]):
+            if part["op"] != "null":  # an output is called after its node
+                part["name"] = node["name"] if at == last else f"{node['name']}_{part['name']}"
+        return graph.grow(recorded, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
+
+    graph = Graph()
+    graph.heads = graph.grow(block._skeleton, unfold)
+    block._clear_cached_op()
+    block._cached_graph = block._cached_graph[0], mx.sym.load_json(json.dumps(graph.json(block._skeleton)))
+
+
+_DATA, _ADDEND = "data of the layer", "addend of the layer"

@@ -1,0 +1,123 @@
+"""Parameters of a net, the same on all devices of all processes."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, Dict, Iterable, List, Optional, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet.gluon import Block, Parameter, ParameterDict
+
+from ..exchange.store import ProcessStore
+from ..mxnet_side import blocks
+from ..system import arguments
+from ..training.session import session
+
+__all__ = ["broadcast_parameters"]
+
+
+def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -> None:
+    """Gives every device of every process the parameters of one: those on the first context of rank ``root_rank``.
+
+    Before the first step, so that all start from the same weights and running statistics, whatever each process drew or
+    loaded. In every process, with the same net; Gluon's names need not be the same. Within one process, all contexts
+    get the parameters of the first.
+
+    Parameters
+    ----------
+    params : gluon.Block, ParameterDict or dict
+        A net, with all blocks that it holds, or what ``net.collect_params()`` selects; running statistics are among
+        them. Initialised: where shapes are not known before, predict with a batch first.
+    kvstore : str or KVStore, optional
+        A store of several processes, as `gluon_syncbn.kvstore` makes it, reaches the devices of all; any other those of
+        this process. By default what `configure` says, or what the layers name.
+    root_rank : int
+        Of the process whose parameters all get.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is not what is said above.
+    MXNetError
+        Where another process does not come in time, or has another net.
+    """
+    given = _listed(params)
+    store = store_of(kvstore, given)
+    last = store.num_workers - 1 if store is not None else 0
+    root_rank = arguments.whole("root_rank", root_rank, 0, last)
+    for parameter in given:
+        if parameter._data is None:
+            raise ValueError(
+                f"params: '{parameter.name}' without a value was given, expected parameters that are initialised: call "
+                "initialize, and predict with a batch where shapes are not known before"
+            )
+    mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
+    if store is not None:
+        _agree(store, given)
+    for number, parameter in enumerate(given):
+        value = parameter.list_data()[0].asnumpy()
+        if store is not None:
+            own = value.ravel()
+            part = own if store.rank == root_rank else own[:0]
+            value = store.allgather(f"parameter {number}", part, equal=False)[root_rank].reshape(value.shape)
+        parameter.set_data(mx.nd.array(value, dtype=value.dtype))
+
+
+def store_of(kvstore: Any, parameters: Iterable[Parameter]) -> Optional[ProcessStore]:
+    """What reaches the other processes of the job; None where there are none."""
+    exchange = session.exchange_of(kvstore)
+    if kvstore is not None:
+        return exchange if isinstance(exchange, ProcessStore) else None
+    followers = [replicas for parameter in parameters for replicas in getattr(parameter, "_followers", [])]
+    used = [session.exchange, *(replicas.exchange for replicas in followers)]
+    stores = {id(one): one for one in used if isinstance(one, ProcessStore)}
+    if len(stores) > 1:
+        arguments.refuse("kvstore", kvstore, f"one of the {len(stores)} that the layers use")
+    return next(iter(stores.values()), None)
+
+
+def _listed(params: Any) -> List[Parameter]:
+    if isinstance(params, Block):
+        found: Dict[int, Parameter] = {}
+        for block in blocks.of(params):
+            found.update((id(parameter), parameter) for parameter in block._reg_params.values())
+        return list(found.values())
+    values = list(params.values()) if isinstance(params, (dict, ParameterDict)) else []
+    if not values or not all(isinstance(value, Parameter) for value in values):
+        arguments.refuse("params", params, "a gluon.Block, or parameters as net.collect_params() gives them")
+    return values
+
+
+def _agree(store: ProcessStore, parameters: Iterable[Parameter]) -> None:
+    """MXNetError, in all processes, where they have not the same parameters."""
+    ours = [_described(parameter) for parameter in parameters]
+    texts = store.allgather("the parameters' shapes", np.frombuffer(json.dumps(ours).encode(), np.uint8), equal=False)
+    for rank, text in enumerate(texts):
+        theirs = [(name, tuple(shape), kind) for name, shape, kind in json.loads(bytes(text))]
+        for i in range(max(len(ours), len(theirs))):
+            a, b = (some[i] if i < len(some) else None for some in (ours, theirs))
+            if a is None or b is None or _sort(a) != _sort(b):
+                reason = (
+                    f"the processes disagree about the parameters: number {i + 1} is {_told(a)} on rank {store.rank} "
+                    f"and {_told(b)} on rank {rank}. Build and initialise the same net in every process."
+                )
+                store.fail(reason)
+                raise mx.MXNetError(reason)
+
+
+_Description = Tuple[str, Tuple[int, ...], str]
+
+
+def _described(parameter: Parameter) -> _Description:
+    return parameter.name, tuple(parameter.shape), np.dtype(parameter.dtype).name
+
+
+def _sort(one: _Description) -> _Description:
+    """Without Gluon's counters, which depend on what else a process has built."""
+    return re.sub(r"\d+", "", one[0]), *one[1:]
+
+
+def _told(one: Optional[_Description]) -> str:
+    return "none" if one is None else f"'{one[0]}' of shape {one[1]} and type {one[2]}"

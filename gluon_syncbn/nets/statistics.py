@@ -1,0 +1,369 @@
+"""The running statistics of a net: those of all its devices together, and those of a population."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import sys
+import warnings
+from collections import Counter
+from contextlib import contextmanager
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+from mxnet import autograd
+from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock, nn
+
+from .. import reference
+from ..exchange.base import merge_moments
+from ..exchange.store import ProcessStore
+from ..layer import SyncBatchNorm
+from ..mxnet_side import blocks
+from ..mxnet_side.op import NAME, Role
+from ..system import arguments
+from ..training import steps
+from .graphs import Opened
+from .parameters import store_of
+
+__all__ = ["average_running_stats", "update_bn_stats"]
+
+
+def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None, kvstore: Any = None) -> None:
+    r"""Gives all devices the same running statistics: of each layer of batch normalisation, those of all together.
+
+    .. math:: \mu = \frac{\sum_i w_i \mu_i}{\sum_i w_i} \qquad
+              \sigma^2 = \frac{\sum_i w_i \left(\sigma_i^2 + (\mu_i - \mu)^2\right)}{\sum_i w_i}
+
+    over the devices i, in float64: the variance of what all have seen, which the mean of their variances is not.
+
+    For layers of mode ``'local'`` and ``'shuffle'``, for groups, and for plain BatchNorm on several contexts, where
+    each device has running statistics of its own. Gluon's ``save_parameters`` writes their mean over the devices, so
+    that a file differs from what each device predicts with; after this it does not. Reaches layers wherever a net holds
+    them, frozen ones and those in the graph of a ``SymbolBlock`` too. The parameters stay the same objects.
+
+    In a job of several processes all of them call it, and all have the same bits afterwards.
+
+    Parameters
+    ----------
+    net : gluon.Block
+        A network or a single layer, initialised.
+    weights : list of float, optional
+        One for each context of the net, in the order that was given to ``initialize``: at least 0, and one above 0. For
+        example the number of samples that each has seen. By default all the same. Of several processes, each gives
+        those of its own contexts, on one scale.
+    kvstore : str or KVStore, optional
+        A store of several processes, as `gluon_syncbn.kvstore` makes it, reaches the devices of all; any other those of
+        this process. By default what `configure` says, or what the layers name.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is not what is said above.
+    MXNetError
+        Where another process does not come in time, or has another net.
+
+    References
+    ----------
+    T. Chan, G. Golub, R. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    """
+    running = _running(arguments.block("net", net))
+    store = store_of(kvstore, [one.mean for one in running])
+    given = None if weights is None else _weights(weights)
+    for layer in running:
+        if given is not None and len(given) != len(layer.contexts):
+            arguments.refuse(
+                "weights", weights, f"one for each of the {len(layer.contexts)} contexts of '{layer.name}'"
+            )
+    mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
+    moments = []
+    for layer in running:
+        parts = [
+            _packed(weight, layer.mean.data(context).asnumpy(), layer.var.data(context).asnumpy())
+            for weight, context in zip(given or [1.0] * len(layer.contexts), layer.contexts)
+        ]
+        moments.append(functools.reduce(merge_moments, parts))
+    for layer, total in zip(running, _of_all_processes(store, "running statistics", moments)):
+        layer.write(total)
+
+
+def update_bn_stats(
+    net: Block, batches: Iterable[Sequence[mx.nd.NDArray]], num_iters: int = 200, kvstore: Any = None
+) -> None:
+    r"""Sets the running statistics to those of many batches together ("precise BN"), in place of a moving average.
+
+    .. math:: \mu = \frac{\sum_b n_b \mu_b}{\sum_b n_b} \qquad
+              \sigma^2 = \frac{\sum_b n_b \left(\sigma_b^2 + (\mu_b - \mu)^2\right)}{\sum_b n_b}
+
+    for each channel, over the shards b of all batches, with n values each: mean and biased variance of all values that
+    the layer is given, as if they were one batch. In float64, and the same bits on every device.
+
+    Calls the net in training mode and without gradient: the layers normalise as in training, each in its mode. Nothing
+    changes but, in the end, the running statistics; where something fails, these do not change either. Graphs of
+    hybridized blocks stay, but are not used here: hooks see the input of each layer, which is kept for all layers until
+    a batch is done, as a recorded forward keeps it. Calls take their numbers, so that mode ``'shuffle'`` and Dropout
+    draw other numbers afterwards.
+
+    For `SyncBatchNorm` in all modes and for those that `convert` takes. Frozen layers
+    (``use_global_stats``) stay as they are. In a job of several processes all of them call it, with as many batches
+    each.
+
+    Parameters
+    ----------
+    net : gluon.Block
+        A network or a single layer, initialised.
+    batches : iterable
+        Of batches; each is a list of arrays, one on each context of the net.
+    num_iters : int
+        Batches that are taken, at the most.
+    kvstore : str or KVStore, optional
+        As in `average_running_stats`.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is not what is said above, there is no batch, or a layer stands in the recorded graph of a
+        ``SymbolBlock``, where nothing sees its input.
+    MXNetError
+        As from the net in training.
+
+    Warns
+    -----
+    UserWarning
+        One, that names the layers that stay as they were, and why: the net did not call them, or they are subclasses of
+        BatchNorm that do something else.
+
+    References
+    ----------
+    Y. Wu, J. Johnson, "Rethinking 'Batch' in BatchNorm", 2021, arXiv 2105.07576, section 3. T. Chan, G. Golub, R.
+    LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    """
+    running = _running(arguments.block("net", net))
+    num_iters = arguments.whole("num_iters", num_iters, 1, 2**63 - 1)
+    store = store_of(kvstore, [one.mean for one in running])
+    layers, stay = _layers_to_measure(net)
+    mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
+    before = [(array, array.copy()) for one in running for array in one.arrays()]
+    try:
+        moments = _population(net, layers, running, batches, num_iters)
+        moments = _of_all_processes(store, "population statistics", moments)
+    finally:
+        steps.drain()  # what is still in flight writes them, too
+        for array, value in before:
+            value.copyto(array)
+    written = set()
+    for one, total in zip(running, moments):
+        if total[0] > 0:
+            one.write(total)
+            written.add(id(one.mean))
+    stay += [f"{layer.name} (the net gave it no value)" for layer in layers if id(layer.running_mean) not in written]
+    if stay:
+        warnings.warn(f"update_bn_stats left as it was: {arguments.some(stay, '; ')}", stacklevel=2)
+
+
+class _Running(NamedTuple):
+    """Where running statistics stand, which several layers may share."""
+
+    name: str  # of a layer
+    mean: Parameter
+    var: Parameter
+
+    @property
+    def contexts(self) -> List[mx.Context]:
+        """Each once, also where it holds several replicas."""
+        return list(dict.fromkeys(self.mean.list_ctx()))
+
+    def arrays(self) -> List[mx.nd.NDArray]:
+        return [*self.mean.list_data(), *self.var.list_data()]
+
+    def write(self, moments: np.ndarray) -> None:
+        mean, m2 = np.split(moments[1:], 2)
+        for parameter, value in ((self.mean, mean), (self.var, m2 / moments[0])):
+            for array in parameter.list_data():
+                array[:] = value.astype(array.dtype)
+
+
+def _running(net: Block) -> List[_Running]:
+    """Of all layers, each once; ValueError where some have no values."""
+    found: Dict[int, _Running] = {}
+    for block in blocks.of(net):
+        if blocks.is_batch_norm(block):
+            found.setdefault(id(block.running_mean), _Running(block.name, block.running_mean, block.running_var))
+        elif isinstance(block, SymbolBlock):
+            for node in _nodes(block):
+                if node.running is not None:
+                    found.setdefault(id(node.running.mean), node.running)
+    for name, *parameters in found.values():
+        if any(parameter._data is None for parameter in parameters):
+            raise ValueError(
+                f"net: layer '{name}' without running statistics was given, expected a net that is initialised: call "
+                "initialize, and predict with a batch where shapes are not known before"
+            )
+    return list(found.values())
+
+
+class _Node(NamedTuple):
+    """Batch normalisation in a recorded graph."""
+
+    name: str
+    running: Optional[_Running]  # None: they are no parameters
+    frozen: bool
+
+
+def _nodes(block: SymbolBlock) -> Iterator[_Node]:
+    graph = json.loads(block._cached_graph[1].tojson())
+    parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
+    for node in graph["nodes"]:
+        operator, attributes = blocks.operator_of(node), node.get("attrs", {})
+        if operator not in (*blocks.OPERATORS, NAME) or int(attributes.get("role", -1)) == Role.MEET:
+            continue
+        given = [graph["nodes"][at]["name"] for at, *_ in node["inputs"][-2:]]
+        mean, var = map(parameters.get, given)
+        running = None if mean is None or var is None else _Running(node["name"], mean, var)
+        yield _Node(node["name"], running, attributes.get("use_global_stats") in ("1", "True"))
+
+
+def _packed(count: float, mean: np.ndarray, var: np.ndarray) -> np.ndarray:
+    """Moments, as `merge_moments` has them."""
+    return np.concatenate([[count], mean.astype(np.float64), count * var.astype(np.float64)])
+
+
+def _weights(weights: Any) -> List[float]:
+    if not isinstance(weights, (list, tuple)):
+        arguments.refuse("weights", weights, "None or a list of numbers, one for each context")
+    # Up to where float64 counts one by one.
+    given = [arguments.number("weights", weight, 0, 2**53, "numbers from 0 to 2**53") for weight in weights]
+    if not any(given):
+        arguments.refuse("weights", weights, "at least one above 0")
+    return given
+
+
+def _of_all_processes(store: Optional[ProcessStore], what: str, moments: List[np.ndarray]) -> List[np.ndarray]:
+    """The moments of each layer, merged in the order of the ranks: the same bits everywhere."""
+    if store is None or not moments:
+        return moments
+    ends = np.cumsum([part.size for part in moments])[:-1]
+    everyone = [np.split(part, ends) for part in store.allgather(what, np.concatenate(moments))]
+    return [functools.reduce(merge_moments, parts) for parts in zip(*everyone)]
+
+
+# ---- of a population ---------------------------------------------------------------------------------------
+
+
+def _layers_to_measure(net: Block) -> Tuple[List[nn.BatchNorm], List[str]]:
+    """The layers that normalise with their batch, and the names of those of which nobody knows how."""
+    found = list(blocks.of(net))
+    of_graphs = [slot.layer for block in found if isinstance(block, Opened) for slot in block.__layers__.values()]
+    hidden = [layer.name for layer in of_graphs if not layer._kwargs["use_global_stats"]]
+    for block in found:
+        if isinstance(block, Opened):
+            hidden += [node.name for node in block._left]
+        elif isinstance(block, SymbolBlock):
+            hidden += [node.name for node in _nodes(block) if not node.frozen]
+    if hidden:
+        raise ValueError(
+            f"net: batch normalisation in the recorded graph of a SymbolBlock ({arguments.some(hidden, ', ')}) was "
+            "given, expected layers that a net calls, or frozen ones (gluon_syncbn.freeze)"
+        )
+    layers, stay = [], []
+    for block in found:
+        if blocks.is_batch_norm(block) and not block._kwargs["use_global_stats"] and block not in of_graphs:
+            reason = "" if isinstance(block, SyncBatchNorm) else blocks.difference(block)
+            if reason:
+                stay.append(f"{block.name} ({type(block).__name__}: {reason})")
+            else:
+                layers.append(block)
+    return layers, stay
+
+
+def _population(
+    net: Block, layers: Sequence[nn.BatchNorm], running: Sequence[_Running], batches: Any, num_iters: int
+) -> List[np.ndarray]:
+    """The moments of all values of all batches, for each of ``running``."""
+    number = {id(one.mean): i for i, one in enumerate(running)}
+    totals = [np.zeros(1 + 2 * one.mean.shape[0]) for one in running]
+    replicas = _replicas(layers, running)
+    done = 0
+    with _inputs(net, layers) as inputs:
+        for batch in _shown(batches, num_iters):
+            _check_batch(f"batches[{done}]", batch, replicas)
+            with autograd.pause(train_mode=True):
+                for shard in batch:
+                    net(shard)
+            mx.nd.waitall()  # nothing is read before all replicas are called
+            for layer, x in inputs:
+                i = number[id(layer.running_mean)]
+                totals[i] = merge_moments(totals[i], _moments(x.asnumpy(), layer._kwargs.get("axis", 1)))
+            inputs.clear()
+            done += 1
+    if not done:
+        arguments.refuse("batches", batches, "at least one batch")
+    return totals
+
+
+@contextmanager
+def _inputs(net: Block, layers: Sequence[nn.BatchNorm]) -> Iterator[List[Tuple[nn.BatchNorm, mx.nd.NDArray]]]:
+    """What the layers are given meanwhile. A graph calls no layer, so hybridized blocks run without theirs."""
+    given: List[Tuple[nn.BatchNorm, mx.nd.NDArray]] = []
+
+    def see(layer: nn.BatchNorm, args: Tuple[Any, ...]) -> None:
+        if not isinstance(args[0], mx.sym.Symbol):  # where shapes are inferred
+            given.append((layer, args[0].copy()))  # a net may overwrite it
+
+    active = [(block, block._active) for block in blocks.of(net) if isinstance(block, HybridBlock)]
+    hooks = []
+    try:
+        for block, _ in active:
+            block._active = False
+        for layer in layers:
+            hooks.append(layer.register_forward_pre_hook(see))
+        yield given
+    finally:
+        for hook in hooks:
+            hook.detach()
+        for block, was in active:
+            block._active = was
+
+
+def _moments(x: np.ndarray, axis: int) -> np.ndarray:
+    if x.size == 0:
+        return np.zeros(1 + 2 * x.shape[axis])
+    mean, var, count = reference.moments([x], axis)
+    return _packed(count, mean, var)
+
+
+def _replicas(layers: Sequence[nn.BatchNorm], running: Sequence[_Running]) -> Dict[mx.Context, int]:
+    """How many there are on each context."""
+    counts: Counter = Counter()
+    for one in running:
+        counts |= Counter(one.mean.list_ctx())
+    for layer in layers:
+        if isinstance(layer, SyncBatchNorm):
+            contexts = layer._replicas.contexts
+            counts |= Counter({context: layer._replicas.count() // len(contexts) for context in contexts})
+    return counts
+
+
+def _check_batch(name: str, batch: Any, replicas: Dict[mx.Context, int]) -> None:
+    listed = isinstance(batch, (list, tuple)) and len(batch) > 0
+    arrays = listed and all(isinstance(shard, mx.nd.NDArray) for shard in batch)
+    if not arrays or Counter(shard.context for shard in batch) - Counter(replicas):
+        contexts = ", ".join(str(context) for context, times in replicas.items() for _ in range(times))
+        arguments.refuse(name, batch, f"a list of arrays, one on each context of the net ({contexts})")
+
+
+def _shown(batches: Any, num_iters: int) -> Iterator[Any]:
+    """The first of them, with a bar where tqdm is installed and somebody looks."""
+    try:
+        taken = itertools.islice(iter(batches), num_iters)
+    except TypeError:
+        arguments.refuse("batches", batches, "an iterable of batches")
+    if sys.stderr is None or not sys.stderr.isatty():
+        return taken
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return taken
+    known = hasattr(batches, "__len__")
+    return tqdm(taken, desc="batch statistics", total=min(num_iters, len(batches)) if known else None)

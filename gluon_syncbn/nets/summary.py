@@ -1,0 +1,129 @@
+"""Which layers of a network are synchronised, and which are not and why."""
+
+from __future__ import annotations
+
+from typing import Any, Iterator, List, NamedTuple
+
+from mxnet.gluon import Block, SymbolBlock, nn
+from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+
+from ..activation import described
+from ..layer import SyncBatchNorm, SyncBatchNormAdd
+from ..mxnet_side import blocks
+from ..mxnet_side.op import NAME
+from ..system import arguments
+from .fusion import taken_in
+from .graphs import Opened
+
+__all__ = ["summary"]
+
+SYNCHRONISED = "synchronised"
+_OF_ONE_SAMPLE = (nn.GroupNorm, nn.InstanceNorm, nn.LayerNorm)
+_HEADER = ("Layer (type)", "Channels", "Mode", "Slots", "Contexts", "Takes in", "Statistics")
+
+
+class Row(NamedTuple):
+    layer: str
+    channels: str = ""
+    mode: str = ""
+    slots: str = ""
+    contexts: str = ""
+    takes_in: str = ""
+    statistics: str = ""
+
+
+def summary(net: Block) -> None:
+    """Prints every normalisation layer of a network, and whether its statistics are synchronised, else why not.
+
+    ``slots`` are those of one device; ``contexts`` those of the parameters, once they have been initialised. A layer in
+    use by itself, such as one on a single context, is *plain*. ``takes in`` is what a layer does beside: its
+    activation, or what ``convert(fuse=True)`` found behind it, once its graph is recorded; and whether it works in
+    place. A layer in an attribute of an object that is no block has a row once it has run. The last line counts the
+    layers of batch normalisation.
+
+    Parameters
+    ----------
+    net : gluon.Block
+        A network or a single layer.
+
+    Raises
+    ------
+    ValueError
+        Where ``net`` is not a Gluon block.
+    """
+    rows = [row for block in blocks.of(arguments.block("net", net)) for row in _rows(block)]
+    of_batches = [row for row in rows if row.statistics != _NO_BATCH]
+    synchronised = sum(row.statistics.startswith(SYNCHRONISED) for row in of_batches)
+    widths = [max(map(len, column)) for column in zip(_HEADER, *rows)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (_HEADER, *rows)]
+    long = max(map(len, lines))
+    counted = f"Layers of batch normalisation: {len(of_batches)}, synchronised: {synchronised}"
+    print("\n".join(["-" * long, lines[0], "=" * long, *lines[1:], "=" * long, counted, "-" * long]))
+
+
+_NO_BATCH = "plain, because it normalises each sample by itself"
+
+
+def _rows(block: Block) -> Iterator[Row]:
+    named = f"{block.name} ({type(block).__name__})"
+    if isinstance(block, SyncBatchNorm):
+        replicas = block._replicas
+        mode = replicas.pooling.mode
+        if replicas.pooling.group_size:
+            mode += f", groups of {replicas.pooling.group_size}"
+        own = described(block._activation, isinstance(block, SyncBatchNormAdd), block._inplace)
+        yield Row(
+            named,
+            _channels(block),
+            mode,
+            str(replicas.pooling.virtual_devices),
+            _contexts(block),
+            taken_in(replicas) or own,
+            _statistics(block),
+        )
+    elif blocks.is_batch_norm(block):
+        why = "it is contrib's" if type(block) is ContribSyncBatchNorm else "it is BatchNorm"
+        why += "; convert(net) changes it"
+        why = f"plain, because {blocks.difference(block) or why}"
+        yield Row(named, _channels(block), contexts=_contexts(block), statistics=why)
+    elif isinstance(block, _OF_ONE_SAMPLE):
+        yield Row(named, _channels(block), contexts=_contexts(block), statistics=_NO_BATCH)
+    elif isinstance(block, Opened):
+        for node in block._left:
+            yield Row(f"{node.name} ({node.operator})", statistics=f"plain, because {node.reason}")
+    elif isinstance(block, SymbolBlock):
+        for name, operator in blocks.recorded(block):
+            if operator in blocks.OPERATORS:
+                why = f"it stands in the recorded graph {block.name}".rstrip() + "; convert(net) changes it"
+                yield Row(f"{name} ({operator})", statistics=f"plain, because {why}")
+            elif operator == NAME:
+                yield Row(f"{name} (SyncBatchNorm)", statistics=f"{SYNCHRONISED}, in a recorded graph")
+
+
+def _statistics(layer: SyncBatchNorm) -> str:
+    replicas = layer._replicas
+    if layer._kwargs["use_global_stats"]:
+        return "plain, because it is frozen: use_global_stats"
+    if replicas.pooling.mode == "local":
+        return "plain, because mode 'local' shares nothing"
+    if replicas.pooling.group_size == 1:
+        return "plain, because its groups are of one device"
+    if replicas.given and not replicas.reaches_other_processes():
+        if replicas.problem:
+            return f"an error in training: {replicas.problem}"
+        if replicas.count() * replicas.pooling.virtual_devices == 1:
+            return "plain, because it has one replica"
+    return SYNCHRONISED
+
+
+def _channels(block: Any) -> str:
+    return str(block.gamma.shape[0] or "?") if block.gamma.shape else "?"
+
+
+def _contexts(block: Any) -> str:
+    parameter = block.gamma
+    if parameter._data is not None:
+        contexts: List[Any] = parameter.list_ctx()
+    else:
+        contexts = parameter._deferred_init[1] if parameter._deferred_init else []
+    return " ".join(map(str, contexts)) or "-"

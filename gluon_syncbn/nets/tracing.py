@@ -1,0 +1,94 @@
+"""The graph of a prediction: what a net computes with running statistics, by operators of MXNet alone."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager
+from typing import Any, Dict, Iterator, List, NamedTuple
+
+import mxnet as mx
+from mxnet import autograd
+from mxnet.gluon import HybridBlock, SymbolBlock
+from mxnet.gluon.block import _flatten, _regroup
+
+from ..layer import SyncBatchNorm
+from ..mxnet_side import blocks
+from ..mxnet_side.export import plain
+from .graphs import Opened
+
+
+class Prediction(NamedTuple):
+    symbol: mx.sym.Symbol
+    inputs: List[str]
+    input_format: Any  # how Gluon writes down which lists they stand in
+    output_format: Any
+
+    def block(self, symbol: mx.sym.Symbol, values: Dict[str, mx.nd.NDArray], contexts: Any) -> SymbolBlock:
+        """Takes and gives what the net does, and computes this. All its parameters have values and no gradient."""
+        # SymbolBlock infers the types of parameters from those of the inputs, and complains where it cannot
+        dtype = next((value.dtype for value in values.values()), "float32")
+        block = SymbolBlock(symbol, [mx.sym.var(name, dtype=dtype) for name in self.inputs])
+        params = block.collect_params()
+        for name, parameter in params.items():
+            parameter.shape = values[name].shape
+        params.load_dict(values, contexts, cast_dtype=True, dtype_source="saved")
+        params.setattr("grad_req", "null")
+        block._in_format, block._out_format = self.input_format, self.output_format
+        return block
+
+
+def prediction(net: HybridBlock) -> Prediction:
+    """Recorded afresh, because a net may record another graph in training. The net stays as it is.
+    A ``ValueError`` says why it cannot be traced."""
+    if net._cached_graph:
+        names, form = [one.name for one in net._cached_graph[0]], net._in_format
+    else:
+        count = _inputs(net)
+        names, form = ["data"] if count == 1 else [f"data{i}" for i in range(count)], [0] * count
+    if form[0] != 0:
+        raise ValueError(f"net: the first input of '{net.name}' is no array; expected one, which a SymbolBlock needs")
+    variables = iter([mx.sym.var(name) for name in names])
+    given = _regroup([next(variables) if place >= 0 else None for place in _places(form)], form)
+    try:
+        with _undisturbed(net), autograd.pause(train_mode=False):
+            traced = net.forward(*given)
+    except Exception as error:  # the user's code
+        raise ValueError(
+            f"net: {type(net).__name__} '{net.name}' cannot be traced ({type(error).__name__}: {error}); expected a "
+            "net that can be hybridized. If its inputs are not arrays alone, call the net once, hybridized, before"
+        ) from error
+    outputs, output_form = _flatten(traced, "output")
+    symbol = mx.sym.Group(outputs)
+    without = plain(symbol)
+    return Prediction(symbol if without is None else without, names, form, output_form)
+
+
+def _inputs(net: HybridBlock) -> int:
+    """How many arrays its forward needs."""
+    taken = list(inspect.signature(net.hybrid_forward).parameters.values())[1:]  # behind F
+    needed = (one for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty)
+    return max(1, sum(one.name not in net._reg_params for one in needed))
+
+
+def _places(form: Any) -> List[int]:
+    """A number for each input in what Gluon has written down; -1 for None."""
+    if isinstance(form, int):
+        return [form] if form <= 0 else [0] * form
+    return [place for part in form for place in _places(part)]
+
+
+@contextmanager
+def _undisturbed(net: HybridBlock) -> Iterator[None]:
+    """Synchronised layers number their nodes, and the processes of a job do so alike. Replicas never meet in this
+    graph, and only one process may make it: it does not count.
+    """
+    layers = [(one, one._nodes) for one in blocks.of(net) if isinstance(one, SyncBatchNorm)]
+    opened = [one for one in blocks.of(net) if isinstance(one, Opened)]
+    recorded = [(one, one._cached_graph, one._cached_op, one._cached_op_args) for one in opened]
+    try:
+        yield
+    finally:
+        for layer, count in layers:
+            layer._nodes = count
+        for block, *graph in recorded:
+            block._cached_graph, block._cached_op, block._cached_op_args = graph

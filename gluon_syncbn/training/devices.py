@@ -1,0 +1,149 @@
+"""Which contexts take part, and CPU contexts that can."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from typing import Iterator, List, Optional, Sequence
+
+import mxnet as mx
+from mxnet.context import Context
+
+from .. import _native
+from ..system import arguments, temporary_space
+from ..system.environment import at_least
+from .steps import drain
+
+
+@contextmanager
+def devices(contexts: Sequence[Context]) -> Iterator[None]:
+    """Lets only these contexts take part, for example for a short last batch.
+
+    ::
+
+        import mxnet as mx
+        import gluon_syncbn
+        from mxnet import autograd
+
+        contexts = gluon_syncbn.cpu_devices(3)
+        layer = gluon_syncbn.SyncBatchNorm(in_channels=4)
+        layer.initialize(ctx=contexts)
+        xs = [mx.nd.random.normal(shape=(2, 4), ctx=context) for context in contexts[:2]]  # the last samples
+        with gluon_syncbn.devices(contexts[:2]):
+            with autograd.record():
+                ys = [layer(x) for x in xs]
+            autograd.backward(ys)
+
+    Waits for all work on entering and leaving, so that no step is half in and half out. Holds for the whole process.
+
+    Parameters
+    ----------
+    contexts : list of Context
+        At least one, each once.
+
+    Raises
+    ------
+    ValueError
+        Where the list is empty, repeats a context or holds something else.
+    """
+    if isinstance(contexts, Context):
+        contexts = [contexts]
+    expected = "a list of different mx.Context objects"
+    names = [str(context) for context in arguments.contexts("contexts", contexts, expected)]
+    if len(set(names)) < len(names):
+        arguments.refuse("contexts", contexts, expected)
+    global _active
+    if _active:
+        raise ValueError("contexts: devices(...) is active already; leave that block first")
+    mx.nd.waitall()
+    _active = True
+    _native.reset()
+    _native.devices(names)
+    try:
+        yield
+        mx.nd.waitall()
+    except BaseException as error:
+        _native.fail(f"{type(error).__name__} left gluon_syncbn.devices(...): {error}")
+        drain()
+        raise
+    finally:
+        _native.devices([])
+        _native.reset()
+        _active = False
+
+
+_active = False
+
+
+def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Optional[int] = None) -> List[Context]:
+    """``n`` CPU contexts whose operators can wait for each other. Call it before the first MXNet operator runs.
+
+    MXNet's operators on all CPU contexts share one pool of temporary space and one of random states (Dropout and what
+    else draws numbers), and take from each in the order in which they were issued. With the default of 4 and 1 copies,
+    a later operator of the first replica stands before the second replica's first one while the first replica waits for
+    the second: a deadlock. With k such operators in a step of one replica, ``(n - 1) * k`` copies are enough. This sets
+    ``MXNET_CPU_TEMP_COPY`` and ``MXNET_CPU_PARALLEL_RAND_COPY``; values that are larger already stay. One context
+    waits for nobody: ``MXNET_CPU_TEMP_COPY`` stays, and only a ``random_copies`` that is given is set.
+
+    The number of random states decides which numbers a seed gives: each random operator draws from the next state. The
+    processes of a job draw what one process with all contexts draws, if they have as many: ``random_copies`` says so.
+
+    A copy of temporary space takes nothing until it is used and then keeps the largest space that it ever served, and
+    operators take the copies in turn: a job grows until each has served the largest one. (FastSCNN on two contexts with
+    images of 64 pixels: 0.56 GB with 256 copies, reached after 50 steps; 0.78 GB with 512, after 100; 1.27 GB with
+    1024, after 200.) A copy of the random states takes 5 MB at once, **in every thread** that runs an operator which
+    needs temporary space or random numbers, and is never freed: with the defaults 20 MB a thread for two contexts, 60
+    MB for four. A program that starts new threads at each step, as GluonCV's ``DataParallelModel(sync=True)`` does,
+    grows by as much for each; `gluon_syncbn.parallel` starts none.
+
+    Parameters
+    ----------
+    n : int
+        Number of contexts, from 1 to 1024.
+    temp_copies : int, optional
+        Copies of temporary space. By default, for each context but the first, 1024; of nets whose layers are
+        made before the first operator runs 4 for each `SyncBatchNorm`, and at least 256. For two contexts DeepLabV3 on
+        ResNet-101 (114 layers) needs 256 to 384, ResNet-152 (155 layers) 384 to 512. Too few end in an error that says
+        so.
+    random_copies : int, optional
+        Copies of the random states, for more than one context by default ``4 * (n - 1)``: enough for four random
+        operators in a forward of a replica. A net with more Dropouts needs more; too few end in an error that says so.
+
+    Returns
+    -------
+    list of Context
+        ``[cpu(0), ..., cpu(n - 1)]``
+
+    Raises
+    ------
+    ValueError
+        Where an argument is no whole number, or out of range.
+
+    Warns
+    -----
+    UserWarning
+        Where MXNet has read these settings already, in this thread, and they were lower.
+    """
+    n = arguments.whole("n", n, 1, 1024)
+    if temp_copies is not None:
+        temp_copies = arguments.whole("temp_copies", temp_copies, 1, 2**20)
+    if random_copies is not None:
+        random_copies = arguments.whole("random_copies", random_copies, 1, 2**20)
+    elif n > 1:
+        random_copies = 4 * (n - 1)
+    raised = temporary_space.of_contexts(n, temp_copies)
+    if random_copies:  # MXNet reads it when it first needs such a copy: after its import and before the first operator
+        raised |= at_least("MXNET_CPU_PARALLEL_RAND_COPY", random_copies)
+    if raised and _native.copies_are_made():
+        follows = (
+            "A training step on these contexts may fail, because its replicas cannot wait for each other"
+            if n > 1
+            else "Random operators draw other numbers than with so many copies"
+        )
+        warnings.warn(
+            f"cpu_devices({n}) comes too late: an operator has run, and MXNet has read MXNET_CPU_TEMP_COPY and "
+            f"MXNET_CPU_PARALLEL_RAND_COPY, which this call raises in vain. {follows}: call cpu_devices before the "
+            "first operator runs",
+            stacklevel=2,
+        )
+    return [mx.cpu(i) for i in range(n)]

@@ -1,0 +1,444 @@
+"""Sample shuffle for contrastive training: the keys of a batch are computed on other devices than its queries.
+
+Each device's BatchNorm sees its own samples only. Where a query and its key share a device, their statistics tell
+which of the keys belongs to it. So the samples of the key view change places at random, and their features, which are
+small, come back. Source: He, Fan, Wu, Xie and Girshick, "Momentum Contrast for Unsupervised Visual Representation
+Learning", CVPR 2020, arXiv 1911.05722 (section 3.3 and appendix A.9).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple, Union, overload
+
+import numpy as np
+from mxnet import gluon, nd
+from mxnet.context import Context
+from mxnet.gluon.data import Sampler
+
+from ..system import arguments
+
+_MOST = 2**63 - 1  # samples, batches, epochs
+
+__all__ = ["SampleShuffle", "ShuffleSampler", "ShuffledBatch", "shuffle_shards", "split_and_load"]
+
+
+@dataclass
+class SampleShuffle:
+    """Draws a fresh, uniformly random permutation for each batch, the same ones for the same seed everywhere.
+
+    Attributes
+    ----------
+    seed : int
+        From 0 to 2**64 - 1.
+    position : int
+        Number of permutations drawn so far. ``SampleShuffle(seed, position)`` goes on where another one stood.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is out of range.
+    """
+
+    seed: int
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        self.seed = arguments.seed("seed", self.seed)
+        self.position = arguments.whole("position", self.position, 0, _MOST)
+
+    def permutation(self, n: int) -> np.ndarray:
+        """The next permutation, of 0 ... n-1.
+
+        Raises
+        ------
+        ValueError
+            Where ``n`` is no whole number, or below 0.
+        """
+        order = _permutation(arguments.whole("n", n, 0, _MOST), self.seed, self.position)
+        self.position += 1
+        return order
+
+
+class ShuffledBatch:
+    """A batch whose samples have changed places; not a list, because its shards do not match those of the queries.
+
+    Attributes
+    ----------
+    shuffled_shards : list of NDArray
+        One for each device, in shuffled order.
+    order : numpy.ndarray
+        Sample i of ``shuffled_shards``, counted through them, is sample ``order[i]`` of the batch.
+    """
+
+    def __init__(self, shuffled_shards: List[Any], order: np.ndarray, batch_axis: int) -> None:
+        self.shuffled_shards = shuffled_shards
+        self.order = order
+        self._contexts = [shard.context for shard in shuffled_shards]
+        self._lengths = [shard.shape[batch_axis] for shard in shuffled_shards]
+
+    @property
+    def moved(self) -> int:
+        """How many samples are on another device than in the order of the batch: `unshuffle` moves that many rows."""
+        owners = np.repeat(np.arange(len(self._lengths)), self._lengths)
+        names = np.array([str(context) for context in self._contexts])
+        return int((names[owners] != names[owners[self.order]]).sum())
+
+    def apply(self, net: Callable[[Any], Any]) -> List[Any]:
+        """`unshuffle` of ``net(shard)`` for each shard."""
+        return self.unshuffle([net(shard) for shard in self.shuffled_shards])
+
+    def unshuffle(self, features: Sequence[Any]) -> List[Any]:
+        """The features in the order of the batch, on the devices of its shards; autograd goes through.
+
+        Only rows that change device move. Row i of the batch is where ``gluon.utils.split_and_load`` would put it, or
+        where `shuffle_shards` found it.
+
+        Parameters
+        ----------
+        features : list of NDArray
+            One for each of ``shuffled_shards``, on its context: a row for each sample, then any further axes.
+
+        Raises
+        ------
+        ValueError
+            Where features and shards do not fit, or the features have been unshuffled before.
+        """
+        if isinstance(features, _Unshuffled):
+            raise ValueError("features: these have been unshuffled before, expected those of shuffled_shards")
+        count = len(self._contexts)
+        if not isinstance(features, (list, tuple)) or len(features) != count:
+            arguments.refuse("features", features, f"a list of {count}, one for each shard")
+        for i, (feature, length, context) in enumerate(zip(features, self._lengths, self._contexts)):
+            _check_array(f"features[{i}]", feature)
+            if feature.shape[0] != length or feature.context != context:
+                arguments.refuse(f"features[{i}]", feature, f"{length} rows on {context}, as the shard has")
+        _check_alike("features", features, 0)
+        return _Unshuffled(_rearrange(features, np.argsort(self.order), 0))
+
+
+class _Unshuffled(list):
+    """What must not be unshuffled again."""
+
+
+@overload
+def split_and_load(
+    data: Any, ctx_list: Sequence[Context], batch_axis: int = ..., even_split: bool = ..., *, shuffle: None = ...
+) -> List[Any]: ...
+@overload
+def split_and_load(
+    data: Any, ctx_list: Sequence[Context], batch_axis: int = ..., even_split: bool = ..., *, shuffle: SampleShuffle
+) -> ShuffledBatch: ...
+def split_and_load(
+    data: Any,
+    ctx_list: Sequence[Context],
+    batch_axis: int = 0,
+    even_split: bool = True,
+    *,
+    shuffle: Optional[SampleShuffle] = None,
+) -> Union[List[Any], ShuffledBatch]:
+    """``gluon.utils.split_and_load`` that shuffles the samples on their way to the devices, so that none moves twice.
+    Without ``shuffle`` it is Gluon's own, in what it takes, gives and refuses.
+
+    ::
+
+        import mxnet as mx
+        import gluon_syncbn
+        from mxnet import autograd, gluon
+
+        contexts = gluon_syncbn.cpu_devices(2)
+        encoder_q, encoder_k = gluon.nn.BatchNorm(), gluon.nn.BatchNorm()
+        for encoder in (encoder_q, encoder_k):
+            encoder.initialize(ctx=contexts)
+        batches = [mx.nd.random.normal(shape=(2, 8, 4)) for _ in range(3)]  # two views of 8 samples
+
+        shuffle = gluon_syncbn.SampleShuffle(seed=1)
+        for x_q, x_k in batches:
+            keys = gluon_syncbn.split_and_load(x_k, contexts, shuffle=shuffle)
+            with autograd.train_mode():  # statistics of the batch, no gradients
+                k = keys.apply(encoder_k)  # k[i] belongs to q[i]
+            with autograd.record():
+                q = [encoder_q(x) for x in gluon.utils.split_and_load(x_q, contexts)]
+
+    Parameters
+    ----------
+    data : NDArray or numpy.ndarray
+        A batch, not on the devices yet.
+    ctx_list : list of Context
+        Where the shards go.
+    batch_axis : int
+        The axis of the samples.
+    even_split : bool
+        Whether a number of samples that the devices cannot share evenly is an error. Otherwise the first devices get
+        one more.
+    shuffle : SampleShuffle, optional
+        Draws the permutation.
+
+    Returns
+    -------
+    ShuffledBatch, or without ``shuffle`` a list of NDArray
+        A shard for each context.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is not as said, or there are fewer samples than devices.
+    """
+    if shuffle is None:
+        return gluon.utils.split_and_load(data, ctx_list, batch_axis, even_split)
+    if not isinstance(data, np.ndarray):
+        _check_array("data", data, "an NDArray or a numpy.ndarray (shuffle_shards is for batches on devices)")
+    ctx_list = arguments.contexts("ctx_list", ctx_list)
+    axis = arguments.whole("batch_axis", batch_axis, -data.ndim, data.ndim - 1) % data.ndim
+    n, count = data.shape[axis], len(ctx_list)
+    if n < count:
+        raise ValueError(f"data: {n} samples were given, expected at least {count}, one for each context")
+    if arguments.flag("even_split", even_split) and n % count:
+        raise ValueError(f"data: {n} samples were given, expected a multiple of {count} or even_split=False")
+    order = _draw(shuffle, n)
+    shards = []
+    for context, rows in zip(ctx_list, np.array_split(order, count)):
+        if isinstance(data, np.ndarray):
+            shards.append(nd.array(np.take(data, rows, axis), ctx=context))
+        else:
+            shards.append(_take(data, rows, axis).as_in_context(context))
+    return ShuffledBatch(shards, order, axis)
+
+
+def shuffle_shards(shards: Sequence[Any], batch_axis: int = 0, *, shuffle: SampleShuffle) -> ShuffledBatch:
+    """Shuffles a batch that is on its devices already: only samples that change device move.
+
+    Each device keeps its number of samples. Where the batch is still to be loaded, `split_and_load` moves nothing.
+
+    Parameters
+    ----------
+    shards : list of NDArray
+        One for each device, of any length, alike in the other axes.
+    batch_axis : int
+        The axis of the samples.
+    shuffle : SampleShuffle
+        Draws the permutation.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is not as said.
+    """
+    if not isinstance(shards, (list, tuple)) or not shards:
+        arguments.refuse("shards", shards, "a list of NDArrays, one for each device")
+    for i, shard in enumerate(shards):
+        _check_array(f"shards[{i}]", shard)
+    axis = arguments.whole("batch_axis", batch_axis, -shards[0].ndim, shards[0].ndim - 1) % shards[0].ndim
+    _check_alike("shards", shards, axis)
+    order = _draw(shuffle, sum(shard.shape[axis] for shard in shards))
+    return ShuffledBatch(_rearrange(shards, order, axis), order, axis)
+
+
+class ShuffleSampler(Sampler):
+    """Sample shuffle between processes: each loads the samples whose keys it computes, so no image crosses the network.
+
+    The batch sampler of a process, for ``gluon.data.DataLoader(dataset, batch_sampler=...)``. It yields lists of pairs
+    (index of a query, index of a key): ``dataset[q, k]`` gives one view of sample q and another one of sample k. All
+    processes draw the same permutations, of the samples for each epoch and of the keys for each batch, without talking.
+    A process that shares its batch out among several devices has shuffled keys on each of them. ::
+
+        # mpiexec -n 2 python train.py
+        import mxnet as mx
+        import numpy as np
+        import gluon_syncbn
+        from mpi4py import MPI
+        from mxnet import autograd, gluon
+
+        class Views(gluon.data.Dataset):
+            def __init__(self, images):
+                self.images = images
+
+            def __getitem__(self, pair):
+                query, key = pair
+                return self.images[query], self.images[key] + 0.1  # two views; yours are random crops, for example
+
+        job = MPI.COMM_WORLD
+        images = np.random.RandomState(0).rand(64, 4).astype("float32")  # the same in every process
+        encoder_k = gluon.nn.BatchNorm()
+        encoder_k.initialize()
+        sampler = gluon_syncbn.ShuffleSampler(len(images), 8, job.size, job.rank, seed=1)
+        loader = gluon.data.DataLoader(Views(images), batch_sampler=sampler)
+        for epoch in range(2):
+            sampler.epoch = epoch
+            for batch, (x_q, x_k) in enumerate(loader):
+                with autograd.train_mode():
+                    features = encoder_k(x_k)
+                gathered = np.concatenate(job.allgather(features.asnumpy()))
+                k = sampler.restore(mx.nd.array(gathered), batch)  # k[i] belongs to x_q[i]
+
+    Parameters
+    ----------
+    length : int
+        Samples of the data set.
+    batch_size : int
+        Samples of one process in a batch.
+    num_processes, rank : int
+        All processes take part in each batch; this one is number ``rank``.
+    seed : int
+        From 0 to 2**64 - 1, the same for all processes.
+    epoch : int
+        An attribute, which is to be set before the iteration over an epoch begins.
+    last_batch : str
+        ``'discard'`` leaves out samples that do not fill a batch of all processes. ``'keep'`` shares them out as
+        ``numpy.array_split`` does, and needs at least one for each process.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is out of range, or a batch would have no sample for some process.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        num_processes: int,
+        rank: int,
+        seed: int,
+        epoch: int = 0,
+        last_batch: str = "discard",
+    ) -> None:
+        length = arguments.whole("length", length, 1, _MOST)
+        batch_size = arguments.whole("batch_size", batch_size, 1, _MOST)
+        num_processes = arguments.devices("num_processes", num_processes)
+        rank = arguments.whole("rank", rank, 0, num_processes - 1)
+        seed = arguments.seed("seed", seed)
+        last_batch = arguments.one_of("last_batch", last_batch, ("discard", "keep"))
+        whole = batch_size * num_processes
+        batches, rest = divmod(length, whole)
+        if last_batch == "keep" and rest:
+            if rest < num_processes:
+                shortage = f"{rest} samples in the last batch, fewer than the {num_processes} processes"
+                raise ValueError(f"length: {length} leaves {shortage}; expected another one or last_batch='discard'")
+            batches += 1
+        if not batches:
+            raise ValueError(f"length: {length} was given, expected at least {whole}, one batch of all processes")
+        self._length, self._batches, self._num_processes = length, batches, num_processes
+        self._batch_size, self._rank, self._seed = batch_size, rank, seed
+        self.epoch = epoch
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        self._epoch = arguments.whole("epoch", value, 0, _MOST)
+
+    def __len__(self) -> int:
+        return self._batches
+
+    def __iter__(self) -> Iterator[List[Tuple[int, int]]]:
+        return self._pairs(self.epoch)  # which stays that of the iterator
+
+    def _pairs(self, epoch: int) -> Iterator[List[Tuple[int, int]]]:
+        samples = _permutation(self._length, self._seed, epoch, 0)
+        whole = self._batch_size * self._num_processes
+        for batch in range(len(self)):
+            starts, order = self._plan(epoch, batch)
+            own = slice(starts[self._rank], starts[self._rank + 1])
+            of_all = samples[batch * whole : (batch + 1) * whole]
+            yield list(zip(of_all[own].tolist(), of_all[order[own]].tolist()))
+
+    def _plan(self, epoch: int, batch: int) -> Tuple[np.ndarray, np.ndarray]:
+        """Where each process begins in the batch of all, and which sample stands in which place for the keys."""
+        whole = self._batch_size * self._num_processes
+        n = min(whole, self._length - batch * whole)
+        share, extra = divmod(n, self._num_processes)
+        starts = np.cumsum([0] + [share + (rank < extra) for rank in range(self._num_processes)])
+        return starts, _permutation(n, self._seed, epoch, 1 + batch)
+
+    def destinations(self, batch: int) -> List[np.ndarray]:
+        """Where the features go: row i of process p is the key of query ``[i, 1]`` of process ``[i, 0]``.
+
+        Of batch number ``batch`` of the current epoch: one array of shape [rows of p, 2] for each process p.
+        """
+        batch = arguments.whole("batch", batch, 0, len(self) - 1)
+        starts, order = self._plan(self.epoch, batch)
+        process = np.searchsorted(starts, order, side="right") - 1
+        return np.split(np.stack([process, order - starts[process]], axis=1), starts[1:-1])
+
+    def restore(self, gathered: Any, batch: int) -> Any:
+        """The keys of this process in the order of its queries; autograd goes through an NDArray.
+
+        Parameters
+        ----------
+        gathered : NDArray or numpy.ndarray
+            The features of all processes, one below the other in the order of their ranks.
+        batch : int
+            The number of the batch in the current epoch.
+
+        Raises
+        ------
+        ValueError
+            Where there is no such batch, or it has another number of rows.
+        """
+        batch = arguments.whole("batch", batch, 0, len(self) - 1)
+        if not isinstance(gathered, np.ndarray):
+            _check_array("gathered", gathered, "an NDArray or a numpy.ndarray")
+        starts, order = self._plan(self.epoch, batch)
+        if gathered.ndim == 0 or len(gathered) != len(order):
+            arguments.refuse("gathered", gathered, f"{len(order)} rows, those of all processes in batch {batch}")
+        own = np.argsort(order)[starts[self._rank] : starts[self._rank + 1]]
+        return gathered[own] if isinstance(gathered, np.ndarray) else _take(gathered, own, 0)
+
+
+def _permutation(n: int, *numbers: int) -> np.ndarray:
+    # RandomState, because NumPy promises that its streams never change: processes may have different versions.
+    words = [word for number in numbers for word in (number % 2**32, number >> 32)]
+    return np.random.RandomState(words).permutation(n)
+
+
+def _rearrange(shards: Sequence[Any], order: np.ndarray, axis: int) -> List[Any]:
+    """``concat(shards)[order]`` along ``axis``, cut as the shards are, on their contexts."""
+    starts = np.cumsum([0] + [shard.shape[axis] for shard in shards])
+    owners = np.searchsorted(starts, order, side="right") - 1  # the shard that has the row for each place
+    pieces: List[List[Any]] = [[] for _ in shards]
+    for i, shard in enumerate(shards):
+        places = np.flatnonzero(owners == i)
+        rows = _take(shard, order[places] - starts[i], axis)  # one gather, sorted by where they go
+        cuts = np.searchsorted(places, starts)
+        for target, parts, low, high in zip(shards, pieces, cuts, cuts[1:]):
+            if low < high:
+                part = rows[low:high] if axis == 0 else nd.slice_axis(rows, axis=axis, begin=low, end=high)
+                parts.append(part.as_in_context(target.context))
+    results = []
+    for parts, wanted in zip(pieces, np.split(owners, starts[1:-1])):
+        if len(parts) == 1:
+            results.append(parts[0])
+        else:  # the parts come in the order of their owners, and each of them in that of the places
+            back = np.argsort(np.argsort(wanted, kind="stable"))
+            results.append(_take(nd.concat(*parts, dim=axis), back, axis))
+    return results
+
+
+def _take(data: Any, rows: np.ndarray, axis: int) -> Any:
+    return nd.take(data, nd.array(rows, ctx=data.context, dtype="int64"), axis=axis)
+
+
+def _draw(shuffle: Any, n: int) -> np.ndarray:
+    if not isinstance(shuffle, SampleShuffle):
+        arguments.refuse("shuffle", shuffle, "a SampleShuffle, which draws for all batches")
+    return shuffle.permutation(n)
+
+
+def _check_array(name: str, value: Any, expected: str = "an NDArray with samples") -> None:
+    # the type itself: sparse and mx.np arrays are subclasses with other operators
+    if type(value) is not nd.NDArray or value.ndim == 0:
+        arguments.refuse(name, value, expected)
+
+
+def _check_alike(name: str, arrays: Sequence[Any], axis: int) -> None:
+    def kind(array: Any) -> Tuple[Any, ...]:
+        return array.shape[:axis] + array.shape[axis + 1 :], array.dtype
+
+    for i, array in enumerate(arrays):
+        if kind(array) != kind(arrays[0]) or not array.shape[axis]:
+            arguments.refuse(
+                f"{name}[{i}]", array, f"samples like those of {name}[0], {arguments.described(arrays[0])}"
+            )

@@ -1,0 +1,82 @@
+"""The self-check tells what serves, and its exit code whether it works."""
+
+import importlib.abc
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+from environments import shell
+
+from gluon_syncbn import _native, reference
+from gluon_syncbn.command import selfcheck as check
+
+
+def test_a_sound_installation():
+    run = subprocess.run(
+        [sys.executable, "-m", "gluon_syncbn"], capture_output=True, text=True, timeout=100, env=shell()
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "BROKEN" not in run.stdout
+    for fact in (
+        "Apache MXNet 1.9.1",
+        f"{_native.instruction_set()} kernels",
+        "KVStore local, device",
+        "(mxnet)",
+        "2 replicas on cpu",
+        "none: this is a CPU build of MXNet",
+        "kvstore('mpi') with mpi4py",
+    ):
+        assert fact in run.stdout
+
+
+def test_a_wrong_result_is_exit_code_1(monkeypatch, capsys):
+    right = reference.forward
+
+    def wrong(*args):
+        result = right(*args)
+        return result._replace(running_var=[var * 1.001 for var in result.running_var])
+
+    monkeypatch.setattr(reference, "forward", wrong)
+    assert check.main() == 1
+    printed = capsys.readouterr().out
+    assert "BROKEN  live      ArithmeticError: wrong by" in printed
+    assert "1 of 10 checks failed" in printed
+
+
+def test_two_builds_at_once_are_noticed(tmp_path, monkeypatch):
+    # Both hold the module mxnet; pip does not mind.
+    for name in ("mxnet", "mxnet_cu112"):
+        folder = tmp_path / f"{name}-1.9.1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 1.9.1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"mxnet 1\.9\.1 and mxnet-cu112 1\.9\.1 are installed") as error:
+        check.versions()
+    assert "pip uninstall mxnet mxnet-cu112" in str(error.value)
+
+
+def test_an_opencv_that_needs_a_screen_is_said_with_what_helps(monkeypatch):
+    versions = {"opencv-python": "4.11.0.86", "opencv-python-headless": "4.8.1.78"}
+
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    class NoLibGL(importlib.abc.MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name == "cv2":
+                raise ImportError("libGL.so.1: cannot open shared object file: No such file or directory")
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.delitem(sys.modules, "cv2", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [NoLibGL(), *sys.meta_path])
+    with pytest.raises(
+        RuntimeError, match=r"opencv-python 4\.11\.0\.86 and opencv-python-headless 4\.8\.1\.78: .*libGL"
+    ) as error:
+        check.opencv()
+    assert "`pip uninstall -y opencv-python opencv-python-headless`" in str(error.value)
+    assert "`pip install --no-deps opencv-python-headless==4.8.1.78`" in str(error.value)
+    versions.clear()
+    assert check.opencv().startswith("none")

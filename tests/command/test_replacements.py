@@ -1,0 +1,400 @@
+"""What `install` puts in the places of contrib's layer and GluonCV's helpers is used, and `uninstall` takes it away."""
+
+import subprocess
+import sys
+import threading
+import warnings
+from types import ModuleType, SimpleNamespace
+
+import gluoncv
+import mxnet as mx
+import numpy as np
+import pytest
+from environments import shell
+from gluoncv.nn import feature
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from replicas import TOLERANCE, WAYS, Result, assert_same, make_batch, prepare, step, truth
+
+import gluon_syncbn
+from gluon_syncbn import _native, parallel
+from gluon_syncbn.command import replacements
+from gluon_syncbn.mxnet_side import blocks
+
+CONTRIB = mx.gluon.contrib.nn.SyncBatchNorm
+untyped_symbol = pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")
+
+
+@pytest.fixture(autouse=True)
+def before_the_first_operator(monkeypatch):
+    """As in a script; in this process some have run, and `cpu_devices` would warn."""
+    monkeypatch.setattr(_native, "copies_are_made", lambda: False)
+
+
+@pytest.fixture
+def installed():
+    gluon_syncbn.install()
+    yield
+    gluon_syncbn.uninstall()
+
+
+def everything():
+    """What every module of MXNet and GluonCV holds, by name."""
+    return {
+        (name, attribute): value
+        for name, module in list(sys.modules.items())
+        if name.split(".")[0] in ("mxnet", "gluoncv") and isinstance(module, ModuleType)
+        for attribute, value in vars(module).items()
+    }
+
+
+def changed(before, after):
+    return {name for name, attribute in before.items() if after[name] is not attribute}
+
+
+def test_importing_replaces_nothing():
+    assert CONTRIB.__module__ == "mxnet.gluon.contrib.nn.basic_layers"
+    assert gluoncv.utils.parallel.DataParallelModel.__module__ == "gluoncv.utils.parallel"
+
+
+@pytest.mark.parametrize("cpus", [None, 2])
+def test_uninstall_restores_every_object(cpus):
+    before = everything()
+    words = gluon_syncbn.install(cpus)
+    assert gluon_syncbn.install(cpus) == words  # once more is once
+    held = {
+        ("mxnet.gluon.contrib.nn", "SyncBatchNorm"),
+        ("mxnet.gluon.contrib.nn.basic_layers", "SyncBatchNorm"),
+        ("gluoncv.model_zoo.segbase", "parallel_apply"),
+        *(("gluoncv.utils.parallel", name) for name in parallel.__all__),
+    }
+    gpus = {("mxnet", "gpu"), ("mxnet.context", "gpu"), ("mxnet.context", "num_gpus"), ("mxnet.util", "get_gpu_count")}
+    replaced = changed(before, everything())
+    assert held <= replaced
+    assert ("mxnet.symbol.contrib", "SyncBatchNorm") not in replaced
+    assert gpus <= replaced if cpus else not gpus & replaced
+    gluon_syncbn.uninstall()
+    assert not changed(before, everything())
+    gluon_syncbn.uninstall()
+    assert not changed(before, everything())
+
+
+def test_what_a_module_holds_by_name(monkeypatch):
+    module = ModuleType("a_script")
+    module.Norm, module.Model, module.ours = (
+        CONTRIB,
+        gluoncv.utils.parallel.DataParallelModel,
+        parallel.DataParallelModel,
+    )
+    monkeypatch.setitem(sys.modules, "a_script", module)
+    gluon_syncbn.install()
+    module.later = mx.gluon.contrib.nn.SyncBatchNorm
+    assert issubclass(module.Norm, gluon_syncbn.SyncBatchNorm)
+    assert issubclass(module.Model, parallel.DataParallelModel)
+    gluon_syncbn.uninstall()
+    assert module.Norm is module.later is CONTRIB
+    assert module.Model is gluoncv.utils.parallel.DataParallelModel
+    assert module.ours is parallel.DataParallelModel  # by its own name, nobody's replacement
+
+
+def test_a_second_install_with_other_contexts():
+    gluon_syncbn.install(cpus=2)
+    try:
+        with pytest.raises(ValueError, match="cpus: 3 was given, expected 2, as it is installed"):
+            gluon_syncbn.install(cpus=3)
+    finally:
+        gluon_syncbn.uninstall()
+    with pytest.raises(ValueError, match="cpus: 0 was given, expected a whole number from 1 to 1024"):
+        gluon_syncbn.install(cpus=0)
+    assert mx.gluon.contrib.nn.SyncBatchNorm is CONTRIB
+
+
+def test_too_late_an_install_replaces_nothing_where_warnings_are_errors(monkeypatch):
+    monkeypatch.setattr(_native, "copies_are_made", lambda: True)
+    monkeypatch.delenv("MXNET_CPU_PARALLEL_RAND_COPY", raising=False)
+    before = everything()
+    with pytest.raises(UserWarning, match="comes too late"):
+        gluon_syncbn.install(cpus=3)
+    assert not changed(before, everything())
+    gluon_syncbn.install()  # and there is nothing to uninstall
+    gluon_syncbn.uninstall()
+
+
+def test_contexts_in_the_places_of_gpus():
+    gluon_syncbn.install(cpus=3)
+    try:
+        assert [mx.gpu(i) for i in mx.test_utils.list_gpus()] == [mx.cpu(0), mx.cpu(1), mx.cpu(2)]
+        assert mx.gpu() == mx.context.gpu(np.int64(0)) == mx.cpu(0)
+        assert mx.context.num_gpus() == mx.util.get_gpu_count() == 3
+        with pytest.raises(ValueError, match="device_id: 3 was given, expected a whole number from 0 to 2"):
+            mx.gpu(3)
+    finally:
+        gluon_syncbn.uninstall()
+    assert mx.gpu(3).device_type == "gpu"
+
+
+# ---- contrib's layer -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc"])
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_the_layer_is_one_device_with_the_whole_batch(contexts, rng, installed, replicas, way):
+    batch = make_batch(rng, replicas, dtype="float32")
+    settings = {"momentum": 0.7, "epsilon": 1e-3}
+    # By position as contrib has them; contrib's number of devices is nobody's here.
+    layer = mx.gluon.contrib.nn.SyncBatchNorm(5, 8, settings["momentum"], settings["epsilon"])
+    prepare(layer, batch, contexts[:replicas], "float32", WAYS[way])
+    assert_same(step(layer, batch, contexts, "float32"), truth(batch, **settings), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("count", [-1, "2", 1.5, True])
+def test_the_number_of_devices_is_checked(installed, count):
+    with pytest.raises(ValueError, match=r"num_devices: .* was given, expected a whole number from 0"):
+        mx.gluon.contrib.nn.SyncBatchNorm(num_devices=count)
+    mx.gluon.contrib.nn.SyncBatchNorm(num_devices=0)  # of a script without GPUs
+
+
+def test_files_that_contribs_layer_wrote(tmp_path, rng):
+    def make():
+        net = nn.HybridSequential(prefix="net_")
+        with net.name_scope():
+            net.add(nn.Dense(4, in_units=3), mx.gluon.contrib.nn.SyncBatchNorm(in_channels=4, num_devices=2))
+        return net
+
+    written = make()
+    written.initialize()
+    for p in written.collect_params().values():
+        p.set_data(nd.array(rng.rand(*p.shape)))
+    written.collect_params().save(str(tmp_path / "names"))
+    written.save_parameters(str(tmp_path / "places"))
+    gluon_syncbn.install()
+    try:
+        by_name, by_place = make(), make()
+        by_name.collect_params().load(str(tmp_path / "names"))
+        by_place.load_parameters(str(tmp_path / "places"))
+    finally:
+        gluon_syncbn.uninstall()
+    for name, p in written.collect_params().items():
+        for net in (by_name, by_place):
+            np.testing.assert_array_equal(net.collect_params()[name].data().asnumpy(), p.data().asnumpy())
+
+
+def test_convert_takes_contribs_layers_that_were_made_before(contexts, rng):
+    batch = make_batch(rng, 2, dtype="float32")
+    layer = CONTRIB(in_channels=5, num_devices=2)
+    gluon_syncbn.install()
+    try:
+        gluon_syncbn.convert(layer)
+    finally:
+        gluon_syncbn.uninstall()
+    assert type(layer) is gluon_syncbn.SyncBatchNorm
+    prepare(layer, batch, contexts[:2], "float32")
+    assert_same(step(layer, batch, contexts, "float32"), truth(batch), TOLERANCE["float32"])
+
+
+# ---- the symbol ------------------------------------------------------------------------------------------------
+
+
+def operators(block):
+    return [operator for _, operator in blocks.recorded(block) if operator != "null"]
+
+
+@untyped_symbol
+def test_a_symbol_block_has_layers_for_contribs_nodes(installed):
+    """And for no others: GluonCV's feature pyramids have the backbone beside them in one graph."""
+
+    def pyramid():
+        data = mx.sym.var("data")
+        inner = mx.sym.BatchNorm(mx.sym.Convolution(data, num_filter=2, kernel=(1, 1), name="inner"), name="own")
+        return feature.FPNFeatureExpander(
+            inner,
+            outputs=["own"],
+            num_filters=[2],
+            use_upsample=False,
+            norm_layer=mx.sym.contrib.SyncBatchNorm,  # GluonCV compares by identity, and gives key and name
+            norm_kwargs={"ndev": 2},
+        )
+
+    ours = pyramid()
+    gluon_syncbn.uninstall()
+    theirs = pyramid()
+    assert operators(theirs) == operators(ours)  # as recorded, before a first call
+    assert operators(theirs).count("_contrib_SyncBatchNorm") == 2
+    assert type(theirs) is feature.FPNFeatureExpander
+    layers = [block for block in blocks.of(ours) if blocks.is_batch_norm(block)]
+    assert [type(layer).__name__ for layer in layers] == ["BatchNorm", "SyncBatchNorm", "SyncBatchNorm"]
+    assert layers[0].name == "own"
+
+
+@untyped_symbol
+def test_the_symbol_is_one_device_with_the_whole_batch(contexts, rng, installed):
+    batch = make_batch(rng, 2, dtype="float32")
+    data = mx.sym.var("data")
+    norm = mx.sym.contrib.SyncBatchNorm(data, eps=1e-5, fix_gamma=False, ndev=2, key="norm", name="norm")
+    block = gluon.SymbolBlock(norm, data)
+    block.initialize(ctx=contexts[:2])
+    parameters = block.collect_params()
+    zeros = np.zeros(5)  # of its own accord a SymbolBlock begins with random running statistics, plain BatchNorm's too
+    for kind, value in {
+        "gamma": batch.gamma,
+        "beta": batch.beta,
+        "moving_mean": zeros,
+        "moving_var": zeros + 1,
+    }.items():
+        parameters[f"norm_{kind}"].set_data(nd.array(value))
+    xs = [nd.array(x, ctx=c) for x, c in zip(batch.shards, contexts)]
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [block(x) for x in xs]
+    autograd.backward(ys, [nd.array(dy, ctx=c) for dy, c in zip(batch.heads, contexts)])
+    gammas = sum(g.asnumpy() for g in parameters["norm_gamma"].list_grad())
+    betas = sum(g.asnumpy() for g in parameters["norm_beta"].list_grad())
+    running = [[parameters[f"norm_moving_{kind}"].data(c).asnumpy() for c in contexts[:2]] for kind in ("mean", "var")]
+    got = Result([y.asnumpy() for y in ys], [x.grad.asnumpy() for x in xs], gammas, betas, *running)
+    assert_same(got, truth(batch), TOLERANCE["float32"])
+
+
+def trained_by_module(contexts, rng):
+    """Parameters of a net with contrib's symbol after three steps."""
+    norm = mx.sym.contrib.SyncBatchNorm(
+        mx.sym.var("data"), fix_gamma=False, ndev=len(contexts), key="bound", name="bound"
+    )
+    net = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(norm, num_hidden=3, name="dense"), name="softmax")
+    batches = mx.io.NDArrayIter(rng.randn(24, 5) * 3 + 1, rng.randint(0, 3, 24), 8, label_name="softmax_label")
+    module = mx.mod.Module(net, context=contexts)
+    module.bind(batches.provide_data, batches.provide_label)
+    given = {
+        "bound_gamma": 1 + rng.rand(5),
+        "bound_beta": rng.rand(5),
+        "dense_weight": rng.randn(3, 5),
+        "dense_bias": rng.rand(3),
+    }
+    module.init_params(arg_params={name: nd.array(value) for name, value in given.items()})
+    module.init_optimizer(optimizer_params={"learning_rate": 0.1})
+    for batch in batches:
+        module.forward_backward(batch)
+        module.update()
+    mx.nd.waitall()  # an executor does not tell the engine that its operators write the running statistics
+    return {name: value.asnumpy() for part in module.get_params() for name, value in part.items()}
+
+
+def test_a_module_trains_with_contribs_symbol_as_without(contexts, monkeypatch):
+    monkeypatch.setattr(replacements, "_told", False)
+    want = trained_by_module(contexts[:2], np.random.RandomState(0))
+    gluon_syncbn.install()
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            got, _ = (trained_by_module(contexts[:2], np.random.RandomState(0)) for _ in range(2))
+    finally:
+        gluon_syncbn.uninstall()
+    (warning,) = (one for one in told if "SyncBatchNorm" in str(one.message))
+    assert "stays MXNet's own in a graph that Module, simple_bind or bind takes (bound)" in str(warning.message)
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
+
+
+# ---- GluonCV's helpers -----------------------------------------------------------------------------------------
+
+
+def make_net(weights, contexts, norm):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(
+            nn.Conv2D(4, 3, in_channels=2, use_bias=False), norm(in_channels=4, prefix="norm_"), nn.Activation("tanh")
+        )
+        net.add(nn.Dense(3, in_units=4 * 16))
+    net.initialize(ctx=contexts)
+    random = np.random.RandomState(weights)
+    for name, p in net.collect_params().items():
+        if not name.endswith(("running_mean", "running_var")):
+            p.set_data(nd.array(random.randn(*p.shape) * 0.3 + name.endswith("gamma")))
+    return net
+
+
+def train(net, contexts, x, t, sync, backward):
+    """The gradient of every parameter, and the running statistics, after a step with GluonCV's helpers."""
+    helpers = gluoncv.utils.parallel
+    model = helpers.DataParallelModel(net, contexts, sync=sync)
+    criterion = helpers.DataParallelCriterion(gluon.loss.L2Loss(), contexts, sync=sync)
+    with autograd.record():
+        losses = criterion(model(nd.array(x)), nd.array(t))
+    backward(losses)
+    return {
+        name: p.data(contexts[-1]).asnumpy() if p.grad_req == "null" else sum(g.asnumpy() for g in p.list_grad())
+        for name, p in net.collect_params().items()
+    }
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_helpers_are_one_device_with_the_whole_batch(contexts, rng, monkeypatch, installed, sync):
+    weights, x, t = rng.randint(2**31), 3 * rng.randn(5, 2, 6, 6) + 1, 5 * rng.randn(5, 3)
+    net = make_net(weights, contexts[:2], mx.gluon.contrib.nn.SyncBatchNorm)
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("it starts a thread"))
+    got = train(net, contexts[:2], x, t, sync, gluoncv.utils.parallel.parallel_backward)
+    gluon_syncbn.uninstall()
+    want = train(make_net(weights, [contexts[0]], nn.BatchNorm), [contexts[0]], x, t, False, autograd.backward)
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-4 * np.abs(value).max(), err_msg=name)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_functions_behind_the_helpers(contexts, rng, installed, sync):
+    """On what is on the contexts already, as GluonCV's evaluation at several scales calls them."""
+    helpers, batch = gluoncv.utils.parallel, make_batch(rng, 2, dtype="float32")
+    layer = prepare(mx.gluon.contrib.nn.SyncBatchNorm(5), batch, contexts[:2], "float32")
+    inputs = [(nd.array(x, ctx=c),) for x, c in zip(batch.shards, contexts)]
+    heads = [(nd.array(dy, ctx=c),) for dy, c in zip(batch.heads, contexts)]
+    assert gluoncv.model_zoo.segbase.parallel_apply is helpers.parallel_apply
+    with autograd.record():
+        outputs = helpers.parallel_apply(layer, inputs, sync=sync)
+        losses = helpers.criterion_parallel_apply(
+            lambda y, dy, scale: (y * dy).sum() * scale, outputs, heads, [{"scale": 2.0}, {"scale": 2.0}], sync
+        )
+    helpers.parallel_backward(losses)
+    want = truth(batch)
+    np.testing.assert_allclose(
+        np.concatenate([y.asnumpy() for (y,) in outputs]), np.concatenate(want.outputs), atol=1e-4
+    )
+    got = sum(g.asnumpy() for g in layer.gamma.list_grad())
+    np.testing.assert_allclose(got, 2 * want.dgamma, rtol=1e-4)
+
+
+def test_functions_with_another_number_of_replicas(installed):
+    x = nd.ones((1,))
+    with pytest.raises(ValueError, match="kwargs_tup: '1 of them' was given, expected those of 2 replicas"):
+        gluoncv.utils.parallel.parallel_apply(lambda x: x, [(x,), (x,)], [{}])
+    with pytest.raises(ValueError, match="targets: '1 of them' was given, expected those of 2 replicas"):
+        gluoncv.utils.parallel.criterion_parallel_apply(lambda x, t: x, [(x,), (x,)], [(x,)])
+
+
+def test_a_model_that_is_no_block(contexts, installed):
+    """GluonCV's segmentation scripts evaluate with one."""
+    net = nn.Dense(3, in_units=2)
+    net.initialize()
+    evaluated = gluoncv.model_zoo.segbase.SegEvalModel(SimpleNamespace(evaluate=net, collect_params=net.collect_params))
+    model = gluoncv.utils.parallel.DataParallelModel(evaluated, contexts[:2])
+    assert [y.shape for (y,) in model(nd.ones((4, 2)))] == [(2, 3), (2, 3)]
+    with pytest.raises(ValueError, match=r"module: .* was given, expected a network"):
+        gluoncv.utils.parallel.DataParallelModel(lambda x: x)
+
+
+def test_gluoncv_that_is_imported_later():
+    text = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import gluon_syncbn
+gluon_syncbn.install()
+assert "gluoncv" not in sys.modules
+import gluoncv
+assert gluoncv.utils.parallel.DataParallelModel.__mro__[1] is gluon_syncbn.parallel.DataParallelModel
+assert gluoncv.model_zoo.segbase.parallel_apply is gluoncv.utils.parallel.parallel_apply
+gluon_syncbn.uninstall()
+assert gluoncv.utils.parallel.DataParallelModel.__module__ == "gluoncv.utils.parallel"
+assert gluoncv.model_zoo.segbase.parallel_apply is gluoncv.utils.parallel.parallel_apply
+assert gluoncv.nn.feature.SyncBatchNorm is __import__("mxnet").sym.contrib.SyncBatchNorm
+"""
+    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100, env=shell())
+    assert ran.returncode == 0, ran.stderr

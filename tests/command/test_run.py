@@ -1,0 +1,228 @@
+"""`python -m gluon_syncbn run`: a script that knows contrib's layer, GluonCV's helpers and GPUs, as it is."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from environments import shell
+from places import PACKAGE, SUPPORT
+
+import gluon_syncbn
+from gluon_syncbn.command import run
+
+SCRIPT = '''
+"""Prints a training step's loss, gradients and running statistics; --plain: on one device, with plain BatchNorm."""
+import json
+import sys
+import helper  # beside the script
+import mxnet as mx
+import numpy as np
+from gluoncv.utils.parallel import DataParallelCriterion, DataParallelModel, parallel_backward
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+plain = sys.argv[1:] == ["--plain"]
+contexts = [mx.cpu()] if plain else [mx.gpu(i) for i in mx.test_utils.list_gpus()]
+norm = nn.BatchNorm if plain else mx.gluon.contrib.nn.SyncBatchNorm
+kwargs = {} if plain else {"num_devices": len(contexts)}
+random = np.random.RandomState(1)
+x, t = 3 * random.randn(5, 2, 6, 6) + 1, 5 * random.randn(5, 3)
+net = nn.HybridSequential(prefix="net_")
+with net.name_scope():
+    net.add(nn.Conv2D(4, 3, in_channels=2, use_bias=False), norm(in_channels=4, prefix="norm_", **kwargs))
+    net.add(nn.Activation("tanh"), nn.Dense(3, in_units=4 * 16))
+net.initialize(ctx=contexts)
+for name, p in net.collect_params().items():
+    if not name.endswith(("running_mean", "running_var")):
+        p.set_data(mx.nd.array(random.randn(*p.shape) * 0.3 + name.endswith("gamma")))
+model = DataParallelModel(net, contexts, sync=True)
+criterion = DataParallelCriterion(gluon.loss.L2Loss(), contexts, sync=True)
+with autograd.record():
+    losses = criterion(model(mx.nd.array(x)), mx.nd.array(t))
+parallel_backward(losses)
+result = {"losses": np.concatenate([loss.asnumpy() for loss in losses]).tolist(), "contexts": len(contexts)}
+for name, p in net.collect_params().items():
+    last = p.data(contexts[-1]).asnumpy()
+    result[name] = (last if p.grad_req == "null" else sum(g.asnumpy() for g in p.list_grad())).tolist()
+print(json.dumps(result))
+'''
+
+
+class Job:
+    """A folder with a script."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def start(self, text, *command):
+        (self.folder / "scripts").mkdir(exist_ok=True)
+        (self.folder / "scripts" / "helper.py").write_text("")
+        (self.folder / "scripts" / "train.py").write_text(text)
+        return subprocess.Popen(
+            [sys.executable, "-W", "ignore", *command],
+            cwd=str(self.folder),
+            env=shell(PACKAGE.parent, SUPPORT),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, text, *command):
+        """Exit code, output and errors."""
+        with self.start(text, *command) as process:
+            try:
+                output, errors = process.communicate(timeout=100)
+            finally:
+                process.kill()
+        return process.returncode, output, errors
+
+
+@pytest.fixture
+def job(tmp_path):
+    return Job(tmp_path)
+
+
+RUN = ("-m", "gluon_syncbn", "run")
+TRAIN = "scripts/train.py"
+
+
+def test_an_unedited_script_is_one_device_with_the_whole_batch(job):
+    code, output, errors = job.run(SCRIPT, *RUN, "--cpus", "2", TRAIN)
+    assert code == 0, errors
+    (line,) = errors.splitlines()
+    for fact in (TRAIN, "mx.gluon.contrib.nn.SyncBatchNorm", "mx.sym.contrib.SyncBatchNorm", "gluoncv.utils.parallel"):
+        assert fact in line
+    assert "mx.gpu(0) to mx.gpu(1) are CPU contexts" in line
+    got = json.loads(output)
+    plain_code, plain, errors = job.run(SCRIPT, TRAIN, "--plain")
+    assert plain_code == 0, errors
+    want = json.loads(plain)
+    assert (got.pop("contexts"), want.pop("contexts")) == (2, 1)
+    assert set(got) == set(want)
+    for name, value in want.items():
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(np.array(got[name]) / scale, np.array(value) / scale, atol=1e-4, err_msg=name)
+
+
+def test_the_script_finds_what_it_finds_by_itself(job):
+    text = """
+import json, os, sys
+import helper
+print(json.dumps([sys.argv, sys.path[0], __name__, __file__, os.getcwd(), sys.modules["__main__"].__file__]))
+"""
+    results = [job.run(text, *command, TRAIN, "--cpus", "3", "run", "-h") for command in (("-u",), RUN)]
+    assert results[0][:2] == results[1][:2]
+    assert results[0][0] == 0, results[0][2]
+
+
+ENDS = {
+    "sys.exit": ("sys.exit(3)", 3),
+    "a message": ("sys.exit('out of data')", 1),
+    "an exception": ("def read():\n    raise RuntimeError('out of data')\n\nread()", 1),
+    "another's exception": ("json.loads('[')", 1),
+    "a chain of them": ("try:\n    json.loads('[')\nexcept ValueError as error:\n    raise OSError(3) from error", 1),
+    "no Python": ("x = = 1", 1),
+    "Ctrl-C": ("os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)", -signal.SIGINT),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """What becomes of each script by itself and of its run, as many at a time as there are cores."""
+    start = "import json, os, signal, sys, time\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+
+    def both(way):
+        job = Job(tmp_path_factory.mktemp("ended"))
+        return [job.run(start + ENDS[way][0], *command, TRAIN) for command in ((), RUN)]
+
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
+        return dict(zip(ENDS, pool.map(both, ENDS)))
+
+
+@pytest.mark.parametrize("way", ENDS)
+def test_it_ends_as_the_script_does(ended, way):
+    code = ENDS[way][1]
+    by_itself, ran = ended[way]
+    assert by_itself[0] == ran[0] == code
+    assert by_itself[1] == ran[1] == ""
+    assert ran[2].splitlines()[0].startswith("gluon_syncbn: scripts/train.py runs with")
+    assert ran[2].split("\n", 1)[1] == by_itself[2]  # the traceback has the script's frames and no others
+
+
+def test_ctrl_c_in_a_step(job):
+    """One replica waits for another that is not called."""
+    text = """
+import time
+import mxnet as mx
+from mxnet import autograd
+from replicas import interrupt_handler
+idle = interrupt_handler()
+layer = mx.gluon.contrib.nn.SyncBatchNorm(in_channels=2)
+layer.initialize(ctx=[mx.gpu(0), mx.gpu(1)])
+with autograd.record():
+    y = layer(mx.nd.ones((2, 2)))
+    while interrupt_handler() == idle:  # until it waits
+        time.sleep(0.01)
+    print("ready", flush=True)
+    y.wait_to_read()
+"""
+    start = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    with job.start(start + text, *RUN, "--cpus", "2", TRAIN) as process:
+        try:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(signal.SIGINT)
+            errors = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert process.returncode in (1, -signal.SIGINT), errors
+    assert re.search("^KeyboardInterrupt", errors, re.M) or "asked to end (Ctrl-C" in errors
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (["walk"], "command: 'walk' was given, expected 'check' or 'run'"),
+        (["check", "all"], "argument of check: 'all' was given, expected none"),
+        (["run"], "script: '' was given, expected a Python file that can be read"),
+        (["run", "missing.py"], "script: 'missing.py' was given, expected a Python file that can be read"),
+        (["run", "scripts"], "script: 'scripts' was given, expected a Python file that can be read"),
+        (["run", "--cpus", "0", TRAIN], "--cpus: '0' was given, expected a whole number from 1 to 1024"),
+        (["run", "--cpus=1e3", TRAIN], "--cpus: '1e3' was given, expected a whole number from 1 to 1024"),
+        (["run", "--cpus"], "--cpus: '' was given, expected a whole number from 1 to 1024"),
+        (["run", "--gpus", "2", TRAIN], "option: '--gpus' was given, expected --cpus N"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_argument_is_one_line(tmp_path, monkeypatch, capsys, arguments, expected):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / TRAIN).write_text("print('it ran')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        run.main(arguments)
+    output, errors = capsys.readouterr()
+    assert (end.value.code, output) == (2, "")
+    (line,) = errors.splitlines()
+    assert line.startswith(f"gluon_syncbn: {expected}")
+
+
+def test_no_script(job):
+    code, output, errors = job.run("", *RUN)
+    assert (code, output) == (2, "")
+    assert len(errors.splitlines()) == 1
+
+
+def test_help(job):
+    code, output, errors = job.run("", "-m", "gluon_syncbn", "--help")
+    assert (code, errors) == (0, "")
+    assert "run [--cpus N] script.py" in output
+
+
+def test_version(capsys):
+    run.main(["--version"])
+    assert capsys.readouterr() == (f"gluon_syncbn {gluon_syncbn.__version__}\n", "")

@@ -1,0 +1,490 @@
+"""Blocks that are recomputed: the same step, with the statistics of the first forward."""
+
+import copy
+import functools
+import re
+import threading
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from replicas import SIZES
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, checkpoint, revert
+from gluon_syncbn._native import Total
+from gluon_syncbn.exchange.base import PythonExchange, merge_moments
+from gluon_syncbn.training.session import session
+
+WAYS = {"eager": None, "hybrid": {}}
+POOLINGS = {
+    "sync": {},
+    "local": {"mode": "local", "virtual_devices": 2},
+    "shuffle": {"mode": "shuffle", "virtual_devices": 2},
+    "groups": {"group_size": 2},
+}
+
+
+class Unit(nn.HybridBlock):
+    """Two layers whose order matters, and a convolution, whose output is in oneDNN's layout."""
+
+    def __init__(self, channels=4, **settings):
+        super().__init__()
+        self.body = nn.HybridSequential()
+        self.body.add(
+            nn.Conv2D(channels, 3, padding=1, in_channels=channels),
+            SyncBatchNorm(in_channels=channels, **settings),
+            nn.Activation("tanh"),
+            nn.Conv2D(channels, 1, in_channels=channels),
+            SyncBatchNorm(in_channels=channels, **settings),
+        )
+
+    def hybrid_forward(self, F, x):
+        return self.body(x) + x
+
+
+def make_net(contexts, units=2, make=Unit, **settings):
+    net = nn.Sequential()
+    net.add(*[make(**settings) for _ in range(units)])
+    net.initialize(ctx=contexts)
+    rng = np.random.RandomState(1)
+    for parameter in net.collect_params().values():
+        if not parameter.name.endswith(("mean", "var")):
+            parameter.set_data(nd.array(rng.randn(*parameter.shape) * 0.4 + 0.5))
+    return net
+
+
+def make_data(contexts):
+    rng = np.random.RandomState(2)
+    shapes = [(SIZES[i], 4, 5, 3) for i in range(len(contexts))]
+    xs = [nd.array((i + 1) * rng.randn(*s) + i, ctx=c) for i, (s, c) in enumerate(zip(shapes, contexts))]
+    heads = [nd.array(rng.randn(*s) + 0.3 * i, ctx=c) for i, (s, c) in enumerate(zip(shapes, contexts))]
+    return xs, heads
+
+
+def train(net, contexts, steps=3, grad_req="write"):
+    """Outputs, gradients, parameters and running statistics after some steps of a trainer that waits for nothing."""
+    net.collect_params().setattr("grad_req", grad_req)
+    for parameter in net.collect_params().values():
+        if parameter.name.endswith(("mean", "var")):
+            parameter.grad_req = "null"
+    xs, heads = make_data(contexts)
+    for x in xs:
+        x.attach_grad()
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05, "momentum": 0.5})
+    for _ in range(steps):
+        with autograd.record():
+            ys = [net(x) for x in xs]
+        autograd.backward(ys, heads)
+        trainer.step(sum(map(len, xs)))
+    found = [*ys, *[x.grad for x in xs]]
+    for parameter in net.collect_params().values():
+        for context in dict.fromkeys(contexts):
+            found.append(parameter.data(context))
+            if parameter.grad_req != "null":
+                found.append(parameter.grad(context))
+    return [array.asnumpy() for array in found]
+
+
+def assert_close(got, want):
+    for a, b in zip(got, want):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_equals_the_net_without_it(contexts, replicas, way):
+    contexts = contexts[:replicas]
+    want = train(make_net(contexts), contexts)
+    net = make_net(contexts)
+    for unit in net:
+        assert checkpoint(unit) is unit
+        if WAYS[way] is not None:
+            unit.hybridize(**WAYS[way])
+    assert_close(train(net, contexts), want)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_every_mode(contexts, pooling):
+    contexts = contexts[:4]
+    found = []
+    for change in (lambda unit: unit, checkpoint):
+        mx.nd.waitall()
+        gluon_syncbn.configure(seed=3)  # counts calls from here
+        net = make_net(contexts, **POOLINGS[pooling])
+        for unit in net:
+            change(unit)
+        # the permutations depend on the layer's number
+        if pooling == "shuffle":
+            drawn = [layer for unit in net for layer in unit.body if isinstance(layer, SyncBatchNorm)]
+            assert len(drawn) == 4
+        found.append((net, contexts))
+    if pooling != "shuffle":
+        assert_close(*[train(*one) for one in reversed(found)])
+        return
+    # Another net draws other permutations: the same one twice, from the same start.
+    net = found[0][0]
+    twice = []
+    for active in (False, True):
+        for unit in net:
+            checkpoint(unit, active=active)
+        gluon_syncbn.configure(seed=3)
+        xs, heads = make_data(contexts)
+        for x in xs:
+            x.attach_grad()
+        with autograd.record():
+            ys = [net(x) for x in xs]
+        autograd.backward(ys, heads)
+        twice.append([a.asnumpy() for a in [*ys, *[x.grad for x in xs], *net[0].body[0].weight.list_grad()]])
+    assert_close(*reversed(twice))
+
+
+@pytest.mark.parametrize("grad_req", ["write", "add"])
+def test_a_block_that_is_used_twice(contexts, grad_req):
+    """And parameters that others use too: MXNet adds their gradients."""
+
+    def twice(contexts, change):
+        net = make_net(contexts, units=1)
+        change(net[0])
+        return type("Twice", (), {"__call__": lambda _, x: net(net(x)), "collect_params": net.collect_params})()
+
+    want = train(twice(contexts[:2], lambda unit: unit), contexts[:2], grad_req=grad_req)
+    assert_close(train(twice(contexts[:2], checkpoint), contexts[:2], grad_req=grad_req), want)
+
+
+def test_several_replicas_on_a_context(contexts):
+    contexts = [contexts[0], contexts[0], contexts[1], contexts[1]]
+    found = []
+    for change in (lambda unit: unit, checkpoint):
+        net = make_net(list(dict.fromkeys(contexts)), num_devices=4)
+        for unit in net:
+            change(unit)
+        found.append(train(net, contexts))
+    assert_close(*reversed(found))
+
+
+def test_one_thread_for_each_replica(contexts):
+    """As GluonCV calls a net."""
+    contexts = contexts[:2]
+    want = train(make_net(contexts), contexts, steps=1)
+    net = make_net(contexts)
+    for unit in net:
+        checkpoint(unit)
+    xs, heads = make_data(contexts)
+    ys = [None] * len(xs)
+
+    def call(i):
+        with autograd.record():
+            ys[i] = net(xs[i])
+
+    for x in xs:
+        x.attach_grad()
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(xs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    autograd.backward(ys, heads)
+    assert_close([array.asnumpy() for array in [*ys, *[x.grad for x in xs]]], want[:4])
+
+
+def test_within_each_other(contexts):
+    want = train(make_net(contexts[:2]), contexts[:2])
+    net = make_net(contexts[:2])
+    for unit in net:
+        checkpoint(unit.body)
+        checkpoint(unit)
+    assert_close(train(net, contexts[:2]), want)
+
+
+class Counting(PythonExchange):
+    def __init__(self):
+        self.seen = []
+
+    def merge(self, layer, ticket, rows):
+        self.seen.append(("forward", ticket.phase))
+        return Total(functools.reduce(merge_moments, rows), 0, ticket.layer)
+
+    def add(self, layer, ticket, rows):
+        self.seen.append(("backward", ticket.phase))
+        return Total(rows.sum(axis=0), 0, ticket.layer)
+
+
+def test_statistics_are_exchanged_once(contexts):
+    counting = Counting()
+    net = make_net(contexts[:2])
+    for unit in net:
+        checkpoint(unit)
+    session.set_exchange(counting)
+    train(net, contexts[:2], steps=1)
+    assert sorted(counting.seen) == [("backward", 1)] * 4 + [("forward", 0)] * 4
+
+
+def test_a_backward_that_is_repeated(contexts):
+    net = make_net(contexts[:2])
+    for unit in net:
+        checkpoint(unit)
+    xs, heads = make_data(contexts[:2])
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [net(x) for x in xs]
+    found = []
+    for again in (True, False):
+        autograd.backward(ys, heads, retain_graph=again)
+        found.append([x.grad.asnumpy() for x in xs])
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert np.abs(found[0][0]).max() > 0
+
+
+def test_the_batch_and_the_weights_may_change_before_the_backward_runs(contexts):
+    """What is issued after the backward is nothing that it may see."""
+    net = make_net(contexts[:1], units=1)
+    checkpoint(net[0])
+    found = []
+    for overwrite in (False, True):
+        (x,), (head,) = make_data(contexts[:1])
+        x.attach_grad()
+        with autograd.record():
+            y = net(x)
+        if overwrite:
+            x[:] = 7
+        y.backward(head)
+        found.append(x.grad.asnumpy())
+    np.testing.assert_array_equal(*found)
+
+
+# ---- random operators --------------------------------------------------------------------------------------
+
+
+class Drops(nn.HybridBlock):
+    def __init__(self, inner=None):
+        super().__init__()
+        self.inner = inner or nn.Dropout(0.5)
+        self.norm = SyncBatchNorm(in_channels=4)
+
+    def hybrid_forward(self, F, x):
+        return self.inner(x), self.norm(x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("inner", ["Dropout", "operator", "nested"])
+def test_dropout_draws_the_same_mask(contexts, way, inner):
+    make = {
+        "Dropout": lambda: nn.Dropout(0.5),
+        "operator": lambda: nn.HybridLambda(lambda F, x: F.Dropout(F.Dropout(x, p=0.3), p=0.3)),
+        "nested": lambda: checkpoint(nn.Dropout(0.5)),
+    }[inner]
+    if inner == "nested" and way != "eager":
+        pytest.skip("a hybridized block cannot hold one that is recomputed")
+    net = Drops(make())
+    net.initialize(ctx=contexts[:2])
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    checkpoint(net)
+    xs = [nd.random.uniform(1, 2, shape=(3 + i, 4, 17, 9), ctx=c) for i, c in enumerate(contexts[:2])]
+    for x in xs:
+        x.attach_grad()
+    masks = []
+    for seed in (5, 5, 6):
+        mx.random.seed(seed)
+        with autograd.record():
+            ys = [net(x)[0] for x in xs]
+        heads = [nd.random.uniform(1, 2, shape=x.shape, ctx=x.context) for x in xs]
+        autograd.backward(ys, heads)
+        for x, y, head in zip(xs, ys, heads):
+            kept = (y / x).asnumpy()
+            assert 0.2 < (kept == 0).mean() < 0.7
+            np.testing.assert_allclose((x.grad / head).asnumpy(), kept, rtol=1e-5)
+        masks.append([(y.asnumpy() == 0) for y in ys])
+    assert all((a == b).all() for a, b in zip(masks[0], masks[1]))
+    assert (masks[0][0] != masks[2][0]).any() and (masks[0][0] != masks[0][1][:3]).any()
+
+
+# ---- arguments, results, use -------------------------------------------------------------------------------
+
+
+class Structured(nn.Block):
+    """Takes and returns more than an array; one output is not used, one is an input, one has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = SyncBatchNorm(in_channels=4)
+        self.scale = self.params.get("scale", shape=(1,), init="ones")
+        self.unused = self.params.get("unused", shape=(1,), init="ones")
+
+    def forward(self, a, more, factor):
+        b = more["b"][0] * factor
+        y = self.norm(a + b) * self.scale.data(a.context)
+        return {"y": [y, a], "n": nd.array([1], ctx=a.context, dtype="int32"), "spare": self.norm(b)}
+
+
+def test_arguments_and_results_of_any_structure(contexts):
+    found = []
+    for change in (lambda block: block, checkpoint):
+        block = Structured()
+        block.initialize(ctx=contexts[:2])
+        change(block)
+        xs, heads = make_data(contexts[:2])
+        bs = [x * 2 for x in xs]
+        for array in (*xs, *bs):
+            array.attach_grad()
+        with autograd.record():
+            outs = [block(x, {"b": (b,)}, 3) for x, b in zip(xs, bs)]
+            sums = [out["y"][0] + out["y"][1] for out in outs]
+        assert outs[0]["n"].asscalar() == 1
+        autograd.backward(sums, heads)
+        assert (block.unused.grad(contexts[0]).asnumpy() == 0).all()
+        arrays = [*[out["y"][0] for out in outs], *[array.grad for array in (*xs, *bs)], *block.scale.list_grad()]
+        found.append([array.asnumpy() for array in arrays])
+    assert_close(*reversed(found))
+
+
+def test_what_is_not_recorded(contexts):
+    """Prediction and forwards without a record scope call the block as it is."""
+    net = make_net(contexts[:1])
+    x = nd.random.normal(shape=(2, 4, 5, 3))
+    want = net(x).asnumpy()
+    for unit in net:
+        checkpoint(unit)
+    np.testing.assert_array_equal(net(x).asnumpy(), want)
+    x.attach_grad()
+    with autograd.record(train_mode=False):  # with the running statistics
+        y = net(x)
+    np.testing.assert_allclose(y.asnumpy(), want, rtol=1e-5, atol=1e-5)
+    y.backward()
+    assert np.abs(x.grad.asnumpy()).max() > 0
+
+
+def test_it_leaves_names_files_and_copies_alone(contexts, tmp_path):
+    net = make_net(contexts[:1])
+    before, classes = list(net._collect_params_with_prefix()), [type(unit) for unit in net]
+    for unit in net:
+        checkpoint(checkpoint(unit))
+    assert list(net._collect_params_with_prefix()) == before
+    assert repr(type(net[0])) == repr(Unit) and isinstance(net[0], Unit)
+    net.save_parameters(str(tmp_path / "net"))
+    twin = copy.deepcopy(net)
+    twin.load_parameters(str(tmp_path / "net"))
+    twin.collect_params().reset_ctx(contexts[:1])  # a copy of an array has no gradient
+    assert_close(train(twin, contexts[:1], steps=1), train(net, contexts[:1], steps=1))
+    for unit in net:
+        checkpoint(unit, active=False)
+    assert [type(unit) for unit in net] == classes
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match=re.escape("block: 3 was given, expected a gluon.Block")):
+        checkpoint(3)
+    with pytest.raises(ValueError, match="active: 1 was given, expected True or False"):
+        checkpoint(nn.Dense(1), active=1)
+
+
+def record(net, context):
+    with autograd.record():
+        return net(nd.ones((2, 4, 5, 3), ctx=context))
+
+
+def test_what_cannot_be_computed_twice(contexts):
+    net = make_net(contexts[:1])
+    unit = checkpoint(net[0])
+    unit.hybridize(static_alloc=True)
+    with pytest.raises(ValueError, match="expected no static_alloc"):
+        record(net, contexts[0])
+    unit.hybridize(False)
+    revert(unit)
+    with pytest.raises(ValueError, match=re.escape("expected SyncBatchNorm, which alone can repeat a forward")):
+        record(net, contexts[0])
+    gluon_syncbn.freeze(unit)
+    record(net, contexts[0]).wait_to_read()
+
+
+def test_a_hybridized_block_cannot_hold_it(contexts):
+    net = nn.HybridSequential()
+    net.add(Unit())
+    net.initialize(ctx=contexts[:1])
+    checkpoint(net[0])
+    net.hybridize()
+    with pytest.raises(mx.MXNetError, match="cannot be part of a hybridized block: hybridize the blocks"):
+        record(net, contexts[0])
+    checkpoint(net[0], active=False)
+    record(net, contexts[0]).wait_to_read()
+
+
+class Changes(nn.Block):
+    """Another forward the second time."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.calls, self.change = 0, change
+        self.first, self.second = SyncBatchNorm(in_channels=4), SyncBatchNorm(in_channels=4)
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 1:
+            return self.second(self.first(x)) if self.change == "fewer" else self.first(x)
+        if self.change == "raises":
+            raise RuntimeError("not again")
+        if self.change == "more":
+            self.first(x)
+        if self.change == "outputs":
+            return self.first(x), x
+        return self.second(x) if self.change == "parameter" else self.first(x)
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ("raises", "RuntimeError: not again"),
+        ("fewer", "called 1 layer of SyncBatchNorm fewer"),
+        ("more", "called 1 layer of SyncBatchNorm more"),
+        ("outputs", "had 2 outputs, the first 1"),
+        ("parameter", "used the parameter"),
+    ],
+)
+def test_another_forward_the_second_time_is_an_error(contexts, change, text):
+    block = Changes(change)
+    block.initialize(ctx=contexts[:1])
+    checkpoint(block)
+    x = nd.random.normal(shape=(2, 4, 5, 3))
+    x.attach_grad()
+    with autograd.record():
+        y = block(x)
+    y.backward()
+    with pytest.raises(mx.MXNetError, match=f"was computed again.*{text}"):
+        x.grad.asnumpy()
+
+
+def test_a_failure_releases_the_other_replicas(contexts):
+    """Which wait for the gradients of the one that failed."""
+
+    class Fails(nn.Block):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.calls = SyncBatchNorm(in_channels=4), 0
+
+        def forward(self, x):
+            self.calls += x.context == contexts[1]
+            if self.calls == 2:
+                raise RuntimeError("not on this device")
+            return self.norm(x)
+
+    block = Fails()
+    block.initialize(ctx=contexts[:2])
+    checkpoint(block)
+    xs, heads = make_data(contexts[:2])
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [block(x) for x in xs]
+    autograd.backward(ys, heads)
+    for x in xs:
+        with pytest.raises(mx.MXNetError, match="RuntimeError: not on this device"):
+            x.grad.asnumpy()
+    block.calls = 3
+    with autograd.record():  # the next step is none the worse
+        ys = [block(x) for x in xs]
+    autograd.backward(ys, heads)
+    assert all(np.isfinite(x.grad.asnumpy()).all() for x in xs)

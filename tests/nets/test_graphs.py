@@ -1,0 +1,395 @@
+"""Layers in recorded graphs: nodes of a SymbolBlock become synchronised and plain again; symbol.SyncBatchNorm."""
+
+import copy
+import functools
+import gc
+import json
+import warnings
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, convert, freeze, revert
+from gluon_syncbn.nets.graphs import Opened
+
+SIZES = (3, 2)
+CONTRIB = functools.partial(gluon.contrib.nn.SyncBatchNorm, num_devices=2)
+RECORDERS = {"BatchNorm": nn.BatchNorm, "BatchNormReLU": nn.BatchNormReLU, "contrib": CONTRIB}
+
+# Nets here have gammas that do not count and are not 1.
+pytestmark = pytest.mark.filterwarnings("ignore:\\w+ wrote 1 into gammas that were not 1:UserWarning")
+
+# For a Symbol without a type, as GluonCV makes its inputs, SymbolBlock asks MXNet, which cannot know it yet.
+untyped_symbol = pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
+
+
+def body(norm=nn.BatchNorm):
+    """Three layers, of which one has no gamma and two stand side by side."""
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(4, 3, in_channels=3, use_bias=False), norm(in_channels=4), nn.Activation("relu"))
+        net.add(norm(in_channels=4, epsilon=1e-3, momentum=0.75), nn.Activation("relu"))
+        net.add(nn.Conv2D(5, 2, in_channels=4, use_bias=False))
+        net.add(norm(in_channels=5, scale=False))
+    return net
+
+
+def recorded(net, contexts, dtype="float64", data="data"):
+    """Its graph on parameters of its own."""
+    data = mx.sym.var(data, dtype=dtype)
+    block = gluon.SymbolBlock(net(data), data)
+    return prepared(block, contexts, dtype)
+
+
+def prepared(net, contexts, dtype="float64"):
+    """Parameters unlike their initial values, the same for the same names."""
+    net.initialize(ctx=contexts, force_reinit=True)
+    net.cast(dtype)
+    for x in on(contexts, [np.zeros((1, 3, 7, 7))] * len(contexts), dtype):
+        net(x)
+    rng = np.random.RandomState(0)
+    for name, parameter in sorted((own(name), parameter) for name, parameter in net.collect_params().items()):
+        positive = name.endswith(("gamma", "var"))
+        value = rng.rand(*parameter.shape) + 0.5 if positive else rng.randn(*parameter.shape)
+        value = np.ones_like(value) if name.endswith("batchnorm2_gamma") else value  # it does not count
+        parameter.set_data(nd.array(value, dtype=parameter.dtype))
+    return net
+
+
+def own(name):
+    """Of a parameter, where contrib calls its layer otherwise."""
+    return name.replace("syncbatchnorm", "batchnorm")
+
+
+def on(contexts, arrays, dtype="float64"):
+    return [nd.array(array, ctx=context, dtype=dtype) for array, context in zip(arrays, contexts)]
+
+
+def shards(rng, shape=(3, 7, 7), sizes=SIZES):
+    return [rng.randn(size, *shape) * (1 + k) + k for k, size in enumerate(sizes)]
+
+
+def step(net, arrays, heads, contexts, dtype="float64"):
+    """Outputs, gradients and running statistics of one step, of all replicas together."""
+    xs, heads = on(contexts, arrays, dtype), on(contexts, heads, dtype)
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [net(x) for x in xs]
+    autograd.backward(ys, heads)
+    got = {"y": np.concatenate([y.asnumpy() for y in ys]), "dx": np.concatenate([x.grad.asnumpy() for x in xs])}
+    for name, parameter in net.collect_params().items():
+        arrays = [parameter.data(contexts[0])] if parameter.grad_req == "null" else parameter.list_grad()
+        got[own(name)] = sum(array.asnumpy() for array in arrays)
+    return got
+
+
+def assert_same(got, want, tolerance=1e-9):
+    assert got.keys() == want.keys()
+    for name in want:
+        scale = np.abs(want[name]).max() + 1e-3
+        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=tolerance * scale, err_msg=name)
+
+
+def operators(block):
+    return [node["op"] for node in json.loads(block._cached_graph[1].tojson())["nodes"]]
+
+
+def data_of(rng):
+    arrays = shards(rng)
+    return arrays, [rng.randn(len(x), 5, 4, 4) for x in arrays]
+
+
+def whole(net, arrays, heads, dtype="float64"):
+    return step(net, [np.concatenate(arrays)], [np.concatenate(heads)], [mx.cpu(0)], dtype)
+
+
+WAYS = {
+    "by itself": lambda block: block,
+    "static": lambda block: block.hybridize(static_alloc=True, static_shape=True) or block,
+    "in an eager net": lambda block: within(block),
+    "in a graph": lambda block: within(block, True),
+}
+
+
+def within(block, hybrid=False):
+    net = nn.HybridSequential()
+    net.add(block)
+    net.hybridize(hybrid)
+    return net
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("norm", RECORDERS)
+def test_equals_one_device(norm, way, contexts, rng):
+    recorder = RECORDERS[norm]
+    dtype, tolerance = ("float64", 1e-9) if norm == "BatchNorm" else ("float32", 1e-4)  # all that MXNet's others take
+    plain = nn.BatchNormReLU if norm == "BatchNormReLU" else nn.BatchNorm
+    net = WAYS[way](recorded(body(recorder), contexts[:2], dtype))
+    convert(net)
+    arrays, heads = data_of(rng)
+    want = whole(recorded(body(plain), contexts[:1], dtype), arrays, heads, dtype)
+    assert_same(step(net, arrays, heads, contexts, dtype), want, tolerance)
+    alone = whole(recorded(body(plain), contexts[:1], dtype), arrays[:1], heads[:1], dtype)
+    assert np.abs(alone["y"] - want["y"][: SIZES[0]]).max() > 0.1, "the statistics matter here"
+
+
+def test_replicas_that_share_a_context(contexts, rng):
+    net = convert(recorded(body(), [contexts[0]] * 2))
+    arrays, heads = data_of(rng)
+    assert_same(step(net, arrays, heads, [contexts[0]] * 2), whole(recorded(body(), contexts[:1]), arrays, heads))
+
+
+def test_twice_in_one_graph(contexts, rng):
+    """Each use is a node of its own."""
+
+    class Twice(nn.HybridBlock):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def hybrid_forward(self, F, x):
+            return self.block(x) + self.block(2 * x * x)
+
+    def net(contexts):
+        twice = Twice(recorded(body(), contexts))
+        twice.hybridize()
+        return twice
+
+    arrays, heads = data_of(rng)
+    got = step(convert(net(contexts[:2])), arrays, heads, contexts)
+    want = whole(net(contexts[:1]), arrays, heads)
+    for one in (got, want):  # whose update comes first is not said
+        for name in [name for name in one if "running" in name]:
+            del one[name]
+    assert_same(got, want)
+
+
+@untyped_symbol
+def test_there_and_back(contexts, rng, tmp_path):
+    net = recorded(body(), contexts[:2])
+    text, parameters, values = net._cached_graph[1].tojson(), net.collect_params(), {}
+    for name, parameter in parameters.items():
+        values[name] = parameter.data(contexts[0]).asnumpy()
+    (x,) = on(contexts, [rng.randn(2, 3, 7, 7)])
+    before = net(x).asnumpy()
+    assert convert(net) is net and isinstance(net, gluon.SymbolBlock)
+    np.testing.assert_allclose(net(x).asnumpy(), before, atol=1e-12)
+    assert operators(net).count("Custom") == 3 and "BatchNorm" not in operators(net)
+    assert all(net.collect_params()[name] is parameter for name, parameter in parameters.items())
+    assert revert(net) is net and type(net) is gluon.SymbolBlock
+    assert net._cached_graph[1].tojson() == text
+    np.testing.assert_array_equal(net(x).asnumpy(), before)
+    for name, parameter in net.collect_params().items():
+        np.testing.assert_array_equal(parameter.data(contexts[1]).asnumpy(), values[name])
+    net.export(str(tmp_path / "net"))
+    paths = [str(tmp_path / name) for name in ("net-symbol.json", "net-0000.params")]
+    np.testing.assert_allclose(gluon.SymbolBlock.imports(paths[0], ["data"], paths[1])(x).asnumpy(), before, atol=1e-12)
+
+
+@untyped_symbol
+def test_an_imported_model(contexts, rng, tmp_path):
+    source = prepared(body(), contexts[:1], "float32")
+    source.hybridize()
+    source(nd.array(rng.randn(1, 3, 7, 7)))
+    source.export(str(tmp_path / "net"))
+    paths = [str(tmp_path / name) for name in ("net-symbol.json", "net-0000.params")]
+
+    def imported(contexts):
+        net = gluon.SymbolBlock.imports(paths[0], ["data"], paths[1], ctx=contexts)
+        net.cast("float64")
+        return net
+
+    arrays, heads = data_of(rng)
+    got = step(convert(imported(contexts[:2])), arrays, heads, contexts)
+    assert_same(got, whole(imported(contexts[:1]), arrays, heads))
+
+
+def test_a_copy_trains_by_itself(contexts, rng):
+    net = recorded(body(), contexts[:2])
+    net.hybridize()  # forgets what MXNet cannot copy: the operator that it made of the graph
+    convert(net)
+    twin = copy.deepcopy(net)
+    twin.collect_params().reset_ctx(contexts[:2])  # MXNet copies all to the first
+    arrays, heads = data_of(rng)
+    want = whole(recorded(body(), contexts[:1]), arrays, heads)
+    for one in (twin, net):
+        assert_same(step(one, arrays, heads, contexts), want)
+
+
+def test_a_selection(contexts, capsys):
+    net = recorded(body(), contexts[:2])
+    convert(net, select=".*batchnorm1_", mode="local", virtual_devices=2)
+    net(nd.ones((2, 3, 7, 7), dtype="float64"))
+    assert operators(net).count("Custom") == 1 and operators(net).count("BatchNorm") == 2
+    gluon_syncbn.summary(net)
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if "batchnorm" in line}
+    assert "local  2" in lines["net_batchnorm1"] and "plain, because it is BatchNorm" in lines["net_batchnorm0"]
+    convert(net, select="nothing like that")
+    assert isinstance(net, Opened)
+    assert type(convert(recorded(body(), contexts[:2]), select="nothing")) is gluon.SymbolBlock
+
+
+def test_a_wrong_argument_changes_nothing(contexts):
+    net = recorded(body(), contexts[:2])
+    with pytest.raises(ValueError, match="group_size"):
+        convert(net, group_size=-1)
+    assert type(net) is gluon.SymbolBlock and operators(net).count("BatchNorm") == 3
+
+
+@pytest.mark.parametrize("first", [convert, lambda net: net])
+def test_frozen(first, contexts, rng):
+    """Normalised with the running statistics, which stay; no gradient for gamma and beta; nobody waits."""
+    net = freeze(first(recorded(body(), contexts[:2])))
+    (x,) = on(contexts, [rng.randn(2, 3, 7, 7)])
+    want = net(x).asnumpy()
+    with autograd.record():
+        got = net(x)
+    got.backward()
+    np.testing.assert_allclose(got.asnumpy(), want, atol=1e-12)
+    norms = [p for name, p in net.collect_params().items() if "batchnorm" in name]
+    assert len(norms) == 12 and all(p.grad_req == "null" for p in norms)
+
+
+@untyped_symbol
+def test_a_graph_that_was_recorded_with_the_layer(contexts, rng):
+    """As GluonCV's SSD has its features; it goes back too."""
+    source = prepared(body(SyncBatchNorm), contexts[:2])
+    data = mx.sym.var("data", dtype="float64")
+    net = gluon.SymbolBlock(source(data), data, params=source.collect_params())
+    arrays, heads = data_of(rng)
+    want = whole(prepared(body(), contexts[:1]), arrays, heads)
+    want["net_batchnorm2_gamma"] = source[-1].gamma.data().asnumpy()  # which plain BatchNorm sets to 1
+    values = {name: p.data().asnumpy() for name, p in net.collect_params().items()}
+    assert_same(step(net, arrays, heads, contexts), want)
+    for name, parameter in net.collect_params().items():
+        parameter.set_data(nd.array(values[name], dtype="float64"))
+    convert(net)
+    assert_same(step(net, arrays, heads, contexts), want)
+    assert type(revert(net)) is gluon.SymbolBlock
+    assert operators(net).count("BatchNorm") == 3 and not {"Custom", "SwapAxis"} & set(operators(net))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        revert(net)
+
+
+def test_what_stays_is_named(contexts, capsys):
+    data = mx.sym.var("data", dtype="float64")
+    y, mean, _ = mx.sym.BatchNorm(data, output_mean_var=True, name="watched")
+    scaled = mx.sym.BatchNorm(y, gamma=2 * mx.sym.var("g"), name="scaled")
+    net = gluon.SymbolBlock(mx.sym.Group([mx.sym.BatchNorm(scaled, name="usual"), mean]), data)
+    reasons = r"watched \(BatchNorm: its mean or variance is used .*scaled \(BatchNorm: its gamma, beta or running stat"
+    with pytest.warns(UserWarning, match=reasons):
+        convert(net)
+    assert operators(net).count("BatchNorm") == 3  # until it is called
+    gluon_syncbn.summary(net)
+    said = capsys.readouterr().out
+    assert "usual (SyncBatchNorm)" in said and "plain, because its mean or variance is used" in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert(net, select="usual")
+
+
+def test_a_node_whose_layer_is_gone_stays():
+    data, source = mx.sym.var("data", dtype="float64"), body(SyncBatchNorm)
+    net = gluon.SymbolBlock(source(data), data)  # on parameters of its own
+    del source
+    gc.collect()
+    with pytest.warns(UserWarning, match=r"revert left as it was: net_.*\(gluon_syncbn: the layer that recorded it is"):
+        revert(net)
+
+
+# ---- symbol.SyncBatchNorm --------------------------------------------------------------------------------
+
+
+def written(norm, **settings):
+    data = mx.sym.var("data", dtype="float64")
+    y = mx.sym.Convolution(data, num_filter=4, kernel=(3, 3), no_bias=True, name="conv0")
+    y = norm(y, name="bn0", eps=1e-4, momentum=0.7, fix_gamma=False, **settings)
+    y = mx.sym.Convolution(mx.sym.relu(y), num_filter=5, kernel=(2, 2), no_bias=True, name="conv1")
+    return gluon.SymbolBlock(norm(y, name="bn1", **settings), data)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_symbol(way, contexts, rng):
+    arrays, heads = data_of(rng)
+    net = prepared(WAYS[way](written(gluon_syncbn.symbol.SyncBatchNorm, key="k", ndev=2)), contexts[:2])
+    want = whole(prepared(written(mx.sym.BatchNorm), contexts[:1]), arrays, heads)
+    assert_same(step(net, arrays, heads, contexts), want)
+
+
+def test_a_symbol_there_and_back(contexts, rng):
+    net = prepared(written(gluon_syncbn.symbol.SyncBatchNorm, mode="local"), contexts[:2])
+    assert sorted(name for name in net.collect_params() if "bn0" in name) == [
+        f"bn0_{name}" for name in ("beta", "gamma", "moving_mean", "moving_var")
+    ]
+    plain = prepared(written(mx.sym.BatchNorm), contexts[:1])
+    (x,) = on(contexts, [rng.randn(2, 3, 7, 7)])
+    np.testing.assert_allclose(revert(net)(x).asnumpy(), plain(x).asnumpy(), atol=1e-12)
+    assert type(net) is gluon.SymbolBlock and operators(net).count("BatchNorm") == 2
+
+
+def test_a_symbol_in_no_block_is_an_error(contexts):
+    y = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), name="alone")
+    with pytest.raises(
+        mx.MXNetError,
+        match=r"'alone' on cpu\(0\): the contexts of the layer's parameters are not known.*Module, simple_bind or bind",
+    ):
+        executor = y.simple_bind(contexts[0], data=(2, 3, 4))
+        executor.forward(is_train=True)[0].asnumpy()
+
+
+@untyped_symbol
+def test_gluoncvs_feature_pyramid(contexts, rng):
+    """`sym_norm_layer` of its detectors, on a backbone of ours: all of it is synchronised."""
+    feature = pytest.importorskip("gluoncv.nn.feature", reason="GluonCV is not installed")
+
+    def pyramid(norm):
+        return feature.FPNFeatureExpander(
+            network="resnet18_v1b",
+            outputs=["layers1_relu3_fwd", "layers2_relu3_fwd", "layers3_relu3_fwd", "layers4_relu3_fwd"],
+            num_filters=[8] * 4,
+            pretrained=False,
+            norm_layer=norm,
+            norm_kwargs={"fix_gamma": False},
+        )
+
+    nets = [convert(pyramid(gluon_syncbn.symbol.SyncBatchNorm)), pyramid(mx.sym.BatchNorm)]
+    weights = {}
+    for net, places in zip(nets, (contexts[:2], contexts[:1])):
+        net.initialize(ctx=places)
+        for x in on(places, [np.zeros((1, 3, 64, 64))] * 2, "float32"):
+            net(x)
+        for number, parameter in enumerate(net.collect_params(".*(gamma|beta|weight)").values()):
+            centre = 1 if parameter.name.endswith("gamma") else 0
+            value = weights.setdefault(number, rng.randn(*parameter.shape) * 0.1 + centre)
+            parameter.set_data(nd.array(value))
+    assert operators(nets[0]).count("Custom") == 28 and "BatchNorm" not in operators(nets[0])
+    images = shards(rng, (3, 64, 64))
+    with autograd.record():
+        got = [nets[0](x) for x in on(contexts, images, "float32")]
+        want = nets[1](nd.array(np.concatenate(images)))
+    for level in range(4):
+        whole = want[level].asnumpy()
+        parts = np.concatenate([outputs[level].asnumpy() for outputs in got])
+        np.testing.assert_allclose(parts, whole, atol=1e-3 * np.abs(whole).max())
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (dict(data=3), "data: 3 was given, expected a Symbol"),
+        (dict(gamma="g"), "gamma: 'g' was given, expected a Symbol"),
+        (dict(eps=-1), "eps: -1 was given"),
+        (dict(fix_gamma="no"), "fix_gamma: 'no' was given"),
+        (dict(output_mean_var=True), "output_mean_var: True was given, expected False"),
+        (dict(mode="none"), "mode: 'none' was given"),
+    ],
+)
+def test_bad_arguments_of_a_symbol(given, said):
+    with pytest.raises(ValueError, match=said):
+        gluon_syncbn.symbol.SyncBatchNorm(**{"data": mx.sym.var("data"), **given})

@@ -1,0 +1,551 @@
+"""Sample shuffle: samples change places, features come back, and only what must move does."""
+
+import math
+import pickle
+import re
+from collections import Counter
+from itertools import chain, permutations
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+
+from gluon_syncbn.training.shuffle import SampleShuffle, ShuffleSampler, shuffle_shards, split_and_load
+
+LENGTHS = (3, 1, 4, 2)  # of shards on devices
+
+
+def numbered(n, *shape):
+    """Samples that differ from each other in each value."""
+    return np.arange(n * math.prod(shape), dtype="float32").reshape(n, *shape)
+
+
+def on_devices(rng, contexts, width=3):
+    return [nd.array(rng.randn(n, width), ctx=c, dtype="float64") for n, c in zip(LENGTHS, contexts)]
+
+
+def assert_same(got, want):
+    assert [g.context for g in got] == [w.context for w in want]
+    for g, w in zip(got, want):
+        assert g.dtype == w.dtype
+        np.testing.assert_array_equal(g.asnumpy(), w.asnumpy())
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """(rows, from, to) of each copy from one context to another."""
+    seen = []
+    original = nd.NDArray.copyto
+
+    def copyto(self, other):
+        target = other if isinstance(other, mx.Context) else other.context
+        seen.append((self.shape[0], self.context, target))
+        return original(self, other)
+
+    monkeypatch.setattr(nd.NDArray, "copyto", copyto)
+    return seen
+
+
+# ---- the order --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [12, 11, 4])
+@pytest.mark.parametrize("kind", ["NDArray", "float32", "float64", "uint8"])
+def test_features_come_back_where_split_and_load_puts_their_samples(contexts, count, n, kind):
+    data = numbered(n, 2, 3)
+    data = nd.array(data, ctx=contexts[5], dtype="float16") if kind == "NDArray" else data.astype(kind)
+    shuffle = SampleShuffle(seed=3)
+    for _ in range(3):
+        batch = split_and_load(data, contexts[:count], even_split=n % count == 0, shuffle=shuffle)
+        plain = gluon.utils.split_and_load(data, contexts[:count], even_split=False)
+        assert [s.shape for s in batch.shuffled_shards] == [s.shape for s in plain]
+        shuffled = np.concatenate([s.asnumpy() for s in batch.shuffled_shards])
+        whole = data.asnumpy() if kind == "NDArray" else data
+        np.testing.assert_array_equal(shuffled, whole[batch.order])
+        assert sorted(batch.order) == list(range(n))
+        assert_same(batch.apply(lambda x: x), plain)
+        assert_same(batch.apply(lambda x: x[:, 1, 1] * 2), [p[:, 1, 1] * 2 for p in plain])
+
+
+@pytest.mark.parametrize("axis", [1, 2, -1])
+def test_samples_along_another_axis(contexts, axis):
+    data = nd.array(np.moveaxis(numbered(7, 2, 3), 0, axis))
+    plain = gluon.utils.split_and_load(data, contexts[:3], axis % 3, False)
+    loaded = split_and_load(data, contexts[:3], axis, False, shuffle=SampleShuffle(4))
+    moved = shuffle_shards(plain, axis, shuffle=SampleShuffle(4))
+    assert_same(moved.shuffled_shards, loaded.shuffled_shards)
+    whole = np.concatenate([s.asnumpy() for s in loaded.shuffled_shards], axis)
+    np.testing.assert_array_equal(whole, np.take(data.asnumpy(), loaded.order, axis))
+    for batch in (loaded, moved):
+        features = batch.apply(lambda x: x.sum(axis=axis, exclude=True))
+        assert_same(features, [p.sum(axis=axis, exclude=True) for p in plain])
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_batches_on_devices(contexts, rng, count):
+    shards = on_devices(rng, contexts[:count])
+    before = [s.copy() for s in shards]
+    shuffle = SampleShuffle(seed=1)
+    for _ in range(3):
+        batch = shuffle_shards(shards, shuffle=shuffle)
+        assert [s.shape for s in batch.shuffled_shards] == [s.shape for s in shards]
+        assert [s.context for s in batch.shuffled_shards] == contexts[:count]
+        whole = np.concatenate([s.asnumpy() for s in shards])
+        shuffled = np.concatenate([s.asnumpy() for s in batch.shuffled_shards])
+        np.testing.assert_array_equal(shuffled, whole[batch.order])
+        assert_same(batch.apply(lambda x: x), shards)
+    assert_same(shards, before)
+
+
+def test_many_samples(contexts):
+    data = numbered(70001, 1)
+    batch = split_and_load(data, contexts[:2], even_split=False, shuffle=SampleShuffle(1))
+    np.testing.assert_array_equal(np.concatenate([k.asnumpy() for k in batch.apply(lambda x: x)]), data)
+
+
+@pytest.mark.parametrize("kind", ["NDArray", "numpy", "list"])
+@pytest.mark.parametrize("settings", [(), (1,), (0, False)], ids=str)
+def test_without_a_shuffle_it_is_gluons(contexts, kind, settings):
+    data = numbered(5 if settings == (0, False) else 6, 4)
+    data = nd.array(data) if kind == "NDArray" else data.tolist() if kind == "list" else data
+    for count in (1, 2):
+        loaded = split_and_load(data, contexts[:count], *settings)
+        plain = gluon.utils.split_and_load(data, contexts[:count], *settings)
+        assert type(loaded) is list
+        assert [shard.context for shard in loaded] == contexts[:count]
+        for shard, wanted in zip(loaded, plain):
+            np.testing.assert_array_equal(shard.asnumpy(), wanted.asnumpy())
+            assert shard.dtype == wanted.dtype
+    with pytest.raises(ValueError, match="evenly split"):
+        split_and_load(numbered(5, 2), contexts[:2], shuffle=None)
+
+
+def test_the_shards_are_no_list_that_a_training_loop_takes_by_accident(contexts):
+    batch = split_and_load(numbered(4, 2), contexts[:2], shuffle=SampleShuffle(1))
+    for use in (iter, len, lambda b: b[0], lambda b: zip(b, b)):
+        with pytest.raises(TypeError):
+            use(batch)
+
+
+# ---- gradients --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_are_those_without_shuffling(contexts, rng, count, dtype):
+    tolerance = {"float32": 1e-5, "float64": 1e-12}[dtype]
+    net = nn.Dense(4, in_units=3)
+    net.initialize(mx.init.Normal(1), ctx=contexts[:count])
+    net.cast(dtype)
+    shards = [x.astype(dtype) for x in on_devices(rng, contexts[:count])]
+    heads = [nd.array(rng.randn(x.shape[0], 4), ctx=x.context, dtype=dtype) for x in shards]
+
+    def step(forward):
+        for x in shards:
+            x.attach_grad()
+        with autograd.record():
+            outputs = forward()
+        autograd.backward(list(outputs), heads)
+        weight = sum(g.asnumpy() for g in net.weight.list_grad())
+        return [y.asnumpy() for y in outputs] + [x.grad.asnumpy() for x in shards] + [weight]
+
+    want = step(lambda: [net(x) for x in shards])
+    for seed in range(3):
+        got = step(lambda: shuffle_shards(shards, shuffle=SampleShuffle(seed)).apply(net))
+        for g, w in zip(got, want):
+            np.testing.assert_allclose(g, w, rtol=0, atol=tolerance * np.abs(w).max())
+
+
+def test_gradients_arrive_on_the_devices_that_computed_the_features(contexts, rng):
+    batch = split_and_load(numbered(7, 2), contexts[:3], even_split=False, shuffle=SampleShuffle(2))
+    features = [nd.array(rng.randn(x.shape[0], 5), ctx=x.context) for x in batch.shuffled_shards]
+    for feature in features:
+        feature.attach_grad()
+    with autograd.record():
+        restored = batch.unshuffle(features)
+    heads = [nd.array(rng.randn(*r.shape), ctx=r.context) for r in restored]
+    autograd.backward(list(restored), heads)
+    assert [f.grad.context for f in features] == contexts[:3]
+    gradients = np.concatenate([f.grad.asnumpy() for f in features])
+    np.testing.assert_array_equal(gradients, np.concatenate([h.asnumpy() for h in heads])[batch.order])
+
+
+# ---- the permutation --------------------------------------------------------------------------------
+
+
+def chi_square(draws, categories):
+    expected = len(draws) / len(categories)
+    counts = Counter(draws)
+    assert set(counts) <= set(categories)
+    return sum((counts[c] - expected) ** 2 / expected for c in categories)
+
+
+def test_permutations_are_uniform():
+    categories = list(permutations(range(4)))
+    shuffle = SampleShuffle(seed=11)
+    within_a_seed = [tuple(shuffle.permutation(4)) for _ in range(4800)]
+    over_seeds = [tuple(SampleShuffle(seed).permutation(4)) for seed in range(4800)]
+    in_pairs = [tuple(np.argsort(np.take(a, b))) for a, b in zip(within_a_seed, within_a_seed[1:])]
+    for draws in (within_a_seed, over_seeds, in_pairs):
+        assert chi_square(draws, categories) < 49.7  # 23 degrees of freedom: 1 in 1000 is above
+
+
+def test_a_sample_is_as_likely_on_each_device(contexts):
+    shuffle = SampleShuffle(seed=5)
+    held = []
+    for _ in range(600):
+        batch = split_and_load(numbered(6, 1), contexts[:3], shuffle=shuffle)
+        held += [(int(sample), place // 2) for place, sample in enumerate(batch.order)]
+    assert chi_square(held, [(s, d) for s in range(6) for d in range(3)]) < 40.8  # 17 degrees of freedom at most
+
+
+def test_permutations_are_fresh_reproducible_and_resumable():
+    shuffle, again, other = SampleShuffle(7), SampleShuffle(7), SampleShuffle(8)
+    drawn = [shuffle.permutation(32).tolist() for _ in range(5)]
+    assert [again.permutation(32).tolist() for _ in range(5)] == drawn
+    assert len({tuple(d) for d in drawn + [other.permutation(32).tolist()]}) == 6
+    assert SampleShuffle(7, position=3).permutation(32).tolist() == drawn[3]
+    assert shuffle.position == 5
+    after = shuffle.permutation(32).tolist()
+    assert pickle.loads(pickle.dumps(again)).permutation(32).tolist() == after
+    again.position = 1
+    assert again.permutation(32).tolist() == drawn[1]
+
+
+def test_permutations_are_the_same_in_each_version():
+    assert SampleShuffle(2**64 - 1, position=2**33).permutation(8).tolist() == GOLDEN["shuffle"]
+    sampler = ShuffleSampler(8, 2, 2, 1, seed=3, epoch=4)
+    assert list(sampler) == GOLDEN["sampler"]
+
+
+GOLDEN = {"shuffle": [2, 4, 5, 1, 6, 0, 7, 3], "sampler": [[(5, 3), (6, 2)], [(7, 7), (4, 4)]]}
+
+
+def test_no_other_generator_is_touched(contexts):
+    np.random.seed(1)
+    before = np.random.get_state()[1].tolist(), np.random.get_state()[2]
+    split_and_load(numbered(8, 2), contexts[:2], shuffle=SampleShuffle(1))
+    list(ShuffleSampler(8, 2, 2, 1, seed=3))
+    assert (np.random.get_state()[1].tolist(), np.random.get_state()[2]) == before
+
+
+def test_a_refused_batch_draws_nothing(contexts):
+    shuffle = SampleShuffle(1)
+    for refused in (numbered(5, 2), numbered(1, 2)):
+        with pytest.raises(ValueError):
+            split_and_load(refused, contexts[:2], shuffle=shuffle)
+    with pytest.raises(ValueError):
+        shuffle_shards([nd.ones((2, 3)), nd.ones((2, 4))], shuffle=shuffle)
+    assert shuffle.position == 0
+
+
+# ---- what moves -------------------------------------------------------------------------------------
+
+
+def crossing(order, lengths):
+    """Which rows change shard, from the definition."""
+    shard = [i for i, n in enumerate(lengths) for _ in range(n)]
+    return sum(shard[place] != shard[sample] for place, sample in enumerate(order))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_only_rows_that_change_device_move(contexts, rng, copies, seed):
+    shards = on_devices(rng, contexts[:4])
+    copies.clear()
+    batch = shuffle_shards(shards, shuffle=SampleShuffle(seed))
+    want = crossing(batch.order, LENGTHS)
+    assert 0 < want < sum(LENGTHS)
+    assert batch.moved == sum(rows for rows, _, _ in copies) == want
+    assert len({(a, b) for _, a, b in copies}) == len(copies)  # at most one for each pair of devices
+    assert all(a != b for _, a, b in copies)
+    there = Counter({(str(a), str(b)): rows for rows, a, b in copies})
+    features = [x * 2 for x in batch.shuffled_shards]
+    copies.clear()
+    batch.unshuffle(features)
+    assert Counter({(str(b), str(a)): rows for rows, a, b in copies}) == there
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_loading_moves_each_sample_once(contexts, copies, count):
+    host, devices = contexts[7], contexts[:count]
+    data = nd.array(numbered(9, 2), ctx=host)
+    copies.clear()
+    batch = split_and_load(data, devices, even_split=False, shuffle=SampleShuffle(6))
+    assert sorted(copies, key=str) == sorted([(x.shape[0], host, x.context) for x in batch.shuffled_shards], key=str)
+    copies.clear()
+    split_and_load(numbered(9, 2), devices, even_split=False, shuffle=SampleShuffle(6))
+    assert not copies  # each device's samples are gathered and loaded
+    batch.apply(lambda x: x)
+    assert sum(rows for rows, _, _ in copies) == batch.moved == crossing(batch.order, batch_lengths(batch))
+
+
+def batch_lengths(batch):
+    return [x.shape[0] for x in batch.shuffled_shards]
+
+
+def test_shards_on_one_device_move_nothing(contexts, copies):
+    batch = split_and_load(numbered(8, 2), [contexts[1]] * 2, shuffle=SampleShuffle(1))
+    plain = gluon.utils.split_and_load(numbered(8, 2), [contexts[1]] * 2)
+    copies.clear()
+    assert_same(batch.apply(lambda x: x), plain)
+    assert crossing(batch.order, (4, 4)) and not copies and batch.moved == 0
+
+
+# ---- what it is for ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_batch_norm_normalises_with_the_samples_of_the_shuffled_shard(contexts, rng, loaded):
+    data = (rng.randn(12, 5) + np.arange(12)[:, None]).astype("float32")
+    net = nn.BatchNorm(in_channels=5, epsilon=0)
+    net.initialize(ctx=contexts[:3])
+    plain = gluon.utils.split_and_load(data, contexts[:3])
+    shuffle = SampleShuffle(9)
+    batch = split_and_load(data, contexts[:3], shuffle=shuffle) if loaded else shuffle_shards(plain, shuffle=shuffle)
+    with autograd.train_mode():
+        got = np.concatenate([k.asnumpy() for k in batch.apply(net)])
+        leaking = np.concatenate([net(x).asnumpy() for x in plain])
+    want = np.empty_like(data)
+    for group in np.split(batch.order, 3):
+        want[group] = (data[group] - data[group].mean(0)) / data[group].std(0)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
+    assert np.abs(got - leaking).max() > 0.5
+
+
+# ---- several processes ------------------------------------------------------------------------------
+
+
+def rows_of_batch(length, whole, batch):
+    return min(whole, length - batch * whole)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("length, last_batch", [(24, "keep"), (31, "discard"), (33, "keep"), (41, "keep")])
+def test_keys_come_back_to_their_queries_from_other_processes(ranks, length, last_batch):
+    whole = 3 * ranks
+    if last_batch == "keep" and 0 < length % whole < ranks:
+        pytest.skip("a last batch with fewer samples than processes is refused")
+    samplers = [ShuffleSampler(length, 3, ranks, rank, seed=5, last_batch=last_batch) for rank in range(ranks)]
+    batches = length // whole + (last_batch == "keep" and length % whole > 0)
+    table = np.random.RandomState(1).randn(length, 4)  # the feature of each sample
+    orders = []
+    for epoch in (0, 1):
+        for sampler in samplers:
+            sampler.epoch = epoch
+        pairs = [list(sampler) for sampler in samplers]
+        assert [len(p) for p in pairs] == [len(s) for s in samplers] == [batches] * ranks
+        seen = []
+        for batch in range(batches):
+            queries = [[q for q, _ in pairs[rank][batch]] for rank in range(ranks)]
+            keys = [[k for _, k in pairs[rank][batch]] for rank in range(ranks)]
+            flat, flat_keys = list(chain(*queries)), list(chain(*keys))
+            seen += flat
+            sizes = [len(part) for part in np.array_split(range(rows_of_batch(length, whole, batch)), ranks)]
+            assert [len(q) for q in queries] == [len(k) for k in keys] == sizes
+            assert sorted(flat) == sorted(flat_keys)
+            gathered = np.concatenate([table[k] for k in keys])
+            by_route = [np.zeros((n, 4)) for n in sizes]
+            for rank, sampler in enumerate(samplers):
+                np.testing.assert_array_equal(sampler.restore(gathered, batch), table[queries[rank]])
+                got = sampler.restore(nd.array(gathered, dtype="float64"), batch)
+                np.testing.assert_array_equal(got.asnumpy(), table[queries[rank]])
+                for key, (process, row) in zip(keys[rank], samplers[0].destinations(batch)[rank]):
+                    by_route[process][row] = table[key]
+            np.testing.assert_array_equal(np.concatenate(by_route), table[flat])
+            orders.append((tuple(flat), tuple(flat_keys)))
+        assert len(set(seen)) == len(seen) == (length if last_batch == "keep" else length - length % whole)
+    assert len(set(orders)) == len(orders)
+    if ranks > 1:
+        assert len({tuple(map(flat.index, keys)) for flat, keys in orders[: length // whole]}) == length // whole
+    assert list(samplers[0]) == pairs[0]  # the same epoch again
+    assert list(ShuffleSampler(length, 3, ranks, 0, seed=6, epoch=1, last_batch=last_batch)) != pairs[0]
+
+
+def test_keys_are_as_likely_in_each_process():
+    held = []
+    for epoch in range(500):
+        sampler = ShuffleSampler(6, 2, 3, 0, seed=2, epoch=epoch)
+        for rank, routes in enumerate(sampler.destinations(0)):
+            held += [(rank, *map(int, route)) for route in routes]
+    categories = [(rank, process, row) for rank in range(3) for process in range(3) for row in range(2)]
+    assert chi_square(held, categories) < 40.8
+
+
+def test_an_iterator_keeps_its_epoch():
+    sampler = ShuffleSampler(24, 2, 2, 0, seed=1)
+    first = list(sampler)
+    under_way = iter(sampler)
+    sampler.epoch = 1
+    assert list(under_way) == first != list(sampler)
+
+
+class Views(gluon.data.Dataset):
+    """Two views of a sample, each from the index it is asked for."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, pair):
+        query, key = pair
+        return self.samples[query], -self.samples[key]
+
+
+def test_the_sampler_serves_a_data_loader(contexts):
+    samples = numbered(22, 3)
+    samplers = [ShuffleSampler(22, 4, 2, rank, seed=1, last_batch="keep") for rank in range(2)]
+    loaders = [gluon.data.DataLoader(Views(samples), batch_sampler=s) for s in samplers]
+    for batch, views in enumerate(zip(*loaders)):
+        gathered = nd.concat(*[keys for _, keys in views], dim=0)
+        for sampler, (queries, _) in zip(samplers, views):
+            assert_same([sampler.restore(gathered, batch)], [-queries])
+    assert batch == 2
+
+
+def test_gradients_go_through_restore(rng):
+    sampler = ShuffleSampler(7, 4, 2, 1, seed=1, last_batch="keep")
+    gathered = nd.array(rng.randn(7, 3))
+    gathered.attach_grad()
+    with autograd.record():
+        keys = sampler.restore(gathered, 0)
+    head = nd.array(rng.randn(3, 3))
+    keys.backward(head)
+    back = np.zeros((7, 3), "float32")
+    for place, (process, row) in enumerate(np.concatenate(sampler.destinations(0))):
+        if process == 1:
+            back[place] = head[int(row)].asnumpy()
+    np.testing.assert_array_equal(gathered.grad.asnumpy(), back)
+
+
+# ---- mistakes ---------------------------------------------------------------------------------------
+
+
+def features_like(batch):
+    return [nd.ones((x.shape[0], 2), ctx=x.context) for x in batch.shuffled_shards]
+
+
+WRONG_FEATURES = {
+    "features: NDArray of shape (3, 2) and type float32 on cpu(0) was given, expected a list of 3": lambda f: f[0],
+    "features: list of 2 was given, expected a list of 3, one for each shard": lambda f: f[:2],
+    "features[1]: 3 was given, expected an NDArray": lambda f: [f[0], 3, f[2]],
+    "features[1]: list of 1 was given, expected an NDArray": lambda f: [f[0], [f[1]], f[2]],
+    "features[2]: NDArray of shape (3, 2) and type float32 on cpu(2) was given, expected 2 rows on cpu(2)": lambda f: (
+        f[:2] + [nd.ones((3, 2), ctx=f[2].context)]
+    ),
+    "features[0]: NDArray of shape (2, 2) and type float32 on cpu(2) was given, expected 3 rows on cpu(0)": lambda f: f[
+        ::-1
+    ],
+    "features[1]: NDArray of shape (2, 2) and type float32 on cpu(0) was given, expected 2 rows on cpu(1)": lambda f: [
+        x.as_in_context(f[0].context) for x in f
+    ],
+    "features[1]: NDArray of shape (2, 3) and type float32 on cpu(1) was given, expected samples like those of": (
+        lambda f: [f[0], nd.ones((2, 3), ctx=f[1].context), f[2]]
+    ),
+    "features[2]: NDArray of shape (2, 2) and type float64 on cpu(2) was given, expected samples like those of": (
+        lambda f: f[:2] + [f[2].astype("float64")]
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_FEATURES)
+def test_wrong_features(contexts, message):
+    batch = split_and_load(numbered(7, 2), contexts[:3], even_split=False, shuffle=SampleShuffle(1))
+    features = features_like(batch)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        batch.unshuffle(WRONG_FEATURES[message](features))
+
+
+def test_features_are_unshuffled_once(contexts):
+    shuffle = SampleShuffle(1)
+    one, other = (split_and_load(numbered(6, 2), contexts[:2], shuffle=shuffle) for _ in range(2))
+    restored = one.unshuffle(features_like(one))
+    for batch in (one, other):
+        with pytest.raises(ValueError, match="features: these have been unshuffled before"):
+            batch.unshuffle(restored)
+    one.unshuffle(features_like(one))  # other features of the same batch
+
+
+SPLIT = {
+    "data: list of 2 was given, expected an NDArray or a numpy.ndarray (shuffle_shards is for batches on": dict(
+        data=[nd.ones((2, 2))] * 2
+    ),
+    "data: mx.np.ndarray of shape (4, 2) and type float32 on cpu(0) was given": dict(data=mx.np.ones((4, 2))),
+    "data: CSRNDArray of shape (4, 2)": dict(data=nd.ones((4, 2)).tostype("csr")),
+    "data: 1 samples were given, expected at least 2": dict(data=numbered(1, 2)),
+    "data: 5 samples were given, expected a multiple of 2 or even_split=False": dict(data=numbered(5, 2)),
+    "ctx_list: cpu(0) was given": dict(ctx_list=mx.cpu()),
+    "ctx_list: [] was given": dict(ctx_list=[]),
+    "ctx_list: ['cpu'] was given": dict(ctx_list=["cpu"]),
+    "batch_axis: 2 was given, expected a whole number from -2 to 1": dict(batch_axis=2),
+    "shuffle: 3 was given, expected a SampleShuffle": dict(shuffle=3),
+    "shuffle: True was given, expected a SampleShuffle": dict(shuffle=True),
+}
+
+
+@pytest.mark.parametrize("message", SPLIT)
+def test_wrong_arguments_of_split_and_load(contexts, message):
+    arguments = {"data": numbered(4, 2), "ctx_list": contexts[:2], "shuffle": SampleShuffle(1), **SPLIT[message]}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        split_and_load(**arguments)
+
+
+SHARDS = {
+    "shards: NDArray of shape (2, 2) and type float32 on cpu(0) was given": dict(shards=nd.ones((2, 2))),
+    "shards: [] was given": dict(shards=[]),
+    "shards[1]: numpy.ndarray of shape (2, 2) was given": dict(shards=[nd.ones((2, 2)), np.ones((2, 2))]),
+    "shards[1]: NDArray of shape (2, 3)": dict(shards=[nd.ones((2, 2)), nd.ones((2, 3))]),
+    "shards[1]: NDArray of shape (2,)": dict(shards=[nd.ones((2, 2)), nd.ones(2)]),
+    "shards[1]: NDArray of shape (2, 2) and type uint8": dict(shards=[nd.ones((2, 2)), nd.ones((2, 2), dtype="uint8")]),
+    "shards[1]: NDArray of shape (0, 2)": dict(shards=[nd.ones((2, 2)), nd.ones((2, 2))[1:1]]),
+    "batch_axis: 2 was given": dict(batch_axis=2),
+    "shuffle: 3 was given": dict(shuffle=3),
+}
+
+
+@pytest.mark.parametrize("message", SHARDS)
+def test_wrong_arguments_of_shuffle_shards(message):
+    arguments = {"shards": [nd.ones((2, 2))] * 2, "shuffle": SampleShuffle(1), **SHARDS[message]}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        shuffle_shards(**arguments)
+
+
+SAMPLER = {
+    "length: 0 was given": dict(length=0),
+    "length: 7 was given, expected at least 8": dict(length=7),
+    "length: 9 leaves 1 samples in the last batch, fewer than the 2 processes": dict(length=9, last_batch="keep"),
+    "batch_size: 2.5 was given": dict(batch_size=2.5),
+    "num_processes: 0 was given": dict(num_processes=0),
+    "rank: 2 was given, expected a whole number from 0 to 1": dict(rank=2),
+    "rank: -1 was given": dict(rank=-1),
+    "seed: None was given": dict(seed=None),
+    "epoch: -1 was given": dict(epoch=-1),
+    "last_batch: 'rollover' was given, expected one of ('discard', 'keep')": dict(last_batch="rollover"),
+}
+
+
+@pytest.mark.parametrize("message", SAMPLER)
+def test_wrong_arguments_of_the_sampler(message):
+    arguments = {"length": 20, "batch_size": 4, "num_processes": 2, "rank": 0, "seed": 1, **SAMPLER[message]}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ShuffleSampler(**arguments)
+
+
+def test_wrong_features_of_the_sampler():
+    sampler = ShuffleSampler(14, 4, 2, 0, seed=1, last_batch="keep")
+    for batch in (-1, 2, 0.0):
+        for ask in (sampler.destinations, lambda batch: sampler.restore(np.ones((8, 2)), batch)):
+            with pytest.raises(ValueError, match=f"batch: {batch} was given, expected a whole number from 0 to 1"):
+                ask(batch)
+    assert sampler.restore(np.ones((6, 2)), 1).shape == (3, 2)
+    for wrong in (np.ones((8, 2)), nd.ones((4, 2)), np.ones(())):
+        with pytest.raises(
+            ValueError, match=r"gathered: .* was given, expected 6 rows, those of all processes in batch 1"
+        ):
+            sampler.restore(wrong, 1)
+    with pytest.raises(ValueError, match=r"gathered: list of 2 was given, expected an NDArray or a numpy.ndarray"):
+        sampler.restore([np.ones((3, 2))] * 2, 1)
