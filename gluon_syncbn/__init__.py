@@ -40,27 +40,22 @@ if tuple(map(int, _mxnet.__version__.split(".")[:2])) < (1, 8):
     )
 
 from . import parallel, symbol
+from .command import state as _state
 from .command.replacements import install, uninstall
+from .command.state import unpatch
 from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
-from .mxnet_side import lifetime as _lifetime
-from .mxnet_side import patches as _patches
-from .mxnet_side import translations as _translations
 from .nets.checkpoint import checkpoint
 from .nets.convert import convert, freeze, revert
 from .nets.fold import fold
 from .nets.parameters import broadcast_parameters
 from .nets.statistics import average_running_stats, update_bn_stats
 from .nets.summary import summary
-from .system import logs as _logs
 from .training.devices import cpu_devices, devices
 from .training.session import configure, kvstore
 from .training.shuffle import SampleShuffle, ShuffledBatch, ShuffleSampler, shuffle_shards, split_and_load
 from .training.steps import reset
 
-_logs.start()
-_patches.install()
-_translations.register()
-_lifetime.watch()
+_state.begin()
 
 __all__ = [
     "SampleShuffle",
@@ -89,5 +84,6 @@ __all__ = [
     "summary",
     "symbol",
     "uninstall",
+    "unpatch",
     "update_bn_stats",
 ]

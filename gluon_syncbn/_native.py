@@ -19,6 +19,9 @@ from mxnet.base import MXNetError, NDArrayHandle, check_call
 from mxnet.ndarray import NDArray
 from mxnet.ndarray import ndarray as _dlpack
 
+from .system import arguments
+from .system.environment import read
+
 _PATH = Path(__file__).with_name("_core.so")
 
 
@@ -262,7 +265,7 @@ def register() -> None:
     pointers = [ctypes.cast(getattr(_mxnet, name), ctypes.c_void_p).value for name in _FUNCTIONS]
     check_call(_core.syncbn_register((ctypes.c_void_p * len(pointers))(*pointers), len(pointers)))
     global _why_custom
-    _why_custom = _ways_of_calls(os.environ.get("GLUON_SYNCBN_OPERATOR", ""))
+    _why_custom = _ways_of_calls(read("GLUON_SYNCBN_OPERATOR"))
     source = _PATH.parent / "csrc" / "cuda" / "kernels.cu"
     _core.syncbn_cuda(_mxnet._handle, os.fsencode(source), os.fsencode(cache()))
 
@@ -288,7 +291,7 @@ def lone_calls() -> int:
 
 def _ways_of_calls(asked: str) -> Dict[str, str]:
     if asked not in ("", "custom", "native"):
-        raise ValueError(f"GLUON_SYNCBN_OPERATOR: {asked!r} was given, expected 'native', 'custom' or nothing")
+        arguments.refuse("GLUON_SYNCBN_OPERATOR", asked, "'native', 'custom' or nothing")
     devices = ("cpu", "gpu")
     if asked == "custom":
         return dict.fromkeys(devices, "GLUON_SYNCBN_OPERATOR=custom")
@@ -302,7 +305,7 @@ def _ways_of_calls(asked: str) -> Dict[str, str]:
 
 def cache() -> Path:
     """Where compiled kernels are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    base = read("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "gluon_syncbn"
 
 

@@ -1,3 +1,3 @@
-"""The command line: the self-check, and training scripts that run unedited with this package.
+"""How the package enters a process: what an import changes, the command line, and scripts that run unedited.
 The replacements that such a script gets can be had without the command line, too.
 """

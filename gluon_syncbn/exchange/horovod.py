@@ -27,6 +27,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Se
 import mxnet as mx
 import numpy as np
 
+from ..system.environment import read
 from .transport import Combine, Label
 from .waiting import Wait, WaitingTransport
 
@@ -342,8 +343,8 @@ class _Notes:
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
-        self._host = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "")
-        self._port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "")
+        self._host = read("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+        self._port = read("HOROVOD_GLOO_RENDEZVOUS_PORT")
 
     def write(self, note: _Note) -> None:
         self._ask("PUT", self._rank, json.dumps(note))

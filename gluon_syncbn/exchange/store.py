@@ -150,7 +150,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         """From now on the statistics of CPU contexts meet in memory that the processes of a machine share, where these
         can see the same. Where there are several machines, one process of each speaks for it. Every process calls
         this, before the first step."""
-        problem = "" if environment.shared_memory() else f"rank {self.rank}: GLUON_SYNCBN_SHARED_MEMORY=off"
+        off = environment.read("GLUON_SYNCBN_SHARED_MEMORY") == "off"
+        problem = f"rank {self.rank}: GLUON_SYNCBN_SHARED_MEMORY=off" if off else ""
         places = self._tell_all("the machines of the processes", {"machine": _machine(), "problem": problem})
         machines: Dict[str, List[int]] = {}
         for rank, place in enumerate(places):

@@ -12,8 +12,6 @@ from .. import _native
 from ..activation import NONE, Activation
 from ..training.replicas import Replicas
 
-_native.register()
-
 #: MXNet's ``op_type``.
 NAME = "gluon_syncbn"
 

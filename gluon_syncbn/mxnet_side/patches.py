@@ -19,7 +19,7 @@ from . import callers, draws, mixed
 
 # To read the annotations of a class makes it an attribute.
 _ASSIGNED = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__annotations__"]
-_replaced: List[Tuple[Any, str, Any]] = []  # owner, name, what was there
+_replaced: List[Tuple[Any, str, Any]] = []  # owner, name, what was there; None where the owner inherits it
 _wrapped: List[Tuple[Any, str, Callable]] = []  # owner, name, wrapper, of `replace_once`
 
 
@@ -71,7 +71,11 @@ def remove() -> None:
     """Undoes `install`."""
     _wrapped.clear()
     while _replaced:
-        setattr(*_replaced.pop())
+        owner, name, original = _replaced.pop()
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
 def replace_once(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
@@ -83,7 +87,7 @@ def replace_once(owner: Any, name: str, wrap: Callable[[Callable], Callable]) ->
 
 def _replace(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
     original = getattr(owner, name)
-    _replaced.append((owner, name, original))
+    _replaced.append((owner, name, vars(owner).get(name)))
     setattr(owner, name, functools.wraps(original, _ASSIGNED)(wrap(original)))
 
 

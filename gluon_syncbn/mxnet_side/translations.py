@@ -22,6 +22,12 @@ def register() -> None:
         exporter.MXNetGraph.register(_POOLING, _OPSET)(_adaptive_average_pooling)
 
 
+def unregister() -> None:
+    exporter = sys.modules.get("mxnet.onnx.mx2onnx._export_onnx")
+    if exporter is not None:
+        exporter.MXNetGraph.registry_.get(_OPSET, {}).pop(_POOLING, None)
+
+
 def _adaptive_average_pooling(node: Dict[str, Any], **kwargs: Any) -> List[Any]:
     """Output i of n is the mean over the inputs from floor(i * m / n) to before ceil((i + 1) * m / n), of m, on both
     axes: a product with a matrix on each side, which ONNX has for all sizes.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from typing import Any, NamedTuple, Tuple
+
+from .environment import read
 
 #: Major compute capabilities that MXNet 1.9.1 has machine code for: its CUDA builds hold sm_50, 60, 70, 80 and 86 and
 #: no PTX. Machine code runs on GPUs of the same major and the same or a later minor version: 8.0 and 8.6 on 8.9 too.
@@ -84,7 +85,7 @@ def check_architecture(device_id: int) -> None:
     OSError
         Where the driver is missing or has no such GPU.
     """
-    if os.environ.get(ANYWAY) == "1":
+    if read(ANYWAY) == "1":
         return
     name, (major, minor) = gpu(device_id)
     if major not in MAJORS:

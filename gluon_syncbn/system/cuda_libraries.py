@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional
 
 from .distribution import WHERE, command
+from .environment import read
 
 #: soname: the package that brings it. A library stands after those that it needs.
 PACKAGES = {
@@ -108,10 +109,10 @@ def _mxnet_library() -> Optional[Path]:
     spec = importlib.machinery.PathFinder.find_spec("mxnet")
     if spec is None or spec.origin is None:
         return None
-    given = os.environ.get("MXNET_LIBRARY_PATH", "")
+    given = read("MXNET_LIBRARY_PATH")
     if os.path.isabs(given) and os.path.isfile(given):
         return Path(given)
-    folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder.strip()]
+    folders = [folder for folder in read("LD_LIBRARY_PATH").split(":") if folder.strip()]
     for folder in [*folders, os.path.dirname(spec.origin)]:
         path = Path(folder.strip(), "libmxnet.so")
         if path.is_file():

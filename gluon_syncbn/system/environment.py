@@ -1,19 +1,58 @@
-"""Variables of the environment: settings of MXNet, which it reads when it first needs them, and our own."""
+"""Variables of the environment, all that this package reads or writes: docs/state.md lists them with their defaults."""
 
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
+from typing import Iterator
+
+#: Read by this module alone; the native core reads ``MXNET_ENGINE_TYPE`` and ``MXNET_CPU_TEMP_COPY`` for its messages.
+READ = (
+    "GLUON_SYNCBN_ANY_ARCHITECTURE",
+    "GLUON_SYNCBN_LOG",
+    "GLUON_SYNCBN_OPERATOR",
+    "GLUON_SYNCBN_SHARED_MEMORY",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "LD_LIBRARY_PATH",
+    "MXNET_LIBRARY_PATH",
+    "XDG_CACHE_HOME",
+)
+#: Settings of MXNet, which it reads when it first needs them.
+WRITTEN = ("MXNET_CPU_PARALLEL_RAND_COPY", "MXNET_CPU_TEMP_COPY", "MXNET_EXEC_INPLACE_GRAD_SUM_CAP")
+
+
+def read(variable: str) -> str:
+    """Its value, empty where it is not set."""
+    if variable not in READ + WRITTEN:
+        raise KeyError(f"{variable} is missing in gluon_syncbn/system/environment.py")
+    return os.environ.get(variable, "")
+
+
+def write(variable: str, value: int) -> None:
+    if variable not in WRITTEN:
+        raise KeyError(f"{variable} is missing in gluon_syncbn/system/environment.py")
+    os.environ[variable] = str(value)
 
 
 def at_least(variable: str, value: int) -> bool:
     """Raises it to ``value``; one that is larger stays. Whether it was raised."""
-    current = os.environ.get(variable, "")
+    current = read(variable)
     if current.isdigit() and int(current) >= value:
         return False
-    os.environ[variable] = str(value)
+    write(variable, value)
     return True
 
 
-def shared_memory() -> bool:
-    """Whether processes of a machine may meet in memory that they share: GLUON_SYNCBN_SHARED_MEMORY is not ``off``."""
-    return os.environ.get("GLUON_SYNCBN_SHARED_MEMORY", "") != "off"
+@contextmanager
+def held_at(variable: str, value: int) -> Iterator[None]:
+    """Another value for a while."""
+    before = os.environ.get(variable)
+    write(variable, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before

@@ -8,18 +8,20 @@ level and prints to stderr; so do the means of `logging`.
 from __future__ import annotations
 
 import logging
-import os
 import threading
+from types import ModuleType
 from typing import Optional
 
-from .. import _native
+from . import arguments
+from .environment import read
 
 VARIABLE = "GLUON_SYNCBN_LOG"
 LEVELS = ("debug", "info", "warning", "error")
 log = logging.getLogger("gluon_syncbn")
+_core: ModuleType  # gluon_syncbn._native, which is above this folder
 
 
-def start() -> None:
+def start(core: ModuleType) -> None:
     """Takes the level from the environment, and starts to fetch what the native core says.
 
     Raises
@@ -27,10 +29,12 @@ def start() -> None:
     ValueError
         Where the environment names no level.
     """
-    level = os.environ.get(VARIABLE, "")
+    global _core
+    _core = core
+    level = read(VARIABLE)
     if level:
         if level not in LEVELS:
-            raise ValueError(f"{VARIABLE}: {level!r} was given, expected one of {LEVELS}")
+            arguments.refuse(VARIABLE, level, f"one of {LEVELS}")
         log.setLevel(level.upper())
         if not log.hasHandlers():
             handler = logging.StreamHandler()
@@ -50,7 +54,7 @@ def _fetch_for_ever() -> None:
 
 
 def _pass_on(seconds: float) -> Optional[str]:
-    record = _native.next_record(seconds)
+    record = _core.next_record(seconds)
     if record is None:
         return None
     log.log(*record)
@@ -59,13 +63,13 @@ def _pass_on(seconds: float) -> Optional[str]:
 
 def follow_level() -> None:
     """Tells the native core whether anybody wants to know of every meeting."""
-    _native.debug(log.isEnabledFor(logging.DEBUG))
+    _core.debug(log.isEnabledFor(logging.DEBUG))
 
 
 def finish() -> None:
     """What is left to say at the end of the process."""
     while _pass_on(0.0):
         pass
-    slowest = _native.slowest()
+    slowest = _core.slowest()
     if slowest:
         log.debug(slowest)

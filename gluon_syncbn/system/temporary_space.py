@@ -7,10 +7,9 @@ runs. Most nets are built before that, so the number follows the layers that the
 
 from __future__ import annotations
 
-import os
 from typing import Callable, Optional
 
-from .environment import at_least
+from .environment import at_least, held_at, read, write
 
 VARIABLE = "MXNET_CPU_TEMP_COPY"
 #: For each layer and each context but the first. For two contexts FastSCNN (45 layers) takes 64 to 128 copies,
@@ -41,7 +40,7 @@ def of_contexts(contexts: int, copies: Optional[int]) -> bool:
         return False
     _least = FOR_A_NET
     raised = at_least(VARIABLE, FOR_ANY_NET * _others if copies is None else copies)
-    _set = os.environ[VARIABLE] if raised else ""
+    _set = read(VARIABLE) if raised else ""
     return raised
 
 
@@ -51,8 +50,9 @@ def of_layers(layers: int) -> None:
     if _chosen or _others == 0:
         return
     wanted = max(_least, FOR_A_LAYER * layers) * _others
-    if _set and os.environ.get(VARIABLE) == _set:
-        os.environ[VARIABLE] = _set = str(wanted)
+    if _set and read(VARIABLE) == _set:
+        write(VARIABLE, wanted)
+        _set = str(wanted)
     else:
         at_least(VARIABLE, wanted)
 
@@ -61,12 +61,5 @@ def as_mxnet_has_it(make: Callable[[], None]) -> None:
     """Calls what makes the temporary space of a thread whose operators wait for nobody: with no more copies than MXNet
     has by itself, since each comes to the largest space that any operator asks for.
     """
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = str(DEFAULT)
-    try:
+    with held_at(VARIABLE, DEFAULT):
         make()
-    finally:
-        if before is None:
-            del os.environ[VARIABLE]
-        else:
-            os.environ[VARIABLE] = before

@@ -273,7 +273,7 @@ CALLS = {
     "shuffle_shards": (shuffled, {"shards": "arrays", "batch_axis": "whole", "shuffle": "shuffle"}),
 }
 #: They take no argument, or are made by the functions above alone.
-WITHOUT = {"__version__", "reset", "ShuffledBatch", "uninstall"}
+WITHOUT = {"__version__", "reset", "ShuffledBatch", "uninstall", "unpatch"}
 
 
 def test_the_table_knows_all_of_the_package():

@@ -47,9 +47,9 @@ def arrows():
 # The first level, from the bottom up: each may import what stands in the lines before it. `exchange` knows nothing of
 # layers, `reference` nothing of the rest.
 FLOORS = [
-    ["_native", "reference"],
-    ["system"],
-    ["activation", "exchange", "parallel"],
+    ["reference", "system"],
+    ["_native", "activation", "parallel"],
+    ["exchange"],
     ["training"],
     ["mxnet_side"],
     ["layer"],
@@ -62,8 +62,8 @@ FLOORS = [
 # Within each folder, the same.
 FOLDERS = {
     "system": [
-        ["arguments", "distribution", "environment", "logs", "version"],
-        ["cuda", "cuda_libraries", "temporary_space"],
+        ["arguments", "distribution", "environment", "version"],
+        ["cuda", "cuda_libraries", "logs", "temporary_space"],
     ],
     "exchange": [["base", "transport"], ["waiting"], ["turns"], ["device", "store"], ["horovod", "mpi"], ["named"]],
     "training": [["session", "shuffle"], ["replicas", "steps"], ["devices"]],
@@ -78,7 +78,7 @@ FOLDERS = {
         ["statistics", "summary", "tracing"],
         ["convert", "fold"],
     ],
-    "command": [["replacements", "selfcheck"], ["run"]],
+    "command": [["replacements", "selfcheck"], ["run", "state"]],
 }
 
 

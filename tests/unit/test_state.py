@@ -1,0 +1,176 @@
+"""docs/state.md against a real process: before the import, after it, after a first step, and after all else."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from environments import shell
+from places import PACKAGE, ROOT, SUPPORT
+
+from gluon_syncbn.system import environment
+
+PAGE = (ROOT / "docs" / "state.md").read_text(encoding="utf-8")
+
+CHILD = """
+import names_alone, signal, sys, types
+import mxnet as mx
+from mxnet import autograd, gluon
+from mxnet.gluon import contrib
+
+def functions():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "mxnet" and isinstance(module, types.ModuleType):
+            for key, value in [item for item in vars(module).items() if callable(item[1])]:
+                found[name.split(".")[-1] + "." + key, name] = id(value)
+                if isinstance(value, type) and value.__module__.startswith("mxnet"):
+                    found.update({(value.__name__ + "." + k, value.__module__): id(v) for k, v in vars(value).items()})
+    return found
+
+def state():
+    threads = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
+    return {"threads": threads, "environment": {name: os.environ[name] for name in os.environ}, "excepthook": id(sys.excepthook),
+            "hooks": len(sys.meta_path), "interrupt": id(signal.getsignal(signal.SIGINT)),
+            "filters": len(warnings.filters), "files": sorted(os.listdir())}
+
+import json, logging, os, threading, warnings
+plain, stages = functions(), {}
+classes = {(key.split(".")[0], name) for key, name in plain}
+
+def stage(name):
+    now = functions()
+    there = {key: i for key, i in now.items() if key in plain or (key[0].split(".")[0], key[1]) in classes}
+    changed = sorted({key[0] for key, i in there.items() if i != plain.get(key) and "__weak" not in key[0]})
+    stages[name] = {"functions": changed, **state()}
+
+stage("before")
+import gluon_syncbn
+stage("import")
+contexts = gluon_syncbn.cpu_devices(2)
+
+def trained(net):
+    net.initialize(ctx=contexts)
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    xs = [mx.nd.random.normal(shape=(2, 3, 4, 4), ctx=context) for context in contexts]
+    with autograd.record():
+        ys = [net(x) for x in xs]
+    autograd.backward(ys)
+    trainer.step(4)
+    mx.nd.waitall()
+    return xs
+
+layer = gluon_syncbn.SyncBatchNorm(in_channels=3)
+xs = trained(layer)
+stage("step")
+
+net = gluon.nn.HybridSequential()
+net.add(gluon.nn.Conv2D(3, 1), gluon.nn.BatchNorm(), gluon.nn.Activation("relu"))
+gluon_syncbn.convert(net, fuse=True)
+gluon_syncbn.checkpoint(net)
+trained(net)
+gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), name="bn")
+gluon_syncbn.install()
+stage("everything")
+
+gluon_syncbn.unpatch()
+stage("unpatched")
+layer(xs[0]).wait_to_read()  # predicts
+try:
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+    mx.nd.waitall()
+except mx.MXNetError as error:
+    stages["refused"] = str(error)
+print(json.dumps(stages))
+"""
+
+
+def first_column(heading, column="`"):
+    """What stands in code in the first column of the tables below a heading, or of that whose head is ``column``."""
+    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    table = section[section.index(f"| {column}") :] if column != "`" else section
+    rows = re.findall(r"^\|(.+?)\|", table.split("\n\n")[0] if column != "`" else section, re.MULTILINE)
+    return {code for row in rows for code in re.findall(r"`([^`]+)`", row)}
+
+
+AT_IMPORT = first_column("Functions of MXNet that the import wraps")
+LATER = first_column("Functions that are wrapped later")
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory):
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CHILD],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=shell(SUPPORT),
+        cwd=tmp_path_factory.mktemp("empty"),
+    )
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_functions(stages):
+    assert stages["before"]["functions"] == []
+    assert set(stages["import"]["functions"]) == AT_IMPORT
+    assert set(stages["step"]["functions"]) == AT_IMPORT | {"HybridBlock.export"}
+    replaced = {"nn.SyncBatchNorm", "basic_layers.SyncBatchNorm"}  # what `install` puts there, as the page says
+    assert set(stages["everything"]["functions"]) - replaced == AT_IMPORT | LATER
+
+
+def test_everything_is_taken_back(stages):
+    assert stages["unpatched"]["functions"] == []
+    assert "gluon_syncbn.unpatch() has taken back" in stages["refused"]
+    for unchanged in ("hooks", "excepthook", "interrupt", "filters", "files"):
+        assert stages["unpatched"][unchanged] == stages["before"][unchanged], unchanged
+
+
+def test_threads(stages):
+    named = first_column("Threads")
+    assert stages["before"]["threads"] == []
+    assert (
+        set(stages["import"]["threads"]) == set(stages["step"]["threads"]) == {"gluon_syncbn-log", "gluon_syncbn-exit"}
+    )
+    assert {re.sub(r"\d+", "0", name) for name in stages["everything"]["threads"]} <= named
+    started = set()
+    for path in PACKAGE.rglob("*.py"):
+        started |= set(re.findall(r'Thread\(.*name=f?"([^"{]+)', path.read_text(encoding="utf-8")))
+    assert {name.replace("cpu(0)", "") for name in named} == started
+
+
+def test_the_environment(stages):
+    assert first_column("Environment variables", "Read") == set(environment.READ)
+    assert first_column("Environment variables", "Written") == set(environment.WRITTEN)
+    before, after = stages["before"]["environment"], stages["everything"]["environment"]
+    assert stages["import"]["environment"] == before
+    assert {name for name in after if after[name] != before.get(name)} <= set(environment.WRITTEN)
+
+
+def test_one_module_knows_the_environment():
+    for path in PACKAGE.rglob("*.py"):
+        if path != PACKAGE / "system" / "environment.py":
+            names = {
+                node.attr for node in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(node, ast.Attribute)
+            }
+            assert not names & {"environ", "getenv", "putenv"}, path
+
+
+def test_one_place_for_handlers():
+    """Who registers what outlives a call is on the page."""
+    pattern = r"atexit\.register\(|register_at_fork\(|signal\.signal\(|excepthook ?=|meta_path\.insert"
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        hits = re.findall(pattern, path.read_text(encoding="utf-8"))
+        if hits:
+            found[path.relative_to(PACKAGE).as_posix()] = len(hits)
+    assert found == {
+        "mxnet_side/lifetime.py": 2,
+        "exchange/horovod.py": 1,
+        "command/replacements.py": 1,
+        "command/run.py": 1,
+        "mxnet_side/compatibility/__init__.py": 1,
+    }
