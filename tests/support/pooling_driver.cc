@@ -1,4 +1,4 @@
-// The pure functions of pooling behind a text interface, for tests/test_pooling.py: cases in, what became of them out.
+// The pure functions of pooling behind a text interface, for tests/unit/test_pooling.py: cases in, what became of them out.
 //
 // A case: mode, virtual_devices, group, channels, slots; then seed, layer, node, call; then of each slot its moments
 // [count, mean[C], m2[C]] and its gradients [sum dy[C], sum dy*xhat[C]].

@@ -32,8 +32,9 @@ def functions():
 
 def state():
     threads = sorted(thread.name for thread in threading.enumerate() if thread is not threading.main_thread())
-    return {"threads": threads, "environment": {name: os.environ[name] for name in os.environ}, "excepthook": id(sys.excepthook),
-            "hooks": len(sys.meta_path), "interrupt": id(signal.getsignal(signal.SIGINT)),
+    return {"threads": threads, "environment": {name: os.environ[name] for name in os.environ},
+            "excepthook": id(sys.excepthook), "hooks": len(sys.meta_path),
+            "interrupt": id(signal.getsignal(signal.SIGINT)),
             "filters": len(warnings.filters), "files": sorted(os.listdir())}
 
 import json, logging, os, threading, warnings
