@@ -815,13 +815,15 @@ def work():  # first beside another thread, then beside the main one
         begin.acquire()
         time.sleep(1)
         replica(1)
+        ended.release()
 
-begin = threading.Semaphore(0)
+begin, ended = threading.Semaphore(0), threading.Semaphore(0)
 helper, other = threading.Thread(target=work), threading.Thread(target=replica, args=(0,))
 helper.start()
 other.start()
 begin.release()
 other.join()
+ended.acquire()  # else its wait for all takes in what the main thread calls next, and each waits for the other
 begin.release()
 replica(0)
 helper.join()
