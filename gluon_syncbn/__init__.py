@@ -51,6 +51,7 @@ from .nets.parameters import broadcast_parameters
 from .nets.statistics import average_running_stats, update_bn_stats
 from .nets.summary import summary
 from .training.devices import cpu_devices, devices
+from .training.join import join
 from .training.session import configure, kvstore
 from .training.shuffle import SampleShuffle, ShuffledBatch, ShuffleSampler, shuffle_shards, split_and_load
 from .training.steps import reset
@@ -75,6 +76,7 @@ __all__ = [
     "fold",
     "freeze",
     "install",
+    "join",
     "kvstore",
     "parallel",
     "reset",

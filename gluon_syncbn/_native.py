@@ -607,6 +607,11 @@ def forking(inside: bool) -> None:
     _core.syncbn_forking(inside)
 
 
+def out_of_batches(so: bool) -> None:
+    """The calls of this process contribute empty batches from now on, or do not any more."""
+    _core.syncbn_out_of_batches(so)
+
+
 def waiting(inside: bool) -> None:
     """Before a wait for all that MXNet has in flight, whether the only thread that trains waits so in the middle of a
     step; after it, false."""

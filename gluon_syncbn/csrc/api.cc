@@ -483,6 +483,8 @@ SYNCBN_API void syncbn_close() { syncbn::step().closed = true; }
 SYNCBN_API void syncbn_forking(int inside) { syncbn::step().forking = inside != 0; }
 
 // Before a wait for all that is in flight, and after it. `inside`: the only thread that trains waits in a step.
+SYNCBN_API void syncbn_out_of_batches(int so) { syncbn::step().out_of_batches = so != 0; }
+
 SYNCBN_API void syncbn_waiting(int inside) { syncbn::step().waiting = inside != 0; }
 
 // In the child.

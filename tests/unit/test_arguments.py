@@ -49,6 +49,7 @@ WRONG = {
     "optional contexts": [[], "cpu(0)", ["cpu(0)"], [mx.cpu(0), 1], nd.ones(2), [nd.ones(2)], Stranger()],
     "loss": [None, 3, "l2", [abs], nd.ones(1), Stranger()],
     "net": [None, [], "net", nn.BatchNorm, nd.ones(1), Stranger()],
+    "trainer": [None, [], "trainer", nn.Dense(1), nd.ones(1), Stranger()],
     "select": [3, True, "(", ["gamma"], nd.ones(1), Stranger()],
     "norm_layer": [None, nn.BatchNorm, SyncBatchNorm(), SyncBatchNormAdd, "sync", nd.ones(1), Stranger()],
     "activation": [0, True, "sigmoid", "ReLU", ["relu"], nd.ones(1), Stranger()],
@@ -194,6 +195,10 @@ CALLS = {
     "revert": (gluon_syncbn.revert, {"net": "net"}),
     "summary": (gluon_syncbn.summary, {"net": "net"}),
     "average_running_stats": (averaged, {"net": "net", "weights": "weights", "kvstore": "kvstore"}),
+    "join": (
+        lambda **kwargs: gluon_syncbn.join(**{"net": nn.Dense(1), "trainer": None, **kwargs}),
+        {"net": "net", "trainer": "trainer"},
+    ),
     "broadcast_parameters": (broadcast, {"params": "params", "kvstore": "kvstore", "root_rank": "root"}),
     "update_bn_stats": (
         updated,

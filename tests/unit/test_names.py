@@ -8,7 +8,14 @@ import tokenize
 
 from places import PACKAGE, ROOT
 
-TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+TRACKED = subprocess.run(
+    ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=60,
+    check=False,
+)
 FILES = TRACKED.stdout.split() or [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.*")]
 KINDS = r"(?:py|cc|h|cu|sh|md)"
 FILE = re.compile(rf"(?<![\w/.*{{}}~-])((?:[\w-]+/)*[\w-]+\.{KINDS})\b(?![\w(*-])")

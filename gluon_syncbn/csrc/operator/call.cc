@@ -130,7 +130,9 @@ bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
     frozen_ = !training;
     complete_ = lost_ = false;
     if (!seated_ && !recall_.again) place_ = {};
+    leave_out(false);
     tensor_.lay_out(arrays.block);
+    leave_out(training && step().out_of_batches);
     due_ = passes_on() || frozen_;
     attempt_forward(arrays, reqs, [&] {
         throw_if_closed();
@@ -149,6 +151,8 @@ void Call::end_forward(const Arrays& arrays, const int* reqs) {
         else
             normalise(arrays, reqs);
         if (node_.role == Role::kTrack && !frozen_ && has_come(arrays[node_.batch()])) track(arrays);
+        const int y = node_.output();
+        write_zeros(arrays, reqs, {y, node_.hands_addend_on() ? node_.addend_output() : y});
         SYNCBN_POINT("before_forward_ends");
         finish();
         complete_ = true;
@@ -173,7 +177,10 @@ void Call::attempt_backward(const Arrays& arrays, const int* reqs, const Work& w
 }
 
 bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
+    const bool left_out = left_out_;
+    leave_out(false);
     tensor_.lay_out(arrays.block);
+    leave_out(left_out);
     due_ = passes_on() || frozen_;
     lost_ = !complete_ && !place_.meeting && node_.role != Role::kTrack;
     attempt_backward(arrays, reqs, [&] {
@@ -200,6 +207,8 @@ void Call::end_backward(const Arrays& arrays, const int* reqs) {
         const int batch = node_.batch();
         if (node_.role == Role::kTrack && (reqs[batch] == kWrite || reqs[batch] == kInplace))
             fill(arrays[node_.gradients() + batch], Type::kFloat64, moments_length(channels()), 0);
+        const int gradients = node_.gradients();
+        write_zeros(arrays, reqs, {gradients + kX, gradients + (node_.adds ? int{kAddend} : int{kX})});
         SYNCBN_POINT("before_backward_ends");
         finish();
     });
@@ -224,6 +233,7 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
 
 void Call::fail(const std::exception& error, std::initializer_list<Output> outputs) {
     const std::exception_ptr failure = end_step(error);  // whatever it was, the others need not wait for this one
+    leave_out(false);
     for (const Output& out : outputs)
         if (out.wanted) invalidate(out.array, out.like);
     clear_up();
@@ -255,6 +265,24 @@ bool Call::has_come(Array batch) const {
     if (step().failure() == nullptr)
         throw Failure("no running statistics, because an operator before this layer has failed. Read its output.");
     return false;
+}
+
+void Call::leave_out(bool so) {
+    if (so == left_out_) return;
+    left_out_ = so;
+    std::swap(outer_, tensor_.shape.outer);
+    std::swap(samples_, tensor_.samples);
+    if (so) tensor_.shape.outer = tensor_.samples = 0;
+}
+
+void Call::write_zeros(const Arrays& arrays, const int* reqs, std::initializer_list<int> outputs) {
+    if (!left_out_) return;
+    Shape shape = tensor_.shape;
+    shape.outer = outer_;
+    for (const int at : outputs) {
+        const int req = reqs[at - *outputs.begin()];
+        if (req == kWrite || req == kInplace) fill(arrays[at], tensor_.type, shape.size(), 0);
+    }
 }
 
 void Call::pass(Array from, Array to, int req) {

@@ -196,11 +196,17 @@ class Call {
     template <typename Work>
     void attempt_backward(const Arrays& arrays, const int* reqs, const Work& work);
 
+    // A process that is out of batches: the call works on no sample, and its outputs and gradients are 0.
+    void leave_out(bool so);
+    void write_zeros(const Arrays& arrays, const int* reqs, std::initializer_list<int> outputs);
+
     bool seated_ = false;
-    bool repeated_ = false;  // has been executed before
-    bool complete_ = false;  // the forward has left what the backward needs
-    bool lost_ = false;      // it has not, and has met nobody, so that nobody waits for the backward
-    Vector own_;             // what this replica has, where it contributes nothing
+    bool left_out_ = false;
+    int64_t outer_ = 0, samples_ = 0;  // of the tensor, while it is left out
+    bool repeated_ = false;            // has been executed before
+    bool complete_ = false;            // the forward has left what the backward needs
+    bool lost_ = false;                // it has not, and has met nobody, so that nobody waits for the backward
+    Vector own_;                       // what this replica has, where it contributes nothing
 };
 
 std::unique_ptr<Call> host_call(Node node, std::string context, Type type, Shape shape, int64_t samples);

@@ -31,6 +31,8 @@ class Step {
     std::atomic<bool> forking{false};
     // The only thread that trains is in the middle of a step and waits for all that MXNet has in flight.
     std::atomic<bool> waiting{false};
+    // The process has no batch left: its calls contribute an empty one, so that the other processes can go on.
+    std::atomic<bool> out_of_batches{false};
 
   private:
     mutable std::mutex mutex_;  // guards failure_; held for as long as a pointer is copied, and under no condition

@@ -1,0 +1,34 @@
+"""Processes that have different numbers of batches, in one job over MPI."""
+
+import pytest
+from mpi_job import Job
+from places import SUPPORT
+
+import gluon_syncbn
+
+from mxnet import gluon  # isort: skip
+
+WORKER = SUPPORT / "join_worker.py"
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_uneven_numbers_of_batches_equal_one_process(processes):
+    job = Job(processes, "equal_one_process", worker=WORKER)
+    assert job.succeeded(processes), job.output
+
+
+def test_an_error_in_one_process_ends_all():
+    job = Job(2, "errors_end_all", worker=WORKER)
+    assert job.code != 0, job.output
+    assert "disk full" in job.failure_of(1)[1]
+    assert "rank 1 left gluon_syncbn.join with OSError: disk full" in job.failure_of(0)[1]
+
+
+def test_arguments():
+    net = gluon.nn.Dense(1)
+    net.initialize()
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    with pytest.raises(ValueError, match=r"^net: 3 was given, expected a gluon\.Block$"):
+        gluon_syncbn.join(3, trainer)
+    with pytest.raises(ValueError, match=r"^trainer: .*expected a gluon\.Trainer"):
+        gluon_syncbn.join(net, trainer)

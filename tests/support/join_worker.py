@@ -1,0 +1,119 @@
+"""A process of a job whose batches run out at different times in different processes."""
+
+import sys
+
+import mpi_worker
+import numpy as np
+from mpi_worker import CONTEXTS, devices_of, kv, report, wait_for_reports
+from replicas import WAYS
+
+import gluon_syncbn
+
+import mxnet as mx  # isort: skip
+from mxnet import autograd, gluon, nd  # isort: skip
+from mxnet.gluon import nn  # isort: skip
+
+STEPS = (2, 5, 3)  # of each rank
+
+
+def build(norm, residual):
+    class Block(gluon.HybridBlock):
+        def __init__(self):
+            super().__init__(prefix="net_")
+            with self.name_scope():
+                self.convolution = nn.Conv2D(5, 3, padding=1, in_channels=4)
+                self.norm = norm(in_channels=5)
+                self.last = residual(in_channels=5) if residual else nn.BatchNorm(in_channels=5)
+                self.dense = nn.Dense(3)
+
+        def hybrid_forward(self, F, x):
+            y = F.relu(self.norm(self.convolution(x)))
+            z = self.last(y, y) if residual else F.relu(self.last(y) + y)
+            return self.dense(z), z
+
+    return Block()
+
+
+def shards(step):
+    """[(x, heads)] of all devices of all ranks in a step; None where the rank has no batch any more."""
+    random = np.random.RandomState(100 + step)
+    parts = []
+    for rank in range(kv.num_workers):
+        for device in range(devices_of(rank)):
+            n = 1 + (rank + device + step) % 3
+            x = random.randn(n, 4, 3, 3) * (1 + rank) + device
+            heads = random.randn(n, 3), random.randn(n, 5, 3, 3)
+            parts.append((rank, x, heads) if step < STEPS[rank] else None)
+    return parts
+
+
+def train(net, trainer, contexts, parts):
+    xs = [nd.array(x, ctx=c, dtype="float64") for (_, x, _), c in zip(parts, contexts)]
+    with autograd.record():
+        outputs = [net(x) for x in xs]
+    heads = [nd.array(h, ctx=c, dtype="float64") for (_, _, hs), c in zip(parts, contexts) for h in hs]
+    autograd.backward([array for pair in outputs for array in pair], heads)
+    trainer.step(sum(x.shape[0] for x in xs))
+
+
+def ready(net, contexts, way, store=None):
+    net.cast("float64")
+    net.initialize(ctx=contexts)
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    net(nd.ones((2, 4, 3, 3), ctx=contexts[0], dtype="float64"))
+    random = np.random.RandomState(3)
+    for name, parameter in sorted(net.collect_params().items()):
+        values = random.randn(*parameter.shape) * 0.5 + name.endswith(("gamma", "running_var"))
+        parameter.set_data(nd.array(np.abs(values) if name.endswith("running_var") else values, dtype="float64"))
+    settings = {"learning_rate": 0.1, "momentum": 0.9}
+    return gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=store, update_on_kvstore=False)
+
+
+def equal_one_process():
+    for way in ("eager", "hybrid", "static_shape"):
+        first = sum(map(devices_of, range(kv.rank)))
+        own = slice(first, first + devices_of(kv.rank))
+        contexts = CONTEXTS[: devices_of(kv.rank)]
+        gluon_syncbn.configure(kvstore=kv)
+        net = build(gluon_syncbn.SyncBatchNorm, gluon_syncbn.SyncBatchNormAdd)
+        trainer = ready(net, contexts, way, kv)
+        with gluon_syncbn.join(net, trainer):
+            for step in range(STEPS[kv.rank]):
+                train(net, trainer, contexts, shards(step)[own])
+
+        gluon_syncbn.configure(kvstore=None)
+        plain = build(nn.BatchNorm, None)
+        one = ready(plain, CONTEXTS[3:], way)
+        for step in range(max(STEPS[: kv.num_workers])):
+            parts = [part for part in shards(step) if part is not None]
+            x = np.concatenate([x for _, x, _ in parts])
+            heads = [np.concatenate([hs[i] for *_, hs in parts]) for i in range(2)]
+            train(plain, one, CONTEXTS[3:], [(0, x, heads)])
+        for (name, ours), expected in zip(sorted(net.collect_params().items()), sorted(plain.collect_params().items())):
+            for array in ours.list_data():
+                # MXNet's BatchNorm keeps its running statistics, and computes, in float32 here and there
+                np.testing.assert_allclose(array.asnumpy(), expected[1].data().asnumpy(), 1e-6, 1e-6, err_msg=name)
+
+
+def errors_end_all():
+    gluon_syncbn.configure(kvstore=kv)
+    net = build(gluon_syncbn.SyncBatchNorm, gluon_syncbn.SyncBatchNormAdd)
+    contexts = CONTEXTS[: devices_of(kv.rank)]
+    first = sum(map(devices_of, range(kv.rank)))
+    trainer = ready(net, contexts, "hybrid", kv)
+    try:
+        with gluon_syncbn.join(net, trainer):
+            for step in range(STEPS[kv.rank]):
+                train(net, trainer, contexts, shards(step)[first : first + devices_of(kv.rank)])
+                if kv.rank == 1 and step == 3:
+                    raise OSError("disk full")
+    except (OSError, mx.MXNetError) as error:
+        report(mpi_worker.time.monotonic(), error)
+        wait_for_reports(range(kv.num_workers))
+        raise SystemExit(3) from None
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    print(f"OK {kv.rank}", flush=True)
