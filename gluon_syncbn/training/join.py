@@ -19,12 +19,25 @@ class join:
 
     ::
 
+        # mpiexec -n 2 python train.py
+        import gluon_syncbn
+        import mxnet as mx
+        from mxnet import autograd, gluon
+
+        kv = gluon_syncbn.kvstore("mpi")
+        gluon_syncbn.configure(kvstore=kv)
+        net = gluon.nn.HybridSequential()
+        net.add(gluon.nn.Dense(8, in_units=4), gluon_syncbn.SyncBatchNorm(in_channels=8), gluon.nn.Dense(1, in_units=8))
+        net.initialize()
+        gluon_syncbn.broadcast_parameters(net)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=kv)
+        loader = [mx.nd.random.normal(shape=(3, 4)) for _ in range(2 + kv.rank)]  # its length differs between processes
         with gluon_syncbn.join(net, trainer):
-            for x, y in loader:  # of different lengths in different processes
+            for x in loader:
                 with autograd.record():
-                    loss = loss_function(net(x), y)
+                    loss = net(x).square()
                 loss.backward()
-                trainer.step(x.shape[0])  # the samples of this process
+                trainer.step(len(x))  # the samples of this process
 
     A process that leaves its loop early repeats its last call of the net in each step of the others. The process
     contributes no sample to the statistics and zeros to the gradients. The result is that of one process with all

@@ -504,7 +504,7 @@ README = """[page](docs/gpu.md#install), [there](https://a.b/c), ![p](docs/image
 
 def describe(tree, repository):
     (tree / "README.md").write_text(README)
-    file = tree / "gluon_syncbn" / "distribution.py"
+    file = tree / "gluon_syncbn" / "system" / "distribution.py"
     text, changes = re.subn(r'REPOSITORY = ".*"', f'REPOSITORY = "{repository}"', file.read_text())
     assert changes == 1
     file.write_text(text)

@@ -84,7 +84,7 @@ def _lost_by_module(module: str, words: List[str]) -> Iterator[str]:
     if module not in ("pip", "venv", "families", "soak") and not known:
         yield f"no module {module}"
     if module == "gluon_syncbn":
-        source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "gluon_syncbn").glob("*.py"))
+        source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "gluon_syncbn" / "command").glob("*.py"))
         own = next((at for at, word in enumerate(words) if word.endswith(".py") or word in OWN), len(words))
         for word in words[:own]:
             if re.match(r"--?[a-z]|[a-z]+$", word) and f'"{word.partition("=")[0]}"' not in source:
