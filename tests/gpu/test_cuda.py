@@ -22,7 +22,7 @@ def driver(tmp_path_factory):
 
 def ask(driver, program, **environment):
     """What the program prints; `cuda` is the module, without the package, which would import MXNet."""
-    head = f"import sys; sys.path.insert(0, {str(PACKAGE)!r}); import cuda\n"
+    head = f"import sys; sys.path.insert(0, {str(PACKAGE)!r}); from system import cuda\n"
     done = subprocess.run(
         [sys.executable, "-c", head + program],
         env=shell(LD_LIBRARY_PATH=driver, **environment),

@@ -101,7 +101,7 @@ def test_a_library_that_the_loader_finds_is_left_alone(machine):
 import importlib, sys, types
 package = sys.modules["alone"] = types.ModuleType("alone")  # the files of the package, which imports MXNet
 package.__path__ = [{str(PACKAGE)!r}]
-libraries = importlib.import_module("alone.cuda_libraries")
+libraries = importlib.import_module("alone.system.cuda_libraries")
 libraries.load()
 for library in libraries.loaded():
     print(*library)
@@ -149,7 +149,7 @@ def test_a_cpu_build_loads_nothing():
 import importlib, sys, types
 package = sys.modules["alone"] = types.ModuleType("alone")  # the files of the package, which imports MXNet
 package.__path__ = [{str(PACKAGE)!r}]
-libraries = importlib.import_module("alone.cuda_libraries")
+libraries = importlib.import_module("alone.system.cuda_libraries")
 mapped = lambda: {{line.split(maxsplit=5)[-1] for line in open("/proc/self/maps") if ".so" in line}}
 before = mapped()
 libraries.load()
