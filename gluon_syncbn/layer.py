@@ -1,4 +1,4 @@
-"""SyncBatchNorm, the layer."""
+"""Defines SyncBatchNorm, the layer, and its variants with an addition and with shuffled statistics."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ ConstructT = TypeVar("ConstructT", bound=Callable[..., None])
 
 
 def _told_apart(construct: ConstructT) -> ConstructT:
-    """Looks at what is given by position, of which the constructor itself cannot know: contrib's layer has
-    ``(in_channels, num_devices)`` where ``nn.BatchNorm`` and this one have ``(axis, momentum)``.
+    """Checks the positional arguments, which the constructor itself cannot tell from named ones.
+
+    Contrib's layer begins with ``(in_channels, num_devices)``; ``nn.BatchNorm`` and this layer
+    with ``(axis, momentum)``.
     """
 
     @functools.wraps(construct)
@@ -50,9 +52,9 @@ def _look_at_positions(name: str, given: Sequence[Any], named: Dict[str, Any]) -
     if whole[1:] == [True] and given[1] > 1:
         arguments.refuse("momentum", given[1], f"a number from 0 to 1 ({meant})")
     # What is left may mean either: 3 is the channel axis of NHWC to nn.BatchNorm, and three channels to contrib's
-    # layer. Neither is refused, since either is somebody's legal use, and the data cannot tell: a picture of 3 x 3
-    # values has 3 of them along axis 1 too. Axis 1 alone is no question: both readings normalise the same. Nor is a
-    # momentum with a fraction, or in_channels by name: these are nn.BatchNorm's.
+    # layer. Both uses are legal, and the data cannot decide: an image of 3 x 3 pixels has extent 3 along axis 1 too. So
+    # we warn. Axis 1 needs no warning, because both readings normalise alike. A momentum with a fraction, or
+    # in_channels by name, shows that the caller means nn.BatchNorm.
     alone = len(given) == 1 and given[0] != 1
     if "in_channels" not in named and (alone or whole[1:] == [True]):
         of_axis = ", ".join(f"{key}={value}" for key, value in zip(("axis", "momentum"), given))
@@ -72,86 +74,87 @@ class SyncBatchNorm(nn.BatchNorm):
 
     .. math:: y = \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} \cdot \gamma + \beta
 
-    with the mean and the (biased) variance of each channel over every value of that channel on every device:
-    N devices with this layer are one device with ``nn.BatchNorm`` on the concatenated batch, in the output, in the
-    gradients of input, gamma and beta, and in the running statistics. The gradient goes through mean and variance:
+    Mean and (biased) variance of each channel are taken over all values of that channel on all devices. N devices with
+    this layer compute the same as one device with ``nn.BatchNorm`` on the concatenated batch. This holds for the
+    output, the gradients of input, gamma and beta, and the running statistics. The gradient goes through mean and
+    variance:
 
     .. math:: dx = \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}}
                    \left(dy - \overline{dy} - \hat{x} \cdot \overline{dy \cdot \hat{x}}\right)
 
-    with means over all devices. dgamma and dbeta are each device's own part, which ``gluon.Trainer`` adds.
+    with means over all devices. Each device has its own part of dgamma and dbeta, and ``gluon.Trainer`` adds the parts.
 
-    In training, ``running = momentum * running + (1 - momentum) * batch`` in the forward, with the biased variance
-    unless ``running_variance`` says otherwise, the same on every device. (MXNet's BatchNorm does so in the backward on
-    a CPU, and with the unbiased variance on a GPU.) One device, predict mode and ``use_global_stats`` wait for nobody.
+    In training, the forward sets ``running = momentum * running + (1 - momentum) * batch``, the same on every device.
+    The variance is biased unless ``running_variance`` says otherwise. (MXNet's BatchNorm updates in the backward on a
+    CPU, and takes the unbiased variance on a GPU.) One device, predict mode and ``use_global_stats`` wait for no other
+    replica.
 
-    The statistics belong to *slots*: a device holds ``virtual_devices`` of them, each a contiguous part of its
-    mini-batch, cut as ``numpy.array_split`` does. ``mode`` says whose a slot is normalised with:
+    A device holds ``virtual_devices`` *slots*. Each slot is a contiguous part of the mini-batch, cut as
+    ``numpy.array_split`` does. ``mode`` selects the statistics that normalise a slot:
 
     ``'sync'``
-        those of all slots together, or of the ``group_size`` devices that it belongs to (consecutive in the order of
-        the layer's contexts).
+        The statistics of all slots together, or of the slots in a group of ``group_size`` devices. Groups are
+        consecutive in the order of the layer's contexts.
     ``'local'``
-        its own: plain BatchNorm on N * V devices, on N. Waits for nobody.
+        The slot's own statistics: N devices compute plain BatchNorm on N * V devices. No replica waits for another.
     ``'shuffle'``
-        another slot's, by a random permutation without fixed points, fresh for each call and drawn from `configure`'s
-        seed, the layer and the number of its call. What a slot's loss owes to the statistics of another goes back to
-        that other slot.
+        The statistics of another slot, by a random permutation without fixed points. Each call draws a new one from
+        `configure`'s seed, the layer and the number of its call. The gradient through a slot's statistics goes back to
+        that slot.
 
     In ``'local'`` and ``'shuffle'`` each device's running statistics take the mean over its own slots' statistics. A
     slot without a sample takes no part.
 
-    The arguments have the order of ``nn.BatchNorm``, which is not that of contrib's layer.
+    The arguments have the order of ``nn.BatchNorm``, and not the order of contrib's layer.
 
     Parameters
     ----------
     axis : int
         The channel axis: 1 for NCHW, -1 for NHWC.
     momentum : float
-        From 0 to 1: the share of what was there.
+        From 0 to 1: the weight of the old running statistics.
     epsilon : float
         At least 0.
     center, scale, use_global_stats : bool
-        As in ``nn.BatchNorm``: without ``scale`` gamma counts as 1, without ``center`` beta gets no gradient.
+        As in ``nn.BatchNorm``: without ``scale`` gamma counts as 1; without ``center`` beta gets no gradient.
     beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
         As in ``nn.BatchNorm``.
     in_channels : int
         0 takes it from the first batch.
     num_devices : int, optional
-        Number of replicas. By default the contexts that the parameters live on; a multiple of those puts several
-        replicas on one context. On one context, one thread may then use a layer once in a forward.
+        Number of replicas. The default is the number of contexts of the parameters. A multiple of that number puts
+        several replicas on one context. On one context, one thread may then use a layer once in a forward.
     activation : str, optional
-        What stands behind it, in the same passes over memory: ``'relu'``, ``'relu6'`` (at most 6), or ``'leaky'``, y
-        where y > 0 and else slope * y. What the backward needs of it is computed again from x, and nothing is kept.
+        An activation, computed in the same passes over memory. ``'relu6'`` is ``'relu'`` up to 6. ``'leaky'`` is y
+        where y > 0, else slope * y. No more memory is kept: the backward computes it again from x.
     slope : float
-        Of ``'leaky'``: above 0 and below 1, in float32 too.
+        The slope of ``'leaky'``: above 0 and below 1, in float32 too.
     inplace : bool
-        Whether the backward finds x again from y, so that nothing but y is kept in memory, which the next layer keeps
-        anyway. With no activation or ``'leaky'``, and without an addition; several replicas on one context keep x. Of x
-        remains what rounding leaves of it in y. ``xhat`` is found to within 2 u ``(|xhat| + |beta| / |gamma|)`` of a
+        Whether the backward computes x again from y, so that the layer keeps no memory beyond y, which the next layer
+        keeps too. Needs no activation or ``'leaky'``, and no addition; several replicas on one context keep x. The
+        backward makes one more pass over memory. ``xhat`` is found to within 2 u ``(|xhat| + |beta| / |gamma|)`` of a
         deviation, where u is 2**-24 for float32 and 2**-11 for float16. In ``'shuffle'`` x is found to within 2 u
-        ``(|x - m| + s |beta| / |gamma|)``, where m and s are mean and deviation of the slot that x is normalised with.
-        Where this may hide x, the backward ends in an error. The time is that of one more pass over memory in the
-        backward.
+        ``(|x - m| + s |beta| / |gamma|)``. There m and s are mean and deviation of the slot that normalises x. Where
+        this error may hide x, the backward raises an error.
     mode : str
         ``'sync'``, ``'local'`` or ``'shuffle'``.
     virtual_devices : int
         Slots of each device. Changes nothing in ``'sync'``.
     group_size : int, optional
-        Devices that share a statistic in ``'sync'``: a divisor of their number. By default all.
+        Number of devices that share a statistic in ``'sync'``: a divisor of the number of devices. By default all.
     running_variance : str
-        What the running variance takes: ``'biased'``, the variance that normalises, or ``'unbiased'``, that times
-        n / (n - 1) for the n values of a channel, as cuDNN's BatchNorm and PyTorch write it. A single value's is 0 in
-        both.
+        The variance that the running variance averages. ``'biased'`` is the variance that normalises. ``'unbiased'``
+        multiplies it by n / (n - 1) for the n values of a channel, as cuDNN's BatchNorm and PyTorch do. For a single
+        value both are 0.
     kvstore : str or KVStore, optional
-        What adds the statistics: ``'nccl'``, ``'host'``, ``'device'``, ``'local'`` or a KVStore object. By default what
-        `configure` says, where each is explained.
+        The exchange that adds the statistics: ``'nccl'``, ``'host'``, ``'device'``, ``'local'`` or a KVStore object. By
+        default the setting of `configure`, which explains each.
     timeout : float, optional
-        Seconds to wait for the other replicas. By default what `configure` says, which starts as 300.
+        Seconds to wait for the other replicas. By default the setting of `configure`, which starts as 300.
 
     Inputs
-        - **data**: 2 to 5 dimensions; float16 (with float32 parameters), float32 or float64. Shards of a batch may be
-          of different size.
+        - **data**: 2 to 5 dimensions; float16 (with float32 parameters), float32 or float64. Shards of a batch may
+          differ in size.
 
     Outputs
         - **out**: shape and type of the data.
@@ -159,19 +162,19 @@ class SyncBatchNorm(nn.BatchNorm):
     Raises
     ------
     ValueError
-        At construction, where an argument is out of range. In a training call, where the number of devices does not
-        fit: ``group_size`` does not divide it, or there are fewer than two slots to shuffle. Where parameters are put
-        on a GPU that MXNet has no code for.
+        At construction, where an argument is out of range. In a training call, where ``group_size`` does not divide the
+        number of devices, or there are fewer than two slots to shuffle. Where parameters are put on a GPU that MXNet
+        has no code for.
     MXNetError
         When a result is read: a replica did not come in time, came with another number of channels or failed. The
         text names the layer, who arrived and who is missing. In a backward with ``inplace``: gamma of a channel is so
-        small that ``xhat`` would not be found to within a 32nd of a deviation; or, in ``'shuffle'``, the values of a
-        slot are so near each other that x would not be found to within a 32nd of the slot's own deviation.
+        small that ``xhat`` is not found to within a 32nd of a deviation. In ``'shuffle'``: the values of a slot are so
+        close that x is not found to within a 32nd of the slot's deviation.
 
     Warns
     -----
     UserWarning
-        Where whole numbers by position mean one thing to ``nn.BatchNorm`` and another to contrib's layer.
+        Where two positional integers mean one thing to ``nn.BatchNorm`` and another to contrib's layer.
 
     References
     ----------
@@ -245,17 +248,17 @@ class SyncBatchNorm(nn.BatchNorm):
         self._unbiased = running_variance == "unbiased"
         self._activation = behind_it
         self._inplace = inplace
-        self._fuses = False  # with what stands behind it in a graph; see `fusion`
-        self._nodes = 0  # of graphs, so far
+        self._fuses = False  # with the operators behind it in a graph; see `fusion`
+        self._nodes = 0  # number of nodes in graphs, so far
         self._origin: Any = None  # class and settings before `convert`
         self._adopt_parameters()
         export.install()
 
     def __call__(self, *args: Any) -> Any:
-        return HybridBlock.__call__(self, *args)  # without what `patches` puts into plain layers: nobody asks who calls
+        return HybridBlock.__call__(self, *args)  # skips what `patches` adds to plain layers: no caller has to be noted
 
     def _alias(self) -> str:
-        return "batchnorm"  # so that parameters have the names they have in a net with plain BatchNorm
+        return "batchnorm"  # parameters get the names that they have in a net with plain BatchNorm
 
     def _adopt_parameters(self) -> None:
         """From now on, the contexts of ``running_mean`` are this layer's replicas."""
@@ -283,10 +286,10 @@ class SyncBatchNorm(nn.BatchNorm):
         if self._replicas.problem and autograd.is_training() and not self._replicas.reaches_other_processes():
             raise ValueError(self._replicas.problem)
         node = -1
-        if F is not mx.nd:  # the same graph serves all contexts, so each of its nodes meets itself only
+        if F is not mx.nd:  # all contexts share the graph: a node meets only itself on the other contexts
             node, self._nodes = self._nodes, self._nodes + 1
         own = without_amp(F)
-        # A graph may be recorded between initialize() and the first batch, when the contexts are known and no more.
+        # A graph may be recorded between initialize() and the first batch. Then only the contexts are known.
         deferred = self.running_mean._deferred_init
         contexts = self._replicas.given or (deferred[1] if deferred else [])
         lanes = self._replicas.lanes(contexts) if contexts else 1
@@ -299,7 +302,7 @@ class SyncBatchNorm(nn.BatchNorm):
 
 
 class SyncBatchNormAdd(SyncBatchNorm):
-    r"""`SyncBatchNorm` with an addition behind it, and an activation behind that: the end of a residual block.
+    r"""`SyncBatchNorm`, an addition and an activation: the end of a residual block.
 
     .. math:: y = \mathrm{activation}\left(
                   \frac{x - \mu}{\sqrt{\sigma^2 + \epsilon}} \cdot \gamma + \beta + addend\right)
@@ -309,7 +312,7 @@ class SyncBatchNormAdd(SyncBatchNorm):
     activation : str, optional
         As in `SyncBatchNorm`, but ``'relu'`` by default.
     *args, **kwargs
-        Of `SyncBatchNorm`, but no ``inplace=True``: what was added would have to be kept.
+        Arguments of `SyncBatchNorm`, without ``inplace=True``: the layer would have to keep the addend.
 
     Inputs
         - **data**: as in `SyncBatchNorm`.
@@ -329,7 +332,7 @@ class SyncBatchNormAdd(SyncBatchNorm):
 
 
 class ShuffleBatchNorm(SyncBatchNorm):
-    """`SyncBatchNorm` with ``mode='shuffle'``, for use as ``norm_layer=``. All other arguments are the same."""
+    """`SyncBatchNorm` with ``mode='shuffle'``, to be passed as ``norm_layer=``. All other arguments are the same."""
 
     def __init__(self, *args: Any, mode: str = "shuffle", **kwargs: Any) -> None:
         if not isinstance(mode, str) or mode != "shuffle":
@@ -340,9 +343,9 @@ class ShuffleBatchNorm(SyncBatchNorm):
 class _ReplicatedParameter(Parameter):
     """A parameter that tells layers when it moves to other contexts.
 
-    A hybridized net calls no Python of its layers, so a layer cannot look for itself; ``initialize``, ``reset_ctx`` and
-    ``load_parameters`` all come through ``_init_impl``. An existing parameter changes its class and stays the object it
-    is, because nets, trainers and parameter dictionaries hold on to it.
+    A hybridized net calls no Python code of its layers, so a layer cannot check this itself. ``initialize``,
+    ``reset_ctx`` and ``load_parameters`` all call ``_init_impl``. An existing parameter changes its class and stays the
+    same object, because nets, trainers and parameter dictionaries hold references to it.
     """
 
     _followers: List[Replicas]

@@ -1,16 +1,16 @@
-"""What the layer computes, as a specification: float64 NumPy over a list of shards, written to be read.
+"""Specifies what the layer computes, in float64 NumPy over a list of shards.
 
-A shard is the mini-batch of one device. A device holds ``virtual_devices`` *slots*, each a contiguous part of its
-shard along axis 0, split as ``numpy.array_split`` does; slots are numbered over all devices in order. A slot without a
-value takes no part in anything and has no number. Slots whose values share a statistic are a *pool*::
+A shard is the mini-batch of one device. A device holds ``virtual_devices`` *slots*. Each slot is a contiguous part of
+the shard along axis 0, split as ``numpy.array_split`` does. Slots are numbered over all devices in order. A slot
+without a value takes no part and has no number. Slots whose values share a statistic are a *pool*::
 
     mode        a pool is                                               a slot is normalised with
     sync        all slots of the devices, or of group_size of them      the pool that it feeds
     local       one slot                                                the pool that it feeds
     shuffle     one slot                                                slot i: the pool of slot permutation[i]
 
-For one channel and each pool, with ``x`` the values of that channel in the slots that feed the pool, over samples and
-positions, and ``n`` their number::
+For one channel and one pool, ``x`` are the channel's values in all slots that feed the pool, over samples and
+positions. ``n`` is their number::
 
     mean = sum(x) / n               var = sum((x - mean)**2) / n  (biased)          r = 1 / sqrt(var + epsilon)
 
@@ -20,28 +20,29 @@ For a slot that feeds pool ``f`` and is normalised with pool ``u``::
     z    = gamma * xhat + beta [+ addend]
     y    = min(z, ceiling) where z > 0, else slope * z          (slope 1: y = z; slope 0: ReLU)
 
-and, for a loss ``L`` that is the sum of the shards' losses, with ``dz = dL/dz``, which is ``dL/dy`` where
-0 < z < ceiling, 0 above, and else that times the slope::
+Let ``L`` be the sum of the shards' losses and ``dz = dL/dz``. Where 0 < z < ceiling, ``dz`` is ``dL/dy``. It is 0 above
+the ceiling and ``slope * dL/dy`` elsewhere::
 
     dgamma[d] = sum over the slots of device d of sum(dz * xhat)            dbeta[d] = the same of sum(dz)
     S1[k]     = sum over the slots normalised with k of sum(dz)             S2[k]    = the same of sum(dz * xhat)
     dx        = gamma * (r[u] * dz - r[f] / n[f] * (S1[f] + (x - mean[f]) * r[f] * S2[f]))          daddend = dz
 
-where the second term is what flows through mean and variance, back to the slots that they come from: with ``f = u``
-it is the gradient of plain batch normalisation. Each device keeps its own ``dgamma[d]`` and ``dbeta[d]``, whose sum is
-the gradient of the parameter, as a trainer adds them up over devices. The running statistics are also each device's::
+The second term of ``dx`` is the gradient that flows through mean and variance, back to the slots that feed them. With
+``f = u`` it is the gradient of plain batch normalisation. Each device keeps its own ``dgamma[d]`` and ``dbeta[d]``. A
+trainer adds them up over devices, and their sum is the gradient of the parameter. Each device also has running
+statistics of its own::
 
     running <- momentum * running + (1 - momentum) * batch                  (of mean and var)
 
-where ``batch`` is the pool's in sync, and else the unweighted mean over the pools of the device's own slots; of the
-variances, these as they are, or with ``running_variance='unbiased'`` each times ``n / (n - 1)``, and as it is for
-``n = 1``. Where there is no pool, ``running`` stays; with ``nonfinite='skip'`` also where some value of ``batch`` is
-not finite.
+In sync, ``batch`` is the statistic of the device's pool. Otherwise it is the unweighted mean over the pools of the
+device's own slots. With ``running_variance='unbiased'`` each pool's variance is multiplied by ``n / (n - 1)`` before
+that, except for ``n = 1``. Where there is no pool, ``running`` stays. With ``nonfinite='skip'`` it also stays where
+some value of ``batch`` is not finite.
 
 Sources: Ioffe and Szegedy, "Batch Normalization: Accelerating Deep Network Training by Reducing Internal Covariate
-Shift", ICML 2015 (Algorithm 1 and the gradients in section 3), applied to each pool. For shuffle: He, Fan, Wu, Xie and
-Girshick, "Momentum Contrast for Unsupervised Visual Representation Learning", CVPR 2020, arXiv 1911.05722 (section
-3.3, where the samples change places; here the statistics do).
+Shift", ICML 2015. This module applies Algorithm 1 and the gradients in section 3 to each pool. For shuffle: He, Fan,
+Wu, Xie and Girshick, "Momentum Contrast for Unsupervised Visual Representation Learning", CVPR 2020, arXiv 1911.05722,
+section 3.3. The paper shuffles samples; this layer shuffles statistics.
 """
 
 from dataclasses import dataclass
@@ -53,16 +54,16 @@ __all__ = ["Forward", "Gradients", "Pool", "Slot", "Statistics", "backward", "de
 
 
 class Slot(NamedTuple):
-    """A part of a shard, with the indices of two pools."""
+    """A part of a shard, with the indices of the two pools that it feeds and uses."""
 
     device: int
     samples: np.ndarray  # along axis 0 of the shard
-    feeds: Optional[int]  # what its values are part of; None: the running statistics are used, which get no gradient
-    uses: int  # what it is normalised with
+    feeds: Optional[int]  # the pool that it is part of; None: the running statistics normalise it, without a gradient
+    uses: int  # the pool that normalises it
 
 
 class Pool(NamedTuple):
-    """A statistic."""
+    """The statistics of one pool."""
 
     mean: np.ndarray  # [C]
     var: np.ndarray  # [C], biased
@@ -71,10 +72,10 @@ class Pool(NamedTuple):
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the backward needs to know of the forward."""
+    """The values that the backward needs from the forward."""
 
     pools: List[Pool]
-    slots: List[Slot]  # those that hold a value, in order
+    slots: List[Slot]  # the slots that hold a value, in order
     axis: int
     epsilon: float
     scale: bool
@@ -82,7 +83,8 @@ class Statistics:
 
 
 class Forward(NamedTuple):
-    """One entry per shard: outputs of the shard's shape, the new running statistics of shape [C]. And the state."""
+    """One entry per shard: outputs of the shard's shape, new running statistics of shape [C]. Also the backward's
+    state."""
 
     outputs: List[np.ndarray]
     state: Statistics
@@ -91,7 +93,7 @@ class Forward(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """One entry per shard: dx and that of the addend of the shard's shape, dgamma and dbeta of shape [C]."""
+    """One entry per shard: the gradients of shard and addend, in the shard's shape; dgamma and dbeta of shape [C]."""
 
     dxs: List[np.ndarray]
     dgammas: List[np.ndarray]
@@ -122,35 +124,40 @@ def forward(
     kind: str = "rectifier",
     addends: Optional[Sequence[np.ndarray]] = None,
 ) -> Forward:
-    """Normalise every slot with the statistics that `mode` gives it (see the module for the formula).
+    """Normalises every slot with the statistics that `mode` selects. The module docstring has the formula.
 
     **Arguments:**
 
-    - `shards`: one array per device, with the same number of dimensions and the same extent C along `axis`
-        (counted from the back where negative). A shard may be empty as long as one is not.
+    - `shards`: one array per device, with the same number of dimensions and the same extent C along `axis`. A negative
+        `axis` counts from the back. A shard may be empty as long as one is not.
     - `gamma`, `beta`, `running_mean`, `running_var`: [C], the same for all devices.
     - `scale`: false takes gamma as 1 and gives it no gradient (MXNet's ``fix_gamma``).
-    - `use_global_stats`: true normalises with the running statistics, whatever the mode, and leaves them as they are.
+    - `use_global_stats`: true normalises with the running statistics in every mode, and does not update them.
     - `mode`: ``'sync'``, ``'local'`` or ``'shuffle'``.
     - `virtual_devices`: slots per device; in sync they change nothing.
-    - `group_size`: in sync, so many consecutive devices share a statistic; by default all. A group without a value
-        has none.
-    - `permutation`: in shuffle, over the slots that hold a value: slot i takes the statistics of slot
+    - `group_size`: in sync, the number of consecutive devices that share a statistic; by default all. A group without
+        a value has no statistic.
+    - `permutation`: in shuffle, over the slots that hold a value. Slot i uses the statistics of slot
         ``permutation[i]``, never its own. See `derangement`.
-    - `running_variance`: ``'biased'`` or ``'unbiased'``: what the running variance takes. Outputs do not depend on it.
-    - `nonfinite`: ``'propagate'``, ``'skip'`` or ``'error'``, of statistics that are not finite.
-    - `slope`, `ceiling`: of what is not above 0, and the largest output.
-    - `kind`: of the activation: ``'rectifier'``, or ``'identity'`` with a slope of 1 and no ceiling.
-    - `addends`: one per shard, of its shape, added before the slope.
+    - `running_variance`: ``'biased'`` or ``'unbiased'``: the variance that the running variance averages. Outputs do
+        not depend on this argument.
+    - `nonfinite`: ``'propagate'``, ``'skip'`` or ``'error'``: the treatment of statistics that are not finite.
+    - `slope`, `ceiling`: the factor for values that are not above 0, and the largest output.
+    - `kind`: the activation: ``'rectifier'``, or ``'identity'`` with a slope of 1 and no ceiling.
+    - `addends`: one per shard, of its shape, added before the activation.
 
     **Returns:** outputs, statistics, new running means and variances. The arguments are not changed.
 
-    **Raises:** `ValueError` for shards without a common channel extent, for parameters of another extent, for a batch
-    without a single value, for an unknown mode, `kind`, `running_variance` or `nonfinite`, for statistics that are not
-    finite with ``'error'``, for addends of another shape than the shards, for more than one slot where axis 0 holds
-    the channels, for a `group_size` that does not divide the number of shards, for fewer than two slots to shuffle,
-    for a `permutation` that is none of theirs or has a fixed point, and for either argument in another mode than its
-    own.
+    **Raises:** `ValueError`
+
+    - for shards without a common channel extent, for parameters of another extent, or for a batch without a value;
+    - for an unknown `mode`, `kind`, `running_variance` or `nonfinite`, or for `addends` of other shapes than the
+        shards;
+    - for statistics that are not finite, with ``nonfinite='error'``;
+    - for several slots per device where axis 0 holds the channels, or a `group_size` that does not divide the number of
+        shards;
+    - for fewer than two slots to shuffle, or a `permutation` of other slots or with a fixed point;
+    - for `group_size` outside sync, or `permutation` outside shuffle.
     """
     arrays, axis = _channels_last(shards, axis)
     channels = arrays[0].shape[-1]
@@ -176,7 +183,7 @@ def forward(
         for samples in np.array_split(np.arange(len(x)), virtual_devices)
         if x[samples].size
     ]
-    together = (group_size or len(arrays)) if mode == "sync" else 1  # devices whose running statistics are the same
+    together = (group_size or len(arrays)) if mode == "sync" else 1  # devices with the same running statistics
     if use_global_stats:
         slots = [Slot(device, samples, None, 0) for device, samples in parts]
         pools = [Pool(old_mean.copy(), old_var.copy(), 0)]
@@ -226,14 +233,14 @@ def backward(
     gamma: np.ndarray,
     state: Statistics,
 ) -> Gradients:
-    """The gradient of all shards' losses with respect to each shard, and each shard's part of dgamma, dbeta.
+    """Returns the gradients of the summed losses with respect to each shard, and each shard's part of dgamma and dbeta.
 
-    **Arguments:** the shards and `gamma` given to `forward`, the gradient of the loss with respect to each of
-    its outputs (same shapes as the shards) and the statistics that it returned.
+    **Arguments:** the shards and `gamma` that `forward` got, and the statistics that it returned. `head_grads` are the
+    gradients of the loss with respect to each output, in the shapes of the shards.
 
     **Returns:** `Gradients`. dgamma is zero where `scale` was false.
 
-    **Raises:** `ValueError` where a head gradient is missing or of another shape than its shard.
+    **Raises:** `ValueError` where a head gradient is missing or has another shape than its shard.
     """
     given, expected = [np.shape(dy) for dy in head_grads], [np.shape(x) for x in shards]
     if given != expected:
@@ -265,9 +272,9 @@ def backward(
 
 
 def moments(shards: Sequence[np.ndarray], axis: int = 1) -> Tuple[np.ndarray, np.ndarray, int]:
-    """Mean [C], biased variance [C] and number of values per channel over all shards.
+    """Returns mean [C], biased variance [C] and the number of values per channel over all shards.
 
-    Two passes: the squares are taken of centred values, so that a large offset costs no digits.
+    A second pass squares the centred values, so that a large offset costs no digits.
 
     **Raises:** `ValueError` where all shards are empty.
     """
@@ -281,7 +288,7 @@ def moments(shards: Sequence[np.ndarray], axis: int = 1) -> Tuple[np.ndarray, np
 
 
 def derangement(seed: int, layer: int, node: int, call: int, slots: int) -> List[int]:
-    """A uniformly random permutation of ``range(slots)`` without fixed points, the same wherever it is drawn.
+    """Draws a uniformly random permutation of ``range(slots)`` without fixed points, the same in every process.
 
     ::
 
@@ -291,9 +298,9 @@ def derangement(seed: int, layer: int, node: int, call: int, slots: int) -> List
         p = 0, 1, ..., slots - 1; for i = slots - 1, ..., 1: exchange p[i] and p[below i + 1]
         again from p = 0, 1, ... with the numbers that follow, as long as p has a fixed point
 
-    **Returns:** p, to be given to `forward` as `permutation`.
+    **Returns:** p, for `forward`'s argument `permutation`.
 
-    **Raises:** `ValueError` for fewer than two slots, which have no such permutation.
+    **Raises:** `ValueError` for fewer than two slots: there is no such permutation of them.
 
     Sources: `mix` and `next` are SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
     OOPSLA 2014. The exchanges are Durstenfeld, "Algorithm 235: Random permutation", CACM 7(7), 1964.
@@ -325,7 +332,7 @@ def _mix(z: int) -> int:
 
 
 def _channels_last(shards: Sequence[np.ndarray], axis: int) -> Tuple[List[np.ndarray], int]:
-    """The shards in float64 with the channels moved to the end, and the axis counted from the front."""
+    """Returns the shards in float64 with the channels at the end, and the axis counted from the front."""
     arrays = [np.asarray(x, np.float64) for x in shards]
     if not arrays:
         raise ValueError("shards is empty, expected one array per device")
