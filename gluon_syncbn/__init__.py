@@ -1,12 +1,12 @@
-"""Synchronised BatchNorm for MXNet Gluon: statistics of the whole batch, over all devices."""
+"""Provides synchronised BatchNorm for MXNet Gluon: statistics of the whole batch, over all devices."""
 
 from .mxnet_side import compatibility as _compatibility
 from .system import cuda_libraries as _cuda_libraries
 from .system import distribution as _distribution
 from .system.version import __version__
 
-# Errors bear the name of this package, as those do that say that a module is not found: `python -m gluon_syncbn` then
-# ends with their text and without a traceback.
+# Like an error for a missing module, this one names the package. `python -m gluon_syncbn` then prints the text without
+# a traceback.
 try:
     _compatibility.supply()
     _cuda_libraries.load()
@@ -20,12 +20,12 @@ except ImportError as error:
 except OSError as error:
     if not str(error).startswith(("libgomp.", "libquadmath.")):
         raise
-    raise ImportError(  # a bare system has neither, and MXNet's package leaves them to it
+    raise ImportError(  # a bare system has neither, and MXNet's package does not require them
         f"MXNet 1.9 cannot be loaded ({error}): `apt-get install libgomp1 libquadmath0`, "
         "or `dnf install libgomp libquadmath`",
         name=__name__,
     ) from None
-except AttributeError as error:  # a NumPy that has lost more names than those that are supplied
+except AttributeError as error:  # NumPy has lost more names than this package supplies
     tried = _compatibility.TRIED["NumPy"]
     raise ImportError(
         f"MXNet 1.9 cannot be imported ({error}): the newest NumPy that was tried is {tried}, "

@@ -1,4 +1,4 @@
-"""``python -m gluon_syncbn`` and ``gluon-syncbn``: the self-check by itself or with `check`, a script with `run`."""
+"""Runs the command line: the self-check, alone or with `check`, and a user's script with `run`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What stands behind a batch normalisation: nothing, an addition, an activation; and layers of these without
-synchronisation, into which `revert` makes the synchronised ones.
+"""Defines the activations and additions that a layer computes after batch normalisation.
+
+The layers here do so without synchronisation. `revert` turns synchronised layers into them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class Activation(NamedTuple):
         return f"ReLU{self.ceiling:g}" if math.isfinite(self.ceiling) else "ReLU"
 
     def attributes(self) -> Dict[str, str]:
-        """Of a node."""
+        """Returns the attributes of a node."""
         return {"activation": self.kind, "slope": repr(self.slope), "ceiling": repr(self.ceiling)}
 
     @classmethod
@@ -34,7 +35,7 @@ class Activation(NamedTuple):
         return cls(float(attributes["slope"]), float(attributes["ceiling"]), attributes["activation"])
 
     def arguments(self) -> Dict[str, Any]:
-        """Of a layer."""
+        """Returns the arguments of a layer."""
         if self == NONE:
             return {"activation": None}
         if self.slope:
@@ -42,7 +43,7 @@ class Activation(NamedTuple):
         return {"activation": "relu6" if math.isfinite(self.ceiling) else "relu"}
 
     def of(self, F: Any, z: Any, dtype: Any = np.float32) -> Any:
-        """By MXNet's own operators, of a layer whose parameters have this type."""
+        """Applies the activation by MXNet's own operators. ``dtype`` is the type of the layer's parameters."""
         if self == NONE:
             return z
         if self.slope and np.dtype(dtype) == np.float64:  # LeakyReLU multiplies in float32 (xelu in mshadow_op.h)
@@ -60,7 +61,7 @@ SLOPES = float(np.finfo(np.float32).tiny), 1 - 2.0**-24
 
 
 def of_arguments(activation: Any, slope: Any) -> Activation:
-    """What the arguments of a layer mean."""
+    """Returns the activation that a layer's arguments describe."""
     expected = "a number above 0 and below 1, in float32 too; activation=None and 'relu' are 1 and 0"
     slope = arguments.number("slope", slope, *SLOPES, expected)
     if activation is None:
@@ -75,22 +76,22 @@ def described(activation: Activation, adds: bool, inplace: bool) -> str:
 
 
 def invertible(activation: Activation, adds: bool) -> bool:
-    """Whether what it stands behind can be found from y alone."""
+    """Whether the backward can compute the activation's input from y alone."""
     return not adds and activation.slope > 0 and math.isinf(activation.ceiling)
 
 
 def behind(F: Any, z: Any, addend: Optional[Any], activation: Activation, dtype: Any) -> Any:
-    """Addition and activation, by MXNet's own operators.
+    """Applies the addition and the activation by MXNet's own operators.
 
-    In graphs, ``+`` is ``elemwise_add``, whose two gradients may lie in the memory of its one input (``_backward_add``
-    in src/operator/tensor/elemwise_binary_op_basic.cc). They may be wrong where one of them is added to an array, or
-    wanted by nobody. ``broadcast_add`` shares no memory.
+    In graphs, ``+`` is ``elemwise_add``, whose two gradients may share the memory of its one input (``_backward_add``
+    in src/operator/tensor/elemwise_binary_op_basic.cc). The gradients may be wrong where one is added to an array, or
+    where one is not requested. ``broadcast_add`` shares no memory.
     """
     return activation.of(F, z if addend is None else F.broadcast_add(z, addend), dtype)
 
 
 class BatchNormActivation(nn.BatchNorm):
-    """``nn.BatchNorm``, and the activation behind it."""
+    """``nn.BatchNorm`` and an activation."""
 
     _activation = NONE
 
@@ -100,7 +101,7 @@ class BatchNormActivation(nn.BatchNorm):
 
 
 class BatchNormAdd(nn.BatchNorm):
-    """``nn.BatchNorm``, and what is added, and the activation behind both."""
+    """``nn.BatchNorm``, an addition and an activation."""
 
     _activation = NONE
 

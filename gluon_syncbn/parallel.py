@@ -1,9 +1,9 @@
-"""`DataParallelModel` and `DataParallelCriterion` with GluonCV's signatures and results, and memory that stays flat.
+"""Provides GluonCV's `DataParallelModel` and `DataParallelCriterion` without their growth in memory.
 
-With ``sync``, GluonCV's start a thread for each replica at every call. MXNet gives every thread that runs an operator
-random states and temporary space of its own, and frees neither when the thread ends, so that a job grows by megabytes
-at each step. There is no thread here: a call issues operators, and MXNet's engine runs those of all replicas side by
-side.
+With ``sync``, GluonCV's classes start a thread for each replica at every call. MXNet gives every thread that runs an
+operator its own random states and temporary space, and never frees them. So a job grows by megabytes at each step.
+The classes here start no thread: a call issues operators, and MXNet's engine runs the operators of all replicas side
+by side.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class DataParallelModel:
     Parameters
     ----------
     module : gluon.Block
-        The network, whose parameters are put on the contexts; or what can be called and has its ``collect_params``, as
-        GluonCV's ``SegEvalModel``.
+        The network, whose parameters are put on the contexts. Also any callable with the network's ``collect_params``,
+        such as GluonCV's ``SegEvalModel``.
     ctx_list : list of Context, optional
-        One for each replica; several replicas may share one. CPU contexts are those of `cpu_devices`, with as many as
-        there are replicas. By default the network is called as it is.
+        One for each replica; several replicas may share one. CPU contexts must come from `cpu_devices`, which takes the
+        number of replicas. By default the network is called as it is.
     sync : bool
-        Whether a call waits for the outputs, so that an error of the forward is raised by it.
+        Whether a call waits for the outputs and raises errors of the forward.
 
     Inputs
-        - ***args**, ****kwargs**: arrays, which are cut along axis 0, also within tuples, lists and dictionaries;
-          everything else goes to each replica as it is.
+        - ***args**, ****kwargs**: arrays are cut along axis 0, also within tuples, lists and dictionaries. Everything
+          else goes to each replica as it is.
 
     Outputs
         - A tuple with the outputs of each replica, each a tuple.
@@ -51,7 +51,7 @@ class DataParallelModel:
     Raises
     ------
     ValueError
-        At construction, where an argument is not what is said above. At a call, where the batch has fewer samples than
+        At construction, where an argument is not as described above. At a call, where the batch has fewer samples than
         there are replicas.
     """
 
@@ -74,20 +74,20 @@ class DataParallelModel:
 
 
 class DataParallelCriterion:
-    """A loss on several contexts: each replica's outputs with its part of the targets.
+    """A loss on several contexts: gets each replica's outputs and the replica's part of the targets.
 
     Parameters
     ----------
     module : callable
-        The loss; it is called with a replica's outputs, then its targets.
+        The loss. Its arguments are a replica's outputs, then the targets.
     ctx_list : list of Context, optional
-        Those of the `DataParallelModel`. By default the loss is called as it is.
+        The contexts of the `DataParallelModel`. By default the loss is called as it is.
     sync : bool
-        Whether a call waits for the losses, so that an error is raised by it.
+        Whether a call waits for the losses and raises their errors.
 
     Inputs
-        - **inputs**: what the `DataParallelModel` returned.
-        - ***targets**, ****kwargs**: arrays, which are cut as its inputs are.
+        - **inputs**: the outputs of the `DataParallelModel`.
+        - ***targets**, ****kwargs**: arrays, cut like the inputs of the `DataParallelModel`.
 
     Outputs
         - A tuple with the loss of each replica.
@@ -95,7 +95,7 @@ class DataParallelCriterion:
     Raises
     ------
     ValueError
-        At construction, where an argument is not what is said above. At a call, where the batch has fewer samples than
+        At construction, where an argument is not as described above. At a call, where the batch has fewer samples than
         there are replicas.
     """
 
@@ -126,21 +126,21 @@ def parallel_apply(
     kwargs_tup: Optional[Sequence[Dict[str, Any]]] = None,
     sync: bool = False,
 ) -> Tuple[Any, ...]:
-    """The outputs of each replica, each a tuple, from arguments that are on its context already.
+    """Returns the outputs of each replica, each a tuple. The arguments are on the replicas' contexts already.
 
     Parameters
     ----------
     module : callable
         The network.
     inputs, kwargs_tup : sequences
-        For each replica its arguments, and those by name.
+        The positional and the named arguments of each replica.
     sync : bool
-        Whether the call waits for the outputs, so that an error is raised by it.
+        Whether the call waits for the outputs and raises errors of the forward.
 
     Raises
     ------
     ValueError
-        Where an argument is not what is said above, or ``kwargs_tup`` not as long as ``inputs``.
+        Where an argument is not as described above, or ``kwargs_tup`` has another length than ``inputs``.
     """
     _callable("module", module, "a network")
     calls = _zipped("kwargs_tup", inputs, kwargs_tup)
@@ -154,7 +154,7 @@ def criterion_parallel_apply(
     kwargs_tup: Optional[Sequence[Dict[str, Any]]] = None,
     sync: bool = False,
 ) -> Tuple[Any, ...]:
-    """As `parallel_apply`, for a loss: called with a replica's inputs, then its targets; what it returns is left so."""
+    """Does what `parallel_apply` does, for a loss of a replica's inputs and targets. Returns the losses unchanged."""
     if len(targets) != len(inputs):
         arguments.refuse("targets", f"{len(targets)} of them", f"those of {len(inputs)} replicas")
     _callable("module", module, "a loss")
@@ -163,7 +163,7 @@ def criterion_parallel_apply(
 
 
 def parallel_backward(losses: Sequence[Any], sync: bool = True) -> None:
-    """The backward of each replica's loss, side by side. ``sync`` is GluonCV's, and changes nothing."""
+    """Runs the backward of each replica's loss, side by side. ``sync`` is GluonCV's argument and has no effect."""
     autograd.backward(list(losses))
 
 
@@ -187,12 +187,12 @@ def _contexts(contexts: Any) -> Optional[List[mx.Context]]:
 
 
 def _scatter(args: Tuple[Any, ...], kwargs: Dict[str, Any], contexts: List[mx.Context]) -> List[Call]:
-    """The arguments of each replica."""
+    """Returns the arguments of each replica."""
     return list(zip(_parts(args, contexts), _parts(kwargs, contexts)))
 
 
 def _parts(value: Any, contexts: List[mx.Context]) -> List[Any]:
-    """What each replica gets of it."""
+    """Cuts a value into the parts of the replicas."""
     if isinstance(value, mx.nd.NDArray):
         return split_and_load(value, contexts, even_split=False)
     if isinstance(value, (tuple, list)):

@@ -1,4 +1,4 @@
-"""`SyncBatchNorm` for graphs that are written as symbols, such as the necks of GluonCV's detectors."""
+"""Provides `SyncBatchNorm` for graphs that are written as symbols, such as the necks of GluonCV's detectors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .system import arguments
 
 __all__ = ["SyncBatchNorm"]
 
-# A node of a symbol can keep nothing alive, so what was written stays for as long as the process.
+# A node of a symbol cannot keep an object alive, so these layers stay for as long as the process.
 _written: List[layer.SyncBatchNorm] = []
 
 
@@ -49,25 +49,25 @@ def SyncBatchNorm(
         net = gluon.SymbolBlock(neck, data)
         net.initialize()
 
-    The graph goes into a ``SymbolBlock``, whose parameters say what the replicas are. From the first use on, a
-    ``SymbolBlock`` that is made with such a graph is one whose layers `convert`, `revert`, `freeze` and `summary` see.
+    The graph goes into a ``SymbolBlock``, whose parameters determine the replicas. After the first use of this
+    function, a ``SymbolBlock`` made of such a graph has layers. `convert`, `revert`, `freeze` and `summary` see them.
 
     Parameters
     ----------
     data : Symbol
         2 to 5 dimensions.
     gamma, beta, moving_mean, moving_var : Symbol, optional
-        By default variables that are called after the node.
+        By default variables with the node's name as prefix.
     eps : float
         At least 0.
     momentum : float
-        From 0 to 1: the share of what was there.
+        From 0 to 1: the weight of the old running statistics.
     fix_gamma, use_global_stats : bool
         Whether gamma counts as 1; whether training, too, uses the running statistics.
     output_mean_var : bool
         Only False.
     ndev, key
-        Of contrib's operator, and not needed.
+        Arguments of contrib's operator, which have no effect.
     name : str, optional
         Name of the node. By default numbered, as MXNet does with a ``BatchNorm``.
     **kwargs
@@ -77,12 +77,12 @@ def SyncBatchNorm(
     Returns
     -------
     Symbol
-        Of the shape and type of the data.
+        The normalised data, in its shape and type.
 
     Raises
     ------
     ValueError
-        Where an argument is not what is said above.
+        Where an argument is not as described above.
     MXNetError
         In a training step of a graph that is in no ``SymbolBlock``.
     """

@@ -1,4 +1,4 @@
-"""Which contexts take part, and CPU contexts that can."""
+"""Chooses the contexts that take part, and makes CPU contexts whose operators can wait for each other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
                 ys = [layer(x) for x in xs]
             autograd.backward(ys)
 
-    Waits for all work on entering and leaving, so that no step is half in and half out. Holds for the whole process.
+    Waits for all work on entering and leaving, so that each step has one set of contexts. Holds for the whole process.
 
     Parameters
     ----------
@@ -78,36 +78,38 @@ _active = False
 def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Optional[int] = None) -> List[Context]:
     """``n`` CPU contexts whose operators can wait for each other. Call it before the first MXNet operator runs.
 
-    MXNet's operators on all CPU contexts share one pool of temporary space and one of random states (Dropout and what
-    else draws numbers), and take from each in the order in which they were issued. With the default of 4 and 1 copies,
-    a later operator of the first replica stands before the second replica's first one while the first replica waits for
-    the second: a deadlock. With k such operators in a step of one replica, ``(n - 1) * k`` copies are enough. This sets
-    ``MXNET_CPU_TEMP_COPY`` and ``MXNET_CPU_PARALLEL_RAND_COPY``; values that are larger already stay. One context
-    waits for nobody: ``MXNET_CPU_TEMP_COPY`` stays, and only a ``random_copies`` that is given is set.
+    MXNet's operators on all CPU contexts share one pool of temporary space and one of random states (for Dropout and
+    other random operators). They take copies in the order in which they were issued. The default is 4 and 1 copies.
+    Then a later operator of the first replica can hold the copy that an operator of the second replica needs. If the
+    first replica waits for the second, this is a deadlock. With k such operators in a step of one replica, ``(n - 1)
+    * k`` copies are enough. This function sets ``MXNET_CPU_TEMP_COPY`` and ``MXNET_CPU_PARALLEL_RAND_COPY``; larger
+    values stay. One context waits for no other: ``MXNET_CPU_TEMP_COPY`` stays, and the other is set only if
+    ``random_copies`` is given.
 
-    The number of random states decides which numbers a seed gives: each random operator draws from the next state. The
-    processes of a job draw what one process with all contexts draws, if they have as many: ``random_copies`` says so.
+    The number of random states decides which numbers a seed gives: each random operator draws from the next state. With
+    equal ``random_copies``, the processes of a job draw the same numbers as one process with all contexts.
 
-    A copy of temporary space takes nothing until it is used and then keeps the largest space that it ever served, and
-    operators take the copies in turn: a job grows until each has served the largest one. (FastSCNN on two contexts with
-    images of 64 pixels: 0.56 GB with 256 copies, reached after 50 steps; 0.78 GB with 512, after 100; 1.27 GB with
-    1024, after 200.) A copy of the random states takes 5 MB at once, **in every thread** that runs an operator which
-    needs temporary space or random numbers, and is never freed: with the defaults 20 MB a thread for two contexts, 60
-    MB for four. A program that starts new threads at each step, as GluonCV's ``DataParallelModel(sync=True)`` does,
-    grows by as much for each; `gluon_syncbn.parallel` starts none.
+    A copy of temporary space takes no memory until its first use. Then it keeps the largest space that it ever served.
+    Operators take the copies in turn, so a job grows until each copy has served the largest one. (FastSCNN on two
+    contexts with images of 64 pixels takes 0.56 GB with 256 copies, after 50 steps. It takes 0.78 GB with 512, after
+    100, and 1.27 GB with 1024, after 200.) A copy of the random states takes 5 MB at once and is never freed. Each copy
+    exists **in every thread** that runs an operator which needs temporary space or random numbers. The defaults take
+    20 MB a thread for two contexts, 60 MB for four. A program that starts new threads at each step, such as GluonCV's
+    ``DataParallelModel(sync=True)``, grows by as much for each. `gluon_syncbn.parallel` starts none.
 
     Parameters
     ----------
     n : int
         Number of contexts, from 1 to 1024.
     temp_copies : int, optional
-        Copies of temporary space. By default, for each context but the first, 1024; of nets whose layers are
-        made before the first operator runs 4 for each `SyncBatchNorm`, and at least 256. For two contexts DeepLabV3 on
-        ResNet-101 (114 layers) needs 256 to 384, ResNet-152 (155 layers) 384 to 512. Too few end in an error that says
-        so.
+        Copies of temporary space. The default is 1024 for each context but the first. If the net's layers are made
+        before the first operator runs, it is 4 for each `SyncBatchNorm`, and at least 256. For two contexts DeepLabV3
+        on ResNet-101 (114 layers) needs 256 to 384, on ResNet-152 (155 layers) 384 to 512. If there are too few, an
+        error says so.
     random_copies : int, optional
-        Copies of the random states, for more than one context by default ``4 * (n - 1)``: enough for four random
-        operators in a forward of a replica. A net with more Dropouts needs more; too few end in an error that says so.
+        Copies of the random states. For more than one context the default is ``4 * (n - 1)``, enough for four random
+        operators in a forward of a replica. A net with more Dropouts needs more. If there are too few, an error says
+        so.
 
     Returns
     -------
@@ -117,12 +119,12 @@ def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Option
     Raises
     ------
     ValueError
-        Where an argument is no whole number, or out of range.
+        Where an argument is not an integer, or out of range.
 
     Warns
     -----
     UserWarning
-        Where MXNet has read these settings already, in this thread, and they were lower.
+        Where MXNet has already read lower settings in this thread.
     """
     n = arguments.whole("n", n, 1, 1024)
     if temp_copies is not None:

@@ -1,4 +1,4 @@
-"""The replicas of a layer, and whose statistics they use."""
+"""Describes the replicas of a layer, and the pooling of their statistics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODES = ("sync", "local", "shuffle")
 
 
 class Pooling(NamedTuple):
-    """Which slots share a statistic, and whose a slot is normalised with."""
+    """Which slots share a statistic, and which statistic normalises a slot."""
 
     mode: str = "sync"
     virtual_devices: int = 1  # slots of a replica
@@ -28,7 +28,7 @@ class Pooling(NamedTuple):
     def checked(
         cls, mode: Any, virtual_devices: Any, group_size: Any, axis: int, num_devices: Optional[int]
     ) -> Pooling:
-        """From a layer's arguments; ValueError where one is out of range or they do not go together."""
+        """Makes a pooling from a layer's arguments. ValueError: one is out of range, or they do not fit together."""
         pooling = cls(
             arguments.one_of("mode", mode, MODES),
             arguments.devices("virtual_devices", virtual_devices),
@@ -43,7 +43,7 @@ class Pooling(NamedTuple):
         return pooling
 
     def problem(self, replicas: int) -> str:
-        """Why this many replicas cannot train so, as an argument's error; empty where they can."""
+        """Why this many replicas cannot train so, as the error of an argument; empty if they can."""
         if self.group_size is not None and replicas % self.group_size:
             return f"group_size: {self.group_size} was given, expected a divisor of the number of devices, {replicas}"
         if self.mode == "shuffle" and replicas * self.virtual_devices < 2:
@@ -62,13 +62,13 @@ class Replicas:
     name : str
         Name of the layer, for messages.
     pooling : Pooling
-        Whose statistics are used.
+        Selects the statistics that normalise a slot.
     num_devices : int, optional
-        Number of replicas. By default as many as there are contexts.
+        Number of replicas. By default the number of contexts.
     exchange : Exchange, optional
-        Adds the statistics. By default what `configure` says, else shared memory.
+        Adds the statistics. By default the setting of `configure`, else shared memory.
     timeout : float, optional
-        Seconds that a replica waits for the others. By default what `configure` says.
+        Seconds that a replica waits for the others. By default the setting of `configure`.
     """
 
     _of_tokens: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
@@ -88,7 +88,7 @@ class Replicas:
         self.timeout = timeout
         self.channels = 0
         self.given: List[Context] = []
-        self.contexts: List[Context] = []  # the same, each once
+        self.contexts: List[Context] = []  # the same, without repetitions
         self.problem = ""  # why these contexts cannot train
         mode = MODES.index(pooling.mode)
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0)
@@ -103,11 +103,11 @@ class Replicas:
 
     @classmethod
     def of_token(cls, token: str) -> Optional[Replicas]:
-        """Those that a node of a graph names, where they are of this process and not gone."""
+        """Returns the replicas that a node of a graph names, if they belong to this process and still exist."""
         return cls._of_tokens.get(token)
 
     def set_contexts(self, contexts: List[Context], channels: int) -> None:
-        """The contexts that hold the layer's parameters; a repeated one holds several replicas."""
+        """Sets the contexts that hold the layer's parameters; a repeated one holds several replicas."""
         unique = list(dict.fromkeys(contexts))
         for context in unique:
             if context.device_type == "gpu":
@@ -116,23 +116,24 @@ class Replicas:
         self.given, self.contexts, self.channels = list(contexts), unique, channels
         self.problem = self.pooling.problem(replicas)
         if self.lanes(contexts) > 1:
-            # From 8 gradients of an array on, MXNet adds each before it begins with the operators of the next
-            # (AggregateGradient in src/executor/graph_executor.cc), and so one replica's before those of the next,
-            # which it waits for. It looks at its first backward; a replica has two gradients for gamma.
+            # With 8 gradients of an array or more, MXNet adds each one before it runs the operators of the next
+            # gradient (AggregateGradient in src/executor/graph_executor.cc). One replica's sum then precedes the next
+            # replica's operators, for which the first replica waits: a deadlock. MXNet reads the setting at its first
+            # backward; a replica has two gradients for gamma.
             at_least("MXNET_EXEC_INPLACE_GRAD_SUM_CAP", 4 * replicas)
         session.register(LayerInfo(self.id, self.name, unique, replicas, channels, *self.pooling), self.exchange)
         _native.layer_place(self.id, [str(context) for context in unique], replicas)
 
     def settings(self) -> Tuple[Pooling, Optional[int], Optional[Exchange], Optional[float]]:
-        """All but the name, as the constructor takes them."""
+        """All arguments of the constructor but the name."""
         return self.pooling, self.num_devices, self.exchange, self.timeout
 
     def count(self) -> int:
-        """Replicas of this process, where the contexts are known."""
+        """Number of replicas of this process, if the contexts are known."""
         return self.num_devices or len(self.given)
 
     def lanes(self, contexts: List[Context]) -> int:
-        """How many replicas on each of these contexts wait for each other."""
+        """Number of replicas on each of these contexts that wait for each other."""
         return 1 if self.pooling.mode == "local" else max(1, (self.num_devices or len(contexts)) // len(set(contexts)))
 
     def reaches_other_processes(self) -> bool:
@@ -140,7 +141,7 @@ class Replicas:
         return session.reaches_other_processes(self.exchange)
 
     def __deepcopy__(self, memo: dict) -> Replicas:
-        # A copy of a net trains on its own: its replicas must not meet those of the original.
+        # A copy of a net trains by itself: its replicas must not meet the replicas of the original.
         twin = Replicas(self.name, *self.settings())
         memo[id(self)] = twin
         if self.contexts:

@@ -1,4 +1,4 @@
-"""What belongs to the process: its defaults, its layers, the exchanges that reach other processes, the open scopes."""
+"""Holds the state of the process: its defaults, layers, exchanges to other processes, and open scopes."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ _MEMORY = Memory()
 
 
 class Session:
-    """The one of this process is `session`. Time limits and the seed are the native core's, which waits and draws."""
+    """The instance of this process is `session`. The native core keeps time limits and the seed, because it uses them."""
 
     def __init__(self) -> None:
-        #: For layers that name no KVStore; None is shared memory.
+        #: The exchange of layers that name no KVStore; None is shared memory.
         self.exchange: Optional[Exchange] = None
-        # In the order of their first initialisation, which is that of the net, and for good: whether a layer that is no
-        # longer used has been collected yet is nothing that processes could agree on, and its last sum may be on its
-        # way.
+        # In the order of first initialisation, which is the order in the net. Layers stay here after their last use,
+        # because the processes could not agree on when one was collected. A layer's last sum may also be on its way.
         self._layers: Dict[int, Tuple[LayerInfo, Optional[Exchange]]] = {}
         self._stores: Dict[str, ProcessStore] = {}  # by transport
-        # By the KVStore that they add with: one for each, so that one lock guards it.
+        # By the id of the KVStore that adds: one exchange for each, so that one lock guards a KVStore.
         self._exchanges: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
-        # Those that reach other processes, which have to hear of a failure and of the end.
+        # Exchanges that reach other processes, which must be told of a failure and of the end.
         self._between_processes: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._lock = threading.Lock()  # guards the number of open scopes
         self._open_scopes = 0
@@ -42,7 +41,7 @@ class Session:
     # ---- exchanges -----------------------------------------------------------------------------------------
 
     def process_store(self, name: str, gpus: Any = _UNCHANGED) -> ProcessStore:
-        """The one over this transport, made at its first use, where ``gpus`` holds for good."""
+        """Returns the store over this transport. The first call makes it and settles ``gpus``."""
         if gpus is not _UNCHANGED:
             gpus = way_of_gpus(gpus)
         if name not in self._stores:
@@ -56,7 +55,7 @@ class Session:
         return store
 
     def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
-        """What adds for the argument ``kvstore``; ValueError where nothing can."""
+        """Returns the exchange for the argument ``kvstore``; ValueError if there is none."""
         exchange, key = named.exchange(kvstore)
         if exchange is not None and exchange.spans_processes:
             self._between_processes.add(exchange)
@@ -67,7 +66,7 @@ class Session:
         _native.default_exchange((exchange or _MEMORY).handle)
 
     def layer_of(self, exchange: Exchange, ticket: _native.Ticket) -> LayerInfo:
-        """For the core: the layer of a ticket, which the exchange knows from now on."""
+        """For the core: returns the layer of a ticket. The exchange knows the layer from now on."""
         layer, _ = self._layers[ticket.layer]
         if not exchange.knows(layer):
             exchange.learn(self._layers_of(exchange))
@@ -77,33 +76,33 @@ class Session:
         return [
             layer
             for layer, own in self._layers.values()
-            if (own or self.exchange) is exchange and layer.mode != "local"  # which exchanges nothing
+            if (own or self.exchange) is exchange and layer.mode != "local"  # mode 'local' exchanges nothing
         ]
 
     def reaches_other_processes(self, exchange: Optional[Exchange]) -> bool:
-        """Whether a layer that names this one does."""
+        """Whether a layer with this exchange reaches other processes."""
         return (exchange or self.exchange or _MEMORY).spans_processes
 
     def tell_others(self, reason: str) -> None:
-        """The other processes, of a step that has failed here."""
+        """Tells the other processes that a step has failed here."""
         for exchange in list(self._between_processes):
             exchange.fail(reason)
 
     def close(self) -> None:
-        """The process ends."""
+        """Closes the exchanges at the end of the process."""
         for exchange in list(self._between_processes):
             exchange.close()
 
     # ---- layers --------------------------------------------------------------------------------------------
 
     def register(self, layer: LayerInfo, exchange: Optional[Exchange]) -> None:
-        """A layer has its parameters, or has them elsewhere; ``exchange`` is its own."""
+        """Adds a layer whose parameters are new or have moved; ``exchange`` is its own."""
         self._layers[layer.id] = (layer, exchange)
 
     # ---- scopes --------------------------------------------------------------------------------------------
 
     def enter_scope(self) -> bool:
-        """Whether it is the first one in the process."""
+        """Opens a scope. Returns whether it is the first one in the process."""
         with self._lock:
             first = self._open_scopes == 0
             self._open_scopes += 1
@@ -113,24 +112,24 @@ class Session:
         return first
 
     def leave_scope(self) -> bool:
-        """Whether it was the last one in its thread."""
+        """Closes a scope. Returns whether it was the last one in its thread."""
         with self._lock:
             self._open_scopes -= 1
         self._of_thread.depth -= 1
         return self._of_thread.depth == 0
 
     def depth(self) -> int:
-        """Scopes that this thread has open."""
+        """Number of scopes that this thread has open."""
         return getattr(self._of_thread, "depth", 0)
 
     def alone_in_a_step(self) -> bool:
-        """Whether this thread is in a step and no other is."""
+        """Whether this thread is in a step and no other thread is."""
         with self._lock:
             return 0 < self._open_scopes == self.depth()
 
     def alone_trains(self) -> bool:
-        """Whether this thread is in a step, and no other one will ever be: it is the main one, and none of the others
-        that have opened a scope is left.
+        """Whether this thread is in a step and no other thread will ever be. This is the main thread then, and no other
+        thread that opened a scope is left.
         """
         this = threading.current_thread()
         with self._lock:
@@ -140,7 +139,7 @@ class Session:
     # ---- forks ---------------------------------------------------------------------------------------------
 
     def forked(self) -> None:
-        """Here is the child, with the one thread that forked."""
+        """Resets the scopes in the child of a fork, which has one thread."""
         self._lock, self._open_scopes = threading.Lock(), self.depth()
         self.beginning = threading.RLock()
         for exchange in list(self._between_processes):
@@ -153,36 +152,36 @@ session = Session()
 def configure(
     *, kvstore: Any = _UNCHANGED, timeout: Any = _UNCHANGED, seed: Any = _UNCHANGED, nonfinite: Any = _UNCHANGED
 ) -> None:
-    """Sets defaults for all layers that do not say otherwise, those that exist already included.
+    """Sets defaults for all layers that do not override them, existing layers included.
 
-    Some models call ``norm_layer`` without ``norm_kwargs``; this reaches their layers too. A sum that is on its way
-    when the KVStore changes is made by one or the other.
+    Some models call ``norm_layer`` without ``norm_kwargs``; defaults reach their layers too. Either the old or the new
+    KVStore makes a sum that is on its way when the KVStore changes.
 
     Parameters
     ----------
     kvstore : str, KVStore or None
-        What adds the statistics over contexts. ``None``, where a process starts: shared memory; GPUs gather them with
-        NCCL, or over the host where this build of MXNet has none. ``'nccl'``: NCCL, or an error. ``'host'``: shared
-        memory, for GPUs too. ``'device'``, ``'local'`` or a KVStore object: MXNet's reduction; of GPUs, which have a
-        replica each, it adds the arrays where they are.
+        The exchange that adds the statistics over contexts. ``None``, the default: shared memory. GPUs gather the
+        statistics with NCCL, or over the host if this build of MXNet has no NCCL. ``'nccl'``: NCCL, or an error.
+        ``'host'``: shared memory, for GPUs too. ``'device'``, ``'local'`` or a KVStore object: MXNet's reduction. If
+        each GPU has one replica, MXNet adds the arrays on the GPUs.
     timeout : float
         Seconds that a replica waits for the others, 300 to start with. Then the step fails with an `MXNetError`
         that names the layer, who arrived and who is missing.
     seed : int
-        Of the permutations of mode ``'shuffle'``, from 0 to 2**64 - 1; 0 to start with. Each layer draws a new one for
-        each call, and setting a seed starts over: a run that sets seed + epoch at the start of each epoch is the same
-        whether it was interrupted or not.
+        The seed of the permutations of mode ``'shuffle'``, from 0 to 2**64 - 1; 0 to start with. Each layer draws a new
+        permutation for each call, and setting a seed starts over. A run that sets seed + epoch at the start of each
+        epoch gives the same results after an interruption.
     nonfinite : str
-        Of a batch whose mean or variance is not finite, on any device that shares the statistic. ``'propagate'``, where
-        a process starts: what plain BatchNorm does, and the running statistics are lost. ``'skip'``: they leave the
-        batch out, on all devices that it would have reached, and one warning names layer, replica and what was found;
-        outputs and gradients are as before, so that the step has to be left out too. ``'error'``: the step ends in an
-        `MXNetError` with that text, and nothing is updated. It shows in the sums that are made anyway.
+        The treatment of a batch whose mean or variance is not finite, on any device that shares the statistic.
+        ``'propagate'``, the default: the running statistics become NaN or Inf too, as in plain BatchNorm. ``'skip'``:
+        the running statistics leave the batch out on all devices that share the statistic. One warning names layer,
+        replica and value. Outputs and gradients are unchanged, so skip the optimizer's update yourself. ``'error'``:
+        the step ends in an `MXNetError` with that text, and nothing is updated. The check uses sums that exist anyway.
 
     Raises
     ------
     ValueError
-        Where an argument is out of range. Nothing is changed then.
+        Where an argument is out of range. Then nothing is changed.
     """
     if seed is not _UNCHANGED:
         seed = arguments.seed("seed", seed)
@@ -202,8 +201,7 @@ def configure(
 
 
 def kvstore(name: str, *, gpus: Any = _UNCHANGED) -> ProcessStore:
-    """A KVStore over all processes of the job, for ``gluon.Trainer(kvstore=...)``, ``SyncBatchNorm(kvstore=...)`` and
-    ``configure(kvstore=...)``.
+    """Returns a KVStore over all processes of the job, for `configure`, ``gluon.Trainer`` and ``SyncBatchNorm``.
 
     ::
 
@@ -218,19 +216,19 @@ def kvstore(name: str, *, gpus: Any = _UNCHANGED) -> ProcessStore:
         trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)
         # and in each step: trainer.step(number of the samples of all processes)
 
-    The processes must build and initialise the same net; Gluon's names need not be the same. A process that ends,
-    hangs or fails ends the step of all with an `MXNetError` that names the layer and the rank, and the job with it.
+    The processes must build and initialise the same net; Gluon's names may differ. If a process ends, hangs or fails,
+    the step of all processes ends in an `MXNetError` that names the layer and the rank. The job ends too.
 
     Parameters
     ----------
     name : str
-        ``'mpi'``: mpi4py over the MPI that it was installed with. ``'horovod'``: Horovod, started by ``horovodrun``;
-        ``horovod.mxnet.DistributedTrainer`` may add the gradients meanwhile.
+        ``'mpi'``: mpi4py with the MPI that it was installed with. ``'horovod'``: Horovod, started by ``horovodrun``;
+        ``horovod.mxnet.DistributedTrainer`` may add the gradients at the same time.
     gpus : str or None
-        How GPUs hand each other the statistics, the same in every process; it holds from the first call. ``None``, the
-        default: they stay on the devices, on NCCL's communicators over all processes; over the host, with a warning,
-        where NCCL cannot be had: a build of MXNet without it, a GPU that several replicas share, contexts that are no
-        GPUs. ``'nccl'``: NCCL, or an error. ``'host'``: over the host.
+        How GPUs exchange the statistics, the same in every process; the first call settles it. ``None``, the default:
+        by NCCL's communicators over all processes, which leaves them on the devices. Without NCCL, they go over the
+        host, with a warning. NCCL needs a build of MXNet with NCCL, one replica for each GPU, and only GPUs among the
+        contexts. ``'nccl'``: NCCL, or an error. ``'host'``: over the host.
 
     Returns
     -------
@@ -240,9 +238,9 @@ def kvstore(name: str, *, gpus: Any = _UNCHANGED) -> ProcessStore:
     Raises
     ------
     ValueError
-        Where there is no such transport, or ``gpus`` is not one of those, or another one than at the first call.
+        Where there is no such transport, or ``gpus`` has another value than these or than at the first call.
     ImportError
-        Where what it needs is not installed.
+        Where a package that the transport needs is not installed.
     """
     return session.process_store(named.transport_name(name), gpus)
 

@@ -1,7 +1,7 @@
-"""Sample shuffle for contrastive training: the keys of a batch are computed on other devices than its queries.
+"""Shuffles samples for contrastive training: the keys of a batch are computed on other devices than its queries.
 
-Each device's BatchNorm sees its own samples only. Where a query and its key share a device, their statistics tell
-which of the keys belongs to it. So the samples of the key view change places at random, and their features, which are
+Each device's BatchNorm sees only the device's own samples. Where a query and its key share a device, the statistics
+reveal which key belongs to the query. So the samples of the key view change places at random. Their features, which are
 small, come back. Source: He, Fan, Wu, Xie and Girshick, "Momentum Contrast for Unsupervised Visual Representation
 Learning", CVPR 2020, arXiv 1911.05722 (section 3.3 and appendix A.9).
 """
@@ -25,14 +25,14 @@ __all__ = ["SampleShuffle", "ShuffleSampler", "ShuffledBatch", "shuffle_shards",
 
 @dataclass
 class SampleShuffle:
-    """Draws a fresh, uniformly random permutation for each batch, the same ones for the same seed everywhere.
+    """Draws a new, uniformly random permutation for each batch. The same seed gives the same ones everywhere.
 
     Attributes
     ----------
     seed : int
         From 0 to 2**64 - 1.
     position : int
-        Number of permutations drawn so far. ``SampleShuffle(seed, position)`` goes on where another one stood.
+        Number of permutations drawn so far. ``SampleShuffle(seed, position)`` continues another one from there.
 
     Raises
     ------
@@ -53,7 +53,7 @@ class SampleShuffle:
         Raises
         ------
         ValueError
-            Where ``n`` is no whole number, or below 0.
+            Where ``n`` is not an integer, or below 0.
         """
         order = _permutation(arguments.whole("n", n, 0, _MOST), self.seed, self.position)
         self.position += 1
@@ -61,14 +61,14 @@ class SampleShuffle:
 
 
 class ShuffledBatch:
-    """A batch whose samples have changed places; not a list, because its shards do not match those of the queries.
+    """A batch whose samples have changed places. It is not a list: its shards do not match the queries' shards.
 
     Attributes
     ----------
     shuffled_shards : list of NDArray
         One for each device, in shuffled order.
     order : numpy.ndarray
-        Sample i of ``shuffled_shards``, counted through them, is sample ``order[i]`` of the batch.
+        Sample i over all ``shuffled_shards`` is sample ``order[i]`` of the batch.
     """
 
     def __init__(self, shuffled_shards: List[Any], order: np.ndarray, batch_axis: int) -> None:
@@ -79,20 +79,20 @@ class ShuffledBatch:
 
     @property
     def moved(self) -> int:
-        """How many samples are on another device than in the order of the batch: `unshuffle` moves that many rows."""
+        """Number of samples that are on another device than in the batch's order: `unshuffle` moves as many rows."""
         owners = np.repeat(np.arange(len(self._lengths)), self._lengths)
         names = np.array([str(context) for context in self._contexts])
         return int((names[owners] != names[owners[self.order]]).sum())
 
     def apply(self, net: Callable[[Any], Any]) -> List[Any]:
-        """`unshuffle` of ``net(shard)`` for each shard."""
+        """Calls ``net(shard)`` for each shard and returns `unshuffle` of the results."""
         return self.unshuffle([net(shard) for shard in self.shuffled_shards])
 
     def unshuffle(self, features: Sequence[Any]) -> List[Any]:
-        """The features in the order of the batch, on the devices of its shards; autograd goes through.
+        """Returns the features in the order of the batch, on the devices of its shards. Autograd goes through.
 
-        Only rows that change device move. Row i of the batch is where ``gluon.utils.split_and_load`` would put it, or
-        where `shuffle_shards` found it.
+        Only rows that change device move. Row i of the batch goes to the place where ``gluon.utils.split_and_load``
+        would put it, or where `shuffle_shards` found it.
 
         Parameters
         ----------
@@ -102,7 +102,7 @@ class ShuffledBatch:
         Raises
         ------
         ValueError
-            Where features and shards do not fit, or the features have been unshuffled before.
+            Where features and shards do not match, or the features have been unshuffled before.
         """
         if isinstance(features, _Unshuffled):
             raise ValueError("features: these have been unshuffled before, expected those of shuffled_shards")
@@ -118,7 +118,7 @@ class ShuffledBatch:
 
 
 class _Unshuffled(list):
-    """What must not be unshuffled again."""
+    """Features that must not be unshuffled again."""
 
 
 @overload
@@ -137,8 +137,9 @@ def split_and_load(
     *,
     shuffle: Optional[SampleShuffle] = None,
 ) -> Union[List[Any], ShuffledBatch]:
-    """``gluon.utils.split_and_load`` that shuffles the samples on their way to the devices, so that none moves twice.
-    Without ``shuffle`` it is Gluon's own, in what it takes, gives and refuses.
+    """Splits a batch as ``gluon.utils.split_and_load`` does, and shuffles the samples on their way to the devices.
+
+    No sample moves twice. Without ``shuffle`` this is Gluon's function, with its arguments, results and errors.
 
     ::
 
@@ -168,8 +169,8 @@ def split_and_load(
         Where the shards go.
     batch_axis : int
         The axis of the samples.
-    even_split : bool
-        Whether a number of samples that the devices cannot share evenly is an error. Otherwise the first devices get
+        Whether to raise an error if the devices cannot share the samples evenly. Otherwise the first devices get one
+        more.
         one more.
     shuffle : SampleShuffle, optional
         Draws the permutation.
@@ -182,7 +183,7 @@ def split_and_load(
     Raises
     ------
     ValueError
-        Where an argument is not as said, or there are fewer samples than devices.
+        Where an argument is not as described, or there are fewer samples than devices.
     """
     if shuffle is None:
         return gluon.utils.split_and_load(data, ctx_list, batch_axis, even_split)
@@ -208,7 +209,7 @@ def split_and_load(
 def shuffle_shards(shards: Sequence[Any], batch_axis: int = 0, *, shuffle: SampleShuffle) -> ShuffledBatch:
     """Shuffles a batch that is on its devices already: only samples that change device move.
 
-    Each device keeps its number of samples. Where the batch is still to be loaded, `split_and_load` moves nothing.
+    Each device keeps its number of samples. If the batch is not loaded yet, use `split_and_load`, which moves nothing.
 
     Parameters
     ----------
@@ -222,7 +223,7 @@ def shuffle_shards(shards: Sequence[Any], batch_axis: int = 0, *, shuffle: Sampl
     Raises
     ------
     ValueError
-        Where an argument is not as said.
+        Where an argument is not as described.
     """
     if not isinstance(shards, (list, tuple)) or not shards:
         arguments.refuse("shards", shards, "a list of NDArrays, one for each device")
@@ -235,12 +236,12 @@ def shuffle_shards(shards: Sequence[Any], batch_axis: int = 0, *, shuffle: Sampl
 
 
 class ShuffleSampler(Sampler):
-    """Sample shuffle between processes: each loads the samples whose keys it computes, so no image crosses the network.
+    """Shuffles samples between processes: each loads the samples whose keys it computes. No image crosses the network.
 
-    The batch sampler of a process, for ``gluon.data.DataLoader(dataset, batch_sampler=...)``. It yields lists of pairs
-    (index of a query, index of a key): ``dataset[q, k]`` gives one view of sample q and another one of sample k. All
-    processes draw the same permutations, of the samples for each epoch and of the keys for each batch, without talking.
-    A process that shares its batch out among several devices has shuffled keys on each of them. ::
+    Pass it as batch sampler to ``gluon.data.DataLoader(dataset, batch_sampler=...)``. It yields lists of pairs (index
+    of a query, index of a key). ``dataset[q, k]`` gives one view of sample q and another view of sample k. All
+    processes draw the same permutations without communication: of the samples for each epoch, and of the keys for each
+    batch. If a process splits its batch among several devices, the keys are shuffled on each of them. ::
 
         # mpiexec -n 2 python train.py
         import mxnet as mx
@@ -278,13 +279,13 @@ class ShuffleSampler(Sampler):
     batch_size : int
         Samples of one process in a batch.
     num_processes, rank : int
-        All processes take part in each batch; this one is number ``rank``.
+        The number of processes, which all take part in each batch, and the number of this one.
     seed : int
         From 0 to 2**64 - 1, the same for all processes.
     epoch : int
-        An attribute, which is to be set before the iteration over an epoch begins.
+        An attribute. Set it before the iteration over an epoch begins.
     last_batch : str
-        ``'discard'`` leaves out samples that do not fill a batch of all processes. ``'keep'`` shares them out as
+        ``'discard'`` leaves out samples that do not fill a batch of all processes. ``'keep'`` distributes them as
         ``numpy.array_split`` does, and needs at least one for each process.
 
     Raises
@@ -334,7 +335,7 @@ class ShuffleSampler(Sampler):
         return self._batches
 
     def __iter__(self) -> Iterator[List[Tuple[int, int]]]:
-        return self._pairs(self.epoch)  # which stays that of the iterator
+        return self._pairs(self.epoch)  # the iterator keeps this epoch
 
     def _pairs(self, epoch: int) -> Iterator[List[Tuple[int, int]]]:
         samples = _permutation(self._length, self._seed, epoch, 0)
@@ -346,7 +347,7 @@ class ShuffleSampler(Sampler):
             yield list(zip(of_all[own].tolist(), of_all[order[own]].tolist()))
 
     def _plan(self, epoch: int, batch: int) -> Tuple[np.ndarray, np.ndarray]:
-        """Where each process begins in the batch of all, and which sample stands in which place for the keys."""
+        """Returns where each process begins in the batch of all, and the sample at each place of the keys."""
         whole = self._batch_size * self._num_processes
         n = min(whole, self._length - batch * whole)
         share, extra = divmod(n, self._num_processes)
@@ -354,9 +355,9 @@ class ShuffleSampler(Sampler):
         return starts, _permutation(n, self._seed, epoch, 1 + batch)
 
     def destinations(self, batch: int) -> List[np.ndarray]:
-        """Where the features go: row i of process p is the key of query ``[i, 1]`` of process ``[i, 0]``.
+        """Returns where the features go: row i of process p is the key of query ``[i, 1]`` of process ``[i, 0]``.
 
-        Of batch number ``batch`` of the current epoch: one array of shape [rows of p, 2] for each process p.
+        There is one array of shape [rows of p, 2] for each process p, for batch ``batch`` of the current epoch.
         """
         batch = arguments.whole("batch", batch, 0, len(self) - 1)
         starts, order = self._plan(self.epoch, batch)
@@ -364,19 +365,19 @@ class ShuffleSampler(Sampler):
         return np.split(np.stack([process, order - starts[process]], axis=1), starts[1:-1])
 
     def restore(self, gathered: Any, batch: int) -> Any:
-        """The keys of this process in the order of its queries; autograd goes through an NDArray.
+        """Returns the keys of this process in the order of its queries. Autograd goes through an NDArray.
 
         Parameters
         ----------
         gathered : NDArray or numpy.ndarray
-            The features of all processes, one below the other in the order of their ranks.
+            The features of all processes, concatenated in the order of the ranks.
         batch : int
             The number of the batch in the current epoch.
 
         Raises
         ------
         ValueError
-            Where there is no such batch, or it has another number of rows.
+            Where there is no such batch, or the batch has another number of rows.
         """
         batch = arguments.whole("batch", batch, 0, len(self) - 1)
         if not isinstance(gathered, np.ndarray):
@@ -389,19 +390,19 @@ class ShuffleSampler(Sampler):
 
 
 def _permutation(n: int, *numbers: int) -> np.ndarray:
-    # RandomState, because NumPy promises that its streams never change: processes may have different versions.
+    # NumPy promises that RandomState's streams never change. So processes may have different versions of NumPy.
     words = [word for number in numbers for word in (number % 2**32, number >> 32)]
     return np.random.RandomState(words).permutation(n)
 
 
 def _rearrange(shards: Sequence[Any], order: np.ndarray, axis: int) -> List[Any]:
-    """``concat(shards)[order]`` along ``axis``, cut as the shards are, on their contexts."""
+    """Returns ``concat(shards)[order]`` along ``axis``, cut like the shards, on their contexts."""
     starts = np.cumsum([0] + [shard.shape[axis] for shard in shards])
-    owners = np.searchsorted(starts, order, side="right") - 1  # the shard that has the row for each place
+    owners = np.searchsorted(starts, order, side="right") - 1  # the shard that holds the row for each place
     pieces: List[List[Any]] = [[] for _ in shards]
     for i, shard in enumerate(shards):
         places = np.flatnonzero(owners == i)
-        rows = _take(shard, order[places] - starts[i], axis)  # one gather, sorted by where they go
+        rows = _take(shard, order[places] - starts[i], axis)  # one gather, sorted by destination
         cuts = np.searchsorted(places, starts)
         for target, parts, low, high in zip(shards, pieces, cuts, cuts[1:]):
             if low < high:
@@ -411,7 +412,7 @@ def _rearrange(shards: Sequence[Any], order: np.ndarray, axis: int) -> List[Any]
     for parts, wanted in zip(pieces, np.split(owners, starts[1:-1])):
         if len(parts) == 1:
             results.append(parts[0])
-        else:  # the parts come in the order of their owners, and each of them in that of the places
+        else:  # the parts come in the order of their owners, and the rows of a part in the order of the places
             back = np.argsort(np.argsort(wanted, kind="stable"))
             results.append(_take(nd.concat(*parts, dim=axis), back, axis))
     return results

@@ -1,6 +1,6 @@
-"""Where a step begins and ends, so that one that broke off harms neither its replicas nor the next step.
+"""Marks where a step begins and ends, so that a failed step harms neither its replicas nor the next step.
 
-Scopes are ``with autograd.record()`` and ``with autograd.train_mode()``; `patches` calls what is here.
+The scopes are ``with autograd.record()`` and ``with autograd.train_mode()``; `patches` calls this module.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ MOST_WAITS = 10
 
 
 def drain() -> List[str]:
-    """Waits until MXNet has nothing left to do, whatever comes of it, and returns what failed.
+    """Waits until MXNet has no work left, with or without errors, and returns the errors.
 
-    Whoever reads the results of a failed step has its errors. Each is raised once, and reading them is what makes the
-    arrays usable again.
+    An array of a failed step raises its error once, when it is read. It is usable again afterwards.
 
-    A wait of MXNet's forgets all errors that it finds (`ThreadedEngine::WaitForAll` in src/engine/threaded_engine.cc).
-    So `MOST_WAITS` errors mean that every wait fails, and then another one would, too.
+    MXNet's wait forgets all errors that it finds (`ThreadedEngine::WaitForAll` in src/engine/threaded_engine.cc). So
+    after `MOST_WAITS` errors every wait fails, and another one would fail too.
     """
     errors: List[str] = []
     while len(errors) < MOST_WAITS:
@@ -39,21 +38,21 @@ def drain() -> List[str]:
 def reset() -> None:
     """Forgets a failed step, so that the next one starts afresh.
 
-    ``with autograd.record()`` and ``autograd.train_mode()`` do this by themselves; call it after a failure in a loop
-    that uses neither. Waits until everything that was issued has ended.
+    ``with autograd.record()`` and ``autograd.train_mode()`` do this by themselves. Call it after a failure in a loop
+    that uses neither. Waits for all issued operators.
 
     Raises
     ------
     MXNetError
-        Where MXNet fails at every wait, as with an engine that does not exist.
+        Where MXNet fails at every wait, for example with an unknown engine.
     """
-    with session.beginning:  # a step that began meanwhile would be half gone
+    with session.beginning:  # otherwise half of a step that begins meanwhile would be gone
         reason = _native.failure()
         if reason:
-            if reason != session.raised:  # whoever reads no results has not heard of it
+            if reason != session.raised:  # a caller that reads no results has not seen it
                 logs.log.warning("starting afresh after a step that failed: %s", reason)
             session.tell_others(reason)
-        # A healthy step that is in flight ends as well: its replicas would not find each other any more.
+        # A healthy step that is in flight ends too: its replicas could not find each other any more.
         errors = drain()
         _native.reset()
     if len(errors) == MOST_WAITS:
@@ -82,13 +81,13 @@ def scope_entered() -> None:
 
 
 def scope_left(kind: Optional[type], value: Any) -> None:
-    """``kind`` and ``value`` are those of the exception that leaves it."""
+    """``kind`` and ``value`` describe the exception that leaves the scope."""
     if not session.leave_scope():
         return
     ended, current = _native.scope_leave()
     # StopIteration and GeneratorExit end loops, not steps.
     if kind is None or issubclass(kind, (StopIteration, GeneratorExit)):
-        if ended:  # by another thread, whose replicas have met those of this one
+        if ended:  # ended by another thread, whose replicas have met this thread's replicas
             session.raised = ended
             raise mx.MXNetError(ended)
     elif current:  # else another thread has begun a new step since then
