@@ -1,4 +1,4 @@
-"""Blocks that keep no activations for the backward, and compute their forward again instead."""
+"""Makes blocks keep no activations for the backward, and compute their forward again instead."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ __all__ = ["checkpoint"]
 
 BlockT = TypeVar("BlockT", bound=Block)
 
-# Operators that draw random numbers, by name; a few that match do not, which costs time alone. LeakyReLU does as RReLU.
+# Names of operators that draw random numbers. A few matches draw none and only cost time. LeakyReLU draws as RReLU.
 _RANDOM = re.compile(r"\w*([Dd]ropout|random|sample|multinomial|shuffle)\w*|RNN|LeakyReLU")
 
 
 def checkpoint(block: BlockT, active: bool = True) -> BlockT:
-    r"""Has a block keep no activations from forward to backward: its backward computes them again from its inputs.
+    r"""Makes a block keep no activations from forward to backward: its backward computes them again from its inputs.
 
-    What stays in memory of several blocks in a row is their inputs, a copy of their parameters and, of one block at a
-    time, the activations; the price is a second forward of each. Output and gradients are those without it, up to
-    rounding. The layers of this package normalise, the second time, with the statistics of the first: these are
-    exchanged once, the running statistics take the batch once, and no replica waits for another in what is computed
-    again. Random operators draw the same numbers both times, with a seed that follows from ``mx.random.seed``, and so
-    other numbers than without it.
+    For several such blocks in a row, memory holds their inputs and a copy of their parameters. It holds the activations
+    of one block at a time. The price is a second forward of each block. Output and gradients are unchanged, up to
+    rounding. In the second forward, this package's layers normalise with the statistics of the first. So replicas
+    exchange the statistics once, the running statistics take the batch once, and no replica waits in the second
+    forward. Random operators draw the same numbers both times. Their seed follows from ``mx.random.seed``, so the
+    numbers differ from those of a block without `checkpoint`.
 
-    Acts where a graph is recorded; elsewhere the block is called as it is. The block may hybridize itself; a hybridized
-    block around it cannot hold it: MXNet 1.9 has no operator that holds a graph and forgets its activations, and its
-    option for that (``MXNET_BACKWARD_DO_MIRROR``) does not reach Gluon's graphs.
+    It acts where a graph is recorded; elsewhere the block is called as it is. The block may hybridize itself. A
+    hybridized block around it cannot hold it, because MXNet 1.9 has no operator that holds a graph and forgets its
+    activations. MXNet's option for that (``MXNET_BACKWARD_DO_MIRROR``) does not reach Gluon's graphs.
 
     ::
 
@@ -59,11 +59,11 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     Parameters
     ----------
     block : gluon.Block
-        A part of a network, changed in place. Its forward takes arrays, also within lists, tuples and dictionaries, all
-        on one context, and computes the same when it is called again: it keeps nothing between calls, and takes no
-        arrays but its arguments and parameters. It may hold others that are recomputed.
+        A part of a network, changed in place. Its forward takes arrays on one context, also within lists, tuples and
+        dictionaries. A second call must compute the same: the forward keeps no state between calls, and uses no arrays
+        but its arguments and parameters. The block may hold other such blocks.
     active : bool
-        False makes the block what it was.
+        False restores the block.
 
     Returns
     -------
@@ -73,12 +73,12 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     Raises
     ------
     ValueError
-        Where an argument is not what is said above. In a recorded call, where the block holds what cannot be computed
-        twice: plain BatchNorm in training (`convert`; mode ``'local'`` is what it computes), a graph with
-        ``static_alloc``, or on a GPU Dropout, which MXNet seeds there by a number that nobody can set.
+        Where an argument is not as described above. In a recorded call, where the second forward could not repeat a
+        part of the block. Such parts are plain BatchNorm in training, a graph with ``static_alloc``, and Dropout on a
+        GPU, where its seed cannot be set. `convert` plain BatchNorm: mode ``'local'`` computes the same.
     MXNetError
-        In a call, where a hybridized block holds it. When a gradient is read: the second forward failed, or was not
-        that of the first.
+        In a call, where a hybridized block holds it. When a gradient is read: the second forward failed, or differed
+        from the first.
 
     References
     ----------
@@ -96,7 +96,7 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
 
 
 class _Recomputed(Block):
-    """What a block's class has before it."""
+    """The class that precedes a block's own class in its bases."""
 
     def forward(self, *args: Any) -> Any:
         forward = super().forward
@@ -115,7 +115,7 @@ class _Recomputed(Block):
             if _draws(self, forward, args):
                 seed = draws.seed()
                 scopes.enter_context(draws.drawn_from(seed, arrays[0].context))
-            if not recording:  # within a block that is recomputed
+            if not recording:  # within a block that is being recomputed
                 return forward(*args)
             _check(self, arrays[0].context)
             return _Call(self, forward, seed).first(args)
@@ -127,7 +127,7 @@ def _recomputed(cls: Type[Block]) -> Type[Block]:
 
 
 class _Call:
-    """A recorded call of a block: what its second forward needs."""
+    """A recorded call of a block, with the data that its second forward needs."""
 
     def __init__(self, block: Block, forward: Callable[..., Any], seed: Optional[int]) -> None:
         self._block, self._forward, self._seed = block, forward, seed
@@ -138,15 +138,15 @@ class _Call:
         context = _arrays(args)[0].context
         frame = _Frame(None, {})
         with _recording(False):
-            # The second forward is issued when the engine comes to this backward: behind whatever was issued since then
-            # and writes the same arrays. Of parameters that is their update, which waits for the gradient.
+            # These are copies, because the engine runs the second forward after all operators that were issued since
+            # then and write the same arrays. Parameters are written by their update, which waits for the gradient.
             self._args = _map(NDArray.copy, args)
             with frame.open(), self._tape.running(again=False):
                 outputs = self._forward(*args)
             self._parameters = [(parameter, array.copy()) for parameter, array in frame.used.values()]
         inputs = [array for array in _arrays(args) if _is_float(array)]
         inputs += [array for parameter, array in frame.used.values() if parameter.grad_req != "null"]
-        # An output may be one of the inputs, or stand there twice.
+        # An output may be one of the inputs, or be returned twice.
         outputs = _map(lambda array: array.detach() if _is_float(array) else array, outputs)
         recorded = [array for array in _arrays(outputs) if _is_float(array)]
         if not recorded:
@@ -160,7 +160,7 @@ class _Call:
         return _map(lambda a: mx.nd.SwapAxis(a, dim1=0, dim2=0) if _is_float(a) else a, outputs)
 
     def _again(self, context: mx.Context, heads: List[NDArray], gradients: List[NDArray], requests: List[int]) -> None:
-        """The backward. Issues operators and waits for none."""
+        """Runs the backward. Issues operators and waits for none."""
         args = _map(NDArray.detach, self._args)
         wanted = [array for array in _arrays(args) if _is_float(array)]
         given = {id(parameter): array.detach() for parameter, array in self._parameters}
@@ -168,7 +168,7 @@ class _Call:
         asked = [(a, g, r) for a, g, r in zip(wanted, gradients, requests) if r != _native.NULL]
         if not asked:
             return
-        # Their gradients are returned, and not left where a mark says.
+        # The gradients are returned, and not left in the arrays of the parameters.
         autograd.mark_variables([a for a, _, _ in asked], [a.detach() for a, _, _ in asked])
         with ExitStack() as scopes:
             scopes.enter_context(context)
@@ -188,12 +188,12 @@ class _Call:
 
 
 # ---- parameters ------------------------------------------------------------------------------------------------
-# The second forward has copies in their place. Not for the engine alone: an array also belongs to the graph of the
-# thread that records with it, and two threads that do so at the same time damage each other's.
+# The second forward uses copies of the parameters. One reason is the engine. The other: an array also belongs to the
+# graph of the thread that records with it. Two threads that do so at the same time damage each other's graph.
 
 
 class _Frame(NamedTuple):
-    """A forward that is recomputed, on this thread: what its parameters are, the second time, or which it used."""
+    """A recomputed forward on this thread: the parameters that it is given (second time) or has used (first time)."""
 
     given: Optional[Dict[int, NDArray]]
     used: Dict[int, Tuple[Parameter, NDArray]]
@@ -211,7 +211,7 @@ _of_thread = threading.local()
 
 
 def _frames() -> List[_Frame]:
-    """Those that this thread is within, the outermost first."""
+    """Returns the frames that are open on this thread, the outermost first."""
     if not hasattr(_of_thread, "frames"):
         _of_thread.frames = []
     return _of_thread.frames
@@ -242,8 +242,9 @@ def _seen(data: Callable[..., NDArray]) -> Callable[..., NDArray]:
 
 
 class _Worker:
-    """Issues the second forwards of a context. One thread for good: MXNet gives each thread that runs an operator
-    temporary space of its own, and never frees it.
+    """Issues the second forwards of a context, in one thread for good.
+
+    MXNet gives each thread that runs an operator its own temporary space, and never frees it.
     """
 
     def __init__(self, context: mx.Context, alone: bool) -> None:
@@ -253,8 +254,10 @@ class _Worker:
             self.do(lambda: temporary_space.as_mxnet_has_it(lambda: draws.make_generators(context)))
 
     def do(self, job: Callable[[], None]) -> None:
-        """Returns when it is done. A job issues and waits for no replica, so neither does this; and it could not go
-        earlier: the arrays that the job writes are gone then.
+        """Runs a job and returns when it is done.
+
+        A job issues operators and waits for no replica, so this cannot wait for one either. It must not return
+        earlier, because the arrays that the job writes are freed then.
         """
         done, problems = threading.Event(), []  # type: Tuple[threading.Event, List[BaseException]]
         self._jobs.put((job, done, problems))
@@ -267,9 +270,9 @@ class _Worker:
             job, done, problems = self._jobs.get()
             try:
                 job()
-            except BaseException as problem:  # it is raised by whoever waits
+            except BaseException as problem:  # the thread that waits raises it
                 problems.append(problem)
-            del job  # with its arrays
+            del job  # frees its arrays
             done.set()
             del done, problems
 
@@ -279,7 +282,7 @@ _lock = threading.Lock()
 
 
 def _worker(block: Block, context: mx.Context) -> _Worker:
-    # What waits for nobody needs no more copies of temporary space than MXNet has by itself.
+    # A block that waits for no replica needs no more copies of temporary space than MXNet has by itself.
     layers = [one._replicas for one in blocks.of(block) if isinstance(one, SyncBatchNorm)]
     alone = not any(replicas.count() > 1 or replicas.reaches_other_processes() for replicas in layers)
     with _lock:
@@ -306,14 +309,14 @@ def _check(block: Block, context: mx.Context) -> None:
 
 
 def _draws(block: Block, forward: Callable[..., Any], args: Any) -> bool:
-    """Whether it may draw random numbers. To seed costs some milliseconds."""
+    """Whether the block may draw random numbers. Seeding costs some milliseconds."""
     known = vars(block).get("_draws_random", None if isinstance(block, HybridBlock) else True)
     if known is None:
         numbers = itertools.count()
         try:
             traced = _arrays(forward(*_map(lambda _: mx.sym.var(f"data{next(numbers)}"), args)))
             known = any(map(_is_random, _nodes(json.loads(mx.sym.Group(traced).tojson()))))
-        except Exception:  # the user's code, of which nothing but this depends on whether it can be traced
+        except Exception:  # the user's code fails; the only consequence here is that it cannot be traced
             known = True
         block._draws_random = known
     return known
@@ -342,7 +345,7 @@ def _arrays(value: Any) -> List[Any]:
 
 
 def _map(change: Callable[[Any], Any], value: Any) -> Any:
-    """With each array changed."""
+    """Returns the value with each array changed."""
     if isinstance(value, (NDArray, mx.sym.Symbol)):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -355,7 +358,7 @@ def _map(change: Callable[[Any], Any], value: Any) -> Any:
 
 @contextmanager
 def _recording(so: bool) -> Iterator[None]:
-    before = autograd.set_recording(so)  # not a scope, which is where a step begins
+    before = autograd.set_recording(so)  # not a scope, because a scope begins a step
     try:
         yield
     finally:

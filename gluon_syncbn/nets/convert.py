@@ -1,8 +1,8 @@
-"""Exchange the BatchNorm layers of a finished network for synchronised ones, and back; freeze them.
+"""Converts the BatchNorm layers of a network to synchronised ones, and back, and freezes them.
 
-The layers are changed *in place*: the block object stays, its class and its settings change. So every
-reference to it keeps meaning the same layer, wherever a model holds one (children, attributes, lists, a block
-registered twice), and parameters, names, their order, hooks and hybridize settings are never touched.
+The layers are changed *in place*: the block object stays, its class and its settings change. A model may hold a layer
+in children, attributes or lists, or register a block twice. Every such reference still means the same layer.
+Parameters, names, their order, hooks and hybridize settings are never touched.
 """
 
 import inspect
@@ -26,7 +26,7 @@ __all__ = ["convert", "freeze", "revert"]
 
 NetT = TypeVar("NetT", bound=Block)
 
-# What each layer brings along itself, and what therefore is not an argument of `convert`.
+# Settings that each layer keeps, and that are therefore not arguments of `convert`.
 _KEPT = (
     "axis",
     "momentum",
@@ -44,7 +44,7 @@ _KEPT = (
     "prefix",
     "params",
 )
-# Set by BatchNorm's constructor from its arguments, or belonging to a graph recorded with the old operator.
+# Attributes that BatchNorm's constructor sets from its arguments, or that belong to a graph with the old operator.
 _RENEWED = ("_kwargs", "_cached_graph", "_cached_op", "_cached_op_args")
 
 
@@ -55,38 +55,39 @@ def convert(
     fuse: bool = False,
     **kwargs: Any,
 ) -> NetT:
-    """Makes the BatchNorm layers of a network synchronised layers: ``nn.BatchNorm``, ``nn.BatchNormReLU``, contrib's
-    ``SyncBatchNorm``, subclasses of the first two without a forward of their own, GluonCV's ``BatchNormCudnnOff``, and
-    the nodes of these in the graph of a ``SymbolBlock``, which becomes one of a class of its own.
+    """Makes the BatchNorm layers of a network synchronised layers.
+
+    It takes ``nn.BatchNorm``, ``nn.BatchNormReLU``, subclasses of the two without a forward of their own, contrib's
+    ``SyncBatchNorm``, and GluonCV's ``BatchNormCudnnOff``. It also takes the nodes of these in the graph of a
+    ``SymbolBlock``, whose class changes then.
 
     Layers are found among the children of blocks, in their attributes and slots, and in lists, tuples, sets and
     dictionaries there. A layer in an attribute of another object is found once it has run within the net.
 
-    Parameters stay the same objects: values, contexts, grad_req, lr_mult, wd_mult, initialisers and pending
+    Parameters stay the same objects, with their values, contexts, grad_req, lr_mult, wd_mult, initialisers, pending
     initialisation, names and order. Each layer keeps its axis, momentum, epsilon, scale, center, the present
     ``use_global_stats``, its hooks and its hybridize settings. Recorded graphs are dropped and rebuilt at the
-    next call, with the same flags. Other normalisation layers are left alone, and so are layers that are synchronised
-    already.
+    next call, with the same flags. Other normalisation layers stay as they are, and so do synchronised layers.
 
     Parameters
     ----------
     net : gluon.Block
-        A network or a single BatchNorm, changed in place. Give the outermost block: a graph that a hybridized
-        block *around* it has recorded is out of reach and keeps the old layers.
+        A network or a single BatchNorm, changed in place. Give the outermost block: a hybridized block *around* it may
+        have recorded a graph. That graph keeps the old layers.
     norm_layer : type
         `SyncBatchNorm` or a subclass of it, such as `ShuffleBatchNorm`.
     select : str, optional
-        A regular expression: only layers whose name, or the name of one of whose parameters, it matches from the
-        beginning, as ``net.collect_params(select)`` does. By default all.
+        A regular expression that selects layers as ``net.collect_params(select)`` does. It must match the name of the
+        layer, or of one of its parameters, from the beginning. By default all layers.
     fuse : bool
-        Whether synchronised layers, those that were synchronised before included, take the activation behind them into
-        themselves, and the addition before that at the end of a residual block: ReLU, ReLU6, and leaky ReLU with a
-        slope above 0 and below 1. This happens in the graphs of hybridized blocks, whatever wrote them; `summary` says
-        where, once they are recorded. Files of ``net.export`` are the same as without.
+        Whether the selected layers that are synchronised, now or before this call, absorb the activation behind them.
+        At the end of a residual block they also absorb the addition before that activation. Activations are ReLU,
+        ReLU6, and leaky ReLU with a slope above 0 and below 1. This works in the graphs of all hybridized blocks.
+        `summary` shows where, once the graphs are recorded. Files of ``net.export`` do not change.
     **kwargs
         Further arguments of each new layer: ``num_devices``, ``mode``, ``virtual_devices``, ``group_size``,
-        ``inplace``, ``running_variance``, ``kvstore``, ``timeout``. ``inplace=True`` is for those that can: it passes
-        over ``nn.BatchNormReLU``, and a layer that takes a ReLU or an addition in is not in place then.
+        ``inplace``, ``running_variance``, ``kvstore``, ``timeout``. ``inplace=True`` skips layers that do not allow it:
+        ``nn.BatchNormReLU``, and layers that absorb a ReLU or an addition.
 
     Returns
     -------
@@ -96,13 +97,14 @@ def convert(
     Raises
     ------
     ValueError
-        Where an argument is not what is said above; nothing has been changed then.
+        Where an argument is not as described above. Then nothing has been changed.
 
     Warns
     -----
     UserWarning
-        One, that names what was selected and stays, and why: subclasses of BatchNorm with a forward of their own, and
-        nodes whose gamma is no parameter or whose mean is used elsewhere in the graph.
+        Once, with the names of selected layers that stay, and the reasons. Such layers are subclasses of BatchNorm with
+        a forward of their own. Nodes stay if their gamma is not a parameter or their mean is used elsewhere in the
+        graph.
     """
     arguments.block("net", net)
     fuse = arguments.flag("fuse", fuse)
@@ -132,7 +134,7 @@ def convert(
 
 
 def convert_nodes(block: SymbolBlock, operator: str) -> None:
-    """`convert` for the nodes of one operator in a graph."""
+    """Does what `convert` does, for the nodes of one operator in a graph."""
     nodes = open_graph(block)
     for slot in getattr(block, "__layers__", {}).values():
         if slot.operator == operator and _is_plain(slot.layer):
@@ -155,8 +157,9 @@ def _is_plain(block: Block) -> bool:
 
 @contextmanager
 def _open_graphs(net: Block) -> Iterator[List[Left]]:
-    """Makes layers of the nodes in recorded graphs, and graphs of them again; what was recorded with the old layers is
-    forgotten. Gives the nodes that no layer stands for.
+    """Makes layers of the nodes in recorded graphs, and afterwards turns graphs without synchronised layers back.
+
+    Forgets the graphs that were recorded with the old layers. Yields the nodes that no layer stands for.
     """
     recorded = [block for block in blocks.of(net) if isinstance(block, SymbolBlock)]
     try:
@@ -174,11 +177,12 @@ def _warn(verb: str, selection: blocks.Selection, stay: Sequence[Left]) -> None:
 
 
 def revert(net: NetT) -> NetT:
-    """Makes every `SyncBatchNorm` of a network, subclasses included, plain again: of the class that it had before
-    `convert`, otherwise, and where that was contrib's, ``nn.BatchNorm``.
+    """Makes every `SyncBatchNorm` of a network plain again, subclasses included.
 
-    The parameters stay the same objects and all settings that ``nn.BatchNorm`` knows are kept. The graphs that are
-    recorded from the next forward on have plain ``BatchNorm`` operators, as the files of ``net.export`` have anyway.
+    A layer gets the class that it had before `convert`. A layer that was never converted, or was contrib's, becomes
+    ``nn.BatchNorm``. The parameters stay the same objects, and layers keep all settings that ``nn.BatchNorm`` knows.
+    Graphs that are recorded from the next forward on have plain ``BatchNorm`` operators. Files of ``net.export`` always
+    have them.
 
     Parameters
     ----------
@@ -198,7 +202,7 @@ def revert(net: NetT) -> NetT:
     Warns
     -----
     UserWarning
-        One, that names the nodes of recorded graphs that stay synchronised, and why.
+        Once, with the names of the nodes in recorded graphs that stay synchronised, and the reasons.
     """
     arguments.block("net", net)
     with _open_graphs(net) as nodes:
@@ -219,10 +223,10 @@ def revert(net: NetT) -> NetT:
 
 
 def freeze(net: NetT, select: Optional[str] = None) -> NetT:
-    """Lets BatchNorm layers normalise with their running statistics, in training too, and stay as they are.
+    """Makes BatchNorm layers normalise with their running statistics, in training too, without updates.
 
-    Sets ``use_global_stats``, and ``grad_req`` of gamma and beta to ``'null'``, as recipes for detection and the last
-    phase of DeepLabV3 do. Waits for no replica. Takes plain and synchronised layers.
+    Sets ``use_global_stats``, and ``grad_req`` of gamma and beta to ``'null'``. Recipes for detection and the last
+    phase of DeepLabV3 do so. Frozen layers wait for no replica. Takes plain and synchronised layers.
 
     Parameters
     ----------
@@ -239,12 +243,12 @@ def freeze(net: NetT, select: Optional[str] = None) -> NetT:
     Raises
     ------
     ValueError
-        Where an argument is not what is said above.
+        Where an argument is not as described above.
 
     Warns
     -----
     UserWarning
-        One, that names the nodes of recorded graphs that were selected and stay as they are, and why.
+        Once, with the names of selected nodes in recorded graphs that stay as they are, and the reasons.
     """
     arguments.block("net", net)
     selection = blocks.Selection(select)
@@ -258,7 +262,7 @@ def freeze(net: NetT, select: Optional[str] = None) -> NetT:
 
 
 def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any], axes: Set[int]) -> None:
-    """Refuse arguments before the first layer changes: half a converted network helps nobody."""
+    """Refuses bad arguments before the first layer changes, so that no network is half converted."""
     accepted = [
         name
         for name, parameter in {**_parameters(SyncBatchNorm), **_parameters(norm_layer)}.items()
@@ -286,14 +290,14 @@ def _axis(settings: Dict[str, Any]) -> int:
 def _synchronised_form(
     block: nn.BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any]
 ) -> Tuple[Type[SyncBatchNorm], Dict[str, Any]]:
-    """Class and arguments."""
+    """Returns the class and the arguments of the synchronised layer."""
     activation = getattr(block, "_activation", RELU if block.fuse_relu else NONE)
     adds = isinstance(block, BatchNormAdd)
     if kwargs.get("inplace") and not invertible(activation, adds):
         kwargs = {**kwargs, "inplace": False}
     if adds:
         return _with_addition(norm_layer), {**activation.arguments(), **kwargs}  # type: ignore[arg-type]
-    # A class of the user's own may not take what a plain layer does not need.
+        # A user's own class may lack the arguments that a layer without an activation does not need.
     return norm_layer, kwargs if activation == NONE else {**activation.arguments(), **kwargs}
 
 
@@ -311,7 +315,7 @@ def _plain_form(block: SyncBatchNorm) -> Type[nn.BatchNorm]:
 
 
 def _become(block: nn.BatchNorm, cls: Type[nn.BatchNorm], kwargs: Dict[str, Any]) -> None:
-    """Run `cls`'s constructor on the existing object, then put back everything that was not its to set."""
+    """Runs `cls`'s constructor on the existing object, then restores all that the constructor must not set."""
     before = dict(vars(block))
     old_cls, settings = type(block), before["_kwargs"]
     private = _private_names() if issubclass(old_cls, SyncBatchNorm) else frozenset()
@@ -328,7 +332,7 @@ def _become(block: nn.BatchNorm, cls: Type[nn.BatchNorm], kwargs: Dict[str, Any]
             use_global_stats=bool(settings["use_global_stats"]),
             in_channels=int(before.get("in_channels", 0)),
             prefix="",
-            params=ParameterDict(),  # nothing to share: the constructor's own parameters are thrown away
+            params=ParameterDict(),  # nothing is shared: the constructor's own parameters are discarded
             **kwargs,
         )
     except BaseException:
@@ -340,7 +344,7 @@ def _become(block: nn.BatchNorm, cls: Type[nn.BatchNorm], kwargs: Dict[str, Any]
 
 
 def _become_again(block: SyncBatchNorm, cls: Type[nn.BatchNorm], settings: Dict[str, Any]) -> None:
-    """Of the class it was, whose constructor may take other arguments."""
+    """Gives a layer its former class, whose constructor may take other arguments."""
     for name in _private_names():
         delattr(block, name)
     block.__class__ = cls
@@ -349,13 +353,13 @@ def _become_again(block: SyncBatchNorm, cls: Type[nn.BatchNorm], settings: Dict[
 
 @lru_cache(maxsize=None)
 def _private_names() -> FrozenSet[str]:
-    """The attributes that a synchronised layer has beyond a plain one; they end with it."""
+    """Returns the attributes that only a synchronised layer has; `revert` removes them."""
     layer, plain = (c(prefix="", params=ParameterDict()) for c in (SyncBatchNorm, nn.BatchNorm))
     return frozenset(vars(layer)) - frozenset(vars(plain))
 
 
 def _forget_graphs(net: Block) -> None:
-    """Drop what hybridized blocks recorded with the old layers; active and the flags stay."""
+    """Drops the graphs that hybridized blocks recorded with the old layers; active and the flags stay."""
     for block in blocks.of(net):
         if isinstance(block, HybridBlock):
             block._clear_cached_op()

@@ -1,4 +1,4 @@
-"""Nets for prediction, in which convolutions and dense layers compute what the BatchNorm behind them did."""
+"""Folds BatchNorm into the convolutions and dense layers before it, in a copy of a net for prediction."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tracing import Prediction, prediction
 
 __all__ = ["fold"]
 
-#: Operators that a BatchNorm goes into, and which input is the weight. A bias stands behind the weight.
+#: Operators that absorb a BatchNorm, and the index of their weight. A bias follows the weight.
 WEIGHTS = {
     "Convolution": 1,
     "Deconvolution": 1,
@@ -30,7 +30,7 @@ WEIGHTS = {
 
 
 def fold(net: HybridBlock) -> SymbolBlock:
-    r"""A copy of a network for prediction, where BatchNorm goes into the weights of what stands before it:
+    r"""Returns a copy of a network for prediction, with BatchNorm folded into the weights of the layer before it:
 
     .. math:: w' = \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}} w, \qquad
               b' = \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}} (b - \mu) + \beta
@@ -83,7 +83,7 @@ def fold(net: HybridBlock) -> SymbolBlock:
 
 
 class _Values:
-    """What the parameters hold, by name."""
+    """The values of the parameters, by name."""
 
     def __init__(self, net: HybridBlock, traced: Prediction) -> None:
         known = {p.name: p for block in blocks.of(net) for p in (*block.params.values(), *block._reg_params.values())}
@@ -111,7 +111,7 @@ class _Values:
         self._written[name] = value
 
     def write_ones(self, names: Sequence[str]) -> None:
-        """As `gamma.write_ones`, in the copy."""
+        """Does what `gamma.write_ones` does, in the copy."""
         names = [name for name in names if (self[name] != 1).any()]
         for name in names:
             self[name] = np.ones_like(self[name])
@@ -132,15 +132,15 @@ class _Affine(NamedTuple):
 
 
 class _Plan:
-    """Which BatchNorm goes into which node, by number."""
+    """Decides which BatchNorm goes into which node, by number."""
 
     def __init__(self, graph: Json, values: _Values) -> None:
         self._nodes, self._values = graph["nodes"], values
         entries = [entry for node in self._nodes for entry in node["inputs"]] + graph["heads"]
         self._uses = Counter((at, output) for at, output, *_ in entries)
-        self.into: Dict[int, int] = {}  # of a BatchNorm, the convolution
-        self.affine: Dict[int, _Affine] = {}  # of a convolution, all that has gone into it
-        self.behind: Dict[int, Tuple[str, ...]] = {}  # and whose that was
+        self.into: Dict[int, int] = {}  # BatchNorm: the convolution that absorbs it
+        self.affine: Dict[int, _Affine] = {}  # convolution: the composed map of all that it absorbs
+        self.behind: Dict[int, Tuple[str, ...]] = {}  # convolution: the parameters of all that it absorbs
         self.left: List[str] = []
         for number, node in enumerate(self._nodes):
             if node["op"] in blocks.OPERATORS:
@@ -152,7 +152,7 @@ class _Plan:
         return [self._nodes[at]["name"] for at, *_ in node["inputs"]]
 
     def _take(self, number: int, node: Json) -> str:
-        """The reason where it stays."""
+        """Returns the reason if the node stays."""
         if self._uses[number, 1] or self._uses[number, 2]:
             return "its mean or variance is used in the graph"
         names = self.names(node)[1:]
@@ -187,12 +187,12 @@ class _Plan:
         weight, beta, mean, variance = (self._values[name].astype("float64") for name in self.names(node)[1:])
         if gamma.is_fixed(node):
             weight = np.ones_like(weight)
-        with np.errstate(all="ignore"):  # it is refused then
+        with np.errstate(all="ignore"):  # a value that is not finite is refused afterwards
             scale = weight / np.sqrt(variance + float(node.get("attrs", {}).get("eps", 1e-3)))
             return _Affine(scale, beta - scale * mean)
 
     def folded(self, number: int, affine: _Affine) -> Tuple[np.ndarray, np.ndarray]:
-        """Weight and bias of a node, in the weight's type."""
+        """Returns weight and bias of a node, in the weight's type."""
         node = self._nodes[number]
         given = [self._values[name] for name in self.names(node)[WEIGHTS[node["op"]] :]]
         with np.errstate(all="ignore"):
@@ -214,12 +214,12 @@ def _is_channel_axis(axis: int, node: Json) -> bool:
     if node["op"] != "FullyConnected":
         layout = _layout(node)
         return axis % len(layout) == layout.index("C")
-    # without `flatten` nobody knows how many axes there are
+    # without `flatten` the number of axes is unknown
     return axis == -1 or (axis == 1 and node["attrs"].get("flatten", "True") in ("1", "True"))
 
 
 def _scaled(weight: np.ndarray, scale: np.ndarray, node: Json) -> np.ndarray:
-    """Each output channel of the weight times its number."""
+    """Multiplies each output channel of the weight by its factor."""
     if node["op"] != "Deconvolution":
         return weight * scale.reshape(-1, *[1] * (weight.ndim - 1))
     # input channels come first; each group of them has output channels of its own
@@ -231,12 +231,12 @@ def _scaled(weight: np.ndarray, scale: np.ndarray, node: Json) -> np.ndarray:
 
 
 class _Names:
-    """Of new weights and biases: the old ones where nothing else needs the old values."""
+    """Names new weights and biases. The old names stay unless another node needs the old values."""
 
     def __init__(self, graph: Json, plan: _Plan) -> None:
         nodes = graph["nodes"]
         self._taken = {node["name"] for node in nodes}
-        self._users: Dict[str, Set[Tuple[str, ...]]] = {}  # whose BatchNorms go into it; empty for the value as it is
+        self._users: Dict[str, Set[Tuple[str, ...]]] = {}  # the BatchNorms in a value; empty if unchanged
         for number, node in enumerate(nodes):
             for name in plan.names(node):
                 self._users.setdefault(name, set()).add(plan.behind.get(number, ()))
@@ -252,9 +252,9 @@ class _Names:
 
 
 def _written(graph: Json, plan: _Plan, values: _Values) -> Json:
-    """The graph with what was planned, and the new weights and biases among the values."""
+    """Returns the planned graph, and adds the new weights and biases to the values."""
     names = _Names(graph, plan)
-    made: Dict[Tuple[str, ...], List[Entry]] = {}  # of convolutions that share parameters and BatchNorms
+    made: Dict[Tuple[str, ...], List[Entry]] = {}  # by the parameters and BatchNorms that convolutions share
     grown = Graph()
 
     def variable(name: str, value: np.ndarray) -> Entry:

@@ -1,7 +1,7 @@
-"""In graphs, synchronised layers take in what stands behind them: an activation, and an addition before it.
+"""Fuses synchronised layers in graphs with the operators behind them: an activation, and an addition before it.
 
-A hybridized block is a graph before it runs, whatever wrote it, so that no list of known blocks is needed. Without a
-graph, a layer cannot know what comes next.
+A hybridized block is a graph before it runs, so no list of known blocks is needed. Without a graph, a layer cannot know
+the operator that follows.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..training.replicas import Replicas
 
 
 def install() -> None:
-    """Changes ``HybridBlock._get_graph``, through which each graph comes that Gluon records: there is no hook."""
+    """Changes ``HybridBlock._get_graph``: Gluon records each graph through it and has no hook there."""
     patches.replace_once(HybridBlock, "_get_graph", _of_fused_graphs)
 
 
 def taken_in(replicas: Replicas) -> str:
-    """What stood behind a layer in the last graph that was recorded with it, and does no more; else empty."""
+    """Names the operators that a layer absorbed in the graph that was last recorded with it; empty if none."""
     return _taken_in.get(replicas, "")
 
 
@@ -44,12 +44,12 @@ class Chain(NamedTuple):
 
 
 def fused(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
-    """The graph in which layers that were asked to have taken in what they can; None where there is nothing."""
+    """Returns the graph in which layers with ``fuses`` have absorbed the operators behind them; None if unchanged."""
     recorded = json.loads(symbol.tojson())
     chains = _chains(recorded)
     if not chains:
         return None
-    absorbed: Dict[int, List[Entry]] = {}  # inputs, in the new graph
+    absorbed: Dict[int, List[Entry]] = {}  # input entries, in the new graph
     parts = {number for chain in chains.values() for number in chain[:3] if number is not None}
     graph = Graph()
 
@@ -73,7 +73,7 @@ def fused(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
         attributes = {**layer["attrs"], **behind, **chain.activation.attributes()}
         adds = chain.addition is not None
         inplace = attributes["inplace"] == "1" and invertible(chain.activation, adds)
-        attributes.update(adds=str(int(adds)), inplace=str(int(inplace)), fuses="0")  # it takes in nothing more
+        attributes.update(adds=str(int(adds)), inplace=str(int(inplace)), fuses="0")  # it absorbs nothing more
         at = graph.add({**layer, "attrs": attributes}, given)
         replicas = Replicas.of_token(attributes["layer"])
         if replicas is not None:
@@ -87,7 +87,7 @@ def fused(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
 
 
 def _chains(graph: Json) -> Dict[int, Chain]:
-    """By the number of the last node. What is used elsewhere too stays as it is."""
+    """Returns the chains by the number of their last node. An output that is used elsewhere too is not absorbed."""
     nodes = graph["nodes"]
     uses = Counter((at, output) for node in nodes for at, output, *_ in node["inputs"])
     uses.update((at, output) for at, output, *_ in graph["heads"])
@@ -96,7 +96,7 @@ def _chains(graph: Json) -> Dict[int, Chain]:
         return uses[entry[0], entry[1]] == 1
 
     def layer_behind(entry: Entry) -> Optional[Tuple[int, Optional[int]]]:
-        """The normalisation whose output this is, and its guard."""
+        """Returns the normalisation with this output, and its guard."""
         if not only(entry):
             return None
         number, guard = entry[0], None
@@ -122,7 +122,7 @@ def _chains(graph: Json) -> Dict[int, Chain]:
 
 
 def _activation_of(node: Json) -> Optional[Activation]:
-    """One that a layer knows."""
+    """Returns the activation of a node, if layers support it."""
     attributes = node.get("attrs", {})
     if node["op"] == "relu" or (node["op"] == "Activation" and attributes.get("act_type") == "relu"):
         return RELU

@@ -1,8 +1,8 @@
-"""The layers of batch normalisation in a recorded graph.
+"""Finds the layers of batch normalisation in a recorded graph.
 
 A ``SymbolBlock`` has a graph and parameters, and no layers. `open_graph` makes a layer of each node of batch
-normalisation in it, on the node's own parameters; what is done to these layers stands in the graph from its next call
-on. `close_graph` makes it a graph again where none of them is synchronised.
+normalisation, on the node's own parameters. Changes to these layers enter the graph at its next call. `close_graph`
+makes the block a plain graph again unless one of its layers is synchronised.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from ..training.replicas import Replicas
 
 
 class Slot(NamedTuple):
-    """What stands for a node of batch normalisation."""
+    """The record of a node of batch normalisation that became a layer."""
 
     layer: nn.BatchNorm
     operator: str  # of the node as recorded
-    settings: Optional[Json]  # with which it computes what the node as recorded does; None: the node is none of MXNet's
+    settings: Optional[Json]  # settings of MXNet's operator that computes the same; None: MXNet has none
 
 
 class Left(NamedTuple):
@@ -42,21 +42,21 @@ class Left(NamedTuple):
 class Opened(SymbolBlock):
     """A ``SymbolBlock`` whose nodes of batch normalisation are layers."""
 
-    # Numbers of nodes in the skeleton, which is the graph with nodes of batch normalisation as they were recorded.
-    # Gluon warns of attributes that hold blocks, unless they are named so.
+    # By number of node in the skeleton, which is the graph with the nodes as they were recorded. Gluon warns of
+    # attributes that hold blocks, unless they have such a name.
     __layers__: Dict[int, Slot]
     _skeleton: Json
     _left: List[Left]
 
     def forward(self, x: Any, *args: Any) -> Any:
         if isinstance(x, mx.sym.Symbol) or self._cached_op is None:
-            # A node meets itself on other contexts, so no two graphs may hold the same one.
+            # A node meets itself on other contexts, so no two graphs may share a node.
             _write(self)
         return super().forward(x, *args)
 
 
 def open_graph(block: SymbolBlock) -> List[Left]:
-    """Makes layers of the nodes. Returns those that stay nodes."""
+    """Makes layers of the nodes. Returns the nodes that stay."""
     if isinstance(block, Opened):
         return block._left
     graph = json.loads(block._cached_graph[1].tojson())
@@ -100,7 +100,7 @@ def open_graph(block: SymbolBlock) -> List[Left]:
 
 
 def close_graph(block: SymbolBlock) -> None:
-    """Ends what `open_graph` began, unless a layer of it is synchronised."""
+    """Undoes `open_graph`, unless one of its layers is synchronised."""
     if isinstance(block, Opened) and not any(
         isinstance(slot.layer, SyncBatchNorm) for slot in block.__layers__.values()
     ):
@@ -124,7 +124,7 @@ def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequ
         scale=not flags["fix_gamma"],
         use_global_stats=flags["use_global_stats"],
         prefix=gamma[: -len("gamma")] if gamma.endswith("gamma") else f"{name}_",
-        params=ParameterDict(),  # nothing to share: the constructor's own parameters are thrown away
+        params=ParameterDict(),  # nothing is shared: the constructor's own parameters are discarded
     )
     if operator == NAME:
         replicas = Replicas.of_token(attributes["layer"])
@@ -139,7 +139,7 @@ def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequ
     else:
         layer = (nn.BatchNormReLU if operator == "_contrib_BatchNormWithReLU" else nn.BatchNorm)(**settings)
     for attribute, parameter in zip(blocks.PARAMETERS, parameters):
-        layer.__dict__[attribute] = layer._reg_params[attribute] = parameter  # Gluon lets none be replaced
+        layer.__dict__[attribute] = layer._reg_params[attribute] = parameter  # Gluon refuses to replace one
     layer._params = ParameterDict(layer.prefix)
     layer._params._params.update((parameter.name, parameter) for parameter in parameters)
     if operator == NAME:
@@ -147,12 +147,12 @@ def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequ
     return Slot(layer, operator, None if operator == NAME else dict(layer._kwargs))
 
 
-# As MXNet reads a node that does not say.
+# MXNet's defaults for a node without these attributes.
 _FLAGS = {"fix_gamma": "True", "use_global_stats": "False"}
 
 
 def _write(block: Opened) -> None:
-    """The graph, with what its layers are now."""
+    """Writes the graph with the present settings of its layers."""
 
     def unfold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
         slot = block.__layers__.get(number)
@@ -164,7 +164,7 @@ def _write(block: Opened) -> None:
         recorded = json.loads(slot.layer(*map(mx.sym.var, data)).tojson())
         last = recorded["heads"][0][0]
         for at, part in enumerate(recorded["nodes"]):
-            if part["op"] != "null":  # an output is called after its node
+            if part["op"] != "null":  # an output is named after its node
                 part["name"] = node["name"] if at == last else f"{node['name']}_{part['name']}"
         return graph.grow(recorded, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
 

@@ -1,4 +1,4 @@
-"""Parameters of a net, the same on all devices of all processes."""
+"""Makes the parameters of a net the same on all devices of all processes."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ __all__ = ["broadcast_parameters"]
 
 
 def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -> None:
-    """Gives every device of every process the parameters of one: those on the first context of rank ``root_rank``.
+    """Gives every device of every process the parameters on the first context of rank ``root_rank``.
 
-    Before the first step, so that all start from the same weights and running statistics, whatever each process drew or
-    loaded. In every process, with the same net; Gluon's names need not be the same. Within one process, all contexts
-    get the parameters of the first.
+    Call it before the first step, in every process, with the same net. Then all start from the same weights and running
+    statistics. Gluon's names may differ between processes. Within one process, all contexts get the parameters of the
+    first.
 
     Parameters
     ----------
     params : gluon.Block, ParameterDict or dict
-        A net, with all blocks that it holds, or what ``net.collect_params()`` selects; running statistics are among
-        them. Initialised: where shapes are not known before, predict with a batch first.
+        A net, with all blocks that it holds, or the result of ``net.collect_params()``. Running statistics are
+        included. The parameters must be initialised. If shapes are not known yet, predict with a batch first.
     kvstore : str or KVStore, optional
-        A store of several processes, as `gluon_syncbn.kvstore` makes it, reaches the devices of all; any other those of
-        this process. By default what `configure` says, or what the layers name.
+        A store of several processes, made by `gluon_syncbn.kvstore`, reaches the devices of all. Any other store
+        reaches the devices of this process. By default the setting of `configure`, or the layers' own.
     root_rank : int
+        The rank of the process whose parameters are broadcast.
         Of the process whose parameters all get.
 
     Raises
     ------
     ValueError
-        Where an argument is not what is said above.
+        Where an argument is not as described above.
     MXNetError
         Where another process does not come in time, or has another net.
     """
@@ -66,7 +67,7 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
 
 
 def store_of(kvstore: Any, parameters: Iterable[Parameter]) -> Optional[ProcessStore]:
-    """What reaches the other processes of the job; None where there are none."""
+    """Returns the store that reaches the other processes of the job; None if there are none."""
     exchange = session.exchange_of(kvstore)
     if kvstore is not None:
         return exchange if isinstance(exchange, ProcessStore) else None
@@ -91,7 +92,7 @@ def _listed(params: Any) -> List[Parameter]:
 
 
 def _agree(store: ProcessStore, parameters: Iterable[Parameter]) -> None:
-    """MXNetError, in all processes, where they have not the same parameters."""
+    """Raises MXNetError, in all processes, if their parameters differ."""
     ours = [_described(parameter) for parameter in parameters]
     texts = store.allgather("the parameters' shapes", np.frombuffer(json.dumps(ours).encode(), np.uint8), equal=False)
     for rank, text in enumerate(texts):
@@ -115,7 +116,7 @@ def _described(parameter: Parameter) -> _Description:
 
 
 def _sort(one: _Description) -> _Description:
-    """Without Gluon's counters, which depend on what else a process has built."""
+    """Removes Gluon's counters, which depend on the other blocks that a process has built."""
     return re.sub(r"\d+", "", one[0]), *one[1:]
 
 

@@ -1,4 +1,4 @@
-"""The running statistics of a net: those of all its devices together, and those of a population."""
+"""Computes the running statistics of a net over all its devices, and over a population."""
 
 from __future__ import annotations
 
@@ -31,36 +31,38 @@ __all__ = ["average_running_stats", "update_bn_stats"]
 
 
 def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None, kvstore: Any = None) -> None:
-    r"""Gives all devices the same running statistics: of each layer of batch normalisation, those of all together.
+    r"""Gives all devices the same running statistics: for each layer, the moments over all devices together.
 
     .. math:: \mu = \frac{\sum_i w_i \mu_i}{\sum_i w_i} \qquad
               \sigma^2 = \frac{\sum_i w_i \left(\sigma_i^2 + (\mu_i - \mu)^2\right)}{\sum_i w_i}
 
-    over the devices i, in float64: the variance of what all have seen, which the mean of their variances is not.
+    over the devices i, in float64. This is the variance over all that the devices have seen, unlike the mean of their
+    variances.
 
-    For layers of mode ``'local'`` and ``'shuffle'``, for groups, and for plain BatchNorm on several contexts, where
-    each device has running statistics of its own. Gluon's ``save_parameters`` writes their mean over the devices, so
-    that a file differs from what each device predicts with; after this it does not. Reaches layers wherever a net holds
-    them, frozen ones and those in the graph of a ``SymbolBlock`` too. The parameters stay the same objects.
+    Use it for layers of mode ``'local'`` and ``'shuffle'``, for groups, and for plain BatchNorm on several contexts.
+    There each device has its own running statistics. Gluon's ``save_parameters`` writes their mean over the devices.
+    So a file differs from the statistics that each device predicts with; after this call it does not. Reaches all
+    layers of a net, including frozen ones and those in the graph of a ``SymbolBlock``. The parameters stay the same
+    objects.
 
-    In a job of several processes all of them call it, and all have the same bits afterwards.
+    In a job of several processes all of them call it. Afterwards all have bitwise equal statistics.
 
     Parameters
     ----------
     net : gluon.Block
         A network or a single layer, initialised.
     weights : list of float, optional
-        One for each context of the net, in the order that was given to ``initialize``: at least 0, and one above 0. For
-        example the number of samples that each has seen. By default all the same. Of several processes, each gives
-        those of its own contexts, on one scale.
+        One for each context of the net, in the order that was given to ``initialize``. Weights are at least 0, and one
+        is above 0. For example, pass the number of samples that each device has seen. By default all are equal. Each
+        process gives the weights of its own contexts, on a common scale.
     kvstore : str or KVStore, optional
-        A store of several processes, as `gluon_syncbn.kvstore` makes it, reaches the devices of all; any other those of
-        this process. By default what `configure` says, or what the layers name.
+        A store of several processes, made by `gluon_syncbn.kvstore`, reaches the devices of all. Any other store
+        reaches the devices of this process. By default the setting of `configure`, or the layers' own.
 
     Raises
     ------
     ValueError
-        Where an argument is not what is said above.
+        Where an argument is not as described above.
     MXNetError
         Where another process does not come in time, or has another net.
 
@@ -91,48 +93,47 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
 def update_bn_stats(
     net: Block, batches: Iterable[Sequence[mx.nd.NDArray]], num_iters: int = 200, kvstore: Any = None
 ) -> None:
-    r"""Sets the running statistics to those of many batches together ("precise BN"), in place of a moving average.
+    r"""Sets the running statistics to the moments of many batches ("precise BN"), in place of a moving average.
 
     .. math:: \mu = \frac{\sum_b n_b \mu_b}{\sum_b n_b} \qquad
               \sigma^2 = \frac{\sum_b n_b \left(\sigma_b^2 + (\mu_b - \mu)^2\right)}{\sum_b n_b}
 
-    for each channel, over the shards b of all batches, with n values each: mean and biased variance of all values that
-    the layer is given, as if they were one batch. In float64, and the same bits on every device.
+    for each channel, over the shards b of all batches, with n values each. These are mean and biased variance of all
+    inputs of the layer, as if they were one batch. They are computed in float64 and bitwise equal on every device.
 
-    Calls the net in training mode and without gradient: the layers normalise as in training, each in its mode. Nothing
-    changes but, in the end, the running statistics; where something fails, these do not change either. Graphs of
-    hybridized blocks stay, but are not used here: hooks see the input of each layer, which is kept for all layers until
-    a batch is done, as a recorded forward keeps it. Calls take their numbers, so that mode ``'shuffle'`` and Dropout
-    draw other numbers afterwards.
+    Calls the net in training mode and without gradient: the layers normalise as in training, each in its mode. In the
+    end, only the running statistics have changed; after an error these are unchanged too. Graphs of hybridized blocks
+    stay, but are not used here, because hooks see the input of each layer. Until a batch is done, the inputs of all
+    layers are kept, as a recorded forward keeps them. Calls draw random numbers, so mode ``'shuffle'`` and Dropout draw
+    other numbers afterwards.
 
-    For `SyncBatchNorm` in all modes and for those that `convert` takes. Frozen layers
-    (``use_global_stats``) stay as they are. In a job of several processes all of them call it, with as many batches
-    each.
+    Handles `SyncBatchNorm` in all modes, and the layers that `convert` takes. Frozen layers (``use_global_stats``) stay
+    as they are. In a job of several processes all of them call it, with equal numbers of batches.
 
     Parameters
     ----------
     net : gluon.Block
         A network or a single layer, initialised.
     batches : iterable
-        Of batches; each is a list of arrays, one on each context of the net.
+        The batches; each is a list of arrays, one on each context of the net.
     num_iters : int
-        Batches that are taken, at the most.
+        The largest number of batches to use.
     kvstore : str or KVStore, optional
         As in `average_running_stats`.
 
     Raises
     ------
     ValueError
-        Where an argument is not what is said above, there is no batch, or a layer stands in the recorded graph of a
-        ``SymbolBlock``, where nothing sees its input.
+        Where an argument is not as described above, or there is no batch. Also where a layer is in the recorded graph
+        of a ``SymbolBlock``, where hooks cannot see its input.
     MXNetError
-        As from the net in training.
+        Errors of the net in training.
 
     Warns
     -----
     UserWarning
-        One, that names the layers that stay as they were, and why: the net did not call them, or they are subclasses of
-        BatchNorm that do something else.
+        Once, with the names of the layers that stayed as they were, and the reasons. Either the net did not call a
+        layer, or it is a subclass of BatchNorm with another forward.
 
     References
     ----------
@@ -149,7 +150,7 @@ def update_bn_stats(
         moments = _population(net, layers, running, batches, num_iters)
         moments = _of_all_processes(store, "population statistics", moments)
     finally:
-        steps.drain()  # what is still in flight writes them, too
+        steps.drain()  # operators in flight write them, too
         for array, value in before:
             value.copyto(array)
     written = set()
@@ -163,7 +164,7 @@ def update_bn_stats(
 
 
 class _Running(NamedTuple):
-    """Where running statistics stand, which several layers may share."""
+    """The place of running statistics, which several layers may share."""
 
     name: str  # of a layer
     mean: Parameter
@@ -171,7 +172,7 @@ class _Running(NamedTuple):
 
     @property
     def contexts(self) -> List[mx.Context]:
-        """Each once, also where it holds several replicas."""
+        """Returns each context once, also if it holds several replicas."""
         return list(dict.fromkeys(self.mean.list_ctx()))
 
     def arrays(self) -> List[mx.nd.NDArray]:
@@ -185,7 +186,7 @@ class _Running(NamedTuple):
 
 
 def _running(net: Block) -> List[_Running]:
-    """Of all layers, each once; ValueError where some have no values."""
+    """Returns those of all layers, without repetitions; ValueError if some have no values."""
     found: Dict[int, _Running] = {}
     for block in blocks.of(net):
         if blocks.is_batch_norm(block):
@@ -204,10 +205,10 @@ def _running(net: Block) -> List[_Running]:
 
 
 class _Node(NamedTuple):
-    """Batch normalisation in a recorded graph."""
+    """A node of batch normalisation in a recorded graph."""
 
     name: str
-    running: Optional[_Running]  # None: they are no parameters
+    running: Optional[_Running]  # None: they are not parameters
     frozen: bool
 
 
@@ -225,14 +226,14 @@ def _nodes(block: SymbolBlock) -> Iterator[_Node]:
 
 
 def _packed(count: float, mean: np.ndarray, var: np.ndarray) -> np.ndarray:
-    """Moments, as `merge_moments` has them."""
+    """Packs moments as `merge_moments` takes them."""
     return np.concatenate([[count], mean.astype(np.float64), count * var.astype(np.float64)])
 
 
 def _weights(weights: Any) -> List[float]:
     if not isinstance(weights, (list, tuple)):
         arguments.refuse("weights", weights, "None or a list of numbers, one for each context")
-    # Up to where float64 counts one by one.
+    # Above this number float64 does not represent every integer.
     given = [arguments.number("weights", weight, 0, 2**53, "numbers from 0 to 2**53") for weight in weights]
     if not any(given):
         arguments.refuse("weights", weights, "at least one above 0")
@@ -240,7 +241,7 @@ def _weights(weights: Any) -> List[float]:
 
 
 def _of_all_processes(store: Optional[ProcessStore], what: str, moments: List[np.ndarray]) -> List[np.ndarray]:
-    """The moments of each layer, merged in the order of the ranks: the same bits everywhere."""
+    """Merges the moments of each layer in the order of the ranks, so that all processes have equal bits."""
     if store is None or not moments:
         return moments
     ends = np.cumsum([part.size for part in moments])[:-1]
@@ -252,7 +253,7 @@ def _of_all_processes(store: Optional[ProcessStore], what: str, moments: List[np
 
 
 def _layers_to_measure(net: Block) -> Tuple[List[nn.BatchNorm], List[str]]:
-    """The layers that normalise with their batch, and the names of those of which nobody knows how."""
+    """Returns the layers that normalise with their batch, and the names of layers with an unknown forward."""
     found = list(blocks.of(net))
     of_graphs = [slot.layer for block in found if isinstance(block, Opened) for slot in block.__layers__.values()]
     hidden = [layer.name for layer in of_graphs if not layer._kwargs["use_global_stats"]]
@@ -280,7 +281,7 @@ def _layers_to_measure(net: Block) -> Tuple[List[nn.BatchNorm], List[str]]:
 def _population(
     net: Block, layers: Sequence[nn.BatchNorm], running: Sequence[_Running], batches: Any, num_iters: int
 ) -> List[np.ndarray]:
-    """The moments of all values of all batches, for each of ``running``."""
+    """Computes the moments over all values of all batches, for each of ``running``."""
     number = {id(one.mean): i for i, one in enumerate(running)}
     totals = [np.zeros(1 + 2 * one.mean.shape[0]) for one in running]
     replicas = _replicas(layers, running)
@@ -291,7 +292,7 @@ def _population(
             with autograd.pause(train_mode=True):
                 for shard in batch:
                     net(shard)
-            mx.nd.waitall()  # nothing is read before all replicas are called
+            mx.nd.waitall()  # no result is read before all replicas are called
             for layer, x in inputs:
                 i = number[id(layer.running_mean)]
                 totals[i] = merge_moments(totals[i], _moments(x.asnumpy(), layer._kwargs.get("axis", 1)))
@@ -304,12 +305,12 @@ def _population(
 
 @contextmanager
 def _inputs(net: Block, layers: Sequence[nn.BatchNorm]) -> Iterator[List[Tuple[nn.BatchNorm, mx.nd.NDArray]]]:
-    """What the layers are given meanwhile. A graph calls no layer, so hybridized blocks run without theirs."""
+    """Collects the layers' inputs meanwhile. A graph calls no layer, so hybridized blocks run without their graphs."""
     given: List[Tuple[nn.BatchNorm, mx.nd.NDArray]] = []
 
     def see(layer: nn.BatchNorm, args: Tuple[Any, ...]) -> None:
-        if not isinstance(args[0], mx.sym.Symbol):  # where shapes are inferred
-            given.append((layer, args[0].copy()))  # a net may overwrite it
+        if not isinstance(args[0], mx.sym.Symbol):  # a symbol means that shapes are inferred
+            given.append((layer, args[0].copy()))  # a net may overwrite its input
 
     active = [(block, block._active) for block in blocks.of(net) if isinstance(block, HybridBlock)]
     hooks = []
@@ -334,7 +335,7 @@ def _moments(x: np.ndarray, axis: int) -> np.ndarray:
 
 
 def _replicas(layers: Sequence[nn.BatchNorm], running: Sequence[_Running]) -> Dict[mx.Context, int]:
-    """How many there are on each context."""
+    """Returns the number of replicas on each context."""
     counts: Counter = Counter()
     for one in running:
         counts |= Counter(one.mean.list_ctx())
@@ -354,7 +355,7 @@ def _check_batch(name: str, batch: Any, replicas: Dict[mx.Context, int]) -> None
 
 
 def _shown(batches: Any, num_iters: int) -> Iterator[Any]:
-    """The first of them, with a bar where tqdm is installed and somebody looks."""
+    """Yields the first batches, with a progress bar if tqdm is installed and the output is a terminal."""
     try:
         taken = itertools.islice(iter(batches), num_iters)
     except TypeError:

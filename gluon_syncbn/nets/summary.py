@@ -1,4 +1,4 @@
-"""Which layers of a network are synchronised, and which are not and why."""
+"""Shows which layers of a network are synchronised, which are not, and why."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Row(NamedTuple):
 
 
 def summary(net: Block) -> None:
-    """Prints every normalisation layer of a network, and whether its statistics are synchronised, else why not.
+    """Prints every normalisation layer of a network, and whether its statistics are synchronised, with the reason.
 
-    ``slots`` are those of one device; ``contexts`` those of the parameters, once they have been initialised. A layer in
-    use by itself, such as one on a single context, is *plain*. ``takes in`` is what a layer does beside: its
-    activation, or what ``convert(fuse=True)`` found behind it, once its graph is recorded; and whether it works in
-    place. A layer in an attribute of an object that is no block has a row once it has run. The last line counts the
-    layers of batch normalisation.
+    ``slots`` counts the slots of one device. ``contexts`` are the contexts of the parameters, once they are
+    initialised. A layer that uses its own statistics, for example on a single context, is *plain*. ``takes in`` names
+    the operations that a layer computes as well. These are its activation, or the operators that ``convert(fuse=True)``
+    absorbed, once its graph is recorded. It also says whether the layer works in place. A layer in an attribute of an
+    object that is not a block has a row once it has run. The last line counts the layers of batch normalisation.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The graph of a prediction: what a net computes with running statistics, by operators of MXNet alone."""
+"""Traces the graph of a prediction: the net with running statistics, in MXNet's own operators."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .graphs import Opened
 class Prediction(NamedTuple):
     symbol: mx.sym.Symbol
     inputs: List[str]
-    input_format: Any  # how Gluon writes down which lists they stand in
+    input_format: Any  # how Gluon describes the nesting of the inputs
     output_format: Any
 
     def block(self, symbol: mx.sym.Symbol, values: Dict[str, mx.nd.NDArray], contexts: Any) -> SymbolBlock:
-        """Takes and gives what the net does, and computes this. All its parameters have values and no gradient."""
-        # SymbolBlock infers the types of parameters from those of the inputs, and complains where it cannot
+        """Returns a block with the net's inputs and outputs for this graph. All parameters have values, no gradient."""
+        # SymbolBlock infers the types of parameters from those of the inputs, and raises an error if it cannot
         dtype = next((value.dtype for value in values.values()), "float32")
         block = SymbolBlock(symbol, [mx.sym.var(name, dtype=dtype) for name in self.inputs])
         params = block.collect_params()
@@ -38,8 +38,8 @@ class Prediction(NamedTuple):
 
 
 def prediction(net: HybridBlock) -> Prediction:
-    """Recorded afresh, because a net may record another graph in training. The net stays as it is.
-    A ``ValueError`` says why it cannot be traced."""
+    """Records the graph anew, because a net may record another graph in training. The net stays as it is.
+    A ``ValueError`` gives the reason if the net cannot be traced."""
     if net._cached_graph:
         names, form = [one.name for one in net._cached_graph[0]], net._in_format
     else:
@@ -64,14 +64,14 @@ def prediction(net: HybridBlock) -> Prediction:
 
 
 def _inputs(net: HybridBlock) -> int:
-    """How many arrays its forward needs."""
-    taken = list(inspect.signature(net.hybrid_forward).parameters.values())[1:]  # behind F
+    """Returns the number of arrays that the forward needs."""
+    taken = list(inspect.signature(net.hybrid_forward).parameters.values())[1:]  # the arguments after F
     needed = (one for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty)
     return max(1, sum(one.name not in net._reg_params for one in needed))
 
 
 def _places(form: Any) -> List[int]:
-    """A number for each input in what Gluon has written down; -1 for None."""
+    """Returns a number for each input in Gluon's description; -1 for None."""
     if isinstance(form, int):
         return [form] if form <= 0 else [0] * form
     return [place for part in form for place in _places(part)]
@@ -79,8 +79,9 @@ def _places(form: Any) -> List[int]:
 
 @contextmanager
 def _undisturbed(net: HybridBlock) -> Iterator[None]:
-    """Synchronised layers number their nodes, and the processes of a job do so alike. Replicas never meet in this
-    graph, and only one process may make it: it does not count.
+    """Restores the numbers of nodes, which synchronised layers count alike in all processes of a job.
+
+    Replicas never meet in this graph, and one process may trace it alone. So it must not count.
     """
     layers = [(one, one._nodes) for one in blocks.of(net) if isinstance(one, SyncBatchNorm)]
     opened = [one for one in blocks.of(net) if isinstance(one, Opened)]

@@ -17,7 +17,7 @@ _MEMORY = Memory()
 
 
 class Session:
-    """The instance of this process is `session`. The native core keeps time limits and the seed, because it uses them."""
+    """The state of this process. The native core keeps time limits and the seed, because only the core uses them."""
 
     def __init__(self) -> None:
         #: The exchange of layers that name no KVStore; None is shared memory.
