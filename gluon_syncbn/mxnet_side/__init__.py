@@ -1,3 +1,3 @@
-"""Everything that knows MXNet's insides: the operator, patches, graphs as MXNet writes them, names that it misses.
+"""Holds all code that depends on MXNet's insides: the operator, patches, graph files, names for newer versions.
 The rest of the package uses MXNet as it is documented.
 """

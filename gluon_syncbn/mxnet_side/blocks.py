@@ -1,4 +1,4 @@
-"""The blocks of a network, wherever it holds them, and which of them are batch normalisation."""
+"""Finds the blocks of a network, and decides which of them are batch normalisation."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from ..system import arguments
 from . import callers
 
 PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
-#: Operators of BatchNorm in a recorded graph; `op_type` where they are custom ones.
+#: Operators of BatchNorm in a recorded graph; for custom ones their `op_type`.
 OPERATORS = ("BatchNorm", "_contrib_SyncBatchNorm", "_contrib_BatchNormWithReLU")
-# What says how an operator computes, not what.
+# Settings that change how an operator computes, and not its result.
 _HOW = {"cudnn_off"}
-# What a forward in a class of these computes depends on its layer's settings, and these are known.
+# In classes of these packages, only a layer's known settings change the result of a forward.
 _LIBRARIES = {"mxnet", "gluoncv"}
 
 
 def of(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
-    """Every block once, ``net`` first: children; those that an attribute holds in a list, tuple, set or dictionary,
-    which Gluon does not register; and layers of batch normalisation that have run within it, whatever holds them.
+    """Yields every block once, ``net`` first.
+
+    These are children, and blocks in lists, tuples, sets or dictionaries of an attribute, which Gluon does not
+    register. Layers of batch normalisation that have run within a block belong to it too, whichever object holds them.
     """
     seen = set() if seen is None else seen
     if id(net) in seen:
@@ -64,15 +66,16 @@ def is_batch_norm(block: Block) -> bool:
 
 
 def difference(block: Block) -> str:
-    """What this BatchNorm does beyond ``nn.BatchNorm``, ``nn.BatchNormReLU`` and contrib's layer; empty if nothing.
+    """Says how this BatchNorm differs from ``nn.BatchNorm``, ``nn.BatchNormReLU`` and contrib's layer; empty if it does
+    not.
 
-    Found by whose forward it has, and by what that computes: the graph of its ``hybrid_forward`` is one operator on its
-    four parameters. A forward of the user's own may compute something else tomorrow, where it looks at a flag.
+    The class that defines the forward decides, and so does the graph of ``hybrid_forward``: it must be one operator on
+    the layer's four parameters. A user's own forward may read a flag and compute something else tomorrow.
     """
     cls = type(block)
     if cls in (BatchNormActivation, BatchNormAdd):
         return ""
-    if isinstance(block, ContribSyncBatchNorm):  # not traced: `replacements` may have its operator
+    if isinstance(block, ContribSyncBatchNorm):  # not traced: `replacements` may have replaced its operator
         return "" if cls is ContribSyncBatchNorm else "it is a subclass of contrib's SyncBatchNorm"
     for name in ("forward", "__call__"):
         if getattr(cls, name) is not getattr(_BatchNorm, name):
@@ -87,7 +90,7 @@ def difference(block: Block) -> str:
     try:
         output = block.hybrid_forward(mx.sym, inputs.pop("data"), **inputs)
         graph = json.loads(output.tojson())
-    except Exception as error:  # the user's code, on which nothing depends here but the reason
+    except Exception as error:  # the user's code; only the reason depends on it here
         return f"its hybrid_forward cannot be traced ({type(error).__name__}: {error})"
     nodes = [node for node in graph["nodes"] if node["op"] != "null"]
     if len(nodes) != 1 or nodes[0]["op"] not in OPERATORS or len(output) != 1:
@@ -100,7 +103,7 @@ def difference(block: Block) -> str:
 
 
 def recorded(block: SymbolBlock) -> List[Tuple[str, str]]:
-    """The nodes of the graph, by name and by what they run, which for a custom operator is its type."""
+    """Returns the nodes of the graph: name and operator, which for a custom operator is its type."""
     return [(node["name"], operator_of(node)) for node in json.loads(block._cached_graph[1].tojson())["nodes"]]
 
 
@@ -109,8 +112,8 @@ def operator_of(node: Dict[str, Any]) -> str:
 
 
 class Selection:
-    """Layers by name, as ``collect_params`` selects: those for which a regular expression matches, from the beginning,
-    the name of the layer or of one of its parameters. None selects all.
+    """Selects layers as ``collect_params`` does: by a regular expression. It must match the name of the layer, or of
+    one of its parameters, from the beginning. None selects all.
     """
 
     def __init__(self, select: Any) -> None:

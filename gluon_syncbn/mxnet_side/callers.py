@@ -1,6 +1,6 @@
-"""The blocks that call a layer of batch normalisation.
+"""Records the blocks that call a layer of batch normalisation.
 
-Gluon knows the blocks that a block holds itself. A layer in an attribute of another object shows when it runs.
+Gluon knows the blocks that a block itself holds. A layer in an attribute of another object is found when it runs.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 from mxnet.gluon import Block
 
-# By caller. The layers are keys, in the order of their first calls: processes have to number them alike.
+# Layers by caller. They are keys, in the order of their first calls, because processes have to number them alike.
 _called: weakref.WeakKeyDictionary[Block, weakref.WeakKeyDictionary[Block, None]] = weakref.WeakKeyDictionary()
-_known: weakref.WeakSet[Block] = weakref.WeakSet()  # layers whose callers are
+_known: weakref.WeakSet[Block] = weakref.WeakSet()  # layers whose callers are recorded
 
 
 def noting(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a layer's ``__call__``: the layer's first call within other blocks tells which they are."""
+    """Wraps a layer's ``__call__``: the first call of a layer within other blocks records these blocks."""
 
     def noted(layer: Block, *args: Any) -> Any:
         if layer not in _known:
@@ -38,11 +38,11 @@ def _note(layer: Block, frame: Optional[FrameType]) -> None:
 
 
 def called_by(block: Block) -> List[Block]:
-    """The layers that have run within this block."""
+    """Returns the layers that have run within this block."""
     return list(_called.get(block, ()))
 
 
 def every() -> Iterator[Tuple[Block, List[Block]]]:
-    """Each block that has called layers, and these."""
+    """Yields each block that has called layers, and the layers."""
     for block in list(_called):
         yield block, called_by(block)

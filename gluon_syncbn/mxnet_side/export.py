@@ -1,6 +1,6 @@
-"""What ``net.export`` writes: plain BatchNorm in the places of the nodes of this package.
+"""Makes ``net.export`` write plain BatchNorm in place of the nodes of this package.
 
-A node of this package belongs to its process, which has the layer that it meets in. A file is for others, which predict
+A node of this package belongs to its process, which has the node's layer. A file is for other processes, which predict
 with the running statistics, as a BatchNorm does.
 """
 
@@ -18,19 +18,19 @@ from . import gamma, patches
 from .nodes import Entry, Graph, Json
 from .op import NAME, Role
 
-#: Attributes of a node that has taken others in (`fusion`): the names that these had.
+#: Attributes of a node that has absorbed other nodes (`fusion`): the names of these.
 ADDED, BEHIND = "__added__", "__behind__"
 
 
 def install() -> None:
     """Changes ``HybridBlock.export``, which has no hook: a layer within a net cannot know that the net is exported.
-    Nothing is changed before there is a layer.
+    The first layer of the process triggers the change.
     """
     patches.replace_once(HybridBlock, "export", _of_plain_graphs)
 
 
 def passing(node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
-    """What stands for a node that only serves a synchronised one; None for any other."""
+    """Returns the inputs of a node that only serves a synchronised one; None for any other node."""
     if is_guard(node):
         return [inputs[0]]
     if is_ours(node) and int(node["attrs"]["role"]) == Role.MEET:
@@ -39,13 +39,13 @@ def passing(node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
 
 
 def is_guard(node: Json) -> bool:
-    """Whether it guards a synchronised node (op.py), and changes nothing."""
+    """Whether the node guards a synchronised node (op.py), and changes nothing."""
     attributes = node.get("attrs", {})
     return node["op"] == "SwapAxis" and attributes.get("dim1", "0") == attributes.get("dim2", "0")
 
 
 def plain(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
-    """The graph with ``BatchNorm`` for each synchronised node, under its name and on its inputs; None without any."""
+    """Returns the graph with ``BatchNorm`` for each synchronised node, with its name and inputs; None without any."""
     recorded = json.loads(symbol.tojson())
     if not any(is_ours(node) for node in recorded["nodes"]):
         return None
@@ -55,7 +55,7 @@ def plain(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
         if through is not None or not is_ours(node):
             return through
         given = node["attrs"]
-        # MXNet's for any node
+        # attributes that MXNet allows for any node
         of_any = {k: v for k, v in given.items() if k.startswith("__") and k not in (ADDED, BEHIND)}
         attributes = {**of_any, "axis": given["axis"], "eps": given["eps"]}
         attributes["momentum"] = str(np.float32(given["momentum"]))  # op.py writes all its digits
@@ -83,7 +83,7 @@ def is_ours(node: Json) -> bool:
 
 def _of_plain_graphs(export: Callable) -> Callable:
     def exported(block: HybridBlock, *args: Any, **kwargs: Any) -> Any:
-        recorded = block._cached_graph  # empty before the first forward, of which MXNet tells
+        recorded = block._cached_graph  # empty before the first forward; MXNet raises an error then
         symbol = plain(recorded[1]) if recorded else None
         if recorded:
             ignored = gamma.names(json.loads((recorded[1] if symbol is None else symbol).tojson()))

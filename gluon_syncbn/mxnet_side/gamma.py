@@ -1,4 +1,4 @@
-"""Gammas that do not count. MXNet takes 1 for those of layers with ``scale=False``, ``fix_gamma`` in graphs."""
+"""Finds gammas that have no effect: MXNet takes 1 in layers with ``scale=False``, which is ``fix_gamma`` in graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .nodes import Json
 
 
 def of_layers(net: Block, chosen: Callable[[Block], bool]) -> List[Parameter]:
-    """Of the chosen layers, without those that count in another layer."""
+    """Returns the gammas without effect of the chosen layers, unless they have an effect in another layer."""
     layers = [block for block in blocks.of(net) if blocks.is_batch_norm(block)]
     counted = {id(layer.gamma) for layer in layers if not layer._kwargs["fix_gamma"]}
     ignored = {id(layer.gamma): layer.gamma for layer in layers if layer._kwargs["fix_gamma"] and chosen(layer)}
@@ -22,7 +22,7 @@ def of_layers(net: Block, chosen: Callable[[Block], bool]) -> List[Parameter]:
 
 
 def names(graph: Json) -> List[str]:
-    """The variables of a graph that are a gamma which does not count, and nothing else."""
+    """Returns the variables of a graph that are a gamma without effect, and nothing else."""
     nodes = graph["nodes"]
     ignored: Set[int] = set()
     counted = {at for at, *_ in graph["heads"]}
@@ -33,12 +33,12 @@ def names(graph: Json) -> List[str]:
 
 
 def is_fixed(node: Json) -> bool:
-    """Whether it is a batch normalisation whose gamma counts as 1; so it is where the node does not say."""
+    """Whether the node is a batch normalisation whose gamma counts as 1, which is also the default."""
     return node["op"] in blocks.OPERATORS and node.get("attrs", {}).get("fix_gamma", "True") in ("1", "True")
 
 
 def write_ones(verb: str, parameters: Iterable[Parameter]) -> None:
-    """Puts 1 where something else is stored, and warns of it once."""
+    """Writes 1 where another value is stored, and warns of it once."""
     written = []
     for gamma in parameters:
         if gamma._data is not None and any((array.asnumpy() != 1).any() for array in gamma.list_data()):

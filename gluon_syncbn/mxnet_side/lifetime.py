@@ -1,4 +1,4 @@
-"""The end of the process, and forks: what is in flight ends before either, healthy or not."""
+"""Ends all operators in flight before the process ends or forks, whether the step is healthy or not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..system import logs
 from ..training import steps
 from ..training.session import session
 
-STOPS_WITHIN = 10.0  # seconds, of a daemon thread in mid-step
+STOPS_WITHIN = 10.0  # seconds for a daemon thread in the middle of a step
 
 _pid = os.getpid()
 _MXNET = os.path.dirname(mx.__file__)
@@ -26,8 +26,8 @@ _MXNET = os.path.dirname(mx.__file__)
 
 
 def _at_exit() -> None:
-    # MXNet drops what is queued at interpreter exit and waits for what runs: a replica that waits for a queued partner
-    # would wait for ever. This runs before MXNet's own handler, lets a healthy step finish and ends a stuck one.
+    # At interpreter exit, MXNet drops queued operators and waits for running ones. A running replica would wait for a
+    # queued one for ever. This handler runs before MXNet's own. It lets a healthy step finish and ends a stuck one.
     session.ending = True
     _native.nobody_left(True)
     _stop_daemons()
@@ -43,8 +43,9 @@ def _at_exit() -> None:
 
 def _stop_daemons() -> None:
     # A daemon thread that trains may be anywhere in its step. MXNet's exit handler stops the threads of custom
-    # operators, then waits for all that was issued: for ever, where an operator of this layer was issued in between.
-    # Python ends daemon threads once the handlers are done; these end as they next come out of MXNet.
+    # operators, then waits for all issued operators. If an operator of this layer is issued in between, it waits for
+    # ever. Python ends daemon threads only after the handlers. So we end these threads when they next return from
+    # MXNet.
     daemons = [thread for thread in session.training_threads if thread.daemon and thread.is_alive()]
     for thread in daemons:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
@@ -54,8 +55,8 @@ def _stop_daemons() -> None:
 
 
 def _watch_main_thread() -> None:
-    # Exit handlers run only after all threads that are no daemons: one of those may be what waits for a step that is
-    # stuck. Where all of them wait within MXNet, nobody is left to call the replicas that are missing.
+    # Exit handlers run only after all threads that are not daemons, and one of these may wait for a stuck step. If all
+    # of them wait within MXNet, no thread is left that could call the missing replicas.
     threading.main_thread().join()
     while True:
         _native.nobody_left(all(map(_waits_in_mxnet, filter(_counts, threading.enumerate()))))
@@ -77,16 +78,16 @@ def _start_watching() -> None:
 
 # ---- forks ----------------------------------------------------------------------------------------------------
 # Before a fork MXNet stops its threads, those of custom operators before its engine (LibraryInitializer::atfork_prepare
-# in src/initialize.cc), so that a custom operator which is still in flight is waited for and never runs; and an error
-# that nobody has read ends the process. So all of it has to be over by then.
+# in src/initialize.cc). Then the engine waits for a custom operator in flight, which never runs. An error that was not
+# read ends the process. So all operators have to end before the fork.
 
 
 def _before_fork() -> None:
     if not _native.layers():
         return
-    _native.forking(session.alone_in_a_step())  # nobody else is in one, whose replicas could still come
+    _native.forking(session.alone_in_a_step())  # no other thread is in one, so no other replica can come
     try:
-        for error in dict.fromkeys(steps.drain()):  # one that stays comes again and again
+        for error in dict.fromkeys(steps.drain()):  # a persistent error appears again and again
             logs.log.error("failed before a fork, which took the error away from whoever reads the results: %s", error)
     finally:
         _native.forking(False)
@@ -100,7 +101,7 @@ def _after_fork_in_child() -> None:
 
 
 def watch() -> None:
-    """Sees to exits and forks from now on, for good: a handler of forks cannot be taken back."""
+    """Installs the handlers of exits and forks for good: Python cannot remove a handler of forks."""
     atexit.register(_at_exit)
     os.register_at_fork(before=_before_fork, after_in_child=_after_fork_in_child)
     _start_watching()

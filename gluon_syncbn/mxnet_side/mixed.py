@@ -1,4 +1,4 @@
-"""Nets in which some batch normalisation is synchronised and some is not, which few people want."""
+"""Warns of nets in which some batch normalisation is synchronised and some is not, which is rarely intended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MEANS = ("running_mean", "moving_mean")
 
 
 def warn_of(parameters: Sequence[Parameter]) -> None:
-    """Of a net whose training begins: one warning where it is such a net.
+    """Warns once, when training begins, if the net mixes synchronised and plain layers.
 
     Layers whose gamma is not trained are frozen and do not count, nor do nets on one device. Layers that the trainer
     does not know count where they have run within a block of the net.
@@ -25,7 +25,7 @@ def warn_of(parameters: Sequence[Parameter]) -> None:
         suffix = next((mean for mean in _MEANS if name.endswith(mean)), None)
         if suffix is None:
             continue
-        followers = getattr(parameter, "_followers", [])  # of a layer of this package
+        followers = getattr(parameter, "_followers", [])  # a parameter of a layer of this package
         gamma = by_name.get(name[: -len(suffix)] + "gamma")
         if followers:
             synchronised += 1
@@ -45,8 +45,8 @@ def warn_of(parameters: Sequence[Parameter]) -> None:
 
 
 def _run_within(parameters: Sequence[Parameter]) -> List[str]:
-    """Layers that are not synchronised, which the trainer does not know, and which a block with synchronised parameters
-    has called.
+    """Returns the layers that are not synchronised, that the trainer does not know, and that a block with synchronised
+    parameters has called.
     """
     known = {id(parameter) for parameter in parameters}
     synchronised = {id(parameter) for parameter in parameters if getattr(parameter, "_followers", [])}

@@ -1,4 +1,4 @@
-"""The nodes of a graph as MXNet writes them into files, and graphs in the making."""
+"""Reads and builds graphs in the form that MXNet writes into files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, Optional
 
 Json = Dict[str, Any]
 Entry = List[int]  # an output: its node, its number there, and the version of what the node overwrites
-#: What stands for a node, given its number, itself and its inputs: an entry for each output; None for a copy.
+#: Replaces a node, given its number, the node and its inputs: an entry for each output; None copies the node.
 Stead = Callable[[int, Json, List[Entry]], Optional[List[Entry]]]
 
 
@@ -22,7 +22,7 @@ class Graph:
         return len(self.nodes) - 1
 
     def grow(self, graph: Json, stead: Stead) -> List[Entry]:
-        """Adds the nodes of another graph, or what stands for them. Returns what its outputs are here."""
+        """Adds the nodes of another graph, or their replacements. Returns the entries of its outputs here."""
         found: List[Optional[List[Entry]]] = []
         copies: Dict[int, int] = {}
 
@@ -39,6 +39,6 @@ class Graph:
         return [here(entry) for entry in graph["heads"]]
 
     def json(self, like: Json) -> Json:
-        """The whole, with what else such a graph says of itself."""
+        """Returns the whole graph, with the other properties of ``like``."""
         variables = [number for number, node in enumerate(self.nodes) if node["op"] == "null"]
         return {"nodes": self.nodes, "arg_nodes": variables, "heads": self.heads, "attrs": like["attrs"]}

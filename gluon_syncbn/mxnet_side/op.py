@@ -1,4 +1,4 @@
-"""The operator ``gluon_syncbn`` in a graph."""
+"""Adds the operator ``gluon_syncbn`` to a graph."""
 
 from __future__ import annotations
 
@@ -43,19 +43,18 @@ def sync_batch_norm(
     fuses: bool = False,
     inplace: bool = False,
 ) -> Any:
-    """Normalises ``x`` with the statistics that the replicas' pooling says; ``F`` is ``mx.nd`` or ``mx.sym``.
+    """Normalises ``x`` with the statistics that the replicas' pooling selects; ``F`` is ``mx.nd`` or ``mx.sym``.
 
     ``lanes`` is the number of replicas on each context. ``node`` numbers the layer's nodes in graphs and is -1 for an
-    eager call. ``unbiased`` is the variance that the running one takes. ``addend`` and ``activation`` come after the
-    normalisation. ``fuses`` is for `fusion`, with a single lane. ``inplace`` keeps y for the backward and not x:
-    where the activation is invertible, without an addend and with a single lane. A static graph does not tell MXNet's
-    engine that a node writes the running statistics, so two nodes of one layer may run in either order there.
+    eager call. ``unbiased`` selects the variance that updates the running one. ``addend`` and ``activation`` come after
+    the normalisation. ``fuses`` is for `fusion`, with a single lane. ``inplace`` keeps y for the backward and not x. It
+    needs an invertible activation, no addend and a single lane. In a static graph MXNet's engine does not know that a
+    node writes the running statistics. So two nodes of one layer may run in either order there.
     """
-    # MXNet hands a custom operator a temporary copy of an array in oneDNN's layout and frees it while the operator
-    # still runs (AllocateNDArrayCopy in src/operator/custom/custom.cc keeps a pointer, no reference). SwapAxis of an
-    # axis with itself is the cheapest operator that really writes a new, plain array; on the output it does the same
-    # for the gradient that comes back. GPUs have no such layout, and where calls do not come through MXNet's custom.cc
-    # (csrc/native) nothing is freed.
+    # MXNet gives a custom operator a temporary copy of an array in oneDNN's layout, and frees it while the operator
+    # still runs. AllocateNDArrayCopy in src/operator/custom/custom.cc keeps a pointer and no reference. SwapAxis of an
+    # axis with itself is the cheapest operator that writes a new, plain array. On the output it does the same for the
+    # incoming gradient. GPUs have no such layout, and calls through csrc/native are not affected.
     on_cpus = not replicas.contexts or any(context.device_type != "gpu" for context in replicas.contexts)
     guarded = on_cpus and bool(_native.why_custom())
     custom = functools.partial(
@@ -84,11 +83,11 @@ def sync_batch_norm(
     else:
         y, batch, *handed_on = custom(*inputs, role=Role.MEET, adds=adds, name="fwd")
         track = functools.partial(custom, y, gamma, beta, *handed_on, batch, *states, role=Role.TRACK, name="track")
-        if node >= 0:  # it predicts, too
+        if node >= 0:  # a graph predicts, too
             y = track(adds=adds)
         else:
-            # Beside the way of the data: what writes the running statistics waits for whoever wrote them before, of
-            # a later call perhaps where each replica has a thread.
+            # Separate from the data, because this node waits for the previous writer of the running statistics. With a
+            # thread for each replica, the writer may belong to a later call.
             recording = autograd.set_recording(False)
             track(adds=0)
             autograd.set_recording(recording)

@@ -1,9 +1,9 @@
-"""MXNet's operators as they are without automatic mixed precision.
+"""Provides MXNet's operators without automatic mixed precision.
 
-``mxnet.contrib.amp.init`` replaces the functions of ``mx.nd`` and ``mx.sym``. Its lists put ``Custom``, which may be
-anything, among the operators that get float32 only, and `SyncBatchNorm` takes float16 as it is, as ``nn.BatchNorm``
-does: the casts would double the memory of its input and output. The functions here are made as MXNet makes its own, so
-that they are the same whether ``amp.init`` was called before or after this package was imported.
+``mxnet.contrib.amp.init`` replaces the functions of ``mx.nd`` and ``mx.sym``. Its lists give ``Custom`` float32 inputs
+only, because ``Custom`` may be any operator. `SyncBatchNorm` takes float16 as it is, as ``nn.BatchNorm`` does, and
+casts would double the memory of its input and output. The functions here are made as MXNet makes its own. So they do
+not depend on whether ``amp.init`` ran before or after the import of this package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is changed in MXNet, in one place: `install` says what and why, `remove` puts it back."""
+"""Changes MXNet's functions and classes: `install` says which and why, and `remove` restores them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..training.replicas import Replicas
 from ..training.session import session
 from . import callers, draws, mixed
 
-# To read the annotations of a class makes it an attribute.
+# Reading the annotations of a class adds them as an attribute.
 _ASSIGNED = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__annotations__"]
 _replaced: List[Tuple[Any, str, Any]] = []  # owner, name, what was there; None where the owner inherits it
 _wrapped: List[Tuple[Any, str, Callable]] = []  # owner, name, wrapper, of `replace_once`
@@ -26,28 +26,28 @@ _wrapped: List[Tuple[Any, str, Callable]] = []  # owner, name, wrapper, of `repl
 def install() -> None:
     """Changes MXNet; once is enough.
 
-    - The scopes of ``autograd.record()`` and ``train_mode()`` tell where a step begins and ends. MXNet has no hook for
-      that. An exception in one replica's part leaves the others waiting for it, and would let the next step meet what
-      is left of this one; only the scope sees both.
+    - The scopes of ``autograd.record()`` and ``train_mode()`` mark where a step begins and ends. MXNet has no hook for
+      that. After an exception in one replica's part, the other replicas wait for it. The next step would then meet the
+      rest of this one. Only the scope sees both.
     - ``autograd.backward`` keeps replicas that share a context apart. MXNet bundles up to 15 operators of a backward
-      into one, which waits for what any of them needs. Where replicas share a context, the last operators of one stand
-      in a bundle with the first ones of the next: this layer's operator in the first replica waits for that in the
-      second, which waits for the bundle, which waits for the first. A copy is pushed by itself and ends the bundle
-      before it: one at the head of each replica keeps them apart.
-    - ``gluon.Trainer`` updates nothing in a step that failed. In MXNet a failed operator and all that is skipped
-      because of it share one exception. Whoever reads any of their results first takes it away, and what is still
-      queued runs as if nothing had happened: an update that was issued before the loss was read would then use
-      gradients that nobody has computed. The gate is an exception of its own, between the gradients and what uses them.
-      In its first step, a trainer also copies the first context's running statistics to all; the gate stands there too.
-    - ``gluon.Trainer`` is where a net is seen as a whole before its first update: one that mixes synchronised and plain
-      layers is warned about there.
-    - ``mx.nd.waitall`` tells where the only thread that trains waits in the middle of a step. A replica that waits for
-      one that this thread has not called would wait for its whole time limit. ``gluon.data.DataLoader`` calls it.
-    - The ``__call__`` of Gluon's batch normalisation tells which blocks call a layer, once: a layer in an attribute of
-      an object that is no block shows in no other way.
-    - ``mx.nd.CachedOp`` with ``static_shape`` tells of its calls, whose operators MXNet makes once and executes again:
-      nobody else sees which thread calls them.
-    - ``mx.random.seed`` tells of its calls: seeds that are drawn here follow from it.
+      into one operation, which waits for the inputs of all of them. On a shared context, the last operators of one
+      replica share a bundle with the first ones of the next. This layer's operator in the first replica then waits for
+      the second replica. The second replica waits for the bundle, and the bundle waits for the first replica. A copy is
+      issued by itself and ends the bundle before it. So one copy at the head of each replica keeps replicas apart.
+    - ``gluon.Trainer`` updates nothing in a step that failed. In MXNet a failed operator and all operators that are
+      skipped because of it share one exception. The first reader of any of their results removes the exception. Then
+      operators that are still queued run. An update that was issued before the loss was read would then use gradients
+      that were never computed. The gate is an exception of its own, between the gradients and their users. In its first
+      step, a trainer also copies the first context's running statistics to all contexts; the gate covers this copy too.
+    - ``gluon.Trainer`` sees the whole net before its first update. Nets that mix synchronised and plain layers get a
+      warning there.
+    - ``mx.nd.waitall`` shows when the only thread that trains waits in the middle of a step. A replica may wait for one
+      that this thread has not called, and would do so for its whole time limit. ``gluon.data.DataLoader`` calls it.
+    - The ``__call__`` of Gluon's batch normalisation records, once, which blocks call a layer. A layer in an attribute
+      of an object that is not a block cannot be found otherwise.
+    - ``mx.nd.CachedOp`` with ``static_shape`` announces its calls. MXNet makes its operators once and executes them
+      again, so the layers cannot see which thread calls them.
+    - ``mx.random.seed`` announces its calls, because seeds that are drawn here follow from it.
     """
     if _replaced:
         return
@@ -55,10 +55,10 @@ def install() -> None:
     _replace(scope, "__enter__", _entering)
     _replace(scope, "__exit__", _leaving)
     _replace(autograd, "backward", _apart)
-    # a store that updates does so as it adds
+    # a store that updates does so while it adds
     _replace(gluon.Trainer, "_allreduce_grads", _gated(lambda trainer: trainer._update_on_kvstore, _gradients))
     _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore, _gradients))
-    for module in (mx.nd, mx.nd.ndarray, mx.npx):  # which have it under the same name
+    for module in (mx.nd, mx.nd.ndarray, mx.npx):  # modules that hold it under the same name
         _replace(module, "waitall", _told_of)
     _replace(_BatchNorm, "__call__", callers.noting)
     _replace(mx.nd, "CachedOp", _issuing)
@@ -79,7 +79,7 @@ def remove() -> None:
 
 
 def replace_once(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
-    """Changes what only some need, when they first need it. Several may wrap the same."""
+    """Wraps a function that only some programs need changed, at its first use. Several callers may wrap the same."""
     if (owner, name, wrap) not in _wrapped:
         _wrapped.append((owner, name, wrap))
         _replace(owner, name, wrap)
@@ -160,7 +160,7 @@ def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
         if dict(flags).get("static_shape"):
             for attributes in sym.attr_dict().values():
                 layer = Replicas.of_token(attributes.get("layer", ""))
-                if layer is not None and layer.pooling.mode != "local":  # one tells of them all
+                if layer is not None and layer.pooling.mode != "local":  # one announces for all layers
                     return Issuing(sym, flags, layer)
         return cached_op(sym, flags)
 
@@ -192,7 +192,7 @@ def _gradients(trainer: gluon.Trainer) -> List[mx.nd.NDArray]:
 
 
 def _written(trainer: gluon.Trainer) -> List[mx.nd.NDArray]:
-    """What forward and backward write: gradients, and the parameters that have none."""
+    """Returns the arrays that forward and backward write: gradients, and parameters without a gradient."""
     return _gradients(trainer) + [d for p in trainer._params if p.grad_req == "null" for d in p._data or ()]
 
 

@@ -1,4 +1,4 @@
-"""What MXNet's ONNX exporter has no translation of: adaptive average pooling to more than 1 x 1."""
+"""Adds a translation that MXNet's ONNX exporter lacks: adaptive average pooling to more than 1 x 1."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Dict, List
 import mxnet as mx
 import numpy as np
 
-#: The newest opset that MXNet 1.9.1 translates to. It asks the translations of this one before those of older ones.
+#: The newest opset of MXNet 1.9.1. The exporter tries the translations of this opset before those of older ones.
 _OPSET = 13
 _POOLING = "_contrib_AdaptiveAvgPooling2D"
 
 
 def register() -> None:
-    """Adds the translation to the exporter's table, where ``mx.onnx`` is there (not in MXNet 1.8)."""
+    """Adds the translation to the exporter's table, if ``mx.onnx`` exists (not in MXNet 1.8)."""
     exporter = sys.modules.get("mxnet.onnx.mx2onnx._export_onnx")
     if exporter is not None:
         exporter.MXNetGraph.register(_POOLING, _OPSET)(_adaptive_average_pooling)
@@ -29,8 +29,10 @@ def unregister() -> None:
 
 
 def _adaptive_average_pooling(node: Dict[str, Any], **kwargs: Any) -> List[Any]:
-    """Output i of n is the mean over the inputs from floor(i * m / n) to before ceil((i + 1) * m / n), of m, on both
-    axes: a product with a matrix on each side, which ONNX has for all sizes.
+    """Writes the pooling as a product with a matrix on each side, which ONNX has for all sizes.
+
+    On both axes, output i of n is a mean over some of the m inputs: from floor(i * m / n) to before ceil((i + 1) * m /
+    n).
     """
     from onnx import helper, numpy_helper
 
@@ -62,8 +64,8 @@ def _means(given: int, wanted: int) -> np.ndarray:
 
 
 def _shape(entry: List[int], kwargs: Dict[str, Any]) -> List[int]:
-    """Of an output in the graph: the exporter knows the shapes of the graph's inputs and of the weights alone."""
-    of_any = json.loads(mx.sym.var("any").tojson())  # the version, without which MXNet takes it for an old one
+    """Returns the shape of an output in the graph: the exporter knows only those of the graph's inputs and weights."""
+    of_any = json.loads(mx.sym.var("any").tojson())  # the version, without which MXNet assumes an old one
     graph = {**of_any, "nodes": kwargs["mx_graph"], "heads": [entry]}
     graph["arg_nodes"] = [number for number, node in enumerate(graph["nodes"]) if node["op"] == "null"]
     shapes = {name: value.shape for name, value in kwargs["weights"].items()}

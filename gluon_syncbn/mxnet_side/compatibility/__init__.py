@@ -1,7 +1,7 @@
-"""MXNet 1.9.1 and GluonCV 0.10.5 on Pythons and NumPys that are younger than they are.
+"""Lets MXNet 1.9.1 and GluonCV 0.10.5 run on newer versions of Python and NumPy.
 
-By themselves they end at Python 3.11 and NumPy 1.23. Their libraries depend on neither; names are what they lack.
-`supply` gives these names to their modules alone: ``numpy`` itself, and what others import, stay as they are.
+Alone they support Python 3.11 and NumPy 1.23 at most. Their libraries depend on neither; they only lack names. `supply`
+gives these names to their modules alone. ``numpy`` itself, and the imports of other packages, stay as they are.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import List, Tuple
 
 from .versions import release
 
-#: The newest that the tests ran with.
+#: The newest versions that the tests ran with.
 TRIED = {"Python": "3.13", "NumPy": "2.5"}
 
 
 class TooLate(ImportError):
-    """MXNet or GluonCV was imported before."""
+    """MXNet or GluonCV was imported too early."""
 
 
 def needed() -> bool:
@@ -28,12 +28,12 @@ def needed() -> bool:
 
 
 def supply() -> None:
-    """Has MXNet and GluonCV find the names that they need, in modules that are yet to be loaded; once is enough.
+    """Supplies the missing names to modules of MXNet and GluonCV that are not loaded yet; once is enough.
 
     Raises
     ------
     TooLate
-        Where a module of theirs is loaded without these names.
+        Where one of their modules was loaded without these names.
     """
     from . import changes, imports, numpy_names, versions
 
@@ -55,7 +55,7 @@ def supply() -> None:
 
 
 def names() -> List[str]:
-    """What is supplied here; nothing where nothing is needed."""
+    """Returns the names that are supplied here; empty if none are needed."""
     from . import numpy_names
 
     if not needed():

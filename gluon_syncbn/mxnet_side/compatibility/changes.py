@@ -1,4 +1,4 @@
-"""What is changed in modules of MXNet, beside what they import, where NumPy has changed a rule and not a name."""
+"""Changes modules of MXNet beyond their imports, where NumPy has changed a rule and not a name."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import numpy as np
 
 
 def written_plainly(module: ModuleType) -> None:
-    """MXNet's library reads the parameters of operators from text, and reads ``(3, 4)``. Of a tuple with NumPy's
-    integers NumPy 2 writes ``(np.int64(3), 4)``.
+    """Writes tuples of NumPy's integers as plain text.
+
+    MXNet's library reads the parameters of operators from text, and reads ``(3, 4)``. NumPy 2 writes
+    ``(np.int64(3), 4)`` for such a tuple.
     """
     module.str = _Text  # type: ignore[attr-defined]
 
@@ -21,7 +23,7 @@ class _Strings(type):
 
 
 class _Text(metaclass=_Strings):
-    """Stands for ``str``, and returns one."""
+    """Replaces ``str``, and returns one."""
 
     def __new__(cls, value: Any = "") -> str:  # type: ignore[misc]
         text = str(value)
@@ -32,8 +34,10 @@ class _Text(metaclass=_Strings):
 
 
 def sums_in_float64(metric: ModuleType) -> None:
-    """A metric adds ``np.float32`` to a sum that begins as Python's 0.0. Before NumPy 2 the sum of the two was float64;
-    since then it is float32, of which 2**24 batches are as far as one can count.
+    """Keeps the sums of metrics in float64.
+
+    A metric adds ``np.float32`` to a sum that begins as Python's 0.0. Before NumPy 2 the result was float64. Since then
+    it is float32, which stops counting at 2**24 batches.
     """
 
     def set_attribute(self: Any, name: str, value: Any) -> None:
@@ -43,8 +47,10 @@ def sums_in_float64(metric: ModuleType) -> None:
 
 
 def arrays_for_numpy(ndarray: ModuleType) -> None:
-    """NumPy takes an NDArray for a sequence without end: each element is an NDArray of one element again. Until 1.23
-    that was an array of objects, today it is an error. ``__array__`` is what NumPy asks first.
+    """Gives NDArrays an ``__array__``, which NumPy asks first.
+
+    Otherwise NumPy takes an NDArray for an endless sequence, because each element is again an NDArray of one element.
+    Until 1.23 NumPy made an array of objects, today it raises an error.
     """
 
     def array(self: Any, dtype: Any = None, copy: Optional[bool] = None) -> np.ndarray:
@@ -57,9 +63,9 @@ def arrays_for_numpy(ndarray: ModuleType) -> None:
 
 
 def sparse_in_its_place(module: ModuleType) -> None:
-    """``scipy.sparse.csr`` warns at each call, and leaves with SciPy 2.0; its class stands one floor up."""
+    """Replaces ``scipy.sparse.csr``, which warns at each call and leaves with SciPy 2.0, by its parent module."""
     sparse = module.spsp
-    if sparse is not None:  # SciPy is there
+    if sparse is not None:  # SciPy is installed
         module.spsp = SimpleNamespace(  # type: ignore[attr-defined]
             csr=SimpleNamespace(csr_matrix=sparse.csr_matrix),
             csr_matrix=sparse.csr_matrix,
@@ -68,7 +74,7 @@ def sparse_in_its_place(module: ModuleType) -> None:
 
 
 def bytes_by_their_name(recordio: ModuleType) -> None:
-    """``tostring`` of an array is called ``tobytes``, since NumPy 2.3 by that name alone."""
+    """Adds ``tostring`` to arrays, whose only name since NumPy 2.3 is ``tobytes``."""
     for function in vars(recordio).values():
         if isinstance(function, FunctionType):
             names = function.__code__.co_names
@@ -77,7 +83,7 @@ def bytes_by_their_name(recordio: ModuleType) -> None:
                 function.__code__ = function.__code__.replace(co_names=new)
 
 
-#: {module: what is changed in it after it was loaded}
+#: {module: the function that changes it after it was loaded}
 CHANGES: Dict[str, Callable[[ModuleType], None]] = {
     "mxnet._ctypes.ndarray": written_plainly,
     "mxnet._ctypes.symbol": written_plainly,

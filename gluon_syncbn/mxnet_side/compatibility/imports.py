@@ -1,8 +1,8 @@
-"""What the modules of MXNet and GluonCV get when they import NumPy or ``distutils``; nobody else's imports change.
+"""Gives the modules of MXNet and GluonCV other results when they import NumPy or ``distutils``, and only them.
 
 Python looks up ``__import__`` among the builtins of the module that imports. A module of these packages is loaded with
-builtins of its own, of which only ``__import__`` is another. That serves imports within functions too, and at run time
-a name costs what it costs in any module.
+its own builtins, in which only ``__import__`` differs. This serves imports within functions too, and at run time a name
+costs the same as in any module.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ SERVED = ("mxnet", "gluoncv")
 
 
 class Finder:
-    """Finds the modules of the served packages where Python does, and has them loaded with other builtins.
+    """Finds the modules of the served packages as Python does, and has them loaded with other builtins.
 
-    ``instead``: what an import of theirs gets. ``changes``: what is called with a module of theirs, once it is loaded.
+    ``instead`` holds the results of their imports. ``changes`` holds functions that are called with a loaded module.
     """
 
     def __init__(self, instead: Mapping[str, ModuleType], changes: Mapping[str, Callable[[ModuleType], None]]) -> None:
@@ -55,7 +55,7 @@ class Finder:
 
 
 def finder() -> Optional[Finder]:
-    """The one that serves in this process."""
+    """Returns the finder of this process."""
     return next((finder for finder in sys.meta_path if isinstance(finder, Finder)), None)
 
 

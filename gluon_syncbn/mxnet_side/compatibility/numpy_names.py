@@ -1,4 +1,4 @@
-"""NumPy as MXNet and GluonCV see it: the module with the names that it has lost since 1.23."""
+"""Provides NumPy as MXNet and GluonCV see it: the module with the names that it has lost since 1.23."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONSTANTS = {
     "PZERO": 0.0,
     "NZERO": -0.0,
 }
-#: What was spelt twice, and the spelling that stayed.
+#: Names with two spellings, and the spelling that stayed.
 RENAMED = {
     "alltrue": "all",
     "asfarray": "asarray",
@@ -35,12 +35,12 @@ RENAMED = {
     "trapz": "trapezoid",
     "unicode_": "str_",
 }
-#: NumPy 1.20 to 1.23 have these too, and an error is all that a call gets.
+#: NumPy 1.20 to 1.23 have these too, and every call of them raises an error.
 FINANCIAL = ("fv", "ipmt", "irr", "mirr", "nper", "npv", "pmt", "ppmt", "pv", "rate")
 
 
 class Names(ModuleType):
-    """Forwards to ``numpy`` what it does not have itself, and keeps it: the second time, a name costs a look-up."""
+    """Forwards missing names to ``numpy`` and keeps the results, so that the second access is a look-up."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(np, name)
@@ -52,7 +52,7 @@ class Names(ModuleType):
 
 
 def names() -> Names:
-    """A new module; ``numpy`` stays as it is."""
+    """Returns a new module; ``numpy`` stays as it is."""
     module = Names("numpy", np.__doc__)
     vars(module).update(
         {name: value for name, value in vars(np).items() if name.startswith("__") and name != "__getattr__"}
@@ -62,14 +62,14 @@ def names() -> Names:
 
 
 def supplied() -> Dict[str, Any]:
-    """The names that this NumPy lacks, or gives another meaning, with their values."""
+    """Returns the names that this NumPy lacks or has changed, with their values."""
     old: Dict[str, Any] = {**TYPES, **CONSTANTS, **{name: _financial(name) for name in FINANCIAL}, **OTHERS}
     old.update((name, getattr(np, new)) for name, new in RENAMED.items() if hasattr(np, new))
     return {name: value for name, value in old.items() if vars(np).get(name, np) is not value}
 
 
 def _array(object: Any, dtype: Any = None, **rest: Any) -> np.ndarray:
-    """Since NumPy 2, an integer that does not fit into ``dtype`` is an error; before, it wrapped around."""
+    """Wraps integers that do not fit into ``dtype``, which is an error since NumPy 2."""
     try:
         return np.array(object, dtype, **rest)
     except OverflowError:
@@ -97,5 +97,5 @@ def _core(array_utils: Any) -> SimpleNamespace:
 
 
 OTHERS: Dict[str, Any] = {"array": _array, "in1d": _in1d, "msort": _msort, "compat": SimpleNamespace(basestring=str)}
-if hasattr(np.lib, "array_utils"):  # since NumPy 2, of which `np.core` is private and warns
+if hasattr(np.lib, "array_utils"):  # NumPy 2 makes `np.core` private and warns of its use
     OTHERS["core"] = _core(np.lib.array_utils)

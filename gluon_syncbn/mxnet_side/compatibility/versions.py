@@ -1,4 +1,4 @@
-"""Versions that compare, in the place of ``distutils.version``, which left Python with 3.12."""
+"""Compares versions, in place of ``distutils.version``, which Python 3.12 removed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Tuple
 
 
 def release(version: str) -> Tuple[int, ...]:
-    """The numbers that a version begins with: (2, 5, 5) of 2.5.5rc1."""
+    """Returns the numbers at the beginning of a version: (2, 5, 5) for 2.5.5rc1."""
     return tuple(map(int, re.findall(r"\d+", re.match(r"[\d.]*", version.strip()).group())))  # type: ignore[union-attr]
 
 
 @functools.total_ordering
 class Version:
-    """Compares by its release. MXNet and GluonCV ask nothing else."""
+    """Compares by its release. MXNet and GluonCV need no more."""
 
     def __init__(self, vstring: str) -> None:
         self.vstring = vstring
