@@ -1,3 +1,3 @@
-"""How the package enters a process: what an import changes, the command line, and scripts that run unedited.
-The replacements that such a script gets can be had without the command line, too.
+"""Brings the package into a process: the effects of an import, the command line, and scripts that run unedited.
+The replacements for such scripts also work without the command line.
 """

@@ -1,4 +1,4 @@
-"""What stands in for contrib's SyncBatchNorm and GluonCV's parallel helpers, so that scripts run as they are."""
+"""Replaces contrib's SyncBatchNorm and GluonCV's parallel helpers, so that scripts run unmodified."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ _OWN = __name__.partition(".")[0]
 
 
 class SyncBatchNorm(layer.SyncBatchNorm):
-    """`gluon_syncbn.SyncBatchNorm` with the signature of ``mx.gluon.contrib.nn.SyncBatchNorm``, and the names that
-    contrib's layer gives its parameters.
+    """`gluon_syncbn.SyncBatchNorm` with the signature of ``mx.gluon.contrib.nn.SyncBatchNorm``.
+
+    Its parameters have the names that contrib's layer gives them.
 
     Parameters
     ----------
     in_channels : int
         0 takes it from the first batch.
     num_devices : int, optional
-        Contrib's number of GPUs. It is checked and not used: the replicas are the contexts of the parameters.
+        Contrib's number of GPUs, which is checked and not used. The replicas are the contexts of the parameters.
     momentum, epsilon, center, scale, use_global_stats
         As in `gluon_syncbn.SyncBatchNorm`.
     beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
@@ -67,7 +68,7 @@ class SyncBatchNorm(layer.SyncBatchNorm):
         running_variance_initializer: Any = "ones",
         **kwargs: Any,
     ) -> None:
-        if num_devices is not None:  # scripts pass on that they were given 0 GPUs
+        if num_devices is not None:  # scripts may pass on that they were given 0 GPUs
             arguments.whole("num_devices", num_devices, 0, arguments.MOST_DEVICES)
         super().__init__(
             momentum=momentum,
@@ -88,18 +89,17 @@ class SyncBatchNorm(layer.SyncBatchNorm):
 
 
 def install(cpus: Optional[int] = None) -> str:
-    """Puts this package in the places of what scripts use; `uninstall` puts everything back.
+    """Replaces functions and classes that scripts use by those of this package; `uninstall` restores them.
 
     - ``mx.gluon.contrib.nn.SyncBatchNorm`` becomes `SyncBatchNorm` with contrib's signature.
     - A ``SymbolBlock`` that is made with nodes of ``mx.sym.contrib.SyncBatchNorm`` has layers of this package for them.
-      A graph that is bound outside of Gluon, by ``Module`` for example, keeps MXNet's operator; a warning says so once.
-    - ``gluoncv.utils.parallel``: ``DataParallelModel``, ``DataParallelCriterion``, ``parallel_backward``,
-      ``parallel_apply`` and ``criterion_parallel_apply`` become those of `gluon_syncbn.parallel`; where GluonCV is not
-      imported yet, as soon as it is.
-    - With ``cpus``, ``mx.gpu(i)`` is one of that many CPU contexts, and whoever asks for the number of GPUs is told it.
+      A graph that is bound outside of Gluon, by ``Module`` for example, keeps MXNet's operator. One warning says so.
+    - In ``gluoncv.utils.parallel``, ``DataParallelModel``, ``DataParallelCriterion``, ``parallel_backward``,
+      ``parallel_apply`` and ``criterion_parallel_apply`` become those of `gluon_syncbn.parallel`. If GluonCV is not
+      imported yet, its import replaces them.
+    - With ``cpus``, ``mx.gpu(i)`` is one of that many CPU contexts, and functions that count GPUs return this number.
 
-    Every loaded module that holds one of these by name is included. A second call with the same ``cpus`` changes
-    nothing.
+    Names in all loaded modules are replaced. A second call with the same ``cpus`` changes nothing.
 
     Parameters
     ----------
@@ -109,12 +109,12 @@ def install(cpus: Optional[int] = None) -> str:
     Returns
     -------
     str
-        What was replaced, in words.
+        A description of the replacements.
 
     Raises
     ------
     ValueError
-        Where ``cpus`` is out of range, or not what it was when this was installed.
+        Where ``cpus`` is out of range, or differs from the value of an earlier call.
 
     Warns
     -----
@@ -129,10 +129,10 @@ def install(cpus: Optional[int] = None) -> str:
             arguments.refuse("cpus", cpus, f"{_cpus}, as it is installed; gluon_syncbn.uninstall() comes first")
         return _words()
     if cpus is not None:
-        cpu_devices(cpus)  # may warn, which may be an error: nothing is replaced then
+        cpu_devices(cpus)  # its warning may be an error; then nothing is replaced
     _cpus = cpus
     _put([(ContribSyncBatchNorm, SyncBatchNorm)])
-    # Whether a symbol goes to Gluon or elsewhere shows when somebody takes it.
+    # A symbol that reaches `SymbolBlock` goes to Gluon. Others are found when they are bound.
     patches.replace_once(SymbolBlock, "__init__", _synchronising)
     for name in ("bind", "simple_bind"):
         patches.replace_once(mx.sym.Symbol, name, _telling)
@@ -146,7 +146,7 @@ def install(cpus: Optional[int] = None) -> str:
 
 
 def uninstall() -> None:
-    """Undoes `install`: everything is the object that it was, also in modules that were imported since."""
+    """Undoes `install`: restores the original objects, also in modules that were imported since."""
     global _cpus
     if _WATCH in sys.meta_path:
         sys.meta_path.remove(_WATCH)
@@ -183,8 +183,8 @@ def _telling(bind: Callable[..., mx.executor.Executor]) -> Callable[..., mx.exec
     return telling
 
 
-_told = False  # that contrib's operator stays
-_installed: List[Tuple[Any, Any]] = []  # what was there, and what has its place
+_told = False  # the warning that contrib's operator stays was given
+_installed: List[Tuple[Any, Any]] = []  # the original, and its replacement
 _cpus: Optional[int] = None
 
 
@@ -204,7 +204,7 @@ def _put(pairs: List[Tuple[Any, Any]]) -> None:
 
 
 def _swap(pairs: List[Tuple[Any, Any]]) -> None:
-    """In every loaded module but this package's, whatever name it has there."""
+    """Replaces objects in every loaded module but this package's, whatever their names there."""
     places: Dict[int, Any] = {id(old): new for old, new in pairs}
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and name.partition(".")[0] != _OWN:
@@ -214,7 +214,7 @@ def _swap(pairs: List[Tuple[Any, Any]]) -> None:
 
 
 def _double(thing: Any) -> Any:
-    """Another object that does the same, so that `uninstall` tells what it put from what a module has by itself."""
+    """Returns another object that does the same, so that `uninstall` can tell a replacement from a module's own one."""
     if isinstance(thing, type):
         return type(thing.__name__, (thing,), {"__doc__": thing.__doc__, "__module__": thing.__module__})
     return functools.wraps(thing)(lambda *args, **kwargs: thing(*args, **kwargs))
@@ -240,7 +240,7 @@ def _gpus(count: int) -> List[Tuple[Callable, Callable]]:
 
 
 class _Watch(MetaPathFinder):
-    """Replaces GluonCV's helpers when GluonCV is imported: before its other modules take them by name."""
+    """Replaces GluonCV's helpers when GluonCV is imported, before its other modules import them by name."""
 
     def find_spec(
         self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None

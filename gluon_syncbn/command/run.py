@@ -1,6 +1,6 @@
-"""Run a training script as it is, with this package in the places of contrib's layer and GluonCV's helpers.
+"""Runs a training script unmodified, with this package in place of contrib's layer and GluonCV's helpers.
 
-``python -m gluon_syncbn run [--cpus N] script.py ...``: what follows the script is the script's own.
+``python -m gluon_syncbn run [--cpus N] script.py ...``: arguments after the script are the script's own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Hook = Callable[[Type[BaseException], BaseException, Optional[TracebackType]], A
 
 
 def main(arguments: List[str]) -> None:
-    """Ends as the script does: with its exit code, or its exception."""
+    """Runs the command. Ends as the script does: with its exit code, or its exception."""
     if arguments in (["-h"], ["--help"], ["run", "-h"], ["run", "--help"], ["check", "--help"]):
         print(USAGE)
         return
@@ -42,19 +42,20 @@ def main(arguments: List[str]) -> None:
         _refuse("command", arguments[0], "'check' or 'run'; --help tells more")
     cpus, script, own = _parsed(arguments[1:])
 
-    # stderr, as launchers do: what the script prints stays the script's.
+    # Launchers print to stderr too: stdout belongs to the script.
     print(f"gluon_syncbn: {script} runs with {install(cpus)}", file=sys.stderr, flush=True)
     sys.argv = [script, *own]
-    if not getattr(sys.flags, "safe_path", False):  # python -P prepends nothing, for a script as little as for -m
+    if not getattr(sys.flags, "safe_path", False):  # with python -P, neither a script nor -m adds its folder
         sys.path[0] = os.path.dirname(os.path.realpath(script))
-    path = os.path.abspath(script) if sys.version_info >= (3, 9) else script  # what Python itself takes for __file__
+    path = os.path.abspath(script) if sys.version_info >= (3, 9) else script  # Python's own value of __file__
     sys.excepthook = _from_script(path, sys.excepthook)
     _execute(path)
 
 
 def _execute(path: str) -> None:
-    """As the module ``__main__``, to the end of the process. With `runpy.run_path` sys.argv[0] would be this path, and
-    the module would be gone before the exit handlers run.
+    """Runs the script as the module ``__main__``, to the end of the process.
+
+    `runpy.run_path` would put this path into sys.argv[0], and would drop the module before the exit handlers run.
     """
     module = ModuleType("__main__")
     vars(module).update(__file__=path, __builtins__=builtins, __loader__=SourceFileLoader("__main__", path))
@@ -65,7 +66,7 @@ def _execute(path: str) -> None:
 
 
 def _parsed(arguments: List[str]) -> Tuple[Optional[int], str, List[str]]:
-    """``--cpus``, the script, and its own arguments."""
+    """Parses the arguments into ``--cpus``, the script, and its own arguments."""
     cpus, rest = None, list(arguments)
     while rest and rest[0].startswith("-"):
         name, equals, value = rest.pop(0).partition("=")
@@ -90,7 +91,7 @@ def _refuse(name: str, value: str, expected: str) -> NoReturn:
 
 
 def _from_script(path: str, hook: Hook) -> Hook:
-    """Shows an exception from the script on, without the frames that started it."""
+    """Shows an exception without the frames that started the script."""
 
     def shown(kind: Type[BaseException], error: BaseException, trace: Optional[TracebackType]) -> None:
         first = trace

@@ -1,4 +1,4 @@
-"""Self-check: what serves on this machine, and whether it works. Exit code 1 where something is broken.
+"""Checks this machine: reports what it supports and runs one training step. Exit code 1 means a failed check.
 
 ``python -m gluon_syncbn``
 """
@@ -28,7 +28,7 @@ from ..training.devices import cpu_devices
 from ..training.session import configure
 
 NVRTC = "libnvrtc.so.11.2"
-# The newest that takes numpy<1.24, and one that takes any that Python 3.12 and later have.
+# The newest that needs numpy<1.24, and one that accepts every NumPy for Python 3.12 and later.
 HEADLESS = f"opencv-python-headless=={'4.8.1.78' if sys.version_info < (3, 12) else '4.11.0.86'}"
 INDENT = "\n" + " " * 18
 CPU_BUILD = "none: this is a CPU build of MXNet"
@@ -54,7 +54,7 @@ def versions() -> str:
 
 
 def names() -> str:
-    """Which names MXNet and GluonCV are given here."""
+    """Returns the names that MXNet and GluonCV are given here."""
     supplied = names_supplied()
     if not supplied:
         return "none are missing: this Python and this NumPy have all that MXNet asks for"
@@ -67,7 +67,7 @@ def core() -> str:
 
 
 def _ways() -> str:
-    """How calls come from MXNet."""
+    """Describes how calls come from MXNet."""
     found = []
     for device, copies in (("cpu", ", with copies"), ("gpu", "")):
         if device == "gpu" and not mx.runtime.Features().is_enabled("CUDA"):
@@ -118,7 +118,7 @@ def libraries() -> str:
         major, minor = ctypes.c_int(), ctypes.c_int()
         ctypes.CDLL(NVRTC).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
         serves, compiles = cuda.driver_version(), (major.value, minor.value)
-        if serves < compiles:  # what it compiles is in a language that is as new as itself
+        if serves < compiles:  # compiled kernels need a driver that is as new as the compiler
             raise RuntimeError(
                 f"the driver serves CUDA {serves[0]}.{serves[1]} and {NVRTC} compiles kernels for CUDA {compiles[0]}."
                 f"{compiles[1]}, which such a driver does not load: install a newer driver (520 or later for CUDA 11.8)"
@@ -162,7 +162,7 @@ def opencv() -> str:
 
 
 def live() -> str:
-    # One layer needs few, and where operators have run before, more would come too late.
+    # One layer needs few copies. Where operators have run before, it is too late to ask for more.
     return step(cpu_devices(2, temp_copies=64), {None: "shared memory", "device": "KVStore device"})
 
 
@@ -180,7 +180,8 @@ def live_gpu() -> str:
 
 
 def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) -> str:
-    """One step with 2, 3, ... samples on the contexts, against the float64 reference. Returns the largest errors."""
+    """Runs one step with 2, 3, ... samples on the contexts against the float64 reference. Returns the largest
+    errors."""
     errors = []
     sizes = range(2, 2 + len(contexts))
     for store, name in stores.items():
@@ -232,7 +233,7 @@ def main() -> int:
     for check in checks:
         try:
             line = f"ok      {check.__name__:9} {check()}"
-        except Exception as problem:  # each line of the report stands for itself
+        except Exception as problem:  # the other checks still run
             broken += 1
             line = f"BROKEN  {check.__name__:9} {type(problem).__name__}: {problem}"
         print(line)

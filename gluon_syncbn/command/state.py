@@ -1,4 +1,4 @@
-"""What ``import gluon_syncbn`` changes in a process, and how to take it back. docs/state.md lists each change."""
+"""Holds the changes that ``import gluon_syncbn`` makes in a process, and reverts them. docs/state.md lists them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .replacements import uninstall
 
 
 def begin() -> None:
-    """Everything that the import does to the process, but for the names that MXNet needs to be imported at all."""
+    """Makes all changes of the import, but for the names that MXNet needs to be imported at all."""
     logs.start(_native)
     _native.register()
     patches.install()
@@ -19,11 +19,11 @@ def begin() -> None:
 
 
 def unpatch() -> None:
-    """Puts back what this package has changed in MXNet and Gluon; call it between two steps.
+    """Restores MXNet's and Gluon's functions and classes that this package has changed; call it between two steps.
 
-    MXNet's functions and classes are then the objects that they were. Afterwards a layer of this package predicts, but
-    a training step is an error until a new process begins: without the changes a failed step could end in a hang.
-    docs/state.md says what stays: the operator, threads, handlers of exits and forks, settings that MXNet has read.
+    They are then the original objects. Afterwards a layer of this package predicts. A training step raises an error
+    until a new process begins, because without the changes a failed step could hang. The operator, threads, handlers of
+    exits and forks, and settings that MXNet has read stay: see docs/state.md.
 
     Raises
     ------

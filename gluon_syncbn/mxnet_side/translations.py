@@ -31,8 +31,7 @@ def unregister() -> None:
 def _adaptive_average_pooling(node: Dict[str, Any], **kwargs: Any) -> List[Any]:
     """Writes the pooling as a product with a matrix on each side, which ONNX has for all sizes.
 
-    On both axes, output i of n is a mean over some of the m inputs: from floor(i * m / n) to before ceil((i + 1) * m /
-    n).
+    Of m inputs, output i of n averages those from floor(i * m / n) to before ceil((i + 1) * m / n), on both axes.
     """
     from onnx import helper, numpy_helper
 

@@ -74,7 +74,7 @@ def sparse_in_its_place(module: ModuleType) -> None:
 
 
 def bytes_by_their_name(recordio: ModuleType) -> None:
-    """Adds ``tostring`` to arrays, whose only name since NumPy 2.3 is ``tobytes``."""
+    """Makes functions call ``tobytes``, which since NumPy 2.3 is the only name of ``tostring``."""
     for function in vars(recordio).values():
         if isinstance(function, FunctionType):
             names = function.__code__.co_names
