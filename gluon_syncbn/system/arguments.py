@@ -1,7 +1,7 @@
 """Checks of arguments: an error names the argument, its value and what was expected.
 
-Each check returns the value as a plain Python one, because NumPy's scalars, which ``nn.BatchNorm`` takes too, are
-neither JSON nor what ctypes wants. A boolean is no number here, though Python says so.
+Each check returns a plain Python value. ``nn.BatchNorm`` also takes NumPy's scalars, but JSON and ctypes do not. Unlike
+in Python, a boolean is not a number here.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import numpy as np
 
 _BOOLEANS = (bool, np.bool_)
 
-#: More devices, virtual ones included, than any job has. Their products stay within what the native core counts with.
+#: More devices than any job has, virtual ones included. Their products do not overflow in the native core.
 MOST_DEVICES = 65535
-#: How many of a kind a message names.
+#: The largest number of items of one kind that a message names.
 NAMED = 5
 
 
 def described(value: Any) -> str:
-    """The value as it stands in an error: arrays are described, not printed."""
+    """Describes a value for an error: arrays are summarised, not printed."""
     if isinstance(value, (list, tuple)) and any(isinstance(item, (mx.nd.NDArray, np.ndarray)) for item in value):
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, mx.nd.NDArray):
@@ -50,7 +50,7 @@ def whole(name: str, value: Any, low: int, high: int, expected: str = "") -> int
 
 def number(name: str, value: Any, low: float, high: float, expected: str) -> float:
     """A finite number from ``low`` to ``high``."""
-    if isinstance(value, np.floating):  # which NumPy 2 compares after it has made `high` one of the same, too few, bits
+    if isinstance(value, np.floating):  # NumPy 2 would round `high` to the value's type before it compares
         value = float(value)
     if not _is(numbers.Real, value) or not low <= value <= high:
         refuse(name, value, expected)
@@ -70,7 +70,7 @@ def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
 
 
 def devices(name: str, value: Any) -> int:
-    """How many there are of something that is counted like devices."""
+    """A number of devices, or of things that are counted like devices."""
     return whole(name, value, 1, MOST_DEVICES)
 
 
@@ -81,7 +81,7 @@ def block(name: str, value: Any) -> mx.gluon.Block:
 
 
 def contexts(name: str, value: Any, expected: str = "a list of mx.Context objects") -> List[mx.Context]:
-    """At least one."""
+    """A list of at least one context."""
     listed = isinstance(value, (list, tuple)) and len(value) > 0
     if not listed or not all(isinstance(context, mx.Context) for context in value):
         refuse(name, value, expected)
@@ -89,7 +89,7 @@ def contexts(name: str, value: Any, expected: str = "a list of mx.Context object
 
 
 def seconds(name: str, value: Any) -> float:
-    """A time limit. The longest is some thirty years: an endless wait is no choice."""
+    """A time limit of at most some thirty years, because an endless wait is not allowed."""
     return number(name, value, sys.float_info.min, 1e9, "a number of seconds above 0, at most 1e9")
 
 
@@ -98,5 +98,5 @@ def seed(name: str, value: Any) -> int:
 
 
 def some(texts: Sequence[str], separator: str) -> str:
-    """The first of them, and how many more there are."""
+    """Joins the first texts, and says how many more there are."""
     return separator.join(texts[:NAMED]) + (f"{separator}and {len(texts) - NAMED} more" if len(texts) > NAMED else "")

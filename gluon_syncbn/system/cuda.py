@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine, as their driver tells them."""
+"""Queries the NVIDIA driver about the GPUs of this machine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Tuple
 
 from .environment import read
 
-#: Major compute capabilities that MXNet 1.9.1 has machine code for: its CUDA builds hold sm_50, 60, 70, 80 and 86 and
+#: Major compute capabilities that MXNet 1.9.1 has machine code for. Its CUDA builds hold sm_50, 60, 70, 80 and 86 and
 #: no PTX. Machine code runs on GPUs of the same major and the same or a later minor version: 8.0 and 8.6 on 8.9 too.
 MAJORS = (5, 6, 7, 8)
 ANYWAY = "GLUON_SYNCBN_ANY_ARCHITECTURE"
@@ -20,12 +20,12 @@ class Gpu(NamedTuple):
 
 
 def count() -> int:
-    """How many GPUs there are.
+    """Returns the number of GPUs.
 
     Raises
     ------
     OSError
-        Where the driver is missing or finds none; the text says which.
+        Where the driver is missing or finds no GPU; the text says which.
     """
     found = ctypes.c_int()
     _call("cuDeviceGetCount", ctypes.byref(found))
@@ -34,7 +34,7 @@ def count() -> int:
 
 @functools.lru_cache(maxsize=None)
 def gpu(device_id: int) -> Gpu:
-    """The GPU that MXNet calls ``mx.gpu(device_id)``.
+    """Returns the GPU that MXNet calls ``mx.gpu(device_id)``.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def gpu(device_id: int) -> Gpu:
 
 
 def identity(device_id: int) -> str:
-    """What only this GPU has, in whichever process and whatever it is called there.
+    """Returns an identifier of the GPU that is the same in all processes, whatever its number there.
 
     Raises
     ------
@@ -65,23 +65,23 @@ def identity(device_id: int) -> str:
 
 
 def driver_version() -> Tuple[int, int]:
-    """The CUDA version that the driver serves."""
+    """Returns the CUDA version that the driver supports."""
     version = ctypes.c_int()
     library = _library()
-    _check(library, "cuDriverGetVersion", library.cuDriverGetVersion(ctypes.byref(version)))  # GPUs or not
+    _check(library, "cuDriverGetVersion", library.cuDriverGetVersion(ctypes.byref(version)))  # works without a GPU too
     return version.value // 1000, version.value % 1000 // 10
 
 
 def check_architecture(device_id: int) -> None:
-    """Raises where MXNet's own operators cannot run on ``mx.gpu(device_id)``.
+    """Raises an error if MXNet's own operators cannot run on ``mx.gpu(device_id)``.
 
-    ``GLUON_SYNCBN_ANY_ARCHITECTURE=1`` in the environment turns the check off: copies, NCCL and kernels that are
-    compiled at run time, as this layer's are, do not depend on it, and an MXNet built from source may know more GPUs.
+    ``GLUON_SYNCBN_ANY_ARCHITECTURE=1`` in the environment turns the check off. Copies, NCCL and kernels that are
+    compiled at run time, such as this layer's, do not depend on it. An MXNet built from source may support more GPUs.
 
     Raises
     ------
     ValueError
-        It names the GPU, its compute capability and what would work.
+        The text names the GPU, its compute capability and alternatives that would work.
     OSError
         Where the driver is missing or has no such GPU.
     """

@@ -1,8 +1,8 @@
-"""The CUDA libraries that MXNet's builds for NVIDIA GPUs are linked against.
+"""Loads the CUDA libraries that MXNet's builds for NVIDIA GPUs are linked against.
 
-``mxnet-cu112`` ships none of them. What the dynamic loader finds by itself stays as it is; the ``nvidia-*-cu11``
-packages fill the gaps: a library that is in the process already is the one that MXNet gets, so it is enough to load
-them first, and nobody has to set LD_LIBRARY_PATH.
+``mxnet-cu112`` contains none of them. Libraries that the dynamic loader finds stay as they are. The ``nvidia-*-cu11``
+packages provide the others. MXNet uses a library that is in the process already. So it is enough to load them first,
+and LD_LIBRARY_PATH need not be set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Dict, List, NamedTuple, Optional
 from .distribution import WHERE, command
 from .environment import read
 
-#: soname: the package that brings it. A library stands after those that it needs.
+#: soname: the package that contains it. A library comes after those that it needs.
 PACKAGES = {
     "libcudart.so.11.0": "nvidia-cuda-runtime-cu11",
     "libcublasLt.so.11": "nvidia-cublas-cu11",
@@ -36,26 +36,26 @@ DRIVER = "libcuda.so.1"
 
 
 class MissingLibraries(ImportError):
-    """What MXNet is linked against is not there."""
+    """A library that MXNet is linked against is missing."""
 
 
 class Loaded(NamedTuple):
     """A library of this process."""
 
     soname: str
-    version: str  # as its file or its package says
+    version: str  # according to its file or its package
     path: str
 
 
 def load() -> None:
-    """Loads what the MXNet that Python would import needs, unless it is loaded or a CPU build.
+    """Loads the libraries that the MXNet on ``sys.path`` needs, unless they are loaded or MXNet is a CPU build.
 
     Raises
     ------
     MissingLibraries
-        Where libraries or the driver are missing; the text names them and what brings them.
+        Where libraries or the driver are missing; the text names them and the packages that contain them.
     OSError
-        Where one is there and cannot be loaded: the dynamic loader's own words.
+        Where a library exists and cannot be loaded, in the dynamic loader's own words.
     """
     if "mxnet" in sys.modules:
         return
@@ -81,7 +81,7 @@ def load() -> None:
 
 
 def needed(library: Path) -> List[str]:
-    """The sonames that a library is linked against, which ``readelf --dynamic`` calls NEEDED."""
+    """Returns the sonames that a library is linked against, which ``readelf --dynamic`` calls NEEDED."""
     with open(library, "rb") as file:
         if file.read(6) != b"\x7fELF\x02\x01":  # 64 bits, little endian
             return []
@@ -99,13 +99,13 @@ def needed(library: Path) -> List[str]:
 
 
 def loaded() -> List[Loaded]:
-    """Those of the CUDA libraries, and the driver, that are in this process."""
+    """Returns the CUDA libraries and the driver that are in this process."""
     found = [(soname, _place(soname)) for soname in (DRIVER, *PACKAGES)]
     return [Loaded(soname, _version(soname, path), path) for soname, path in found if path is not None]
 
 
 def _mxnet_library() -> Optional[Path]:
-    """The one that MXNet's ``libinfo.find_lib_path`` takes; None where there is no MXNet on ``sys.path``."""
+    """Returns the library that MXNet's ``libinfo.find_lib_path`` finds; None if ``sys.path`` has no MXNet."""
     spec = importlib.machinery.PathFinder.find_spec("mxnet")
     if spec is None or spec.origin is None:
         return None
@@ -121,7 +121,7 @@ def _mxnet_library() -> Optional[Path]:
 
 
 def _load(soname: str) -> bool:
-    """Whether the library is in the process now."""
+    """Loads a library. Returns whether it is in the process now."""
     if _found(soname):
         return True
     path = _packaged(soname)
@@ -132,7 +132,7 @@ def _load(soname: str) -> bool:
 
 
 def _lost(soname: str) -> List[str]:
-    """What keeps a library from being loaded: it is missing, or those that it needs are."""
+    """Returns the missing libraries that keep a library from being loaded: itself, or those that it needs."""
     path = _packaged(soname)
     if path is None:
         return [soname]
@@ -140,12 +140,12 @@ def _lost(soname: str) -> List[str]:
 
 
 def _found(soname: str) -> bool:
-    """Loads a library that is in the process already or where the dynamic loader looks."""
+    """Loads a library that is in the process already or on the dynamic loader's path. Returns whether it did."""
     try:
         ctypes.CDLL(soname, mode=ctypes.RTLD_GLOBAL)
         return True
     except OSError as error:
-        # Of a library that is there and lacks another one, the loader names the other.
+        # If a library exists and needs a missing one, the loader names the missing one.
         if str(error).startswith(f"{soname}: cannot open shared object file: No such file"):
             return False
         raise
@@ -157,14 +157,14 @@ def _packaged(soname: str) -> Optional[Path]:
 
 
 class _LinkMap(ctypes.Structure):
-    _fields_ = [("address", ctypes.c_void_p), ("path", ctypes.c_char_p)]  # and more
+    _fields_ = [("address", ctypes.c_void_p), ("path", ctypes.c_char_p)]  # and more fields
 
 
 def _place(soname: str) -> Optional[str]:
-    """The file of a library of this process."""
+    """Returns the file of a library of this process."""
     try:
         library = ctypes.CDLL(soname, mode=os.RTLD_NOLOAD)
-    except OSError:  # it is not loaded
+    except OSError:  # the library is not loaded
         return None
     place = ctypes.POINTER(_LinkMap)()
     if ctypes.CDLL("libdl.so.2").dlinfo(ctypes.c_void_p(library._handle), 2, ctypes.byref(place)):  # RTLD_DI_LINKMAP
@@ -173,7 +173,7 @@ def _place(soname: str) -> Optional[str]:
 
 
 def _version(soname: str, path: str) -> str:
-    import importlib.metadata  # 20 ms that nobody else has to pay
+    import importlib.metadata  # 20 ms that other imports do not have to pay
 
     package = PACKAGES.get(soname)
     if package is not None and path == str(_packaged(soname)):

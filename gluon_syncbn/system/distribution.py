@@ -1,4 +1,5 @@
-"""Where the package can be had today. On the day of publication this file changes, and what its test finds in docs.
+"""Says where the package can be obtained today. It changes on the day of publication, as do the docs that its test
+finds.
 
 ``setup.py`` reads the constants without importing the package.
 """
@@ -7,16 +8,16 @@ from __future__ import annotations
 
 import sys
 
-#: What pip is given: "." is the checkout. "gluon_syncbn" as soon as a package index has it.
+#: The argument of pip: "." is the checkout. "gluon_syncbn" as soon as a package index has it.
 TARGET = "."
-#: Where such a command serves. "" as soon as a package index has it.
+#: Where such a command works. "" as soon as a package index has it.
 WHERE = ", in the checkout or with a wheel file in place of the dot"
-#: The address of the public repository, "https://HOST/OWNER/gluon_syncbn". There is none: nothing links to it then.
+#: The address of the public repository, "https://HOST/OWNER/gluon_syncbn". Without one, nothing links to it.
 REPOSITORY = ""
 
 
 def command(extra: str) -> str:
-    """What to type for this extra; quoted, because zsh takes brackets for a pattern of file names."""
+    """Returns the command that installs this extra; quoted, because zsh expands brackets."""
     return f"`pip install '{TARGET}[{extra}]'`"
 
 

@@ -1,4 +1,4 @@
-"""Variables of the environment, all that this package reads or writes: docs/state.md lists them with their defaults."""
+"""Reads and writes all variables of the environment that the package uses; docs/state.md has their defaults."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import os
 from contextlib import contextmanager
 from typing import Iterator
 
-#: Read by this module alone; the native core reads ``MXNET_ENGINE_TYPE`` and ``MXNET_CPU_TEMP_COPY`` for its messages.
+#: Only this module reads them. The native core reads ``MXNET_ENGINE_TYPE`` and ``MXNET_CPU_TEMP_COPY`` for its
+#: messages.
 READ = (
     "GLUON_SYNCBN_ANY_ARCHITECTURE",
     "GLUON_SYNCBN_LOG",
@@ -23,7 +24,7 @@ WRITTEN = ("MXNET_CPU_PARALLEL_RAND_COPY", "MXNET_CPU_TEMP_COPY", "MXNET_EXEC_IN
 
 
 def read(variable: str) -> str:
-    """Its value, empty where it is not set."""
+    """Returns a variable's value, empty if it is not set."""
     if variable not in READ + WRITTEN:
         raise KeyError(f"{variable} is missing in gluon_syncbn/system/environment.py")
     return os.environ.get(variable, "")
@@ -36,7 +37,7 @@ def write(variable: str, value: int) -> None:
 
 
 def at_least(variable: str, value: int) -> bool:
-    """Raises it to ``value``; one that is larger stays. Whether it was raised."""
+    """Raises a variable to ``value``; a larger value stays. Returns whether it was raised."""
     current = read(variable)
     if current.isdigit() and int(current) >= value:
         return False
@@ -46,7 +47,7 @@ def at_least(variable: str, value: int) -> bool:
 
 @contextmanager
 def held_at(variable: str, value: int) -> Iterator[None]:
-    """Another value for a while."""
+    """Gives a variable another value for a while."""
     before = os.environ.get(variable)
     write(variable, value)
     try:

@@ -1,8 +1,8 @@
-"""The logger ``gluon_syncbn``, and how it gets what the native core has to say.
+"""Owns the logger ``gluon_syncbn``, and passes the native core's records to it.
 
-At level ``debug`` it tells of every meeting: which layer and call, who came when, how long each waited; and at the end
-of the run which layers and replicas were waited for longest. ``GLUON_SYNCBN_LOG=debug`` in the environment sets the
-level and prints to stderr; so do the means of `logging`.
+At level ``debug`` it reports every meeting: layer and call, and when each replica came and how long it waited. At the
+end it reports the layers and replicas that others waited for longest. ``GLUON_SYNCBN_LOG=debug`` in the environment
+sets the level and prints to stderr. The functions of `logging` do so too.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .environment import read
 VARIABLE = "GLUON_SYNCBN_LOG"
 LEVELS = ("debug", "info", "warning", "error")
 log = logging.getLogger("gluon_syncbn")
-_core: ModuleType  # gluon_syncbn._native, which is above this folder
+_core: ModuleType  # gluon_syncbn._native, which imports this folder
 
 
 def start(core: ModuleType) -> None:
-    """Takes the level from the environment, and starts to fetch what the native core says.
+    """Takes the level from the environment, and starts to fetch the native core's records.
 
     Raises
     ------
     ValueError
-        Where the environment names no level.
+        Where the environment has an unknown level.
     """
     global _core
     _core = core
@@ -44,7 +44,7 @@ def start(core: ModuleType) -> None:
 
 
 def fetch() -> None:
-    """From a thread of its own; also in the child of a fork, which has none."""
+    """Starts the thread that fetches records; also in the child of a fork, which has no such thread."""
     threading.Thread(target=_fetch_for_ever, name="gluon_syncbn-log", daemon=True).start()
 
 
@@ -62,12 +62,12 @@ def _pass_on(seconds: float) -> Optional[str]:
 
 
 def follow_level() -> None:
-    """Tells the native core whether anybody wants to know of every meeting."""
+    """Tells the native core whether the logger wants a record of every meeting."""
     _core.debug(log.isEnabledFor(logging.DEBUG))
 
 
 def finish() -> None:
-    """What is left to say at the end of the process."""
+    """Logs the remaining records at the end of the process."""
     while _pass_on(0.0):
         pass
     slowest = _core.slowest()

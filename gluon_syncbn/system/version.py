@@ -1,3 +1,3 @@
-"""The version, alone in a file so that ``setup.py`` can read it without importing the package."""
+"""Holds the version, in a file of its own that ``setup.py`` can read without importing the package."""
 
 __version__ = "0.2.0"
