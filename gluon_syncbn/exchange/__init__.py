@@ -1,3 +1,3 @@
-"""Ways in which packed statistics leave the process, and what carries them: MPI, Horovod, KVStores of MXNet's.
-Nothing here knows about layers.
+"""Carries packed statistics out of the process, by MPI, Horovod, or KVStores of MXNet's.
+Nothing here depends on the layer's code.
 """

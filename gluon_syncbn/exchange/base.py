@@ -1,4 +1,4 @@
-"""What every exchange does: put packed float64 vectors together."""
+"""Defines what every exchange does: combine packed float64 vectors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .._native import Agreed, Ticket, Total, Turn
 
 
 class LayerInfo(NamedTuple):
-    """What an exchange knows of a layer."""
+    """The properties of a layer that an exchange needs."""
 
     id: int
     name: str
@@ -27,8 +27,10 @@ class LayerInfo(NamedTuple):
 
 
 def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:
-    """``[count, mean[C], m2[C]]`` of the values of both, m2 being the sum of squared deviations from the mean. Source:
-    Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979."""
+    """Returns ``[count, mean[C], m2[C]]`` of the values of both; m2 is the sum of squared deviations from the mean.
+
+    Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    """
     n, m = total[0], part[0]
     if m == 0 or n == 0:
         return total if m == 0 else part
@@ -40,12 +42,12 @@ def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 
 def _any_value() -> np.errstate:
-    """A batch that is not finite is no reason for a warning here: it comes out as it went in."""
+    """Suppresses NumPy's warnings: a batch that is not finite passes through unchanged."""
     return np.errstate(over="ignore", invalid="ignore")
 
 
 class Exchange:
-    """Brings the statistics of the replicas together."""
+    """Combines the statistics of the replicas."""
 
     #: Whether replicas of other processes take part.
     spans_processes = False
@@ -53,36 +55,36 @@ class Exchange:
     handle: _native.Handle
 
     def knows(self, layer: LayerInfo) -> bool:
-        """Whether it can serve this one; if not, it has to `learn` of it first."""
+        """Whether the exchange can serve this layer; if not, `learn` has to come first."""
         return True
 
     def learn(self, layers: Sequence[LayerInfo]) -> None:
-        """All that it serves, in the order in which they were initialised."""
+        """Takes all layers that it serves, in the order in which they were initialised."""
 
     def fail(self, reason: str) -> None:
-        """The step has failed here; nothing may be exchanged with what is left of it."""
+        """Notes that the step has failed here; nothing may be exchanged with the rest of it."""
 
     def close(self) -> None:
-        """The process ends."""
+        """Closes the exchange at the end of the process."""
 
     def forked(self) -> None:
-        """Here is the child of a fork, which is no member of its parent's job."""
+        """Resets the exchange in the child of a fork, which is not a member of its parent's job."""
 
 
 class Memory(Exchange):
-    """The core's own, for the contexts of this process; GPUs by ``'nccl'``, over the ``'host'``, or as it may be."""
+    """The core's own exchange, over this process's contexts. ``gpus`` is ``'nccl'``, ``'host'`` or either if empty."""
 
     def __init__(self, gpus: str = "") -> None:
         self.handle = _native.memory_exchange(gpus)
 
 
 class PythonExchange(Exchange, ABC):
-    """One that is written in Python. It puts packed float64 vectors together, over the contexts of this process and
-    whatever it reaches.
+    """An exchange in Python. It combines packed float64 vectors, over this process's contexts and others that it
+    reaches.
 
-    One thread calls per layer, call and phase; several layers, and several calls of one layer, come at once. What an
-    exchange raises becomes the failure of the step, with its text. With `spans_processes` it is called however few
-    contexts there are here, and also to gather.
+    One thread calls per layer, call and phase. Several layers, and several calls of one layer, call at once. An
+    exception of an exchange becomes the failure of the step, with its text. With `spans_processes` the core calls it
+    even for a single context, and also to gather.
     """
 
     @functools.cached_property
@@ -97,12 +99,12 @@ class PythonExchange(Exchange, ABC):
         layer : LayerInfo
             The layer; row i comes from its i-th context.
         ticket : Ticket
-            Of this handing-in.
+            The ticket of this contribution.
         rows : numpy.ndarray, float64, (contexts, 1 + 2C)
-            ``[count, mean[C], m2[C]]``, as `merge_moments` has them.
+            ``[count, mean[C], m2[C]]``, as in `merge_moments`.
         """
-        # What can only be added are sums. Those of squares lose the digits that an offset of the data takes, so they
-        # are taken about a mean that all rows are near to.
+        # Some exchanges can only add. Sums of squares about 0 lose the digits that an offset of the data takes. So the
+        # squares are taken about a mean that is near all rows.
         counts, (means, m2s) = rows[:, :1], np.split(rows[:, 1:], 2, axis=1)
         origin = means[np.argmax(counts[:, 0])]
         with _any_value():
@@ -128,18 +130,18 @@ class PythonExchange(Exchange, ABC):
         return Total(rows[0], 0, ticket.layer)
 
     def gpus_of_all_processes(self, layer: LayerInfo) -> int:
-        """How many replicas, in all processes, exchange their statistics on GPUs; 0 where they do so over the host."""
+        """Returns the number of replicas, in all processes, that exchange on GPUs; 0 if they do so over the host."""
         return 0
 
     def turn(self, layer: LayerInfo, ticket: Ticket, devices: Sequence[int], counts: np.ndarray) -> Turn:
-        """Returns whose turn it is when, for GPUs of several processes. Waits until all processes are ready.
+        """Returns the turn of a collective over GPUs of several processes. Waits until all processes are ready.
 
         Parameters
         ----------
         layer : LayerInfo
             The layer.
         ticket : Ticket
-            Of this handing-in.
+            The ticket of this contribution.
         devices : sequence of int, (replicas,)
             The GPUs of the replicas of this process.
         counts : numpy.ndarray, float64, (replicas, slots)
@@ -152,9 +154,9 @@ class PythonExchange(Exchange, ABC):
         return Agreed(layer.id, False)
 
     def check(self, layer: LayerInfo, ticket: Ticket) -> None:
-        """GPUs take long over what has been agreed on: raises where another process has failed."""
+        """Raises an error if another process has failed while GPUs run an agreed collective."""
 
 
 def alone(key: int, counts: np.ndarray) -> Turn:
-    """The turn of a collective that stays within this process."""
+    """Returns the turn of a collective that stays within this process."""
     return Turn(0, -1, 0, len(counts), 0, b"", counts.ravel(), key)

@@ -1,4 +1,4 @@
-"""Sums through MXNet's KVStores ``'device'`` and ``'local'``: their own reduction over the contexts of one process."""
+"""Adds through MXNet's KVStores ``'device'`` and ``'local'``, over the contexts of one process."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from mxnet.ndarray import NDArray
 from .._native import OnDevice, Ticket, Total
 from .base import LayerInfo, PythonExchange
 
-# gluon.Trainer numbers its parameters from 0 in the same store; no net has this many.
+# gluon.Trainer numbers its parameters from 0 in the same store; no net has this many parameters.
 _keys = itertools.count(1 << 24)
 
 
 class DeviceExchange(PythonExchange):
-    """Adds with ``kvstore.pushpull``, on the contexts that the replicas live on: of GPUs, the arrays that they have.
+    """Adds with ``kvstore.pushpull``, on the replicas' contexts; on GPUs it adds the arrays in place.
 
-    A store that runs an optimizer on what it receives is refused when it is first used.
+    A store that runs an optimizer on the values that it receives is refused at its first use.
     """
 
     def __init__(self, kvstore: mx.kvstore.KVStoreBase) -> None:
         self.kvstore = kvstore
-        # A store makes the buffers of a key for the contexts of its first sum (CommCPU and CommDevice::Reduce resize
-        # `copy_buf` once) and writes past their end where a later sum has more.
+        # A store makes the buffers of a key for the contexts of its first sum. CommCPU and CommDevice::Reduce resize
+        # `copy_buf` once, and write past its end if a later sum has more contexts.
         self._keys: Dict[Tuple[int, Tuple[mx.Context, ...]], int] = {}  # (length, contexts) -> key
-        self._lock = threading.Lock()  # leaders of different layers come at once, the store serves one
+        self._lock = threading.Lock()  # leaders of different layers call at once, and the store serves one
 
     def add(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         contexts = layer.contexts[: len(rows)]
@@ -38,15 +38,17 @@ class DeviceExchange(PythonExchange):
         return Total(out[0].asnumpy(), 0, ticket.layer)
 
     def add_on_devices(self, layer: LayerInfo, ticket: Ticket, parts: Sequence[OnDevice]) -> None:
-        """For replicas with a GPU each: the sum of what they contribute where it is, into each one's `total`, which is
-        there when this returns. `own` is zero but for the replica's part, so that the sum has them side by side."""
+        """For replicas with a GPU each: adds their contributions on the GPUs, into each replica's `total`.
+
+        The totals are ready when this returns. `own` is zero outside the replica's part, so the sum is a gather.
+        """
         totals = [part.total for part in parts]
         self._pushpull([part.own for part in parts], totals)
         for total in totals:
             total.wait_to_read()
 
     def _pushpull(self, values: List[NDArray], out: List[NDArray]) -> None:
-        """Does not wait for the sums. Whatever uses a key next does, in MXNet's engine."""
+        """Does not wait for the sums. In MXNet's engine, the next user of a key waits."""
         if getattr(self.kvstore, "_updater", None) is not None:
             raise ValueError(
                 "this KVStore has an optimizer set, which would run on the statistics. Give the Trainer "

@@ -1,7 +1,7 @@
-"""The transport over Horovod, beside whatever else a job does with it.
+"""Carries messages over Horovod, beside a job's other uses of Horovod.
 
-Horovod matches messages by name, in any order and from any thread: the label makes the name. What it lacks is a time
-limit and word of who is missing:
+Horovod matches messages by name, in any order and from any thread: the label makes the name. Horovod lacks a time
+limit, and does not say which rank is missing:
 
 caller                  worker thread           1. the caller waits for the worker, no longer than its limit
   message ────────────► hvd.allgather(name)     2. an operation that waits inside MXNet cannot be taken back: after
@@ -36,16 +36,16 @@ _HEADER = np.dtype([(name, np.int64) for name in ("key", "node", "call", "phase"
 _SMALL = 1 << 18  # bytes; larger sums are made in parts, one by each rank
 _LOOK = 0.05  # seconds between looks at what else may end a wait
 _ANSWER = 0.7  # seconds within which the others say where they were
-_LEAVE = 1.0  # seconds that a process has to end after a failure in its last moments
+_LEAVE = 1.0  # seconds that a process has to end if it fails at the end
 
 
 class HorovodTransport(WaitingTransport):
-    """Arrays over Horovod's global process set, under names that begin with ``gluon_syncbn:``.
+    """Carries arrays over Horovod's global process set, under names that begin with ``gluon_syncbn:``.
 
-    Initialises Horovod where the script has not. A process that ends after a failure ends with exit code 1.
+    Initialises Horovod if the script has not. A process that ends after a failure has exit code 1.
     """
 
-    partial = False  # that would need a process set for each group
+    partial = False  # it would need a process set for each group
 
     def __init__(self) -> None:
         try:
@@ -70,7 +70,7 @@ class HorovodTransport(WaitingTransport):
         self._turns: Dict[str, threading.Lock] = {}  # of names that calls share
         self._notes = _Notes(self.rank, self.size)
         self._pid = os.getpid()
-        # Horovod's own handler would end it under a step that is still in flight; `close` comes after that step.
+        # Horovod's own handler would shut it down during a step; `close` runs after the step.
         atexit.unregister(hvd.shutdown)
         atexit.register(self._at_exit)
 
@@ -148,9 +148,9 @@ class HorovodTransport(WaitingTransport):
     # ---- messages ------------------------------------------------------------------------------------------
 
     def _gather(self, label: Label, message: np.ndarray) -> List[Tuple[Any, np.ndarray]]:
-        # Horovod agrees on a name that it knows in one turn instead of three, and knows 1024. So two calls in turn
-        # share two names, each used by one call at a time. Where the calls come in another order in another process,
-        # all processes see so in the headers, and each of these calls is repeated under a name of its own.
+        # Horovod agrees on a known name in one turn instead of three, and knows 1024. So successive calls alternate
+        # between two names, each used by one call at a time. If another process has another order, the headers show it
+        # to all processes. Then each of these calls is repeated under a name of its own.
         wait = Wait(self, label)
         name = _name(label, label.call % 2, "shared")
         turn = self._turns.setdefault(name, threading.Lock())
@@ -166,7 +166,7 @@ class HorovodTransport(WaitingTransport):
         return got
 
     def _run(self, label: Label, wait: Wait, array: np.ndarray, operation: Callable) -> np.ndarray:
-        """What ``operation`` makes of it, or an error in time."""
+        """Returns the result of ``operation``, or raises an error in time."""
         self.check_open()
         if not self._hvd.is_initialized():
             self.give_up(label, f"Horovod was shut down in this process before {label}.")
@@ -179,7 +179,7 @@ class HorovodTransport(WaitingTransport):
             return self._wait(label, wait, result)
         except mx.MXNetError:
             raise
-        except BaseException as error:  # Ctrl-C in the main thread: the others must not wait for what it left
+        except BaseException as error:  # Ctrl-C in the main thread: the others must not wait for this operation
             self.fail(f"{type(error).__name__} left {label}.")
             raise
 
@@ -207,8 +207,8 @@ class HorovodTransport(WaitingTransport):
     def give_up(self, label: Label, reason: str, find_out: Optional[Callable[[], str]] = None) -> NoReturn:
         with self._inquiry:
             if not self._broken:
-                # The others are released first: what they were in is in the notes that they leave then. Where the
-                # reason is empty, another process has failed, and it has to be found out which.
+                # First release the others: the notes that they then leave say which exchange they were in. If the
+                # reason is empty, another process has failed, and the notes show which.
                 self.tell(label, reason)
                 found = find_out() if find_out else reason
                 with self._state:
@@ -230,7 +230,7 @@ class HorovodTransport(WaitingTransport):
         return [f"rank {rank} {self._late[rank]}" for rank in missing if rank in self._late]
 
     def _cause(self, label: Label, words: str) -> str:
-        """Why Horovod has ended an operation."""
+        """Returns the reason why Horovod has ended an operation."""
         line = next((line.strip() for line in reversed(words.splitlines()) if line.strip()), "")
         if "Mismatched" in words:
             return f"in {label}, Horovod says: {line} All processes must build the same net and cast it alike."
@@ -244,7 +244,7 @@ class HorovodTransport(WaitingTransport):
         return f"{who} has ended without a word: it was killed, or cannot be reached {where}. Horovod says: {line}"
 
     def _end_horovod(self) -> None:
-        # It waits for the others' Horovod, which may be frozen.
+        # Horovod's shutdown waits for the other processes, which may be frozen.
         threading.Thread(target=self._hvd.shutdown, name="gluon_syncbn-shutdown", daemon=True).start()
         if self._ending:
             timer = threading.Timer(_LEAVE, _leave)
@@ -252,7 +252,7 @@ class HorovodTransport(WaitingTransport):
             timer.start()
 
     def _at_exit(self) -> None:
-        # Before anything waits for what Horovod still holds.
+        # This runs before other handlers wait for operations in Horovod.
         if os.getpid() == self._pid:
             self._ending = True
             if self._broken:
@@ -260,9 +260,9 @@ class HorovodTransport(WaitingTransport):
 
 
 def _leave() -> NoReturn:
-    """Ends the process: after a failure, everything else would wait for operations that nobody answers."""
+    """Ends the process: after a failure, the normal exit would wait for operations that never complete."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, or nobody reads it any more
+        with contextlib.suppress(Exception):  # closed, or its reader has gone
             stream.flush()
     os._exit(1)
 
@@ -278,7 +278,7 @@ def _pack(label: Label, array: np.ndarray, size: Optional[int] = None) -> np.nda
 
 
 def _unpack(messages: np.ndarray) -> List[Tuple[Any, np.ndarray]]:
-    """The headers and arrays of messages one behind the other."""
+    """Returns the headers and arrays of concatenated messages."""
     found, at = [], 0
     while at < messages.size:
         header = messages[at : at + _HEADER.itemsize].copy().view(_HEADER)[0]
@@ -290,7 +290,7 @@ def _unpack(messages: np.ndarray) -> List[Tuple[Any, np.ndarray]]:
 
 
 class _Workers:
-    """Threads for calls that may never return. Those of an executor would be waited for at exit."""
+    """Threads for calls that may never return. At exit, Python would wait for the threads of an executor."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
@@ -318,14 +318,14 @@ class _Workers:
     def _do(result: futures.Future[np.ndarray], call: Callable[[], np.ndarray]) -> None:
         try:
             result.set_result(call())
-        except BaseException as error:  # it belongs to whoever waits
+        except BaseException as error:  # the thread that waits raises it
             result.set_exception(error)
 
 
 class _Note(NamedTuple):
-    """What became of a rank."""
+    """The last state of a rank."""
 
-    where: str = ""  # in which exchange it was when Horovod ended
+    where: str = ""  # the exchange that it was in when Horovod ended
     failure: str = ""
     ended: bool = False
 
@@ -337,8 +337,10 @@ class _Note(NamedTuple):
 
 
 class _Notes:
-    """What the ranks leave for each other, in the store of the launcher through which gloo's processes have met: it
-    outlives them. Where there is none (Horovod over MPI) nobody knows anything of the others."""
+    """Notes that the ranks leave for each other, in the store of the launcher where gloo's processes have met.
+
+    The launcher outlives the processes. Horovod over MPI has no such store, and ranks know nothing of each other.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -350,7 +352,7 @@ class _Notes:
         self._ask("PUT", self._rank, json.dumps(note))
 
     def read(self, enough: Callable[[Dict[int, _Note]], bool]) -> Dict[int, _Note]:
-        """Those of the others, after `_ANSWER` seconds at the latest."""
+        """Reads the notes of the others, within `_ANSWER` seconds."""
         deadline = time.monotonic() + _ANSWER
         notes: Dict[int, _Note] = {}
         while True:

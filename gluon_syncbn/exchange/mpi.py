@@ -1,7 +1,7 @@
-"""The transport over MPI (mpi4py).
+"""Carries messages over MPI (mpi4py).
 
-Messages of one communicator find their receivers by the label at their beginning, not by the order of the calls: a
-thread that waits files what comes for others. Nothing here blocks: every wait is a loop with a time limit.
+The label at the beginning of a message names its receiver. The order of calls does not matter, because a waiting thread
+files messages for other threads. Nothing here blocks: every wait is a loop with a time limit.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ _TYPES = tuple(np.dtype(name) for name in ("uint8", "float16", "float32", "float
 _TYPE = {dtype: number for number, dtype in enumerate(_TYPES)}
 _HEADER = struct.Struct("=8q")  # kind, key, node, call, phase, part, type, 0
 _SMALL = 1 << 18  # bytes; larger sums are made in parts, one by each rank
-# Ranks that send everybody their part. More send as many messages as the logarithm of their number.
+# Up to this number of ranks, each sends its part to all. More ranks send as many messages as the logarithm of the
+# number.
 _FEW = 4
-_SPIN, _DOZE = 0.0005, 0.1  # seconds of waiting until polls are 50 us, 1 ms apart
+_SPIN, _DOZE = 0.0005, 0.1  # seconds of waiting until polls are 50 us, then 1 ms apart
 _ENDED = "has ended"
-_SLICE = 5e-5  # seconds of polling between two looks at everything else
+_SLICE = 5e-5  # seconds of polling between two checks of all other conditions
 
 _Key = Tuple[int, ...]  # sender, kind, key, node, call, phase, part
 
 
 class MPITransport(WaitingTransport):
-    """Arrays over ``MPI.COMM_WORLD``.
+    """Carries arrays over ``MPI.COMM_WORLD``.
 
     Every process has to create one. Under ``mpiexec``, a process that ends after a failure ends the others too.
     """
@@ -55,7 +56,7 @@ class MPITransport(WaitingTransport):
             raise mx.MXNetError("this MPI serves one thread only; kvstore 'mpi' needs MPI_THREAD_SERIALIZED at least")
         super().__init__(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
         self._MPI = MPI
-        # Starting behind this rank, so that not everybody writes to rank 0 first.
+        # The order starts after this rank, so that not all ranks write to rank 0 first.
         self._others = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._gone: Dict[int, str] = {}
         self._inbox: Dict[_Key, np.ndarray] = {}
@@ -102,7 +103,7 @@ class MPITransport(WaitingTransport):
         return super().allreduce(label, array, combine, ranks=ranks)
 
     def _gather_by_doubling(self, label: Label, part: np.ndarray, equal: bool) -> List[np.ndarray]:
-        # Each rank has the parts of 1, 2, 4 ... ranks from itself on, and sends them to the one as far behind it.
+        # Each rank holds the parts of 1, 2, 4 ... ranks from itself on, and sends them to the rank as far behind it.
         # Source: Bruck, Ho, Kipnis, Upfal, Weathersby, "Efficient algorithms for all-to-all communications in multiport
         # message-passing systems", 1997.
         parts, step = [part], 0
@@ -123,8 +124,8 @@ class MPITransport(WaitingTransport):
         return in_order
 
     def _add_by_doubling(self, label: Label, total: np.ndarray, combine: Combine, members: Sequence[int]) -> np.ndarray:
-        # Neighbours become one until their number is a power of two. Then each has the total of 1, 2, 4 ... of them,
-        # and swaps it with one that has that of as many. Both put the lower ranks first, and so have the same bits.
+        # Neighbours merge until their number is a power of two. Then each holds the total of 1, 2, 4 ... of them, and
+        # swaps it with a rank that holds a total of as many. Both put the lower ranks first, for the same bits.
         size, own = len(members), members.index(self.rank)
         pairs = size - (1 << (size.bit_length() - 1))
         paired, lower = own < 2 * pairs, own % 2 == 0
@@ -172,7 +173,7 @@ class MPITransport(WaitingTransport):
             if not self._polling:
                 self._file(self._progress())
             for rank, fate in self._gone.items():
-                if fate != _ENDED:  # who has ended has had all that it has waited for
+                if fate != _ENDED:  # a rank that has ended has received all that it waited for
                     self.give_up(label, f"rank {rank} of {self.size} {fate} (rank {self.rank} was in {label})")
             self.check_unbroken(label)
 
@@ -187,8 +188,8 @@ class MPITransport(WaitingTransport):
             return
         self._closed = True
         if self._broken and self.size > 1:
-            # MPI_Finalize waits for processes that may be stuck or gone, and MPI_Abort runs destructors in MXNet that
-            # end in a signal. Leaving without either makes mpiexec end all processes and return 1.
+            # MPI_Finalize waits for processes that may be stuck or gone. MPI_Abort runs destructors in MXNet that end
+            # in a signal. If the process leaves without either, mpiexec ends all processes and returns 1.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
@@ -222,7 +223,7 @@ class MPITransport(WaitingTransport):
         requests: Sequence[Any],
         equal: bool = True,
     ) -> Dict[int, np.ndarray]:
-        """What these ranks sent, once our own messages are out too."""
+        """Returns what these ranks sent, once our own messages are out too."""
         identity = (_KIND[label.kind], *label[1:5], part)
         keys = [(rank, *identity) for rank in ranks]
         wait = Wait(self, label)
@@ -232,7 +233,7 @@ class MPITransport(WaitingTransport):
                 if not missing and self._all_sent(requests):
                     got = {key[0]: self._inbox.pop(key) for key in keys}
                     if self._sleepers:
-                        self._changed.notify_all()  # somebody else may have to poll now
+                        self._changed.notify_all()  # another thread may have to poll now
                     break
                 if self._broken or self._gone or self._inbox:
                     self._check(label, identity, missing)
@@ -246,7 +247,7 @@ class MPITransport(WaitingTransport):
         return got
 
     def _poll(self, missing: Sequence[int], waited: float) -> None:
-        """Lets messages come; the caller holds the lock, which is free meanwhile. One thread polls for all."""
+        """Lets messages arrive. The caller holds the lock, which is released meanwhile. One thread polls for all."""
         if self._polling:
             self._sleepers += 1
             self._changed.wait(0.01)
@@ -262,7 +263,7 @@ class MPITransport(WaitingTransport):
             else:
                 until = time.monotonic() + (_SLICE if missing else 0)  # else our own messages are not out yet
                 while not arrived:
-                    os.sched_yield()  # to the process that is waited for, where there are more than cores
+                    os.sched_yield()  # to the missing process, if there are more processes than cores
                     if time.monotonic() > until:
                         break
                     arrived = self._progress()
@@ -317,7 +318,7 @@ class MPITransport(WaitingTransport):
     def _check(self, label: Label, identity: _Key, missing: Sequence[int]) -> None:
         self.check_unbroken(label)
         arriving = {rank for _, _, rank in self._incoming}
-        for rank in self._gone:  # one that is missing may wait for it
+        for rank in self._gone:  # the missing rank may wait for this one
             if self._gone[rank] != _ENDED and rank not in arriving and not arriving.intersection(missing):
                 gone = f"rank {rank} of {self.size} {self._gone[rank]} (rank {self.rank} was in {label})"
                 self.give_up(label, gone)

@@ -1,4 +1,4 @@
-"""Which exchange a name or a KVStore stands for."""
+"""Finds the exchange for a name or a KVStore."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .waiting import WaitingTransport
 
 #: KVStore types that add within one process.
 TYPES = ("local", "device")
-#: What the native core does by itself, for all contexts of a process.
+#: The native core's own exchanges, for all contexts of a process.
 IN_CORE = {"nccl": Memory("nccl"), "host": Memory("host")}
 TRANSPORTS = ("mpi", "horovod")
 
@@ -27,7 +27,7 @@ def transport_name(name: Any) -> str:
 
 
 def transport(name: str) -> WaitingTransport:
-    """ImportError where what it needs is not installed."""
+    """Returns the transport of this name. ImportError: a package that it needs is not installed."""
     if name == "mpi":
         from .mpi import MPITransport
 
@@ -38,13 +38,14 @@ def transport(name: str) -> WaitingTransport:
 
 
 def exchange(kvstore: Any) -> Tuple[Optional[Exchange], Optional[int]]:
-    """An exchange from ``None`` (see `configure`), a name or a KVStore object, and a number that is the same
-    for the same store; None where the store is the exchange itself.
+    """Returns the exchange for ``None`` (see `configure`), a name or a KVStore object, and the id of the store.
+
+    The id is None if the store is the exchange itself.
 
     Raises
     ------
     ValueError
-        Where the argument is no KVStore, or one that cannot add statistics. The text says why.
+        Where the argument is not a KVStore, or one that cannot add statistics. The text says why.
     """
     if kvstore is None or isinstance(kvstore, ProcessStore):
         return kvstore, None

@@ -1,4 +1,4 @@
-"""A KVStore that spans processes, over any transport: one object for gradients and statistics.
+"""Provides a KVStore that spans processes, over any transport: one object for gradients and statistics.
 
 process 0                      process 1              1. agree: both have the same layers, numbered alike
 replicas ─► sum ─┐          ┌─ sum ◄─ replicas        2. one message per process, direction and layer
@@ -32,23 +32,25 @@ from .transport import Combine, Label
 from .turns import Turns
 from .waiting import WaitingTransport
 
-_LONGER = 0.5  # seconds; those who wait for the total of a machine wait for 1 s longer
+_LONGER = 0.5  # seconds; ranks that wait for the total of a machine wait for 1 s longer
 
 _channels = itertools.count()
 
 
 def _machine() -> str:
-    """The same in all processes that see each other's files in /proc: those of one kernel and one PID namespace."""
+    """Returns an id that is equal in all processes of one kernel and PID namespace: they share files in /proc."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:
             return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:  # no file is seen there, and the first to look for one says so
+    except OSError:  # without the file, opening others fails too, and the first to try reports it
         return socket.gethostname()
 
 
 def way_of_gpus(value: Any) -> Optional[str]:
-    """How GPUs of several processes hand each other their statistics: None, by NCCL where that is to be had;
-    ``'nccl'``, or not at all; ``'host'``."""
+    """Checks how GPUs of several processes exchange their statistics.
+
+    ``'nccl'`` demands NCCL, ``'host'`` goes over the host, None takes NCCL if it is available.
+    """
     if value is not None and (not isinstance(value, str) or value not in ("nccl", "host")):
         arguments.refuse("gpus", value, "'nccl', 'host' or None")
     return value
@@ -62,11 +64,11 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     Parameters
     ----------
     name : str
-        Of the transport.
+        Name of the transport.
     transport : WaitingTransport
-        What carries the sums.
+        Carries the sums.
     gpus : str or None
-        As `way_of_gpus` has it, the same in all processes.
+        An argument of `way_of_gpus`, the same in all processes.
     """
 
     spans_processes = True
@@ -109,7 +111,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return False  # the optimizer runs in the Trainer, where every process has the same gradients
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
-        """Rank 0's ``value`` into ``out``, in every process."""
+        """Copies rank 0's ``value`` into ``out``, in every process."""
         value = value[0] if isinstance(value, (list, tuple)) else value
         label = self._label("broadcast", key)
         array = self._transport.broadcast(label, value.asnumpy())
@@ -117,7 +119,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             mx.nd.array(array, dtype=array.dtype).copyto(target)
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
-        """The sum of ``value`` over the devices of all processes into ``out``, or into ``value`` itself."""
+        """Adds ``value`` over the devices of all processes into ``out``, or into ``value`` itself."""
         values = value if isinstance(value, (list, tuple)) else [value]
         arrays = [v.asnumpy() for v in values]
         wide = np.float32 if arrays[0].dtype == np.float16 else arrays[0].dtype
@@ -130,8 +132,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             mx.nd.array(total, dtype=arrays[0].dtype).copyto(target)
 
     def allgather(self, key: str, array: np.ndarray, *, equal: bool = True) -> List[np.ndarray]:
-        """The arrays of all processes, in the order of the ranks. All make the same calls with the same key.
-        ``equal``: of another size or type than ours is an error."""
+        """Returns the arrays of all processes, in the order of the ranks. All make the same calls with the same key.
+
+        ``equal``: an array of another size or type than ours is an error.
+        """
         return self._transport.allgather(self._label("exchange", key), array, equal=equal)
 
     def _label(self, kind: str, key: Any) -> Label:
@@ -147,9 +151,11 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     # ---- memory of the machine -------------------------------------------------------------------------------
 
     def meet_in_memory(self) -> None:
-        """From now on the statistics of CPU contexts meet in memory that the processes of a machine share, where these
-        can see the same. Where there are several machines, one process of each speaks for it. Every process calls
-        this, before the first step."""
+        """Lets CPU contexts meet in memory that the processes of a machine share, if these can see the same memory.
+
+        With several machines, one process of each exchanges with the others. Every process calls this before the first
+        step.
+        """
         off = environment.read("GLUON_SYNCBN_SHARED_MEMORY") == "off"
         problem = f"rank {self.rank}: GLUON_SYNCBN_SHARED_MEMORY=off" if off else ""
         places = self._tell_all("the machines of the processes", {"machine": _machine(), "problem": problem})
@@ -175,7 +181,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         self.handle = _native.hierarchy(self._memory, leaders.handle, transport)
 
     def _refuse(self, machines: Dict[str, List[int]]) -> str:
-        """Why processes that are on these machines do not meet in memory; empty where they do."""
+        """Returns the reason why processes on these machines do not meet in memory; empty if they do."""
         if max(map(len, machines.values())) > _native.MOST_RANKS:
             return f"a machine has more than {_native.MOST_RANKS} processes"
         if len(machines) == self.num_workers > 1:
@@ -185,7 +191,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return ""
 
     def _segment(self, ranks: List[int]) -> Tuple[Optional[_native.Segment], str]:
-        """The one that these ranks share, or why some machine has none. Every process calls it."""
+        """Returns the segment that these ranks share, or the reason why a machine has none. Every process calls it."""
         segment: Optional[_native.Segment] = None
         place: Dict[str, Any] = {"problem": ""}
         try:
@@ -230,8 +236,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     def reduce_among(
         self, ranks: List[int], layer: LayerInfo, ticket: Ticket, row: np.ndarray, combine: Combine
     ) -> Total:
-        """An allreduce of these ranks alone."""
-        # One of them may wait for a process of its machine, whose fault has to be known there first.
+        """Runs an allreduce of these ranks alone."""
+        # A rank may wait for a process of its machine. The failure of that process must become known there first.
         label = self._call(layer, ticket)._replace(longer=_LONGER)
         return Total(self._transport.allreduce(label, row, combine, ranks=ranks), 0, label.key)
 
@@ -244,7 +250,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return Total(np.concatenate(parts), first, label.key)
 
     def _gather_groups(self, layer: LayerInfo, ticket: Ticket, label: Label, own: np.ndarray) -> Total:
-        """From the processes with which replicas of this one share a group, and from nobody where there is none."""
+        """Gathers from the processes that share a group with replicas of this one; from none if there are none."""
         length = 2 * layer.channels + (ticket.phase == 0)  # of a replica: moments or gradients
         ranks, begin, end, first = self._groups(layer, own.size // length, self._transport.partial)
         if len(ranks) == 1:
@@ -253,9 +259,11 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return Total(values[begin * length : end * length], (first - begin) * length, label.key)
 
     def _groups(self, layer: LayerInfo, here: int, partial: bool) -> Tuple[List[int], int, int, int]:
-        """Who has to come so that the groups are whole that have one of the ``here`` replicas: this rank alone, or,
-        where not ``partial``, all. And, among the replicas of these ranks, where the groups begin and end, and which
-        is the first of this rank."""
+        """Finds the ranks that complete the groups of this process's ``here`` replicas.
+
+        These are this rank alone or, if not ``partial``, all. The other results count replicas of these ranks: where
+        the groups begin and end, and the first replica of this rank.
+        """
         replicas, size = self._replicas[layer.id], layer.group_size or 0
         ends = np.cumsum(replicas)
         starts = ends - replicas
@@ -276,7 +284,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
 
     def gpus_of_all_processes(self, layer: LayerInfo) -> int:
         spread = self._spread[layer.id]
-        if spread == 0:  # it was on no GPU in any process then; or why not has been said already
+        if spread == 0:  # no process had it on a GPU then, or the reason has been given already
             self._over_the_host(layer.name, f"'{layer.name}' was on no GPU when the processes agreed on their layers")
         return spread
 
@@ -315,7 +323,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         self._transport.close()
 
     def forked(self) -> None:
-        self._lock = threading.Lock()  # another thread, which is not here, may have held it
+        self._lock = threading.Lock()  # a thread that the child does not have may have held it
         self._transport = _OfParent(self._transport.rank, self._transport.size)
         self._turns = Turns(self._transport)
 
@@ -323,7 +331,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return layer.id in self._keys
 
     def learn(self, layers: Sequence[LayerInfo]) -> None:
-        """Numbers the layers that have no number yet, in their order, after a look at those of the other processes.
+        """Numbers the layers without a number, in their order, after a comparison with the other processes.
 
         Names are compared without Gluon's counters, which depend on what else a process has built.
         """
@@ -350,7 +358,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             self._keys[layer.id] = len(self._keys)  # last: whoever finds it goes on
 
     def _describe_gpus(self, layer: LayerInfo) -> Dict[str, Any]:
-        """The GPUs that it is on here, or why they cannot be members of a collective."""
+        """Describes the layer's GPUs here, or says why they cannot be members of a collective."""
         on = [context for context in layer.contexts if context.device_type == "gpu"]
         problem = ""
         if len(on) < len(layer.contexts):
@@ -363,7 +371,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return {"gpus": self.gpus, "on": len(on), "problem": problem, "cards": cards}
 
     def _spread_of(self, everyone: List[Dict], total: int) -> int:
-        """Of a layer that the ranks describe so."""
+        """Returns how many replicas of a layer exchange on GPUs, from the descriptions of all ranks."""
         if not any(layer["on"] for layer in everyone) or everyone[0]["gpus"] == "host":
             return 0
         problem = next((f"rank {r}: {layer['problem']}" for r, layer in enumerate(everyone) if layer["problem"]), "")
@@ -379,7 +387,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return 0
 
     def _over_the_host(self, name: str, problem: str) -> None:
-        """The GPUs of a layer cannot hand each other anything: an error, a warning, or what was asked for."""
+        """Handles a layer whose GPUs cannot exchange: an error, a warning, or neither if ``'host'`` was chosen."""
         if self.gpus == "nccl":
             raise ValueError(f"gpus: 'nccl' was given, but the statistics of '{name}' cannot go by NCCL: {problem}")
         if self.gpus is None and not self._said:
@@ -394,7 +402,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
 
 
 class _Leaders(PythonExchange):
-    """The allreduce of the processes that speak for a machine each. The core calls it in these alone."""
+    """The allreduce among the processes that represent a machine each. The core calls it only in these."""
 
     spans_processes = True
 
@@ -412,7 +420,7 @@ class _Leaders(PythonExchange):
 
 
 class _OfParent(WaitingTransport):
-    """What the child of a fork has of its parent's transport."""
+    """Stands for the parent's transport in the child of a fork."""
 
     def allgather(
         self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
@@ -423,7 +431,7 @@ class _OfParent(WaitingTransport):
         )
 
     def tell(self, label: Optional[Label], reason: str) -> None:
-        pass  # the parent's own failures are told by the parent
+        pass  # the parent reports its own failures
 
     def close(self) -> None:
         pass
@@ -439,7 +447,7 @@ def _describe(layer: LayerInfo) -> Dict[str, Any]:
 
 
 def _difference(rank: int, ours: List[Dict], other: int, theirs: List[Dict]) -> str:
-    """What is not the same, as an error; empty where both nets are the same."""
+    """Describes the difference of two nets as an error; empty if both are the same."""
     gpus = [layer["gpus"] for layers in (ours, theirs) for layer in layers[:1]]
     if len(set(gpus)) > 1:
         return f"kvstore: gpus={gpus[0]!r} was given on rank {rank} and {gpus[1]!r} on rank {other}, expected the same"

@@ -1,4 +1,4 @@
-"""What carries arrays between processes, and what a message between them is about."""
+"""Defines the interface that carries arrays between processes, and the labels of messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Label(NamedTuple):
-    """What a message is about, the same in every process."""
+    """The identity of a message, the same in every process."""
 
     kind: str
     key: int = 0
@@ -24,14 +24,16 @@ class Label(NamedTuple):
         return self.what
 
 
-#: Makes one array of two.
+#: Combines two arrays.
 Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Transport(ABC):
-    """Carries arrays between processes. Every call has a time limit and ends in an `MXNetError` that names the label
-    and the ranks that are missing; after that, nothing is carried any more. Calls come from several threads at once,
-    and other processes may make them in another order."""
+    """Carries arrays between processes.
+
+    Every call has a time limit and ends in an `MXNetError` that names the label and the missing ranks. After that, no
+    call succeeds. Several threads call at once, and other processes may call in another order.
+    """
 
     rank: int
     size: int
@@ -42,34 +44,39 @@ class Transport(ABC):
     def allgather(
         self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
     ) -> List[np.ndarray]:
-        """The parts of all ranks, in their order. ``equal``: of another size or type than ours is an error. ``ranks``:
-        only of these, of which this is one; each of them asks for this one, too."""
+        """Returns the parts of all ranks, in their order.
+
+        ``equal``: parts of another size or type than ours are an error. ``ranks``: only these ranks take part; this
+        rank is one of them, and each of them makes the same call.
+        """
 
     @abstractmethod
     def allreduce(
         self, label: Label, array: np.ndarray, combine: Combine = np.add, *, ranks: Optional[Sequence[int]] = None
     ) -> np.ndarray:
-        """What ``combine`` makes of the arrays of all ranks, two at a time, in the order of the ranks; the same bits
-        everywhere. ``np.add`` may see parts of an array, anything else sees all of it. ``ranks``: as above."""
+        """Combines the arrays of all ranks, two at a time, in the order of the ranks; bitwise equal everywhere.
+
+        ``np.add`` may get parts of an array, any other function gets all of it. ``ranks``: as above.
+        """
 
     @abstractmethod
     def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
-        """The array of rank 0."""
+        """Returns the array of rank 0."""
 
     def look(self, label: Label) -> None:  # noqa: B027
-        """Raises where it is known that another rank has failed. Does not wait."""
+        """Raises an error if another rank is known to have failed. Does not wait."""
 
     @abstractmethod
     def fail(self, reason: str) -> None:
-        """Tells the others, and carries nothing any more."""
+        """Tells the other ranks of a failure, and carries nothing any more."""
 
     @abstractmethod
     def close(self) -> None:
-        """The process ends."""
+        """Closes the transport at the end of the process."""
 
 
 def bytes_of(*arrays: np.ndarray) -> np.ndarray:
-    """Arrays as bytes, each behind its size."""
+    """Packs arrays as bytes, each after its size."""
     parts = []
     for array in arrays:
         flat = np.ascontiguousarray(array).ravel().view(np.uint8)
@@ -78,7 +85,7 @@ def bytes_of(*arrays: np.ndarray) -> np.ndarray:
 
 
 def arrays_of(data: np.ndarray) -> List[np.ndarray]:
-    """The bytes of the arrays that `bytes_of` was given."""
+    """Unpacks the bytes of the arrays that `bytes_of` was given."""
     arrays = []
     while data.size:
         end = 8 + int(data[:8].copy().view(np.int64)[0])

@@ -1,4 +1,4 @@
-"""The order of the collectives of GPUs, which all processes have to post alike.
+"""Orders the collectives of GPUs, which all processes have to post alike.
 
 process 0        process 1        process 2      1. each process brings all calls that are ready there
   a, b             b                b, a         2. a call that is ready in all of them gets the next number; where
@@ -34,14 +34,14 @@ _SKIPPED_AFTER = 0.5  # seconds after which another call of the same layer is a 
 
 
 class Part(NamedTuple):
-    """What a process brings to a collective."""
+    """What a process contributes to a collective."""
 
     devices: Tuple[int, ...]
     counts: np.ndarray  # float64, of the slots of its replicas
 
 
 class Place(NamedTuple):
-    """Of a collective among all."""
+    """The place of a collective among all collectives."""
 
     number: int
     clique: int  # which set of devices it is
@@ -88,7 +88,7 @@ class Turns:
                 wait.look(self._missing.get(call, others))
 
     def _ask(self, label: Label, brought: Dict[_Call, Part], waited: float) -> None:
-        """One ballot."""
+        """Holds one ballot."""
         of_ballot = label._replace(key=0, node=-1, call=self._ballots, phase=1)
         everyone = [_calls_of(part) for part in self._transport.allgather(of_ballot, _flat(brought), equal=False)]
         self._ballots += 1
@@ -138,7 +138,7 @@ class Turns:
 
 
 def _flat(calls: Dict[_Call, Part]) -> np.ndarray:
-    """As float64, [key, node, call, phase, devices, counts, ... ] of each."""
+    """Packs calls as float64: [key, node, call, phase, devices, counts, ... ] of each."""
     heads = [[*call, len(part.devices), len(part.counts), *part.devices] for call, part in calls.items()]
     arrays = [array for head, part in zip(heads, calls.values()) for array in (head, part.counts)]
     return np.concatenate(arrays)

@@ -1,6 +1,6 @@
-"""What the transports do alike: time limit, one warning, the identity of messages, and the text of failures.
+"""Provides what all transports share: time limit, one warning, the identity of messages, and the text of failures.
 
-A transport brings `post` and `poll` in whatever form its library has them, and calls `Wait.look` while it waits.
+A transport has its own forms of `post` and `poll`, and calls `Wait.look` while it waits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Wait:
         self._transport, self._label = transport, label
         self._interrupts = _native.interrupts()
         self._began = time.monotonic()
-        self._limit = 0.0  # looked up, as the rest is made, only where the wait is not over at once
+        self._limit = 0.0  # set, like the fields below, only if the wait is not over at once
         self._looked = 0.0
         self._native: Optional[_native.Wait] = None
 
@@ -37,7 +37,7 @@ class Wait:
         return time.monotonic() - self._began
 
     def look(self, missing: Sequence[int]) -> None:
-        """Raises where the wait should not go on; warns once where it takes long. May be called at any rate."""
+        """Raises an error if the wait must end; warns once if it takes long. May be called at any rate."""
         transport, label, waited = self._transport, self._label, self.seconds()
         transport.check_unbroken(label)
         if self._native is None:
@@ -62,7 +62,7 @@ class Wait:
 
 
 class WaitingTransport(Transport):
-    """Ends an exchange with an error that says which, and after it all the others."""
+    """Ends a failed exchange with an error that describes it, and then all other exchanges."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -74,10 +74,10 @@ class WaitingTransport(Transport):
 
     @abstractmethod
     def tell(self, label: Optional[Label], reason: str) -> None:
-        """The other ranks, once, that nothing is carried any more; the reason is empty where it is not known yet."""
+        """Tells the other ranks, once, that nothing is carried any more; the reason is empty if unknown so far."""
 
     def meanwhile(self, missing: Sequence[int]) -> List[str]:
-        """What is known of these ranks."""
+        """Returns what is known of these ranks."""
         return []
 
     # ---- Transport -----------------------------------------------------------------------------------------
@@ -106,17 +106,17 @@ class WaitingTransport(Transport):
     # ---- errors --------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Before anything is sent."""
+        """Raises an error if the transport is broken or closed, before anything is sent."""
         if self._broken:
             raise mx.MXNetError(f"nothing is exchanged any more, because: {self._broken} Start the job again.")
 
     def check_unbroken(self, label: Label) -> None:
-        """While something is waited for."""
+        """Raises an error if the transport breaks during a wait."""
         if self._broken:
             raise mx.MXNetError(f"in {label}, rank {self.rank} of {self.size}: {self._broken}")
 
     def check_alike(self, label: Label, rank: int, size: int, dtype: np.dtype, ours: np.ndarray) -> None:
-        """What came from a rank has the size and the type of ours."""
+        """Checks that an array from a rank has our array's size and type."""
         if (size, dtype) != (ours.size, ours.dtype):
             self.give_up(
                 label,
@@ -125,7 +125,7 @@ class WaitingTransport(Transport):
             )
 
     def give_up(self, label: Label, reason: str, find_out: Optional[Callable[[], str]] = None) -> NoReturn:
-        """Ends all exchanges, and raises the reason, or what ``find_out`` says of it."""
+        """Ends all exchanges, and raises an error with the reason, or with the result of ``find_out``."""
         reason = find_out() if find_out else reason
         self.fail(reason)
         raise mx.MXNetError(reason)
@@ -135,7 +135,7 @@ class WaitingTransport(Transport):
         return f"rank {self.rank} of {self.size} waits for rank {ranks} in {label} after {seconds:.0f} s."
 
     def late(self, label: Label, missing: Sequence[int], seconds: float) -> str:
-        """The error of a wait whose time is up."""
+        """Returns the error of a wait whose time is up."""
         text = (
             f"{self.describe_wait(label, missing, seconds)} A process that is missing has ended, hangs, or makes other "
             "calls: every process must run the same number of steps with the same net."
