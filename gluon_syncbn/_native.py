@@ -1,6 +1,6 @@
-"""The native core: the only place that knows ctypes.
+"""Loads the native core and wraps its functions. Only this module uses ctypes.
 
-Plain values go in and out; what they mean is said in ``csrc/api.cc``.
+Arguments and results are plain values; ``csrc/api.cc`` explains them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PATH = Path(__file__).with_name("_core.so")
 
 
 class Ticket(ctypes.Structure):
-    """Which handing-in this is; phase 0 is the forward of a call, 1, 2 ... its backwards."""
+    """Identifies a contribution; phase 0 is the forward of a call, 1, 2 ... its backwards."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("layer", "node", "call", "phase")]
     _fields_ += [("name", ctypes.c_char_p), ("timeout", ctypes.c_double)]
@@ -40,10 +40,10 @@ class Ticket(ctypes.Structure):
 
 
 class Total(NamedTuple):
-    """What an exchange makes of contributions: see ``csrc/exchange/exchange.h``."""
+    """The result of an exchange: see ``csrc/exchange/exchange.h``."""
 
     values: np.ndarray
-    first: int  # of the values that are of this process
+    first: int  # index of this process's first value
     key: int  # of the layer, the same in every process
 
 
@@ -61,7 +61,7 @@ class Turn(NamedTuple):
 
 
 class Agreed(ctypes.Structure):
-    """What the processes have agreed on about a layer, as in csrc/exchange/exchange.h."""
+    """The processes' agreement about a layer, as in csrc/exchange/exchange.h."""
 
     _fields_ = [
         ("key", ctypes.c_int64),
@@ -97,7 +97,7 @@ class _Problem(ctypes.Structure):
 
 
 def _function(*arguments: Any) -> Any:
-    """Of an exchange that is written in Python; the number of that comes first."""
+    """The type of a function of a Python exchange, whose number is the first argument."""
     return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.POINTER(Ticket), *arguments, ctypes.POINTER(_Problem))
 
 
@@ -224,10 +224,10 @@ def _load() -> ctypes.CDLL:
     for name, (result, takes) in signatures.items():
         try:
             function = getattr(core, f"syncbn_{name}")
-        except AttributeError as error:  # a core that is older than this file
+        except AttributeError as error:  # the core is older than this file
             raise _unusable(error) from None
         function.restype, function.argtypes = result, takes
-        if name not in ("register", "problem", "tape_end", "gate_arrays"):  # whose numbers mean something else
+        if name not in ("register", "problem", "tape_end", "gate_arrays"):  # their results mean something else
             function.errcheck = _checked
     return core
 
@@ -242,7 +242,7 @@ _core = _load()
 
 
 def _bytes(text: str) -> bytes:
-    return text.encode(errors="backslashreplace")  # names of files may hold what UTF-8 cannot
+    return text.encode(errors="backslashreplace")  # names of files may contain bytes that are not UTF-8
 
 
 def _names(values: Sequence[str]) -> Tuple[int, Any]:
@@ -274,18 +274,20 @@ _why_custom: Dict[str, str] = {}
 
 
 def why_custom(device: str = "cpu") -> str:
-    """Why calls on ``'cpu'`` or ``'gpu'`` contexts come through MXNet's ``Custom``; empty where they come straight from
-    its engine."""
+    """Returns why calls on ``'cpu'`` or ``'gpu'`` contexts come through MXNet's ``Custom``.
+
+    The text is empty if they come directly from MXNet's engine.
+    """
     return _why_custom[device]
 
 
 def blocked_calls() -> int:
-    """How many forwards and backwards have had their data as oneDNN lays them out, with channels in blocks."""
+    """Counts forwards and backwards whose data had oneDNN's layout, with channels in blocks."""
     return _core.syncbn_blocked_calls()
 
 
 def lone_calls() -> int:
-    """How many forwards and backwards were run by MXNet's own threads to the end, as nobody had to be waited for."""
+    """Counts forwards and backwards that MXNet's own threads ran to the end, because they did not have to wait."""
     return _core.syncbn_lone_calls()
 
 
@@ -304,35 +306,39 @@ def _ways_of_calls(asked: str) -> Dict[str, str]:
 
 
 def cache() -> Path:
-    """Where compiled kernels are kept."""
+    """Returns the folder of compiled kernels."""
     base = read("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "gluon_syncbn"
 
 
 def nccl_problem() -> str:
-    """Why GPUs cannot hand their statistics to each other by NCCL; empty where they can."""
+    """Returns why GPUs cannot exchange their statistics by NCCL; empty if they can."""
     return _core.syncbn_nccl_problem().decode()
 
 
 def nccl_unique_id() -> bytes:
-    """With it NCCL makes a communicator over several processes, each of which has to have it. MXNetError where NCCL has
-    none."""
+    """Returns an id with which NCCL makes a communicator over several processes; all of them need it.
+
+    MXNetError: NCCL has no id.
+    """
     identity = ctypes.create_string_buffer(128)
     _core.syncbn_nccl_unique_id(identity)
     return identity.raw
 
 
-# Of `ResourceManager::Get` in src/resource.cc: what `dmlc::ThreadLocalStore` keeps for each thread.
+# A variable of `ResourceManager::Get` in src/resource.cc: the object that `dmlc::ThreadLocalStore` keeps for each
+# thread.
 _COPIES = "_ZZN4dmlc16ThreadLocalStoreIN5mxnet8resource19ResourceManagerImplEE3GetEvE3ptr"
 
 
 def copies_are_made() -> bool:
-    """Whether MXNet has made this thread's copies of temporary space and of random states, as many as the settings said
-    then: it does so at the first operator that takes one. False where it cannot be told: no function of MXNet's tells,
-    and another build may keep the pointer to itself.
+    """Whether MXNet has made this thread's copies of temporary space and of random states.
+
+    MXNet does so at the first operator that takes a copy, with the settings at that time. The result is False where it
+    is unknown: MXNet has no function for it, and another build may hide the pointer.
     """
     try:
-        return bool(ctypes.c_void_p.in_dll(_mxnet, _COPIES).value)  # looked up anew: it is another in each thread
+        return bool(ctypes.c_void_p.in_dll(_mxnet, _COPIES).value)  # a new look-up: each thread has its own
     except ValueError:
         return False
 
@@ -342,7 +348,7 @@ def layer_create(name: str, mode: int, slots: int, group: int) -> int:
 
 
 def layers() -> int:
-    """How many layers there are."""
+    """Returns the number of layers."""
     return _core.syncbn_layers()
 
 
@@ -360,12 +366,13 @@ def layer_token(layer: int) -> str:
 
 
 def layer_place(layer: int, contexts: Sequence[str], replicas: int) -> None:
-    """The contexts that hold its parameters, and how many replicas they have in all."""
+    """Sets the contexts that hold a layer's parameters, and the number of their replicas."""
     _core.syncbn_layer_place(layer, *_names(contexts), replicas)
 
 
 def all_reduce_from(replicas: int) -> int:
-    """For tests: GPUs use an all-reduce from so many replicas on, in layers that meet later. Returns the old value."""
+    """For tests: sets the number of replicas from which GPUs use an all-reduce, for new meetings. Returns the old
+    one."""
     return _core.syncbn_all_reduce_from(replicas)
 
 
@@ -374,14 +381,16 @@ def layer_timeout(layer: int, seconds: float) -> None:
 
 
 def layer_exchange(layer: int, exchange: Handle) -> None:
-    """The layer has one of its own."""
+    """Gives a layer an exchange of its own."""
     _core.syncbn_layer_exchange(layer, exchange)
 
 
 @contextmanager
 def graph_issued(layer: int, context: str, graph: int) -> Iterator[None]:
-    """The caller executes a graph that has the layer in it, whose calls MXNet issues once. ``graph`` is a number below
-    -1. MXNetError where the layer is in the middle of a step of another thread."""
+    """Marks that the caller executes a graph with the layer, whose calls MXNet issues once.
+
+    ``graph`` is a number below -1. MXNetError: the layer is in the middle of a step of another thread.
+    """
     _core.syncbn_layer_issued(layer, context.encode(), graph)
     _core.syncbn_within_graph(True)
     try:
@@ -395,19 +404,19 @@ def default_timeout(seconds: float) -> None:
 
 
 def timeout_of(layer: int = 0) -> float:
-    """Seconds that the layer waits; without one, those of the process."""
+    """Returns the seconds that a layer waits; for layer 0, the setting of the process."""
     return _core.syncbn_timeout_of(layer)
 
 
 def interrupts() -> int:
-    """How often the process was interrupted by Ctrl-C while something waited."""
+    """Counts the interruptions of the process by Ctrl-C during a wait."""
     return _core.syncbn_interrupts()
 
 
 class Wait:
-    """A wait outside the native core that ends when it would, and is bounded alike: see ``csrc/waiting/wait.h``.
+    """A wait outside the native core, with the core's time limit and reasons to end: see ``csrc/waiting/wait.h``.
 
-    ``since`` is what `interrupts` said when it began.
+    ``since`` is the result of `interrupts` at its beginning.
     """
 
     def __init__(self, timeout: float, warn_after: float, since: int) -> None:
@@ -415,8 +424,10 @@ class Wait:
         weakref.finalize(self, _core.syncbn_wait_end, self._wait).atexit = False
 
     def look(self) -> str:
-        """Why it should end: ``'failed'``, ``'asked to end'``, ``'forked'`` or ``'late'``. Once ``'long'``, for a
-        warning. Empty where it goes on."""
+        """Returns why the wait should end: ``'failed'``, ``'asked to end'``, ``'forked'`` or ``'late'``.
+
+        Once it returns ``'long'``, for a warning. The result is empty if the wait goes on.
+        """
         return _core.syncbn_wait_look(self._wait).decode()
 
 
@@ -428,7 +439,7 @@ def seed(value: int) -> None:
     _core.syncbn_seed(value)
 
 
-#: What becomes of a batch that is not finite; the order is that of `Nonfinite` in csrc/meeting/meeting.h.
+#: The treatment of a batch that is not finite; the order is that of `Nonfinite` in csrc/meeting/meeting.h.
 NONFINITE = ("propagate", "skip", "error")
 
 
@@ -437,19 +448,19 @@ def nonfinite(what: str) -> None:
 
 
 class OnDevice(NamedTuple):
-    """What a replica contributes on its GPU: see ``csrc/exchange/exchange.h``."""
+    """A replica's contribution on its GPU: see ``csrc/exchange/exchange.h``."""
 
     own: NDArray
     total: NDArray
 
 
-# By device, address and length, each with its shape. The core never gives memory back, and keeps it for numbers of the
-# same length: so the array of an address is right for as long as the process lives.
+# By device, address and length, each with its shape. The core never frees this memory, and reuses it only for the same
+# length. So the array of an address is valid for as long as the process lives.
 _on_devices: Dict[Tuple[int, int, int], Tuple[NDArray, Any]] = {}
 
 
 def _on_device(device: int, address: int, length: int) -> NDArray:
-    """Numbers of the core's on a GPU as an array of MXNet's, without a copy."""
+    """Wraps the core's numbers on a GPU as an array of MXNet's, without a copy."""
     known = _on_devices.get((device, address, length))
     if known is not None:
         return known[0]
@@ -467,7 +478,7 @@ def _on_device(device: int, address: int, length: int) -> NDArray:
 
 
 class Tape:
-    """What the calls of a forward leave behind for those that repeat it: see ``csrc/operator/tape.h``."""
+    """Stores what the calls of a forward pass to their repetition: see ``csrc/operator/tape.h``."""
 
     def __init__(self) -> None:
         self._tape = _core.syncbn_tape_create()
@@ -475,7 +486,7 @@ class Tape:
 
     @contextmanager
     def running(self, again: bool) -> Iterator[None]:
-        """On this thread, calls leave something, or repeat."""
+        """Makes calls on this thread write to the tape, or repeat from it."""
         _core.syncbn_tape_begin(self._tape, again)
         try:
             yield
@@ -491,13 +502,16 @@ class Tape:
 
 
 def scope_enter(thread: str) -> None:
-    """The caller, a thread of that name, enters its outermost scope."""
+    """Notes that the caller, a thread of that name, enters its outermost scope."""
     _core.syncbn_scope_enter(_bytes(thread))
 
 
 def scope_leave() -> Tuple[str, bool]:
-    """The caller leaves that scope. Why its step could not go on, empty where it could; and whether the scope was part
-    of the step that goes on now, or that step began later."""
+    """Notes that the caller leaves its outermost scope.
+
+    Returns why its step failed, empty if it did not. The second result says whether the scope was part of the current
+    step; otherwise that step began later.
+    """
     current = ctypes.c_int()
     reason = _core.syncbn_scope_leave(ctypes.byref(current)).decode(errors="replace")
     return reason, bool(current.value)
@@ -512,12 +526,12 @@ def failure() -> str:
 
 
 def gate(arrays: Sequence[NDArray]) -> None:
-    """What is issued later and uses these arrays fails where the step has failed by then. Does not wait."""
+    """If the step has failed by then, later users of these arrays fail too. Does not wait."""
     handles = (ctypes.c_void_p * len(arrays))(*[array.handle.value for array in arrays])
     check_call(_core.syncbn_gate_arrays(handles, len(arrays)))
 
 
-#: What MXNet asks for of a gradient: nothing, or to add it. Else it is written.
+#: MXNet's requests for a gradient: none, or to add it. Otherwise it is written.
 NULL, ADD = 0, 3
 
 Backward = Callable[[List[NDArray], List[NDArray], List[int]], None]
@@ -528,7 +542,7 @@ class _Callbacks(ctypes.Structure):  # MXCallbackList
 
 
 class _Function:
-    """Of a graph: its backward, and what MXNet has pointers to."""
+    """A function in a graph: its backward, and the objects that MXNet has pointers to."""
 
     def __init__(self, key: int, what: str, backward: Backward) -> None:
         self.what, self.backward = what, backward
@@ -544,9 +558,10 @@ _keys = itertools.count(1)
 def record_function(what: str, inputs: Sequence[NDArray], outputs: Sequence[NDArray], backward: Backward) -> None:
     """Records that the outputs, which have their values, come from the inputs.
 
-    ``backward(heads, gradients, requests)`` runs in a thread of MXNet's custom operators and fills the gradients, or
-    issues what does. What it raises fails the step, with ``what`` was done. MXNet's ``autograd.Function`` prints it
-    instead, takes ``grad_req='add'`` for nothing, and ends at the first gradient that nobody asks for.
+    ``backward(heads, gradients, requests)`` runs in a thread of MXNet's custom operators. It fills the gradients, or
+    issues operators that do. An exception in it fails the step; the message contains ``what``. In contrast, MXNet's
+    ``autograd.Function`` prints exceptions, ignores ``grad_req='add'``, and stops at the first gradient that is not
+    requested.
     """
     key = next(_keys)
     _functions[key] = _Function(key, what, backward)
@@ -575,7 +590,7 @@ def _run_backward(heads: int, gradients: int, handles: Any, requests: Any, train
     function = _functions[key]
     try:
         function.backward(arrays[:heads], arrays[heads:], requests[:gradients])
-    except BaseException as problem:  # it must not pass through C++; whoever reads a gradient has it
+    except BaseException as problem:  # it must not pass through C++; the reader of a gradient gets it
         fail(f"{function.what}: {type(problem).__name__}: {problem}")
         gate(arrays[heads:])
     return 1
@@ -583,7 +598,7 @@ def _run_backward(heads: int, gradients: int, handles: Any, requests: Any, train
 
 @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 def _forget(key: int) -> int:
-    del _functions[key]  # MXNet forgets the pointers
+    del _functions[key]  # MXNet drops its pointers
     return 1
 
 
@@ -592,18 +607,18 @@ def reset() -> None:
 
 
 def nobody_left(so: bool) -> None:
-    """Whether no thread is left that could call a replica that others wait for."""
+    """Tells the core whether no thread is left that could call a missing replica."""
     _core.syncbn_nobody_left(so)
 
 
 def close() -> None:
-    """The process ends: from now on, whatever comes to run is a failure."""
+    """Notes the end of the process: from now on, every operator that runs fails."""
     _core.syncbn_close()
     _core.syncbn_cuda_close()
 
 
 def forking(inside: bool) -> None:
-    """Before a fork, whether the thread that forks is in the middle of a step; after it, false."""
+    """Tells the core, before a fork, whether the forking thread is in the middle of a step; after the fork, False."""
     _core.syncbn_forking(inside)
 
 
@@ -613,30 +628,32 @@ def out_of_batches(so: bool) -> None:
 
 
 def waiting(inside: bool) -> None:
-    """Before a wait for all that MXNet has in flight, whether the only thread that trains waits so in the middle of a
-    step; after it, false."""
+    """Tells the core, before a ``waitall``, whether the only thread that trains waits in the middle of a step.
+
+    After the wait it is False.
+    """
     _core.syncbn_waiting(inside)
 
 
 def forked() -> None:
-    """In the child of a fork."""
+    """Resets the core in the child of a fork."""
     _core.syncbn_forked()
 
 
 def debug(so: bool) -> None:
-    """Whether there is a record of every meeting."""
+    """Turns the records of every meeting on or off."""
     _core.syncbn_debug(so)
 
 
 def next_record(seconds: float) -> Optional[Tuple[int, str]]:
-    """What the core has to say next, within these seconds: the level, as `logging` has it, and the text."""
+    """Returns the core's next record within these seconds: its level, as in `logging`, and the text."""
     text = ctypes.c_char_p()
     level = _core.syncbn_next_record(seconds, ctypes.byref(text))
     return (level, text.value.decode(errors="replace")) if level and text.value is not None else None
 
 
 def slowest() -> str:
-    """Who was waited for, in all meetings of which there are records; empty where there are none."""
+    """Summarises which replicas others waited for, in all recorded meetings; empty without records."""
     return _core.syncbn_slowest().decode(errors="replace")
 
 
@@ -650,34 +667,34 @@ def path() -> Path:
 
 # ---- exchanges -------------------------------------------------------------------------------------------------
 
-#: An exchange of the core's; it lasts as long as the process.
+#: An exchange of the core's, which lasts as long as the process.
 Handle = int
 
 
 def memory_exchange(gpus: str = "") -> Handle:
-    """In memory of this process; GPUs by ``'nccl'``, over the ``'host'``, or as it may be."""
+    """Returns an exchange in memory of this process. GPUs use ``'nccl'``, the ``'host'``, or either if empty."""
     make = {"": _core.syncbn_exchange_memory, "nccl": _core.syncbn_exchange_nccl, "host": _core.syncbn_exchange_host}
     return make[gpus]()
 
 
 def default_exchange(exchange: Handle) -> None:
-    """Of layers that have none of their own."""
+    """Sets the exchange of layers that have none of their own."""
     _core.syncbn_exchange(exchange)
 
 
-_exchanges: Dict[int, Any] = {}  # those that are written in Python; the core may call one for as long as it lives
+_exchanges: Dict[int, Any] = {}  # Python exchanges; the core may call one for as long as it lives
 _numbers = itertools.count(1)
 
 
 def python_exchange(exchange: Any, spans_processes: bool) -> Handle:
-    """One that is written in Python: `gluon_syncbn.exchange.base.PythonExchange` says what it has."""
+    """Registers an exchange in Python, a `gluon_syncbn.exchange.base.PythonExchange`."""
     number = next(_numbers)
     _exchanges[number] = exchange
     return (_core.syncbn_exchange_processes if spans_processes else _core.syncbn_exchange_contexts)(number)
 
 
 def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
-    """Once: what an exchange is told of the layer that a ticket names, before it is called for that."""
+    """Sets, once, the function that gives an exchange the layer of a ticket before a call."""
 
     def reduction(method: str) -> Any:
         def call(exchange: Any, layer: Any, ticket: Ticket, count: int, length: int, rows: Any, out: int) -> None:
@@ -728,7 +745,7 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
                 return 0
             except BaseException as error:  # it must not pass through C++; its text goes to every replica
                 text = _bytes(f"{type(error).__name__}: {error}")[:1023]
-                problem.contents.text = text.decode(errors="ignore").encode()  # no half of a character
+                problem.contents.text = text.decode(errors="ignore").encode()  # no part of a character
                 return 1
 
         return function
@@ -740,12 +757,12 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
     _core.syncbn_python_functions(_functions_of_exchanges)
 
 
-_functions_of_exchanges: Optional[_Functions] = None  # the core keeps pointers into it: it is never replaced
+_functions_of_exchanges: Optional[_Functions] = None  # the core keeps pointers into it, so it is never replaced
 
 
-#: Processes that a segment serves, as in csrc/exchange/segment.h.
+#: The most processes that a segment serves, as in csrc/exchange/segment.h.
 MOST_RANKS = 64
-#: Numbers that one outbox of a segment holds; as there.
+#: The numbers that one outbox of a segment holds, as there.
 MOST_VALUES = 4608
 
 
@@ -757,12 +774,12 @@ class Segment:
 
     @classmethod
     def create(cls, ranks: int) -> Segment:
-        """On rank 0. MXNetError where there is no such memory."""
+        """Creates a segment on rank 0. MXNetError: there is no such memory."""
         return cls(_core.syncbn_segment_create(ranks))
 
     @classmethod
     def open(cls, ranks: int, rank: int, process: int, number: int, token: bytes) -> Segment:
-        """What rank 0 has made; it is the file of that number in that process. MXNetError where it cannot be seen."""
+        """Opens rank 0's segment, a file of that number in that process. MXNetError: it cannot be seen."""
         return cls(_core.syncbn_segment_open(ranks, rank, process, number, token, len(token)))
 
     def number(self) -> int:
@@ -777,30 +794,32 @@ class Segment:
         _core.syncbn_segment_free(self._pointer)
 
     def exchange(self, transport: Handle) -> Handle:
-        """Takes the segment."""
+        """Makes an exchange of the segment, and takes the segment over."""
         return _core.syncbn_exchange_shared_memory(self._pointer, transport)
 
     def exchange_of_machine(self, transport: Handle, ranks: Sequence[int], of: int) -> Handle:
-        """Takes the segment, which these ranks of a job share. The job has so many."""
+        """Makes an exchange of the segment, which ``ranks`` share; the job has ``of`` processes."""
         numbers = (ctypes.c_int64 * len(ranks))(*ranks)
         return _core.syncbn_exchange_machine(self._pointer, transport, numbers, len(ranks), of)
 
 
 def hierarchy(machine: Handle, leaders: Handle, transport: Handle) -> Handle:
-    """The exchange in levels: see ``csrc/exchange/hierarchy.h``."""
+    """Returns the exchange in levels: see ``csrc/exchange/hierarchy.h``."""
     return _core.syncbn_exchange_hierarchy(machine, leaders, transport)
 
 
 def allreduce(exchange: Handle, ticket: Ticket, row: np.ndarray, merges: bool = False) -> np.ndarray:
-    """What an exchange makes of float64 rows, one of each process: their sum, or the moments of all. MXNetError where
-    it fails."""
+    """Combines float64 rows, one of each process, by an exchange: into their sum, or the moments of all.
+
+    MXNetError: the exchange fails.
+    """
     out = np.empty_like(row)
     allreduce_at(exchange, ticket, row.size, row.ctypes.data, out.ctypes.data, merges)
     return out
 
 
 def allreduce_at(exchange: Handle, ticket: Ticket, length: int, row: int, out: int, merges: bool = False) -> None:
-    """The same by the addresses of both, which take as long to find as two processes need to exchange a vector."""
+    """Does the same by addresses. Finding them takes as long as two processes need to exchange a vector."""
     _core.syncbn_allreduce(exchange, merges, ticket, length, row, out)
 
 
@@ -810,5 +829,5 @@ def shared_memory_failed(exchange: Handle, reason: str) -> None:
 
 
 def shared_memory_ended(exchange: Handle) -> None:
-    """Tells them that this process ends."""
+    """Tells the other processes of this machine that this process ends."""
     _core.syncbn_shared_memory_end(exchange)
