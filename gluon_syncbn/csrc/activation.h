@@ -1,14 +1,15 @@
-// What stands behind a normalisation: y = f(z). The kernels of the CPU and those of CUDA include each activation from here.
+// Defines the activations y = f(z) after a normalisation. The kernels of the CPU and those of CUDA include them from
+// here.
 //
 // An activation is a trait:
 //     kChanges                    y is not z
-//     kByOutput                   the gradient is found by y as well as by z. Behind an addition y alone is kept; elsewhere z
-//                                 is computed again from x
-//     invertible(slope, ceiling)  z is found from y
+//     kByOutput                   y is enough to find the gradient. After an addition only y is kept; otherwise z is
+//                                 computed again from x
+//     invertible(slope, ceiling)  y is enough to find z
 //     On<V, C>                    f on values V: scalars, or vectors of the scalar C
 //         apply(z)                z becomes y
 //         through(grad, z)        the gradient with respect to y becomes that with respect to z
-//         undo(y)                 y becomes z, where it is invertible
+//         undo(y)                 y becomes z, if it is invertible
 #pragma once
 
 #if defined(__CUDACC__) || defined(CUDA_EMULATOR)
@@ -32,8 +33,8 @@ struct Identity {
     };
 };
 
-// z where z > 0, but at most `ceiling`, else slope * z; slope 0, which is ReLU, gives 0 for minus infinity too. A NaN stays
-// one. A slope of 1 leaves z as it is; a ceiling is for ReLU only.
+// y = z if z > 0, but at most `ceiling`, else slope * z. Slope 0 is ReLU, and gives 0 for minus infinity too. A NaN
+// stays a NaN. A slope of 1 leaves z as it is; only ReLU has a ceiling.
 struct Rectifier {
     static constexpr bool kChanges = true, kByOutput = true;
     static constexpr bool invertible(double slope, double ceiling) { return slope > 0 && ceiling * 2 == ceiling; }
@@ -56,7 +57,7 @@ struct Rectifier {
     };
 };
 
-// All of them, as define(name, trait, ...).
+// All activations, as define(name, trait, ...).
 #define SYNCBN_ACTIVATIONS(define, ...) \
     define(identity, Identity, ##__VA_ARGS__) define(rectifier, Rectifier, ##__VA_ARGS__)
 

@@ -4,7 +4,7 @@
 
 namespace syncbn {
 
-// On a clock that only goes forward.
+// Seconds on a monotonic clock.
 inline double seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }

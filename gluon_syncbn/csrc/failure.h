@@ -1,4 +1,4 @@
-// Why a step cannot be finished, as fields. It becomes text once, where it leaves for MXNet or for Python.
+// Describes why a step cannot be finished, in fields. MXNet or Python gets it as text.
 #pragma once
 
 #include <exception>
@@ -11,19 +11,19 @@ constexpr char kNoMemory[] =
     "no memory is left for this step. Give the process more (ulimit -v, the limit of its container), or take a smaller "
     "batch.";
 
-// What an exception says, for the user.
+// The text of an exception, for the user.
 inline const char* reason_of(const std::exception& error) noexcept {
     return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ? kNoMemory : error.what();
 }
 
 class Failure : public std::exception {
   public:
-    const std::string layer;    // its name; empty where the reason is not about one layer
-    const std::string context;  // "cpu(1)", where it is about one replica
-    const std::string call;     // "forward of call 3", where it is about all of them
+    const std::string layer;    // its name; empty if the reason is not about one layer
+    const std::string context;  // "cpu(1)", if it is about one replica
+    const std::string call;     // "forward of call 3", if it is about all of them
     const std::string reason;   // for the user: what happened and what to do
 
-    // About no layer.
+    // A failure of no particular layer.
     explicit Failure(std::string reason) : Failure("", "", "", std::move(reason)) {}
     Failure(std::string layer, std::string context, std::string call, std::string reason)
         : layer(std::move(layer)), context(std::move(context)), call(std::move(call)), reason(std::move(reason)) {

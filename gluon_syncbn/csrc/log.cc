@@ -10,7 +10,7 @@
 namespace syncbn {
 namespace {
 
-constexpr size_t kMost = 100000;  // records that nobody has fetched; what comes after them is lost, and counted
+constexpr size_t kMost = 100000;  // unfetched records; later ones are lost, and counted
 
 struct Queue {
     std::mutex mutex;  // guards everything here
@@ -57,6 +57,6 @@ bool next_record(double seconds, Record* record) {
     return true;
 }
 
-void forget_records() { new (&queue()) Queue; }  // the parent's threads, which are not here, may have held its lock
+void forget_records() { new (&queue()) Queue; }  // a thread that the child does not have may have held its lock
 
 }  // namespace syncbn

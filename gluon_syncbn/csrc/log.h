@@ -1,5 +1,5 @@
-// What the native core has to say, for the logger `gluon_syncbn`. A thread of Python's fetches the records: a thread of
-// MXNet's that called Python itself would have to wait for whoever holds the interpreter, and at its end for ever.
+// Passes the native core's records to the logger `gluon_syncbn`. A thread of Python's fetches them. A thread of MXNet's
+// must not call Python itself: it would wait for the interpreter lock, and when the interpreter ends, for ever.
 #pragma once
 
 #include <string>
@@ -14,17 +14,17 @@ struct Record {
     std::string text;
 };
 
-// What there is no memory for is lost, and counted.
+// Without memory for a record, it is lost, and counted.
 void log(Level level, std::string text) noexcept;
 
-// Whether somebody wants to know of every meeting.
+// Whether the logger wants a record of every meeting.
 bool debugging();
 void set_debugging(bool so);
 
-// The next record, after at most `seconds`; false where there is none.
+// Gets the next record, after at most `seconds`; false if there is none.
 bool next_record(double seconds, Record* record);
 
-// In the child of a fork.
+// Forgets all records in the child of a fork.
 void forget_records();
 
 }  // namespace syncbn

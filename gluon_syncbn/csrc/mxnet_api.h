@@ -1,5 +1,5 @@
-// The few declarations of MXNet's C interface that the operator needs. They are a stable ABI, and having them here keeps
-// MXNet out of the build: the functions themselves come from the library that Python has loaded.
+// Declares the few functions of MXNet's C interface that the operator needs. They are a stable ABI. Declared here,
+// MXNet is not needed for the build: the functions come from the library that Python has loaded.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +18,8 @@ typedef int (*CustomOpPropCreator)(const char* op_type, const int num_kwargs, co
 }
 
 namespace dmlc {
-// What MXNet catches around a custom operator and turns into MXNetError. It is matched by its name, so it must be
-// visible to other libraries.
+// The exception that MXNet catches around a custom operator and turns into MXNetError. MXNet matches it by its name, so
+// other libraries must see the symbol.
 struct __attribute__((visibility("default"))) Error : public std::runtime_error {
     explicit Error(const std::string& what) : std::runtime_error(what) {}
 };
@@ -27,7 +27,7 @@ struct __attribute__((visibility("default"))) Error : public std::runtime_error 
 
 namespace syncbn {
 
-// With this text, or where there is no memory for it with another one.
+// An error with this text, or with another one if there is no memory for it.
 inline dmlc::Error error_with(const char* text) noexcept {
     static const dmlc::Error no_memory("no memory is left, not even to say what has failed");
     try {
@@ -37,7 +37,7 @@ inline dmlc::Error error_with(const char* text) noexcept {
     }
 }
 
-// Handed over by `_native.py`, in this order, before the operator is registered. All but last_error return 0 or fail.
+// Passed by `_native.py`, in this order, before the operator is registered. All but last_error return 0 or fail.
 struct MXNet {
     const char* (*last_error)();
     int (*custom_op_register)(const char* op_type, CustomOpPropCreator creator);

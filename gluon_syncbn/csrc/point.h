@@ -1,4 +1,4 @@
-// Points at which a test hits a thread or a process. Only the core of tests/support/points.py has them.
+// Marks points at which a test interrupts a thread or a process. Only the core of tests/support/points.py has them.
 #pragma once
 
 #ifdef SYNCBN_FAULT_POINTS

@@ -1,4 +1,4 @@
-// The tensor of a call, its slots and their statistics.
+// Defines the tensor of a call, its slots and their statistics.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace syncbn {
 
-// A pool's. The vectors are empty where a device keeps them.
+// The statistic of a pool. The vectors are empty if a device keeps them.
 struct Statistic {
     double count;
     Vector mean, variance, invstd;  // [channels]
@@ -20,12 +20,12 @@ struct Statistic {
 // A virtual device: a contiguous part of this replica's batch.
 struct Slot {
     Shape shape;
-    int64_t first;  // of its values in the tensor
-    // Of the pool that its values feed, and of the one that it is normalised with. Null for a slot without values.
+    int64_t first;  // index of its first value in the tensor
+    // The statistics of the pool that it feeds, and of the pool that normalises it. Null for a slot without values.
     std::shared_ptr<const Statistic> fed, used;
 };
 
-// The tensor of a call, and how it is cut into slots.
+// The tensor of a call, and its slots.
 struct Tensor {
     Type type;
     Shape shape;
@@ -33,26 +33,26 @@ struct Tensor {
     std::vector<Slot> slots;
 
     Type parameter_type() const { return parameter_type_of(type); }
-    // As numpy.array_split: the first slots get one sample more where they cannot all have the same number.
+    // Splits as numpy.array_split does: the first slots get one sample more if the number does not divide the samples.
     void cut(int64_t count);
-    // So many channels lie next to each other, here and in the slots: see `Shape`.
+    // Sets the number of neighbouring channels, here and in the slots: see `Shape`.
     void lay_out(int64_t block);
 };
 
 // An array that lives on the device.
 struct Array {
-    void* handle = nullptr;  // MXNet's; null where an operator gets none
-    void* values = nullptr;  // where they are, where MXNet need not be asked for that
+    void* handle = nullptr;  // MXNet's; null if an operator gets none
+    void* values = nullptr;  // their address, if known without asking MXNet
 };
 
-// Where its values are. Throws Failure.
+// Returns the address of the values. Throws Failure.
 void* data(Array array);
 template <typename T>
 T* data(Array array) {
     return static_cast<T*>(data(array));
 }
 
-// z = gamma * xhat + beta, where gamma, where it is fixed, counts as 1; and what stands behind it.
+// z = gamma * xhat + beta, where a fixed gamma counts as 1; then the activation.
 struct Affine {
     Array gamma, beta;
     bool fix_gamma;

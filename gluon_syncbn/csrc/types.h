@@ -1,4 +1,4 @@
-// Plain values that the operator, the meetings and every kernel share.
+// Defines plain values that the operator, the meetings and every kernel share.
 #pragma once
 
 #include <cmath>
@@ -12,8 +12,8 @@ namespace syncbn {
 
 using Vector = std::vector<double>;
 
-// The types of data, as define(enumerator, name, MXNet's own type flag, bytes, unit, least): values are kept to `unit` of them,
-// and to nothing below `least`.
+// The types of data, as define(enumerator, name, MXNet's own type flag, bytes, unit, least). A value is rounded to
+// `unit` of itself, and to 0 below `least`.
 #define SYNCBN_TYPES(define)                                                                                   \
     define(kFloat32, "float32", 0, 4, 0x1p-24, 0x1p-126) define(kFloat64, "float64", 1, 8, 0x1p-53, 0x1p-1022) \
         define(kFloat16, "float16", 2, 2, 0x1p-11, 0x1p-24)
@@ -27,7 +27,7 @@ struct TypeOfData {
     int64_t bytes;
     double unit, least;
 };
-// Null for a flag that is none of theirs.
+// Returns null for an unknown flag.
 inline const TypeOfData* type_of_data(int flag) {
 #define SYNCBN_TYPE_OF_DATA(TYPE, NAME, FLAG, BYTES, UNIT, LEAST)    \
     case FLAG: {                                                     \
@@ -41,10 +41,10 @@ inline const TypeOfData* type_of_data(int flag) {
 inline const TypeOfData& type_of_data(Type type) { return *type_of_data(static_cast<int>(type)); }
 inline int64_t size_of(Type type) { return type_of_data(type).bytes; }
 inline const char* name_of(Type type) { return type_of_data(type).name; }
-// Of parameters and running statistics.
+// The type of parameters and running statistics.
 inline Type parameter_type_of(Type data) { return data == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
 
-// What stands behind a normalisation: see activation.h.
+// The activation after a normalisation: see activation.h.
 struct Activation {
 #define SYNCBN_ENUMERATOR(NAME, TRAIT) k##TRAIT,
     enum class Kind : int { SYNCBN_ACTIVATIONS(SYNCBN_ENUMERATOR) };
@@ -60,14 +60,14 @@ constexpr const char* kActivations[] = {
 };
 inline const char* name_of(Activation::Kind kind) { return kActivations[static_cast<int>(kind)]; }
 
-// What `type` keeps of gamma * xhat + beta, or of `slope` times that, says xhat to (per_beta * beta + least) / gamma of a 32nd of
-// a standard deviation; and what it keeps of xhat itself adds as much per xhat as per beta.
+// Rounding of gamma * xhat + beta to `type`, or of `slope` times that, moves xhat. The error is (per_beta * beta +
+// least) / gamma of a 32nd of a standard deviation. Rounding of xhat itself adds as much per xhat as per beta.
 struct Invertible {
     double per_beta, least;
-    // xhat is found to a 32nd of a deviation.
+    // Whether xhat is found to a 32nd of a deviation.
     bool operator()(double gamma, double beta) const { return std::abs(gamma) > per_beta * std::abs(beta) + least; }
-    // x is not found to a 32nd of its slot's own deviation, where the slot is normalised with another statistic: one of
-    // deviation `used`, whose mean is `apart` from the slot's. False for what is no number.
+    // Whether x is not found to a 32nd of its slot's own deviation, because another statistic normalises the slot. That
+    // statistic has the deviation `used`, and its mean is `apart` from the slot's. False for NaN.
     bool hidden_by_another(double gamma, double beta, double own, double used, double apart) const {
         return std::abs(gamma) * own <=
                (per_beta * std::abs(beta) + least) * used + per_beta * std::abs(gamma) * std::abs(apart);
@@ -77,18 +77,18 @@ inline Invertible invertible_by(Type type, double slope) {
     const TypeOfData& of = type_of_data(type);
     return {32 * of.unit, 32 * of.least / slope};
 }
-// Of a slot whose values lie closer together than that part of its variance and epsilon, x is the mean.
+// If the values of a slot lie closer together than this part of its variance and epsilon, x is the mean.
 constexpr double kConstant = 0x1p-48;
 
-// A channel whose x cannot be found from y: because of its gamma, or of another slot's statistic that a slot is normalised with.
+// A channel whose x cannot be found from y, because of its gamma or of another slot's statistic.
 struct Hidden {
     int64_t channel;
     bool by_another;
 };
 
-// A tensor of 2 to 5 dimensions seen from its channel axis: [outer][channels][inner], row-major.
-// Channels-first has inner = product of the spatial extents, channels-last has inner = 1.
-// oneDNN's float32 may be in blocks of 8 or 16 channels that lie next to each other: [outer][channels / block][inner][block].
+// A tensor of 2 to 5 dimensions seen from its channel axis: [outer][channels][inner], row-major. For channels-first,
+// inner is the product of the spatial extents; for channels-last it is 1. Float32 in oneDNN's layout may be in blocks
+// of 8 or 16 neighbouring channels: [outer][channels / block][inner][block].
 struct Shape {
     int64_t outer;
     int64_t channels;

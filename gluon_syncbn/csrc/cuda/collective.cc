@@ -22,7 +22,7 @@ namespace {
 using Communicator = void*;
 constexpr int kFloat64 = 8;   // of ncclDataType_t
 constexpr int kSum = 0;       // of ncclRedOp_t
-constexpr double kLeave = 5;  // seconds that communicators with other processes get to be taken down
+constexpr double kLeave = 5;  // seconds in which communicators with other processes have to shut down
 
 struct UniqueId {
     char bytes[128];
@@ -65,14 +65,14 @@ void check_nccl(int status, const char* function) {
 struct Connected {
     int64_t channel, number;  // of the clique
     std::vector<int> devices;
-    std::vector<Communicator> communicators;  // as the devices
+    std::vector<Communicator> communicators;  // in the order of the devices
 };
 
 std::mutex mutex;  // guards the next one; every collective is posted under it
 std::vector<std::unique_ptr<Connected>>& cliques = *new std::vector<std::unique_ptr<Connected>>;
 
-// NCCL makes communicators, and what their first collective needs, and takes them down, while its caller waits, however
-// long: so somebody else calls it.
+// NCCL blocks its caller, without a limit, while it makes or destroys communicators and prepares their first
+// collective. So another thread calls it.
 template <typename Work>
 auto elsewhere(Work work) -> std::future<decltype(work())> {
     auto task = std::make_shared<std::packaged_task<decltype(work())()>>(std::move(work));
@@ -193,14 +193,14 @@ void close_collectives() {
         }
     cliques.clear();
     if (others.empty()) return;
-    // NCCL may wait here for processes that have ended without a word.
+    // NCCL may wait here for processes that were killed.
     const bool failed = step().failure() != nullptr;
     const auto leave = [others, failed] {
         for (Communicator communicator : others) failed ? nccl().abort(communicator) : nccl().destroy(communicator);
     };
     try {
         elsewhere(leave).wait_for(std::chrono::duration<double>(kLeave));
-    } catch (const std::system_error&) {  // no thread for it; the process ends all the same
+    } catch (const std::system_error&) {  // no thread is available; the process ends all the same
     }
 }
 

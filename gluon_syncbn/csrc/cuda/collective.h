@@ -1,5 +1,6 @@
-// NCCL: what every replica contributes reaches every device, without the host. A set of devices has one communicator, made at
-// its first use, that nobody else posts to: a Trainer's KVStore or Horovod cannot come in between.
+// Runs collectives of NCCL: every replica's contribution reaches every device, without the host. A set of devices has
+// one communicator, made at its first use. Only this file posts to it, so a Trainer's KVStore or Horovod cannot come in
+// between.
 #pragma once
 
 #include <cstddef>
@@ -10,12 +11,11 @@
 namespace syncbn {
 namespace cuda {
 
-// What the devices of a collective get: the vectors of all, side by side in their order, or the sum of these, with the same
-// bits on each device.
+// The result on each device, with the same bits: the vectors of all devices, side by side in their order, or their sum.
 enum class Collective { kAllGather, kAllReduce };
 
-// What a replica on a GPU contributes where it is: `length` numbers, which are on their way in `stream`. `gathered` is where
-// what the collective gives comes to lie.
+// The contribution of a replica on its GPU: `length` numbers, which `stream` computes. The collective writes its result
+// to `gathered`.
 struct OnDevice {
     int device;
     void* stream;
@@ -27,23 +27,23 @@ struct OnDevice {
 // A set of GPUs of several processes.
 struct Clique {
     int64_t channel = -1, number = 0;  // the same in every process; -1: the devices of this process alone
-    size_t world = 0, first = 0;       // how many they are, and which of them is the first one of this process
-    std::string id;                    // of its communicator, where this is its first collective
+    size_t world = 0, first = 0;       // its size, and the rank of this process's first device
+    std::string id;                    // of its communicator, if this is its first collective
 };
 
-// Why the libraries of this process cannot do it; empty where they can.
+// Why the libraries of this process cannot run collectives; empty if they can.
 std::string why_no_collective();
 
-// A collective over these devices and those that other processes have in the clique, in this order: posted on their streams
-// in one group under one lock, so that no two devices have two of them in another order. Returns when all of this process are
-// posted. For the layer of this name, which waits so many seconds. Throws Failure.
+// Runs a collective over these devices and the other processes' devices in the clique, in this order. Posts it on all
+// streams in one group under one lock, so that all devices have the same order of collectives. Returns when all devices
+// of this process have posted. The layer of this name waits so many seconds. Throws Failure.
 void post_collective(Collective what, const std::vector<OnDevice>& parts, const Clique& clique,
                      const std::string& layer, double timeout);
 
-// With which the first collective of a new clique begins. Throws Failure.
+// Returns the id for the first collective of a new clique. Throws Failure.
 std::string new_unique_id();
 
-// Ends what hangs on these devices. The next collective among any of them makes communicators anew.
+// Ends hanging collectives on these devices. The next collective on any of them makes new communicators.
 void abort_collectives(int device);
 
 void close_collectives();

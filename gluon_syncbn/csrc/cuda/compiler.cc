@@ -35,8 +35,8 @@ void check_nvrtc(int status, const char* function) {
         throw Failure(std::string(function) + ": " + nvrtc<const char*(int)>("nvrtcGetErrorString")(status));
 }
 
-// A file with the text of those that it includes, each once, in their place: NVRTC then needs no header, and what was
-// compiled before is known by this text.
+// Appends a file with its includes inserted in their place, each once. So NVRTC needs no headers, and this text
+// identifies kept results.
 void append(const std::string& folder, const std::string& name, std::set<std::string>* seen, std::string* text) {
     if (!seen->insert(name).second) return;
     std::ifstream file(folder + name);
@@ -94,7 +94,7 @@ std::string compile(const std::string& text, const std::vector<std::string>& opt
         check_nvrtc(nvrtc<int(void*, size_t*)>("nvrtcGetPTXSize")(program, &size), "nvrtcGetPTXSize");
         out.resize(size);
         check_nvrtc(nvrtc<int(void*, char*)>("nvrtcGetPTX")(program, &out[0]), "nvrtcGetPTX");
-        out.resize(size - 1);  // its end is a 0
+        out.resize(size - 1);  // the last character is a 0
     } else {
         nvrtc<int(void*, size_t*)>("nvrtcGetProgramLogSize")(program, &size);
         out.resize(size);
@@ -112,8 +112,8 @@ std::string read(const std::string& path) {
     return file ? text.str() : "";
 }
 
-// A rename, so that another process finds all of it or nothing. A folder that cannot be written costs the next process the
-// time to compile, and nothing else.
+// Renames, so that another process finds the whole file or none. If the folder cannot be written, the next process has
+// to compile again.
 void keep(const std::string& path, const std::string& image) {
     for (size_t at = path.find('/', 1); at != std::string::npos; at = path.find('/', at + 1))
         mkdir(path.substr(0, at).c_str(), 0777);
@@ -131,7 +131,7 @@ void set_source(const std::string& path) { source_path = path; }
 void set_cache(const std::string& folder) { cache_folder = folder; }
 
 std::string source(const std::string& path) {
-    const size_t name = path.rfind('/', path.rfind('/') - 1) + 1;  // behind the folder csrc
+    const size_t name = path.rfind('/', path.rfind('/') - 1) + 1;  // after the folder csrc
     std::set<std::string> seen;
     std::string text;
     append(path.substr(0, name), path.substr(name), &seen, &text);
@@ -140,7 +140,7 @@ std::string source(const std::string& path) {
 
 const std::string& compiled(int capability, const Part& part, bool anew) {
     static std::mutex mutex;
-    // By architecture and part.
+    // The key is architecture and part.
     static auto& images = *new std::map<std::pair<int, std::string>, std::string>;
     std::lock_guard<std::mutex> lock(mutex);
     const int target = architecture(capability);

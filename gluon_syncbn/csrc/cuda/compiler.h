@@ -1,4 +1,4 @@
-// kernels.cu, compiled by NVRTC in parts, once for each architecture, and kept on disk.
+// Compiles kernels.cu with NVRTC, in parts, once for each architecture, and keeps the results on disk.
 #pragma once
 
 #include <string>
@@ -6,21 +6,21 @@
 namespace syncbn {
 namespace cuda {
 
-// Where the source is, and the folder in which what was compiled is kept; none where that is empty. Read at the first use.
+// Sets the path of the source, and the folder of compiled kernels (empty: none is kept). Read at the first use.
 void set_source(const std::string& path);
 void set_cache(const std::string& folder);
 
-// kernels.cu and the headers of csrc that it includes, as one text.
+// Returns kernels.cu and the headers of csrc that it includes, as one text.
 std::string source(const std::string& path);
 
-// The kernels of a type of data that depend on an activation or, where that is empty, those that depend on none and those
-// without an activation.
+// The kernels of one type of data that depend on one activation. If that is empty: kernels without an activation, and
+// those that depend on none.
 struct Part {
     std::string type, activation;
     std::string name() const { return activation.empty() ? type : activation + "_" + type; }
 };
 
-// Intermediate code of a part, for a device of this compute capability (80 for 8.0). `anew`: not what was kept.
+// Returns intermediate code of a part, for this compute capability (80 for 8.0). `anew` ignores the kept results.
 const std::string& compiled(int capability, const Part& part, bool anew = false);
 
 }  // namespace cuda

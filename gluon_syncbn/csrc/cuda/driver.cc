@@ -15,7 +15,7 @@ namespace {
 
 void* library = nullptr;
 
-// A function of the driver's, converted to whatever it is kept as.
+// A function of the driver, which converts to the type of its pointer.
 struct Found {
     const char* name;
     template <typename F>
@@ -29,7 +29,7 @@ struct Found {
 // The numbers of the driver's interface.
 constexpr int kNotReady = 600;
 constexpr int kMajor = 75, kMinor = 76;
-constexpr unsigned kNonBlocking = 1;            // beside the stream that everything waits for
+constexpr unsigned kNonBlocking = 1;            // no implicit synchronisation with the default stream
 constexpr unsigned kPortable = 1, kMapped = 2;  // memory of the host: for every device, at the same address
 
 struct Driver {
@@ -97,14 +97,14 @@ void* Device::kernel(const Kernel& kernel) {
     std::lock_guard<std::mutex> lock(mutex_);
     void*& found = kernels_[name];
     if (found != nullptr) return found;
-    // Every part has what has no type.
+    // Every part contains the kernels without a type.
     const Part part{kernel.type.empty() ? name_of(Type::kFloat32) : kernel.type,
                     kernel.activation == name_of(Activation::Kind::kIdentity) ? "" : kernel.activation};
     void*& module = modules_[part.name()];
     if (module == nullptr) {
         const auto load = [&](const std::string& image) { return driver().module_load(&module, image.c_str()); };
         int status = load(compiled(capability_, part));
-        if (status != 0) status = load(compiled(capability_, part, true));  // what was kept may be damaged
+        if (status != 0) status = load(compiled(capability_, part, true));  // the kept file may be damaged
         check(status, "cuModuleLoadData");
     }
     check(driver().module_get_function(&found, module, name.c_str()), "cuModuleGetFunction");
@@ -142,7 +142,7 @@ Lease::~Lease() {
     std::lock_guard<std::mutex> lock(device_.mutex_);
     try {
         device_.streams_.emplace_back(stream_, told_);
-    } catch (const std::bad_alloc&) {  // nobody will know of it
+    } catch (const std::bad_alloc&) {  // then the stream is lost
     }
 }
 
@@ -180,7 +180,7 @@ Memory::~Memory() {
     std::lock_guard<std::mutex> lock(device_->mutex_);
     try {
         device_->memory_[extent_].push_back(data_);
-    } catch (const std::bad_alloc&) {  // nobody will know of it
+    } catch (const std::bad_alloc&) {  // then the memory is lost
     }
 }
 

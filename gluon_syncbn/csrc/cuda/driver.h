@@ -1,5 +1,5 @@
-// The CUDA driver: devices, their streams and memory, launches. Nothing is linked: the functions come from the libraries
-// that MXNet is linked against.
+// Wraps the CUDA driver: devices, their streams and memory, launches. Nothing is linked: the functions come from the
+// libraries that MXNet is linked against.
 #pragma once
 
 #include <cstddef>
@@ -17,12 +17,12 @@
 namespace syncbn {
 namespace cuda {
 
-// Of `dlopen`: MXNet. Looked into at the first use of a GPU.
+// Sets MXNet's library, a handle of `dlopen`. It is searched at the first use of a GPU.
 void set_library(void* handle);
-// A function of MXNet's or of a library that it is linked against; null where there is none.
+// Finds a function of MXNet's or of a library that it is linked against; null if there is none.
 void* find(const char* name);
 
-// Throws what the driver says where `status` is not 0.
+// Throws the driver's message if `status` is not 0.
 void check(int status, const char* function);
 
 using Stream = void*;
@@ -31,10 +31,10 @@ struct Grid {
     int64_t x = 1, y = 1, z = 1;
 };
 
-// Threads of every block; kernels.cu is compiled for it.
+// The threads of every block; kernels.cu is compiled for it.
 constexpr int kBlock = 256;
 
-// Numbers of float64 in a row, and the part of them that is written: from `begin`, `length` of them.
+// The number of float64 values in a row, and the part of them that is written: `length` values from `begin`.
 struct Extent {
     int64_t size = 0, begin = 0, length = 0;
     bool operator<(const Extent& other) const {
@@ -42,19 +42,19 @@ struct Extent {
     }
 };
 
-// One of kernels.cu; `type` and `activation` are empty where it depends on none.
+// A kernel of kernels.cu; `type` and `activation` are empty if it depends on none.
 struct Kernel {
     std::string stem, type = "", activation = "";
 };
 
 class Device {
   public:
-    const int id;  // MXNet's
+    const int id;  // MXNet's number
 
     static Device& of(int id);
 
     int capability() const { return capability_; }  // 80 for 8.0
-    // Compiled and loaded at its first use. The device has to be current.
+    // Compiles and loads the kernel at its first use. The device has to be current.
     void* kernel(const Kernel& kernel);
 
   private:
@@ -68,12 +68,12 @@ class Device {
     std::mutex mutex_;                      // guards the rest
     std::map<std::string, void*> modules_;  // by the part of kernels.cu
     std::map<std::string, void*> kernels_;
-    std::vector<std::pair<Stream, Told*>> streams_;  // that nobody uses, each with what belongs to it
-    std::map<Extent, std::vector<void*>> memory_;    // that nobody uses
+    std::vector<std::pair<Stream, Told*>> streams_;  // free ones, each with its `Told`
+    std::map<Extent, std::vector<void*>> memory_;    // free memory
 };
 
-// Makes a device current on this thread while the object lives. MXNet's threads have none at times: cudaSetDevice, before
-// CUDA 12, leaves the driver without one until the thread's next call of the runtime.
+// Makes a device current on this thread while the object lives. MXNet's threads sometimes have none: cudaSetDevice,
+// before CUDA 12, leaves the driver without one until the thread's next call of the runtime.
 class Current {
   public:
     explicit Current(Device& device);
@@ -82,7 +82,7 @@ class Current {
     Current& operator=(const Current&) = delete;
 };
 
-// A stream that nobody else uses while the object lives. The device has to be current.
+// A stream for one user while the object lives. The device has to be current.
 class Lease {
   public:
     explicit Lease(Device& device);
@@ -91,10 +91,10 @@ class Lease {
     Lease& operator=(const Lease&) = delete;
 
     Stream stream() const { return stream_; }
-    // Whether all that was put on the stream is done; throws the error of the device.
+    // Whether all work on the stream is done; throws the error of the device.
     bool idle() const;
     Told* told() const { return told_; }
-    // It hangs: neither it nor the memory that it uses is of use to anybody.
+    // Gives up a hanging stream: the stream and its memory are never used again.
     void abandon() { abandoned_ = true; }
 
   private:
@@ -104,13 +104,13 @@ class Lease {
     bool abandoned_ = false;
 };
 
-// Numbers of float64 on a device, kept for the next one of the same extent and never given back to the driver. Nothing that
-// is on a stream may use it when it goes. The device has to be current where the object is made.
+// Float64 memory on a device, kept for the next one of the same extent and never given back to the driver. No work on a
+// stream may use it when the object ends. The device has to be current at construction.
 class Memory {
   public:
     Memory() = default;
     Memory(Device& device, int64_t size);
-    // Zero but for the part, which alone may be written: so it is made zero only where it is new, on this stream.
+    // All zero but for the part, which alone may be written. So only new memory is zeroed, on this stream.
     Memory(Device& device, Extent extent, Stream stream);
     ~Memory();
     Memory(Memory&& other) noexcept { *this = std::move(other); }
@@ -120,10 +120,10 @@ class Memory {
     int64_t size() const { return extent_.size; }
     double* part() const { return data() + extent_.begin; }
     int64_t part_size() const { return extent_.length; }
-    // To the device, and from there; `values` may change or go at once, and are there when this returns.
+    // Copies to the device, and from it. The values may change after `upload`, and are complete after the download.
     void upload(const void* values, Stream stream) const;
     void download(double* values, const Lease& lease) const;
-    // Something that never ends uses it.
+    // Gives up memory that a hanging kernel still uses.
     void abandon() { data_ = nullptr; }
 
   private:
@@ -132,7 +132,7 @@ class Memory {
     Extent extent_;
 };
 
-// `arguments`: the structure of params.h that the kernel takes; it may go at once.
+// Launches a kernel. `arguments` is its structure of params.h, which may end at once.
 void launch(Device& device, Stream stream, const Kernel& kernel, Grid grid, const void* arguments);
 
 }  // namespace cuda

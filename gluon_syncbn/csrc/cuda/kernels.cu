@@ -1,28 +1,29 @@
-// What a CUDA device does for the layer: the functions of csrc/cpu/kernels.h, over all slots of a call in one launch.
+// Computes the layer on a CUDA device: the functions of csrc/cpu/kernels.h, over all slots of a call in one launch.
 //
-// The source needs no header but those of csrc, whose text csrc/cuda/compiler.cc puts in their place, and compiles with
-// nvcc, NVRTC (MXNet's run-time compiler, CuPy) and clang for compute capability 5.0 and later. A tensor is seen from its channel axis as [outer][channels][inner], row-major, with
-// outer = samples * per_sample. Slot s holds samples / slots of the samples, and one more where s < samples % slots.
+// The source includes only headers of csrc, whose text csrc/cuda/compiler.cc inserts. It compiles with nvcc, NVRTC
+// (MXNet's run-time compiler, CuPy) and clang for compute capability 5.0 and later. A tensor is seen from its channel
+// axis as [outer][channels][inner], row-major, with outer = samples * per_sample. Slot s holds samples / slots of the
+// samples, and one more if s < samples % slots.
 //
-// Two ways through memory. Where inner > 1 a *row* is the `inner` values of one channel that lie side by side, and a
-// block or a warp stays in one channel. Where inner = 1 neighbours are different channels: a block takes a tile of
-// `width` channels, a power of two up to 32, and each of its threads stays in one channel and goes down the rows.
+// There are two patterns of memory access. If inner > 1, a *row* is the `inner` consecutive values of one channel, and
+// a block or a warp stays in one channel. If inner = 1, neighbours are different channels. A block then takes a tile of
+// `width` channels, a power of two up to 32. Each of its threads stays in one channel and goes down the rows.
 //
-// What replicas hand in are packed vectors of float64, as csrc/pooling/statistics.h has them, one for each of their slots:
+// Replicas contribute packed vectors of float64, as in csrc/pooling/statistics.h, one for each of their slots:
 //
 //     moments    [count, mean[C], m2[C]]       gradients  [sum dy[C], sum dy*xhat[C]], of dz where z is rectified
 //
-// *Gathered* are those of all replicas, side by side in their order. Every device holds them and puts a pool together from
-// them in that order, whatever the order in which they came: all devices have the same bits.
+// *Gathered* vectors are those of all replicas, side by side in their order. Every device holds them and combines them
+// into pools in that order, and not in the order of arrival. So all devices have the same bits.
 //
-// Reductions are partial: gridDim.z chunks of a slot leave one result each, in an order that the launch alone decides,
-// and `merge_moments` and `merge_sums` put them together. There are no atomics, so the same launch gives the same bits.
-// float16 and float32 are read into float32, in runs of values whose moments are taken about the run's own mean; what
-// leaves a thread is float64. A mean of 1e5 beside a deviation of 1 costs no digit.
+// Reductions are partial: gridDim.z chunks of a slot leave one result each, in an order that only the launch decides.
+// Then `merge_moments` and `merge_sums` combine them. There are no atomics, so the same launch gives the same bits.
+// Values of float16 and float32 are read into float32, in runs. The moments of a run are taken about the run's own
+// mean, and a thread's results are float64. A mean of 1e5 beside a deviation of 1 costs no digit.
 //
-// A GPU is kept busy by loads that wait for no other: each thread issues several, then computes, then stores. A compiler
-// does not move a load past a store that it cannot tell apart, nor out of a branch; so batches are written out, and
-// where one is cut short the loads repeat the first address of the batch and what they bring is not used.
+// Independent loads keep a GPU busy: each thread issues several, then computes, then stores. A compiler moves no load
+// past a store that may alias it, nor out of a branch, so batches are written out. If a batch is cut short, the
+// remaining loads repeat the batch's first address, and their values are not used.
 
 #include "activation.h"
 #include "cuda/params.h"
@@ -35,7 +36,7 @@ using syncbn::Range;
 #ifndef SYNCBN_BLOCK
 #error "compile with -DSYNCBN_BLOCK=N: see kBlock in csrc/cuda"
 #endif
-constexpr int kThreads = SYNCBN_BLOCK;  // of every block
+constexpr int kThreads = SYNCBN_BLOCK;  // threads of every block
 constexpr int kWarp = 32;
 constexpr int kPack = 16;  // bytes of the widest load
 
@@ -43,7 +44,7 @@ struct Half {
     unsigned short bits;
 };
 
-// __CUDACC__ is everywhere but on the host, where the emulator of the tests brings its own conversion.
+// Only the host lacks __CUDACC__. There the tests' emulator has its own conversion.
 #ifdef __CUDACC__
 __device__ inline float to_float(Half value) {
     float out;
@@ -61,7 +62,7 @@ __device__ inline float to_float(Half value) { return emulated_half_to_float(val
 __device__ inline Half to_half(float value) { return Half{emulated_float_to_half(value)}; }
 #endif
 
-// How a type of data is computed with.
+// The type in which a type of data is computed.
 template <typename T>
 struct Number {
     typedef T Wide;
@@ -80,7 +81,7 @@ struct Lanes {
     static constexpr int kCount = kPack / static_cast<int>(sizeof(T));
 };
 
-// kUnit neighbours, moved with one load or store.
+// An aligned group of kUnit neighbours, moved with one load or store.
 template <typename T, int kUnit>
 struct alignas(kUnit * sizeof(T)) Pack {
     T values[kUnit];
@@ -91,7 +92,7 @@ __device__ inline Pack<T, kUnit> load(const T* from) {
     return *reinterpret_cast<const Pack<T, kUnit>*>(from);
 }
 
-// n packs that are `stride` apart; where there are more than n, the rest repeat the first.
+// Loads n packs that are `stride` apart. Beyond n, loads repeat the first pack.
 template <typename T, int kUnit, int kCount>
 __device__ inline void load_batch(Pack<T, kUnit> (&packs)[kCount], const T* from, Index stride, int n) {
 #pragma unroll
@@ -122,7 +123,7 @@ struct Layout : Spread {
     }
 };
 
-// The part of `total` that belongs to this block's chunk.
+// The part of `total` for this block's chunk.
 struct Chunk {
     Index begin, end;
 
@@ -133,13 +134,13 @@ struct Chunk {
     }
 };
 
-// The number of values in a run that is not cut short, known to the compiler.
+// The length of a full run, known to the compiler.
 template <int kRun>
 struct Full {
     __device__ constexpr operator int() const { return kRun; }
 };
 
-// A float64 value as two of the narrower type, so that x - mean keeps what the type can hold of it.
+// Splits a float64 value into two of the narrower type, so that x - mean keeps the digits that the type can hold.
 template <typename Wide>
 struct Split {
     Wide high, low;
@@ -149,7 +150,7 @@ struct Split {
     __device__ Wide below(Wide x) const { return (x - high) - low; }
 };
 
-// z of one channel. The kernels that need its sign compute it by the same expression as the one that writes it.
+// Computes z of one channel. Kernels that need its sign use the same expression as the kernel that writes it.
 template <typename Wide>
 struct Normal {
     Split<Wide> mean = Split<Wide>(0);
@@ -170,15 +171,15 @@ __device__ inline void add_run(Reduction& reduction, int n) {
     reduction.template put<kUnit>(n);
 }
 
-// Calls take<kUnit>(j, offset) for the values that this thread reads, then add(n) and put<kUnit>(n) for each run of n of
-// them: what is written waits until all of a run has been read. What is counted within a channel fits into 32 bits, which
-// a GPU adds in one instruction and 64 in two.
+// Calls take<kUnit>(j, offset) for the values of this thread. After each run of n values it calls add(n) and
+// put<kUnit>(n), so that stores wait until all of a run has been read. Counts within a channel fit into 32 bits, which
+// a GPU adds in one instruction. It adds 64 bits in two.
 template <typename T, int kUnit, class Reduction>
 __device__ void down_rows(Reduction& reduction, const Layout& layout) {
     const Index slot = blockIdx.y;
     const Chunk chunk(layout.outer_of(slot) * (layout.inner / kUnit));
     const unsigned per_row = static_cast<unsigned>(layout.inner / kUnit), end = static_cast<unsigned>(chunk.end);
-    const unsigned rows = kThreads / per_row, columns = kThreads % per_row;  // from one pack of a thread to its next
+    const unsigned rows = kThreads / per_row, columns = kThreads % per_row;  // a thread's step to its next pack
     const Index row_length = layout.channels * layout.inner;
     const Index step = rows * row_length + columns * kUnit, next_row = row_length - layout.inner;
     unsigned at = static_cast<unsigned>(chunk.begin) + threadIdx.x, column = at % per_row;
@@ -227,7 +228,7 @@ __device__ void down_columns(Reduction& reduction, const Layout& layout) {
     }
 }
 
-// Walks, puts the threads' results together and leaves the packed vector of each chunk and slot in partial[chunk][slot].
+// Walks, combines the threads' results and leaves the packed vector of each chunk and slot in partial[chunk][slot].
 template <typename T, class Reduction>
 __device__ void reduce(Reduction& reduction, const Layout& layout, double* partial, bool packs) {
     typedef typename Reduction::Result Result;
@@ -265,8 +266,8 @@ __device__ inline double shuffle_down(double value, int distance) {
     return __shfl_down_sync(0xffffffffu, value, distance);
 }
 
-// Count, mean and the sum of squares about it; merged as Chan, Golub and LeVeque do ("Updating formulae and a pairwise
-// algorithm for computing sample variances", 1979).
+// Count, mean and the sum of squares about it. The merge is by Chan, Golub and LeVeque ("Updating formulae and a
+// pairwise algorithm for computing sample variances", 1979).
 struct Moments {
     double count, mean, m2;
 
@@ -355,9 +356,9 @@ struct Sums {
     }
 };
 
-// Of dz, which is dy or what the activation lets through. Its z is what `normal` makes of `marks`: of x, or
-// of y where that is at hand, with the identity; one expression for both, and a second load of x comes from the cache. dz is
-// written where it is not null.
+// Sums of dz, which is dy after the backward of the activation. `normal` makes z of `marks`, which is x. If y is
+// available, `marks` is y and `normal` the identity. Both cases share one expression; a second load of x hits the
+// cache. If `dz` is not null, it is written.
 template <typename T, class A>
 struct SumsOf {
     typedef Sums Result;
@@ -388,7 +389,7 @@ struct SumsOf {
             centred[j + i] = mean.below(Number<T>::widen(value.values[i]));
             if (!A::kChanges) continue;
             activation.through(&heads[j + i], normal.of(Number<T>::widen(mark.values[i])));
-            if (dz != nullptr) heads[j + i] = Number<T>::widen(Number<T>::narrow(heads[j + i]));  // what others read
+            if (dz != nullptr) heads[j + i] = Number<T>::widen(Number<T>::narrow(heads[j + i]));  // as others read it
         }
         if (A::kChanges) places[j] = offset;
     }
@@ -417,7 +418,7 @@ struct SumsOf {
     __device__ Sums result() const { return {sum_dy, sum_dy_centred * invstd}; }
 };
 
-// Puts the results of `chunks` chunks, [chunks][slots][length], together: a warp for each slot and channel.
+// Combines the results of `chunks` chunks, [chunks][slots][length]: a warp for each slot and channel.
 template <class Result>
 __device__ void merge(const MergeArguments& with) {
     const Index slots = with.slots, channels = with.channels;
@@ -434,10 +435,10 @@ __device__ void merge(const MergeArguments& with) {
 
 // ---- sums -----------------------------------------------------------------------------------------------------
 
-// Of the moments of a slot, sums that add: [count, sum of the values[C], what it lacks[C], sum of the squares[C], what it
-// lacks[C]]. The first part of a sum has 26 bits, so that an all-reduce adds the first parts of up to 1,024 replicas without an
-// error, in any order, as long as none is 2^16 times another. The rest has 53 bits below those, of which
-// rounding takes some. A mean of 1,000,000 deviations leaves the variance right to 1e-9, and no origin has to be agreed on.
+// Converts moments to and from sums that add: [count, sum[C], rest of the sum[C], squares[C], rest of the squares[C]].
+// The first part of a sum has 26 bits, so an all-reduce adds up to 1,024 replicas without an error, in any order. This
+// holds as long as no first part is 2^16 times another. The rest has the 53 bits below, some of which rounding takes.
+// With a mean of 1,000,000 deviations, the variance is right to 1e-9. No origin has to be agreed on.
 constexpr unsigned long long kRest = (1ull << 27) - 1;  // the bits of a float64 that are not in the first part
 
 struct InParts {
@@ -455,7 +456,7 @@ struct InParts {
     }
 };
 
-// A product, and what its rounding lacks. `__dmul_rn` keeps a compiler from putting the product into another operation.
+// A product and its rounding error. `__dmul_rn` keeps a compiler from fusing the product with another operation.
 struct Product {
     double value, error;
 
@@ -476,7 +477,7 @@ __device__ inline void sums_of(const SumsArguments& with) {
     out[3 * channels] = second.rest;
 }
 
-// Where all values are nearly the same, what rounding leaves may be below 0.
+// If all values are nearly the same, rounding may make a variance negative.
 __device__ inline void moments_of(const SumsArguments& with) {
     const Index channels = with.channels, channel = Index(blockIdx.x) * kThreads + threadIdx.x;
     if (channel >= channels) return;
@@ -485,7 +486,7 @@ __device__ inline void moments_of(const SumsArguments& with) {
     const double squares = in[2 * channels], squares_rest = in[3 * channels];
     const double mean = count == 0 ? 0 : (sum + sum_rest) / count;
     const Product back(count, mean), squared(sum, mean);
-    const double left = (sum - back.value) + (sum_rest - back.error);  // of the sum, beyond the rounded mean
+    const double left = (sum - back.value) + (sum_rest - back.error);  // the sum's part beyond the rounded mean
     const double about_mean = (squares - squared.value) + (squares_rest - squared.error - sum_rest * mean) - left * mean;
     Moments{count, mean, about_mean < 0 ? 0 : about_mean}.leave(with.to, channel, channels);
 }
@@ -503,7 +504,7 @@ struct List {
         if (lists.irregular != 0) range = lists.few[slot];
         if (lists.ranges != nullptr) range = lists.ranges[slot];
     }
-    // Calls visit(slot) for each. Neighbours, the usual case, need no load and no registers for it.
+    // Calls visit(slot) for each. Neighbours are the usual case, and need no load and no registers for members.
     template <class Visit>
     __device__ void each(const Visit& visit) const {
         if (members == nullptr) {
@@ -515,13 +516,13 @@ struct List {
     }
 };
 
-// share: 1 / count, or 0 where nobody has a value.
+// The statistic of one channel; share is 1 / count, or 0 for an empty pool.
 struct Statistic {
     double share, mean, variance;
 };
 
-// About the first slot's mean, which is near to all: a large offset costs no digit. No division but one, which a device
-// for games takes 32 times as long for as for one of float32.
+// Merges about the first slot's mean, which is close to all, so that a large offset costs no digit. It divides once,
+// because consumer GPUs take 32 times as long for float64 as for float32.
 __device__ inline Statistic statistic(const double* gathered, const List& list, Index channel, Index channels) {
     const Index length = Moments::length(channels);
     double count = 0, apart = 0, m2 = 0;
@@ -545,19 +546,19 @@ __device__ inline Statistic statistic(const double* gathered, const List& list, 
     return {share, origin + apart, m2 * share};
 }
 
-// What the backward needs of a slot: [share, used mean[C], used invstd[C], fed mean[C], fed invstd[C]].
+// The backward's data of a slot: [share, used mean[C], used invstd[C], fed mean[C], fed invstd[C]].
 __device__ inline Index kept_length(Index channels) { return 1 + 4 * channels; }
 
 // ---- elementwise ---------------------------------------------------------------------------------------------
 
-// How many packs a thread reads before it writes.
+// The number of packs that a thread reads before it writes.
 template <int kUnit>
 struct Batch {
     static constexpr int kCount = kUnit > 1 ? 4 : 8;
 };
 
-// Calls use(slot, channel) whenever the statistics change, then apply<kUnit>(offset, stride, n) for each batch: n packs,
-// `stride` apart. Rows are counted in 32 bits: dividing 64 would cost more than a short row.
+// Calls use(slot, channel) when the statistics change, then apply<kUnit>(offset, stride, n) for each batch: n packs,
+// `stride` apart. Rows are counted in 32 bits, because a division of 64 bits would cost more than a short row.
 template <int kUnit, class Map>
 __device__ void over_rows(Map& map, const Layout& layout) {
     const Index segment = layout.segment;
@@ -602,7 +603,7 @@ __device__ void each(Map map, const Spread& spread, bool packs) {
         over_rows<1>(map, layout);
 }
 
-// What an operator normalises with: the statistics of a batch, or the running ones where they are `frozen`.
+// The statistics that normalise: those of a batch, or the running ones if `frozen`.
 template <typename P>
 __device__ inline Statistic statistic(const NormaliseArguments& with, const Lists& lists, Index slot, Index channel) {
     if (with.frozen == 0) return statistic(with.gathered, List(lists, slot), channel, with.spread.channels);
@@ -613,7 +614,7 @@ __device__ inline double invstd(const NormaliseArguments& with, const Statistic&
     return rsqrt(of.variance + with.epsilon);
 }
 
-// Gamma, where it counts, and beta.
+// Gamma, unless it is fixed, and beta.
 template <typename P>
 __device__ inline double gamma(const Weights& weights, Index channel) {
     return weights.fix_gamma ? 1.0 : static_cast<double>(static_cast<const P*>(weights.gamma)[channel]);
@@ -623,7 +624,7 @@ __device__ inline double beta(const Weights& weights, Index channel) {
     return static_cast<double>(static_cast<const P*>(weights.beta)[channel]);
 }
 
-// y = (x - mean) * scale + shift; where the activation changes it, [+ addend] and then that.
+// Computes y = (x - mean) * scale + shift, then the addition and the activation if there are any.
 template <typename T, typename P, class A>
 struct Normalise {
     typedef typename Number<T>::Wide Wide;
@@ -654,7 +655,7 @@ struct Normalise {
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
             Pack<T, kUnit> before = {};
-            // Seldom asked for: it may wait, and takes no registers from the rest.
+            // This case is rare: it may wait, and must not take registers from the others.
             if (with.add) before = load<T, kUnit>(y + offset + (j < n ? j * stride : 0));
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) {
@@ -670,10 +671,10 @@ struct Normalise {
     }
 };
 
-// dx = scale * dz - (shift + (x - mean) * slope): what comes back directly, and what through the statistics,
-//     gamma * invstd_u * dz - gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
-// for a slot that uses the pool u and feeds the pool f, S1 = sum dz and S2 = sum dz*xhat over the slots that use f. dz is dy
-// or, where A::kChanges, what the activation lets through.
+// Computes dx = scale * dz - (shift + (x - mean) * slope): the direct gradient, and that through the statistics,
+// gamma * invstd_u * dz - gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2) for a slot that uses pool u and
+// feeds pool f. S1 = sum dz and S2 = sum dz*xhat go over the slots that use f. The gradient dz is dy or, if
+// A::kChanges, dy after the backward of the activation.
 template <typename T, typename P, class A, bool kAdd>
 struct GradInput {
     typedef typename Number<T>::Wide Wide;
@@ -700,7 +701,7 @@ struct GradInput {
         if (A::kChanges)
             normal = {Split<Wide>(mine[1 + channel]), scale, static_cast<Wide>(beta<P>(with.weights, channel))};
         shift = slope = 0;
-        if (mine[0] == 0) return;  // running statistics: nothing flows through them
+        if (mine[0] == 0) return;  // running statistics get no gradient
         Sums sums = {};
         List(with.users, slot).each([&](int user) {
             sums.merge(Sums::at(with.gathered + user * Sums::length(channels), channel, channels));
@@ -731,7 +732,7 @@ struct GradInput {
     }
 };
 
-// What is kept of a slot and a channel: see `kept_length`.
+// The kept data of a slot and a channel: see `kept_length`.
 struct Kept {
     double share, used_mean, used_invstd, mean, invstd;
 
@@ -743,7 +744,7 @@ struct Kept {
         mean = mine[1 + 2 * channels + channel];
         invstd = mine[1 + 3 * channels + channel];
     }
-    // It holds values, and is normalised with another statistic than the one that they feed.
+    // The slot holds values, and another statistic normalises it than the one that it feeds.
     __device__ bool by_another() const { return share != 0 && (mean != used_mean || invstd != used_invstd); }
     __device__ double variance(double epsilon) const { return 1 / (invstd * invstd) - epsilon; }
     __device__ bool constant(double epsilon, double part) const {
@@ -751,7 +752,7 @@ struct Kept {
     }
 };
 
-// x from the y that `Normalise` made of it.
+// Computes x from the y of `Normalise`.
 template <typename T, typename P, class A>
 struct Recover {
     typedef typename Number<T>::Wide Wide;
@@ -771,7 +772,7 @@ struct Recover {
         const Wide shift = static_cast<Wide>(beta<P>(with.weights, channel));
         normal = {Split<Wide>(mine.used_mean), static_cast<Wide>(mine.used_invstd * gamma<P>(with.weights, channel)),
                   shift};
-        if (mine.by_another() && mine.constant(with.epsilon, with.constant))  // x is the mean, whatever y is
+        if (mine.by_another() && mine.constant(with.epsilon, with.constant))  // x is the mean, for every y
             normal = {Split<Wide>(mine.mean), static_cast<Wide>(rsqrt(0.0)), shift};
     }
     template <int kUnit>
@@ -794,13 +795,14 @@ struct Recover {
 
 __device__ inline Index thread() { return Index(blockIdx.x) * kThreads + threadIdx.x; }
 
-// Threads of a launch, and the number of this one, whatever the grid: for what is done once for each channel by the way.
+// The threads of a launch and this one's number, for any grid: for work once per channel in a kernel of another
+// purpose.
 __device__ inline Index all_threads() { return Index(gridDim.x) * gridDim.y * gridDim.z * kThreads; }
 __device__ inline Index any_thread() {
     return ((Index(blockIdx.z) * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
 }
 
-// The first of some packed moments that is not finite; -1 where all are.
+// The index of the first packed moment that is not finite; -1 if all are finite.
 __device__ inline Index not_finite(const double* moments, Index begin, Index end) {
     for (Index i = begin; i < end; ++i)
         if (!isfinite(moments[i])) return i;
@@ -814,7 +816,7 @@ __device__ inline void move(void* running, Index channel, double momentum, doubl
     values[channel] = static_cast<P>(momentum * values[channel] + (1 - momentum) * to);
 }
 
-// The mean over the pools that the replica tracks.
+// Computes the mean over the pools that the replica tracks.
 template <typename P>
 __device__ void track(const NormaliseArguments& with) {
     const Index channels = with.spread.channels, length = Moments::length(channels);
@@ -840,7 +842,7 @@ __device__ void track(const NormaliseArguments& with) {
             variance /= parts;
         }
         bool any = parts > 0;
-        // Each thread for itself: seldom asked for, and in the cache.
+        // Each thread looks by itself: it is rarely requested, and the data is in the cache.
         for (int pool = 0; any && with.watch != kPropagate && pool < with.pools; ++pool) {
             List(with.tracked, pool).each([&](int slot) {
                 any = any && not_finite(with.gathered, slot * length, (slot + 1) * length) < 0;
@@ -898,7 +900,7 @@ struct Invertible {
     }
 };
 
-// The first channel whose x is hidden, and by what, found by the first block.
+// Finds the first channel with a hidden x, and the cause, in the first block.
 template <typename P>
 __device__ void tell_hidden(const RecoverArguments& with) {
     if (blockIdx.x + blockIdx.y + blockIdx.z > 0) return;
@@ -918,7 +920,7 @@ __device__ void tell_hidden(const RecoverArguments& with) {
     told->at = found;
 }
 
-// Of this replica's own slots, each [2][channels].
+// Adds up this replica's own slots, each [2][channels].
 template <typename P>
 __device__ void parameter_gradients(const GradInputArguments& with) {
     const Index channels = with.spread.channels;
@@ -935,10 +937,12 @@ __device__ void parameter_gradients(const GradInputArguments& with) {
     }
 }
 
-// ---- the kernels, for a type of data T and the type P of its parameters and running statistics: see params.h ----------
-// A slot without a sample leaves zeros, and is passed over by the others.
+// ---- the kernels, for a type of data T and the type P of its parameters and running statistics: see params.h
+// ----------
+//
+// A slot without a sample leaves zeros, and the other slots skip it.
 
-// The channel of this thread of a reduction; where there is none, as many as there are.
+// The channel of this thread of a reduction; the number of channels if it has none.
 __device__ inline Index channel_of(const Layout& layout) {
     const Index channel = layout.inner > 1 ? blockIdx.x : Index(blockIdx.x) * layout.width + threadIdx.x % layout.width;
     return channel < layout.channels ? channel : layout.channels;
@@ -1025,7 +1029,7 @@ __device__ void fill(const FillArguments& with) {
         static_cast<T*>(with.out)[thread()] = Number<T>::narrow(static_cast<typename Number<T>::Wide>(with.value));
 }
 
-// Of each type of data, that and the type of its parameters.
+// For each type of data: the type itself and the type of its parameters.
 typedef Half Data_float16;
 typedef float Data_float32, Parameter_float16, Parameter_float32;
 typedef double Data_float64, Parameter_float64;
@@ -1049,7 +1053,7 @@ typedef double Data_float64, Parameter_float64;
     SYNCBN_KERNELS_OF(TYPE, NAME, A, grad_input, GradInputArguments) \
     SYNCBN_KERNELS_OF(TYPE, NAME, A, recover, RecoverArguments)
 
-// To compile all of them takes longer than a first step should: SYNCBN_TYPE and SYNCBN_ACTIVATION ask for some.
+// Compiling all kernels takes too long for a first step: SYNCBN_TYPE and SYNCBN_ACTIVATION select some.
 #ifdef SYNCBN_TYPE
 #define SYNCBN_APPLY(MACRO, ...) MACRO(__VA_ARGS__)
 #ifdef SYNCBN_ACTIVATION

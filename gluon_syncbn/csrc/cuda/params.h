@@ -1,5 +1,5 @@
-// What each kernel of kernels.cu is given: one plain structure, which host and device share. NVRTC brings no header of the
-// standard library, and none is needed.
+// Defines the arguments of each kernel of kernels.cu: one plain structure, which host and device share. NVRTC brings no
+// headers of the standard library, and none is needed.
 #pragma once
 
 #include "pooling/range.h"
@@ -10,19 +10,19 @@ namespace cuda {
 typedef long long Index;
 static_assert(sizeof(int) == 4 && sizeof(Index) == 8 && sizeof(void*) == 8, "the same on host and device");
 
-// A list of gathered slots for each slot of this replica, as `Pools` of csrc/pooling has them. A few ranges travel with the
+// A list of gathered slots for each slot of this replica, as in `Pools` of csrc/pooling. A few ranges travel with the
 // launch, which saves a copy.
 constexpr int kFewRanges = 64;
 struct Lists {
-    const Range* ranges;  // [slots]; null: the ranges travel
+    const Range* ranges;  // [slots]; null: the ranges travel with the launch
     const int* members;   // null: ranges are of slots
-    Range first;          // that of slot s is `first`, moved by s * step
+    Range first;          // the range of slot s is `first`, moved by s * step
     int step;
-    int irregular;  // that of slot s is few[s]
+    int irregular;  // the range of slot s is few[s]
     Range few[kFewRanges];
 };
 
-// A tensor, and how it is spread over the blocks of a launch: see kernels.cu.
+// A tensor, and its distribution over the blocks of a launch: see kernels.cu.
 struct Spread {
     Index samples, per_sample, channels, inner, slots, segment;
     int width;
@@ -37,14 +37,14 @@ struct Behind {
     double slope, ceiling;
 };
 
-// In memory of the host: what it says to a launch that is on its way, and hears of it.
+// Memory of the host that a running launch reads and writes.
 struct Told {
-    int given_up;  // the step has failed: what is on the stream shall leave nothing behind
-    Index at;      // of the replica's packed moments, the first that is not finite; of `recover`, a channel; -1: none
-    double value;  // which it is; of `recover`, whether another slot's statistic hides x
+    int given_up;  // the step has failed: work on the stream shall leave no results
+    Index at;      // index of the replica's first packed moment that is not finite; for `recover`, a channel; -1: none
+    double value;  // its value; for `recover`, whether another slot's statistic hides x
 };
 
-// What becomes of moments that are not finite.
+// The treatment of moments that are not finite.
 enum Watch { kPropagate, kLeaveOut, kLeaveOutAndTell };
 
 // partial [chunks][slots] of packed moments. Grid: channels (inner > 1) or tiles of `width` channels; slots; chunks.
@@ -54,7 +54,7 @@ struct MomentsArguments {
     double* partial;
 };
 
-// Chunks of a slot, put together: [chunks][slots] into [slots]. Grid: a warp for each slot and channel.
+// Combines the chunks of a slot: [chunks][slots] into [slots]. Grid: a warp for each slot and channel.
 struct MergeArguments {
     Index slots, channels;
     const double* partial;
@@ -62,20 +62,21 @@ struct MergeArguments {
     int chunks;
 };
 
-// The moments of a slot and the sums that an all-reduce adds, of each other; see kernels.cu. Grid: a thread for each channel.
+// Converts between the moments of a slot and the sums of an all-reduce; see kernels.cu. Grid: a thread for each
+// channel.
 struct SumsArguments {
     Index channels;
     const double* from;
     double* to;
 };
 
-// y = (x - mean) * invstd * gamma + beta [+ addend], and what stands behind it, added to y where `add`, with the gathered
-// moments of the pools or, where `frozen`, the running statistics; y may be null. What the backward needs is left in
-// `kept`; then the running statistics move. Grid: any number of blocks (inner > 1), or tiles; slots; chunks.
+// y = (x - mean) * invstd * gamma + beta [+ addend], then the activation; added to y if `add`. The statistics come from
+// the gathered moments of the pools or, if `frozen`, are the running ones. `y` may be null. The data for the backward
+// goes to `kept`; then the running statistics move. Grid: any number of blocks (inner > 1), or tiles; slots; chunks.
 struct NormaliseArguments {
     Spread spread;
     const void* x;
-    const void* addend;  // null: none; `normalise` without an activation does not look at it
+    const void* addend;  // null: none; `normalise` without an activation ignores it
     void* y;
     Weights weights;
     Behind behind;
@@ -83,21 +84,21 @@ struct NormaliseArguments {
     Lists used, fed;
     double epsilon;
     double* kept;       // [slots][1 + 4C]
-    Lists tracked;      // of each pool that the running statistics go towards
-    int pools;          // so many
+    Lists tracked;      // the pools that update the running statistics
+    int pools;          // their number
     const double* own;  // the packed moments of this replica's slots
     int add, frozen;
     int hand_on;   // into `batch`: this replica's statistics, not zeros
-    int unbiased;  // the variance that the running one takes
+    int unbiased;  // selects the variance that updates the running one
     int watch;     // `Watch`
     double momentum;
-    void *running_mean, *running_var;  // null: nothing is tracked
-    double* batch;  // [1, mean[C], variance[C]], or [0 ...] where there is nothing; null: the running ones
+    void *running_mean, *running_var;  // null: no running statistics
+    double* batch;  // [1, mean[C], variance[C]], or [0 ...] if there is none; null: update the running ones here
     Told* told;
 };
 
-// partial [chunks][slots] of packed gradients, of dz. The sign of its z is found by x or, where that is not null, by y; dz is
-// written where that is not null. `grad_input` computes z again; whoever has dz gives that to it. Grid as for moments.
+// partial [chunks][slots] of packed gradients, of dz. The sign of z comes from y if that is not null, else from x. If
+// `dz` is not null, it is written. `grad_input` computes z again, or gets dz as its argument. Grid as for moments.
 struct GradSumsArguments {
     Spread spread;
     const void *dy, *x, *y;
@@ -108,7 +109,7 @@ struct GradSumsArguments {
     double* partial;
 };
 
-// dx, added to where `add`, and this replica's part of dgamma and dbeta; all three may be null. Grid as for normalise.
+// dx, added to if `add`, and this replica's part of dgamma and dbeta; all three may be null. Grid as for normalise.
 struct GradInputArguments {
     Spread spread;
     const void *dy, *x;
@@ -118,13 +119,13 @@ struct GradInputArguments {
     const double* kept;
     const double* gathered;  // packed gradients of all replicas
     Lists users;
-    const double* own;  // those of this one
+    const double* own;  // those of this replica
     void *dgamma, *dbeta;
     int add, add_dgamma, add_dbeta;
 };
 
-// x from the y of `normalise` without an addend, by what that has `kept`. In told->at the first channel where that cannot
-// be, and in told->value whether another slot's statistic is why. Grid as for normalise.
+// Computes x from the y of `normalise` without an addend, with `kept`. If x cannot be found, told->at is the first such
+// channel. Then told->value says whether another slot's statistic is the cause. Grid as for normalise.
 struct RecoverArguments {
     Spread spread;
     const void* y;
@@ -144,7 +145,7 @@ struct UpdateRunningArguments {
     void *running_mean, *running_var;
 };
 
-// to = from, added where `add`.
+// to = from, added if `add`.
 struct CopyArguments {
     Index n;
     const void* from;

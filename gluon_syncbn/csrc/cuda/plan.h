@@ -1,4 +1,4 @@
-// How a tensor is spread over the blocks of a launch; see kernels.cu.
+// Plans how a tensor is distributed over the blocks of a launch; see kernels.cu.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,9 @@
 namespace syncbn {
 namespace cuda {
 
-constexpr int64_t kBlocks = 2048;         // enough of them to fill the largest GPU
-constexpr int64_t kPerThread = 32;        // values that a block's thread should at least have
-constexpr int64_t kWidest = 32;           // tile of channels
+constexpr int64_t kBlocks = 2048;         // enough blocks to fill the largest GPU
+constexpr int64_t kPerThread = 32;        // the fewest values for a thread of a block
+constexpr int64_t kWidest = 32;           // the widest tile of channels
 constexpr int64_t kMostInGridYZ = 65535;  // CUDA's limit
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -36,7 +36,7 @@ struct Plan {
 
     Spread spread() const { return {samples, per_sample, shape.channels, shape.inner, slots, segment, width}; }
 
-    // Grids of the reductions, and of what writes a tensor.
+    // Grids of the reductions, and of kernels that write a tensor.
     Grid reduce() const { return {tiles, slots, chunks}; }
     Grid each() const {
         if (shape.inner == 1) return reduce();

@@ -17,7 +17,7 @@ class Stream {
   public:
     explicit Stream(uint64_t state) : state_(state) {}
 
-    // Uniform over 0 ... n-1: the 2^64 mod n numbers that would favour some are drawn again.
+    // Uniform over 0 ... n-1: 2^64 mod n numbers would favour some residues, and are drawn again.
     size_t below(uint64_t n) {
         const uint64_t unfair = (0 - n) % n;
         while (true) {

@@ -1,4 +1,4 @@
-// Which slot is normalised with the statistics of which: the same on every replica, without a word between them.
+// Draws which slot uses the statistics of which: the same on every replica, without communication.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace syncbn {
 
-// What makes one call of one layer different from every other.
+// The identity of one call of one layer.
 struct Draw {
     uint64_t seed = 0;
     int64_t layer = 0;

@@ -11,13 +11,13 @@ namespace {
 
 constexpr int kNone = -1;
 
-// Of each slot, the number of a pool; kNone where the slot holds no value and takes no part.
+// For each slot, the index of a pool; kNone if the slot holds no value and takes no part.
 struct Assignment {
     std::vector<int> feeds, uses;
-    std::vector<int> tracks;  // as if the slot had values; kNone where nobody feeds that pool
+    std::vector<int> tracks;  // as if the slot had values; kNone if no slot feeds that pool
 };
 
-// Consecutive slots in pools of `size`; in sync every replica is one slot.
+// Assigns consecutive slots to pools of `size`; in sync every replica is one slot.
 Assignment grouped(const std::vector<double>& counts, int size) {
     const int slots = static_cast<int>(counts.size());
     Assignment out;
@@ -52,7 +52,7 @@ Assignment assignment(const Pooling& pooling, const std::vector<double>& counts,
     return out;
 }
 
-// Puts the slots of each pool behind `members`, and returns where those of each are.
+// Appends the slots of each pool to `members`, and returns the range of each pool.
 std::vector<Range> by_pool(const std::vector<int>& pools, std::vector<int>* members) {
     std::vector<Range> out(pools.size(), Range{0, 0});  // there are no more pools than slots
     for (const int pool : pools)
@@ -69,7 +69,7 @@ std::vector<Range> by_pool(const std::vector<int>& pools, std::vector<int>* memb
     return out;
 }
 
-// Lists of neighbours need no members.
+// Drops the members of lists that consist of neighbours.
 void simplify(Pools* pools) {
     const std::vector<int>& members = pools->members;
     const auto lists = {&pools->used, &pools->fed, &pools->users, &pools->tracked};

@@ -1,4 +1,4 @@
-// A part of a list, from `begin` up to `end`; for kernels, too.
+// Defines a part of a list, from `begin` up to `end`; for kernels, too.
 #pragma once
 
 namespace syncbn {

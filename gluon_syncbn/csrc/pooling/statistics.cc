@@ -5,7 +5,7 @@
 
 namespace syncbn {
 
-// Chan, Golub, LeVeque (1979): n, mean and sum of squared deviations of two sets from those of each.
+// Chan, Golub, LeVeque (1979): computes n, mean and sum of squared deviations of two sets from those of each.
 void merge_moments(double* total, const double* part, int64_t channels) {
     const double n = total[0], m = part[0];
     if (m == 0) return;

@@ -1,4 +1,4 @@
-// Packed float64 vectors, and how two become one.
+// Combines packed float64 vectors.
 //
 //   moments    [count, mean[C], m2[C]]       m2 is the sum of (x - mean)^2: safe for any offset of the data
 //   gradients  [sum dy[C], sum dy*xhat[C]]
@@ -12,11 +12,11 @@ namespace syncbn {
 
 inline int64_t moments_length(int64_t channels) { return 1 + 2 * channels; }
 inline int64_t gradients_length(int64_t channels) { return 2 * channels; }
-// Of the sums that GPUs make of moments: see cuda/kernels.cu.
+// The length of the sums that GPUs make of moments: see cuda/kernels.cu.
 inline int64_t sums_length(int64_t channels) { return 1 + 4 * channels; }
 
 void merge_moments(double* total, const double* part, int64_t channels);
-// The place of the first value that is not finite; -1 where all are.
+// The index of the first value that is not finite; -1 if all are finite.
 int64_t first_not_finite(const Vector& values);
 void add_to(double* total, const double* part, int64_t n);
 
