@@ -12,7 +12,7 @@ namespace syncbn {
 namespace cpu {
 namespace {
 
-// The slot's part; of nothing, nothing.
+// The address of the slot's part; null for null.
 const void* at(const void* values, const Tensor& tensor, const Slot& slot) {
     return values == nullptr ? nullptr : static_cast<const char*>(values) + slot.first * size_of(tensor.type);
 }
@@ -37,7 +37,7 @@ Vector scale_of(const Slot& slot, const Tensor& tensor, const Affine& affine) {
     return out;
 }
 
-// The shift of each channel.
+// Returns the shift of each channel.
 Vector shift_of(const Tensor& tensor, const Affine& affine) {
     return vector(affine.beta, tensor.parameter_type(), tensor.shape.channels);
 }
@@ -143,7 +143,7 @@ void Backend::recover(const void* y, const Tensor& tensor, const Affine& affine,
         Vector mean = slot.used->mean, scale = scale_of(slot, tensor, affine);
         for (size_t c = 0; c < mean.size() && slot.used != slot.fed; ++c) {
             if (!slot.fed->constant(c)) continue;
-            mean[c] = slot.fed->mean[c];  // whatever y is
+            mean[c] = slot.fed->mean[c];  // for every y
             scale[c] = std::numeric_limits<double>::infinity();
         }
         cpu::recover(work(tensor, slot), at(y, tensor, slot),
@@ -171,7 +171,7 @@ std::optional<Hidden> Backend::first_hidden(const Tensor& tensor, const Affine& 
 }
 
 void Backend::copy(const void* from, Type type, int64_t n, Array to, bool add) const {
-    if (n == 0) return;  // and no memory
+    if (n == 0) return;  // and does not access memory
     if (!add) {
         std::memcpy(data(to), from, static_cast<size_t>(n * size_of(type)));
         return;

@@ -1,4 +1,4 @@
-// The CPU's kernels on MXNet's arrays: whole tensors there, statistics in plain vectors.
+// Runs the CPU's kernels on MXNet's arrays: data is whole tensors, statistics are plain vectors.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 namespace syncbn {
 namespace cpu {
 
-// What flows back through the statistics: dx = gamma * invstd * (dz - mean_dz - (x - mean) * slope), with the mean of the
-// pool that the slot feeds and the invstd of the one that it used. [slots][channels]
+// The gradient through the statistics: dx = gamma * invstd * (dz - mean_dz - (x - mean) * slope). The mean is that of
+// the pool that the slot feeds, the invstd that of the pool that it used. [slots][channels]
 struct ThroughStatistics {
     Vector mean_dz, slope;
 };
 
-// y tells the sign of z, which then needs no beta, and dz is written. Both pointers are null where the tensor is empty.
+// If y gives the sign of z, beta is not needed, and dz is written. Both pointers are null if the tensor is empty.
 struct ByOutput {
     const void* y;
     void* dz;
@@ -27,32 +27,33 @@ class Backend {
   public:
     int threads = 1;  // of this process
 
-    // [count, mean[C], m2[C]] of each slot, one after the other.
+    // Returns [count, mean[C], m2[C]] of each slot, one after the other.
     Vector moments(Array x, const Tensor& tensor) const;
-    // What the running statistics stand for.
+    // Returns the running statistics as a statistic.
     Statistic frozen(Array running_mean, Array running_var, const Tensor& tensor, double epsilon) const;
-    // y = (x - mean) * invstd * gamma + beta [+ addend], rectified, with what each slot uses; added to y where `add`.
+    // y = (x - mean) * invstd * gamma + beta [+ addend], then the activation, by each slot's statistic. Adds to y if
+    // `add`.
     void normalise(Array x, const Tensor& tensor, const Affine& affine, const void* addend, Array y, bool add) const;
     // running <- momentum * running + (1 - momentum) * values
     void update_running(const Vector& mean, const Vector& variance, double momentum, Type type, Array running_mean,
                         Array running_var) const;
 
-    // [sum dz[C], sum dz*xhat[C]] of each slot, one after the other, with what it was normalised with: dz is the gradient
-    // with respect to z of `Affine`.
+    // Returns [sum dz[C], sum dz*xhat[C]] of each slot, one after the other, with the statistic that normalised it. The
+    // gradient dz is with respect to z of `Affine`.
     Vector grad_sums(const void* dy, const void* x, const Tensor& tensor, const Affine& affine,
                      const std::optional<ByOutput>& by_output) const;
     void grad_input(const void* dy, const void* x, const Tensor& tensor, const Affine& affine,
                     const ThroughStatistics& through, Array dx, bool add) const;
-    // x of y, which `normalise` made of it.
+    // Computes x from the y of `normalise`.
     void recover(const void* y, const Tensor& tensor, const Affine& affine, void* x) const;
-    // The first channel where that cannot be.
+    // Returns the first channel where `recover` cannot find x.
     std::optional<Hidden> first_hidden(const Tensor& tensor, const Affine& affine) const;
 
-    // n values into an array, added where `add`.
+    // Copies n values into an array, or adds them if `add`.
     void copy(const void* from, Type type, int64_t n, Array to, bool add) const;
-    // The n values of an array of float64.
+    // Returns the n values of an array of float64.
     Vector read(Array from, int64_t n) const;
-    // Values into an array, added where `add`.
+    // Writes values into an array, or adds them if `add`.
     void write(const Vector& values, Type type, Array to, bool add) const;
     void fill(Array to, Type type, int64_t n, double value) const;
 

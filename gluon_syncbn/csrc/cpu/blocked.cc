@@ -1,8 +1,8 @@
-// Channels in blocks: [outer][channels / block][inner][block], float32, as oneDNN's convolutions leave it.
+// Implements the kernels for channels in blocks: [outer][channels / block][inner][block], float32, oneDNN's layout.
 //
-// A group is the `block` channels that lie next to each other, a position is their values at one place of one image. All
-// constants and all sums of a group are in registers, a lane for each channel: a leaf runs along positions and never adds
-// lanes up. Sums of a group are cut into parts by the shape alone, so the bits do not depend on the number of threads.
+// A group is a block of neighbouring channels; a position is their values at one place of one image. All constants and
+// sums of a group are in registers, one lane for each channel. A leaf runs along positions and never adds lanes up.
+// Only the shape decides how the sums of a group are split, so the bits do not depend on the number of threads.
 #include "cpu/blocked.h"
 
 #include <algorithm>
@@ -27,11 +27,11 @@ struct Part {
 
 SYNCBN_INLINE void store_lanes(const FloatLanes& from, float* to) { std::memcpy(to, &from, sizeof from); }
 
-// What stands behind z.
+// The activation after z.
 template <class A>
 using Behind = typename A::template On<FloatLanes, float>;
 
-// z of kLanes channels.
+// Computes z of kLanes channels.
 struct LanesOfZ {
     FloatLanes high, low, scale, shift;
     SYNCBN_METHOD void take(const ColumnRectified<float>& z, int64_t channel) {
@@ -46,7 +46,7 @@ struct LanesOfZ {
 
 // ---- the sums of a group -------------------------------------------------------------------------------------
 
-// In as many sets as there are registers for: set i is for vector i % K of a position.
+// As many sets as there are registers: set i is for vector i % K of a position.
 template <int Width>
 constexpr int kSets = Width == 8 ? 4 : 2;
 
@@ -57,7 +57,7 @@ SYNCBN_INLINE void store(Sums<Width, kSets<Width>>& sums, double* first, double*
     std::memcpy(second, sums.second, K * sizeof sums.second[0]);
 }
 
-// Calls of.add(i, at) for every vector of the part, `at` its first value, with i as in `kSets`.
+// Calls of.add(i, at) for every vector of the part. `at` is its first value, and i as in `kSets`.
 template <int Width, int K, typename Of>
 SYNCBN_INLINE void over_part(const Shape& shape, int64_t group, const Part& part, Of& of) {
     constexpr int64_t kBlock = K * kLanes, kStep = kSets<Width> / K;
@@ -77,7 +77,7 @@ SYNCBN_INLINE void over_part(const Shape& shape, int64_t group, const Part& part
     }
 }
 
-// Of x - pivot, and its square.
+// Sums x - pivot, and its square.
 template <int Width, int K>
 struct Moments {
     const float* x;
@@ -97,14 +97,14 @@ struct Moments {
     }
 };
 
-// y and dz are null where dz is not found by y.
+// y and dz are null unless dz is found from y.
 struct Gradients {
     const float *dy, *x, *y;
     float* dz;
 };
 
-// Of dz, and dz * (x - mean).
-// What dz is: dy, or found by z, or by y, and then it is written.
+// Sums dz and dz * (x - mean).
+// Here dz is dy, or is found from z. If it is found from y, it is written too.
 template <int Width, int K, class A, bool ByOutput>
 struct GradSumsOf {
     static constexpr bool kByInput = A::kChanges && !ByOutput;
@@ -169,7 +169,7 @@ SYNCBN_INLINE void part_grad_sums(const Gradients& from, const Shape& shape, int
 
 // ---- value by value ------------------------------------------------------------------------------------------
 
-// What it was is kept where `Add`.
+// With `Add`, the old value is added.
 template <bool Add>
 SYNCBN_INLINE void put(float* to, const FloatLanes& value) {
     FloatLanes before = {};
@@ -267,7 +267,7 @@ SYNCBN_INLINE void part_recover(const float* __restrict__ y, float* __restrict__
 
 // ---- the leaves ----------------------------------------------------------------------------------------------
 
-// How many vectors a position is.
+// The number of vectors in a position.
 #define SYNCBN_VECTORS(shape, K, ...) \
     SYNCBN_IF((shape).block == kLanes, kOne, constexpr int K = kOne ? 1 : 2; __VA_ARGS__)
 
@@ -309,9 +309,9 @@ SYNCBN_CLONES void leaf_recover(const float* y, float* x, const Shape& shape, co
     SYNCBN_ACTIVATION(z.activation, A, SYNCBN_VECTORS(shape, K, part_recover<K, A>(y, x, shape, part, z);))
 }
 
-// ---- who works on what ---------------------------------------------------------------------------------------
+// ---- the work of each thread ---------------------------------------------------------------------------------
 
-// Adds up what leaf(group, part, first, second) gives for the parts of each group, [channels] each.
+// Adds up the results of leaf(group, part, first, second) for the parts of each group, [channels] each.
 template <typename Leaf>
 void sum_up(const Work& work, double* first, double* second, const Leaf& leaf) {
     const Shape& shape = work.shape;
@@ -334,7 +334,7 @@ void sum_up(const Work& work, double* first, double* second, const Leaf& leaf) {
     }
 }
 
-// Calls leaf(part) for a share of the memory on each thread.
+// Calls leaf(part) on each thread, for its share of the memory.
 template <typename Leaf>
 void for_parts(const Work& work, const Leaf& leaf) {
     const int threads = work.useful_threads();
@@ -356,7 +356,7 @@ void moments(const Work& work, const float* x, double* mean, double* m2) {
         std::fill_n(m2, shape.channels, 0.0);
         return;
     }
-    // As in the other layouts, a sample of the channel.
+    // A sample of the channel, as in the other layouts.
     std::vector<double> pivot(shape.channels);
     for (int64_t c = 0; c < shape.channels; ++c)
         pivot[c] = x[c / shape.block * shape.block * shape.inner + c % shape.block];

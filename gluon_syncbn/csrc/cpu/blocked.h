@@ -1,4 +1,4 @@
-// The kernels of kernels.h on float32 whose channels lie next to each other in blocks of 8 or 16.
+// Declares the kernels of kernels.h for float32 in blocks of 8 or 16 neighbouring channels.
 #pragma once
 
 #include "cpu/kernels.h"

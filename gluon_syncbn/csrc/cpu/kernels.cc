@@ -1,8 +1,8 @@
-// CPU kernels, written once for two layouts and three data types; channels in blocks have a file of their own.
+// Implements the CPU kernels for two layouts and three data types; blocked.cc handles channels in blocks.
 //
-// A tensor is [outer][channels][inner]. Where rows of `inner` values are long (channels-first), a leaf runs
-// along one row with the channel's constants in registers; where they are short (channels-last, a matrix),
-// a leaf runs along the columns of [outer][channels * inner] with the constants in small arrays.
+// A tensor is [outer][channels][inner]. If rows of `inner` values are long (channels-first), a leaf runs along one row
+// with the channel's constants in registers. If they are short (channels-last, a matrix), a leaf runs along the columns
+// of [outer][channels * inner] with the constants in small arrays.
 //
 // Sums run in fixed lanes over fixed blocks, so the bits depend on neither alignment nor thread count.
 #include "cpu/kernels.h"
@@ -21,7 +21,7 @@ constexpr int64_t kShortRow = 16;      // below this, a row does not fill the ve
 constexpr int64_t kTile = 512;         // columns at a time: their accumulators stay in the first-level cache
 constexpr int64_t kRowsPerBlock = 64;  // rows that share one partial sum in the column pattern
 constexpr int64_t kMaxBlocks = 16;
-constexpr int64_t kWorthAThread = 1 << 15;  // values; less is done before another thread wakes up
+constexpr int64_t kWorthAThread = 1 << 15;  // values; another thread would take longer to wake up than less work takes
 
 template <int Width>
 SYNCBN_INLINE double total(const Lanes<Width>& lanes) {
@@ -30,7 +30,7 @@ SYNCBN_INLINE double total(const Lanes<Width>& lanes) {
     return sum;
 }
 
-// Of all lanes, and of values that filled none.
+// Adds all lanes, and the remaining values.
 template <int Width>
 SYNCBN_INLINE void store(Sums<Width, 2>& sums, double rest, double other_rest, double* first, double* second) {
     sums.template fold<1>();
@@ -40,7 +40,7 @@ SYNCBN_INLINE void store(Sums<Width, 2>& sums, double rest, double other_rest, d
 
 // ---- one channel, long rows ------------------------------------------------------------------------------
 
-// Sums of (x - pivot) and its square over `rows` rows of `n` values, `stride` values apart.
+// Sums (x - pivot) and its square over `rows` rows of `n` values, `stride` values apart.
 template <int Width, typename T>
 SYNCBN_INLINE void row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot, double* sum,
                                double* square) {
@@ -69,7 +69,7 @@ SYNCBN_INLINE void row_moments(const T* x, int64_t rows, int64_t stride, int64_t
     store(sums, t1, t2, sum, square);
 }
 
-// z of one channel, and what stands behind it.
+// z of one channel, and the activation.
 template <typename C>
 struct RowRectified {
     const Split<C> mean;
@@ -130,7 +130,7 @@ SYNCBN_INLINE void row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t 
     store(sums, t1, t2, sum_dz, sum_dz_xc);
 }
 
-// What it was is kept where `Add`.
+// With `Add`, the old value is added.
 template <bool Add, typename T>
 SYNCBN_INLINE void put(T* to, typename Value<T>::Compute value) {
     Value<T>::store(to, Add ? Value<T>::load(to) + value : value);
@@ -156,11 +156,11 @@ SYNCBN_INLINE void row_normalise(const T* __restrict__ x, const T* __restrict__ 
 template <bool Add, class A, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row,
                                   const RowRectified<C>& constants) {
-    const RowRectified<C> z = constants;  // a copy, which no value of dx can be part of
+    const RowRectified<C> z = constants;  // a copy, which cannot alias dx
     const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
     const Split<C> m(row.mean);
     const C a = static_cast<C>(row.scale), g = static_cast<C>(row.mean_dz), k = static_cast<C>(row.slope);
-#pragma GCC ivdep  // dx may be x, but is never a part of it that is still to be read
+#pragma GCC ivdep  // dx may be x: each value is read before it is written
     for (int64_t i = 0; i < n; ++i) {
         const C value = Value<T>::load(x + i);
         C dz = Value<T>::load(dy + i);
@@ -179,7 +179,7 @@ SYNCBN_INLINE void row_recover(const T* __restrict__ y, T* __restrict__ x, int64
     }
 }
 
-// dz from y.
+// Computes dz from y.
 template <class A, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_grad_by_output(const T* __restrict__ dy, const T* __restrict__ y, T* __restrict__ dz, int64_t n,
                                       const Activation& activation) {
@@ -347,10 +347,10 @@ using Compute = typename Value<T>::Compute;
 SYNCBN_FOR_EACH_SET(SYNCBN_ROW_SUMS)
 SYNCBN_NUMBERS(SYNCBN_LEAVES)
 
-// ---- the kernels: who works on what -------------------------------------------------------------------------
+// ---- the kernels: the work of each thread --------------------------------------------------------------------
 
-// Calls leaf(first_row, rows, first_column, columns, block) for every tile of [outer][channels * inner];
-// blocks are cut by the shape alone, so that the order of a sum is the same for any number of threads.
+// Calls leaf(first_row, rows, first_column, columns, block) for every tile of [outer][channels * inner]. Only the shape
+// decides the blocks, so the order of a sum is the same for any number of threads.
 template <typename Leaf>
 void for_tiles(Shape shape, int threads, int64_t blocks, const Leaf& leaf) {
     const int64_t columns = shape.channels * shape.inner;
@@ -363,7 +363,7 @@ void for_tiles(Shape shape, int threads, int64_t blocks, const Leaf& leaf) {
     }
 }
 
-// Calls leaf(first_value, rows, columns) for a share of the rows of [outer][channels * inner] on each thread.
+// Calls leaf(first_value, rows, columns) on each thread, for its share of the rows of [outer][channels * inner].
 template <typename Leaf>
 void for_rows(Shape shape, int threads, const Leaf& leaf) {
     const int64_t columns = shape.channels * shape.inner;
@@ -386,7 +386,7 @@ void moments_of(const Work& work, const T* x, double* mean, double* m2) {
         std::fill_n(m2, shape.channels, 0.0);
         return;
     }
-    // A sample of the channel as pivot keeps the sums small: their cancellation is then below n * 2^-53.
+    // With a sample of the channel as pivot, sums stay small: their cancellation is below n * 2^-53.
     if (shape.inner >= kShortRow) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int64_t c = 0; c < shape.channels; ++c) {
@@ -419,7 +419,7 @@ void moments_of(const Work& work, const T* x, double* mean, double* m2) {
     }
 }
 
-// Where y is given, dz is written first, a row at a time, which is in the cache then.
+// If y is given, dz is written first, one row at a time, which is in the cache then.
 template <typename T, typename C = typename Value<T>::Compute>
 void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& with, double* sum_dz,
                   double* sum_dz_xhat) {
@@ -429,7 +429,7 @@ void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& wit
     T* dz = static_cast<T*>(with.dz);
     const Activation& behind = with.with.activation;
     Rectified z = with.with;
-    if (y != nullptr) z.activation = {};  // by then it has been done
+    if (y != nullptr) z.activation = {};  // the activation has been applied by then
     if (shape.inner >= kShortRow) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int64_t c = 0; c < shape.channels; ++c) {
@@ -543,7 +543,7 @@ void recover_of(const Work& work, const T* y, const Rectified& with, T* x) {
     });
 }
 
-// Of one position, channels lie next to each other in any layout.
+// At a single position, channels are neighbours in any layout.
 bool in_blocks(const Shape& shape) { return shape.block > 1 && shape.inner > 1; }
 
 }  // namespace

@@ -1,6 +1,6 @@
-// The layer's arithmetic on a CPU: five functions, each one pass over memory, on plain values and nothing of MXNet's.
-// Statistics are float64 whatever the data is; results do not depend on the number of threads. All tensors of a call have the
-// same shape and layout.
+// Declares the layer's arithmetic on a CPU: five functions, each one pass over memory, without types of MXNet's.
+// Statistics are float64 for every type of data. Results do not depend on the number of threads. All tensors of a call
+// have the same shape and layout.
 #pragma once
 
 #include "types.h"
@@ -8,18 +8,18 @@
 namespace syncbn {
 namespace cpu {
 
-// What to work on, and with how many threads.
+// The shape of the work, and the number of threads.
 struct Work {
     Type type;
     Shape shape;
     int threads;
 
-    // No more than have enough to do.
+    // The number of threads that have enough to do.
     int useful_threads() const;
 };
 
-// z = (x - mean) * scale + shift, and what stands behind it: where that is nothing, scale and shift may be null for
-// gradients. [channels] each.
+// z = (x - mean) * scale + shift, then the activation. For gradients without an activation, scale and shift may be
+// null. [channels] each.
 struct Rectified {
     const double* mean;
     const double* scale;  // gamma / sqrt(variance + epsilon)
@@ -27,24 +27,24 @@ struct Rectified {
     Activation activation;
 };
 
-// y = z [+ addend], rectified; added to y where `add`.
+// y = z [+ addend], after the activation; added to y if `add`.
 struct Normalise {
     Rectified with;
     const void* addend;  // null: none
     bool add;
 };
 
-// What dz is: the gradient with respect to z. It is found by y where that is given, which it has to be where something was
-// added; dz is then written. Otherwise z is computed from x.
+// How to find dz, the gradient with respect to z. If y is given, dz is found from y and written; an addition requires
+// this. Otherwise z is computed from x.
 struct GradSums {
     Rectified with;
     const double* invstd;
     const void* y;  // or null
-    void* dz;       // where y is given
+    void* dz;       // if y is given
 };
 
-// dx = scale * (dz - mean_dz - (x - mean) * slope), added to dx where `add`, with dz from dy and x. [channels] each. dx may lie
-// where x does.
+// dx = scale * (dz - mean_dz - (x - mean) * slope), added to dx if `add`, with dz from dy and x. [channels] each. dx
+// may share the memory of x.
 struct GradInput {
     Rectified with;
     const double* mean;
@@ -60,10 +60,10 @@ void normalise(const Work& work, const void* x, const Normalise& with, void* y);
 void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
                double* sum_dz_xhat);
 void grad_input(const Work& work, const void* dy, const void* x, const GradInput& with, void* dx);
-// x of the y that `normalise` makes of it, where the activation is invertible and nothing was added.
+// Computes x from the y of `normalise`, for an invertible activation without an addend.
 void recover(const Work& work, const void* y, const Rectified& with, void* x);
 
-// Instruction set that serves here: "avx512f", "avx2" or "baseline".
+// The instruction set of this machine's kernels: "avx512f", "avx2" or "baseline".
 const char* instruction_set();
 
 }  // namespace cpu

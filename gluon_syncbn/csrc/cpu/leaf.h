@@ -1,7 +1,7 @@
-// What leaves are made of, for every layout: vectors, the constants of channels, what stands behind a normalisation.
+// Provides the parts of leaves, for every layout: vectors, the constants of channels, activations.
 //
-// A leaf is the inner loop of a kernel. Leaves are compiled for several instruction sets and chosen at load time. They take
-// no thread and no lock; OpenMP stays outside, because an outlined parallel region would lose the clone's instruction set.
+// A leaf is the inner loop of a kernel. Leaves are compiled for several instruction sets and chosen at load time. They
+// contain no OpenMP, because an outlined parallel region would lose the clone's instruction set.
 #pragma once
 
 #include <algorithm>
@@ -12,15 +12,15 @@
 #include "cpu/kernels.h"
 #include "cpu/numbers.h"
 
-// SYNCBN_CLONES: a function for each instruction set. SYNCBN_FOR_EACH_SET(define): the same where the code depends on the
-// set, as define(attribute, how many float64 its registers hold).
-#if defined(SYNCBN_CLONES)  // a test compiles one instruction set alone, and says how wide it is
+// SYNCBN_CLONES compiles a function for each instruction set. SYNCBN_FOR_EACH_SET(define) does so for code that depends
+// on the set, as define(attribute, number of float64 in a register).
+#if defined(SYNCBN_CLONES)  // a test compiles one instruction set alone, and sets its width
 #define SYNCBN_FOR_EACH_SET(define) define(SYNCBN_CLONES, SYNCBN_WIDTH)
 #elif defined(__x86_64__) && defined(__gnu_linux__)
 #define SYNCBN_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#if defined(__clang__)  // in AVX-512F alone it knows no way to choose between 8 floats
+#if defined(__clang__)  // with AVX-512F alone, clang cannot choose between 8 floats
 #define SYNCBN_AVX512 __attribute__((target("avx512f,avx512vl")))
-#else  // whose older versions do not tell processors apart by VL
+#else  // older g++ versions do not distinguish processors by VL
 #define SYNCBN_AVX512 __attribute__((target("avx512f")))
 #endif
 #define SYNCBN_FOR_EACH_SET(define)                                         \
@@ -34,9 +34,9 @@
 namespace syncbn {
 namespace cpu {
 
-constexpr int64_t kAhead = 512;  // values to fetch ahead of the sums, which otherwise wait for memory
+constexpr int64_t kAhead = 512;  // values to prefetch for the sums, which otherwise wait for memory
 
-// A sum of values and one of products, in several sets of lanes that take turns: an addition need not wait for the last.
+// A sum of values and one of products, in several sets of lanes in turn, so that additions do not wait for each other.
 template <int Width, int Sets>
 struct Sums {
     Lanes<Width> first[Sets], second[Sets];
@@ -51,7 +51,7 @@ struct Sums {
         first[i].add(value);
         second[i].add_product(value, other);
     }
-    // Set i into set i % K.
+    // Adds set i to set i % K.
     template <int K>
     SYNCBN_METHOD void fold() {
 #pragma GCC unroll 4
@@ -77,15 +77,15 @@ SYNCBN_INLINE void widen(const FloatLanes& values, Lanes<Width>* out) {
         out->parts[i] = __builtin_convertvector(parts[i], typename Lanes<Width>::Part);
 }
 
-// A float64 mean as two values of the compute type: x - high is exact near the mean, so that an offset of
-// 1e5 in float32 data costs no digits.
+// Splits a float64 mean into two values of the compute type. Near the mean, x - high is exact, so an offset of 1e5 in
+// float32 data costs no digits.
 template <typename C>
 struct Split {
     C high, low;
     explicit Split(double v) : high(static_cast<C>(v)), low(static_cast<C>(v - static_cast<double>(high))) {}
 };
 
-// One value per column from one per channel.
+// Expands one value per channel to one per column.
 template <typename C>
 std::vector<C> spread(Shape shape, const double* per_channel, bool low_part = false) {
     std::vector<C> out(shape.channels * shape.inner);
@@ -96,14 +96,14 @@ std::vector<C> spread(Shape shape, const double* per_channel, bool low_part = fa
     return out;
 }
 
-// z of each column, and what stands behind it.
+// z of each column, and the activation.
 template <typename C>
 struct ColumnRectified {
     const C *high, *low, *scale, *shift;
     Activation activation;
 };
 
-// The constants of each column, from those of each channel, where they are needed.
+// The constants of each column, from those of each channel, if needed.
 template <typename C>
 struct Columns {
     std::vector<C> high, low, scale, shift;
@@ -126,11 +126,10 @@ struct ColumnGradInput {
     const C *high, *low, *scale, *mean_dz, *slope;
 };
 
-// Against rounding; a NaN stays one, which std::max would hide.
+// Removes rounding below 0; a NaN stays a NaN, which std::max would hide.
 inline double at_least_zero(double v) { return v < 0 ? 0 : v; }
 
-// Of the instances of a template, the one that is asked for: statements in which NAME is known to the compiler, a bool or an
-// activation.
+// Selects an instance of a template: in the statements, the compiler knows NAME, a bool or an activation.
 #define SYNCBN_IF(condition, NAME, ...) \
     if (condition) {                    \
         constexpr bool NAME = true;     \

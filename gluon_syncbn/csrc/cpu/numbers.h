@@ -1,4 +1,4 @@
-// The types of data of the CPU's kernels: how values of each are read, computed with and written, alone and in lanes.
+// Reads, computes and writes each type of data of the CPU's kernels, as single values and in lanes.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 #define SYNCBN_INLINE static inline __attribute__((always_inline))
 #define SYNCBN_METHOD inline __attribute__((always_inline))
 
-// All of them, as define(enumerator of `Type`, C++ type, ...).
+// All types of data, as define(enumerator of `Type`, C++ type, ...).
 #define SYNCBN_NUMBERS(define, ...) \
     define(kFloat32, float, ##__VA_ARGS__) define(kFloat64, double, ##__VA_ARGS__) define(kFloat16, Half, ##__VA_ARGS__)
 
@@ -20,7 +20,7 @@ namespace cpu {
 // Eight float64 partial sums fill the widest register; two such sets hide the latency of an addition.
 constexpr int kLanes = 8;
 
-// In parts of the width that registers have: g++ keeps a vector in memory that fills several of them.
+// Vectors have parts of the registers' width, because g++ keeps a vector of several registers in memory.
 template <int Width>
 struct Lanes {
     typedef double Part __attribute__((vector_size(Width * sizeof(double))));

@@ -170,9 +170,9 @@ __device__ inline void add_run(Reduction& reduction, int n) {
         reduction.add(n);
     reduction.template put<kUnit>(n);
 }
-
 // Calls take<kUnit>(j, offset) for the values of this thread. After each run of n values it calls add(n) and
-// put<kUnit>(n), so that stores wait until all of a run has been read. Counts within a channel fit into 32 bits, which
+// put<kUnit>(n). So stores wait until a whole run has been read. Counts within a channel fit into 32 bits, which a GPU
+// adds in one instruction. It adds 64 bits in two.
 // a GPU adds in one instruction. It adds 64 bits in two.
 template <typename T, int kUnit, class Reduction>
 __device__ void down_rows(Reduction& reduction, const Layout& layout) {
@@ -671,10 +671,12 @@ struct Normalise {
     }
 };
 
-// Computes dx = scale * dz - (shift + (x - mean) * slope): the direct gradient, and that through the statistics,
-// gamma * invstd_u * dz - gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2) for a slot that uses pool u and
-// feeds pool f. S1 = sum dz and S2 = sum dz*xhat go over the slots that use f. The gradient dz is dy or, if
-// A::kChanges, dy after the backward of the activation.
+// Computes dx = scale * dz - (shift + (x - mean) * slope): the direct gradient, and that through the statistics.
+//
+//     dx = gamma * invstd_u * dz - gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
+//
+// The slot uses pool u and feeds pool f. S1 = sum dz and S2 = sum dz*xhat go over the slots that use f. The gradient dz
+// is dy or, if A::kChanges, dy after the backward of the activation.
 template <typename T, typename P, class A, bool kAdd>
 struct GradInput {
     typedef typename Number<T>::Wide Wide;
