@@ -28,13 +28,13 @@ bool naive_engine() {
 
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr double kQuiet = 10;  // seconds
-// Seconds, longer than replicas on equal batches mostly wait for each other: the engine's thread may stay for as long, and
-// nothing has to be handed to another one, which costs two wake-ups and often a core that is taken. It may be needed for
-// what the others wait for, in another branch of the net; then it is late by as much.
+// Seconds, longer than replicas on equal batches mostly wait for each other. The engine's thread waits so long, because
+// another thread would cost two wake-ups, and often has no core. If another branch that the others wait for needs the
+// engine's thread, this branch is late by as much.
 constexpr double kMoment = 0.005;
 
-// Whose batch was warned of last. What is not finite reaches all layers behind it, and all replicas: they are not worth
-// a warning each.
+// The last batch that a warning was about. A value that is not finite reaches all later layers and all replicas, and
+// one warning is enough.
 struct Culprit {
     std::mutex mutex;
     int64_t layer = 0;
@@ -42,7 +42,7 @@ struct Culprit {
     double since = 0;
 };
 
-// Where the statistics of batches are that one operator of a call has left for the other.
+// Finds the statistics that one operator of a call has left for the other.
 class HandedOver {
   public:
     void add(const void* batch) {
@@ -185,7 +185,7 @@ bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
     lost_ = !complete_ && !place_.meeting && node_.role != Role::kTrack;
     attempt_backward(arrays, reqs, [&] {
         throw_if_closed();
-        // MXNet skips what depends on a failure only until somebody has read that failure.
+        // MXNet skips dependents of a failure only until the failure has been read.
         if (!complete_) {
             const auto why = step().failure();
             throw Failure("no gradient, because the forward of this call failed. " +
@@ -232,7 +232,7 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
 }
 
 void Call::fail(const std::exception& error, std::initializer_list<Output> outputs) {
-    const std::exception_ptr failure = end_step(error);  // whatever it was, the others need not wait for this one
+    const std::exception_ptr failure = end_step(error);  // in any case, the others need not wait for this replica
     leave_out(false);
     for (const Output& out : outputs)
         if (out.wanted) invalidate(out.array, out.like);
@@ -240,9 +240,8 @@ void Call::fail(const std::exception& error, std::initializer_list<Output> outpu
     std::rethrow_exception(failure);
 }
 
-// The batch's statistics become those of no batch: MXNet may run the operator that takes them (see `backward`), and the
-// running statistics outlive a failed step. A device that cannot even do this has a reason, and that is the one that is on
-// its way.
+// Marks the batch's statistics as missing. MXNet may still run the operator that takes them (see `backward`), and the
+// running statistics outlive a failed step. If a device cannot even do this, its reason is the one that is reported.
 void Call::invalidate(Array out, Input like) {
     try {
         if (like == kBatch) return fill(out, Type::kFloat64, moments_length(channels()), 0);
@@ -258,8 +257,8 @@ void Call::throw_if_closed() const {
             "the process has run its exit handlers. Join the threads that train before the main thread ends.");
 }
 
-// MXNet skips what depends on a failure only until somebody has read that failure. If it has skipped the first operator, the
-// second one finds whatever was in that memory before.
+// MXNet skips dependents of a failure only until the failure has been read. If it has skipped the first operator, the
+// second one finds old values in that memory.
 bool Call::has_come(Array batch) const {
     if (handed_over().take(data(batch))) return true;
     if (step().failure() == nullptr)
@@ -294,8 +293,8 @@ void Call::pass_forward(const Arrays& arrays, const int* reqs) {
     if (node_.hands_addend_on()) pass(arrays[kAddend], arrays[node_.addend_output()], reqs[2]);
 }
 
-// The other operator of the call has the gradients with respect to gamma, beta and the addend. The second operator leaves
-// that of the addend as it is: the first one does not read it.
+// The other operator of the call has the gradients with respect to gamma, beta and the addend. The second operator does
+// not write the addend's gradient, because the first one does not read it.
 void Call::pass_backward(const Arrays& arrays, const int* reqs) {
     pass(arrays[0], arrays[node_.gradients() + kX], reqs[kX]);
     if (node_.hands_addend_on())
@@ -327,7 +326,7 @@ void Call::sit_down() {
     SYNCBN_POINT("before_join");
     if (!seated_) place_ = node_.layer->room.join(*node_.layer->terms(), context_, node_.number, this, repeated_);
     SYNCBN_POINT("after_join");
-    seated_ = false;  // a state that is executed again sits down again
+    seated_ = false;  // a state that is executed again joins again
     repeated_ = true;
     if (node_.lanes != place_.meeting->lanes)
         throw Failure(
@@ -375,7 +374,7 @@ void Call::look_at(int64_t at, double value) const {
     text << "the batch is not finite: the " << (within <= channels() ? "mean" : "variance") << " of channel "
          << (within - 1) % channels();
     if (tensor_.slots.size() > 1) text << " in slot " << at / length << " of " << tensor_.slots.size();
-    text << " is " << (std::isnan(value) ? kNaN : value) << ". ";  // the sign of one says nothing
+    text << " is " << (std::isnan(value) ? kNaN : value) << ". ";  // the sign of a NaN has no meaning
     if (what == Nonfinite::kError)
         throw Failure(node_.layer->name, context_, "", text.str() + "(gluon_syncbn.configure(nonfinite='error'))");
     text << "The running statistics leave it out (nonfinite='skip'). Nothing more is said of such batches for "
@@ -395,7 +394,7 @@ void Call::contribute(Direction direction, Vector values, std::shared_ptr<const 
         own_ = std::move(values);
         return;
     }
-    exchange(direction);  // there is one
+    exchange(direction);  // makes sure that there is one
     MeetingRoom& room = node_.layer->room;
     const auto terms = node_.layer->terms();
     SYNCBN_POINT("before_contribution");

@@ -1,5 +1,5 @@
-// One call of a layer on one context: what it is to MXNet, whom it meets, and how it fails. What it computes, and with
-// what, say `HostCall` and `DeviceCall`.
+// Represents one call of a layer on one context for MXNet: whom it meets, and how it fails. `HostCall` and `DeviceCall`
+// compute.
 #pragma once
 
 #include <array>
@@ -17,61 +17,61 @@
 
 namespace syncbn {
 
-// Which part of a call an operator is. Several replicas of one context would wait for each other in the queue of whoever
-// writes the running statistics, so there one operator meets the others and leaves the batch's statistics in an output,
-// and a second one, which waits for nobody, takes them.
+// The part of a call that an operator is. Several replicas of one context would wait for each other in the queue of the
+// operator that writes the running statistics. So there one operator meets the others and writes the batch's statistics
+// to an output. A second one, which waits for no replica, takes them.
 enum class Role : int { kWhole = 0, kMeet = 1, kTrack = 2 };
 
 enum Request { kNull = 0, kWrite = 1, kInplace = 2, kAdd = 3 };
-// In this order; where the batch is, says `Node`.
+// In this order; `Node` knows where the batch is.
 enum Input { kX = 0, kGamma = 1, kBeta = 2, kAddend = 3, kBatch };
 
-// What the operator's attributes say; read once per call.
+// The operator's attributes; read once per call.
 struct Node {
     std::shared_ptr<Layer> layer;
     Role role = Role::kWhole;
     size_t lanes = 1;
     Activation activation;
-    bool adds = false;     // a fourth input to what is normalised, before the activation
-    int64_t number = -1;   // which node of a graph this is, the same on all contexts; -1 for an eager call
-    bool inplace = false;  // the backward gets y in the place of x, and finds x again
+    bool adds = false;     // has a fourth input, which is added before the activation
+    int64_t number = -1;   // the number of this node of a graph, the same on all contexts; -1 for an eager call
+    bool inplace = false;  // the backward gets y in place of x, and computes x again
     int axis = 1;
     double epsilon = 1e-5, momentum = 0.9;
     bool fix_gamma = false;
-    bool unbiased = false;  // the variance that the running one takes
-    bool on_cpus = true;    // it may be called there, too; see op.py
+    bool unbiased = false;  // selects the variance that updates the running one
+    bool on_cpus = true;    // it may be called on CPUs too; see op.py
 
-    // Where things are in MXNet's lists: [inputs][outputs][auxiliary states] of the forward,
-    // [gradients of the outputs][inputs][outputs][gradients of the inputs] of the backward.
+    // Indices into MXNet's lists. The forward has [inputs][outputs][auxiliary states]. The backward has
+    // [gradients of the outputs][inputs][outputs][gradients of the inputs].
     int inputs() const { return batch() + (role == Role::kTrack); }
-    int batch() const { return kBeta + 1 + adds; }  // of the second operator of a call
+    int batch() const { return kBeta + 1 + adds; }  // an input of the second operator of a call
     int outputs() const { return role != Role::kMeet ? 1 : hands_addend_on() ? 3 : 2; }
     int output() const { return inputs(); }
-    int batch_output() const { return output() + 1; }  // of the first
+    int batch_output() const { return output() + 1; }  // an output of the first operator
     int addend_output() const { return output() + 2; }
     int running_mean() const { return inputs() + outputs(); }
     int output_in_backward() const { return outputs() + inputs(); }
     int gradients() const { return output_in_backward() + outputs(); }
-    // A graph predicts, too. Then the second operator of a call normalises and adds. The addend passes through the first
-    // one, so that one operator alone writes its gradient.
+    // In prediction, the second operator of a call normalises and adds. The addend passes through the first one, so
+    // that only one operator writes its gradient.
     bool hands_addend_on() const { return role == Role::kMeet && adds && number >= 0; }
     static constexpr int kGradientOfAddendOutput = 2;  // in the list of the backward
-    // Whether what is there in the list of the forward, or of the backward, is like the data; else it is a vector.
+    // Whether an array of the forward's or backward's list has the shape of the data; otherwise it is a vector.
     bool is_data(int at) const;
     bool is_data_of_backward(int at) const;
 };
 
-// Those of a call, as `Node` lists them.
+// The arrays of a call, in the order of `Node`.
 struct Arrays {
     std::vector<Array> list;
-    int64_t block = 1;  // of those that are like the data: see `Shape`
+    int64_t block = 1;  // channels in a block, of arrays with the data's shape: see `Shape`
     Array operator[](int i) const { return list[static_cast<size_t>(i)]; }
 };
 
-// What a failed step has left for second operators that will not run any more.
+// Forgets the statistics of a failed step that were left for second operators.
 void forget_handed_over();
 
-// The next batch that is not finite gets a warning, however short ago the last one was.
+// Lets the next batch that is not finite give a warning, even shortly after the last one.
 void speak_of_nonfinite_again();
 
 // With `static_shape`, MXNet keeps a call and executes it again at every step.
@@ -79,17 +79,18 @@ class Call {
   public:
     std::array<void*, 3> callback_states;  // MXNet keeps a pointer to these
 
-    // For "cpu(0)" or "gpu(1)"; another kind of context is a Failure. `shape.outer` holds `samples` equal parts, which are
-    // what slots are made of.
+    // Makes a call for "cpu(0)" or "gpu(1)"; another kind of context is a Failure. `shape.outer` holds `samples` equal
+    // parts, which slots consist of.
     static std::unique_ptr<Call> of(Node node, std::string context, Type type, Shape shape, int64_t samples);
     Call(Node node, std::string context, Type type, Shape shape, int64_t samples)
         : node_(std::move(node)), context_(std::move(context)), tensor_{type, shape, samples, {}} {}
     virtual ~Call() = default;
 
-    // On the issuing thread, for a training call. `caller` is null on the main thread, whose calls take turns on the
-    // seats; any other thread is one replica. `recall` says whether it is kept for a recomputation, or is one.
+    // Called on the issuing thread, for a training call. `caller` is null on the main thread, whose calls take the
+    // seats in turn; any other thread is one replica. `recall` says whether the call is kept for a recomputation, or is
+    // one.
     void issue(const void* caller, Recall recall);
-    // `reqs` as MXNet gives them, one for each output. On failure the outputs are NaN: nothing plausible is left.
+    // `reqs` are MXNet's requests, one for each output. On failure the outputs are NaN, so that none looks plausible.
     void forward(const Arrays& arrays, const int* reqs, bool training) {
         begin_forward(arrays, reqs, training);
         end_forward(arrays, reqs);
@@ -98,66 +99,68 @@ class Call {
         begin_backward(arrays, reqs);
         end_backward(arrays, reqs);
     }
-    // Their halves. The first waits for others a moment at most, and returns whether the second will not wait at all.
+    // The two halves of a call. The first waits for others a moment at most, and returns whether the second will not
+    // wait.
     bool begin_forward(const Arrays& arrays, const int* reqs, bool training);
     void end_forward(const Arrays& arrays, const int* reqs);
     bool begin_backward(const Arrays& arrays, const int* reqs);
     void end_backward(const Arrays& arrays, const int* reqs);
 
-    // Ends the step with what an exception says, and the layer and the context where it does not say them. Returns that,
-    // or where there is no memory for it what says so.
+    // Ends the step with the text of an exception, and adds the layer and the context if they are missing. Returns the
+    // failure or, without memory for it, an error that says so.
     std::exception_ptr end_step(const std::exception& error) const noexcept;
 
     const Node& node() const { return node_; }
     const Tensor& tensor() const { return tensor_; }
 
   protected:
-    // What comes before the replicas wait for each other, up to `contribute`. It may all be left to what follows.
+    // The work before the replicas wait for each other, up to `contribute`. `normalise` may do all of it instead.
     virtual void begin_normalise(const Arrays& arrays) = 0;
     virtual void begin_differentiate(const Arrays& arrays, const int* reqs) = 0;
-    // y and, from the statistics of the batch, the running ones or what the second operator of the call moves them by.
+    // Computes y. From the statistics of the batch it also updates the running ones, or fills the second operator's
+    // input.
     virtual void normalise(const Arrays& arrays, const int* reqs) = 0;
-    // y, with the running statistics.
+    // Computes y with the running statistics.
     virtual void normalise_frozen(const Arrays& arrays, int req) = 0;
-    // dx, dgamma, dbeta and dz, the gradient before the activation, which is that of the addend. For slot i, normalised
-    // with the statistics of pool u and feeding pool f, S1 = sum dz and S2 = sum dz*xhat over the slots that are normalised
-    // with f:
+    // Computes dx, dgamma, dbeta and dz, the gradient before the activation, which is also the addend's. For slot i,
+    // the statistics of pool u normalise it, and it feeds pool f. S1 = sum dz and S2 = sum dz*xhat go over the slots
+    // that f normalises:
     //   dx = gamma * invstd_u * dz  -  gamma * invstd_f / n_f * (S1 + (x - mean_f) * invstd_f * S2)
     // The parameters' gradients are this replica's part; the trainer adds the parts, as for any parameter.
     virtual void differentiate(const Arrays& arrays, const int* reqs) = 0;
-    // Moves the running statistics by what the first operator of the call has left.
+    // Updates the running statistics with the first operator's output.
     virtual void track(const Arrays& arrays) = 0;
-    // n values from one array into another, added where `add`; a value into all of an array.
+    // Copies n values from one array into another, or adds them if `add`; writes one value into all of an array.
     virtual void copy(Array from, Type type, int64_t n, Array to, bool add) = 0;
     virtual void fill(Array to, Type type, int64_t n, double value) = 0;
-    // Waits until all that the call has asked for is done; throws Failure. And after a failure, so that nothing is left
-    // behind; does not throw.
+    // Waits for all work of the call on a device; throws Failure. After a failure it removes the rest of the work, and
+    // does not throw.
     virtual void finish() {}
     virtual void clear_up() {}
-    // Another thread goes on.
+    // Called before another thread continues.
     virtual void leave_thread() {}
 
     void sit_down();
-    // Statistics and seat of the call that this one repeats. Returns what a device keeps them in.
+    // Takes statistics and seat of the call that this one repeats. Returns the statistics on a device.
     std::shared_ptr<const void> repeat();
-    // For whoever repeats this one.
+    // Keeps the outcome for calls that repeat this one.
     void remember(std::shared_ptr<const void> device) const;
-    // What `configure` says of this replica's packed moments that are not finite: the first is `value`, the `at`-th; -1
-    // where all are finite.
+    // Applies `configure`'s setting for this replica's packed moments that are not finite. The first one is `value`, at
+    // index `at`; -1 if all are finite.
     void look_at(int64_t at, double value) const;
     void look_at(const Vector& moments) const;
     bool watches() const { return node_.layer->terms()->nonfinite != Nonfinite::kPropagate; }
     bool shares() const { return sharing_of(node_.layer->pooling) != Sharing::kNothing; }
-    // That of the meeting.
+    // The exchange of the meeting.
     Exchange& exchange(Direction direction) const {
         return node_.layer->room.exchange(*node_.layer->terms(), place_, direction);
     }
-    // What this replica has for the others: `values` as `Part` has them. Waits a moment for theirs, in this process and
+    // Contributes this replica's vectors: `values` as in `Part`. Waits a moment for the others, in this process and
     // elsewhere.
     void contribute(Direction direction, Vector values, std::shared_ptr<const cuda::OnDevice> device = nullptr);
-    // Those of all slots, or what they are together.
+    // Returns the vectors of all slots, or their combination.
     Total total(Direction direction);
-    // The pools of all slots, of which this replica's begin at `first`.
+    // Makes the pools of all slots; this replica's slots begin at `first`.
     void assign(const std::vector<double>& counts, size_t first, int64_t key);
     int64_t channels() const { return tensor_.shape.channels; }
     Affine affine(const Arrays& arrays, int inputs) const;
@@ -169,24 +172,24 @@ class Call {
     Place place_;
     Pools pools_;          // of the last forward
     bool frozen_ = false;  // normalised with the running statistics: no gradient through them
-    bool due_ = false;     // what is left of this execution waits for nobody
+    bool due_ = false;     // the rest of this execution does not wait
     Recall recall_;
 
   private:
-    // NaN into the outputs in which something plausible might stand, those of which there is a request.
+    // Arrays that get NaN, because they might hold plausible values; only those with a request.
     struct Output {
         Array array;
         Input like;
         bool wanted;
     };
-    // Ends the step, and throws why. Nothing of it may need memory.
+    // Ends the step, and throws the reason. Must work without memory.
     [[noreturn]] void fail(const std::exception& error, std::initializer_list<Output> outputs);
     void invalidate(Array out, Input like);
     void throw_if_closed() const;
-    // Whether the first operator of the call has left the statistics of the batch there. Where it has not, the step has
-    // failed: throws Failure if nobody has said so yet.
+    // Whether the first operator of the call has written the batch's statistics. If it has not, the step has failed:
+    // throws Failure if no reason is known yet.
     bool has_come(Array batch) const;
-    // The other operator of the call does the work.
+    // Whether the other operator of the call does the work.
     bool passes_on() const { return node_.role == (frozen_ ? Role::kMeet : Role::kTrack); }
     void pass(Array from, Array to, int req);
     void pass_forward(const Arrays& arrays, const int* reqs);
@@ -205,8 +208,8 @@ class Call {
     int64_t outer_ = 0, samples_ = 0;  // of the tensor, while it is left out
     bool repeated_ = false;            // has been executed before
     bool complete_ = false;            // the forward has left what the backward needs
-    bool lost_ = false;                // it has not, and has met nobody, so that nobody waits for the backward
-    Vector own_;                       // what this replica has, where it contributes nothing
+    bool lost_ = false;                // the forward failed before it met the others, so none waits for the backward
+    Vector own_;                       // this replica's vectors, if it contributes none
 };
 
 std::unique_ptr<Call> host_call(Node node, std::string context, Type type, Shape shape, int64_t samples);

@@ -1,16 +1,17 @@
-// A call on a GPU: the statistics stay there. What replicas meet for is to say that theirs are on their way; the last to
-// come has NCCL bring all of them to every GPU, and each puts its pools together by itself.
+// Runs a call on a GPU, where the statistics stay. Replicas meet to say that their vectors are on their way. The last
+// to arrive has NCCL gather all vectors on every GPU, and each GPU combines them into pools by itself.
 //
 //     moments ──► packed moments of each slot ──► all-gather ──► normalise: pools, y, running statistics
 //     grad_sums ──► packed gradients ──────────► all-gather ──► grad_input: pools, dx, dgamma, dbeta
 //
-// Among many GPUs in mode 'sync', NCCL adds up sums of the moments, and the gradients, in the place of the all-gather: two
-// small kernels make sums of moments, and moments of the total of the sums. All replicas are one slot then.
+// Among many GPUs in mode 'sync', an all-reduce of NCCL adds the gradients, and sums of the moments. Two small kernels
+// convert moments to sums, and the total back to moments. Then all replicas are one slot.
 //
-// All of it is put on one stream, and waited for once. A KVStore of MXNet can only add, and does not know that stream: for it
-// `moments` and `grad_sums` write into a vector for all slots that is zero but for its own, and are waited for. The sum of the
-// vectors is what an all-gather would have brought, to the bit (but for the sign of a zero). Where neither is to be had,
-// packed vectors come to the host, meet there as those of a CPU do, and go back: the same kernels read them.
+// All work is put on one stream, with one wait at the end. A KVStore of MXNet can only add, and does not know that
+// stream. So `moments` and `grad_sums` write into a vector for all slots that is zero outside this replica's part, and
+// the call waits for them. The sum of these vectors is bitwise the all-gather, but for the sign of a zero. Without NCCL
+// and such a KVStore, packed vectors go to the host, meet as those of a CPU do, and go back. The same kernels read
+// them.
 #include <algorithm>
 #include <chrono>
 #include <functional>
@@ -42,15 +43,15 @@ using cuda::Memory;
 using cuda::Plan;
 
 constexpr double kGrace = 2;    // seconds that a stream gets to end after its collective has been ended
-constexpr double kSpin = 1e-3;  // seconds in which a stream is asked again and again
+constexpr double kSpin = 1e-3;  // seconds in which a stream is polled without a pause
 constexpr auto kPause = std::chrono::microseconds(20);
 constexpr auto kLongPause = std::chrono::milliseconds(1);
-constexpr double kWatchAfter = 0.05;  // seconds until a wait counts as long enough to look around
-constexpr double kLookAfter = 0.5;    // seconds between looks at other processes
+constexpr double kWatchAfter = 0.05;  // seconds after which a wait checks for other reasons to end
+constexpr double kLookAfter = 0.5;    // seconds between checks of other processes
 
 Kernel kernel_of(const char* stem, Type type) { return {stem, name_of(type)}; }
 
-// Of what stands behind an addition, too, where that `adds`: nothing is a slope of 1 there.
+// The kernel for a call. An addition needs an activation too: none is a slope of 1 there.
 Kernel kernel_of(const char* stem, Type type, const Activation& activation, bool adds = false) {
     using Kind = Activation::Kind;
     return {stem, name_of(type), name_of(adds && !activation.any() ? Kind::kRectifier : activation.kind)};
@@ -75,14 +76,14 @@ class WaitForGpu : public WaitFor {
     }
 
   private:
-    const std::function<void()> others_;  // a look at other processes
+    const std::function<void()> others_;  // checks other processes
     double looked_ = 0;
 };
 
-// What the replicas contribute, and what comes back; it lives until nobody points to it any more.
+// The replicas' contributions and the results; it lives until no pointer to it is left.
 struct Gathered {
     Memory own, all;
-    Memory sums;  // of the moments of this replica; then the moments that the sums of all replicas give
+    Memory sums;  // of this replica's moments; then the moments from the total of all replicas
     cuda::OnDevice part;
     int64_t slots = 0;
     const double* values() const {
@@ -111,7 +112,7 @@ class DeviceCall : public Call {
     }
 
   private:
-    // What an execution works with, on one thread after the other.
+    // The objects of an execution, for one thread after the other.
     struct Work {
         std::optional<Current> current;
         Lease lease;
@@ -126,7 +127,7 @@ class DeviceCall : public Call {
         if (!work_->current) work_->current.emplace(device());
         return *work_;
     }
-    // `ask` may end in Python, where whatever is freed meanwhile may leave another device current on this thread.
+    // `ask` may call Python. There, freed objects may leave another device current on this thread.
     template <typename Ask>
     auto still_current(const Ask& ask) -> decltype(ask()) {
         const Current again(device());
@@ -136,16 +137,16 @@ class DeviceCall : public Call {
         work();
         return Memory(device(), size);
     }
-    // The same until the callback ends.
+    // Float64 memory until the callback ends.
     double* scratch(int64_t size) {
         scratch_.push_back(memory(size));
         return scratch_.back().data();
     }
-    // The size of the data.
+    // The size of the data, in float64.
     int64_t in_doubles() const {
         return ceil_div(tensor_.shape.size() * size_of(tensor_.type), int64_t{sizeof(double)});
     }
-    // For the numbers of all replicas, zero but for `size` of this one.
+    // Memory for the numbers of all replicas, zero but for `size` numbers of this one.
     Memory memory_for_all(int64_t size) {
         const std::vector<std::string>& all = place_.meeting->contexts;  // one replica on each
         const int64_t before = std::find(all.begin(), all.end(), context_) - all.begin();
@@ -157,47 +158,47 @@ class DeviceCall : public Call {
     }
 
     Form form() const { return exchange_ != nullptr ? exchange_->form() : Form::kDevice; }
-    // Packed vectors of `length` for each slot, from a kernel and, where it works in chunks, from what merges those.
+    // Computes packed vectors of `length` for each slot, by a kernel and, if it works in chunks, a merge.
     template <typename Launch>
     Memory reduced(int64_t length, const char* merge, const Launch& launch_with);
-    // What this replica has for the others, which is on its way into `gathered_`.
+    // Contributes this replica's vectors, which are on their way into `gathered_`.
     void contribute_gathered(Direction direction);
-    // Into the sums of `gathered_`.
+    // Runs a kernel into the sums of `gathered_`.
     void run_on_sums(const char* kernel, const double* from);
-    // The packed vectors of all replicas, into `gathered_`. Of the forward, the samples of their slots come back.
+    // Gets the packed vectors of all replicas into `gathered_`. In the forward, returns the samples of their slots.
     Total total_gathered(Direction direction, int64_t length);
     void contribute_moments(const Arrays& arrays);
     void run_normalise(const Arrays& arrays, int req, void* batch);
-    // The pools' lists, on the device.
+    // Copies the pools' lists to the device.
     void put_lists();
     Lists list(const std::vector<Range>& ranges) const;
-    // x, from y, into the room of dx or of scratch.
+    // Computes x from y, into the memory of dx or of scratch.
     void* recovered(const Arrays& arrays, const int* reqs);
     void copy_data(const void* from, Type type, int64_t n, void* to, bool add);
     bool idle_within(double seconds) const;
     std::unique_ptr<Wait> wait_for_gpu();
-    // Until what is on the stream is done; throws Failure.
+    // Waits until all work on the stream is done; throws Failure.
     void wait();
 
-    // What the first half of a backward has found.
+    // The results of the first half of a backward.
     struct Gradients {
         const void *x = nullptr, *dz = nullptr;
-        bool by_input = false;  // dz is dy, and `grad_input` makes dz of it by x
+        bool by_input = false;  // dz is dy, and `grad_input` applies the activation by x
     };
 
     Device* device_ = nullptr;
     std::optional<Work> work_;
     std::vector<Memory> scratch_;         // until the callback ends
-    std::shared_ptr<Gathered> gathered_;  // the same
-    bool may_be_posted_ = false;          // others may put something on the stream
-    bool tells_ = false;                  // the forward has said whether the moments are finite
-    bool recovers_ = false;               // the backward has said whether x could be found
-    bool kept_for_repetition_ = false;    // what was gathered
-    Exchange* exchange_ = nullptr;        // that of the meeting, where it meets anybody
+    std::shared_ptr<Gathered> gathered_;  // until the callback ends, too
+    bool may_be_posted_ = false;          // other work may have been put on the stream
+    bool tells_ = false;                  // the forward reports whether the moments are finite
+    bool recovers_ = false;               // the backward reports whether x could be found
+    bool kept_for_repetition_ = false;    // the gathered vectors are
+    Exchange* exchange_ = nullptr;        // the meeting's, if there is one
     Direction direction_ = Direction::kForward;
     Gradients gradients_;
     Memory kept_;  // for the backward
-    // What lists are read from, and what is there; the same lists stay from call to call. Empty if they travel with a launch.
+    // The lists' memory and its content; lists rarely change between calls. Empty if they travel with a launch.
     Memory lists_;
     std::vector<int> listed_;
 };
@@ -208,7 +209,7 @@ Plan plan_of(const Tensor& tensor) {
 
 // ---- pools -------------------------------------------------------------------------------------------------------
 
-// Whether the ranges travel with a launch: each is the first one, moved by so many steps, or they are few.
+// Whether the ranges travel with a launch: they are few, or each is the first one moved by a number of steps.
 bool travels(const std::vector<Range>& ranges, Lists* out) {
     out->first = ranges.empty() ? Range{0, 0} : ranges[0];
     out->step = ranges.size() < 2 ? 0 : ranges[1].begin - ranges[0].begin;
@@ -307,7 +308,7 @@ void DeviceCall::contribute_gathered(Direction direction) {
         gathered_->all = memory(static_cast<int64_t>(exchange_->replicas()) * length);
     gathered_->part = {device().id, work().lease.stream(), padded ? given.data() : given.part(), gathered_->all.data(),
                        length};
-    if (padded) wait();  // MXNet knows nothing of the stream
+    if (padded) wait();  // MXNet does not know the stream
     may_be_posted_ = true;
     const std::shared_ptr<const cuda::OnDevice> part(gathered_, &gathered_->part);
     still_current([&] { contribute(direction, std::move(counts), part); });
@@ -335,8 +336,8 @@ Total DeviceCall::total_gathered(Direction direction, int64_t length) {
 // ---- forward -------------------------------------------------------------------------------------------------------
 
 void DeviceCall::begin_normalise(const Arrays& arrays) {
-    clear_up();                 // after an execution that has found no thread to go on in
-    if (recall_.again) return;  // it may have to wait for what it repeats
+    clear_up();                 // after an execution that found no thread to go on in
+    if (recall_.again) return;  // it may have to wait for the call that it repeats
     if (shares()) sit_down();
     tensor_.cut(node_.layer->pooling.slots());
     if (!shares() || place_.meeting->choice->known()) contribute_moments(arrays);
@@ -379,7 +380,7 @@ void DeviceCall::normalise_frozen(const Arrays& arrays, int req) {
 void DeviceCall::run_normalise(const Arrays& arrays, int req, void* batch) {
     const Plan plan = plan_of(tensor_);
     const Affine affine = this->affine(arrays, 0);
-    kept_ = Memory();  // that of the last execution may serve again
+    kept_ = Memory();  // the memory of the last execution may serve again
     kept_ = memory(plan.slots * (1 + 4 * channels()));
     cuda::NormaliseArguments with{};
     with.spread = plan.spread();
@@ -401,7 +402,7 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, void* batch) {
         with.pools = static_cast<int>(pools_.tracked.size());
         with.own = gathered_->own.part();
     }
-    // One replica of a context is enough; a call that repeats another has nothing new.
+    // One replica of a context is enough; a repeated call has nothing new.
     with.hand_on = batch != nullptr && !recall_.again && place_.first_lane();
     with.unbiased = node_.unbiased;
     with.watch = !watches() ? cuda::kPropagate : tells_ ? cuda::kLeaveOutAndTell : cuda::kLeaveOut;
@@ -417,7 +418,7 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, void* batch) {
         any ? plan.each() : Grid{ceil_div(channels(), kBlock)}, with);
 }
 
-// The second operator of a call: what the first one has left is [1, mean[C], variance[C]], or [0, ...].
+// The second operator of a call. The first one has written [1, mean[C], variance[C]], or [0, ...].
 void DeviceCall::track(const Arrays& arrays) {
     const int running = node_.running_mean();
     run(kernel_of("update_running", tensor_.type), {ceil_div(channels(), kBlock)},
@@ -441,8 +442,8 @@ void* DeviceCall::recovered(const Arrays& arrays, const int* reqs) {
     return x;
 }
 
-// dz, the gradient with respect to z of `Affine`, is the addend's too. Where there is an addend, `grad_sums` writes dz and
-// `grad_input` reads that; else both make it of dy, by a z that they compute again.
+// The addend's gradient is dz, the gradient with respect to z of `Affine`. With an addend, `grad_sums` writes dz and
+// `grad_input` reads it. Otherwise both compute z again, and dz from dy.
 void DeviceCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
     clear_up();
     const int inputs = node_.outputs(), gradients = node_.gradients();
@@ -452,7 +453,7 @@ void DeviceCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
     const void* x = node_.inplace ? recovered(arrays, reqs) : data(arrays[inputs + kX]);
     void* dz = nullptr;
     if (node_.adds) {
-        y = changes ? data(arrays[node_.output_in_backward()]) : dy;  // whose sign does not matter
+        y = changes ? data(arrays[node_.output_in_backward()]) : dy;  // its sign does not matter
         if (reqs[kAddend] == kWrite || reqs[kAddend] == kInplace)
             dz = data(arrays[gradients + kAddend]);
         else if (changes)
@@ -536,7 +537,7 @@ std::unique_ptr<Wait> DeviceCall::wait_for_gpu() {
         });
 }
 
-// Asks, and does not wait in the driver: that would have no end where a collective hangs.
+// Polls instead of waiting in the driver: that wait would not end if a collective hangs.
 void DeviceCall::wait() {
     const double start = seconds();
     std::unique_ptr<Wait> wait;
@@ -579,7 +580,7 @@ void DeviceCall::clear_up() {
             cuda::abort_collectives(device().id);
             idle = idle_within(kGrace);
         }
-    } catch (const Failure&) {  // the device's own error, which is on its way
+    } catch (const Failure&) {  // the device's own error is reported already
     }
     if (!idle || may_be_posted_) {
         work_->lease.abandon();

@@ -1,4 +1,4 @@
-// A call on a CPU context: the statistics are vectors here, and so are those of the others.
+// Runs a call on a CPU context: its statistics are vectors here, and so are the other replicas'.
 #include <omp.h>
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 namespace syncbn {
 namespace {
 
-// Threads of this process for one replica's kernels, while its partners use the others.
+// The number of threads for one replica's kernels, while the other replicas use the rest.
 int threads_for(size_t replicas) {
     static const int all = std::min(omp_get_num_procs(), omp_get_max_threads());
     return std::max(1, all / static_cast<int>(std::max<size_t>(1, replicas)));
@@ -42,7 +42,7 @@ class HostCall : public Call {
   private:
     int threads() const;
     void write_output(const Arrays& arrays, int req);
-    // x, from y, into the room of dx or of `scratch`.
+    // Computes x from y, into the memory of dx or of `scratch`.
     void* recovered(const Arrays& arrays, const int* reqs, std::vector<char>* scratch) const;
     std::vector<char> room() const {
         return std::vector<char>(static_cast<size_t>(tensor_.shape.size() * size_of(tensor_.type)));
@@ -50,15 +50,15 @@ class HostCall : public Call {
     std::shared_ptr<const Statistic> statistic(const Vector& moments) const;
     // Gives the slots their statistics.
     void assign_statistics(const Total& moments);
-    // [1, mean[C], variance[C]] that the running statistics go towards; [0, ...] where there is nothing.
+    // Returns [1, mean[C], variance[C]] for the running statistics; [0, ...] if there is none.
     Vector batch_statistics(const Total& moments) const;
     void update_running(const Vector& batch, const Arrays& arrays);
-    // [sum dz[C], sum dz*xhat[C]] of the slots that use the statistics which each slot feeds.
+    // Returns [sum dz[C], sum dz*xhat[C]] over the slots that use the statistic that each slot feeds.
     Vector gradients_of_users();
 
-    // What the first half of a backward has found.
+    // The results of the first half of a backward.
     struct Gradients {
-        const void *x, *dz;  // dz is dy as long as `affine` has the activation
+        const void *x, *dz;  // dz is dy if `affine` has the activation
         Affine affine;
         Vector gamma, beta;  // this replica's part
         std::vector<char> x_room, dz_room;
@@ -90,7 +90,7 @@ void HostCall::assign_statistics(const Total& moments) {
     std::vector<double> counts;
     for (size_t at = 0; at < moments.values.size(); at += length) counts.push_back(moments.values[at]);
     assign(counts, moments.first / length, moments.key);
-    std::map<int, std::shared_ptr<const Statistic>> statistics;  // by where the pool's list begins
+    std::map<int, std::shared_ptr<const Statistic>> statistics;  // by the beginning of the pool's list
     const auto of = [&](Range pool) -> std::shared_ptr<const Statistic> {
         if (pool.begin == pool.end) return nullptr;
         auto& found = statistics[pool.begin];
@@ -143,7 +143,7 @@ Vector HostCall::gradients_of_users() {
 // ---- forward -------------------------------------------------------------------------------------------------
 
 void HostCall::begin_normalise(const Arrays& arrays) {
-    if (recall_.again) return;  // it may have to wait for what it repeats
+    if (recall_.again) return;  // it may have to wait for the call that it repeats
     if (shares()) sit_down();
     backend_.threads = threads();
     tensor_.cut(node_.layer->pooling.slots());
@@ -154,7 +154,7 @@ void HostCall::begin_normalise(const Arrays& arrays) {
 
 void HostCall::normalise(const Arrays& arrays, const int* reqs) {
     Vector batch(moments_length(channels()), 0.0);
-    if (recall_.again) {  // the running statistics have had this batch
+    if (recall_.again) {  // the running statistics have this batch already
         repeat();
         backend_.threads = threads();
     } else {

@@ -1,12 +1,14 @@
-// The custom operator: MXNet's callbacks on one side, calls of a layer on the other.
+// Implements the custom operator: MXNet's callbacks on one side, calls of a layer on the other.
 //
-// One replica per context: inputs x, gamma, beta and, as auxiliary states, the running statistics. Writing those makes
-// MXNet's engine run the calls of one layer on one context in the order in which they were issued, so the n-th
+// With one replica per context, the inputs are x, gamma and beta, and the running statistics are auxiliary states. The
+// operator writes these. So MXNet's engine runs the calls of one layer on one context in the order of issue. The n-th
 // execution on each context belongs to the n-th call.
-// Several replicas per context (`lanes` > 1) would then wait for each other inside that queue. So there a call is two
-// operators: one meets, takes its seat when it is issued, and hands the batch's statistics to one that writes the running
-// statistics and waits for nobody; of the replicas of a context, one hands over something. A graph predicts, too: then the
-// first operator passes on what it gets, and the second one normalises, adds and rectifies.
+//
+// Several replicas per context (`lanes` > 1) would wait for each other inside that queue. So there a call is two
+// operators. The first takes its seat when it is issued, meets the others, and passes on the batch's statistics. The
+// second writes the running statistics and waits for no replica. Of the replicas of a context, one passes on its
+// statistics. A graph predicts, too: then the first operator forwards its inputs, and the second one normalises, adds
+// and rectifies.
 #include "operator/op.h"
 
 #include <sys/syscall.h>
@@ -30,9 +32,9 @@
 namespace syncbn {
 namespace {
 
-// MXNet keeps one slot for what all custom operators throw: of two before it looks, one is lost, and that operator
-// counts as done. Before it calls an operator done it also looks at its arrays, which are of that call alone
-// (CustomOperator::Push in src/operator/custom/custom-inl.h), so one of them takes the error.
+// MXNet keeps one exception for all custom operators. If two fail before MXNet reads it, one is lost, and that operator
+// counts as done. Before completion, MXNet also checks the operator's arrays, which belong to this call alone
+// (CustomOperator::Push in src/operator/custom/custom-inl.h). So one of them takes the error.
 void fail_array(void* array, const char* what) {
     const auto turn = turn_to_fail();
     static const struct {
@@ -48,13 +50,13 @@ void fail_array(void* array, const char* what) {
 
 constexpr int kPropertyCallbacks = 8;
 
-// The operator as it stands in a graph.
+// The operator in a graph.
 struct Property : Node {
     std::array<void*, kPropertyCallbacks> callback_states;  // MXNet keeps a pointer to these
 };
 
-// Who issues a call. Calls on the main thread take turns on the seats (null); any other thread is one replica. A number
-// and not an address: a thread that starts after another has ended may get the same one.
+// Identifies the issuer of a call. Calls on the main thread take the seats in turn (null); any other thread is one
+// replica. It is a number and not an address: a new thread may get the address of one that has ended.
 const void* caller() {
     if (on_main_thread()) return nullptr;
     static std::atomic<uintptr_t> threads{0};
@@ -69,7 +71,7 @@ int delete_operator(void* state) {
     return 1;
 }
 
-// Those that MXNet leaves to the operator.
+// The states that MXNet leaves to the operator.
 struct Handles {
     int size;
     void** all;
@@ -106,7 +108,7 @@ int run_backward(int size, void** handles, int*, const int* reqs, const int, voi
 
 using Callback = int (*)();
 
-// MXNet catches dmlc::Error alone in some of its threads.
+// Some of MXNet's threads catch only dmlc::Error.
 template <auto function>
 struct Guarded;
 template <typename... Parameters, int (*function)(Parameters...)>
@@ -166,7 +168,7 @@ int list_states(char*** out, void* state) {
     return 1;
 }
 
-// Where the batch's statistics are among [inputs][outputs][auxiliary states]; -1 where they stay inside.
+// The index of the batch's statistics among [inputs][outputs][auxiliary states]; -1 if they stay inside.
 int batch_at(const Property& property) {
     return property.role == Role::kMeet    ? property.batch_output()
            : property.role == Role::kTrack ? property.batch()
@@ -214,8 +216,8 @@ int infer_type(int size, int* types, void* state) {
     return 1;
 }
 
-// The sign of what is rectified is computed again or, where something was added to it, that of the output. What is kept for
-// the backward is what is named here.
+// The activation's backward computes its sign again or, after an addition, takes the output's. MXNet keeps the arrays
+// that are named here for the backward.
 int backward_dependency(const int* dy, const int* inputs, const int* outputs, int* size, int** needed, void* state) {
     const Property& property = *property_of(state);
     static thread_local std::array<int, 5> list;
@@ -267,7 +269,7 @@ Activation activation_of(const std::string& name, double slope, double ceiling) 
     return {static_cast<Activation::Kind>(found - kActivations), slope, ceiling};
 }
 
-// Whether the backward can do with what is kept for it.
+// Checks that the backward can work with the arrays that are kept for it.
 void check_behind(const Node& node) {
     bool by_output = false, invertible = false;
 #define SYNCBN_CASE(NAME, TRAIT)                                                        \
@@ -283,7 +285,7 @@ void check_behind(const Node& node) {
 }
 
 int create_property(const char*, const int size, const char** keys, const char** values, MXCallbackList* out) {
-    // MXNet calls delete_property even where this function throws, so first of all it gets what to call.
+    // MXNet calls delete_property even if this function throws, so it is set first.
     static void* nobody[kPropertyCallbacks] = {};
     static Callback callbacks[] = {as_callback<delete_property>(), as_callback<list_arguments>(),
                                    as_callback<list_outputs>(),    as_callback<list_states>(),
@@ -333,8 +335,8 @@ std::unique_lock<std::mutex> turn_to_fail() {
 
 int register_operator(const MXNet& functions) {
     mx = functions;
-    step();          // what it says where there is no memory is made now,
-    error_with("");  // and MXNet's error of it
+    step();          // allocates its error for a lack of memory now,
+    error_with("");  // and MXNet's error for it
     return mx.custom_op_register("gluon_syncbn", Guarded<create_property>::call);
 }
 

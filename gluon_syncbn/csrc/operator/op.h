@@ -1,4 +1,4 @@
-// The custom operator `gluon_syncbn`.
+// Declares the custom operator `gluon_syncbn`.
 #pragma once
 
 #include <mutex>
@@ -7,17 +7,17 @@
 
 namespace syncbn {
 
-// Registers the operator with the MXNet library that these functions belong to. Returns MXNet's status.
+// Registers the operator with the MXNet library of these functions. Returns MXNet's status.
 int register_operator(const MXNet& functions);
 
-// Whether this is the thread that the process began with.
+// Whether this is the process's first thread.
 bool on_main_thread();
 
-// Whether these callbacks of a custom operator are those of a `Call`, which is the state of each.
+// Whether these callbacks of a custom operator belong to a `Call`, which is the state of each.
 bool is_ours(const MXCallbackList& callbacks);
 
-// MXNet's list of all errors has no lock (AddToGlobalExceptions in src/engine/threaded_engine.h): of failures at the same
-// time, one may end the process. So they leave one by one, with time for each to become known.
+// MXNet's list of all errors has no lock (AddToGlobalExceptions in src/engine/threaded_engine.h). Simultaneous failures
+// may end the process. So they leave one by one, with time for each to become known.
 std::unique_lock<std::mutex> turn_to_fail();
 
 }  // namespace syncbn

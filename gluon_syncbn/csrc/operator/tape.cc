@@ -38,7 +38,7 @@ int64_t end_tape() {
 
 Recall recall() {
     Recall found;
-    for (Reel& reel : reels()) {  // the outermost first: what it repeats is new to nobody within it
+    for (Reel& reel : reels()) {  // the outermost first: the recomputation is new to the inner ones
         const auto next = static_cast<size_t>(reel.next++);
         if (reel.again && next < reel.tape->memos.size()) found = {reel.tape->memos[next], true};
     }

@@ -1,8 +1,8 @@
-// What the calls of a forward leave behind for its recomputation, which repeats them without meeting anybody: the
-// statistics that slots were normalised with, and the seat at which the backward meets.
+// Stores what a forward's recomputation needs to repeat its calls without a meeting. These are the statistics that
+// normalised the slots, and the seat at which the backward meets.
 //
-// Whoever issues a forward says so on its own thread, and the calls that it issues find their memos there in program
-// order. Forwards that are recomputed may lie within each other, so a thread has a stack of tapes.
+// The issuer of a forward opens a tape on its own thread, and the forward's calls find their memos there in program
+// order. Recomputed forwards may be nested, so a thread has a stack of tapes.
 #pragma once
 
 #include <atomic>
@@ -18,21 +18,21 @@
 
 namespace syncbn {
 
-// What a call knows when its forward is done.
+// The results of a call's forward.
 struct Outcome {
     Place place;
     Pools pools;
     std::vector<Slot> slots;
-    std::shared_ptr<const void> device;  // what a GPU keeps its statistics in
+    std::shared_ptr<const void> device;  // the statistics on a GPU
 };
 
-// Of one call: from its forward to those that repeat it.
+// Connects a call to those that repeat it.
 class Memo {
   public:
     void keep(Outcome outcome);
-    // Waits for it: what the recomputation depends on may be less than the whole forward. Throws Failure as the wait does.
+    // Waits for the outcome: the recomputation may begin before the whole forward has ended. Throws as the wait does.
     std::shared_ptr<const Outcome> outcome(Wait& wait) const;
-    // How many have repeated it before: each meets in backwards of its own.
+    // Counts earlier repetitions: each meets in its own backwards.
     int repeat() { return repeated_++; }
 
   private:
@@ -46,16 +46,16 @@ struct Tape {
     std::vector<std::shared_ptr<Memo>> memos;  // in the order of the calls
 };
 
-// On this thread, from now on: calls leave memos on this tape, or with `again` repeat those that are on it.
+// From now on, calls on this thread add memos to this tape, or with `again` repeat its memos.
 void begin_tape(std::shared_ptr<Tape> tape, bool again);
-// How many memos the calls since then have left over, or, where there were more calls, the number of those below 0.
+// Returns the number of memos that no call has taken since then. If there were more calls than memos, it is negative.
 int64_t end_tape();
 
 struct Recall {
-    std::shared_ptr<Memo> memo;  // null where nothing is recomputed
+    std::shared_ptr<Memo> memo;  // null if there is no recomputation
     bool again = false;
 };
-// For the call that this thread issues now.
+// Returns the recall of the call that this thread issues now.
 Recall recall();
 
 }  // namespace syncbn
