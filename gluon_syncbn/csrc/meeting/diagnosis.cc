@@ -1,4 +1,4 @@
-// Who is here, who is missing, and what the user may do about it.
+// Describes who is here, who is missing, and what the user can do about it.
 #include <algorithm>
 #include <cstdlib>
 #include <sstream>
@@ -45,7 +45,7 @@ constexpr char kNeverCalled[] =
 
 constexpr double kSurely = 5, kPerhaps = 20;  // seconds
 
-// MXNet's default is 4; no net gets far with fewer than this.
+// MXNet's default is 4; few nets work with less than this.
 bool little_temporary_space() {
     const char* copies = std::getenv("MXNET_CPU_TEMP_COPY");
     return copies == nullptr || std::atoi(copies) < 64;
@@ -100,7 +100,7 @@ Cause cause_in_forward(const Meeting& meeting, const Attendance& attendance, boo
         if (all_cpu) return {kAllIssued + std::string(".") + same_memory + " " + kTemporarySpace, kSurely};
         return {kAllIssued + std::string(kUnfinished), perhaps};
     }
-    // A state that MXNet executes again is issued once, so that nobody knows whether the missing one was called.
+    // A state that MXNet executes again is issued once, so it is unknown whether the missing replica was called.
     const bool unknown = meeting.repeated && all_cpu;
     const std::string space = unknown ? std::string(" Or: ") + kTemporarySpace + kStaticShape : "";
     return {kNeverCalled + same_memory + space, unknown ? perhaps : 0};
@@ -110,7 +110,7 @@ Cause cause_in_forward(const Meeting& meeting, const Attendance& attendance, boo
 
 Cause likely_cause(const Meeting& meeting, int phase, const Attendance& attendance) {
     const bool all_cpu = std::all_of(meeting.contexts.begin(), meeting.contexts.end(), on_cpu);
-    // While a GPU computes, the thread that waits for it spins (cudaDeviceScheduleAuto): that is no idle process.
+    // While a GPU computes, the waiting thread spins (cudaDeviceScheduleAuto), so the process is not idle.
     const double perhaps = all_cpu && little_temporary_space() ? kSurely : kPerhaps;
     return phase > 0 ? cause_in_backward(meeting, all_cpu, perhaps)
                      : cause_in_forward(meeting, attendance, all_cpu, perhaps);

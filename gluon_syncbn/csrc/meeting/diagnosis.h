@@ -1,4 +1,4 @@
-// Who is here, who is missing, and what the user may do about it. Called under the room's lock.
+// Describes who is here, who is missing, and what the user can do about it. Called under the room's lock.
 #pragma once
 
 #include <string>
@@ -7,7 +7,8 @@
 
 namespace syncbn {
 
-// Where nothing is being computed, waiting longer than `stuck_after` seconds cannot help; 0 means that it can.
+// The likely cause of a wait. If nothing is computed for `stuck_after` seconds, waiting is useless; 0: waiting may
+// help.
 struct Cause {
     std::string text;
     double stuck_after;
@@ -15,10 +16,10 @@ struct Cause {
 
 // "1 of 2 replicas arrived (cpu(0)), missing cpu(1)"
 std::string describe(const Meeting& meeting, int phase);
-// Whether every replica of the meeting has been called, as far as anybody knows.
+// Whether every replica of the meeting has been called, as far as known.
 bool all_issued(const Meeting& meeting, const Attendance& attendance);
 Cause likely_cause(const Meeting& meeting, int phase, const Attendance& attendance);
-// Why a call on this context is no replica of the layer.
+// Why a call on this context is not a replica of the layer.
 std::string why_not_here(const Terms& terms, const std::string& context);
 
 }  // namespace syncbn

@@ -23,15 +23,15 @@ const char* const kForgotten =
     "the step has been forgotten (gluon_syncbn.reset, or another thread's step that began after a failure) before all "
     "replicas had come.";
 constexpr double kGrace = 2;      // seconds that an exchange gets to report its own failure
-constexpr double kStuckIdle = 3;  // seconds without computing that show it
+constexpr double kStuckIdle = 3;  // seconds without computing after which a queue counts as stuck
 
-// Ends the step, and throws the reason why it ended, which may be another one.
+// Ends the step, and throws the reason why it ended, which may be an earlier one.
 [[noreturn]] void fail_and_throw(const Failure& failure) {
     step().fail(failure);
     throw Failure(*step().failure());
 }
 
-// So does one whose step has been forgotten, but the step that goes on now has nothing to do with it.
+// Fails the step of a meeting. If that step has been forgotten, only the meeting fails, and not the current step.
 void fail_here(Meeting& meeting, const Failure& failure) {
     if (step().goes_on(meeting.step))
         step().fail(failure);
@@ -57,12 +57,12 @@ std::string name_of_call(const Meeting& meeting, int phase) {
     return (phase == 0 ? "forward of call " : "backward of call ") + std::to_string(meeting.number + 1);
 }
 
-// Of a phase that is not done.
+// Whether this replica completes an incomplete phase.
 bool came_last(const Meeting& meeting, const Phase& phase, const Place& place) {
     return phase.arrived == meeting.replicas() && phase.last == place.seat;
 }
 
-// That which this replica has come to last.
+// The last phase that this replica has reached.
 int phase_of(const Place& place, Direction direction) { return direction == Direction::kForward ? 0 : place.backwards; }
 
 Ticket ticket_of(const Terms& terms, const Place& place, Direction direction) {
@@ -82,7 +82,7 @@ void check_equal(const Terms& terms, Meeting& meeting, const Phase& phase, size_
     }
 }
 
-// One row of all vectors, in the order of the replicas.
+// Returns one row of all vectors, in the order of the replicas.
 Vector all_values(const Meeting& meeting, const Phase& phase) {
     const size_t length = phase.entries[0].values.size();
     Vector row(meeting.replicas() * length);
@@ -98,8 +98,8 @@ Contribution side_by_side(const Meeting& meeting, Phase& phase) {
     return {{phase.made[0].data()}, phase.made[0].size()};
 }
 
-// One row for each context, in their order and never in that of arrival: so the bits of the result do not depend on who came
-// first. The calls of one context's replicas have no order, so their vectors decide it.
+// Returns one row for each context, in their order and not in that of arrival. So the order of arrival does not change
+// the bits of the result. The calls of one context's replicas have no order, so their vectors decide it.
 Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine combine) {
     const size_t length = phase.entries[0].values.size();
     std::vector<std::vector<const double*>> parts(meeting.contexts.size());
@@ -137,7 +137,7 @@ std::unique_ptr<Underway> begin_exchange(const Terms& terms, const Meeting& meet
     return exchange.begin_allreduce(combine, ticket, row_of_each_context(meeting, phase, combine));
 }
 
-// Under the room's lock. Also once all have arrived: the last to do so makes the total, with a time limit of its own.
+// Runs under the room's lock, also when all have arrived: the last one makes the total, with a time limit of its own.
 class WaitForReplicas : public Wait {
   public:
     WaitForReplicas(const Terms& terms, Meeting& meeting, Phase& phase, int number, const Attendance& attendance)
@@ -176,7 +176,7 @@ class WaitForReplicas : public Wait {
     const int number_;
     const Attendance& attendance_;
     const std::string call_;
-    std::string seen_;  // who is here, and why not all
+    std::string seen_;  // the replicas that are here, and why not all are
     double seen_since_ = 0;
     bool complete_ = false;
 };
@@ -189,7 +189,7 @@ void WaitForReplicas::look_around() {
     }
     const Cause cause = likely_cause(meeting_, number_, attendance_);
     const std::string here = describe(meeting_, number_) + cause.text;
-    if (seen_ != here) {  // whoever was called just now is on the way
+    if (seen_ != here) {  // a replica that was called just now is on the way
         seen_ = here;
         seen_since_ = waited();
     }
@@ -279,7 +279,7 @@ Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t 
 
     std::shared_ptr<Meeting> meeting;
     for (const auto& m : open_) {
-        const size_t index = index_among(m->contexts);  // other contexts may have taken part when it began
+        const size_t index = index_among(m->contexts);  // other contexts may have taken part at its beginning
         if (index == m->contexts.size()) continue;
         const bool sits = occupant != nullptr && std::any_of(m->seats.begin(), m->seats.end(), [&](const auto& s) {
                               return s.context == index && s.occupant == occupant;
@@ -332,7 +332,7 @@ bool MeetingRoom::contribute(const Terms& terms, Place& place, Direction directi
     phase.entries[place.seat] = {std::move(part), true, debugging() ? seconds() : 0};  // (2)
     if (++phase.arrived < meeting.replicas()) return false;
     phase.last = place.seat;
-    lock.unlock();  // nobody else touches a phase that is complete
+    lock.unlock();  // no other thread touches a complete phase
     attempt(terms, meeting, [&] {
         SYNCBN_POINT("before_reduce");
         phase.underway = begin_exchange(terms, meeting, phase, ticket_of(terms, place, direction));
@@ -428,7 +428,7 @@ void MeetingRoom::restart_calls() {
 }
 
 void MeetingRoom::forked() {
-    new (&mutex_) std::mutex;  // another thread, which is not here, may have held it
+    new (&mutex_) std::mutex;  // a thread that the child does not have may have held it
     rounds_.forked();
     forget();
 }

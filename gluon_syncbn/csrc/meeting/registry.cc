@@ -13,8 +13,8 @@ using Lock = std::lock_guard<std::mutex>;
 
 const std::string& process_token() {
     static const std::string token = [] {
-        // Not std::random_device, whose parts are of several ages in the C++ library: an old one would have some of them
-        // and the wheel the others (tools/old_symbols.py).
+        // Not std::random_device: its code is spread over several versions of the C++ library. A wheel and an old
+        // library would each have some of it (tools/old_symbols.py).
         uint64_t number;
         std::ifstream random("/dev/urandom", std::ios::binary);
         if (!random.read(reinterpret_cast<char*>(&number), sizeof number))
@@ -79,7 +79,7 @@ std::shared_ptr<Layer> Registry::of_token(const std::string& token) const {
 void Registry::place(Layer& layer, std::vector<std::string> contexts, size_t replicas) {
     {
         Lock lock(mutex_);
-        // `reset_ctx` to where they are: it waits for nothing, and a step may be on its way.
+        // `reset_ctx` to the same contexts does not wait, and a step may be running.
         if (layer.contexts_ == contexts && layer.replicas_ == replicas) return;
         layer.contexts_ = std::move(contexts);
         layer.replicas_ = replicas;
@@ -143,8 +143,8 @@ void Registry::forget_meetings() {
 }
 
 void Registry::forked() {
-    new (&mutex_) std::mutex;  // another thread, which is not here, may have held it
-    renew_all();               // nobody chooses here any more
+    new (&mutex_) std::mutex;  // a thread that the child does not have may have held it
+    renew_all();               // no choice is under way in the child
     for (const auto& layer : all()) layer->room.forked();
 }
 

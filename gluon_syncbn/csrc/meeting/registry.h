@@ -1,7 +1,7 @@
-// Which layers there are, and what holds for each of them.
+// Keeps all layers and their settings.
 //
-// The registry has one lock. It is held for as long as settings are read or written, never while anything waits, and no
-// other lock is taken under it. What holds for a layer is handed out as a snapshot that nobody changes any more.
+// The registry has one lock. It is held while settings are read or written, but never during a wait, and no other lock
+// is taken under it. The settings of a layer are handed out as a snapshot that never changes.
 #pragma once
 
 #include <cstdint>
@@ -22,55 +22,55 @@ class Layer {
     const int64_t id;
     const std::string name;
     const Pooling pooling;
-    MeetingRoom room;  // where its replicas meet; with a lock of its own
+    MeetingRoom room;  // where its replicas meet; has a lock of its own
 
     Layer(int64_t id, std::string name, Pooling pooling) : id(id), name(std::move(name)), pooling(pooling) {}
 
-    // What holds now.
+    // The current settings.
     std::shared_ptr<const Terms> terms() const;
 
   private:
     friend class Registry;
-    // All of these belong to the registry's lock.
+    // The registry's lock guards all of these.
     std::vector<std::string> contexts_;  // that hold the parameters, each once
     size_t replicas_ = 0;
-    double timeout_ = 0;  // seconds; 0: as the registry says
-    Asked exchange_;      // of its own; without a host: as the registry says
+    double timeout_ = 0;  // seconds; 0: the registry's default
+    Asked exchange_;      // its own; without a host: the registry's default
     std::shared_ptr<const Terms> terms_;
 };
 
 class Registry {
   public:
     std::shared_ptr<Layer> create(const std::string& name, const Pooling& pooling);
-    std::shared_ptr<Layer> find(int64_t id) const;  // null where it is gone
-    void drop(int64_t id);                          // operators in flight hold on to their own
+    std::shared_ptr<Layer> find(int64_t id) const;  // null if it is gone
+    void drop(int64_t id);                          // operators in flight keep it alive
     size_t count() const;
-    // True where some layer has several replicas on a context.
+    // Whether some layer has several replicas on a context.
     bool contexts_are_shared() const;
 
-    // A layer's name in a graph. No other process has the same one, so that a graph that was saved is recognised.
+    // Returns a layer's name in a graph. It is unique among processes, so that a saved graph is recognised.
     std::string token_of(const Layer& layer) const;
-    std::shared_ptr<Layer> of_token(const std::string& token) const;  // null where it is of another process, or gone
+    std::shared_ptr<Layer> of_token(const std::string& token) const;  // null: of another process, or gone
 
-    // The contexts that hold the parameters, and how many replicas they have in all. Forgets unfinished meetings
-    // where these are others than before.
+    // Sets the contexts that hold the parameters, and the number of their replicas. Forgets unfinished meetings if
+    // these have changed.
     void place(Layer& layer, std::vector<std::string> contexts, size_t replicas);
     void set_timeout(Layer& layer, double seconds);
     void set_exchange(Layer& layer, const Asked& exchange);
 
-    // For layers that do not say.
+    // For layers without a timeout of their own.
     void set_default_timeout(double seconds);
     double default_timeout() const;
     void set_default_exchange(const Asked& exchange);
     void set_nonfinite(Nonfinite what);
-    // Only these take part; empty means all.
+    // Sets the contexts that take part; empty means all.
     void set_devices(std::vector<std::string> contexts);
-    // Draws the permutations of all layers from here, starting with their first call.
+    // Seeds the permutations of all layers, beginning with their first call.
     void set_seed(uint64_t seed);
 
     // Forgets all unfinished meetings. Nothing may be in flight.
     void forget_meetings();
-    // In the child of a fork, whose one thread finds nothing in flight.
+    // Called in the child of a fork, whose one thread has nothing in flight.
     void forked();
 
   private:

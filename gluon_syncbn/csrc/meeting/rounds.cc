@@ -36,8 +36,8 @@ bool Rounds::Round::settled() const {
 
 void Rounds::add(const Terms& terms, const std::string& context, int64_t node, const std::shared_ptr<Scope>& scope) {
     const auto place = std::find(terms.contexts.begin(), terms.contexts.end(), context);
-    if (place == terms.contexts.end()) return;                                      // the call says so when it joins
-    if (terms.taking_part.size() == 1 && !terms.choice->spans_processes()) return;  // nobody to mistake it for
+    if (place == terms.contexts.end()) return;                                      // joining reports the error
+    if (terms.taking_part.size() == 1 && !terms.choice->spans_processes()) return;  // no other replica it could meet
     const auto own = static_cast<size_t>(place - terms.contexts.begin());
 
     auto& [rounds, last] = nodes_[node];
@@ -45,15 +45,16 @@ void Rounds::add(const Terms& terms, const std::string& context, int64_t node, c
     const auto at = std::find_if(rounds.begin(), rounds.end(), [&](const Round& r) { return !r.callers[own]; });
     const auto calls = [&](const Round& r, size_t c) { return r.callers[c] == scope; };
 
-    // Its thread may not even have given its last call to MXNet's engine, which orders them anew for each context.
+    // The last caller's thread may not have passed its call to MXNet's engine, which orders calls anew for each
+    // context.
     last.resize(terms.contexts.size());
     if (last[own] && last[own] != scope && last[own]->open) refuse(terms, context, *scope, *last[own]);
     if (scope->open) {
-        // This step has called another replica in a round where this replica is not its own,
+        // Error: this step has called another replica in a round where another step has called this replica.
         for (auto r = rounds.begin(); r != at; ++r)
             for (size_t c = 0; c < r->callers.size(); ++c)
                 if (calls(*r, c) && !calls(*r, own)) refuse(terms, context, *scope, *r->callers[own]);
-        // or would be in this round beside another step, and has called that one's replica later.
+        // Error: another step has called a replica in this round, and this step has called it in a later one.
         if (at != rounds.end())
             for (size_t c = 0; c < at->callers.size(); ++c)
                 if (at->callers[c] && !calls(*at, c) &&

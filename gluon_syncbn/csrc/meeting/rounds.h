@@ -1,8 +1,8 @@
-// Whose step each call of a layer is part of, seen where calls are issued.
+// Finds which step each call of a layer belongs to, when calls are issued.
 //
-// The n-th calls on all contexts make a round, and they are what meets. They may come from one thread, or from one thread
-// for each context. But a step that calls several replicas has to have them in the same rounds. As long as its scope is open,
-// no other may call the same replica:
+// The n-th calls on all contexts make a round, and these calls meet. They may come from one thread, or from one thread
+// for each context. A step that calls several replicas must have them in the same rounds. While its scope is open, no
+// other step may call the same replica:
 //
 //                 cpu(0)   cpu(1)
 //     round 1     A        B           A and B have begun at the same time, and each is about to call both:
@@ -22,27 +22,27 @@ namespace syncbn {
 
 struct Terms;
 
-// Of one layer, with several contexts and a replica on each; guarded by the lock of its room.
+// The rounds of one layer, with one replica on each of several contexts; guarded by the lock of its room.
 class Rounds {
   public:
-    // A call of this node of a graph, or of this whole graph, in this scope. Throws Failure, to both threads, where it is
-    // in the middle of a step of another thread.
+    // Adds a call of this node of a graph, or of this whole graph, in this scope. Throws Failure, to both threads, if
+    // the layer is in the middle of a step of another thread.
     void add(const Terms& terms, const std::string& context, int64_t node, const std::shared_ptr<Scope>& scope);
-    // All of them. What other threads have begun ends with that.
+    // Forgets all rounds, which ends the steps of other threads.
     void forget();
-    // In the child of a fork, where there are no other threads.
+    // Called in the child of a fork, which has no other threads.
     void forked() { nodes_.clear(); }
 
   private:
     struct Round {
         std::vector<std::shared_ptr<Scope>> callers;  // [contexts]; null before the call
         size_t missing;
-        // Nothing that is called from now on can make it wrong.
+        // Whether no later call can make it wrong.
         bool settled() const;
     };
     struct Node {
-        std::deque<Round> rounds;                  // from the first that is not settled
-        std::vector<std::shared_ptr<Scope>> last;  // [contexts], that has called
+        std::deque<Round> rounds;                  // beginning with the first that is not settled
+        std::vector<std::shared_ptr<Scope>> last;  // [contexts], the last caller
     };
     std::map<int64_t, Node> nodes_;  // of graphs
 };

@@ -1,4 +1,4 @@
-// What one thread does between entering and leaving `with autograd.record()` or `train_mode()`: its part of a step.
+// Represents a thread's part of a step, between entering and leaving `with autograd.record()` or `train_mode()`.
 #pragma once
 
 #include <atomic>
@@ -17,27 +17,28 @@ class Scope {
 
     const std::string thread;  // its name
     std::atomic<bool> open{true};
-    int64_t step;  // the number of the step that this scope has last been part of; for its own thread
+    int64_t step;  // the number of its last step; only its own thread reads it
 
-    // Its step cannot go on; the first reason stays.
+    // Ends its step; the first reason stays.
     void end(const Failure& failure);
-    // Throws that reason. It ends here where the step had failed before this scope was entered, which happens where other
-    // threads are still in theirs: their next one would forget the failure, and nobody would tell this thread.
+    // Throws the reason why its step has ended. A failure from before this scope's beginning ends the step here. Other
+    // threads may still be in their scopes then. Their next scope forgets the failure, and this thread would not learn
+    // of it.
     void throw_if_ended();
-    // That reason; null where there is none. It lives as long as the scope.
+    // Returns that reason, or null. It lives as long as the scope.
     const Failure* why_ended() const { return why_ended_; }
 
   private:
-    const std::shared_ptr<const Failure> before_;     // the failure that it has found
-    std::atomic<const Failure*> why_ended_{nullptr};  // no lock, which a fork might find taken
+    const std::shared_ptr<const Failure> before_;     // the failure at its beginning
+    std::atomic<const Failure*> why_ended_{nullptr};  // without a lock, because a fork might find it taken
 };
 
-// That of this thread. Calls outside of any share one, which is never open.
+// Returns the scope of this thread. Calls outside of any scope share one, which is never open.
 const std::shared_ptr<Scope>& current_scope();
 bool within_scope();
 
-// This thread executes a graph that has told of its calls as a whole. MXNet issues some of them anew where a shape has
-// changed, on some contexts alone.
+// Whether this thread executes a graph that has announced its calls as a whole. If a shape has changed, MXNet issues
+// some of them again, on some contexts only.
 bool& within_graph();
 
 void enter_scope(std::string thread);

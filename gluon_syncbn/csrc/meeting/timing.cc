@@ -12,12 +12,12 @@
 namespace syncbn {
 namespace {
 
-constexpr size_t kWorst = 5;  // layers to name
+constexpr size_t kWorst = 5;  // number of layers to name
 
 struct Waits {
     int64_t meetings = 0;
     double waited = 0;                      // seconds, of all replicas
-    std::map<std::string, double> last_by;  // of those, until this replica came
+    std::map<std::string, double> last_by;  // of those, the time until this replica came
 };
 
 struct Totals {
@@ -38,7 +38,7 @@ void record_meeting(const std::string& layer, const std::string& call, const Mee
     std::sort(order.begin(), order.end(),
               [&](size_t a, size_t b) { return phase.entries[a].at < phase.entries[b].at; });
     const double first = phase.entries[order.front()].at, last = phase.entries[order.back()].at;
-    if (first == 0) return;  // nobody wanted to know yet when that replica came
+    if (first == 0) return;  // it came before records were requested
     double waited = 0;
     std::ostringstream out;
     out << std::fixed << std::setprecision(3) << "SyncBatchNorm '" << layer << "', " << call << ": ";

@@ -1,4 +1,4 @@
-// Who waits for whom, and how long: told of each meeting where somebody wants to know, and summed up for the end of a run.
+// Records which replicas wait for which, and how long: for each meeting if requested, and in total at the end of a run.
 #pragma once
 
 #include <string>
@@ -7,11 +7,11 @@
 
 namespace syncbn {
 
-// A phase whose replicas have all arrived, under the room's lock.
+// Records a phase whose replicas have all arrived, under the room's lock.
 void record_meeting(const std::string& layer, const std::string& call, const Meeting& meeting, const Phase& phase);
 
-// Which layers were waited in longest and which replicas came last there, in a few lines; empty where nothing was
-// recorded.
+// Returns the layers with the longest waits and the replicas that came last there, in a few lines; empty without
+// records.
 std::string slowest();
 
 }  // namespace syncbn

@@ -1,8 +1,8 @@
-// What has to be known of MXNet's C++ side: how the published libraries of 1.9.1 lay out what the engine hands to an
-// operator. They are the last ones, so this is final, and `Library` opens no others. tests/native compares it with the
-// headers that the wheel brings; what they do not have is marked.
+// Declares the parts of MXNet's C++ side that calls need: how the published libraries of 1.9.1 lay out the arguments of
+// an operator. They are the last release, so this is final, and `Library` opens no others. A test in tests/native
+// compares it with the wheel's headers; parts that these lack are marked.
 //
-// Those libraries were compiled by g++ 4.8. Of what is used here, later versions have changed std::string alone.
+// Those libraries were compiled by g++ 4.8. Of the types used here, later versions have changed only std::string.
 #pragma once
 
 #include <array>
@@ -19,8 +19,8 @@
 namespace syncbn {
 namespace native {
 
-// std::string as it was before g++ 5: a pointer to the characters, in front of which are their number, the capacity and
-// how many share them. Of a constant.
+// A constant std::string as before g++ 5: a pointer to the characters. Before these are their number, the capacity and
+// the number of sharers.
 class OldString {
   public:
     explicit OldString(const char* text) {
@@ -73,7 +73,7 @@ class NDArray {
     NDArray(const NDArray& other);
     NDArray& operator=(const NDArray&) = delete;
     ~NDArray();
-    // The same values in the order of the dimensions: a copy, where they are in another.
+    // Returns the values in the order of the dimensions, as a copy if they are in another.
     static NDArray plain(const NDArray& other);
     bool is_plain() const;
     Chunk& chunk() const { return *chunk_; }

@@ -19,13 +19,13 @@ namespace syncbn {
 namespace native {
 namespace {
 
-// An array of a call, and where it is in the list of `Node`.
+// An array of a call, and its index in the list of `Node`.
 struct Entry {
     int at;
     const NDArray* array;
-    bool data;     // or a vector
-    bool written;  // or read
-    int request;   // of what is written
+    bool data;     // otherwise a vector
+    bool written;  // otherwise read
+    int request;   // for a written array
 };
 
 std::atomic<int64_t> blocked{0}, lone{0};  // calls
@@ -48,8 +48,8 @@ class Execution : public Work {
 
     Call& call() const { return *static_cast<Call*>(state_->custom->callbacks->contexts[0]); }
 
-    // Takes the arrays as they are, or, where they are in different layouts or in one that no kernel knows, plain. This
-    // is for the thread that MXNet runs the operator in.
+    // Takes the arrays in their layout. If layouts differ, or no kernel knows one, takes plain copies. Must run in the
+    // thread in which MXNet runs the operator.
     void take(const std::vector<Entry>& entries, int length) {
         arrays_.list.resize(static_cast<size_t>(length));
         kept_.reserve(entries.size());
@@ -66,13 +66,13 @@ class Execution : public Work {
                 kept_.push_back(NDArray::plain(*entry.array));
             if (as_is)
                 array.values = kept_.back().chunk().values;
-            else if (entry.written && !entry.array->is_plain())  // added to, or laid out in vain
+            else if (entry.written && !entry.array->is_plain())  // it is added to, or its layout is not needed
                 library.reorder_chunk(&entry.array->chunk());
             array.handle = &kept_.back();
         }
     }
 
-    // The first half of the call. Returns whether what is left waits for nobody.
+    // Runs the first half of the call. Returns whether the rest will not wait.
     bool begin() noexcept {
         begun_ = true;
         bool due = true;
@@ -83,7 +83,7 @@ class Execution : public Work {
         return due;
     }
 
-    // The rest of it.
+    // Runs the rest of the call.
     void run() noexcept override {
         if (!begun_) begin();
         if (!failure_)
@@ -102,7 +102,7 @@ class Execution : public Work {
     bool training() const { return training_; }
 
   private:
-    // That of all data that are read, if what is written can have it.
+    // Returns the common layout of all data that are read, if the written data can have it.
     const Descriptor* common_layout(const std::vector<Entry>& entries) const {
         const Tensor& tensor = call().tensor();
         const Descriptor* common = nullptr;
@@ -121,7 +121,7 @@ class Execution : public Work {
             if (!entry.data || !entry.written || entry.request == kNull) continue;
             NDArray array(*entry.array);
             const bool laid_out = library.lay_out(&array, common) != nullptr;
-            library.submit(library.stream(), true);  // which has noted the memory, and would keep it
+            library.submit(library.stream(), true);  // it has registered the memory, and would keep it
             if (!laid_out) return nullptr;
         }
         return common;
@@ -135,7 +135,7 @@ class Execution : public Work {
             failure_ = std::current_exception();
         } catch (const std::exception& e) {
             failure_ = std::current_exception();
-            step().fail(e);  // nobody else need wait
+            step().fail(e);  // the other replicas need not wait
         }
     }
 
@@ -204,7 +204,7 @@ class Backward : public Execution {
 
 // ---- MXNet's own custom operators ----------------------------------------------------------------------------
 
-// MXNet made plain copies for them as long as this way was not taken, and they may free them before the operator ends.
+// MXNet would have made plain copies for them, and may free these before the operator ends.
 struct Rest {
     NDArrays inputs;
     Completion complete;
@@ -238,8 +238,8 @@ void begin(const Compute& original, const StatePointer& state, const Context& co
     const auto& call = *static_cast<const Call*>(state->custom->callbacks->contexts[0]);
     try {
         auto execution = std::make_unique<Kind>(state, context, inputs, requests, outputs);
-        // In this thread of the engine, unless others have to be waited for; whoever comes last to a meeting stays. Not in
-        // the thread that issues operators: MXNet runs those in it that complete by themselves and find their inputs ready.
+        // Runs in this thread of the engine, unless the call has to wait; the last replica of a meeting stays here. Not
+        // in the issuing thread: MXNet runs operators there that complete by themselves and whose inputs are ready.
         if (on_main_thread() || !execution->begin()) return start(std::move(execution));
         ++lone;
         execution->run();
@@ -248,7 +248,7 @@ void begin(const Compute& original, const StatePointer& state, const Context& co
     }
 }
 
-// Returns what is wrong; empty where it serves.
+// Returns the problem; empty if it works.
 template <typename Kind>
 std::string replace(const char* op_name, const std::string& device) {
     const OldString attribute(("FStatefulComputeEx<" + device + ">").c_str()), flag("TIsMKLDNN");

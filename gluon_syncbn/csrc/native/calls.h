@@ -1,5 +1,5 @@
-// The way of a call from MXNet's engine to the layer without MXNet's own `Custom` between: that copies arrays in oneDNN's
-// layouts and frees the copies while the operator still runs, and takes three operations of the engine for one.
+// Brings calls from MXNet's engine to the layer without MXNet's own `Custom`. That one copies arrays in oneDNN's
+// layouts and frees the copies while the operator still runs. It also takes three operations of the engine for one.
 #pragma once
 
 #include <cstdint>
@@ -8,13 +8,13 @@
 namespace syncbn {
 namespace native {
 
-// From now on, calls of our operator on "cpu" or "gpu" contexts come this way; those of other custom operators go on to
-// MXNet's. `library`: of dlopen, MXNet's. Returns why not; empty where they do.
+// Takes over calls of our operator on "cpu" or "gpu" contexts; other custom operators are forwarded to MXNet's handler.
+// `library` is MXNet's, a handle of dlopen. Returns the reason if it cannot; otherwise empty.
 std::string take_calls(void* library, const std::string& device);
 
-// How many forwards and backwards had their data in blocks of channels.
+// The number of forwards and backwards with data in blocks of channels.
 int64_t blocked_calls();
-// How many waited for nobody and were run by the engine's own threads.
+// The number of calls that did not wait and ran in the engine's own threads.
 int64_t lone_calls();
 
 }  // namespace native

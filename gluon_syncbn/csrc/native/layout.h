@@ -1,4 +1,4 @@
-// oneDNN's layouts in which a call can take its data as they are.
+// Finds oneDNN's layouts in which a call can take its data without a copy.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,11 @@
 namespace syncbn {
 namespace native {
 
-// Null where they are in the order of the dimensions, or in a layout that the kernels do not know: of float32, with 8
-// or 16 channels side by side, and all channels in such blocks.
+// Returns the layout if it is float32 with all channels in blocks of 8 or 16 neighbours. Null for the order of the
+// dimensions, and for other layouts.
 const Descriptor* blocks_of(const NDArray& array, Type type, const Shape& shape);
 int64_t block_of(const Descriptor& descriptor);
-// The same type, extents and order.
+// Whether type, extents and order are the same.
 bool alike(const Descriptor& a, const Descriptor& b);
 
 }  // namespace native

@@ -29,7 +29,7 @@ struct Search {
     std::string build_id;
 };
 
-// The note that the linker left in an object.
+// Returns the build id, a note of the linker in an object.
 std::string build_id(const dl_phdr_info& object, const ElfW(Phdr) & segment) {
     const char* at = reinterpret_cast<const char*>(object.dlpi_addr + segment.p_vaddr);
     const char* end = at + segment.p_memsz;

@@ -1,4 +1,4 @@
-// MXNet's library, where it is one whose C++ side is known.
+// Wraps MXNet's library, if its C++ side is known.
 #pragma once
 
 #include <string>
@@ -15,18 +15,18 @@ struct Library {
     int (*find_op)(const char* name, Op** op);
     void (*copy)(NDArray* out, const NDArray* from);
     void (*destroy)(NDArray* array);
-    NDArray* (*reorder)(NDArray* out, const NDArray* from);          // to plain; out holds nothing before
+    NDArray* (*reorder)(NDArray* out, const NDArray* from);          // to plain; `out` is empty before
     void* (*lay_out)(NDArray* array, const Descriptor* descriptor);  // null for a view
     bool (*is_blocked)(const Chunk* chunk);
-    void (*reorder_chunk)(Chunk* chunk);  // to plain, in its place
+    void (*reorder_chunk)(Chunk* chunk);  // to plain, in place
     void* (*stream)();                    // oneDNN's, of this thread
     void (*submit)(void* stream, bool clean_up);
 };
 
-// The one that `open` has found.
+// The library that `open` has found.
 extern Library library;
 
-// `handle`: of dlopen; `device`: "cpu" or "gpu", whose calls are to come. Returns why it cannot be used; empty where it can.
+// `handle` is of dlopen; `device` is "cpu" or "gpu". Returns why the library cannot be used; empty if it can.
 std::string open(void* handle, const std::string& device);
 
 }  // namespace native

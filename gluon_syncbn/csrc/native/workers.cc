@@ -21,8 +21,8 @@ struct Worker {
 
 struct Workers {
     std::mutex mutex;
-    std::vector<Worker*> idle;  // whoever was last at work is first again: its memory is warm
-    size_t count = 0;           // of all; there is room in `idle` for as many
+    std::vector<Worker*> idle;  // the last to work comes first again: its memory is in the cache
+    size_t count = 0;           // of all workers; `idle` has capacity for as many
 };
 
 Workers* workers = new Workers;  // never destroyed: threads may be in it when the process ends

@@ -1,4 +1,4 @@
-// Threads in which calls run and wait for each other: as many as there are calls at a time, kept for later ones.
+// Provides threads in which calls run and wait for each other: one for each simultaneous call, kept for later ones.
 #pragma once
 
 #include <memory>
@@ -12,9 +12,9 @@ class Work {
     virtual void run() noexcept = 0;
 };
 
-// On a thread that has nothing else to do. Throws Failure where none can be started; then the work is gone.
+// Runs the work on an idle thread. Throws Failure if none can be started; then the work is gone.
 void start(std::unique_ptr<Work> work);
-// In the child of a fork, which has none of them.
+// Called in the child of a fork, which has no workers.
 void forget_workers();
 
 }  // namespace native

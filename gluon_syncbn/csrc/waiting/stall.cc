@@ -18,14 +18,14 @@
 namespace syncbn {
 namespace {
 
-constexpr double kWindow = 4.0;      // seconds of samples to keep
-constexpr double kStopped = 1.0;     // between two samples: the process itself was stopped, whatever it waits for
-constexpr double kIdleShare = 0.25;  // of one core: Horovod's thread, which looks around every 1 ms, takes 0.12 to 0.19
+constexpr double kWindow = 4.0;        // seconds of samples to keep
+constexpr double kStopped = 1.0;       // between two samples; more means that the process itself was stopped
+constexpr double kIdleShare = 0.25;    // of one core: Horovod's thread, which polls every 1 ms, takes 0.12 to 0.19
 constexpr double kEndAfterIdle = 1.5;  // seconds
 
 std::atomic<long> interrupted{0};
 std::atomic<bool> alone{false};
-// What SIGINT did before.
+// The previous handlers of SIGINT.
 std::atomic<const struct sigaction*> previous{nullptr}, original{nullptr};
 thread_local int depth = 0;
 
@@ -35,7 +35,7 @@ double processor_time() {
     return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-// Seconds that the threads of this process were ready to run and did not. 0 where the kernel keeps no such account.
+// Returns the seconds in which threads of this process were ready and did not run; 0 if the kernel does not count them.
 double run_delay() {
     double total = 0;
     const std::unique_ptr<DIR, int (*)(DIR*)> tasks(opendir("/proc/self/task"), closedir);
@@ -50,7 +50,7 @@ double run_delay() {
 
 void on_interrupt(int signal, siginfo_t* info, void* context) {
     interrupted.fetch_add(1);
-    // A handler that was installed over ours may call us back: then the one below is meant, unless that is the same one.
+    // A handler that was installed over ours may call us back. Then `original` comes next, unless both are the same.
     const struct sigaction* next = depth == 0 ? previous.load() : original.load();
     if (depth > 1 || (depth == 1 && next == previous.load())) return;
     ++depth;
@@ -61,8 +61,8 @@ void on_interrupt(int signal, siginfo_t* info, void* context) {
     --depth;
 }
 
-// The handler may run while a waiter chains another one, so each is written once and then left as it is, for good. A
-// program has few handlers, and may install them again and again. One waiter at a time.
+// The handler may run while a waiter chains another one. So each entry is written once and never changes. A program has
+// few handlers, and may install them again and again. One waiter calls at a time.
 const struct sigaction* keep(const struct sigaction& handler) {
     static auto& kept = *new std::deque<struct sigaction>;
     for (const auto& known : kept)
@@ -79,14 +79,14 @@ Stall::Stall(long interrupts_before) : interrupts_(interrupts_before), processor
 
 void Stall::sample() {
     const double time = seconds(), last = samples_.empty() ? time : samples_.back().first;
-    waited_ += std::min(time - last, kStopped);  // however slow the machine is, every wait ends
+    waited_ += std::min(time - last, kStopped);  // every wait ends, even on a slow machine
     if (time - last >= kStopped) samples_.clear();
     const double processor = processor_time(), ran = processor - processor_time_;
     processor_time_ = processor;
     busy_ += ran;
-    if (time > last && ran < kIdleShare * (time - last)) {  // a file for each thread, so only where it matters
+    if (time > last && ran < kIdleShare * (time - last)) {  // it reads a file for each thread, so only if it matters
         const double delay = run_delay();
-        if (delay_ >= 0) busy_ += std::max(0.0, delay - delay_);  // threads that have ended take theirs along
+        if (delay_ >= 0) busy_ += std::max(0.0, delay - delay_);  // ended threads no longer count
         delay_ = delay;
     }
     samples_.emplace_back(time, busy_);
@@ -110,7 +110,7 @@ void watch_interrupts() {
     struct sigaction current;
     if (sigaction(SIGINT, nullptr, &current) != 0) return;
     if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == on_interrupt) return;
-    // Default ends the process at once, ignored means ignored: nothing to chain to, nothing to add.
+    // The default ends the process at once, and an ignored signal stays ignored. Neither needs a chain.
     if (!(current.sa_flags & SA_SIGINFO) && (current.sa_handler == SIG_DFL || current.sa_handler == SIG_IGN)) return;
     const auto* chained = keep(current);
     if (original.load() == nullptr) original.store(chained);

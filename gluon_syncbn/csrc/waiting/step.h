@@ -1,4 +1,4 @@
-// Whether the step has failed: once it has, every wait ends and nothing is exchanged any more, until `reset`.
+// Records whether the step has failed. Then every wait ends and nothing is exchanged until `reset`.
 #pragma once
 
 #include <atomic>
@@ -13,32 +13,32 @@ namespace syncbn {
 
 class Step {
   public:
-    // The first reason stays. Where there is no memory for it, another one does.
+    // The first reason stays. Without memory for it, a constant reason replaces it.
     void fail(const std::exception& error) noexcept;
-    // The reason; null where all is well.
+    // Returns the reason, or null.
     std::shared_ptr<const Failure> failure() const;
     // Throws the reason.
     void throw_if_failed() const;
-    // Whether this is its number.
+    // Whether this is the current step's number.
     bool goes_on(int64_t number) const { return number == this->number; }
     void clear();
 
-    // How many steps have been forgotten. Whoever raises it forgets the meetings next, and calls `clear` after that.
+    // The number of forgotten steps. After raising it, forget the meetings and call `clear`.
     std::atomic<int64_t> number{0};
-    // The process has run its exit handlers: whatever comes to run is a failure.
+    // The process has run its exit handlers: operators that run now fail.
     std::atomic<bool> closed{false};
-    // A thread in the middle of a step, whose replicas cannot all be called, waits to fork.
+    // A thread in the middle of a step waits to fork, so not all replicas can be called.
     std::atomic<bool> forking{false};
-    // The only thread that trains is in the middle of a step and waits for all that MXNet has in flight.
+    // The only thread that trains waits for all of MXNet's work in the middle of a step.
     std::atomic<bool> waiting{false};
     // The process has no batch left: its calls contribute an empty one, so that the other processes can go on.
     std::atomic<bool> out_of_batches{false};
 
   private:
-    mutable std::mutex mutex_;  // guards failure_; held for as long as a pointer is copied, and under no condition
+    mutable std::mutex mutex_;  // guards failure_; held while a pointer is copied, and without other locks
     std::shared_ptr<const Failure> failure_;
     const std::shared_ptr<const Failure> no_memory_ = std::make_shared<const Failure>(kNoMemory);
-    std::atomic<bool> failed_{false};  // so that nobody takes the lock where all is well
+    std::atomic<bool> failed_{false};  // avoids the lock if there is no failure
 };
 
 Step& step();

@@ -11,8 +11,8 @@
 namespace syncbn {
 namespace {
 
-constexpr double kLookAfter = 0.04;       // seconds: less than `kSlice`, so that each slice has its look
-constexpr double kEndAfterInterrupt = 5;  // seconds, where nobody can tell what spins from what computes
+constexpr double kLookAfter = 0.04;       // seconds: less than `kSlice`, so that each slice has one check
+constexpr double kEndAfterInterrupt = 5;  // seconds, if spinning cannot be told from computing
 
 }  // namespace
 

@@ -1,5 +1,5 @@
-// The end of every wait: of replicas for each other, of processes for each other, for a turn, for NCCL, for a GPU, and for what
-// a call repeats. Whoever waits looks once every `kSlice` or more often, and says what is waited for.
+// Ends every wait: of replicas or processes for each other, for a turn, NCCL or a GPU, and for a repeated call. A
+// waiting thread calls `look` at least once in every `kSlice`, and names the object of its wait.
 #pragma once
 
 #include <chrono>
@@ -15,38 +15,38 @@ constexpr double kWarnAfter = 10;  // seconds, of every wait
 
 class Wait {
   public:
-    // Why it ends. `kLong` is no end: a warning.
+    // The reason to end. `kLong` is only a warning.
     enum class Why { kAskedToEnd, kForked, kLate, kLong };
 
-    // Seconds. `interrupts_before`: as they were when it began.
+    // Seconds. `interrupts_before`: the number of interrupts at its beginning.
     explicit Wait(double timeout, double warn_after = kWarnAfter, long interrupts_before = interrupts());
     virtual ~Wait() = default;
     Wait(const Wait&) = delete;
     Wait& operator=(const Wait&) = delete;
 
-    // Throws Failure where the wait should not go on: the step has failed, the process was asked to end, a fork waits, or
-    // time is up. Warns once where it takes long.
+    // Throws Failure if the wait must end: the step has failed, the process was asked to end, a fork waits, or time is
+    // up. Warns once if it takes long.
     void look();
 
   protected:
-    // What there is to say; empty: nothing.
+    // The text of the message; empty: none.
     virtual std::string text(Why why) = 0;
-    // Throws it.
+    // Throws the text.
     [[noreturn]] virtual void give_up(const std::string& text);
     virtual void warn(const std::string& text);
-    // Throws the reason where somebody else has failed.
+    // Throws the reason if the step has failed elsewhere.
     virtual void throw_if_failed();
-    // A look of its own, in a wait that is no short one.
+    // A further check, in a wait that is not short.
     virtual void look_around() {}
-    // A fork waits for this wait, and what is waited for does not come.
+    // Whether this wait, for which a fork waits, can no longer succeed.
     virtual bool in_vain() { return stall_->idle_for(kForkIdle); }
-    // What is waited for may keep a processor busy and compute nothing.
+    // Whether a spinning thread may keep a processor busy without computing.
     virtual bool spins() const { return false; }
 
     const Stall& stall() const { return *stall_; }
     double waited() const { return stall_->waited(); }
     double limit() const { return limit_; }
-    // From now on, so many seconds more.
+    // Allows so many seconds more from now on.
     void extend(double seconds) { limit_ = waited() + seconds; }
 
     static constexpr double kForkIdle = 1;  // seconds without computing
@@ -55,13 +55,13 @@ class Wait {
     double limit_;
     const double warn_after_;
     const long interrupts_;
-    double looked_;               // when; at first, when it began
-    std::optional<Stall> stall_;  // once it is no short one
-    double interrupted_ = -1;     // seconds after which it was
+    double looked_;               // the time of the last check, or of the beginning
+    std::optional<Stall> stall_;  // empty in a short wait
+    double interrupted_ = -1;     // seconds after which it was interrupted
     bool warned_ = false;
 };
 
-// One for something that a clause names.
+// A wait for an object that `why` names.
 class WaitFor : public Wait {
   public:
     // For the layer of this name. `why`: "NCCL has not connected the GPUs"; `advice`, where that lasts.
