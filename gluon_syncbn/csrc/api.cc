@@ -1,5 +1,5 @@
-// The functions that `_native.py` calls: plain values in and out, no exception passes. Where one would, a function returns
-// null or -1, and Python raises what `syncbn_problem` says.
+// Implements the functions that `_native.py` calls, with plain values and without exceptions. After an exception, a
+// function returns null or -1, and Python raises an error with the text of `syncbn_problem`.
 #include <algorithm>
 #include <cstring>
 #include <iterator>
@@ -46,9 +46,9 @@ std::vector<std::string> strings(int64_t count, const char** values) {
     return std::vector<std::string>(values, values + count);
 }
 
-thread_local char problem[512] = "";  // no memory is needed to say that there is none
+thread_local char problem[512] = "";  // works without memory
 
-// What `work` returns, or where it throws `instead`.
+// Returns the result of `work`, or `instead` after an exception.
 template <typename Result, typename Work>
 Result guarded(Result instead, const Work& work) noexcept {
     try {
@@ -67,7 +67,7 @@ int done(const Work& work) noexcept {
     });
 }
 
-// Text for Python; valid until this thread's next call.
+// Keeps a text for Python until this thread's next call.
 const char* keep(std::string value) noexcept {
     static thread_local std::string kept;
     kept = std::move(value);
@@ -81,7 +81,7 @@ const char* text(const Work& work) noexcept {
 
 using ExchangeHandle = syncbn::Asked;
 
-// A handle of the exchange that `make` returns; it lasts as long as the process.
+// Makes a handle of the exchange that `make` returns; it lasts as long as the process.
 template <typename Make>
 void* handle(const Make& make) noexcept {
     return guarded<void*>(nullptr, [&] { return new ExchangeHandle{make()}; });
@@ -89,10 +89,10 @@ void* handle(const Make& make) noexcept {
 
 }  // namespace
 
-// Of the last call of this thread that has returned null or -1.
+// The error of this thread's last call that returned null or -1.
 SYNCBN_API const char* syncbn_problem() { return problem; }
 
-// `functions` are those of syncbn::MXNet, in that order.
+// `functions` are the members of syncbn::MXNet, in that order.
 SYNCBN_API int syncbn_register(void** functions, int64_t count) {
     syncbn::MXNet mx;
     if (count * sizeof(void*) != sizeof mx) return -1;
@@ -100,17 +100,17 @@ SYNCBN_API int syncbn_register(void** functions, int64_t count) {
     return guarded(-1, [&] { return syncbn::register_operator(mx); });
 }
 
-// `library`: of dlopen, MXNet's. Returns why calls on "cpu" or "gpu" contexts come through MXNet's `Custom`; empty where they
-// do not.
+// `library` is MXNet's, a handle of dlopen. Returns why calls on "cpu" or "gpu" contexts come through MXNet's `Custom`;
+// empty if they do not.
 SYNCBN_API const char* syncbn_native_operator(void* library, const char* device) {
     return text([&] { return syncbn::native::take_calls(library, device); });
 }
 
-// How many calls had their data in blocks of channels.
+// The number of calls with data in blocks of channels.
 SYNCBN_API int64_t syncbn_blocked_calls() { return syncbn::native::blocked_calls(); }
 SYNCBN_API int64_t syncbn_lone_calls() { return syncbn::native::lone_calls(); }
 
-// `library`: of dlopen, MXNet's. Where the source of the kernels is, and the folder in which what was compiled is kept.
+// `library` is MXNet's, a handle of dlopen; then the path of the kernels' source and the folder of compiled kernels.
 SYNCBN_API int syncbn_cuda(void* library, const char* source, const char* cache) {
     return done([&] {
         syncbn::cuda::set_library(library);
@@ -121,10 +121,10 @@ SYNCBN_API int syncbn_cuda(void* library, const char* source, const char* cache)
 
 SYNCBN_API int syncbn_cuda_close() { return done(syncbn::cuda::close_collectives); }
 
-// Empty where there is none.
+// Empty if there is none.
 SYNCBN_API const char* syncbn_nccl_problem() { return text(syncbn::cuda::why_no_collective); }
 
-// 128 bytes into `out`.
+// Writes 128 bytes to `out`.
 SYNCBN_API int syncbn_nccl_unique_id(char* out) {
     return done([&] {
         const std::string id = syncbn::cuda::new_unique_id();
@@ -132,15 +132,15 @@ SYNCBN_API int syncbn_nccl_unique_id(char* out) {
     });
 }
 
-// For compilations and launches outside MXNet: the threads of a block, and
+// The next three are for compilations and launches outside MXNet. The threads of a block.
 SYNCBN_API int syncbn_cuda_block() { return syncbn::cuda::kBlock; }
 
-// the source as NVRTC gets it, from where kernels.cu is, and
+// The source for NVRTC, given the path of kernels.cu.
 SYNCBN_API const char* syncbn_cuda_source(const char* path) {
     return text([&] { return syncbn::cuda::source(path); });
 }
 
-// [tiles, slots, chunks] of the reductions, blocks of the others along x, width, segment.
+// The plan: [tiles, slots, chunks] of the reductions, blocks of the others along x, width, segment.
 SYNCBN_API void syncbn_cuda_plan(int64_t samples, int64_t per_sample, int64_t channels, int64_t inner, int64_t slots,
                                  int64_t* out) {
     const syncbn::cuda::Plan plan({samples * per_sample, channels, inner}, samples, slots);
@@ -174,33 +174,34 @@ SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
     return done([&] { registry().set_timeout(*registry().find(id), seconds); });
 }
 
-// For tests: GPUs use an all-reduce from so many replicas on, in layers that have not met yet. Returns the old value.
+// For tests: sets the number of replicas from which GPUs use an all-reduce, for layers before their first meeting.
+// Returns the old value.
 SYNCBN_API int64_t syncbn_all_reduce_from(int64_t replicas) {
     return static_cast<int64_t>(syncbn::all_reduce_from(static_cast<size_t>(replicas)));
 }
 
-// `exchange`: a handle, see below; its own.
+// Sets a layer's own exchange, a handle; see below.
 SYNCBN_API int syncbn_layer_exchange(int64_t id, void* exchange) {
     return done([&] { registry().set_exchange(*registry().find(id), *static_cast<ExchangeHandle*>(exchange)); });
 }
 
 // ---- defaults ----
 
-// This thread calls a graph of this number, below -1, which has the layer in it.
+// Announces that this thread calls a graph of this number, below -1, which contains the layer.
 SYNCBN_API int syncbn_layer_issued(int64_t id, const char* context, int64_t graph) {
     return done([&] {
         if (const auto layer = registry().find(id)) layer->room.issued_again(*layer->terms(), context, graph);
     });
 }
 
-// Whether this thread executes such a graph.
+// Says whether this thread executes such a graph.
 SYNCBN_API void syncbn_within_graph(int so) { syncbn::within_graph() = so != 0; }
 
 SYNCBN_API int syncbn_timeout(double seconds) {
     return done([&] { registry().set_default_timeout(seconds); });
 }
 
-// Of a layer, or with another number that of the process.
+// Returns the timeout of a layer; for an unknown number that of the process.
 SYNCBN_API double syncbn_timeout_of(int64_t id) {
     const auto layer = registry().find(id);
     return layer ? layer->terms()->timeout : registry().default_timeout();
@@ -210,7 +211,7 @@ SYNCBN_API int syncbn_devices(int64_t count, const char** contexts) {
     return done([&] { registry().set_devices(strings(count, contexts)); });
 }
 
-// The numbers are those of syncbn::Nonfinite.
+// The values are those of syncbn::Nonfinite.
 SYNCBN_API int syncbn_nonfinite(int what) {
     return done([&] {
         registry().set_nonfinite(static_cast<syncbn::Nonfinite>(what));
@@ -224,12 +225,12 @@ SYNCBN_API int syncbn_seed(uint64_t seed) {
 
 // ---- exchanges ----
 
-// Of layers that have none of their own.
+// Sets the exchange of layers without one of their own.
 SYNCBN_API int syncbn_exchange(void* exchange) {
     return done([&] { registry().set_default_exchange(*static_cast<ExchangeHandle*>(exchange)); });
 }
 
-// In memory of this process, and of GPUs: by NCCL or else over the host; by NCCL and nothing else; over the host.
+// In memory of this process. GPUs use NCCL or else the host; only NCCL; only the host.
 SYNCBN_API void* syncbn_exchange_memory() {
     return handle([] { return ExchangeHandle{syncbn::memory_exchange()}; });
 }
@@ -240,7 +241,7 @@ SYNCBN_API void* syncbn_exchange_host() {
     return handle([] { return ExchangeHandle{syncbn::memory_exchange(), Nccl::kNever}; });
 }
 
-// Written in Python, and known there by their number: over the contexts of this process, or over processes.
+// Exchanges in Python, identified by their number: over the contexts of this process, or over processes.
 SYNCBN_API void* syncbn_exchange_contexts(int64_t number) {
     return handle([&] {
         return ExchangeHandle{syncbn::mxnet_kvstore(number, Form::kHost), Nccl::kIfThere,
@@ -251,12 +252,12 @@ SYNCBN_API void* syncbn_exchange_processes(int64_t number) {
     return handle([&] { return ExchangeHandle{syncbn::python_transport(number)}; });
 }
 
-// Once, before the first call; they have to stay as long as the process.
+// Called once, before the first use; the functions must stay as long as the process.
 SYNCBN_API void syncbn_python_functions(const syncbn::PythonFunctions* functions) {
     syncbn::set_python_functions(*functions);
 }
 
-// For those functions: fill in what they return.
+// For those functions: fill in their results.
 SYNCBN_API int syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key) {
     return done([&] {
         out->values.assign(values, values + length);
@@ -280,8 +281,8 @@ SYNCBN_API int syncbn_turn(syncbn::Turn* out, int64_t channel, int64_t number, i
     });
 }
 
-// Memory that the processes of this machine share. Rank 0 makes it, the others open it where the process and the number of
-// rank 0 say.
+// Memory that the processes of this machine share. Rank 0 creates it, and the others open it by rank 0's process and
+// number.
 SYNCBN_API void* syncbn_segment_create(int64_t ranks) {
     return guarded<void*>(nullptr, [&] { return Segment::create(static_cast<size_t>(ranks)).release(); });
 }
@@ -295,7 +296,7 @@ SYNCBN_API void* syncbn_segment_open(int64_t ranks, int64_t rank, int64_t proces
     });
 }
 SYNCBN_API int64_t syncbn_segment_number(void* segment) { return static_cast<Segment*>(segment)->number(); }
-// Returns its length; `out` has room for it.
+// Returns its length; `out` is large enough.
 SYNCBN_API int64_t syncbn_segment_token(void* segment, char* out) {
     return guarded<int64_t>(-1, [&] {
         const std::string token = static_cast<Segment*>(segment)->token();
@@ -305,7 +306,7 @@ SYNCBN_API int64_t syncbn_segment_token(void* segment, char* out) {
 }
 SYNCBN_API void syncbn_segment_free(void* segment) { delete static_cast<Segment*>(segment); }
 
-// Takes the segment. `transport` is a handle over the same processes.
+// Takes ownership of the segment. `transport` is a handle over the same processes.
 SYNCBN_API void* syncbn_exchange_shared_memory(void* segment, void* transport) {
     return handle([&] {
         return ExchangeHandle{std::make_shared<syncbn::SharedMemory>(
@@ -321,7 +322,7 @@ SYNCBN_API void* syncbn_exchange_machine(void* segment, void* transport, const i
             syncbn::Members{{ranks, ranks + count}, static_cast<size_t>(of)})};
     });
 }
-// Of handles: that of the machine, of the processes that speak for one each, and of all.
+// `machine`, `leaders` and `transport` are handles: of the machine, of one process for each machine, and of all.
 SYNCBN_API void* syncbn_exchange_hierarchy(void* machine, void* leaders, void* transport) {
     return handle([&] {
         return ExchangeHandle{syncbn::hierarchy(
@@ -330,7 +331,7 @@ SYNCBN_API void* syncbn_exchange_hierarchy(void* machine, void* leaders, void* t
     });
 }
 
-// What an exchange makes of the one row of this process.
+// Returns an exchange's result for the one row of this process.
 SYNCBN_API int syncbn_allreduce(void* exchange, int merges, const syncbn::Ticket* ticket, int64_t length,
                                 const double* row, double* out) {
     return done([&] {
@@ -341,7 +342,7 @@ SYNCBN_API int syncbn_allreduce(void* exchange, int merges, const syncbn::Ticket
     });
 }
 
-// This process has failed, or ends.
+// Reports that this process has failed, or ends.
 SYNCBN_API int syncbn_shared_memory_fail(void* exchange, const char* reason) {
     return done(
         [&] { static_cast<syncbn::SharedMemory&>(*static_cast<ExchangeHandle*>(exchange)->host).fail(reason); });
@@ -368,13 +369,13 @@ SYNCBN_API int64_t syncbn_tape_end() { return syncbn::end_tape(); }
 
 // ---- the step ----
 
-// A thread enters its outermost scope. `thread` is its name.
+// A thread of this name enters its outermost scope.
 SYNCBN_API int syncbn_scope_enter(const char* thread) {
     return done([&] { syncbn::enter_scope(thread); });
 }
 
-// It leaves that scope. Returns why the step of this thread could not go on, empty where it could; `current` is whether the
-// scope has been part of the step that goes on now, or it is 0 where that one began later.
+// The thread leaves that scope. Returns why its step failed, empty if it did not. `current` says whether the scope was
+// part of the current step; it is 0 if that step began later.
 SYNCBN_API const char* syncbn_scope_leave(int* current) {
     return text([&] {
         const auto scope = syncbn::current_scope();
@@ -393,7 +394,7 @@ SYNCBN_API void syncbn_fail(const char* reason) {
     }
 }
 
-// Empty where all is well.
+// Empty without a failure.
 SYNCBN_API const char* syncbn_failure() {
     return text([] {
         const auto failure = syncbn::step().failure();
@@ -401,29 +402,29 @@ SYNCBN_API const char* syncbn_failure() {
     });
 }
 
-// Forgets the failure and all unfinished meetings. Nothing may be in flight.
+// Forgets the failure and all unfinished meetings. No operator may be in flight.
 SYNCBN_API int syncbn_reset() {
     return done([&] {
         ++syncbn::step().number;
         syncbn::forget_handed_over();
         registry().forget_meetings();
-        syncbn::step().clear();  // so that nothing meets before
+        syncbn::step().clear();  // nothing meets before
     });
 }
 
-// An operation for MXNet's engine: fails as long as the step has failed.
+// An operation for MXNet's engine, which fails while the step has failed.
 SYNCBN_API void syncbn_gate(void*, void*) {
     if (const auto failure = syncbn::step().failure()) throw syncbn::error_with(failure->what());
 }
 
-// What is issued later and uses one of these arrays fails where the step has failed by the time that all of them are there.
-// After an operation of the engine that waits for all, another one for each: arrays of one operation share its exception, and
-// whoever reads what became of one of them takes it from the others, too.
+// If the step has failed when all arrays are available, later users of one of these arrays fail. One operation of the
+// engine waits for all arrays; then each array has an operation of its own. Arrays of one operation would share its
+// exception, and the first reader would remove it from the others.
 SYNCBN_API int syncbn_gate_arrays(void** arrays, int64_t count) {
     static const struct {
         int device_type, device_id;
     } cpu{1, 0};
-    static const int no_skip = 7;  // FnProperty::kNoSkip: runs although what it waits for has failed
+    static const int no_skip = 7;  // FnProperty::kNoSkip: runs although an operation that it waits for has failed
     const auto wait = [](void*, void*) {};
     int status = syncbn::mx.engine_push(wait, nullptr, nullptr, &cpu, arrays, static_cast<int>(count), nullptr, 0,
                                         &no_skip, 0, "gluon_syncbn_gate");
@@ -433,11 +434,11 @@ SYNCBN_API int syncbn_gate_arrays(void** arrays, int64_t count) {
     return status;
 }
 
-// A wait in an exchange that is written in Python, which knows what it waits for.
+// A wait in an exchange in Python, which knows the object of the wait.
 class WaitInPython : public syncbn::Wait {
   public:
     using Wait::Wait;
-    // Why it should end, or "long", once, for a warning; empty where it goes on.
+    // Returns why the wait should end; "long" once, for a warning; empty if it goes on.
     std::string ask() {
         said_ = "";
         try {
@@ -460,7 +461,7 @@ class WaitInPython : public syncbn::Wait {
     std::string said_;
 };
 
-// The interrupts before such a wait; a new one; see `ask`; its end.
+// The number of interrupts before such a wait; a new wait; `ask`; its end.
 SYNCBN_API long syncbn_interrupts() { return syncbn::interrupts(); }
 
 SYNCBN_API void* syncbn_wait_begin(double timeout, double warn_after, long interrupts) {
@@ -479,15 +480,17 @@ SYNCBN_API void syncbn_nobody_left(int so) { syncbn::nobody_left(so != 0); }
 
 SYNCBN_API void syncbn_close() { syncbn::step().closed = true; }
 
-// Before a fork, which waits for all that is in flight, and after it. `inside`: the thread that forks is in a step.
+// Called before a fork, which waits for all operators in flight, and after it. `inside`: the forking thread is in a
+// step.
 SYNCBN_API void syncbn_forking(int inside) { syncbn::step().forking = inside != 0; }
 
-// Before a wait for all that is in flight, and after it. `inside`: the only thread that trains waits in a step.
 SYNCBN_API void syncbn_out_of_batches(int so) { syncbn::step().out_of_batches = so != 0; }
 
+// Called before a wait for all operators in flight, and after it. `inside`: the only thread that trains waits in a
+// step.
 SYNCBN_API void syncbn_waiting(int inside) { syncbn::step().waiting = inside != 0; }
 
-// In the child.
+// Called in the child of a fork.
 SYNCBN_API int syncbn_forked() {
     return done([&] {
         syncbn::step().forking = syncbn::step().waiting = false;
@@ -499,11 +502,11 @@ SYNCBN_API int syncbn_forked() {
     });
 }
 
-// ---- what there is to say ----
+// ---- records ----
 
 SYNCBN_API void syncbn_debug(int so) { syncbn::set_debugging(so != 0); }
 
-// The level of the next record, after at most `seconds`, and its text; 0 where there is none.
+// Returns the level of the next record, after at most `seconds`, and its text; 0 if there is none.
 SYNCBN_API int syncbn_next_record(double seconds, const char** out) {
     syncbn::Record record;
     if (!syncbn::next_record(seconds, &record)) return 0;

@@ -22,7 +22,7 @@ Exchange& Choice::exchange(const Ticket& ticket) {
 }
 
 std::shared_ptr<Exchange> Choice::choose(const Ticket& ticket) const {
-    // Several replicas on a GPU would be several members of a collective, of which a GPU can be only one.
+    // Several replicas on a GPU would be several members of a collective, but a GPU can only be one.
     const bool one_gpu_each = lanes_ == 1 && std::all_of(contexts_.begin(), contexts_.end(), [](const auto& context) {
                                   return context.compare(0, 4, "gpu(") == 0;
                               });

@@ -1,4 +1,4 @@
-// Which exchange the meetings of a layer have: chosen once, of what was asked for and where its replicas are.
+// Chooses the exchange of a layer's meetings once, from the user's settings and the replicas' contexts.
 #pragma once
 
 #include <atomic>
@@ -11,27 +11,28 @@
 
 namespace syncbn {
 
-// Whether GPUs exchange their statistics by NCCL: if it is there, else over the host, with a warning; or it is an error where
-// it is not; or never.
+// Whether GPUs exchange their statistics by NCCL. If NCCL is missing, `kIfThere` takes the host, with a warning, and
+// `kRequired` is an error.
 enum class Nccl { kIfThere, kRequired, kNever };
 
-// What the user asks for.
+// The user's settings.
 struct Asked {
-    std::shared_ptr<Exchange> host;            // of vectors in memory of the host
-    Nccl nccl = Nccl::kIfThere;                // of replicas with a GPU each; they go over the host without it
-    std::shared_ptr<Exchange> gpus = nullptr;  // in the place of NCCL
+    std::shared_ptr<Exchange> host;            // for vectors in memory of the host
+    Nccl nccl = Nccl::kIfThere;                // for replicas with a GPU each; without NCCL they go over the host
+    std::shared_ptr<Exchange> gpus = nullptr;  // in place of NCCL
 };
 
 class Choice {
   public:
-    // For the replicas on these contexts, so many on each. They need `total` alone of all vectors, or each.
+    // For replicas on these contexts, `lanes` on each. `total`: they need only the total of all vectors, not each.
     Choice(Asked asked, std::vector<std::string> contexts, size_t lanes, bool total);
 
-    // This holds for all that may be chosen.
+    // The answer is the same for all exchanges to choose from.
     bool spans_processes() const { return asked_.host->spans_processes(); }
-    // Whether `exchange` does not wait.
+    // Whether `exchange` returns without a wait.
     bool known() const { return known_ || !spans_processes(); }
-    // The one of all meetings. GPUs may wait here for other processes at first. Throws Failure where there is none.
+    // Returns the exchange of all meetings. GPUs may first wait here for other processes. Throws Failure if there is
+    // none.
     Exchange& exchange(const Ticket& ticket);
 
   private:

@@ -5,7 +5,7 @@
 namespace syncbn {
 namespace {
 
-// Who waits for others that wait, too, waits this much longer: the one that is next to the cause says what it is.
+// A process that waits for waiting processes waits this much longer, so that the one next to the cause reports it.
 constexpr double kLonger = 1.0;
 
 // One allreduce. This process has contributed to its machine.
@@ -22,7 +22,7 @@ class Levels : public Underway {
         longer.timeout += kLonger;
         total_ = machine.begin_hearing(longer, own.length);
     }
-    // The process that speaks waits in the transport, which no thread of the engine does.
+    // The leader waits in the transport, which no thread of the engine may do.
     bool comes_within(double seconds) override { return total_ != nullptr && total_->comes_within(seconds); }
     Total total() override {
         if (total_ != nullptr) return total_->total();
@@ -43,7 +43,7 @@ class Levels : public Underway {
     const Combine combine_;
     const Ticket ticket_;
     const std::unique_ptr<Underway> reduction_;
-    std::unique_ptr<Underway> total_;  // null in the process that speaks
+    std::unique_ptr<Underway> total_;  // null in the leader
 };
 
 class Hierarchy : public Exchange {
@@ -59,7 +59,7 @@ class Hierarchy : public Exchange {
         if (!SharedMemory::has_room(own.length)) return transport_->allreduce(combine, ticket, own);
         return Levels(*machine_, *leaders_, combine, ticket, own).total();
     }
-    // The first time, it is only asked later what was agreed on: that may take a while.
+    // The first call asks later for the agreement, because that may take a while.
     std::unique_ptr<Underway> begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override {
         if (!SharedMemory::has_room(own.length) || !machine_->knows(ticket))
             return Exchange::begin_allreduce(combine, ticket, own);

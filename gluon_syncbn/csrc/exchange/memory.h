@@ -1,4 +1,4 @@
-// The exchange between threads of one process: all vectors are in its memory already.
+// Exchanges between threads of one process, whose memory holds all vectors already.
 #pragma once
 
 #include "exchange/exchange.h"

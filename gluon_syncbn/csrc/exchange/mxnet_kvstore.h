@@ -1,11 +1,11 @@
-// A KVStore of MXNet's adds over the contexts of this process, in Python.
+// Adds over the contexts of this process by a KVStore of MXNet's, in Python.
 #pragma once
 
 #include "exchange/exchange.h"
 
 namespace syncbn {
 
-// `number`: that of the exchange in Python. `form`: kHost, or kPadded for arrays that are on GPUs.
+// `number` identifies the exchange in Python. `form` is kHost, or kPadded for arrays on GPUs.
 std::shared_ptr<Exchange> mxnet_kvstore(int64_t number, Form form);
 
 }  // namespace syncbn

@@ -12,15 +12,16 @@
 namespace syncbn {
 namespace {
 
-// An all-gather brings each GPU as many vectors as there are replicas, and NCCL's ring takes as many hops. The vector that an
-// all-reduce adds is twice as long, and the forward takes two launches more. By the model of benchmarks/scaling.py, with 8 GPUs
-// to a machine, that takes less time from 32 GPUs on, with 64, 512 and 2048 channels. No GPU was measured.
+// An all-gather brings each GPU as many vectors as there are replicas, in as many hops of NCCL's ring. An all-reduce
+// adds a vector of twice the length, and the forward needs two more launches. We use the model of benchmarks/scaling.py
+// with 8 GPUs to a machine. There an all-reduce is faster from 32 GPUs on, with 64, 512 and 2048 channels. No GPU was
+// measured.
 std::atomic<size_t> first_all_reduce{32};
 
-// Collectives with other processes, in the order of their numbers.
+// Orders the collectives with other processes by their numbers.
 class Queue {
   public:
-    // Returns when it is the turn of this one.
+    // Returns when it is this collective's turn.
     void wait(const Turn& turn, const Ticket& ticket) {
         std::unique_lock<std::mutex> lock(mutex_);
         const std::string number = std::to_string(turn.number), now = std::to_string(next_[turn.channel]);
@@ -28,7 +29,8 @@ class Queue {
                      ticket.timeout, "A layer that comes before it has not called all its replicas.");
         while (!changed_.wait_for(lock, kSlice, [&] { return next_[turn.channel] == turn.number; })) wait.look();
     }
-    // It is posted. Without this, none that comes later ever is: no process could tell which is which any more.
+    // Marks the collective as posted. Otherwise all later ones stay blocked, because processes could not tell them
+    // apart.
     void pass(const Turn& turn) {
         std::lock_guard<std::mutex> lock(mutex_);
         next_[turn.channel] = turn.number + 1;

@@ -1,18 +1,18 @@
-// The exchange between processes by a transport that is written in Python: MPI, Horovod, and whatever else carries arrays.
-// Each call takes the interpreter lock.
+// Exchanges between processes by a transport in Python: MPI, Horovod, or another one. Each call takes the interpreter
+// lock.
 #pragma once
 
 #include "exchange/exchange.h"
 
 namespace syncbn {
 
-// Where a Python function leaves why it failed, as text that ends in 0.
+// A Python function writes its failure here, as text that ends in 0.
 struct Problem {
     char text[1024];
 };
 
-// The functions of all exchanges that are written in Python, each with its own types. `exchange` is the number of the one
-// that is meant. Each returns 0, or 1 with the reason in `problem`. They are called by several threads at once.
+// The functions of all exchanges in Python, each with its own types. `exchange` is the number of the exchange. Each
+// returns 0, or 1 with the reason in `problem`. Several threads call at once.
 struct PythonFunctions {
     // [rows][length]; one row to gather.
     int (*merge)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, Total*, Problem*);
@@ -27,12 +27,12 @@ struct PythonFunctions {
     int (*check)(int64_t exchange, const Ticket*, Problem*);
 };
 
-// Once, before the first call. They have to stay as long as the process.
+// Called once, before the first use. The functions must stay as long as the process.
 void set_python_functions(const PythonFunctions& functions);
 
 std::shared_ptr<Exchange> python_transport(int64_t number);
 
-// For other exchanges that add in Python, by their number: the rows, and what is on devices.
+// For other exchanges that add in Python, by their number: of rows, or of arrays on devices.
 Total reduce_in_python(int64_t exchange, Combine combine, const Ticket& ticket, const Contribution& own);
 void add_on_devices_in_python(int64_t exchange, const Ticket& ticket, const std::vector<cuda::OnDevice>& parts);
 

@@ -21,7 +21,7 @@
 namespace syncbn {
 namespace {
 
-constexpr size_t kOutboxes = 256;  // of a rank: as many of its exchanges may be on their way
+constexpr size_t kOutboxes = 256;  // of a rank, which limits its simultaneous exchanges
 constexpr size_t kRings = 256;
 constexpr size_t kTokenSize = 16;
 constexpr size_t kReasonSize = 1024;
@@ -35,7 +35,8 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
 
 size_t rounded_up(size_t size) { return (size + 4095) / 4096 * 4096; }
 
-// A lock on the byte of a rank ends with its process, however that ends, and with nothing else: a child of a fork has none.
+// The lock on a rank's byte ends with the rank's process, however that ends, and never earlier. A child of a fork has
+// none.
 struct flock byte_of(size_t rank, short type) {
     struct flock lock = {};
     lock.l_type = type;
@@ -53,10 +54,10 @@ struct Segment::Head {
 
 struct alignas(64) Segment::Member {
     std::atomic<uint32_t> state;
-    std::atomic<uint32_t> outboxes;  // so many of them have been used
+    std::atomic<uint32_t> outboxes;  // the number that has been used
     std::atomic<int64_t> process;
-    std::atomic<uint64_t> cores[kCores / 64];  // bits of those that it may run on
-    char reason[kReasonSize];                  // complete before the state says so
+    std::atomic<uint64_t> cores[kCores / 64];  // bits of the cores that it may run on
+    char reason[kReasonSize];                  // complete before the state changes
 };
 
 struct alignas(64) Segment::Ring {
@@ -64,9 +65,9 @@ struct alignas(64) Segment::Ring {
 };
 
 struct alignas(64) Segment::Outbox {
-    std::atomic<uint64_t> readers;  // bits of those who have not read it; 0 where it is free
+    std::atomic<uint64_t> readers;  // bits of ranks that have not read it; 0 if it is free
     std::atomic<int64_t> label[5];
-    std::atomic<uint32_t> stamp;  // odd while something is posted; another one each time
+    std::atomic<uint32_t> stamp;  // odd while something is posted, and never repeated
     std::atomic<uint32_t> count;
     std::atomic<uint64_t> length;
 };
@@ -98,7 +99,7 @@ void Segment::present() {
     members_[rank_].process = process_;
     cpu_set_t cores;
     if (sched_getaffinity(0, sizeof cores, &cores) != 0)
-        CPU_ZERO(&cores);  // a machine with more: crowded, for all we know
+        CPU_ZERO(&cores);  // the machine may have more: we count it as crowded
     for (size_t core = 0; core < kCores; ++core)
         if (CPU_ISSET(core, &cores)) members_[rank_].cores[core / 64] |= uint64_t{1} << core % 64;
     members_[rank_].state = static_cast<uint32_t>(State::kPresent);
@@ -155,16 +156,16 @@ double* Segment::values(size_t rank, size_t index) const { return values_ + (ran
 
 // ---- vectors -------------------------------------------------------------------------------------------------------
 
-// One thread of the process at a time.
+// Must be called by one thread of the process at a time.
 void Segment::post(const Label& label, const double* values, size_t count, size_t length, uint64_t readers) {
     std::atomic<uint32_t>& used = members_[rank_].outboxes;
-    size_t index = 0;  // the lowest that is free: what was used last is in a cache
+    size_t index = 0;  // the lowest free one: the last used is in a cache
     while (index < kOutboxes && outbox(rank_, index).readers != 0) ++index;
     if (index == kOutboxes)
         throw std::runtime_error(std::to_string(kOutboxes) +
                                  " exchanges wait at once for the processes of this machine");
     Outbox& box = outbox(rank_, index);
-    // Whoever reads a label that is half written sees that the stamp has changed.
+    // A reader of a half-written label sees that the stamp has changed.
     const uint32_t stamp = box.stamp.load(std::memory_order_relaxed);
     box.stamp.store(stamp + (stamp & 1), std::memory_order_relaxed);
     const int64_t fields[] = {label.key, label.node, label.call, label.phase, label.piece};
@@ -230,8 +231,8 @@ void Segment::sleep(uint32_t ring, uint32_t seen, double seconds) {
     rings_[ring].sleepers.fetch_sub(1);
 }
 
-// Whoever sleeps has said so before the kernel compares the number of posts: so none is missed where there seems to be none.
-// One who was killed asleep stays counted, which costs a call of the kernel's.
+// A sleeper registers before the kernel compares the number of posts, so a wake-up is never missed. A process that was
+// killed asleep stays registered, which costs a call of the kernel.
 void Segment::wake(uint32_t ring) {
     if (rings_[ring].sleepers != 0) futex(&rings_[ring].posts, FUTEX_WAKE, INT_MAX, nullptr);
 }
@@ -257,7 +258,7 @@ bool Segment::crowded() const {
 }
 
 bool Segment::has_died(size_t rank) const {
-    if (rank == rank_ || members_[rank].process == process_) return false;  // one's own locks do not show
+    if (rank == rank_ || members_[rank].process == process_) return false;  // a process does not see its own locks
     struct flock lock = byte_of(rank, F_WRLCK);
     return fcntl(file_, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK && state_of(rank) == State::kPresent;
 }

@@ -21,14 +21,14 @@ namespace syncbn {
 namespace {
 
 constexpr double kSleep = std::chrono::duration<double>(kSlice).count();
-// Seconds to look for; of a time in which others ran long, or nobody.
+// Seconds to spin, and the limits of a yield: others ran long, or no other thread ran.
 constexpr double kSpin = 5e-4, kTaken = 2e-4, kNobody = 1e-6;
 constexpr int kInVain = 4;
 constexpr double kSkippedAfter = 0.5;
 constexpr double kForEver = std::numeric_limits<double>::infinity();
-constexpr size_t kMostPieces = 16;  // of a vector; a longer one goes by the transport
+constexpr size_t kMostPieces = 16;  // of a vector; a longer one uses the transport
 
-// Of a vector that goes by the transport, the first alone is there, and says so.
+// A vector for the transport has only one piece here, which says so.
 size_t pieces_of(size_t length) {
     const size_t pieces = std::max<size_t>(1, (length + Segment::kMostValues - 1) / Segment::kMostValues);
     return pieces > kMostPieces ? 1 : pieces;
@@ -45,7 +45,7 @@ std::string what(int64_t call, int64_t phase, const std::string& layer) {
 
 std::string what(const Ticket& ticket) { return what(ticket.call, ticket.phase, ticket.name); }
 
-// For messages: the ranks in the job of those that share the segment, and the names of layers by their keys.
+// For messages: the segment's ranks as ranks of the job, and the names of layers by their keys.
 class Names {
   public:
     explicit Names(Members members) : members_(std::move(members)) {}
@@ -92,7 +92,7 @@ struct SharedMemory::State {
 
 namespace {
 
-// One wait for the vectors of some ranks under one label.
+// Waits for the vectors of some ranks under one label.
 class Collecting {
   public:
     Collecting(Segment& segment, const Names& names, const Ticket& ticket, const Label& label, std::vector<size_t> from)
@@ -106,7 +106,7 @@ class Collecting {
           interrupts_(interrupts()),
           began_(seconds()) {}
 
-    // Whether all have come, for which it waits so many seconds at most.
+    // Whether all have come; waits at most so many seconds.
     bool comes_within(double limit) {
         const double until = limit > 0 ? seconds() + limit : 0;
         while (true) {
@@ -121,11 +121,11 @@ class Collecting {
             slept_ = true;
             segment_.sleep(ring_, heard, std::min(kSleep, left));
         }
-        if (!slept_) segment_.wake(ring_);  // the last to come finds all vectors at once
+        if (!slept_) segment_.wake(ring_);  // then the last to come finds all vectors at once
         return true;
     }
     const std::vector<size_t>& from() const { return from_; }
-    // What each of these has left.
+    // The vectors of these ranks.
     const std::vector<Segment::Found>& found() const { return found_; }
     void done() {
         for (size_t i = 0; i < from_.size(); ++i) segment_.done(from_[i], found_[i]);
@@ -156,11 +156,10 @@ class Collecting {
             if (found_[i].values == nullptr) ranks.push_back(from_[i]);
         return ranks;
     }
-    // Looks for a moment, and lets others run meanwhile, whether something was posted: to be woken takes longer. Where
-    // others do run, this thread may come back late, so that it sleeps from then on. Where the processes are more than the
-    // cores, a thread that looks may keep one of them from its core: Linux lets another session's process run only when the
-    // time slice is over (sched_autogroup), and mpiexec gives each process a session. There it sleeps as well once nobody
-    // else has run.
+    // Spins for a moment, and yields meanwhile, because a wake-up takes longer. If other threads run, this thread may
+    // come back late, so it sleeps from then on. With more processes than cores, a spinning thread may keep a process
+    // from its core. Linux lets another session's process run only at the end of the time slice (sched_autogroup), and
+    // mpiexec gives each process a session. In this case the thread also sleeps when no other thread has run.
     bool spins(uint32_t heard) {
         for (double now = seconds(); now - began_ < kSpin && !yielded_ && in_vain_ < kInVain;) {
             sched_yield();
@@ -172,7 +171,7 @@ class Collecting {
         }
         return false;
     }
-    // What is known of the other processes without asking anybody.
+    // Checks what is known of the other processes without asking them.
     void look_at_members() {
         if (segment_.state_of(segment_.rank()) != Segment::State::kPresent)
             throw Failure("in " + what(ticket_) + ", " + rank() + ": " + segment_.reason_of(segment_.rank()));
@@ -207,7 +206,7 @@ class Collecting {
                 if (left.piece != 0) continue;
                 const bool other_call =
                     left.key == label_.key && left.node == label_.node && left.phase == 0 && left.call != label_.call;
-                // One that has come since, and gone on, has left its vector here.
+                // A rank that came meanwhile, and went on, has left its vector here.
                 if (other_call && label_.phase == 0 && stall_->waited() > kSkippedAfter && !is_here(left) &&
                     segment_.find(missing, label_).values == nullptr)
                     give_up("rank " + names_.rank(segment_.rank()) + " is in " + what(ticket_) + ", but rank " +
@@ -235,7 +234,7 @@ class Collecting {
             log(Level::kWarning, text.str());
         }
     }
-    // Whether this process has come there, too: calls of branches may come in another order in each process.
+    // Whether this process has reached the call, too: the order of calls in branches differs between processes.
     bool is_here(const Label& left) const {
         const std::vector<Label> own = segment_.left_by(segment_.rank(), ~uint64_t{0});
         return std::find(own.begin(), own.end(), left) != own.end();
@@ -246,7 +245,7 @@ class Collecting {
     const Ticket& ticket_;
     const Label label_;
     const std::vector<size_t> from_;     // in their order
-    std::vector<Segment::Found> found_;  // of each of these
+    std::vector<Segment::Found> found_;  // of each of these ranks
     const uint32_t ring_;
     const long interrupts_;
     const double began_;
@@ -275,16 +274,17 @@ SharedMemory::SharedMemory(std::unique_ptr<Segment> segment, std::shared_ptr<Exc
 
 SharedMemory::~SharedMemory() = default;
 
-// The vectors of this rank and of some others, once they have come.
+// Gathers the vectors of this rank and of some others.
 class SharedMemory::Gathering {
   public:
-    // Who reads what this rank posts, and whose vectors it reads: bits. `is_total`: what comes back from member 0.
+    // Bits of the ranks that read this rank's posts, and of those that it reads. `is_total`: the answer of member 0.
     struct Way {
         uint64_t readers, from;
         bool is_total = false;
     };
 
-    // Posts that of this rank, which has to stay; null where it only reads. `equal`: another length than ours is a Failure.
+    // Posts this rank's vector, which must stay valid; null to read only. `equal`: another length than ours is a
+    // Failure.
     Gathering(SharedMemory& memory, const Ticket& ticket, int64_t key, uint64_t ranks, const double* own, size_t length,
               bool equal)
         : Gathering(memory, ticket, key, Way{ranks, ranks}, own, length, equal) {}
@@ -309,7 +309,7 @@ class SharedMemory::Gathering {
                           " Start the job again.");
         SYNCBN_POINT("before_post");
         for (size_t piece = 0; readers_ != 0 && piece < pieces_of(length); ++piece) post(piece, readers_);
-        // Others see by this that it has come here.
+        // The empty post shows others that this rank has come here.
         if (readers_ == 0 && from_ != 0 && own != nullptr) post(0, bit(segment_.rank()));
         SYNCBN_POINT("after_post");
         collecting_.emplace(segment_, state_.names, ticket_, label(0), ranks_of(from_));
@@ -322,8 +322,8 @@ class SharedMemory::Gathering {
         }
         return true;
     }
-    // Calls `use` with each rank, its vector and the length of that, in the order of the ranks. False where a vector is too
-    // long.
+    // Calls `use` with each rank, its vector and the length of that, in the order of the ranks. Returns false if a
+    // vector is too long.
     template <typename Use>
     bool all(const Use& use) {
         comes_within(kForEver);
@@ -336,7 +336,7 @@ class SharedMemory::Gathering {
             if (own_ != nullptr) use(segment_.rank(), own_, length_);
             for (; part != parts_.end(); ++part) use(part->rank, part->values(), part->length);
         }
-        if (pieces_ == 1) collecting_->done();  // they were read where they are
+        if (pieces_ == 1) collecting_->done();  // they were read in place
         if (readers_ == 0 && from_ != 0 && own_ != nullptr)
             segment_.done(segment_.rank(), segment_.find(segment_.rank(), label(0)));
         return fits;
@@ -345,7 +345,7 @@ class SharedMemory::Gathering {
   private:
     struct Part {
         size_t rank, length;
-        const double* in_place;  // where it is whole
+        const double* in_place;  // if it is in one piece
         Vector whole;
         const double* values() const { return in_place != nullptr ? in_place : whole.data(); }
     };
@@ -358,10 +358,10 @@ class SharedMemory::Gathering {
         const size_t begin = piece * Segment::kMostValues, count = std::min(length_ - begin, Segment::kMostValues);
         std::lock_guard<std::mutex> lock(state_.posting);
         segment_.post(label(piece), own_ + begin, count, length_, readers);
-        // Where all read from all, the last to come wakes the others.
+        // If all read from all, the last to come wakes the others.
         if (readers_ != from_) segment_.wake(segment_.ring_of(label(piece)));
     }
-    // What has come; the first piece says how long each vector is.
+    // Takes the pieces that have come; the first piece has the length of its vector.
     void take() {
         SYNCBN_POINT("after_collect");
         const std::vector<Segment::Found>& found = collecting_->found();
@@ -406,7 +406,7 @@ class SharedMemory::Gathering {
     const bool equal_;
     size_t piece_ = 0, pieces_ = 1;
     std::vector<Part> parts_;               // of the others, in their order
-    std::optional<Collecting> collecting_;  // what is waited for, or has come last
+    std::optional<Collecting> collecting_;  // the current or last wait
     bool complete_ = false;
 };
 
@@ -426,7 +426,7 @@ class SharedMemory::Reduction : public Underway {
     Total total() override {
         Total total{{}, 0, key_};
         const bool done = gathering_.all([&](size_t, const double* part, size_t n) {
-            if (total.values.empty() && combine_ == Combine::kAdd) {  // one pass less
+            if (total.values.empty() && combine_ == Combine::kAdd) {  // saves a pass
                 total.values.assign(part, part + n);
                 return;
             }
@@ -481,7 +481,7 @@ class SharedMemory::SideBySide : public Underway {
     Gathering gathering_;
 };
 
-// From all members to member 0, and the total of all back from there.
+// Contributes to member 0, and receives the total of all from it.
 class SharedMemory::Contributing : public Underway {
   public:
     Contributing(SharedMemory& memory, Combine combine, const Ticket& ticket, const Contribution& own, int64_t key)
@@ -563,14 +563,14 @@ const Agreed& SharedMemory::learned(const Ticket& ticket) {
 std::unique_ptr<Underway> SharedMemory::gather(const Ticket& ticket, const Contribution& own, const Agreed& agreed) {
     if (agreed.in_groups) {
         const int64_t of_replica = 2 * agreed.channels + (ticket.phase == 0);
-        // Not all replicas take part: the transport says what is wrong with that.
+        // Not all replicas take part: the transport reports the error.
         if (static_cast<int64_t>(own.length) != agreed.replicas * of_replica)
             return later([this, ticket, own] { return transport_->allgather(ticket, own); }, false);
     }
     return std::make_unique<SideBySide>(*this, ticket, own, agreed);
 }
 
-// The first time, it is only asked later what was agreed on: that may take a while.
+// The first call asks later for the agreement, because that may take a while.
 std::unique_ptr<Underway> SharedMemory::begin_allreduce(Combine combine, const Ticket& ticket,
                                                         const Contribution& own) {
     const Agreed* agreed = known(ticket);

@@ -1,5 +1,5 @@
-// The exchange between processes of one machine: no socket, no interpreter. What it does not offer goes to the transport
-// that the processes have besides.
+// Exchanges between processes of one machine, without sockets or the interpreter. Other operations use the transport of
+// the same processes.
 #pragma once
 
 #include "exchange/exchange.h"
@@ -7,7 +7,7 @@
 
 namespace syncbn {
 
-// Those that share a segment, where they are a part of a job: their ranks in it, ascending, and how many it has.
+// The ranks that share a segment within a job: their ranks in the job, ascending, and the size of the job.
 struct Members {
     std::vector<size_t> ranks;
     size_t of;
@@ -15,7 +15,7 @@ struct Members {
 
 class SharedMemory : public Exchange {
   public:
-    // `transport` spans the same processes. It knows the layers, and carries what has no room in the segment.
+    // `transport` spans the same processes. It knows the layers, and carries vectors that the segment has no room for.
     SharedMemory(std::unique_ptr<Segment> segment, std::shared_ptr<Exchange> transport);
     // For the processes of one machine, of a job on several: see hierarchy.h. `transport` spans the job.
     SharedMemory(std::unique_ptr<Segment> segment, std::shared_ptr<Exchange> transport, Members members);
@@ -32,17 +32,17 @@ class SharedMemory : public Exchange {
     void check(const Ticket& ticket) override { transport_->check(ticket); }
     Agreed agreed(const Ticket& ticket) override { return transport_->agreed(ticket); }
 
-    // Parts of an allreduce over more than these processes. Member 0 speaks for all of them: it alone has the total of what
-    // they contribute, and hands them that of all.
+    // Parts of an allreduce over more than these processes. Member 0 represents all of them. Only it gets the total of
+    // their contributions, and gives them the total of all.
     bool speaks() const;
     static bool has_room(size_t length);
-    // Whether the next three know what the processes have agreed on; else they ask the others first.
+    // Whether the next three know the agreement of the processes; otherwise they first ask the others.
     bool knows(const Ticket& ticket) const { return known(ticket) != nullptr; }
     std::unique_ptr<Underway> begin_reduce(Combine combine, const Ticket& ticket, const Contribution& own);
     std::unique_ptr<Underway> begin_hearing(const Ticket& ticket, size_t length);  // all but member 0
     void broadcast(const Ticket& ticket, const Vector& total);                     // member 0
 
-    // This process has failed, or ends: the others hear of it.
+    // Reports to the others that this process has failed, or ends.
     void fail(const std::string& reason);
     void end();
 
@@ -54,7 +54,7 @@ class SharedMemory : public Exchange {
     class Hearing;
     struct State;
     uint64_t everybody() const;  // a bit for each rank
-    // What the processes have agreed on; null, or a question to them, where that is not known here yet.
+    // Returns the agreement of the processes. If it is not known here yet: null, or a question to them.
     const Agreed* known(const Ticket& ticket) const;
     const Agreed& learned(const Ticket& ticket);
     std::unique_ptr<Underway> gather(const Ticket& ticket, const Contribution& own, const Agreed& agreed);
