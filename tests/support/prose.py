@@ -105,8 +105,7 @@ def _paragraphs(begin: int, lines: List[str]) -> Iterator[Tuple[int, str]]:
             continue
         new = line.lstrip().startswith(("- ", ".. ")) or (here <= indent if item else here != indent)
         if paragraph and (not line.strip() or new):
-            if item or here <= indent or not line.strip():  # else it is a term, and this line explains it
-                yield start, " ".join(paragraph)
+            yield start, " ".join(paragraph)
             if paragraph[-1].endswith("::") and not line.strip():
                 literal = indent
             paragraph = []
