@@ -255,7 +255,7 @@ class SyncBatchNorm(nn.BatchNorm):
         export.install()
 
     def __call__(self, *args: Any) -> Any:
-        return HybridBlock.__call__(self, *args)  # skips what `patches` adds to plain layers: no caller has to be noted
+        return HybridBlock.__call__(self, *args)  # skips the wrapper of `patches`, which records callers
 
     def _alias(self) -> str:
         return "batchnorm"  # parameters get the names that they have in a net with plain BatchNorm

@@ -150,7 +150,7 @@ class PythonExchange(Exchange, ABC):
         return alone(ticket.layer, counts)
 
     def agreed(self, layer: LayerInfo) -> Agreed:
-        """What the processes have agreed on about the layer."""
+        """Returns the agreement of the processes about the layer."""
         return Agreed(layer.id, False)
 
     def check(self, layer: LayerInfo, ticket: Ticket) -> None:

@@ -31,10 +31,10 @@ from ..system.environment import read
 from .transport import Combine, Label
 from .waiting import Wait, WaitingTransport
 
-# Every message begins with this; `size` is that of the whole array, `bytes` what follows here.
+# Every message begins with this header. `size` is that of the whole array, `bytes` that of the part in the message.
 _HEADER = np.dtype([(name, np.int64) for name in ("key", "node", "call", "phase", "size", "bytes")] + [("type", "S8")])
 _SMALL = 1 << 18  # bytes; larger sums are made in parts, one by each rank
-_LOOK = 0.05  # seconds between looks at what else may end a wait
+_LOOK = 0.05  # seconds between checks of other reasons to end
 _ANSWER = 0.7  # seconds within which the others say where they were
 _LEAVE = 1.0  # seconds that a process has to end if it fails at the end
 
@@ -214,7 +214,7 @@ class HorovodTransport(WaitingTransport):
                 with self._state:
                     self._broken = self._broken or found
                 if not reason:
-                    self._notes.write(_Note(where=str(label), failure=found))  # for those who come later
+                    self._notes.write(_Note(where=str(label), failure=found))  # for later readers
         raise mx.MXNetError(self._broken)
 
     def late(self, label: Label, missing: Sequence[int], seconds: float) -> str:

@@ -77,8 +77,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         self._name = name
         self._transport = transport
         self.gpus = gpus
-        self._spread: Dict[int, int] = {}  # of layers: replicas on GPUs that hand each other their statistics, or 0
-        self._said = False  # why they go over the host
+        self._spread: Dict[int, int] = {}  # of layers: replicas that exchange on GPUs, or 0
+        self._said = False  # the warning that they go over the host was given
         self._channel = next(_channels)
         self._turns = Turns(transport)
         self._keys: Dict[int, int] = {}  # of layers
@@ -355,7 +355,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
                 raise ValueError(f"group_size: {group} was given, expected a divisor of the number of devices, {total}")
             self._replicas[layer.id] = [layers[i]["replicas"] for layers in everyone]
             self._spread[layer.id] = self._spread_of([layers[i] for layers in everyone], total)
-            self._keys[layer.id] = len(self._keys)  # last: whoever finds it goes on
+            self._keys[layer.id] = len(self._keys)  # last, because another thread goes on when it finds it
 
     def _describe_gpus(self, layer: LayerInfo) -> Dict[str, Any]:
         """Describes the layer's GPUs here, or says why they cannot be members of a collective."""

@@ -8,7 +8,7 @@ process 0        process 1        process 2      1. each process brings all call
 A ballot is one allgather, of which every process makes the same. A net without branches takes one ballot for each
 call. A ballot waits for a process that has no call ready: nothing could get a number before.
 
-A call never gets its number before it is ready everywhere. A process that posts what it expects to come next may wait
+A call never gets its number before it is ready everywhere. A process that posts the collective it expects next may wait
 for ever. Another process may read the result of one branch before it calls the branch that was expected. NCCL takes
 nothing back, and completes what was posted in its order.
 """
@@ -27,7 +27,7 @@ from .waiting import Wait, WaitingTransport
 
 _Call = Tuple[int, ...]  # key, node, call, phase
 
-_LOOK = 0.05  # seconds between looks at what else may end a wait
+_LOOK = 0.05  # seconds between checks of other reasons to end a wait
 _AT_ONCE = 3  # ballots that gave no number, until the next one waits for a moment
 _PAUSE = 0.002  # seconds of such a moment, which ends with a call that is ready
 _SKIPPED_AFTER = 0.5  # seconds after which another call of the same layer is a step that was skipped

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, Optional
 
 Json = Dict[str, Any]
-Entry = List[int]  # an output: its node, its number there, and the version of what the node overwrites
+Entry = List[int]  # an output: its node, its number there, and the version of the array that the node overwrites
 #: Replaces a node, given its number, the node and its inputs: an entry for each output; None copies the node.
 Stead = Callable[[int, Json, List[Entry]], Optional[List[Entry]]]
 

@@ -19,7 +19,7 @@ from . import callers, draws, mixed
 
 # Reading the annotations of a class adds them as an attribute.
 _ASSIGNED = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__annotations__"]
-_replaced: List[Tuple[Any, str, Any]] = []  # owner, name, what was there; None where the owner inherits it
+_replaced: List[Tuple[Any, str, Any]] = []  # owner, name, original; None if the owner inherits it
 _wrapped: List[Tuple[Any, str, Callable]] = []  # owner, name, wrapper, of `replace_once`
 
 

@@ -35,7 +35,6 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
         reaches the devices of this process. By default the setting of `configure`, or the layers' own.
     root_rank : int
         The rank of the process whose parameters are broadcast.
-        Of the process whose parameters all get.
 
     Raises
     ------

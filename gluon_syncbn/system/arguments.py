@@ -1,4 +1,4 @@
-"""Checks of arguments: an error names the argument, its value and what was expected.
+"""Checks arguments: an error names the argument, its value and the expectation.
 
 Each check returns a plain Python value. ``nn.BatchNorm`` also takes NumPy's scalars, but JSON and ctypes do not. Unlike
 in Python, a boolean is not a number here.

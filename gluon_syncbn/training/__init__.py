@@ -1,3 +1,3 @@
-"""What is done in a training loop: contexts, replicas, the scopes of a step, the settings of the process, shuffling.
-What is done to nets before and after a loop is in ``nets``.
+"""Holds the parts of a training loop: contexts, replicas, the scopes of a step, the settings of the process, shuffling.
+Changes of nets before and after a loop are in ``nets``.
 """

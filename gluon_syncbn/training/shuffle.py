@@ -171,7 +171,6 @@ def split_and_load(
         The axis of the samples.
         Whether to raise an error if the devices cannot share the samples evenly. Otherwise the first devices get one
         more.
-        one more.
     shuffle : SampleShuffle, optional
         Draws the permutation.
 

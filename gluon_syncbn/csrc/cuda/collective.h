@@ -36,7 +36,7 @@ std::string why_no_collective();
 
 // Runs a collective over these devices and the other processes' devices in the clique, in this order. Posts it on all
 // streams in one group under one lock, so that all devices have the same order of collectives. Returns when all devices
-// of this process have posted. The layer of this name waits so many seconds. Throws Failure.
+// of this process have posted. The layer of this name waits at most `timeout` seconds. Throws Failure.
 void post_collective(Collective what, const std::vector<OnDevice>& parts, const Clique& clique,
                      const std::string& layer, double timeout);
 

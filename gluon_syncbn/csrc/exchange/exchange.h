@@ -53,7 +53,7 @@ enum class Form {
     kPadded,  // part of a zero vector for all replicas, and complete: the sum is a gather
 };
 
-// What processes agree on before their GPUs post a collective: that all are ready, and its place in the order of
+// The agreement of processes before their GPUs post a collective: all are ready, and it has a place in the order of
 // collectives.
 //
 //     process 0                        process 1            NCCL needs all processes to post their collectives in one
