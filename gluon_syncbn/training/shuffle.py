@@ -169,6 +169,7 @@ def split_and_load(
         Where the shards go.
     batch_axis : int
         The axis of the samples.
+    even_split : bool
         Whether to raise an error if the devices cannot share the samples evenly. Otherwise the first devices get one
         more.
     shuffle : SampleShuffle, optional
