@@ -41,8 +41,8 @@ class join:
 
     A process that leaves its loop early repeats its last call of the net in each step of the others. The process
     contributes no sample to the statistics and zeros to the gradients. The result is that of one process with all
-    batches: layers of this package weight statistics by samples, and ``trainer.step`` divides the gradients by the
-    samples of all processes. All leave the block together.
+    batches. Layers of this package weight statistics by samples. ``trainer.step`` divides the gradients by the samples
+    of all processes. All leave the block together.
 
     Within the block ``trainer.step(n)`` takes the samples of this process. Each step costs two small messages; a job
     without `join` has none. Plain BatchNorm in the net would see the repeated batch: convert the net first.
