@@ -255,10 +255,23 @@ class Build(build):
 
 
 class BuildPy(build_py):
-    """Leaves out the core that an editable install put beside its sources: `build_core` makes a new one."""
+    """Leaves out the core that an editable install put beside its sources, as `build_core` makes a new one. Adds the
+    file by which a Python imports gluon_syncbn_first at its start; an editable install goes without.
+    """
 
     def find_data_files(self, package, src_dir):
         return [name for name in super().find_data_files(package, src_dir) if not name.endswith(".so")]
+
+    def at_start(self):
+        return Path(self.build_lib) / "gluon_syncbn.pth"
+
+    def run(self):
+        super().run()
+        if not getattr(self, "editable_mode", False):
+            self.at_start().write_text("import gluon_syncbn_first\n")
+
+    def get_outputs(self, include_bytecode=1):
+        return [*super().get_outputs(include_bytecode), str(self.at_start())]
 
 
 class Develop(develop):
@@ -296,6 +309,7 @@ setup(
     scripts=["bin/gluon-syncbn"],
     license="Apache-2.0",
     packages=["gluon_syncbn", *(f"gluon_syncbn.{folder}" for folder in FOLDERS)],
+    py_modules=["gluon_syncbn_first"],
     package_data={"gluon_syncbn": ["py.typed", "csrc/*", "csrc/*/*"]},
     include_package_data=False,
     cmdclass=commands,

@@ -78,7 +78,13 @@ def check_it_works(programs, tmp_path):
 
 @pytest.mark.parametrize("version", ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"])
 def test_the_wheel(wheel, version, tmp_path):
-    check_it_works(environment(tmp_path / "venv", version, f"{wheel}[cpu]"), tmp_path)
+    programs = environment(tmp_path / "venv", version, f"{wheel}[cpu]")
+    check_it_works(programs, tmp_path)
+    status, output = run(programs / "python", "-c", "import mxnet", cwd=tmp_path)
+    if version in ("3.8", "3.9", "3.10", "3.11"):
+        assert status == 0, output
+    else:
+        assert "`import gluon_syncbn` comes before `import mxnet`" in output.splitlines()[-1]
 
 
 @pytest.mark.parametrize("version", ["3.8", "3.11", "3.13"])

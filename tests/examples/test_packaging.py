@@ -46,6 +46,7 @@ def copy_tree(target):
     target.mkdir()
     for name in (
         "setup.py",
+        "gluon_syncbn_first.py",
         "pyproject.toml",
         "MANIFEST.in",
         "LICENSE",
@@ -143,6 +144,14 @@ def test_a_core_that_is_older_than_the_package_says_how_to_build_it(tree):
     status, output = run([sys.executable, "-W", "ignore", "-m", "gluon_syncbn"], tree)
     assert status != 0
     assert len(output.splitlines()) == 1 and "build it with `pip install .`" in output
+
+
+def test_the_wheel_has_python_say_which_import_comes_first(wheel, tmp_path):
+    with zipfile.ZipFile(str(wheel)) as archive:
+        archive.extractall(str(tmp_path))
+    program = "import site, sys; site.addsitedir(sys.argv[1]); print(sys.modules['gluon_syncbn_first'].__file__)"
+    status, output = run([sys.executable, "-S", "-c", program, tmp_path], "/")
+    assert (status, output.strip()) == (0, str(tmp_path / "gluon_syncbn_first.py"))
 
 
 def test_wheel_metadata_names_mxnet_in_extras_only(wheel):

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+import tempfile
 
 import mxnet as mx
 import numpy as np
 import pytest
 from environments import shell
 from mxnet import recordio
-from places import PACKAGE
+from places import PACKAGE, ROOT
 
 from gluon_syncbn.mxnet_side import compatibility
 from gluon_syncbn.mxnet_side.compatibility import versions
@@ -41,7 +42,7 @@ warnings.filterwarnings("ignore", module="scipy|matplotlib|pandas|cv2")
 
 def child(program, *options):
     command = [sys.executable, "-W", "ignore", *options, "-c", YOUNG + program]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=shell())
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=shell(ROOT))
 
 
 def test_mxnet_and_gluoncv_get_the_names_and_nobody_else():
@@ -83,6 +84,49 @@ except ImportError as error:
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     assert line.startswith("`import gluon_syncbn` comes before `import mxnet` on Python ")
+
+
+@pytest.mark.parametrize("name", ["mxnet", "gluoncv"])
+def test_an_import_that_is_too_early_says_which_comes_first(name):
+    done = child(f"""
+import gluon_syncbn_first
+for attempt in range(2):
+    try:
+        import {name}
+    except ImportError as error:
+        assert error.__suppress_context__ and error.__cause__ is None
+        print(error)
+""")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.startswith(f"`import gluon_syncbn` comes before `import {name}` on Python ")
+    assert second.startswith("`import gluon_syncbn` comes before `import ")
+
+
+def test_where_no_name_is_missing_an_import_is_what_it_was():
+    program = """
+import sys
+import gluon_syncbn_first
+assert not {"numpy", "mxnet", "gluon_syncbn", "importlib.util"} & set(sys.modules) - before
+numpy = type(sys)("numpy")
+numpy.__version__ = "1.23.5"
+sys.version_info = (3, 11)
+with open(folder + "/mxnet.py", "w") as file:
+    file.write("import sys, absent" if fails else "loaded = True")
+sys.path.insert(0, folder)
+sys.modules["numpy"] = numpy
+try:
+    import mxnet
+    print(mxnet.loaded)
+except ImportError as error:
+    print(error)
+"""
+    for fails, printed in ((False, "True"), (True, "No module named 'absent'")):
+        with tempfile.TemporaryDirectory() as folder:
+            set_up = f"import sys; before = set(sys.modules); folder = {folder!r}; fails = {fails}\n"
+            command = [sys.executable, "-c", set_up + program]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=shell(ROOT))
+        assert (done.returncode, done.stdout.strip()) == (0, printed), done.stderr
 
 
 def test_a_numpy_that_lacks_more_is_one_line():

@@ -280,7 +280,8 @@ def test_rounding_to_half(library):
     exact = exact[np.isfinite(exact)]
     random = np.random.RandomState(0).randint(0, 1 << 32, 200000, dtype=np.uint64).astype(np.uint32).view(np.float32)
     middles = (np.sort(exact)[1:] + np.sort(exact)[:-1]) / 2  # ties
-    values = np.concatenate([exact, random, middles, [65519.9, 65520, 1e9, np.inf, -np.inf, np.nan]]).astype(np.float32)
+    named = np.array([65519.9, 65520, 1e9, np.inf, -np.inf, np.nan], np.float32)
+    values = np.concatenate([exact, random, middles, named])
     got = np.empty(values.size, np.uint16)
     library.to_half(
         values.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(got.size), got.ctypes.data_as(ctypes.c_void_p)
