@@ -144,6 +144,7 @@ def measured(out: Path, size: int, way: str) -> float:
 
 def channels_of(depth: int) -> List[int]:
     """Channels of every normalisation layer of GluonCV's PSPNet."""
+    import gluon_syncbn  # noqa: F401, isort: skip  (before mxnet: it finds what MXNet needs)
     import gluoncv
     from mxnet.gluon import nn
 

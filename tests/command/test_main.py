@@ -77,6 +77,6 @@ def test_an_opencv_that_needs_a_screen_is_said_with_what_helps(monkeypatch):
     ) as error:
         check.opencv()
     assert "`pip uninstall -y opencv-python opencv-python-headless`" in str(error.value)
-    assert "`pip install --no-deps opencv-python-headless==4.8.1.78`" in str(error.value)
+    assert f"`pip install --no-deps {check.HEADLESS}`" in str(error.value)
     versions.clear()
     assert check.opencv().startswith("none")

@@ -90,6 +90,9 @@ def job(tmp_path):
 
 RUN = ("-m", "gluon_syncbn", "run")
 TRAIN = "scripts/train.py"
+#: Runs a script without this package, on any Python.
+ALONE = "import names_alone, os, runpy, sys; sys.path[0] = os.path.dirname(sys.argv[1]); del sys.argv[0]; "
+ALONE += "runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def test_an_unedited_script_is_one_device_with_the_whole_batch(job):
@@ -100,7 +103,7 @@ def test_an_unedited_script_is_one_device_with_the_whole_batch(job):
         assert fact in line
     assert "mx.gpu(0) to mx.gpu(1) are CPU contexts" in line
     got = json.loads(output)
-    plain_code, plain, errors = job.run(SCRIPT, TRAIN, "--plain")
+    plain_code, plain, errors = job.run(SCRIPT, "-c", ALONE, TRAIN, "--plain")
     assert plain_code == 0, errors
     want = json.loads(plain)
     assert (got.pop("contexts"), want.pop("contexts")) == (2, 1)

@@ -356,8 +356,8 @@ def test_the_second_signal_ends_a_step_that_does_not_end(tmp_path, number):
 def test_a_kill_while_saving_leaves_the_old_checkpoint(tmp_path):
     program = """
         import os, signal, sys
-        import mxnet as mx
         import checkpoint
+        import mxnet as mx
         from mxnet import gluon
 
         net = gluon.nn.Dense(2, in_units=3)
