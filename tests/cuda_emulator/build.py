@@ -21,8 +21,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 # What runs on the stand-ins, and the size of what is fetched in MB. fastrlock is CuPy's only need beside NumPy.
-WHEELS = {"mxnet-cu112==1.9.1": 460, "cupy-cuda11x==12.3.0": 90, "fastrlock==0.8.2": 1}
-OF_ONE_PYTHON = {"cupy-cuda11x==12.3.0", "fastrlock==0.8.2"}
+OF_ONE_PYTHON = {"cupy-cuda11x==12.3.0": 90, "fastrlock==0.8.2": 1}
+if sys.version_info >= (3, 13):
+    OF_ONE_PYTHON = {"cupy-cuda11x==13.6.0": 100, "fastrlock==0.8.3": 1}
+WHEELS = {"mxnet-cu112==1.9.1": 460, **OF_ONE_PYTHON}
 
 CORE = ["errors", "device", "counts", "memory", "streams", "fiber", "launch", "access", "copies", "driver"]
 CORE_LIBRARY = "libcuda.so.1"

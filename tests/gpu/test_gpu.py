@@ -886,9 +886,9 @@ def test_a_replica_that_is_hit(point, tmp_path):
     gpus(2)  # or the test skips
     program = f"""
         import ctypes
+        import gluon_syncbn
         import mxnet as mx, numpy as np
         from mxnet import autograd
-        import gluon_syncbn
         from gluon_syncbn import SyncBatchNorm, _native
         arm = _native._core.syncbn_points_arm
         arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
