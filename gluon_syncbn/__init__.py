@@ -18,6 +18,12 @@ except ImportError as error:
         None if error.name == "mxnet" else error
     )
 except OSError as error:
+    if str(error).startswith(("libarmpl_lp64_mp.", "libamath.", "libastring.")):
+        raise ImportError(
+            f"MXNet 1.9 cannot be loaded ({error}): its wheel for ARM64 lacks Arm Performance Libraries; install them "
+            f"or, in their place, `apt-get install libopenblas0 liblapacke`, then {_distribution.ARM_LINKS}",
+            name=__name__,
+        ) from None
     if not str(error).startswith(("libgomp.", "libquadmath.")):
         raise
     raise ImportError(  # a bare system has neither, and MXNet's package does not require them

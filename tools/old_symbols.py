@@ -1,4 +1,5 @@
-"""Lets g++ of today make libraries for systems of 2014: ``LDFLAGS="$(old_symbols.py FOLDER)"``.
+"""Lets g++ of today make libraries for systems of 2014: ``LDFLAGS="$(old_symbols.py FOLDER)"``. ``CXX`` may be another
+g++, of another processor too.
 
 A library that is linked on a new system asks for the newest version of each symbol, and old systems lack it. Written
 here are stand-ins for the C and C++ libraries that hold the names of this machine's, each in its newest version that is
@@ -11,6 +12,7 @@ a copy of it inside, one would count what is thrown and the other what is caught
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from pathlib import Path
 LIMITS = {"GLIBC": (2, 17), "GLIBCXX": (3, 4, 19), "CXXABI": (1, 3, 7)}
 YOUNGER = Path(__file__).with_name("younger.c")  # a stand-in for what headers of today call and glibc 2.17 has not
 LIBRARIES = {"libc": "libc.so.6", "libm": "libm.so.6", "libstdc++": "libstdc++.so.6"}
+CXX = os.environ.get("CXX") or "g++"
 SPLIT = ("libdl.so.2", "libpthread.so.0")  # files that dlopen and threads had of their own before glibc 2.34
 #: What linkers find under the names of the libraries.
 SCRIPTS = {
@@ -37,7 +40,7 @@ def run(*command: str, **kwargs: str) -> str:
 
 def found(name: str) -> str:
     """The whole path of a file of the compiler's."""
-    path = run("g++", f"-print-file-name={name}").strip()
+    path = run(CXX, f"-print-file-name={name}").strip()
     if path == name:
         sys.exit(
             f"old_symbols.py: g++ does not find {name}: apt-get install g++ (Debian) or dnf install libstdc++-static"
@@ -74,16 +77,17 @@ def write_stand_in(path: Path, names: dict[str, tuple]) -> None:
     nodes = [f"{key[0]}_{key[2]} {{ global: {' '.join(f'{n};' for n in found)} }};" for key, found in versions.items()]
     script.write_text("\n".join(nodes) or "NONE { };")
     options = [f"-Wl,-soname,{path.name}", *([f"-Wl,--version-script={script}"] if nodes else [])]
-    run("g++", "-shared", "-nostdlib", *options, str(source), "-o", str(path))
+    run(CXX, "-shared", "-nostdlib", *options, str(source), "-o", str(path))
 
 
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     folder = folder.resolve()
     places = {"folder": folder, "younger": folder / "younger.o"}
-    for name, file in (("static", "libstdc++.a"), ("nonshared", "libc_nonshared.a"), ("ld", "ld-linux-x86-64.so.2")):
+    loader = "ld-linux-x86-64.so.2" if run(CXX, "-dumpmachine").startswith("x86_64") else "ld-linux-aarch64.so.1"
+    for name, file in (("static", "libstdc++.a"), ("nonshared", "libc_nonshared.a"), ("ld", loader)):
         places[name] = found(file)
-    run("gcc", "-c", "-O2", "-fPIC", "-fvisibility=hidden", str(YOUNGER), "-o", str(places["younger"]))
+    run(CXX, "-x", "c", "-c", "-O2", "-fPIC", "-fvisibility=hidden", str(YOUNGER), "-o", str(places["younger"]))
     for name, file in LIBRARIES.items():
         write_stand_in(folder / file, symbols(found(file)))
         (folder / f"{name}.so").write_text(SCRIPTS[name].format(**places) + "\n")

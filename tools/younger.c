@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <pthread.h>
+#include <sys/stat.h>
 #include <time.h>
 
 // glibc 2.32. Never a single thread: counts of references are always atomic.
@@ -33,4 +34,15 @@ int pthread_cond_clockwait(pthread_cond_t* condition, pthread_mutex_t* mutex, cl
     wall.tv_nsec = end % 1000000000LL;
     const int status = pthread_cond_timedwait(condition, mutex, &wall);
     return status == ETIMEDOUT && !whole ? 0 : status;
+}
+
+// glibc 2.33, what the file of shared memory is asked for its size with. Before, this was a macro.
+int __fxstat(int version, int file, struct stat* is);
+
+int fstat(int file, struct stat* is) {
+#if defined(__x86_64__)
+    return __fxstat(1, file, is);
+#else
+    return __fxstat(0, file, is);
+#endif
 }

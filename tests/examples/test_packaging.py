@@ -418,6 +418,29 @@ def test_a_bare_system_is_told_what_mxnet_needs_of_it(tmp_path, library):
     assert "apt-get install libgomp1 libquadmath0" in output
 
 
+def test_a_system_without_the_libraries_of_arm_is_told_what_takes_their_place(tmp_path):
+    (tmp_path / "mxnet").mkdir()
+    (tmp_path / "mxnet" / "__init__.py").write_text(
+        "import os\nif not os.path.exists(os.path.join(__path__[0], 'libarmpl_lp64_mp.so')):\n"
+        "    raise OSError('libarmpl_lp64_mp.so: cannot open shared object file: No such file or directory')\n"
+        "__version__ = '0.0'\n"
+    )
+    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
+    status, output = run([sys.executable, "-m", "gluon_syncbn"], tmp_path, PYTHONPATH=path)
+    assert (status, len(output.splitlines())) == (1, 1), output
+    assert "ARM64" in output and "libopenblas0 liblapacke" in output
+    command = re.findall("`([^`]*)`", output)[-1].replace("python -c", f"{sys.executable} -c")
+    made = tmp_path / "libraries"
+    made.mkdir()
+    for name in ("libopenblas.so.0", "liblapacke.so.3", "libm.so.6"):
+        (made / name).write_text("")
+    command = command.replace("/usr/lib/aarch64-linux-gnu", str(made))
+    status, output = run(["bash", "-c", command], tmp_path, PYTHONPATH=path)
+    assert status == 0, output
+    for name in ("libarmpl_lp64_mp.so", "libamath.so", "libastring.so"):
+        assert (tmp_path / "mxnet" / name).is_file()
+
+
 @pytest.mark.parametrize("command", [["-c", "import gluon_syncbn"], ["-m", "gluon_syncbn"]], ids=lambda words: words[0])
 def test_an_old_mxnet_is_named(tmp_path, command):
     (tmp_path / "sitecustomize.py").write_text("import names_alone, mxnet\nmxnet.__version__ = '1.7.0'\n")
