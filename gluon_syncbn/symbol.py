@@ -1,16 +1,17 @@
-"""Provides `SyncBatchNorm` for graphs that are written as symbols, such as the necks of GluonCV's detectors."""
+"""`SyncBatchNorm` for graphs that are written as symbols, for ``Module`` or the necks of GluonCV's detectors."""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import mxnet as mx
 from mxnet.gluon import SymbolBlock
 
 from . import layer
 from .mxnet_side import blocks, patches
+from .mxnet_side.export import SYNCHRONISED
 from .mxnet_side.op import NAME
 from .nets.graphs import open_graph
 from .system import arguments
@@ -49,8 +50,13 @@ def SyncBatchNorm(
         net = gluon.SymbolBlock(neck, data)
         net.initialize()
 
-    The graph goes into a ``SymbolBlock``, whose parameters determine the replicas. After the first use of this
-    function, a ``SymbolBlock`` made of such a graph has layers. `convert`, `revert`, `freeze` and `summary` see them.
+    The graph goes into a ``SymbolBlock`` or a ``Module``. The replicas are the contexts of its parameters, or those of
+    the ``Module``. `convert`, `revert`, `freeze` and `summary` see the layers of a ``SymbolBlock`` that is made after
+    the first use. An executor of ``simple_bind`` or ``bind`` does not know the others: ``ndev`` of them train together,
+    each on a context of its own. All of them are bound before the first step.
+
+    ``save``, and a checkpoint of a ``Module``, write ``BatchNorm`` operators, which any MXNet loads. A ``Module`` of
+    such a file synchronises again if this package is imported. A ``SymbolBlock`` of it has plain layers.
 
     Parameters
     ----------
@@ -66,8 +72,12 @@ def SyncBatchNorm(
         Whether gamma counts as 1; whether training, too, uses the running statistics.
     output_mean_var : bool
         Only False.
-    ndev, key
-        Arguments of contrib's operator, which have no effect.
+    ndev : int, optional
+        Executors that train together, where each is bound by itself; 1 is plain. A ``SymbolBlock`` or ``Module`` does
+        not need it.
+    key : str, optional
+        Nodes of one key train together, where each executor is bound from a symbol of its own. By default each node has
+        one of its own.
     name : str, optional
         Name of the node. By default numbered, as MXNet does with a ``BatchNorm``.
     **kwargs
@@ -84,7 +94,7 @@ def SyncBatchNorm(
     ValueError
         Where an argument is not as described above.
     MXNetError
-        In a training step of a graph that is in no ``SymbolBlock``.
+        In a training step of an executor that does not know its partners: without ``ndev``, or before all are bound.
     """
     inputs = dict(data=data, gamma=gamma, beta=beta, moving_mean=moving_mean, moving_var=moving_var)
     for argument, value in inputs.items():
@@ -92,6 +102,13 @@ def SyncBatchNorm(
             arguments.refuse(argument, value, "a Symbol")
     if arguments.flag("output_mean_var", output_mean_var):
         arguments.refuse("output_mean_var", output_mean_var, "False")
+    beside: Dict[str, Any] = {}
+    if ndev is not None and arguments.whole(
+        "ndev", ndev, 0, arguments.MOST_DEVICES
+    ):  # scripts pass on that they have 0 GPUs
+        beside["ndev"] = int(ndev)
+    if key is not None:
+        beside["key"] = str(key)
     patches.replace_once(SymbolBlock, "__init__", _opening)
     name = mx.sym.BatchNorm(data, name=name).name
     node = layer.SyncBatchNorm(
@@ -104,8 +121,13 @@ def SyncBatchNorm(
     )
     _written.append(node)
     variables = [mx.sym.var(f"{name}_{argument}") if value is None else value for argument, value in inputs.items()]
-    with node.name_scope():
-        return node.hybrid_forward(mx.sym, *variables)
+    for variable, begin in zip(variables[-2:], (mx.init.Zero(), mx.init.One())):
+        if variable.attr("__init__") is None:  # as MXNet's operator tells the initialiser of a Module
+            variable._set_attr(__init__=begin.dumps())
+    with node.name_scope(), mx.AttrScope(**{SYNCHRONISED: json.dumps(beside)} if beside else {}):
+        y = node.hybrid_forward(mx.sym, *variables)
+    y._set_attr(name=name)  # as MXNet's operators have it: an output is called after its node
+    return y
 
 
 def _opening(construct: Callable[..., None]) -> Callable[..., None]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
-import warnings
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -17,6 +15,7 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 from .. import layer, parallel
 from ..mxnet_side import blocks, patches
+from ..nets import executors
 from ..nets.convert import convert_nodes
 from ..system import arguments
 from ..training.devices import cpu_devices
@@ -92,8 +91,8 @@ def install(cpus: Optional[int] = None) -> str:
     """Replaces functions and classes that scripts use by those of this package; `uninstall` restores them.
 
     - ``mx.gluon.contrib.nn.SyncBatchNorm`` becomes `SyncBatchNorm` with contrib's signature.
-    - A ``SymbolBlock`` that is made with nodes of ``mx.sym.contrib.SyncBatchNorm`` has layers of this package for them.
-      A graph that is bound outside of Gluon, by ``Module`` for example, keeps MXNet's operator. One warning says so.
+    - A ``SymbolBlock`` that is made with nodes of ``mx.sym.contrib.SyncBatchNorm`` has layers of this package for them,
+      and so has a graph that ``Module``, ``simple_bind`` or ``bind`` takes.
     - In ``gluoncv.utils.parallel``, ``DataParallelModel``, ``DataParallelCriterion``, ``parallel_backward``,
       ``parallel_apply`` and ``criterion_parallel_apply`` become those of `gluon_syncbn.parallel`. If GluonCV is not
       imported yet, its import replaces them.
@@ -119,7 +118,7 @@ def install(cpus: Optional[int] = None) -> str:
     Warns
     -----
     UserWarning
-        Later, where contrib's operator stays: in a graph that is bound outside of Gluon.
+        Later, where contrib's operator stays: in a graph that uses its mean or variance.
     """
     global _cpus
     if cpus is not None:
@@ -134,8 +133,7 @@ def install(cpus: Optional[int] = None) -> str:
     _put([(ContribSyncBatchNorm, SyncBatchNorm)])
     # A symbol that reaches `SymbolBlock` goes to Gluon. Others are found when they are bound.
     patches.replace_once(SymbolBlock, "__init__", _synchronising)
-    for name in ("bind", "simple_bind"):
-        patches.replace_once(mx.sym.Symbol, name, _telling)
+    executors.operators.add(OPERATOR)
     if cpus is not None:
         _put(_gpus(cpus))
     if HELPERS in sys.modules:
@@ -150,6 +148,7 @@ def uninstall() -> None:
     global _cpus
     if _WATCH in sys.meta_path:
         sys.meta_path.remove(_WATCH)
+    executors.operators.discard(OPERATOR)
     _swap([(new, old) for old, new in _installed])
     _installed.clear()
     _cpus = None
@@ -164,33 +163,13 @@ def _synchronising(construct: Callable[..., None]) -> Callable[..., None]:
     return synchronised
 
 
-def _telling(bind: Callable[..., mx.executor.Executor]) -> Callable[..., mx.executor.Executor]:
-    def telling(graph: mx.sym.Symbol, *args: Any, **kwargs: Any) -> mx.executor.Executor:
-        global _told
-        if _installed and not _told:
-            nodes = [node["name"] for node in json.loads(graph.tojson())["nodes"] if node["op"] == OPERATOR]
-            if nodes:
-                _told = True
-                named = arguments.some(nodes, ", ")
-                warnings.warn(
-                    "mx.sym.contrib.SyncBatchNorm stays MXNet's own in a graph that Module, simple_bind or bind takes "
-                    f"({named}): gluon_syncbn synchronises networks of Gluon, and takes such a graph in "
-                    "a gluon.SymbolBlock",
-                    stacklevel=3,
-                )
-        return bind(graph, *args, **kwargs)
-
-    return telling
-
-
-_told = False  # the warning that contrib's operator stays was given
 _installed: List[Tuple[Any, Any]] = []  # the original, and its replacement
 _cpus: Optional[int] = None
 
 
 def _words() -> str:
     words = (
-        "gluon_syncbn's SyncBatchNorm for mx.gluon.contrib.nn.SyncBatchNorm and, in a SymbolBlock, "
+        "gluon_syncbn's SyncBatchNorm for mx.gluon.contrib.nn.SyncBatchNorm and, in a SymbolBlock or a Module, "
         f"mx.sym.contrib.SyncBatchNorm, and gluon_syncbn.parallel for {HELPERS}"
     )
     if _cpus is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .. import _native
 from ..mxnet_side import lifetime, patches, translations
+from ..nets import executors
 from ..system import logs
 from ..training import steps
 from .replacements import uninstall
@@ -14,6 +15,7 @@ def begin() -> None:
     logs.start(_native)
     _native.register()
     patches.install()
+    executors.install()
     translations.register()
     lifetime.watch()
 

@@ -1,32 +1,38 @@
-"""Makes ``net.export`` write plain BatchNorm in place of the nodes of this package.
+"""What ``net.export`` and ``save`` of a symbol write: plain BatchNorm in the places of the nodes of this package.
 
-A node of this package belongs to its process, which has the node's layer. A file is for other processes, which predict
-with the running statistics, as a BatchNorm does.
+A node of this package belongs to its process, which has the layer that it meets in. A file is for others, which predict
+with the running statistics, as a BatchNorm does. What a symbol saves also says which nodes were synchronised, so that
+training may go on from a checkpoint of a ``Module``.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import mxnet as mx
 import numpy as np
 from mxnet.gluon import HybridBlock
 
 from ..activation import NONE, Activation
+from ..training.replicas import Replicas
 from . import gamma, patches
 from .nodes import Entry, Graph, Json
 from .op import NAME, Role
 
 #: Attributes of a node that has absorbed other nodes (`fusion`): the names of these.
 ADDED, BEHIND = "__added__", "__behind__"
+#: Attribute of a ``BatchNorm`` in a file that was a synchronised node: the arguments of the layer, in JSON. In a node
+#: of this package, those that only executors need.
+SYNCHRONISED = "__gluon_syncbn__"
 
 
 def install() -> None:
-    """Changes ``HybridBlock.export``, which has no hook: a layer within a net cannot know that the net is exported.
-    The first layer of the process triggers the change.
+    """Changes ``HybridBlock.export`` and ``Symbol.save``, which have no hook: a layer within a net cannot know that the
+    net is exported. Nothing is changed before there is a layer.
     """
     patches.replace_once(HybridBlock, "export", _of_plain_graphs)
+    patches.replace_once(mx.sym.Symbol, "save", _as_plain_graph)
 
 
 def passing(node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
@@ -44,41 +50,75 @@ def is_guard(node: Json) -> bool:
     return node["op"] == "SwapAxis" and attributes.get("dim1", "0") == attributes.get("dim2", "0")
 
 
-def plain(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
-    """Returns the graph with ``BatchNorm`` for each synchronised node, with its name and inputs; None without any."""
+def plain(symbol: mx.sym.Symbol, tells: bool = False) -> Optional[mx.sym.Symbol]:
+    """The graph with ``BatchNorm`` for each synchronised node, under its name and on its inputs; None without any. Each
+    ``tells`` that it was one.
+    """
     recorded = json.loads(symbol.tojson())
     if not any(is_ours(node) for node in recorded["nodes"]):
         return None
 
-    def fold(_: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
+    names = names_of_outputs(recorded) if tells else {}
+
+    def fold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
         through = passing(node, inputs)
         if through is not None or not is_ours(node):
             return through
         given = node["attrs"]
-        # attributes that MXNet allows for any node
-        of_any = {k: v for k, v in given.items() if k.startswith("__") and k not in (ADDED, BEHIND)}
+        # MXNet's for any node
+        of_any = {k: v for k, v in given.items() if k.startswith("__") and k not in (ADDED, BEHIND, SYNCHRONISED)}
         attributes = {**of_any, "axis": given["axis"], "eps": given["eps"]}
+        if tells:
+            attributes[SYNCHRONISED] = json.dumps(_arguments(given))
         attributes["momentum"] = str(np.float32(given["momentum"]))  # op.py writes all its digits
         attributes["fix_gamma"] = str(bool(int(given["fix_gamma"])))
-        number = graph.add({**node, "op": "BatchNorm", "attrs": attributes}, inputs[:3] + inputs[-2:])
+        first = last = graph.add({**node, "op": "BatchNorm", "attrs": attributes}, inputs[:3] + inputs[-2:])
         if int(given["adds"]):
             name = given.get(ADDED, f"{node['name']}_add")
-            number = graph.add({"op": "elemwise_add", "name": name, "attrs": of_any}, [[number, 0, 0], inputs[3]])
+            last = graph.add({"op": "elemwise_add", "name": name, "attrs": of_any}, [[first, 0, 0], inputs[3]])
         activation = Activation.of_attributes(given)
         if activation != NONE:
             behind = json.loads(activation.of(mx.sym, mx.sym.var("z")).tojson())["nodes"][-1]
             behind["name"] = given.get(BEHIND, f"{node['name']}_activation")
             behind["attrs"].update(of_any)
-            number = graph.add(behind, [[number, 0, 0]])
-        return [[number, 0, 0]]
+            last = graph.add(behind, [[last, 0, 0]])
+        if tells:  # who goes on with a file finds outputs by name
+            name = names.get(number, node["name"])
+            graph.nodes[first]["name"], graph.nodes[last]["name"] = f"{name}_norm", name
+        return [[last, 0, 0]]
 
     graph = Graph()
     graph.heads = graph.grow(recorded, fold)
     return mx.sym.load_json(json.dumps(graph.json(recorded)))
 
 
+def names_of_outputs(recorded: Json) -> Dict[int, str]:
+    """Of each node with a guard behind it, by its number, the name of that guard: MXNet calls the output after it."""
+    return {node["inputs"][0][0]: node["name"] for node in recorded["nodes"] if is_guard(node)}
+
+
 def is_ours(node: Json) -> bool:
     return node["op"] == "Custom" and node["attrs"]["op_type"] == NAME
+
+
+def _arguments(attributes: Dict[str, str]) -> Json:
+    """Those that make the layer again; a KVStore is none that a file can hold."""
+    written: Json = json.loads(attributes.get(SYNCHRONISED, "{}"))
+    replicas = Replicas.of_token(attributes["layer"])
+    if replicas is not None:
+        pooling, num_devices, _, timeout = replicas.settings()
+        written.update(pooling._asdict(), num_devices=num_devices, timeout=timeout)
+    if int(attributes["unbiased"]):
+        written["running_variance"] = "unbiased"
+    return {key: value for key, value in written.items() if value is not None}
+
+
+def _as_plain_graph(save: Callable[..., None]) -> Callable[..., None]:
+    def saved(symbol: mx.sym.Symbol, *args: Any, **kwargs: Any) -> None:
+        recorded = plain(symbol, tells=True)
+        save(symbol if recorded is None else recorded, *args, **kwargs)
+
+    return saved
 
 
 def _of_plain_graphs(export: Callable) -> Callable:

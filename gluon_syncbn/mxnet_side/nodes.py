@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import mxnet as mx
 
 Json = Dict[str, Any]
 Entry = List[int]  # an output: its node, its number there, and the version of the array that the node overwrites
@@ -42,3 +44,10 @@ class Graph:
         """Returns the whole graph, with the other properties of ``like``."""
         variables = [number for number, node in enumerate(self.nodes) if node["op"] == "null"]
         return {"nodes": self.nodes, "arg_nodes": variables, "heads": self.heads, "attrs": like["attrs"]}
+
+
+class Synchronised(mx.sym.Symbol):
+    """A graph for executors, which keeps its layers alive, each with the name of its running mean."""
+
+    __slots__ = ["layers"]
+    layers: List[Tuple[str, Any]]

@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from typing import Any, Callable, List, Tuple
+from contextlib import nullcontext
+from typing import Any, Callable, List, Optional, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
 from mxnet.gluon.nn.basic_layers import _BatchNorm
+from mxnet.module import Module
+from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from .. import _native
 from ..training import steps
 from ..training.replicas import Replicas
 from ..training.session import session
 from . import callers, draws, mixed
+from .nodes import Synchronised
 
 # Reading the annotations of a class adds them as an attribute.
 _ASSIGNED = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__annotations__"]
@@ -65,6 +69,27 @@ def install() -> None:
     _replace(mx.random, "seed", _telling)
     copies = _gated(lambda trainer: trainer._kvstore is not None, _written)
     _replace(gluon.Trainer, "_init_params", lambda initialise: _looked_at(copies(initialise)))
+
+
+def install_for_modules() -> None:
+    """Changes MXNet for those who train with ``Module``; once there is one with synchronised layers.
+
+    - ``forward`` and ``backward`` of a ``Module`` tell where a step begins, and where it breaks off between two
+      executors.
+    - Its ``update`` changes nothing in a step that failed, as that of a ``gluon.Trainer`` (see `install`).
+    - ``asnumpy`` and ``wait_to_read`` tell that somebody has been told of a failure: the next step may forget it.
+    - ``get_params`` and ``reshape`` of a group of executors wait for the forward. An executor tells MXNet's engine only
+      what its operators read and put out, and not that they write auxiliary states (`GraphExecutor::InitCachedOps` in
+      src/executor/graph_executor.cc). So the engine may let a copy of the running statistics, or another executor of
+      the same context, run before a forward that was issued earlier; that executor would take the place of this one.
+    """
+    replace_once(Module, "forward", _beginning)
+    replace_once(Module, "backward", _within)
+    replace_once(Module, "update", _updating)
+    for name in ("asnumpy", "wait_to_read"):
+        replace_once(mx.nd.NDArray, name, _reading)
+    for name in ("get_params", "reshape"):
+        replace_once(DataParallelExecutorGroup, name, _behind_forward)
 
 
 def remove() -> None:
@@ -139,6 +164,60 @@ def _told_of(waitall: Callable) -> Callable:
             _native.waiting(False)
 
     return told_of
+
+
+def _beginning(forward: Callable) -> Callable:
+    def beginning(module: Module, data_batch: Any, is_train: Optional[bool] = None) -> None:
+        trains = module.for_training if is_train is None else is_train
+        with steps.executors_run_forward() if trains and _is_synchronised(module._exec_group) else nullcontext():
+            forward(module, data_batch, is_train)
+
+    return beginning
+
+
+def _within(backward: Callable) -> Callable:
+    def within(module: Module, *args: Any, **kwargs: Any) -> None:
+        with steps.executors_run_backward() if _is_synchronised(module._exec_group) else nullcontext():
+            backward(module, *args, **kwargs)
+
+    return within
+
+
+def _updating(update: Callable) -> Callable:
+    def updating(module: Module) -> None:
+        if _is_synchronised(module._exec_group):
+            gradients = [g for arrays in module._exec_group.grad_arrays for g in arrays if g is not None]
+            if gradients:
+                _native.gate(gradients)
+        update(module)
+
+    return updating
+
+
+def _reading(read: Callable) -> Callable:
+    def reading(array: mx.nd.NDArray) -> Any:
+        try:
+            return read(array)
+        except mx.MXNetError:
+            steps.told()
+            raise
+
+    return reading
+
+
+def _behind_forward(method: Callable) -> Callable:
+    def behind_forward(group: DataParallelExecutorGroup, *args: Any) -> None:
+        if _is_synchronised(group):
+            for executor in group.execs:
+                for output in executor.outputs:
+                    output.wait_to_read()
+        method(group, *args)
+
+    return behind_forward
+
+
+def _is_synchronised(group: Optional[DataParallelExecutorGroup]) -> bool:
+    return isinstance(getattr(group, "symbol", None), Synchronised)
 
 
 _graphs = itertools.count(2)

@@ -114,28 +114,47 @@ def _opened(cls: Type[SymbolBlock]) -> Type[Opened]:
     return type(cls.__name__, (Opened, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
 
 
-def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequence[Parameter]) -> Optional[Slot]:
+def settings_of(prefix: str, attributes: Dict[str, str]) -> Json:
+    """Arguments of ``nn.BatchNorm`` for what a node of batch normalisation computes."""
     flags = {key: attributes.get(key, default) in ("1", "True") for key, default in _FLAGS.items()}
-    gamma = parameters[0].name
-    settings: Dict[str, Any] = dict(
+    return dict(
         axis=int(attributes.get("axis", 1)),
         momentum=float(attributes.get("momentum", 0.9)),
         epsilon=float(attributes.get("eps", 1e-3)),
         scale=not flags["fix_gamma"],
         use_global_stats=flags["use_global_stats"],
-        prefix=gamma[: -len("gamma")] if gamma.endswith("gamma") else f"{name}_",
-        params=ParameterDict(),  # nothing is shared: the constructor's own parameters are discarded
+        prefix=prefix,
+        params=ParameterDict(),  # nothing to share: the constructor's own parameters are thrown away
     )
+
+
+def layer_of(prefix: str, attributes: Dict[str, str]) -> Optional[SyncBatchNorm]:
+    """One more layer, for a synchronised node, with replicas of its own; None where the layer that wrote it is gone."""
+    replicas = Replicas.of_token(attributes["layer"])
+    if replicas is None:
+        return None
+    settings = settings_of(prefix, attributes)
+    settings.update(Activation.of_attributes(attributes).arguments())
+    settings["inplace"] = attributes["inplace"] == "1"
+    settings["running_variance"] = "unbiased" if attributes["unbiased"] == "1" else "biased"
+    layer = (SyncBatchNormAdd if int(attributes["adds"]) else SyncBatchNorm)(**settings)
+    layer._fuses = attributes["fuses"] == "1"
+    layer._release_parameters()
+    layer._replica_settings = replicas.settings()
+    layer._adopt_parameters()
+    return layer
+
+
+def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequence[Parameter]) -> Optional[Slot]:
+    gamma = parameters[0].name
+    prefix = gamma[: -len("gamma")] if gamma.endswith("gamma") else f"{name}_"
+    settings = settings_of(prefix, attributes)
+    layer: Optional[nn.BatchNorm]
     if operator == NAME:
-        replicas = Replicas.of_token(attributes["layer"])
-        if replicas is None:
+        layer = layer_of(prefix, attributes)
+        if layer is None:
             return None
-        settings.update(Activation.of_attributes(attributes).arguments())
-        settings["inplace"] = attributes["inplace"] == "1"
-        layer = (SyncBatchNormAdd if int(attributes["adds"]) else SyncBatchNorm)(**settings)
-        layer._fuses = attributes["fuses"] == "1"
         layer._release_parameters()
-        layer._replica_settings = replicas.settings()
     else:
         layer = (nn.BatchNormReLU if operator == "_contrib_BatchNormWithReLU" else nn.BatchNorm)(**settings)
     for attribute, parameter in zip(blocks.PARAMETERS, parameters):
@@ -151,6 +170,20 @@ def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequ
 _FLAGS = {"fix_gamma": "True", "use_global_stats": "False"}
 
 
+def write_layer(graph: Graph, layer: nn.BatchNorm, name: str, inputs: List[Entry], **attributes: str) -> List[Entry]:
+    """Adds the nodes of a layer, of which the last has this name, to a graph. Returns the output."""
+    names = [layer._reg_params[parameter].name for parameter in blocks.PARAMETERS]
+    data = [_DATA, _ADDEND][: len(inputs) - len(names)]
+    given = dict(zip([data[0], *names[:2], *data[1:], *names[2:]], inputs))
+    recorded = json.loads(layer(*map(mx.sym.var, data)).tojson())
+    last = recorded["heads"][0][0]
+    for at, part in enumerate(recorded["nodes"]):
+        if part["op"] != "null":  # an output is called after its node
+            part["name"] = name if at == last else f"{name}_{part['name']}"
+            part["attrs"].update(attributes)
+    return graph.grow(recorded, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
+
+
 def _write(block: Opened) -> None:
     """Writes the graph with the present settings of its layers."""
 
@@ -158,15 +191,7 @@ def _write(block: Opened) -> None:
         slot = block.__layers__.get(number)
         if slot is None or (not isinstance(slot.layer, SyncBatchNorm) and slot.layer._kwargs == slot.settings):
             return None
-        names = [slot.layer._reg_params[name].name for name in blocks.PARAMETERS]
-        data = [_DATA, _ADDEND][: len(inputs) - len(names)]
-        given = dict(zip([data[0], *names[:2], *data[1:], *names[2:]], inputs))
-        recorded = json.loads(slot.layer(*map(mx.sym.var, data)).tojson())
-        last = recorded["heads"][0][0]
-        for at, part in enumerate(recorded["nodes"]):
-            if part["op"] != "null":  # an output is named after its node
-                part["name"] = node["name"] if at == last else f"{node['name']}_{part['name']}"
-        return graph.grow(recorded, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
+        return write_layer(graph, slot.layer, node["name"], inputs)
 
     graph = Graph()
     graph.heads = graph.grow(block._skeleton, unfold)

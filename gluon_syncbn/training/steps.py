@@ -1,12 +1,14 @@
 """Marks where a step begins and ends, so that a failed step harms neither its replicas nor the next step.
 
-The scopes are ``with autograd.record()`` and ``with autograd.train_mode()``; `patches` calls this module.
+Scopes are ``with autograd.record()`` and ``with autograd.train_mode()``; `patches` calls what is here. A ``Module`` has
+none: there a training forward begins a step, unless the one before has failed and nobody has been told.
 """
 
 from __future__ import annotations
 
 import threading
-from typing import Any, List, Optional
+from contextlib import contextmanager
+from typing import Any, Iterator, List, Optional
 
 import mxnet as mx
 
@@ -38,8 +40,8 @@ def drain() -> List[str]:
 def reset() -> None:
     """Forgets a failed step, so that the next one starts afresh.
 
-    ``with autograd.record()`` and ``autograd.train_mode()`` do this by themselves. Call it after a failure in a loop
-    that uses neither. Waits for all issued operators.
+    ``with autograd.record()``, ``autograd.train_mode()`` and a training forward of a ``Module`` do this by themselves;
+    call it after a failure in a loop that uses none of them. Waits until everything that was issued has ended.
 
     Raises
     ------
@@ -55,6 +57,7 @@ def reset() -> None:
         # A healthy step that is in flight ends too: its replicas could not find each other any more.
         errors = drain()
         _native.reset()
+        session.raised = ""
     if len(errors) == MOST_WAITS:
         raise mx.MXNetError(f"no step can begin, because MXNet fails at every wait: {errors[-1]}")
 
@@ -91,9 +94,53 @@ def scope_left(kind: Optional[type], value: Any) -> None:
             session.raised = ended
             raise mx.MXNetError(ended)
     elif current:  # else another thread has begun a new step since then
-        session.raised = (
-            f"{kind.__name__} left the recorded step ({value}), so the replicas that had been called cannot finish it. "
-            "The next `with autograd.record()` starts afresh."
-        )
-        _native.fail(session.raised)
-        session.tell_others(session.raised)
+        _break_off(f"{kind.__name__} left the recorded step ({value})")
+
+
+def _break_off(what: str) -> None:
+    session.raised = f"{what}, so the replicas that had been called cannot finish it. The next step starts afresh."
+    _native.fail(session.raised)
+    session.tell_others(session.raised)
+
+
+# ---- executors ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def executors_run_forward() -> Iterator[None]:
+    """A training forward of a ``Module``, whose executors all begin in it. It begins a step.
+
+    Several modules may be one net, as the two of a GAN. The second one must not forget what the first one has failed
+    with: it would train on what is left of that. So a failure that nobody has been told of is raised here, and only
+    the forward after that starts afresh.
+    """
+    if not session.depth():
+        reason = _native.failure()
+        if reason and reason != session.raised:
+            session.raised = reason
+            raise mx.MXNetError(reason)
+    scope_entered()
+    try:
+        yield
+    except BaseException as error:
+        scope_left(type(error), error)
+        told()
+        raise
+    scope_left(None, None)
+
+
+@contextmanager
+def executors_run_backward() -> Iterator[None]:
+    """The backward of all of them, which is part of the step of their forward."""
+    try:
+        yield
+    except BaseException as error:
+        if not session.depth():
+            _break_off(f"{type(error).__name__} left the backward of a Module ({error})")
+            told()
+        raise
+
+
+def told() -> None:
+    """An error has reached whoever reads results."""
+    session.raised = _native.failure() or session.raised

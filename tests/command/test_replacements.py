@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import warnings
 from types import ModuleType, SimpleNamespace
 
 import gluoncv
@@ -18,7 +17,6 @@ from replicas import TOLERANCE, WAYS, Result, assert_same, make_batch, prepare, 
 
 import gluon_syncbn
 from gluon_syncbn import _native, parallel
-from gluon_syncbn.command import replacements
 from gluon_syncbn.mxnet_side import blocks
 
 CONTRIB = mx.gluon.contrib.nn.SyncBatchNorm
@@ -253,47 +251,6 @@ def test_the_symbol_is_one_device_with_the_whole_batch(contexts, rng, installed)
     running = [[parameters[f"norm_moving_{kind}"].data(c).asnumpy() for c in contexts[:2]] for kind in ("mean", "var")]
     got = Result([y.asnumpy() for y in ys], [x.grad.asnumpy() for x in xs], gammas, betas, *running)
     assert_same(got, truth(batch), TOLERANCE["float32"])
-
-
-def trained_by_module(contexts, rng):
-    """Parameters of a net with contrib's symbol after three steps."""
-    norm = mx.sym.contrib.SyncBatchNorm(
-        mx.sym.var("data"), fix_gamma=False, ndev=len(contexts), key="bound", name="bound"
-    )
-    net = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(norm, num_hidden=3, name="dense"), name="softmax")
-    batches = mx.io.NDArrayIter(rng.randn(24, 5) * 3 + 1, rng.randint(0, 3, 24), 8, label_name="softmax_label")
-    module = mx.mod.Module(net, context=contexts)
-    module.bind(batches.provide_data, batches.provide_label)
-    given = {
-        "bound_gamma": 1 + rng.rand(5),
-        "bound_beta": rng.rand(5),
-        "dense_weight": rng.randn(3, 5),
-        "dense_bias": rng.rand(3),
-    }
-    module.init_params(arg_params={name: nd.array(value) for name, value in given.items()})
-    module.init_optimizer(optimizer_params={"learning_rate": 0.1})
-    for batch in batches:
-        module.forward_backward(batch)
-        module.update()
-    mx.nd.waitall()  # an executor does not tell the engine that its operators write the running statistics
-    return {name: value.asnumpy() for part in module.get_params() for name, value in part.items()}
-
-
-def test_a_module_trains_with_contribs_symbol_as_without(contexts, monkeypatch):
-    monkeypatch.setattr(replacements, "_told", False)
-    want = trained_by_module(contexts[:2], np.random.RandomState(0))
-    gluon_syncbn.install()
-    try:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            got, _ = (trained_by_module(contexts[:2], np.random.RandomState(0)) for _ in range(2))
-    finally:
-        gluon_syncbn.uninstall()
-    (warning,) = (one for one in told if "SyncBatchNorm" in str(one.message))
-    assert "stays MXNet's own in a graph that Module, simple_bind or bind takes (bound)" in str(warning.message)
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        np.testing.assert_array_equal(got[name], value, err_msg=name)
 
 
 # ---- GluonCV's helpers -----------------------------------------------------------------------------------------

@@ -333,16 +333,6 @@ def test_a_symbol_there_and_back(contexts, rng):
     assert type(net) is gluon.SymbolBlock and operators(net).count("BatchNorm") == 2
 
 
-def test_a_symbol_in_no_block_is_an_error(contexts):
-    y = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), name="alone")
-    with pytest.raises(
-        mx.MXNetError,
-        match=r"'alone' on cpu\(0\): the contexts of the layer's parameters are not known.*Module, simple_bind or bind",
-    ):
-        executor = y.simple_bind(contexts[0], data=(2, 3, 4))
-        executor.forward(is_train=True)[0].asnumpy()
-
-
 @untyped_symbol
 def test_gluoncvs_feature_pyramid(contexts, rng):
     """`sym_norm_layer` of its detectors, on a backbone of ours: all of it is synchronised."""

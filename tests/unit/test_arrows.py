@@ -75,7 +75,7 @@ FOLDERS = {
     ],
     "nets": [
         ["checkpoint", "fusion", "graphs", "parameters"],
-        ["statistics", "summary", "tracing"],
+        ["executors", "statistics", "summary", "tracing"],
         ["convert", "fold"],
     ],
     "command": [["replacements", "selfcheck"], ["run", "state"]],

@@ -3,8 +3,10 @@
 import mxnet as mx
 from mxnet import autograd, gluon
 from mxnet.gluon.nn.basic_layers import _BatchNorm
+from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from gluon_syncbn.mxnet_side import patches
+from gluon_syncbn.nets import executors
 
 CHANGED = [
     (autograd._RecordingStateScope, "__enter__"),
@@ -19,6 +21,9 @@ CHANGED = [
     (_BatchNorm, "__call__"),
     (mx.nd, "CachedOp"),
     (mx.random, "seed"),
+    (DataParallelExecutorGroup, "__init__"),
+    (mx.sym.Symbol, "bind"),
+    (mx.sym.Symbol, "simple_bind"),
 ]
 
 
@@ -34,3 +39,5 @@ def test_install_and_remove():
         assert not any(hasattr(function, "__wrapped__") for function in plain)
     finally:
         patches.install()
+        executors.install()
+

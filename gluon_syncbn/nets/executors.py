@@ -1,0 +1,216 @@
+"""The layers of batch normalisation in graphs that `Module`, ``simple_bind`` and ``bind`` take.
+
+An executor runs a graph on one context. It has no parameters of Gluon, which would say where the replicas are. Of a
+``Module``, the group of its executors says so; elsewhere, ``ndev=`` says how many executors train together. Each group
+gets a graph of its own, because a node meets itself on other contexts.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import warnings
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
+
+import mxnet as mx
+from mxnet.context import Context
+from mxnet.executor import Executor
+from mxnet.module import executor_group
+from mxnet.module.executor_group import DataParallelExecutorGroup
+
+from ..layer import SyncBatchNorm
+from ..mxnet_side import patches
+from ..mxnet_side.export import SYNCHRONISED, is_guard, is_ours, names_of_outputs, passing
+from ..mxnet_side.nodes import Entry, Graph, Json, Synchronised
+from ..system import arguments
+from ..training.replicas import Replicas
+from .graphs import layer_of, settings_of, write_layer
+
+#: Operators of others that are synchronised too.
+operators: Set[str] = set()
+#: A layer for a node; None where the node stays as it is.
+Choose = Callable[[Json], Optional[SyncBatchNorm]]
+
+
+def install() -> None:
+    """Changes what makes executors: MXNet has no hook that tells an operator which executors belong together.
+
+    - A ``DataParallelExecutorGroup`` knows the contexts of a ``Module``, and nobody else does.
+    - ``simple_bind`` and ``bind`` know one context each.
+    """
+    patches.replace_once(DataParallelExecutorGroup, "__init__", _grouping)
+    for name in ("bind", "simple_bind"):
+        patches.replace_once(mx.sym.Symbol, name, _binding)
+
+
+def _grouping(construct: Callable[..., None]) -> Callable[..., None]:
+    def grouped(group: Any, symbol: mx.sym.Symbol, contexts: List[Context], *args: Any, **kwargs: Any) -> None:
+        places = executor_group._prepare_group2ctxs(kwargs.get("group2ctxs"), len(contexts))
+
+        def contexts_of(node: Json) -> List[Context]:
+            part = node["attrs"].get("__ctx_group__")
+            return [(place or {}).get(part, context) for place, context in zip(places, contexts)]
+
+        def choose(node: Json) -> SyncBatchNorm:
+            layer = _layer(node)
+            _place(layer, contexts_of(node))
+            return layer
+
+        graph = _synchronised(symbol, choose)
+        construct(group, graph, contexts, *args, **kwargs)
+        if isinstance(graph, Synchronised):
+            _look_at(group, graph.layers)
+            patches.install_for_modules()
+
+    return grouped
+
+
+def _look_at(group: Any, layers: List[Tuple[str, SyncBatchNorm]]) -> None:
+    """Tells the layers what only bound executors know; ValueError where they cannot train so."""
+    for name, layer in layers:
+        replicas = layer._replicas
+        if group.for_training and replicas.problem and not replicas.reaches_other_processes():
+            raise ValueError(replicas.problem)
+        replicas.set_contexts(replicas.given, group.execs[0].aux_dict[name].shape[0])
+
+
+def _binding(bind: Callable[..., Executor]) -> Callable[..., Executor]:
+    def bound(symbol: mx.sym.Symbol, ctx: Context, *args: Any, **kwargs: Any) -> Executor:
+        return bind(_synchronised(symbol, functools.partial(_beside_others, ctx)), ctx, *args, **kwargs)
+
+    return bound
+
+
+class _Partners(NamedTuple):
+    """Executors that are bound one by one and train together."""
+
+    layer: SyncBatchNorm
+    wanted: int
+    contexts: List[Context]  # of those that are there
+
+
+_unfinished: Dict[str, _Partners] = {}  # by the key of a node
+
+
+def _beside_others(context: Context, node: Json) -> Optional[SyncBatchNorm]:
+    """The layer of an executor that is bound by itself, which is that of the executors before it where these lack some.
+    A layer that lacks some has no contexts, and its first step says so.
+    """
+    attributes = node["attrs"]
+    if is_ours(node) and _replicas(node).contexts:
+        return None  # of a net of Gluon, whose parameters are there
+    written = attributes if node["op"] in operators else json.loads(attributes.get(SYNCHRONISED, "{}"))
+    wanted = int(written.get("ndev", 1 if node["op"] in operators else 0))
+    if not wanted:
+        return None if is_ours(node) else _layer(node)
+    key = str(written.get("key") or attributes.get("layer", node["name"]))
+    partners = _unfinished.get(key)
+    if partners is None or partners.wanted != wanted or context in partners.contexts:
+        partners = _unfinished[key] = _Partners(_layer(node), wanted, [])
+    partners.contexts.append(context)
+    if len(partners.contexts) == wanted:
+        del _unfinished[key]
+        _place(partners.layer, partners.contexts)
+    return partners.layer
+
+
+def _place(layer: SyncBatchNorm, contexts: List[Context]) -> None:
+    replicas = layer._replicas
+    if len(set(contexts)) < len(contexts):  # of the replicas of a context one writes the running statistics
+        arguments.refuse("context", contexts, "different contexts: each executor has running statistics of its own")
+    if replicas.num_devices not in (None, len(contexts)):
+        arguments.refuse("num_devices", replicas.num_devices, f"{len(contexts)}, the number of executors, or None")
+    replicas.set_contexts(contexts, 0)
+
+
+def _layer(node: Json) -> SyncBatchNorm:
+    """A layer for a node, with replicas of its own."""
+    attributes = node["attrs"]
+    if is_ours(node):
+        replicas = _replicas(node)
+        layer = layer_of(f"{replicas.name}_", attributes)
+        assert layer is not None  # as there are replicas
+        return layer
+    given = json.loads(attributes.get(SYNCHRONISED, "{}"))
+    for name in ("ndev", "key"):
+        given.pop(name, None)
+    return SyncBatchNorm(**settings_of(f"{node['name']}_", attributes), **given)
+
+
+def _replicas(node: Json) -> Replicas:
+    replicas = Replicas.of_token(node["attrs"]["layer"])
+    if replicas is None:
+        raise mx.MXNetError(
+            f"the SyncBatchNorm that has written '{node['name']}' is gone, or is one of another process: keep the net "
+            "whose symbol this is until a Module or an executor has the symbol"
+        )
+    return replicas
+
+
+def _takes(node: Json) -> bool:
+    attributes = node.get("attrs", {})
+    return is_ours(node) or node["op"] in operators or (node["op"] == "BatchNorm" and SYNCHRONISED in attributes)
+
+
+def _synchronised(symbol: mx.sym.Symbol, choose: Choose) -> mx.sym.Symbol:
+    """The graph with a layer for each node that is to be synchronised; the same object where there is none."""
+    if isinstance(symbol, Synchronised):
+        return symbol
+    recorded = json.loads(symbol.tojson())
+    chosen = _chosen(recorded, choose)
+    if not chosen:
+        return symbol
+    nodes, names = recorded["nodes"], names_of_outputs(recorded)
+    serving = {entry[0] for number in chosen for entry in nodes[number]["inputs"]}
+    serving |= {number for number, node in enumerate(nodes) if is_guard(node) and node["inputs"][0][0] in chosen}
+    layers: List[Tuple[str, SyncBatchNorm]] = []
+
+    def fold(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
+        layer = chosen.get(number)
+        through = passing(node, inputs) if layer is not None or number in serving else None
+        if through is not None or layer is None:
+            return through
+        adds = int(node["attrs"]["adds"]) if is_ours(node) else 0
+        own = inputs[: 3 + adds] + inputs[-2:]
+        layers.append((graph.nodes[own[-2][0]]["name"], layer))
+        kept = {k: v for k, v in node["attrs"].items() if k.startswith("__") and k != SYNCHRONISED}
+        layer._nodes = 0  # a layer is one node here, also in the graphs of executors that are bound one by one
+        return write_layer(graph, layer, names.get(number, node["name"]), own, **kept)
+
+    graph = Graph()
+    graph.heads = graph.grow(recorded, fold)
+    loaded = mx.sym.load_json(json.dumps(graph.json(recorded)))
+    synchronised = Synchronised(loaded.handle)
+    loaded.handle = None  # which has an owner now
+    synchronised.layers = layers
+    return synchronised
+
+
+def _chosen(recorded: Json, choose: Choose) -> Dict[int, SyncBatchNorm]:
+    """The layers, by the numbers of the nodes that they stand for."""
+    nodes = recorded["nodes"]
+    entries = [entry for node in nodes for entry in node["inputs"]] + recorded["heads"]
+    used = {(number, output) for number, output, _ in entries}
+    layers: Dict[Any, Optional[SyncBatchNorm]] = {}
+    chosen: Dict[int, SyncBatchNorm] = {}
+    stay: List[str] = []
+    for number, node in enumerate(nodes):
+        if not _takes(node):
+            continue
+        if not is_ours(node) and ((number, 1) in used or (number, 2) in used):
+            stay.append(node["name"])
+            continue
+        # Where replicas share a context, two nodes are one call.
+        call = (node["attrs"]["layer"], node["attrs"]["node"]) if is_ours(node) else number
+        if call not in layers:
+            layers[call] = choose(node)
+        layer = layers[call]
+        if layer is not None:
+            chosen[number] = layer
+    if stay:
+        warnings.warn(
+            f"{arguments.some(stay, ', ')}: mx.sym.contrib.SyncBatchNorm stays MXNet's own where its mean or variance "
+            "is used in the graph",
+            stacklevel=5,
+        )
+    return chosen

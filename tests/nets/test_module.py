@@ -1,0 +1,691 @@
+"""Executors: symbols in `Module`, BucketingModule, SequentialModule, simple_bind and bind, against one context."""
+
+import gc
+import json
+import warnings
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import gluon, nd
+from mxnet.gluon import nn
+
+import gluon_syncbn
+from gluon_syncbn import _native
+from gluon_syncbn.symbol import SyncBatchNorm
+
+PLAIN = mx.sym.BatchNorm
+CLASSES = 3
+
+
+def body(norm, data="data", **settings):
+    y = mx.sym.Convolution(mx.sym.var(data), num_filter=4, kernel=(3, 3), no_bias=True, name="conv0")
+    y = norm(y, name="bn0", eps=1e-4, momentum=0.7, fix_gamma=False, **settings)
+    y = mx.sym.Convolution(mx.sym.relu(y), num_filter=5, kernel=(2, 2), no_bias=True, name="conv1")
+    return norm(y, name="bn1", fix_gamma=True, **settings)
+
+
+def classifier(norm, **settings):
+    y = mx.sym.FullyConnected(mx.sym.relu(body(norm, **settings)), num_hidden=CLASSES, name="fc")
+    return mx.sym.SoftmaxOutput(y, name="softmax")
+
+
+def samples(seed, count, size=12, dtype="float64"):
+    """Images of other distributions along the batch, and classes, in batches."""
+    rng = np.random.RandomState(seed)
+    scale = np.linspace(1, 5, count)[:, None, None, None]
+    images = nd.array(rng.randn(count, 3, 7, 7) * scale + scale, dtype=dtype)
+    classes = nd.array(rng.randint(0, CLASSES, count), dtype=dtype)
+    return mx.io.NDArrayIter(images, classes, size, label_name="softmax_label")
+
+
+def batch_of(seed, size=12, dtype="float64"):
+    source = samples(seed, size, size, dtype)
+    batch = next(source)
+    return mx.io.DataBatch(
+        batch.data, batch.label, 0, provide_data=source.provide_data, provide_label=source.provide_label
+    )
+
+
+def parameters_of(symbol):
+    """Values for a net, the same for the same names, and gammas that are not 1."""
+    rng = np.random.RandomState(0)
+    names = [set(symbol.list_arguments()) - {"data", "softmax_label"}, set(symbol.list_auxiliary_states())]
+    shapes = dict(zip(symbol.list_arguments(), symbol.infer_shape(data=(2, 3, 7, 7))[0]))
+    shapes.update(zip(symbol.list_auxiliary_states(), symbol.infer_shape(data=(2, 3, 7, 7))[2]))
+    values = {}
+    for name in sorted(names[0] | names[1]):
+        positive = name.endswith(("gamma", "var"))
+        value = rng.rand(*shapes[name]) + 0.5 if positive else rng.randn(*shapes[name]) * 0.5
+        values[name] = nd.array(np.ones_like(value) if name == "bn1_gamma" else value, dtype="float64")
+    return [{name: values[name] for name in part} for part in names]
+
+
+def bound(symbol, contexts, *, labels=True, shapes=None, work_load_list=None, fixed=None, **given):
+    module = mx.mod.Module(
+        symbol,
+        context=contexts,
+        label_names=["softmax_label"] if labels else None,
+        work_load_list=work_load_list,
+        fixed_param_names=fixed,
+    )
+    data = batch_of(0)
+    module.bind(shapes or data.provide_data, data.provide_label if labels else None, **given)
+    arguments, states = parameters_of(symbol)
+    module.init_params(arg_params=arguments, aux_params=states)
+    return module
+
+
+def ready(symbol, contexts, kvstore="local", **given):
+    module = bound(symbol, contexts, **given)
+    module.init_optimizer(kvstore, "sgd", dict(learning_rate=0.05, momentum=0.9))
+    return module
+
+
+def settle(norm):
+    """An executor does not tell MXNet's engine that plain BatchNorm writes its running statistics, in the backward."""
+    if norm is PLAIN:
+        mx.nd.waitall()
+
+
+def values_of(module, norm=PLAIN):
+    settle(norm)
+    return {name: value.asnumpy() for part in module.get_params() for name, value in part.items()}
+
+
+def assert_same(got, want, tolerance=1e-9):
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        np.testing.assert_allclose(got[name], value, rtol=0, atol=tolerance * max(1, np.abs(value).max()), err_msg=name)
+
+
+def train(module, seeds, dtype="float64", norm=PLAIN):
+    for seed in seeds:
+        module.forward_backward(batch_of(seed, dtype=dtype))
+        module.update()
+    return values_of(module, norm)
+
+
+def fitted(symbol, contexts, kvstore="local", work_load_list=None):
+    """After three epochs of `fit`, with a validation behind each: parameters, running statistics and both metrics."""
+    module = mx.mod.Module(symbol, context=contexts, work_load_list=work_load_list)
+    arguments, states = parameters_of(symbol)
+    scores = []
+    module.fit(
+        samples(1, 48),
+        eval_data=samples(2, 24),
+        eval_metric="ce",
+        num_epoch=3,
+        kvstore=kvstore,
+        optimizer_params=dict(learning_rate=0.05, momentum=0.9),
+        arg_params=arguments,
+        aux_params=states,
+        eval_end_callback=lambda given: scores.append(given.eval_metric.get()[1]),
+    )
+    return {**values_of(module), "scores": np.array(scores)}
+
+
+# ---- fit -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    """What one context has with plain BatchNorm."""
+    return fitted(classifier(PLAIN), [mx.cpu(0)])
+
+
+@pytest.mark.parametrize("kvstore", ["local", "device", None])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_fit(count, kvstore, contexts, one_device):
+    if count > 1 and kvstore is None:
+        pytest.skip("Module adds gradients of several contexts in a KVStore alone")
+    assert_same(fitted(classifier(SyncBatchNorm), contexts[:count], kvstore), one_device)
+
+
+def test_fit_with_an_uneven_work_load(contexts, one_device):
+    assert_same(fitted(classifier(SyncBatchNorm), contexts[:2], work_load_list=[1, 3]), one_device)
+
+
+def test_fit_with_the_optimizer_outside_of_the_store(contexts, one_device, monkeypatch):
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
+    assert_same(fitted(classifier(SyncBatchNorm), contexts[:2]), one_device)
+
+
+def test_plain_batch_norm_differs(contexts, one_device):
+    """So that the comparison says something."""
+    got = fitted(classifier(PLAIN), contexts[:2])
+    assert np.abs(got["conv0_weight"] - one_device["conv0_weight"]).max() > 1e-3
+
+
+# ---- one step ------------------------------------------------------------------------------------------------
+
+
+def stepped(norm, contexts, heads, **given):
+    """Of a step with a random head gradient: output, gradients of data and parameters, running statistics."""
+    module = bound(body(norm), contexts, labels=False, inputs_need_grad=True, **given)
+    for _ in range(2):
+        module.forward(batch_of(1), is_train=True)
+        module.backward([heads])
+    group = module._exec_group
+    found = {
+        name: sum(gradient.asnumpy() for gradient in gradients)
+        for name, gradients in zip(group.param_names, group.grad_arrays)
+        if gradients[0] is not None
+    }
+    found.update(y=module.get_outputs()[0].asnumpy(), dx=module.get_input_grads()[0].asnumpy())
+    found.update({name: value.asnumpy() for name, value in module.get_params()[1].items()})
+    return found
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, dict(grad_req="add"), dict(fixed=["bn0_gamma", "bn0_beta", "conv0_weight"])],
+    ids=["write", "add", "fixed"],
+)
+def test_a_step(given, contexts, rng):
+    heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
+    got = stepped(SyncBatchNorm, contexts[:3], heads, work_load_list=[3, 1, 2], **given)
+    assert_same(got, stepped(PLAIN, contexts[:1], heads, **given))
+
+
+def test_settings_of_the_layer(contexts, rng):
+    """`mode='local'` is plain BatchNorm on each context."""
+    heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
+    got = stepped(lambda *args, **given: SyncBatchNorm(*args, mode="local", **given), contexts[:2], heads)
+    assert_same(got, stepped(PLAIN, contexts[:2], heads))
+
+
+def test_an_activation_and_use_global_stats(contexts, rng):
+    def norm(y, **given):
+        last = given["name"] == "bn1"
+        return SyncBatchNorm(y, use_global_stats=last, activation=None if last else "relu", **given)
+
+    def plain(y, **given):
+        last = given["name"] == "bn1"
+        y = mx.sym.BatchNorm(y, use_global_stats=last, **given)
+        return y if last else mx.sym.relu(y)
+
+    heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
+    assert_same(stepped(norm, contexts[:2], heads), stepped(plain, contexts[:1], heads))
+
+
+def test_a_net_of_gluon_in_a_module(contexts):
+    """Its own layers are elsewhere, and stay."""
+    nets = []
+
+    def symbol_of(norm):
+        net = nn.HybridSequential(prefix="net_")
+        with net.name_scope():
+            net.add(nn.Conv2D(4, 3, in_channels=3, prefix="conv_"), norm(in_channels=4, prefix="bn_"))
+            net.add(nn.Dense(CLASSES, in_units=100, prefix="fc_"))
+        net.initialize(ctx=contexts[2:4])
+        net.cast("float64")
+        nets.append(net)
+        return mx.sym.SoftmaxOutput(net(mx.sym.var("data")), name="softmax")
+
+    symbols = symbol_of(gluon_syncbn.SyncBatchNorm), symbol_of(nn.BatchNorm)
+    got, want = (train(ready(symbol, contexts[:n]), range(3)) for symbol, n in zip(symbols, (2, 1)))
+    assert_same(got, want)
+
+    symbol = symbol_of(gluon_syncbn.SyncBatchNorm)
+    nets.clear()
+    gc.collect()
+    with pytest.raises(mx.MXNetError, match=r"the SyncBatchNorm that has written 'net_bn.*' is gone.*keep the net"):
+        ready(symbol, contexts[:2])
+
+
+# ---- shapes, validation, files ---------------------------------------------------------------------------------
+
+
+def test_validation_in_the_middle_of_training(contexts):
+    def trained(symbol, places):
+        module = ready(symbol, places)
+        train(module, [1, 2])
+        before = values_of(module)
+        score = dict(module.score(samples(3, 24), "ce"))["cross-entropy"]
+        predicted = module.predict(samples(4, 20)).asnumpy()  # the last batch is padded
+        assert_same(values_of(module), before, 0)
+        return {**train(module, [3]), "score": score, "predicted": predicted}
+
+    assert_same(trained(classifier(SyncBatchNorm), contexts[:2]), trained(classifier(PLAIN), contexts[:1]))
+
+
+def test_validation_between_forward_and_backward(contexts):
+    def trained(symbol, places):
+        module, other = ready(symbol, places), bound(symbol, places, for_training=False)
+        module.forward(batch_of(1), is_train=True)
+        other.forward(batch_of(2))
+        module.backward()
+        module.update()
+        return {**values_of(module), "other": other.get_outputs()[0].asnumpy()}
+
+    assert_same(trained(classifier(SyncBatchNorm), contexts[:2]), trained(classifier(PLAIN), contexts[:1]))
+
+
+@pytest.mark.parametrize("sizes", [(12, 6, 12, 20, 6), (6, 24)])
+def test_other_batch_sizes(sizes, contexts):
+    """With a reshape that is asked for, and by the batch; with two forwards that nothing else puts in order."""
+
+    def trained(norm, places):
+        module = ready(classifier(norm), places)
+        for seed, size in enumerate(sizes):
+            batch = batch_of(seed, size)
+            if seed % 2:
+                module.reshape(batch.provide_data, batch.provide_label)
+            module.forward_backward(batch)
+            settle(norm)
+            module.forward_backward(batch_of(seed + 10, 30 - size))
+            settle(norm)
+            module.update()
+        return values_of(module, norm)
+
+    assert_same(trained(SyncBatchNorm, contexts[:2]), trained(PLAIN, contexts[:1]))
+
+
+# MXNet leaves the file of the optimizer's states to the garbage collector.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_checkpoint(contexts, tmp_path):
+    """Its file is for any MXNet; a Module of it goes on as if nothing had been saved."""
+    symbol = classifier(SyncBatchNorm, ndev=2, key="k")
+    module = ready(symbol, contexts[:2])
+    train(module, [1, 2])
+    module.save_checkpoint(str(tmp_path / "net"), 2, save_optimizer_states=True)
+    want = train(module, [3, 4])
+
+    nodes = json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]
+    assert [node["op"] for node in nodes if "Norm" in node["op"] or node["op"] == "Custom"] == ["BatchNorm"] * 2
+    again = mx.mod.Module.load(str(tmp_path / "net"), 2, load_optimizer_states=True, context=contexts[:2])
+    assert again.symbol.list_outputs() == symbol.list_outputs()
+    data = batch_of(0)
+    again.bind(data.provide_data, data.provide_label)
+    again.init_optimizer("local", "sgd", dict(learning_rate=0.05, momentum=0.9))
+    assert_same(train(again, [3, 4]), want, 1e-12)
+
+
+def test_a_file_keeps_the_settings(contexts, tmp_path, rng):
+    heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
+    settings = dict(mode="local", virtual_devices=2, running_variance="unbiased", timeout=17.0)
+
+    def norm(y, **given):
+        return SyncBatchNorm(y, **given, **settings)
+
+    def loaded(y, **given):
+        norm(y, **given).save(str(tmp_path / "norm.json"))
+        return mx.sym.load(str(tmp_path / "norm.json"))
+
+    assert_same(stepped(loaded, contexts[:2], heads), stepped(norm, contexts[:2], heads), 1e-12)
+    (layer,) = {
+        layer
+        for _, layer in bound(
+            loaded(mx.sym.var("data"), name="bn0"), contexts[:2], labels=False
+        )._exec_group.symbol.layers
+    }
+    assert layer._replicas.timeout == 17 and layer._replicas.pooling.virtual_devices == 2
+
+
+def test_parameters_are_read_behind_the_forward(contexts):
+    """Nothing else puts a copy of the running statistics behind a forward that is on its way."""
+    y = mx.sym.Convolution(mx.sym.var("data"), num_filter=64, kernel=(5, 5), name="conv")
+    module = mx.mod.Module(SyncBatchNorm(y, name="bn"), context=contexts[:2], label_names=None)
+    module.bind([("data", (8, 16, 64, 64))])
+    module.init_params()
+    images = nd.random.normal(shape=(8, 16, 64, 64))
+    for _ in range(3):
+        mx.nd.waitall()
+        module.forward(mx.io.DataBatch([images]), is_train=True)
+        module._params_dirty = True  # as `update` says
+        got = module.get_params()[1]["bn_moving_var"].asnumpy()
+        np.testing.assert_array_equal(got, module._exec_group.aux_arrays[1][0].asnumpy())
+    assert got.max() > 0
+
+
+# ---- several modules ------------------------------------------------------------------------------------------
+
+
+def test_buckets(contexts):
+    """Each has a graph of its own, on the same parameters."""
+
+    def trained(norm, places):
+        def symbol_of(size):
+            y = mx.sym.Pooling(body(norm), global_pool=True, pool_type="avg")
+            y = mx.sym.FullyConnected(y, num_hidden=CLASSES, name="fc")
+            return mx.sym.SoftmaxOutput(y, name="softmax"), ["data"], ["softmax_label"]
+
+        def batch_for(seed, size):
+            batch = batch_of(seed)
+            images = batch.data[0][:, :, :size, :size]
+            shapes = [mx.io.DataDesc("data", images.shape, "float64")]
+            return mx.io.DataBatch(
+                [images], batch.label, bucket_key=size, provide_data=shapes, provide_label=batch.provide_label
+            )
+
+        module = mx.mod.BucketingModule(symbol_of, default_bucket_key=7, context=places)
+        first = batch_for(0, 7)
+        module.bind(first.provide_data, first.provide_label)
+        module.init_params(*[None], *parameters_of(symbol_of(7)[0]))
+        module.init_optimizer("local", "sgd", dict(learning_rate=0.05, momentum=0.9))
+        for seed, size in enumerate((7, 5, 6, 5, 7)):
+            module.forward_backward(batch_for(seed, size))
+            module.update()
+        return values_of(module)
+
+    assert_same(trained(SyncBatchNorm, contexts[:2]), trained(PLAIN, contexts[:1]))
+
+
+def sequence(norm, contexts):
+    """Two modules, one behind the other; what goes between is float32."""
+    rest = mx.sym.FullyConnected(norm(mx.sym.var("data"), name="bn2", fix_gamma=False), num_hidden=CLASSES, name="fc")
+    chain = mx.mod.SequentialModule()
+    chain.add(mx.mod.Module(body(norm), label_names=None, context=contexts))
+    chain.add(
+        mx.mod.Module(mx.sym.SoftmaxOutput(rest, name="softmax"), context=contexts),
+        take_labels=True,
+        auto_wiring=True,
+    )
+    batch = batch_of(0, dtype="float32")
+    chain.bind(batch.provide_data, batch.provide_label)
+    rng = np.random.RandomState(0)
+    arguments, states = parameters_of(body(norm))
+    arguments.update(fc_weight=nd.array(rng.randn(CLASSES, 80)), fc_bias=nd.zeros(3))
+    arguments.update({f"bn2_{name}": nd.array(rng.rand(5)) for name in ("gamma", "beta")})
+    states.update({f"bn2_moving_{name}": nd.array(rng.rand(5)) for name in ("mean", "var")})
+    chain.init_params(arg_params=arguments, aux_params=states)
+    chain.init_optimizer("local", "sgd", dict(learning_rate=0.05, momentum=0.9))
+    return chain
+
+
+def test_a_sequence(contexts):
+    got, want = (sequence(norm, contexts[:n]) for norm, n in ((SyncBatchNorm, 2), (PLAIN, 1)))
+    assert_same(train(got, range(3), "float32"), train(want, range(3), "float32"), 1e-4)
+
+
+def test_two_modules_that_train_each_other(contexts):
+    """As a GAN: the judge trains on what the painter paints and on pictures, then the painter by the judge."""
+
+    def trained(norm, places):
+        paint = mx.sym.Convolution(
+            norm(mx.sym.var("noise"), name="bn", fix_gamma=False), num_filter=3, kernel=(1, 1), name="c"
+        )
+        judge = mx.sym.Convolution(
+            norm(mx.sym.var("data"), name="bn", fix_gamma=False), num_filter=1, kernel=(7, 7), name="c"
+        )
+        judge = mx.sym.LogisticRegressionOutput(mx.sym.flatten(judge), mx.sym.var("label"), name="real")
+        rng = np.random.RandomState(3)
+
+        def on(module):
+            arguments, states = ({} for _ in range(2))
+            for names, values, arrays in (
+                (module._param_names, arguments, module._exec_group.param_arrays),
+                (module._aux_names, states, module._exec_group.aux_arrays),
+            ):
+                values.update(
+                    {n: nd.array(rng.rand(*a[0].shape) + 0.5, dtype="float64") for n, a in zip(names, arrays)}
+                )
+            module.init_params(arg_params=arguments, aux_params=states)
+            module.init_optimizer("local", "sgd", dict(learning_rate=0.05))
+            return module
+
+        shape, ones, zeros = (12, 3, 7, 7), nd.ones((12, 1), dtype="float64"), nd.zeros((12, 1), dtype="float64")
+        noise = mx.io.DataDesc("noise", shape, "float64")
+        painter = mx.mod.Module(paint, data_names=["noise"], label_names=None, context=places)
+        painter.bind([noise], inputs_need_grad=False)
+        critic = mx.mod.Module(judge, label_names=["label"], context=places)
+        described = [mx.io.DataDesc("data", shape, "float64")], [mx.io.DataDesc("label", (12, 1), "float64")]
+        critic.bind(*described, inputs_need_grad=True)
+        painter, critic = on(painter), on(critic)
+        for seed in range(3):
+            painter.forward(mx.io.DataBatch([batch_of(seed).data[0]]), is_train=True)
+            painted = painter.get_outputs()
+            critic.forward(mx.io.DataBatch(painted, [zeros]), is_train=True)
+            critic.backward()
+            kept = [[g.copyto(g.context) for g in part] for part in critic._exec_group.grad_arrays]
+            critic.forward(mx.io.DataBatch([batch_of(seed + 9).data[0]], [ones]), is_train=True)
+            critic.backward()
+            for now, before in zip(critic._exec_group.grad_arrays, kept):
+                for gradient, more in zip(now, before):
+                    gradient += more
+            critic.update()
+            critic.forward(mx.io.DataBatch(painted, [ones]), is_train=True)
+            critic.backward()
+            painter.backward(critic.get_input_grads())
+            painter.update()
+        return {f"{which}_{k}": v for which, m in (("p", painter), ("c", critic)) for k, v in values_of(m).items()}
+
+    assert_same(trained(SyncBatchNorm, contexts[:2]), trained(PLAIN, contexts[:1]))
+
+
+# ---- executors that are bound one by one ---------------------------------------------------------------------
+
+
+def executed(symbols, contexts, how, heads):
+    """Of one executor for each symbol and context: outputs, gradients, running statistics."""
+    parts = np.array_split(np.arange(12), len(contexts))
+    images, (arguments, states) = batch_of(1).data[0].asnumpy(), parameters_of(symbols[0])
+    executors = []
+    for symbol, context, part in zip(symbols, contexts, parts):
+        given = {"data": nd.array(images[part], dtype="float64"), **arguments}
+        given = {name: value.copyto(context) for name, value in given.items()}
+        kept = {name: value.copyto(context) for name, value in states.items()}
+        if how == "bind":
+            gradients = {name: nd.zeros_like(value) for name, value in given.items()}
+            executors.append(symbol.bind(context, given, gradients, aux_states=kept))
+        else:
+            types = dict.fromkeys(given, "float64")
+            executors.append(symbol.simple_bind(context, type_dict=types, data=given["data"].shape))
+            executors[-1].copy_params_from(given, kept)
+    for executor in executors:
+        executor.forward(is_train=True)
+    for executor, context, part in zip(executors, contexts, parts):
+        executor.backward([nd.array(heads[part], ctx=context, dtype="float64")])
+    found = {"y": np.concatenate([executor.outputs[0].asnumpy() for executor in executors])}
+    found["dx"] = np.concatenate([executor.grad_dict["data"].asnumpy() for executor in executors])
+    for name in arguments:
+        found[name] = sum(executor.grad_dict[name].asnumpy() for executor in executors)
+    for name in states:
+        for executor in executors:
+            found[name] = executor.aux_dict[name].asnumpy()
+            np.testing.assert_array_equal(found[name], executors[0].aux_dict[name].asnumpy())
+    return found
+
+
+@pytest.mark.parametrize("how", ["bind", "simple_bind"])
+def test_executors_by_hand(how, contexts, rng):
+    heads = rng.randn(12, 5, 4, 4)
+    want = executed([body(PLAIN)], contexts[:1], how, heads)
+    symbol = body(SyncBatchNorm, ndev=2)
+    for _ in range(2):  # one pair after the other
+        assert_same(executed([symbol] * 2, contexts[:2], how, heads), want)
+    assert_same(executed([body(SyncBatchNorm, ndev=1)], contexts[:1], how, heads), want)
+
+
+def test_executors_of_symbols_of_their_own(contexts, rng):
+    """They meet by key, as contrib's do."""
+    heads = rng.randn(12, 5, 4, 4)
+
+    def norm(y, **given):
+        return SyncBatchNorm(y, ndev=3, key=given["name"], **given)
+
+    got = executed([body(norm) for _ in range(3)], contexts[:3], "bind", heads)
+    assert_same(got, executed([body(PLAIN)], contexts[:1], "bind", heads))
+
+
+@pytest.mark.parametrize("ndev", [None, 2])
+def test_an_executor_that_knows_no_partner(ndev, contexts, tmp_path):
+    """It predicts; its training step says what to do."""
+    symbol = SyncBatchNorm(mx.sym.var("data"), name="alone", ndev=ndev)
+    symbol.save(str(tmp_path / "alone.json"))
+    for given in (symbol, mx.sym.load(str(tmp_path / "alone.json"))):
+        executor = given.simple_bind(contexts[0], data=(2, 3, 4))
+        assert executor.forward()[0].asnumpy().shape == (2, 3, 4)
+        with pytest.raises(mx.MXNetError, match=r"'alone' on cpu\(0\): the contexts .* write ndev=N into the symbol"):
+            executor.forward(is_train=True)[0].asnumpy()
+        gluon_syncbn.reset()
+
+
+def test_layers_live_as_long_as_their_executors(contexts):
+    module = ready(classifier(SyncBatchNorm), contexts[:2])
+    gc.collect()
+    before = _native.layers()
+    train(module, [1])
+    symbol = classifier(SyncBatchNorm)
+    for _ in range(3):
+        other = bound(symbol, contexts[:2])
+        other.forward(batch_of(0), is_train=True)
+        del other
+    gc.collect()
+    assert _native.layers() == before + 2  # those of the symbol
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, places, said",
+    [
+        ({}, (0, 0), r"context: \[cpu\(0\), cpu\(0\)\] was given, expected different contexts"),
+        (dict(num_devices=4), (0, 1), "num_devices: 4 was given, expected 2, the number of executors"),
+        (dict(group_size=2), (0, 1, 2), "group_size: 2 was given, expected a divisor of the number of devices, 3"),
+        (dict(mode="shuffle"), (0,), "virtual_devices: 1 was given, expected at least 2 with mode 'shuffle'"),
+    ],
+)
+def test_contexts_that_do_not_fit(settings, places, said, contexts):
+    with pytest.raises(ValueError, match=said):
+        bound(classifier(SyncBatchNorm, **settings), [contexts[place] for place in places])
+
+
+@pytest.mark.parametrize("ndev", [-1, 1.5, "two"])
+def test_a_bad_ndev(ndev):
+    with pytest.raises(ValueError, match="ndev: "):
+        SyncBatchNorm(mx.sym.var("data"), ndev=ndev)
+
+
+def broken(seed, dtype="float64"):
+    batch = batch_of(seed, dtype=dtype)
+    batch.data[0][0] = np.nan
+    return batch
+
+
+def test_a_failed_step_changes_nothing_and_the_next_one_trains(contexts):
+    """The failure shows where a result is read; the steps around it are those of a run without it."""
+    want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2, 3])
+    gluon_syncbn.configure(nonfinite="error")
+    try:
+        module = ready(classifier(SyncBatchNorm), contexts[:2])
+        for seed in (1, None, 2, None, 3):
+            module.forward_backward(broken(0) if seed is None else batch_of(seed))
+            module.update()
+            if seed is None:
+                with pytest.raises(mx.MXNetError, match="the batch is not finite"):
+                    module.get_outputs()[0].asnumpy()
+        assert_same(values_of(module), want, 1e-12)
+    finally:
+        gluon_syncbn.configure(nonfinite="propagate")
+
+
+def test_a_failure_that_nobody_has_read_is_raised_by_the_next_forward(contexts):
+    want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2])
+    gluon_syncbn.configure(nonfinite="error")
+    try:
+        module = ready(classifier(SyncBatchNorm), contexts[:2])
+        module.forward_backward(batch_of(1))
+        module.update()
+        mx.nd.waitall()
+        module.forward_backward(broken(0))
+        module.update()
+        while not _native.failure():
+            pass
+        with pytest.raises(mx.MXNetError, match="the batch is not finite"):
+            module.forward(batch_of(2), is_train=True)
+        assert_same(train(module, [2]), want, 1e-12)
+    finally:
+        gluon_syncbn.configure(nonfinite="propagate")
+
+
+def test_a_failure_in_the_first_of_two_modules_is_one_of_both(contexts):
+    """The second one does not train on what the first one leaves."""
+    want = train(sequence(SyncBatchNorm, contexts[:2]), [1, 2], "float32")
+    chain = sequence(SyncBatchNorm, contexts[:2])
+    train(chain, [1], "float32")
+    gluon_syncbn.configure(nonfinite="error")
+    try:
+        with pytest.raises(mx.MXNetError, match="the batch is not finite"):
+            chain.forward_backward(broken(0, "float32"))
+            chain.update()
+            chain.get_outputs()[0].asnumpy()
+    finally:
+        gluon_syncbn.configure(nonfinite="propagate")
+    assert_same(train(chain, [2], "float32"), want, 1e-6)
+
+
+class OutOfData(Exception):
+    pass
+
+
+@pytest.mark.parametrize("what", ["forward", "backward"])
+def test_an_exception_between_two_executors(what, contexts, monkeypatch):
+    """The replica that was called does not wait for the other one, and the next step trains."""
+    want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2])
+    module = ready(classifier(SyncBatchNorm), contexts[:2])
+    train(module, [1])
+
+    def fails(*args, **kwargs):
+        raise OutOfData("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module._exec_group.execs[1], what, fails)
+        with pytest.raises(OutOfData):
+            module.forward_backward(batch_of(0))
+    got = train(module, [2])
+    if what == "backward":  # the forward before it has moved the running statistics
+        got, want = ({k: v for k, v in values.items() if "moving" not in k} for values in (got, want))
+    assert_same(got, want, 1e-12)
+
+
+# ---- contrib's symbol ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed():
+    gluon_syncbn.install()
+    yield
+    gluon_syncbn.uninstall()
+
+
+def contribs(y, **given):
+    return mx.sym.contrib.SyncBatchNorm(y, ndev=2, key=given["name"], **given)
+
+
+def test_contribs_symbol(contexts, installed, one_device):
+    symbol = classifier(contribs)
+    assert_same(fitted(symbol, contexts[:2]), one_device)
+    assert "_contrib_SyncBatchNorm" in symbol.tojson() and "gluon_syncbn" not in symbol.tojson()
+
+
+def test_contribs_symbol_by_hand(contexts, installed, rng):
+    heads = rng.randn(12, 5, 4, 4)
+    got = executed([body(contribs) for _ in range(2)], contexts[:2], "simple_bind", heads)
+    assert_same(got, executed([body(PLAIN)], contexts[:1], "simple_bind", heads))
+
+
+def test_contribs_symbol_stays_where_its_mean_is_used(contexts, installed):
+    norm = mx.sym.contrib.SyncBatchNorm(mx.sym.var("data"), output_mean_var=True, ndev=1, key="k", name="seen")
+    symbol = mx.sym.Group([norm[0], norm[1]])
+    with pytest.warns(UserWarning, match="seen: mx.sym.contrib.SyncBatchNorm stays MXNet's own"):
+        symbol.simple_bind(contexts[0], data=(2, 3, 4))
+
+
+def test_contribs_symbol_is_mxnets_again(contexts):
+    gluon_syncbn.install()
+    gluon_syncbn.uninstall()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        executor = contribs(mx.sym.var("data"), name="k").simple_bind(contexts[0], data=(2, 3, 4))
+    assert "_contrib_SyncBatchNorm" in executor._symbol.tojson()
+
+
+def test_a_symbol_block_of_a_file_is_plain(contexts, tmp_path):
+    SyncBatchNorm(mx.sym.var("data"), name="bn0").save(str(tmp_path / "net.json"))
+    block = gluon.SymbolBlock.imports(str(tmp_path / "net.json"), ["data"])
+    assert [layer["op"] for layer in json.loads(block._cached_graph[1].tojson())["nodes"] if layer["op"] != "null"] == [
+        "BatchNorm"
+    ]
