@@ -40,4 +40,3 @@ def test_install_and_remove():
     finally:
         patches.install()
         executors.install()
-
