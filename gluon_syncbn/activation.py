@@ -11,7 +11,7 @@ from typing import Any, Dict, NamedTuple, Optional
 import numpy as np
 from mxnet.gluon import nn
 
-from .system import arguments
+from .system import arguments, kinds
 
 
 class Activation(NamedTuple):
@@ -87,7 +87,8 @@ def behind(F: Any, z: Any, addend: Optional[Any], activation: Activation, dtype:
     in src/operator/tensor/elemwise_binary_op_basic.cc). The gradients may be wrong where one is added to an array, or
     where one is not requested. ``broadcast_add`` shares no memory.
     """
-    return activation.of(F, z if addend is None else F.broadcast_add(z, addend), dtype)
+    sum_ = kinds.classic(z) if addend is None else F.broadcast_add(kinds.classic(z), kinds.classic(addend))
+    return kinds.like(activation.of(F, sum_, dtype), z)
 
 
 class BatchNormActivation(nn.BatchNorm):

@@ -12,13 +12,12 @@ import mxnet as mx
 from mxnet import autograd
 from mxnet.gluon import HybridBlock, nn
 from mxnet.gluon.parameter import Parameter
-from mxnet.util import is_np_array
 
 from .activation import NONE, behind, invertible, of_arguments
 from .mxnet_side import export
 from .mxnet_side.op import sync_batch_norm
 from .mxnet_side.operators import without_amp
-from .system import arguments
+from .system import arguments, kinds
 from .training.replicas import Pooling, Replicas
 from .training.session import session
 
@@ -153,11 +152,11 @@ class SyncBatchNorm(nn.BatchNorm):
         Seconds to wait for the other replicas. By default the setting of `configure`, which starts as 300.
 
     Inputs
-        - **data**: 2 to 5 dimensions; float16 (with float32 parameters), float32 or float64. Shards of a batch may
-          differ in size.
+        - **data**: of ``mx.nd`` or ``mx.np``, 2 to 5 dimensions; float16 (with float32 parameters), float32 or float64.
+          Shards of a batch may differ in size.
 
     Outputs
-        - **out**: shape and type of the data.
+        - **out**: kind, shape and type of the data.
 
     Raises
     ------
@@ -271,14 +270,16 @@ class SyncBatchNorm(nn.BatchNorm):
     def hybrid_forward(self, F: Any, x: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any) -> Any:
         return self._normalised(F, x, None, gamma, beta, running_mean, running_var)
 
-    def _normalised(
-        self, F: Any, x: Any, addend: Optional[Any], gamma: Any, beta: Any, running_mean: Any, running_var: Any
+    def _normalised(self, F: Any, x: Any, addend: Optional[Any], *parameters: Any) -> Any:
+        """Of the kind of ``x``, by operators of ``mx.nd`` or ``mx.sym``."""
+        given = [kinds.classic(array) for array in (x, *parameters)]
+        addend = None if addend is None else kinds.classic(addend)
+        return kinds.like(self._of_classic(F, addend, *given), x)
+
+    def _of_classic(
+        self, F: Any, addend: Optional[Any], x: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any
     ) -> Any:
         kwargs = dict(self._kwargs)
-        if is_np_array():
-            raise mx.MXNetError(
-                f"SyncBatchNorm '{self.name}' works on mx.nd arrays; call mx.npx.reset_np() before building the net"
-            )
         use_global_stats = kwargs.pop("use_global_stats")
         if use_global_stats or (F is mx.nd and not autograd.is_training()):
             z = F.BatchNorm(x, gamma, beta, running_mean, running_var, name="fwd", **self._kwargs)

@@ -24,7 +24,7 @@ import numpy as np
 
 from .. import _native
 from .._native import Agreed, Ticket, Total, Turn
-from ..system import arguments, cuda, environment
+from ..system import arguments, cuda, environment, kinds
 from ..system.logs import log
 from . import base
 from .base import LayerInfo, PythonExchange, alone
@@ -116,7 +116,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         label = self._label("broadcast", key)
         array = self._transport.broadcast(label, value.asnumpy())
         for target in out if isinstance(out, (list, tuple)) else [out]:
-            mx.nd.array(array, dtype=array.dtype).copyto(target)
+            mx.nd.array(array, dtype=array.dtype).copyto(kinds.classic(target))
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Adds ``value`` over the devices of all processes into ``out``, or into ``value`` itself."""
@@ -129,7 +129,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         total = self._transport.allreduce(self._label("gradient", key), total)
         out = values if out is None else out
         for target in out if isinstance(out, (list, tuple)) else [out]:
-            mx.nd.array(total, dtype=arrays[0].dtype).copyto(target)
+            mx.nd.array(total, dtype=arrays[0].dtype).copyto(kinds.classic(target))
 
     def allgather(self, key: str, array: np.ndarray, *, equal: bool = True) -> List[np.ndarray]:
         """Returns the arrays of all processes, in the order of the ranks. All make the same calls with the same key.

@@ -12,7 +12,7 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from ..activation import BatchNormActivation, BatchNormAdd
-from ..system import arguments
+from ..system import arguments, kinds
 from . import callers
 
 PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
@@ -86,9 +86,9 @@ def difference(block: Block) -> str:
     if set(block._reg_params) != set(PARAMETERS) or block._children:
         return "it has other parameters or blocks than a BatchNorm"
     names = ("data", *PARAMETERS)
-    inputs = {name: mx.sym.var(name) for name in names}
+    inputs = {name: kinds.variable(name) for name in names}
     try:
-        output = block.hybrid_forward(mx.sym, inputs.pop("data"), **inputs)
+        output = kinds.classic(block.hybrid_forward(mx.sym, inputs.pop("data"), **inputs))
         graph = json.loads(output.tojson())
     except Exception as error:  # the user's code; only the reason depends on it here
         return f"its hybrid_forward cannot be traced ({type(error).__name__}: {error})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Callable, Iterable, List, Set
 
-import mxnet as mx
+import numpy as np
 from mxnet.gluon import Block, Parameter
 
 from ..system import arguments
@@ -42,7 +42,7 @@ def write_ones(verb: str, parameters: Iterable[Parameter]) -> None:
     written = []
     for gamma in parameters:
         if gamma._data is not None and any((array.asnumpy() != 1).any() for array in gamma.list_data()):
-            gamma.set_data(mx.nd.ones(gamma.shape, dtype=gamma.dtype))
+            gamma.set_data(np.ones(gamma.shape, gamma.dtype))
             written.append(gamma.name)
     warn(verb, written)
 

@@ -145,7 +145,7 @@ def _apart(backward: Callable) -> Callable:
         if isinstance(heads, (list, tuple)) and len(heads) > 1 and _native.contexts_are_shared():
             recording = autograd.set_recording(True)
             try:
-                heads = [head.copyto(head.context) for head in heads]
+                heads = [head.copyto(head.ctx) for head in heads]
             finally:
                 autograd.set_recording(recording)
         backward(heads, *args, **kwargs)
@@ -232,7 +232,7 @@ def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             if not autograd.is_training():
                 return super().__call__(*args, **kwargs)
-            with _native.graph_issued(self._layer.id, str(args[0].context), self._graph):
+            with _native.graph_issued(self._layer.id, str(args[0].ctx), self._graph):
                 return super().__call__(*args, **kwargs)
 
     def make(sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.CachedOp:

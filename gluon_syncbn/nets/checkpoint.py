@@ -22,14 +22,17 @@ from .. import _native
 from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks, draws, patches
 from ..mxnet_side.op import NAME
-from ..system import arguments, temporary_space
+from ..system import arguments, kinds, temporary_space
 
 __all__ = ["checkpoint"]
 
 BlockT = TypeVar("BlockT", bound=Block)
 
 # Names of operators that draw random numbers. A few matches draw none and only cost time. LeakyReLU draws as RReLU.
-_RANDOM = re.compile(r"\w*([Dd]ropout|random|sample|multinomial|shuffle)\w*|RNN|LeakyReLU")
+_RANDOM = re.compile(
+    r"\w*([Dd]ropout|random|sample|multinomial|shuffle)\w*|RNN|LeakyReLU|"
+    r"_npi_(bernoulli|choice|exponential|gamma|normal|pareto|powerd|rayleigh|uniform|weibull)(_n)?"
+)
 
 
 def checkpoint(block: BlockT, active: bool = True) -> BlockT:
@@ -114,10 +117,10 @@ class _Recomputed(Block):
             seed = None
             if _draws(self, forward, args):
                 seed = draws.seed()
-                scopes.enter_context(draws.drawn_from(seed, arrays[0].context))
+                scopes.enter_context(draws.drawn_from(seed, arrays[0].ctx))
             if not recording:  # within a block that is being recomputed
                 return forward(*args)
-            _check(self, arrays[0].context)
+            _check(self, arrays[0].ctx)
             return _Call(self, forward, seed).first(args)
 
 
@@ -132,15 +135,16 @@ class _Call:
     def __init__(self, block: Block, forward: Callable[..., Any], seed: Optional[int]) -> None:
         self._block, self._forward, self._seed = block, forward, seed
         self._training = autograd.is_training()
+        self._np = mx.util.is_np_shape(), mx.util.is_np_array()  # of this thread
         self._tape = _native.Tape()
 
     def first(self, args: Any) -> Any:
-        context = _arrays(args)[0].context
+        context = _arrays(args)[0].ctx
         frame = _Frame(None, {})
         with _recording(False):
             # These are copies, because the engine runs the second forward after all operators that were issued since
             # then and write the same arrays. Parameters are written by their update, which waits for the gradient.
-            self._args = _map(NDArray.copy, args)
+            self._args = _map(lambda array: array.copy(), args)
             with frame.open(), self._tape.running(again=False):
                 outputs = self._forward(*args)
             self._parameters = [(parameter, array.copy()) for parameter, array in frame.used.values()]
@@ -157,11 +161,11 @@ class _Call:
         # A gradient in oneDNN's layout would reach the backward as a copy that is freed too early; see op.py.
         if context.device_type == "gpu":
             return outputs
-        return _map(lambda a: mx.nd.SwapAxis(a, dim1=0, dim2=0) if _is_float(a) else a, outputs)
+        return _map(lambda a: _guarded(a) if _is_float(a) else a, outputs)
 
     def _again(self, context: mx.Context, heads: List[NDArray], gradients: List[NDArray], requests: List[int]) -> None:
         """Runs the backward. Issues operators and waits for none."""
-        args = _map(NDArray.detach, self._args)
+        args = _map(lambda array: array.detach(), self._args)
         wanted = [array for array in _arrays(args) if _is_float(array)]
         given = {id(parameter): array.detach() for parameter, array in self._parameters}
         wanted += [given[id(parameter)] for parameter, _ in self._parameters if parameter.grad_req != "null"]
@@ -172,6 +176,8 @@ class _Call:
         autograd.mark_variables([a for a, _, _ in asked], [a.detach() for a, _, _ in asked])
         with ExitStack() as scopes:
             scopes.enter_context(context)
+            scopes.enter_context(mx.util.np_shape(self._np[0]))
+            scopes.enter_context(mx.util.np_array(self._np[1]))
             scopes.enter_context(_recording(True))
             if self._seed is not None:
                 scopes.enter_context(draws.drawn_from(self._seed, context))
@@ -183,7 +189,8 @@ class _Call:
         if len(computed) != len(heads):
             raise mx.MXNetError(f"the second forward had {len(computed)} outputs, the first {len(heads)}")
         found = autograd.grad(computed, [a for a, _, _ in asked], heads, train_mode=self._training)
-        for (_, gradient, request), value in zip(asked, found):
+        for (_, gradient, request), array in zip(asked, found):
+            value = kinds.classic(array)
             gradient[:] = gradient + value if request == _native.ADD else value
 
 
@@ -314,7 +321,7 @@ def _draws(block: Block, forward: Callable[..., Any], args: Any) -> bool:
     if known is None:
         numbers = itertools.count()
         try:
-            traced = _arrays(forward(*_map(lambda _: mx.sym.var(f"data{next(numbers)}"), args)))
+            traced = _arrays(forward(*_map(lambda a: kinds.like(mx.sym.var(f"data{next(numbers)}"), a), args)))
             known = any(map(_is_random, _nodes(json.loads(mx.sym.Group(traced).tojson()))))
         except Exception:  # the user's code fails; the only consequence here is that it cannot be traced
             known = True
@@ -332,6 +339,10 @@ def _nodes(graph: Dict[str, Any]) -> Iterator[Dict[str, Any]]:
 def _is_random(node: Dict[str, Any]) -> bool:
     operator = node["op"]
     return blocks.operator_of(node) != NAME if operator == "Custom" else _RANDOM.fullmatch(operator) is not None
+
+
+def _guarded(array: NDArray) -> NDArray:
+    return kinds.like(mx.nd.SwapAxis(kinds.classic(array), dim1=0, dim2=0), array)
 
 
 def _is_float(array: NDArray) -> bool:

@@ -68,8 +68,6 @@ def fold(net: HybridBlock) -> SymbolBlock:
     """
     if not isinstance(net, HybridBlock):
         arguments.refuse("net", net, "a gluon.HybridBlock; of another block, fold the hybrid blocks within it")
-    if mx.util.is_np_array():
-        raise ValueError("net: fold works on mx.nd arrays; call mx.npx.reset_np() before building the net")
     traced = prediction(net)
     values = _Values(net, traced)
     graph = json.loads(traced.symbol.tojson())

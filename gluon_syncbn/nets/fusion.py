@@ -9,15 +9,17 @@ from __future__ import annotations
 import json
 import weakref
 from collections import Counter
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 from mxnet.gluon import HybridBlock
+from mxnet.gluon.block import _flatten
 
 from ..activation import RELU, RELU6, SLOPES, Activation, described, invertible
 from ..mxnet_side import patches
 from ..mxnet_side.export import ADDED, BEHIND, is_guard, is_ours
 from ..mxnet_side.nodes import Entry, Graph, Json
+from ..system import kinds
 from ..training.replicas import Replicas
 
 
@@ -43,10 +45,10 @@ class Chain(NamedTuple):
     activation: Activation
 
 
-def fused(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
+def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[mx.sym.Symbol]:
     """Returns the graph in which layers with ``fuses`` have absorbed the operators behind them; None if unchanged."""
     recorded = json.loads(symbol.tojson())
-    chains = _chains(recorded)
+    chains = _chains(recorded, _sums(symbol, recorded, inputs))
     if not chains:
         return None
     absorbed: Dict[int, List[Entry]] = {}  # input entries, in the new graph
@@ -83,10 +85,29 @@ def fused(symbol: mx.sym.Symbol) -> Optional[mx.sym.Symbol]:
         return [[at, 0, 0]]
 
     graph.heads = graph.grow(recorded, fold)
-    return mx.sym.load_json(json.dumps(graph.json(recorded)))
+    return kinds.like(mx.sym.load_json(json.dumps(graph.json(recorded))), symbol)
 
 
-def _chains(graph: Json) -> Dict[int, Chain]:
+def _sums(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray]) -> Set[int]:
+    """The nodes that add two arrays of one shape and type. An addition of ``mx.np`` may be of others."""
+    nodes = graph["nodes"]
+    sums = {number for number, node in enumerate(nodes) if node["op"] == "elemwise_add"}
+    unsure = {number for number, node in enumerate(nodes) if node["op"] == "_npi_add"}
+    if any(node.get("attrs", {}).get("fuses") == "1" for node in nodes) and unsure:
+        internals = kinds.classic(symbol).get_internals()
+        _, shapes, _ = internals.infer_shape_partial(**{name: array.shape for name, array in inputs.items()})
+        _, types, _ = internals.infer_type_partial(**{name: array.dtype for name, array in inputs.items()})
+        places = [tuple(entry[:2]) for entry in json.loads(internals.tojson())["heads"]]
+        known = dict(zip(places, zip(shapes, types)))
+
+        def alike(one: Any, other: Any) -> bool:
+            return one == other and None not in one and min(one[0], default=0) > 0
+
+        sums |= {at for at in unsure if alike(*(known[tuple(entry[:2])] for entry in nodes[at]["inputs"]))}
+    return sums
+
+
+def _chains(graph: Json, sums: Set[int]) -> Dict[int, Chain]:
     """Returns the chains by the number of their last node. An output that is used elsewhere too is not absorbed."""
     nodes = graph["nodes"]
     uses = Counter((at, output) for node in nodes for at, output, *_ in node["inputs"])
@@ -111,7 +132,7 @@ def _chains(graph: Json) -> Dict[int, Chain]:
         if activation is None:
             continue
         entry = node["inputs"][0]
-        addition = entry[0] if nodes[entry[0]]["op"] == "elemwise_add" and only(entry) else None
+        addition = entry[0] if entry[0] in sums and only(entry) else None
         for summand in [entry] if addition is None else nodes[addition]["inputs"]:
             found = layer_behind(summand)
             if found is None:
@@ -124,7 +145,7 @@ def _chains(graph: Json) -> Dict[int, Chain]:
 def _activation_of(node: Json) -> Optional[Activation]:
     """Returns the activation of a node, if layers support it."""
     attributes = node.get("attrs", {})
-    if node["op"] == "relu" or (node["op"] == "Activation" and attributes.get("act_type") == "relu"):
+    if node["op"] in ("relu", "_npx_relu") or (node["op"] == "Activation" and attributes.get("act_type") == "relu"):
         return RELU
     if node["op"] == "clip" and (float(attributes["a_min"]), float(attributes["a_max"])) == (0, RELU6.ceiling):
         return RELU6
@@ -137,7 +158,8 @@ def _activation_of(node: Json) -> Optional[Activation]:
 def _of_fused_graphs(get: Callable) -> Callable:
     def get_fused(block: HybridBlock, *args: Any) -> Any:
         inputs, symbol = get(block, *args)
-        new = fused(symbol)
+        arrays = [array for array in _flatten(args, "input")[0] if array is not None]
+        new = fused(symbol, dict(zip([one.name for one in inputs], arrays)))
         if new is not None:
             block._cached_graph = inputs, new
         return block._cached_graph

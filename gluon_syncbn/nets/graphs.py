@@ -20,6 +20,7 @@ from ..mxnet_side import blocks
 from ..mxnet_side.export import passing
 from ..mxnet_side.nodes import Entry, Graph, Json
 from ..mxnet_side.op import NAME
+from ..system import kinds
 from ..training.replicas import Replicas
 
 
@@ -175,7 +176,7 @@ def write_layer(graph: Graph, layer: nn.BatchNorm, name: str, inputs: List[Entry
     names = [layer._reg_params[parameter].name for parameter in blocks.PARAMETERS]
     data = [_DATA, _ADDEND][: len(inputs) - len(names)]
     given = dict(zip([data[0], *names[:2], *data[1:], *names[2:]], inputs))
-    recorded = json.loads(layer(*map(mx.sym.var, data)).tojson())
+    recorded = json.loads(layer(*map(kinds.variable, data)).tojson())
     last = recorded["heads"][0][0]
     for at, part in enumerate(recorded["nodes"]):
         if part["op"] != "null":  # an output is called after its node
@@ -196,7 +197,8 @@ def _write(block: Opened) -> None:
     graph = Graph()
     graph.heads = graph.grow(block._skeleton, unfold)
     block._clear_cached_op()
-    block._cached_graph = block._cached_graph[0], mx.sym.load_json(json.dumps(graph.json(block._skeleton)))
+    inputs, before = block._cached_graph
+    block._cached_graph = inputs, kinds.like(mx.sym.load_json(json.dumps(graph.json(block._skeleton))), before)
 
 
 _DATA, _ADDEND = "data of the layer", "addend of the layer"

@@ -62,7 +62,7 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
             own = value.ravel()
             part = own if store.rank == root_rank else own[:0]
             value = store.allgather(f"parameter {number}", part, equal=False)[root_rank].reshape(value.shape)
-        parameter.set_data(mx.nd.array(value, dtype=value.dtype))
+        parameter.set_data(value)
 
 
 def store_of(kvstore: Any, parameters: Iterable[Parameter]) -> Optional[ProcessStore]:

@@ -349,7 +349,7 @@ def _replicas(layers: Sequence[nn.BatchNorm], running: Sequence[_Running]) -> Di
 def _check_batch(name: str, batch: Any, replicas: Dict[mx.Context, int]) -> None:
     listed = isinstance(batch, (list, tuple)) and len(batch) > 0
     arrays = listed and all(isinstance(shard, mx.nd.NDArray) for shard in batch)
-    if not arrays or Counter(shard.context for shard in batch) - Counter(replicas):
+    if not arrays or Counter(shard.ctx for shard in batch) - Counter(replicas):
         contexts = ", ".join(str(context) for context, times in replicas.items() for _ in range(times))
         arguments.refuse(name, batch, f"a list of arrays, one on each context of the net ({contexts})")
 

@@ -14,6 +14,7 @@ from mxnet.gluon.block import _flatten, _regroup
 from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks
 from ..mxnet_side.export import plain
+from ..system import kinds
 from .graphs import Opened
 
 
@@ -27,7 +28,8 @@ class Prediction(NamedTuple):
         """Returns a block with the net's inputs and outputs for this graph. All parameters have values, no gradient."""
         # SymbolBlock infers the types of parameters from those of the inputs, and raises an error if it cannot
         dtype = next((value.dtype for value in values.values()), "float32")
-        block = SymbolBlock(symbol, [mx.sym.var(name, dtype=dtype) for name in self.inputs])
+        inputs = [mx.sym.var(name, dtype=dtype) for name in self.inputs]
+        block = SymbolBlock(kinds.like(symbol, self.symbol), [kinds.like(one, self.symbol) for one in inputs])
         params = block.collect_params()
         for name, parameter in params.items():
             parameter.shape = values[name].shape
@@ -47,7 +49,7 @@ def prediction(net: HybridBlock) -> Prediction:
         names, form = ["data"] if count == 1 else [f"data{i}" for i in range(count)], [0] * count
     if form[0] != 0:
         raise ValueError(f"net: the first input of '{net.name}' is no array; expected one, which a SymbolBlock needs")
-    variables = iter([mx.sym.var(name) for name in names])
+    variables = iter([kinds.variable(name) for name in names])
     given = _regroup([next(variables) if place >= 0 else None for place in _places(form)], form)
     try:
         with _undisturbed(net), autograd.pause(train_mode=False):
@@ -60,7 +62,7 @@ def prediction(net: HybridBlock) -> Prediction:
     outputs, output_form = _flatten(traced, "output")
     symbol = mx.sym.Group(outputs)
     without = plain(symbol)
-    return Prediction(symbol if without is None else without, names, form, output_form)
+    return Prediction(kinds.like(symbol if without is None else without, outputs[0]), names, form, output_form)
 
 
 def _inputs(net: HybridBlock) -> int:

@@ -11,12 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple, Union, overload
 
+import mxnet as mx
 import numpy as np
 from mxnet import gluon, nd
 from mxnet.context import Context
 from mxnet.gluon.data import Sampler
+from mxnet.util import is_np_array
 
-from ..system import arguments
+from ..system import arguments, kinds
 
 _MOST = 2**63 - 1  # samples, batches, epochs
 
@@ -74,7 +76,7 @@ class ShuffledBatch:
     def __init__(self, shuffled_shards: List[Any], order: np.ndarray, batch_axis: int) -> None:
         self.shuffled_shards = shuffled_shards
         self.order = order
-        self._contexts = [shard.context for shard in shuffled_shards]
+        self._contexts = [shard.ctx for shard in shuffled_shards]
         self._lengths = [shard.shape[batch_axis] for shard in shuffled_shards]
 
     @property
@@ -111,7 +113,7 @@ class ShuffledBatch:
             arguments.refuse("features", features, f"a list of {count}, one for each shard")
         for i, (feature, length, context) in enumerate(zip(features, self._lengths, self._contexts)):
             _check_array(f"features[{i}]", feature)
-            if feature.shape[0] != length or feature.context != context:
+            if feature.shape[0] != length or feature.ctx != context:
                 arguments.refuse(f"features[{i}]", feature, f"{length} rows on {context}, as the shard has")
         _check_alike("features", features, 0)
         return _Unshuffled(_rearrange(features, np.argsort(self.order), 0))
@@ -164,7 +166,7 @@ def split_and_load(
     Parameters
     ----------
     data : NDArray or numpy.ndarray
-        A batch, not on the devices yet.
+        A batch, not on the devices yet. The shards of an NDArray, of ``mx.nd`` or ``mx.np``, are of its kind.
     ctx_list : list of Context
         Where the shards go.
     batch_axis : int
@@ -197,12 +199,13 @@ def split_and_load(
     if arguments.flag("even_split", even_split) and n % count:
         raise ValueError(f"data: {n} samples were given, expected a multiple of {count} or even_split=False")
     order = _draw(shuffle, n)
+    array = mx.np.array if is_np_array() else nd.array
     shards = []
     for context, rows in zip(ctx_list, np.array_split(order, count)):
         if isinstance(data, np.ndarray):
-            shards.append(nd.array(np.take(data, rows, axis), ctx=context))
+            shards.append(array(np.take(data, rows, axis), ctx=context))
         else:
-            shards.append(_take(data, rows, axis).as_in_context(context))
+            shards.append(kinds.like(_take(kinds.classic(data), rows, axis).as_in_context(context), data))
     return ShuffledBatch(shards, order, axis)
 
 
@@ -397,6 +400,7 @@ def _permutation(n: int, *numbers: int) -> np.ndarray:
 
 def _rearrange(shards: Sequence[Any], order: np.ndarray, axis: int) -> List[Any]:
     """Returns ``concat(shards)[order]`` along ``axis``, cut like the shards, on their contexts."""
+    given, shards = shards[0], [kinds.classic(shard) for shard in shards]
     starts = np.cumsum([0] + [shard.shape[axis] for shard in shards])
     owners = np.searchsorted(starts, order, side="right") - 1  # the shard that holds the row for each place
     pieces: List[List[Any]] = [[] for _ in shards]
@@ -407,7 +411,7 @@ def _rearrange(shards: Sequence[Any], order: np.ndarray, axis: int) -> List[Any]
         for target, parts, low, high in zip(shards, pieces, cuts, cuts[1:]):
             if low < high:
                 part = rows[low:high] if axis == 0 else nd.slice_axis(rows, axis=axis, begin=low, end=high)
-                parts.append(part.as_in_context(target.context))
+                parts.append(part.as_in_context(target.ctx))
     results = []
     for parts, wanted in zip(pieces, np.split(owners, starts[1:-1])):
         if len(parts) == 1:
@@ -415,11 +419,12 @@ def _rearrange(shards: Sequence[Any], order: np.ndarray, axis: int) -> List[Any]
         else:  # the parts come in the order of their owners, and the rows of a part in the order of the places
             back = np.argsort(np.argsort(wanted, kind="stable"))
             results.append(_take(nd.concat(*parts, dim=axis), back, axis))
-    return results
+    return [kinds.like(result, given) for result in results]
 
 
 def _take(data: Any, rows: np.ndarray, axis: int) -> Any:
-    return nd.take(data, nd.array(rows, ctx=data.context, dtype="int64"), axis=axis)
+    taken = nd.take(kinds.classic(data), nd.array(rows, ctx=data.ctx, dtype="int64"), axis=axis)
+    return kinds.like(taken, data)
 
 
 def _draw(shuffle: Any, n: int) -> np.ndarray:
@@ -429,14 +434,14 @@ def _draw(shuffle: Any, n: int) -> np.ndarray:
 
 
 def _check_array(name: str, value: Any, expected: str = "an NDArray with samples") -> None:
-    # the type itself: sparse and mx.np arrays are subclasses with other operators
-    if type(value) is not nd.NDArray or value.ndim == 0:
+    # the type itself: sparse arrays are subclasses with other operators
+    if type(value) not in (nd.NDArray, mx.np.ndarray) or value.ndim == 0:
         arguments.refuse(name, value, expected)
 
 
 def _check_alike(name: str, arrays: Sequence[Any], axis: int) -> None:
     def kind(array: Any) -> Tuple[Any, ...]:
-        return array.shape[:axis] + array.shape[axis + 1 :], array.dtype
+        return array.shape[:axis] + array.shape[axis + 1 :], array.dtype, type(array)
 
     for i, array in enumerate(arrays):
         if kind(array) != kind(arrays[0]) or not array.shape[axis]:

@@ -471,7 +471,3 @@ def test_bad_arguments():
         with pytest.raises(ValueError, match=r"^net: 'net' has no values for .*weight, .* called once where its"):
             fold(net)
         net.initialize()
-    net = sequence(nn.Dense(2, in_units=3))
-    net.initialize()
-    with mx.util.np_array(True), pytest.raises(ValueError, match=r"^net: fold works on mx.nd arrays"):
-        fold(net)

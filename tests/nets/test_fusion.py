@@ -133,7 +133,7 @@ def test_what_was_taken_in_is_not_taken_for_less(contexts):
     net.initialize(ctx=contexts[:1])
     _, symbol = net._get_graph(nd.zeros((1, 3, 5, 5)))
     assert recorded(net)["Activation"] == 1 and recorded(net)["LeakyReLU"] == 0
-    assert gluon_syncbn.nets.fusion.fused(symbol) is None
+    assert gluon_syncbn.nets.fusion.fused(symbol, {}) is None
 
 
 class Shortcut(nn.HybridBlock):

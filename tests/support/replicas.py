@@ -69,8 +69,9 @@ def make_affine(rng, channels):
 def prepare(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str, way: Optional[dict] = None):
     layer.cast(dtype)
     layer.initialize(ctx=list(contexts))
-    layer.gamma.set_data(nd.array(batch.gamma, dtype=layer.gamma.dtype))
-    layer.beta.set_data(nd.array(batch.beta, dtype=layer.beta.dtype))
+    array = mx.np.array if mx.util.is_np_array() else nd.array
+    layer.gamma.set_data(array(batch.gamma, dtype=layer.gamma.dtype))
+    layer.beta.set_data(array(batch.beta, dtype=layer.beta.dtype))
     if way is not None:
         layer.hybridize(**way)
     return layer

@@ -474,7 +474,6 @@ SPLIT = {
     "data: list of 2 was given, expected an NDArray or a numpy.ndarray (shuffle_shards is for batches on": dict(
         data=[nd.ones((2, 2))] * 2
     ),
-    "data: mx.np.ndarray of shape (4, 2) and type float32 on cpu(0) was given": dict(data=mx.np.ones((4, 2))),
     "data: CSRNDArray of shape (4, 2)": dict(data=nd.ones((4, 2)).tostype("csr")),
     "data: 1 samples were given, expected at least 2": dict(data=numbered(1, 2)),
     "data: 5 samples were given, expected a multiple of 2 or even_split=False": dict(data=numbered(5, 2)),

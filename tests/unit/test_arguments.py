@@ -56,7 +56,7 @@ WRONG = {
     "between 0 and 1": [None, 0, 1, -0.1, 1.1, NAN, INFINITE, HUGE, *STRANGERS],
     "shuffle": [None, 3, True, [SampleShuffle(1)], nd.ones(1), Stranger()],
     "optional shuffle": [3, True, [SampleShuffle(1)], nd.ones(1), Stranger()],
-    "array": [None, 3, "array", [nd.ones((4, 2))], nd.ones((4, 2)).tostype("csr"), mx.np.ones((4, 2)), Stranger()],
+    "array": [None, 3, "array", [nd.ones((4, 2))], nd.ones((4, 2)).tostype("csr"), Stranger()],
     "arrays": [None, 3, [], nd.ones((4, 2)), [nd.ones((2, 2)), 3], [nd.ones((2, 2)), nd.ones((2, 3))]],
     "symbol": [None, 3, "data", nd.ones(1), Stranger()],
     "optional symbol": [3, "gamma", nd.ones(1), Stranger()],

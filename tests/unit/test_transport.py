@@ -347,16 +347,17 @@ def test_processes_that_want_gpus_to_go_another_way(layer_id):
         assert re.search("kvstore: gpus=(None|'host') was given on rank . and (None|'host') on rank .", str(error))
 
 
-def test_gradients_of_all_processes():
+@pytest.mark.parametrize("kind", [mx.nd, mx.np])
+def test_gradients_of_all_processes(kind):
     post, all_stores = stores(3)
     rng = np.random.RandomState(2)
     values = [rng.randn(4, 2).astype("float32") for _ in range(3)]
 
     def work(rank, store):
-        out = mx.nd.array(values[rank])
+        out = kind.array(values[rank])
         store.pushpull("weight", out)
-        first = mx.nd.zeros((4, 2))
-        store.broadcast("weight", mx.nd.array(values[rank]), first)
+        first = kind.zeros((4, 2))
+        store.broadcast("weight", kind.array(values[rank]), first)
         return out.asnumpy(), first.asnumpy()
 
     for total, first in everywhere(all_stores, work):

@@ -1,0 +1,452 @@
+"""Arrays of ``mx.np``: the layer, and what else takes arrays or nets, under ``npx.set_np()``."""
+
+from contextlib import contextmanager
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+from poolings import POOLINGS, specification
+from replicas import (
+    TOLERANCE,
+    WAYS,
+    assert_same,
+    assert_same_bits,
+    make_batch,
+    on_devices,
+    prepare,
+    step_of,
+)
+
+import gluon_syncbn
+from gluon_syncbn import SampleShuffle, SyncBatchNorm, SyncBatchNormAdd
+
+F32 = TOLERANCE["float32"]
+
+
+# Gluon's split_and_load, and its import of a graph with arrays of mx.np.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:ndarray.as_in_context has been renamed"),
+    pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments"),
+]
+
+
+@contextmanager
+def np_arrays():
+    mx.npx.set_np()
+    try:
+        yield
+    finally:
+        mx.npx.reset_np()
+
+
+@pytest.fixture
+def set_np():
+    with np_arrays():
+        yield
+
+
+def put(arrays, contexts, dtype="float32"):
+    return [mx.np.array(a, ctx=c, dtype=dtype) for a, c in zip(arrays, contexts)]
+
+
+def near(got, want, tolerance=F32):
+    assert type(got) is mx.np.ndarray
+    want = want.asnumpy() if isinstance(want, mx.nd.NDArray) else want
+    assert np.abs(got.asnumpy() - want).max() <= tolerance * np.abs(want).max()
+
+
+# ---- the layer -------------------------------------------------------------------------------------------------
+
+SETTINGS = {"sync": {}, "relu6": {"activation": "relu6"}, "shuffle": POOLINGS["shuffle, 2 slots"]}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_equals_the_specification(set_np, contexts, rng, settings, way, dtype):
+    batch = make_batch(rng, 3, dtype=dtype)
+    layer = prepare(SyncBatchNorm(**SETTINGS[settings]), batch, contexts[:3], dtype, WAYS[way])
+    inputs, heads = put(batch.shards, contexts, dtype), put(batch.heads, contexts, dtype)
+    got, _ = step_of(layer, [inputs], heads)
+    assert_same(got, specification(layer, batch, node=-1 if way == "eager" else 0), TOLERANCE[dtype])
+    assert isinstance(layer.gamma.data(contexts[0]), mx.np.ndarray)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["relu", "leaky", "in place", "add", "several on a context"])
+def test_the_same_bits_as_with_arrays_of_nd(contexts, rng, kind, way):
+    """Both kinds take turns in one process, and leave each other alone."""
+    batch, addends = make_batch(rng, 2, dtype="float32"), make_batch(rng, 2, dtype="float32").shards
+    places = contexts[:1] * 2 if kind == "several on a context" else contexts[:2]
+
+    def layer():
+        if kind == "add":
+            return SyncBatchNormAdd(in_channels=5)
+        return SyncBatchNorm(
+            in_channels=5,
+            activation=kind if kind in ("relu", "leaky") else None,
+            inplace=kind == "in place",
+            num_devices=2,
+        )
+
+    def arrays(put):
+        data = [put(batch.shards, places, "float32")]
+        return data + ([put(addends, places, "float32")] if kind == "add" else []), put(batch.heads, places, "float32")
+
+    def classic():
+        made = prepare(layer(), batch, contexts[: len(set(places))], "float32", WAYS[way])
+        inputs, heads = arrays(on_devices)
+        return made, [step_of(made, inputs, heads) for _ in range(2)]
+
+    before, want = classic()
+    with np_arrays():
+        made = prepare(layer(), batch, contexts[: len(set(places))], "float32", WAYS[way])
+        inputs, heads = arrays(put)
+        got = [step_of(made, inputs, heads) for _ in range(2)]
+        predicted = made(*[array[0] for array in inputs])
+    _, again = classic()
+    for (one, of_last), (other, of_last_other), (third, _) in zip(want, got, again):
+        assert_same_bits(other, one)
+        assert_same_bits(third, one)
+        for a, b in zip(of_last_other, of_last):
+            np.testing.assert_array_equal(a, b)
+    near(predicted, before(*[array[0] for array in arrays(on_devices)[0]]), 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shapes_that_are_not_known(set_np, contexts, rng, way):
+    """And of a shard without samples, which shapes of NumPy allow."""
+
+    def gradients(norm, places, cut):
+        net = nn.HybridSequential(prefix="net_")
+        with net.name_scope():
+            net.add(nn.Conv2D(4, 3), norm(), nn.Activation("relu"), nn.Dense(3))
+        net.initialize(ctx=places)
+        if WAYS[way] is not None:
+            net.hybridize(**WAYS[way])
+        values, shards = np.random.RandomState(0), np.split(x, cut)
+        with autograd.pause():
+            net(mx.np.array(x, ctx=places[0]))
+        for parameter in net.collect_params().values():
+            if parameter.grad_req != "null":
+                parameter.set_data(mx.np.array(values.rand(*parameter.shape) + 0.5))
+        with autograd.record():
+            ys = [net(part) for part in put(shards, places)]
+            losses = [(y * head).sum() for y, head in zip(ys, put(np.split(heads, cut), places))]
+        autograd.backward(losses)
+        return [
+            sum(parameter.grad(c).asnumpy() for c in places)
+            for parameter in net.collect_params().values()
+            if parameter.grad_req != "null"
+        ]
+
+    x, heads = (1 + rng.randn(5, 2, 6, 6)).astype("float32"), rng.randn(5, 3).astype("float32")
+    got = gradients(SyncBatchNorm, contexts[:3], [2, 4])
+    want = gradients(nn.BatchNorm, contexts[:1], [])
+    largest = max(np.abs(one).max() for one in want)
+    for one, other in zip(got, want):
+        assert np.abs(one - other).max() <= F32 * largest
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_shard_without_samples(set_np, contexts, rng, way):
+    batch = make_batch(rng, 2, dtype="float32")
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float32", WAYS[way])
+    empty = np.zeros((0, *batch.shards[0].shape[1:]))
+    inputs, heads = put([*batch.shards, empty], contexts), put([*batch.heads, empty], contexts)
+    got, _ = step_of(layer, [inputs], heads)
+    assert got.outputs[2].size == 0
+    got = got._replace(outputs=got.outputs[:2], dxs=got.dxs[:2], running_mean=got.running_mean[:2])
+    assert_same(got._replace(running_var=got.running_var[:2]), specification(layer, batch), F32)
+
+
+# ---- nets ------------------------------------------------------------------------------------------------------
+
+
+class Residual(nn.HybridBlock):
+    """What is added has the shape of what is normalised, or not."""
+
+    def __init__(self, broadcast=False, norm=nn.BatchNorm):
+        super().__init__(prefix="residual_")
+        self.broadcast = broadcast
+        with self.name_scope():
+            self.first, self.norm = nn.Conv2D(6, 3, padding=1, use_bias=False), norm()
+            self.second, self.last = nn.Conv2D(6, 3, padding=1, use_bias=False), norm()
+
+    def hybrid_forward(self, F, x):
+        y = F.np.clip(self.norm(self.first(x)), 0, 6)
+        z = self.last(self.second(y))
+        return F.npx.relu(z + (F.np.mean(y, axis=(2, 3), keepdims=True) if self.broadcast else y))
+
+
+def ready(net, contexts, x):
+    net.initialize(ctx=contexts)
+    with autograd.pause():
+        net(x)
+    return given(net)
+
+
+def given(net):
+    values = np.random.RandomState(1)
+    for parameter in net.collect_params().values():
+        parameter.set_data(0.3 * values.randn(*parameter.shape) + 2 * parameter.name.endswith(("gamma", "var")))
+    return net
+
+
+def step_of_net(net, xs, heads):
+    """Gradients of the inputs and of the parameters."""
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [net(x) for x in xs]
+    autograd.backward(ys, heads)
+    trained = [p for p in net.collect_params().values() if p.grad_req != "null"]
+    return [x.grad.asnumpy() for x in xs] + [sum(p.grad(x.ctx).asnumpy() for x in xs) for p in trained]
+
+
+def assert_near(got, want, tolerance=F32):
+    assert len(got) == len(want)
+    for one, other in zip(got, want):
+        assert np.abs(one - other).max() <= tolerance * np.abs(other).max()
+
+
+@pytest.fixture
+def images(contexts, rng):
+    """Of two devices, with heads."""
+    shapes = [(2, 3, 6, 6), (3, 3, 6, 6)]
+    return [rng.randn(*s) * (i + 1) + i for i, s in enumerate(shapes)], [rng.randn(s[0], 6, 6, 6) for s in shapes]
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "eager"])
+def test_convert_fuse_and_revert(set_np, contexts, images, capsys, broadcast, way):
+    xs, heads = (put(arrays, contexts) for arrays in images)
+    whole = [put([np.concatenate(arrays)], contexts) for arrays in images]
+    plain = ready(Residual(broadcast), contexts[:1], whole[0][0])
+    want = step_of_net(plain, *whole)
+
+    net = ready(Residual(broadcast), contexts[:2], xs[0])
+    before = net(xs[0]).asnumpy()
+    assert gluon_syncbn.convert(net, fuse=True) is net
+    net.hybridize(**WAYS[way])
+    got = step_of_net(net, xs, heads)
+    assert_near([np.concatenate(got[:2]), *got[2:]], want, 10 * F32)
+    gluon_syncbn.summary(net)
+    rows = capsys.readouterr().out
+    assert "ReLU6" in rows and rows.count("synchronised: 2") == 1
+    assert ("addition, ReLU" in rows) is not broadcast
+
+    assert isinstance(net.norm, SyncBatchNorm)
+    given(net)  # what they were before the step
+    near(net(xs[0]), before)
+    gluon_syncbn.revert(net)
+    assert type(net.norm) is nn.BatchNorm
+    near(net(xs[0]), before)
+
+
+@pytest.mark.parametrize("norm, inputs", [(SyncBatchNorm, 1), (SyncBatchNormAdd, 2)])
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+def test_revert_of_a_layer_with_more(set_np, rng, norm, inputs, way):
+    layer = norm(activation="leaky", in_channels=3)
+    x = [mx.np.array(rng.randn(2, 3, 4), dtype="float32") for _ in range(inputs)]
+    layer.initialize()
+    if WAYS[way] is not None:
+        layer.hybridize()
+    before = layer(*x).asnumpy()
+    near(gluon_syncbn.revert(layer)(*x), before)
+    near(gluon_syncbn.convert(layer)(*x), before)
+
+
+def test_recorded_graphs(set_np, contexts, images, tmp_path):
+    """Export, import, convert and fold."""
+    xs, heads = (put(arrays, contexts) for arrays in images)
+    net = gluon_syncbn.convert(ready(Residual(), contexts[:2], xs[0]), fuse=True)
+    net.hybridize()
+    step_before = step_of_net(net, xs, heads)[:2]
+    predicted = net(xs[0]).asnumpy()
+    near(gluon_syncbn.fold(net)(xs[0]), predicted)
+    net.export(str(tmp_path / "net"))
+    files = str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params")
+    imported = gluon.SymbolBlock.imports(*files, ctx=contexts[:2])
+    near(imported(xs[0]), predicted)
+    gluon_syncbn.convert(imported)
+    assert_near(step_of_net(imported, xs, heads)[:2], step_before)
+    near(gluon_syncbn.revert(imported)(xs[0]), imported(xs[0]))
+
+
+class Noisy(nn.HybridBlock):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def hybrid_forward(self, F, x):
+        return self.draw(F, x)
+
+
+DRAWS = {
+    "dropout": lambda F, x: F.npx.dropout(x, p=0.5),
+    "uniform": lambda F, x: x * F.np.random.uniform(0.5, 1.5, size=(4, 6)),
+}
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("draw", DRAWS)
+def test_checkpoint_draws_the_same_numbers(set_np, rng, draw, hybrid):
+    block = gluon_syncbn.checkpoint(Noisy(DRAWS[draw]))
+    block.hybridize(hybrid)
+    x, head = (mx.np.array(rng.randn(4, 6), dtype="float32") for _ in range(2))
+    for _ in range(3):  # generators of other threads stand elsewhere
+        mx.np.random.uniform(size=(4, 6))
+    x.attach_grad()
+    with autograd.record():
+        y = block(x)
+    y.backward(head)
+    factors = y.asnumpy() / x.asnumpy()
+    assert np.unique(factors.round(3)).size > 1
+    near(x.grad, factors * head.asnumpy())
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_checkpoint(set_np, contexts, images, hybrid):
+    xs, heads = (put(arrays, contexts) for arrays in images)
+    results = []
+    for active in (False, True):
+        net = gluon_syncbn.checkpoint(ready(Residual(norm=SyncBatchNorm), contexts[:2], xs[0]), active)
+        net.hybridize(hybrid)
+        results.append(step_of_net(net, xs, heads) + [net.last.running_var.data(c).asnumpy() for c in contexts[:2]])
+    assert_near(*results)
+
+
+@pytest.mark.parametrize("way", ["eager", "static_alloc"])
+def test_running_statistics_and_parameters_of_all(set_np, contexts, images, way):
+    xs, _ = (put(arrays, contexts) for arrays in images)
+    net = ready(Residual(norm=SyncBatchNorm), contexts[:2], xs[0])
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    gluon_syncbn.update_bn_stats(net, [xs, xs[::-1]])
+    values = np.concatenate([net.first(x).asnumpy() for x in xs])
+    near(net.norm.running_mean.data(contexts[1]), values.mean((0, 2, 3)))
+    near(net.norm.running_var.data(contexts[0]), values.var((0, 2, 3)))
+    own, other = (net.norm.running_mean.data(c) for c in contexts[:2])
+    other[:] = own + 2
+    gluon_syncbn.average_running_stats(net)
+    near(other, values.mean((0, 2, 3)) + 1)
+    own[:] = 3
+    gluon_syncbn.broadcast_parameters(net)
+    near(other, np.full(6, 3.0), 0)
+    net.norm._kwargs["fix_gamma"] = True  # whose gamma counts as 1
+    with pytest.warns(UserWarning, match="revert wrote 1"):
+        gluon_syncbn.revert(net)
+    near(net.norm.gamma.data(contexts[1]), np.ones(6), 0)
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["numpy", "np", "nd"])
+def test_split_and_load(set_np, contexts, kind):
+    whole = np.arange(20, dtype="float32").reshape(10, 2)
+    data = {"numpy": lambda a: a, "np": mx.np.array, "nd": mx.nd.array}[kind](whole)
+    expected = mx.nd.NDArray if kind == "nd" else mx.np.ndarray
+    batch = gluon_syncbn.split_and_load(data, contexts[:2], shuffle=SampleShuffle(1))
+    restored = batch.apply(lambda shard: 2 * shard)
+    for arrays in (batch.shuffled_shards, restored):
+        assert [type(array) for array in arrays] == [expected] * 2
+    np.testing.assert_array_equal(np.concatenate([array.asnumpy() for array in restored]), 2 * whole)
+    shards = gluon_syncbn.split_and_load(whole, contexts[:3], even_split=False)
+    assert all(type(shard) is mx.np.ndarray for shard in shards)
+    with pytest.raises(ValueError, match=r"shards\[1\]: NDArray of shape"):
+        gluon_syncbn.shuffle_shards([shards[0], shards[1].as_nd_ndarray()], shuffle=SampleShuffle(1))
+
+
+def test_shuffled_shards_hand_gradients_back(set_np, contexts, rng):
+    shards = put([rng.randn(n, 2) for n in (3, 5)], contexts)
+    heads = put([rng.randn(n, 2) for n in (3, 5)], contexts)
+    for shard in shards:
+        shard.attach_grad()
+    with autograd.record():
+        batch = gluon_syncbn.shuffle_shards(shards, shuffle=SampleShuffle(2))
+        restored = batch.apply(lambda shard: 3 * shard)
+    autograd.backward(restored, heads)
+    for shard, head, back in zip(shards, heads, restored):
+        near(back, 3 * shard.asnumpy())
+        near(shard.grad, 3 * head.asnumpy())
+    sampler = gluon_syncbn.ShuffleSampler(8, 4, 2, 0, seed=1)
+    whole = np.arange(16, dtype="float32").reshape(8, 2)
+    restored = sampler.restore(mx.np.array(whole), 0)
+    near(restored, sampler.restore(whole, 0), 0)
+
+
+# ---- a book's training -----------------------------------------------------------------------------------------
+
+
+class Unit(nn.Block):
+    """Of a ResNet, as *Dive into Deep Learning* has it in its MXNet edition: no hybrid block, so no F."""
+
+    def __init__(self, channels, norm, narrows):
+        super().__init__()
+        step = 2 if narrows else 1
+        self.body = nn.HybridSequential()
+        self.body.add(nn.Conv2D(channels, 3, step, 1), norm(), nn.Activation("relu"), nn.Conv2D(channels, 3, 1, 1))
+        self.body.add(norm())
+        self.beside = nn.Conv2D(channels, 1, step) if narrows else None
+
+    def forward(self, x):
+        return mx.npx.relu(self.body(x) + (self.beside(x) if self.beside else x))
+
+
+def resnet(norm, widths=(4, 6, 8, 8)):
+    net = nn.Sequential()
+    net.add(nn.Conv2D(widths[0], 3, 1, 1), norm(), nn.Activation("relu"))
+    for stage, width in enumerate(widths):
+        net.add(Unit(width, norm, stage > 0), Unit(width, norm, False))
+    net.add(nn.GlobalAvgPool2D(), nn.Dense(10))
+    return net
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid", "convert"])
+def test_the_training_of_a_book(set_np, contexts, rng, way):
+    """ResNet-18 on two devices, with its loader, split_and_load, a backward for each loss, and a Trainer."""
+    images, labels = rng.randn(22, 1, 16, 16), rng.randint(0, 10, 22).astype("int32")
+    images += labels.reshape(-1, 1, 1, 1)
+    values = {}
+
+    def train(norm, devices):
+        net = resnet(norm)
+        net.initialize(mx.init.Normal(0.01), ctx=devices)  # which MXNet's generators of mx.np do in float32 alone
+        with autograd.pause():
+            net(mx.np.array(images[:2], ctx=devices[0], dtype="float32"))
+        net.cast("float64")
+        for number, parameter in enumerate(net.collect_params().values()):
+            value = values.setdefault(number, parameter.data(devices[0]).asnumpy() * 20)
+            parameter.set_data(np.ones_like(value) if parameter.name.endswith(("gamma", "var")) else value)
+        if way == "convert" and len(devices) > 1:
+            gluon_syncbn.convert(net)
+        if way == "hybrid":
+            net.hybridize()
+        loader = gluon.data.DataLoader(gluon.data.ArrayDataset(images, labels), batch_size=8)  # and a batch of 6
+        loss = gluon.loss.SoftmaxCrossEntropyLoss()
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
+        losses = []
+        for _ in range(2):
+            for x, y in loader:
+                parts = [gluon_syncbn.split_and_load(a, devices, even_split=False) for a in (x, y)]
+                with autograd.record():
+                    parts = [loss(net(a), b) for a, b in zip(*parts)]
+                for part in parts:
+                    part.backward()
+                trainer.step(len(y), ignore_stale_grad=True)
+                losses.append(float(sum(part.as_in_ctx(devices[0]).sum() for part in parts)))
+        predicted = [net(a) for a in gluon_syncbn.split_and_load(mx.np.array(images), devices)]
+        return losses, np.concatenate([a.asnumpy() for a in predicted]), net
+
+    norm = nn.BatchNorm if way == "convert" else SyncBatchNorm
+    losses, predicted, net = train(norm, contexts[:2])
+    one_losses, one_predicted, one = train(nn.BatchNorm, contexts[:1])
+    assert_near([np.array(losses), predicted], [np.array(one_losses), one_predicted], 1e-8)
+    assert abs(one_losses[0] - one_losses[-3]) > 1e-2
+    for many, single in zip(net.collect_params().values(), one.collect_params().values()):
+        for context in contexts[:2]:
+            assert np.abs(many.data(context).asnumpy() - single.data().asnumpy()).max() < 1e-9
