@@ -57,6 +57,7 @@ from .nets.parameters import broadcast_parameters
 from .nets.statistics import average_running_stats, update_bn_stats
 from .nets.summary import summary
 from .training.devices import cpu_devices, devices
+from .training.gather import gather
 from .training.join import join
 from .training.session import configure, kvstore
 from .training.shuffle import SampleShuffle, ShuffledBatch, ShuffleSampler, shuffle_shards, split_and_load
@@ -81,6 +82,7 @@ __all__ = [
     "devices",
     "fold",
     "freeze",
+    "gather",
     "install",
     "join",
     "kvstore",

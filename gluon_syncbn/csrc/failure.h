@@ -16,6 +16,11 @@ inline const char* reason_of(const std::exception& error) noexcept {
     return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ? kNoMemory : error.what();
 }
 
+// The name of a gather (gather.py) says what it is.
+inline std::string title_of(const std::string& layer) {
+    return layer.compare(0, 8, "gather '") == 0 ? layer : "SyncBatchNorm '" + layer + "'";
+}
+
 class Failure : public std::exception {
   public:
     const std::string layer;    // its name; empty if the reason is not about one layer
@@ -27,7 +32,7 @@ class Failure : public std::exception {
     explicit Failure(std::string reason) : Failure("", "", "", std::move(reason)) {}
     Failure(std::string layer, std::string context, std::string call, std::string reason)
         : layer(std::move(layer)), context(std::move(context)), call(std::move(call)), reason(std::move(reason)) {
-        if (!this->layer.empty()) text_ = "SyncBatchNorm '" + this->layer + "'";
+        if (!this->layer.empty()) text_ = title_of(this->layer);
         if (!this->context.empty()) text_ += " on " + this->context;
         if (!this->call.empty()) text_ += ", " + this->call;
         if (!text_.empty()) text_ += ": ";

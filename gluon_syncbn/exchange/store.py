@@ -46,6 +46,10 @@ def _machine() -> str:
         return socket.gethostname()
 
 
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
 def way_of_gpus(value: Any) -> Optional[str]:
     """Checks how GPUs of several processes exchange their statistics.
 
@@ -141,7 +145,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     def _label(self, kind: str, key: Any) -> Label:
         number = key
         if not isinstance(key, int):
-            number = int.from_bytes(hashlib.blake2b(str(key).encode(), digest_size=7).digest(), "little")
+            number = _hash(str(key))
             kind += " of"  # a name is no number
         with self._lock:
             call = self._rounds[kind, number]
@@ -224,6 +228,11 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
 
     # ---- PythonExchange ------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def handle_of_rows(self) -> _native.Handle:
+        # By the transport: the memory of a machine has room for so many vectors at once, and no more.
+        return _native.python_exchange(self, True)
+
     def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         label = self._call(layer, ticket)
         moments = functools.reduce(base.merge_moments, rows)
@@ -289,7 +298,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return spread
 
     def agreed(self, layer: LayerInfo) -> Agreed:
-        key = self._keys[layer.id]
+        key = self._key(layer)
         if not layer.group_size:
             return Agreed(key, False)
         here = self._replicas[layer.id][self.rank]
@@ -328,7 +337,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         self._turns = Turns(self._transport)
 
     def knows(self, layer: LayerInfo) -> bool:
-        return layer.id in self._keys
+        return layer.mode == "gather" or layer.id in self._keys
 
     def learn(self, layers: Sequence[LayerInfo]) -> None:
         """Numbers the layers without a number, in their order, after a comparison with the other processes.
@@ -394,11 +403,16 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             self._said = True
             log.warning("the statistics of the GPUs of several processes go over the host: %s", problem)
 
+    def _key(self, layer: LayerInfo) -> int:
+        # A gather may come for the first time in the middle of a step, when nobody could wait for an agreement: its
+        # name, which is the same everywhere, has to do. It is beyond the numbers of layers.
+        return _hash(layer.name) + 2**56 if layer.mode == "gather" else self._keys[layer.id]
+
     def _call(self, layer: LayerInfo, ticket: Ticket) -> Label:
-        key = self._keys[ticket.layer]
         direction = "forward" if ticket.phase == 0 else "backward"
-        what = f"the {direction} of call {ticket.call + 1} of SyncBatchNorm '{layer.name}'"
-        return Label("statistics", key, ticket.node, ticket.call, ticket.phase, what, ticket.layer)
+        title = layer.name if layer.mode == "gather" else f"SyncBatchNorm '{layer.name}'"
+        what = f"the {direction} of call {ticket.call + 1} of {title}"
+        return Label("statistics", self._key(layer), ticket.node, ticket.call, ticket.phase, what, ticket.layer)
 
 
 class _Leaders(PythonExchange):

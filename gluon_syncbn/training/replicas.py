@@ -15,6 +15,8 @@ from .session import session
 
 #: The order is that of `Mode` in csrc/pooling/pooling.h.
 MODES = ("sync", "local", "shuffle")
+#: What replicas meet for that are no layer: their rows. See `gather`.
+GATHER = "gather"
 
 
 class Pooling(NamedTuple):
@@ -90,7 +92,7 @@ class Replicas:
         self.given: List[Context] = []
         self.contexts: List[Context] = []  # the same, without repetitions
         self.problem = ""  # why these contexts cannot train
-        mode = MODES.index(pooling.mode)
+        mode = (*MODES, GATHER).index(pooling.mode)
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0)
         self.token = _native.layer_token(self.id)
         self._of_tokens[self.token] = self
@@ -99,7 +101,8 @@ class Replicas:
         if timeout is not None:
             _native.layer_timeout(self.id, timeout)
         if exchange is not None:
-            _native.layer_exchange(self.id, exchange.handle)
+            gathers = pooling.mode == GATHER
+            _native.layer_exchange(self.id, exchange.handle_of_rows if gathers else exchange.handle)
 
     @classmethod
     def of_token(cls, token: str) -> Optional[Replicas]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from mxnet.context import Context
 
 from .. import _native
 from ..exchange import named
@@ -76,7 +78,7 @@ class Session:
         return [
             layer
             for layer, own in self._layers.values()
-            if (own or self.exchange) is exchange and layer.mode != "local"  # mode 'local' exchanges nothing
+            if (own or self.exchange) is exchange and layer.mode not in ("local", "gather")  # neither is counted
         ]
 
     def reaches_other_processes(self, exchange: Optional[Exchange]) -> bool:
@@ -98,6 +100,11 @@ class Session:
     def register(self, layer: LayerInfo, exchange: Optional[Exchange]) -> None:
         """Adds a layer whose parameters are new or have moved; ``exchange`` is its own."""
         self._layers[layer.id] = (layer, exchange)
+
+    def beside(self, context: Context) -> Sequence[Context]:
+        """Those of some layer that is on this context and on others, too."""
+        places = [layer.contexts for layer, _ in self._layers.values() if layer.mode != "gather"]
+        return next((contexts for contexts in places if len(contexts) > 1 and context in contexts), [])
 
     # ---- scopes --------------------------------------------------------------------------------------------
 

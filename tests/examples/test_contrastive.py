@@ -1,10 +1,12 @@
 """The contrastive example: it trains in every mode, resumes exactly, and says what is wrong in one line."""
 
 import csv
+import re
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -161,3 +163,17 @@ def test_the_verdict_is_that_of_the_numbers(contrastive_modules):
     assert "the leak shows" in verdict(curves([(0.9, 0.80), (0.92, 0.81)], [(0.3, 0.90), (0.32, 0.91)]))
     assert "no worse features" in verdict(curves([(0.9, 0.80), (0.92, 0.90)], [(0.3, 0.86), (0.32, 0.87)]))
     assert "no leak" in verdict(curves([(0.31, 0.80)], [(0.3, 0.90)]))
+
+
+@pytest.mark.parametrize("loss", ["simclr", "supervised"])
+def test_a_loss_over_the_batch_of_two_processes_is_that_of_one(loss):
+    """Of 17 images, on two contexts each; gluon_syncbn.gather is all that connects their features."""
+    pytest.importorskip("mpi4py", reason="processes need mpi4py")
+    script = [sys.executable, str(CONTRASTIVE / "whole_batch.py"), "--loss", loss, "--compare", "--cpus", "2"]
+    command = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *script, "--batch-size", "17", "--steps", "4"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, check=False, env=shell(OMP_NUM_THREADS=1)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    apart = re.search(r"2 processes with 2 contexts and one process: (\S+) apart", done.stdout)
+    assert apart and 0 < float(apart[1]) < 1e-11, done.stdout

@@ -16,6 +16,8 @@ TOGETHER = [
     "pushpull_and_broadcast",
     "running_stats_of_all_processes",
     "recomputed",
+    "gathers",
+    "gathers_in_any_order",
     "turns",
 ]
 # What rank 1 does in the second step or later, what rank 0 then learns, and the time limit that it has set.
@@ -42,7 +44,14 @@ def failed():
     """Jobs of two processes that end early, two at a time: most of each is starting Python and waiting."""
     jobs = {fault: ("fault", fault, limit) for fault, (_, limit) in FAULTS.items()}
     jobs["killed"] = ("fault", "killed", 300)
-    for scenario in ("another_net", "a_batch_that_is_not_finite", "broadcasts_parameters", "interrupted"):
+    for scenario in (
+        "another_net",
+        "a_batch_that_is_not_finite",
+        "broadcasts_parameters",
+        "interrupted",
+        "gathers_alone",
+        "gathers_other_rows",
+    ):
         jobs[scenario] = (scenario,)
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
         return dict(zip(jobs, pool.map(lambda arguments: Job(2, *arguments), jobs.values())))
@@ -130,6 +139,23 @@ def test_interrupt_while_another_process_is_late(failed):
     assert seconds < 20  # the time limit is 60 s
     assert "asked to end" in error or "KeyboardInterrupt" in error
     assert job.code != 0
+
+
+def test_rows_for_which_nobody_else_comes(failed):
+    _, error = failed["gathers_alone"].failure_of(0)
+    assert "gather 'features'" in error and "rank 1" in error
+
+
+def test_other_rows_than_expected(failed):
+    for rank in range(2):
+        _, error = failed["gathers_other_rows"].failure_of(rank)
+        assert f"the parts have 2, 3 rows, 5 in all, where {4 + 2 * rank} were expected" in error
+
+
+@pytest.mark.parametrize("processes", [3, 5])
+def test_rows_of_many_processes(processes):
+    job = Job(processes, "gathers+gathers_in_any_order")
+    assert job.succeeded(processes), job.output
 
 
 def test_a_transport_that_does_not_exist():

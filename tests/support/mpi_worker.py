@@ -443,6 +443,146 @@ def calls_stay_in_the_engine():
     assert max(lone) <= 20 and sum(lone) > 0, lone
 
 
+class Contrast(gluon.HybridBlock):
+    """The supervised contrastive loss of a replica's rows against those of all, in two branches."""
+
+    def __init__(self, gather):
+        super().__init__()
+        self.gather = gather
+        self.weight = self.params.get("weight", shape=(6, 4))  # a Dense takes no empty batch of float32
+
+    def hybrid_forward(self, F, x, label, weight):
+        z = F.L2Normalization(F.dot(x, weight, transpose_b=True))
+        alike = F.dot(z, self.gather(z, "rows"), transpose_b=True)
+        same = F.broadcast_equal(F.expand_dims(label, 1), F.expand_dims(self.gather(label, "labels"), 0))
+        return F.log_softmax(alike) * same + F.dot(z, self.gather(z * z, "rows"), transpose_b=True)
+
+
+def gathers():
+    """Uneven parts, one of them empty: losses and float64 gradients of one process with all rows, to 1e-12. One message
+    in each direction, of rows as they are and of sums in float64."""
+    devices, (_, contexts, part) = sum(map(devices_of, range(kv.num_workers))), own(Batch([], [], [], []))
+    rng = np.random.RandomState(3)
+    sent = []
+    reach = kv._transport.allgather
+
+    def counted(label, array, **settings):
+        sent.append((label.what, array.nbytes))
+        return reach(label, array, **settings)
+
+    weight = rng.randn(6, 4)
+    for way, dtype in itertools.product(WAYS, ("float64", "float32")):
+        tolerance = 1e-12 if dtype == "float64" else 1e-5
+        sizes = [3, int(dtype == "float32"), 5, 2, 4, 1, 2][:devices]  # MXNet adds no empty arrays of float32
+        total = sum(sizes)
+        everyone = nd.array(rng.randn(total, 4) * (1 + np.arange(total))[:, None], dtype=dtype)
+        label = nd.array(rng.randint(0, 3, total), dtype=dtype)
+        head = nd.array(rng.randn(total, total), dtype=dtype)
+        here = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))][part]
+
+        def there(x, name):
+            return gluon_syncbn.gather(x, contexts=contexts, rows=sum(sizes), name=name, kvstore=kv)
+
+        ours, alone = Contrast(there), Contrast(lambda x, name: x)
+        for net, on in ((ours, contexts), (alone, [mx.cpu()])):
+            net.cast(dtype)
+            net.initialize(ctx=on)
+            net.weight.set_data(nd.array(weight, dtype=dtype))
+        if WAYS[way] is not None:
+            ours.hybridize(**WAYS[way])
+        with mx.util.np_shape(True):
+            for _ in range(2):
+                xs = [nd.array(everyone.asnumpy()[s], ctx=c, dtype=dtype) for s, c in zip(here, contexts)]
+                labels = [nd.array(label.asnumpy()[s], ctx=c, dtype=dtype) for s, c in zip(here, contexts)]
+                heads = [nd.array(head.asnumpy()[s], ctx=c, dtype=dtype) for s, c in zip(here, contexts)]
+                for x in (everyone, *xs):
+                    x.attach_grad()
+                with autograd.record():
+                    losses = [ours(x, one) for x, one in zip(xs, labels)]
+                autograd.backward(losses, heads)
+                with autograd.record():
+                    wanted = alone(everyone, label)
+                wanted.backward(head)
+                for loss, x, s in zip(losses, xs, here):
+                    for got, want in ((loss, wanted), (x.grad, everyone.grad)):
+                        error = np.abs(got.asnumpy() - want.asnumpy()[s]).max(initial=0) / np.abs(want.asnumpy()).max()
+                        assert error < tolerance, (way, dtype, error)
+                gradient = nd.array(sum(ours.weight.grad(c).asnumpy() for c in contexts), dtype="float64")
+                kv.pushpull("of a projection", gradient)
+                want = alone.weight.grad().asnumpy()
+                assert np.abs(gradient.asnumpy() - want).max() / np.abs(want).max() < tolerance, (way, dtype)
+
+    alone = {"contexts": CONTEXTS[:1], "kvstore": kv}
+    x = nd.ones((3 + kv.rank, 70), dtype="float32")
+    x.attach_grad()
+    kv._transport.allgather = counted
+    with autograd.record():
+        y = gluon_syncbn.gather(x, rows=sum(3 + r for r in range(kv.num_workers)), name="counted", **alone)
+    y.backward(nd.ones_like(y) * (1 + kv.rank))
+    want = sum(1 + r for r in range(kv.num_workers))
+    np.testing.assert_array_equal(x.grad.asnumpy(), np.full(x.shape, want))
+    kv._transport.allgather = reach
+    if isinstance(kv._transport, mpi.MPITransport) and kv.num_workers <= mpi._FEW:
+        whats = [f"the {way} of call 1 of gather 'counted'" for way in ("forward", "backward")]
+        assert sent == [(whats[0], 24 + 4 * x.size), (whats[1], 8 * y.size)], sent
+
+    # So long that each rank adds a part.
+    for k in range(2):
+        x = nd.random.normal(shape=(400 * (1 + k * kv.rank), 128), dtype="float64")
+        x.attach_grad()
+        rows = sum(400 * (1 + k * r) for r in range(kv.num_workers))
+        with autograd.record():
+            y = gluon_syncbn.gather(x, rows=rows, name="long", **alone)
+        y.backward()
+        first = sum(400 * (1 + k * r) for r in range(kv.rank))
+        np.testing.assert_array_equal(y.asnumpy()[first : first + len(x)], x.asnumpy())
+        np.testing.assert_array_equal(x.grad.asnumpy(), np.full(x.shape, kv.num_workers))
+
+
+def gathers_in_any_order():
+    rng = np.random.RandomState(100 + kv.rank)
+    names = ["a", "b", "c"]
+    for _ in range(15):
+        xs = {name: nd.array(rng.randn(1 + kv.rank, 3), dtype="float64") for name in names}
+        rows = sum(range(1, kv.num_workers + 1))
+        ys = {}
+        for x in xs.values():
+            x.attach_grad()
+        with autograd.record():
+            for name in rng.permutation(names):
+                ys[name] = gluon_syncbn.gather(xs[name], contexts=CONTEXTS[:1], rows=rows, name=str(name), kvstore=kv)
+                time.sleep(0.005 * rng.rand())
+        heads = {name: nd.ones_like(ys[name]) * (k + 1) for k, name in enumerate(names)}
+        order = rng.permutation(names)
+        autograd.backward([ys[name] for name in order], [heads[name] for name in order])
+        for k, name in enumerate(names):
+            np.testing.assert_array_equal(xs[name].grad.asnumpy(), np.full(xs[name].shape, kv.num_workers * (k + 1)))
+
+
+def gathers_alone():
+    gluon_syncbn.configure(timeout=3)
+    if kv.rank == 1:
+        wait_for_reports([0])
+        raise SystemExit(3)
+    since = time.monotonic()
+    try:
+        with autograd.record():
+            gluon_syncbn.gather(nd.ones((2, 3)), name="features", kvstore=kv).asnumpy()
+    except mx.MXNetError as error:
+        report(since, error)
+        raise SystemExit(3) from None
+
+
+def gathers_other_rows():
+    try:
+        with autograd.record():
+            gluon_syncbn.gather(nd.ones((2 + kv.rank, 3)), name="features", kvstore=kv).asnumpy()
+    except mx.MXNetError as error:
+        report(time.monotonic(), error)
+        wait_for_reports(range(2))
+        raise SystemExit(3) from None
+
+
 def of_many():
     mpi._FEW = 1
     pushpull_and_broadcast()

@@ -40,7 +40,7 @@ uint64_t bit(size_t rank) { return uint64_t{1} << rank; }
 
 std::string what(int64_t call, int64_t phase, const std::string& layer) {
     return std::string("the ") + (phase == 0 ? "forward" : "backward") + " of call " + std::to_string(call + 1) +
-           " of SyncBatchNorm '" + layer + "'";
+           " of " + title_of(layer);
 }
 
 std::string what(const Ticket& ticket) { return what(ticket.call, ticket.phase, ticket.name); }

@@ -67,7 +67,9 @@ int phase_of(const Place& place, Direction direction) { return direction == Dire
 
 Ticket ticket_of(const Terms& terms, const Place& place, Direction direction) {
     const Draw& draw = place.meeting->draw;
-    return {terms.layer, draw.node, draw.call, phase_of(place, direction), place.meeting->layer.c_str(), terms.timeout};
+    // The calls of a layer come in one order, so that another call of a node means a mistake. Those of a gather come in any.
+    const int64_t node = terms.sharing == Sharing::kRows ? (draw.node + 1) * (int64_t{1} << 32) + draw.call : draw.node;
+    return {terms.layer, node, draw.call, phase_of(place, direction), place.meeting->layer.c_str(), terms.timeout};
 }
 
 void check_equal(const Terms& terms, Meeting& meeting, const Phase& phase, size_t seat, const Part& own) {
@@ -83,12 +85,15 @@ void check_equal(const Terms& terms, Meeting& meeting, const Phase& phase, size_
 }
 
 // Returns one row of all vectors, in the order of the replicas.
-Vector all_values(const Meeting& meeting, const Phase& phase) {
-    const size_t length = phase.entries[0].values.size();
-    Vector row(meeting.replicas() * length);
-    for (size_t seat = 0; seat < meeting.replicas(); ++seat) {
+Vector all_values(const Meeting& meeting, Phase& phase) {
+    std::vector<size_t> seats(meeting.replicas());  // by rank
+    for (size_t seat = 0; seat < seats.size(); ++seat) seats[meeting.rank(seat)] = seat;
+    phase.firsts.resize(seats.size());
+    Vector row;
+    for (const size_t seat : seats) {
+        phase.firsts[seat] = row.size();
         const Vector& own = phase.entries[seat].values;
-        std::copy(own.begin(), own.end(), row.begin() + static_cast<int64_t>(meeting.rank(seat) * length));
+        row.insert(row.end(), own.begin(), own.end());
     }
     return row;
 }
@@ -120,7 +125,7 @@ Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine c
     return rows;
 }
 
-DeviceContribution on_devices(const Meeting& meeting, const Phase& phase) {
+DeviceContribution on_devices(const Meeting& meeting, Phase& phase) {
     DeviceContribution out{std::vector<cuda::OnDevice>(meeting.replicas()), all_values(meeting, phase)};
     for (size_t seat = 0; seat < meeting.replicas(); ++seat)
         out.parts[meeting.rank(seat)] = *phase.entries[seat].device;
@@ -132,7 +137,8 @@ std::unique_ptr<Underway> begin_exchange(const Terms& terms, const Meeting& meet
                                          const Ticket& ticket) {
     Exchange& exchange = meeting.choice->exchange(ticket);
     if (exchange.form() != Form::kHost) return exchange.begin_allgather(ticket, on_devices(meeting, phase));
-    if (terms.sharing == Sharing::kEach) return exchange.begin_allgather(ticket, side_by_side(meeting, phase));
+    if (terms.sharing == Sharing::kEach || (terms.sharing == Sharing::kRows && ticket.phase == 0))
+        return exchange.begin_allgather(ticket, side_by_side(meeting, phase));
     const Combine combine = ticket.phase == 0 ? Combine::kMerge : Combine::kAdd;
     return exchange.begin_allreduce(combine, ticket, row_of_each_context(meeting, phase, combine));
 }
@@ -328,7 +334,6 @@ bool MeetingRoom::contribute(const Terms& terms, Place& place, Direction directi
     Phase& phase = meeting.phases[number];
     if (phase.entries.empty()) phase.entries.resize(meeting.replicas());
     check_equal(terms, meeting, phase, place.seat, part);
-    if (part.device != nullptr || terms.sharing == Sharing::kEach) phase.stride = part.values.size();
     phase.entries[place.seat] = {std::move(part), true, debugging() ? seconds() : 0};  // (2)
     if (++phase.arrived < meeting.replicas()) return false;
     phase.last = place.seat;
@@ -394,7 +399,7 @@ Total MeetingRoom::total(const Terms& terms, const Place& place, Direction direc
         }
     }
     Total total = phase.total;  // (4)
-    total.first += meeting.rank(place.seat) * phase.stride;
+    if (!phase.firsts.empty()) total.first += phase.firsts[place.seat];
     return total;
 }
 

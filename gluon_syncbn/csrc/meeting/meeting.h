@@ -70,7 +70,8 @@ struct Phase {
     std::vector<Vector> made;            // combined vectors of several replicas, for the exchange
     std::unique_ptr<Underway> underway;  // the running exchange; the last replica to arrive finishes it
     size_t last = 0;                     // the seat of the last replica
-    size_t stride = 0;                   // length of a replica's part of the total; 0 if all have the same total
+    // Where the values of each seat begin in those of this process; empty where the total is the same for all.
+    std::vector<size_t> firsts;
     bool done = false;
     bool warned = false;  // a waiting replica has warned
     Total total;

@@ -171,7 +171,8 @@ void Registry::renew(Layer& layer) {
     terms->timeout = layer.timeout_ > 0 ? layer.timeout_ : timeout_;
     terms->sharing = sharing_of(layer.pooling);
     terms->nonfinite = nonfinite_;
-    const Asked& asked = layer.exchange_.host != nullptr ? layer.exchange_ : exchange_;
+    Asked asked = layer.exchange_.host != nullptr ? layer.exchange_ : exchange_;
+    if (terms->sharing == Sharing::kRows) asked = {asked.host, Nccl::kNever};
     terms->choice =
         std::make_shared<Choice>(asked, terms->taking_part, terms->lanes, terms->sharing == Sharing::kTotal);
     layer.terms_ = std::move(terms);

@@ -41,7 +41,7 @@ void record_meeting(const std::string& layer, const std::string& call, const Mee
     if (first == 0) return;  // it came before records were requested
     double waited = 0;
     std::ostringstream out;
-    out << std::fixed << std::setprecision(3) << "SyncBatchNorm '" << layer << "', " << call << ": ";
+    out << std::fixed << std::setprecision(3) << title_of(layer) << ", " << call << ": ";
     for (size_t seat : order) {
         const double late = phase.entries[seat].at - first, waits = last - phase.entries[seat].at;
         out << meeting.replica(seat) << " came after " << 1e3 * late << " ms and waited " << 1e3 * waits << " ms"

@@ -19,12 +19,12 @@ namespace syncbn {
 
 // The part of a call that an operator is. Several replicas of one context would wait for each other in the queue of the
 // operator that writes the running statistics. So there one operator meets the others and writes the batch's statistics
-// to an output. A second one, which waits for no replica, takes them.
-enum class Role : int { kWhole = 0, kMeet = 1, kTrack = 2 };
+// to an output. A second one, which waits for no replica, takes them. A gather is not a part of a layer.
+enum class Role : int { kWhole = 0, kMeet = 1, kTrack = 2, kGather = 3 };
 
 enum Request { kNull = 0, kWrite = 1, kInplace = 2, kAdd = 3 };
-// In this order; `Node` knows where the batch is.
-enum Input { kX = 0, kGamma = 1, kBeta = 2, kAddend = 3, kBatch };
+// In this order; `Node` knows where the batch is. The last one is the output of a gather.
+enum Input { kX = 0, kGamma = 1, kBeta = 2, kAddend = 3, kBatch, kRows };
 
 // The operator's attributes; read once per call.
 struct Node {
@@ -40,10 +40,11 @@ struct Node {
     bool fix_gamma = false;
     bool unbiased = false;  // selects the variance that updates the running one
     bool on_cpus = true;    // it may be called on CPUs too; see op.py
+    int64_t rows = 0;       // rows of all replicas that a gather outputs
 
     // Indices into MXNet's lists. The forward has [inputs][outputs][auxiliary states]. The backward has
     // [gradients of the outputs][inputs][outputs][gradients of the inputs].
-    int inputs() const { return batch() + (role == Role::kTrack); }
+    int inputs() const { return role == Role::kGather ? 1 : batch() + (role == Role::kTrack); }
     int batch() const { return kBeta + 1 + adds; }  // an input of the second operator of a call
     int outputs() const { return role != Role::kMeet ? 1 : hands_addend_on() ? 3 : 2; }
     int output() const { return inputs(); }
@@ -56,7 +57,7 @@ struct Node {
     // that only one operator writes its gradient.
     bool hands_addend_on() const { return role == Role::kMeet && adds && number >= 0; }
     static constexpr int kGradientOfAddendOutput = 2;  // in the list of the backward
-    // Whether an array of the forward's or backward's list has the shape of the data; otherwise it is a vector.
+    // Whether an array of the forward's or backward's list has the shape of the data; otherwise it is a vector, or rows.
     bool is_data(int at) const;
     bool is_data_of_backward(int at) const;
 };
@@ -214,5 +215,6 @@ class Call {
 
 std::unique_ptr<Call> host_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
 std::unique_ptr<Call> device_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
+std::unique_ptr<Call> gather_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
 
 }  // namespace syncbn

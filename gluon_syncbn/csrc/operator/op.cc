@@ -24,6 +24,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "failure.h"
 #include "operator/call.h"
@@ -139,13 +140,16 @@ int delete_property(void* state) {
 }
 
 int list_arguments(char*** out, void* state) {
+    static char* alone[] = {writable("data"), nullptr};
     static char* data[] = {writable("data"), writable("gamma"), writable("beta"), nullptr};
     static char* with_batch[] = {writable("data"), writable("gamma"), writable("beta"), writable("batch"), nullptr};
     static char* with_addend[] = {writable("data"), writable("gamma"), writable("beta"), writable("addend"), nullptr};
     static char* with_both[] = {writable("data"),   writable("gamma"), writable("beta"),
                                 writable("addend"), writable("batch"), nullptr};
     const Property& property = *property_of(state);
-    if (property.role == Role::kTrack)
+    if (property.role == Role::kGather)
+        *out = alone;
+    else if (property.role == Role::kTrack)
         *out = property.adds ? with_both : with_batch;
     else
         *out = property.adds ? with_addend : data;
@@ -164,7 +168,8 @@ int list_outputs(char*** out, void* state) {
 int list_states(char*** out, void* state) {
     static char* running[] = {writable("running_mean"), writable("running_var"), nullptr};
     static char* none[] = {nullptr};
-    *out = property_of(state)->role == Role::kMeet ? none : running;
+    const Role role = property_of(state)->role;
+    *out = role == Role::kMeet || role == Role::kGather ? none : running;
     return 1;
 }
 
@@ -200,6 +205,22 @@ int infer_shape(int size, int* dims, int** shapes, void* state) {
     return 1;
 }
 
+// As many as the attribute says; below 0, as many times those of this replica.
+int64_t rows_of(const Property& property, int64_t own) {
+    return property.rows < 0 ? -property.rows * own : property.rows;
+}
+
+int infer_shape_of_rows(int, int* dims, int** shapes, void* state) {
+    if (dims[0] < 0) return 1;  // not known yet
+    if (dims[0] == 0) refuse(*property_of(state), "data without an axis was given; expected rows along axis 0");
+    static thread_local std::vector<int> rows;
+    rows.assign(shapes[0], shapes[0] + dims[0]);
+    if (rows[0] >= 0) rows[0] = static_cast<int>(rows_of(*property_of(state), rows[0]));
+    dims[1] = dims[0];
+    shapes[1] = rows.data();
+    return 1;
+}
+
 int infer_type(int size, int* types, void* state) {
     const Property& property = *property_of(state);
     const int output = property.output();
@@ -211,7 +232,8 @@ int infer_type(int size, int* types, void* state) {
                              (data == kBfloat16 ? "bfloat16" : "MXNet type flag " + std::to_string(data)) +
                              " was given)");
     const int parameter = static_cast<int>(parameter_type_of(static_cast<Type>(data)));
-    for (int i = 0; i < size; ++i) types[i] = property.is_data(i) ? data : parameter;
+    const bool rows = property.role == Role::kGather;
+    for (int i = 0; i < size; ++i) types[i] = rows || property.is_data(i) ? data : parameter;
     if (batch_at(property) >= 0) types[batch_at(property)] = static_cast<int>(Type::kFloat64);
     return 1;
 }
@@ -232,6 +254,43 @@ int backward_dependency(const int* dy, const int* inputs, const int* outputs, in
     return 1;
 }
 
+int backward_dependency_of_rows(const int* dy, const int*, const int*, int* size, int** needed, void*) {
+    static thread_local int gradient;
+    gradient = dy[0];
+    *size = 1;
+    *needed = &gradient;
+    return 1;
+}
+
+// Hands MXNet a call, until delete_operator.
+int issue(const Property& property, std::unique_ptr<Call> op, MXCallbackList* out) {
+    bool training = false;
+    mx.autograd_is_training(&training);
+    if (training && property.role != Role::kTrack) op->issue(caller(), recall());
+    static Callback callbacks[] = {as_callback<delete_operator>(), as_callback<run_forward>(),
+                                   as_callback<run_backward>()};
+    out->num_callbacks = 3;
+    out->callbacks = callbacks;
+    out->contexts = op->callback_states.data();
+    op->callback_states.fill(op.get());
+    op.release();
+    return 1;
+}
+
+int create_gather(const char* context, int, unsigned** shapes, const int* dims, const int* types, MXCallbackList* out,
+                  void* state) {
+    const Property& property = *property_of(state);
+    Shape shape{static_cast<int>(shapes[0][0]), 1, 1};
+    for (int i = 0; i < dims[0]; ++i) {
+        if (static_cast<int>(shapes[0][i]) < 0)
+            refuse(property, "an extent of the data is not known; outside mx.util.np_shape, 0 stands for that");
+        if (i > 0) shape.channels *= shapes[0][i];
+    }
+    Node node = property;
+    node.rows = rows_of(property, shape.outer);
+    return issue(property, Call::of(node, context, static_cast<Type>(types[0]), shape, shape.outer), out);
+}
+
 int create_operator(const char* context, int, unsigned** shapes, const int* dims, const int* types, MXCallbackList* out,
                     void* state) {
     const Property& property = *property_of(state);
@@ -249,18 +308,7 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     if (axis == 0 && property.layer->pooling.virtual_devices > 1)
         refuse(property, "virtual_devices are parts of the batch along axis 0, but here that is the channel axis");
     const int64_t samples = axis == 0 ? 1 : shapes[0][0];
-    auto op = Call::of(property, context, static_cast<Type>(types[0]), shape, samples);
-    bool training = false;
-    mx.autograd_is_training(&training);
-    if (training && property.role != Role::kTrack) op->issue(caller(), recall());
-    static Callback callbacks[] = {as_callback<delete_operator>(), as_callback<run_forward>(),
-                                   as_callback<run_backward>()};
-    out->num_callbacks = 3;
-    out->callbacks = callbacks;
-    out->contexts = op->callback_states.data();
-    op->callback_states.fill(op.get());
-    op.release();  // until delete_operator
-    return 1;
+    return issue(property, Call::of(property, context, static_cast<Type>(types[0]), shape, samples), out);
 }
 
 Activation activation_of(const std::string& name, double slope, double ceiling) {
@@ -284,29 +332,51 @@ void check_behind(const Node& node) {
     if (node.inplace && !invertible) throw dmlc::Error("inplace=True, but activation '" + name + "' has no inverse");
 }
 
-int create_property(const char*, const int size, const char** keys, const char** values, MXCallbackList* out) {
-    // MXNet calls delete_property even if this function throws, so it is set first.
+// The first part of an operator's description. MXNet calls delete_property even if this function throws, so the callbacks
+// are set first.
+Property* describe(Callback* callbacks, std::map<std::string, std::string>* given, const char* gone, int size,
+                   const char** keys, const char** values, MXCallbackList* out) {
     static void* nobody[kPropertyCallbacks] = {};
-    static Callback callbacks[] = {as_callback<delete_property>(), as_callback<list_arguments>(),
-                                   as_callback<list_outputs>(),    as_callback<list_states>(),
-                                   as_callback<infer_shape>(),     as_callback<backward_dependency>(),
-                                   as_callback<create_operator>(), as_callback<infer_type>()};
     out->num_callbacks = kPropertyCallbacks;
     out->callbacks = callbacks;
     out->contexts = nobody;
     auto* property = new Property;
     out->contexts = property->callback_states.data();
     property->callback_states.fill(property);
+    for (int i = 0; i < size; ++i) (*given)[keys[i]] = values[i];
+    property->layer = registry().of_token((*given)["layer"]);
+    if (!property->layer) throw dmlc::Error(gone);
+    property->number = std::stoll((*given)["node"]);
+    return property;
+}
+
+int describe_gather(const char*, const int size, const char** keys, const char** values, MXCallbackList* out) {
+    static Callback callbacks[] = {as_callback<delete_property>(),     as_callback<list_arguments>(),
+                                   as_callback<list_outputs>(),        as_callback<list_states>(),
+                                   as_callback<infer_shape_of_rows>(), as_callback<backward_dependency_of_rows>(),
+                                   as_callback<create_gather>(),       as_callback<infer_type>()};
     std::map<std::string, std::string> given;
-    for (int i = 0; i < size; ++i) given[keys[i]] = values[i];
-    property->layer = registry().of_token(given["layer"]);
-    if (!property->layer)
-        throw dmlc::Error(
-            "this graph holds a SyncBatchNorm of another process, or one that is gone. Export with "
-            "gluon_syncbn.revert(net).export(...), load that, and gluon_syncbn.convert the net again.");
+    Property* property =
+        describe(callbacks, &given, "this graph holds a gluon_syncbn.gather of another process; trace the net here.",
+                 size, keys, values, out);
+    property->role = Role::kGather;
+    property->rows = std::stoll(given["rows"]);
+    return 1;
+}
+
+int describe_layer(const char*, const int size, const char** keys, const char** values, MXCallbackList* out) {
+    static Callback callbacks[] = {as_callback<delete_property>(), as_callback<list_arguments>(),
+                                   as_callback<list_outputs>(),    as_callback<list_states>(),
+                                   as_callback<infer_shape>(),     as_callback<backward_dependency>(),
+                                   as_callback<create_operator>(), as_callback<infer_type>()};
+    std::map<std::string, std::string> given;
+    Property* property =
+        describe(callbacks, &given,
+                 "this graph holds a SyncBatchNorm of another process, or one that is gone. Export with "
+                 "gluon_syncbn.revert(net).export(...), load that, and gluon_syncbn.convert the net again.",
+                 size, keys, values, out);
     property->role = static_cast<Role>(std::stoi(given["role"]));
     property->lanes = std::stoul(given["lanes"]);
-    property->number = std::stoll(given["node"]);
     property->axis = std::stoi(given["axis"]);
     property->epsilon = std::stod(given["eps"]);
     property->momentum = std::stod(given["momentum"]);
@@ -337,7 +407,8 @@ int register_operator(const MXNet& functions) {
     mx = functions;
     step();          // allocates its error for a lack of memory now,
     error_with("");  // and MXNet's error for it
-    return mx.custom_op_register("gluon_syncbn", Guarded<create_property>::call);
+    const int status = mx.custom_op_register("gluon_syncbn", Guarded<describe_layer>::call);
+    return status != 0 ? status : mx.custom_op_register("gluon_syncbn_gather", Guarded<describe_gather>::call);
 }
 
 }  // namespace syncbn

@@ -87,6 +87,7 @@ void simplify(Pools* pools) {
 
 Sharing sharing_of(const Pooling& pooling) {
     if (pooling.mode == Mode::kLocal) return Sharing::kNothing;
+    if (pooling.mode == Mode::kGather) return Sharing::kRows;
     return pooling.mode == Mode::kSync && pooling.group == 0 ? Sharing::kTotal : Sharing::kEach;
 }
 

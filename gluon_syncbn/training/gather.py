@@ -1,0 +1,171 @@
+"""The rows of all devices and processes on each of them, with a gradient."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+from mxnet import autograd
+from mxnet.context import Context
+from mxnet.util import is_np_array
+
+from .. import _native
+from ..exchange.store import ProcessStore
+from ..system import arguments
+from .replicas import GATHER, Pooling, Replicas
+from .session import session
+
+__all__ = ["gather"]
+
+#: MXNet's ``op_type``.
+NAME = "gluon_syncbn_gather"
+_MOST = 2**31 - 1  # rows
+
+
+class _Place(Replicas):
+    """Where the rows of these contexts meet."""
+
+    def __init__(self, name: str, contexts: Sequence[Context], kvstore: Any) -> None:
+        super().__init__(f"{GATHER} '{name}'", Pooling(GATHER), None, kvstore, None)
+        self.nodes: Iterator[int] = itertools.count()  # of graphs
+        self.set_contexts([mx.cpu(context.device_id) for context in contexts], 0)
+
+
+_places: Dict[Tuple, _Place] = {}
+_lock = threading.Lock()
+
+
+def gather(
+    features: Any,
+    *,
+    contexts: Optional[Sequence[Context]] = None,
+    rows: Optional[int] = None,
+    name: str = "gather",
+    kvstore: Any = None,
+) -> Any:
+    r"""The rows of all devices and processes, one below the other in the order of the ranks and of the contexts.
+
+    .. math:: y = \begin{pmatrix} x_1 \\ \vdots \\ x_R \end{pmatrix} \qquad
+              dx_r = \sum_{s=1}^{R} (dy_s)_{\text{rows of } r}
+
+    What flows back into the copies of a row, on all R replicas, comes back to the row, summed. A loss that each replica
+    computes over the whole batch is thereby counted R times, and one over its own rows against all others once. Each
+    direction takes one collective. It sums in float64.
+
+    The loss of a batch in which two rows belong together where their labels are the same (Khosla et al., "Supervised
+    Contrastive Learning", NeurIPS 2020; with the numbers of the samples as labels, SimCLR's)::
+
+        import mxnet as mx
+        import gluon_syncbn
+        from mxnet import autograd
+
+        contexts = gluon_syncbn.cpu_devices(2)
+        features = [mx.nd.random.normal(shape=(4, 8), ctx=c) for c in contexts]
+        labels = [mx.nd.array([0, 1, 0, 1], ctx=c) for c in contexts]
+        for x in features:
+            x.attach_grad()
+        with autograd.record():
+            z = [mx.nd.L2Normalization(x) for x in features]
+            everyone, of_all = gluon_syncbn.gather(z), gluon_syncbn.gather(labels)
+            losses = []
+            for own, label, others, other_labels in zip(z, labels, everyone, of_all):
+                alike = mx.nd.dot(own, others, transpose_b=True) / 0.5
+                same = mx.nd.broadcast_equal(label.expand_dims(1), other_labels.expand_dims(0))
+                losses.append(-(mx.nd.log_softmax(alike) * same).sum(axis=1) / same.sum(axis=1))
+        autograd.backward(losses)
+
+    All processes make the same calls of one ``name``, in the same order. Calls of different names come in any order.
+
+    Parameters
+    ----------
+    features : list of NDArray, NDArray or Symbol
+        A list has one array for each context of this process, in their order, and gives a list. An array alone needs
+        ``contexts`` where the process has several. Rows are along axis 0; the other axes are the same everywhere.
+        float16, float32 or float64; a replica may have no row, within ``mxnet.util.np_shape``.
+    contexts : list of Context, optional
+        Those of this process, each once, all CPUs or all GPUs. By default those of ``features``. A Symbol, in a
+        hybridized net, needs them.
+    rows : int, optional
+        How many come together. By default all processes have as many as this one, and all contexts as many as that of
+        ``features``, or as the list says. Where parts are uneven, all give the number.
+    name : str
+        Which gather this is, the same in all processes.
+    kvstore : str or KVStore, optional
+        What brings rows and gradients together, as in `SyncBatchNorm`. By default what `configure` says.
+
+    Returns
+    -------
+    NDArray, Symbol or list of NDArray
+        (rows, ...) on each context. The rows of GPUs go through memory of the host, and not in a hybridized net.
+
+    Raises
+    ------
+    ValueError
+        Where an argument is not as said.
+    MXNetError
+        Outside ``autograd.record()`` and ``autograd.train_mode()``. When a result is read: a replica did not come in
+        time, failed, or came with other rows; the parts have not ``rows`` together. The text names who is missing.
+    """
+    exchange = session.exchange_of(kvstore) or session.exchange
+    processes = exchange.num_workers if isinstance(exchange, ProcessStore) else 1
+    listed, symbol = isinstance(features, (list, tuple)), isinstance(features, mx.sym.Symbol)
+    arrays = list(features) if listed else [features]
+    if not arrays or is_np_array() or not (symbol or all(isinstance(array, mx.nd.NDArray) for array in arrays)):
+        expected = "an mx.nd array or a Symbol, or a list of arrays, one for each context (and not mx.npx.set_np)"
+        arguments.refuse("features", features, expected)
+    if not isinstance(name, str) or not name:
+        arguments.refuse("name", name, "a text")
+    if rows is not None:
+        rows = arguments.whole("rows", rows, 0, _MOST)
+    elif listed:
+        rows = processes * sum(array.shape[0] for array in arrays)
+    place = _place(name, _contexts(arrays, contexts, symbol, listed), exchange)
+    if not symbol and not autograd.is_training():
+        raise mx.MXNetError(f"{place.name}: rows meet within autograd.record() or autograd.train_mode() only.")
+    # Below 0: so many times the rows that come in.
+    attributes = {"layer": place.token, "rows": -processes * len(place.contexts) if rows is None else rows}
+    if symbol:
+        return _gathered(mx.sym, features, node=next(place.nodes), **attributes)
+    moved = [array.as_in_context(mx.cpu(array.context.device_id)) for array in arrays]
+    results = [_gathered(mx.nd, array, node=-1, **attributes) for array in moved]
+    results = [result.as_in_context(array.context) for result, array in zip(results, arrays)]
+    return results if listed else results[0]
+
+
+def _gathered(F: Any, x: Any, **attributes: Any) -> Any:
+    guarded = bool(_native.why_custom())  # see `op.sync_batch_norm`
+    y = F.Custom(F.SwapAxis(x, dim1=0, dim2=0) if guarded else x, op_type=NAME, **attributes)
+    return F.SwapAxis(y, dim1=0, dim2=0) if guarded else y
+
+
+def _contexts(arrays: List[Any], given: Any, symbol: bool, listed: bool) -> List[Context]:
+    if given is None and symbol:
+        arguments.refuse("contexts", given, "those that the net is on, for a Symbol")
+    own = [] if symbol else [array.context for array in arrays]
+    contexts = own if given is None else arguments.contexts("contexts", given)
+    if len({context.device_id for context in contexts}) < len(contexts) or len({c.device_type for c in contexts}) > 1:
+        arguments.refuse("contexts", contexts, "each once, all CPUs or all GPUs")
+    if listed and own != contexts:
+        arguments.refuse("features", own, f"one on each of {contexts}")
+    if any(context not in contexts for context in own):
+        arguments.refuse("contexts", contexts, f"that of features, {own[0]}, among them")
+    if given is None and not listed:
+        beside = session.beside(own[0])
+        if beside:
+            arguments.refuse("contexts", given, f"those whose rows belong together: layers are on {beside}")
+    return contexts
+
+
+def _place(name: str, contexts: Sequence[Context], exchange: Any) -> _Place:
+    key = name, id(exchange), tuple(contexts)
+    with _lock:
+        if key not in _places:
+            # Two of them would not know each other's messages in other processes.
+            others = [k[2] for k in _places if k[:2] == key[:2]]
+            if others and session.reaches_other_processes(exchange):
+                expected = f"those of the first call, {list(others[0])}, or another name than {name!r}"
+                arguments.refuse("contexts", list(contexts), expected)
+            _places[key] = _Place(name, contexts, exchange)
+        return _places[key]
