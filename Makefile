@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .ONESHELL:
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-newest test-custom test-horovod test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow soak clean core dev dist test-dist
+.PHONY: help docs quickstart demo demo-contrastive demo-distributed check test test-newest test-custom test-horovod test-torch test-gpu-emulated test-cu112 sanitize gluoncv lint format bench compare slow soak clean core dev dist test-dist
 
 VENV ?= .venv
 PYTHON ?=
@@ -26,6 +26,7 @@ help:
 	make test-newest  on Python 3.13 and the newest NumPy, in .venv-3.13: the self-check and the tests that are about it (5 minutes)
 	make test-custom  the tests of the layer through MXNet's Custom, as with a library that is not known (about 12 minutes)
 	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 15 minutes)
+	make test-torch     installs PyTorch for CPUs into .venv-torch, then compares with it (about 4 minutes)
 	make test-gpu-emulated  the GPU path of the unchanged mxnet-cu112 on stand-ins for CUDA (about 6 minutes)
 	make test-cu112  fetches the CUDA libraries of mxnet-cu112 (2 GB) and starts it with them
 	make dist     the source archive and the wheel for Linux with glibc 2.17 or later, into dist/ (2 minutes)
@@ -75,6 +76,10 @@ test-custom: dev
 test-horovod:
 	@VENV=.venv-horovod tools/venv.sh horovod
 	.venv-horovod/bin/python -m pytest -q --durations=15 -k horovod tests/processes tests/examples $(ARGS)
+
+test-torch:
+	@VENV=.venv-torch tools/venv.sh torch
+	.venv-torch/bin/python -m pytest -q tests/nets/test_torch.py $(ARGS)
 
 # What CuPy keeps names files of the emulator's folder: in one's home it would outlive them.
 test-gpu-emulated: dev

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up the virtual environment of the Makefile: tools/venv.sh run | dev | horovod | onnx | docs, with VENV and PYTHON from there.
+# Sets up the virtual environment of the Makefile: tools/venv.sh run | dev | horovod | torch | onnx | docs, with VENV and PYTHON from there.
 # A repetition finds it ready. What was installed is stamped, so that a change of the requirements is noticed.
 set -euo pipefail
 cd "${BASH_SOURCE[0]%/*}/.."
@@ -169,8 +169,12 @@ case ${1:-run} in
         set_up_stage tools requirements/dev.txt "installing pytest, ruff, mypy and clang-format"
         set_up_stage horovod requirements/horovod.txt "compiling Horovod (2 to 8 minutes)"
         ;;
+    torch)
+        set_up_stage tools requirements/dev.txt "installing pytest, ruff, mypy and clang-format"
+        set_up_stage torch requirements/torch.txt "installing PyTorch for CPUs"
+        ;;
     onnx) set_up_stage onnx requirements/onnx.txt "installing ONNX and its runtime" ;;
     docs) set_up_stage docs requirements/docs.txt "installing Sphinx, its theme and MyST" ;;
-    *) die "tools/venv.sh: $1 was given, expected run, dev, horovod, onnx or docs" ;;
+    *) die "tools/venv.sh: $1 was given, expected run, dev, horovod, torch, onnx or docs" ;;
 esac
 build_core
