@@ -112,8 +112,9 @@ def gather(
     processes = exchange.num_workers if isinstance(exchange, ProcessStore) else 1
     listed, symbol = isinstance(features, (list, tuple)), isinstance(features, mx.sym.Symbol)
     arrays = list(features) if listed else [features]
-    if not arrays or is_np_array() or not (symbol or all(isinstance(array, mx.nd.NDArray) for array in arrays)):
-        expected = "an mx.nd array or a Symbol, or a list of arrays, one for each context (and not mx.npx.set_np)"
+    # The type itself: sparse and mx.np arrays are subclasses with other operators.
+    if not arrays or is_np_array() or not (symbol or all(type(a) is mx.nd.NDArray and a.ndim for a in arrays)):
+        expected = "an NDArray with rows or a Symbol, or a list of NDArrays, one for each context"
         arguments.refuse("features", features, expected)
     if not isinstance(name, str) or not name:
         arguments.refuse("name", name, "a text")

@@ -18,7 +18,10 @@ from mxnet.context import Context
 from mxnet.gluon.data import Sampler
 from mxnet.util import is_np_array
 
+from ..exchange.store import ProcessStore
 from ..system import arguments, kinds
+from .gather import gather
+from .session import session
 
 _MOST = 2**63 - 1  # samples, batches, epochs
 
@@ -250,7 +253,6 @@ class ShuffleSampler(Sampler):
         import mxnet as mx
         import numpy as np
         import gluon_syncbn
-        from mpi4py import MPI
         from mxnet import autograd, gluon
 
         class Views(gluon.data.Dataset):
@@ -261,19 +263,18 @@ class ShuffleSampler(Sampler):
                 query, key = pair
                 return self.images[query], self.images[key] + 0.1  # two views; yours are random crops, for example
 
-        job = MPI.COMM_WORLD
+        kv = gluon_syncbn.kvstore("mpi")
+        gluon_syncbn.configure(kvstore=kv)
         images = np.random.RandomState(0).rand(64, 4).astype("float32")  # the same in every process
         encoder_k = gluon.nn.BatchNorm()
         encoder_k.initialize()
-        sampler = gluon_syncbn.ShuffleSampler(len(images), 8, job.size, job.rank, seed=1)
+        sampler = gluon_syncbn.ShuffleSampler(len(images), 8, kv.num_workers, kv.rank, seed=1)
         loader = gluon.data.DataLoader(Views(images), batch_sampler=sampler)
         for epoch in range(2):
             sampler.epoch = epoch
             for batch, (x_q, x_k) in enumerate(loader):
                 with autograd.train_mode():
-                    features = encoder_k(x_k)
-                gathered = np.concatenate(job.allgather(features.asnumpy()))
-                k = sampler.restore(mx.nd.array(gathered), batch)  # k[i] belongs to x_q[i]
+                    k = sampler.restore(encoder_k(x_k), batch)  # k[i] belongs to x_q[i]
 
     Parameters
     ----------
@@ -367,29 +368,58 @@ class ShuffleSampler(Sampler):
         process = np.searchsorted(starts, order, side="right") - 1
         return np.split(np.stack([process, order - starts[process]], axis=1), starts[1:-1])
 
-    def restore(self, gathered: Any, batch: int) -> Any:
-        """Returns the keys of this process in the order of its queries. Autograd goes through an NDArray.
+    def restore(self, features: Any, batch: int, kvstore: Any = None) -> Any:
+        """Returns the keys of this process in the order of its queries. Autograd goes through NDArrays.
+
+        All processes call it within ``autograd.record()`` or ``autograd.train_mode()``. `gather` then brings the
+        features of all to each. They alone travel.
 
         Parameters
         ----------
-        gathered : NDArray or numpy.ndarray
-            The features of all processes, concatenated in the order of the ranks.
+        features : NDArray, list of NDArray or numpy.ndarray
+            The features of the keys that this process has loaded, in their order. A list has one array for each
+            context, and the result has the same lengths. Gathered features of all processes are accepted, too.
         batch : int
             The number of the batch in the current epoch.
+        kvstore : KVStore, optional
+            Of the processes. By default what `configure` says.
 
         Raises
         ------
         ValueError
-            Where there is no such batch, or the batch has another number of rows.
+            Where there is no such batch, or it has another number of rows, or the KVStore has other processes.
+        MXNetError
+            As in `gather`.
         """
         batch = arguments.whole("batch", batch, 0, len(self) - 1)
-        if not isinstance(gathered, np.ndarray):
-            _check_array("gathered", gathered, "an NDArray or a numpy.ndarray")
+        store = session.exchange_of(kvstore) or session.exchange
         starts, order = self._plan(self.epoch, batch)
-        if gathered.ndim == 0 or len(gathered) != len(order):
-            arguments.refuse("gathered", gathered, f"{len(order)} rows, those of all processes in batch {batch}")
+        here = starts[self._rank + 1] - starts[self._rank]
+        parts = list(features) if isinstance(features, (list, tuple)) and features else [features]
+        for part in parts:
+            if parts[0] is not features or not isinstance(part, np.ndarray):
+                _check_array("features", part, "an NDArray, a list of them or a numpy.ndarray")
+        count = sum(len(part) if part.ndim else 0 for part in parts)
         own = np.argsort(order)[starts[self._rank] : starts[self._rank + 1]]
-        return gathered[own] if isinstance(gathered, np.ndarray) else _take(gathered, own, 0)
+        if parts[0] is features and count == len(order):
+            return features[own] if isinstance(features, np.ndarray) else _take(features, own, 0)
+        if count != here or isinstance(features, np.ndarray):
+            arguments.refuse(
+                "features",
+                features,
+                f"{here} rows, those of this process in batch {batch}, or {len(order)}, all of them",
+            )
+        place = (store.rank, store.num_workers) if isinstance(store, ProcessStore) else (0, 1)
+        if place != (self._rank, self._num_processes):
+            expected = f"one in which this is rank {self._rank} of {self._num_processes}, as the sampler says"
+            raise ValueError(f"kvstore: this is rank {place[0]} of {place[1]} there, expected {expected}")
+        contexts = [part.context for part in parts]
+        gathered = gather(
+            [kinds.classic(part) for part in parts], contexts=contexts, rows=len(order), name="keys", kvstore=kvstore
+        )
+        cuts = np.cumsum([len(part) for part in parts])[:-1]
+        keys = [kinds.like(_take(rows, places, 0), parts[0]) for rows, places in zip(gathered, np.split(own, cuts))]
+        return keys[0] if parts[0] is features else keys
 
 
 def _permutation(n: int, *numbers: int) -> np.ndarray:

@@ -18,6 +18,7 @@ TOGETHER = [
     "recomputed",
     "gathers",
     "gathers_in_any_order",
+    "shuffled_keys",
     "turns",
 ]
 # What rank 1 does in the second step or later, what rank 0 then learns, and the time limit that it has set.
@@ -154,7 +155,7 @@ def test_other_rows_than_expected(failed):
 
 @pytest.mark.parametrize("processes", [3, 5])
 def test_rows_of_many_processes(processes):
-    job = Job(processes, "gathers+gathers_in_any_order")
+    job = Job(processes, "gathers+gathers_in_any_order+shuffled_keys")
     assert job.succeeded(processes), job.output
 
 

@@ -559,6 +559,42 @@ def gathers_in_any_order():
             np.testing.assert_array_equal(xs[name].grad.asnumpy(), np.full(xs[name].shape, kv.num_workers * (k + 1)))
 
 
+def shuffled_keys():
+    """Keys and their gradients come to the process of their queries, with an uneven last batch and several contexts.
+    Of images of 48 KB each, nothing travels."""
+    here, dim = devices_of(kv.rank), 8
+    images = np.random.RandomState(0).rand(20 * kv.num_workers - 3, 3, 64, 64).astype("float32")
+    table = images.reshape(len(images), -1)[:, :dim].astype("float64")  # the features
+    sampler = gluon_syncbn.ShuffleSampler(len(images), 8, kv.num_workers, kv.rank, seed=4, last_batch="keep")
+    sent, post = [], kv._transport.allgather
+
+    def counted(label, array, **settings):
+        sent.append(array.nbytes)
+        return post(label, array, **settings)
+
+    for epoch in range(2):
+        sampler.epoch, kv._transport.allgather = epoch, counted
+        for batch, pairs in enumerate(sampler):
+            queries, keys = (np.array(column) for column in zip(*pairs))
+            parts = np.array_split(table[keys], here)
+            xs = [nd.array(part, ctx=c, dtype="float64") for part, c in zip(parts, CONTEXTS)]
+            for x in xs:
+                x.attach_grad()
+            with autograd.record():
+                ys = sampler.restore([x * 3 for x in xs], batch, kvstore=kv)
+            heads = np.array_split(table[queries] ** 2, here)
+            autograd.backward(ys, [nd.array(head, ctx=c, dtype="float64") for head, c in zip(heads, CONTEXTS)])
+            np.testing.assert_array_equal(np.concatenate([y.asnumpy() for y in ys]), 3 * table[queries])
+            got = np.concatenate([x.grad.asnumpy() for x in xs])
+            np.testing.assert_allclose(got, 3 * table[keys] ** 2, rtol=1e-15)
+            rows = len(images) - 8 * kv.num_workers * batch
+            if isinstance(kv._transport, mpi.MPITransport) and kv.num_workers <= mpi._FEW:
+                whole = min(8 * kv.num_workers, rows) * dim * 8
+                assert sent == [24 * here + table[keys].nbytes, whole], sent
+            sent.clear()
+        kv._transport.allgather = post
+
+
 def gathers_alone():
     gluon_syncbn.configure(timeout=3)
     if kv.rank == 1:

@@ -10,7 +10,7 @@ from replicas import TOLERANCE, WAYS
 
 import gluon_syncbn
 
-CONTEXTS = gluon_syncbn.cpu_devices(4)
+CONTEXTS = [mx.cpu(i) for i in range(4)]
 SIZES = (2, 5, 0, 3)
 TRANSFORM = np.random.RandomState(9).randn(3, 3)
 
@@ -156,7 +156,7 @@ def test_recomputed():
 @pytest.mark.parametrize(
     "features, settings, expected",
     [
-        (3, {}, "features: 3 was given, expected an mx.nd array or a Symbol, or a list of arrays"),
+        (3, {}, "features: 3 was given, expected an NDArray with rows or a Symbol, or a list of NDArrays"),
         ([], {}, "features: [] was given"),
         (0, {"name": ""}, "name: '' was given, expected a text"),
         (0, {"rows": -1}, "rows: -1 was given"),

@@ -543,8 +543,14 @@ def test_wrong_features_of_the_sampler():
     assert sampler.restore(np.ones((6, 2)), 1).shape == (3, 2)
     for wrong in (np.ones((8, 2)), nd.ones((4, 2)), np.ones(())):
         with pytest.raises(
-            ValueError, match=r"gathered: .* was given, expected 6 rows, those of all processes in batch 1"
+            ValueError,
+            match=r"features: .* was given, expected 3 rows, those of this process in batch 1, or 6, all of them",
         ):
             sampler.restore(wrong, 1)
-    with pytest.raises(ValueError, match=r"gathered: list of 2 was given, expected an NDArray or a numpy.ndarray"):
+    with pytest.raises(
+        ValueError, match=r"features: .* was given, expected an NDArray, a list of them or a numpy.ndarray"
+    ):
         sampler.restore([np.ones((3, 2))] * 2, 1)
+    expected = "kvstore: this is rank 0 of 1 there, expected one in which this is rank 0 of 2, as the sampler says"
+    with pytest.raises(ValueError, match=expected):
+        sampler.restore(nd.ones((3, 2)), 1)

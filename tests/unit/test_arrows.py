@@ -66,7 +66,7 @@ FOLDERS = {
         ["cuda", "cuda_libraries", "logs", "temporary_space"],
     ],
     "exchange": [["base", "transport"], ["waiting"], ["turns"], ["device", "store"], ["horovod", "mpi"], ["named"]],
-    "training": [["join", "session", "shuffle"], ["replicas", "steps"], ["devices", "gather"]],
+    "training": [["session"], ["replicas", "steps"], ["devices", "gather", "join"], ["shuffle"]],
     "mxnet_side": [
         ["callers", "compatibility", "draws", "nodes", "operators", "translations"],
         ["blocks", "lifetime", "mixed", "op"],
