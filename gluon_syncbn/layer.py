@@ -50,7 +50,7 @@ def _look_at_positions(name: str, given: Sequence[Any], named: Dict[str, Any]) -
         arguments.refuse("axis", given[0], f"a whole number from -5 to 4 ({meant})")
     if whole[1:] == [True] and given[1] > 1:
         arguments.refuse("momentum", given[1], f"a number from 0 to 1 ({meant})")
-    # What is left may mean either: 3 is the channel axis of NHWC to nn.BatchNorm, and three channels to contrib's
+    # The remaining values are ambiguous: 3 is the channel axis of NHWC to nn.BatchNorm, and three channels to contrib's
     # layer. Both uses are legal, and the data cannot decide: an image of 3 x 3 pixels has extent 3 along axis 1 too. So
     # we warn. Axis 1 needs no warning, because both readings normalise alike. A momentum with a fraction, or
     # in_channels by name, shows that the caller means nn.BatchNorm.

@@ -65,7 +65,7 @@ class HorovodTransport(WaitingTransport):
         self._hvd = hvd
         self._ending = False
         self._late: Dict[int, _Note] = {}  # of the ranks that were late
-        self._inquiry = threading.Lock()  # one thread finds out what happened
+        self._inquiry = threading.Lock()  # one thread looks for the cause
         self._workers = _Workers()
         self._turns: Dict[str, threading.Lock] = {}  # of names that calls share
         self._notes = _Notes(self.rank, self.size)
@@ -102,7 +102,7 @@ class HorovodTransport(WaitingTransport):
 
     def _sum_of_parts(self, label: Label, array: np.ndarray) -> np.ndarray:
         # Each rank adds up its own part of the array and sends the sum to all. Horovod's allreduce is up to 1.5 times
-        # as fast, but adds in an order that depends on what else is under way.
+        # as fast, but its order of additions depends on the other operations under way.
         wait = Wait(self, label)
         parts = [_pack(label, part, array.size) for part in np.array_split(array, self.size)]
         sizes = [part.size for part in parts]

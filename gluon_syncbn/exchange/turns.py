@@ -5,12 +5,12 @@ process 0        process 1        process 2      1. each process brings all call
     └────────── one ballot ─────────┘               there are several, in the order of rank 0
   number 7: b    number 7: b      number 7: b    3. the rest comes again in the next ballot
 
-A ballot is one allgather, of which every process makes the same. A net without branches takes one ballot for each
+A ballot is one allgather, and every process makes the same ballots. A net without branches takes one ballot for each
 call. A ballot waits for a process that has no call ready: nothing could get a number before.
 
 A call never gets its number before it is ready everywhere. A process that posts the collective it expects next may wait
-for ever. Another process may read the result of one branch before it calls the branch that was expected. NCCL takes
-nothing back, and completes what was posted in its order.
+for ever. Another process may read the result of one branch before it calls the branch that was expected. NCCL cannot
+withdraw a collective, and completes collectives in the order of posting.
 """
 
 from __future__ import annotations

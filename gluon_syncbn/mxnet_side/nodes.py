@@ -13,7 +13,7 @@ Stead = Callable[[int, Json, List[Entry]], Optional[List[Entry]]]
 
 
 class Graph:
-    """A graph in the making, as MXNet writes them into files."""
+    """A graph that is being built, in the form of MXNet's files."""
 
     def __init__(self) -> None:
         self.nodes: List[Json] = []

@@ -35,14 +35,14 @@ def fold(net: HybridBlock) -> SymbolBlock:
     .. math:: w' = \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}} w, \qquad
               b' = \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}} (b - \mu) + \beta
 
-    for each channel, with running mean and variance, computed in float64. It takes plain and synchronised layers behind
+    for each channel, with running mean and variance, computed in float64. It folds plain and synchronised layers after
     convolutions and dense layers. Convolutions may be grouped, transposed or deformable, of any layout, and without a
     bias.
 
-    The copy computes what the net computes in prediction, in training too: a BatchNorm that stays uses its running
-    statistics. The copy shares no parameter with the net. Its parameters lie on the net's contexts, have the types that
-    they had, and no gradient. Statistics that differ between contexts are averaged, as in ``save_parameters``.
-    ``export`` of the copy writes operators of MXNet alone.
+    In training too, the copy computes the net's prediction: a BatchNorm that stays uses its running statistics. The
+    copy shares no parameter with the net. Its parameters lie on the net's contexts, have the types that they had, and
+    no gradient. Statistics that differ between contexts are averaged, as in ``save_parameters``. ``export`` of the copy
+    writes operators of MXNet alone.
 
     Parameters
     ----------
@@ -62,9 +62,9 @@ def fold(net: HybridBlock) -> SymbolBlock:
     Warns
     -----
     UserWarning
-        One names each BatchNorm that stays, and why: it stands behind something else, or the output of the convolution
-        is used elsewhere, too. One names the gammas that are not 1 in layers with ``scale=False``: they are 1 in the
-        copy.
+        One warning names each BatchNorm that stays, and the reason: it follows another operator, or the output of the
+        convolution is used elsewhere, too. Another one names the gammas that are not 1 in layers with ``scale=False``:
+        they are 1 in the copy.
     """
     if not isinstance(net, HybridBlock):
         arguments.refuse("net", net, "a gluon.HybridBlock; of another block, fold the hybrid blocks within it")

@@ -53,7 +53,7 @@ class SampleShuffle:
         self.position = arguments.whole("position", self.position, 0, _MOST)
 
     def permutation(self, n: int) -> np.ndarray:
-        """The next permutation, of 0 ... n-1.
+        """Returns the next permutation, of 0 ... n-1.
 
         Raises
         ------

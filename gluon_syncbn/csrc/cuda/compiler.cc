@@ -63,7 +63,7 @@ std::string hash(const std::string& text) {
     return digits;
 }
 
-// Intermediate code runs on its architecture and on later ones, so a compiler that is older than the device will do.
+// Intermediate code runs on its architecture and on later ones, so the compiler may be older than the device.
 int architecture(int capability) {
     int count = 0;
     if (find("nvrtcGetNumSupportedArchs") == nullptr) return capability;

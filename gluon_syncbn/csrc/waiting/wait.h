@@ -64,7 +64,7 @@ class Wait {
 // A wait for an object that `why` names.
 class WaitFor : public Wait {
   public:
-    // For the layer of this name. `why`: "NCCL has not connected the GPUs"; `advice`, where that lasts.
+    // For the layer of this name. `why`: "NCCL has not connected the GPUs"; `advice` is for a long wait.
     WaitFor(std::string layer, std::string why, double timeout, std::string advice);
 
   protected:
