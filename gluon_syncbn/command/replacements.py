@@ -91,8 +91,8 @@ def install(cpus: Optional[int] = None) -> str:
     """Replaces functions and classes that scripts use by those of this package; `uninstall` restores them.
 
     - ``mx.gluon.contrib.nn.SyncBatchNorm`` becomes `SyncBatchNorm` with contrib's signature.
-    - A ``SymbolBlock`` that is made with nodes of ``mx.sym.contrib.SyncBatchNorm`` has layers of this package for them,
-      and so has a graph that ``Module``, ``simple_bind`` or ``bind`` takes.
+    - A ``SymbolBlock`` that is made with nodes of ``mx.sym.contrib.SyncBatchNorm`` has layers of this package for them.
+      So has a graph that ``Module``, ``simple_bind`` or ``bind`` takes.
     - In ``gluoncv.utils.parallel``, ``DataParallelModel``, ``DataParallelCriterion``, ``parallel_backward``,
       ``parallel_apply`` and ``criterion_parallel_apply`` become those of `gluon_syncbn.parallel`. If GluonCV is not
       imported yet, its import replaces them.

@@ -74,14 +74,13 @@ def install() -> None:
 def install_for_modules() -> None:
     """Changes MXNet for those who train with ``Module``; once there is one with synchronised layers.
 
-    - ``forward`` and ``backward`` of a ``Module`` tell where a step begins, and where it breaks off between two
-      executors.
+    - ``forward`` and ``backward`` of a ``Module`` mark where a step begins, and where it fails between two executors.
     - Its ``update`` changes nothing in a step that failed, as that of a ``gluon.Trainer`` (see `install`).
-    - ``asnumpy`` and ``wait_to_read`` tell that somebody has been told of a failure: the next step may forget it.
+    - ``asnumpy`` and ``wait_to_read`` note that a caller has seen a failure: the next step may forget it.
     - ``get_params`` and ``reshape`` of a group of executors wait for the forward. An executor tells MXNet's engine only
       what its operators read and put out, and not that they write auxiliary states (`GraphExecutor::InitCachedOps` in
-      src/executor/graph_executor.cc). So the engine may let a copy of the running statistics, or another executor of
-      the same context, run before a forward that was issued earlier; that executor would take the place of this one.
+      src/executor/graph_executor.cc). So a copy of the running statistics, or another executor of the same context, may
+      run before a forward that was issued earlier. That executor would take the place of this one.
     """
     replace_once(Module, "forward", _beginning)
     replace_once(Module, "backward", _within)

@@ -50,7 +50,7 @@ class join:
     Parameters
     ----------
     net : Block
-        What each step calls, in every context of this process.
+        The network that each step calls, in every context of this process.
     trainer : gluon.Trainer
         With ``kvstore=gluon_syncbn.kvstore(...)``.
 

@@ -40,8 +40,8 @@ def drain() -> List[str]:
 def reset() -> None:
     """Forgets a failed step, so that the next one starts afresh.
 
-    ``with autograd.record()``, ``autograd.train_mode()`` and a training forward of a ``Module`` do this by themselves;
-    call it after a failure in a loop that uses none of them. Waits until everything that was issued has ended.
+    ``with autograd.record()``, ``autograd.train_mode()`` and a training forward of a ``Module`` do this by themselves.
+    Call it after a failure in a loop that uses none of them. Waits for all issued operators.
 
     Raises
     ------
