@@ -404,8 +404,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             log.warning("the statistics of the GPUs of several processes go over the host: %s", problem)
 
     def _key(self, layer: LayerInfo) -> int:
-        # A gather may come for the first time in the middle of a step, when nobody could wait for an agreement: its
-        # name, which is the same everywhere, has to do. It is beyond the numbers of layers.
+        # The first call of a gather may come in the middle of a step, where no process could wait for an agreement. So
+        # its name, which is the same everywhere, gives the number. These numbers lie beyond those of layers.
         return _hash(layer.name) + 2**56 if layer.mode == "gather" else self._keys[layer.id]
 
     def _call(self, layer: LayerInfo, ticket: Ticket) -> Label:

@@ -50,12 +50,12 @@ def gather(
     .. math:: y = \begin{pmatrix} x_1 \\ \vdots \\ x_R \end{pmatrix} \qquad
               dx_r = \sum_{s=1}^{R} (dy_s)_{\text{rows of } r}
 
-    What flows back into the copies of a row, on all R replicas, comes back to the row, summed. A loss that each replica
-    computes over the whole batch is thereby counted R times, and one over its own rows against all others once. Each
-    direction takes one collective. It sums in float64.
+    The gradient of a row is the sum of the gradients of its copies on all R replicas. A loss that each replica computes
+    over the whole batch therefore counts R times. A loss over the replica's own rows against all others counts once.
+    Each direction takes one collective, which sums in float64.
 
-    The loss of a batch in which two rows belong together where their labels are the same (Khosla et al., "Supervised
-    Contrastive Learning", NeurIPS 2020; with the numbers of the samples as labels, SimCLR's)::
+    In the supervised contrastive loss, rows with the same label belong together (Khosla et al., NeurIPS 2020). With the
+    numbers of the samples as labels it is SimCLR's loss::
 
         import mxnet as mx
         import gluon_syncbn

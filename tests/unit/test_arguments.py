@@ -67,7 +67,6 @@ WRONG = {
         [nd.ones((5, 2))],
         [3],
         nd.ones((4, 2)).tostype("csr"),
-        mx.np.ones((4, 2)),
         Stranger(),
     ],
     "arrays": [None, 3, [], nd.ones((4, 2)), [nd.ones((2, 2)), 3], [nd.ones((2, 2)), nd.ones((2, 3))]],

@@ -6,11 +6,13 @@ import re
 import subprocess
 import tokenize
 
+from environments import shell
 from places import PACKAGE, ROOT
 
 TRACKED = subprocess.run(
     ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
     cwd=ROOT,
+    env=shell(),
     capture_output=True,
     text=True,
     timeout=60,
@@ -21,7 +23,7 @@ KINDS = r"(?:py|cc|h|cu|sh|md)"
 FILE = re.compile(rf"(?<![\w/.*{{}}~-])((?:[\w-]+/)*[\w-]+\.{KINDS})\b(?![\w(*-])")
 # MXNet's own sources and tests begin so; NAME stands for a name, and a user's script is no file of this project.
 ELSEWHERE = re.compile(
-    r"^(src/|mxnet/|scripts/|c_api\.h$|test_(gluon|metric|operator|numpy_\w+)\.py$|.*NAME|script\.py$|mshadow_op\.h$|stem\.md$)"
+    r"^(src/|mxnet/|scripts/|c_api\.h$|test_(gluon|metric|operator|numpy_\w+)\.py$|.*NAME|script\.py$|mshadow_op\.h$|train_(cifar10|imagenet)\.py$|stem\.md$)"
 )
 ABOUT_OTHERS = {"comparison.md", "gluoncv.md"}  # pages that name files of other projects
 SYMBOLS_OF_OTHERS = {"test_utils", "list_gpus", "runpy", "run_path", "copy_buf"}

@@ -1,4 +1,5 @@
-// A gather on a CPU context: the rows of all replicas, in the order of their ranks, and what flows back into the copies of its own.
+// A gather on a CPU context. It outputs the rows of all replicas, in the order of their ranks. The gradient adds what flows
+// back into the copies of its own rows.
 #include <cstring>
 #include <string>
 #include <type_traits>
@@ -11,7 +12,7 @@
 namespace syncbn {
 namespace {
 
-// What a replica contributes: the number of its rows, that of the values of a row, their type, and then the rows as they are.
+// A replica contributes the number of its rows, the number of values in a row, their type, and then the rows as they are.
 constexpr size_t kHead = 3;
 
 // Numbers of float64 that have room for so many bytes.
