@@ -22,8 +22,11 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # What runs on the stand-ins, and the size of what is fetched in MB. fastrlock is CuPy's only need beside NumPy.
 OF_ONE_PYTHON = {"cupy-cuda11x==12.3.0": 90, "fastrlock==0.8.2": 1}
-if sys.version_info >= (3, 13):
-    OF_ONE_PYTHON = {"cupy-cuda11x==13.6.0": 100, "fastrlock==0.8.3": 1}
+if sys.version_info >= (
+    3,
+    13,
+):  # a CuPy that has wheels there holds a CUDA runtime of its own, and no stand-in serves it
+    OF_ONE_PYTHON = {}
 WHEELS = {"mxnet-cu112==1.9.1": 460, **OF_ONE_PYTHON}
 
 CORE = ["errors", "device", "counts", "memory", "streams", "fiber", "launch", "access", "copies", "driver"]
@@ -197,6 +200,9 @@ def build(out, wheel_dir=None, packages=True):
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another one may be at it
+        if packages and not OF_ONE_PYTHON:  # what another Python has left would be imported
+            for path in [*out.glob("cupy*"), *out.glob("fastrlock"), *out.glob(".cupy*"), *out.glob(".fastrlock")]:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         names = [unpack(out, requirement, wheel_dir) for requirement in WHEELS] if packages else []
         build_libraries(out, sorted({name for some in names for name in some}))
 

@@ -1,6 +1,7 @@
 """What `make dist` made, installed as a stranger would into environments that hold nothing else: `make test-dist`."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def made(pattern):
 
 @pytest.fixture(scope="session")
 def wheel():
-    return made(f"gluon_syncbn-{VERSION}-*.whl")
+    return made(f"gluon_syncbn-{VERSION}-*_{platform.machine()}.whl")
 
 
 @pytest.fixture(scope="session")
@@ -81,10 +82,8 @@ def test_the_wheel(wheel, version, tmp_path):
     programs = environment(tmp_path / "venv", version, f"{wheel}[cpu]")
     check_it_works(programs, tmp_path)
     status, output = run(programs / "python", "-c", "import mxnet", cwd=tmp_path)
-    if version in ("3.8", "3.9", "3.10", "3.11"):
-        assert status == 0, output
-    else:
-        assert "`import gluon_syncbn` comes before `import mxnet`" in output.splitlines()[-1]
+    assert status != 0  # the newest NumPy that MXNet's metadata allows lacks names on each of them
+    assert "`import gluon_syncbn` comes before `import mxnet`" in output.splitlines()[-1]
 
 
 @pytest.mark.parametrize("version", ["3.8", "3.11", "3.13"])
@@ -98,6 +97,19 @@ def test_without_mxnet_each_program_says_one_line(wheel, tmp_path):
         status, output = run(*command, cwd=tmp_path)
         assert (status, len(output.splitlines())) == (1, 1), output
         assert "needs Apache MXNet 1.9" in output
+
+
+def test_the_wheel_for_arm64_holds_what_the_other_does(wheel):
+    found = list((ROOT / "dist").glob(f"gluon_syncbn-{VERSION}-*_aarch64.whl"))
+    if platform.machine() == "aarch64" or not found:
+        pytest.skip("`make dist` writes it on another machine, where aarch64-linux-gnu-g++ is installed")
+    names = []
+    for path in (wheel, *found):
+        with zipfile.ZipFile(str(path)) as archive:
+            names.append(sorted(archive.namelist()))
+            header = archive.read("gluon_syncbn/_core.so")[:20]
+    assert names[0] == names[1]
+    assert int.from_bytes(header[18:20], "little") == 183  # EM_AARCH64
 
 
 def test_a_script_runs_by_the_console_script(wheel, tmp_path):

@@ -673,9 +673,8 @@ def test_a_build_without_nccl(tmp_path):
     link = ["g++", "-shared", "-Wl,--no-as-needed", "-o", str(library), f"-L{folder}"]
     subprocess.run([*link, "-l:libcuda.so.1", "-l:libnvrtc.so.11.2"], check=True, timeout=60, env=shell())
     program = f"""
-        import ctypes, mxnet as mx, numpy as np
+        import ctypes, gluon_syncbn, mxnet as mx, numpy as np
         from mxnet import autograd
-        import gluon_syncbn
         source = gluon_syncbn._native.path().parent / "csrc" / "cuda" / "kernels.cu"
         handle = ctypes.CDLL({str(library)!r})._handle
         gluon_syncbn._native._core.syncbn_cuda(handle, str(source).encode(), b"")
@@ -1137,9 +1136,8 @@ def test_memory_is_used_again():
     if not EMULATED:
         pytest.skip("counts are the emulator's")
     program = """
-        import ctypes, sys, mxnet as mx, numpy as np
+        import ctypes, sys, gluon_syncbn, mxnet as mx, numpy as np
         from mxnet import autograd
-        import gluon_syncbn
         cuda, contexts = ctypes.CDLL("libcuda.so.1"), [mx.gpu(0), mx.gpu(1)]
         gluon_syncbn.configure(kvstore=sys.argv[2] or None)
         layers = [gluon_syncbn.SyncBatchNorm(in_channels=8, mode=mode) for mode in ("sync", "local", "shuffle")]
