@@ -68,7 +68,8 @@ def environment(folder, version, *requirements):
 
 def check_it_works(programs, tmp_path):
     commands = [[programs / "gluon-syncbn", "check"], [programs / "python", "-m", "gluon_syncbn"]]
-    for command, folder in zip(commands * 2, ("/", ROOT, tmp_path, ROOT / "examples")):
+    # `python -m` takes the checkout's package where it starts in the checkout.
+    for command, folder in zip(commands * 2, (ROOT, "/", tmp_path, ROOT / "examples")):
         status, output = run(*command, cwd=folder, limit=200)
         assert status == 0, output
         assert "gluon_syncbn works here." in output
