@@ -77,18 +77,17 @@ def install_for_modules() -> None:
     - ``forward`` and ``backward`` of a ``Module`` mark where a step begins, and where it fails between two executors.
     - Its ``update`` changes nothing in a step that failed, as that of a ``gluon.Trainer`` (see `install`).
     - ``asnumpy`` and ``wait_to_read`` note that a caller has seen a failure: the next step may forget it.
-    - ``get_params`` and ``reshape`` of a group of executors wait for the forward. An executor tells MXNet's engine only
-      what its operators read and put out, and not that they write auxiliary states (`GraphExecutor::InitCachedOps` in
-      src/executor/graph_executor.cc). So a copy of the running statistics, or another executor of the same context, may
-      run before a forward that was issued earlier. That executor would take the place of this one.
+    - ``get_params`` of a group of executors waits for the forward. An executor tells MXNet's engine only what its
+      operators read and put out, and not that they write auxiliary states (`GraphExecutor::InitCachedOps` in
+      src/executor/graph_executor.cc). So the engine may copy the running statistics before a forward that was issued
+      earlier has written them.
     """
     replace_once(Module, "forward", _beginning)
     replace_once(Module, "backward", _within)
     replace_once(Module, "update", _updating)
     for name in ("asnumpy", "wait_to_read"):
         replace_once(mx.nd.NDArray, name, _reading)
-    for name in ("get_params", "reshape"):
-        replace_once(DataParallelExecutorGroup, name, _behind_forward)
+    replace_once(DataParallelExecutorGroup, "get_params", _behind_forward)
 
 
 def remove() -> None:

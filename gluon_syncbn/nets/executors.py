@@ -53,7 +53,7 @@ def _grouping(construct: Callable[..., None]) -> Callable[..., None]:
 
         def choose(node: Json) -> SyncBatchNorm:
             layer = _layer(node)
-            _place(layer, contexts_of(node))
+            layer._replicas.set_contexts(contexts_of(node), 0)
             return layer
 
         graph = _synchronised(symbol, choose)
@@ -69,14 +69,25 @@ def _look_at(group: Any, layers: List[Tuple[str, SyncBatchNorm]]) -> None:
     """Tells the layers what only bound executors know; ValueError where they cannot train so."""
     for name, layer in layers:
         replicas = layer._replicas
-        if group.for_training and replicas.problem and not replicas.reaches_other_processes():
-            raise ValueError(replicas.problem)
+        if group.for_training:
+            _check(replicas)
         replicas.set_contexts(replicas.given, group.execs[0].aux_dict[name].shape[0])
+
+
+def _check(replicas: Replicas) -> None:
+    contexts = replicas.given
+    if len(replicas.contexts) < len(contexts):  # of the replicas of a context one writes the running statistics
+        arguments.refuse("context", contexts, "different contexts: each executor has running statistics of its own")
+    if replicas.num_devices not in (None, len(contexts)):
+        arguments.refuse("num_devices", replicas.num_devices, f"{len(contexts)}, the number of executors, or None")
+    if replicas.problem and not replicas.reaches_other_processes():
+        raise ValueError(replicas.problem)
 
 
 def _binding(bind: Callable[..., Executor]) -> Callable[..., Executor]:
     def bound(symbol: mx.sym.Symbol, ctx: Context, *args: Any, **kwargs: Any) -> Executor:
-        return bind(_synchronised(symbol, functools.partial(_beside_others, ctx)), ctx, *args, **kwargs)
+        choose = functools.partial(_beside_others, ctx, kwargs.get("grad_req") != "null")
+        return bind(_synchronised(symbol, choose), ctx, *args, **kwargs)
 
     return bound
 
@@ -92,16 +103,16 @@ class _Partners(NamedTuple):
 _unfinished: Dict[str, _Partners] = {}  # by the key of a node
 
 
-def _beside_others(context: Context, node: Json) -> Optional[SyncBatchNorm]:
+def _beside_others(context: Context, trains: bool, node: Json) -> Optional[SyncBatchNorm]:
     """The layer of an executor that is bound by itself, which is that of the executors before it where these lack some.
-    A layer that lacks some has no contexts, and its first step says so.
+    A layer that lacks some has no contexts, and its first step says so. One that never trains waits for nobody.
     """
     attributes = node["attrs"]
     if is_ours(node) and _replicas(node).contexts:
         return None  # of a net of Gluon, whose parameters are there
     written = attributes if node["op"] in operators else json.loads(attributes.get(SYNCHRONISED, "{}"))
     wanted = int(written.get("ndev", 1 if node["op"] in operators else 0))
-    if not wanted:
+    if not wanted or (wanted > 1 and not trains):
         return None if is_ours(node) else _layer(node)
     key = str(written.get("key") or attributes.get("layer", node["name"]))
     partners = _unfinished.get(key)
@@ -110,17 +121,9 @@ def _beside_others(context: Context, node: Json) -> Optional[SyncBatchNorm]:
     partners.contexts.append(context)
     if len(partners.contexts) == wanted:
         del _unfinished[key]
-        _place(partners.layer, partners.contexts)
+        partners.layer._replicas.set_contexts(partners.contexts, 0)
+        _check(partners.layer._replicas)
     return partners.layer
-
-
-def _place(layer: SyncBatchNorm, contexts: List[Context]) -> None:
-    replicas = layer._replicas
-    if len(set(contexts)) < len(contexts):  # of the replicas of a context one writes the running statistics
-        arguments.refuse("context", contexts, "different contexts: each executor has running statistics of its own")
-    if replicas.num_devices not in (None, len(contexts)):
-        arguments.refuse("num_devices", replicas.num_devices, f"{len(contexts)}, the number of executors, or None")
-    replicas.set_contexts(contexts, 0)
 
 
 def _layer(node: Json) -> SyncBatchNorm:

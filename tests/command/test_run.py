@@ -113,6 +113,70 @@ def test_an_unedited_script_is_one_device_with_the_whole_batch(job):
         np.testing.assert_allclose(np.array(got[name]) / scale, np.array(value) / scale, atol=1e-4, err_msg=name)
 
 
+# Prints the parameters after 24 steps, and megabytes of resident memory after each.
+MODULE = """
+import json
+import os
+import sys
+import mxnet as mx
+import numpy as np
+
+plain = sys.argv[1:] == ["--plain"]
+contexts = [mx.cpu()] if plain else [mx.gpu(i) for i in range(mx.context.num_gpus())]
+
+
+def norm(y, name):
+    if plain:
+        return mx.sym.BatchNorm(y, fix_gamma=False, name=name)
+    return mx.sym.contrib.SyncBatchNorm(y, fix_gamma=False, ndev=len(contexts), key=name, name=name)
+
+
+random = np.random.RandomState(1)
+y = mx.sym.Convolution(mx.sym.var("data"), num_filter=16, kernel=(3, 3), name="conv0")
+y = mx.sym.Convolution(mx.sym.tanh(norm(y, "bn0")), num_filter=16, kernel=(3, 3), stride=(2, 2), name="conv1")
+y = mx.sym.FullyConnected(mx.sym.tanh(norm(y, "bn1")), num_hidden=5, name="fc")
+symbol = mx.sym.SoftmaxOutput(y, name="softmax")
+images, classes = random.randn(128, 3, 32, 32) * 2 + 1, random.randint(0, 5, 128)
+batches = mx.io.NDArrayIter(images, classes, 16, label_name="softmax_label")
+values = {}
+for name, shape in zip(symbol.list_arguments(), symbol.infer_shape(data=(16, 3, 32, 32))[0]):
+    if name not in ("data", "softmax_label"):
+        values[name] = mx.nd.array(random.randn(*shape) * 0.1 + name.endswith("gamma"))
+memory = []
+
+
+def look(_):
+    with open("/proc/self/statm") as pages:
+        memory.append(int(pages.read().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20)
+
+
+module = mx.mod.Module(symbol, context=contexts)
+module.fit(
+    batches, num_epoch=3, kvstore="device", arg_params=values, batch_end_callback=look,
+    optimizer_params={"learning_rate": 0.01, "momentum": 0.9},
+)
+found = {name: value.asnumpy().tolist() for part in module.get_params() for name, value in part.items()}
+print(json.dumps({"contexts": len(contexts), "memory": memory, "found": found}))
+"""
+
+
+def test_an_unedited_script_with_a_module(job):
+    code, output, errors = job.run(MODULE, *RUN, "--cpus", "2", TRAIN)
+    assert code == 0, errors
+    plain_code, plain, plain_errors = job.run(MODULE, TRAIN, "--plain")
+    assert plain_code == 0, plain_errors
+    got, want = json.loads(output), json.loads(plain)
+    assert (got["contexts"], want["contexts"]) == (2, 1)
+    for name, value in want["found"].items():
+        scale = np.abs(value).max()
+        np.testing.assert_allclose(
+            np.array(got["found"][name]) / scale, np.array(value) / scale, atol=1e-4, err_msg=name
+        )
+    assert len(got["memory"]) == 24
+    # The activations and gradients of a step take 7 MB.
+    assert got["memory"][-1] - got["memory"][3] < 10, got["memory"]
+
+
 def test_the_script_finds_what_it_finds_by_itself(job):
     text = """
 import json, os, sys

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import time
 import warnings
 
 import mxnet as mx
@@ -61,13 +62,14 @@ def parameters_of(symbol):
     return [{name: values[name] for name in part} for part in names]
 
 
-def bound(symbol, contexts, *, labels=True, shapes=None, work_load_list=None, fixed=None, **given):
+def bound(symbol, contexts, *, labels=True, shapes=None, work_load_list=None, fixed=None, group2ctxs=None, **given):
     module = mx.mod.Module(
         symbol,
         context=contexts,
         label_names=["softmax_label"] if labels else None,
         work_load_list=work_load_list,
         fixed_param_names=fixed,
+        group2ctxs=group2ctxs,
     )
     data = batch_of(0)
     module.bind(shapes or data.provide_data, data.provide_label if labels else None, **given)
@@ -134,11 +136,10 @@ def one_device():
     return fitted(classifier(PLAIN), [mx.cpu(0)])
 
 
-@pytest.mark.parametrize("kvstore", ["local", "device", None])
-@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize(
+    "count, kvstore", [(1, None), (1, "local"), (2, "local"), (2, "device"), (3, "local"), (3, "device")]
+)
 def test_fit(count, kvstore, contexts, one_device):
-    if count > 1 and kvstore is None:
-        pytest.skip("Module adds gradients of several contexts in a KVStore alone")
     assert_same(fitted(classifier(SyncBatchNorm), contexts[:count], kvstore), one_device)
 
 
@@ -207,6 +208,19 @@ def test_an_activation_and_use_global_stats(contexts, rng):
 
     heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
     assert_same(stepped(norm, contexts[:2], heads), stepped(plain, contexts[:1], heads))
+
+
+def test_a_part_of_the_net_elsewhere(contexts, rng):
+    """Of a layer that `group2ctxs` puts on other contexts, those are the replicas."""
+
+    def norm(y, **given):
+        with mx.AttrScope(ctx_group="norms"):
+            return SyncBatchNorm(y, **given)
+
+    heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
+    with mx.AttrScope(ctx_group="rest"):
+        got = stepped(norm, contexts[:2], heads, group2ctxs={"rest": contexts[:2], "norms": contexts[2:4]})
+    assert_same(got, stepped(PLAIN, contexts[:1], heads))
 
 
 def test_a_net_of_gluon_in_a_module(contexts):
@@ -314,13 +328,9 @@ def test_a_file_keeps_the_settings(contexts, tmp_path, rng):
         return mx.sym.load(str(tmp_path / "norm.json"))
 
     assert_same(stepped(loaded, contexts[:2], heads), stepped(norm, contexts[:2], heads), 1e-12)
-    (layer,) = {
-        layer
-        for _, layer in bound(
-            loaded(mx.sym.var("data"), name="bn0"), contexts[:2], labels=False
-        )._exec_group.symbol.layers
-    }
-    assert layer._replicas.timeout == 17 and layer._replicas.pooling.virtual_devices == 2
+    for symbol in (made(mx.sym.var("data"), name="bn0") for made in (norm, loaded)):
+        ((_, layer),) = bound(symbol, contexts[:2], labels=False)._exec_group.symbol.layers
+        assert layer._unbiased and layer._replicas.timeout == 17 and layer._replicas.pooling.virtual_devices == 2
 
 
 def test_parameters_are_read_behind_the_forward(contexts):
@@ -337,6 +347,52 @@ def test_parameters_are_read_behind_the_forward(contexts):
         got = module.get_params()[1]["bn_moving_var"].asnumpy()
         np.testing.assert_array_equal(got, module._exec_group.aux_arrays[1][0].asnumpy())
     assert got.max() > 0
+
+
+class Rest(mx.operator.CustomOp):
+    """Lets an array of one dimension wait, and a shard that begins with 2."""
+
+    def forward(self, is_train, req, in_data, out_data, aux):
+        (x,) = in_data
+        if x.ndim == 1 or x[0, 0].asscalar() == 2:
+            time.sleep(0.5)
+        self.assign(out_data[0], req[0], x)
+
+    def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
+        self.assign(in_grad[0], req[0], out_grad[0])
+
+
+@mx.operator.register("rest")
+class RestProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return Rest()
+
+
+@pytest.mark.parametrize("buckets", [False, True], ids=["reshape", "buckets"])
+def test_forwards_of_other_batch_sizes_come_in_their_order(buckets, contexts):
+    """The executors of a context share memory, or have been made one after the other, and MXNet's engine sees that."""
+
+    def symbol_of(_):
+        y = SyncBatchNorm(mx.sym.Custom(mx.sym.var("data"), op_type="rest"), name="bn", momentum=0.5)
+        return y, ["data"], None
+
+    def running(wait):
+        if buckets:
+            module = mx.mod.BucketingModule(symbol_of, default_bucket_key=40, context=contexts[:2])
+        else:
+            module = mx.mod.Module(symbol_of(40)[0], context=contexts[:2], label_names=None)
+        module.bind([("data", (40, 3))])
+        module.init_params()
+        for size in (40, 4, 40):
+            rows = nd.arange(size).reshape((size, 1)) * nd.array([[1, size, 3]])
+            shapes = [("data", rows.shape)]
+            module.forward(mx.io.DataBatch([rows], bucket_key=size, provide_data=shapes), is_train=True)
+            if wait:
+                mx.nd.waitall()
+        mx.nd.waitall()
+        return [value.asnumpy() for value in module.get_params()[1].values()]
+
+    np.testing.assert_array_equal(running(wait=False), running(wait=True))
 
 
 # ---- several modules ------------------------------------------------------------------------------------------
@@ -493,6 +549,8 @@ def test_executors_by_hand(how, contexts, rng):
     heads = rng.randn(12, 5, 4, 4)
     want = executed([body(PLAIN)], contexts[:1], how, heads)
     symbol = body(SyncBatchNorm, ndev=2)
+    predicts = symbol.simple_bind(contexts[1], grad_req="null", data=(2, 3, 7, 7))
+    assert predicts.forward()[0].shape == (2, 5, 4, 4)
     for _ in range(2):  # one pair after the other
         assert_same(executed([symbol] * 2, contexts[:2], how, heads), want)
     assert_same(executed([body(SyncBatchNorm, ndev=1)], contexts[:1], how, heads), want)
@@ -507,6 +565,17 @@ def test_executors_of_symbols_of_their_own(contexts, rng):
 
     got = executed([body(norm) for _ in range(3)], contexts[:3], "bind", heads)
     assert_same(got, executed([body(PLAIN)], contexts[:1], "bind", heads))
+
+
+def test_executors_by_hand_after_a_failed_step(contexts, rng):
+    heads = rng.randn(12, 5, 4, 4)
+    symbol = body(SyncBatchNorm, ndev=2)
+    want = executed([symbol] * 2, contexts[:2], "bind", heads)
+    _native.fail("something")
+    with pytest.raises(mx.MXNetError, match="something"):
+        executed([symbol] * 2, contexts[:2], "bind", heads)
+    with mx.autograd.train_mode():
+        assert_same(executed([symbol] * 2, contexts[:2], "bind", heads), want, 1e-12)
 
 
 @pytest.mark.parametrize("ndev", [None, 2])
@@ -551,6 +620,11 @@ def test_layers_live_as_long_as_their_executors(contexts):
 def test_contexts_that_do_not_fit(settings, places, said, contexts):
     with pytest.raises(ValueError, match=said):
         bound(classifier(SyncBatchNorm, **settings), [contexts[place] for place in places])
+    predicts = bound(classifier(SyncBatchNorm, **settings), [contexts[place] for place in places], for_training=False)
+    predicts.forward(batch_of(1))
+    want = bound(classifier(PLAIN), contexts[:1], for_training=False)
+    want.forward(batch_of(1))
+    np.testing.assert_allclose(predicts.get_outputs()[0].asnumpy(), want.get_outputs()[0].asnumpy(), atol=1e-9)
 
 
 @pytest.mark.parametrize("ndev", [-1, 1.5, "two"])
@@ -578,6 +652,29 @@ def test_a_failed_step_changes_nothing_and_the_next_one_trains(contexts):
                 with pytest.raises(mx.MXNetError, match="the batch is not finite"):
                     module.get_outputs()[0].asnumpy()
         assert_same(values_of(module), want, 1e-12)
+    finally:
+        gluon_syncbn.configure(nonfinite="propagate")
+
+
+def test_an_update_that_waits_changes_nothing(contexts, monkeypatch):
+    """Whoever reads a result takes the error away before the update has begun."""
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
+    want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2])
+    gluon_syncbn.configure(nonfinite="error")
+    try:
+        module = ready(classifier(SyncBatchNorm), contexts[:2])
+        train(module, [1])
+        module.forward_backward(broken(0))
+        bias = module._exec_group.param_arrays[module._exec_group.param_names.index("fc_bias")]
+        resting = [nd.Custom(array, op_type="rest") for array in bias]
+        module.update()
+        for outputs in module.get_outputs(merge_multi_context=False):
+            for output in outputs:
+                with pytest.raises(mx.MXNetError):
+                    output.asnumpy()
+        gluon_syncbn.reset()
+        assert len(resting) == 2
+        assert_same(train(module, [2]), want, 1e-12)
     finally:
         gluon_syncbn.configure(nonfinite="propagate")
 

@@ -44,7 +44,8 @@ classes = {(key.split(".")[0], name) for key, name in plain}
 def stage(name):
     now = functions()
     there = {key: i for key, i in now.items() if key in plain or (key[0].split(".")[0], key[1]) in classes}
-    changed = sorted({key[0] for key, i in there.items() if i != plain.get(key) and not key[0].endswith(("__weakref__", "__slotnames__"))})
+    changed = {key[0] for key, i in there.items() if i != plain.get(key)}
+    changed = sorted(name for name in changed if not name.endswith(("__weakref__", "__slotnames__")))  # Python's own
     stages[name] = {"functions": changed, **state()}
 
 stage("before")
