@@ -102,13 +102,11 @@ def SyncBatchNorm(
             arguments.refuse(argument, value, "a Symbol")
     if arguments.flag("output_mean_var", output_mean_var):
         arguments.refuse("output_mean_var", output_mean_var, "False")
-    beside: Dict[str, Any] = {}
-    if ndev is not None and arguments.whole(
-        "ndev", ndev, 0, arguments.MOST_DEVICES
-    ):  # scripts pass on that they have 0 GPUs
-        beside["ndev"] = int(ndev)
+    beside: Dict[str, Any] = {}  # what an executor that is bound by itself has to know of the others
+    if ndev is not None:  # 0 where scripts pass on that they have no GPUs
+        beside["ndev"] = arguments.whole("ndev", ndev, 0, arguments.MOST_DEVICES)
     if key is not None:
-        beside["key"] = str(key)
+        beside["key"] = key if isinstance(key, str) else arguments.refuse("key", key, "a string")
     patches.replace_once(SymbolBlock, "__init__", _opening)
     name = mx.sym.BatchNorm(data, name=name).name
     node = layer.SyncBatchNorm(

@@ -71,6 +71,7 @@ WRONG = {
     ],
     "arrays": [None, 3, [], nd.ones((4, 2)), [nd.ones((2, 2)), 3], [nd.ones((2, 2)), nd.ones((2, 3))]],
     "symbol": [None, 3, "data", nd.ones(1), Stranger()],
+    "optional text": [3, True, ["key"], nd.ones(1), Stranger()],
     "optional symbol": [3, "gamma", nd.ones(1), Stranger()],
     "weights": [
         3,
@@ -251,6 +252,8 @@ CALLS = {
             **dict.fromkeys(("gamma", "beta", "moving_mean", "moving_var"), "optional symbol"),
             "eps": "at least 0",
             **dict.fromkeys(("fix_gamma", "use_global_stats", "output_mean_var"), "flag"),
+            "ndev": "optional whole from 0",
+            "key": "optional text",
             **{name: kind for name, kind in LAYER.items() if name not in ("epsilon", "center", "scale", "in_channels")},
         },
     ),

@@ -126,7 +126,7 @@ std::string why_not_here(const Terms& terms, const std::string& context) {
         why << "the contexts of the layer's parameters are not known; initialise the net before the first step. Of an "
                "executor that simple_bind or bind makes, nobody knows with which others it trains: write ndev=N into "
                "the symbol, where N executors train together, and bind each of them, on a context of its own, before "
-               "the first step; or let a Module bind them";
+               "the first step; or let a Module bind them. In a hybrid_forward, call a gluon_syncbn.SyncBatchNorm";
     else if (std::find(terms.contexts.begin(), terms.contexts.end(), context) == terms.contexts.end())
         why << "the layer was called here, but its parameters live on " << join_names(terms.contexts)
             << "; initialise or reset_ctx the net with every context that takes part";
