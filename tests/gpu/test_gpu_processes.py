@@ -38,7 +38,7 @@ def test_every_mode_and_what_it_costs(processes):
     assert_succeeded(job(processes, "every_mode", limit=200), processes)
 
 
-TOGETHER = ["other_types", "short_batches", "recomputed_on_gpus", "reads_a_branch"]
+TOGETHER = ["rows_and_gradients", "other_types", "short_batches", "recomputed_on_gpus", "reads_a_branch"]
 
 
 @pytest.fixture(scope="module")

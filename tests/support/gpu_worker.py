@@ -109,6 +109,26 @@ def every_mode():
     sound()
 
 
+def rows_and_gradients():
+    """The rows of all GPUs on each of them, and the sum of what flows back into the copies."""
+    batch = make_batch(np.random.RandomState(5), DEVICES)
+    part, contexts, mine = own(batch)
+    everyone = np.concatenate(batch.shards)
+    heads = [np.random.RandomState(device).randn(*everyone.shape) for device in range(DEVICES)]
+    xs = on_devices(part.shards, contexts, "float64")
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = gluon_syncbn.gather(xs, rows=len(everyone), kvstore=kv)
+    autograd.backward(ys, on_devices(heads[mine], contexts, "float64"))
+    want = np.split(sum(heads), np.cumsum([len(shard) for shard in batch.shards])[:-1])[mine]
+    for x, y, gradient in zip(xs, ys, want):
+        assert y.context == x.context
+        np.testing.assert_array_equal(y.asnumpy(), everyone)
+        np.testing.assert_allclose(x.grad.asnumpy(), gradient, rtol=1e-12, atol=1e-12)
+    sound()
+
+
 def cost(name, layer, part, contexts):
     xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (part.shards, part.heads))
     for x in xs:
