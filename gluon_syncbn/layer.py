@@ -18,6 +18,7 @@ from .mxnet_side import export
 from .mxnet_side.op import sync_batch_norm
 from .mxnet_side.operators import without_amp
 from .system import arguments, kinds
+from .system.bfloat16 import is_bfloat16
 from .training.replicas import Pooling, Replicas
 from .training.session import session
 
@@ -132,9 +133,9 @@ class SyncBatchNorm(nn.BatchNorm):
         Whether the backward computes x again from y, so that the layer keeps no memory beyond y, which the next layer
         keeps too. Needs no activation or ``'leaky'``, and no addition; several replicas on one context keep x. The
         backward makes one more pass over memory. ``xhat`` is found to within 2 u ``(|xhat| + |beta| / |gamma|)`` of a
-        deviation, where u is 2**-24 for float32 and 2**-11 for float16. In ``'shuffle'`` x is found to within 2 u
-        ``(|x - m| + s |beta| / |gamma|)``. There m and s are mean and deviation of the slot that normalises x. Where
-        this error may hide x, the backward raises an error.
+        deviation, where u is 2**-24 for float32, 2**-11 for float16 and 2**-8 for bfloat16. In ``'shuffle'`` x is found
+        to within 2 u ``(|x - m| + s |beta| / |gamma|)``. There m and s are mean and deviation of the slot that
+        normalises x. Where this error may hide x, the backward raises an error.
     mode : str
         ``'sync'``, ``'local'`` or ``'shuffle'``.
     virtual_devices : int
@@ -152,8 +153,8 @@ class SyncBatchNorm(nn.BatchNorm):
         Seconds to wait for the other replicas. By default the setting of `configure`, which starts as 300.
 
     Inputs
-        - **data**: of ``mx.nd`` or ``mx.np``, 2 to 5 dimensions; float16 (with float32 parameters), float32 or float64.
-          Shards of a batch may differ in size.
+        - **data**: of ``mx.nd`` or ``mx.np``, 2 to 5 dimensions; float16 or, on CPUs, bfloat16 (with float32
+          parameters), float32 or float64. Shards of a batch may differ in size.
 
     Outputs
         - **out**: kind, shape and type of the data.
@@ -255,6 +256,10 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def __call__(self, *args: Any) -> Any:
         return HybridBlock.__call__(self, *args)  # skips the wrapper of `patches`, which records callers
+
+    def cast(self, dtype: Any) -> None:
+        """As in ``nn.BatchNorm``: parameters stay float32 for data of 16 bits, bfloat16 included."""
+        super().cast("float32" if is_bfloat16(dtype) else dtype)
 
     def _alias(self) -> str:
         return "batchnorm"  # parameters get the names that they have in a net with plain BatchNorm

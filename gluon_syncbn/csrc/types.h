@@ -16,7 +16,7 @@ using Vector = std::vector<double>;
 // `unit` of itself, and to 0 below `least`.
 #define SYNCBN_TYPES(define)                                                                                   \
     define(kFloat32, "float32", 0, 4, 0x1p-24, 0x1p-126) define(kFloat64, "float64", 1, 8, 0x1p-53, 0x1p-1022) \
-        define(kFloat16, "float16", 2, 2, 0x1p-11, 0x1p-24)
+        define(kFloat16, "float16", 2, 2, 0x1p-11, 0x1p-24) define(kBfloat16, "bfloat16", 12, 2, 0x1p-8, 0x1p-126)
 
 #define SYNCBN_ENUMERATOR(TYPE, NAME, FLAG, ...) TYPE = FLAG,
 enum class Type : int { SYNCBN_TYPES(SYNCBN_ENUMERATOR) };
@@ -87,8 +87,8 @@ struct Hidden {
 };
 
 // A tensor of 2 to 5 dimensions seen from its channel axis: [outer][channels][inner], row-major. For channels-first,
-// inner is the product of the spatial extents; for channels-last it is 1. Float32 in oneDNN's layout may be in blocks
-// of 8 or 16 neighbouring channels: [outer][channels / block][inner][block].
+// inner is the product of the spatial extents; for channels-last it is 1. Float32 and bfloat16 in oneDNN's layout may be
+// in blocks of 8 or 16 neighbouring channels: [outer][channels / block][inner][block].
 struct Shape {
     int64_t outer;
     int64_t channels;

@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, cast
 
 import mxnet as mx
-import numpy as np
 from mxnet import autograd
 from mxnet.gluon import Block, HybridBlock, Parameter, nn
 from mxnet.ndarray import NDArray
@@ -23,6 +22,7 @@ from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks, draws, patches
 from ..mxnet_side.op import NAME
 from ..system import arguments, kinds, temporary_space
+from ..system.bfloat16 import is_float
 
 __all__ = ["checkpoint"]
 
@@ -148,11 +148,11 @@ class _Call:
             with frame.open(), self._tape.running(again=False):
                 outputs = self._forward(*args)
             self._parameters = [(parameter, array.copy()) for parameter, array in frame.used.values()]
-        inputs = [array for array in _arrays(args) if _is_float(array)]
+        inputs = [array for array in _arrays(args) if is_float(array)]
         inputs += [array for parameter, array in frame.used.values() if parameter.grad_req != "null"]
         # An output may be one of the inputs, or be returned twice.
-        outputs = _map(lambda array: array.detach() if _is_float(array) else array, outputs)
-        recorded = [array for array in _arrays(outputs) if _is_float(array)]
+        outputs = _map(lambda array: array.detach() if is_float(array) else array, outputs)
+        recorded = [array for array in _arrays(outputs) if is_float(array)]
         if not recorded:
             return outputs
         worker = _worker(self._block, context)
@@ -161,12 +161,12 @@ class _Call:
         # A gradient in oneDNN's layout would reach the backward as a copy that is freed too early; see op.py.
         if context.device_type == "gpu":
             return outputs
-        return _map(lambda a: _guarded(a) if _is_float(a) else a, outputs)
+        return _map(lambda a: _guarded(a) if is_float(a) else a, outputs)
 
     def _again(self, context: mx.Context, heads: List[NDArray], gradients: List[NDArray], requests: List[int]) -> None:
         """Runs the backward. Issues operators and waits for none."""
         args = _map(lambda array: array.detach(), self._args)
-        wanted = [array for array in _arrays(args) if _is_float(array)]
+        wanted = [array for array in _arrays(args) if is_float(array)]
         given = {id(parameter): array.detach() for parameter, array in self._parameters}
         wanted += [given[id(parameter)] for parameter, _ in self._parameters if parameter.grad_req != "null"]
         asked = [(a, g, r) for a, g, r in zip(wanted, gradients, requests) if r != _native.NULL]
@@ -185,7 +185,7 @@ class _Call:
             scopes.callback(autograd.set_training, training)
             with _Frame(given, {}).open(), self._tape.running(again=True):
                 outputs = self._forward(*args)
-        computed = [array for array in _arrays(outputs) if _is_float(array)]
+        computed = [array for array in _arrays(outputs) if is_float(array)]
         if len(computed) != len(heads):
             raise mx.MXNetError(f"the second forward had {len(computed)} outputs, the first {len(heads)}")
         found = autograd.grad(computed, [a for a, _, _ in asked], heads, train_mode=self._training)
@@ -343,10 +343,6 @@ def _is_random(node: Dict[str, Any]) -> bool:
 
 def _guarded(array: NDArray) -> NDArray:
     return kinds.like(mx.nd.SwapAxis(kinds.classic(array), dim1=0, dim2=0), array)
-
-
-def _is_float(array: NDArray) -> bool:
-    return np.dtype(array.dtype).kind == "f"
 
 
 def _arrays(value: Any) -> List[Any]:

@@ -23,6 +23,7 @@ from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks
 from ..mxnet_side.op import NAME, Role
 from ..system import arguments
+from ..system.bfloat16 import values
 from ..training import steps
 from .graphs import Opened
 from .parameters import store_of
@@ -295,7 +296,7 @@ def _population(
             mx.nd.waitall()  # no result is read before all replicas are called
             for layer, x in inputs:
                 i = number[id(layer.running_mean)]
-                totals[i] = merge_moments(totals[i], _moments(x.asnumpy(), layer._kwargs.get("axis", 1)))
+                totals[i] = merge_moments(totals[i], _moments(values(x), layer._kwargs.get("axis", 1)))
             inputs.clear()
             done += 1
     if not done:

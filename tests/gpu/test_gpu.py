@@ -46,6 +46,7 @@ from soak.layers.trial import run as random_case
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native, reference
+from gluon_syncbn.system import bfloat16
 
 if not GPUS:
     pytest.skip("MXNet finds no GPU; `make test-gpu-emulated` needs none", allow_module_level=True)
@@ -104,6 +105,18 @@ def test_random_cases(first):
     gpus(CONTEXTS)
     for seed in range(first, first + 20):
         random_case(draw_for_emulator(seed), GPUS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bfloat16_is_refused(way):
+    layer = SyncBatchNorm(in_channels=3)
+    layer.initialize(ctx=gpus(2))
+    if WAYS[way] is not None:
+        layer.hybridize(**WAYS[way])
+    data = nd.ones((2, 3, 4)).astype(bfloat16.DTYPE).as_in_context(gpus(2)[1])
+    with pytest.raises(mx.MXNetError, match=r"bfloat16 data is on gpu\(1\), but MXNet 1.9 computes with it on CPUs"):
+        with autograd.record():
+            layer(data)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -6,7 +6,7 @@ import pytest
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from poolings import specification
-from replicas import TOLERANCE, WAYS, Batch, assert_same, make_affine, make_batch, on_devices, prepare, step_of
+from replicas import ON_CPUS, WAYS, Batch, assert_same, make_affine, make_batch, on_devices, prepare, rounded, step_of
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, reference, revert
@@ -36,8 +36,9 @@ def case(rng):
 
     def make(replicas, dtype="float64", **settings):
         batch = make_batch(rng, replicas, **settings)
-        batch = batch._replace(shards=[x.astype(dtype).astype("float64") for x in batch.shards], gamma=4 * batch.gamma)
-        addends = [(2 * rng.randn(*x.shape) + k).astype(dtype).astype("float64") for k, x in enumerate(batch.shards)]
+        shards = [rounded(x, dtype).astype("float64") for x in batch.shards]
+        batch = batch._replace(shards=shards, gamma=4 * batch.gamma)
+        addends = [rounded(2 * rng.randn(*x.shape) + k, dtype).astype("float64") for k, x in enumerate(batch.shards)]
         return batch, addends
 
     return make
@@ -57,25 +58,28 @@ def step(layer, batch, addends, contexts, dtype, req="write", before=0.0):
 
 def check(layer, batch, addends, contexts, dtype="float64", before=0.0, **settings):
     adds = isinstance(layer, SyncBatchNormAdd)
-    got, daddends = step(layer, batch, addends, contexts, dtype, "add" if before else "write", before)
     given = {"addends": addends} if adds else {}
-    want = specification(layer, batch, **given, **settings)
-    want = want._replace(dxs=[dx + before for dx in want.dxs])
     # where rounding decides on which side of 0 or 6 a value is, that of a single one decides about its gradient
-    near = 0 if dtype == "float64" else 50 * TOLERANCE[dtype]
+    near = 0 if dtype == "float64" else min(50 * ON_CPUS[dtype], 0.1)
     plain = specification_of_z(layer, batch, given, settings)
     clear = [(np.abs(z) > near) & (np.abs(z - layer._activation.ceiling) > near) for z in plain]
+    if dtype == "bfloat16":  # of whose values one in a hundred is so near
+        batch = batch._replace(heads=[head * sure for head, sure in zip(batch.heads, clear)])
+    got, daddends = step(layer, batch, addends, contexts, dtype, "add" if before else "write", before)
+    want = specification(layer, batch, **given, **settings)
+    want = want._replace(dxs=[dx + before for dx in want.dxs])
     for name, value, expected in zip(got._fields, got, want):
-        loose = 1 if dtype == "float64" or name in ("outputs", "running_mean", "running_var") else 20
+        exact = dtype == "float64" or name in ("outputs", "running_mean", "running_var")
+        loose = 1 if exact else 5 if dtype == "bfloat16" else 20
         scale = max(np.abs(part).max(initial=0) for part in expected)
         for i, (a, b) in enumerate(zip(value, expected)):
             sure = clear[i] if name == "dxs" else ...
-            assert np.abs(a - b)[sure].max(initial=0) <= loose * TOLERANCE[dtype] * max(scale, 1), name
+            assert np.abs(a - b)[sure].max(initial=0) <= loose * ON_CPUS[dtype] * max(scale, 1), name
     if adds:
         heads = [head * np.where(z > 0, z < layer._activation.ceiling, layer._activation.slope)
                  for head, z in zip(batch.heads, plain)]  # fmt: skip
         for a, b, sure in zip(daddends, heads, clear):
-            assert np.abs(a - b - before)[sure].max(initial=0) <= TOLERANCE[dtype] * np.abs(b).max(initial=0)
+            assert np.abs(a - b - before)[sure].max(initial=0) <= ON_CPUS[dtype] * np.abs(b).max(initial=0)
 
 
 def specification_of_z(layer, batch, given, settings):
@@ -88,7 +92,7 @@ def specification_of_z(layer, batch, given, settings):
 
 
 @pytest.mark.parametrize("axis, spatial", [(1, (4, 6)), (1, (5, 7)), (-1, (4, 6))], ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", ON_CPUS)
 @pytest.mark.parametrize("adds, behind", CASES)
 def test_equals_the_specification(case, contexts, adds, behind, dtype, axis, spatial):
     batch, addends = case(3, dtype, axis=axis, spatial=spatial)
@@ -135,13 +139,14 @@ def empty_case(case):
 
 
 @pytest.mark.parametrize("mode, way", [(mode, "eager") for mode in MODES] + [("sync", way) for way in WAYS])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", ON_CPUS)
 @pytest.mark.parametrize("no", ["sample", "position"])
 def test_an_empty_shard(empty_case, contexts, no, dtype, mode, way):
     """MXNet gives no memory for it; a null pointer does not mean that there is no such input."""
     gluon_syncbn.configure(seed=3)
     settings = {**MODES[mode], **({"group_size": 3} if mode == "groups" else {})}
-    for adds, behind in CASES:
+    hides = dtype == "bfloat16" and mode == "shuffle"  # x of such small slots, in place
+    for adds, behind in [case for case in CASES if not (hides and "in place" in case[1])]:
         for before in (0, 0.75):
             batch, addends = empty_case(dtype, no)
             layer = prepare(make(adds, **BEHIND[behind], **settings), batch, contexts[:3], dtype, WAYS[way])

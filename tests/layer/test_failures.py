@@ -753,7 +753,7 @@ def test_integer_data(contexts, rng, dtype):
     layer = a_layer(contexts[:2])
     with pytest.raises(mx.MXNetError) as error, autograd.record():
         layer(nd.ones((2, 5), dtype=dtype))
-    assert_explains(error, layer, "data must be float16, float32 or float64")
+    assert_explains(error, layer, "data must be bfloat16, float16, float32 or float64")
     assert_next_step_is_right(layer, contexts[:2], rng)
 
 

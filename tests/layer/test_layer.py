@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from mxnet import autograd, nd
 from mxnet.gluon import nn
+from poolings import specification
 from replicas import (
+    ON_CPUS,
     TOLERANCE,
     WAYS,
     Batch,
@@ -19,25 +21,27 @@ from replicas import (
     make_batch,
     on_devices,
     prepare,
+    rounded,
     step,
     truth,
 )
 
+import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, reference
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", ON_CPUS)
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
 def test_equals_one_device(contexts, rng, replicas, dtype, way):
     batch = make_batch(rng, replicas, dtype=dtype)
     layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:replicas], dtype, WAYS[way])
     for _ in range(3):  # a state that is used again must not be one step behind
         result = step(layer, batch, contexts, dtype)
-    assert_same(result, truth(batch, steps=3), TOLERANCE[dtype])
+    assert_same(result, truth(batch, steps=3), ON_CPUS[dtype])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", ON_CPUS)
 @pytest.mark.parametrize(
     "spatial, axis",
     [
@@ -59,7 +63,24 @@ def test_equals_one_device(contexts, rng, replicas, dtype, way):
 def test_every_layout(contexts, rng, spatial, axis, dtype):
     batch = make_batch(rng, 3, channels=7, spatial=spatial, axis=axis, dtype=dtype)
     layer = prepare(SyncBatchNorm(axis=axis, in_channels=7), batch, contexts[:3], dtype)
-    assert_same(step(layer, batch, contexts, dtype), truth(batch, axis=axis), TOLERANCE[dtype])
+    assert_same(step(layer, batch, contexts, dtype), truth(batch, axis=axis), ON_CPUS[dtype])
+
+
+@pytest.mark.skipif("bfloat16" not in ON_CPUS, reason="MXNet has no bfloat16 on GPUs")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("spatial, axis", [((33, 37), 1), ((3, 5), -1)], ids=str)
+def test_bfloat16_is_rounded_once(contexts, rng, spatial, axis, way):
+    """Each value is one that is next to the exact one, also where the data have an offset."""
+    batch = make_batch(rng, 3, spatial=spatial, axis=axis, dtype="bfloat16", offset=20)
+    layer = prepare(SyncBatchNorm(axis=axis, in_channels=5), batch, contexts[:3], "bfloat16", WAYS[way])
+    got, want = step(layer, batch, contexts, "bfloat16"), specification(layer, batch, axis=axis)
+    assert layer.gamma.dtype == "float32"
+    for name in ("outputs", "dxs"):
+        for one, exact in zip(getattr(got, name), getattr(want, name)):
+            assert (one == rounded(one, "bfloat16")).all()
+            assert (np.abs(one - exact) <= 2.0**-8 * np.abs(exact) + 1e-5 * np.abs(exact).max()).all()
+    nothing = {"outputs": [], "dxs": []}
+    assert_same(got._replace(**nothing), want._replace(**nothing), TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("axis", [1, -1])
@@ -364,3 +385,20 @@ def test_a_copied_net_trains_on_its_own(contexts, rng):
     want = truth(batch)
     for net in (twin, layer):
         assert_same(step(net, batch, contexts, "float64"), want, 1e-11)
+
+
+@pytest.mark.skipif("bfloat16" not in ON_CPUS, reason="MXNet has no bfloat16 on GPUs")
+def test_bfloat16_in_what_is_done_with_nets(contexts, rng):
+    """`checkpoint` computes again what it computed, and `update_bn_stats` takes the values that the layer is given."""
+    batch = make_batch(rng, 2, dtype="bfloat16")
+    results = []
+    for active in (False, True):
+        layer = prepare(SyncBatchNorm(in_channels=5, activation="leaky"), batch, contexts[:2], "bfloat16")
+        gluon_syncbn.checkpoint(layer, active)
+        results.append(step(layer, batch, contexts, "bfloat16"))
+    assert_same_bits(*results)
+    gluon_syncbn.checkpoint(layer, False)
+    gluon_syncbn.update_bn_stats(layer, [on_devices(batch.shards, contexts, "bfloat16")])
+    values = np.concatenate(batch.shards).astype("float64")
+    np.testing.assert_allclose(layer.running_mean.data(contexts[1]).asnumpy(), values.mean((0, 2, 3)), rtol=1e-5)
+    np.testing.assert_allclose(layer.running_var.data(contexts[0]).asnumpy(), values.var((0, 2, 3)), rtol=1e-5)

@@ -17,7 +17,7 @@ from mxnet import autograd, nd
 from mxnet.gluon import nn
 from poolings import POOLINGS, fits, permutation, specification
 from replicas import (
-    TOLERANCE,
+    ON_CPUS,
     WAYS,
     Batch,
     Result,
@@ -45,7 +45,7 @@ def seed():
 # ---- numbers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", ON_CPUS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_equals_the_specification(contexts, rng, pooling, way, dtype):
@@ -57,7 +57,7 @@ def test_equals_the_specification(contexts, rng, pooling, way, dtype):
         prepare(layer, batch, contexts[:replicas], dtype, WAYS[way])
         got = step(layer, batch, contexts, dtype)
         want = specification(layer, batch, node=-1 if way == "eager" else 0)
-        assert_same(got, want, TOLERANCE[dtype])
+        assert_same(got, want, ON_CPUS[dtype])
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -14,7 +14,19 @@ from mxnet import autograd, nd
 from mxnet.gluon import nn
 from places import SOURCES, TESTS
 from poolings import specification
-from replicas import TOLERANCE, WAYS, assert_same, make_batch, on_devices, prepare, step, step_of, truth
+from replicas import (
+    ON_CPUS,
+    TOLERANCE,
+    WAYS,
+    assert_same,
+    make_batch,
+    on_devices,
+    prepare,
+    rounded,
+    step,
+    step_of,
+    truth,
+)
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native
@@ -78,7 +90,8 @@ AT(nnvm::OpMap<Function>, data_, n::ComputeMap, by_index);
 using Entry = decltype(nnvm::OpMap<Function>::data_)::value_type;
 using OurEntry = decltype(n::ComputeMap::by_index)::value_type;
 SAME(sizeof(Entry), sizeof(OurEntry)); AT(Entry, second, OurEntry, second);
-SAME(DNNL_MAX_NDIMS, n::kMostDims); SAME(int(dnnl_f32), n::kFloat32Kind); SAME(int(dnnl_blocked), n::kBlockedKind);
+SAME(DNNL_MAX_NDIMS, n::kMostDims); SAME(int(dnnl_f32), n::kFloat32Kind); SAME(int(dnnl_bf16), n::kBfloat16Kind);
+SAME(int(dnnl_blocked), n::kBlockedKind);
 using Memory = dnnl_memory_desc_t;
 LIKE(Memory, ndims, n::Descriptor, dims_count); LIKE(Memory, dims, n::Descriptor, dims);
 LIKE(Memory, data_type, n::Descriptor, type); LIKE(Memory, padded_dims, n::Descriptor, padded_dims);
@@ -230,24 +243,24 @@ def test_the_engine_goes_on_while_a_replica_waits(contexts):
 # ---- oneDNN's layouts ------------------------------------------------------------------------------------------
 
 
-def in_blocks(array, context):
+def in_blocks(array, context, dtype="float32"):
     """The same values as a convolution leaves them."""
     channels, dims = array.shape[1], array.ndim - 2
     kernel = np.zeros((channels, channels, *[3] * dims))
     kernel[(..., *[1] * dims)] = np.eye(channels)
     settings = {"kernel": (3,) * dims, "pad": (1,) * dims, "num_filter": channels, "no_bias": True}
-    inputs = [nd.array(values, ctx=context, dtype="float32") for values in (array, kernel)]
+    inputs = [on_devices([values], [context], dtype)[0] for values in (array, kernel)]
     with autograd.record():  # else it leaves them plain
         return nd.Convolution(*inputs, **settings).detach()
 
 
-def one_step(layer, batch, contexts, addends=None, plain=(), req="write"):
+def one_step(layer, batch, contexts, addends=None, plain=(), req="write", dtype="float32"):
     """With all data in blocks but those that are named. Returns the result, and the gradients of the addends."""
 
     def lay_out(name, arrays):
         if name in plain:
-            return on_devices(arrays, contexts, "float32")
-        return [in_blocks(a, c) for a, c in zip(arrays, contexts)]
+            return on_devices(arrays, contexts, dtype)
+        return [in_blocks(a, c, dtype) for a, c in zip(arrays, contexts)]
 
     inputs = [lay_out("data", batch.shards)]
     if addends is not None:
@@ -285,6 +298,28 @@ def test_blocks_of_channels(contexts, rng, behind, spatial):
         _, others = one_step(plain, batch, contexts, addends, plain=("data", "heads", "addends"))
         for a, b in zip(daddends, others):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@native
+@pytest.mark.skipif(_native.instruction_set() != "avx512f", reason="MXNet has no convolution of bfloat16 here")
+@pytest.mark.parametrize("behind", BEHIND)
+def test_blocks_of_bfloat16(contexts, rng, behind):
+    """The same bits as where the data lie plain, but for sums that run in another order."""
+    adds, activation = BEHIND[behind]
+    batch = make_batch(rng, 3, channels=32, dtype="bfloat16")
+    addends = [rounded(rng.randn(*x.shape), "bfloat16") for x in batch.shards] if adds else None
+    results, calls = [], []
+    for plain in ((), ("data", "heads", "addends")):
+        layer = (SyncBatchNormAdd if adds else SyncBatchNorm)(in_channels=32, **activation)
+        prepare(layer, batch, contexts[:3], "bfloat16")
+        before = _native.blocked_calls()
+        results.append(one_step(layer, batch, contexts, addends, plain, dtype="bfloat16"))
+        calls.append(_native.blocked_calls() - before)
+    assert calls == [6, 0]
+    (got, daddends), (want, others) = results
+    assert_same(got, want, ON_CPUS["bfloat16"] / 2)
+    for one, other in zip(daddends, others):
+        assert (one != other).mean() < 0.01
 
 
 @native

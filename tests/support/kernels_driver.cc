@@ -1,4 +1,5 @@
-// The four kernels, the slots of a tensor and the half conversions behind C names, for tests/unit/test_kernels.py.
+// The four kernels, the slots of a tensor and the conversions of 16-bit types behind C names, for tests/unit/test_kernels.py.
+#include "cpu/bfloat16.h"
 #include "cpu/half.h"
 #include "cpu/kernels.h"
 #include "mxnet_api.h"
@@ -55,6 +56,9 @@ void cut(int64_t outer, int64_t channels, int64_t inner, int64_t block, int64_t 
 }
 void to_half(const float* values, int64_t n, uint16_t* out) {
     for (int64_t i = 0; i < n; ++i) out[i] = syncbn::float_to_half(values[i]);
+}
+void to_bfloat16(const float* values, int64_t n, uint16_t* out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = syncbn::float_to_bfloat16(values[i]);
 }
 void from_half(const uint16_t* values, int64_t n, float* out) {
     for (int64_t i = 0; i < n; ++i) out[i] = syncbn::half_to_float(values[i]);

@@ -16,6 +16,7 @@ from mxnet import autograd, nd
 from mxnet.gluon import nn
 
 import gluon_syncbn
+from gluon_syncbn.system import bfloat16
 
 #: hybridize arguments of every way in which Gluon runs a net; None is eager.
 WAYS = {
@@ -27,6 +28,8 @@ WAYS = {
 
 #: What float arithmetic allows, relative to the largest value.
 TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-11}
+#: And for data that MXNet has on CPUs alone. A value of bfloat16 keeps 8 bits.
+ON_CPUS = TOLERANCE if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu" else {"bfloat16": 1.6e-2, **TOLERANCE}
 
 
 class Batch(NamedTuple):
@@ -56,9 +59,17 @@ def make_batch(rng, replicas, *, channels=5, spatial=(4, 6), axis=1, dtype="floa
         shape = [SIZES[i], *spatial]
         shape.insert(axis % (len(shape) + 1), channels)
         scale = 1 + np.arange(channels).reshape([-1 if a == axis % len(shape) else 1 for a in range(len(shape))])
-        shards.append((((i + 1) * rng.randn(*shape) + i - 1) * scale + offset).astype(dtype))
-        heads.append((rng.randn(*shape) + 0.3 * i).astype(dtype))
+        shards.append(rounded(((i + 1) * rng.randn(*shape) + i - 1) * scale + offset, dtype))
+        heads.append(rounded(rng.randn(*shape) + 0.3 * i, dtype))
     return Batch(shards, heads, *make_affine(rng, channels))
+
+
+def rounded(array, dtype):
+    """To what the type can hold: bfloat16 is float32 to the nearest of 8 bits, ties to even."""
+    if dtype != "bfloat16":
+        return array.astype(dtype)
+    bits = array.astype("float32").view("uint32")
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view("float32")
 
 
 def make_affine(rng, channels):
@@ -78,7 +89,9 @@ def prepare(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str, way
 
 
 def on_devices(arrays, contexts, dtype):
-    return [nd.array(a, ctx=c, dtype=dtype) for a, c in zip(arrays, contexts)]
+    if dtype != "bfloat16":
+        return [nd.array(a, ctx=c, dtype=dtype) for a, c in zip(arrays, contexts)]
+    return [nd.array(a, ctx=c, dtype="float32").astype(bfloat16.DTYPE) for a, c in zip(arrays, contexts)]
 
 
 def step(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str) -> Result:
@@ -95,7 +108,7 @@ def step_of(layer, inputs, heads, req="write", before=0.0) -> Tuple[Result, List
         ys = [layer(*given) for given in zip(*inputs)]
     autograd.backward(ys, heads)
     gradients = [[array.grad for array in arrays] for arrays in inputs]
-    return collect(layer, ys, gradients[0], [x.ctx for x in inputs[0]]), [g.asnumpy() for g in gradients[-1]]
+    return collect(layer, ys, gradients[0], [x.ctx for x in inputs[0]]), [bfloat16.values(g) for g in gradients[-1]]
 
 
 def step_in_any_order(rng, layers, xs, heads, pause=0.0):
@@ -118,8 +131,8 @@ def collect(layer, ys, dxs, contexts) -> Result:
         return sum(parameter.grad(c).asnumpy().astype("float64") for c in dict.fromkeys(contexts))
 
     return Result(
-        [y.asnumpy() for y in ys],
-        [dx.asnumpy() for dx in dxs],
+        [bfloat16.values(y) for y in ys],
+        [bfloat16.values(dx) for dx in dxs],
         total(layer.gamma),
         total(layer.beta),
         [layer.running_mean.data(c).asnumpy() for c in contexts],

@@ -1,16 +1,19 @@
 """Automatic mixed precision (mxnet.contrib.amp). `amp.init` changes all of MXNet, so it is called in other processes.
 
 MXNet's convolutions and matrix products know no float16 on a CPU: nets with them are looked at as graphs, and the steps
-that are run hold the layer alone, or have AMP leave such operators in float32.
+that are run hold the layer alone, or have AMP leave such operators in float32. They know bfloat16, if oneDNN does.
 """
 
 import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from environments import shell
 from places import PACKAGE, SUPPORT
+
+from gluon_syncbn import _native
 
 HEAD = """
 import json, sys, warnings
@@ -134,21 +137,73 @@ print(json.dumps(answers))
 """
 
 BFLOAT16 = """
-layer = SyncBatchNorm(in_channels=3)
-layer.initialize(ctx=CONTEXTS)
-said = []
-for way in (None, {}):
-    if way is not None:
-        layer.hybridize()
-    try:
-        x = nd.amp_cast(nd.ones((2, 3, 4, 4)), dtype=np.dtype([("bfloat16", np.uint16)]))
+amp.init(target_dtype="bfloat16")
+initialise()
+random = np.random.RandomState(0)
+data = [(1 + random.randn(n, 3, 12, 12) * (n - 1)).astype("float32") for n in (2, 3, 4)]
+targets = [random.randn(len(x), 3).astype("float32") for x in data]
+values = {}
+def net_of(norm, contexts):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        for _ in range(2):
+            net.add(nn.Conv2D(16, 3, use_bias=False), norm(), nn.Activation("relu"))
+        net.add(nn.GlobalAvgPool2D(), nn.Flatten(), nn.Dense(3))
+    net.initialize(mx.init.Normal(0.3), ctx=contexts)
+    with autograd.pause():
+        net(nd.array(data[0], ctx=contexts[0]))
+    for name, parameter in net.collect_params().items():
+        parameter.set_data(nd.array(values.setdefault(name, parameter.data(contexts[0]).asnumpy())))
+    return net
+def train(net, contexts, shards, wanted):
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.05})
+    losses = []
+    for i in range(6):
         with autograd.record():
-            outputs = [layer(x.as_in_context(c)) for c in CONTEXTS]
-        outputs[0].wait_to_read()
-    except (mx.MXNetError, ValueError) as error:
-        said.append(str(error))
-    gluon_syncbn.reset()
-print(json.dumps(said))
+            outputs = [net(nd.array(x, ctx=c)) for x, c in zip(shards, contexts)]
+            parts = [((y.astype("float32") - nd.array(t, ctx=c)) ** 2).sum()
+                     for y, t, c in zip(outputs, wanted, contexts)]
+        autograd.backward(parts)
+        trainer.step(9)
+        losses.append(float(sum(part.asscalar() for part in parts)))
+    return losses, {name: p.data(contexts[0]).asnumpy().tolist() for name, p in net.collect_params().items()}
+answers, places = [], gluon_syncbn.cpu_devices(3)
+whole = [np.concatenate(data)], [np.concatenate(targets)]
+for how in ({}, {"static_alloc": True}, None):
+    results = []
+    for norm, contexts, given in ((nn.BatchNorm, places[:1], whole), (SyncBatchNorm, places, (data, targets)),
+                                  ("convert", places, (data, targets))):
+        net = net_of(nn.BatchNorm if norm == "convert" else norm, contexts)
+        if norm == "convert":
+            gluon_syncbn.convert(net, fuse=True)
+        if how is not None:
+            net.hybridize(**how)
+        before = gluon_syncbn._native.blocked_calls()
+        results.append(train(net, contexts, *given))
+        results[-1] += (gluon_syncbn._native.blocked_calls() - before,)
+    answers.append(results)
+print(json.dumps(answers))
+"""
+
+CAST = """
+initialise()
+bfloat16 = np.dtype([("bfloat16", np.uint16)])
+net = nn.HybridSequential(prefix="net_")
+with net.name_scope():
+    net.add(nn.Conv2D(16, 3, in_channels=3), SyncBatchNorm(in_channels=16), nn.Activation("relu"))
+net.initialize(ctx=CONTEXTS)
+net.cast(bfloat16)
+types = {name: str(p.dtype) for name, p in net.collect_params().items()}
+x = nd.random.normal(shape=(2, 3, 6, 6)).astype(bfloat16)
+answers = []
+for hybrid in (False, True):
+    net.hybridize(hybrid)
+    with autograd.record():
+        ys = [net(x.as_in_context(c)) for c in CONTEXTS]
+    autograd.backward(ys)
+    weight = net[0].weight.grad(CONTEXTS[1]).astype("float32")
+    answers.append([str(ys[0].dtype), bool(np.isfinite(weight.asnumpy()).all())])
+print(json.dumps([types, answers]))
 """
 
 CONVERT = """
@@ -170,6 +225,11 @@ print(json.dumps(answers))
 """
 
 
+computes = pytest.mark.skipif(
+    _native.instruction_set() != "avx512f", reason="MXNet computes with bfloat16 on processors with AVX-512 alone"
+)
+
+
 @pytest.fixture(scope="module")
 def before():
     """AMP, then this package."""
@@ -179,12 +239,12 @@ def before():
 @pytest.fixture(scope="module")
 def after():
     """This package, and AMP in the end."""
-    return run("initialise()", BFLOAT16, CONVERT, "amp.init()", GRAPH)
+    return run("initialise()", CONVERT, "amp.init()", GRAPH)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_no_cast_around_the_layer(order, request):
-    plain, synced, types, synced_types = request.getfixturevalue(order)[{"before": 0, "after": 2}[order]]
+    plain, synced, types, synced_types = request.getfixturevalue(order)[{"before": 0, "after": 1}[order]]
     assert plain.count("amp_cast") == 6  # of two convolutions: the wrappers are at work
     assert synced == ["Custom" if op == "BatchNorm" else op for op in plain]
     for name, type_ in types.items():
@@ -208,15 +268,28 @@ def test_training_with_loss_scaling():
         assert kept
 
 
-def test_bfloat16_is_refused(after):
-    said = after[0]
-    assert len(said) == 2
-    for message in said:
-        assert "batchnorm0': data must be float16, float32 or float64" in message
+@computes
+def test_training_in_bfloat16():
+    """Three devices after six steps, as one with plain BatchNorm. Convolutions leave oneDNN's blocks to the layer."""
+    for (losses, parameters, _), *ours in run(BFLOAT16)[0]:
+        assert losses[-1] < 0.75 * losses[0]
+        for own_losses, own_parameters, blocked in ours:
+            assert blocked > 0 or _native.why_custom()
+            np.testing.assert_allclose(own_losses, losses, rtol=1e-2)
+            for name, value in parameters.items():
+                largest = np.abs(value).max()
+                assert np.abs(np.subtract(own_parameters[name], value)).max() <= 0.1 * largest, name
+
+
+@computes
+def test_cast_to_bfloat16_keeps_float32_parameters():
+    types, answers = run(CAST)[0]
+    assert {name: "float32" in kind for name, kind in types.items()} == {name: "batchnorm" in name for name in types}
+    assert answers == [["[('bfloat16', '<u2')]", True]] * 2
 
 
 def test_convert_hybrid_block_after_revert_is_that_of_plain_batchnorm(after):
-    kept, reverted = after[1]
+    kept, reverted = after[0]
     # AMP's converter works on the graph, where the layer is a Custom: right, but in float32.
     assert kept[4:6] == ["amp_cast", "Custom"]
     assert reverted[3:6] == ["Convolution", "BatchNorm", "Activation"]

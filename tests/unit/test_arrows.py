@@ -62,7 +62,7 @@ FLOORS = [
 # Within each folder, the same.
 FOLDERS = {
     "system": [
-        ["arguments", "distribution", "environment", "kinds", "version"],
+        ["arguments", "bfloat16", "distribution", "environment", "kinds", "version"],
         ["cuda", "cuda_libraries", "logs", "temporary_space"],
     ],
     "exchange": [["base", "transport"], ["waiting"], ["turns"], ["device", "store"], ["horovod", "mpi"], ["named"]],

@@ -5,9 +5,10 @@ import ctypes
 import kernels_library
 import numpy as np
 import pytest
+from replicas import rounded
 
-TYPES = {"float32": 0, "float64": 1, "float16": 2}
-TOLERANCE = {"float16": 1e-3, "float32": 1e-6, "float64": 1e-13}
+TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 12}
+TOLERANCE = {"bfloat16": 4e-3, "float16": 1e-3, "float32": 1e-6, "float64": 1e-13}
 
 NOTHING = (1.0, np.inf)  # slope and ceiling
 ACTIVATIONS = {"relu": (0.0, np.inf), "relu6": (0.0, 6.0), "leaky": (0.1, np.inf)}
@@ -19,9 +20,10 @@ IN_BLOCKS = [(3, 32, 1), (1, 16, 7), (2, 48, 7), (3, 32, 225), (3, 16, 1507), (3
 
 
 def layouts(shapes, types, blocked):
-    """For a test of these: what is plain, and of float32 what is in blocks of 8 and of 16 channels."""
+    """For a test of these: what is plain, and of float32 and bfloat16 what is in blocks of 8 and of 16 channels."""
     values = [(shape, dtype, 1) for shape in shapes for dtype in types]
-    values += [(shape, "float32", block) for shape in blocked for block in (8, 16)]
+    for dtype in ("float32", "bfloat16"):
+        values += [(shape, dtype, block) for shape in blocked for block in (8, 16) if dtype in types]
     return pytest.mark.parametrize("shape, dtype, block", values, ids=str)
 
 
@@ -35,23 +37,27 @@ def library(request):
 class Kernels:
     """The library's functions on NumPy arrays [outer][channels][inner].
 
-    With a `block` they work on copies in that layout, which begin `at` values after some that are aligned.
+    With a `block` they work on copies in that layout, which begin `at` values after some that are aligned. Arrays of
+    bfloat16 are float32 here that has no more bits.
     """
 
-    def __init__(self, library, x, threads=1, block=1, at=0):
+    def __init__(self, library, x, threads=1, block=1, at=0, dtype=None):
         self.library, self.x, self.threads, self.block, self.at = library, x, threads, block, at
-        self.type = TYPES[x.dtype.name]
+        self.dtype = dtype or x.dtype.name
+        self.type = TYPES[self.dtype]
 
     def _call(self, name, *arguments):
         copies = {}
         for a in arguments:
-            if self.block > 1 and isinstance(a, np.ndarray) and a.ndim == 3:
-                copies[id(a)] = a, in_blocks(a, self.block, self.at)
+            if isinstance(a, np.ndarray) and a.ndim == 3 and (self.block > 1 or self.dtype == "bfloat16"):
+                copy = (a.view("uint32") >> 16).astype("uint16") if self.dtype == "bfloat16" else a
+                copies[id(a)] = a, in_blocks(copy, self.block, self.at) if self.block > 1 else copy
         converted = [copies[id(a)][1] if id(a) in copies else a for a in arguments]
         converted = [a.ctypes.data_as(ctypes.c_void_p) if isinstance(a, np.ndarray) else a for a in converted]
         getattr(self.library, name)(*converted)
         for a, copy in copies.values():
-            a[...] = copy.swapaxes(2, 3).reshape(a.shape)
+            values = copy.swapaxes(2, 3).reshape(a.shape) if self.block > 1 else copy
+            a[...] = (values.astype("uint32") << 16).view("float32") if self.dtype == "bfloat16" else values
 
     def _shape(self):
         return [self.type, *map(ctypes.c_int64, (*self.x.shape, self.block)), self.threads]
@@ -99,7 +105,7 @@ def close(got, want, tolerance):
 def case(shape, dtype, offset=0.0):
     random = np.random.RandomState(sum(shape))
     channels = np.arange(1, shape[1] + 1).reshape(1, -1, 1) % 5 + 0.5
-    x, dy, start = ((random.randn(*shape) * channels + offset).astype(dtype) for _ in range(3))
+    x, dy, start = (rounded(random.randn(*shape) * channels + offset, dtype) for _ in range(3))
     vectors = [random.randn(shape[1]) for _ in range(5)]
     return x, dy, start, vectors
 
@@ -111,7 +117,7 @@ def per_channel(vector):
 @layouts(SHAPES, TYPES, IN_BLOCKS)
 def test_against_numpy(library, shape, dtype, block):
     x, dy, start, (scale, shift, mean_dy, slope, _) = case(shape, dtype)
-    kernels, wide, wide_dy = Kernels(library, x, block=block), x.astype("float64"), dy.astype("float64")
+    kernels, wide, wide_dy = Kernels(library, x, block=block, dtype=dtype), x.astype("float64"), dy.astype("float64")
     mean, m2 = kernels.moments()
     close(mean, wide.mean((0, 2)), 1e-13)
     close(m2, ((wide - per_channel(mean)) ** 2).sum((0, 2)), 1e-12)
@@ -137,8 +143,8 @@ def test_against_numpy(library, shape, dtype, block):
 @layouts([(3, 5, 77), (2, 4, 5), (900, 7, 1)], TYPES, IN_BLOCKS[:5])
 def test_what_stands_behind(library, shape, dtype, block, activation):
     x, dy, start, (scale, shift, mean_dz, slope, fed_mean) = case(shape, dtype)
-    addend = (3 * dy[::-1] + 2).astype(dtype)
-    kernels, activation = Kernels(library, x, block=block), ACTIVATIONS[activation]
+    addend = rounded(3 * dy[::-1] + 2, dtype)
+    kernels, activation = Kernels(library, x, block=block, dtype=dtype), ACTIVATIONS[activation]
     mean, _ = kernels.moments()
     centred = x.astype("float64") - per_channel(mean)
     z = centred * per_channel(scale) + per_channel(shift)
@@ -185,7 +191,7 @@ def test_x_from_y(library, shape, dtype, block, activation):
     """And dx where x was."""
     x, dy, _, (scale, shift, mean_dz, slope, _) = case(shape, dtype, offset=2)
     scale = np.where(scale > 0, 0.5, -0.5) + scale
-    kernels = Kernels(library, x, threads=2, block=block)
+    kernels = Kernels(library, x, threads=2, block=block, dtype=dtype)
     mean, _ = kernels.moments()
     y = kernels.normalise(mean, scale, shift, np.empty_like(x), False, activation)
     found = kernels.recover(y, mean, scale, shift, np.empty_like(x), activation)
@@ -194,18 +200,19 @@ def test_x_from_y(library, shape, dtype, block, activation):
     constants = {"shift": shift, "activation": activation}
     want = kernels.grad_input(dy, mean, scale, mean_dz, slope, np.empty_like(x), False, **constants)
     place = x.copy()
-    Kernels(library, place, 2, block).grad_input(dy, mean, scale, mean_dz, slope, place, False, **constants)
+    in_place = Kernels(library, place, 2, block, dtype=dtype)
+    in_place.grad_input(dy, mean, scale, mean_dz, slope, place, False, **constants)
     np.testing.assert_array_equal(place, want)
 
 
-@layouts([(1, 1, 32), (40, 1, 1)], ["float32"], [(1, 16, 5)])
+@layouts([(1, 1, 32), (40, 1, 1)], ["float32", "bfloat16"], [(1, 16, 5)])
 def test_what_stands_behind_values_that_are_not_finite(library, shape, dtype, block):
-    x = np.resize(np.array([np.nan, -np.inf, np.inf, -1, 1], dtype), shape)
+    x = np.resize(rounded(np.array([np.nan, -np.inf, np.inf, -1, 1]), dtype), shape)
     zero, one = np.zeros(shape[1]), np.ones(shape[1])
     for activation, want in (("relu", [np.nan, 0, np.inf, 0, 1]), ("leaky", [np.nan, -np.inf, np.inf, -0.1, 1])):
-        kernels = Kernels(library, x, block=block)
+        kernels = Kernels(library, x, block=block, dtype=dtype)
         y = kernels.normalise(zero, one, zero, np.empty_like(x), False, ACTIVATIONS[activation])
-        np.testing.assert_allclose(y, np.resize(want, shape), rtol=1e-6)
+        np.testing.assert_allclose(y, np.resize(want, shape), rtol=TOLERANCE[dtype])
 
 
 @layouts([(3, 5, 77), (900, 7, 1)], ["float32", "float64"], [(3, 16, 77), (2, 32, 1507)])
@@ -224,10 +231,10 @@ def test_same_bits_for_any_number_of_threads_and_alignment(library, shape, dtype
     x, dy, start, (scale, shift, mean_dy, slope, _) = case(shape, dtype)
     results = []
     for threads, at in ((1, 0), (2, 1), (3, 3)):
-        moved = [np.empty(x.size + at, dtype)[at:].reshape(shape) for _ in range(3)]
+        moved = [np.empty(x.size + at, x.dtype)[at:].reshape(shape) for _ in range(3)]
         for to, source in zip(moved, (x, dy, start)):
             to[...] = source
-        kernels = Kernels(library, moved[0], threads, block, at)
+        kernels = Kernels(library, moved[0], threads, block, at, dtype)
         mean, m2 = kernels.moments()
         sums = kernels.grad_sums(moved[1], mean, scale)
         y = kernels.normalise(mean, scale, shift, moved[2].copy(), True)
@@ -289,3 +296,19 @@ def test_rounding_to_half(library):
     with np.errstate(over="ignore", invalid="ignore"):
         want = values.astype(np.float16)
     np.testing.assert_array_equal(got.view(np.float16), want)
+
+
+def test_rounding_to_bfloat16(library):
+    exact = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
+    random = np.random.RandomState(0).randint(0, 1 << 32, 200000, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    ties = (np.arange(1 << 16, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
+    values = np.concatenate([exact, random, ties])
+    got = np.empty(values.size, np.uint16)
+    library.to_bfloat16(
+        values.ctypes.data_as(ctypes.c_void_p), ctypes.c_int64(got.size), got.ctypes.data_as(ctypes.c_void_p)
+    )
+    got = (got.astype(np.uint32) << 16).view(np.float32)
+    finite = np.isfinite(values)  # largest values round to infinity
+    with np.errstate(over="ignore"):
+        np.testing.assert_array_equal(got[finite], rounded(values[finite], "bfloat16"))
+    np.testing.assert_array_equal(got[~finite], values[~finite])

@@ -1,4 +1,5 @@
-// Implements the kernels for channels in blocks: [outer][channels / block][inner][block], float32, oneDNN's layout.
+// Implements the kernels for channels in blocks of float32 or bfloat16, oneDNN's layout:
+// [outer][channels / block][inner][block].
 //
 // A group is a block of neighbouring channels; a position is their values at one place of one image. All constants and
 // sums of a group are in registers, one lane for each channel. A leaf runs along positions and never adds lanes up.
@@ -24,8 +25,6 @@ constexpr int64_t kWorthAPart = 1 << 14;  // values
 struct Part {
     int64_t first, last;
 };
-
-SYNCBN_INLINE void store_lanes(const FloatLanes& from, float* to) { std::memcpy(to, &from, sizeof from); }
 
 // The activation after z.
 template <class A>
@@ -78,12 +77,12 @@ SYNCBN_INLINE void over_part(const Shape& shape, int64_t group, const Part& part
 }
 
 // Sums x - pivot, and its square.
-template <int Width, int K>
+template <int Width, int K, typename T>
 struct Moments {
-    const float* x;
+    const T* x;
     Lanes<Width> pivot[K];
     Sums<Width, kSets<Width>> sums;
-    SYNCBN_METHOD Moments(const float* x, const double* pivot) : x(x) {
+    SYNCBN_METHOD Moments(const T* x, const double* pivot) : x(x) {
         std::memcpy(this->pivot, pivot, sizeof this->pivot);
     }
     SYNCBN_METHOD void fetch(int64_t at) const { __builtin_prefetch(x + at); }
@@ -98,22 +97,23 @@ struct Moments {
 };
 
 // y and dz are null unless dz is found from y.
+template <typename T>
 struct Gradients {
-    const float *dy, *x, *y;
-    float* dz;
+    const T *dy, *x, *y;
+    T* dz;
 };
 
 // Sums dz and dz * (x - mean).
 // Here dz is dy, or is found from z. If it is found from y, it is written too.
-template <int Width, int K, class A, bool ByOutput>
+template <int Width, int K, class A, bool ByOutput, typename T>
 struct GradSumsOf {
     static constexpr bool kByInput = A::kChanges && !ByOutput;
-    const Gradients from;
+    const Gradients<T> from;
     const Behind<A> behind;
     Lanes<Width> mean[K];
     LanesOfZ z[K];
     Sums<Width, kSets<Width>> sums;
-    SYNCBN_METHOD GradSumsOf(const Gradients& from, const double* mean, const ColumnRectified<float>& z,
+    SYNCBN_METHOD GradSumsOf(const Gradients<T>& from, const double* mean, const ColumnRectified<float>& z,
                              int64_t channel)
         : from(from), behind(z.activation.slope, z.activation.ceiling) {
 #pragma GCC unroll 2
@@ -141,6 +141,7 @@ struct GradSumsOf {
             load_lanes(from.y + at, &outs);
             behind.through(&grads, outs);
             store_lanes(grads, from.dz + at);
+            load_lanes(from.dz + at, &grads);  // the sums are of what was written, which is rounded
         }
         Lanes<Width> wide, grad;
         widen(values, &wide);
@@ -150,19 +151,19 @@ struct GradSumsOf {
     }
 };
 
-template <int Width, int K>
-SYNCBN_INLINE void part_moments(const float* x, const Shape& shape, int64_t group, const Part& part,
-                                const double* pivot, double* sum, double* square) {
-    Moments<Width, K> moments(x, pivot);
+template <int Width, int K, typename T>
+SYNCBN_INLINE void part_moments(const T* x, const Shape& shape, int64_t group, const Part& part, const double* pivot,
+                                double* sum, double* square) {
+    Moments<Width, K, T> moments(x, pivot);
     over_part<Width, K>(shape, group, part, moments);
     store<K>(moments.sums, sum, square);
 }
 
-template <int Width, int K, class A, bool ByOutput>
-SYNCBN_INLINE void part_grad_sums(const Gradients& from, const Shape& shape, int64_t group, const Part& part,
+template <int Width, int K, class A, bool ByOutput, typename T>
+SYNCBN_INLINE void part_grad_sums(const Gradients<T>& from, const Shape& shape, int64_t group, const Part& part,
                                   const double* mean, const ColumnRectified<float>& z, double* sum_dz,
                                   double* sum_dz_xc) {
-    GradSumsOf<Width, K, A, ByOutput> gradients(from, mean, z, group * K * kLanes);
+    GradSumsOf<Width, K, A, ByOutput, T> gradients(from, mean, z, group * K * kLanes);
     over_part<Width, K>(shape, group, part, gradients);
     store<K>(gradients.sums, sum_dz, sum_dz_xc);
 }
@@ -170,15 +171,15 @@ SYNCBN_INLINE void part_grad_sums(const Gradients& from, const Shape& shape, int
 // ---- value by value ------------------------------------------------------------------------------------------
 
 // With `Add`, the old value is added.
-template <bool Add>
-SYNCBN_INLINE void put(float* to, const FloatLanes& value) {
+template <bool Add, typename T>
+SYNCBN_INLINE void put(T* to, const FloatLanes& value) {
     FloatLanes before = {};
     if (Add) load_lanes(to, &before);
     store_lanes(Add ? before + value : value, to);
 }
 
-template <int K, bool Add, class A, bool Addend>
-SYNCBN_INLINE void part_normalise(const float* __restrict__ x, const float* __restrict__ addend, float* __restrict__ y,
+template <int K, bool Add, class A, bool Addend, typename T>
+SYNCBN_INLINE void part_normalise(const T* __restrict__ x, const T* __restrict__ addend, T* __restrict__ y,
                                   const Shape& shape, const Part& part, const ColumnRectified<float>& constants) {
     constexpr int64_t kBlock = K * kLanes;
     const Behind<A> behind(constants.activation.slope, constants.activation.ceiling);
@@ -205,8 +206,8 @@ SYNCBN_INLINE void part_normalise(const float* __restrict__ x, const float* __re
     }
 }
 
-template <int K, bool Add, class A>
-SYNCBN_INLINE void part_grad_input(const float* dy, const float* x, float* dx, const Shape& shape, const Part& part,
+template <int K, bool Add, class A, typename T>
+SYNCBN_INLINE void part_grad_input(const T* dy, const T* x, T* dx, const Shape& shape, const Part& part,
                                    const ColumnGradInput<float>& constants, const ColumnRectified<float>& rectified) {
     constexpr int64_t kBlock = K * kLanes;
     const Behind<A> behind(rectified.activation.slope, rectified.activation.ceiling);
@@ -241,9 +242,9 @@ SYNCBN_INLINE void part_grad_input(const float* dy, const float* x, float* dx, c
     }
 }
 
-template <int K, class A>
-SYNCBN_INLINE void part_recover(const float* __restrict__ y, float* __restrict__ x, const Shape& shape,
-                                const Part& part, const ColumnRectified<float>& constants) {
+template <int K, class A, typename T>
+SYNCBN_INLINE void part_recover(const T* __restrict__ y, T* __restrict__ x, const Shape& shape, const Part& part,
+                                const ColumnRectified<float>& constants) {
     constexpr int64_t kBlock = K * kLanes;
     const Behind<A> behind(constants.activation.slope, constants.activation.ceiling);
     for (int64_t position = part.first; position < part.last;) {
@@ -271,12 +272,12 @@ SYNCBN_INLINE void part_recover(const float* __restrict__ y, float* __restrict__
 #define SYNCBN_VECTORS(shape, K, ...) \
     SYNCBN_IF((shape).block == kLanes, kOne, constexpr int K = kOne ? 1 : 2; __VA_ARGS__)
 
-#define SYNCBN_BLOCK_SUMS(SET, WIDTH)                                                                                 \
-    SET void leaf_moments(const float* x, const Shape& shape, int64_t group, const Part& part, const double* pivot,   \
+#define SYNCBN_BLOCK_SUMS_OF(TYPE, T, SET, WIDTH)                                                                     \
+    SET void leaf_moments(const T* x, const Shape& shape, int64_t group, const Part& part, const double* pivot,       \
                           double* sum, double* square) {                                                              \
         SYNCBN_VECTORS(shape, K, part_moments<WIDTH, K>(x, shape, group, part, pivot, sum, square);)                  \
     }                                                                                                                 \
-    SET void leaf_grad_sums(const Gradients& from, const Shape& shape, int64_t group, const Part& part,               \
+    SET void leaf_grad_sums(const Gradients<T>& from, const Shape& shape, int64_t group, const Part& part,            \
                             const double* mean, const ColumnRectified<float>& z, double* sum_dz, double* sum_dz_xc) { \
         SYNCBN_ACTIVATION(z.activation, A,                                                                            \
                           SYNCBN_IF(from.y != nullptr, kByOutput,                                                     \
@@ -284,30 +285,33 @@ SYNCBN_INLINE void part_recover(const float* __restrict__ y, float* __restrict__
                                                    part_grad_sums<WIDTH, K, A, kByOutput>(                            \
                                                        from, shape, group, part, mean, z, sum_dz, sum_dz_xc);)))      \
     }
+#define SYNCBN_BLOCK_SUMS(SET, WIDTH) SYNCBN_NUMBERS_IN_BLOCKS(SYNCBN_BLOCK_SUMS_OF, SET, WIDTH)
+
+#define SYNCBN_BLOCK_LEAVES(TYPE, T)                                                                                  \
+    SYNCBN_CLONES void leaf_normalise(const T* x, const T* addend, T* y, const Shape& shape, const Part& part,        \
+                                      const ColumnRectified<float>& z, bool add) {                                    \
+        SYNCBN_ACTIVATION(                                                                                            \
+            z.activation, A,                                                                                          \
+            SYNCBN_IF(add, kAdd,                                                                                      \
+                      SYNCBN_IF(addend != nullptr, kAddend,                                                           \
+                                SYNCBN_VECTORS(shape, K,                                                              \
+                                               part_normalise<K, kAdd, A, kAddend>(x, addend, y, shape, part, z);)))) \
+    }                                                                                                                 \
+    SYNCBN_CLONES void leaf_grad_input(const T* dy, const T* x, T* dx, const Shape& shape, const Part& part,          \
+                                       const ColumnGradInput<float>& constants, const ColumnRectified<float>& z,      \
+                                       bool add) {                                                                    \
+        SYNCBN_ACTIVATION(                                                                                            \
+            z.activation, A,                                                                                          \
+            SYNCBN_IF(add, kAdd,                                                                                      \
+                      SYNCBN_VECTORS(shape, K, part_grad_input<K, kAdd, A>(dy, x, dx, shape, part, constants, z);)))  \
+    }                                                                                                                 \
+    SYNCBN_CLONES void leaf_recover(const T* y, T* x, const Shape& shape, const Part& part,                           \
+                                    const ColumnRectified<float>& z) {                                                \
+        SYNCBN_ACTIVATION(z.activation, A, SYNCBN_VECTORS(shape, K, part_recover<K, A>(y, x, shape, part, z);))       \
+    }
+
 SYNCBN_FOR_EACH_SET(SYNCBN_BLOCK_SUMS)
-
-SYNCBN_CLONES void leaf_normalise(const float* x, const float* addend, float* y, const Shape& shape, const Part& part,
-                                  const ColumnRectified<float>& z, bool add) {
-    SYNCBN_ACTIVATION(
-        z.activation, A,
-        SYNCBN_IF(
-            add, kAdd,
-            SYNCBN_IF(addend != nullptr, kAddend,
-                      SYNCBN_VECTORS(shape, K, part_normalise<K, kAdd, A, kAddend>(x, addend, y, shape, part, z);))))
-}
-
-SYNCBN_CLONES void leaf_grad_input(const float* dy, const float* x, float* dx, const Shape& shape, const Part& part,
-                                   const ColumnGradInput<float>& constants, const ColumnRectified<float>& z, bool add) {
-    SYNCBN_ACTIVATION(
-        z.activation, A,
-        SYNCBN_IF(add, kAdd,
-                  SYNCBN_VECTORS(shape, K, part_grad_input<K, kAdd, A>(dy, x, dx, shape, part, constants, z);)))
-}
-
-SYNCBN_CLONES void leaf_recover(const float* y, float* x, const Shape& shape, const Part& part,
-                                const ColumnRectified<float>& z) {
-    SYNCBN_ACTIVATION(z.activation, A, SYNCBN_VECTORS(shape, K, part_recover<K, A>(y, x, shape, part, z);))
-}
+SYNCBN_NUMBERS_IN_BLOCKS(SYNCBN_BLOCK_LEAVES)
 
 // ---- the work of each thread ---------------------------------------------------------------------------------
 
@@ -346,9 +350,8 @@ void for_parts(const Work& work, const Leaf& leaf) {
 // For `spread` and `Columns`: a column for each channel.
 Shape columns_of(const Shape& shape) { return {1, shape.channels, 1}; }
 
-}  // namespace
-
-void moments(const Work& work, const float* x, double* mean, double* m2) {
+template <typename T>
+void moments_of(const Work& work, const T* x, double* mean, double* m2) {
     const Shape& shape = work.shape;
     const int64_t n = shape.per_channel();
     if (n == 0) {
@@ -359,7 +362,7 @@ void moments(const Work& work, const float* x, double* mean, double* m2) {
     // A sample of the channel, as in the other layouts.
     std::vector<double> pivot(shape.channels);
     for (int64_t c = 0; c < shape.channels; ++c)
-        pivot[c] = x[c / shape.block * shape.block * shape.inner + c % shape.block];
+        pivot[c] = Value<T>::load(x + c / shape.block * shape.block * shape.inner + c % shape.block);
     sum_up(work, mean, m2, [&](int64_t group, const Part& part, double* sum, double* square) {
         leaf_moments(x, shape, group, part, pivot.data() + group * shape.block, sum, square);
     });
@@ -369,16 +372,9 @@ void moments(const Work& work, const float* x, double* mean, double* m2) {
     }
 }
 
-void normalise(const Work& work, const float* x, const Normalise& with, float* y) {
-    const Columns<float> constants(columns_of(work.shape), with.with, true);
-    const float* addend = static_cast<const float*>(with.addend);
-    for_parts(work,
-              [&](const Part& part) { leaf_normalise(x, addend, y, work.shape, part, constants.from(0), with.add); });
-}
-
-void grad_sums(const Work& work, const float* dy, const float* x, const GradSums& with, double* sum_dz,
-               double* sum_dz_xhat) {
-    const Gradients from{dy, x, static_cast<const float*>(with.y), static_cast<float*>(with.dz)};
+template <typename T>
+void grad_sums_of(const Work& work, const Gradients<T>& from, const GradSums& with, double* sum_dz,
+                  double* sum_dz_xhat) {
     const Columns<float> constants(columns_of(work.shape), with.with, with.with.activation.any() && from.y == nullptr);
     sum_up(work, sum_dz, sum_dz_xhat, [&](int64_t group, const Part& part, double* sum, double* sum_xc) {
         leaf_grad_sums(from, work.shape, group, part, with.with.mean, constants.from(0), sum, sum_xc);
@@ -386,21 +382,60 @@ void grad_sums(const Work& work, const float* dy, const float* x, const GradSums
     for (int64_t c = 0; c < work.shape.channels; ++c) sum_dz_xhat[c] *= with.invstd[c];
 }
 
-void grad_input(const Work& work, const float* dy, const float* x, const GradInput& with, float* dx) {
+}  // namespace
+
+void moments(const Work& work, const void* x, double* mean, double* m2) {
+    with_type_in_blocks(work.type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        moments_of(work, static_cast<const T*>(x), mean, m2);
+    });
+}
+
+void normalise(const Work& work, const void* x, const Normalise& with, void* y) {
+    const Columns<float> constants(columns_of(work.shape), with.with, true);
+    with_type_in_blocks(work.type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        for_parts(work, [&](const Part& part) {
+            leaf_normalise(static_cast<const T*>(x), static_cast<const T*>(with.addend), static_cast<T*>(y), work.shape,
+                           part, constants.from(0), with.add);
+        });
+    });
+}
+
+void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
+               double* sum_dz_xhat) {
+    with_type_in_blocks(work.type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        const Gradients<T> from{static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(with.y),
+                                static_cast<T*>(with.dz)};
+        grad_sums_of(work, from, with, sum_dz, sum_dz_xhat);
+    });
+}
+
+void grad_input(const Work& work, const void* dy, const void* x, const GradInput& with, void* dx) {
     const Shape columns = columns_of(work.shape);
     const std::vector<float> high = spread<float>(columns, with.mean), low = spread<float>(columns, with.mean, true),
                              scale = spread<float>(columns, with.with.scale),
                              mean_dz = spread<float>(columns, with.mean_dz), slope = spread<float>(columns, with.slope);
     const ColumnGradInput<float> column{high.data(), low.data(), scale.data(), mean_dz.data(), slope.data()};
     const Columns<float> constants(columns, with.with, with.with.activation.any());
-    for_parts(work, [&](const Part& part) {
-        leaf_grad_input(dy, x, dx, work.shape, part, column, constants.from(0), with.add);
+    with_type_in_blocks(work.type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        for_parts(work, [&](const Part& part) {
+            leaf_grad_input(static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<T*>(dx), work.shape, part,
+                            column, constants.from(0), with.add);
+        });
     });
 }
 
-void recover(const Work& work, const float* y, const Rectified& with, float* x) {
+void recover(const Work& work, const void* y, const Rectified& with, void* x) {
     const Columns<float> constants(columns_of(work.shape), with, true);
-    for_parts(work, [&](const Part& part) { leaf_recover(y, x, work.shape, part, constants.from(0)); });
+    with_type_in_blocks(work.type, [&](auto* t) {
+        using T = std::remove_pointer_t<decltype(t)>;
+        for_parts(work, [&](const Part& part) {
+            leaf_recover(static_cast<const T*>(y), static_cast<T*>(x), work.shape, part, constants.from(0));
+        });
+    });
 }
 
 }  // namespace blocked

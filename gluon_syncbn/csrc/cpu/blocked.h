@@ -1,4 +1,4 @@
-// Declares the kernels of kernels.h for float32 in blocks of 8 or 16 neighbouring channels.
+// Declares the kernels of kernels.h for float32 and bfloat16 in blocks of 8 or 16 neighbouring channels.
 #pragma once
 
 #include "cpu/kernels.h"
@@ -7,12 +7,12 @@ namespace syncbn {
 namespace cpu {
 namespace blocked {
 
-void moments(const Work& work, const float* x, double* mean, double* m2);
-void normalise(const Work& work, const float* x, const Normalise& with, float* y);
-void grad_sums(const Work& work, const float* dy, const float* x, const GradSums& with, double* sum_dz,
+void moments(const Work& work, const void* x, double* mean, double* m2);
+void normalise(const Work& work, const void* x, const Normalise& with, void* y);
+void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
                double* sum_dz_xhat);
-void grad_input(const Work& work, const float* dy, const float* x, const GradInput& with, float* dx);
-void recover(const Work& work, const float* y, const Rectified& with, float* x);
+void grad_input(const Work& work, const void* dy, const void* x, const GradInput& with, void* dx);
+void recover(const Work& work, const void* y, const Rectified& with, void* x);
 
 }  // namespace blocked
 }  // namespace cpu

@@ -1,4 +1,4 @@
-// Implements the CPU kernels for two layouts and three data types; blocked.cc handles channels in blocks.
+// Implements the CPU kernels for two layouts and all data types; blocked.cc handles channels in blocks.
 //
 // A tensor is [outer][channels][inner]. If rows of `inner` values are long (channels-first), a leaf runs along one row
 // with the channel's constants in registers. If they are short (channels-last, a matrix), a leaf runs along the columns
@@ -553,7 +553,7 @@ int Work::useful_threads() const {
 }
 
 void moments(const Work& work, const void* x, double* mean, double* m2) {
-    if (in_blocks(work.shape)) return blocked::moments(work, static_cast<const float*>(x), mean, m2);
+    if (in_blocks(work.shape)) return blocked::moments(work, x, mean, m2);
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
         moments_of(work, static_cast<const T*>(x), mean, m2);
@@ -561,8 +561,7 @@ void moments(const Work& work, const void* x, double* mean, double* m2) {
 }
 
 void normalise(const Work& work, const void* x, const Normalise& with, void* y) {
-    if (in_blocks(work.shape))
-        return blocked::normalise(work, static_cast<const float*>(x), with, static_cast<float*>(y));
+    if (in_blocks(work.shape)) return blocked::normalise(work, x, with, y);
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
         normalise_of(work, static_cast<const T*>(x), with, static_cast<T*>(y));
@@ -571,9 +570,7 @@ void normalise(const Work& work, const void* x, const Normalise& with, void* y) 
 
 void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
                double* sum_dz_xhat) {
-    if (in_blocks(work.shape))
-        return blocked::grad_sums(work, static_cast<const float*>(dy), static_cast<const float*>(x), with, sum_dz,
-                                  sum_dz_xhat);
+    if (in_blocks(work.shape)) return blocked::grad_sums(work, dy, x, with, sum_dz, sum_dz_xhat);
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
         grad_sums_of(work, static_cast<const T*>(dy), static_cast<const T*>(x), with, sum_dz, sum_dz_xhat);
@@ -581,9 +578,7 @@ void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& 
 }
 
 void grad_input(const Work& work, const void* dy, const void* x, const GradInput& with, void* dx) {
-    if (in_blocks(work.shape))
-        return blocked::grad_input(work, static_cast<const float*>(dy), static_cast<const float*>(x), with,
-                                   static_cast<float*>(dx));
+    if (in_blocks(work.shape)) return blocked::grad_input(work, dy, x, with, dx);
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
         grad_input_of(work, static_cast<const T*>(dy), static_cast<const T*>(x), with, static_cast<T*>(dx));
@@ -591,8 +586,7 @@ void grad_input(const Work& work, const void* dy, const void* x, const GradInput
 }
 
 void recover(const Work& work, const void* y, const Rectified& with, void* x) {
-    if (in_blocks(work.shape))
-        return blocked::recover(work, static_cast<const float*>(y), with, static_cast<float*>(x));
+    if (in_blocks(work.shape)) return blocked::recover(work, y, with, x);
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
         recover_of(work, static_cast<const T*>(y), with, static_cast<T*>(x));

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/bfloat16.h"
 #include "cpu/half.h"
 #include "types.h"
 
@@ -11,8 +12,12 @@
 #define SYNCBN_METHOD inline __attribute__((always_inline))
 
 // All types of data, as define(enumerator of `Type`, C++ type, ...).
-#define SYNCBN_NUMBERS(define, ...) \
-    define(kFloat32, float, ##__VA_ARGS__) define(kFloat64, double, ##__VA_ARGS__) define(kFloat16, Half, ##__VA_ARGS__)
+#define SYNCBN_NUMBERS(define, ...)                 \
+    SYNCBN_NUMBERS_IN_BLOCKS(define, ##__VA_ARGS__) \
+    define(kFloat64, double, ##__VA_ARGS__) define(kFloat16, Half, ##__VA_ARGS__)
+// The types that oneDNN puts into blocks of channels. The kernels compute with them in float.
+#define SYNCBN_NUMBERS_IN_BLOCKS(define, ...) \
+    define(kFloat32, float, ##__VA_ARGS__) define(kBfloat16, Bfloat16, ##__VA_ARGS__)
 
 namespace syncbn {
 namespace cpu {
@@ -48,6 +53,8 @@ struct Lanes {
     }
 };
 typedef float FloatLanes __attribute__((vector_size(kLanes * sizeof(float))));
+typedef uint32_t BitLanes __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+typedef uint16_t ShortLanes __attribute__((vector_size(kLanes * sizeof(uint16_t))));
 
 template <typename T>
 struct Value;
@@ -75,6 +82,14 @@ struct Value<Half> {
     SYNCBN_INLINE float load(const Half* p) { return half_to_float(p->bits); }
     SYNCBN_INLINE void store(Half* p, float v) { p->bits = float_to_half(v); }
 };
+template <>
+struct Value<Bfloat16> {
+    using Compute = float;
+    template <int Width>
+    using Many = FloatLanes;
+    SYNCBN_INLINE float load(const Bfloat16* p) { return bfloat16_to_float(p->bits); }
+    SYNCBN_INLINE void store(Bfloat16* p, float v) { p->bits = float_to_bfloat16(v); }
+};
 
 template <int Width>
 SYNCBN_INLINE void load_lanes(const double* p, Lanes<Width>* out) {
@@ -82,12 +97,15 @@ SYNCBN_INLINE void load_lanes(const double* p, Lanes<Width>* out) {
     for (int i = 0; i < Lanes<Width>::kParts; ++i) std::memcpy(&out->parts[i], p + i * Width, sizeof out->parts[i]);
 }
 SYNCBN_INLINE void load_lanes(const float* p, FloatLanes* out) { std::memcpy(out, p, sizeof *out); }
+// The bits of 16-bit values, widened.
+SYNCBN_INLINE void load_bits(const void* p, BitLanes* out) {
+    ShortLanes values;
+    std::memcpy(&values, p, sizeof values);
+    *out = __builtin_convertvector(values, BitLanes);
+}
 SYNCBN_INLINE void load_lanes(const Half* p, FloatLanes* out) {
-    typedef uint32_t BitLanes __attribute__((vector_size(kLanes * sizeof(uint32_t))));
-    typedef uint16_t HalfLanes __attribute__((vector_size(kLanes * sizeof(uint16_t))));
-    HalfLanes halves;
-    std::memcpy(&halves, p, sizeof halves);
-    const BitLanes bits = __builtin_convertvector(halves, BitLanes);
+    BitLanes bits;
+    load_bits(p, &bits);
     const BitLanes magnitude = bits & 0x7fffu;
     const BitLanes shifted = magnitude << 13;
     FloatLanes finite;
@@ -98,16 +116,41 @@ SYNCBN_INLINE void load_lanes(const Half* p, FloatLanes* out) {
     result |= (reinterpret_cast<BitLanes>(magnitude >= 0x7c00u) & 0x7f800000u) | ((bits & 0x8000u) << 16);
     std::memcpy(out, &result, sizeof *out);
 }
+SYNCBN_INLINE void load_lanes(const Bfloat16* p, FloatLanes* out) {
+    BitLanes bits;
+    load_bits(p, &bits);
+    bits <<= 16;
+    std::memcpy(out, &bits, sizeof *out);
+}
+
+SYNCBN_INLINE void store_lanes(const FloatLanes& from, float* to) { std::memcpy(to, &from, sizeof from); }
+SYNCBN_INLINE void store_lanes(const FloatLanes& from, Bfloat16* to) {
+    BitLanes bits;
+    std::memcpy(&bits, &from, sizeof bits);
+    const BitLanes rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // as in float_to_bfloat16
+    const BitLanes is_nan = reinterpret_cast<BitLanes>((bits & 0x7fffffffu) > 0x7f800000u);
+    const ShortLanes values =
+        __builtin_convertvector((is_nan & ((bits >> 16) | 0x40u)) | (~is_nan & rounded), ShortLanes);
+    std::memcpy(to, &values, sizeof values);
+}
 
 // Calls f with a null pointer of the data's type.
-template <typename F>
-void with_type(Type type, const F& f) {
 #define SYNCBN_CASE(TYPE, T) \
     case Type::TYPE:         \
         return f(static_cast<T*>(nullptr));
+template <typename F>
+void with_type(Type type, const F& f) {
     switch (type) { SYNCBN_NUMBERS(SYNCBN_CASE) }
-#undef SYNCBN_CASE
 }
+template <typename F>
+void with_type_in_blocks(Type type, const F& f) {
+    switch (type) {
+        SYNCBN_NUMBERS_IN_BLOCKS(SYNCBN_CASE)
+        default:
+            break;  // no array of another type is in blocks
+    }
+}
+#undef SYNCBN_CASE
 
 }  // namespace cpu
 }  // namespace syncbn

@@ -51,7 +51,7 @@ struct Descriptor {
     int inner_count;
     int64_t inner_blocks[kMostDims], inner_dims[kMostDims];
 };
-constexpr int kFloat32Kind = 3, kBlockedKind = 2;  // dnnl_f32, dnnl_blocked
+constexpr int kBfloat16Kind = 2, kFloat32Kind = 3, kBlockedKind = 2;  // dnnl_bf16, dnnl_f32, dnnl_blocked
 
 // mxnet::MKLDNNMemory of src/operator/nn/mkldnn/mkldnn_base-inl.h, which no header of the wheel has.
 struct BlockedMemory {

@@ -6,9 +6,10 @@ namespace syncbn {
 namespace native {
 
 const Descriptor* blocks_of(const NDArray& array, Type type, const Shape& shape) {
-    if (type != Type::kFloat32 || array.is_plain()) return nullptr;
+    const int kind = type == Type::kFloat32 ? kFloat32Kind : kBfloat16Kind;
+    if ((type != Type::kFloat32 && type != Type::kBfloat16) || array.is_plain()) return nullptr;
     const Descriptor& d = array.chunk().blocked->descriptor;
-    if (d.dims_count < 3 || d.type != kFloat32Kind || d.kind != kBlockedKind || d.offset != 0 || d.inner_count != 1)
+    if (d.dims_count < 3 || d.type != kind || d.kind != kBlockedKind || d.offset != 0 || d.inner_count != 1)
         return nullptr;
     const int64_t block = block_of(d);
     if (d.inner_dims[0] != 1 || (block != 8 && block != 16)) return nullptr;

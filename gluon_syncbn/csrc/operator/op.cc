@@ -226,10 +226,8 @@ int infer_type(int size, int* types, void* state) {
     const int output = property.output();
     const int data = types[0] >= 0 ? types[0] : types[output];
     if (data < 0) return 1;
-    constexpr int kBfloat16 = 12;
     if (type_of_data(data) == nullptr)
-        refuse(property, "data must be float16, float32 or float64 (" +
-                             (data == kBfloat16 ? "bfloat16" : "MXNet type flag " + std::to_string(data)) +
+        refuse(property, "data must be bfloat16, float16, float32 or float64 (MXNet type flag " + std::to_string(data) +
                              " was given)");
     const int parameter = static_cast<int>(parameter_type_of(static_cast<Type>(data)));
     const bool rows = property.role == Role::kGather;
@@ -297,6 +295,9 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     if (std::strncmp(context, "cpu", 3) == 0 && !property.on_cpus)
         refuse(property, std::string("the net was traced on GPUs and is now called on ") + context +
                              "; call net.hybridize() again");
+    if (std::strncmp(context, "gpu", 3) == 0 && static_cast<Type>(types[0]) == Type::kBfloat16)
+        refuse(property, "bfloat16 data is on " + std::string(context) +
+                             ", but MXNet 1.9 computes with it on CPUs only; use float16 there");
     const int axis = channel_axis(property, dims[0]);
     Shape shape{1, shapes[0][axis], 1};
     for (int i = 0; i < dims[0]; ++i) {
