@@ -412,27 +412,8 @@ SYNCBN_API int syncbn_reset() {
     });
 }
 
-// An operation for MXNet's engine, which fails while the step has failed.
-SYNCBN_API void syncbn_gate(void*, void*) {
-    if (const auto failure = syncbn::step().failure()) throw syncbn::error_with(failure->what());
-}
-
-// If the step has failed when all arrays are available, later users of one of these arrays fail. One operation of the
-// engine waits for all arrays; then each array has an operation of its own. Arrays of one operation would share its
-// exception, and the first reader would remove it from the others.
-SYNCBN_API int syncbn_gate_arrays(void** arrays, int64_t count) {
-    static const struct {
-        int device_type, device_id;
-    } cpu{1, 0};
-    static const int no_skip = 7;  // FnProperty::kNoSkip: runs although an operation that it waits for has failed
-    const auto wait = [](void*, void*) {};
-    int status = syncbn::mx.engine_push(wait, nullptr, nullptr, &cpu, arrays, static_cast<int>(count), nullptr, 0,
-                                        &no_skip, 0, "gluon_syncbn_gate");
-    for (int64_t i = 0; i < count && status == 0; ++i)
-        status = syncbn::mx.engine_push(syncbn_gate, nullptr, nullptr, &cpu, nullptr, 0, arrays + i, 1, &no_skip, 0,
-                                        "gluon_syncbn_gate");
-    return status;
-}
+// Returns MXNet's status.
+SYNCBN_API int syncbn_gate_arrays(void** arrays, int64_t count) { return syncbn::gate_arrays(arrays, count); }
 
 // A wait in an exchange in Python, which knows the object of the wait.
 class WaitInPython : public syncbn::Wait {

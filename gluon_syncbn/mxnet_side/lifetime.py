@@ -8,6 +8,8 @@ import os
 import sys
 import threading
 import time
+from types import FrameType
+from typing import List
 
 import mxnet as mx
 
@@ -17,9 +19,11 @@ from ..training import steps
 from ..training.session import session
 
 STOPS_WITHIN = 10.0  # seconds for a daemon thread in the middle of a step
+LEAVES_WITHIN = 0.5  # seconds for one that has left MXNet
 
 _pid = os.getpid()
-_MXNET = os.path.dirname(mx.__file__)
+_MXNET, _PACKAGE = os.path.dirname(mx.__file__), os.path.dirname(_native.__file__)
+_SWALLOWS = ("__del__", "updater_handle")  # functions that MXNet and Python call and that print what they raise
 
 
 # ---- the end of the process ---------------------------------------------------------------------------------
@@ -44,14 +48,27 @@ def _at_exit() -> None:
 def _stop_daemons() -> None:
     # A daemon thread that trains may be anywhere in its step. MXNet's exit handler stops the threads of custom
     # operators, then waits for all issued operators. If an operator of this layer is issued in between, it waits for
-    # ever. Python ends daemon threads only after the handlers. So we end these threads when they next return from
-    # MXNet.
+    # ever. An operator that is issued later uses memory that MXNet has freed by then. Python ends daemon threads only
+    # after the handlers. So we end these threads when they next return from MXNet. One that waits elsewhere stays.
     daemons = [thread for thread in session.training_threads if thread.daemon and thread.is_alive()]
-    for thread in daemons:
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-    until = time.monotonic() + STOPS_WITHIN
-    while any(map(_waits_in_mxnet, daemons)) and time.monotonic() < until:
+    told = set()
+    began = time.monotonic()
+    while daemons:
+        for thread in daemons:
+            frames = _frames(thread)
+            again = thread not in told or any(_is_of(frame, _MXNET, _PACKAGE) for frame in frames)
+            if again and not any(frame.f_code.co_name in _SWALLOWS for frame in frames):
+                _end(thread)
+                told.add(thread)
+        working = any(_is_of(frame, _MXNET, _PACKAGE) for thread in daemons for frame in _frames(thread)[:1])
         time.sleep(0.001)
+        if time.monotonic() - began > (STOPS_WITHIN if working else LEAVES_WITHIN):
+            return
+        daemons = [thread for thread in daemons if thread.is_alive()]
+
+
+def _end(thread: threading.Thread) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
 
 def _watch_main_thread() -> None:
@@ -68,8 +85,21 @@ def _counts(thread: threading.Thread) -> bool:
 
 
 def _waits_in_mxnet(thread: threading.Thread) -> bool:
+    return any(_is_of(frame, _MXNET) for frame in _frames(thread)[:1])
+
+
+def _frames(thread: threading.Thread) -> List[FrameType]:
+    """Returns the frames of a thread. The first is the innermost one, which has called into a library."""
+    frames = []
     frame = sys._current_frames().get(thread.ident or 0)
-    return frame is not None and frame.f_code.co_filename.startswith(_MXNET)
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _is_of(frame: FrameType, *folders: str) -> bool:
+    return frame.f_code.co_filename.startswith(folders)
 
 
 def _start_watching() -> None:

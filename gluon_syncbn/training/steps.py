@@ -64,6 +64,8 @@ def reset() -> None:
 
 def scope_entered() -> None:
     if session.ending:
+        if threading.current_thread().daemon:
+            raise SystemExit  # as Python ends it
         raise mx.MXNetError(
             "the process is ending and has come to its exit handlers, so no step begins; join the threads that train "
             "before the main thread ends"

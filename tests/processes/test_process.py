@@ -243,7 +243,13 @@ def test_a_daemon_thread_that_trains_while_the_process_ends():
 def work():
     while True:
         train()
-threading.Thread(target=work, daemon=True).start()
+from gluon_syncbn.session import session
+thread = threading.Thread(target=work, daemon=True)
+drain = gluon_syncbn.steps.drain
+gluon_syncbn.steps.drain = lambda: (print("the thread is alive:", thread.is_alive(), file=sys.stderr), drain())[1]
+thread.start()
+while not session.training_threads:
+    time.sleep(0.001)
 time.sleep(0.5 * np.random.RandomState(os.getpid()).rand())
 ready()
 """
@@ -251,6 +257,44 @@ ready()
     for code, _, errors in ends_of(text, [*WAYS, "static_shape", "static_shape"]):
         assert code == 0, errors
         assert "terminate called" not in errors
+        assert "the thread is alive: False\n" in errors, errors
+
+
+def test_a_daemon_thread_that_waits_while_the_process_ends():
+    """It has trained, and waits for something else: the process ends without it."""
+    text = """
+def work():
+    train()
+    trained.set()
+    threading.Event().wait()
+trained = threading.Event()
+threading.Thread(target=work, daemon=True).start()
+trained.wait()
+ready()
+"""
+    code, output, errors = run(HEALTHY + text, arguments=["eager"])
+    assert (code, output, errors) == (0, "", "")
+
+
+def test_many_failures_at_the_same_time():
+    """MXNet's list of errors has no lock: several threads of its engine that fail at once would end the process."""
+    text = """
+arrays = [nd.zeros(1) for _ in range(4000)]
+nd.waitall()
+gluon_syncbn._native.fail("somebody has failed")
+ready()
+for _ in range(10):
+    gluon_syncbn._native.gate(arrays)
+    try:
+        nd.waitall()
+    except mx.MXNetError as error:
+        assert "somebody has failed" in str(error)
+    else:
+        raise AssertionError("nothing has failed")
+gluon_syncbn.reset()
+"""
+    code, output, errors = run(text, MXNET_CPU_WORKER_NTHREADS="4")
+    assert (code, output) == (0, ""), errors
 
 
 def test_the_end_after_failed_steps():

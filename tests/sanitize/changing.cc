@@ -60,13 +60,6 @@ std::vector<Hands::Turn> harmless(const Layer& layer, bool steps_fail) {
         [](Random&) { syncbn_contexts_are_shared(); },
         [](Random& random) { syncbn_debug(random.one_in(2)); },
         [](Random&) { syncbn_slowest(); },
-        [](Random&) {
-            try {
-                syncbn_gate(nullptr, nullptr);
-            } catch (const dmlc::Error& error) {
-                expect(*error.what() != 0, "the gate gives a reason");
-            }
-        },
     };
 }
 

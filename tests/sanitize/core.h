@@ -36,7 +36,6 @@ int syncbn_reset();
 void syncbn_nobody_left(int so);
 void syncbn_close();
 void syncbn_forking(int inside);
-void syncbn_gate(void*, void*);
 void syncbn_debug(int so);
 int syncbn_next_record(double seconds, const char** out);
 const char* syncbn_slowest();

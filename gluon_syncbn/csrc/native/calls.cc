@@ -31,7 +31,7 @@ struct Entry {
 std::atomic<int64_t> blocked{0}, lone{0};  // calls
 
 void complete_with_error(const Completion& complete, const std::exception_ptr& reason) noexcept {
-    const auto turn = turn_to_fail();
+    const TurnToFail turn;
     try {
         std::rethrow_exception(reason);
     } catch (const std::exception& e) {

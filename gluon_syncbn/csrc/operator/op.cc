@@ -18,11 +18,13 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <vector>
 
@@ -33,19 +35,53 @@
 namespace syncbn {
 namespace {
 
+// Constants of MXNet's engine.
+const struct {
+    int device_type, device_id;
+} kCpu{1, 0};
+const int kNoSkip =
+    7;  // FnProperty::kNoSkip: runs although an operation that it waits for has failed, and is never bundled
+
+// The turn to fail. Never destroyed: threads may be in it when the process ends.
+struct Turns {
+    std::mutex mutex;
+    std::condition_variable free;
+    bool taken = false;
+};
+Turns& turns = *new Turns;
+
+// An operation of MXNet's engine that fails. MXNet deletes its parameter when it has noted the failure.
+struct Failing {
+    std::optional<dmlc::Error> why;  // if empty, the failure of the step, if it has failed by then
+    std::optional<TurnToFail> turn = std::nullopt;
+
+    static void run(void*, void* parameter) {
+        auto& self = *static_cast<Failing*>(parameter);
+        if (!self.why) {
+            const auto failure = step().failure();
+            if (failure == nullptr) return;
+            self.why = error_with(failure->what());
+        }
+        self.turn.emplace();
+        throw dmlc::Error(*self.why);
+    }
+    // Returns MXNet's status. `name` shows in its profiler.
+    static int push(void* array, std::optional<dmlc::Error> why, const char* name) {
+        const auto remove = [](void* parameter) { delete static_cast<Failing*>(parameter); };
+        auto* self = new Failing{std::move(why)};
+        return mx.engine_push(run, self, remove, &kCpu, nullptr, 0, &array, 1, &kNoSkip, 0, name);
+    }
+};
+
 // MXNet keeps one exception for all custom operators. If two fail before MXNet reads it, one is lost, and that operator
 // counts as done. Before completion, MXNet also checks the operator's arrays, which belong to this call alone
-// (CustomOperator::Push in src/operator/custom/custom-inl.h). So one of them takes the error.
+// (CustomOperator::Push in src/operator/custom/custom-inl.h). So one of them takes the error. MXNet notes
+// the error once more, for the call. Until then, no other call fails.
 void fail_array(void* array, const char* what) {
-    const auto turn = turn_to_fail();
-    static const struct {
-        int device_type, device_id;
-    } cpu{1, 0};
-    static const int no_skip = 7;  // FnProperty::kNoSkip, which is never bundled
-    auto* error = new dmlc::Error(error_with(what));
-    const auto raise = [](void*, void* error) { throw dmlc::Error(*static_cast<dmlc::Error*>(error)); };
-    const auto deleter = [](void* error) { delete static_cast<dmlc::Error*>(error); };
-    if (mx.engine_push(raise, error, deleter, &cpu, nullptr, 0, &array, 1, &no_skip, 0, "gluon_syncbn_failure") != 0)
+    static std::mutex& mutex = *new std::mutex;
+    std::lock_guard<std::mutex> lock(mutex);
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    if (Failing::push(array, error_with(what), "gluon_syncbn_failure") != 0)
         throw dmlc::Error(std::string(what) + " (and MXNet took no error for the array: " + mx.last_error() + ")");
 }
 
@@ -397,11 +433,25 @@ bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
 
 bool is_ours(const MXCallbackList& callbacks) { return callbacks.callbacks[0] == as_callback<delete_operator>(); }
 
-std::unique_lock<std::mutex> turn_to_fail() {
-    static std::mutex mutex;
-    std::unique_lock<std::mutex> lock(mutex);
-    std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    return lock;
+TurnToFail::TurnToFail() {
+    std::unique_lock<std::mutex> lock(turns.mutex);
+    turns.free.wait(lock, [] { return !turns.taken; });
+    turns.taken = true;
+}
+
+TurnToFail::~TurnToFail() {
+    std::lock_guard<std::mutex> lock(turns.mutex);
+    turns.taken = false;
+    turns.free.notify_one();
+}
+
+int gate_arrays(void** arrays, int64_t count) {
+    const auto wait = [](void*, void*) {};
+    int status = mx.engine_push(wait, nullptr, nullptr, &kCpu, arrays, static_cast<int>(count), nullptr, 0, &kNoSkip, 0,
+                                "gluon_syncbn_gate");
+    for (int64_t i = 0; i < count && status == 0; ++i)
+        status = Failing::push(arrays[i], std::nullopt, "gluon_syncbn_gate");
+    return status;
 }
 
 int register_operator(const MXNet& functions) {

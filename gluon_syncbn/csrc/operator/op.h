@@ -1,7 +1,7 @@
 // Declares the custom operators `gluon_syncbn` and `gluon_syncbn_gather`.
 #pragma once
 
-#include <mutex>
+#include <cstdint>
 
 #include "mxnet_api.h"
 
@@ -16,8 +16,20 @@ bool on_main_thread();
 // Whether these callbacks of a custom operator belong to a `Call`, which is the state of each.
 bool is_ours(const MXCallbackList& callbacks);
 
-// MXNet's list of all errors has no lock (AddToGlobalExceptions in src/engine/threaded_engine.h). Simultaneous failures
-// may end the process. So they leave one by one, with time for each to become known.
-std::unique_lock<std::mutex> turn_to_fail();
+// A turn to fail. MXNet's list of all errors has no lock (AddToGlobalExceptions in src/engine/threaded_engine.h).
+// Simultaneous failures may end the process, so they come one by one. A turn lasts from before a failure reaches MXNet
+// until MXNet has noted it. It may end on another thread.
+class TurnToFail {
+  public:
+    TurnToFail();
+    ~TurnToFail();
+    TurnToFail(const TurnToFail&) = delete;
+    TurnToFail& operator=(const TurnToFail&) = delete;
+};
+
+// If the step has failed when all arrays are available, later users of one of these arrays fail. One operation of the
+// engine waits for all arrays; then each array has an operation of its own. Arrays of one operation would share its
+// exception, and the first reader would remove it from the others. Returns MXNet's status.
+int gate_arrays(void** arrays, int64_t count);
 
 }  // namespace syncbn
