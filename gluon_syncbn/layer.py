@@ -133,7 +133,7 @@ class SyncBatchNorm(nn.BatchNorm):
         Whether the backward computes x again from y, so that the layer keeps no memory beyond y, which the next layer
         keeps too. Needs no activation or ``'leaky'``, and no addition; several replicas on one context keep x. The
         backward makes one more pass over memory. ``xhat`` is found to within 2 u ``(|xhat| + |beta| / |gamma|)`` of a
-        deviation, where u is 2**-24 for float32, 2**-11 for float16 and 2**-8 for bfloat16. In ``'shuffle'`` x is found
+        deviation. Here u is 2**-24 for float32, 2**-11 for float16 and 2**-8 for bfloat16. In ``'shuffle'`` x is found
         to within 2 u ``(|x - m| + s |beta| / |gamma|)``. There m and s are mean and deviation of the slot that
         normalises x. Where this error may hide x, the backward raises an error.
     mode : str
