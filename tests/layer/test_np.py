@@ -78,6 +78,8 @@ def test_equals_the_specification(set_np, contexts, rng, settings, way, dtype):
 @pytest.mark.parametrize("kind", ["relu", "leaky", "in place", "add", "several on a context"])
 def test_the_same_bits_as_with_arrays_of_nd(contexts, rng, kind, way):
     """Both kinds take turns in one process, and leave each other alone."""
+    if kind == "several on a context" and way == "static_shape":
+        pytest.skip("not with several replicas on a context: docs/limits.md")
     batch, addends = make_batch(rng, 2, dtype="float32"), make_batch(rng, 2, dtype="float32").shards
     places = contexts[:1] * 2 if kind == "several on a context" else contexts[:2]
 

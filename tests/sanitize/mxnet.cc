@@ -1,5 +1,7 @@
 #include "mxnet.h"
 
+#include <cstring>
+
 #include "array.h"
 #include "core.h"
 #include "cpu/half.h"
@@ -45,8 +47,8 @@ CustomOpPropCreator creator = nullptr;
 thread_local bool is_training = false;
 thread_local std::string error_of_array;
 
-int custom_op_register(const char*, CustomOpPropCreator given) {
-    creator = given;
+int custom_op_register(const char* name, CustomOpPropCreator given) {
+    if (std::strcmp(name, "gluon_syncbn") == 0) creator = given;  // the other one gathers
     return 0;
 }
 
