@@ -174,7 +174,7 @@ def test_not_with_an_unknown_library(tmp_path):
 def test_the_other_way_computes_the_same():
     """The tests of the layer through `Custom`, or, where this process takes that, through the engine."""
     way = "native" if _native.why_custom() == "GLUON_SYNCBN_OPERATOR=custom" else "custom"
-    files = [str(TESTS / "layer" / name) for name in ("test_layer.py", "test_activation.py", "test_fusion.py")]
+    files = [str(TESTS / name) for name in ("layer/test_layer.py", "layer/test_activation.py", "nets/test_fusion.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
     env = shell(GLUON_SYNCBN_OPERATOR=way)
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
