@@ -47,9 +47,9 @@ def gather(
 ) -> Any:
     r"""The rows of all devices and processes, one below the other in the order of the ranks and of the contexts.
 
-    .. math:: y = \begin{pmatrix} x_1 \\ \vdots \\ x_R \end{pmatrix} \qquad
-              dx_r = \sum_{s=1}^{R} (dy_s)_{\text{rows of } r}
+    .. math:: y_s = (x_1, \ldots, x_R) \qquad dx_r = \sum_{s=1}^{R} dy_{s,r}
 
+    where y_s is the result on replica s of R, and dy_{s,r} the gradient of its rows that came from replica r.
     The gradient of a row is the sum of the gradients of its copies on all R replicas. A loss that each replica computes
     over the whole batch therefore counts R times. A loss over the replica's own rows against all others counts once.
     Each direction takes one collective, which sums in float64.
