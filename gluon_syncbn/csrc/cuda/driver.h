@@ -120,8 +120,9 @@ class Memory {
     int64_t size() const { return extent_.size; }
     double* part() const { return data() + extent_.begin; }
     int64_t part_size() const { return extent_.length; }
-    // Copies to the device, and from it. The values may change after `upload`, and are complete after the download.
+    // Copies to the device; the values may change or go at once.
     void upload(const void* values, Stream stream) const;
+    // From there; they are there when this returns. It waits in the driver, so the lease should be idle.
     void download(double* values, const Lease& lease) const;
     // Gives up memory that a hanging kernel still uses.
     void abandon() { data_ = nullptr; }

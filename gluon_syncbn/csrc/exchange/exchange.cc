@@ -33,9 +33,6 @@ std::unique_ptr<Underway> Exchange::begin_allreduce(Combine combine, const Ticke
 std::unique_ptr<Underway> Exchange::begin_allgather(const Ticket& ticket, const Contribution& own) {
     return later([this, ticket, own] { return allgather(ticket, own); }, !calls_out());
 }
-std::unique_ptr<Underway> Exchange::begin_allgather(const Ticket& ticket, DeviceContribution own) {
-    return later([this, ticket, own = std::move(own)] { return allgather(ticket, own); }, !calls_out());
-}
 
 size_t Exchange::replicas() const { not_offered(); }
 Total Exchange::allreduce(Combine, const Ticket&, const Contribution&) { not_offered(); }

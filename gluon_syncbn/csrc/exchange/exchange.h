@@ -99,10 +99,10 @@ class Exchange {
   public:
     virtual ~Exchange() = default;
 
-    // Whether a call leaves the memory of this process, and may take as long as other processes.
-    virtual bool calls_out() const { return false; }
     // Whether vectors of other processes take part.
     virtual bool spans_processes() const { return false; }
+    // Whether a call may take as long as others like: other processes, or the interpreter and MXNet's engine.
+    virtual bool calls_out() const { return spans_processes(); }
     virtual Form form() const { return Form::kHost; }
     // The number of vectors that a GPU needs memory for. With `kDevice` and `kSummed`.
     virtual size_t replicas() const;
@@ -121,7 +121,6 @@ class Exchange {
     // it. The rows and the name must stay valid.
     virtual std::unique_ptr<Underway> begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own);
     virtual std::unique_ptr<Underway> begin_allgather(const Ticket& ticket, const Contribution& own);
-    std::unique_ptr<Underway> begin_allgather(const Ticket& ticket, DeviceContribution own);
 
     // Called if work on the devices takes long: throws if another process has failed.
     virtual void check(const Ticket& ticket);

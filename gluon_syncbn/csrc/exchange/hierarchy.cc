@@ -52,7 +52,6 @@ class Hierarchy : public Exchange {
               std::shared_ptr<Exchange> transport)
         : machine_(std::move(machine)), leaders_(std::move(leaders)), transport_(std::move(transport)) {}
 
-    bool calls_out() const override { return true; }
     bool spans_processes() const override { return true; }
 
     Total allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override {

@@ -49,7 +49,6 @@ class Nccl : public Exchange {
     Nccl(size_t replicas, std::shared_ptr<Exchange> processes, bool adds)
         : replicas_(replicas), adds_(adds), processes_(std::move(processes)) {}
 
-    bool calls_out() const override { return spans_processes(); }
     bool spans_processes() const override { return processes_ != nullptr; }
     Form form() const override { return adds_ ? Form::kSummed : Form::kDevice; }
     size_t replicas() const override { return adds_ ? 1 : replicas_; }

@@ -33,7 +33,6 @@ class PythonTransport : public Exchange {
   public:
     explicit PythonTransport(int64_t number) : number_(number) {}
 
-    bool calls_out() const override { return true; }
     bool spans_processes() const override { return true; }
 
     Total allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override {

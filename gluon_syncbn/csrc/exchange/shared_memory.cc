@@ -93,17 +93,18 @@ struct SharedMemory::State {
 namespace {
 
 // Waits for the vectors of some ranks under one label.
-class Collecting {
+class WaitForRanks final : public Wait {
   public:
-    Collecting(Segment& segment, const Names& names, const Ticket& ticket, const Label& label, std::vector<size_t> from)
-        : segment_(segment),
+    WaitForRanks(Segment& segment, const Names& names, const Ticket& ticket, const Label& label,
+                 std::vector<size_t> from)
+        : Wait(ticket.timeout),
+          segment_(segment),
           names_(names),
           ticket_(ticket),
           label_(label),
           from_(std::move(from)),
           found_(from_.size()),
           ring_(segment.ring_of(label)),
-          interrupts_(interrupts()),
           began_(seconds()) {}
 
     // Whether all have come; waits at most so many seconds.
@@ -114,8 +115,8 @@ class Collecting {
             if (have_come()) break;
             if (limit == 0) return false;
             look_at_members();
-            if (slept_ && seconds() - began_ > kSleep) look_around();
-            if (spins(heard)) continue;
+            look();
+            if (polls(heard)) continue;
             const double left = until - seconds();
             if (left <= 0) return false;
             slept_ = true;
@@ -130,9 +131,51 @@ class Collecting {
     void done() {
         for (size_t i = 0; i < from_.size(); ++i) segment_.done(from_[i], found_[i]);
     }
-    [[noreturn]] void give_up(const std::string& reason) {
+    [[noreturn]] void give_up(const std::string& reason) override {
         segment_.leave(Segment::State::kFailed, reason);
         throw Failure(reason);
+    }
+
+  protected:
+    void throw_if_failed() override {
+        if (const auto failure = step().failure()) give_up(failure->what());
+    }
+    // What only the kernel knows of the others, and what they do meanwhile.
+    void look_around() override {
+        for (size_t missing : missing()) {
+            if (segment_.has_died(missing) && !has_come(missing))
+                gone(missing, "has ended without a word (process " + std::to_string(segment_.process_of(missing)) +
+                                  "; was it killed?)");
+            for (const Label& left : segment_.left_by(missing, bit(segment_.rank()))) {
+                if (left.piece != 0) continue;
+                const bool other_call =
+                    left.key == label_.key && left.node == label_.node && left.phase == 0 && left.call != label_.call;
+                // One that has come since, and gone on, has left its vector here.
+                if (other_call && label_.phase == 0 && waited() > kSkippedAfter && !is_here(left) && !has_come(missing))
+                    give_up("rank " + names_.rank(segment_.rank()) + " is in " + what(ticket_) + ", but rank " +
+                            names_.rank(missing) + " is in number " + std::to_string(left.call + 1) +
+                            ": one of them has skipped or repeated a step.");
+                others_ = " Meanwhile rank " + names_.rank(missing) + " is in " +
+                          what(left.call, left.phase, names_.of(left.key)) + ".";
+            }
+        }
+    }
+    std::string text(Why why) override {
+        if (why == Why::kAskedToEnd)
+            return rank() + " was asked to end (Ctrl-C, or its main thread is gone) in " + what(ticket_) + ".";
+        if (why == Why::kForked)
+            return rank() + " was forked in " + what(ticket_) + ". Fork before a step or after it.";
+        std::ostringstream text;
+        text << rank() << " waits for rank " << text_of(missing())
+             << (label_.piece < 0 ? ", which speaks for this machine," : "") << " in " << what(ticket_) << " after "
+             << static_cast<int>(why == Why::kLate ? limit() : waited()) << " s. ";
+        if (why == Why::kLate)
+            text << "A process that is missing has ended, hangs, or makes other calls: every process must run the same "
+                    "number of steps with the same net."
+                 << others_;
+        else
+            text << "Still waiting, until " << static_cast<int>(limit()) << " s.";
+        return text.str();
     }
 
   private:
@@ -142,6 +185,7 @@ class Collecting {
         for (size_t member : members) text += (text.empty() ? "" : ", ") + names_.rank(member);
         return text;
     }
+    bool has_come(size_t rank) const { return segment_.find(rank, label_).values != nullptr; }
     bool have_come() {
         bool all = true;
         for (size_t i = 0; i < from_.size(); ++i) {
@@ -156,11 +200,11 @@ class Collecting {
             if (found_[i].values == nullptr) ranks.push_back(from_[i]);
         return ranks;
     }
-    // Spins for a moment, and yields meanwhile, because a wake-up takes longer. If other threads run, this thread may
-    // come back late, so it sleeps from then on. With more processes than cores, a spinning thread may keep a process
+    // Polls for a moment, and yields meanwhile, because a wake-up takes longer. If other threads run, this thread may
+    // come back late, so it sleeps from then on. With more processes than cores, a polling thread may keep a process
     // from its core. Linux lets another session's process run only at the end of the time slice (sched_autogroup), and
     // mpiexec gives each process a session. In this case the thread also sleeps when no other thread has run.
-    bool spins(uint32_t heard) {
+    bool polls(uint32_t heard) {
         for (double now = seconds(); now - began_ < kSpin && !yielded_ && in_vain_ < kInVain;) {
             sched_yield();
             if (segment_.heard(ring_) != heard) return true;
@@ -178,7 +222,7 @@ class Collecting {
         for (size_t missing : missing()) {
             const Segment::State state = segment_.state_of(missing);
             if (state == Segment::State::kPresent || state == Segment::State::kAbsent) continue;
-            if (segment_.find(missing, label_).values != nullptr) continue;  // it came before that
+            if (has_come(missing)) continue;  // before that
             std::string fate = "has ended";
             if (state == Segment::State::kFailed) fate = "has failed: " + segment_.reason_of(missing);
             gone(missing, fate);
@@ -187,52 +231,6 @@ class Collecting {
     [[noreturn]] void gone(size_t other, const std::string& fate) {
         give_up("rank " + names_.rank(other) + names_.of_all() + " " + fate + " (rank " + names_.rank(segment_.rank()) +
                 " was in " + what(ticket_) + ")");
-    }
-    void look_around() {
-        if (!stall_) stall_.emplace(interrupts_);
-        watch_interrupts();
-        stall_->sample();
-        if (const auto failure = step().failure()) give_up(failure->what());
-        if (stall_->asked_to_end())
-            give_up(rank() + " was asked to end, or its step failed, in " + what(ticket_) + ".");
-        const std::vector<size_t> missing_ranks = missing();
-        for (size_t missing : missing_ranks)
-            if (segment_.has_died(missing) && segment_.find(missing, label_).values == nullptr)
-                gone(missing, "has ended without a word (process " + std::to_string(segment_.process_of(missing)) +
-                                  "; was it killed?)");
-        std::string others;
-        for (size_t missing : missing_ranks)
-            for (const Label& left : segment_.left_by(missing, uint64_t{1} << segment_.rank())) {
-                if (left.piece != 0) continue;
-                const bool other_call =
-                    left.key == label_.key && left.node == label_.node && left.phase == 0 && left.call != label_.call;
-                // A rank that came meanwhile, and went on, has left its vector here.
-                if (other_call && label_.phase == 0 && stall_->waited() > kSkippedAfter && !is_here(left) &&
-                    segment_.find(missing, label_).values == nullptr)
-                    give_up("rank " + names_.rank(segment_.rank()) + " is in " + what(ticket_) + ", but rank " +
-                            names_.rank(missing) + " is in number " + std::to_string(left.call + 1) +
-                            ": one of them has skipped or repeated a step.");
-                others = "rank " + names_.rank(missing) + " is in " + what(left.call, left.phase, names_.of(left.key));
-            }
-        const double waited = stall_->waited();
-        const std::string waits = rank() + " waits for rank " + text_of(missing_ranks) +
-                                  (label_.piece < 0 ? ", which speaks for this machine," : "") + " in " +
-                                  what(ticket_) + " after ";
-        if (waited > ticket_.timeout) {
-            std::ostringstream text;
-            text << waits << static_cast<int>(ticket_.timeout)
-                 << " s. A process that is missing has ended, hangs, or makes other calls: every process must run the "
-                    "same number of steps with the same net.";
-            if (!others.empty()) text << " Meanwhile " << others << ".";
-            give_up(text.str());
-        }
-        if (waited > kWarnAfter && !warned_) {
-            warned_ = true;
-            std::ostringstream text;
-            text << waits << static_cast<int>(waited) << " s. Still waiting, until "
-                 << static_cast<int>(ticket_.timeout) << " s.";
-            log(Level::kWarning, text.str());
-        }
     }
     // Whether this process has reached the call, too: the order of calls in branches differs between processes.
     bool is_here(const Label& left) const {
@@ -247,17 +245,27 @@ class Collecting {
     const std::vector<size_t> from_;     // in their order
     std::vector<Segment::Found> found_;  // of each of these ranks
     const uint32_t ring_;
-    const long interrupts_;
     const double began_;
-    std::optional<Stall> stall_;
-    bool warned_ = false, yielded_ = false, slept_ = false;
+    std::string others_;  // what they do meanwhile
+    bool yielded_ = false, slept_ = false;
     int in_vain_ = 0;
 };
 
-Vector combined(Combine combine, const Contribution& own) {
-    Vector here(own.length, 0.0);
-    for (const double* row : own.rows) put(combine, here.data(), row, own.length);
-    return here;
+// What this process contributes to a total.
+struct Row {
+    Vector made;           // of several rows
+    const double* values;  // null where it contributes nothing
+    size_t length;
+};
+
+Row only_row(const Contribution& own) { return {{}, own.rows[0], own.length}; }
+
+Row combined(Combine combine, const Contribution& own) {
+    if (own.rows.size() == 1) return only_row(own);
+    Row row{Vector(own.length, 0.0), nullptr, own.length};
+    row.values = row.made.data();  // which stays where it is when the vector is moved
+    for (const double* part : own.rows) put(combine, row.made.data(), part, own.length);
+    return row;
 }
 
 }  // namespace
@@ -274,8 +282,8 @@ SharedMemory::SharedMemory(std::unique_ptr<Segment> segment, std::shared_ptr<Exc
 
 SharedMemory::~SharedMemory() = default;
 
-// Gathers the vectors of this rank and of some others.
-class SharedMemory::Gathering {
+// Gathers the vectors of this rank and of some others. The classes below make the total.
+class SharedMemory::Gathering : public Underway {
   public:
     // Bits of the ranks that read this rank's posts, and of those that it reads. `is_total`: the answer of member 0.
     struct Way {
@@ -283,22 +291,17 @@ class SharedMemory::Gathering {
         bool is_total = false;
     };
 
-    // Posts this rank's vector, which must stay valid; null to read only. `equal`: another length than ours is a
-    // Failure.
-    Gathering(SharedMemory& memory, const Ticket& ticket, int64_t key, uint64_t ranks, const double* own, size_t length,
-              bool equal)
-        : Gathering(memory, ticket, key, Way{ranks, ranks}, own, length, equal) {}
-    Gathering(SharedMemory& memory, const Ticket& ticket, int64_t key, Way way, const double* own, size_t length,
-              bool equal)
-        : segment_(*memory.segment_),
-          state_(*memory.state_),
-          ticket_(ticket),
+    // Posts the row of this rank, which must stay valid. `equal`: another length than ours is a Failure.
+    Gathering(SharedMemory& memory, const Ticket& ticket, int64_t key, Way way, Row own, bool equal)
+        : ticket_(ticket),
           key_(key),
+          transport_(*memory.transport_),
+          segment_(*memory.segment_),
+          state_(*memory.state_),
           readers_(way.readers & ~bit(segment_.rank())),
           from_(way.from & ~bit(segment_.rank())),
           is_total_(way.is_total),
-          own_(own),
-          length_(length),
+          own_(std::move(own)),
           equal_(equal) {
         if (!segment_.is_own())
             throw Failure("this process was forked from rank " + state_.names.rank(segment_.rank()) +
@@ -308,39 +311,45 @@ class SharedMemory::Gathering {
             throw Failure("nothing is exchanged any more, because: " + segment_.reason_of(segment_.rank()) +
                           " Start the job again.");
         SYNCBN_POINT("before_post");
-        for (size_t piece = 0; readers_ != 0 && piece < pieces_of(length); ++piece) post(piece, readers_);
+        for (size_t piece = 0; readers_ != 0 && piece < pieces_of(own_.length); ++piece) post(piece, readers_);
         // The empty post shows others that this rank has come here.
-        if (readers_ == 0 && from_ != 0 && own != nullptr) post(0, bit(segment_.rank()));
+        if (marks_) post(0, bit(segment_.rank()));
         SYNCBN_POINT("after_post");
-        collecting_.emplace(segment_, state_.names, ticket_, label(0), ranks_of(from_));
+        wait_.emplace(segment_, state_.names, ticket_, label(0), ranks_of(from_));
     }
 
-    bool comes_within(double seconds) {
+    bool comes_within(double seconds) override {
         while (!complete_) {
-            if (!collecting_->comes_within(seconds)) return false;
+            if (!wait_->comes_within(seconds)) return false;
             take();
         }
         return true;
     }
+
+  protected:
     // Calls `use` with each rank, its vector and the length of that, in the order of the ranks. Returns false if a
     // vector is too long.
     template <typename Use>
     bool all(const Use& use) {
         comes_within(kForEver);
-        const bool fits = has_room(length_) && std::all_of(parts_.begin(), parts_.end(),
-                                                           [](const Part& part) { return has_room(part.length); });
+        const bool fits = has_room(own_.length) && std::all_of(parts_.begin(), parts_.end(),
+                                                               [](const Part& part) { return has_room(part.length); });
         if (fits) {
             auto part = parts_.begin();
             for (; part != parts_.end() && part->rank < segment_.rank(); ++part)
                 use(part->rank, part->values(), part->length);
-            if (own_ != nullptr) use(segment_.rank(), own_, length_);
+            if (own_.values != nullptr) use(segment_.rank(), own_.values, own_.length);
             for (; part != parts_.end(); ++part) use(part->rank, part->values(), part->length);
         }
-        if (pieces_ == 1) collecting_->done();  // they were read in place
-        if (readers_ == 0 && from_ != 0 && own_ != nullptr)
-            segment_.done(segment_.rank(), segment_.find(segment_.rank(), label(0)));
+        if (pieces_ == 1) wait_->done();  // they were read in place
+        if (marks_) segment_.done(segment_.rank(), segment_.find(segment_.rank(), label(0)));
         return fits;
     }
+    size_t rank() const { return segment_.rank(); }
+
+    const Ticket ticket_;
+    const int64_t key_;
+    Exchange& transport_;
 
   private:
     struct Part {
@@ -355,26 +364,26 @@ class SharedMemory::Gathering {
         return {key_, ticket_.node, ticket_.call, ticket_.phase, is_total_ ? -1 - number : number};
     }
     void post(size_t piece, uint64_t readers) {
-        const size_t begin = piece * Segment::kMostValues, count = std::min(length_ - begin, Segment::kMostValues);
+        const size_t begin = piece * Segment::kMostValues, count = std::min(own_.length - begin, Segment::kMostValues);
         std::lock_guard<std::mutex> lock(state_.posting);
-        segment_.post(label(piece), own_ + begin, count, length_, readers);
+        segment_.post(label(piece), own_.values + begin, count, own_.length, readers);
         // If all read from all, the last to come wakes the others.
         if (readers_ != from_) segment_.wake(segment_.ring_of(label(piece)));
     }
     // Takes the pieces that have come; the first piece has the length of its vector.
     void take() {
         SYNCBN_POINT("after_collect");
-        const std::vector<Segment::Found>& found = collecting_->found();
+        const std::vector<Segment::Found>& found = wait_->found();
         if (piece_ == 0) {
             for (size_t i = 0; i < found.size(); ++i) {
-                const size_t rank = collecting_->from()[i];
+                const size_t rank = wait_->from()[i];
                 parts_.push_back({rank, found[i].length, found[i].values, {}});
                 pieces_ = std::max(pieces_, pieces_of(found[i].length));
-                if (equal_ && found[i].length != length_)
-                    collecting_->give_up("in " + what(ticket_) + ", rank " + state_.names.rank(rank) + " sent " +
-                                         std::to_string(found[i].length) + " values where rank " +
-                                         state_.names.rank(segment_.rank()) + " has " + std::to_string(length_) +
-                                         ". All processes must build the same net and cast it alike.");
+                if (equal_ && found[i].length != own_.length)
+                    wait_->give_up("in " + what(ticket_) + ", rank " + state_.names.rank(rank) + " sent " +
+                                   std::to_string(found[i].length) + " values where rank " +
+                                   state_.names.rank(segment_.rank()) + " has " + std::to_string(own_.length) +
+                                   ". All processes must build the same net and cast it alike.");
             }
             complete_ = pieces_ == 1;
             if (complete_) return;
@@ -386,46 +395,39 @@ class SharedMemory::Gathering {
             part.whole.insert(part.whole.end(), found[at].values, found[at].values + found[at].count);
             ++at;
         }
-        collecting_->done();
+        wait_->done();
         complete_ = ++piece_ == pieces_;
         if (complete_) return;
         std::vector<size_t> from;
         for (const Part& part : parts_)
             if (pieces_of(part.length) > piece_) from.push_back(part.rank);
-        collecting_.emplace(segment_, state_.names, ticket_, label(piece_), std::move(from));
+        wait_.emplace(segment_, state_.names, ticket_, label(piece_), std::move(from));
     }
 
     Segment& segment_;
     State& state_;
-    const Ticket ticket_;
-    const int64_t key_;
     const uint64_t readers_, from_;
     const bool is_total_;
-    const double* const own_;
-    const size_t length_;
+    const Row own_;
     const bool equal_;
+    const bool marks_ = readers_ == 0 && from_ != 0 && own_.values != nullptr;  // posts for nobody
     size_t piece_ = 0, pieces_ = 1;
-    std::vector<Part> parts_;               // of the others, in their order
-    std::optional<Collecting> collecting_;  // the current or last wait
+    std::vector<Part> parts_;           // of the others, in their order
+    std::optional<WaitForRanks> wait_;  // the current or last wait
     bool complete_ = false;
 };
 
-class SharedMemory::Reduction : public Underway {
+class SharedMemory::Reduction : public Gathering {
   public:
-    Reduction(SharedMemory& memory, Combine combine, const Ticket& ticket, const Contribution& own,
-              const Agreed& agreed)
-        : transport_(*memory.transport_),
-          combine_(combine),
-          ticket_(ticket),
-          own_(own),
-          key_(agreed.key),
-          here_(own.rows.size() == 1 ? Vector() : combined(combine, own)),
-          gathering_(memory, ticket, agreed.key, memory.everybody(), here_.empty() ? own.rows[0] : here_.data(),
-                     own.length, true) {}
-    bool comes_within(double seconds) override { return gathering_.comes_within(seconds); }
+    Reduction(SharedMemory& memory, Combine combine, const Ticket& ticket, const Contribution& own, int64_t key)
+        : Reduction(memory, combine, ticket, own, key, {memory.everybody(), memory.everybody()},
+                    combined(combine, own)) {}
+    Reduction(SharedMemory& memory, Combine combine, const Ticket& ticket, const Contribution& own, int64_t key,
+              Way way, Row row)
+        : Gathering(memory, ticket, key, way, std::move(row), true), combine_(combine), own_(own) {}
     Total total() override {
         Total total{{}, 0, key_};
-        const bool done = gathering_.all([&](size_t, const double* part, size_t n) {
+        const bool done = all([&](size_t, const double* part, size_t n) {
             if (total.values.empty() && combine_ == Combine::kAdd) {  // saves a pass
                 total.values.assign(part, part + n);
                 return;
@@ -437,30 +439,18 @@ class SharedMemory::Reduction : public Underway {
     }
 
   private:
-    Exchange& transport_;
     const Combine combine_;
-    const Ticket ticket_;
     const Contribution own_;
-    const int64_t key_;
-    const Vector here_;
-    Gathering gathering_;
 };
 
-class SharedMemory::SideBySide : public Underway {
+class SharedMemory::SideBySide : public Gathering {
   public:
     SideBySide(SharedMemory& memory, const Ticket& ticket, const Contribution& own, const Agreed& agreed)
-        : transport_(*memory.transport_),
-          ticket_(ticket),
-          own_(own),
-          agreed_(agreed),
-          rank_(memory.segment_->rank()),
-          gathering_(memory, ticket, agreed.key, agreed.in_groups ? agreed.ranks : memory.everybody(), own.rows[0],
-                     own.length, false) {}
-    bool comes_within(double seconds) override { return gathering_.comes_within(seconds); }
+        : SideBySide(memory, ticket, own, agreed, agreed.in_groups ? agreed.ranks : memory.everybody()) {}
     Total total() override {
-        Total total{{}, 0, agreed_.key};
-        const bool done = gathering_.all([&](size_t rank, const double* part, size_t n) {
-            if (rank == rank_) total.first = total.values.size();
+        Total total{{}, 0, key_};
+        const bool done = all([&](size_t rank, const double* part, size_t n) {
+            if (rank == this->rank()) total.first = total.values.size();
             total.values.insert(total.values.end(), part, part + n);
         });
         if (!done) return transport_.allgather(ticket_, own_);
@@ -469,59 +459,16 @@ class SharedMemory::SideBySide : public Underway {
         const auto at = [&](int64_t replica) { return static_cast<int64_t>(length) * replica; };
         const Vector& all = total.values;
         return {Vector(all.begin() + at(agreed_.begin), all.begin() + at(agreed_.end)),
-                total.first - static_cast<size_t>(at(agreed_.begin)), agreed_.key};
+                total.first - static_cast<size_t>(at(agreed_.begin)), key_};
     }
 
   private:
-    Exchange& transport_;
-    const Ticket ticket_;
+    SideBySide(SharedMemory& memory, const Ticket& ticket, const Contribution& own, const Agreed& agreed,
+               uint64_t ranks)
+        : Gathering(memory, ticket, agreed.key, {ranks, ranks}, only_row(own), false), own_(own), agreed_(agreed) {}
+
     const Contribution own_;
     const Agreed agreed_;
-    const size_t rank_;
-    Gathering gathering_;
-};
-
-// Contributes to member 0, and receives the total of all from it.
-class SharedMemory::Contributing : public Underway {
-  public:
-    Contributing(SharedMemory& memory, Combine combine, const Ticket& ticket, const Contribution& own, int64_t key)
-        : combine_(combine),
-          key_(key),
-          here_(own.rows.size() == 1 ? Vector() : combined(combine, own)),
-          gathering_(memory, ticket, key,
-                     memory.speaks() ? Gathering::Way{0, memory.everybody()} : Gathering::Way{1, 0},
-                     here_.empty() ? own.rows[0] : here_.data(), own.length, true) {}
-    bool comes_within(double seconds) override { return gathering_.comes_within(seconds); }
-    Total total() override {
-        Total total{{}, 0, key_};
-        gathering_.all([&](size_t, const double* part, size_t n) {
-            total.values.resize(n);
-            put(combine_, total.values.data(), part, n);
-        });
-        return total;
-    }
-
-  private:
-    const Combine combine_;
-    const int64_t key_;
-    const Vector here_;
-    Gathering gathering_;
-};
-
-class SharedMemory::Hearing : public Underway {
-  public:
-    Hearing(SharedMemory& memory, const Ticket& ticket, size_t length, int64_t key)
-        : key_(key), gathering_(memory, ticket, key, Gathering::Way{0, 1, true}, nullptr, length, true) {}
-    bool comes_within(double seconds) override { return gathering_.comes_within(seconds); }
-    Total total() override {
-        Total total{{}, 0, key_};
-        gathering_.all([&](size_t, const double* part, size_t n) { total.values.assign(part, part + n); });
-        return total;
-    }
-
-  private:
-    const int64_t key_;
-    Gathering gathering_;
 };
 
 bool SharedMemory::speaks() const { return segment_->rank() == 0; }
@@ -529,16 +476,18 @@ bool SharedMemory::speaks() const { return segment_->rank() == 0; }
 bool SharedMemory::has_room(size_t length) { return syncbn::has_room(length); }
 
 std::unique_ptr<Underway> SharedMemory::begin_reduce(Combine combine, const Ticket& ticket, const Contribution& own) {
-    return std::make_unique<Contributing>(*this, combine, ticket, own, learned(ticket).key);
+    const Gathering::Way way = speaks() ? Gathering::Way{0, everybody()} : Gathering::Way{bit(0), 0};
+    return std::make_unique<Reduction>(*this, combine, ticket, own, learned(ticket).key, way, combined(combine, own));
 }
 
 std::unique_ptr<Underway> SharedMemory::begin_hearing(const Ticket& ticket, size_t length) {
-    return std::make_unique<Hearing>(*this, ticket, length, learned(ticket).key);
+    return std::make_unique<Reduction>(*this, Combine::kAdd, ticket, Contribution{{}, length}, learned(ticket).key,
+                                       Gathering::Way{0, bit(0), true}, Row{{}, nullptr, length});
 }
 
 void SharedMemory::broadcast(const Ticket& ticket, const Vector& total) {
-    Gathering(*this, ticket, learned(ticket).key, Gathering::Way{everybody(), 0, true}, total.data(), total.size(),
-              true);
+    Reduction(*this, Combine::kAdd, ticket, {}, learned(ticket).key, {everybody(), 0, true},
+              {{}, total.data(), total.size()});
 }
 
 uint64_t SharedMemory::everybody() const {
@@ -575,7 +524,7 @@ std::unique_ptr<Underway> SharedMemory::begin_allreduce(Combine combine, const T
                                                         const Contribution& own) {
     const Agreed* agreed = known(ticket);
     if (agreed == nullptr) return Exchange::begin_allreduce(combine, ticket, own);
-    return std::make_unique<Reduction>(*this, combine, ticket, own, *agreed);
+    return std::make_unique<Reduction>(*this, combine, ticket, own, agreed->key);
 }
 
 std::unique_ptr<Underway> SharedMemory::begin_allgather(const Ticket& ticket, const Contribution& own) {
@@ -584,7 +533,7 @@ std::unique_ptr<Underway> SharedMemory::begin_allgather(const Ticket& ticket, co
 }
 
 Total SharedMemory::allreduce(Combine combine, const Ticket& ticket, const Contribution& own) {
-    return Reduction(*this, combine, ticket, own, learned(ticket)).total();
+    return Reduction(*this, combine, ticket, own, learned(ticket).key).total();
 }
 
 Total SharedMemory::allgather(const Ticket& ticket, const Contribution& own) {

@@ -21,7 +21,6 @@ class SharedMemory : public Exchange {
     SharedMemory(std::unique_ptr<Segment> segment, std::shared_ptr<Exchange> transport, Members members);
     ~SharedMemory() override;
 
-    bool calls_out() const override { return true; }
     bool spans_processes() const override { return true; }
     Total allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override;
     Total allgather(const Ticket& ticket, const Contribution& own) override;
@@ -50,8 +49,6 @@ class SharedMemory : public Exchange {
     class Gathering;
     class Reduction;
     class SideBySide;
-    class Contributing;
-    class Hearing;
     struct State;
     uint64_t everybody() const;  // a bit for each rank
     // Returns the agreement of the processes. If it is not known here yet: null, or a question to them.

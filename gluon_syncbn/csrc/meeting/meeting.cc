@@ -136,7 +136,12 @@ DeviceContribution on_devices(const Meeting& meeting, Phase& phase) {
 std::unique_ptr<Underway> begin_exchange(const Terms& terms, const Meeting& meeting, Phase& phase,
                                          const Ticket& ticket) {
     Exchange& exchange = meeting.choice->exchange(ticket);
-    if (exchange.form() != Form::kHost) return exchange.begin_allgather(ticket, on_devices(meeting, phase));
+    if (exchange.form() != Form::kHost) {
+        const auto bring = [&exchange, ticket, own = on_devices(meeting, phase)] {
+            return exchange.allgather(ticket, own);
+        };
+        return later(bring, !exchange.calls_out());
+    }
     if (terms.sharing == Sharing::kEach || (terms.sharing == Sharing::kRows && ticket.phase == 0))
         return exchange.begin_allgather(ticket, side_by_side(meeting, phase));
     const Combine combine = ticket.phase == 0 ? Combine::kMerge : Combine::kAdd;

@@ -291,6 +291,7 @@ void DeviceCall::contribute_gathered(Direction direction) {
     if (exchange_ == nullptr) return contribute(direction, std::move(counts));
     if (form() == Form::kHost) {
         Vector values(static_cast<size_t>(own.size()));
+        wait();  // the copy has no time limit
         own.download(values.data(), work().lease);
         if (direction == Direction::kForward) look_at(values);
         return still_current([&] { contribute(direction, std::move(values)); });
