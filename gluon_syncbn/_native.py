@@ -156,6 +156,7 @@ def _load() -> ctypes.CDLL:
         "layer_drop": (None, [ctypes.c_int64]),
         "layer_token": (ctypes.c_char_p, [ctypes.c_int64]),
         "layer_place": (ctypes.c_int, [ctypes.c_int64, ctypes.c_int64, names, ctypes.c_int64]),
+        "layer_called": (ctypes.c_int, [ctypes.c_int64, ctypes.c_char_p]),
         "layer_timeout": (ctypes.c_int, [ctypes.c_int64, ctypes.c_double]),
         "all_reduce_from": (ctypes.c_int64, [ctypes.c_int64]),
         "layer_exchange": (ctypes.c_int, [ctypes.c_int64, ctypes.c_void_p]),
@@ -368,6 +369,11 @@ def layer_token(layer: int) -> str:
 def layer_place(layer: int, contexts: Sequence[str], replicas: int) -> None:
     """Sets the contexts that hold a layer's parameters, and the number of their replicas."""
     _core.syncbn_layer_place(layer, *_names(contexts), replicas)
+
+
+def layer_called(layer: int, context: str) -> None:
+    """An executor on this context is about to call it."""
+    _core.syncbn_layer_called(layer, context.encode())
 
 
 def all_reduce_from(replicas: int) -> int:

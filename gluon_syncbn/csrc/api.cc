@@ -170,6 +170,10 @@ SYNCBN_API int syncbn_layer_place(int64_t id, int64_t count, const char** contex
         [&] { registry().place(*registry().find(id), strings(count, contexts), static_cast<size_t>(replicas)); });
 }
 
+SYNCBN_API int syncbn_layer_called(int64_t id, const char* context) {
+    return done([&] { registry().find(id)->room.called(context); });
+}
+
 SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
     return done([&] { registry().set_timeout(*registry().find(id), seconds); });
 }

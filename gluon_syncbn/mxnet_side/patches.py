@@ -10,6 +10,7 @@ from typing import Any, Callable, List, Optional, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
+from mxnet.executor import Executor
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 from mxnet.module import Module
 from mxnet.module.executor_group import DataParallelExecutorGroup
@@ -69,6 +70,13 @@ def install() -> None:
     _replace(mx.random, "seed", _telling)
     copies = _gated(lambda trainer: trainer._kvstore is not None, _written)
     _replace(gluon.Trainer, "_init_params", lambda initialise: _looked_at(copies(initialise)))
+
+
+def install_for_executors() -> None:
+    """Changes MXNet for executors with synchronised layers, once there is one: ``Executor.forward`` tells that it calls
+    them. MXNet makes the operators of an executor when it is bound, so that nobody else sees which replicas will come.
+    """
+    replace_once(Executor, "forward", _calling)
 
 
 def install_for_modules() -> None:
@@ -162,6 +170,17 @@ def _told_of(waitall: Callable) -> Callable:
             _native.waiting(False)
 
     return told_of
+
+
+def _calling(forward: Callable) -> Callable:
+    def calling(executor: Executor, is_train: bool = False, **kwargs: Any) -> Any:
+        if is_train and isinstance(executor._symbol, Synchronised):
+            for _, layer in executor._symbol.layers:
+                if executor._ctx in layer._replicas.contexts:
+                    _native.layer_called(layer._replicas.id, str(executor._ctx))
+        return forward(executor, is_train, **kwargs)
+
+    return calling
 
 
 def _beginning(forward: Callable) -> Callable:

@@ -182,11 +182,8 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Choose) -> mx.sym.Symbol:
 
     graph = Graph()
     graph.heads = graph.grow(recorded, fold)
-    loaded = mx.sym.load_json(json.dumps(graph.json(recorded)))
-    synchronised = Synchronised(loaded.handle)
-    loaded.handle = None  # which has an owner now
-    synchronised.layers = layers
-    return synchronised
+    patches.install_for_executors()
+    return Synchronised.of(mx.sym.load_json(json.dumps(graph.json(recorded))), layers)
 
 
 def _chosen(recorded: Json, choose: Choose) -> Dict[int, SyncBatchNorm]:

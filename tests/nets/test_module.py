@@ -2,6 +2,7 @@
 
 import gc
 import json
+import threading
 import time
 import warnings
 
@@ -589,6 +590,44 @@ def test_an_executor_that_knows_no_partner(ndev, contexts, tmp_path):
         with pytest.raises(mx.MXNetError, match=r"'alone' on cpu\(0\): the contexts .* write ndev=N into the symbol"):
             executor.forward(is_train=True)[0].asnumpy()
         gluon_syncbn.reset()
+
+
+def test_executors_by_hand_wait_within_a_scope(contexts):
+    """Whoever waits for all that is in flight has called all replicas, of which one is slow."""
+    symbol = SyncBatchNorm(mx.sym.Custom(mx.sym.var("data"), op_type="rest"), name="bn", ndev=2)
+    executors = [symbol.simple_bind(context, data=(2, 3)) for context in contexts[:2]]
+    with mx.autograd.train_mode():
+        for executor, first in zip(executors, (0, 2)):
+            executor.forward(is_train=True, data=nd.full((2, 3), first))
+        mx.nd.waitall()
+    np.testing.assert_allclose(executors[0].aux_dict["bn_moving_mean"].asnumpy(), 0.1, rtol=1e-5)
+    for executor in executors:
+        assert len(executor._symbol.layers) == 1
+
+
+def test_a_replica_that_does_not_come(contexts):
+    """The other one does not wait for its whole time limit, because nothing is computed any more."""
+
+    class Stops(mx.operator.CustomOp):
+        def forward(self, is_train, req, in_data, out_data, aux):
+            if in_data[0][0, 0].asscalar() == 2:
+                over.wait(80)
+            self.assign(out_data[0], req[0], in_data[0])
+
+    over = threading.Event()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RestProp, "create_operator", lambda *_: Stops())
+        y = SyncBatchNorm(mx.sym.Custom(mx.sym.var("data"), op_type="rest"), name="bn", timeout=70)
+        module = mx.mod.Module(y, context=contexts[:2], label_names=None)
+        module.bind([("data", (4, 3))])
+        module.init_params()
+        module.forward(mx.io.DataBatch([nd.arange(4).reshape((4, 1)) * nd.ones((1, 3))]), is_train=True)
+        try:
+            with pytest.raises(mx.MXNetError, match=r"missing cpu\(1\).*Every replica has issued its call"):
+                module._exec_group.execs[0].outputs[0].asnumpy()
+        finally:
+            over.set()
+    gluon_syncbn.reset()
 
 
 def test_layers_live_as_long_as_their_executors(contexts):

@@ -277,6 +277,11 @@ void MeetingRoom::issued_again(const Terms& terms, const std::string& context, i
     if (terms.lanes == 1) rounds_.add(terms, context, graph, scope);
 }
 
+void MeetingRoom::called(const std::string& context) {
+    Lock lock(mutex_);
+    ++attendance_.issued[context];
+}
+
 Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t node, const void* occupant,
                         bool repeated) {  // (1)
     Lock lock(mutex_);
