@@ -181,7 +181,7 @@ def write_layer(graph: Graph, layer: nn.BatchNorm, name: str, inputs: List[Entry
     for at, part in enumerate(recorded["nodes"]):
         if part["op"] != "null":  # an output is called after its node
             part["name"] = name if at == last else f"{name}_{part['name']}"
-            part["attrs"].update(attributes)
+            part.setdefault("attrs", {}).update(attributes)
     return graph.grow(recorded, lambda _, part, __: [given[part["name"]]] if part["op"] == "null" else None)
 
 
