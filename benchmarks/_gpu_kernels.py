@@ -47,7 +47,7 @@ class Ours:
         tiles, slots, chunks, blocks, width, segment = plan
         self.reduce, self.each = (tiles, slots, chunks), (blocks, 1, 1) if inner > 1 else (tiles, slots, chunks)
         sizes = zip(("samples", "per_sample", "channels", "inner"), shape)
-        self.spread = dict(sizes, slots=1, segment=segment, width=width)
+        self.tiling = dict(sizes, slots=1, segment=segment, width=width)
         random = np.random.RandomState(0)
 
         def on_gpu(values: np.ndarray, to: str) -> Any:
@@ -67,7 +67,7 @@ class Ours:
     def _launch(self, name: str, grid: Tuple, structure: str, **fields: Any) -> None:
         plain = (int, float, dict)
         numbers = {field: value if isinstance(value, plain) else value.data.ptr for field, value in fields.items()}
-        arguments = filled(structure, spread=self.spread, **numbers)
+        arguments = filled(structure, tiling=self.tiling, **numbers)
         self.module.get_function(f"{name}_{self.type}")(grid, (BLOCK,), (arguments,))
 
     def copy(self) -> None:
@@ -79,7 +79,7 @@ class Ours:
     def normalise(self) -> None:
         pool = {"first": {"begin": 0, "end": REPLICAS}}  # one for all replicas
         statistics = {"gathered": self.moments_of_all, "used": pool, "fed": pool, "tracked": pool, "pools": 1}
-        running = {"momentum": 0.9, "running_mean": self.mean, "running_var": self.var, "told": self.told}
+        running = {"momentum": 0.9, "running_mean": self.mean, "running_var": self.var, "findings": self.told}
         arrays = {"x": self.x, "y": self.out, "kept": self.kept, "weights": self.weights()}
         arguments: Dict[str, Any] = {**arrays, **statistics, **running, "epsilon": 1e-5, "hand_on": 1}
         self._launch("normalise_identity", self.each, "NormaliseArguments", **arguments)

@@ -197,7 +197,7 @@ def _load() -> ctypes.CDLL:
         "timeout_of": (ctypes.c_double, [ctypes.c_int64]),
         "interrupts": (ctypes.c_long, []),
         "wait_begin": (ctypes.c_void_p, [ctypes.c_double, ctypes.c_double, ctypes.c_long]),
-        "wait_look": (ctypes.c_char_p, [ctypes.c_void_p]),
+        "wait_poll": (ctypes.c_char_p, [ctypes.c_void_p]),
         "wait_end": (None, [ctypes.c_void_p]),
         "devices": (ctypes.c_int, [ctypes.c_int64, names]),
         "seed": (ctypes.c_int, [ctypes.c_uint64]),
@@ -429,12 +429,12 @@ class Wait:
         self._wait = _core.syncbn_wait_begin(timeout, warn_after, since)
         weakref.finalize(self, _core.syncbn_wait_end, self._wait).atexit = False
 
-    def look(self) -> str:
+    def poll(self) -> str:
         """Returns why the wait should end: ``'failed'``, ``'asked to end'``, ``'forked'`` or ``'late'``.
 
         Once it returns ``'long'``, for a warning. The result is empty if the wait goes on.
         """
-        return _core.syncbn_wait_look(self._wait).decode()
+        return _core.syncbn_wait_poll(self._wait).decode()
 
 
 def devices(contexts: Sequence[str]) -> None:

@@ -80,7 +80,7 @@ def invertible(activation: Activation, adds: bool) -> bool:
     return not adds and activation.slope > 0 and math.isinf(activation.ceiling)
 
 
-def behind(F: Any, z: Any, addend: Optional[Any], activation: Activation, dtype: Any) -> Any:
+def epilogue(F: Any, z: Any, addend: Optional[Any], activation: Activation, dtype: Any) -> Any:
     """Applies the addition and the activation by MXNet's own operators.
 
     In graphs, ``+`` is ``elemwise_add``, whose two gradients may share the memory of its one input (``_backward_add``
@@ -98,7 +98,7 @@ class BatchNormActivation(nn.BatchNorm):
 
     def hybrid_forward(self, F: Any, x: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any) -> Any:
         z = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
-        return behind(F, z, None, self._activation, self.gamma.dtype)
+        return epilogue(F, z, None, self._activation, self.gamma.dtype)
 
 
 class BatchNormAdd(nn.BatchNorm):
@@ -110,4 +110,4 @@ class BatchNormAdd(nn.BatchNorm):
         self, F: Any, x: Any, addend: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any
     ) -> Any:
         z = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
-        return behind(F, z, addend, self._activation, self.gamma.dtype)
+        return epilogue(F, z, addend, self._activation, self.gamma.dtype)

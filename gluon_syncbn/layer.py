@@ -13,7 +13,7 @@ from mxnet import autograd
 from mxnet.gluon import HybridBlock, nn
 from mxnet.gluon.parameter import Parameter
 
-from .activation import NONE, behind, invertible, of_arguments
+from .activation import NONE, epilogue, invertible, of_arguments
 from .mxnet_side import export
 from .mxnet_side.op import sync_batch_norm
 from .mxnet_side.operators import without_amp
@@ -25,7 +25,7 @@ from .training.session import session
 ConstructT = TypeVar("ConstructT", bound=Callable[..., None])
 
 
-def _told_apart(construct: ConstructT) -> ConstructT:
+def _checked_names(construct: ConstructT) -> ConstructT:
     """Checks the positional arguments, which the constructor itself cannot tell from named ones.
 
     Contrib's layer begins with ``(in_channels, num_devices)``; ``nn.BatchNorm`` and this layer
@@ -55,8 +55,8 @@ def _look_at_positions(name: str, given: Sequence[Any], named: Dict[str, Any]) -
     # layer. Both uses are legal, and the data cannot decide: an image of 3 x 3 pixels has extent 3 along axis 1 too. So
     # we warn. Axis 1 needs no warning, because both readings normalise alike. A momentum with a fraction, or
     # in_channels by name, shows that the caller means nn.BatchNorm.
-    alone = len(given) == 1 and given[0] != 1
-    if "in_channels" not in named and (alone or whole[1:] == [True]):
+    single = len(given) == 1 and given[0] != 1
+    if "in_channels" not in named and (single or whole[1:] == [True]):
         of_axis = ", ".join(f"{key}={value}" for key, value in zip(("axis", "momentum"), given))
         warnings.warn(
             f"{name}({', '.join(map(str, given[:2]))}) means {of_axis} here, as in nn.BatchNorm, and {by_contrib} in "
@@ -183,7 +183,7 @@ class SyncBatchNorm(nn.BatchNorm):
     Representation Learning", CVPR 2020, appendix A.9, on why contrastive training needs other slots' statistics.
     """
 
-    @_told_apart
+    @_checked_names
     def __init__(
         self,
         axis: int = 1,
@@ -219,9 +219,9 @@ class SyncBatchNorm(nn.BatchNorm):
         in_channels = arguments.whole("in_channels", in_channels, 0, 2**31 - 1)
         if num_devices is not None:
             num_devices = arguments.devices("num_devices", num_devices)
-        behind_it = of_arguments(activation, slope)
+        its_activation = of_arguments(activation, slope)
         inplace, adds = arguments.flag("inplace", inplace), isinstance(self, SyncBatchNormAdd)
-        if inplace and not invertible(behind_it, adds):
+        if inplace and not invertible(its_activation, adds):
             what = "an addition" if adds else f"activation={activation!r}"
             arguments.refuse("inplace", inplace, f"False: x cannot be found from what {what} leaves of it")
         pooling = Pooling.checked(mode, virtual_devices, group_size, axis, num_devices)
@@ -246,7 +246,7 @@ class SyncBatchNorm(nn.BatchNorm):
         )
         self._replica_settings = (pooling, num_devices, exchange, timeout)
         self._unbiased = running_variance == "unbiased"
-        self._activation = behind_it
+        self._activation = its_activation
         self._inplace = inplace
         self._fuses = False  # with the operators behind it in a graph; see `fusion`
         self._nodes = 0  # number of nodes in graphs, so far
@@ -288,7 +288,7 @@ class SyncBatchNorm(nn.BatchNorm):
         use_global_stats = kwargs.pop("use_global_stats")
         if use_global_stats or (F is mx.nd and not autograd.is_training()):
             z = F.BatchNorm(x, gamma, beta, running_mean, running_var, name="fwd", **self._kwargs)
-            return behind(F, z, addend, self._activation, self.gamma.dtype)
+            return epilogue(F, z, addend, self._activation, self.gamma.dtype)
         if self._replicas.problem and autograd.is_training() and not self._replicas.reaches_other_processes():
             raise ValueError(self._replicas.problem)
         node = -1
@@ -298,12 +298,12 @@ class SyncBatchNorm(nn.BatchNorm):
         # A graph may be recorded between initialize() and the first batch. Then only the contexts are known.
         deferred = self.running_mean._deferred_init
         contexts = self._replicas.given or (deferred[1] if deferred else [])
-        lanes = self._replicas.lanes(contexts) if contexts else 1
-        kwargs.update(lanes=lanes, node=node, unbiased=self._unbiased)
+        per_context = self._replicas.per_context(contexts) if contexts else 1
+        kwargs.update(per_context=per_context, node=node, unbiased=self._unbiased)
         inputs = (x, gamma, beta, running_mean, running_var, self._replicas)
-        alone = lanes == 1
-        fuses = alone and self._fuses and addend is None and self._activation == NONE
-        kwargs.update(activation=self._activation, fuses=fuses, inplace=alone and self._inplace)
+        single = per_context == 1
+        fuses = single and self._fuses and addend is None and self._activation == NONE
+        kwargs.update(activation=self._activation, fuses=fuses, inplace=single and self._inplace)
         return sync_batch_norm(own, *inputs, addend=addend, **kwargs)
 
 

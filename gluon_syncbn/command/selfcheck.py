@@ -174,8 +174,8 @@ def live_gpu() -> str:
     except OSError as reason:
         return f"none: {reason}"
     problem = _native.nccl_problem()
-    alone = len(contexts) == 1
-    default = "nobody to hear from" if alone else f"the host, as {problem}" if problem else "NCCL"
+    single = len(contexts) == 1
+    default = "nobody to hear from" if single else f"the host, as {problem}" if problem else "NCCL"
     return step(contexts, {None: default, "host": "the host"})
 
 

@@ -171,7 +171,7 @@ SYNCBN_API int syncbn_layer_place(int64_t id, int64_t count, const char** contex
 }
 
 SYNCBN_API int syncbn_layer_called(int64_t id, const char* context) {
-    return done([&] { registry().find(id)->room.called(context); });
+    return done([&] { registry().find(id)->rendezvous.called(context); });
 }
 
 SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
@@ -194,7 +194,7 @@ SYNCBN_API int syncbn_layer_exchange(int64_t id, void* exchange) {
 // Announces that this thread calls a graph of this number, below -1, which contains the layer.
 SYNCBN_API int syncbn_layer_issued(int64_t id, const char* context, int64_t graph) {
     return done([&] {
-        if (const auto layer = registry().find(id)) layer->room.issued_again(*layer->terms(), context, graph);
+        if (const auto layer = registry().find(id)) layer->rendezvous.issued_again(*layer->terms(), context, graph);
     });
 }
 
@@ -453,7 +453,7 @@ SYNCBN_API void* syncbn_wait_begin(double timeout, double warn_after, long inter
     return guarded<void*>(nullptr, [&] { return new WaitInPython(timeout, warn_after, interrupts); });
 }
 
-SYNCBN_API const char* syncbn_wait_look(void* wait) {
+SYNCBN_API const char* syncbn_wait_poll(void* wait) {
     return text([&] { return static_cast<WaitInPython*>(wait)->ask(); });
 }
 

@@ -152,7 +152,7 @@ class PythonExchange(Exchange, ABC):
         counts : numpy.ndarray, float64, (replicas, slots)
             The samples of their slots.
         """
-        return alone(ticket.layer, counts)
+        return turn_of_one(ticket.layer, counts)
 
     def agreed(self, layer: LayerInfo) -> Agreed:
         """Returns the agreement of the processes about the layer."""
@@ -162,6 +162,6 @@ class PythonExchange(Exchange, ABC):
         """Raises an error if another process has failed while GPUs run an agreed collective."""
 
 
-def alone(key: int, counts: np.ndarray) -> Turn:
+def turn_of_one(key: int, counts: np.ndarray) -> Turn:
     """Returns the turn of a collective that stays within this process."""
     return Turn(0, -1, 0, len(counts), 0, b"", counts.ravel(), key)

@@ -34,7 +34,7 @@ from .waiting import Wait, WaitingTransport
 # Every message begins with this header. `size` is that of the whole array, `bytes` that of the part in the message.
 _HEADER = np.dtype([(name, np.int64) for name in ("key", "node", "call", "phase", "size", "bytes")] + [("type", "S8")])
 _SMALL = 1 << 18  # bytes; larger sums are made in parts, one by each rank
-_LOOK = 0.05  # seconds between checks of other reasons to end
+_POLL = 0.05  # seconds between checks of other reasons to end
 _ANSWER = 0.7  # seconds within which the others say where they were
 _LEAVE = 1.0  # seconds that a process has to end if it fails at the end
 
@@ -126,7 +126,7 @@ class HorovodTransport(WaitingTransport):
         self._check(label, got, flat)
         return got[0][1].reshape(array.shape)
 
-    def look(self, label: Label) -> None:
+    def poll(self, label: Label) -> None:
         self.check_unbroken(label)
         for rank, note in sorted(self._notes.read(lambda notes: True).items()):
             if note.failure:
@@ -161,8 +161,8 @@ class HorovodTransport(WaitingTransport):
 
         got = _unpack(self._run(label, wait, message, gather))
         if any(header["call"] != label.call for header, _ in got):
-            alone = functools.partial(self._hvd.allgather, name=_name(label, label.call))
-            got = _unpack(self._run(label, wait, message, alone))
+            gather = functools.partial(self._hvd.allgather, name=_name(label, label.call))
+            got = _unpack(self._run(label, wait, message, gather))
         return got
 
     def _run(self, label: Label, wait: Wait, array: np.ndarray, operation: Callable) -> np.ndarray:
@@ -187,12 +187,12 @@ class HorovodTransport(WaitingTransport):
         others = [rank for rank in range(self.size) if rank != self.rank]
         while True:
             try:
-                return result.result(_LOOK)
+                return result.result(_POLL)
             except futures.TimeoutError:
                 pass
             except mx.MXNetError as error:
                 self.give_up(label, "", functools.partial(self._cause, label, str(error)))
-            wait.look(others)
+            wait.poll(others)
 
     def _check(self, label: Label, got: Sequence[Tuple[Any, np.ndarray]], like: np.ndarray) -> None:
         ours = tuple(label[1:5])

@@ -168,7 +168,7 @@ class MPITransport(WaitingTransport):
         self._send([], label, 0, array)
         return self._collect([0], label, 0, array.ravel(), [])[0].reshape(array.shape)
 
-    def look(self, label: Label) -> None:
+    def poll(self, label: Label) -> None:
         with self._lock:
             if not self._polling:
                 self._file(self._progress())
@@ -239,7 +239,7 @@ class MPITransport(WaitingTransport):
                     self._check(label, identity, missing)
                 waited = wait.seconds()
                 if waited > _SPIN:
-                    wait.look(missing)
+                    wait.poll(missing)
                 self._poll(missing, waited)
         if equal:
             for rank, array in got.items():

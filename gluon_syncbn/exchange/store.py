@@ -27,7 +27,7 @@ from .._native import Agreed, Ticket, Total, Turn
 from ..system import arguments, cuda, environment, kinds
 from ..system.logs import log
 from . import base
-from .base import LayerInfo, PythonExchange, alone
+from .base import LayerInfo, PythonExchange, turn_of_one
 from .transport import Combine, Label
 from .turns import Turns
 from .waiting import WaitingTransport
@@ -81,7 +81,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         self._name = name
         self._transport = transport
         self.gpus = gpus
-        self._spread: Dict[int, int] = {}  # of layers: replicas that exchange on GPUs, or 0
+        self._on_gpus: Dict[int, int] = {}  # of layers: replicas that exchange on GPUs, or 0
         self._said = False  # the warning that they go over the host was given
         self._channel = next(_channels)
         self._turns = Turns(transport)
@@ -230,7 +230,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
 
     @functools.cached_property
     def handle_of_rows(self) -> _native.Handle:
-        # By the transport: the memory of a machine has room for so many vectors at once, and no more.
+        # By the transport: the memory of a machine has space for so many vectors at once, and no more.
         return _native.python_exchange(self, True)
 
     def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
@@ -292,10 +292,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return ranks, int(begin - before), int(stop - before), int(first - before)
 
     def gpus_of_all_processes(self, layer: LayerInfo) -> int:
-        spread = self._spread[layer.id]
-        if spread == 0:  # no process had it on a GPU then, or the reason has been given already
+        count = self._on_gpus[layer.id]
+        if count == 0:  # no process had it on a GPU then, or the reason has been given already
             self._over_the_host(layer.name, f"'{layer.name}' was on no GPU when the processes agreed on their layers")
-        return spread
+        return count
 
     def agreed(self, layer: LayerInfo) -> Agreed:
         key = self._key(layer)
@@ -311,7 +311,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         here = len(devices)
         groups = layer.group_size and self._groups(layer, here, partial=False)[0]
         if self._transport.size == 1 or (groups and len(groups) == 1):
-            return alone(label.key, counts)
+            return turn_of_one(label.key, counts)
         place = self._turns.next(label, devices, counts)
         first = sum(len(part.devices) for part in place.parts[: self.rank])
         world = sum(len(part.devices) for part in place.parts)
@@ -319,7 +319,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return Turn(self._channel, place.number, place.clique, world, first, place.identity, everything, label.key)
 
     def check(self, layer: LayerInfo, ticket: Ticket) -> None:
-        self._transport.look(self._call(layer, ticket))
+        self._transport.poll(self._call(layer, ticket))
 
     def fail(self, reason: str) -> None:
         if self._memory is not None:
@@ -363,7 +363,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             if group and total % group:
                 raise ValueError(f"group_size: {group} was given, expected a divisor of the number of devices, {total}")
             self._replicas[layer.id] = [layers[i]["replicas"] for layers in everyone]
-            self._spread[layer.id] = self._spread_of([layers[i] for layers in everyone], total)
+            self._on_gpus[layer.id] = self._gpus_of([layers[i] for layers in everyone], total)
             self._keys[layer.id] = len(self._keys)  # last, because another thread goes on when it finds it
 
     def _describe_gpus(self, layer: LayerInfo) -> Dict[str, Any]:
@@ -379,7 +379,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         cards = [[str(context), cuda.identity(context.device_id)] for context in on] if not problem else []
         return {"gpus": self.gpus, "on": len(on), "problem": problem, "cards": cards}
 
-    def _spread_of(self, everyone: List[Dict], total: int) -> int:
+    def _gpus_of(self, everyone: List[Dict], total: int) -> int:
         """Returns how many replicas of a layer exchange on GPUs, from the descriptions of all ranks."""
         if not any(layer["on"] for layer in everyone) or everyone[0]["gpus"] == "host":
             return 0

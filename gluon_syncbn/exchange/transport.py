@@ -63,7 +63,7 @@ class Transport(ABC):
     def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
         """Returns the array of rank 0."""
 
-    def look(self, label: Label) -> None:  # noqa: B027
+    def poll(self, label: Label) -> None:  # noqa: B027
         """Raises an error if another rank is known to have failed. Does not wait."""
 
     @abstractmethod

@@ -27,7 +27,7 @@ from .waiting import Wait, WaitingTransport
 
 _Call = Tuple[int, ...]  # key, node, call, phase
 
-_LOOK = 0.05  # seconds between checks of other reasons to end a wait
+_POLL = 0.05  # seconds between checks of other reasons to end a wait
 _AT_ONCE = 3  # ballots that gave no number, until the next one waits for a moment
 _PAUSE = 0.002  # seconds of such a moment, which ends with a call that is ready
 _SKIPPED_AFTER = 0.5  # seconds after which another call of the same layer is a step that was skipped
@@ -76,7 +76,7 @@ class Turns:
                 asks, self._asks = not self._asks, True
                 brought = dict(self._ready)
                 if not asks:
-                    self._changed.wait(_LOOK)
+                    self._changed.wait(_POLL)
             if asks:
                 try:
                     self._ask(label, brought, wait.seconds())
@@ -85,7 +85,7 @@ class Turns:
                         self._asks = False
                         self._changed.notify_all()
             if call not in self._numbered:
-                wait.look(self._missing.get(call, others))
+                wait.poll(self._missing.get(call, others))
 
     def _ask(self, label: Label, brought: Dict[_Call, Part], waited: float) -> None:
         """Holds one ballot."""
@@ -118,8 +118,8 @@ class Turns:
         if clique == known:
             new = _native.nccl_unique_id() if self._transport.rank == 0 else b""
             of_clique = label._replace(key=0, node=-1, call=clique, phase=2)
-            told = self._transport.allgather(of_clique, np.frombuffer(new, np.uint8), equal=False)
-            identity = told[0].tobytes()
+            identities = self._transport.allgather(of_clique, np.frombuffer(new, np.uint8), equal=False)
+            identity = identities[0].tobytes()
         return Place(number, clique, identity, parts)
 
     def _refuse_a_skipped_step(self, label: Label, everyone: List[Dict[_Call, Part]], waited: float) -> None:

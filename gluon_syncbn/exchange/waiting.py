@@ -19,7 +19,7 @@ from ..system.logs import log
 from .transport import Combine, Label, Transport
 
 _WARN_AFTER = 10.0  # seconds
-_LOOK = 0.05  # seconds between looks at the native core
+_POLL = 0.05  # seconds between looks at the native core
 
 
 class Wait:
@@ -30,23 +30,23 @@ class Wait:
         self._interrupts = _native.interrupts()
         self._began = time.monotonic()
         self._limit = 0.0  # set, like the fields below, only if the wait is not over at once
-        self._looked = 0.0
+        self._polled = 0.0
         self._native: Optional[_native.Wait] = None
 
     def seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def look(self, missing: Sequence[int]) -> None:
+    def poll(self, missing: Sequence[int]) -> None:
         """Raises an error if the wait must end; warns once if it takes long. May be called at any rate."""
         transport, label, waited = self._transport, self._label, self.seconds()
         transport.check_unbroken(label)
         if self._native is None:
             self._limit = _native.timeout_of(label.layer) + label.longer
             self._native = _native.Wait(self._limit, _WARN_AFTER, self._interrupts)
-        if waited - self._looked < _LOOK:
+        if waited - self._polled < _POLL:
             return
-        self._looked = waited
-        why = self._native.look()
+        self._polled = waited
+        why = self._native.poll()
         if why == "late":
             no_answer = f"no answer within {self._limit:.0f} s"
             transport.give_up(label, no_answer, lambda: transport.late(label, missing, self._limit))

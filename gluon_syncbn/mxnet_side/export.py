@@ -21,7 +21,7 @@ from .nodes import Entry, Graph, Json
 from .op import NAME, Role
 
 #: Attributes of a node that has absorbed other nodes (`fusion`): the names of these.
-ADDED, BEHIND = "__added__", "__behind__"
+ADDED, EPILOGUE = "__added__", "__behind__"
 #: Attribute of a ``BatchNorm`` in a file that was a synchronised node: the arguments of the layer, in JSON. In a node
 #: of this package, those that only executors need.
 SYNCHRONISED = "__gluon_syncbn__"
@@ -66,7 +66,7 @@ def plain(symbol: mx.sym.Symbol, tells: bool = False) -> Optional[mx.sym.Symbol]
             return through
         given = node["attrs"]
         # MXNet's for any node
-        of_any = {k: v for k, v in given.items() if k.startswith("__") and k not in (ADDED, BEHIND, SYNCHRONISED)}
+        of_any = {k: v for k, v in given.items() if k.startswith("__") and k not in (ADDED, EPILOGUE, SYNCHRONISED)}
         attributes = {**of_any, "axis": given["axis"], "eps": given["eps"]}
         if tells:
             attributes[SYNCHRONISED] = json.dumps(_arguments(given))
@@ -78,10 +78,10 @@ def plain(symbol: mx.sym.Symbol, tells: bool = False) -> Optional[mx.sym.Symbol]
             last = graph.add({"op": "elemwise_add", "name": name, "attrs": of_any}, [[first, 0, 0], inputs[3]])
         activation = Activation.of_attributes(given)
         if activation != NONE:
-            behind = json.loads(activation.of(mx.sym, mx.sym.var("z")).tojson())["nodes"][-1]
-            behind["name"] = given.get(BEHIND, f"{node['name']}_activation")
-            behind["attrs"].update(of_any)
-            last = graph.add(behind, [[last, 0, 0]])
+            epilogue = json.loads(activation.of(mx.sym, mx.sym.var("z")).tojson())["nodes"][-1]
+            epilogue["name"] = given.get(EPILOGUE, f"{node['name']}_activation")
+            epilogue["attrs"].update(of_any)
+            last = graph.add(epilogue, [[last, 0, 0]])
         if tells:  # who goes on with a file finds outputs by name
             name = names.get(number, node["name"])
             graph.nodes[first]["name"], graph.nodes[last]["name"] = f"{name}_norm", name

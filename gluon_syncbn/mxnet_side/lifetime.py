@@ -51,15 +51,15 @@ def _stop_daemons() -> None:
     # ever. An operator that is issued later uses memory that MXNet has freed by then. Python ends daemon threads only
     # after the handlers. So we end these threads when they next return from MXNet. One that waits elsewhere stays.
     daemons = [thread for thread in session.training_threads if thread.daemon and thread.is_alive()]
-    told = set()
+    stopped = set()
     began = time.monotonic()
     while daemons:
         for thread in daemons:
             frames = _frames(thread)
-            again = thread not in told or any(_is_of(frame, _MXNET, _PACKAGE) for frame in frames)
+            again = thread not in stopped or any(_is_of(frame, _MXNET, _PACKAGE) for frame in frames)
             if again and not any(frame.f_code.co_name in _SWALLOWS for frame in frames):
                 _end(thread)
-                told.add(thread)
+                stopped.add(thread)
         working = any(_is_of(frame, _MXNET, _PACKAGE) for thread in daemons for frame in _frames(thread)[:1])
         time.sleep(0.001)
         if time.monotonic() - began > (STOPS_WITHIN if working else LEAVES_WITHIN):
@@ -115,7 +115,7 @@ def _start_watching() -> None:
 def _before_fork() -> None:
     if not _native.layers():
         return
-    _native.forking(session.alone_in_a_step())  # no other thread is in one, so no other replica can come
+    _native.forking(session.is_only_one_in_a_step())  # no other thread is in one, so no other replica can come
     try:
         for error in dict.fromkeys(steps.drain()):  # a persistent error appears again and again
             logs.log.error("failed before a fork, which took the error away from whoever reads the results: %s", error)

@@ -31,7 +31,7 @@ def sync_batch_norm(
     running_var: Any,
     replicas: Replicas,
     *,
-    lanes: int,
+    per_context: int,
     node: int,
     axis: int,
     eps: float,
@@ -45,11 +45,12 @@ def sync_batch_norm(
 ) -> Any:
     """Normalises ``x`` with the statistics that the replicas' pooling selects; ``F`` is ``mx.nd`` or ``mx.sym``.
 
-    ``lanes`` is the number of replicas on each context. ``node`` numbers the layer's nodes in graphs and is -1 for an
-    eager call. ``unbiased`` selects the variance that updates the running one. ``addend`` and ``activation`` come after
-    the normalisation. ``fuses`` is for `fusion`, with a single lane. ``inplace`` keeps y for the backward and not x. It
-    needs an invertible activation, no addend and a single lane. In a static graph MXNet's engine does not know that a
-    node writes the running statistics. So two nodes of one layer may run in either order there.
+    ``per_context`` is the number of replicas on each context. ``node`` numbers the layer's nodes in graphs. It is -1
+    for an eager call. ``unbiased`` selects the variance that updates the running one. ``addend`` and ``activation``
+    come after the normalisation. ``fuses`` is for `fusion`, with one replica per context. ``inplace`` keeps y for the
+    backward and not x. It needs an invertible activation, no addend and one replica per context. In a static graph
+    MXNet's engine does not know that a node writes the running statistics. So two nodes of one layer may run in either
+    order there.
     """
     # MXNet gives a custom operator a temporary copy of an array in oneDNN's layout, and frees it while the operator
     # still runs. AllocateNDArrayCopy in src/operator/custom/custom.cc keeps a pointer and no reference. SwapAxis of an
@@ -61,7 +62,7 @@ def sync_batch_norm(
         F.Custom,
         op_type=NAME,
         layer=replicas.token,
-        lanes=lanes,
+        per_context=per_context,
         node=node,
         axis=axis,
         eps=repr(float(eps)),
@@ -78,7 +79,7 @@ def sync_batch_norm(
         data = [F.SwapAxis(array, dim1=0, dim2=0) for array in data]
     inputs, states = [data[0], gamma, beta, *data[1:]], [running_mean, running_var]
     adds = int(addend is not None)
-    if lanes == 1:
+    if per_context == 1:
         y = custom(*inputs, *states, role=Role.WHOLE, adds=adds, name="fwd")
     else:
         y, batch, *handed_on = custom(*inputs, role=Role.MEET, adds=adds, name="fwd")

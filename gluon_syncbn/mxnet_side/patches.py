@@ -64,12 +64,12 @@ def install() -> None:
     _replace(gluon.Trainer, "_allreduce_grads", _gated(lambda trainer: trainer._update_on_kvstore, _gradients))
     _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore, _gradients))
     for module in (mx.nd, mx.nd.ndarray, mx.npx):  # modules that hold it under the same name
-        _replace(module, "waitall", _told_of)
+        _replace(module, "waitall", _watching)
     _replace(_BatchNorm, "__call__", callers.noting)
     _replace(mx.nd, "CachedOp", _issuing)
     _replace(mx.random, "seed", _telling)
     copies = _gated(lambda trainer: trainer._kvstore is not None, _written)
-    _replace(gluon.Trainer, "_init_params", lambda initialise: _looked_at(copies(initialise)))
+    _replace(gluon.Trainer, "_init_params", lambda initialise: _warning_of_mixed(copies(initialise)))
 
 
 def install_for_executors() -> None:
@@ -95,7 +95,7 @@ def install_for_modules() -> None:
     replace_once(Module, "update", _updating)
     for name in ("asnumpy", "wait_to_read"):
         replace_once(mx.nd.NDArray, name, _reading)
-    replace_once(DataParallelExecutorGroup, "get_params", _behind_forward)
+    replace_once(DataParallelExecutorGroup, "get_params", _after_forward)
 
 
 def remove() -> None:
@@ -159,9 +159,9 @@ def _apart(backward: Callable) -> Callable:
     return apart
 
 
-def _told_of(waitall: Callable) -> Callable:
-    def told_of() -> None:
-        if not session.alone_trains():
+def _watching(waitall: Callable) -> Callable:
+    def watched() -> None:
+        if not session.is_only_trainer():
             return waitall()
         _native.waiting(True)
         try:
@@ -169,7 +169,7 @@ def _told_of(waitall: Callable) -> Callable:
         finally:
             _native.waiting(False)
 
-    return told_of
+    return watched
 
 
 def _calling(forward: Callable) -> Callable:
@@ -216,21 +216,21 @@ def _reading(read: Callable) -> Callable:
         try:
             return read(array)
         except mx.MXNetError:
-            steps.told()
+            steps.failure_seen()
             raise
 
     return reading
 
 
-def _behind_forward(method: Callable) -> Callable:
-    def behind_forward(group: DataParallelExecutorGroup, *args: Any) -> None:
+def _after_forward(method: Callable) -> Callable:
+    def after_forward(group: DataParallelExecutorGroup, *args: Any) -> None:
         if _is_synchronised(group):
             for executor in group.execs:
                 for output in executor.outputs:
                     output.wait_to_read()
         method(group, *args)
 
-    return behind_forward
+    return after_forward
 
 
 def _is_synchronised(group: Optional[DataParallelExecutorGroup]) -> bool:
@@ -271,16 +271,16 @@ def _telling(seed: Callable) -> Callable:
     return telling
 
 
-def _looked_at(initialise: Callable) -> Callable:
-    told: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
+def _warning_of_mixed(initialise: Callable) -> Callable:
+    seen: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
 
-    def looked_at(trainer: gluon.Trainer) -> Any:
-        if trainer not in told:
-            told.add(trainer)
+    def warning(trainer: gluon.Trainer) -> Any:
+        if trainer not in seen:
+            seen.add(trainer)
             mixed.warn_of(trainer._params)
         return initialise(trainer)
 
-    return looked_at
+    return warning
 
 
 def _gradients(trainer: gluon.Trainer) -> List[mx.nd.NDArray]:
@@ -298,9 +298,9 @@ def _gated(
     def wrap(method: Callable) -> Callable:
         def gated(trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> Any:
             if wanted(trainer) and _native.layers():
-                behind = arrays(trainer)
-                if behind:
-                    _native.gate(behind)
+                written = arrays(trainer)
+                if written:
+                    _native.gate(written)
             return method(trainer, *args, **kwargs)
 
         return gated

@@ -254,10 +254,10 @@ class _Worker:
     MXNet gives each thread that runs an operator its own temporary space, and never frees it.
     """
 
-    def __init__(self, context: mx.Context, alone: bool) -> None:
+    def __init__(self, context: mx.Context, waits_for_nobody: bool) -> None:
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
         threading.Thread(target=self._work, name=f"gluon_syncbn-again-{context}", daemon=True).start()
-        if alone:
+        if waits_for_nobody:
             self.do(lambda: temporary_space.as_mxnet_has_it(lambda: draws.make_generators(context)))
 
     def do(self, job: Callable[[], None]) -> None:
@@ -291,11 +291,11 @@ _lock = threading.Lock()
 def _worker(block: Block, context: mx.Context) -> _Worker:
     # A block that waits for no replica needs no more copies of temporary space than MXNet has by itself.
     layers = [one._replicas for one in blocks.of(block) if isinstance(one, SyncBatchNorm)]
-    alone = not any(replicas.count() > 1 or replicas.reaches_other_processes() for replicas in layers)
+    waits_for_nobody = not any(replicas.count() > 1 or replicas.reaches_other_processes() for replicas in layers)
     with _lock:
-        key = os.getpid(), context, alone  # a child of a fork has no threads
+        key = os.getpid(), context, waits_for_nobody  # a child of a fork has no threads
         if key not in _workers:
-            _workers[key] = _Worker(context, alone)
+            _workers[key] = _Worker(context, waits_for_nobody)
         return _workers[key]
 
 

@@ -59,13 +59,13 @@ def _grouping(construct: Callable[..., None]) -> Callable[..., None]:
         graph = _synchronised(symbol, choose)
         construct(group, graph, contexts, *args, **kwargs)
         if isinstance(graph, Synchronised):
-            _look_at(group, graph.layers)
+            _check_bound(group, graph.layers)
             patches.install_for_modules()
 
     return grouped
 
 
-def _look_at(group: Any, layers: List[Tuple[str, SyncBatchNorm]]) -> None:
+def _check_bound(group: Any, layers: List[Tuple[str, SyncBatchNorm]]) -> None:
     """Tells the layers what only bound executors know; ValueError where they cannot train so."""
     for name, layer in layers:
         replicas = layer._replicas

@@ -125,7 +125,7 @@ class _Affine(NamedTuple):
     scale: np.ndarray
     shift: np.ndarray
 
-    def behind(self, first: _Affine) -> _Affine:
+    def after(self, first: _Affine) -> _Affine:
         return _Affine(self.scale * first.scale, self.scale * first.shift + self.shift)
 
 
@@ -138,7 +138,7 @@ class _Plan:
         self._uses = Counter((at, output) for at, output, *_ in entries)
         self.into: Dict[int, int] = {}  # BatchNorm: the convolution that absorbs it
         self.affine: Dict[int, _Affine] = {}  # convolution: the composed map of all that it absorbs
-        self.behind: Dict[int, Tuple[str, ...]] = {}  # convolution: the parameters of all that it absorbs
+        self.absorbed: Dict[int, Tuple[str, ...]] = {}  # convolution: the parameters of all that it absorbs
         self.left: List[str] = []
         for number, node in enumerate(self._nodes):
             if node["op"] in blocks.OPERATORS:
@@ -174,11 +174,11 @@ class _Plan:
             return f"its axis is not, or may not be, the channel axis of {layer['name']}"
         affine = self._affine(node)
         if target in self.affine:
-            affine = affine.behind(self.affine[target])
+            affine = affine.after(self.affine[target])
         if not all(np.isfinite(value).all() for value in self.folded(target, affine)):
             return f"with it, the weight or bias of {layer['name']} would not be finite"
         self.into[number], self.affine[target] = target, affine
-        self.behind[target] = (*self.behind.get(target, ()), *names, str(node.get("attrs")))
+        self.absorbed[target] = (*self.absorbed.get(target, ()), *names, str(node.get("attrs")))
         return ""
 
     def _affine(self, node: Json) -> _Affine:
@@ -237,7 +237,7 @@ class _Names:
         self._users: Dict[str, Set[Tuple[str, ...]]] = {}  # the BatchNorms in a value; empty if unchanged
         for number, node in enumerate(nodes):
             for name in plan.names(node):
-                self._users.setdefault(name, set()).add(plan.behind.get(number, ()))
+                self._users.setdefault(name, set()).add(plan.absorbed.get(number, ()))
 
     def of(self, wanted: str, old: bool) -> str:
         if not (old and len(self._users[wanted]) == 1):
@@ -268,7 +268,7 @@ def _written(graph: Json, plan: _Plan, values: _Values) -> Json:
         if number in plan.affine:
             place = WEIGHTS[node["op"]]
             weight, *bias = plan.names(node)[place:]
-            key = (node["op"], weight, *bias, *plan.behind[number])
+            key = (node["op"], weight, *bias, *plan.absorbed[number])
             if key not in made:
                 arrays = plan.folded(number, plan.affine[number])
                 new = names.of(weight, True)

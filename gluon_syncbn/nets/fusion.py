@@ -17,7 +17,7 @@ from mxnet.gluon.block import _flatten
 
 from ..activation import RELU, RELU6, SLOPES, Activation, described, invertible
 from ..mxnet_side import patches
-from ..mxnet_side.export import ADDED, BEHIND, is_guard, is_ours
+from ..mxnet_side.export import ADDED, EPILOGUE, is_guard, is_ours
 from ..mxnet_side.nodes import Entry, Graph, Json
 from ..system import kinds
 from ..training.replicas import Replicas
@@ -63,16 +63,16 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[m
         if chain is None:
             return None
         layer = recorded["nodes"][chain.layer]
-        behind = {BEHIND: node["name"]}
+        epilogue = {EPILOGUE: node["name"]}
         given = absorbed[chain.layer]
         if chain.addition is not None:
-            behind[ADDED] = recorded["nodes"][chain.addition]["name"]
+            epilogue[ADDED] = recorded["nodes"][chain.addition]["name"]
             (addend,) = [entry for entry in absorbed[chain.addition] if entry]
             if chain.guard is not None and not is_guard(graph.nodes[addend[0]]):
                 guard = {"op": "SwapAxis", "name": f"{layer['name']}_addend", "attrs": {"dim1": "0", "dim2": "0"}}
                 addend = [graph.add(guard, [addend]), 0, 0]
             given = [*given[:3], addend, *given[-2:]]
-        attributes = {**layer["attrs"], **behind, **chain.activation.attributes()}
+        attributes = {**layer["attrs"], **epilogue, **chain.activation.attributes()}
         adds = chain.addition is not None
         inplace = attributes["inplace"] == "1" and invertible(chain.activation, adds)
         attributes.update(adds=str(int(adds)), inplace=str(int(inplace)), fuses="0")  # it absorbs nothing more
@@ -116,7 +116,7 @@ def _chains(graph: Json, sums: Set[int]) -> Dict[int, Chain]:
     def only(entry: Entry) -> bool:
         return uses[entry[0], entry[1]] == 1
 
-    def layer_behind(entry: Entry) -> Optional[Tuple[int, Optional[int]]]:
+    def layer_of_entry(entry: Entry) -> Optional[Tuple[int, Optional[int]]]:
         """Returns the normalisation with this output, and its guard."""
         if not only(entry):
             return None
@@ -134,7 +134,7 @@ def _chains(graph: Json, sums: Set[int]) -> Dict[int, Chain]:
         entry = node["inputs"][0]
         addition = entry[0] if entry[0] in sums and only(entry) else None
         for summand in [entry] if addition is None else nodes[addition]["inputs"]:
-            found = layer_behind(summand)
+            found = layer_of_entry(summand)
             if found is None:
                 continue
             chains[number] = Chain(*found, addition, activation)

@@ -100,8 +100,9 @@ def _agree(store: ProcessStore, parameters: Iterable[Parameter]) -> None:
             a, b = (some[i] if i < len(some) else None for some in (ours, theirs))
             if a is None or b is None or _sort(a) != _sort(b):
                 reason = (
-                    f"the processes disagree about the parameters: number {i + 1} is {_told(a)} on rank {store.rank} "
-                    f"and {_told(b)} on rank {rank}. Build and initialise the same net in every process."
+                    f"the processes disagree about the parameters: number {i + 1} is {_in_words(a)} on rank "
+                    f"{store.rank} and {_in_words(b)} on rank {rank}. Build and initialise the same net in every "
+                    "process."
                 )
                 store.fail(reason)
                 raise mx.MXNetError(reason)
@@ -119,5 +120,5 @@ def _sort(one: _Description) -> _Description:
     return re.sub(r"\d+", "", one[0]), *one[1:]
 
 
-def _told(one: Optional[_Description]) -> str:
+def _in_words(one: Optional[_Description]) -> str:
     return "none" if one is None else f"'{one[0]}' of shape {one[1]} and type {one[2]}"

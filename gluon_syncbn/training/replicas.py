@@ -118,7 +118,7 @@ class Replicas:
         replicas = self.num_devices or len(contexts)
         self.given, self.contexts, self.channels = list(contexts), unique, channels
         self.problem = self.pooling.problem(replicas)
-        if self.lanes(contexts) > 1:
+        if self.per_context(contexts) > 1:
             # With 8 gradients of an array or more, MXNet adds each one before it runs the operators of the next
             # gradient (AggregateGradient in src/executor/graph_executor.cc). One replica's sum then precedes the next
             # replica's operators, for which the first replica waits: a deadlock. MXNet reads the setting at its first
@@ -135,7 +135,7 @@ class Replicas:
         """Number of replicas of this process, if the contexts are known."""
         return self.num_devices or len(self.given)
 
-    def lanes(self, contexts: List[Context]) -> int:
+    def per_context(self, contexts: List[Context]) -> int:
         """Number of replicas on each of these contexts that wait for each other."""
         return 1 if self.pooling.mode == "local" else max(1, (self.num_devices or len(contexts)) // len(set(contexts)))
 

@@ -129,12 +129,12 @@ class Session:
         """Number of scopes that this thread has open."""
         return getattr(self._of_thread, "depth", 0)
 
-    def alone_in_a_step(self) -> bool:
+    def is_only_one_in_a_step(self) -> bool:
         """Whether this thread is in a step and no other thread is."""
         with self._lock:
             return 0 < self._open_scopes == self.depth()
 
-    def alone_trains(self) -> bool:
+    def is_only_trainer(self) -> bool:
         """Whether this thread is in a step and no other thread will ever be. This is the main thread then, and no other
         thread that opened a scope is left.
         """

@@ -126,7 +126,7 @@ def executors_run_forward() -> Iterator[None]:
         yield
     except BaseException as error:
         scope_left(type(error), error)
-        told()
+        failure_seen()
         raise
     scope_left(None, None)
 
@@ -139,10 +139,10 @@ def executors_run_backward() -> Iterator[None]:
     except BaseException as error:
         if not session.depth():
             _break_off(f"{type(error).__name__} left the backward of a Module ({error})")
-            told()
+            failure_seen()
         raise
 
 
-def told() -> None:
+def failure_seen() -> None:
     """An error has reached whoever reads results."""
     session.raised = _native.failure() or session.raised

@@ -335,7 +335,7 @@ def test_the_engine_goes_on_while_a_replica_waits(rng, from_the_engine):
 # ---- activation and addition ---------------------------------------------------------------------------------
 
 #: Of a layer with something behind it: its class and arguments. float32 has no such slope.
-BEHIND = {
+EPILOGUE = {
     "relu": (SyncBatchNorm, {"activation": "relu"}),
     "relu6": (SyncBatchNorm, {"activation": "relu6"}),
     "leaky": (SyncBatchNorm, {"activation": "leaky", "slope": 0.1}),
@@ -349,7 +349,7 @@ BEHIND = {
 
 
 def make_behind(behind, **settings):
-    layer, arguments = BEHIND[behind]
+    layer, arguments = EPILOGUE[behind]
     return layer(in_channels=5, **arguments, **settings)
 
 
@@ -385,7 +385,7 @@ def assert_addends(got, want, layer, batch, tolerance, starts=None):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("axis", [1, -1])
-@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize("behind", EPILOGUE)
 def test_activation(rng, behind, axis, dtype):
     batch = make_batch(rng, 2, axis=axis, dtype=dtype)
     addends = make_addends(rng, behind, batch)
@@ -474,7 +474,7 @@ def test_activation_of_a_batch_that_is_left_out(rng, behind):
 
 @pytest.mark.parametrize("grad_req", ["write", "add", None])
 @pytest.mark.parametrize("shape", [(0, 5, 4, 6), (3, 5, 4, 0)], ids=["no sample", "no position"])
-@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize("behind", EPILOGUE)
 def test_activation_of_an_empty_shard(rng, behind, shape, grad_req):
     batch = make_batch(rng, 2)
     batch.shards[1], batch.heads[1] = np.zeros(shape), np.zeros(shape)
@@ -1125,7 +1125,7 @@ def assert_costs(directions, replicas, settings, spatial, recovers=False):
 
 
 @pytest.mark.parametrize("spatial", [(4, 6), (180, 190)], ids=["whole", "in chunks"])
-@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize("behind", EPILOGUE)
 def test_what_an_activation_costs(rng, behind, spatial):
     """Nothing: no launch, copy or wait is added, but one that finds x again."""
     if not EMULATED:

@@ -173,7 +173,7 @@ class Kernels:
         self.slots, self.chunks, self.width, self.segment = slots, chunks, width, segment
         samples, extent, self.channels, self.inner = x.shape
         sizes = {"samples": samples, "per_sample": extent, "channels": self.channels, "inner": self.inner}
-        self.spread = {**sizes, "slots": slots, "segment": segment, "width": width}
+        self.tiling = {**sizes, "slots": slots, "segment": segment, "width": width}
         self.data = self.upload(x, 0)
 
     def upload(self, values, role):
@@ -210,7 +210,7 @@ class Kernels:
         """The packed vectors of each slot; those of chunks are merged on the device."""
         out = self.gpu.empty(self.slots * length, "float64")
         partial = out if self.chunks == 1 else self.gpu.empty(self.chunks * self.slots * length, "float64")
-        self.launch(kernel, self._grid(), structure, spread=self.spread, x=self.data, partial=partial, **fields)
+        self.launch(kernel, self._grid(), structure, tiling=self.tiling, x=self.data, partial=partial, **fields)
         if self.chunks > 1:
             grid = (-(-self.slots * self.channels // (BLOCK // 32)), 1, 1)
             sizes = {"slots": self.slots, "channels": self.channels, "chunks": self.chunks}
@@ -249,13 +249,13 @@ class Kernels:
         if source is not None:
             gathered, own_moments = self.gpu.upload(source), self.gpu.upload(source[pools.own : pools.own + self.slots])
         self.launch(
-            "normalise", self._each(), "NormaliseArguments", activation, spread=self.spread, x=self.data,
-            addend=None if addend is None else self.upload(addend, 1), y=out, behind=behind,
+            "normalise", self._each(), "NormaliseArguments", activation, tiling=self.tiling, x=self.data,
+            addend=None if addend is None else self.upload(addend, 1), y=out, epilogue=behind,
             weights=self._weights(gamma, beta, fix_gamma), gathered=gathered,
             used=self._lists(pools), fed=own, tracked=own, pools=1 if pools.kind == SHARED else self.slots,
             own=own_moments, epsilon=EPSILON, kept=kept, add=start is not None, frozen=source is None,
             momentum=momentum, running_mean=running[0], running_var=running[1], batch=batch, hand_on=hand_on,
-            unbiased=unbiased, watch=watch, told=told,
+            unbiased=unbiased, watch=watch, findings=told,
         )  # fmt: skip
         self.told = self.gpu.download(told).view(TOLD)[0]
         kept = self.gpu.download(kept).reshape(self.slots, -1)
@@ -266,7 +266,7 @@ class Kernels:
         y, dz = (None, None) if y is None else (self.upload(y, 3), self.output(None))
         activation, behind = self._activation(activation)
         sums = self._packed(
-            "grad_sums", "merge_sums", 2 * self.channels, "GradSumsArguments", activation=activation, behind=behind,
+            "grad_sums", "merge_sums", 2 * self.channels, "GradSumsArguments", activation=activation, epilogue=behind,
             dy=self.upload(dy, 1), kept=self.gpu.upload(kept), y=y, dz=dz,
             weights=self._weights(gamma, beta, fix_gamma),
         )  # fmt: skip
@@ -278,9 +278,10 @@ class Kernels:
         told = self.gpu.upload(np.array([(0, -1, 0.0)], TOLD).view("uint8"))
         activation, behind = self._activation(None if slope == 1 else (slope, np.inf))
         self.launch(
-            "recover", self._each(), "RecoverArguments", activation, spread=self.spread, y=self.upload(y, 3), x=out,
-            weights=self._weights(gamma, beta, fix_gamma), behind=behind, kept=self.gpu.upload(kept), per_beta=per_beta,
-            least=least, epsilon=EPSILON, constant=2.0**-48, told=told,
+            "recover", self._each(), "RecoverArguments", activation, tiling=self.tiling, y=self.upload(y, 3), x=out,
+            weights=self._weights(gamma, beta, fix_gamma), epilogue=behind, kept=self.gpu.upload(kept),
+            per_beta=per_beta,
+            least=least, epsilon=EPSILON, constant=2.0**-48, findings=told,
         )  # fmt: skip
         return self.gpu.download(out).reshape(self.x.shape), self.gpu.download(told).view(TOLD)["at"][0]
 
@@ -292,8 +293,8 @@ class Kernels:
         add = start is not None
         activation, behind = self._activation(activation)
         self.launch(
-            "grad_input", self._each(), "GradInputArguments", activation, spread=self.spread, dy=self.upload(dy, 1),
-            x=self.data, dx=out, weights=self._weights(gamma, beta, fix_gamma), behind=behind,
+            "grad_input", self._each(), "GradInputArguments", activation, tiling=self.tiling, dy=self.upload(dy, 1),
+            x=self.data, dx=out, weights=self._weights(gamma, beta, fix_gamma), epilogue=behind,
             kept=self.gpu.upload(kept), gathered=self.gpu.upload(gathered), users=self._lists(users),
             own=self.gpu.upload(own), dgamma=parameters[0], dbeta=parameters[1], add=add, add_dgamma=add, add_dbeta=add,
         )  # fmt: skip

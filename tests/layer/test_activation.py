@@ -19,7 +19,7 @@ ACTIVATIONS = {
     "leaky": {"activation": "leaky", "slope": SLOPE},
 }
 IN_PLACE = {f"{name}, in place": {**ACTIVATIONS[name], "inplace": True} for name in ("none", "leaky")}
-BEHIND = {**ACTIVATIONS, **IN_PLACE}
+EPILOGUE = {**ACTIVATIONS, **IN_PLACE}
 # whether something is added, and what stands behind it
 CASES = [(adds, name) for adds in (False, True) for name in ACTIVATIONS] + [(False, name) for name in IN_PLACE]
 MODES = {
@@ -96,7 +96,7 @@ def specification_of_z(layer, batch, given, settings):
 @pytest.mark.parametrize("adds, behind", CASES)
 def test_equals_the_specification(case, contexts, adds, behind, dtype, axis, spatial):
     batch, addends = case(3, dtype, axis=axis, spatial=spatial)
-    layer = prepare(make(adds, axis=axis, **BEHIND[behind]), batch, contexts[:3], dtype)
+    layer = prepare(make(adds, axis=axis, **EPILOGUE[behind]), batch, contexts[:3], dtype)
     check(layer, batch, addends, contexts, dtype, axis=axis)
 
 
@@ -104,7 +104,7 @@ def test_equals_the_specification(case, contexts, adds, behind, dtype, axis, spa
 @pytest.mark.parametrize("adds, behind", [case for case in CASES if case[1] not in ("none", "relu")])
 def test_in_graphs(case, contexts, adds, behind, way):
     batch, addends = case(2)
-    layer = prepare(make(adds, **BEHIND[behind]), batch, contexts[:2], "float64", WAYS[way])
+    layer = prepare(make(adds, **EPILOGUE[behind]), batch, contexts[:2], "float64", WAYS[way])
     check(layer, batch, addends, contexts, node=0)
 
 
@@ -113,14 +113,14 @@ def test_in_graphs(case, contexts, adds, behind, way):
 def test_in_each_mode(case, contexts, adds, behind, mode):
     gluon_syncbn.configure(seed=3)
     batch, addends = case(4)
-    layer = prepare(make(adds, **BEHIND[behind], **MODES[mode]), batch, contexts[:4], "float64")
+    layer = prepare(make(adds, **EPILOGUE[behind], **MODES[mode]), batch, contexts[:4], "float64")
     check(layer, batch, addends, contexts, seed=3)
 
 
 @pytest.mark.parametrize("adds, behind", [(False, "relu"), (True, "relu"), (False, "leaky, in place")])
 def test_gradients_that_are_added(case, contexts, adds, behind):
     batch, addends = case(2)
-    layer = prepare(make(adds, **BEHIND[behind]), batch, contexts[:2], "float64")
+    layer = prepare(make(adds, **EPILOGUE[behind]), batch, contexts[:2], "float64")
     check(layer, batch, addends, contexts, before=0.75)
 
 
@@ -149,14 +149,14 @@ def test_an_empty_shard(empty_case, contexts, no, dtype, mode, way):
     for adds, behind in [case for case in CASES if not (hides and "in place" in case[1])]:
         for before in (0, 0.75):
             batch, addends = empty_case(dtype, no)
-            layer = prepare(make(adds, **BEHIND[behind], **settings), batch, contexts[:3], dtype, WAYS[way])
+            layer = prepare(make(adds, **EPILOGUE[behind], **settings), batch, contexts[:3], dtype, WAYS[way])
             check(layer, batch, addends, contexts, dtype, before, seed=3, **({} if way == "eager" else {"node": 0}))
 
 
 @pytest.mark.parametrize("adds, behind", CASES)
 def test_an_empty_shard_with_frozen_statistics(empty_case, contexts, adds, behind):
     batch, addends = empty_case("float64", "sample")
-    layer = prepare(make(adds, **BEHIND[behind]), batch, contexts[:3], "float64", {})
+    layer = prepare(make(adds, **EPILOGUE[behind]), batch, contexts[:3], "float64", {})
     inputs = [
         on_devices(arrays, contexts, "float64") for arrays in ((batch.shards, addends) if adds else (batch.shards,))
     ]
@@ -226,7 +226,7 @@ def unguarded(layer, x, addend):
     attributes = {"axis": 1, "eps": "1e-3", "momentum": "0.9", "fix_gamma": 0, "unbiased": 0, "on_cpus": 1}
     return nd.Custom(
         x, layer.gamma.data(x.ctx), layer.beta.data(x.ctx), addend, *states, op_type="gluon_syncbn",
-        layer=layer._replicas.token, lanes=1, role=0, node=-1, adds=1, fuses=0,
+        layer=layer._replicas.token, per_context=1, role=0, node=-1, adds=1, fuses=0,
         **layer._activation.attributes(), **attributes,
     )  # fmt: skip
 
@@ -294,7 +294,7 @@ def test_prediction_and_frozen_statistics(case, contexts, adds, behind, way):
     (batch, addends), context = case(1), contexts[0]
     x, other = nd.array(batch.shards[0], dtype="float64"), nd.array(addends[0], dtype="float64")
     for use_global_stats in (False, True):
-        layer = make(adds, use_global_stats=use_global_stats, **BEHIND[behind])
+        layer = make(adds, use_global_stats=use_global_stats, **EPILOGUE[behind])
         prepare(layer, batch, [context], "float64", WAYS[way])
         layer.running_mean.set_data(nd.arange(5, dtype="float64"))
         layer.running_var.set_data(nd.arange(1, 6, dtype="float64"))

@@ -499,11 +499,11 @@ def test_bits_do_not_depend_on_the_order_of_calls(contexts, rng, way):
         assert_same_bits(result, results[0])
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_bits_do_not_depend_on_the_order_of_threads(contexts, rng, lanes):
+@pytest.mark.parametrize("per_context", [1, 3])
+def test_bits_do_not_depend_on_the_order_of_threads(contexts, rng, per_context):
     """Several replicas on one context included: the order of their calls says nothing about which is which."""
     unique = contexts[:2]
-    places = [c for c in unique for _ in range(lanes)]
+    places = [c for c in unique for _ in range(per_context)]
     count = len(places)
     batch = make_batch(rng, count, offset=3.0)
     layer = prepare(SyncBatchNorm(in_channels=5, num_devices=count, momentum=0), batch, unique, "float64", {})

@@ -268,7 +268,7 @@ def one_step(layer, batch, contexts, addends=None, plain=(), req="write", dtype=
     return step_of(layer, inputs, lay_out("heads", batch.heads), req)
 
 
-BEHIND = {
+EPILOGUE = {
     "none": (False, {}),
     "relu6": (False, {"activation": "relu6"}),
     "leaky": (False, {"activation": "leaky", "slope": 0.25}),
@@ -281,9 +281,9 @@ BEHIND = {
 
 
 @pytest.mark.parametrize("spatial", [(9,), (4, 6), (15, 15), (3, 4, 2)], ids=str)
-@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize("behind", EPILOGUE)
 def test_blocks_of_channels(contexts, rng, behind, spatial):
-    adds, activation = BEHIND[behind]
+    adds, activation = EPILOGUE[behind]
     batch = make_batch(rng, 3, channels=32, spatial=spatial, dtype="float32")
     addends = [rng.randn(*x.shape).astype("float32") for x in batch.shards] if adds else None
     layer = (SyncBatchNormAdd if adds else SyncBatchNorm)(in_channels=32, **activation)
@@ -302,10 +302,10 @@ def test_blocks_of_channels(contexts, rng, behind, spatial):
 
 @native
 @pytest.mark.skipif(_native.instruction_set() != "avx512f", reason="MXNet has no convolution of bfloat16 here")
-@pytest.mark.parametrize("behind", BEHIND)
+@pytest.mark.parametrize("behind", EPILOGUE)
 def test_blocks_of_bfloat16(contexts, rng, behind):
     """The same bits as where the data lie plain, but for sums that run in another order."""
-    adds, activation = BEHIND[behind]
+    adds, activation = EPILOGUE[behind]
     batch = make_batch(rng, 3, channels=32, dtype="bfloat16")
     addends = [rounded(rng.randn(*x.shape), "bfloat16") for x in batch.shards] if adds else None
     results, calls = [], []

@@ -232,12 +232,12 @@ def test_a_net_with_several_replicas_on_one_context(contexts, rng, way, given):
 
 
 @pytest.mark.parametrize("way", SHARING)
-@pytest.mark.parametrize("lanes", [2, 3])
-def test_running_statistics_of_several_replicas_on_one_context(contexts, rng, way, lanes):
+@pytest.mark.parametrize("per_context", [2, 3])
+def test_running_statistics_of_several_replicas_on_one_context(contexts, rng, way, per_context):
     """Many calls in flight at once: their updates come in the order of the calls, and prediction sees all before it."""
     channels, momentum = 4, 0.6
     for _turn in range(10):
-        layer = SyncBatchNorm(in_channels=channels, num_devices=2 * lanes, momentum=momentum)
+        layer = SyncBatchNorm(in_channels=channels, num_devices=2 * per_context, momentum=momentum)
         layer.initialize(ctx=contexts[:2])
         if WAYS[way] is not None:
             layer.hybridize(**WAYS[way])
@@ -245,7 +245,8 @@ def test_running_statistics_of_several_replicas_on_one_context(contexts, rng, wa
         mean, var, predicted, kept = np.zeros(channels), np.ones(channels), [], []
         for call in range(8):
             shards = [
-                rng.randn(2, channels, 3 + 40 * (i == call % 2)) * (call + 1) + 10 * call for i in range(2 * lanes)
+                rng.randn(2, channels, 3 + 40 * (i == call % 2)) * (call + 1) + 10 * call
+                for i in range(2 * per_context)
             ]
             with autograd.record():  # outputs are kept, and nobody waits for them
                 kept.append([layer(nd.array(x, ctx=contexts[i % 2])) for i, x in enumerate(shards)])
@@ -315,7 +316,7 @@ def test_repeated_contexts_need_no_num_devices(contexts, rng):
     batch = make_batch(rng, 2)
     layer = SyncBatchNorm(in_channels=5)
     layer.initialize(ctx=[contexts[0], contexts[0]])
-    assert layer._replicas.lanes([contexts[0]] * 2) == 2
+    assert layer._replicas.per_context([contexts[0]] * 2) == 2
     layer.gamma.set_data(nd.array(batch.gamma))
     with autograd.record():
         ys = [layer(x) for x in on_devices(batch.shards, [contexts[0]] * 2, "float32")]

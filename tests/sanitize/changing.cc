@@ -48,7 +48,7 @@ std::vector<Hands::Turn> harmless(const Layer& layer, bool steps_fail) {
         },
         [steps_fail](Random&) {
             void* wait = syncbn_wait_begin(10, 5, syncbn_interrupts());
-            expect(*syncbn_wait_look(wait) == 0 || steps_fail, "a wait goes on");
+            expect(*syncbn_wait_poll(wait) == 0 || steps_fail, "a wait goes on");
             syncbn_wait_end(wait);
         },
         [](Random& random) {

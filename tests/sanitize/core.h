@@ -19,7 +19,7 @@ int syncbn_timeout(double seconds);
 double syncbn_timeout_of(int64_t layer);
 long syncbn_interrupts();
 void* syncbn_wait_begin(double timeout, double warn_after, long interrupts);
-const char* syncbn_wait_look(void* wait);
+const char* syncbn_wait_poll(void* wait);
 void syncbn_wait_end(void* wait);
 int syncbn_exchange(void* exchange);
 void* syncbn_exchange_memory();

@@ -32,10 +32,10 @@ bool fails() {
 void wait_for_others() {
     static std::atomic<int> exchanges{0};
     void* wait = syncbn_wait_begin(10, 5, syncbn_interrupts());
-    for (int i = 0; i < 3 && *syncbn_wait_look(wait) == 0; ++i) pause(1e-4);
+    for (int i = 0; i < 3 && *syncbn_wait_poll(wait) == 0; ++i) pause(1e-4);
     if (++exchanges % 50 == 0) {
         pause(0.07);
-        syncbn_wait_look(wait);
+        syncbn_wait_poll(wait);
     }
     syncbn_wait_end(wait);
 }

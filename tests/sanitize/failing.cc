@@ -66,7 +66,7 @@ const Fault kFaults[] = {
      [](const Trial& trial) { trial.layer.place(trial.layer.spec.contexts, trial.layer.spec.replicas + 1); }},
     {"number of replicas per context has changed", false,
      [](const Trial& trial) {
-         trial.layer.place(trial.layer.spec.contexts, trial.layer.spec.contexts * (trial.layer.spec.lanes() + 1));
+         trial.layer.place(trial.layer.spec.contexts, trial.layer.spec.contexts * (trial.layer.spec.per_context() + 1));
      }},
     {"the script has raised an exception", false,
      [](const Trial&) { syncbn_fail("the script has raised an exception"); }},

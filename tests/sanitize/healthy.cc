@@ -9,10 +9,11 @@ namespace {
 
 struct Kind {
     bool threads;
-    int contexts, lanes;
+    int contexts, per_context;
 
-    explicit Kind(Random& random) : threads(random.one_in(2)), contexts(random.whole(1, 4)), lanes(random.whole(1, 3)) {
-        if (contexts * lanes == 1) contexts = 2;
+    explicit Kind(Random& random)
+        : threads(random.one_in(2)), contexts(random.whole(1, 4)), per_context(random.whole(1, 3)) {
+        if (contexts * per_context == 1) contexts = 2;
     }
 };
 
@@ -24,7 +25,7 @@ void healthy(Run& run) {
         std::vector<std::unique_ptr<Layer>> layers;
         std::vector<Layer*> beside;
         for (int i = run.random.whole(1, 2); i > 0; --i) {
-            const Spec spec = any_spec(run.random, kind.contexts, kind.lanes, !kind.threads);
+            const Spec spec = any_spec(run.random, kind.contexts, kind.per_context, !kind.threads);
             layers.push_back(std::make_unique<Layer>(run.random, spec, "healthy" + std::to_string(i)));
             beside.push_back(layers.back().get());
         }
@@ -47,11 +48,11 @@ void repeated(Run& run) {
     while (run.goes_on()) {
         const Kind kind(run.random);
         // The replicas of a context sit down as they come to run, so that each use of a layer may be tracked by another.
-        const Spec spec = any_spec(run.random, kind.contexts, kind.lanes, false);
+        const Spec spec = any_spec(run.random, kind.contexts, kind.per_context, false);
         Layer layer(run.random, spec, "repeated");
         Manner manner(run.random, {&layer}, kind.threads);
         manner.graph = true;
-        if (kind.lanes > 1) manner.uses = 1;
+        if (kind.per_context > 1) manner.uses = 1;
         std::vector<std::unique_ptr<Step>> steps;
         for (int i = run.random.whole(2, 10); i > 0; --i) {
             manner.training = !run.random.one_in(5);  // with static_shape, the same states predict, too
@@ -69,7 +70,7 @@ void repeated(Run& run) {
 void dropping(Run& run) {
     while (run.goes_on()) {
         const Kind kind(run.random);
-        const Spec spec = any_spec(run.random, kind.contexts, kind.lanes, !kind.threads);
+        const Spec spec = any_spec(run.random, kind.contexts, kind.per_context, !kind.threads);
         Layer layer(run.random, spec, "dropped");
         Step step(run, {&layer}, Manner(run.random, {&layer}, kind.threads));
         step.issue_forwards();

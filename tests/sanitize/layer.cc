@@ -5,11 +5,11 @@
 
 namespace driver {
 
-Spec any_spec(Random& random, int contexts, int lanes, bool seats_known) {
+Spec any_spec(Random& random, int contexts, int per_context, bool positions_known) {
     Spec spec;
     spec.contexts = contexts;
-    spec.replicas = contexts * lanes;
-    if (lanes == 1 || seats_known) {
+    spec.replicas = contexts * per_context;
+    if (per_context == 1 || positions_known) {
         spec.mode = static_cast<Mode>(random.whole(0, 2));
         if (spec.mode == Mode::kSync && random.one_in(3))
             spec.group = random.one_of<int>({1, spec.replicas % 2 == 0 ? 2 : 1, spec.replicas});
@@ -28,9 +28,9 @@ Spec any_spec(Random& random, int contexts, int lanes, bool seats_known) {
     return spec;
 }
 
-Spec any_meeting_spec(Random& random, int contexts, int lanes, bool seats_known) {
+Spec any_meeting_spec(Random& random, int contexts, int per_context, bool positions_known) {
     for (;;) {
-        const Spec spec = any_spec(random, contexts, lanes, seats_known);
+        const Spec spec = any_spec(random, contexts, per_context, positions_known);
         if (spec.mode != Mode::kLocal) return spec;
     }
 }
@@ -63,7 +63,7 @@ std::shared_ptr<Property> Layer::property(int node, Role role) const {
     return std::make_shared<Property>(std::map<std::string, std::string>{
         {"layer", token_},
         {"role", std::to_string(static_cast<int>(role))},
-        {"lanes", std::to_string(spec.whole() ? 1 : spec.lanes())},
+        {"per_context", std::to_string(spec.whole() ? 1 : spec.per_context())},
         {"node", std::to_string(node)},
         {"axis", spec.channels_last ? "-1" : "1"},
         {"eps", std::to_string(kEpsilon)},

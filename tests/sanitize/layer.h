@@ -30,18 +30,18 @@ struct Spec {
     bool adds = false, inplace = false;
     void* exchange = nullptr;  // of its own
 
-    int lanes() const { return replicas / contexts; }
+    int per_context() const { return replicas / contexts; }
     // One operator does everything; otherwise one meets and one tracks.
-    bool whole() const { return lanes() == 1 || mode == Mode::kLocal; }
+    bool whole() const { return per_context() == 1 || mode == Mode::kLocal; }
     bool activates() const { return slope != 1; }
     Type parameter_type() const { return type == Type::kFloat64 ? Type::kFloat64 : Type::kFloat32; }
 };
 
-// Several replicas on a context sit down in the order of their calls. Where that is anybody's guess (`seats_known` is
+// Several replicas on a context sit down in the order of their calls. Where that is anybody's guess (`positions_known` is
 // false), what depends on it is left out.
-Spec any_spec(Random& random, int contexts, int lanes, bool seats_known);
+Spec any_spec(Random& random, int contexts, int per_context, bool positions_known);
 // One in which somebody waits for somebody.
-Spec any_meeting_spec(Random& random, int contexts, int lanes, bool seats_known);
+Spec any_meeting_spec(Random& random, int contexts, int per_context, bool positions_known);
 
 struct Parameters {
     ArrayP gamma, beta, running_mean, running_var;

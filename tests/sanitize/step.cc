@@ -21,7 +21,7 @@ Manner::Manner(Random& random, const std::vector<Layer*>& layers, bool threads) 
     // both uses write the running statistics, unless the first replica alone does.
     uses = random.whole(1, kNodes);
     for (const Layer* layer : layers)
-        if (layer->spec.lanes() > 1 && (!graph || threads || layer->spec.whole())) uses = 1;
+        if (layer->spec.per_context() > 1 && (!graph || threads || layer->spec.whole())) uses = 1;
     backwards = random.whole(0, 3);
     large = random.one_in(200);
 }
@@ -36,9 +36,9 @@ Step::Step(Run& run, const std::vector<Layer*>& layers, const Manner& manner)
             calls_[use].emplace_back();
             for (size_t replica : order) {
                 const int height = manner.large && replica == 0 ? kLarge / layer->spec.channels : usual;
-                calls_[use].back().push_back(std::make_unique<Replica>(random, *layer, replica / layer->spec.lanes(),
-                                                                       manner.graph ? use : kEager, manner.training,
-                                                                       height, manner.backwards));
+                calls_[use].back().push_back(
+                    std::make_unique<Replica>(random, *layer, replica / layer->spec.per_context(),
+                                              manner.graph ? use : kEager, manner.training, height, manner.backwards));
             }
         }
 }

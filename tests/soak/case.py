@@ -19,7 +19,7 @@ class Case:
     rng: np.random.RandomState  # goes on to draw what happens to the net
     steps: int
     contexts: List[mx.Context]  # that hold the parameters, each once
-    lanes: int  # replicas of each context
+    per_context: int  # replicas of each context
     repeated: bool  # whether the contexts are named once for each lane, instead of num_devices
     net: str
     settings: Dict[str, Any]  # of nn.BatchNorm, and the activation
@@ -41,7 +41,7 @@ class Case:
     @property
     def places(self) -> List[mx.Context]:
         """Of the replicas, in their order."""
-        return [context for context in self.contexts for _ in range(self.lanes)]
+        return [context for context in self.contexts for _ in range(self.per_context)]
 
     @property
     def mode(self) -> str:
@@ -104,8 +104,8 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
     threads = count > 1 and perhaps(0.2)
     # A layer is used once in a forward where replicas share a context.
     sharing = net not in ("twice", "shared") and count <= len(contexts) // 2 and perhaps(0.25)
-    lanes = rng.randint(2, min(4, len(contexts) // count) + 1) if sharing else 1
-    replicas = count * lanes
+    per_context = rng.randint(2, min(4, len(contexts) // count) + 1) if sharing else 1
+    replicas = count * per_context
 
     layout = {"axis": 1, "spatial": _one(rng, SPATIAL)}
     if net == "layer":
@@ -115,7 +115,7 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
     else:
         layout["axis"] = -1
     # Of replicas on one context, threads leave open which is which: whose statistics they share has to be one.
-    choices = [{}] if threads and lanes > 1 else _poolings(replicas, layout["axis"])
+    choices = [{}] if threads and per_context > 1 else _poolings(replicas, layout["axis"])
     pooling = _one(rng, choices)
 
     ways = ["eager", "hybrid"] + ["static_alloc"] * (not threads)
@@ -126,9 +126,9 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
     # Of an empty array, MXNet's convolution leaves the gradient of its weight as it was. In float32, oneDNN's operators
     # are errors.
     dense = layout["axis"] == -1 and dtype == "float64"
-    may_be_empty = count > 1 and lanes == 1 and (net == "layer" or dense)
+    may_be_empty = count > 1 and per_context == 1 and (net == "layer" or dense)
     empty = may_be_empty and perhaps(0.3)
-    repeated = lanes > 1 and net == "layer" and perhaps(0.3)
+    repeated = per_context > 1 and net == "layer" and perhaps(0.3)
     trains = not repeated and perhaps(0.5)
     # Rounding decides on which side of 0 a value is, and with it about a gradient: in float64 too seldom to be seen.
     activation = _one(rng, (None, "relu", "relu6", "leaky")) if dtype == "float64" and perhaps(0.5) else None
@@ -140,7 +140,7 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
         rng=rng,
         steps=rng.randint(4, 25),
         contexts=places,
-        lanes=lanes,
+        per_context=per_context,
         repeated=repeated,
         net=net,
         settings={
@@ -153,7 +153,7 @@ def draw(seed: int, contexts: Sequence[mx.Context]) -> Case:
             "activation": activation,
             "inplace": inplace,
         },
-        fused=net == "residual" and lanes == 1 and perhaps(0.5),
+        fused=net == "residual" and per_context == 1 and perhaps(0.5),
         pooling=pooling,
         kvstore=_one(rng, (None, None, "device", "local")),
         dtype=dtype,

@@ -38,7 +38,7 @@ def _choices(trial: Trial) -> Dict[Callable[[Trial], None], float]:
     if trial.threads or case.empty:
         return kinds
     kinds[a_fork_between_replicas] = 0.3
-    if case.lanes == 1:
+    if case.per_context == 1:
         kinds[one_loss] = 1
         kinds[reading_between_replicas] = 1
         if case.net == "layer" and case.way == "eager" and case.dtype != "float64":
@@ -141,7 +141,7 @@ def a_store_that_raises(trial: Trial) -> None:
         for y in ys:
             fails(y, text)
     except mx.MXNetError as error:
-        if trial.case.lanes == 1:
+        if trial.case.per_context == 1:
             raise
         explains(error, text)  # on the way to the next layer, where replicas sit down as they are called
     finally:

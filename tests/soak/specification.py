@@ -106,8 +106,8 @@ class Specification:
             return _added(left, right), lambda dys: _added(back_left(dys), back_right(dys))
         if isinstance(block, Residual):
             zs, back_z = self._walk(block.linear, xs, places, frozen)
-            behind = {"addends": xs, **block.activation._asdict()}
-            ys, back_layer = self._layer(block.norm, zs, places, frozen, **behind)
+            epilogue = {"addends": xs, **block.activation._asdict()}
+            ys, back_layer = self._layer(block.norm, zs, places, frozen, **epilogue)
 
             def back_both(dys: Values) -> Values:
                 gradients = back_layer(dys)
@@ -145,15 +145,15 @@ class Specification:
     # ---- the layer ---------------------------------------------------------------------------------------------
 
     def _layer(
-        self, layer: SyncBatchNorm, xs: Values, places: Sequence[mx.Context], frozen: bool, **behind: Any
+        self, layer: SyncBatchNorm, xs: Values, places: Sequence[mx.Context], frozen: bool, **epilogue: Any
     ) -> Tuple[Values, BackOfLayer]:
         """``behind``: what the layer takes in of the net, in place of its own activation."""
         if frozen or layer._kwargs["use_global_stats"]:
-            return self._frozen(layer, xs, places, **behind)
-        return self._normalised(layer, xs, places, **behind)
+            return self._frozen(layer, xs, places, **epilogue)
+        return self._normalised(layer, xs, places, **epilogue)
 
     def _normalised(
-        self, layer: SyncBatchNorm, xs: Values, places: Sequence[mx.Context], **behind: Any
+        self, layer: SyncBatchNorm, xs: Values, places: Sequence[mx.Context], **epilogue: Any
     ) -> Tuple[Values, BackOfLayer]:
         pooling = layer._replica_settings[0]._asdict()
         if pooling["mode"] == "shuffle":
@@ -161,7 +161,7 @@ class Specification:
         gamma, beta = self.weights[layer.gamma.name], self.weights[layer.beta.name]
         # As running statistics move from 0 and from 1, so they do from any value.
         from_0, from_1 = (
-            reference.forward(xs, gamma, beta, start, start, **{**_settings(layer), **pooling, **behind})
+            reference.forward(xs, gamma, beta, start, start, **{**_settings(layer), **pooling, **epilogue})
             for start in (np.zeros_like(gamma), np.ones_like(gamma))
         )
         moved = set()
@@ -189,13 +189,13 @@ class Specification:
         xs: Values,
         places: Sequence[mx.Context],
         addends: Optional[Values] = None,
-        **behind: Any,
+        **epilogue: Any,
     ) -> Tuple[Values, BackOfLayer]:
         gamma, beta = self.weights[layer.gamma.name], self.weights[layer.beta.name]
         forwards = [
             reference.forward(
                 [x], gamma, beta, *(self.running[p.name, place] for p in (layer.running_mean, layer.running_var)),
-                use_global_stats=True, **{**_settings(layer), **behind}, addends=addend,
+                use_global_stats=True, **{**_settings(layer), **epilogue}, addends=addend,
             )
             for x, place, addend in zip(xs, places, [None] * len(xs) if addends is None else [[a] for a in addends])
         ]  # fmt: skip

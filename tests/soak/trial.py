@@ -140,7 +140,7 @@ class Trial:
         if self.threads:
             # Threads that share a context have to have made a call before the next one: whose running statistics come
             # last is otherwise up to them.
-            together = [[k] for k in range(len(calls))] if self.case.lanes > 1 else [list(range(len(calls)))]
+            together = [[k] for k in range(len(calls))] if self.case.per_context > 1 else [list(range(len(calls)))]
             with scope():
                 for some in together:
                     turns = [[(k, i) for k in some] for i in range(replicas)]
@@ -156,7 +156,7 @@ class Trial:
 
     def _turns(self, calls: Sequence[int], replicas: int) -> List[Tuple[int, int]]:
         """(call, replica) in the order in which they are issued, the calls of each replica in the order given."""
-        if self.case.lanes > 1:  # of replicas that share a context, the first one called is the first
+        if self.case.per_context > 1:  # of replicas that share a context, the first one called is the first
             return [(k, i) for k in calls for i in range(replicas)]
         turns = [(k, i) for k in calls for i in self.rng.permutation(replicas)]
         if self.rng.rand() < 0.3:
@@ -165,7 +165,7 @@ class Trial:
 
     def backward(self, calls: Sequence[Call], ys: Sequence[Sequence[nd.NDArray]]) -> None:
         replicas = len(ys[0])
-        one_by_one = self.case.lanes == 1 and len(calls) == 1 and self.rng.rand() < 0.2
+        one_by_one = self.case.per_context == 1 and len(calls) == 1 and self.rng.rand() < 0.2
         # In one backward, MXNet bundles the end of a replica's call with the beginning of its next. Where one replica
         # has them in another order than its peer, each bundle would wait for the other.
         turns = self._turns(self.rng.permutation(len(calls)), replicas)
@@ -245,16 +245,16 @@ class Trial:
         group = self.case.pooling.get("group_size", 1)
         slots = self.case.pooling.get("virtual_devices", 1)
         least = 2 if self.case.mode == "shuffle" and slots == 1 else 1  # replicas
-        lanes = self.case.lanes
-        sizes = [n for n in range(1, len(contexts)) if n * lanes % group == 0 and n * lanes >= least]
+        per_context = self.case.per_context
+        sizes = [n for n in range(1, len(contexts)) if n * per_context % group == 0 and n * per_context >= least]
         some = sorted(self.rng.permutation(len(contexts))[: self.rng.choice(sizes or [len(contexts)])])
         with gluon_syncbn.devices([contexts[i] for i in some]):
-            self.train([contexts[i] for i in some for _ in range(lanes)])
+            self.train([contexts[i] for i in some for _ in range(per_context)])
 
     def run_forward(self) -> None:
         """Training without a backward: the running statistics move on."""
         # Outside of record(), a static_alloc graph gives the replicas of one context the same memory.
-        same_memory = self.case.lanes > 1 and self.case.way == "static_alloc"
+        same_memory = self.case.per_context > 1 and self.case.way == "static_alloc"
         recorded = same_memory or self.rng.rand() < 0.3
         places = self.case.places
         calls = self.calls(places, self._in_flight())

@@ -52,7 +52,7 @@ class Files(WaitingTransport):
                 return [np.frombuffer(path.read_bytes(), part.dtype) for path in paths.values()]
             for failed in self._folder.glob("failure.*"):
                 self.give_up(label, f"rank {failed.suffix[1:]} of {self.size} has failed: {failed.read_text()}")
-            wait.look(missing)
+            wait.poll(missing)
             time.sleep(0.001)
 
     def tell(self, label, reason):

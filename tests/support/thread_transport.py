@@ -41,7 +41,7 @@ class ThreadTransport(WaitingTransport):
                     if rank in self._post.gone:
                         where = f"(rank {self.rank} was in {label})"
                         self.give_up(label, f"rank {rank} of {self.size} has failed: {self._post.gone[rank]} {where}")
-                wait.look(missing)
+                wait.poll(missing)
                 self._post.changed.wait(0.01)
         if equal:
             for rank in wanted:

@@ -426,7 +426,7 @@ def test_a_fork_ends_a_wait():
     try:
         with pytest.raises(mx.MXNetError, match=r"the process was forked .* rank 0 was in gradient 7, round 1"):
             while time.monotonic() < end:
-                wait.look([1])
+                wait.poll([1])
                 time.sleep(0.3)
     finally:
         _native.forking(False)

@@ -28,7 +28,7 @@ struct Part {
 
 // The activation after z.
 template <class A>
-using Behind = typename A::template On<FloatLanes, float>;
+using Epilogue = typename A::template On<FloatLanes, float>;
 
 // Computes z of kLanes channels.
 struct LanesOfZ {
@@ -109,13 +109,13 @@ template <int Width, int K, class A, bool ByOutput, typename T>
 struct GradSumsOf {
     static constexpr bool kByInput = A::kChanges && !ByOutput;
     const Gradients<T> from;
-    const Behind<A> behind;
+    const Epilogue<A> epilogue;
     Lanes<Width> mean[K];
     LanesOfZ z[K];
     Sums<Width, kSets<Width>> sums;
     SYNCBN_METHOD GradSumsOf(const Gradients<T>& from, const double* mean, const ColumnRectified<float>& z,
                              int64_t channel)
-        : from(from), behind(z.activation.slope, z.activation.ceiling) {
+        : from(from), epilogue(z.activation.slope, z.activation.ceiling) {
 #pragma GCC unroll 2
         for (int k = 0; k < K; ++k) {
             load_lanes(mean + channel + k * kLanes, &this->mean[k]);
@@ -134,12 +134,12 @@ struct GradSumsOf {
         if (kByInput) {
             FloatLanes at_z;
             z[i % K].of(values, &at_z);
-            behind.through(&grads, at_z);
+            epilogue.through(&grads, at_z);
         }
         if (ByOutput) {
             FloatLanes outs;
             load_lanes(from.y + at, &outs);
-            behind.through(&grads, outs);
+            epilogue.through(&grads, outs);
             store_lanes(grads, from.dz + at);
             load_lanes(from.dz + at, &grads);  // the sums are of what was written, which is rounded
         }
@@ -182,7 +182,7 @@ template <int K, bool Add, class A, bool Addend, typename T>
 SYNCBN_INLINE void part_normalise(const T* __restrict__ x, const T* __restrict__ addend, T* __restrict__ y,
                                   const Shape& shape, const Part& part, const ColumnRectified<float>& constants) {
     constexpr int64_t kBlock = K * kLanes;
-    const Behind<A> behind(constants.activation.slope, constants.activation.ceiling);
+    const Epilogue<A> epilogue(constants.activation.slope, constants.activation.ceiling);
     for (int64_t position = part.first; position < part.last;) {
         const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
         const int64_t channel = image * kBlock % shape.channels;
@@ -200,7 +200,7 @@ SYNCBN_INLINE void part_normalise(const T* __restrict__ x, const T* __restrict__
                     load_lanes(addend + at, &values);
                     out += values;
                 }
-                behind.apply(&out);
+                epilogue.apply(&out);
                 put<Add>(y + at, out);
             }
     }
@@ -210,7 +210,7 @@ template <int K, bool Add, class A, typename T>
 SYNCBN_INLINE void part_grad_input(const T* dy, const T* x, T* dx, const Shape& shape, const Part& part,
                                    const ColumnGradInput<float>& constants, const ColumnRectified<float>& rectified) {
     constexpr int64_t kBlock = K * kLanes;
-    const Behind<A> behind(rectified.activation.slope, rectified.activation.ceiling);
+    const Epilogue<A> epilogue(rectified.activation.slope, rectified.activation.ceiling);
     for (int64_t position = part.first; position < part.last;) {
         const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
         const int64_t channel = image * kBlock % shape.channels;
@@ -235,7 +235,7 @@ SYNCBN_INLINE void part_grad_input(const T* dy, const T* x, T* dx, const Shape& 
                 load_lanes(dy + at, &grads);
                 if (A::kChanges) {
                     z[k].of(values, &at_z);
-                    behind.through(&grads, at_z);
+                    epilogue.through(&grads, at_z);
                 }
                 put<Add>(dx + at, scale[k] * ((grads - mean_dz[k]) - ((values - high[k]) - low[k]) * slopes[k]));
             }
@@ -246,7 +246,7 @@ template <int K, class A, typename T>
 SYNCBN_INLINE void part_recover(const T* __restrict__ y, T* __restrict__ x, const Shape& shape, const Part& part,
                                 const ColumnRectified<float>& constants) {
     constexpr int64_t kBlock = K * kLanes;
-    const Behind<A> behind(constants.activation.slope, constants.activation.ceiling);
+    const Epilogue<A> epilogue(constants.activation.slope, constants.activation.ceiling);
     for (int64_t position = part.first; position < part.last;) {
         const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
         const int64_t channel = image * kBlock % shape.channels;
@@ -259,7 +259,7 @@ SYNCBN_INLINE void part_recover(const T* __restrict__ y, T* __restrict__ x, cons
                 const int64_t at = position * kBlock + k * kLanes;
                 FloatLanes value, out;
                 load_lanes(y + at, &value);
-                behind.undo(&value);
+                epilogue.undo(&value);
                 z[k].back(value, &out);
                 store_lanes(out, x + at);
             }
@@ -347,7 +347,7 @@ void for_parts(const Work& work, const Leaf& leaf) {
     for (int part = 0; part < threads; ++part) leaf(Part{positions * part / threads, positions * (part + 1) / threads});
 }
 
-// For `spread` and `Columns`: a column for each channel.
+// For `broadcast` and `Columns`: a column for each channel.
 Shape columns_of(const Shape& shape) { return {1, shape.channels, 1}; }
 
 template <typename T>
@@ -414,9 +414,11 @@ void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& 
 
 void grad_input(const Work& work, const void* dy, const void* x, const GradInput& with, void* dx) {
     const Shape columns = columns_of(work.shape);
-    const std::vector<float> high = spread<float>(columns, with.mean), low = spread<float>(columns, with.mean, true),
-                             scale = spread<float>(columns, with.with.scale),
-                             mean_dz = spread<float>(columns, with.mean_dz), slope = spread<float>(columns, with.slope);
+    const std::vector<float> high = broadcast<float>(columns, with.mean),
+                             low = broadcast<float>(columns, with.mean, true),
+                             scale = broadcast<float>(columns, with.with.scale),
+                             mean_dz = broadcast<float>(columns, with.mean_dz),
+                             slope = broadcast<float>(columns, with.slope);
     const ColumnGradInput<float> column{high.data(), low.data(), scale.data(), mean_dz.data(), slope.data()};
     const Columns<float> constants(columns, with.with, with.with.activation.any());
     with_type_in_blocks(work.type, [&](auto* t) {

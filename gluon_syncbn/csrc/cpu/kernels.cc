@@ -84,9 +84,9 @@ struct RowRectified {
     template <class A, typename V>
     SYNCBN_METHOD void through(V* grads, const V& x) const {
         if (!A::kChanges) return;
-        const typename A::template On<V, C> behind(activation.slope, activation.ceiling);
+        const typename A::template On<V, C> epilogue(activation.slope, activation.ceiling);
         const V z = ((x - mean.high) - mean.low) * scale + shift;
-        behind.through(grads, z);
+        epilogue.through(grads, z);
     }
     template <class A, int Width>
     SYNCBN_METHOD void through(Lanes<Width>* grads, const Lanes<Width>& x) const {
@@ -144,11 +144,11 @@ struct RowGradInput {
 template <bool Add, class A, bool Addend, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_normalise(const T* __restrict__ x, const T* __restrict__ addend, T* __restrict__ y, int64_t n,
                                  const RowRectified<C>& z) {
-    const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
+    const typename A::template On<C> epilogue(z.activation.slope, z.activation.ceiling);
     for (int64_t i = 0; i < n; ++i) {
         C value = z.of(Value<T>::load(x + i));
         if (Addend) value += Value<T>::load(addend + i);
-        behind.apply(&value);
+        epilogue.apply(&value);
         put<Add>(y + i, value);
     }
 }
@@ -157,24 +157,24 @@ template <bool Add, class A, typename T, typename C = typename Value<T>::Compute
 SYNCBN_INLINE void row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row,
                                   const RowRectified<C>& constants) {
     const RowRectified<C> z = constants;  // a copy, which cannot alias dx
-    const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
+    const typename A::template On<C> epilogue(z.activation.slope, z.activation.ceiling);
     const Split<C> m(row.mean);
     const C a = static_cast<C>(row.scale), g = static_cast<C>(row.mean_dz), k = static_cast<C>(row.slope);
 #pragma GCC ivdep  // dx may be x: each value is read before it is written
     for (int64_t i = 0; i < n; ++i) {
         const C value = Value<T>::load(x + i);
         C dz = Value<T>::load(dy + i);
-        behind.through(&dz, z.of(value));
+        epilogue.through(&dz, z.of(value));
         put<Add>(dx + i, a * ((dz - g) - ((value - m.high) - m.low) * k));
     }
 }
 
 template <class A, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_recover(const T* __restrict__ y, T* __restrict__ x, int64_t n, const RowRectified<C>& z) {
-    const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
+    const typename A::template On<C> epilogue(z.activation.slope, z.activation.ceiling);
     for (int64_t i = 0; i < n; ++i) {
         C value = Value<T>::load(y + i);
-        behind.undo(&value);
+        epilogue.undo(&value);
         Value<T>::store(x + i, ((value - z.shift) / z.scale + z.mean.low) + z.mean.high);
     }
 }
@@ -183,10 +183,10 @@ SYNCBN_INLINE void row_recover(const T* __restrict__ y, T* __restrict__ x, int64
 template <class A, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void row_grad_by_output(const T* __restrict__ dy, const T* __restrict__ y, T* __restrict__ dz, int64_t n,
                                       const Activation& activation) {
-    const typename A::template On<C> behind(activation.slope, activation.ceiling);
+    const typename A::template On<C> epilogue(activation.slope, activation.ceiling);
     for (int64_t i = 0; i < n; ++i) {
         C grad = Value<T>::load(dy + i);
-        behind.through(&grad, Value<T>::load(y + i));
+        epilogue.through(&grad, Value<T>::load(y + i));
         Value<T>::store(dz + i, grad);
     }
 }
@@ -209,14 +209,14 @@ template <class A, typename T, typename C = typename Value<T>::Compute>
 SYNCBN_INLINE void column_grad_sums(const T* __restrict__ dy, const T* __restrict__ x, int64_t rows, int64_t stride,
                                     int64_t columns, const double* __restrict__ mean, const ColumnRectified<C>& z,
                                     double* __restrict__ sum_dz, double* __restrict__ sum_dz_xc) {
-    const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
+    const typename A::template On<C> epilogue(z.activation.slope, z.activation.ceiling);
     for (int64_t r = 0; r < rows; ++r, x += stride, dy += stride)
         for (int64_t c = 0; c < columns; ++c) {
             const C value = Value<T>::load(x + c);
             C grad = Value<T>::load(dy + c);
             if (A::kChanges) {
                 const C at = ((value - z.high[c]) - z.low[c]) * z.scale[c] + z.shift[c];
-                behind.through(&grad, at);
+                epilogue.through(&grad, at);
             }
             const double g = grad;
             sum_dz[c] += g;
@@ -231,12 +231,12 @@ SYNCBN_INLINE void column_normalise(const T* __restrict__ x, const T* __restrict
     const C* __restrict__ low = z.low;
     const C* __restrict__ a = z.scale;
     const C* __restrict__ b = z.shift;
-    const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
+    const typename A::template On<C> epilogue(z.activation.slope, z.activation.ceiling);
     for (int64_t r = 0; r < rows; ++r, x += columns, y += columns, addend += Addend ? columns : 0)
         for (int64_t c = 0; c < columns; ++c) {
             C value = ((Value<T>::load(x + c) - high[c]) - low[c]) * a[c] + b[c];
             if (Addend) value += Value<T>::load(addend + c);
-            behind.apply(&value);
+            epilogue.apply(&value);
             put<Add>(y + c, value);
         }
 }
@@ -250,7 +250,7 @@ SYNCBN_INLINE void column_grad_input(const T* dy, const T* x, T* dx, int64_t row
     const C* __restrict__ z_low = z.low;
     const C* __restrict__ z_scale = z.scale;
     const C* __restrict__ z_shift = z.shift;
-    const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
+    const typename A::template On<C> epilogue(z.activation.slope, z.activation.ceiling);
     for (int64_t r = 0; r < rows; ++r, x += columns, dy += columns, dx += columns)
 #pragma GCC ivdep  // as in a row
         for (int64_t c = 0; c < columns; ++c) {
@@ -258,7 +258,7 @@ SYNCBN_INLINE void column_grad_input(const T* dy, const T* x, T* dx, int64_t row
             C dz = Value<T>::load(dy + c);
             if (A::kChanges) {
                 const C at = ((value - z_high[c]) - z_low[c]) * z_scale[c] + z_shift[c];
-                behind.through(&dz, at);
+                epilogue.through(&dz, at);
             }
             put<Add>(dx + c, a[c] * ((dz - g[c]) - ((value - high[c]) - low[c]) * k[c]));
         }
@@ -271,11 +271,11 @@ SYNCBN_INLINE void column_recover(const T* __restrict__ y, T* __restrict__ x, in
     const C* __restrict__ low = z.low;
     const C* __restrict__ a = z.scale;
     const C* __restrict__ b = z.shift;
-    const typename A::template On<C> behind(z.activation.slope, z.activation.ceiling);
+    const typename A::template On<C> epilogue(z.activation.slope, z.activation.ceiling);
     for (int64_t r = 0; r < rows; ++r, x += columns, y += columns)
         for (int64_t c = 0; c < columns; ++c) {
             C value = Value<T>::load(y + c);
-            behind.undo(&value);
+            epilogue.undo(&value);
             Value<T>::store(x + c, ((value - b[c]) / a[c] + low[c]) + high[c]);
         }
 }
@@ -427,7 +427,7 @@ void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& wit
     const int threads = work.useful_threads();
     const T* y = static_cast<const T*>(with.y);
     T* dz = static_cast<T*>(with.dz);
-    const Activation& behind = with.with.activation;
+    const Activation& activation = with.with.activation;
     Rectified z = with.with;
     if (y != nullptr) z.activation = {};  // the activation has been applied by then
     if (shape.inner >= kShortRow) {
@@ -442,7 +442,7 @@ void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& wit
             } else {
                 for (int64_t at = first; at < first + shape.outer * stride; at += stride) {
                     double sum, sum_xc;
-                    leaf_row_grad_by_output(dy + at, y + at, dz + at, shape.inner, behind);
+                    leaf_row_grad_by_output(dy + at, y + at, dz + at, shape.inner, activation);
                     leaf_row_grad_sums(dz + at, x + at, 1, stride, shape.inner, z.mean[c], row, &sum, &sum_xc);
                     sum_dz[c] += sum;
                     sum_dz_xhat[c] += sum_xc;
@@ -453,7 +453,7 @@ void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& wit
         return;
     }
     const int64_t columns = shape.channels * shape.inner, blocks = count_blocks(shape);
-    const std::vector<double> means = spread<double>(shape, z.mean);
+    const std::vector<double> means = broadcast<double>(shape, z.mean);
     const Columns<C> constants(shape, z, z.activation.any());
     std::vector<double> sums(2 * blocks * columns);
     for_tiles(shape, threads, blocks, [&](int64_t row, int64_t rows, int64_t column, int64_t width, int64_t block) {
@@ -465,7 +465,7 @@ void grad_sums_of(const Work& work, const T* dy, const T* x, const GradSums& wit
         const int64_t first = row * columns + column;
         if (y == nullptr) return of(dy, first, rows);
         for (int64_t at = first; at < first + rows * columns; at += columns) {
-            leaf_row_grad_by_output(dy + at, y + at, dz + at, width, behind);
+            leaf_row_grad_by_output(dy + at, y + at, dz + at, width, activation);
             of(dz, at, 1);
         }
     });
@@ -485,19 +485,19 @@ void normalise_of(const Work& work, const T* x, const Normalise& with, T* y) {
     const Shape& shape = work.shape;
     const int threads = work.useful_threads();
     const T* addend = static_cast<const T*>(with.addend);
-    const auto behind = [addend](int64_t at) { return addend == nullptr ? nullptr : addend + at; };
+    const auto addend_at = [addend](int64_t at) { return addend == nullptr ? nullptr : addend + at; };
     if (shape.inner >= kShortRow) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int64_t row = 0; row < shape.outer * shape.channels; ++row) {
             const int64_t at = row * shape.inner;
-            leaf_row_normalise(x + at, behind(at), y + at, shape.inner,
+            leaf_row_normalise(x + at, addend_at(at), y + at, shape.inner,
                                RowRectified<C>(with.with, row % shape.channels), with.add);
         }
         return;
     }
     const Columns<C> constants(shape, with.with, true);
     for_rows(shape, threads, [&](int64_t at, int64_t rows, int64_t columns) {
-        leaf_column_normalise(x + at, behind(at), y + at, rows, columns, constants.from(0), with.add);
+        leaf_column_normalise(x + at, addend_at(at), y + at, rows, columns, constants.from(0), with.add);
     });
 }
 
@@ -515,9 +515,9 @@ void grad_input_of(const Work& work, const T* dy, const T* x, const GradInput& w
         }
         return;
     }
-    const std::vector<C> high = spread<C>(shape, with.mean), low = spread<C>(shape, with.mean, true),
-                         scale = spread<C>(shape, with.with.scale), mean_dz = spread<C>(shape, with.mean_dz),
-                         slope = spread<C>(shape, with.slope);
+    const std::vector<C> high = broadcast<C>(shape, with.mean), low = broadcast<C>(shape, with.mean, true),
+                         scale = broadcast<C>(shape, with.with.scale), mean_dz = broadcast<C>(shape, with.mean_dz),
+                         slope = broadcast<C>(shape, with.slope);
     const ColumnGradInput<C> column{high.data(), low.data(), scale.data(), mean_dz.data(), slope.data()};
     const Columns<C> constants(shape, with.with, with.with.activation.any());
     for_rows(shape, threads, [&](int64_t at, int64_t rows, int64_t columns) {

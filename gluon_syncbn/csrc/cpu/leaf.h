@@ -87,7 +87,7 @@ struct Split {
 
 // Expands one value per channel to one per column.
 template <typename C>
-std::vector<C> spread(Shape shape, const double* per_channel, bool low_part = false) {
+std::vector<C> broadcast(Shape shape, const double* per_channel, bool low_part = false) {
     std::vector<C> out(shape.channels * shape.inner);
     for (int64_t c = 0; c < shape.channels; ++c) {
         const Split<C> split(per_channel[c]);
@@ -110,10 +110,10 @@ struct Columns {
     const Activation activation;
     Columns(const Shape& shape, const Rectified& z, bool needed) : activation(z.activation) {
         if (!needed) return;
-        high = spread<C>(shape, z.mean);
-        low = spread<C>(shape, z.mean, true);
-        scale = spread<C>(shape, z.scale);
-        shift = spread<C>(shape, z.shift);
+        high = broadcast<C>(shape, z.mean);
+        low = broadcast<C>(shape, z.mean, true);
+        scale = broadcast<C>(shape, z.scale);
+        shift = broadcast<C>(shape, z.shift);
     }
     ColumnRectified<C> from(int64_t column) const {
         return {high.data() + column, low.data() + column, scale.data() + column, shift.data() + column, activation};

@@ -144,11 +144,11 @@ void post_collective(Collective what, const std::vector<OnDevice>& parts, const 
         return one->channel == clique.channel && one->number == clique.number && one->devices == devices;
     });
     if (known != cliques.end()) return post(what, parts, (*known)->communicators);
-    const bool alone = clique.channel < 0;
-    if (!alone && clique.id.size() != sizeof(UniqueId))
+    const bool within_process = clique.channel < 0;
+    if (!within_process && clique.id.size() != sizeof(UniqueId))
         throw Failure("the communicator of these GPUs is gone, after a failure. Start the job again.");
-    auto communicators = elsewhere([what, parts, devices, clique, alone] {
-        const auto made = alone ? connect(devices) : connect(devices, clique);
+    auto communicators = elsewhere([what, parts, devices, clique, within_process] {
+        const auto made = within_process ? connect(devices) : connect(devices, clique);
         post(what, parts, made);
         return made;
     });

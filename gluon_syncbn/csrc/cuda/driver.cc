@@ -124,24 +124,24 @@ Lease::Lease(Device& device) : device_(device) {
     {
         std::lock_guard<std::mutex> lock(device.mutex_);
         if (!device.streams_.empty()) {
-            std::tie(stream_, told_) = device.streams_.back();
+            std::tie(stream_, findings_) = device.streams_.back();
             device.streams_.pop_back();
         }
     }
     if (stream_ == nullptr) {
-        void* told = nullptr;
-        check(driver().allocate_host(&told, sizeof(Told), kPortable | kMapped), "cuMemHostAlloc");
+        void* findings = nullptr;
+        check(driver().allocate_host(&findings, sizeof(Findings), kPortable | kMapped), "cuMemHostAlloc");
         check(driver().stream_create(&stream_, kNonBlocking), "cuStreamCreate");
-        told_ = static_cast<Told*>(told);
+        findings_ = static_cast<Findings*>(findings);
     }
-    *told_ = {0, -1, 0};
+    *findings_ = {0, -1, 0};
 }
 
 Lease::~Lease() {
     if (abandoned_) return;
     std::lock_guard<std::mutex> lock(device_.mutex_);
     try {
-        device_.streams_.emplace_back(stream_, told_);
+        device_.streams_.emplace_back(stream_, findings_);
     } catch (const std::bad_alloc&) {  // then the stream is lost
     }
 }

@@ -68,8 +68,8 @@ class Device {
     std::mutex mutex_;                      // guards the rest
     std::map<std::string, void*> modules_;  // by the part of kernels.cu
     std::map<std::string, void*> kernels_;
-    std::vector<std::pair<Stream, Told*>> streams_;  // free ones, each with its `Told`
-    std::map<Extent, std::vector<void*>> memory_;    // free memory
+    std::vector<std::pair<Stream, Findings*>> streams_;  // free ones, each with its `Findings`
+    std::map<Extent, std::vector<void*>> memory_;        // free memory
 };
 
 // Makes a device current on this thread while the object lives. MXNet's threads sometimes have none: cudaSetDevice,
@@ -93,14 +93,14 @@ class Lease {
     Stream stream() const { return stream_; }
     // Whether all work on the stream is done; throws the error of the device.
     bool idle() const;
-    Told* told() const { return told_; }
+    Findings* findings() const { return findings_; }
     // Gives up a hanging stream: the stream and its memory are never used again.
     void abandon() { abandoned_ = true; }
 
   private:
     Device& device_;
     Stream stream_ = nullptr;
-    Told* told_ = nullptr;
+    Findings* findings_ = nullptr;
     bool abandoned_ = false;
 };
 

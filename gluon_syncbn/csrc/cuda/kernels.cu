@@ -108,8 +108,8 @@ __device__ inline bool aligned(const void* pointer) {
     return reinterpret_cast<unsigned long long>(pointer) % kPack == 0;
 }
 
-struct Layout : Spread {
-    __device__ explicit Layout(const Spread& spread) : Spread(spread) {}
+struct Layout : Tiling {
+    __device__ explicit Layout(const Tiling& tiling) : Tiling(tiling) {}
     __device__ Index outer() const { return samples * per_sample; }
     __device__ Index first_outer(Index slot) const {
         const Index rest = samples % slots;
@@ -593,8 +593,8 @@ __device__ void over_columns(Map& map, const Layout& layout) {
 
 // `segment` is a multiple of every pack.
 template <typename T, class Map>
-__device__ void each(Map map, const Spread& spread, bool packs) {
-    const Layout layout(spread);
+__device__ void each(Map map, const Tiling& tiling, bool packs) {
+    const Layout layout(tiling);
     if (layout.inner == 1)
         over_columns(map, layout);
     else if (packs && layout.inner % Lanes<T>::kCount == 0)
@@ -606,7 +606,7 @@ __device__ void each(Map map, const Spread& spread, bool packs) {
 // The statistics that normalise: those of a batch, or the running ones if `frozen`.
 template <typename P>
 __device__ inline Statistic statistic(const NormaliseArguments& with, const Lists& lists, Index slot, Index channel) {
-    if (with.frozen == 0) return statistic(with.gathered, List(lists, slot), channel, with.spread.channels);
+    if (with.frozen == 0) return statistic(with.gathered, List(lists, slot), channel, with.tiling.channels);
     return {0, static_cast<double>(static_cast<const P*>(with.running_mean)[channel]),
             static_cast<double>(static_cast<const P*>(with.running_var)[channel])};
 }
@@ -639,7 +639,7 @@ struct Normalise {
           x(static_cast<const T*>(with.x)),
           addend(static_cast<const T*>(with.addend)),
           y(static_cast<T*>(with.y)),
-          activation(with.behind.slope, with.behind.ceiling) {}
+          activation(with.epilogue.slope, with.epilogue.ceiling) {}
     __device__ void use(Index slot, Index channel) {
         const Statistic used = statistic<P>(with, with.used, slot, channel);
         normal.mean = Split<Wide>(used.mean);
@@ -693,9 +693,9 @@ struct GradInput {
           dy(static_cast<const T*>(with.dy)),
           x(static_cast<const T*>(with.x)),
           dx(static_cast<T*>(with.dx)),
-          activation(with.behind.slope, with.behind.ceiling) {}
+          activation(with.epilogue.slope, with.epilogue.ceiling) {}
     __device__ void use(Index slot, Index channel) {
-        const Index channels = with.spread.channels;
+        const Index channels = with.tiling.channels;
         const double* mine = with.kept + slot * kept_length(channels);
         const double weight = gamma<P>(with.weights, channel), invstd = mine[1 + 3 * channels + channel];
         scale = static_cast<Wide>(weight * mine[1 + channels + channel]);
@@ -768,9 +768,9 @@ struct Recover {
         : with(with),
           y(static_cast<const T*>(with.y)),
           x(static_cast<T*>(with.x)),
-          activation(with.behind.slope, with.behind.ceiling) {}
+          activation(with.epilogue.slope, with.epilogue.ceiling) {}
     __device__ void use(Index slot, Index channel) {
-        const Kept mine(with.kept, slot, channel, with.spread.channels);
+        const Kept mine(with.kept, slot, channel, with.tiling.channels);
         const Wide shift = static_cast<Wide>(beta<P>(with.weights, channel));
         normal = {Split<Wide>(mine.used_mean), static_cast<Wide>(mine.used_invstd * gamma<P>(with.weights, channel)),
                   shift};
@@ -821,13 +821,13 @@ __device__ inline void move(void* running, Index channel, double momentum, doubl
 // Computes the mean over the pools that the replica tracks.
 template <typename P>
 __device__ void track(const NormaliseArguments& with) {
-    const Index channels = with.spread.channels, length = Moments::length(channels);
-    volatile Told* const told = with.told;
+    const Index channels = with.tiling.channels, length = Moments::length(channels);
+    volatile Findings* const findings = with.findings;
     if (with.watch == kLeaveOutAndTell && any_thread() == 0) {
-        const Index at = not_finite(with.own, 0, with.spread.slots * length);
+        const Index at = not_finite(with.own, 0, with.tiling.slots * length);
         if (at >= 0) {
-            told->value = with.own[at];
-            told->at = at;
+            findings->value = with.own[at];
+            findings->at = at;
         }
     }
     for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
@@ -854,7 +854,7 @@ __device__ void track(const NormaliseArguments& with) {
             if (channel == 0) with.batch[0] = any && with.hand_on != 0;
             with.batch[1 + channel] = with.hand_on != 0 ? mean : 0;
             with.batch[1 + channels + channel] = with.hand_on != 0 ? variance : 0;
-        } else if (with.running_mean != nullptr && any && !told->given_up) {
+        } else if (with.running_mean != nullptr && any && !findings->given_up) {
             move<P>(with.running_mean, channel, with.momentum, mean);
             move<P>(with.running_var, channel, with.momentum, variance);
         }
@@ -863,8 +863,8 @@ __device__ void track(const NormaliseArguments& with) {
 
 template <typename P>
 __device__ void keep(const NormaliseArguments& with) {
-    const Index channels = with.spread.channels;
-    for (Index i = any_thread(); i < with.spread.slots * channels; i += all_threads()) {
+    const Index channels = with.tiling.channels;
+    for (Index i = any_thread(); i < with.tiling.slots * channels; i += all_threads()) {
         const Index slot = i / channels, channel = i % channels;
         double* mine = with.kept + slot * kept_length(channels);
         const Statistic used = statistic<P>(with, with.used, slot, channel);
@@ -890,8 +890,8 @@ struct Invertible {
     }
     __device__ bool by_gamma(Index channel) const { return weight(channel) > lost(channel); }
     __device__ bool hidden_by_another(Index channel) const {
-        for (Index slot = 0; slot < with.spread.slots; ++slot) {
-            const Kept mine(with.kept, slot, channel, with.spread.channels);
+        for (Index slot = 0; slot < with.tiling.slots; ++slot) {
+            const Kept mine(with.kept, slot, channel, with.tiling.channels);
             if (!mine.by_another() || mine.constant(with.epsilon, with.constant)) continue;
             const double apart = fabs(mine.mean - mine.used_mean);
             if (weight(channel) * sqrt(mine.variance(with.epsilon)) <=
@@ -907,7 +907,7 @@ template <typename P>
 __device__ void tell_hidden(const RecoverArguments& with) {
     if (blockIdx.x + blockIdx.y + blockIdx.z > 0) return;
     const Invertible<P> invertible = {with};
-    const Index channels = with.spread.channels;
+    const Index channels = with.tiling.channels;
     __shared__ Index first[kThreads];
     first[threadIdx.x] = channels;
     for (Index channel = threadIdx.x; channel < channels && first[threadIdx.x] == channels; channel += kThreads)
@@ -917,19 +917,19 @@ __device__ void tell_hidden(const RecoverArguments& with) {
     Index found = channels;
     for (int i = 0; i < kThreads; ++i) found = first[i] < found ? first[i] : found;
     if (found == channels) return;
-    volatile Told* const told = with.told;
-    told->value = invertible.by_gamma(found) ? 1 : 0;
-    told->at = found;
+    volatile Findings* const findings = with.findings;
+    findings->value = invertible.by_gamma(found) ? 1 : 0;
+    findings->at = found;
 }
 
 // Adds up this replica's own slots, each [2][channels].
 template <typename P>
 __device__ void parameter_gradients(const GradInputArguments& with) {
-    const Index channels = with.spread.channels;
+    const Index channels = with.tiling.channels;
     P *const dgamma = static_cast<P*>(with.dgamma), *const dbeta = static_cast<P*>(with.dbeta);
     for (Index channel = any_thread(); channel < channels; channel += all_threads()) {
         Sums sums = {};
-        for (Index slot = 0; slot < with.spread.slots; ++slot)
+        for (Index slot = 0; slot < with.tiling.slots; ++slot)
             sums.merge(Sums::at(with.own + slot * Sums::length(channels), channel, channels));
         if (dgamma != nullptr)
             dgamma[channel] = static_cast<P>((with.add_dgamma ? static_cast<double>(dgamma[channel]) : 0.0) +
@@ -952,7 +952,7 @@ __device__ inline Index channel_of(const Layout& layout) {
 
 template <typename T>
 __device__ void moments(const MomentsArguments& with) {
-    const Layout layout(with.spread);
+    const Layout layout(with.tiling);
     const T* const x = static_cast<const T*>(with.x);
     const Index channel = channel_of(layout);
     const bool any = layout.outer_of(blockIdx.y) > 0 && channel < layout.channels;
@@ -964,7 +964,7 @@ __device__ void moments(const MomentsArguments& with) {
 template <typename T, typename P, class A>
 __device__ void normalise(const NormaliseArguments& with) {
     const bool packs = aligned(with.x) && aligned(with.y) && (!A::kChanges || aligned(with.addend));
-    if (with.y != nullptr && with.spread.samples > 0) each<T>(Normalise<T, P, A>(with), with.spread, packs);
+    if (with.y != nullptr && with.tiling.samples > 0) each<T>(Normalise<T, P, A>(with), with.tiling, packs);
     keep<P>(with);
     if (with.frozen == 0) track<P>(with);
 }
@@ -972,7 +972,7 @@ __device__ void normalise(const NormaliseArguments& with) {
 template <typename T, typename P, class A>
 __device__ void grad_sums(const GradSumsArguments& with) {
     typedef typename Number<T>::Wide Wide;
-    const Layout layout(with.spread);
+    const Layout layout(with.tiling);
     const Index channels = layout.channels, channel = channel_of(layout);
     const bool any = channel < channels;
     const double* mine = with.kept + blockIdx.y * kept_length(channels) + 1 + channel;
@@ -985,7 +985,7 @@ __device__ void grad_sums(const GradSumsArguments& with) {
     const T *const dy = static_cast<const T*>(with.dy), *const x = static_cast<const T*>(with.x);
     const T* const marks = with.y != nullptr ? static_cast<const T*>(with.y) : x;
     SumsOf<T, A> reduction(dy, x, mean, invstd, marks, static_cast<T*>(with.dz), normal,
-                                    typename A::template On<Wide>(with.behind.slope, with.behind.ceiling));
+                                    typename A::template On<Wide>(with.epilogue.slope, with.epilogue.ceiling));
     const bool packs = aligned(x) && aligned(dy) && (!A::kChanges || (aligned(with.y) && aligned(with.dz)));
     reduce<T>(reduction, layout, with.partial, packs);
 }
@@ -993,18 +993,18 @@ __device__ void grad_sums(const GradSumsArguments& with) {
 template <typename T, typename P, class A>
 __device__ void grad_input(const GradInputArguments& with) {
     const bool packs = aligned(with.x) && aligned(with.dy) && aligned(with.dx);
-    if (with.dx != nullptr && with.spread.samples > 0) {
+    if (with.dx != nullptr && with.tiling.samples > 0) {
         if (with.add)
-            each<T>(GradInput<T, P, A, true>(with), with.spread, packs);
+            each<T>(GradInput<T, P, A, true>(with), with.tiling, packs);
         else
-            each<T>(GradInput<T, P, A, false>(with), with.spread, packs);
+            each<T>(GradInput<T, P, A, false>(with), with.tiling, packs);
     }
     parameter_gradients<P>(with);
 }
 
 template <typename T, typename P, class A>
 __device__ void recover(const RecoverArguments& with) {
-    each<T>(Recover<T, P, A>(with), with.spread, aligned(with.x) && aligned(with.y));
+    each<T>(Recover<T, P, A>(with), with.tiling, aligned(with.x) && aligned(with.y));
     tell_hidden<P>(with);
 }
 

@@ -23,7 +23,7 @@ struct Lists {
 };
 
 // A tensor, and its distribution over the blocks of a launch: see kernels.cu.
-struct Spread {
+struct Tiling {
     Index samples, per_sample, channels, inner, slots, segment;
     int width;
 };
@@ -33,12 +33,12 @@ struct Weights {
     int fix_gamma;
 };
 
-struct Behind {
+struct Epilogue {
     double slope, ceiling;
 };
 
 // Memory of the host that a running launch reads and writes.
-struct Told {
+struct Findings {
     int given_up;  // the step has failed: work on the stream shall leave no results
     Index at;      // index of the replica's first packed moment that is not finite; for `recover`, a channel; -1: none
     double value;  // its value; for `recover`, whether another slot's statistic hides x
@@ -49,7 +49,7 @@ enum Watch { kPropagate, kLeaveOut, kLeaveOutAndTell };
 
 // partial [chunks][slots] of packed moments. Grid: channels (inner > 1) or tiles of `width` channels; slots; chunks.
 struct MomentsArguments {
-    Spread spread;
+    Tiling tiling;
     const void* x;
     double* partial;
 };
@@ -74,12 +74,12 @@ struct SumsArguments {
 // the gathered moments of the pools or, if `frozen`, are the running ones. `y` may be null. The data for the backward
 // goes to `kept`; then the running statistics move. Grid: any number of blocks (inner > 1), or tiles; slots; chunks.
 struct NormaliseArguments {
-    Spread spread;
+    Tiling tiling;
     const void* x;
     const void* addend;  // null: none; `normalise` without an activation ignores it
     void* y;
     Weights weights;
-    Behind behind;
+    Epilogue epilogue;
     const double* gathered;  // [slots of all replicas][1 + 2C]
     Lists used, fed;
     double epsilon;
@@ -94,28 +94,28 @@ struct NormaliseArguments {
     double momentum;
     void *running_mean, *running_var;  // null: no running statistics
     double* batch;  // [1, mean[C], variance[C]], or [0 ...] if there is none; null: update the running ones here
-    Told* told;
+    Findings* findings;
 };
 
 // partial [chunks][slots] of packed gradients, of dz. The sign of z comes from y if that is not null, else from x. If
 // `dz` is not null, it is written. `grad_input` computes z again, or gets dz as its argument. Grid as for moments.
 struct GradSumsArguments {
-    Spread spread;
+    Tiling tiling;
     const void *dy, *x, *y;
     void* dz;
     Weights weights;
-    Behind behind;
+    Epilogue epilogue;
     const double* kept;
     double* partial;
 };
 
 // dx, added to if `add`, and this replica's part of dgamma and dbeta; all three may be null. Grid as for normalise.
 struct GradInputArguments {
-    Spread spread;
+    Tiling tiling;
     const void *dy, *x;
     void* dx;
     Weights weights;
-    Behind behind;
+    Epilogue epilogue;
     const double* kept;
     const double* gathered;  // packed gradients of all replicas
     Lists users;
@@ -124,17 +124,17 @@ struct GradInputArguments {
     int add, add_dgamma, add_dbeta;
 };
 
-// Computes x from the y of `normalise` without an addend, with `kept`. If x cannot be found, told->at is the first such
-// channel. Then told->value says whether another slot's statistic is the cause. Grid as for normalise.
+// Computes x from the y of `normalise` without an addend, with `kept`. If x cannot be found, findings->at is the first such
+// channel. Then findings->value says whether another slot's statistic is the cause. Grid as for normalise.
 struct RecoverArguments {
-    Spread spread;
+    Tiling tiling;
     const void* y;
     void* x;
     Weights weights;
-    Behind behind;
+    Epilogue epilogue;
     const double* kept;
     double per_beta, least, epsilon, constant;  // `Invertible` and `kConstant` of csrc/types.h
-    Told* told;
+    Findings* findings;
 };
 
 // running <- momentum * running + (1 - momentum) * batch, for batch [1 or 0, mean[C], variance[C]].

@@ -34,7 +34,7 @@ struct Plan {
         while (segment > 512 && rows() * ceil_div(shape.inner, segment) < 8 * kBlocks) segment /= 2;
     }
 
-    Spread spread() const { return {samples, per_sample, shape.channels, shape.inner, slots, segment, width}; }
+    Tiling tiling() const { return {samples, per_sample, shape.channels, shape.inner, slots, segment, width}; }
 
     // Grids of the reductions, and of kernels that write a tensor.
     Grid reduce() const { return {tiles, slots, chunks}; }

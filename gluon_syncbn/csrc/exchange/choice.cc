@@ -9,8 +9,8 @@
 
 namespace syncbn {
 
-Choice::Choice(Asked asked, std::vector<std::string> contexts, size_t lanes, bool total)
-    : asked_(std::move(asked)), contexts_(std::move(contexts)), lanes_(lanes), total_(total) {}
+Choice::Choice(Asked asked, std::vector<std::string> contexts, size_t per_context, bool total)
+    : asked_(std::move(asked)), contexts_(std::move(contexts)), per_context_(per_context), total_(total) {}
 
 Exchange& Choice::exchange(const Ticket& ticket) {
     if (!known_) {
@@ -23,9 +23,9 @@ Exchange& Choice::exchange(const Ticket& ticket) {
 
 std::shared_ptr<Exchange> Choice::choose(const Ticket& ticket) const {
     // Several replicas on a GPU would be several members of a collective, but a GPU can only be one.
-    const bool one_gpu_each = lanes_ == 1 && std::all_of(contexts_.begin(), contexts_.end(), [](const auto& context) {
-                                  return context.compare(0, 4, "gpu(") == 0;
-                              });
+    const bool one_gpu_each =
+        per_context_ == 1 && std::all_of(contexts_.begin(), contexts_.end(),
+                                         [](const auto& context) { return context.compare(0, 4, "gpu(") == 0; });
     if (!one_gpu_each && asked_.nccl == Nccl::kRequired) {
         std::string where;
         for (const std::string& context : contexts_) where += (where.empty() ? "" : ", ") + context;

@@ -24,8 +24,8 @@ struct Asked {
 
 class Choice {
   public:
-    // For replicas on these contexts, `lanes` on each. `total`: they need only the total of all vectors, not each.
-    Choice(Asked asked, std::vector<std::string> contexts, size_t lanes, bool total);
+    // For replicas on these contexts, `per_context` on each. `total`: they need only the total of all vectors, not each.
+    Choice(Asked asked, std::vector<std::string> contexts, size_t per_context, bool total);
 
     // The answer is the same for all exchanges to choose from.
     bool spans_processes() const { return asked_.host->spans_processes(); }
@@ -40,7 +40,7 @@ class Choice {
 
     const Asked asked_;
     const std::vector<std::string> contexts_;
-    const size_t lanes_;
+    const size_t per_context_;
     const bool total_;
     std::mutex choosing_;  // guards the next two, and is held while other processes are asked
     std::shared_ptr<Exchange> chosen_;

@@ -55,12 +55,12 @@ class Hierarchy : public Exchange {
     bool spans_processes() const override { return true; }
 
     Total allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override {
-        if (!SharedMemory::has_room(own.length)) return transport_->allreduce(combine, ticket, own);
+        if (!SharedMemory::has_space(own.length)) return transport_->allreduce(combine, ticket, own);
         return Levels(*machine_, *leaders_, combine, ticket, own).total();
     }
     // The first call asks later for the agreement, because that may take a while.
     std::unique_ptr<Underway> begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override {
-        if (!SharedMemory::has_room(own.length) || !machine_->knows(ticket))
+        if (!SharedMemory::has_space(own.length) || !machine_->knows(ticket))
             return Exchange::begin_allreduce(combine, ticket, own);
         return std::make_unique<Levels>(*machine_, *leaders_, combine, ticket, own);
     }

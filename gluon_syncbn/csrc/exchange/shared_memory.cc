@@ -34,7 +34,7 @@ size_t pieces_of(size_t length) {
     return pieces > kMostPieces ? 1 : pieces;
 }
 
-bool has_room(size_t length) { return length <= kMostPieces * Segment::kMostValues; }
+bool has_space(size_t length) { return length <= kMostPieces * Segment::kMostValues; }
 
 uint64_t bit(size_t rank) { return uint64_t{1} << rank; }
 
@@ -114,7 +114,7 @@ class WaitForRanks final : public Wait {
             const uint32_t heard = segment_.heard(ring_);
             if (have_come()) break;
             if (limit == 0) return false;
-            look_at_members();
+            check_members();
             look();
             if (polls(heard)) continue;
             const double left = until - seconds();
@@ -141,7 +141,7 @@ class WaitForRanks final : public Wait {
         if (const auto failure = step().failure()) give_up(failure->what());
     }
     // What only the kernel knows of the others, and what they do meanwhile.
-    void look_around() override {
+    void check_others() override {
         for (size_t missing : missing()) {
             if (segment_.has_died(missing) && !has_come(missing))
                 gone(missing, "has ended without a word (process " + std::to_string(segment_.process_of(missing)) +
@@ -216,7 +216,7 @@ class WaitForRanks final : public Wait {
         return false;
     }
     // Checks what is known of the other processes without asking them.
-    void look_at_members() {
+    void check_members() {
         if (segment_.state_of(segment_.rank()) != Segment::State::kPresent)
             throw Failure("in " + what(ticket_) + ", " + rank() + ": " + segment_.reason_of(segment_.rank()));
         for (size_t missing : missing()) {
@@ -332,8 +332,9 @@ class SharedMemory::Gathering : public Underway {
     template <typename Use>
     bool all(const Use& use) {
         comes_within(kForEver);
-        const bool fits = has_room(own_.length) && std::all_of(parts_.begin(), parts_.end(),
-                                                               [](const Part& part) { return has_room(part.length); });
+        const bool fits = has_space(own_.length) && std::all_of(parts_.begin(), parts_.end(), [](const Part& part) {
+                              return has_space(part.length);
+                          });
         if (fits) {
             auto part = parts_.begin();
             for (; part != parts_.end() && part->rank < segment_.rank(); ++part)
@@ -473,7 +474,7 @@ class SharedMemory::SideBySide : public Gathering {
 
 bool SharedMemory::speaks() const { return segment_->rank() == 0; }
 
-bool SharedMemory::has_room(size_t length) { return syncbn::has_room(length); }
+bool SharedMemory::has_space(size_t length) { return syncbn::has_space(length); }
 
 std::unique_ptr<Underway> SharedMemory::begin_reduce(Combine combine, const Ticket& ticket, const Contribution& own) {
     const Gathering::Way way = speaks() ? Gathering::Way{0, everybody()} : Gathering::Way{bit(0), 0};

@@ -15,7 +15,7 @@ struct Members {
 
 class SharedMemory : public Exchange {
   public:
-    // `transport` spans the same processes. It knows the layers, and carries vectors that the segment has no room for.
+    // `transport` spans the same processes. It knows the layers, and carries vectors that the segment has no space for.
     SharedMemory(std::unique_ptr<Segment> segment, std::shared_ptr<Exchange> transport);
     // For the processes of one machine, of a job on several: see hierarchy.h. `transport` spans the job.
     SharedMemory(std::unique_ptr<Segment> segment, std::shared_ptr<Exchange> transport, Members members);
@@ -34,7 +34,7 @@ class SharedMemory : public Exchange {
     // Parts of an allreduce over more than these processes. Member 0 represents all of them. Only it gets the total of
     // their contributions, and gives them the total of all.
     bool speaks() const;
-    static bool has_room(size_t length);
+    static bool has_space(size_t length);
     // Whether the next three know the agreement of the processes; otherwise they first ask the others.
     bool knows(const Ticket& ticket) const { return known(ticket) != nullptr; }
     std::unique_ptr<Underway> begin_reduce(Combine combine, const Ticket& ticket, const Contribution& own);

@@ -57,7 +57,7 @@ bool on_cpu(const std::string& context) { return context.compare(0, 3, "cpu") ==
 
 bool all_issued(const Meeting& meeting, const Attendance& attendance) {
     for (size_t c = 0; c < meeting.contexts.size(); ++c) {
-        if (meeting.joined(c) == meeting.lanes) continue;
+        if (meeting.joined(c) == meeting.per_context) continue;
         const auto issued = attendance.issued.find(meeting.contexts[c]);
         const auto joined = attendance.joined.find(meeting.contexts[c]);
         if (issued == attendance.issued.end() ||
@@ -71,11 +71,11 @@ std::string describe(const Meeting& meeting, int phase) {
     const auto& entries = meeting.phases.at(phase).entries;
     std::vector<std::string> arrived, missing;
     std::vector<size_t> here(meeting.contexts.size(), 0);
-    for (size_t seat = 0; seat < meeting.seats.size(); ++seat)
-        if (seat < entries.size() && entries[seat].arrived) ++here[meeting.seats[seat].context];
+    for (size_t position = 0; position < meeting.positions.size(); ++position)
+        if (position < entries.size() && entries[position].arrived) ++here[meeting.positions[position].context];
     for (size_t c = 0; c < meeting.contexts.size(); ++c) {
-        for (size_t lane = 0; lane < here[c]; ++lane) arrived.push_back(meeting.contexts[c]);
-        for (size_t lane = here[c]; lane < meeting.lanes; ++lane) missing.push_back(meeting.contexts[c]);
+        for (size_t replica = 0; replica < here[c]; ++replica) arrived.push_back(meeting.contexts[c]);
+        for (size_t replica = here[c]; replica < meeting.per_context; ++replica) missing.push_back(meeting.contexts[c]);
     }
     std::ostringstream out;
     out << arrived.size() << " of " << meeting.replicas() << " replicas arrived (" << join_names(arrived)
@@ -86,7 +86,7 @@ std::string describe(const Meeting& meeting, int phase) {
 namespace {
 
 Cause cause_in_backward(const Meeting& meeting, bool all_cpu, double perhaps) {
-    if (meeting.lanes > 1) {
+    if (meeting.per_context > 1) {
         const bool too_little = all_cpu && little_temporary_space();
         return {(too_little ? std::string(kTemporarySpace) + " Or: " : "") + kSharedContext, kSurely};
     }
@@ -95,7 +95,7 @@ Cause cause_in_backward(const Meeting& meeting, bool all_cpu, double perhaps) {
 }
 
 Cause cause_in_forward(const Meeting& meeting, const Attendance& attendance, bool all_cpu, double perhaps) {
-    const std::string same_memory = meeting.lanes > 1 ? kSameMemory : "";
+    const std::string same_memory = meeting.per_context > 1 ? kSameMemory : "";
     if (all_issued(meeting, attendance)) {
         if (all_cpu) return {kAllIssued + std::string(".") + same_memory + " " + kTemporarySpace, kSurely};
         return {kAllIssued + std::string(kUnfinished), perhaps};
@@ -118,7 +118,7 @@ Cause likely_cause(const Meeting& meeting, int phase, const Attendance& attendan
 
 std::string why_not_here(const Terms& terms, const std::string& context) {
     std::ostringstream why;
-    if (terms.lanes == 0 && !terms.contexts.empty())
+    if (terms.per_context == 0 && !terms.contexts.empty())
         why << "num_devices is " << terms.replicas << ", but the layer's parameters live on " << terms.contexts.size()
             << " contexts (" << join_names(terms.contexts)
             << "); expected a multiple of that, or no num_devices at all.";

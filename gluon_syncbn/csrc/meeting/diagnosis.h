@@ -1,4 +1,4 @@
-// Describes who is here, who is missing, and what the user can do about it. Called under the room's lock.
+// Describes who is here, who is missing, and what the user can do about it. Called under the rendezvous's lock.
 #pragma once
 
 #include <string>

@@ -59,7 +59,7 @@ std::string name_of_call(const Meeting& meeting, int phase) {
 
 // Whether this replica completes an incomplete phase.
 bool came_last(const Meeting& meeting, const Phase& phase, const Place& place) {
-    return phase.arrived == meeting.replicas() && phase.last == place.seat;
+    return phase.arrived == meeting.replicas() && phase.last == place.position;
 }
 
 // The last phase that this replica has reached.
@@ -72,13 +72,13 @@ Ticket ticket_of(const Terms& terms, const Place& place, Direction direction) {
     return {terms.layer, node, draw.call, phase_of(place, direction), place.meeting->layer.c_str(), terms.timeout};
 }
 
-void check_equal(const Terms& terms, Meeting& meeting, const Phase& phase, size_t seat, const Part& own) {
-    for (size_t other = 0; other < meeting.seats.size(); ++other) {
+void check_equal(const Terms& terms, Meeting& meeting, const Phase& phase, size_t position, const Part& own) {
+    for (size_t other = 0; other < meeting.positions.size(); ++other) {
         const auto& entry = phase.entries[other];
         if (!entry.arrived || (entry.channels == own.channels && entry.type == own.type)) continue;
         std::ostringstream why;
-        why << meeting.replica(seat) << " came with " << own.channels << " channels of " << name_of(own.type) << ", "
-            << meeting.replica(other) << " with " << entry.channels << " channels of " << name_of(entry.type)
+        why << meeting.replica(position) << " came with " << own.channels << " channels of " << name_of(own.type)
+            << ", " << meeting.replica(other) << " with " << entry.channels << " channels of " << name_of(entry.type)
             << ". All replicas must run the same net on data of the same type.";
         fail_and_throw(meeting, {terms.name, "", "", why.str()});
     }
@@ -86,13 +86,13 @@ void check_equal(const Terms& terms, Meeting& meeting, const Phase& phase, size_
 
 // Returns one row of all vectors, in the order of the replicas.
 Vector all_values(const Meeting& meeting, Phase& phase) {
-    std::vector<size_t> seats(meeting.replicas());  // by rank
-    for (size_t seat = 0; seat < seats.size(); ++seat) seats[meeting.rank(seat)] = seat;
-    phase.firsts.resize(seats.size());
+    std::vector<size_t> positions(meeting.replicas());  // by rank
+    for (size_t position = 0; position < positions.size(); ++position) positions[meeting.rank(position)] = position;
+    phase.firsts.resize(positions.size());
     Vector row;
-    for (const size_t seat : seats) {
-        phase.firsts[seat] = row.size();
-        const Vector& own = phase.entries[seat].values;
+    for (const size_t position : positions) {
+        phase.firsts[position] = row.size();
+        const Vector& own = phase.entries[position].values;
         row.insert(row.end(), own.begin(), own.end());
     }
     return row;
@@ -108,8 +108,8 @@ Contribution side_by_side(const Meeting& meeting, Phase& phase) {
 Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine combine) {
     const size_t length = phase.entries[0].values.size();
     std::vector<std::vector<const double*>> parts(meeting.contexts.size());
-    for (size_t seat = 0; seat < meeting.replicas(); ++seat)
-        parts[meeting.seats[seat].context].push_back(phase.entries[seat].values.data());
+    for (size_t position = 0; position < meeting.replicas(); ++position)
+        parts[meeting.positions[position].context].push_back(phase.entries[position].values.data());
     Contribution rows{{}, length};
     for (auto& of_context : parts) {
         if (of_context.size() == 1) {
@@ -127,8 +127,8 @@ Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine c
 
 DeviceContribution on_devices(const Meeting& meeting, Phase& phase) {
     DeviceContribution out{std::vector<cuda::OnDevice>(meeting.replicas()), all_values(meeting, phase)};
-    for (size_t seat = 0; seat < meeting.replicas(); ++seat)
-        out.parts[meeting.rank(seat)] = *phase.entries[seat].device;
+    for (size_t position = 0; position < meeting.replicas(); ++position)
+        out.parts[meeting.rank(position)] = *phase.entries[position].device;
     return out;
 }
 
@@ -148,7 +148,7 @@ std::unique_ptr<Underway> begin_exchange(const Terms& terms, const Meeting& meet
     return exchange.begin_allreduce(combine, ticket, row_of_each_context(meeting, phase, combine));
 }
 
-// Runs under the room's lock, also when all have arrived: the last one makes the total, with a time limit of its own.
+// Runs under the rendezvous's lock, also when all have arrived: the last one makes the total, with a time limit of its own.
 class WaitForReplicas : public Wait {
   public:
     WaitForReplicas(const Terms& terms, Meeting& meeting, Phase& phase, int number, const Attendance& attendance)
@@ -174,7 +174,7 @@ class WaitForReplicas : public Wait {
         log(Level::kWarning, Failure(terms_.name, "", call_, describe(meeting_, number_) + text).what());
     }
     bool in_vain() override { return nobody_comes() || Wait::in_vain(); }
-    void look_around() override;
+    void check_others() override;
     std::string text(Why why) override;
 
   private:
@@ -192,7 +192,7 @@ class WaitForReplicas : public Wait {
     bool complete_ = false;
 };
 
-void WaitForReplicas::look_around() {
+void WaitForReplicas::check_others() {
     if (all_here()) {
         if (!complete_) extend(terms_.timeout + kGrace);
         complete_ = true;
@@ -246,61 +246,62 @@ std::string WaitForReplicas::text(Why why) {
 
 size_t Meeting::joined(size_t context) const {
     return static_cast<size_t>(
-        std::count_if(seats.begin(), seats.end(), [&](const Seat& s) { return s.context == context; }));
+        std::count_if(positions.begin(), positions.end(), [&](const Position& s) { return s.context == context; }));
 }
 
-size_t Meeting::rank(size_t seat) const {
+size_t Meeting::rank(size_t position) const {
     size_t before = 0;
-    for (size_t i = 0; i < seats.size(); ++i)
-        before += seats[i].context < seats[seat].context || (seats[i].context == seats[seat].context && i < seat);
+    for (size_t i = 0; i < positions.size(); ++i)
+        before += positions[i].context < positions[position].context ||
+                  (positions[i].context == positions[position].context && i < position);
     return before;
 }
 
 bool Place::first_lane() const {
-    for (size_t i = 0; i < seat; ++i)
-        if (meeting->seats[i].context == meeting->seats[seat].context) return false;
+    for (size_t i = 0; i < position; ++i)
+        if (meeting->positions[i].context == meeting->positions[position].context) return false;
     return true;
 }
 
-void MeetingRoom::issued(const Terms& terms, const std::string& context, int64_t node) {
+void Rendezvous::issued(const Terms& terms, const std::string& context, int64_t node) {
     const auto& scope = current_scope();
     scope->throw_if_ended();
     Lock lock(mutex_);
-    if (terms.lanes == 1 && !within_graph()) rounds_.add(terms, context, node, scope);
+    if (terms.per_context == 1 && !within_graph()) rounds_.add(terms, context, node, scope);
     ++attendance_.issued[context];
 }
 
-void MeetingRoom::issued_again(const Terms& terms, const std::string& context, int64_t graph) {
+void Rendezvous::issued_again(const Terms& terms, const std::string& context, int64_t graph) {
     const auto& scope = current_scope();
     scope->throw_if_ended();
     Lock lock(mutex_);
-    if (terms.lanes == 1) rounds_.add(terms, context, graph, scope);
+    if (terms.per_context == 1) rounds_.add(terms, context, graph, scope);
 }
 
-void MeetingRoom::called(const std::string& context) {
+void Rendezvous::called(const std::string& context) {
     Lock lock(mutex_);
     ++attendance_.issued[context];
 }
 
-Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t node, const void* occupant,
-                        bool repeated) {  // (1)
+Place Rendezvous::join(const Terms& terms, const std::string& context, int64_t node, const void* occupant,
+                       bool repeated) {  // (1)
     Lock lock(mutex_);
     step().throw_if_failed();
     ++attendance_.joined[context];
     const auto index_among = [&](const std::vector<std::string>& contexts) {
         return static_cast<size_t>(std::find(contexts.begin(), contexts.end(), context) - contexts.begin());
     };
-    if (index_among(terms.taking_part) == terms.taking_part.size() || terms.lanes == 0)
+    if (index_among(terms.taking_part) == terms.taking_part.size() || terms.per_context == 0)
         fail_and_throw({terms.name, context, "", why_not_here(terms, context)});
 
     std::shared_ptr<Meeting> meeting;
     for (const auto& m : open_) {
         const size_t index = index_among(m->contexts);  // other contexts may have taken part at its beginning
         if (index == m->contexts.size()) continue;
-        const bool sits = occupant != nullptr && std::any_of(m->seats.begin(), m->seats.end(), [&](const auto& s) {
-                              return s.context == index && s.occupant == occupant;
-                          });
-        if (m->draw.node == node && !sits && m->joined(index) < m->lanes) {
+        const bool sits = occupant != nullptr &&
+                          std::any_of(m->positions.begin(), m->positions.end(),
+                                      [&](const auto& s) { return s.context == index && s.occupant == occupant; });
+        if (m->draw.node == node && !sits && m->joined(index) < m->per_context) {
             meeting = m;
             break;
         }
@@ -311,31 +312,31 @@ Place MeetingRoom::join(const Terms& terms, const std::string& context, int64_t 
         meeting->layer = terms.name;
         meeting->draw = {terms.seed, terms.layer, node, calls_[node]++};
         meeting->contexts = terms.taking_part;
-        meeting->lanes = terms.lanes;
+        meeting->per_context = terms.per_context;
         meeting->choice = terms.choice;
         open_.push_back(meeting);
     }
-    meeting->seats.push_back({index_among(meeting->contexts), occupant});
+    meeting->positions.push_back({index_among(meeting->contexts), occupant});
     meeting->repeated = meeting->repeated || repeated;
-    Place place{meeting, meeting->seats.size() - 1};
-    if (meeting->seats.size() == meeting->replicas()) open_.erase(std::find(open_.begin(), open_.end(), meeting));
+    Place place{meeting, meeting->positions.size() - 1};
+    if (meeting->positions.size() == meeting->replicas()) open_.erase(std::find(open_.begin(), open_.end(), meeting));
     return place;
 }
 
-Exchange& MeetingRoom::exchange(const Terms& terms, const Place& place, Direction direction) const {
+Exchange& Rendezvous::exchange(const Terms& terms, const Place& place, Direction direction) const {
     return place.meeting->choice->exchange(ticket_of(terms, place, direction));
 }
 
-void MeetingRoom::fail(Meeting& meeting, const Failure& failure) const {
+void Rendezvous::fail(Meeting& meeting, const Failure& failure) const {
     Lock lock(mutex_);
     fail_here(meeting, failure);
 }
 
-void MeetingRoom::check(const Terms& terms, const Place& place, Direction direction) const {
+void Rendezvous::check(const Terms& terms, const Place& place, Direction direction) const {
     exchange(terms, place, direction).check(ticket_of(terms, place, direction));
 }
 
-bool MeetingRoom::contribute(const Terms& terms, Place& place, Direction direction, Part part) {
+bool Rendezvous::contribute(const Terms& terms, Place& place, Direction direction, Part part) {
     Meeting& meeting = *place.meeting;
     if (direction == Direction::kBackward) ++place.backwards;
     const int number = phase_of(place, direction);
@@ -343,10 +344,10 @@ bool MeetingRoom::contribute(const Terms& terms, Place& place, Direction directi
     throw_if_failed(meeting);
     Phase& phase = meeting.phases[number];
     if (phase.entries.empty()) phase.entries.resize(meeting.replicas());
-    check_equal(terms, meeting, phase, place.seat, part);
-    phase.entries[place.seat] = {std::move(part), true, debugging() ? seconds() : 0};  // (2)
+    check_equal(terms, meeting, phase, place.position, part);
+    phase.entries[place.position] = {std::move(part), true, debugging() ? seconds() : 0};  // (2)
     if (++phase.arrived < meeting.replicas()) return false;
-    phase.last = place.seat;
+    phase.last = place.position;
     lock.unlock();  // no other thread touches a complete phase
     attempt(terms, meeting, [&] {
         SYNCBN_POINT("before_reduce");
@@ -356,7 +357,7 @@ bool MeetingRoom::contribute(const Terms& terms, Place& place, Direction directi
 }
 
 template <typename Work>
-void MeetingRoom::attempt(const Terms& terms, Meeting& meeting, const Work& work) const {
+void Rendezvous::attempt(const Terms& terms, Meeting& meeting, const Work& work) const {
     std::string error;
     try {
         return work();
@@ -367,14 +368,14 @@ void MeetingRoom::attempt(const Terms& terms, Meeting& meeting, const Work& work
     fail_and_throw(meeting, {terms.name, "", "", error});
 }
 
-bool MeetingRoom::comes_within(const Terms& terms, Meeting& meeting, Phase& phase, int number, double seconds) const {
+bool Rendezvous::comes_within(const Terms& terms, Meeting& meeting, Phase& phase, int number, double seconds) const {
     bool comes = false;
     attempt(terms, meeting, [&] { comes = phase.underway->comes_within(seconds); });
     if (comes) finish(terms, meeting, phase, number);
     return comes;
 }
 
-void MeetingRoom::finish(const Terms& terms, Meeting& meeting, Phase& phase, int number) const {
+void Rendezvous::finish(const Terms& terms, Meeting& meeting, Phase& phase, int number) const {
     Total total;
     attempt(terms, meeting, [&] {
         total = phase.underway->total();
@@ -391,7 +392,7 @@ void MeetingRoom::finish(const Terms& terms, Meeting& meeting, Phase& phase, int
     meeting.changed.notify_all();
 }
 
-Total MeetingRoom::total(const Terms& terms, const Place& place, Direction direction) const {
+Total Rendezvous::total(const Terms& terms, const Place& place, Direction direction) const {
     const int number = phase_of(place, direction);
     Meeting& meeting = *place.meeting;
     Lock lock(mutex_);
@@ -409,11 +410,11 @@ Total MeetingRoom::total(const Terms& terms, const Place& place, Direction direc
         }
     }
     Total total = phase.total;  // (4)
-    if (!phase.firsts.empty()) total.first += phase.firsts[place.seat];
+    if (!phase.firsts.empty()) total.first += phase.firsts[place.position];
     return total;
 }
 
-bool MeetingRoom::comes_within(const Terms& terms, const Place& place, Direction direction, double seconds) const {
+bool Rendezvous::comes_within(const Terms& terms, const Place& place, Direction direction, double seconds) const {
     const int number = phase_of(place, direction);
     Meeting& meeting = *place.meeting;
     Lock lock(mutex_);
@@ -428,7 +429,7 @@ bool MeetingRoom::comes_within(const Terms& terms, const Place& place, Direction
     return phase.done;
 }
 
-void MeetingRoom::forget() {
+void Rendezvous::forget() {
     Lock lock(mutex_);
     for (const auto& meeting : open_)
         if (!step().goes_on(meeting->step)) fail_here(*meeting, Failure(kForgotten));
@@ -437,12 +438,12 @@ void MeetingRoom::forget() {
     rounds_.forget();
 }
 
-void MeetingRoom::restart_calls() {
+void Rendezvous::restart_calls() {
     Lock lock(mutex_);
     calls_.clear();
 }
 
-void MeetingRoom::forked() {
+void Rendezvous::forked() {
     new (&mutex_) std::mutex;  // a thread that the child does not have may have held it
     rounds_.forked();
     forget();

@@ -1,17 +1,17 @@
 // Lets threads meet: the replicas of a layer contribute their vectors, and all leave with the combined result.
 //
-//        replica 0          replica 1                      1. join: a seat in the earliest meeting with room
+//        replica 0          replica 1                      1. join: a position in the earliest meeting with a free one
 //        join ────┐    ┌──── join                          2. contribute the packed vector
 //   contribute ──►│ Meeting │◄── contribute                3. the last to arrive calls the exchange with all of them, in
 //        wait     │ phase 0 │    exchange                     the order of the replicas, never in that of arrival
 //       total ◄───│         │───► total                    4. all leave with the same total
-//                  phase 1, 2 …: the backwards, same seats
+//                  phase 1, 2 …: the backwards, same positions
 //
 // A wait ends with the total (4), or with a failure of any replica of the process (5). The waiter itself declares a
 // failure (6) if time is up, the process was asked to end, or its queue is stuck. After a failure nothing is exchanged
 // until `reset`, because no total may come from half of a step.
 //
-// A room has one lock, which guards its meetings and all their data. Waiting threads release it. The exchange (3) runs
+// A rendezvous has one lock, which guards its meetings and all their data. Waiting threads release it. The exchange (3) runs
 // without it, because no other thread touches a complete phase. Under it, `Step` may be asked and told of failures.
 #pragma once
 
@@ -43,9 +43,10 @@ struct Terms {
     std::vector<std::string> contexts;     // that hold the parameters
     std::vector<std::string> taking_part;  // of these, in the same order
     std::vector<std::string> devices;      // contexts that alone may take part; empty means all
-    size_t replicas = 0, lanes = 1;  // lanes: replicas per context; 0 if the number is not a multiple of the contexts
-    uint64_t seed = 0;               // of the permutations
-    double timeout = 300;            // seconds
+    size_t replicas = 0,
+           per_context = 1;  // per_context: replicas per context; 0 if the number is not a multiple of the contexts
+    uint64_t seed = 0;       // of the permutations
+    double timeout = 300;    // seconds
     Sharing sharing = Sharing::kNothing;
     std::shared_ptr<Choice> choice;  // of the exchange
     Nonfinite nonfinite = Nonfinite::kPropagate;
@@ -65,12 +66,12 @@ struct Phase {
         bool arrived = false;
         double at = 0;  // seconds on some clock; 0 if not recorded
     };
-    std::vector<Entry> entries;  // [seats]
+    std::vector<Entry> entries;  // [positions]
     size_t arrived = 0;
     std::vector<Vector> made;            // combined vectors of several replicas, for the exchange
     std::unique_ptr<Underway> underway;  // the running exchange; the last replica to arrive finishes it
-    size_t last = 0;                     // the seat of the last replica
-    // Where the values of each seat begin in those of this process; empty where the total is the same for all.
+    size_t last = 0;                     // the position of the last replica
+    // Where the values of each position begin in those of this process; empty where the total is the same for all.
     std::vector<size_t> firsts;
     bool done = false;
     bool warned = false;  // a waiting replica has warned
@@ -78,33 +79,33 @@ struct Phase {
 };
 
 struct Meeting {
-    struct Seat {
+    struct Position {
         size_t context = 0;              // index into `contexts`
-        const void* occupant = nullptr;  // a thread, which may not take two seats
+        const void* occupant = nullptr;  // a thread, which may not take two positions
     };
     int64_t number = 0;
     std::string layer;                  // its name
     Draw draw;                          // draw.node: only calls of the same node of a graph meet
     std::vector<std::string> contexts;  // those that take part, in the layer's order
-    size_t lanes = 1;                   // replicas per context
+    size_t per_context = 1;             // replicas per context
     std::shared_ptr<Choice> choice;     // as at the first arrival: all replicas have the same exchange
     const int64_t step = syncbn::step().number;
     std::shared_ptr<const Failure> failure;  // the meeting's own, if its step has been forgotten
     bool repeated = false;                   // a state of an earlier meeting is executed again (static_shape)
-    std::vector<Seat> seats;                 // [contexts * lanes] when all have joined
+    std::vector<Position> positions;         // [contexts * per_context] when all have joined
     std::map<int, Phase> phases;
     std::condition_variable changed;
 
-    size_t replicas() const { return contexts.size() * lanes; }
+    size_t replicas() const { return contexts.size() * per_context; }
     size_t joined(size_t context) const;
-    size_t rank(size_t seat) const;  // in the order of the contexts; on one context in the order of the seats
-    const std::string& replica(size_t seat) const { return contexts[seats[seat].context]; }  // "cpu(1)"
+    size_t rank(size_t position) const;  // in the order of the contexts; on one context in the order of the positions
+    const std::string& replica(size_t position) const { return contexts[positions[position].context]; }  // "cpu(1)"
 };
 
 // A replica's place in a meeting. Its forward and its backward meet the same partners.
 struct Place {
     std::shared_ptr<Meeting> meeting;
-    size_t seat = 0;
+    size_t position = 0;
     int backwards = 0;
 
     // Whether this replica passes on its context's statistics; one does. Valid only after the forward has met.
@@ -119,7 +120,7 @@ struct Attendance {
 enum class Direction { kForward, kBackward };
 
 // Holds the meetings of one layer that not all replicas have joined.
-class MeetingRoom {
+class Rendezvous {
   public:
     // Called by the issuing thread. Throws Failure if the layer is in the middle of a step of another thread.
     void issued(const Terms& terms, const std::string& context, int64_t node);
@@ -127,7 +128,7 @@ class MeetingRoom {
     void called(const std::string& context);
     // The same for a graph whose calls MXNet executes again without announcing them; `graph` is a number below -1.
     void issued_again(const Terms& terms, const std::string& context, int64_t graph);
-    // Takes a seat in the earliest meeting of this graph node with a free seat for `context` and without `occupant`.
+    // Takes a position in the earliest meeting of this graph node with a free position for `context` and without `occupant`.
     // `repeated`: MXNet executes a state again.
     Place join(const Terms& terms, const std::string& context, int64_t node, const void* occupant, bool repeated);
     // Returns the exchange of the meeting. GPUs may wait here for other processes, as in `Choice`.

@@ -65,7 +65,7 @@ size_t Registry::count() const {
 bool Registry::contexts_are_shared() const {
     Lock lock(mutex_);
     return std::any_of(layers_.begin(), layers_.end(),
-                       [](const auto& entry) { return entry.second->terms_->lanes > 1; });
+                       [](const auto& entry) { return entry.second->terms_->per_context > 1; });
 }
 
 std::string Registry::token_of(const Layer& layer) const { return process_token() + std::to_string(layer.id); }
@@ -85,7 +85,7 @@ void Registry::place(Layer& layer, std::vector<std::string> contexts, size_t rep
         layer.replicas_ = replicas;
         renew(layer);
     }
-    layer.room.forget();
+    layer.rendezvous.forget();
 }
 
 void Registry::set_timeout(Layer& layer, double seconds) {
@@ -135,17 +135,17 @@ void Registry::set_seed(uint64_t seed) {
         seed_ = seed;
         renew_all();
     }
-    for (const auto& layer : all()) layer->room.restart_calls();
+    for (const auto& layer : all()) layer->rendezvous.restart_calls();
 }
 
 void Registry::forget_meetings() {
-    for (const auto& layer : all()) layer->room.forget();
+    for (const auto& layer : all()) layer->rendezvous.forget();
 }
 
 void Registry::forked() {
     new (&mutex_) std::mutex;  // a thread that the child does not have may have held it
     renew_all();               // no choice is under way in the child
-    for (const auto& layer : all()) layer->room.forked();
+    for (const auto& layer : all()) layer->rendezvous.forked();
 }
 
 std::vector<std::shared_ptr<Layer>> Registry::all() const {
@@ -162,7 +162,7 @@ void Registry::renew(Layer& layer) {
     terms->contexts = layer.contexts_;
     terms->replicas = layer.replicas_;
     const size_t contexts = layer.contexts_.size();
-    terms->lanes = contexts == 0 || layer.replicas_ % contexts != 0 ? 0 : layer.replicas_ / contexts;
+    terms->per_context = contexts == 0 || layer.replicas_ % contexts != 0 ? 0 : layer.replicas_ / contexts;
     for (const std::string& context : layer.contexts_)
         if (devices_.empty() || std::find(devices_.begin(), devices_.end(), context) != devices_.end())
             terms->taking_part.push_back(context);
@@ -174,7 +174,7 @@ void Registry::renew(Layer& layer) {
     Asked asked = layer.exchange_.host != nullptr ? layer.exchange_ : exchange_;
     if (terms->sharing == Sharing::kRows) asked = {asked.host, Nccl::kNever};
     terms->choice =
-        std::make_shared<Choice>(asked, terms->taking_part, terms->lanes, terms->sharing == Sharing::kTotal);
+        std::make_shared<Choice>(asked, terms->taking_part, terms->per_context, terms->sharing == Sharing::kTotal);
     layer.terms_ = std::move(terms);
 }
 

@@ -22,7 +22,7 @@ class Layer {
     const int64_t id;
     const std::string name;
     const Pooling pooling;
-    MeetingRoom room;  // where its replicas meet; has a lock of its own
+    Rendezvous rendezvous;  // where its replicas meet; has a lock of its own
 
     Layer(int64_t id, std::string name, Pooling pooling) : id(id), name(std::move(name)), pooling(pooling) {}
 

@@ -22,7 +22,7 @@ namespace syncbn {
 
 struct Terms;
 
-// The rounds of one layer, with one replica on each of several contexts; guarded by the lock of its room.
+// The rounds of one layer, with one replica on each of several contexts; guarded by the lock of its rendezvous.
 class Rounds {
   public:
     // Adds a call of this node of a graph, or of this whole graph, in this scope. Throws Failure, to both threads, if

@@ -42,10 +42,10 @@ void record_meeting(const std::string& layer, const std::string& call, const Mee
     double waited = 0;
     std::ostringstream out;
     out << std::fixed << std::setprecision(3) << title_of(layer) << ", " << call << ": ";
-    for (size_t seat : order) {
-        const double late = phase.entries[seat].at - first, waits = last - phase.entries[seat].at;
-        out << meeting.replica(seat) << " came after " << 1e3 * late << " ms and waited " << 1e3 * waits << " ms"
-            << (seat == order.back() ? "" : ", ");
+    for (size_t position : order) {
+        const double late = phase.entries[position].at - first, waits = last - phase.entries[position].at;
+        out << meeting.replica(position) << " came after " << 1e3 * late << " ms and waited " << 1e3 * waits << " ms"
+            << (position == order.back() ? "" : ", ");
         waited += waits;
     }
     log(Level::kDebug, out.str());

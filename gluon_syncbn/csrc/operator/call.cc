@@ -110,11 +110,11 @@ void Call::issue(const void* caller, Recall recall) {
     }
     if (!shares()) return;
     const auto terms = node_.layer->terms();
-    node_.layer->room.issued(*terms, context_, node_.number);
+    node_.layer->rendezvous.issued(*terms, context_, node_.number);
     // A gather writes no state that would keep its calls in order.
-    if (node_.lanes == 1 && node_.role != Role::kGather) return;
-    place_ = node_.layer->room.join(*terms, context_, node_.number, caller, false);
-    seated_ = true;
+    if (node_.per_context == 1 && node_.role != Role::kGather) return;
+    place_ = node_.layer->rendezvous.join(*terms, context_, node_.number, caller, false);
+    joined_ = true;
 }
 
 template <typename Work>
@@ -133,17 +133,17 @@ void Call::attempt_forward(const Arrays& arrays, const int* reqs, const Work& wo
 bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
     frozen_ = !training;
     complete_ = lost_ = false;
-    if (!seated_ && !recall_.again) place_ = {};
+    if (!joined_ && !recall_.again) place_ = {};
     leave_out(false);
     tensor_.lay_out(arrays.block);
     leave_out(training && step().out_of_batches);
-    due_ = passes_on() || frozen_;
+    ready_ = passes_on() || frozen_;
     attempt_forward(arrays, reqs, [&] {
         throw_if_closed();
-        if (!due_) begin_normalise(arrays);
-        if (!due_) leave_thread();
+        if (!ready_) begin_normalise(arrays);
+        if (!ready_) leave_thread();
     });
-    return due_;
+    return ready_;
 }
 
 void Call::end_forward(const Arrays& arrays, const int* reqs) {
@@ -186,7 +186,7 @@ bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
     leave_out(false);
     tensor_.lay_out(arrays.block);
     leave_out(left_out);
-    due_ = passes_on() || frozen_;
+    ready_ = passes_on() || frozen_;
     lost_ = !complete_ && !place_.meeting && node_.role != Role::kTrack;
     attempt_backward(arrays, reqs, [&] {
         throw_if_closed();
@@ -197,9 +197,9 @@ bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
                           std::string(why ? why->what() : ""));
         }
         if (!passes_on()) begin_differentiate(arrays, reqs);
-        if (!due_) leave_thread();
+        if (!ready_) leave_thread();
     });
-    return due_;
+    return ready_;
 }
 
 void Call::end_backward(const Arrays& arrays, const int* reqs) {
@@ -226,7 +226,7 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
                                     ? *known
                                     : Failure(node_.layer->name, context_, "", reason_of(error));
         if (place_.meeting)
-            node_.layer->room.fail(*place_.meeting, failure);
+            node_.layer->rendezvous.fail(*place_.meeting, failure);
         else if (!lost_)
             step().fail(failure);
         return std::make_exception_ptr(failure);
@@ -328,13 +328,13 @@ void Call::refuse_to_recover(const Hidden& hidden) const {
 
 // ---- statistics ----------------------------------------------------------------------------------------------
 
-void Call::sit_down() {
+void Call::join_meeting() {
     SYNCBN_POINT("before_join");
-    if (!seated_) place_ = node_.layer->room.join(*node_.layer->terms(), context_, node_.number, this, repeated_);
+    if (!joined_) place_ = node_.layer->rendezvous.join(*node_.layer->terms(), context_, node_.number, this, repeated_);
     SYNCBN_POINT("after_join");
-    seated_ = false;  // a state that is executed again joins again
+    joined_ = false;  // a state that is executed again joins again
     repeated_ = true;
-    if (node_.lanes != place_.meeting->lanes)
+    if (node_.per_context != place_.meeting->per_context)
         throw Failure(
             "the number of replicas per context has changed since the net was traced; call net.hybridize() again.");
     if (place_.meeting->replicas() > 1 && naive_engine())
@@ -361,7 +361,7 @@ void Call::remember(std::shared_ptr<const void> device) const {
     if (recall_.memo) recall_.memo->keep({place_, pools_, tensor_.slots, std::move(device)});
 }
 
-void Call::look_at(int64_t at, double value) const {
+void Call::check_finite(int64_t at, double value) const {
     const Nonfinite what = node_.layer->terms()->nonfinite;
     if (what == Nonfinite::kPropagate) return;
     const bool bad = at >= 0;
@@ -388,32 +388,34 @@ void Call::look_at(int64_t at, double value) const {
     log(Level::kWarning, Failure(node_.layer->name, context_, "", text.str()).what());
 }
 
-void Call::look_at(const Vector& moments) const {
+void Call::check_finite(const Vector& moments) const {
     if (!watches()) return;
     const int64_t at = first_not_finite(moments);
-    look_at(at, at < 0 ? 0 : moments[static_cast<size_t>(at)]);
+    check_finite(at, at < 0 ? 0 : moments[static_cast<size_t>(at)]);
 }
 
 void Call::contribute(Direction direction, Vector values, std::shared_ptr<const cuda::OnDevice> device) {
-    due_ = !shares();
-    if (due_) {
+    ready_ = !shares();
+    if (ready_) {
         own_ = std::move(values);
         return;
     }
     exchange(direction);  // makes sure that there is one
-    MeetingRoom& room = node_.layer->room;
+    Rendezvous& rendezvous = node_.layer->rendezvous;
     const auto terms = node_.layer->terms();
     SYNCBN_POINT("before_contribution");
-    due_ = room.contribute(*terms, place_, direction, {tensor_.type, channels(), std::move(values), std::move(device)});
+    ready_ = rendezvous.contribute(*terms, place_, direction,
+                                   {tensor_.type, channels(), std::move(values), std::move(device)});
     SYNCBN_POINT("after_contribution");
-    if (due_ || place_.meeting->lanes > 1) return;  // the next of this context's replicas needs this very thread
-    due_ = room.comes_within(*terms, place_, direction, kMoment);
+    if (ready_ || place_.meeting->per_context > 1)
+        return;  // the next of this context's replicas needs this very thread
+    ready_ = rendezvous.comes_within(*terms, place_, direction, kMoment);
 }
 
 Total Call::total(Direction direction) {
     if (!shares()) return {std::move(own_), 0, node_.layer->id};
     SYNCBN_POINT("before_total");
-    Total total = node_.layer->room.total(*node_.layer->terms(), place_, direction);
+    Total total = node_.layer->rendezvous.total(*node_.layer->terms(), place_, direction);
     SYNCBN_POINT("after_total");
     return total;
 }

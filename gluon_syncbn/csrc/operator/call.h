@@ -30,7 +30,7 @@ enum Input { kX = 0, kGamma = 1, kBeta = 2, kAddend = 3, kBatch, kRows };
 struct Node {
     std::shared_ptr<Layer> layer;
     Role role = Role::kWhole;
-    size_t lanes = 1;
+    size_t per_context = 1;
     Activation activation;
     bool adds = false;     // has a fourth input, which is added before the activation
     int64_t number = -1;   // the number of this node of a graph, the same on all contexts; -1 for an eager call
@@ -88,7 +88,7 @@ class Call {
     virtual ~Call() = default;
 
     // Called on the issuing thread, for a training call. `caller` is null on the main thread, whose calls take the
-    // seats in turn; any other thread is one replica. `recall` says whether the call is kept for a recomputation, or is
+    // positions in turn; any other thread is one replica. `recall` says whether the call is kept for a recomputation, or is
     // one.
     void issue(const void* caller, Recall recall);
     // `reqs` are MXNet's requests, one for each output. On failure the outputs are NaN, so that none looks plausible.
@@ -141,20 +141,20 @@ class Call {
     // Called before another thread continues.
     virtual void leave_thread() {}
 
-    void sit_down();
-    // Takes statistics and seat of the call that this one repeats. Returns the statistics on a device.
+    void join_meeting();
+    // Takes statistics and position of the call that this one repeats. Returns the statistics on a device.
     std::shared_ptr<const void> repeat();
     // Keeps the outcome for calls that repeat this one.
     void remember(std::shared_ptr<const void> device) const;
     // Applies `configure`'s setting for this replica's packed moments that are not finite. The first one is `value`, at
     // index `at`; -1 if all are finite.
-    void look_at(int64_t at, double value) const;
-    void look_at(const Vector& moments) const;
+    void check_finite(int64_t at, double value) const;
+    void check_finite(const Vector& moments) const;
     bool watches() const { return node_.layer->terms()->nonfinite != Nonfinite::kPropagate; }
     bool shares() const { return sharing_of(node_.layer->pooling) != Sharing::kNothing; }
     // The exchange of the meeting.
     Exchange& exchange(Direction direction) const {
-        return node_.layer->room.exchange(*node_.layer->terms(), place_, direction);
+        return node_.layer->rendezvous.exchange(*node_.layer->terms(), place_, direction);
     }
     // Contributes this replica's vectors: `values` as in `Part`. Waits a moment for the others, in this process and
     // elsewhere.
@@ -173,7 +173,7 @@ class Call {
     Place place_;
     Pools pools_;          // of the last forward
     bool frozen_ = false;  // normalised with the running statistics: no gradient through them
-    bool due_ = false;     // the rest of this execution does not wait
+    bool ready_ = false;   // the rest of this execution does not wait
     Recall recall_;
 
   private:
@@ -204,7 +204,7 @@ class Call {
     void leave_out(bool so);
     void write_zeros(const Arrays& arrays, const int* reqs, std::initializer_list<int> outputs);
 
-    bool seated_ = false;
+    bool joined_ = false;
     bool left_out_ = false;
     int64_t outer_ = 0, samples_ = 0;  // of the tensor, while it is left out
     bool repeated_ = false;            // has been executed before

@@ -47,7 +47,7 @@ constexpr double kSpin = 1e-3;  // seconds in which a stream is polled without a
 constexpr auto kPause = std::chrono::microseconds(20);
 constexpr auto kLongPause = std::chrono::milliseconds(1);
 constexpr double kWatchAfter = 0.05;  // seconds after which a wait checks for other reasons to end
-constexpr double kLookAfter = 0.5;    // seconds between checks of other processes
+constexpr double kCheckAfter = 0.5;   // seconds between checks of other processes
 
 Kernel kernel_of(const char* stem, Type type) { return {stem, name_of(type)}; }
 
@@ -57,7 +57,7 @@ Kernel kernel_of(const char* stem, Type type, const Activation& activation, bool
     return {stem, name_of(type), name_of(adds && !activation.any() ? Kind::kRectifier : activation.kind)};
 }
 
-cuda::Behind behind(const Activation& activation) { return {activation.slope, activation.ceiling}; }
+cuda::Epilogue epilogue(const Activation& activation) { return {activation.slope, activation.ceiling}; }
 
 cuda::Weights weights(const Affine& affine, bool needs_beta = true) {
     return {data(affine.gamma), needs_beta ? data(affine.beta) : nullptr, affine.fix_gamma};
@@ -69,15 +69,15 @@ class WaitForGpu : public WaitFor {
         : WaitFor(std::move(layer), std::move(why), timeout, std::move(advice)), others_(std::move(others)) {}
 
   protected:
-    void look_around() override {
-        if (waited() - looked_ < kLookAfter) return;
-        looked_ = waited();
+    void check_others() override {
+        if (waited() - checked_ < kCheckAfter) return;
+        checked_ = waited();
         others_();
     }
 
   private:
     const std::function<void()> others_;  // checks other processes
-    double looked_ = 0;
+    double checked_ = 0;
 };
 
 // The replicas' contributions and the results; it lives until no pointer to it is left.
@@ -293,7 +293,7 @@ void DeviceCall::contribute_gathered(Direction direction) {
         Vector values(static_cast<size_t>(own.size()));
         wait();  // the copy has no time limit
         own.download(values.data(), work().lease);
-        if (direction == Direction::kForward) look_at(values);
+        if (direction == Direction::kForward) check_finite(values);
         return still_current([&] { contribute(direction, std::move(values)); });
     }
     const bool padded = form() == Form::kPadded, summed = form() == Form::kSummed;
@@ -339,7 +339,7 @@ Total DeviceCall::total_gathered(Direction direction, int64_t length) {
 void DeviceCall::begin_normalise(const Arrays& arrays) {
     clear_up();                 // after an execution that found no thread to go on in
     if (recall_.again) return;  // it may have to wait for the call that it repeats
-    if (shares()) sit_down();
+    if (shares()) join_meeting();
     tensor_.cut(node_.layer->pooling.slots());
     if (!shares() || place_.meeting->choice->known()) contribute_moments(arrays);
 }
@@ -349,7 +349,7 @@ void DeviceCall::contribute_moments(const Arrays& arrays) {
     gathered_ = std::make_shared<Gathered>();
     const void* x = data(arrays[kX]);
     gathered_->own = reduced(moments_length(channels()), "merge_moments", [&](const Plan& plan, double* out) {
-        run(kernel_of("moments", tensor_.type), plan.reduce(), cuda::MomentsArguments{plan.spread(), x, out});
+        run(kernel_of("moments", tensor_.type), plan.reduce(), cuda::MomentsArguments{plan.tiling(), x, out});
     });
     contribute_gathered(Direction::kForward);
 }
@@ -384,12 +384,12 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, void* batch) {
     kept_ = Memory();  // the memory of the last execution may serve again
     kept_ = memory(plan.slots * (1 + 4 * channels()));
     cuda::NormaliseArguments with{};
-    with.spread = plan.spread();
+    with.tiling = plan.tiling();
     with.x = data(arrays[kX]);
     with.addend = node_.adds ? data(arrays[kAddend]) : nullptr;
     with.y = req == kNull ? nullptr : data(arrays[node_.output()]);
     with.weights = weights(affine);
-    with.behind = behind(affine.activation);
+    with.epilogue = epilogue(affine.activation);
     with.epsilon = node_.epsilon;
     with.kept = kept_.data();
     with.add = req == kAdd;
@@ -413,7 +413,7 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, void* batch) {
         with.running_var = data(arrays[node_.running_mean() + 1]);
     }
     with.batch = static_cast<double*>(batch);
-    with.told = work().lease.told();
+    with.findings = work().lease.findings();
     const bool any = with.y != nullptr && tensor_.shape.size() > 0;
     run(kernel_of("normalise", tensor_.type, affine.activation, node_.adds),
         any ? plan.each() : Grid{ceil_div(channels(), kBlock)}, with);
@@ -436,9 +436,9 @@ void* DeviceCall::recovered(const Arrays& arrays, const int* reqs) {
     const Plan plan = plan_of(tensor_);
     const Invertible invertible = invertible_by(tensor_.type, affine.activation.slope);
     run(kernel_of("recover", tensor_.type, affine.activation), plan.each(),
-        cuda::RecoverArguments{plan.spread(), data(arrays[node_.output_in_backward()]), x, weights(affine),
-                               behind(affine.activation), kept_.data(), invertible.per_beta, invertible.least,
-                               node_.epsilon, kConstant, work().lease.told()});
+        cuda::RecoverArguments{plan.tiling(), data(arrays[node_.output_in_backward()]), x, weights(affine),
+                               epilogue(affine.activation), kept_.data(), invertible.per_beta, invertible.least,
+                               node_.epsilon, kConstant, work().lease.findings()});
     recovers_ = true;
     return x;
 }
@@ -465,7 +465,7 @@ void DeviceCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
     gathered_ = std::make_shared<Gathered>();
     gathered_->own = reduced(gradients_length(channels()), "merge_sums", [&](const Plan& plan, double* out) {
         run(kernel_of("grad_sums", tensor_.type, affine.activation, dz != nullptr), plan.reduce(),
-            cuda::GradSumsArguments{plan.spread(), dy, x, y, dz, weights(affine, by_input), behind(affine.activation),
+            cuda::GradSumsArguments{plan.tiling(), dy, x, y, dz, weights(affine, by_input), epilogue(affine.activation),
                                     kept_.data(), out});
     });
     gradients_ = {x, dz != nullptr ? dz : dy, by_input};
@@ -481,12 +481,12 @@ void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
     const auto target = [&](Input i) { return reqs[i] == kNull ? nullptr : data(arrays[gradients + i]); };
     const Plan plan = plan_of(tensor_);
     cuda::GradInputArguments with{};
-    with.spread = plan.spread();
+    with.tiling = plan.tiling();
     with.dy = head;
     with.x = x;
     with.dx = target(kX);
     with.weights = weights(affine, by_input);
-    with.behind = behind(affine.activation);
+    with.epilogue = epilogue(affine.activation);
     with.kept = kept_.data();
     with.gathered = gathered_->values();
     if (!frozen_) with.users = list(pools_.users);
@@ -534,7 +534,7 @@ std::unique_ptr<Wait> DeviceCall::wait_for_gpu() {
             " does without NCCL.",
         [this] {
             if (exchange_ != nullptr)
-                still_current([&] { node_.layer->room.check(*node_.layer->terms(), place_, direction_); });
+                still_current([&] { node_.layer->rendezvous.check(*node_.layer->terms(), place_, direction_); });
         });
 }
 
@@ -558,9 +558,9 @@ void DeviceCall::wait() {
 void DeviceCall::finish() {
     if (!work_) return;
     wait();
-    if (tells_) look_at(work_->lease.told()->at, work_->lease.told()->value);
-    const cuda::Told& told = *work_->lease.told();
-    if (recovers_ && told.at >= 0) refuse_to_recover({told.at, told.value != 0});
+    if (tells_) check_finite(work_->lease.findings()->at, work_->lease.findings()->value);
+    const cuda::Findings& findings = *work_->lease.findings();
+    if (recovers_ && findings.at >= 0) refuse_to_recover({findings.at, findings.value != 0});
     if (kept_for_repetition_) remember(gathered_);
     tells_ = recovers_ = kept_for_repetition_ = false;
     exchange_ = nullptr;
@@ -573,7 +573,7 @@ void DeviceCall::clear_up() {
     tells_ = recovers_ = kept_for_repetition_ = false;
     exchange_ = nullptr;
     if (!work_) return;
-    work_->lease.told()->given_up = 1;
+    work_->lease.findings()->given_up = 1;
     bool idle = false;
     try {
         idle = idle_within(kWatchAfter);

@@ -15,8 +15,8 @@ namespace {
 // A replica contributes the number of its rows, the number of values in a row, their type, and then the rows as they are.
 constexpr size_t kHead = 3;
 
-// Numbers of float64 that have room for so many bytes.
-size_t room_for(int64_t bytes) { return (static_cast<size_t>(bytes) + sizeof(double) - 1) / sizeof(double); }
+// Numbers of float64 that have space for so many bytes.
+size_t doubles_for(int64_t bytes) { return (static_cast<size_t>(bytes) + sizeof(double) - 1) / sizeof(double); }
 
 // Those of all replicas, and which is the first of this one.
 struct Rows {
@@ -52,10 +52,10 @@ class GatherCall : public Call {
 
 void GatherCall::begin_normalise(const Arrays& arrays) {
     if (recall_.again) return;  // it may have to wait for what it repeats
-    sit_down();
+    join_meeting();
     Vector own{static_cast<double>(tensor_.shape.outer), static_cast<double>(channels()),
                static_cast<double>(static_cast<int>(tensor_.type))};
-    own.resize(kHead + room_for(bytes()));
+    own.resize(kHead + doubles_for(bytes()));
     if (bytes() > 0) std::memcpy(&own[kHead], data(arrays[kX]), static_cast<size_t>(bytes()));
     contribute(Direction::kForward, std::move(own));
 }
@@ -77,7 +77,7 @@ Rows GatherCall::rows_of(const Total& total) const {
         rows.all.insert(rows.all.end(), values, values + here * of_row);
         count += here;
         counts += (counts.empty() ? "" : ", ") + std::to_string(here);
-        at += kHead + room_for(here * of_row);
+        at += kHead + doubles_for(here * of_row);
     }
     if (count != node_.rows)
         throw Failure("the parts have " + counts + " rows, " + std::to_string(count) + " in all, where " +

@@ -44,7 +44,7 @@ class HostCall : public Call {
     void write_output(const Arrays& arrays, int req);
     // Computes x from y, into the memory of dx or of `scratch`.
     void* recovered(const Arrays& arrays, const int* reqs, std::vector<char>* scratch) const;
-    std::vector<char> room() const {
+    std::vector<char> buffer() const {
         return std::vector<char>(static_cast<size_t>(tensor_.shape.size() * size_of(tensor_.type)));
     }
     std::shared_ptr<const Statistic> statistic(const Vector& moments) const;
@@ -61,7 +61,7 @@ class HostCall : public Call {
         const void *x, *dz;  // dz is dy if `affine` has the activation
         Affine affine;
         Vector gamma, beta;  // this replica's part
-        std::vector<char> x_room, dz_room;
+        std::vector<char> x_buffer, dz_buffer;
     };
 
     cpu::Backend backend_;
@@ -144,11 +144,11 @@ Vector HostCall::gradients_of_users() {
 
 void HostCall::begin_normalise(const Arrays& arrays) {
     if (recall_.again) return;  // it may have to wait for the call that it repeats
-    if (shares()) sit_down();
+    if (shares()) join_meeting();
     backend_.threads = threads();
     tensor_.cut(node_.layer->pooling.slots());
     Vector own = backend_.moments(arrays[kX], tensor_);
-    look_at(own);
+    check_finite(own);
     contribute(Direction::kForward, std::move(own));
 }
 
@@ -199,7 +199,7 @@ void* HostCall::recovered(const Arrays& arrays, const int* reqs, std::vector<cha
     if (reqs[kX] == kWrite) {
         x = data(arrays[node_.gradients() + kX]);
     } else {
-        *scratch = room();
+        *scratch = buffer();
         x = scratch->data();
     }
     backend_.recover(data(arrays[node_.output_in_backward()]), tensor_, affine, x);
@@ -211,14 +211,14 @@ void HostCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
     const int inputs = node_.outputs(), gradients = node_.gradients();
     Gradients& found = gradients_ = {};
     Affine& affine = found.affine = this->affine(arrays, inputs);
-    found.x = node_.inplace ? recovered(arrays, reqs, &found.x_room) : data(arrays[inputs + kX]);
+    found.x = node_.inplace ? recovered(arrays, reqs, &found.x_buffer) : data(arrays[inputs + kX]);
     found.dz = data(arrays[0]);
     std::optional<cpu::ByOutput> by_output;
     if (node_.adds && affine.activation.any()) {  // dz is the addend's gradient
         by_output = {data(arrays[node_.output_in_backward()]), nullptr};
         if (reqs[kAddend] == kNull || reqs[kAddend] == kAdd) {
-            found.dz_room = room();
-            by_output->dz = found.dz_room.data();
+            found.dz_buffer = buffer();
+            by_output->dz = found.dz_buffer.data();
         } else {
             by_output->dz = data(arrays[gradients + kAddend]);
         }

@@ -4,8 +4,8 @@
 // operator writes these. So MXNet's engine runs the calls of one layer on one context in the order of issue. The n-th
 // execution on each context belongs to the n-th call.
 //
-// Several replicas per context (`lanes` > 1) would wait for each other inside that queue. So there a call is two
-// operators. The first takes its seat when it is issued, meets the others, and passes on the batch's statistics. The
+// Several replicas per context (`per_context` > 1) would wait for each other inside that queue. So there a call is two
+// operators. The first takes its position when it is issued, meets the others, and passes on the batch's statistics. The
 // second writes the running statistics and waits for no replica. Of the replicas of a context, one passes on its
 // statistics. A graph predicts, too: then the first operator forwards its inputs, and the second one normalises, adds
 // and rectifies.
@@ -92,7 +92,7 @@ struct Property : Node {
     std::array<void*, kPropertyCallbacks> callback_states;  // MXNet keeps a pointer to these
 };
 
-// Identifies the issuer of a call. Calls on the main thread take the seats in turn (null); any other thread is one
+// Identifies the issuer of a call. Calls on the main thread take the positions in turn (null); any other thread is one
 // replica. It is a number and not an address: a new thread may get the address of one that has ended.
 const void* caller() {
     if (on_main_thread()) return nullptr;
@@ -176,7 +176,7 @@ int delete_property(void* state) {
 }
 
 int list_arguments(char*** out, void* state) {
-    static char* alone[] = {writable("data"), nullptr};
+    static char* only_data[] = {writable("data"), nullptr};
     static char* data[] = {writable("data"), writable("gamma"), writable("beta"), nullptr};
     static char* with_batch[] = {writable("data"), writable("gamma"), writable("beta"), writable("batch"), nullptr};
     static char* with_addend[] = {writable("data"), writable("gamma"), writable("beta"), writable("addend"), nullptr};
@@ -184,7 +184,7 @@ int list_arguments(char*** out, void* state) {
                                 writable("addend"), writable("batch"), nullptr};
     const Property& property = *property_of(state);
     if (property.role == Role::kGather)
-        *out = alone;
+        *out = only_data;
     else if (property.role == Role::kTrack)
         *out = property.adds ? with_both : with_batch;
     else
@@ -355,7 +355,7 @@ Activation activation_of(const std::string& name, double slope, double ceiling) 
 }
 
 // Checks that the backward can work with the arrays that are kept for it.
-void check_behind(const Node& node) {
+void check_epilogue(const Node& node) {
     bool by_output = false, invertible = false;
 #define SYNCBN_CASE(NAME, TRAIT)                                                        \
     case Activation::Kind::k##TRAIT:                                                    \
@@ -413,14 +413,14 @@ int describe_layer(const char*, const int size, const char** keys, const char** 
                  "gluon_syncbn.revert(net).export(...), load that, and gluon_syncbn.convert the net again.",
                  size, keys, values, out);
     property->role = static_cast<Role>(std::stoi(given["role"]));
-    property->lanes = std::stoul(given["lanes"]);
+    property->per_context = std::stoul(given["per_context"]);
     property->axis = std::stoi(given["axis"]);
     property->epsilon = std::stod(given["eps"]);
     property->momentum = std::stod(given["momentum"]);
     property->activation = activation_of(given["activation"], std::stod(given["slope"]), std::stod(given["ceiling"]));
     property->adds = given["adds"] == "1";
     property->inplace = given["inplace"] == "1";
-    check_behind(*property);
+    check_epilogue(*property);
     property->fix_gamma = given["fix_gamma"] == "1";
     property->unbiased = given["unbiased"] == "1";
     property->on_cpus = given["on_cpus"] == "1";

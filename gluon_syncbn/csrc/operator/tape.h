@@ -1,5 +1,5 @@
 // Stores what a forward's recomputation needs to repeat its calls without a meeting. These are the statistics that
-// normalised the slots, and the seat at which the backward meets.
+// normalised the slots, and the position at which the backward meets.
 //
 // The issuer of a forward opens a tape on its own thread, and the forward's calls find their memos there in program
 // order. Recomputed forwards may be nested, so a thread has a stack of tapes.

@@ -24,7 +24,7 @@ constexpr double kIdleShare = 0.25;    // of one core: Horovod's thread, which p
 constexpr double kEndAfterIdle = 1.5;  // seconds
 
 std::atomic<long> interrupted{0};
-std::atomic<bool> alone{false};
+std::atomic<bool> nobody_is_left{false};
 // The previous handlers of SIGINT.
 std::atomic<const struct sigaction*> previous{nullptr}, original{nullptr};
 thread_local int depth = 0;
@@ -102,7 +102,7 @@ bool Stall::idle_for(double seconds) const {
     return false;
 }
 
-bool Stall::asked_to_end() const { return (alone.load() || interrupted()) && idle_for(kEndAfterIdle); }
+bool Stall::asked_to_end() const { return (nobody_is_left.load() || interrupted()) && idle_for(kEndAfterIdle); }
 
 void watch_interrupts() {
     static std::mutex mutex;
@@ -121,6 +121,6 @@ void watch_interrupts() {
     sigaction(SIGINT, &ours, nullptr);
 }
 
-void nobody_left(bool so) { alone.store(so); }
+void nobody_left(bool so) { nobody_is_left.store(so); }
 
 }  // namespace syncbn

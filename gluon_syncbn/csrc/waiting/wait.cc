@@ -11,19 +11,19 @@
 namespace syncbn {
 namespace {
 
-constexpr double kLookAfter = 0.04;       // seconds: less than `kSlice`, so that each slice has one check
+constexpr double kCheckAfter = 0.04;      // seconds: less than `kSlice`, so that each slice has one check
 constexpr double kEndAfterInterrupt = 5;  // seconds, if spinning cannot be told from computing
 
 }  // namespace
 
 Wait::Wait(double timeout, double warn_after, long interrupts_before)
-    : limit_(timeout), warn_after_(warn_after), interrupts_(interrupts_before), looked_(seconds()) {}
+    : limit_(timeout), warn_after_(warn_after), interrupts_(interrupts_before), checked_(seconds()) {}
 
 void Wait::look() {
     throw_if_failed();
     const double now = seconds();
-    if (now - looked_ < kLookAfter) return;
-    looked_ = now;
+    if (now - checked_ < kCheckAfter) return;
+    checked_ = now;
     if (!stall_) stall_.emplace(interrupts_);
     watch_interrupts();
     stall_->sample();
@@ -31,7 +31,7 @@ void Wait::look() {
     const bool ends = spins() && interrupted_ >= 0 && waited() - interrupted_ >= kEndAfterInterrupt;
     if (ends || stall_->asked_to_end()) give_up(text(Why::kAskedToEnd));
     if (step().forking && in_vain()) give_up(text(Why::kForked));
-    look_around();
+    check_others();
     if (waited() >= limit_) give_up(text(Why::kLate));
     if (waited() < warn_after_ || warned_) return;
     warned_ = true;

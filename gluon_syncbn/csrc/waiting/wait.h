@@ -37,7 +37,7 @@ class Wait {
     // Throws the reason if the step has failed elsewhere.
     virtual void throw_if_failed();
     // A further check, in a wait that is not short.
-    virtual void look_around() {}
+    virtual void check_others() {}
     // Whether this wait, for which a fork waits, can no longer succeed.
     virtual bool in_vain() { return stall_->idle_for(kForkIdle); }
     // Whether a spinning thread may keep a processor busy without computing.
@@ -55,7 +55,7 @@ class Wait {
     double limit_;
     const double warn_after_;
     const long interrupts_;
-    double looked_;               // the time of the last check, or of the beginning
+    double checked_;              // the time of the last check, or of the beginning
     std::optional<Stall> stall_;  // empty in a short wait
     double interrupted_ = -1;     // seconds after which it was interrupted
     bool warned_ = false;

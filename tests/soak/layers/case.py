@@ -20,7 +20,7 @@ class Case:
     axis: int
     spatial: Tuple[int, ...]
     contexts: List[int]
-    lanes: int  # replicas of each context
+    per_context: int  # replicas of each context
     repeated: bool  # whether contexts are named once for each lane, instead of num_devices
     pooling: Dict[str, Any]
     settings: Dict[str, Any]  # of nn.BatchNorm
@@ -40,7 +40,7 @@ class Case:
     @property
     def places(self) -> List[int]:
         """The context of each replica, in their order."""
-        return [context for context in self.contexts for _ in range(self.lanes)]
+        return [context for context in self.contexts for _ in range(self.per_context)]
 
     @property
     def predicts(self) -> bool:
@@ -58,7 +58,7 @@ class Case:
     @property
     def separate(self) -> bool:
         """Whether MXNet's own operators may stand behind the layer, with arrays in between."""
-        return self.lanes > 1 or self.fused or self.settings["use_global_stats"]
+        return self.per_context > 1 or self.fused or self.settings["use_global_stats"]
 
     def __str__(self) -> str:
         said = {name: value for name, value in vars(self).items() if name not in ("rng", "seed") and value}
@@ -109,8 +109,8 @@ def draw(seed: int) -> Case:
     spatial = tuple(int(one((1, 2, 3, 4, 7))) for _ in range(dimensions - 2))
     axis = one((1, 1, 1, -1, -1, int(rng.randint(-dimensions, dimensions))))
     contexts = [int(i) for i in rng.permutation(CONTEXTS)[: rng.randint(1, CONTEXTS + 1)]]
-    lanes = int(one((2, 3))) if len(contexts) <= 2 and perhaps(0.3) else 1
-    replicas = len(contexts) * lanes
+    per_context = int(one((2, 3))) if len(contexts) <= 2 and perhaps(0.3) else 1
+    replicas = len(contexts) * per_context
     frozen = perhaps(0.05)
 
     most = 1 if axis % dimensions == 0 else 4
@@ -125,7 +125,7 @@ def draw(seed: int) -> Case:
     addend = one((None, None, "own", "x"))
     activation = one((None, "relu", "relu6", "leaky"))
     inplace = addend is None and activation in (None, "leaky") and perhaps(0.4)
-    way = one(("eager", "hybrid", "static_alloc") + ("static_shape",) * (lanes == 1))
+    way = one(("eager", "hybrid", "static_alloc") + ("static_shape",) * (per_context == 1))
     reqs = {name: one(("write", "write", "add", "null")) for name in ("x", "addend", "gamma", "beta")}
     if addend != "own":
         reqs["addend"] = "null"
@@ -134,7 +134,7 @@ def draw(seed: int) -> Case:
     reqs["beta"] = reqs["beta"] if center else "null"
     if set(reqs.values()) == {"null"}:
         reqs["x"] = "write"
-    fused = lanes == 1 and perhaps(0.25)
+    fused = per_context == 1 and perhaps(0.25)
     of_mxnet = frozen or (fused and (way == "eager" or activation is None))  # what stands behind it
     if of_mxnet and way != "eager":
         # MXNet's own addition stands in the graph, and plain BatchNorm has wrong gradients there where that of the
@@ -149,8 +149,8 @@ def draw(seed: int) -> Case:
         axis=axis,
         spatial=spatial,
         contexts=contexts,
-        lanes=lanes,
-        repeated=lanes > 1 and perhaps(0.3),
+        per_context=per_context,
+        repeated=per_context > 1 and perhaps(0.3),
         pooling=pooling,
         settings={
             "axis": axis,
@@ -169,7 +169,7 @@ def draw(seed: int) -> Case:
         way=way,
         reqs=reqs,
         # Several operators of oneDNN, which MXNet takes in float32, are errors for an empty array.
-        empty=replicas > 1 and lanes == 1 and not (of_mxnet and dtype == "float32") and perhaps(0.3),
+        empty=replicas > 1 and per_context == 1 and not (of_mxnet and dtype == "float32") and perhaps(0.3),
         offset=OFFSETS[dtype] if perhaps(0.15) else 0.0,
         steps=["train", *(one(("train", "train", "forward", "predict")) for _ in range(rng.randint(0, 4)))],
     )
@@ -183,10 +183,10 @@ def draw_for_emulator(seed: int) -> Case:
         reqs = {**reqs, "addend": "write"}
     return replace(
         case,
-        contexts=[0, 1] if case.lanes > 1 else case.contexts,
-        lanes=1,
+        contexts=[0, 1] if case.per_context > 1 else case.contexts,
+        per_context=1,
         repeated=False,
-        pooling={key: value for key, value in case.pooling.items() if key != "group_size" or case.lanes == 1},
+        pooling={key: value for key, value in case.pooling.items() if key != "group_size" or case.per_context == 1},
         settings={**case.settings, "use_global_stats": False},
         addend=case.addend and "own",
         fused=case.fused and case.way != "eager" and case.activation is not None,

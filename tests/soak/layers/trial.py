@@ -86,12 +86,12 @@ class Trial:
     def _build(self) -> nn.HybridBlock:
         case = self.case
         own = {**case.pooling, "running_variance": "unbiased" if case.unbiased else "biased"}
-        own["num_devices"] = len(case.places) if case.lanes > 1 and not case.repeated else None
+        own["num_devices"] = len(case.places) if case.per_context > 1 and not case.repeated else None
         if case.fused:
             return gluon_syncbn.convert(Plain(case), fuse=True, inplace=case.inplace, **own)
         kind = SyncBatchNorm if case.addend is None else SyncBatchNormAdd
-        behind = {"activation": case.activation, "slope": case.slope, "inplace": case.inplace}
-        return kind(in_channels=case.channels, **case.settings, **behind, **own)
+        epilogue = {"activation": case.activation, "slope": case.slope, "inplace": case.inplace}
+        return kind(in_channels=case.channels, **case.settings, **epilogue, **own)
 
     def run(self) -> None:
         for number, kind in enumerate(self.case.steps):
@@ -115,7 +115,7 @@ class Trial:
         gradients, heads = self._backward(forward, heads)
         order = self._order()
         dys = [nd.array(head, ctx=place, dtype=case.dtype) for head, place in zip(heads, self.places)]
-        if case.lanes == 1 and self.rng.rand() < 0.3:
+        if case.per_context == 1 and self.rng.rand() < 0.3:
             for i in order:
                 ys[i].backward(dys[i])
         else:
@@ -131,7 +131,7 @@ class Trial:
         """Training without a backward: the running statistics move on."""
         batch = self._batch()
         # Outside of record(), a static_alloc graph gives the replicas of one context the same memory.
-        same_memory = self.case.lanes > 1 and self.case.way == "static_alloc"
+        same_memory = self.case.per_context > 1 and self.case.way == "static_alloc"
         with autograd.record() if same_memory else autograd.train_mode():
             ys = self._issue(batch)
         forward = self.truth.forward(batch.shards, batch.addends, self._permutation(batch))
@@ -169,7 +169,7 @@ class Trial:
 
     def _order(self) -> Sequence[int]:
         count = len(self.places)
-        return range(count) if self.case.lanes > 1 else self.rng.permutation(count)
+        return range(count) if self.case.per_context > 1 else self.rng.permutation(count)
 
     def _issue(self, batch: Batch) -> List[nd.NDArray]:
         ys: Dict[int, nd.NDArray] = {}
