@@ -41,7 +41,7 @@ SHAPES = [
 HUGE = [(16, 1, 256, 120 * 120), (16, 120 * 120, 256, 1), (4, 1, 3, 1 << 26), (1 << 20, 1, 1027, 1)]
 
 
-TOLD = STRUCTURES["Told"]
+FINDINGS = STRUCTURES["Findings"]
 PROPAGATE, LEAVE_OUT, TELL = range(3)
 SHARED, OWN, LISTS = range(3)
 
@@ -243,7 +243,7 @@ class Kernels:
                   hand_on=1, momentum=0.9, given_up=0, unbiased=0, watch=0, activation=None, addend=None):  # fmt: skip
         """`source`: gathered moments, or None for the running statistics. Returns the output and what is kept."""
         out, kept = self.output(start), self.gpu.empty(self.slots * (1 + 4 * self.channels), "float64")
-        told = self.gpu.upload(np.array([(given_up, -1, 0.0)], TOLD).view("uint8"))
+        told = self.gpu.upload(np.array([(given_up, -1, 0.0)], FINDINGS).view("uint8"))
         activation, behind = self._activation(activation)
         own, gathered, own_moments = self._own(pools), None, None
         if source is not None:
@@ -257,7 +257,7 @@ class Kernels:
             momentum=momentum, running_mean=running[0], running_var=running[1], batch=batch, hand_on=hand_on,
             unbiased=unbiased, watch=watch, findings=told,
         )  # fmt: skip
-        self.told = self.gpu.download(told).view(TOLD)[0]
+        self.told = self.gpu.download(told).view(FINDINGS)[0]
         kept = self.gpu.download(kept).reshape(self.slots, -1)
         return self.gpu.download(out).reshape(self.x.shape), kept
 
@@ -275,7 +275,7 @@ class Kernels:
     def recover(self, y, kept, gamma, beta, fix_gamma, slope, per_beta=0.0, least=0.0):
         """x, and the channel that is told; -1 for none."""
         out = self.output(None)
-        told = self.gpu.upload(np.array([(0, -1, 0.0)], TOLD).view("uint8"))
+        told = self.gpu.upload(np.array([(0, -1, 0.0)], FINDINGS).view("uint8"))
         activation, behind = self._activation(None if slope == 1 else (slope, np.inf))
         self.launch(
             "recover", self._each(), "RecoverArguments", activation, tiling=self.tiling, y=self.upload(y, 3), x=out,
@@ -283,7 +283,7 @@ class Kernels:
             per_beta=per_beta,
             least=least, epsilon=EPSILON, constant=2.0**-48, findings=told,
         )  # fmt: skip
-        return self.gpu.download(out).reshape(self.x.shape), self.gpu.download(told).view(TOLD)["at"][0]
+        return self.gpu.download(out).reshape(self.x.shape), self.gpu.download(told).view(FINDINGS)["at"][0]
 
     def grad_input(self, dy, kept, gathered, users, own, gamma, fix_gamma, start=None, beta=None, activation=None):
         """dx, dgamma, dbeta."""
