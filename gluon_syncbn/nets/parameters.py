@@ -12,7 +12,7 @@ from mxnet.gluon import Block, Parameter, ParameterDict
 
 from ..exchange.store import ProcessStore
 from ..mxnet_side import blocks
-from ..system import arguments
+from ..system import arguments, kinds
 from ..training.session import session
 
 __all__ = ["broadcast_parameters"]
@@ -57,12 +57,13 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
     if store is not None:
         _agree(store, given)
     for number, parameter in enumerate(given):
-        value = parameter.list_data()[0].asnumpy()
+        array = parameter.list_data()[0]
+        value = array.asnumpy()
         if store is not None:
             own = value.ravel()
             part = own if store.rank == root_rank else own[:0]
             value = store.allgather(f"parameter {number}", part, equal=False)[root_rank].reshape(value.shape)
-        parameter.set_data(value)
+        parameter.set_data(kinds.like(mx.nd.array(value, dtype=value.dtype), array))
 
 
 def store_of(kvstore: Any, parameters: Iterable[Parameter]) -> Optional[ProcessStore]:

@@ -243,10 +243,10 @@ def test_a_daemon_thread_that_trains_while_the_process_ends():
 def work():
     while True:
         train()
-from gluon_syncbn.session import session
+from gluon_syncbn.training.session import session
 thread = threading.Thread(target=work, daemon=True)
-drain = gluon_syncbn.steps.drain
-gluon_syncbn.steps.drain = lambda: (print("the thread is alive:", thread.is_alive(), file=sys.stderr), drain())[1]
+drain = gluon_syncbn.training.steps.drain
+gluon_syncbn.training.steps.drain = lambda: (print("the thread is alive:", thread.is_alive(), file=sys.stderr), drain())[1]
 thread.start()
 while not session.training_threads:
     time.sleep(0.001)
