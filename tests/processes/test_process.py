@@ -245,8 +245,9 @@ def work():
         train()
 from gluon_syncbn.training.session import session
 thread = threading.Thread(target=work, daemon=True)
-drain = gluon_syncbn.training.steps.drain
-gluon_syncbn.training.steps.drain = lambda: (print("the thread is alive:", thread.is_alive(), file=sys.stderr), drain())[1]
+from gluon_syncbn.training import steps
+drain = steps.drain
+steps.drain = lambda: (print("the thread is alive:", thread.is_alive(), file=sys.stderr), drain())[1]
 thread.start()
 while not session.training_threads:
     time.sleep(0.001)
