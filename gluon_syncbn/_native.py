@@ -213,6 +213,7 @@ def _load() -> ctypes.CDLL:
         "gate_arrays": (ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]),
         "reset": (ctypes.c_int, []),
         "nobody_left": (None, [ctypes.c_int]),
+        "nobody_reads": (None, []),
         "close": (None, []),
         "forking": (None, [ctypes.c_int]),
         "waiting": (None, [ctypes.c_int]),
@@ -615,6 +616,11 @@ def reset() -> None:
 def nobody_left(so: bool) -> None:
     """Tells the core whether no thread is left that could call a missing replica."""
     _core.syncbn_nobody_left(so)
+
+
+def nobody_reads() -> None:
+    """Tells the core that all threads that train have ended, and that exit handlers run."""
+    _core.syncbn_nobody_reads()
 
 
 def close() -> None:

@@ -463,6 +463,8 @@ SYNCBN_API void syncbn_wait_end(void* wait) { delete static_cast<WaitInPython*>(
 
 SYNCBN_API void syncbn_nobody_left(int so) { syncbn::nobody_left(so != 0); }
 
+SYNCBN_API void syncbn_nobody_reads() { syncbn::step().unread = true; }
+
 SYNCBN_API void syncbn_close() { syncbn::step().closed = true; }
 
 // Called before a fork, which waits for all operators in flight, and after it. `inside`: the forking thread is in a
@@ -478,7 +480,7 @@ SYNCBN_API void syncbn_waiting(int inside) { syncbn::step().waiting = inside != 
 // Called in the child of a fork.
 SYNCBN_API int syncbn_forked() {
     return done([&] {
-        syncbn::step().forking = syncbn::step().waiting = false;
+        syncbn::step().forking = syncbn::step().waiting = syncbn::step().unread = false;
         syncbn::nobody_left(false);
         syncbn::forget_records();
         syncbn::native::forget_workers();

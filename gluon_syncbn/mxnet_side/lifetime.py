@@ -35,6 +35,7 @@ def _at_exit() -> None:
     session.ending = True
     _native.nobody_left(True)
     _stop_daemons()
+    _native.nobody_reads()
     steps.drain()
     _native.close()
     logs.finish()

@@ -59,7 +59,8 @@ struct Failing {
         auto& self = *static_cast<Failing*>(parameter);
         if (!self.why) {
             const auto failure = step().failure();
-            if (failure == nullptr) return;
+            // Hundreds of failures at once can end the process (`TurnToFail`), so none comes that nobody would see.
+            if (failure == nullptr || step().unread) return;
             self.why = error_with(failure->what());
         }
         self.turn.emplace();

@@ -27,6 +27,8 @@ class Step {
     std::atomic<int64_t> number{0};
     // The process has run its exit handlers: operators that run now fail.
     std::atomic<bool> closed{false};
+    // The exit handlers have begun and all threads that train have ended, so nobody reads a result any more.
+    std::atomic<bool> unread{false};
     // A thread in the middle of a step waits to fork, so not all replicas can be called.
     std::atomic<bool> forking{false};
     // The only thread that trains waits for all of MXNet's work in the middle of a step.
