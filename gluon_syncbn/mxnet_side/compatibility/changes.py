@@ -17,6 +17,9 @@ def written_plainly(module: ModuleType) -> None:
     module.str = _Text  # type: ignore[attr-defined]
 
 
+_BEFORE_NUMPY_2: Any = {"legacy": "1.25"}  # NumPy's own types differ in what they allow here
+
+
 class _Strings(type):
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, str)
@@ -29,7 +32,7 @@ class _Text(metaclass=_Strings):
         text = str(value)
         if "np." not in text or isinstance(value, str):
             return text
-        with np.printoptions(legacy="1.25"):  # type: ignore[arg-type]
+        with np.printoptions(**_BEFORE_NUMPY_2):
             return str(value)
 
 
