@@ -58,14 +58,14 @@ def between(bars: Bars, name: str) -> str:
 def sentences() -> str:
     (one_plain, one_ours), (two_plain, two_ours) = miou()
     return f"""\
-On drawn scenes and four CPU devices, synchronised statistics raise FastSCNN's mIoU.
+On generated scenes and four CPU devices, synchronised statistics raise FastSCNN's mIoU.
 With one image per device, mIoU rises from {one_plain} to {one_ours}.
 With two images per device, mIoU rises from {two_plain} to {two_ours}.
 
 On two CPU devices, five layers take {between(layers(), "ours")} times as long as plain `nn.BatchNorm`.
 Fused with ReLU, these layers take {between(layers(), "fused")} times as long as BatchNorm and ReLU.
 Contrib's layer takes {between(layers(), "contrib")} times as long.
-A training step of a whole network takes {between(models(), "fused")} times as long as with plain BatchNorm.
+With fused layers, a training step of a whole network takes {between(models(), "fused")} times as long as with plain BatchNorm.
 With contrib's layer, a step takes {between(models(), "contrib")} times as long.
 """
 
