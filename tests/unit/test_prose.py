@@ -7,8 +7,10 @@ from places import PACKAGE, ROOT
 PAGES = [
     "CONTRIBUTING.md",
     "README.md",
+    "SECURITY.md",
     "benchmarks/README.md",
     "docs/architecture.md",
+    "docs/comparison.md",
     "docs/distributed.md",
     "docs/gluoncv.md",
     "docs/gpu.md",
@@ -18,6 +20,7 @@ PAGES = [
     "docs/migrating.md",
     "docs/modes.md",
     "docs/quickstart.md",
+    "docs/state.md",
     "docs/supported.md",
     "docs/training.md",
     "docs/troubleshooting.md",

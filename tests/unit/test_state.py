@@ -100,7 +100,7 @@ def first_column(heading, column="`"):
 
 
 AT_IMPORT = first_column("Functions of MXNet that the import wraps")
-LATER = first_column("Functions that are wrapped later")
+LATER = first_column("Functions that the package wraps later")
 
 
 @pytest.fixture(scope="module")
