@@ -87,8 +87,8 @@ struct Hidden {
 };
 
 // A tensor of 2 to 5 dimensions seen from its channel axis: [outer][channels][inner], row-major. For channels-first,
-// inner is the product of the spatial extents; for channels-last it is 1. Float32 and bfloat16 in oneDNN's layout may be
-// in blocks of 8 or 16 neighbouring channels: [outer][channels / block][inner][block].
+// inner is the product of the spatial extents; for channels-last it is 1. Float32 and bfloat16 in oneDNN's layout may
+// be in blocks of 8 or 16 neighbouring channels: [outer][channels / block][inner][block].
 struct Shape {
     int64_t outer;
     int64_t channels;

@@ -487,7 +487,8 @@ __device__ inline void moments_of(const SumsArguments& with) {
     const double mean = count == 0 ? 0 : (sum + sum_rest) / count;
     const Product back(count, mean), squared(sum, mean);
     const double left = (sum - back.value) + (sum_rest - back.error);  // the sum's part beyond the rounded mean
-    const double about_mean = (squares - squared.value) + (squares_rest - squared.error - sum_rest * mean) - left * mean;
+    const double squares_left = squares_rest - squared.error - sum_rest * mean;
+    const double about_mean = (squares - squared.value) + squares_left - left * mean;
     Moments{count, mean, about_mean < 0 ? 0 : about_mean}.leave(with.to, channel, channels);
 }
 
@@ -869,7 +870,8 @@ __device__ void keep(const NormaliseArguments& with) {
         double* mine = with.kept + slot * kept_length(channels);
         const Statistic used = statistic<P>(with, with.used, slot, channel);
         const Range of_used = List(with.used, slot).range, of_fed = List(with.fed, slot).range;
-        const bool same = with.used.members == with.fed.members && of_used.begin == of_fed.begin && of_used.end == of_fed.end;
+        const bool same =
+            with.used.members == with.fed.members && of_used.begin == of_fed.begin && of_used.end == of_fed.end;
         const Statistic fed = same ? used : statistic<P>(with, with.fed, slot, channel);
         if (channel == 0) mine[0] = fed.share;
         mine[1 + channel] = used.mean;

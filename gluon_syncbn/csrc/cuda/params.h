@@ -124,8 +124,8 @@ struct GradInputArguments {
     int add, add_dgamma, add_dbeta;
 };
 
-// Computes x from the y of `normalise` without an addend, with `kept`. If x cannot be found, findings->at is the first such
-// channel. Then findings->value says whether another slot's statistic is the cause. Grid as for normalise.
+// Computes x from the y of `normalise` without an addend, with `kept`. If x cannot be found, findings->at is the first
+// such channel. Then findings->value says whether another slot's statistic is the cause. Grid as for normalise.
 struct RecoverArguments {
     Tiling tiling;
     const void* y;

@@ -24,7 +24,7 @@ struct Asked {
 
 class Choice {
   public:
-    // For replicas on these contexts, `per_context` on each. `total`: they need only the total of all vectors, not each.
+    // For replicas on these contexts, `per_context` on each. `total`: they need only the total of all vectors.
     Choice(Asked asked, std::vector<std::string> contexts, size_t per_context, bool total);
 
     // The answer is the same for all exchanges to choose from.

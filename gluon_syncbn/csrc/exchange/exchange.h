@@ -57,9 +57,9 @@ enum class Form {
 // collectives.
 //
 //     process 0                        process 1            NCCL needs all processes to post their collectives in one
-//      ready ─────────── ballot ───────── ready              order, and branches of a graph that run side by side come in
-//        ◄── number 7 ── all here ── number 7 ──►            any. A collective gets a number when all processes are
-//      posts 7 after 6                  posts 7 after 6      ready. Each process posts in the order of the numbers.
+//      ready ─────────── ballot ───────── ready              order, but parallel branches of a graph have none. A
+//        ◄── number 7 ── all here ── number 7 ──►            collective gets a number when all processes are ready.
+//      posts 7 after 6                  posts 7 after 6      Each process posts in the order of the numbers.
 struct Turn {
     int64_t channel = 0;  // identifies a KVStore, whose collectives have numbers of their own
     int64_t number = -1;  // of the collective, from 0, the same everywhere; -1 if it stays within the process

@@ -67,7 +67,8 @@ int phase_of(const Place& place, Direction direction) { return direction == Dire
 
 Ticket ticket_of(const Terms& terms, const Place& place, Direction direction) {
     const Draw& draw = place.meeting->draw;
-    // The calls of a layer come in one order, so that another call of a node means a mistake. Those of a gather come in any.
+    // The calls of a layer come in one order, so that another call of a node means a mistake. Those of a gather come in
+    // any order.
     const int64_t node = terms.sharing == Sharing::kRows ? (draw.node + 1) * (int64_t{1} << 32) + draw.call : draw.node;
     return {terms.layer, node, draw.call, phase_of(place, direction), place.meeting->layer.c_str(), terms.timeout};
 }
@@ -148,7 +149,8 @@ std::unique_ptr<Underway> begin_exchange(const Terms& terms, const Meeting& meet
     return exchange.begin_allreduce(combine, ticket, row_of_each_context(meeting, phase, combine));
 }
 
-// Runs under the rendezvous's lock, also when all have arrived: the last one makes the total, with a time limit of its own.
+// Runs under the rendezvous's lock, also when all have arrived: the last one computes the total, with its own time
+// limit.
 class WaitForReplicas : public Wait {
   public:
     WaitForReplicas(const Terms& terms, Meeting& meeting, Phase& phase, int number, const Attendance& attendance)

@@ -1,9 +1,9 @@
 // Lets threads meet: the replicas of a layer contribute their vectors, and all leave with the combined result.
 //
-//        replica 0          replica 1                      1. join: a position in the earliest meeting with a free one
+//        replica 0          replica 1                      1. join: take a position in the earliest open meeting
 //        join ────┐    ┌──── join                          2. contribute the packed vector
-//   contribute ──►│ Meeting │◄── contribute                3. the last to arrive calls the exchange with all of them, in
-//        wait     │ phase 0 │    exchange                     the order of the replicas, never in that of arrival
+//   contribute ──►│ Meeting │◄── contribute                3. the last to arrive calls the exchange with all vectors,
+//        wait     │ phase 0 │    exchange                     in the order of the replicas, never in that of arrival
 //       total ◄───│         │───► total                    4. all leave with the same total
 //                  phase 1, 2 …: the backwards, same positions
 //
@@ -11,8 +11,9 @@
 // failure (6) if time is up, the process was asked to end, or its queue is stuck. After a failure nothing is exchanged
 // until `reset`, because no total may come from half of a step.
 //
-// A rendezvous has one lock, which guards its meetings and all their data. Waiting threads release it. The exchange (3) runs
-// without it, because no other thread touches a complete phase. Under it, `Step` may be asked and told of failures.
+// A rendezvous has one lock, which guards its meetings and all their data. Waiting threads release it. The exchange (3)
+// runs without it, because no other thread touches a complete phase. Code under the lock may ask `Step` for failures,
+// and report them to it.
 #pragma once
 
 #include <condition_variable>
@@ -128,8 +129,8 @@ class Rendezvous {
     void called(const std::string& context);
     // The same for a graph whose calls MXNet executes again without announcing them; `graph` is a number below -1.
     void issued_again(const Terms& terms, const std::string& context, int64_t graph);
-    // Takes a position in the earliest meeting of this graph node with a free position for `context` and without `occupant`.
-    // `repeated`: MXNet executes a state again.
+    // Takes a position in the earliest meeting of this graph node with a free position for `context` and without
+    // `occupant`. `repeated`: MXNet executes a state again.
     Place join(const Terms& terms, const std::string& context, int64_t node, const void* occupant, bool repeated);
     // Returns the exchange of the meeting. GPUs may wait here for other processes, as in `Choice`.
     Exchange& exchange(const Terms& terms, const Place& place, Direction direction) const;

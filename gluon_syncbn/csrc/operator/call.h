@@ -57,7 +57,7 @@ struct Node {
     // that only one operator writes its gradient.
     bool hands_addend_on() const { return role == Role::kMeet && adds && number >= 0; }
     static constexpr int kGradientOfAddendOutput = 2;  // in the list of the backward
-    // Whether an array of the forward's or backward's list has the shape of the data; otherwise it is a vector, or rows.
+    // Whether an array of the forward's or backward's list has the shape of the data. If not, it is a vector or rows.
     bool is_data(int at) const;
     bool is_data_of_backward(int at) const;
 };
@@ -88,8 +88,8 @@ class Call {
     virtual ~Call() = default;
 
     // Called on the issuing thread, for a training call. `caller` is null on the main thread, whose calls take the
-    // positions in turn; any other thread is one replica. `recall` says whether the call is kept for a recomputation, or is
-    // one.
+    // positions in turn; any other thread is one replica. `recall` says whether the call is kept for a recomputation,
+    // or is one.
     void issue(const void* caller, Recall recall);
     // `reqs` are MXNet's requests, one for each output. On failure the outputs are NaN, so that none looks plausible.
     void forward(const Arrays& arrays, const int* reqs, bool training) {

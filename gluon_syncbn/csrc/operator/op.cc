@@ -5,10 +5,9 @@
 // execution on each context belongs to the n-th call.
 //
 // Several replicas per context (`per_context` > 1) would wait for each other inside that queue. So there a call is two
-// operators. The first takes its position when it is issued, meets the others, and passes on the batch's statistics. The
-// second writes the running statistics and waits for no replica. Of the replicas of a context, one passes on its
-// statistics. A graph predicts, too: then the first operator forwards its inputs, and the second one normalises, adds
-// and rectifies.
+// operators. The first takes its position when it is issued, meets the others, and passes on the batch's statistics.
+// The second writes the running statistics and waits for no replica. Of the replicas of a context, one passes on its
+// statistics. In prediction, the first operator forwards its inputs, and the second one normalises, adds and rectifies.
 #include "operator/op.h"
 
 #include <sys/syscall.h>
@@ -370,8 +369,8 @@ void check_epilogue(const Node& node) {
     if (node.inplace && !invertible) throw dmlc::Error("inplace=True, but activation '" + name + "' has no inverse");
 }
 
-// The first part of an operator's description. MXNet calls delete_property even if this function throws, so the callbacks
-// are set first.
+// The first part of an operator's description. MXNet calls delete_property even if this function throws, so it sets the
+// callbacks first.
 Property* describe(Callback* callbacks, std::map<std::string, std::string>* given, const char* gone, int size,
                    const char** keys, const char** values, MXCallbackList* out) {
     static void* nobody[kPropertyCallbacks] = {};
