@@ -1,8 +1,8 @@
-"""The layers of batch normalisation in graphs that `Module`, ``simple_bind`` and ``bind`` take.
+"""Synchronises batch normalisation in the graphs of `Module`, ``simple_bind`` and ``bind``.
 
-An executor runs a graph on one context. It has no parameters of Gluon, which would say where the replicas are. Of a
-``Module``, the group of its executors says so; elsewhere, ``ndev=`` says how many executors train together. Each group
-gets a graph of its own, because a node meets itself on other contexts.
+An executor runs a graph on one context. It has no parameters of Gluon, from which a layer could find its replicas. In a
+``Module``, the group of its executors lists the contexts. Elsewhere, ``ndev=`` says how many executors train together.
+Each group gets its own graph, because equal nodes on several contexts meet.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from ..system import arguments
 from ..training.replicas import Replicas
 from .graphs import layer_of, settings_of, write_layer
 
-#: Operators of others that are synchronised too.
+#: Operators of MXNet whose nodes are also synchronised.
 operators: Set[str] = set()
-#: A layer for a node; None where the node stays as it is.
+#: Returns a layer for a node, or None if the node stays as it is.
 Choose = Callable[[Json], Optional[SyncBatchNorm]]
 
 
 def install() -> None:
-    """Changes what makes executors: MXNet has no hook that tells an operator which executors belong together.
+    """Wraps the functions that create executors. MXNet does not tell an operator which executors train together.
 
-    - A ``DataParallelExecutorGroup`` knows the contexts of a ``Module``, and nobody else does.
+    - Only ``DataParallelExecutorGroup`` knows the contexts of a ``Module``.
     - ``simple_bind`` and ``bind`` know one context each.
     """
     patches.replace_once(DataParallelExecutorGroup, "__init__", _grouping)
@@ -66,7 +66,7 @@ def _grouping(construct: Callable[..., None]) -> Callable[..., None]:
 
 
 def _check_bound(group: Any, layers: List[Tuple[str, SyncBatchNorm]]) -> None:
-    """Tells the layers what only bound executors know; ValueError where they cannot train so."""
+    """Tells the layers the contexts and channels of bound executors. ValueError if these cannot train together."""
     for name, layer in layers:
         replicas = layer._replicas
         if group.for_training:
@@ -76,7 +76,7 @@ def _check_bound(group: Any, layers: List[Tuple[str, SyncBatchNorm]]) -> None:
 
 def _check(replicas: Replicas) -> None:
     contexts = replicas.given
-    if len(replicas.contexts) < len(contexts):  # of the replicas of a context one writes the running statistics
+    if len(replicas.contexts) < len(contexts):  # executors of one context would share running statistics
         arguments.refuse("context", contexts, "different contexts: each executor has running statistics of its own")
     if replicas.num_devices not in (None, len(contexts)):
         arguments.refuse("num_devices", replicas.num_devices, f"{len(contexts)}, the number of executors, or None")
@@ -93,23 +93,25 @@ def _binding(bind: Callable[..., Executor]) -> Callable[..., Executor]:
 
 
 class _Partners(NamedTuple):
-    """Executors that are bound one by one and train together."""
+    """Executors that train together, but are bound one by one."""
 
     layer: SyncBatchNorm
     wanted: int
-    contexts: List[Context]  # of those that are there
+    contexts: List[Context]  # of those that are bound
 
 
 _unfinished: Dict[str, _Partners] = {}  # by the key of a node
 
 
 def _beside_others(context: Context, trains: bool, node: Json) -> Optional[SyncBatchNorm]:
-    """The layer of an executor that is bound by itself, which is that of the executors before it where these lack some.
-    A layer that lacks some has no contexts, and its first step says so. One that never trains waits for nobody.
+    """Returns the layer of an executor outside a ``Module``. It is that of earlier executors whose group is incomplete.
+
+    The layer of an incomplete group has no contexts, and its first step raises an error. An executor that never trains
+    does not wait for others.
     """
     attributes = node["attrs"]
     if is_ours(node) and _replicas(node).contexts:
-        return None  # of a net of Gluon, whose parameters are there
+        return None  # the node of a Gluon net, whose parameters have values
     written = attributes if node["op"] in operators else json.loads(attributes.get(SYNCHRONISED, "{}"))
     wanted = int(written.get("ndev", 1 if node["op"] in operators else 0))
     if not wanted or (wanted > 1 and not trains):
@@ -127,12 +129,12 @@ def _beside_others(context: Context, trains: bool, node: Json) -> Optional[SyncB
 
 
 def _layer(node: Json) -> SyncBatchNorm:
-    """A layer for a node, with replicas of its own."""
+    """Creates a layer for a node, with its own replicas."""
     attributes = node["attrs"]
     if is_ours(node):
         replicas = _replicas(node)
         layer = layer_of(f"{replicas.name}_", attributes)
-        assert layer is not None  # as there are replicas
+        assert layer is not None  # because it has replicas
         return layer
     given = json.loads(attributes.get(SYNCHRONISED, "{}"))
     for name in ("ndev", "key"):
@@ -156,7 +158,7 @@ def _takes(node: Json) -> bool:
 
 
 def _synchronised(symbol: mx.sym.Symbol, choose: Choose) -> mx.sym.Symbol:
-    """The graph with a layer for each node that is to be synchronised; the same object where there is none."""
+    """Returns the graph with a layer for each node to be synchronised, or the same object if there is no such node."""
     if isinstance(symbol, Synchronised):
         return symbol
     recorded = json.loads(symbol.tojson())
@@ -187,7 +189,7 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Choose) -> mx.sym.Symbol:
 
 
 def _chosen(recorded: Json, choose: Choose) -> Dict[int, SyncBatchNorm]:
-    """The layers, by the numbers of the nodes that they stand for."""
+    """Returns the layers that replace nodes, by the numbers of the nodes."""
     nodes = recorded["nodes"]
     entries = [entry for node in nodes for entry in node["inputs"]] + recorded["heads"]
     used = {(number, output) for number, output, _ in entries}
@@ -200,7 +202,7 @@ def _chosen(recorded: Json, choose: Choose) -> Dict[int, SyncBatchNorm]:
         if not is_ours(node) and ((number, 1) in used or (number, 2) in used):
             stay.append(node["name"])
             continue
-        # Where replicas share a context, two nodes are one call.
+        # If replicas share a context, a call consists of two nodes.
         call = (node["attrs"]["layer"], node["attrs"]["node"]) if is_ours(node) else number
         if call not in layers:
             layers[call] = choose(node)

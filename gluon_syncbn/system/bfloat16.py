@@ -1,4 +1,4 @@
-"""bfloat16, as MXNet has it: NumPy knows its arrays as structures of one field."""
+"""The type bfloat16 of MXNet, whose NumPy arrays are structures with one field."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DTYPE = np.dtype([("bfloat16", np.uint16)])
 
 
 def is_bfloat16(dtype: Any) -> bool:
-    """Whether a layer is asked for it, by its type or by name."""
+    """Whether ``dtype`` is bfloat16, as a type or as a name."""
     return dtype == "bfloat16" if isinstance(dtype, str) else dtype == DTYPE
 
 
@@ -20,6 +20,6 @@ def is_float(array: mx.nd.NDArray) -> bool:
 
 
 def values(array: mx.nd.NDArray) -> np.ndarray:
-    """As NumPy can compute with them: bfloat16 as float32."""
+    """Returns the values as NumPy can compute with them, bfloat16 as float32."""
     found = array.asnumpy()
     return (found.view(np.uint16).astype(np.uint32) << 16).view(np.float32) if is_bfloat16(found.dtype) else found

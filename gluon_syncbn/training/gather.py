@@ -1,4 +1,4 @@
-"""The rows of all devices and processes on each of them, with a gradient."""
+"""Gathers the rows of all devices and processes on each device, with a gradient."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST = 2**31 - 1  # rows
 
 
 class _Place(Replicas):
-    """Where the rows of these contexts meet."""
+    """The replicas whose rows meet: one for each of these contexts."""
 
     def __init__(self, name: str, contexts: Sequence[Context], kvstore: Any) -> None:
         super().__init__(f"{GATHER} '{name}'", Pooling(GATHER), None, kvstore, None)
@@ -45,17 +45,17 @@ def gather(
     name: str = "gather",
     kvstore: Any = None,
 ) -> Any:
-    r"""The rows of all devices and processes, one below the other in the order of the ranks and of the contexts.
+    r"""Returns the rows of all devices and processes, concatenated in the order of the ranks and of the contexts.
 
     .. math:: y_s = (x_1, \ldots, x_R) \qquad dx_r = \sum_{s=1}^{R} dy_{s,r}
 
-    where y_s is the result on replica s of R, and dy_{s,r} the gradient of its rows that came from replica r.
+    y_s is the result on replica s of R. dy_{s,r} is the gradient of its rows that came from replica r.
     The gradient of a row is the sum of the gradients of its copies on all R replicas. A loss that each replica computes
     over the whole batch therefore counts R times. A loss over the replica's own rows against all others counts once.
-    Each direction takes one collective, which sums in float64.
+    Each direction takes one collective. The backward sums in float64.
 
-    In the supervised contrastive loss, rows with the same label belong together (Khosla et al., NeurIPS 2020). With the
-    numbers of the samples as labels it is SimCLR's loss::
+    In the supervised contrastive loss, rows with the same label form positive pairs (Khosla et al., NeurIPS 2020). If
+    the labels are the numbers of the samples, this is SimCLR's loss::
 
         import mxnet as mx
         import gluon_syncbn
@@ -76,37 +76,41 @@ def gather(
                 losses.append(-(mx.nd.log_softmax(alike) * same).sum(axis=1) / same.sum(axis=1))
         autograd.backward(losses)
 
-    All processes make the same calls of one ``name``, in the same order. Calls of different names come in any order.
+    All processes make the same calls of one ``name``, in the same order. Calls of different names may come in any
+    order. `gather` raises an error within `join`.
 
     Parameters
     ----------
     features : list of NDArray, NDArray or Symbol
-        A list has one array for each context of this process, in their order, and gives a list. An array alone needs
-        ``contexts`` where the process has several. Rows are along axis 0; the other axes are the same everywhere.
-        float16, float32 or float64; a replica may have no row, within ``mxnet.util.np_shape``.
+        A list has one array for each context of this process, in their order, and returns a list. For a single array,
+        pass ``contexts`` if the process has several. Rows are along axis 0. The other axes are equal on all replicas.
+        The type is float16, float32 or float64. Within ``mxnet.util.np_shape``, a replica may have no row.
     contexts : list of Context, optional
-        Those of this process, each once, all CPUs or all GPUs. By default those of ``features``. A Symbol, in a
-        hybridized net, needs them.
+        The contexts of this process, each once, all CPUs or all GPUs. By default those of ``features``. A Symbol, in
+        a hybridized net, needs them.
     rows : int, optional
-        How many come together. By default all processes have as many as this one, and all contexts as many as that of
-        ``features``, or as the list says. Where parts are uneven, all give the number.
+        The number of rows of all replicas together. If replicas have different numbers of rows, all calls need it. The
+        default assumes that all processes have as many rows as this one. For a single array, it also assumes that all
+        contexts have as many.
     name : str
-        Which gather this is, the same in all processes.
+        Identifies the gather. All processes pass the same name.
     kvstore : str or KVStore, optional
-        What brings rows and gradients together, as in `SyncBatchNorm`. By default what `configure` says.
+        The KVStore that exchanges rows and gradients, as in `SyncBatchNorm`. By default that of `configure`.
 
     Returns
     -------
     NDArray, Symbol or list of NDArray
-        (rows, ...) on each context. The rows of GPUs go through memory of the host, and not in a hybridized net.
+        Of shape (rows, ...), on each context. Rows of GPUs travel through host memory. In a hybridized net, `gather`
+        works on CPUs only.
 
     Raises
     ------
     ValueError
-        Where an argument is not as said.
+        If an argument has a wrong type or value. The text names the argument, its value and the expected ones.
     MXNetError
-        Outside ``autograd.record()`` and ``autograd.train_mode()``. When a result is read: a replica did not come in
-        time, failed, or came with other rows; the parts have not ``rows`` together. The text names who is missing.
+        Outside ``autograd.record()`` and ``autograd.train_mode()``, and within `join`. Reading a result raises it if
+        a replica is late, has failed or has rows of another shape or type. It also raises it if ``rows`` is not the
+        total. The text names the missing replicas.
     """
     exchange = session.exchange_of(kvstore) or session.exchange
     processes = exchange.num_workers if isinstance(exchange, ProcessStore) else 1
@@ -123,9 +127,14 @@ def gather(
     elif listed:
         rows = processes * sum(array.shape[0] for array in arrays)
     place = _place(name, _contexts(arrays, contexts, symbol, listed), exchange)
+    if session.joins and processes > 1:
+        raise mx.MXNetError(
+            f"{place.name}: gather does not work within gluon_syncbn.join, because a process without a batch has no "
+            "rows. Give all processes the same number of batches, and train without join."
+        )
     if not symbol and not autograd.is_training():
         raise mx.MXNetError(f"{place.name}: rows meet within autograd.record() or autograd.train_mode() only.")
-    # Below 0: so many times the rows that come in.
+    # A number below 0 is a factor: so many times the rows of this input.
     attributes = {"layer": place.token, "rows": -processes * len(place.contexts) if rows is None else rows}
     if symbol:
         return _gathered(mx.sym, features, node=next(place.nodes), **attributes)
@@ -163,7 +172,7 @@ def _place(name: str, contexts: Sequence[Context], exchange: Any) -> _Place:
     key = name, id(exchange), tuple(contexts)
     with _lock:
         if key not in _places:
-            # Two of them would not know each other's messages in other processes.
+            # Two places of one name would mix up their messages in other processes.
             others = [k[2] for k in _places if k[:2] == key[:2]]
             if others and session.reaches_other_processes(exchange):
                 expected = f"those of the first call, {list(others[0])}, or another name than {name!r}"

@@ -1,4 +1,4 @@
-"""Lets a process that has no more batches take part in the steps of the others, as an empty shard."""
+"""Lets a process without further batches take part in the steps of the others, with an empty shard."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from mxnet import autograd, gluon
 from .. import _native
 from ..exchange.store import ProcessStore
 from ..system import arguments
+from .session import session
 
 
 class join:
-    """Trains until every process of the job has used all of its batches, however many each has.
+    """Trains until every process of the job has used all of its batches. Their numbers may differ.
 
     ::
 
@@ -40,12 +41,13 @@ class join:
                 trainer.step(len(x))  # the samples of this process
 
     A process that leaves its loop early repeats its last call of the net in each step of the others. The process
-    contributes no sample to the statistics and zeros to the gradients. The result is that of one process with all
-    batches. Layers of this package weight statistics by samples. ``trainer.step`` divides the gradients by the samples
-    of all processes. All leave the block together.
+    contributes no sample to the statistics and zeros to the gradients. The result equals that of one process with all
+    batches, because layers of this package weight statistics by samples. All processes leave the block together.
 
-    Within the block ``trainer.step(n)`` takes the samples of this process. Each step costs two small messages; a job
-    without `join` has none. Plain BatchNorm in the net would see the repeated batch: convert the net first.
+    Within the block, ``trainer.step(n)`` takes the number of samples of this process. It divides the gradients by the
+    samples of all processes. Each step costs two small messages. Plain BatchNorm in the net would see the repeated
+    batch, so convert the net first. `gather` raises an error within the block, because a process without a batch has
+    no rows.
 
     Parameters
     ----------
@@ -57,10 +59,10 @@ class join:
     Raises
     ------
     ValueError
-        If an argument is of another kind.
+        If an argument has another type.
     MXNetError
-        On leaving, if this process never called the net, and others still train. On leaving with an exception, the
-        other processes end with an error that names this rank and the exception.
+        At the end of the block, if this process never called the net, and others still train. If an exception leaves
+        the block, the other processes end with an error that names this rank and the exception.
     """
 
     def __init__(self, net: gluon.Block, trainer: gluon.Trainer) -> None:
@@ -76,23 +78,31 @@ class join:
     def __enter__(self) -> join:
         self._hook = self._net.register_forward_pre_hook(self._called)
         self._step, self._trainer.step = self._trainer.step, self._stepped
+        session.joins += 1
         return self
 
     def __exit__(
         self, kind: Optional[Type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
         try:
-            if kind is not None:
-                self._store.fail(f"rank {self._store.rank} left gluon_syncbn.join with {kind.__name__}: {error}")
+            if error is not None:
+                self._fail(error)
                 return
             if self._in_step:
                 arguments.refuse("trainer", self._trainer, "trainer.step(...) after the last call of the net")
             self._hook.detach()
             while self._others_train(False):
                 self._step_without_samples()
+        except BaseException as own:
+            self._fail(own)
+            raise
         finally:
             self._hook.detach()
             del self._trainer.step
+            session.joins -= 1
+
+    def _fail(self, error: BaseException) -> None:
+        self._store.fail(f"rank {self._store.rank} left gluon_syncbn.join with {type(error).__name__}: {error}")
 
     def _called(self, net: gluon.Block, inputs: Tuple[Any, ...]) -> None:
         if not autograd.is_training():

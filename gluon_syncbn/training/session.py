@@ -39,6 +39,7 @@ class Session:
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
         self.raised = ""  # the last failure that went through a scope as an exception
         self.ending = False  # exit handlers have begun
+        self.joins = 0  # open `join` blocks
 
     # ---- exchanges -----------------------------------------------------------------------------------------
 

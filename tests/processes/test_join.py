@@ -24,6 +24,15 @@ def test_an_error_in_one_process_ends_all():
     assert "rank 1 left gluon_syncbn.join with OSError: disk full" in job.failure_of(0)[1]
 
 
+@pytest.mark.parametrize("where", ["in_a_graph", "in_the_loss"])
+def test_a_gather_is_an_error(where):
+    job = Job(2, "gathers", where, worker=WORKER)
+    assert job.code != 0, job.output
+    for rank in range(2):
+        text = job.failure_of(rank)[1]
+        assert "gather does not work within gluon_syncbn.join, because a process without a batch has no rows" in text
+
+
 def test_arguments():
     net = gluon.nn.Dense(1)
     net.initialize()

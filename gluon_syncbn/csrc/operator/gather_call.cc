@@ -1,5 +1,5 @@
-// A gather on a CPU context. It outputs the rows of all replicas, in the order of their ranks. The gradient adds what flows
-// back into the copies of its own rows.
+// A gather on a CPU context. It outputs the rows of all replicas, in the order of their ranks. The gradient of a row is
+// the sum of the gradients of its copies.
 #include <cstring>
 #include <string>
 #include <type_traits>
@@ -8,17 +8,18 @@
 #include "cpu/backend.h"
 #include "cpu/numbers.h"
 #include "operator/call.h"
+#include "waiting/step.h"
 
 namespace syncbn {
 namespace {
 
-// A replica contributes the number of its rows, the number of values in a row, their type, and then the rows as they are.
+// A replica contributes the number of its rows, the number of values in a row, their type, and then the rows.
 constexpr size_t kHead = 3;
 
-// Numbers of float64 that have space for so many bytes.
+// Returns how many float64 numbers have space for so many bytes.
 size_t doubles_for(int64_t bytes) { return (static_cast<size_t>(bytes) + sizeof(double) - 1) / sizeof(double); }
 
-// Those of all replicas, and which is the first of this one.
+// The rows of all replicas, and the index of this replica's first row.
 struct Rows {
     std::vector<char> all;
     int64_t first = 0;
@@ -51,8 +52,10 @@ class GatherCall : public Call {
 };
 
 void GatherCall::begin_normalise(const Arrays& arrays) {
-    if (recall_.again) return;  // it may have to wait for what it repeats
+    if (recall_.again) return;  // it may have to wait for the call that it repeats
     join_meeting();
+    if (step().out_of_batches)
+        throw Failure("gather does not work within gluon_syncbn.join, because a process without a batch has no rows.");
     Vector own{static_cast<double>(tensor_.shape.outer), static_cast<double>(channels()),
                static_cast<double>(static_cast<int>(tensor_.type))};
     own.resize(kHead + doubles_for(bytes()));
