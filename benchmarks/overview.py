@@ -65,7 +65,7 @@ With two images per device, mIoU rises from {two_plain} to {two_ours}.
 On two CPU devices, five layers take {between(layers(), "ours")} times as long as plain `nn.BatchNorm`.
 Fused with ReLU, these layers take {between(layers(), "fused")} times as long as BatchNorm and ReLU.
 Contrib's layer takes {between(layers(), "contrib")} times as long.
-A training step of a network with fused layers takes {between(models(), "fused")} times as long as with plain ones.
+A training step of a network with fused layers takes {between(models(), "fused")} times as long as with plain BatchNorm.
 With contrib's layer, a step takes {between(models(), "contrib")} times as long.
 """
 
