@@ -1,4 +1,4 @@
-"""How the benchmarks measure: implementations in turn, in a process or a job of processes of their own."""
+"""Measures implementations in turn, in a child process or a job of processes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 Cell = Dict[str, Any]
 Rounds = Dict[str, List[float]]  # seconds of one step, by implementation and round
 
-# For processes whose memory is measured: what glibc has freed goes back to the kernel at once, so that the most that it
-# has had is what was in use. Else it keeps that in pieces, and comes to a quarter more or less.
+# For processes whose memory is measured: glibc returns freed memory to the kernel at once, so that the peak is the
+# memory in use. Otherwise glibc keeps freed pieces, and the peak varies by a quarter.
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
@@ -35,9 +35,10 @@ def options(
     processes: bool = False,
     python: str = "",
 ) -> argparse.Namespace:
-    """The command line that every benchmark has; `quick` says what its short run is, `over` are the transports,
-    `devices` how many there are by default, `processes` whether it measures processes instead, `python` what another
-    Python may bring.
+    """Parses the command line of a benchmark.
+
+    `quick` describes the short run. `over` lists transports. `devices` are the default numbers of devices. `processes`
+    adds an option to measure processes instead. `python` names what another Python may have.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help=quick)
@@ -62,11 +63,11 @@ def options(
 
 
 def interleaved(steps: Dict[str, Callable[[], Any]], rounds: int, budget_s: float, sample_s: float = 0.05) -> Rounds:
-    """Seconds per call of each step: one sample of each in turn, so that a slow minute hits all of them, and each round
-    begins with another one, so that nothing is measured behind the same neighbour every time.
+    """Returns seconds per call of each step.
 
-    A sample is as many calls as last about `sample_s`. After two rounds (and a warm-up) it ends early where
-    `budget_s` is spent.
+    A round takes one sample of each step in turn, so that a slow minute affects all of them. Each round begins with
+    another step, so that no step always follows the same one. A sample has as many calls as take about `sample_s`.
+    After a warm-up and two rounds, the measurement ends when `budget_s` is spent.
     """
     calls = {}
     for name, step in steps.items():
@@ -90,28 +91,36 @@ def interleaved(steps: Dict[str, Callable[[], Any]], rounds: int, budget_s: floa
 
 
 def resident_mib() -> float:
-    """Memory that this process has now."""
+    """Returns the memory that this process has now."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def peak_mib() -> float:
-    """The most that it has had."""
+    """Returns the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def figures(script: str, cell: Cell, limit_s: float, environment: Optional[Dict[str, str]] = None) -> Any:
-    """What the child says of the cell, in a process of its own."""
+    """Returns the figures of a cell, which a child process measures with `answer`."""
     ((_, figures, problem),) = _children(script, [cell], limit_s, environment)
     if problem:
         raise SystemExit(f"{cell}: {problem}")
     return figures
 
 
-def measure(script: str, cells: Sequence[Cell], limit_s: float) -> Iterator[Tuple[Cell, Rounds, Dict[str, str]]]:
-    """Yields each cell with its times, and with what went wrong by implementation.
+def answer(cells: str, measured: Callable[[Cell], Any]) -> int:
+    """Prints the figures of the only cell in the option ``--child``. Returns the exit code."""
+    (cell,) = json.loads(cells)
+    print(json.dumps(measured(cell)))
+    return 0
 
-    Where a cell with ``"contrib": True`` fails, it is measured again without: the problem was contrib's then.
+
+def measure(script: str, cells: Sequence[Cell], limit_s: float) -> Iterator[Tuple[Cell, Rounds, Dict[str, str]]]:
+    """Yields each cell with its times, and with the problems by implementation.
+
+    If a cell with ``"contrib": True`` fails, the problem counts as contrib's. The cell is then measured again without
+    contrib.
     """
     for cell, taken, problem in _children(script, cells, limit_s):
         problems = {}
@@ -128,12 +137,12 @@ def _children(
 ) -> Iterator[Tuple[Cell, Any, str]]:
     """Runs ``script --child`` on the cells; one process measures all of them in turn.
 
-    Where a cell does not end within `limit_s`, the process is ended and a new one goes on with the next.
+    If a cell does not end within `limit_s`, the process is killed, and a new one measures the next cells.
     """
     pending = list(cells)
     while pending:
         with tempfile.TemporaryFile("w+") as errors:
-            # a session of its own, so that whatever it starts ends with it
+            # a new session, so that all processes of the child end with it
             child = subprocess.Popen(
                 [sys.executable, script, "--child", json.dumps(pending)],
                 stdout=subprocess.PIPE,
@@ -173,7 +182,7 @@ def _pass_on(stream: IO[str], lines: queue.Queue[str]) -> None:
 
 
 def job(over: str, processes: int, script: Sequence[str], work: Dict[str, Any]) -> Any:
-    """Runs ``script --child`` on the work, in one job of so many processes; what its rank 0 prints."""
+    """Runs ``script --child`` on the work, in a job of `processes`. Returns what rank 0 prints."""
     program, option = {"mpi": ("mpiexec", "-n"), "horovod": ("horovodrun", "-np")}[over]
     launcher = Path(sys.executable).with_name(program)
     command = [str(launcher), option, str(processes), sys.executable, *script]

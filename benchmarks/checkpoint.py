@@ -7,7 +7,6 @@ kernel's high-water mark of its resident set), less what it had before the first
     python benchmarks/checkpoint.py --quick     # a smoke test, its figures mean nothing
 """
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -35,9 +34,7 @@ SyncBatchNorm in eager mode. *Recomputed* are all residual units of the ResNet, 
 def main(arguments: Sequence[str]) -> int:
     options = _measuring.options(__doc__, arguments, quick="one small case: a smoke test")
     if options.child:
-        (cell,) = json.loads(options.child)
-        print(json.dumps(measured(cell)))
-        return 0
+        return _measuring.answer(options.child, measured)
     env = _results.environment(["benchmarks/checkpoint.py", *arguments])
     cases = QUICK if options.quick else CASES
     results = []

@@ -8,7 +8,6 @@ Each network is measured in a process of its own, where both take turns.
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from pathlib import Path
@@ -41,9 +40,7 @@ BUSY = "Other programs ran on these cores: the times are too long, and only the 
 def main(arguments: Sequence[str]) -> int:
     options = _measuring.options(__doc__, arguments, quick="one small case: a smoke test")
     if options.child:
-        (cell,) = json.loads(options.child)
-        print(json.dumps(measured(cell)))
-        return 0
+        return _measuring.answer(options.child, measured)
     env = _results.environment(["benchmarks/fold.py", *arguments])
     samples = []
     cases = QUICK if options.quick else CASES

@@ -48,10 +48,8 @@ Seconds are those of the last step, of one run."""
 def main(arguments: Sequence[str]) -> int:
     options = _measuring.options(__doc__, arguments, quick="one small case: a smoke test")
     if options.child:
-        (cell,) = json.loads(options.child)
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps(measured(cell, folder)))
-        return 0
+            return _measuring.answer(options.child, lambda cell: measured(cell, folder))
     env = _results.environment(["benchmarks/inplace.py", *arguments])
     cells = [{**model, "way": way} for model in (QUICK if options.quick else MODELS) for way in WAYS]
     results = []
