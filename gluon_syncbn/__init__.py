@@ -34,8 +34,7 @@ except OSError as error:
 except AttributeError as error:  # NumPy has lost more names than this package supplies
     tried = _compatibility.TRIED["NumPy"]
     raise ImportError(
-        f"MXNet 1.9 cannot be imported ({error}): the newest NumPy that was tried is {tried}, "
-        f"`pip install 'numpy=={tried}.*'`",
+        f"MXNet 1.9 cannot be imported ({error}): the newest tested NumPy is {tried}, `pip install 'numpy=={tried}.*'`",
         name=__name__,
     ) from error
 

@@ -125,7 +125,7 @@ def install(cpus: Optional[int] = None) -> str:
         cpus = arguments.whole("cpus", cpus, 1, MOST_CPUS)
     if _installed:
         if cpus != _cpus:
-            arguments.refuse("cpus", cpus, f"{_cpus}, as it is installed; gluon_syncbn.uninstall() comes first")
+            arguments.refuse("cpus", cpus, f"{_cpus}, as installed before; call gluon_syncbn.uninstall() first")
         return _words()
     if cpus is not None:
         cpu_devices(cpus)  # its warning may be an error; then nothing is replaced

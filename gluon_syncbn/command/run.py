@@ -39,7 +39,7 @@ def main(arguments: List[str]) -> None:
     if arguments[0] == "check":
         _refuse("argument of check", arguments[1], "none")
     if arguments[0] != "run":
-        _refuse("command", arguments[0], "'check' or 'run'; --help tells more")
+        _refuse("command", arguments[0], "'check' or 'run'; see --help")
     cpus, script, own = _parsed(arguments[1:])
 
     # Launchers print to stderr too: stdout belongs to the script.

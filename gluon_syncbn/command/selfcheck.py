@@ -57,8 +57,8 @@ def names() -> str:
     """Returns the names that MXNet and GluonCV are given here."""
     supplied = names_supplied()
     if not supplied:
-        return "none are missing: this Python and this NumPy have all that MXNet asks for"
-    return f"{len(supplied)} supplied, to MXNet and GluonCV alone: {', '.join(supplied)}"
+        return "no names are missing: this Python and this NumPy have all that MXNet uses"
+    return f"{len(supplied)} supplied, only to MXNet and GluonCV: {', '.join(supplied)}"
 
 
 def core() -> str:
@@ -104,7 +104,7 @@ def _gpus_of_processes() -> str:
     if not mx.runtime.Features().is_enabled("CUDA"):
         return ""
     problem = _native.nccl_problem()
-    return f"; GPUs {f'over the host, as {problem}' if problem else 'by NCCL, where each is in one process'}"
+    return f"; GPUs {f'through host memory, as {problem}' if problem else 'over NCCL, if each is in one process only'}"
 
 
 def libraries() -> str:
@@ -149,7 +149,7 @@ def opencv() -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found.append(f"{name} {importlib.metadata.version(name)}")
     if not found:
-        return "none: GluonCV alone needs it"
+        return "none: only GluonCV needs it"
     try:
         import cv2
     except ImportError as error:
@@ -175,8 +175,8 @@ def live_gpu() -> str:
         return f"none: {reason}"
     problem = _native.nccl_problem()
     single = len(contexts) == 1
-    default = "nobody to hear from" if single else f"the host, as {problem}" if problem else "NCCL"
-    return step(contexts, {None: default, "host": "the host"})
+    default = "no exchange" if single else f"host memory, as {problem}" if problem else "NCCL"
+    return step(contexts, {None: default, "host": "host memory"})
 
 
 def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) -> str:

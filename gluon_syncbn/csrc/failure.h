@@ -8,8 +8,7 @@
 namespace syncbn {
 
 constexpr char kNoMemory[] =
-    "no memory is left for this step. Give the process more (ulimit -v, the limit of its container), or take a smaller "
-    "batch.";
+    "no memory is left for this step. Raise the limit (ulimit -v, or that of the container), or use a smaller batch.";
 
 // The text of an exception, for the user.
 inline const char* reason_of(const std::exception& error) noexcept {

@@ -53,7 +53,7 @@ class MPITransport(WaitingTransport):
         except ImportError as error:
             raise ImportError(f"kvstore 'mpi' needs mpi4py ({error}): {command('mpi')}{WHERE}") from None
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-            raise mx.MXNetError("this MPI serves one thread only; kvstore 'mpi' needs MPI_THREAD_SERIALIZED at least")
+            raise mx.MXNetError("this MPI supports one thread only; kvstore 'mpi' needs at least MPI_THREAD_SERIALIZED")
         super().__init__(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
         self._MPI = MPI
         # The order starts after this rank, so that not all ranks write to rank 0 first.

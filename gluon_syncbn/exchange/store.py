@@ -173,7 +173,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             segment, problem = self._segment(ranks)
         if segment is None:
             self.why_not_in_memory = problem
-            log.info("the statistics of the processes go by %s: %s", self._name, problem)
+            log.info("the processes exchange statistics over %s: %s", self._name, problem)
             return
         transport = self.handle
         self.why_not_in_memory, self.machines = None, list(machines.values())
@@ -189,9 +189,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         if max(map(len, machines.values())) > _native.MOST_RANKS:
             return f"a machine has more than {_native.MOST_RANKS} processes"
         if len(machines) == self.num_workers > 1:
-            return "every process is on a machine of its own"
+            return "every process is on another machine"
         if len(machines) > 1 and not self._transport.partial:
-            return f"the job has {len(machines)} machines, and {self._name} carries nothing between some ranks only"
+            return f"the job has {len(machines)} machines, and {self._name} cannot exchange between some ranks only"
         return ""
 
     def _segment(self, ranks: List[int]) -> Tuple[Optional[_native.Segment], str]:
@@ -285,7 +285,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             raise ValueError(f"group_size: {size} was given, expected a divisor of the {here} devices of this step")
         if len(ranks) > 1 and here != replicas[self.rank]:
             raise ValueError(
-                f"group_size: {size} was given, and groups reach from rank {self.rank} to others; expected all "
+                f"group_size: {size} was given, and groups of rank {self.rank} include other ranks; expected all "
                 f"{replicas[self.rank]} devices in every step, not {here}"
             )
         before = starts[ranks[0]]
@@ -398,10 +398,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     def _over_the_host(self, name: str, problem: str) -> None:
         """Handles a layer whose GPUs cannot exchange: an error, a warning, or neither if ``'host'`` was chosen."""
         if self.gpus == "nccl":
-            raise ValueError(f"gpus: 'nccl' was given, but the statistics of '{name}' cannot go by NCCL: {problem}")
+            raise ValueError(f"gpus: 'nccl' was given, but the statistics of '{name}' cannot go over NCCL: {problem}")
         if self.gpus is None and not self._said:
             self._said = True
-            log.warning("the statistics of the GPUs of several processes go over the host: %s", problem)
+            log.warning("the statistics of the GPUs of several processes go through host memory: %s", problem)
 
     def _key(self, layer: LayerInfo) -> int:
         # The first call of a gather may come in the middle of a step, where no process could wait for an agreement. So

@@ -51,6 +51,6 @@ def warn(verb: str, written: List[str]) -> None:
     if written:
         warnings.warn(
             f"{verb} wrote 1 into gammas that were not 1: {arguments.some(written, ', ')}. Their layers have "
-            "scale=False (fix_gamma): MXNet takes 1 for them, but ONNX and other exporters take what is stored",
+            "scale=False (fix_gamma): MXNet uses 1 for them, but ONNX and other exporters use the stored values",
             stacklevel=4,
         )

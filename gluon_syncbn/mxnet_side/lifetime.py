@@ -119,7 +119,7 @@ def _before_fork() -> None:
     _native.forking(session.is_only_one_in_a_step())  # no other thread is in one, so no other replica can come
     try:
         for error in dict.fromkeys(steps.drain()):  # a persistent error appears again and again
-            logs.log.error("failed before a fork, which took the error away from whoever reads the results: %s", error)
+            logs.log.error("failed before a fork, so reading the result no longer raises this error: %s", error)
     finally:
         _native.forking(False)
 

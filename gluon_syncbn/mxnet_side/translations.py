@@ -78,6 +78,6 @@ def _shape(entry: List[int], kwargs: Dict[str, Any]) -> List[int]:
         name = kwargs["mx_graph"][entry[0]]["name"]
         raise ValueError(
             f"in_shapes: with them {name} has the shape {shape}; adaptive average pooling expects a height and a width "
-            "that are known, without dynamic=True"
+            "that are known: omit dynamic=True"
         )
     return list(shape)

@@ -107,8 +107,8 @@ class _Recomputed(Block):
         if any(isinstance(array, mx.sym.Symbol) for array in arrays):
             raise mx.MXNetError(
                 f"'{self.name}' is recomputed (gluon_syncbn.checkpoint) and cannot be part of a hybridized block: "
-                "hybridize the blocks that are recomputed, each by itself, and not what holds them. Or, before a graph "
-                "for prediction, a file or shapes is made: gluon_syncbn.checkpoint(block, active=False)"
+                "hybridize each recomputed block, but not the blocks that contain it. To predict with a graph, to "
+                "write a file or to infer shapes, first call gluon_syncbn.checkpoint(block, active=False)"
             )
         recording = autograd.is_recording() and bool(arrays)
         if not recording and not _frames():

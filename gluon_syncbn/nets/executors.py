@@ -146,8 +146,8 @@ def _replicas(node: Json) -> Replicas:
     replicas = Replicas.of_token(node["attrs"]["layer"])
     if replicas is None:
         raise mx.MXNetError(
-            f"the SyncBatchNorm that has written '{node['name']}' is gone, or is one of another process: keep the net "
-            "whose symbol this is until a Module or an executor has the symbol"
+            f"the SyncBatchNorm of '{node['name']}' no longer exists, or belongs to another process: keep the net of "
+            "this symbol until a Module or an executor is bound"
         )
     return replicas
 
@@ -211,8 +211,8 @@ def _chosen(recorded: Json, choose: Choose) -> Dict[int, SyncBatchNorm]:
             chosen[number] = layer
     if stay:
         warnings.warn(
-            f"{arguments.some(stay, ', ')}: mx.sym.contrib.SyncBatchNorm stays MXNet's own where its mean or variance "
-            "is used in the graph",
+            f"{arguments.some(stay, ', ')}: mx.sym.contrib.SyncBatchNorm remains MXNet's own operator, because the "
+            "graph uses its mean or variance",
             stacklevel=5,
         )
     return chosen

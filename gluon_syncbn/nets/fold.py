@@ -67,7 +67,7 @@ def fold(net: HybridBlock) -> SymbolBlock:
         they are 1 in the copy.
     """
     if not isinstance(net, HybridBlock):
-        arguments.refuse("net", net, "a gluon.HybridBlock; of another block, fold the hybrid blocks within it")
+        arguments.refuse("net", net, "a gluon.HybridBlock; in another block, fold the hybrid blocks")
     traced = prediction(net)
     values = _Values(net, traced)
     graph = json.loads(traced.symbol.tojson())
@@ -90,8 +90,8 @@ class _Values:
         without = [name for name in names if name not in known or known[name]._data is None]
         if without:
             raise ValueError(
-                f"net: '{net.name}' has no values for {arguments.some(without, ', ')}; expected a net that is "
-                "initialised, and was called once where its shapes follow from the input"
+                f"net: '{net.name}' has no values for {arguments.some(without, ', ')}; expected an "
+                "initialised net, which was called once if its shapes depend on the input"
             )
         self._known = {name: known[name] for name in names}
         self._written: Dict[str, np.ndarray] = {}
@@ -152,10 +152,10 @@ class _Plan:
     def _take(self, number: int, node: Json) -> str:
         """Returns the reason if the node stays."""
         if self._uses[number, 1] or self._uses[number, 2]:
-            return "its mean or variance is used in the graph"
+            return "the graph uses its mean or variance"
         names = self.names(node)[1:]
         if not all(name in self._values for name in names):
-            return "its gamma, beta or running statistics are no parameters of the graph"
+            return "its gamma, beta or running statistics are not parameters of the graph"
         at, output, *_ = node["inputs"][0]
         before = self._nodes[at]
         if before["op"] == "null":
@@ -169,7 +169,7 @@ class _Plan:
             return f"the output of {before['name']} is used elsewhere, too"
         layer = self._nodes[target]
         if not all(name in self._values for name in self.names(layer)[WEIGHTS[layer["op"]] :]):
-            return f"weight or bias of {layer['name']} are no parameters of the graph"
+            return f"weight or bias of {layer['name']} are not parameters of the graph"
         if not _is_channel_axis(int(node.get("attrs", {}).get("axis", 1)), layer):
             return f"its axis is not, or may not be, the channel axis of {layer['name']}"
         affine = self._affine(node)

@@ -78,11 +78,11 @@ def open_graph(block: SymbolBlock) -> List[Left]:
         given = [parameters[name] for name in (*names[1:3], *names[-2:]) if name in parameters]
         slot = None
         if len(given) < len(blocks.PARAMETERS):
-            reason = "its gamma, beta or running statistics are no parameters of the graph"
+            reason = "its gamma, beta or running statistics are not parameters of the graph"
         elif operator != NAME and ((number, 1) in used or (number, 2) in used):
-            reason = "its mean or variance is used in the graph"
+            reason = "the graph uses its mean or variance"
         else:
-            reason = "the layer that recorded it is gone"
+            reason = "the layer that recorded it no longer exists"
             slot = _slot(node["name"], operator, attributes, given)
         if slot is None:
             left.append(Left(node["name"], operator, reason))

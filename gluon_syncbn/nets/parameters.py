@@ -50,8 +50,8 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
     for parameter in given:
         if parameter._data is None:
             raise ValueError(
-                f"params: '{parameter.name}' without a value was given, expected parameters that are initialised: call "
-                "initialize, and predict with a batch where shapes are not known before"
+                f"params: '{parameter.name}' without a value was given, expected initialised parameters: call "
+                "initialize, and predict one batch if shapes are not known yet"
             )
     mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
     if store is not None:
@@ -75,7 +75,7 @@ def store_of(kvstore: Any, parameters: Iterable[Parameter]) -> Optional[ProcessS
     used = [session.exchange, *(replicas.exchange for replicas in followers)]
     stores = {id(one): one for one in used if isinstance(one, ProcessStore)}
     if len(stores) > 1:
-        arguments.refuse("kvstore", kvstore, f"one of the {len(stores)} that the layers use")
+        arguments.refuse("kvstore", kvstore, f"one of the {len(stores)} KVStores of the layers")
     return next(iter(stores.values()), None)
 
 

@@ -199,8 +199,8 @@ def _running(net: Block) -> List[_Running]:
     for name, *parameters in found.values():
         if any(parameter._data is None for parameter in parameters):
             raise ValueError(
-                f"net: layer '{name}' without running statistics was given, expected a net that is initialised: call "
-                "initialize, and predict with a batch where shapes are not known before"
+                f"net: layer '{name}' without running statistics was given, expected an initialised net: call "
+                "initialize, and predict one batch if shapes are not known yet"
             )
     return list(found.values())
 

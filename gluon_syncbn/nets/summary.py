@@ -19,7 +19,7 @@ __all__ = ["summary"]
 
 SYNCHRONISED = "synchronised"
 _OF_ONE_SAMPLE = (nn.GroupNorm, nn.InstanceNorm, nn.LayerNorm)
-_HEADER = ("Layer (type)", "Channels", "Mode", "Slots", "Contexts", "Takes in", "Statistics")
+_HEADER = ("Layer (type)", "Channels", "Mode", "Slots", "Contexts", "Fused", "Statistics")
 
 
 class Row(NamedTuple):
@@ -94,7 +94,7 @@ def _rows(block: Block) -> Iterator[Row]:
     elif isinstance(block, SymbolBlock):
         for name, operator in blocks.recorded(block):
             if operator in blocks.OPERATORS:
-                why = f"it stands in the recorded graph {block.name}".rstrip() + "; convert(net) changes it"
+                why = f"it is in the recorded graph {block.name}".rstrip() + "; convert(net) changes it"
                 yield Row(f"{name} ({operator})", statistics=f"plain, because {why}")
             elif operator == NAME:
                 yield Row(f"{name} (SyncBatchNorm)", statistics=f"{SYNCHRONISED}, in a recorded graph")
@@ -107,7 +107,7 @@ def _statistics(layer: SyncBatchNorm) -> str:
     if replicas.pooling.mode == "local":
         return "plain, because mode 'local' shares nothing"
     if replicas.pooling.group_size == 1:
-        return "plain, because its groups are of one device"
+        return "plain, because each group has one device"
     if replicas.given and not replicas.reaches_other_processes():
         if replicas.problem:
             return f"an error in training: {replicas.problem}"

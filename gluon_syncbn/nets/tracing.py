@@ -48,7 +48,7 @@ def prediction(net: HybridBlock) -> Prediction:
         count = _inputs(net)
         names, form = ["data"] if count == 1 else [f"data{i}" for i in range(count)], [0] * count
     if form[0] != 0:
-        raise ValueError(f"net: the first input of '{net.name}' is no array; expected one, which a SymbolBlock needs")
+        raise ValueError(f"net: the first input of '{net.name}' is not an array, but a SymbolBlock needs one")
     variables = iter([kinds.variable(name) for name in names])
     given = _regroup([next(variables) if place >= 0 else None for place in _places(form)], form)
     try:
@@ -57,7 +57,7 @@ def prediction(net: HybridBlock) -> Prediction:
     except Exception as error:  # the user's code
         raise ValueError(
             f"net: {type(net).__name__} '{net.name}' cannot be traced ({type(error).__name__}: {error}); expected a "
-            "net that can be hybridized. If its inputs are not arrays alone, call the net once, hybridized, before"
+            "net that can be hybridized. If it has inputs other than arrays, call the net once, hybridized, before"
         ) from error
     outputs, output_form = _flatten(traced, "output")
     symbol = mx.sym.Group(outputs)

@@ -92,7 +92,7 @@ def check_architecture(device_id: int) -> None:
         raise ValueError(
             f"ctx: gpu({device_id}) was given, {name} of compute capability {major}.{minor}, expected one from "
             f"{MAJORS[0]}.0 to {MAJORS[-1]}.9: MXNet 1.9.1 has no machine code for others and no PTX, so none of its "
-            "own GPU operators starts there. What works: an older GPU (up to Ampere and Ada, 8.x), CPU contexts "
+            "own GPU operators starts there. Use an older GPU (up to Ampere and Ada, 8.x), CPU contexts "
             f"(gluon_syncbn.cpu_devices), or an MXNet built from source for sm_{major}{minor}, with {ANYWAY}=1"
         )
 

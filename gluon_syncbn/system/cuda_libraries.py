@@ -73,7 +73,7 @@ def load() -> None:
         reasons.append(
             f"without {DRIVER}, which comes with an NVIDIA driver and not with a package: install the driver of "
             "the GPU (520 or later); a container gets it from its host (`docker run --gpus all`). On a machine without "
-            f"an NVIDIA GPU take the CPU build: `pip uninstall mxnet-cu112`, then {command('cpu')}{WHERE}"
+            f"an NVIDIA GPU, install the CPU build: `pip uninstall mxnet-cu112`, then {command('cpu')}{WHERE}"
         )
     if reasons:
         what = f"The MXNet in {mxnet} is built for NVIDIA GPUs and cannot start "

@@ -140,12 +140,11 @@ def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Option
         follows = (
             "A training step on these contexts may fail, because its replicas cannot wait for each other"
             if n > 1
-            else "Random operators draw other numbers than with so many copies"
+            else "Random operators draw other numbers than with this many copies"
         )
         warnings.warn(
-            f"cpu_devices({n}) comes too late: an operator has run, and MXNet has read MXNET_CPU_TEMP_COPY and "
-            f"MXNET_CPU_PARALLEL_RAND_COPY, which this call raises in vain. {follows}: call cpu_devices before the "
-            "first operator runs",
+            f"cpu_devices({n}) comes too late: an operator has run, and MXNet has already read MXNET_CPU_TEMP_COPY "
+            f"and MXNET_CPU_PARALLEL_RAND_COPY. {follows}. Call cpu_devices before the first operator runs",
             stacklevel=2,
         )
     return [mx.cpu(i) for i in range(n)]

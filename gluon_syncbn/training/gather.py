@@ -133,7 +133,7 @@ def gather(
             "rows. Give all processes the same number of batches, and train without join."
         )
     if not symbol and not autograd.is_training():
-        raise mx.MXNetError(f"{place.name}: rows meet within autograd.record() or autograd.train_mode() only.")
+        raise mx.MXNetError(f"{place.name}: gather works only within autograd.record() or autograd.train_mode().")
     # A number below 0 is a factor: so many times the rows of this input.
     attributes = {"layer": place.token, "rows": -processes * len(place.contexts) if rows is None else rows}
     if symbol:
@@ -152,7 +152,7 @@ def _gathered(F: Any, x: Any, **attributes: Any) -> Any:
 
 def _contexts(arrays: List[Any], given: Any, symbol: bool, listed: bool) -> List[Context]:
     if given is None and symbol:
-        arguments.refuse("contexts", given, "those that the net is on, for a Symbol")
+        arguments.refuse("contexts", given, "the contexts of the net, for a Symbol")
     own = [] if symbol else [array.context for array in arrays]
     contexts = own if given is None else arguments.contexts("contexts", given)
     if len({context.device_id for context in contexts}) < len(contexts) or len({c.device_type for c in contexts}) > 1:
@@ -160,11 +160,11 @@ def _contexts(arrays: List[Any], given: Any, symbol: bool, listed: bool) -> List
     if listed and own != contexts:
         arguments.refuse("features", own, f"one on each of {contexts}")
     if any(context not in contexts for context in own):
-        arguments.refuse("contexts", contexts, f"that of features, {own[0]}, among them")
+        arguments.refuse("contexts", contexts, f"a list with the context of features, {own[0]}")
     if given is None and not listed:
         beside = session.beside(own[0])
         if beside:
-            arguments.refuse("contexts", given, f"those whose rows belong together: layers are on {beside}")
+            arguments.refuse("contexts", given, f"all contexts of the gather, because layers are on {beside}")
     return contexts
 
 

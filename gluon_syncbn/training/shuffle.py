@@ -319,7 +319,7 @@ class ShuffleSampler(Sampler):
         if last_batch == "keep" and rest:
             if rest < num_processes:
                 shortage = f"{rest} samples in the last batch, fewer than the {num_processes} processes"
-                raise ValueError(f"length: {length} leaves {shortage}; expected another one or last_batch='discard'")
+                raise ValueError(f"length: {length} leaves {shortage}; expected another length or last_batch='discard'")
             batches += 1
         if not batches:
             raise ValueError(f"length: {length} was given, expected at least {whole}, one batch of all processes")
@@ -412,7 +412,7 @@ class ShuffleSampler(Sampler):
         place = (store.rank, store.num_workers) if isinstance(store, ProcessStore) else (0, 1)
         if place != (self._rank, self._num_processes):
             expected = f"one in which this is rank {self._rank} of {self._num_processes}, as the sampler says"
-            raise ValueError(f"kvstore: this is rank {place[0]} of {place[1]} there, expected {expected}")
+            raise ValueError(f"kvstore: this process is rank {place[0]} of {place[1]} in it, expected {expected}")
         contexts = [part.context for part in parts]
         gathered = gather(
             [kinds.classic(part) for part in parts], contexts=contexts, rows=len(order), name="keys", kvstore=kvstore

@@ -52,7 +52,7 @@ def reset() -> None:
         reason = _native.failure()
         if reason:
             if reason != session.raised:  # a caller that reads no results has not seen it
-                logs.log.warning("starting afresh after a step that failed: %s", reason)
+                logs.log.warning("starting a new step after a failed one: %s", reason)
             session.tell_others(reason)
         # A healthy step that is in flight ends too: its replicas could not find each other any more.
         errors = drain()
@@ -67,8 +67,8 @@ def scope_entered() -> None:
         if threading.current_thread().daemon:
             raise SystemExit  # as Python ends it
         raise mx.MXNetError(
-            "the process is ending and has come to its exit handlers, so no step begins; join the threads that train "
-            "before the main thread ends"
+            "the process is running its exit handlers, so no step can begin; join training threads before the main "
+            "thread ends"
         )
     if session.depth():
         session.enter_scope()

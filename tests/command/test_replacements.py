@@ -98,7 +98,7 @@ def test_what_a_module_holds_by_name(monkeypatch):
 def test_a_second_install_with_other_contexts():
     gluon_syncbn.install(cpus=2)
     try:
-        with pytest.raises(ValueError, match="cpus: 3 was given, expected 2, as it is installed"):
+        with pytest.raises(ValueError, match="cpus: 3 was given, expected 2, as installed before"):
             gluon_syncbn.install(cpus=3)
     finally:
         gluon_syncbn.uninstall()

@@ -504,7 +504,7 @@ def test_a_statistic_that_hides_x(rng):
     batch = make_batch(rng, 2, dtype="float16")
     batch.shards[0][:, 3] = 100 + np.float16(0.25) * (batch.shards[0][:, 3] > 0)
     layer = prepare(make_behind("leaky, in place", mode="shuffle", prefix="deep_"), batch, gpus(2), "float16")
-    said = r"'deep' on gpu\(0\): no gradient: in channel 3, the values of a slot are too near .*mode='shuffle'"
+    said = r"'deep' on gpu\(0\): no gradient: in channel 3, the values of a slot differ too little, .*mode='shuffle'"
     with pytest.raises(mx.MXNetError, match=said):
         run_behind(layer, batch, None, gpus(2), "float16")
     with suppress(mx.MXNetError):  # the other GPU's
@@ -709,13 +709,13 @@ def test_a_build_without_nccl(tmp_path):
         "[-1.0, 1.0]",
         "kvstore: 'nccl' was given, but this build of MXNet is not linked against NCCL 2.4 or later",
     ], done.stderr
-    assert done.stderr.count("the statistics of GPUs go over the host") == 1
+    assert done.stderr.count("the statistics of GPUs go through host memory") == 1
 
 
 def test_nccl_is_for_gpus(rng):
     batch, contexts = make_batch(rng, 2), [mx.cpu(0), mx.cpu(1)]
     layer = prepare(SyncBatchNorm(in_channels=5, kvstore="nccl"), batch, contexts, "float64")
-    with pytest.raises(mx.MXNetError, match=r"'nccl' adds on GPUs, one replica on each, but .* on cpu\(0\), cpu\(1\)"):
+    with pytest.raises(mx.MXNetError, match=r"'nccl' needs GPUs with one replica on each, .* on cpu\(0\), cpu\(1\)"):
         step(layer, batch, contexts, "float64")
     gluon_syncbn.reset()
     with pytest.raises(ValueError, match="a Trainer cannot share it"):
@@ -885,7 +885,7 @@ def test_ctrl_c_while_nccl_connects():
             output, errors = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert "(Ctrl-C, or its main thread is gone), and NCCL has not connected the GPUs." in output, errors
+    assert "(Ctrl-C, or its main thread has ended), and NCCL has not connected the GPUs." in output, errors
     assert process.returncode in (1, -signal.SIGINT), errors
 
 
@@ -1337,8 +1337,8 @@ def test_self_check():
     gpus(2)
     done = run(["-m", "gluon_syncbn"])
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"processes +kvstore\('mpi'\) with .*; GPUs by NCCL, where each is in one process", done.stdout)
-    assert "gpu(1): " in done.stdout and re.search(r"replicas on gpu, .* with NCCL, .* with the host", done.stdout)
+    assert re.search(r"processes +kvstore\('mpi'\) with .*; GPUs over NCCL, if each is in one process", done.stdout)
+    assert "gpu(1): " in done.stdout and re.search(r"replicas on gpu, .* with NCCL, .* with host memory", done.stdout)
 
 
 def test_a_gpu_that_mxnet_has_no_code_for():

@@ -25,7 +25,7 @@ def job(processes, *arguments, worker=SUPPORT / "gpu_worker.py", **settings):
 
 def assert_succeeded(done, processes):
     assert done.succeeded(processes), done.output
-    assert "over the host" not in done.output, done.output
+    assert "through host memory" not in done.output, done.output
 
 
 # Four processes find what two find; `make test-gpu-emulated ARGS="-m slow"`.
@@ -102,11 +102,11 @@ def test_over_the_host_where_nccl_cannot_be_had(how, text):
     environments = here, {**here, "GPU_WORKER_GPUS": '"nccl"'}
     by_default, asked = side_by_side([(("over_the_host", how), {"environment": one}) for one in environments])
     assert by_default.succeeded(2), by_default.output
-    warning = "the statistics of the GPUs of several processes go over the host: " + text
+    warning = "the statistics of the GPUs of several processes go through host memory: " + text
     assert len(re.findall(warning, by_default.output)) == 2, by_default.output  # one in each process
     assert asked.code not in (0, None)
     assert re.search(
-        r"ValueError: gpus: 'nccl' was given, but the statistics of '\w+' cannot go by NCCL: " + text, asked.output
+        r"ValueError: gpus: 'nccl' was given, but the statistics of '\w+' cannot go over NCCL: " + text, asked.output
     )
 
 

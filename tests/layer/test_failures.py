@@ -41,7 +41,7 @@ AT_ONCE = 20  # seconds, of a layer that would wait for 60
 
 @pytest.fixture(autouse=True)
 def quiet(caplog):
-    caplog.set_level(logging.ERROR, logger="gluon_syncbn")  # "starting afresh after a step that failed"
+    caplog.set_level(logging.ERROR, logger="gluon_syncbn")  # "starting a new step after a failed one"
 
 
 def a_layer(contexts, way="eager", **kwargs):
@@ -112,7 +112,7 @@ def test_backward_of_one_loss(contexts, rng, way):
         "backward of call 1",
         "1 of 2 replicas arrived (cpu(1))",
         "missing cpu(0)",
-        "every replica's loss",
+        "the loss of a replica",
     )
     assert_next_step_is_right(layer, contexts[:2], rng)
 

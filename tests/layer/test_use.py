@@ -270,7 +270,7 @@ def test_replicas_of_one_context_in_the_same_memory(contexts, rng):
         ys = [layer(x) for x in on_devices(batch.shards, [contexts[0]] * 2, "float32")]
         ys[0].asnumpy()
     assert f"SyncBatchNorm '{layer.name}'" in str(error.value)
-    assert "hybridize() without static_alloc there" in str(error.value)
+    assert "call hybridize() without static_alloc" in str(error.value)
 
 
 MANY_ON_ONE_CONTEXT = """

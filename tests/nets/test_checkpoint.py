@@ -407,7 +407,7 @@ def test_a_hybridized_block_cannot_hold_it(contexts):
     net.initialize(ctx=contexts[:1])
     checkpoint(net[0])
     net.hybridize()
-    with pytest.raises(mx.MXNetError, match="cannot be part of a hybridized block: hybridize the blocks"):
+    with pytest.raises(mx.MXNetError, match="cannot be part of a hybridized block: hybridize each"):
         record(net, contexts[0])
     checkpoint(net[0], active=False)
     record(net, contexts[0]).wait_to_read()

@@ -53,8 +53,8 @@ def heard(function, *args, **kwargs):
 def expected(verb, *names):
     names = ", ".join(f"net_batchnorm{name}_gamma" for name in names)
     return (
-        f"{verb} wrote 1 into gammas that were not 1: {names}. Their layers have scale=False (fix_gamma): MXNet takes "
-        "1 for them, but ONNX and other exporters take what is stored"
+        f"{verb} wrote 1 into gammas that were not 1: {names}. Their layers have scale=False (fix_gamma): MXNet uses "
+        "1 for them, but ONNX and other exporters use the stored values"
     )
 
 

@@ -245,7 +245,7 @@ def test_a_net_of_gluon_in_a_module(contexts):
     symbol = symbol_of(gluon_syncbn.SyncBatchNorm)
     nets.clear()
     gc.collect()
-    with pytest.raises(mx.MXNetError, match=r"the SyncBatchNorm that has written 'net_bn.*' is gone.*keep the net"):
+    with pytest.raises(mx.MXNetError, match=r"the SyncBatchNorm of 'net_bn.*' no longer exists.*keep the net"):
         ready(symbol, contexts[:2])
 
 
@@ -806,7 +806,7 @@ def test_contribs_symbol_by_hand(contexts, installed, rng):
 def test_contribs_symbol_stays_where_its_mean_is_used(contexts, installed):
     norm = mx.sym.contrib.SyncBatchNorm(mx.sym.var("data"), output_mean_var=True, ndev=1, key="k", name="seen")
     symbol = mx.sym.Group([norm[0], norm[1]])
-    with pytest.warns(UserWarning, match="seen: mx.sym.contrib.SyncBatchNorm stays MXNet's own"):
+    with pytest.warns(UserWarning, match="seen: mx.sym.contrib.SyncBatchNorm remains MXNet's own operator"):
         symbol.simple_bind(contexts[0], data=(2, 3, 4))
 
 

@@ -47,7 +47,7 @@ def test_every_normalisation_layer_has_a_row(contexts, capsys):
     assert got == {
         "sync (SyncBatchNorm)": ["3", "sync", "1", both, "synchronised"],
         "groups (SyncBatchNorm)": ["?", "sync, groups of 2", "4", both, "synchronised"],
-        "alone (SyncBatchNorm)": ["3", "sync, groups of 1", "1", both, "plain, because its groups are of one device"],
+        "alone (SyncBatchNorm)": ["3", "sync, groups of 1", "1", both, "plain, because each group has one device"],
         "local (SyncBatchNorm)": ["3", "local", "1", both, "plain, because mode 'local' shares nothing"],
         "frozen (SyncBatchNorm)": ["3", "sync", "1", both, "plain, because it is frozen: use_global_stats"],
         "plain (BatchNorm)": ["3", both, "plain, because it is BatchNorm; convert(net) changes it"],
@@ -84,7 +84,7 @@ def test_recorded_graphs(contexts, capsys):
     net = gluon.SymbolBlock(body(data), data, params=body.collect_params())
     got, count = rows(capsys, net)
     (plain,) = [rest for name, rest in got.items() if name == "net_plain_fwd (BatchNorm)"]
-    assert plain[-1].startswith("plain, because it stands in the recorded graph")
+    assert plain[-1].startswith("plain, because it is in the recorded graph")
     assert sum(rest[-1] == "synchronised, in a recorded graph" for rest in got.values()) == 1
     assert count == "Layers of batch normalisation: 2, synchronised: 1"
 

@@ -178,7 +178,7 @@ ready()
     for end, (code, output, errors) in ends({end: (text + end, {}) for end in codes}).items():
         assert code == codes[end], errors
         assert "1 of 2 replicas arrived (cpu(0)), missing cpu(1)" in output
-        assert "its main thread is gone" in output
+        assert "its main thread has ended" in output
 
 
 def test_a_thread_that_goes_on_after_the_main_thread():

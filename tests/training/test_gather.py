@@ -160,7 +160,11 @@ def test_recomputed():
         ([], {}, "features: [] was given"),
         (0, {"name": ""}, "name: '' was given, expected a text"),
         (0, {"rows": -1}, "rows: -1 was given"),
-        (0, {"contexts": [CONTEXTS[1]]}, "contexts: [cpu(1)] was given, expected that of features, cpu(0)"),
+        (
+            0,
+            {"contexts": [CONTEXTS[1]]},
+            "contexts: [cpu(1)] was given, expected a list with the context of features, cpu(0)",
+        ),
         (0, {"contexts": CONTEXTS[:1] * 2}, "expected each once, all CPUs or all GPUs"),
         (0, {"kvstore": "dist_sync"}, "kvstore: 'dist_sync' was given"),
         ([0], {"contexts": CONTEXTS[:2]}, "features: [cpu(0)] was given, expected one on each of [cpu(0), cpu(1)]"),
@@ -180,7 +184,7 @@ def test_contexts_that_only_the_caller_knows():
     layer.initialize(ctx=CONTEXTS[:2])
     with autograd.record(), pytest.raises(ValueError, match=re.escape("layers are on [cpu(0), cpu(1)")):
         gluon_syncbn.gather(nd.ones((2, 3)))
-    with pytest.raises(ValueError, match="contexts: None was given, expected those that the net is on"):
+    with pytest.raises(ValueError, match="contexts: None was given, expected the contexts of the net"):
         gluon_syncbn.gather(mx.sym.var("x"))
 
 
@@ -192,7 +196,7 @@ def test_outside_of_a_step(hybrid):
 
     net = Net()
     net.hybridize(hybrid)
-    with pytest.raises(mx.MXNetError, match=re.escape("rows meet within autograd.record() or autograd.train_mode()")):
+    with pytest.raises(mx.MXNetError, match=r"gather works only within autograd\.record"):
         net(nd.ones((2, 3))).asnumpy()
     with autograd.train_mode():
         np.testing.assert_array_equal(net(nd.ones((2, 3))).asnumpy(), np.ones((2, 3)))

@@ -551,6 +551,6 @@ def test_wrong_features_of_the_sampler():
         ValueError, match=r"features: .* was given, expected an NDArray, a list of them or a numpy.ndarray"
     ):
         sampler.restore([np.ones((3, 2))] * 2, 1)
-    expected = "kvstore: this is rank 0 of 1 there, expected one in which this is rank 0 of 2, as the sampler says"
+    expected = "kvstore: this process is rank 0 of 1 in it, expected one in which this is rank 0 of 2"
     with pytest.raises(ValueError, match=expected):
         sampler.restore(nd.ones((3, 2)), 1)

@@ -153,8 +153,8 @@ void post_collective(Collective what, const std::vector<OnDevice>& parts, const 
         return made;
     });
     WaitToConnect wait(layer, "NCCL has not connected the GPUs", timeout,
-                       "NCCL_DEBUG=INFO shows what it does; kvstore='host' does without it, and between processes "
-                       "gluon_syncbn.kvstore(..., gpus='host').");
+                       "NCCL_DEBUG=INFO shows what NCCL does. kvstore='host' avoids NCCL; between processes, "
+                       "gluon_syncbn.kvstore(..., gpus='host') does.");
     while (communicators.wait_for(kSlice) != std::future_status::ready) wait.look();
     cliques.push_back(
         std::make_unique<Connected>(Connected{clique.channel, clique.number, devices, communicators.get()}));

@@ -29,7 +29,7 @@ std::shared_ptr<Exchange> Choice::choose(const Ticket& ticket) const {
     if (!one_gpu_each && asked_.nccl == Nccl::kRequired) {
         std::string where;
         for (const std::string& context : contexts_) where += (where.empty() ? "" : ", ") + context;
-        throw Failure("kvstore 'nccl' adds on GPUs, one replica on each, but the layer is on " + where);
+        throw Failure("kvstore 'nccl' needs GPUs with one replica on each, but the layer is on " + where);
     }
     if (!one_gpu_each || asked_.nccl == Nccl::kNever) return asked_.host;
     if (asked_.host->spans_processes()) {
@@ -42,7 +42,7 @@ std::shared_ptr<Exchange> Choice::choose(const Ticket& ticket) const {
     if (missing.empty()) return nccl_exchange(contexts_.size(), nullptr, total_);
     if (asked_.nccl == Nccl::kRequired) throw Failure("kvstore 'nccl' was asked for, but " + missing);
     static std::once_flag said;
-    std::call_once(said, [&] { log(Level::kWarning, "the statistics of GPUs go over the host: " + missing); });
+    std::call_once(said, [&] { log(Level::kWarning, "the statistics of GPUs go through host memory: " + missing); });
     return asked_.host;
 }
 

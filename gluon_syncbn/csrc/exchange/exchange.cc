@@ -8,7 +8,7 @@
 namespace syncbn {
 namespace {
 
-[[noreturn]] void not_offered() { throw std::logic_error("this exchange does not offer what was asked of it"); }
+[[noreturn]] void not_offered() { throw std::logic_error("this exchange does not support the operation"); }
 
 class Later : public Underway {
   public:

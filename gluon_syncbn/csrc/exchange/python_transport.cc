@@ -7,7 +7,7 @@
 namespace syncbn {
 namespace {
 
-constexpr const char *kAdd = "could not add the statistics", *kBring = "could not bring the statistics together";
+constexpr const char *kAdd = "could not add the statistics", *kBring = "could not gather the statistics";
 
 PythonFunctions functions;
 

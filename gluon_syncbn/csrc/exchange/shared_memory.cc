@@ -162,12 +162,12 @@ class WaitForRanks final : public Wait {
     }
     std::string text(Why why) override {
         if (why == Why::kAskedToEnd)
-            return rank() + " was asked to end (Ctrl-C, or its main thread is gone) in " + what(ticket_) + ".";
+            return rank() + " was asked to end (Ctrl-C, or its main thread has ended) in " + what(ticket_) + ".";
         if (why == Why::kForked)
             return rank() + " was forked in " + what(ticket_) + ". Fork before a step or after it.";
         std::ostringstream text;
         text << rank() << " waits for rank " << text_of(missing())
-             << (label_.piece < 0 ? ", which speaks for this machine," : "") << " in " << what(ticket_) << " after "
+             << (label_.piece < 0 ? ", the leader of this machine," : "") << " in " << what(ticket_) << " after "
              << static_cast<int>(why == Why::kLate ? limit() : waited()) << " s. ";
         if (why == Why::kLate)
             text << "A process that is missing has ended, hangs, or makes other calls: every process must run the same "

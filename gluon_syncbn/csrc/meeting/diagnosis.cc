@@ -15,32 +15,33 @@ std::string join_names(const std::vector<std::string>& names) {
 }
 
 constexpr char kTemporarySpace[] =
-    "CPU contexts share a small pool of temporary space and one of random states, and MXNet's queue may not reach a "
-    "replica because of it: take the contexts from gluon_syncbn.cpu_devices(n) before the first operator runs (it sets "
-    "MXNET_CPU_TEMP_COPY and MXNET_CPU_PARALLEL_RAND_COPY), or raise its temp_copies, and where the net has many "
-    "Dropouts its random_copies.";
+    "CPU contexts share a small pool of temporary space and one of random states, so MXNet's queue may not reach a "
+    "replica. Take the contexts from gluon_syncbn.cpu_devices(n) before the first operator runs, which raises "
+    "MXNET_CPU_TEMP_COPY and MXNET_CPU_PARALLEL_RAND_COPY. Or raise its temp_copies and, if the net has many Dropouts, "
+    "its random_copies.";
 constexpr char kStaticShape[] =
-    " With static_shape no number of copies is enough: hybridize(static_alloc=True) without it.";
+    " With static_shape, no number of copies is enough: call hybridize(static_alloc=True) without static_shape.";
 constexpr char kSameMemory[] =
-    " Several replicas share a context: outside of autograd.record, MXNet runs a static_alloc graph of one after that "
-    "of the other. hybridize() without static_alloc there.";
+    " Several replicas share a context. Outside of autograd.record, MXNet runs their static_alloc graphs one after the "
+    "other: call hybridize() without static_alloc.";
 constexpr char kSharedContext[] =
-    "Several replicas share a context. With static_shape MXNet runs the operators of one after those of the other: "
-    "hybridize without it. Or their operators are bundled: call mxnet.autograd.backward by that name, with the losses "
-    "of all replicas, or set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs. Or more than seven replicas "
-    "have come to a process that had run a backward before: set MXNET_EXEC_INPLACE_GRAD_SUM_CAP to four for each. Or "
-    "not every replica's loss took part.";
+    "Several replicas share a context. With static_shape, MXNet runs one of them after the other: hybridize without "
+    "static_shape. Or MXNet bundles their operators: call mxnet.autograd.backward by that name, with the losses of all "
+    "replicas, or set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs. Or the process ran a backward "
+    "before "
+    "it had more than seven replicas: set MXNET_EXEC_INPLACE_GRAD_SUM_CAP to four for each. Or the loss of a replica "
+    "took no part in the backward.";
 constexpr char kBackward[] =
-    "Either not every replica's loss took part: call autograd.backward with the losses of all devices, and read no "
-    "gradient before that. Or an operator outside the replicas (a batch that is split while recording, for its "
-    "gradient) is bundled with one of them: set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs.";
+    "Either the loss of a replica took no part: call autograd.backward with the losses of all devices, and read no "
+    "gradient before that. Or MXNet bundles an operator outside the replicas (a batch that is split while recording) "
+    "with one of them: set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs.";
 constexpr char kAllIssued[] = "Every replica has issued its call";
 constexpr char kUnfinished[] =
-    ": an operator before this layer does not finish there, or has failed, for lack of memory perhaps; then its error "
-    "is at that replica's output.";
+    ": an operator before this layer does not finish there, or has failed, perhaps because memory ran out. Then read "
+    "that replica's output, which raises the error.";
 constexpr char kNeverCalled[] =
-    "Most likely the missing replica was never called, or something waits for a result (asnumpy, asscalar, "
-    "wait_to_read, print) before all replicas have been called, or num_devices is not the number of replicas. For a "
+    "Most likely the missing replica was never called, or the program reads a result (asnumpy, asscalar, "
+    "wait_to_read, print) before it has called all replicas, or num_devices is not the number of replicas. For a "
     "batch on fewer devices use gluon_syncbn.devices(contexts).";
 
 constexpr double kSurely = 5, kPerhaps = 20;  // seconds
@@ -123,10 +124,10 @@ std::string why_not_here(const Terms& terms, const std::string& context) {
             << " contexts (" << join_names(terms.contexts)
             << "); expected a multiple of that, or no num_devices at all.";
     else if (terms.contexts.empty())
-        why << "the contexts of the layer's parameters are not known; initialise the net before the first step. Of an "
-               "executor that simple_bind or bind makes, nobody knows with which others it trains: write ndev=N into "
-               "the symbol, where N executors train together, and bind each of them, on a context of its own, before "
-               "the first step; or let a Module bind them. In a hybrid_forward, call a gluon_syncbn.SyncBatchNorm";
+        why << "the contexts of the layer's parameters are not known; initialise the net before the first step. An "
+               "executor of simple_bind or bind does not know those that train with it: write ndev=N into the symbol, "
+               "where N executors train together, and bind each of them on its own context before the first step. Or "
+               "use a Module. In a hybrid_forward, call a gluon_syncbn.SyncBatchNorm";
     else if (std::find(terms.contexts.begin(), terms.contexts.end(), context) == terms.contexts.end())
         why << "the layer was called here, but its parameters live on " << join_names(terms.contexts)
             << "; initialise or reset_ctx the net with every context that takes part";

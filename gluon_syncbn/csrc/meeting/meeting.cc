@@ -20,8 +20,8 @@ namespace syncbn {
 namespace {
 
 const char* const kForgotten =
-    "the step has been forgotten (gluon_syncbn.reset, or another thread's step that began after a failure) before all "
-    "replicas had come.";
+    "the step was reset (gluon_syncbn.reset, or a new step of another thread after a failure) before all replicas "
+    "arrived.";
 constexpr double kGrace = 2;      // seconds that an exchange gets to report its own failure
 constexpr double kStuckIdle = 3;  // seconds without computing after which a queue counts as stuck
 
@@ -208,9 +208,9 @@ void WaitForReplicas::check_others() {
     }
     if (step().waiting && (nobody_comes() || (meeting_.repeated && stall().idle_for(kStuckIdle))))
         give_up(
-            ", and the thread that should call them waits for everything that MXNet has in flight "
-            "(mxnet.nd.waitall, which gluon.data.DataLoader calls as it is made). Wait, and make a DataLoader, "
-            "before a step or after it, not between the calls of its replicas.");
+            ", and the thread that should call them waits for all pending operations (mxnet.nd.waitall, which the "
+            "constructor of gluon.data.DataLoader calls). Call waitall, or create a DataLoader, before a step or after "
+            "it, not between the calls of its replicas.");
     if (cause.stuck_after > 0 && waited() - seen_since_ >= cause.stuck_after && stall().idle_for(kStuckIdle)) {
         std::ostringstream after;
         after << ", and nothing has been computed for " << kStuckIdle << " s. " << cause.text;
@@ -222,12 +222,12 @@ std::string WaitForReplicas::text(Why why) {
     const int so_far = static_cast<int>(waited());
     std::ostringstream text;
     if (why == Why::kAskedToEnd)
-        return ". The process was asked to end (Ctrl-C, or its main thread is gone) while they waited.";
+        return ". The process was asked to end (Ctrl-C, or its main thread has ended) while they waited.";
     if (why == Why::kForked)
         return ", and the process was forked (os.fork, multiprocessing, subprocess with preexec_fn) before " +
                std::string(all_here() ? "the KVStore has answered" : "they were called") +
-               ". A fork has to wait for everything that MXNet has in flight: fork before a step or after it, not "
-               "between the calls of its replicas.";
+               ". A fork has to wait for all pending operations: fork before a step or after it, not between the "
+               "calls of its replicas.";
     if (why == Why::kLong) {
         if (std::exchange(phase_.warned, true)) return "";
         if (all_here())

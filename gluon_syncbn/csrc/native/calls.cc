@@ -256,7 +256,7 @@ std::string replace(const char* op_name, const std::string& device) {
     if (library.find_op(op_name, &op) != 0) return std::string("MXNet has no operator ") + op_name;
     const auto& computes = library.computes(attribute.object()).by_index;
     if (op->index >= computes.size() || !computes[op->index].first)
-        return std::string("MXNet's operator ") + op_name + " is another one";
+        return std::string("MXNet's operator ") + op_name + " is not the expected one";
     const auto* original = new Compute(computes[op->index].first);  // for ever
     const int priority = computes[op->index].second + 1;
     library.set_compute(

@@ -55,7 +55,7 @@ void start(std::unique_ptr<Work> work) {
             lock.lock();
             --workers->count;
             throw Failure(std::string("no thread could be started for this call (") + error.what() +
-                          "). The process has no memory left for one, or as many threads as it may have (ulimit -v, "
+                          "). The process has no memory for a thread, or has reached its limit of threads (ulimit -v, "
                           "ulimit -u).");
         }
         worker.release();  // for ever

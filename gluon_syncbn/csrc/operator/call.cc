@@ -319,11 +319,11 @@ void Call::refuse_to_recover(const Hidden& hidden) const {
     const std::string outputs = std::string(" to find x from ") + name_of(tensor_.type) + " outputs (inplace=True";
     if (hidden.by_another)
         throw Failure("no gradient: in channel " + channel +
-                      ", the values of a slot are too near each other beside the statistic of another slot" + outputs +
-                      ", mode='shuffle'). Train this layer with inplace=False, or with larger slots.");
-    throw Failure("no gradient: gamma of channel " + channel + " is too small beside beta" + outputs +
-                  "). Train this layer with inplace=False, or keep its " +
-                  "gamma from 0: it must not begin there, and weight decay must leave it alone (wd_mult = 0).");
+                      ", the values of a slot differ too little, compared with the statistic of another slot," +
+                      outputs + ", mode='shuffle'). Train this layer with inplace=False, or with larger slots.");
+    throw Failure("no gradient: gamma of channel " + channel + " is too small, compared with beta," + outputs +
+                  "). Train this layer with inplace=False. Or keep its gamma away from 0: initialise it with another " +
+                  "value, and exclude it from weight decay (wd_mult = 0).");
 }
 
 // ---- statistics ----------------------------------------------------------------------------------------------
@@ -383,8 +383,8 @@ void Call::check_finite(int64_t at, double value) const {
     text << " is " << (std::isnan(value) ? kNaN : value) << ". ";  // the sign of a NaN has no meaning
     if (what == Nonfinite::kError)
         throw Failure(node_.layer->name, context_, "", text.str() + "(gluon_syncbn.configure(nonfinite='error'))");
-    text << "The running statistics leave it out (nonfinite='skip'). Nothing more is said of such batches for "
-         << kQuiet << " s, or until this replica has a finite one.";
+    text << "The running statistics leave it out (nonfinite='skip'). No further warning comes for " << kQuiet
+         << " s, or until this replica has a finite batch.";
     log(Level::kWarning, Failure(node_.layer->name, context_, "", text.str()).what());
 }
 

@@ -528,10 +528,10 @@ std::unique_ptr<Wait> DeviceCall::wait_for_gpu() {
     const bool processes = exchange_ != nullptr && exchange_->spans_processes();
     return std::make_unique<WaitForGpu>(
         terms->name, "the GPU has not finished", terms->timeout,
-        std::string("Either a GPU of this layer is not there any more (nvidia-smi), or another user of NCCL in this "
-                    "process waits for the same GPUs; NCCL_DEBUG=INFO shows what it does, and ") +
-            (processes ? "gluon_syncbn.kvstore(..., gpus='host')" : "configure(kvstore='host')") +
-            " does without NCCL.",
+        std::string(
+            "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for "
+            "the same GPUs. NCCL_DEBUG=INFO shows what NCCL does. ") +
+            (processes ? "gluon_syncbn.kvstore(..., gpus='host')" : "configure(kvstore='host')") + " avoids NCCL.",
         [this] {
             if (exchange_ != nullptr)
                 still_current([&] { node_.layer->rendezvous.check(*node_.layer->terms(), place_, direction_); });

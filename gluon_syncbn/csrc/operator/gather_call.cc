@@ -33,7 +33,7 @@ class GatherCall : public Call {
     void begin_normalise(const Arrays& arrays) override;
     void normalise(const Arrays& arrays, const int* reqs) override;
     void normalise_frozen(const Arrays&, int) override {
-        throw Failure("rows meet within autograd.record() or autograd.train_mode() only.");
+        throw Failure("gather works only within autograd.record() or autograd.train_mode().");
     }
     void begin_differentiate(const Arrays& arrays, const int* reqs) override;
     void differentiate(const Arrays& arrays, const int* reqs) override;
@@ -74,7 +74,8 @@ Rows GatherCall::rows_of(const Total& total) const {
         if (part[1] != static_cast<double>(channels()) || static_cast<int>(part[2]) != static_cast<int>(tensor_.type))
             throw Failure("rows of " + std::to_string(channels()) + " values of " + name_of(tensor_.type) +
                           " met rows of " + std::to_string(static_cast<int64_t>(part[1])) + " values of " +
-                          type_of_data(static_cast<int>(part[2]))->name + ". All have to be alike.");
+                          type_of_data(static_cast<int>(part[2]))->name +
+                          ". All replicas need rows of one shape and type.");
         if (at == total.first) rows.first = count;
         const char* values = reinterpret_cast<const char*>(part + kHead);
         rows.all.insert(rows.all.end(), values, values + here * of_row);
@@ -123,8 +124,8 @@ void GatherCall::differentiate(const Arrays& arrays, const int* reqs) {
 
 std::unique_ptr<Call> gather_call(Node node, std::string context, Type type, Shape shape, int64_t samples) {
     if (context.compare(0, 3, "cpu") != 0)
-        throw Failure("rows are gathered on CPU contexts; " + context +
-                      " was given. Outside a hybridized net, gluon_syncbn.gather moves those of GPUs there.");
+        throw Failure("gather in a hybridized net works on CPU contexts only; " + context +
+                      " was given. Call gluon_syncbn.gather outside the hybridized net.");
     return std::make_unique<GatherCall>(std::move(node), std::move(context), type, shape, samples);
 }
 

@@ -82,7 +82,8 @@ void fail_array(void* array, const char* what) {
     std::lock_guard<std::mutex> lock(mutex);
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
     if (Failing::push(array, error_with(what), "gluon_syncbn_failure") != 0)
-        throw dmlc::Error(std::string(what) + " (and MXNet took no error for the array: " + mx.last_error() + ")");
+        throw dmlc::Error(std::string(what) + " (and MXNet did not accept the error for the array: " + mx.last_error() +
+                          ")");
 }
 
 constexpr int kPropertyCallbacks = 8;
@@ -317,7 +318,7 @@ int create_gather(const char* context, int, unsigned** shapes, const int* dims, 
     Shape shape{static_cast<int>(shapes[0][0]), 1, 1};
     for (int i = 0; i < dims[0]; ++i) {
         if (static_cast<int>(shapes[0][i]) < 0)
-            refuse(property, "an extent of the data is not known; outside mx.util.np_shape, 0 stands for that");
+            refuse(property, "an extent of the data is not known; outside mx.util.np_shape, 0 means unknown");
         if (i > 0) shape.channels *= shapes[0][i];
     }
     Node node = property;
@@ -338,7 +339,7 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     Shape shape{1, shapes[0][axis], 1};
     for (int i = 0; i < dims[0]; ++i) {
         if (static_cast<int>(shapes[0][i]) < 0)
-            refuse(property, "an extent of the data is not known; outside mx.util.np_shape, 0 stands for that");
+            refuse(property, "an extent of the data is not known; outside mx.util.np_shape, 0 means unknown");
         if (i < axis) shape.outer *= shapes[0][i];
         if (i > axis) shape.inner *= shapes[0][i];
     }
@@ -350,7 +351,7 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
 
 Activation activation_of(const std::string& name, double slope, double ceiling) {
     const auto found = std::find(std::begin(kActivations), std::end(kActivations), name);
-    if (found == std::end(kActivations)) throw dmlc::Error("activation '" + name + "' is none that the core has");
+    if (found == std::end(kActivations)) throw dmlc::Error("the core has no activation '" + name + "'");
     return {static_cast<Activation::Kind>(found - kActivations), slope, ceiling};
 }
 
@@ -365,7 +366,7 @@ void check_epilogue(const Node& node) {
     switch (node.activation.kind) { SYNCBN_ACTIVATIONS(SYNCBN_CASE) }
 #undef SYNCBN_CASE
     const std::string name = name_of(node.activation.kind);
-    if (node.adds && !by_output) throw dmlc::Error("activation '" + name + "' cannot stand behind an addition");
+    if (node.adds && !by_output) throw dmlc::Error("activation '" + name + "' cannot follow an addition");
     if (node.inplace && !invertible) throw dmlc::Error("inplace=True, but activation '" + name + "' has no inverse");
 }
 

@@ -51,7 +51,7 @@ WaitFor::WaitFor(std::string layer, std::string why, double timeout, std::string
 std::string WaitFor::text(Why why) {
     std::ostringstream text;
     if (why == Why::kAskedToEnd)
-        text << "the process was asked to end (Ctrl-C, or its main thread is gone), and " << why_ << ".";
+        text << "the process was asked to end (Ctrl-C, or its main thread has ended), and " << why_ << ".";
     else if (why == Why::kForked)
         text << "the process was forked (os.fork, multiprocessing, subprocess with preexec_fn), and " << why_
              << ". Fork before a step or after it.";

@@ -58,7 +58,7 @@ def arrays_for_numpy(ndarray: ModuleType) -> None:
 
     def array(self: Any, dtype: Any = None, copy: Optional[bool] = None) -> np.ndarray:
         if copy is False:
-            raise ValueError("an NDArray becomes a NumPy array by a copy, and copy=False was given")
+            raise ValueError("an NDArray becomes a NumPy array only by a copy, but copy=False was given")
         values = self.asnumpy()
         return values if dtype is None else values.astype(dtype, copy=False)
 
