@@ -28,8 +28,8 @@ ConstructT = TypeVar("ConstructT", bound=Callable[..., None])
 def _checked_names(construct: ConstructT) -> ConstructT:
     """Checks the positional arguments, which the constructor itself cannot tell from named ones.
 
-    Contrib's layer begins with ``(in_channels, num_devices)``; ``nn.BatchNorm`` and this layer
-    with ``(axis, momentum)``.
+    Contrib's layer begins with ``(in_channels, num_devices)``. ``nn.BatchNorm`` and this layer begin with
+    ``(axis, momentum)``.
     """
 
     @functools.wraps(construct)
@@ -116,7 +116,7 @@ class SyncBatchNorm(nn.BatchNorm):
     epsilon : float
         At least 0.
     center, scale, use_global_stats : bool
-        As in ``nn.BatchNorm``: without ``scale`` gamma counts as 1; without ``center`` beta gets no gradient.
+        As in ``nn.BatchNorm``. Without ``scale``, gamma counts as 1. Without ``center``, beta gets no gradient.
     beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
         As in ``nn.BatchNorm``.
     in_channels : int
@@ -126,20 +126,21 @@ class SyncBatchNorm(nn.BatchNorm):
         several replicas on one context. On one context, one thread may then use a layer once in a forward.
     activation : str, optional
         An activation, computed in the same passes over memory. ``'relu6'`` is ``'relu'`` up to 6. ``'leaky'`` is y
-        where y > 0, else slope * y. No more memory is kept: the backward computes it again from x.
+        where y > 0, else slope * y. The layer keeps no more memory, because the backward recomputes it from x.
     slope : float
         The slope of ``'leaky'``: above 0 and below 1, in float32 too.
     inplace : bool
         Whether the backward computes x again from y, so that the layer keeps no memory beyond y, which the next layer
-        keeps too. Needs no activation or ``'leaky'``, and no addition; several replicas on one context keep x. The
-        backward makes one more pass over memory. ``xhat`` is found to within 2 u ``(|xhat| + |beta| / |gamma|)`` of a
-        deviation. Here u is 2**-24 for float32, 2**-11 for float16 and 2**-8 for bfloat16. In ``'shuffle'`` x is found
-        to within 2 u ``(|x - m| + s |beta| / |gamma|)``. There m and s are mean and deviation of the slot that
-        normalises x. Where this error may hide x, the backward raises an error.
+        keeps too. The layer must have no activation or ``'leaky'``, and no addition. With several replicas on one
+        context, it keeps x. The backward makes one more pass over memory. The error of ``xhat`` is at most
+        2 u ``(|xhat| + |beta| / |gamma|)`` standard deviations. Here u is 2**-24 for float32, 2**-11 for float16 and
+        2**-8 for bfloat16. In ``'shuffle'``, the error of x is at most 2 u ``(|x - m| + s |beta| / |gamma|)``. There m
+        and s are mean and standard deviation of the slot that normalises x. If this error may hide x, the backward
+        raises an error.
     mode : str
         ``'sync'``, ``'local'`` or ``'shuffle'``.
     virtual_devices : int
-        Slots of each device. Changes nothing in ``'sync'``.
+        Number of slots on each device. It changes nothing in ``'sync'``.
     group_size : int, optional
         Number of devices that share a statistic in ``'sync'``: a divisor of the number of devices. By default all.
     running_variance : str
@@ -162,19 +163,19 @@ class SyncBatchNorm(nn.BatchNorm):
     Raises
     ------
     ValueError
-        At construction, where an argument is out of range. In a training call, where ``group_size`` does not divide the
-        number of devices, or there are fewer than two slots to shuffle. Where parameters are put on a GPU that MXNet
-        has no code for.
+        At construction, if an argument is out of range. In a training call, if ``group_size`` does not divide the
+        number of devices, or there are fewer than two slots to shuffle. Also if parameters are put on a GPU for which
+        MXNet has no code.
     MXNetError
-        When a result is read: a replica did not come in time, came with another number of channels or failed. The
-        text names the layer, who arrived and who is missing. In a backward with ``inplace``: gamma of a channel is so
-        small that ``xhat`` is not found to within a 32nd of a deviation. In ``'shuffle'``: the values of a slot are so
-        close that x is not found to within a 32nd of the slot's deviation.
+        Reading a result raises it if a replica is late, has another number of channels or has failed. The text names
+        the layer, who arrived and who is missing. A backward with ``inplace`` raises it if gamma is so small
+        that the error of ``xhat`` may exceed 1/32 of a standard deviation. In ``'shuffle'``, this holds for values of a
+        slot that are too close: the error of x may exceed 1/32 of their standard deviation.
 
     Warns
     -----
     UserWarning
-        Where two positional integers mean one thing to ``nn.BatchNorm`` and another to contrib's layer.
+        If two positional integers mean one thing to ``nn.BatchNorm`` and another to contrib's layer.
 
     References
     ----------

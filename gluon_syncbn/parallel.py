@@ -140,7 +140,7 @@ def parallel_apply(
     Raises
     ------
     ValueError
-        Where an argument is not as described above, or ``kwargs_tup`` has another length than ``inputs``.
+        If an argument is not as described above, or ``kwargs_tup`` has another length than ``inputs``.
     """
     _callable("module", module, "a network")
     calls = _zipped("kwargs_tup", inputs, kwargs_tup)

@@ -69,17 +69,17 @@ def SyncBatchNorm(
     momentum : float
         From 0 to 1: the weight of the old running statistics.
     fix_gamma, use_global_stats : bool
-        Whether gamma counts as 1; whether training, too, uses the running statistics.
+        Whether gamma counts as 1. Whether training also uses the running statistics.
     output_mean_var : bool
-        Only False.
+        Must be False.
     ndev : int, optional
-        Executors that train together, where each is bound by itself; 1 is plain. A ``SymbolBlock`` or ``Module`` does
-        not need it.
+        The number of executors that train together, if each is bound separately; 1 means plain BatchNorm. A
+        ``SymbolBlock`` or ``Module`` does not need it.
     key : str, optional
-        Nodes of one key train together, where each executor is bound from a symbol of its own. By default each node has
-        one of its own.
+        Nodes with the same key train together, if each executor is bound from another symbol. By default, each node has
+        its own key.
     name : str, optional
-        Name of the node. By default numbered, as MXNet does with a ``BatchNorm``.
+        Name of the node. The default is a numbered name, as of MXNet's ``BatchNorm``.
     **kwargs
         ``axis``, ``activation``, ``slope``, ``inplace``, ``mode``, ``virtual_devices``, ``group_size``,
         ``num_devices``, ``running_variance``, ``kvstore``, ``timeout`` of the layer.
@@ -92,9 +92,9 @@ def SyncBatchNorm(
     Raises
     ------
     ValueError
-        Where an argument is not as described above.
+        If an argument is not as described above.
     MXNetError
-        In a training step of an executor that does not know its partners: without ``ndev``, or before all are bound.
+        In a training step of an executor without ``ndev``, or before all of its partners are bound.
     """
     inputs = dict(data=data, gamma=gamma, beta=beta, moving_mean=moving_mean, moving_var=moving_var)
     for argument, value in inputs.items():

@@ -49,7 +49,7 @@ class SyncBatchNorm(layer.SyncBatchNorm):
     Raises
     ------
     ValueError
-        Where an argument is out of range.
+        If an argument is out of range.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ def install(cpus: Optional[int] = None) -> str:
     """Replaces functions and classes that scripts use by those of this package; `uninstall` restores them.
 
     - ``mx.gluon.contrib.nn.SyncBatchNorm`` becomes `SyncBatchNorm` with contrib's signature.
-    - A ``SymbolBlock`` that is made with nodes of ``mx.sym.contrib.SyncBatchNorm`` has layers of this package for them.
-      So has a graph that ``Module``, ``simple_bind`` or ``bind`` takes.
+    - In a new ``SymbolBlock``, nodes of ``mx.sym.contrib.SyncBatchNorm`` become layers of this package. So do such
+      nodes in the graph of a ``Module``, ``simple_bind`` or ``bind``.
     - In ``gluoncv.utils.parallel``, ``DataParallelModel``, ``DataParallelCriterion``, ``parallel_backward``,
       ``parallel_apply`` and ``criterion_parallel_apply`` become those of `gluon_syncbn.parallel`. If GluonCV is not
       imported yet, its import replaces them.
@@ -113,12 +113,12 @@ def install(cpus: Optional[int] = None) -> str:
     Raises
     ------
     ValueError
-        Where ``cpus`` is out of range, or differs from the value of an earlier call.
+        If ``cpus`` is out of range, or differs from the value of an earlier call.
 
     Warns
     -----
     UserWarning
-        Later, where contrib's operator stays: in a graph that uses its mean or variance.
+        When a graph is bound that uses the mean or variance of contrib's operator, which then stays.
     """
     global _cpus
     if cpus is not None:

@@ -45,7 +45,7 @@ def exchange(kvstore: Any) -> Tuple[Optional[Exchange], Optional[int]]:
     Raises
     ------
     ValueError
-        Where the argument is not a KVStore, or one that cannot add statistics. The text says why.
+        If the argument is not a KVStore, or one that cannot add statistics. The text says why.
     """
     if kvstore is None or isinstance(kvstore, ProcessStore):
         return kvstore, None

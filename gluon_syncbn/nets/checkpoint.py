@@ -76,12 +76,12 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     Raises
     ------
     ValueError
-        Where an argument is not as described above. In a recorded call, where the second forward could not repeat a
+        If an argument is not as described above. In a recorded call, if the second forward could not repeat a
         part of the block. Such parts are plain BatchNorm in training, a graph with ``static_alloc``, and Dropout on a
         GPU, where its seed cannot be set. `convert` plain BatchNorm: mode ``'local'`` computes the same.
     MXNetError
-        In a call, where a hybridized block holds it. When a gradient is read: the second forward failed, or differed
-        from the first.
+        In a call, if a hybridized block contains this block. Reading a gradient raises it if the second forward failed,
+        or differed from the first.
 
     References
     ----------

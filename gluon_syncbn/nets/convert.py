@@ -80,14 +80,14 @@ def convert(
         A regular expression that selects layers as ``net.collect_params(select)`` does. It must match the name of the
         layer, or of one of its parameters, from the beginning. By default all layers.
     fuse : bool
-        Whether the selected layers that are synchronised, now or before this call, absorb the activation behind them.
-        At the end of a residual block they also absorb the addition before that activation. Activations are ReLU,
+        Whether the selected layers that are synchronised, now or before this call, fuse the activation after them.
+        At the end of a residual block, they also fuse the addition before that activation. Activations are ReLU,
         ReLU6, and leaky ReLU with a slope above 0 and below 1. This works in the graphs of all hybridized blocks.
         `summary` shows where, once the graphs are recorded. Files of ``net.export`` do not change.
     **kwargs
         Further arguments of each new layer: ``num_devices``, ``mode``, ``virtual_devices``, ``group_size``,
         ``inplace``, ``running_variance``, ``kvstore``, ``timeout``. ``inplace=True`` skips layers that do not allow it:
-        ``nn.BatchNormReLU``, and layers that absorb a ReLU or an addition.
+        ``nn.BatchNormReLU``, and layers that fuse a ReLU or an addition.
 
     Returns
     -------
@@ -97,7 +97,7 @@ def convert(
     Raises
     ------
     ValueError
-        Where an argument is not as described above. Then nothing has been changed.
+        If an argument is not as described above. Then nothing has been changed.
 
     Warns
     -----
@@ -197,7 +197,7 @@ def revert(net: NetT) -> NetT:
     Raises
     ------
     ValueError
-        Where ``net`` is not a Gluon block.
+        If ``net`` is not a Gluon block.
 
     Warns
     -----
@@ -225,8 +225,8 @@ def revert(net: NetT) -> NetT:
 def freeze(net: NetT, select: Optional[str] = None) -> NetT:
     """Makes BatchNorm layers normalise with their running statistics, in training too, without updates.
 
-    Sets ``use_global_stats``, and ``grad_req`` of gamma and beta to ``'null'``. Recipes for detection and the last
-    phase of DeepLabV3 do so. Frozen layers wait for no replica. Takes plain and synchronised layers.
+    It sets ``use_global_stats``, and ``grad_req`` of gamma and beta to ``'null'``. Recipes for detection and the last
+    phase of DeepLabV3 do so. Frozen layers wait for no replica. `freeze` takes plain and synchronised layers.
 
     Parameters
     ----------
@@ -243,7 +243,7 @@ def freeze(net: NetT, select: Optional[str] = None) -> NetT:
     Raises
     ------
     ValueError
-        Where an argument is not as described above.
+        If an argument is not as described above.
 
     Warns
     -----

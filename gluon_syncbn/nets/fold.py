@@ -42,7 +42,7 @@ def fold(net: HybridBlock) -> SymbolBlock:
     In training too, the copy computes the net's prediction: a BatchNorm that stays uses its running statistics. The
     copy shares no parameter with the net. Its parameters lie on the net's contexts, have the types that they had, and
     no gradient. Statistics that differ between contexts are averaged, as in ``save_parameters``. ``export`` of the copy
-    writes operators of MXNet alone.
+    writes only operators of MXNet.
 
     Parameters
     ----------
@@ -57,7 +57,7 @@ def fold(net: HybridBlock) -> SymbolBlock:
     Raises
     ------
     ValueError
-        Where ``net`` is not a ``HybridBlock``, cannot be traced, or has parameters without values.
+        If ``net`` is not a ``HybridBlock``, cannot be traced, or has parameters without values.
 
     Warns
     -----

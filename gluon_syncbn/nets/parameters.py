@@ -39,9 +39,9 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
     Raises
     ------
     ValueError
-        Where an argument is not as described above.
+        If an argument is not as described above.
     MXNetError
-        Where another process does not come in time, or has another net.
+        If another process does not come in time, or has another net.
     """
     given = _listed(params)
     store = store_of(kvstore, given)

@@ -63,9 +63,9 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
     Raises
     ------
     ValueError
-        Where an argument is not as described above.
+        If an argument is not as described above.
     MXNetError
-        Where another process does not come in time, or has another net.
+        If another process does not come in time, or has another net.
 
     References
     ----------
@@ -109,7 +109,7 @@ def update_bn_stats(
     other numbers afterwards.
 
     Handles `SyncBatchNorm` in all modes, and the layers that `convert` takes. Frozen layers (``use_global_stats``) stay
-    as they are. In a job of several processes all of them call it, with equal numbers of batches.
+    as they are. In a job of several processes, all of them call it, with equal numbers of batches.
 
     Parameters
     ----------
@@ -125,8 +125,8 @@ def update_bn_stats(
     Raises
     ------
     ValueError
-        Where an argument is not as described above, or there is no batch. Also where a layer is in the recorded graph
-        of a ``SymbolBlock``, where hooks cannot see its input.
+        If an argument is not as described above, or there is no batch. Also if a layer is in the recorded graph
+        of a ``SymbolBlock``, because hooks cannot see its input there.
     MXNetError
         Errors of the net in training.
 

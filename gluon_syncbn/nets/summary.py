@@ -49,7 +49,7 @@ def summary(net: Block) -> None:
     Raises
     ------
     ValueError
-        Where ``net`` is not a Gluon block.
+        If ``net`` is not a Gluon block.
     """
     rows = [row for block in blocks.of(arguments.block("net", net)) for row in _rows(block)]
     of_batches = [row for row in rows if row.statistics != _NO_BATCH]

@@ -25,7 +25,7 @@ def count() -> int:
     Raises
     ------
     OSError
-        Where the driver is missing or finds no GPU; the text says which.
+        If the driver is missing or finds no GPU; the text says which.
     """
     found = ctypes.c_int()
     _call("cuDeviceGetCount", ctypes.byref(found))
@@ -39,7 +39,7 @@ def gpu(device_id: int) -> Gpu:
     Raises
     ------
     OSError
-        Where the driver is missing or has no such GPU.
+        If the driver is missing or has no such GPU.
     """
     handle, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(256)
@@ -56,7 +56,7 @@ def identity(device_id: int) -> str:
     Raises
     ------
     OSError
-        Where the driver is missing or has no such GPU.
+        If the driver is missing or has no such GPU.
     """
     handle, number = ctypes.c_int(), ctypes.create_string_buffer(16)
     _call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device_id))
@@ -83,7 +83,7 @@ def check_architecture(device_id: int) -> None:
     ValueError
         The text names the GPU, its compute capability and alternatives that would work.
     OSError
-        Where the driver is missing or has no such GPU.
+        If the driver is missing or has no such GPU.
     """
     if read(ANYWAY) == "1":
         return

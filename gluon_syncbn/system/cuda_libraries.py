@@ -53,9 +53,9 @@ def load() -> None:
     Raises
     ------
     MissingLibraries
-        Where libraries or the driver are missing; the text names them and the packages that contain them.
+        If libraries or the driver are missing; the text names them and the packages that contain them.
     OSError
-        Where a library exists and cannot be loaded, in the dynamic loader's own words.
+        If a library exists and cannot be loaded, in the dynamic loader's own words.
     """
     if "mxnet" in sys.modules:
         return

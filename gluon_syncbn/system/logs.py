@@ -27,7 +27,7 @@ def start(core: ModuleType) -> None:
     Raises
     ------
     ValueError
-        Where the environment has an unknown level.
+        If the environment has an unknown level.
     """
     global _core
     _core = core

@@ -34,17 +34,18 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
                 ys = [layer(x) for x in xs]
             autograd.backward(ys)
 
-    Waits for all work on entering and leaving, so that each step has one set of contexts. Holds for the whole process.
+    The block waits for all work at its beginning and end, so that each step has one set of contexts. It affects the
+    whole process.
 
     Parameters
     ----------
     contexts : list of Context
-        At least one, each once.
+        At least one context, each once.
 
     Raises
     ------
     ValueError
-        Where the list is empty, repeats a context or holds something else.
+        If the list is empty, repeats a context or holds something else.
     """
     if isinstance(contexts, Context):
         contexts = [contexts]
@@ -76,15 +77,15 @@ _active = False
 
 
 def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Optional[int] = None) -> List[Context]:
-    """``n`` CPU contexts whose operators can wait for each other. Call it before the first MXNet operator runs.
+    """Returns ``n`` CPU contexts whose operators can wait for each other. Call it before the first operator runs.
 
     MXNet's operators on all CPU contexts share one pool of temporary space and one of random states (for Dropout and
     other random operators). They take copies in the order in which they were issued. The default is 4 and 1 copies.
     Then a later operator of the first replica can hold the copy that an operator of the second replica needs. If the
     first replica waits for the second, this is a deadlock. With k such operators in a step of one replica, ``(n - 1)
-    * k`` copies are enough. This function sets ``MXNET_CPU_TEMP_COPY`` and ``MXNET_CPU_PARALLEL_RAND_COPY``; larger
-    values stay. One context waits for no other: ``MXNET_CPU_TEMP_COPY`` stays, and the other is set only if
-    ``random_copies`` is given.
+    * k`` copies are enough. This function sets ``MXNET_CPU_TEMP_COPY`` and ``MXNET_CPU_PARALLEL_RAND_COPY``. Larger
+    values stay. With one context, ``MXNET_CPU_TEMP_COPY`` stays, and the other is set only if ``random_copies`` is
+    given.
 
     The number of random states decides which numbers a seed gives: each random operator draws from the next state. With
     equal ``random_copies``, the processes of a job draw the same numbers as one process with all contexts.
@@ -119,12 +120,12 @@ def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Option
     Raises
     ------
     ValueError
-        Where an argument is not an integer, or out of range.
+        If an argument is not an integer, or out of range.
 
     Warns
     -----
     UserWarning
-        Where MXNet has already read lower settings in this thread.
+        If MXNet has already read lower settings in this thread.
     """
     n = arguments.whole("n", n, 1, 1024)
     if temp_copies is not None:

@@ -169,14 +169,14 @@ def configure(
     ----------
     kvstore : str, KVStore or None
         The exchange that adds the statistics over contexts. ``None``, the default: shared memory. GPUs gather the
-        statistics with NCCL, or over the host if this build of MXNet has no NCCL. ``'nccl'``: NCCL, or an error.
+        statistics with NCCL, or through host memory if this build of MXNet has no NCCL. ``'nccl'``: NCCL, or an error.
         ``'host'``: shared memory, for GPUs too. ``'device'``, ``'local'`` or a KVStore object: MXNet's reduction. If
         each GPU has one replica, MXNet adds the arrays on the GPUs.
     timeout : float
-        Seconds that a replica waits for the others, 300 to start with. Then the step fails with an `MXNetError`
+        Seconds that a replica waits for the others, initially 300. Then the step fails with an `MXNetError`
         that names the layer, who arrived and who is missing.
     seed : int
-        The seed of the permutations of mode ``'shuffle'``, from 0 to 2**64 - 1; 0 to start with. Each layer draws a new
+        The seed of the permutations of mode ``'shuffle'``, from 0 to 2**64 - 1, initially 0. Each layer draws a new
         permutation for each call, and setting a seed starts over. A run that sets seed + epoch at the start of each
         epoch gives the same results after an interruption.
     nonfinite : str
@@ -189,7 +189,7 @@ def configure(
     Raises
     ------
     ValueError
-        Where an argument is out of range. Then nothing is changed.
+        If an argument is out of range. Then nothing is changed.
     """
     if seed is not _UNCHANGED:
         seed = arguments.seed("seed", seed)
@@ -233,22 +233,22 @@ def kvstore(name: str, *, gpus: Any = _UNCHANGED) -> ProcessStore:
         ``'mpi'``: mpi4py with the MPI that it was installed with. ``'horovod'``: Horovod, started by ``horovodrun``;
         ``horovod.mxnet.DistributedTrainer`` may add the gradients at the same time.
     gpus : str or None
-        How GPUs exchange the statistics, the same in every process; the first call settles it. ``None``, the default:
-        by NCCL's communicators over all processes, which leaves them on the devices. Without NCCL, they go over the
-        host, with a warning. NCCL needs a build of MXNet with NCCL, one replica for each GPU, and only GPUs among the
-        contexts. ``'nccl'``: NCCL, or an error. ``'host'``: over the host.
+        How GPUs exchange the statistics, the same in every process. The first call fixes it. ``None``, the default:
+        over NCCL, on the devices. Without NCCL, statistics travel through host memory, with a
+        warning. NCCL needs a build of MXNet with NCCL, one replica for each GPU, and only GPUs among the
+        contexts. ``'nccl'``: NCCL, or an error. ``'host'``: through host memory.
 
     Returns
     -------
     ProcessStore
-        The same object at every call. ``rank`` and ``num_workers`` say which process this is.
+        The same object at every call. ``rank`` and ``num_workers`` identify this process.
 
     Raises
     ------
     ValueError
-        Where there is no such transport, or ``gpus`` has another value than these or than at the first call.
+        If there is no such transport, or ``gpus`` has another value than those above, or than at the first call.
     ImportError
-        Where a package that the transport needs is not installed.
+        If a package that the transport needs is not installed.
     """
     return session.process_store(named.transport_name(name), gpus)
 

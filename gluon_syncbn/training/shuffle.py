@@ -42,7 +42,7 @@ class SampleShuffle:
     Raises
     ------
     ValueError
-        Where an argument is out of range.
+        If an argument is out of range.
     """
 
     seed: int
@@ -58,7 +58,7 @@ class SampleShuffle:
         Raises
         ------
         ValueError
-            Where ``n`` is not an integer, or below 0.
+            If ``n`` is not an integer, or below 0.
         """
         order = _permutation(arguments.whole("n", n, 0, _MOST), self.seed, self.position)
         self.position += 1
@@ -107,7 +107,7 @@ class ShuffledBatch:
         Raises
         ------
         ValueError
-            Where features and shards do not match, or the features have been unshuffled before.
+            If features and shards do not match, or the features have been unshuffled before.
         """
         if isinstance(features, _Unshuffled):
             raise ValueError("features: these have been unshuffled before, expected those of shuffled_shards")
@@ -169,9 +169,9 @@ def split_and_load(
     Parameters
     ----------
     data : NDArray or numpy.ndarray
-        A batch, not on the devices yet. The shards of an NDArray, of ``mx.nd`` or ``mx.np``, are of its kind.
+        A batch that is not on the devices yet. The shards of an array of ``mx.nd`` or ``mx.np`` have the same kind.
     ctx_list : list of Context
-        Where the shards go.
+        The contexts of the shards.
     batch_axis : int
         The axis of the samples.
     even_split : bool
@@ -188,7 +188,7 @@ def split_and_load(
     Raises
     ------
     ValueError
-        Where an argument is not as described, or there are fewer samples than devices.
+        If an argument is not as described, or there are fewer samples than devices.
     """
     if shuffle is None:
         return gluon.utils.split_and_load(data, ctx_list, batch_axis, even_split)
@@ -229,7 +229,7 @@ def shuffle_shards(shards: Sequence[Any], batch_axis: int = 0, *, shuffle: Sampl
     Raises
     ------
     ValueError
-        Where an argument is not as described.
+        If an argument is not as described.
     """
     if not isinstance(shards, (list, tuple)) or not shards:
         arguments.refuse("shards", shards, "a list of NDArrays, one for each device")
@@ -295,7 +295,7 @@ class ShuffleSampler(Sampler):
     Raises
     ------
     ValueError
-        Where an argument is out of range, or a batch would have no sample for some process.
+        If an argument is out of range, or a batch would have no sample for some process.
     """
 
     def __init__(
@@ -371,8 +371,8 @@ class ShuffleSampler(Sampler):
     def restore(self, features: Any, batch: int, kvstore: Any = None) -> Any:
         """Returns the keys of this process in the order of its queries. Autograd goes through NDArrays.
 
-        All processes call it within ``autograd.record()`` or ``autograd.train_mode()``. `gather` then brings the
-        features of all to each. They alone travel.
+        All processes call it within ``autograd.record()`` or ``autograd.train_mode()``. `gather` then sends the
+        features of all processes to each. Only the features travel.
 
         Parameters
         ----------
@@ -382,12 +382,12 @@ class ShuffleSampler(Sampler):
         batch : int
             The number of the batch in the current epoch.
         kvstore : KVStore, optional
-            Of the processes. By default what `configure` says.
+            The KVStore of the processes. By default that of `configure`.
 
         Raises
         ------
         ValueError
-            Where there is no such batch, or it has another number of rows, or the KVStore has other processes.
+            If there is no such batch, or it has another number of rows, or the KVStore has other processes.
         MXNetError
             As in `gather`.
         """

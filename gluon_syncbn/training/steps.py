@@ -46,7 +46,7 @@ def reset() -> None:
     Raises
     ------
     MXNetError
-        Where MXNet fails at every wait, for example with an unknown engine.
+        If MXNet fails at every wait, for example with an unknown engine.
     """
     with session.beginning:  # otherwise half of a step that begins meanwhile would be gone
         reason = _native.failure()

@@ -663,7 +663,7 @@ def test_random_states_for_many_dropouts(resources):
     """Eight random operators in a replica's forward: as many copies are enough for two replicas."""
     code, output, errors = resources["1 random state"]
     assert code == 0, errors
-    assert "1 of 2 replicas arrived" in output and "many Dropouts its random_copies" in output
+    assert "1 of 2 replicas arrived" in output and "many Dropouts, its random_copies" in output
     code, output, errors = resources["8 random states"]
     assert (code, output) == (0, "[(2, 5, 4, 6), (5, 5, 4, 6)]\n"), errors
 

@@ -33,7 +33,7 @@ def supply() -> None:
     Raises
     ------
     TooLate
-        Where one of their modules was loaded without these names.
+        If one of their modules was loaded without these names.
     """
     from . import changes, imports, numpy_names, versions
 
