@@ -823,7 +823,7 @@ print("right")
     for code, output, errors in ends_of(text, WAYS if wait == "loader" else ["eager"]):
         assert code == 0, errors[-2000:]
         assert output.endswith("right\n")
-        assert output.count("(mxnet.nd.waitall, which gluon.data.DataLoader calls as it is made)") == 2
+        assert output.count("(mxnet.nd.waitall, which the constructor of gluon.data.DataLoader calls)") == 2
         assert "SyncBatchNorm 'batchnorm0', forward of call" in output and "missing cpu(1)" in output
 
 
