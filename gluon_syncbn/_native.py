@@ -533,7 +533,7 @@ def failure() -> str:
 
 
 def gate(arrays: Sequence[NDArray]) -> None:
-    """If the step has failed by then, later users of these arrays fail too. Does not wait."""
+    """Makes later users of these arrays fail if the step has failed by then. Does not wait."""
     handles = (ctypes.c_void_p * len(arrays))(*[array.handle.value for array in arrays])
     check_call(_core.syncbn_gate_arrays(handles, len(arrays)))
 
@@ -635,7 +635,7 @@ def forking(inside: bool) -> None:
 
 
 def out_of_batches(so: bool) -> None:
-    """The calls of this process contribute empty batches from now on, or do not any more."""
+    """Sets whether the calls of this process contribute empty batches from now on."""
     _core.syncbn_out_of_batches(so)
 
 

@@ -259,14 +259,14 @@ class SyncBatchNorm(nn.BatchNorm):
         return HybridBlock.__call__(self, *args)  # skips the wrapper of `patches`, which records callers
 
     def cast(self, dtype: Any) -> None:
-        """As in ``nn.BatchNorm``: parameters stay float32 for data of 16 bits, bfloat16 included."""
+        """Casts as ``nn.BatchNorm`` does: for float16 and bfloat16, parameters stay float32."""
         super().cast("float32" if is_bfloat16(dtype) else dtype)
 
     def _alias(self) -> str:
         return "batchnorm"  # parameters get the names that they have in a net with plain BatchNorm
 
     def _adopt_parameters(self) -> None:
-        """From now on, the contexts of ``running_mean`` are this layer's replicas."""
+        """Makes the contexts of ``running_mean`` this layer's replicas."""
         self._replicas = Replicas(self.name, *self._replica_settings)
         _ReplicatedParameter.follow(self.running_mean, self._replicas)
 
@@ -277,7 +277,7 @@ class SyncBatchNorm(nn.BatchNorm):
         return self._normalised(F, x, None, gamma, beta, running_mean, running_var)
 
     def _normalised(self, F: Any, x: Any, addend: Optional[Any], *parameters: Any) -> Any:
-        """Of the kind of ``x``, by operators of ``mx.nd`` or ``mx.sym``."""
+        """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``."""
         given = [kinds.classic(array) for array in (x, *parameters)]
         addend = None if addend is None else kinds.classic(addend)
         return kinds.like(self._of_classic(F, addend, *given), x)

@@ -56,7 +56,7 @@ class Exchange:
 
     @property
     def handle_of_rows(self) -> _native.Handle:
-        """The same, for what is much longer than statistics."""
+        """Returns the handle for vectors that are much longer than statistics."""
         return self.handle
 
     def knows(self, layer: LayerInfo) -> bool:

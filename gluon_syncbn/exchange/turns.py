@@ -34,7 +34,7 @@ _SKIPPED_AFTER = 0.5  # seconds after which another call of the same layer is a 
 
 
 class Part(NamedTuple):
-    """What a process contributes to a collective."""
+    """The contribution of a process to a collective."""
 
     devices: Tuple[int, ...]
     counts: np.ndarray  # float64, of the slots of its replicas
@@ -63,7 +63,7 @@ class Turns:
         self._cliques: Dict[Tuple[Tuple[int, ...], ...], int] = {}  # by the devices of each rank
 
     def next(self, label: Label, devices: Sequence[int], counts: np.ndarray) -> Place:
-        """The place of the call that the label names. Waits until it is ready in all processes."""
+        """Waits until the call of the label is ready in all processes. Returns its place."""
         call, wait = tuple(label[1:5]), Wait(self._transport, label)
         others = [rank for rank in range(self._transport.size) if rank != self._transport.rank]
         with self._changed:

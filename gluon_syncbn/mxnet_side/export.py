@@ -1,8 +1,8 @@
-"""What ``net.export`` and ``save`` of a symbol write: plain BatchNorm in the places of the nodes of this package.
+"""Writes plain BatchNorm in place of the nodes of this package, for ``net.export`` and ``save`` of a symbol.
 
-A node of this package belongs to its process, which has the layer that it meets in. A file is for others, which predict
-with the running statistics, as a BatchNorm does. What a symbol saves also says which nodes were synchronised, so that
-training may go on from a checkpoint of a ``Module``.
+A node of this package belongs to its process, which has its layer. A file is for other processes, which predict with
+the running statistics, as a BatchNorm does. The file of a symbol also marks the nodes that were synchronised, so that
+training may continue from a checkpoint of a ``Module``.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ def is_guard(node: Json) -> bool:
 
 
 def plain(symbol: mx.sym.Symbol, tells: bool = False) -> Optional[mx.sym.Symbol]:
-    """The graph with ``BatchNorm`` for each synchronised node, under its name and on its inputs; None without any. Each
-    ``tells`` that it was one.
+    """Returns the graph with ``BatchNorm`` for each synchronised node, with its name and inputs. None if there is none.
+
+    ``tells``: each of them has an attribute that says that it was synchronised.
     """
     recorded = json.loads(symbol.tojson())
     if not any(is_ours(node) for node in recorded["nodes"]):
@@ -93,7 +94,7 @@ def plain(symbol: mx.sym.Symbol, tells: bool = False) -> Optional[mx.sym.Symbol]
 
 
 def names_of_outputs(recorded: Json) -> Dict[int, str]:
-    """Of each node with a guard behind it, by its number, the name of that guard: MXNet calls the output after it."""
+    """Returns the names of guards by the numbers of the nodes before them. MXNet names the output after the guard."""
     return {node["inputs"][0][0]: node["name"] for node in recorded["nodes"] if is_guard(node)}
 
 
@@ -102,7 +103,7 @@ def is_ours(node: Json) -> bool:
 
 
 def _arguments(attributes: Dict[str, str]) -> Json:
-    """Those that make the layer again; a KVStore is none that a file can hold."""
+    """Returns the arguments that create the layer again, except a KVStore, which a file cannot hold."""
     written: Json = json.loads(attributes.get(SYNCHRONISED, "{}"))
     replicas = Replicas.of_token(attributes["layer"])
     if replicas is not None:

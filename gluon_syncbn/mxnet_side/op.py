@@ -17,7 +17,7 @@ NAME = "gluon_syncbn"
 
 
 class Role:
-    """Which part of a call a node is; the numbers are those of `Role` in csrc/operator/call.h."""
+    """Names the part of a call that a node computes. The numbers are those of `Role` in csrc/operator/call.h."""
 
     WHOLE, MEET, TRACK = range(3)
 

@@ -89,7 +89,7 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[m
 
 
 def _sums(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray]) -> Set[int]:
-    """The nodes that add two arrays of one shape and type. An addition of ``mx.np`` may be of others."""
+    """Returns the nodes that add two arrays of one shape and type. Additions of ``mx.np`` may mix shapes or types."""
     nodes = graph["nodes"]
     sums = {number for number, node in enumerate(nodes) if node["op"] == "elemwise_add"}
     unsure = {number for number, node in enumerate(nodes) if node["op"] == "_npi_add"}

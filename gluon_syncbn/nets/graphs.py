@@ -130,7 +130,7 @@ def settings_of(prefix: str, attributes: Dict[str, str]) -> Json:
 
 
 def layer_of(prefix: str, attributes: Dict[str, str]) -> Optional[SyncBatchNorm]:
-    """One more layer, for a synchronised node, with replicas of its own; None where the layer that wrote it is gone."""
+    """Creates a layer with its own replicas for a synchronised node. None if the layer of the node no longer exists."""
     replicas = Replicas.of_token(attributes["layer"])
     if replicas is None:
         return None

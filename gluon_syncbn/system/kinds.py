@@ -1,6 +1,6 @@
-"""The two kinds of arrays and symbols: those of ``mx.nd`` and ``mx.sym``, and those of ``mx.np``.
+"""Converts between the two kinds of arrays and symbols: ``mx.nd`` or ``mx.sym``, and ``mx.np``.
 
-Operators of one kind refuse arrays of the other. Both share memory and what is recorded of it.
+Operators of one kind refuse arrays of the other. A converted array shares its memory and its record for autograd.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from mxnet.util import is_np_array
 
 
 def classic(value: Any) -> Any:
-    """As one of ``mx.nd`` or ``mx.sym``."""
+    """Returns the value as one of ``mx.nd`` or ``mx.sym``."""
     return value.as_nd_ndarray()
 
 
 def like(value: Any, given: Any) -> Any:
-    """Of the kind of ``given``."""
+    """Returns the value as the kind of ``given``."""
     return value.as_np_ndarray() if is_np(given) else classic(value)
 
 
@@ -26,6 +26,6 @@ def is_np(value: Any) -> bool:
 
 
 def variable(name: str) -> mx.sym.Symbol:
-    """Of the kind that Gluon's layers expect now."""
+    """Returns a variable of the kind that Gluon's layers expect now."""
     var = mx.sym.var(name)
     return var.as_np_ndarray() if is_np_array() else var

@@ -20,7 +20,7 @@ GATHER = "gather"
 
 
 class Pooling(NamedTuple):
-    """Which slots share a statistic, and which statistic normalises a slot."""
+    """Holds which slots share a statistic, and which statistic normalises a slot."""
 
     mode: str = "sync"
     virtual_devices: int = 1  # slots of a replica
@@ -45,7 +45,7 @@ class Pooling(NamedTuple):
         return pooling
 
     def problem(self, replicas: int) -> str:
-        """Why this many replicas cannot train so, as the error of an argument; empty if they can."""
+        """Returns the error of an argument with which this many replicas cannot train; empty if they can."""
         if self.group_size is not None and replicas % self.group_size:
             return f"group_size: {self.group_size} was given, expected a divisor of the number of devices, {replicas}"
         if self.mode == "shuffle" and replicas * self.virtual_devices < 2:
@@ -128,15 +128,15 @@ class Replicas:
         _native.layer_place(self.id, [str(context) for context in unique], replicas)
 
     def settings(self) -> Tuple[Pooling, Optional[int], Optional[Exchange], Optional[float]]:
-        """All arguments of the constructor but the name."""
+        """Returns all arguments of the constructor except the name."""
         return self.pooling, self.num_devices, self.exchange, self.timeout
 
     def count(self) -> int:
-        """Number of replicas of this process, if the contexts are known."""
+        """Returns the number of replicas of this process, if the contexts are known."""
         return self.num_devices or len(self.given)
 
     def per_context(self, contexts: List[Context]) -> int:
-        """Number of replicas on each of these contexts that wait for each other."""
+        """Returns the number of replicas on each of these contexts that wait for each other."""
         return 1 if self.pooling.mode == "local" else max(1, (self.num_devices or len(contexts)) // len(set(contexts)))
 
     def reaches_other_processes(self) -> bool:

@@ -103,7 +103,7 @@ class Session:
         self._layers[layer.id] = (layer, exchange)
 
     def beside(self, context: Context) -> Sequence[Context]:
-        """Those of some layer that is on this context and on others, too."""
+        """Returns the contexts of a layer that is on this context and on others; empty if there is none."""
         places = [layer.contexts for layer, _ in self._layers.values() if layer.mode != "gather"]
         return next((contexts for contexts in places if len(contexts) > 1 and context in contexts), [])
 

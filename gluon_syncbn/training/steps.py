@@ -133,7 +133,7 @@ def executors_run_forward() -> Iterator[None]:
 
 @contextmanager
 def executors_run_backward() -> Iterator[None]:
-    """The backward of all of them, which is part of the step of their forward."""
+    """Wraps the backward of all executors, which belongs to the step of their forward."""
     try:
         yield
     except BaseException as error:
