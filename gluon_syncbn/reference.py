@@ -27,6 +27,14 @@ the ceiling and ``slope * dL/dy`` elsewhere::
     S1[k]     = sum over the slots normalised with k of sum(dz)             S2[k]    = the same of sum(dz * xhat)
     dx        = gamma * (r[u] * dz - r[f] / n[f] * (S1[f] + (x - mean[f]) * r[f] * S2[f]))          daddend = dz
 
+A mask names the positions that count: those where it is not 0. Only these are among the ``x`` and ``n`` of a pool. The
+output is that of all positions, and so are ``dz``, ``S1`` and ``S2``. Where the mask is 0, ``dx`` has no second term::
+
+    mean = sum over counting positions of x / n         dx = gamma * r[u] * dz                (where the mask is 0)
+
+A slot whose positions all have mask 0 feeds no pool. In sync, the pool of its group normalises it. A slot without such a
+pool has ``xhat = 0``.
+
 The second term of ``dx`` is the gradient that flows through mean and variance, back to the slots that feed them. With
 ``f = u`` it is the gradient of plain batch normalisation. Each device keeps its own ``dgamma[d]`` and ``dbeta[d]``. A
 trainer adds them up over devices, and their sum is the gradient of the parameter. Each device also has running
@@ -58,8 +66,8 @@ class Slot(NamedTuple):
 
     device: int
     samples: np.ndarray  # along axis 0 of the shard
-    feeds: Optional[int]  # the pool that it is part of; None: the running statistics normalise it, without a gradient
-    uses: int  # the pool that normalises it
+    feeds: Optional[int]  # the pool that it is part of; None: no gradient flows through statistics
+    uses: Optional[int]  # the pool that normalises it; None: xhat is 0
 
 
 class Pool(NamedTuple):
@@ -80,6 +88,7 @@ class Statistics:
     epsilon: float
     scale: bool
     slopes: List[np.ndarray]  # dy/dz of each value of a shard, channels last
+    counts: List[np.ndarray]  # whether each position of a shard counts: one channel, channels last
 
 
 class Forward(NamedTuple):
@@ -123,6 +132,7 @@ def forward(
     ceiling: float = np.inf,
     kind: str = "rectifier",
     addends: Optional[Sequence[np.ndarray]] = None,
+    masks: Optional[Sequence[Optional[np.ndarray]]] = None,
 ) -> Forward:
     """Normalises every slot with the statistics that `mode` selects. The module docstring has the formula.
 
@@ -145,6 +155,8 @@ def forward(
     - `slope`, `ceiling`: the factor for values that are not above 0, and the largest output.
     - `kind`: the activation: ``'rectifier'``, or ``'identity'`` with a slope of 1 and no ceiling.
     - `addends`: one per shard, of its shape, added before the activation.
+    - `masks`: one per shard, or None where all positions count. Their extents are those of the shard, or 1; the channel
+        axis has extent 1, or is left out.
 
     **Returns:** outputs, statistics, new running means and variances. The arguments are not changed.
 
@@ -153,6 +165,7 @@ def forward(
     - for shards without a common channel extent, for parameters of another extent, or for a batch without a value;
     - for an unknown `mode`, `kind`, `running_variance` or `nonfinite`, or for `addends` of other shapes than the
         shards;
+    - for a mask of another shape;
     - for statistics that are not finite, with ``nonfinite='error'``;
     - for several slots per device where axis 0 holds the channels, or a `group_size` that does not divide the number of
         shards;
@@ -177,6 +190,7 @@ def forward(
     if addends is not None and [np.shape(a) for a in addends] != [np.shape(x) for x in shards]:
         raise ValueError(f"addends have shapes {[np.shape(a) for a in addends]}, expected those of the shards")
 
+    counts = _counts(shards, masks, axis)
     parts = [
         (device, samples)
         for device, x in enumerate(arrays)
@@ -188,16 +202,29 @@ def forward(
         slots = [Slot(device, samples, None, 0) for device, samples in parts]
         pools = [Pool(old_mean.copy(), old_var.copy(), 0)]
     else:
-        if not parts:
+        feeding = [counts[device][samples].any() for device, samples in parts]
+        if not any(feeding):
             raise _no_value(shards)
-        groups = [device // together for device, _ in parts]
-        present = sorted(set(groups))
-        feeds = [present.index(group) for group in groups] if mode == "sync" else list(range(len(parts)))
-        uses = _checked_permutation(permutation, len(parts)) if mode == "shuffle" else feeds
-        slots = [Slot(device, samples, f, u) for (device, samples), f, u in zip(parts, feeds, uses)]
+        groups = [device // together if mode == "sync" else i for i, (device, _) in enumerate(parts)]
+        present = sorted({group for group, feeds in zip(groups, feeding) if feeds})
+        own = [present.index(group) if group in present else None for group in groups]
+        if mode == "shuffle":
+            taking_part = _checked_permutation(permutation, len(present))
+            uses = [None if k is None else taking_part[k] for k in own]
+        else:
+            uses = own
+        slots = [
+            Slot(device, samples, k if feeds else None, u)
+            for (device, samples), k, feeds, u in zip(parts, own, feeding, uses)
+        ]
         pools = [
-            Pool(*moments([arrays[slot.device][slot.samples] for slot in slots if slot.feeds == k], axis=-1))
-            for k in range(len(set(feeds)))
+            Pool(
+                *_moments(
+                    [arrays[slot.device][slot.samples] for slot in slots if slot.feeds == k],
+                    [counts[slot.device][slot.samples] for slot in slots if slot.feeds == k],
+                )
+            )
+            for k in range(len(present))
         ]
 
     if nonfinite == "error" and not all(np.isfinite(part).all() for pool in pools for part in pool):
@@ -206,7 +233,7 @@ def forward(
     outputs = [np.zeros_like(x) for x in arrays]
     weight = np.asarray(gamma, np.float64) if scale else np.ones(channels)
     for device, samples, _, u in slots:
-        xhat = _normalised(arrays[device][samples], pools[u], epsilon)
+        xhat = 0.0 if u is None else _normalised(arrays[device][samples], pools[u], epsilon)
         outputs[device][samples] = weight * xhat + np.asarray(beta, np.float64)
     if addends is not None:
         outputs = [z + a for z, a in zip(outputs, _channels_last(addends, axis)[0])]
@@ -223,7 +250,7 @@ def forward(
         unbiased = [pool.n / max(pool.n - 1, 1) if running_variance == "unbiased" else 1 for pool in batch]
         new_vars.append(_updated(old_var, [pool.var * k for pool, k in zip(batch, unbiased)], momentum))
 
-    state = Statistics(pools, slots, axis, epsilon, scale, slopes)
+    state = Statistics(pools, slots, axis, epsilon, scale, slopes, counts)
     return Forward([np.moveaxis(y, -1, axis) for y in outputs], state, new_means, new_vars)
 
 
@@ -253,6 +280,9 @@ def backward(
     s1, s2 = np.zeros((len(state.pools), channels)), np.zeros((len(state.pools), channels))
     for device, samples, _, u in state.slots:
         dz = heads[device][samples]
+        if u is None:
+            dbetas[device] += _sum(dz)
+            continue
         dz_xhat = dz * _normalised(arrays[device][samples], state.pools[u], state.epsilon)
         for total, values in [(dbetas[device], dz), (s1[u], dz), (dgammas[device], dz_xhat), (s2[u], dz_xhat)]:
             total += _sum(values)
@@ -260,10 +290,13 @@ def backward(
     dxs = [np.zeros_like(x) for x in arrays]
     weight = np.asarray(gamma, np.float64) if state.scale else np.ones(channels)
     for device, samples, f, u in state.slots:
+        if u is None:
+            continue
         dx = _inverse(state.pools[u], state.epsilon) * heads[device][samples]
         if f is not None:
             own = _normalised(arrays[device][samples], state.pools[f], state.epsilon)
-            dx -= _inverse(state.pools[f], state.epsilon) / state.pools[f].n * (s1[f] + own * s2[f])
+            through = _inverse(state.pools[f], state.epsilon) / state.pools[f].n * (s1[f] + own * s2[f])
+            dx -= np.where(state.counts[device][samples], through, 0)
         dxs[device][samples] = weight * dx
     if not state.scale:
         dgammas[:] = 0
@@ -279,12 +312,40 @@ def moments(shards: Sequence[np.ndarray], axis: int = 1) -> Tuple[np.ndarray, np
     **Raises:** `ValueError` where all shards are empty.
     """
     arrays, _ = _channels_last(shards, axis)
-    count = sum(int(np.prod(x.shape[:-1])) for x in arrays)
-    if count == 0:
+    if not any(np.prod(x.shape[:-1]) for x in arrays):
         raise _no_value(shards)
-    mean = np.sum([_sum(x) for x in arrays], axis=0) / count
-    var = np.sum([_sum((x - mean) ** 2) for x in arrays], axis=0) / count
+    return _moments(arrays, [np.ones((*x.shape[:-1], 1), bool) for x in arrays])
+
+
+def _moments(arrays: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> Tuple[np.ndarray, np.ndarray, int]:
+    """Of the positions that count, with the channels last."""
+    count = sum(int(where.sum()) for where in counts)
+    mean = np.sum([_sum(np.where(where, x, 0)) for x, where in zip(arrays, counts)], axis=0) / count
+    var = np.sum([_sum(np.where(where, x - mean, 0) ** 2) for x, where in zip(arrays, counts)], axis=0) / count
     return mean, var, count
+
+
+def _counts(
+    shards: Sequence[np.ndarray], masks: Optional[Sequence[Optional[np.ndarray]]], axis: int
+) -> List[np.ndarray]:
+    """Whether each position counts, with a channel axis of extent 1 at the end."""
+    given = [None] * len(shards) if masks is None else list(masks)
+    if len(given) != len(shards):
+        raise ValueError(f"masks has {len(given)} entries, expected one for each of {len(shards)} shards")
+    counts = []
+    for x, mask in zip(map(np.asarray, shards), given):
+        extents = np.delete(x.shape, axis)
+        where = np.ones(extents, bool) if mask is None else np.asarray(mask) != 0
+        shape = where.shape
+        if where.ndim == x.ndim and where.shape[axis] == 1:
+            where = where.squeeze(axis)
+        if where.ndim != len(extents) or any(one not in (1, extent) for one, extent in zip(where.shape, extents)):
+            raise ValueError(
+                f"a mask has shape {shape}, expected that of its shard, {x.shape}, with 1 along axis {axis} or without "
+                "that axis; any extent may be 1"
+            )
+        counts.append(np.broadcast_to(where, extents)[..., None])
+    return counts
 
 
 def derangement(seed: int, layer: int, node: int, call: int, slots: int) -> List[int]:

@@ -112,6 +112,86 @@ def test_gradients_of_each_mode_are_those_of_finite_differences(samples, kwargs,
     np.testing.assert_allclose(sum(grads.dbetas), difference(value, beta), atol=1e-8)
 
 
+def masks_of(shapes, axis, seed=0):
+    """One per shard, each with the channel axis or without; the last shard with values has all its positions masked."""
+    rng = np.random.default_rng(seed)
+    masks = []
+    for k, shape in enumerate(shapes):
+        mask = (rng.random(np.delete(shape, axis)) < 0.6) * rng.choice([-1.0, 0.5, 2.0])
+        mask.ravel()[:1] = 1
+        masks.append(np.expand_dims(mask, axis) if k % 2 else mask)
+    masks[max(k for k, shape in enumerate(shapes) if np.prod(shape))] *= 0
+    return masks
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize(
+    "samples, kwargs",
+    [
+        ([3, 5, 2], {"mode": "sync"}),
+        ([3, 5, 0, 2], {"mode": "sync", "group_size": 2}),
+        ([3, 5, 1, 2], {"mode": "sync", "group_size": 1}),
+        ([3, 5, 2], {"mode": "local"}),
+        ([2, 5, 3, 2], {"mode": "shuffle", "permutation": [1, 2, 0]}),
+        ([3, 5], {"use_global_stats": True}),
+    ],
+)
+@pytest.mark.parametrize("activation", [{}, {"slope": 0.1}])
+def test_gradients_under_a_mask_are_those_of_finite_differences(samples, kwargs, axis, activation):
+    shapes = [(n, 2, 3) if axis == 1 else (n, 3, 2) for n in samples]
+    shards, heads, gamma, beta, mean, var = problem(shapes, axis)
+    kwargs = {**kwargs, **activation, "axis": axis, "epsilon": 0.1, "masks": masks_of(shapes, axis)}
+    grads = reference.backward(shards, heads, gamma, reference.forward(shards, gamma, beta, mean, var, **kwargs).state)
+
+    def value():
+        return loss(shards, heads, gamma, beta, mean, var, **kwargs)
+
+    for shard, dx in zip(shards, grads.dxs):
+        np.testing.assert_allclose(dx, difference(value, shard), atol=1e-8)
+    np.testing.assert_allclose(sum(grads.dgammas), difference(value, gamma), atol=1e-8)
+    np.testing.assert_allclose(sum(grads.dbetas), difference(value, beta), atol=1e-8)
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_only_positions_that_count_are_in_the_statistics(axis):
+    shapes = [(4, 2, 3) if axis == 1 else (4, 3, 2), (2, 2, 3) if axis == 1 else (2, 3, 2)]
+    shards, _, gamma, beta, mean, var = problem(shapes, axis)
+    masks = [np.array([1, 0, 1, 1.0]).reshape(4, 1, 1), np.array([[0, 1, 0], [1, 0, 0]])]
+    last = [np.moveaxis(x, axis, -1) for x in shards]
+    values = np.concatenate([last[0][[0, 2, 3]].reshape(-1, 2), last[1][[0, 1], [1, 0]]])
+    for x, where in zip(last, [np.array([[False], [True], [False], [False]]) & np.ones((4, 3), bool), masks[1] == 0]):
+        x[where] = np.nan
+    got = reference.forward(shards, gamma, beta, mean, var, axis=axis, momentum=0.25, masks=masks)
+    (pool,) = got.state.pools
+    assert pool.n == len(values) == 11
+    np.testing.assert_allclose(pool.mean, values.mean(axis=0), **CLOSE)
+    np.testing.assert_allclose(pool.var, values.var(axis=0), **CLOSE)
+    for one in got.running_mean:
+        np.testing.assert_allclose(one, 0.25 * mean + 0.75 * values.mean(axis=0), **CLOSE)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"mode": "local"}, {"mode": "shuffle", "permutation": [1, 0]}])
+def test_a_mask_of_ones_is_none(kwargs):
+    shards, heads, *parameters = problem([(2, 3, 2), (4, 3, 2)])
+    want = run(shards, heads, *parameters, **kwargs)
+    for masks in ([np.ones((2, 1, 2)), None], [np.full((2, 2), True), np.ones((1, 1))], [np.ones((1, 1, 1), int)] * 2):
+        assert_same(run(shards, heads, *parameters, masks=masks, **kwargs), want)
+
+
+def test_a_masked_shard_is_an_empty_one_for_the_others():
+    shards, heads, *parameters = problem([(2, 3, 2), (4, 3, 2), (3, 3, 2)])
+    masks = [None, np.zeros((4, 2)), None]
+    for kwargs in ({}, {"mode": "local"}, {"mode": "shuffle", "permutation": [1, 0]}):
+        whole = reference.forward(shards, *parameters, masks=masks, **kwargs)
+        nothing = [shards[0], shards[1][:0], shards[2]]
+        without = reference.forward(nothing, *parameters, **kwargs)
+        for k in (0, 2):
+            np.testing.assert_array_equal(whole.outputs[k], without.outputs[k])
+        np.testing.assert_array_equal(whole.running_var, without.running_var)
+    local = reference.forward(shards, *parameters, masks=masks, mode="local")
+    np.testing.assert_array_equal(local.outputs[1], np.broadcast_to(parameters[1][:, None], (4, 3, 2)))
+
+
 @pytest.mark.parametrize("axis", [1, -1])
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("activation", [{}, {"slope": 0}, {"slope": 0, "ceiling": 1.5}, {"slope": 0.2}], ids=str)
@@ -536,6 +616,10 @@ def test_arguments_are_not_changed():
         ({"nonfinite": "ignore"}, "nonfinite is 'ignore', expected 'propagate', 'skip' or 'error'"),
         ({"running_variance": "exact"}, "running_variance is 'exact', expected 'biased' or 'unbiased'"),
         ({"virtual_devices": 0}, "virtual_devices is 0"),
+        ({"masks": []}, "masks has 0 entries, expected one for each of 1 shards"),
+        ({"masks": [np.ones((2, 3))]}, r"a mask has shape \(2, 3\), expected that of its shard, \(2, 3\), with 1 along"),
+        ({"masks": [np.ones(3)]}, r"a mask has shape \(3,\)"),
+        ({"masks": [np.zeros((1, 1))]}, "hold no value"),
         ({"addends": [np.ones((2, 1))]}, r"addends have shapes \[\(2, 1\)\], expected those of the shards"),
         (
             {"axis": 0, "shards": [np.ones((3, 2))], "virtual_devices": 2},
