@@ -262,6 +262,13 @@ class SyncBatchNorm(nn.BatchNorm):
         """Casts as ``nn.BatchNorm`` does: for float16 and bfloat16, parameters stay float32."""
         super().cast("float32" if is_bfloat16(dtype) else dtype)
 
+    def infer_shape(self, *args: Any) -> None:
+        if not self._kwargs["use_global_stats"]:
+            return super().infer_shape(*args)
+        # The graph of running statistics does not use a mask, and Gluon refuses an input without a use.
+        for parameter in self._reg_params.values():
+            parameter.shape = (args[0].shape[self._kwargs["axis"]],)
+
     def _alias(self) -> str:
         return "batchnorm"  # parameters get the names that they have in a net with plain BatchNorm
 
@@ -273,18 +280,30 @@ class SyncBatchNorm(nn.BatchNorm):
     def _release_parameters(self) -> None:
         _ReplicatedParameter.unfollow(self.running_mean, self._replicas)
 
-    def hybrid_forward(self, F: Any, x: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any) -> Any:
-        return self._normalised(F, x, None, gamma, beta, running_mean, running_var)
+    def hybrid_forward(
+        self, F: Any, x: Any, mask: Any = None, *, gamma: Any, beta: Any, running_mean: Any, running_var: Any
+    ) -> Any:
+        return self._normalised(F, x, None, mask, gamma, beta, running_mean, running_var)
 
-    def _normalised(self, F: Any, x: Any, addend: Optional[Any], *parameters: Any) -> Any:
+    def _normalised(self, F: Any, x: Any, addend: Optional[Any], mask: Optional[Any], *parameters: Any) -> Any:
         """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``."""
         given = [kinds.classic(array) for array in (x, *parameters)]
-        addend = None if addend is None else kinds.classic(addend)
-        return kinds.like(self._of_classic(F, addend, *given), x)
+        addend, mask = (None if array is None else kinds.classic(array) for array in (addend, mask))
+        return kinds.like(self._of_classic(F, addend, mask, *given), x)
 
     def _of_classic(
-        self, F: Any, addend: Optional[Any], x: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any
+        self,
+        F: Any,
+        addend: Optional[Any],
+        mask: Optional[Any],
+        x: Any,
+        gamma: Any,
+        beta: Any,
+        running_mean: Any,
+        running_var: Any,
     ) -> Any:
+        if mask is not None:
+            self._check_mask(F, mask, x)
         kwargs = dict(self._kwargs)
         use_global_stats = kwargs.pop("use_global_stats")
         if use_global_stats or (F is mx.nd and not autograd.is_training()):
@@ -305,7 +324,23 @@ class SyncBatchNorm(nn.BatchNorm):
         single = per_context == 1
         fuses = single and self._fuses and addend is None and self._activation == NONE
         kwargs.update(activation=self._activation, fuses=fuses, inplace=single and self._inplace)
-        return sync_batch_norm(own, *inputs, addend=addend, **kwargs)
+        return sync_batch_norm(own, *inputs, addend=addend, mask=mask, **kwargs)
+
+    def _check_mask(self, F: Any, mask: Any, x: Any) -> None:
+        if self._inplace and self._replica_settings[0].mode == "shuffle":
+            raise ValueError(
+                "mask: expected none where inplace=True and mode='shuffle': x cannot be found under a mask"
+            )
+        if F is not mx.nd:
+            return  # the operator checks the shape, once it is known
+        axis = self._kwargs["axis"] % x.ndim
+        extents, shape = [*x.shape[:axis], *x.shape[axis + 1 :]], list(mask.shape)
+        if mask.ndim == x.ndim and shape[axis] == 1:
+            del shape[axis]
+        if len(shape) != len(extents) or any(one not in (1, extent) for one, extent in zip(shape, extents)):
+            with_axis = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
+            expected = f"{with_axis} or {tuple(extents)}, where any extent may be 1, for data of shape {x.shape}"
+            raise ValueError(f"mask: an array of shape {mask.shape} was given, expected {expected}")
 
 
 class SyncBatchNormAdd(SyncBatchNorm):
@@ -333,9 +368,18 @@ class SyncBatchNormAdd(SyncBatchNorm):
         super().__init__(*args, activation=activation, **kwargs)
 
     def hybrid_forward(  # type: ignore[override]
-        self, F: Any, x: Any, addend: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any
+        self,
+        F: Any,
+        x: Any,
+        addend: Any,
+        mask: Any = None,
+        *,
+        gamma: Any,
+        beta: Any,
+        running_mean: Any,
+        running_var: Any,
     ) -> Any:
-        return self._normalised(F, x, addend, gamma, beta, running_mean, running_var)
+        return self._normalised(F, x, addend, mask, gamma, beta, running_mean, running_var)
 
 
 class ShuffleBatchNorm(SyncBatchNorm):

@@ -32,8 +32,8 @@ output is that of all positions, and so are ``dz``, ``S1`` and ``S2``. Where the
 
     mean = sum over counting positions of x / n         dx = gamma * r[u] * dz                (where the mask is 0)
 
-A slot whose positions all have mask 0 feeds no pool. In sync, the pool of its group normalises it. A slot without such a
-pool has ``xhat = 0``.
+A slot whose positions all have mask 0 feeds no pool. In sync, the pool of its group normalises it. A slot without such
+a pool has ``xhat = 0``.
 
 The second term of ``dx`` is the gradient that flows through mean and variance, back to the slots that feed them. With
 ``f = u`` it is the gradient of plain batch normalisation. Each device keeps its own ``dgamma[d]`` and ``dbeta[d]``. A
@@ -329,7 +329,7 @@ def _counts(
     shards: Sequence[np.ndarray], masks: Optional[Sequence[Optional[np.ndarray]]], axis: int
 ) -> List[np.ndarray]:
     """Whether each position counts, with a channel axis of extent 1 at the end."""
-    given = [None] * len(shards) if masks is None else list(masks)
+    given: List[Optional[np.ndarray]] = [None] * len(shards) if masks is None else list(masks)
     if len(given) != len(shards):
         raise ValueError(f"masks has {len(given)} entries, expected one for each of {len(shards)} shards")
     counts = []

@@ -36,6 +36,7 @@ def SyncBatchNorm(
     ndev: Any = None,
     key: Any = None,
     name: Optional[str] = None,
+    mask: Optional[mx.sym.Symbol] = None,
     **kwargs: Any,
 ) -> mx.sym.Symbol:
     """`gluon_syncbn.SyncBatchNorm` as a symbol, with the arguments of ``mx.sym.contrib.SyncBatchNorm``::
@@ -80,6 +81,8 @@ def SyncBatchNorm(
         its own key.
     name : str, optional
         Name of the node. The default is a numbered name, as of MXNet's ``BatchNorm``.
+    mask : Symbol, optional
+        Positions where the mask is 0 do not count in the statistics, as in the layer.
     **kwargs
         ``axis``, ``activation``, ``slope``, ``inplace``, ``mode``, ``virtual_devices``, ``group_size``,
         ``num_devices``, ``running_variance``, ``kvstore``, ``timeout`` of the layer.
@@ -97,7 +100,7 @@ def SyncBatchNorm(
         In a training step of an executor without ``ndev``, or before all of its partners are bound.
     """
     inputs = dict(data=data, gamma=gamma, beta=beta, moving_mean=moving_mean, moving_var=moving_var)
-    for argument, value in inputs.items():
+    for argument, value in {**inputs, "mask": mask}.items():
         if not isinstance(value, mx.sym.Symbol) and (value is not None or argument == "data"):
             arguments.refuse(argument, value, "a Symbol")
     if arguments.flag("output_mean_var", output_mean_var):
@@ -123,7 +126,7 @@ def SyncBatchNorm(
         if variable.attr("__init__") is None:  # as MXNet's operator tells the initialiser of a Module
             variable._set_attr(__init__=begin.dumps())
     with node.name_scope(), mx.AttrScope(**{SYNCHRONISED: json.dumps(beside)} if beside else {}):
-        y = node.hybrid_forward(mx.sym, *variables)
+        y = node.hybrid_forward(mx.sym, variables[0], mask, **dict(zip(blocks.PARAMETERS, variables[1:])))
     y._set_attr(name=name)  # as MXNet's operators have it: an output is called after its node
     return y
 

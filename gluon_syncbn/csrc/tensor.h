@@ -14,6 +14,8 @@ namespace syncbn {
 struct Statistic {
     double count;
     Vector mean, variance, invstd;  // [channels]
+    // No value counts, and xhat is 0.
+    bool none() const { return count == 0; }
     bool constant(size_t channel) const { return variance[channel] * invstd[channel] * invstd[channel] <= kConstant; }
 };
 
@@ -21,7 +23,8 @@ struct Statistic {
 struct Slot {
     Shape shape;
     int64_t first;  // index of its first value in the tensor
-    // The statistics of the pool that it feeds, and of the pool that normalises it. Null for a slot without values.
+    // The statistics of the pool that it feeds, and of the pool that normalises it. Null for a slot without values. A slot
+    // whose values are all masked feeds no pool, and `Statistic::none` may normalise it.
     std::shared_ptr<const Statistic> fed, used;
 };
 

@@ -40,8 +40,16 @@ def passing(node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
     if is_guard(node):
         return [inputs[0]]
     if is_ours(node) and int(node["attrs"]["role"]) == Role.MEET:
-        return [inputs[0], [], *inputs[3:]]
+        mask = inputs[-1] if int(node["attrs"]["masks"]) else []
+        return [inputs[0], mask, *inputs[3:]]  # the mask in the place of the batch's statistics
     return None
+
+
+def inputs_of_layer(node: Json, inputs: List[Entry]) -> List[Entry]:
+    """Those of the layer that a node stands for, with `passing` applied: data, gamma, beta, what else the layer takes,
+    and the running statistics.
+    """
+    return [entry for entry in inputs if entry]  # nothing is left of the batch's statistics but a mask
 
 
 def is_guard(node: Json) -> bool:

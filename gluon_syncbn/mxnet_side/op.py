@@ -40,6 +40,7 @@ def sync_batch_norm(
     unbiased: bool,
     activation: Activation = NONE,
     addend: Optional[Any] = None,
+    mask: Optional[Any] = None,
     fuses: bool = False,
     inplace: bool = False,
 ) -> Any:
@@ -47,8 +48,8 @@ def sync_batch_norm(
 
     ``per_context`` is the number of replicas on each context. ``node`` numbers the layer's nodes in graphs. It is -1
     for an eager call. ``unbiased`` selects the variance that updates the running one. ``addend`` and ``activation``
-    come after the normalisation. ``fuses`` is for `fusion`, with one replica per context. ``inplace`` keeps y for the
-    backward and not x. It needs an invertible activation, no addend and one replica per context. In a static graph
+    come after the normalisation. Where ``mask`` is 0, a position does not count in the statistics. ``fuses`` is for
+    `fusion`, with one replica per context. ``inplace`` keeps y for the backward and not x. It needs an invertible activation, no addend and one replica per context. In a static graph
     MXNet's engine does not know that a node writes the running statistics. So two nodes of one layer may run in either
     order there.
     """
@@ -75,14 +76,16 @@ def sync_batch_norm(
         inplace=int(inplace),
     )
     data = [x] if addend is None else [x, addend]
+    if mask is not None:
+        data.append(F.Cast(mask, dtype="float64") if guarded else mask)  # SwapAxis takes no bool
     if guarded:
         data = [F.SwapAxis(array, dim1=0, dim2=0) for array in data]
     inputs, states = [data[0], gamma, beta, *data[1:]], [running_mean, running_var]
-    adds = int(addend is not None)
+    adds, masks = int(addend is not None), int(mask is not None)
     if per_context == 1:
-        y = custom(*inputs, *states, role=Role.WHOLE, adds=adds, name="fwd")
+        y = custom(*inputs, *states, role=Role.WHOLE, adds=adds, masks=masks, name="fwd")
     else:
-        y, batch, *handed_on = custom(*inputs, role=Role.MEET, adds=adds, name="fwd")
+        y, batch, *handed_on = custom(*inputs, role=Role.MEET, adds=adds, masks=masks, name="fwd")
         track = functools.partial(custom, y, gamma, beta, *handed_on, batch, *states, role=Role.TRACK, name="track")
         if node >= 0:  # a graph predicts, too
             y = track(adds=adds)

@@ -20,6 +20,7 @@ from mxnet.symbol.register import _make_symbol_function
 class Operators(NamedTuple):
     """Stands in for ``mx.nd`` or ``mx.sym``."""
 
+    Cast: Callable[..., Any]
     Custom: Callable[..., Any]
     SwapAxis: Callable[..., Any]
 

@@ -20,7 +20,7 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from ..layer import SyncBatchNorm
 from ..mxnet_side import patches
-from ..mxnet_side.export import SYNCHRONISED, is_guard, is_ours, names_of_outputs, passing
+from ..mxnet_side.export import SYNCHRONISED, inputs_of_layer, is_guard, is_ours, names_of_outputs, passing
 from ..mxnet_side.nodes import Entry, Graph, Json, Synchronised
 from ..system import arguments
 from ..training.replicas import Replicas
@@ -175,8 +175,7 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Choose) -> mx.sym.Symbol:
         through = passing(node, inputs) if layer is not None or number in serving else None
         if through is not None or layer is None:
             return through
-        adds = int(node["attrs"]["adds"]) if is_ours(node) else 0
-        own = inputs[: 3 + adds] + inputs[-2:]
+        own = inputs_of_layer(node, inputs)
         layers.append((graph.nodes[own[-2][0]]["name"], layer))
         kept = {k: v for k, v in node["attrs"].items() if k.startswith("__") and k != SYNCHRONISED}
         layer._nodes = 0  # a layer is one node here, also in the graphs of executors that are bound one by one

@@ -71,7 +71,7 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[m
             if chain.guard is not None and not is_guard(graph.nodes[addend[0]]):
                 guard = {"op": "SwapAxis", "name": f"{layer['name']}_addend", "attrs": {"dim1": "0", "dim2": "0"}}
                 addend = [graph.add(guard, [addend]), 0, 0]
-            given = [*given[:3], addend, *given[-2:]]
+            given = [*given[:3], addend, *given[3:]]
         attributes = {**layer["attrs"], **epilogue, **chain.activation.attributes()}
         adds = chain.addition is not None
         inplace = attributes["inplace"] == "1" and invertible(chain.activation, adds)

@@ -14,10 +14,10 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Type
 import mxnet as mx
 from mxnet.gluon import Parameter, ParameterDict, SymbolBlock, nn
 
-from ..activation import Activation
+from ..activation import Activation, BatchNormAdd
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
-from ..mxnet_side.export import passing
+from ..mxnet_side.export import inputs_of_layer, passing
 from ..mxnet_side.nodes import Entry, Graph, Json
 from ..mxnet_side.op import NAME
 from ..system import kinds
@@ -87,8 +87,7 @@ def open_graph(block: SymbolBlock) -> List[Left]:
         if slot is None:
             left.append(Left(node["name"], operator, reason))
             return None
-        adds = int(attributes.get("adds", 0)) if operator == NAME else 0
-        at = skeleton.add(node, inputs[: 3 + adds] + inputs[-2:])
+        at = skeleton.add(node, inputs_of_layer(node, inputs))
         slots[at] = slot
         return [[at, 0, 0]]
 
@@ -172,10 +171,15 @@ _FLAGS = {"fix_gamma": "True", "use_global_stats": "False"}
 
 
 def write_layer(graph: Graph, layer: nn.BatchNorm, name: str, inputs: List[Entry], **attributes: str) -> List[Entry]:
-    """Adds the nodes of a layer, of which the last has this name, to a graph. Returns the output."""
+    """Adds the nodes of a layer, of which the last has this name, to a graph. Returns the output. A plain layer leaves
+    out a mask, which is the last but the running statistics.
+    """
     names = [layer._reg_params[parameter].name for parameter in blocks.PARAMETERS]
-    data = [_DATA, _ADDEND][: len(inputs) - len(names)]
-    given = dict(zip([data[0], *names[:2], *data[1:], *names[2:]], inputs))
+    data = _DATA[: len(inputs) - len(names)]
+    if not isinstance(layer, SyncBatchNorm):
+        data = data[: 1 + isinstance(layer, BatchNormAdd)]
+    given = dict(zip([data[0], *names[:2], *data[1:]], inputs))
+    given.update(zip(names[2:], inputs[-2:]))
     recorded = json.loads(layer(*map(kinds.variable, data)).tojson())
     last = recorded["heads"][0][0]
     for at, part in enumerate(recorded["nodes"]):
@@ -201,4 +205,4 @@ def _write(block: Opened) -> None:
     block._cached_graph = inputs, kinds.like(mx.sym.load_json(json.dumps(graph.json(block._skeleton))), before)
 
 
-_DATA, _ADDEND = "data of the layer", "addend of the layer"
+_DATA = [f"input {number} of the layer" for number in range(3)]

@@ -11,6 +11,7 @@ import gluon_syncbn
 
 TOGETHER = [
     "equals_the_specification",
+    "under_masks",
     "same_bits_on_repetition",
     "one_store_for_gradients_and_statistics",
     "pushpull_and_broadcast",

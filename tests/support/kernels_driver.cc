@@ -17,10 +17,14 @@ static syncbn::Activation behind(double slope, double ceiling) {
     return {slope == 1 ? Kind::kIdentity : Kind::kRectifier, slope, ceiling};
 }
 
+// Of the calls that follow; null: none.
+static const float* mask = nullptr;
+
 extern "C" {
-void moments(const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block, int threads,
-             double* mean, double* m2) {
-    syncbn::cpu::moments(Work{Type(type), Shape{outer, channels, inner, block}, threads}, x, mean, m2);
+void take_mask(const float* values) { mask = values; }
+int64_t moments(const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block, int threads,
+                double* mean, double* m2) {
+    return syncbn::cpu::moments(Work{Type(type), Shape{outer, channels, inner, block}, threads, mask}, x, mean, m2);
 }
 void normalise(const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block, int threads,
                const double* mean, const double* scale, const double* shift, double slope, double ceiling,
@@ -37,7 +41,7 @@ void grad_sums(const void* dy, const void* x, int type, int64_t outer, int64_t c
 void grad_input(const void* dy, const void* x, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block,
                 int threads, const double* mean, const double* scale, const double* shift, double z_slope,
                 double ceiling, const double* fed_mean, const double* mean_dz, const double* slope, void* dx, int add) {
-    syncbn::cpu::grad_input(Work{Type(type), Shape{outer, channels, inner, block}, threads}, dy, x,
+    syncbn::cpu::grad_input(Work{Type(type), Shape{outer, channels, inner, block}, threads, mask}, dy, x,
                             {{mean, scale, shift, behind(z_slope, ceiling)}, fed_mean, mean_dz, slope, add != 0}, dx);
 }
 void recover(const void* y, int type, int64_t outer, int64_t channels, int64_t inner, int64_t block, int threads,

@@ -27,6 +27,7 @@ from replicas import (  # noqa: E402
     on_devices,
     prepare,
     step,
+    step_of,
 )
 
 from gluon_syncbn import _native, reference  # noqa: E402
@@ -100,6 +101,25 @@ def equals_the_specification():
             total = nd.array(got.dgamma, dtype="float64")
             kv.pushpull("dgamma", total)
             assert np.abs(total.asnumpy() - want.dgamma).max() / np.abs(want.dgamma).max() < tolerance
+
+
+def under_masks():
+    """Also where nothing counts in all that a process has."""
+    devices = sum(map(devices_of, range(kv.num_workers)))
+    rng = np.random.RandomState(3)
+    for nothing, way in itertools.product((False, True), WAYS):
+        batch = make_batch(rng, devices)
+        masks = [(rng.rand(len(x), *x.shape[2:]) < 0.5) * 1.0 for x in batch.shards]
+        masks[0][:1] = not nothing
+        masks[0][1:] *= not nothing
+        part, contexts, mine = own(batch)
+        layer = make_layer(part, way=way)
+        inputs = [on_devices(arrays, contexts, "float64") for arrays in (part.shards, masks[mine])]
+        got, _ = step_of(layer, inputs, on_devices(part.heads, contexts, "float64"))
+        want = specification(layer, batch, masks=masks)
+        for field in ("outputs", "dxs", "running_mean", "running_var"):
+            for g, w in zip(getattr(got, field), getattr(want, field)[mine]):
+                assert np.abs(g - w).max() <= 1e-6 * np.abs(w).max(), (nothing, way, field)
 
 
 def same_bits_on_repetition():

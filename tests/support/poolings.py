@@ -27,26 +27,30 @@ def fits(pooling, replicas):
 
 
 def filled_slots(shards, virtual_devices):
-    return sum(x[part].size > 0 for x in shards for part in np.array_split(np.arange(len(x)), virtual_devices))
+    """Or those whose masks are not all 0, for masks of as many samples."""
+    return sum(x[part].any() for x in shards for part in np.array_split(np.arange(len(x)), virtual_devices))
 
 
-def permutation(layer, batch, virtual_devices, *, call=0, node=-1, seed=0):
-    slots = filled_slots(batch.shards, virtual_devices)
+def permutation(layer, batch, virtual_devices, *, call=0, node=-1, seed=0, masks=None):
+    slots = filled_slots([np.ones(x.shape) for x in batch.shards] if masks is None else masks, virtual_devices)
     return reference.derangement(seed, layer._replicas.id, node, call, slots)
 
 
-def specification(layer, batch, *, axis=1, call=0, node=-1, seed=0, nonfinite="propagate", addends=None, **settings):
+def specification(
+    layer, batch, *, axis=1, call=0, node=-1, seed=0, nonfinite="propagate", addends=None, masks=None, **settings
+):
     """What `layer` computes for the batch, in float64 NumPy, starting from mean 0 and variance 1."""
     kwargs, pooling = layer._kwargs, layer._replica_settings[0]._asdict()
     momentum = float(np.float32(kwargs["momentum"]))  # as MXNet keeps it
     if pooling["mode"] == "shuffle":
-        pooling["permutation"] = permutation(layer, batch, pooling["virtual_devices"], call=call, node=node, seed=seed)
+        draw = {"call": call, "node": node, "seed": seed, "masks": masks}
+        pooling["permutation"] = permutation(layer, batch, pooling["virtual_devices"], **draw)
     channels = len(batch.gamma)
     forward = reference.forward(
         batch.shards, batch.gamma, batch.beta, np.zeros(channels), np.ones(channels),
         axis=axis, epsilon=kwargs["eps"], momentum=momentum, scale=not kwargs["fix_gamma"], **pooling,
         running_variance="unbiased" if layer._unbiased else "biased", nonfinite=nonfinite,
-        **layer._activation._asdict(), addends=addends,
+        **layer._activation._asdict(), addends=addends, masks=masks,
     )  # fmt: skip
     gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
     return Result(

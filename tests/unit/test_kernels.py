@@ -41,8 +41,8 @@ class Kernels:
     bfloat16 are float32 here that has no more bits.
     """
 
-    def __init__(self, library, x, threads=1, block=1, at=0, dtype=None):
-        self.library, self.x, self.threads, self.block, self.at = library, x, threads, block, at
+    def __init__(self, library, x, threads=1, block=1, at=0, dtype=None, mask=None):
+        self.library, self.x, self.threads, self.block, self.at, self.mask = library, x, threads, block, at, mask
         self.dtype = dtype or x.dtype.name
         self.type = TYPES[self.dtype]
 
@@ -54,7 +54,8 @@ class Kernels:
                 copies[id(a)] = a, in_blocks(copy, self.block, self.at) if self.block > 1 else copy
         converted = [copies[id(a)][1] if id(a) in copies else a for a in arguments]
         converted = [a.ctypes.data_as(ctypes.c_void_p) if isinstance(a, np.ndarray) else a for a in converted]
-        getattr(self.library, name)(*converted)
+        self.library.take_mask(None if self.mask is None else self.mask.ctypes.data_as(ctypes.c_void_p))
+        self.returned = getattr(self.library, name)(*converted)
         for a, copy in copies.values():
             values = copy.swapaxes(2, 3).reshape(a.shape) if self.block > 1 else copy
             a[...] = (values.astype("uint32") << 16).view("float32") if self.dtype == "bfloat16" else values
@@ -137,6 +138,47 @@ def test_against_numpy(library, shape, dtype, block):
         want = base + per_channel(scale) * (wide_dy - per_channel(mean_dy) - centred * per_channel(slope))
         got = kernels.grad_input(dy, mean, scale, mean_dy, slope, start.copy(), add)
         close(got, want, 4 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("activation", [NOTHING, ACTIVATIONS["leaky"]], ids=["nothing", "leaky"])
+@layouts([*SHAPES[:7], (70, 9, 3)], TYPES, IN_BLOCKS[:6])
+def test_under_a_mask(library, shape, dtype, block, activation):
+    """What is masked may hold anything, and the statistics of what is left lose no digits beside it."""
+    x, dy, start, (scale, shift, mean_dy, slope, fed_mean) = case(shape, dtype, offset=8)
+    mask = (np.random.RandomState(7).rand(shape[0], 1, shape[2]) < 0.5).astype("float32") * -0.5
+    mask.ravel()[-1] = 3
+    counts = np.broadcast_to(mask != 0, shape)
+    hidden = np.where(counts, x, np.array(np.nan, x.dtype))
+    hidden.ravel()[0] = x.ravel()[0] if counts.ravel()[0] else np.inf
+    kernels = Kernels(library, hidden, threads=2, block=block, dtype=dtype, mask=mask)
+    mean, m2 = kernels.moments()
+    n = int((mask != 0).sum())
+    assert kernels.returned == n
+    centred = np.where(counts, x.astype("float64"), 0) - per_channel(mean)
+    close(mean, np.where(counts, x.astype("float64"), 0).sum((0, 2)) / n, 1e-13)
+    close(m2, np.where(counts, centred**2, 0).sum((0, 2)), 1e-12)
+
+    kernels.x = x
+    centred = x.astype("float64") - per_channel(mean)
+    z = centred * per_channel(scale) + per_channel(shift)
+    clear = np.abs(z) > 20 * TOLERANCE[dtype]
+    dz = dy.astype("float64") * np.where(z > 0, 1, activation[0])
+    of_pool = (x.astype("float64") - per_channel(fed_mean)) * per_channel(slope)
+    for add in (False, True):
+        want = per_channel(scale) * (dz - np.where(counts, per_channel(mean_dy) + of_pool, 0))
+        got = kernels.grad_input(
+            dy, mean, scale, mean_dy, slope, start.copy(), add, shift=shift, activation=activation, fed_mean=fed_mean
+        )
+        close(got[clear], (start.astype("float64") * add + want)[clear], 8 * TOLERANCE[dtype])
+
+    kernels.mask = np.ones_like(mask)
+    ones = *kernels.moments(), kernels.grad_input(dy, mean, scale, mean_dy, slope, start.copy(), False)
+    kernels.mask = None
+    none = *kernels.moments(), kernels.grad_input(dy, mean, scale, mean_dy, slope, start.copy(), False)
+    for got, want in zip(ones, none):
+        close(got, want, 2 * TOLERANCE[dtype])
+    kernels.mask = np.zeros_like(mask)
+    assert not any(values.any() for values in kernels.moments()) and kernels.returned == 0
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -257,6 +299,7 @@ def test_empty(library, block):
         kernels.grad_input(nothing, ones, ones, ones, ones, nothing, False)
         for values in (*kernels.moments(), *sums):
             assert not values.any()
+        assert kernels.returned == 0
 
 
 @pytest.mark.parametrize("block", [1, 8, 16])

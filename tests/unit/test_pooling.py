@@ -126,12 +126,13 @@ def test_against_the_reference(program, pooling, sizes):
     assert int(answer["parts"]) == case.parts
     for number in range(len(case.slots)):
         if number not in slots:
-            assert [answer[name, number] for name in ("used", "fed", "users")] == [[], [], []]
+            assert [answer[name, number] for name in ("fed", "users")] == [[], []]
             continue
         own = of_slot[number]
         assert answer["used", number] == [other for other in slots if of_slot[other].feeds == own.uses]
         assert answer["fed", number] == [other for other in slots if of_slot[other].feeds == own.feeds]
-        assert answer["users", number] == [other for other in slots if of_slot[other].uses == own.feeds]
+        users = [other for other in answer["users", number] if other in slots]  # the others have no gradient
+        assert users == [other for other in slots if of_slot[other].uses == own.feeds]
         if len(slots) == len(case.slots):  # of these modes, all are lists of neighbours
             assert not answer["listed", number // case.parts * case.parts]
     users = defaultdict(lambda: np.zeros(2 * CHANNELS))
@@ -147,6 +148,18 @@ def test_against_the_reference(program, pooling, sizes):
     # The running statistics of each device, with momentum 0 the batch's.
     for device in range(len(case.shards)):
         np.testing.assert_allclose(answer["tracked", device], forward.running_mean[device], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("group_size, members", [(None, [0, 1, 2, 3]), (2, [2, 3]), (1, [])])
+def test_a_slot_whose_values_are_all_masked_uses_the_pool_of_its_group(program, group_size, members):
+    case = Case("sync", group_size=group_size)
+    sums = np.random.RandomState(0).randn(len(case.slots), 2 * CHANNELS)
+    answer = run(program, case, sums)
+    assert len(case.slots[2]) == 0 and not answer["fed", 2] and not answer["users", 2]
+    assert [slot for slot in answer["used", 2] if slot != 2] == [slot for slot in members if slot != 2]
+    if members:
+        assert answer["users", 3] == members
+        np.testing.assert_allclose(answer["gradients", 3], sums[members].sum(axis=0), rtol=1e-12)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS, ids=str)

@@ -179,7 +179,7 @@ def test_a_mask_of_ones_is_none(kwargs):
 
 
 def test_a_masked_shard_is_an_empty_one_for_the_others():
-    shards, heads, *parameters = problem([(2, 3, 2), (4, 3, 2), (3, 3, 2)])
+    shards, _, *parameters = problem([(2, 3, 2), (4, 3, 2), (3, 3, 2)])
     masks = [None, np.zeros((4, 2)), None]
     for kwargs in ({}, {"mode": "local"}, {"mode": "shuffle", "permutation": [1, 0]}):
         whole = reference.forward(shards, *parameters, masks=masks, **kwargs)
@@ -617,7 +617,7 @@ def test_arguments_are_not_changed():
         ({"running_variance": "exact"}, "running_variance is 'exact', expected 'biased' or 'unbiased'"),
         ({"virtual_devices": 0}, "virtual_devices is 0"),
         ({"masks": []}, "masks has 0 entries, expected one for each of 1 shards"),
-        ({"masks": [np.ones((2, 3))]}, r"a mask has shape \(2, 3\), expected that of its shard, \(2, 3\), with 1 along"),
+        ({"masks": [np.ones((2, 3))]}, r"a mask has shape \(2, 3\), expected that of its shard, \(2, 3\), with 1"),
         ({"masks": [np.ones(3)]}, r"a mask has shape \(3,\)"),
         ({"masks": [np.zeros((1, 1))]}, "hold no value"),
         ({"addends": [np.ones((2, 1))]}, r"addends have shapes \[\(2, 1\)\], expected those of the shards"),

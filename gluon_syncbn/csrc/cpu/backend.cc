@@ -42,6 +42,20 @@ Vector shift_of(const Tensor& tensor, const Affine& affine) {
     return vector(affine.beta, tensor.parameter_type(), tensor.shape.channels);
 }
 
+// The mask of values that are not 0, but for bits that do not matter.
+template <typename Bits>
+void expand(const void* values, const Mask& mask, float* out) {
+    const auto* const from = static_cast<const Bits*>(values);
+    const Bits matters = static_cast<Bits>(~(mask.floating != 0 ? Bits{1} << (8 * sizeof(Bits) - 1) : Bits{0}));
+    const auto *extents = mask.extents, *strides = mask.strides;
+    for (int64_t i = 0; i < extents[0]; ++i)
+        for (int64_t j = 0; j < extents[1]; ++j)
+            for (int64_t k = 0; k < extents[2]; ++k) {
+                const Bits* row = from + i * strides[0] + j * strides[1] + k * strides[2];
+                for (int64_t l = 0; l < extents[3]; ++l) *out++ = (row[l * strides[3]] & matters) != 0;
+            }
+}
+
 // to[i] = value(i, to[i])
 template <typename F>
 void replace(Array to, Type type, int64_t n, const F& value) {
@@ -55,13 +69,23 @@ void replace(Array to, Type type, int64_t n, const F& value) {
 
 }  // namespace
 
-Vector Backend::moments(Array x, const Tensor& tensor) const {
+std::vector<float> Backend::mask(const void* values, const Mask& layout) const {
+    const auto* extents = layout.extents;
+    std::vector<float> out(static_cast<size_t>(extents[0] * extents[1] * extents[2] * extents[3]));
+    if (layout.bytes == 1) expand<uint8_t>(values, layout, out.data());
+    if (layout.bytes == 2) expand<uint16_t>(values, layout, out.data());
+    if (layout.bytes == 4) expand<uint32_t>(values, layout, out.data());
+    if (layout.bytes == 8) expand<uint64_t>(values, layout, out.data());
+    return out;
+}
+
+Vector Backend::moments(Array x, const Tensor& tensor, const float* mask) const {
     const int64_t channels = tensor.shape.channels;
     Vector packed(tensor.slots.size() * moments_length(channels));
     double* part = packed.data();
     for (const Slot& slot : tensor.slots) {
-        part[0] = static_cast<double>(slot.shape.per_channel());
-        cpu::moments(work(tensor, slot), at(data(x), tensor, slot), part + 1, part + 1 + channels);
+        part[0] = static_cast<double>(
+            cpu::moments(work(tensor, slot, mask), at(data(x), tensor, slot), part + 1, part + 1 + channels));
         part += moments_length(channels);
     }
     return packed;
@@ -119,16 +143,16 @@ Vector Backend::grad_sums(const void* dy, const void* x, const Tensor& tensor, c
 }
 
 void Backend::grad_input(const void* dy, const void* x, const Tensor& tensor, const Affine& affine,
-                         const ThroughStatistics& through, Array dx, bool add) const {
+                         const ThroughStatistics& through, const float* mask, Array dx, bool add) const {
     const Vector shift = affine.activation.any() ? shift_of(tensor, affine) : Vector();
     for (size_t i = 0; i < tensor.slots.size(); ++i) {
         const Slot& slot = tensor.slots[i];
         if (!slot.used) continue;
         const size_t first = i * tensor.shape.channels;
         const Vector scale = scale_of(slot, tensor, affine);
-        cpu::grad_input(work(tensor, slot), at(dy, tensor, slot), at(x, tensor, slot),
+        cpu::grad_input(work(tensor, slot, mask), at(dy, tensor, slot), at(x, tensor, slot),
                         {{slot.used->mean.data(), scale.data(), shift.data(), affine.activation},
-                         slot.fed->mean.data(),
+                         (slot.fed ? slot.fed : slot.used)->mean.data(),
                          &through.mean_dz[first],
                          &through.slope[first],
                          add},
@@ -141,7 +165,8 @@ void Backend::recover(const void* y, const Tensor& tensor, const Affine& affine,
     for (const Slot& slot : tensor.slots) {
         if (!slot.used) continue;
         Vector mean = slot.used->mean, scale = scale_of(slot, tensor, affine);
-        for (size_t c = 0; c < mean.size() && slot.used != slot.fed; ++c) {
+        if (slot.used->none()) std::fill(scale.begin(), scale.end(), std::numeric_limits<double>::infinity());
+        for (size_t c = 0; c < mean.size() && slot.fed && slot.used != slot.fed; ++c) {
             if (!slot.fed->constant(c)) continue;
             mean[c] = slot.fed->mean[c];  // for every y
             scale[c] = std::numeric_limits<double>::infinity();
@@ -158,7 +183,7 @@ std::optional<Hidden> Backend::first_hidden(const Tensor& tensor, const Affine& 
     const Vector beta = shift_of(tensor, affine);
     const Invertible invertible = invertible_by(tensor.type, affine.activation.slope);
     const auto by_another = [&](const Slot& slot, size_t c) {
-        if (slot.used == slot.fed || slot.fed->constant(c)) return false;
+        if (slot.used == slot.fed || !slot.fed || slot.fed->constant(c)) return false;
         return invertible.hidden_by_another(gamma[c], beta[c], std::sqrt(slot.fed->variance[c]),
                                             1 / slot.used->invstd[c], slot.fed->mean[c] - slot.used->mean[c]);
     };

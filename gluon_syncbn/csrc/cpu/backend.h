@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "cpu/kernels.h"
+#include "mask.h"
 #include "tensor.h"
 #include "types.h"
 
@@ -27,8 +28,10 @@ class Backend {
   public:
     int threads = 1;  // of this process
 
-    // Returns [count, mean[C], m2[C]] of each slot, one after the other.
-    Vector moments(Array x, const Tensor& tensor) const;
+    // Returns a mask as `Work` has it.
+    std::vector<float> mask(const void* values, const Mask& layout) const;
+    // Returns [count, mean[C], m2[C]] of each slot, one after the other. The mask may be null.
+    Vector moments(Array x, const Tensor& tensor, const float* mask) const;
     // Returns the running statistics as a statistic.
     Statistic frozen(Array running_mean, Array running_var, const Tensor& tensor, double epsilon) const;
     // y = (x - mean) * invstd * gamma + beta [+ addend], then the activation, by each slot's statistic. Adds to y if
@@ -43,7 +46,7 @@ class Backend {
     Vector grad_sums(const void* dy, const void* x, const Tensor& tensor, const Affine& affine,
                      const std::optional<ByOutput>& by_output) const;
     void grad_input(const void* dy, const void* x, const Tensor& tensor, const Affine& affine,
-                    const ThroughStatistics& through, Array dx, bool add) const;
+                    const ThroughStatistics& through, const float* mask, Array dx, bool add) const;
     // Computes x from the y of `normalise`.
     void recover(const void* y, const Tensor& tensor, const Affine& affine, void* x) const;
     // Returns the first channel where `recover` cannot find x.
@@ -58,7 +61,10 @@ class Backend {
     void fill(Array to, Type type, int64_t n, double value) const;
 
   private:
-    Work work(const Tensor& tensor, const Slot& slot) const { return {tensor.type, slot.shape, threads}; }
+    Work work(const Tensor& tensor, const Slot& slot, const float* mask = nullptr) const {
+        if (mask != nullptr) mask += slot.first / tensor.shape.channels;
+        return {tensor.type, slot.shape, threads, mask};
+    }
 };
 
 }  // namespace cpu

@@ -151,11 +151,28 @@ struct GradSumsOf {
     }
 };
 
+// The same for the vectors of positions where the mask is not 0.
+template <int Width, int K, typename Of>
+SYNCBN_INLINE void over_masked_part(const Shape& shape, const float* mask, int64_t group, const Part& part, Of& of) {
+    constexpr int64_t kBlock = K * kLanes;
+    const int64_t groups = shape.channels / kBlock;
+    for (int64_t position = part.first; position < part.last; ++position) {
+        if (mask[position] == 0) continue;
+        const int64_t image = position / shape.inner;
+        const int64_t at = (position + (image * (groups - 1) + group) * shape.inner) * kBlock;
+#pragma GCC unroll 2
+        for (int i = 0; i < K; ++i) of.add(i, at + i * kLanes);
+    }
+}
+
 template <int Width, int K, typename T>
-SYNCBN_INLINE void part_moments(const T* x, const Shape& shape, int64_t group, const Part& part, const double* pivot,
-                                double* sum, double* square) {
+SYNCBN_INLINE void part_moments(const T* x, const float* mask, const Shape& shape, int64_t group, const Part& part,
+                                const double* pivot, double* sum, double* square) {
     Moments<Width, K, T> moments(x, pivot);
-    over_part<Width, K>(shape, group, part, moments);
+    if (mask == nullptr)
+        over_part<Width, K>(shape, group, part, moments);
+    else
+        over_masked_part<Width, K>(shape, mask, group, part, moments);
     store<K>(moments.sums, sum, square);
 }
 
@@ -206,10 +223,12 @@ SYNCBN_INLINE void part_normalise(const T* __restrict__ x, const T* __restrict__
     }
 }
 
-template <int K, bool Add, class A, typename T>
-SYNCBN_INLINE void part_grad_input(const T* dy, const T* x, T* dx, const Shape& shape, const Part& part,
-                                   const ColumnGradInput<float>& constants, const ColumnRectified<float>& rectified) {
+template <int K, bool Add, class A, bool Masked, typename T>
+SYNCBN_INLINE void part_grad_input(const T* dy, const T* x, const float* mask, T* dx, const Shape& shape,
+                                   const Part& part, const ColumnGradInput<float>& constants,
+                                   const ColumnRectified<float>& rectified) {
     constexpr int64_t kBlock = K * kLanes;
+    const int64_t groups = shape.channels / kBlock;
     const Epilogue<A> epilogue(rectified.activation.slope, rectified.activation.ceiling);
     for (int64_t position = part.first; position < part.last;) {
         const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
@@ -226,6 +245,7 @@ SYNCBN_INLINE void part_grad_input(const T* dy, const T* x, T* dx, const Shape& 
             load_lanes(constants.mean_dz + c, &mean_dz[k]);
             load_lanes(constants.slope + c, &slopes[k]);
         }
+        const int64_t before = (image - image / groups) * shape.inner;  // positions of other groups
         for (; position < last; ++position)
 #pragma GCC unroll 2
             for (int k = 0; k < K; ++k) {
@@ -236,6 +256,10 @@ SYNCBN_INLINE void part_grad_input(const T* dy, const T* x, T* dx, const Shape& 
                 if (A::kChanges) {
                     z[k].of(values, &at_z);
                     epilogue.through(&grads, at_z);
+                }
+                if (Masked && mask[position - before] == 0) {
+                    put<Add>(dx + at, scale[k] * grads);
+                    continue;
                 }
                 put<Add>(dx + at, scale[k] * ((grads - mean_dz[k]) - ((values - high[k]) - low[k]) * slopes[k]));
             }
@@ -273,9 +297,9 @@ SYNCBN_INLINE void part_recover(const T* __restrict__ y, T* __restrict__ x, cons
     SYNCBN_IF((shape).block == kLanes, kOne, constexpr int K = kOne ? 1 : 2; __VA_ARGS__)
 
 #define SYNCBN_BLOCK_SUMS_OF(TYPE, T, SET, WIDTH)                                                                     \
-    SET void leaf_moments(const T* x, const Shape& shape, int64_t group, const Part& part, const double* pivot,       \
-                          double* sum, double* square) {                                                              \
-        SYNCBN_VECTORS(shape, K, part_moments<WIDTH, K>(x, shape, group, part, pivot, sum, square);)                  \
+    SET void leaf_moments(const T* x, const float* mask, const Shape& shape, int64_t group, const Part& part,         \
+                          const double* pivot, double* sum, double* square) {                                         \
+        SYNCBN_VECTORS(shape, K, part_moments<WIDTH, K>(x, mask, shape, group, part, pivot, sum, square);)            \
     }                                                                                                                 \
     SET void leaf_grad_sums(const Gradients<T>& from, const Shape& shape, int64_t group, const Part& part,            \
                             const double* mean, const ColumnRectified<float>& z, double* sum_dz, double* sum_dz_xc) { \
@@ -297,13 +321,15 @@ SYNCBN_INLINE void part_recover(const T* __restrict__ y, T* __restrict__ x, cons
                                 SYNCBN_VECTORS(shape, K,                                                              \
                                                part_normalise<K, kAdd, A, kAddend>(x, addend, y, shape, part, z);)))) \
     }                                                                                                                 \
-    SYNCBN_CLONES void leaf_grad_input(const T* dy, const T* x, T* dx, const Shape& shape, const Part& part,          \
-                                       const ColumnGradInput<float>& constants, const ColumnRectified<float>& z,      \
-                                       bool add) {                                                                    \
-        SYNCBN_ACTIVATION(                                                                                            \
-            z.activation, A,                                                                                          \
-            SYNCBN_IF(add, kAdd,                                                                                      \
-                      SYNCBN_VECTORS(shape, K, part_grad_input<K, kAdd, A>(dy, x, dx, shape, part, constants, z);)))  \
+    SYNCBN_CLONES void leaf_grad_input(const T* dy, const T* x, const float* mask, T* dx, const Shape& shape,         \
+                                       const Part& part, const ColumnGradInput<float>& constants,                     \
+                                       const ColumnRectified<float>& z, bool add) {                                   \
+        SYNCBN_ACTIVATION(z.activation, A,                                                                            \
+                          SYNCBN_IF(add, kAdd,                                                                        \
+                                    SYNCBN_IF(mask != nullptr, kMasked,                                               \
+                                              SYNCBN_VECTORS(shape, K,                                                \
+                                                             part_grad_input<K, kAdd, A, kMasked>(                    \
+                                                                 dy, x, mask, dx, shape, part, constants, z);))))     \
     }                                                                                                                 \
     SYNCBN_CLONES void leaf_recover(const T* y, T* x, const Shape& shape, const Part& part,                           \
                                     const ColumnRectified<float>& z) {                                                \
@@ -351,25 +377,30 @@ void for_parts(const Work& work, const Leaf& leaf) {
 Shape columns_of(const Shape& shape) { return {1, shape.channels, 1}; }
 
 template <typename T>
-void moments_of(const Work& work, const T* x, double* mean, double* m2) {
+int64_t moments_of(const Work& work, const T* x, double* mean, double* m2) {
     const Shape& shape = work.shape;
-    const int64_t n = shape.per_channel();
+    const Counting counting(work);
+    const int64_t n = counting.positions;
     if (n == 0) {
         std::fill_n(mean, shape.channels, 0.0);
         std::fill_n(m2, shape.channels, 0.0);
-        return;
+        return 0;
     }
     // A sample of the channel, as in the other layouts.
+    const int64_t image = counting.first / shape.inner, position = counting.first % shape.inner;
     std::vector<double> pivot(shape.channels);
-    for (int64_t c = 0; c < shape.channels; ++c)
-        pivot[c] = Value<T>::load(x + c / shape.block * shape.block * shape.inner + c % shape.block);
+    for (int64_t c = 0; c < shape.channels; ++c) {
+        const int64_t row = (image * shape.channels + c / shape.block * shape.block) * shape.inner;
+        pivot[c] = Value<T>::load(x + row + position * shape.block + c % shape.block);
+    }
     sum_up(work, mean, m2, [&](int64_t group, const Part& part, double* sum, double* square) {
-        leaf_moments(x, shape, group, part, pivot.data() + group * shape.block, sum, square);
+        leaf_moments(x, work.mask, shape, group, part, pivot.data() + group * shape.block, sum, square);
     });
     for (int64_t c = 0; c < shape.channels; ++c) {
         m2[c] = at_least_zero(m2[c] - mean[c] * mean[c] / n);
         mean[c] = pivot[c] + mean[c] / n;
     }
+    return n;
 }
 
 template <typename T>
@@ -384,11 +415,13 @@ void grad_sums_of(const Work& work, const Gradients<T>& from, const GradSums& wi
 
 }  // namespace
 
-void moments(const Work& work, const void* x, double* mean, double* m2) {
+int64_t moments(const Work& work, const void* x, double* mean, double* m2) {
+    int64_t n = 0;
     with_type_in_blocks(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
-        moments_of(work, static_cast<const T*>(x), mean, m2);
+        n = moments_of(work, static_cast<const T*>(x), mean, m2);
     });
+    return n;
 }
 
 void normalise(const Work& work, const void* x, const Normalise& with, void* y) {
@@ -424,8 +457,8 @@ void grad_input(const Work& work, const void* dy, const void* x, const GradInput
     with_type_in_blocks(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
         for_parts(work, [&](const Part& part) {
-            leaf_grad_input(static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<T*>(dx), work.shape, part,
-                            column, constants.from(0), with.add);
+            leaf_grad_input(static_cast<const T*>(dy), static_cast<const T*>(x), work.mask, static_cast<T*>(dx),
+                            work.shape, part, column, constants.from(0), with.add);
         });
     });
 }

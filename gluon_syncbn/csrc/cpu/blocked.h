@@ -7,7 +7,7 @@ namespace syncbn {
 namespace cpu {
 namespace blocked {
 
-void moments(const Work& work, const void* x, double* mean, double* m2);
+int64_t moments(const Work& work, const void* x, double* mean, double* m2);
 void normalise(const Work& work, const void* x, const Normalise& with, void* y);
 void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,
                double* sum_dz_xhat);

@@ -40,13 +40,13 @@ SYNCBN_INLINE void store(Sums<Width, 2>& sums, double rest, double other_rest, d
 
 // ---- one channel, long rows ------------------------------------------------------------------------------
 
-// Sums (x - pivot) and its square over `rows` rows of `n` values, `stride` values apart.
-template <int Width, typename T>
-SYNCBN_INLINE void row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot, double* sum,
-                               double* square) {
+// Sums (x - pivot) and its square over `rows` rows of `n` values, `stride` values apart. The rows of a mask are neighbours.
+template <int Width, bool Masked, typename T>
+SYNCBN_INLINE void row_moments(const T* x, const float* mask, int64_t rows, int64_t stride, int64_t n, double pivot,
+                               double* sum, double* square) {
     Sums<Width, 2> sums;
     double t1 = 0, t2 = 0;
-    for (int64_t r = 0; r < rows; ++r, x += stride) {
+    for (int64_t r = 0; r < rows; ++r, x += stride, mask += Masked ? n : 0) {
         int64_t i = 0;
         for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
             __builtin_prefetch(x + i + kAhead);
@@ -57,10 +57,18 @@ SYNCBN_INLINE void row_moments(const T* x, int64_t rows, int64_t stride, int64_t
                 Lanes<Width> v;
                 widen(values, &v);
                 v.subtract(pivot);
+                if (Masked) {
+                    FloatLanes marks;
+                    Lanes<Width> wide;
+                    load_lanes(mask + i + half * kLanes, &marks);
+                    widen(marks, &wide);
+                    v.keep(wide);
+                }
                 sums.add(half, v, v);
             }
         }
         for (; i < n; ++i) {
+            if (Masked && mask[i] == 0) continue;
             const double v = static_cast<double>(Value<T>::load(x + i)) - pivot;
             t1 += v;
             t2 += v * v;
@@ -153,9 +161,9 @@ SYNCBN_INLINE void row_normalise(const T* __restrict__ x, const T* __restrict__ 
     }
 }
 
-template <bool Add, class A, typename T, typename C = typename Value<T>::Compute>
-SYNCBN_INLINE void row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row,
-                                  const RowRectified<C>& constants) {
+template <bool Add, class A, bool Masked, typename T, typename C = typename Value<T>::Compute>
+SYNCBN_INLINE void row_grad_input(const T* dy, const T* x, const float* __restrict__ mask, T* dx, int64_t n,
+                                  const RowGradInput& row, const RowRectified<C>& constants) {
     const RowRectified<C> z = constants;  // a copy, which cannot alias dx
     const typename A::template On<C> epilogue(z.activation.slope, z.activation.ceiling);
     const Split<C> m(row.mean);
@@ -165,7 +173,8 @@ SYNCBN_INLINE void row_grad_input(const T* dy, const T* x, T* dx, int64_t n, con
         const C value = Value<T>::load(x + i);
         C dz = Value<T>::load(dy + i);
         epilogue.through(&dz, z.of(value));
-        put<Add>(dx + i, a * ((dz - g) - ((value - m.high) - m.low) * k));
+        const C whole = (dz - g) - ((value - m.high) - m.low) * k;
+        put<Add>(dx + i, a * (!Masked || mask[i] != 0 ? whole : dz));
     }
 }
 
@@ -193,6 +202,13 @@ SYNCBN_INLINE void row_grad_by_output(const T* __restrict__ dy, const T* __restr
 
 // ---- short rows: along the columns -------------------------------------------------------------------------
 
+// The mask of a row of columns: the value of column c is row[position[c]].
+struct ColumnMask {
+    const float* row;
+    int64_t inner;  // from row to row
+    const int32_t* position;
+};
+
 template <typename T>
 SYNCBN_INLINE void column_moments(const T* __restrict__ x, int64_t rows, int64_t stride, int64_t columns,
                                   const double* __restrict__ pivot, double* __restrict__ sum,
@@ -203,6 +219,26 @@ SYNCBN_INLINE void column_moments(const T* __restrict__ x, int64_t rows, int64_t
             sum[c] += v;
             square[c] += v * v;
         }
+}
+
+// At a single position, a mask leaves out whole rows.
+template <typename T>
+SYNCBN_INLINE void column_moments(const T* __restrict__ x, ColumnMask mask, int64_t rows, int64_t stride,
+                                  int64_t columns, const double* __restrict__ pivot, double* __restrict__ sum,
+                                  double* __restrict__ square) {
+    for (int64_t r = 0; r < rows; ++r, x += stride, mask.row += mask.inner) {
+        if (mask.inner == 1 && mask.row[0] == 0) continue;
+        if (mask.inner == 1) {
+            column_moments(x, 1, stride, columns, pivot, sum, square);
+            continue;
+        }
+        for (int64_t c = 0; c < columns; ++c) {
+            const double apart = static_cast<double>(Value<T>::load(x + c)) - pivot[c];
+            const double v = mask.row[mask.position[c]] != 0 ? apart : 0;
+            sum[c] += v;
+            square[c] += v * v;
+        }
+    }
 }
 
 template <class A, typename T, typename C = typename Value<T>::Compute>
@@ -264,6 +300,26 @@ SYNCBN_INLINE void column_grad_input(const T* dy, const T* x, T* dx, int64_t row
         }
 }
 
+template <bool Add, class A, typename T, typename C>
+SYNCBN_INLINE void column_grad_input(const T* dy, const T* x, ColumnMask mask, T* dx, int64_t rows, int64_t columns,
+                                     const ColumnGradInput<C>& column, const ColumnRectified<C>& z) {
+    const typename A::template On<C> epilogue(z.activation.slope, z.activation.ceiling);
+    for (int64_t r = 0; r < rows; ++r, x += columns, dy += columns, dx += columns, mask.row += mask.inner) {
+        if (mask.inner == 1 && mask.row[0] != 0) {
+            column_grad_input<Add, A>(dy, x, dx, 1, columns, column, z);
+            continue;
+        }
+#pragma GCC ivdep  // as in a row
+        for (int64_t c = 0; c < columns; ++c) {
+            const C value = Value<T>::load(x + c);
+            C dz = Value<T>::load(dy + c);
+            if (A::kChanges) epilogue.through(&dz, ((value - z.high[c]) - z.low[c]) * z.scale[c] + z.shift[c]);
+            const C whole = (dz - column.mean_dz[c]) - ((value - column.high[c]) - column.low[c]) * column.slope[c];
+            put<Add>(dx + c, column.scale[c] * (mask.row[mask.position[c]] != 0 ? whole : dz));
+        }
+    }
+}
+
 template <class A, typename T, typename C>
 SYNCBN_INLINE void column_recover(const T* __restrict__ y, T* __restrict__ x, int64_t rows, int64_t columns,
                                   const ColumnRectified<C>& z) {
@@ -283,15 +339,16 @@ SYNCBN_INLINE void column_recover(const T* __restrict__ y, T* __restrict__ x, in
 // ---- the leaves, one set per data type ----------------------------------------------------------------------
 // Overloads of plain functions: instruction-set clones of template instances are not portable among g++ versions.
 
-#define SYNCBN_ROW_SUMS_OF(TYPE, T, SET, WIDTH)                                                                \
-    SET void leaf_row_moments(const T* x, int64_t rows, int64_t stride, int64_t n, double pivot, double* sum,  \
-                              double* square) {                                                                \
-        row_moments<WIDTH>(x, rows, stride, n, pivot, sum, square);                                            \
-    }                                                                                                          \
-    SET void leaf_row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n, double mean, \
-                                const RowRectified<Compute<T>>& z, double* sum_dz, double* sum_dz_xc) {        \
-        SYNCBN_ACTIVATION(z.activation, A,                                                                     \
-                          row_grad_sums<WIDTH, A>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc);)        \
+#define SYNCBN_ROW_SUMS_OF(TYPE, T, SET, WIDTH)                                                                     \
+    SET void leaf_row_moments(const T* x, const float* mask, int64_t rows, int64_t stride, int64_t n, double pivot, \
+                              double* sum, double* square) {                                                        \
+        SYNCBN_IF(mask != nullptr, kMasked,                                                                         \
+                  row_moments<WIDTH, kMasked>(x, mask, rows, stride, n, pivot, sum, square);)                       \
+    }                                                                                                               \
+    SET void leaf_row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t n, double mean,      \
+                                const RowRectified<Compute<T>>& z, double* sum_dz, double* sum_dz_xc) {             \
+        SYNCBN_ACTIVATION(z.activation, A,                                                                          \
+                          row_grad_sums<WIDTH, A>(dy, x, rows, stride, n, mean, z, sum_dz, sum_dz_xc);)             \
     }
 #define SYNCBN_ROW_SUMS(SET, WIDTH) SYNCBN_NUMBERS(SYNCBN_ROW_SUMS_OF, SET, WIDTH)
 
@@ -303,9 +360,12 @@ SYNCBN_INLINE void column_recover(const T* __restrict__ y, T* __restrict__ x, in
             SYNCBN_IF(add, kAdd,                                                                                       \
                       SYNCBN_IF(addend != nullptr, kAddend, row_normalise<kAdd, A, kAddend>(x, addend, y, n, z);)))    \
     }                                                                                                                  \
-    SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, T* dx, int64_t n, const RowGradInput& row,         \
-                                           const RowRectified<Compute<T>>& z, bool add) {                              \
-        SYNCBN_ACTIVATION(z.activation, A, SYNCBN_IF(add, kAdd, row_grad_input<kAdd, A>(dy, x, dx, n, row, z);))       \
+    SYNCBN_CLONES void leaf_row_grad_input(const T* dy, const T* x, const float* mask, T* dx, int64_t n,               \
+                                           const RowGradInput& row, const RowRectified<Compute<T>>& z, bool add) {     \
+        SYNCBN_ACTIVATION(z.activation, A,                                                                             \
+                          SYNCBN_IF(add, kAdd,                                                                         \
+                                    SYNCBN_IF(mask != nullptr, kMasked,                                                \
+                                              row_grad_input<kAdd, A, kMasked>(dy, x, mask, dx, n, row, z);)))         \
     }                                                                                                                  \
     SYNCBN_CLONES void leaf_row_recover(const T* y, T* x, int64_t n, const RowRectified<Compute<T>>& z) {              \
         SYNCBN_ACTIVATION(z.activation, A, row_recover<A>(y, x, n, z);)                                                \
@@ -317,9 +377,10 @@ SYNCBN_INLINE void column_recover(const T* __restrict__ y, T* __restrict__ x, in
     SYNCBN_CLONES void leaf_row_grad_by_output(const T* dy, const T* y, T* dz, int64_t n, const Activation& with) {    \
         SYNCBN_ACTIVATION(with, A, row_grad_by_output<A>(dy, y, dz, n, with);)                                         \
     }                                                                                                                  \
-    SYNCBN_CLONES void leaf_column_moments(const T* x, int64_t rows, int64_t stride, int64_t columns,                  \
-                                           const double* pivot, double* sum, double* square) {                         \
-        column_moments(x, rows, stride, columns, pivot, sum, square);                                                  \
+    SYNCBN_CLONES void leaf_column_moments(const T* x, const ColumnMask& mask, int64_t rows, int64_t stride,           \
+                                           int64_t columns, const double* pivot, double* sum, double* square) {        \
+        if (mask.row == nullptr) return column_moments(x, rows, stride, columns, pivot, sum, square);                  \
+        column_moments(x, mask, rows, stride, columns, pivot, sum, square);                                            \
     }                                                                                                                  \
     SYNCBN_CLONES void leaf_column_grad_sums(const T* dy, const T* x, int64_t rows, int64_t stride, int64_t columns,   \
                                              const double* mean, const ColumnRectified<Compute<T>>& z, double* sum_dz, \
@@ -334,11 +395,14 @@ SYNCBN_INLINE void column_recover(const T* __restrict__ y, T* __restrict__ x, in
                                     SYNCBN_IF(addend != nullptr, kAddend,                                              \
                                               column_normalise<kAdd, A, kAddend>(x, addend, y, rows, columns, z);)))   \
     }                                                                                                                  \
-    SYNCBN_CLONES void leaf_column_grad_input(const T* dy, const T* x, T* dx, int64_t rows, int64_t columns,           \
-                                              const ColumnGradInput<Compute<T>>& column,                               \
+    SYNCBN_CLONES void leaf_column_grad_input(const T* dy, const T* x, const ColumnMask& mask, T* dx, int64_t rows,    \
+                                              int64_t columns, const ColumnGradInput<Compute<T>>& column,              \
                                               const ColumnRectified<Compute<T>>& z, bool add) {                        \
-        SYNCBN_ACTIVATION(z.activation, A,                                                                             \
-                          SYNCBN_IF(add, kAdd, column_grad_input<kAdd, A>(dy, x, dx, rows, columns, column, z);))      \
+        SYNCBN_ACTIVATION(z.activation, A, SYNCBN_IF(add, kAdd, {                                                      \
+                              if (mask.row == nullptr)                                                                 \
+                                  return column_grad_input<kAdd, A>(dy, x, dx, rows, columns, column, z);              \
+                              column_grad_input<kAdd, A>(dy, x, mask, dx, rows, columns, column, z);                   \
+                          }))                                                                                          \
     }
 
 template <typename T>
@@ -376,36 +440,59 @@ void for_rows(Shape shape, int threads, const Leaf& leaf) {
 
 int64_t count_blocks(Shape shape) { return std::max<int64_t>(1, std::min(kMaxBlocks, shape.outer / kRowsPerBlock)); }
 
+// The mask of each column of [outer][channels * inner].
+class ColumnMasks {
+  public:
+    explicit ColumnMasks(const Work& work) : values_(work.mask), inner_(work.shape.inner) {
+        if (values_ == nullptr) return;
+        position_.resize(work.shape.channels * inner_);
+        for (size_t c = 0; c < position_.size(); ++c) position_[c] = static_cast<int32_t>(c % inner_);
+    }
+    ColumnMask from(int64_t row, int64_t column) const {
+        if (values_ == nullptr) return {};
+        return {values_ + row * inner_, inner_, position_.data() + column};
+    }
+
+  private:
+    const float* values_;
+    int64_t inner_;
+    std::vector<int32_t> position_;
+};
+
 template <typename T>
-void moments_of(const Work& work, const T* x, double* mean, double* m2) {
+int64_t moments_of(const Work& work, const T* x, double* mean, double* m2) {
     const Shape& shape = work.shape;
     const int threads = work.useful_threads();
-    const int64_t n = shape.per_channel();
+    const Counting counting(work);
+    const int64_t n = counting.positions;
     if (n == 0) {
         std::fill_n(mean, shape.channels, 0.0);
         std::fill_n(m2, shape.channels, 0.0);
-        return;
+        return 0;
     }
     // With a sample of the channel as pivot, sums stay small: their cancellation is below n * 2^-53.
+    const int64_t at = counting.first / shape.inner * shape.channels * shape.inner + counting.first % shape.inner;
     if (shape.inner >= kShortRow) {
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int64_t c = 0; c < shape.channels; ++c) {
             const T* first = x + c * shape.inner;
-            const double pivot = Value<T>::load(first);
+            const double pivot = Value<T>::load(first + at);
             double sum, square;
-            leaf_row_moments(first, shape.outer, shape.channels * shape.inner, shape.inner, pivot, &sum, &square);
+            leaf_row_moments(first, work.mask, shape.outer, shape.channels * shape.inner, shape.inner, pivot, &sum,
+                             &square);
             mean[c] = pivot + sum / n;
             m2[c] = at_least_zero(square - sum * sum / n);
         }
-        return;
+        return n;
     }
     const int64_t columns = shape.channels * shape.inner, blocks = count_blocks(shape);
+    const ColumnMasks masks(work);
     std::vector<double> pivot(columns), sums(2 * blocks * columns);
-    for (int64_t c = 0; c < columns; ++c) pivot[c] = Value<T>::load(x + c / shape.inner * shape.inner);
+    for (int64_t c = 0; c < columns; ++c) pivot[c] = Value<T>::load(x + at + c / shape.inner * shape.inner);
     for_tiles(shape, threads, blocks, [&](int64_t row, int64_t rows, int64_t column, int64_t width, int64_t block) {
         double* sum = sums.data() + 2 * block * columns + column;
-        leaf_column_moments(x + row * columns + column, rows, columns, width, pivot.data() + column, sum,
-                            sum + columns);
+        leaf_column_moments(x + row * columns + column, masks.from(row, column), rows, columns, width,
+                            pivot.data() + column, sum, sum + columns);
     });
     for (int64_t c = 0; c < shape.channels; ++c) {
         double sum = 0, square = 0;
@@ -417,6 +504,7 @@ void moments_of(const Work& work, const T* x, double* mean, double* m2) {
         mean[c] = pivot[c * shape.inner] + sum / n;
         m2[c] = at_least_zero(square - sum * sum / n);
     }
+    return n;
 }
 
 // If y is given, dz is written first, one row at a time, which is in the cache then.
@@ -509,7 +597,8 @@ void grad_input_of(const Work& work, const T* dy, const T* x, const GradInput& w
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
         for (int64_t row = 0; row < shape.outer * shape.channels; ++row) {
             const int64_t c = row % shape.channels, at = row * shape.inner;
-            leaf_row_grad_input(dy + at, x + at, dx + at, shape.inner,
+            const float* mask = work.mask == nullptr ? nullptr : work.mask + row / shape.channels * shape.inner;
+            leaf_row_grad_input(dy + at, x + at, mask, dx + at, shape.inner,
                                 {with.mean[c], with.with.scale[c], with.mean_dz[c], with.slope[c]},
                                 RowRectified<C>(with.with, c), with.add);
         }
@@ -520,8 +609,10 @@ void grad_input_of(const Work& work, const T* dy, const T* x, const GradInput& w
                          slope = broadcast<C>(shape, with.slope);
     const ColumnGradInput<C> column{high.data(), low.data(), scale.data(), mean_dz.data(), slope.data()};
     const Columns<C> constants(shape, with.with, with.with.activation.any());
+    const ColumnMasks masks(work);
     for_rows(shape, threads, [&](int64_t at, int64_t rows, int64_t columns) {
-        leaf_column_grad_input(dy + at, x + at, dx + at, rows, columns, column, constants.from(0), with.add);
+        leaf_column_grad_input(dy + at, x + at, masks.from(at / columns, 0), dx + at, rows, columns, column,
+                               constants.from(0), with.add);
     });
 }
 
@@ -552,12 +643,14 @@ int Work::useful_threads() const {
     return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, shape.size() / kWorthAThread)));
 }
 
-void moments(const Work& work, const void* x, double* mean, double* m2) {
+int64_t moments(const Work& work, const void* x, double* mean, double* m2) {
     if (in_blocks(work.shape)) return blocked::moments(work, x, mean, m2);
+    int64_t n = 0;
     with_type(work.type, [&](auto* t) {
         using T = std::remove_pointer_t<decltype(t)>;
-        moments_of(work, static_cast<const T*>(x), mean, m2);
+        n = moments_of(work, static_cast<const T*>(x), mean, m2);
     });
+    return n;
 }
 
 void normalise(const Work& work, const void* x, const Normalise& with, void* y) {

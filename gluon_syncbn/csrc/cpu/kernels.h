@@ -8,11 +8,13 @@
 namespace syncbn {
 namespace cpu {
 
-// The shape of the work, and the number of threads.
+// The shape of the work, and the number of threads. Where `mask` is 0, a position does not count in `moments`, and gets no
+// gradient through them in `grad_input`; the other functions do not read it.
 struct Work {
     Type type;
     Shape shape;
     int threads;
+    const float* mask = nullptr;  // [outer][inner], in every layout; null: all count
 
     // The number of threads that have enough to do.
     int useful_threads() const;
@@ -53,8 +55,9 @@ struct GradInput {
     bool add;
 };
 
-// mean[c] = mean of x over the channel, m2[c] = sum of (x - mean)^2; both 0 for an empty tensor.
-void moments(const Work& work, const void* x, double* mean, double* m2);
+// mean[c] = mean of x over the channel, m2[c] = sum of (x - mean)^2; both 0 without a position that counts. Returns the
+// number of these.
+int64_t moments(const Work& work, const void* x, double* mean, double* m2);
 void normalise(const Work& work, const void* x, const Normalise& with, void* y);
 // sum_dz[c] = sum of dz, sum_dz_xhat[c] = sum of dz * (x - mean) * invstd.
 void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& with, double* sum_dz,

@@ -126,6 +126,17 @@ struct ColumnGradInput {
     const C *high, *low, *scale, *mean_dz, *slope;
 };
 
+// The positions that count: how many there are, and which is the first.
+struct Counting {
+    int64_t positions, first;
+    explicit Counting(const Work& work) : positions(work.shape.per_channel()), first(0) {
+        if (work.mask == nullptr) return;
+        const float* const end = work.mask + positions;
+        first = std::find_if(work.mask, end, [](float value) { return value != 0; }) - work.mask;
+        positions = std::count_if(work.mask + first, end, [](float value) { return value != 0; });
+    }
+};
+
 // Removes rounding below 0; a NaN stays a NaN, which std::max would hide.
 inline double at_least_zero(double v) { return v < 0 ? 0 : v; }
 

@@ -47,6 +47,11 @@ struct Lanes {
 #pragma GCC unroll 4
         for (int i = 0; i < kParts; ++i) parts[i] -= other.parts[i];
     }
+    // Sets values to 0 where the mask is 0.
+    SYNCBN_METHOD void keep(const Lanes& mask) {
+#pragma GCC unroll 4
+        for (int i = 0; i < kParts; ++i) parts[i] = mask.parts[i] != 0 ? parts[i] : Part{};
+    }
     SYNCBN_METHOD void subtract(double value) {
 #pragma GCC unroll 4
         for (int i = 0; i < kParts; ++i) parts[i] -= value;

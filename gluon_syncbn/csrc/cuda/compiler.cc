@@ -148,7 +148,10 @@ const std::string& compiled(int capability, const Part& part, bool anew) {
     if (!image.empty() && !anew) return image;
     std::vector<std::string> options = {"--gpu-architecture=compute_" + std::to_string(target), "--std=c++14",
                                         "-DSYNCBN_BLOCK=" + std::to_string(kBlock), "-DSYNCBN_TYPE=" + part.type};
-    if (!part.activation.empty()) options.push_back("-DSYNCBN_ACTIVATION=" + part.activation);
+    if (part.activation == kMasked)
+        options.push_back("-DSYNCBN_MASKED");
+    else if (!part.activation.empty())
+        options.push_back("-DSYNCBN_ACTIVATION=" + part.activation);
     const std::string text = source(source_path);
     int major = 0, minor = 0;
     nvrtc<int(int*, int*)>("nvrtcVersion")(&major, &minor);

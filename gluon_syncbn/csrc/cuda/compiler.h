@@ -14,7 +14,8 @@ void set_cache(const std::string& folder);
 std::string source(const std::string& path);
 
 // The kernels of one type of data that depend on one activation. If that is empty: kernels without an activation, and
-// those that depend on none.
+// those that depend on none. If it is `kMasked`: those that take a mask, for all activations.
+constexpr const char* kMasked = "masked";
 struct Part {
     std::string type, activation;
     std::string name() const { return activation.empty() ? type : activation + "_" + type; }

@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 
+#include <cstring>
 #include <new>
 #include <tuple>
 
@@ -99,7 +100,9 @@ void* Device::kernel(const Kernel& kernel) {
     if (found != nullptr) return found;
     // Every part contains the kernels without a type.
     const Part part{kernel.type.empty() ? name_of(Type::kFloat32) : kernel.type,
-                    kernel.activation == name_of(Activation::Kind::kIdentity) ? "" : kernel.activation};
+                    kernel.stem.compare(0, std::strlen(kMasked), kMasked) == 0  ? kMasked
+                    : kernel.activation == name_of(Activation::Kind::kIdentity) ? ""
+                                                                                : kernel.activation};
     void*& module = modules_[part.name()];
     if (module == nullptr) {
         const auto load = [&](const std::string& image) { return driver().module_load(&module, image.c_str()); };
@@ -203,6 +206,10 @@ void Memory::download(double* values, const Lease& lease) const {
     const size_t bytes = static_cast<size_t>(size()) * sizeof(double);
     check(driver().copy_to_host(values, data_, bytes, lease.stream()), "cuMemcpyDtoHAsync");
     check(driver().stream_synchronize(lease.stream()), "cuStreamSynchronize");
+}
+
+void fill_with_zeros(void* to, int64_t bytes, Stream stream) {
+    if (bytes > 0) check(driver().set_bytes(to, 0, static_cast<size_t>(bytes), stream), "cuMemsetD8Async");
 }
 
 // ---- launches ----------------------------------------------------------------------------------------------------

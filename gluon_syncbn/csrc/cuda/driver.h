@@ -133,6 +133,8 @@ class Memory {
     Extent extent_;
 };
 
+void fill_with_zeros(void* to, int64_t bytes, Stream stream);
+
 // Launches a kernel. `arguments` is its structure of params.h, which may end at once.
 void launch(Device& device, Stream stream, const Kernel& kernel, Grid grid, const void* arguments);
 

@@ -335,6 +335,77 @@ struct MomentsOf {
     }
 };
 
+// The position [outer][inner] of a value in a tensor.
+__device__ inline Index position_of(const Tiling& tiling, Index offset) {
+    return offset / (tiling.channels * tiling.inner) * tiling.inner + offset % tiling.inner;
+}
+
+// The same for values whose position has a mask that is not 0. The others may hold anything.
+template <typename T>
+struct MaskedMomentsOf {
+    typedef Moments Result;
+    typedef typename Number<T>::Wide Wide;
+    static constexpr int kRun = 8;
+    const T* x;
+    const unsigned char* mask;
+    const Tiling tiling;
+    Wide origin, count, mean, m2;  // the origin is the thread's first value
+    Wide run[kRun];
+    bool counts[kRun];
+    bool any;
+
+    __device__ MaskedMomentsOf(const T* x, const void* mask, const Tiling& tiling)
+        : x(x),
+          mask(static_cast<const unsigned char*>(mask)),
+          tiling(tiling),
+          origin(0),
+          count(0),
+          mean(0),
+          m2(0),
+          any(false) {}
+
+    template <int kUnit>
+    __device__ void take(int j, Index offset) {
+        const Pack<T, kUnit> pack = load<T, kUnit>(x + offset);
+        const Index position = position_of(tiling, offset);
+#pragma unroll
+        for (int i = 0; i < kUnit; ++i) {
+            const Wide value = Number<T>::widen(pack.values[i]);
+            counts[j + i] = mask[position + i] != 0;
+            if (counts[j + i] && !any) {
+                origin = value;
+                any = true;
+            }
+            run[j + i] = value - origin;
+        }
+    }
+    template <class N>
+    __device__ void add(N n) {
+        Wide number = 0, sum = 0, squares = 0;
+#pragma unroll
+        for (int i = 0; i < kRun; ++i)
+            if (i < n && counts[i]) {
+                number += 1;
+                sum += run[i];
+            }
+        if (number == 0) return;
+        const Wide here = sum / number;
+#pragma unroll
+        for (int i = 0; i < kRun; ++i)
+            if (i < n && counts[i]) squares += (run[i] - here) * (run[i] - here);
+        const Wide total = count + number, delta = here - mean, share = number / total;
+        mean += delta * share;
+        m2 += squares + delta * delta * count * share;
+        count = total;
+    }
+    template <int kUnit>
+    __device__ void put(int) const {}
+    __device__ Moments result() const {
+        return {static_cast<double>(count), static_cast<double>(origin) + static_cast<double>(mean),
+                static_cast<double>(m2)};
+    }
+};
+
 struct Sums {
     double dy, dy_xhat;
 
@@ -612,7 +683,8 @@ __device__ inline Statistic statistic(const NormaliseArguments& with, const List
             static_cast<double>(static_cast<const P*>(with.running_var)[channel])};
 }
 __device__ inline double invstd(const NormaliseArguments& with, const Statistic& of) {
-    return rsqrt(of.variance + with.epsilon);
+    // Where no value counts, xhat is 0.
+    return with.frozen == 0 && of.share == 0 ? 0.0 : rsqrt(of.variance + with.epsilon);
 }
 
 // Gamma, unless it is fixed, and beta.
@@ -678,12 +750,13 @@ struct Normalise {
 //
 // The slot uses pool u and feeds pool f. S1 = sum dz and S2 = sum dz*xhat go over the slots that use f. The gradient dz
 // is dy or, if A::kChanges, dy after the backward of the activation.
-template <typename T, typename P, class A, bool kAdd>
+template <typename T, typename P, class A, bool kAdd, bool kMasked>
 struct GradInput {
     typedef typename Number<T>::Wide Wide;
     const GradInputArguments& with;
     const T *dy, *x;
     T* dx;
+    const unsigned char* mask;
     typename A::template On<Wide> activation;
     Split<Wide> mean = Split<Wide>(0);
     Wide scale = 0, shift = 0, slope = 0;
@@ -694,6 +767,7 @@ struct GradInput {
           dy(static_cast<const T*>(with.dy)),
           x(static_cast<const T*>(with.x)),
           dx(static_cast<T*>(with.dx)),
+          mask(static_cast<const unsigned char*>(with.mask)),
           activation(with.epilogue.slope, with.epilogue.ceiling) {}
     __device__ void use(Index slot, Index channel) {
         const Index channels = with.tiling.channels;
@@ -722,9 +796,12 @@ struct GradInput {
         if (kAdd) load_batch<T>(out, dx + offset, stride, n);
 #pragma unroll
         for (int j = 0; j < kCount; ++j) {
+            const Index position = kMasked ? position_of(with.tiling, offset + (j < n ? j * stride : 0)) : 0;
 #pragma unroll
             for (int i = 0; i < kUnit; ++i) {
-                const Wide at = Number<T>::widen(in[j].values[i]), through = shift + mean.below(at) * slope;
+                const Wide at = Number<T>::widen(in[j].values[i]);
+                Wide through = shift + mean.below(at) * slope;
+                if (kMasked && mask[position + i] == 0) through = 0;
                 Wide dz = Number<T>::widen(head[j].values[i]);
                 if (A::kChanges) activation.through(&dz, normal.of(at));
                 const Wide value = scale * dz - through;
@@ -775,7 +852,8 @@ struct Recover {
         const Wide shift = static_cast<Wide>(beta<P>(with.weights, channel));
         normal = {Split<Wide>(mine.used_mean), static_cast<Wide>(mine.used_invstd * gamma<P>(with.weights, channel)),
                   shift};
-        if (mine.by_another() && mine.constant(with.epsilon, with.constant))  // x is the mean, for every y
+        // x is the mean, for every y
+        if (mine.used_invstd == 0 || (mine.by_another() && mine.constant(with.epsilon, with.constant)))
             normal = {Split<Wide>(mine.mean), static_cast<Wide>(rsqrt(0.0)), shift};
     }
     template <int kUnit>
@@ -963,6 +1041,28 @@ __device__ void moments(const MomentsArguments& with) {
     reduce<T>(reduction, layout, with.partial, aligned(x));
 }
 
+template <typename T>
+__device__ void masked_moments(const MomentsArguments& with) {
+    const T* const x = static_cast<const T*>(with.x);
+    MaskedMomentsOf<T> reduction(x, with.mask, with.tiling);
+    reduce<T>(reduction, Layout(with.tiling), with.partial, aligned(x));
+}
+
+// Of numbers in the order of bytes of GPUs, the last byte has the sign.
+__device__ inline void expand(const ExpandArguments& with) {
+    const Index position = thread();
+    if (position >= with.positions) return;
+    Index at = 0, rest = position;
+    for (int i = kMaskAxes - 1; i >= 0; --i) {
+        at += rest % with.extents[i] * with.strides[i];
+        rest /= with.extents[i];
+    }
+    const unsigned char* const value = static_cast<const unsigned char*>(with.from) + at * with.bytes;
+    int any = value[with.bytes - 1] & (with.floating != 0 ? 0x7f : 0xff);
+    for (int i = 0; i + 1 < with.bytes; ++i) any |= value[i];
+    static_cast<unsigned char*>(with.to)[position] = any != 0;
+}
+
 template <typename T, typename P, class A>
 __device__ void normalise(const NormaliseArguments& with) {
     const bool packs = aligned(with.x) && aligned(with.y) && (!A::kChanges || aligned(with.addend));
@@ -992,16 +1092,24 @@ __device__ void grad_sums(const GradSumsArguments& with) {
     reduce<T>(reduction, layout, with.partial, packs);
 }
 
-template <typename T, typename P, class A>
-__device__ void grad_input(const GradInputArguments& with) {
+template <typename T, typename P, class A, bool kMasked>
+__device__ void any_grad_input(const GradInputArguments& with) {
     const bool packs = aligned(with.x) && aligned(with.dy) && aligned(with.dx);
     if (with.dx != nullptr && with.tiling.samples > 0) {
         if (with.add)
-            each<T>(GradInput<T, P, A, true>(with), with.tiling, packs);
+            each<T>(GradInput<T, P, A, true, kMasked>(with), with.tiling, packs);
         else
-            each<T>(GradInput<T, P, A, false>(with), with.tiling, packs);
+            each<T>(GradInput<T, P, A, false, kMasked>(with), with.tiling, packs);
     }
     parameter_gradients<P>(with);
+}
+template <typename T, typename P, class A>
+__device__ void grad_input(const GradInputArguments& with) {
+    any_grad_input<T, P, A, false>(with);
+}
+template <typename T, typename P, class A>
+__device__ void masked_grad_input(const GradInputArguments& with) {
+    any_grad_input<T, P, A, true>(with);
 }
 
 template <typename T, typename P, class A>
@@ -1057,10 +1165,18 @@ typedef double Data_float64, Parameter_float64;
     SYNCBN_KERNELS_OF(TYPE, NAME, A, grad_input, GradInputArguments) \
     SYNCBN_KERNELS_OF(TYPE, NAME, A, recover, RecoverArguments)
 
-// Compiling all kernels takes too long for a first step: SYNCBN_TYPE and SYNCBN_ACTIVATION select some.
+#define SYNCBN_ONE_MASKED_KERNEL(NAME, A, TYPE) \
+    SYNCBN_KERNELS_OF(TYPE, NAME, syncbn::A, masked_grad_input, GradInputArguments)
+#define SYNCBN_MASKED_KERNELS(TYPE)                                                      \
+    SYNCBN_KERNEL(masked_moments_##TYPE, MomentsArguments, masked_moments<Data_##TYPE>) \
+    SYNCBN_ACTIVATIONS(SYNCBN_ONE_MASKED_KERNEL, TYPE)
+
+// Compiling all kernels takes too long for a first step: SYNCBN_TYPE and SYNCBN_ACTIVATION or SYNCBN_MASKED select some.
 #ifdef SYNCBN_TYPE
 #define SYNCBN_APPLY(MACRO, ...) MACRO(__VA_ARGS__)
-#ifdef SYNCBN_ACTIVATION
+#if defined(SYNCBN_MASKED)
+SYNCBN_APPLY(SYNCBN_MASKED_KERNELS, SYNCBN_TYPE)
+#elif defined(SYNCBN_ACTIVATION)
 #define SYNCBN_TRAIT_OF(NAME, A) typedef syncbn::A Activation_##NAME;
 namespace {
 SYNCBN_ACTIVATIONS(SYNCBN_TRAIT_OF)
@@ -1080,8 +1196,12 @@ SYNCBN_KERNELS(float16)
 SYNCBN_KERNELS(float32)
 SYNCBN_KERNELS(float64)
 SYNCBN_ACTIVATIONS(SYNCBN_ALL_TYPES)
+SYNCBN_MASKED_KERNELS(float16)
+SYNCBN_MASKED_KERNELS(float32)
+SYNCBN_MASKED_KERNELS(float64)
 #endif
 
+SYNCBN_KERNEL(expand_mask, ExpandArguments, expand)
 SYNCBN_KERNEL(merge_moments, MergeArguments, merge<Moments>)
 SYNCBN_KERNEL(merge_sums, MergeArguments, merge<Sums>)
 SYNCBN_KERNEL(sums_of_moments, SumsArguments, sums_of)

@@ -47,11 +47,24 @@ struct Findings {
 // The treatment of moments that are not finite.
 enum Watch { kPropagate, kLeaveOut, kLeaveOutAndTell };
 
-// partial [chunks][slots] of packed moments. Grid: channels (inner > 1) or tiles of `width` channels; slots; chunks.
+// to[position] is 1 where the value of a mask is not 0, else 0; see `Mask` of csrc/mask.h. Grid: a thread for each
+// position.
+constexpr int kMaskAxes = 4;
+struct ExpandArguments {
+    Index positions;
+    const void* from;
+    void* to;
+    Index extents[kMaskAxes], strides[kMaskAxes];
+    int bytes, floating;
+};
+
+// partial [chunks][slots] of packed moments. `masked_moments` leaves out positions [outer][inner] where the expanded mask
+// is 0. Grid: channels (inner > 1) or tiles of `width` channels; slots; chunks.
 struct MomentsArguments {
     Tiling tiling;
     const void* x;
     double* partial;
+    const void* mask;
 };
 
 // Combines the chunks of a slot: [chunks][slots] into [slots]. Grid: a warp for each slot and channel.
@@ -109,7 +122,8 @@ struct GradSumsArguments {
     double* partial;
 };
 
-// dx, added to if `add`, and this replica's part of dgamma and dbeta; all three may be null. Grid as for normalise.
+// dx, added to if `add`, and this replica's part of dgamma and dbeta; all three may be null. For `masked_grad_input`, no
+// gradient flows through statistics where the expanded mask is 0. Grid as for normalise.
 struct GradInputArguments {
     Tiling tiling;
     const void *dy, *x;
@@ -122,6 +136,7 @@ struct GradInputArguments {
     const double* own;  // those of this replica
     void *dgamma, *dbeta;
     int add, add_dgamma, add_dbeta;
+    const void* mask;
 };
 
 // Computes x from the y of `normalise` without an addend, with `kept`. If x cannot be found, findings->at is the first

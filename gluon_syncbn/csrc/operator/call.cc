@@ -214,6 +214,9 @@ void Call::end_backward(const Arrays& arrays, const int* reqs) {
             fill(arrays[node_.gradients() + batch], Type::kFloat64, moments_length(channels()), 0);
         const int gradients = node_.gradients();
         write_zeros(arrays, reqs, {gradients + kX, gradients + (node_.adds ? int{kAddend} : int{kX})});
+        const int mask = node_.mask_input();
+        if (node_.masks && (reqs[mask] == kWrite || reqs[mask] == kInplace))
+            fill_with_zeros(arrays[gradients + mask], node_.mask.size * node_.mask.bytes);
         SYNCBN_POINT("before_backward_ends");
         finish();
     });
@@ -423,7 +426,7 @@ Total Call::total(Direction direction) {
 void Call::assign(const std::vector<double>& counts, size_t first, int64_t key) {
     const Pooling& pooling = node_.layer->pooling;
     if (sharing_of(pooling) == Sharing::kTotal && std::accumulate(counts.begin(), counts.end(), 0.0) == 0)
-        throw Failure("the batches of all replicas are empty, so there is no mean.");
+        throw Failure("the batches of all replicas are empty or masked, so there is no mean.");
     Draw draw;
     if (place_.meeting) draw = place_.meeting->draw;
     draw.layer = key;

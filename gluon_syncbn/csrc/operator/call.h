@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "mask.h"
 #include "meeting/registry.h"
 #include "mxnet_api.h"
 #include "operator/tape.h"
@@ -32,7 +33,9 @@ struct Node {
     Role role = Role::kWhole;
     size_t per_context = 1;
     Activation activation;
-    bool adds = false;     // has a fourth input, which is added before the activation
+    bool adds = false;   // has a fourth input, which is added before the activation
+    bool masks = false;  // has a mask behind these, of which this is the layout
+    Mask mask = {};
     int64_t number = -1;   // the number of this node of a graph, the same on all contexts; -1 for an eager call
     bool inplace = false;  // the backward gets y in place of x, and computes x again
     int axis = 1;
@@ -45,7 +48,8 @@ struct Node {
     // Indices into MXNet's lists. The forward has [inputs][outputs][auxiliary states]. The backward has
     // [gradients of the outputs][inputs][outputs][gradients of the inputs].
     int inputs() const { return role == Role::kGather ? 1 : batch() + (role == Role::kTrack); }
-    int batch() const { return kBeta + 1 + adds; }  // an input of the second operator of a call
+    int mask_input() const { return kBeta + 1 + adds; }
+    int batch() const { return kBeta + 1 + adds + masks; }  // an input of the second operator of a call, without a mask
     int outputs() const { return role != Role::kMeet ? 1 : hands_addend_on() ? 3 : 2; }
     int output() const { return inputs(); }
     int batch_output() const { return output() + 1; }  // an output of the first operator
@@ -134,6 +138,7 @@ class Call {
     // Copies n values from one array into another, or adds them if `add`; writes one value into all of an array.
     virtual void copy(Array from, Type type, int64_t n, Array to, bool add) = 0;
     virtual void fill(Array to, Type type, int64_t n, double value) = 0;
+    virtual void fill_with_zeros(Array to, int64_t bytes) = 0;
     // Waits for all work of the call on a device; throws Failure. After a failure it removes the rest of the work, and
     // does not throw.
     virtual void finish() {}

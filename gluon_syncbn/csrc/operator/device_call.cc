@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
+#include <iterator>
 #include <numeric>
 #include <optional>
 #include <thread>
@@ -105,6 +106,7 @@ class DeviceCall : public Call {
     void track(const Arrays& arrays) override;
     void copy(Array from, Type type, int64_t n, Array to, bool add) override;
     void fill(Array to, Type type, int64_t n, double value) override;
+    void fill_with_zeros(Array to, int64_t bytes) override;
     void finish() override;
     void clear_up() override;
     void leave_thread() override {
@@ -162,7 +164,10 @@ class DeviceCall : public Call {
     template <typename Launch>
     Memory reduced(int64_t length, const char* merge, const Launch& launch_with);
     // Contributes this replica's vectors, which are on their way into `gathered_`.
-    void contribute_gathered(Direction direction);
+    void contribute_gathered(Direction direction, Vector counts);
+    // The number of values of each slot. Those that a mask leaves are in the moments: the call waits for them.
+    Vector counts() const;
+    Vector masked_counts();
     // Runs a kernel into the sums of `gathered_`.
     void run_on_sums(const char* kernel, const double* from);
     // Gets the packed vectors of all replicas into `gathered_`. In the forward, returns the samples of their slots.
@@ -175,6 +180,8 @@ class DeviceCall : public Call {
     // Computes x from y, into the memory of dx or of scratch.
     void* recovered(const Arrays& arrays, const int* reqs);
     void copy_data(const void* from, Type type, int64_t n, void* to, bool add);
+    // Expands the mask, which is at this index, until the callback ends; null if all positions count.
+    const void* mask(const Arrays& arrays, int index);
     bool idle_within(double seconds) const;
     std::unique_ptr<Wait> wait_for_gpu();
     // Waits until all work on the stream is done; throws Failure.
@@ -258,6 +265,24 @@ Lists DeviceCall::list(const std::vector<Range>& ranges) const {
     return out;
 }
 
+// ---- masks -------------------------------------------------------------------------------------------------------
+
+const void* DeviceCall::mask(const Arrays& arrays, int index) {
+    if (!node_.masks || tensor_.shape.size() == 0) return nullptr;
+    const Mask& layout = node_.mask;
+    const int64_t positions = tensor_.shape.per_channel();
+    cuda::ExpandArguments with{};
+    with.positions = positions;
+    with.from = data(arrays[index]);
+    with.to = scratch(ceil_div(positions, int64_t{sizeof(double)}));
+    std::copy(std::begin(layout.extents), std::end(layout.extents), with.extents);
+    std::copy(std::begin(layout.strides), std::end(layout.strides), with.strides);
+    with.bytes = layout.bytes;
+    with.floating = layout.floating;
+    run(Kernel{"expand_mask"}, {ceil_div(positions, kBlock)}, with);
+    return with.to;
+}
+
 // ---- what is gathered ----------------------------------------------------------------------------------------------
 
 template <typename Launch>
@@ -282,10 +307,25 @@ Memory DeviceCall::reduced(int64_t length, const char* merge, const Launch& laun
     return out;
 }
 
-void DeviceCall::contribute_gathered(Direction direction) {
-    const Memory& own = gathered_->own;
+Vector DeviceCall::counts() const {
     Vector counts;
     for (const Slot& slot : tensor_.slots) counts.push_back(static_cast<double>(slot.shape.per_channel()));
+    return counts;
+}
+
+Vector DeviceCall::masked_counts() {
+    const Memory& own = gathered_->own;
+    Vector values(static_cast<size_t>(own.size())), counts;
+    wait();  // the copy has no time limit
+    own.download(values.data(), work().lease);
+    const double* first = values.data() + (own.part() - own.data());
+    for (size_t slot = 0; slot < tensor_.slots.size(); ++slot)
+        counts.push_back(first[static_cast<int64_t>(slot) * moments_length(channels())]);
+    return counts;
+}
+
+void DeviceCall::contribute_gathered(Direction direction, Vector counts) {
+    const Memory& own = gathered_->own;
     gathered_->slots = static_cast<int64_t>(counts.size());
     direction_ = direction;
     if (exchange_ == nullptr) return contribute(direction, std::move(counts));
@@ -347,11 +387,12 @@ void DeviceCall::begin_normalise(const Arrays& arrays) {
 void DeviceCall::contribute_moments(const Arrays& arrays) {
     exchange_ = shares() ? still_current([&] { return &exchange(Direction::kForward); }) : nullptr;
     gathered_ = std::make_shared<Gathered>();
-    const void* x = data(arrays[kX]);
+    const void *x = data(arrays[kX]), *mask = this->mask(arrays, node_.mask_input());
+    const char* stem = mask == nullptr ? "moments" : "masked_moments";
     gathered_->own = reduced(moments_length(channels()), "merge_moments", [&](const Plan& plan, double* out) {
-        run(kernel_of("moments", tensor_.type), plan.reduce(), cuda::MomentsArguments{plan.tiling(), x, out});
+        run(kernel_of(stem, tensor_.type), plan.reduce(), cuda::MomentsArguments{plan.tiling(), x, out, mask});
     });
-    contribute_gathered(Direction::kForward);
+    contribute_gathered(Direction::kForward, mask == nullptr ? counts() : masked_counts());
 }
 
 void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
@@ -469,7 +510,7 @@ void DeviceCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
                                     kept_.data(), out});
     });
     gradients_ = {x, dz != nullptr ? dz : dy, by_input};
-    if (!frozen_) contribute_gathered(Direction::kBackward);
+    if (!frozen_) contribute_gathered(Direction::kBackward, counts());
 }
 
 void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
@@ -497,7 +538,9 @@ void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
     with.add_dgamma = reqs[kGamma] == kAdd;
     with.add_dbeta = reqs[kBeta] == kAdd;
     const bool any = with.dx != nullptr && tensor_.shape.size() > 0;
-    run(kernel_of("grad_input", tensor_.type, by_input ? affine.activation : Activation{}),
+    if (any && !frozen_) with.mask = mask(arrays, node_.outputs() + node_.mask_input());
+    run(kernel_of(with.mask == nullptr ? "grad_input" : "masked_grad_input", tensor_.type,
+                  by_input ? affine.activation : Activation{}),
         any ? plan.each() : Grid{ceil_div(channels(), kBlock)}, with);
     if (node_.adds && reqs[kAddend] == kAdd)
         copy_data(head, tensor_.type, tensor_.shape.size(), data(arrays[gradients + kAddend]), true);
@@ -511,6 +554,10 @@ void DeviceCall::copy(Array from, Type type, int64_t n, Array to, bool add) {
 
 void DeviceCall::copy_data(const void* from, Type type, int64_t n, void* to, bool add) {
     if (n > 0) run(kernel_of("copy", type), {ceil_div(n, kBlock)}, cuda::CopyArguments{n, from, to, add});
+}
+
+void DeviceCall::fill_with_zeros(Array to, int64_t bytes) {
+    cuda::fill_with_zeros(data(to), bytes, work().lease.stream());
 }
 
 void DeviceCall::fill(Array to, Type type, int64_t n, double value) {

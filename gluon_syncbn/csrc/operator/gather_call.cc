@@ -42,6 +42,7 @@ class GatherCall : public Call {
         backend_.copy(data(from), type, n, to, add);
     }
     void fill(Array to, Type type, int64_t n, double value) override { backend_.fill(to, type, n, value); }
+    void fill_with_zeros(Array, int64_t) override {}
 
   private:
     int64_t bytes() const { return tensor_.shape.size() * size_of(tensor_.type); }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <map>
 #include <optional>
 #include <utility>
@@ -38,10 +39,16 @@ class HostCall : public Call {
         backend_.copy(data(from), type, n, to, add);
     }
     void fill(Array to, Type type, int64_t n, double value) override { backend_.fill(to, type, n, value); }
+    void fill_with_zeros(Array to, int64_t bytes) override { std::memset(data(to), 0, static_cast<size_t>(bytes)); }
 
   private:
     int threads() const;
     void write_output(const Arrays& arrays, int req);
+    // The mask, which is at this index; empty if all positions count.
+    std::vector<float> mask(const Arrays& arrays, int index) const {
+        if (!node_.masks || tensor_.shape.size() == 0) return {};
+        return backend_.mask(data(arrays[index]), node_.mask);
+    }
     // Computes x from y, into the memory of dx or of `scratch`.
     void* recovered(const Arrays& arrays, const int* reqs, std::vector<char>* scratch) const;
     std::vector<char> buffer() const {
@@ -97,10 +104,13 @@ void HostCall::assign_statistics(const Total& moments) {
         if (!found) found = statistic(moments_of(pools_, pool, moments.values, channels()));
         return found;
     };
+    const Vector zeros(static_cast<size_t>(channels()));
+    const auto none = node_.masks ? std::make_shared<const Statistic>(Statistic{0, zeros, zeros, zeros}) : nullptr;
     for (size_t i = 0; i < tensor_.slots.size(); ++i) {
         if (tensor_.slots[i].shape.size() == 0) continue;
         tensor_.slots[i].fed = of(pools_.fed[i]);
         tensor_.slots[i].used = of(pools_.used[i]);
+        if (!tensor_.slots[i].used) tensor_.slots[i].used = none;
     }
 }
 
@@ -147,7 +157,8 @@ void HostCall::begin_normalise(const Arrays& arrays) {
     if (shares()) join_meeting();
     backend_.threads = threads();
     tensor_.cut(node_.layer->pooling.slots());
-    Vector own = backend_.moments(arrays[kX], tensor_);
+    const std::vector<float> mask = this->mask(arrays, node_.mask_input());
+    Vector own = backend_.moments(arrays[kX], tensor_, mask.empty() ? nullptr : mask.data());
     check_finite(own);
     contribute(Direction::kForward, std::move(own));
 }
@@ -251,7 +262,7 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
         cpu::ThroughStatistics through{Vector(slots * n, 0.0), Vector(slots * n, 0.0)};
         for (size_t i = 0; i < slots && !frozen_; ++i) {
             const Slot& slot = tensor_.slots[i];
-            if (!slot.used) continue;
+            if (!slot.fed) continue;
             const double *sum_dy = &sums[i * 2 * n], *sum_dy_xhat = sum_dy + n;
             for (int64_t c = 0; c < n; ++c) {
                 const double share = slot.fed->invstd[c] / slot.used->invstd[c];
@@ -259,8 +270,10 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
                 through.slope[i * n + c] = share * (sum_dy_xhat[c] / slot.fed->count * slot.fed->invstd[c]);
             }
         }
-        backend_.grad_input(found.dz, found.x, tensor_, found.affine, through, arrays[gradients + kX],
-                            reqs[kX] == kAdd);
+        std::vector<float> mask;
+        if (!frozen_) mask = this->mask(arrays, node_.outputs() + node_.mask_input());
+        backend_.grad_input(found.dz, found.x, tensor_, found.affine, through, mask.empty() ? nullptr : mask.data(),
+                            arrays[gradients + kX], reqs[kX] == kAdd);
     }
     const auto write = [&](const Vector& values, Input input) {
         if (reqs[input] != kNull)

@@ -177,19 +177,15 @@ int delete_property(void* state) {
 }
 
 int list_arguments(char*** out, void* state) {
-    static char* only_data[] = {writable("data"), nullptr};
-    static char* data[] = {writable("data"), writable("gamma"), writable("beta"), nullptr};
-    static char* with_batch[] = {writable("data"), writable("gamma"), writable("beta"), writable("batch"), nullptr};
-    static char* with_addend[] = {writable("data"), writable("gamma"), writable("beta"), writable("addend"), nullptr};
-    static char* with_both[] = {writable("data"),   writable("gamma"), writable("beta"),
-                                writable("addend"), writable("batch"), nullptr};
     const Property& property = *property_of(state);
-    if (property.role == Role::kGather)
-        *out = only_data;
-    else if (property.role == Role::kTrack)
-        *out = property.adds ? with_both : with_batch;
-    else
-        *out = property.adds ? with_addend : data;
+    static thread_local std::vector<char*> names;
+    names = {writable("data")};
+    if (property.role != Role::kGather) names.insert(names.end(), {writable("gamma"), writable("beta")});
+    if (property.adds) names.push_back(writable("addend"));
+    if (property.masks) names.push_back(writable("mask"));
+    if (property.role == Role::kTrack) names.push_back(writable("batch"));
+    names.push_back(nullptr);
+    *out = names.data();
     return 1;
 }
 
@@ -229,13 +225,63 @@ int channel_axis(const Property& property, int dims) {
     return axis;
 }
 
+std::string text_of(const std::vector<int64_t>& shape) {
+    std::string text;
+    for (const int64_t extent : shape) text += (text.empty() ? "" : ", ") + std::to_string(extent);
+    return "(" + text + (shape.size() == 1 ? ",)" : ")");
+}
+
+// Finds the layout of a mask, or refuses its shape. Below 1, an extent may not be known yet unless all are.
+Mask mask_of(const Property& property, const std::vector<int64_t>& data, const std::vector<int64_t>& shape, int axis,
+             bool known) {
+    std::vector<int64_t> extents = data, given = shape, full = data;
+    full[axis] = 1;
+    extents.erase(extents.begin() + axis);
+    const auto agree = [&](int64_t one, int64_t extent) {
+        return one == 1 || one == extent || (!known && (one <= 0 || extent <= 0));
+    };
+    if (given.size() == data.size() && agree(given[axis], 1)) given.erase(given.begin() + axis);
+    const bool fits = std::equal(given.begin(), given.end(), extents.begin(), extents.end(), agree);
+    if (!fits)
+        refuse(property, "the mask has the shape " + text_of(shape) + " and the data " + text_of(data) + "; expected " +
+                             text_of(full) + " or " + text_of(extents) + " of the mask, where any extent may be 1");
+    Mask mask{0, 0, 1, {1, 1, 1, 1}, {}};
+    for (size_t i = given.size(), to = 4; i-- > 0;) {
+        mask.extents[--to] = extents[i];
+        mask.strides[to] = given[i] == 1 ? 0 : mask.size;
+        mask.size *= given[i];
+    }
+    return mask;
+}
+
+// The numbers of MXNet's types, also of those that no data has.
+constexpr struct {
+    int flag, bytes, floating;
+} kMaskTypes[] = {{0, 4, 1}, {1, 8, 1}, {2, 2, 1}, {3, 1, 0},  {4, 4, 0},  {5, 1, 0}, {6, 8, 0},
+                  {7, 1, 0}, {8, 2, 0}, {9, 2, 0}, {10, 4, 0}, {11, 8, 0}, {12, 2, 1}};
+
 int infer_shape(int size, int* dims, int** shapes, void* state) {
     const Property& property = *property_of(state);
     if (dims[0] <= 0) return 1;  // not known yet
-    int* channels = shapes[0] + channel_axis(property, dims[0]);
+    const int axis = channel_axis(property, dims[0]);
+    int* channels = shapes[0] + axis;
+    if (property.masks) {
+        const int at = property.mask_input();
+        static thread_local std::vector<int> mask;
+        if (dims[at] > 0) {
+            mask_of(property, {shapes[0], shapes[0] + dims[0]}, {shapes[at], shapes[at] + dims[at]}, axis, false);
+            mask.assign(shapes[at], shapes[at] + dims[at]);
+        } else {
+            mask.assign(shapes[0], shapes[0] + dims[0]);
+            mask[axis] = 1;
+        }
+        dims[at] = static_cast<int>(mask.size());
+        shapes[at] = mask.data();
+    }
     static thread_local int batch;
     batch = 1 + 2 * *channels;
     for (int i = 1; i < size; ++i) {
+        if (property.masks && i == property.mask_input()) continue;
         dims[i] = property.is_data(i) ? dims[0] : 1;
         shapes[i] = property.is_data(i) ? shapes[0] : i == batch_at(property) ? &batch : channels;
     }
@@ -268,7 +314,12 @@ int infer_type(int size, int* types, void* state) {
                              " was given)");
     const int parameter = static_cast<int>(parameter_type_of(static_cast<Type>(data)));
     const bool rows = property.role == Role::kGather;
-    for (int i = 0; i < size; ++i) types[i] = rows || property.is_data(i) ? data : parameter;
+    for (int i = 0; i < size; ++i) {
+        if (!property.masks || i != property.mask_input())
+            types[i] = rows || property.is_data(i) ? data : parameter;
+        else if (types[i] < 0)
+            types[i] = data;
+    }
     if (batch_at(property) >= 0) types[batch_at(property)] = static_cast<int>(Type::kFloat64);
     return 1;
 }
@@ -277,13 +328,14 @@ int infer_type(int size, int* types, void* state) {
 // that are named here for the backward.
 int backward_dependency(const int* dy, const int* inputs, const int* outputs, int* size, int** needed, void* state) {
     const Property& property = *property_of(state);
-    static thread_local std::array<int, 5> list;
+    static thread_local std::array<int, 6> list;
     int n = 0;
     list[n++] = dy[0];
     if (property.hands_addend_on()) list[n++] = dy[Node::kGradientOfAddendOutput];
     list[n++] = property.inplace ? outputs[0] : inputs[kX];
     list[n++] = inputs[kGamma];
     if (property.activation.any() || property.inplace) list[n++] = property.adds ? outputs[0] : inputs[kBeta];
+    if (property.masks) list[n++] = inputs[property.mask_input()];
     *size = n;
     *needed = list.data();
     return 1;
@@ -346,7 +398,20 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     if (axis == 0 && property.layer->pooling.virtual_devices > 1)
         refuse(property, "virtual_devices are parts of the batch along axis 0, but here that is the channel axis");
     const int64_t samples = axis == 0 ? 1 : shapes[0][0];
-    return issue(property, Call::of(property, context, static_cast<Type>(types[0]), shape, samples), out);
+    Node node = property;
+    if (node.masks) {
+        const int at = node.mask_input();
+        const std::vector<int64_t> data(shapes[0], shapes[0] + dims[0]);
+        node.mask = mask_of(property, data, {shapes[at], shapes[at] + dims[at]}, axis, true);
+        const auto type = std::find_if(std::begin(kMaskTypes), std::end(kMaskTypes),
+                                       [&](const auto& one) { return one.flag == types[at]; });
+        if (type == std::end(kMaskTypes))
+            refuse(property,
+                   "the mask has a type that is no number (MXNet type flag " + std::to_string(types[at]) + ")");
+        node.mask.bytes = type->bytes;
+        node.mask.floating = type->floating;
+    }
+    return issue(property, Call::of(std::move(node), context, static_cast<Type>(types[0]), shape, samples), out);
 }
 
 Activation activation_of(const std::string& name, double slope, double ceiling) {
@@ -420,6 +485,7 @@ int describe_layer(const char*, const int size, const char** keys, const char** 
     property->momentum = std::stod(given["momentum"]);
     property->activation = activation_of(given["activation"], std::stod(given["slope"]), std::stod(given["ceiling"]));
     property->adds = given["adds"] == "1";
+    property->masks = given["masks"] == "1";
     property->inplace = given["inplace"] == "1";
     check_epilogue(*property);
     property->fix_gamma = given["fix_gamma"] == "1";

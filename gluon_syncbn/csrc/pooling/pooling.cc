@@ -30,7 +30,7 @@ Assignment grouped(const std::vector<double>& counts, int size) {
             out.tracks.push_back(values > 0 ? first / size : kNone);
         }
     }
-    out.uses = out.feeds;
+    out.uses = out.tracks;  // also a slot of which no value counts
     return out;
 }
 

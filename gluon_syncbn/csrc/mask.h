@@ -1,0 +1,16 @@
+// Defines the layout of a mask: an array that names the positions of a tensor whose values count in the statistics. For
+// kernels, too.
+#pragma once
+
+namespace syncbn {
+
+// The extents are those of the tensor without the channel axis, filled up with 1 at the front. A stride of 0 repeats
+// values. A value that is not 0 counts, whatever its type.
+struct Mask {
+    int bytes;     // of a value
+    int floating;  // a value without bits but the sign is 0
+    long long size;
+    long long extents[4], strides[4];
+};
+
+}  // namespace syncbn

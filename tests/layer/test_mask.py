@@ -1,0 +1,454 @@
+"""Positions that do not count: `layer(x, mask)` against the specification."""
+
+import json
+import re
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, nd
+from mxnet.gluon import HybridBlock, Trainer, nn
+from poolings import POOLINGS, filled_slots, fits, specification
+from replicas import (
+    ON_CPUS,
+    TOLERANCE,
+    WAYS,
+    Result,
+    assert_same,
+    assert_same_bits,
+    collect,
+    make_batch,
+    on_devices,
+    prepare,
+    short_waits,
+    step,
+    step_of,
+)
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native
+
+#: What numbers a mask may have; 0.5 and -3 count too.
+TYPES = ["float16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool"]
+
+
+def make_masks(rng, batch, axis=1, values=(1.0, -3.0, 0.5)):
+    """One per shard, without the channel axis. Of several samples, the last one counts in no position."""
+    masks = []
+    for x in batch.shards:
+        mask = (rng.rand(*np.delete(x.shape, axis % x.ndim)) < 0.6) * rng.choice(values)
+        mask[:1].ravel()[:1] = 1
+        mask[len(mask) - 1 :] *= len(mask) == 1 or axis % x.ndim == 0
+        masks.append(mask)
+    return masks
+
+
+def masked_step(layer, batch, masks, contexts, dtype, of_masks="float32"):
+    """And no gradient reaches a mask."""
+    inputs = [on_devices(batch.shards, contexts, dtype), on_devices(masks, contexts, of_masks)]
+    if of_masks == "float32":
+        got, gradients = step_of(layer, inputs, on_devices(batch.heads, contexts, dtype))
+        assert not any(gradient.any() for gradient in gradients)
+        return got
+    for x in inputs[0]:
+        x.attach_grad()
+    with autograd.record():
+        ys = [layer(x, mask) for x, mask in zip(*inputs)]
+    autograd.backward(ys, on_devices(batch.heads, contexts, dtype))
+    return collect(layer, ys, [x.grad for x in inputs[0]], [x.ctx for x in inputs[0]])
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ON_CPUS)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("pooling", ["sync", *POOLINGS])
+def test_equals_the_specification(contexts, rng, pooling, way, dtype):
+    settings = POOLINGS.get(pooling, {})
+    for replicas in (1, 2, 4):
+        if not fits(settings, replicas):
+            continue
+        batch = make_batch(rng, replicas, dtype=dtype)
+        masks = make_masks(rng, batch)
+        if replicas == 4:
+            masks[1] *= 0
+        if settings.get("mode") == "shuffle" and filled_slots(masks, settings.get("virtual_devices", 1)) < 2:
+            continue
+        layer = prepare(SyncBatchNorm(**settings), batch, contexts[:replicas], dtype, WAYS[way])
+        got = masked_step(layer, batch, masks, contexts, dtype)
+        want = specification(layer, batch, node=-1 if way == "eager" else 0, masks=masks)
+        assert_same(got, want, ON_CPUS[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16"])
+@pytest.mark.parametrize("axis, spatial", [(1, ()), (1, (3,)), (1, (40,)), (-1, (4, 6)), (2, (4, 6)), (1, (2, 3, 5))])
+def test_every_layout(contexts, rng, axis, spatial, dtype):
+    batch = make_batch(rng, 3, axis=axis, spatial=spatial, dtype=dtype)
+    masks = make_masks(rng, batch, axis)
+    layer = prepare(SyncBatchNorm(axis=axis), batch, contexts[:3], dtype)
+    got = masked_step(layer, batch, masks, contexts, dtype)
+    assert_same(got, specification(layer, batch, axis=axis, masks=masks), TOLERANCE[dtype])
+    wide = [np.expand_dims(mask, axis % batch.shards[0].ndim) for mask in masks]
+    assert_same_bits(masked_step(prepare_like(layer, batch, contexts), batch, wide, contexts, dtype), got)
+
+
+def prepare_like(layer, batch, contexts, **settings):
+    again = SyncBatchNorm(axis=layer._kwargs["axis"], **settings)
+    return prepare(again, batch, layer.running_mean.list_ctx(), layer.gamma.dtype)
+
+
+def test_channels_along_the_first_axis(contexts, rng):
+    x, head, mask = rng.randn(4, 3, 5), rng.randn(4, 3, 5), rng.rand(3, 5) < 0.5
+    batch = make_batch(rng, 1, channels=4)._replace(shards=[x], heads=[head])
+    layer = prepare(SyncBatchNorm(axis=0), batch, contexts[:1], "float64")
+    got = masked_step(layer, batch, [mask * 1.0], contexts, "float64")
+    assert_same(got, specification(layer, batch, axis=0, masks=[mask]), 1e-11)
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+@pytest.mark.parametrize("of_masks", TYPES)
+def test_every_type_of_mask(contexts, rng, of_masks, way):
+    batch = make_batch(rng, 2, dtype="float32")
+    masks = make_masks(rng, batch, values=[-3.0, 0.5] if of_masks.startswith("float") else [1.0])
+    if of_masks == "float64":
+        masks[0][masks[0] == 0] = -0.0
+        masks[0][masks[0] != 0] = 1e-300
+    layer = prepare(SyncBatchNorm(), batch, contexts[:2], "float32", WAYS[way])
+    got = masked_step(layer, batch, masks, contexts, "float32", of_masks)
+    assert_same(got, specification(layer, batch, masks=masks), TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 6), (3, 1, 1, 1), (1, 4, 1), (3, 1, 1, 6), (1, 1, 1, 1), (3, 4, 6)], ids=str
+)
+def test_an_extent_of_1_repeats(contexts, rng, shape):
+    batch = make_batch(rng, 1)
+    x, head = rng.randn(3, 5, 4, 6) + 1, rng.randn(3, 5, 4, 6)
+    batch = batch._replace(shards=[x], heads=[head])
+    mask = (rng.rand(*shape) < 0.5) * 1.0
+    mask.ravel()[-1] = 1
+    layer = prepare(SyncBatchNorm(), batch, contexts[:1], "float64")
+    got = masked_step(layer, batch, [mask], contexts, "float64")
+    assert_same(got, specification(layer, batch, masks=[mask]), 1e-11)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("settings", [
+    {"activation": "relu"}, {"activation": "leaky"}, {"activation": "leaky", "inplace": True}, {"inplace": True},
+    {"inplace": True, "mode": "local", "virtual_devices": 2}, {"use_global_stats": True}, {"scale": False},
+], ids=str)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:The 1-th input to HybridBlock is not used")  # by running statistics
+def test_with_other_settings(contexts, rng, settings, way):
+    batch = make_batch(rng, 3)
+    masks = make_masks(rng, batch)
+    masks[2] *= 0
+    layer = prepare(SyncBatchNorm(**settings), batch, contexts[:3], "float64", WAYS[way])
+    got = masked_step(layer, batch, masks, contexts, "float64")
+    if "use_global_stats" in settings:
+        want = step(prepare_like(layer, batch, contexts, **settings), batch, contexts, "float64")
+    else:
+        want = specification(layer, batch, masks=masks)
+    assert_same(got, want, 1e-10)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_beside_an_addition(contexts, rng, way):
+    batch = make_batch(rng, 2)
+    masks, addends = make_masks(rng, batch), [rng.randn(*x.shape) for x in batch.shards]
+    layer = prepare(SyncBatchNormAdd(), batch, contexts[:2], "float64", WAYS[way])
+    inputs = [on_devices(arrays, contexts, "float64") for arrays in (batch.shards, addends, masks)]
+    got, _ = step_of(layer, inputs, on_devices(batch.heads, contexts, "float64"))
+    assert_same(got, specification(layer, batch, masks=masks, addends=addends), 1e-11)
+    daddends = specification_of_addends(batch, masks, addends)
+    for addend, want in zip(inputs[1], daddends):
+        np.testing.assert_allclose(addend.grad.asnumpy(), want, atol=1e-12)
+
+
+def specification_of_addends(batch, masks, addends):
+    from gluon_syncbn import reference
+
+    state = reference.forward(
+        batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), slope=0, masks=masks, addends=addends
+    ).state
+    return reference.backward(batch.shards, batch.heads, batch.gamma, state).daddends
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_several_replicas_of_a_context(contexts, rng, way):
+    batch = make_batch(rng, 4)
+    masks = make_masks(rng, batch)
+    places = [contexts[0], contexts[1]] * 2
+    layer = prepare(SyncBatchNorm(num_devices=4), batch, places[:2], "float64", WAYS[way])
+    got = masked_step(layer, batch, masks, places, "float64")
+    assert_same(got, specification(layer, batch, masks=masks), 1e-11)
+
+
+@pytest.mark.parametrize("pooling", ["sync", "local", "shuffle"])
+@pytest.mark.parametrize("axis, spatial", [(1, (4, 6)), (-1, (4, 6)), (1, ())])
+def test_a_mask_of_ones_is_none(contexts, rng, axis, spatial, pooling):
+    """Bit for bit: what is masked costs no digit of the rest."""
+    batch = make_batch(rng, 2, axis=axis, spatial=spatial, dtype="float32")
+    ones = [np.ones(np.delete(x.shape, axis % x.ndim)) for x in batch.shards]
+    results = []
+    for run in (lambda layer: masked_step(layer, batch, ones, contexts, "float32"),
+                lambda layer: step(layer, batch, contexts, "float32")):  # fmt: skip
+        layer = prepare(SyncBatchNorm(axis=axis, mode=pooling), batch, contexts[:2], "float32")
+        results.append(run(layer))
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("axis, spatial", [(1, (4, 6)), (-1, (4, 6)), (1, (3,))])
+def test_what_is_masked_may_hold_anything(contexts, rng, axis, spatial):
+    batch = make_batch(rng, 2, axis=axis, spatial=spatial, dtype="float32", offset=1e4)
+    masks = make_masks(rng, batch, axis)
+    want = specification(
+        prepare(SyncBatchNorm(axis=axis), batch, contexts[:2], "float32"), batch, axis=axis, masks=masks
+    )
+    shown = [np.broadcast_to(np.expand_dims(m != 0, axis % x.ndim), x.shape) for x, m in zip(batch.shards, masks)]
+    for hidden in (np.nan, np.inf, 1e30, 0):
+        filled = [np.where(show, x, np.float32(hidden)) for x, show in zip(batch.shards, shown)]
+        heads = [np.where(show, head, 0).astype("float32") for head, show in zip(batch.heads, shown)]
+        layer = prepare(SyncBatchNorm(axis=axis), batch, contexts[:2], "float32")
+        got = masked_step(layer, batch._replace(shards=filled, heads=heads), masks, contexts, "float32")
+        for y, output, show in zip(got.outputs, want.outputs, shown):
+            np.testing.assert_allclose(y[show], output[show], rtol=1e-3, atol=1e-3)
+        for mean, var, wanted_mean, wanted_var in zip(
+            got.running_mean, got.running_var, want.running_mean, want.running_var
+        ):
+            np.testing.assert_allclose(mean, wanted_mean, rtol=1e-5)
+            np.testing.assert_allclose(var, wanted_var, rtol=1e-5)
+
+
+def test_padding_changes_nothing(contexts, rng):
+    """Sequences of unequal lengths, padded and masked, are one sequence of all their elements."""
+    lengths, width = [[3, 7, 5], [9, 1]], 9
+    batch = make_batch(rng, 2, spatial=(width,))
+    shards, heads = ([rng.randn(len(own), 5, width) + k for k, own in enumerate(lengths)] for _ in range(2))
+    masks = [(np.arange(width) < np.array(own)[:, None]) * 1.0 for own in lengths]
+    heads = [head * mask[:, None] for head, mask in zip(heads, masks)]
+    batch = batch._replace(shards=shards, heads=heads)
+    layer = prepare(SyncBatchNorm(), batch, contexts[:2], "float64")
+    got = masked_step(layer, batch, masks, contexts, "float64")
+
+    def packed(arrays):
+        return np.concatenate([a.swapaxes(0, 1)[:, mask != 0] for a, mask in zip(arrays, masks)], axis=1).T
+
+    dense = batch._replace(shards=[packed(shards)], heads=[packed(heads)])
+    plain = step(prepare(SyncBatchNorm(), dense, contexts[:1], "float64"), dense, contexts, "float64")
+    want = Result([packed(got.outputs)], [packed(got.dxs)], got.dgamma, got.dbeta, got.running_mean, got.running_var)
+    assert_same(plain, want, 1e-11)
+
+
+def test_replicas_without_a_mask_meet_those_with_one(contexts, rng):
+    batch = make_batch(rng, 3)
+    masks = [None, make_masks(rng, batch)[1], None]
+    layer = prepare(SyncBatchNorm(), batch, contexts[:3], "float64")
+    xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads))
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [layer(x) if mask is None else layer(x, nd.array(mask, ctx=x.ctx)) for x, mask in zip(xs, masks)]
+    autograd.backward(ys, heads)
+    got = collect(layer, ys, [x.grad for x in xs], contexts[:3])
+    want = specification(layer, batch, masks=[np.ones((2, 4, 6)), masks[1], np.ones((1, 4, 6))])
+    assert_same(got, want, 1e-11)
+
+
+def test_gradients_are_added(contexts, rng):
+    batch = make_batch(rng, 2)
+    masks = make_masks(rng, batch)
+    results = []
+    for before in (0.0, 2.0):
+        layer = prepare(SyncBatchNorm(), batch, contexts[:2], "float64")
+        inputs = [on_devices(arrays, contexts, "float64") for arrays in (batch.shards, masks)]
+        heads = on_devices(batch.heads, contexts, "float64")
+        got, gradients = step_of(layer, inputs, heads, "add", before)
+        assert all((gradient == before).all() for gradient in gradients)
+        results.append(got)
+    for dx, more in zip(results[0].dxs, results[1].dxs):
+        np.testing.assert_allclose(dx + 2, more, atol=1e-12)
+
+
+@pytest.mark.parametrize("channels", [16, 8])
+def test_behind_a_convolution(contexts, rng, channels):
+    """Data in oneDNN's blocks; through the engine's door they stay in them."""
+    batch = make_batch(rng, 2, channels=channels, dtype="float32", spatial=(5, 7))
+    masks = make_masks(rng, batch)
+    layer = prepare(SyncBatchNorm(in_channels=channels), batch, contexts[:2], "float32")
+    same = nd.array(np.eye(channels).reshape(channels, channels, 1, 1))
+    xs, heads = (on_devices(arrays, contexts, "float32") for arrays in (batch.shards, batch.heads))
+    marks = on_devices(masks, contexts, "float32")
+    for x in xs:
+        x.attach_grad()
+
+    def as_it_is(x):
+        weight = same.as_in_context(x.ctx)
+        return nd.Convolution(x, weight, kernel=(1, 1), num_filter=channels, no_bias=True)
+
+    before = _native.blocked_calls()
+    with autograd.record():
+        ys = [layer(as_it_is(x), mask) for x, mask in zip(xs, marks)]
+        zs = [as_it_is(y) for y in ys]
+    autograd.backward(zs, heads)
+    got = collect(layer, zs, [x.grad for x in xs], contexts[:2])
+    assert _native.blocked_calls() - before == (0 if _native.why_custom() else 4)
+    assert_same(got, specification(layer, batch, masks=masks), 20 * TOLERANCE["float32"])
+
+
+# ---- nothing counts ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"group_size": 1}, {"mode": "local"}], ids=str)
+def test_a_replica_of_which_nothing_counts(contexts, rng, settings):
+    batch = make_batch(rng, 3)
+    masks = make_masks(rng, batch)
+    masks[1] *= 0
+    layer = prepare(SyncBatchNorm(**settings), batch, contexts[:3], "float64")
+    got = masked_step(layer, batch, masks, contexts, "float64")
+    assert_same(got, specification(layer, batch, masks=masks), 1e-11)
+    if settings:  # beta, and the running statistics as they were
+        np.testing.assert_array_equal(got.outputs[1], np.broadcast_to(batch.beta[:, None, None], got.outputs[1].shape))
+        assert not got.dxs[1].any() and not got.running_mean[1].any() and (got.running_var[1] == 1).all()
+
+
+def test_nothing_counts_at_all(contexts, rng):
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(), batch, contexts[:2], "float64")
+    with pytest.raises(mx.MXNetError, match="all replicas are empty or masked, so there is no mean"):
+        masked_step(layer, batch, [mask * 0 for mask in make_masks(rng, batch)], contexts, "float64")
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 4, 6), (2, 4), (5,), (3, 4, 6), (2, 4, 1, 6), (4, 6)], ids=str)
+def test_another_shape_is_an_error(contexts, shape):
+    x, mask = nd.ones((2, 5, 4, 6), ctx=contexts[0]), nd.ones(shape, ctx=contexts[0])
+    layer = SyncBatchNorm(in_channels=5)
+    layer.initialize(ctx=contexts[:1])
+    expected = (
+        f"of shape {shape} was given, expected (2, 1, 4, 6) or (2, 4, 6), where any extent may be 1, for data of "
+    )
+    with pytest.raises(ValueError, match=re.escape("mask: an array " + expected + "shape (2, 5, 4, 6)")):
+        layer(x, mask)
+    layer.hybridize()
+    text = f"the mask has the shape {shape} and the data (2, 5, 4, 6); expected (2, 1, 4, 6) or (2, 4, 6) of the mask"
+    with pytest.raises(mx.MXNetError, match=re.escape(text)), short_waits():
+        layer(x, mask)
+
+
+def test_a_mask_does_not_go_with_everything(contexts, rng):
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(mode="shuffle", inplace=True), batch, contexts[:2], "float64")
+    with pytest.raises(ValueError, match="mask: expected none where inplace=True and mode='shuffle'"):
+        masked_step(layer, batch, make_masks(rng, batch), contexts, "float64")
+
+
+# ---- nets --------------------------------------------------------------------------------------------------
+
+
+class Padded(HybridBlock):
+    """Two convolutions over sequences, of which the elements beyond a length do not count."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        with self.name_scope():
+            self.first, self.second = nn.Conv1D(6, 3, padding=1, use_bias=False), nn.Conv1D(4, 3, padding=1)
+            self.norm, self.residual = SyncBatchNorm(**settings), SyncBatchNormAdd(**settings)
+            self.out = nn.Conv1D(6, 3, padding=1)
+
+    def hybrid_forward(self, F, x, mask):
+        y = F.relu(self.norm(self.first(x), mask))
+        y = self.residual(self.out(self.second(y)), y, mask)
+        return F.broadcast_mul(y, F.expand_dims(mask, axis=1))
+
+
+def padded(seed, contexts, **settings):
+    mx.random.seed(seed)
+    net = Padded(**settings)
+    net.initialize(mx.init.Xavier(), ctx=contexts)
+    return net
+
+
+def sequences(rng, sizes, contexts):
+    data = [(nd.array(rng.randn(n, 3, 8) + k, ctx=c), nd.array(np.arange(8) < rng.randint(1, 9, (n, 1)), ctx=c))
+            for k, (n, c) in enumerate(zip(sizes, contexts))]  # fmt: skip
+    return [(x, mask.astype("float32")) for x, mask in data]
+
+
+def trained(net, batches, steps=2):
+    trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=None)
+    for _ in range(steps):
+        with autograd.record():
+            losses = [(net(*one) ** 2).sum() for one in batches]
+        autograd.backward(losses)
+        for parameter in net.collect_params().values():  # the replicas' gradients are added, as a trainer does
+            if parameter.grad_req != "null":
+                total = sum(grad.as_in_context(mx.cpu()) for grad in parameter.list_grad())
+                for grad in parameter.list_grad():
+                    grad[:] = total.as_in_context(grad.ctx)
+        trainer.update(20)
+    return [net(*one).asnumpy() for one in batches]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_net_on_two_devices_is_the_net_on_one(contexts, rng, way):
+    batches = sequences(rng, (3, 5), contexts)
+    whole = [tuple(nd.concat(*[one.as_in_context(contexts[0]) for one in arrays], dim=0) for arrays in zip(*batches))]
+    outputs = []
+    for parts, places in ((batches, contexts[:2]), (whole, contexts[:1])):
+        net = padded(1, places)
+        for x, mask in parts:
+            net(x, mask)  # the shapes of the parameters follow from the data
+        if WAYS[way] is not None:
+            net.hybridize(**WAYS[way])
+        for name, parameter in sorted(net.collect_params().items(), key=lambda item: item[0].split("_", 1)[1]):
+            values = np.random.RandomState(len(name.split("_", 1)[1])).randn(*parameter.shape)
+            parameter.set_data(nd.array(np.abs(values) + 0.5 if "var" in name or "gamma" in name else values * 0.5))
+        outputs.append(np.concatenate(trained(net, parts)))
+    np.testing.assert_allclose(*outputs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("way", ["hybrid", "static_alloc"])
+@pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")  # SymbolBlock.imports
+def test_what_becomes_of_a_net(contexts, rng, way, tmp_path):
+    """Prediction, export, fold, freeze and summary of a net whose layers take masks."""
+    (batch,) = sequences(rng, (4,), contexts)
+    net = padded(2, contexts[:1])
+    trained(net, [batch])
+    want = net(*batch).asnumpy()
+    ignored = net(batch[0], nd.ones_like(batch[1])).asnumpy() * batch[1].asnumpy()[:, None]
+    np.testing.assert_allclose(want, ignored, rtol=1e-6)  # the mask is not among what predicts
+    net.hybridize(**WAYS[way])
+    np.testing.assert_allclose(net(*batch).asnumpy(), want, rtol=1e-5, atol=1e-6)
+    folded = gluon_syncbn.fold(net)
+    np.testing.assert_allclose(folded(*batch).asnumpy(), want, rtol=1e-4, atol=1e-5)
+    net.export(str(tmp_path / "net"))
+    operators = {node["op"] for node in json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]}
+    assert "BatchNorm" in operators and "Custom" not in operators
+    loaded = mx.gluon.SymbolBlock.imports(
+        str(tmp_path / "net-symbol.json"), ["data0", "data1"], str(tmp_path / "net-0000.params"), ctx=contexts[0]
+    )
+    np.testing.assert_allclose(loaded(*batch).asnumpy(), want, rtol=1e-5, atol=1e-6)
+    gluon_syncbn.freeze(net)
+    with autograd.record():
+        np.testing.assert_allclose(net(*batch).asnumpy(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+def test_recomputed(contexts, rng, way):
+    batches = sequences(rng, (3, 5), contexts)
+    results = []
+    for recompute in (False, True):
+        net = padded(3, contexts[:2])
+        for one in batches:
+            net(*one)
+        if WAYS[way] is not None:
+            net.hybridize(**WAYS[way])
+        if recompute:
+            gluon_syncbn.checkpoint(net)
+        trained(net, batches, steps=1)
+        results.append([p.list_grad()[0].asnumpy() for p in net.collect_params().values() if p.grad_req != "null"])
+    for one, other in zip(*results):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
