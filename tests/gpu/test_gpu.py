@@ -22,11 +22,12 @@ import points
 import pytest
 from environments import shell
 from gpus import EMULATED, GPUS, assert_sound, counted_step, counts, gpus
+from masks import make_masks, masked_step
 from mpi_job import Job
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from places import SUPPORT
-from poolings import POOLINGS, fits, specification
+from poolings import POOLINGS, filled_slots, fits, specification
 from replicas import (
     TOLERANCE,
     WAYS,
@@ -40,6 +41,7 @@ from replicas import (
     short_waits,
     step,
     step_in_any_order,
+    step_of,
 )
 from soak.layers.case import CONTEXTS, draw_for_emulator
 from soak.layers.trial import run as random_case
@@ -97,6 +99,50 @@ def test_equals_the_specification(rng, pooling, replicas, way, dtype):
         layer.running_var.set_data(nd.ones(5, dtype=layer.running_var.dtype))
         got = step(layer, batch, contexts, dtype)
         assert_same(got, specification(layer, batch, node=node, call=call), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("way, dtype", WAYS_AND_TYPES)
+@pytest.mark.parametrize("pooling", ["sync", *POOLINGS])
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_under_a_mask(rng, pooling, replicas, way, dtype):
+    """With a replica of which nothing counts."""
+    settings, contexts = POOLINGS.get(pooling, {}), gpus(replicas)
+    batch = make_batch(rng, replicas, dtype=dtype)
+    masks = make_masks(rng, batch)
+    if replicas > 1:
+        masks[1] *= 0
+    shuffles = settings.get("mode") == "shuffle"
+    if not fits(settings, replicas) or (shuffles and filled_slots(masks, settings.get("virtual_devices", 1)) < 2):
+        pytest.skip("not with so few replicas")
+    layer = prepare(SyncBatchNorm(in_channels=5, **settings), batch, contexts, dtype, WAYS[way])
+    got = masked_step(layer, batch, masks, contexts, dtype)
+    assert_same(got, specification(layer, batch, node=-1 if way == "eager" else 0, masks=masks), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("of_masks", ["float16", "float64", "uint8", "int32", "int64", "bool"])
+@pytest.mark.parametrize("axis, spatial", [(1, ()), (1, (3,)), (-1, (4, 6)), (2, (4, 6)), (1, (70, 30))])
+def test_layouts_and_types_of_masks(rng, axis, spatial, of_masks):
+    batch, contexts = make_batch(rng, 2, axis=axis, spatial=spatial, dtype="float32"), gpus(2)
+    masks = make_masks(rng, batch, axis, values=[-3.0, 0.5] if of_masks.startswith("float") else [1.0])
+    masks[0] = masks[0][:, :1] if masks[0].ndim > 1 else masks[0]  # which repeats
+    layer = prepare(SyncBatchNorm(axis=axis, in_channels=5), batch, contexts, "float32")
+    got = masked_step(layer, batch, masks, contexts, "float32", of_masks)
+    assert_same(got, specification(layer, batch, axis=axis, masks=masks), 4 * TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("hidden", [np.nan, 1e30])
+def test_what_is_masked_may_hold_anything(rng, hidden):
+    batch, contexts = make_batch(rng, 2, dtype="float32", offset=1e4), gpus(2)
+    masks = make_masks(rng, batch)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float32")
+    want = specification(layer, batch, masks=masks)
+    shown = [np.broadcast_to(mask[:, None] != 0, x.shape) for x, mask in zip(batch.shards, masks)]
+    filled = [np.where(show, x, np.float32(hidden)) for x, show in zip(batch.shards, shown)]
+    got = masked_step(layer, batch._replace(shards=filled), masks, contexts, "float32")
+    for y, output, show in zip(got.outputs, want.outputs, shown):
+        np.testing.assert_allclose(y[show], output[show], rtol=1e-3, atol=1e-3)
+    for field in ("running_mean", "running_var"):
+        np.testing.assert_allclose(getattr(got, field), getattr(want, field), rtol=1e-5)
 
 
 @pytest.mark.parametrize("first", range(0, 80, 20))
@@ -395,6 +441,18 @@ def test_activation(rng, behind, axis, dtype):
     assert_same(got, want, TOLERANCE[dtype])
     if addends is not None:
         assert_addends(dz, want, layer, batch, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("behind", EPILOGUE)
+def test_what_stands_behind_under_a_mask(rng, behind):
+    batch, contexts = make_batch(rng, 3), gpus(3)
+    addends, masks = make_addends(rng, behind, batch), make_masks(rng, batch)
+    masks[0] *= 0
+    for settings in ({}, {"mode": "local"}):
+        layer = prepare(make_behind(behind, **settings), batch, contexts, "float64")
+        inputs = [on_devices(a, contexts, "float64") for a in (batch.shards, addends, masks) if a is not None]
+        got, _ = step_of(layer, inputs, on_devices(batch.heads, contexts, "float64"))
+        assert_same(got, specification(layer, batch, addends=addends, masks=masks), 1e-10)
 
 
 @pytest.mark.parametrize("way", ["eager", "static_shape"])

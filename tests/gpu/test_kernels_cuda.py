@@ -235,9 +235,10 @@ class Kernels:
         self.lists = arrays  # while the kernel runs
         return dict(zip(("ranges", "members"), (address(self.gpu, array) for array in arrays)))
 
-    def moments(self):
+    def moments(self, mask=None):
         """[slots][1 + 2C]"""
-        return self._packed("moments", "merge_moments", 1 + 2 * self.channels, "MomentsArguments")
+        kernel, mask = ("moments", None) if mask is None else ("masked_moments", self.gpu.upload(mask.astype("uint8")))
+        return self._packed(kernel, "merge_moments", 1 + 2 * self.channels, "MomentsArguments", mask=mask)
 
     def normalise(self, source, pools, gamma, beta, fix_gamma, start=None, running=(None, None), batch=None,
                   hand_on=1, momentum=0.9, given_up=0, unbiased=0, watch=0, activation=None, addend=None):  # fmt: skip
@@ -285,17 +286,20 @@ class Kernels:
         )  # fmt: skip
         return self.gpu.download(out).reshape(self.x.shape), self.gpu.download(told).view(FINDINGS)["at"][0]
 
-    def grad_input(self, dy, kept, gathered, users, own, gamma, fix_gamma, start=None, beta=None, activation=None):
+    def grad_input(
+        self, dy, kept, gathered, users, own, gamma, fix_gamma, start=None, beta=None, activation=None, mask=None
+    ):
         """dx, dgamma, dbeta."""
+        kernel, mask = ("", None) if mask is None else ("masked_", self.gpu.upload(mask.astype("uint8")))
         out = self.output(start)
         before = np.arange(1, self.channels + 1)
         parameters = [self.parameters(before) for _ in range(2)]
         add = start is not None
         activation, behind = self._activation(activation)
         self.launch(
-            "grad_input", self._each(), "GradInputArguments", activation, tiling=self.tiling, dy=self.upload(dy, 1),
-            x=self.data, dx=out, weights=self._weights(gamma, beta, fix_gamma), epilogue=behind,
-            kept=self.gpu.upload(kept), gathered=self.gpu.upload(gathered), users=self._lists(users),
+            f"{kernel}grad_input", self._each(), "GradInputArguments", activation, tiling=self.tiling,
+            dy=self.upload(dy, 1), mask=mask, x=self.data, dx=out, weights=self._weights(gamma, beta, fix_gamma),
+            epilogue=behind, kept=self.gpu.upload(kept), gathered=self.gpu.upload(gathered), users=self._lists(users),
             own=self.gpu.upload(own), dgamma=parameters[0], dbeta=parameters[1], add=add, add_dgamma=add, add_dbeta=add,
         )  # fmt: skip
         dgamma, dbeta = (self.gpu.download(p) - (before if add else 0) for p in parameters)
@@ -447,6 +451,66 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
         size = np.abs(both).max() + channels
         close(dbeta / size, both[0] / size, TOLERANCE["float32"])
         close(dgamma / size, 0 * both[1] if fix_gamma else both[1] / size, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("slots, chunks, width, shift", [(1, 1, 4, 0), (3, 2, 32, 0), (2, 3, 1, 1)])
+def test_under_a_mask(gpu, shape, dtype, slots, chunks, width, shift):
+    """What is masked may hold anything in the forward."""
+    if isinstance(gpu, Cupy) and "CUDA_EMULATOR" in os.environ and dtype != "float32":
+        pytest.skip("on the emulator CuPy only shows that these tests will run on a GPU")
+    x, dy, start, gamma, beta = case(shape, dtype, slots, offset=3)
+    samples, extent, channels, inner = shape
+    mask = np.random.RandomState(5).rand(samples, extent, 1, inner) < 0.4
+    mask.ravel()[-1] = True
+    hidden = np.where(mask, x, np.array(np.nan, dtype))
+    counts, shifts = np.broadcast_to(mask, shape), (shift,) * 4
+    packed = Kernels(gpu, hidden, slots, chunks, width, shifts=shifts).moments(mask)
+    for own, part, shown in zip(packed, parts(x, slots), parts(counts, slots)):
+        rows = part[shown[..., 0] != 0].reshape(-1, channels)
+        assert own[0] == len(rows)
+        mean = rows.mean(0) if len(rows) else np.zeros(channels)
+        close(own[1 : 1 + channels], mean, SUMS[dtype])
+        close(own[1 + channels :], ((rows - mean) ** 2).sum(0), SUMS[dtype])
+
+    kernels = Kernels(gpu, x, slots, chunks, width, shifts=shifts)
+    moments, sums = gathered_moments(channels, slots + 3), np.random.RandomState(1).randn(slots + 3, 2 * channels)
+    pooling, _, fed = POOLINGS[1](slots)
+    of_fed = [pooled(moments, ranges, channels) for ranges in fed]
+    for base, activation in ((None, None), (start, None), (None, (0.25, np.inf))):
+        y, kept = kernels.normalise(moments, pooling, gamma, beta, False, activation=activation)
+        own = kernels.grad_sums(dy, kept, gamma, beta, False, activation)
+        dz = dy if activation is None else np.where(y > 0, 1, 0.25) * dy.astype("float64")
+        heads, shown = parts(dz, slots), parts(counts, slots)
+
+        def gradient(i, part, heads=heads, shown=shown):
+            count, mean, variance = of_fed[i]
+            s1, s2 = np.split(sums[2 + i], 2)
+            invstd = (variance + EPSILON) ** -0.5
+            through = invstd / count * (s1 + (part - mean) * invstd * s2)
+            return gamma * (heads[i] * invstd - np.where(shown[i] != 0, through, 0))
+
+        again = {"beta": beta, "activation": activation, "mask": mask}
+        dx, _, dbeta = kernels.grad_input(dy, kept, sums, pooling, own, gamma, False, base, **again)
+        close(dx, joined(x, slots, gradient) + (0 if base is None else base), 8 * TOLERANCE[dtype])
+        size = np.abs(own).max() + channels
+        close(dbeta / size, own.sum(0)[:channels] / size, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "uint8", "int32", "int64"])
+def test_an_expanded_mask(gpu, dtype):
+    """Of extents (3, 4, 5), of which the second repeats; any bit counts, but for the sign of a 0."""
+    values = np.zeros((3, 1, 5), dtype)
+    values.view("uint8").reshape(15, -1)[[1, 2, 5, 9], [0, -1, 0, -1]] = 1
+    if dtype.startswith("float"):
+        values[2, 0, 4] = -0.0
+    out, mask = gpu.empty(15, "float32"), gpu.upload(values)
+    fields = {"extents": [1, 3, 4, 5], "strides": [0, 5, 0, 1], "bytes": values.itemsize, "positions": 60}
+    fields.update({"from": address(gpu, mask), "to": address(gpu, out), "floating": dtype.startswith("float")})
+    gpu.launch("expand_mask", (1, 1, 1), filled("ExpandArguments", **fields))
+    got = gpu.download(out).view("uint8").reshape(3, 4, 5)
+    np.testing.assert_array_equal(got, np.broadcast_to(values != 0, (3, 4, 5)))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -6,6 +6,7 @@ import re
 import mxnet as mx
 import numpy as np
 import pytest
+from masks import make_masks, masked_step
 from mxnet import autograd, nd
 from mxnet.gluon import HybridBlock, Trainer, nn
 from poolings import POOLINGS, filled_slots, fits, specification
@@ -30,32 +31,6 @@ from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native
 
 #: What numbers a mask may have; 0.5 and -3 count too.
 TYPES = ["float16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool"]
-
-
-def make_masks(rng, batch, axis=1, values=(1.0, -3.0, 0.5)):
-    """One per shard, without the channel axis. Of several samples, the last one counts in no position."""
-    masks = []
-    for x in batch.shards:
-        mask = (rng.rand(*np.delete(x.shape, axis % x.ndim)) < 0.6) * rng.choice(values)
-        mask[:1].ravel()[:1] = 1
-        mask[len(mask) - 1 :] *= len(mask) == 1 or axis % x.ndim == 0
-        masks.append(mask)
-    return masks
-
-
-def masked_step(layer, batch, masks, contexts, dtype, of_masks="float32"):
-    """And no gradient reaches a mask."""
-    inputs = [on_devices(batch.shards, contexts, dtype), on_devices(masks, contexts, of_masks)]
-    if of_masks == "float32":
-        got, gradients = step_of(layer, inputs, on_devices(batch.heads, contexts, dtype))
-        assert not any(gradient.any() for gradient in gradients)
-        return got
-    for x in inputs[0]:
-        x.attach_grad()
-    with autograd.record():
-        ys = [layer(x, mask) for x, mask in zip(*inputs)]
-    autograd.backward(ys, on_devices(batch.heads, contexts, dtype))
-    return collect(layer, ys, [x.grad for x in inputs[0]], [x.ctx for x in inputs[0]])
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------
