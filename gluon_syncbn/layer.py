@@ -263,11 +263,12 @@ class SyncBatchNorm(nn.BatchNorm):
         super().cast("float32" if is_bfloat16(dtype) else dtype)
 
     def infer_shape(self, *args: Any) -> None:
-        if not self._kwargs["use_global_stats"]:
-            return super().infer_shape(*args)
-        # The graph of running statistics does not use a mask, and Gluon refuses an input without a use.
-        for parameter in self._reg_params.values():
-            parameter.shape = (args[0].shape[self._kwargs["axis"]],)
+        if self._kwargs["use_global_stats"]:
+            # The graph of running statistics does not use a mask, and Gluon refuses an input without a use.
+            for parameter in self._reg_params.values():
+                parameter.shape = (args[0].shape[self._kwargs["axis"]],)
+        else:
+            super().infer_shape(*args)
 
     def _alias(self) -> str:
         return "batchnorm"  # parameters get the names that they have in a net with plain BatchNorm

@@ -49,9 +49,9 @@ def sync_batch_norm(
     ``per_context`` is the number of replicas on each context. ``node`` numbers the layer's nodes in graphs. It is -1
     for an eager call. ``unbiased`` selects the variance that updates the running one. ``addend`` and ``activation``
     come after the normalisation. Where ``mask`` is 0, a position does not count in the statistics. ``fuses`` is for
-    `fusion`, with one replica per context. ``inplace`` keeps y for the backward and not x. It needs an invertible activation, no addend and one replica per context. In a static graph
-    MXNet's engine does not know that a node writes the running statistics. So two nodes of one layer may run in either
-    order there.
+    `fusion`, with one replica per context. ``inplace`` keeps y for the backward and not x. It needs an invertible
+    activation, no addend and one replica per context. In a static graph MXNet's engine does not know that a node writes
+    the running statistics. So two nodes of one layer may run in either order there.
     """
     # MXNet gives a custom operator a temporary copy of an array in oneDNN's layout, and frees it while the operator
     # still runs. AllocateNDArrayCopy in src/operator/custom/custom.cc keeps a pointer and no reference. SwapAxis of an

@@ -1045,6 +1045,17 @@ def summed():
     _native.all_reduce_from(before)
 
 
+@pytest.mark.parametrize("kvstore", ["nccl", "host", "device", "local", None])
+def test_masks_over_every_exchange(rng, summed, kvstore):
+    for settings in ({}, {"group_size": 2}, {"mode": "shuffle", "virtual_devices": 2}):
+        batch, contexts = make_batch(rng, 4), gpus(4)
+        masks = make_masks(rng, batch)
+        masks[2] *= 0
+        layer = prepare(SyncBatchNorm(in_channels=5, kvstore=kvstore, **settings), batch, contexts, "float64")
+        got = masked_step(layer, batch, masks, contexts, "float64")
+        assert_same(got, specification(layer, batch, masks=masks), 1e-10)
+
+
 @pytest.mark.parametrize("way, dtype", WAYS_AND_TYPES)
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_an_all_reduce_equals_the_specification(rng, summed, replicas, way, dtype):

@@ -411,6 +411,93 @@ def test_what_becomes_of_a_net(contexts, rng, way, tmp_path):
         np.testing.assert_allclose(net(*batch).asnumpy(), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("settings", [{}, {"activation": "leaky"}, {"mode": "local"}], ids=str)
+def test_in_a_module(contexts, rng, settings):
+    batch = make_batch(rng, 2)._replace(shards=[rng.randn(3, 5, 4, 6) + k for k in range(2)])
+    batch = batch._replace(heads=[rng.randn(3, 5, 4, 6) for _ in range(2)])
+    masks = make_masks(rng, batch)
+    data, mask = mx.sym.var("data"), mx.sym.var("mask")
+    y = gluon_syncbn.symbol.SyncBatchNorm(data, mask=mask, name="bn", eps=1e-5, fix_gamma=False, **settings)
+    module = mx.mod.Module(y, ["data", "mask"], None, context=contexts[:2])
+    shapes = [mx.io.DataDesc("data", (6, 5, 4, 6), "float64"), mx.io.DataDesc("mask", (6, 4, 6), "float64")]
+    module.bind(shapes, inputs_need_grad=True)
+    given = {"bn_gamma": nd.array(batch.gamma, dtype="float64"), "bn_beta": nd.array(batch.beta, dtype="float64")}
+    states = {"bn_moving_mean": nd.zeros(5, dtype="float64"), "bn_moving_var": nd.ones(5, dtype="float64")}
+    module.init_params(arg_params=given, aux_params=states)
+    whole = [nd.array(np.concatenate(arrays), dtype="float64") for arrays in (batch.shards, masks, batch.heads)]
+    module.forward(mx.io.DataBatch(whole[:2]), is_train=True)
+    module.backward(whole[2:])
+    gradients = [sum(one.asnumpy() for one in parts) for parts in module._exec_group.grad_arrays]
+    dx, of_mask = module.get_input_grads()
+    want = specification(SyncBatchNorm(**settings), batch, masks=masks)
+    pairs = [(module.get_outputs()[0], want.outputs), (dx, want.dxs)]
+    for got, parts in pairs:
+        np.testing.assert_allclose(got.asnumpy(), np.concatenate(parts), rtol=0, atol=1e-11)
+    np.testing.assert_allclose(gradients, [want.dgamma, want.dbeta], rtol=1e-11)
+    assert not of_mask.asnumpy().any()
+    for parts, wanted in zip(module._exec_group.aux_arrays, (want.running_mean, want.running_var)):
+        np.testing.assert_allclose([one.asnumpy() for one in parts], wanted, rtol=1e-11)
+
+
+@pytest.mark.parametrize("per_context", [1, 2])
+@pytest.mark.filterwarnings("ignore:The 2-th input to HybridBlock is not used")  # by plain layers
+def test_in_a_recorded_graph(contexts, rng, per_context):
+    """A SymbolBlock of a net's graph, whose layers are converted and reverted there."""
+    batch = make_batch(rng, 2)
+    masks, places = make_masks(rng, batch), contexts[:2] if per_context == 1 else contexts[:1] * 2
+    layer = SyncBatchNormAdd(in_channels=5, num_devices=2, prefix="bn_")
+    layer.initialize(ctx=places[: 2 // per_context])
+    x, addend, mask = (mx.sym.var(name, dtype="float64") for name in ("x", "addend", "mask"))
+    block = mx.gluon.SymbolBlock(layer(x, addend, mask), [x, addend, mask], layer.collect_params())
+    gluon_syncbn.convert(block)
+    addends = [rng.randn(*one.shape) for one in batch.shards]
+    prepare(layer, batch, places[: 2 // per_context], "float64")
+    inputs = [on_devices(arrays, places, "float64") for arrays in (batch.shards, addends, masks)]
+    heads = on_devices(batch.heads, places, "float64")
+    got, _ = step_of(layer, inputs, heads)
+    layer.running_mean.set_data(nd.zeros(5))
+    layer.running_var.set_data(nd.ones(5))
+    layer.collect_params().zero_grad()
+    for one in (one for arrays in inputs for one in arrays):
+        one.attach_grad()
+    with autograd.record():
+        ys = [block(*given) for given in zip(*inputs)]
+    autograd.backward(ys, heads)
+    again = collect(layer, ys, [one.grad for one in inputs[0]], places)
+    assert_same(again, got, 1e-12)
+    assert_same(got, specification(layer, batch, masks=masks, addends=addends), 1e-11)
+    gluon_syncbn.revert(block)
+    want = np.maximum(step_in_prediction(layer, inputs), 0)
+    np.testing.assert_allclose(block(*(arrays[0] for arrays in inputs)).asnumpy(), want, atol=1e-10)
+
+
+def step_in_prediction(layer, inputs):
+    x, addend = (arrays[0].asnumpy() for arrays in inputs[:2])
+    context = inputs[0][0].ctx
+    gamma, beta, mean, var = (
+        parameter.data(context).asnumpy()[:, None, None]
+        for parameter in (layer.gamma, layer.beta, layer.running_mean, layer.running_var)
+    )
+    return (x - mean) / np.sqrt(var + layer._kwargs["eps"]) * gamma + beta + addend
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+def test_arrays_of_mx_np(contexts, rng, way):
+    batch = make_batch(rng, 2)
+    masks = make_masks(rng, batch)
+    want = specification(SyncBatchNorm(), batch, masks=masks)
+    with mx.util.np_shape(True), mx.util.np_array(True):
+        layer = prepare(SyncBatchNorm(), batch, contexts[:2], "float64", WAYS[way])
+        xs, heads = ([mx.np.array(a, dtype="float64", ctx=c) for a, c in zip(arrays, contexts)]
+                     for arrays in (batch.shards, batch.heads))  # fmt: skip
+        for x in xs:
+            x.attach_grad()
+        with autograd.record():
+            ys = [layer(x, mx.np.array(m != 0, dtype="bool", ctx=x.ctx)) for x, m in zip(xs, masks)]
+        autograd.backward(ys, heads)
+        assert_same(collect(layer, ys, [x.grad for x in xs], contexts[:2]), want, 1e-11)
+
+
 @pytest.mark.parametrize("way", ["eager", "hybrid"])
 def test_recomputed(contexts, rng, way):
     batches = sequences(rng, (3, 5), contexts)
