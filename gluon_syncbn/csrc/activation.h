@@ -22,7 +22,7 @@ namespace syncbn {
 
 struct Identity {
     static constexpr bool kChanges = false, kByOutput = true;
-    static constexpr bool invertible(double, double) { return true; }
+    SYNCBN_ANYWHERE static constexpr bool invertible(double, double) { return true; }
 
     template <typename V, typename C = V>
     struct On {
@@ -37,15 +37,17 @@ struct Identity {
 // stays a NaN. A slope of 1 leaves z as it is; only ReLU has a ceiling.
 struct Rectifier {
     static constexpr bool kChanges = true, kByOutput = true;
-    static constexpr bool invertible(double slope, double ceiling) { return slope > 0 && ceiling * 2 == ceiling; }
+    SYNCBN_ANYWHERE static constexpr bool invertible(double slope, double ceiling) {
+        return slope > 0 && ceiling * 2 == ceiling;
+    }
 
     template <typename V, typename C = V>
     struct On {
-        V slope, ceiling, floor;
+        V slope, ceiling, floor;  // NVRTC has no name for infinity
         SYNCBN_ANYWHERE On(double slope, double ceiling)
             : slope(V{} + static_cast<C>(slope)),
               ceiling(V{} + static_cast<C>(ceiling)),
-              floor(V{} + (slope == 0 ? C(0) : -static_cast<C>(__builtin_huge_val()))) {}
+              floor(V{} + (slope == 0 ? C(0) : static_cast<C>(-1 / 0.0))) {}
         SYNCBN_ANYWHERE void apply(V* z) const {
             const V above = ceiling < *z ? ceiling : *z, below = (*z > floor ? *z : floor) * slope;
             *z = *z <= 0 ? below : above;
