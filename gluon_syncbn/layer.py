@@ -102,6 +102,15 @@ class SyncBatchNorm(nn.BatchNorm):
         `configure`'s seed, the layer and the number of its call. The gradient through a slot's statistics goes back to
         that slot.
 
+    With a mask, mean and variance are those of the n positions where it is not 0. They normalise all positions. With
+    m = 1 at these positions and 0 elsewhere, and sums over all positions of all devices:
+
+    .. math:: dx = \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}}
+                   \left(dy - \frac{m}{n} \left(\textstyle\sum dy + \hat{x} \sum dy \cdot \hat{x}\right)\right)
+
+    A slot of which no position counts adds nothing to any statistic. Where no other slot shares a statistic with it,
+    its xhat is 0. Predictions ignore the mask, and it gets no gradient.
+
     In ``'local'`` and ``'shuffle'`` each device's running statistics take the mean over its own slots' statistics. A
     slot without a sample takes no part.
 
@@ -156,6 +165,8 @@ class SyncBatchNorm(nn.BatchNorm):
     Inputs
         - **data**: of ``mx.nd`` or ``mx.np``, 2 to 5 dimensions; float16 or, on CPUs, bfloat16 (with float32
           parameters), float32 or float64. Shards of a batch may differ in size.
+        - **mask** (optional): any type of number; a value that is not 0 counts. The extents are those of the data, with
+          1 along the channel axis or without that axis. Any of them may be 1, which repeats.
 
     Outputs
         - **out**: kind, shape and type of the data.
@@ -164,10 +175,10 @@ class SyncBatchNorm(nn.BatchNorm):
     ------
     ValueError
         At construction, if an argument is out of range. In a training call, if ``group_size`` does not divide the
-        number of devices, or there are fewer than two slots to shuffle. Also if parameters are put on a GPU for which
-        MXNet has no code.
+        number of devices, or there are fewer than two slots to shuffle. If a mask has another shape, or is given with
+        ``inplace`` in ``'shuffle'``. Also if parameters are put on a GPU for which MXNet has no code.
     MXNetError
-        Reading a result raises it if a replica is late, has another number of channels or has failed. The text names
+        A graph raises it for a mask of another shape. Reading a result raises it if a replica is late, has another number of channels or has failed. The text names
         the layer, who arrived and who is missing. A backward with ``inplace`` raises it if gamma is so small
         that the error of ``xhat`` may exceed 1/32 of a standard deviation. In ``'shuffle'``, this holds for values of a
         slot that are too close: the error of x may exceed 1/32 of their standard deviation.
@@ -360,6 +371,7 @@ class SyncBatchNormAdd(SyncBatchNorm):
     Inputs
         - **data**: as in `SyncBatchNorm`.
         - **addend**: shape and type of the data.
+        - **mask** (optional): as in `SyncBatchNorm`.
 
     Outputs
         - **out**: shape and type of the data.

@@ -230,6 +230,24 @@ def test_replicas_without_a_mask_meet_those_with_one(contexts, rng):
     assert_same(got, want, 1e-11)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("of_masks", ["float16", "float64", "int32"])
+def test_a_mask_gets_no_gradient(contexts, of_masks, way):
+    x, mask = nd.random.normal(shape=(3, 5, 7)), nd.ones((3, 7), dtype=of_masks)
+    x, mask = x.as_in_context(contexts[0]), mask.as_in_context(contexts[0])
+    layer = SyncBatchNorm(in_channels=5)
+    layer.initialize(ctx=contexts[:1])
+    if WAYS[way] is not None:
+        layer.hybridize(**WAYS[way])
+    for _ in range(2):
+        mask.attach_grad()
+        mask.grad[:] = 7
+        with autograd.record():
+            y = layer(x, mask)
+        y.backward()
+        assert not mask.grad.asnumpy().any() and mask.grad.dtype == mask.dtype
+
+
 def test_gradients_are_added(contexts, rng):
     batch = make_batch(rng, 2)
     masks = make_masks(rng, batch)

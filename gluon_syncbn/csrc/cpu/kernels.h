@@ -8,8 +8,8 @@
 namespace syncbn {
 namespace cpu {
 
-// The shape of the work, and the number of threads. Where `mask` is 0, a position does not count in `moments`, and gets no
-// gradient through them in `grad_input`; the other functions do not read it.
+// The shape of the work, and the number of threads. Where `mask` is 0, a position does not count in `moments`. No
+// gradient flows through these to it in `grad_input`. The other functions do not read the mask.
 struct Work {
     Type type;
     Shape shape;
