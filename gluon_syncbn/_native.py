@@ -23,6 +23,7 @@ from .system import arguments
 from .system.environment import read
 
 _PATH = Path(__file__).with_name("_core.so")
+NO_GROUPS = np.zeros(0, np.int32)
 
 
 class Ticket(ctypes.Structure):
@@ -45,6 +46,7 @@ class Total(NamedTuple):
     values: np.ndarray
     first: int  # index of this process's first value
     key: int  # of the layer, the same in every process
+    groups: np.ndarray = NO_GROUPS  # of each replica whose vector is here, if the exchange knows them
 
 
 class Turn(NamedTuple):
@@ -58,28 +60,19 @@ class Turn(NamedTuple):
     identity: bytes
     counts: np.ndarray  # of the slots of all replicas
     key: int
+    groups: np.ndarray = NO_GROUPS  # of each replica, if it is known
 
 
-class Agreed(ctypes.Structure):
+class Agreed(NamedTuple):
     """The processes' agreement about a layer, as in csrc/exchange/exchange.h."""
 
-    _fields_ = [
-        ("key", ctypes.c_int64),
-        ("in_groups", ctypes.c_bool),
-        ("ranks", ctypes.c_uint64),
-        ("channels", ctypes.c_int64),
-        ("replicas", ctypes.c_int64),
-        ("begin", ctypes.c_int64),
-        ("end", ctypes.c_int64),
-    ]
-
     key: int
-    in_groups: bool
-    ranks: int
-    channels: int
-    replicas: int
-    begin: int
-    end: int
+    ranks: Sequence[int] = ()  # that share groups with this process, including it; none without groups
+    channels: int = 0
+    replicas: int = 0
+    members: np.ndarray = NO_GROUPS
+    groups: np.ndarray = NO_GROUPS
+    first: int = 0
 
 
 class _OnDevice(ctypes.Structure):
@@ -121,7 +114,7 @@ class _Functions(ctypes.Structure):  # PythonFunctions in csrc/exchange/python_t
                 ctypes.c_void_p,
             ),
         ),
-        ("agreed", _function(ctypes.POINTER(Agreed))),
+        ("agreed", _function(ctypes.c_void_p)),
         ("check", _function()),
     ]
 
@@ -150,7 +143,10 @@ def _load() -> ctypes.CDLL:
         "cuda_close": (ctypes.c_int, []),
         "nccl_problem": (ctypes.c_char_p, []),
         "nccl_unique_id": (ctypes.c_int, [ctypes.c_char_p]),
-        "layer_create": (ctypes.c_int64, [ctypes.c_char_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]),
+        "layer_create": (
+            ctypes.c_int64,
+            [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_int64] * 3, ctypes.POINTER(ctypes.c_int)],
+        ),
         "layers": (ctypes.c_int64, []),
         "contexts_are_shared": (ctypes.c_int, []),
         "layer_drop": (None, [ctypes.c_int64]),
@@ -170,11 +166,19 @@ def _load() -> ctypes.CDLL:
         "exchange_contexts": (ctypes.c_void_p, [ctypes.c_int64]),
         "exchange_processes": (ctypes.c_void_p, [ctypes.c_int64]),
         "python_functions": (None, [ctypes.POINTER(_Functions)]),
-        "total": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]),
+        "total": (
+            ctypes.c_int,
+            [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p],
+        ),
+        "agreed": (
+            ctypes.c_int,
+            [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64, *[ctypes.c_int64] * 3]
+            + [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64],
+        ),
         "turn": (
             ctypes.c_int,
             [ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p]
-            + [ctypes.c_int64] * 2,
+            + [*[ctypes.c_int64] * 3, ctypes.c_void_p],
         ),
         "segment_create": (ctypes.c_void_p, [ctypes.c_int64]),
         "segment_open": (ctypes.c_void_p, [*[ctypes.c_int64] * 4, ctypes.c_char_p, ctypes.c_int64]),
@@ -345,8 +349,10 @@ def copies_are_made() -> bool:
         return False
 
 
-def layer_create(name: str, mode: int, slots: int, group: int) -> int:
-    return _core.syncbn_layer_create(name.encode(), mode, slots, group)
+def layer_create(name: str, mode: int, slots: int, group: int, groups: Sequence[int] = ()) -> int:
+    """``groups``: the group of each replica, where groups are named."""
+    of_replicas = (ctypes.c_int * len(groups))(*groups)
+    return _core.syncbn_layer_create(name.encode(), mode, slots, group, len(groups), of_replicas)
 
 
 def layers() -> int:
@@ -712,7 +718,7 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
         def call(exchange: Any, layer: Any, ticket: Ticket, count: int, length: int, rows: Any, out: int) -> None:
             total = getattr(exchange, method)(layer, ticket, np.ctypeslib.as_array(rows, (count, length)))
             values = np.ascontiguousarray(total.values, np.float64)
-            _core.syncbn_total(out, values.size, values.ctypes.data, total.first, total.key)
+            _core.syncbn_total(out, values.size, values.ctypes.data, total.first, total.key, *_address(total.groups))
 
         return call
 
@@ -734,11 +740,14 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
     ) -> None:
         turn = exchange.turn(layer, ticket, devices[:parts], np.ctypeslib.as_array(counts, (parts, slots)))
         values = np.ascontiguousarray(turn.counts, np.float64)
-        head = turn[:5]
-        _core.syncbn_turn(out, *head, turn.identity, len(turn.identity), values.ctypes.data, values.size, turn.key)
+        head, rest = (*turn[:5], turn.identity, len(turn.identity)), (turn.key, *_address(turn.groups))
+        _core.syncbn_turn(out, *head, values.ctypes.data, values.size, *rest)
 
     def agreed(exchange: Any, layer: Any, ticket: Ticket, out: Any) -> None:
-        out[0] = exchange.agreed(layer)
+        key, ranks, channels, replicas, members, groups, first = exchange.agreed(layer)
+        bits = sum(1 << rank for rank in ranks if rank < MOST_RANKS)
+        head = key, bool(ranks), bits, channels, replicas, *_address(members)
+        _core.syncbn_agreed(out, *head, groups.ctypes.data, first)
 
     def check(exchange: Any, layer: Any, ticket: Ticket) -> None:
         exchange.check(layer, ticket)
@@ -767,6 +776,12 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
     types: Any = _Functions._fields_
     _functions_of_exchanges = _Functions(*[kind(guarded(calls[name])) for name, kind in types])
     _core.syncbn_python_functions(_functions_of_exchanges)
+
+
+def _address(values: np.ndarray) -> Tuple[int, int]:
+    """Returns the number and the address of numbers of type int32."""
+    assert values.dtype == np.int32 and values.flags.c_contiguous
+    return values.size, values.ctypes.data
 
 
 _functions_of_exchanges: Optional[_Functions] = None  # the core keeps pointers into it, so it is never replaced

@@ -93,8 +93,8 @@ class SyncBatchNorm(nn.BatchNorm):
     ``numpy.array_split`` does. ``mode`` selects the statistics that normalise a slot:
 
     ``'sync'``
-        The statistics of all slots together, or of the slots in a group of ``group_size`` devices. Groups are
-        consecutive in the order of the layer's contexts.
+        The statistics of all slots together, or of the slots in a group of devices. Groups are ``group_size``
+        consecutive devices in the order of the layer's contexts, or those that ``groups`` names.
     ``'local'``
         The slot's own statistics: N devices compute plain BatchNorm on N * V devices. No replica waits for another.
     ``'shuffle'``
@@ -152,6 +152,11 @@ class SyncBatchNorm(nn.BatchNorm):
         Number of slots on each device. It changes nothing in ``'sync'``.
     group_size : int, optional
         Number of devices that share a statistic in ``'sync'``: a divisor of the number of devices. By default all.
+    groups : list of lists of int, optional
+        Instead of ``group_size``, the ranks of the replicas in each group, as in ``[[0, 2], [1, 3]]``. In one process,
+        the rank of a replica is the index of its context. Between processes, the ranks go on from one process to the
+        next, in the order of the processes. Each replica of the job is in one group. All devices take part in every
+        step.
     running_variance : str
         The variance that the running variance averages. ``'biased'`` is the variance that normalises. ``'unbiased'``
         multiplies it by n / (n - 1) for the n values of a channel, as cuDNN's BatchNorm and PyTorch do. For a single
@@ -174,12 +179,13 @@ class SyncBatchNorm(nn.BatchNorm):
     Raises
     ------
     ValueError
-        At construction, if an argument is out of range. In a training call, if ``group_size`` does not divide the
-        number of devices, or there are fewer than two slots to shuffle. If a mask has another shape, or is given with
-        ``inplace`` in ``'shuffle'``. Also if parameters are put on a GPU for which MXNet has no code.
+        At construction, if an argument is out of range, or ``groups`` names a rank twice or leaves one out. In a
+        training call, if ``group_size`` does not divide the number of devices, if ``groups`` names other replicas, or
+        if there are fewer than two slots to shuffle. If a mask has another shape, or is given with ``inplace`` in
+        ``'shuffle'``. Also if parameters are put on a GPU for which MXNet has no code.
     MXNetError
-        A graph raises it for a mask of another shape. Reading a result raises it if a replica is late, has another number of channels or has failed. The text names
-        the layer, who arrived and who is missing. A backward with ``inplace`` raises it if gamma is so small
+        A graph raises it for a mask of another shape. Reading a result raises it if a replica is late, has another
+        number of channels or has failed. The text names the layer, who arrived and who is missing. A backward with ``inplace`` raises it if gamma is so small
         that the error of ``xhat`` may exceed 1/32 of a standard deviation. In ``'shuffle'``, this holds for values of a
         slot that are too close: the error of x may exceed 1/32 of their standard deviation.
 
@@ -217,6 +223,7 @@ class SyncBatchNorm(nn.BatchNorm):
         mode: str = "sync",
         virtual_devices: int = 1,
         group_size: Optional[int] = None,
+        groups: Optional[Sequence[Sequence[int]]] = None,
         running_variance: str = "biased",
         kvstore: Any = None,
         timeout: Optional[float] = None,
@@ -236,7 +243,7 @@ class SyncBatchNorm(nn.BatchNorm):
         if inplace and not invertible(its_activation, adds):
             what = "an addition" if adds else f"activation={activation!r}"
             arguments.refuse("inplace", inplace, f"False: x cannot be found from what {what} leaves of it")
-        pooling = Pooling.checked(mode, virtual_devices, group_size, axis, num_devices)
+        pooling = Pooling.checked(mode, virtual_devices, group_size, groups, axis, num_devices)
         running_variance = arguments.one_of("running_variance", running_variance, ("biased", "unbiased"))
         if timeout is not None:
             timeout = arguments.seconds("timeout", timeout)

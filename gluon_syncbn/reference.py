@@ -5,7 +5,7 @@ the shard along axis 0, split as ``numpy.array_split`` does. Slots are numbered 
 without a value takes no part and has no number. Slots whose values share a statistic are a *pool*::
 
     mode        a pool is                                               a slot is normalised with
-    sync        all slots of the devices, or of group_size of them      the pool that it feeds
+    sync        all slots of the devices, or of those in a group        the pool that it feeds
     local       one slot                                                the pool that it feeds
     shuffle     one slot                                                slot i: the pool of slot permutation[i]
 
@@ -125,6 +125,7 @@ def forward(
     mode: str = "sync",
     virtual_devices: int = 1,
     group_size: Optional[int] = None,
+    groups: Optional[Sequence[Sequence[int]]] = None,
     permutation: Optional[Sequence[int]] = None,
     running_variance: str = "biased",
     nonfinite: str = "propagate",
@@ -147,6 +148,8 @@ def forward(
     - `virtual_devices`: slots per device; in sync they change nothing.
     - `group_size`: in sync, the number of consecutive devices that share a statistic; by default all. A group without
         a value has no statistic.
+    - `groups`: in sync, the devices of each group, by their indices, instead of `group_size`. Each device is in one
+        group.
     - `permutation`: in shuffle, over the slots that hold a value. Slot i uses the statistics of slot
         ``permutation[i]``, never its own. See `derangement`.
     - `running_variance`: ``'biased'`` or ``'unbiased'``: the variance that the running variance averages. Outputs do
@@ -170,7 +173,8 @@ def forward(
     - for several slots per device where axis 0 holds the channels, or a `group_size` that does not divide the number of
         shards;
     - for fewer than two slots to shuffle, or a `permutation` of other slots or with a fixed point;
-    - for `group_size` outside sync, or `permutation` outside shuffle.
+    - for `groups` that do not name each device once, for an empty group, or for `groups` beside `group_size`;
+    - for `group_size` or `groups` outside sync, or `permutation` outside shuffle.
     """
     arrays, axis = _channels_last(shards, axis)
     channels = arrays[0].shape[-1]
@@ -180,6 +184,7 @@ def forward(
             raise ValueError(f"{name} has shape {np.shape(vector)}, expected ({channels},), one per channel")
     old_mean, old_var = np.asarray(running_mean, np.float64), np.asarray(running_var, np.float64)
     _check_mode(mode, virtual_devices, group_size, permutation, axis, len(arrays))
+    _check_groups(groups, group_size, mode, len(arrays))
     if running_variance not in ("biased", "unbiased"):
         raise ValueError(f"running_variance is {running_variance!r}, expected 'biased' or 'unbiased'")
     if kind != "rectifier" and (kind, slope, ceiling) != ("identity", 1, np.inf):
@@ -197,7 +202,12 @@ def forward(
         for samples in np.array_split(np.arange(len(x)), virtual_devices)
         if x[samples].size
     ]
-    together = (group_size or len(arrays)) if mode == "sync" else 1  # devices with the same running statistics
+    # Devices of one group have the same running statistics.
+    together = (group_size or len(arrays)) if mode == "sync" else 1
+    group_of = [device // together for device in range(len(arrays))]
+    for number, group in enumerate(groups or []):
+        for device in group:
+            group_of[device] = number
     if use_global_stats:
         slots = [Slot(device, samples, None, 0) for device, samples in parts]
         pools = [Pool(old_mean.copy(), old_var.copy(), 0)]
@@ -205,7 +215,7 @@ def forward(
         feeding = [counts[device][samples].any() for device, samples in parts]
         if not any(feeding):
             raise _no_value(shards)
-        groups = [device // together if mode == "sync" else i for i, (device, _) in enumerate(parts)]
+        groups = [group_of[device] if mode == "sync" else i for i, (device, _) in enumerate(parts)]
         present = sorted({group for group, feeds in zip(groups, feeding) if feeds})
         own = [present.index(group) if group in present else None for group in groups]
         if mode == "shuffle":
@@ -242,7 +252,7 @@ def forward(
 
     new_means, new_vars = [], []
     for device in range(len(arrays)):
-        fed = {slot.feeds for slot in slots if slot.device // together == device // together}
+        fed = {slot.feeds for slot in slots if group_of[slot.device] == group_of[device]}
         batch = [pools[k] for k in sorted(k for k in fed if k is not None)]
         if nonfinite == "skip" and not all(np.isfinite(part).all() for pool in batch for part in pool):
             batch = []
@@ -429,6 +439,17 @@ def _check_mode(
         raise ValueError(f"group_size is {group_size}, expected a divisor of the number of shards, {devices}")
     if permutation is not None and mode != "shuffle":
         raise ValueError(f"permutation is {permutation}, expected None with mode {mode!r}")
+
+
+def _check_groups(
+    groups: Optional[Sequence[Sequence[int]]], group_size: Optional[int], mode: str, devices: int
+) -> None:
+    if groups is None:
+        return
+    if mode != "sync" or group_size is not None:
+        raise ValueError(f"groups is {groups}, expected None with mode {mode!r} and group_size {group_size}")
+    if not all(map(len, groups)) or sorted(device for group in groups for device in group) != list(range(devices)):
+        raise ValueError(f"groups is {groups}, expected each of the {devices} shards in one group, and no empty group")
 
 
 def _checked_permutation(permutation: Optional[Sequence[int]], slots: int) -> List[int]:

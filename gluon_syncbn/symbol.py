@@ -84,7 +84,7 @@ def SyncBatchNorm(
     mask : Symbol, optional
         Positions where the mask is 0 do not count in the statistics, as in the layer.
     **kwargs
-        ``axis``, ``activation``, ``slope``, ``inplace``, ``mode``, ``virtual_devices``, ``group_size``,
+        ``axis``, ``activation``, ``slope``, ``inplace``, ``mode``, ``virtual_devices``, ``group_size``, ``groups``,
         ``num_devices``, ``running_variance``, ``kvstore``, ``timeout`` of the layer.
 
     Returns

@@ -150,9 +150,13 @@ SYNCBN_API void syncbn_cuda_plan(int64_t samples, int64_t per_sample, int64_t ch
 
 // ---- layers ----
 
-SYNCBN_API int64_t syncbn_layer_create(const char* name, int mode, int64_t virtual_devices, int64_t group) {
-    return guarded<int64_t>(
-        -1, [&] { return registry().create(name, {static_cast<syncbn::Mode>(mode), virtual_devices, group})->id; });
+// `groups`: the group of each of so many replicas, if groups are named.
+SYNCBN_API int64_t syncbn_layer_create(const char* name, int mode, int64_t virtual_devices, int64_t group,
+                                       int64_t replicas, const int* groups) {
+    return guarded<int64_t>(-1, [&] {
+        const auto known = static_cast<syncbn::Mode>(mode);
+        return registry().create(name, {known, virtual_devices, group, {groups, groups + replicas}})->id;
+    });
 }
 
 SYNCBN_API int64_t syncbn_layers() { return static_cast<int64_t>(registry().count()); }
@@ -262,17 +266,23 @@ SYNCBN_API void syncbn_python_functions(const syncbn::PythonFunctions* functions
 }
 
 // For those functions: fill in their results.
-SYNCBN_API int syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key) {
+SYNCBN_API int syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key,
+                            int64_t replicas, const int* groups) {
+    return done(
+        [&] { *out = {{values, values + length}, static_cast<size_t>(first), key, {groups, groups + replicas}}; });
+}
+
+SYNCBN_API int syncbn_agreed(syncbn::Agreed* out, int64_t key, int in_groups, uint64_t ranks, int64_t channels,
+                             int64_t replicas, int64_t count, const int* members, const int* groups, int64_t first) {
     return done([&] {
-        out->values.assign(values, values + length);
-        out->first = static_cast<size_t>(first);
-        out->key = key;
+        *out = {key,  in_groups != 0, ranks, channels, replicas, {members, members + count}, {groups, groups + count},
+                first};
     });
 }
 
 SYNCBN_API int syncbn_turn(syncbn::Turn* out, int64_t channel, int64_t number, int64_t clique, int64_t world,
                            int64_t first, const char* id, int64_t id_size, const double* counts, int64_t length,
-                           int64_t key) {
+                           int64_t key, int64_t replicas, const int* groups) {
     return done([&] {
         *out = {channel,
                 number,
@@ -281,7 +291,8 @@ SYNCBN_API int syncbn_turn(syncbn::Turn* out, int64_t channel, int64_t number, i
                 static_cast<size_t>(first),
                 std::string(id, static_cast<size_t>(id_size)),
                 {counts, counts + length},
-                key};
+                key,
+                {groups, groups + replicas}};
     });
 }
 

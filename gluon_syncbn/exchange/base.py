@@ -10,7 +10,8 @@ import numpy as np
 from mxnet.context import Context
 
 from .. import _native
-from .._native import Agreed, Ticket, Total, Turn
+from .._native import NO_GROUPS, Agreed, Ticket, Total, Turn
+from .groups import Groups
 
 
 class LayerInfo(NamedTuple):
@@ -24,6 +25,10 @@ class LayerInfo(NamedTuple):
     mode: str
     virtual_devices: int
     group_size: Optional[int]
+    groups: Optional[Groups] = None
+
+    def in_groups(self) -> bool:
+        return self.group_size is not None or self.groups is not None
 
 
 def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:
@@ -156,12 +161,12 @@ class PythonExchange(Exchange, ABC):
 
     def agreed(self, layer: LayerInfo) -> Agreed:
         """Returns the agreement of the processes about the layer."""
-        return Agreed(layer.id, False)
+        return Agreed(layer.id)
 
     def check(self, layer: LayerInfo, ticket: Ticket) -> None:
         """Raises an error if another process has failed while GPUs run an agreed collective."""
 
 
-def turn_of_one(key: int, counts: np.ndarray) -> Turn:
+def turn_of_one(key: int, counts: np.ndarray, groups: np.ndarray = NO_GROUPS) -> Turn:
     """Returns the turn of a collective that stays within this process."""
-    return Turn(0, -1, 0, len(counts), 0, b"", counts.ravel(), key)
+    return Turn(0, -1, 0, len(counts), 0, b"", counts.ravel(), key, groups)

@@ -28,6 +28,7 @@ from ..system import arguments, cuda, environment, kinds
 from ..system.logs import log
 from . import base
 from .base import LayerInfo, PythonExchange, turn_of_one
+from .groups import Members, group_of_each, problem
 from .transport import Combine, Label
 from .turns import Turns
 from .waiting import WaitingTransport
@@ -87,6 +88,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         self._turns = Turns(transport)
         self._keys: Dict[int, int] = {}  # of layers
         self._replicas: Dict[int, List[int]] = {}  # of layers, by rank
+        self._found: Dict[Tuple[int, bool], Members] = {}  # of layers in groups
         self._rounds: Counter = Counter()  # of gradients
         self._lock = threading.Lock()
         self._agreements = 0
@@ -252,7 +254,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
 
     def gather(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         label = self._call(layer, ticket)
-        if layer.group_size:
+        if layer.in_groups():
             return self._gather_groups(layer, ticket, label, rows[0])
         parts = self._transport.allgather(label, rows[0], equal=False)
         first = sum(part.size for part in parts[: self.rank])
@@ -261,35 +263,38 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     def _gather_groups(self, layer: LayerInfo, ticket: Ticket, label: Label, own: np.ndarray) -> Total:
         """Gathers from the processes that share a group with replicas of this one; from none if there are none."""
         length = 2 * layer.channels + (ticket.phase == 0)  # of a replica: moments or gradients
-        ranks, begin, end, first = self._groups(layer, own.size // length, self._transport.partial)
-        if len(ranks) == 1:
-            return Total(own, 0, label.key)
-        values = np.concatenate(self._transport.allgather(label, own, equal=False, ranks=ranks))
-        return Total(values[begin * length : end * length], (first - begin) * length, label.key)
+        members = self._taking_part(layer, own.size // length, self._transport.partial)
+        if len(members.ranks) == 1:
+            return Total(own, 0, label.key, members.groups)
+        parts = self._transport.allgather(label, own, equal=False, ranks=members.ranks)
+        values = np.concatenate(parts).reshape(-1, length)[members.places]
+        return Total(values.ravel(), members.first * length, label.key, members.groups)
 
-    def _groups(self, layer: LayerInfo, here: int, partial: bool) -> Tuple[List[int], int, int, int]:
-        """Finds the ranks that complete the groups of this process's ``here`` replicas.
+    def _members(self, layer: LayerInfo, partial: bool) -> Members:
+        """Finds the members of this process's groups, once for a layer."""
+        known = layer.id, partial
+        if known not in self._found:
+            replicas = self._replicas[layer.id]
+            group_of = group_of_each(sum(replicas), layer.group_size or 0, layer.groups)
+            self._found[known] = Members.of(group_of, replicas, self.rank, partial)
+        return self._found[known]
 
-        These are this rank alone or, if not ``partial``, all. The other results count replicas of these ranks: where
-        the groups begin and end, and the first replica of this rank.
-        """
-        replicas, size = self._replicas[layer.id], layer.group_size or 0
-        ends = np.cumsum(replicas)
-        starts = ends - replicas
-        first, end = starts[self.rank], ends[self.rank]
-        begin, stop = first // size * size, -(-end // size) * size
-        ranks = [rank for rank in range(len(replicas)) if starts[rank] < stop and ends[rank] > begin]
-        if not partial and (ends % size).any():  # some group crosses a border: all take part
-            ranks = list(range(len(replicas)))
-        if len(ranks) == 1 and here % size:
-            raise ValueError(f"group_size: {size} was given, expected a divisor of the {here} devices of this step")
-        if len(ranks) > 1 and here != replicas[self.rank]:
-            raise ValueError(
-                f"group_size: {size} was given, and groups of rank {self.rank} include other ranks; expected all "
-                f"{replicas[self.rank]} devices in every step, not {here}"
+    def _taking_part(self, layer: LayerInfo, here: int, partial: bool) -> Members:
+        """Returns the members of a step with ``here`` replicas in this process. ValueError: some are missing."""
+        members, replicas = self._members(layer, partial), self._replicas[layer.id][self.rank]
+        if here == replicas:
+            return members
+        size = layer.group_size
+        if size is None:
+            arguments.refuse(
+                "groups", layer.groups, f"all {replicas} devices of this process in every step, not {here}"
             )
-        before = starts[ranks[0]]
-        return ranks, int(begin - before), int(stop - before), int(first - before)
+        if len(members.ranks) > 1:
+            reach = f"all {replicas} devices in every step, not {here}: groups reach from rank {self.rank} to others"
+            arguments.refuse("group_size", size, reach)
+        if here % size:
+            arguments.refuse("group_size", size, f"a divisor of the {here} devices of this step")
+        return members._replace(groups=group_of_each(here, size, None))
 
     def gpus_of_all_processes(self, layer: LayerInfo) -> int:
         count = self._on_gpus[layer.id]
@@ -299,19 +304,18 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
 
     def agreed(self, layer: LayerInfo) -> Agreed:
         key = self._key(layer)
-        if not layer.group_size:
-            return Agreed(key, False)
+        if not layer.in_groups():
+            return Agreed(key)
+        of = self._members(layer, partial=True)
         here = self._replicas[layer.id][self.rank]
-        ranks, begin, end, _ = self._groups(layer, here, partial=True)
-        bits = sum(1 << rank for rank in ranks if rank < _native.MOST_RANKS)
-        return Agreed(key, True, bits, layer.channels, here, begin, end)
+        return Agreed(key, of.ranks, layer.channels, here, of.places, of.groups, of.first)
 
     def turn(self, layer: LayerInfo, ticket: Ticket, devices: Sequence[int], counts: np.ndarray) -> Turn:
         label = self._call(layer, ticket)._replace(kind="turn")
         here = len(devices)
-        groups = layer.group_size and self._groups(layer, here, partial=False)[0]
-        if self._transport.size == 1 or (groups and len(groups) == 1):
-            return turn_of_one(label.key, counts)
+        members = self._taking_part(layer, here, partial=False) if layer.in_groups() else None
+        if self._transport.size == 1 or (members is not None and len(members.ranks) == 1):
+            return turn_of_one(label.key, counts, _native.NO_GROUPS if members is None else members.groups)
         place = self._turns.next(label, devices, counts)
         first = sum(len(part.devices) for part in place.parts[: self.rank])
         world = sum(len(part.devices) for part in place.parts)
@@ -358,10 +362,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
                 self.fail(difference)
                 raise mx.MXNetError(difference)
         for i, layer in enumerate(new):
-            group = layer.group_size
             total = sum(layers[i]["replicas"] for layers in everyone)
-            if group and total % group:
-                raise ValueError(f"group_size: {group} was given, expected a divisor of the number of devices, {total}")
+            if problem(total, layer.group_size, layer.groups):
+                raise ValueError(problem(total, layer.group_size, layer.groups))
             self._replicas[layer.id] = [layers[i]["replicas"] for layers in everyone]
             self._on_gpus[layer.id] = self._gpus_of([layers[i] for layers in everyone], total)
             self._keys[layer.id] = len(self._keys)  # last, because another thread goes on when it finds it
@@ -455,7 +458,7 @@ def _describe(layer: LayerInfo) -> Dict[str, Any]:
     return {
         "name": layer.name,
         "channels": layer.channels,
-        "pooling": [layer.mode, layer.virtual_devices, layer.group_size],
+        "pooling": [layer.mode, layer.virtual_devices, layer.group_size, layer.groups and [*map(list, layer.groups)]],
         "replicas": layer.replicas,
     }
 
@@ -472,8 +475,9 @@ def _difference(rank: int, ours: List[Dict], other: int, theirs: List[Dict]) -> 
     def tell(layer: Optional[Dict]) -> str:
         if layer is None:
             return "none"
-        mode, slots, group = layer["pooling"]
-        detail = f"{layer['channels']} channels, mode {mode!r}, virtual_devices {slots}, group_size {group}"
+        mode, slots, size, groups = layer["pooling"]
+        detail = f"{layer['channels']} channels, mode {mode!r}, virtual_devices {slots}, group_size {size}"
+        detail += f", groups {groups}" if groups else ""
         return f"SyncBatchNorm '{layer['name']}' ({detail})"
 
     for i in range(max(len(ours), len(theirs))):

@@ -85,7 +85,7 @@ def convert(
         ReLU6, and leaky ReLU with a slope above 0 and below 1. This works in the graphs of all hybridized blocks.
         `summary` shows where, once the graphs are recorded. Files of ``net.export`` do not change.
     **kwargs
-        Further arguments of each new layer: ``num_devices``, ``mode``, ``virtual_devices``, ``group_size``,
+        Further arguments of each new layer: ``num_devices``, ``mode``, ``virtual_devices``, ``group_size``, ``groups``,
         ``inplace``, ``running_variance``, ``kvstore``, ``timeout``. ``inplace=True`` skips layers that do not allow it:
         ``nn.BatchNormReLU``, and layers that fuse a ReLU or an addition.
 

@@ -71,6 +71,8 @@ def _rows(block: Block) -> Iterator[Row]:
         mode = replicas.pooling.mode
         if replicas.pooling.group_size:
             mode += f", groups of {replicas.pooling.group_size}"
+        if replicas.pooling.groups:
+            mode += f", {len(replicas.pooling.groups)} named groups"
         own = described(block._activation, isinstance(block, SyncBatchNormAdd), block._inplace)
         yield Row(
             named,
@@ -106,7 +108,7 @@ def _statistics(layer: SyncBatchNorm) -> str:
         return "plain, because it is frozen: use_global_stats"
     if replicas.pooling.mode == "local":
         return "plain, because mode 'local' shares nothing"
-    if replicas.pooling.group_size == 1:
+    if replicas.pooling.group_size == 1 or {len(ranks) for ranks in replicas.pooling.groups or ()} == {1}:
         return "plain, because each group has one device"
     if replicas.given and not replicas.reaches_other_processes():
         if replicas.problem:

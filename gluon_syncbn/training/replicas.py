@@ -8,7 +8,9 @@ from typing import Any, ClassVar, List, NamedTuple, Optional, Tuple
 from mxnet.context import Context
 
 from .. import _native
+from ..exchange import groups as exchange_groups
 from ..exchange.base import Exchange, LayerInfo
+from ..exchange.groups import Groups
 from ..system import arguments, cuda, temporary_space
 from ..system.environment import at_least
 from .session import session
@@ -24,30 +26,42 @@ class Pooling(NamedTuple):
 
     mode: str = "sync"
     virtual_devices: int = 1  # slots of a replica
-    group_size: Optional[int] = None  # replicas that share a statistic in `sync`; None is all
+    group_size: Optional[int] = None  # consecutive replicas that share a statistic in `sync`; None is all
+    groups: Optional[Groups] = None  # the same, named by their ranks
 
     @classmethod
     def checked(
-        cls, mode: Any, virtual_devices: Any, group_size: Any, axis: int, num_devices: Optional[int]
+        cls, mode: Any, virtual_devices: Any, group_size: Any, groups: Any, axis: int, num_devices: Optional[int]
     ) -> Pooling:
         """Makes a pooling from a layer's arguments. ValueError: one is out of range, or they do not fit together."""
         pooling = cls(
             arguments.one_of("mode", mode, MODES),
             arguments.devices("virtual_devices", virtual_devices),
             None if group_size is None else arguments.devices("group_size", group_size),
+            None if groups is None else exchange_groups.checked("groups", groups),
         )
         if pooling.virtual_devices > 1 and axis == 0:
             arguments.refuse("virtual_devices", pooling.virtual_devices, "1 with axis=0, which is not the batch")
         if pooling.group_size is not None and mode != "sync":
             arguments.refuse("group_size", pooling.group_size, f"None with mode {mode!r}")
-        if num_devices is not None and pooling.problem(num_devices):
+        if groups is not None and mode != "sync":
+            arguments.refuse("groups", groups, f"None with mode {mode!r}")
+        if groups is not None and group_size is not None:
+            arguments.refuse("groups", groups, f"None with group_size={group_size}")
+        # Groups name replicas of all processes, and this process may have fewer.
+        if num_devices is not None and pooling.problem(num_devices) and num_devices > pooling.named():
             raise ValueError(pooling.problem(num_devices))
         return pooling
 
+    def named(self) -> int:
+        """Number of replicas that groups name."""
+        return sum(map(len, self.groups or ()))
+
     def problem(self, replicas: int) -> str:
         """Returns the error of an argument with which this many replicas cannot train; empty if they can."""
-        if self.group_size is not None and replicas % self.group_size:
-            return f"group_size: {self.group_size} was given, expected a divisor of the number of devices, {replicas}"
+        problem = exchange_groups.problem(replicas, self.group_size, self.groups)
+        if problem:
+            return problem
         if self.mode == "shuffle" and replicas * self.virtual_devices < 2:
             return (
                 f"virtual_devices: {self.virtual_devices} was given, expected at least 2 with mode 'shuffle' on one "
@@ -93,7 +107,8 @@ class Replicas:
         self.contexts: List[Context] = []  # the same, without repetitions
         self.problem = ""  # why these contexts cannot train
         mode = (*MODES, GATHER).index(pooling.mode)
-        self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0)
+        groups = exchange_groups.group_of_each(pooling.named(), 0, pooling.groups)
+        self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0, groups.tolist())
         self.token = _native.layer_token(self.id)
         self._of_tokens[self.token] = self
         temporary_space.of_layers(_native.layers())

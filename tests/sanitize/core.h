@@ -7,7 +7,8 @@
 
 extern "C" {
 int syncbn_register(void** functions, int64_t count);
-int64_t syncbn_layer_create(const char* name, int mode, int64_t virtual_devices, int64_t group);
+int64_t syncbn_layer_create(const char* name, int mode, int64_t virtual_devices, int64_t group, int64_t replicas,
+                            const int* groups);
 int64_t syncbn_layers();
 int syncbn_contexts_are_shared();
 void syncbn_layer_drop(int64_t layer);
@@ -27,7 +28,8 @@ void* syncbn_exchange_contexts(int64_t number);
 void* syncbn_exchange_processes(int64_t number);
 void* syncbn_exchange_shared_memory(void* segment, void* transport);
 int syncbn_python_functions(const syncbn::PythonFunctions* functions);
-int syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key);
+int syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key, int64_t replicas,
+                 const int* groups);
 int syncbn_devices(int64_t count, const char** contexts);
 int syncbn_seed(uint64_t seed);
 void syncbn_fail(const char* reason);

@@ -65,7 +65,7 @@ int merge(int64_t, const syncbn::Ticket* ticket, int64_t rows, int64_t length, c
     const Within program(false);
     wait_for_others();
     if (fails()) return refused(problem);
-    syncbn_total(out, length, merged(rows, length, values).data(), 0, ticket->layer);
+    syncbn_total(out, length, merged(rows, length, values).data(), 0, ticket->layer, 0, nullptr);
     return 0;
 }
 
@@ -76,7 +76,7 @@ int add(int64_t, const syncbn::Ticket* ticket, int64_t rows, int64_t length, con
     if (fails()) return refused(problem);
     std::vector<double> total(values, values + length);
     for (int64_t i = length; i < rows * length; ++i) total[i % length] += values[i];
-    syncbn_total(out, length, total.data(), 0, ticket->layer);
+    syncbn_total(out, length, total.data(), 0, ticket->layer, 0, nullptr);
     return 0;
 }
 

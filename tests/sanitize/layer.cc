@@ -38,9 +38,9 @@ Spec any_meeting_spec(Random& random, int contexts, int per_context, bool positi
 Layer::Layer(Random& random, const Spec& spec, const std::string& name)
     : spec(spec),
       name(name),
-      id(syncbn_layer_create(name.c_str(), static_cast<int>(spec.mode), spec.virtual_devices, spec.group)),
+      id(syncbn_layer_create(name.c_str(), static_cast<int>(spec.mode), spec.virtual_devices, spec.group, 0, nullptr)),
       token_(syncbn_layer_token(id)) {
-    if (syncbn::sharing_of({spec.mode, spec.virtual_devices, spec.group}) == syncbn::Sharing::kEach) gathers(id);
+    if (syncbn::sharing_of({spec.mode, spec.virtual_devices, spec.group, {}}) == syncbn::Sharing::kEach) gathers(id);
     const auto vector = [&](double value) { return make_array(spec.parameter_type(), spec.channels, value); };
     for (int i = 0; i < spec.contexts; ++i) {
         placed.push_back({"cpu(" + std::to_string(i) + ")", {vector(1), vector(0), vector(0), vector(1)}, {}, {}});

@@ -1,6 +1,6 @@
 // The pure functions of pooling behind a text interface, for tests/unit/test_pooling.py: cases in, what became of them out.
 //
-// A case: mode, virtual_devices, group, channels, slots; then seed, layer, node, call; then of each slot its moments
+// A case: mode, virtual_devices, group, channels, slots; the number of named replicas and the group of each; then seed, layer, node, call; then of each slot its moments
 // [count, mean[C], m2[C]] and its gradients [sum dy[C], sum dy*xhat[C]].
 #include <cstdio>
 #include <iostream>
@@ -32,6 +32,10 @@ int main() {
         syncbn::Draw draw;
         int64_t channels, slots;
         std::cin >> pooling.virtual_devices >> pooling.group >> channels >> slots;
+        size_t named;
+        std::cin >> named;
+        pooling.groups.resize(named);
+        for (int& group : pooling.groups) std::cin >> group;
         std::cin >> draw.seed >> draw.layer >> draw.node >> draw.call;
         pooling.mode = static_cast<syncbn::Mode>(mode);
         Vector moments(slots * syncbn::moments_length(channels)), gradients(slots * syncbn::gradients_length(channels));

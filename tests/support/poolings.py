@@ -11,6 +11,8 @@ POOLINGS = {
     "sync, 3 slots": {"virtual_devices": 3},
     "groups of 2": {"group_size": 2},
     "groups of 2, 3 slots": {"group_size": 2, "virtual_devices": 3},
+    "named groups": {"groups": [[0, 2], [1, 3]]},
+    "named groups, uneven": {"groups": [[0, 3], [1], [2]]},
     "local": {"mode": "local"},
     "local, 2 slots": {"mode": "local", "virtual_devices": 2},
     "local, 8 slots": {"mode": "local", "virtual_devices": 8},  # more than some shards have samples
@@ -21,6 +23,8 @@ POOLINGS = {
 
 
 def fits(pooling, replicas):
+    if "groups" in pooling:
+        return replicas == 4
     if "group_size" in pooling:
         return replicas % pooling["group_size"] == 0
     return pooling.get("mode") != "shuffle" or replicas * pooling.get("virtual_devices", 1) > 1

@@ -57,6 +57,27 @@ WRONG = {
     "activation": [0, True, "sigmoid", "ReLU", ["relu"], nd.ones(1), Stranger()],
     "between 0 and 1": [None, 0, 1, -0.1, 1.1, NAN, INFINITE, HUGE, *STRANGERS],
     "shuffle": [None, 3, True, [SampleShuffle(1)], nd.ones(1), Stranger()],
+    "groups": [
+        0,
+        2,
+        {},
+        "01",
+        [],
+        [[]],
+        [[0], []],
+        [0, 1],
+        ["01"],
+        [[0, 1], 2],
+        [[0.0]],
+        [[True]],
+        [[None]],
+        [[HUGE]],
+        [[1]],
+        [[0], [0]],
+        [[-1, 0]],
+        nd.ones((1, 1)),
+        Stranger(),
+    ],
     "optional shuffle": [3, True, [SampleShuffle(1)], nd.ones(1), Stranger()],
     "array": [None, 3, "array", [nd.ones((4, 2))], nd.ones((4, 2)).tostype("csr"), Stranger()],
     "features": [
@@ -123,6 +144,7 @@ LAYER = {
     "mode": "mode",
     "virtual_devices": "count",
     "group_size": "optional count",
+    "groups": "groups",
     "running_variance": "mode",
     "kvstore": "kvstore",
     "timeout": "optional seconds",
@@ -338,7 +360,9 @@ def test_whole_numbers_of_numpy(kind):
         group_size=kind(1),
         timeout=kind(9),
     )
-    assert layer._replicas.pooling == ("sync", 2, 1)
+    assert layer._replicas.pooling == ("sync", 2, 1, None)
+    named = SyncBatchNorm(groups=[[kind(2), kind(0)], (kind(1),)])._replicas.pooling.groups
+    assert named == ((0, 2), (1,)) and all(type(rank) is int for ranks in named for rank in ranks)
     layer.initialize(ctx=[mx.cpu(0)])
     assert layer.gamma.shape == (3,)
     assert gluon_syncbn.cpu_devices(kind(1)) == [mx.cpu(0)]
@@ -379,6 +403,19 @@ def test_nothing_is_configured_where_one_argument_is_wrong():
         ),
         ({"group_size": 2, "mode": "local"}, "group_size: 2 was given, expected None with mode 'local'"),
         ({"group_size": 2, "mode": "shuffle"}, "group_size: 2 was given, expected None with mode 'shuffle'"),
+        ({"groups": [[0], [1]], "mode": "local"}, "groups: [[0], [1]] was given, expected None with mode 'local'"),
+        ({"groups": [[0], [1]], "mode": "shuffle"}, "groups: [[0], [1]] was given, expected None with mode 'shuffle'"),
+        ({"groups": [[0, 1]], "group_size": 2}, "groups: [[0, 1]] was given, expected None with group_size=2"),
+        ({"groups": [[0, 1], [1, 2]]}, "expected each rank once, but 1 stands there twice"),
+        ({"groups": [[0, 1, 1]]}, "expected each rank once, but 1 stands there twice"),
+        ({"groups": [[0, 4], [2]]}, "expected all ranks to 4, but 1, 3 is in no group"),
+        ({"groups": [[0, -1]]}, "groups: -1 was given, expected ranks in each group that are whole numbers"),
+        ({"groups": [[0, 1.0]]}, "groups: 1.0 was given, expected ranks in each group that are whole numbers"),
+        ({"groups": [[0, 1], []]}, "groups: [[0, 1], []] was given, expected a list of groups, each a list of"),
+        (
+            {"groups": [[0, 1]], "num_devices": 3},
+            "groups: 2 replicas were given, expected each of the 3 replicas in one group: no group has rank 2",
+        ),
         ({"mode": "shuffle", "num_devices": 1}, "virtual_devices: 1 was given, expected at least 2"),
         ({"kvstore": "dist_sync"}, "cannot add statistics"),
         ({"kvstore": "horovod"}, "silently creates a local one"),

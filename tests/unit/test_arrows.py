@@ -65,7 +65,15 @@ FOLDERS = {
         ["arguments", "bfloat16", "distribution", "environment", "kinds", "version"],
         ["cuda", "cuda_libraries", "logs", "temporary_space"],
     ],
-    "exchange": [["base", "transport"], ["waiting"], ["turns"], ["device", "store"], ["horovod", "mpi"], ["named"]],
+    "exchange": [
+        ["groups"],
+        ["base", "transport"],
+        ["waiting"],
+        ["turns"],
+        ["device", "store"],
+        ["horovod", "mpi"],
+        ["named"],
+    ],
     "training": [["session"], ["replicas", "steps"], ["devices", "gather", "join"], ["shuffle"]],
     "mxnet_side": [
         ["callers", "compatibility", "draws", "nodes", "operators", "translations"],

@@ -27,8 +27,9 @@ def program(tmp_path_factory):
 class Case:
     """Shards of different size and distribution, some of them empty, and what the program makes of their moments."""
 
-    def __init__(self, mode, virtual_devices=1, group_size=None, sizes=(2, 5, 0, 3), draw=(7, 3, -1, 2)):
+    def __init__(self, mode, virtual_devices=1, group_size=None, groups=(), sizes=(2, 5, 0, 3), draw=(7, 3, -1, 2)):
         self.mode, self.virtual_devices, self.group_size, self.draw = mode, virtual_devices, group_size, draw
+        self.groups = groups
         rng = np.random.RandomState(len(sizes) + virtual_devices)
         self.shards = [(i + 1) * rng.randn(n, CHANNELS, 2) + i for i, n in enumerate(sizes)]
         self.heads = [rng.randn(n, CHANNELS, 2) + 0.3 * i for i, n in enumerate(sizes)]
@@ -47,11 +48,13 @@ class Case:
         return reference.forward(
             *(self.shards, self.gamma, zeros, zeros, ones),
             mode=self.mode, virtual_devices=self.virtual_devices, group_size=self.group_size,
-            permutation=self.permutation, momentum=0.0,
+            groups=self.groups or None, permutation=self.permutation, momentum=0.0,
         )  # fmt: skip
 
     def text(self, gradients):
         lines = [f"{MODES.index(self.mode)} {self.virtual_devices} {self.group_size or 0} {CHANNELS} {len(self.slots)}"]
+        group_of = {rank: number for number, ranks in enumerate(self.groups) for rank in ranks}
+        lines.append(" ".join(map(str, [len(group_of), *(group_of[rank] for rank in sorted(group_of))])))
         lines.append(" ".join(map(str, self.draw)))
         for part in self.slots:
             values = np.moveaxis(part, 1, 0).reshape(CHANNELS, -1)
@@ -89,6 +92,9 @@ POOLINGS = [
     {"mode": "sync", "group_size": 2},
     {"mode": "sync", "group_size": 1},
     {"mode": "sync", "group_size": 4, "virtual_devices": 2},
+    {"mode": "sync", "groups": [[0, 2], [1, 3]]},
+    {"mode": "sync", "groups": [[0, 3], [1], [2]]},
+    {"mode": "sync", "groups": [[2, 1, 3, 0]], "virtual_devices": 2},
     {"mode": "local"},
     {"mode": "local", "virtual_devices": 2},
     {"mode": "local", "virtual_devices": 8},
@@ -133,7 +139,7 @@ def test_against_the_reference(program, pooling, sizes):
         assert answer["fed", number] == [other for other in slots if of_slot[other].feeds == own.feeds]
         users = [other for other in answer["users", number] if other in slots]  # the others have no gradient
         assert users == [other for other in slots if of_slot[other].uses == own.feeds]
-        if len(slots) == len(case.slots):  # of these modes, all are lists of neighbours
+        if len(slots) == len(case.slots) and len(case.groups) < 2:  # of these modes, all are lists of neighbours
             assert not answer["listed", number // case.parts * case.parts]
     users = defaultdict(lambda: np.zeros(2 * CHANNELS))
     for number in slots:
@@ -173,6 +179,13 @@ def test_every_draw_is_the_references(program, draw):
     case = Case("shuffle", virtual_devices=5, sizes=(5, 6, 7), draw=draw)
     answer = run(program, case)
     assert [answer["used", slot] for slot in range(len(case.slots))] == [[other] for other in case.permutation]
+
+
+def test_groups_of_other_replicas(program):
+    case = Case("sync", sizes=(2, 5, 1, 3))
+    case.groups = [[0, 2], [1]]
+    refused = run(program, case)["refused"]
+    assert refused == "groups name 3 replicas, but 4 take part in this step: call the layer on all of them."
 
 
 @pytest.mark.parametrize("sizes, filled", [((1, 0), 1), ((0, 0), 0)])

@@ -87,6 +87,7 @@ def test_gradients_are_those_of_finite_differences(scale, use_global_stats):
         ([3, 5, 2], {"mode": "sync", "virtual_devices": 2}),
         ([3, 5, 0, 2], {"mode": "sync", "group_size": 2}),
         ([3, 0, 5, 2, 0, 0], {"mode": "sync", "group_size": 2, "virtual_devices": 3}),
+        ([3, 5, 0, 2], {"mode": "sync", "groups": [[3, 0], [2, 1]]}),
         ([3, 5, 2], {"mode": "local"}),
         ([3, 5, 2], {"mode": "local", "virtual_devices": 2}),
         ([7, 2], {"mode": "local", "virtual_devices": 3}),
@@ -259,6 +260,20 @@ def test_groups_are_separate_batches(size, virtual_devices):
     separate = [run(shards[k : k + size], heads[k : k + size], *parameters, **kwargs) for k in range(0, 6, size)]
     joined = {name: [entry for part in separate for entry in part[name]] for name in separate[0]}
     assert_same(run(shards, heads, *parameters, group_size=size, **kwargs), joined)
+
+
+@pytest.mark.parametrize("groups", [[[0, 2, 4], [1, 3, 5]], [[5, 0], [3], [1, 4, 2]], [[2], [0, 1, 3, 4, 5]]], ids=str)
+@pytest.mark.parametrize("virtual_devices", [1, 2])
+def test_named_groups_are_separate_batches(groups, virtual_devices):
+    shards, heads, *parameters = problem([(n, 3, 2) for n in (2, 1, 3, 2, 0, 4)])
+    kwargs = {"virtual_devices": virtual_devices, "epsilon": EPSILON}
+    got = run(shards, heads, *parameters, groups=groups, **kwargs)
+    for group in groups:
+        want = run([shards[k] for k in group], [heads[k] for k in group], *parameters, **kwargs)
+        assert_same(
+            {name: [entries[k] for k in group] for name, entries in got.items() if entries},
+            {name: entries for name, entries in want.items() if entries},
+        )
 
 
 def test_a_group_without_a_value_has_no_outputs_and_keeps_its_running_statistics():
@@ -635,6 +650,12 @@ def test_arguments_are_not_changed():
         ({"shards": THREE, "group_size": 6}, "group_size is 6"),
         ({"group_size": 0}, "group_size is 0"),
         ({"group_size": -1}, "group_size is -1"),
+        ({"shards": THREE, "groups": [[0, 2]]}, r"groups is \[\[0, 2\]\], expected each of the 3 shards in one group"),
+        ({"shards": THREE, "groups": [[0, 1], [1, 2]]}, "groups is .* expected each of the 3 shards in one group"),
+        ({"shards": THREE, "groups": [[0, 1], [2, 3]]}, "groups is .* expected each of the 3 shards in one group"),
+        ({"shards": THREE, "groups": [[0, 1, 2], []]}, "groups is .* and no empty group"),
+        ({"groups": [[0]], "group_size": 1}, "groups is .* expected None with mode 'sync' and group_size 1"),
+        ({"groups": [[0]], "mode": "local"}, "groups is .* expected None with mode 'local'"),
         ({"shards": [np.ones((0, 3))] * 2, "group_size": 1}, r"shapes \[\(0, 3\), \(0, 3\)\] hold no value"),
         ({"shards": [np.ones((0, 3))], "mode": "local"}, "hold no value"),
         ({"shards": [np.ones((0, 3))], "mode": "shuffle", "permutation": []}, "hold no value"),

@@ -88,12 +88,19 @@ GROUPS = [
     ([3, 3, 2], 4, 4),
     ([3, 1, 2, 2], 4, 4),
     ([1, 3, 1, 3], 2, 4),
+    # the same with groups of named replicas
+    ([1, 1, 1, 1], [[0, 2], [1, 3]], 4),
+    ([1, 1, 1, 1], [[0, 3], [1], [2]], 2),
+    ([2, 2], [[0, 2], [1, 3]], 2),
+    ([2, 2], [[0, 1], [2], [3]], 0),
+    ([2, 1, 2], [[0, 4], [1, 3], [2]], 2),
+    ([1, 2, 1, 2], [[1, 5, 0], [2, 3], [4]], 8),
 ]
 
 
-@pytest.mark.parametrize("replicas, group_size, messages", GROUPS, ids=str)
+@pytest.mark.parametrize("replicas, named, messages", GROUPS, ids=str)
 @pytest.mark.parametrize("partial", [True, False])
-def test_groups_that_stay_at_home(layer_id, monkeypatch, replicas, group_size, messages, partial):
+def test_groups_that_stay_at_home(layer_id, monkeypatch, replicas, named, messages, partial):
     """Only processes that share a group exchange something, and all get what they would get from all."""
     monkeypatch.setattr(ThreadTransport, "partial", partial)
     rng = np.random.RandomState(1)
@@ -102,7 +109,7 @@ def test_groups_that_stay_at_home(layer_id, monkeypatch, replicas, group_size, m
     post, all_stores = stores(len(replicas))
 
     def work(rank, store):
-        layer = info(layer_id, replicas[rank], group_size=group_size)
+        layer = info(layer_id, replicas[rank], **{"groups" if isinstance(named, list) else "group_size": named})
         store.learn([layer])
         forward = store.gather(layer, ticket(layer_id), values[rank].reshape(1, -1))
         backward = store.gather(layer, ticket(layer_id, phase=1), values[rank][:, 1:].reshape(1, -1))
@@ -111,32 +118,63 @@ def test_groups_that_stay_at_home(layer_id, monkeypatch, replicas, group_size, m
     results = everywhere(all_stores, work)
     all_values = np.concatenate(values)
     starts = np.cumsum([0, *replicas])
+    if isinstance(named, int):
+        named = [range(first, first + named) for first in range(0, sum(replicas), named)]
     for rank, (forward, backward) in enumerate(results):
         own = slice(starts[rank], starts[rank + 1])
         for total, width, want in ((forward, length, all_values), (backward, length - 1, all_values[:, 1:])):
             got = total.values.reshape(-1, width)
             first = total.first // width
             np.testing.assert_array_equal(got[first : first + replicas[rank]], want[own])
-            for i in range(replicas[rank]):  # the group of each replica, counted from the start of what came
-                place, number = (first + i) // group_size * group_size, (starts[rank] + i) // group_size * group_size
-                np.testing.assert_array_equal(
-                    got[place : place + group_size], want[number : number + group_size], err_msg=f"replica {i}"
-                )
+            for i in range(replicas[rank]):  # the group of each replica, in the order of the ranks
+                (members,) = [sorted(group) for group in named if starts[rank] + i in group]
+                np.testing.assert_array_equal(got[total.groups == total.groups[first + i]], want[members])
     everybody = len(replicas) * (len(replicas) - 1)
     assert post.sent["statistics"] == 2 * (messages if partial or messages == 0 else everybody)
 
 
-def test_groups_and_fewer_devices(layer_id):
+@pytest.mark.parametrize(
+    "pooling, expected",
+    [
+        ({"group_size": 2}, "group_size: 2 was given, expected all 3 devices in every step, not 2"),
+        ({"group_size": 3}, "group_size: 3 was given, expected a divisor of the 2 devices of this step"),
+        ({"groups": ((0, 5), (1, 2, 3, 4))}, "expected all 3 devices of this process in every step, not 2"),
+        ({"groups": ((0, 1, 2), (3, 4, 5))}, "expected all 3 devices of this process in every step, not 2"),
+    ],
+    ids=str,
+)
+def test_groups_and_fewer_devices(layer_id, pooling, expected):
     _, all_stores = stores(2)
 
     def work(rank, store):
-        layer = info(layer_id, 3, group_size=2)
+        layer = info(layer_id, 3, **pooling)
         store.learn([layer])
         return store.gather(layer, ticket(layer_id), np.zeros((1, 2 * (1 + 2 * CHANNELS))))
 
     for error in everywhere(all_stores, work):
         assert isinstance(error, ValueError)
-        assert "expected all 3 devices in every step, not 2" in str(error)
+        assert expected in str(error)
+
+
+@pytest.mark.parametrize(
+    "groups, expected",
+    [
+        (((0, 2),), "expected each of the 4 replicas in one group: no group has rank 2, 3"),
+        (((0, 2), (1, 3), (4,)), "expected each of the 4 replicas in one group: there is no replica of rank 4"),
+    ],
+    ids=str,
+)
+def test_groups_of_other_replicas(layer_id, groups, expected):
+    for error in everywhere(stores(2)[1], lambda rank, store: store.learn([info(layer_id, 2, groups=groups)])):
+        assert isinstance(error, ValueError)
+        assert expected in str(error)
+
+
+def test_other_groups_in_another_process(layer_id):
+    groups = [((0, 2), (1, 3)), ((0, 3), (1, 2))]
+    for error in everywhere(stores(2)[1], lambda rank, store: store.learn([info(layer_id, 2, groups=groups[rank])])):
+        assert "the processes disagree about the net" in str(error)
+        assert all(f"groups {[*map(list, one)]}) on rank {rank}" in str(error) for rank, one in enumerate(groups))
 
 
 # ---- GPUs of several processes -------------------------------------------------------------------------------
@@ -260,13 +298,21 @@ def test_a_step_that_one_process_skips(processes):
     assert any(re.search(f"{said}|{other}", error) for error in errors), errors
 
 
-@pytest.mark.parametrize("group_size, alone", [(2, True), (4, False)])
-def test_turns_of_groups(no_gpus, layer_id, group_size, alone):
+@pytest.mark.parametrize(
+    "group_size, groups, alone",
+    [
+        (2, None, True),
+        (4, None, False),
+        (None, [[0], [1], [2, 3]], True),
+        (None, [[0, 3], [1], [2]], False),
+    ],
+)
+def test_turns_of_groups(no_gpus, layer_id, group_size, groups, alone):
     """Groups that stay within a process ask nobody; where one does not, all take part."""
     post, all_stores = stores(2)
 
     def work(rank, store):
-        layer = LayerInfo(layer_id, "bn", [mx.gpu(0), mx.gpu(1)], 2, CHANNELS, "sync", 1, group_size)
+        layer = LayerInfo(layer_id, "bn", [mx.gpu(0), mx.gpu(1)], 2, CHANNELS, "sync", 1, group_size, groups)
         store.learn([layer])
         return turn_of(store.turn(layer, ticket(layer_id), [0, 1], np.array([[3.0], [4.0]])))
 

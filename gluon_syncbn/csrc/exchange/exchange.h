@@ -36,6 +36,8 @@ struct Total {
     Vector values;
     size_t first = 0;  // index of this process's first value
     int64_t key = 0;   // of the layer, the same in every process
+    // The group of each replica whose vector is here, from 0, if the exchange knows the groups of all processes.
+    std::vector<int> groups = {};
 };
 
 // The contribution of this process on its GPUs, one for each replica, in their order. Also has the samples of each
@@ -61,14 +63,15 @@ enum class Form {
 //        ◄── number 7 ── all here ── number 7 ──►            collective gets a number when all processes are ready.
 //      posts 7 after 6                  posts 7 after 6      Each process posts in the order of the numbers.
 struct Turn {
-    int64_t channel = 0;  // identifies a KVStore, whose collectives have numbers of their own
-    int64_t number = -1;  // of the collective, from 0, the same everywhere; -1 if it stays within the process
-    int64_t clique = 0;   // identifies a set of GPUs, the same everywhere
-    size_t world = 0;     // the number of these GPUs
-    size_t first = 0;     // the rank of this process's first GPU
-    std::string id;       // of the new communicator, if this is its first collective
-    Vector counts;        // [world][slots]: the samples of each slot of each replica
-    int64_t key = 0;      // of the layer, the same in every process
+    int64_t channel = 0;           // identifies a KVStore, whose collectives have numbers of their own
+    int64_t number = -1;           // of the collective, from 0, the same everywhere; -1 if it stays within the process
+    int64_t clique = 0;            // identifies a set of GPUs, the same everywhere
+    size_t world = 0;              // the number of these GPUs
+    size_t first = 0;              // the rank of this process's first GPU
+    std::string id;                // of the new communicator, if this is its first collective
+    Vector counts;                 // [world][slots]: the samples of each slot of each replica
+    int64_t key = 0;               // of the layer, the same in every process
+    std::vector<int> groups = {};  // as in a total
 };
 
 // The processes' agreement about a layer.
@@ -77,8 +80,10 @@ struct Agreed {
     bool in_groups = false;  // it exchanges vectors with some processes only; the rest describes these
     uint64_t ranks = 0;      // their bits, including this process; of the first 64
     int64_t channels = 0;
-    int64_t replicas = 0;        // of this process
-    int64_t begin = 0, end = 0;  // the groups with a replica here, as a range of the replicas of these processes
+    int64_t replicas = 0;      // of this process
+    std::vector<int> members;  // that share a group with these, including them: their places among those of the ranks
+    std::vector<int> groups;   // of each member, from 0
+    int64_t first = 0;         // the first member of this process
 };
 
 // An exchange that this process has contributed to, and that may wait for others. Leaving it early means a failure,

@@ -67,7 +67,7 @@ class Nccl : public Exchange {
         else if (adds_ || turn.world > 1)
             post(ticket, own, {});
         const size_t mine = turn.first * (turn.counts.size() / turn.world);
-        return {std::move(turn.counts), mine, turn.key};
+        return {std::move(turn.counts), mine, turn.key, std::move(turn.groups)};
     }
     void check(const Ticket& ticket) override {
         if (spans_processes()) processes_->check(ticket);

@@ -457,10 +457,12 @@ class SharedMemory::SideBySide : public Gathering {
         if (!done) return transport_.allgather(ticket_, own_);
         if (!agreed_.in_groups) return total;
         const size_t length = own_.length / static_cast<size_t>(agreed_.replicas);
-        const auto at = [&](int64_t replica) { return static_cast<int64_t>(length) * replica; };
-        const Vector& all = total.values;
-        return {Vector(all.begin() + at(agreed_.begin), all.begin() + at(agreed_.end)),
-                total.first - static_cast<size_t>(at(agreed_.begin)), key_};
+        Total of_members{{}, static_cast<size_t>(agreed_.first) * length, key_, agreed_.groups};
+        for (const int member : agreed_.members) {
+            const auto vector = total.values.begin() + static_cast<int64_t>(length) * member;
+            of_members.values.insert(of_members.values.end(), vector, vector + static_cast<int64_t>(length));
+        }
+        return of_members;
     }
 
   private:
@@ -469,7 +471,7 @@ class SharedMemory::SideBySide : public Gathering {
         : Gathering(memory, ticket, agreed.key, {ranks, ranks}, only_row(own), false), own_(own), agreed_(agreed) {}
 
     const Contribution own_;
-    const Agreed agreed_;
+    const Agreed& agreed_;  // stays as long as the exchange
 };
 
 bool SharedMemory::speaks() const { return segment_->rank() == 0; }

@@ -423,7 +423,7 @@ Total Call::total(Direction direction) {
     return total;
 }
 
-void Call::assign(const std::vector<double>& counts, size_t first, int64_t key) {
+void Call::assign(const std::vector<double>& counts, size_t first, int64_t key, const std::vector<int>& groups) {
     const Pooling& pooling = node_.layer->pooling;
     if (sharing_of(pooling) == Sharing::kTotal && std::accumulate(counts.begin(), counts.end(), 0.0) == 0)
         throw Failure("the batches of all replicas are empty or masked, so there is no mean.");
@@ -431,7 +431,7 @@ void Call::assign(const std::vector<double>& counts, size_t first, int64_t key) 
     if (place_.meeting) draw = place_.meeting->draw;
     draw.layer = key;
     const int begin = static_cast<int>(first);
-    pools_ = pools_of(pooling, counts, draw, {begin, begin + static_cast<int>(tensor_.slots.size())});
+    pools_ = pools_of(pooling, counts, draw, {begin, begin + static_cast<int>(tensor_.slots.size())}, groups);
 }
 
 }  // namespace syncbn

@@ -166,8 +166,8 @@ class Call {
     void contribute(Direction direction, Vector values, std::shared_ptr<const cuda::OnDevice> device = nullptr);
     // Returns the vectors of all slots, or their combination.
     Total total(Direction direction);
-    // Makes the pools of all slots; this replica's slots begin at `first`.
-    void assign(const std::vector<double>& counts, size_t first, int64_t key);
+    // Makes the pools of all slots; this replica's slots begin at `first`. `groups` as in a total.
+    void assign(const std::vector<double>& counts, size_t first, int64_t key, const std::vector<int>& groups);
     int64_t channels() const { return tensor_.shape.channels; }
     Affine affine(const Arrays& arrays, int inputs) const;
     [[noreturn]] void refuse_to_recover(const Hidden& hidden) const;

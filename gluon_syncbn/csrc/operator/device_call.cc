@@ -371,7 +371,7 @@ Total DeviceCall::total_gathered(Direction direction, int64_t length) {
     gathered_->slots = gathered_->all.size() / length;
     Vector counts;
     for (int64_t slot = 0; slot < gathered_->slots; ++slot) counts.push_back(total.values[slot * length]);
-    return {std::move(counts), total.first / static_cast<size_t>(length), total.key};
+    return {std::move(counts), total.first / static_cast<size_t>(length), total.key, std::move(total.groups)};
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------------
@@ -408,7 +408,7 @@ void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
         counts = {{std::accumulate(counts.values.begin(), counts.values.end(), 0.0)}, 0, counts.key};
         run_on_sums("moments_of_sums", gathered_->all.data());
     }
-    assign(counts.values, counts.first, counts.key);
+    assign(counts.values, counts.first, counts.key, counts.groups);
     tells_ = watches() && form() != Form::kHost;
     run_normalise(arrays, reqs[0], batch);
     kept_for_repetition_ = recall_.memo != nullptr;

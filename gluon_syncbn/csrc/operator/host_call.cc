@@ -96,7 +96,7 @@ void HostCall::assign_statistics(const Total& moments) {
     const size_t length = static_cast<size_t>(moments_length(channels()));
     std::vector<double> counts;
     for (size_t at = 0; at < moments.values.size(); at += length) counts.push_back(moments.values[at]);
-    assign(counts, moments.first / length, moments.key);
+    assign(counts, moments.first / length, moments.key, moments.groups);
     std::map<int, std::shared_ptr<const Statistic>> statistics;  // by the beginning of the pool's list
     const auto of = [&](Range pool) -> std::shared_ptr<const Statistic> {
         if (pool.begin == pool.end) return nullptr;

@@ -17,28 +17,41 @@ struct Assignment {
     std::vector<int> tracks;  // as if the slot had values; kNone if no slot feeds that pool
 };
 
-// Assigns consecutive slots to pools of `size`; in sync every replica is one slot.
-Assignment grouped(const std::vector<double>& counts, int size) {
-    const int slots = static_cast<int>(counts.size());
+// The group of each slot, if groups are `size` consecutive slots.
+std::vector<int> consecutive(int slots, int size) {
+    std::vector<int> groups;
+    for (int slot = 0; slot < slots; ++slot) groups.push_back(slot / size);
+    return groups;
+}
+
+// Assigns slots to the pools of their groups; in sync every replica is one slot.
+Assignment grouped(const std::vector<double>& counts, const std::vector<int>& groups) {
+    std::vector<double> values(counts.size(), 0.0);  // of each group; there are no more groups than slots
+    for (size_t slot = 0; slot < counts.size(); ++slot) values.at(groups[slot]) += counts[slot];
     Assignment out;
-    for (int first = 0; first < slots; first += size) {
-        const int end = std::min(first + size, slots);
-        double values = 0;
-        for (int slot = first; slot < end; ++slot) values += counts[slot];
-        for (int slot = first; slot < end; ++slot) {
-            out.feeds.push_back(counts[slot] > 0 ? first / size : kNone);
-            out.tracks.push_back(values > 0 ? first / size : kNone);
-        }
+    for (size_t slot = 0; slot < counts.size(); ++slot) {
+        out.feeds.push_back(counts[slot] > 0 ? groups[slot] : kNone);
+        out.tracks.push_back(values[groups[slot]] > 0 ? groups[slot] : kNone);
     }
     out.uses = out.tracks;  // also a slot of which no value counts
     return out;
 }
 
-Assignment assignment(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw) {
+std::vector<int> groups_of(const Pooling& pooling, int slots, const std::vector<int>& brought) {
+    const std::vector<int>& groups = brought.empty() ? pooling.groups : brought;
+    if (groups.empty())
+        return consecutive(slots, pooling.group == 0 ? std::max(slots, 1) : static_cast<int>(pooling.group));
+    if (groups.size() != static_cast<size_t>(slots))
+        throw std::invalid_argument("groups name " + std::to_string(groups.size()) + " replicas, but " +
+                                    std::to_string(slots) + " take part in this step: call the layer on all of them.");
+    return groups;
+}
+
+Assignment assignment(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw,
+                      const std::vector<int>& brought) {
     const int slots = static_cast<int>(counts.size());
-    if (pooling.mode == Mode::kSync)
-        return grouped(counts, pooling.group == 0 ? std::max(slots, 1) : static_cast<int>(pooling.group));
-    Assignment out = grouped(counts, 1);
+    if (pooling.mode == Mode::kSync) return grouped(counts, groups_of(pooling, slots, brought));
+    Assignment out = grouped(counts, consecutive(slots, 1));
     if (pooling.mode == Mode::kLocal) return out;
     std::vector<int> taking_part;
     for (int slot = 0; slot < slots; ++slot)
@@ -88,11 +101,13 @@ void simplify(Pools* pools) {
 Sharing sharing_of(const Pooling& pooling) {
     if (pooling.mode == Mode::kLocal) return Sharing::kNothing;
     if (pooling.mode == Mode::kGather) return Sharing::kRows;
-    return pooling.mode == Mode::kSync && pooling.group == 0 ? Sharing::kTotal : Sharing::kEach;
+    const bool in_groups = pooling.group != 0 || !pooling.groups.empty();
+    return pooling.mode == Mode::kSync && !in_groups ? Sharing::kTotal : Sharing::kEach;
 }
 
-Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw, Range own) {
-    const Assignment of = assignment(pooling, counts, draw);
+Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw, Range own,
+               const std::vector<int>& groups) {
+    const Assignment of = assignment(pooling, counts, draw, groups);
     Pools out;
     const std::vector<Range> feeders = by_pool(of.feeds, &out.members), users = by_pool(of.uses, &out.members);
     const auto list = [](const std::vector<Range>& lists, int pool) {

@@ -5,7 +5,7 @@
 // pool is the statistic over the slots that feed it.
 //
 //     mode      a pool is                                            a slot is normalised with
-//     sync      all slots of the replicas, or of `group` of them     the pool that it feeds
+//     sync      all slots of the replicas, or of those in a group    the pool that it feeds
 //     local     one slot                                             the pool that it feeds
 //     shuffle   one slot                                             the pool of another slot
 #pragma once
@@ -26,7 +26,8 @@ enum class Mode : int { kSync = 0, kLocal = 1, kShuffle = 2, kGather = 3 };
 struct Pooling {
     Mode mode = Mode::kSync;
     int64_t virtual_devices = 1;  // slots of a replica; in `sync` they change nothing
-    int64_t group = 0;            // replicas that share a statistic in `sync`; 0 is all
+    int64_t group = 0;            // consecutive replicas that share a statistic in `sync`; 0 is all
+    std::vector<int> groups;      // the group of each replica, from 0, where groups are named; empty otherwise
 
     // The number of parts of a replica's batch.
     int64_t slots() const { return mode == Mode::kSync ? 1 : virtual_devices; }
@@ -57,9 +58,12 @@ struct Pools {
     size_t slot(int place) const { return static_cast<size_t>(members.empty() ? place : members[place]); }
 };
 
-// Returns the pools for the replica with the slots `own`. `counts` has the number of values of each slot. In `shuffle`
-// throws std::invalid_argument if fewer than two slots hold a value.
-Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw, Range own);
+// Returns the pools for the replica with the slots `own`. `counts` has the number of values of each slot. `groups` has
+// the group of each slot, from 0, where an exchange has brought the slots of some groups only; else it is empty. Throws
+// std::invalid_argument if `groups` or the pooling's groups do not fit the slots. In `shuffle` also throws it if fewer
+// than two slots hold a value.
+Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw, Range own,
+               const std::vector<int>& groups = {});
 
 // Merges the moments of the slots of a list, from those of each slot [slots][1 + 2C].
 Vector moments_of(const Pools& pools, Range list, const Vector& slots, int64_t channels);

@@ -1,0 +1,170 @@
+"""A process of a job whose layers share statistics in groups that are named by the ranks of their replicas."""
+
+import os
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+from mpi_worker import CONTEXTS, kv, report, wait_for_reports
+from poolings import specification
+from replicas import WAYS, assert_same, collect, make_batch, on_devices, prepare, step, step_in_any_order
+
+import gluon_syncbn
+
+import mxnet as mx  # isort: skip
+from mxnet import autograd, nd  # isort: skip
+
+HERE = int(os.environ.get("GROUPS_WORKER_CONTEXTS", "1"))  # of each process
+REPLICAS = HERE * kv.num_workers
+OWN = range(HERE * kv.rank, HERE * (kv.rank + 1))
+CONTEXTS = CONTEXTS[:HERE]
+NAMED = [[[0, 2], [1, 3]], [[0, 3], [1], [2]], [[1, 2, 3], [0]], [[0, 1], [2, 3]], [[0], [1], [2], [3]]]
+
+
+def part_of(batch):
+    return batch._replace(shards=[batch.shards[i] for i in OWN], heads=[batch.heads[i] for i in OWN])
+
+
+def make_layer(batch, dtype="float64", way="eager", **settings):
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv, **settings)
+    return prepare(layer, batch, CONTEXTS, dtype, WAYS[way])
+
+
+def assert_right(got, layer, batch, tolerance, **settings):
+    """Of this process; gamma and beta have the sums over all processes."""
+    want = specification(layer, batch, **settings)
+    totals = {}
+    for name in ("dgamma", "dbeta"):
+        total = nd.array(getattr(got, name), dtype="float64")
+        kv.pushpull(name, total)
+        totals[name] = total.asnumpy()
+    mine = {name: [getattr(want, name)[i] for i in OWN] for name in ("outputs", "dxs", "running_mean", "running_var")}
+    assert_same(got._replace(**totals), want._replace(**mine), tolerance)
+
+
+def processes_of(groups):
+    """The other processes with which this one shares a group."""
+    mine = [group for group in groups if set(group) & set(OWN)]
+    return {rank // HERE for group in mine for rank in group} - {kv.rank}
+
+
+def equals_the_specification():
+    rng = np.random.RandomState(0)
+    for groups in NAMED:
+        for dtype, tolerance in (("float64", 1e-11), ("float32", 1e-5)):
+            for way in ("eager", "hybrid", "static_shape"):
+                batch = make_batch(rng, REPLICAS, dtype=dtype)
+                layer = make_layer(batch, dtype, way, groups=groups)
+                got = step(layer, part_of(batch), CONTEXTS, dtype)
+                assert_right(got, layer, batch, tolerance, node=-1 if way == "eager" else 0)
+                for statistic in (got.running_mean, got.running_var):
+                    of_all = np.concatenate(kv.allgather("running", np.concatenate(statistic))).reshape(REPLICAS, -1)
+                    for group in groups:  # members have the same bits
+                        assert (of_all[group] == of_all[group[0]]).all(), (groups, of_all)
+                        others = [rank for rank in range(REPLICAS) if rank not in group]
+                        assert (of_all[others] != of_all[group[0]]).any(axis=1).all(), (groups, of_all)
+
+
+def empty_shards():
+    """Of one member, and of a whole group, which keeps its running statistics."""
+    for empty in ([3], [0, 2]):
+        batch = make_batch(np.random.RandomState(1), REPLICAS)
+        for i in empty:
+            batch.shards[i], batch.heads[i] = batch.shards[i][:0], batch.heads[i][:0]
+        with mx.util.np_shape(True):
+            layer = make_layer(batch, groups=NAMED[0])
+            got = step(layer, part_of(batch), CONTEXTS, "float64")
+        assert_right(got, layer, batch, 1e-11)
+
+
+def layers_in_any_order():
+    """Side by side with groups of their own, in an order of its own in each process and on each context."""
+    rng, mine = np.random.RandomState(2), np.random.RandomState(100 + kv.rank)
+    settings = [*({"groups": groups} for groups in NAMED), {}, {"group_size": 2}, {"mode": "shuffle"}]
+    batches = [make_batch(rng, REPLICAS) for _ in settings]
+    layers = [make_layer(batch, timeout=60, **one) for batch, one in zip(batches, settings)]
+    parts = [part_of(batch) for batch in batches]
+    xs, heads = (
+        [on_devices(getattr(part, name), CONTEXTS, "float64") for part in parts] for name in ("shards", "heads")
+    )
+    for x in [x for of_layer in xs for x in of_layer]:
+        x.attach_grad()
+    for call in range(5):
+        ys = step_in_any_order(mine, layers, xs, heads, pause=0.002)
+        for i, (layer, batch) in enumerate(zip(layers, batches)):
+            got = collect(layer, ys[i], [x.grad for x in xs[i]], CONTEXTS)
+            layer._replicas.id, local = kv._keys[layer._replicas.id], layer._replicas.id
+            want = specification(layer, batch, call=call)
+            layer._replicas.id = local
+            for name in ("outputs", "dxs"):
+                for g, w in zip(getattr(got, name), [getattr(want, name)[k] for k in OWN]):
+                    assert np.abs(g - w).max() <= 1e-10 * np.abs(w).max(), (settings[i], call, name)
+
+
+def messages_to_members_only():
+    """Over the transport: each phase sends one message to each process that shares a group, and none to others."""
+    assert kv.why_not_in_memory is not None
+    sent, post = Counter(), kv._transport._post
+
+    def counting(ranks, label, *given):
+        sent.update(rank for rank in ranks if label.kind == "statistics")
+        return post(ranks, label, *given)
+
+    kv._transport._post = counting
+    for groups in NAMED:
+        batch = make_batch(np.random.RandomState(3), REPLICAS)
+        layer = make_layer(batch, groups=groups)
+        step(layer, part_of(batch), CONTEXTS, "float64")
+        assert sent == dict.fromkeys(processes_of(groups), 2), (groups, sent)
+        sent.clear()
+    kv._transport._post = post
+
+
+def members_do_not_wait_for_others():
+    """The members of one group take a step while the other processes do something else."""
+    gluon_syncbn.configure(timeout=20)
+    for groups in NAMED:
+        batch = make_batch(np.random.RandomState(4), REPLICAS)
+        layer = make_layer(batch, groups=groups)
+        step(layer, part_of(batch), CONTEXTS, "float64")  # in which all agree
+        for group in groups:
+            if kv.rank in group:
+                step(layer, part_of(batch), CONTEXTS, "float64")
+            kv.allgather("the next group", np.zeros(1))
+        for x in (layer.running_mean, layer.running_var):
+            assert np.isfinite(x.data().asnumpy()).all()
+
+
+def a_member_fails():
+    """Rank 2 of groups [0, 2] and [1, 3] leaves its second step; says what the others learn."""
+    fault, groups = sys.argv[2], [[0, 2], [1, 3]]
+    gluon_syncbn.configure(timeout=60 if fault == "raises" else 3)
+    batch = make_batch(np.random.RandomState(5), REPLICAS)
+    layer = make_layer(batch, groups=groups)
+    since = time.monotonic()
+    try:
+        for k in range(4):
+            if k == 1:
+                kv.allgather("before the fault", np.zeros(1))
+                since = time.monotonic()
+            if k == 1 and kv.rank == 2:
+                if fault == "raises":
+                    with autograd.record():
+                        raise OSError("disk full")
+                wait_for_reports([0, 1, 3])  # it does not come
+                os._exit(4)
+            step(layer, part_of(batch), CONTEXTS, "float64")
+    except (OSError, mx.MXNetError) as error:
+        report(since, error)
+    else:
+        report(since, "nothing")
+    wait_for_reports(range(kv.num_workers) if fault == "raises" else [0, 1, 3])
+    os._exit(3)
+
+
+if __name__ == "__main__":
+    for scenario in sys.argv[1].split("+"):
+        globals()[scenario]()
+        print(f"DONE {kv.rank} {scenario}", flush=True)
+    print(f"OK {kv.rank}", flush=True)
