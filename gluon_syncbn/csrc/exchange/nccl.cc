@@ -64,7 +64,7 @@ class Nccl : public Exchange {
                           std::to_string(replicas_) + ": start the job again after `reset_ctx`.");
         if (turn.number >= 0)
             post_in_turn(ticket, own, turn);
-        else if (adds_ || turn.world > 1)
+        else if (adds_ || replicas_ > 1)  // of a single GPU, too: its kernels read what a collective has written
             post(ticket, own, {});
         const size_t mine = turn.first * (turn.counts.size() / turn.world);
         return {std::move(turn.counts), mine, turn.key, std::move(turn.groups)};
