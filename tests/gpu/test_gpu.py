@@ -1178,7 +1178,11 @@ def test_what_a_step_costs(rng, pooling, replicas, way, spatial):
     for x in xs:
         x.attach_grad()
 
-    assert_costs(counted_step(lambda: [layer(x) for x in xs], heads, 3), replicas, settings, spatial)
+    directions = counted_step(lambda: [layer(x) for x in xs], heads, 3)
+    for group in settings.get("groups", ()) if way != "static_shape" else ():
+        for rank in group:  # the numbers of replicas that are no neighbours do not travel with a launch
+            directions[0][rank]["to device"] -= group != [*range(group[0], group[-1] + 1)]
+    assert_costs(directions, replicas, settings, spatial)
 
 
 def assert_costs(directions, replicas, settings, spatial, recovers=False):

@@ -38,6 +38,15 @@ def test_every_mode_and_what_it_costs(processes):
     assert_succeeded(job(processes, "every_mode", limit=200), processes)
 
 
+@pytest.mark.parametrize(("processes", "contexts"), [(4, 1), (2, 2)])
+def test_named_groups(processes, contexts):
+    """Some stay within a process, and ask nobody; for the others all processes take part."""
+    environment = {**ON_GPUS, "GROUPS_WORKER_CONTEXTS": str(contexts)}
+    scenarios = "equals_the_specification+layers_in_any_order"
+    done = job(processes, scenarios, worker=SUPPORT / "groups_worker.py", environment=environment, limit=200)
+    assert_succeeded(done, processes)
+
+
 TOGETHER = ["rows_and_gradients", "other_types", "short_batches", "recomputed_on_gpus", "reads_a_branch"]
 
 

@@ -197,6 +197,14 @@ def test_settings_of_the_layer(contexts, rng):
     assert_same(got, stepped(PLAIN, contexts[:2], heads))
 
 
+def test_named_groups_of_executors(contexts, rng):
+    """Groups of one are plain BatchNorm on each context, and one group of all is one context."""
+    heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
+    for groups, places in (([[1], [0], [2]], contexts[:3]), ([[2, 0, 1]], contexts[:1])):
+        got = stepped(lambda *args, of=groups, **given: SyncBatchNorm(*args, groups=of, **given), contexts[:3], heads)
+        assert_same(got, stepped(PLAIN, places, heads))
+
+
 def test_an_activation_and_use_global_stats(contexts, rng):
     def norm(y, **given):
         last = given["name"] == "bn1"
@@ -319,8 +327,14 @@ def test_a_checkpoint(contexts, tmp_path):
 
 def test_a_file_keeps_the_settings(contexts, tmp_path, rng):
     heads = nd.array(rng.randn(12, 5, 4, 4), dtype="float64")
-    settings = dict(mode="local", virtual_devices=2, running_variance="unbiased", timeout=17.0)
+    for settings in (
+        dict(mode="local", virtual_devices=2, running_variance="unbiased", timeout=17.0),
+        dict(groups=[[0, 2], [1]], virtual_devices=2, running_variance="unbiased", timeout=17.0),
+    ):
+        keeps_the_settings(contexts[:3], tmp_path, heads, settings)
 
+
+def keeps_the_settings(contexts, tmp_path, heads, settings):
     def norm(y, **given):
         return SyncBatchNorm(y, **given, **settings)
 
@@ -328,10 +342,11 @@ def test_a_file_keeps_the_settings(contexts, tmp_path, rng):
         norm(y, **given).save(str(tmp_path / "norm.json"))
         return mx.sym.load(str(tmp_path / "norm.json"))
 
-    assert_same(stepped(loaded, contexts[:2], heads), stepped(norm, contexts[:2], heads), 1e-12)
+    assert_same(stepped(loaded, contexts, heads), stepped(norm, contexts, heads), 1e-12)
     for symbol in (made(mx.sym.var("data"), name="bn0") for made in (norm, loaded)):
-        ((_, layer),) = bound(symbol, contexts[:2], labels=False)._exec_group.symbol.layers
+        ((_, layer),) = bound(symbol, contexts, labels=False)._exec_group.symbol.layers
         assert layer._unbiased and layer._replicas.timeout == 17 and layer._replicas.pooling.virtual_devices == 2
+        assert layer._replicas.pooling.groups == (((0, 2), (1,)) if "groups" in settings else None)
 
 
 def test_parameters_are_read_behind_the_forward(contexts):
@@ -653,6 +668,7 @@ def test_layers_live_as_long_as_their_executors(contexts):
         ({}, (0, 0), r"context: \[cpu\(0\), cpu\(0\)\] was given, expected different contexts"),
         (dict(num_devices=4), (0, 1), "num_devices: 4 was given, expected 2, the number of executors"),
         (dict(group_size=2), (0, 1, 2), "group_size: 2 was given, expected a divisor of the number of devices, 3"),
+        (dict(groups=[[0, 1]]), (0, 1, 2), "expected each of the 3 replicas in one group: no group has rank 2"),
         (dict(mode="shuffle"), (0,), "virtual_devices: 1 was given, expected at least 2 with mode 'shuffle'"),
     ],
 )

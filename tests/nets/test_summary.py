@@ -31,6 +31,7 @@ def test_every_normalisation_layer_has_a_row(contexts, capsys):
     made = {
         "sync_": SyncBatchNorm(in_channels=3, prefix="sync_"),
         "groups_": SyncBatchNorm(group_size=2, virtual_devices=4, prefix="groups_"),
+        "named_": SyncBatchNorm(groups=[[1], [0]], in_channels=3, prefix="named_"),
         "alone_": SyncBatchNorm(group_size=1, in_channels=3, prefix="alone_"),
         "local_": SyncBatchNorm(mode="local", in_channels=3, prefix="local_"),
         "frozen_": freeze(SyncBatchNorm(in_channels=3, prefix="frozen_")),
@@ -43,11 +44,12 @@ def test_every_normalisation_layer_has_a_row(contexts, capsys):
     net.add(*made.values(), nn.Dense(3), made["sync_"])
     net.initialize(ctx=contexts[:2])
     got, count = rows(capsys, net)
-    both = "cpu(0) cpu(1)"
+    both, alone = "plain, because each group has one device"
     assert got == {
         "sync (SyncBatchNorm)": ["3", "sync", "1", both, "synchronised"],
         "groups (SyncBatchNorm)": ["?", "sync, groups of 2", "4", both, "synchronised"],
-        "alone (SyncBatchNorm)": ["3", "sync, groups of 1", "1", both, "plain, because each group has one device"],
+        "alone (SyncBatchNorm)": ["3", "sync, groups of 1", "1", both, alone],
+        "named (SyncBatchNorm)": ["3", "sync, 2 named groups", "1", both, alone],
         "local (SyncBatchNorm)": ["3", "local", "1", both, "plain, because mode 'local' shares nothing"],
         "frozen (SyncBatchNorm)": ["3", "sync", "1", both, "plain, because it is frozen: use_global_stats"],
         "plain (BatchNorm)": ["3", both, "plain, because it is BatchNorm; convert(net) changes it"],
@@ -55,7 +57,7 @@ def test_every_normalisation_layer_has_a_row(contexts, capsys):
         "own (Own)": ["3", both, "plain, because it has a forward of its own"],
         "each (InstanceNorm)": ["3", both, "plain, because it normalises each sample by itself"],
     }
-    assert count == "Layers of batch normalisation: 8, synchronised: 2"
+    assert count == "Layers of batch normalisation: 9, synchronised: 2"
 
 
 def test_before_it_is_initialised_and_on_one_context(contexts, capsys):

@@ -24,6 +24,11 @@ def test_named_groups(processes, contexts, more, way):
     assert job.succeeded(processes), job.output
 
 
+def test_named_groups_of_two_machines():
+    job = Job(4, NUMBERS, worker=WORKER, environment={"MPI_WORKER_MACHINES": "a,b,a,b"})
+    assert job.succeeded(4), job.output
+
+
 @pytest.mark.parametrize("way", [{}, BY_TRANSPORT], ids=["memory", "transport"])
 @pytest.mark.parametrize(
     ("fault", "text"),

@@ -11,9 +11,11 @@ from mxnet import gluon  # isort: skip
 WORKER = SUPPORT / "join_worker.py"
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_uneven_numbers_of_batches_equal_one_process(processes):
-    job = Job(processes, "equal_one_process", worker=WORKER)
+@pytest.mark.parametrize(
+    "processes, scenario", [(2, "equal_one_process"), (3, "equal_one_process"), (3, "groups_equal_one_process")]
+)
+def test_uneven_numbers_of_batches_equal_one_process(processes, scenario):
+    job = Job(processes, scenario, worker=WORKER)
     assert job.succeeded(processes), job.output
 
 

@@ -51,11 +51,12 @@ def processes_of(groups):
 
 def equals_the_specification():
     rng = np.random.RandomState(0)
-    for groups in NAMED:
+    for settings in (*({"groups": groups} for groups in NAMED), {"group_size": 1}):
+        groups = settings.get("groups", NAMED[-1])
         for dtype, tolerance in (("float64", 1e-11), ("float32", 1e-5)):
             for way in ("eager", "hybrid", "static_shape"):
                 batch = make_batch(rng, REPLICAS, dtype=dtype)
-                layer = make_layer(batch, dtype, way, groups=groups)
+                layer = make_layer(batch, dtype, way, **settings)
                 got = step(layer, part_of(batch), CONTEXTS, dtype)
                 assert_right(got, layer, batch, tolerance, node=-1 if way == "eager" else 0)
                 for statistic in (got.running_mean, got.running_var):

@@ -70,13 +70,23 @@ def ready(net, contexts, way, store=None):
     return gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=store, update_on_kvstore=False)
 
 
-def equal_one_process():
+def groups_equal_one_process():
+    """One group of all, by name: a process without a batch is an empty member."""
+    everyone = range(sum(map(devices_of, range(kv.num_workers))))
+    named = {"groups": [everyone]}
+    equal_one_process(
+        lambda **given: gluon_syncbn.SyncBatchNorm(**given, **named),
+        lambda **given: gluon_syncbn.SyncBatchNormAdd(**given, **named),
+    )
+
+
+def equal_one_process(norm=gluon_syncbn.SyncBatchNorm, residual=gluon_syncbn.SyncBatchNormAdd):
     for way in ("eager", "hybrid", "static_shape"):
         first = sum(map(devices_of, range(kv.rank)))
         own = slice(first, first + devices_of(kv.rank))
         contexts = CONTEXTS[: devices_of(kv.rank)]
         gluon_syncbn.configure(kvstore=kv)
-        net = build(gluon_syncbn.SyncBatchNorm, gluon_syncbn.SyncBatchNormAdd)
+        net = build(norm, residual)
         trainer = ready(net, contexts, way, kv)
         with gluon_syncbn.join(net, trainer):
             for step in range(STEPS[kv.rank]):

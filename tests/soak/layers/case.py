@@ -121,6 +121,9 @@ def draw(seed: int) -> Case:
         pooling = {"mode": "shuffle", "virtual_devices": 2} if most > 1 else {"mode": "local"}
     if pooling["mode"] == "sync" and perhaps(0.3):
         pooling["group_size"] = int(one([n for n in range(1, replicas + 1) if replicas % n == 0]))
+    elif pooling["mode"] == "sync" and per_context == 1 and perhaps(0.3):
+        group_of = rng.randint(replicas, size=replicas)
+        pooling["groups"] = [np.flatnonzero(group_of == group).tolist() for group in np.unique(group_of)]
 
     addend = one((None, None, "own", "x"))
     activation = one((None, "relu", "relu6", "leaky"))

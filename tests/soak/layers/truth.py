@@ -117,11 +117,14 @@ class Truth:
         """Of each part, the statistic that normalises it, and the one that its replica's running statistics take."""
         if self.case.mode == "sync":
             size = self.case.pooling.get("group_size", len(self.case.places))
+            group_of = {replica: replica // size for replica in range(len(self.case.places))}
+            for number, members in enumerate(self.case.pooling.get("groups", [])):
+                group_of.update(dict.fromkeys(members, number))
             groups: Dict[int, List[Value]] = {}
             for part in parts:
-                groups.setdefault(part.replica // size, []).append(part.x)
+                groups.setdefault(group_of[part.replica], []).append(part.x)
             pools = {group: self.statistic(xs) for group, xs in groups.items()}
-            shared = [pools[part.replica // size] for part in parts]
+            shared = [pools[group_of[part.replica]] for part in parts]
             return shared, shared
         own = [self.statistic([part.x]) for part in parts]
         if self.case.mode == "local":
