@@ -17,12 +17,12 @@ from .waiting import WaitingTransport
 TYPES = ("local", "device")
 #: The native core's own exchanges, for all contexts of a process.
 IN_CORE = {"nccl": Memory("nccl"), "host": Memory("host")}
-TRANSPORTS = ("mpi", "horovod")
+TRANSPORTS = ("mpi", "horovod", "dist_sync")
 
 
 def transport_name(name: Any) -> str:
     if not isinstance(name, str) or name not in TRANSPORTS:
-        arguments.refuse("name", name, "'mpi' or 'horovod'." + _refusal(str(name)))
+        arguments.refuse("name", name, "'mpi', 'horovod' or 'dist_sync'." + _refusal(str(name)))
     return name
 
 
@@ -32,6 +32,10 @@ def transport(name: str) -> WaitingTransport:
         from .mpi import MPITransport
 
         return MPITransport()
+    if name == "dist_sync":
+        from .cluster import ClusterTransport
+
+        return ClusterTransport()
     from .horovod import HorovodTransport
 
     return HorovodTransport()
@@ -79,7 +83,10 @@ _EXPECTED = f"one of {(*TYPES, *IN_CORE)}, a KVStore object or None"
 
 def _refusal(name: str) -> str:
     if name.startswith("dist"):
-        return " Parameter servers run the optimizer on what is pushed to them, so they cannot add statistics."
+        return (
+            " MXNet's store runs the optimizer on all that is pushed, statistics too. "
+            "gluon_syncbn.kvstore('dist_sync') makes one for gradients and statistics, in its place."
+        )
     if name == "horovod":
         return (
             " MXNet 1.9.1 has no store of that name and silently creates a local one; gluon_syncbn.kvstore('horovod') "

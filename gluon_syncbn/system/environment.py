@@ -9,6 +9,11 @@ from typing import Iterator
 #: Only this module reads them. The native core reads ``MXNET_ENGINE_TYPE`` and ``MXNET_CPU_TEMP_COPY`` for its
 #: messages.
 READ = (
+    "DMLC_NUM_SERVER",
+    "DMLC_NUM_WORKER",
+    "DMLC_PS_ROOT_PORT",
+    "DMLC_PS_ROOT_URI",
+    "DMLC_ROLE",
     "GLUON_SYNCBN_ANY_ARCHITECTURE",
     "GLUON_SYNCBN_LOG",
     "GLUON_SYNCBN_OPERATOR",

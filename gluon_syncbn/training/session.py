@@ -231,7 +231,8 @@ def kvstore(name: str, *, gpus: Any = _UNCHANGED) -> ProcessStore:
     ----------
     name : str
         ``'mpi'``: mpi4py with the MPI that it was installed with. ``'horovod'``: Horovod, started by ``horovodrun``;
-        ``horovod.mxnet.DistributedTrainer`` may add the gradients at the same time.
+        ``horovod.mxnet.DistributedTrainer`` may add the gradients at the same time. ``'dist_sync'``: the scheduler and
+        the parameter servers of MXNet's own cluster. Such a store takes the place of ``mx.kv.create('dist_sync')``.
     gpus : str or None
         How GPUs exchange the statistics, the same in every process. The first call fixes it. ``None``, the default:
         over NCCL, on the devices. Without NCCL, statistics travel through host memory, with a
@@ -249,6 +250,8 @@ def kvstore(name: str, *, gpus: Any = _UNCHANGED) -> ProcessStore:
         If there is no such transport, or ``gpus`` has another value than those above, or than at the first call.
     ImportError
         If a package that the transport needs is not installed.
+    MXNetError
+        If not all processes of the job arrive within ``timeout``.
     """
     return session.process_store(named.transport_name(name), gpus)
 

@@ -161,5 +161,5 @@ def test_rows_of_many_processes(processes):
 
 
 def test_a_transport_that_does_not_exist():
-    with pytest.raises(ValueError, match=re.escape("name: 'dist_sync' was given, expected 'mpi'")):
-        gluon_syncbn.kvstore("dist_sync")
+    with pytest.raises(ValueError, match=re.escape("name: 'dist_async' was given, expected 'mpi'")):
+        gluon_syncbn.kvstore("dist_async")

@@ -417,7 +417,7 @@ def test_nothing_is_configured_where_one_argument_is_wrong():
             "groups: 2 replicas were given, expected each of the 3 replicas in one group: no group has rank 2",
         ),
         ({"mode": "shuffle", "num_devices": 1}, "virtual_devices: 1 was given, expected at least 2"),
-        ({"kvstore": "dist_sync"}, "cannot add statistics"),
+        ({"kvstore": "dist_sync"}, "gluon_syncbn.kvstore('dist_sync') makes one"),
         ({"kvstore": "horovod"}, "silently creates a local one"),
         ({"mode": "global"}, "mode: 'global' was given, expected one of ('sync', 'local', 'shuffle')"),
         ({"num_devices": 65536}, "num_devices: 65536 was given, expected a whole number from 1 to 65535"),

@@ -67,11 +67,11 @@ FOLDERS = {
     ],
     "exchange": [
         ["groups"],
-        ["base", "transport"],
+        ["base", "carrier", "transport"],
         ["waiting"],
         ["turns"],
         ["device", "store"],
-        ["horovod", "mpi"],
+        ["cluster", "horovod", "mpi"],
         ["named"],
     ],
     "training": [["session"], ["replicas", "steps"], ["devices", "gather", "join"], ["shuffle"]],
@@ -133,8 +133,9 @@ def test_the_first_level_can_be_read_at_a_glance():
 
 def test_the_core_and_the_driver_are_behind_one_module_each():
     users = {module for module, path in MODULES.items() if any(n.split(".")[0] == "ctypes" for n in imports(path))}
-    # `operators` passes a handle of MXNet on, the self-check asks NVRTC for its version, `lifetime` has threads end.
-    others = {"mxnet_side.operators", "command.selfcheck", "mxnet_side.lifetime"}
+    # `operators` passes a handle of MXNet on, the self-check asks NVRTC for its version, `lifetime` has threads end,
+    # the `carrier` ends a scheduler with a function of ps-lite's.
+    others = {"mxnet_side.operators", "command.selfcheck", "mxnet_side.lifetime", "exchange.carrier"}
     assert users == {f"gluon_syncbn.{name}" for name in {"_native", "system.cuda", "system.cuda_libraries"} | others}
 
 

@@ -1,0 +1,239 @@
+"""Several workers on this machine that meet through MXNet's own cluster: what they compute, and what they learn of each
+other.
+
+What a worker does stands in mpi_worker.py, as far as it is the same for every transport, and in cluster_worker.py.
+"""
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import mxnet as mx
+import pytest
+from environments import shell
+from places import PACKAGE, SUPPORT
+
+import gluon_syncbn
+
+
+class Cluster:
+    """A job: the scheduler, servers and workers, each ended by its process id at the end of the block."""
+
+    def __init__(self, workers, script, *arguments, servers=2, **settings):
+        self._stack, self._numbers = contextlib.ExitStack(), itertools.count()
+        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        job = {
+            "DMLC_PS_ROOT_URI": "127.0.0.1",
+            "DMLC_PS_ROOT_PORT": port,
+            "DMLC_NUM_WORKER": workers,
+            "DMLC_NUM_SERVER": servers,
+            "DMLC_NODE_HOST": "127.0.0.1",
+            "OMP_NUM_THREADS": 1,
+            "MPI_WORKER_REPORTS": self.folder,
+            "GLUON_SYNCBN_TEST_TRANSPORT": "dist_sync",
+            **settings,
+        }
+        others = [sys.executable, "-c", "import gluon_syncbn"]
+        self.scheduler = self._start("scheduler", others, job)
+        self.servers = [self._start("server", others, job) for _ in range(servers)]
+        command = [sys.executable, str(SUPPORT / script), *map(str, arguments)]
+        self.workers = [self._start("worker", command, job) for _ in range(workers)]
+
+    def _start(self, role, command, job):
+        output = self._stack.enter_context(open(Path(self.folder, f"{role} {next(self._numbers)}"), "w"))  # noqa: SIM115
+        environment = shell(SUPPORT, PACKAGE.parent, **job, DMLC_ROLE=role)
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        self._stack.callback(process.wait)
+        self._stack.callback(process.kill)
+        return process
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._stack.close()
+
+    def output(self):
+        return "".join(path.read_text() for path in sorted(self.folder.iterdir()))
+
+    def wait(self, processes, limit=90):
+        """Their exit codes; None where a process has not ended in time."""
+        end = time.monotonic() + limit
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, end - time.monotonic()))
+        return [process.poll() for process in processes]
+
+    def check_success(self, limit=90):
+        """All workers succeed, and all processes end by themselves."""
+        codes = self.wait([*self.workers, *self.servers, self.scheduler], limit)
+        output = self.output()
+        assert codes == [0] * len(codes), f"{codes}\n{output}"
+        assert all(f"OK {rank}" in output for rank in range(len(self.workers))), output
+
+    def failure_of(self, rank, limit=60):
+        """(seconds from the beginning of the step, text) of the error that this rank got."""
+        end = time.monotonic() + limit
+        while time.monotonic() < end:
+            found = re.search(rf"FAILED rank {rank} after ([0-9.]+) s: (.*)", self.output())
+            if found:
+                return float(found[1]), found[2]
+            time.sleep(0.1)
+        raise AssertionError(self.output())
+
+
+@pytest.mark.parametrize(
+    ("workers", "program", "scenario"),
+    [
+        (3, "cluster_worker.py", "every_bit+trains"),
+        pytest.param(3, "cluster_worker.py", "large_sums", marks=pytest.mark.slow),
+        pytest.param(2, "mpi_worker.py", "equals_the_specification", marks=pytest.mark.slow),
+        pytest.param(
+            2,
+            "mpi_worker.py",
+            "same_bits_on_repetition+one_store_for_gradients_and_statistics",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            3,
+            "mpi_worker.py",
+            "pushpull_and_broadcast+turns+gathers+gathers_in_any_order+shuffled_keys",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_several_workers(workers, program, scenario):
+    """What they compute; all processes of the job end by themselves."""
+    with Cluster(workers, program, scenario, GLUON_SYNCBN_SHARED_MEMORY="off") as job:
+        job.check_success()
+
+
+@pytest.mark.slow
+def test_in_shared_memory():
+    with Cluster(2, "cluster_worker.py", "trains") as job:
+        job.check_success()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [10, 300])
+def test_layers_in_any_order(steps):
+    with Cluster(3, "mpi_worker.py", "random_order", steps, GLUON_SYNCBN_SHARED_MEMORY="off") as job:
+        job.check_success(60 + 2 * steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "text", "limit"),
+    [
+        ("frozen", "rank 1 of 2 has ended without a word, or hangs", 3),
+        ("exits", "rank 1 of 2 has ended (rank 0 was in the forward of call 2 of SyncBatchNorm 'layer0')", 60),
+        ("raises", "rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
+        ("one batch more", "rank 1 of 2 has ended (rank 0 was in the forward of call 3", 60),
+        ("skips a layer", "in the forward of call 2 of SyncBatchNorm 'layer1'", 3),
+        ("another layer", "in the forward of call 2 of SyncBatchNorm 'layer1'", 3),
+        ("repeats a step", "in the forward of call 3 of SyncBatchNorm 'layer0'", 3),
+        ("another shape", "in gradient 0, round 2, rank 1 sent 7 values of float32 where rank 0 has 5", 60),
+    ],
+)
+def test_a_worker_that_does_something_else(fault, text, limit):
+    """Rank 0 gets an error that names rank and place, at once or after the time limit of 3 s. Then the servers and the
+    scheduler end."""
+    with Cluster(2, "mpi_worker.py", "fault", fault, limit, GLUON_SYNCBN_SHARED_MEMORY="off") as job:
+        seconds, error = job.failure_of(0)
+        assert text in error
+        assert seconds < 30
+        assert None not in job.wait([*job.servers, job.scheduler])
+
+
+def wait_until_running(job, workers):
+    """The process ids of the workers, by rank, once they train."""
+    files = [job.folder / f"running {rank}" for rank in range(workers)]
+    end = time.monotonic() + 60
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < end, job.output()
+        time.sleep(0.05)
+    return [int(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("memory", ["off", pytest.param("on", marks=pytest.mark.slow)])
+def test_a_worker_that_is_killed(memory):
+    """The others hear of it at once; all other processes end."""
+    settings = {"GLUON_SYNCBN_SHARED_MEMORY": memory}
+    with Cluster(3, "cluster_worker.py", "steps_until_one_fails", 60, **settings) as job:
+        pids = wait_until_running(job, 3)
+        os.kill(pids[1], signal.SIGKILL)
+        for rank in (0, 2):
+            seconds, error = job.failure_of(rank)
+            assert f"rank 1 of 3 has ended without a word (process {pids[1]}; was it killed?)" in error
+            assert seconds < 30
+        assert sorted(job.wait(job.workers)) == [-9, 3, 3]
+        assert None not in job.wait([*job.servers, job.scheduler])
+
+
+@pytest.mark.parametrize(
+    ("which", "text"),
+    [
+        ("a server", r"server [01] of 2 does not answer"),
+        pytest.param("the scheduler", r"the scheduler is gone: nobody listens at 127.0.0.1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_server_or_the_scheduler_is_killed(which, text):
+    """Each worker gets an error that names what is gone, at the latest at the time limit, and ends."""
+    with Cluster(2, "cluster_worker.py", "steps_until_one_fails", 3, GLUON_SYNCBN_SHARED_MEMORY="off") as job:
+        wait_until_running(job, 2)
+        process = job.servers[0] if which == "a server" else job.scheduler
+        os.kill(process.pid, signal.SIGKILL)
+        seconds, error = job.failure_of(0)
+        assert re.search(text, error)
+        assert seconds < 60
+        assert job.wait(job.workers) == [3, 3]
+        assert None not in job.wait(job.servers)
+
+
+@pytest.mark.slow
+def test_the_carrier_is_killed():
+    """It is a child of the worker."""
+    with Cluster(2, "cluster_worker.py", "steps_until_one_fails", 5, GLUON_SYNCBN_SHARED_MEMORY="off") as job:
+        worker = wait_until_running(job, 2)[0]
+        carrier = int(Path(f"/proc/{worker}/task/{worker}/children").read_text().split()[0])
+        os.kill(carrier, signal.SIGKILL)
+        assert f"the process {carrier}, which carries the messages of this process, has ended" in job.failure_of(0)[1]
+        assert 0 not in job.wait(job.workers)
+
+
+def test_a_worker_that_does_not_come():
+    with Cluster(2, "cluster_worker.py", "not_all_come", 3) as job:
+        job.workers[1].kill()
+        assert job.wait(job.workers[:1]) == [1]
+        assert "not connected within 3 s: the scheduler at" in job.output()
+        assert "is there, but not all of 2 workers and 2 servers have come" in job.output()
+
+
+def test_no_scheduler(monkeypatch):
+    for name, value in {"ROLE": "worker", "PS_ROOT_URI": "127.0.0.1", "NUM_WORKER": 1, "NUM_SERVER": 1}.items():
+        monkeypatch.setenv("DMLC_" + name, str(value))
+    monkeypatch.delenv("DMLC_PS_ROOT_PORT", raising=False)
+    with pytest.raises(mx.MXNetError, match="kvstore 'dist_sync': DMLC_PS_ROOT_PORT is not set"):
+        gluon_syncbn.kvstore("dist_sync")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("DMLC_PS_ROOT_PORT", str(free.getsockname()[1]))
+    gluon_syncbn.configure(timeout=3)
+    try:
+        with pytest.raises(
+            mx.MXNetError, match=r"not connected within 3 s: the scheduler is gone: nobody listens at 127.0.0.1:\d+"
+        ):
+            gluon_syncbn.kvstore("dist_sync")
+    finally:
+        gluon_syncbn.configure(timeout=300)

@@ -1,0 +1,128 @@
+"""What one worker of a job does that is about MXNet's own cluster alone."""
+
+import itertools
+import os
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+import gluon_syncbn
+
+CONTEXTS = gluon_syncbn.cpu_devices(2)
+
+import mxnet as mx  # noqa: E402
+from mxnet import autograd, gluon, nd  # noqa: E402
+from mxnet.gluon import nn  # noqa: E402
+
+from gluon_syncbn.exchange.transport import Label  # noqa: E402
+
+
+def report(kv, since, error):
+    text = f"FAILED rank {kv.rank} after {time.monotonic() - since:.1f} s: {error}\n"
+    Path(os.environ["MPI_WORKER_REPORTS"], str(kv.rank)).write_text(text)
+
+
+def every_bit():
+    """Every value of every type arrives as it was sent, in arrays of any size, in any thread."""
+    kv = gluon_syncbn.kvstore("dist_sync")
+    bits = np.random.RandomState(kv.rank)
+    for call, size in enumerate([0, 1, 7, 8 * 900, 8 * 30_000, 8 * 600_000, 8 * 20]):
+        parts = [np.random.RandomState(100 * call + r).randint(256, size=size).astype(np.uint8) for r in range(3)]
+        for dtype in ("uint8", "float16", "float32", "float64", "int64")[: 5 if size % 8 == 0 else 1]:
+            label = Label("statistics", 7, call=call, what=f"call {call}", node=np.dtype(dtype).num)
+            got = kv._transport.allgather(label, parts[kv.rank].view(dtype), equal=True)
+            assert [array.dtype for array in got] == [np.dtype(dtype)] * 3
+            assert all((a.view(np.uint8) == b).all() for a, b in zip(got, parts)), (size, dtype)
+            time.sleep(0.002 * bits.rand())
+    zero = kv._transport.allgather(Label("statistics", 8, what="zeros"), np.array([-0.0]), equal=True)
+    assert all(np.signbit(array[0]) for array in zero)
+
+
+def large_sums():
+    """Gradients that the servers add up: right, of the same bits everywhere, and no other sum is in between."""
+    kv = gluon_syncbn.kvstore("dist_sync")
+    for call, size in itertools.product(range(3), (5_000, 70_000, 2_500_000)):
+        parts = [np.random.RandomState(10 * call + r).randn(size).astype(np.float32) for r in range(kv.num_workers)]
+        values = nd.array(parts[kv.rank])
+        kv.pushpull(size, values)
+        assert np.abs(values.asnumpy() - np.sum(parts, axis=0)).max() < 1e-5
+        everyone = kv.allgather("the bits", values.asnumpy()[:1000])
+        assert all((array == everyone[0]).all() for array in everyone)
+
+
+def make_net(norm, contexts, **settings):
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(8, 3, padding=1, in_channels=3), norm(in_channels=8, **settings), nn.Activation("tanh"))
+    net.add(nn.Conv2D(32, 3, padding=1, in_channels=8), norm(in_channels=32, **settings), nn.Activation("tanh"))
+    net.add(nn.Dense(16, in_units=32 * 36), nn.Dense(3, in_units=16))
+    net.initialize(ctx=contexts)
+    values = np.random.RandomState(3)
+    for p in net.collect_params().values():
+        if p.grad_req != "null":
+            p.set_data(nd.array(values.randn(*p.shape) * 0.1 + p.name.endswith("gamma")))
+    return net
+
+
+def trains():
+    """Momentum SGD in float32, two devices in rank 1: as one process does with all batches, and the same everywhere."""
+    kv = gluon_syncbn.kvstore("dist_sync")
+    contexts = CONTEXTS[: 1 + kv.rank % 2]
+    net, plain = make_net(gluon_syncbn.SyncBatchNorm, contexts, kvstore=kv), make_net(nn.BatchNorm, CONTEXTS[:1])
+    net.hybridize()
+    settings = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}
+    trainer = gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=kv)
+    alone = gluon.Trainer(plain.collect_params(), "sgd", settings, kvstore=None)
+    rng = np.random.RandomState(5)
+    counts = [4 + 2 * rank for rank in range(kv.num_workers)]
+    ends = np.cumsum(counts)
+    for _ in range(4):
+        x, head = rng.randn(ends[-1], 3, 6, 6) + np.arange(ends[-1]).reshape(-1, 1, 1, 1) % 3, rng.randn(ends[-1], 3)
+        own = slice(ends[kv.rank] - counts[kv.rank], ends[kv.rank])
+        for model, part, where, update in ((net, own, contexts, trainer), (plain, slice(None), CONTEXTS[:1], alone)):
+            xs, heads = (gluon.utils.split_and_load(nd.array(a[part]), where) for a in (x, head))
+            with autograd.record():
+                ys = [model(a) for a in xs]
+            autograd.backward(ys, heads)
+            update.step(int(ends[-1]))
+    mx.nd.waitall()
+    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
+        got, want = p.data(contexts[0]).asnumpy(), q.data().asnumpy()
+        assert np.abs(got - want).max() < 1e-4 * max(1, np.abs(want).max()), p.name
+        everyone = kv.allgather("the weights", got)
+        assert all((array == everyone[0]).all() for array in everyone), p.name
+
+
+def steps_until_one_fails():
+    limit = float(sys.argv[2])
+    gluon_syncbn.configure(timeout=60)
+    kv = gluon_syncbn.kvstore("dist_sync")
+    gluon_syncbn.configure(timeout=limit)
+    net = make_net(gluon_syncbn.SyncBatchNorm, CONTEXTS[:1], kvstore=kv)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)
+    try:
+        for k in itertools.count():
+            since = time.monotonic()
+            with autograd.record():
+                y = net(nd.ones((2, 3, 6, 6)))
+            y.backward()
+            trainer.step(2 * kv.num_workers)
+            mx.nd.waitall()
+            if k == 2:
+                Path(os.environ["MPI_WORKER_REPORTS"], f"running {kv.rank}").write_text(str(os.getpid()))
+    except mx.MXNetError as error:
+        report(kv, since, error)
+        raise SystemExit(3) from None
+
+
+def not_all_come():
+    gluon_syncbn.configure(timeout=float(sys.argv[2]))
+    gluon_syncbn.kvstore("dist_sync")
+
+
+if __name__ == "__main__":
+    for scenario in sys.argv[1].split("+"):
+        globals()[scenario]()
+    if scenario != "not_all_come":
+        print(f"OK {gluon_syncbn.kvstore('dist_sync').rank}", flush=True)
