@@ -185,9 +185,10 @@ class SyncBatchNorm(nn.BatchNorm):
         ``'shuffle'``. Also if parameters are put on a GPU for which MXNet has no code.
     MXNetError
         A graph raises it for a mask of another shape. Reading a result raises it if a replica is late, has another
-        number of channels or has failed. The text names the layer, who arrived and who is missing. A backward with ``inplace`` raises it if gamma is so small
-        that the error of ``xhat`` may exceed 1/32 of a standard deviation. In ``'shuffle'``, this holds for values of a
-        slot that are too close: the error of x may exceed 1/32 of their standard deviation.
+        number of channels or has failed. The text names the layer, who arrived and who is missing. A backward with
+        ``inplace`` raises it if gamma is so small that the error of ``xhat`` may exceed 1/32 of a standard deviation.
+        In ``'shuffle'``, this holds for values of a slot that are too close: the error of x may exceed 1/32 of their
+        standard deviation.
 
     Warns
     -----
