@@ -215,9 +215,9 @@ def forward(
         feeding = [counts[device][samples].any() for device, samples in parts]
         if not any(feeding):
             raise _no_value(shards)
-        groups = [group_of[device] if mode == "sync" else i for i, (device, _) in enumerate(parts)]
-        present = sorted({group for group, feeds in zip(groups, feeding) if feeds})
-        own = [present.index(group) if group in present else None for group in groups]
+        group_of_slot = [group_of[device] if mode == "sync" else i for i, (device, _) in enumerate(parts)]
+        present = sorted({group for group, feeds in zip(group_of_slot, feeding) if feeds})
+        own = [present.index(group) if group in present else None for group in group_of_slot]
         if mode == "shuffle":
             taking_part = _checked_permutation(permutation, len(present))
             uses = [None if k is None else taking_part[k] for k in own]
