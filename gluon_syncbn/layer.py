@@ -181,8 +181,8 @@ class SyncBatchNorm(nn.BatchNorm):
     ValueError
         At construction, if an argument is out of range, or ``groups`` names a rank twice or leaves one out. In a
         training call, if ``group_size`` does not divide the number of devices, or ``groups`` names other replicas. Also
-        there, if there are fewer than two slots to shuffle. If a mask has another shape, or is given with ``inplace`` in
-        ``'shuffle'``. Also if parameters are put on a GPU for which MXNet has no code.
+        there, if there are fewer than two slots to shuffle. If a mask has another shape, or is given with ``inplace``
+        in ``'shuffle'``. Also if parameters are put on a GPU for which MXNet has no code.
     MXNetError
         A graph raises it for a mask of another shape. Reading a result raises it if a replica is late, has another
         number of channels or has failed. The text names the layer, who arrived and who is missing. A backward with

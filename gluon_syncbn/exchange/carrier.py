@@ -11,7 +11,8 @@ A server keeps an array for each key. It answers a push when as many pushes have
 look at who pushed. A worker that pushes so often by itself therefore writes an array alone: its register.
 
 All arrays are float32. A server of MXNet 1.9.1 never initialises its field ``multi_precision_``. Where the memory
-happens not to be zero, it rounds float64 and float16 to float32 (src/kvstore/kvstore_dist_server.h of MXNet; docs/limits.md).
+happens not to be zero, it rounds float64 and float16 to float32 (src/kvstore/kvstore_dist_server.h of MXNet;
+docs/limits.md).
 """
 
 from __future__ import annotations
