@@ -23,7 +23,7 @@ KINDS = r"(?:py|cc|h|cu|sh|md)"
 FILE = re.compile(rf"(?<![\w/.*{{}}~-])((?:[\w-]+/)*[\w-]+\.{KINDS})\b(?![\w(*-])")
 # MXNet's own sources and tests begin so; NAME stands for a name, and a user's script is no file of this project.
 ELSEWHERE = re.compile(
-    r"^(src/|mxnet/|scripts/|c_api\.h$|test_(gluon|metric|operator|numpy_\w+)\.py$|.*NAME|script\.py$|mshadow_op\.h$|train_(cifar10|imagenet)\.py$|stem\.md$|tools/launch\.py$)"
+    r"^(src/|mxnet/|scripts/|c_api\.h$|test_(gluon|metric|operator|numpy_\w+)\.py$|.*NAME|script\.py$|mshadow_op\.h$|train_(cifar10|imagenet)\.py$|stem\.md$|launch\.py$)"
 )
 ABOUT_OTHERS = {"comparison.md", "gluoncv.md"}  # pages that name files of other projects
 SYMBOLS_OF_OTHERS = {"test_utils", "list_gpus", "runpy", "run_path", "copy_buf"}
