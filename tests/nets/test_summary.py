@@ -44,7 +44,7 @@ def test_every_normalisation_layer_has_a_row(contexts, capsys):
     net.add(*made.values(), nn.Dense(3), made["sync_"])
     net.initialize(ctx=contexts[:2])
     got, count = rows(capsys, net)
-    both, alone = "plain, because each group has one device"
+    both, alone = "cpu(0) cpu(1)", "plain, because each group has one device"
     assert got == {
         "sync (SyncBatchNorm)": ["3", "sync", "1", both, "synchronised"],
         "groups (SyncBatchNorm)": ["?", "sync, groups of 2", "4", both, "synchronised"],
