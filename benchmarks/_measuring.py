@@ -43,7 +43,8 @@ def options(
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    places = parser.add_mutually_exclusive_group()
+    # An empty group breaks --help of Python 3.11.
+    places = parser.add_mutually_exclusive_group() if devices or processes else parser
     if devices:
         places.add_argument("--devices", type=int, nargs="+", default=devices, help=f"how many ({devices})")
     if processes:

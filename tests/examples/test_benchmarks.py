@@ -143,6 +143,16 @@ def test_a_hanging_or_failing_cell_does_not_stop_the_others(tmp_path, benchmarks
     assert _results.report(results) == 1
 
 
+@pytest.mark.parametrize("settings", [{}, {"devices": (1, 2)}, {"devices": (2,), "processes": True}], ids=str)
+def test_the_help_of_a_benchmark(benchmarks, capsys, settings):
+    import _measuring
+
+    with pytest.raises(SystemExit) as end:
+        _measuring.options("What it measures.", ["--help"], quick="a short run", **settings)
+    assert end.value.code == 0
+    assert "--quick" in capsys.readouterr().out
+
+
 def test_what_is_kept_of_the_samples(benchmarks):
     import _results
 
