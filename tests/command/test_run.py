@@ -163,7 +163,7 @@ print(json.dumps({"contexts": len(contexts), "memory": memory, "found": found}))
 def test_an_unedited_script_with_a_module(job):
     code, output, errors = job.run(MODULE, *RUN, "--cpus", "2", TRAIN)
     assert code == 0, errors
-    plain_code, plain, plain_errors = job.run(MODULE, TRAIN, "--plain")
+    plain_code, plain, plain_errors = job.run(MODULE, *RUN, TRAIN, "--plain")
     assert plain_code == 0, plain_errors
     got, want = json.loads(output), json.loads(plain)
     assert (got["contexts"], want["contexts"]) == (2, 1)
