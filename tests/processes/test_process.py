@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -67,7 +68,10 @@ class Script:
         self.process.communicate()
 
     def until_ready(self):
+        end = threading.Timer(LIMIT, self.process.kill)
+        end.start()
         line = self.process.stdout.readline()  # ends with the process at the latest
+        end.cancel()
         assert line == "ready\n", line + self.process.stderr.read()
 
     def end(self, limit=LIMIT):
