@@ -106,7 +106,7 @@ class SyncBatchNorm(nn.BatchNorm):
     m = 1 at these positions and 0 elsewhere, and sums over all positions of all devices:
 
     .. math:: dx = \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}}
-                   \left(dy - \frac{m}{n} \left(\textstyle\sum dy + \hat{x} \sum dy \cdot \hat{x}\right)\right)
+                   \left(dy - \frac{m}{n} \left(\sum dy + \hat{x} \sum dy \cdot \hat{x}\right)\right)
 
     A slot of which no position counts adds nothing to any statistic. Where no other slot shares a statistic with it,
     its xhat is 0. Predictions ignore the mask, and it gets no gradient.
