@@ -1,11 +1,12 @@
 """A case: one layer, where its replicas live, and its steps. Drawn from one seed, within docs/limits.md."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 DTYPES = ("float16", "float32", "float64")
+MASKS = ("float16", "float32", "float64", "uint8", "int8", "int32", "int64", "bool")
 OFFSETS = {"float16": 30.0, "float32": 1e3, "float64": 1e6}
 CONTEXTS = 4
 
@@ -35,6 +36,9 @@ class Case:
     empty: bool  # whether some shards are
     offset: float
     steps: List[str]
+    masked: Optional[str]  # "all" replicas, or "some" of them
+    of_masks: str  # their type
+    rng_of_masks: np.random.RandomState
     emulated: bool = False  # on GPUs, where no operator of MXNet's own runs
 
     @property
@@ -61,7 +65,7 @@ class Case:
         return self.per_context > 1 or self.fused or self.settings["use_global_stats"]
 
     def __str__(self) -> str:
-        said = {name: value for name, value in vars(self).items() if name not in ("rng", "seed") and value}
+        said = {name: value for name, value in vars(self).items() if not name.startswith(("rng", "seed")) and value}
         return f"case {self.seed}: " + ", ".join(f"{name} {value}" for name, value in said.items())
 
     # ---- data --------------------------------------------------------------------------------------------------
@@ -85,6 +89,32 @@ class Case:
     def like(self, shards: List[np.ndarray]) -> List[np.ndarray]:
         """Gradients of the outputs, or addends."""
         return [(self.rng.randn(*x.shape) + 0.3 * i).astype(self.dtype) for i, x in enumerate(shards)]
+
+    def masks(self, shards: List[np.ndarray]) -> List[Optional[np.ndarray]]:
+        """What counts of each shard: much, little or nothing. None: a replica without a mask."""
+        if self.masked is None:
+            return [None] * len(shards)
+        rng = self.rng_of_masks
+        masks = [None if self.masked == "some" and rng.rand() < 0.5 else self._mask(x.shape) for x in shards]
+        filled = sum(
+            x[part].size > 0 if mask is None else bool(np.broadcast_to(self._wide(mask, x), x.shape)[part].any())
+            for x, mask in zip(shards, masks)
+            for part in (np.array_split(np.arange(len(x)), self.slots) if self.mode == "shuffle" else [slice(None)])
+        )
+        needed = {"sync": not {"group_size", "groups"} & set(self.pooling), "local": 0, "shuffle": 2}[self.mode]
+        if filled >= needed:
+            return masks
+        return [None if mask is None else np.ones_like(mask) for mask in masks]
+
+    def _mask(self, shape: Sequence[int]) -> np.ndarray:
+        rng, axis = self.rng_of_masks, self.axis % len(shape)
+        extents = [1 if i == axis or rng.rand() < 0.15 else extent for i, extent in enumerate(shape)]
+        counts = rng.rand(*extents) < rng.choice((0, 0.2, 0.5, 0.8, 1))
+        mask = np.where(counts, rng.choice((1, 1, 3)), 0).astype(self.of_masks)
+        return mask if rng.rand() < 0.5 else mask.squeeze(axis)
+
+    def _wide(self, mask: np.ndarray, x: np.ndarray) -> np.ndarray:
+        return mask if mask.ndim == x.ndim else np.expand_dims(mask, self.axis % x.ndim)
 
     def _shape(self, samples: int) -> List[int]:
         shape = [samples, *self.spatial]
@@ -121,7 +151,7 @@ def draw(seed: int) -> Case:
         pooling = {"mode": "shuffle", "virtual_devices": 2} if most > 1 else {"mode": "local"}
     if pooling["mode"] == "sync" and perhaps(0.3):
         pooling["group_size"] = int(one([n for n in range(1, replicas + 1) if replicas % n == 0]))
-    elif pooling["mode"] == "sync" and per_context == 1 and perhaps(0.3):
+    elif pooling["mode"] == "sync" and perhaps(0.3):
         group_of = rng.randint(replicas, size=replicas)
         pooling["groups"] = [np.flatnonzero(group_of == group).tolist() for group in np.unique(group_of)]
 
@@ -143,6 +173,11 @@ def draw(seed: int) -> Case:
         # MXNet's own addition stands in the graph, and plain BatchNorm has wrong gradients there where that of the
         # addend is not written.
         reqs.update({None: {}, "own": {"addend": "write"}, "x": {"x": "write"}}[addend])
+    rng_of_masks = np.random.RandomState([seed, 1])
+    masked = None
+    if not fused and not (inplace and pooling["mode"] == "shuffle") and rng_of_masks.rand() < 0.35:
+        # A graph has a mask or none.
+        masked = "some" if way == "eager" and rng_of_masks.rand() < 0.4 else "all"
     return Case(
         seed=seed,
         rng=rng,
@@ -175,6 +210,9 @@ def draw(seed: int) -> Case:
         empty=replicas > 1 and per_context == 1 and not (of_mxnet and dtype == "float32") and perhaps(0.3),
         offset=OFFSETS[dtype] if perhaps(0.15) else 0.0,
         steps=["train", *(one(("train", "train", "forward", "predict")) for _ in range(rng.randint(0, 4)))],
+        masked=masked,
+        of_masks=str(rng_of_masks.choice(MASKS)),
+        rng_of_masks=rng_of_masks,
     )
 
 
@@ -189,7 +227,7 @@ def draw_for_emulator(seed: int) -> Case:
         contexts=[0, 1] if case.per_context > 1 else case.contexts,
         per_context=1,
         repeated=False,
-        pooling={key: value for key, value in case.pooling.items() if key != "group_size" or case.per_context == 1},
+        pooling={key: value for key, value in case.pooling.items() if "group" not in key or case.per_context == 1},
         settings={**case.settings, "use_global_stats": False},
         addend=case.addend and "own",
         fused=case.fused and case.way != "eager" and case.activation is not None,

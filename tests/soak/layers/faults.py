@@ -5,7 +5,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple, Type
 import numpy as np
 
 from .tape import Value
-from .truth import Forward, Statistic, Truth, added
+from .truth import Forward, Part, Statistic, Truth, added
 
 
 def constant(value: Value) -> Value:
@@ -81,6 +81,13 @@ class EverybodysGamma(Truth):
     def backward(self, forward: Forward, heads: Sequence[np.ndarray]) -> Any:
         found = super().backward(forward, heads)
         return found._replace(gammas=[added(found.gammas)] * len(found.gammas))
+
+
+class EverythingCounts(Truth):
+    """What a mask excludes, too."""
+
+    def counted(self, part: Part) -> Value:
+        return part.x
 
 
 FAULTS: Dict[str, Type[Truth]] = {kind.__name__: kind for kind in Truth.__subclasses__()}

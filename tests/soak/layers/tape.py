@@ -101,6 +101,10 @@ class Value:
         ones = np.ones(self.data.shape)
         return Value(self.data.sum(1, keepdims=True), slack, self.rounding, [(self, lambda g: g * ones)])
 
+    def columns(self, where: np.ndarray) -> Value:
+        """Those that ``where`` names. ``[M]``, of bool"""
+        return Columns(self, where)
+
     def at(self, rounding: Rounding) -> Value:
         """From here on it is computed with another rounding."""
         result = Value(self.data, self.slack, rounding, [(self, lambda g: g)])
@@ -120,6 +124,24 @@ class Value:
 
     def _stored(self, dtype: str, slack: Any) -> Value:
         return Value(self.data, slack, self.rounding, [(self, lambda g: g.stored(dtype))])
+
+
+class Columns(Value):
+    """Some columns of another value."""
+
+    def __init__(self, whole: Value, where: np.ndarray) -> None:
+        self._whole, self._where = whole, where
+        pulls = [(whole, self._in_the_whole)]
+        super().__init__(whole.data[:, where], whole.slack[:, where], whole.rounding, pulls)
+
+    def _in_the_whole(self, gradient: Value) -> Value:
+        data, slack = (np.zeros(self._whole.data.shape, kind) for kind in (EXACT, float))
+        data[:, self._where], slack[:, self._where] = gradient.data, gradient.slack
+        return Value(data, slack, gradient.rounding)
+
+    def _blur(self) -> Any:
+        blur = self._whole._blur()
+        return None if blur is None else blur[:, self._where]
 
 
 def storing(data: np.ndarray, dtype: str) -> np.ndarray:

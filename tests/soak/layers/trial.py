@@ -53,6 +53,13 @@ class Batch(NamedTuple):
     addends: Optional[List[np.ndarray]]
     xs: List[nd.NDArray]
     others: Optional[List[nd.NDArray]]  # the addends; the data itself where that is added
+    masks: List[Optional[np.ndarray]]
+    marks: List[Optional[nd.NDArray]]  # the masks
+
+    def inputs(self, i: int) -> List[nd.NDArray]:
+        """Of the layer in replica i."""
+        given = [self.xs[i], None if self.others is None else self.others[i], self.marks[i]]
+        return [array for array in given if array is not None]
 
 
 class Trial:
@@ -107,7 +114,7 @@ class Trial:
         case, truth, batch = self.case, self.truth, self._batch()
         with autograd.record():
             ys = self._issue(batch)
-        forward = truth.forward(batch.shards, batch.addends, self._permutation(batch))
+        forward = truth.forward(batch.shards, batch.addends, batch.masks, self._permutation(batch))
         whole = [np.ones(y.data.shape) for y in forward.ys]
         for mask, z in zip(whole, forward.zs):
             mask[truth.undecided(z, TIMES)] = 0
@@ -134,7 +141,7 @@ class Trial:
         same_memory = self.case.per_context > 1 and self.case.way == "static_alloc"
         with autograd.record() if same_memory else autograd.train_mode():
             ys = self._issue(batch)
-        forward = self.truth.forward(batch.shards, batch.addends, self._permutation(batch))
+        forward = self.truth.forward(batch.shards, batch.addends, batch.masks, self._permutation(batch))
         self.truth.move(forward)
         self._waits()
         self._check_all("y", ys, self._joined(self._stored(forward.ys), batch))
@@ -144,7 +151,7 @@ class Trial:
         batch = self._batch()
         full = [i for i, x in enumerate(batch.shards) if x.size]
         i = full[0] if replica == 0 else full[self.rng.randint(len(full))]
-        y = self.net(batch.xs[i], *([] if batch.others is None else [batch.others[i]]))
+        y = self.net(*batch.inputs(i))
         addend = None if batch.addends is None else batch.addends[i]
         want = self.truth.predicted(batch.shards[i], addend, self.case.places[i]).stored(self.case.dtype)
         self._check("prediction", self.truth.flat(y.asnumpy()), want)
@@ -157,7 +164,9 @@ class Trial:
         addends = {None: None, "x": shards, "own": case.like(shards)}[case.addend]
         xs = self._inputs(shards, "x")
         others = xs if case.addend == "x" else None if addends is None else self._inputs(addends, "addend")
-        return Batch(shards, addends, xs, others)
+        masks = case.masks(shards)
+        marks = [None if m is None else nd.array(m, ctx=place, dtype=m.dtype) for m, place in zip(masks, self.places)]
+        return Batch(shards, addends, xs, others, masks, marks)
 
     def _inputs(self, arrays: Sequence[np.ndarray], name: str) -> List[nd.NDArray]:
         inputs = [nd.array(a, ctx=place, dtype=a.dtype) for a, place in zip(arrays, self.places)]
@@ -174,14 +183,17 @@ class Trial:
     def _issue(self, batch: Batch) -> List[nd.NDArray]:
         ys: Dict[int, nd.NDArray] = {}
         for i in self._order():
-            ys[i] = self.net(batch.xs[i], *([] if batch.others is None else [batch.others[i]]))
+            ys[i] = self.net(*batch.inputs(i))
         return [ys[i] for i in range(len(ys))]
 
     def _permutation(self, batch: Batch) -> Sequence[int]:
         """The package's draw; what becomes of it is the truth's own."""
         if self.case.mode != "shuffle" or self.case.settings["use_global_stats"]:
             return []
-        filled = sum(part.size > 0 for shard in batch.shards for part in self.truth.cut(shard))
+        filled = 0
+        for shard, mask in zip(batch.shards, batch.masks):
+            for part, where in zip(self.truth.cut(shard), self.truth.counting(shard, mask)):
+                filled += part.size > 0 if where is None else bool(where.any())
         node = -1 if self.case.way == "eager" else self.layer._nodes - 1
         call, self.calls = self.calls, self.calls + 1
         return reference.derangement(self.case.seed, self.layer._replicas.id, node, call, filled)

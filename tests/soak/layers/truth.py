@@ -28,6 +28,7 @@ class Part(NamedTuple):
     replica: int
     x: Value
     addend: Optional[Value]
+    where: Optional[np.ndarray]  # which values of a channel count, [M]; None: all
 
 
 class Forward(NamedTuple):
@@ -65,13 +66,19 @@ class Truth:
 
     # ---- forward -----------------------------------------------------------------------------------------------
 
-    def forward(self, shards: Sequence[np.ndarray], addends: Any, permutation: Sequence[int]) -> Forward:
+    def forward(
+        self, shards: Sequence[np.ndarray], addends: Any, masks: Sequence[Any], permutation: Sequence[int]
+    ) -> Forward:
         case = self.case
         addends = addends or [None] * len(shards)
         parts = [
-            Part(i, self._leaf(x), None if a is None else self._leaf(a))
-            for i, (shard, addend) in enumerate(zip(shards, addends))
-            for x, a in zip(self.cut(shard), [None] * case.slots if addend is None else self.cut(addend))
+            Part(i, self._leaf(x), None if a is None else self._leaf(a), where)
+            for i, (shard, addend, mask) in enumerate(zip(shards, addends, masks))
+            for x, a, where in zip(
+                self.cut(shard),
+                [None] * case.slots if addend is None else self.cut(addend),
+                self.counting(shard, mask),
+            )
         ]
         gammas, betas = ([self._leaf(v[:, None]) for _ in shards] for v in (self._gamma(), self.beta))
         frozen = case.settings["use_global_stats"]
@@ -102,6 +109,17 @@ class Truth:
     def _leaf(self, data: np.ndarray) -> Value:
         return Value(data, rounding=self.rounding)
 
+    def counting(self, shard: np.ndarray, mask: Optional[np.ndarray]) -> List[Optional[np.ndarray]]:
+        """Of each slot of a replica, which values of a channel count. ``[M]``"""
+        if mask is None:
+            return [None] * self.case.slots
+        with_axis = mask if mask.ndim == shard.ndim else np.expand_dims(mask, self.case.axis % shard.ndim)
+        return [slot[0] for slot in self.cut(np.broadcast_to(with_axis != 0, shard.shape))]
+
+    def counted(self, part: Part) -> Value:
+        """What counts in the statistics."""
+        return part.x if part.where is None else part.x.columns(part.where)
+
     def cut(self, shard: np.ndarray) -> List[np.ndarray]:
         """The slots of a replica, with the channels in front. ``[C, M]``"""
         axis = self.case.axis % shard.ndim
@@ -122,11 +140,11 @@ class Truth:
                 group_of.update(dict.fromkeys(members, number))
             groups: Dict[int, List[Value]] = {}
             for part in parts:
-                groups.setdefault(group_of[part.replica], []).append(part.x)
+                groups.setdefault(group_of[part.replica], []).append(self.counted(part))
             pools = {group: self.statistic(xs) for group, xs in groups.items()}
             shared = [pools[group_of[part.replica]] for part in parts]
             return shared, shared
-        own = [self.statistic([part.x]) for part in parts]
+        own = [self.statistic([self.counted(part)]) for part in parts]
         if self.case.mode == "local":
             return own, own
         filled = [i for i, statistic in enumerate(own) if statistic is not None]
@@ -155,7 +173,7 @@ class Truth:
     def normalised(self, x: Value, statistic: Optional[Statistic], gamma: Value, beta: Value, own: bool) -> Value:
         """``own``: by the layer's operator and not by MXNet's, which rounds on the way."""
         if statistic is None:
-            return x
+            return Value(np.zeros(x.data.shape), rounding=x.rounding) + beta
         deviation = (statistic.variance + float(self.case.settings["epsilon"])).root()
         scaled = (x - statistic.mean) * deviation.reciprocal() * gamma
         z = (scaled if own else scaled.stored(self.case.dtype)) + beta
@@ -206,9 +224,10 @@ class Truth:
         case, moved = self.case, set()
         share = np.longdouble(np.float32(case.settings["momentum"]))
         for context, batch in zip(case.places, forward.moving):
-            if batch is None or (context in moved and case.mode != "local"):
-                continue
+            handed_on = context not in moved or case.mode == "local"
             moved.add(context)
+            if batch is None or not handed_on:
+                continue
             self.running[context] = tuple(
                 (old.at(self.rounding) * share + new.at(self.rounding) * (1 - share)).stored(self.parameters)
                 for old, new in zip(self.running[context], batch)
