@@ -30,7 +30,7 @@ class Ticket(ctypes.Structure):
     """Identifies a contribution; phase 0 is the forward of a call, 1, 2 ... its backwards."""
 
     _fields_ = [(name, ctypes.c_int64) for name in ("layer", "node", "call", "phase")]
-    _fields_ += [("name", ctypes.c_char_p), ("timeout", ctypes.c_double)]
+    _fields_ += [("name", ctypes.c_char_p), ("timeout", ctypes.c_double), ("interrupts", ctypes.c_int64)]
 
     layer: int
     node: int  # of a graph; -1 for an eager call
@@ -38,6 +38,7 @@ class Ticket(ctypes.Structure):
     phase: int
     name: bytes  # of the layer
     timeout: float  # seconds that the layer waits
+    interrupts: int  # their number when the first replica came
 
 
 class Total(NamedTuple):

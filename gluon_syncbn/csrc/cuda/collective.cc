@@ -133,7 +133,7 @@ std::string why_no_collective() {
 }
 
 void post_collective(Collective what, const std::vector<OnDevice>& parts, const Clique& clique,
-                     const std::string& layer, double timeout) {
+                     const std::string& layer, double timeout, int64_t interrupts_before) {
     const std::string missing = why_no_collective();
     if (!missing.empty()) throw Failure(missing);
     SYNCBN_POINT("before_collective");
@@ -154,7 +154,8 @@ void post_collective(Collective what, const std::vector<OnDevice>& parts, const 
     });
     WaitToConnect wait(layer, "NCCL has not connected the GPUs", timeout,
                        "NCCL_DEBUG=INFO shows what NCCL does. kvstore='host' avoids NCCL; between processes, "
-                       "gluon_syncbn.kvstore(..., gpus='host') does.");
+                       "gluon_syncbn.kvstore(..., gpus='host') does.",
+                       interrupts_before);
     while (communicators.wait_for(kSlice) != std::future_status::ready) wait.look();
     cliques.push_back(
         std::make_unique<Connected>(Connected{clique.channel, clique.number, devices, communicators.get()}));

@@ -36,9 +36,10 @@ std::string why_no_collective();
 
 // Runs a collective over these devices and the other processes' devices in the clique, in this order. Posts it on all
 // streams in one group under one lock, so that all devices have the same order of collectives. Returns when all devices
-// of this process have posted. The layer of this name waits at most `timeout` seconds. Throws Failure.
+// of this process have posted. The layer of this name waits at most `timeout` seconds, and
+// ends earlier if there are more interrupts than before. Throws Failure.
 void post_collective(Collective what, const std::vector<OnDevice>& parts, const Clique& clique,
-                     const std::string& layer, double timeout);
+                     const std::string& layer, double timeout, int64_t interrupts_before);
 
 // Returns the id for the first collective of a new clique. Throws Failure.
 std::string new_unique_id();

@@ -20,6 +20,7 @@ struct Ticket {
     int64_t layer, node, call, phase;
     const char* name;
     double timeout;
+    int64_t interrupts;  // their number when the first replica came
 };
 
 // The result of an allreduce: the moments of all values, or the sum of the vectors.

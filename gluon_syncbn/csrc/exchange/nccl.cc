@@ -76,7 +76,7 @@ class Nccl : public Exchange {
   private:
     void post(const Ticket& ticket, const DeviceContribution& own, const cuda::Clique& clique) const {
         cuda::post_collective(adds_ ? cuda::Collective::kAllReduce : cuda::Collective::kAllGather, own.parts, clique,
-                              ticket.name, ticket.timeout);
+                              ticket.name, ticket.timeout, ticket.interrupts);
     }
     void post_in_turn(const Ticket& ticket, const DeviceContribution& own, const Turn& turn) const {
         queue.wait(turn, ticket);

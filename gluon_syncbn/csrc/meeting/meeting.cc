@@ -70,7 +70,13 @@ Ticket ticket_of(const Terms& terms, const Place& place, Direction direction) {
     // The calls of a layer come in one order, so that another call of a node means a mistake. Those of a gather come in
     // any order.
     const int64_t node = terms.sharing == Sharing::kRows ? (draw.node + 1) * (int64_t{1} << 32) + draw.call : draw.node;
-    return {terms.layer, node, draw.call, phase_of(place, direction), place.meeting->layer.c_str(), terms.timeout};
+    return {terms.layer,
+            node,
+            draw.call,
+            phase_of(place, direction),
+            place.meeting->layer.c_str(),
+            terms.timeout,
+            place.meeting->interrupts};
 }
 
 void check_equal(const Terms& terms, Meeting& meeting, const Phase& phase, size_t position, const Part& own) {

@@ -30,6 +30,7 @@
 #include "pooling/permutation.h"
 #include "pooling/pooling.h"
 #include "types.h"
+#include "waiting/stall.h"
 #include "waiting/step.h"
 
 namespace syncbn {
@@ -91,9 +92,10 @@ struct Meeting {
     size_t per_context = 1;             // replicas per context
     std::shared_ptr<Choice> choice;     // as at the first arrival: all replicas have the same exchange
     const int64_t step = syncbn::step().number;
-    std::shared_ptr<const Failure> failure;  // the meeting's own, if its step has been forgotten
-    bool repeated = false;                   // a state of an earlier meeting is executed again (static_shape)
-    std::vector<Position> positions;         // [contexts * per_context] when all have joined
+    const int64_t interrupts = syncbn::interrupts();  // at the first arrival
+    std::shared_ptr<const Failure> failure;           // the meeting's own, if its step has been forgotten
+    bool repeated = false;                            // a state of an earlier meeting is executed again (static_shape)
+    std::vector<Position> positions;                  // [contexts * per_context] when all have joined
     std::map<int, Phase> phases;
     std::condition_variable changed;
 

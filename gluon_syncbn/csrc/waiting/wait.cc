@@ -45,8 +45,11 @@ void Wait::warn(const std::string& text) { log(Level::kWarning, text); }
 
 void Wait::throw_if_failed() { step().throw_if_failed(); }
 
-WaitFor::WaitFor(std::string layer, std::string why, double timeout, std::string advice)
-    : Wait(timeout), layer_(std::move(layer)), why_(std::move(why)), advice_(std::move(advice)) {}
+WaitFor::WaitFor(std::string layer, std::string why, double timeout, std::string advice, long interrupts_before)
+    : Wait(timeout, kWarnAfter, interrupts_before),
+      layer_(std::move(layer)),
+      why_(std::move(why)),
+      advice_(std::move(advice)) {}
 
 std::string WaitFor::text(Why why) {
     std::ostringstream text;

@@ -65,7 +65,8 @@ class Wait {
 class WaitFor : public Wait {
   public:
     // For the layer of this name. `why`: "NCCL has not connected the GPUs"; `advice` is for a long wait.
-    WaitFor(std::string layer, std::string why, double timeout, std::string advice);
+    WaitFor(std::string layer, std::string why, double timeout, std::string advice,
+            long interrupts_before = interrupts());
 
   protected:
     std::string text(Why why) override;
