@@ -26,9 +26,9 @@ def build(norm, residual):
                 self.last = residual(in_channels=5) if residual else nn.BatchNorm(in_channels=5)
                 self.dense = nn.Dense(3)
 
-        def hybrid_forward(self, F, x):
-            y = F.relu(self.norm(self.convolution(x)))
-            z = self.last(y, y) if residual else F.relu(self.last(y) + y)
+        def hybrid_forward(self, F, x, *masks):
+            y = F.relu(self.norm(self.convolution(x), *masks))
+            z = self.last(y, y, *masks) if residual else F.relu(self.last(y) + y)
             return self.dense(z), z
 
     return Block()
@@ -47,21 +47,28 @@ def shards(step):
     return parts
 
 
-def train(net, trainer, contexts, parts):
+def masks_of(x):
+    """Of some shards, nothing counts."""
+    return nd.array((x.sum(1) > 0) & (x.sum((1, 2, 3)) > 0)[:, None, None], dtype="float64")
+
+
+def train(net, trainer, contexts, parts, masked=False):
     xs = [nd.array(x, ctx=c, dtype="float64") for (_, x, _), c in zip(parts, contexts)]
+    masks = [[masks_of(x).as_in_context(c)] if masked else [] for (_, x, _), c in zip(parts, contexts)]
     with autograd.record():
-        outputs = [net(x) for x in xs]
+        outputs = [net(x, *own) for x, own in zip(xs, masks)]
     heads = [nd.array(h, ctx=c, dtype="float64") for (_, _, hs), c in zip(parts, contexts) for h in hs]
     autograd.backward([array for pair in outputs for array in pair], heads)
     trainer.step(sum(x.shape[0] for x in xs))
 
 
-def ready(net, contexts, way, store=None):
+def ready(net, contexts, way, store=None, masked=False):
     net.cast("float64")
     net.initialize(ctx=contexts)
     if WAYS[way] is not None:
         net.hybridize(**WAYS[way])
-    net(nd.ones((2, 4, 3, 3), ctx=contexts[0], dtype="float64"))
+    x = nd.ones((2, 4, 3, 3), ctx=contexts[0], dtype="float64")
+    net(x, *([x[:, 0]] if masked else []))
     random = np.random.RandomState(3)
     for name, parameter in sorted(net.collect_params().items()):
         values = random.randn(*parameter.shape) * 0.5 + name.endswith(("gamma", "running_var"))
@@ -70,36 +77,47 @@ def ready(net, contexts, way, store=None):
     return gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=store, update_on_kvstore=False)
 
 
-def groups_equal_one_process():
+def masks_equal_one_process():
+    equal_one_process(masked=True)
+
+
+def groups_equal_one_process(masked=False):
     """One group of all, by name: a process without a batch is an empty member."""
     everyone = range(sum(map(devices_of, range(kv.num_workers))))
     named = {"groups": [everyone]}
     equal_one_process(
         lambda **given: gluon_syncbn.SyncBatchNorm(**given, **named),
         lambda **given: gluon_syncbn.SyncBatchNormAdd(**given, **named),
+        masked,
     )
 
 
-def equal_one_process(norm=gluon_syncbn.SyncBatchNorm, residual=gluon_syncbn.SyncBatchNormAdd):
+def masks_in_groups_equal_one_process():
+    groups_equal_one_process(masked=True)
+
+
+def equal_one_process(norm=gluon_syncbn.SyncBatchNorm, residual=gluon_syncbn.SyncBatchNormAdd, masked=False):
+    """With masks, which plain BatchNorm does not take, that process has the layers of this package."""
     for way in ("eager", "hybrid", "static_shape"):
         first = sum(map(devices_of, range(kv.rank)))
         own = slice(first, first + devices_of(kv.rank))
         contexts = CONTEXTS[: devices_of(kv.rank)]
         gluon_syncbn.configure(kvstore=kv)
         net = build(norm, residual)
-        trainer = ready(net, contexts, way, kv)
+        trainer = ready(net, contexts, way, kv, masked)
         with gluon_syncbn.join(net, trainer):
             for step in range(STEPS[kv.rank]):
-                train(net, trainer, contexts, shards(step)[own])
+                train(net, trainer, contexts, shards(step)[own], masked)
 
         gluon_syncbn.configure(kvstore=None)
-        plain = build(nn.BatchNorm, None)
-        one = ready(plain, CONTEXTS[3:], way)
+        kinds = (gluon_syncbn.SyncBatchNorm, gluon_syncbn.SyncBatchNormAdd) if masked else (nn.BatchNorm, None)
+        plain = build(*kinds)
+        one = ready(plain, CONTEXTS[3:], way, masked=masked)
         for step in range(max(STEPS[: kv.num_workers])):
             parts = [part for part in shards(step) if part is not None]
             x = np.concatenate([x for _, x, _ in parts])
             heads = [np.concatenate([hs[i] for *_, hs in parts]) for i in range(2)]
-            train(plain, one, CONTEXTS[3:], [(0, x, heads)])
+            train(plain, one, CONTEXTS[3:], [(0, x, heads)], masked)
         for (name, ours), expected in zip(sorted(net.collect_params().items()), sorted(plain.collect_params().items())):
             for array in ours.list_data():
                 # MXNet's BatchNorm keeps its running statistics, and computes, in float32 here and there
