@@ -314,17 +314,20 @@ def backward(
     return Gradients(dxs, list(dgammas), list(dbetas), daddends)
 
 
-def moments(shards: Sequence[np.ndarray], axis: int = 1) -> Tuple[np.ndarray, np.ndarray, int]:
+def moments(
+    shards: Sequence[np.ndarray], axis: int = 1, masks: Optional[Sequence[Optional[np.ndarray]]] = None
+) -> Tuple[np.ndarray, np.ndarray, int]:
     """Returns mean [C], biased variance [C] and the number of values per channel over all shards.
 
-    A second pass squares the centred values, so that a large offset costs no digits.
+    A second pass squares the centred values, so that a large offset costs no digits. `masks` are as in `forward`.
 
-    **Raises:** `ValueError` where all shards are empty.
+    **Raises:** `ValueError` where all shards are empty or masked, or for a mask of another shape.
     """
-    arrays, _ = _channels_last(shards, axis)
-    if not any(np.prod(x.shape[:-1]) for x in arrays):
+    arrays, axis = _channels_last(shards, axis)
+    counts = _counts(shards, masks, axis)
+    if not any(where.any() for where in counts):
         raise _no_value(shards)
-    return _moments(arrays, [np.ones((*x.shape[:-1], 1), bool) for x in arrays])
+    return _moments(arrays, counts)
 
 
 def _moments(arrays: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> Tuple[np.ndarray, np.ndarray, int]:

@@ -19,7 +19,7 @@ from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock, nn
 from .. import reference
 from ..exchange.base import merge_moments
 from ..exchange.store import ProcessStore
-from ..layer import SyncBatchNorm
+from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.op import NAME, Role
 from ..system import arguments
@@ -205,6 +205,12 @@ def _running(net: Block) -> List[_Running]:
     return list(found.values())
 
 
+class _Input(NamedTuple):
+    layer: nn.BatchNorm
+    x: mx.nd.NDArray
+    mask: Optional[mx.nd.NDArray]
+
+
 class _Node(NamedTuple):
     """A node of batch normalisation in a recorded graph."""
 
@@ -294,9 +300,9 @@ def _population(
                 for shard in batch:
                     net(shard)
             mx.nd.waitall()  # no result is read before all replicas are called
-            for layer, x in inputs:
-                i = number[id(layer.running_mean)]
-                totals[i] = merge_moments(totals[i], _moments(values(x), layer._kwargs.get("axis", 1)))
+            for layer, x, mask in inputs:
+                i, marks = number[id(layer.running_mean)], None if mask is None else values(mask)
+                totals[i] = merge_moments(totals[i], _moments(values(x), layer._kwargs.get("axis", 1), marks))
             inputs.clear()
             done += 1
     if not done:
@@ -305,13 +311,14 @@ def _population(
 
 
 @contextmanager
-def _inputs(net: Block, layers: Sequence[nn.BatchNorm]) -> Iterator[List[Tuple[nn.BatchNorm, mx.nd.NDArray]]]:
+def _inputs(net: Block, layers: Sequence[nn.BatchNorm]) -> Iterator[List[_Input]]:
     """Collects the layers' inputs meanwhile. A graph calls no layer, so hybridized blocks run without their graphs."""
-    given: List[Tuple[nn.BatchNorm, mx.nd.NDArray]] = []
+    given: List[_Input] = []
 
     def see(layer: nn.BatchNorm, args: Tuple[Any, ...]) -> None:
         if not isinstance(args[0], mx.sym.Symbol):  # a symbol means that shapes are inferred
-            given.append((layer, args[0].copy()))  # a net may overwrite its input
+            mask = args[_masks_at(layer)] if len(args) > _masks_at(layer) else None
+            given.append(_Input(layer, args[0].copy(), None if mask is None else mask.copy()))  # a net may overwrite it
 
     active = [(block, block._active) for block in blocks.of(net) if isinstance(block, HybridBlock)]
     hooks = []
@@ -328,10 +335,15 @@ def _inputs(net: Block, layers: Sequence[nn.BatchNorm]) -> Iterator[List[Tuple[n
             block._active = was
 
 
-def _moments(x: np.ndarray, axis: int) -> np.ndarray:
-    if x.size == 0:
+def _masks_at(layer: nn.BatchNorm) -> int:
+    """Returns the number of the argument that is the mask."""
+    return 2 if isinstance(layer, SyncBatchNormAdd) else 1
+
+
+def _moments(x: np.ndarray, axis: int, mask: Optional[np.ndarray] = None) -> np.ndarray:
+    if x.size == 0 or (mask is not None and not mask.any()):
         return np.zeros(1 + 2 * x.shape[axis])
-    mean, var, count = reference.moments([x], axis)
+    mean, var, count = reference.moments([x], axis, None if mask is None else [mask])
     return _packed(count, mean, var)
 
 

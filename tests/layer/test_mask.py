@@ -429,6 +429,37 @@ def test_what_becomes_of_a_net(contexts, rng, way, tmp_path):
         np.testing.assert_allclose(net(*batch).asnumpy(), want, rtol=1e-5, atol=1e-6)
 
 
+class Marked(HybridBlock):
+    """Two layers under the mask that the data itself gives."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        with self.name_scope():
+            self.norm, self.residual = SyncBatchNorm(**settings), SyncBatchNormAdd(**settings)
+
+    def hybrid_forward(self, F, x):
+        mask = F.expand_dims(F.sum(x, axis=1), 1) > 0
+        return self.residual(x, self.norm(x, mask), mask)
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+def test_statistics_of_a_population(contexts, rng, way):
+    """Those of what counts. One shard is padding alone."""
+    batches = [[rng.randn(n, 5, 4, 6) * (1 + b) + k for k, n in enumerate((3, 2))] for b in range(3)]
+    batches[1][0] = -np.abs(batches[1][0])
+    net = Marked(in_channels=5)
+    net.cast("float64")
+    net.initialize(ctx=contexts[:2])
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    gluon_syncbn.update_bn_stats(net, [on_devices(batch, contexts, "float64") for batch in batches])
+    counting = np.concatenate([x.swapaxes(0, 1)[:, x.sum(1) > 0] for batch in batches for x in batch], axis=1)
+    for layer in (net.norm, net.residual):
+        for context in contexts[:2]:
+            np.testing.assert_allclose(layer.running_mean.data(context).asnumpy(), counting.mean(1), rtol=1e-11)
+            np.testing.assert_allclose(layer.running_var.data(context).asnumpy(), counting.var(1), rtol=1e-11)
+
+
 @pytest.mark.parametrize("settings", [{}, {"activation": "leaky"}, {"mode": "local"}], ids=str)
 def test_in_a_module(contexts, rng, settings):
     batch = make_batch(rng, 2)._replace(shards=[rng.randn(3, 5, 4, 6) + k for k in range(2)])
