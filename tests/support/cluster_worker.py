@@ -2,7 +2,9 @@
 
 import itertools
 import os
+import shutil
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -13,8 +15,11 @@ import gluon_syncbn
 CONTEXTS = gluon_syncbn.cpu_devices(2)
 
 import mxnet as mx  # noqa: E402
+from masks import make_masks, masked_step  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
+from poolings import specification  # noqa: E402
+from replicas import WAYS, make_batch, prepare  # noqa: E402
 
 from gluon_syncbn.exchange.transport import Label  # noqa: E402
 
@@ -92,6 +97,78 @@ def trains():
         assert np.abs(got - want).max() < 1e-4 * max(1, np.abs(want).max()), p.name
         everyone = kv.allgather("the weights", got)
         assert all((array == everyone[0]).all() for array in everyone), p.name
+
+
+def masks_and_groups():
+    """Of two workers with two devices each; nothing counts in one shard."""
+    kv = gluon_syncbn.kvstore("dist_sync")
+    gluon_syncbn.configure(kvstore=kv)
+    mine, rng = slice(2 * kv.rank, 2 * kv.rank + 2), np.random.RandomState(6)
+    for groups in (None, [[0, 2], [1, 3]], [[0, 3], [1], [2]]):
+        for way in ("eager", "static_shape"):
+            batch = make_batch(rng, 4)
+            masks = make_masks(rng, batch)
+            masks[1] *= 0
+            part = batch._replace(shards=batch.shards[mine], heads=batch.heads[mine])
+            layer = prepare(gluon_syncbn.SyncBatchNorm(groups=groups), batch, CONTEXTS, "float64", WAYS[way])
+            got, want = (
+                masked_step(layer, part, masks[mine], CONTEXTS, "float64"),
+                specification(layer, batch, masks=masks),
+            )
+            for name in ("outputs", "dxs", "running_mean", "running_var"):
+                for array, wanted in zip(getattr(got, name), getattr(want, name)[mine]):
+                    assert np.abs(array - wanted).max() <= 1e-11 * max(1, np.abs(wanted).max()), (groups, way, name)
+    gluon_syncbn.configure(kvstore=None)
+
+
+class Scaled(gluon.HybridBlock):
+    """Weights and a layer, of operators that MXNet has for float16 on CPUs: it has no products of matrices there."""
+
+    def __init__(self, store):
+        super().__init__()
+        with self.name_scope():
+            self.weight = self.params.get("weight", shape=(1, 8, 6, 6), init=mx.init.Constant(0.5))
+            self.norm = gluon_syncbn.SyncBatchNorm(in_channels=8, kvstore=store)
+
+    def hybrid_forward(self, F, x, weight):
+        return self.norm(F.tanh(F.broadcast_mul(x, weight)))
+
+
+def resumes():
+    """Weights and momentum are saved half way and loaded into another net: as one process does without a break. In
+    float16 the weights of the layers stay float32, and the Trainer keeps a copy in float32 of the others."""
+    kv = gluon_syncbn.kvstore("dist_sync")
+    folder = tempfile.mkdtemp()
+    for dtype, tolerance in (("float32", 1e-4), ("float16", 2e-2)):
+        settings = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3, "multi_precision": dtype == "float16"}
+
+        def begin(store, dtype=dtype, settings=settings):
+            net = Scaled(store)
+            net.cast(dtype)
+            net.initialize(ctx=CONTEXTS[:1])
+            return net, gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=store)
+
+        (net, trainer), (whole, alone) = begin(kv), begin(None)
+        rng, files = np.random.RandomState(7), [str(Path(folder, name)) for name in ("net", "trainer")]
+        for k in range(4):
+            if k == 2:
+                net.save_parameters(files[0])
+                trainer.save_states(files[1])
+                net, trainer = begin(kv)
+                net.load_parameters(files[0])
+                trainer.load_states(files[1])
+            x, head = rng.randn(6, 8, 6, 6) * 2 + 1, rng.randn(6, 8, 6, 6)
+            own = slice(2 * kv.rank, 2 + 4 * kv.rank)  # two samples and four
+            for model, part, update in ((net, own, trainer), (whole, slice(None), alone)):
+                with autograd.record():
+                    y = model(nd.array(x[part], dtype=dtype))
+                y.backward(nd.array(head[part], dtype=dtype))
+                update.step(6)
+        for p, q in zip(net.collect_params().values(), whole.collect_params().values()):
+            got, want = (one.data().asnumpy().astype("float64") for one in (p, q))
+            assert p.dtype == ("float32" if "norm" in p.name else np.dtype(dtype)), p.name
+            assert np.abs(got - want).max() < tolerance * max(1, np.abs(want).max()), (dtype, p.name)
+    shutil.rmtree(folder)
 
 
 def steps_until_one_fails():
