@@ -920,8 +920,9 @@ def test_ctrl_c_while_nccl_connects():
         layer = SyncBatchNorm(in_channels=4, timeout=300)
         layer.initialize(ctx=contexts)
         xs = [mx.nd.array(np.random.randn(2, 4, 9), ctx=context) for context in contexts]
-        idle = interrupt_handler()
+        idle, called = interrupt_handler(), threading.Event()
         def work():
+            called.wait()
             while interrupt_handler() == idle:
                 time.sleep(0.01)
             print("ready", flush=True)
@@ -929,10 +930,15 @@ def test_ctrl_c_while_nccl_connects():
                 time.sleep(0.01)
             print(_native.failure(), flush=True)
             nccl.cuda_emulator_hold_connections(0)
-        threading.Thread(target=work, daemon=True).start()
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
         with autograd.record():
             ys = [layer(x) for x in xs]
-        mx.nd.waitall()
+        try:
+            called.set()
+            mx.nd.waitall()
+        finally:
+            worker.join(60)  # or the process ends before it has printed
         """
     command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
