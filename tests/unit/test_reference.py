@@ -61,6 +61,13 @@ def shard_shapes(draw):
     return shapes, axis, batch
 
 
+def assert_differences(grads, value, shards, gamma, beta):
+    for shard, dx in zip(shards, grads.dxs):
+        np.testing.assert_allclose(dx, difference(value, shard), atol=1e-8)
+    np.testing.assert_allclose(sum(grads.dgammas), difference(value, gamma), atol=1e-8)
+    np.testing.assert_allclose(sum(grads.dbetas), difference(value, beta), atol=1e-8)
+
+
 @pytest.mark.parametrize("scale", [True, False])
 @pytest.mark.parametrize("use_global_stats", [False, True])
 def test_gradients_are_those_of_finite_differences(scale, use_global_stats):
@@ -72,10 +79,7 @@ def test_gradients_are_those_of_finite_differences(scale, use_global_stats):
     def value():
         return loss(shards, heads, gamma, beta, mean, var, **kwargs)
 
-    for shard, dx in zip(shards, grads.dxs):
-        np.testing.assert_allclose(dx, difference(value, shard), atol=1e-8)
-    np.testing.assert_allclose(sum(grads.dgammas), difference(value, gamma), atol=1e-8)
-    np.testing.assert_allclose(sum(grads.dbetas), difference(value, beta), atol=1e-8)
+    assert_differences(grads, value, shards, gamma, beta)
 
 
 @pytest.mark.parametrize("axis", [1, -1])
@@ -107,10 +111,7 @@ def test_gradients_of_each_mode_are_those_of_finite_differences(samples, kwargs,
     def value():
         return loss(shards, heads, gamma, beta, mean, var, **kwargs)
 
-    for shard, dx in zip(shards, grads.dxs):
-        np.testing.assert_allclose(dx, difference(value, shard), atol=1e-8)
-    np.testing.assert_allclose(sum(grads.dgammas), difference(value, gamma), atol=1e-8)
-    np.testing.assert_allclose(sum(grads.dbetas), difference(value, beta), atol=1e-8)
+    assert_differences(grads, value, shards, gamma, beta)
 
 
 def masks_of(shapes, axis, seed=0):
@@ -147,10 +148,7 @@ def test_gradients_under_a_mask_are_those_of_finite_differences(samples, kwargs,
     def value():
         return loss(shards, heads, gamma, beta, mean, var, **kwargs)
 
-    for shard, dx in zip(shards, grads.dxs):
-        np.testing.assert_allclose(dx, difference(value, shard), atol=1e-8)
-    np.testing.assert_allclose(sum(grads.dgammas), difference(value, gamma), atol=1e-8)
-    np.testing.assert_allclose(sum(grads.dbetas), difference(value, beta), atol=1e-8)
+    assert_differences(grads, value, shards, gamma, beta)
 
 
 @pytest.mark.parametrize("axis", [1, -1])
