@@ -21,6 +21,7 @@ import threading
 import time
 from collections import Counter, deque
 from concurrent import futures
+from contextlib import contextmanager
 from typing import Deque, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -221,8 +222,17 @@ class ClusterTransport(WaitingTransport):
 
     # ---- waits ---------------------------------------------------------------------------------------------
 
-    def _waits(self, label: Label) -> _Place:
-        return _Place(self._places, str(label))
+    @contextmanager
+    def _waits(self, label: Label) -> Iterator[None]:
+        """Shows the others where this rank waits, while it does."""
+        self._places[str(label)] += 1
+        try:
+            with self.told_if_left(label):
+                yield
+        finally:
+            self._places[str(label)] -= 1
+            if not self._places[str(label)]:
+                del self._places[str(label)]
 
     def _collect(self, label: Label, identity: _Identity) -> Dict[int, np.ndarray]:
         """Returns this message of all ranks, once they have arrived."""
@@ -252,14 +262,8 @@ class ClusterTransport(WaitingTransport):
 
     def _look(self, label: Label, wait: Wait, missing: Sequence[int]) -> None:
         self._asked = time.monotonic()
-        try:
-            wait.poll(missing)
-            self._check_fates(label, missing)
-        except mx.MXNetError:
-            raise
-        except BaseException as error:  # Ctrl-C in the main thread
-            self.fail(f"{type(error).__name__} left {label}.")
-            raise
+        wait.poll(missing)
+        self._check_fates(label, missing)
 
     def _check_fates(self, label: Label, missing: Sequence[int]) -> None:
         for rank, (since, note) in sorted(self._fates.items()):
@@ -434,21 +438,6 @@ class _Note(NamedTuple):
         if self.state == _LOST:
             return f"has ended without a word ({self.words})"
         return f"has failed: {self.words}" if self.state == _FAILED else "has ended"
-
-
-class _Place:
-    """Counts a wait in a place while it lasts."""
-
-    def __init__(self, places: Counter, place: str) -> None:
-        self._places, self._place = places, place
-
-    def __enter__(self) -> None:
-        self._places[self._place] += 1
-
-    def __exit__(self, *_: object) -> None:
-        self._places[self._place] -= 1
-        if not self._places[self._place]:
-            del self._places[self._place]
 
 
 class _Stream:

@@ -175,13 +175,8 @@ class HorovodTransport(WaitingTransport):
             return operation(mx.nd.array(array, ctx=mx.cpu(), dtype=array.dtype)).asnumpy()
 
         result = self._workers.start(work)
-        try:
+        with self.told_if_left(label):
             return self._wait(label, wait, result)
-        except mx.MXNetError:
-            raise
-        except BaseException as error:  # Ctrl-C in the main thread: the others must not wait for this operation
-            self.fail(f"{type(error).__name__} left {label}.")
-            raise
 
     def _wait(self, label: Label, wait: Wait, result: futures.Future[np.ndarray]) -> np.ndarray:
         others = [rank for rank in range(self.size) if rank != self.rank]

@@ -9,7 +9,8 @@ import functools
 import threading
 import time
 from abc import abstractmethod
-from typing import Callable, List, NoReturn, Optional, Sequence
+from contextlib import contextmanager
+from typing import Callable, Iterator, List, NoReturn, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -123,6 +124,17 @@ class WaitingTransport(Transport):
                 f"in {label}, rank {rank} sent {size} values of {dtype} where rank {self.rank} has "
                 f"{ours.size} of {ours.dtype}. All processes must build the same net and cast it alike.",
             )
+
+    @contextmanager
+    def told_if_left(self, label: Label) -> Iterator[None]:
+        """Tells the other ranks if another exception than an error of MXNet leaves this, as Ctrl-C does."""
+        try:
+            yield
+        except mx.MXNetError:
+            raise
+        except BaseException as error:
+            self.fail(f"{type(error).__name__} left {label}.")
+            raise
 
     def give_up(self, label: Label, reason: str, find_out: Optional[Callable[[], str]] = None) -> NoReturn:
         """Ends all exchanges, and raises an error with the reason, or with the result of ``find_out``."""
