@@ -48,6 +48,11 @@ def group_of_each(replicas: int, size: int, groups: Optional[Groups]) -> np.ndar
     return out
 
 
+def named_replicas(groups: Optional[Groups]) -> int:
+    """Returns the number of replicas that groups name."""
+    return sum(map(len, groups or ()))
+
+
 def checked(name: str, value: Any) -> Groups:
     """Checks groups as an argument. ValueError: a rank is no whole number, stands there twice or is left out.
 
@@ -72,7 +77,7 @@ def problem(replicas: int, size: Optional[int], groups: Optional[Groups]) -> str
     """Why so many replicas of a job cannot have these groups, as the error of an argument; empty if they can."""
     if size is not None and replicas % size:
         return f"group_size: {size} was given, expected a divisor of the number of devices, {replicas}"
-    named = sum(map(len, groups or ()))
+    named = named_replicas(groups)
     if not groups or named == replicas:
         return ""
     differing = [str(rank) for rank in range(min(named, replicas), max(named, replicas))]

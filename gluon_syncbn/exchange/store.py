@@ -363,8 +363,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
                 raise mx.MXNetError(difference)
         for i, layer in enumerate(new):
             total = sum(layers[i]["replicas"] for layers in everyone)
-            if problem(total, layer.group_size, layer.groups):
-                raise ValueError(problem(total, layer.group_size, layer.groups))
+            text = problem(total, layer.group_size, layer.groups)
+            if text:
+                raise ValueError(text)
             self._replicas[layer.id] = [layers[i]["replicas"] for layers in everyone]
             self._on_gpus[layer.id] = self._gpus_of([layers[i] for layers in everyone], total)
             self._keys[layer.id] = len(self._keys)  # last, because another thread goes on when it finds it

@@ -49,13 +49,11 @@ class Pooling(NamedTuple):
         if groups is not None and group_size is not None:
             arguments.refuse("groups", groups, f"None with group_size={group_size}")
         # Groups name replicas of all processes, and this process may have fewer.
-        if num_devices is not None and pooling.problem(num_devices) and num_devices > pooling.named():
-            raise ValueError(pooling.problem(num_devices))
+        if num_devices is not None and num_devices > exchange_groups.named_replicas(pooling.groups):
+            problem = pooling.problem(num_devices)
+            if problem:
+                raise ValueError(problem)
         return pooling
-
-    def named(self) -> int:
-        """Number of replicas that groups name."""
-        return sum(map(len, self.groups or ()))
 
     def problem(self, replicas: int) -> str:
         """Returns the error of an argument with which this many replicas cannot train; empty if they can."""
@@ -107,7 +105,7 @@ class Replicas:
         self.contexts: List[Context] = []  # the same, without repetitions
         self.problem = ""  # why these contexts cannot train
         mode = (*MODES, GATHER).index(pooling.mode)
-        groups = exchange_groups.group_of_each(pooling.named(), 0, pooling.groups)
+        groups = exchange_groups.group_of_each(exchange_groups.named_replicas(pooling.groups), 0, pooling.groups)
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0, groups.tolist())
         self.token = _native.layer_token(self.id)
         self._of_tokens[self.token] = self
