@@ -30,24 +30,24 @@ class Stream {
     uint64_t state_;
 };
 
-bool has_fixed_point(const std::vector<size_t>& permutation) {
-    for (size_t i = 0; i < permutation.size(); ++i)
-        if (permutation[i] == i) return true;
-    return false;
-}
-
 }  // namespace
 
-std::vector<size_t> derangement(const Draw& draw, size_t n) {
+bool is_derangement(const Permutation& permutation) {
+    for (size_t i = 0; i < permutation.size(); ++i)
+        if (permutation[i] == i) return false;
+    return true;
+}
+
+Permutation permutation(const Draw& draw, size_t n, bool (*wanted)(const Permutation&)) {
     uint64_t state = mix(draw.seed) ^ static_cast<uint64_t>(draw.layer);
     state = mix(state) ^ static_cast<uint64_t>(draw.node);
     Stream random(mix(mix(state) ^ static_cast<uint64_t>(draw.call)));
-    std::vector<size_t> permutation(n);
-    do {  // about e times: rejection keeps it uniform
-        std::iota(permutation.begin(), permutation.end(), size_t{0});
-        for (size_t i = n - 1; i > 0; --i) std::swap(permutation[i], permutation[random.below(i + 1)]);
-    } while (has_fixed_point(permutation));
-    return permutation;
+    Permutation drawn(n);
+    do {  // rejection keeps it uniform; for derangements, about e times
+        std::iota(drawn.begin(), drawn.end(), size_t{0});
+        for (size_t i = n; i > 1; --i) std::swap(drawn[i - 1], drawn[random.below(i)]);
+    } while (!wanted(drawn));
+    return drawn;
 }
 
 }  // namespace syncbn

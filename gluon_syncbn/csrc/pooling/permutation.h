@@ -15,7 +15,12 @@ struct Draw {
     int64_t call = 0;   // of this node
 };
 
-// A uniformly random permutation of 0 ... n-1 without fixed points; n is at least 2.
-std::vector<size_t> derangement(const Draw& draw, size_t n);
+using Permutation = std::vector<size_t>;
+
+// Whether the permutation has no fixed point.
+bool is_derangement(const Permutation& permutation);
+
+// Draws a permutation of 0 ... n-1, each of those that are `wanted` as likely. At least one must be.
+Permutation permutation(const Draw& draw, size_t n, bool (*wanted)(const Permutation&));
 
 }  // namespace syncbn
