@@ -91,8 +91,7 @@ def stores() -> str:
 
 def processes() -> str:
     found = []
-    horovod = "tools/install_horovod.sh in the checkout compiles it"
-    for name, package, brings in (("mpi", "mpi4py", distribution.command("mpi")), ("horovod", "horovod", horovod)):
+    for name, (package, brings) in named.PACKAGES.items():
         try:  # looked up, not imported: importing it starts MPI
             found.append(f"kvstore({name!r}) with {package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:

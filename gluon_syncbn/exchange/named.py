@@ -7,7 +7,7 @@ from typing import Any, Optional, Tuple
 import mxnet as mx
 
 from .. import _native
-from ..system import arguments
+from ..system import arguments, distribution
 from .base import Exchange, Memory
 from .device import DeviceExchange
 from .store import ProcessStore
@@ -18,11 +18,16 @@ TYPES = ("local", "device")
 #: The native core's own exchanges, for all contexts of a process.
 IN_CORE = {"nccl": Memory("nccl"), "host": Memory("host")}
 TRANSPORTS = ("mpi", "horovod", "dist_sync")
+#: The package that a transport needs, and what installs it.
+PACKAGES = {
+    "mpi": ("mpi4py", distribution.command("mpi")),
+    "horovod": ("horovod", "tools/install_horovod.sh in the checkout compiles it"),
+}
 
 
 def transport_name(name: Any) -> str:
     if not isinstance(name, str) or name not in TRANSPORTS:
-        arguments.refuse("name", name, "'mpi', 'horovod' or 'dist_sync'." + _refusal(str(name)))
+        arguments.refuse("name", name, f"one of {TRANSPORTS}." + _refusal(str(name)))
     return name
 
 
