@@ -13,44 +13,24 @@
 // and such a KVStore, packed vectors go to the host, meet as those of a CPU do, and go back. The same kernels read
 // them.
 #include <algorithm>
-#include <chrono>
-#include <functional>
 #include <iterator>
 #include <numeric>
-#include <optional>
-#include <thread>
+#include <utility>
 
-#include "clock.h"
-#include "cuda/collective.h"
-#include "cuda/driver.h"
 #include "cuda/plan.h"
-#include "operator/call.h"
+#include "operator/stream_call.h"
 #include "pooling/statistics.h"
-#include "waiting/wait.h"
 
 namespace syncbn {
 namespace {
 
 using cuda::ceil_div;
-using cuda::Current;
-using cuda::Device;
 using cuda::Grid;
 using cuda::kBlock;
 using cuda::Kernel;
-using cuda::launch;
-using cuda::Lease;
 using cuda::Lists;
 using cuda::Memory;
 using cuda::Plan;
-
-constexpr double kGrace = 2;    // seconds that a stream gets to end after its collective has been ended
-constexpr double kSpin = 1e-3;  // seconds in which a stream is polled without a pause
-constexpr auto kPause = std::chrono::microseconds(20);
-constexpr auto kLongPause = std::chrono::milliseconds(1);
-constexpr double kWatchAfter = 0.05;  // seconds after which a wait checks for other reasons to end
-constexpr double kCheckAfter = 0.5;   // seconds between checks of other processes
-
-Kernel kernel_of(const char* stem, Type type) { return {stem, name_of(type)}; }
 
 // The kernel for a call. An addition needs an activation too: none is a slope of 1 there.
 Kernel kernel_of(const char* stem, Type type, const Activation& activation, bool adds = false) {
@@ -64,37 +44,9 @@ cuda::Weights weights(const Affine& affine, bool needs_beta = true) {
     return {data(affine.gamma), needs_beta ? data(affine.beta) : nullptr, affine.fix_gamma};
 }
 
-class WaitForGpu : public WaitFor {
+class DeviceCall : public StreamCall {
   public:
-    WaitForGpu(std::string layer, std::string why, double timeout, std::string advice, std::function<void()> others)
-        : WaitFor(std::move(layer), std::move(why), timeout, std::move(advice)), others_(std::move(others)) {}
-
-  protected:
-    void check_others() override {
-        if (waited() - checked_ < kCheckAfter) return;
-        checked_ = waited();
-        others_();
-    }
-
-  private:
-    const std::function<void()> others_;  // checks other processes
-    double checked_ = 0;
-};
-
-// The replicas' contributions and the results; it lives until no pointer to it is left.
-struct Gathered {
-    Memory own, all;
-    Memory sums;  // of this replica's moments; then the moments from the total of all replicas
-    cuda::OnDevice part;
-    int64_t slots = 0;
-    const double* values() const {
-        return sums.data() != nullptr ? sums.data() : all.data() != nullptr ? all.data() : own.part();
-    }
-};
-
-class DeviceCall : public Call {
-  public:
-    using Call::Call;
+    using StreamCall::StreamCall;
     ~DeviceCall() override { clear_up(); }
 
   protected:
@@ -104,46 +56,18 @@ class DeviceCall : public Call {
     void begin_differentiate(const Arrays& arrays, const int* reqs) override;
     void differentiate(const Arrays& arrays, const int* reqs) override;
     void track(const Arrays& arrays) override;
-    void copy(Array from, Type type, int64_t n, Array to, bool add) override;
-    void fill(Array to, Type type, int64_t n, double value) override;
-    void fill_with_zeros(Array to, int64_t bytes) override;
     void finish() override;
-    void clear_up() override;
-    void leave_thread() override {
-        if (work_) work_->current.reset();
+    void clear_up() override {
+        tells_ = recovers_ = kept_for_repetition_ = false;
+        StreamCall::clear_up();
+    }
+    void abandon() override {
+        kept_.abandon();
+        lists_.abandon();
+        listed_.clear();
     }
 
   private:
-    // The objects of an execution, for one thread after the other.
-    struct Work {
-        std::optional<Current> current;
-        Lease lease;
-        explicit Work(Device& device) : current(std::in_place, device), lease(device) {}
-    };
-    Device& device() {
-        if (device_ == nullptr) device_ = &Device::of(std::stoi(context_.substr(4)));
-        return *device_;
-    }
-    Work& work() {
-        if (!work_) work_.emplace(device());
-        if (!work_->current) work_->current.emplace(device());
-        return *work_;
-    }
-    // `ask` may call Python. There, freed objects may leave another device current on this thread.
-    template <typename Ask>
-    auto still_current(const Ask& ask) -> decltype(ask()) {
-        const Current again(device());
-        return ask();
-    }
-    Memory memory(int64_t size) {
-        work();
-        return Memory(device(), size);
-    }
-    // Float64 memory until the callback ends.
-    double* scratch(int64_t size) {
-        scratch_.push_back(memory(size));
-        return scratch_.back().data();
-    }
     // The size of the data, in float64.
     int64_t in_doubles() const {
         return ceil_div(tensor_.shape.size() * size_of(tensor_.type), int64_t{sizeof(double)});
@@ -154,12 +78,6 @@ class DeviceCall : public Call {
         const int64_t before = std::find(all.begin(), all.end(), context_) - all.begin();
         return Memory(device(), {static_cast<int64_t>(all.size()) * size, before * size, size}, work().lease.stream());
     }
-    template <typename Arguments>
-    void run(const Kernel& kernel, Grid grid, const Arguments& arguments) {
-        launch(device(), work().lease.stream(), kernel, grid, &arguments);
-    }
-
-    Form form() const { return exchange_ != nullptr ? exchange_->form() : Form::kDevice; }
     // Computes packed vectors of `length` for each slot, by a kernel and, if it works in chunks, a merge.
     template <typename Launch>
     Memory reduced(int64_t length, const char* merge, const Launch& launch_with);
@@ -179,13 +97,8 @@ class DeviceCall : public Call {
     Lists list(const std::vector<Range>& ranges) const;
     // Computes x from y, into the memory of dx or of scratch.
     void* recovered(const Arrays& arrays, const int* reqs);
-    void copy_data(const void* from, Type type, int64_t n, void* to, bool add);
     // Expands the mask, which is at this index, until the callback ends; null if all positions count.
     const void* mask(const Arrays& arrays, int index);
-    bool idle_within(double seconds) const;
-    std::unique_ptr<Wait> wait_for_gpu();
-    // Waits until all work on the stream is done; throws Failure.
-    void wait();
 
     // The results of the first half of a backward.
     struct Gradients {
@@ -193,16 +106,9 @@ class DeviceCall : public Call {
         bool by_input = false;  // dz is dy, and `grad_input` applies the activation by x
     };
 
-    Device* device_ = nullptr;
-    std::optional<Work> work_;
-    std::vector<Memory> scratch_;         // until the callback ends
-    std::shared_ptr<Gathered> gathered_;  // until the callback ends, too
-    bool may_be_posted_ = false;          // other work may have been put on the stream
-    bool tells_ = false;                  // the forward reports whether the moments are finite
-    bool recovers_ = false;               // the backward reports whether x could be found
-    bool kept_for_repetition_ = false;    // the gathered vectors are
-    Exchange* exchange_ = nullptr;        // the meeting's, if there is one
-    Direction direction_ = Direction::kForward;
+    bool tells_ = false;                // the forward reports whether the moments are finite
+    bool recovers_ = false;             // the backward reports whether x could be found
+    bool kept_for_repetition_ = false;  // the gathered vectors are
     Gradients gradients_;
     Memory kept_;  // for the backward
     // The lists' memory and its content; lists rarely change between calls. Empty if they travel with a launch.
@@ -315,9 +221,8 @@ Vector DeviceCall::counts() const {
 
 Vector DeviceCall::masked_counts() {
     const Memory& own = gathered_->own;
-    Vector values(static_cast<size_t>(own.size())), counts;
-    wait();  // the copy has no time limit
-    own.download(values.data(), work().lease);
+    const Vector values = downloaded(own);
+    Vector counts;
     const double* first = values.data() + (own.part() - own.data());
     for (size_t slot = 0; slot < tensor_.slots.size(); ++slot)
         counts.push_back(first[static_cast<int64_t>(slot) * moments_length(channels())]);
@@ -330,9 +235,7 @@ void DeviceCall::contribute_gathered(Direction direction, Vector counts) {
     direction_ = direction;
     if (exchange_ == nullptr) return contribute(direction, std::move(counts));
     if (form() == Form::kHost) {
-        Vector values(static_cast<size_t>(own.size()));
-        wait();  // the copy has no time limit
-        own.download(values.data(), work().lease);
+        Vector values = downloaded(own);
         if (direction == Direction::kForward) check_finite(values);
         return still_current([&] { contribute(direction, std::move(values)); });
     }
@@ -350,9 +253,7 @@ void DeviceCall::contribute_gathered(Direction direction, Vector counts) {
     gathered_->part = {device().id, work().lease.stream(), padded ? given.data() : given.part(), gathered_->all.data(),
                        length};
     if (padded) wait();  // MXNet does not know the stream
-    may_be_posted_ = true;
-    const std::shared_ptr<const cuda::OnDevice> part(gathered_, &gathered_->part);
-    still_current([&] { contribute(direction, std::move(counts), part); });
+    contribute_part(direction, std::move(counts));
 }
 
 void DeviceCall::run_on_sums(const char* kernel, const double* from) {
@@ -546,62 +447,6 @@ void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
         copy_data(head, tensor_.type, tensor_.shape.size(), data(arrays[gradients + kAddend]), true);
 }
 
-// ---- the rest ------------------------------------------------------------------------------------------------------
-
-void DeviceCall::copy(Array from, Type type, int64_t n, Array to, bool add) {
-    copy_data(data(from), type, n, data(to), add);
-}
-
-void DeviceCall::copy_data(const void* from, Type type, int64_t n, void* to, bool add) {
-    if (n > 0) run(kernel_of("copy", type), {ceil_div(n, kBlock)}, cuda::CopyArguments{n, from, to, add});
-}
-
-void DeviceCall::fill_with_zeros(Array to, int64_t bytes) {
-    cuda::fill_with_zeros(data(to), bytes, work().lease.stream());
-}
-
-void DeviceCall::fill(Array to, Type type, int64_t n, double value) {
-    if (n > 0) run(kernel_of("fill", type), {ceil_div(n, kBlock)}, cuda::FillArguments{n, data(to), value});
-}
-
-bool DeviceCall::idle_within(double limit) const {
-    for (const double end = seconds() + limit; !work_->lease.idle(); std::this_thread::sleep_for(kPause))
-        if (seconds() > end) return false;
-    return true;
-}
-
-std::unique_ptr<Wait> DeviceCall::wait_for_gpu() {
-    const auto terms = node_.layer->terms();
-    const bool processes = exchange_ != nullptr && exchange_->spans_processes();
-    return std::make_unique<WaitForGpu>(
-        terms->name, "the GPU has not finished", terms->timeout,
-        std::string(
-            "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for "
-            "the same GPUs. NCCL_DEBUG=INFO shows what NCCL does. ") +
-            (processes ? "gluon_syncbn.kvstore(..., gpus='host')" : "configure(kvstore='host')") + " avoids NCCL.",
-        [this] {
-            if (exchange_ != nullptr)
-                still_current([&] { node_.layer->rendezvous.check(*node_.layer->terms(), place_, direction_); });
-        });
-}
-
-// Polls instead of waiting in the driver: that wait would not end if a collective hangs.
-void DeviceCall::wait() {
-    const double start = seconds();
-    std::unique_ptr<Wait> wait;
-    while (!work_->lease.idle()) {
-        const double waited = seconds() - start;
-        if (waited < kSpin) {
-            std::this_thread::yield();
-            continue;
-        }
-        std::this_thread::sleep_for(waited < kWatchAfter ? std::chrono::microseconds(kPause) : kLongPause);
-        if (waited < kWatchAfter) continue;
-        if (!wait) wait = wait_for_gpu();
-        wait->look();
-    }
-}
-
 void DeviceCall::finish() {
     if (!work_) return;
     wait();
@@ -610,42 +455,7 @@ void DeviceCall::finish() {
     if (recovers_ && findings.at >= 0) refuse_to_recover({findings.at, findings.value != 0});
     if (kept_for_repetition_) remember(gathered_);
     tells_ = recovers_ = kept_for_repetition_ = false;
-    exchange_ = nullptr;
-    scratch_.clear();
-    gathered_.reset();
-    work_.reset();
-}
-
-void DeviceCall::clear_up() {
-    tells_ = recovers_ = kept_for_repetition_ = false;
-    exchange_ = nullptr;
-    if (!work_) return;
-    work_->lease.findings()->given_up = 1;
-    bool idle = false;
-    try {
-        idle = idle_within(kWatchAfter);
-        if (!idle) {
-            cuda::abort_collectives(device().id);
-            idle = idle_within(kGrace);
-        }
-    } catch (const Failure&) {  // the device's own error is reported already
-    }
-    if (!idle || may_be_posted_) {
-        work_->lease.abandon();
-        for (Memory& one : scratch_) one.abandon();
-        if (gathered_) {
-            gathered_->own.abandon();
-            gathered_->all.abandon();
-            gathered_->sums.abandon();
-        }
-        kept_.abandon();
-        lists_.abandon();
-        listed_.clear();
-    }
-    may_be_posted_ = false;
-    scratch_.clear();
-    gathered_.reset();
-    work_.reset();
+    StreamCall::finish();
 }
 
 }  // namespace

@@ -1,0 +1,134 @@
+#include "operator/stream_call.h"
+
+#include <chrono>
+#include <functional>
+#include <thread>
+#include <utility>
+
+#include "clock.h"
+
+namespace syncbn {
+namespace {
+
+constexpr double kGrace = 2;    // seconds that a stream gets to end after its collective has been ended
+constexpr double kSpin = 1e-3;  // seconds in which a stream is polled without a pause
+constexpr auto kPause = std::chrono::microseconds(20);
+constexpr auto kLongPause = std::chrono::milliseconds(1);
+constexpr double kWatchAfter = 0.05;  // seconds after which a wait checks for other reasons to end
+constexpr double kCheckAfter = 0.5;   // seconds between checks of other processes
+
+class WaitForGpu : public WaitFor {
+  public:
+    WaitForGpu(std::string layer, std::string why, double timeout, std::string advice, std::function<void()> others)
+        : WaitFor(std::move(layer), std::move(why), timeout, std::move(advice)), others_(std::move(others)) {}
+
+  protected:
+    void check_others() override {
+        if (waited() - checked_ < kCheckAfter) return;
+        checked_ = waited();
+        others_();
+    }
+
+  private:
+    const std::function<void()> others_;  // checks other processes
+    double checked_ = 0;
+};
+
+}  // namespace
+
+void StreamCall::fill(Array to, Type type, int64_t n, double value) {
+    run_on_each(kernel_of("fill", type), n, cuda::FillArguments{n, data(to), value});
+}
+
+void StreamCall::fill_with_zeros(Array to, int64_t bytes) {
+    cuda::fill_with_zeros(data(to), bytes, work().lease.stream());
+}
+
+void StreamCall::contribute_part(Direction direction, Vector counts) {
+    may_be_posted_ = true;
+    const std::shared_ptr<const cuda::OnDevice> part(gathered_, &gathered_->part);
+    still_current([&] { contribute(direction, std::move(counts), part); });
+}
+
+Vector StreamCall::downloaded(const cuda::Memory& from) {
+    Vector values(static_cast<size_t>(from.size()));
+    wait();
+    if (!values.empty()) from.download(values.data(), work().lease);
+    return values;
+}
+
+bool StreamCall::idle_within(double limit) const {
+    for (const double end = seconds() + limit; !work_->lease.idle(); std::this_thread::sleep_for(kPause))
+        if (seconds() > end) return false;
+    return true;
+}
+
+std::unique_ptr<Wait> StreamCall::wait_for_gpu() {
+    const auto terms = node_.layer->terms();
+    const bool processes = exchange_ != nullptr && exchange_->spans_processes();
+    return std::make_unique<WaitForGpu>(
+        terms->name, "the GPU has not finished", terms->timeout,
+        std::string(
+            "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for "
+            "the same GPUs. NCCL_DEBUG=INFO shows what NCCL does. ") +
+            (processes ? "gluon_syncbn.kvstore(..., gpus='host')" : "configure(kvstore='host')") + " avoids NCCL.",
+        [this] {
+            if (exchange_ != nullptr)
+                still_current([&] { node_.layer->rendezvous.check(*node_.layer->terms(), place_, direction_); });
+        });
+}
+
+// Polls instead of waiting in the driver: that wait would not end if a collective hangs.
+void StreamCall::wait() {
+    const double start = seconds();
+    std::unique_ptr<Wait> wait;
+    while (!work_->lease.idle()) {
+        const double waited = seconds() - start;
+        if (waited < kSpin) {
+            std::this_thread::yield();
+            continue;
+        }
+        std::this_thread::sleep_for(waited < kWatchAfter ? std::chrono::microseconds(kPause) : kLongPause);
+        if (waited < kWatchAfter) continue;
+        if (!wait) wait = wait_for_gpu();
+        wait->look();
+    }
+}
+
+void StreamCall::finish() {
+    exchange_ = nullptr;
+    scratch_.clear();
+    gathered_.reset();
+    work_.reset();
+}
+
+void StreamCall::clear_up() {
+    exchange_ = nullptr;
+    if (!work_) return;
+    work_->lease.findings()->given_up = 1;
+    bool idle = false;
+    try {
+        idle = idle_within(kWatchAfter);
+        if (!idle) {
+            cuda::abort_collectives(device().id);
+            idle = idle_within(kGrace);
+        }
+    } catch (const Failure&) {  // the device's own error is reported already
+    }
+    if (!idle || may_be_posted_) {
+        work_->lease.abandon();
+        for (cuda::Memory& one : scratch_) one.abandon();
+        if (gathered_) {
+            gathered_->own.abandon();
+            gathered_->all.abandon();
+            gathered_->sums.abandon();
+        }
+        abandon();
+    }
+    may_be_posted_ = false;
+    scratch_.clear();
+    gathered_.reset();
+    work_.reset();
+}
+
+}  // namespace syncbn
