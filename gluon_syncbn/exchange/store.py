@@ -225,6 +225,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     def _tell_all(self, what: str, ours: Any) -> List[Any]:
         label = Label("agreement", call=self._agreements, what=what)
         self._agreements += 1
+        return self._ask_all(label, ours)
+
+    def _ask_all(self, label: Label, ours: Any) -> List[Any]:
         part = np.frombuffer(json.dumps(ours).encode(), np.uint8)
         return [json.loads(bytes(p)) for p in self._transport.allgather(label, part, equal=False)]
 
@@ -297,10 +300,23 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return members._replace(groups=group_of_each(here, size, None))
 
     def gpus_of_all_processes(self, layer: LayerInfo) -> int:
+        if layer.mode == "gather":
+            return self._gpus_of_gather(layer)
         count = self._on_gpus[layer.id]
         if count == 0:  # no process had it on a GPU then, or the reason has been given already
             self._over_the_host(layer.name, f"'{layer.name}' was on no GPU when the processes agreed on their layers")
         return count
+
+    def _gpus_of_gather(self, layer: LayerInfo) -> int:
+        """Asks all processes, which call this gather too."""
+        what = f"the agreement on the GPUs of {layer.name}"
+        ours = {"name": layer.name, "replicas": layer.replicas, **self._describe_gpus(layer)}
+        everyone = self._ask_all(Label("agreement", self._key(layer), what=what, layer=layer.id), ours)
+        for rank, theirs in enumerate(everyone):
+            difference = _difference_of_gpus(self.rank, ours, rank, theirs)
+            if difference:
+                raise mx.MXNetError(difference)
+        return self._gpus_of(everyone, sum(theirs["replicas"] for theirs in everyone))
 
     def agreed(self, layer: LayerInfo) -> Agreed:
         key = self._key(layer)
@@ -409,8 +425,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
 
     def _key(self, layer: LayerInfo) -> int:
         # The first call of a gather may come in the middle of a step, where no process could wait for an agreement. So
-        # its name, which is the same everywhere, gives the number. These numbers lie beyond those of layers.
-        return _hash(layer.name) + 2**56 if layer.mode == "gather" else self._keys[layer.id]
+        # its name, which is the same everywhere, gives the number. These numbers lie beyond those of layers, and a
+        # float64 holds them (turns.py).
+        return _hash(layer.name) % 2**52 + 2**52 if layer.mode == "gather" else self._keys[layer.id]
 
     def _call(self, layer: LayerInfo, ticket: Ticket) -> Label:
         direction = "forward" if ticket.phase == 0 else "backward"
@@ -464,11 +481,19 @@ def _describe(layer: LayerInfo) -> Dict[str, Any]:
     }
 
 
+def _difference_of_gpus(rank: int, ours: Dict, other: int, theirs: Dict) -> str:
+    """Describes the difference of two settings of a KVStore as an error; empty if they are the same."""
+    gpus, others = ours["gpus"], theirs["gpus"]
+    if gpus == others:
+        return ""
+    return f"kvstore: gpus={gpus!r} was given on rank {rank} and {others!r} on rank {other}, expected the same"
+
+
 def _difference(rank: int, ours: List[Dict], other: int, theirs: List[Dict]) -> str:
     """Describes the difference of two nets as an error; empty if both are the same."""
-    gpus = [layer["gpus"] for layers in (ours, theirs) for layer in layers[:1]]
-    if len(set(gpus)) > 1:
-        return f"kvstore: gpus={gpus[0]!r} was given on rank {rank} and {gpus[1]!r} on rank {other}, expected the same"
+    difference = _difference_of_gpus(rank, ours[0], other, theirs[0]) if ours and theirs else ""
+    if difference:
+        return difference
 
     def sort(layer: Optional[Dict]) -> Optional[List]:
         return None if layer is None else [re.sub(r"\d+", "", layer["name"]), layer["channels"], layer["pooling"]]

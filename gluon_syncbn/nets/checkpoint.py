@@ -23,6 +23,7 @@ from ..mxnet_side import blocks, draws, patches
 from ..mxnet_side.op import NAME
 from ..system import arguments, kinds, temporary_space
 from ..system.bfloat16 import is_float
+from ..training import gather
 
 __all__ = ["checkpoint"]
 
@@ -338,7 +339,9 @@ def _nodes(graph: Dict[str, Any]) -> Iterator[Dict[str, Any]]:
 
 def _is_random(node: Dict[str, Any]) -> bool:
     operator = node["op"]
-    return blocks.operator_of(node) != NAME if operator == "Custom" else _RANDOM.fullmatch(operator) is not None
+    if operator == "Custom":
+        return blocks.operator_of(node) not in (NAME, gather.NAME)
+    return _RANDOM.fullmatch(operator) is not None
 
 
 def _guarded(array: NDArray) -> NDArray:

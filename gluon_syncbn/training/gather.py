@@ -30,10 +30,11 @@ class _Place(Replicas):
     def __init__(self, name: str, contexts: Sequence[Context], kvstore: Any) -> None:
         super().__init__(f"{GATHER} '{name}'", Pooling(GATHER), None, kvstore, None)
         self.nodes: Iterator[int] = itertools.count()  # of graphs
-        self.set_contexts([mx.cpu(context.device_id) for context in contexts], 0)
+        self.set_contexts(list(contexts), 0)
 
 
 _places: Dict[Tuple, _Place] = {}
+_named: Dict[str, Any] = {}  # exchanges; each replica's call names the store, and they meet over one
 _lock = threading.Lock()
 
 
@@ -52,7 +53,8 @@ def gather(
     y_s is the result on replica s of R. dy_{s,r} is the gradient of its rows that came from replica r.
     The gradient of a row is the sum of the gradients of its copies on all R replicas. A loss that each replica computes
     over the whole batch therefore counts R times. A loss over the replica's own rows against all others counts once.
-    Each direction takes one collective. The backward sums in float64.
+    Each direction takes one collective. The backward sums in float64. On GPUs, NCCL carries both, as it does for
+    `SyncBatchNorm`.
 
     In the supervised contrastive loss, rows with the same label form positive pairs (Khosla et al., NeurIPS 2020). If
     the labels are the numbers of the samples, this is SimCLR's loss::
@@ -77,7 +79,8 @@ def gather(
         autograd.backward(losses)
 
     All processes make the same calls of one ``name``, in the same order. Calls of different names may come in any
-    order. `gather` raises an error within `join`.
+    order. All processes call it with arrays on CPUs, or all with arrays on GPUs. `gather` raises an error within
+    `join`.
 
     Parameters
     ----------
@@ -100,8 +103,7 @@ def gather(
     Returns
     -------
     NDArray, Symbol or list of NDArray
-        Of shape (rows, ...), on each context. Rows of GPUs travel through host memory. In a hybridized net, `gather`
-        works on CPUs only.
+        Of shape (rows, ...), on each context.
 
     Raises
     ------
@@ -112,7 +114,7 @@ def gather(
         a replica is late, has failed or has rows of another shape or type. It also raises it if ``rows`` is not the
         total. The text names the missing replicas.
     """
-    exchange = session.exchange_of(kvstore) or session.exchange
+    exchange = _exchange_of(kvstore)
     processes = exchange.num_workers if isinstance(exchange, ProcessStore) else 1
     listed, symbol = isinstance(features, (list, tuple)), isinstance(features, mx.sym.Symbol)
     arrays = list(features) if listed else [features]
@@ -137,15 +139,23 @@ def gather(
     # A number below 0 is a factor: so many times the rows of this input.
     attributes = {"layer": place.token, "rows": -processes * len(place.contexts) if rows is None else rows}
     if symbol:
-        return _gathered(mx.sym, features, node=next(place.nodes), **attributes)
-    moved = [array.as_in_context(mx.cpu(array.context.device_id)) for array in arrays]
-    results = [_gathered(mx.nd, array, node=-1, **attributes) for array in moved]
-    results = [result.as_in_context(array.context) for result, array in zip(results, arrays)]
+        return _gathered(mx.sym, features, place, node=next(place.nodes), **attributes)
+    results = [_gathered(mx.nd, array, place, node=-1, **attributes) for array in arrays]
     return results if listed else results[0]
 
 
-def _gathered(F: Any, x: Any, **attributes: Any) -> Any:
-    guarded = bool(_native.why_custom())  # see `op.sync_batch_norm`
+def _exchange_of(kvstore: Any) -> Any:
+    if not isinstance(kvstore, str):
+        return session.exchange_of(kvstore) or session.exchange
+    with _lock:
+        if kvstore not in _named:
+            _named[kvstore] = session.exchange_of(kvstore)
+        return _named[kvstore]
+
+
+def _gathered(F: Any, x: Any, place: _Place, **attributes: Any) -> Any:
+    # See `op.sync_batch_norm`.
+    guarded = place.contexts[0].device_type != "gpu" and bool(_native.why_custom())
     y = F.Custom(F.SwapAxis(x, dim1=0, dim2=0) if guarded else x, op_type=NAME, **attributes)
     return F.SwapAxis(y, dim1=0, dim2=0) if guarded else y
 

@@ -138,7 +138,7 @@ std::string perform(const Clique& clique, const Meeting& meeting) {
     if (!std::strcmp(meeting.calls[0].what, "ncclAllGather")) return gather(clique, meeting);
     const Call& root = meeting.calls[meeting.calls[0].root];
     const size_t bytes = root.count * kSizes[root.type];
-    const bool to_all = !std::strcmp(root.what, "ncclAllReduce");
+    const bool to_all = !std::strcmp(root.what, "ncclAllReduce"), copies = !std::strcmp(root.what, "ncclBroadcast");
     const bool reduce = to_all || !std::strcmp(root.what, "ncclReduce");
     std::vector<char> result;
     for (size_t rank = 0; rank < meeting.calls.size(); ++rank) {
@@ -146,7 +146,8 @@ std::string perform(const Clique& clique, const Meeting& meeting) {
         const auto wrong = [&](const void* pointer, Access access) {
             return wrong_range(clique, rank, pointer, bytes, access);
         };
-        const bool reads = reduce || &call == &root, writes = to_all || (reduce ? &call == &root : &call != &root);
+        const bool reads = reduce || &call == &root;
+        const bool writes = to_all || copies || (reduce ? &call == &root : &call != &root);
         std::string found = reads ? wrong(call.from, kRead) : "";
         if (found.empty() && writes) found = wrong(call.to, kWrite);
         if (!found.empty()) return found;
@@ -158,7 +159,7 @@ std::string perform(const Clique& clique, const Meeting& meeting) {
             add(root.type, result.data(), from, root.count);
     }
     for (const Call& call : meeting.calls)
-        if (!reduce || to_all || &call == &root) std::memcpy(call.to, result.data(), bytes);
+        if (!reduce || to_all || &call == &root) std::memmove(call.to, result.data(), bytes);
     return "";
 }
 
@@ -268,7 +269,8 @@ void flush() {
                               call.count,
                               call.count * kSizes[call.type],
                               call.type,
-                              sums ? Add(add) : nullptr};
+                              sums ? Add(add) : nullptr,
+                              std::strcmp(call.what, "ncclBroadcast") ? -1 : call.root};
             enqueue(one.stream, [=] { member->come(number, share); }, true);
             continue;
         }
@@ -291,8 +293,8 @@ Result post(Communicator* communicator, const Call& call, void* handle) {
         wrong = format("data type %d", call.type);
     else if (call.root < 0 || call.root >= ranks)
         wrong = format("root %d of %d ranks", call.root, ranks);
-    else if (communicator->member && std::strncmp(call.what, "ncclAll", 7))
-        wrong = "between processes the emulator has ncclAllGather and ncclAllReduce only";
+    else if (communicator->member && std::strncmp(call.what, "ncclAll", 7) && std::strcmp(call.what, "ncclBroadcast"))
+        wrong = "between processes the emulator has ncclAllGather, ncclAllReduce and ncclBroadcast only";
     else if (call.operation != kSum)
         wrong = format("operation %d: the emulator has ncclSum only", call.operation);
     if (!wrong.empty()) {
@@ -386,6 +388,11 @@ Result ncclGroupEnd() {
 Result ncclReduce(const void* from, void* to, size_t count, int type, int operation, int root,
                   Communicator* communicator, void* stream) {
     return post(communicator, {"ncclReduce", from, to, count, type, operation, root}, stream);
+}
+// `from` counts at the root alone, and may be `to`.
+Result ncclBroadcast(const void* from, void* to, size_t count, int type, int root, Communicator* communicator,
+                     void* stream) {
+    return post(communicator, {"ncclBroadcast", from, to, count, type, kSum, root}, stream);
 }
 Result ncclBcast(void* buffer, size_t count, int type, int root, Communicator* communicator, void* stream) {
     return post(communicator, {"ncclBcast", buffer, buffer, count, type, kSum, root}, stream);

@@ -37,6 +37,7 @@ struct Member::Place {
         uint64_t count;
         int type;
         bool adds;
+        int root;
         char data[kMost];
     };
     std::atomic<int> ranks, joined;
@@ -118,7 +119,8 @@ bool Member::wait(const char* call, const std::atomic<uint64_t>& what, uint64_t 
 
 void Member::come(uint64_t number, const Share& share) {
     Place::Rank* const all = place_->all;
-    const size_t written = share.add != nullptr ? share.bytes : static_cast<size_t>(ranks) * share.bytes;
+    const bool gathers = share.add == nullptr && share.root < 0, gives = share.root < 0 || share.root == rank;
+    const size_t written = gathers ? static_cast<size_t>(ranks) * share.bytes : share.bytes;
     // A kernel that is aborted leaves anything in its memory: nobody is told that it was never written.
     const auto end = [&] {
         if (aborted_) problem(share.to, written, device, kWrite);
@@ -130,7 +132,7 @@ void Member::come(uint64_t number, const Share& share) {
         if (device_of(pointer) < 0) return format("%p is not device memory", pointer);
         return problem(pointer, bytes, device, access);
     };
-    std::string found = wrong(share.from, share.bytes, kRead);
+    std::string found = gives ? wrong(share.from, share.bytes, kRead) : "";
     if (found.empty()) found = wrong(share.to, written, kWrite);
     if (!found.empty()) return break_off(format("NCCL: %s, rank %d: %s", share.what, rank, found.c_str()));
     for (int i = 0; i < ranks;
@@ -140,22 +142,27 @@ void Member::come(uint64_t number, const Share& share) {
     own.count = share.count;
     own.type = share.type;
     own.adds = share.add != nullptr;
-    std::memcpy(own.data, share.from, share.bytes);
+    own.root = share.root;
+    if (gives) std::memcpy(own.data, share.from, share.bytes);
     own.arrived = number + 1;
     const auto text = [](const Place::Rank& one) {
-        return format("%s of %zu of type %d", one.adds ? "ncclAllReduce" : "ncclAllGather",
-                      static_cast<size_t>(one.count), one.type);
+        const std::string what = one.root >= 0 ? format("ncclBroadcast from rank %d", one.root)
+                                 : one.adds    ? "ncclAllReduce"
+                                               : "ncclAllGather";
+        return format("%s of %zu of type %d", what.c_str(), static_cast<size_t>(one.count), one.type);
     };
     for (int i = 0; i < ranks; ++i) {
         if (!wait(share.what, all[i].arrived, number + 1, i)) return end();
-        if (all[i].count != own.count || all[i].type != own.type || all[i].adds != own.adds)
+        if (all[i].count != own.count || all[i].type != own.type || all[i].adds != own.adds || all[i].root != own.root)
             return break_off(
                 format("NCCL: rank %d calls %s, rank %d %s", rank, text(own).c_str(), i, text(all[i]).c_str()));
     }
     // Sums are added in the order of the ranks, so that all ranks have the same bits.
     char* const to = static_cast<char*>(share.to);
     for (int i = 0; i < ranks; ++i) {
-        if (share.add != nullptr && i > 0)
+        if (share.root >= 0) {
+            if (i == share.root) std::memcpy(to, all[i].data, share.bytes);
+        } else if (share.add != nullptr && i > 0)
             share.add(share.type, to, all[i].data, share.count);
         else
             std::memcpy(to + static_cast<size_t>(i) * share.bytes, all[i].data, share.bytes);

@@ -13,7 +13,8 @@ namespace emulator {
 
 using Add = void (*)(int type, void* total, const void* more, size_t count);
 
-// What a rank brings to a collective: ncclAllGather, or ncclAllReduce where there is an `add`.
+// What a rank brings to a collective: ncclAllGather, ncclAllReduce where there is an `add`, or ncclBroadcast where there
+// is a root.
 struct Share {
     const char* what;
     const void* from;
@@ -21,6 +22,7 @@ struct Share {
     size_t count, bytes;  // numbers, and what they take
     int type;
     Add add;
+    int root;  // or -1
 };
 
 class Member {

@@ -893,14 +893,14 @@ class Id(ctypes.Structure):
     _fields_ = [("bytes", ctypes.c_char * 128)]
 nccl, device = ctypes.CDLL(f"{out}/lib/libnccl.so.2"), Device(out, 'extern "C" __global__ void none() {}', index=rank)
 device.call("cuCtxSynchronize")  # its context is the current one
-adds = what == "ncclAllReduce"
+adds, gathers = what == "ncclAllReduce", what == "ncclAllGather"
 given = device.upload(np.full(count, 0.1 * (rank + 1) if adds else rank + 1, "float64"))
-got = device.empty(count if adds else 2 * count, "float64")
+got = device.empty(2 * count if gathers else count, "float64")
 communicator, stream = ctypes.c_void_p(), ctypes.c_void_p()
 device.call("cuStreamCreate", ctypes.byref(stream), 0)
 print(nccl.ncclCommInitRank(ctypes.byref(communicator), 2, Id.from_buffer_copy(path.read_bytes()), rank), flush=True)
 if communicator:
-    operation = [0] if adds else []  # ncclSum
+    operation = [] if gathers else [0]  # ncclSum, or the root
     getattr(nccl, what)(given.pointer, got.pointer, ctypes.c_size_t(count), 8, *operation, communicator, stream)
     try:
         device.call("cuStreamSynchronize", stream)
@@ -938,6 +938,16 @@ def test_an_all_gather_between_processes_that_does_not_match(tmp_path):
 
 
 SUMS = ["ncclAllReduce"] * 2
+
+
+def test_a_broadcast_between_processes(tmp_path):
+    assert members(tmp_path, (0, 2), (1, 2), calls=["ncclBroadcast"] * 2) == [["0", "[1.0, 1.0]"]] * 2
+
+
+def test_a_broadcast_between_processes_that_does_not_match(tmp_path):
+    said = members(tmp_path, (0, 2), (1, 2), calls=("ncclBroadcast", "ncclAllReduce"))
+    text = " ".join(text for _, text in said)
+    assert "ncclBroadcast from rank 0 of 2 of type 8" in text and "ncclAllReduce of 2" in text, text
 
 
 def test_an_all_reduce_between_processes(tmp_path):

@@ -109,24 +109,99 @@ def every_mode():
     sound()
 
 
+class Gather(nn.HybridBlock):
+    """MXNet's own operators do not run on the emulator, so this net has no other."""
+
+    def __init__(self, contexts, **settings):
+        super().__init__()
+        self.settings = {"contexts": contexts, "kvstore": kv, **settings}
+
+    def hybrid_forward(self, F, x):
+        return gluon_syncbn.gather(x, **self.settings)
+
+
 def rows_and_gradients():
-    """The rows of all GPUs on each of them, and the sum of what flows back into the copies."""
-    batch = make_batch(np.random.RandomState(5), DEVICES)
-    part, contexts, mine = own(batch)
-    everyone = np.concatenate(batch.shards)
-    heads = [np.random.RandomState(device).randn(*everyone.shape) for device in range(DEVICES)]
-    xs = on_devices(part.shards, contexts, "float64")
-    for x in xs:
-        x.attach_grad()
-    with autograd.record():
-        ys = gluon_syncbn.gather(xs, rows=len(everyone), kvstore=kv)
-    autograd.backward(ys, on_devices(heads[mine], contexts, "float64"))
-    want = np.split(sum(heads), np.cumsum([len(shard) for shard in batch.shards])[:-1])[mine]
-    for x, y, gradient in zip(xs, ys, want):
-        assert y.context == x.context
-        np.testing.assert_array_equal(y.asnumpy(), everyone)
-        np.testing.assert_allclose(x.grad.asnumpy(), gradient, rtol=1e-12, atol=1e-12)
+    """The rows of all GPUs on each of them, and the sum of what flows back into the copies; what that asks for."""
+    for dtype, equal, static in (("float64", False, False), ("float32", True, True), ("float16", False, True)):
+        batch = make_batch(np.random.RandomState(5), DEVICES, dtype=dtype)
+        if equal:
+            batch = batch._replace(shards=[shard[:1] for shard in batch.shards])
+        part, contexts, mine = own(batch)
+        everyone = np.concatenate(batch.shards)
+        heads = [np.random.RandomState(device).randn(*everyone.shape).astype(dtype) for device in range(DEVICES)]
+        want = np.split(sum(head.astype("float64") for head in heads), np.cumsum([len(s) for s in batch.shards])[:-1])
+        xs = on_devices(part.shards, contexts, dtype)
+        autograd.mark_variables(xs, on_devices(part.shards, contexts, dtype))
+        net = Gather(contexts, rows=len(everyone), name=dtype)
+        if static:
+            net.hybridize(static_alloc=True)
+        ys = []
+
+        def forward(net=net, xs=xs, ys=ys):
+            with autograd.record():
+                ys[:] = [net(x) for x in xs]
+
+        own_heads = on_devices(heads[mine], contexts, dtype)
+        for call in range(2):
+            for phase in (forward, lambda ys=ys, own_heads=own_heads: autograd.backward(ys, own_heads)):
+                mx.nd.waitall()
+                MESSAGES.clear()
+                ctypes.CDLL("libcuda.so.1").cuda_emulator_reset_counts()
+                phase()
+                mx.nd.waitall()
+                if call == 0:  # the first one comes with an agreement, and with a new communicator
+                    assert MESSAGES["agreement"] == int(phase is forward), MESSAGES
+                elif GPUS != "host":
+                    assert MESSAGES == {"turn": 1}, MESSAGES
+                    sends = DEVICES if phase is forward and not equal else 1
+                    for context in contexts:
+                        numbers = counts(context.device_id)
+                        found = (numbers["collectives"], numbers["waits"], numbers["to host"], numbers["to device"])
+                        assert found == (sends, 1, 0, 0), numbers
+            for x, y, gradient in zip(xs, ys, want[mine]):
+                assert y.context == x.context
+                np.testing.assert_array_equal(y.asnumpy(), everyone)
+                tolerance = {"float64": 1e-12, "float32": 1e-6, "float16": 4e-3}[dtype]
+                np.testing.assert_allclose(x.grad.asnumpy(), gradient, rtol=tolerance, atol=tolerance)
     sound()
+
+
+def rows_in_any_order():
+    """Branches in an order of its own on each device and in each process."""
+    rng, mine = np.random.RandomState(6), np.random.RandomState(200 + kv.rank)
+    contexts = CONTEXTS[: devices_of(kv.rank)]
+    for _ in range(4):
+        batches = [make_batch(rng, DEVICES) for _ in range(3)]
+        parts = [own(batch)[0] for batch in batches]
+        xs = [on_devices(part.shards, contexts, "float64") for part in parts]
+        ys = [[None] * len(contexts) for _ in batches]
+        with autograd.record():
+            for device in mine.permutation(len(contexts)):
+                for i in mine.permutation(3):
+                    rows = sum(map(len, batches[i].shards))
+                    ys[i][device] = gluon_syncbn.gather(
+                        xs[i][device], contexts=contexts, rows=rows, name=f"branch {i}", kvstore=kv
+                    )
+        for outputs, batch in zip(ys, batches):
+            for y in outputs:
+                np.testing.assert_array_equal(y.asnumpy(), np.concatenate(batch.shards))
+    sound()
+
+
+def rows_that_do_not_fit():
+    """Rank 0 has a row more than all expect: an error of all, before a GPU writes anything."""
+    contexts = CONTEXTS[: devices_of(kv.rank)]
+    parts = [np.ones((2 + (kv.rank == 0), 3)) for _ in contexts]
+    since = time.monotonic()
+    with autograd.record():
+        ys = gluon_syncbn.gather(on_devices(parts, contexts, "float64"), rows=2 * DEVICES, name="unfit", kvstore=kv)
+    try:
+        for y in ys:
+            y.asnumpy()
+    except mx.MXNetError as error:
+        report(since, error)
+        wait_for_reports(range(kv.num_workers))
+        raise SystemExit(3) from None
 
 
 def cost(name, layer, part, contexts):

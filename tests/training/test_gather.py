@@ -117,6 +117,23 @@ def test_branches_in_another_order_on_each_context():
             assert relative_error(np.concatenate([a.grad.asnumpy() for a in arrays]), total) < 1e-15
 
 
+@pytest.mark.parametrize("kvstore", ["device", "local", "host"])
+def test_calls_of_one_replica_each_meet_over_a_named_store(kvstore):
+    rng = np.random.RandomState(3)
+    parts, arrays = shards(rng, (2, 1, 4, 3))
+    heads = [rng.randn(10, 3) for _ in CONTEXTS]
+    for _ in range(2):
+        with autograd.record():
+            outputs = [
+                gluon_syncbn.gather(x, contexts=CONTEXTS, rows=10, name="named", kvstore=kvstore) for x in arrays
+            ]
+        autograd.backward(outputs, [nd.array(h, ctx=c, dtype="float64") for h, c in zip(heads, CONTEXTS)])
+        for y in outputs:
+            np.testing.assert_array_equal(y.asnumpy(), np.concatenate(parts))
+        got = np.concatenate([array.grad.asnumpy() for array in arrays])
+        assert relative_error(got, sum(heads)) < 1e-15
+
+
 def test_the_graph_twice_and_added():
     rng = np.random.RandomState(3)
     _, arrays = shards(rng, (1, 2, 3, 1))

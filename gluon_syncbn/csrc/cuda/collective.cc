@@ -20,9 +20,9 @@ namespace cuda {
 namespace {
 
 using Communicator = void*;
-constexpr int kFloat64 = 8;   // of ncclDataType_t
-constexpr int kSum = 0;       // of ncclRedOp_t
-constexpr double kLeave = 5;  // seconds in which communicators with other processes have to shut down
+constexpr int kInt8 = 0, kFloat64 = 8;  // of ncclDataType_t
+constexpr int kSum = 0;                 // of ncclRedOp_t
+constexpr double kLeave = 5;            // seconds in which communicators with other processes have to shut down
 
 struct UniqueId {
     char bytes[128];
@@ -46,10 +46,12 @@ struct Nccl {
                       Stream) = get<int(const void*, void*, size_t, int, Communicator, Stream)>("ncclAllGather");
     int (*all_reduce)(const void*, void*, size_t, int, int, Communicator,
                       Stream) = get<int(const void*, void*, size_t, int, int, Communicator, Stream)>("ncclAllReduce");
+    int (*broadcast)(const void*, void*, size_t, int, int, Communicator,
+                     Stream) = get<int(const void*, void*, size_t, int, int, Communicator, Stream)>("ncclBroadcast");
 
     bool complete() const {
         return error_string && init_all && unique_id && init_rank && destroy && abort && group_start && group_end &&
-               all_gather && all_reduce;
+               all_gather && all_reduce && broadcast;
     }
 };
 
@@ -110,19 +112,41 @@ std::vector<Communicator> connect(const std::vector<int>& devices, const Clique&
     return out;
 }
 
-void post(Collective what, const std::vector<OnDevice>& parts, const std::vector<Communicator>& communicators) {
-    const bool adds = what == Collective::kAllReduce;
+// NCCL gathers only equal parts. Of others, each device sends its own to all.
+int gather_bytes(const OnDevice& part, const std::vector<size_t>& bytes, Communicator communicator) {
+    const bool equal = std::all_of(bytes.begin(), bytes.end(), [&](size_t one) { return one == bytes[0]; });
+    if (equal) return nccl().all_gather(part.own, part.gathered, bytes[0], kInt8, communicator, part.stream);
+    char* to = reinterpret_cast<char*>(part.gathered);
+    int status = 0;
+    for (size_t root = 0; root < bytes.size() && status == 0; to += bytes[root++])
+        if (bytes[root] > 0)
+            status =
+                nccl().broadcast(part.own, to, bytes[root], kInt8, static_cast<int>(root), communicator, part.stream);
+    return status;
+}
+
+int begin(const Operation& operation, const OnDevice& part, Communicator communicator) {
+    const auto count = static_cast<size_t>(part.length);
+    switch (operation.what) {
+        case Collective::kAllGather:
+            return nccl().all_gather(part.own, part.gathered, count, kFloat64, communicator, part.stream);
+        case Collective::kAllReduce:
+            return nccl().all_reduce(part.own, part.gathered, count, kFloat64, kSum, communicator, part.stream);
+        default:
+            return gather_bytes(part, operation.bytes, communicator);
+    }
+}
+
+void post(const Operation& operation, const std::vector<OnDevice>& parts,
+          const std::vector<Communicator>& communicators) {
     check_nccl(nccl().group_start(), "ncclGroupStart");
     int status = 0;
     for (size_t i = 0; i < parts.size() && status == 0; ++i) {
-        const auto [device, stream, own, gathered, length] = parts[i];
-        const Current current(Device::of(device));
-        const auto count = static_cast<size_t>(length);
-        status = adds ? nccl().all_reduce(own, gathered, count, kFloat64, kSum, communicators[i], stream)
-                      : nccl().all_gather(own, gathered, count, kFloat64, communicators[i], stream);
+        const Current current(Device::of(parts[i].device));
+        status = begin(operation, parts[i], communicators[i]);
     }
     const int end = nccl().group_end();
-    check_nccl(status, adds ? "ncclAllReduce" : "ncclAllGather");
+    check_nccl(status, operation.what == Collective::kAllReduce ? "ncclAllReduce" : "ncclAllGather");
     check_nccl(end, "ncclGroupEnd");
 }
 
@@ -132,7 +156,7 @@ std::string why_no_collective() {
     return nccl().complete() ? "" : "this build of MXNet is not linked against NCCL 2.4 or later";
 }
 
-void post_collective(Collective what, const std::vector<OnDevice>& parts, const Clique& clique,
+void post_collective(const Operation& operation, const std::vector<OnDevice>& parts, const Clique& clique,
                      const std::string& layer, double timeout, int64_t interrupts_before) {
     const std::string missing = why_no_collective();
     if (!missing.empty()) throw Failure(missing);
@@ -143,13 +167,13 @@ void post_collective(Collective what, const std::vector<OnDevice>& parts, const 
     const auto known = std::find_if(cliques.begin(), cliques.end(), [&](const auto& one) {
         return one->channel == clique.channel && one->number == clique.number && one->devices == devices;
     });
-    if (known != cliques.end()) return post(what, parts, (*known)->communicators);
+    if (known != cliques.end()) return post(operation, parts, (*known)->communicators);
     const bool within_process = clique.channel < 0;
     if (!within_process && clique.id.size() != sizeof(UniqueId))
         throw Failure("the communicator of these GPUs is gone, after a failure. Start the job again.");
-    auto communicators = elsewhere([what, parts, devices, clique, within_process] {
+    auto communicators = elsewhere([operation, parts, devices, clique, within_process] {
         const auto made = within_process ? connect(devices) : connect(devices, clique);
-        post(what, parts, made);
+        post(operation, parts, made);
         return made;
     });
     WaitToConnect wait(layer, "NCCL has not connected the GPUs", timeout,

@@ -12,7 +12,13 @@ namespace syncbn {
 namespace cuda {
 
 // The result on each device, with the same bits: the vectors of all devices, side by side in their order, or their sum.
-enum class Collective { kAllGather, kAllReduce };
+// The last one also places parts side by side, in bytes; the parts may differ in length.
+enum class Collective { kAllGather, kAllReduce, kAllGatherBytes };
+
+struct Operation {
+    Collective what;
+    std::vector<size_t> bytes = {};  // of each device of the clique, for `kAllGatherBytes`
+};
 
 // The contribution of a replica on its GPU: `length` numbers, which `stream` computes. The collective writes its result
 // to `gathered`.
@@ -38,7 +44,7 @@ std::string why_no_collective();
 // streams in one group under one lock, so that all devices have the same order of collectives. Returns when all devices
 // of this process have posted. The layer of this name waits at most `timeout` seconds, and
 // ends earlier if there are more interrupts than before. Throws Failure.
-void post_collective(Collective what, const std::vector<OnDevice>& parts, const Clique& clique,
+void post_collective(const Operation& operation, const std::vector<OnDevice>& parts, const Clique& clique,
                      const std::string& layer, double timeout, int64_t interrupts_before);
 
 // Returns the id for the first collective of a new clique. Throws Failure.

@@ -9,8 +9,8 @@
 
 namespace syncbn {
 
-Choice::Choice(Asked asked, std::vector<std::string> contexts, size_t per_context, bool total)
-    : asked_(std::move(asked)), contexts_(std::move(contexts)), per_context_(per_context), total_(total) {}
+Choice::Choice(Asked asked, std::vector<std::string> contexts, size_t per_context, Sharing sharing)
+    : asked_(std::move(asked)), contexts_(std::move(contexts)), per_context_(per_context), sharing_(sharing) {}
 
 Exchange& Choice::exchange(const Ticket& ticket) {
     if (!known_) {
@@ -34,12 +34,12 @@ std::shared_ptr<Exchange> Choice::choose(const Ticket& ticket) const {
     if (!one_gpu_each || asked_.nccl == Nccl::kNever) return asked_.host;
     if (asked_.host->spans_processes()) {
         const int64_t replicas = asked_.host->gpus_of_all_processes(ticket);
-        return replicas > 0 ? nccl_exchange(static_cast<size_t>(replicas), asked_.host, total_) : asked_.host;
+        return replicas > 0 ? nccl_exchange(static_cast<size_t>(replicas), asked_.host, sharing_) : asked_.host;
     }
-    if (contexts_.size() == 1) return nccl_exchange(1, nullptr, total_);
+    if (contexts_.size() == 1) return nccl_exchange(1, nullptr, sharing_);
     if (asked_.gpus != nullptr) return asked_.gpus;
     const std::string missing = cuda::why_no_collective();
-    if (missing.empty()) return nccl_exchange(contexts_.size(), nullptr, total_);
+    if (missing.empty()) return nccl_exchange(contexts_.size(), nullptr, sharing_);
     if (asked_.nccl == Nccl::kRequired) throw Failure("kvstore 'nccl' was asked for, but " + missing);
     static std::once_flag said;
     std::call_once(said, [&] { log(Level::kWarning, "the statistics of GPUs go through host memory: " + missing); });

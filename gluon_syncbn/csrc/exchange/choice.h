@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "exchange/exchange.h"
+#include "pooling/pooling.h"
 
 namespace syncbn {
 
@@ -24,8 +25,8 @@ struct Asked {
 
 class Choice {
   public:
-    // For replicas on these contexts, `per_context` on each. `total`: they need only the total of all vectors.
-    Choice(Asked asked, std::vector<std::string> contexts, size_t per_context, bool total);
+    // For replicas on these contexts, `per_context` on each.
+    Choice(Asked asked, std::vector<std::string> contexts, size_t per_context, Sharing sharing);
 
     // The answer is the same for all exchanges to choose from.
     bool spans_processes() const { return asked_.host->spans_processes(); }
@@ -41,7 +42,7 @@ class Choice {
     const Asked asked_;
     const std::vector<std::string> contexts_;
     const size_t per_context_;
-    const bool total_;
+    const Sharing sharing_;
     std::mutex choosing_;  // guards the next two, and is held while other processes are asked
     std::shared_ptr<Exchange> chosen_;
     std::atomic<bool> known_{false};

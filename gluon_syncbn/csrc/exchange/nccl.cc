@@ -6,6 +6,7 @@
 #include <mutex>
 
 #include "cuda/collective.h"
+#include "exchange/rows.h"
 #include "failure.h"
 #include "waiting/wait.h"
 
@@ -46,8 +47,11 @@ Queue& queue = *new Queue;
 
 class Nccl : public Exchange {
   public:
-    Nccl(size_t replicas, std::shared_ptr<Exchange> processes, bool adds)
-        : replicas_(replicas), adds_(adds), processes_(std::move(processes)) {}
+    Nccl(size_t replicas, std::shared_ptr<Exchange> processes, Sharing sharing)
+        : replicas_(replicas),
+          adds_(sharing == Sharing::kTotal && replicas >= first_all_reduce),
+          gathers_rows_(sharing == Sharing::kRows),
+          processes_(std::move(processes)) {}
 
     bool spans_processes() const override { return processes_ != nullptr; }
     Form form() const override { return adds_ ? Form::kSummed : Form::kDevice; }
@@ -55,7 +59,7 @@ class Nccl : public Exchange {
 
     Total allgather(const Ticket& ticket, const DeviceContribution& own) override {
         if (!spans_processes()) {
-            if (adds_ || replicas_ > 1) post(ticket, own, {});
+            if (adds_ || replicas_ > 1) post(ticket, own, own.counts, {});
             return {own.counts, 0, ticket.layer};
         }
         Turn turn = processes_->turn(ticket, own);
@@ -65,7 +69,7 @@ class Nccl : public Exchange {
         if (turn.number >= 0)
             post_in_turn(ticket, own, turn);
         else if (adds_ || replicas_ > 1)  // of a single GPU, too: its kernels read what a collective has written
-            post(ticket, own, {});
+            post(ticket, own, turn.counts, {});
         const size_t mine = turn.first * (turn.counts.size() / turn.world);
         return {std::move(turn.counts), mine, turn.key, std::move(turn.groups)};
     }
@@ -74,25 +78,35 @@ class Nccl : public Exchange {
     }
 
   private:
-    void post(const Ticket& ticket, const DeviceContribution& own, const cuda::Clique& clique) const {
-        cuda::post_collective(adds_ ? cuda::Collective::kAllReduce : cuda::Collective::kAllGather, own.parts, clique,
-                              ticket.name, ticket.timeout, ticket.interrupts);
+    // `counts` are those of all replicas.
+    void post(const Ticket& ticket, const DeviceContribution& own, const Vector& counts,
+              const cuda::Clique& clique) const {
+        using cuda::Collective;
+        cuda::Operation operation{adds_ || gathers_rows_ ? Collective::kAllReduce : Collective::kAllGather};
+        if (gathers_rows_) {
+            const std::vector<RowsHead> heads = heads_of(counts);
+            first_row_of(heads, 0);  // throws before a device writes beyond its memory
+            if (heads[0].expected * heads[0].values == 0) return;
+            if (ticket.phase == 0) operation.what = Collective::kAllGatherBytes;
+            for (const RowsHead& head : heads) operation.bytes.push_back(static_cast<size_t>(head.bytes()));
+        }
+        cuda::post_collective(operation, own.parts, clique, ticket.name, ticket.timeout, ticket.interrupts);
     }
     void post_in_turn(const Ticket& ticket, const DeviceContribution& own, const Turn& turn) const {
         queue.wait(turn, ticket);
-        post(ticket, own, {turn.channel, turn.clique, turn.world, turn.first, turn.id});
+        post(ticket, own, turn.counts, {turn.channel, turn.clique, turn.world, turn.first, turn.id});
         queue.pass(turn);
     }
 
     const size_t replicas_;
-    const bool adds_;
+    const bool adds_, gathers_rows_;
     const std::shared_ptr<Exchange> processes_;
 };
 
 }  // namespace
 
-std::shared_ptr<Exchange> nccl_exchange(size_t replicas, std::shared_ptr<Exchange> processes, bool total) {
-    return std::make_shared<Nccl>(replicas, std::move(processes), total && replicas >= first_all_reduce);
+std::shared_ptr<Exchange> nccl_exchange(size_t replicas, std::shared_ptr<Exchange> processes, Sharing sharing) {
+    return std::make_shared<Nccl>(replicas, std::move(processes), sharing);
 }
 
 size_t all_reduce_from(size_t replicas) { return first_all_reduce.exchange(replicas); }

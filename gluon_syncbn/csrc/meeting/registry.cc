@@ -172,9 +172,9 @@ void Registry::renew(Layer& layer) {
     terms->sharing = sharing_of(layer.pooling);
     terms->nonfinite = nonfinite_;
     Asked asked = layer.exchange_.host != nullptr ? layer.exchange_ : exchange_;
-    if (terms->sharing == Sharing::kRows) asked = {asked.host, Nccl::kNever};
-    terms->choice =
-        std::make_shared<Choice>(asked, terms->taking_part, terms->per_context, terms->sharing == Sharing::kTotal);
+    if (terms->sharing == Sharing::kRows && asked.gpus != nullptr)
+        asked = {asked.host, Nccl::kNever};  // a KVStore of MXNet's can only add
+    terms->choice = std::make_shared<Choice>(asked, terms->taking_part, terms->per_context, terms->sharing);
     layer.terms_ = std::move(terms);
 }
 

@@ -95,11 +95,11 @@ bool Node::is_data_of_backward(int at) const {
 }
 
 std::unique_ptr<Call> Call::of(Node node, std::string context, Type type, Shape shape, int64_t samples) {
-    if (node.role == Role::kGather) return gather_call(std::move(node), std::move(context), type, shape, samples);
-    if (context.compare(0, 3, "cpu") == 0) return host_call(std::move(node), std::move(context), type, shape, samples);
-    if (context.compare(0, 4, "gpu(") == 0)
-        return device_call(std::move(node), std::move(context), type, shape, samples);
-    throw Failure("CPU and GPU contexts can be synchronised; " + context + " was given");
+    const bool gathers = node.role == Role::kGather, on_gpu = context.compare(0, 4, "gpu(") == 0;
+    if (!on_gpu && context.compare(0, 3, "cpu") != 0)
+        throw Failure("CPU and GPU contexts can be synchronised; " + context + " was given");
+    const auto make = on_gpu ? (gathers ? device_gather_call : device_call) : (gathers ? gather_call : host_call);
+    return make(std::move(node), std::move(context), type, shape, samples);
 }
 
 void Call::issue(const void* caller, Recall recall) {
@@ -344,6 +344,14 @@ void Call::join_meeting() {
         throw Failure(
             "MXNET_ENGINE_TYPE=NaiveEngine runs one replica after the other, so they can never meet. Unset it.");
 }
+
+void Call::join_gather() {
+    join_meeting();
+    if (step().out_of_batches)
+        throw Failure("gather does not work within gluon_syncbn.join, because a process without a batch has no rows.");
+}
+
+void Call::refuse_to_gather() { throw Failure("gather works only within autograd.record() or autograd.train_mode()."); }
 
 std::shared_ptr<const void> Call::repeat() {
     const auto terms = node_.layer->terms();

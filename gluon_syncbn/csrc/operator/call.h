@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "exchange/rows.h"
 #include "mask.h"
 #include "meeting/registry.h"
 #include "mxnet_api.h"
@@ -147,6 +148,10 @@ class Call {
     virtual void leave_thread() {}
 
     void join_meeting();
+    // For a gather: the same, what its other replicas need to know, and an error outside of training.
+    void join_gather();
+    RowsHead head() const { return {tensor_.shape.outer, channels(), tensor_.type, node_.rows}; }
+    [[noreturn]] static void refuse_to_gather();
     // Takes statistics and position of the call that this one repeats. Returns the statistics on a device.
     std::shared_ptr<const void> repeat();
     // Keeps the outcome for calls that repeat this one.
@@ -221,5 +226,6 @@ class Call {
 std::unique_ptr<Call> host_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
 std::unique_ptr<Call> device_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
 std::unique_ptr<Call> gather_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
+std::unique_ptr<Call> device_gather_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
 
 }  // namespace syncbn

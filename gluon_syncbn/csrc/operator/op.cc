@@ -350,7 +350,12 @@ int backward_dependency_of_rows(const int* dy, const int*, const int*, int* size
 }
 
 // Hands MXNet a call, until delete_operator.
-int issue(const Property& property, std::unique_ptr<Call> op, MXCallbackList* out) {
+int issue(const Property& property, Node node, const char* context, int type, Shape shape, int64_t samples,
+          MXCallbackList* out) {
+    if (std::strncmp(context, "gpu", 3) == 0 && static_cast<Type>(type) == Type::kBfloat16)
+        refuse(property, "bfloat16 data is on " + std::string(context) +
+                             ", but MXNet 1.9 computes with it on CPUs only; use float16 there");
+    std::unique_ptr<Call> op = Call::of(std::move(node), context, static_cast<Type>(type), shape, samples);
     bool training = false;
     mx.autograd_is_training(&training);
     if (training && property.role != Role::kTrack) op->issue(caller(), recall());
@@ -375,7 +380,7 @@ int create_gather(const char* context, int, unsigned** shapes, const int* dims, 
     }
     Node node = property;
     node.rows = rows_of(property, shape.outer);
-    return issue(property, Call::of(node, context, static_cast<Type>(types[0]), shape, shape.outer), out);
+    return issue(property, std::move(node), context, types[0], shape, shape.outer, out);
 }
 
 int create_operator(const char* context, int, unsigned** shapes, const int* dims, const int* types, MXCallbackList* out,
@@ -384,9 +389,6 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     if (std::strncmp(context, "cpu", 3) == 0 && !property.on_cpus)
         refuse(property, std::string("the net was traced on GPUs and is now called on ") + context +
                              "; call net.hybridize() again");
-    if (std::strncmp(context, "gpu", 3) == 0 && static_cast<Type>(types[0]) == Type::kBfloat16)
-        refuse(property, "bfloat16 data is on " + std::string(context) +
-                             ", but MXNet 1.9 computes with it on CPUs only; use float16 there");
     const int axis = channel_axis(property, dims[0]);
     Shape shape{1, shapes[0][axis], 1};
     for (int i = 0; i < dims[0]; ++i) {
@@ -411,7 +413,7 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
         node.mask.bytes = type->bytes;
         node.mask.floating = type->floating;
     }
-    return issue(property, Call::of(std::move(node), context, static_cast<Type>(types[0]), shape, samples), out);
+    return issue(property, std::move(node), context, types[0], shape, samples, out);
 }
 
 Activation activation_of(const std::string& name, double slope, double ceiling) {
