@@ -87,10 +87,14 @@ def plain(symbol: mx.sym.Symbol, tells: bool = False) -> Optional[mx.sym.Symbol]
             last = graph.add({"op": "elemwise_add", "name": name, "attrs": of_any}, [[first, 0, 0], inputs[3]])
         activation = Activation.of_attributes(given)
         if activation != NONE:
-            epilogue = json.loads(activation.of(mx.sym, mx.sym.var("z")).tojson())["nodes"][-1]
-            epilogue["name"] = given.get(EPILOGUE, f"{node['name']}_activation")
-            epilogue["attrs"].update(of_any)
-            last = graph.add(epilogue, [[last, 0, 0]])
+            name, z = given.get(EPILOGUE, f"{node['name']}_activation"), [last, 0, 0]
+            behind = json.loads(activation.of(mx.sym, mx.sym.var("z")).tojson())
+            for place, part in enumerate(behind["nodes"]):
+                part["name"] = f"{name}_{place}"
+                part.setdefault("attrs", {}).update(of_any)
+            graph.grow(behind, lambda _, part, __: [z] if part["op"] == "null" else None)
+            last = len(graph.nodes) - 1
+            graph.nodes[last]["name"] = name
         if tells:  # who goes on with a file finds outputs by name
             name = names.get(number, node["name"])
             graph.nodes[first]["name"], graph.nodes[last]["name"] = f"{name}_norm", name
