@@ -544,7 +544,7 @@ def gathers():
     kv._transport.allgather = reach
     if isinstance(kv._transport, mpi.MPITransport) and kv.num_workers <= mpi._FEW:
         whats = [f"the {way} of call 1 of gather 'counted'" for way in ("forward", "backward")]
-        assert sent == [(whats[0], 24 + 4 * x.size), (whats[1], 8 * y.size)], sent
+        assert sent == [(whats[0], 32 + 4 * x.size), (whats[1], 8 * y.size)], sent
 
     # So long that each rank adds a part.
     for k in range(2):
@@ -610,7 +610,7 @@ def shuffled_keys():
             rows = len(images) - 8 * kv.num_workers * batch
             if isinstance(kv._transport, mpi.MPITransport) and kv.num_workers <= mpi._FEW:
                 whole = min(8 * kv.num_workers, rows) * dim * 8
-                assert sent == [24 * here + table[keys].nbytes, whole], sent
+                assert sent == [32 * here + table[keys].nbytes, whole], sent
             sent.clear()
         kv._transport.allgather = post
 

@@ -1,5 +1,6 @@
 #include "exchange/rows.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -38,12 +39,13 @@ int64_t first_row_of(const std::vector<RowsHead>& heads, size_t own) {
         sum += heads[i].rows;
         counts += (i == 0 ? "" : ", ") + std::to_string(heads[i].rows);
     }
-    for (const RowsHead& head : heads)
-        if (head.expected != sum)
-            throw Failure("the parts have " + counts + " rows, " + std::to_string(sum) + " in all, where " +
-                          std::to_string(head.expected) +
-                          " were expected. Give gather(..., rows=" + std::to_string(sum) + ") in all of them.");
-    return first;
+    const auto wrong = [&](const RowsHead& head) { return head.expected != sum; };
+    const auto other = std::find_if(heads.begin(), heads.end(), wrong);
+    if (other == heads.end()) return first;
+    const int64_t expected = wrong(heads[own]) ? heads[own].expected : other->expected;
+    throw Failure("the parts have " + counts + " rows, " + std::to_string(sum) + " in all, where " +
+                  std::to_string(expected) + " were expected. Give gather(..., rows=" + std::to_string(sum) +
+                  ") in all of them.");
 }
 
 Vector contribution_of(const RowsHead& head, const void* rows) {
