@@ -40,7 +40,7 @@ NAMES = {"nccl": "NCCL", "host": "over the host", "all-gather": "NCCL with all-g
 ALL_REDUCE_FROM, MORE_LAUNCHES = 32, 2
 # With a process for each GPU, over the host: whether one of each machine speaks for all of it.
 SPEAKERS = {"all processes": False, "one of each machine": True}
-# Counted in exchange/turns.py: bytes of a process in a ballot, beside 16 for each GPU. Six numbers, and the frame.
+# Counted in csrc/exchange/turns.cc: bytes of a process in a ballot, beside 16 for each GPU. Six numbers, and the frame.
 BALLOT_BYTES = 72
 # Published, in microseconds:
 # A kernel that does nothing, "with recent hardware and software": forums.developer.nvidia.com/t/233645.
@@ -267,7 +267,7 @@ def describe_gpus(
     tuning = "NVIDIA/nccl, src/graph/tuning.cc"
     figures = [
         ["asked of a GPU, by layer and direction", asked, "counted on the emulator", "docs/gpu.md"],
-        ["a process in a ballot", f"{BALLOT_BYTES} bytes, and 16 for each GPU", "counted", "exchange/turns.py"],
+        ["a process in a ballot", f"{BALLOT_BYTES} bytes, and 16 for each GPU", "counted", "csrc/exchange/turns.cc"],
         ["an all-reduce", "4C + 1 values forward, 2C backward", "counted", "csrc/cuda/kernels.cu"],
         ["message", f"{options.message_us:.0f} us", "measured, or given", "exchange.md"],
         ["exchange of two processes in memory", f"{options.memory_us:.0f} us", "measured, or given", "exchange.md"],

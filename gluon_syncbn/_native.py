@@ -50,20 +50,6 @@ class Total(NamedTuple):
     groups: np.ndarray = NO_GROUPS  # of each replica whose vector is here, if the exchange knows them
 
 
-class Turn(NamedTuple):
-    """The place of a collective among those of all processes: see ``csrc/exchange/exchange.h``."""
-
-    channel: int
-    number: int
-    clique: int
-    world: int
-    first: int
-    identity: bytes
-    counts: np.ndarray  # of the slots of all replicas
-    key: int
-    groups: np.ndarray = NO_GROUPS  # of each replica, if it is known
-
-
 class Agreed(NamedTuple):
     """The processes' agreement about a layer, as in csrc/exchange/exchange.h."""
 
@@ -74,6 +60,9 @@ class Agreed(NamedTuple):
     members: np.ndarray = NO_GROUPS
     groups: np.ndarray = NO_GROUPS
     first: int = 0
+    rank: int = 0
+    processes: int = 1
+    alone: bool = True
 
 
 class _OnDevice(ctypes.Structure):
@@ -106,17 +95,12 @@ class _Functions(ctypes.Structure):  # PythonFunctions in csrc/exchange/python_t
         ("add_on_devices", _function(ctypes.c_int64, ctypes.POINTER(_OnDevice))),
         ("gpus_of_all_processes", _function(ctypes.POINTER(ctypes.c_int64))),
         (
-            "turn",
-            _function(
-                ctypes.c_int64,
-                ctypes.c_int64,
-                ctypes.POINTER(ctypes.c_int64),
-                ctypes.POINTER(ctypes.c_double),
-                ctypes.c_void_p,
-            ),
+            "ballot",
+            _function(*[ctypes.c_int64] * 3, ctypes.POINTER(ctypes.c_double), ctypes.c_void_p),
         ),
-        ("agreed", _function(ctypes.c_void_p)),
+        ("agreed", _function(ctypes.c_int64, ctypes.c_void_p)),
         ("check", _function()),
+        ("fail", ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_char_p)),
     ]
 
 
@@ -143,7 +127,6 @@ def _load() -> ctypes.CDLL:
         "cuda": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]),
         "cuda_close": (ctypes.c_int, []),
         "nccl_problem": (ctypes.c_char_p, []),
-        "nccl_unique_id": (ctypes.c_int, [ctypes.c_char_p]),
         "layer_create": (
             ctypes.c_int64,
             [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_int64] * 3, ctypes.POINTER(ctypes.c_int)],
@@ -174,13 +157,15 @@ def _load() -> ctypes.CDLL:
         "agreed": (
             ctypes.c_int,
             [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64, *[ctypes.c_int64] * 3]
-            + [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64],
+            + [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_int],
         ),
+        "turns": (ctypes.c_void_p, [ctypes.c_void_p]),
         "turn": (
             ctypes.c_int,
-            [ctypes.c_void_p, *[ctypes.c_int64] * 5, ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p]
-            + [*[ctypes.c_int64] * 3, ctypes.c_void_p],
+            [ctypes.c_void_p, ctypes.POINTER(Ticket), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
+            + [*[ctypes.c_void_p] * 4],
         ),
+        "exchange_rows": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p]),
         "segment_create": (ctypes.c_void_p, [ctypes.c_int64]),
         "segment_open": (ctypes.c_void_p, [*[ctypes.c_int64] * 4, ctypes.c_char_p, ctypes.c_int64]),
         "segment_number": (ctypes.c_int64, [ctypes.c_void_p]),
@@ -321,16 +306,6 @@ def cache() -> Path:
 def nccl_problem() -> str:
     """Returns why GPUs cannot exchange their statistics by NCCL; empty if they can."""
     return _core.syncbn_nccl_problem().decode()
-
-
-def nccl_unique_id() -> bytes:
-    """Returns an id with which NCCL makes a communicator over several processes; all of them need it.
-
-    MXNetError: NCCL has no id.
-    """
-    identity = ctypes.create_string_buffer(128)
-    _core.syncbn_nccl_unique_id(identity)
-    return identity.raw
 
 
 # A variable of `ResourceManager::Get` in src/resource.cc: the object that `dmlc::ThreadLocalStore` keeps for each
@@ -736,26 +711,28 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
     def gpus_of_all_processes(exchange: Any, layer: Any, ticket: Ticket, out: Any) -> None:
         out[0] = exchange.gpus_of_all_processes(layer)
 
-    def turn(
-        exchange: Any, layer: Any, ticket: Ticket, parts: int, slots: int, devices: Any, counts: Any, out: int
+    def ballot(
+        exchange: Any, layer: Any, ticket: Ticket, kind: int, number: int, length: int, row: Any, out: int
     ) -> None:
-        turn = exchange.turn(layer, ticket, devices[:parts], np.ctypeslib.as_array(counts, (parts, slots)))
-        values = np.ascontiguousarray(turn.counts, np.float64)
-        head, rest = (*turn[:5], turn.identity, len(turn.identity)), (turn.key, *_address(turn.groups))
-        _core.syncbn_turn(out, *head, values.ctypes.data, values.size, *rest)
+        own = np.ctypeslib.as_array(row, (length,)) if length else np.empty(0)
+        parts = exchange.ballot(layer, ticket, kind, number, own)
+        values = np.concatenate([array for part in parts for array in ([part.size], part)])
+        _core.syncbn_total(out, values.size, values.ctypes.data, 0, 0, *_address(NO_GROUPS))
 
-    def agreed(exchange: Any, layer: Any, ticket: Ticket, out: Any) -> None:
-        key, ranks, channels, replicas, members, groups, first = exchange.agreed(layer)
+    def agreed(exchange: Any, layer: Any, ticket: Ticket, here: int, out: Any) -> None:
+        key, ranks, channels, replicas, members, groups, first, *rest = exchange.agreed(
+            layer, None if here < 0 else here
+        )
         bits = sum(1 << rank for rank in ranks if rank < MOST_RANKS)
         head = key, bool(ranks), bits, channels, replicas, *_address(members)
-        _core.syncbn_agreed(out, *head, groups.ctypes.data, first)
+        _core.syncbn_agreed(out, *head, groups.ctypes.data, first, *rest)
 
     def check(exchange: Any, layer: Any, ticket: Ticket) -> None:
         exchange.check(layer, ticket)
 
     calls = {
         **{name: reduction(name) for name in ("merge", "add", "gather")},
-        **{call.__name__: call for call in (add_on_devices, gpus_of_all_processes, turn, agreed, check)},
+        **{call.__name__: call for call in (add_on_devices, gpus_of_all_processes, ballot, agreed, check)},
     }
 
     def guarded(call: Callable[..., None]) -> Callable[..., int]:
@@ -775,7 +752,8 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
     global _functions_of_exchanges
     assert _functions_of_exchanges is None
     types: Any = _Functions._fields_
-    _functions_of_exchanges = _Functions(*[kind(guarded(calls[name])) for name, kind in types])
+    fail = types[-1][1](lambda number, reason: _exchanges[number].fail(reason.decode(errors="replace")))
+    _functions_of_exchanges = _Functions(*[kind(guarded(calls[name])) for name, kind in types[:-1]], fail)
     _core.syncbn_python_functions(_functions_of_exchanges)
 
 
@@ -834,6 +812,38 @@ class Segment:
 def hierarchy(machine: Handle, leaders: Handle, transport: Handle) -> Handle:
     """Returns the exchange in levels: see ``csrc/exchange/hierarchy.h``."""
     return _core.syncbn_exchange_hierarchy(machine, leaders, transport)
+
+
+def rows_exchange(statistics: Handle, transport: Handle) -> Handle:
+    """Returns the exchange of rows: see ``csrc/exchange/rows.h``."""
+    return _core.syncbn_exchange_rows(statistics, transport)
+
+
+class Turn(NamedTuple):
+    """As in csrc/exchange/exchange.h."""
+
+    number: int
+    clique: int
+    world: int
+    first: int
+    identity: bytes
+    counts: np.ndarray  # of all replicas
+
+
+class Turns:
+    """For tests: the order of collectives over an exchange of processes, without NCCL."""
+
+    def __init__(self, exchange: Handle) -> None:
+        self._pointer = _core.syncbn_turns(exchange)
+
+    def next(self, ticket: Ticket, devices: Sequence[int], counts: np.ndarray) -> Turn:
+        """Waits until all processes are ready; ``counts`` has a row for each device."""
+        numbers, own = np.array(devices, np.int32), np.ascontiguousarray(counts, np.float64)
+        head, identity, everything = np.zeros(6, np.int64), ctypes.create_string_buffer(128), np.empty(4096)
+        given = numbers.size, numbers.ctypes.data, own.shape[1], own.ctypes.data
+        _core.syncbn_turn(self._pointer, ticket, *given, head.ctypes.data, identity, everything.ctypes.data)
+        number, clique, world, first, id_size, length = head.tolist()
+        return Turn(number, clique, world, first, identity.raw[:id_size], everything[:length].copy())
 
 
 def allreduce(exchange: Handle, ticket: Ticket, row: np.ndarray, merges: bool = False) -> np.ndarray:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from typing import NamedTuple, Optional, Sequence
+from typing import List, NamedTuple, Optional, Sequence
 
 import numpy as np
 from mxnet.context import Context
 
 from .. import _native
-from .._native import NO_GROUPS, Agreed, Ticket, Total, Turn
+from .._native import Agreed, Ticket, Total
 from .groups import Groups
 
 
@@ -143,30 +143,28 @@ class PythonExchange(Exchange, ABC):
         """Returns the number of replicas, in all processes, that exchange on GPUs; 0 if they do so over the host."""
         return 0
 
-    def turn(self, layer: LayerInfo, ticket: Ticket, devices: Sequence[int], counts: np.ndarray) -> Turn:
-        """Returns the turn of a collective over GPUs of several processes. Waits until all processes are ready.
+    def agreed(self, layer: LayerInfo, here: Optional[int] = None) -> Agreed:
+        """Returns the agreement of the processes about the layer.
+
+        ``here`` is the number of replicas of this process in this step, for a collective of GPUs.
+        """
+        return Agreed(layer.id)
+
+    def ballot(self, layer: LayerInfo, ticket: Ticket, kind: int, number: int, own: np.ndarray) -> List[np.ndarray]:
+        """Returns what the processes bring to a ballot, by rank. A kind and a number identify the ballot.
 
         Parameters
         ----------
         layer : LayerInfo
-            The layer.
+            The layer that asks.
         ticket : Ticket
-            The ticket of this contribution.
-        devices : sequence of int, (replicas,)
-            The GPUs of the replicas of this process.
-        counts : numpy.ndarray, float64, (replicas, slots)
-            The samples of their slots.
+            Its ticket.
+        kind, number : int
+            These are the same in all processes.
+        own : numpy.ndarray, float64, (length,)
+            The part of this process.
         """
-        return turn_of_one(ticket.layer, counts)
-
-    def agreed(self, layer: LayerInfo) -> Agreed:
-        """Returns the agreement of the processes about the layer."""
-        return Agreed(layer.id)
+        return [own]
 
     def check(self, layer: LayerInfo, ticket: Ticket) -> None:
         """Raises an error if another process has failed while GPUs run an agreed collective."""
-
-
-def turn_of_one(key: int, counts: np.ndarray, groups: np.ndarray = NO_GROUPS) -> Turn:
-    """Returns the turn of a collective that stays within this process."""
-    return Turn(0, -1, 0, len(counts), 0, b"", counts.ravel(), key, groups)

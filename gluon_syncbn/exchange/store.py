@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -23,19 +22,16 @@ import mxnet as mx
 import numpy as np
 
 from .. import _native
-from .._native import Agreed, Ticket, Total, Turn
+from .._native import Agreed, Ticket, Total
 from ..system import arguments, cuda, environment, kinds
 from ..system.logs import log
 from . import base
-from .base import LayerInfo, PythonExchange, turn_of_one
+from .base import LayerInfo, PythonExchange
 from .groups import Members, group_of_each, problem
 from .transport import Combine, Label
-from .turns import Turns
 from .waiting import WaitingTransport
 
 _LONGER = 0.5  # seconds; ranks that wait for the total of a machine wait for 1 s longer
-
-_channels = itertools.count()
 
 
 def _machine() -> str:
@@ -84,8 +80,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         self.gpus = gpus
         self._on_gpus: Dict[int, int] = {}  # of layers: replicas that exchange on GPUs, or 0
         self._said = False  # the warning that they go over the host was given
-        self._channel = next(_channels)
-        self._turns = Turns(transport)
         self._keys: Dict[int, int] = {}  # of layers
         self._replicas: Dict[int, List[int]] = {}  # of layers, by rank
         self._found: Dict[Tuple[int, bool], Members] = {}  # of layers in groups
@@ -177,7 +171,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             self.why_not_in_memory = problem
             log.info("the processes exchange statistics over %s: %s", self._name, problem)
             return
-        transport = self.handle
+        transport = self._by_transport
         self.why_not_in_memory, self.machines = None, list(machines.values())
         if len(machines) == 1:
             self.handle = self._memory = segment.exchange(transport)
@@ -234,9 +228,17 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     # ---- PythonExchange ------------------------------------------------------------------------------------------
 
     @functools.cached_property
-    def handle_of_rows(self) -> _native.Handle:
-        # By the transport: the memory of a machine has space for so many vectors at once, and no more.
+    def _by_transport(self) -> _native.Handle:
+        """The handle of this exchange without memory of the machine."""
         return _native.python_exchange(self, True)
+
+    @functools.cached_property
+    def handle(self) -> _native.Handle:  # type: ignore[override]
+        return self._by_transport
+
+    @functools.cached_property
+    def handle_of_rows(self) -> _native.Handle:
+        return _native.rows_exchange(self.handle, self._by_transport)
 
     def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         label = self._call(layer, ticket)
@@ -318,25 +320,19 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
                 raise mx.MXNetError(difference)
         return self._gpus_of(everyone, sum(theirs["replicas"] for theirs in everyone))
 
-    def agreed(self, layer: LayerInfo) -> Agreed:
-        key = self._key(layer)
+    def agreed(self, layer: LayerInfo, here: Optional[int] = None) -> Agreed:
+        key, of_job = self._key(layer), (self.rank, self.num_workers)
         if not layer.in_groups():
-            return Agreed(key)
-        of = self._members(layer, partial=True)
-        here = self._replicas[layer.id][self.rank]
-        return Agreed(key, of.ranks, layer.channels, here, of.places, of.groups, of.first)
+            return Agreed(key, rank=of_job[0], processes=of_job[1], alone=self.num_workers == 1)
+        # Statistics over the host go to some ranks; a collective of GPUs is of all ranks, or of one.
+        of = self._members(layer, partial=True) if here is None else self._taking_part(layer, here, partial=False)
+        count = self._replicas[layer.id][self.rank] if here is None else here
+        alone = len(of.ranks) == 1
+        return Agreed(key, of.ranks, layer.channels, count, of.places, of.groups, of.first, *of_job, alone)
 
-    def turn(self, layer: LayerInfo, ticket: Ticket, devices: Sequence[int], counts: np.ndarray) -> Turn:
-        label = self._call(layer, ticket)._replace(kind="turn")
-        here = len(devices)
-        members = self._taking_part(layer, here, partial=False) if layer.in_groups() else None
-        if self._transport.size == 1 or (members is not None and len(members.ranks) == 1):
-            return turn_of_one(label.key, counts, _native.NO_GROUPS if members is None else members.groups)
-        place = self._turns.next(label, devices, counts)
-        first = sum(len(part.devices) for part in place.parts[: self.rank])
-        world = sum(len(part.devices) for part in place.parts)
-        everything = np.concatenate([part.counts for part in place.parts])
-        return Turn(self._channel, place.number, place.clique, world, first, place.identity, everything, label.key)
+    def ballot(self, layer: LayerInfo, ticket: Ticket, kind: int, number: int, own: np.ndarray) -> List[np.ndarray]:
+        label = self._call(layer, ticket)._replace(kind="turn", key=0, node=-1, call=number, phase=kind)
+        return self._transport.allgather(label, own, equal=False)
 
     def check(self, layer: LayerInfo, ticket: Ticket) -> None:
         self._transport.poll(self._call(layer, ticket))
@@ -354,7 +350,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     def forked(self) -> None:
         self._lock = threading.Lock()  # a thread that the child does not have may have held it
         self._transport = _OfParent(self._transport.rank, self._transport.size)
-        self._turns = Turns(self._transport)
 
     def knows(self, layer: LayerInfo) -> bool:
         return layer.mode == "gather" or layer.id in self._keys
@@ -426,7 +421,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     def _key(self, layer: LayerInfo) -> int:
         # The first call of a gather may come in the middle of a step, where no process could wait for an agreement. So
         # its name, which is the same everywhere, gives the number. These numbers lie beyond those of layers, and a
-        # float64 holds them (turns.py).
+        # float64 holds them (csrc/exchange/turns.cc).
         return _hash(layer.name) % 2**52 + 2**52 if layer.mode == "gather" else self._keys[layer.id]
 
     def _call(self, layer: LayerInfo, ticket: Ticket) -> Label:

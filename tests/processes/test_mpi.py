@@ -161,5 +161,6 @@ def test_rows_of_many_processes(processes):
 
 
 def test_a_transport_that_does_not_exist():
-    with pytest.raises(ValueError, match=re.escape("name: 'dist_async' was given, expected 'mpi'")):
+    expected = "name: 'dist_async' was given, expected one of ('mpi', 'horovod', 'dist_sync')"
+    with pytest.raises(ValueError, match=re.escape(expected)):
         gluon_syncbn.kvstore("dist_async")

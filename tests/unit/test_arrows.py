@@ -69,7 +69,6 @@ FOLDERS = {
         ["groups"],
         ["base", "carrier", "transport"],
         ["waiting"],
-        ["turns"],
         ["device", "store"],
         ["cluster", "horovod", "mpi"],
         ["named"],

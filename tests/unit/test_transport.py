@@ -4,6 +4,7 @@ import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import mxnet as mx
 import numpy as np
@@ -17,8 +18,8 @@ from gluon_syncbn.exchange import store as store_module
 from gluon_syncbn.exchange.base import LayerInfo
 from gluon_syncbn.exchange.store import ProcessStore
 from gluon_syncbn.exchange.transport import Label
-from gluon_syncbn.exchange.turns import Turns
 from gluon_syncbn.exchange.waiting import Wait
+from gluon_syncbn.training.session import session
 
 CHANNELS = 3
 
@@ -185,8 +186,10 @@ def no_gpus(monkeypatch):
     """What is asked of GPUs here; nothing is computed."""
     monkeypatch.setattr(_native, "nccl_problem", lambda: "")
     monkeypatch.setattr(store_module.cuda, "identity", lambda number: f"{threading.get_ident()} {number}")
-    identities = iter(range(256))
-    monkeypatch.setattr(_native, "nccl_unique_id", lambda: bytes([next(identities)] * 128))
+
+
+def ticket_of(layer, call=0, timeout=60.0):
+    return _native.Ticket(layer, -1, call, 0, f"layer {layer}".encode(), timeout)
 
 
 def turn_of(turn):
@@ -194,30 +197,42 @@ def turn_of(turn):
     return (turn.number, turn.clique, turn.world, turn.first), turn.identity, turn.counts
 
 
+@contextmanager
+def registered(count, **settings):
+    """Layers of the native core that all stores of this process find."""
+    layers = [_native.layer_create("bn", 0, 1, 0) for _ in range(count)]
+    infos = [LayerInfo(i, "bn", [mx.gpu(0)], 1, CHANNELS, "sync", 1, None)._replace(**settings) for i in layers]
+    for one in infos:
+        session.register(one, None)
+    yield infos
+    for layer in layers:
+        del session._layers[layer]
+        _native.layer_drop(layer)
+
+
 @pytest.mark.parametrize("replicas", [[1, 2], [2, 2, 1]], ids=str)
 def test_turns_are_the_same_everywhere(no_gpus, replicas):
     """Calls come in another order in each process; all find the same order, and in it who takes part with how much."""
-    layers = [_native.layer_create("bn", 0, 1, 0) for _ in range(8)]
     _, all_stores = stores(len(replicas))
 
     def work(rank, store):
         contexts = [mx.gpu(i) for i in range(replicas[rank])]
-        infos = [LayerInfo(i, "bn", contexts, len(contexts), CHANNELS, "sync", 1, None) for i in layers]
+        infos = [one._replace(contexts=contexts, replicas=len(contexts)) for one in layers]
         store.learn(infos)
+        turns = _native.Turns(store.handle)
 
         def one(i):
             assert store.gpus_of_all_processes(infos[i]) == sum(replicas)
             here = 1 if i % 2 else replicas[rank]  # with the first GPU of each alone: another clique
             counts = np.array([[10 * i + rank + 0.5 * device, 0] for device in range(here)])
-            return turn_of(store.turn(infos[i], ticket(layers[i]), range(here), counts))
+            return turn_of(turns.next(ticket_of(layers[i].id), range(here), counts))
 
         with ThreadPoolExecutor(8) as pool:
             jobs = {int(i): pool.submit(one, i) for i in np.random.RandomState(rank).permutation(8)}
             return [jobs[i].result(60) for i in range(8)]
 
-    ranks = everywhere(all_stores, work)
-    for layer in layers:
-        _native.layer_drop(layer)
+    with registered(8) as layers:
+        ranks = everywhere(all_stores, work)
     assert sorted(head[0] for head, _, _ in ranks[0]) == list(range(8))
     for i in range(8):
         here = [1] * len(replicas) if i % 2 else replicas
@@ -237,18 +252,20 @@ def test_turns_are_the_same_everywhere(no_gpus, replicas):
 
 @pytest.fixture
 def processes(no_gpus):
-    """Three, with what numbers their collectives, and the messages that they send."""
-    post = Post(3)
-    return post, [Turns(ThreadTransport(post, rank)) for rank in range(3)]
+    """Three, with what numbers their collectives, the messages that they send, and ten layers."""
+    post, all_stores = stores(3)
+    with registered(10) as layers:
+        everywhere(all_stores, lambda rank, store: store.learn(layers))
+        yield post, [_native.Turns(store.handle) for store in all_stores], [one.id for one in layers]
 
 
-def ask(turns, key, call=0):
-    return turns.next(Label("turn", key, call=call, what=f"layer {key}"), [0], np.array([1.0])).number
+def ask(turns, layer, call=0, timeout=60.0):
+    return turns.next(ticket_of(layer, call, timeout), [0], np.array([[1.0]])).number
 
 
 def test_a_net_without_branches_takes_a_ballot_for_each_call(processes):
-    post, turns = processes
-    numbers = everywhere(turns, lambda rank, one: [ask(one, key) for key in range(10)])
+    post, turns, layers = processes
+    numbers = everywhere(turns, lambda rank, one: [ask(one, layer) for layer in layers])
     assert numbers == [list(range(10))] * 3
     assert post.sent["turn"] == (10 + 1) * 3 * 2  # and one for the identity of the communicator
 
@@ -256,18 +273,18 @@ def test_a_net_without_branches_takes_a_ballot_for_each_call(processes):
 @pytest.mark.parametrize("reader", range(3))
 def test_a_process_that_reads_one_branch_before_it_calls_the_other(processes, reader):
     """Where a process posted what comes first in it, or what came first in the last step, all would wait for ever."""
-    _, turns = processes
+    _, turns, layers = processes
 
     def work(rank, one):
         found = []
         for call in range(20):
             if rank == reader:
-                found.append([ask(one, key, call) for key in (0, 1)])
+                found.append([ask(one, layer, call) for layer in layers[:2]])
                 continue
             with ThreadPoolExecutor(2) as pool:
-                second = pool.submit(ask, one, 1, call)
+                second = pool.submit(ask, one, layers[1], call)
                 time.sleep(0.002)
-                first = pool.submit(ask, one, 0, call)
+                first = pool.submit(ask, one, layers[0], call)
                 found.append([first.result(60), second.result(60)])
         return found
 
@@ -275,26 +292,21 @@ def test_a_process_that_reads_one_branch_before_it_calls_the_other(processes, re
     assert ranks == [[[2 * call, 2 * call + 1] for call in range(20)]] * 3
 
 
-def test_a_call_that_does_not_come(processes, layer_id):
+def test_a_call_that_does_not_come(processes):
     """The error names the layer and the rank, though that rank is there with another layer."""
-    _, turns = processes
-    _native.layer_timeout(layer_id, 1.0)
-
-    def work(rank, one):
-        key = 1 if rank == 1 else 0
-        one.next(Label("turn", key, what=f"layer {key}", layer=layer_id), [0], np.array([1.0]))
-
-    errors = [str(error) for error in everywhere(turns, work)]
+    _, turns, layers = processes
+    ours, theirs = (f"the forward of call 1 of SyncBatchNorm 'layer {layer}'" for layer in layers[:2])
+    errors = [str(error) for error in everywhere(turns, lambda rank, one: ask(one, layers[rank == 1], timeout=1.0))]
     # the first whose time is up tells the others
-    first = r"rank [02] of 3 waits for rank 1 in layer 0 after 1 s|rank 1 of 3 waits for rank 0, 2 in layer 1 after 1 s"
+    first = f"rank [02] of 3 waits for rank 1 in {ours} after 1 s|rank 1 of 3 waits for rank 0, 2 in {theirs} after 1 s"
     assert any(re.search(first, error) for error in errors), errors
 
 
 def test_a_step_that_one_process_skips(processes):
-    _, turns = processes
-    errors = [str(error) for error in everywhere(turns, lambda rank, one: ask(one, 0, call=5 + (rank == 1)))]
-    said = r"rank [02] is in layer 0, but rank 1 is in number 7: one of them has skipped or repeated a step"
-    other = r"rank 1 is in layer 0, but rank 0 is in number 6: one of them has skipped or repeated a step"
+    _, turns, layers = processes
+    errors = [str(error) for error in everywhere(turns, lambda rank, one: ask(one, layers[0], call=5 + (rank == 1)))]
+    said = "rank [02] is in the forward of call 6 .*, but rank 1 is in number 7: one of them has skipped or repeated"
+    other = "rank 1 is in the forward of call 7 .*, but rank 0 is in number 6: one of them has skipped or repeated"
     assert any(re.search(f"{said}|{other}", error) for error in errors), errors
 
 
@@ -307,16 +319,19 @@ def test_a_step_that_one_process_skips(processes):
         (None, [[0, 3], [1], [2]], False),
     ],
 )
-def test_turns_of_groups(no_gpus, layer_id, group_size, groups, alone):
+def test_turns_of_groups(no_gpus, group_size, groups, alone):
     """Groups that stay within a process ask nobody; where one does not, all take part."""
     post, all_stores = stores(2)
 
     def work(rank, store):
-        layer = LayerInfo(layer_id, "bn", [mx.gpu(0), mx.gpu(1)], 2, CHANNELS, "sync", 1, group_size, groups)
-        store.learn([layer])
-        return turn_of(store.turn(layer, ticket(layer_id), [0, 1], np.array([[3.0], [4.0]])))
+        store.learn(layers)
+        turns = _native.Turns(store.handle)
+        return turn_of(turns.next(ticket_of(layers[0].id), [0, 1], np.array([[3.0], [4.0]])))
 
-    for rank, (head, _, counts) in enumerate(everywhere(all_stores, work)):
+    settings = {"contexts": [mx.gpu(0), mx.gpu(1)], "replicas": 2, "group_size": group_size, "groups": groups}
+    with registered(1, **settings) as layers:
+        found = everywhere(all_stores, work)
+    for rank, (head, _, counts) in enumerate(found):
         assert head == ((-1, 0, 2, 0) if alone else (0, 0, 4, 2 * rank))
         np.testing.assert_array_equal(counts, [3, 4] if alone else [3, 4, 3, 4])
     assert post.sent["turn"] == (0 if alone else 4)  # a ballot, and the identity of the communicator

@@ -14,6 +14,11 @@
 
 namespace syncbn {
 
+// Advice for a wait that has ended without some process.
+constexpr char kMissing[] =
+    "A process that is missing has ended, hangs, or makes other calls: every process must run the same number of steps "
+    "with the same net.";
+
 // Identifies a contribution: `node`, `call` and `phase` are the same in every process. Also has the layer's name, and
 // its timeout in seconds.
 struct Ticket {
@@ -22,6 +27,9 @@ struct Ticket {
     double timeout;
     int64_t interrupts;  // their number when the first replica came
 };
+
+// "the forward of call 2 of SyncBatchNorm 'bn0'"
+std::string name_of_call(const Ticket& ticket);
 
 // The result of an allreduce: the moments of all values, or the sum of the vectors.
 enum class Combine { kMerge, kAdd };
@@ -57,12 +65,7 @@ enum class Form {
 };
 
 // The agreement of processes before their GPUs post a collective: all are ready, and it has a place in the order of
-// collectives.
-//
-//     process 0                        process 1            NCCL needs all processes to post their collectives in one
-//      ready ─────────── ballot ───────── ready              order, but parallel branches of a graph have none. A
-//        ◄── number 7 ── all here ── number 7 ──►            collective gets a number when all processes are ready.
-//      posts 7 after 6                  posts 7 after 6      Each process posts in the order of the numbers.
+// collectives. See turns.h.
 struct Turn {
     int64_t channel = 0;           // identifies a KVStore, whose collectives have numbers of their own
     int64_t number = -1;           // of the collective, from 0, the same everywhere; -1 if it stays within the process
@@ -85,6 +88,8 @@ struct Agreed {
     std::vector<int> members;  // that share a group with these, including them: their places among those of the ranks
     std::vector<int> groups;   // of each member, from 0
     int64_t first = 0;         // the first member of this process
+    int64_t rank = 0, processes = 1;
+    bool alone = false;  // the collectives of its GPUs stay within this process
 };
 
 // An exchange that this process has contributed to, and that may wait for others. Leaving it early means a failure,
@@ -131,13 +136,21 @@ class Exchange {
     // Called if work on the devices takes long: throws if another process has failed.
     virtual void check(const Ticket& ticket);
 
-    // For implementations over processes. The first question about a layer waits for the other processes.
-    virtual Agreed agreed(const Ticket& ticket);
+    // For implementations over processes. The first question about a layer waits for the other processes. `here`: the
+    // replicas of this process in this step, for a collective of GPUs; else -1.
+    virtual Agreed agreed(const Ticket& ticket, int64_t here);
     // Returns the number of replicas of all processes that exchange on GPUs; 0 if they do so over the host.
     virtual int64_t gpus_of_all_processes(const Ticket& ticket);
     // Reports that this process is ready, and waits until all are.
     virtual Turn turn(const Ticket& ticket, const DeviceContribution& own);
+    // Returns what each process brings to a ballot, by rank. A kind and a number identify the ballot.
+    virtual std::vector<Vector> ballot(const Ticket& ticket, int64_t kind, int64_t number, const Vector& own);
+    // Tells the other processes that this one has failed.
+    virtual void fail(const std::string& reason);
 };
+
+// Splits the total of a ballot, [length, values] of each process.
+std::vector<Vector> parts_of(const Total& total);
 
 // Combines `part` into `total`, which begins as zeros.
 void put(Combine combine, double* total, const double* part, size_t length);

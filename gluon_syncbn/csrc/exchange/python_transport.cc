@@ -2,6 +2,7 @@
 
 #include <stdexcept>
 
+#include "exchange/turns.h"
 #include "point.h"
 
 namespace syncbn {
@@ -42,9 +43,9 @@ class PythonTransport : public Exchange {
         return reduce(number_, functions.gather, ticket, own);
     }
     void check(const Ticket& ticket) override { call(kBring, number_, functions.check, &ticket); }
-    Agreed agreed(const Ticket& ticket) override {
+    Agreed agreed(const Ticket& ticket, int64_t here) override {
         Agreed agreed;
-        call(kBring, number_, functions.agreed, &ticket, &agreed);
+        call(kBring, number_, functions.agreed, &ticket, here, &agreed);
         return agreed;
     }
     int64_t gpus_of_all_processes(const Ticket& ticket) override {
@@ -52,20 +53,18 @@ class PythonTransport : public Exchange {
         call(kBring, number_, functions.gpus_of_all_processes, &ticket, &replicas);
         return replicas;
     }
-    Turn turn(const Ticket& ticket, const DeviceContribution& own) override {
-        std::vector<int64_t> devices;
-        for (const cuda::OnDevice& part : own.parts) devices.push_back(part.device);
-        const size_t slots = own.counts.size() / own.parts.size();
-        Turn turn;
-        call(kBring, number_, functions.turn, &ticket, static_cast<int64_t>(own.parts.size()),
-             static_cast<int64_t>(slots), devices.data(), own.counts.data(), &turn);
-        if (turn.counts.size() != turn.world * slots)
-            throw std::runtime_error("the replicas of the processes have different numbers of virtual devices");
-        return turn;
+    Turn turn(const Ticket& ticket, const DeviceContribution& own) override { return turns_.next(ticket, own); }
+    std::vector<Vector> ballot(const Ticket& ticket, int64_t kind, int64_t number, const Vector& own) override {
+        Total total;
+        call(kBring, number_, functions.ballot, &ticket, kind, number, static_cast<int64_t>(own.size()), own.data(),
+             &total);
+        return parts_of(total);
     }
+    void fail(const std::string& reason) override { functions.fail(number_, reason.c_str()); }
 
   private:
     const int64_t number_;
+    Turns turns_{*this, cuda::new_unique_id};
 };
 
 }  // namespace

@@ -20,11 +20,11 @@ struct PythonFunctions {
     int (*gather)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, Total*, Problem*);
     int (*add_on_devices)(int64_t exchange, const Ticket*, int64_t parts, const cuda::OnDevice*, Problem*);
     int (*gpus_of_all_processes)(int64_t exchange, const Ticket*, int64_t* replicas, Problem*);
-    // `devices` [parts], `counts` [parts][slots].
-    int (*turn)(int64_t exchange, const Ticket*, int64_t parts, int64_t slots, const int64_t* devices,
-                const double* counts, Turn*, Problem*);
-    int (*agreed)(int64_t exchange, const Ticket*, Agreed*, Problem*);
+    int (*ballot)(int64_t exchange, const Ticket*, int64_t kind, int64_t number, int64_t length, const double*, Total*,
+                  Problem*);
+    int (*agreed)(int64_t exchange, const Ticket*, int64_t here, Agreed*, Problem*);
     int (*check)(int64_t exchange, const Ticket*, Problem*);
+    void (*fail)(int64_t exchange, const char* reason);
 };
 
 // Called once, before the first use. The functions must stay as long as the process.

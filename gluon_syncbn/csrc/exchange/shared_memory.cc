@@ -27,6 +27,7 @@ constexpr int kInVain = 4;
 constexpr double kSkippedAfter = 0.5;
 constexpr double kForEver = std::numeric_limits<double>::infinity();
 constexpr size_t kMostPieces = 16;  // of a vector; a longer one uses the transport
+constexpr int64_t kBallots = -1;    // in the place of a layer's key
 
 // A vector for the transport has only one piece here, which says so.
 size_t pieces_of(size_t length) {
@@ -37,13 +38,6 @@ size_t pieces_of(size_t length) {
 bool has_space(size_t length) { return length <= kMostPieces * Segment::kMostValues; }
 
 uint64_t bit(size_t rank) { return uint64_t{1} << rank; }
-
-std::string what(int64_t call, int64_t phase, const std::string& layer) {
-    return std::string("the ") + (phase == 0 ? "forward" : "backward") + " of call " + std::to_string(call + 1) +
-           " of " + title_of(layer);
-}
-
-std::string what(const Ticket& ticket) { return what(ticket.call, ticket.phase, ticket.name); }
 
 // For messages: the segment's ranks as ranks of the job, and the names of layers by their keys.
 class Names {
@@ -147,32 +141,31 @@ class WaitForRanks final : public Wait {
                 gone(missing, "has ended without a word (process " + std::to_string(segment_.process_of(missing)) +
                                   "; was it killed?)");
             for (const Label& left : segment_.left_by(missing, bit(segment_.rank()))) {
-                if (left.piece != 0) continue;
+                if (left.piece != 0 || left.key == kBallots) continue;
                 const bool other_call =
                     left.key == label_.key && left.node == label_.node && left.phase == 0 && left.call != label_.call;
                 // One that has come since, and gone on, has left its vector here.
                 if (other_call && label_.phase == 0 && waited() > kSkippedAfter && !is_here(left) && !has_come(missing))
-                    give_up("rank " + names_.rank(segment_.rank()) + " is in " + what(ticket_) + ", but rank " +
+                    give_up("rank " + names_.rank(segment_.rank()) + " is in " + name_of_call(ticket_) + ", but rank " +
                             names_.rank(missing) + " is in number " + std::to_string(left.call + 1) +
                             ": one of them has skipped or repeated a step.");
                 others_ = " Meanwhile rank " + names_.rank(missing) + " is in " +
-                          what(left.call, left.phase, names_.of(left.key)) + ".";
+                          name_of_call({0, left.node, left.call, left.phase, names_.of(left.key).c_str(), 0, 0}) + ".";
             }
         }
     }
     std::string text(Why why) override {
         if (why == Why::kAskedToEnd)
-            return rank() + " was asked to end (Ctrl-C, or its main thread has ended) in " + what(ticket_) + ".";
+            return rank() + " was asked to end (Ctrl-C, or its main thread has ended) in " + name_of_call(ticket_) +
+                   ".";
         if (why == Why::kForked)
-            return rank() + " was forked in " + what(ticket_) + ". Fork before a step or after it.";
+            return rank() + " was forked in " + name_of_call(ticket_) + ". Fork before a step or after it.";
         std::ostringstream text;
         text << rank() << " waits for rank " << text_of(missing())
-             << (label_.piece < 0 ? ", the leader of this machine," : "") << " in " << what(ticket_) << " after "
-             << static_cast<int>(why == Why::kLate ? limit() : waited()) << " s. ";
+             << (label_.piece < 0 ? ", the leader of this machine," : "") << " in " << name_of_call(ticket_)
+             << " after " << static_cast<int>(why == Why::kLate ? limit() : waited()) << " s. ";
         if (why == Why::kLate)
-            text << "A process that is missing has ended, hangs, or makes other calls: every process must run the same "
-                    "number of steps with the same net."
-                 << others_;
+            text << kMissing << others_;
         else
             text << "Still waiting, until " << static_cast<int>(limit()) << " s.";
         return text.str();
@@ -218,7 +211,7 @@ class WaitForRanks final : public Wait {
     // Checks what is known of the other processes without asking them.
     void check_members() {
         if (segment_.state_of(segment_.rank()) != Segment::State::kPresent)
-            throw Failure("in " + what(ticket_) + ", " + rank() + ": " + segment_.reason_of(segment_.rank()));
+            throw Failure("in " + name_of_call(ticket_) + ", " + rank() + ": " + segment_.reason_of(segment_.rank()));
         for (size_t missing : missing()) {
             const Segment::State state = segment_.state_of(missing);
             if (state == Segment::State::kPresent || state == Segment::State::kAbsent) continue;
@@ -230,7 +223,7 @@ class WaitForRanks final : public Wait {
     }
     [[noreturn]] void gone(size_t other, const std::string& fate) {
         give_up("rank " + names_.rank(other) + names_.of_all() + " " + fate + " (rank " + names_.rank(segment_.rank()) +
-                " was in " + what(ticket_) + ")");
+                " was in " + name_of_call(ticket_) + ")");
     }
     // Whether this process has reached the call, too: the order of calls in branches differs between processes.
     bool is_here(const Label& left) const {
@@ -293,8 +286,11 @@ class SharedMemory::Gathering : public Underway {
 
     // Posts the row of this rank, which must stay valid. `equal`: another length than ours is a Failure.
     Gathering(SharedMemory& memory, const Ticket& ticket, int64_t key, Way way, Row own, bool equal)
+        : Gathering(memory, ticket, {key, ticket.node, ticket.call, ticket.phase, 0}, way, std::move(own), equal) {}
+    Gathering(SharedMemory& memory, const Ticket& ticket, Label first, Way way, Row own, bool equal)
         : ticket_(ticket),
-          key_(key),
+          key_(first.key),
+          label_(first),
           transport_(*memory.transport_),
           segment_(*memory.segment_),
           state_(*memory.state_),
@@ -350,6 +346,7 @@ class SharedMemory::Gathering : public Underway {
 
     const Ticket ticket_;
     const int64_t key_;
+    const Label label_;  // of the first piece
     Exchange& transport_;
 
   private:
@@ -362,7 +359,9 @@ class SharedMemory::Gathering : public Underway {
 
     Label label(size_t piece) const {
         const auto number = static_cast<int64_t>(piece);
-        return {key_, ticket_.node, ticket_.call, ticket_.phase, is_total_ ? -1 - number : number};
+        Label label = label_;
+        label.piece = is_total_ ? -1 - number : number;
+        return label;
     }
     void post(size_t piece, uint64_t readers) {
         const size_t begin = piece * Segment::kMostValues, count = std::min(own_.length - begin, Segment::kMostValues);
@@ -381,7 +380,7 @@ class SharedMemory::Gathering : public Underway {
                 parts_.push_back({rank, found[i].length, found[i].values, {}});
                 pieces_ = std::max(pieces_, pieces_of(found[i].length));
                 if (equal_ && found[i].length != own_.length)
-                    wait_->give_up("in " + what(ticket_) + ", rank " + state_.names.rank(rank) + " sent " +
+                    wait_->give_up("in " + name_of_call(ticket_) + ", rank " + state_.names.rank(rank) + " sent " +
                                    std::to_string(found[i].length) + " values where rank " +
                                    state_.names.rank(segment_.rank()) + " has " + std::to_string(own_.length) +
                                    ". All processes must build the same net and cast it alike.");
@@ -474,6 +473,30 @@ class SharedMemory::SideBySide : public Gathering {
     const Agreed& agreed_;  // stays as long as the exchange
 };
 
+// The total is [length, values] of each process; empty if a part is too long.
+class SharedMemory::Ballot : public Gathering {
+  public:
+    Ballot(SharedMemory& memory, const Ticket& ticket, int64_t kind, int64_t number, const Vector& own)
+        : Gathering(memory, ticket, {kBallots, -1, number, kind, 0}, {memory.everybody(), memory.everybody()},
+                    {{}, own.empty() ? &kNothing : own.data(), own.size()}, false) {}
+    Total total() override {
+        Total total;
+        const bool done = all([&](size_t, const double* part, size_t n) {
+            total.values.push_back(static_cast<double>(n));
+            total.values.insert(total.values.end(), part, part + n);
+        });
+        return done ? total : Total{};
+    }
+
+  private:
+    static constexpr double kNothing = 0;
+};
+
+std::vector<Vector> SharedMemory::ballot(const Ticket& ticket, int64_t kind, int64_t number, const Vector& own) {
+    const Total total = Ballot(*this, ticket, kind, number, own).total();
+    return total.values.empty() ? transport_->ballot(ticket, kind, number, own) : parts_of(total);
+}
+
 bool SharedMemory::speaks() const { return segment_->rank() == 0; }
 
 bool SharedMemory::has_space(size_t length) { return syncbn::has_space(length); }
@@ -506,7 +529,7 @@ const Agreed* SharedMemory::known(const Ticket& ticket) const {
 
 const Agreed& SharedMemory::learned(const Ticket& ticket) {
     if (const Agreed* agreed = known(ticket)) return *agreed;
-    const Agreed agreed = transport_->agreed(ticket);
+    const Agreed agreed = transport_->agreed(ticket, -1);
     state_->names.add(agreed.key, ticket.name);
     std::lock_guard<std::mutex> lock(state_->learning);
     return state_->agreed.emplace(ticket.layer, agreed).first->second;
