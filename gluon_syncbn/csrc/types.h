@@ -12,11 +12,13 @@ namespace syncbn {
 
 using Vector = std::vector<double>;
 
-// The types of data, as define(enumerator, name, MXNet's own type flag, bytes, unit, least). A value is rounded to
-// `unit` of itself, and to 0 below `least`.
-#define SYNCBN_TYPES(define)                                                                                   \
-    define(kFloat32, "float32", 0, 4, 0x1p-24, 0x1p-126) define(kFloat64, "float64", 1, 8, 0x1p-53, 0x1p-1022) \
-        define(kFloat16, "float16", 2, 2, 0x1p-11, 0x1p-24) define(kBfloat16, "bfloat16", 12, 2, 0x1p-8, 0x1p-126)
+// The types of data, as define(enumerator, name, MXNet's own type flag, bytes, on GPUs, unit, least). MXNet computes
+// with some on CPUs only. A value is rounded to `unit` of itself, and to 0 below `least`.
+#define SYNCBN_TYPES(define)                                           \
+    define(kBfloat16, "bfloat16", 12, 2, false, 0x1p-8, 0x1p-126)      \
+        define(kFloat16, "float16", 2, 2, true, 0x1p-11, 0x1p-24)      \
+            define(kFloat32, "float32", 0, 4, true, 0x1p-24, 0x1p-126) \
+                define(kFloat64, "float64", 1, 8, true, 0x1p-53, 0x1p-1022)
 
 #define SYNCBN_ENUMERATOR(TYPE, NAME, FLAG, ...) TYPE = FLAG,
 enum class Type : int { SYNCBN_TYPES(SYNCBN_ENUMERATOR) };
@@ -25,14 +27,15 @@ enum class Type : int { SYNCBN_TYPES(SYNCBN_ENUMERATOR) };
 struct TypeOfData {
     const char* name;
     int64_t bytes;
+    bool on_gpus;
     double unit, least;
 };
 // Returns null for an unknown flag.
 inline const TypeOfData* type_of_data(int flag) {
-#define SYNCBN_TYPE_OF_DATA(TYPE, NAME, FLAG, BYTES, UNIT, LEAST)    \
-    case FLAG: {                                                     \
-        static constexpr TypeOfData of = {NAME, BYTES, UNIT, LEAST}; \
-        return &of;                                                  \
+#define SYNCBN_TYPE_OF_DATA(TYPE, NAME, FLAG, ...)            \
+    case FLAG: {                                              \
+        static constexpr TypeOfData of = {NAME, __VA_ARGS__}; \
+        return &of;                                           \
     }
     switch (flag) { SYNCBN_TYPES(SYNCBN_TYPE_OF_DATA) }
 #undef SYNCBN_TYPE_OF_DATA

@@ -304,14 +304,22 @@ int infer_shape_of_rows(int, int* dims, int** shapes, void* state) {
     return 1;
 }
 
+// All types of data, as "one, another or a third".
+std::string names_of_types() {
+#define SYNCBN_NAME(TYPE, NAME, ...) ", " NAME
+    std::string names = SYNCBN_TYPES(SYNCBN_NAME);
+#undef SYNCBN_NAME
+    return names.replace(names.rfind(", "), 2, " or ").substr(2);
+}
+
 int infer_type(int size, int* types, void* state) {
     const Property& property = *property_of(state);
     const int output = property.output();
     const int data = types[0] >= 0 ? types[0] : types[output];
     if (data < 0) return 1;
     if (type_of_data(data) == nullptr)
-        refuse(property, "data must be bfloat16, float16, float32 or float64 (MXNet type flag " + std::to_string(data) +
-                             " was given)");
+        refuse(property,
+               "data must be " + names_of_types() + " (MXNet type flag " + std::to_string(data) + " was given)");
     const int parameter = static_cast<int>(parameter_type_of(static_cast<Type>(data)));
     const bool rows = property.role == Role::kGather;
     for (int i = 0; i < size; ++i) {
@@ -352,8 +360,9 @@ int backward_dependency_of_rows(const int* dy, const int*, const int*, int* size
 // Hands MXNet a call, until delete_operator.
 int issue(const Property& property, Node node, const char* context, int type, Shape shape, int64_t samples,
           MXCallbackList* out) {
-    if (std::strncmp(context, "gpu", 3) == 0 && static_cast<Type>(type) == Type::kBfloat16)
-        refuse(property, "bfloat16 data is on " + std::string(context) +
+    const TypeOfData& data = *type_of_data(type);
+    if (std::strncmp(context, "gpu", 3) == 0 && !data.on_gpus)
+        refuse(property, std::string(data.name) + " data is on " + context +
                              ", but MXNet 1.9 computes with it on CPUs only; use float16 there");
     std::unique_ptr<Call> op = Call::of(std::move(node), context, static_cast<Type>(type), shape, samples);
     bool training = false;
