@@ -121,7 +121,7 @@ def train(options) -> None:
         if compared:
             alone.step(views, marks)
         if rank == 0 and number in (1, options.steps):
-            print(f"step {number}: loss {sum(map(float, sums)) / len(views):.4f}")
+            print(f"step {number}: loss {np.sum(sums) / len(views):.4f}")
     if compared:
         pairs = zip(together.encoder.collect_params().values(), alone.encoder.collect_params().values())
         apart = max(abs(p.data(contexts[0]).asnumpy() - q.data().asnumpy()).max() for p, q in pairs)
