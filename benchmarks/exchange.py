@@ -8,6 +8,7 @@ bytes in the same processes and run, which never give up waiting; MPI matches by
     python benchmarks/exchange.py --quick           # a smoke test, its figures mean nothing
 """
 
+import functools
 import json
 import sys
 import time
@@ -28,7 +29,12 @@ EXPLANATION = """Microseconds for the sum of a float64 vector over the processes
 statistics between processes of one machine: memory that they share. *Transport* is the way between machines.
 With more processes than cores, a wait is mostly for the scheduler.
 
-{table}"""
+{table}
+
+*A ballot* decides which collective of GPUs comes next, among processes with one call each that is ready. No GPU takes
+part here.
+
+{ballots}"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,17 +47,28 @@ def main(arguments: Sequence[str]) -> int:
     script = [__file__, "--over", over]
     processes, rounds = ([2], 50) if options.quick else (PROCESSES[over], ROUNDS[over])
     samples: List[_measuring.Cell] = []
+    ballots: List[_measuring.Cell] = []
     for count in tqdm(processes, desc="exchange", unit="job", disable=options.no_progress or None):
-        samples += _measuring.job(over, count, script, {"sizes": SIZES, "rounds": rounds})["sizes"]
+        measured = _measuring.job(over, count, script, {"sizes": SIZES, "rounds": rounds})
+        samples += measured["sizes"]
+        ballots.append(measured["ballots"])
 
-    cells = [{**sample, "microseconds": _results.summary(sample["microseconds"])} for sample in samples]
+    cells, of_ballots = (
+        [{**sample, "microseconds": _results.summary(sample["microseconds"])} for sample in each]
+        for each in (samples, ballots)
+    )
     header = ["bytes", "processes", "bare, us", "ours, us", "ours / bare", "transport, us"]
     table = _results.table(header, [row(cell) for cell in cells])
-    print(table)
-    text = EXPLANATION.format(table=table, rounds=rounds, bare=BARE[over])
+    rows = [
+        [str(cell["processes"]), *map(_results.median_and_range, cell["microseconds"].values())] for cell in of_ballots
+    ]
+    ballots_table = _results.table(["processes", "a ballot in memory, us", "by the transport, us"], rows)
+    print(table, ballots_table, sep="\n\n")
+    text = EXPLANATION.format(table=table, ballots=ballots_table, rounds=rounds, bare=BARE[over])
     stem = "exchange" if over == "mpi" else f"exchange_{over}"
-    raw = {"sizes": samples}
-    _results.write(options.out, stem, "Exchange between processes", text, env, {"sizes": cells}, raw)
+    raw = {"sizes": samples, "ballots": ballots}
+    results = {"sizes": cells, "ballots": of_ballots}
+    _results.write(options.out, stem, "Exchange between processes", text, env, results, raw)
     plot(options.out / f"{stem}.png", over, cells, env)
     return 0
 
@@ -68,7 +85,7 @@ def child(over: str, work: Dict[str, Any]) -> None:
 
     gluon_syncbn.configure(timeout=120)
     store = gluon_syncbn.kvstore(over)
-    result = sizes(over, store, work)
+    result = {**sizes(over, store, work), "ballots": ballots_of(store, work)}
     if store.rank == 0:
         print(json.dumps(result), flush=True)
 
@@ -88,19 +105,57 @@ def bare_sum(over: str, values: Any) -> Callable[[], None]:
     return lambda: hvd.allreduce(array, op=hvd.Sum, name=f"bare {values.size}").wait_to_read()
 
 
-def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
+def new_layer(store: Any) -> int:
     import mxnet as mx
-    import numpy as np
 
     from gluon_syncbn import _native
     from gluon_syncbn.exchange.base import LayerInfo
-    from gluon_syncbn.exchange.transport import Label
     from gluon_syncbn.training.session import session
+
+    layer = _native.layer_create("a benchmark", 0, 1, 0)
+    session.register(LayerInfo(layer, "a benchmark", [mx.cpu()], 1, 1, "sync", 1, None), store)
+    return layer
+
+
+def in_turn(steps: Dict[str, Callable[[], Any]], rounds: int) -> _measuring.Rounds:
+    """Microseconds of each call; in turn, so that a slow moment hits all."""
+    taken: _measuring.Rounds = {name: [] for name in steps}
+    for call in steps.values():
+        for _ in range(20):
+            call()
+    for _ in range(10):
+        for name, call in steps.items():
+            for _ in range(rounds // 10):
+                start = time.perf_counter()
+                call()
+                taken[name].append((time.perf_counter() - start) * 1e6)
+    return taken
+
+
+def ballots_of(store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
+    import numpy as np
+
+    from gluon_syncbn import _native
+
+    layer, counts, calls = new_layer(store), np.ones((1, 1)), iter(range(10**9))
+
+    def turn(turns: _native.Turns) -> None:
+        turns.next(_native.Ticket(layer, -1, next(calls), 0, b"a benchmark", 120.0), [0], counts)
+
+    ways = {"memory": _native.Turns(store.handle), "transport": _native.Turns(store._by_transport)}
+    steps = {name: functools.partial(turn, turns) for name, turns in ways.items()}
+    return {"processes": store.num_workers, "microseconds": in_turn(steps, work["rounds"])}
+
+
+def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
+    import numpy as np
+
+    from gluon_syncbn import _native
+    from gluon_syncbn.exchange.transport import Label
 
     if store.why_not_in_memory is not None:
         raise SystemExit(f"the processes do not share memory: {store.why_not_in_memory}")
-    layer = _native.layer_create("a benchmark", 0, 1, 0)
-    session.register(LayerInfo(layer, "a benchmark", [mx.cpu()], 1, 1, "sync", 1, None), store)
+    layer = new_layer(store)
     cells = []
     for size in work["sizes"]:
         values, total = np.ones(size // 8), np.empty(size // 8)
@@ -117,16 +172,7 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
             store._transport.allreduce(Label("statistics", size, call=next(calls), what="a benchmark"), values)
 
         steps: Dict[str, Callable[[], None]] = {"bare": bare_sum(over, values), "ours": ours, "transport": transport}
-        taken: _measuring.Rounds = {name: [] for name in steps}
-        for call in steps.values():
-            for _ in range(20):
-                call()
-        for _ in range(10):  # in turn, so that a slow moment hits both
-            for name, call in steps.items():
-                for _ in range(work["rounds"] // 10):
-                    start = time.perf_counter()
-                    call()
-                    taken[name].append((time.perf_counter() - start) * 1e6)
+        taken = in_turn(steps, work["rounds"])
         cells.append({"bytes": size, "processes": store.num_workers, "microseconds": taken})
     return {"sizes": cells}
 

@@ -337,7 +337,9 @@ def test_the_exchange_and_what_it_lets_expect(short_runs):
     pytest.importorskip("mpi4py", reason="processes need mpi4py")
     said, folder = short_runs["exchange"]
     text, cells = results("exchange", said, folder)
-    ((header, rows),) = tables(text)
+    (header, rows), (of_ballots, ballots) = tables(text)
+    assert of_ballots == ["processes", "a ballot in memory, us", "by the transport, us"]
+    assert_cells(ballots, [["2"]], MEDIAN_AND_RANGE, MEDIAN_AND_RANGE)
     assert header == ["bytes", "processes", "bare, us", "ours, us", "ours / bare", "transport, us"]
     sizes = [1024, 2048, 4096, 8192, 16384]
     known = [[str(size), "2"] for size in sizes]
