@@ -172,10 +172,12 @@ def test_not_with_an_unknown_library(tmp_path):
 
 
 def test_the_other_way_computes_the_same():
-    """The tests of the layer through `Custom`, or, where this process takes that, through the engine."""
+    """The tests of the layer through `Custom`, or, where this process takes that, through the engine; of those of an
+    empty shard, those of one type."""
     way = "native" if _native.why_custom() == "GLUON_SYNCBN_OPERATOR=custom" else "custom"
     files = [str(TESTS / name) for name in ("layer/test_layer.py", "layer/test_activation.py", "nets/test_fusion.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    chosen = "not (test_an_empty_shard and (float16 or float32))"  # bfloat16 has float16 in its name
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *files]
     env = shell(GLUON_SYNCBN_OPERATOR=way)
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stdout[-3000:]
