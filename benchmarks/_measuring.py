@@ -63,14 +63,14 @@ def options(
     return parsed
 
 
-def interleaved(steps: Dict[str, Callable[[], Any]], rounds: int, budget_s: float, sample_s: float = 0.05) -> Rounds:
+def interleaved(steps: Dict[str, Callable[[], Any]], rounds: int, budget_s: float) -> Rounds:
     """Returns seconds per call of each step.
 
     A round takes one sample of each step in turn, so that a slow minute affects all of them. Each round begins with
-    another step, so that no step always follows the same one. A sample has as many calls as take about `sample_s`.
-    After a warm-up and two rounds, the measurement ends when `budget_s` is spent.
+    another step, so that no step always follows the same one. A sample has as many calls as take about 50 ms, or 0.5 %
+    of a small `budget_s`. After a warm-up and two rounds, the measurement ends when `budget_s` is spent.
     """
-    calls = {}
+    calls, sample_s = {}, min(0.05, budget_s / 200)
     for name, step in steps.items():
         step()
         start = time.perf_counter()
