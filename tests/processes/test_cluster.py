@@ -44,7 +44,7 @@ class Cluster:
             "GLUON_SYNCBN_TEST_TRANSPORT": "dist_sync",
             **settings,
         }
-        others = [sys.executable, "-c", "import gluon_syncbn"]
+        others = [sys.executable, "-c", "import light, gluon_syncbn"]
         self.scheduler = self._start("scheduler", others, job)
         self.servers = [self._start("server", others, job) for _ in range(servers)]
         command = [sys.executable, str(SUPPORT / script), *map(str, arguments)]

@@ -24,6 +24,7 @@ START = """
 import os, signal, sys, threading, time, warnings
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
 warnings.simplefilter("ignore")
+import light
 import gluon_syncbn
 import mxnet as mx
 import numpy as np
@@ -517,6 +518,7 @@ print("right")
 CONVOLUTIONAL = """
 import sys, warnings
 warnings.simplefilter("ignore")
+import light
 import gluon_syncbn
 import mxnet as mx
 import numpy as np

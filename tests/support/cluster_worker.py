@@ -8,6 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import light  # noqa: F401
 import numpy as np
 
 import gluon_syncbn

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import light  # noqa: F401
 import numpy as np
 
 import gluon_syncbn

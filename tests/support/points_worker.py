@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+import light  # noqa: F401
+
 import gluon_syncbn
 
 CONTEXTS = gluon_syncbn.cpu_devices(4)
