@@ -1,10 +1,12 @@
 """Processes of several machines, which are pretended: one process of each speaks for it."""
 
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
-import threading
 
 import pytest
 from environments import shell
@@ -17,26 +19,15 @@ EXCHANGES = 12 * 3  # steps, layers
 
 def run(folder, machines, fault="none", faulty=-1, timeout=60):
     """The outputs of all ranks; that of the faulty one is None."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, WORKER, folder, str(rank), ",".join(machines), fault, str(faulty), str(timeout)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=shell(SUPPORT),
-        )
-        for rank in range(len(machines))
-    ]
-    watchdog = threading.Timer(120, lambda: [process.kill() for process in processes])
-    watchdog.start()
+    command = [sys.executable, WORKER, folder, ",".join(machines), fault, faulty, timeout]
+    job = subprocess.Popen([str(part) for part in command], env=shell(SUPPORT), start_new_session=True)
     try:
-        return [None if rank == faulty else process.communicate()[0] for rank, process in enumerate(processes)]
+        assert job.wait(120) == 0
     finally:
-        watchdog.cancel()
-        for process in processes:
-            process.kill()
-            process.wait()
-            process.stdout.close()
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    return [None if rank == faulty else (folder / f"output.{rank}").read_text() for rank in range(len(machines))]
 
 
 @pytest.mark.parametrize("machines", ["aabb", "aab", "abba", "abcca"])

@@ -1,5 +1,6 @@
 """Processes of one machine that meet in memory. No launcher ends them all, so that one may go in any way."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import mxnet as mx
@@ -23,27 +25,34 @@ WORKER = SUPPORT / "segment_worker.py"
 class Workers:
     """Processes of segment_worker.py, the last of which has the fault."""
 
-    def __init__(self, ranks, fault="none", timeout=60.0):
-        self._start = lambda rank, place="": subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(ranks), str(timeout), fault, place],
+    def __init__(self, folder, ranks, fault="none", timeout=60.0):
+        self.folder = folder
+        command = [sys.executable, WORKER, folder, ranks, timeout, fault]
+        self._job = subprocess.Popen(
+            [str(part) for part in command],
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
             text=True,
             env=shell(SUPPORT),
+            start_new_session=True,
         )
-        self.processes = [self._start(0)]
         self._watchdog = threading.Timer(120, self.end)
         self._watchdog.start()
-        self.place = self.processes[0].stdout.readline()
-        json.loads(self.place)
-        self.processes += [self._start(rank, self.place) for rank in range(1, ranks)]
+        self.processes = json.loads(self._job.stdout.readline())
 
     def end(self):
-        for process in self.processes:
-            process.kill()
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(self._job.pid, signal.SIGKILL)
+
+    def place(self):
+        """Where the memory is."""
+        while not (self.folder / "place").exists():
+            assert self._job.poll() is None
+            time.sleep(0.01)
+        return json.loads((self.folder / "place").read_text())
 
     def outputs(self, ranks):
-        return [self.processes[rank].communicate()[0] for rank in ranks]
+        self._job.wait()
+        return [(self.folder / f"output.{rank}").read_text() for rank in ranks]
 
     def __enter__(self):
         return self
@@ -51,14 +60,13 @@ class Workers:
     def __exit__(self, *error):
         self._watchdog.cancel()
         self.end()
-        for process in self.processes:
-            process.wait()
-            process.stdout.close()
+        self._job.wait()
+        self._job.stdout.close()
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_any_order_and_any_length(ranks):
-    with Workers(ranks) as workers:
+def test_any_order_and_any_length(tmp_path, ranks):
+    with Workers(tmp_path, ranks) as workers:
         outputs = workers.outputs(range(ranks))
         assert [output.splitlines()[-1] for output in outputs] == ["OK"] * ranks, outputs
 
@@ -74,12 +82,12 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_process_that_goes(fault):
+def test_a_process_that_goes(tmp_path, fault):
     """All others have an error. Whoever finds the cause tells the others, so that one may hear of it from another."""
     text, timeout = FAULTS[fault]
-    with Workers(3, fault, timeout) as workers:
+    with Workers(tmp_path, 3, fault, timeout) as workers:
         outputs = workers.outputs((0, 1))
-        text = text.format(process=workers.processes[2].pid)
+        text = text.format(process=workers.processes[2])
         for output in outputs:
             found = re.search(r"FAILED after ([0-9.]+) s: (.*)", output)
             assert found, output
@@ -88,17 +96,17 @@ def test_a_process_that_goes(fault):
         assert any(text in output for output in outputs), outputs
 
 
-def test_nothing_is_left_of_processes_that_are_killed():
+def test_nothing_is_left_of_processes_that_are_killed(tmp_path):
     """The memory has no name: it goes with the last process."""
     before = in_shared_memory()
-    with Workers(2, "SIGSTOP") as workers:
-        place = json.loads(workers.place)
+    with Workers(tmp_path, 2, "SIGSTOP") as workers:
+        place = workers.place()
         file = Path(f"/proc/{place['process']}/fd/{place['number']}")
         assert file.readlink().name.startswith("memfd:")
         assert file.stat().st_mode & 0o777 == 0o600
         assert file.stat().st_nlink == 0
         for process in workers.processes:
-            process.send_signal(signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
     assert in_shared_memory() <= before
 
 

@@ -1,6 +1,6 @@
-"""One rank of a job without a launcher, on machines that are pretended: ends of it that ``mpiexec`` would hide.
+"""The ranks of a job without a launcher, on machines that are pretended: ends of it that ``mpiexec`` would hide.
 
-``hierarchy_worker.py FOLDER RANK MACHINES FAULT FAULTY TIMEOUT``. MACHINES names that of each rank, as in ``a,a,b``.
+``hierarchy_worker.py FOLDER MACHINES FAULT FAULTY TIMEOUT``. MACHINES names that of each rank, as in ``a,a,b``.
 """
 
 import json
@@ -12,9 +12,11 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import light  # isort: skip  # noqa: F401
 import gluon_syncbn  # isort: skip
 import mxnet as mx
 import numpy as np
+from forks import fork_ranks
 
 from gluon_syncbn import _native
 from gluon_syncbn.exchange import store as store_module
@@ -76,10 +78,17 @@ def total(machines, step, length):
 
 
 def main():
-    folder, rank, machines, fault, faulty, timeout = sys.argv[1:]
-    rank, machines, faulty = int(rank), machines.split(","), int(faulty)
+    folder, machines, fault, faulty, timeout = sys.argv[1:]
+    folder, machines, faulty = Path(folder), machines.split(","), int(faulty)
+    ranks = fork_ranks(len(machines), folder, lambda rank: work(rank, folder, machines, fault, faulty, float(timeout)))
+    for rank, process in enumerate(ranks):
+        if rank != faulty:
+            os.waitpid(process, 0)
+
+
+def work(rank, folder, machines, fault, faulty, timeout):
     store_module._machine = lambda: machines[rank]
-    transport = Files(Path(folder), rank, len(machines))
+    transport = Files(folder, rank, len(machines))
     store = ProcessStore("files", transport)
     store.meet_in_memory()
     assert store.why_not_in_memory is None, store.why_not_in_memory
@@ -89,7 +98,7 @@ def main():
         session.register(LayerInfo(layers[i], f"layer{i}", [mx.cpu(0)], 1, 3, "sync", 1, None), store)
 
     def exchange(step, i):
-        limit = float(timeout) if step >= FAULT_AT else 60.0  # the first one waits for the others to start
+        limit = timeout if step >= FAULT_AT else 60.0  # the first one waits for the others to start
         ticket = _native.Ticket(layers[i], -1, step, 0, f"layer{i}".encode(), limit)
         got = _native.allreduce(store.handle, ticket, vector(rank, step, LENGTHS[i]))
         np.testing.assert_array_equal(got, total(machines, step, LENGTHS[i]))
@@ -99,7 +108,7 @@ def main():
         for step in range(STEPS):
             began = time.monotonic()
             if step == FAULT_AT:
-                gluon_syncbn.configure(timeout=float(timeout))
+                gluon_syncbn.configure(timeout=timeout)
                 if rank == faulty and fault in ("SIGKILL", "SIGSTOP"):
                     os.kill(os.getpid(), getattr(signal, fault))
                 if rank == faulty and fault == "fails":

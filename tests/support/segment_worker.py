@@ -1,6 +1,7 @@
-"""One rank of a job without a launcher, in memory that its processes share: ends of it that ``mpiexec`` would hide.
+"""The ranks of a job without a launcher, in memory that they share: ends of it that ``mpiexec`` would hide.
 
-``segment_worker.py RANK RANKS TIMEOUT FAULT PLACE``. Rank 0 prints the place of the memory; the others take it.
+``segment_worker.py FOLDER RANKS TIMEOUT FAULT`` prints the process ids. Rank 0 leaves the place of the memory in the
+folder; the others take it.
 """
 
 import json
@@ -9,10 +10,13 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import light  # isort: skip  # noqa: F401
 import gluon_syncbn  # isort: skip  # noqa: F401  (before mxnet: it finds what MXNet needs)
 import mxnet as mx
 import numpy as np
+from forks import fork_ranks
 
 from gluon_syncbn import _native
 from gluon_syncbn.exchange.base import LayerInfo, PythonExchange
@@ -36,15 +40,27 @@ def vector(rank, step, length):
 
 
 def main():
-    rank, ranks, timeout, fault, place = sys.argv[1:]
-    rank, ranks, timeout = int(rank), int(ranks), float(timeout)
+    folder, ranks, timeout, fault = sys.argv[1:]
+    processes = fork_ranks(
+        int(ranks), Path(folder), lambda rank: work(rank, int(ranks), Path(folder), float(timeout), fault)
+    )
+    print(json.dumps(processes), flush=True)
+    for process in processes if fault != "SIGSTOP" else processes[:-1]:
+        os.waitpid(process, 0)
+
+
+def work(rank, ranks, folder, timeout, fault):
+    place = folder / "place"
     if rank == 0:
         segment = _native.Segment.create(ranks)
-        place = {"process": os.getpid(), "number": segment.number(), "token": segment.token().hex()}
-        print(json.dumps(place), flush=True)
+        told = {"process": os.getpid(), "number": segment.number(), "token": segment.token().hex()}
+        (folder / "unfinished").write_text(json.dumps(told))
+        (folder / "unfinished").rename(place)
     else:
-        place = json.loads(place)
-        segment = _native.Segment.open(ranks, rank, place["process"], place["number"], bytes.fromhex(place["token"]))
+        while not place.exists():
+            time.sleep(0.001)
+        told = json.loads(place.read_text())
+        segment = _native.Segment.open(ranks, rank, told["process"], told["number"], bytes.fromhex(told["token"]))
     transport = Transport()
     handle = segment.exchange(transport.handle)
     layers = []
