@@ -68,10 +68,6 @@ class DeviceCall : public StreamCall {
     }
 
   private:
-    // The size of the data, in float64.
-    int64_t in_doubles() const {
-        return ceil_div(tensor_.shape.size() * size_of(tensor_.type), int64_t{sizeof(double)});
-    }
     // Memory for the numbers of all replicas, zero but for `size` numbers of this one.
     Memory memory_for_all(int64_t size) {
         const std::vector<std::string>& all = place_.meeting->contexts;  // one replica on each
@@ -180,7 +176,7 @@ const void* DeviceCall::mask(const Arrays& arrays, int index) {
     cuda::ExpandArguments with{};
     with.positions = positions;
     with.from = data(arrays[index]);
-    with.to = scratch(ceil_div(positions, int64_t{sizeof(double)}));
+    with.to = scratch(doubles_for(positions));
     std::copy(std::begin(layout.extents), std::end(layout.extents), with.extents);
     std::copy(std::begin(layout.strides), std::end(layout.strides), with.strides);
     with.bytes = layout.bytes;
@@ -373,7 +369,7 @@ void DeviceCall::track(const Arrays& arrays) {
 
 void* DeviceCall::recovered(const Arrays& arrays, const int* reqs) {
     const Affine affine = this->affine(arrays, node_.outputs());
-    void* x = reqs[kX] == kWrite ? data(arrays[node_.gradients() + kX]) : scratch(in_doubles());
+    void* x = reqs[kX] == kWrite ? data(arrays[node_.gradients() + kX]) : scratch(in_doubles(tensor_.shape.size()));
     if (tensor_.shape.size() == 0) return x;
     const Plan plan = plan_of(tensor_);
     const Invertible invertible = invertible_by(tensor_.type, affine.activation.slope);
@@ -400,7 +396,7 @@ void DeviceCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
         if (reqs[kAddend] == kWrite || reqs[kAddend] == kInplace)
             dz = data(arrays[gradients + kAddend]);
         else if (changes)
-            dz = scratch(in_doubles());
+            dz = scratch(in_doubles(tensor_.shape.size()));
     }
     const bool by_input = changes && !node_.adds;
     if (!frozen_ && shares()) exchange_ = &exchange(Direction::kBackward);

@@ -38,7 +38,6 @@ class DeviceGatherCall : public StreamCall {
         int64_t first;
     };
     int64_t all_values() const { return node_.rows * channels(); }
-    int64_t in_doubles(int64_t values) const { return doubles_for(values * size_of(tensor_.type)); }
     void contribute_rows(const Arrays& arrays);
     // Contributes what `gathered_` has, for a result of so many float64 values.
     void contribute_values(Direction direction, int64_t all);

@@ -70,6 +70,8 @@ class StreamCall : public Call {
         work();
         return cuda::Memory(device(), size);
     }
+    // The size of so many values of the data, in float64.
+    int64_t in_doubles(int64_t values) const { return doubles_for(values * size_of(tensor_.type)); }
     // Returns float64 memory until the callback ends.
     double* scratch(int64_t size) {
         scratch_.push_back(memory(size));
