@@ -109,6 +109,18 @@ void check_failure(const Trial& trial, const std::string& reason) {
 
 }  // namespace
 
+void early(Run& run) {
+    Layer layer(run.random, any_meeting_spec(run.random, 2, 1, true), "early");
+    Step step(run, {&layer}, Manner());
+    syncbn_fail("the script has raised an exception");
+    step.issue();
+    run.engine.wait_for_all();
+    expect(!step.any_replica().forward.error.empty(), "a step that has failed before its first call fails");
+    syncbn_reset();
+    layer.restore();
+    right_step(run, layer);
+}
+
 void failing(Run& run) {
     while (run.goes_on()) {
         const bool threads = run.random.one_in(2);

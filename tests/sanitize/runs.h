@@ -5,6 +5,8 @@
 
 namespace driver {
 
+// A failure before the first call of the process, and a right step after it.
+void early(Run& run);
 // One or two layers beside each other, several steps in flight, every result compared.
 void healthy(Run& run);
 // The same with states that are executed again and again.

@@ -14,7 +14,7 @@ std::shared_ptr<Scope>& of_thread() {
 
 const std::shared_ptr<Scope>& outside() {
     static const auto* scope = [] {
-        auto* made = new std::shared_ptr<Scope>(std::make_shared<Scope>(""));
+        auto* made = new std::shared_ptr<Scope>(std::make_shared<Scope>("", nullptr));
         (*made)->open = false;
         return made;
     }();
@@ -23,8 +23,8 @@ const std::shared_ptr<Scope>& outside() {
 
 }  // namespace
 
-Scope::Scope(std::string thread)
-    : thread(std::move(thread)), step(syncbn::step().number), before_(syncbn::step().failure()) {}
+Scope::Scope(std::string thread, std::shared_ptr<const Failure> before)
+    : thread(std::move(thread)), step(syncbn::step().number), before_(std::move(before)) {}
 
 Scope::~Scope() { delete why_ended_.load(); }
 
@@ -48,7 +48,9 @@ bool& within_graph() {
 
 bool within_scope() { return of_thread() != nullptr; }
 
-void enter_scope(std::string thread) { of_thread() = std::make_shared<Scope>(std::move(thread)); }
+void enter_scope(std::string thread) {
+    of_thread() = std::make_shared<Scope>(std::move(thread), syncbn::step().failure());
+}
 
 void leave_scope() {
     if (!within_scope()) return;

@@ -12,7 +12,8 @@ namespace syncbn {
 
 class Scope {
   public:
-    explicit Scope(std::string thread);
+    // `before`: the failure at its beginning, or null.
+    Scope(std::string thread, std::shared_ptr<const Failure> before);
     ~Scope();
 
     const std::string thread;  // its name
@@ -29,7 +30,7 @@ class Scope {
     const Failure* why_ended() const { return why_ended_; }
 
   private:
-    const std::shared_ptr<const Failure> before_;     // the failure at its beginning
+    const std::shared_ptr<const Failure> before_;
     std::atomic<const Failure*> why_ended_{nullptr};  // without a lock, because a fork might find it taken
 };
 
