@@ -109,7 +109,9 @@ class WaitingTransport(Transport):
     def check_open(self) -> None:
         """Raises an error if the transport is broken or closed, before anything is sent."""
         if self._broken:
-            raise mx.MXNetError(f"nothing is exchanged any more, because: {self._broken} Start the job again.")
+            raise mx.MXNetError(
+                f"nothing is exchanged any more. Start the job again. The first error was: {self._broken}"
+            )
 
     def check_unbroken(self, label: Label) -> None:
         """Raises an error if the transport breaks during a wait."""

@@ -41,8 +41,8 @@ std::vector<Hands::Turn> harmless(const Layer& layer, bool steps_fail) {
     return {
         [](Random& random) { syncbn_timeout(kPatience * random.whole(1, 2)); },
         [&](Random& random) { layer.set_timeout(kPatience * random.whole(0, 1)); },
-        [](Random& random) { syncbn_exchange(any_exchange(random)); },
-        [&](Random& random) { syncbn_layer_exchange(layer.id, any_exchange(random)); },
+        [](Random& random) { syncbn_exchange(*any_exchange(random)); },
+        [&](Random& random) { syncbn_layer_exchange(layer.id, *any_exchange(random)); },
         [&](Random& random) {
             expect(syncbn_timeout_of(random.one_in(2) ? layer.id : 0) > 0, "there is a time limit");
         },
@@ -103,7 +103,8 @@ std::vector<std::unique_ptr<Step>> some_steps(Run& run, Layer& layer, bool threa
 void back_to_normal() {
     syncbn_debug(0);
     syncbn_timeout(kPatience);
-    syncbn_exchange(exchange_in_memory());
+    renew_exchanges();
+    syncbn_exchange(*exchange_in_memory());
     syncbn_devices(0, nullptr);
     syncbn_forking(0);
     syncbn_nobody_left(0);

@@ -88,11 +88,11 @@ int agreed(int64_t, const syncbn::Ticket* ticket, int64_t, syncbn::Agreed* out, 
 std::mutex& gathering_mutex = *new std::mutex;
 std::set<int64_t>& gathering = *new std::set<int64_t>;  // for a thread that outlives main
 
-// Answers each vector of rank 0 with one of an empty batch.
+// Answers each vector of rank 0 with one of an empty batch, until rank 0 fails.
 void play_rank_1(syncbn::Segment& segment) {
     constexpr uint64_t kRank0 = 1, kRank1 = 2;
     double rest = 0;
-    while (true) {
+    while (segment.state_of(0) == syncbn::Segment::State::kPresent) {
         rest = std::min(0.05, 1e-4 + 1.5 * rest);  // a process that polls without a rest never looks idle
         for (const syncbn::Label& label : segment.left_by(0, kRank1)) {
             rest = 0;
@@ -112,6 +112,17 @@ void* in_memory = nullptr;
 void* of_contexts = nullptr;
 void* of_processes = nullptr;
 void* of_machine = nullptr;
+const syncbn::Segment* shared = nullptr;  // by of_machine
+auto& made = *new std::vector<void*>;     // all of them, so that none counts as lost
+
+void make_exchange_of_machine() {
+    auto rank_0 = syncbn::Segment::create(2);
+    auto rank_1 = syncbn::Segment::open(2, 1, getpid(), rank_0->number(), rank_0->token());
+    shared = rank_0.get();
+    of_machine = syncbn_exchange_shared_memory(rank_0.release(), of_processes);
+    made.push_back(of_machine);
+    std::thread([segment = std::shared_ptr<syncbn::Segment>(std::move(rank_1))] { play_rank_1(*segment); }).detach();
+}
 
 }  // namespace
 
@@ -129,17 +140,20 @@ void make_exchanges() {
     in_memory = syncbn_exchange_memory();
     of_contexts = syncbn_exchange_contexts(1);
     of_processes = syncbn_exchange_processes(2);
-    auto rank_0 = syncbn::Segment::create(2);
-    auto rank_1 = syncbn::Segment::open(2, 1, getpid(), rank_0->number(), rank_0->token());
-    of_machine = syncbn_exchange_shared_memory(rank_0.release(), of_processes);
-    std::thread([segment = std::shared_ptr<syncbn::Segment>(std::move(rank_1))] { play_rank_1(*segment); }).detach();
+    make_exchange_of_machine();
 }
 
-void* any_exchange(Random& random) { return random.one_of<void*>({in_memory, of_contexts, of_processes, of_machine}); }
+void renew_exchanges() {
+    if (shared->state_of(0) != syncbn::Segment::State::kPresent) make_exchange_of_machine();
+}
 
-void* exchange_in_memory() { return in_memory; }
+void* const* any_exchange(Random& random) {
+    return random.one_of<void* const*>({&in_memory, &of_contexts, &of_processes, &of_machine});
+}
 
-void* exchange_of_processes() { return of_processes; }
+void* const* exchange_in_memory() { return &in_memory; }
+
+void* const* exchange_of_processes() { return &of_processes; }
 
 void fail_exchanges(int count) { failing = count; }
 

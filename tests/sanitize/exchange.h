@@ -7,9 +7,12 @@ namespace driver {
 
 // Once, before the first layer.
 void make_exchanges();
-void* any_exchange(Random& random);
-void* exchange_in_memory();
-void* exchange_of_processes();
+// A failure in shared memory is for good, since a job starts again then. This replaces that exchange.
+void renew_exchanges();
+// Each returns where the exchange stands.
+void* const* any_exchange(Random& random);
+void* const* exchange_in_memory();
+void* const* exchange_of_processes();
 // The vectors of this layer are put side by side: the other process has none.
 void gathers(int64_t layer);
 // So many of the next exchanges fail.

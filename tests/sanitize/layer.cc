@@ -50,7 +50,7 @@ Layer::Layer(Random& random, const Spec& spec, const std::string& name)
         }
     }
     place(spec.contexts, spec.replicas);
-    if (spec.exchange != nullptr) syncbn_layer_exchange(id, spec.exchange);
+    if (spec.exchange != nullptr) syncbn_layer_exchange(id, *spec.exchange);
     for (int node = 0; node < kNodes; ++node)
         for (Role role : {Role::kWhole, Role::kMeet, Role::kTrack})
             if (spec.whole() == (role == Role::kWhole)) graph_[{node, role}] = property(node, role);
@@ -91,7 +91,7 @@ void Layer::drop() const { syncbn_layer_drop(id); }
 
 void Layer::restore() {
     if (replaced_) place(spec.contexts, spec.replicas);
-    if (spec.exchange != nullptr) syncbn_layer_exchange(id, spec.exchange);
+    if (spec.exchange != nullptr) syncbn_layer_exchange(id, *spec.exchange);
     set_timeout(0);
     syncbn_seed(kSeed);
     meetings.clear();

@@ -304,8 +304,8 @@ class SharedMemory::Gathering : public Underway {
                           state_.names.of_all() +
                           " and is no member of its job; only processes that the launcher has started are");
         if (segment_.state_of(segment_.rank()) != Segment::State::kPresent)
-            throw Failure("nothing is exchanged any more, because: " + segment_.reason_of(segment_.rank()) +
-                          " Start the job again.");
+            throw Failure("nothing is exchanged any more. Start the job again. The first error was: " +
+                          segment_.reason_of(segment_.rank()));
         SYNCBN_POINT("before_post");
         for (size_t piece = 0; readers_ != 0 && piece < pieces_of(own_.length); ++piece) post(piece, readers_);
         // The empty post shows others that this rank has come here.
