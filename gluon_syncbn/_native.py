@@ -140,8 +140,8 @@ def _load() -> ctypes.CDLL:
         "layer_timeout": (ctypes.c_int, [ctypes.c_int64, ctypes.c_double]),
         "all_reduce_from": (ctypes.c_int64, [ctypes.c_int64]),
         "layer_exchange": (ctypes.c_int, [ctypes.c_int64, ctypes.c_void_p]),
-        "layer_issued": (ctypes.c_int, [ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64]),
-        "within_graph": (None, [ctypes.c_int]),
+        "graph_begins": (ctypes.c_int, [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]),
+        "graph_ends": (None, []),
         "timeout": (ctypes.c_int, [ctypes.c_double]),
         "exchange": (ctypes.c_int, [ctypes.c_void_p]),
         "exchange_memory": (ctypes.c_void_p, []),
@@ -247,6 +247,7 @@ _FUNCTIONS = (
     "MXCustomOpRegister",
     "MXAutogradIsTraining",
     "MXNDArrayGetData",
+    "MXNDArrayGetContext",
     "MXNDArrayFree",
     "MXEnginePushSyncND",
 )
@@ -374,18 +375,17 @@ def layer_exchange(layer: int, exchange: Handle) -> None:
     _core.syncbn_layer_exchange(layer, exchange)
 
 
-@contextmanager
-def graph_issued(layer: int, context: str, graph: int) -> Iterator[None]:
-    """Marks that the caller executes a graph with the layer, whose calls MXNet issues once.
+def graph_begins(layer: int, data: NDArray, graph: int) -> None:
+    """Notes that the caller executes a graph with the layer, whose calls MXNet issues once. `graph_ends` must follow.
 
-    ``graph`` is a number below -1. MXNetError: the layer is in the middle of a step of another thread.
+    ``data`` is on the context of the graph, whose number ``graph`` is below -1. MXNetError: the layer is in the middle
+    of a step of another thread.
     """
-    _core.syncbn_layer_issued(layer, context.encode(), graph)
-    _core.syncbn_within_graph(True)
-    try:
-        yield
-    finally:
-        _core.syncbn_within_graph(False)
+    _core.syncbn_graph_begins(layer, data.handle, graph)
+
+
+def graph_ends() -> None:
+    _core.syncbn_graph_ends()
 
 
 def default_timeout(seconds: float) -> None:

@@ -187,15 +187,23 @@ SYNCBN_API int syncbn_layer_exchange(int64_t id, void* exchange) {
 
 // ---- defaults ----
 
-// Announces that this thread calls a graph of this number, below -1, which contains the layer.
-SYNCBN_API int syncbn_layer_issued(int64_t id, const char* context, int64_t graph) {
+// Says that this thread begins or ends to execute a graph of this number, below -1, which contains the layer. Nothing is
+// noted unless it trains. `data` is an NDArrayHandle on its context.
+SYNCBN_API int syncbn_graph_begins(int64_t id, void* data, int64_t graph) {
     return done([&] {
+        constexpr int kGpu = 2;  // mshadow's number of the device type
+        bool training = false;
+        int type = 0, number = 0;
+        if (syncbn::mx.autograd_is_training(&training) != 0 ||
+            (training && syncbn::mx.ndarray_get_context(data, &type, &number) != 0))
+            throw syncbn::Failure(syncbn::mx.last_error());
+        if (!training) return;
+        const std::string context = (type == kGpu ? "gpu(" : "cpu(") + std::to_string(number) + ")";
         if (const auto layer = registry().find(id)) layer->rendezvous.issued_again(*layer->terms(), context, graph);
+        syncbn::within_graph() = true;
     });
 }
-
-// Says whether this thread executes such a graph.
-SYNCBN_API void syncbn_within_graph(int so) { syncbn::within_graph() = so != 0; }
+SYNCBN_API void syncbn_graph_ends() { syncbn::within_graph() = false; }
 
 SYNCBN_API int syncbn_timeout(double seconds) {
     return done([&] { registry().set_default_timeout(seconds); });

@@ -43,6 +43,7 @@ struct MXNet {
     int (*custom_op_register)(const char* op_type, CustomOpPropCreator creator);
     int (*autograd_is_training)(bool* training);
     int (*ndarray_get_data)(void* handle, void** data);
+    int (*ndarray_get_context)(void* handle, int* device_type, int* number);
     int (*ndarray_free)(void* handle);
     int (*engine_push)(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
                        const void* context, void** reads, int read_count, void** writes, int write_count,

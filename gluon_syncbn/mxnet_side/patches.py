@@ -247,10 +247,11 @@ def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
             self._layer, self._graph = layer, -next(_graphs)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            if not autograd.is_training():
+            _native.graph_begins(self._layer.id, args[0], self._graph)
+            try:
                 return super().__call__(*args, **kwargs)
-            with _native.graph_issued(self._layer.id, str(args[0].ctx), self._graph):
-                return super().__call__(*args, **kwargs)
+            finally:
+                _native.graph_ends()
 
     def make(sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.CachedOp:
         if dict(flags).get("static_shape"):

@@ -140,9 +140,10 @@ class Session:
         thread that opened a scope is left.
         """
         this = threading.current_thread()
+        if self.depth() == 0 or this is not threading.main_thread():
+            return False
         with self._lock:
-            others = [thread for thread in self.training_threads if thread is not this and thread.is_alive()]
-        return self.depth() > 0 and this is threading.main_thread() and not others
+            return not any(thread is not this and thread.is_alive() for thread in self.training_threads)
 
     # ---- forks ---------------------------------------------------------------------------------------------
 
