@@ -11,13 +11,9 @@
 
 #include "cuda/collective.h"
 #include "types.h"
+#include "waiting/wait.h"
 
 namespace syncbn {
-
-// Advice for a wait that has ended without some process.
-constexpr char kMissing[] =
-    "A process that is missing has ended, hangs, or makes other calls: every process must run the same number of steps "
-    "with the same net.";
 
 // Identifies a contribution: `node`, `call` and `phase` are the same in every process. Also has the layer's name, and
 // its timeout in seconds.
@@ -30,6 +26,9 @@ struct Ticket {
 
 // "the forward of call 2 of SyncBatchNorm 'bn0'"
 std::string name_of_call(const Ticket& ticket);
+// The text of a wait for other processes: "rank 0 of 3 waits for rank 2 in ...". `limit` and `waited` are seconds.
+std::string text_of_wait(Wait::Why why, const Ticket& ticket, const std::string& rank, const std::string& missing,
+                         double limit, double waited);
 
 // The result of an allreduce: the moments of all values, or the sum of the vectors.
 enum class Combine { kMerge, kAdd };

@@ -7,7 +7,6 @@
 #include <map>
 #include <mutex>
 #include <optional>
-#include <sstream>
 
 #include "clock.h"
 #include "failure.h"
@@ -155,20 +154,9 @@ class WaitForRanks final : public Wait {
         }
     }
     std::string text(Why why) override {
-        if (why == Why::kAskedToEnd)
-            return rank() + " was asked to end (Ctrl-C, or its main thread has ended) in " + name_of_call(ticket_) +
-                   ".";
-        if (why == Why::kForked)
-            return rank() + " was forked in " + name_of_call(ticket_) + ". Fork before a step or after it.";
-        std::ostringstream text;
-        text << rank() << " waits for rank " << text_of(missing())
-             << (label_.piece < 0 ? ", the leader of this machine," : "") << " in " << name_of_call(ticket_)
-             << " after " << static_cast<int>(why == Why::kLate ? limit() : waited()) << " s. ";
-        if (why == Why::kLate)
-            text << kMissing << others_;
-        else
-            text << "Still waiting, until " << static_cast<int>(limit()) << " s.";
-        return text.str();
+        const char* leader = label_.piece < 0 ? ", the leader of this machine," : "";
+        return text_of_wait(why, ticket_, rank(), text_of(missing()) + leader, limit(), waited()) +
+               (why == Why::kLate ? others_ : "");
     }
 
   private:

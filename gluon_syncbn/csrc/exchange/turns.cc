@@ -47,10 +47,6 @@ class Turns::WaitForTurn : public Wait {
 };
 
 std::string Turns::WaitForTurn::text(Why why) {
-    const std::string rank = "rank " + std::to_string(agreed_.rank), here = name_of_call(ticket_);
-    if (why == Why::kAskedToEnd)
-        return rank + " was asked to end (Ctrl-C, or its main thread has ended) in " + here + ".";
-    if (why == Why::kForked) return rank + " was forked in " + here + ". Fork before a step or after it.";
     std::vector<int64_t> ranks;
     {
         const std::lock_guard<std::mutex> lock(turns_.mutex_);
@@ -60,11 +56,8 @@ std::string Turns::WaitForTurn::text(Why why) {
         if (one != agreed_.rank) ranks.push_back(one);
     std::string missing;
     for (const int64_t one : ranks) missing += (missing.empty() ? "" : ", ") + std::to_string(one);
-    const double after = why == Why::kLate ? limit() : Wait::waited();
-    std::string out = rank + " of " + std::to_string(agreed_.processes) + " waits for rank " + missing + " in " + here +
-                      " after " + std::to_string(static_cast<int>(after)) + " s. ";
-    if (why == Why::kLate) return out + kMissing;
-    return out + "Still waiting, until " + std::to_string(static_cast<int>(limit())) + " s.";
+    const std::string rank = "rank " + std::to_string(agreed_.rank) + " of " + std::to_string(agreed_.processes);
+    return text_of_wait(why, ticket_, rank, missing, limit(), Wait::waited());
 }
 
 Turns::Turns(Exchange& processes, std::function<std::string()> new_id)
