@@ -690,9 +690,12 @@ def python_exchange(exchange: Any, spans_processes: bool) -> Handle:
 def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
     """Sets, once, the function that gives an exchange the layer of a ticket before a call."""
 
+    def array_at(pointer: Any, shape: Tuple[int, ...]) -> np.ndarray:
+        return np.ctypeslib.as_array(pointer, shape) if shape[-1] else np.empty(shape)  # the pointer may be null
+
     def reduction(method: str) -> Any:
         def call(exchange: Any, layer: Any, ticket: Ticket, count: int, length: int, rows: Any, out: int) -> None:
-            total = getattr(exchange, method)(layer, ticket, np.ctypeslib.as_array(rows, (count, length)))
+            total = getattr(exchange, method)(layer, ticket, array_at(rows, (count, length)))
             values = np.ascontiguousarray(total.values, np.float64)
             _core.syncbn_total(out, values.size, values.ctypes.data, total.first, total.key, *_address(total.groups))
 
@@ -714,8 +717,7 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
     def ballot(
         exchange: Any, layer: Any, ticket: Ticket, kind: int, number: int, length: int, row: Any, out: int
     ) -> None:
-        own = np.ctypeslib.as_array(row, (length,)) if length else np.empty(0)
-        parts = exchange.ballot(layer, ticket, kind, number, own)
+        parts = exchange.ballot(layer, ticket, kind, number, array_at(row, (length,)))
         values = np.concatenate([array for part in parts for array in ([part.size], part)])
         _core.syncbn_total(out, values.size, values.ctypes.data, 0, 0, *_address(NO_GROUPS))
 

@@ -588,6 +588,13 @@ def gathers_in_any_order():
         autograd.backward([ys[name] for name in order], [heads[name] for name in order])
         for k, name in enumerate(names):
             np.testing.assert_array_equal(xs[name].grad.asnumpy(), np.full(xs[name].shape, kv.num_workers * (k + 1)))
+    with mx.util.np_shape(True):
+        x = nd.zeros((0, 3), dtype="float64")
+        x.attach_grad()
+        with autograd.record():
+            y = gluon_syncbn.gather(x, contexts=CONTEXTS[:1], rows=0, name="none", kvstore=kv)
+        y.backward()
+        nd.waitall()
 
 
 def shuffled_keys():

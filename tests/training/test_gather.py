@@ -48,6 +48,17 @@ def test_rows_and_gradients_of_uneven_parts(dtype, shape):
             assert relative_error(total, wanted) < {"float64": 1e-15, "float32": 1e-7, "float16": 1e-3}[dtype]
 
 
+@pytest.mark.parametrize("kvstore", [None, "device", "local"])
+def test_no_rows_at_all(kvstore):
+    with mx.util.np_shape(True):
+        _, arrays = shards(np.random.RandomState(0), (0, 0))
+        with autograd.record():
+            gathered = gluon_syncbn.gather(arrays, kvstore=kvstore)
+        autograd.backward(gathered)
+        nd.waitall()  # which raises what a read of an empty array does not
+        assert [rows.shape for rows in gathered] == [(0, 3)] * 2
+
+
 class Branches(gluon.HybridBlock):
     """Gathers in two branches, one of them twice; each context calls the branches in an order of its own."""
 

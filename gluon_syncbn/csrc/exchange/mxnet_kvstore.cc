@@ -13,7 +13,7 @@ class MxnetKvstore : public Exchange {
     Form form() const override { return form_; }
 
     Total allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override {
-        if (own.rows.size() == 1) return allgather(ticket, own);
+        if (own.rows.size() == 1 || own.length == 0) return allgather(ticket, own);
         return reduce_in_python(number_, combine, ticket, own);
     }
     Total allgather(const Ticket& ticket, const Contribution& own) override {
