@@ -185,8 +185,6 @@ SYNCBN_API int syncbn_layer_exchange(int64_t id, void* exchange) {
     return done([&] { registry().set_exchange(*registry().find(id), *static_cast<ExchangeHandle*>(exchange)); });
 }
 
-// ---- defaults ----
-
 // Says that this thread begins or ends to execute a graph of this number, below -1, which contains the layer. Nothing is
 // noted unless it trains. `data` is an NDArrayHandle on its context.
 SYNCBN_API int syncbn_graph_begins(int64_t id, void* data, int64_t graph) {
@@ -204,6 +202,8 @@ SYNCBN_API int syncbn_graph_begins(int64_t id, void* data, int64_t graph) {
     });
 }
 SYNCBN_API void syncbn_graph_ends() { syncbn::within_graph() = false; }
+
+// ---- defaults ----
 
 SYNCBN_API int syncbn_timeout(double seconds) {
     return done([&] { registry().set_default_timeout(seconds); });
