@@ -1,5 +1,7 @@
 #include "tensor.h"
 
+#include <string>
+
 #include "failure.h"
 #include "mxnet_api.h"
 
@@ -8,7 +10,8 @@ namespace syncbn {
 void* data(Array array) {
     if (array.values != nullptr) return array.values;
     void* out = nullptr;
-    if (mx.ndarray_get_data(array.handle, &out) != 0) throw Failure("MXNet gave no memory for an array");
+    if (mx.ndarray_get_data(array.handle, &out) != 0)
+        throw Failure(std::string("MXNet gave no memory for an array: ") + mx.last_error());
     return out;
 }
 

@@ -902,6 +902,60 @@ def test_a_collective_that_hangs(rng, lost_gpu, count, phase):
     assert_same(got._replace(running_mean=[], running_var=[]), specification(layer, batch), 1e-11)
 
 
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_memory_is_freed_while_a_collective_hangs(phase, tmp_path):
+    """MXNet then waits for the GPU, and holds a lock that its allocations need: the layer needs no more of them.
+
+    In the core of tests/support/points.py, both replicas wait until the memory is being freed.
+    """
+    gpus(2)
+    if not EMULATED:
+        pytest.skip("no GPU can be kept from coming to a collective")
+    program = f"""
+        import ctypes, time
+        import mxnet as mx
+        from mxnet import autograd
+        from gluon_syncbn import SyncBatchNorm, _native
+        core, nccl = _native._core, ctypes.CDLL("libnccl.so.2")
+        core.syncbn_points_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
+        contexts = [mx.gpu(0), mx.gpu(1)]
+        layers = [SyncBatchNorm(in_channels=4, timeout=1, prefix=prefix) for prefix in ("first_", "second_")]
+        for layer in layers:
+            layer.initialize(ctx=contexts)
+        xs, heads, others = ([mx.nd.array([[[1, 2]] * 4], ctx=c) for c in contexts] for _ in range(3))
+        def lose():
+            mx.nd.waitall()
+            nccl.cuda_emulator_lose(1)
+            core.syncbn_points_arm(b"after_reduce", b"delay", 1, 1.0)
+        if {phase!r} == "forward":
+            lose()
+        with autograd.record():
+            ys = [layers[1](layers[0](x)) for x in xs]
+        if {phase!r} == "backward":
+            lose()
+            autograd.backward(ys, heads)
+        while core.syncbn_points_reached(b"after_reduce") == 0:
+            time.sleep(0.001)
+        del others
+        outputs = ys if {phase!r} == "forward" else [layers[0].gamma.grad(context) for context in contexts]
+        for output in outputs:
+            try:
+                output.asnumpy()
+            except mx.MXNetError as error:
+                print(error)
+        nccl.cuda_emulator_lose(-1)
+        """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    environment = shell(points.package(), SUPPORT)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    layer = {"forward": "first", "backward": "second"}[phase]
+    errors = [line for line in done.stdout.splitlines() if f"SyncBatchNorm '{layer}' on gpu(" in line]
+    assert len(errors) == 2, done.stdout + done.stderr
+    assert all("the GPU has not finished for 1 s" in error for error in errors), errors
+
+
 def test_ctrl_c_while_nccl_connects():
     """It spins meanwhile, as NCCL's sockets do, so that the process does not look idle."""
     gpus(2)

@@ -117,6 +117,13 @@ void Call::issue(const void* caller, Recall recall) {
     joined_ = true;
 }
 
+// MXNet allocates a GPU's memory under a lock. It also frees under that lock, and CUDA then waits for all work of the
+// GPU (src/storage/gpu_device_storage.h). While a collective hangs, an allocation would wait without a limit.
+void Call::allocate(const Arrays& arrays, int first, int count, const int* reqs) {
+    for (int i = 0; i < count; ++i)
+        if (reqs[i] != kNull) data(arrays[first + i]);
+}
+
 template <typename Work>
 void Call::attempt_forward(const Arrays& arrays, const int* reqs, const Work& work) {
     try {
@@ -140,7 +147,10 @@ bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
     ready_ = passes_on() || frozen_;
     attempt_forward(arrays, reqs, [&] {
         throw_if_closed();
-        if (!ready_) begin_normalise(arrays);
+        if (!ready_) {
+            allocate(arrays, node_.output(), node_.outputs(), reqs);
+            begin_normalise(arrays);
+        }
         if (!ready_) leave_thread();
     });
     return ready_;
@@ -196,7 +206,10 @@ bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
             throw Failure("no gradient, because the forward of this call failed. " +
                           std::string(why ? why->what() : ""));
         }
-        if (!passes_on()) begin_differentiate(arrays, reqs);
+        if (!passes_on()) {
+            allocate(arrays, node_.gradients(), node_.inputs(), reqs);
+            begin_differentiate(arrays, reqs);
+        }
         if (!ready_) leave_thread();
     });
     return ready_;

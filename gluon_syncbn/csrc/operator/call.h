@@ -193,6 +193,8 @@ class Call {
         Input like;
         bool wanted;
     };
+    // Lets MXNet allocate `count` outputs, before this replica contributes.
+    static void allocate(const Arrays& arrays, int first, int count, const int* reqs);
     // Ends the step, and throws the reason. Must work without memory.
     [[noreturn]] void fail(const std::exception& error, std::initializer_list<Output> outputs);
     void invalidate(Array out, Input like);
