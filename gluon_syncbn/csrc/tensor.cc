@@ -10,9 +10,9 @@ namespace syncbn {
 void* data(Array array) {
     if (array.values != nullptr) return array.values;
     void* out = nullptr;
-    if (mx.ndarray_get_data(array.handle, &out) != 0)
-        throw Failure(std::string("MXNet gave no memory for an array: ") + mx.last_error());
-    return out;
+    if (mx.ndarray_get_data(array.handle, &out) == 0) return out;
+    const std::string error = mx.last_error();
+    throw Failure("MXNet gave no memory for an array: " + error.substr(0, error.find('\n')));  // a stack trace follows
 }
 
 void Tensor::lay_out(int64_t block) {
