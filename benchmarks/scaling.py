@@ -10,16 +10,17 @@ nothing hides them. Up to 4 processes send to each other; more add up by doublin
 256 KiB are added in parts. A message costs ``message + latency + bytes / bandwidth``.
 
 GPUs: what a layer asks of a GPU is counted (docs/gpu.md), what each of it takes is from the sources beside the
-constants. One process for the GPUs of a machine; between machines the ballot that says whose turn it is, as above.
-Nothing hides anything there either.
+constants. One process for the GPUs of a machine; between machines the ballot that says whose turn it is, as above. A
+ballot goes while the GPU reads x, and in the backward x and dy. That time is taken off; nothing else hides anything.
 """
 
 import argparse
 import json
 import math
+import re
 import sys
 from pathlib import Path
-from typing import Dict, List, Sequence
+from typing import Dict, List, Sequence, Tuple
 
 import _measuring
 import _results
@@ -58,6 +59,8 @@ NET_HOP_US = 2.7
 # The same for a tree: hwLat, NET, Tree, LL; and the part of the bandwidth that protocol LL has there.
 TREE_HOP_US = 5.0
 TREE_BANDWIDTH = 1 / 3.8
+# The memory of an A100 with 40 GB, in GB/s: NVIDIA's data sheet.
+MEMORY_GB = 1555.0
 # A channel's bandwidth within a machine, same place: perChMaxRingLL128Bws of Ampere, in GB/s.
 CHANNEL_GB = 20.0
 
@@ -65,21 +68,21 @@ CHANNEL_GB = 20.0
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     env = _results.environment(["benchmarks/scaling.py", *arguments])
-    nets = {f"PSPNet-ResNet{depth}": channels_of(depth) for depth in (50, 101)}
-    costs = {name: [step_cost(channels, count, options) for count in PROCESSES] for name, channels in nets.items()}
-    header = ["processes", *[f"{name}, ms ({len(channels)} layers)" for name, channels in nets.items()], "of a step"]
+    nets = {f"PSPNet-ResNet{depth}": layers_of(depth) for depth in (50, 101)}
+    costs = {name: [step_cost(layers, count, options) for count in PROCESSES] for name, layers in nets.items()}
+    header = ["processes", *[f"{name}, ms ({len(layers)} layers)" for name, layers in nets.items()], "of a step"]
     rows = []
     for i, count in enumerate(PROCESSES):
         shares = " / ".join(f"{costs[name][i] * 1e5 / options.step_ms:.1f} %" for name in nets)
         rows.append([str(count), *[f"{costs[name][i] * 1e3:.1f}" for name in nets], shares])
     table = _results.table(header, rows)
     of_gpus = {
-        name: {way: [gpu_costs(channels, count, way, options) for count in GPUS] for way in WAYS}
-        for name, channels in nets.items()
+        name: {way: [gpu_costs(layers, count, way, options) for count in GPUS] for way in WAYS}
+        for name, layers in nets.items()
     }
     each = {
-        name: {way: [of_each_gpu_cost(channels, n, so, options) for n in GPUS] for way, so in SPEAKERS.items()}
-        for name, channels in nets.items()
+        name: {way: [of_each_gpu_cost(layers, n, so, options) for n in GPUS] for way, so in SPEAKERS.items()}
+        for name, layers in nets.items()
     }
     gpu_text = describe_gpus(of_gpus, each, options)
     print(table, gpu_text, sep="\n\n")
@@ -110,6 +113,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--bandwidth-gbit", type=float, default=10)
     parser.add_argument("--gpus-per-machine", type=int, default=8)
     parser.add_argument("--gpu-bandwidth-gbit", type=float, default=100, help="between machines of GPUs")
+    parser.add_argument("--images-per-gpu", type=int, default=4, help="of 480 x 480, in float32")
     parser.add_argument("--step-ms", type=float, default=800, help="time of a training step without synchronisation")
     parser.add_argument("--out", type=Path, default=_measuring.RESULTS, help="folder for the results")
     options = parser.parse_args(arguments)
@@ -124,6 +128,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "bandwidth_gbit",
         "gpus_per_machine",
         "gpu_bandwidth_gbit",
+        "images_per_gpu",
         "step_ms",
     ):
         if not getattr(options, name) > 0:
@@ -142,21 +147,22 @@ def measured(out: Path, size: int, way: str) -> float:
     raise SystemExit("no measured exchange: run benchmarks/exchange.py first, or give --message-us and --memory-us")
 
 
-def channels_of(depth: int) -> List[int]:
-    """Channels of every normalisation layer of GluonCV's PSPNet."""
+def layers_of(depth: int) -> List[Tuple[int, int]]:
+    """Channels, and bytes of x for an image, of every normalisation layer of GluonCV's PSPNet."""
     import gluon_syncbn  # noqa: F401, isort: skip  (before mxnet: it finds what MXNet needs)
     import gluoncv
-    from mxnet.gluon import nn
+    import mxnet as mx
 
     net = gluoncv.model_zoo.get_psp(dataset="ade20k", backbone=f"resnet{depth}", pretrained_base=False)
-    sizes: List[int] = []
-    net.apply(lambda block: sizes.append(block.gamma.shape[0]) if isinstance(block, nn.BatchNorm) else None)
-    return sizes
+    values = mx.sym.Group(list(net(mx.sym.var("data")))).get_internals()
+    _, shapes, _ = values.infer_shape(data=(1, 3, 480, 480))
+    of_layers = [s for name, s in zip(values.list_outputs(), shapes) if re.search(r"batchnorm\d+_fwd_output$", name)]
+    return [(shape[1], 4 * math.prod(shape)) for shape in of_layers]
 
 
-def step_cost(channels: Sequence[int], processes: int, options: argparse.Namespace) -> float:
+def step_cost(layers: Sequence[Tuple[int, int]], processes: int, options: argparse.Namespace) -> float:
     """Seconds of one training step that the exchanges take."""
-    return sum(exchange_cost(8 * length, processes, options) for c in channels for length in (1 + 2 * c, 2 * c))
+    return sum(exchange_cost(8 * length, processes, options) for c, _ in layers for length in (1 + 2 * c, 2 * c))
 
 
 def exchange_cost(size: int, processes: int, options: argparse.Namespace) -> float:
@@ -170,14 +176,15 @@ def exchange_cost(size: int, processes: int, options: argparse.Namespace) -> flo
     return latency + (processes - 1) * (message + transfer)
 
 
-def gpu_costs(channels: Sequence[int], gpus: int, way: str, options: argparse.Namespace) -> Dict[str, float]:
+def gpu_costs(layers: Sequence[Tuple[int, int]], gpus: int, way: str, options: argparse.Namespace) -> Dict[str, float]:
     """Seconds of one training step, by what they go into."""
     machines = math.ceil(gpus / options.gpus_per_machine)
     counted = WAYS[way]
     operations = counted["launches"] * LAUNCH_US + counted["waits"] * WAIT_US + counted["copies"] * COPY_US
     costs = {"operations": 0.0, "collectives": 0.0, "messages": 0.0}
     adds = way == "nccl" and gpus >= ALL_REDUCE_FROM
-    for gathered, added in (pair for c in channels for pair in ((1 + 2 * c, 1 + 4 * c), (2 * c, 2 * c))):
+    for (c, size), reads in ((layer, reads) for layer in layers for reads in (1, 2)):
+        gathered, added = (1 + 2 * c, 1 + 4 * c) if reads == 1 else (2 * c, 2 * c)
         more = MORE_LAUNCHES * LAUNCH_US if adds and added > gathered else 0
         costs["operations"] += (operations + more) * 1e-6
         if way == "host":
@@ -185,7 +192,8 @@ def gpu_costs(channels: Sequence[int], gpus: int, way: str, options: argparse.Na
             continue
         cost, length = (all_reduce_cost, added) if adds else (all_gather_cost, gathered)
         costs["collectives"] += cost(8 * length, gpus, machines, options)
-        costs["messages"] += ballot_cost(machines, options)
+        hidden = reads * size * options.images_per_gpu / (MEMORY_GB * 1e9)
+        costs["messages"] += max(0.0, ballot_cost(machines, options) - hidden)
     return costs
 
 
@@ -218,13 +226,15 @@ def ballot_cost(processes: int, options: argparse.Namespace) -> float:
     return latency + (processes - 1) * message + transfer if processes > 1 else 0.0
 
 
-def of_each_gpu_cost(channels: Sequence[int], gpus: int, one_speaks: bool, options: argparse.Namespace) -> float:
+def of_each_gpu_cost(
+    layers: Sequence[Tuple[int, int]], gpus: int, one_speaks: bool, options: argparse.Namespace
+) -> float:
     """Seconds of one training step over the host with a process for each GPU. They add up by doubling, and all send
     over the network at once; or one of each machine speaks for all of it."""
     machines, within = math.ceil(gpus / options.gpus_per_machine), min(gpus, options.gpus_per_machine)
     message, memory = options.message_us * 1e-6, options.memory_us * 1e-6
-    seconds = sum(gpu_costs(channels, 1, "host", options).values())
-    for length in (8 * n for c in channels for n in (1 + 2 * c, 2 * c)):
+    seconds = sum(gpu_costs(layers, 1, "host", options).values())
+    for length in (8 * n for c, _ in layers for n in (1 + 2 * c, 2 * c)):
         steps = math.ceil(math.log2(within))
         if machines == 1:
             seconds += steps * memory
@@ -273,6 +283,7 @@ def describe_gpus(
         ["exchange of two processes in memory", f"{options.memory_us:.0f} us", "measured, or given", "exchange.md"],
         ["of more processes in memory", "that, times log2 of their number", "assumed", ""],
         ["launch, wait, copy", published, "published", "constants of scaling.py"],
+        ["memory of a GPU", f"{MEMORY_GB:.0f} GB/s", "published", "NVIDIA's data sheet of the A100"],
         ["NCCL: start, hop in a machine", f"{BASE_US:.1f}, {HOP_US:.1f} us", "published", "NVIDIA/nccl-tests#123"],
         ["NCCL: hop between machines, ring", f"{NET_HOP_US} us", "published", tuning],
         ["NCCL: hop between machines, tree", f"{TREE_HOP_US} us", "published", tuning],
@@ -285,10 +296,11 @@ def describe_gpus(
         f"From {ALL_REDUCE_FROM} GPUs on NCCL adds sums in mode `sync`; groups "
         "and mode `shuffle` have the all-gather on any number.\n\n"
         f"{_results.table(header, rows)}\n\n"
-        "Nothing is taken off for what runs at once. The ballot that says whose turn it is goes while the GPU still "
-        "reads x for the moments. Much of that column may therefore be hidden. Over the host, the copy waits for the "
-        "moments, and nothing is hidden. A ring's time grows with the number of GPUs, a tree's with its logarithm: "
-        "over many machines `gpus='host'` is expected to cost less. An all-reduce, with its launches, takes less than "
+        "The ballot that says whose turn it is goes while the GPU reads x, and in the backward x and dy, of "
+        f"{options.images_per_gpu} images of 480 x 480. That time is taken off the ballots, and nothing else is. "
+        "Over the host, the copy waits for the moments, and nothing is hidden. A ring's time grows with the number of "
+        "GPUs, a tree's with its logarithm: over many machines `gpus='host'` is expected to cost less. An all-reduce, "
+        "with its launches, takes less than "
         f"an all-gather from {from_gpus[0]} GPUs on with 64 channels, from {from_gpus[1]} with 512 and from "
         f"{from_gpus[2]} with 2048."
         "\n\nOver the host with a process for each GPU. Between machines all of them add up, or one of each "

@@ -372,8 +372,9 @@ def test_the_exchange_and_what_it_lets_expect(short_runs):
         for of_way in [*totals.values(), *cells["a process for each GPU"][net].values()]:
             assert len(of_way) == 11 and of_way == sorted(of_way)
         assert all(less <= more for less, more in zip(totals["nccl"], totals["all-gather"]))
-        most = cells["gpus"][net]["nccl"][10]  # 128 machines: a ballot of 7 messages, and a tree of 2 x 7 hops each way
-        assert 2 * layers * 7 * 65e-6 < most["messages"] < 2 * layers * 7 * 68e-6
+        # 128 machines: a ballot of 7 messages, less what hides it, and a tree of 2 x 7 hops each way
+        most = cells["gpus"][net]["nccl"][10]
+        assert 2 * layers * (7 * 65e-6 - 35e-6) < most["messages"] < 2 * layers * 7 * 65e-6
         assert 2 * layers * (6 + 14 * 2 + 14 * 5) * 1e-6 < most["collectives"] < 2 * layers * 125e-6
         alone = cells["gpus"][net]["nccl"][0]  # 1 GPU: two launches of 3 us and a wait of 3 in each direction
         assert alone == pytest.approx({"operations": 2 * layers * 9e-6, "collectives": 0, "messages": 0})

@@ -11,6 +11,10 @@
 // A call never gets its number before it is ready everywhere. A process that posts the collective it expects next may
 // wait for ever. Another process may read the result of one branch before it calls the branch that was expected. NCCL
 // cannot withdraw a collective, and completes collectives in the order of posting.
+//
+// A call gets no number when it is issued, although that would be earlier. MXNet does not tell which calls of a backward
+// it has issued. The forward of the next step is often issued while they still wait, and it depends on them. If it had
+// its numbers before they have theirs, each would wait for the other.
 #pragma once
 
 #include <array>
