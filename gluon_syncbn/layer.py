@@ -6,6 +6,7 @@ import functools
 import numbers
 import sys
 import warnings
+from contextlib import nullcontext
 from typing import Any, Callable, Dict, List, Optional, Sequence, TypeVar, cast
 
 import mxnet as mx
@@ -309,7 +310,9 @@ class SyncBatchNorm(nn.BatchNorm):
         """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``."""
         given = [kinds.classic(array) for array in (x, *parameters)]
         addend, mask = (None if array is None else kinds.classic(array) for array in (addend, mask))
-        return kinds.like(self._of_classic(F, addend, mask, *given), x)
+        with session.issuing(x.context) if F is mx.nd else nullcontext():
+            y = self._of_classic(F, addend, mask, *given)
+        return kinds.like(y, x)
 
     def _of_classic(
         self,

@@ -50,8 +50,9 @@ def install() -> None:
       that this thread has not called, and would do so for its whole time limit. ``gluon.data.DataLoader`` calls it.
     - The ``__call__`` of Gluon's batch normalisation records, once, which blocks call a layer. A layer in an attribute
       of an object that is not a block cannot be found otherwise.
-    - ``mx.nd.CachedOp`` with ``static_shape`` announces its calls. MXNet makes its operators once and executes them
-      again, so the layers cannot see which thread calls them.
+    - ``mx.nd.CachedOp`` with a layer issues its operators on one context one thread after the other (see
+      `Session.issuing`). With ``static_shape`` it also announces its calls. MXNet makes its operators once and executes
+      them again, so the layers cannot see which thread calls them.
     - ``mx.random.seed`` announces its calls, because seeds that are drawn here follow from it.
     """
     if _replaced:
@@ -242,6 +243,11 @@ _graphs = itertools.count(2)
 
 def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
     class Issuing(cached_op):
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            with session.issuing(args[0].context):
+                return super().__call__(*args, **kwargs)
+
+    class Announcing(Issuing):
         def __init__(self, sym: mx.sym.Symbol, flags: Any, layer: Replicas) -> None:
             super().__init__(sym, flags)
             self._layer, self._graph = layer, -next(_graphs)
@@ -254,12 +260,11 @@ def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
                 _native.graph_ends()
 
     def make(sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.CachedOp:
-        if dict(flags).get("static_shape"):
-            for attributes in sym.attr_dict().values():
-                layer = Replicas.of_token(attributes.get("layer", ""))
-                if layer is not None and layer.pooling.mode != "local":  # one announces for all layers
-                    return Issuing(sym, flags, layer)
-        return cached_op(sym, flags)
+        layers = [Replicas.of_token(attributes.get("layer", "")) for attributes in sym.attr_dict().values()]
+        meeting = [layer for layer in layers if layer is not None and layer.pooling.mode != "local"]
+        if meeting and dict(flags).get("static_shape"):
+            return Announcing(sym, flags, meeting[0])  # one announces for all layers
+        return (Issuing if any(layers) else cached_op)(sym, flags)
 
     return make
 

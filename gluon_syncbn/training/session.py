@@ -32,6 +32,7 @@ class Session:
         self._exchanges: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
         # Exchanges that reach other processes, which must be told of a failure and of the end.
         self._between_processes: weakref.WeakSet[Exchange] = weakref.WeakSet()
+        self._issuing: Dict[Tuple[int, int], threading.Lock] = {}  # by context
         self._lock = threading.Lock()  # guards the number of open scopes
         self._open_scopes = 0
         self.beginning = threading.RLock()  # held by a thread that enters its first scope, or forgets a failed step
@@ -102,6 +103,15 @@ class Session:
         """Adds a layer whose parameters are new or have moved; ``exchange`` is its own."""
         self._layers[layer.id] = (layer, exchange)
 
+    def issuing(self, context: Context) -> threading.Lock:
+        """Returns the lock of a thread that issues operators of a layer on this context.
+
+        They write the same running statistics as those of another thread. MXNet appends an operator to the queue of
+        each array that it writes, one after the other (`ThreadedEngine::Push` in src/engine/threaded_engine.cc). If
+        two threads do so at once, each operator may be the first in one queue, and then wait for the other for ever.
+        """
+        return self._issuing.setdefault((context.device_typeid, context.device_id), threading.Lock())
+
     def beside(self, context: Context) -> Sequence[Context]:
         """Returns the contexts of a layer that is on this context and on others; empty if there is none."""
         places = [layer.contexts for layer, _ in self._layers.values() if layer.mode != "gather"]
@@ -150,6 +160,7 @@ class Session:
     def forked(self) -> None:
         """Resets the scopes in the child of a fork, which has one thread."""
         self._lock, self._open_scopes = threading.Lock(), self.depth()
+        self._issuing = {}
         self.beginning = threading.RLock()
         for exchange in list(self._between_processes):
             exchange.forked()

@@ -1,8 +1,11 @@
 """Threads that step a layer: one after the other, one for each replica, and two at once, which is an error."""
 
+import functools
 import queue
 import threading
-from contextlib import ExitStack, contextmanager
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import mxnet as mx
 import numpy as np
@@ -216,6 +219,75 @@ def test_two_threads_on_one_context(contexts, rng):
             actor.leave()
         for y in ys:
             np.testing.assert_allclose(y.asnumpy(), truth(batch).outputs[0], atol=1e-9)
+
+
+class Issues:
+    """Calls of a function of MXNet's that issues operators, by the contexts of their data: how many at once."""
+
+    def __init__(self, monkeypatch, owner, name, meanwhile):
+        self.most, self._now, self._lock, self._meanwhile = 0, {}, threading.Lock(), meanwhile
+        self._original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, self._watch(self._original))
+
+    def _watch(self, issue):
+        def watched(*args, **kwargs):
+            context = next(array for array in args if isinstance(array, nd.NDArray)).context
+            with self._lock:
+                self._now[context] = self._now.get(context, 0) + 1
+                self.most = max(self.most, self._now[context])
+            self._meanwhile()
+            try:
+                return issue(*args, **kwargs)
+            finally:
+                with self._lock:
+                    self._now[context] -= 1
+
+        return watched
+
+
+def issuing_function(way, trains):
+    if way != "eager":
+        return mx.nd.CachedOp.__wrapped__, "__call__"  # below that of `patches`
+    return (gluon_syncbn.layer, "sync_batch_norm") if trains else (mx.nd, "BatchNorm")
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["train", "predict"])
+@pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc", "static_shape"])
+def test_threads_that_share_a_context_issue_one_after_the_other(contexts, rng, monkeypatch, way, trains):
+    """MXNet appends an operator to the queues of running mean and variance one by one. Two threads that do so at once
+    would, once in some thousands of steps, let each operator wait for the other for ever.
+    """
+    batch = make_batch(rng, 4)
+    layer = prepare(SyncBatchNorm(in_channels=5, num_devices=4), batch, contexts[:1], "float64", WAYS[way])
+    xs = on_devices(batch.shards, contexts[:1] * 4, "float64")
+    with autograd.predict_mode():
+        layer(xs[0]).wait_to_read()
+    issues = Issues(monkeypatch, *issuing_function(way, trains), lambda: time.sleep(0.02))
+    with actors("one", "two", "three", "four") as threads, autograd.record() if trains else nullcontext():
+        calls = [functools.partial(scoped, trains, layer, x) for x in xs]
+        with ThreadPoolExecutor(4) as pool:
+            ys = list(pool.map(lambda thread, call: thread.do(call), threads, calls))
+    outputs = [y.asnumpy() for y in ys]
+    assert issues.most == 1
+    if trains:
+        for got, want in zip(outputs, truth(batch).outputs):
+            np.testing.assert_allclose(got, want, atol=TOLERANCE["float64"])
+
+
+def scoped(trains, layer, x):
+    with autograd.record() if trains else nullcontext():
+        return layer(x)
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid"])
+def test_threads_on_contexts_of_their_own_issue_at_once(contexts, rng, monkeypatch, way):
+    layer, shards = a_layer(contexts[:2], rng, WAYS[way])[::2]
+    both = threading.Barrier(2)
+    Issues(monkeypatch, *issuing_function(way, True), lambda: both.wait(timeout=30))
+    with actors("one", "two") as threads, autograd.record(), ThreadPoolExecutor(2) as pool:
+        calls = [functools.partial(scoped, True, layer, x) for x in shards]
+        for y in list(pool.map(lambda thread, call: thread.do(call), threads, calls)):
+            y.wait_to_read()
 
 
 def test_a_layer_used_twice_and_a_scope_for_each_replica(contexts, rng):
