@@ -29,6 +29,8 @@ void break_copy(ArrayP* array) {
     (*array)->broken = true;
 }
 
+constexpr const char* kNoMemory = "MXNet gave no memory for an array: the array is broken";
+
 const Fault kFaults[] = {
     {", missing cpu(", false,
      [](const Trial& trial) {
@@ -49,16 +51,16 @@ const Fault kFaults[] = {
          const Type other = static_cast<Type>((static_cast<int>(trial.layer.spec.type) + 1) % 3);
          trial.victim.become(trial.run.random, other, trial.layer.spec.channels);
      }},
-    {"MXNet gave no memory", false, [](const Trial& trial) { trial.victim.x->broken = true; }},
-    {"MXNet gave no memory", false, [](const Trial& trial) { break_copy(&trial.victim.parameters.beta); }},
-    {"MXNet gave no memory", false,
+    {kNoMemory, false, [](const Trial& trial) { trial.victim.x->broken = true; }},
+    {kNoMemory, false, [](const Trial& trial) { break_copy(&trial.victim.parameters.beta); }},
+    {kNoMemory, false,
      [](const Trial& trial) {
          for (const auto& replica : trial.step.call()) break_copy(&replica->parameters.running_var);
      }},
-    {"MXNet gave no memory", true, [](const Trial& trial) { trial.victim.y->broken = trial.victim.x->broken = true; }},
-    {"MXNet gave no memory", true, [](const Trial& trial) { trial.victim.backwards[0].dy->broken = true; }},
-    {"MXNet gave no memory", true, [](const Trial& trial) { trial.victim.backwards[0].dx->broken = true; }},
-    {"MXNet gave no memory", true, [](const Trial& trial) { trial.victim.backwards[0].dgamma->broken = true; }},
+    {kNoMemory, true, [](const Trial& trial) { trial.victim.y->broken = trial.victim.x->broken = true; }},
+    {kNoMemory, true, [](const Trial& trial) { trial.victim.backwards[0].dy->broken = true; }},
+    {kNoMemory, true, [](const Trial& trial) { trial.victim.backwards[0].dx->broken = true; }},
+    {kNoMemory, true, [](const Trial& trial) { trial.victim.backwards[0].dgamma->broken = true; }},
     {"the cable is out", false, [](const Trial&) { fail_exchanges(1); }},
     {"the cable is out", true, [](const Trial&) { fail_exchanges(1); }},
     {" on cpu(9): the layer was called here", false, [](const Trial& trial) { trial.victim.context_name = "cpu(9)"; }},

@@ -57,6 +57,8 @@ int autograd_is_training(bool* training) {
     return 0;
 }
 
+const char* last_error() { return "the array is broken\nStack trace:\n  that of MXNet"; }
+
 int ndarray_get_data(void* handle, void** data) {
     const Within program(false);
     const ArrayP& array = *static_cast<ArrayP*>(handle);
@@ -92,6 +94,7 @@ int ndarray_free(void* handle) {
 
 void load_core() {
     syncbn::MXNet functions{};  // the others belong to GPUs
+    functions.last_error = last_error;
     functions.custom_op_register = custom_op_register;
     functions.autograd_is_training = autograd_is_training;
     functions.ndarray_get_data = ndarray_get_data;
