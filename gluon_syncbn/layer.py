@@ -310,7 +310,7 @@ class SyncBatchNorm(nn.BatchNorm):
         """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``."""
         given = [kinds.classic(array) for array in (x, *parameters)]
         addend, mask = (None if array is None else kinds.classic(array) for array in (addend, mask))
-        with session.issuing(x.context) if F is mx.nd else nullcontext():
+        with session.issuing(x.ctx) if F is mx.nd else nullcontext():
             y = self._of_classic(F, addend, mask, *given)
         return kinds.like(y, x)
 

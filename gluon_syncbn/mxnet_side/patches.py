@@ -244,7 +244,7 @@ _graphs = itertools.count(2)
 def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
     class Issuing(cached_op):
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            with session.issuing(args[0].context):
+            with session.issuing(args[0].ctx):
                 return super().__call__(*args, **kwargs)
 
     class Announcing(Issuing):
