@@ -902,6 +902,15 @@ def test_a_collective_that_hangs(rng, lost_gpu, count, phase):
     assert_same(got._replace(running_mean=[], running_var=[]), specification(layer, batch), 1e-11)
 
 
+def run_with_points(program, folder):
+    """Runs it with the core of tests/support/points.py."""
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    environment = shell(points.package(), SUPPORT)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_memory_is_freed_while_a_collective_hangs(phase, tmp_path):
     """MXNet then waits for the GPU, and holds a lock that its allocations need: the layer needs no more of them.
@@ -945,11 +954,7 @@ def test_memory_is_freed_while_a_collective_hangs(phase, tmp_path):
                 print(error)
         nccl.cuda_emulator_lose(-1)
         """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
-    environment = shell(points.package(), SUPPORT)
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = run_with_points(program, tmp_path)
     layer = {"forward": "first", "backward": "second"}[phase]
     errors = [line for line in done.stdout.splitlines() if f"SyncBatchNorm '{layer}' on gpu(" in line]
     assert len(errors) == 2, done.stdout + done.stderr
@@ -1055,11 +1060,7 @@ def test_a_replica_that_is_hit(point, tmp_path):
         arm({point.encode()!r}, b"delay", 1, 0.3)
         print(is_right(step()))
         """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
-    environment = shell(points.package(), SUPPORT)
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = run_with_points(program, tmp_path)
     first, *found, kept, again, late = done.stdout.splitlines() or [""] * 4
     assert (first, again, late) == ("True",) * 3, done.stdout + done.stderr
     right = found.count("right")

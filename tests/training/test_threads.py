@@ -226,8 +226,7 @@ class Issues:
 
     def __init__(self, monkeypatch, owner, name, meanwhile):
         self.most, self._now, self._lock, self._meanwhile = 0, {}, threading.Lock(), meanwhile
-        self._original = getattr(owner, name)
-        monkeypatch.setattr(owner, name, self._watch(self._original))
+        monkeypatch.setattr(owner, name, self._watch(getattr(owner, name)))
 
     def _watch(self, issue):
         def watched(*args, **kwargs):
