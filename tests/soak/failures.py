@@ -80,6 +80,8 @@ def a_replica_that_is_never_called(trial: Trial) -> None:
     (call,) = trial.calls(trial.case.places)
     some = sorted(trial.rng.permutation(len(call.xs))[: trial.rng.randint(1, len(call.xs))])
     part = call._replace(xs=[call.xs[i] for i in some], dys=[call.dys[i] for i in some])
+    if not filled(part.xs):
+        return  # no result would show the failure, and the parameters would wait for the missing replicas
     gluon_syncbn.configure(timeout=SHORT)
     (ys,) = trial.issue([part], fails=True)
     if trial.rng.rand() < 0.5:
