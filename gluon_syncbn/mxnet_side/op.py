@@ -8,8 +8,8 @@ from typing import Any, Optional
 import numpy as np
 from mxnet import autograd
 
-from .. import _native
 from ..activation import NONE, Activation
+from ..training.guards import guard
 from ..training.replicas import Replicas
 
 #: MXNet's ``op_type``.
@@ -53,12 +53,8 @@ def sync_batch_norm(
     activation, no addend and one replica per context. In a static graph MXNet's engine does not know that a node writes
     the running statistics. So two nodes of one layer may run in either order there.
     """
-    # MXNet gives a custom operator a temporary copy of an array in oneDNN's layout, and frees it while the operator
-    # still runs. AllocateNDArrayCopy in src/operator/custom/custom.cc keeps a pointer and no reference. SwapAxis of an
-    # axis with itself is the cheapest operator that writes a new, plain array. On the output it does the same for the
-    # incoming gradient. GPUs have no such layout, and calls through csrc/native are not affected.
     on_cpus = not replicas.contexts or any(context.device_type != "gpu" for context in replicas.contexts)
-    guarded = on_cpus and bool(_native.why_custom())
+    guarded = guard(F, replicas, on_cpus=on_cpus, eager=node < 0)
     custom = functools.partial(
         F.Custom,
         op_type=NAME,
@@ -79,7 +75,7 @@ def sync_batch_norm(
     if mask is not None:
         data.append(F.Cast(mask, dtype="float64") if guarded else mask)  # SwapAxis takes no bool
     if guarded:
-        data = [F.SwapAxis(array, dim1=0, dim2=0) for array in data]
+        data = [guarded(array) for array in data]
     inputs, states = [data[0], gamma, beta, *data[1:]], [running_mean, running_var]
     adds, masks = int(addend is not None), int(mask is not None)
     if per_context == 1:
@@ -95,4 +91,4 @@ def sync_batch_norm(
             recording = autograd.set_recording(False)
             track(adds=0)
             autograd.set_recording(recording)
-    return F.SwapAxis(y, dim1=0, dim2=0) if guarded else y
+    return guarded(y) if guarded else y

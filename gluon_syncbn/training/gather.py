@@ -11,9 +11,9 @@ from mxnet import autograd
 from mxnet.context import Context
 from mxnet.util import is_np_array
 
-from .. import _native
 from ..exchange.store import ProcessStore
 from ..system import arguments
+from .guards import guard
 from .replicas import GATHER, Pooling, Replicas
 from .session import session
 
@@ -154,10 +154,9 @@ def _exchange_of(kvstore: Any) -> Any:
 
 
 def _gathered(F: Any, x: Any, place: _Place, **attributes: Any) -> Any:
-    # See `op.sync_batch_norm`.
-    guarded = place.contexts[0].device_type != "gpu" and bool(_native.why_custom())
-    y = F.Custom(F.SwapAxis(x, dim1=0, dim2=0) if guarded else x, op_type=NAME, **attributes)
-    return F.SwapAxis(y, dim1=0, dim2=0) if guarded else y
+    guarded = guard(F, place, on_cpus=place.contexts[0].device_type != "gpu", eager=F is mx.nd)
+    y = F.Custom(guarded(x) if guarded else x, op_type=NAME, **attributes)
+    return guarded(y) if guarded else y
 
 
 def _contexts(arrays: List[Any], given: Any, symbol: bool, listed: bool) -> List[Context]:

@@ -29,6 +29,12 @@ def test_named_groups_of_two_machines():
     assert job.succeeded(4), job.output
 
 
+def test_through_custom():
+    """MXNet may put the copies of two layers into one operation, which would wait for both."""
+    job = Job(4, "layers_in_any_order", worker=WORKER, environment={"GLUON_SYNCBN_OPERATOR": "custom"})
+    assert job.succeeded(4), job.output
+
+
 @pytest.mark.parametrize("way", [{}, BY_TRANSPORT], ids=["memory", "transport"])
 @pytest.mark.parametrize(
     ("fault", "text"),

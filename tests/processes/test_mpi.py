@@ -160,6 +160,11 @@ def test_rows_of_many_processes(processes):
     assert job.succeeded(processes), job.output
 
 
+def test_rows_through_custom():
+    job = Job(2, "gathers_in_any_order", environment={"GLUON_SYNCBN_OPERATOR": "custom"})
+    assert job.succeeded(2), job.output
+
+
 def test_a_transport_that_does_not_exist():
     expected = "name: 'dist_async' was given, expected one of ('mpi', 'horovod', 'dist_sync')"
     with pytest.raises(ValueError, match=re.escape(expected)):

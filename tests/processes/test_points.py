@@ -15,6 +15,8 @@ from environments import shell
 from mpi_job import Job
 from places import PACKAGE, SUPPORT
 
+from gluon_syncbn import _native
+
 WORKER = SUPPORT / "points_worker.py"
 HANGS = 300  # seconds, of a whole process; nothing here takes long
 #: Where a replica that is hit in the forward keeps the others from a total.
@@ -30,7 +32,10 @@ BEFORE_THE_TOTAL = {
 NOT_ALWAYS = {"before_worker"}
 BY_TRANSPORT = {"before_exchange", "after_exchange"}
 IN_MEMORY = {"before_post", "after_post", "after_collect"}  # that processes share
-WITHIN = [point for point in points.NATIVE if point not in BY_TRANSPORT | IN_MEMORY]
+#: In csrc/native, where no call comes through MXNet's `Custom`.
+ON_THE_NATIVE_PATH = {"before_first_half", "before_second_half"}
+NOT_WITHIN = BY_TRANSPORT | IN_MEMORY | (ON_THE_NATIVE_PATH if _native.why_custom() else set())
+WITHIN = [point for point in points.NATIVE if point not in NOT_WITHIN]
 
 
 def test_the_points_of_the_sources():

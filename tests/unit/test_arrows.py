@@ -73,7 +73,7 @@ FOLDERS = {
         ["cluster", "horovod", "mpi"],
         ["named"],
     ],
-    "training": [["session"], ["replicas", "steps"], ["devices", "gather", "join"], ["shuffle"]],
+    "training": [["session"], ["replicas", "steps"], ["devices", "guards", "join"], ["gather"], ["shuffle"]],
     "mxnet_side": [
         ["callers", "compatibility", "draws", "nodes", "operators", "translations"],
         ["blocks", "lifetime", "mixed", "op"],
