@@ -229,10 +229,12 @@ class _Child:
 
     def die(self) -> None:
         """Writes the will, from any thread; the first call ends the process."""
-        if self._last and self._dying.acquire(blocking=False):
-            self._write(0, *self._last)
-            time.sleep(_WORDS)
-        os._exit(1)
+        try:
+            if self._last and self._dying.acquire(blocking=False):
+                self._write(0, *self._last)
+                time.sleep(_WORDS)
+        finally:  # without a store, too
+            os._exit(1)
 
     def _end(self, number: int, key: int, array: np.ndarray) -> None:
         del self._store  # ends the servers and the scheduler, once all workers have come here

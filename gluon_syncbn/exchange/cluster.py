@@ -50,6 +50,7 @@ _ANSWER = 3.0  # seconds in which a server has to answer, and a rank has to writ
 _HEARD = 1.5  # seconds in which the others read a note
 _PAUSE = 0.002  # seconds at most between two rounds in which nobody sends anything
 _RECENT = 64  # rounds
+_LAST = -1  # bytes that a rank sends in a round after which it begins no other
 
 _Identity = Tuple[str, int, int, int, int]  # of a message: kind, key, node, call, phase
 
@@ -88,6 +89,8 @@ class ClusterTransport(WaitingTransport):
         self._told = threading.Event()  # the note is to be written at once
         self._written = threading.Event()
         self._quiet = threading.Event()  # no more notes
+        self._closing = False  # all ranks have come to their end
+        self._over = threading.Event()  # no more rounds
         self._carrier.ask("will", self._layout.register(rank), _note(0, _LOST, _WILL.format(os.getpid())))
         for work in (self._exchange, self._take_notes):
             threading.Thread(target=work, name="gluon_syncbn-cluster", daemon=True).start()
@@ -180,13 +183,25 @@ class ClusterTransport(WaitingTransport):
             return
         self._say(_ENDED, "")
         self._closed = True
-        over = self._wait_for_the_end()
+        over = self._wait_for_the_end() and self._end_rounds()
         self._quiet.set()
         if not over:
             self._abort()
             return
         self._carrier.ask("end")
         self._carrier.end(_native.timeout_of())
+
+    def _end_rounds(self) -> bool:
+        """Takes part in a last round. A round that only some ranks have begun would keep the store from ending."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + _native.timeout_of()
+        while not self._over.wait(_POLL):
+            if self._broken or time.monotonic() > deadline:
+                log.error("rank %d: the other ranks did not come to the last round of messages", self.rank)
+                return False
+        return True
 
     def _abort(self) -> None:
         """Ends servers and scheduler, which would wait for ever, and the carrier."""
@@ -281,7 +296,8 @@ class ClusterTransport(WaitingTransport):
         capacities = self._layout.capacities()
         while not self._broken:
             with self._changed:
-                if not self._waiting:
+                closing = self._closing
+                if not self._waiting and not closing:
                     self._changed.wait(_POLL)
                     continue
                 if pause and not self._outbox:
@@ -290,7 +306,7 @@ class ClusterTransport(WaitingTransport):
                 left = sum(map(len, self._outbox))
             row = np.zeros((self.size, 2 + capacities[level]), np.float32)
             numbers = _numbers(content)
-            row[self.rank, :2] = len(content), min(left, _MOST)
+            row[self.rank, :2] = len(content) or (_LAST if closing else 0), min(left, _MOST)
             row[self.rank, 2 : 2 + numbers.size] = numbers
             try:
                 rows = self._carrier.ask("total", self._layout.round(level), row.ravel()).result()
@@ -298,10 +314,13 @@ class ClusterTransport(WaitingTransport):
                 self.fail(str(error))
                 return
             rows = rows.reshape(row.shape)
+            if (rows[:, 0] == _LAST).all():  # the same in all ranks, which see the same rows
+                self._over.set()
+                return
             arrived = [
                 (rank, message)
                 for rank, (size, _, *_) in enumerate(rows[:, :2].astype(np.int64).tolist())
-                for message in streams[rank].feed(_bytes(rows[rank, 2:], size))
+                for message in streams[rank].feed(_bytes(rows[rank, 2:], max(size, 0)))
             ]
             with self._changed:
                 for rank, (identity, array) in arrived:

@@ -97,7 +97,7 @@ class Cluster:
     ("workers", "program", "scenario"),
     [
         (3, "cluster_worker.py", "every_bit+trains"),
-        (2, "cluster_worker.py", "masks_and_groups+resumes"),
+        (2, "cluster_worker.py", "masks_and_groups+resumes+ends_in_a_round"),
         pytest.param(3, "cluster_worker.py", "large_sums", marks=pytest.mark.slow),
         pytest.param(2, "mpi_worker.py", "equals_the_specification", marks=pytest.mark.slow),
         pytest.param(
