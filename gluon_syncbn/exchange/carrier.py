@@ -201,13 +201,6 @@ class _Child:
         self._store.pull(key, out=out)
         self._later(number, out)
 
-    def _barrier(self, number: int, key: int, array: np.ndarray) -> None:
-        def wait() -> None:
-            self._store._barrier()
-            self._answer(number, array)
-
-        self._waiters.submit(wait)
-
     def _abort(self, number: int, key: int, array: np.ndarray) -> None:
         """Ends the servers, which do not answer, and the scheduler."""
         command = pickle.dumps(_Leave(), 0).decode()

@@ -89,8 +89,8 @@ class ClusterTransport(WaitingTransport):
         self._told = threading.Event()  # the note is to be written at once
         self._written = threading.Event()
         self._quiet = threading.Event()  # no more notes
-        self._closing = False  # all ranks have come to their end
-        self._over = threading.Event()  # no more rounds
+        self._closing = False  # this rank has come to its end
+        self._over = threading.Event()  # all ranks have: no more rounds
         self._carrier.ask("will", self._layout.register(rank), _note(0, _LOST, _WILL.format(os.getpid())))
         for work in (self._exchange, self._take_notes):
             threading.Thread(target=work, name="gluon_syncbn-cluster", daemon=True).start()
@@ -183,7 +183,7 @@ class ClusterTransport(WaitingTransport):
             return
         self._say(_ENDED, "")
         self._closed = True
-        over = self._wait_for_the_end() and self._end_rounds()
+        over = self._wait_for_the_end()
         self._quiet.set()
         if not over:
             self._abort()
@@ -191,37 +191,26 @@ class ClusterTransport(WaitingTransport):
         self._carrier.ask("end")
         self._carrier.end(_native.timeout_of())
 
-    def _end_rounds(self) -> bool:
-        """Takes part in a last round. A round that only some ranks have begun would keep the store from ending."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        deadline = time.monotonic() + _native.timeout_of()
-        while not self._over.wait(_POLL):
-            if self._broken or time.monotonic() > deadline:
-                log.error("rank %d: the other ranks did not come to the last round of messages", self.rank)
-                return False
-        return True
-
     def _abort(self) -> None:
         """Ends servers and scheduler, which would wait for ever, and the carrier."""
         futures.wait([self._carrier.ask("abort")], 1.0)
         self._carrier.end(0)
 
     def _wait_for_the_end(self) -> bool:
-        """Waits until all ranks have come to their end. Returns whether they have."""
-        barrier = self._carrier.ask("barrier")
+        """Waits until all ranks have come to their end, in a last round. Returns whether they have.
+
+        A round that only some ranks have begun would keep the store from ending.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         since = time.monotonic()
         beats: Dict[int, int] = {}  # of the ranks that run, as they last changed
-        while True:
-            try:
-                barrier.result(_BEAT)
-                return True
-            except futures.TimeoutError:
-                notes = self._notes()
-            except mx.MXNetError as error:
-                log.error("%s", error)
+        while not self._over.wait(_BEAT):
+            if self._broken:
+                log.error("%s", self._broken)
                 return False
+            notes = self._notes()
             running = {rank: note.beats for rank, note in notes.items() if note.state == _RUNNING}
             problems = [f"rank {rank} {note.fate()}" for rank, note in notes.items() if note.state in (_FAILED, _LOST)]
             problems += [self._scheduler_problem(), *([] if notes else self._silent_servers())]
@@ -234,6 +223,7 @@ class ClusterTransport(WaitingTransport):
                     "rank %d of %d ends without the others: %s.", self.rank, self.size, next(filter(None, problems))
                 )
                 return False
+        return True
 
     # ---- waits ---------------------------------------------------------------------------------------------
 
