@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 
+import light  # noqa: F401
 import numpy as np
 
 import gluon_syncbn
