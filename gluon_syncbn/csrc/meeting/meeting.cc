@@ -118,6 +118,7 @@ Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine c
     for (size_t position = 0; position < meeting.replicas(); ++position)
         parts[meeting.positions[position].context].push_back(phase.entries[position].values.data());
     Contribution rows{{}, length};
+    rows.rows.reserve(parts.size());
     for (auto& of_context : parts) {
         if (of_context.size() == 1) {
             rows.rows.push_back(of_context[0]);

@@ -84,10 +84,10 @@ int HostCall::threads() const {
 
 std::shared_ptr<const Statistic> HostCall::statistic(const Vector& moments) const {
     const auto mean = moments.begin() + 1, m2 = mean + channels();
-    Vector variance(m2, moments.end()), invstd;
-    for (double& v : variance) {
-        v /= moments[0];
-        invstd.push_back(1 / std::sqrt(v + node_.epsilon));
+    Vector variance(m2, moments.end()), invstd(variance.size());
+    for (size_t c = 0; c < variance.size(); ++c) {
+        variance[c] /= moments[0];
+        invstd[c] = 1 / std::sqrt(variance[c] + node_.epsilon);
     }
     return std::make_shared<Statistic>(Statistic{moments[0], Vector(mean, m2), std::move(variance), std::move(invstd)});
 }

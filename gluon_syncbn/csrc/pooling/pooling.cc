@@ -19,8 +19,8 @@ struct Assignment {
 
 // The group of each slot, if groups are `size` consecutive slots.
 std::vector<int> consecutive(int slots, int size) {
-    std::vector<int> groups;
-    for (int slot = 0; slot < slots; ++slot) groups.push_back(slot / size);
+    std::vector<int> groups(slots);
+    for (int slot = 0; slot < slots; ++slot) groups[slot] = slot / size;
     return groups;
 }
 
@@ -28,10 +28,10 @@ std::vector<int> consecutive(int slots, int size) {
 Assignment grouped(const std::vector<double>& counts, const std::vector<int>& groups) {
     std::vector<double> values(counts.size(), 0.0);  // of each group; there are no more groups than slots
     for (size_t slot = 0; slot < counts.size(); ++slot) values.at(groups[slot]) += counts[slot];
-    Assignment out;
+    Assignment out{groups, {}, groups};
     for (size_t slot = 0; slot < counts.size(); ++slot) {
-        out.feeds.push_back(counts[slot] > 0 ? groups[slot] : kNone);
-        out.tracks.push_back(values[groups[slot]] > 0 ? groups[slot] : kNone);
+        if (counts[slot] == 0) out.feeds[slot] = kNone;
+        if (values[groups[slot]] == 0) out.tracks[slot] = kNone;
     }
     out.uses = out.tracks;  // also a slot of which no value counts
     return out;
@@ -107,6 +107,10 @@ Sharing sharing_of(const Pooling& pooling) {
 
 Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw, Range own,
                const std::vector<int>& groups) {
+    if (sharing_of(pooling) == Sharing::kTotal && counts.size() == 1 && counts[0] > 0) {  // for speed: the usual case
+        const std::vector<Range> total{{0, 1}};
+        return {{}, total, total, total, total};
+    }
     const Assignment of = assignment(pooling, counts, draw, groups);
     Pools out;
     const std::vector<Range> feeders = by_pool(of.feeds, &out.members), users = by_pool(of.uses, &out.members);
