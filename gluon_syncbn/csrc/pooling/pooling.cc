@@ -107,10 +107,6 @@ Sharing sharing_of(const Pooling& pooling) {
 
 Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw, Range own,
                const std::vector<int>& groups) {
-    if (sharing_of(pooling) == Sharing::kTotal && counts.size() == 1 && counts[0] > 0) {  // for speed: the usual case
-        const std::vector<Range> total{{0, 1}};
-        return {{}, total, total, total, total};
-    }
     const Assignment of = assignment(pooling, counts, draw, groups);
     Pools out;
     const std::vector<Range> feeders = by_pool(of.feeds, &out.members), users = by_pool(of.uses, &out.members);
