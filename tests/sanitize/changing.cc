@@ -103,7 +103,6 @@ std::vector<std::unique_ptr<Step>> some_steps(Run& run, Layer& layer, bool threa
 void back_to_normal() {
     syncbn_debug(0);
     syncbn_timeout(kPatience);
-    renew_exchanges();
     syncbn_exchange(*exchange_in_memory());
     syncbn_devices(0, nullptr);
     syncbn_forking(0);

@@ -60,22 +60,20 @@ int64_t Tensor::size() const {
     return out;
 }
 
-Property::Property(const std::map<std::string, std::string>& attributes) {
+Property::Property() { ++figures.properties; }
+
+// MXNet deletes the property whatever fails in here. So does the destructor: the other constructor has ended by then.
+Property::Property(const std::map<std::string, std::string>& attributes) : Property() {
     std::vector<const char*> keys, values;
     for (const auto& attribute : attributes) {
         keys.push_back(attribute.first.c_str());
         values.push_back(attribute.second.c_str());
     }
-    ++figures.properties;
-    try {
+    {
         const Within core(true);
         if (operator_creator()("gluon_syncbn", static_cast<int>(keys.size()), keys.data(), values.data(),
                                &callbacks_) == 0)
             throw dmlc::Error("Check failed");
-    } catch (...) {
-        call(callbacks_, kDeleteProperty);  // MXNet does, whatever has happened
-        --figures.properties;
-        throw;
     }
     inputs = count(kArguments);
     outputs = count(kOutputs);

@@ -35,6 +35,7 @@ class Property {
     const MXCallbackList& callbacks() const { return callbacks_; }
 
   private:
+    Property();
     size_t count(int which) const;
 
     MXCallbackList callbacks_{};

@@ -91,6 +91,7 @@ void Layer::drop() const { syncbn_layer_drop(id); }
 
 void Layer::restore() {
     if (replaced_) place(spec.contexts, spec.replicas);
+    renew_exchanges();
     if (spec.exchange != nullptr) syncbn_layer_exchange(id, *spec.exchange);
     set_timeout(0);
     syncbn_seed(kSeed);

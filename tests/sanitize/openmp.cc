@@ -5,6 +5,8 @@
 #include <thread>
 #include <vector>
 
+#include "memory.h"
+
 namespace {
 
 constexpr int kProcessors = 16;  // enough for several threads to each of a few replicas, whatever this machine has
@@ -31,8 +33,11 @@ int omp_get_num_threads() { return team; }
 // libgomp's own name: what g++ makes of `#pragma omp parallel`.
 void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned) {
     std::vector<std::thread> others;
-    for (unsigned i = 1; i < threads; ++i)
-        others.emplace_back(run_as, static_cast<int>(i), static_cast<int>(threads), body, data);
+    {
+        const driver::Within program(false);  // no allocation of a library counts as one of the core
+        for (unsigned i = 1; i < threads; ++i)
+            others.emplace_back(run_as, static_cast<int>(i), static_cast<int>(threads), body, data);
+    }
     run_as(0, static_cast<int>(threads), body, data);
     for (auto& other : others) other.join();
 }
