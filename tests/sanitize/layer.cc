@@ -92,7 +92,8 @@ void Layer::drop() const { syncbn_layer_drop(id); }
 void Layer::restore() {
     if (replaced_) place(spec.contexts, spec.replicas);
     renew_exchanges();
-    if (spec.exchange != nullptr) syncbn_layer_exchange(id, *spec.exchange);
+    // Also where the layer had none of its own: it may have been given one that is broken by now.
+    syncbn_layer_exchange(id, spec.exchange != nullptr ? *spec.exchange : *exchange_in_memory());
     set_timeout(0);
     syncbn_seed(kSeed);
     meetings.clear();

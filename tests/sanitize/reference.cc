@@ -16,6 +16,7 @@ double tolerance(Type type) { return type == Type::kFloat64 ? 1e-12 : type == Ty
 
 constexpr double kLargestHalf = 6e4;  // a float16 beyond this is infinite
 constexpr double kSmall = 1e-4;       // a float16 below this has fewer bits
+constexpr double kLost = 6e-8;        // a float16 below this may be stored as 0
 
 // Values, each a sum of terms of such a size: rounding errors are parts of that.
 struct Expected {
@@ -129,8 +130,10 @@ Slots slots_of(Layer& layer, const std::vector<std::unique_ptr<Replica>>& replic
     return all;
 }
 
-void check_outputs(const Slots& slots, const Replica& replica, const std::string& what) {
+// Returns whether y tells for all values on which side of 0 they were before the activation.
+bool check_outputs(const Slots& slots, const Replica& replica, const std::string& what) {
     Expected y(replica.x->size);
+    bool tells = true;
     for (const Slot& slot : slots)
         if (slot.replica == &replica)
             slot.each([&](int64_t i, int64_t c) {
@@ -139,9 +142,13 @@ void check_outputs(const Slots& slots, const Replica& replica, const std::string
                 y.add(i, replica.parameters.beta->get(c));
                 y.size[i] += scale * (std::fabs(x) + std::fabs(slot.used->mean[c]));
                 if (replica.addend) y.add(i, replica.addend->get(i));
+                const double z = std::fabs(y.value[i]);
+                if (replica.layer.spec.activates() && replica.y->type == Type::kFloat16 && z > 0 && z < kLost)
+                    tells = false;
                 if (y.value[i] <= 0) y.value[i] *= replica.layer.spec.slope;
             });
     compare(*replica.y, replica.req, std::move(y), "y" + what);
+    return tells;
 }
 
 // The gradient before the activation. On which side of 0 a value is may hang on rounding: y, which was checked, says it.
@@ -150,11 +157,11 @@ double dz(const Replica& replica, size_t k, int64_t i) {
     return !replica.layer.spec.activates() || replica.y->get(i) > 0 ? dy : slope * dy;
 }
 
-// In place, xhat and x are found in y, and have lost what that and x were rounded by.
+// The mean is rounded. In place, xhat and x are found in y, and have lost what that and x were rounded by.
 double size_of_xhat(const Replica& replica, const Statistic& used, double x, int64_t c) {
-    const double xhat = std::fabs(used.xhat(x, c)), beta = replica.parameters.beta->get(c);
-    if (!replica.layer.spec.inplace) return xhat;
-    return xhat + std::fabs(beta / replica.scale(c)) + std::fabs(used.mean[c]) * used.invstd(c);
+    const double size = std::fabs(used.xhat(x, c)) + std::fabs(used.mean[c]) * used.invstd(c);
+    if (!replica.layer.spec.inplace) return size;
+    return size + std::fabs(replica.parameters.beta->get(c) / replica.scale(c));
 }
 
 void check_gradients(const Slots& slots, const Replica& replica, size_t k, const std::string& what) {
@@ -222,13 +229,15 @@ void check(Layer& layer, const std::vector<std::unique_ptr<Replica>>& replicas) 
     // training they stay what they are.
     const Slots slots = slots_of(layer, replicas);
     const std::string what = " of " + layer.name + " in mode " + std::to_string(static_cast<int>(layer.spec.mode));
+    bool tell = true;
     for (const auto& replica : replicas) {
         const std::string error = replica->forward.error + replica->aside.error;
         expect(error.empty(), "the forward" + what + " succeeds: " + error);
         if (!error.empty()) return;
-        check_outputs(slots, *replica, what);
+        tell = check_outputs(slots, *replica, what) && tell;
     }
-    for (size_t k = 0; k < replicas[0]->backwards.size(); ++k) {
+    // The gradients of all replicas depend on the side of each value.
+    for (size_t k = 0; tell && k < replicas[0]->backwards.size(); ++k) {
         add_up(slots, k);
         for (const auto& replica : replicas) {
             const std::string& error = replica->backwards[k].outcome.error;
