@@ -247,7 +247,7 @@ def forward(
         outputs[device][samples] = weight * xhat + np.asarray(beta, np.float64)
     if addends is not None:
         outputs = [z + a for z, a in zip(outputs, _channels_last(addends, axis)[0])]
-    slopes = [np.where(z > 0, z < ceiling, slope) for z in outputs]
+    slopes = [np.where(z > 0, (z < ceiling) | np.isinf(ceiling), slope) for z in outputs]
     outputs = [np.where(z <= 0, slope * z if slope else 0.0, np.minimum(z, ceiling)) for z in outputs]
 
     new_means, new_vars = [], []

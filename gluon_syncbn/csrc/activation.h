@@ -8,7 +8,8 @@
 //     invertible(slope, ceiling)  y is enough to find z
 //     On<V, C>                    f on values V: scalars, or vectors of the scalar C
 //         apply(z)                z becomes y
-//         through(grad, z)        the gradient with respect to y becomes that with respect to z
+//         through(grad, z)        the gradient with respect to y becomes that with respect to z. After an addition, it
+//                                 gets y instead of z
 //         undo(y)                 y becomes z, if it is invertible
 #pragma once
 
@@ -34,7 +35,8 @@ struct Identity {
 };
 
 // y = z if z > 0, but at most `ceiling`, else slope * z. Slope 0 is ReLU, and gives 0 for minus infinity too. A NaN
-// stays a NaN. A slope of 1 leaves z as it is; only ReLU has a ceiling.
+// stays a NaN. A slope of 1 leaves z as it is; only ReLU has a ceiling. An infinite z is below no ceiling, and passes
+// its gradient on.
 struct Rectifier {
     static constexpr bool kChanges = true, kByOutput = true;
     SYNCBN_ANYWHERE static constexpr bool invertible(double slope, double ceiling) {
@@ -53,7 +55,7 @@ struct Rectifier {
             *z = *z <= 0 ? below : above;
         }
         SYNCBN_ANYWHERE void through(V* grad, const V& z) const {
-            *grad = (z > 0) & (z < ceiling) ? *grad : *grad * slope;
+            *grad = (z > 0) & ((z < ceiling) | (ceiling * 2 == ceiling)) ? *grad : *grad * slope;
         }
         SYNCBN_ANYWHERE void undo(V* y) const { *y = *y > 0 ? *y : *y / slope; }
     };

@@ -91,6 +91,24 @@ def specification_of_z(layer, batch, given, settings):
         layer._activation = activation
 
 
+@pytest.mark.parametrize("behind, slope", [("relu", 1), ("relu6", 0), ("leaky", 1)])
+def test_an_infinite_value_has_the_gradient_of_mxnet_s_operators(case, contexts, behind, slope):
+    """As float16 makes one by an overflow."""
+    batch, addends = case(2, "float32")
+    addends[0].flat[0] = np.inf
+    layer = prepare(make(True, **EPILOGUE[behind]), batch, contexts[:2], "float32")
+    got, daddends = step(layer, batch, addends, contexts, "float32")
+    assert daddends[0].flat[0] == np.float32(slope * batch.heads[0].flat[0])
+    want = specification(layer, batch, addends=addends)
+    for a, b in zip([*got.dxs, got.dbeta], [*want.dxs, want.dbeta]):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    z = nd.array([np.inf])
+    z.attach_grad()
+    with autograd.record():
+        layer._activation.of(nd, z).backward()
+    assert z.grad.asscalar() == slope
+
+
 @pytest.mark.parametrize("axis, spatial", [(1, (4, 6)), (1, (5, 7)), (-1, (4, 6))], ids=str)
 @pytest.mark.parametrize("dtype", ON_CPUS)
 @pytest.mark.parametrize("adds, behind", CASES)
