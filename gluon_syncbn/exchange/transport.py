@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Label(NamedTuple):
-    """The identity of a message, the same in every process."""
+    """Names an exchange. The first five fields identify its messages, and are the same in every process."""
 
     kind: str
     key: int = 0
@@ -44,7 +44,7 @@ class Transport(ABC):
     def allgather(
         self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
     ) -> List[np.ndarray]:
-        """Returns the parts of all ranks, in their order.
+        """Returns the parts of all ranks, in their order. Each part is a vector.
 
         ``equal``: parts of another size or type than ours are an error. ``ranks``: only these ranks take part; this
         rank is one of them, and each of them makes the same call.

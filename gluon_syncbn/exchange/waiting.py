@@ -1,6 +1,6 @@
 """Provides what all transports share: time limit, one warning, the identity of messages, and the text of failures.
 
-A transport has its own forms of `post` and `poll`, and calls `Wait.look` while it waits.
+A transport brings `allgather`, `tell` and `close`, and calls `Wait.poll` while it waits.
 """
 
 from __future__ import annotations
