@@ -26,10 +26,6 @@ struct Part {
     int64_t first, last;
 };
 
-// The activation after z.
-template <class A>
-using Epilogue = typename A::template On<FloatLanes, float>;
-
 // Computes z of kLanes channels.
 struct LanesOfZ {
     FloatLanes high, low, scale, shift;
@@ -109,13 +105,13 @@ template <int Width, int K, class A, bool ByOutput, typename T>
 struct GradSumsOf {
     static constexpr bool kByInput = A::kChanges && !ByOutput;
     const Gradients<T> from;
-    const Epilogue<A> epilogue;
+    const OnLanes<A, Width> epilogue;
     Lanes<Width> mean[K];
     LanesOfZ z[K];
     Sums<Width, kSets<Width>> sums;
     SYNCBN_METHOD GradSumsOf(const Gradients<T>& from, const double* mean, const ColumnRectified<float>& z,
                              int64_t channel)
-        : from(from), epilogue(z.activation.slope, z.activation.ceiling) {
+        : from(from), epilogue(z.activation) {
 #pragma GCC unroll 2
         for (int k = 0; k < K; ++k) {
             load_lanes(mean + channel + k * kLanes, &this->mean[k]);
@@ -195,11 +191,11 @@ SYNCBN_INLINE void put(T* to, const FloatLanes& value) {
     store_lanes(Add ? before + value : value, to);
 }
 
-template <int K, bool Add, class A, bool Addend, typename T>
+template <int Width, int K, bool Add, class A, bool Addend, typename T>
 SYNCBN_INLINE void part_normalise(const T* __restrict__ x, const T* __restrict__ addend, T* __restrict__ y,
                                   const Shape& shape, const Part& part, const ColumnRectified<float>& constants) {
     constexpr int64_t kBlock = K * kLanes;
-    const Epilogue<A> epilogue(constants.activation.slope, constants.activation.ceiling);
+    const OnLanes<A, Width> epilogue(constants.activation);
     for (int64_t position = part.first; position < part.last;) {
         const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
         const int64_t channel = image * kBlock % shape.channels;
@@ -223,13 +219,13 @@ SYNCBN_INLINE void part_normalise(const T* __restrict__ x, const T* __restrict__
     }
 }
 
-template <int K, bool Add, class A, bool Masked, typename T>
+template <int Width, int K, bool Add, class A, bool Masked, typename T>
 SYNCBN_INLINE void part_grad_input(const T* dy, const T* x, const float* mask, T* dx, const Shape& shape,
                                    const Part& part, const ColumnGradInput<float>& constants,
                                    const ColumnRectified<float>& rectified) {
     constexpr int64_t kBlock = K * kLanes;
     const int64_t groups = shape.channels / kBlock;
-    const Epilogue<A> epilogue(rectified.activation.slope, rectified.activation.ceiling);
+    const OnLanes<A, Width> epilogue(rectified.activation);
     for (int64_t position = part.first; position < part.last;) {
         const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
         const int64_t channel = image * kBlock % shape.channels;
@@ -266,11 +262,11 @@ SYNCBN_INLINE void part_grad_input(const T* dy, const T* x, const float* mask, T
     }
 }
 
-template <int K, class A, typename T>
+template <int Width, int K, class A, typename T>
 SYNCBN_INLINE void part_recover(const T* __restrict__ y, T* __restrict__ x, const Shape& shape, const Part& part,
                                 const ColumnRectified<float>& constants) {
     constexpr int64_t kBlock = K * kLanes;
-    const Epilogue<A> epilogue(constants.activation.slope, constants.activation.ceiling);
+    const OnLanes<A, Width> epilogue(constants.activation);
     for (int64_t position = part.first; position < part.last;) {
         const int64_t image = position / shape.inner, last = std::min(part.last, (image + 1) * shape.inner);
         const int64_t channel = image * kBlock % shape.channels;
@@ -296,48 +292,44 @@ SYNCBN_INLINE void part_recover(const T* __restrict__ y, T* __restrict__ x, cons
 #define SYNCBN_VECTORS(shape, K, ...) \
     SYNCBN_IF((shape).block == kLanes, kOne, constexpr int K = kOne ? 1 : 2; __VA_ARGS__)
 
-#define SYNCBN_BLOCK_SUMS_OF(TYPE, T, SET, WIDTH)                                                                     \
-    SET void leaf_moments(const T* x, const float* mask, const Shape& shape, int64_t group, const Part& part,         \
-                          const double* pivot, double* sum, double* square) {                                         \
-        SYNCBN_VECTORS(shape, K, part_moments<WIDTH, K>(x, mask, shape, group, part, pivot, sum, square);)            \
-    }                                                                                                                 \
-    SET void leaf_grad_sums(const Gradients<T>& from, const Shape& shape, int64_t group, const Part& part,            \
-                            const double* mean, const ColumnRectified<float>& z, double* sum_dz, double* sum_dz_xc) { \
-        SYNCBN_ACTIVATION(z.activation, A,                                                                            \
-                          SYNCBN_IF(from.y != nullptr, kByOutput,                                                     \
-                                    SYNCBN_VECTORS(shape, K,                                                          \
-                                                   part_grad_sums<WIDTH, K, A, kByOutput>(                            \
-                                                       from, shape, group, part, mean, z, sum_dz, sum_dz_xc);)))      \
+#define SYNCBN_BLOCK_LEAVES_OF(TYPE, T, SET, WIDTH)                                                                    \
+    SET void leaf_moments(const T* x, const float* mask, const Shape& shape, int64_t group, const Part& part,          \
+                          const double* pivot, double* sum, double* square) {                                          \
+        SYNCBN_VECTORS(shape, K, part_moments<WIDTH, K>(x, mask, shape, group, part, pivot, sum, square);)             \
+    }                                                                                                                  \
+    SET void leaf_grad_sums(const Gradients<T>& from, const Shape& shape, int64_t group, const Part& part,             \
+                            const double* mean, const ColumnRectified<float>& z, double* sum_dz, double* sum_dz_xc) {  \
+        SYNCBN_ACTIVATION(z.activation, A,                                                                             \
+                          SYNCBN_IF(from.y != nullptr, kByOutput,                                                      \
+                                    SYNCBN_VECTORS(shape, K,                                                           \
+                                                   part_grad_sums<WIDTH, K, A, kByOutput>(                             \
+                                                       from, shape, group, part, mean, z, sum_dz, sum_dz_xc);)))       \
+    }                                                                                                                  \
+    SET void leaf_normalise(const T* x, const T* addend, T* y, const Shape& shape, const Part& part,                   \
+                            const ColumnRectified<float>& z, bool add) {                                               \
+        SYNCBN_ACTIVATION(                                                                                             \
+            z.activation, A,                                                                                           \
+            SYNCBN_IF(                                                                                                 \
+                add, kAdd,                                                                                             \
+                SYNCBN_IF(addend != nullptr, kAddend,                                                                  \
+                          SYNCBN_VECTORS(shape, K,                                                                     \
+                                         part_normalise<WIDTH, K, kAdd, A, kAddend>(x, addend, y, shape, part, z);)))) \
+    }                                                                                                                  \
+    SET void leaf_grad_input(const T* dy, const T* x, const float* mask, T* dx, const Shape& shape, const Part& part,  \
+                             const ColumnGradInput<float>& constants, const ColumnRectified<float>& z, bool add) {     \
+        SYNCBN_ACTIVATION(z.activation, A,                                                                             \
+                          SYNCBN_IF(add, kAdd,                                                                         \
+                                    SYNCBN_IF(mask != nullptr, kMasked,                                                \
+                                              SYNCBN_VECTORS(shape, K,                                                 \
+                                                             part_grad_input<WIDTH, K, kAdd, A, kMasked>(              \
+                                                                 dy, x, mask, dx, shape, part, constants, z);))))      \
+    }                                                                                                                  \
+    SET void leaf_recover(const T* y, T* x, const Shape& shape, const Part& part, const ColumnRectified<float>& z) {   \
+        SYNCBN_ACTIVATION(z.activation, A, SYNCBN_VECTORS(shape, K, part_recover<WIDTH, K, A>(y, x, shape, part, z);)) \
     }
-#define SYNCBN_BLOCK_SUMS(SET, WIDTH) SYNCBN_NUMBERS_IN_BLOCKS(SYNCBN_BLOCK_SUMS_OF, SET, WIDTH)
+#define SYNCBN_BLOCK_LEAVES(SET, WIDTH) SYNCBN_NUMBERS_IN_BLOCKS(SYNCBN_BLOCK_LEAVES_OF, SET, WIDTH)
 
-#define SYNCBN_BLOCK_LEAVES(TYPE, T)                                                                                  \
-    SYNCBN_CLONES void leaf_normalise(const T* x, const T* addend, T* y, const Shape& shape, const Part& part,        \
-                                      const ColumnRectified<float>& z, bool add) {                                    \
-        SYNCBN_ACTIVATION(                                                                                            \
-            z.activation, A,                                                                                          \
-            SYNCBN_IF(add, kAdd,                                                                                      \
-                      SYNCBN_IF(addend != nullptr, kAddend,                                                           \
-                                SYNCBN_VECTORS(shape, K,                                                              \
-                                               part_normalise<K, kAdd, A, kAddend>(x, addend, y, shape, part, z);)))) \
-    }                                                                                                                 \
-    SYNCBN_CLONES void leaf_grad_input(const T* dy, const T* x, const float* mask, T* dx, const Shape& shape,         \
-                                       const Part& part, const ColumnGradInput<float>& constants,                     \
-                                       const ColumnRectified<float>& z, bool add) {                                   \
-        SYNCBN_ACTIVATION(z.activation, A,                                                                            \
-                          SYNCBN_IF(add, kAdd,                                                                        \
-                                    SYNCBN_IF(mask != nullptr, kMasked,                                               \
-                                              SYNCBN_VECTORS(shape, K,                                                \
-                                                             part_grad_input<K, kAdd, A, kMasked>(                    \
-                                                                 dy, x, mask, dx, shape, part, constants, z);))))     \
-    }                                                                                                                 \
-    SYNCBN_CLONES void leaf_recover(const T* y, T* x, const Shape& shape, const Part& part,                           \
-                                    const ColumnRectified<float>& z) {                                                \
-        SYNCBN_ACTIVATION(z.activation, A, SYNCBN_VECTORS(shape, K, part_recover<K, A>(y, x, shape, part, z);))       \
-    }
-
-SYNCBN_FOR_EACH_SET(SYNCBN_BLOCK_SUMS)
-SYNCBN_NUMBERS_IN_BLOCKS(SYNCBN_BLOCK_LEAVES)
+SYNCBN_FOR_EACH_SET(SYNCBN_BLOCK_LEAVES)
 
 // ---- the work of each thread ---------------------------------------------------------------------------------
 

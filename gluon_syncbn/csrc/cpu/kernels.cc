@@ -101,6 +101,14 @@ struct RowRectified {
 #pragma GCC unroll 4
         for (int i = 0; i < Lanes<Width>::kParts; ++i) through<A>(&grads->parts[i], x.parts[i]);
     }
+    template <class A, int Width>
+    SYNCBN_METHOD void through(FloatLanes* grads, const FloatLanes& x) const {
+        FloatParts<Width> all(*grads);
+        const FloatParts<Width> values(x);
+#pragma GCC unroll 2
+        for (int i = 0; i < all.kParts; ++i) through<A>(&all.parts[i], values.parts[i]);
+        all.store(grads);
+    }
 };
 
 template <int Width, class A, typename T, typename C = typename Value<T>::Compute>
@@ -118,7 +126,7 @@ SYNCBN_INLINE void row_grad_sums(const T* dy, const T* x, int64_t rows, int64_t 
                 typename Value<T>::template Many<Width> values, grads;
                 load_lanes(x + i + half * kLanes, &values);
                 load_lanes(dy + i + half * kLanes, &grads);
-                z.template through<A>(&grads, values);
+                z.template through<A, Width>(&grads, values);
                 Lanes<Width> v, g;
                 widen(values, &v);
                 widen(grads, &g);

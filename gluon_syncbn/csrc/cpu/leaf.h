@@ -77,6 +77,46 @@ SYNCBN_INLINE void widen(const FloatLanes& values, Lanes<Width>* out) {
         out->parts[i] = __builtin_convertvector(parts[i], typename Lanes<Width>::Part);
 }
 
+// FloatLanes in parts of the registers' width: g++ compares wider vectors one value at a time.
+template <int Width>
+struct FloatParts {
+    static constexpr int kFloats = Width < 4 ? 2 * Width : kLanes, kParts = kLanes / kFloats;
+    typedef float Part __attribute__((vector_size(kFloats * sizeof(float))));
+    Part parts[kParts];
+    SYNCBN_METHOD explicit FloatParts(const FloatLanes& from) { std::memcpy(parts, &from, sizeof parts); }
+    SYNCBN_METHOD void store(FloatLanes* to) const { std::memcpy(to, parts, sizeof parts); }
+};
+
+// An activation of FloatLanes.
+template <class A, int Width>
+class OnLanes {
+  public:
+    SYNCBN_METHOD explicit OnLanes(const Activation& activation) : of_part_(activation.slope, activation.ceiling) {}
+    SYNCBN_METHOD void apply(FloatLanes* z) const {
+        Parts all(*z);
+#pragma GCC unroll 2
+        for (int i = 0; i < Parts::kParts; ++i) of_part_.apply(&all.parts[i]);
+        all.store(z);
+    }
+    SYNCBN_METHOD void through(FloatLanes* grads, const FloatLanes& z) const {
+        Parts all(*grads);
+        const Parts at(z);
+#pragma GCC unroll 2
+        for (int i = 0; i < Parts::kParts; ++i) of_part_.through(&all.parts[i], at.parts[i]);
+        all.store(grads);
+    }
+    SYNCBN_METHOD void undo(FloatLanes* y) const {
+        Parts all(*y);
+#pragma GCC unroll 2
+        for (int i = 0; i < Parts::kParts; ++i) of_part_.undo(&all.parts[i]);
+        all.store(y);
+    }
+
+  private:
+    using Parts = FloatParts<Width>;
+    const typename A::template On<typename Parts::Part, float> of_part_;
+};
+
 // Splits a float64 mean into two values of the compute type. Near the mean, x - high is exact, so an offset of 1e5 in
 // float32 data costs no digits.
 template <typename C>
