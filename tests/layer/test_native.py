@@ -20,6 +20,7 @@ from replicas import (
     TOLERANCE,
     WAYS,
     assert_same,
+    convolves_bfloat16,
     make_batch,
     on_devices,
     prepare,
@@ -306,7 +307,7 @@ def test_blocks_of_channels(contexts, rng, behind, spatial):
 
 
 @native
-@pytest.mark.skipif(_native.instruction_set() != "avx512f", reason="MXNet has no convolution of bfloat16 here")
+@pytest.mark.skipif(not convolves_bfloat16(), reason="MXNet has no convolution of bfloat16 here")
 @pytest.mark.parametrize("behind", EPILOGUE)
 def test_blocks_of_bfloat16(contexts, rng, behind):
     """The same bits as where the data lie plain, but for sums that run in another order."""

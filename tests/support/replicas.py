@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import os
 import signal
@@ -30,6 +31,19 @@ WAYS = {
 TOLERANCE = {"float16": 2e-3, "float32": 1e-5, "float64": 1e-11}
 #: And for data that MXNet has on CPUs alone. A value of bfloat16 keeps 8 bits.
 ON_CPUS = TOLERANCE if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu" else {"bfloat16": 1.6e-2, **TOLERANCE}
+
+
+@functools.lru_cache(maxsize=None)
+def convolves_bfloat16() -> bool:
+    """oneDNN does on processors with AVX-512, unless DNNL_MAX_CPU_ISA keeps it from that."""
+    one = nd.ones((1, 1, 1, 1)).astype(bfloat16.DTYPE)
+    try:
+        nd.Convolution(one, one, num_filter=1, kernel=(1, 1), no_bias=True).wait_to_read()
+    except mx.MXNetError as error:
+        if "could not create a primitive descriptor" not in str(error):
+            raise
+        return False
+    return True
 
 
 class Batch(NamedTuple):

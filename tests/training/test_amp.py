@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from environments import shell
 from places import PACKAGE, SUPPORT
+from replicas import convolves_bfloat16
 
 from gluon_syncbn import _native
 
@@ -225,9 +226,7 @@ print(json.dumps(answers))
 """
 
 
-computes = pytest.mark.skipif(
-    _native.instruction_set() != "avx512f", reason="MXNet computes with bfloat16 on processors with AVX-512 alone"
-)
+computes = pytest.mark.skipif(not convolves_bfloat16(), reason="MXNet has no convolution of bfloat16 here")
 
 
 @pytest.fixture(scope="module")
