@@ -83,16 +83,18 @@ def install_for_executors() -> None:
 def install_for_modules() -> None:
     """Changes MXNet for those who train with ``Module``; once there is one with synchronised layers.
 
-    - ``forward`` and ``backward`` of a ``Module`` mark where a step begins, and where it fails between two executors.
-    - Its ``update`` changes nothing in a step that failed, as that of a ``gluon.Trainer`` (see `install`).
+    - ``forward`` and ``backward`` of a group of executors mark where a step begins, and where it fails between two of
+      them. A program may have a module of its own, which makes the group itself. So an update after the ``backward``
+      changes nothing in a step that failed, as that of a ``gluon.Trainer`` (see `install`).
+    - ``update`` of a ``Module`` is another such place: another module of the step may have failed since its backward.
     - ``asnumpy`` and ``wait_to_read`` note that a caller has seen a failure: the next step may forget it.
     - ``get_params`` of a group of executors waits for the forward. An executor tells MXNet's engine only what its
       operators read and put out, and not that they write auxiliary states (`GraphExecutor::InitCachedOps` in
       src/executor/graph_executor.cc). So the engine may copy the running statistics before a forward that was issued
       earlier has written them.
     """
-    replace_once(Module, "forward", _beginning)
-    replace_once(Module, "backward", _within)
+    replace_once(DataParallelExecutorGroup, "forward", _beginning)
+    replace_once(DataParallelExecutorGroup, "backward", _within)
     replace_once(Module, "update", _updating)
     for name in ("asnumpy", "wait_to_read"):
         replace_once(mx.nd.NDArray, name, _reading)
@@ -185,31 +187,36 @@ def _calling(forward: Callable) -> Callable:
 
 
 def _beginning(forward: Callable) -> Callable:
-    def beginning(module: Module, data_batch: Any, is_train: Optional[bool] = None) -> None:
-        trains = module.for_training if is_train is None else is_train
-        with steps.executors_run_forward() if trains and _is_synchronised(module._exec_group) else nullcontext():
-            forward(module, data_batch, is_train)
+    def beginning(group: DataParallelExecutorGroup, data_batch: Any, is_train: Optional[bool] = None) -> None:
+        trains = group.for_training if is_train is None else is_train
+        with steps.executors_run_forward() if trains and _is_synchronised(group) else nullcontext():
+            forward(group, data_batch, is_train)
 
     return beginning
 
 
 def _within(backward: Callable) -> Callable:
-    def within(module: Module, *args: Any, **kwargs: Any) -> None:
-        with steps.executors_run_backward() if _is_synchronised(module._exec_group) else nullcontext():
-            backward(module, *args, **kwargs)
+    def within(group: DataParallelExecutorGroup, *args: Any, **kwargs: Any) -> None:
+        with steps.executors_run_backward() if _is_synchronised(group) else nullcontext():
+            backward(group, *args, **kwargs)
+        _gate(group)
 
     return within
 
 
 def _updating(update: Callable) -> Callable:
     def updating(module: Module) -> None:
-        if _is_synchronised(module._exec_group):
-            gradients = [g for arrays in module._exec_group.grad_arrays for g in arrays if g is not None]
-            if gradients:
-                _native.gate(gradients)
+        _gate(module._exec_group)
         update(module)
 
     return updating
+
+
+def _gate(group: DataParallelExecutorGroup) -> None:
+    if _is_synchronised(group):
+        gradients = [g for arrays in group.grad_arrays for g in arrays if g is not None]
+        if gradients:
+            _native.gate(gradients)
 
 
 def _reading(read: Callable) -> Callable:

@@ -2,7 +2,7 @@
 
 At level ``debug`` it reports every meeting: layer and call, and when each replica came and how long it waited. At the
 end it reports the layers and replicas that others waited for longest. ``GLUON_SYNCBN_LOG=debug`` in the environment
-sets the level and prints to stderr. The functions of `logging` do so too.
+sets the level and prints to stderr. ``logging.getLogger("gluon_syncbn").setLevel`` sets the level too.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def start(core: ModuleType) -> None:
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter("gluon_syncbn: %(message)s"))
             log.addHandler(handler)
+    follow_level()
     fetch()
 
 
@@ -62,8 +63,10 @@ def _pass_on(seconds: float) -> Optional[str]:
 
 
 def follow_level() -> None:
-    """Tells the native core whether the logger wants a record of every meeting."""
-    _core.debug(log.isEnabledFor(logging.DEBUG))
+    """Tells the native core whether this logger itself has a level that asks for a record of every meeting. A level of
+    the root logger is meant for the user's own messages.
+    """
+    _core.debug(log.level != logging.NOTSET and log.isEnabledFor(logging.DEBUG))
 
 
 def finish() -> None:

@@ -2,6 +2,9 @@
 
 import gc
 import json
+import logging
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -9,8 +12,10 @@ import warnings
 import mxnet as mx
 import numpy as np
 import pytest
+from environments import shell
 from mxnet import gluon, nd
 from mxnet.gluon import nn
+from places import PACKAGE, SUPPORT
 
 import gluon_syncbn
 from gluon_syncbn import _native
@@ -694,6 +699,32 @@ def broken(seed, dtype="float64"):
     return batch
 
 
+class OwnModule(mx.mod.Module):
+    """A program's own: of MXNet's it uses the group of executors, and functions that update weights."""
+
+    def forward(self, data_batch, is_train=None):
+        self._exec_group.forward(data_batch, is_train)
+
+    def backward(self, out_grads=None):
+        self._exec_group.backward(out_grads)
+
+    def update(self):
+        self._params_dirty = True
+        group = self._exec_group
+        arrays = group.param_arrays, group.grad_arrays
+        if self._update_on_kvstore:
+            mx.model._update_params_on_kvstore(*arrays, self._kvstore, group.param_names)
+        else:
+            mx.model._update_params(*arrays, self._updater, 2, self._kvstore, group.param_names)
+
+
+@pytest.fixture(params=[mx.mod.Module, OwnModule])
+def kind(request, monkeypatch):
+    """Modules of this class."""
+    monkeypatch.setattr(mx.mod, "Module", request.param)
+
+
+@pytest.mark.usefixtures("kind")
 def test_a_failed_step_changes_nothing_and_the_next_one_trains(contexts):
     """The failure shows where a result is read; the steps around it are those of a run without it."""
     want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2, 3])
@@ -711,6 +742,7 @@ def test_a_failed_step_changes_nothing_and_the_next_one_trains(contexts):
         gluon_syncbn.configure(nonfinite="propagate")
 
 
+@pytest.mark.usefixtures("kind")
 def test_an_update_that_waits_changes_nothing(contexts, monkeypatch):
     """Whoever reads a result takes the error away before the update has begun."""
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
@@ -791,6 +823,45 @@ def test_an_exception_between_two_executors(what, contexts, monkeypatch):
     if what == "backward":  # the forward before it has moved the running statistics
         got, want = ({k: v for k, v in values.items() if "moving" not in k} for values in (got, want))
     assert_same(got, want, 1e-12)
+
+
+@pytest.mark.usefixtures("kind")
+def test_the_log_tells_of_meetings_where_its_own_logger_asks(contexts, caplog):
+    module = ready(classifier(SyncBatchNorm), contexts[:2])
+    caplog.set_level(logging.DEBUG)  # of the root, as `logging.basicConfig(level=logging.DEBUG)` has it
+    train(module, [1])
+    caplog.set_level(logging.DEBUG, logger="gluon_syncbn")
+    train(module, [2])
+    wanted = {f"{way} of call 2" for way in ("forward", "backward")}
+
+    def told():
+        return [record.getMessage() for record in caplog.records if "came after" in record.getMessage()]
+
+    end = time.monotonic() + 60
+    while not all(any(text in line for line in told()) for text in wanted) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(told()) == 4, told()
+    assert all(any(text in line for text in wanted) for line in told())
+
+
+BY_HAND = """
+import light
+import gluon_syncbn, mxnet as mx
+contexts = gluon_syncbn.cpu_devices(2)
+symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), name="bn", ndev=2)
+for executor in [symbol.simple_bind(context, data=(2, 3)) for context in contexts]:
+    executor.forward(is_train=True)
+mx.nd.waitall()
+"""
+
+
+def test_the_variable_has_the_log_tell_of_executors_by_hand():
+    environment = shell(SUPPORT, PACKAGE.parent, GLUON_SYNCBN_LOG="debug")
+    command = [sys.executable, "-W", "ignore", "-c", BY_HAND]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "gluon_syncbn: SyncBatchNorm 'bn', forward of call 1: " in done.stderr
+    assert "gluon_syncbn: seconds that replicas waited for others, by layer: 'bn'" in done.stderr
 
 
 # ---- contrib's symbol ------------------------------------------------------------------------------------------
