@@ -15,9 +15,8 @@ from mxnet.gluon import HybridBlock, nn
 from mxnet.gluon.parameter import Parameter
 
 from .activation import NONE, epilogue, invertible, of_arguments
-from .mxnet_side import export
+from .mxnet_side import export, operators
 from .mxnet_side.op import sync_batch_norm
-from .mxnet_side.operators import without_amp
 from .system import arguments, kinds
 from .system.bfloat16 import is_bfloat16
 from .training.replicas import Pooling, Replicas
@@ -327,17 +326,16 @@ class SyncBatchNorm(nn.BatchNorm):
     ) -> Any:
         if mask is not None:
             self._check_mask(F, mask, x)
-        kwargs = dict(self._kwargs)
+        own, kwargs = operators.own(F), dict(self._kwargs)
         use_global_stats = kwargs.pop("use_global_stats")
         if use_global_stats or (F is mx.nd and not autograd.is_training()):
-            z = F.BatchNorm(x, gamma, beta, running_mean, running_var, name="fwd", **self._kwargs)
+            z = own.BatchNorm(x, gamma, beta, running_mean, running_var, name="fwd", **self._kwargs)
             return epilogue(F, z, addend, self._activation, self.gamma.dtype)
         if self._replicas.problem and autograd.is_training() and not self._replicas.reaches_other_processes():
             raise ValueError(self._replicas.problem)
         node = -1
         if F is not mx.nd:  # all contexts share the graph: a node meets only itself on the other contexts
             node, self._nodes = self._nodes, self._nodes + 1
-        own = without_amp(F)
         # A graph may be recorded between initialize() and the first batch. Then only the contexts are known.
         deferred = self.running_mean._deferred_init
         contexts = self._replicas.given or (deferred[1] if deferred else [])

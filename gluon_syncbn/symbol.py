@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 from typing import Any, Callable, Dict, List, Optional
@@ -10,7 +11,7 @@ import mxnet as mx
 from mxnet.gluon import SymbolBlock
 
 from . import layer
-from .mxnet_side import blocks, patches
+from .mxnet_side import blocks, operators, patches
 from .mxnet_side.export import SYNCHRONISED
 from .mxnet_side.op import NAME
 from .nets.graphs import open_graph
@@ -28,18 +29,21 @@ def SyncBatchNorm(
     beta: Optional[mx.sym.Symbol] = None,
     moving_mean: Optional[mx.sym.Symbol] = None,
     moving_var: Optional[mx.sym.Symbol] = None,
-    eps: float = 1e-3,
-    momentum: float = 0.9,
-    fix_gamma: bool = True,
-    use_global_stats: bool = False,
-    output_mean_var: bool = False,
+    eps: Any = 1e-3,
+    momentum: Any = 0.9,
+    fix_gamma: Any = True,
+    use_global_stats: Any = False,
+    output_mean_var: Any = False,
     ndev: Any = None,
     key: Any = None,
     name: Optional[str] = None,
     mask: Optional[mx.sym.Symbol] = None,
+    attr: Optional[Dict[str, str]] = None,
+    cudnn_off: Any = None,
     **kwargs: Any,
 ) -> mx.sym.Symbol:
-    """`gluon_syncbn.SyncBatchNorm` as a symbol, with the arguments of ``mx.sym.contrib.SyncBatchNorm``::
+    """`gluon_syncbn.SyncBatchNorm` as a symbol, with the arguments of MXNet's symbols ``mx.sym.BatchNorm`` and
+    ``mx.sym.contrib.SyncBatchNorm``, in whose places it may be put::
 
         import gluon_syncbn
         import mxnet as mx
@@ -83,9 +87,16 @@ def SyncBatchNorm(
         Name of the node. The default is a numbered name, as of MXNet's ``BatchNorm``.
     mask : Symbol, optional
         Positions where the mask is 0 do not count in the statistics, as in the layer.
+    attr : dict, optional
+        Attributes of the node, as all symbols of MXNet take them.
+    cudnn_off
+        Ignored: MXNet's choice of a kernel.
     **kwargs
         ``axis``, ``activation``, ``slope``, ``inplace``, ``mode``, ``virtual_devices``, ``group_size``, ``groups``,
-        ``num_devices``, ``running_variance``, ``kvstore``, ``timeout`` of the layer.
+        ``num_devices``, ``running_variance``, ``kvstore``, ``timeout`` of the layer. Also attributes that all symbols
+        of MXNet take, such as ``lr_mult``, ``wd_mult`` and ``__lr_mult__``.
+
+    Numbers and truth values may be text, as in ``momentum='0.9'`` and ``fix_gamma='False'``, or 0 and 1.
 
     Returns
     -------
@@ -103,32 +114,55 @@ def SyncBatchNorm(
     for argument, value in {**inputs, "mask": mask}.items():
         if not isinstance(value, mx.sym.Symbol) and (value is not None or argument == "data"):
             arguments.refuse(argument, value, "a Symbol")
-    if arguments.flag("output_mean_var", output_mean_var):
+    if _flag("output_mean_var", output_mean_var):
         arguments.refuse("output_mean_var", output_mean_var, "False")
     beside: Dict[str, Any] = {}  # what an executor that is bound by itself has to know of the others
     if ndev is not None:  # 0 where scripts pass on that they have no GPUs
-        beside["ndev"] = arguments.whole("ndev", ndev, 0, arguments.MOST_DEVICES)
+        beside["ndev"] = arguments.whole("ndev", _value(ndev), 0, arguments.MOST_DEVICES)
     if key is not None:
         beside["key"] = key if isinstance(key, str) else arguments.refuse("key", key, "a string")
     patches.replace_once(SymbolBlock, "__init__", _opening)
-    name = mx.sym.BatchNorm(data, name=name).name
+    of_any = {key: kwargs.pop(key) for key in list(kwargs) if key in _OF_ANY or key.startswith("__")}
+    # MXNet's own operator finds a name and makes the variables. They get its attributes, and the initial values of the
+    # running statistics, which a Module reads.
+    own = operators.own(mx.sym).BatchNorm(**inputs, name=name, attr=attr, **of_any)
+    variables = [own.get_children()[place] for place in range(len(inputs))]
+    attributes = {key: value for key, value in own.list_attr().items() if key.startswith("__")}
+    if beside:
+        attributes[SYNCHRONISED] = json.dumps(beside)
     node = layer.SyncBatchNorm(
-        momentum=momentum,
-        epsilon=arguments.number("eps", eps, 0, sys.float_info.max, "a finite number of at least 0"),
-        scale=not arguments.flag("fix_gamma", fix_gamma),
-        use_global_stats=use_global_stats,
-        prefix=f"{name}_",
-        **kwargs,
+        momentum=_value(momentum),
+        epsilon=arguments.number("eps", _value(eps), 0, sys.float_info.max, "a finite number of at least 0"),
+        scale=not _flag("fix_gamma", fix_gamma),
+        use_global_stats=_flag("use_global_stats", use_global_stats),
+        prefix=f"{own.name}_",
+        **{argument: _value(value) for argument, value in kwargs.items()},
     )
     _written.append(node)
-    variables = [mx.sym.var(f"{name}_{argument}") if value is None else value for argument, value in inputs.items()]
-    for variable, begin in zip(variables[-2:], (mx.init.Zero(), mx.init.One())):
-        if variable.attr("__init__") is None:  # as MXNet's operator tells the initialiser of a Module
-            variable._set_attr(__init__=begin.dumps())
-    with node.name_scope(), mx.AttrScope(**{SYNCHRONISED: json.dumps(beside)} if beside else {}):
+    with node.name_scope(), mx.AttrScope(**attributes):
         y = node.hybrid_forward(mx.sym, variables[0], mask, **dict(zip(blocks.PARAMETERS, variables[1:])))
-    y._set_attr(name=name)  # as MXNet's operators have it: an output is called after its node
+    y._set_attr(name=own.name)  # as MXNet's operators have it: an output is called after its node
     return y
+
+
+#: Attributes that MXNet takes for every symbol, and gives to the variables that it makes (src/c_api/c_api_symbolic.cc).
+_OF_ANY = ("ctx_group", "force_mirroring", "lr_mult", "mirror_stage", "profiler_scope", "wd_mult")
+
+
+def _value(argument: Any) -> Any:
+    """Returns a number or a truth value that may be written as text. Other text stays."""
+    if not isinstance(argument, str):
+        return argument
+    try:
+        value = ast.literal_eval(argument.strip().capitalize())
+    except (ValueError, SyntaxError):
+        return argument
+    return value if isinstance(value, (bool, int, float)) else argument
+
+
+def _flag(name: str, argument: Any) -> bool:
+    value = _value(argument)
+    return bool(value) if type(value) is int and value in (0, 1) else arguments.flag(name, value)
 
 
 def _opening(construct: Callable[..., None]) -> Callable[..., None]:

@@ -6,7 +6,6 @@ import json
 import re
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
-import mxnet as mx
 from mxnet.gluon import Block, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
@@ -14,6 +13,7 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 from ..activation import BatchNormActivation, BatchNormAdd
 from ..system import arguments, kinds
 from . import callers
+from .operators import SYMBOLS
 
 PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
 #: Operators of BatchNorm in a recorded graph; for custom ones their `op_type`.
@@ -88,7 +88,7 @@ def difference(block: Block) -> str:
     names = ("data", *PARAMETERS)
     inputs = {name: kinds.variable(name) for name in names}
     try:
-        output = kinds.classic(block.hybrid_forward(mx.sym, inputs.pop("data"), **inputs))
+        output = kinds.classic(block.hybrid_forward(SYMBOLS, inputs.pop("data"), **inputs))
         graph = json.loads(output.tojson())
     except Exception as error:  # the user's code; only the reason depends on it here
         return f"its hybrid_forward cannot be traced ({type(error).__name__}: {error})"

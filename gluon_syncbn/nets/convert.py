@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Dict, FrozenSet, Iterator, List, Optional, Sequence, Set, Tuple, Type, TypeVar
 
-from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock, nn
+from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours into its place in `nn`
 
 from ..activation import NONE, RELU, BatchNormActivation, BatchNormAdd, invertible
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
@@ -143,7 +144,7 @@ def convert_nodes(block: SymbolBlock, operator: str) -> None:
     _warn("convert", blocks.Selection(None), [node for node in nodes if node.operator == operator])
 
 
-def _synchronise(block: nn.BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any]) -> None:
+def _synchronise(block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any]) -> None:
     origin = (type(block), dict(block._kwargs))
     _become(block, *_synchronised_form(block, norm_layer, kwargs))
     if origin[0] is not ContribSyncBatchNorm:
@@ -288,7 +289,7 @@ def _axis(settings: Dict[str, Any]) -> int:
 
 
 def _synchronised_form(
-    block: nn.BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any]
+    block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any]
 ) -> Tuple[Type[SyncBatchNorm], Dict[str, Any]]:
     """Returns the class and the arguments of the synchronised layer."""
     activation = getattr(block, "_activation", RELU if block.fuse_relu else NONE)
@@ -308,13 +309,13 @@ def _with_addition(norm_layer: Type[SyncBatchNorm]) -> Type[SyncBatchNorm]:
     return type(f"{norm_layer.__name__}Add", (SyncBatchNormAdd, norm_layer), {"__doc__": norm_layer.__doc__})
 
 
-def _plain_form(block: SyncBatchNorm) -> Type[nn.BatchNorm]:
+def _plain_form(block: SyncBatchNorm) -> Type[BatchNorm]:
     if isinstance(block, SyncBatchNormAdd):
         return BatchNormAdd
-    return nn.BatchNorm if block._activation == NONE else BatchNormActivation
+    return BatchNorm if block._activation == NONE else BatchNormActivation
 
 
-def _become(block: nn.BatchNorm, cls: Type[nn.BatchNorm], kwargs: Dict[str, Any]) -> None:
+def _become(block: BatchNorm, cls: Type[BatchNorm], kwargs: Dict[str, Any]) -> None:
     """Runs `cls`'s constructor on the existing object, then restores all that the constructor must not set."""
     before = dict(vars(block))
     old_cls, settings = type(block), before["_kwargs"]
@@ -343,7 +344,7 @@ def _become(block: nn.BatchNorm, cls: Type[nn.BatchNorm], kwargs: Dict[str, Any]
     vars(block).update({k: v for k, v in before.items() if k not in _RENEWED and k not in private})
 
 
-def _become_again(block: SyncBatchNorm, cls: Type[nn.BatchNorm], settings: Dict[str, Any]) -> None:
+def _become_again(block: SyncBatchNorm, cls: Type[BatchNorm], settings: Dict[str, Any]) -> None:
     """Gives a layer its former class, whose constructor may take other arguments."""
     for name in _private_names():
         delattr(block, name)
@@ -354,7 +355,7 @@ def _become_again(block: SyncBatchNorm, cls: Type[nn.BatchNorm], settings: Dict[
 @lru_cache(maxsize=None)
 def _private_names() -> FrozenSet[str]:
     """Returns the attributes that only a synchronised layer has; `revert` removes them."""
-    layer, plain = (c(prefix="", params=ParameterDict()) for c in (SyncBatchNorm, nn.BatchNorm))
+    layer, plain = (c(prefix="", params=ParameterDict()) for c in (SyncBatchNorm, BatchNorm))
     return frozenset(vars(layer)) - frozenset(vars(plain))
 
 

@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Type
 
 import mxnet as mx
-from mxnet.gluon import Parameter, ParameterDict, SymbolBlock, nn
+from mxnet.gluon import Parameter, ParameterDict, SymbolBlock
+from mxnet.gluon.nn import BatchNorm, BatchNormReLU  # by name, because a script may put ours into their places in `nn`
 
 from ..activation import Activation, BatchNormAdd
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
@@ -20,6 +21,7 @@ from ..mxnet_side import blocks
 from ..mxnet_side.export import inputs_of_layer, passing
 from ..mxnet_side.nodes import Entry, Graph, Json
 from ..mxnet_side.op import NAME
+from ..mxnet_side.operators import SYMBOLS
 from ..system import kinds
 from ..training.replicas import Replicas
 
@@ -27,7 +29,7 @@ from ..training.replicas import Replicas
 class Slot(NamedTuple):
     """The record of a node of batch normalisation that became a layer."""
 
-    layer: nn.BatchNorm
+    layer: BatchNorm
     operator: str  # of the node as recorded
     settings: Optional[Json]  # settings of MXNet's operator that computes the same; None: MXNet has none
 
@@ -149,14 +151,14 @@ def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequ
     gamma = parameters[0].name
     prefix = gamma[: -len("gamma")] if gamma.endswith("gamma") else f"{name}_"
     settings = settings_of(prefix, attributes)
-    layer: Optional[nn.BatchNorm]
+    layer: Optional[BatchNorm]
     if operator == NAME:
         layer = layer_of(prefix, attributes)
         if layer is None:
             return None
         layer._release_parameters()
     else:
-        layer = (nn.BatchNormReLU if operator == "_contrib_BatchNormWithReLU" else nn.BatchNorm)(**settings)
+        layer = (BatchNormReLU if operator == "_contrib_BatchNormWithReLU" else BatchNorm)(**settings)
     for attribute, parameter in zip(blocks.PARAMETERS, parameters):
         layer.__dict__[attribute] = layer._reg_params[attribute] = parameter  # Gluon refuses to replace one
     layer._params = ParameterDict(layer.prefix)
@@ -170,7 +172,7 @@ def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequ
 _FLAGS = {"fix_gamma": "True", "use_global_stats": "False"}
 
 
-def write_layer(graph: Graph, layer: nn.BatchNorm, name: str, inputs: List[Entry], **attributes: str) -> List[Entry]:
+def write_layer(graph: Graph, layer: BatchNorm, name: str, inputs: List[Entry], **attributes: str) -> List[Entry]:
     """Adds the nodes of a layer, of which the last has this name, to a graph. Returns the output. A plain layer leaves
     out a mask, which is the last but the running statistics.
     """
@@ -180,7 +182,9 @@ def write_layer(graph: Graph, layer: nn.BatchNorm, name: str, inputs: List[Entry
         data = data[: 1 + isinstance(layer, BatchNormAdd)]
     given = dict(zip([data[0], *names[:2], *data[1:]], inputs))
     given.update(zip(names[2:], inputs[-2:]))
-    recorded = json.loads(layer(*map(kinds.variable, data)).tojson())
+    parameters = {name: parameter.var() for name, parameter in layer._reg_params.items()}
+    with layer.name_scope():
+        recorded = json.loads(layer.hybrid_forward(SYMBOLS, *map(kinds.variable, data), **parameters).tojson())
     last = recorded["heads"][0][0]
     for at, part in enumerate(recorded["nodes"]):
         if part["op"] != "null":  # an output is called after its node

@@ -1,5 +1,6 @@
 """Converted networks: what must be the same object, what must be the same number, what must be left alone."""
 
+import functools
 import json
 import re
 import warnings
@@ -12,8 +13,12 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
-from gluon_syncbn import SyncBatchNorm, convert, freeze, revert
+import gluon_syncbn
+from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, revert
+from gluon_syncbn.command import replacements
+from gluon_syncbn.nets import convert as convert_module
 
+BATCH_NORM = nn.BatchNorm
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 
 # Nets here have gammas that do not count and are not 1.
@@ -657,6 +662,44 @@ def test_a_network_built_with_the_layer_reverts():
     assert type(net[1]) is nn.BatchNorm
     assert net[1]._kwargs["momentum"] == 0.8
     assert state(net) == before
+
+
+@pytest.fixture
+def ours_as_mxnets(monkeypatch):
+    """A script may put ours into the places of MXNet's classes, where our functions may not look when called."""
+    for module in (nn, gluon.contrib.nn):
+        monkeypatch.setattr(module, "SyncBatchNorm", SyncBatchNorm, raising=False)
+    monkeypatch.setattr(nn, "BatchNorm", SyncBatchNorm)
+    monkeypatch.setattr(nn, "BatchNormReLU", functools.partial(SyncBatchNorm, activation="relu"))
+    convert_module._private_names.cache_clear()
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+def test_classes_of_ours_in_the_places_of_mxnets(ours_as_mxnets, hybridized):
+    net, alone = pair()
+    plain = revert(alone)
+    assert type(net.norm) is SyncBatchNorm and type(plain.norm) is BATCH_NORM
+    net.hybridize(hybridized)
+    assert_one_device_equals(net, plain, shards())
+    assert type(revert(net).norm) is BATCH_NORM and type(convert(net).norm) is SyncBatchNorm
+    assert type(revert(freeze(net)).norm) is BATCH_NORM
+    assert "Custom" not in symbol_ops(net(mx.sym.var("data")))
+
+
+@pytest.mark.parametrize("cls", [SyncBatchNormAdd, ShuffleBatchNorm, SyncBatchNorm, replacements.SyncBatchNorm])
+def test_operators_of_ours_in_the_places_of_mxnets(ours_as_mxnets, monkeypatch, cls):
+    layer = cls(in_channels=3, prefix="bn_")
+    layer.initialize(ctx=CONTEXTS)
+    inputs = [mx.nd.random.normal(shape=(2, 3))] * (1 + issubclass(cls, SyncBatchNormAdd))
+    want = layer(*inputs).asnumpy()
+    for F in (mx.sym, mx.nd):
+        monkeypatch.setattr(F, "BatchNorm", gluon_syncbn.symbol.SyncBatchNorm)
+        monkeypatch.setattr(F.contrib, "SyncBatchNorm", gluon_syncbn.symbol.SyncBatchNorm)
+    layer._kwargs["use_global_stats"] = True  # BatchNorm in a graph too
+    for hybridized in (False, True):
+        layer.hybridize(hybridized)
+        np.testing.assert_allclose(layer(*inputs).asnumpy(), want, rtol=1e-5)
+    assert type(convert(BatchNormCudnnOff(in_channels=3))) is SyncBatchNorm
 
 
 def test_initialisation_that_is_still_pending():

@@ -337,6 +337,39 @@ def test_a_symbol_there_and_back(contexts, rng):
     assert type(net) is gluon.SymbolBlock and operators(net).count("BatchNorm") == 2
 
 
+def test_a_symbol_in_the_place_of_mxnets(contexts, rng, monkeypatch):
+    arrays, heads = data_of(rng)
+    plain = written(mx.sym.BatchNorm)
+    want = whole(prepared(plain, contexts[:1]), arrays, heads)
+    monkeypatch.setattr(mx.sym, "BatchNorm", gluon_syncbn.symbol.SyncBatchNorm)
+    net = prepared(written(mx.sym.BatchNorm), contexts[:2])
+    assert_same(step(net, arrays, heads, contexts), want)
+    assert operators(freeze(net)).count("BatchNorm") == 0
+    assert operators(revert(net)) == operators(plain)
+    assert operators(convert(plain)).count("Custom") == 0  # until its next call
+    plain(mx.sym.var("x"))
+    assert operators(plain).count("Custom") == 2
+
+
+def test_attributes_of_a_symbol():
+    given = dict(lr_mult=2.0, wd_mult="0.5", attr={"__mine__": "x"}, __lr__="3", ctx_group="left", cudnn_off=True)
+    numbers = dict(eps="1e-4", momentum="0.8", fix_gamma="False", use_global_stats=0, axis="1")
+    ours, mxnets = (
+        make(mx.sym.var("data"), name="bn", **given, **numbers)
+        for make in (gluon_syncbn.symbol.SyncBatchNorm, mx.sym.BatchNorm)
+    )
+    of_any = [
+        {
+            name: {key: value for key, value in attributes.items() if key.startswith("__")}
+            for name, attributes in symbol.attr_dict().items()
+        }
+        for symbol in (ours, mxnets)
+    ]
+    assert of_any[0] == of_any[1] and of_any[0]["bn_gamma"]["__lr_mult__"] == "2.0"
+    node = ours.attr_dict()["bn"]
+    assert (node["eps"], node["fix_gamma"], np.float32(node["momentum"])) == ("0.0001", "0", np.float32(0.8))
+
+
 @untyped_symbol
 def test_gluoncvs_feature_pyramid(contexts, rng):
     """`sym_norm_layer` of its detectors, on a backbone of ours: all of it is synchronised."""
@@ -380,6 +413,8 @@ def test_gluoncvs_feature_pyramid(contexts, rng):
         (dict(gamma="g"), "gamma: 'g' was given, expected a Symbol"),
         (dict(eps=-1), "eps: -1 was given"),
         (dict(fix_gamma="no"), "fix_gamma: 'no' was given"),
+        (dict(fix_gamma=2), "fix_gamma: 2 was given"),
+        (dict(momentum="1.5"), "momentum: 1.5 was given"),
         (dict(output_mean_var=True), "output_mean_var: True was given, expected False"),
         (dict(mode="none"), "mode: 'none' was given"),
     ],
