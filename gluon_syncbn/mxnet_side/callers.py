@@ -1,6 +1,7 @@
-"""Records the blocks that call a layer of batch normalisation.
+"""Records the blocks that call a layer of batch normalisation, and those that have recorded a graph.
 
-Gluon knows the blocks that a block itself holds. A layer in an attribute of another object is found when it runs.
+Gluon knows the blocks that a block itself holds. A layer in an attribute of another object is found when it runs. A
+block does not know the blocks around it, whose graphs contain its layers.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 import sys
 import weakref
 from types import FrameType
-from typing import Any, Callable, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Set, Tuple
 
-from mxnet.gluon import Block
+from mxnet.gluon import Block, HybridBlock
 
 # Layers by caller. They are keys, in the order of their first calls, because processes have to number them alike.
 _called: weakref.WeakKeyDictionary[Block, weakref.WeakKeyDictionary[Block, None]] = weakref.WeakKeyDictionary()
 _known: weakref.WeakSet[Block] = weakref.WeakSet()  # layers whose callers are recorded
+_with_graph: weakref.WeakSet[HybridBlock] = weakref.WeakSet()
 
 
 def noting(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,3 +48,22 @@ def every() -> Iterator[Tuple[Block, List[Block]]]:
     """Yields each block that has called layers, and the layers."""
     for block in list(_called):
         yield block, called_by(block)
+
+
+def noting_graphs(build: Callable[..., None]) -> Callable[..., None]:
+    """Wraps ``HybridBlock._build_cache``, which each block calls for its graph."""
+
+    def noted(block: HybridBlock, *args: Any) -> None:
+        build(block, *args)
+        _with_graph.add(block)
+
+    return noted
+
+
+def with_graphs_of(parameters: Set[int]) -> List[HybridBlock]:
+    """Returns the blocks whose graphs read one of these parameters, given by their ``id``."""
+    return [
+        block
+        for block in list(_with_graph)
+        if any(not is_input and id(given) in parameters for is_input, given in block._cached_op_args)
+    ]

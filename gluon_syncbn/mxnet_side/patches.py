@@ -50,6 +50,8 @@ def install() -> None:
       that this thread has not called, and would do so for its whole time limit. ``gluon.data.DataLoader`` calls it.
     - The ``__call__`` of Gluon's batch normalisation records, once, which blocks call a layer. A layer in an attribute
       of an object that is not a block cannot be found otherwise.
+    - ``HybridBlock._build_cache`` records which blocks have a graph, because a block does not know those around it. If
+      its layers change, these graphs are out of date.
     - ``mx.nd.CachedOp`` with a layer issues its operators on one context one thread after the other (see
       `Session.issuing`). With ``static_shape`` it also announces its calls. MXNet makes its operators once and executes
       them again, so the layers cannot see which thread calls them.
@@ -67,6 +69,7 @@ def install() -> None:
     for module in (mx.nd, mx.nd.ndarray, mx.npx):  # modules that hold it under the same name
         _replace(module, "waitall", _watching)
     _replace(_BatchNorm, "__call__", callers.noting)
+    _replace(gluon.HybridBlock, "_build_cache", callers.noting_graphs)
     _replace(mx.nd, "CachedOp", _issuing)
     _replace(mx.random, "seed", _telling)
     copies = _gated(lambda trainer: trainer._kvstore is not None, _written)

@@ -17,7 +17,7 @@ from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours i
 
 from ..activation import NONE, RELU, BatchNormActivation, BatchNormAdd, invertible
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
-from ..mxnet_side import blocks, gamma
+from ..mxnet_side import blocks, callers, gamma
 from ..mxnet_side.op import NAME
 from ..system import arguments
 from . import fusion
@@ -73,8 +73,8 @@ def convert(
     Parameters
     ----------
     net : gluon.Block
-        A network or a single BatchNorm, changed in place. Give the outermost block: a hybridized block *around* it may
-        have recorded a graph. That graph keeps the old layers.
+        A network, a part of one or a single BatchNorm, changed in place. Hybridized blocks *around* it drop their
+        graphs, too.
     norm_layer : type
         `SyncBatchNorm` or a subclass of it, such as `ShuffleBatchNorm`.
     select : str, optional
@@ -360,7 +360,9 @@ def _private_names() -> FrozenSet[str]:
 
 
 def _forget_graphs(net: Block) -> None:
-    """Drops the graphs that hybridized blocks recorded with the old layers; active and the flags stay."""
-    for block in blocks.of(net):
+    """Drops the graphs that blocks in the net and around it recorded with the old layers. The flags stay."""
+    within = list(blocks.of(net))
+    parameters = {id(parameter) for block in within for parameter in block._reg_params.values()}
+    for block in within + callers.with_graphs_of(parameters):
         if isinstance(block, HybridBlock):
             block._clear_cached_op()

@@ -195,6 +195,27 @@ def test_a_hybridized_network_steps_with_the_new_layer_and_the_old_flags(flags):
     assert dict(net._flags).items() >= flags.items()
 
 
+@pytest.mark.parametrize("flags", [{}, {"static_alloc": True}])
+def test_a_part_of_a_hybridized_network_that_has_run(flags):
+    net, plain = pair()
+    net.hybridize(**flags)
+    inputs = shards()
+    apart = step(net, inputs, CONTEXTS)[0]
+    for part in (net.stem, net.norm, *net.branches):
+        convert(part)
+    assert_one_device_equals(net, plain, inputs)
+    for part in (net.stem[1], net.norm, *net.branches):
+        revert(part)
+    np.testing.assert_allclose(step(net, inputs, CONTEXTS)[0], apart)
+    convert(net)
+    assert_one_device_equals(net, plain, inputs)
+    for one in (net, plain):
+        freeze(one.norm)
+        one.norm.running_mean.set_data(mx.nd.array([1, 2, 3, 4]))
+        one.norm.running_var.set_data(mx.nd.array([5, 2, 1, 3]))
+    assert_one_device_equals(net, plain, inputs)
+
+
 def test_reverting_a_hybridized_network_drops_the_recorded_graph():
     net, _plain = pair(contexts=CONTEXTS)
     convert(net).hybridize()
