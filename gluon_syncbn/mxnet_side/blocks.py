@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
-from mxnet.gluon import Block, SymbolBlock
+from mxnet.gluon import Block, HybridBlock, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
@@ -105,6 +105,26 @@ def difference(block: Block) -> str:
 def recorded(block: SymbolBlock) -> List[Tuple[str, str]]:
     """Returns the nodes of the graph: name and operator, which for a custom operator is its type."""
     return [(node["name"], operator_of(node)) for node in json.loads(block._cached_graph[1].tojson())["nodes"]]
+
+
+def without_layer(net: Block) -> List[Tuple[str, str]]:
+    """Returns the nodes of batch normalisation in the graphs of hybridized blocks that stand for no layer of the net:
+    name and operator. A ``hybrid_forward`` has called the operator itself.
+    """
+    within = list(of(net))
+    hybrid = [one for one in within if isinstance(one, HybridBlock) and one._cached_graph]
+    names = {one.running_mean.name for one in within if is_batch_norm(one)}
+    for block in hybrid:
+        if isinstance(block, SymbolBlock):
+            names.update(block.params)
+    found: Dict[str, str] = {}
+    for block in hybrid:
+        if not isinstance(block, SymbolBlock):
+            nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
+            for node in nodes:
+                if node["op"] in OPERATORS and nodes[node["inputs"][3][0]]["name"] not in names:
+                    found[node["name"]] = node["op"]
+    return list(found.items())
 
 
 def operator_of(node: Dict[str, Any]) -> str:

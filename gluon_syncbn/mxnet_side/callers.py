@@ -33,7 +33,8 @@ def noting(call: Callable[..., Any]) -> Callable[..., Any]:
 def _note(layer: Block, frame: Optional[FrameType]) -> None:
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if isinstance(caller, Block) and caller is not layer:
+        # A constructor that calls a net records its graph, as those of GluonCV's SymbolBlocks do.
+        if isinstance(caller, Block) and caller is not layer and frame.f_code.co_name != "__init__":
             _called.setdefault(caller, weakref.WeakKeyDictionary())[layer] = None
             _known.add(layer)
         frame = frame.f_back

@@ -32,19 +32,25 @@ class Row(NamedTuple):
     statistics: str = ""
 
 
-def summary(net: Block) -> None:
+def summary(net: Block) -> str:
     """Prints every normalisation layer of a network, and whether its statistics are synchronised, with the reason.
 
     ``slots`` counts the slots of one device. ``contexts`` are the contexts of the parameters, once they are
     initialised. A layer that uses its own statistics, for example on a single context, is *plain*. ``takes in`` names
     the operations that a layer computes as well. These are its activation, or the operators that ``convert(fuse=True)``
     absorbed, once its graph is recorded. It also says whether the layer works in place. A layer in an attribute of an
-    object that is not a block has a row once it has run. The last line counts the layers of batch normalisation.
+    object that is not a block has a row once it has run. So has a BatchNorm operator that a ``hybrid_forward`` calls,
+    once a graph is recorded. The last line counts the layers of batch normalisation.
 
     Parameters
     ----------
     net : gluon.Block
         A network or a single layer.
+
+    Returns
+    -------
+    str
+        The printed text.
 
     Raises
     ------
@@ -52,13 +58,17 @@ def summary(net: Block) -> None:
         If ``net`` is not a Gluon block.
     """
     rows = [row for block in blocks.of(arguments.block("net", net)) for row in _rows(block)]
+    called = "plain, because a hybrid_forward calls the operator; call a layer there"
+    rows += [Row(f"{name} ({operator})", statistics=called) for name, operator in blocks.without_layer(net)]
     of_batches = [row for row in rows if row.statistics != _NO_BATCH]
     synchronised = sum(row.statistics.startswith(SYNCHRONISED) for row in of_batches)
     widths = [max(map(len, column)) for column in zip(_HEADER, *rows)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (_HEADER, *rows)]
     long = max(map(len, lines))
     counted = f"Layers of batch normalisation: {len(of_batches)}, synchronised: {synchronised}"
-    print("\n".join(["-" * long, lines[0], "=" * long, *lines[1:], "=" * long, counted, "-" * long]))
+    text = "\n".join(["-" * long, lines[0], "=" * long, *lines[1:], "=" * long, counted, "-" * long])
+    print(text)
+    return text
 
 
 _NO_BATCH = "plain, because it normalises each sample by itself"
@@ -79,7 +89,7 @@ def _rows(block: Block) -> Iterator[Row]:
             _channels(block),
             mode,
             str(replicas.pooling.virtual_devices),
-            _contexts(block),
+            _places(block),
             taken_in(replicas) or own,
             _statistics(block),
         )
@@ -87,9 +97,9 @@ def _rows(block: Block) -> Iterator[Row]:
         why = "it is contrib's" if type(block) is ContribSyncBatchNorm else "it is BatchNorm"
         why += "; convert(net) changes it"
         why = f"plain, because {blocks.difference(block) or why}"
-        yield Row(named, _channels(block), contexts=_contexts(block), statistics=why)
+        yield Row(named, _channels(block), contexts=_places(block), statistics=why)
     elif isinstance(block, _OF_ONE_SAMPLE):
-        yield Row(named, _channels(block), contexts=_contexts(block), statistics=_NO_BATCH)
+        yield Row(named, _channels(block), contexts=_places(block), statistics=_NO_BATCH)
     elif isinstance(block, Opened):
         for node in block._left:
             yield Row(f"{node.name} ({node.operator})", statistics=f"plain, because {node.reason}")
@@ -110,10 +120,14 @@ def _statistics(layer: SyncBatchNorm) -> str:
         return "plain, because mode 'local' shares nothing"
     if replicas.pooling.group_size == 1 or {len(ranks) for ranks in replicas.pooling.groups or ()} == {1}:
         return "plain, because each group has one device"
-    if replicas.given and not replicas.reaches_other_processes():
-        if replicas.problem:
-            return f"an error in training: {replicas.problem}"
-        if replicas.count() * replicas.pooling.virtual_devices == 1:
+    contexts = _contexts(layer)
+    if not contexts:
+        return "not known before it is initialised"
+    if not replicas.reaches_other_processes():
+        count = replicas.num_devices or len(contexts)
+        if replicas.pooling.problem(count):
+            return f"an error in training: {replicas.pooling.problem(count)}"
+        if count * replicas.pooling.virtual_devices == 1:
             return "plain, because it has one replica"
     return SYNCHRONISED
 
@@ -122,10 +136,12 @@ def _channels(block: Any) -> str:
     return str(block.gamma.shape[0] or "?") if block.gamma.shape else "?"
 
 
-def _contexts(block: Any) -> str:
+def _contexts(block: Any) -> List[Any]:
     parameter = block.gamma
     if parameter._data is not None:
-        contexts: List[Any] = parameter.list_ctx()
-    else:
-        contexts = parameter._deferred_init[1] if parameter._deferred_init else []
-    return " ".join(map(str, contexts)) or "-"
+        return parameter.list_ctx()  # type: ignore[no-any-return]
+    return parameter._deferred_init[1] if parameter._deferred_init else []
+
+
+def _places(block: Any) -> str:
+    return " ".join(map(str, _contexts(block))) or "-"

@@ -12,12 +12,14 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert, freeze, summary
+from gluon_syncbn.mxnet_side import blocks
 
 
 def rows(capsys, net):
     """{layer: the cells behind it}, and the last count."""
-    summary(net)
-    lines = capsys.readouterr().out.splitlines()
+    said = summary(net)
+    assert capsys.readouterr().out == f"{said}\n"
+    lines = said.splitlines()
     assert [set(line) for line in (lines[0], lines[2], lines[-3], lines[-1])] == [{"-"}, {"="}, {"="}, {"-"}]
     cells = [re.split("  +", line) for line in lines[3:-3]]
     return {name: rest for name, *rest in cells}, lines[-2]
@@ -62,7 +64,9 @@ def test_every_normalisation_layer_has_a_row(contexts, capsys):
 
 def test_before_it_is_initialised_and_on_one_context(contexts, capsys):
     layer = SyncBatchNorm(prefix="sync_")
-    assert rows(capsys, layer)[0] == {"sync (SyncBatchNorm)": ["?", "sync", "1", "-", "synchronised"]}
+    said, count = rows(capsys, layer)
+    assert said == {"sync (SyncBatchNorm)": ["?", "sync", "1", "-", "not known before it is initialised"]}
+    assert count.endswith("1, synchronised: 0")
     layer.initialize(ctx=contexts[0])
     layer(nd.ones((2, 3)))
     said, count = rows(capsys, layer)
@@ -89,6 +93,47 @@ def test_recorded_graphs(contexts, capsys):
     assert plain[-1].startswith("plain, because it is in the recorded graph")
     assert sum(rest[-1] == "synchronised, in a recorded graph" for rest in got.values()) == 1
     assert count == "Layers of batch normalisation: 2, synchronised: 1"
+
+
+class Calling(nn.HybridBlock):
+    """One layer, and one operator of its own."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        with self.name_scope():
+            self.bn = SyncBatchNorm(in_channels=3)
+            for name in blocks.PARAMETERS:
+                kind = {"grad_req": "null"} if name.startswith("running") else {}
+                setattr(self, name, self.params.get(f"own_{name[-4:]}", shape=(3,), init="ones", **kind))
+
+    def hybrid_forward(self, F, x, gamma, beta, running_mean, running_var):
+        return F.BatchNorm(self.bn(x), gamma, beta, running_mean, running_var, name="called")
+
+
+def test_an_operator_that_a_hybrid_forward_calls(contexts, capsys):
+    net = nn.HybridSequential(prefix="outer_")
+    net.add(Calling(prefix="net_"))
+    net.initialize(ctx=contexts[:2])
+    net.hybridize()
+    net(nd.ones((2, 3)))
+    got, count = rows(capsys, net)
+    assert got["net_called (BatchNorm)"][-1].startswith("plain, because a hybrid_forward calls the operator")
+    assert count == "Layers of batch normalisation: 2, synchronised: 1"
+
+
+@pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments:UserWarning")
+def test_a_symbol_block_that_calls_a_network_as_it_is_made(capsys):
+    class Feature(gluon.SymbolBlock):
+        def __init__(self, layer):
+            network = nn.HybridSequential()
+            network.add(layer(in_channels=3), layer(in_channels=3))
+            data = mx.sym.var("data")
+            super().__init__(network(data), data)
+
+    assert rows(capsys, Feature(nn.BatchNorm))[1] == "Layers of batch normalisation: 2, synchronised: 0"
+    net = convert(Feature(nn.BatchNorm))
+    net.initialize(ctx=[mx.cpu(0), mx.cpu(1)])
+    assert rows(capsys, net)[1] == "Layers of batch normalisation: 2, synchronised: 2"
 
 
 def train(net, contexts, steps=2, trainers=1):
