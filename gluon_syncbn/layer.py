@@ -295,6 +295,7 @@ class SyncBatchNorm(nn.BatchNorm):
     def _adopt_parameters(self) -> None:
         """Makes the contexts of ``running_mean`` this layer's replicas."""
         self._replicas = Replicas(self.name, *self._replica_settings)
+        self._replicas.keep_running(self.running_mean, self.running_var)
         _ReplicatedParameter.follow(self.running_mean, self._replicas)
 
     def _release_parameters(self) -> None:

@@ -16,7 +16,7 @@ from mxnet.module import Module
 from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from .. import _native
-from ..training import steps
+from ..training import devices, steps
 from ..training.replicas import Replicas
 from ..training.session import session
 from . import callers, draws, mixed
@@ -44,6 +44,8 @@ def install() -> None:
       operators that are still queued run. An update that was issued before the loss was read would then use gradients
       that were never computed. The gate is an exception of its own, between the gradients and their users. In its first
       step, a trainer also copies the first context's running statistics to all contexts; the gate covers this copy too.
+    - A new ``gluon.Trainer`` is noted, so that `devices` finds its gradients. Those of contexts that take no part would
+      be added again, as the last backward there has left them.
     - ``gluon.Trainer`` sees the whole net before its first update. Nets that mix synchronised and plain layers get a
       warning there.
     - ``mx.nd.waitall`` shows when the only thread that trains waits in the middle of a step. A replica may wait for one
@@ -64,7 +66,9 @@ def install() -> None:
     _replace(scope, "__exit__", _leaving)
     _replace(autograd, "backward", _apart)
     # a store that updates does so while it adds
-    _replace(gluon.Trainer, "_allreduce_grads", _gated(lambda trainer: trainer._update_on_kvstore, _gradients))
+    gate_sums = _gated(lambda trainer: trainer._update_on_kvstore, _gradients)
+    _replace(gluon.Trainer, "_allreduce_grads", lambda adds: _settling(gate_sums(adds)))
+    _replace(gluon.Trainer, "__init__", _registering)
     _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore, _gradients))
     for module in (mx.nd, mx.nd.ndarray, mx.npx):  # modules that hold it under the same name
         _replace(module, "waitall", _watching)
@@ -297,6 +301,22 @@ def _warning_of_mixed(initialise: Callable) -> Callable:
         return initialise(trainer)
 
     return warning
+
+
+def _registering(construct: Callable) -> Callable:
+    def registering(trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
+        construct(trainer, *args, **kwargs)
+        devices.trainers.add(trainer)
+
+    return registering
+
+
+def _settling(adds: Callable) -> Callable:
+    def settling(trainer: gluon.Trainer) -> None:
+        devices.settle_gradients(trainer._params)
+        adds(trainer)
+
+    return settling
 
 
 def _gradients(trainer: gluon.Trainer) -> List[mx.nd.NDArray]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from contextlib import contextmanager
-from typing import Iterator, List, Optional, Sequence
+from typing import Dict, Iterable, Iterator, List, Optional, Sequence
 
 import mxnet as mx
+from mxnet import gluon
 from mxnet.context import Context
 
 from .. import _native
-from ..system import arguments, temporary_space
+from ..system import arguments, kinds, temporary_space
 from ..system.environment import at_least
+from .replicas import Replicas
 from .steps import drain
+
+trainers: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
 
 
 @contextmanager
@@ -35,7 +40,10 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
             autograd.backward(ys)
 
     The block waits for all work at its beginning and end, so that each step has one set of contexts. It affects the
-    whole process.
+    whole process. Afterwards, the other contexts have the same running statistics, if the layer has one statistic (mode
+    ``'sync'`` without groups). A gradient that the block computes is 0 on the other contexts, for a ``gluon.Trainer``.
+    With ``grad_req='add'``, it is there what earlier batches have left. A loop that updates weights without a
+    ``gluon.Trainer`` calls ``zero_grad`` before the block.
 
     Parameters
     ----------
@@ -50,14 +58,15 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
     if isinstance(contexts, Context):
         contexts = [contexts]
     expected = "a list of different mx.Context objects"
-    names = [str(context) for context in arguments.contexts("contexts", contexts, expected)]
+    chosen = arguments.contexts("contexts", contexts, expected)
+    names = [str(context) for context in chosen]
     if len(set(names)) < len(names):
         arguments.refuse("contexts", contexts, expected)
     global _active
-    if _active:
+    if _active is not None:
         raise ValueError("contexts: devices(...) is active already; leave that block first")
     mx.nd.waitall()
-    _active = True
+    _active = _Gradients(chosen)
     _native.reset()
     _native.devices(names)
     try:
@@ -70,10 +79,61 @@ def devices(contexts: Sequence[Context]) -> Iterator[None]:
     finally:
         _native.devices([])
         _native.reset()
-        _active = False
+        settle_gradients(_trained_parameters())
+        _active = None
+        for replicas in Replicas.all():
+            replicas.spread_running(chosen)
 
 
-_active = False
+def settle_gradients(parameters: Iterable[gluon.Parameter]) -> None:
+    """Within `devices`, makes the gradients of contexts without a batch those of an empty batch."""
+    if _active is not None:
+        for parameter in parameters:
+            _active.settle(parameter)
+
+
+def _trained_parameters() -> List[gluon.Parameter]:
+    parameters = dict.fromkeys(parameter for trainer in list(trainers) for parameter in trainer._params)
+    return [parameter for parameter in parameters if parameter._grad is not None]
+
+
+class _Gradients:
+    """Tells which gradients are computed on the contexts that take part.
+
+    MXNet marks a parameter's array on a context when a backward writes its gradient. A ``gluon.Trainer`` that updates
+    the weights itself takes the mark away, and one that updates in its KVStore does not. So this class takes all marks
+    away and puts them back.
+    """
+
+    def __init__(self, contexts: Sequence[Context]) -> None:
+        self._contexts = contexts
+        self._marks: Dict[gluon.Parameter, List[bool]] = {}
+        for parameter in _trained_parameters():
+            arrays = self._arrays(parameter)
+            self._marks[parameter] = [array._fresh_grad for array in arrays]
+            for array in arrays:
+                array._fresh_grad = False
+
+    def _arrays(self, parameter: gluon.Parameter) -> List[mx.nd.NDArray]:
+        return [array for array in parameter.list_data() if array.ctx in self._contexts]
+
+    def settle(self, parameter: gluon.Parameter) -> None:
+        if parameter._grad is None:
+            return
+        marks, arrays = self._marks.pop(parameter, []), self._arrays(parameter)
+        if not any(array._fresh_grad for array in arrays):
+            for array, mark in zip(arrays, marks):
+                array._fresh_grad = mark
+            return
+        for array, gradient in zip(parameter.list_data(), parameter.list_grad()):
+            if array.ctx not in self._contexts:
+                if parameter.grad_req == "write":
+                    gradient = kinds.classic(gradient)
+                    mx.nd.zeros_like(gradient, out=gradient)
+                array._fresh_grad = True
+
+
+_active: Optional[_Gradients] = None
 
 
 def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Optional[int] = None) -> List[Context]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, ClassVar, List, NamedTuple, Optional, Tuple
+from typing import Any, ClassVar, List, NamedTuple, Optional, Sequence, Tuple
 
+from mxnet import autograd
 from mxnet.context import Context
+from mxnet.gluon import Parameter
 
 from .. import _native
 from ..exchange import groups as exchange_groups
@@ -104,6 +106,7 @@ class Replicas:
         self.given: List[Context] = []
         self.contexts: List[Context] = []  # the same, without repetitions
         self.problem = ""  # why these contexts cannot train
+        self._running: Sequence[weakref.ref[Parameter]] = ()
         mode = (*MODES, GATHER).index(pooling.mode)
         groups = exchange_groups.group_of_each(exchange_groups.named_replicas(pooling.groups), 0, pooling.groups)
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0, groups.tolist())
@@ -121,6 +124,28 @@ class Replicas:
     def of_token(cls, token: str) -> Optional[Replicas]:
         """Returns the replicas that a node of a graph names, if they belong to this process and still exist."""
         return cls._of_tokens.get(token)
+
+    @classmethod
+    def all(cls) -> List[Replicas]:
+        """Returns the replicas of all layers."""
+        return list(cls._of_tokens.values())
+
+    def keep_running(self, *running: Parameter) -> None:
+        """Notes the parameters of the running statistics, which exist as long as their layer."""
+        self._running = [weakref.ref(parameter) for parameter in running]
+
+    def spread_running(self, trained: Sequence[Context]) -> None:
+        """After steps on some contexts, gives the others their running statistics, if all share one statistic."""
+        if self.pooling.mode != "sync" or self.pooling.group_size is not None or self.pooling.groups is not None:
+            return
+        source = next((context for context in self.contexts if context in trained), None)
+        if source is None:
+            return
+        with autograd.pause():
+            for parameter in (reference() for reference in self._running):
+                for context in self.contexts:
+                    if parameter is not None and context not in trained:
+                        parameter.data(source).copyto(parameter.data(context))
 
     def set_contexts(self, contexts: List[Context], channels: int) -> None:
         """Sets the contexts that hold the layer's parameters; a repeated one holds several replicas."""

@@ -59,6 +59,14 @@ class Specification:
         """From the first context, as `gluon.Trainer` does with all parameters before its first step."""
         self.running = {(name, context): self.running[name, self.contexts[0]] for name, context in self.running}
 
+    def leave_out(self, used: Sequence[mx.Context], shares: bool, zeroes: bool) -> None:
+        """After a step on some contexts; ``shares``: the others take their running statistics."""
+        for name, context in self.running:
+            if shares and context not in used:
+                self.running[name, context] = self.running[name, used[0]]
+        if zeroes:
+            self.forget_gradients([context for context in self.contexts if context not in used])
+
     def forget_gradients(self, places: Sequence[mx.Context]) -> None:
         """Those on these contexts are about to be written anew."""
         self.gradients = {(name, place): g for (name, place), g in self.gradients.items() if place not in places}
@@ -66,7 +74,7 @@ class Specification:
     def descend(self, rate: float, everywhere: bool) -> None:
         """A step of SGD; ``everywhere``: each context is left with the gradient of all."""
         for name in self.trained():
-            total = sum(self.gradients[name, context] for context in self.contexts)
+            total = sum(self.gradients.get((name, context), 0) for context in self.contexts)
             self.weights[name] = self.weights[name] - rate * total
             if everywhere:
                 self.gradients.update({(name, context): total for context in self.contexts})

@@ -250,6 +250,10 @@ class Trial:
         some = sorted(self.rng.permutation(len(contexts))[: self.rng.choice(sizes or [len(contexts)])])
         with gluon_syncbn.devices([contexts[i] for i in some]):
             self.train([contexts[i] for i in some for _ in range(per_context)])
+        shares = self.case.mode == "sync" and "group_size" not in self.case.pooling
+        zeroes = self.case.grad_req == "write" and self.trainer is not None
+        self.specification.leave_out([contexts[i] for i in some], shares, zeroes)
+        self.check(self._gradients() + self._running())
 
     def run_forward(self) -> None:
         """Training without a backward: the running statistics move on."""

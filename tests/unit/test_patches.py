@@ -12,6 +12,7 @@ CHANGED = [
     (autograd._RecordingStateScope, "__enter__"),
     (autograd._RecordingStateScope, "__exit__"),
     (autograd, "backward"),
+    (gluon.Trainer, "__init__"),
     (gluon.Trainer, "_allreduce_grads"),
     (gluon.Trainer, "_update"),
     (gluon.Trainer, "_init_params"),

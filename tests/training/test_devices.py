@@ -1,0 +1,185 @@
+"""Batches on fewer devices: a loop of them is that of one device with plain BatchNorm."""
+
+import contextlib
+import itertools
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from replicas import WAYS
+from thread_transport import Post, ThreadTransport
+
+import gluon_syncbn
+from gluon_syncbn.exchange.store import ProcessStore
+
+#: The samples of each device in each batch; 0: it takes no part.
+EPOCH = [(4, 3, 2), (2, 1, 5), (3, 2, 0), (3, 1, 2), (2, 4, 1), (0, 5, 0), (2, 3, 1), (1, 0, 3)]
+STORES = [("device", True), ("device", False), ("local", True), ("local", False), ("ours", False), (None, False)]
+CASES = [
+    (*store, req, way)
+    for (store, req), way in zip(
+        itertools.product(STORES, ("write", "add")),
+        itertools.cycle(["eager", "hybrid", "static_alloc"]),
+    )
+]
+
+
+def a_net(norm, contexts, values=None):
+    net = nn.HybridSequential(prefix="net_")
+    with net.name_scope():
+        net.add(nn.Conv2D(5, 3, in_channels=2), norm(in_channels=5, prefix="norm_"), nn.Activation("tanh"))
+        net.add(nn.Dense(4, in_units=5 * 4 * 3))
+    net.cast("float64")
+    net.initialize(mx.init.Xavier(), ctx=contexts)
+    if values is not None:
+        for name, parameter in net.collect_params().items():
+            parameter.set_data(values[name])
+    return net
+
+
+def values_of(net, context):
+    return {name: p.data(context).asnumpy() for name, p in net.collect_params().items()}
+
+
+def assert_values(values, wanted, where=""):
+    for name, value in values.items():
+        np.testing.assert_allclose(value, wanted[name], rtol=1e-9, atol=1e-10, err_msg=f"{name} {where}")
+
+
+def backward(net, xs, heads):
+    with autograd.record():
+        ys = [net(x) for x in xs]
+    autograd.backward(ys, heads)
+
+
+def batches_of(rng, sizes):
+    """Of another distribution on each device, with head gradients."""
+    xs = [(i + 1) * rng.randn(n, 2, 6, 5) + i for i, n in enumerate(sizes) if n]
+    return xs, [rng.randn(len(x), 4) for x in xs]
+
+
+def add_by_hand(net):
+    for parameter in net.collect_params().values():
+        if parameter.grad_req != "null":
+            total = sum(g.asnumpy() for g in parameter.list_grad())
+            for gradient in parameter.list_grad():
+                gradient[:] = total
+
+
+@pytest.mark.parametrize("store, updates, req, way", CASES)
+def test_an_epoch_of_uneven_batches(contexts, rng, tmp_path, store, updates, req, way):
+    places = contexts[:3]
+    plain = a_net(nn.BatchNorm, places[:1])
+    net = a_net(gluon_syncbn.SyncBatchNorm, places, values_of(plain, places[0]))
+    if WAYS[way] is not None:
+        net.hybridize(**WAYS[way])
+    kvstore = ProcessStore("threads", ThreadTransport(Post(1), 0)) if store == "ours" else store
+    settings = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}
+    trainer = gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=kvstore, update_on_kvstore=updates)
+    single = gluon.Trainer(plain.collect_params(), "sgd", settings)
+    for each in (net, plain):
+        each.collect_params("(?!.*running).*").setattr("grad_req", req)
+
+    def update(samples):
+        if store is None:
+            trainer.allreduce_grads()
+            add_by_hand(net)
+            trainer.update(samples)
+        else:
+            trainer.step(samples)
+
+    for number, sizes in enumerate(EPOCH):
+        xs, heads = batches_of(rng, sizes)
+        used = [place for place, n in zip(places, sizes) if n]
+        on_devices = [[nd.array(a, ctx=c, dtype="float64") for a, c in zip(arrays, used)] for arrays in (xs, heads)]
+        whole = [[nd.array(np.concatenate(arrays), dtype="float64")] for arrays in (xs, heads)]
+        updates_now = req == "write" or number % 2 == 1  # otherwise the next batch adds to this one
+        with contextlib.ExitStack() as block:
+            if len(used) < len(places):
+                block.enter_context(gluon_syncbn.devices(used))
+            backward(net, *on_devices)
+            if number % 2 and updates_now:
+                update(sum(sizes))
+        backward(plain, *whole)  # which is a step on all contexts, too
+        if not updates_now:
+            continue
+        if number % 2 == 0:
+            update(sum(sizes))
+        single.step(sum(sizes))
+        if req == "add":
+            for each in (net, plain):
+                each.collect_params("(?!.*running).*").zero_grad()
+        wanted = values_of(plain, places[0])
+        for place in places:
+            assert_values(values_of(net, place), wanted, f"after batch {number}")
+    net.save_parameters(str(tmp_path / "net.params"))
+    plain.load_parameters(str(tmp_path / "net.params"))
+    assert_values(values_of(plain, places[0]), wanted, "in the file")
+
+
+@pytest.mark.parametrize("settings", [{"kvstore": None}, {"kvstore": "device", "update_on_kvstore": False}], ids=str)
+def test_a_first_batch_and_one_without_a_store(contexts, rng, settings):
+    """Without a store a context has its own gradient alone, which is zero where it took no part."""
+    places = contexts[:3]
+    net = a_net(gluon_syncbn.SyncBatchNorm, places)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.5, "wd": 0.25}, **settings)
+    for used in (places[:2], places, places[1:]):
+        before = values_of(net, places[0])
+        xs = [nd.array(rng.randn(2, 2, 6, 5), ctx=place, dtype="float64") for place in used]
+        with gluon_syncbn.devices(used):
+            backward(net, xs, [nd.array(rng.randn(2, 4), ctx=place, dtype="float64") for place in used])
+        trainer.step(1, ignore_stale_grad=used == places[1:])
+    if settings["kvstore"] is None:
+        decayed = {name: value if "running" in name else value * (1 - 0.5 * 0.25) for name, value in before.items()}
+        now = values_of(net, places[0])
+        trained = [name for name in before if name.endswith(("weight", "gamma"))]  # no bias decays
+        assert_values({name: now[name] for name in trained}, {name: decayed[name] for name in trained})
+        assert np.abs(values_of(net, places[1])["net_norm_gamma"] - decayed["net_norm_gamma"]).max() > 0.01
+    else:
+        assert_values(values_of(net, places[0]), values_of(net, places[1]))
+
+
+@pytest.mark.parametrize("updates", [True, False])
+def test_a_gradient_from_before_the_block(contexts, rng, updates):
+    """Of another net, which no short batch has been through: it counts on all contexts."""
+    places, nets = contexts[:3], []
+    for _ in range(2):
+        nets.append(a_net(gluon_syncbn.SyncBatchNorm, places))
+    trainers = [
+        gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1}, "device", update_on_kvstore=updates)
+        for net in nets
+    ]
+    for inside in (False, True):
+        for net, used in zip(nets, (places, places[:2])):
+            xs = [nd.array(rng.randn(2, 2, 6, 5), ctx=place, dtype="float64") for place in used]
+            heads = [nd.array(rng.randn(2, 4), ctx=place, dtype="float64") for place in used]
+            if net is nets[0]:
+                backward(net, xs, heads)
+                before = net[1].gamma.data(places[0]).asnumpy()
+                gradients = [g.asnumpy() for g in net[1].gamma.list_grad()]
+                continue
+            with gluon_syncbn.devices(used):
+                backward(net, xs, heads)
+                if inside:
+                    trainers[0].step(1)
+        if not inside:
+            trainers[0].step(1)
+        trainers[1].step(1)
+        assert all(np.abs(gradient).max() > 1e-3 for gradient in gradients)
+        now = nets[0][1].gamma.data(places[0]).asnumpy()
+        np.testing.assert_allclose(now, before - sum(gradients), rtol=1e-12)
+
+
+def test_running_statistics_that_a_device_has_to_itself(contexts, rng):
+    """In other modes and in groups the statistics of a context are those of its own batches."""
+    places = contexts[:4]
+    for settings in ({"mode": "local"}, {"mode": "shuffle"}, {"group_size": 2}):
+        layer = gluon_syncbn.SyncBatchNorm(in_channels=3, **settings)
+        layer.initialize(ctx=places)
+        with gluon_syncbn.devices(places[:2]), autograd.record():
+            for place in places[:2]:
+                layer(nd.array(rng.randn(4, 3), ctx=place))
+        moved = [np.abs(mean.asnumpy()).max() > 0 for mean in layer.running_mean.list_data()]
+        assert moved == [True, True, False, False], settings
