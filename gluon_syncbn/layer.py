@@ -145,7 +145,7 @@ class SyncBatchNorm(nn.BatchNorm):
         2 u ``(|xhat| + |beta| / |gamma|)`` standard deviations. Here u is 2**-24 for float32, 2**-11 for float16 and
         2**-8 for bfloat16. In ``'shuffle'``, the error of x is at most 2 u ``(|x - m| + s |beta| / |gamma|)``. There m
         and s are mean and standard deviation of the slot that normalises x. If this error may hide x, the backward
-        raises an error.
+        raises an error. If gamma holds a 0 at the first training call, or when a graph is recorded, the layer keeps x.
     mode : str
         ``'sync'``, ``'local'`` or ``'shuffle'``.
     virtual_devices : int
@@ -268,6 +268,7 @@ class SyncBatchNorm(nn.BatchNorm):
         self._unbiased = running_variance == "unbiased"
         self._activation = its_activation
         self._inplace = inplace
+        self._keeps_x: Optional[bool] = None  # in spite of `inplace`; unknown before the first training call
         self._fuses = False  # with the operators behind it in a graph; see `fusion`
         self._nodes = 0  # number of nodes in graphs, so far
         self._origin: Any = None  # class and settings before `convert`
@@ -345,8 +346,28 @@ class SyncBatchNorm(nn.BatchNorm):
         inputs = (x, gamma, beta, running_mean, running_var, self._replicas)
         single = per_context == 1
         fuses = single and self._fuses and addend is None and self._activation == NONE
-        kwargs.update(activation=self._activation, fuses=fuses, inplace=single and self._inplace)
+        kwargs.update(activation=self._activation, fuses=fuses, inplace=single and self._works_in_place(F))
         return sync_batch_norm(own, *inputs, addend=addend, mask=mask, **kwargs)
+
+    def _works_in_place(self, F: Any) -> bool:
+        """Whether the backward finds x in y. Where gamma is 0, y holds nothing of x.
+
+        A graph is recorded for one or the other. An eager layer decides once: later calls need not wait for gamma.
+        """
+        if self._inplace and (self._keeps_x is None or F is not mx.nd):
+            self._keeps_x = self._gamma_has_zeros()
+        return self._inplace and not self._keeps_x
+
+    def _gamma_has_zeros(self) -> bool:
+        if self._kwargs["fix_gamma"]:
+            return False
+        init, *_, data = self.gamma._deferred_init or (self.gamma.init, None)
+        if self.gamma._data is not None:
+            data = self.gamma._data[0]
+        elif data is None:
+            init = mx.init.create(init) if isinstance(init, str) else init
+            data = mx.nd.array(init.value if isinstance(init, mx.init.Constant) else not isinstance(init, mx.init.Zero))
+        return bool((data.asnumpy() == 0).any())
 
     def _check_mask(self, F: Any, mask: Any, x: Any) -> None:
         if self._inplace and self._replica_settings[0].mode == "shuffle":

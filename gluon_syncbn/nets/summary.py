@@ -83,14 +83,19 @@ def _rows(block: Block) -> Iterator[Row]:
             mode += f", groups of {replicas.pooling.group_size}"
         if replicas.pooling.groups:
             mode += f", {len(replicas.pooling.groups)} named groups"
-        own = described(block._activation, isinstance(block, SyncBatchNormAdd), block._inplace)
+        keeps_x = block._inplace and (block._gamma_has_zeros() if block._keeps_x is None else block._keeps_x)
+        takes_in = taken_in(replicas) or described(
+            block._activation, isinstance(block, SyncBatchNormAdd), block._inplace and not keeps_x
+        )
+        if keeps_x:
+            takes_in += ", " * bool(takes_in) + "not in place, because gamma begins at 0"
         yield Row(
             named,
             _channels(block),
             mode,
             str(replicas.pooling.virtual_devices),
             _places(block),
-            taken_in(replicas) or own,
+            takes_in,
             _statistics(block),
         )
     elif blocks.is_batch_norm(block):

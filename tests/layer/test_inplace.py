@@ -8,9 +8,9 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, nd
-from mxnet.gluon import nn
+from mxnet.gluon import Trainer, nn
 from poolings import specification
-from replicas import TOLERANCE, assert_same, collect, make_batch, on_devices, prepare, step
+from replicas import TOLERANCE, WAYS, assert_same, collect, make_batch, on_devices, prepare, step
 
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, revert, summary
 from gluon_syncbn.activation import BatchNormAdd
@@ -47,7 +47,7 @@ def test_a_mean_far_from_0(contexts, rng, dtype):
     assert_same(results[1], results[0], TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("gamma, beta", [(0, 0), (0, 1), (1e-6, 1), (1e-41, 0), (np.nan, 0)])
+@pytest.mark.parametrize("gamma, beta", [(1e-6, 1), (1e-41, 0), (np.nan, 0)])
 @pytest.mark.parametrize("training", [True, False], ids=["batch", "running"])
 def test_a_gamma_that_hides_x(contexts, rng, gamma, beta, training):
     """Prediction goes on; a gradient there is none."""
@@ -64,6 +64,46 @@ def test_a_gamma_that_hides_x(contexts, rng, gamma, beta, training):
     said = r"'deep' on cpu\(.\): no gradient: gamma of channel 3 is too small, .*inplace"
     with pytest.raises(mx.MXNetError, match=said):
         nd.waitall()
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc"])
+@pytest.mark.parametrize("begin", ["zeros", mx.init.Zero(), mx.init.Constant(0), "set", "deferred", "loaded"], ids=str)
+def test_a_gamma_that_begins_at_0(contexts, rng, capsys, tmp_path, begin, way):
+    """As at the end of residual blocks. The layer keeps x, and trains on when gamma has left 0."""
+    batch, places = make_batch(rng, 2, dtype="float32"), contexts[:2]
+    xs, heads = on_devices(batch.shards, places, "float32"), on_devices(batch.heads, places, "float32")
+    found = []
+    for inplace in (True, False):
+        init = "ones" if begin == "set" else "zeros" if isinstance(begin, str) else begin
+        deferred = begin in ("deferred", "loaded")
+        layer = nn.BatchNorm(gamma_initializer="ones" if begin == "loaded" else init, in_channels=0 if deferred else 5)
+        layer = convert(layer, inplace=inplace)
+        layer.initialize(ctx=places)
+        if begin == "set":
+            layer.gamma.set_data(nd.array([1, 1, 0, 1, 1]))
+        if begin == "loaded":
+            zeros = {name: nd.zeros(5) for name in ("gamma", "beta", "running_mean", "running_var")}
+            nd.save(str(tmp_path / "zeros"), zeros)
+            layer.load_parameters(str(tmp_path / "zeros"), ctx=places)
+        if WAYS[way] is not None:
+            layer.hybridize(**WAYS[way])
+        summary(layer)
+        before = "not in place, because gamma begins at 0" in capsys.readouterr().out
+        trainer = Trainer(layer.collect_params(), "sgd", {"learning_rate": 0.1})
+        for _ in range(3):
+            for x in xs:
+                x.attach_grad()
+            with autograd.record():
+                ys = [layer(x) for x in xs]
+            autograd.backward(ys, heads)
+            trainer.step(1)
+        summary(layer)
+        after = "not in place, because gamma begins at 0" in capsys.readouterr().out
+        assert before == after == inplace
+        found.append([layer.gamma.data(places[0]).asnumpy(), *(x.grad.asnumpy() for x in xs)])
+    assert np.abs(found[0][0]).min() > 1e-3
+    for got, want in zip(*found):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("gamma, beta", [(3e-6, 1), (-3e-6, -1), (1e-30, 0)])
