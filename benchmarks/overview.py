@@ -14,33 +14,51 @@ ROOT = RESULTS.parents[1]
 README = ROOT / "README.md"
 BEGIN, END = "<!-- figures: python benchmarks/overview.py -->\n", "<!-- end of figures -->\n"
 
-NAMES = ("plain", "ours", "fused", "contrib")
-MOST = 2.2  # of the axis: contrib's bars are cut there, and each says its value
+NAMES = ("ours", "fused", "contrib")
 DEVICES = 2
 
-Bars = List[Tuple[str, Dict[str, float]]]  # a label, and the ratios to plain BatchNorm by name
+Ratios = Dict[str, Dict[str, float]]  # to plain BatchNorm: quantiles by name
+Groups = List[Tuple[str, Ratios]]  # with a label
 
 
 def cells(name: str) -> List[Dict[str, Any]]:
     return json.loads((RESULTS / f"{name}.json").read_text())["cells"]
 
 
-def layers() -> Bars:
+def layers() -> Groups:
     """Of each shape on two devices. Fused is compared with BatchNorm and ReLU, which it replaces."""
-    found: Dict[str, Dict[str, float]] = {}
+    found: Dict[str, Ratios] = {}
     for cell in cells("layers"):
         if cell["replicas"] == DEVICES:
             shape = found.setdefault(" x ".join(map(str, cell["shape"])), {})
-            shape.update({name: one["median"] for name, one in cell["ratios"].items() if name in NAMES})
+            shape.update({name: one for name, one in cell["ratios"].items() if name in NAMES})
     return list(found.items())
 
 
-def models() -> Bars:
+def models() -> Groups:
     return [
-        (cell["model"], {name: one["median"] for name, one in cell["ratios"].items() if name in NAMES})
+        (cell["model"], {name: one for name, one in cell["ratios"].items() if name in NAMES})
         for cell in cells("models")
         if cell["devices"] == DEVICES
     ]
+
+
+def entry(one: Dict[str, float]) -> str:
+    """The median, or *no difference* where plain BatchNorm's time lies between the quantiles; and these."""
+    between = f"({one['10%']:.2f} to {one['90%']:.2f})"
+    return f"no difference {between}" if one["10%"] <= 1 <= one["90%"] else f"{one['median']:.2f} {between}"
+
+
+def rows() -> str:
+    lines = ["| | `convert(net)` | fused | contrib's layer |", "|---|---|---|---|"]
+    for label, ratios in models():
+        lines.append(f"| a step of {label} | " + " | ".join(entry(ratios[name]) for name in NAMES) + " |")
+    extremes = []
+    for name in NAMES:
+        ordered = sorted((ratios[name] for _, ratios in layers()), key=lambda one: one["median"])
+        extremes.append(f"{entry(ordered[0])}, up to {entry(ordered[-1])}")
+    lines.append("| five layers, by their shape | " + " | ".join(extremes) + " |")
+    return "\n".join(lines)
 
 
 def miou() -> List[Tuple[str, str]]:
@@ -50,55 +68,53 @@ def miou() -> List[Tuple[str, str]]:
     return [(f"{float(plain):.2f}", f"{float(ours):.2f}") for plain, ours in rows]
 
 
-def between(bars: Bars, name: str) -> str:
-    values = sorted(ratios[name] for _, ratios in bars if name in ratios)
-    return f"{values[0]:.2f} to {values[-1]:.2f}"
-
-
-def sentences() -> str:
+def figures() -> str:
     (one_plain, one_ours), (two_plain, two_ours) = miou()
+    counts = [one["count"] for _, ratios in layers() + models() for one in ratios.values()]
     return f"""\
 On generated scenes and four CPU devices, synchronised statistics raise FastSCNN's mIoU.
-With one image per device, mIoU rises from {one_plain} to {one_ours}.
-With two images per device, mIoU rises from {two_plain} to {two_ours}.
+With one image per device, mIoU rises from {one_plain} to {one_ours}; with two, from {two_plain} to {two_ours}.
 
-On two CPU devices, five layers take {between(layers(), "ours")} times as long as plain `nn.BatchNorm`.
-Fused with ReLU, these layers take {between(layers(), "fused")} times as long as BatchNorm and ReLU.
-Contrib's layer takes {between(layers(), "contrib")} times as long.
-A training step of a network with fused layers takes {between(models(), "fused")} times as long as with plain BatchNorm.
-With contrib's layer, a step takes {between(models(), "contrib")} times as long.
+Times on two CPU devices, as multiples of plain BatchNorm: medians of {min(counts)} to {max(counts)} rounds,
+and 10 to 90 % quantiles. *No difference*: 1 lies between them. Fused layers are compared with BatchNorm and ReLU.
+
+{rows()}
 """
 
 
 def draw(path: Path) -> None:
+    """Medians as points, and the 10 and 90 % quantiles as whiskers."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FixedLocator, NullLocator
 
-    groups = [("five layers, forward and backward", layers()), ("a training step", models())]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), sharey=True, gridspec_kw={"width_ratios": [4, 5]})
-    width = 0.8 / len(NAMES)
-    for axis, (title, bars) in zip(axes, groups):
+    both = [("five layers, forward and backward", layers()), ("a training step", models())]
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, gridspec_kw={"width_ratios": [4, 5]})
+    for axis, (title, groups) in zip(axes, both):
+        axis.axhline(1, color=COLOURS["plain"], linewidth=1, label=LABELS["plain"])
         for k, name in enumerate(NAMES):
-            for i, (_, ratios) in enumerate(bars):
-                value = 1.0 if name == "plain" else ratios.get(name)
-                if value is None:
-                    continue
-                place = i + width * (k - (len(NAMES) - 1) / 2)
-                label = LABELS[name] if i == 0 and axis is axes[0] else None
-                axis.bar(place, min(value, MOST), width=0.92 * width, color=COLOURS[name], label=label)
-                text = f"{value:.1f}" if value > MOST else f"{value:.2f}"
-                axis.annotate(
-                    text, (place, min(value, MOST)), (0, 2), textcoords="offset points", ha="center", fontsize=7
-                )
-        axis.set_xticks(range(len(bars)), [label.replace("-R", "-\nR") for label, _ in bars], fontsize=8)
+            found = [(i + 0.27 * (k - 1), ratios[name]) for i, (_, ratios) in enumerate(groups) if name in ratios]
+            places, medians = [place for place, _ in found], [one["median"] for _, one in found]
+            ends = [[abs(one["median"] - one[end]) for _, one in found] for end in ("10%", "90%")]
+            axis.errorbar(places, medians, ends, fmt="o", capsize=3, color=COLOURS[name], label=LABELS[name])
+            for place, one in found:
+                text = f"{one['median']:.2f}"
+                axis.annotate(text, (place, one["90%"]), (0, 4), textcoords="offset points", ha="center", fontsize=7)
+        axis.set_xticks(range(len(groups)), [label.replace("-R", "-\nR") for label, _ in groups], fontsize=8)
         axis.set_title(title, fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
+        axis.set_yscale("log")
+        axis.grid(axis="y", alpha=0.25)
+    ticks = (0.2, 0.5, 1, 2, 5, 10)
+    axes[0].yaxis.set_major_locator(FixedLocator(ticks))
+    axes[0].yaxis.set_minor_locator(NullLocator())
+    axes[0].set_yticklabels([f"{tick:g}" for tick in ticks])
+    axes[0].set_ylim(0.17, 14)
     axes[0].set_ylabel("time, plain BatchNorm = 1")
-    axes[0].set_ylim(0, 1.08 * MOST)
-    figure.legend(loc="upper center", ncol=len(NAMES), frameon=False, fontsize=9)
-    note = f"two CPU devices on two cores; fused stands beside BatchNorm and ReLU; bars above {MOST} are cut"
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="upper center", ncol=4, frameon=False, fontsize=9)
+    note = "two CPU devices on two cores; median, 10 and 90 % quantiles; fused stands beside BatchNorm and ReLU"
     figure.text(0.5, 0.01, note, ha="center", fontsize=8, color="0.4")
     figure.tight_layout(rect=(0, 0.04, 1, 0.93))
     figure.savefig(path, dpi=150)
@@ -108,4 +124,4 @@ def draw(path: Path) -> None:
 if __name__ == "__main__":
     draw(ROOT / "docs" / "images" / "speed.png")
     before, rest = README.read_text(encoding="utf-8").split(BEGIN)
-    README.write_text(before + BEGIN + sentences() + END + rest.split(END)[1], encoding="utf-8")
+    README.write_text(before + BEGIN + figures() + END + rest.split(END)[1], encoding="utf-8")

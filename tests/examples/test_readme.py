@@ -21,31 +21,37 @@ def overview(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_the_sentences_on_speed_follow_from_the_results(overview):
+def test_the_figures_follow_from_the_results(overview):
     text = README.read_text(encoding="utf-8")
-    assert overview.BEGIN + overview.sentences() + overview.END in text, "run python benchmarks/overview.py"
+    assert overview.BEGIN + overview.figures() + overview.END in text, "run python benchmarks/overview.py"
 
 
-def test_a_changed_result_changes_the_sentences(overview, monkeypatch):
-    before, cells = overview.sentences(), overview.cells
+def test_a_changed_result_changes_the_figures(overview, monkeypatch):
+    before, cells = overview.figures(), overview.cells
 
     def slower(name):
         found = cells(name)
         for cell in found:
             for one in cell["ratios"].values():
-                one["median"] *= 2
+                one.update({key: 2 * one[key] for key in ("10%", "median", "90%")})
         return found
 
     monkeypatch.setattr(overview, "cells", slower)
-    lines = [(old, new) for old, new in zip(before.splitlines(), overview.sentences().splitlines()) if " times " in old]
-    assert len(lines) == 5
-    assert all(old != new for old, new in lines)
+    both = zip(before.splitlines(), overview.figures().splitlines())
+    rows = [(old, new) for old, new in both if re.match(r"\| (a step|five layers)", old)]
+    assert len(rows) == 6
+    assert all(old != new for old, new in rows)
+
+
+def test_no_difference_stands_where_one_lies_between_the_quantiles(overview):
+    assert overview.entry({"10%": 0.9, "median": 1.2, "90%": 1.3}) == "no difference (0.90 to 1.30)"
+    assert overview.entry({"10%": 1.01, "median": 1.2, "90%": 1.3}) == "1.20 (1.01 to 1.30)"
 
 
 def test_no_other_figure_stands_in_the_readme(overview):
     """A ratio or a score has a decimal point; so have versions, and settings within code."""
     text = README.read_text(encoding="utf-8")
-    prose = re.sub(r"```.*?```", "", text.replace(overview.sentences(), ""), flags=re.DOTALL)
+    prose = re.sub(r"```.*?```", "", text.replace(overview.figures(), ""), flags=re.DOTALL)
     prose = re.sub(r"(MXNet|NumPy|Python|mxnet==) ?\d+(\.\d+)+( to \d+\.\d+)?|Apache-2\.0|0\.9 GB", "", prose)
     assert re.findall(r"\d+\.\d+", prose) == []
 
