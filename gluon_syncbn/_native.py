@@ -138,7 +138,6 @@ def _load() -> ctypes.CDLL:
         "layer_place": (ctypes.c_int, [ctypes.c_int64, ctypes.c_int64, names, ctypes.c_int64]),
         "layer_called": (ctypes.c_int, [ctypes.c_int64, ctypes.c_char_p]),
         "layer_timeout": (ctypes.c_int, [ctypes.c_int64, ctypes.c_double]),
-        "all_reduce_from": (ctypes.c_int64, [ctypes.c_int64]),
         "layer_exchange": (ctypes.c_int, [ctypes.c_int64, ctypes.c_void_p]),
         "graph_begins": (ctypes.c_int, [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]),
         "graph_ends": (None, []),
@@ -358,12 +357,6 @@ def layer_place(layer: int, contexts: Sequence[str], replicas: int) -> None:
 def layer_called(layer: int, context: str) -> None:
     """An executor on this context is about to call it."""
     _core.syncbn_layer_called(layer, context.encode())
-
-
-def all_reduce_from(replicas: int) -> int:
-    """For tests: sets the number of replicas from which GPUs use an all-reduce, for new meetings. Returns the old
-    one."""
-    return _core.syncbn_all_reduce_from(replicas)
 
 
 def layer_timeout(layer: int, seconds: float) -> None:

@@ -174,12 +174,6 @@ SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
     return done([&] { registry().set_timeout(*registry().find(id), seconds); });
 }
 
-// For tests: sets the number of replicas from which GPUs use an all-reduce, for layers before their first meeting.
-// Returns the old value.
-SYNCBN_API int64_t syncbn_all_reduce_from(int64_t replicas) {
-    return static_cast<int64_t>(syncbn::all_reduce_from(static_cast<size_t>(replicas)));
-}
-
 // Sets a layer's own exchange, a handle; see below.
 SYNCBN_API int syncbn_layer_exchange(int64_t id, void* exchange) {
     return done([&] { registry().set_exchange(*registry().find(id), *static_cast<ExchangeHandle*>(exchange)); });

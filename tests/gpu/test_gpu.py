@@ -1098,19 +1098,8 @@ def test_nothing_is_posted_where_replicas_differ(rng):
         np.testing.assert_array_equal(layer.running_mean.data(context).asnumpy(), values)
 
 
-# ---- sums among many GPUs ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def summed():
-    """Two GPUs are many."""
-    before = _native.all_reduce_from(2)
-    yield
-    _native.all_reduce_from(before)
-
-
 @pytest.mark.parametrize("kvstore", ["nccl", "host", "device", "local", None])
-def test_masks_over_every_exchange(rng, summed, kvstore):
+def test_masks_over_every_exchange(rng, kvstore):
     for settings in ({}, {"group_size": 2}, {"mode": "shuffle", "virtual_devices": 2}):
         batch, contexts = make_batch(rng, 4), gpus(4)
         masks = make_masks(rng, batch)
@@ -1118,107 +1107,6 @@ def test_masks_over_every_exchange(rng, summed, kvstore):
         layer = prepare(SyncBatchNorm(in_channels=5, kvstore=kvstore, **settings), batch, contexts, "float64")
         got = masked_step(layer, batch, masks, contexts, "float64")
         assert_same(got, specification(layer, batch, masks=masks), 1e-10)
-
-
-@pytest.mark.parametrize("way, dtype", WAYS_AND_TYPES)
-@pytest.mark.parametrize("replicas", [2, 4])
-def test_an_all_reduce_equals_the_specification(rng, summed, replicas, way, dtype):
-    """Beside it, groups go by an all-gather still."""
-    for settings in ({}, {"group_size": 2}):
-        batch, contexts = make_batch(rng, replicas, dtype=dtype), gpus(replicas)
-        layer = prepare(SyncBatchNorm(in_channels=5, **settings), batch, contexts, dtype, WAYS[way])
-        for _ in range(2):
-            layer.running_mean.set_data(nd.zeros(5, dtype=layer.running_mean.dtype))
-            layer.running_var.set_data(nd.ones(5, dtype=layer.running_var.dtype))
-            got = step(layer, batch, contexts, dtype)
-            assert_same(got, specification(layer, batch), TOLERANCE[dtype])
-            if not settings:
-                for other in got.running_mean[1:]:
-                    np.testing.assert_array_equal(other, got.running_mean[0])
-
-
-@pytest.mark.parametrize("dtype, offset, tolerance", [("float64", 1e6, 1e-9), ("float32", 1e4, 1e-6)])
-def test_an_all_reduce_keeps_a_large_offset(rng, summed, dtype, offset, tolerance):
-    """The variance, in one step from running statistics that are far away."""
-    batch, contexts = make_batch(rng, 4, dtype=dtype, offset=offset), gpus(4)
-    layer = prepare(SyncBatchNorm(in_channels=5, momentum=0.0), batch, contexts, dtype)
-    got = step(layer, batch, contexts, dtype)
-    values = np.concatenate([shard.astype("float64") for shard in batch.shards])
-    for running_mean, running_var in zip(got.running_mean, got.running_var):
-        np.testing.assert_allclose(running_mean, values.mean((0, 2, 3)), rtol=1e-7 if dtype == "float32" else 1e-15)
-        np.testing.assert_allclose(running_var, values.var((0, 2, 3)), rtol=tolerance)
-
-
-def test_an_all_reduce_with_an_empty_shard(rng, summed):
-    batch, contexts = make_batch(rng, 4), gpus(4)
-    batch.shards[1], batch.heads[1] = np.zeros((0, 5, 4, 6)), np.zeros((0, 5, 4, 6))
-    with mx.util.np_shape(True):
-        layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float64")
-        assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch), 1e-11)
-
-
-@pytest.mark.parametrize("behind", ["leaky, in place", "add, relu"])
-def test_an_all_reduce_before_an_activation(rng, summed, behind):
-    batch, contexts = make_batch(rng, 4), gpus(4)
-    addends = make_addends(rng, behind, batch)
-    layer = prepare(make_behind(behind), batch, contexts, "float64")
-    got, _ = run_behind(layer, batch, addends, contexts, "float64")
-    assert_same(got, specification(layer, batch, addends=addends), 1e-10)
-
-
-def test_an_all_reduce_of_a_block_that_is_recomputed(rng, summed):
-    batch, contexts = make_batch(rng, 4), gpus(4)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float64")
-    net = nn.HybridSequential()
-    net.add(layer)
-    gluon_syncbn.checkpoint(net)
-    xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads))
-    autograd.mark_variables(xs, on_devices(batch.shards, contexts, "float64"))
-    with autograd.record():
-        ys = [net(x) for x in xs]
-    autograd.backward(ys, heads)
-    assert_same(collect(layer, ys, [x.grad for x in xs], contexts), specification(layer, batch), 1e-11)
-
-
-def test_an_all_reduce_of_a_batch_that_is_left_out(rng, summed):
-    """The replica whose batch it is says so; nobody's running statistics move."""
-    gluon_syncbn.configure(nonfinite="skip")
-    try:
-        batch, contexts = make_batch(rng, 4), gpus(4)
-        layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float64")
-        step(layer, batch, contexts, "float64")
-        before = layer.running_mean.data(contexts[0]).asnumpy()
-        batch.shards[1][0, 2].flat[1] = np.nan
-        got = step(layer, batch, contexts, "float64")
-        for values in got.running_mean:
-            np.testing.assert_array_equal(values, before)
-        gluon_syncbn.configure(nonfinite="error")
-        with autograd.record():
-            ys = [layer(x) for x in on_devices(batch.shards, contexts, "float64")]
-        with pytest.raises(mx.MXNetError, match=r"on gpu\(1\): the batch is not finite: the mean of channel 2 is nan"):
-            ys[1].asnumpy()
-        with suppress(mx.MXNetError):
-            mx.nd.waitall()
-        gluon_syncbn.reset()
-    finally:
-        gluon_syncbn.configure(nonfinite="propagate")
-
-
-def test_what_an_all_reduce_costs(rng, summed):
-    """Two launches more in the forward than an all-gather."""
-    if not EMULATED:
-        pytest.skip("counts are the emulator's")
-    contexts, batch = gpus(2), make_batch(rng, 2, dtype="float32")
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float32")
-    xs, heads = (on_devices(arrays, contexts, "float32") for arrays in (batch.shards, batch.heads))
-    for x in xs:
-        x.attach_grad()
-
-    forwards, backwards = counted_step(lambda: [layer(x) for x in xs], heads, 2)
-    for each, launches in ((forwards, 4), (backwards, 2)):
-        for numbers in each[:2]:
-            assert (numbers["launches"], numbers["collectives"], numbers["waits"]) == (launches, 1, 1)
-            assert numbers["allocations"] == numbers["to host"] == numbers["to device"] == 0
 
 
 # ---- what a step asks of a GPU -----------------------------------------------------------------------------

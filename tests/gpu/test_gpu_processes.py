@@ -90,15 +90,6 @@ def test_over_the_host_on_request(monkeypatch):
     assert_succeeded(job(2, "every_mode", limit=200), 2)
 
 
-@pytest.mark.parametrize(
-    "processes, arguments",
-    [(4, ["every_mode"]), (2, ["other_types+short_batches+recomputed_on_gpus"]), (2, ["branches", 2])],
-)
-def test_an_all_reduce(processes, arguments):
-    """In mode sync, of sums; groups go by an all-gather. Steps with fewer devices, and branches, too."""
-    assert_succeeded(job(processes, *arguments, environment={"GPU_WORKER_SUMMED": "1"}, limit=200), processes)
-
-
 def side_by_side(jobs):
     """Jobs of two processes, (arguments, settings) each, two at a time: most of each is starting Python and waiting."""
     with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:

@@ -30,9 +30,6 @@ from replicas import assert_same, collect, make_batch, on_devices, step, step_in
 from gluon_syncbn.exchange import mpi  # noqa: E402
 
 mpi._FEW = int(os.environ.get("MPI_WORKER_FEW", mpi._FEW))
-SUMMED = os.environ.get("GPU_WORKER_SUMMED") == "1"  # so few GPUs are many
-if SUMMED:
-    gluon_syncbn._native.all_reduce_from(2)
 DEVICES = sum(map(devices_of, range(kv.num_workers)))
 FIRST = sum(map(devices_of, range(kv.rank)))
 MESSAGES = Counter()  # that this process has waited for, by their kind; none for a ballot in memory of the machine
@@ -98,7 +95,7 @@ def every_mode():
     """What is computed, twice, and what each direction of a step asks for."""
     rng = np.random.RandomState(0)
     for (name, settings), way in itertools.product([("sync", {}), *POOLINGS.items()], ("eager", "static_shape")):
-        if not fits(settings, DEVICES) or (SUMMED and settings.get("mode")):
+        if not fits(settings, DEVICES):
             continue
         batch = make_batch(rng, DEVICES)
         part, contexts, _ = own(batch)
@@ -227,8 +224,6 @@ def cost(name, layer, part, contexts):
         if GPUS == "host":
             numbers.update({} if local else {"to device": 1, "to host": 1, "waits": 2})
         want = {**numbers, "collectives": int(not local and GPUS != "host")}
-        if SUMMED and name.startswith("sync") and phase is forward:
-            want["launches"] += 2
         for context in contexts:
             assert counts(context.device_id) == want, (name, counts(context.device_id), want)
         if GPUS != "host":

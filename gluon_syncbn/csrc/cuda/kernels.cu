@@ -504,65 +504,6 @@ __device__ void merge(const MergeArguments& with) {
     if (lane == 0) total.leave(with.out + slot * length, channel, channels);
 }
 
-// ---- sums -----------------------------------------------------------------------------------------------------
-
-// Converts moments to and from sums that add: [count, sum[C], rest of the sum[C], squares[C], rest of the squares[C]].
-// The first part of a sum has 26 bits, so an all-reduce adds up to 1,024 replicas without an error, in any order. This
-// holds as long as no first part is 2^16 times another. The rest has the 53 bits below, some of which rounding takes.
-// With a mean of 1,000,000 deviations, the variance is right to 1e-9. No origin has to be agreed on.
-constexpr unsigned long long kRest = (1ull << 27) - 1;  // the bits of a float64 that are not in the first part
-
-struct InParts {
-    double first, rest;
-
-    __device__ InParts(double value, double error) : first(value), rest(0) {
-        if (!isfinite(value)) return;
-        union {
-            double value;
-            unsigned long long bits;
-        } cut = {value};
-        cut.bits &= ~kRest;
-        first = cut.value;
-        rest = (value - first) + error;
-    }
-};
-
-// A product and its rounding error. `__dmul_rn` keeps a compiler from fusing the product with another operation.
-struct Product {
-    double value, error;
-
-    __device__ Product(double a, double b) : value(__dmul_rn(a, b)), error(fma(a, b, -value)) {}
-};
-
-__device__ inline void sums_of(const SumsArguments& with) {
-    const Index channels = with.channels, channel = Index(blockIdx.x) * kThreads + threadIdx.x;
-    if (channel >= channels) return;
-    const Moments part = Moments::at(with.from, channel, channels);
-    const Product sum(part.count, part.mean), squares(sum.value, part.mean);
-    const InParts first(sum.value, sum.error), second(squares.value, squares.error + sum.error * part.mean + part.m2);
-    if (channel == 0) with.to[0] = part.count;
-    double* const out = with.to + 1 + channel;
-    out[0] = first.first;
-    out[channels] = first.rest;
-    out[2 * channels] = second.first;
-    out[3 * channels] = second.rest;
-}
-
-// If all values are nearly the same, rounding may make a variance negative.
-__device__ inline void moments_of(const SumsArguments& with) {
-    const Index channels = with.channels, channel = Index(blockIdx.x) * kThreads + threadIdx.x;
-    if (channel >= channels) return;
-    const double* const in = with.from + 1 + channel;
-    const double count = with.from[0], sum = in[0], sum_rest = in[channels];
-    const double squares = in[2 * channels], squares_rest = in[3 * channels];
-    const double mean = count == 0 ? 0 : (sum + sum_rest) / count;
-    const Product back(count, mean), squared(sum, mean);
-    const double left = (sum - back.value) + (sum_rest - back.error);  // the sum's part beyond the rounded mean
-    const double squares_left = squares_rest - squared.error - sum_rest * mean;
-    const double about_mean = (squares - squared.value) + squares_left - left * mean;
-    Moments{count, mean, about_mean < 0 ? 0 : about_mean}.leave(with.to, channel, channels);
-}
-
 // ---- pools -----------------------------------------------------------------------------------------------------
 
 // The gathered slots of one list.
@@ -1221,5 +1162,3 @@ SYNCBN_MASKED_KERNELS(float64)
 SYNCBN_KERNEL(expand_mask, ExpandArguments, expand)
 SYNCBN_KERNEL(merge_moments, MergeArguments, merge<Moments>)
 SYNCBN_KERNEL(merge_sums, MergeArguments, merge<Sums>)
-SYNCBN_KERNEL(sums_of_moments, SumsArguments, sums_of)
-SYNCBN_KERNEL(moments_of_sums, SumsArguments, moments_of)

@@ -75,14 +75,6 @@ struct MergeArguments {
     int chunks;
 };
 
-// Converts between the moments of a slot and the sums of an all-reduce; see kernels.cu. Grid: a thread for each
-// channel.
-struct SumsArguments {
-    Index channels;
-    const double* from;
-    double* to;
-};
-
 // y = (x - mean) * invstd * gamma + beta [+ addend], then the activation; added to y if `add`. The statistics come from
 // the gathered moments of the pools or, if `frozen`, are the running ones. `y` may be null. The data for the backward
 // goes to `kept`; then the running statistics move. Grid: any number of blocks (inner > 1), or tiles; slots; chunks.

@@ -59,7 +59,6 @@ struct DeviceContribution {
 enum class Form {
     kHost,    // packed vectors in memory of the host
     kDevice,  // packed vectors on a GPU, which a stream computes
-    kSummed,  // the same, as sums: the result is only their total
     kPadded,  // part of a zero vector for all replicas, and complete: the sum is a gather
 };
 
@@ -114,7 +113,7 @@ class Exchange {
     // Whether a call may take as long as others like: other processes, or the interpreter and MXNet's engine.
     virtual bool calls_out() const { return spans_processes(); }
     virtual Form form() const { return Form::kHost; }
-    // The number of vectors that a GPU needs memory for. With `kDevice` and `kSummed`.
+    // The number of vectors that a GPU needs memory for. With `kDevice`.
     virtual size_t replicas() const;
 
     // All of the following throw std::runtime_error, or Failure, with the reason.

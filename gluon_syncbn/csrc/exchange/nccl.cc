@@ -1,6 +1,5 @@
 #include "exchange/nccl.h"
 
-#include <atomic>
 #include <condition_variable>
 #include <map>
 #include <mutex>
@@ -12,12 +11,6 @@
 
 namespace syncbn {
 namespace {
-
-// An all-gather brings each GPU as many vectors as there are replicas, in as many hops of NCCL's ring. An all-reduce
-// adds a vector of twice the length, and the forward needs two more launches. We use the model of benchmarks/scaling.py
-// with 8 GPUs to a machine. There an all-reduce is faster from 32 GPUs on, with 64, 512 and 2048 channels. No GPU was
-// measured.
-std::atomic<size_t> first_all_reduce{32};
 
 // Orders the collectives with other processes by their numbers.
 class Queue {
@@ -48,18 +41,15 @@ Queue& queue = *new Queue;
 class Nccl : public Exchange {
   public:
     Nccl(size_t replicas, std::shared_ptr<Exchange> processes, Sharing sharing)
-        : replicas_(replicas),
-          adds_(sharing == Sharing::kTotal && replicas >= first_all_reduce),
-          gathers_rows_(sharing == Sharing::kRows),
-          processes_(std::move(processes)) {}
+        : replicas_(replicas), gathers_rows_(sharing == Sharing::kRows), processes_(std::move(processes)) {}
 
     bool spans_processes() const override { return processes_ != nullptr; }
-    Form form() const override { return adds_ ? Form::kSummed : Form::kDevice; }
-    size_t replicas() const override { return adds_ ? 1 : replicas_; }
+    Form form() const override { return Form::kDevice; }
+    size_t replicas() const override { return replicas_; }
 
     Total allgather(const Ticket& ticket, const DeviceContribution& own) override {
         if (!spans_processes()) {
-            if (adds_ || replicas_ > 1) post(ticket, own, own.counts, {});
+            if (replicas_ > 1) post(ticket, own, own.counts, {});
             return {own.counts, 0, ticket.layer};
         }
         Turn turn = processes_->turn(ticket, own);
@@ -68,7 +58,7 @@ class Nccl : public Exchange {
                           std::to_string(replicas_) + ": start the job again after `reset_ctx`.");
         if (turn.number >= 0)
             post_in_turn(ticket, own, turn);
-        else if (adds_ || replicas_ > 1)  // of a single GPU, too: its kernels read what a collective has written
+        else if (replicas_ > 1)  // of a single GPU, too: its kernels read what a collective has written
             post(ticket, own, turn.counts, {});
         const size_t mine = turn.first * (turn.counts.size() / turn.world);
         return {std::move(turn.counts), mine, turn.key, std::move(turn.groups)};
@@ -82,7 +72,7 @@ class Nccl : public Exchange {
     void post(const Ticket& ticket, const DeviceContribution& own, const Vector& counts,
               const cuda::Clique& clique) const {
         using cuda::Collective;
-        cuda::Operation operation{adds_ || gathers_rows_ ? Collective::kAllReduce : Collective::kAllGather};
+        cuda::Operation operation{gathers_rows_ ? Collective::kAllReduce : Collective::kAllGather};
         if (gathers_rows_) {
             const std::vector<RowsHead> heads = heads_of(counts);
             first_row_of(heads, 0);  // throws before a device writes beyond its memory
@@ -99,7 +89,7 @@ class Nccl : public Exchange {
     }
 
     const size_t replicas_;
-    const bool adds_, gathers_rows_;
+    const bool gathers_rows_;
     const std::shared_ptr<Exchange> processes_;
 };
 
@@ -108,7 +98,5 @@ class Nccl : public Exchange {
 std::shared_ptr<Exchange> nccl_exchange(size_t replicas, std::shared_ptr<Exchange> processes, Sharing sharing) {
     return std::make_shared<Nccl>(replicas, std::move(processes), sharing);
 }
-
-size_t all_reduce_from(size_t replicas) { return first_all_reduce.exchange(replicas); }
 
 }  // namespace syncbn

@@ -4,9 +4,6 @@
 //     moments ──► packed moments of each slot ──► all-gather ──► normalise: pools, y, running statistics
 //     grad_sums ──► packed gradients ──────────► all-gather ──► grad_input: pools, dx, dgamma, dbeta
 //
-// Among many GPUs in mode 'sync', an all-reduce of NCCL adds the gradients, and sums of the moments. Two small kernels
-// convert moments to sums, and the total back to moments. Then all replicas are one slot.
-//
 // All work is put on one stream, with one wait at the end. A KVStore of MXNet can only add, and does not know that
 // stream. So `moments` and `grad_sums` write into a vector for all slots that is zero outside this replica's part, and
 // the call waits for them. The sum of these vectors is bitwise the all-gather, but for the sign of a zero. Without NCCL
@@ -14,7 +11,6 @@
 // them.
 #include <algorithm>
 #include <iterator>
-#include <numeric>
 #include <utility>
 
 #include "cuda/plan.h"
@@ -82,8 +78,6 @@ class DeviceCall : public StreamCall {
     // The number of values of each slot. Those that a mask leaves are in the moments: the call waits for them.
     Vector counts() const;
     Vector masked_counts();
-    // Runs a kernel into the sums of `gathered_`.
-    void run_on_sums(const char* kernel, const double* from);
     // Gets the packed vectors of all replicas into `gathered_`. In the forward, returns the samples of their slots.
     Total total_gathered(Direction direction, int64_t length);
     void contribute_moments(const Arrays& arrays);
@@ -235,25 +229,16 @@ void DeviceCall::contribute_gathered(Direction direction, Vector counts) {
         if (direction == Direction::kForward) check_finite(values);
         return still_current([&] { contribute(direction, std::move(values)); });
     }
-    const bool padded = form() == Form::kPadded, summed = form() == Form::kSummed;
-    if (summed && direction == Direction::kForward) {
-        gathered_->sums = memory(sums_length(channels()));
-        run_on_sums("sums_of_moments", own.part());
-    }
-    const Memory& given = gathered_->sums.data() != nullptr ? gathered_->sums : own;
-    const int64_t length = padded ? given.size() : given.part_size();
-    if (padded || summed)
+    const bool padded = form() == Form::kPadded;
+    const int64_t length = padded ? own.size() : own.part_size();
+    if (padded)
         gathered_->all = memory(length);
     else if (exchange_->replicas() > 1)
         gathered_->all = memory(static_cast<int64_t>(exchange_->replicas()) * length);
-    gathered_->part = {device().id, work().lease.stream(), padded ? given.data() : given.part(), gathered_->all.data(),
+    gathered_->part = {device().id, work().lease.stream(), padded ? own.data() : own.part(), gathered_->all.data(),
                        length};
     if (padded) wait();  // MXNet does not know the stream
     contribute_part(direction, std::move(counts));
-}
-
-void DeviceCall::run_on_sums(const char* kernel, const double* from) {
-    run(Kernel{kernel}, {ceil_div(channels(), kBlock)}, cuda::SumsArguments{channels(), from, gathered_->sums.data()});
 }
 
 Total DeviceCall::total_gathered(Direction direction, int64_t length) {
@@ -300,11 +285,7 @@ void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
         return run_normalise(arrays, reqs[0], batch);
     }
     if (!gathered_) contribute_moments(arrays);
-    Total counts = total_gathered(Direction::kForward, moments_length(channels()));
-    if (form() == Form::kSummed) {
-        counts = {{std::accumulate(counts.values.begin(), counts.values.end(), 0.0)}, 0, counts.key};
-        run_on_sums("moments_of_sums", gathered_->all.data());
-    }
+    const Total counts = total_gathered(Direction::kForward, moments_length(channels()));
     assign(counts.values, counts.first, counts.key, counts.groups);
     tells_ = watches() && form() != Form::kHost;
     run_normalise(arrays, reqs[0], batch);

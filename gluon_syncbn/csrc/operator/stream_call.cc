@@ -121,7 +121,6 @@ void StreamCall::clear_up() {
         if (gathered_) {
             gathered_->own.abandon();
             gathered_->all.abandon();
-            gathered_->sums.abandon();
         }
         abandon();
     }

@@ -23,12 +23,9 @@ class StreamCall : public Call {
     // The replicas' contributions and the results; it lives until no pointer to it is left.
     struct Gathered {
         cuda::Memory own, all;
-        cuda::Memory sums;  // of this replica's moments; then the moments from the total of all replicas
         cuda::OnDevice part;
         int64_t slots = 0;
-        const double* values() const {
-            return sums.data() != nullptr ? sums.data() : all.data() != nullptr ? all.data() : own.part();
-        }
+        const double* values() const { return all.data() != nullptr ? all.data() : own.part(); }
     };
     // The objects of an execution, for one thread after the other.
     struct Work {

@@ -12,8 +12,6 @@ namespace syncbn {
 
 inline int64_t moments_length(int64_t channels) { return 1 + 2 * channels; }
 inline int64_t gradients_length(int64_t channels) { return 2 * channels; }
-// The length of the sums that GPUs make of moments: see cuda/kernels.cu.
-inline int64_t sums_length(int64_t channels) { return 1 + 4 * channels; }
 
 void merge_moments(double* total, const double* part, int64_t channels);
 // The index of the first value that is not finite; -1 if all are finite.
