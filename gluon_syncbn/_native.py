@@ -17,7 +17,6 @@ import numpy as np
 from mxnet.base import _LIB as _mxnet
 from mxnet.base import MXNetError, NDArrayHandle, check_call
 from mxnet.ndarray import NDArray
-from mxnet.ndarray import ndarray as _dlpack
 
 from .system import arguments
 from .system.environment import read
@@ -65,16 +64,6 @@ class Agreed(NamedTuple):
     alone: bool = True
 
 
-class _OnDevice(ctypes.Structure):
-    _fields_ = [
-        ("device", ctypes.c_int),
-        ("stream", ctypes.c_void_p),
-        ("own", ctypes.c_void_p),
-        ("gathered", ctypes.c_void_p),
-        ("length", ctypes.c_int64),
-    ]
-
-
 class _Problem(ctypes.Structure):
     _fields_ = [("text", ctypes.c_char * 1024)]
 
@@ -92,7 +81,6 @@ class _Functions(ctypes.Structure):  # PythonFunctions in csrc/exchange/python_t
         ("merge", _Rows),
         ("add", _Rows),
         ("gather", _Rows),
-        ("add_on_devices", _function(ctypes.c_int64, ctypes.POINTER(_OnDevice))),
         ("gpus_of_all_processes", _function(ctypes.POINTER(ctypes.c_int64))),
         (
             "ballot",
@@ -429,36 +417,6 @@ def nonfinite(what: str) -> None:
     _core.syncbn_nonfinite(NONFINITE.index(what))
 
 
-class OnDevice(NamedTuple):
-    """A replica's contribution on its GPU: see ``csrc/exchange/exchange.h``."""
-
-    own: NDArray
-    total: NDArray
-
-
-# By device, address and length, each with its shape. The core never frees this memory, and reuses it only for the same
-# length. So the array of an address is valid for as long as the process lives.
-_on_devices: Dict[Tuple[int, int, int], Tuple[NDArray, Any]] = {}
-
-
-def _on_device(device: int, address: int, length: int) -> NDArray:
-    """Wraps the core's numbers on a GPU as an array of MXNet's, without a copy."""
-    known = _on_devices.get((device, address, length))
-    if known is not None:
-        return known[0]
-    shape = (ctypes.c_int64 * 1)(length)
-    tensor = _dlpack.DLManagedTensor()
-    tensor.dl_tensor.data, tensor.dl_tensor.shape = address, shape
-    tensor.dl_tensor.ctx = _dlpack.DLContext(2, device)  # kDLGPU
-    tensor.dl_tensor.ndim = 1
-    tensor.dl_tensor.dtype = _dlpack.DLDataType.TYPE_MAP["float64"]
-    handle = NDArrayHandle()
-    check_call(_mxnet.MXNDArrayFromDLPackEx(ctypes.byref(tensor), True, ctypes.byref(handle)))
-    array = NDArray(handle)
-    _on_devices[device, address, length] = array, shape
-    return array
-
-
 class Tape:
     """Stores what the calls of a forward pass to their repetition: see ``csrc/operator/tape.h``."""
 
@@ -694,16 +652,6 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
 
         return call
 
-    def add_on_devices(exchange: Any, layer: Any, ticket: Ticket, count: int, parts: Any) -> None:
-        exchange.add_on_devices(
-            layer,
-            ticket,
-            [
-                OnDevice(*[_on_device(part.device, address, part.length) for address in (part.own, part.gathered)])
-                for part in parts[:count]
-            ],
-        )
-
     def gpus_of_all_processes(exchange: Any, layer: Any, ticket: Ticket, out: Any) -> None:
         out[0] = exchange.gpus_of_all_processes(layer)
 
@@ -727,7 +675,7 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
 
     calls = {
         **{name: reduction(name) for name in ("merge", "add", "gather")},
-        **{call.__name__: call for call in (add_on_devices, gpus_of_all_processes, ballot, agreed, check)},
+        **{call.__name__: call for call in (gpus_of_all_processes, ballot, agreed, check)},
     }
 
     def guarded(call: Callable[..., None]) -> Callable[..., int]:

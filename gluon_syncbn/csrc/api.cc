@@ -37,7 +37,6 @@
 
 namespace {
 
-using syncbn::Form;
 using syncbn::Nccl;
 using syncbn::registry;
 using syncbn::Segment;
@@ -245,10 +244,7 @@ SYNCBN_API void* syncbn_exchange_host() {
 
 // Exchanges in Python, identified by their number: over the contexts of this process, or over processes.
 SYNCBN_API void* syncbn_exchange_contexts(int64_t number) {
-    return handle([&] {
-        return ExchangeHandle{syncbn::mxnet_kvstore(number, Form::kHost), Nccl::kIfThere,
-                              syncbn::mxnet_kvstore(number, Form::kPadded)};
-    });
+    return handle([&] { return ExchangeHandle{syncbn::mxnet_kvstore(number), Nccl::kNever}; });
 }
 SYNCBN_API void* syncbn_exchange_processes(int64_t number) {
     return handle([&] { return ExchangeHandle{syncbn::python_transport(number)}; });

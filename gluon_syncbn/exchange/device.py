@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, List, Tuple
 
 import mxnet as mx
 import numpy as np
 from mxnet.ndarray import NDArray
 
-from .._native import OnDevice, Ticket, Total
+from .._native import Ticket, Total
 from .base import LayerInfo, PythonExchange
 
 # gluon.Trainer numbers its parameters from 0 in the same store; no net has this many parameters.
@@ -18,7 +18,7 @@ _keys = itertools.count(1 << 24)
 
 
 class DeviceExchange(PythonExchange):
-    """Adds with ``kvstore.pushpull``, on the replicas' contexts; on GPUs it adds the arrays in place.
+    """Adds with ``kvstore.pushpull``, on the replicas' contexts.
 
     A store that runs an optimizer on the values that it receives is refused at its first use.
     """
@@ -36,16 +36,6 @@ class DeviceExchange(PythonExchange):
         out = [mx.nd.empty(rows.shape[1], ctx=context, dtype="float64") for context in contexts]
         self._pushpull(values, out)
         return Total(out[0].asnumpy(), 0, ticket.layer)
-
-    def add_on_devices(self, layer: LayerInfo, ticket: Ticket, parts: Sequence[OnDevice]) -> None:
-        """For replicas with a GPU each: adds their contributions on the GPUs, into each replica's `total`.
-
-        The totals are ready when this returns. `own` is zero outside the replica's part, so the sum is a gather.
-        """
-        totals = [part.total for part in parts]
-        self._pushpull([part.own for part in parts], totals)
-        for total in totals:
-            total.wait_to_read()
 
     def _pushpull(self, values: List[NDArray], out: List[NDArray]) -> None:
         """Does not wait for the sums. In MXNet's engine, the next user of a key waits."""

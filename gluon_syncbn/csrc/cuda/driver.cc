@@ -158,23 +158,19 @@ bool Lease::idle() const {
 
 // ---- memory ------------------------------------------------------------------------------------------------------
 
-Memory::Memory(Device& device, int64_t size) : Memory(device, {size, 0, size}, nullptr) {}
-
-Memory::Memory(Device& device, Extent extent, Stream stream) : device_(&device), extent_(extent) {
-    if (extent.size == 0) return;
+Memory::Memory(Device& device, int64_t size) : device_(&device), size_(size) {
+    if (size == 0) return;
     {
         std::lock_guard<std::mutex> lock(device.mutex_);
-        std::vector<void*>& free = device.memory_[extent];
+        std::vector<void*>& free = device.memory_[size];
         if (!free.empty()) {
             data_ = free.back();
             free.pop_back();
             return;
         }
     }
-    const size_t bytes = static_cast<size_t>(extent.size) * sizeof(double);
     void* made = nullptr;
-    check(driver().allocate(&made, bytes), "cuMemAlloc");
-    if (extent.length < extent.size) check(driver().set_bytes(made, 0, bytes, stream), "cuMemsetD8Async");
+    check(driver().allocate(&made, static_cast<size_t>(size) * sizeof(double)), "cuMemAlloc");
     data_ = made;
 }
 
@@ -182,7 +178,7 @@ Memory::~Memory() {
     if (data_ == nullptr) return;
     std::lock_guard<std::mutex> lock(device_->mutex_);
     try {
-        device_->memory_[extent_].push_back(data_);
+        device_->memory_[size_].push_back(data_);
     } catch (const std::bad_alloc&) {  // then the memory is lost
     }
 }
@@ -190,7 +186,7 @@ Memory::~Memory() {
 Memory& Memory::operator=(Memory&& other) noexcept {
     std::swap(device_, other.device_);
     std::swap(data_, other.data_);
-    std::swap(extent_, other.extent_);
+    std::swap(size_, other.size_);
     return *this;
 }
 

@@ -8,7 +8,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -33,14 +32,6 @@ struct Grid {
 
 // The threads of every block; kernels.cu is compiled for it.
 constexpr int kBlock = 256;
-
-// The number of float64 values in a row, and the part of them that is written: `length` values from `begin`.
-struct Extent {
-    int64_t size = 0, begin = 0, length = 0;
-    bool operator<(const Extent& other) const {
-        return std::tie(size, begin, length) < std::tie(other.size, other.begin, other.length);
-    }
-};
 
 // A kernel of kernels.cu; `type` and `activation` are empty if it depends on none.
 struct Kernel {
@@ -69,7 +60,7 @@ class Device {
     std::map<std::string, void*> modules_;  // by the part of kernels.cu
     std::map<std::string, void*> kernels_;
     std::vector<std::pair<Stream, Findings*>> streams_;  // free ones, each with its `Findings`
-    std::map<Extent, std::vector<void*>> memory_;        // free memory
+    std::map<int64_t, std::vector<void*>> memory_;       // free memory, by its size
 };
 
 // Makes a device current on this thread while the object lives. MXNet's threads sometimes have none: cudaSetDevice,
@@ -104,22 +95,18 @@ class Lease {
     bool abandoned_ = false;
 };
 
-// Float64 memory on a device, kept for the next one of the same extent and never given back to the driver. No work on a
+// Float64 memory on a device, kept for the next one of the same size and never given back to the driver. No work on a
 // stream may use it when the object ends. The device has to be current at construction.
 class Memory {
   public:
     Memory() = default;
     Memory(Device& device, int64_t size);
-    // All zero but for the part, which alone may be written. So only new memory is zeroed, on this stream.
-    Memory(Device& device, Extent extent, Stream stream);
     ~Memory();
     Memory(Memory&& other) noexcept { *this = std::move(other); }
     Memory& operator=(Memory&& other) noexcept;
 
     double* data() const { return static_cast<double*>(data_); }
-    int64_t size() const { return extent_.size; }
-    double* part() const { return data() + extent_.begin; }
-    int64_t part_size() const { return extent_.length; }
+    int64_t size() const { return size_; }
     // Copies to the device; the values may change or go at once.
     void upload(const void* values, Stream stream) const;
     // From there; they are there when this returns. It waits in the driver, so the lease should be idle.
@@ -130,7 +117,7 @@ class Memory {
   private:
     Device* device_ = nullptr;
     void* data_ = nullptr;
-    Extent extent_;
+    int64_t size_ = 0;
 };
 
 void fill_with_zeros(void* to, int64_t bytes, Stream stream);

@@ -31,13 +31,13 @@ std::shared_ptr<Exchange> Choice::choose(const Ticket& ticket) const {
         for (const std::string& context : contexts_) where += (where.empty() ? "" : ", ") + context;
         throw Failure("kvstore 'nccl' needs GPUs with one replica on each, but the layer is on " + where);
     }
-    if (!one_gpu_each || asked_.nccl == Nccl::kNever) return asked_.host;
+    if (!one_gpu_each) return asked_.host;
     if (asked_.host->spans_processes()) {
         const int64_t replicas = asked_.host->gpus_of_all_processes(ticket);
         return replicas > 0 ? nccl_exchange(static_cast<size_t>(replicas), asked_.host, sharing_) : asked_.host;
     }
-    if (contexts_.size() == 1) return nccl_exchange(1, nullptr, sharing_);
-    if (asked_.gpus != nullptr) return asked_.gpus;
+    if (contexts_.size() == 1) return nccl_exchange(1, nullptr, sharing_);  // exchanges nothing
+    if (asked_.nccl == Nccl::kNever) return asked_.host;
     const std::string missing = cuda::why_no_collective();
     if (missing.empty()) return nccl_exchange(contexts_.size(), nullptr, sharing_);
     if (asked_.nccl == Nccl::kRequired) throw Failure("kvstore 'nccl' was asked for, but " + missing);

@@ -18,9 +18,8 @@ enum class Nccl { kIfThere, kRequired, kNever };
 
 // The user's settings.
 struct Asked {
-    std::shared_ptr<Exchange> host;            // for vectors in memory of the host
-    Nccl nccl = Nccl::kIfThere;                // for replicas with a GPU each; without NCCL they go over the host
-    std::shared_ptr<Exchange> gpus = nullptr;  // in place of NCCL
+    std::shared_ptr<Exchange> host;  // for vectors in memory of the host
+    Nccl nccl = Nccl::kIfThere;      // for replicas with a GPU each; without NCCL they go over the host
 };
 
 class Choice {

@@ -59,7 +59,6 @@ struct DeviceContribution {
 enum class Form {
     kHost,    // packed vectors in memory of the host
     kDevice,  // packed vectors on a GPU, which a stream computes
-    kPadded,  // part of a zero vector for all replicas, and complete: the sum is a gather
 };
 
 // The agreement of processes before their GPUs post a collective: all are ready, and it has a place in the order of

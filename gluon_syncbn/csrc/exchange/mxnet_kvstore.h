@@ -5,7 +5,7 @@
 
 namespace syncbn {
 
-// `number` identifies the exchange in Python. `form` is kHost, or kPadded for arrays on GPUs.
-std::shared_ptr<Exchange> mxnet_kvstore(int64_t number, Form form);
+// `number` identifies the exchange in Python.
+std::shared_ptr<Exchange> mxnet_kvstore(int64_t number);
 
 }  // namespace syncbn

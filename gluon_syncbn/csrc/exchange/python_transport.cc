@@ -75,10 +75,6 @@ Total reduce_in_python(int64_t exchange, Combine combine, const Ticket& ticket, 
     return reduce(exchange, combine == Combine::kMerge ? functions.merge : functions.add, ticket, own);
 }
 
-void add_on_devices_in_python(int64_t exchange, const Ticket& ticket, const std::vector<cuda::OnDevice>& parts) {
-    call(kAdd, exchange, functions.add_on_devices, &ticket, static_cast<int64_t>(parts.size()), parts.data());
-}
-
 std::shared_ptr<Exchange> python_transport(int64_t number) { return std::make_shared<PythonTransport>(number); }
 
 }  // namespace syncbn

@@ -18,7 +18,6 @@ struct PythonFunctions {
     int (*merge)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, Total*, Problem*);
     int (*add)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, Total*, Problem*);
     int (*gather)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, Total*, Problem*);
-    int (*add_on_devices)(int64_t exchange, const Ticket*, int64_t parts, const cuda::OnDevice*, Problem*);
     int (*gpus_of_all_processes)(int64_t exchange, const Ticket*, int64_t* replicas, Problem*);
     int (*ballot)(int64_t exchange, const Ticket*, int64_t kind, int64_t number, int64_t length, const double*, Total*,
                   Problem*);
@@ -32,8 +31,7 @@ void set_python_functions(const PythonFunctions& functions);
 
 std::shared_ptr<Exchange> python_transport(int64_t number);
 
-// For other exchanges that add in Python, by their number: of rows, or of arrays on devices.
+// For other exchanges that add in Python, by their number.
 Total reduce_in_python(int64_t exchange, Combine combine, const Ticket& ticket, const Contribution& own);
-void add_on_devices_in_python(int64_t exchange, const Ticket& ticket, const std::vector<cuda::OnDevice>& parts);
 
 }  // namespace syncbn

@@ -171,9 +171,7 @@ void Registry::renew(Layer& layer) {
     terms->timeout = layer.timeout_ > 0 ? layer.timeout_ : timeout_;
     terms->sharing = sharing_of(layer.pooling);
     terms->nonfinite = nonfinite_;
-    Asked asked = layer.exchange_.host != nullptr ? layer.exchange_ : exchange_;
-    if (terms->sharing == Sharing::kRows && asked.gpus != nullptr)
-        asked = {asked.host, Nccl::kNever};  // a KVStore of MXNet's can only add
+    const Asked& asked = layer.exchange_.host != nullptr ? layer.exchange_ : exchange_;
     terms->choice = std::make_shared<Choice>(asked, terms->taking_part, terms->per_context, terms->sharing);
     layer.terms_ = std::move(terms);
 }

@@ -4,11 +4,8 @@
 //     moments ──► packed moments of each slot ──► all-gather ──► normalise: pools, y, running statistics
 //     grad_sums ──► packed gradients ──────────► all-gather ──► grad_input: pools, dx, dgamma, dbeta
 //
-// All work is put on one stream, with one wait at the end. A KVStore of MXNet can only add, and does not know that
-// stream. So `moments` and `grad_sums` write into a vector for all slots that is zero outside this replica's part, and
-// the call waits for them. The sum of these vectors is bitwise the all-gather, but for the sign of a zero. Without NCCL
-// and such a KVStore, packed vectors go to the host, meet as those of a CPU do, and go back. The same kernels read
-// them.
+// All work is put on one stream, with one wait at the end. Without NCCL, packed vectors go to the host, meet as those of
+// a CPU do, and go back. The same kernels read them.
 #include <algorithm>
 #include <iterator>
 #include <utility>
@@ -64,12 +61,6 @@ class DeviceCall : public StreamCall {
     }
 
   private:
-    // Memory for the numbers of all replicas, zero but for `size` numbers of this one.
-    Memory memory_for_all(int64_t size) {
-        const std::vector<std::string>& all = place_.meeting->contexts;  // one replica on each
-        const int64_t before = std::find(all.begin(), all.end(), context_) - all.begin();
-        return Memory(device(), {static_cast<int64_t>(all.size()) * size, before * size, size}, work().lease.stream());
-    }
     // Computes packed vectors of `length` for each slot, by a kernel and, if it works in chunks, a merge.
     template <typename Launch>
     Memory reduced(int64_t length, const char* merge, const Launch& launch_with);
@@ -184,14 +175,14 @@ const void* DeviceCall::mask(const Arrays& arrays, int index) {
 template <typename Launch>
 Memory DeviceCall::reduced(int64_t length, const char* merge, const Launch& launch_with) {
     const int64_t slots = static_cast<int64_t>(tensor_.slots.size()), size = slots * length;
-    Memory out = form() == Form::kPadded ? memory_for_all(size) : memory(size);
+    Memory out = memory(size);
     if (tensor_.shape.size() == 0) {
-        run(kernel_of("fill", Type::kFloat64), {ceil_div(size, kBlock)}, cuda::FillArguments{size, out.part(), 0});
+        run(kernel_of("fill", Type::kFloat64), {ceil_div(size, kBlock)}, cuda::FillArguments{size, out.data(), 0});
         return out;
     }
     const Plan plan = plan_of(tensor_);
     if (plan.chunks == 1) {
-        launch_with(plan, out.part());
+        launch_with(plan, out.data());
         return out;
     }
     double* partial = scratch(plan.chunks * slots * length);
@@ -199,7 +190,7 @@ Memory DeviceCall::reduced(int64_t length, const char* merge, const Launch& laun
     const int chunks = static_cast<int>(plan.chunks);
     const int64_t warps = slots * channels();
     run(Kernel{merge}, {ceil_div(warps, kBlock / 32)},
-        cuda::MergeArguments{slots, channels(), partial, out.part(), chunks});
+        cuda::MergeArguments{slots, channels(), partial, out.data(), chunks});
     return out;
 }
 
@@ -210,12 +201,10 @@ Vector DeviceCall::counts() const {
 }
 
 Vector DeviceCall::masked_counts() {
-    const Memory& own = gathered_->own;
-    const Vector values = downloaded(own);
+    const Vector values = downloaded(gathered_->own);
     Vector counts;
-    const double* first = values.data() + (own.part() - own.data());
     for (size_t slot = 0; slot < tensor_.slots.size(); ++slot)
-        counts.push_back(first[static_cast<int64_t>(slot) * moments_length(channels())]);
+        counts.push_back(values[slot * static_cast<size_t>(moments_length(channels()))]);
     return counts;
 }
 
@@ -229,15 +218,7 @@ void DeviceCall::contribute_gathered(Direction direction, Vector counts) {
         if (direction == Direction::kForward) check_finite(values);
         return still_current([&] { contribute(direction, std::move(values)); });
     }
-    const bool padded = form() == Form::kPadded;
-    const int64_t length = padded ? own.size() : own.part_size();
-    if (padded)
-        gathered_->all = memory(length);
-    else if (exchange_->replicas() > 1)
-        gathered_->all = memory(static_cast<int64_t>(exchange_->replicas()) * length);
-    gathered_->part = {device().id, work().lease.stream(), padded ? own.data() : own.part(), gathered_->all.data(),
-                       length};
-    if (padded) wait();  // MXNet does not know the stream
+    if (exchange_->replicas() > 1) gathered_->all = memory(static_cast<int64_t>(exchange_->replicas()) * own.size());
     contribute_part(direction, std::move(counts));
 }
 
@@ -320,7 +301,7 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, void* batch) {
         with.fed = list(pools_.fed);
         with.tracked = list(pools_.tracked);
         with.pools = static_cast<int>(pools_.tracked.size());
-        with.own = gathered_->own.part();
+        with.own = gathered_->own.data();
     }
     // One replica of a context is enough; a repeated call has nothing new.
     with.hand_on = batch != nullptr && !recall_.again && place_.first_lane();
@@ -409,7 +390,7 @@ void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
     with.kept = kept_.data();
     with.gathered = gathered_->values();
     if (!frozen_) with.users = list(pools_.users);
-    with.own = gathered_->own.part();
+    with.own = gathered_->own.data();
     with.dgamma = target(kGamma);
     with.dbeta = target(kBeta);
     with.add = reqs[kX] == kAdd;

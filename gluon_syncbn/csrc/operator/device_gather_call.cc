@@ -54,10 +54,8 @@ void DeviceGatherCall::begin_normalise(const Arrays& arrays) {
 }
 
 void DeviceGatherCall::contribute_values(Direction direction, int64_t all) {
-    const Memory& own = gathered_->own;
     direction_ = direction;
     if (exchange_->replicas() > 1) gathered_->all = memory(all);
-    gathered_->part = {device().id, work().lease.stream(), own.data(), gathered_->all.data(), own.size()};
     contribute_part(direction, head().packed());
 }
 

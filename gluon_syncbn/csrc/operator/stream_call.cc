@@ -45,6 +45,8 @@ void StreamCall::fill_with_zeros(Array to, int64_t bytes) {
 }
 
 void StreamCall::contribute_part(Direction direction, Vector counts) {
+    const cuda::Memory& own = gathered_->own;
+    gathered_->part = {device().id, work().lease.stream(), own.data(), gathered_->all.data(), own.size()};
     may_be_posted_ = true;
     const std::shared_ptr<const cuda::OnDevice> part(gathered_, &gathered_->part);
     still_current([&] { contribute(direction, std::move(counts), part); });

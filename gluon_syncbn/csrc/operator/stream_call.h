@@ -25,7 +25,7 @@ class StreamCall : public Call {
         cuda::Memory own, all;
         cuda::OnDevice part;
         int64_t slots = 0;
-        const double* values() const { return all.data() != nullptr ? all.data() : own.part(); }
+        const double* values() const { return all.data() != nullptr ? all.data() : own.data(); }
     };
     // The objects of an execution, for one thread after the other.
     struct Work {
@@ -88,7 +88,7 @@ class StreamCall : public Call {
     }
 
     Form form() const { return exchange_ != nullptr ? exchange_->form() : Form::kDevice; }
-    // Contributes what the stream writes to `gathered_`, and `counts` beside it.
+    // Contributes what the stream writes to `gathered_->own`, and `counts` beside it.
     void contribute_part(Direction direction, Vector counts);
     // Returns what is on the device. The copy has no time limit, so this waits for the stream first.
     Vector downloaded(const cuda::Memory& from);
