@@ -18,6 +18,7 @@ from replicas import (
     assert_same,
     assert_same_bits,
     collect,
+    in_blocks,
     make_batch,
     on_devices,
     prepare,
@@ -269,22 +270,15 @@ def test_behind_a_convolution(contexts, rng, channels):
     batch = make_batch(rng, 2, channels=channels, dtype="float32", spatial=(5, 7))
     masks = make_masks(rng, batch)
     layer = prepare(SyncBatchNorm(in_channels=channels), batch, contexts[:2], "float32")
-    same = nd.array(np.eye(channels).reshape(channels, channels, 1, 1))
-    xs, heads = (on_devices(arrays, contexts, "float32") for arrays in (batch.shards, batch.heads))
+    xs, heads = ([in_blocks(a, c) for a, c in zip(arrays, contexts)] for arrays in (batch.shards, batch.heads))
     marks = on_devices(masks, contexts, "float32")
     for x in xs:
         x.attach_grad()
-
-    def as_it_is(x):
-        weight = same.as_in_context(x.ctx)
-        return nd.Convolution(x, weight, kernel=(1, 1), num_filter=channels, no_bias=True)
-
     before = _native.blocked_calls()
     with autograd.record():
-        ys = [layer(as_it_is(x), mask) for x, mask in zip(xs, marks)]
-        zs = [as_it_is(y) for y in ys]
-    autograd.backward(zs, heads)
-    got = collect(layer, zs, [x.grad for x in xs], contexts[:2])
+        ys = [layer(x, mask) for x, mask in zip(xs, marks)]
+    autograd.backward(ys, heads)
+    got = collect(layer, ys, [x.grad for x in xs], contexts[:2])
     assert _native.blocked_calls() - before == (0 if _native.why_custom() else 4)
     assert_same(got, specification(layer, batch, masks=masks), 20 * TOLERANCE["float32"])
 

@@ -108,6 +108,29 @@ def on_devices(arrays, contexts, dtype):
     return [nd.array(a, ctx=c, dtype="float32").astype(bfloat16.DTYPE) for a, c in zip(arrays, contexts)]
 
 
+def in_blocks(array, context, dtype="float32"):
+    """The same values as a convolution leaves them, which depends on the processor: some have 3 dimensions plain."""
+    channels, dims = array.shape[1], array.ndim - 2
+    kernel = np.zeros((channels, channels, *[3] * dims))
+    kernel[(..., *[1] * dims)] = np.eye(channels)
+    settings = {"kernel": (3,) * dims, "pad": (1,) * dims, "num_filter": channels, "no_bias": True}
+    inputs = [on_devices([values], [context], dtype)[0] for values in (array, kernel)]
+    with autograd.record():  # else it leaves them plain
+        return nd.Convolution(*inputs, **settings).detach()
+
+
+def is_in_blocks(array) -> bool:
+    """Whether MXNet has it in a layout of oneDNN's, which it gives nobody else."""
+    array.wait_to_read()
+    try:
+        array.to_dlpack_for_read()
+    except mx.MXNetError as error:
+        if "IsMKLDNNData" not in str(error):
+            raise
+        return True
+    return False
+
+
 def step(layer, batch: Batch, contexts: Sequence[mx.Context], dtype: str) -> Result:
     return step_of(layer, [on_devices(batch.shards, contexts, dtype)], on_devices(batch.heads, contexts, dtype))[0]
 
