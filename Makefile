@@ -22,7 +22,7 @@ help:
 	make demo-contrastive  MoCo with batch statistics that leak, and with the cures (about 5 minutes)
 	make demo-distributed  the segmentation job in two processes beside the same in one (about 10 minutes)
 	make check    lint and the quickest tests, for the loop of editing (under a minute)
-	make test     lint, then all tests
+	make test     lint, then all tests but the slow ones
 	make test-newest  on Python 3.13 and the newest NumPy, in .venv-3.13: the self-check and the tests that are about it (5 minutes)
 	make test-custom  the tests of the layer through MXNet's Custom, as with a library that is not known (about 12 minutes)
 	make test-horovod  compiles Horovod into .venv-horovod, then its tests (about 15 minutes)
@@ -37,7 +37,7 @@ help:
 	make lint     ruff, mypy, clang-format
 	make format   let ruff and clang-format rewrite the sources
 	make bench    speed of the layer and of whole models, against plain BatchNorm and contrib's SyncBatchNorm
-	make compare  plain BatchNorm against SyncBatchNorm: accuracy over several seeds (long)
+	make compare  plain BatchNorm against SyncBatchNorm: accuracy over several seeds (about 15 minutes)
 	make slow     the tests that take minutes each
 	make soak     random nets in random ways for 10 minutes, each step checked; ARGS="--minutes 1"
 	              ARGS="--kind layers": 3,000 random layers against a second implementation in NumPy (about 5 minutes)
