@@ -8,7 +8,6 @@ bytes in the same processes and run, which never give up waiting; MPI matches by
     python benchmarks/exchange.py --quick           # a smoke test, its figures mean nothing
 """
 
-import functools
 import json
 import sys
 import time
@@ -30,11 +29,7 @@ statistics between processes of one machine: memory that they share. *Transport*
 With more processes than cores, a wait is mostly for the scheduler.
 
 {table}
-
-*A ballot* decides which collective of GPUs comes next, among processes with one call each that is ready. No GPU takes
-part here.
-
-{ballots}"""
+"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,28 +42,16 @@ def main(arguments: Sequence[str]) -> int:
     script = [__file__, "--over", over]
     processes, rounds = ([2], 50) if options.quick else (PROCESSES[over], ROUNDS[over])
     samples: List[_measuring.Cell] = []
-    ballots: List[_measuring.Cell] = []
     for count in tqdm(processes, desc="exchange", unit="job", disable=options.no_progress or None):
-        measured = _measuring.job(over, count, script, {"sizes": SIZES, "rounds": rounds})
-        samples += measured["sizes"]
-        ballots.append(measured["ballots"])
+        samples += _measuring.job(over, count, script, {"sizes": SIZES, "rounds": rounds})["sizes"]
 
-    cells, of_ballots = (
-        [{**sample, "microseconds": _results.summary(sample["microseconds"])} for sample in each]
-        for each in (samples, ballots)
-    )
+    cells = [{**sample, "microseconds": _results.summary(sample["microseconds"])} for sample in samples]
     header = ["bytes", "processes", "bare, us", "ours, us", "ours / bare", "transport, us"]
     table = _results.table(header, [row(cell) for cell in cells])
-    rows = [
-        [str(cell["processes"]), *map(_results.median_and_range, cell["microseconds"].values())] for cell in of_ballots
-    ]
-    ballots_table = _results.table(["processes", "a ballot in memory, us", "by the transport, us"], rows)
-    print(table, ballots_table, sep="\n\n")
-    text = EXPLANATION.format(table=table, ballots=ballots_table, rounds=rounds, bare=BARE[over])
+    print(table)
+    text = EXPLANATION.format(table=table, rounds=rounds, bare=BARE[over])
     stem = "exchange" if over == "mpi" else f"exchange_{over}"
-    raw = {"sizes": samples, "ballots": ballots}
-    results = {"sizes": cells, "ballots": of_ballots}
-    _results.write(options.out, stem, "Exchange between processes", text, env, results, raw)
+    _results.write(options.out, stem, "Exchange between processes", text, env, {"sizes": cells}, {"sizes": samples})
     plot(options.out / f"{stem}.png", over, cells, env)
     return 0
 
@@ -85,7 +68,7 @@ def child(over: str, work: Dict[str, Any]) -> None:
 
     gluon_syncbn.configure(timeout=120)
     store = gluon_syncbn.kvstore(over)
-    result = {**sizes(over, store, work), "ballots": ballots_of(store, work)}
+    result = sizes(over, store, work)
     if store.rank == 0:
         print(json.dumps(result), flush=True)
 
@@ -130,21 +113,6 @@ def in_turn(steps: Dict[str, Callable[[], Any]], rounds: int) -> _measuring.Roun
                 call()
                 taken[name].append((time.perf_counter() - start) * 1e6)
     return taken
-
-
-def ballots_of(store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
-    import numpy as np
-
-    from gluon_syncbn import _native
-
-    layer, counts, calls = new_layer(store), np.ones((1, 1)), iter(range(10**9))
-
-    def turn(turns: _native.Turns) -> None:
-        turns.next(_native.Ticket(layer, -1, next(calls), 0, b"a benchmark", 120.0), [0], counts)
-
-    ways = {"memory": _native.Turns(store.handle), "transport": _native.Turns(store._by_transport)}
-    steps = {name: functools.partial(turn, turns) for name, turns in ways.items()}
-    return {"processes": store.num_workers, "microseconds": in_turn(steps, work["rounds"])}
 
 
 def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:

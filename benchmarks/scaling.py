@@ -10,8 +10,9 @@ nothing hides them. Up to 4 processes send to each other; more add up by doublin
 256 KiB are added in parts. A message costs ``message + latency + bytes / bandwidth``.
 
 GPUs: what a layer asks of a GPU is counted (docs/gpu.md), what each of it takes is from the sources beside the
-constants. One process for the GPUs of a machine; between machines the ballot that says whose turn it is, as above. A
-ballot goes while the GPU reads x, and in the backward x and dy. That time is taken off; nothing else hides anything.
+constants. Statistics go over the host between processes. Beside that stands NCCL, which needs one order of collectives
+in all processes: a *ballot*, an all-gather over the host, would say which layer is next. It would go while the GPU
+reads x, and in the backward x and dy. That time is taken off; nothing else hides anything.
 """
 
 import argparse
@@ -29,19 +30,16 @@ GPUS = [2**k for k in range(11)]  # 1 to 1,024
 PROCESSES = [8, 16, 32, 64, 128, 256, 512, 1024]
 FEW, SMALL = 4, 1 << 18  # as in gluon_syncbn/exchange/mpi.py
 
-# Counted: of a layer on a GPU, in the forward and again in the backward (tests/gpu, what_a_step_costs, what_it_costs).
+# Counted: of a layer on a GPU, in the forward and again in the backward (tests/gpu, what_a_step_costs, every_mode).
 WAYS = {
-    "nccl": {"launches": 2, "waits": 1, "copies": 0},  # and one collective, where there are two GPUs
-    "host": {"launches": 2, "waits": 2, "copies": 2},
+    "NCCL": {"launches": 2, "waits": 1, "copies": 0},  # and one collective, where there are two GPUs
+    "host, a process for each machine": {"launches": 2, "waits": 3, "copies": 2},
 }
-WAYS["all-gather"] = WAYS["nccl"]  # as groups and mode 'shuffle' do it
-NAMES = {"nccl": "NCCL", "host": "over the host", "all-gather": "NCCL with all-gathers alone"}
-# From so many GPUs on mode 'sync' has an all-reduce in the place of the all-gather, and so many launches more in the
-# forward: csrc/exchange/nccl.cc, tests/gpu, what_an_all_reduce_costs.
+EACH = "host, a process for each GPU"
+# From so many GPUs on NCCL is reckoned with an all-reduce in the place of the all-gather, which takes less then, and so
+# many launches more in the forward.
 ALL_REDUCE_FROM, MORE_LAUNCHES = 32, 2
-# With a process for each GPU, over the host: whether one of each machine speaks for all of it.
-SPEAKERS = {"all processes": False, "one of each machine": True}
-# Counted in csrc/exchange/turns.cc: bytes of a process in a ballot, beside 16 for each GPU. Six numbers, and the frame.
+# Bytes of a process in a ballot, beside 16 for each GPU: six numbers, and the frame.
 BALLOT_BYTES = 72
 # Published, in microseconds:
 # A kernel that does nothing, "with recent hardware and software": forums.developer.nvidia.com/t/233645.
@@ -77,14 +75,13 @@ def main(arguments: Sequence[str]) -> int:
         rows.append([str(count), *[f"{costs[name][i] * 1e3:.1f}" for name in nets], shares])
     table = _results.table(header, rows)
     of_gpus = {
-        name: {way: [gpu_costs(layers, count, way, options) for count in GPUS] for way in WAYS}
+        name: {
+            **{way: [gpu_cost(layers, count, way, options) for count in GPUS] for way in WAYS},
+            EACH: [of_each_gpu_cost(layers, count, options) for count in GPUS],
+        }
         for name, layers in nets.items()
     }
-    each = {
-        name: {way: [of_each_gpu_cost(layers, n, so, options) for n in GPUS] for way, so in SPEAKERS.items()}
-        for name, layers in nets.items()
-    }
-    gpu_text = describe_gpus(of_gpus, each, options)
+    gpu_text = describe_gpus(of_gpus, options)
     print(table, gpu_text, sep="\n\n")
     text = (
         f"A model: {options.message_us:.0f} us per message, {options.latency_us:.0f} us latency, "
@@ -92,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         f"statistics spend between processes, and their share of the step. The message is measured "
         f"(benchmarks/exchange.py), or given; everything else is reckoned.\n\n{table}\n\n{gpu_text}"
     )
-    cells = {"processes": costs, "gpus": of_gpus, "a process for each GPU": each}
+    cells = {"processes": costs, "gpus": of_gpus}
     _results.write(options.out, "scaling", "Expected cost over many processes and GPUs", text, env, cells)
     plot(options.out / "scaling.png", costs, of_gpus, options)
     return 0
@@ -176,25 +173,23 @@ def exchange_cost(size: int, processes: int, options: argparse.Namespace) -> flo
     return latency + (processes - 1) * (message + transfer)
 
 
-def gpu_costs(layers: Sequence[Tuple[int, int]], gpus: int, way: str, options: argparse.Namespace) -> Dict[str, float]:
-    """Seconds of one training step, by what they go into."""
+def gpu_cost(layers: Sequence[Tuple[int, int]], gpus: int, way: str, options: argparse.Namespace) -> float:
+    """Seconds of one training step, with a process for each machine."""
     machines = math.ceil(gpus / options.gpus_per_machine)
     counted = WAYS[way]
     operations = counted["launches"] * LAUNCH_US + counted["waits"] * WAIT_US + counted["copies"] * COPY_US
-    costs = {"operations": 0.0, "collectives": 0.0, "messages": 0.0}
-    adds = way == "nccl" and gpus >= ALL_REDUCE_FROM
+    seconds, adds = 0.0, way == "NCCL" and gpus >= ALL_REDUCE_FROM
     for (c, size), reads in ((layer, reads) for layer in layers for reads in (1, 2)):
         gathered, added = (1 + 2 * c, 1 + 4 * c) if reads == 1 else (2 * c, 2 * c)
         more = MORE_LAUNCHES * LAUNCH_US if adds and added > gathered else 0
-        costs["operations"] += (operations + more) * 1e-6
-        if way == "host":
-            costs["messages"] += exchange_cost(8 * gathered, machines, options) if machines > 1 else 0
+        seconds += (operations + more) * 1e-6
+        if way != "NCCL":
+            seconds += exchange_cost(8 * gathered, machines, options) if machines > 1 else 0
             continue
         cost, length = (all_reduce_cost, added) if adds else (all_gather_cost, gathered)
-        costs["collectives"] += cost(8 * length, gpus, machines, options)
         hidden = reads * size * options.images_per_gpu / (MEMORY_GB * 1e9)
-        costs["messages"] += max(0.0, ballot_cost(machines, options) - hidden)
-    return costs
+        seconds += cost(8 * length, gpus, machines, options) + max(0.0, ballot_cost(machines, options) - hidden)
+    return seconds
 
 
 def all_gather_cost(size: int, gpus: int, machines: int, options: argparse.Namespace) -> float:
@@ -217,7 +212,7 @@ def all_reduce_cost(size: int, gpus: int, machines: int, options: argparse.Names
 
 
 def ballot_cost(processes: int, options: argparse.Namespace) -> float:
-    """Of the all-gather that says whose turn it is."""
+    """Of the all-gather over the host that says which collective is next."""
     message, latency = options.message_us * 1e-6, options.latency_us * 1e-6
     own = BALLOT_BYTES + 16 * options.gpus_per_machine
     transfer = (processes - 1) * own * 8 / (options.bandwidth_gbit * 1e9)
@@ -226,96 +221,49 @@ def ballot_cost(processes: int, options: argparse.Namespace) -> float:
     return latency + (processes - 1) * message + transfer if processes > 1 else 0.0
 
 
-def of_each_gpu_cost(
-    layers: Sequence[Tuple[int, int]], gpus: int, one_speaks: bool, options: argparse.Namespace
-) -> float:
-    """Seconds of one training step over the host with a process for each GPU. They add up by doubling, and all send
-    over the network at once; or one of each machine speaks for all of it."""
+def of_each_gpu_cost(layers: Sequence[Tuple[int, int]], gpus: int, options: argparse.Namespace) -> float:
+    """Seconds of one training step over the host, with a process for each GPU.
+
+    The processes of a machine meet in memory, and one of them speaks for all.
+    """
     machines, within = math.ceil(gpus / options.gpus_per_machine), min(gpus, options.gpus_per_machine)
-    message, memory = options.message_us * 1e-6, options.memory_us * 1e-6
-    seconds = sum(gpu_costs(layers, 1, "host", options).values())
+    seconds = gpu_cost(layers, 1, "host, a process for each machine", options)
     for length in (8 * n for c, _ in layers for n in (1 + 2 * c, 2 * c)):
-        steps = math.ceil(math.log2(within))
-        if machines == 1:
-            seconds += steps * memory
-        elif one_speaks:
-            seconds += 2 * steps * memory + exchange_cost(length, machines, options)
-        else:
-            transfer = length * 8 / (options.bandwidth_gbit * 1e9)
-            between = message + options.latency_us * 1e-6 + within * transfer
-            seconds += steps * message + math.ceil(math.log2(machines)) * between
+        meeting = math.ceil(math.log2(within)) * options.memory_us * 1e-6
+        seconds += meeting if machines == 1 else 2 * meeting + exchange_cost(length, machines, options)
     return seconds
 
 
-def describe_gpus(
-    costs: Dict[str, Dict[str, List[Dict[str, float]]]],
-    each: Dict[str, Dict[str, List[float]]],
-    options: argparse.Namespace,
-) -> str:
+def describe_gpus(costs: Dict[str, Dict[str, List[float]]], options: argparse.Namespace) -> str:
     name, ways = next(iter(costs.items()))
-    step = options.step_ms * 1e-3
-
-    def share(seconds: float) -> str:
-        return f"{seconds * 1e3:.1f} ({seconds / step:.1%})"
-
-    rows, rows_of_each = [], []
+    rows = []
     for i, gpus in enumerate(GPUS):
-        parts = [ways["nccl"][i][part] for part in ("operations", "messages", "collectives")]
-        parts.append(ways["all-gather"][i]["collectives"])
-        shares = [share(sum(ways[way][i].values())) for way in ("nccl", "all-gather", "host")]
-        machines = str(math.ceil(gpus / options.gpus_per_machine))
-        rows.append([str(gpus), machines, *[f"{part * 1e3:.1f}" for part in parts], *shares])
-        rows_of_each.append([str(gpus), machines, *[share(each[name][way][i]) for way in SPEAKERS]])
-    header = ["GPUs", "machines", "operations, ms", "ballots, ms", "collectives, ms", "all-gathers alone, ms"]
-    header += [f"{NAMES[way]}, ms (of a step)" for way in ("nccl", "all-gather", "host")]
-    from_gpus = [next((n for n in GPUS if all_reduces(c, n, options)), None) for c in (64, 512, 2048)]
-    published = f"{LAUNCH_US:.0f}, {WAIT_US:.0f}, {COPY_US:.0f} us"
+        shares = [f"{seconds[i] * 1e3:.1f} ({seconds[i] * 1e3 / options.step_ms:.1%})" for seconds in ways.values()]
+        rows.append([str(gpus), str(math.ceil(gpus / options.gpus_per_machine)), *shares])
+    header = ["GPUs", "machines", *[f"{way}, ms (of a step)" for way in ways]]
     messages = f"messages {options.latency_us:.0f} us, {options.bandwidth_gbit:.0f} Gbit/s"
-    network = f"{options.gpu_bandwidth_gbit:.0f} Gbit/s; {messages}"
-    asked = "2 launches, 1 wait, 1 collective, 1 ballot; over the host 2 launches, 2 waits, 2 copies"
-    asked += f"; {MORE_LAUNCHES} launches more before and after an all-reduce in the forward"
+    asked = "NCCL 2 launches, 1 wait, 1 collective; the host 2 launches, 3 waits, 2 copies"
     tuning = "NVIDIA/nccl, src/graph/tuning.cc"
     figures = [
         ["asked of a GPU, by layer and direction", asked, "counted on the emulator", "docs/gpu.md"],
-        ["a process in a ballot", f"{BALLOT_BYTES} bytes, and 16 for each GPU", "counted", "csrc/exchange/turns.cc"],
-        ["an all-reduce", "4C + 1 values forward, 2C backward", "counted", "csrc/cuda/kernels.cu"],
         ["message", f"{options.message_us:.0f} us", "measured, or given", "exchange.md"],
         ["exchange of two processes in memory", f"{options.memory_us:.0f} us", "measured, or given", "exchange.md"],
         ["of more processes in memory", "that, times log2 of their number", "assumed", ""],
-        ["launch, wait, copy", published, "published", "constants of scaling.py"],
+        ["launch, wait, copy", f"{LAUNCH_US:.0f}, {WAIT_US:.0f}, {COPY_US:.0f} us", "published", "scaling.py"],
         ["memory of a GPU", f"{MEMORY_GB:.0f} GB/s", "published", "NVIDIA's data sheet of the A100"],
         ["NCCL: start, hop in a machine", f"{BASE_US:.1f}, {HOP_US:.1f} us", "published", "NVIDIA/nccl-tests#123"],
-        ["NCCL: hop between machines, ring", f"{NET_HOP_US} us", "published", tuning],
-        ["NCCL: hop between machines, tree", f"{TREE_HOP_US} us", "published", tuning],
+        ["NCCL: hop between machines, ring and tree", f"{NET_HOP_US}, {TREE_HOP_US} us", "published", tuning],
         ["NCCL: bandwidth of a tree", f"{TREE_BANDWIDTH:.2f} of the network's", "published", tuning],
-        ["network", network, "assumed", "options"],
+        ["network", f"{options.gpu_bandwidth_gbit:.0f} Gbit/s; {messages}", "assumed", "options"],
     ]
     return (
-        f"## GPUs\n\n{name}, one process for the {options.gpus_per_machine} GPUs of a machine. **Every time in this "
-        "table is reckoned**: what is asked of a GPU, times what that takes according to others. "
-        f"From {ALL_REDUCE_FROM} GPUs on NCCL adds sums in mode `sync`; groups "
-        "and mode `shuffle` have the all-gather on any number.\n\n"
+        f"## GPUs\n\n{name}. **Every time in this table is reckoned**: what is asked of a GPU, times what that takes "
+        "according to others. Within a machine, NCCL is what this package does for one process. Between machines, "
+        "NCCL would need a ballot over the host for each collective, and the package goes over the host instead. "
+        f"From {ALL_REDUCE_FROM} GPUs on NCCL is reckoned with an all-reduce.\n\n"
         f"{_results.table(header, rows)}\n\n"
-        "The ballot that says whose turn it is goes while the GPU reads x, and in the backward x and dy, of "
-        f"{options.images_per_gpu} images of 480 x 480. That time is taken off the ballots, and nothing else is. "
-        "Over the host, the copy waits for the moments, and nothing is hidden. A ring's time grows with the number of "
-        "GPUs, a tree's with its logarithm: over many machines `gpus='host'` is expected to cost less. An all-reduce, "
-        "with its launches, takes less than "
-        f"an all-gather from {from_gpus[0]} GPUs on with 64 channels, from {from_gpus[1]} with 512 and from "
-        f"{from_gpus[2]} with 2048."
-        "\n\nOver the host with a process for each GPU. Between machines all of them add up, or one of each "
-        "machine speaks for those that it meets in memory:\n\n"
-        f"{_results.table(['GPUs', 'machines', *[f'{way}, ms (of a step)' for way in SPEAKERS]], rows_of_each)}\n\n"
         f"What it rests on:\n\n{_results.table(['figure', 'value', 'is', 'source'], figures)}"
     )
-
-
-def all_reduces(channels: int, gpus: int, options: argparse.Namespace) -> bool:
-    """Whether an all-reduce of a forward takes less than the all-gather, its launches included."""
-    machines = math.ceil(gpus / options.gpus_per_machine)
-    gathers = all_gather_cost(8 * (1 + 2 * channels), gpus, machines, options)
-    launches = MORE_LAUNCHES * LAUNCH_US * 1e-6
-    return launches + all_reduce_cost(8 * (1 + 4 * channels), gpus, machines, options) < gathers
 
 
 COLOURS = ("#0072B2", "#D55E00")
@@ -324,7 +272,7 @@ COLOURS = ("#0072B2", "#D55E00")
 def plot(
     path: Path,
     costs: Dict[str, List[float]],
-    of_gpus: Dict[str, Dict[str, List[Dict[str, float]]]],
+    of_gpus: Dict[str, Dict[str, List[float]]],
     options: argparse.Namespace,
 ) -> None:
     import matplotlib
@@ -342,9 +290,8 @@ def plot(
         fontsize=9,
     )
     for (name, ways), colour in zip(of_gpus.items(), COLOURS):
-        for (way, cells), line in zip(ways.items(), ("o-", "s--", "^:")):
-            label = f"{name}, {NAMES[way]}"
-            right.plot(GPUS, [100 * sum(cell.values()) / step for cell in cells], line, color=colour, label=label)
+        for (way, cells), line in zip(ways.items(), ("^:", "o-", "s--")):
+            right.plot(GPUS, [100 * s / step for s in cells], line, color=colour, label=f"{name}, {way}")
     right.axvline(options.gpus_per_machine, color="#666666", linewidth=1, linestyle=":")
     right.annotate("one machine", (options.gpus_per_machine, 0.03), xycoords=("data", "axes fraction"), ha="right",
                    va="bottom", fontsize=8, color="#666666", rotation=90)  # fmt: skip

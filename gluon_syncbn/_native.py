@@ -59,9 +59,6 @@ class Agreed(NamedTuple):
     members: np.ndarray = NO_GROUPS
     groups: np.ndarray = NO_GROUPS
     first: int = 0
-    rank: int = 0
-    processes: int = 1
-    alone: bool = True
 
 
 class _Problem(ctypes.Structure):
@@ -81,14 +78,7 @@ class _Functions(ctypes.Structure):  # PythonFunctions in csrc/exchange/python_t
         ("merge", _Rows),
         ("add", _Rows),
         ("gather", _Rows),
-        ("gpus_of_all_processes", _function(ctypes.POINTER(ctypes.c_int64))),
-        (
-            "ballot",
-            _function(*[ctypes.c_int64] * 3, ctypes.POINTER(ctypes.c_double), ctypes.c_void_p),
-        ),
-        ("agreed", _function(ctypes.c_int64, ctypes.c_void_p)),
-        ("check", _function()),
-        ("fail", ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_char_p)),
+        ("agreed", _function(ctypes.c_void_p)),
     ]
 
 
@@ -144,15 +134,8 @@ def _load() -> ctypes.CDLL:
         "agreed": (
             ctypes.c_int,
             [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64, *[ctypes.c_int64] * 3]
-            + [ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_int],
+            + [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64],
         ),
-        "turns": (ctypes.c_void_p, [ctypes.c_void_p]),
-        "turn": (
-            ctypes.c_int,
-            [ctypes.c_void_p, ctypes.POINTER(Ticket), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]
-            + [*[ctypes.c_void_p] * 4],
-        ),
-        "exchange_rows": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p]),
         "segment_create": (ctypes.c_void_p, [ctypes.c_int64]),
         "segment_open": (ctypes.c_void_p, [*[ctypes.c_int64] * 4, ctypes.c_char_p, ctypes.c_int64]),
         "segment_number": (ctypes.c_int64, [ctypes.c_void_p]),
@@ -652,31 +635,13 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
 
         return call
 
-    def gpus_of_all_processes(exchange: Any, layer: Any, ticket: Ticket, out: Any) -> None:
-        out[0] = exchange.gpus_of_all_processes(layer)
-
-    def ballot(
-        exchange: Any, layer: Any, ticket: Ticket, kind: int, number: int, length: int, row: Any, out: int
-    ) -> None:
-        parts = exchange.ballot(layer, ticket, kind, number, array_at(row, (length,)))
-        values = np.concatenate([array for part in parts for array in ([part.size], part)])
-        _core.syncbn_total(out, values.size, values.ctypes.data, 0, 0, *_address(NO_GROUPS))
-
-    def agreed(exchange: Any, layer: Any, ticket: Ticket, here: int, out: Any) -> None:
-        key, ranks, channels, replicas, members, groups, first, *rest = exchange.agreed(
-            layer, None if here < 0 else here
-        )
+    def agreed(exchange: Any, layer: Any, ticket: Ticket, out: Any) -> None:
+        key, ranks, channels, replicas, members, groups, first = exchange.agreed(layer)
         bits = sum(1 << rank for rank in ranks if rank < MOST_RANKS)
         head = key, bool(ranks), bits, channels, replicas, *_address(members)
-        _core.syncbn_agreed(out, *head, groups.ctypes.data, first, *rest)
+        _core.syncbn_agreed(out, *head, groups.ctypes.data, first)
 
-    def check(exchange: Any, layer: Any, ticket: Ticket) -> None:
-        exchange.check(layer, ticket)
-
-    calls = {
-        **{name: reduction(name) for name in ("merge", "add", "gather")},
-        **{call.__name__: call for call in (gpus_of_all_processes, ballot, agreed, check)},
-    }
+    calls = {**{name: reduction(name) for name in ("merge", "add", "gather")}, "agreed": agreed}
 
     def guarded(call: Callable[..., None]) -> Callable[..., int]:
         def function(number: int, ticket: Any, *arguments: Any) -> int:
@@ -695,8 +660,7 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
     global _functions_of_exchanges
     assert _functions_of_exchanges is None
     types: Any = _Functions._fields_
-    fail = types[-1][1](lambda number, reason: _exchanges[number].fail(reason.decode(errors="replace")))
-    _functions_of_exchanges = _Functions(*[kind(guarded(calls[name])) for name, kind in types[:-1]], fail)
+    _functions_of_exchanges = _Functions(*[kind(guarded(calls[name])) for name, kind in types])
     _core.syncbn_python_functions(_functions_of_exchanges)
 
 
@@ -755,38 +719,6 @@ class Segment:
 def hierarchy(machine: Handle, leaders: Handle, transport: Handle) -> Handle:
     """Returns the exchange in levels: see ``csrc/exchange/hierarchy.h``."""
     return _core.syncbn_exchange_hierarchy(machine, leaders, transport)
-
-
-def rows_exchange(statistics: Handle, transport: Handle) -> Handle:
-    """Returns the exchange of rows: see ``csrc/exchange/rows.h``."""
-    return _core.syncbn_exchange_rows(statistics, transport)
-
-
-class Turn(NamedTuple):
-    """As in csrc/exchange/exchange.h."""
-
-    number: int
-    clique: int
-    world: int
-    first: int
-    identity: bytes
-    counts: np.ndarray  # of all replicas
-
-
-class Turns:
-    """For tests: the order of collectives over an exchange of processes, without NCCL."""
-
-    def __init__(self, exchange: Handle) -> None:
-        self._pointer = _core.syncbn_turns(exchange)
-
-    def next(self, ticket: Ticket, devices: Sequence[int], counts: np.ndarray) -> Turn:
-        """Waits until all processes are ready; ``counts`` has a row for each device."""
-        numbers, own = np.array(devices, np.int32), np.ascontiguousarray(counts, np.float64)
-        head, identity, everything = np.zeros(6, np.int64), ctypes.create_string_buffer(128), np.empty(4096)
-        given = numbers.size, numbers.ctypes.data, own.shape[1], own.ctypes.data
-        _core.syncbn_turn(self._pointer, ticket, *given, head.ctypes.data, identity, everything.ctypes.data)
-        number, clique, world, first, id_size, length = head.tolist()
-        return Turn(number, clique, world, first, identity.raw[:id_size], everything[:length].copy())
 
 
 def allreduce(exchange: Handle, ticket: Ticket, row: np.ndarray, merges: bool = False) -> np.ndarray:

@@ -96,14 +96,7 @@ def processes() -> str:
             found.append(f"kvstore({name!r}) with {package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             found.append(f"no {name} ({brings})")
-    return ", ".join(found) + _gpus_of_processes()
-
-
-def _gpus_of_processes() -> str:
-    if not mx.runtime.Features().is_enabled("CUDA"):
-        return ""
-    problem = _native.nccl_problem()
-    return f"; GPUs {f'through host memory, as {problem}' if problem else 'over NCCL, if each is in one process only'}"
+    return ", ".join(found)
 
 
 def libraries() -> str:

@@ -263,49 +263,10 @@ SYNCBN_API int syncbn_total(syncbn::Total* out, int64_t length, const double* va
 }
 
 SYNCBN_API int syncbn_agreed(syncbn::Agreed* out, int64_t key, int in_groups, uint64_t ranks, int64_t channels,
-                             int64_t replicas, int64_t count, const int* members, const int* groups, int64_t first,
-                             int64_t rank, int64_t processes, int alone) {
+                             int64_t replicas, int64_t count, const int* members, const int* groups, int64_t first) {
     return done([&] {
-        *out = {
-            key,   in_groups != 0, ranks,     channels,  replicas, {members, members + count}, {groups, groups + count},
-            first, rank,           processes, alone != 0};
-    });
-}
-
-// For tests: an order of collectives over an exchange of processes, without NCCL.
-SYNCBN_API void* syncbn_turns(void* exchange) {
-    return guarded<void*>(nullptr, [&] {
-        const auto new_id = [made = 0]() mutable { return std::string(128, static_cast<char>(++made)); };
-        return new syncbn::Turns(*static_cast<ExchangeHandle*>(exchange)->host, new_id);
-    });
-}
-// Writes the number, the clique, the world and the first rank to `out`, then the size of the id and of the counts. There
-// is enough space for these.
-SYNCBN_API int syncbn_turn(void* turns, const syncbn::Ticket* ticket, int64_t parts, const int* devices, int64_t slots,
-                           const double* counts, int64_t* out, char* id, double* all_counts) {
-    return done([&] {
-        syncbn::DeviceContribution own;
-        for (int64_t i = 0; i < parts; ++i) own.parts.push_back({devices[i], nullptr, nullptr, nullptr, 0});
-        own.counts.assign(counts, counts + parts * slots);
-        const syncbn::Turn turn = static_cast<syncbn::Turns*>(turns)->next(*ticket, own);
-        const auto number = [](size_t value) { return static_cast<int64_t>(value); };
-        const int64_t head[] = {turn.number,
-                                turn.clique,
-                                number(turn.world),
-                                number(turn.first),
-                                number(turn.id.size()),
-                                number(turn.counts.size())};
-        std::copy(std::begin(head), std::end(head), out);
-        std::copy(turn.id.begin(), turn.id.end(), id);
-        std::copy(turn.counts.begin(), turn.counts.end(), all_counts);
-    });
-}
-
-// Takes rows by `transport`, and turns from `statistics`, which are handles over the same processes.
-SYNCBN_API void* syncbn_exchange_rows(void* statistics, void* transport) {
-    return handle([&] {
-        return ExchangeHandle{syncbn::exchange_of_rows(static_cast<ExchangeHandle*>(statistics)->host,
-                                                       static_cast<ExchangeHandle*>(transport)->host)};
+        *out = {key,  in_groups != 0, ranks, channels, replicas, {members, members + count}, {groups, groups + count},
+                first};
     });
 }
 

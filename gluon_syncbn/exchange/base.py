@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from typing import List, NamedTuple, Optional, Sequence
+from typing import NamedTuple, Optional, Sequence
 
 import numpy as np
 from mxnet.context import Context
@@ -139,32 +139,6 @@ class PythonExchange(Exchange, ABC):
         """Returns the one row of each process side by side, in the order of their ranks."""
         return Total(rows[0], 0, ticket.layer)
 
-    def gpus_of_all_processes(self, layer: LayerInfo) -> int:
-        """Returns the number of replicas, in all processes, that exchange on GPUs; 0 if they do so over the host."""
-        return 0
-
-    def agreed(self, layer: LayerInfo, here: Optional[int] = None) -> Agreed:
-        """Returns the agreement of the processes about the layer.
-
-        ``here`` is the number of replicas of this process in this step, for a collective of GPUs.
-        """
+    def agreed(self, layer: LayerInfo) -> Agreed:
+        """Returns the agreement of the processes about the layer."""
         return Agreed(layer.id)
-
-    def ballot(self, layer: LayerInfo, ticket: Ticket, kind: int, number: int, own: np.ndarray) -> List[np.ndarray]:
-        """Returns what the processes bring to a ballot, by rank. A kind and a number identify the ballot.
-
-        Parameters
-        ----------
-        layer : LayerInfo
-            The layer that asks.
-        ticket : Ticket
-            Its ticket.
-        kind, number : int
-            These are the same in all processes.
-        own : numpy.ndarray, float64, (length,)
-            The part of this process.
-        """
-        return [own]
-
-    def check(self, layer: LayerInfo, ticket: Ticket) -> None:
-        """Raises an error if another process has failed while GPUs run an agreed collective."""

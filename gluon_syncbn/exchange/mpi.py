@@ -24,7 +24,7 @@ from .waiting import Wait, WaitingTransport
 
 _KINDS = (
     *("failure", "end", "agreement", "broadcast", "broadcast of", "gradient", "gradient of", "statistics"),
-    *("exchange of", "turn"),
+    "exchange of",
 )
 _KIND = {kind: number for number, kind in enumerate(_KINDS)}
 _TYPES = tuple(np.dtype(name) for name in ("uint8", "float16", "float32", "float64", "int32", "int64", "int8"))
@@ -167,15 +167,6 @@ class MPITransport(WaitingTransport):
             return array
         self._send([], label, 0, array)
         return self._collect([0], label, 0, array.ravel(), [])[0].reshape(array.shape)
-
-    def poll(self, label: Label) -> None:
-        with self._lock:
-            if not self._polling:
-                self._file(self._progress())
-            for rank, fate in self._gone.items():
-                if fate != _ENDED:  # a rank that has ended has received all that it waited for
-                    self.give_up(label, f"rank {rank} of {self.size} {fate} (rank {self.rank} was in {label})")
-            self.check_unbroken(label)
 
     def tell(self, label: Optional[Label], reason: str) -> None:
         with self._lock:

@@ -23,7 +23,7 @@ import numpy as np
 
 from .. import _native
 from .._native import Agreed, Ticket, Total
-from ..system import arguments, cuda, environment, kinds
+from ..system import arguments, environment, kinds
 from ..system.logs import log
 from . import base
 from .base import LayerInfo, PythonExchange
@@ -47,16 +47,6 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
-def way_of_gpus(value: Any) -> Optional[str]:
-    """Checks how GPUs of several processes exchange their statistics.
-
-    ``'nccl'`` demands NCCL, ``'host'`` goes over the host, None takes NCCL if it is available.
-    """
-    if value is not None and (not isinstance(value, str) or value not in ("nccl", "host")):
-        arguments.refuse("gpus", value, "'nccl', 'host' or None")
-    return value
-
-
 class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     """Adds over the devices of all processes, for ``gluon.Trainer(kvstore=...)`` and ``SyncBatchNorm(kvstore=...)``.
 
@@ -68,25 +58,20 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         Name of the transport.
     transport : WaitingTransport
         Carries the sums.
-    gpus : str or None
-        An argument of `way_of_gpus`, the same in all processes.
     """
 
     spans_processes = True
 
-    def __init__(self, name: str, transport: WaitingTransport, gpus: Optional[str] = None) -> None:
+    def __init__(self, name: str, transport: WaitingTransport) -> None:
         self._name = name
         self._transport = transport
-        self.gpus = gpus
-        self._on_gpus: Dict[int, int] = {}  # of layers: replicas that exchange on GPUs, or 0
-        self._said = False  # the warning that they go over the host was given
         self._keys: Dict[int, int] = {}  # of layers
         self._replicas: Dict[int, List[int]] = {}  # of layers, by rank
         self._found: Dict[Tuple[int, bool], Members] = {}  # of layers in groups
         self._rounds: Counter = Counter()  # of gradients
         self._lock = threading.Lock()
         self._agreements = 0
-        #: Why the statistics of CPU contexts go by the transport alone; None where processes meet in memory.
+        #: Why statistics go by the transport alone; None where processes meet in memory.
         self.why_not_in_memory: Optional[str] = "not every process was asked"
         #: The ranks of each machine that meet in memory; the first of each speaks for its machine.
         self.machines: List[List[int]] = []
@@ -151,7 +136,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     # ---- memory of the machine -------------------------------------------------------------------------------
 
     def meet_in_memory(self) -> None:
-        """Lets CPU contexts meet in memory that the processes of a machine share, if these can see the same memory.
+        """Lets statistics meet in memory that the processes of a machine share, if these can see the same memory.
 
         With several machines, one process of each exchanges with the others. Every process calls this before the first
         step.
@@ -236,9 +221,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     def handle(self) -> _native.Handle:  # type: ignore[override]
         return self._by_transport
 
-    @functools.cached_property
+    @property
     def handle_of_rows(self) -> _native.Handle:
-        return _native.rows_exchange(self.handle, self._by_transport)
+        return self._by_transport  # a segment has space for so many vectors at once and no more
 
     def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         label = self._call(layer, ticket)
@@ -301,41 +286,12 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             arguments.refuse("group_size", size, f"a divisor of the {here} devices of this step")
         return members._replace(groups=group_of_each(here, size, None))
 
-    def gpus_of_all_processes(self, layer: LayerInfo) -> int:
-        if layer.mode == "gather":
-            return self._gpus_of_gather(layer)
-        count = self._on_gpus[layer.id]
-        if count == 0:  # no process had it on a GPU then, or the reason has been given already
-            self._over_the_host(layer.name, f"'{layer.name}' was on no GPU when the processes agreed on their layers")
-        return count
-
-    def _gpus_of_gather(self, layer: LayerInfo) -> int:
-        """Asks all processes, which call this gather too."""
-        what = f"the agreement on the GPUs of {layer.name}"
-        ours = {"name": layer.name, "replicas": layer.replicas, **self._describe_gpus(layer)}
-        everyone = self._ask_all(Label("agreement", self._key(layer), what=what, layer=layer.id), ours)
-        for rank, theirs in enumerate(everyone):
-            difference = _difference_of_gpus(self.rank, ours, rank, theirs)
-            if difference:
-                raise mx.MXNetError(difference)
-        return self._gpus_of(everyone, sum(theirs["replicas"] for theirs in everyone))
-
-    def agreed(self, layer: LayerInfo, here: Optional[int] = None) -> Agreed:
-        key, of_job = self._key(layer), (self.rank, self.num_workers)
+    def agreed(self, layer: LayerInfo) -> Agreed:
+        key = self._key(layer)
         if not layer.in_groups():
-            return Agreed(key, rank=of_job[0], processes=of_job[1], alone=self.num_workers == 1)
-        # Statistics over the host go to some ranks; a collective of GPUs is of all ranks, or of one.
-        of = self._members(layer, partial=True) if here is None else self._taking_part(layer, here, partial=False)
-        count = self._replicas[layer.id][self.rank] if here is None else here
-        alone = len(of.ranks) == 1
-        return Agreed(key, of.ranks, layer.channels, count, of.places, of.groups, of.first, *of_job, alone)
-
-    def ballot(self, layer: LayerInfo, ticket: Ticket, kind: int, number: int, own: np.ndarray) -> List[np.ndarray]:
-        label = self._call(layer, ticket)._replace(kind="turn", key=0, node=-1, call=number, phase=kind)
-        return self._transport.allgather(label, own, equal=False)
-
-    def check(self, layer: LayerInfo, ticket: Ticket) -> None:
-        self._transport.poll(self._call(layer, ticket))
+            return Agreed(key)
+        of, here = self._members(layer, partial=True), self._replicas[layer.id][self.rank]
+        return Agreed(key, of.ranks, layer.channels, here, of.places, of.groups, of.first)
 
     def fail(self, reason: str) -> None:
         if self._memory is not None:
@@ -365,7 +321,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
                 self._agree(new)
 
     def _agree(self, new: Sequence[LayerInfo]) -> None:
-        ours = [{**_describe(layer), **self._describe_gpus(layer)} for layer in new]
+        ours = [_describe(layer) for layer in new]
         everyone = self._tell_all("the agreement on the layers of the net", ours)
         for rank, theirs in enumerate(everyone):
             difference = _difference(self.rank, ours, rank, theirs)
@@ -378,51 +334,12 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             if text:
                 raise ValueError(text)
             self._replicas[layer.id] = [layers[i]["replicas"] for layers in everyone]
-            self._on_gpus[layer.id] = self._gpus_of([layers[i] for layers in everyone], total)
             self._keys[layer.id] = len(self._keys)  # last, because another thread goes on when it finds it
-
-    def _describe_gpus(self, layer: LayerInfo) -> Dict[str, Any]:
-        """Describes the layer's GPUs here, or says why they cannot be members of a collective."""
-        on = [context for context in layer.contexts if context.device_type == "gpu"]
-        problem = ""
-        if len(on) < len(layer.contexts):
-            problem = f"it is on {', '.join(map(str, layer.contexts))} there"
-        elif layer.replicas > len(on):
-            problem = f"it has {layer.replicas} replicas on {len(on)} GPUs there"
-        elif self.gpus != "host":
-            problem = _native.nccl_problem()
-        cards = [[str(context), cuda.identity(context.device_id)] for context in on] if not problem else []
-        return {"gpus": self.gpus, "on": len(on), "problem": problem, "cards": cards}
-
-    def _gpus_of(self, everyone: List[Dict], total: int) -> int:
-        """Returns how many replicas of a layer exchange on GPUs, from the descriptions of all ranks."""
-        if not any(layer["on"] for layer in everyone) or everyone[0]["gpus"] == "host":
-            return 0
-        problem = next((f"rank {r}: {layer['problem']}" for r, layer in enumerate(everyone) if layer["problem"]), "")
-        whose: Dict[str, str] = {}
-        for rank, layer in enumerate(everyone):
-            for name, card in layer["cards"]:
-                owner = whose.setdefault(card, f"{name} of rank {rank}")
-                if owner != f"{name} of rank {rank}":
-                    problem = problem or f"{owner} and {name} of rank {rank} are the same GPU"
-        if not problem:
-            return total
-        self._over_the_host(everyone[self.rank]["name"], problem)
-        return 0
-
-    def _over_the_host(self, name: str, problem: str) -> None:
-        """Handles a layer whose GPUs cannot exchange: an error, a warning, or neither if ``'host'`` was chosen."""
-        if self.gpus == "nccl":
-            raise ValueError(f"gpus: 'nccl' was given, but the statistics of '{name}' cannot go over NCCL: {problem}")
-        if self.gpus is None and not self._said:
-            self._said = True
-            log.warning("the statistics of the GPUs of several processes go through host memory: %s", problem)
 
     def _key(self, layer: LayerInfo) -> int:
         # The first call of a gather may come in the middle of a step, where no process could wait for an agreement. So
-        # its name, which is the same everywhere, gives the number. These numbers lie beyond those of layers, and a
-        # float64 holds them (csrc/exchange/turns.cc).
-        return _hash(layer.name) % 2**52 + 2**52 if layer.mode == "gather" else self._keys[layer.id]
+        # its name, which is the same everywhere, gives the number. These numbers lie beyond those of layers.
+        return _hash(layer.name) + 2**32 if layer.mode == "gather" else self._keys[layer.id]
 
     def _call(self, layer: LayerInfo, ticket: Ticket) -> Label:
         direction = "forward" if ticket.phase == 0 else "backward"
@@ -476,19 +393,8 @@ def _describe(layer: LayerInfo) -> Dict[str, Any]:
     }
 
 
-def _difference_of_gpus(rank: int, ours: Dict, other: int, theirs: Dict) -> str:
-    """Describes the difference of two settings of a KVStore as an error; empty if they are the same."""
-    gpus, others = ours["gpus"], theirs["gpus"]
-    if gpus == others:
-        return ""
-    return f"kvstore: gpus={gpus!r} was given on rank {rank} and {others!r} on rank {other}, expected the same"
-
-
 def _difference(rank: int, ours: List[Dict], other: int, theirs: List[Dict]) -> str:
     """Describes the difference of two nets as an error; empty if both are the same."""
-    difference = _difference_of_gpus(rank, ours[0], other, theirs[0]) if ours and theirs else ""
-    if difference:
-        return difference
 
     def sort(layer: Optional[Dict]) -> Optional[List]:
         return None if layer is None else [re.sub(r"\d+", "", layer["name"]), layer["channels"], layer["pooling"]]

@@ -50,20 +50,6 @@ def gpu(device_id: int) -> Gpu:
     return Gpu(name.value.decode(errors="replace"), (major.value, minor.value))
 
 
-def identity(device_id: int) -> str:
-    """Returns an identifier of the GPU that is the same in all processes, whatever its number there.
-
-    Raises
-    ------
-    OSError
-        If the driver is missing or has no such GPU.
-    """
-    handle, number = ctypes.c_int(), ctypes.create_string_buffer(16)
-    _call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device_id))
-    _call("cuDeviceGetUuid", number, handle)
-    return number.raw.hex()
-
-
 def driver_version() -> Tuple[int, int]:
     """Returns the CUDA version that the driver supports."""
     version = ctypes.c_int()

@@ -53,8 +53,8 @@ def gather(
     y_s is the result on replica s of R. dy_{s,r} is the gradient of its rows that came from replica r.
     The gradient of a row is the sum of the gradients of its copies on all R replicas. A loss that each replica computes
     over the whole batch therefore counts R times. A loss over the replica's own rows against all others counts once.
-    Each direction takes one collective. The backward sums in float64. On GPUs, NCCL carries both, as it does for
-    `SyncBatchNorm`.
+    Each direction takes one collective. The backward sums in float64. Among the GPUs of a process, NCCL carries both;
+    between processes, rows travel over the host.
 
     In the supervised contrastive loss, rows with the same label form positive pairs (Khosla et al., NeurIPS 2020). If
     the labels are the numbers of the samples, this is SimCLR's loss::
@@ -79,8 +79,7 @@ def gather(
         autograd.backward(losses)
 
     All processes make the same calls of one ``name``, in the same order. Calls of different names may come in any
-    order. All processes call it with arrays on CPUs, or all with arrays on GPUs. `gather` raises an error within
-    `join`.
+    order. `gather` raises an error within `join`.
 
     Parameters
     ----------

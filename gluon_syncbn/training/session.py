@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -11,7 +12,7 @@ from mxnet.context import Context
 from .. import _native
 from ..exchange import named
 from ..exchange.base import Exchange, LayerInfo, Memory
-from ..exchange.store import ProcessStore, way_of_gpus
+from ..exchange.store import ProcessStore
 from ..system import arguments
 
 _UNCHANGED: Any = object()
@@ -44,19 +45,13 @@ class Session:
 
     # ---- exchanges -----------------------------------------------------------------------------------------
 
-    def process_store(self, name: str, gpus: Any = _UNCHANGED) -> ProcessStore:
-        """Returns the store over this transport. The first call makes it and settles ``gpus``."""
-        if gpus is not _UNCHANGED:
-            gpus = way_of_gpus(gpus)
+    def process_store(self, name: str) -> ProcessStore:
+        """Returns the store over this transport. The first call makes it."""
         if name not in self._stores:
-            given = None if gpus is _UNCHANGED else gpus
-            self._stores[name] = ProcessStore(name, named.transport(name), given)
+            self._stores[name] = ProcessStore(name, named.transport(name))
             self._between_processes.add(self._stores[name])
             self._stores[name].meet_in_memory()
-        store = self._stores[name]
-        if gpus is not _UNCHANGED and gpus != store.gpus:
-            raise ValueError(f"gpus: {gpus!r} was given, but kvstore {name!r} has been made with {store.gpus!r}")
-        return store
+        return self._stores[name]
 
     def exchange_of(self, kvstore: Any) -> Optional[Exchange]:
         """Returns the exchange for the argument ``kvstore``; ValueError if there is none."""
@@ -182,8 +177,7 @@ def configure(
     kvstore : str, KVStore or None
         The exchange that adds the statistics over contexts. ``None``, the default: shared memory. GPUs gather the
         statistics with NCCL, or through host memory if this build of MXNet has no NCCL. ``'nccl'``: NCCL, or an error.
-        ``'host'``: shared memory, for GPUs too. ``'device'``, ``'local'`` or a KVStore object: MXNet's reduction. If
-        each GPU has one replica, MXNet adds the arrays on the GPUs.
+        ``'host'``: shared memory, for GPUs too. ``'device'``, ``'local'`` or a KVStore object: MXNet's reduction.
     timeout : float
         Seconds that a replica waits for the others, initially 300. Then the step fails with an `MXNetError`
         that names the layer, who arrived and who is missing.
@@ -220,7 +214,7 @@ def configure(
         session.set_exchange(exchange)
 
 
-def kvstore(name: str, *, gpus: Any = _UNCHANGED) -> ProcessStore:
+def kvstore(name: str, *, gpus: Any = None) -> ProcessStore:
     """Returns a KVStore over all processes of the job, for `configure`, ``gluon.Trainer`` and ``SyncBatchNorm``.
 
     ::
@@ -246,10 +240,7 @@ def kvstore(name: str, *, gpus: Any = _UNCHANGED) -> ProcessStore:
         ``horovod.mxnet.DistributedTrainer`` may add the gradients at the same time. ``'dist_sync'``: the scheduler and
         the parameter servers of MXNet's own cluster. Such a store takes the place of ``mx.kv.create('dist_sync')``.
     gpus : str or None
-        How GPUs exchange the statistics, the same in every process. The first call fixes it. ``None``, the default:
-        over NCCL, on the devices. Without NCCL, statistics travel through host memory, with a
-        warning. NCCL needs a build of MXNet with NCCL, one replica for each GPU, and only GPUs among the
-        contexts. ``'nccl'``: NCCL, or an error. ``'host'``: through host memory.
+        Deprecated. Between processes, the statistics of GPUs travel through host memory, as ``'host'`` says.
 
     Returns
     -------
@@ -259,13 +250,17 @@ def kvstore(name: str, *, gpus: Any = _UNCHANGED) -> ProcessStore:
     Raises
     ------
     ValueError
-        If there is no such transport, or ``gpus`` has another value than those above, or than at the first call.
+        If there is no such transport, or ``gpus`` asks for another way.
     ImportError
         If a package that the transport needs is not installed.
     MXNetError
         If not all processes of the job arrive within ``timeout``.
     """
-    return session.process_store(named.transport_name(name), gpus)
+    if gpus is not None:
+        if not isinstance(gpus, str) or gpus != "host":
+            arguments.refuse("gpus", gpus, "'host' or nothing: between processes, NCCL carries no statistics any more")
+        warnings.warn("gpus='host' is the only way and need not be said any more", DeprecationWarning, stacklevel=2)
+    return session.process_store(named.transport_name(name))
 
 
 _native.set_layers(session.layer_of)

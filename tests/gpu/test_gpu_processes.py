@@ -25,7 +25,6 @@ def job(processes, *arguments, worker=SUPPORT / "gpu_worker.py", **settings):
 
 def assert_succeeded(done, processes):
     assert done.succeeded(processes), done.output
-    assert "through host memory" not in done.output, done.output
 
 
 # Four processes find what two find; `make test-gpu-emulated ARGS="-m slow"`.
@@ -34,13 +33,13 @@ PROCESSES = [pytest.param(2, marks=pytest.mark.slow), 4]
 
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_every_mode_and_what_it_costs(processes):
-    """2 launches, no copy, 1 wait, 1 collective and 1 message between the hosts, forward and backward."""
+    """2 launches, 3 waits, a copy to the host and one back, forward and backward."""
     assert_succeeded(job(processes, "every_mode", limit=200), processes)
 
 
 @pytest.mark.parametrize(("processes", "contexts"), [(4, 1), (2, 2)])
 def test_named_groups(processes, contexts):
-    """Some stay within a process, and ask nobody; for the others all processes take part."""
+    """Some stay within a process, and ask nobody."""
     environment = {**ON_GPUS, "GROUPS_WORKER_CONTEXTS": str(contexts)}
     scenarios = "equals_the_specification+layers_in_any_order"
     done = job(processes, scenarios, worker=SUPPORT / "groups_worker.py", environment=environment, limit=200)
@@ -53,7 +52,7 @@ TOGETHER = [
     "other_types",
     "short_batches",
     "recomputed_on_gpus",
-    "reads_a_branch",
+    "beside_a_cpu",
 ]
 
 
@@ -74,20 +73,7 @@ def test_two_processes_end_well(together):
 
 @pytest.mark.parametrize("processes", PROCESSES)
 def test_branches_in_another_order_in_each_process(processes):
-    """Collectives that two processes post in another order hang, or mix two layers."""
     assert_succeeded(job(processes, "branches", 6, limit=150), processes)
-
-
-@pytest.mark.slow
-def test_many_processes(monkeypatch):
-    """From more than so many processes on, a ballot takes the logarithm of their number in messages."""
-    monkeypatch.setenv("MPI_WORKER_FEW", "1")
-    assert_succeeded(job(5, "branches", 2, limit=150), 5)
-
-
-def test_over_the_host_on_request(monkeypatch):
-    monkeypatch.setenv("GPU_WORKER_GPUS", '"host"')
-    assert_succeeded(job(2, "every_mode", limit=200), 2)
 
 
 def side_by_side(jobs):
@@ -96,31 +82,10 @@ def side_by_side(jobs):
         return list(pool.map(lambda one: job(2, *one[0], **one[1]), jobs))
 
 
-@pytest.mark.parametrize(
-    "how, text",
-    [
-        ("same", r"gpu\(0\) of rank 0 and gpu\(0\) of rank 1 are the same GPU"),
-        pytest.param("cpu", r"rank 0: it is on cpu\(0\) there", marks=pytest.mark.slow),
-    ],
-)
-def test_over_the_host_where_nccl_cannot_be_had(how, text):
-    """The numbers are right, one warning says why, and whoever asked for NCCL gets an error."""
-    here = {"CUDA_EMULATOR_MACHINE": "this one"} if how == "same" else {}
-    environments = here, {**here, "GPU_WORKER_GPUS": '"nccl"'}
-    by_default, asked = side_by_side([(("over_the_host", how), {"environment": one}) for one in environments])
-    assert by_default.succeeded(2), by_default.output
-    warning = "the statistics of the GPUs of several processes go through host memory: " + text
-    assert len(re.findall(warning, by_default.output)) == 2, by_default.output  # one in each process
-    assert asked.code not in (0, None)
-    assert re.search(
-        r"ValueError: gpus: 'nccl' was given, but the statistics of '\w+' cannot go over NCCL: " + text, asked.output
-    )
-
-
 @pytest.fixture(scope="module")
 def failed():
     """Jobs that end early."""
-    faults = ["raises", "does not come", "its GPU hangs", "killed in a collective"]
+    faults = ["raises", "does not come"]
     jobs = {fault: (("fails", fault), {}) for fault in faults}
     jobs["rows that do not fit"] = (("rows_that_do_not_fit",), {})
     jobs["not finite"] = (("a_batch_that_is_not_finite",), {"worker": WORKER_OF_ANY_DEVICE, "environment": ON_GPUS})
@@ -160,26 +125,9 @@ def test_a_process_that_does_not_come(failed):
     assert 2.5 < seconds < 20
 
 
-def test_a_gpu_that_hangs(failed):
-    """In another process: rank 0, which could wait for longer, hears of it while its own GPU waits."""
-    done = failed["its GPU hangs"]
-    assert re.search(r"on gpu\(\d\): the GPU has not finished for 3 s", done.failure_of(1)[1]), done.output
-    seconds, text = done.failure_of(0)
-    assert "rank 1 of 2 has failed: " in text and "the GPU has not finished for 3 s" in text
-    assert seconds < 20
-
-
-def test_a_process_that_is_killed_in_a_collective(failed):
-    """mpiexec ends the others."""
-    done = failed["killed in a collective"]
-    assert done.code not in (0, None)
-    assert "ENDED" not in done.output
-
-
-def test_how_they_go_is_settled_once():
-    with pytest.raises(ValueError, match=r"gpus: 'gloo' was given, expected 'nccl', 'host' or None"):
-        gluon_syncbn.kvstore("mpi", gpus="gloo")
-    kv = gluon_syncbn.kvstore("mpi")
-    assert gluon_syncbn.kvstore("mpi", gpus=None) is kv and kv.gpus is None
-    with pytest.raises(ValueError, match="gpus: 'host' was given, but kvstore 'mpi' has been made with None"):
-        gluon_syncbn.kvstore("mpi", gpus="host")
+def test_the_host_is_the_only_way():
+    with pytest.raises(ValueError, match=r"gpus: 'nccl' was given, expected 'host' or nothing: between processes"):
+        gluon_syncbn.kvstore("mpi", gpus="nccl")
+    with pytest.warns(DeprecationWarning, match="gpus='host' is the only way"):
+        kv = gluon_syncbn.kvstore("mpi", gpus="host")
+    assert gluon_syncbn.kvstore("mpi") is kv

@@ -20,7 +20,6 @@ TOGETHER = [
     "gathers",
     "gathers_in_any_order",
     "shuffled_keys",
-    "turns",
 ]
 # What rank 1 does in the second step or later, what rank 0 then learns, and the time limit that it has set.
 FAULTS = {

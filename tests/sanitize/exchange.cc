@@ -80,7 +80,7 @@ int add(int64_t, const syncbn::Ticket* ticket, int64_t rows, int64_t length, con
     return 0;
 }
 
-int agreed(int64_t, const syncbn::Ticket* ticket, int64_t, syncbn::Agreed* out, syncbn::Problem*) {
+int agreed(int64_t, const syncbn::Ticket* ticket, syncbn::Agreed* out, syncbn::Problem*) {
     out->key = ticket->layer;
     return 0;
 }

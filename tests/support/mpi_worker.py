@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import light  # noqa: F401
@@ -34,9 +33,7 @@ from replicas import (  # noqa: E402
 
 from gluon_syncbn import _native, reference  # noqa: E402
 from gluon_syncbn.exchange import mpi, store  # noqa: E402
-from gluon_syncbn.exchange.base import LayerInfo  # noqa: E402
 from gluon_syncbn.exchange.transport import Label  # noqa: E402
-from gluon_syncbn.training.session import session  # noqa: E402
 
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
@@ -350,40 +347,6 @@ def recomputed():
             assert np.abs(a).max() > 0
 
 
-def turns():
-    """Calls come in an order of its own in each process, in a thread each. All processes number them alike, and know
-    who takes part."""
-    layers = [_native.layer_create("bn", 0, 1, 0) for _ in range(12)]
-    infos = [LayerInfo(layer, "bn", CONTEXTS[:1], 1, 3, "sync", 1, None) for layer in layers]
-    for info in infos:
-        session.register(info, kv)
-    kv.learn(infos)
-    turns, rng = _native.Turns(kv.handle), np.random.RandomState(kv.rank)
-
-    def one(i):
-        ticket = _native.Ticket(layers[i], -1, i % 3, 0, b"bn", 60.0)
-        return turns.next(ticket, range(i % 2 + 1), np.array(counts_of(i, kv.rank)).reshape(i % 2 + 1, -1))
-
-    def counts_of(i, rank):
-        return [10 * i + 100 * rank + k for k in range(2 * (i % 2 + 1))]
-
-    with ThreadPoolExecutor(12) as pool:
-        jobs = {int(i): pool.submit(one, int(i)) for i in rng.permutation(12)}
-        places = [jobs[i].result(60) for i in range(12)]
-    assert sorted(place.number for place in places) == list(range(12))
-    assert sorted(len(place.identity) for place in places) == [0] * 10 + [128] * 2
-    for i, place in enumerate(places):
-        here, ranks = i % 2 + 1, range(kv.num_workers)
-        assert (place.world, place.first) == (here * kv.num_workers, here * kv.rank)
-        np.testing.assert_array_equal(place.counts, np.concatenate([counts_of(i, rank) for rank in ranks]))
-    for layer in layers:
-        del session._layers[layer]
-        _native.layer_drop(layer)
-    firsts = kv.allgather("a test", np.array([place[:2] for place in places]).ravel())
-    for others in firsts:
-        np.testing.assert_array_equal(others, firsts[0])
-
-
 def ways_of_statistics():
     """In memory of the machine, or by the transport where that is switched off."""
     in_memory = kv.why_not_in_memory is None
@@ -683,7 +646,6 @@ def of_many():
         for theirs, want in zip(got, parts):
             assert theirs.dtype == want.dtype
             np.testing.assert_array_equal(theirs, want)
-    turns()
 
 
 def random_order():

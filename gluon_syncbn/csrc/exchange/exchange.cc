@@ -40,12 +40,7 @@ size_t Exchange::replicas() const { not_offered(); }
 Total Exchange::allreduce(Combine, const Ticket&, const Contribution&) { not_offered(); }
 Total Exchange::allgather(const Ticket&, const Contribution&) { not_offered(); }
 Total Exchange::allgather(const Ticket&, const DeviceContribution&) { not_offered(); }
-void Exchange::check(const Ticket&) {}
-Agreed Exchange::agreed(const Ticket&, int64_t) { not_offered(); }
-int64_t Exchange::gpus_of_all_processes(const Ticket&) { not_offered(); }
-Turn Exchange::turn(const Ticket&, const DeviceContribution&) { not_offered(); }
-std::vector<Vector> Exchange::ballot(const Ticket&, int64_t, int64_t, const Vector&) { not_offered(); }
-void Exchange::fail(const std::string&) {}
+Agreed Exchange::agreed(const Ticket&) { not_offered(); }
 
 std::string name_of_call(const Ticket& ticket) {
     return std::string("the ") + (ticket.phase == 0 ? "forward" : "backward") + " of call " +
@@ -68,16 +63,6 @@ std::string text_of_wait(Wait::Why why, const Ticket& ticket, const std::string&
     else
         text << "Still waiting, until " << static_cast<int>(limit) << " s.";
     return text.str();
-}
-
-std::vector<Vector> parts_of(const Total& total) {
-    std::vector<Vector> parts;
-    for (auto at = total.values.begin(); at != total.values.end();) {
-        const auto begin = at + 1;
-        at = begin + static_cast<int64_t>(*at);
-        parts.emplace_back(begin, at);
-    }
-    return parts;
 }
 
 void put(Combine combine, double* total, const double* part, size_t length) {

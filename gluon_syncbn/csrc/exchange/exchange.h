@@ -61,20 +61,6 @@ enum class Form {
     kDevice,  // packed vectors on a GPU, which a stream computes
 };
 
-// The agreement of processes before their GPUs post a collective: all are ready, and it has a place in the order of
-// collectives. See turns.h.
-struct Turn {
-    int64_t channel = 0;           // identifies a KVStore, whose collectives have numbers of their own
-    int64_t number = -1;           // of the collective, from 0, the same everywhere; -1 if it stays within the process
-    int64_t clique = 0;            // identifies a set of GPUs, the same everywhere
-    size_t world = 0;              // the number of these GPUs
-    size_t first = 0;              // the rank of this process's first GPU
-    std::string id;                // of the new communicator, if this is its first collective
-    Vector counts;                 // [world][slots]: the samples of each slot of each replica
-    int64_t key = 0;               // of the layer, the same in every process
-    std::vector<int> groups = {};  // as in a total
-};
-
 // The processes' agreement about a layer.
 struct Agreed {
     int64_t key = 0;         // the same in every process
@@ -85,8 +71,6 @@ struct Agreed {
     std::vector<int> members;  // that share a group with these, including them: their places among those of the ranks
     std::vector<int> groups;   // of each member, from 0
     int64_t first = 0;         // the first member of this process
-    int64_t rank = 0, processes = 1;
-    bool alone = false;  // the collectives of its GPUs stay within this process
 };
 
 // An exchange that this process has contributed to, and that may wait for others. Leaving it early means a failure,
@@ -122,32 +106,17 @@ class Exchange {
     virtual Total allreduce(Combine combine, const Ticket& ticket, const Contribution& own);
     // With `kHost`: returns the one row of each process side by side, in the order of the ranks.
     virtual Total allgather(const Ticket& ticket, const Contribution& own);
-    // With the other forms: brings each replica all vectors, side by side in the order of the ranks, or their sum. This
-    // may only begin, in the replicas' streams. The total has the samples of all slots.
+    // With `kDevice`: brings each replica all vectors, side by side in the order of the ranks, or their sum. This may
+    // only begin, in the replicas' streams. The total has the samples of all slots.
     virtual Total allgather(const Ticket& ticket, const DeviceContribution& own);
     // The same without a wait, for a thread that may be needed elsewhere. If that is impossible, `total` does all of
     // it. The rows and the name must stay valid.
     virtual std::unique_ptr<Underway> begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own);
     virtual std::unique_ptr<Underway> begin_allgather(const Ticket& ticket, const Contribution& own);
 
-    // Called if work on the devices takes long: throws if another process has failed.
-    virtual void check(const Ticket& ticket);
-
-    // For implementations over processes. The first question about a layer waits for the other processes. `here`: the
-    // replicas of this process in this step, for a collective of GPUs; else -1.
-    virtual Agreed agreed(const Ticket& ticket, int64_t here);
-    // Returns the number of replicas of all processes that exchange on GPUs; 0 if they do so over the host.
-    virtual int64_t gpus_of_all_processes(const Ticket& ticket);
-    // Reports that this process is ready, and waits until all are.
-    virtual Turn turn(const Ticket& ticket, const DeviceContribution& own);
-    // Returns what each process brings to a ballot, by rank. A kind and a number identify the ballot.
-    virtual std::vector<Vector> ballot(const Ticket& ticket, int64_t kind, int64_t number, const Vector& own);
-    // Tells the other processes that this one has failed.
-    virtual void fail(const std::string& reason);
+    // For implementations over processes. The first question about a layer waits for the other processes.
+    virtual Agreed agreed(const Ticket& ticket);
 };
-
-// Splits the total of a ballot, [length, values] of each process.
-std::vector<Vector> parts_of(const Total& total);
 
 // Combines `part` into `total`, which begins as zeros.
 void put(Combine combine, double* total, const double* part, size_t length);

@@ -67,10 +67,6 @@ class Hierarchy : public Exchange {
     Total allgather(const Ticket& ticket, const Contribution& own) override {
         return transport_->allgather(ticket, own);
     }
-    Agreed agreed(const Ticket& ticket, int64_t here) override { return transport_->agreed(ticket, here); }
-    int64_t gpus_of_all_processes(const Ticket& ticket) override { return transport_->gpus_of_all_processes(ticket); }
-    Turn turn(const Ticket& ticket, const DeviceContribution& own) override { return transport_->turn(ticket, own); }
-    void check(const Ticket& ticket) override { transport_->check(ticket); }
 
   private:
     const std::shared_ptr<SharedMemory> machine_;

@@ -2,7 +2,6 @@
 
 #include <stdexcept>
 
-#include "exchange/turns.h"
 #include "point.h"
 
 namespace syncbn {
@@ -42,29 +41,14 @@ class PythonTransport : public Exchange {
     Total allgather(const Ticket& ticket, const Contribution& own) override {
         return reduce(number_, functions.gather, ticket, own);
     }
-    void check(const Ticket& ticket) override { call(kBring, number_, functions.check, &ticket); }
-    Agreed agreed(const Ticket& ticket, int64_t here) override {
+    Agreed agreed(const Ticket& ticket) override {
         Agreed agreed;
-        call(kBring, number_, functions.agreed, &ticket, here, &agreed);
+        call(kBring, number_, functions.agreed, &ticket, &agreed);
         return agreed;
     }
-    int64_t gpus_of_all_processes(const Ticket& ticket) override {
-        int64_t replicas = 0;
-        call(kBring, number_, functions.gpus_of_all_processes, &ticket, &replicas);
-        return replicas;
-    }
-    Turn turn(const Ticket& ticket, const DeviceContribution& own) override { return turns_.next(ticket, own); }
-    std::vector<Vector> ballot(const Ticket& ticket, int64_t kind, int64_t number, const Vector& own) override {
-        Total total;
-        call(kBring, number_, functions.ballot, &ticket, kind, number, static_cast<int64_t>(own.size()), own.data(),
-             &total);
-        return parts_of(total);
-    }
-    void fail(const std::string& reason) override { functions.fail(number_, reason.c_str()); }
 
   private:
     const int64_t number_;
-    Turns turns_{*this, cuda::new_unique_id};
 };
 
 }  // namespace

@@ -18,12 +18,7 @@ struct PythonFunctions {
     int (*merge)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, Total*, Problem*);
     int (*add)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, Total*, Problem*);
     int (*gather)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, Total*, Problem*);
-    int (*gpus_of_all_processes)(int64_t exchange, const Ticket*, int64_t* replicas, Problem*);
-    int (*ballot)(int64_t exchange, const Ticket*, int64_t kind, int64_t number, int64_t length, const double*, Total*,
-                  Problem*);
-    int (*agreed)(int64_t exchange, const Ticket*, int64_t here, Agreed*, Problem*);
-    int (*check)(int64_t exchange, const Ticket*, Problem*);
-    void (*fail)(int64_t exchange, const char* reason);
+    int (*agreed)(int64_t exchange, const Ticket*, Agreed*, Problem*);
 };
 
 // Called once, before the first use. The functions must stay as long as the process.

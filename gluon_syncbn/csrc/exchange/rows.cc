@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
-#include <utility>
 
 #include "failure.h"
 
@@ -13,26 +12,6 @@ namespace {
 std::string text_of(const RowsHead& head) {
     return "rows of " + std::to_string(head.values) + " values of " + name_of(head.type);
 }
-
-class ExchangeOfRows : public Exchange {
-  public:
-    ExchangeOfRows(std::shared_ptr<Exchange> statistics, std::shared_ptr<Exchange> transport)
-        : statistics_(std::move(statistics)), transport_(std::move(transport)) {}
-
-    bool spans_processes() const override { return true; }
-    Total allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override {
-        return transport_->allreduce(combine, ticket, own);
-    }
-    Total allgather(const Ticket& ticket, const Contribution& own) override {
-        return transport_->allgather(ticket, own);
-    }
-    int64_t gpus_of_all_processes(const Ticket& ticket) override { return transport_->gpus_of_all_processes(ticket); }
-    Turn turn(const Ticket& ticket, const DeviceContribution& own) override { return statistics_->turn(ticket, own); }
-    void check(const Ticket& ticket) override { statistics_->check(ticket); }
-
-  private:
-    const std::shared_ptr<Exchange> statistics_, transport_;
-};
 
 }  // namespace
 
@@ -98,10 +77,6 @@ Rows rows_of(const Total& total) {
         to += heads[i].bytes();
     }
     return rows;
-}
-
-std::shared_ptr<Exchange> exchange_of_rows(std::shared_ptr<Exchange> statistics, std::shared_ptr<Exchange> transport) {
-    return std::make_shared<ExchangeOfRows>(std::move(statistics), std::move(transport));
 }
 
 }  // namespace syncbn

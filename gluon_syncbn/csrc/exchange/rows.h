@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 #include "exchange/exchange.h"
@@ -44,9 +43,5 @@ struct Rows {
 Vector contribution_of(const RowsHead& head, const void* rows);
 // Returns what the contributions of all replicas hold. Throws Failure as `first_row_of` does.
 Rows rows_of(const Total& total);
-
-// Returns an exchange of rows, which are much longer than statistics. `transport` carries them, because a segment has
-// space for so many vectors at once and no more. `statistics` gives the turns, as for the layers of the same processes.
-std::shared_ptr<Exchange> exchange_of_rows(std::shared_ptr<Exchange> statistics, std::shared_ptr<Exchange> transport);
 
 }  // namespace syncbn

@@ -26,7 +26,6 @@ constexpr int kInVain = 4;
 constexpr double kSkippedAfter = 0.5;
 constexpr double kForEver = std::numeric_limits<double>::infinity();
 constexpr size_t kMostPieces = 16;  // of a vector; a longer one uses the transport
-constexpr int64_t kBallots = -1;    // in the place of a layer's key
 
 // A vector for the transport has only one piece here, which says so.
 size_t pieces_of(size_t length) {
@@ -140,7 +139,7 @@ class WaitForRanks final : public Wait {
                 gone(missing, "has ended without a word (process " + std::to_string(segment_.process_of(missing)) +
                                   "; was it killed?)");
             for (const Label& left : segment_.left_by(missing, bit(segment_.rank()))) {
-                if (left.piece != 0 || left.key == kBallots) continue;
+                if (left.piece != 0) continue;
                 const bool other_call =
                     left.key == label_.key && left.node == label_.node && left.phase == 0 && left.call != label_.call;
                 // One that has come since, and gone on, has left its vector here.
@@ -274,11 +273,9 @@ class SharedMemory::Gathering : public Underway {
 
     // Posts the row of this rank, which must stay valid. `equal`: another length than ours is a Failure.
     Gathering(SharedMemory& memory, const Ticket& ticket, int64_t key, Way way, Row own, bool equal)
-        : Gathering(memory, ticket, {key, ticket.node, ticket.call, ticket.phase, 0}, way, std::move(own), equal) {}
-    Gathering(SharedMemory& memory, const Ticket& ticket, Label first, Way way, Row own, bool equal)
         : ticket_(ticket),
-          key_(first.key),
-          label_(first),
+          key_(key),
+          label_{key, ticket.node, ticket.call, ticket.phase, 0},
           transport_(*memory.transport_),
           segment_(*memory.segment_),
           state_(*memory.state_),
@@ -461,30 +458,6 @@ class SharedMemory::SideBySide : public Gathering {
     const Agreed& agreed_;  // stays as long as the exchange
 };
 
-// The total is [length, values] of each process; empty if a part is too long.
-class SharedMemory::Ballot : public Gathering {
-  public:
-    Ballot(SharedMemory& memory, const Ticket& ticket, int64_t kind, int64_t number, const Vector& own)
-        : Gathering(memory, ticket, {kBallots, -1, number, kind, 0}, {memory.everybody(), memory.everybody()},
-                    {{}, own.empty() ? &kNothing : own.data(), own.size()}, false) {}
-    Total total() override {
-        Total total;
-        const bool done = all([&](size_t, const double* part, size_t n) {
-            total.values.push_back(static_cast<double>(n));
-            total.values.insert(total.values.end(), part, part + n);
-        });
-        return done ? total : Total{};
-    }
-
-  private:
-    static constexpr double kNothing = 0;
-};
-
-std::vector<Vector> SharedMemory::ballot(const Ticket& ticket, int64_t kind, int64_t number, const Vector& own) {
-    const Total total = Ballot(*this, ticket, kind, number, own).total();
-    return total.values.empty() ? transport_->ballot(ticket, kind, number, own) : parts_of(total);
-}
-
 bool SharedMemory::speaks() const { return segment_->rank() == 0; }
 
 bool SharedMemory::has_space(size_t length) { return syncbn::has_space(length); }
@@ -517,7 +490,7 @@ const Agreed* SharedMemory::known(const Ticket& ticket) const {
 
 const Agreed& SharedMemory::learned(const Ticket& ticket) {
     if (const Agreed* agreed = known(ticket)) return *agreed;
-    const Agreed agreed = transport_->agreed(ticket, -1);
+    const Agreed agreed = transport_->agreed(ticket);
     state_->names.add(agreed.key, ticket.name);
     std::lock_guard<std::mutex> lock(state_->learning);
     return state_->agreed.emplace(ticket.layer, agreed).first->second;

@@ -4,7 +4,6 @@
 
 #include "exchange/exchange.h"
 #include "exchange/segment.h"
-#include "exchange/turns.h"
 
 namespace syncbn {
 
@@ -27,11 +26,6 @@ class SharedMemory : public Exchange {
     Total allgather(const Ticket& ticket, const Contribution& own) override;
     std::unique_ptr<Underway> begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override;
     std::unique_ptr<Underway> begin_allgather(const Ticket& ticket, const Contribution& own) override;
-    int64_t gpus_of_all_processes(const Ticket& ticket) override { return transport_->gpus_of_all_processes(ticket); }
-    Turn turn(const Ticket& ticket, const DeviceContribution& own) override { return turns_.next(ticket, own); }
-    std::vector<Vector> ballot(const Ticket& ticket, int64_t kind, int64_t number, const Vector& own) override;
-    void check(const Ticket& ticket) override { transport_->check(ticket); }
-    Agreed agreed(const Ticket& ticket, int64_t here) override { return transport_->agreed(ticket, here); }
 
     // Parts of an allreduce over more than these processes. Member 0 represents all of them. Only it gets the total of
     // their contributions, and gives them the total of all.
@@ -44,14 +38,13 @@ class SharedMemory : public Exchange {
     void broadcast(const Ticket& ticket, const Vector& total);                     // member 0
 
     // Reports to the others that this process has failed, or ends.
-    void fail(const std::string& reason) override;
+    void fail(const std::string& reason);
     void end();
 
   private:
     class Gathering;
     class Reduction;
     class SideBySide;
-    class Ballot;
     struct State;
     uint64_t everybody() const;  // a bit for each rank
     // Returns the agreement of the processes. If it is not known here yet: null, or a question to them.
@@ -62,7 +55,6 @@ class SharedMemory : public Exchange {
     const std::unique_ptr<Segment> segment_;
     const std::shared_ptr<Exchange> transport_;
     const std::unique_ptr<State> state_;
-    Turns turns_{*this, cuda::new_unique_id};
 };
 
 }  // namespace syncbn

@@ -143,7 +143,7 @@ DeviceContribution on_devices(const Meeting& meeting, Phase& phase) {
 // (3)
 std::unique_ptr<Underway> begin_exchange(const Terms& terms, const Meeting& meeting, Phase& phase,
                                          const Ticket& ticket) {
-    Exchange& exchange = meeting.choice->exchange(ticket);
+    Exchange& exchange = *meeting.exchange;
     if (exchange.form() != Form::kHost) {
         const auto bring = [&exchange, ticket, own = on_devices(meeting, phase)] {
             return exchange.allgather(ticket, own);
@@ -322,7 +322,7 @@ Place Rendezvous::join(const Terms& terms, const std::string& context, int64_t n
         meeting->draw = {terms.seed, terms.layer, node, calls_[node]++};
         meeting->contexts = terms.taking_part;
         meeting->per_context = terms.per_context;
-        meeting->choice = terms.choice;
+        meeting->exchange = chosen(terms.asked, terms.taking_part, terms.per_context, terms.sharing);
         open_.push_back(meeting);
     }
     meeting->positions.push_back({index_among(meeting->contexts), occupant});
@@ -332,17 +332,9 @@ Place Rendezvous::join(const Terms& terms, const std::string& context, int64_t n
     return place;
 }
 
-Exchange& Rendezvous::exchange(const Terms& terms, const Place& place, Direction direction) const {
-    return place.meeting->choice->exchange(ticket_of(terms, place, direction));
-}
-
 void Rendezvous::fail(Meeting& meeting, const Failure& failure) const {
     Lock lock(mutex_);
     fail_here(meeting, failure);
-}
-
-void Rendezvous::check(const Terms& terms, const Place& place, Direction direction) const {
-    exchange(terms, place, direction).check(ticket_of(terms, place, direction));
 }
 
 bool Rendezvous::contribute(const Terms& terms, Place& place, Direction direction, Part part) {

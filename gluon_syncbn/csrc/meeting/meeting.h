@@ -50,7 +50,7 @@ struct Terms {
     uint64_t seed = 0;       // of the permutations
     double timeout = 300;    // seconds
     Sharing sharing = Sharing::kNothing;
-    std::shared_ptr<Choice> choice;  // of the exchange
+    Asked asked;  // of its exchange
     Nonfinite nonfinite = Nonfinite::kPropagate;
 };
 
@@ -90,7 +90,7 @@ struct Meeting {
     Draw draw;                          // draw.node: only calls of the same node of a graph meet
     std::vector<std::string> contexts;  // those that take part, in the layer's order
     size_t per_context = 1;             // replicas per context
-    std::shared_ptr<Choice> choice;     // as at the first arrival: all replicas have the same exchange
+    std::shared_ptr<Exchange> exchange;
     const int64_t step = syncbn::step().number;
     const int64_t interrupts = syncbn::interrupts();  // at the first arrival
     std::shared_ptr<const Failure> failure;           // the meeting's own, if its step has been forgotten
@@ -134,8 +134,6 @@ class Rendezvous {
     // Takes a position in the earliest meeting of this graph node with a free position for `context` and without
     // `occupant`. `repeated`: MXNet executes a state again.
     Place join(const Terms& terms, const std::string& context, int64_t node, const void* occupant, bool repeated);
-    // Returns the exchange of the meeting. GPUs may wait here for other processes, as in `Choice`.
-    Exchange& exchange(const Terms& terms, const Place& place, Direction direction) const;
     // Called once for the forward of a call, and once for each of its backwards. Waits for no replica, and returns
     // whether all have come. The last one calls the exchange.
     bool contribute(const Terms& terms, Place& place, Direction direction, Part part);
@@ -145,8 +143,6 @@ class Rendezvous {
     // Waits for all contributions and returns them: combined, or side by side in the order of their ranks. Then `first`
     // is the first value of this replica.
     Total total(const Terms& terms, const Place& place, Direction direction) const;
-    // Called if work on the devices takes long: throws if another process has failed.
-    void check(const Terms& terms, const Place& place, Direction direction) const;
     // A replica has failed: fails the step or, if that has been forgotten, only the meeting.
     void fail(Meeting& meeting, const Failure& failure) const;
     void forget();         // all meetings

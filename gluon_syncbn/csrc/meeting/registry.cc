@@ -144,7 +144,6 @@ void Registry::forget_meetings() {
 
 void Registry::forked() {
     new (&mutex_) std::mutex;  // a thread that the child does not have may have held it
-    renew_all();               // no choice is under way in the child
     for (const auto& layer : all()) layer->rendezvous.forked();
 }
 
@@ -171,8 +170,7 @@ void Registry::renew(Layer& layer) {
     terms->timeout = layer.timeout_ > 0 ? layer.timeout_ : timeout_;
     terms->sharing = sharing_of(layer.pooling);
     terms->nonfinite = nonfinite_;
-    const Asked& asked = layer.exchange_.host != nullptr ? layer.exchange_ : exchange_;
-    terms->choice = std::make_shared<Choice>(asked, terms->taking_part, terms->per_context, terms->sharing);
+    terms->asked = layer.exchange_.host != nullptr ? layer.exchange_ : exchange_;
     layer.terms_ = std::move(terms);
 }
 

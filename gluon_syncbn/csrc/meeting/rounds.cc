@@ -36,8 +36,9 @@ bool Rounds::Round::settled() const {
 
 void Rounds::add(const Terms& terms, const std::string& context, int64_t node, const std::shared_ptr<Scope>& scope) {
     const auto place = std::find(terms.contexts.begin(), terms.contexts.end(), context);
-    if (place == terms.contexts.end()) return;                                      // joining reports the error
-    if (terms.taking_part.size() == 1 && !terms.choice->spans_processes()) return;  // no other replica it could meet
+    if (place == terms.contexts.end()) return;  // joining reports the error
+    if (terms.taking_part.size() == 1 && !terms.asked.host->spans_processes())
+        return;  // no other replica it could meet
     const auto own = static_cast<size_t>(place - terms.contexts.begin());
 
     auto& [rounds, last] = nodes_[node];

@@ -424,7 +424,6 @@ void Call::contribute(Direction direction, Vector values, std::shared_ptr<const 
         own_ = std::move(values);
         return;
     }
-    exchange(direction);  // makes sure that there is one
     Rendezvous& rendezvous = node_.layer->rendezvous;
     const auto terms = node_.layer->terms();
     SYNCBN_POINT("before_contribution");

@@ -163,9 +163,7 @@ class Call {
     bool watches() const { return node_.layer->terms()->nonfinite != Nonfinite::kPropagate; }
     bool shares() const { return sharing_of(node_.layer->pooling) != Sharing::kNothing; }
     // The exchange of the meeting.
-    Exchange& exchange(Direction direction) const {
-        return node_.layer->rendezvous.exchange(*node_.layer->terms(), place_, direction);
-    }
+    Exchange& exchange() const { return *place_.meeting->exchange; }
     // Contributes this replica's vectors: `values` as in `Part`. Waits a moment for the others, in this process and
     // elsewhere.
     void contribute(Direction direction, Vector values, std::shared_ptr<const cuda::OnDevice> device = nullptr);

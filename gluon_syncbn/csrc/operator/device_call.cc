@@ -244,11 +244,11 @@ void DeviceCall::begin_normalise(const Arrays& arrays) {
     if (recall_.again) return;  // it may have to wait for the call that it repeats
     if (shares()) join_meeting();
     tensor_.cut(node_.layer->pooling.slots());
-    if (!shares() || place_.meeting->choice->known()) contribute_moments(arrays);
+    contribute_moments(arrays);
 }
 
 void DeviceCall::contribute_moments(const Arrays& arrays) {
-    exchange_ = shares() ? still_current([&] { return &exchange(Direction::kForward); }) : nullptr;
+    exchange_ = shares() ? &exchange() : nullptr;
     gathered_ = std::make_shared<Gathered>();
     const void *x = data(arrays[kX]), *mask = this->mask(arrays, node_.mask_input());
     const char* stem = mask == nullptr ? "moments" : "masked_moments";
@@ -265,7 +265,6 @@ void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
         gathered_ = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
         return run_normalise(arrays, reqs[0], batch);
     }
-    if (!gathered_) contribute_moments(arrays);
     const Total counts = total_gathered(Direction::kForward, moments_length(channels()));
     assign(counts.values, counts.first, counts.key, counts.groups);
     tells_ = watches() && form() != Form::kHost;
@@ -361,7 +360,7 @@ void DeviceCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
             dz = scratch(in_doubles(tensor_.shape.size()));
     }
     const bool by_input = changes && !node_.adds;
-    if (!frozen_ && shares()) exchange_ = &exchange(Direction::kBackward);
+    if (!frozen_ && shares()) exchange_ = &exchange();
     gathered_ = std::make_shared<Gathered>();
     gathered_->own = reduced(gradients_length(channels()), "merge_sums", [&](const Plan& plan, double* out) {
         run(kernel_of("grad_sums", tensor_.type, affine.activation, dz != nullptr), plan.reduce(),

@@ -50,7 +50,7 @@ void DeviceGatherCall::begin_normalise(const Arrays& arrays) {
     clear_up();                 // after an execution that found no thread to go on in
     if (recall_.again) return;  // it may have to wait for the call that it repeats
     join_gather();
-    if (place_.meeting->choice->known()) contribute_rows(arrays);
+    contribute_rows(arrays);
 }
 
 void DeviceGatherCall::contribute_values(Direction direction, int64_t all) {
@@ -60,7 +60,7 @@ void DeviceGatherCall::contribute_values(Direction direction, int64_t all) {
 }
 
 void DeviceGatherCall::contribute_rows(const Arrays& arrays) {
-    exchange_ = still_current([&] { return &exchange(Direction::kForward); });
+    exchange_ = &exchange();
     gathered_ = std::make_shared<Gathered>();
     gathered_->own = memory(in_doubles(tensor_.shape.size()));
     double* const own_rows = gathered_->own.data();
@@ -78,7 +78,6 @@ void DeviceGatherCall::normalise(const Arrays& arrays, const int* reqs) {
         gathered_ = outcome->gathered;
         first_ = outcome->first;
     } else {
-        if (!gathered_) contribute_rows(arrays);
         const Total total = still_current([&] { return this->total(Direction::kForward); });
         may_be_posted_ = false;
         if (form() == Form::kHost) {
@@ -97,7 +96,7 @@ void DeviceGatherCall::normalise(const Arrays& arrays, const int* reqs) {
 
 void DeviceGatherCall::begin_differentiate(const Arrays& arrays, const int*) {
     clear_up();
-    exchange_ = &exchange(Direction::kBackward);
+    exchange_ = &exchange();
     gathered_ = std::make_shared<Gathered>();
     gathered_->own = memory(all_values());
     run_on_each(kernel_of("widen", tensor_.type), all_values(),

@@ -1,7 +1,6 @@
 #include "operator/stream_call.h"
 
 #include <chrono>
-#include <functional>
 #include <thread>
 #include <utility>
 
@@ -15,24 +14,6 @@ constexpr double kSpin = 1e-3;  // seconds in which a stream is polled without a
 constexpr auto kPause = std::chrono::microseconds(20);
 constexpr auto kLongPause = std::chrono::milliseconds(1);
 constexpr double kWatchAfter = 0.05;  // seconds after which a wait checks for other reasons to end
-constexpr double kCheckAfter = 0.5;   // seconds between checks of other processes
-
-class WaitForGpu : public WaitFor {
-  public:
-    WaitForGpu(std::string layer, std::string why, double timeout, std::string advice, std::function<void()> others)
-        : WaitFor(std::move(layer), std::move(why), timeout, std::move(advice)), others_(std::move(others)) {}
-
-  protected:
-    void check_others() override {
-        if (waited() - checked_ < kCheckAfter) return;
-        checked_ = waited();
-        others_();
-    }
-
-  private:
-    const std::function<void()> others_;  // checks other processes
-    double checked_ = 0;
-};
 
 }  // namespace
 
@@ -67,17 +48,10 @@ bool StreamCall::idle_within(double limit) const {
 
 std::unique_ptr<Wait> StreamCall::wait_for_gpu() {
     const auto terms = node_.layer->terms();
-    const bool processes = exchange_ != nullptr && exchange_->spans_processes();
-    return std::make_unique<WaitForGpu>(
+    return std::make_unique<WaitFor>(
         terms->name, "the GPU has not finished", terms->timeout,
-        std::string(
-            "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for "
-            "the same GPUs. NCCL_DEBUG=INFO shows what NCCL does. ") +
-            (processes ? "gluon_syncbn.kvstore(..., gpus='host')" : "configure(kvstore='host')") + " avoids NCCL.",
-        [this] {
-            if (exchange_ != nullptr)
-                still_current([&] { node_.layer->rendezvous.check(*node_.layer->terms(), place_, direction_); });
-        });
+        "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for the same "
+        "GPUs. NCCL_DEBUG=INFO shows what NCCL does. configure(kvstore='host') avoids NCCL.");
 }
 
 // Polls instead of waiting in the driver: that wait would not end if a collective hangs.
