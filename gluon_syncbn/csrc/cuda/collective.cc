@@ -1,18 +1,14 @@
 #include "cuda/collective.h"
 
 #include <algorithm>
-#include <chrono>
-#include <cstring>
 #include <future>
 #include <memory>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 #include "cuda/driver.h"
 #include "failure.h"
 #include "point.h"
-#include "waiting/step.h"
 #include "waiting/wait.h"
 
 namespace syncbn {
@@ -22,11 +18,6 @@ namespace {
 using Communicator = void*;
 constexpr int kInt8 = 0, kFloat64 = 8;  // of ncclDataType_t
 constexpr int kSum = 0;                 // of ncclRedOp_t
-constexpr double kLeave = 5;            // seconds in which communicators with other processes have to shut down
-
-struct UniqueId {
-    char bytes[128];
-};
 
 struct Nccl {
     template <typename F>
@@ -35,9 +26,6 @@ struct Nccl {
     }
     const char* (*error_string)(int) = get<const char*(int)>("ncclGetErrorString");
     int (*init_all)(Communicator*, int, const int*) = get<int(Communicator*, int, const int*)>("ncclCommInitAll");
-    int (*unique_id)(UniqueId*) = get<int(UniqueId*)>("ncclGetUniqueId");
-    int (*init_rank)(Communicator*, int, UniqueId,
-                     int) = get<int(Communicator*, int, UniqueId, int)>("ncclCommInitRank");
     int (*destroy)(Communicator) = get<int(Communicator)>("ncclCommDestroy");
     int (*abort)(Communicator) = get<int(Communicator)>("ncclCommAbort");
     int (*group_start)() = get<int()>("ncclGroupStart");
@@ -50,8 +38,8 @@ struct Nccl {
                      Stream) = get<int(const void*, void*, size_t, int, int, Communicator, Stream)>("ncclBroadcast");
 
     bool complete() const {
-        return error_string && init_all && unique_id && init_rank && destroy && abort && group_start && group_end &&
-               all_gather && all_reduce && broadcast;
+        return error_string && init_all && destroy && abort && group_start && group_end && all_gather && all_reduce &&
+               broadcast;
     }
 };
 
@@ -65,7 +53,6 @@ void check_nccl(int status, const char* function) {
 }
 
 struct Connected {
-    int64_t channel, number;  // of the clique
     std::vector<int> devices;
     std::vector<Communicator> communicators;  // in the order of the devices
 };
@@ -73,8 +60,8 @@ struct Connected {
 std::mutex mutex;  // guards the next one; every collective is posted under it
 std::vector<std::unique_ptr<Connected>>& cliques = *new std::vector<std::unique_ptr<Connected>>;
 
-// NCCL blocks its caller, without a limit, while it makes or destroys communicators and prepares their first
-// collective. So another thread calls it.
+// NCCL blocks its caller, without a limit, while it makes communicators and prepares their first collective. So another
+// thread calls it.
 template <typename Work>
 auto elsewhere(Work work) -> std::future<decltype(work())> {
     auto task = std::make_shared<std::packaged_task<decltype(work())()>>(std::move(work));
@@ -92,23 +79,6 @@ class WaitToConnect : public WaitFor {
 std::vector<Communicator> connect(const std::vector<int>& devices) {
     std::vector<Communicator> out(devices.size());
     check_nccl(nccl().init_all(out.data(), static_cast<int>(devices.size()), devices.data()), "ncclCommInitAll");
-    return out;
-}
-
-std::vector<Communicator> connect(const std::vector<int>& devices, const Clique& clique) {
-    std::vector<Communicator> out(devices.size());
-    UniqueId id;
-    std::memcpy(id.bytes, clique.id.data(), sizeof id.bytes);
-    check_nccl(nccl().group_start(), "ncclGroupStart");
-    int status = 0;
-    for (size_t i = 0; i < devices.size() && status == 0; ++i) {
-        const Current current(Device::of(devices[i]));
-        const int world = static_cast<int>(clique.world), rank = static_cast<int>(clique.first + i);
-        status = nccl().init_rank(&out[i], world, id, rank);
-    }
-    const int end = nccl().group_end();
-    check_nccl(status, "ncclCommInitRank");
-    check_nccl(end, "ncclCommInitRank");
     return out;
 }
 
@@ -156,41 +126,26 @@ std::string why_no_collective() {
     return nccl().complete() ? "" : "this build of MXNet is not linked against NCCL 2.4 or later";
 }
 
-void post_collective(const Operation& operation, const std::vector<OnDevice>& parts, const Clique& clique,
-                     const std::string& layer, double timeout, int64_t interrupts_before) {
+void post_collective(const Operation& operation, const std::vector<OnDevice>& parts, const std::string& layer,
+                     double timeout, int64_t interrupts_before) {
     const std::string missing = why_no_collective();
     if (!missing.empty()) throw Failure(missing);
     SYNCBN_POINT("before_collective");
     std::vector<int> devices;
     for (const OnDevice& part : parts) devices.push_back(part.device);
     std::lock_guard<std::mutex> lock(mutex);
-    const auto known = std::find_if(cliques.begin(), cliques.end(), [&](const auto& one) {
-        return one->channel == clique.channel && one->number == clique.number && one->devices == devices;
-    });
+    const auto known =
+        std::find_if(cliques.begin(), cliques.end(), [&](const auto& one) { return one->devices == devices; });
     if (known != cliques.end()) return post(operation, parts, (*known)->communicators);
-    const bool within_process = clique.channel < 0;
-    if (!within_process && clique.id.size() != sizeof(UniqueId))
-        throw Failure("the communicator of these GPUs is gone, after a failure. Start the job again.");
-    auto communicators = elsewhere([operation, parts, devices, clique, within_process] {
-        const auto made = within_process ? connect(devices) : connect(devices, clique);
+    auto communicators = elsewhere([operation, parts, devices] {
+        const auto made = connect(devices);
         post(operation, parts, made);
         return made;
     });
     WaitToConnect wait(layer, "NCCL has not connected the GPUs", timeout,
-                       "NCCL_DEBUG=INFO shows what NCCL does. kvstore='host' avoids NCCL; between processes, "
-                       "gluon_syncbn.kvstore(..., gpus='host') does.",
-                       interrupts_before);
+                       "NCCL_DEBUG=INFO shows what NCCL does. kvstore='host' avoids NCCL.", interrupts_before);
     while (communicators.wait_for(kSlice) != std::future_status::ready) wait.look();
-    cliques.push_back(
-        std::make_unique<Connected>(Connected{clique.channel, clique.number, devices, communicators.get()}));
-}
-
-std::string new_unique_id() {
-    const std::string missing = why_no_collective();
-    if (!missing.empty()) throw Failure(missing);
-    UniqueId id;
-    check_nccl(nccl().unique_id(&id), "ncclGetUniqueId");
-    return std::string(id.bytes, sizeof id.bytes);
+    cliques.push_back(std::make_unique<Connected>(Connected{devices, communicators.get()}));
 }
 
 void abort_collectives(int device) {
@@ -208,25 +163,9 @@ void abort_collectives(int device) {
 
 void close_collectives() {
     std::lock_guard<std::mutex> lock(mutex);
-    std::vector<Communicator> others;
     for (const auto& one : cliques)
-        for (Communicator communicator : one->communicators) {
-            if (one->channel < 0)
-                nccl().destroy(communicator);
-            else
-                others.push_back(communicator);
-        }
+        for (Communicator communicator : one->communicators) nccl().destroy(communicator);
     cliques.clear();
-    if (others.empty()) return;
-    // NCCL may wait here for processes that were killed.
-    const bool failed = step().failure() != nullptr;
-    const auto leave = [others, failed] {
-        for (Communicator communicator : others) failed ? nccl().abort(communicator) : nccl().destroy(communicator);
-    };
-    try {
-        elsewhere(leave).wait_for(std::chrono::duration<double>(kLeave));
-    } catch (const std::system_error&) {  // no thread is available; the process ends all the same
-    }
 }
 
 }  // namespace cuda

@@ -17,7 +17,7 @@ enum class Collective { kAllGather, kAllReduce, kAllGatherBytes };
 
 struct Operation {
     Collective what;
-    std::vector<size_t> bytes = {};  // of each device of the clique, for `kAllGatherBytes`
+    std::vector<size_t> bytes = {};  // of each device, for `kAllGatherBytes`
 };
 
 // The contribution of a replica on its GPU: `length` numbers, which `stream` computes. The collective writes its result
@@ -30,25 +30,14 @@ struct OnDevice {
     int64_t length;
 };
 
-// A set of GPUs of several processes.
-struct Clique {
-    int64_t channel = -1, number = 0;  // the same in every process; -1: the devices of this process alone
-    size_t world = 0, first = 0;       // its size, and the rank of this process's first device
-    std::string id;                    // of its communicator, if this is its first collective
-};
-
 // Why the libraries of this process cannot run collectives; empty if they can.
 std::string why_no_collective();
 
-// Runs a collective over these devices and the other processes' devices in the clique, in this order. Posts it on all
-// streams in one group under one lock, so that all devices have the same order of collectives. Returns when all devices
-// of this process have posted. The layer of this name waits at most `timeout` seconds, and
-// ends earlier if there are more interrupts than before. Throws Failure.
-void post_collective(const Operation& operation, const std::vector<OnDevice>& parts, const Clique& clique,
-                     const std::string& layer, double timeout, int64_t interrupts_before);
-
-// Returns the id for the first collective of a new clique. Throws Failure.
-std::string new_unique_id();
+// Runs a collective over these devices, in this order. Posts it on all streams in one group under one lock, so that all
+// devices have the same order of collectives. Returns when all have posted. The layer of this name waits at most
+// `timeout` seconds, and ends earlier if there are more interrupts than before. Throws Failure.
+void post_collective(const Operation& operation, const std::vector<OnDevice>& parts, const std::string& layer,
+                     double timeout, int64_t interrupts_before);
 
 // Ends hanging collectives on these devices. The next collective on any of them makes new communicators.
 void abort_collectives(int device);

@@ -29,7 +29,7 @@ class Nccl : public Exchange {
             if (ticket.phase == 0) operation.what = Collective::kAllGatherBytes;
             for (const RowsHead& head : heads) operation.bytes.push_back(static_cast<size_t>(head.bytes()));
         }
-        cuda::post_collective(operation, own.parts, {}, ticket.name, ticket.timeout, ticket.interrupts);
+        cuda::post_collective(operation, own.parts, ticket.name, ticket.timeout, ticket.interrupts);
     }
 
     const size_t replicas_;
