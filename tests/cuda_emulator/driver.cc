@@ -1,11 +1,8 @@
 // The driver API: modules and launches, and what a test needs that uses no MXNet.
 #include <dlfcn.h>
-#include <unistd.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -91,15 +88,6 @@ Status cuDeviceGetAttribute(int* value, int which, int device) {
 Status cuDeviceGetName(char* text, int size, int device) {
     std::snprintf(text, static_cast<size_t>(size), "%s", name(device).c_str());
     return good_device(device);
-}
-// 16 bytes. Each process has GPUs of its own, unless CUDA_EMULATOR_MACHINE gives them a name.
-Status cuDeviceGetUuid(unsigned char* out, int device) {
-    if (const Status status = good_device(device)) return status;
-    const char* const machine = std::getenv("CUDA_EMULATOR_MACHINE");
-    const size_t parts[] = {machine ? std::hash<std::string>()(machine) : static_cast<size_t>(getpid()),
-                            static_cast<size_t>(device)};
-    std::memcpy(out, parts, sizeof parts);
-    return kSuccess;
 }
 Status cuDevicePrimaryCtxRetain(void** context, int device) {
     if (const Status status = good_device(device)) return status;

@@ -1,11 +1,10 @@
-// NCCL for the devices of one process; between processes, nccl_processes.h. A collective is a meeting: it runs on the streams' threads, where each rank
-// waits until all of its communicator have come, so that what would hang on GPUs waits here too (and is reported
-// after CUDA_EMULATOR_TIMEOUT seconds, 30).
+// NCCL for the devices of one process. A collective is a meeting: it runs on the streams' threads, where each rank waits
+// until all of its communicator have come, so that what would hang on GPUs waits here too (and is reported after
+// CUDA_EMULATOR_TIMEOUT seconds, 30).
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -17,16 +16,16 @@
 #include "device.h"
 #include "float16.h"
 #include "memory.h"
-#include "nccl_processes.h"
 #include "streams.h"
 
 using namespace emulator;
 
 namespace {
 
+std::atomic<int> lost{-1};      // a device whose ranks do not come; see cuda_emulator_lose
 std::atomic<bool> held{false};  // whoever makes a communicator
 
-enum Result : int { kGood = 0, kSystemError = 2, kInvalidArgument = 4, kInvalidUsage = 5 };
+enum Result : int { kGood = 0, kInvalidArgument = 4, kInvalidUsage = 5 };
 constexpr int kSum = 0;
 constexpr size_t kSizes[] = {1, 1, 4, 4, 8,
                              8, 2, 4, 8};  // of ncclInt8, Uint8, Int32, Uint32, Int64, Uint64, Float16 ...
@@ -70,9 +69,6 @@ struct Communicator {
     std::shared_ptr<Clique> clique;
     int rank, device;
     uint64_t calls = 0;
-    std::shared_ptr<Member> member;  // in place of a clique: it reaches other processes
-
-    int ranks() const { return member ? member->ranks : static_cast<int>(clique->devices.size()); }
 };
 
 // ---- sums, in the order of the ranks ---------------------------------------------------------------------------
@@ -226,54 +222,12 @@ struct Pending {
 thread_local int depth = 0;
 thread_local std::vector<Pending> pending;
 
-// Ranks of this thread that join a communicator: together, at the end of the group.
-struct Joining {
-    Communicator** out;
-    std::string id;
-    int ranks, rank, device;
-};
-thread_local std::vector<Joining> joining;
-
-Result join() {
-    std::vector<std::thread> threads;
-    std::vector<std::string> problems(joining.size());
-    for (size_t i = 0; i < joining.size(); ++i) {
-        const Joining one = joining[i];
-        threads.emplace_back([one, problem = &problems[i]] {
-            const auto member = Member::join(one.id, one.ranks, one.rank, one.device, problem);
-            *one.out = member ? new Communicator{nullptr, one.rank, one.device, 0, member} : nullptr;
-        });
-    }
-    joining.clear();
-    Result result = kGood;
-    for (size_t i = 0; i < threads.size(); ++i) {
-        threads[i].join();
-        if (problems[i].empty()) continue;
-        std::fprintf(stderr, "cuda emulator: ncclCommInitRank: %s\n", problems[i].c_str());
-        result = problems[i].find("twice") != std::string::npos ? kInvalidUsage : kSystemError;
-    }
-    return result;
-}
-
 void flush() {
     for (const Pending& one : pending) {
         const std::shared_ptr<Clique> clique = one.communicator->clique;
         const size_t rank = one.communicator->rank;
         const uint64_t number = one.communicator->calls++;
         const Call call = one.call;
-        if (const std::shared_ptr<Member> member = one.communicator->member) {
-            const bool sums = !std::strcmp(call.what, "ncclAllReduce");
-            const Share share{call.what,
-                              call.from,
-                              call.to,
-                              call.count,
-                              call.count * kSizes[call.type],
-                              call.type,
-                              sums ? Add(add) : nullptr,
-                              std::strcmp(call.what, "ncclBroadcast") ? -1 : call.root};
-            enqueue(one.stream, [=] { member->come(number, share); }, true);
-            continue;
-        }
         enqueue(one.stream, [=] { attend(clique, rank, number, call); }, true);
     }
     pending.clear();
@@ -282,7 +236,7 @@ void flush() {
 // MXNet looks at no result of NCCL's: errors go to the device as well.
 Result post(Communicator* communicator, const Call& call, void* handle) {
     const StreamPointer stream = find_stream(handle);
-    const int ranks = communicator->ranks();
+    const int ranks = static_cast<int>(communicator->clique->devices.size());
     std::string wrong;
     if (!stream)
         wrong = "no such stream";
@@ -293,8 +247,6 @@ Result post(Communicator* communicator, const Call& call, void* handle) {
         wrong = format("data type %d", call.type);
     else if (call.root < 0 || call.root >= ranks)
         wrong = format("root %d of %d ranks", call.root, ranks);
-    else if (communicator->member && std::strncmp(call.what, "ncclAll", 7) && std::strcmp(call.what, "ncclBroadcast"))
-        wrong = "between processes the emulator has ncclAllGather, ncclAllReduce and ncclBroadcast only";
     else if (call.operation != kSum)
         wrong = format("operation %d: the emulator has ncclSum only", call.operation);
     if (!wrong.empty()) {
@@ -330,29 +282,13 @@ Result ncclCommInitAll(Communicator** out, int count, const int* devices) {
     for (int rank = 0; rank < count; ++rank) out[rank] = new Communicator{clique, rank, clique->devices[rank], 0};
     return kGood;
 }
-// 128 bytes.
-Result ncclGetUniqueId(char* out) {
-    std::memset(out, 0, 128);
-    const std::string id = new_unique_id();
-    std::memcpy(out, id.data(), id.size());
-    return kGood;
-}
-struct UniqueId {
-    char bytes[128];
-};
-Result ncclCommInitRank(Communicator** out, int ranks, UniqueId id, int rank) {
-    joining.push_back({out, std::string(id.bytes), ranks, rank, current_device});
-    return depth == 0 ? join() : kGood;
-}
 Result ncclCommDestroy(Communicator* communicator) {
     delete communicator;
     return kGood;
 }
 // What waits for ranks ends, with whatever is in its memory.
 Result ncclCommAbort(Communicator* communicator) {
-    if (communicator->member) {
-        communicator->member->abort();
-    } else {
+    {
         std::lock_guard<std::mutex> lock(communicator->clique->mutex);
         communicator->clique->aborted = true;
         communicator->clique->changed.notify_all();
@@ -362,7 +298,6 @@ Result ncclCommAbort(Communicator* communicator) {
 const char* ncclGetErrorString(Result result) {
     return result == kGood              ? "no error"
            : result == kInvalidArgument ? "invalid argument (run with NCCL_DEBUG=WARN for details)"
-           : result == kSystemError     ? "unhandled system error (run with NCCL_DEBUG=INFO for details)"
            : result == kInvalidUsage    ? "invalid usage (run with NCCL_DEBUG=WARN for details)"
                                         : "unknown result code";
 }
@@ -381,9 +316,8 @@ Result ncclGroupStart() {
 Result ncclGroupEnd() {
     if (depth == 0) return kInvalidUsage;
     if (--depth > 0) return kGood;
-    const Result result = joining.empty() ? kGood : join();
     flush();
-    return result;
+    return kGood;
 }
 Result ncclReduce(const void* from, void* to, size_t count, int type, int operation, int root,
                   Communicator* communicator, void* stream) {
