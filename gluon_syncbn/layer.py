@@ -14,7 +14,7 @@ from mxnet import autograd
 from mxnet.gluon import HybridBlock, nn
 from mxnet.gluon.parameter import Parameter
 
-from .activation import NONE, epilogue, invertible, of_arguments
+from .activation import NONE, invertible, of_arguments
 from .mxnet_side import export, operators
 from .mxnet_side.op import sync_batch_norm
 from .system import arguments, kinds
@@ -328,12 +328,11 @@ class SyncBatchNorm(nn.BatchNorm):
     ) -> Any:
         if mask is not None:
             self._check_mask(F, mask, x)
-        own, kwargs = operators.own(F), dict(self._kwargs)
-        use_global_stats = kwargs.pop("use_global_stats")
-        if use_global_stats or (F is mx.nd and not autograd.is_training()):
-            z = own.BatchNorm(x, gamma, beta, running_mean, running_var, name="fwd", **self._kwargs)
-            return epilogue(F, z, addend, self._activation, self.gamma.dtype)
-        if self._replicas.problem and autograd.is_training() and not self._replicas.reaches_other_processes():
+        kwargs = dict(self._kwargs)
+        # MXNet's BatchNorm fails in 5 dimensions behind a convolution ("Check failed: !is_view").
+        frozen = kwargs.pop("use_global_stats") or (F is mx.nd and not autograd.is_training())
+        trains = autograd.is_training() and not frozen
+        if self._replicas.problem and trains and not self._replicas.reaches_other_processes():
             raise ValueError(self._replicas.problem)
         node = -1
         if F is not mx.nd:  # all contexts share the graph: a node meets only itself on the other contexts
@@ -341,13 +340,13 @@ class SyncBatchNorm(nn.BatchNorm):
         # A graph may be recorded between initialize() and the first batch. Then only the contexts are known.
         deferred = self.running_mean._deferred_init
         contexts = self._replicas.given or (deferred[1] if deferred else [])
-        per_context = self._replicas.per_context(contexts) if contexts else 1
-        kwargs.update(per_context=per_context, node=node, unbiased=self._unbiased)
+        per_context = self._replicas.per_context(contexts) if contexts and not frozen else 1
+        kwargs.update(per_context=per_context, node=node, unbiased=self._unbiased, frozen=frozen)
         inputs = (x, gamma, beta, running_mean, running_var, self._replicas)
-        single = per_context == 1
+        single = per_context == 1 and not frozen
         fuses = single and self._fuses and addend is None and self._activation == NONE
         kwargs.update(activation=self._activation, fuses=fuses, inplace=single and self._works_in_place(F))
-        return sync_batch_norm(own, *inputs, addend=addend, mask=mask, **kwargs)
+        return sync_batch_norm(operators.own(F), *inputs, addend=addend, mask=None if frozen else mask, **kwargs)
 
     def _works_in_place(self, F: Any) -> bool:
         """Whether the backward finds x in y. Where gamma is 0, y holds nothing of x.

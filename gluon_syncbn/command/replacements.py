@@ -157,7 +157,7 @@ def uninstall() -> None:
 def _synchronising(construct: Callable[..., None]) -> Callable[..., None]:
     def synchronised(block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
         construct(block, *args, **kwargs)
-        if _installed and any(operator == OPERATOR for _, operator in blocks.recorded(block)):
+        if _installed and any(operator == OPERATOR for _, operator, _ in blocks.recorded(block)):
             convert_nodes(block, OPERATOR)
 
     return synchronised

@@ -102,9 +102,16 @@ def difference(block: Block) -> str:
     return ""
 
 
-def recorded(block: SymbolBlock) -> List[Tuple[str, str]]:
-    """Returns the nodes of the graph: name and operator, which for a custom operator is its type."""
-    return [(node["name"], operator_of(node)) for node in json.loads(block._cached_graph[1].tojson())["nodes"]]
+def recorded(block: SymbolBlock) -> List[Tuple[str, str, bool]]:
+    """Returns the nodes of the graph: name, operator, which for a custom operator is its type, and whether it is
+    frozen.
+    """
+    nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
+    return [(node["name"], operator_of(node), is_frozen(node)) for node in nodes]
+
+
+def is_frozen(node: Dict[str, Any]) -> bool:
+    return node.get("attrs", {}).get("use_global_stats") in ("1", "True")
 
 
 def without_layer(net: Block) -> List[Tuple[str, str]]:

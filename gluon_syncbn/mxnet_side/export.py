@@ -80,7 +80,8 @@ def plain(symbol: mx.sym.Symbol, tells: bool = False) -> Optional[mx.sym.Symbol]
         if tells:
             attributes[SYNCHRONISED] = json.dumps(_arguments(given))
         attributes["momentum"] = str(np.float32(given["momentum"]))  # op.py writes all its digits
-        attributes["fix_gamma"] = str(bool(int(given["fix_gamma"])))
+        for flag in ("fix_gamma", "use_global_stats"):
+            attributes[flag] = str(bool(int(given[flag])))
         first = last = graph.add({**node, "op": "BatchNorm", "attrs": attributes}, inputs[:3] + inputs[-2:])
         if int(given["adds"]):
             name = given.get(ADDED, f"{node['name']}_add")

@@ -43,6 +43,7 @@ def sync_batch_norm(
     mask: Optional[Any] = None,
     fuses: bool = False,
     inplace: bool = False,
+    frozen: bool = False,
 ) -> Any:
     """Normalises ``x`` with the statistics that the replicas' pooling selects; ``F`` is ``mx.nd`` or ``mx.sym``.
 
@@ -50,7 +51,8 @@ def sync_batch_norm(
     for an eager call. ``unbiased`` selects the variance that updates the running one. ``addend`` and ``activation``
     come after the normalisation. Where ``mask`` is 0, a position does not count in the statistics. ``fuses`` is for
     `fusion`, with one replica per context. ``inplace`` keeps y for the backward and not x. It needs an invertible
-    activation, no addend and one replica per context. In a static graph MXNet's engine does not know that a node writes
+    activation, no addend and one replica per context. ``frozen`` selects the running statistics in training too, with
+    one replica per context, because nobody meets. In a static graph MXNet's engine does not know that a node writes
     the running statistics. So two nodes of one layer may run in either order there.
     """
     on_cpus = not replicas.contexts or any(context.device_type != "gpu" for context in replicas.contexts)
@@ -70,6 +72,7 @@ def sync_batch_norm(
         **activation.attributes(),
         fuses=int(fuses),
         inplace=int(inplace),
+        use_global_stats=int(frozen),
     )
     data = [x] if addend is None else [x, addend]
     if mask is not None:

@@ -229,7 +229,7 @@ def _nodes(block: SymbolBlock) -> Iterator[_Node]:
         given = [graph["nodes"][at]["name"] for at, *_ in node["inputs"][-2:]]
         mean, var = map(parameters.get, given)
         running = None if mean is None or var is None else _Running(node["name"], mean, var)
-        yield _Node(node["name"], running, attributes.get("use_global_stats") in ("1", "True"))
+        yield _Node(node["name"], running, blocks.is_frozen(node))
 
 
 def _packed(count: float, mean: np.ndarray, var: np.ndarray) -> np.ndarray:

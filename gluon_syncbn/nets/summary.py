@@ -18,6 +18,7 @@ from .graphs import Opened
 __all__ = ["summary"]
 
 SYNCHRONISED = "synchronised"
+_FROZEN = "plain, because it is frozen: use_global_stats"
 _OF_ONE_SAMPLE = (nn.GroupNorm, nn.InstanceNorm, nn.LayerNorm)
 _HEADER = ("Layer (type)", "Channels", "Mode", "Slots", "Contexts", "Fused", "Statistics")
 
@@ -109,18 +110,19 @@ def _rows(block: Block) -> Iterator[Row]:
         for node in block._left:
             yield Row(f"{node.name} ({node.operator})", statistics=f"plain, because {node.reason}")
     elif isinstance(block, SymbolBlock):
-        for name, operator in blocks.recorded(block):
+        for name, operator, frozen in blocks.recorded(block):
             if operator in blocks.OPERATORS:
                 why = f"it is in the recorded graph {block.name}".rstrip() + "; convert(net) changes it"
                 yield Row(f"{name} ({operator})", statistics=f"plain, because {why}")
             elif operator == NAME:
-                yield Row(f"{name} (SyncBatchNorm)", statistics=f"{SYNCHRONISED}, in a recorded graph")
+                statistics = _FROZEN if frozen else SYNCHRONISED
+                yield Row(f"{name} (SyncBatchNorm)", statistics=f"{statistics}, in a recorded graph")
 
 
 def _statistics(layer: SyncBatchNorm) -> str:
     replicas = layer._replicas
     if layer._kwargs["use_global_stats"]:
-        return "plain, because it is frozen: use_global_stats"
+        return _FROZEN
     if replicas.pooling.mode == "local":
         return "plain, because mode 'local' shares nothing"
     if replicas.pooling.group_size == 1 or {len(ranks) for ranks in replicas.pooling.groups or ()} == {1}:

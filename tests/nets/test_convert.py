@@ -16,6 +16,7 @@ from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, revert
 from gluon_syncbn.command import replacements
+from gluon_syncbn.mxnet_side import blocks
 from gluon_syncbn.nets import convert as convert_module
 
 BATCH_NORM = nn.BatchNorm
@@ -664,6 +665,29 @@ def test_a_frozen_layer_needs_no_other_replica():
         y = net(mx.nd.ones((2, 3, 6, 6), ctx=CONTEXTS[0]))
     y.backward()
     assert np.isfinite(y.asnumpy()).all()
+
+
+@pytest.mark.parametrize("hybridized", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_five_dimensions(hybridized, training):
+    """MXNet's own BatchNorm fails behind a convolution there: frozen, and in an eager prediction."""
+    net = nn.HybridSequential()
+    net.add(nn.Conv3D(16, 3, in_channels=4), nn.BatchNorm(in_channels=16, epsilon=1e-2))
+    net.initialize(ctx=CONTEXTS[0])
+    randomise(freeze(convert(net)))
+    net.hybridize(hybridized)
+    x, head = (mx.nd.random.normal(shape=shape) for shape in ((2, 4, 5, 6, 7), (2, 16, 3, 4, 5)))
+    x.attach_grad()
+    found = []
+    for F in (net[1], lambda z: (z - mean) / (var + 1e-2).sqrt() * gamma + beta):
+        parameters = (net[1]._reg_params[name].data() for name in blocks.PARAMETERS)
+        gamma, beta, mean, var = (p.reshape((1, -1, 1, 1, 1)) for p in parameters)
+        with autograd.record(train_mode=training):
+            y = net(x) if F is net[1] else F(net[0](x))
+        y.backward(head)
+        found.append((y.asnumpy(), x.grad.asnumpy(), net[0].weight.grad().asnumpy()))
+    for got, want in zip(*found):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
 def test_a_selection_is_frozen():

@@ -138,7 +138,7 @@ void Call::attempt_forward(const Arrays& arrays, const int* reqs, const Work& wo
 }
 
 bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
-    frozen_ = !training;
+    frozen_ = !training || node_.frozen;
     complete_ = lost_ = false;
     if (!joined_ && !recall_.again) place_ = {};
     leave_out(false);

@@ -43,6 +43,7 @@ struct Node {
     double epsilon = 1e-5, momentum = 0.9;
     bool fix_gamma = false;
     bool unbiased = false;  // selects the variance that updates the running one
+    bool frozen = false;    // normalises with the running statistics in training too
     bool on_cpus = true;    // it may be called on CPUs too; see op.py
     int64_t rows = 0;       // rows of all replicas that a gather outputs
 

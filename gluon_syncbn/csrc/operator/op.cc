@@ -367,7 +367,7 @@ int issue(const Property& property, Node node, const char* context, int type, Sh
     std::unique_ptr<Call> op = Call::of(std::move(node), context, static_cast<Type>(type), shape, samples);
     bool training = false;
     mx.autograd_is_training(&training);
-    if (training && property.role != Role::kTrack) op->issue(caller(), recall());
+    if (training && !property.frozen && property.role != Role::kTrack) op->issue(caller(), recall());
     static Callback callbacks[] = {as_callback<delete_operator>(), as_callback<run_forward>(),
                                    as_callback<run_backward>()};
     out->num_callbacks = 3;
@@ -501,6 +501,7 @@ int describe_layer(const char*, const int size, const char** keys, const char** 
     check_epilogue(*property);
     property->fix_gamma = given["fix_gamma"] == "1";
     property->unbiased = given["unbiased"] == "1";
+    property->frozen = given["use_global_stats"] == "1";
     property->on_cpus = given["on_cpus"] == "1";
     return 1;
 }
