@@ -117,7 +117,10 @@ def _load() -> ctypes.CDLL:
         "layer_called": (ctypes.c_int, [ctypes.c_int64, ctypes.c_char_p]),
         "layer_timeout": (ctypes.c_int, [ctypes.c_int64, ctypes.c_double]),
         "layer_exchange": (ctypes.c_int, [ctypes.c_int64, ctypes.c_void_p]),
-        "graph_begins": (ctypes.c_int, [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64]),
+        "graph_begins": (
+            ctypes.c_int,
+            [ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p, ctypes.c_int64],
+        ),
         "graph_ends": (None, []),
         "timeout": (ctypes.c_int, [ctypes.c_double]),
         "exchange": (ctypes.c_int, [ctypes.c_void_p]),
@@ -173,10 +176,11 @@ def _load() -> ctypes.CDLL:
         "gate_arrays": (ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]),
         "reset": (ctypes.c_int, []),
         "nobody_left": (None, [ctypes.c_int]),
+        "asked_for_callers": (ctypes.c_int, [ctypes.c_double]),
+        "answer_callers": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_int]),
         "nobody_reads": (None, []),
         "close": (None, []),
         "forking": (None, [ctypes.c_int]),
-        "waiting": (None, [ctypes.c_int]),
         "forked": (ctypes.c_int, []),
         "debug": (None, [ctypes.c_int]),
         "next_record": (ctypes.c_int, [ctypes.c_double, ctypes.POINTER(ctypes.c_char_p)]),
@@ -339,13 +343,15 @@ def layer_exchange(layer: int, exchange: Handle) -> None:
     _core.syncbn_layer_exchange(layer, exchange)
 
 
-def graph_begins(layer: int, data: NDArray, graph: int) -> None:
-    """Notes that the caller executes a graph with the layer, whose calls MXNet issues once. `graph_ends` must follow.
+def graph_begins(layers: Sequence[int], data: NDArray, graph: int) -> None:
+    """Notes that the caller executes a graph whose nodes have these layers. `graph_ends` must follow.
+
+    MXNet issues their calls once.
 
     ``data`` is on the context of the graph, whose number ``graph`` is below -1. MXNetError: the layer is in the middle
     of a step of another thread.
     """
-    _core.syncbn_graph_begins(layer, data.handle, graph)
+    _core.syncbn_graph_begins(len(layers), (ctypes.c_int64 * len(layers))(*layers), data.handle, graph)
 
 
 def graph_ends() -> None:
@@ -534,6 +540,19 @@ def nobody_left(so: bool) -> None:
     _core.syncbn_nobody_left(so)
 
 
+def asked_for_callers(seconds: float) -> bool:
+    """Waits until a replica asks which thread could still call a missing one. Returns False after ``seconds``."""
+    return bool(_core.syncbn_asked_for_callers(seconds))
+
+
+def answer_callers(wait: str, for_all: bool) -> None:
+    """Answers with what all these threads wait for, or with an empty text if one could call.
+
+    ``for_all``: they wait for all pending operations.
+    """
+    _core.syncbn_answer_callers(_bytes(wait), for_all)
+
+
 def nobody_reads() -> None:
     """Tells the core that all threads that train have ended, and that exit handlers run."""
     _core.syncbn_nobody_reads()
@@ -553,14 +572,6 @@ def forking(inside: bool) -> None:
 def out_of_batches(so: bool) -> None:
     """Sets whether the calls of this process contribute empty batches from now on."""
     _core.syncbn_out_of_batches(so)
-
-
-def waiting(inside: bool) -> None:
-    """Tells the core, before a ``waitall``, whether the only thread that trains waits in the middle of a step.
-
-    After the wait it is False.
-    """
-    _core.syncbn_waiting(inside)
 
 
 def forked() -> None:

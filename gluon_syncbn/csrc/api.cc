@@ -29,6 +29,7 @@
 #include "operator/call.h"
 #include "operator/op.h"
 #include "operator/tape.h"
+#include "waiting/callers.h"
 #include "waiting/stall.h"
 #include "waiting/step.h"
 #include "waiting/wait.h"
@@ -43,6 +44,12 @@ using syncbn::Segment;
 
 std::vector<std::string> strings(int64_t count, const char** values) {
     return std::vector<std::string>(values, values + count);
+}
+
+std::shared_ptr<syncbn::Layer> found(int64_t id) {
+    const auto layer = registry().find(id);
+    if (!layer) throw syncbn::Failure("no layer has the number " + std::to_string(id));
+    return layer;
 }
 
 thread_local char problem[512] = "";  // works without memory
@@ -157,30 +164,29 @@ SYNCBN_API int syncbn_contexts_are_shared() { return registry().contexts_are_sha
 SYNCBN_API void syncbn_layer_drop(int64_t id) { registry().drop(id); }
 
 SYNCBN_API const char* syncbn_layer_token(int64_t id) {
-    return text([&] { return registry().token_of(*registry().find(id)); });
+    return text([&] { return registry().token_of(*found(id)); });
 }
 
 SYNCBN_API int syncbn_layer_place(int64_t id, int64_t count, const char** contexts, int64_t replicas) {
-    return done(
-        [&] { registry().place(*registry().find(id), strings(count, contexts), static_cast<size_t>(replicas)); });
+    return done([&] { registry().place(*found(id), strings(count, contexts), static_cast<size_t>(replicas)); });
 }
 
 SYNCBN_API int syncbn_layer_called(int64_t id, const char* context) {
-    return done([&] { registry().find(id)->rendezvous.called(context); });
+    return done([&] { found(id)->rendezvous.called(context); });
 }
 
 SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
-    return done([&] { registry().set_timeout(*registry().find(id), seconds); });
+    return done([&] { registry().set_timeout(*found(id), seconds); });
 }
 
 // Sets a layer's own exchange, a handle; see below.
 SYNCBN_API int syncbn_layer_exchange(int64_t id, void* exchange) {
-    return done([&] { registry().set_exchange(*registry().find(id), *static_cast<ExchangeHandle*>(exchange)); });
+    return done([&] { registry().set_exchange(*found(id), *static_cast<ExchangeHandle*>(exchange)); });
 }
 
-// Says that this thread begins or ends to execute a graph of this number, below -1, which contains the layer. Nothing is
-// noted unless it trains. `data` is an NDArrayHandle on its context.
-SYNCBN_API int syncbn_graph_begins(int64_t id, void* data, int64_t graph) {
+// Says that this thread begins or ends to execute a graph of this number, below -1, with these layers at its nodes.
+// Nothing is noted unless it trains. `data` is an NDArrayHandle on its context.
+SYNCBN_API int syncbn_graph_begins(int64_t count, const int64_t* ids, void* data, int64_t graph) {
     return done([&] {
         constexpr int kGpu = 2;  // mshadow's number of the device type
         bool training = false;
@@ -190,7 +196,9 @@ SYNCBN_API int syncbn_graph_begins(int64_t id, void* data, int64_t graph) {
             throw syncbn::Failure(syncbn::mx.last_error());
         if (!training) return;
         const std::string context = (type == kGpu ? "gpu(" : "cpu(") + std::to_string(number) + ")";
-        if (const auto layer = registry().find(id)) layer->rendezvous.issued_again(*layer->terms(), context, graph);
+        const auto first = found(ids[0]);
+        first->rendezvous.issued_again(*first->terms(), context, graph);
+        for (int64_t i = 0; i < count; ++i) found(ids[i])->rendezvous.called(context);
         syncbn::within_graph() = true;
     });
 }
@@ -448,6 +456,14 @@ SYNCBN_API void syncbn_wait_end(void* wait) { delete static_cast<WaitInPython*>(
 
 SYNCBN_API void syncbn_nobody_left(int so) { syncbn::nobody_left(so != 0); }
 
+// Whether a waiting thread asks, within so many seconds, which thread could still call a missing replica.
+SYNCBN_API int syncbn_asked_for_callers(double seconds) { return syncbn::asked_for_callers(seconds); }
+
+// The answer: what all of them wait for, empty if one could call. `for_all`: for all pending operations.
+SYNCBN_API int syncbn_answer_callers(const char* wait, int for_all) {
+    return done([&] { syncbn::answer_callers(wait, for_all != 0); });
+}
+
 SYNCBN_API void syncbn_nobody_reads() { syncbn::step().unread = true; }
 
 SYNCBN_API void syncbn_close() { syncbn::step().closed = true; }
@@ -458,15 +474,12 @@ SYNCBN_API void syncbn_forking(int inside) { syncbn::step().forking = inside != 
 
 SYNCBN_API void syncbn_out_of_batches(int so) { syncbn::step().out_of_batches = so != 0; }
 
-// Called before a wait for all operators in flight, and after it. `inside`: the only thread that trains waits in a
-// step.
-SYNCBN_API void syncbn_waiting(int inside) { syncbn::step().waiting = inside != 0; }
-
 // Called in the child of a fork.
 SYNCBN_API int syncbn_forked() {
     return done([&] {
-        syncbn::step().forking = syncbn::step().waiting = syncbn::step().unread = false;
+        syncbn::step().forking = syncbn::step().unread = false;
         syncbn::nobody_left(false);
+        syncbn::forget_callers();
         syncbn::forget_records();
         syncbn::native::forget_workers();
         registry().forked();

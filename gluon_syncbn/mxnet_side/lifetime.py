@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import linecache
 import os
 import sys
+import sysconfig
 import threading
 import time
 from types import FrameType
-from typing import List
+from typing import List, Tuple
 
 import mxnet as mx
 
@@ -23,6 +25,10 @@ LEAVES_WITHIN = 0.5  # seconds for one that has left MXNet
 
 _pid = os.getpid()
 _MXNET, _PACKAGE = os.path.dirname(mx.__file__), os.path.dirname(_native.__file__)
+_PACKAGES = (sysconfig.get_path("purelib"), os.path.dirname(_MXNET), _PACKAGE)
+_STANDARD = sysconfig.get_path("stdlib")
+_WAITS = ("asnumpy", "wait_to_read", "waitall", "save", "__getstate__", "_to_shared_mem", "to_dlpack_for_write")
+_JOINS = ("join", "_wait_for_tstate_lock")  # of Python 3.13, and before
 _SWALLOWS = ("__del__", "updater_handle")  # functions that MXNet and Python call and that print what they raise
 
 
@@ -72,13 +78,50 @@ def _end(thread: threading.Thread) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
 
-def _watch_main_thread() -> None:
+def _watch_callers() -> None:
     # Exit handlers run only after all threads that are not daemons, and one of these may wait for a stuck step. If all
     # of them wait within MXNet, no thread is left that could call the missing replicas.
-    threading.main_thread().join()
     while True:
-        _native.nobody_left(all(map(_waits_in_mxnet, filter(_counts, threading.enumerate()))))
-        time.sleep(0.1)
+        if _native.asked_for_callers(60.0):
+            if not threading.main_thread().is_alive():
+                _native.nobody_left(all(map(_waits_in_mxnet, filter(_counts, threading.enumerate()))))
+            _native.answer_callers(*_what_callers_wait_for())
+            time.sleep(0.05)  # many replicas ask
+
+
+def _what_callers_wait_for() -> Tuple[str, bool]:
+    """Names the results that all threads wait for which could call a replica, and whether these are all results.
+
+    The text is empty if another thread could call one. That is a thread in code of the user's, or one that has trained
+    and works in a library. A thread that joins another one does nothing before that one ends. A worker of a library's
+    that waits for work gets none from those who wait.
+    """
+    waits = []
+    for thread in threading.enumerate():
+        frames = _frames(thread)
+        trains = thread in session.training_threads
+        if not frames or thread is threading.current_thread():
+            continue
+        name = frames[0].f_code.co_name
+        if _is_of(frames[0], _MXNET) and name in _WAITS:
+            if trains:
+                waits.append((f"thread '{thread.name}' waits in {name} ({_line(frames)})", name == "waitall"))
+        elif frames[0].f_code.co_filename == threading.__file__ and name in _JOINS:
+            continue
+        elif _is_users(frames) or (trains and _is_of(frames[0], *_PACKAGES)):
+            return "", False
+    return " and ".join(text for text, _ in waits), all(for_all for _, for_all in waits)
+
+
+def _is_users(frames: List[FrameType]) -> bool:
+    return not all(_is_of(frame, _STANDARD, "<frozen", *_PACKAGES) for frame in frames)
+
+
+def _line(frames: List[FrameType]) -> str:
+    """Describes the innermost line of the user's."""
+    frame = next((frame for frame in frames if _is_users([frame])), frames[-1])
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{file}, line {number}: {linecache.getline(file, number).strip()}"
 
 
 def _counts(thread: threading.Thread) -> bool:
@@ -104,7 +147,7 @@ def _is_of(frame: FrameType, *folders: str) -> bool:
 
 
 def _start_watching() -> None:
-    threading.Thread(target=_watch_main_thread, name="gluon_syncbn-exit", daemon=True).start()
+    threading.Thread(target=_watch_callers, name="gluon_syncbn-callers", daemon=True).start()
 
 
 # ---- forks ----------------------------------------------------------------------------------------------------

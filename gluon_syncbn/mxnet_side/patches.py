@@ -21,6 +21,7 @@ from ..training.replicas import Replicas
 from ..training.session import session
 from . import callers, draws, mixed
 from .nodes import Synchronised
+from .op import Role
 
 # Reading the annotations of a class adds them as an attribute.
 _ASSIGNED = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__annotations__"]
@@ -48,8 +49,8 @@ def install() -> None:
       be added again, as the last backward there has left them.
     - ``gluon.Trainer`` sees the whole net before its first update. Nets that mix synchronised and plain layers get a
       warning there.
-    - ``mx.nd.waitall`` shows when the only thread that trains waits in the middle of a step. A replica may wait for one
-      that this thread has not called, and would do so for its whole time limit. ``gluon.data.DataLoader`` calls it.
+    - ``asnumpy`` and ``wait_to_read`` note that a caller has seen a failure. Then the next step does not report it
+      again, and that of a ``Module`` may begin.
     - The ``__call__`` of Gluon's batch normalisation records, once, which blocks call a layer. A layer in an attribute
       of an object that is not a block cannot be found otherwise.
     - ``HybridBlock._build_cache`` records which blocks have a graph, because a block does not know those around it. If
@@ -70,8 +71,8 @@ def install() -> None:
     _replace(gluon.Trainer, "_allreduce_grads", lambda adds: _settling(gate_sums(adds)))
     _replace(gluon.Trainer, "__init__", _registering)
     _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore, _gradients))
-    for module in (mx.nd, mx.nd.ndarray, mx.npx):  # modules that hold it under the same name
-        _replace(module, "waitall", _watching)
+    for name in ("asnumpy", "wait_to_read"):
+        _replace(mx.nd.NDArray, name, _reading)
     _replace(_BatchNorm, "__call__", callers.noting)
     _replace(gluon.HybridBlock, "_build_cache", callers.noting_graphs)
     _replace(mx.nd, "CachedOp", _issuing)
@@ -94,7 +95,6 @@ def install_for_modules() -> None:
       them. A program may have a module of its own, which makes the group itself. So an update after the ``backward``
       changes nothing in a step that failed, as that of a ``gluon.Trainer`` (see `install`).
     - ``update`` of a ``Module`` is another such place: another module of the step may have failed since its backward.
-    - ``asnumpy`` and ``wait_to_read`` note that a caller has seen a failure: the next step may forget it.
     - ``get_params`` of a group of executors waits for the forward. An executor tells MXNet's engine only what its
       operators read and put out, and not that they write auxiliary states (`GraphExecutor::InitCachedOps` in
       src/executor/graph_executor.cc). So the engine may copy the running statistics before a forward that was issued
@@ -103,8 +103,6 @@ def install_for_modules() -> None:
     replace_once(DataParallelExecutorGroup, "forward", _beginning)
     replace_once(DataParallelExecutorGroup, "backward", _within)
     replace_once(Module, "update", _updating)
-    for name in ("asnumpy", "wait_to_read"):
-        replace_once(mx.nd.NDArray, name, _reading)
     replace_once(DataParallelExecutorGroup, "get_params", _after_forward)
 
 
@@ -169,19 +167,6 @@ def _apart(backward: Callable) -> Callable:
     return apart
 
 
-def _watching(waitall: Callable) -> Callable:
-    def watched() -> None:
-        if not session.is_only_trainer():
-            return waitall()
-        _native.waiting(True)
-        try:
-            waitall()
-        finally:
-            _native.waiting(False)
-
-    return watched
-
-
 def _calling(forward: Callable) -> Callable:
     def calling(executor: Executor, is_train: bool = False, **kwargs: Any) -> Any:
         if is_train and isinstance(executor._symbol, Synchronised):
@@ -230,8 +215,8 @@ def _reading(read: Callable) -> Callable:
     def reading(array: mx.nd.NDArray) -> Any:
         try:
             return read(array)
-        except mx.MXNetError:
-            steps.failure_seen()
+        except mx.MXNetError as error:
+            steps.failure_seen(error)
             raise
 
     return reading
@@ -262,22 +247,23 @@ def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
                 return super().__call__(*args, **kwargs)
 
     class Announcing(Issuing):
-        def __init__(self, sym: mx.sym.Symbol, flags: Any, layer: Replicas) -> None:
+        def __init__(self, sym: mx.sym.Symbol, flags: Any, layers: List[Replicas]) -> None:
             super().__init__(sym, flags)
-            self._layer, self._graph = layer, -next(_graphs)
+            self._layers, self._graph = layers, -next(_graphs)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            _native.graph_begins(self._layer.id, args[0], self._graph)
+            _native.graph_begins([layer.id for layer in self._layers], args[0], self._graph)
             try:
                 return super().__call__(*args, **kwargs)
             finally:
                 _native.graph_ends()
 
     def make(sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.CachedOp:
-        layers = [Replicas.of_token(attributes.get("layer", "")) for attributes in sym.attr_dict().values()]
+        nodes = [node for node in sym.attr_dict().values() if node.get("role") != str(Role.TRACK)]
+        layers = [Replicas.of_token(node.get("layer", "")) for node in nodes]
         meeting = [layer for layer in layers if layer is not None and layer.pooling.mode != "local"]
         if meeting and dict(flags).get("static_shape"):
-            return Announcing(sym, flags, meeting[0])  # one announces for all layers
+            return Announcing(sym, flags, meeting)
         return (Issuing if any(layers) else cached_op)(sym, flags)
 
     return make

@@ -140,16 +140,6 @@ class Session:
         with self._lock:
             return 0 < self._open_scopes == self.depth()
 
-    def is_only_trainer(self) -> bool:
-        """Whether this thread is in a step and no other thread will ever be. This is the main thread then, and no other
-        thread that opened a scope is left.
-        """
-        this = threading.current_thread()
-        if self.depth() == 0 or this is not threading.main_thread():
-            return False
-        with self._lock:
-            return not any(thread is not this and thread.is_alive() for thread in self.training_threads)
-
     # ---- forks ---------------------------------------------------------------------------------------------
 
     def forked(self) -> None:

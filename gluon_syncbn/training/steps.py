@@ -97,6 +97,7 @@ def scope_left(kind: Optional[type], value: Any) -> None:
             raise mx.MXNetError(ended)
     elif current:  # else another thread has begun a new step since then
         _break_off(f"{kind.__name__} left the recorded step ({value})")
+        failure_seen(value)
 
 
 def _break_off(what: str) -> None:
@@ -126,7 +127,7 @@ def executors_run_forward() -> Iterator[None]:
         yield
     except BaseException as error:
         scope_left(type(error), error)
-        failure_seen()
+        session.raised = _native.failure()
         raise
     scope_left(None, None)
 
@@ -139,10 +140,12 @@ def executors_run_backward() -> Iterator[None]:
     except BaseException as error:
         if not session.depth():
             _break_off(f"{type(error).__name__} left the backward of a Module ({error})")
-            failure_seen()
+            session.raised = _native.failure()
         raise
 
 
-def failure_seen() -> None:
-    """An error has reached whoever reads results."""
-    session.raised = _native.failure() or session.raised
+def failure_seen(error: BaseException) -> None:
+    """Notes an error that has reached the program. If it is the step's failure, the next step does not report it."""
+    reason = _native.failure()
+    if reason and reason in str(error):
+        session.raised = reason

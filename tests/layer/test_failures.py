@@ -88,7 +88,7 @@ def test_a_replica_that_is_never_called(contexts, rng, way):
         with pytest.raises(mx.MXNetError) as error:
             ys[0].asnumpy()
     assert_explains(
-        error, layer, "2 of 3 replicas arrived (cpu(0), cpu(2))", "missing cpu(1) after 2 s", "never called"
+        error, layer, "2 of 3 replicas arrived (cpu(0), cpu(2))", "missing cpu(1) after 2 s", "Nobody has called"
     )
     assert_next_step_is_right(layer, contexts[:3], rng)
 
@@ -125,6 +125,63 @@ def test_reading_between_replicas(contexts, rng):
             layer(x).asnumpy()
     assert_explains(error, layer, "1 of 2 replicas arrived (cpu(0))", "missing cpu(1)", "asnumpy")
     assert_next_step_is_right(layer, contexts[:2], rng)
+
+
+@pytest.mark.parametrize("way", ["eager", "static_shape"])
+def test_a_read_between_replicas_ends_soon(contexts, rng, way):
+    """A static graph executes what it has made for an earlier step."""
+    layer = a_layer(contexts[:2], way, timeout=100)
+    assert_next_step_is_right(layer, contexts[:2], rng)
+    with pytest.raises(mx.MXNetError) as error, autograd.record():
+        for x in shards(rng, contexts[:2]):
+            layer(x).asnumpy()  # between the replicas
+    line = "layer(x).asnumpy()  # between the replicas)"
+    assert_explains(error, layer, "missing cpu(1). Nobody has called", "waits in asnumpy", __file__, line)
+    assert_next_step_is_right(layer, contexts[:2], rng)
+
+
+def test_a_batch_on_fewer_devices_ends_soon(contexts, rng, caplog):
+    caplog.set_level(logging.WARNING, logger="gluon_syncbn")
+    net = a_net(contexts[:2], "eager")
+    trainer = a_trainer(net)
+    gluon_syncbn.configure(timeout=100)
+    train(net, trainer, contexts[:2], rng)
+    before, metric = every_value(net), mx.metric.Loss()
+    with autograd.record():
+        loss = net(nd.ones((2, 3, 8, 8), ctx=contexts[0]))
+    loss.backward()
+    trainer.step(2, ignore_stale_grad=True)
+    with pytest.raises(mx.MXNetError) as error:
+        metric.update(None, [loss])  # of one device
+    for part in ("missing cpu(1)", __file__, "metric.update(None, [loss])  # of one device)", "devices(contexts)"):
+        assert part in str(error.value)
+    steps.drain()
+    assert all(np.array_equal(value, before[key]) for key, value in every_value(net).items())
+    train(net, trainer, contexts[:2], rng)
+    assert not caplog.records  # the error has been raised, and is not logged too
+
+
+def test_a_read_while_the_thread_of_another_replica_is_late(contexts, rng):
+    """It has not trained before, and comes later than a read may wait for nobody."""
+    layer = a_layer(contexts[:2], timeout=100)
+    batch = make_batch(rng, 2, dtype="float32")
+    xs, ys = on_devices(batch.shards, contexts, "float32"), [None, None]
+    layer.gamma.set_data(nd.array(batch.gamma))
+    layer.beta.set_data(nd.array(batch.beta))
+
+    def replica(i):
+        time.sleep(4 * i)
+        with autograd.record():
+            ys[i] = layer(xs[i])
+        ys[i].wait_to_read()
+
+    threads = [threading.Thread(target=replica, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for y, want in zip(ys, truth(batch).outputs):
+        np.testing.assert_allclose(y.asnumpy(), want, atol=1e-4)
 
 
 def test_more_num_devices_than_replicas(contexts, rng):
@@ -191,7 +248,7 @@ def test_a_long_wait_says_so_and_may_end_well(contexts, rng, caplog):
             time.sleep(0.1)
         ys.append(layer(nd.Custom(second, op_type="nap")))
     begin = f"SyncBatchNorm '{layer.name}', forward of call 1: 1 of 2 replicas arrived (cpu(0)), "
-    end = r"missing cpu\(1\) after 1\d s; still waiting, until 200 s\. Most likely the missing replica was never called"
+    end = r"missing cpu\(1\) after 1\d s; still waiting, until 200 s\. Nobody has called the layer there\.$"
     assert all(np.isfinite(y.asnumpy()).all() for y in ys)
     (record,) = caplog.records
     assert record.levelname == "WARNING"

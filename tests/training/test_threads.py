@@ -15,6 +15,7 @@ from replicas import TOLERANCE, WAYS, assert_same, make_batch, on_devices, prepa
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.mxnet_side import lifetime
 
 IN_A_STEP = r"thread '{}' calls the layer while it is in a step of thread '{}'"
 
@@ -364,3 +365,83 @@ def test_a_shape_that_changes_on_one_device(contexts, rng):
         whole = np.concatenate(shards)
         want = (whole - whole.mean((0, 2), keepdims=True)) / np.sqrt(whole.var((0, 2), keepdims=True) + 1e-5)
         np.testing.assert_allclose(np.concatenate([y.asnumpy() for y in ys]), want, rtol=1e-4, atol=1e-4)
+
+
+# ---- who could call a missing replica --------------------------------------------------------------------------
+
+
+class Held(mx.operator.CustomOp):
+    until = threading.Event()
+
+    def forward(self, is_train, req, in_data, out_data, aux):
+        self.until.wait(60)
+        self.assign(out_data[0], req[0], in_data[0])
+
+
+@mx.operator.register("held")
+class HeldProp(mx.operator.CustomOpProp):
+    def create_operator(self, ctx, shapes, dtypes):
+        return Held()
+
+
+READS = {
+    "asnumpy": lambda y, path: y.asnumpy(),
+    "asscalar": lambda y, path: y.sum().asscalar(),
+    "print": lambda y, path: str(y),
+    "metric": lambda y, path: mx.metric.Loss().update(None, [y]),
+    "wait_to_read": lambda y, path: y.wait_to_read(),
+    "waitall": lambda y, path: nd.waitall(),
+    "save": lambda y, path: nd.save(path, y),
+}
+
+
+def answer(wanted=None):
+    """What a thread says that the main thread joins: at once, or what is wanted in the end."""
+    said = []
+
+    def ask():
+        end = time.monotonic() + 30
+        while not said or (wanted is not None and wanted not in said[-1][0] and time.monotonic() < end):
+            said.append(lifetime._what_callers_wait_for())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return said[-1]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_who_could_call_while_a_thread_reads(monkeypatch, tmp_path, read):
+    monkeypatch.setattr(Held, "until", threading.Event())
+
+    def step():
+        with autograd.record():
+            READS[read](nd.Custom(nd.ones(3), op_type="held"), str(tmp_path / "array"))
+
+    def other(trains):
+        with autograd.record() if trains else nullcontext():
+            began.set()
+        ended.wait(60)
+
+    reader = threading.Thread(target=step, name="reader")
+    reader.start()
+    try:
+        name = read if read in ("wait_to_read", "waitall", "save") else "asnumpy"
+        text = f"thread 'reader' waits in {name} ({__file__}, line "
+        said, for_all = answer(text)
+        assert said.startswith(text) and f'"{read}": lambda y, path: ' in said
+        assert for_all == (read == "waitall")
+        for trains in (False, True):
+            began, ended = threading.Event(), threading.Event()
+            thread = threading.Thread(target=other, args=(trains,), daemon=True)
+            thread.start()
+            assert began.wait(30)
+            assert answer() == ("", False)
+            ended.set()
+            thread.join()
+        with ThreadPoolExecutor(1) as pool:  # whose worker waits for work
+            pool.submit(time.sleep, 0).result()
+            assert answer(text) == (said, for_all)
+    finally:
+        Held.until.set()
+        reader.join()

@@ -136,7 +136,9 @@ def test_threads(stages):
     named = first_column("Threads")
     assert stages["before"]["threads"] == []
     assert (
-        set(stages["import"]["threads"]) == set(stages["step"]["threads"]) == {"gluon_syncbn-log", "gluon_syncbn-exit"}
+        set(stages["import"]["threads"])
+        == set(stages["step"]["threads"])
+        == {"gluon_syncbn-log", "gluon_syncbn-callers"}
     )
     assert {re.sub(r"\d+", "0", name) for name in stages["everything"]["threads"]} <= named
     started = set()

@@ -39,10 +39,9 @@ constexpr char kAllIssued[] = "Every replica has issued its call";
 constexpr char kUnfinished[] =
     ": an operator before this layer does not finish there, or has failed, perhaps because memory ran out. Then read "
     "that replica's output, which raises the error.";
-constexpr char kNeverCalled[] =
-    "Most likely the missing replica was never called, or the program reads a result (asnumpy, asscalar, "
-    "wait_to_read, print) before it has called all replicas, or num_devices is not the number of replicas. For a "
-    "batch on fewer devices use gluon_syncbn.devices(contexts).";
+constexpr char kCallAll[] =
+    "Call the net on all its devices, and then wait for results (asnumpy, print, a metric, waitall, a new DataLoader). "
+    "For a batch on fewer devices use gluon_syncbn.devices(contexts).";
 
 constexpr double kSurely = 5, kPerhaps = 20;  // seconds
 
@@ -84,6 +83,12 @@ std::string describe(const Meeting& meeting, int phase) {
     return out.str();
 }
 
+std::string how_to_call(const Meeting& meeting) {
+    if (meeting.per_context == 1) return kCallAll;
+    return std::string(kCallAll) + " The layer expects " + std::to_string(meeting.per_context) +
+           " replicas on each context, by num_devices or because the net was initialised with a context several times.";
+}
+
 namespace {
 
 Cause cause_in_backward(const Meeting& meeting, bool all_cpu, double perhaps) {
@@ -98,13 +103,13 @@ Cause cause_in_backward(const Meeting& meeting, bool all_cpu, double perhaps) {
 Cause cause_in_forward(const Meeting& meeting, const Attendance& attendance, bool all_cpu, double perhaps) {
     const std::string same_memory = meeting.per_context > 1 ? kSameMemory : "";
     if (all_issued(meeting, attendance)) {
-        if (all_cpu) return {kAllIssued + std::string(".") + same_memory + " " + kTemporarySpace, kSurely};
+        if (all_cpu)
+            return {kAllIssued + std::string(".") + same_memory + " " + kTemporarySpace +
+                        (meeting.repeated ? kStaticShape : ""),
+                    kSurely};
         return {kAllIssued + std::string(kUnfinished), perhaps};
     }
-    // A state that MXNet executes again is issued once, so it is unknown whether the missing replica was called.
-    const bool unknown = meeting.repeated && all_cpu;
-    const std::string space = unknown ? std::string(" Or: ") + kTemporarySpace + kStaticShape : "";
-    return {kNeverCalled + same_memory + space, unknown ? perhaps : 0};
+    return {"Nobody has called the layer there. " + how_to_call(meeting), 0};
 }
 
 }  // namespace

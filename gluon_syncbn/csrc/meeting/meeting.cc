@@ -13,6 +13,7 @@
 #include "meeting/diagnosis.h"
 #include "meeting/timing.h"
 #include "point.h"
+#include "waiting/callers.h"
 #include "waiting/step.h"
 #include "waiting/wait.h"
 
@@ -24,6 +25,8 @@ const char* const kForgotten =
     "arrived.";
 constexpr double kGrace = 2;      // seconds that an exchange gets to report its own failure
 constexpr double kStuckIdle = 3;  // seconds without computing after which a queue counts as stuck
+constexpr double kRead = 3;       // seconds of a read, without computing, after which it waits for a missing replica
+constexpr double kReadAll = 0.2;  // seconds of a wait for all, which is sure to wait for it
 
 // Ends the step, and throws the reason why it ended, which may be an earlier one.
 [[noreturn]] void fail_and_throw(const Failure& failure) {
@@ -182,13 +185,14 @@ class WaitForReplicas : public Wait {
     void warn(const std::string& text) override {
         log(Level::kWarning, Failure(terms_.name, "", call_, describe(meeting_, number_) + text).what());
     }
-    bool in_vain() override { return nobody_comes() || Wait::in_vain(); }
+    bool in_vain() override { return uncalled() || Wait::in_vain(); }
     void check_others() override;
     std::string text(Why why) override;
 
   private:
     bool all_here() const { return phase_.arrived == meeting_.replicas(); }
-    bool nobody_comes() const { return !meeting_.repeated && !all_issued(meeting_, attendance_); }
+    // Whether a replica is missing that nobody has called.
+    bool uncalled() const { return !all_issued(meeting_, attendance_); }
 
     const Terms& terms_;
     Meeting& meeting_;
@@ -198,6 +202,7 @@ class WaitForReplicas : public Wait {
     const std::string call_;
     std::string seen_;  // the replicas that are here, and why not all are
     double seen_since_ = 0;
+    const double began_ = seconds();
     bool complete_ = false;
 };
 
@@ -213,11 +218,10 @@ void WaitForReplicas::check_others() {
         seen_ = here;
         seen_since_ = waited();
     }
-    if (step().waiting && (nobody_comes() || (meeting_.repeated && stall().idle_for(kStuckIdle))))
-        give_up(
-            ", and the thread that should call them waits for all pending operations (mxnet.nd.waitall, which the "
-            "constructor of gluon.data.DataLoader calls). Call waitall, or create a DataLoader, before a step or after "
-            "it, not between the calls of its replicas.");
+    const Callers others = callers(began_);
+    const bool in_vain = others.for_all ? others.lasts >= kReadAll : others.lasts >= kRead && stall().idle_for(kRead);
+    if (in_vain && !others.wait.empty() && uncalled())
+        give_up(". Nobody has called the layer there, and " + others.wait + ". " + how_to_call(meeting_));
     if (cause.stuck_after > 0 && waited() - seen_since_ >= cause.stuck_after && stall().idle_for(kStuckIdle)) {
         std::ostringstream after;
         after << ", and nothing has been computed for " << kStuckIdle << " s. " << cause.text;
@@ -241,8 +245,8 @@ std::string WaitForReplicas::text(Why why) {
             text << ". The KVStore has not answered for " << so_far << " s; still waiting, until "
                  << static_cast<int>(limit()) << " s.";
         else
-            text << " after " << so_far << " s; still waiting, until " << limit() << " s. "
-                 << likely_cause(meeting_, number_, attendance_).text;
+            text << " after " << so_far << " s; still waiting, until " << limit() << " s."
+                 << (uncalled() ? " Nobody has called the layer there." : "");
     } else if (all_here()) {
         text << ". The KVStore has not answered for " << static_cast<int>(terms_.timeout + kGrace) << " s.";
     } else {
@@ -275,8 +279,9 @@ bool Place::first_lane() const {
 void Rendezvous::issued(const Terms& terms, const std::string& context, int64_t node) {
     const auto& scope = current_scope();
     scope->throw_if_ended();
+    if (within_graph()) return;  // `called` counts it
     Lock lock(mutex_);
-    if (terms.per_context == 1 && !within_graph()) rounds_.add(terms, context, node, scope);
+    if (terms.per_context == 1) rounds_.add(terms, context, node, scope);
     ++attendance_.issued[context];
 }
 

@@ -127,7 +127,7 @@ class Rendezvous {
   public:
     // Called by the issuing thread. Throws Failure if the layer is in the middle of a step of another thread.
     void issued(const Terms& terms, const std::string& context, int64_t node);
-    // Called for an executor, whose operators MXNet made when it was bound: its replica will join.
+    // Called for a graph or an executor, whose operators MXNet has made before: its replica will join.
     void called(const std::string& context);
     // The same for a graph whose calls MXNet executes again without announcing them; `graph` is a number below -1.
     void issued_again(const Terms& terms, const std::string& context, int64_t graph);

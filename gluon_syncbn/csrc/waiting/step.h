@@ -31,8 +31,6 @@ class Step {
     std::atomic<bool> unread{false};
     // A thread in the middle of a step waits to fork, so not all replicas can be called.
     std::atomic<bool> forking{false};
-    // The only thread that trains waits for all of MXNet's work in the middle of a step.
-    std::atomic<bool> waiting{false};
     // The process has no batch left: its calls contribute an empty one, so that the other processes can go on.
     std::atomic<bool> out_of_batches{false};
 

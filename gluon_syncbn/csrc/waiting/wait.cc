@@ -6,12 +6,14 @@
 #include "clock.h"
 #include "failure.h"
 #include "log.h"
+#include "waiting/callers.h"
 #include "waiting/step.h"
 
 namespace syncbn {
 namespace {
 
 constexpr double kCheckAfter = 0.04;      // seconds: less than `kSlice`, so that each slice has one check
+constexpr double kAskAfter = 0.2;         // seconds: replicas that are about to come seldom take longer
 constexpr double kEndAfterInterrupt = 5;  // seconds, if spinning cannot be told from computing
 
 }  // namespace
@@ -27,6 +29,7 @@ void Wait::look() {
     if (!stall_) stall_.emplace(interrupts_);
     watch_interrupts();
     stall_->sample();
+    if (waited() >= kAskAfter) ask_for_callers();
     if (interrupted_ < 0 && stall_->interrupted()) interrupted_ = waited();
     const bool ends = spins() && interrupted_ >= 0 && waited() - interrupted_ >= kEndAfterInterrupt;
     if (ends || stall_->asked_to_end()) give_up(text(Why::kAskedToEnd));
