@@ -1,45 +1,39 @@
-"""Which import comes first, said where ``import mxnet`` or ``import gluoncv`` fails without it.
+"""Supplies MXNet and GluonCV with what they lack on this machine, whoever imports them first.
 
-gluon_syncbn.pth has Python import this module at its start: it imports nothing, and changes no import that succeeds.
+gluon_syncbn.pth has Python import this module at its start, so it imports nothing until MXNet or GluonCV is loaded.
+Then it is a package with the modules of gluon_syncbn, whose own ``__init__`` needs MXNet.
 """
 
 import sys
 
+__path__ = [__file__[: -len("_first.py")]]
+
 
 class Finder:
-    """Finds MXNet and GluonCV where the others do, and has their errors explained."""
+    """Finds MXNet and GluonCV where the finders behind it do, and supplies what they lack before they run."""
 
     def find_spec(self, name, path=None, target=None):
         if name not in ("mxnet", "gluoncv") or "gluon_syncbn" in sys.modules:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and hasattr(spec.loader, "exec_module"):
-            _explain(spec.loader)
+            _prepare(spec.loader)
         return spec
 
 
-def _explain(loader):
+def _prepare(loader):
     execute = loader.exec_module
 
     def exec_module(module):
-        try:
-            execute(module)
-        except (ImportError, AttributeError) as error:
-            raise (_too_late() or error) from None
+        from gluon_syncbn_first.mxnet_side import compatibility
+        from gluon_syncbn_first.system import cuda_libraries
+
+        compatibility.supply()
+        cuda_libraries.load()
+        execute(module)
 
     loader.exec_module = exec_module
-
-
-def _too_late():
-    """The error of an ``import gluon_syncbn`` that comes after this one; None where no name is missing."""
-    numpy = getattr(sys.modules.get("numpy"), "__version__", "0.0").split(".")
-    if sys.version_info >= (3, 12) or (int(numpy[0]), int(numpy[1])) >= (1, 24):
-        try:
-            import gluon_syncbn  # noqa: F401
-        except ImportError as error:
-            return error
-    return None
 
 
 sys.meta_path.insert(0, Finder())

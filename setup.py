@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +27,11 @@ except ImportError:
         from wheel.bdist_wheel import bdist_wheel
     except ImportError:
         bdist_wheel = None
+
+try:  # with setuptools 64
+    from setuptools.command.editable_wheel import editable_wheel
+except ImportError:
+    editable_wheel = None
 
 try:  # distutils left the standard library in 3.12; setuptools 62.4 brought its own name for the command
     from setuptools.command.build import build
@@ -254,24 +260,40 @@ class Build(build):
     sub_commands = [*build.sub_commands, ("build_core", None)]
 
 
+#: A file by which a Python imports gluon_syncbn_first at its start.
+AT_START = ("gluon_syncbn.pth", "import gluon_syncbn_first\n")
+
+
 class BuildPy(build_py):
-    """Leaves out the core that an editable install put beside its sources, as `build_core` makes a new one. Adds the
-    file by which a Python imports gluon_syncbn_first at its start; an editable install goes without.
+    """Adds the file that Python reads at its start. Leaves out the core that an editable install put beside its
+    sources, as `build_core` makes a new one.
     """
 
     def find_data_files(self, package, src_dir):
         return [name for name in super().find_data_files(package, src_dir) if not name.endswith(".so")]
 
     def at_start(self):
-        return Path(self.build_lib) / "gluon_syncbn.pth"
+        return Path(self.build_lib) / AT_START[0]
 
     def run(self):
         super().run()
         if not getattr(self, "editable_mode", False):
-            self.at_start().write_text("import gluon_syncbn_first\n")
+            self.at_start().write_text(AT_START[1])
 
     def get_outputs(self, include_bytecode=1):
         return [*super().get_outputs(include_bytecode), str(self.at_start())]
+
+
+if editable_wheel is not None:
+
+    class EditableWheel(editable_wheel):
+        """Adds the file that Python reads at its start, which comes behind setuptools' own in the alphabet."""
+
+        def run(self):
+            super().run()
+            for path in Path(self.dist_dir).glob("*.editable-*.whl"):
+                with zipfile.ZipFile(path, "a") as wheel:
+                    wheel.writestr(*AT_START)
 
 
 class Develop(develop):
@@ -290,6 +312,8 @@ class CoreDistribution(Distribution):
 
 
 commands = {"build": Build, "build_core": BuildCore, "build_py": BuildPy, "develop": Develop}
+if editable_wheel is not None:
+    commands["editable_wheel"] = EditableWheel
 
 if bdist_wheel is not None:
 

@@ -38,9 +38,10 @@ def measure(
     shapes: Sequence[Tuple], rounds: int, emulated: bool, python: str
 ) -> Tuple[List[_measuring.Cell], List[str]]:
     """The samples, and what was left out and why. `python` may have PyTorch."""
-    import gluon_syncbn  # isort: skip  (before mxnet: it finds the CUDA libraries)
     import mxnet as mx
     from mxnet.gluon import nn
+
+    import gluon_syncbn
 
     found = [mx.gpu(i) for i in range(mx.context.num_gpus())]
     norms: Dict[str, Callable[[int], List[Any]]] = {

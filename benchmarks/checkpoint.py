@@ -68,11 +68,12 @@ def in_a_process(cell: _measuring.Cell) -> Dict[str, float]:
 
 
 def measured(cell: _measuring.Cell) -> Dict[str, float]:
-    import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
     import mxnet as mx
     from gluoncv.model_zoo import get_model
     from gluoncv.model_zoo.pspnet import PSPNet
     from mxnet.gluon import Trainer
+
+    import gluon_syncbn
 
     # MXNet reads how many copies of temporary space there are: its own 4, for one device that waits for nobody.
     mx.random.seed(0)

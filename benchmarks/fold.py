@@ -72,12 +72,12 @@ def row(result: Dict[str, Any]) -> List[str]:
 
 
 def measured(cell: _measuring.Cell) -> Dict[str, Any]:
-    import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
     import mxnet as mx
     from gluoncv.model_zoo import get_model
     from gluoncv.model_zoo.fastscnn import FastSCNN
     from gluoncv.model_zoo.pspnet import PSPNet
 
+    import gluon_syncbn
     from gluon_syncbn.mxnet_side import blocks
 
     mx.random.seed(0)

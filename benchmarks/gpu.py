@@ -146,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
     of_kernels: List[_measuring.Cell] = []
     of_layers: List[_measuring.Cell] = []
     try:
-        import gluon_syncbn  # before mxnet and CuPy: it finds the CUDA libraries
+        import gluon_syncbn  # before CuPy: it finds the CUDA libraries
     except ImportError as error:
         gluon_syncbn = None
         absent.append(f"the layer: {error}")

@@ -96,9 +96,10 @@ def in_a_process(cell: _measuring.Cell) -> Any:
 
 def measured(cell: _measuring.Cell, folder: str) -> Dict[str, Any]:
     """``folder`` is for the file that MXNet's profiler replaces, whether it is wanted or not."""
-    import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
     import mxnet as mx
     from mxnet.gluon import Trainer, nn
+
+    import gluon_syncbn
 
     mx.random.seed(0)
     if cell["model"] == "ResNet-50":

@@ -146,7 +146,6 @@ def measured(out: Path, size: int, way: str) -> float:
 
 def layers_of(depth: int) -> List[Tuple[int, int]]:
     """Channels, and bytes of x for an image, of every normalisation layer of GluonCV's PSPNet."""
-    import gluon_syncbn  # noqa: F401, isort: skip  (before mxnet: it finds what MXNet needs)
     import gluoncv
     import mxnet as mx
 

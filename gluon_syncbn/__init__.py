@@ -9,9 +9,10 @@ from .system.version import __version__
 # a traceback.
 try:
     _compatibility.supply()
+    _compatibility.warn()
     _cuda_libraries.load()
     import mxnet as _mxnet
-except (_compatibility.TooLate, _cuda_libraries.MissingLibraries):
+except _cuda_libraries.MissingLibraries:
     raise
 except ImportError as error:
     raise ImportError(f"gluon_syncbn needs Apache MXNet 1.9 ({error}): {_distribution.MXNET}", name=__name__) from (

@@ -5,12 +5,13 @@ import os
 from pathlib import Path
 
 import environments  # isort: skip  # noqa: F401  (first: it keeps the environment of the shell)
-import gluon_syncbn  # isort: skip  (before mxnet: it finds the CUDA libraries)
 import mxnet as mx
 import numpy as np
 import pytest
 from places import PACKAGE, SOURCES, TESTS
 from replicas import release
+
+import gluon_syncbn
 
 # Before the first operator of the process, and so before any test module makes an array. Few copies: every thread that
 # a test starts keeps 5 MB of each random state for good, and GluonCV's helpers start hundreds; and each copy of

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 
-import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
+
+import gluon_syncbn
 
 #: The mode of the normalisation layers for each `--bn`. sample-shuffle moves the keys instead.
 MODES = {"local": "local", "sync": "sync", "shuffle": "shuffle", "sample-shuffle": "local"}

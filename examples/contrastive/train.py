@@ -19,11 +19,12 @@ import sys
 import zipfile
 from pathlib import Path
 
-import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
 import mxnet as mx
 import numpy as np
 from images import Images, UserError, load, resample, view
 from tqdm import tqdm
+
+import gluon_syncbn
 
 FIELDS = ("epoch", "loss", "pretext", "knn", "lr")
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
 import mxnet as mx
 import numpy as np
 from images import UserError, load, view
 from mxnet import autograd, gluon, nd
+
+import gluon_syncbn
 
 SIZE, TEMPERATURE, LEARNING_RATE = 16, 0.5, 0.2
 

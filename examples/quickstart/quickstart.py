@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
 import matplotlib.pyplot as plt
 import mxnet as mx
 import numpy as np
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from sklearn.datasets import load_digits
+
+import gluon_syncbn
 
 two = gluon_syncbn.cpu_devices(2)  # before the first operator; on GPUs: [mx.gpu(0), mx.gpu(1)]
 one = two[:1]

@@ -20,7 +20,6 @@ import re
 import tempfile
 import zipfile
 
-import gluon_syncbn  # noqa: F401, isort: skip  (before mxnet: it finds what MXNet needs)
 import mxnet as mx
 from errors import UserError
 from processes import ALONE

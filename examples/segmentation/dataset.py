@@ -7,7 +7,6 @@ import os
 import random
 import zlib
 
-import gluon_syncbn  # noqa: F401, isort: skip  (before mxnet: it finds what MXNet needs)
 import numpy as np
 from errors import UserError
 from gluoncv.data import ADE20KSegmentation

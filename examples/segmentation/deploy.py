@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 
-import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
 import mxnet as mx
 import numpy as np
 from errors import UserError
 from model import outputs
 from mxnet.gluon import HybridBlock
+
+import gluon_syncbn
 
 NEEDED = ("onnx", "onnxruntime")
 TOLERANCE = 1e-3  # of the largest score, because another runtime rounds differently

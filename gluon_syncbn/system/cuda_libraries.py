@@ -57,7 +57,7 @@ def load() -> None:
     OSError
         If a library exists and cannot be loaded, in the dynamic loader's own words.
     """
-    if "mxnet" in sys.modules:
+    if "mxnet.base" in sys.modules:  # which loads MXNet's library
         return
     mxnet = _mxnet_library()
     wanted = needed(mxnet) if mxnet is not None else []
@@ -75,9 +75,13 @@ def load() -> None:
             "the GPU (520 or later); a container gets it from its host (`docker run --gpus all`). On a machine without "
             f"an NVIDIA GPU, install the CPU build: `pip uninstall mxnet-cu112`, then {command('cpu')}{WHERE}"
         )
-    if reasons:
+    if not reasons:
+        return
+    try:
+        ctypes.CDLL(str(mxnet))  # a library may know by itself where others are (RUNPATH)
+    except OSError:
         what = f"The MXNet in {mxnet} is built for NVIDIA GPUs and cannot start "
-        raise MissingLibraries(what + "; and ".join(reasons), name=__package__)
+        raise MissingLibraries(what + "; and ".join(reasons), name=__package__) from None
 
 
 def needed(library: Path) -> List[str]:

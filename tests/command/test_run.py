@@ -91,7 +91,7 @@ def job(tmp_path):
 RUN = ("-m", "gluon_syncbn", "run")
 TRAIN = "scripts/train.py"
 #: Runs a script without this package, on any Python.
-ALONE = "import names_alone, os, runpy, sys; sys.path[0] = os.path.dirname(sys.argv[1]); del sys.argv[0]; "
+ALONE = "import gluon_syncbn_first, os, runpy, sys; sys.path[0] = os.path.dirname(sys.argv[1]); del sys.argv[0]; "
 ALONE += "runpy.run_path(sys.argv[0], run_name='__main__')"
 
 

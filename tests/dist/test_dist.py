@@ -82,9 +82,13 @@ def check_it_works(programs, tmp_path):
 def test_the_wheel(wheel, version, tmp_path):
     programs = environment(tmp_path / "venv", version, f"{wheel}[cpu]")
     check_it_works(programs, tmp_path)
-    status, output = run(programs / "python", "-c", "import mxnet", cwd=tmp_path)
-    assert status != 0  # the newest NumPy that MXNet's metadata allows lacks names on each of them
-    assert "`import gluon_syncbn` comes before `import mxnet`" in output.splitlines()[-1]
+    newest = {"3.8": "numpy==1.24.4", "3.11": "numpy==1.26.4"}.get(version)
+    if newest:  # of which pip warns, and which lacks names
+        status, output = run(programs / "python", "-m", "pip", "install", newest)
+        assert status == 0, output
+    program = "import mxnet, gluon_syncbn; print(mxnet.nd.ones(3).sum().asscalar())"
+    status, output = run(programs / "python", "-W", "ignore", "-c", program, cwd=tmp_path)
+    assert (status, output.strip()) == (0, "3.0")
 
 
 @pytest.mark.parametrize("version", ["3.8", "3.11", "3.13"])
@@ -128,7 +132,7 @@ def test_a_script_runs_by_the_console_script(wheel, tmp_path):
 def test_opencv_needs_no_screen(wheel, version, tmp_path):
     """GluonCV asks for an OpenCV that is linked against libGL; another lies over it."""
     programs = environment(tmp_path / "venv", version, f"{wheel}[cpu,gluoncv]")
-    program = "import gluon_syncbn, cv2, gluoncv; print([line.split()[-1] for line in open('/proc/self/maps') if 'libGL' in line])"
+    program = "import cv2, gluoncv; print([line.split()[-1] for line in open('/proc/self/maps') if 'libGL' in line])"
     status, output = run(programs / "python", "-W", "ignore", "-c", program)
     assert status == 0, output
     assert output.splitlines()[-1] == "[]"

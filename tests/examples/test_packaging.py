@@ -169,12 +169,22 @@ def test_a_core_that_is_older_than_the_package_says_how_to_build_it(tree):
     assert len(output.splitlines()) == 1 and "build it with `pip install .`" in output
 
 
-def test_the_wheel_has_python_say_which_import_comes_first(wheel, tmp_path):
+def test_the_wheel_has_python_supply_what_mxnet_lacks(wheel, tmp_path):
     with zipfile.ZipFile(str(wheel)) as archive:
         archive.extractall(str(tmp_path))
-    program = "import site, sys; site.addsitedir(sys.argv[1]); print(sys.modules['gluon_syncbn_first'].__file__)"
+    program = "import site, sys; site.addsitedir(sys.argv[1]); from gluon_syncbn_first.system import cuda_libraries; "
+    program += (
+        "print(sys.modules['gluon_syncbn_first'].__file__, cuda_libraries.__file__, 'gluon_syncbn' in sys.modules)"
+    )
     status, output = run([sys.executable, "-S", "-c", program, tmp_path], "/")
-    assert (status, output.strip()) == (0, str(tmp_path / "gluon_syncbn_first.py"))
+    files = [tmp_path / "gluon_syncbn_first.py", tmp_path / "gluon_syncbn" / "system" / "cuda_libraries.py"]
+    assert (status, output.split()) == (0, [*map(str, files), "False"])
+
+
+def test_an_editable_installation_does_so_too():
+    program = "import sys; print('gluon_syncbn_first' in sys.modules)"
+    status, output = run([sys.executable, "-c", program], "/")
+    assert (status, output.strip()) == (0, "True")
 
 
 def test_wheel_metadata_names_mxnet_in_extras_only(wheel):
@@ -185,6 +195,11 @@ def test_wheel_metadata_names_mxnet_in_extras_only(wheel):
     assert [line for line in requirements if "extra" not in line] == ["numpy"]
     mxnet = sorted(re.sub(r"\s|['\"()]", "", line) for line in requirements if line.startswith("mxnet"))
     early = "python_version<3.13andextra=="
+    numpy = [re.sub(r"\s|['\"()]", "", line) for line in requirements if line.startswith("numpy<")]
+    # with which MXNet imports by itself
+    assert sorted(numpy) == [
+        f"numpy<1.24;python_version<3.12andextra=={extra}" for extra in ("cpu", "cu112", "gluoncv")
+    ]
     assert mxnet == [f"mxnet-cu112==1.9.1;{early}cu112", f"mxnet==1.9.1;{early}cpu"]
     assert metadata["License"] == "Apache-2.0"
     assert "3.8" in metadata["Requires-Python"]
@@ -465,7 +480,7 @@ def test_a_system_without_the_libraries_of_arm_is_told_what_takes_their_place(tm
 
 @pytest.mark.parametrize("command", [["-c", "import gluon_syncbn"], ["-m", "gluon_syncbn"]], ids=lambda words: words[0])
 def test_an_old_mxnet_is_named(tmp_path, command):
-    (tmp_path / "sitecustomize.py").write_text("import names_alone, mxnet\nmxnet.__version__ = '1.7.0'\n")
+    (tmp_path / "sitecustomize.py").write_text("import gluon_syncbn_first, mxnet\nmxnet.__version__ = '1.7.0'\n")
     path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent), str(SUPPORT)])
     status, output = run([sys.executable, "-W", "ignore", *command], tmp_path, PYTHONPATH=path)
     assert status == 1

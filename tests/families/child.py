@@ -9,9 +9,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Callable, Dict, Sequence, Tuple
 
-import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
 from mxnet.gluon import Block
 
+import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 
 from . import checks

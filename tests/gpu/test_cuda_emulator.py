@@ -981,7 +981,7 @@ def test_setting_it_up_again_does_nothing():
 
 def test_jitter_changes_no_result():
     code = """
-import names_alone, mxnet as mx, numpy as np
+import gluon_syncbn_first, mxnet as mx, numpy as np
 arrays = [mx.nd.array(np.full(5, i), ctx=mx.gpu(i)) for i in range(4)]
 store = mx.kv.create("nccl")
 store.init(0, arrays[0])

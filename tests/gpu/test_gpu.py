@@ -1,7 +1,6 @@
 """The layer on GPU contexts: on GPUs that MXNet has code for, or on the emulator (`make test-gpu-emulated`).
 
-MXNet's own operators do not run on the emulator, so that tests make arrays by copying and compare on the host. Programs
-import gluon_syncbn before MXNet, for which it finds the CUDA libraries.
+MXNet's own operators do not run on the emulator, so that tests make arrays by copying and compare on the host.
 """
 
 import ctypes

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:\\w+ wrote 1 into gammas that we
 STRANGER = """
 import os
 import sys
-import names_alone
+import gluon_syncbn_first
 import mxnet as mx
 import numpy as np
 for folder in sys.argv[1:]:

@@ -367,7 +367,7 @@ def test_a_recorded_graph(contexts, rng, tmp_path):
 #: Without this package: predicts with a file what the arrays beside it say.
 STRANGER = """
 import sys
-import names_alone
+import gluon_syncbn_first
 import mxnet as mx
 import numpy as np
 x, want = mx.nd.load("arrays")

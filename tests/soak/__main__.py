@@ -19,11 +19,11 @@ import traceback
 from collections import Counter
 from typing import Sequence
 
-import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
 import mxnet as mx
 import numpy as np
 from tqdm import tqdm
 
+import gluon_syncbn
 from gluon_syncbn.system.environment import at_least
 from gluon_syncbn.training import steps
 

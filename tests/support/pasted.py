@@ -17,9 +17,10 @@ import warnings
 
 warnings.simplefilter("ignore")
 
-import gluon_syncbn  # isort: skip  # noqa: E402  (before mxnet: it finds what MXNet needs)
 import gluoncv.model_zoo  # noqa: E402, F401
 import mxnet as mx  # noqa: E402
+
+import gluon_syncbn  # noqa: E402
 
 LIMIT, AT_ONCE = 120, 2  # seconds; processes
 

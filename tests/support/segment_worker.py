@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import light  # isort: skip  # noqa: F401
-import gluon_syncbn  # isort: skip  # noqa: F401  (before mxnet: it finds what MXNet needs)
 import mxnet as mx
 import numpy as np
 from forks import fork_ranks

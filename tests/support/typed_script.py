@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import List
 
-import gluon_syncbn  # isort: skip  (before mxnet: it finds what MXNet needs)
 import mxnet as mx  # type: ignore[import-untyped]
 from mxnet import autograd, gluon
 from mxnet.gluon import nn  # type: ignore[import-untyped]
 
+import gluon_syncbn
 from gluon_syncbn import SampleShuffle, ShuffleBatchNorm, ShuffledBatch, SyncBatchNorm
 from gluon_syncbn.parallel import DataParallelModel
 

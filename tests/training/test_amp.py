@@ -18,7 +18,7 @@ from gluon_syncbn import _native
 
 HEAD = """
 import json, sys, warnings
-import names_alone
+import gluon_syncbn_first
 import mxnet as mx, numpy as np
 from mxnet import autograd, gluon, nd
 from mxnet.contrib import amp

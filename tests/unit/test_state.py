@@ -15,7 +15,7 @@ from gluon_syncbn.system import environment
 PAGE = (ROOT / "docs" / "state.md").read_text(encoding="utf-8")
 
 CHILD = """
-import names_alone, signal, sys, types
+import gluon_syncbn_first, signal, sys, types
 import mxnet as mx
 from mxnet import autograd, gluon
 from mxnet.gluon import contrib

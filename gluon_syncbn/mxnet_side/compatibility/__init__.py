@@ -16,10 +16,6 @@ from .versions import release
 TRIED = {"Python": "3.13", "NumPy": "2.5"}
 
 
-class TooLate(ImportError):
-    """MXNet or GluonCV was imported too early."""
-
-
 def needed() -> bool:
     """Whether this Python or this NumPy lacks names."""
     import numpy as np
@@ -28,26 +24,28 @@ def needed() -> bool:
 
 
 def supply() -> None:
-    """Supplies the missing names to modules of MXNet and GluonCV that are not loaded yet; once is enough.
+    """Supplies the missing names to modules of MXNet and GluonCV; once is enough.
 
-    Raises
-    ------
-    TooLate
-        If one of their modules was loaded without these names.
+    What remains of a failed import is forgotten, so that the next import begins anew. A module that was loaded with
+    names from elsewhere keeps them, and follows NumPy's changed rules from now on.
     """
-    from . import changes, imports, numpy_names, versions
+    from . import imports
 
-    if not needed() or imports.finder() is not None:
+    if not needed() or imports.is_there():
         return
-    early = sorted(name for name in sys.modules if name.partition(".")[0] in imports.SERVED)
-    if early:
-        raise TooLate(
-            f"`import gluon_syncbn` comes before `import {early[0].partition('.')[0]}` on {_here()}, which lacks names "
-            "that MXNet 1.9 needs and gluon_syncbn supplies",
-            name=__name__.partition(".")[0],
-        )
+    from . import changes, numpy_names, versions
+
     instead = {"numpy": numpy_names.names(), "distutils.version": versions}
     sys.meta_path.insert(0, imports.Finder(instead, changes.CHANGES))
+    for name in [name for name in sys.modules if name.partition(".")[0] in imports.SERVED]:
+        if name.partition(".")[0] not in sys.modules:
+            del sys.modules[name]
+        elif name in changes.CHANGES:
+            changes.CHANGES[name](sys.modules[name])
+
+
+def warn() -> None:
+    """Warns of a Python or NumPy that is newer than what was tried."""
     newer = _newer()
     if newer:
         tried = " and ".join(f"{name} {version}" for name, version in TRIED.items())
@@ -67,10 +65,6 @@ def _versions() -> List[Tuple[str, str]]:
     import numpy as np
 
     return [("Python", sys.version.split()[0]), ("NumPy", np.__version__)]
-
-
-def _here() -> str:
-    return " with ".join(f"{name} {version}" for name, version in _versions())
 
 
 def _newer() -> List[str]:

@@ -8,7 +8,6 @@ import os
 import traceback
 
 import light  # isort: skip  # noqa: F401
-import gluon_syncbn  # isort: skip  # noqa: F401  (before mxnet: it finds what MXNet needs)
 from .case import draw
 from .faults import FAULTS
 from .trial import Wrong, contexts, run
