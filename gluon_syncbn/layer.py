@@ -34,10 +34,16 @@ def _checked_names(construct: ConstructT) -> ConstructT:
 
     @functools.wraps(construct)
     def looking(layer: Any, *given: Any, **named: Any) -> None:
+        for name in _PYTORCHS.keys() & named.keys():
+            arguments.refuse(name, named[name], f"{_PYTORCHS[name]}, as nn.BatchNorm calls it")
         _look_at_positions(type(layer).__name__, given, named)
         construct(layer, *given, **named)
 
     return cast(ConstructT, looking)
+
+
+#: Arguments of PyTorch's layer, and what says the same here.
+_PYTORCHS = {"num_features": "in_channels", "eps": "epsilon", "affine": "scale and center"}
 
 
 def _look_at_positions(name: str, given: Sequence[Any], named: Dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks, callers, gamma
 from ..mxnet_side.op import NAME
 from ..system import arguments
+from ..training.replicas import Pooling
 from . import fusion
 from .graphs import Left, close_graph, open_graph
 
@@ -104,8 +105,8 @@ def convert(
     -----
     UserWarning
         Once, with the names of selected layers that stay, and the reasons. Such layers are subclasses of BatchNorm with
-        a forward of their own. Nodes stay if their gamma is not a parameter or their mean is used elsewhere in the
-        graph.
+        a forward of their own, and synchronised layers with another mode or group than ``kwargs`` asks for. Nodes stay
+        if their gamma is not a parameter or their mean is used elsewhere in the graph. Also if nothing is selected.
     """
     arguments.block("net", net)
     fuse = arguments.flag("fuse", fuse)
@@ -115,23 +116,57 @@ def convert(
         arguments.refuse("norm_layer", norm_layer, "a layer of one input; fuse=True finds additions")
     selection = blocks.Selection(select)
     with _open_graphs(net) as nodes:
-        plain = [block for block in blocks.of(net) if _is_plain(block) and block in selection]
+        chosen = _chosen(net, selection)
+        plain = [block for block in chosen if not isinstance(block, SyncBatchNorm)]
         reasons = {id(block): blocks.difference(block) for block in plain}
         plain, left = [b for b in plain if not reasons[id(b)]], [b for b in plain if reasons[id(b)]]
-        _check_kwargs(norm_layer, kwargs, {1, *(_axis(block._kwargs) for block in plain)})
+        wanted = _check_kwargs(norm_layer, kwargs, {1, *(_axis(block._kwargs) for block in plain)})
+        for block in chosen:
+            if isinstance(block, SyncBatchNorm):
+                reasons[id(block)] = _otherwise(block._replicas.pooling, wanted, kwargs)
+                left += [block] if reasons[id(block)] else []
 
         for block in plain:
             _synchronise(block, norm_layer, kwargs)
         if fuse:
             fusion.install()
-            for block in blocks.of(net):
-                if isinstance(block, SyncBatchNorm) and block in selection:
+            for block in chosen:
+                if isinstance(block, SyncBatchNorm):
                     block._fuses = True
         ignored = gamma.of_layers(net, lambda layer: isinstance(layer, SyncBatchNorm) and layer in selection)
+        none = "" if chosen or nodes else _none(net, select)
     gamma.write_ones("convert", ignored)
     stay = [Left(block.name, type(block).__name__, reasons[id(block)]) for block in left]
     _warn("convert", selection, stay + nodes)
+    if none:
+        warnings.warn(f"convert changed nothing: {none}", stacklevel=2)
     return net
+
+
+def _chosen(net: Block, selection: blocks.Selection) -> List[BatchNorm]:
+    return [block for block in blocks.of(net) if blocks.is_batch_norm(block) and block in selection]
+
+
+def _otherwise(pooling: Pooling, wanted: Pooling, kwargs: Dict[str, Any]) -> str:
+    """Says in what a synchronised layer differs from what was asked for; empty if in nothing."""
+    for name, value, other in zip(Pooling._fields, pooling, wanted):
+        if value != other and (name in kwargs or other == "shuffle"):  # of `ShuffleBatchNorm`
+            return f"it has {name}={value!r} already; call revert on it before"
+    return ""
+
+
+def _none(net: Block, select: Optional[str]) -> str:
+    """Says why no layer is chosen."""
+    names = [block.name for block in _chosen(net, blocks.Selection(None))]
+    if names:
+        return (
+            f"select={select!r} matches no layer of batch normalisation from the beginning of its name. Some names are "
+            + arguments.some(names, ", ")
+        )
+    return (
+        f"{type(net).__name__} '{net.name}' has no layer of batch normalisation. If a hybrid_forward calls "
+        "F.BatchNorm, convert a SymbolBlock of the net"
+    )
 
 
 def convert_nodes(block: SymbolBlock, operator: str) -> None:
@@ -249,21 +284,26 @@ def freeze(net: NetT, select: Optional[str] = None) -> NetT:
     Warns
     -----
     UserWarning
-        Once, with the names of selected nodes in recorded graphs that stay as they are, and the reasons.
+        Once, with the names of selected nodes in recorded graphs that stay as they are, and the reasons. Also if
+        ``select`` matches nothing.
     """
     arguments.block("net", net)
     selection = blocks.Selection(select)
     with _open_graphs(net) as nodes:
-        for block in blocks.of(net):
-            if blocks.is_batch_norm(block) and block in selection:
-                block._kwargs["use_global_stats"] = True
-                block.gamma.grad_req = block.beta.grad_req = "null"
+        chosen = _chosen(net, selection)
+        for block in chosen:
+            block._kwargs["use_global_stats"] = True
+            block.gamma.grad_req = block.beta.grad_req = "null"
+    if select is not None and not chosen and not nodes:
+        warnings.warn(f"freeze changed nothing: {_none(net, select)}", stacklevel=2)
     _warn("freeze", selection, nodes)
     return net
 
 
-def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any], axes: Set[int]) -> None:
-    """Refuses bad arguments before the first layer changes, so that no network is half converted."""
+def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any], axes: Set[int]) -> Pooling:
+    """Refuses bad arguments before the first layer changes, so that no network is half converted. Returns what they
+    mean.
+    """
     accepted = [
         name
         for name, parameter in {**_parameters(SyncBatchNorm), **_parameters(norm_layer)}.items()
@@ -274,9 +314,10 @@ def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any], axes:
             raise ValueError(f"{name}: {value!r} was given, but each layer keeps its own; expected one of {accepted}")
     try:
         for axis in axes:
-            norm_layer(axis=axis, in_channels=1, prefix="check_", params=ParameterDict(), **kwargs)
+            layer = norm_layer(axis=axis, in_channels=1, prefix="check_", params=ParameterDict(), **kwargs)
     except TypeError as error:
         raise ValueError(f"kwargs: {kwargs!r} was given, expected some of {accepted} ({error})") from error
+    return layer._replicas.pooling
 
 
 def _parameters(norm_layer: Type[SyncBatchNorm]) -> Dict[str, inspect.Parameter]:

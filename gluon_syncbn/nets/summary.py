@@ -146,8 +146,10 @@ def _channels(block: Any) -> str:
 def _contexts(block: Any) -> List[Any]:
     parameter = block.gamma
     if parameter._data is not None:
-        return parameter.list_ctx()  # type: ignore[no-any-return]
-    return parameter._deferred_init[1] if parameter._deferred_init else []
+        contexts: List[Any] = parameter.list_ctx()
+    else:
+        contexts = parameter._deferred_init[1] if parameter._deferred_init else []
+    return contexts
 
 
 def _places(block: Any) -> str:

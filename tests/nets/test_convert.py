@@ -993,8 +993,48 @@ def test_a_recorded_graph_without_the_layer_is_silent():
     traced = gluon.SymbolBlock(body(mx.sym.var("data")), mx.sym.var("data"), params=body.collect_params())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        convert(traced)
         revert(traced)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        (
+            lambda: convert(nn.Dense(1, prefix="d_")),
+            "convert changed nothing: Dense 'd' has no layer of batch norm.*F.Ba",
+        ),
+        (
+            lambda: convert(Residual(prefix="r_"), select="norm"),
+            "convert changed .* select='norm' matches no .*r_batchnorm",
+        ),
+        (lambda: freeze(Residual(prefix="r_"), select="norm"), "freeze changed nothing: select='norm' matches no"),
+        (
+            lambda: convert(convert(nn.BatchNorm(prefix="b_"), mode="local"), mode="sync"),
+            r"convert left as it was: b \(SyncBatchNorm: it has mode='local' already; call revert",
+        ),
+        (lambda: convert(SyncBatchNorm(group_size=2), ShuffleBatchNorm), "it has mode='sync' already; call revert"),
+        (lambda: convert(SyncBatchNorm(), group_size=2), "it has group_size=None already; call revert"),
+    ],
+)
+def test_what_changes_nothing_is_said_once(change, said):
+    with pytest.warns(UserWarning, match=said) as warned:
+        change()
+    assert len(warned) == 1 and warned[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: convert(convert(Residual())),
+        lambda: convert(convert(Residual(), mode="shuffle"), fuse=True),
+        lambda: convert(convert(Residual(), mode="shuffle", virtual_devices=2), ShuffleBatchNorm, virtual_devices=2),
+        lambda: convert(SyncBatchNorm(), mode="sync"),
+        lambda: freeze(nn.Dense(1)),
+        lambda: revert(nn.Dense(1)),
+    ],
+)
+def test_nothing_is_said_of_what_was_asked_for(change):
+    change()  # a warning is an error
 
 
 @pytest.mark.parametrize("model, size", [("resnet18_v1b", 33), ("mobilenet0.25", 33), ("mobilenetv3_small", 33)])

@@ -485,6 +485,15 @@ def test_positions_of_plain_batchnorm_are_its_own(given, named):  # a warning is
     assert layer._kwargs == nn.BatchNorm(*given, **{k: v for k, v in named.items() if k != "num_devices"})._kwargs
 
 
+@pytest.mark.parametrize(
+    "name, here", [("num_features", "in_channels"), ("eps", "epsilon"), ("affine", "scale and center")]
+)
+def test_names_of_pytorchs_layer(name, here):
+    for norm in (SyncBatchNorm, SyncBatchNormAdd, gluon_syncbn.ShuffleBatchNorm):
+        with pytest.raises(ValueError, match=f"{name}: 1 was given, expected {here}, as nn.BatchNorm calls it"):
+            norm(**{name: 1})
+
+
 def test_arrays_are_described_not_printed():
     assert arguments.described(nd.ones((2, 3))) == "NDArray of shape (2, 3) and type float32 on cpu(0)"
     assert arguments.described([nd.ones(2)] * 3) == "list of 3"
