@@ -19,14 +19,14 @@ from .mxnet_side import export, operators
 from .mxnet_side.op import sync_batch_norm
 from .system import arguments, kinds
 from .system.bfloat16 import is_bfloat16
-from .training.replicas import Pooling, Replicas
+from .training.replicas import EAGER, UNFUSED, Pooling, Replicas
 from .training.session import session
 
 ConstructT = TypeVar("ConstructT", bound=Callable[..., None])
 
 
 def _checked_names(construct: ConstructT) -> ConstructT:
-    """Checks the positional arguments, which the constructor itself cannot tell from named ones.
+    """Checks the names of arguments, and positional ones, which the constructor itself cannot tell from named ones.
 
     Contrib's layer begins with ``(in_channels, num_devices)``. ``nn.BatchNorm`` and this layer begin with
     ``(axis, momentum)``.
@@ -338,6 +338,8 @@ class SyncBatchNorm(nn.BatchNorm):
         # MXNet's BatchNorm fails in 5 dimensions behind a convolution ("Check failed: !is_view").
         frozen = kwargs.pop("use_global_stats") or (F is mx.nd and not autograd.is_training())
         trains = autograd.is_training() and not frozen
+        if F is mx.nd and autograd.is_training():
+            self._replicas.ran = UNFUSED if self._fuses and trains else EAGER
         if self._replicas.problem and trains and not self._replicas.reaches_other_processes():
             raise ValueError(self._replicas.problem)
         node = -1

@@ -17,7 +17,7 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from .. import _native
 from ..training import devices, steps
-from ..training.replicas import Replicas
+from ..training.replicas import IN_GRAPH, Replicas
 from ..training.session import session
 from . import callers, draws, mixed
 from .nodes import Synchronised
@@ -47,8 +47,8 @@ def install() -> None:
       step, a trainer also copies the first context's running statistics to all contexts; the gate covers this copy too.
     - A new ``gluon.Trainer`` is noted, so that `devices` finds its gradients. Those of contexts that take no part would
       be added again, as the last backward there has left them.
-    - ``gluon.Trainer`` sees the whole net before its first update. Nets that mix synchronised and plain layers get a
-      warning there.
+    - ``gluon.Trainer`` sees the whole net before its first update. Nets whose layers compute something else than they
+      were asked for get a warning there.
     - ``asnumpy`` and ``wait_to_read`` note that a caller has seen a failure. Then the next step does not report it
       again, and that of a ``Module`` may begin.
     - The ``__call__`` of Gluon's batch normalisation records, once, which blocks call a layer. A layer in an attribute
@@ -242,7 +242,13 @@ _graphs = itertools.count(2)
 
 def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
     class Issuing(cached_op):
+        layers: List[Replicas] = []
+
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            if autograd.is_training():
+                for layer in self.layers:
+                    layer.ran = IN_GRAPH
+                self.layers = []
             with session.issuing(args[0].ctx):
                 return super().__call__(*args, **kwargs)
 
@@ -260,11 +266,14 @@ def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
 
     def make(sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.CachedOp:
         nodes = [node for node in sym.attr_dict().values() if node.get("role") != str(Role.TRACK)]
-        layers = [Replicas.of_token(node.get("layer", "")) for node in nodes]
-        meeting = [layer for layer in layers if layer is not None and layer.pooling.mode != "local"]
-        if meeting and dict(flags).get("static_shape"):
-            return Announcing(sym, flags, meeting)
-        return (Issuing if any(layers) else cached_op)(sym, flags)
+        layers = [layer for layer in (Replicas.of_token(node.get("layer", "")) for node in nodes) if layer is not None]
+        if not layers:
+            return cached_op(sym, flags)
+        meeting = [layer for layer in layers if layer.pooling.mode != "local"]
+        announces = meeting and dict(flags).get("static_shape")
+        graph = Announcing(sym, flags, meeting) if announces else Issuing(sym, flags)
+        graph.layers = layers
+        return graph
 
     return make
 

@@ -21,6 +21,8 @@ from .session import session
 MODES = ("sync", "local", "shuffle")
 #: What replicas meet for that are no layer: their rows. See `gather`.
 GATHER = "gather"
+#: How a layer was called in training: not yet, by itself, by itself although it was to fuse operators, in a graph.
+NEVER, EAGER, UNFUSED, IN_GRAPH = "", "eager", "unfused", "graph"
 
 
 class Pooling(NamedTuple):
@@ -107,6 +109,7 @@ class Replicas:
         self.contexts: List[Context] = []  # the same, without repetitions
         self.problem = ""  # why these contexts cannot train
         self._running: Sequence[weakref.ref[Parameter]] = ()
+        self.ran = NEVER  # how the last training call came
         mode = (*MODES, GATHER).index(pooling.mode)
         groups = exchange_groups.group_of_each(exchange_groups.named_replicas(pooling.groups), 0, pooling.groups)
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0, groups.tolist())

@@ -177,6 +177,69 @@ def test_a_mixed_net_is_warned_about_once(contexts, recwarn):
     assert warning.filename == __file__
 
 
+def small(prefix="net_"):
+    net = nn.HybridSequential(prefix=prefix)
+    with net.name_scope():
+        net.add(nn.Conv2D(3, 1, in_channels=3), SyncBatchNorm(), nn.Activation("relu"))
+    return net
+
+
+def test_what_a_hybrid_forward_calls_is_warned_about(contexts, recwarn):
+    net = Calling(prefix="net_")
+    net.initialize(ctx=contexts[:2])
+    net.hybridize()
+    train(net, contexts[:2])
+    (warning,) = recwarn.list
+    assert str(warning.message).startswith(
+        "1 of 2 layers of batch normalisation are synchronised, and these are not: net"
+    )
+
+
+@pytest.mark.parametrize("hybridized", ["not", "in part", "whole"])
+def test_fusing_without_a_graph_is_warned_about(contexts, hybridized, recwarn):
+    net = nn.HybridSequential()
+    net.add(small("a_"), small("b_"))
+    convert(net, fuse=True)
+    net.initialize(ctx=contexts[:2])
+    (net if hybridized == "whole" else net[0]).hybridize(hybridized != "not")
+    train(net, contexts[:2])
+    if hybridized != "not":
+        assert not recwarn.list
+        return
+    (warning,) = recwarn.list
+    assert str(warning.message).startswith("a_batchnorm0, b_batchnorm0: fuse=True fuses nothing here")
+    assert warning.filename == __file__
+
+
+class Bypassing(nn.HybridBlock):
+    """Normalises with the parameters of its layer, and without the layer."""
+
+    def __init__(self, uses=(), **kwargs):
+        super().__init__(**kwargs)
+        with self.name_scope():
+            self.bn, self.used = SyncBatchNorm(in_channels=3), uses
+
+    def forward(self, x):
+        return x + self.bn(x) if self.used else nd.BatchNorm(x, *(p.data(x.ctx) for p in self.bn._reg_params.values()))
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_layer_that_is_not_computed_is_warned_about(contexts, used, recwarn):
+    net = nn.Sequential()
+    net.add(SyncBatchNorm(in_channels=3), Bypassing(used, prefix="net_"))
+    net.initialize(ctx=contexts[:2])
+    train(net, contexts[:2])
+    assert [str(one.message).partition(": ")[0] for one in recwarn.list] == ["net_batchnorm0"] * (not used)
+
+
+def test_a_layer_that_nobody_uses_is_not_warned_about(contexts, recwarn):
+    net = small()
+    net.unused = SyncBatchNorm(in_channels=3)
+    net.initialize(ctx=contexts[:2])
+    train(net, contexts[:2])  # with ignore_stale_grad
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("why", ["converted", "frozen", "one context", "all plain"])
 def test_a_net_that_is_not_mixed(contexts, why):
     places = contexts[:1] if why == "one context" else contexts[:2]

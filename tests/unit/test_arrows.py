@@ -76,8 +76,9 @@ FOLDERS = {
     "training": [["session"], ["replicas", "steps"], ["devices", "guards", "join"], ["gather"], ["shuffle"]],
     "mxnet_side": [
         ["callers", "compatibility", "draws", "nodes", "operators", "translations"],
-        ["blocks", "lifetime", "mixed", "op"],
-        ["gamma", "patches"],
+        ["blocks", "lifetime", "op"],
+        ["gamma", "mixed"],
+        ["patches"],
         ["export"],
     ],
     "nets": [
