@@ -58,6 +58,8 @@ def install() -> None:
     - ``mx.nd.CachedOp`` with a layer issues its operators on one context one thread after the other (see
       `Session.issuing`). With ``static_shape`` it also announces its calls. MXNet makes its operators once and executes
       them again, so the layers cannot see which thread calls them.
+    - ``HybridBlock._build_cache`` records a graph once, in one thread at a time. In MXNet, threads that record one net
+      at once take each other's name scopes. Or they make graphs of their own, whose nodes do not meet.
     - ``mx.random.seed`` announces its calls, because seeds that are drawn here follow from it.
     """
     if _replaced:
@@ -76,6 +78,7 @@ def install() -> None:
     _replace(_BatchNorm, "__call__", callers.noting)
     _replace(gluon.HybridBlock, "_build_cache", callers.noting_graphs)
     _replace(mx.nd, "CachedOp", _issuing)
+    _replace(gluon.HybridBlock, "_build_cache", _once)
     _replace(mx.random, "seed", _telling)
     copies = _gated(lambda trainer: trainer._kvstore is not None, _written)
     _replace(gluon.Trainer, "_init_params", lambda initialise: _warning_of_mixed(copies(initialise)))
@@ -276,6 +279,15 @@ def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
         return graph
 
     return make
+
+
+def _once(build: Callable) -> Callable:
+    def once(block: gluon.HybridBlock, *args: Any) -> None:
+        with session.tracing:
+            if block._cached_op is None:
+                build(block, *args)
+
+    return once
 
 
 def _telling(seed: Callable) -> Callable:

@@ -37,6 +37,7 @@ class Session:
         self._lock = threading.Lock()  # guards the number of open scopes
         self._open_scopes = 0
         self.beginning = threading.RLock()  # held by a thread that enters its first scope, or forgets a failed step
+        self.tracing = threading.RLock()  # held by a thread that records the graph of a net
         self._of_thread = threading.local()
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
         self.raised = ""  # the last failure that went through a scope as an exception
@@ -146,7 +147,7 @@ class Session:
         """Resets the scopes in the child of a fork, which has one thread."""
         self._lock, self._open_scopes = threading.Lock(), self.depth()
         self._issuing = {}
-        self.beginning = threading.RLock()
+        self.beginning, self.tracing = threading.RLock(), threading.RLock()
         for exchange in list(self._between_processes):
             exchange.forked()
 

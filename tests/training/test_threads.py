@@ -290,6 +290,34 @@ def test_threads_on_contexts_of_their_own_issue_at_once(contexts, rng, monkeypat
             y.wait_to_read()
 
 
+@pytest.mark.parametrize("way", ["hybrid", "static_alloc", "static_shape"])
+def test_threads_that_call_a_net_first(contexts, rng, monkeypatch, way):
+    """One of them records the graph; the others come while it does."""
+    batch = make_batch(rng, 3)
+    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64", WAYS[way])
+    began, recorded = threading.Barrier(3), []
+    build, record = type(layer)._call_cached_op, type(layer)._get_graph
+
+    def beginning(self, *args):
+        began.wait(60)
+        return build(self, *args)
+
+    def recording(self, *args):
+        recorded.append(threading.current_thread())
+        time.sleep(0.2)  # the others have come, too
+        return record(self, *args)
+
+    monkeypatch.setattr(type(layer), "_call_cached_op", beginning)
+    monkeypatch.setattr(type(layer), "_get_graph", recording)
+    xs = on_devices(batch.shards, contexts[:3], "float64")
+    with actors("one", "two", "three") as threads, ThreadPoolExecutor(3) as pool:
+        calls = [functools.partial(scoped, True, layer, x) for x in xs]
+        ys = list(pool.map(lambda thread, call: thread.do(call), threads, calls))
+    for y, want in zip(ys, truth(batch).outputs):
+        np.testing.assert_allclose(y.asnumpy(), want, atol=TOLERANCE["float64"])
+    assert len(recorded) == 1
+
+
 def test_a_layer_used_twice_and_a_scope_for_each_replica(contexts, rng):
     layer, batch, shards = a_layer(contexts[:2], rng)
     for _ in range(3):

@@ -20,6 +20,7 @@ CHANGED = [
     (mx.nd.NDArray, "wait_to_read"),
     (_BatchNorm, "__call__"),
     (mx.nd, "CachedOp"),
+    (gluon.HybridBlock, "_build_cache"),
     (mx.random, "seed"),
     (DataParallelExecutorGroup, "__init__"),
     (mx.sym.Symbol, "bind"),
