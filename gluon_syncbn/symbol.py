@@ -13,6 +13,7 @@ from mxnet.gluon import SymbolBlock
 from . import layer
 from .mxnet_side import blocks, operators, patches
 from .mxnet_side.export import SYNCHRONISED
+from .mxnet_side.nodes import json_of
 from .mxnet_side.op import NAME
 from .nets.graphs import open_graph
 from .system import arguments
@@ -169,7 +170,7 @@ def _opening(construct: Callable[..., None]) -> Callable[..., None]:
     def opened(block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
         construct(block, *args, **kwargs)
         tokens = {node._replicas.token for node in _written}
-        nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
+        nodes = json_of(block._cached_graph[1])["nodes"]
         if any(blocks.operator_of(node) == NAME and node["attrs"]["layer"] in tokens for node in nodes):
             open_graph(block)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
 
@@ -13,6 +12,7 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 from ..activation import BatchNormActivation, BatchNormAdd
 from ..system import arguments, kinds
 from . import callers
+from .nodes import json_of
 from .operators import SYMBOLS
 
 PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
@@ -89,7 +89,7 @@ def difference(block: Block) -> str:
     inputs = {name: kinds.variable(name) for name in names}
     try:
         output = kinds.classic(block.hybrid_forward(SYMBOLS, inputs.pop("data"), **inputs))
-        graph = json.loads(output.tojson())
+        graph = json_of(output)
     except Exception as error:  # the user's code; only the reason depends on it here
         return f"its hybrid_forward cannot be traced ({type(error).__name__}: {error})"
     nodes = [node for node in graph["nodes"] if node["op"] != "null"]
@@ -106,7 +106,7 @@ def recorded(block: SymbolBlock) -> List[Tuple[str, str, bool]]:
     """Returns the nodes of the graph: name, operator, which for a custom operator is its type, and whether it is
     frozen.
     """
-    nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
+    nodes = json_of(block._cached_graph[1])["nodes"]
     return [(node["name"], operator_of(node), is_frozen(node)) for node in nodes]
 
 
@@ -127,7 +127,7 @@ def without_layer(net: Block) -> List[Tuple[str, str]]:
     found: Dict[str, str] = {}
     for block in hybrid:
         if not isinstance(block, SymbolBlock):
-            nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
+            nodes = json_of(block._cached_graph[1])["nodes"]
             for node in nodes:
                 if node["op"] in OPERATORS and nodes[node["inputs"][3][0]]["name"] not in names:
                     found[node["name"]] = node["op"]

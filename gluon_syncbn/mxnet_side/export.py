@@ -17,7 +17,7 @@ from mxnet.gluon import HybridBlock
 from ..activation import NONE, Activation
 from ..training.replicas import Replicas
 from . import gamma, patches
-from .nodes import Entry, Graph, Json
+from .nodes import Entry, Graph, Json, json_of
 from .op import NAME, Role
 
 #: Attributes of a node that has absorbed other nodes (`fusion`): the names of these.
@@ -63,7 +63,7 @@ def plain(symbol: mx.sym.Symbol, tells: bool = False) -> Optional[mx.sym.Symbol]
 
     ``tells``: each of them has an attribute that says that it was synchronised.
     """
-    recorded = json.loads(symbol.tojson())
+    recorded = json_of(symbol)
     if not any(is_ours(node) for node in recorded["nodes"]):
         return None
 
@@ -89,7 +89,7 @@ def plain(symbol: mx.sym.Symbol, tells: bool = False) -> Optional[mx.sym.Symbol]
         activation = Activation.of_attributes(given)
         if activation != NONE:
             name, z = given.get(EPILOGUE, f"{node['name']}_activation"), [last, 0, 0]
-            behind = json.loads(activation.of(mx.sym, mx.sym.var("z")).tojson())
+            behind = json_of(activation.of(mx.sym, mx.sym.var("z")))
             for place, part in enumerate(behind["nodes"]):
                 part["name"] = f"{name}_{place}"
                 part.setdefault("attrs", {}).update(of_any)
@@ -140,7 +140,7 @@ def _of_plain_graphs(export: Callable) -> Callable:
         recorded = block._cached_graph  # empty before the first forward; MXNet raises an error then
         symbol = plain(recorded[1]) if recorded else None
         if recorded:
-            ignored = gamma.names(json.loads((recorded[1] if symbol is None else symbol).tojson()))
+            ignored = gamma.names(json_of(recorded[1] if symbol is None else symbol))
             parameters = [parameter for is_input, parameter in block._cached_op_args if not is_input]
             gamma.write_ones("export", [parameter for parameter in parameters if parameter.name in ignored])
         if symbol is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from typing import Any, Dict, Iterator, List, Sequence
 
@@ -11,6 +10,7 @@ from mxnet.gluon.parameter import Parameter
 from ..system.arguments import some
 from ..training.replicas import IN_GRAPH, NEVER, UNFUSED, Replicas
 from . import blocks, callers
+from .nodes import json_of
 
 _MEANS = ("running_mean", "moving_mean")
 
@@ -103,7 +103,7 @@ def _called(parameters: Sequence[Parameter]) -> List[str]:
     found: Dict[str, None] = {}
     for block in callers.with_graphs_of({id(parameter) for parameter in parameters}):
         given = {parameter.name: parameter for is_input, parameter in block._cached_op_args if not is_input}
-        nodes: List[Dict[str, Any]] = json.loads(block._cached_graph[1].tojson())["nodes"]
+        nodes: List[Dict[str, Any]] = json_of(block._cached_graph[1])["nodes"]
         for node in nodes:
             if node["op"] in blocks.OPERATORS and not blocks.is_frozen(node):
                 gamma, mean = (given.get(nodes[node["inputs"][place][0]]["name"]) for place in (1, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import mxnet as mx
@@ -44,6 +45,19 @@ class Graph:
         """Returns the whole graph, with the other properties of ``like``."""
         variables = [number for number, node in enumerate(self.nodes) if node["op"] == "null"]
         return {"nodes": self.nodes, "arg_nodes": variables, "heads": self.heads, "attrs": like["attrs"]}
+
+
+def json_of(symbol: mx.sym.Symbol, casts: bool = True) -> Json:
+    """Returns the graph of a symbol; ``casts``: with those of mixed precision.
+
+    By default, MXNet's ``Symbol.tojson`` removes them from a copy of the graph, which it never frees.
+    """
+    recorded: Json = json.loads(symbol.tojson(remove_amp_cast=False))
+    if casts:
+        return recorded
+    graph = Graph()
+    graph.heads = graph.grow(recorded, lambda _, node, given: given if node["op"].startswith("amp_") else None)
+    return graph.json(recorded)
 
 
 class Synchronised(mx.sym.Symbol):

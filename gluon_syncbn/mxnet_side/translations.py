@@ -10,6 +10,8 @@ from typing import Any, Dict, List
 import mxnet as mx
 import numpy as np
 
+from .nodes import json_of
+
 #: The newest opset of MXNet 1.9.1. The exporter tries the translations of this opset before those of older ones.
 _OPSET = 13
 _POOLING = "_contrib_AdaptiveAvgPooling2D"
@@ -64,7 +66,7 @@ def _means(given: int, wanted: int) -> np.ndarray:
 
 def _shape(entry: List[int], kwargs: Dict[str, Any]) -> List[int]:
     """Returns the shape of an output in the graph: the exporter knows only those of the graph's inputs and weights."""
-    of_any = json.loads(mx.sym.var("any").tojson())  # the version, without which MXNet assumes an old one
+    of_any = json_of(mx.sym.var("any"))  # the version, without which MXNet assumes an old one
     graph = {**of_any, "nodes": kwargs["mx_graph"], "heads": [entry]}
     graph["arg_nodes"] = [number for number, node in enumerate(graph["nodes"]) if node["op"] == "null"]
     shapes = {name: value.shape for name, value in kwargs["weights"].items()}

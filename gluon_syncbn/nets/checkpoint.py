@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import queue
 import re
@@ -20,6 +19,7 @@ from mxnet.ndarray import NDArray
 from .. import _native
 from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks, draws, patches
+from ..mxnet_side.nodes import json_of
 from ..mxnet_side.op import NAME
 from ..system import arguments, kinds, temporary_space
 from ..system.bfloat16 import is_float
@@ -323,7 +323,7 @@ def _draws(block: Block, forward: Callable[..., Any], args: Any) -> bool:
         numbers = itertools.count()
         try:
             traced = _arrays(forward(*_map(lambda a: kinds.like(mx.sym.var(f"data{next(numbers)}"), a), args)))
-            known = any(map(_is_random, _nodes(json.loads(mx.sym.Group(traced).tojson()))))
+            known = any(map(_is_random, _nodes(json_of(mx.sym.Group(traced)))))
         except Exception:  # the user's code fails; the only consequence here is that it cannot be traced
             known = True
         block._draws_random = known

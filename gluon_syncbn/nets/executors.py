@@ -21,7 +21,7 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 from ..layer import SyncBatchNorm
 from ..mxnet_side import patches
 from ..mxnet_side.export import SYNCHRONISED, inputs_of_layer, is_guard, is_ours, names_of_outputs, passing
-from ..mxnet_side.nodes import Entry, Graph, Json, Synchronised
+from ..mxnet_side.nodes import Entry, Graph, Json, Synchronised, json_of
 from ..system import arguments
 from ..training.replicas import Replicas
 from .graphs import layer_of, settings_of, write_layer
@@ -161,7 +161,7 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Choose) -> mx.sym.Symbol:
     """Returns the graph with a layer for each node to be synchronised, or the same object if there is no such node."""
     if isinstance(symbol, Synchronised):
         return symbol
-    recorded = json.loads(symbol.tojson())
+    recorded = json_of(symbol)
     chosen = _chosen(recorded, choose)
     if not chosen:
         return symbol

@@ -13,7 +13,7 @@ import numpy as np
 from mxnet.gluon import HybridBlock, SymbolBlock
 
 from ..mxnet_side import blocks, gamma
-from ..mxnet_side.nodes import Entry, Graph, Json
+from ..mxnet_side.nodes import Entry, Graph, Json, json_of
 from ..system import arguments
 from .tracing import Prediction, prediction
 
@@ -70,7 +70,7 @@ def fold(net: HybridBlock) -> SymbolBlock:
         arguments.refuse("net", net, "a gluon.HybridBlock; in another block, fold the hybrid blocks")
     traced = prediction(net)
     values = _Values(net, traced)
-    graph = json.loads(traced.symbol.tojson())
+    graph = json_of(traced.symbol, casts=False)
     values.write_ones(gamma.names(graph))
     plan = _Plan(graph, values)
     symbol = mx.sym.load_json(json.dumps(_written(graph, plan, values)))
@@ -256,7 +256,7 @@ def _written(graph: Json, plan: _Plan, values: _Values) -> Json:
     grown = Graph()
 
     def variable(name: str, value: np.ndarray) -> Entry:
-        (node,) = json.loads(mx.sym.var(name, shape=value.shape, dtype=value.dtype).tojson())["nodes"]
+        (node,) = json_of(mx.sym.var(name, shape=value.shape, dtype=value.dtype))["nodes"]
         return [grown.add(node, []), 0, 0]
 
     def stead(number: int, node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:

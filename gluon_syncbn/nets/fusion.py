@@ -18,7 +18,7 @@ from mxnet.gluon.block import _flatten
 from ..activation import RELU, RELU6, SLOPES, Activation, described, invertible
 from ..mxnet_side import patches
 from ..mxnet_side.export import ADDED, EPILOGUE, is_guard, is_ours
-from ..mxnet_side.nodes import Entry, Graph, Json
+from ..mxnet_side.nodes import Entry, Graph, Json, json_of
 from ..system import kinds
 from ..training.replicas import Replicas
 
@@ -47,8 +47,16 @@ class Chain(NamedTuple):
 
 def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[mx.sym.Symbol]:
     """Returns the graph in which layers with ``fuses`` have absorbed the operators behind them; None if unchanged."""
-    recorded = json.loads(symbol.tojson())
-    chains = _chains(recorded, _sums(symbol, recorded, inputs))
+    recorded = json_of(symbol)
+    if not any(node.get("attrs", {}).get("fuses") == "1" for node in recorded["nodes"]):
+        return None
+    casts = _alike(symbol, recorded, inputs, "amp_multicast")
+    if casts:
+        recorded = _without_idle_casts(recorded, casts)
+        symbol = kinds.like(mx.sym.load_json(json.dumps(recorded)), symbol)
+    sums = {number for number, node in enumerate(recorded["nodes"]) if node["op"] == "elemwise_add"}
+    sums |= _alike(symbol, recorded, inputs, "_npi_add")  # which may mix shapes or types
+    chains = _chains(recorded, sums)
     if not chains:
         return None
     absorbed: Dict[int, List[Entry]] = {}  # input entries, in the new graph
@@ -88,23 +96,31 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[m
     return kinds.like(mx.sym.load_json(json.dumps(graph.json(recorded))), symbol)
 
 
-def _sums(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray]) -> Set[int]:
-    """Returns the nodes that add two arrays of one shape and type. Additions of ``mx.np`` may mix shapes or types."""
+def _without_idle_casts(graph: Json, alike: Set[int]) -> Json:
+    """Returns the graph without the nodes of mixed precision that have inputs of one type, and so cast nothing."""
+    without = Graph()
+    without.heads = without.grow(
+        graph, lambda number, node, given: given if node["op"] == "amp_multicast" and number in alike else None
+    )
+    return without.json(graph)
+
+
+def _alike(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray], *operators: str) -> Set[int]:
+    """Returns the nodes of these operators whose inputs have one shape and type."""
     nodes = graph["nodes"]
-    sums = {number for number, node in enumerate(nodes) if node["op"] == "elemwise_add"}
-    unsure = {number for number, node in enumerate(nodes) if node["op"] == "_npi_add"}
-    if any(node.get("attrs", {}).get("fuses") == "1" for node in nodes) and unsure:
-        internals = kinds.classic(symbol).get_internals()
-        _, shapes, _ = internals.infer_shape_partial(**{name: array.shape for name, array in inputs.items()})
-        _, types, _ = internals.infer_type_partial(**{name: array.dtype for name, array in inputs.items()})
-        places = [tuple(entry[:2]) for entry in json.loads(internals.tojson())["heads"]]
-        known = dict(zip(places, zip(shapes, types)))
+    unsure = {number for number, node in enumerate(nodes) if node["op"] in operators}
+    if not unsure:
+        return unsure
+    internals = kinds.classic(symbol).get_internals()
+    _, shapes, _ = internals.infer_shape_partial(**{name: array.shape for name, array in inputs.items()})
+    _, types, _ = internals.infer_type_partial(**{name: array.dtype for name, array in inputs.items()})
+    places = [tuple(entry[:2]) for entry in json_of(internals)["heads"]]
+    known = dict(zip(places, zip(shapes, types)))
 
-        def alike(one: Any, other: Any) -> bool:
-            return one == other and None not in one and min(one[0], default=0) > 0
+    def alike(one: Any, *others: Any) -> bool:
+        return all(one == other for other in others) and None not in one and min(one[0], default=0) > 0
 
-        sums |= {at for at in unsure if alike(*(known[tuple(entry[:2])] for entry in nodes[at]["inputs"]))}
-    return sums
+    return {at for at in unsure if alike(*(known[tuple(entry[:2])] for entry in nodes[at]["inputs"]))}
 
 
 def _chains(graph: Json, sums: Set[int]) -> Dict[int, Chain]:

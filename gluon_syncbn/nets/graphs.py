@@ -19,7 +19,7 @@ from ..activation import Activation, BatchNormAdd
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.export import inputs_of_layer, passing
-from ..mxnet_side.nodes import Entry, Graph, Json
+from ..mxnet_side.nodes import Entry, Graph, Json, json_of
 from ..mxnet_side.op import NAME
 from ..mxnet_side.operators import SYMBOLS
 from ..system import kinds
@@ -62,7 +62,7 @@ def open_graph(block: SymbolBlock) -> List[Left]:
     """Makes layers of the nodes. Returns the nodes that stay."""
     if isinstance(block, Opened):
         return block._left
-    graph = json.loads(block._cached_graph[1].tojson())
+    graph = json_of(block._cached_graph[1])
     parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
     entries = [entry for node in graph["nodes"] for entry in node["inputs"]] + graph["heads"]
     used = {(number, output) for number, output, _ in entries}
@@ -184,7 +184,7 @@ def write_layer(graph: Graph, layer: BatchNorm, name: str, inputs: List[Entry], 
     given.update(zip(names[2:], inputs[-2:]))
     parameters = {name: parameter.var() for name, parameter in layer._reg_params.items()}
     with layer.name_scope():
-        recorded = json.loads(layer.hybrid_forward(SYMBOLS, *map(kinds.variable, data), **parameters).tojson())
+        recorded = json_of(layer.hybrid_forward(SYMBOLS, *map(kinds.variable, data), **parameters))
     last = recorded["heads"][0][0]
     for at, part in enumerate(recorded["nodes"]):
         if part["op"] != "null":  # an output is called after its node

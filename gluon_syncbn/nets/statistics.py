@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import sys
 import warnings
 from collections import Counter
@@ -21,6 +20,7 @@ from ..exchange.base import merge_moments
 from ..exchange.store import ProcessStore
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
+from ..mxnet_side.nodes import json_of
 from ..mxnet_side.op import NAME, Role
 from ..system import arguments
 from ..system.bfloat16 import values
@@ -220,7 +220,7 @@ class _Node(NamedTuple):
 
 
 def _nodes(block: SymbolBlock) -> Iterator[_Node]:
-    graph = json.loads(block._cached_graph[1].tojson())
+    graph = json_of(block._cached_graph[1])
     parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
     for node in graph["nodes"]:
         operator, attributes = blocks.operator_of(node), node.get("attrs", {})

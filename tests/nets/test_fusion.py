@@ -8,6 +8,7 @@ import mxnet as mx
 import numpy as np
 import pytest
 from mxnet import autograd, nd
+from mxnet.base import _LIB
 from mxnet.gluon import SymbolBlock, model_zoo, nn
 from replicas import WAYS
 
@@ -337,3 +338,24 @@ def test_the_patch_is_put_back(contexts):
         gluon_syncbn.nets.fusion.install()
         gluon_syncbn.mxnet_side.export.install()
         gluon_syncbn.nets.executors.install()
+
+
+@pytest.mark.filterwarnings("ignore:fold left", "ignore:Cannot decide type")
+def test_no_copy_of_a_graph_stays(monkeypatch):
+    """MXNet's `tojson` makes one that it never frees, so that each net that is made would take more memory."""
+    copy_graph, copies = _LIB.MXSymbolRemoveAmpCast, []
+    monkeypatch.setattr(_LIB, "MXSymbolRemoveAmpCast", lambda *args: copies.append(args) or copy_graph(*args))
+    x = nd.random.normal(shape=(2, 3, 6, 6))
+    net = nn.HybridSequential()
+    net.add(Residual(relu), nn.BatchNorm(in_channels=3), nn.Activation("relu"))
+    convert(net, fuse=True)
+    net.initialize()
+    net.hybridize()
+    with autograd.record():
+        net(x).backward()
+    summary(net)
+    gluon_syncbn.fold(net)
+    data = mx.sym.var("data")
+    convert(SymbolBlock(net(data), data, params=net.collect_params()))
+    revert(net)(x)
+    assert not copies

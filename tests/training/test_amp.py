@@ -225,6 +225,26 @@ for revert in (False, True):
 print(json.dumps(answers))
 """
 
+FUSED = """
+class Residual(nn.HybridBlock):
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm = nn.Conv2D(4, 3, padding=1), nn.BatchNorm()
+    def hybrid_forward(self, F, x):
+        return F.relu(self.norm(self.body(x)) + x)
+answers = []
+for fuse in (False, True):
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(4, 3), nn.BatchNorm(), nn.Activation("relu"), Residual(), nn.Conv2D(4, 3))
+    gluon_syncbn.convert(net, fuse=fuse)
+    net.initialize()
+    net.hybridize()
+    net._get_graph(nd.ones((2, 4, 8, 8)))
+    nodes = json.loads(net._cached_graph[1].tojson(remove_amp_cast=False))["nodes"]
+    answers.append([node["op"] for node in nodes if node["op"] not in ("null", "SwapAxis")])
+print(json.dumps(answers))
+"""
+
 
 computes = pytest.mark.skipif(not convolves_bfloat16(), reason="MXNet has no convolution of bfloat16 here")
 
@@ -238,7 +258,7 @@ def before():
 @pytest.fixture(scope="module")
 def after():
     """This package, and AMP in the end."""
-    return run("initialise()", CONVERT, "amp.init()", GRAPH)
+    return run("initialise()", CONVERT, "amp.init()", GRAPH, FUSED)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -250,6 +270,13 @@ def test_no_cast_around_the_layer(order, request):
         assert synced_types[name] == type_, name
     assert synced_types["net_batchnorm0_fwd_output"] == "float16"
     assert synced_types["net_batchnorm0_running_var"] == "float32"
+
+
+def test_fused_graphs_keep_the_casts(after):
+    """And the addition is fused, too: the cast before it has two arrays of one type."""
+    recorded, fused = after[2]
+    assert recorded[-12:-4] == [*["amp_cast"] * 3, "Convolution", "Custom", "amp_multicast", "elemwise_add", "relu"]
+    assert fused == [*["amp_cast"] * 3, "Convolution", "Custom"] * 2 + [*["amp_cast"] * 3, "Convolution"]
 
 
 def test_numbers_and_types_under_amp(before):

@@ -75,8 +75,8 @@ FOLDERS = {
     ],
     "training": [["session"], ["replicas", "steps"], ["devices", "guards", "join"], ["gather"], ["shuffle"]],
     "mxnet_side": [
-        ["callers", "compatibility", "draws", "nodes", "operators", "translations"],
-        ["blocks", "lifetime", "op"],
+        ["callers", "compatibility", "draws", "nodes", "operators"],
+        ["blocks", "lifetime", "op", "translations"],
         ["gamma", "mixed"],
         ["patches"],
         ["export"],
