@@ -52,7 +52,7 @@ class DataParallelModel:
     ------
     ValueError
         At construction, where an argument is not as described above. At a call, where the batch has fewer samples than
-        there are replicas.
+        there are replicas. (With ``mx.util.np_shape(True)``, some get none.)
     """
 
     def __init__(self, module: Any, ctx_list: Optional[Sequence[mx.Context]] = None, sync: bool = False) -> None:
@@ -96,7 +96,7 @@ class DataParallelCriterion:
     ------
     ValueError
         At construction, where an argument is not as described above. At a call, where the batch has fewer samples than
-        there are replicas.
+        there are replicas. (With ``mx.util.np_shape(True)``, some get none.)
     """
 
     def __init__(
@@ -194,6 +194,11 @@ def _scatter(args: Tuple[Any, ...], kwargs: Dict[str, Any], contexts: List[mx.Co
 def _parts(value: Any, contexts: List[mx.Context]) -> List[Any]:
     """Cuts a value into the parts of the replicas."""
     if isinstance(value, mx.nd.NDArray):
+        if len(value) < len(contexts) and not mx.util.is_np_shape():  # without it MXNet knows no empty array
+            raise ValueError(
+                f"batch: {len(value)} samples were given, expected at least {len(contexts)}, one for each replica; a "
+                "DataLoader with last_batch='discard' or 'rollover' gives no short batch"
+            )
         return split_and_load(value, contexts, even_split=False)
     if isinstance(value, (tuple, list)):
         columns = [_parts(entry, contexts) for entry in value]

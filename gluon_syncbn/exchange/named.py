@@ -27,7 +27,9 @@ PACKAGES = {
 
 def transport_name(name: Any) -> str:
     if not isinstance(name, str) or name not in TRANSPORTS:
-        arguments.refuse("name", name, f"one of {TRANSPORTS}." + _refusal(str(name)))
+        of_one_process = isinstance(name, str) and name in (*TYPES, *IN_CORE)
+        reason = _in_one_process(name) if of_one_process else _refusal(str(name))
+        arguments.refuse("name", name, f"one of {TRANSPORTS}.{reason}")
     return name
 
 
@@ -59,9 +61,11 @@ def exchange(kvstore: Any) -> Tuple[Optional[Exchange], Optional[int]]:
     if kvstore is None or isinstance(kvstore, ProcessStore):
         return kvstore, None
     if isinstance(kvstore, str) and kvstore in IN_CORE:
-        problem = _native.nccl_problem() if kvstore == "nccl" else ""
+        problem = _without_nccl(kvstore)
         if problem:
-            raise ValueError(f"kvstore: 'nccl' was given, but {problem}")
+            raise ValueError(
+                f"kvstore: 'nccl' was given, but {problem}; None (the default), 'host', 'device' and 'local' need none"
+            )
         return IN_CORE[kvstore], None
     if isinstance(kvstore, str):
         if kvstore not in TYPES:
@@ -86,6 +90,16 @@ def exchange(kvstore: Any) -> Tuple[Optional[Exchange], Optional[int]]:
 _EXPECTED = f"one of {(*TYPES, *IN_CORE)}, a KVStore object or None"
 
 
+def _in_one_process(name: str) -> str:
+    problem = _without_nccl(name)
+    instead = f", and {problem}: write no kvstore" if problem else f": write gluon_syncbn.configure(kvstore={name!r})"
+    return f" {name!r} adds within one process{instead}."
+
+
+def _without_nccl(name: str) -> str:
+    return _native.nccl_problem() if name == "nccl" else ""
+
+
 def _refusal(name: str) -> str:
     if name.startswith("dist"):
         return (
@@ -97,6 +111,8 @@ def _refusal(name: str) -> str:
             " MXNet 1.9.1 has no store of that name and silently creates a local one; gluon_syncbn.kvstore('horovod') "
             "makes one."
         )
+    if name == "mpi":
+        return " gluon_syncbn.kvstore('mpi') makes one between processes."
     if name == "nccl":
         return (
             " A store of NCCL serves only the keys that it had at its first sum, so a Trainer cannot share it; the "

@@ -96,6 +96,22 @@ def test_replicas_that_share_a_context(rng, helpers, sync, dtype):
     assert [part.shape for (part,) in evaluated] == [(2, 10), (2, 10)]
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_batch_of_fewer_samples_than_replicas(contexts, samples):
+    layer = SyncBatchNorm(in_channels=3)
+    layer.initialize()
+    model = parallel.DataParallelModel(layer, contexts[:3])
+    criterion = parallel.DataParallelCriterion(gluon.loss.L2Loss(), contexts[:3])
+    said = rf"batch: {samples} samples were given, expected at least 3, one for each replica.*last_batch='discard'"
+    with pytest.raises(ValueError, match=said):
+        model(nd.ones((samples, 3)))
+    outputs = model(nd.ones((3, 3)))
+    with pytest.raises(ValueError, match=said):
+        criterion(outputs, nd.ones((samples, 3)))
+    with mx.util.np_shape(True), autograd.record():
+        assert [y.shape for (y,) in model(nd.ones((samples, 3)))] == [(1, 3)] * samples + [(0, 3)] * (3 - samples)
+
+
 @pytest.mark.parametrize("helpers, dtype", [(gluoncv, "float32"), (parallel, "float64")], ids=["gluoncv", "ours"])
 def test_replicas_that_share_a_context_in_a_script_that_prepares_nothing(helpers, dtype):
     """GluonCV's own test of its helpers, with three layers in its net: nothing but the net is this package's."""

@@ -426,6 +426,7 @@ def test_nothing_is_configured_where_one_argument_is_wrong():
         ({"mode": "shuffle", "num_devices": 1}, "virtual_devices: 1 was given, expected at least 2"),
         ({"kvstore": "dist_sync"}, "gluon_syncbn.kvstore('dist_sync') makes one"),
         ({"kvstore": "horovod"}, "silently creates a local one"),
+        ({"kvstore": "mpi"}, "gluon_syncbn.kvstore('mpi') makes one between processes"),
         ({"mode": "global"}, "mode: 'global' was given, expected one of ('sync', 'local', 'shuffle')"),
         ({"num_devices": 65536}, "num_devices: 65536 was given, expected a whole number from 1 to 65535"),
     ],
@@ -433,6 +434,23 @@ def test_nothing_is_configured_where_one_argument_is_wrong():
 def test_combinations(settings, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         SyncBatchNorm(**settings)
+
+
+def test_a_store_of_one_process_where_one_of_several_is_expected(monkeypatch):
+    """And the other way round; where MXNet has no NCCL, neither message sends there."""
+    for problem, instead in (
+        ("", ": write gluon_syncbn.configure(kvstore='nccl')"),
+        ("it has none", ": write no kvstore"),
+    ):
+        monkeypatch.setattr(_native, "nccl_problem", lambda problem=problem: problem)
+        with pytest.raises(
+            ValueError, match=re.escape("expected one of ('mpi', 'horovod', 'dist_sync').") + ".*" + re.escape(instead)
+        ):
+            gluon_syncbn.kvstore("nccl")
+    with pytest.raises(ValueError, match=re.escape("write gluon_syncbn.configure(kvstore='device')")):
+        gluon_syncbn.kvstore("device")
+    with pytest.raises(ValueError, match=r"but it has none; None \(the default\), .* need none"):
+        gluon_syncbn.configure(kvstore="nccl")
 
 
 @pytest.mark.parametrize("norm", [SyncBatchNorm, gluon_syncbn.ShuffleBatchNorm])
