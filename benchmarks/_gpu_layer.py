@@ -42,6 +42,7 @@ def measure(
     from mxnet.gluon import nn
 
     import gluon_syncbn
+    from gluon_syncbn.command.report import chain
 
     found = [mx.gpu(i) for i in range(mx.context.num_gpus())]
     norms: Dict[str, Callable[[int], List[Any]]] = {
@@ -65,10 +66,7 @@ def measure(
             except Missing as reason:
                 absent["torch.nn.SyncBatchNorm"] = str(reason)
             for way, hybrid in WAYS.items():
-                mine = {
-                    name: _of_mxnet(mx, norm, found[:count], shape, dtype, hybrid, length)
-                    for name, norm in norms.items()
-                }
+                mine = {name: chain(norm, found[:count], shape, dtype, hybrid, length) for name, norm in norms.items()}
                 seconds = _interleaved({**mine, **others}, rounds)
                 samples.append({"gpus": count, "shape": shape, "dtype": dtype, "way": way, "seconds": seconds})
     return samples, [f"{name}: {why}" for name, why in absent.items()]
@@ -86,37 +84,6 @@ def _interleaved(contestants: Dict[str, Contestant], rounds: int) -> _measuring.
                 if done >= 2:
                     taken[f"{name} {way}"].append(seconds)
     return taken
-
-
-def _of_mxnet(
-    mx: Any, norm: Any, contexts: Sequence[Any], shape: Tuple, dtype: str, hybrid: Any, length: int
-) -> Contestant:
-    net = mx.gluon.nn.HybridSequential()
-    for _ in range(length):
-        net.add(*norm(shape[1]))
-    net.initialize(ctx=list(contexts))
-    net.cast(dtype)
-    if hybrid is not None:
-        net.hybridize(**hybrid)
-    random = np.random.RandomState(0)
-    xs, heads, grads = (
-        [mx.nd.array(random.standard_normal(shape), ctx=context, dtype=dtype) for context in contexts] for _ in range(3)
-    )
-    mx.autograd.mark_variables(xs, grads)  # not attach_grad, which runs an operator
-
-    def step() -> Tuple[float, float]:
-        mx.nd.waitall()
-        begun = time.perf_counter()
-        with mx.autograd.record():
-            ys = [net(x) for x in xs]
-        mx.nd.waitall()
-        forward = time.perf_counter()
-        mx.autograd.backward(ys, heads)
-        mx.nd.waitall()
-        return (forward - begun) / length, (time.perf_counter() - forward) / length
-
-    step()
-    return step
 
 
 def _of_torch(stack: ExitStack, python: str, count: int, shape: Tuple, dtype: str, length: int) -> Contestant:

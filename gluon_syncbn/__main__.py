@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from .command import run, selfcheck
+from .command import report, run, selfcheck
 
 
 def main() -> int:
     if sys.argv[1:] in ([], ["check"]):
         return selfcheck.main()
+    if sys.argv[1:3] == ["check", report.OPTION] and len(sys.argv) < 5:
+        return selfcheck.main(sys.argv[3] if sys.argv[3:] else report.NAME)
     run.main(sys.argv[1:])
     return 0
 

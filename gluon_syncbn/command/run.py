@@ -18,6 +18,8 @@ from .replacements import MOST_CPUS, install
 
 USAGE = """usage: gluon-syncbn check
            tells what serves on this machine, and whether it works
+       gluon-syncbn check --report [FILE]
+           the same, and a net on all GPUs against one, and the layer's speed there, into a file to send
        gluon-syncbn run [--cpus N] script.py [arguments of the script]
            runs a training script as it is, with the SyncBatchNorm and the parallel helpers of gluon_syncbn in the
            places of contrib's and GluonCV's; --cpus N lets mx.gpu(0) to mx.gpu(N - 1) be N CPU contexts
@@ -37,7 +39,7 @@ def main(arguments: List[str]) -> None:
         print(f"gluon_syncbn {__version__}")
         return
     if arguments[0] == "check":
-        _refuse("argument of check", arguments[1], "none")
+        _refuse("argument of check", arguments[1], "none, or --report [FILE]")
     if arguments[0] != "run":
         _refuse("command", arguments[0], "'check' or 'run'; see --help")
     cpus, script, own = _parsed(arguments[1:])

@@ -1,6 +1,6 @@
 """Checks this machine: reports what it supports and runs one training step. Exit code 1 means a failed check.
 
-``python -m gluon_syncbn``
+``python -m gluon_syncbn``; with ``check --report [FILE]`` it writes a file that the owner of GPUs can send.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..system import cuda, cuda_libraries, distribution
 from ..system.version import __version__
 from ..training.devices import cpu_devices
 from ..training.session import configure
+from . import report
 
 NVRTC = "libnvrtc.so.11.2"
 # The newest that needs numpy<1.24, and one that accepts every NumPy for Python 3.12 and later.
@@ -159,16 +160,33 @@ def live() -> str:
 
 
 def live_gpu() -> str:
+    def steps(contexts: List[mx.Context]) -> str:
+        problem = _native.nccl_problem()
+        single = len(contexts) == 1
+        default = "no exchange" if single else f"host memory, as {problem}" if problem else "NCCL"
+        return step(contexts, {None: default, "host": "host memory"})
+
+    return on_gpus(steps)
+
+
+def net_gpu() -> str:
+    return on_gpus(report.net_on_all)
+
+
+def times_gpu() -> str:
+    what = "microseconds of a layer, forward + backward, on as many GPUs with such a float32 tensor on each"
+    return on_gpus(lambda contexts: INDENT.join([what, *report.times(contexts)]))
+
+
+def on_gpus(check: Callable[[List[mx.Context]], str]) -> str:
+    """Calls a check with all GPUs, or says why there is none."""
     if not mx.runtime.Features().is_enabled("CUDA"):
         return CPU_BUILD
     try:
         contexts = [mx.gpu(i) for i in range(cuda.count())]
     except OSError as reason:
         return f"none: {reason}"
-    problem = _native.nccl_problem()
-    single = len(contexts) == 1
-    default = "no exchange" if single else f"host memory, as {problem}" if problem else "NCCL"
-    return step(contexts, {None: default, "host": "host memory"})
+    return check(contexts)
 
 
 def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) -> str:
@@ -208,7 +226,8 @@ def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) ->
     return f"{len(contexts)} replicas on {contexts[0].device_type}, {samples} samples, right within {', '.join(errors)}"
 
 
-def main() -> int:
+def main(file: Optional[str] = None) -> int:
+    """Runs and prints all checks. A report in a file also has those of a net on all GPUs, and of the layer's speed."""
     checks: List[Callable[[], str]] = [
         versions,
         names,
@@ -220,14 +239,22 @@ def main() -> int:
         opencv,
         live,
         live_gpu,
+        *([net_gpu, times_gpu] if file else []),
     ]
     broken = 0
+    lines = []
     for check in checks:
         try:
             line = f"ok      {check.__name__:9} {check()}"
         except Exception as problem:  # the other checks still run
             broken += 1
             line = f"BROKEN  {check.__name__:9} {type(problem).__name__}: {problem}"
-        print(line)
-    print("gluon_syncbn works here." if not broken else f"{broken} of {len(checks)} checks failed.")
+        print(line, flush=True)
+        lines.append(line)
+    lines.append("gluon_syncbn works here." if not broken else f"{broken} of {len(checks)} checks failed.")
+    print(lines[-1])
+    if file:
+        with open(file, "w", encoding="utf-8") as out:
+            print(*lines, sep="\n", file=out)
+        print(f"{os.path.abspath(file)} has the report.")
     return 1 if broken else 0

@@ -1,5 +1,6 @@
 """The self-check tells what serves, and its exit code whether it works."""
 
+import functools
 import importlib.abc
 import importlib.metadata
 import subprocess
@@ -9,6 +10,7 @@ import pytest
 from environments import shell
 
 from gluon_syncbn import _native, reference
+from gluon_syncbn.command import report
 from gluon_syncbn.command import selfcheck as check
 
 
@@ -42,6 +44,28 @@ def test_a_wrong_result_is_exit_code_1(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "BROKEN  live      ArithmeticError: wrong by" in printed
     assert "1 of 10 checks failed" in printed
+
+
+def test_a_report_is_written_where_there_is_no_gpu(tmp_path, capsys):
+    file = tmp_path / "report.txt"
+    assert check.main(str(file)) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert file.read_text("utf-8").splitlines() == printed[:-1] and str(file) in printed[-1]
+    for fact in ("gpus ", "live_gpu ", "net_gpu ", "times_gpu "):
+        (line,) = [line for line in printed if line.startswith(f"ok      {fact}")]
+        assert line.endswith("none: this is a CPU build of MXNet")
+
+
+def test_what_a_report_has_of_devices(contexts, monkeypatch):
+    assert report.net_on_all(contexts[:3]).startswith("3 replicas are one within ")
+    lines = report.times(contexts[:2], [(2, 3, 4, 4)], rounds=1)
+    assert [line.partition(":")[0] for line in lines] == [
+        f"{count} x 2 x 3 x 4 x 4, {way}" for count in (1, 2) for way in ("eager", "static")
+    ]
+    assert all(name in line for line in lines for name in report.NORMS)
+    monkeypatch.setattr(report, "SyncBatchNorm", functools.partial(report.SyncBatchNorm, mode="local"))
+    with pytest.raises(ArithmeticError, match="3 replicas differ from one by"):
+        report.net_on_all(contexts[:3])
 
 
 def test_two_builds_at_once_are_noticed(tmp_path, monkeypatch):

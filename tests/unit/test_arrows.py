@@ -86,7 +86,7 @@ FOLDERS = {
         ["executors", "statistics", "summary", "tracing"],
         ["convert", "fold"],
     ],
-    "command": [["replacements", "selfcheck"], ["run", "state"]],
+    "command": [["replacements", "report"], ["run", "selfcheck", "state"]],
 }
 
 
