@@ -339,7 +339,7 @@ class SyncBatchNorm(nn.BatchNorm):
         frozen = kwargs.pop("use_global_stats") or (F is mx.nd and not autograd.is_training())
         trains = autograd.is_training() and not frozen
         if F is mx.nd and autograd.is_training():
-            self._replicas.ran = UNFUSED if self._fuses and trains else EAGER
+            self._replicas.runs(UNFUSED if self._fuses and trains else EAGER)
         if self._replicas.problem and trains and not self._replicas.reaches_other_processes():
             raise ValueError(self._replicas.problem)
         node = -1

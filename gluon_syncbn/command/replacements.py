@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -10,12 +11,15 @@ from types import ModuleType
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
-from mxnet.gluon import SymbolBlock
+from mxnet import gluon
+from mxnet.gluon import Block, Parameter, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
+from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from .. import layer, parallel
 from ..mxnet_side import blocks, patches
 from ..nets import executors
+from ..nets.convert import convert as convert_layers
 from ..nets.convert import convert_nodes
 from ..system import arguments
 from ..training.devices import cpu_devices
@@ -87,7 +91,7 @@ class SyncBatchNorm(layer.SyncBatchNorm):
         return "syncbatchnorm"
 
 
-def install(cpus: Optional[int] = None) -> str:
+def install(cpus: Optional[int] = None, convert: bool = False) -> str:
     """Replaces functions and classes that scripts use by those of this package; `uninstall` restores them.
 
     - ``mx.gluon.contrib.nn.SyncBatchNorm`` becomes `SyncBatchNorm` with contrib's signature.
@@ -98,12 +102,17 @@ def install(cpus: Optional[int] = None) -> str:
       imported yet, its import replaces them.
     - With ``cpus``, ``mx.gpu(i)`` is one of that many CPU contexts, and functions that count GPUs return this number.
 
-    Names in all loaded modules are replaced. A second call with the same ``cpus`` changes nothing.
+    - With ``convert``, a new ``gluon.Trainer`` converts the layers of its parameters, as `convert` does. Plain
+      ``BatchNorm`` in the graph of a ``Module`` is synchronised too.
+
+    Names in all loaded modules are replaced. A second call with the same arguments changes nothing.
 
     Parameters
     ----------
     cpus : int, optional
         From 1 to 1024. The contexts are those of `cpu_devices`: install before the first operator runs.
+    convert : bool
+        Whether nets with plain BatchNorm are synchronised where they are trained.
 
     Returns
     -------
@@ -113,27 +122,32 @@ def install(cpus: Optional[int] = None) -> str:
     Raises
     ------
     ValueError
-        If ``cpus`` is out of range, or differs from the value of an earlier call.
+        If ``cpus`` is out of range, or an argument differs from the value of an earlier call.
 
     Warns
     -----
     UserWarning
         When a graph is bound that uses the mean or variance of contrib's operator, which then stays.
     """
-    global _cpus
+    global _cpus, _converts
+    convert = arguments.flag("convert", convert)
     if cpus is not None:
         cpus = arguments.whole("cpus", cpus, 1, MOST_CPUS)
     if _installed:
-        if cpus != _cpus:
-            arguments.refuse("cpus", cpus, f"{_cpus}, as installed before; call gluon_syncbn.uninstall() first")
+        for name, value, before in (("cpus", cpus, _cpus), ("convert", convert, _converts)):
+            if value != before:
+                arguments.refuse(name, value, f"{before}, as installed before; call gluon_syncbn.uninstall() first")
         return _words()
     if cpus is not None:
         cpu_devices(cpus)  # its warning may be an error; then nothing is replaced
-    _cpus = cpus
+    _cpus, _converts = cpus, convert
     _put([(ContribSyncBatchNorm, SyncBatchNorm)])
     # A symbol that reaches `SymbolBlock` goes to Gluon. Others are found when they are bound.
     patches.replace_once(SymbolBlock, "__init__", _synchronising)
     executors.operators.add(OPERATOR)
+    if convert:
+        patches.replace_once(gluon.Trainer, "__init__", _converting)
+        executors.operators.add("BatchNorm")
     if cpus is not None:
         _put(_gpus(cpus))
     if HELPERS in sys.modules:
@@ -145,13 +159,13 @@ def install(cpus: Optional[int] = None) -> str:
 
 def uninstall() -> None:
     """Undoes `install`: restores the original objects, also in modules that were imported since."""
-    global _cpus
+    global _cpus, _converts
     if _WATCH in sys.meta_path:
         sys.meta_path.remove(_WATCH)
-    executors.operators.discard(OPERATOR)
+    executors.operators -= {OPERATOR, "BatchNorm"}
     _swap([(new, old) for old, new in _installed])
     _installed.clear()
-    _cpus = None
+    _cpus, _converts = None, False
 
 
 def _synchronising(construct: Callable[..., None]) -> Callable[..., None]:
@@ -163,8 +177,34 @@ def _synchronising(construct: Callable[..., None]) -> Callable[..., None]:
     return synchronised
 
 
+def _converting(construct: Callable[..., None]) -> Callable[..., None]:
+    def converting(trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
+        construct(trainer, *args, **kwargs)
+        if _converts:
+            for block in _with_parameters(trainer._params):
+                convert_layers(block)
+
+    return converting
+
+
+def _with_parameters(parameters: Sequence[Parameter]) -> List[Block]:
+    """Returns the layers and the recorded graphs with batch normalisation on these parameters, in their order, which is
+    the same in all processes. A parameter does not know its blocks, so all objects are searched.
+    """
+    places = {id(parameter): place for place, parameter in enumerate(parameters)}
+    found: List[Tuple[int, Block]] = []
+    for block in gc.get_objects():
+        if issubclass(type(block), (_BatchNorm, SymbolBlock)) and not isinstance(block, layer.SyncBatchNorm):
+            own = [places[id(one)] for one in block._reg_params.values() if id(one) in places]
+            in_graph = isinstance(block, SymbolBlock)
+            if own and (not in_graph or any(operator in blocks.OPERATORS for _, operator, _ in blocks.recorded(block))):
+                found.append((min(own), block))
+    return [block for _, block in sorted(found, key=lambda one: one[0])]
+
+
 _installed: List[Tuple[Any, Any]] = []  # the original, and its replacement
 _cpus: Optional[int] = None
+_converts = False
 
 
 def _words() -> str:
@@ -172,6 +212,8 @@ def _words() -> str:
         "gluon_syncbn's SyncBatchNorm for mx.gluon.contrib.nn.SyncBatchNorm and, in a SymbolBlock or a Module, "
         f"mx.sym.contrib.SyncBatchNorm, and gluon_syncbn.parallel for {HELPERS}"
     )
+    if _converts:
+        words += "; and it converts the nets that a gluon.Trainer or a Module trains"
     if _cpus is None:
         return words
     return f"{words}; mx.gpu(0) to mx.gpu({_cpus - 1}) are CPU contexts"

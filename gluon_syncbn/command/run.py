@@ -1,6 +1,6 @@
 """Runs a training script unmodified, with this package in place of contrib's layer and GluonCV's helpers.
 
-``python -m gluon_syncbn run [--cpus N] script.py ...``: arguments after the script are the script's own.
+``python -m gluon_syncbn run [--cpus N] [--convert] script.py ...``: arguments after the script are the script's own.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any, Callable, List, NoReturn, Optional, Tuple, Type
 
+from ..nets import executors
 from ..system.version import __version__
+from ..training.replicas import Replicas
+from ..training.session import session
 from .replacements import MOST_CPUS, install
 
 USAGE = """usage: gluon-syncbn check
            tells what serves on this machine, and whether it works
        gluon-syncbn check --report [FILE]
            the same, and a net on all GPUs against one, and the layer's speed there, into a file to send
-       gluon-syncbn run [--cpus N] script.py [arguments of the script]
+       gluon-syncbn run [--cpus N] [--convert] script.py [arguments of the script]
            runs a training script as it is, with the SyncBatchNorm and the parallel helpers of gluon_syncbn in the
-           places of contrib's and GluonCV's; --cpus N lets mx.gpu(0) to mx.gpu(N - 1) be N CPU contexts
+           places of contrib's and GluonCV's; --cpus N lets mx.gpu(0) to mx.gpu(N - 1) be N CPU contexts; --convert
+           synchronises plain BatchNorm too, in all nets that the script trains
        gluon-syncbn --version
            prints the version
 
@@ -42,16 +46,34 @@ def main(arguments: List[str]) -> None:
         _refuse("argument of check", arguments[1], "none, or --report [FILE]")
     if arguments[0] != "run":
         _refuse("command", arguments[0], "'check' or 'run'; see --help")
-    cpus, script, own = _parsed(arguments[1:])
+    cpus, convert, script, own = _parsed(arguments[1:])
 
     # Launchers print to stderr too: stdout belongs to the script.
-    print(f"gluon_syncbn: {script} runs with {install(cpus)}", file=sys.stderr, flush=True)
+    print(f"gluon_syncbn: {script} runs with {install(cpus, convert)}", file=sys.stderr, flush=True)
     sys.argv = [script, *own]
     if not getattr(sys.flags, "safe_path", False):  # with python -P, neither a script nor -m adds its folder
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     path = os.path.abspath(script) if sys.version_info >= (3, 9) else script  # Python's own value of __file__
     sys.excepthook = _from_script(path, sys.excepthook)
-    _execute(path)
+    try:
+        _execute(path)
+    except SystemExit as end:
+        if not end.code:
+            _tell_of_nothing(script, convert)
+        raise
+    _tell_of_nothing(script, convert)
+
+
+def _tell_of_nothing(script: str, convert: bool) -> None:
+    """Tells if the script has trained, and nothing was synchronised."""
+    if Replicas.any_met or not (session.training_threads or executors.trained):
+        return
+    remedy = "try run --convert, if the script has no option of its own for it"
+    if convert:
+        remedy = "its nets have no batch normalisation, or no gluon.Trainer or Module trains them"
+    if Replicas.any_ran:
+        remedy = "its layers had one device each"
+    print(f"gluon_syncbn: {script} has trained, and nothing was synchronised: {remedy}", file=sys.stderr, flush=True)
 
 
 def _execute(path: str) -> None:
@@ -67,13 +89,17 @@ def _execute(path: str) -> None:
     exec(code, vars(module))
 
 
-def _parsed(arguments: List[str]) -> Tuple[Optional[int], str, List[str]]:
-    """Parses the arguments into ``--cpus``, the script, and its own arguments."""
-    cpus, rest = None, list(arguments)
+def _parsed(arguments: List[str]) -> Tuple[Optional[int], bool, str, List[str]]:
+    """Parses the arguments into ``--cpus``, ``--convert``, the script, and its own arguments."""
+    cpus, convert, rest = None, False, list(arguments)
     while rest and rest[0].startswith("-"):
-        name, equals, value = rest.pop(0).partition("=")
+        option = rest.pop(0)
+        if option == "--convert":
+            convert = True
+            continue
+        name, equals, value = option.partition("=")
         if name != "--cpus":
-            _refuse("option", name, "--cpus N; options of the script come after it")
+            _refuse("option", name, "--cpus N or --convert; options of the script come after them")
         given = value if equals else rest.pop(0) if rest else ""
         if not given.isdecimal() or not 1 <= int(given) <= MOST_CPUS:
             _refuse("--cpus", given, f"a whole number from 1 to {MOST_CPUS}")
@@ -84,7 +110,7 @@ def _parsed(arguments: List[str]) -> Tuple[Optional[int], str, List[str]]:
             pass
     except OSError as error:
         _refuse("script", script, f"a Python file that can be read ({error.strerror})")
-    return cpus, script, rest
+    return cpus, convert, script, rest
 
 
 def _refuse(name: str, value: str, expected: str) -> NoReturn:

@@ -42,7 +42,7 @@ def _of_mixed(parameters: Sequence[Parameter]) -> str:
             synchronised += 1
         elif gamma is not None and gamma.grad_req != "null":
             plain.append(name[: -len(suffix) - 1])
-    if not any(map(_meets, _layers(parameters))):
+    if not any(layer.meets() for layer in _layers(parameters)):
         return ""
     plain += _run_within(parameters)
     plain += _called(parameters)
@@ -74,7 +74,7 @@ def _of_bypassed(parameters: Sequence[Parameter]) -> str:
         stem, _, kind = parameter.name.rpartition("_")
         layers = [layer for mean in _MEANS for layer in own.get(f"{stem}_{mean}", []) if kind in ("gamma", "beta")]
         fresh = parameter.grad_req != "null" and all(array._fresh_grad for array in parameter._data or ())
-        if fresh and any(map(_meets, layers)) and all(layer.ran == NEVER for layer in layers):
+        if fresh and any(layer.meets() for layer in layers) and all(layer.ran == NEVER for layer in layers):
             bypassed.append(layers[0].name)
     if not bypassed:
         return ""
@@ -92,10 +92,6 @@ def _followers(parameter: Parameter) -> List[Replicas]:
 def _layers(parameters: Sequence[Parameter]) -> Iterator[Replicas]:
     for parameter in parameters:
         yield from _followers(parameter)
-
-
-def _meets(layer: Replicas) -> bool:
-    return layer.reaches_other_processes() or layer.count() > 1
 
 
 def _called(parameters: Sequence[Parameter]) -> List[str]:

@@ -174,6 +174,7 @@ def _calling(forward: Callable) -> Callable:
     def calling(executor: Executor, is_train: bool = False, **kwargs: Any) -> Any:
         if is_train and isinstance(executor._symbol, Synchronised):
             for _, layer in executor._symbol.layers:
+                layer._replicas.runs(IN_GRAPH)
                 if executor._ctx in layer._replicas.contexts:
                     _native.layer_called(layer._replicas.id, str(executor._ctx))
         return forward(executor, is_train, **kwargs)
@@ -250,7 +251,7 @@ def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             if autograd.is_training():
                 for layer in self.layers:
-                    layer.ran = IN_GRAPH
+                    layer.runs(IN_GRAPH)
                 self.layers = []
             with session.issuing(args[0].ctx):
                 return super().__call__(*args, **kwargs)

@@ -28,6 +28,8 @@ from .graphs import layer_of, settings_of, write_layer
 
 #: Operators of MXNet whose nodes are also synchronised.
 operators: Set[str] = set()
+#: What executors were bound for training by; empty if none was.
+trained: Set[str] = set()
 #: Returns a layer for a node, or None if the node stays as it is.
 Choose = Callable[[Json], Optional[SyncBatchNorm]]
 
@@ -58,6 +60,7 @@ def _grouping(construct: Callable[..., None]) -> Callable[..., None]:
 
         graph = _synchronised(symbol, choose)
         construct(group, graph, contexts, *args, **kwargs)
+        trained.update(["a Module"] if group.for_training else [])
         if isinstance(graph, Synchronised):
             _check_bound(group, graph.layers)
             patches.install_for_modules()

@@ -90,6 +90,9 @@ class Replicas:
     """
 
     _of_tokens: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
+    #: Whether any layer of the process has trained, and with several replicas.
+    any_ran: ClassVar[bool] = False
+    any_met: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -167,6 +170,16 @@ class Replicas:
             at_least("MXNET_EXEC_INPLACE_GRAD_SUM_CAP", 4 * replicas)
         session.register(LayerInfo(self.id, self.name, unique, replicas, channels, *self.pooling), self.exchange)
         _native.layer_place(self.id, [str(context) for context in unique], replicas)
+
+    def runs(self, how: str) -> None:
+        """Notes that the layer is called in training."""
+        self.ran = how
+        Replicas.any_ran = True
+        Replicas.any_met = Replicas.any_met or (self.meets() and self.pooling.mode != "local")
+
+    def meets(self) -> bool:
+        """Whether the layer has several replicas."""
+        return self.reaches_other_processes() or self.count() > 1
 
     def settings(self) -> Tuple[Pooling, Optional[int], Optional[Exchange], Optional[float]]:
         """Returns all arguments of the constructor except the name."""

@@ -194,7 +194,7 @@ def test_convert_takes_contribs_layers_that_were_made_before(contexts, rng):
 
 
 def operators(block):
-    return [operator for _, operator in blocks.recorded(block) if operator != "null"]
+    return [operator for _, operator, _ in blocks.recorded(block) if operator != "null"]
 
 
 @untyped_symbol

@@ -126,7 +126,7 @@ contexts = [mx.cpu()] if plain else [mx.gpu(i) for i in range(mx.context.num_gpu
 
 
 def norm(y, name):
-    if plain:
+    if sys.argv[1:]:
         return mx.sym.BatchNorm(y, fix_gamma=False, name=name)
     return mx.sym.contrib.SyncBatchNorm(y, fix_gamma=False, ndev=len(contexts), key=name, name=name)
 
@@ -160,11 +160,12 @@ print(json.dumps({"contexts": len(contexts), "memory": memory, "found": found}))
 """
 
 
-def test_an_unedited_script_with_a_module(job):
-    code, output, errors = job.run(MODULE, *RUN, "--cpus", "2", TRAIN)
-    assert code == 0, errors
+@pytest.mark.parametrize("given, own", [([], []), (["--convert"], ["--batch-norm"])])
+def test_an_unedited_script_with_a_module(job, given, own):
+    code, output, errors = job.run(MODULE, *RUN, "--cpus", "2", *given, TRAIN, *own)
+    assert code == 0 and "nothing was synchronised" not in errors, errors
     plain_code, plain, plain_errors = job.run(MODULE, *RUN, TRAIN, "--plain")
-    assert plain_code == 0, plain_errors
+    assert plain_code == 0 and "nothing was synchronised: try run --convert" in plain_errors, plain_errors
     got, want = json.loads(output), json.loads(plain)
     assert (got["contexts"], want["contexts"]) == (2, 1)
     for name, value in want["found"].items():
@@ -175,6 +176,51 @@ def test_an_unedited_script_with_a_module(job):
     assert len(got["memory"]) == 24
     # The activations and gradients of a step take 7 MB.
     assert got["memory"][-1] - got["memory"][3] < 10, got["memory"]
+
+
+#: Trains a net with plain BatchNorm, of which a part has run; prints the output of each context.
+PLAIN = """
+import sys
+import mxnet as mx
+from gluoncv.model_zoo import get_model
+from mxnet import autograd, gluon
+from mxnet.gluon import nn
+
+mx.random.seed(1)
+contexts = [mx.gpu(0), mx.gpu(1)][: int(sys.argv[1])]
+net = nn.HybridSequential()
+net.add(nn.BatchNorm(in_channels=3), nn.Dense(2, in_units=3))
+net.initialize(ctx=contexts)
+net.hybridize()
+net(mx.nd.ones((2, 3), ctx=contexts[0]))
+frozen = nn.BatchNorm(in_channels=3)
+if sys.argv[2] == "trains":
+    trainer = gluon.Trainer(net.collect_params(), "sgd")
+    for _ in range(2):
+        with autograd.record():
+            losses = [net(number + mx.nd.random.normal(shape=(4, 3), ctx=c)) for number, c in enumerate(contexts)]
+        autograd.backward(losses)
+        trainer.step(8)
+print(type(net[0]).__name__, type(frozen).__name__, net[0].running_mean.data(contexts[-1]).asnumpy().mean() > 0.05)
+"""
+
+
+@pytest.mark.parametrize(
+    "given, own, printed, said",
+    [
+        (["--convert"], ["2", "trains"], "SyncBatchNorm BatchNorm True", []),
+        (["--convert"], ["1", "trains"], "SyncBatchNorm BatchNorm False", ["its layers had one device each"]),
+        ([], ["2", "trains"], "BatchNorm BatchNorm True", ["try run --convert"]),
+        ([], ["2", "predicts"], "BatchNorm BatchNorm False", []),
+    ],
+)
+def test_a_script_with_plain_batch_norm(job, given, own, printed, said):
+    code, output, errors = job.run(PLAIN, *RUN, "--cpus", "2", *given, TRAIN, *own)
+    assert code == 0, errors
+    first, *rest = errors.splitlines()
+    assert output == f"{printed}\n" and ("converts the nets" in first) == bool(given)
+    expected = [f"gluon_syncbn: {TRAIN} has trained, and nothing was synchronised: {one}" for one in said]
+    assert [line[: len(one)] for line, one in zip(rest, expected)] == expected and len(rest) == len(said), errors
 
 
 def test_the_script_finds_what_it_finds_by_itself(job):
@@ -287,7 +333,7 @@ def test_no_script(job):
 def test_help(job):
     code, output, errors = job.run("", "-m", "gluon_syncbn", "--help")
     assert (code, errors) == (0, "")
-    assert "run [--cpus N] script.py" in output
+    assert "run [--cpus N] [--convert] script.py" in output
 
 
 def test_version(capsys):

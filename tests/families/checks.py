@@ -71,7 +71,7 @@ def count(net: Block) -> Counts:
             frozen += block._kwargs["use_global_stats"]
             synchronised += isinstance(block, SyncBatchNorm) and not block._kwargs["use_global_stats"]
         elif isinstance(block, SymbolBlock) and not isinstance(block, graphs.Opened):  # the loop visits its layers
-            operators = [operator for _, operator in blocks.recorded(block)]
+            operators = [operator for _, operator, _ in blocks.recorded(block)]
             synchronised += operators.count("gluon_syncbn")
             layers += sum(operator in (*blocks.OPERATORS, "gluon_syncbn") for operator in operators)
     return Counts(layers, synchronised, frozen)
@@ -226,7 +226,7 @@ def folded(model: Model, net: Block) -> Tuple[str, str]:
     copy = _fold(net)
     nodes = json.loads(tracing.prediction(net).symbol.tojson())["nodes"]
     before = sum(node["op"] in blocks.OPERATORS for node in nodes)
-    after = sum(operator in blocks.OPERATORS for _, operator in blocks.recorded(copy))
+    after = sum(operator in blocks.OPERATORS for _, operator, _ in blocks.recorded(copy))
     counted, got = f"{before - after} of {before}", predict(model, copy)
     problem = _different(got, want, SAME)
     if not problem:

@@ -248,7 +248,7 @@ CALLS = {
         lambda **kwargs: gluon_syncbn.kvstore(**{"name": "mpi", **kwargs}),
         {"name": "process store", "gpus": "gpus"},
     ),
-    "install": (gluon_syncbn.install, {"cpus": "optional count"}),
+    "install": (gluon_syncbn.install, {"cpus": "optional count", "convert": "flag"}),
     "parallel.DataParallelModel": (
         data_parallel,
         {"module": "net", "ctx_list": "optional contexts", "sync": "flag"},

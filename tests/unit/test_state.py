@@ -75,7 +75,7 @@ gluon_syncbn.checkpoint(net)
 trained(net)
 symbol = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.var("data"), name="bn")
 mx.mod.Module(symbol, label_names=None, context=contexts).bind([("data", (4, 3))])
-gluon_syncbn.install()
+gluon_syncbn.install(convert=True)
 stage("everything")
 
 gluon_syncbn.unpatch()
