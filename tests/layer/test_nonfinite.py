@@ -109,6 +109,27 @@ def test_one_warning_until_it_is_finite_again(contexts, rng, caplog):
     assert "'front' on cpu(1)" in text
 
 
+@pytest.mark.parametrize("mode, places, samples, warns", [("sync", 1, 1, 1), ("local", 2, 1, 1), ("sync", 2, 1, 0)])
+def test_one_value_for_each_channel(contexts, mode, places, samples, warns, caplog):
+    caplog.set_level(logging.WARNING, logger="gluon_syncbn")
+    layer = SyncBatchNorm(in_channels=5, mode=mode, prefix="front_")
+    layer.initialize(ctx=contexts[:places])
+    for _ in range(2):
+        with autograd.record():
+            ys = [layer(mx.nd.random.normal(shape=(samples, 5), ctx=context)) for context in contexts[:places]]
+        autograd.backward(ys)
+        layer(mx.nd.ones((1, 5)))  # a prediction
+    mx.nd.waitall()
+    end = time.monotonic() + 60  # the core's records come by way of a thread
+    while len(caplog.records) < warns and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(0.3)  # for those that should not come
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == warns
+    for text in said:
+        assert text.startswith("SyncBatchNorm 'front' on cpu(") and "a statistic has one value for each channel" in text
+
+
 @pytest.mark.parametrize("way", ["eager", "hybrid"])
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_error_ends_the_step(contexts, rng, replicas, way, caplog):

@@ -4,6 +4,7 @@
 // is taken under it. The settings of a layer are handed out as a snapshot that never changes.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -22,7 +23,8 @@ class Layer {
     const int64_t id;
     const std::string name;
     const Pooling pooling;
-    Rendezvous rendezvous;  // where its replicas meet; has a lock of its own
+    Rendezvous rendezvous;                        // where its replicas meet; has a lock of its own
+    std::atomic<bool> spoke_of_one_value{false};  // a warning comes once
 
     Layer(int64_t id, std::string name, Pooling pooling) : id(id), name(std::move(name)), pooling(pooling) {}
 

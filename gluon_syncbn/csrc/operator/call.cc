@@ -452,6 +452,18 @@ void Call::assign(const std::vector<double>& counts, size_t first, int64_t key, 
     draw.layer = key;
     const int begin = static_cast<int>(first);
     pools_ = pools_of(pooling, counts, draw, {begin, begin + static_cast<int>(tensor_.slots.size())}, groups);
+    const auto values = [&](Range pool) {
+        double sum = 0;
+        for (int place = pool.begin; place < pool.end; ++place) sum += counts[pools_.slot(place)];
+        return sum;
+    };
+    if (std::any_of(pools_.used.begin(), pools_.used.end(), [&](Range pool) { return values(pool) == 1; }) &&
+        !node_.layer->spoke_of_one_value.exchange(true))
+        log(Level::kWarning,
+            Failure(node_.layer->name, context_, "",
+                    "a statistic has one value for each channel. It normalises to 0, so the output is beta, and the "
+                    "input gets no gradient. Give the device more samples, or share the statistics of several devices.")
+                .what());
 }
 
 }  // namespace syncbn

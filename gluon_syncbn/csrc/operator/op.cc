@@ -484,11 +484,11 @@ int describe_layer(const char*, const int size, const char** keys, const char** 
                                    as_callback<infer_shape>(),     as_callback<backward_dependency>(),
                                    as_callback<create_operator>(), as_callback<infer_type>()};
     std::map<std::string, std::string> given;
-    Property* property =
-        describe(callbacks, &given,
-                 "this graph holds a SyncBatchNorm of another process, or one that is gone. Export with "
-                 "gluon_syncbn.revert(net).export(...), load that, and gluon_syncbn.convert the net again.",
-                 size, keys, values, out);
+    Property* property = describe(
+        callbacks, &given,
+        "this graph holds a SyncBatchNorm of another process, or one that is gone. Write it again in its process: "
+        "net.export, net.save and a symbol's save and tojson write BatchNorm. Then convert what is loaded.",
+        size, keys, values, out);
     property->role = static_cast<Role>(std::stoi(given["role"]));
     property->per_context = std::stoul(given["per_context"]);
     property->axis = std::stoi(given["axis"]);
