@@ -45,6 +45,9 @@ def install() -> None:
       operators that are still queued run. An update that was issued before the loss was read would then use gradients
       that were never computed. The gate is an exception of its own, between the gradients and their users. In its first
       step, a trainer also copies the first context's running statistics to all contexts; the gate covers this copy too.
+    - ``Parameter._reduce``, by which Gluon saves parameters, works after a failed step, and so does ``save_states`` of a
+      ``gluon.Trainer``. The error of the step would reach them once for each array that the step was to write, though
+      weights are as they were.
     - A new ``gluon.Trainer`` is noted, so that `devices` finds its gradients. Those of contexts that take no part would
       be added again, as the last backward there has left them.
     - ``gluon.Trainer`` sees the whole net before its first update. Nets whose layers compute something else than they
@@ -73,6 +76,8 @@ def install() -> None:
     _replace(gluon.Trainer, "_allreduce_grads", lambda adds: _settling(gate_sums(adds)))
     _replace(gluon.Trainer, "__init__", _registering)
     _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore, _gradients))
+    for owner, name in ((gluon.Parameter, "_reduce"), (gluon.Trainer, "save_states")):
+        _replace(owner, name, _saving)
     for name in ("asnumpy", "wait_to_read"):
         _replace(mx.nd.NDArray, name, _reading)
     _replace(_BatchNorm, "__call__", callers.noting)
@@ -228,6 +233,7 @@ def _reading(read: Callable) -> Callable:
 
 def _after_forward(method: Callable) -> Callable:
     def after_forward(group: DataParallelExecutorGroup, *args: Any) -> None:
+        steps.settle_failed()
         if _is_synchronised(group):
             for executor in group.execs:
                 for output in executor.outputs:
@@ -309,6 +315,14 @@ def _warning_of_mixed(initialise: Callable) -> Callable:
         return initialise(trainer)
 
     return warning
+
+
+def _saving(save: Callable) -> Callable:
+    def saving(owner: Any, *args: Any) -> Any:
+        steps.settle_failed()
+        return save(owner, *args)
+
+    return saving
 
 
 def _registering(construct: Callable) -> Callable:

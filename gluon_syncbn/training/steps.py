@@ -6,6 +6,7 @@ none: there a training forward begins a step, unless the one before has failed a
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import contextmanager
 from typing import Any, Iterator, List, Optional
@@ -35,6 +36,23 @@ def drain() -> List[str]:
         except mx.MXNetError as error:
             errors.append(str(error))
     return errors
+
+
+def settle_failed() -> None:
+    """After a failed step, removes its error from the arrays, so that they can be saved. The step stays failed.
+
+    Raises
+    ------
+    MXNetError
+        Once, if no exception is being handled, and none went through a scope: the caller may not know of the failure.
+    """
+    reason = "" if session.depth() else _native.failure()
+    if not reason:
+        return
+    drain()
+    if reason != session.raised and sys.exc_info()[0] is None:
+        session.raised = reason
+        raise mx.MXNetError(reason)
 
 
 def reset() -> None:

@@ -436,6 +436,62 @@ def test_a_store_that_runs_an_optimizer(contexts, rng):
     assert_next_step_is_right(a_layer(contexts[:2], kvstore="device"), contexts[:2], rng)
 
 
+# ---- what is saved after a failure ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["exception", "replica", "loss"])
+@pytest.mark.parametrize("updates", [True, False], ids=["store", "trainer"])
+def test_a_net_is_saved_after_a_failed_step(contexts, rng, tmp_path, updates, how):
+    """Where the error is handled; elsewhere, an error that nobody has seen is raised once. The weights are unchanged."""
+    places, layers = contexts[:2], [SyncBatchNorm(in_channels=5) for _ in range(3)]
+    net = nn.HybridSequential()
+    net.add(nn.Dense(5, in_units=5), *layers)
+    net.initialize(ctx=places)
+    settings = {"learning_rate": 0.1, "momentum": 0.9}
+    trainer = gluon.Trainer(net.collect_params(), "sgd", settings, update_on_kvstore=updates)
+    xs = [nd.array(rng.randn(4, 5), ctx=place) for place in places]
+    heads = [nd.array(rng.randn(4, 5), ctx=place) for place in places]
+
+    def save():
+        net.save_parameters(str(tmp_path / "net.params"))
+        net.collect_params().save(str(tmp_path / "all.params"))
+        trainer.save_states(str(tmp_path / "trainer.states"))
+
+    def fail():
+        with short_waits(), autograd.record():
+            ys = [net(x) for x in (xs[:1] if how != "loss" else xs)]
+            if how == "exception":
+                raise OutOfData
+        with short_waits():
+            autograd.backward(ys[:1], heads[:1])
+            trainer.step(8, ignore_stale_grad=True)
+            xs[0].grad.asnumpy()
+
+    def weights():
+        return [p.data(places[0]).asnumpy().tolist() for p in net.collect_params("(?!.*running).*").values()]
+
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [net(x) for x in xs]
+    autograd.backward(ys, heads)
+    trainer.step(8)
+    before = weights()
+    try:
+        fail()
+    except (mx.MXNetError, OutOfData):
+        save()
+    assert weights() == before
+    with pytest.raises((mx.MXNetError, OutOfData)):
+        fail()
+    if how != "exception":  # which went through the scope
+        with pytest.raises(mx.MXNetError, match=r"1 of 2 replicas arrived"):
+            save()
+    save()
+    net.load_parameters(str(tmp_path / "net.params"), ctx=places)
+    assert weights() == before
+
+
 # ---- some of the contexts ----------------------------------------------------------------------------------
 
 

@@ -16,6 +16,8 @@ CHANGED = [
     (gluon.Trainer, "_allreduce_grads"),
     (gluon.Trainer, "_update"),
     (gluon.Trainer, "_init_params"),
+    (gluon.Parameter, "_reduce"),
+    (gluon.Trainer, "save_states"),
     (mx.nd.NDArray, "asnumpy"),
     (mx.nd.NDArray, "wait_to_read"),
     (_BatchNorm, "__call__"),
