@@ -68,8 +68,8 @@ class Exchange:
         """Whether the exchange can serve this layer; if not, `learn` has to come first."""
         return True
 
-    def learn(self, layers: Sequence[LayerInfo]) -> None:
-        """Takes all layers that it serves, in the order in which they were initialised."""
+    def learn(self, layers: Sequence[LayerInfo], more: bool = False) -> None:
+        """Takes layers that it serves, in the order in which they were initialised. ``more``: others may follow."""
 
     def fail(self, reason: str) -> None:
         """Notes that the step has failed here; nothing may be exchanged with the rest of it."""

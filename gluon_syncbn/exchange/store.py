@@ -310,25 +310,29 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     def knows(self, layer: LayerInfo) -> bool:
         return layer.mode == "gather" or layer.id in self._keys
 
-    def learn(self, layers: Sequence[LayerInfo]) -> None:
+    def learn(self, layers: Sequence[LayerInfo], more: bool = False) -> None:
         """Numbers the layers without a number, in their order, after a comparison with the other processes.
 
-        Names are compared without Gluon's counters, which depend on what else a process has built.
+        Where ``more`` are to come, the processes agree on those that all have. The first forward of an eager net
+        initialises layers while another process is ahead. Names are compared without Gluon's counters, which depend on
+        what else a process has built.
         """
         with self._lock:
             new = [layer for layer in layers if layer.id not in self._keys]
             if new:
-                self._agree(new)
+                self._agree(new, more)
 
-    def _agree(self, new: Sequence[LayerInfo]) -> None:
+    def _agree(self, new: Sequence[LayerInfo], more: bool) -> None:
         ours = [_describe(layer) for layer in new]
-        everyone = self._tell_all("the agreement on the layers of the net", ours)
+        answers = self._tell_all("the agreement on the layers of the net", [ours, more])
+        common = min((len(layers) for layers, to_come in answers if to_come), default=None)
+        everyone = [layers[:common] for layers, _ in answers]
         for rank, theirs in enumerate(everyone):
-            difference = _difference(self.rank, ours, rank, theirs)
+            difference = _difference(self.rank, ours[:common], rank, theirs)
             if difference:
                 self.fail(difference)
                 raise mx.MXNetError(difference)
-        for i, layer in enumerate(new):
+        for i, layer in enumerate(new[:common]):
             total = sum(layers[i]["replicas"] for layers in everyone)
             text = problem(total, layer.group_size, layer.groups)
             if text:

@@ -118,6 +118,8 @@ class Replicas:
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0, groups.tolist())
         self.token = _native.layer_token(self.id)
         self._of_tokens[self.token] = self
+        if pooling.mode not in ("local", GATHER):
+            session.to_come.add(self)
         temporary_space.of_layers(_native.layers())
         weakref.finalize(self, _native.layer_drop, self.id).atexit = False  # a daemon thread may still use it
         if timeout is not None:
@@ -169,6 +171,7 @@ class Replicas:
             # backward; a replica has two gradients for gamma.
             at_least("MXNET_EXEC_INPLACE_GRAD_SUM_CAP", 4 * replicas)
         session.register(LayerInfo(self.id, self.name, unique, replicas, channels, *self.pooling), self.exchange)
+        session.to_come.discard(self)
         _native.layer_place(self.id, [str(context) for context in unique], replicas)
 
     def runs(self, how: str) -> None:

@@ -28,6 +28,7 @@ class Session:
         # In the order of first initialisation, which is the order in the net. Layers stay here after their last use,
         # because the processes could not agree on when one was collected. A layer's last sum may also be on its way.
         self._layers: Dict[int, Tuple[LayerInfo, Optional[Exchange]]] = {}
+        self.to_come: weakref.WeakSet[Any] = weakref.WeakSet()  # replicas of layers without parameters so far
         self._stores: Dict[str, ProcessStore] = {}  # by transport
         # By the id of the KVStore that adds: one exchange for each, so that one lock guards a KVStore.
         self._exchanges: weakref.WeakValueDictionary[int, Exchange] = weakref.WeakValueDictionary()
@@ -68,14 +69,15 @@ class Session:
     def layer_of(self, exchange: Exchange, ticket: _native.Ticket) -> LayerInfo:
         """For the core: returns the layer of a ticket. The exchange knows the layer from now on."""
         layer, _ = self._layers[ticket.layer]
-        if not exchange.knows(layer):
-            exchange.learn(self._layers_of(exchange))
+        while not exchange.knows(layer):
+            more = len(self.to_come) > 0  # before the look at the layers, because the user's thread may add one
+            exchange.learn(self._layers_of(exchange), more)
         return layer
 
     def _layers_of(self, exchange: Exchange) -> List[LayerInfo]:
         return [
             layer
-            for layer, own in self._layers.values()
+            for layer, own in list(self._layers.values())
             if (own or self.exchange) is exchange and layer.mode not in ("local", "gather")  # neither is counted
         ]
 

@@ -20,6 +20,7 @@ TOGETHER = [
     "gathers",
     "gathers_in_any_order",
     "shuffled_keys",
+    "initialised_at_different_speeds",
 ]
 # What rank 1 does in the second step or later, what rank 0 then learns, and the time limit that it has set.
 FAULTS = {

@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -775,6 +776,37 @@ def another_net():
     except mx.MXNetError as error:
         report(time.monotonic(), error)
         raise SystemExit(3) from None
+
+
+def initialised_at_different_speeds():
+    """Rank 0 has initialised all layers when the processes agree on them, and rank 1 the first."""
+    gluon_syncbn.configure(timeout=60, kvstore=kv)
+    layers = [gluon_syncbn.SyncBatchNorm(prefix=f"layer{i}_") for i in range(3)]
+    for layer in layers:
+        layer.initialize(ctx=CONTEXTS[:1])
+    asked, initialised, learn = threading.Event(), threading.Event(), type(kv).learn
+
+    def learning(self, *arguments):
+        asked.set()
+        assert kv.rank == 1 or initialised.wait(60)
+        if kv.rank == 0:
+            arguments = session._layers_of(self), False
+        learn(self, *arguments)
+
+    type(kv).learn = learning
+    rng = np.random.RandomState(5)
+    shards = [(r + 1) * rng.randn(r + 2, 5, 3) + r for r in range(kv.num_workers)]
+    with autograd.record():
+        y = nd.array(shards[kv.rank], dtype="float64")
+        for layer in layers:
+            layer.cast("float64")
+            y = layer(y)
+            assert kv.rank == 0 or asked.wait(60)
+        initialised.set()
+    mean, var = (f(np.concatenate(shards), axis=(0, 2), keepdims=True) for f in (np.mean, np.var))
+    want = (shards[kv.rank] - mean) / np.sqrt(var + 1e-5)
+    np.testing.assert_allclose(y.asnumpy(), want, atol=1e-4)
+    type(kv).learn = learn
 
 
 def interrupted():
