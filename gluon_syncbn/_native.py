@@ -82,6 +82,23 @@ class _Functions(ctypes.Structure):  # PythonFunctions in csrc/exchange/python_t
     ]
 
 
+class _MachinesInPython(ctypes.Structure):  # in csrc/exchange/machines.h
+    _fields_ = [
+        ("tell", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_int64), ctypes.POINTER(_Problem))),
+        (
+            "add",
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.POINTER(_Problem)),
+        ),
+        ("check", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_Problem))),
+        ("fail", ctypes.CFUNCTYPE(None, ctypes.c_char_p)),
+    ]
+
+
+class _Mpi(ctypes.Structure):  # in csrc/exchange/machines.h
+    _fields_ = [(name, ctypes.c_void_p) for name in ("all_reduce", "broadcast", "test", "in_place")]
+    _fields_ += [(name, ctypes.c_ssize_t) for name in ("communicator", "float32", "float64", "int64", "add")]
+
+
 def _unusable(error: Exception) -> ImportError:
     return ImportError(
         f"gluon_syncbn's native core {_PATH} cannot be loaded ({error}); build it with `pip install .` "
@@ -155,6 +172,16 @@ def _load() -> ctypes.CDLL:
             [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Ticket), ctypes.c_int64]
             + [ctypes.c_void_p, ctypes.c_void_p],
         ),
+        "sum": (
+            ctypes.c_int,
+            [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_double, ctypes.c_int64, names]
+            + [ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
+            + [ctypes.POINTER(ctypes.c_void_p)],
+        ),
+        "sum_between": (
+            ctypes.c_int,
+            [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_MachinesInPython), ctypes.POINTER(_Mpi)],
+        ),
         "shared_memory_fail": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p]),
         "shared_memory_end": (ctypes.c_int, [ctypes.c_void_p]),
         "timeout_of": (ctypes.c_double, [ctypes.c_int64]),
@@ -224,6 +251,8 @@ _FUNCTIONS = (
     "MXNDArrayGetContext",
     "MXNDArrayFree",
     "MXEnginePushSyncND",
+    "MXEnginePushAsyncND",
+    "MXShallowCopyNDArray",
 )
 
 
@@ -745,6 +774,90 @@ def allreduce(exchange: Handle, ticket: Ticket, row: np.ndarray, merges: bool = 
 def allreduce_at(exchange: Handle, ticket: Ticket, length: int, row: int, out: int, merges: bool = False) -> None:
     """Does the same by addresses. Finding them takes as long as two processes need to exchange a vector."""
     _core.syncbn_allreduce(exchange, merges, ticket, length, row, out)
+
+
+def sum_arrays(
+    exchange: Handle, channel: int, number: int, names: Sequence[str], arrays: Sequence[Sequence[NDArray]]
+) -> None:
+    """Pushes operations to MXNet's engine that sum arrays over the contexts and the processes of an exchange in memory.
+
+    Does not wait. The arrays become the sums together, or all of them raise the failure. Rounds of one ``channel`` come
+    in the same order in all processes, and ``number`` counts them for messages.
+
+    Parameters
+    ----------
+    exchange : Handle
+        The exchange.
+    channel, number : int
+        See above.
+    names : list of str
+        A name for each sum, for messages.
+    arrays : list of list of NDArray
+        For each sum as many arrays as for the others, of float type, dense, and on CPUs.
+    """
+    count, contexts = len(names), len(arrays[0]) if arrays else 1
+    types, sizes = (ctypes.c_int * count)(), (ctypes.c_int64 * count)()
+    for i, (array, *_) in enumerate(arrays):
+        check_call(_mxnet.MXNDArrayGetDType(array.handle, ctypes.byref(types, i * ctypes.sizeof(ctypes.c_int))))
+        sizes[i] = array.size
+    handles = (ctypes.c_void_p * (count * contexts))(*[a.handle.value for of_one in arrays for a in of_one])
+    given = timeout_of(), *_names(names), types, sizes, contexts, handles
+    _core.syncbn_sum(exchange, channel, number, *given)
+
+
+_between: List[_MachinesInPython] = []  # the core keeps pointers into them
+_ANNOUNCEMENT = 2 + 512  # numbers, as in csrc/exchange/machines.h
+
+
+def sum_between(exchange: Handle, first: bool, leader: Any, mpi: Optional[Dict[str, Any]]) -> None:
+    """Gives the leader of a machine its way to the others, before the first sum.
+
+    Parameters
+    ----------
+    exchange : Handle
+        The exchange of the machine.
+    first : bool
+        Whether it is the first leader.
+    leader : Any
+        ``tell(numbers)`` returns the first leader's, ``add(values)`` adds in place, ``check()`` raises an error if
+        another process has failed, ``fail(reason)`` tells the others. The core calls only the last two if it has
+        ``mpi``.
+    mpi : dict, optional
+        The file that has loaded MPI, and the fields of `_Mpi` that are no functions.
+    """
+
+    def guarded(call: Callable[..., None]) -> Callable[..., int]:
+        def function(*arguments: Any) -> int:
+            *given, problem = arguments
+            try:
+                call(*given)
+                return 0
+            except BaseException as error:  # it must not pass through C++
+                problem.contents.text = _bytes(str(error))[:1023].decode(errors="ignore").encode()
+                return 1
+
+        return function
+
+    def tell(numbers: Any) -> None:
+        array = np.ctypeslib.as_array(numbers, (_ANNOUNCEMENT,))
+        array[:] = leader.tell(array.copy())
+
+    def add(kind: int, count: int, address: int) -> None:
+        number = ctypes.c_double if kind == 1 else ctypes.c_float
+        leader.add(np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(number)), (count,)))
+
+    fields: Any = _MachinesInPython._fields_
+    types = dict(fields)
+    calls = {"tell": guarded(tell), "add": guarded(add), "check": guarded(leader.check)}
+    calls["fail"] = lambda reason: leader.fail(reason.decode(errors="replace"))
+    _between.append(_MachinesInPython(**{name: types[name](call) for name, call in calls.items()}))
+    handles = None
+    if mpi is not None:
+        library = ctypes.CDLL(mpi.pop("file"))
+        functions = {"all_reduce": "MPI_Iallreduce", "broadcast": "MPI_Ibcast", "test": "MPI_Test"}
+        found = {name: ctypes.cast(library[symbol], ctypes.c_void_p).value for name, symbol in functions.items()}
+        handles = _Mpi(**found, **mpi)
+    _core.syncbn_sum_between(exchange, first, _between[-1], handles)
 
 
 def shared_memory_failed(exchange: Handle, reason: str) -> None:

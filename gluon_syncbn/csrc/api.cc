@@ -25,6 +25,7 @@
 #include "meeting/timing.h"
 #include "mxnet_api.h"
 #include "native/calls.h"
+#include "native/gradients.h"
 #include "native/workers.h"
 #include "operator/call.h"
 #include "operator/op.h"
@@ -336,6 +337,28 @@ SYNCBN_API int syncbn_allreduce(void* exchange, int merges, const syncbn::Ticket
         syncbn::Exchange& host = *static_cast<ExchangeHandle*>(exchange)->host;
         const syncbn::Total total = host.allreduce(combine, *ticket, {{row}, static_cast<size_t>(length)});
         std::copy(total.values.begin(), total.values.end(), out);
+    });
+}
+
+// Begins the sum of arrays over the processes of an exchange in shared memory: see native/gradients.h.
+SYNCBN_API int syncbn_sum(void* exchange, int64_t channel, int64_t number, double timeout, int64_t count,
+                          const char** names, const int* types, const int64_t* sizes, int64_t contexts, void** arrays) {
+    return done([&] {
+        std::vector<syncbn::Summand> summands;
+        for (int64_t i = 0; i < count; ++i)
+            summands.push_back({names[i], static_cast<syncbn::Type>(types[i]), static_cast<size_t>(sizes[i])});
+        auto& memory = static_cast<syncbn::SharedMemory&>(*static_cast<ExchangeHandle*>(exchange)->host);
+        syncbn::native::sum_gradients(memory.sums(), channel, number, timeout, std::move(summands),
+                                      static_cast<size_t>(contexts), arrays);
+    });
+}
+
+// In the leader of a machine, before the first sum: the way to the other leaders. `mpi` may be null.
+SYNCBN_API int syncbn_sum_between(void* exchange, int first, const syncbn::MachinesInPython* python,
+                                  const syncbn::Mpi* mpi) {
+    return done([&] {
+        auto& memory = static_cast<syncbn::SharedMemory&>(*static_cast<ExchangeHandle*>(exchange)->host);
+        memory.sums().between(syncbn::machines(first != 0, *python, mpi));
     });
 }
 

@@ -48,6 +48,12 @@ struct MXNet {
     int (*engine_push)(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
                        const void* context, void** reads, int read_count, void** writes, int write_count,
                        const void* property, int priority, const char* name);
+    // The function calls `complete` later.
+    int (*engine_push_async)(void (*run)(void* context, void* complete, void* parameter), void* parameter,
+                             void (*deleter)(void* parameter), const void* context, void** reads, int read_count,
+                             void** writes, int write_count, const void* property, int priority, const char* name,
+                             bool wait);
+    int (*ndarray_share)(void* handle, void** out);  // the same memory under a handle of its own
 };
 extern MXNet mx;
 

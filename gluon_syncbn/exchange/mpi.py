@@ -6,7 +6,6 @@ files messages for other threads. Nothing here blocks: every wait is a loop with
 
 from __future__ import annotations
 
-import functools
 import os
 import struct
 import sys
@@ -30,7 +29,6 @@ _KIND = {kind: number for number, kind in enumerate(_KINDS)}
 _TYPES = tuple(np.dtype(name) for name in ("uint8", "float16", "float32", "float64", "int32", "int64", "int8"))
 _TYPE = {dtype: number for number, dtype in enumerate(_TYPES)}
 _HEADER = struct.Struct("=8q")  # kind, key, node, call, phase, part, type, 0
-_SMALL = 1 << 18  # bytes; larger sums are made in parts, one by each rank
 # Up to this number of ranks, each sends its part to all. More ranks send as many messages as the logarithm of the
 # number.
 _FEW = 4
@@ -78,6 +76,17 @@ class MPITransport(WaitingTransport):
             time.sleep(1e-4)
         return comm
 
+    def native(self, ranks: Sequence[int]) -> Optional[Dict[str, Any]]:
+        MPI = self._MPI
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:  # else the core and Python must not call at once
+            return None
+        # All ranks have answered a moment ago, so none waits long in this.
+        self._leaders = MPI.COMM_WORLD.Split(0 if self.rank in ranks else MPI.UNDEFINED, self.rank)
+        handles = {"float32": MPI.FLOAT, "float64": MPI.DOUBLE, "int64": MPI.INT64_T, "add": MPI.SUM}
+        found = {name: MPI._handleof(handle) for name, handle in handles.items()}
+        place = int(MPI.IN_PLACE) % 2**64
+        return {"file": MPI.__file__, "communicator": MPI._handleof(self._leaders), "in_place": place, **found}
+
     # ---- Transport -----------------------------------------------------------------------------------------
 
     def allgather(
@@ -96,8 +105,6 @@ class MPITransport(WaitingTransport):
     ) -> np.ndarray:
         members = range(self.size) if ranks is None else sorted(ranks)
         array = np.ascontiguousarray(array)
-        if array.nbytes > _SMALL and len(members) > 1 and combine is np.add:
-            return self._sum_of_parts(label, array, members).reshape(array.shape)
         if len(members) > _FEW:
             return self._add_by_doubling(label, array.ravel(), combine, members).reshape(array.shape)
         return super().allreduce(label, array, combine, ranks=ranks)
@@ -144,21 +151,6 @@ class MPITransport(WaitingTransport):
         if paired:
             self._collect([], label, 1, total, self._send([neighbour], label, 1, total))
         return total
-
-    def _sum_of_parts(self, label: Label, array: np.ndarray, members: Sequence[int]) -> np.ndarray:
-        # Each rank adds up its own part of the array and sends the sum to all.
-        others = [rank for rank in self._others if rank in members]
-        parts = dict(zip(members, np.array_split(array.ravel(), len(members))))
-        requests = [r for rank in others for r in self._send([rank], label, rank, parts[rank])]
-        own = parts[self.rank]
-        got = self._collect(others, label, self.rank, own, requests)
-        got[self.rank] = own
-        total = functools.reduce(np.add, [got[rank] for rank in members])
-        requests = self._send(others, label, self.size + self.rank, total)
-        done = {self.rank: total}
-        for rank in others:
-            done.update(self._collect([rank], label, self.size + rank, parts[rank], requests))
-        return np.concatenate([done[rank] for rank in members])
 
     def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
         array = np.ascontiguousarray(array)

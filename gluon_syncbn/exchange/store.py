@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
 import socket
 import threading
+import weakref
 from collections import Counter
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NoReturn, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 
 from .. import _native
 from .._native import Agreed, Ticket, Total
-from ..system import arguments, environment, kinds
+from ..system import arguments, bfloat16, environment, kinds
 from ..system.logs import log
 from . import base
 from .base import LayerInfo, PythonExchange
@@ -41,6 +43,22 @@ def _machine() -> str:
             return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # without the file, opening others fails too, and the first to try reports it
         return socket.gethostname()
+
+
+def _in_place(values: Sequence[mx.nd.NDArray]) -> bool:
+    """Whether the core adds these arrays where they are."""
+    plain = not _native.why_custom() and all(value.ctx.device_type != "gpu" for value in values)
+    return plain and bfloat16.is_float(values[0])
+
+
+def _copied(value: mx.nd.NDArray) -> mx.nd.NDArray:
+    """Returns a copy on a CPU in the order of the dimensions, in a type that the core adds."""
+    if value.stype != "default":
+        arguments.refuse("value", value, "dense arrays")
+    value = kinds.classic(value)
+    value = value if bfloat16.is_float(value) else value.astype("float64")
+    # Where the core does not know oneDNN's layouts: see training/guards.py.
+    return mx.nd.SwapAxis(value.as_in_context(mx.cpu()), dim1=0, dim2=0)
 
 
 def _hash(text: str) -> int:
@@ -69,6 +87,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         self._replicas: Dict[int, List[int]] = {}  # of layers, by rank
         self._found: Dict[Tuple[int, bool], Members] = {}  # of layers in groups
         self._rounds: Counter = Counter()  # of gradients
+        self._trainers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()  # of trainers; one that is gone keeps its own
         self._lock = threading.Lock()
         self._agreements = 0
         #: Why statistics go by the transport alone; None where processes meet in memory.
@@ -76,6 +96,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         #: The ranks of each machine that meet in memory; the first of each speaks for its machine.
         self.machines: List[List[int]] = []
         self._memory: Optional[_native.Handle] = None  # the exchange of this machine alone
+        self._sums: Optional[_native.Handle] = None  # the same, or that of this process
 
     # ---- KVStoreBase ---------------------------------------------------------------------------------------
 
@@ -105,16 +126,86 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Adds ``value`` over the devices of all processes into ``out``, or into ``value`` itself."""
-        values = value if isinstance(value, (list, tuple)) else [value]
-        arrays = [v.asnumpy() for v in values]
-        wide = np.float32 if arrays[0].dtype == np.float16 else arrays[0].dtype
-        total = arrays[0].astype(wide)
-        for array in arrays[1:]:
-            total += array
-        total = self._transport.allreduce(self._label("gradient", key), total)
-        out = values if out is None else out
-        for target in out if isinstance(out, (list, tuple)) else [out]:
-            mx.nd.array(total, dtype=arrays[0].dtype).copyto(kinds.classic(target))
+        values = list(value) if isinstance(value, (list, tuple)) else [value]
+        targets = values if out is None else list(out) if isinstance(out, (list, tuple)) else [out]
+        self._sum(self._label("gradient", key), {f"gradient {key!r}": (values, targets)})
+
+    def add_gradients(self, trainer: Any, gradients: Dict[str, List[mx.nd.NDArray]]) -> None:
+        """Adds the gradients of a Trainer over the devices of all processes, in place, as one round.
+
+        Does not wait. All of them become sums, or all raise the failure, so that a failed step changes no parameter.
+        Trainers of several threads may come in any order. The store numbers them as `expect` got them.
+
+        Parameters
+        ----------
+        trainer : gluon.Trainer
+            The Trainer.
+        gradients : dict
+            By the name of the parameter, one for each context.
+        """
+        label = self._label("gradient", f"of trainer {self._number(trainer)}")
+        self._sum(label, {f"the gradient of '{name}'": (arrays, arrays) for name, arrays in gradients.items()})
+
+    def compare_weights(self, trainer: Any, parameters: Dict[str, Tuple[List[mx.nd.NDArray], bool]]) -> None:
+        """Compares the parameters of a Trainer with those of the other processes, before its first update.
+
+        Parameters
+        ----------
+        trainer : gluon.Trainer
+            The Trainer.
+        parameters : dict
+            By the name of the parameter: its array for each context, and whether it is trained. One that is not, such
+            as the running statistics of plain BatchNorm, becomes that of rank 0.
+
+        Raises
+        ------
+        MXNetError
+            If a trained parameter differs. The text names the first one.
+        """
+        number = self._number(trainer)
+        digests = [hashlib.blake2b(a[0].asnumpy().tobytes(), digest_size=8).digest() for a, _ in parameters.values()]
+        own = np.frombuffer(b"".join(digests), np.uint8)
+        everyone = self.allgather(f"digests of the weights of trainer {number}", own)
+        for i, (name, (arrays, trained)) in enumerate(parameters.items()):
+            differing = [r for r, theirs in enumerate(everyone) if (theirs != everyone[0])[8 * i : 8 * i + 8].any()]
+            if differing and trained:
+                reason = (
+                    f"the processes begin with different weights: '{name}' of rank {differing[0]} is not that of rank "
+                    "0. Call gluon_syncbn.broadcast_parameters(net) in every process, before the first step."
+                )
+                self.fail(reason)
+                raise mx.MXNetError(reason)
+            if differing:
+                self.broadcast(f"parameter {i} of trainer {number}", arrays[0], arrays)
+            for array in arrays[1:]:
+                kinds.classic(arrays[0]).copyto(kinds.classic(array))
+
+    def expect(self, trainer: Any) -> None:
+        """Gives a Trainer the next number, unless it has one. All processes make theirs in the same order."""
+        with self._lock:
+            if trainer not in self._trainers:
+                self._trainers[trainer] = next(self._numbers)
+
+    def _number(self, trainer: Any) -> int:
+        self.expect(trainer)
+        return self._trainers[trainer]
+
+    def _sum(self, label: Label, sums: Dict[str, Tuple[List[mx.nd.NDArray], List[mx.nd.NDArray]]]) -> None:
+        """Adds values over the devices of all processes into targets; does not wait."""
+        self._transport.check_open()
+        if self._sums is None:
+            self._begin_sums()
+        assert self._sums is not None
+        arrays, copies = [], []
+        for values, targets in sums.values():
+            arrays.append(values if values is targets and _in_place(values) else list(map(_copied, values)))
+            if arrays[-1] is not values:
+                copies.append((arrays[-1][0], targets))
+        channel = _hash(f"{label.kind} {label.key}")
+        _native.sum_arrays(self._sums, channel, label.call, list(sums), arrays)
+        for total, targets in copies:
+            for target in targets:
+                kinds.classic(total.astype(target.dtype)).copyto(kinds.classic(target))
 
     def allgather(self, key: str, array: np.ndarray, *, equal: bool = True) -> List[np.ndarray]:
         """Returns the arrays of all processes, in the order of the ranks. All make the same calls with the same key.
@@ -141,6 +232,23 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         With several machines, one process of each exchanges with the others. Every process calls this before the first
         step.
         """
+        self._meet()
+        self._begin_sums()
+
+    def _begin_sums(self) -> None:
+        """Makes the way of gradients, through memory of the machine or of this process, and between machines."""
+        machines = self.machines or [[rank] for rank in range(self.num_workers)]
+        leaders = [first for first, *_ in machines]
+        self._sums = self._memory
+        if self._sums is None:
+            segment = _native.Segment.create(1)
+            self._sums = segment.exchange_of_machine(self._by_transport, [self.rank], self.num_workers)
+        if len(leaders) > 1:
+            mpi = self._transport.native(leaders)
+            if self.rank in leaders:
+                _native.sum_between(self._sums, self.rank == leaders[0], _Leader(self, leaders), mpi)
+
+    def _meet(self) -> None:
         off = environment.read("GLUON_SYNCBN_SHARED_MEMORY") == "off"
         problem = f"rank {self.rank}: GLUON_SYNCBN_SHARED_MEMORY=off" if off else ""
         places = self._tell_all("the machines of the processes", {"machine": _machine(), "problem": problem})
@@ -294,18 +402,18 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return Agreed(key, of.ranks, layer.channels, here, of.places, of.groups, of.first)
 
     def fail(self, reason: str) -> None:
-        if self._memory is not None:
-            _native.shared_memory_failed(self._memory, reason)
+        if self._sums is not None:
+            _native.shared_memory_failed(self._sums, reason)
         self._transport.fail(reason)
 
     def close(self) -> None:
-        if self._memory is not None:
-            _native.shared_memory_ended(self._memory)
+        if self._sums is not None:
+            _native.shared_memory_ended(self._sums)
         self._transport.close()
 
     def forked(self) -> None:
         self._lock = threading.Lock()  # a thread that the child does not have may have held it
-        self._transport = _OfParent(self._transport.rank, self._transport.size)
+        self._transport, self._sums = _OfParent(self._transport.rank, self._transport.size), None
 
     def knows(self, layer: LayerInfo) -> bool:
         return layer.mode == "gather" or layer.id in self._keys
@@ -370,12 +478,40 @@ class _Leaders(PythonExchange):
         return self._store.reduce_among(self._ranks, layer, ticket, rows[0], np.add)
 
 
+class _Leader:
+    """Represents a machine among the leaders of all, for gradients. The core calls it from one thread."""
+
+    def __init__(self, store: ProcessStore, leaders: List[int]) -> None:
+        self._store, self._transport = store, store._transport
+        self._ranks = None if len(leaders) == store.num_workers else leaders
+        self._calls = 0
+
+    def _label(self, what: str) -> Label:
+        self._calls += 1
+        return Label("gradient of", _hash("machines"), call=self._calls, what=f"{what} of the machines")
+
+    def tell(self, numbers: np.ndarray) -> np.ndarray:
+        return self._transport.allgather(self._label("the order"), numbers, equal=True, ranks=self._ranks)[0]
+
+    def add(self, values: np.ndarray) -> None:
+        values[:] = self._transport.allreduce(self._label("the gradients"), values, ranks=self._ranks)
+
+    def check(self) -> None:
+        self._transport.poll(Label("gradient of", what="the gradients of the machines"))
+
+    def fail(self, reason: str) -> None:
+        self._transport.fail(reason)
+
+
 class _OfParent(WaitingTransport):
     """Stands for the parent's transport in the child of a fork."""
 
     def allgather(
         self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
     ) -> List[np.ndarray]:
+        self.check_open()
+
+    def check_open(self) -> NoReturn:
         raise mx.MXNetError(
             f"this process was forked from rank {self.rank} of {self.size} and is no member of its job; only processes "
             "that the launcher has started are"

@@ -10,7 +10,7 @@ import threading
 import time
 from abc import abstractmethod
 from contextlib import contextmanager
-from typing import Callable, Iterator, List, NoReturn, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, NoReturn, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -76,6 +76,13 @@ class WaitingTransport(Transport):
     @abstractmethod
     def tell(self, label: Optional[Label], reason: str) -> None:
         """Tells the other ranks, once, that nothing is carried any more; the reason is empty if unknown so far."""
+
+    def native(self, ranks: Sequence[int]) -> Optional[Dict[str, Any]]:
+        """Returns what the core needs to add arrays among these ranks without Python: see `_native.sum_between`.
+
+        None if it cannot. All ranks call it.
+        """
+        return None
 
     def meanwhile(self, missing: Sequence[int]) -> List[str]:
         """Returns what is known of these ranks."""

@@ -16,6 +16,7 @@ from mxnet.module import Module
 from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from .. import _native
+from ..exchange.store import ProcessStore
 from ..training import devices, steps
 from ..training.replicas import IN_GRAPH, Replicas
 from ..training.session import session
@@ -50,6 +51,10 @@ def install() -> None:
       weights are as they were.
     - A new ``gluon.Trainer`` is noted, so that `devices` finds its gradients. Those of contexts that take no part would
       be added again, as the last backward there has left them.
+    - ``gluon.Trainer`` gives the gradients of a step to a store of processes together. MXNet gives them one by one, and
+      the store could not tell the last one.
+    - ``gluon.Trainer`` compares its weights with those of the other processes before its first update. MXNet would copy
+      rank 0's there, after a forward and a backward with others.
     - ``gluon.Trainer`` sees the whole net before its first update. Nets whose layers compute something else than they
       were asked for get a warning there.
     - ``asnumpy`` and ``wait_to_read`` note that a caller has seen a failure. Then the next step does not report it
@@ -71,6 +76,8 @@ def install() -> None:
     _replace(scope, "__enter__", _entering)
     _replace(scope, "__exit__", _leaving)
     _replace(autograd, "backward", _apart)
+    _replace(gluon.Trainer, "__init__", _expected)
+    _replace(gluon.Trainer, "_allreduce_grads", _adding)
     # a store that updates does so while it adds
     gate_sums = _gated(lambda trainer: trainer._update_on_kvstore, _gradients)
     _replace(gluon.Trainer, "_allreduce_grads", lambda adds: _settling(gate_sums(adds)))
@@ -86,7 +93,7 @@ def install() -> None:
     _replace(gluon.HybridBlock, "_build_cache", _once)
     _replace(mx.random, "seed", _telling)
     copies = _gated(lambda trainer: trainer._kvstore is not None, _written)
-    _replace(gluon.Trainer, "_init_params", lambda initialise: _warning_of_mixed(copies(initialise)))
+    _replace(gluon.Trainer, "_init_params", lambda initialise: _warning_of_mixed(copies(_comparing(initialise))))
 
 
 def install_for_executors() -> None:
@@ -341,6 +348,40 @@ def _settling(adds: Callable) -> Callable:
     return settling
 
 
+def _expected(initialise: Callable) -> Callable:
+    def expected(trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
+        initialise(trainer, *args, **kwargs)
+        store = trainer._kvstore_params["kvstore"]
+        if isinstance(store, ProcessStore):
+            store.expect(trainer)
+
+    return expected
+
+
+def _adding(add: Callable) -> Callable:
+    def adding(trainer: gluon.Trainer) -> None:
+        store = trainer._kvstore
+        if isinstance(store, ProcessStore):
+            store.add_gradients(trainer, {p.name: p.list_grad() for p in trainer._params if p.grad_req != "null"})
+        else:
+            add(trainer)
+
+    return adding
+
+
+def _comparing(initialise: Callable) -> Callable:
+    def comparing(trainer: gluon.Trainer) -> None:
+        if not isinstance(trainer._kvstore, ProcessStore):
+            initialise(trainer)
+            return
+        known = [p for p in trainer._params_to_init if not p._deferred_init]
+        trainer._params_to_init = [p for p in trainer._params_to_init if p._deferred_init]
+        if known:
+            trainer._kvstore.compare_weights(trainer, {p.name: (p.list_data(), p.grad_req != "null") for p in known})
+
+    return comparing
+
+
 def _gradients(trainer: gluon.Trainer) -> List[mx.nd.NDArray]:
     return [g for p in trainer._params if p._grad is not None for g in p._grad]
 
@@ -355,7 +396,7 @@ def _gated(
 ) -> Callable[[Callable], Callable]:
     def wrap(method: Callable) -> Callable:
         def gated(trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> Any:
-            if wanted(trainer) and _native.layers():
+            if wanted(trainer) and (_native.layers() or isinstance(trainer._kvstore, ProcessStore)):
                 written = arrays(trainer)
                 if written:
                     _native.gate(written)

@@ -190,7 +190,7 @@ def test_gradients_of_all_processes(kind):
     for total, first in everywhere(all_stores, work):
         np.testing.assert_allclose(total, sum(values), rtol=1e-6)
         np.testing.assert_array_equal(first, values[0])
-    assert post.sent == {"gradient of": 6, "broadcast of": 6}
+    assert post.sent == {"gradient of": 12, "broadcast of": 6}  # what is next, and the sum
 
 
 # ---- how a wait ends -----------------------------------------------------------------------------------------

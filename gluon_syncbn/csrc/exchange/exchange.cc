@@ -47,9 +47,8 @@ std::string name_of_call(const Ticket& ticket) {
            std::to_string(ticket.call + 1) + " of " + title_of(ticket.name);
 }
 
-std::string text_of_wait(Wait::Why why, const Ticket& ticket, const std::string& rank, const std::string& missing,
+std::string text_of_wait(Wait::Why why, const std::string& call, const std::string& rank, const std::string& missing,
                          double limit, double waited) {
-    const std::string call = name_of_call(ticket);
     if (why == Wait::Why::kAskedToEnd)
         return rank + " was asked to end (Ctrl-C, or its main thread has ended) in " + call + ".";
     if (why == Wait::Why::kForked) return rank + " was forked in " + call + ". Fork before a step or after it.";

@@ -26,8 +26,9 @@ struct Ticket {
 
 // "the forward of call 2 of SyncBatchNorm 'bn0'"
 std::string name_of_call(const Ticket& ticket);
-// The text of a wait for other processes: "rank 0 of 3 waits for rank 2 in ...". `limit` and `waited` are seconds.
-std::string text_of_wait(Wait::Why why, const Ticket& ticket, const std::string& rank, const std::string& missing,
+// The text of a wait for other processes in a call: "rank 0 of 3 waits for rank 2 in ...". `limit` and `waited` are
+// seconds.
+std::string text_of_wait(Wait::Why why, const std::string& call, const std::string& rank, const std::string& missing,
                          double limit, double waited);
 
 // The result of an allreduce: the moments of all values, or the sum of the vectors.

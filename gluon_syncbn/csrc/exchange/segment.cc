@@ -33,6 +33,16 @@ long futex(std::atomic<uint32_t>* word, int operation, uint32_t value, const tim
     return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
 }
 
+// Sleeps until the word is not `seen`, or for `seconds`.
+void wait_at(std::atomic<uint32_t>* word, uint32_t seen, double seconds) {
+    timespec timeout;
+    timeout.tv_sec = static_cast<time_t>(seconds);
+    timeout.tv_nsec = static_cast<long>((seconds - std::floor(seconds)) * 1e9);
+    futex(word, FUTEX_WAIT, seen, &timeout);
+}
+
+constexpr size_t kLane = 256;  // bytes, no cache line of which another lane uses
+
 size_t rounded_up(size_t size) { return (size + 4095) / 4096 * 4096; }
 
 // The lock on a rank's byte ends with the rank's process, however that ends, and never earlier. A child of a fork has
@@ -77,7 +87,9 @@ static_assert(sizeof(int64_t[5]) + 2 * sizeof(uint64_t) + 2 * sizeof(uint32_t) =
 Segment::Segment(size_t ranks, size_t rank, int file) : ranks_(ranks), rank_(rank), file_(file), process_(getpid()) {
     const size_t head = rounded_up(sizeof(Head)), members = rounded_up(ranks * sizeof(Member));
     const size_t rings = rounded_up(kRings * sizeof(Ring)), outboxes = rounded_up(ranks * kOutboxes * sizeof(Outbox));
-    size_ = head + members + rings + outboxes + ranks * kOutboxes * kMostValues * sizeof(double);
+    const size_t vectors = rounded_up(ranks * kOutboxes * kMostValues * sizeof(double));
+    const size_t lanes = rounded_up(ranks * kLane);
+    size_ = head + members + rings + outboxes + vectors + lanes + ranks * kPieces * kPiece;
     struct stat is;
     if (rank == 0 && fchmod(file, 0600) != 0) fail("fchmod");
     if (rank == 0 && ftruncate(file, static_cast<off_t>(size_)) != 0) fail("ftruncate");
@@ -91,6 +103,8 @@ Segment::Segment(size_t ranks, size_t rank, int file) : ranks_(ranks), rank_(ran
     rings_ = reinterpret_cast<Ring*>(memory_ + head + members);
     outboxes_ = reinterpret_cast<Outbox*>(memory_ + head + members + rings);
     values_ = reinterpret_cast<double*>(memory_ + head + members + rings + outboxes);
+    lanes_ = memory_ + head + members + rings + outboxes + vectors;
+    pieces_ = lanes_ + lanes;
 }
 
 void Segment::present() {
@@ -223,11 +237,8 @@ uint32_t Segment::ring_of(const Label& label) const {
 uint32_t Segment::heard(uint32_t ring) const { return rings_[ring].posts; }
 
 void Segment::sleep(uint32_t ring, uint32_t seen, double seconds) {
-    timespec timeout;
-    timeout.tv_sec = static_cast<time_t>(seconds);
-    timeout.tv_nsec = static_cast<long>((seconds - std::floor(seconds)) * 1e9);
     rings_[ring].sleepers.fetch_add(1);
-    futex(&rings_[ring].posts, FUTEX_WAIT, seen, &timeout);
+    wait_at(&rings_[ring].posts, seen, seconds);
     rings_[ring].sleepers.fetch_sub(1);
 }
 
@@ -235,6 +246,29 @@ void Segment::sleep(uint32_t ring, uint32_t seen, double seconds) {
 // killed asleep stays registered, which costs a call of the kernel.
 void Segment::wake(uint32_t ring) {
     if (rings_[ring].sleepers != 0) futex(&rings_[ring].posts, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+// ---- lanes ---------------------------------------------------------------------------------------------------------
+
+Segment::Lane& Segment::lane(size_t rank) const {
+    static_assert(sizeof(Lane) <= kLane, "");
+    return *reinterpret_cast<Lane*>(lanes_ + rank * kLane);
+}
+
+char* Segment::piece(size_t rank, uint64_t number) const {
+    return pieces_ + (rank * kPieces + number % kPieces) * kPiece;
+}
+
+void Segment::ring(size_t rank) {
+    lane(rank).bell.fetch_add(1);
+    if (lane(rank).sleeping != 0) futex(&lane(rank).bell, FUTEX_WAKE, 1, nullptr);
+}
+
+void Segment::listen(uint32_t heard, double seconds) {
+    Lane& own = lane(rank_);
+    own.sleeping = 1;
+    wait_at(&own.bell, heard, seconds);
+    own.sleeping = 0;
 }
 
 // ---- members -------------------------------------------------------------------------------------------------------
@@ -278,6 +312,7 @@ void Segment::leave(State state, const std::string& reason) {
         rings_[ring].posts.fetch_add(1);
         wake(ring);
     }
+    for (size_t rank = 0; rank < ranks_; ++rank) ring(rank);
 }
 
 }  // namespace syncbn

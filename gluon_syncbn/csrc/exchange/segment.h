@@ -3,6 +3,7 @@
 //   rank 0      [outbox 0] [outbox 1] ...      1. post: a free outbox of one's own gets label and vector
 //   rank 1      [outbox 0] [outbox 1] ...      2. whoever waits looks through the outboxes of the others for the label
 //   rings       [0] [1] ...                    3. whoever completes a set of vectors wakes those who sleep at its ring
+//   lanes       [0] [1] ...                    pieces of long sums, one lane for each rank: see sums.h
 //
 // Every word has one writer, but for the readers' marks and the rings. A process that is killed leaves nothing locked,
 // and others do not see its unfinished posts. The kernel frees the memory with the last process, since it has no name.
@@ -26,6 +27,12 @@ struct Label {
         return key == other.key && node == other.node && call == other.call && phase == other.phase &&
                piece == other.piece;
     }
+};
+
+// The ranks that share a segment within a job: their ranks in the job, ascending, and the size of the job.
+struct Members {
+    std::vector<size_t> ranks;
+    size_t of;
 };
 
 class Segment {
@@ -83,6 +90,21 @@ class Segment {
     // Reports that this rank has failed, with a reason, or has ended. Wakes all ranks. The first report stays.
     void leave(State state, const std::string& reason);
 
+    // The part of a rank in long sums: how far it is, and its pieces. Only the rank itself writes there, except for the
+    // bell. Counts never decrease.
+    static constexpr size_t kPiece = 1 << 19, kPieces = 4;  // bytes, and pieces of a rank
+    struct Lane {
+        std::atomic<uint64_t> rounds, in, added, total, out;
+        std::atomic<int64_t> channel;
+        std::atomic<uint64_t> digest;
+        std::atomic<uint32_t> bell, sleeping;
+    };
+    Lane& lane(size_t rank) const;
+    char* piece(size_t rank, uint64_t number) const;
+    // Wakes the thread of a rank that sleeps in `listen`, where it has `heard` so many rings.
+    void ring(size_t rank);
+    void listen(uint32_t heard, double seconds);
+
   private:
     struct Head;
     struct Member;
@@ -104,6 +126,8 @@ class Segment {
     Ring* rings_ = nullptr;
     Outbox* outboxes_ = nullptr;
     double* values_ = nullptr;
+    char* lanes_ = nullptr;
+    char* pieces_ = nullptr;
 };
 
 }  // namespace syncbn

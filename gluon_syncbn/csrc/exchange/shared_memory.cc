@@ -154,7 +154,7 @@ class WaitForRanks final : public Wait {
     }
     std::string text(Why why) override {
         const char* leader = label_.piece < 0 ? ", the leader of this machine," : "";
-        return text_of_wait(why, ticket_, rank(), text_of(missing()) + leader, limit(), waited()) +
+        return text_of_wait(why, name_of_call(ticket_), rank(), text_of(missing()) + leader, limit(), waited()) +
                (why == Why::kLate ? others_ : "");
     }
 
@@ -251,13 +251,12 @@ Row combined(Combine combine, const Contribution& own) {
 }  // namespace
 
 SharedMemory::SharedMemory(std::unique_ptr<Segment> segment, std::shared_ptr<Exchange> transport)
-    : segment_(std::move(segment)),
-      transport_(std::move(transport)),
-      state_(std::make_unique<State>(everybody_of(segment_->ranks()))) {}
+    : SharedMemory(std::move(segment), std::move(transport), everybody_of(segment->ranks())) {}
 
 SharedMemory::SharedMemory(std::unique_ptr<Segment> segment, std::shared_ptr<Exchange> transport, Members members)
     : segment_(std::move(segment)),
       transport_(std::move(transport)),
+      sums_(*segment_, members),
       state_(std::make_unique<State>(std::move(members))) {}
 
 SharedMemory::~SharedMemory() = default;

@@ -4,14 +4,9 @@
 
 #include "exchange/exchange.h"
 #include "exchange/segment.h"
+#include "exchange/sums.h"
 
 namespace syncbn {
-
-// The ranks that share a segment within a job: their ranks in the job, ascending, and the size of the job.
-struct Members {
-    std::vector<size_t> ranks;
-    size_t of;
-};
 
 class SharedMemory : public Exchange {
   public:
@@ -37,6 +32,9 @@ class SharedMemory : public Exchange {
     std::unique_ptr<Underway> begin_hearing(const Ticket& ticket, size_t length);  // all but member 0
     void broadcast(const Ticket& ticket, const Vector& total);                     // member 0
 
+    // Sums of long arrays over the same processes.
+    Sums& sums() { return sums_; }
+
     // Reports to the others that this process has failed, or ends.
     void fail(const std::string& reason);
     void end();
@@ -54,6 +52,7 @@ class SharedMemory : public Exchange {
 
     const std::unique_ptr<Segment> segment_;
     const std::shared_ptr<Exchange> transport_;
+    Sums sums_;
     const std::unique_ptr<State> state_;
 };
 

@@ -30,16 +30,6 @@ struct Entry {
 
 std::atomic<int64_t> blocked{0}, lone{0};  // calls
 
-void complete_with_error(const Completion& complete, const std::exception_ptr& reason) noexcept {
-    const TurnToFail turn;
-    try {
-        std::rethrow_exception(reason);
-    } catch (const std::exception& e) {
-        const dmlc::Error error = error_with(reason_of(e));
-        complete(&error);
-    }
-}
-
 // One execution of a call.
 class Execution : public Work {
   public:
@@ -269,6 +259,16 @@ std::string replace(const char* op_name, const std::string& device) {
 }
 
 }  // namespace
+
+void complete_with_error(const Completion& complete, const std::exception_ptr& reason) noexcept {
+    const TurnToFail turn;
+    try {
+        std::rethrow_exception(reason);
+    } catch (const std::exception& e) {
+        const dmlc::Error error = error_with(reason_of(e));
+        complete(&error);
+    }
+}
 
 int64_t blocked_calls() { return blocked; }
 int64_t lone_calls() { return lone; }

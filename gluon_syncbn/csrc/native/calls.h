@@ -3,7 +3,10 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <string>
+
+#include "native/abi.h"
 
 namespace syncbn {
 namespace native {
@@ -11,6 +14,9 @@ namespace native {
 // Takes over calls of our operator on "cpu" or "gpu" contexts; other custom operators are forwarded to MXNet's handler.
 // `library` is MXNet's, a handle of dlopen. Returns the reason if it cannot; otherwise empty.
 std::string take_calls(void* library, const std::string& device);
+
+// Ends an operation of the engine with an error.
+void complete_with_error(const Completion& complete, const std::exception_ptr& reason) noexcept;
 
 // The number of forwards and backwards with data in blocks of channels.
 int64_t blocked_calls();

@@ -1,0 +1,63 @@
+// Sums the totals of machines. One process of each machine, its leader, talks to the other leaders.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "exchange/python_transport.h"
+#include "types.h"
+
+namespace syncbn {
+
+// What comes next: a round, with a digest of its first arrays, each together with those before it. The last digest is of
+// all others.
+struct Announcement {
+    static constexpr size_t kArrays = 511;
+    int64_t channel = 0, count = 0;
+    int64_t digests[kArrays + 1] = {};
+};
+constexpr int kAnnouncement = sizeof(Announcement) / sizeof(int64_t);
+
+// Each leader has one, and calls it from one thread. All leaders begin the same operations in the same order, so that
+// none waits for another one's next. Each function throws std::runtime_error with the reason.
+class Machines {
+  public:
+    virtual ~Machines() = default;
+    // The leader of the first machine says which round is next.
+    virtual bool is_first() const = 0;
+    virtual void announce(const Announcement& announcement) = 0;
+    // For the other leaders: whether that has come.
+    virtual bool announced(Announcement* announcement) = 0;
+    // Begins a sum in place.
+    virtual void begin(Type type, void* values, size_t count) = 0;
+    // Whether the oldest sum that has not ended before has ended now.
+    virtual bool done() = 0;
+    // Throws if another process is known to have failed. Takes the interpreter's lock.
+    virtual void check() = 0;
+    virtual void fail(const char* reason) = 0;
+};
+
+// A leader's functions in Python. Each returns 0, or 1 with the reason. They must stay as long as the process.
+struct MachinesInPython {
+    int (*tell)(int64_t* announcement, Problem*);  // the first leader's comes back
+    int (*add)(int type, int64_t count, void* values, Problem*);
+    int (*check)(Problem*);
+    void (*fail)(const char* reason);
+};
+
+// MPI's library: its functions and handles, as mpi4py knows them. A handle is a number or a pointer. A function gets
+// either in the register of a pointer, and reads the part that it needs.
+struct Mpi {
+    using Handle = intptr_t;
+    int (*all_reduce)(const void* from, void* to, int count, Handle type, Handle add, Handle communicator,
+                      void* request);
+    int (*broadcast)(void* values, int count, Handle type, int root, Handle communicator, void* request);
+    int (*test)(void* request, int* done, void* status);
+    void* in_place;
+    Handle communicator, float32, float64, int64, add;  // the communicator is of the leaders
+};
+
+// With `mpi`, sums run in MPI, without the interpreter. Without it, they are functions in Python, which wait.
+std::unique_ptr<Machines> machines(bool first, const MachinesInPython& python, const Mpi* mpi);
+
+}  // namespace syncbn

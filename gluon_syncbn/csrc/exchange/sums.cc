@@ -1,0 +1,568 @@
+#include "exchange/sums.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cstring>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <system_error>
+#include <thread>
+
+#include "cpu/numbers.h"
+#include "exchange/exchange.h"
+#include "failure.h"
+#include "point.h"
+#include "waiting/step.h"
+#include "waiting/wait.h"
+
+namespace syncbn {
+namespace {
+
+constexpr double kSleep = std::chrono::duration<double>(kSlice).count();
+constexpr double kPoll = 5e-5;  // seconds between two looks at a sum of machines
+constexpr double kForEver = std::numeric_limits<double>::infinity();
+constexpr size_t kLine = 64;  // bytes of a cache line
+
+// Values of one type in memory of a machine: a sum is made in the type of parameters.
+template <typename F>
+void with_wide(Type type, const F& f) {
+    if (type == Type::kFloat64) return f(static_cast<double*>(nullptr));
+    f(static_cast<float*>(nullptr));
+}
+
+// Widens the values of an array, added up over the contexts.
+void widen(Type type, const std::vector<void*>& contexts, size_t begin, size_t count, char* out) {
+    cpu::with_type(type, [&](auto* kind) {
+        using T = std::remove_pointer_t<decltype(kind)>;
+        using Wide = typename cpu::Value<T>::Compute;
+        auto* to = reinterpret_cast<Wide*>(out);
+        const T* first = static_cast<const T*>(contexts[0]) + begin;
+        for (size_t i = 0; i < count; ++i) to[i] = cpu::Value<T>::load(first + i);
+        for (size_t c = 1; c < contexts.size(); ++c) {
+            const T* from = static_cast<const T*>(contexts[c]) + begin;
+            for (size_t i = 0; i < count; ++i) to[i] += cpu::Value<T>::load(from + i);
+        }
+    });
+}
+
+// The reverse, into each context.
+void narrow(Type type, const char* in, const std::vector<void*>& contexts, size_t begin, size_t count) {
+    cpu::with_type(type, [&](auto* kind) {
+        using T = std::remove_pointer_t<decltype(kind)>;
+        const auto* from = reinterpret_cast<const typename cpu::Value<T>::Compute*>(in);
+        for (void* context : contexts) {
+            T* to = static_cast<T*>(context) + begin;
+            for (size_t i = 0; i < count; ++i) cpu::Value<T>::store(to + i, from[i]);
+        }
+    });
+}
+
+// Gluon's names without its counters, which depend on what else a process has built.
+std::string without_digits(const std::string& name) {
+    std::string text;
+    for (const char c : name)
+        if (std::isdigit(static_cast<unsigned char>(c)) == 0) text += c;
+    return text;
+}
+
+std::string line_of(const Summand& summand) {
+    return without_digits(summand.name) + " " + name_of(summand.type) + " " + std::to_string(summand.size);
+}
+
+// FNV-1a, of a text after others.
+uint64_t digest_of(const std::string& text, uint64_t before) {
+    uint64_t hash = before ^ 0xcbf29ce484222325u;
+    for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
+    return hash;
+}
+
+uint64_t digest_of(const Round& round) {
+    uint64_t hash = 0;
+    for (const Summand& summand : round.summands) hash = digest_of(line_of(summand), hash);
+    return hash;
+}
+
+// An array of this process has its whole name; another process writes only a line.
+std::string in_words(const std::string& name, const std::string& line) {
+    const size_t size = line.rfind(' '), type = line.rfind(' ', size - 1);
+    return (name.empty() ? line.substr(0, type) : name) + " (" + line.substr(size + 1) + " values of " +
+           line.substr(type + 1, size - type - 1) + ")";
+}
+
+constexpr char kAdvice[] =
+    ". Build and cast the same net in all processes, and freeze the same parameters (grad_req='null').";
+
+// "the gradient of 'conv0_weight' and 12 more, round 3", for the arrays from `begin` to `end`.
+std::string name_of(const Round& round, size_t begin, size_t end) {
+    std::string text = begin < end ? round.summands[begin].name : "a step without gradients";
+    if (end > begin + 1) text += " and " + std::to_string(end - begin - 1) + " more";
+    return text + ", round " + std::to_string(round.number + 1);
+}
+
+std::string disagreement(const Round& round, size_t at) {
+    return "the processes disagree about their arrays in " + name_of(round, 0, round.summands.size()) + ": number " +
+           std::to_string(at + 1) + " is ";
+}
+
+// Whether the backward has come to this round. Until then nothing waits for other processes. A layer may keep the
+// backward, which waits for them with a limit of its own and a better message.
+bool has_begun(Round& round) { return round.summands.empty() || round.values(round.summands.size() - 1) != nullptr; }
+
+}  // namespace
+
+// A part of a round, in one type. It may have the end of one array and the beginning of another.
+struct Sums::Piece {
+    struct Span {
+        size_t summand, begin, count, offset;  // the offset is in bytes
+    };
+    Type wide;
+    std::vector<Span> spans;
+    size_t bytes;
+
+    // The last arrays come first.
+    static std::vector<Piece> of(const Round& round) {
+        std::vector<Piece> pieces;
+        for (size_t i = round.summands.size(); i-- > 0;) {
+            const Summand& summand = round.summands[i];
+            const Type wide = parameter_type_of(summand.type);
+            const auto size = static_cast<size_t>(size_of(wide));
+            for (size_t begin = 0; begin < summand.size;) {
+                if (pieces.empty() || pieces.back().wide != wide || pieces.back().bytes + kLine > Segment::kPiece)
+                    pieces.push_back({wide, {}, 0});
+                Piece& piece = pieces.back();
+                const size_t count = std::min(summand.size - begin, (Segment::kPiece - piece.bytes) / size);
+                piece.spans.push_back({i, begin, count, piece.bytes});
+                piece.bytes += (count * size + kLine - 1) / kLine * kLine;
+                begin += count;
+            }
+        }
+        if (pieces.empty()) pieces.push_back({Type::kFloat32, {}, 0});  // the processes meet in every round
+        return pieces;
+    }
+    // Where the part of a rank begins.
+    size_t part(size_t rank, size_t ranks) const { return bytes / kLine * rank / ranks * kLine; }
+};
+
+// What this rank waits for: a count of some ranks. Without one, it waits for its own arrays.
+struct Sums::Need {
+    std::atomic<uint64_t> Segment::Lane::* count = nullptr;
+    uint64_t least = 0;
+    bool of_leader = false;    // alone
+    bool of_machines = false;  // other ones
+
+    bool waits() const { return count != nullptr || of_machines; }
+    bool operator==(const Need& other) const {
+        return count == other.count && least == other.least && of_machines == other.of_machines;
+    }
+    std::vector<size_t> missing(const Segment& segment) const {
+        std::vector<size_t> ranks;
+        for (size_t rank = 0; count != nullptr && rank < (of_leader ? 1 : segment.ranks()); ++rank)
+            if (segment.lane(rank).*count < least) ranks.push_back(rank);
+        return ranks;
+    }
+};
+
+class Sums::WaitForRanks final : public Wait {
+  public:
+    WaitForRanks(const Sums& sums, std::string what, Need need, double timeout)
+        : Wait(need.waits() ? timeout : kForEver),
+          sums_(sums),
+          segment_(sums.segment_),
+          what_(std::move(what)),
+          need_(need) {}
+
+    const Need& need() const { return need_; }
+    // Throws if a rank has failed, or has ended too early.
+    void check_members() {
+        if (segment_.state_of(segment_.rank()) != Segment::State::kPresent)
+            throw Failure("in " + what_ + ", " + rank() + ": " + segment_.reason_of(segment_.rank()));
+        for (size_t other = 0; other < segment_.ranks(); ++other) {
+            const Segment::State state = segment_.state_of(other);
+            if (state == Segment::State::kFailed) gone(other, "has failed: " + segment_.reason_of(other));
+            if (state == Segment::State::kEnded && is_missing(other)) gone(other, "has ended");
+        }
+    }
+    // Sleeps until the bell has not rung `heard` times, or for a while; `polls`: only for a moment.
+    void sleep(uint32_t heard, bool polls) {
+        check_members();
+        look();
+        segment_.listen(heard, polls ? kPoll : kSleep);
+    }
+
+  protected:
+    void check_others() override {
+        for (size_t other = 0; other < segment_.ranks(); ++other)
+            if (segment_.has_died(other) && (need_.count == nullptr || is_missing(other)))
+                gone(other, "has ended without a word (process " + std::to_string(segment_.process_of(other)) +
+                                "; was it killed?)");
+        if (sums_.machines_ != nullptr) sums_.machines_->check();
+    }
+    std::string text(Why why) override {
+        std::string missing;
+        for (size_t other : need_.missing(segment_)) missing += (missing.empty() ? "" : ", ") + name(other);
+        if (need_.of_leader) missing += ", the leader of this machine,";
+        if (need_.of_machines) missing = "s of other machines";
+        return text_of_wait(why, what_, rank(), missing, limit(), waited());
+    }
+
+  private:
+    bool is_missing(size_t other) const {
+        const std::vector<size_t> missing = need_.missing(segment_);
+        return std::find(missing.begin(), missing.end(), other) != missing.end();
+    }
+    std::string name(size_t member) const { return std::to_string(sums_.members_.ranks[member]); }
+    std::string rank() const { return "rank " + name(segment_.rank()) + " of " + std::to_string(sums_.members_.of); }
+    [[noreturn]] void gone(size_t other, const std::string& fate) {
+        give_up("rank " + name(other) + " of " + std::to_string(sums_.members_.of) + " " + fate + " (rank " +
+                name(segment_.rank()) + " was in " + what_ + ")");
+    }
+
+    const Sums& sums_;
+    Segment& segment_;
+    const std::string what_;
+    const Need need_;
+};
+
+// One round.
+class Sums::Pass {
+  public:
+    Pass(Sums& sums, Round& round)
+        : sums_(sums),
+          segment_(sums.segment_),
+          round_(round),
+          pieces_(Piece::of(round)),
+          lane_(segment_.lane(segment_.rank())),
+          first_(lane_.out),
+          last_(first_ + pieces_.size()),
+          totalled_(first_) {}
+
+    void run() {
+        meet();
+        while (lane_.out < last_) {
+            const uint32_t heard = lane_.bell;
+            Need need;
+            if (goes_on(&need))
+                sums_.wait_.reset();
+            else
+                wait(need, heard);
+        }
+    }
+
+  private:
+    using Count = std::atomic<uint64_t> Segment::Lane::*;
+
+    // Compares what the processes bring.
+    void meet() {
+        lane_.digest = digest_of(round_);
+        advance(&Segment::Lane::rounds);
+        wait_for({&Segment::Lane::rounds, lane_.rounds});
+        for (size_t rank = 0; rank < segment_.ranks(); ++rank)
+            if (segment_.lane(rank).digest != lane_.digest) return disagree();
+    }
+
+    // Each rank shows what it brings, and finds the first difference.
+    [[noreturn]] void disagree() {
+        std::string text;
+        for (const Summand& summand : round_.summands) text += line_of(summand) + "\n";
+        text.resize(std::min(text.size(), Segment::kPiece - 1));
+        std::copy(text.begin(), text.end(), segment_.piece(segment_.rank(), first_));
+        segment_.piece(segment_.rank(), first_)[text.size()] = 0;
+        advance(&Segment::Lane::in);
+        wait_for({&Segment::Lane::in, first_ + 1});
+        size_t other = 0;
+        while (segment_.lane(other).digest == lane_.digest) ++other;
+        std::istringstream ours(text), theirs(segment_.piece(other, first_));
+        std::string one, another;
+        size_t at = 0;
+        for (;; ++at) {
+            if (!std::getline(ours, one)) one.clear();
+            if (!std::getline(theirs, another)) another.clear();
+            if (one != another || one.empty()) break;
+        }
+        const auto told = [&](const std::string& name, const std::string& line) {
+            return line.empty() ? "none" : in_words(name, line);
+        };
+        throw Failure(disagreement(round_, at) + told(one.empty() ? "" : round_.summands[at].name, one) +
+                      sums_.of_rank(segment_.rank()) + " and " + told("", another) + sums_.of_rank(other) + kAdvice);
+    }
+
+    // Does what can be done next. Returns false, with the reason, if there is nothing.
+    bool goes_on(Need* need) {
+        const bool several = sums_.machines_ != nullptr || sums_.members_.of > sums_.members_.ranks.size();
+        const Count complete = several ? &Segment::Lane::total : &Segment::Lane::added;
+        const uint64_t out = lane_.out, added = lane_.added, in = lane_.in;
+        const uint64_t completed = several ? segment_.lane(0).total.load() : everywhere(complete);
+        if (out < completed) {
+            copy_out(out, several);
+            advance(&Segment::Lane::out);
+            return true;
+        }
+        if (sums_.machines_ != nullptr && totalled_ < everywhere(&Segment::Lane::added)) {
+            join_parts(totalled_);
+            const Piece& piece = piece_of(totalled_);
+            sums_.machines_->begin(piece.wide, segment_.piece(0, totalled_),
+                                   piece.bytes / static_cast<size_t>(size_of(piece.wide)));
+            ++totalled_;
+            return true;
+        }
+        if (sums_.machines_ != nullptr && lane_.total < totalled_ && sums_.machines_->done()) {
+            advance(&Segment::Lane::total);
+            return true;
+        }
+        if (added < everywhere(&Segment::Lane::in)) {
+            add_part(added);
+            advance(&Segment::Lane::added);
+            return true;
+        }
+        const bool room = in < last_ && in < everywhere(&Segment::Lane::out) + Segment::kPieces;
+        if (room && copy_in(in)) {
+            advance(&Segment::Lane::in);
+            return true;
+        }
+        if (added < in)
+            *need = {&Segment::Lane::in, added + 1};
+        else if (out < added && sums_.machines_ != nullptr && totalled_ == added)
+            need->of_machines = true;
+        else if (out < added)
+            *need = {complete, out + 1, several && sums_.machines_ == nullptr};
+        else if (in < last_ && !room)
+            *need = {&Segment::Lane::out, in + 1 - Segment::kPieces};
+        return false;
+    }
+
+    const Piece& piece_of(uint64_t number) const { return pieces_[number - first_]; }
+
+    // Returns false if some array is not available yet.
+    bool copy_in(uint64_t number) {
+        const Piece& piece = piece_of(number);
+        for (const Piece::Span& span : piece.spans)
+            if (round_.values(span.summand) == nullptr) return false;
+        SYNCBN_POINT("before_copy_in");
+        char* to = segment_.piece(segment_.rank(), number);
+        for (const Piece::Span& span : piece.spans)
+            widen(round_.summands[span.summand].type, *round_.values(span.summand), span.begin, span.count,
+                  to + span.offset);
+        return true;
+    }
+
+    void add_part(uint64_t number) {
+        SYNCBN_POINT("before_add_part");
+        const Piece& piece = piece_of(number);
+        const size_t ranks = segment_.ranks(), own = segment_.rank();
+        const size_t begin = piece.part(own, ranks), end = piece.part(own + 1, ranks);
+        with_wide(piece.wide, [&](auto* kind) {
+            using Wide = std::remove_pointer_t<decltype(kind)>;
+            constexpr size_t kStrip = 4096;  // bytes that stay in the nearest cache
+            alignas(kLine) Wide sum[kStrip / sizeof(Wide)];
+            for (size_t at = begin; at < end; at += kStrip) {
+                const size_t bytes = std::min(kStrip, end - at), count = bytes / sizeof(Wide);
+                std::memcpy(sum, segment_.piece(0, number) + at, bytes);
+                for (size_t rank = 1; rank < ranks; ++rank) {
+                    const auto* from = reinterpret_cast<const Wide*>(segment_.piece(rank, number) + at);
+                    for (size_t i = 0; i < count; ++i) sum[i] += from[i];
+                }
+                std::memcpy(segment_.piece(own, number) + at, sum, bytes);
+            }
+        });
+    }
+
+    // Puts the parts of all ranks of this machine side by side.
+    void join_parts(uint64_t number) {
+        const Piece& piece = piece_of(number);
+        for (size_t rank = 1; rank < segment_.ranks(); ++rank) {
+            const size_t begin = piece.part(rank, segment_.ranks()), end = piece.part(rank + 1, segment_.ranks());
+            std::memcpy(segment_.piece(0, number) + begin, segment_.piece(rank, number) + begin, end - begin);
+        }
+    }
+
+    // `joined`: rank 0 has all parts.
+    void copy_out(uint64_t number, bool joined) {
+        SYNCBN_POINT("before_copy_out");
+        const Piece& piece = piece_of(number);
+        const auto size = static_cast<size_t>(size_of(piece.wide));
+        const size_t ranks = joined ? 1 : segment_.ranks();
+        for (const Piece::Span& span : piece.spans) {
+            const size_t first = span.offset, last = span.offset + span.count * size;
+            for (size_t rank = 0; rank < ranks; ++rank) {
+                const size_t begin = std::max(first, piece.part(rank, ranks));
+                const size_t end = std::min(last, piece.part(rank + 1, ranks));
+                if (begin < end)
+                    narrow(round_.summands[span.summand].type, segment_.piece(rank, number) + begin,
+                           *round_.values(span.summand), span.begin + (begin - first) / size, (end - begin) / size);
+            }
+        }
+    }
+
+    // The smallest count of all ranks.
+    uint64_t everywhere(Count count) const {
+        uint64_t least = segment_.lane(0).*count;
+        for (size_t rank = 1; rank < segment_.ranks(); ++rank)
+            least = std::min(least, (segment_.lane(rank).*count).load());
+        return least;
+    }
+    // The last rank to get there wakes the others. They wait for the leader alone, too.
+    void advance(Count count) {
+        const uint64_t now = ++(lane_.*count);
+        const bool leads = segment_.rank() == 0 && (count == &Segment::Lane::total || count == &Segment::Lane::rounds);
+        if (!leads && everywhere(count) < now) return;
+        for (size_t rank = 0; rank < segment_.ranks(); ++rank)
+            if (rank != segment_.rank()) segment_.ring(rank);
+    }
+
+    void wait_for(const Need& need) {
+        while (true) {
+            const uint32_t heard = lane_.bell;
+            if (need.missing(segment_).empty()) break;
+            wait(need, heard);
+        }
+        sums_.wait_.reset();
+    }
+    void wait(Need need, uint32_t heard) {
+        if (!has_begun(round_)) need = {};
+        if (sums_.wait_ == nullptr || !(sums_.wait_->need() == need)) {
+            const uint64_t at = std::min(lane_.out.load(), last_ - 1);
+            const std::vector<Piece::Span>& spans = piece_of(at).spans;
+            const std::string what =
+                spans.empty() ? name_of(round_, 0, 0) : name_of(round_, spans.back().summand, spans[0].summand + 1);
+            sums_.wait_ = std::make_unique<WaitForRanks>(sums_, what, need, round_.timeout);
+        }
+        sums_.wait_->sleep(heard, sums_.machines_ != nullptr && lane_.total < totalled_);
+    }
+    Sums& sums_;
+    Segment& segment_;
+    Round& round_;
+    const std::vector<Piece> pieces_;
+    Segment::Lane& lane_;
+    const uint64_t first_, last_;  // pieces, counted over all rounds
+    uint64_t totalled_;            // pieces that the leader has given to the other machines
+};
+
+Sums::Sums(Segment& segment, Members members) : segment_(segment), members_(std::move(members)) {}
+
+Sums::~Sums() = default;
+
+std::string Sums::of_rank(size_t member) const { return " on rank " + std::to_string(members_.ranks[member]); }
+
+void Sums::begin(std::shared_ptr<Round> round) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    queue_.push_back(std::move(round));
+    if (!started_) try {
+            std::thread([this] { serve(); }).detach();
+            started_ = true;
+        } catch (const std::system_error& error) {
+            queue_.pop_back();
+            throw Failure(std::string("no thread could be started for the sums of gradients: ") + error.what());
+        }
+    look();
+}
+
+void Sums::look() { segment_.ring(segment_.rank()); }
+
+void Sums::serve() noexcept {
+    while (true) {
+        try {
+            serve_next();
+        } catch (const std::exception& reason) {
+            give_up(reason);
+        }
+    }
+}
+
+// Finds the round that is next in all processes. Null if nobody has said it yet, or it has not begun here. `oldest` has
+// begun, and waits for what `need` says.
+std::shared_ptr<Round> Sums::next(std::shared_ptr<Round>* oldest, Need* need) {
+    std::vector<std::shared_ptr<Round>> queue;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        queue.assign(queue_.begin(), queue_.end());
+    }
+    if (queue.empty()) return nullptr;
+    *oldest = queue[0];
+    int64_t channel = queue[0]->channel;
+    if (segment_.rank() != 0) {
+        const uint64_t rounds = segment_.lane(segment_.rank()).rounds;
+        if (segment_.lane(0).rounds == rounds) {
+            *need = {&Segment::Lane::rounds, rounds + 1, true};
+            return nullptr;
+        }
+        channel = segment_.lane(0).channel;
+    } else if (machines_ != nullptr && !machines_->is_first()) {
+        need->of_machines = !told_ && has_begun(*queue[0]) && !machines_->announced(&announcement_);
+        told_ = told_ || (has_begun(*queue[0]) && !need->of_machines);
+        if (!told_) return nullptr;
+        channel = announcement_.channel;
+    }
+    for (const auto& round : queue)
+        if (round->channel == channel) return round;
+    return nullptr;
+}
+
+// Runs the next round, or sleeps for a while.
+void Sums::serve_next() {
+    Segment::Lane& own = segment_.lane(segment_.rank());
+    const uint32_t heard = own.bell;
+    Need need;
+    std::shared_ptr<Round> oldest;
+    const std::shared_ptr<Round> round = next(&oldest, &need);
+    if (round != nullptr) {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            current_ = round;
+            queue_.erase(std::find(queue_.begin(), queue_.end(), round));
+        }
+        wait_.reset();
+        if (machines_ != nullptr) announce(*round);
+        if (segment_.rank() == 0) own.channel = round->channel;
+        Pass(*this, *round).run();
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            current_.reset();
+        }
+        round->succeed();
+    } else if (need.waits() && has_begun(*oldest)) {
+        if (wait_ == nullptr || !(wait_->need() == need))
+            wait_ = std::make_unique<WaitForRanks>(*this, name_of(*oldest, 0, oldest->summands.size()), need,
+                                                   oldest->timeout);
+        wait_->sleep(heard, need.of_machines);
+    } else {
+        wait_.reset();
+        segment_.listen(heard, kSleep);
+    }
+}
+
+// In a leader: tells the other leaders what is next, or compares it with what they were told.
+void Sums::announce(const Round& round) {
+    Announcement ours{round.channel, static_cast<int64_t>(round.summands.size()), {}};
+    uint64_t rest = 0;  // of all arrays that have no place of their own
+    for (size_t i = 0; i < round.summands.size(); ++i) {
+        rest = digest_of(line_of(round.summands[i]), rest);
+        ours.digests[std::min(i, Announcement::kArrays)] = static_cast<int64_t>(rest);
+    }
+    if (machines_->is_first()) return machines_->announce(ours);
+    told_ = false;
+    if (std::equal(std::begin(ours.digests), std::end(ours.digests), announcement_.digests)) return;
+    size_t at = 0;
+    while (ours.digests[at] == announcement_.digests[at]) ++at;
+    const std::string own =
+        at < round.summands.size() ? in_words(round.summands[at].name, line_of(round.summands[at])) : "none";
+    throw Failure(disagreement(round, at) + own + of_rank(segment_.rank()) + " and another one on rank 0" + kAdvice);
+}
+
+// Everything that this process has begun fails, and what it begins later.
+void Sums::give_up(const std::exception& reason) noexcept {
+    step().fail(reason);
+    segment_.leave(Segment::State::kFailed, reason.what());
+    if (machines_ != nullptr) machines_->fail(reason.what());
+    std::vector<std::shared_ptr<Round>> rounds;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (current_ != nullptr) rounds.push_back(std::move(current_));
+        rounds.insert(rounds.end(), queue_.begin(), queue_.end());
+        queue_.clear();
+    }
+    wait_.reset();
+    for (const auto& round : rounds) round->fail(reason);
+}
+
+}  // namespace syncbn

@@ -1,0 +1,90 @@
+// Sums long arrays over processes, as gradients are, in a thread of its own. Nobody waits for a sum but those who need
+// the array.
+//
+//   own arrays ─► in ──► add ──► [machines ─► total] ──► out ─► own arrays      1. in: pieces go into the segment, the
+//                  │      ▲                               ▲                        last arrays first, as backwards end
+//                  └──────┴── pieces of the others ───────┘                     2. add: each rank adds its own part of
+//                                                                                  each piece, in the order of the ranks
+//                                                                               3. out: the parts come from all ranks
+//
+// The arrays of one step are a round, which completes or fails as a whole. Rank 0 decides which of several rounds is
+// next, so trainers in threads may come in any order. With one order for all ranks, no two rounds wait for each other.
+// Each value is added in the order of the ranks, in any piece. So a sum has the same bits on all ranks and in all runs.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "exchange/machines.h"
+#include "exchange/segment.h"
+#include "types.h"
+
+namespace syncbn {
+
+// An array of a round; `name` is for messages.
+struct Summand {
+    std::string name;
+    Type type;
+    size_t size;
+};
+
+// What this process brings at a time.
+class Round {
+  public:
+    Round(int64_t channel, int64_t number, double timeout, std::vector<Summand> summands)
+        : channel(channel), number(number), timeout(timeout), summands(std::move(summands)) {}
+    virtual ~Round() = default;
+    // Returns where the values of an array are, in each context; null as long as they are not available. Throws Failure
+    // if they never will be.
+    virtual const std::vector<void*>* values(size_t summand) = 0;
+    // Either all sums are in their places, or something has failed. One of the two is called, once.
+    virtual void succeed() noexcept = 0;
+    virtual void fail(const std::exception& reason) noexcept = 0;
+
+    const int64_t channel;  // its rounds come in the same order in all processes
+    const int64_t number;   // within the channel, for messages
+    const double timeout;   // seconds
+    const std::vector<Summand> summands;
+};
+
+class Sums {
+  public:
+    // Has a thread that lasts as long as the process, and so must all of this.
+    Sums(Segment& segment, Members members);
+    ~Sums();
+    // In a leader of several machines, before the first round.
+    void between(std::unique_ptr<Machines> machines) { machines_ = std::move(machines); }
+    void begin(std::shared_ptr<Round> round);
+    // An array of a round has become available, or never will.
+    void look();
+
+  private:
+    struct Piece;
+    struct Need;
+    class WaitForRanks;
+    class Pass;
+    void serve() noexcept;
+    void serve_next();
+    std::shared_ptr<Round> next(std::shared_ptr<Round>* oldest, Need* need);
+    void announce(const Round& round);
+    std::string of_rank(size_t member) const;
+    void give_up(const std::exception& reason) noexcept;
+
+    Segment& segment_;
+    const Members members_;
+    std::unique_ptr<Machines> machines_;
+    std::mutex mutex_;                          // guards the next three
+    std::deque<std::shared_ptr<Round>> queue_;  // in the order of their beginnings here
+    std::shared_ptr<Round> current_;
+    bool started_ = false;
+    std::unique_ptr<WaitForRanks> wait_;  // the rest is of the thread
+    bool told_ = false;
+    Announcement announcement_;  // of the next round, if it has been told
+};
+
+}  // namespace syncbn

@@ -1,0 +1,152 @@
+#include "native/gradients.h"
+
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "failure.h"
+#include "mxnet_api.h"
+#include "native/calls.h"
+#include "native/library.h"
+#include "tensor.h"
+
+namespace syncbn {
+namespace native {
+namespace {
+
+const struct {
+    int type, number;
+} kCpu{1, 0};
+
+// The values of an array that this thread may write.
+void* plain_values(void* handle) {
+    NDArray& array = *static_cast<NDArray*>(handle);
+    if (library.is_blocked != nullptr && !array.is_plain()) library.reorder_chunk(&array.chunk());
+    return data({handle});
+}
+
+class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
+  public:
+    Gradients(Sums& sums, int64_t channel, int64_t number, double timeout, std::vector<Summand> summands)
+        : Round(channel, number, timeout, std::move(summands)), sums_(sums), items_(this->summands.size()) {}
+    ~Gradients() override {
+        for (const Item& item : items_)
+            for (void* handle : item.handles) mx.ndarray_free(handle);
+    }
+
+    // Pushes the operation for a summand.
+    void push(size_t index, size_t contexts, void** arrays) {
+        std::vector<void*>& handles = items_[index].handles;
+        for (size_t i = 0; i < contexts; ++i) {
+            void* own = nullptr;
+            check(mx.ndarray_share(arrays[i], &own));
+            handles.push_back(own);
+        }
+        // MXNet removes it, whatever happens.
+        check(mx.engine_push_async(Operation::run, new Operation{shared_from_this(), index}, Operation::remove, &kCpu,
+                                   nullptr, 0, handles.data(), static_cast<int>(contexts), nullptr, 0,
+                                   "gluon_syncbn_sum", false));
+    }
+
+    const std::vector<void*>* values(size_t summand) override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const Item& item = items_[summand];
+        if (item.state == State::kLost)
+            throw Failure("the " + summands[summand].name +
+                          " was not computed: an operator before it has failed, and reading its result says why.");
+        return item.state == State::kHere ? &item.values : nullptr;
+    }
+    void succeed() noexcept override {
+        for (const Item& item : items_) item.complete(nullptr);
+    }
+    void fail(const std::exception& reason) noexcept override {
+        std::vector<const Item*> here;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            failure_ = std::make_exception_ptr(Failure(reason_of(reason)));
+            for (const Item& item : items_)
+                if (item.state == State::kHere) here.push_back(&item);
+        }
+        for (const Item* item : here) complete_with_error(item->complete, failure_);
+    }
+
+  private:
+    enum class State { kAwaited, kHere, kLost };
+    struct Item {
+        std::vector<void*> handles, values;  // for each context
+        State state = State::kAwaited;
+        Completion complete;
+    };
+
+    // The operation for one summand.
+    struct Operation {
+        const std::shared_ptr<Gradients> round;
+        const size_t index;
+        bool ran = false;
+
+        static void run(void*, void* complete, void* parameter) {
+            auto& self = *static_cast<Operation*>(parameter);
+            self.ran = true;
+            self.round->take(self.index, *static_cast<const Completion*>(complete));
+        }
+        // MXNet leaves out an operation if one before it has failed.
+        static void remove(void* parameter) {
+            const std::unique_ptr<Operation> self(static_cast<Operation*>(parameter));
+            if (!self->ran) self->round->lose(self->index);
+        }
+    };
+
+    static void check(int status) {
+        if (status != 0) throw Failure(std::string("MXNet's engine refused a sum of gradients: ") + mx.last_error());
+    }
+
+    void take(size_t index, const Completion& complete) {
+        Item& item = items_[index];
+        std::exception_ptr failure;
+        try {
+            for (void* handle : item.handles) item.values.push_back(plain_values(handle));
+        } catch (const std::exception&) {
+            failure = std::current_exception();
+        }
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            item.complete = complete;
+            if (failure == nullptr) failure = failure_;
+            item.state = failure == nullptr ? State::kHere : State::kLost;
+        }
+        if (failure != nullptr) complete_with_error(complete, failure);
+        sums_.look();
+    }
+    void lose(size_t index) {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            items_[index].state = State::kLost;
+        }
+        sums_.look();
+    }
+
+    Sums& sums_;
+    std::mutex mutex_;  // guards the states and the failure
+    std::vector<Item> items_;
+    std::exception_ptr failure_;
+};
+
+}  // namespace
+
+void sum_gradients(Sums& sums, int64_t channel, int64_t number, double timeout, std::vector<Summand> summands,
+                   size_t contexts, void** arrays) {
+    const size_t count = summands.size();
+    auto round = std::make_shared<Gradients>(sums, channel, number, timeout, std::move(summands));
+    try {
+        for (size_t i = 0; i < count; ++i) round->push(i, contexts, arrays + i * contexts);
+        sums.begin(round);
+    } catch (const std::exception& reason) {
+        round->fail(reason);  // operations that MXNet has must end
+        throw;
+    }
+}
+
+}  // namespace native
+}  // namespace syncbn
