@@ -46,8 +46,8 @@ def install() -> None:
       operators that are still queued run. An update that was issued before the loss was read would then use gradients
       that were never computed. The gate is an exception of its own, between the gradients and their users. In its first
       step, a trainer also copies the first context's running statistics to all contexts; the gate covers this copy too.
-    - ``Parameter._reduce``, by which Gluon saves parameters, works after a failed step, and so does ``save_states`` of a
-      ``gluon.Trainer``. The error of the step would reach them once for each array that the step was to write, though
+    - ``Parameter._reduce``, by which Gluon saves parameters, works after a failed step, and so does ``save_states`` of
+      a ``gluon.Trainer``. The error of the step would reach them once for each array that the step was to write, though
       weights are as they were.
     - A new ``gluon.Trainer`` is noted, so that `devices` finds its gradients. Those of contexts that take no part would
       be added again, as the last backward there has left them.

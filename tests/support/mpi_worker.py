@@ -35,6 +35,7 @@ from replicas import (  # noqa: E402
 from gluon_syncbn import _native, reference  # noqa: E402
 from gluon_syncbn.exchange import mpi, store  # noqa: E402
 from gluon_syncbn.exchange.transport import Label  # noqa: E402
+from gluon_syncbn.training.session import session  # noqa: E402
 
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
