@@ -12,7 +12,7 @@ from mxnet import recordio
 from places import PACKAGE, ROOT
 
 from gluon_syncbn.mxnet_side import compatibility
-from gluon_syncbn.mxnet_side.compatibility import versions
+from gluon_syncbn.mxnet_side.compatibility import numpy_names, versions
 
 #: Makes a young NumPy and Python of any that runs these tests.
 YOUNG = """
@@ -244,7 +244,7 @@ def test_records_with_several_labels():
 
 
 def test_old_names_mean_what_they_meant():
-    names = compatibility.numpy_names.names()
+    names = numpy_names.names()
     assert names.bool is bool and names.int is int and names.float is float
     assert names.in1d([[1, 2], [3, 4]], [2, 3]).tolist() == [False, True, True, False]
     assert names.msort(np.array([[3], [1]])).tolist() == [[1], [3]]
