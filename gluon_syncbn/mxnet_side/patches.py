@@ -17,11 +17,12 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from .. import _native
 from ..exchange.store import ProcessStore
+from ..system import arguments
 from ..training import devices, steps
 from ..training.replicas import IN_GRAPH, Replicas
 from ..training.session import session
 from . import callers, draws, mixed
-from .nodes import Synchronised
+from .nodes import Synchronised, json_of
 from .op import Role
 
 # Reading the annotations of a class adds them as an attribute.
@@ -68,6 +69,8 @@ def install() -> None:
       them again, so the layers cannot see which thread calls them.
     - ``HybridBlock._build_cache`` records a graph once, in one thread at a time. In MXNet, threads that record one net
       at once take each other's name scopes. Or they make graphs of their own, whose nodes do not meet.
+    - ``autograd.grad`` with ``create_graph`` notes the layers whose gradient may be differentiated again. There MXNet's
+      error would not say which operator it means.
     - ``mx.random.seed`` announces its calls, because seeds that are drawn here follow from it.
     """
     if _replaced:
@@ -75,7 +78,7 @@ def install() -> None:
     scope = autograd._RecordingStateScope
     _replace(scope, "__enter__", _entering)
     _replace(scope, "__exit__", _leaving)
-    _replace(autograd, "backward", _apart)
+    _replace(autograd, "backward", lambda backward: _naming_layers(_apart(backward)))
     _replace(gluon.Trainer, "__init__", _expected)
     _replace(gluon.Trainer, "_allreduce_grads", _adding)
     # a store that updates does so while it adds
@@ -92,6 +95,7 @@ def install() -> None:
     _replace(mx.nd, "CachedOp", _issuing)
     _replace(gluon.HybridBlock, "_build_cache", _once)
     _replace(mx.random, "seed", _telling)
+    _replace(autograd, "grad", _noting_layers)
     copies = _gated(lambda trainer: trainer._kvstore is not None, _written)
     _replace(gluon.Trainer, "_init_params", lambda initialise: _warning_of_mixed(copies(_comparing(initialise))))
 
@@ -180,6 +184,41 @@ def _apart(backward: Callable) -> Callable:
         backward(heads, *args, **kwargs)
 
     return apart
+
+
+def _noting_layers(grad: Callable) -> Callable:
+    def noting(heads: Any, variables: Any, head_grads: Any = None, retain_graph: Any = None, create_graph: bool = False,
+               **kwargs: Any) -> Any:  # fmt: skip
+        if create_graph:
+            for head in heads if isinstance(heads, (list, tuple)) else [heads]:
+                for node in json_of(autograd.get_symbol(head))["nodes"]:
+                    layer = Replicas.of_token(node.get("attrs", {}).get("layer", ""))
+                    if layer is not None:
+                        _differentiated[layer] = layer.name
+            if _differentiated:
+                replace_once(mx.nd.NDArray, "backward", _naming_layers)
+        return _naming_layers(grad)(heads, variables, head_grads, retain_graph, create_graph, **kwargs)
+
+    return noting
+
+
+_differentiated: weakref.WeakKeyDictionary[Replicas, str] = weakref.WeakKeyDictionary()
+
+
+def _naming_layers(backward: Callable) -> Callable:
+    def naming(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return backward(*args, **kwargs)
+        except mx.MXNetError as error:
+            if _differentiated and "_backward_Custom is non-differentiable" in str(error):
+                names = arguments.some(sorted(set(_differentiated.values())), ", ")
+                raise mx.MXNetError(
+                    f"SyncBatchNorm has no second derivative (layers of the graph: {names}), and neither has MXNet's "
+                    "BatchNorm. A gradient penalty (autograd.grad with create_graph=True) needs a net without them"
+                ) from error
+            raise
+
+    return naming
 
 
 def _calling(forward: Callable) -> Callable:

@@ -442,7 +442,7 @@ def test_a_store_that_runs_an_optimizer(contexts, rng):
 @pytest.mark.parametrize("how", ["exception", "replica", "loss"])
 @pytest.mark.parametrize("updates", [True, False], ids=["store", "trainer"])
 def test_a_net_is_saved_after_a_failed_step(contexts, rng, tmp_path, updates, how):
-    """Where the error is handled; elsewhere, an error that nobody has seen is raised once. Weights are unchanged."""
+    """Where the error is handled. Elsewhere, one that nobody may have seen is raised once. Weights are unchanged."""
     places, layers = contexts[:2], [SyncBatchNorm(in_channels=5) for _ in range(3)]
     net = nn.HybridSequential()
     net.add(nn.Dense(5, in_units=5), *layers)

@@ -517,3 +517,29 @@ def test_one_kvstore_for_gradients_and_statistics(contexts, rng):
             trainer.step(4)
     for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
         np.testing.assert_allclose(p.data(contexts[1]).asnumpy(), q.data().asnumpy(), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["eager", "hybrid"])  # MXNet itself refuses static_alloc
+@pytest.mark.parametrize("through", ["method", "function", "grad"])
+def test_a_second_derivative(contexts, rng, way, through):
+    """A gradient penalty: the error names the layer. One derivative is right, and so is the next step."""
+    batch = make_batch(rng, 2)
+    layer = prepare(SyncBatchNorm(in_channels=5, prefix="critic_"), batch, contexts[:2], "float64", WAYS[way])
+    xs, heads = on_devices(batch.shards, contexts, "float64"), on_devices(batch.heads, contexts, "float64")
+    for x in xs:
+        x.attach_grad()
+    with autograd.record():
+        ys = [layer(x) for x in xs]
+        dxs = autograd.grad(ys, xs, heads, create_graph=True, retain_graph=True)
+        penalties = [(dx**2).sum() for dx in dxs]
+    want = truth(batch)
+    for got, dx in zip(dxs, want.dxs):
+        np.testing.assert_allclose(got.asnumpy(), dx, atol=1e-11 * np.abs(dx).max())
+    with pytest.raises(mx.MXNetError, match=r"SyncBatchNorm has no second derivative .*: critic\)"):
+        if through == "grad":
+            autograd.grad(penalties, xs)
+        elif through == "function":
+            autograd.backward(penalties)
+        else:
+            penalties[0].backward()
+    assert_same(step(layer, batch, contexts, "float64"), truth(batch, steps=2), 1e-10)

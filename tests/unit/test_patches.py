@@ -24,6 +24,7 @@ CHANGED = [
     (mx.nd, "CachedOp"),
     (gluon.HybridBlock, "_build_cache"),
     (mx.random, "seed"),
+    (autograd, "grad"),
     (DataParallelExecutorGroup, "__init__"),
     (mx.sym.Symbol, "bind"),
     (mx.sym.Symbol, "simple_bind"),
