@@ -125,8 +125,9 @@ def update_bn_stats(
     Raises
     ------
     ValueError
-        If an argument is not as described above, or there is no batch. Also if a layer is in the recorded graph
-        of a ``SymbolBlock``, because hooks cannot see its input there.
+        If an argument is not as described above, or there is no batch. In all processes, if one has fewer batches than
+        another. Also if a layer is in the recorded graph of a ``SymbolBlock``, because hooks cannot see its input
+        there.
     MXNetError
         Errors of the net in training.
 
@@ -148,7 +149,7 @@ def update_bn_stats(
     mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
     before = [(array, array.copy()) for one in running for array in one.arrays()]
     try:
-        moments = _population(net, layers, running, batches, num_iters)
+        moments = _population(net, layers, running, _equally_many(store, _shown(batches, num_iters)))
         moments = _of_all_processes(store, "population statistics", moments)
     finally:
         steps.drain()  # operators in flight write them, too
@@ -286,7 +287,7 @@ def _layers_to_measure(net: Block) -> Tuple[List[nn.BatchNorm], List[str]]:
 
 
 def _population(
-    net: Block, layers: Sequence[nn.BatchNorm], running: Sequence[_Running], batches: Any, num_iters: int
+    net: Block, layers: Sequence[nn.BatchNorm], running: Sequence[_Running], batches: Iterator[Any]
 ) -> List[np.ndarray]:
     """Computes the moments over all values of all batches, for each of ``running``."""
     number = {id(one.mean): i for i, one in enumerate(running)}
@@ -294,7 +295,7 @@ def _population(
     replicas = _replicas(layers, running)
     done = 0
     with _inputs(net, layers) as inputs:
-        for batch in _shown(batches, num_iters):
+        for batch in batches:
             _check_batch(f"batches[{done}]", batch, replicas)
             with autograd.pause(train_mode=True):
                 for shard in batch:
@@ -306,7 +307,7 @@ def _population(
             inputs.clear()
             done += 1
     if not done:
-        arguments.refuse("batches", batches, "at least one batch")
+        raise ValueError("batches: none was given, expected at least one batch")
     return totals
 
 
@@ -367,7 +368,25 @@ def _check_batch(name: str, batch: Any, replicas: Dict[mx.Context, int]) -> None
         arguments.refuse(name, batch, f"a list of arrays, one on each context of the net ({contexts})")
 
 
-def _shown(batches: Any, num_iters: int) -> Iterator[Any]:
+def _equally_many(store: Optional[ProcessStore], batches: Iterable[Any]) -> Iterator[Any]:
+    """Yields the batches; ValueError, in all processes at once, where one has no more of them and another has."""
+    following = iter(batches)
+    for count in itertools.count():
+        batch = next(following, None)
+        if store is not None:
+            own = np.array([batch is not None], np.int64)
+            ended = [rank for rank, there in enumerate(store.allgather("batches", own)) if not there[0]]
+            if 0 < len(ended) < store.num_workers:
+                raise ValueError(
+                    f"batches: rank {arguments.some(list(map(str, ended)), ', ')} of {store.num_workers} gave {count}, "
+                    "expected as many as the other ranks, which have more"
+                )
+        if batch is None:
+            return
+        yield batch
+
+
+def _shown(batches: Any, num_iters: int) -> Iterable[Any]:
     """Yields the first batches, with a progress bar if tqdm is installed and the output is a terminal."""
     try:
         taken = itertools.islice(iter(batches), num_iters)
