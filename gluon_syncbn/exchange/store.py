@@ -61,6 +61,13 @@ def _copied(value: mx.nd.NDArray) -> mx.nd.NDArray:
     return mx.nd.SwapAxis(value.as_in_context(mx.cpu()), dim1=0, dim2=0)
 
 
+def _in_order(parameters: Dict[str, Any]) -> List[Tuple[str, Any]]:
+    """Sorts by name with numbers as numbers. Gluon's counters may begin elsewhere in another process, where the Trainer
+    puts ``dense10_weight`` before ``dense9_weight``.
+    """
+    return sorted(parameters.items(), key=lambda one: [t.zfill(9) for t in re.split(r"(\d+)", one[0])])
+
+
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
@@ -116,6 +123,19 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     def is_capable(capability: str) -> bool:
         return False  # the optimizer runs in the Trainer, where every process has the same gradients
 
+    def __repr__(self) -> str:
+        machines = f"on {len(self.machines)} machines" if len(self.machines) > 1 else "on one machine"
+        if self.why_not_in_memory is not None:
+            statistics = f"{self._name}, because {self.why_not_in_memory}"
+            machines = "each by itself"
+        else:
+            statistics = "shared memory" + (f", and {self._name} between machines" if len(self.machines) > 1 else "")
+        gradients = statistics if self.why_not_in_memory is None else self._name
+        return (
+            f"<kvstore {self._name!r}: rank {self.rank} of {self.num_workers}, {machines}; statistics: {statistics}; "
+            f"gradients: {gradients}>"
+        )
+
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         """Copies rank 0's ``value`` into ``out``, in every process."""
         value = value[0] if isinstance(value, (list, tuple)) else value
@@ -144,7 +164,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             By the name of the parameter, one for each context.
         """
         label = self._label("gradient", f"of trainer {self._number(trainer)}")
-        self._sum(label, {f"the gradient of '{name}'": (arrays, arrays) for name, arrays in gradients.items()})
+        self._sum(label, {f"the gradient of '{name}'": (arrays, arrays) for name, arrays in _in_order(gradients)})
 
     def compare_weights(self, trainer: Any, parameters: Dict[str, Tuple[List[mx.nd.NDArray], bool]]) -> None:
         """Compares the parameters of a Trainer with those of the other processes, before its first update.
@@ -162,11 +182,11 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         MXNetError
             If a trained parameter differs. The text names the first one.
         """
-        number = self._number(trainer)
-        digests = [hashlib.blake2b(a[0].asnumpy().tobytes(), digest_size=8).digest() for a, _ in parameters.values()]
+        number, ordered = self._number(trainer), _in_order(parameters)
+        digests = [hashlib.blake2b(a[0].asnumpy().tobytes(), digest_size=8).digest() for _, (a, _) in ordered]
         own = np.frombuffer(b"".join(digests), np.uint8)
         everyone = self.allgather(f"digests of the weights of trainer {number}", own)
-        for i, (name, (arrays, trained)) in enumerate(parameters.items()):
+        for i, (name, (arrays, trained)) in enumerate(ordered):
             differing = [r for r, theirs in enumerate(everyone) if (theirs != everyone[0])[8 * i : 8 * i + 8].any()]
             if differing and trained:
                 reason = (
@@ -440,6 +460,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             if difference:
                 self.fail(difference)
                 raise mx.MXNetError(difference)
+        replicas = sum(theirs[0]["replicas"] for theirs in everyone)
+        log.info("the statistics of %d layers meet over %r: %d replicas", len(everyone[0]), self, replicas)
         for i, layer in enumerate(new[:common]):
             total = sum(layers[i]["replicas"] for layers in everyone)
             text = problem(total, layer.group_size, layer.groups)

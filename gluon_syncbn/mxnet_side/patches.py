@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import weakref
 from contextlib import nullcontext
@@ -21,7 +22,7 @@ from ..system import arguments
 from ..training import devices, steps
 from ..training.replicas import IN_GRAPH, Replicas
 from ..training.session import session
-from . import callers, draws, mixed
+from . import callers, draws, mixed, processes
 from .nodes import Synchronised, json_of
 from .op import Role
 
@@ -54,6 +55,8 @@ def install() -> None:
       be added again, as the last backward there has left them.
     - ``gluon.Trainer`` gives the gradients of a step to a store of processes together. MXNet gives them one by one, and
       the store could not tell the last one.
+    - ``gluon.Trainer`` and the layers use the same store of processes, if one of them has one and the user has chosen
+      nothing else.
     - ``gluon.Trainer`` compares its weights with those of the other processes before its first update. MXNet would copy
       rank 0's there, after a forward and a backward with others.
     - ``gluon.Trainer`` sees the whole net before its first update. Nets whose layers compute something else than they
@@ -79,11 +82,10 @@ def install() -> None:
     _replace(scope, "__enter__", _entering)
     _replace(scope, "__exit__", _leaving)
     _replace(autograd, "backward", lambda backward: _naming_layers(_apart(backward)))
-    _replace(gluon.Trainer, "__init__", _expected)
-    _replace(gluon.Trainer, "_allreduce_grads", _adding)
+    _replace(gluon.Trainer, "__init__", _sharing)
     # a store that updates does so while it adds
     gate_sums = _gated(lambda trainer: trainer._update_on_kvstore, _gradients)
-    _replace(gluon.Trainer, "_allreduce_grads", lambda adds: _settling(gate_sums(adds)))
+    _replace(gluon.Trainer, "_allreduce_grads", lambda add: _settling(gate_sums(_adding(add))))
     _replace(gluon.Trainer, "__init__", _registering)
     _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore, _gradients))
     for owner, name in ((gluon.Parameter, "_reduce"), (gluon.Trainer, "save_states")):
@@ -358,6 +360,7 @@ def _warning_of_mixed(initialise: Callable) -> Callable:
         if trainer not in seen:
             seen.add(trainer)
             mixed.warn_of(trainer._params)
+            processes.tell(trainer._params)
         return initialise(trainer)
 
     return warning
@@ -387,14 +390,22 @@ def _settling(adds: Callable) -> Callable:
     return settling
 
 
-def _expected(initialise: Callable) -> Callable:
-    def expected(trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
-        initialise(trainer, *args, **kwargs)
-        store = trainer._kvstore_params["kvstore"]
-        if isinstance(store, ProcessStore):
-            store.expect(trainer)
+def _sharing(initialise: Callable) -> Callable:
+    parameters = inspect.signature(initialise)
 
-    return expected
+    def sharing(*args: Any, **kwargs: Any) -> None:
+        given = parameters.bind(*args, **kwargs).arguments
+        store = given.get("kvstore")
+        if "kvstore" not in given and not given.get("update_on_kvstore"):
+            store = processes.store_of_layers(given["params"])
+            if store is not None:
+                kwargs["kvstore"] = store
+        initialise(*args, **kwargs)
+        if isinstance(store, ProcessStore):
+            store.expect(given["self"])
+            processes.give_to_layers(store)
+
+    return sharing
 
 
 def _adding(add: Callable) -> Callable:

@@ -13,6 +13,7 @@ from mxnet.gluon import Block, Parameter, ParameterDict
 from ..exchange.store import ProcessStore
 from ..mxnet_side import blocks
 from ..system import arguments, kinds
+from ..training.replicas import stores_of
 from ..training.session import session
 
 __all__ = ["broadcast_parameters"]
@@ -71,12 +72,10 @@ def store_of(kvstore: Any, parameters: Iterable[Parameter]) -> Optional[ProcessS
     exchange = session.exchange_of(kvstore)
     if kvstore is not None:
         return exchange if isinstance(exchange, ProcessStore) else None
-    followers = [replicas for parameter in parameters for replicas in getattr(parameter, "_followers", [])]
-    used = [session.exchange, *(replicas.exchange for replicas in followers)]
-    stores = {id(one): one for one in used if isinstance(one, ProcessStore)}
+    stores = stores_of(parameters)
     if len(stores) > 1:
         arguments.refuse("kvstore", kvstore, f"one of the {len(stores)} KVStores of the layers")
-    return next(iter(stores.values()), None)
+    return stores[0] if stores else None
 
 
 def _listed(params: Any) -> List[Parameter]:

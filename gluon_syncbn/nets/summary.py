@@ -12,6 +12,7 @@ from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.op import NAME
 from ..system import arguments
+from ..training.replicas import stores_of
 from .fusion import taken_in
 from .graphs import Opened
 
@@ -41,7 +42,8 @@ def summary(net: Block) -> str:
     the operations that a layer computes as well. These are its activation, or the operators that ``convert(fuse=True)``
     absorbed, once its graph is recorded. It also says whether the layer works in place. A layer in an attribute of an
     object that is not a block has a row once it has run. So has a BatchNorm operator that a ``hybrid_forward`` calls,
-    once a graph is recorded. The last line counts the layers of batch normalisation.
+    once a graph is recorded. The last lines count the layers of batch normalisation, and tell how statistics and
+    gradients travel between processes.
 
     Parameters
     ----------
@@ -67,7 +69,8 @@ def summary(net: Block) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (_HEADER, *rows)]
     long = max(map(len, lines))
     counted = f"Layers of batch normalisation: {len(of_batches)}, synchronised: {synchronised}"
-    text = "\n".join(["-" * long, lines[0], "=" * long, *lines[1:], "=" * long, counted, "-" * long])
+    stores = [f"Processes: {store!r}" for store in stores_of(net.collect_params().values())]
+    text = "\n".join(["-" * long, lines[0], "=" * long, *lines[1:], "=" * long, counted, *stores, "-" * long])
     print(text)
     return text
 

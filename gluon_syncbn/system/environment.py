@@ -20,8 +20,13 @@ READ = (
     "GLUON_SYNCBN_SHARED_MEMORY",
     "HOROVOD_GLOO_RENDEZVOUS_ADDR",
     "HOROVOD_GLOO_RENDEZVOUS_PORT",
+    "HOROVOD_SIZE",
     "LD_LIBRARY_PATH",
     "MXNET_LIBRARY_PATH",
+    "OMPI_COMM_WORLD_SIZE",
+    "PMI_SIZE",
+    "SLURM_NTASKS",
+    "SLURM_STEP_ID",
     "XDG_CACHE_HOME",
 )
 #: Settings of MXNet, which it reads when it first needs them.

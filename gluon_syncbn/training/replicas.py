@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, ClassVar, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, ClassVar, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 from mxnet import autograd
 from mxnet.context import Context
@@ -13,6 +13,7 @@ from .. import _native
 from ..exchange import groups as exchange_groups
 from ..exchange.base import Exchange, LayerInfo
 from ..exchange.groups import Groups
+from ..exchange.store import ProcessStore
 from ..system import arguments, cuda, temporary_space
 from ..system.environment import at_least
 from .session import session
@@ -70,6 +71,18 @@ class Pooling(NamedTuple):
                 "device, whose slots have nobody else's statistics to take"
             )
         return ""
+
+
+def followers_of(parameters: Iterable[Any]) -> List[Replicas]:
+    """Returns the replicas of the layers that some of these parameters belong to, each once."""
+    found = [replicas for parameter in parameters for replicas in getattr(parameter, "_followers", [])]
+    return list({id(replicas): replicas for replicas in found}.values())
+
+
+def stores_of(parameters: Iterable[Any]) -> List[ProcessStore]:
+    """Returns the stores of several processes that are the default, or that the layers of these parameters name."""
+    used = [session.exchange, *(replicas.exchange for replicas in followers_of(parameters))]
+    return list({id(one): one for one in used if isinstance(one, ProcessStore)}.values())
 
 
 class Replicas:

@@ -25,6 +25,8 @@ class Session:
     def __init__(self) -> None:
         #: The exchange of layers that name no KVStore; None is shared memory.
         self.exchange: Optional[Exchange] = None
+        self.chosen = False  # `configure` has set it
+        self.warned = False  # of processes that do not meet
         # In the order of first initialisation, which is the order in the net. Layers stay here after their last use,
         # because the processes could not agree on when one was collected. A layer's last sum may also be on its way.
         self._layers: Dict[int, Tuple[LayerInfo, Optional[Exchange]]] = {}
@@ -204,6 +206,7 @@ def configure(
     if nonfinite is not _UNCHANGED:
         _native.nonfinite(nonfinite)
     if kvstore is not _UNCHANGED:
+        session.chosen = True
         session.set_exchange(exchange)
 
 
@@ -217,10 +220,9 @@ def kvstore(name: str, *, gpus: Any = None) -> ProcessStore:
         from mxnet import gluon
 
         kv = gluon_syncbn.kvstore("mpi")  # in every process
-        gluon_syncbn.configure(kvstore=kv)
         net = gluon_syncbn.SyncBatchNorm()
         net.initialize()
-        trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)  # the layers use it, too
         # and in each step: trainer.step(number of the samples of all processes)
 
     The processes must build and initialise the same net; Gluon's names may differ. If a process ends, hangs or fails,

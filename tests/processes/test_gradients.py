@@ -1,11 +1,19 @@
 """Gradients of several processes against one process with all samples, on one machine and on pretended ones."""
 
+import logging
+
+import mxnet as mx
 import pytest
 from mpi_job import Job
+from mxnet import autograd, gluon
 from places import SUPPORT
+
+import gluon_syncbn
+from gluon_syncbn.training.session import session
 
 WORKER = SUPPORT / "gradients_worker.py"
 SCENARIOS = [
+    "shares_the_store",
     "accumulates",
     "clips",
     "scales_the_loss",
@@ -17,6 +25,10 @@ SCENARIOS = [
 # What the processes learn: of rank 1, and of the arrays.
 FAULTS = {
     "freezes": ("the processes disagree about their arrays", "1_bias' (300000 values of float32) on rank"),
+    "begins_elsewhere": (
+        "the processes begin with different weights: 'dense",
+        "1_bias' of rank 1 is not that of rank 0",
+    ),
     "ends": ("rank 1 of 2 has ended (rank 0 was in the gradient of 'dense1_weight'", "round 2"),
     "is_late": ("rank 0 of 2 waits for rank 1", "in the gradient of 'dense1_weight'"),
 }
@@ -31,6 +43,11 @@ def test_steps(machines):
     for scenario in SCENARIOS:
         assert all(f"DONE {rank} {scenario}" in job.output for rank in range(ranks)), job.output
     assert job.succeeded(ranks), job.output
+    way = {
+        "0,0": "on one machine; statistics: shared memory",
+        "0,0,1": "on 2 machines; statistics: shared memory, and mpi",
+    }
+    assert f"Processes: <kvstore 'mpi': rank 1 of {ranks}, {way.get(machines, 'each by itself')}" in job.output
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -49,3 +66,22 @@ def test_another_net_on_another_machine():
     _, error = job.failure_of(1)
     assert "1_weight' (1200000 values of float32) on rank 1 and another one on rank 0" in error
     assert "the processes disagree about their arrays" in job.failure_of(0)[1]
+
+
+@pytest.mark.parametrize("mode, variables", [("sync", {"PMI_SIZE": "2"}), ("local", {"PMI_SIZE": "2"}), ("sync", {})])
+def test_a_process_that_meets_nobody(mode, variables, monkeypatch, caplog):
+    """One warning, and only where others were started and the layers would meet."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(session, "warned", False)
+    with caplog.at_level(logging.WARNING, "gluon_syncbn"):
+        for _ in range(2):
+            layer = gluon_syncbn.SyncBatchNorm(in_channels=3, mode=mode)
+            layer.initialize(ctx=mx.cpu(0))
+            trainer = gluon.Trainer(layer.collect_params(), "sgd")
+            with autograd.record():
+                y = layer(mx.nd.ones((2, 3)))
+            y.backward()
+            trainer.step(2)
+    said = [record for record in caplog.messages if "meet no replica of the others" in record]
+    assert len(said) == (mode == "sync" and bool(variables))

@@ -214,6 +214,26 @@ def adds_in_the_order_of_the_ranks():
     assert (value.asnumpy() == kv.rank + 1).all()
 
 
+# ---- the store of the one is that of the other -------------------------------------------------------------------
+
+
+def shares_the_store():
+    """First a layer names it and the Trainer nothing, then the reverse; neither calls `configure`."""
+    for of_layer, settings in ((kv, {}), (None, {"kvstore": kv})):
+        net = nn.HybridSequential()
+        net.add(gluon_syncbn.SyncBatchNorm(in_channels=3, kvstore=of_layer), nn.Dense(2, in_units=3))
+        net.initialize(mx.init.One(), ctx=OWN)
+        trainer = gluon.Trainer(net.collect_params(), "sgd", **settings)
+        with autograd.record():
+            losses = [net(nd.random.normal(shape=(2, 3), ctx=c) * (1 + kv.rank)).square().sum() for c in OWN]
+        autograd.backward(losses)
+        trainer.step(1)
+        for parameter in net.collect_params().values():
+            own = parameter.data(OWN[0]).asnumpy()
+            assert all((theirs == own.ravel()).all() for theirs in kv.allgather("a test", own.ravel())), parameter.name
+        gluon_syncbn.summary(net)
+
+
 # ---- what goes wrong ---------------------------------------------------------------------------------------------
 
 
@@ -223,6 +243,8 @@ def fails(spoil):
     net = nn.HybridSequential()
     net.add(nn.Dense(4, in_units=3), nn.Dense(300_000, in_units=4))
     net.initialize(ctx=OWN)
+    if spoil is begins_elsewhere:
+        spoil(net)
     trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)
 
     def step():
@@ -232,7 +254,8 @@ def fails(spoil):
         trainer.step(1)
         nd.waitall()
 
-    step()
+    if spoil is not begins_elsewhere:
+        step()
     before = [p.data(OWN[0]).asnumpy() for p in net.collect_params().values()]
     since = time.monotonic()
     if kv.rank == 1:
@@ -262,6 +285,10 @@ def freezes(net):
     net[1].bias.grad_req = "null"
 
 
+def begins_elsewhere(net):
+    net[1].bias.set_data(net[1].bias.data(OWN[0]) + kv.rank)
+
+
 def ends(net):
     raise SystemExit(0)
 
@@ -274,13 +301,19 @@ def is_late(net):
 
 
 # And whether rank 1 has an error, too.
-SPOILS = {"freezes": (freezes, True), "ends": (ends, False), "is_late": (is_late, False)}
+SPOILS = {
+    "freezes": (freezes, True),
+    "begins_elsewhere": (begins_elsewhere, True),
+    "ends": (ends, False),
+    "is_late": (is_late, False),
+}
 
 if __name__ == "__main__":
     if sys.argv[1] in SPOILS:
         fails(SPOILS[sys.argv[1]][0])
     for scenario in sys.argv[1].split("+"):
-        gluon_syncbn.configure(kvstore=kv, timeout=60)
+        if scenario != "shares_the_store":
+            gluon_syncbn.configure(kvstore=kv, timeout=60)
         globals()[scenario]()
         print(f"DONE {kv.rank} {scenario}", flush=True)
     print(f"OK {kv.rank}", flush=True)

@@ -76,7 +76,7 @@ FOLDERS = {
     "training": [["session"], ["replicas", "steps"], ["devices", "guards", "join"], ["gather"], ["shuffle"]],
     "mxnet_side": [
         ["callers", "compatibility", "draws", "nodes", "operators"],
-        ["blocks", "lifetime", "op", "translations"],
+        ["blocks", "lifetime", "op", "processes", "translations"],
         ["gamma", "mixed"],
         ["patches"],
         ["export"],
