@@ -75,7 +75,6 @@ def measured(cell: _measuring.Cell) -> Dict[str, float]:
 
     import gluon_syncbn
 
-    # MXNet reads how many copies of temporary space there are: its own 4, for one device that waits for nobody.
     mx.random.seed(0)
     crop, images = cell["crop"], cell["images"]
     if cell["model"] == "ResNet-50":

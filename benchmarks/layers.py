@@ -80,10 +80,8 @@ def child(cells: Sequence[_measuring.Cell]) -> None:
     """Measures the cells in turn and prints one line of JSON for each."""
     import gluon_syncbn
 
-    # Contrib's layer takes a copy of temporary space in each direction, which keeps the largest size that it ever had:
-    # the default number of copies would come to more than there is.
     replicas = max(cell["replicas"] for cell in cells)
-    contexts = gluon_syncbn.cpu_devices(replicas, temp_copies=max(1, replicas - 1) * 4 * LAYERS)
+    contexts = gluon_syncbn.cpu_devices(replicas)
     import mxnet as mx
 
     for cell in cells:

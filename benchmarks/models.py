@@ -134,7 +134,7 @@ def child(cells: Sequence[_measuring.Cell]) -> None:
         os.environ["MXNET_EXEC_BULK_EXEC_TRAIN"] = "0"  # else the profiler sees many operators as one
     import gluon_syncbn
 
-    contexts = gluon_syncbn.cpu_devices(cells[0]["devices"], temp_copies=2048)
+    contexts = gluon_syncbn.cpu_devices(cells[0]["devices"])
     import mxnet as mx
 
     taken: Dict[str, Any]
@@ -209,8 +209,6 @@ def steps(cell: _measuring.Cell, contexts: Sequence[Any], names: Sequence[str]) 
         net.initialize(mx.init.Xavier(), ctx=list(contexts), force_reinit=True)
         if name in ("fused", "local"):
             gluon_syncbn.convert(net, fuse=True, mode="local" if name == "local" else "sync")
-        # Static shapes keep PSPNet's temporary space at 8 GB (without, 24 GB were not enough). On CPU contexts MXNet's
-        # queue gets stuck with them after some hundreds of steps, more than are run here.
         net.hybridize(static_alloc=True, static_shape=True)
         made[name] = training_step(net)
     return made

@@ -117,6 +117,11 @@ def _load() -> ctypes.CDLL:
         "problem": (ctypes.c_char_p, []),
         "register": (ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]),
         "native_operator": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_char_p]),
+        "separate_resources": (ctypes.c_char_p, [ctypes.c_void_p]),
+        "resources": (ctypes.c_int64, []),
+        "renew_resources": (ctypes.c_int, []),
+        "issue_for": (ctypes.c_int, [ctypes.c_void_p]),
+        "issue_on": (ctypes.c_int, [ctypes.c_int]),
         "blocked_calls": (ctypes.c_int64, []),
         "lone_calls": (ctypes.c_int64, []),
         "cuda": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]),
@@ -220,7 +225,13 @@ def _load() -> ctypes.CDLL:
         except AttributeError as error:  # the core is older than this file
             raise _unusable(error) from None
         function.restype, function.argtypes = result, takes
-        if name not in ("register", "problem", "tape_end", "gate_arrays"):  # their results mean something else
+        if name not in (
+            "register",
+            "problem",
+            "issue_on",
+            "tape_end",
+            "gate_arrays",
+        ):  # their results mean something else
             function.errcheck = _checked
     return core
 
@@ -247,9 +258,11 @@ _FUNCTIONS = (
     "MXGetLastError",
     "MXCustomOpRegister",
     "MXAutogradIsTraining",
+    "MXAutogradIsRecording",
     "MXNDArrayGetData",
     "MXNDArrayGetContext",
     "MXNDArrayFree",
+    "MXEnginePushSync",
     "MXEnginePushSyncND",
     "MXEnginePushAsyncND",
     "MXShallowCopyNDArray",
@@ -312,21 +325,35 @@ def nccl_problem() -> str:
     return _core.syncbn_nccl_problem().decode()
 
 
-# A variable of `ResourceManager::Get` in src/resource.cc: the object that `dmlc::ThreadLocalStore` keeps for each
-# thread.
-_COPIES = "_ZZN4dmlc16ThreadLocalStoreIN5mxnet8resource19ResourceManagerImplEE3GetEvE3ptr"
+def separate_resources() -> str:
+    """Gives each CPU context its own temporary space and random states. Returns why it cannot; empty if it has."""
+    return _core.syncbn_separate_resources(_mxnet._handle).decode()
 
 
-def copies_are_made() -> bool:
-    """Whether MXNet has made this thread's copies of temporary space and of random states.
+def resources() -> int:
+    """Counts MXNet's objects with temporary space and random states that were made for replicas."""
+    return _core.syncbn_resources()
 
-    MXNet does so at the first operator that takes a copy, with the settings at that time. The result is False where it
-    is unknown: MXNet has no function for it, and another build may hide the pointer.
+
+def renew_resources() -> None:
+    """Lets replicas of this thread take new resources, with the number of copies in the environment."""
+    _core.syncbn_renew_resources()
+
+
+def issue_for(array: NDArray) -> bool:
+    """Begins to issue, in this thread, operators of the replica on an array's context.
+
+    That is so if the replica trains on a CPU and the thread issues for no other one. Returns whether it is so. Then
+    ``issue_on(-1)`` ends it.
     """
-    try:
-        return bool(ctypes.c_void_p.in_dll(_mxnet, _COPIES).value)  # a new look-up: each thread has its own
-    except ValueError:
-        return False
+    return bool(_core.syncbn_issue_for(array.handle))
+
+
+def issue_on(context: int) -> int:
+    """Begins to issue, in this thread, operators of a replica on this CPU context, or of none: -1. Returns the context
+    before.
+    """
+    return _core.syncbn_issue_on(context)
 
 
 def layer_create(name: str, mode: int, slots: int, group: int, groups: Sequence[int] = ()) -> int:

@@ -15,7 +15,7 @@ from mxnet.gluon import HybridBlock, nn
 from mxnet.gluon.parameter import Parameter
 
 from .activation import NONE, invertible, of_arguments
-from .mxnet_side import export, operators
+from .mxnet_side import export, operators, patches
 from .mxnet_side.op import sync_batch_norm
 from .system import arguments, kinds
 from .system.bfloat16 import is_bfloat16
@@ -461,7 +461,7 @@ class _ReplicatedParameter(Parameter):
             arguments.refuse("running_mean", parameter, "a gluon.Parameter")
         parameter._followers.append(replicas)
         if parameter._data is not None:
-            replicas.set_contexts(parameter.list_ctx(), parameter._data[0].shape[0])
+            parameter._tell(replicas)
 
     @staticmethod
     def unfollow(parameter: Parameter, replicas: Replicas) -> None:
@@ -473,4 +473,9 @@ class _ReplicatedParameter(Parameter):
     def _init_impl(self, data: Any, ctx_list: Any) -> None:
         super()._init_impl(data, ctx_list)
         for replicas in self._followers:
-            replicas.set_contexts(self.list_ctx(), self._data[0].shape[0])
+            self._tell(replicas)
+
+    def _tell(self, replicas: Replicas) -> None:
+        replicas.set_contexts(self.list_ctx(), self._data[0].shape[0])
+        if replicas.separates():
+            patches.install_for_contexts()

@@ -36,8 +36,7 @@ class DataParallelModel:
         The network, whose parameters are put on the contexts. Also any callable with the network's ``collect_params``,
         such as GluonCV's ``SegEvalModel``.
     ctx_list : list of Context, optional
-        One for each replica; several replicas may share one. CPU contexts must come from `cpu_devices`, which takes the
-        number of replicas. By default the network is called as it is.
+        One for each replica; several replicas may share one. By default the network is called as it is.
     sync : bool
         Whether a call waits for the outputs and raises errors of the forward.
 

@@ -13,11 +13,7 @@ from replicas import release
 
 import gluon_syncbn
 
-# Before the first operator of the process, and so before any test module makes an array. Few copies: every thread that
-# a test starts keeps 5 MB of each random state for good, and GluonCV's helpers start hundreds; and each copy of
-# temporary space comes to the largest that a test asks for, together more addresses than a fork may copy. What has to
-# fork does so in a process of its own.
-CONTEXTS = gluon_syncbn.cpu_devices(8, temp_copies=256, random_copies=4)
+CONTEXTS = gluon_syncbn.cpu_devices(8)
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
 

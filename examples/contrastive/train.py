@@ -19,7 +19,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-import mxnet as mx
 import numpy as np
 from images import Images, UserError, load, resample, view
 from tqdm import tqdm
@@ -76,8 +75,7 @@ def parse(argv=None) -> argparse.Namespace:
 
 def train(options: argparse.Namespace) -> list:
     """Trains, or continues a run. Returns the rows of epochs.csv."""
-    # One context does not wait for others. The temporary space for several contexts would cost memory.
-    contexts = gluon_syncbn.cpu_devices(options.cpus) if options.cpus > 1 else [mx.cpu()]
+    contexts = gluon_syncbn.cpu_devices(options.cpus)
     from moco import MoCo
 
     images = load(options.data, options.size)

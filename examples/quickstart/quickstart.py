@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 
 import gluon_syncbn
 
-two = gluon_syncbn.cpu_devices(2)  # before the first operator; on GPUs: [mx.gpu(0), mx.gpu(1)]
+two = [mx.cpu(0), mx.cpu(1)]  # on GPUs: [mx.gpu(0), mx.gpu(1)]
 one = two[:1]
 out = Path("runs/quickstart")
 out.mkdir(parents=True, exist_ok=True)

@@ -32,7 +32,7 @@ IMAGES = (1, 2)  # per device
 NORMS = {"BatchNorm": "", "SyncBatchNorm": "--syncbn"}
 OPTIONS = (
     f"--model fastscnn --aux --aux-weight 0.4 --cpus {DEVICES} --crop-size 96 --base-size 120 "
-    "--momentum 0.9 --weight-decay 1e-4 --workers 1 --test-batch-size 16 --cpu-temp-copies 512 --no-progress"
+    "--momentum 0.9 --weight-decay 1e-4 --workers 1 --test-batch-size 16 --no-progress"
 )
 # GluonCV's loss gives each device the gradient of the mean over its pixels. Trainer.step divides the sum of these
 # gradients by the batch size. A learning rate proportional to the images per device gives both settings equal steps.

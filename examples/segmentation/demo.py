@@ -25,7 +25,7 @@ DATA = os.path.join("runs", "minidata")
 SAVE = os.path.join("runs", "demo")
 JOB = (  # on two devices, of one process or of two processes (distributed.py)
     "--model fastscnn --syncbn --aux --aux-weight 0.4 --crop-size 128 --base-size 160 "
-    "--batch-size 8 --lr 0.2 --momentum 0.9 --weight-decay 1e-4 --cpu-temp-copies 256"
+    "--batch-size 8 --lr 0.2 --momentum 0.9 --weight-decay 1e-4"
 )
 OPTIONS = f"{JOB} --cpus 2 --epochs 6"
 SHOWN = 5  # number of validation images in the picture

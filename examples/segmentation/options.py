@@ -77,7 +77,6 @@ def add_device_options(parser) -> None:
     )
     group.add_argument("--cpus", type=number(int, 1), metavar="N", help="CPU devices of each process, in place of GPUs")
     group.add_argument("--no-cuda", action="store_true", help="the same as --cpus 1")
-    group.add_argument("--cpu-temp-copies", type=number(int, 1), metavar="N", help="see gluon_syncbn.cpu_devices")
     group.add_argument(
         "--workers", type=number(int, 0), default=2, metavar="N", help="reader processes of each process (2)"
     )
@@ -134,7 +133,8 @@ def train_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--mode",
         choices=("static", "hybrid", "imperative"),
-        help="hybridize with static memory and shapes, hybridize, or neither (static; on several CPUs: hybrid)",
+        default="static",
+        help="hybridize with static memory and shapes, hybridize, or neither (static)",
     )
     group = parser.add_argument_group("results")
     group.add_argument("--save-dir", default=None, metavar="DIR", help="folder of the results (runs/DATASET/MODEL/...)")

@@ -21,7 +21,7 @@ from checkpoint import (
     set_devices,
 )
 from dataset import NUM_CLASS, Loader, Scenes, check_folder
-from devices import check_batch, choose_mode, contexts
+from devices import check_batch, contexts
 from errors import EXIT_INTERRUPTED, NotFiniteError, UserError
 from gluoncv.utils import LRScheduler, LRSequential
 from interrupt import Interrupt
@@ -63,10 +63,9 @@ class Run:
     def _check(self):
         """Check everything that is known before training. Return the checkpoint, if there is one."""
         args = self.args
-        self.contexts = contexts(args, self.processes.size)  # before any operator, because it may prepare MXNet
+        self.contexts = contexts(args)
         self.devices = self.processes.size * len(self.contexts)  # of all processes
         self.first_device = self.processes.rank * len(self.contexts)
-        self.mode = choose_mode(args, self.contexts)
         counts = {split: check_folder(args.data_root, split, args.check_data or None) for split in ("train", "val")}
         check_batch(args, self.devices, counts["train"])
         checkpoint = load_checkpoint(args.resume) if args.resume else None
@@ -190,8 +189,8 @@ class Run:
         set_random_state(state["random"])
 
     def _hybridize(self):
-        if self.mode != "imperative":
-            static = self.mode == "static"  # the crop size is fixed, so the shapes are fixed too
+        if self.args.mode != "imperative":
+            static = self.args.mode == "static"  # the crop size is fixed, so the shapes are fixed too
             self.net.hybridize(static_alloc=static, static_shape=static)
         # The loss is not hybridized: GluonCV's loss reads the dtype of its input, which a symbol does not have.
 

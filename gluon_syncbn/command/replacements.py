@@ -22,7 +22,6 @@ from ..nets import executors
 from ..nets.convert import convert as convert_layers
 from ..nets.convert import convert_nodes
 from ..system import arguments
-from ..training.devices import cpu_devices
 
 __all__ = ["install", "uninstall"]
 
@@ -110,7 +109,7 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
     Parameters
     ----------
     cpus : int, optional
-        From 1 to 1024. The contexts are those of `cpu_devices`: install before the first operator runs.
+        From 1 to 1024.
     convert : bool
         Whether nets with plain BatchNorm are synchronised where they are trained.
 
@@ -138,8 +137,6 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
             if value != before:
                 arguments.refuse(name, value, f"{before}, as installed before; call gluon_syncbn.uninstall() first")
         return _words()
-    if cpus is not None:
-        cpu_devices(cpus)  # its warning may be an error; then nothing is replaced
     _cpus, _converts = cpus, convert
     _put([(ContribSyncBatchNorm, SyncBatchNorm)])
     # A symbol that reaches `SymbolBlock` goes to Gluon. Others are found when they are bound.

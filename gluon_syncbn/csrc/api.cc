@@ -26,6 +26,7 @@
 #include "mxnet_api.h"
 #include "native/calls.h"
 #include "native/gradients.h"
+#include "native/resources.h"
 #include "native/workers.h"
 #include "operator/call.h"
 #include "operator/op.h"
@@ -112,6 +113,19 @@ SYNCBN_API int syncbn_register(void** functions, int64_t count) {
 SYNCBN_API const char* syncbn_native_operator(void* library, const char* device) {
     return text([&] { return syncbn::native::take_calls(library, device); });
 }
+
+// `library` is MXNet's, a handle of dlopen. Returns why CPU contexts share resources; empty if they do not, from now on.
+SYNCBN_API const char* syncbn_separate_resources(void* library) {
+    return text([&] { return syncbn::native::separate_resources(library); });
+}
+
+SYNCBN_API int64_t syncbn_resources() { return syncbn::native::resources(); }
+SYNCBN_API int syncbn_renew_resources() { return done(syncbn::native::renew_resources); }
+
+// Says that this thread begins to issue the operators of a replica; `data` is an NDArrayHandle on its context. Returns
+// whether that is so: it trains on a CPU, within no other call. Then `syncbn_issue_on` follows, with -1.
+SYNCBN_API int syncbn_issue_for(void* data) { return syncbn::native::issue_for(data); }
+SYNCBN_API int syncbn_issue_on(int context) { return syncbn::native::issue_on(context); }
 
 // The number of calls with data in blocks of channels.
 SYNCBN_API int64_t syncbn_blocked_calls() { return syncbn::native::blocked_calls(); }
@@ -505,6 +519,7 @@ SYNCBN_API int syncbn_forked() {
         syncbn::forget_callers();
         syncbn::forget_records();
         syncbn::native::forget_workers();
+        syncbn::native::forget_resources();
         registry().forked();
         syncbn::step().clear();
     });

@@ -42,9 +42,14 @@ struct MXNet {
     const char* (*last_error)();
     int (*custom_op_register)(const char* op_type, CustomOpPropCreator creator);
     int (*autograd_is_training)(bool* training);
+    int (*autograd_is_recording)(bool* recording);
     int (*ndarray_get_data)(void* handle, void** data);
     int (*ndarray_get_context)(void* handle, int* device_type, int* number);
     int (*ndarray_free)(void* handle);
+    int (*engine_push_variables)(void (*run)(void* context, void* parameter), void* parameter,
+                                 void (*deleter)(void* parameter), const void* context, void** reads, int read_count,
+                                 void** writes, int write_count, const void* property, int priority, const char* name);
+    // The same for arrays.
     int (*engine_push)(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
                        const void* context, void** reads, int read_count, void** writes, int write_count,
                        const void* property, int priority, const char* name);
@@ -56,5 +61,11 @@ struct MXNet {
     int (*ndarray_share)(void* handle, void** out);  // the same memory under a handle of its own
 };
 extern MXNet mx;
+
+const struct {
+    int device_type, device_id;
+} kCpu{1, 0};
+const int kNoSkip =
+    7;  // FnProperty::kNoSkip: runs although an operation that it waits for has failed, and is never bundled
 
 }  // namespace syncbn

@@ -45,8 +45,3 @@ def drawn_from(seed: int, context: mx.Context) -> Iterator[None]:
         yield
     finally:
         _generators().pop()
-
-
-def make_generators(context: mx.Context) -> None:
-    """Makes MXNet create this thread's generators, and its temporary space with them."""
-    _seed(_UNSEEDED, context)

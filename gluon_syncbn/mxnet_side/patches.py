@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import threading
 import weakref
 from contextlib import nullcontext
 from typing import Any, Callable, List, Optional, Tuple
@@ -20,7 +21,7 @@ from .. import _native
 from ..exchange.store import ProcessStore
 from ..system import arguments
 from ..training import devices, steps
-from ..training.replicas import IN_GRAPH, Replicas
+from ..training.replicas import IN_GRAPH, Replicas, issuing
 from ..training.session import session
 from . import callers, draws, mixed, processes
 from .nodes import Synchronised, json_of
@@ -109,6 +110,15 @@ def install_for_executors() -> None:
     replace_once(Executor, "forward", _calling)
 
 
+def install_for_contexts() -> None:
+    """Changes MXNet for layers on several CPU contexts, once there is one.
+
+    The outermost block that is called in training issues the operators of a replica. These take resources of their own
+    (csrc/native/resources.h).
+    """
+    replace_once(gluon.Block, "__call__", _for_replica)
+
+
 def install_for_modules() -> None:
     """Changes MXNet for those who train with ``Module``; once there is one with synchronised layers.
 
@@ -188,6 +198,32 @@ def _apart(backward: Callable) -> Callable:
     return apart
 
 
+_of_thread = threading.local()
+
+
+def _for_replica(call: Callable) -> Callable:
+    def for_replica(block: gluon.Block, *args: Any) -> Any:
+        if getattr(_of_thread, "issues", False) or not _begins(args):
+            return call(block, *args)
+        _of_thread.issues = True
+        try:
+            return call(block, *args)
+        finally:
+            _of_thread.issues = False
+            _native.issue_on(-1)
+
+    return for_replica
+
+
+def _begins(args: Any) -> bool:
+    for arg in args:
+        if isinstance(arg, mx.nd.NDArray):
+            return _native.issue_for(arg)
+        if isinstance(arg, (list, tuple)) and _begins(arg):
+            return True
+    return False
+
+
 def _noting_layers(grad: Callable) -> Callable:
     def noting(heads: Any, variables: Any, head_grads: Any = None, retain_graph: Any = None, create_graph: bool = False,
                **kwargs: Any) -> Any:  # fmt: skip
@@ -225,12 +261,15 @@ def _naming_layers(backward: Callable) -> Callable:
 
 def _calling(forward: Callable) -> Callable:
     def calling(executor: Executor, is_train: bool = False, **kwargs: Any) -> Any:
-        if is_train and isinstance(executor._symbol, Synchronised):
+        if not isinstance(executor._symbol, Synchronised):
+            return forward(executor, is_train, **kwargs)
+        if is_train:
             for _, layer in executor._symbol.layers:
                 layer._replicas.runs(IN_GRAPH)
                 if executor._ctx in layer._replicas.contexts:
                     _native.layer_called(layer._replicas.id, str(executor._ctx))
-        return forward(executor, is_train, **kwargs)
+        with issuing(executor._ctx):
+            return forward(executor, is_train, **kwargs)
 
     return calling
 

@@ -21,7 +21,7 @@ from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks, draws, patches
 from ..mxnet_side.nodes import json_of
 from ..mxnet_side.op import NAME
-from ..system import arguments, kinds, temporary_space
+from ..system import arguments, kinds
 from ..system.bfloat16 import is_float
 from ..training import gather
 
@@ -156,7 +156,7 @@ class _Call:
         recorded = [array for array in _arrays(outputs) if is_float(array)]
         if not recorded:
             return outputs
-        worker = _worker(self._block, context)
+        worker = _worker(context)
         what = f"'{self._block.name}' was computed again (gluon_syncbn.checkpoint)"
         _native.record_function(what, inputs, recorded, lambda *given: worker.do(lambda: self._again(context, *given)))
         # A gradient in oneDNN's layout would reach the backward as a copy that is freed too early; see op.py.
@@ -255,11 +255,9 @@ class _Worker:
     MXNet gives each thread that runs an operator its own temporary space, and never frees it.
     """
 
-    def __init__(self, context: mx.Context, waits_for_nobody: bool) -> None:
+    def __init__(self, context: mx.Context) -> None:
         self._jobs: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=f"gluon_syncbn-again-{context}", daemon=True).start()
-        if waits_for_nobody:
-            self.do(lambda: temporary_space.as_mxnet_has_it(lambda: draws.make_generators(context)))
+        threading.Thread(target=self._work, args=(context,), name=f"gluon_syncbn-again-{context}", daemon=True).start()
 
     def do(self, job: Callable[[], None]) -> None:
         """Runs a job and returns when it is done.
@@ -273,7 +271,9 @@ class _Worker:
         if problems:
             raise problems[0]
 
-    def _work(self) -> None:
+    def _work(self, context: mx.Context) -> None:
+        if context.device_type == "cpu":
+            _native.issue_on(context.device_id)
         while True:
             job, done, problems = self._jobs.get()
             try:
@@ -285,18 +285,15 @@ class _Worker:
             del done, problems
 
 
-_workers: Dict[Tuple[int, mx.Context, bool], _Worker] = {}
+_workers: Dict[Tuple[int, mx.Context], _Worker] = {}
 _lock = threading.Lock()
 
 
-def _worker(block: Block, context: mx.Context) -> _Worker:
-    # A block that waits for no replica needs no more copies of temporary space than MXNet has by itself.
-    layers = [one._replicas for one in blocks.of(block) if isinstance(one, SyncBatchNorm)]
-    waits_for_nobody = not any(replicas.count() > 1 or replicas.reaches_other_processes() for replicas in layers)
+def _worker(context: mx.Context) -> _Worker:
     with _lock:
-        key = os.getpid(), context, waits_for_nobody  # a child of a fork has no threads
+        key = os.getpid(), context  # a child of a fork has no threads
         if key not in _workers:
-            _workers[key] = _Worker(context, waits_for_nobody)
+            _workers[key] = _Worker(context)
         return _workers[key]
 
 

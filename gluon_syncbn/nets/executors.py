@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import warnings
+from contextlib import nullcontext
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
@@ -23,7 +24,7 @@ from ..mxnet_side import patches
 from ..mxnet_side.export import SYNCHRONISED, inputs_of_layer, is_guard, is_ours, names_of_outputs, passing
 from ..mxnet_side.nodes import Entry, Graph, Json, Synchronised, json_of
 from ..system import arguments
-from ..training.replicas import Replicas
+from ..training.replicas import Replicas, issuing
 from .graphs import layer_of, settings_of, write_layer
 
 #: Operators of MXNet whose nodes are also synchronised.
@@ -90,7 +91,9 @@ def _check(replicas: Replicas) -> None:
 def _binding(bind: Callable[..., Executor]) -> Callable[..., Executor]:
     def bound(symbol: mx.sym.Symbol, ctx: Context, *args: Any, **kwargs: Any) -> Executor:
         choose = functools.partial(_beside_others, ctx, kwargs.get("grad_req") != "null")
-        return bind(_synchronised(symbol, choose), ctx, *args, **kwargs)
+        graph = _synchronised(symbol, choose)
+        with issuing(ctx) if isinstance(graph, Synchronised) else nullcontext():
+            return bind(graph, ctx, *args, **kwargs)
 
     return bound
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
-from typing import Iterator
 
-#: Only this module reads them. The native core reads ``MXNET_ENGINE_TYPE`` and ``MXNET_CPU_TEMP_COPY`` for its
-#: messages.
+#: Only this module reads them. The native core reads ``MXNET_ENGINE_TYPE``.
 READ = (
     "DMLC_NUM_SERVER",
     "DMLC_NUM_WORKER",
@@ -53,17 +50,3 @@ def at_least(variable: str, value: int) -> bool:
         return False
     write(variable, value)
     return True
-
-
-@contextmanager
-def held_at(variable: str, value: int) -> Iterator[None]:
-    """Gives a variable another value for a while."""
-    before = os.environ.get(variable)
-    write(variable, value)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before

@@ -1,8 +1,7 @@
-"""Chooses the contexts that take part, and makes CPU contexts whose operators can wait for each other."""
+"""Chooses the contexts that take part."""
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from contextlib import contextmanager
 from typing import Dict, Iterable, Iterator, List, Optional, Sequence
@@ -12,8 +11,7 @@ from mxnet import gluon
 from mxnet.context import Context
 
 from .. import _native
-from ..system import arguments, kinds, temporary_space
-from ..system.environment import at_least
+from ..system import arguments, kinds
 from .replicas import Replicas
 from .steps import drain
 
@@ -136,76 +134,31 @@ class _Gradients:
 _active: Optional[_Gradients] = None
 
 
-def cpu_devices(n: int, temp_copies: Optional[int] = None, random_copies: Optional[int] = None) -> List[Context]:
-    """Returns ``n`` CPU contexts whose operators can wait for each other. Call it before the first operator runs.
+def cpu_devices(n: int) -> List[Context]:
+    """Returns ``n`` CPU contexts, ``[mx.cpu(0), ..., mx.cpu(n - 1)]``. Contexts made by hand serve as well.
 
-    MXNet's operators on all CPU contexts share one pool of temporary space and one of random states (for Dropout and
-    other random operators). They take copies in the order in which they were issued. The default is 4 and 1 copies.
-    Then a later operator of the first replica can hold the copy that an operator of the second replica needs. If the
-    first replica waits for the second, this is a deadlock. With k such operators in a step of one replica, ``(n - 1)
-    * k`` copies are enough. This function sets ``MXNET_CPU_TEMP_COPY`` and ``MXNET_CPU_PARALLEL_RAND_COPY``. Larger
-    values stay. With one context, ``MXNET_CPU_TEMP_COPY`` stays, and the other is set only if ``random_copies`` is
-    given.
+    MXNet's operators on all CPU contexts share four copies of temporary space and one random state. Replicas that wait
+    for each other could then wait for ever. So, as soon as a layer is on several CPU contexts, a replica's operators
+    take copies and random states of its own. A copy keeps the largest space that it ever served. So each context needs
+    about the memory of a process with plain BatchNorm on one context.
 
-    The number of random states decides which numbers a seed gives: each random operator draws from the next state. With
-    equal ``random_copies``, the processes of a job draw the same numbers as one process with all contexts.
-
-    A copy of temporary space takes no memory until its first use. Then it keeps the largest space that it ever served.
-    Operators take the copies in turn, so a job grows until each copy has served the largest one. (FastSCNN on two
-    contexts with images of 64 pixels takes 0.56 GB with 256 copies, after 50 steps. It takes 0.78 GB with 512, after
-    100, and 1.27 GB with 1024, after 200.) A copy of the random states takes 5 MB at once and is never freed. Each copy
-    exists **in every thread** that runs an operator which needs temporary space or random numbers. The defaults take
-    20 MB a thread for two contexts, 60 MB for four. A program that starts new threads at each step, such as GluonCV's
-    ``DataParallelModel(sync=True)``, grows by as much for each. `gluon_syncbn.parallel` starts none.
+    A replica is a block that is called in training, with its arrays on a context. Its Dropout draws from random states
+    of this context, in each thread that issues it. ``mx.random.seed(seed)`` seeds them, with another seed for each
+    context. ``mx.random.seed(seed, ctx=context)`` gives one of them the numbers of a process with one context. All
+    else, such as initial weights, draws the numbers that a seed gives without this package.
 
     Parameters
     ----------
     n : int
         Number of contexts, from 1 to 1024.
-    temp_copies : int, optional
-        Copies of temporary space. The default is 1024 for each context but the first. If the net's layers are made
-        before the first operator runs, it is 4 for each `SyncBatchNorm`, and at least 256. For two contexts DeepLabV3
-        on ResNet-101 (114 layers) needs 256 to 384, on ResNet-152 (155 layers) 384 to 512. If there are too few, an
-        error says so.
-    random_copies : int, optional
-        Copies of the random states. For more than one context the default is ``4 * (n - 1)``, enough for four random
-        operators in a forward of a replica. A net with more Dropouts needs more. If there are too few, an error says
-        so.
 
     Returns
     -------
     list of Context
-        ``[cpu(0), ..., cpu(n - 1)]``
 
     Raises
     ------
     ValueError
-        If an argument is not an integer, or out of range.
-
-    Warns
-    -----
-    UserWarning
-        If MXNet has already read lower settings in this thread.
+        If ``n`` is not an integer, or out of range.
     """
-    n = arguments.whole("n", n, 1, 1024)
-    if temp_copies is not None:
-        temp_copies = arguments.whole("temp_copies", temp_copies, 1, 2**20)
-    if random_copies is not None:
-        random_copies = arguments.whole("random_copies", random_copies, 1, 2**20)
-    elif n > 1:
-        random_copies = 4 * (n - 1)
-    raised = temporary_space.of_contexts(n, temp_copies)
-    if random_copies:  # MXNet reads it when it first needs such a copy: after its import and before the first operator
-        raised |= at_least("MXNET_CPU_PARALLEL_RAND_COPY", random_copies)
-    if raised and _native.copies_are_made():
-        follows = (
-            "A training step on these contexts may fail, because its replicas cannot wait for each other"
-            if n > 1
-            else "Random operators draw other numbers than with this many copies"
-        )
-        warnings.warn(
-            f"cpu_devices({n}) comes too late: an operator has run, and MXNet has already read MXNET_CPU_TEMP_COPY "
-            f"and MXNET_CPU_PARALLEL_RAND_COPY. {follows}. Call cpu_devices before the first operator runs",
-            stacklevel=2,
-        )
-    return [mx.cpu(i) for i in range(n)]
+    return [mx.cpu(i) for i in range(arguments.whole("n", n, 1, 1024))]

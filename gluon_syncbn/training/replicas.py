@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from typing import Any, ClassVar, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from contextlib import contextmanager
+from typing import Any, ClassVar, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from mxnet import autograd
 from mxnet.context import Context
@@ -14,7 +16,7 @@ from ..exchange import groups as exchange_groups
 from ..exchange.base import Exchange, LayerInfo
 from ..exchange.groups import Groups
 from ..exchange.store import ProcessStore
-from ..system import arguments, cuda, temporary_space
+from ..system import arguments, cuda
 from ..system.environment import at_least
 from .session import session
 
@@ -71,6 +73,16 @@ class Pooling(NamedTuple):
                 "device, whose slots have nobody else's statistics to take"
             )
         return ""
+
+
+@contextmanager
+def issuing(context: Context) -> Iterator[None]:
+    """Within the block, operators that this thread issues take the resources of the replica on this context."""
+    before = _native.issue_on(context.device_id if context.device_type == "cpu" else -1)
+    try:
+        yield
+    finally:
+        _native.issue_on(before)
 
 
 def followers_of(parameters: Iterable[Any]) -> List[Replicas]:
@@ -133,7 +145,6 @@ class Replicas:
         self._of_tokens[self.token] = self
         if pooling.mode not in ("local", GATHER):
             session.to_come.add(self)
-        temporary_space.of_layers(_native.layers())
         weakref.finalize(self, _native.layer_drop, self.id).atexit = False  # a daemon thread may still use it
         if timeout is not None:
             _native.layer_timeout(self.id, timeout)
@@ -183,6 +194,8 @@ class Replicas:
             # replica's operators, for which the first replica waits: a deadlock. MXNet reads the setting at its first
             # backward; a replica has two gradients for gamma.
             at_least("MXNET_EXEC_INPLACE_GRAD_SUM_CAP", 4 * replicas)
+        if self.separates():
+            self._separate_resources()
         session.register(LayerInfo(self.id, self.name, unique, replicas, channels, *self.pooling), self.exchange)
         session.to_come.discard(self)
         _native.layer_place(self.id, [str(context) for context in unique], replicas)
@@ -196,6 +209,29 @@ class Replicas:
     def meets(self) -> bool:
         """Whether the layer has several replicas."""
         return self.reaches_other_processes() or self.count() > 1
+
+    def separates(self) -> bool:
+        """Whether replicas on CPU contexts need temporary space and random states of their own."""
+        cpus = sum(context.device_type == "cpu" for context in self.contexts)
+        return cpus > 1 or (cpus == 1 and self.per_context(self.given) > 1)
+
+    def _separate_resources(self) -> None:
+        problem = _native.separate_resources()
+        if problem:
+            warnings.warn(
+                f"the CPU contexts of {self.name} share temporary space and random states ({problem}). Replicas may "
+                "wait for each other there until the time limit, unless MXNET_CPU_TEMP_COPY and "
+                "MXNET_CPU_PARALLEL_RAND_COPY are large",
+                stacklevel=2,
+            )
+        shared = self.per_context(self.given)
+        if shared > 1:
+            # Replicas on one context take its copies in turn. There must be more copies than one replica's operators
+            # hold. Nets with 45 to 155 layers needed up to 4 for each layer. A copy of random states takes 5 MB.
+            raised = at_least("MXNET_CPU_TEMP_COPY", max(16, 4 * _native.layers()) * (shared - 1))
+            raised |= at_least("MXNET_CPU_PARALLEL_RAND_COPY", 4 * (shared - 1))
+            if raised:
+                _native.renew_resources()
 
     def settings(self) -> Tuple[Pooling, Optional[int], Optional[Exchange], Optional[float]]:
         """Returns all arguments of the constructor except the name."""

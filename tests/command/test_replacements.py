@@ -16,17 +16,11 @@ from mxnet.gluon import nn
 from replicas import TOLERANCE, WAYS, Result, assert_same, make_batch, prepare, step, truth
 
 import gluon_syncbn
-from gluon_syncbn import _native, parallel
+from gluon_syncbn import parallel
 from gluon_syncbn.mxnet_side import blocks
 
 CONTRIB = mx.gluon.contrib.nn.SyncBatchNorm
 untyped_symbol = pytest.mark.filterwarnings("ignore:Cannot decide type for the following arguments")
-
-
-@pytest.fixture(autouse=True)
-def before_the_first_operator(monkeypatch):
-    """As in a script; in this process some have run, and `cpu_devices` would warn."""
-    monkeypatch.setattr(_native, "copies_are_made", lambda: False)
 
 
 @pytest.fixture
@@ -105,17 +99,6 @@ def test_a_second_install_with_other_contexts():
     with pytest.raises(ValueError, match="cpus: 0 was given, expected a whole number from 1 to 1024"):
         gluon_syncbn.install(cpus=0)
     assert mx.gluon.contrib.nn.SyncBatchNorm is CONTRIB
-
-
-def test_too_late_an_install_replaces_nothing_where_warnings_are_errors(monkeypatch):
-    monkeypatch.setattr(_native, "copies_are_made", lambda: True)
-    monkeypatch.delenv("MXNET_CPU_PARALLEL_RAND_COPY", raising=False)
-    before = everything()
-    with pytest.raises(UserWarning, match="comes too late"):
-        gluon_syncbn.install(cpus=3)
-    assert not changed(before, everything())
-    gluon_syncbn.install()  # and there is nothing to uninstall
-    gluon_syncbn.uninstall()
 
 
 def test_contexts_in_the_places_of_gpus():

@@ -18,7 +18,7 @@ from segmentation_runs import Process, changed_train, lasting, rows, steps_of, t
 TINY = "--model fastscnn --aux --crop-size 64 --base-size 64 --batch-size 4 --test-batch-size 4".split()
 TINY += ["--lr", "0.05", "--epochs", "1"]
 # So few spaces that a run comes round to the first ones many times.
-TWO = "--cpus 2 --syncbn --cpu-temp-copies 256".split()
+TWO = "--cpus 2 --syncbn".split()
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("segmentation_modules")]
 
 
@@ -419,8 +419,6 @@ def test_statistics_of_each_device_survive_a_checkpoint(contexts, tmp_path):
         assert (again.running_mean.data(context).asnumpy() == np.float32(0.1 * i)).all()
 
 
-# Evaluation waits for nobody, and here it is not the first to run an operator.
-@pytest.mark.filterwarnings("ignore:cpu_devices.3. comes too late:UserWarning")
 def test_evaluate_repeats_the_score_of_training(trained, data, capsys):
     from errors import run
     from evaluate import main
@@ -520,7 +518,6 @@ def fails(main, options, capsys):
         ("--epochs 2 --warmup-epochs 2", "--warmup-epochs 2: must be less than --epochs 2"),
         ("--epochs 2 --start-epoch 1", "--start-epoch: only with --resume FILE.params"),
         ("--resume nothing.ckpt", "--resume nothing.ckpt: no such file"),
-        ("--mode static --syncbn --cpus 2", "--mode static: does not work with --syncbn on several CPU devices"),
         ("--eval", "--eval: needs --resume FILE"),
         ("--no-such-option", "unrecognized arguments: --no-such-option"),
     ],

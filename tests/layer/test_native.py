@@ -61,6 +61,8 @@ LAYOUTS = """
 #include <mxnet/engine.h>
 #include <mxnet/ndarray.h>
 #include <mxnet/op_attr_types.h>
+#include <mxnet/resource.h>
+#include <mxnet/storage.h>
 #define dmlc ours
 #define MXCallbackList OurCallbackList
 #define CustomOpPropCreator OurCreator
@@ -89,6 +91,14 @@ LIKE(mxnet::engine::CallbackOnComplete, param_, n::Completion, parameter);
 SAME(sizeof(mxnet::OpReqType), sizeof(n::Requests::value_type));
 SAME(int(mxnet::kNullOp), 0); SAME(int(mxnet::kWriteTo), 1);
 SAME(int(mxnet::kWriteInplace), 2); SAME(int(mxnet::kAddTo), 3);
+SAME(sizeof(mxnet::Resource), sizeof(n::Resource));
+LIKE(mxnet::Resource, req, n::Resource, kind); LIKE(mxnet::Resource, var, n::Resource, variable);
+SAME(int(mxnet::ResourceRequest::kTempSpace), n::kTempSpace);
+SAME(sizeof(mxnet::Storage::Handle), sizeof(n::Memory)); LIKE(mxnet::Storage::Handle, ctx, n::Memory, place);
+LIKE(mxnet::Storage::Handle, size, n::Memory, size);
+SAME(sizeof(mxnet::Context), sizeof(n::Place)); LIKE(mxnet::Context, dev_type, n::Place, type);
+LIKE(mxnet::Context, dev_id, n::Place, number);
+SAME(int(mxnet::Context::kCPU), n::Place::kCpu); SAME(int(mxnet::Context::kGPU), n::Place::kGpu);
 LIKE(nnvm::Op, index_, n::Op, index);
 AT(nnvm::OpMap<Function>, data_, n::ComputeMap, by_index);
 using Entry = decltype(nnvm::OpMap<Function>::data_)::value_type;

@@ -33,7 +33,7 @@ from mxnet.gluon import nn
 from replicas import WAYS, assert_same, interrupt_handler, make_batch, on_devices, prepare, short_waits, step, truth
 from gluon_syncbn import SyncBatchNorm
 
-contexts = gluon_syncbn.cpu_devices(2, temp_copies=64)
+contexts = gluon_syncbn.cpu_devices(2)
 gluon_syncbn.configure(timeout=300)
 batch = make_batch(np.random.RandomState(0), 2)
 layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float64")
@@ -464,7 +464,7 @@ def test_sigterm_ends_at_once():
 # ---- what ends a process that does not look out --------------------------------------------------------------
 
 
-FOUR = START.replace("cpu_devices(2,", "cpu_devices(4,").replace("RandomState(0), 2)", "RandomState(0), 4)")
+FOUR = START.replace("cpu_devices(2)", "cpu_devices(4)").replace("RandomState(0), 2)", "RandomState(0), 4)")
 
 
 def test_a_kvstore_on_changing_contexts():
@@ -513,58 +513,7 @@ print("right")
     assert (code, output) == (0, "right\n"), errors[-2000:]
 
 
-# ---- temporary space, engines and forks ----------------------------------------------------------------------
-
-CONVOLUTIONAL = """
-import sys, warnings
-warnings.simplefilter("ignore")
-import light
-import gluon_syncbn
-import mxnet as mx
-import numpy as np
-from mxnet import autograd, nd
-from mxnet.gluon import nn
-
-if sys.argv[1] == "without":
-    nd.ones(2).sum().wait_to_read()  # MXNet reads how many copies it has to keep
-    contexts = [mx.cpu(0), mx.cpu(1)]
-else:
-    contexts = gluon_syncbn.cpu_devices(2)
-layers = int(sys.argv[2])
-
-def build(norm):
-    net = nn.HybridSequential()
-    for _ in range(layers):
-        net.add(nn.Conv2D(8, 3, padding=1, in_channels=8), norm(in_channels=8), nn.Activation("tanh"))
-    return net
-
-def train(net, shards):
-    xs = [nd.array(x, ctx=c) for x, c in zip(shards, contexts)]
-    with autograd.record():
-        ys = [net(x) for x in xs]
-        losses = [(y * y * y).sum() for y in ys]
-    autograd.backward(losses)
-    # of the parameters that come first: the gradient went through all layers
-    gradient = sum(g.asnumpy() for g in net[0].weight.list_grad()) if len(xs) > 1 else net[0].weight.grad().asnumpy()
-    return np.concatenate([y.asnumpy() for y in ys]), gradient
-
-rng = np.random.RandomState(0)
-net, plain = build(gluon_syncbn.SyncBatchNorm), build(nn.BatchNorm)
-plain.initialize(mx.init.Xavier(), ctx=contexts[:1])
-net.initialize(ctx=contexts)
-for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
-    p.set_data(q.data())
-print("ready", flush=True)
-shards = [(i + 1) * rng.randn(n, 8, 12, 12) + i for i, n in enumerate((3, 2))]
-try:
-    got = train(net, shards)
-except mx.MXNetError as error:
-    print(error)
-    sys.exit(3)
-want = train(plain, [np.concatenate(shards)])
-for g, w in zip(got, want):
-    assert np.abs(g - w).max() < 1e-3 * np.abs(w).max(), np.abs(g - w).max() / np.abs(w).max()
-"""
+# ---- engines and forks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.timeout(400)
@@ -606,20 +555,6 @@ while time.monotonic() < end:
     assert (code, output) == (0, "right\n"), errors[-2000:]
 
 
-RANDOM = """
-contexts = gluon_syncbn.cpu_devices(2, random_copies=int(sys.argv[1]))
-net = nn.HybridSequential()
-for _ in range(8):
-    net.add(nn.Dropout(0.5), SyncBatchNorm(in_channels=5))
-net.initialize(ctx=contexts)
-with autograd.record():
-    ys = [net(x.astype("float32")) for x in xs]
-ready()
-try:
-    print([y.shape for y in ys if np.isfinite(y.asnumpy()).all()])
-except mx.MXNetError as error:
-    print(error)
-"""
 NAIVE = """
 ready()
 try:
@@ -634,48 +569,8 @@ assert_same(step(one, alone, contexts, "float64"), truth(alone), 1e-11)
 """
 
 
-@pytest.fixture(scope="module")
-def resources():
-    """Runs with much and with little of what operators share. Those that get stuck do nothing but wait."""
-    one_copy = START.replace("cpu_devices(2, temp_copies=64)", "cpu_devices(2, random_copies=1)")
-    return ends(
-        {
-            "12 layers, prepared": ("", {"start": CONVOLUTIONAL, "arguments": ["with", "12"]}),
-            "12 layers": ("", {"start": CONVOLUTIONAL, "arguments": ["without", "12"]}),
-            "4 layers": ("", {"start": CONVOLUTIONAL, "arguments": ["without", "4"]}),
-            "1 random state": (RANDOM, {"start": one_copy, "arguments": ["1"]}),
-            "8 random states": (RANDOM, {"start": one_copy, "arguments": ["8"]}),
-            "naive engine": (NAIVE, {"MXNET_ENGINE_TYPE": "NaiveEngine"}),
-        }
-    )
-
-
-# MXNet's default is 4 copies: as many convolutions before the first of the other replica fit in the forward.
-@pytest.mark.parametrize("layers, phase", [(12, "forward"), (4, "backward")])
-def test_too_little_temporary_space(layers, phase, resources):
-    code, output, errors = resources[f"{layers} layers"]
-    assert code == 3, errors
-    assert re.search(f"SyncBatchNorm 'batchnorm[0-9]+', {phase} of call 1: 1 of 2 replicas arrived", output), output
-    assert "missing cpu(" in output and "nothing has been computed for 3 s" in output
-    assert "gluon_syncbn.cpu_devices(n)" in output
-
-
-def test_enough_temporary_space(resources):
-    code, output, errors = resources["12 layers, prepared"]
-    assert (code, output) == (0, ""), output + errors
-
-
-def test_random_states_for_many_dropouts(resources):
-    """Eight random operators in a replica's forward: as many copies are enough for two replicas."""
-    code, output, errors = resources["1 random state"]
-    assert code == 0, errors
-    assert "1 of 2 replicas arrived" in output and "many Dropouts, its random_copies" in output
-    code, output, errors = resources["8 random states"]
-    assert (code, output) == (0, "[(2, 5, 4, 6), (5, 5, 4, 6)]\n"), errors
-
-
-def test_naive_engine(resources):
-    code, output, errors = resources["naive engine"]
+def test_naive_engine():
+    code, output, errors = run(NAIVE, MXNET_ENGINE_TYPE="NaiveEngine")
     assert code == 0, errors
     assert "SyncBatchNorm 'batchnorm0'" in output and "MXNET_ENGINE_TYPE=NaiveEngine" in output
 

@@ -45,7 +45,7 @@ class Soak:
         self._interrupts = Interrupts()
         self._watchdog = Watchdog(options.hang, self._hangs)
         at_least("MXNET_EXEC_INPLACE_GRAD_SUM_CAP", 4 * CONTEXTS)  # as a net would that is the first of its process
-        self._contexts = gluon_syncbn.cpu_devices(CONTEXTS, temp_copies=1024, random_copies=CONTEXTS)
+        self._contexts = gluon_syncbn.cpu_devices(CONTEXTS)
         self._crew = Crew(CONTEXTS)
         self._resources = Resources()
         self._bar = tqdm(total=1.0, disable=None, bar_format="{percentage:3.0f}%|{bar}| {elapsed}{postfix}")

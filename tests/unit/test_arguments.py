@@ -2,22 +2,17 @@
 the value and what was expected; what NumPy calculates is as good as Python's own numbers."""
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import shell
 from mxnet import nd
 from mxnet.gluon import nn
-from places import PACKAGE
 
 import gluon_syncbn
 from gluon_syncbn import SampleShuffle, ShuffleSampler, SyncBatchNorm, SyncBatchNormAdd, _native
-from gluon_syncbn.system import arguments, temporary_space
+from gluon_syncbn.system import arguments
 
 NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**400
 
@@ -241,7 +236,7 @@ CALLS = {
     ),
     "cpu_devices": (
         lambda **kwargs: gluon_syncbn.cpu_devices(**{"n": 1, **kwargs}),
-        {"n": "count", "temp_copies": "optional count", "random_copies": "optional count"},
+        {"n": "count"},
     ),
     "devices": (enter, {"contexts": "contexts"}),
     "kvstore": (
@@ -516,107 +511,3 @@ def test_arrays_are_described_not_printed():
     assert arguments.described(nd.ones((2, 3))) == "NDArray of shape (2, 3) and type float32 on cpu(0)"
     assert arguments.described([nd.ones(2)] * 3) == "list of 3"
     assert arguments.described(["cpu"]) == "['cpu']"
-
-
-# ---- cpu_devices ---------------------------------------------------------------------------------------------
-
-COPIES = ("MXNET_CPU_TEMP_COPY", "MXNET_CPU_PARALLEL_RAND_COPY")
-
-
-@pytest.fixture
-def before_the_first_operator(monkeypatch):
-    """For what is said of a process in which none has run; this one is not."""
-    monkeypatch.setattr(_native, "copies_are_made", lambda: False)
-
-
-@pytest.mark.parametrize(
-    "before, after", [("9999", ["9999", "9999"]), ("3", ["100", "4"]), ("", ["100", "4"]), ("x", ["100", "4"])]
-)
-@pytest.mark.usefixtures("before_the_first_operator")
-def test_cpu_devices_lowers_nothing(monkeypatch, before, after):
-    for name in COPIES:
-        monkeypatch.setenv(name, before)
-    assert gluon_syncbn.cpu_devices(2, temp_copies=100) == [mx.cpu(0), mx.cpu(1)]
-    assert [os.environ[name] for name in COPIES] == after
-
-
-@pytest.mark.parametrize(
-    "given, expected",
-    [
-        ({"n": 1}, [None, None]),
-        ({"n": 1, "temp_copies": 100, "random_copies": 8}, [None, "8"]),
-        ({"n": 2}, ["1024", "4"]),
-        ({"n": 8}, ["7168", "28"]),
-        ({"n": 2, "random_copies": 32}, ["1024", "32"]),
-    ],
-    ids=str,
-)
-@pytest.mark.usefixtures("before_the_first_operator")
-def test_cpu_devices_raises_what_is_needed(monkeypatch, given, expected):
-    for name in COPIES:
-        monkeypatch.delenv(name, raising=False)
-    gluon_syncbn.cpu_devices(**given)
-    assert [os.environ.get(name) for name in COPIES] == expected
-
-
-@pytest.mark.usefixtures("before_the_first_operator")
-def test_layers_on_one_device_need_no_more(monkeypatch):
-    """Whether they come before `cpu_devices`, or it has said that there is one."""
-    monkeypatch.setattr(temporary_space, "_others", temporary_space._others)
-    for devices, expected in ((1, None), (2, str(4 * 100)), (3, str(2 * 4 * 100))):
-        monkeypatch.delenv("MXNET_CPU_TEMP_COPY", raising=False)
-        gluon_syncbn.cpu_devices(devices)
-        temporary_space.of_layers(100)
-        assert os.environ.get("MXNET_CPU_TEMP_COPY") == expected
-
-
-LATE = """
-import os
-import threading
-import warnings
-import gluon_syncbn
-import mxnet as mx
-from mxnet.gluon import nn
-import gluoncv
-
-def warned(n, **copies):
-    for name in ("MXNET_CPU_TEMP_COPY", "MXNET_CPU_PARALLEL_RAND_COPY"):
-        os.environ.pop(name, None)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        gluon_syncbn.cpu_devices(n, **copies)
-    return [(one.category.__name__, str(one.message)[:30], os.path.basename(one.filename)) for one in caught]
-
-def a_sum():
-    mx.nd.ones((2, 2)).sum().asnumpy()
-
-assert warned(2) == []
-mx.nd.ones((2, 2)).asnumpy()  # takes none of what the settings are about
-gluon_syncbn.convert(nn.BatchNorm(in_channels=3)).initialize()
-assert warned(2) == []
-thread = threading.Thread(target=a_sum)
-thread.start()
-thread.join()
-assert warned(2) == []  # each thread has copies of its own
-a_sum()
-assert warned(1) == []  # one context waits for nobody
-other_numbers = ("UserWarning", "cpu_devices(1) comes too late:", "late.py")
-assert warned(1, random_copies=4) == [other_numbers], warned(1, random_copies=4)
-late = ("UserWarning", "cpu_devices(2) comes too late:", "late.py")
-assert warned(2) == [late], warned(2)
-warnings.simplefilter("error")
-gluon_syncbn.cpu_devices(2)  # they are set
-"""
-
-
-def test_cpu_devices_says_that_it_comes_too_late(tmp_path):
-    (tmp_path / "late.py").write_text(LATE)
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "late.py"],
-        cwd=str(tmp_path),
-        env=shell(PACKAGE.parent),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert run.returncode == 0, run.stderr

@@ -63,7 +63,7 @@ FLOORS = [
 FOLDERS = {
     "system": [
         ["arguments", "bfloat16", "distribution", "environment", "kinds", "version"],
-        ["cuda", "cuda_libraries", "logs", "temporary_space"],
+        ["cuda", "cuda_libraries", "logs"],
     ],
     "exchange": [
         ["groups"],

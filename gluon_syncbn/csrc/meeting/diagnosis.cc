@@ -1,6 +1,5 @@
 // Describes who is here, who is missing, and what the user can do about it.
 #include <algorithm>
-#include <cstdlib>
 #include <sstream>
 
 #include "meeting/diagnosis.h"
@@ -14,13 +13,6 @@ std::string join_names(const std::vector<std::string>& names) {
     return out.empty() ? "nobody" : out;
 }
 
-constexpr char kTemporarySpace[] =
-    "CPU contexts share a small pool of temporary space and one of random states, so MXNet's queue may not reach a "
-    "replica. Take the contexts from gluon_syncbn.cpu_devices(n) before the first operator runs, which raises "
-    "MXNET_CPU_TEMP_COPY and MXNET_CPU_PARALLEL_RAND_COPY. Or raise its temp_copies and, if the net has many Dropouts, "
-    "its random_copies.";
-constexpr char kStaticShape[] =
-    " With static_shape, no number of copies is enough: call hybridize(static_alloc=True) without static_shape.";
 constexpr char kSameMemory[] =
     " Several replicas share a context. Outside of autograd.record, MXNet runs their static_alloc graphs one after the "
     "other: call hybridize() without static_alloc.";
@@ -28,9 +20,11 @@ constexpr char kSharedContext[] =
     "Several replicas share a context. With static_shape, MXNet runs one of them after the other: hybridize without "
     "static_shape. Or MXNet bundles their operators: call mxnet.autograd.backward by that name, with the losses of all "
     "replicas, or set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs. Or the process ran a backward "
-    "before "
-    "it had more than seven replicas: set MXNET_EXEC_INPLACE_GRAD_SUM_CAP to four for each. Or the loss of a replica "
-    "took no part in the backward.";
+    "before it had more than seven replicas: set MXNET_EXEC_INPLACE_GRAD_SUM_CAP to four for each. Or the loss of a "
+    "replica took no part in the backward.";
+constexpr char kSharedResources[] =
+    " Several replicas share a CPU context, and their operators take turns in its temporary space and random states: "
+    "set MXNET_CPU_TEMP_COPY and MXNET_CPU_PARALLEL_RAND_COPY to the number of such operators in a step.";
 constexpr char kBackward[] =
     "Either the loss of a replica took no part: call autograd.backward with the losses of all devices, and read no "
     "gradient before that. Or MXNet bundles an operator outside the replicas (a batch that is split while recording) "
@@ -43,13 +37,8 @@ constexpr char kCallAll[] =
     "Call the net on all its devices, and then wait for results (asnumpy, print, a metric, waitall, a new DataLoader). "
     "For a batch on fewer devices use gluon_syncbn.devices(contexts).";
 
-constexpr double kSurely = 5, kPerhaps = 20;  // seconds
-
-// MXNet's default is 4; few nets work with less than this.
-bool little_temporary_space() {
-    const char* copies = std::getenv("MXNET_CPU_TEMP_COPY");
-    return copies == nullptr || std::atoi(copies) < 64;
-}
+// Seconds. While a GPU computes, the waiting thread spins (cudaDeviceScheduleAuto), so the process is not idle.
+constexpr double kSurely = 5, kPerhaps = 20;
 
 bool on_cpu(const std::string& context) { return context.compare(0, 3, "cpu") == 0; }
 
@@ -91,23 +80,17 @@ std::string how_to_call(const Meeting& meeting) {
 
 namespace {
 
-Cause cause_in_backward(const Meeting& meeting, bool all_cpu, double perhaps) {
-    if (meeting.per_context > 1) {
-        const bool too_little = all_cpu && little_temporary_space();
-        return {(too_little ? std::string(kTemporarySpace) + " Or: " : "") + kSharedContext, kSurely};
-    }
-    const std::string space = all_cpu ? std::string(" Or: ") + kTemporarySpace : "";
-    return {kBackward + space + (all_cpu && meeting.repeated ? kStaticShape : ""), perhaps};
+Cause cause_in_backward(const Meeting& meeting, bool all_cpu) {
+    if (meeting.per_context == 1) return {kBackward, kPerhaps};
+    return {kSharedContext + std::string(all_cpu ? kSharedResources : ""), kSurely};
 }
 
-Cause cause_in_forward(const Meeting& meeting, const Attendance& attendance, bool all_cpu, double perhaps) {
-    const std::string same_memory = meeting.per_context > 1 ? kSameMemory : "";
+Cause cause_in_forward(const Meeting& meeting, const Attendance& attendance, bool all_cpu) {
+    const bool shared = meeting.per_context > 1;
+    const std::string same_memory = shared ? kSameMemory : "";
     if (all_issued(meeting, attendance)) {
-        if (all_cpu)
-            return {kAllIssued + std::string(".") + same_memory + " " + kTemporarySpace +
-                        (meeting.repeated ? kStaticShape : ""),
-                    kSurely};
-        return {kAllIssued + std::string(kUnfinished), perhaps};
+        const std::string cause = kAllIssued + std::string(kUnfinished) + same_memory;
+        return {cause + (shared && all_cpu ? kSharedResources : ""), all_cpu ? kSurely : kPerhaps};
     }
     return {"Nobody has called the layer there. " + how_to_call(meeting), 0};
 }
@@ -116,10 +99,7 @@ Cause cause_in_forward(const Meeting& meeting, const Attendance& attendance, boo
 
 Cause likely_cause(const Meeting& meeting, int phase, const Attendance& attendance) {
     const bool all_cpu = std::all_of(meeting.contexts.begin(), meeting.contexts.end(), on_cpu);
-    // While a GPU computes, the waiting thread spins (cudaDeviceScheduleAuto), so the process is not idle.
-    const double perhaps = all_cpu && little_temporary_space() ? kSurely : kPerhaps;
-    return phase > 0 ? cause_in_backward(meeting, all_cpu, perhaps)
-                     : cause_in_forward(meeting, attendance, all_cpu, perhaps);
+    return phase > 0 ? cause_in_backward(meeting, all_cpu) : cause_in_forward(meeting, attendance, all_cpu);
 }
 
 std::string why_not_here(const Terms& terms, const std::string& context) {

@@ -122,6 +122,49 @@ using Requests = std::vector<int>;
 using Compute =
     std::function<void(const StatePointer&, const Context&, const NDArrays&, const Requests&, const NDArrays&)>;
 
+// mxnet::Context
+struct Place {
+    static constexpr int kCpu = 1, kGpu = 2;
+    int type, number;
+};
+
+// mxnet::Resource
+struct Resource {
+    int kind;  // of ResourceRequest
+    void* variable;
+    int32_t id;
+    void* memory;
+};
+constexpr int kTempSpace = 1;
+
+// mxnet::Storage::Handle
+struct Memory {
+    void* values = nullptr;
+    size_t size = 0;
+    Place place{Place::kCpu, 0};
+    int shared_process = -1, shared_number = -1;
+};
+
+// mxnet::resource::SpaceAllocator of src/resource.cc, which no header has: what a Resource of temporary space points to.
+struct Space {
+    Place place{Place::kCpu, 0};
+    Memory memory, host;
+};
+
+// mxnet::Engine
+struct Engine {
+    void** table;  // of its virtual functions
+};
+constexpr int kNewVariable = 3;
+
+// mxnet::resource::ResourceManagerImpl of src/resource.cc, which no header has.
+struct ResourceManager {
+    void** table;  // of its virtual functions
+    std::array<int, 4> copies;
+    std::array<void*, 4> references;
+    uint32_t seed;
+};
+
 // nnvm::Op
 struct Op {
     char before[152];

@@ -1,6 +1,5 @@
 #include "native/library.h"
 
-#include <dlfcn.h>
 #include <elf.h>
 #include <link.h>
 
@@ -65,13 +64,6 @@ int look(dl_phdr_info* object, size_t, void* argument) {
     for (const auto* segment = first; segment != last && search.build_id.empty(); ++segment)
         if (segment->p_type == PT_NOTE) search.build_id = build_id(*object, *segment);
     return 1;
-}
-
-template <typename F>
-bool find(void* handle, const char* name, F* out) {
-    void* symbol = dlsym(handle, name);
-    std::memcpy(out, &symbol, sizeof symbol);
-    return symbol != nullptr;
 }
 
 }  // namespace

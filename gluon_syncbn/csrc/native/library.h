@@ -1,6 +1,9 @@
 // Wraps MXNet's library, if its C++ side is known.
 #pragma once
 
+#include <dlfcn.h>
+
+#include <cstring>
 #include <string>
 
 #include "native/abi.h"
@@ -22,6 +25,14 @@ struct Library {
     void* (*stream)();                    // oneDNN's, of this thread
     void (*submit)(void* stream, bool clean_up);
 };
+
+// Finds a symbol by its name in a library. Returns whether it is there.
+template <typename F>
+bool find(void* handle, const char* name, F* out) {
+    void* symbol = dlsym(handle, name);
+    std::memcpy(out, &symbol, sizeof symbol);
+    return symbol != nullptr;
+}
 
 // The library that `open` has found.
 extern Library library;

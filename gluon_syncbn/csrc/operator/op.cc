@@ -35,12 +35,6 @@ namespace syncbn {
 namespace {
 
 // Constants of MXNet's engine.
-const struct {
-    int device_type, device_id;
-} kCpu{1, 0};
-const int kNoSkip =
-    7;  // FnProperty::kNoSkip: runs although an operation that it waits for has failed, and is never bundled
-
 // The turn to fail. Never destroyed: threads may be in it when the process ends.
 struct Turns {
     std::mutex mutex;

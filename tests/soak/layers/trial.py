@@ -293,7 +293,7 @@ def fill(array: nd.NDArray, value: float) -> None:
 
 
 def contexts() -> List[mx.Context]:
-    return gluon_syncbn.cpu_devices(CONTEXTS, temp_copies=1024, random_copies=CONTEXTS)
+    return gluon_syncbn.cpu_devices(CONTEXTS)
 
 
 def run(case: Case, places: Sequence[mx.Context], truth: type = Truth) -> float:

@@ -1,0 +1,259 @@
+#include "native/resources.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <iterator>
+#include <mutex>
+#include <new>
+#include <thread>
+#include <vector>
+
+#include "failure.h"
+#include "mxnet_api.h"
+#include "native/abi.h"
+#include "native/library.h"
+
+namespace syncbn {
+namespace native {
+namespace {
+
+// The virtual functions of `ResourceManager`, in the order of its table.
+struct Functions {
+    Resource (*request)(ResourceManager* self, Place place, const int& kind);
+    void (*seed)(ResourceManager* self, uint32_t seed);
+    void (*seed_place)(ResourceManager* self, Place place, uint32_t seed);
+};
+constexpr const char* kNames[] = {
+    "_ZN5mxnet8resource19ResourceManagerImpl7RequestENS_7ContextERKNS_15ResourceRequestE",
+    "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomEj",
+    "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomENS_7ContextEj",
+};
+
+Functions mxnets;           // before they were replaced
+ResourceManager* (*get)();  // the object of the calling thread
+Engine* (*get_engine)();
+void* (*new_variable)(Engine* engine);  // null for the naive engine, which runs an operator at once
+
+using Managers = std::vector<ResourceManager*>;
+
+// A copy of temporary space for operators of no replica. It takes no memory until an operator asks for some.
+struct Copy {
+    Space space;
+    Resource resource{kTempSpace, nullptr, 0, &space};
+    std::atomic<bool> taken{false};  // by an operator that has not run yet
+};
+using Copies = std::vector<Copy*>;
+// With so many, operators take them in turn, as in MXNet.
+constexpr size_t kMostCopies = 256;
+
+// What belonged to threads that have ended. MXNet keeps its objects until the process ends.
+struct Idle {
+    std::mutex mutex;
+    std::vector<Managers> managers;  // by context
+    Copies copies;
+};
+Idle* idle = new Idle;  // never destroyed: threads may end after it
+
+struct OfThread {
+    int context = -1;   // of the replica that it issues
+    Managers managers;  // by context; null where it has issued nothing yet
+    Copies copies;
+    size_t last = 0;  // the copy that was taken last
+    ~OfThread() {
+        const std::lock_guard<std::mutex> lock(idle->mutex);
+        idle->copies.insert(idle->copies.end(), copies.begin(), copies.end());
+        if (idle->managers.size() < managers.size()) idle->managers.resize(managers.size());
+        for (size_t c = 0; c < managers.size(); ++c)
+            if (managers[c] != nullptr) idle->managers[c].push_back(managers[c]);
+    }
+};
+thread_local OfThread of_thread;
+
+std::atomic<int64_t> count{0};  // of those that were made here
+
+// MXNet makes an object where a thread asks for its own.
+ResourceManager* make() {
+    ResourceManager* made = nullptr;
+    std::thread([&] { made = get(); }).join();
+    ++count;
+    return made;
+}
+
+// The seed of a context. Replicas draw other numbers than each other, and than operators of no replica.
+uint32_t seed_of(uint32_t seed, size_t context) { return seed + 0x9E3779B9u * static_cast<uint32_t>(context + 1); }
+
+ResourceManager* manager_of(ResourceManager* own, int context) {
+    const auto c = static_cast<size_t>(context);
+    Managers& managers = of_thread.managers;
+    if (managers.size() <= c) managers.resize(c + 1);
+    if (managers[c] != nullptr) return managers[c];
+    {
+        const std::lock_guard<std::mutex> lock(idle->mutex);
+        if (idle->managers.size() > c && !idle->managers[c].empty()) {
+            managers[c] = idle->managers[c].back();
+            idle->managers[c].pop_back();
+            return managers[c];
+        }
+    }
+    managers[c] = make();
+    mxnets.seed(managers[c], seed_of(own->seed, c));
+    return managers[c];
+}
+
+Copy* new_copy() {
+    {
+        const std::lock_guard<std::mutex> lock(idle->mutex);
+        if (!idle->copies.empty()) {
+            Copy* const copy = idle->copies.back();
+            idle->copies.pop_back();
+            return copy;
+        }
+    }
+    auto* const copy = new Copy;  // for good, as in MXNet
+    copy->resource.variable = new_variable(get_engine());
+    return copy;
+}
+
+// Takes a copy that no operator waits for. An operator of no replica may itself wait for one, such as a loss. The next
+// operator may be needed by another replica, such as noise for its data.
+Resource free_copy() {
+    Copies& copies = of_thread.copies;
+    size_t& last = of_thread.last;
+    if (!copies.empty()) {  // the operator that took the last copy has been issued since then
+        const auto run = [](void*, void* copy) { static_cast<Copy*>(copy)->taken = false; };
+        const int status = mx.engine_push_variables(run, copies[last], nullptr, &kCpu, &copies[last]->resource.variable,
+                                                    1, nullptr, 0, &kNoSkip, 0, "gluon_syncbn_copy");
+        if (status != 0) throw Failure(mx.last_error());
+    }
+    // Not the last one, because an operator may take two. The first ones are in use most, so that few need memory.
+    size_t copy = 0;
+    while (copy < copies.size() && (copy == last || copies[copy]->taken)) ++copy;
+    if (copy == copies.size() && copy < kMostCopies) copies.push_back(new_copy());
+    last = copy < copies.size() ? copy : (last + 1) % copies.size();
+    copies[last]->taken = true;
+    return copies[last]->resource;
+}
+
+// The context of the replica whose resources an operator takes; -1: the thread's own.
+int replica_of(const Place& place, int kind) {
+    if (place.type == Place::kGpu) return -1;
+    bool training = false, recording = false;
+    mx.autograd_is_training(&training);
+    // Initial values are drawn within the first call of a net, outside of training.
+    if (kind != kTempSpace && !training) return -1;
+    if (of_thread.context >= 0) return of_thread.context;
+    if (place.type != Place::kCpu) return -1;
+    if (place.number > 0) return place.number;
+    mx.autograd_is_recording(&recording);
+    return training && !recording ? 0 : -1;  // a backward does not record
+}
+
+Resource request(ResourceManager* self, Place place, const int& kind) {
+    try {
+        const int replica = replica_of(place, kind);
+        if (replica < 0 && kind == kTempSpace && place.type != Place::kGpu && new_variable != nullptr)
+            return free_copy();
+        return mxnets.request(replica < 0 ? self : manager_of(self, replica), place, kind);
+    } catch (const std::exception& error) {
+        throw error_with(reason_of(error));
+    }
+}
+
+void seed_all(ResourceManager* self, uint32_t seed) {
+    mxnets.seed(self, seed);
+    const auto follow = [&](const Managers& managers, size_t context) {
+        for (ResourceManager* manager : managers)
+            if (manager != nullptr) mxnets.seed(manager, seed_of(seed, context));
+    };
+    for (size_t c = 0; c < of_thread.managers.size(); ++c) follow({of_thread.managers[c]}, c);
+    const std::lock_guard<std::mutex> lock(idle->mutex);
+    for (size_t c = 0; c < idle->managers.size(); ++c) follow(idle->managers[c], c);
+}
+
+void seed_place(ResourceManager* self, Place place, uint32_t seed) {
+    mxnets.seed_place(self, place, seed);
+    if (place.type == Place::kCpu) mxnets.seed_place(manager_of(self, place.number), place, seed);
+}
+
+template <typename F>
+void* address(F* function) {
+    void* out;
+    std::memcpy(&out, &function, sizeof out);
+    return out;
+}
+
+// Replaces the functions in the table of the class, which is read-only memory.
+bool replace(void** table) {
+    const std::array<void*, 3> ours = {address(request), address(seed_all), address(seed_place)};
+    const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+    const uintptr_t begin = reinterpret_cast<uintptr_t>(table) / page * page;
+    const size_t size = reinterpret_cast<uintptr_t>(table + ours.size()) - begin;
+    void* const pages = reinterpret_cast<void*>(begin);  // NOLINT(performance-no-int-to-ptr)
+    if (mprotect(pages, size, PROT_READ | PROT_WRITE) != 0) return false;
+    std::copy(ours.begin(), ours.end(), table);
+    mprotect(pages, size, PROT_READ);
+    return true;
+}
+
+}  // namespace
+
+std::string separate_resources(void* library) {
+    static std::mutex mutex;
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (get != nullptr) return "";
+    std::array<void*, std::size(kNames)> functions;
+    std::transform(std::begin(kNames), std::end(kNames), functions.begin(), [&](const char* name) {
+        void* function = nullptr;
+        find(library, name, &function);
+        return function;
+    });
+    ResourceManager* (*found)();
+    if (!find(library, "_ZN5mxnet15ResourceManager3GetEv", &found) ||
+        !find(library, "_ZN5mxnet6Engine3GetEv", &get_engine))
+        return "this MXNet hides its ResourceManager or its engine";
+    void** const table = found()->table;
+    if (functions[0] == nullptr || !std::equal(functions.begin(), functions.end(), table))
+        return "the ResourceManager is not that of MXNet 1.9.1";
+    void* threaded = nullptr;
+    if (find(library, "_ZN5mxnet6engine14ThreadedEngine11NewVariableEv", &threaded) &&
+        get_engine()->table[kNewVariable] == threaded)
+        std::memcpy(&new_variable, &threaded, sizeof threaded);
+    std::memcpy(&mxnets, functions.data(), sizeof mxnets);
+    get = found;
+    if (replace(table)) return "";
+    get = nullptr;
+    return "the memory of MXNet's ResourceManager cannot be changed";
+}
+
+void renew_resources() {
+    of_thread.managers.clear();
+    const std::lock_guard<std::mutex> lock(idle->mutex);
+    idle->managers.clear();
+}
+
+int64_t resources() { return count; }
+
+int issue_on(int context) noexcept {
+    std::swap(context, of_thread.context);
+    return context;
+}
+
+bool issue_for(void* array) noexcept {
+    bool training = false;
+    Place place;
+    if (of_thread.context >= 0 || mx.autograd_is_training(&training) != 0 || !training) return false;
+    if (mx.ndarray_get_context(array, &place.type, &place.number) != 0 || place.type != Place::kCpu) return false;
+    of_thread.context = place.number;
+    return true;
+}
+
+void forget_resources() { new (&idle->mutex) std::mutex; }  // a thread that the child does not have may have held it
+
+}  // namespace native
+}  // namespace syncbn

@@ -1,0 +1,291 @@
+"""Replicas on CPU contexts take temporary space and random states of their own, with MXNet's few copies of each."""
+
+import os
+import threading
+import time
+
+import mxnet as mx
+import numpy as np
+import pytest
+from mxnet import autograd, gluon, nd
+from mxnet.gluon import nn
+from replicas import WAYS
+
+import gluon_syncbn
+from gluon_syncbn import SyncBatchNorm, _native
+
+LAYERS = 6  # more operators that need a copy than MXNet has
+
+
+@pytest.fixture(autouse=True)
+def soon():
+    """A replica that waits for a copy would do so for long."""
+    gluon_syncbn.configure(timeout=30)
+
+
+def a_net(contexts, norm=SyncBatchNorm, rate=0.0, way=None):
+    net = nn.HybridSequential()
+    for _ in range(LAYERS):
+        net.add(nn.Conv2D(4, 3, padding=1, in_channels=4), norm(in_channels=4), nn.Activation("tanh"), nn.Dropout(rate))
+    net.initialize(mx.init.Xavier(), ctx=contexts)
+    if way is not None:
+        net.hybridize(**way)
+    return net
+
+
+def shards_of(rng, contexts):
+    return [(i + 1) * rng.randn(2 + i % 2, 4, 8, 8) + i for i in range(len(contexts))]
+
+
+# ---- temporary space ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("way", WAYS)
+def test_many_convolutions(contexts, rng, way, count):
+    """As one device with plain BatchNorm, and again with the operators of a static graph."""
+    places = contexts[:count]
+    net, plain = a_net(places, way=WAYS[way]), a_net(places[:1], nn.BatchNorm)
+    for p, q in zip(plain.collect_params().values(), net.collect_params().values()):
+        q.set_data(p.data())
+    for _ in range(3):
+        shards = shards_of(rng, places)
+        heads = [rng.randn(*shard.shape) for shard in shards]
+        found = []
+        for one, where, xs, hs in (
+            (net, places, shards, heads),
+            (plain, places[:1], [np.concatenate(shards)], [np.concatenate(heads)]),
+        ):
+            with autograd.record():
+                ys = [one(nd.array(x, ctx=c)) for x, c in zip(xs, where)]
+            autograd.backward(ys, [nd.array(h, ctx=c) for h, c in zip(hs, where)])
+            gradient = sum(g.asnumpy() for g in one[0].weight.list_grad())  # it went through all layers
+            found.append((np.concatenate([y.asnumpy() for y in ys]), gradient))
+        for got, want in zip(*found):
+            np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
+
+
+def changed(x):
+    """Operators that need temporary space, and random ones: more than there are copies."""
+    kernel = nd.ones((4, 4, 3, 3), ctx=x.ctx) / 36
+    for _ in range(3):
+        x = nd.Convolution(x, kernel, kernel=(3, 3), pad=(1, 1), num_filter=4, no_bias=True)
+        x = x + nd.topk(x, axis=3, k=8, ret_typ="value") + 0.1 * nd.random.normal(shape=x.shape)
+    return x - x.mean()
+
+
+def a_loss(y):
+    """The same, of what a replica has put out."""
+    return sum(nd.topk(y, axis=3, k=2, ret_typ="value").mean() + nd.square(y).mean() for _ in range(3))
+
+
+def change_before(net, xs, places):
+    for x, place in zip(xs, places):
+        x = changed(x).as_in_context(place)
+        with autograd.record():
+            y = a_loss(net(x))
+        yield y
+
+
+def change_while_recording(net, xs, places):
+    with autograd.record():
+        for x, place in zip(xs, places):
+            yield a_loss(net(changed(x).as_in_context(place)))
+
+
+def use_outputs_between(net, xs, places):
+    """As a metric does."""
+    for x, place in zip(xs, places):
+        x = changed(x).as_in_context(place)
+        with autograd.record():
+            y = net(x)
+        a_loss(y)
+        yield y
+
+
+def call_layer_by_layer(net, xs, places):
+    with autograd.record():
+        for x, place in zip(xs, places):
+            y = x.as_in_context(place)
+            for layer in net:
+                y = layer(y)
+            yield a_loss(y)
+
+
+def call_functions_between(net, xs, places):
+    with autograd.record():
+        for x, place in zip(xs, places):
+            y = x.as_in_context(place)
+            for layer in net:
+                y = layer(y)
+                y = y - nd.topk(y, axis=3, k=8, ret_typ="value").mean(axis=1, keepdims=True)
+            yield a_loss(y)
+
+
+def pause_within(net, xs, places):
+    """As detectors find their targets."""
+
+    class Pausing(gluon.Block):
+        def forward(self, x):
+            found = 0
+            for layer in net:
+                x = layer(x)
+                with autograd.pause():
+                    found = found + a_loss(x)
+            return x * found
+
+    with autograd.record():
+        for x, place in zip(xs, places):
+            yield Pausing()(x.as_in_context(place)).sum()
+
+
+def ask_a_teacher(net, xs, places):
+    """On the first context, for all replicas."""
+    teacher = a_net(places[:1], nn.BatchNorm)
+    for x, place in zip(xs, places):
+        wanted = teacher(x).as_in_context(place)
+        with autograd.record():
+            y = nd.square(net(x.as_in_context(place)) - wanted).mean()
+        yield y
+
+
+def add_over_devices(net, xs, places):
+    with autograd.record():
+        ys = [a_loss(net(x.as_in_context(place))) for x, place in zip(xs, places)]
+        yield nd.concat(*[y.as_in_context(places[1]) for y in ys], dim=0).norm()
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["together", "one by one"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        change_before,
+        change_while_recording,
+        use_outputs_between,
+        call_layer_by_layer,
+        call_functions_between,
+        pause_within,
+        ask_a_teacher,
+        add_over_devices,
+    ],
+)
+def test_patterns(contexts, rng, pattern, at_once):
+    """Of loops over the devices. What they compute is not asked here, only whether they come to an end."""
+    places = contexts[:2]
+    net = a_net(places, rate=0.1)
+    for _ in range(2):
+        xs = [nd.array(rng.randn(2, 4, 8, 8)) for _ in places]
+        losses = list(pattern(net, xs, places))
+        if at_once:
+            autograd.backward(losses)
+        else:
+            for loss in losses:
+                loss.backward()
+        for parameter in net.collect_params().values():
+            if parameter.grad_req != "null":
+                assert all(np.isfinite(gradient.asnumpy()).all() for gradient in parameter.list_grad())
+
+
+def a_step(net, xs):
+    with autograd.record():
+        ys = [net(x) for x in xs]
+    autograd.backward(ys)
+    return [y.asnumpy() for y in ys]
+
+
+def test_resources_do_not_grow(contexts, rng):
+    """Neither with the steps, nor with the threads that a program starts for each."""
+    places = contexts[:2]
+    net = a_net(places, rate=0.1)
+    xs = [nd.array(x, ctx=c) for x, c in zip(shards_of(rng, places), places)]
+
+    def in_threads():
+        def run(x):
+            with autograd.record():
+                y = net(x)
+            y.backward()
+            y.wait_to_read()
+
+        threads = [threading.Thread(target=run, args=(x,)) for x in xs]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+            while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # Python's part ends first
+                time.sleep(0.001)
+
+    for one_step in (lambda: a_step(net, xs), in_threads):
+        for _ in range(2):
+            one_step()
+        before = _native.resources()
+        for _ in range(4):
+            one_step()
+        assert _native.resources() == before
+
+
+# ---- random numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [None, {}], ids=["eager", "hybrid"])
+def test_initial_weights_are_those_of_plain_batch_normalisation(contexts, way):
+    """On one device, without this package's layers; some weights are drawn in the first call, in training."""
+
+    def weights(norm, places):
+        mx.random.seed(7)
+        net = nn.HybridSequential()
+        net.add(nn.Dense(5, in_units=4), norm(), nn.Dense(6), norm(), nn.Dense(3))
+        net.initialize(mx.init.Xavier(), ctx=places)
+        if way is not None:
+            net.hybridize(**way)
+        with autograd.record():
+            for y in [net(nd.ones((4, 4), ctx=place)) for place in places]:
+                y.wait_to_read()
+        return [p.data(places[0]).asnumpy() for p in net.collect_params(".*weight").values()], nd.random.normal(
+            shape=8
+        ).asnumpy()
+
+    (got, noise), (want, plain_noise) = weights(SyncBatchNorm, contexts[:3]), weights(nn.BatchNorm, contexts[:1])
+    for one, other in zip([*got, noise], [*want, plain_noise]):
+        np.testing.assert_array_equal(one, other)
+
+
+def masks_of(places):
+    """Returns a function that draws masks as Dropout does in training, one for each place."""
+    net = nn.HybridSequential()
+    net.add(SyncBatchNorm(in_channels=64), nn.Dropout(0.5))
+    net.initialize(ctx=places)
+    xs = [nd.random.normal(shape=(4, 64), ctx=place) for place in places]
+
+    def draw():
+        with autograd.record():
+            ys = [net(x) for x in xs]
+        return [y.asnumpy() != 0 for y in ys]
+
+    return draw
+
+
+@pytest.mark.parametrize("seed", [mx.random.seed, mx.npx.random.seed], ids=["mx.random", "mx.npx.random"])
+def test_a_seed_reaches_all_contexts(contexts, seed):
+    """Each draws other numbers, the same after the same seed."""
+    draw = masks_of(contexts[:3])
+    seed(1)
+    first, second = draw(), draw()
+    for one, other in [(0, 1), (1, 2), (0, 2)]:
+        assert (first[one] != first[other]).any()
+    seed(1)
+    for again, before in ((draw(), first), (draw(), second)):
+        np.testing.assert_array_equal(again, before)
+    seed(2)
+    assert (np.array(draw()) != first).any((1, 2)).all()
+
+
+def test_the_seed_of_a_context_is_that_of_a_process_with_one(contexts):
+    """So the processes of a job may draw what the contexts of one process draw."""
+    draw = masks_of(contexts[:2])
+    for number, place in enumerate(contexts[:2]):
+        mx.random.seed(5 + number, ctx=place)
+    drawn = draw()
+    for number, mask in enumerate(drawn):
+        mx.random.seed(5 + number)
+        alone = nd.Dropout(nd.ones((4, 64)), p=0.5, mode="always").asnumpy() != 0  # of no replica
+        np.testing.assert_array_equal(mask, alone)
