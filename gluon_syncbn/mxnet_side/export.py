@@ -1,4 +1,5 @@
-"""Writes plain BatchNorm in place of the nodes of this package, for ``net.export`` and ``save`` of a symbol.
+"""Writes plain BatchNorm in place of the nodes of this package, for ``net.export`` and for ``save`` and ``tojson`` of
+a symbol.
 
 A node of this package belongs to its process, which has its layer. A file is for other processes, which predict with
 the running statistics, as a BatchNorm does. The file of a symbol also marks the nodes that were synchronised, so that
@@ -12,11 +13,11 @@ from typing import Any, Callable, Dict, List, Optional
 
 import mxnet as mx
 import numpy as np
-from mxnet.gluon import HybridBlock
+from mxnet.gluon import Block, HybridBlock
 
 from ..activation import NONE, Activation
 from ..training.replicas import Replicas
-from . import gamma, patches
+from . import blocks, gamma, patches
 from .nodes import Entry, Graph, Json, json_of
 from .op import NAME, Role
 
@@ -28,11 +29,18 @@ SYNCHRONISED = "__gluon_syncbn__"
 
 
 def install() -> None:
-    """Changes ``HybridBlock.export`` and ``Symbol.save``, which have no hook: a layer within a net cannot know that the
-    net is exported. Nothing is changed before there is a layer.
+    """Changes the functions that write graphs, or show their layers, which have no hook. A layer within a net cannot
+    know that the net is exported. Nothing is changed before there is a layer.
+
+    ``Block.save`` writes a graph by ``tojson``, and ``Block.load`` puts it into the net. There it would take the places
+    of the net's layers, and train without them.
     """
     patches.replace_once(HybridBlock, "export", _of_plain_graphs)
-    patches.replace_once(mx.sym.Symbol, "save", _as_plain_graph)
+    for name in ("save", "tojson"):
+        patches.replace_once(mx.sym.Symbol, name, _as_plain_graph)
+    patches.replace_once(Block, "load", _without_graphs)
+    for name in ("print_summary", "plot_network"):
+        patches.replace_once(mx.visualization, name, _of_plain_operators)
 
 
 def passing(node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
@@ -127,12 +135,36 @@ def _arguments(attributes: Dict[str, str]) -> Json:
     return {key: value for key, value in written.items() if value is not None}
 
 
-def _as_plain_graph(save: Callable[..., None]) -> Callable[..., None]:
-    def saved(symbol: mx.sym.Symbol, *args: Any, **kwargs: Any) -> None:
+def _as_plain_graph(save: Callable[..., Any]) -> Callable[..., Any]:
+    def saved(symbol: mx.sym.Symbol, *args: Any, **kwargs: Any) -> Any:
         recorded = plain(symbol, tells=True)
-        save(symbol if recorded is None else recorded, *args, **kwargs)
+        return save(symbol if recorded is None else recorded, *args, **kwargs)
 
     return saved
+
+
+def _of_plain_operators(show: Callable[..., Any]) -> Callable[..., Any]:
+    def shown(symbol: mx.sym.Symbol, *args: Any, **kwargs: Any) -> Any:
+        recorded = plain(symbol) if isinstance(symbol, mx.sym.Symbol) else None  # MXNet raises an error
+        return show(symbol if recorded is None else recorded, *args, **kwargs)
+
+    return shown
+
+
+def _without_graphs(load: Callable[..., None]) -> Callable[..., None]:
+    def loaded(block: Block, *args: Any, **kwargs: Any) -> None:
+        load(block, *args, **kwargs)
+        within = list(blocks.of(block))
+        if not any(hasattr(one, "_replicas") for one in within):
+            return
+        for one in within:
+            for name, parameter in one.params._params.items():  # MXNet has renamed only the entries
+                if parameter.name != name:
+                    parameter.name, parameter._var = name, None
+            if isinstance(one, HybridBlock):
+                one._clear_cached_op()
+
+    return loaded
 
 
 def _of_plain_graphs(export: Callable) -> Callable:

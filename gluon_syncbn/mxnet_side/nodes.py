@@ -12,6 +12,8 @@ Entry = List[int]  # an output: its node, its number there, and the version of t
 #: Replaces a node, given its number, the node and its inputs: an entry for each output; None copies the node.
 Stead = Callable[[int, Json, List[Entry]], Optional[List[Entry]]]
 
+_tojson = mx.sym.Symbol.tojson  # `export` replaces it by a function that writes plain operators
+
 
 class Graph:
     """A graph that is being built, in the form of MXNet's files."""
@@ -48,11 +50,11 @@ class Graph:
 
 
 def json_of(symbol: mx.sym.Symbol, casts: bool = True) -> Json:
-    """Returns the graph of a symbol; ``casts``: with those of mixed precision.
+    """Returns the graph of a symbol, with the nodes of this package; ``casts``: with those of mixed precision.
 
     By default, MXNet's ``Symbol.tojson`` removes them from a copy of the graph, which it never frees.
     """
-    recorded: Json = json.loads(symbol.tojson(remove_amp_cast=False))
+    recorded: Json = json.loads(_tojson(symbol, remove_amp_cast=False))
     if casts:
         return recorded
     graph = Graph()

@@ -23,6 +23,7 @@ from mxnet.gluon import Block, SymbolBlock, nn
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side import blocks
+from gluon_syncbn.mxnet_side.nodes import json_of
 from gluon_syncbn.nets import graphs, tracing
 
 from .models import Model
@@ -224,7 +225,7 @@ def folded(model: Model, net: Block) -> Tuple[str, str]:
     """
     want = predict(model, net)
     copy = _fold(net)
-    nodes = json.loads(tracing.prediction(net).symbol.tojson())["nodes"]
+    nodes = json_of(tracing.prediction(net).symbol)["nodes"]
     before = sum(node["op"] in blocks.OPERATORS for node in nodes)
     after = sum(operator in blocks.OPERATORS for _, operator, _ in blocks.recorded(copy))
     counted, got = f"{before - after} of {before}", predict(model, copy)

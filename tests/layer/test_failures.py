@@ -1,6 +1,7 @@
 """A step that cannot be finished ends in an error that says why and harms nothing; the next step is right."""
 
 import gc
+import json
 import logging
 import random
 import re
@@ -34,6 +35,7 @@ from replicas import (
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm
+from gluon_syncbn.mxnet_side.nodes import json_of
 from gluon_syncbn.training import steps
 
 AT_ONCE = 20  # seconds, of a layer that would wait for 60
@@ -892,7 +894,7 @@ def test_a_graph_of_another_process(contexts, tmp_path):
     net.hybridize()
     net(nd.ones((2, 4)))
     path = str(tmp_path / "net")
-    Path(f"{path}-symbol.json").write_text(net._cached_graph[1].tojson())  # export and save write plain operators
+    Path(f"{path}-symbol.json").write_text(json.dumps(json_of(net._cached_graph[1])))  # others write plain operators
     text = f"""
 import gluon_syncbn, mxnet as mx
 for load in (lambda: mx.sym.load({path!r} + "-symbol.json"),
@@ -918,11 +920,11 @@ for load in (lambda: mx.sym.load({path!r} + "-symbol.json"),
 def test_a_graph_whose_layer_is_gone(contexts):
     layer = SyncBatchNorm(in_channels=3)
     layer.initialize(ctx=contexts[:1])
-    text = layer(mx.sym.var("data")).tojson()
+    text = json.dumps(json_of(layer(mx.sym.var("data"))))
     mx.sym.load_json(text)
     del layer
     gc.collect()
-    with pytest.raises(mx.MXNetError, match=r"or one that is gone. Export with gluon_syncbn.revert\(net\)"):
+    with pytest.raises(mx.MXNetError, match=r"or one that is gone. Write it again in its process: net.export"):
         mx.sym.load_json(text)
 
 

@@ -2,8 +2,6 @@
 test_native.py.
 """
 
-import json
-
 import mxnet as mx
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from replicas import TOLERANCE, WAYS, assert_same, collect, make_batch, on_devic
 
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, revert, summary
 from gluon_syncbn.activation import BatchNormAdd
+from gluon_syncbn.mxnet_side.nodes import json_of
 
 LEAKY = {"activation": "leaky", "inplace": True}
 
@@ -285,5 +284,5 @@ def test_in_a_recorded_graph(contexts):
     block = nn.SymbolBlock(layer(data), data, params=layer.collect_params())
     block.initialize(ctx=contexts[0])
     convert(block)
-    nodes = json.loads(block._cached_graph[1].tojson())["nodes"]
+    nodes = json_of(block._cached_graph[1])["nodes"]
     assert [node["attrs"]["inplace"] for node in nodes if "op_type" in node.get("attrs", {})] == ["1"]

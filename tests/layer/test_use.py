@@ -1,6 +1,5 @@
 """The ways in which nets and training loops use the layer."""
 
-import json
 import subprocess
 import sys
 import threading
@@ -29,6 +28,7 @@ from replicas import (
 )
 
 from gluon_syncbn import SyncBatchNorm, configure, convert, reference
+from gluon_syncbn.mxnet_side.nodes import json_of
 
 
 class Twice(nn.HybridBlock):
@@ -120,7 +120,7 @@ def test_a_layer_in_parallel_branches(contexts, rng, way):
 def test_nodes_of_one_layer_meet_themselves_only():
     """In a static graph MXNet may run two nodes of one layer in either order."""
     layer = SyncBatchNorm(in_channels=5)
-    graph = json.loads(Branches(layer)(mx.sym.var("x")).tojson())
+    graph = json_of(Branches(layer)(mx.sym.var("x")))
     assert [node["attrs"]["node"] for node in graph["nodes"] if node["op"] == "Custom"] == ["0", "1"]
 
 

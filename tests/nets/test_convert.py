@@ -17,6 +17,7 @@ import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, convert, freeze, revert
 from gluon_syncbn.command import replacements
 from gluon_syncbn.mxnet_side import blocks
+from gluon_syncbn.mxnet_side.nodes import json_of
 from gluon_syncbn.nets import convert as convert_module
 
 BATCH_NORM = nn.BatchNorm
@@ -133,7 +134,7 @@ def state(net):
 
 
 def symbol_ops(symbol):
-    return [node["op"] for node in json.loads(symbol.tojson())["nodes"] if node["op"] != "null"]
+    return [node["op"] for node in json_of(symbol)["nodes"] if node["op"] != "null"]
 
 
 def test_parameters_are_the_same_objects_in_the_same_order():

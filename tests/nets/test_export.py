@@ -14,6 +14,7 @@ from mxnet.gluon import nn
 from places import ROOT, SUPPORT
 
 from gluon_syncbn import SyncBatchNorm, convert, revert
+from gluon_syncbn.mxnet_side.nodes import json_of
 
 # Each net here has a gamma that does not count and is not 1.
 pytestmark = pytest.mark.filterwarnings("ignore:\\w+ wrote 1 into gammas that were not 1:UserWarning")
@@ -140,6 +141,34 @@ def test_a_net_without_the_layer_is_exported_as_ever(contexts, rng, tmp_path):
     assert (tmp_path / "net-symbol.json").read_text() == net._cached_graph[1].tojson()
     with pytest.raises(RuntimeError, match="run forward"):
         nn.HybridSequential().export(str(tmp_path / "net"))
+
+
+def test_saved_nets_and_texts_have_plain_operators(contexts, tmp_path, capsys):
+    """Another process loads them. A net that loads them keeps its own layers."""
+
+    def made():
+        net = nn.HybridSequential()
+        with net.name_scope():
+            net.add(nn.Conv2D(4, 1, in_channels=3), SyncBatchNorm(in_channels=4), nn.Activation("relu"))
+        net.initialize(ctx=contexts[:2])
+        net.hybridize()
+        return convert(net, fuse=True)
+
+    net, x = made(), mx.nd.random.normal(shape=(2, 3, 4, 4))
+    y = net(x).asnumpy()
+    net.save(str(tmp_path / "net"))
+    texts = [(tmp_path / "net-model.json").read_text(), net._cached_graph[1].tojson()]
+    assert all("BatchNorm" in text and "Custom" not in text for text in texts)
+    again = made()
+    again.load(str(tmp_path / "net"))
+    np.testing.assert_allclose(again(x).asnumpy(), y, rtol=1e-6)
+    assert again._active and "Custom" in [node["op"] for node in json_of(again._cached_graph[1])["nodes"]]
+    shown = []
+    for symbol in (net._cached_graph[1], revert(net)(mx.sym.var("data"))):
+        mx.viz.print_summary(symbol, shape={"data": (1, 3, 4, 4)})
+        shown.append(capsys.readouterr().out)
+    assert "Total params: 24" in shown[0] and [row.count("BatchNorm") for row in shown] == [1, 1]
+    assert shown[0].count("Custom") == 0 and "Total params: 24" in shown[1]
 
 
 def test_an_export_that_fails_leaves_the_net_as_it_was(contexts, rng, tmp_path):

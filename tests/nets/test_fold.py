@@ -1,6 +1,5 @@
 """`fold`: the copy for prediction computes what the net computes, without the BatchNorm that went into the weights."""
 
-import json
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from mxnet.gluon import nn
 from places import SUPPORT
 
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, fold, freeze
+from gluon_syncbn.mxnet_side.nodes import json_of
 
 IMAGE, CUBE, ROWS = (2, 4, 7, 6), (2, 4, 5, 6, 4), (5, 4)
 
@@ -58,7 +58,7 @@ def heard(function, *args):
 
 
 def operators(block):
-    return [node["op"] for node in json.loads(block._cached_graph[1].tojson())["nodes"] if node["op"] != "null"]
+    return [node["op"] for node in json_of(block._cached_graph[1])["nodes"] if node["op"] != "null"]
 
 
 def assert_same(got, want, tolerance=1e-11):

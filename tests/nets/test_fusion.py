@@ -14,6 +14,7 @@ from replicas import WAYS
 
 import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, _native, convert, revert, summary
+from gluon_syncbn.mxnet_side.nodes import json_of
 
 
 class Residual(nn.HybridBlock):
@@ -59,7 +60,7 @@ def chain(*behind, norm=nn.BatchNorm):
 
 def recorded(net):
     """Operators of the graph, our own as such."""
-    nodes = json.loads(net._cached_graph[1].tojson())["nodes"]
+    nodes = json_of(net._cached_graph[1])["nodes"]
     return Counter(node.get("attrs", {}).get("op_type", node["op"]) for node in nodes if node["op"] != "null")
 
 

@@ -3,7 +3,6 @@
 import copy
 import functools
 import gc
-import json
 import warnings
 
 import mxnet as mx
@@ -14,6 +13,7 @@ from mxnet.gluon import nn
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, convert, freeze, revert
+from gluon_syncbn.mxnet_side.nodes import json_of
 from gluon_syncbn.nets.graphs import Opened
 
 SIZES = (3, 2)
@@ -96,7 +96,7 @@ def assert_same(got, want, tolerance=1e-9):
 
 
 def operators(block):
-    return [node["op"] for node in json.loads(block._cached_graph[1].tojson())["nodes"]]
+    return [node["op"] for node in json_of(block._cached_graph[1])["nodes"]]
 
 
 def data_of(rng):

@@ -57,7 +57,7 @@ def graph(norm):
     internals = output.get_internals()
     _, types, _ = internals.infer_type(data=np.float32)
     types = dict(zip(internals.list_outputs(), [t.__name__ for t in types]))
-    operators = [node["op"] for node in json.loads(output.tojson(remove_amp_cast=False))["nodes"]]
+    operators = [node["op"] for node in json_of(output)["nodes"]]
     return [op for op in operators if op not in ("null", "SwapAxis")], types
 (plain, types), (synced, synced_types) = graph(nn.BatchNorm), graph(SyncBatchNorm)
 print(json.dumps([plain, synced, types, synced_types]))
@@ -220,7 +220,7 @@ for revert in (False, True):
     net.hybridize()
     net(x)
     low = amp.convert_hybrid_block(net, ctx=mx.cpu())
-    nodes = json.loads(low._cached_graph[1].tojson(remove_amp_cast=False))["nodes"]
+    nodes = json_of(low._cached_graph[1])["nodes"]
     answers.append([node["op"] for node in nodes if node["op"] not in ("null", "SwapAxis")])
 print(json.dumps(answers))
 """
