@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <stdexcept>
+#include <string>
 
 #include "cpu/numbers.h"
 #include "pooling/statistics.h"
@@ -72,11 +74,21 @@ void replace(Array to, Type type, int64_t n, const F& value) {
 std::vector<float> Backend::mask(const void* values, const Mask& layout) const {
     const auto* extents = layout.extents;
     std::vector<float> out(static_cast<size_t>(extents[0] * extents[1] * extents[2] * extents[3]));
-    if (layout.bytes == 1) expand<uint8_t>(values, layout, out.data());
-    if (layout.bytes == 2) expand<uint16_t>(values, layout, out.data());
-    if (layout.bytes == 4) expand<uint32_t>(values, layout, out.data());
-    if (layout.bytes == 8) expand<uint64_t>(values, layout, out.data());
-    return out;
+    switch (layout.bytes) {
+        case 1:
+            expand<uint8_t>(values, layout, out.data());
+            return out;
+        case 2:
+            expand<uint16_t>(values, layout, out.data());
+            return out;
+        case 4:
+            expand<uint32_t>(values, layout, out.data());
+            return out;
+        case 8:
+            expand<uint64_t>(values, layout, out.data());
+            return out;
+    }
+    throw std::invalid_argument("a mask has values of " + std::to_string(layout.bytes) + " bytes");
 }
 
 Vector Backend::moments(Array x, const Tensor& tensor, const float* mask) const {

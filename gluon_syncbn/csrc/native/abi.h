@@ -1,5 +1,5 @@
 // Declares the parts of MXNet's C++ side that calls need: how the published libraries of 1.9.1 lay out the arguments of
-// an operator. They are the last release, so this is final, and `Library` opens no others. A test in tests/native
+// an operator. They are the last release, so this is final, and `Library` opens no others. `tests/layer/test_native.py`
 // compares it with the wheel's headers; parts that these lack are marked.
 //
 // Those libraries were compiled by g++ 4.8. Of the types used here, later versions have changed only std::string.
@@ -8,6 +8,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <stdexcept>
@@ -24,7 +25,9 @@ namespace native {
 class OldString {
   public:
     explicit OldString(const char* text) {
-        while (text[length_] != '\0' && length_ + 1 < sizeof text_) text_[length_] = text[length_], ++length_;
+        length_ = std::strlen(text);
+        if (length_ >= sizeof text_) throw std::length_error(text);
+        std::strcpy(text_, text);
     }
     OldString(const OldString&) = delete;
     OldString& operator=(const OldString&) = delete;

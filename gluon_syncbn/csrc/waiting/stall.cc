@@ -22,12 +22,15 @@ constexpr double kWindow = 4.0;        // seconds of samples to keep
 constexpr double kStopped = 1.0;       // between two samples; more means that the process itself was stopped
 constexpr double kIdleShare = 0.25;    // of one core: Horovod's thread, which polls every 1 ms, takes 0.12 to 0.19
 constexpr double kEndAfterIdle = 1.5;  // seconds
+constexpr double kMeasured = 0.5;      // seconds
 
 std::atomic<long> interrupted{0};
 std::atomic<bool> nobody_is_left{false};
 // The previous handlers of SIGINT.
 std::atomic<const struct sigaction*> previous{nullptr}, original{nullptr};
-thread_local int depth = 0;
+// The handler may run in a thread that has never been here. The usual model would allocate the thread's part then, which
+// a handler must not do.
+__attribute__((tls_model("initial-exec"))) thread_local int depth = 0;
 
 double processor_time() {
     timespec t;
@@ -35,8 +38,8 @@ double processor_time() {
     return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
-// Returns the seconds in which threads of this process were ready and did not run; 0 if the kernel does not count them.
-double run_delay() {
+// The seconds in which threads of this process were ready and did not run; 0 if the kernel does not count them.
+double measured_run_delay() {
     double total = 0;
     const std::unique_ptr<DIR, int (*)(DIR*)> tasks(opendir("/proc/self/task"), closedir);
     if (tasks == nullptr) return 0;
@@ -46,6 +49,15 @@ double run_delay() {
         if (account >> ran >> delayed) total += 1e-9 * delayed;
     }
     return total;
+}
+
+// The same, measured at most once in `kMeasured`, whoever asks: it reads a file for each thread.
+double run_delay(double time) {
+    static std::mutex mutex;
+    static double measured = 0, delay = 0;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (time - measured >= kMeasured) delay = measured_run_delay(), measured = time;
+    return delay;
 }
 
 void on_interrupt(int signal, siginfo_t* info, void* context) {
@@ -84,8 +96,8 @@ void Stall::sample() {
     const double processor = processor_time(), ran = processor - processor_time_;
     processor_time_ = processor;
     busy_ += ran;
-    if (time > last && ran < kIdleShare * (time - last)) {  // it reads a file for each thread, so only if it matters
-        const double delay = run_delay();
+    if (time > last && ran < kIdleShare * (time - last)) {  // it takes time, so only if it matters
+        const double delay = run_delay(time);
         if (delay_ >= 0) busy_ += std::max(0.0, delay - delay_);  // ended threads no longer count
         delay_ = delay;
     }
