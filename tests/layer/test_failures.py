@@ -129,6 +129,23 @@ def test_reading_between_replicas(contexts, rng):
     assert_next_step_is_right(layer, contexts[:2], rng)
 
 
+def test_a_device_that_leaves_out_a_layer(contexts, rng):
+    """It waits for its partner in the next layer, and gives up before that one does: the error names the layer."""
+    first, second = (a_layer(contexts[:2]) for _ in range(2))
+    xs = shards(rng, contexts[:2])
+    with short_waits(2):
+        with autograd.record():
+            second(xs[1])
+            time.sleep(0.5)
+            y = second(first(xs[0]))
+        with pytest.raises(mx.MXNetError) as error:
+            y.asnumpy()
+    assert_explains(
+        error, first, "forward of call 1: 1 of 2 replicas arrived (cpu(0)), missing cpu(1). Nobody has called"
+    )
+    assert_next_step_is_right(second, contexts[:2], rng)
+
+
 @pytest.mark.parametrize("way", ["eager", "static_shape"])
 def test_a_read_between_replicas_ends_soon(contexts, rng, way):
     """A static graph executes what it has made for an earlier step."""
@@ -857,7 +874,7 @@ def test_integer_data(contexts, rng, dtype):
     layer = a_layer(contexts[:2])
     with pytest.raises(mx.MXNetError) as error, autograd.record():
         layer(nd.ones((2, 5), dtype=dtype))
-    assert_explains(error, layer, "data must be bfloat16, float16, float32 or float64")
+    assert_explains(error, layer, "data must be bfloat16, float16, float32 or float64; " + dtype)
     assert_next_step_is_right(layer, contexts[:2], rng)
 
 
@@ -1001,3 +1018,16 @@ def test_running_statistics_where_an_operator_before_the_layer_fails():
     command = [sys.executable, "-W", "ignore", "-c", SKIPPED]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.stdout.split() == ["0.0"] * 5 + ["1.0"] * 5, done.stderr
+
+
+def test_a_layer_that_is_gone():
+    for call in (
+        lambda number: gluon_syncbn._native.layer_token(number),
+        lambda number: gluon_syncbn._native.layer_place(number, ["cpu(0)"], 1),
+        lambda number: gluon_syncbn._native.layer_called(number, "cpu(0)"),
+        lambda number: gluon_syncbn._native.layer_timeout(number, 1),
+    ):
+        number = gluon_syncbn._native.layer_create("gone", 0, 1, 0)
+        gluon_syncbn._native.layer_drop(number)
+        with pytest.raises(mx.MXNetError, match=f"no layer has the number {number}"):
+            call(number)

@@ -1,5 +1,6 @@
 // Describes who is here, who is missing, and what the user can do about it.
 #include <algorithm>
+#include <cstdlib>
 #include <sstream>
 
 #include "meeting/diagnosis.h"
@@ -16,19 +17,22 @@ std::string join_names(const std::vector<std::string>& names) {
 constexpr char kSameMemory[] =
     " Several replicas share a context. Outside of autograd.record, MXNet runs their static_alloc graphs one after the "
     "other: call hybridize() without static_alloc.";
-constexpr char kSharedContext[] =
-    "Several replicas share a context. With static_shape, MXNet runs one of them after the other: hybridize without "
-    "static_shape. Or MXNet bundles their operators: call mxnet.autograd.backward by that name, with the losses of all "
-    "replicas, or set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs. Or the process ran a backward "
-    "before it had more than seven replicas: set MXNET_EXEC_INPLACE_GRAD_SUM_CAP to four for each. Or the loss of a "
-    "replica took no part in the backward.";
 constexpr char kSharedResources[] =
     " Several replicas share a CPU context, and their operators take turns in its temporary space and random states: "
     "set MXNET_CPU_TEMP_COPY and MXNET_CPU_PARALLEL_RAND_COPY to the number of such operators in a step.";
-constexpr char kBackward[] =
-    "Either the loss of a replica took no part: call autograd.backward with the losses of all devices, and read no "
-    "gradient before that. Or MXNet bundles an operator outside the replicas (a batch that is split while recording) "
-    "with one of them: set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs.";
+constexpr char kLoss[] =
+    "Perhaps the loss of a replica took no part: call mxnet.autograd.backward by that name, with the losses of all "
+    "replicas, and read no gradient before that.";
+// Each of these has a condition.
+constexpr char kBundled[] =
+    " Or MXNet bundles an operator outside the replicas (a batch that is split while recording), or of another "
+    "replica, with one of them: set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs.";
+constexpr char kSharedStaticShape[] =
+    " Or MXNet runs the replicas of a context one after the other: hybridize without static_shape.";
+constexpr char kManyReplicas[] =
+    " Or the process ran a backward before it had more than seven replicas: set MXNET_EXEC_INPLACE_GRAD_SUM_CAP to "
+    "four for each.";
+constexpr size_t kFewReplicas = 7;
 constexpr char kAllIssued[] = "Every replica has issued its call";
 constexpr char kUnfinished[] =
     ": an operator before this layer does not finish there, or has failed, perhaps because memory ran out. Then read "
@@ -39,6 +43,11 @@ constexpr char kCallAll[] =
 
 // Seconds. While a GPU computes, the waiting thread spins (cudaDeviceScheduleAuto), so the process is not idle.
 constexpr double kSurely = 5, kPerhaps = 20;
+
+bool bundles() {
+    const char* bundles = std::getenv("MXNET_EXEC_BULK_EXEC_TRAIN");
+    return bundles == nullptr || std::atoi(bundles) != 0;
+}
 
 bool on_cpu(const std::string& context) { return context.compare(0, 3, "cpu") == 0; }
 
@@ -81,13 +90,17 @@ std::string how_to_call(const Meeting& meeting) {
 namespace {
 
 Cause cause_in_backward(const Meeting& meeting, bool all_cpu) {
-    if (meeting.per_context == 1) return {kBackward, kPerhaps};
-    return {kSharedContext + std::string(all_cpu ? kSharedResources : ""), kSurely};
+    const std::string loss = kLoss + std::string(bundles() ? kBundled : "");
+    if (meeting.per_context == 1) return {loss, kPerhaps};
+    const std::string shared = std::string(meeting.repeated ? kSharedStaticShape : "") +
+                               (meeting.replicas() > kFewReplicas ? kManyReplicas : "") +
+                               (all_cpu ? kSharedResources : "");
+    return {loss + shared, kSurely};
 }
 
 Cause cause_in_forward(const Meeting& meeting, const Attendance& attendance, bool all_cpu) {
     const bool shared = meeting.per_context > 1;
-    const std::string same_memory = shared ? kSameMemory : "";
+    const std::string same_memory = shared && meeting.draw.node >= 0 ? kSameMemory : "";
     if (all_issued(meeting, attendance)) {
         const std::string cause = kAllIssued + std::string(kUnfinished) + same_memory;
         return {cause + (shared && all_cpu ? kSharedResources : ""), all_cpu ? kSurely : kPerhaps};

@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <mutex>
 #include <new>
+#include <optional>
 #include <sstream>
 #include <stdexcept>
 #include <utility>
@@ -159,6 +161,51 @@ std::unique_ptr<Underway> begin_exchange(const Terms& terms, const Meeting& meet
     return exchange.begin_allreduce(combine, ticket, row_of_each_context(meeting, phase, combine));
 }
 
+const char* who_answers(const Exchange& exchange) {
+    if (exchange.spans_processes()) return "The exchange with the other processes";
+    return exchange.form() == Form::kDevice ? "NCCL" : "The KVStore";
+}
+
+// The waits of this moment that may be in vain. One may cause others. If a device leaves out a layer, its partner waits
+// there, and the device itself waits in the next layer. Whoever gives up first reports the cause.
+class Waits {
+  public:
+    // 0: a forward without a call of a replica; 1: another forward; 2: a backward.
+    using Rank = std::pair<int, int64_t>;  // and its number
+    static Waits& all() {
+        static Waits* instance = new Waits;  // outlives the threads that wait at exit
+        return *instance;
+    }
+    int64_t number() {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return next_++;
+    }
+    void note(int64_t number, int rank, Failure failure) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        forget_locked(number);
+        waits_.emplace(Rank(rank, number), std::move(failure));
+    }
+    void forget(int64_t number) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        forget_locked(number);
+    }
+    // The cause, if it is another wait.
+    std::optional<Failure> cause_of(int64_t number) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (waits_.empty() || waits_.begin()->first.second == number) return std::nullopt;
+        return waits_.begin()->second;
+    }
+
+  private:
+    void forget_locked(int64_t number) {
+        for (const int rank : {0, 1, 2}) waits_.erase({rank, number});
+    }
+
+    std::mutex mutex_;  // guards everything here
+    int64_t next_ = 0;
+    std::map<Rank, Failure> waits_;
+};
+
 // Runs under the rendezvous's lock, also when all have arrived: the last one computes the total, with its own time
 // limit.
 class WaitForReplicas : public Wait {
@@ -171,6 +218,7 @@ class WaitForReplicas : public Wait {
           number_(number),
           attendance_(attendance),
           call_(name_of_call(meeting, number)) {}
+    ~WaitForReplicas() override { Waits::all().forget(order_); }
 
   protected:
     void throw_if_failed() override {  // (5)
@@ -180,6 +228,8 @@ class WaitForReplicas : public Wait {
         throw Failure(terms_.name, "", call_, describe(meeting_, number_) + ". " + failure->reason);
     }
     [[noreturn]] void give_up(const std::string& text) override {  // (6)
+        const auto cause = asked_ || complete_ ? std::nullopt : Waits::all().cause_of(order_);
+        if (cause && (cause->layer != terms_.name || cause->call != call_)) fail_and_throw(meeting_, *cause);
         fail_and_throw(meeting_, {terms_.name, "", call_, describe(meeting_, number_) + text});
     }
     void warn(const std::string& text) override {
@@ -200,20 +250,24 @@ class WaitForReplicas : public Wait {
     const int number_;
     const Attendance& attendance_;
     const std::string call_;
+    const int64_t order_ = Waits::all().number();
     std::string seen_;  // the replicas that are here, and why not all are
     double seen_since_ = 0;
     const double began_ = seconds();
     bool complete_ = false;
+    bool asked_ = false;  // to end, from outside
 };
 
 void WaitForReplicas::check_others() {
     if (all_here()) {
         if (!complete_) extend(terms_.timeout + kGrace);
         complete_ = true;
+        Waits::all().forget(order_);
         return;
     }
     const Cause cause = likely_cause(meeting_, number_, attendance_);
-    const std::string here = describe(meeting_, number_) + cause.text;
+    const std::string here = describe(meeting_, number_) + ". " + cause.text;
+    Waits::all().note(order_, number_ > 0 ? 2 : uncalled() ? 0 : 1, {terms_.name, "", call_, here});
     if (seen_ != here) {  // a replica that was called just now is on the way
         seen_ = here;
         seen_since_ = waited();
@@ -232,23 +286,25 @@ void WaitForReplicas::check_others() {
 std::string WaitForReplicas::text(Why why) {
     const int so_far = static_cast<int>(waited());
     std::ostringstream text;
+    asked_ = why == Why::kAskedToEnd || why == Why::kForked;
     if (why == Why::kAskedToEnd)
         return ". The process was asked to end (Ctrl-C, or its main thread has ended) while they waited.";
     if (why == Why::kForked)
         return ", and the process was forked (os.fork, multiprocessing, subprocess with preexec_fn) before " +
-               std::string(all_here() ? "the KVStore has answered" : "they were called") +
+               std::string(all_here() ? "they had their total" : "they were called") +
                ". A fork has to wait for all pending operations: fork before a step or after it, not between the "
                "calls of its replicas.";
     if (why == Why::kLong) {
         if (std::exchange(phase_.warned, true)) return "";
         if (all_here())
-            text << ". The KVStore has not answered for " << so_far << " s; still waiting, until "
+            text << ". " << who_answers(*meeting_.exchange) << " has not answered for " << so_far << " s; still waiting, until "
                  << static_cast<int>(limit()) << " s.";
         else
             text << " after " << so_far << " s; still waiting, until " << limit() << " s."
                  << (uncalled() ? " Nobody has called the layer there." : "");
     } else if (all_here()) {
-        text << ". The KVStore has not answered for " << static_cast<int>(terms_.timeout + kGrace) << " s.";
+        text << ". " << who_answers(*meeting_.exchange) << " has not answered for " << static_cast<int>(terms_.timeout + kGrace)
+             << " s.";
     } else {
         text << " after " << limit() << " s. " << likely_cause(meeting_, number_, attendance_).text;
     }
@@ -451,6 +507,7 @@ void Rendezvous::restart_calls() {
 
 void Rendezvous::forked() {
     new (&mutex_) std::mutex;  // a thread that the child does not have may have held it
+    new (&Waits::all()) Waits;
     rounds_.forked();
     forget();
 }

@@ -248,11 +248,15 @@ Mask mask_of(const Property& property, const std::vector<int64_t>& data, const s
     return mask;
 }
 
-// The numbers of MXNet's types, also of those that no data has.
+// MXNet's types by their numbers, also those that no data has.
 constexpr struct {
-    int flag, bytes, floating;
-} kMaskTypes[] = {{0, 4, 1}, {1, 8, 1}, {2, 2, 1}, {3, 1, 0},  {4, 4, 0},  {5, 1, 0}, {6, 8, 0},
-                  {7, 1, 0}, {8, 2, 0}, {9, 2, 0}, {10, 4, 0}, {11, 8, 0}, {12, 2, 1}};
+    const char* name;
+    int bytes, floating;
+} kTypes[] = {{"float32", 4, 1}, {"float64", 8, 1}, {"float16", 2, 1}, {"uint8", 1, 0}, {"int32", 4, 0},
+              {"int8", 1, 0},    {"int64", 8, 0},   {"bool", 1, 0},    {"int16", 2, 0}, {"uint16", 2, 0},
+              {"uint32", 4, 0},  {"uint64", 8, 0},  {"bfloat16", 2, 1}};
+
+bool is_known(int type) { return type >= 0 && type < static_cast<int>(std::size(kTypes)); }
 
 int infer_shape(int size, int* dims, int** shapes, void* state) {
     const Property& property = *property_of(state);
@@ -312,8 +316,9 @@ int infer_type(int size, int* types, void* state) {
     const int data = types[0] >= 0 ? types[0] : types[output];
     if (data < 0) return 1;
     if (type_of_data(data) == nullptr)
-        refuse(property,
-               "data must be " + names_of_types() + " (MXNet type flag " + std::to_string(data) + " was given)");
+        refuse(property, "data must be " + names_of_types() + "; " +
+                             (is_known(data) ? kTypes[data].name : "MXNet's type " + std::to_string(data)) +
+                             " was given");
     const int parameter = static_cast<int>(parameter_type_of(static_cast<Type>(data)));
     const bool rows = property.role == Role::kGather;
     for (int i = 0; i < size; ++i) {
@@ -408,13 +413,10 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
         const int at = node.mask_input();
         const std::vector<int64_t> data(shapes[0], shapes[0] + dims[0]);
         node.mask = mask_of(property, data, {shapes[at], shapes[at] + dims[at]}, axis, true);
-        const auto type = std::find_if(std::begin(kMaskTypes), std::end(kMaskTypes),
-                                       [&](const auto& one) { return one.flag == types[at]; });
-        if (type == std::end(kMaskTypes))
-            refuse(property,
-                   "the mask has a type that is no number (MXNet type flag " + std::to_string(types[at]) + ")");
-        node.mask.bytes = type->bytes;
-        node.mask.floating = type->floating;
+        if (!is_known(types[at]))
+            refuse(property, "the mask has a type that is no number (MXNet's type " + std::to_string(types[at]) + ")");
+        node.mask.bytes = kTypes[types[at]].bytes;
+        node.mask.floating = kTypes[types[at]].floating;
     }
     return issue(property, std::move(node), context, types[0], shape, samples, out);
 }
