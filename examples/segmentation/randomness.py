@@ -9,11 +9,7 @@ import numpy as np
 
 
 class Xavier(mx.init.Initializer):
-    """The distribution of mx.init.Xavier, drawn by NumPy.
-
-    MXNet's number of generators depends on the number of CPU devices (`gluon_syncbn.cpu_devices`). With MXNet, the same
-    seed would give another network on another number of devices or processes.
-    """
+    """The distribution of mx.init.Xavier, drawn by NumPy, whose state a program can read."""
 
     def _init_weight(self, name, array):
         outputs, inputs, *window = array.shape

@@ -293,6 +293,14 @@ def test_the_results_of_the_modes_are_complete(short_runs):
 
 
 @pytest.mark.slow
+def test_the_memory_of_several_contexts(tmp_path):
+    text, (cell,) = results("memory", run("memory", "--quick", "--out", tmp_path), tmp_path)
+    ((_, rows),) = tables(text)
+    assert_cells(rows, [["FastSCNN", "32", "1"]], *[r"-?\d+"] * 4, *[NUMBER] * 3, r"-?\d+")
+    assert all(cell[way].keys() == {"early_mib", "late_mib"} for way in ("plain", "1", "2", "4"))
+
+
+@pytest.mark.slow
 def test_the_memory_of_recomputation(tmp_path):
     pytest.importorskip("matplotlib", reason="the plots need matplotlib")
     text, (cell,) = results("checkpoint", run("checkpoint", "--quick", "--out", tmp_path), tmp_path)

@@ -121,8 +121,7 @@ MODELS: List[Model] = [
     _zoo("darknet53", 3, 64, 64),
     _zoo("shufflenet_v1", 3, 64, 64),
     _zoo("shufflenet_v2", 3, 64, 64),
-    # Without oneDNN, each convolution takes temporary space. The convolutions outnumber the copies of cpu_devices(2).
-    _zoo("nasnet_4_1056", 3, 64, 64)._replace(environment={**NO_ONEDNN, "MXNET_CPU_TEMP_COPY": "8192"}),
+    _zoo("nasnet_4_1056", 3, 64, 64)._replace(environment=NO_ONEDNN),
     _zoo("dla34", 3, 64, 64),
     Model("hrnet_w18_small_v1_c", lambda **norm: get_hrnet("w18_small_v1", **norm), ((3, 64, 64),)),
     Model("hrnet_w18_small_v1_s", lambda **norm: get_hrnet("w18_small_v1", purpose="seg", **norm), ((3, 64, 64),)),
