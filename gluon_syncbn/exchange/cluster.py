@@ -163,6 +163,11 @@ class ClusterTransport(WaitingTransport):
             self._ask(label, "write", self._layout.sum(number), np.zeros_like(like))
         return int(self.allgather(label._replace(phase=1), np.array([number]), equal=True)[0][0])
 
+    def poll(self, label: Label) -> None:
+        self._asked = time.monotonic()
+        self.check_unbroken(label)
+        self._check_fates(label, ())
+
     def tell(self, label: Optional[Label], reason: str) -> None:
         self._say(_FAILED, reason)
         with self._changed:

@@ -126,6 +126,12 @@ class HorovodTransport(WaitingTransport):
         self._check(label, got, flat)
         return got[0][1].reshape(array.shape)
 
+    def poll(self, label: Label) -> None:
+        self.check_unbroken(label)
+        for rank, note in sorted(self._notes.read(lambda notes: True).items()):
+            if note.failure:
+                self.give_up(label, f"rank {rank} of {self.size} {note} (rank {self.rank} was in {label})")
+
     def tell(self, label: Optional[Label], reason: str) -> None:
         self._notes.write(_Note(where=str(label or ""), failure=reason))
         self._end_horovod()

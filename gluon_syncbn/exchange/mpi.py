@@ -160,6 +160,15 @@ class MPITransport(WaitingTransport):
         self._send([], label, 0, array)
         return self._collect([0], label, 0, array.ravel(), [])[0].reshape(array.shape)
 
+    def poll(self, label: Label) -> None:
+        with self._lock:
+            if not self._polling:
+                self._file(self._progress())
+            for rank, fate in self._gone.items():
+                if fate != _ENDED:  # a rank that has ended has received all that it waited for
+                    self.give_up(label, f"rank {rank} of {self.size} {fate} (rank {self.rank} was in {label})")
+            self.check_unbroken(label)
+
     def tell(self, label: Optional[Label], reason: str) -> None:
         with self._lock:
             self._changed.notify_all()

@@ -63,6 +63,9 @@ class Transport(ABC):
     def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
         """Returns the array of rank 0."""
 
+    def poll(self, label: Label) -> None:  # noqa: B027
+        """Raises an error if another rank is known to have failed. Does not wait."""
+
     @abstractmethod
     def fail(self, reason: str) -> None:
         """Tells the other ranks of a failure, and carries nothing any more."""

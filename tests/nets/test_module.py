@@ -910,6 +910,4 @@ def test_contribs_symbol_is_mxnets_again(contexts):
 def test_a_symbol_block_of_a_file_is_plain(contexts, tmp_path):
     SyncBatchNorm(mx.sym.var("data"), name="bn0").save(str(tmp_path / "net.json"))
     block = gluon.SymbolBlock.imports(str(tmp_path / "net.json"), ["data"])
-    assert [layer["op"] for layer in json_of(block._cached_graph[1])["nodes"] if layer["op"] != "null"] == [
-        "BatchNorm"
-    ]
+    assert [layer["op"] for layer in json_of(block._cached_graph[1])["nodes"] if layer["op"] != "null"] == ["BatchNorm"]

@@ -297,14 +297,14 @@ std::string WaitForReplicas::text(Why why) {
     if (why == Why::kLong) {
         if (std::exchange(phase_.warned, true)) return "";
         if (all_here())
-            text << ". " << who_answers(*meeting_.exchange) << " has not answered for " << so_far << " s; still waiting, until "
-                 << static_cast<int>(limit()) << " s.";
+            text << ". " << who_answers(*meeting_.exchange) << " has not answered for " << so_far
+                 << " s; still waiting, until " << static_cast<int>(limit()) << " s.";
         else
             text << " after " << so_far << " s; still waiting, until " << limit() << " s."
                  << (uncalled() ? " Nobody has called the layer there." : "");
     } else if (all_here()) {
-        text << ". " << who_answers(*meeting_.exchange) << " has not answered for " << static_cast<int>(terms_.timeout + kGrace)
-             << " s.";
+        text << ". " << who_answers(*meeting_.exchange) << " has not answered for "
+             << static_cast<int>(terms_.timeout + kGrace) << " s.";
     } else {
         text << " after " << limit() << " s. " << likely_cause(meeting_, number_, attendance_).text;
     }
