@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from typing import Any, Optional
 
+import mxnet as mx
 import numpy as np
 from mxnet import autograd
 
 from ..activation import NONE, Activation
 from ..training.guards import guard
 from ..training.replicas import Replicas
+from .operators import without_amp
 
 #: MXNet's ``op_type``.
 NAME = "gluon_syncbn"
@@ -27,8 +29,8 @@ def sync_batch_norm(
     x: Any,
     gamma: Any,
     beta: Any,
-    running_mean: Any,
-    running_var: Any,
+    running_mean: Optional[Any],
+    running_var: Optional[Any],
     replicas: Replicas,
     *,
     per_context: int,
@@ -81,6 +83,8 @@ def sync_batch_norm(
         data = [guarded(array) for array in data]
     inputs, states = [data[0], gamma, beta, *data[1:]], [running_mean, running_var]
     adds, masks = int(addend is not None), int(mask is not None)
+    if running_mean is None:
+        return custom(*inputs, role=Role.MEET, adds=adds, masks=masks, name="moments")[1]
     if per_context == 1:
         y = custom(*inputs, *states, role=Role.WHOLE, adds=adds, masks=masks, name="fwd")
     else:
@@ -95,3 +99,29 @@ def sync_batch_norm(
             track(adds=0)
             autograd.set_recording(recording)
     return guarded(y) if guarded else y
+
+
+def moments(x: Any, mask: Optional[Any], axis: int, replicas: Replicas) -> Any:
+    """Returns ``[1, mean[C], variance[C]]`` in float64, on the context of ``x``. If no position counts, all are 0.
+
+    ``replicas`` have the mode ``'local'``. This is what the first operator of a call hands on, if it has two.
+    """
+    dtype = np.float64 if x.dtype == np.float64 else np.float32
+    ones = mx.nd.ones((x.shape[axis],), x.ctx, dtype)
+    return sync_batch_norm(
+        without_amp(mx.nd),
+        x,
+        ones,
+        ones,
+        None,
+        None,
+        replicas,
+        per_context=2,
+        node=-1,
+        axis=axis,
+        eps=1e-5,
+        momentum=0,
+        fix_gamma=True,
+        unbiased=False,
+        mask=mask,
+    )

@@ -15,16 +15,16 @@ import numpy as np
 from mxnet import autograd
 from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock, nn
 
-from .. import reference
 from ..exchange.base import merge_moments
 from ..exchange.store import ProcessStore
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.nodes import json_of
-from ..mxnet_side.op import NAME, Role
-from ..system import arguments
+from ..mxnet_side.op import NAME, Role, moments
+from ..system import arguments, kinds
 from ..system.bfloat16 import values
 from ..training import steps
+from ..training.replicas import Pooling, Replicas
 from .graphs import Opened
 from .parameters import store_of
 
@@ -104,8 +104,8 @@ def update_bn_stats(
 
     Calls the net in training mode and without gradient: the layers normalise as in training, each in its mode. In the
     end, only the running statistics have changed; after an error these are unchanged too. Graphs of hybridized blocks
-    stay, but are not used here, because hooks see the input of each layer. Until a batch is done, the inputs of all
-    layers are kept, as a recorded forward keeps them. Calls draw random numbers, so mode ``'shuffle'`` and Dropout draw
+    stay, but are not used here, because hooks see the input of each layer. Each layer's operator computes the moments
+    on the device of the input. Calls draw random numbers, so mode ``'shuffle'`` and Dropout draw
     other numbers afterwards.
 
     Handles `SyncBatchNorm` in all modes, and the layers that `convert` takes. Frozen layers (``use_global_stats``) stay
@@ -149,14 +149,14 @@ def update_bn_stats(
     mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
     before = [(array, array.copy()) for one in running for array in one.arrays()]
     try:
-        moments = _population(net, layers, running, _equally_many(store, _shown(batches, num_iters)))
-        moments = _of_all_processes(store, "population statistics", moments)
+        totals = _population(net, layers, running, _equally_many(store, _shown(batches, num_iters)))
+        totals = _of_all_processes(store, "population statistics", totals)
     finally:
         steps.drain()  # operators in flight write them, too
         for array, value in before:
             value.copyto(array)
     written = set()
-    for one, total in zip(running, moments):
+    for one, total in zip(running, totals):
         if total[0] > 0:
             one.write(total)
             written.add(id(one.mean))
@@ -207,9 +207,19 @@ def _running(net: Block) -> List[_Running]:
 
 
 class _Input(NamedTuple):
+    """What a layer was given, as far as its moments need it."""
+
     layer: nn.BatchNorm
-    x: mx.nd.NDArray
+    positions: int  # values of a channel
+    moments: mx.nd.NDArray
     mask: Optional[mx.nd.NDArray]
+
+    def packed(self) -> np.ndarray:
+        count, mask = self.positions, self.mask
+        if mask is not None:
+            count = np.count_nonzero(values(mask)) * count // mask.size
+        there, *of_channels = self.moments.asnumpy()
+        return _packed(there * count, *np.split(np.array(of_channels), 2))
 
 
 class _Node(NamedTuple):
@@ -294,16 +304,18 @@ def _population(
     totals = [np.zeros(1 + 2 * one.mean.shape[0]) for one in running]
     replicas = _replicas(layers, running)
     done = 0
-    with _inputs(net, layers) as inputs:
+    each_by_itself = Replicas("update_bn_stats", Pooling("local"), None, None, None)
+    each_by_itself.set_contexts(list(replicas), 0)
+    with _inputs(net, layers, each_by_itself) as inputs:
         for batch in batches:
             _check_batch(f"batches[{done}]", batch, replicas)
             with autograd.pause(train_mode=True):
                 for shard in batch:
                     net(shard)
             mx.nd.waitall()  # no result is read before all replicas are called
-            for layer, x, mask in inputs:
-                i, marks = number[id(layer.running_mean)], None if mask is None else values(mask)
-                totals[i] = merge_moments(totals[i], _moments(values(x), layer._kwargs.get("axis", 1), marks))
+            for given in inputs:
+                i = number[id(given.layer.running_mean)]
+                totals[i] = merge_moments(totals[i], given.packed())
             inputs.clear()
             done += 1
     if not done:
@@ -312,14 +324,21 @@ def _population(
 
 
 @contextmanager
-def _inputs(net: Block, layers: Sequence[nn.BatchNorm]) -> Iterator[List[_Input]]:
-    """Collects the layers' inputs meanwhile. A graph calls no layer, so hybridized blocks run without their graphs."""
+def _inputs(net: Block, layers: Sequence[nn.BatchNorm], each_by_itself: Replicas) -> Iterator[List[_Input]]:
+    """Collects the moments of the layers' inputs meanwhile.
+
+    A graph calls no layer, so hybridized blocks run without their graphs.
+    """
     given: List[_Input] = []
 
     def see(layer: nn.BatchNorm, args: Tuple[Any, ...]) -> None:
-        if not isinstance(args[0], mx.sym.Symbol):  # a symbol means that shapes are inferred
-            mask = args[_masks_at(layer)] if len(args) > _masks_at(layer) else None
-            given.append(_Input(layer, args[0].copy(), None if mask is None else mask.copy()))  # a net may overwrite it
+        x = kinds.classic(args[0])
+        if isinstance(x, mx.sym.Symbol) or x.size == 0:  # a symbol means that shapes are inferred
+            return
+        mask, axis = None, layer._kwargs.get("axis", 1)
+        if len(args) > _masks_at(layer):
+            mask = kinds.classic(args[_masks_at(layer)]).copy()  # a net may overwrite it
+        given.append(_Input(layer, x.size // x.shape[axis], moments(x, mask, axis, each_by_itself), mask))
 
     active = [(block, block._active) for block in blocks.of(net) if isinstance(block, HybridBlock)]
     hooks = []
@@ -339,13 +358,6 @@ def _inputs(net: Block, layers: Sequence[nn.BatchNorm]) -> Iterator[List[_Input]
 def _masks_at(layer: nn.BatchNorm) -> int:
     """Returns the number of the argument that is the mask."""
     return 2 if isinstance(layer, SyncBatchNormAdd) else 1
-
-
-def _moments(x: np.ndarray, axis: int, mask: Optional[np.ndarray] = None) -> np.ndarray:
-    if x.size == 0 or (mask is not None and not mask.any()):
-        return np.zeros(1 + 2 * x.shape[axis])
-    mean, var, count = reference.moments([x], axis, None if mask is None else [mask])
-    return _packed(count, mean, var)
 
 
 def _replicas(layers: Sequence[nn.BatchNorm], running: Sequence[_Running]) -> Dict[mx.Context, int]:

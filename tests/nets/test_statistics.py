@@ -366,6 +366,16 @@ def test_replicas_that_share_a_context_and_a_net_that_overwrites(contexts, rng):
     assert_statistics(net.norm, contexts[:2], (mean + 1, var), 1e-5)
 
 
+def test_no_input_is_copied_to_the_host(contexts, rng, monkeypatch):
+    """The moments of a batch are 1 + 2C numbers, which a layer's operator computes where the input is."""
+    net = convolutional(SyncBatchNorm, contexts[:2])
+    batches = [on_devices(batch, contexts, "float64") for batch in population(rng, 2)]
+    read, original = [], nd.NDArray.asnumpy
+    monkeypatch.setattr(nd.NDArray, "asnumpy", lambda array: read.append(array.size) or original(array))
+    update_bn_stats(net, batches)
+    assert sorted(set(read)) == [1 + 2 * 4, 1 + 2 * 5]
+
+
 def test_batches_are_taken_as_far_as_asked(contexts, rng):
     layer = nn.BatchNorm(in_channels=5)
     layer.initialize(ctx=contexts[:2])
