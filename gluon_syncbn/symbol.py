@@ -128,13 +128,16 @@ def SyncBatchNorm(
     # running statistics, which a Module reads.
     own = operators.own(mx.sym).BatchNorm(**inputs, name=name, attr=attr, **of_any)
     variables = [own.get_children()[place] for place in range(len(inputs))]
+    fix_gamma = _flag("fix_gamma", fix_gamma)
+    if fix_gamma and gamma is None and variables[1].attr("__wd_mult__") is None:
+        variables[1]._set_attr(__wd_mult__="0")  # it stays 1
     attributes = {key: value for key, value in own.list_attr().items() if key.startswith("__")}
     if beside:
         attributes[SYNCHRONISED] = json.dumps(beside)
     node = layer.SyncBatchNorm(
         momentum=_value(momentum),
         epsilon=arguments.number("eps", _value(eps), 0, sys.float_info.max, "a finite number of at least 0"),
-        scale=not _flag("fix_gamma", fix_gamma),
+        scale=not fix_gamma,
         use_global_stats=_flag("use_global_stats", use_global_stats),
         prefix=f"{own.name}_",
         **{argument: _value(value) for argument, value in kwargs.items()},

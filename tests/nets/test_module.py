@@ -134,6 +134,19 @@ def fitted(symbol, contexts, kvstore="local", work_load_list=None):
     return {**values_of(module), "scores": np.array(scores)}
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_gamma_that_does_not_count_is_one(count, contexts):
+    """After weight decay, too. In the values it is 1.5, and plain BatchNorm writes 1 in each forward."""
+    symbol = classifier(SyncBatchNorm)
+    module = bound(symbol, contexts[:count])
+    module.init_optimizer("local", "sgd", dict(learning_rate=0.5, momentum=0.9, wd=0.1))
+    module.init_params(arg_params={"bn1_gamma": nd.ones(5, dtype="float64") * 1.5}, allow_missing=True, force_init=True)
+    before = module.get_params()[0]["bn0_gamma"].asnumpy()
+    found = train(module, range(3), norm=SyncBatchNorm)
+    np.testing.assert_array_equal(found["bn1_gamma"], 1)
+    assert np.abs(found["bn0_gamma"] - before).max() > 0.01
+
+
 # ---- fit -----------------------------------------------------------------------------------------------------
 
 
