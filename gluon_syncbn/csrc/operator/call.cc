@@ -164,8 +164,9 @@ void Call::end_forward(const Arrays& arrays, const int* reqs) {
             normalise_frozen(arrays, reqs[0]);
         else
             normalise(arrays, reqs);
-        // As MXNet's BatchNorm does: an optimizer may have changed a gamma that does not count.
-        if (node_.fix_gamma && !frozen_ && !passes_on() && node_.role != Role::kGather)
+        // As MXNet's BatchNorm does: an optimizer may have changed a gamma that does not count. Operators that write the
+        // running statistics of a context come one after the other.
+        if (node_.fix_gamma && !frozen_ && (node_.role == Role::kWhole || node_.role == Role::kTrack))
             fill(arrays[kGamma], tensor_.parameter_type(), channels(), 1);
         if (node_.role == Role::kTrack && !frozen_ && has_come(arrays[node_.batch()])) track(arrays);
         const int y = node_.output();
