@@ -36,6 +36,7 @@ constexpr Kind kKinds[] = {
     {"recalling", driver::recalling},
     {"starving", driver::starving},
     {"lasting", driver::lasting},
+    {"summing", driver::summing},
     {"closing", driver::closing},
 };
 

@@ -33,6 +33,8 @@ void forking(Run& run);
 void recalling(Run& run);
 // Waits that last: a warning after 10 s, a queue that is stuck. 25 s; shorter runs leave it out.
 void lasting(Run& run);
+// Long sums between ranks, which are threads here: rounds and arrays come in an order of each rank's own.
+void summing(Run& run);
 // The end of the process. Nothing can run after it.
 void closing(Run& run);
 
