@@ -1,10 +1,11 @@
-"""Plain BatchNorm against SyncBatchNorm at 1 and 2 images per device, on four CPU devices.
+"""Plain BatchNorm against SyncBatchNorm at 1 and 2 images per device, on four devices.
 
     python examples/segmentation/compare.py
 
-Trains FastSCNN on the drawn scenes, once for each seed, normalisation and number of images. Everything else
-is the same: the network's initial values, the order and crops of the images, the learning rate. Each run is a
-call of train.py. A JSON file keeps its result, so the next call continues a stopped comparison.
+Trains two networks on drawn scenes (`trial.py`). First, each network, normalisation and number of images gets the
+learning rate of RATES with the best mIoU, by a seed and scenes that serve nothing else. Then it trains once for each
+seed. Both normalisations have the same initial values, and the same order and crops of the images.
+A JSON file keeps the result of each run, so the next call continues a stopped comparison.
 Writes runs/compare/{table.md,compare.png}.
 """
 
@@ -14,99 +15,104 @@ import itertools
 import json
 import os
 import platform
-import shutil
-import subprocess
 import sys
 import time
 
-from checkpoint import remove_strays, replace_file
-from errors import UserError, run
-from minidata import make_minidata
+from errors import run
 from options import Parser, number
-from records import read_table
 from tqdm import tqdm
 
-DATA = os.path.join("runs", "minidata")
-DEVICES = 4
+RATES = {"FastSCNN": (0.03, 0.1, 0.3, 1.0), "FCN-ResNet20": (0.01, 0.03, 0.1, 0.3)}
+NETS = tuple(RATES)
 IMAGES = (1, 2)  # per device
-NORMS = {"BatchNorm": "", "SyncBatchNorm": "--syncbn"}
-OPTIONS = (
-    f"--model fastscnn --aux --aux-weight 0.4 --cpus {DEVICES} --crop-size 96 --base-size 120 "
-    "--momentum 0.9 --weight-decay 1e-4 --workers 1 --test-batch-size 16 --no-progress"
-)
-# GluonCV's loss gives each device the gradient of the mean over its pixels. Trainer.step divides the sum of these
-# gradients by the batch size. A learning rate proportional to the images per device gives both settings equal steps.
-LR_PER_IMAGE = 0.05
+NORMS = ("BatchNorm", "SyncBatchNorm")
+SCENES = {"training": 200, "validation": 50, "tuning": 50}
+TUNING = -1  # in the place of a seed
+SAVED = "mIoU as saved"  # the others have `constant_channels_kept`
+SCORES = ("pixAcc", "mIoU", SAVED)
 
 
 def main(argv=None) -> int:
     parser = Parser(prog=os.path.basename(sys.argv[0]), description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=number(int, 2), default=3, metavar="N", help="number of runs of each kind (3)")
+    parser.add_argument("--seeds", type=number(int, 2), default=5, metavar="N", help="number of runs of each kind (5)")
     parser.add_argument(
-        "--epochs", type=number(int, 1), default=4, metavar="N", help="number of epochs, of 200 images each (4)"
+        "--epochs", type=number(int, 1), default=3, metavar="N", help="number of epochs, of 200 images each (3)"
     )
     parser.add_argument("--save-dir", default=os.path.join("runs", "compare"), metavar="DIR")
     parser.add_argument("--no-progress", action="store_true", help="show no progress bar (as without a terminal)")
     args = parser.parse_args(argv)
-    make_minidata(DATA)
     os.makedirs(args.save_dir, exist_ok=True)
-    remove_strays(args.save_dir)
-    jobs = list(itertools.product(range(args.seeds), IMAGES, NORMS))
-    results = {}
-    for seed, images, norm in tqdm(jobs, desc="runs", unit="run", disable=args.no_progress or None):
-        result = results[seed, images, norm] = one_run(args, seed, images, norm)
-        scores = "pixAcc {pixAcc:.3f} mIoU {mIoU:.3f} ({seconds:.0f} s)".format(**result)
-        with tqdm.external_write_mode(sys.stdout):
-            text = f"{norm}, {images} per device, seed {seed}"
-            print(f"[{len(results)}/{len(jobs)}] {text}: {scores}", flush=True)
-    text = table(results, args)
-    with open(os.path.join(args.save_dir, "table.md"), "w") as file:
+    trials = Trials(args)
+    kinds = list(itertools.product(NETS, IMAGES, NORMS))
+    tunings = [(*kind, rate) for kind in kinds for rate in RATES[kind[0]]]
+    with tqdm(total=len(tunings) + len(kinds) * args.seeds, unit="run", disable=args.no_progress or None) as bar:
+        tuned = {tuning: trials.result(*tuning, TUNING, bar)["mIoU"] for tuning in tunings}
+        rates = {kind: max(RATES[kind[0]], key=lambda rate, kind=kind: tuned[(*kind, rate)]) for kind in kinds}
+        results = {
+            (*kind, seed): trials.result(*kind, rates[kind], seed, bar) for seed in range(args.seeds) for kind in kinds
+        }
+    text = table(results, rates, args)
+    with open(os.path.join(args.save_dir, "table.md"), "w", encoding="utf-8") as file:
         file.write(text)
     draw(os.path.join(args.save_dir, "compare.png"), results)
     print("\n" + text)
     return 0
 
 
-def one_run(args, seed: int, images: int, norm: str) -> dict:
-    """The scores after the last epoch. The best epoch would be chosen by the validation images."""
-    options = f"{OPTIONS} {NORMS[norm]} --batch-size {images * DEVICES} --lr {LR_PER_IMAGE * images}"
-    options += f" --epochs {args.epochs} --seed {seed} --data-root {DATA}"
-    name = os.path.join(args.save_dir, f"{norm}-{images}-{seed}")
-    try:
-        with open(name + ".json") as file:
-            result = json.load(file)
-        if result["options"] == options:
-            return result
-    except (OSError, ValueError):
-        pass
-    shutil.rmtree(name, ignore_errors=True)
-    script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
-    begin = time.time()
-    with open(name + ".log", "w") as log:
-        command = [sys.executable, script, *options.split(), "--save-dir", name]
-        code = subprocess.call(command, stdout=log, stderr=subprocess.STDOUT)
-    if code:
-        raise UserError(f"train.py ended with {code}; see {name}.log")
-    last = read_table(os.path.join(name, "epochs.csv"))[-1]
-    result = {
-        "options": options,
-        "pixAcc": last["pixAcc"],
-        "mIoU": last["mIoU"],
-        "seconds": time.time() - begin,
-    }
+class Trials:
+    """Runs, and the files of their results."""
 
-    def write(path):
-        with open(path, "w") as file:
-            json.dump(result, file)
+    def __init__(self, args):
+        self.args = args
+        self._scenes = {}
 
-    replace_file(name + ".json", write)
-    return result
+    def result(self, net: str, images: int, norm: str, rate: float, seed: int, bar) -> dict:
+        """The scores after the last epoch. The best epoch would be chosen by the validation images."""
+        kind = {"net": net, "images": images, "norm": norm, "rate": rate, "seed": seed}
+        path = os.path.join(self.args.save_dir, "-".join(map(str, kind.values())) + ".json")
+        kind.update(epochs=self.args.epochs, scenes=SCENES)
+        result = self._read(path, kind)
+        if result is None:
+            result = {**kind, **self._run(net, images, norm, rate, seed)}
+            with open(path + ".tmp", "w") as file:
+                json.dump(result, file)
+            os.replace(path + ".tmp", path)
+        with tqdm.external_write_mode(sys.stdout):
+            scores = "pixAcc {pixAcc:.3f} mIoU {mIoU:.3f} ({seconds:.0f} s)".format(**result)
+            name = "tuning" if seed == TUNING else f"seed {seed}"
+            print(f"{net}, {norm}, {images} per device, rate {rate}, {name}: {scores}", flush=True)
+        bar.update()
+        return result
+
+    @staticmethod
+    def _read(path: str, kind: dict) -> dict | None:
+        try:
+            with open(path) as file:
+                result = json.load(file)
+        except FileNotFoundError:
+            return None
+        return result if kind.items() <= result.items() else None
+
+    def _run(self, net, images, norm, rate, seed) -> dict:
+        import mxnet as mx
+        import trial
+
+        if not self._scenes:
+            for part, (name, count) in enumerate(SCENES.items()):
+                self._scenes[name] = trial.Scenes(part, count)
+        begin = time.time()
+        first = seed if seed >= 0 else 2**31 - 1  # NumPy takes no negative seed
+        scenes = self._scenes["training"], self._scenes["tuning" if seed == TUNING else "validation"]
+        batch = images * trial.DEVICES
+        arrays = trial.trained(
+            net, trial.NORMS[norm], batch, rate, first, self.args.epochs, scenes[0], contexts=[mx.cpu()]
+        )
+        return {**trial.scores(net, arrays, scenes[1]), "seconds": time.time() - begin}
 
 
-def column(results, images, norm, score):
+def column(results, kind, score):
     """One score of all seeds, in their order."""
-    seeds = sorted({key[0] for key in results})
-    return [results[seed, images, norm][score] for seed in seeds]
+    return [result[score] for key, result in results.items() if key[:3] == kind]
 
 
 def mean_sd(values):
@@ -116,50 +122,40 @@ def mean_sd(values):
     return float(np.mean(values)), float(np.std(values, ddof=1))
 
 
-def table(results, args) -> str:
-    """Mean and spread of each kind of run, and one sentence for each number of images."""
+def table(results, rates, args) -> str:
+    """Mean and spread of each kind of run and of the differences, and the rates."""
     lines = [
-        "| images per device | score | BatchNorm | SyncBatchNorm | difference |",
-        "|---|---|---|---|---|",
+        "| network | images per device | score | BatchNorm | SyncBatchNorm | difference | 95 % interval |",
+        "|---|---|---|---|---|---|---|",
     ]
-    sentences = []
-    for images in IMAGES:
-        for score in ("pixAcc", "mIoU"):
-            plain, sync = (column(results, images, norm, score) for norm in NORMS)
-            differences = [b - a for a, b in zip(plain, sync)]
-            cells = ["{:.3f} ± {:.3f}".format(*mean_sd(v)) for v in (plain, sync)]
-            cells.append("{:+.3f} ± {:.3f}".format(*mean_sd(differences)))
-            lines.append(f"| {images} | {score} | " + " | ".join(cells) + " |")
-        sentences.append(sentence(images, differences))
-    seconds = sum(result["seconds"] for result in results.values())
+    for net, images, score in itertools.product(NETS, IMAGES, SCORES):
+        plain, sync = pair = [column(results, (net, images, norm), score) for norm in NORMS]
+        if score == SAVED and pair == [column(results, (net, images, norm), "mIoU") for norm in NORMS]:
+            continue  # no channel was constant in training
+        differences = [b - a for a, b in zip(plain, sync)]
+        cells = ["{:.3f} ± {:.3f}".format(*mean_sd(v)) for v in (plain, sync)]
+        cells += ["{:+.3f} ± {:.3f}".format(*mean_sd(differences)), "{:+.3f} to {:+.3f}".format(*interval(differences))]
+        lines.append(f"| {net} | {images} | {score} | " + " | ".join(cells) + " |")
+    lines += ["", "| network | images per device | rate of BatchNorm | rate of SyncBatchNorm |", "|---|---|---|---|"]
+    for net, images in itertools.product(NETS, IMAGES):
+        lines.append(f"| {net} | {images} | " + " | ".join(str(rates[net, images, norm]) for norm in NORMS) + " |")
+    minutes = sum(result["seconds"] for result in results.values()) / 60
     lines += [
         "",
-        f"Mean ± standard deviation over {args.seeds} seeds after {args.epochs} epochs of 200 images; "
-        "the difference is taken seed by seed.",
-        *sentences,
-        f"{DEVICES} CPU devices on {os.cpu_count()} cores ({platform.machine()}), "
-        f"Python {platform.python_version()}; {seconds / 60:.0f} min for {len(results)} runs.",
+        f"Mean ± standard deviation over {args.seeds} seeds after {args.epochs} epochs of {SCENES['training']} images; "
+        f"the difference is taken seed by seed. {os.cpu_count()} cores ({platform.machine()}), "
+        f"Python {platform.python_version()}; {minutes:.0f} min for these {len(results)} runs.",
     ]
     return "\n".join(lines) + "\n"
 
 
-def sentence(images: int, differences: list) -> str:
-    """Sums up the mIoU differences, by a paired t-test at 5 %."""
+def interval(differences: list) -> tuple:
+    """Of the mean, by a paired t-test at 5 %."""
     from scipy.stats import t
 
     mean, sd = mean_sd(differences)
-    better = sum(d > 0 for d in differences)
     bound = t.ppf(0.975, len(differences) - 1) * sd / len(differences) ** 0.5
-    text = (
-        f"At {images} image{'s' if images > 1 else ''} per device SyncBatchNorm's mIoU was higher in "
-        f"{better} of {len(differences)} seeds, on average by {mean:+.3f} "
-        f"(95 % interval {mean - bound:+.3f} to {mean + bound:+.3f})"
-    )
-    if abs(mean) <= bound:
-        return text + ": these runs do not show a difference."
-    return text + (
-        ": the seeds do not explain this difference." if mean > 0 else ": worse, and the seeds do not explain this."
-    )
+    return mean - bound, mean + bound
 
 
 def draw(path: str, results) -> None:
@@ -167,22 +163,23 @@ def draw(path: str, results) -> None:
     from pictures import new_figure
 
     figure = new_figure(7.5, 3.6)
-    for axis, score in zip(figure.subplots(1, 2), ("mIoU", "pixAcc")):
+    for axis, net in zip(figure.subplots(1, len(NETS), sharey=True), NETS):
         for at, images in enumerate(IMAGES):
             for offset, norm, colour in zip((-0.17, 0.17), NORMS, ("0.45", "C0")):
-                values = column(results, images, norm, score)
+                values = column(results, (net, images, norm), "mIoU")
                 label = norm if at == 0 else None
-                axis.plot([at + offset] * len(values), values, "o", color=colour, label=label, alpha=0.8)
+                axis.plot([at + offset] * len(values), values, "o", color=colour, label=label, alpha=0.6)
                 axis.hlines(mean_sd(values)[0], at + offset - 0.13, at + offset + 0.13, color=colour, linewidth=2)
         axis.set_xticks(range(len(IMAGES)), [str(i) for i in IMAGES])
         axis.set_xlabel("images on each device")
-        axis.set_ylabel(f"validation {score}")
+        axis.set_title(net, fontsize=10)
         axis.set_xlim(-0.5, len(IMAGES) - 0.5)
-        axis.set_ylim(0, 1)
+        axis.set_ylim(bottom=0)
         axis.grid(axis="y", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("validation mIoU")
     axis.legend(frameon=False, loc="lower right")
-    figure.suptitle(f"FastSCNN on {DEVICES} devices: one point per seed, a line at the mean")
+    figure.suptitle("four devices: one point per seed, a line at the mean", fontsize=11)
     figure.savefig(path)
 
 
