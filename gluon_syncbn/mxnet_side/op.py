@@ -12,7 +12,7 @@ from mxnet import autograd
 from ..activation import NONE, Activation
 from ..training.guards import guard
 from ..training.replicas import Replicas
-from .operators import without_amp
+from .operators import own
 
 #: MXNet's ``op_type``.
 NAME = "gluon_syncbn"
@@ -109,7 +109,7 @@ def moments(x: Any, mask: Optional[Any], axis: int, replicas: Replicas) -> Any:
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     ones = mx.nd.ones((x.shape[axis],), x.ctx, dtype)
     return sync_batch_norm(
-        without_amp(mx.nd),
+        own(mx.nd),
         x,
         ones,
         ones,
