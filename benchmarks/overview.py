@@ -80,7 +80,7 @@ def figures() -> str:
     counts = [one["count"] for _, ratios in layers() + models() for one in ratios.values()]
     (seeds,) = re.findall(r"over (\d+) seeds", compared())
     return f"""\
-mIoU on generated scenes, with plain and with synchronised statistics of four devices, and the 95 % interval of a gain. \
+mIoU on generated scenes, with plain and with synchronised statistics of four devices, and the 95 % interval of gains. \
 These are means over {seeds} seeds, with a learning rate tuned for each side.
 {miou()}
 
