@@ -78,10 +78,12 @@ def measured(cell: _measuring.Cell) -> Dict[str, float]:
             gluon_syncbn.convert(net)
         net.initialize(mx.init.Xavier(), ctx=contexts, force_reinit=True)
     trainers = [Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-4, "momentum": 0.9}) for net in nets]
-    shape = (cell["images"], 512 if cell["model"] == "six convolutions" else 3, cell["crop"], cell["crop"])
+    channels = 512 if cell["model"] == "six convolutions" else 3
     found = {}
     for step in range(1, LATE + 1):
         for turn, trainer in enumerate(trainers):  # SRGAN's generator learns through its discriminator
+            extent = cell["crop"] * (4 if turn else 1)
+            shape = (cell["images"], channels, extent, extent)
             ys = [mx.nd.random.normal(shape=shape, ctx=context) for context in contexts]
             with mx.autograd.record():
                 for net in nets[turn:]:
