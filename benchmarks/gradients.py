@@ -1,5 +1,7 @@
 """What the gradients of several processes add to a training step, beside one bare sum of as many values.
 
+The processes are of one machine, over MPI.
+
     python benchmarks/gradients.py            # writes benchmarks/results/gradients.{md,json,png}
     python benchmarks/gradients.py --quick    # a smoke test, its figures mean nothing
 """
@@ -24,8 +26,8 @@ EFFORT = {"rounds": 30, "budget_s": 20}
 YARDSTICKS = {"exchange": "bare", "step": "step alone"}
 YARDSTICKS.update({name: name for name in ("bare", "step alone", "contexts")})
 
-EXPLANATION = """ResNets and MobileNetV2 with 1,000 classes, trained in several processes of one machine. Each process has
-one CPU device and one thread for OpenMP. Times are in ms, of the slowest process, medians over the rounds.
+EXPLANATION = """ResNets and MobileNetV2 with 1,000 classes, trained in several processes of one machine. Each process
+has one CPU device and one thread for OpenMP. Times are in ms, of the slowest process, medians over the rounds.
 
 *Exchange* is what `trainer.step` with `kvstore("mpi")` takes from the end of the backward to the end of the update,
 less the same with `kvstore=None` in the same round. *Bare* is mpi4py's `Allreduce` of one float32 array with as many
@@ -46,7 +48,8 @@ def main(arguments: Sequence[str]) -> int:
     env = _results.environment(["benchmarks/gradients.py", *arguments])
     effort = {"rounds": 3, "budget_s": 10} if options.quick else EFFORT
     models = MODELS[2:] if options.quick else [*MODELS, WHOLE]
-    cells = [{**model, **effort, "processes": count} for model in models for count in ([2] if options.quick else [2, 4])]
+    counts = [2] if options.quick else [2, 4]
+    cells = [{**model, **effort, "processes": count} for model in models for count in counts]
     samples = []
     for cell in tqdm(cells, disable=options.no_progress or None):
         seconds = _measuring.job("mpi", cell["processes"], [__file__], cell)

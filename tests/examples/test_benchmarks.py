@@ -41,7 +41,7 @@ def short_runs(tmp_path_factory):
     pytest.importorskip("matplotlib", reason="the plots need matplotlib")
     commands = {name: (name, "--quick") for name in ("layers", "models", "modes", "shuffle", "kernels")}
     if importlib.util.find_spec("mpi4py"):
-        commands.update({name: (name, "--quick") for name in ("exchange", "shuffle_statistics")})
+        commands.update({name: (name, "--quick") for name in ("exchange", "gradients", "shuffle_statistics")})
         commands["models_processes"] = ("models", "--quick", "--processes", 2)
     with ThreadPoolExecutor(max(2, os.cpu_count() or 2)) as pool:
         folders = {name: tmp_path_factory.mktemp(name) for name in commands}
@@ -339,6 +339,15 @@ def test_the_memory_in_place(tmp_path):
     pair = rf"{NUMBER}, {NUMBER}"
     assert_cells(rows, known, *[r"\d+, \d+"] * 3, pair, "4 of 4", rf"{pair}, {NUMBER}")
     assert all(cell["inplace"]["counted_mib"] < cell["plain"]["counted_mib"] for cell in cells)
+
+
+def test_gradients_between_processes(short_runs):
+    pytest.importorskip("mpi4py")
+    text, cells = results("gradients", *short_runs["gradients"])
+    ((_, rows),) = tables(text)
+    times, ratio = [NUMBER] * 2, MEDIAN_AND_RANGE
+    assert_cells(rows, [["MobileNetV2", "64", "3.5", "2"]], *times, ratio, *times, ratio, NUMBER)
+    assert [cell["processes"] for cell in cells] == [2]
 
 
 def test_the_exchange_and_what_it_lets_expect(short_runs):
