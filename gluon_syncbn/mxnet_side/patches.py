@@ -21,7 +21,7 @@ from .. import _native
 from ..exchange.store import ProcessStore
 from ..system import arguments
 from ..training import devices, steps
-from ..training.replicas import IN_GRAPH, Replicas, issuing
+from ..training.replicas import IN_GRAPH, Replicas
 from ..training.session import session
 from . import callers, draws, mixed, processes
 from .nodes import Synchronised, json_of
@@ -261,15 +261,12 @@ def _naming_layers(backward: Callable) -> Callable:
 
 def _calling(forward: Callable) -> Callable:
     def calling(executor: Executor, is_train: bool = False, **kwargs: Any) -> Any:
-        if not isinstance(executor._symbol, Synchronised):
-            return forward(executor, is_train, **kwargs)
-        if is_train:
+        if is_train and isinstance(executor._symbol, Synchronised):
             for _, layer in executor._symbol.layers:
                 layer._replicas.runs(IN_GRAPH)
                 if executor._ctx in layer._replicas.contexts:
                     _native.layer_called(layer._replicas.id, str(executor._ctx))
-        with issuing(executor._ctx):
-            return forward(executor, is_train, **kwargs)
+        return forward(executor, is_train, **kwargs)
 
     return calling
 

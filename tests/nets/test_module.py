@@ -924,3 +924,17 @@ def test_a_symbol_block_of_a_file_is_plain(contexts, tmp_path):
     SyncBatchNorm(mx.sym.var("data"), name="bn0").save(str(tmp_path / "net.json"))
     block = gluon.SymbolBlock.imports(str(tmp_path / "net.json"), ["data"])
     assert [layer["op"] for layer in json_of(block._cached_graph[1])["nodes"] if layer["op"] != "null"] == ["BatchNorm"]
+
+
+def test_a_monitor_of_many_layers(contexts, rng):
+    """Each of its statistics needs temporary space, and waits for the replica whose output it is of."""
+    y = mx.sym.var("data")
+    for i in range(8):
+        y = gluon_syncbn.symbol.SyncBatchNorm(mx.sym.Convolution(y, num_filter=4, kernel=(1, 1)), name=f"bn{i}")
+    symbol = mx.sym.SoftmaxOutput(mx.sym.FullyConnected(y, num_hidden=3), name="softmax")
+    batches = mx.io.NDArrayIter(rng.randn(8, 3, 4, 4), rng.randint(0, 3, 8), 4, label_name="softmax_label")
+    monitor = mx.mon.Monitor(1, pattern="bn.*_output")
+    seen = []
+    monitor.toc_print = lambda: seen.append(len(monitor.toc()))
+    mx.mod.Module(symbol, context=contexts[:2]).fit(batches, num_epoch=1, monitor=monitor)
+    assert seen[0] == seen[1] > 16
