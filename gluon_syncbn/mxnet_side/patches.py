@@ -83,20 +83,18 @@ def install() -> None:
     _replace(scope, "__enter__", _entering)
     _replace(scope, "__exit__", _leaving)
     _replace(autograd, "backward", lambda backward: _naming_layers(_apart(backward)))
-    _replace(gluon.Trainer, "__init__", _sharing)
+    _replace(gluon.Trainer, "__init__", lambda construct: _registering(_sharing(construct)))
     # a store that updates does so while it adds
     gate_sums = _gated(lambda trainer: trainer._update_on_kvstore, _gradients)
     _replace(gluon.Trainer, "_allreduce_grads", lambda add: _settling(gate_sums(_adding(add))))
-    _replace(gluon.Trainer, "__init__", _registering)
     _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore, _gradients))
     for owner, name in ((gluon.Parameter, "_reduce"), (gluon.Trainer, "save_states")):
         _replace(owner, name, _saving)
     for name in ("asnumpy", "wait_to_read"):
         _replace(mx.nd.NDArray, name, _reading)
     _replace(_BatchNorm, "__call__", callers.noting)
-    _replace(gluon.HybridBlock, "_build_cache", callers.noting_graphs)
     _replace(mx.nd, "CachedOp", _issuing)
-    _replace(gluon.HybridBlock, "_build_cache", _once)
+    _replace(gluon.HybridBlock, "_build_cache", lambda build: _once(callers.noting_graphs(build)))
     _replace(mx.random, "seed", _telling)
     _replace(autograd, "grad", _noting_layers)
     copies = _gated(lambda trainer: trainer._kvstore is not None, _written)

@@ -141,6 +141,7 @@ class _Call:
 
     def first(self, args: Any) -> Any:
         context = _arrays(args)[0].ctx
+        worker = _worker(context, len(_frames()))
         frame = _Frame(None, {})
         with _recording(False):
             # These are copies, because the engine runs the second forward after all operators that were issued since
@@ -156,7 +157,6 @@ class _Call:
         recorded = [array for array in _arrays(outputs) if is_float(array)]
         if not recorded:
             return outputs
-        worker = _worker(context)
         what = f"'{self._block.name}' was computed again (gluon_syncbn.checkpoint)"
         _native.record_function(what, inputs, recorded, lambda *given: worker.do(lambda: self._again(context, *given)))
         # A gradient in oneDNN's layout would reach the backward as a copy that is freed too early; see op.py.
@@ -252,7 +252,9 @@ def _seen(data: Callable[..., NDArray]) -> Callable[..., NDArray]:
 class _Worker:
     """Issues the second forwards of a context, in one thread for good.
 
-    MXNet gives each thread that runs an operator its own temporary space, and never frees it.
+    MXNet gives each thread that runs an operator its own temporary space, and never frees it. A block within a block
+    that is recomputed has another worker. Operators behind it hold temporary space while they wait for its gradient, so
+    its own operators need other space.
     """
 
     def __init__(self, context: mx.Context) -> None:
@@ -285,13 +287,13 @@ class _Worker:
             del done, problems
 
 
-_workers: Dict[Tuple[int, mx.Context], _Worker] = {}
+_workers: Dict[Tuple[int, mx.Context, int], _Worker] = {}  # by process, context, and number of blocks around
 _lock = threading.Lock()
 
 
-def _worker(context: mx.Context) -> _Worker:
+def _worker(context: mx.Context, depth: int) -> _Worker:
     with _lock:
-        key = os.getpid(), context  # a child of a fork has no threads
+        key = os.getpid(), context, depth  # a child of a fork has no threads
         if key not in _workers:
             _workers[key] = _Worker(context)
         return _workers[key]

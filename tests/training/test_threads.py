@@ -245,10 +245,10 @@ class Issues:
         return watched
 
 
-def issuing_function(way, trains):
+def issuing_function(way):
     if way != "eager":
         return mx.nd.CachedOp.__wrapped__, "__call__"  # below that of `patches`
-    return (gluon_syncbn.layer, "sync_batch_norm") if trains else (mx.nd, "BatchNorm")
+    return gluon_syncbn.layer, "sync_batch_norm"
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["train", "predict"])
@@ -262,7 +262,7 @@ def test_threads_that_share_a_context_issue_one_after_the_other(contexts, rng, m
     xs = on_devices(batch.shards, contexts[:1] * 4, "float64")
     with autograd.predict_mode():
         layer(xs[0]).wait_to_read()
-    issues = Issues(monkeypatch, *issuing_function(way, trains), lambda: time.sleep(0.02))
+    issues = Issues(monkeypatch, *issuing_function(way), lambda: time.sleep(0.02))
     with actors("one", "two", "three", "four") as threads, autograd.record() if trains else nullcontext():
         calls = [functools.partial(scoped, trains, layer, x) for x in xs]
         with ThreadPoolExecutor(4) as pool:
@@ -283,7 +283,7 @@ def scoped(trains, layer, x):
 def test_threads_on_contexts_of_their_own_issue_at_once(contexts, rng, monkeypatch, way):
     layer, shards = a_layer(contexts[:2], rng, WAYS[way])[::2]
     both = threading.Barrier(2)
-    Issues(monkeypatch, *issuing_function(way, True), lambda: both.wait(timeout=30))
+    Issues(monkeypatch, *issuing_function(way), lambda: both.wait(timeout=30))
     with actors("one", "two") as threads, autograd.record(), ThreadPoolExecutor(2) as pool:
         calls = [functools.partial(scoped, True, layer, x) for x in shards]
         for y in list(pool.map(lambda thread, call: thread.do(call), threads, calls)):

@@ -60,14 +60,18 @@ struct Idle {
 };
 Idle* idle = new Idle;  // never destroyed: threads may end after it
 
+std::atomic<int64_t> renewals{0};
+
 struct OfThread {
-    int context = -1;   // of the replica that it issues
-    Managers managers;  // by context; null where it has issued nothing yet
+    int context = -1;     // of the replica that it issues
+    Managers managers;    // by context; null where it has issued nothing yet
+    int64_t renewed = 0;  // how often resources had been renewed when these were made
     Copies copies;
     size_t last = 0;  // the copy that was taken last
     ~OfThread() {
         const std::lock_guard<std::mutex> lock(idle->mutex);
         idle->copies.insert(idle->copies.end(), copies.begin(), copies.end());
+        if (renewed != renewals) return;
         if (idle->managers.size() < managers.size()) idle->managers.resize(managers.size());
         for (size_t c = 0; c < managers.size(); ++c)
             if (managers[c] != nullptr) idle->managers[c].push_back(managers[c]);
@@ -91,6 +95,8 @@ uint32_t seed_of(uint32_t seed, size_t context) { return seed + 0x9E3779B9u * st
 ResourceManager* manager_of(ResourceManager* own, int context) {
     const auto c = static_cast<size_t>(context);
     Managers& managers = of_thread.managers;
+    if (of_thread.renewed != renewals) managers.clear();
+    of_thread.renewed = renewals;
     if (managers.size() <= c) managers.resize(c + 1);
     if (managers[c] != nullptr) return managers[c];
     {
@@ -232,8 +238,8 @@ std::string separate_resources(void* library) {
 }
 
 void renew_resources() {
-    of_thread.managers.clear();
     const std::lock_guard<std::mutex> lock(idle->mutex);
+    ++renewals;
     idle->managers.clear();
 }
 

@@ -19,7 +19,7 @@ namespace native {
 // otherwise empty.
 std::string separate_resources(void* library);
 
-// Lets replicas of this thread and of new threads take new resources. MXNet reads from the environment how many copies
+// Lets the replicas of all threads take new resources. MXNet reads from the environment how many copies
 // these have.
 void renew_resources();
 
