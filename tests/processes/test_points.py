@@ -32,15 +32,16 @@ BEFORE_THE_TOTAL = {
 NOT_ALWAYS = {"before_worker"}
 BY_TRANSPORT = {"before_exchange", "after_exchange"}
 IN_MEMORY = {"before_post", "after_post", "after_collect"}  # that processes share
+OF_GRADIENTS = {"before_copy_in", "before_add_part", "before_copy_out"}  # between processes
 #: In csrc/native, where no call comes through MXNet's `Custom`.
 ON_THE_NATIVE_PATH = {"before_first_half", "before_second_half"}
-NOT_WITHIN = BY_TRANSPORT | IN_MEMORY | (ON_THE_NATIVE_PATH if _native.why_custom() else set())
+NOT_WITHIN = BY_TRANSPORT | IN_MEMORY | OF_GRADIENTS | (ON_THE_NATIVE_PATH if _native.why_custom() else set())
 WITHIN = [point for point in points.NATIVE if point not in NOT_WITHIN]
 
 
 def test_the_points_of_the_sources():
     assert len(points.NATIVE) > 10
-    assert set(points.NATIVE) >= BEFORE_THE_TOTAL | NOT_ALWAYS | BY_TRANSPORT | IN_MEMORY
+    assert set(points.NATIVE) >= BEFORE_THE_TOTAL | NOT_ALWAYS | BY_TRANSPORT | IN_MEMORY | OF_GRADIENTS
 
 
 def test_the_core_that_is_shipped_has_none():
@@ -216,6 +217,8 @@ REPRESENTATIVE = [
     ("after_post", "raise"),
     ("after_contribution", "kill"),
     ("before_join", "stop"),
+    ("before_copy_in", "stop"),
+    ("before_add_part", "raise"),
     ("mpi.MPITransport._collect:before", "stop"),
     ("store.ProcessStore.merge:after", "raise"),
 ]
