@@ -275,7 +275,7 @@ def test_behind_a_convolution(contexts, rng, channels):
     marks = on_devices(masks, contexts, "float32")
     for x in xs:
         x.attach_grad()
-    gc.collect()  # a layer of an earlier test with replicas that share a context would have heads copied, into plain ones
+    gc.collect()  # while a layer lives whose replicas share a context, heads are copied, and are plain then
     before = _native.blocked_calls()
     with autograd.record():
         ys = [layer(x, mask) for x, mask in zip(xs, marks)]
