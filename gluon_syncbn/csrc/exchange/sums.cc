@@ -202,7 +202,7 @@ class Sums::WaitForRanks final : public Wait {
         std::string missing;
         for (size_t other : need_.missing(segment_)) missing += (missing.empty() ? "" : ", ") + name(other);
         if (need_.of_leader) missing += ", the leader of this machine,";
-        if (need_.of_machines) missing = "s of other machines";
+        if (need_.of_machines) missing = elsewhere();
         return text_of_wait(why, what_, rank(), missing, limit(), waited());
     }
 
@@ -210,6 +210,21 @@ class Sums::WaitForRanks final : public Wait {
     bool is_missing(size_t other) const {
         const std::vector<size_t> missing = need_.missing(segment_);
         return std::find(missing.begin(), missing.end(), other) != missing.end();
+    }
+    // The ranks of other machines, the first few of them.
+    std::string elsewhere() const {
+        constexpr size_t kFew = 8;
+        const std::vector<size_t>& here = sums_.members_.ranks;
+        std::string ranks;
+        size_t count = 0;
+        for (size_t rank = 0; rank < sums_.members_.of && count <= kFew; ++rank) {
+            if (std::find(here.begin(), here.end(), rank) != here.end()) continue;
+            if (++count > kFew)
+                ranks += " or others";
+            else
+                ranks += (ranks.empty() ? "" : ", ") + std::to_string(rank);
+        }
+        return ranks;
     }
     std::string name(size_t member) const { return std::to_string(sums_.members_.ranks[member]); }
     std::string rank() const { return "rank " + name(segment_.rank()) + " of " + std::to_string(sums_.members_.of); }
