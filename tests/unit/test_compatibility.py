@@ -45,6 +45,37 @@ def child(program, *options):
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=shell(ROOT))
 
 
+#: As onnx is since 1.19: it has functions in place of `mapping`.
+NEW_ONNX = {
+    "__init__.py": "from . import helper\n",
+    "helper.py": "def np_dtype_to_tensor_dtype(dtype): return {'float32': 1}[dtype.name]\n"
+    "def tensor_dtype_to_np_dtype(number): return {1: 'float32'}[number]\n",
+}
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_exporter_gets_what_onnx_has_lost(tmp_path, installed):
+    """MXNet's modules alone; without onnx, their import of it fails as it does without this package."""
+    (tmp_path / "onnx").mkdir()
+    for name, text in NEW_ONNX.items() if installed else ():
+        (tmp_path / "onnx" / name).write_text(text)
+    here = f"sys.path.insert(0, {str(tmp_path)!r})" if installed else "sys.modules['onnx'] = None"
+    done = child(f"""
+{here}
+import gluon_syncbn
+from mxnet.onnx.mx2onnx import _export_onnx as exporter
+try:
+    exec("from onnx import mapping", vars(exporter))
+except ImportError:
+    print("none")
+else:
+    import onnx
+    assert not hasattr(onnx, "mapping")
+    print(exporter.mapping.NP_TYPE_TO_TENSOR_TYPE[numpy.dtype("float32")], exporter.mapping.TENSOR_TYPE_TO_NP_TYPE[1])
+""")
+    assert (done.returncode, done.stdout) == (0, "1 float32\n" if installed else "none\n"), done.stderr
+
+
 def test_mxnet_and_gluoncv_get_the_names_and_nobody_else():
     done = child("""
 hooks, filters, names = set(map(type, sys.meta_path)), list(warnings.filters), set(vars(numpy))

@@ -33,9 +33,9 @@ def supply() -> None:
 
     if not needed() or imports.is_there():
         return
-    from . import changes, numpy_names, versions
+    from . import changes, numpy_names, onnx_names, versions
 
-    instead = {"numpy": numpy_names.names(), "distutils.version": versions}
+    instead = {"numpy": numpy_names.names(), "distutils.version": versions, **onnx_names.names()}
     sys.meta_path.insert(0, imports.Finder(instead, changes.CHANGES))
     for name in [name for name in sys.modules if name.partition(".")[0] in imports.SERVED]:
         if name.partition(".")[0] not in sys.modules:
