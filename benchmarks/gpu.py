@@ -154,7 +154,7 @@ def main(arguments: Sequence[str]) -> int:
         env = _results.environment(["benchmarks/gpu.py", *arguments])
         names = gpus(gluon_syncbn)
         if not names:
-            absent.append("the layer: this build of MXNet finds no GPU (docs/gpu.md)")
+            absent.append("the layer: this build of MXNet finds no GPU (docs/platforms.md)")
     kernels = of_the_kernels(options)
     if "missing" in kernels:
         absent.append(f"the kernels by themselves: {kernels['missing']}")

@@ -9,7 +9,7 @@ The model: every layer sends ``1 + 2C`` float64 in the forward and ``2C`` in the
 nothing hides them. Up to 4 processes send to each other; more add up by doubling, log2(P) messages deep; vectors above
 256 KiB are added in parts. A message costs ``message + latency + bytes / bandwidth``.
 
-GPUs: what a layer asks of a GPU is counted (docs/gpu.md), what each of it takes is from the sources beside the
+GPUs: what a layer asks of a GPU is counted (docs/architecture.md), what each of it takes is from the sources beside the
 constants. Statistics go over the host between processes. Beside that stands NCCL, which needs one order of collectives
 in all processes: a *ballot*, an all-gather over the host, would say which layer is next. It would go while the GPU
 reads x, and in the backward x and dy. That time is taken off; nothing else hides anything.
@@ -244,7 +244,7 @@ def describe_gpus(costs: Dict[str, Dict[str, List[float]]], options: argparse.Na
     asked = "NCCL 2 launches, 1 wait, 1 collective; the host 2 launches, 3 waits, 2 copies"
     tuning = "NVIDIA/nccl, src/graph/tuning.cc"
     figures = [
-        ["asked of a GPU, by layer and direction", asked, "counted on the emulator", "docs/gpu.md"],
+        ["asked of a GPU, by layer and direction", asked, "counted on the emulator", "docs/architecture.md"],
         ["message", f"{options.message_us:.0f} us", "measured, or given", "exchange.md"],
         ["exchange of two processes in memory", f"{options.memory_us:.0f} us", "measured, or given", "exchange.md"],
         ["of more processes in memory", "that, times log2 of their number", "assumed", ""],

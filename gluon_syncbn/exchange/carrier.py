@@ -12,7 +12,7 @@ look at who pushed. A worker that pushes so often by itself therefore writes an 
 
 All arrays are float32. A server of MXNet 1.9.1 never initialises its field ``multi_precision_``. Where the memory
 happens not to be zero, it rounds float64 and float16 to float32 (src/kvstore/kvstore_dist_server.h of MXNet;
-docs/limits.md).
+docs/mxnet_faults.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks a small member of each of GluonCV's model families, and writes the table of docs/gluoncv.md.
+"""Checks a small member of each of GluonCV's model families, and writes the table of benchmarks/results/gluoncv.md.
 
     make gluoncv
     make gluoncv ARGS="--only resnet18_v1b fastscnn"      # prints their rows
@@ -35,7 +35,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--again", action="store_true", help="repeat recorded checks, after a change of a model")
     parser.add_argument("--limit", type=float, default=600, help="seconds that a model may take (600)")
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "gluoncv.jsonl", help="runs/gluoncv.jsonl")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "gluoncv.md", help="docs/gluoncv.md")
+    page = ROOT / "benchmarks" / "results" / "gluoncv.md"
+    parser.add_argument("--page", type=Path, default=page, help="benchmarks/results/gluoncv.md")
     options = parser.parse_args(arguments)
 
     sources, wanted = fingerprint(), options.only or list(BY_NAME)

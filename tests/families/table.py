@@ -1,4 +1,4 @@
-"""The table of docs/gluoncv.md, between two marks, with the versions that made it."""
+"""The table of benchmarks/results/gluoncv.md, between two marks, with the versions that made it."""
 
 import importlib.metadata
 import platform

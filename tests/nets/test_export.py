@@ -184,7 +184,7 @@ def test_an_export_that_fails_leaves_the_net_as_it_was(contexts, rng, tmp_path):
 def test_the_recipe_for_onnx(tmp_path, monkeypatch):
     pytest.importorskip("onnx", reason="needs requirements/onnx.txt")
     runtime = pytest.importorskip("onnxruntime", reason="needs requirements/onnx.txt")
-    text = (ROOT / "docs" / "migrating.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "deploying.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     (recipe,) = [block for block in blocks if "onnx" in block]
     names = {}

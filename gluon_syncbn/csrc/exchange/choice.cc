@@ -21,7 +21,7 @@ std::shared_ptr<Exchange> chosen(const Asked& asked, const std::vector<std::stri
         for (const std::string& context : contexts) where += (where.empty() ? "" : ", ") + context;
         throw Failure("kvstore 'nccl' needs GPUs with one replica on each, but the layer is on " + where);
     }
-    // Between processes, the order of collectives would have to be agreed on over the host: see docs/gpu.md.
+    // Between processes, the order of collectives would have to be agreed on over the host: see docs/architecture.md.
     if (!one_gpu_each || asked.host->spans_processes()) return asked.host;
     if (contexts.size() == 1) return nccl_exchange(1, sharing);  // exchanges nothing
     if (asked.nccl == Nccl::kNever) return asked.host;
