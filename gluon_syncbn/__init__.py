@@ -45,10 +45,16 @@ if tuple(map(int, _mxnet.__version__.split(".")[:2])) < (1, 8):
         name=__name__,
     )
 
-from . import parallel, symbol
+import functools as _functools
+import warnings as _warnings
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+from typing import List as _List
+
+from . import contrastive, parallel, symbol
 from .command import state as _state
-from .command.replacements import install, uninstall
-from .command.state import unpatch
+from .command.replacements import install
+from .command.state import uninstall
 from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
 from .nets.checkpoint import checkpoint
 from .nets.convert import convert, freeze, revert
@@ -57,19 +63,14 @@ from .nets.parameters import broadcast_parameters
 from .nets.statistics import average_running_stats, update_bn_stats
 from .nets.summary import summary
 from .training.devices import cpu_devices, devices
-from .training.gather import gather
 from .training.join import join
 from .training.session import configure, kvstore
-from .training.shuffle import SampleShuffle, ShuffledBatch, ShuffleSampler, shuffle_shards, split_and_load
 from .training.steps import reset
 
 _state.begin()
 
 __all__ = [
-    "SampleShuffle",
     "ShuffleBatchNorm",
-    "ShuffleSampler",
-    "ShuffledBatch",
     "SyncBatchNorm",
     "SyncBatchNormAdd",
     "__version__",
@@ -77,23 +78,38 @@ __all__ = [
     "broadcast_parameters",
     "checkpoint",
     "configure",
+    "contrastive",
     "convert",
     "cpu_devices",
     "devices",
     "fold",
     "freeze",
-    "gather",
     "install",
     "join",
     "kvstore",
     "parallel",
     "reset",
     "revert",
-    "shuffle_shards",
-    "split_and_load",
     "summary",
     "symbol",
     "uninstall",
-    "unpatch",
     "update_bn_stats",
 ]
+
+
+def __dir__() -> _List[str]:
+    return __all__
+
+
+if not _TYPE_CHECKING:  # a checker would take every name for one of the module
+
+    def __getattr__(name: str) -> _Any:
+        """Returns what has another name since 0.3."""
+        if name in contrastive.__all__:
+            now, value = f"contrastive.{name}", getattr(contrastive, name)
+        elif name == "unpatch":
+            now, value = "uninstall(everything=True)", _functools.partial(uninstall, everything=True)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _warnings.warn(f"gluon_syncbn.{name} is now gluon_syncbn.{now}", DeprecationWarning, stacklevel=2)
+        return value

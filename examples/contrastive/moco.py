@@ -14,6 +14,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 
 import gluon_syncbn
+from gluon_syncbn import contrastive
 
 #: The mode of the normalisation layers for each `--bn`. sample-shuffle moves the keys instead.
 MODES = {"local": "local", "sync": "sync", "shuffle": "shuffle", "sample-shuffle": "local"}
@@ -87,16 +88,14 @@ class MoCo:
         trained = [query for _, query in self._pairs]
         self.trainer = gluon.Trainer(trained, "sgd", {"learning_rate": lr, "momentum": 0.9, "wd": 1e-4})
 
-    def step(self, x_q: np.ndarray, x_k: np.ndarray, shuffle: gluon_syncbn.SampleShuffle) -> tuple:
+    def step(self, x_q: np.ndarray, x_k: np.ndarray, shuffle: contrastive.SampleShuffle) -> tuple:
         """One training step on two views of a batch. Returns (loss, pretext accuracy)."""
         for key, query in self._pairs:
             for context in self.contexts:
                 key.data(context)[:] = self.momentum * key.data(context) + (1 - self.momentum) * query.data(context)
         with autograd.train_mode():  # statistics of the batch, no gradients
             if self.bn == "sample-shuffle":
-                keys = gluon_syncbn.split_and_load(x_k, self.contexts, even_split=False, shuffle=shuffle).apply(
-                    self.key
-                )
+                keys = contrastive.split_and_load(x_k, self.contexts, even_split=False, shuffle=shuffle).apply(self.key)
             else:
                 keys = [self.key(x) for x in gluon.utils.split_and_load(x_k, self.contexts, even_split=False)]
         losses, hits = [], []

@@ -24,6 +24,7 @@ from images import Images, UserError, load, resample, view
 from tqdm import tqdm
 
 import gluon_syncbn
+from gluon_syncbn import contrastive
 
 FIELDS = ("epoch", "loss", "pretext", "knn", "lr")
 
@@ -95,7 +96,7 @@ def train(options: argparse.Namespace) -> list:
         # Random numbers depend on seed and epoch alone, so a resumed run gives the same result.
         random = np.random.RandomState([options.seed, epoch])
         gluon_syncbn.configure(seed=options.seed << 32 | epoch)
-        shuffle = gluon_syncbn.SampleShuffle(options.seed, position=epoch * steps)
+        shuffle = contrastive.SampleShuffle(options.seed, position=epoch * steps)
         order, results = random.permutation(len(images.train)), []
         for k in range(steps):
             done = (epoch * steps + k) / (options.epochs * steps)

@@ -3,8 +3,8 @@
     python examples/contrastive/whole_batch.py --cpus 2
     mpiexec -n 2 python examples/contrastive/whole_batch.py --loss supervised --compare
 
-gluon_syncbn.gather brings the features of all to each, with a gradient. --compare also trains one process without it,
-with all images, and prints how far the parameters are apart.
+gluon_syncbn.contrastive.gather brings the features of all to each, with a gradient. --compare also trains one process
+without it, with all images, and prints how far the parameters are apart.
 
 T. Chen et al., "A Simple Framework for Contrastive Learning of Visual Representations", ICML 2020 (arXiv 2002.05709);
 P. Khosla et al., "Supervised Contrastive Learning", NeurIPS 2020 (arXiv 2004.11362).
@@ -21,6 +21,7 @@ from images import UserError, load, view
 from mxnet import autograd, gluon, nd
 
 import gluon_syncbn
+from gluon_syncbn.contrastive import gather
 
 SIZE, TEMPERATURE, LEARNING_RATE = 16, 0.5, 0.2
 
@@ -82,8 +83,8 @@ class Trained:
 
         with autograd.record():
             own, own_marks = [self.encoder(x) for x in shards(views)], shards(marks)
-            everyone = gluon_syncbn.gather(own, rows=len(views)) if self.count > 1 else own
-            of_all = gluon_syncbn.gather(own_marks, rows=len(views)) if self.count > 1 else own_marks
+            everyone = gather(own, rows=len(views)) if self.count > 1 else own
+            of_all = gather(own_marks, rows=len(views)) if self.count > 1 else own_marks
             losses = [contrastive(*each).sum() for each in zip(own, own_marks, everyone, of_all)]
         autograd.backward(losses)
         self.trainer.step(len(views))

@@ -23,7 +23,7 @@ from ..nets.convert import convert as convert_layers
 from ..nets.convert import convert_nodes
 from ..system import arguments
 
-__all__ = ["install", "uninstall"]
+__all__ = ["install"]
 
 MOST_CPUS = 1024
 HELPERS = "gluoncv.utils.parallel"
@@ -154,8 +154,8 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
     return _words()
 
 
-def uninstall() -> None:
-    """Undoes `install`: restores the original objects, also in modules that were imported since."""
+def remove() -> None:
+    """Undoes `install`."""
     global _cpus, _converts
     if _WATCH in sys.meta_path:
         sys.meta_path.remove(_WATCH)
@@ -232,7 +232,7 @@ def _swap(pairs: List[Tuple[Any, Any]]) -> None:
 
 
 def _double(thing: Any) -> Any:
-    """Returns another object that does the same, so that `uninstall` can tell a replacement from a module's own one."""
+    """Returns another object that does the same, so that `remove` can tell a replacement from a module's own one."""
     if isinstance(thing, type):
         return type(thing.__name__, (thing,), {"__doc__": thing.__doc__, "__module__": thing.__module__})
     return functools.wraps(thing)(lambda *args, **kwargs: thing(*args, **kwargs))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from .. import _native
 from ..mxnet_side import lifetime, patches, translations
 from ..nets import executors
-from ..system import logs
+from ..system import arguments, logs
 from ..training import steps
-from .replacements import uninstall
+from . import replacements
 
 
 def begin() -> None:
@@ -20,23 +20,32 @@ def begin() -> None:
     lifetime.watch()
 
 
-def unpatch() -> None:
-    """Restores MXNet's and Gluon's functions and classes that this package has changed; call it between two steps.
+def uninstall(everything: bool = False) -> None:
+    """Undoes `install`: restores the original objects, also in modules that were imported since.
 
-    They are then the original objects. Afterwards a layer of this package predicts. A training step raises an error
-    until a new process begins, because without the changes a failed step could hang. The operator, threads, handlers of
-    exits and forks, and settings that MXNet has read stay: see docs/state.md.
+    Parameters
+    ----------
+    everything : bool
+        Whether MXNet's functions and classes that the import has wrapped also become the original ones. Call it so
+        between two steps. Afterwards a layer of this package predicts. A training step raises an error until a new
+        process begins, because a failed step could hang. The operator, threads, handlers of exits and forks, and
+        settings that MXNet has read stay: see docs/state.md.
 
     Raises
     ------
+    ValueError
+        If ``everything`` is not a truth value.
     MXNetError
-        If MXNet fails at every wait.
+        With ``everything``, if MXNet fails at every wait.
     """
-    steps.reset()
-    uninstall()
-    patches.remove()
-    translations.unregister()
-    _native.fail(
-        "gluon_syncbn.unpatch() has taken back what a training step needs. To train with a SyncBatchNorm, start a new "
-        "process, and call gluon_syncbn.unpatch() after the last step"
-    )
+    everything = arguments.flag("everything", everything)
+    if everything:
+        steps.reset()
+    replacements.remove()
+    if everything:
+        patches.remove()
+        translations.unregister()
+        _native.fail(
+            "gluon_syncbn.uninstall(everything=True) has taken back what a training step needs. To train with a "
+            "SyncBatchNorm, start a new process, and call it after the last step"
+        )

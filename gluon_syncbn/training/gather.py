@@ -61,6 +61,7 @@ def gather(
 
         import mxnet as mx
         import gluon_syncbn
+        from gluon_syncbn.contrastive import gather
         from mxnet import autograd
 
         contexts = gluon_syncbn.cpu_devices(2)
@@ -70,7 +71,7 @@ def gather(
             x.attach_grad()
         with autograd.record():
             z = [mx.nd.L2Normalization(x) for x in features]
-            everyone, of_all = gluon_syncbn.gather(z), gluon_syncbn.gather(labels)
+            everyone, of_all = gather(z), gather(labels)
             losses = []
             for own, label, others, other_labels in zip(z, labels, everyone, of_all):
                 alike = mx.nd.dot(own, others, transpose_b=True) / 0.5

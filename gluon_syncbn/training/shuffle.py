@@ -158,9 +158,9 @@ def split_and_load(
             encoder.initialize(ctx=contexts)
         batches = [mx.nd.random.normal(shape=(2, 8, 4)) for _ in range(3)]  # two views of 8 samples
 
-        shuffle = gluon_syncbn.SampleShuffle(seed=1)
+        shuffle = gluon_syncbn.contrastive.SampleShuffle(seed=1)
         for x_q, x_k in batches:
-            keys = gluon_syncbn.split_and_load(x_k, contexts, shuffle=shuffle)
+            keys = gluon_syncbn.contrastive.split_and_load(x_k, contexts, shuffle=shuffle)
             with autograd.train_mode():  # statistics of the batch, no gradients
                 k = keys.apply(encoder_k)  # k[i] belongs to q[i]
             with autograd.record():
@@ -268,7 +268,7 @@ class ShuffleSampler(Sampler):
         images = np.random.RandomState(0).rand(64, 4).astype("float32")  # the same in every process
         encoder_k = gluon.nn.BatchNorm()
         encoder_k.initialize()
-        sampler = gluon_syncbn.ShuffleSampler(len(images), 8, kv.num_workers, kv.rank, seed=1)
+        sampler = gluon_syncbn.contrastive.ShuffleSampler(len(images), 8, kv.num_workers, kv.rank, seed=1)
         loader = gluon.data.DataLoader(Views(images), batch_sampler=sampler)
         for epoch in range(2):
             sampler.epoch = epoch

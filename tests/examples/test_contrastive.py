@@ -167,7 +167,7 @@ def test_the_verdict_is_that_of_the_numbers(contrastive_modules):
 
 @pytest.mark.parametrize("loss", ["simclr", "supervised"])
 def test_a_loss_over_the_batch_of_two_processes_is_that_of_one(loss):
-    """Of 17 images, on two contexts each; gluon_syncbn.gather is all that connects their features."""
+    """Of 17 images, on two contexts each; contrastive.gather is all that connects their features."""
     pytest.importorskip("mpi4py", reason="processes need mpi4py")
     script = [sys.executable, str(CONTRASTIVE / "whole_batch.py"), "--loss", loss, "--compare", "--cpus", "2"]
     command = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *script, "--batch-size", "17", "--steps", "4"]

@@ -45,7 +45,7 @@ for step in range(1, reported[-1] + 1):
 """
 # The same with GluonCV's helpers and the threads that they start.
 THREADS = (
-    "import gluon_syncbn.command.replacements as ours; ours.uninstall(); ours._put_helpers = lambda _: None\n"
+    "import gluon_syncbn.command.replacements as ours; ours.remove(); ours._put_helpers = lambda _: None\n"
     "ours.install(2)\n"
 )
 

@@ -19,11 +19,13 @@ BIN = Path(sys.executable).parent
 # The first line of a block that is the program of several processes.
 LAUNCHED = "# mpiexec -n 2 python train.py\n"
 
+MODULES = {"contrastive", "parallel", "symbol", "__version__"}
 PAGED = [block for page in pages.PAGES for block in pages.of_page(page)]
 SHOWN = [
     block
     for module, names in (
-        (gluon_syncbn, [name for name in gluon_syncbn.__all__ if name not in ("parallel", "symbol", "__version__")]),
+        (gluon_syncbn, [name for name in gluon_syncbn.__all__ if name not in MODULES]),
+        (gluon_syncbn.contrastive, gluon_syncbn.contrastive.__all__),
         (gluon_syncbn.parallel, gluon_syncbn.parallel.__all__),
         (gluon_syncbn.symbol, gluon_syncbn.symbol.__all__),
     )
@@ -149,8 +151,9 @@ def test_each_block_says_what_it_is():
 def test_the_reference_has_all_public_names():
     text = (ROOT / "docs" / "api.rst").read_text(encoding="utf-8")
     shown = re.findall(r"^\.\. auto(?:class|function):: (\w+)$", text, re.MULTILINE)
-    modules = {"parallel", "symbol", "__version__"}
-    public = (set(gluon_syncbn.__all__) - modules) | {*gluon_syncbn.parallel.__all__, *gluon_syncbn.symbol.__all__}
+    public = set(gluon_syncbn.__all__) - MODULES
+    for module in (gluon_syncbn.contrastive, gluon_syncbn.parallel, gluon_syncbn.symbol):
+        public |= set(module.__all__)
     assert set(shown) == public
 
 

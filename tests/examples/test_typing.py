@@ -41,11 +41,13 @@ def test_mypy_finds_what_is_wrong_in_it(installed, tmp_path):
     script = tmp_path / "wrong.py"
     script.write_text(
         "import gluon_syncbn\n\nnumber: int = gluon_syncbn.__version__\ngluon_syncbn.cpu_devices('two')\n"
+        "gluon_syncbn.no_such_name\n"
     )
     status, output = check(installed, script, tmp_path)
     assert status == 1
     assert 'wrong.py:3: error: Incompatible types in assignment (expression has type "str"' in output
     assert "wrong.py:4: error: Argument 1" in output
+    assert 'wrong.py:5: error: Module has no attribute "no_such_name"' in output
 
 
 def test_the_script_runs():

@@ -9,6 +9,7 @@ from mxnet.gluon import nn
 from replicas import TOLERANCE, WAYS, on_devices
 
 import gluon_syncbn
+from gluon_syncbn import contrastive
 
 if not GPUS:
     pytest.skip("MXNet finds no GPU; `make test-gpu-emulated` needs none", allow_module_level=True)
@@ -37,7 +38,7 @@ class Gather(nn.HybridBlock):
         self.settings = {"contexts": contexts, "rows": rows, **settings}
 
     def hybrid_forward(self, F, x):
-        return gluon_syncbn.gather(x, **self.settings)
+        return contrastive.gather(x, **self.settings)
 
 
 def parts_of(rng, sizes, shape=(3,), dtype="float64"):
@@ -93,7 +94,7 @@ def test_the_graph_twice_and_added(rng):
     contexts, parts = gpus(4), parts_of(rng, UNEVEN)
     xs, heads = variables(parts, contexts, grad_req="add"), parts_of(rng, [10] * 4)
     with autograd.record():
-        ys = gluon_syncbn.gather(xs)
+        ys = contrastive.gather(xs)
     for retain_graph in (True, False):
         autograd.backward(ys, on_devices(heads, contexts, "float64"), retain_graph=retain_graph)
     assert_summed(xs, heads, 1e-14, factor=2, start=1)
@@ -109,7 +110,7 @@ def test_branches_in_another_order_on_each_gpu(rng):
         with autograd.record():
             for i in rng.permutation(4):
                 for name in rng.permutation(names):
-                    ys[name][i] = gluon_syncbn.gather(xs[name][i], contexts=contexts, rows=10, name=str(name))
+                    ys[name][i] = contrastive.gather(xs[name][i], contexts=contexts, rows=10, name=str(name))
         order = rng.permutation(names)
         on_gpus = {name: on_devices(heads[name], contexts, "float64") for name in names}
         autograd.backward([y for name in order for y in ys[name]], [h for name in order for h in on_gpus[name]])
@@ -145,7 +146,7 @@ def test_what_it_costs(rng, sizes, collectives):
         pytest.skip("counts are the emulator's")
     contexts, heads = gpus(4), parts_of(rng, [sum(sizes)] * 4)
     xs = variables(parts_of(rng, sizes), contexts)
-    forwards, backwards = counted_step(lambda: gluon_syncbn.gather(xs), on_devices(heads, contexts, "float64"), 3)
+    forwards, backwards = counted_step(lambda: contrastive.gather(xs), on_devices(heads, contexts, "float64"), 3)
     for each, expected in ((forwards, collectives), (backwards, 1)):
         for numbers in each:
             assert (numbers["collectives"], numbers["waits"]) == (expected, 1)
@@ -164,7 +165,7 @@ def test_rows_that_do_not_fit(shapes, rows, text, kvstore):
     contexts = gpus(2)
     with autograd.record():
         ys = [
-            gluon_syncbn.gather(x, contexts=contexts, rows=rows, name="unfit", kvstore=kvstore)
+            contrastive.gather(x, contexts=contexts, rows=rows, name="unfit", kvstore=kvstore)
             for x in on_devices([np.ones(shape, "float32") for shape in shapes], contexts, "float32")
         ]
     with pytest.raises(mx.MXNetError, match=text) as error:
@@ -179,7 +180,7 @@ def test_a_missing_gpu():
     gluon_syncbn.configure(timeout=1)
     try:
         with autograd.record():
-            alone = gluon_syncbn.gather(
+            alone = contrastive.gather(
                 nd.array(np.ones((2, 3)), ctx=contexts[1]), contexts=contexts, rows=4, name="alone"
             )
         with pytest.raises(mx.MXNetError, match=r"gather 'alone', forward of call 1: .*gpu\(0\)"):

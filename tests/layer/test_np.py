@@ -20,7 +20,8 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import SampleShuffle, SyncBatchNorm, SyncBatchNormAdd
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, contrastive
+from gluon_syncbn.contrastive import SampleShuffle
 
 F32 = TOLERANCE["float32"]
 
@@ -352,15 +353,15 @@ def test_split_and_load(set_np, contexts, kind):
     whole = np.arange(20, dtype="float32").reshape(10, 2)
     data = {"numpy": lambda a: a, "np": mx.np.array, "nd": mx.nd.array}[kind](whole)
     expected = mx.nd.NDArray if kind == "nd" else mx.np.ndarray
-    batch = gluon_syncbn.split_and_load(data, contexts[:2], shuffle=SampleShuffle(1))
+    batch = contrastive.split_and_load(data, contexts[:2], shuffle=SampleShuffle(1))
     restored = batch.apply(lambda shard: 2 * shard)
     for arrays in (batch.shuffled_shards, restored):
         assert [type(array) for array in arrays] == [expected] * 2
     np.testing.assert_array_equal(np.concatenate([array.asnumpy() for array in restored]), 2 * whole)
-    shards = gluon_syncbn.split_and_load(whole, contexts[:3], even_split=False)
+    shards = contrastive.split_and_load(whole, contexts[:3], even_split=False)
     assert all(type(shard) is mx.np.ndarray for shard in shards)
     with pytest.raises(ValueError, match=r"shards\[1\]: NDArray of shape"):
-        gluon_syncbn.shuffle_shards([shards[0], shards[1].as_nd_ndarray()], shuffle=SampleShuffle(1))
+        contrastive.shuffle_shards([shards[0], shards[1].as_nd_ndarray()], shuffle=SampleShuffle(1))
 
 
 def test_shuffled_shards_hand_gradients_back(set_np, contexts, rng):
@@ -369,13 +370,13 @@ def test_shuffled_shards_hand_gradients_back(set_np, contexts, rng):
     for shard in shards:
         shard.attach_grad()
     with autograd.record():
-        batch = gluon_syncbn.shuffle_shards(shards, shuffle=SampleShuffle(2))
+        batch = contrastive.shuffle_shards(shards, shuffle=SampleShuffle(2))
         restored = batch.apply(lambda shard: 3 * shard)
     autograd.backward(restored, heads)
     for shard, head, back in zip(shards, heads, restored):
         near(back, 3 * shard.asnumpy())
         near(shard.grad, 3 * head.asnumpy())
-    sampler = gluon_syncbn.ShuffleSampler(8, 4, 2, 0, seed=1)
+    sampler = contrastive.ShuffleSampler(8, 4, 2, 0, seed=1)
     whole = np.arange(16, dtype="float32").reshape(8, 2)
     restored = sampler.restore(mx.np.array(whole), 0)
     near(restored, sampler.restore(whole, 0), 0)
@@ -434,14 +435,14 @@ def test_the_training_of_a_book(set_np, contexts, rng, way):
         losses = []
         for _ in range(2):
             for x, y in loader:
-                parts = [gluon_syncbn.split_and_load(a, devices, even_split=False) for a in (x, y)]
+                parts = [contrastive.split_and_load(a, devices, even_split=False) for a in (x, y)]
                 with autograd.record():
                     parts = [loss(net(a), b) for a, b in zip(*parts)]
                 for part in parts:
                     part.backward()
                 trainer.step(len(y), ignore_stale_grad=True)
                 losses.append(float(sum(part.as_in_ctx(devices[0]).sum() for part in parts)))
-        predicted = [net(a) for a in gluon_syncbn.split_and_load(mx.np.array(images), devices)]
+        predicted = [net(a) for a in contrastive.split_and_load(mx.np.array(images), devices)]
         return losses, np.concatenate([a.asnumpy() for a in predicted]), net
 
     norm = nn.BatchNorm if way == "convert" else SyncBatchNorm

@@ -811,10 +811,10 @@ class Samples(gluon.data.Dataset):
 def main():
     loader = gluon.data.DataLoader(Samples(), batch_size=4, num_workers=2)
     ready()
-    seen = 0
+    seen, shuffle = 0, gluon_syncbn.contrastive.SampleShuffle(1)
     for epoch in range(2):
         for x, _ in loader:
-            shuffled = gluon_syncbn.split_and_load(x, contexts, shuffle=gluon_syncbn.SampleShuffle(1))
+            shuffled = gluon_syncbn.contrastive.split_and_load(x, contexts, shuffle=shuffle)
             parts = np.concatenate([part.asnumpy() for part in shuffled.apply(lambda part: part)])
             np.testing.assert_array_equal(parts, x.asnumpy())
             shards = np.split(x.asnumpy(), [1])

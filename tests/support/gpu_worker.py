@@ -10,6 +10,7 @@ import light  # noqa: F401
 import numpy as np
 
 import gluon_syncbn
+from gluon_syncbn import contrastive
 
 os.environ["GLUON_SYNCBN_TEST_DEVICE"] = "gpu"
 
@@ -108,7 +109,7 @@ class Gather(nn.HybridBlock):
         self.settings = {"contexts": contexts, "kvstore": kv, **settings}
 
     def hybrid_forward(self, F, x):
-        return gluon_syncbn.gather(x, **self.settings)
+        return contrastive.gather(x, **self.settings)
 
 
 def rows_and_gradients():
@@ -164,7 +165,7 @@ def rows_in_any_order():
             for device in mine.permutation(len(contexts)):
                 for i in mine.permutation(3):
                     rows = sum(map(len, batches[i].shards))
-                    ys[i][device] = gluon_syncbn.gather(
+                    ys[i][device] = contrastive.gather(
                         xs[i][device], contexts=contexts, rows=rows, name=f"branch {i}", kvstore=kv
                     )
         for outputs, batch in zip(ys, batches):
@@ -179,7 +180,7 @@ def rows_that_do_not_fit():
     parts = [np.ones((2 + (kv.rank == 0), 3)) for _ in contexts]
     since = time.monotonic()
     with autograd.record():
-        ys = gluon_syncbn.gather(on_devices(parts, contexts, "float64"), rows=2 * DEVICES, name="unfit", kvstore=kv)
+        ys = contrastive.gather(on_devices(parts, contexts, "float64"), rows=2 * DEVICES, name="unfit", kvstore=kv)
     try:
         for y in ys:
             y.asnumpy()

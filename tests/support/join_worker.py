@@ -8,6 +8,7 @@ from mpi_worker import CONTEXTS, devices_of, kv, report, wait_for_reports
 from replicas import WAYS
 
 import gluon_syncbn
+from gluon_syncbn import contrastive
 
 import mxnet as mx  # isort: skip
 from mxnet import autograd, gluon, nd  # isort: skip
@@ -151,7 +152,7 @@ class Gathers(gluon.HybridBlock):
         self.dense = nn.Dense(3, in_units=4, dtype="float64")
 
     def hybrid_forward(self, F, x):
-        return gluon_syncbn.gather(self.dense(x), **self.settings)
+        return contrastive.gather(self.dense(x), **self.settings)
 
 
 def gathers():
@@ -169,7 +170,7 @@ def gathers():
             for _ in range(STEPS[kv.rank]):
                 with autograd.record():
                     y = net(x)
-                    loss = (y if traced else gluon_syncbn.gather(y)).square()
+                    loss = (y if traced else contrastive.gather(y)).square()
                 loss.backward()
                 trainer.step(2)
     except mx.MXNetError as error:

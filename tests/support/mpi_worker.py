@@ -33,7 +33,7 @@ from replicas import (  # noqa: E402
     step_of,
 )
 
-from gluon_syncbn import _native, reference  # noqa: E402
+from gluon_syncbn import _native, contrastive, reference  # noqa: E402
 from gluon_syncbn.exchange import mpi, store  # noqa: E402
 from gluon_syncbn.exchange.transport import Label  # noqa: E402
 from gluon_syncbn.training.session import session  # noqa: E402
@@ -489,7 +489,7 @@ def gathers():
         here = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))][part]
 
         def there(x, name):
-            return gluon_syncbn.gather(x, contexts=contexts, rows=sum(sizes), name=name, kvstore=kv)
+            return contrastive.gather(x, contexts=contexts, rows=sum(sizes), name=name, kvstore=kv)
 
         ours, alone = Contrast(there), Contrast(lambda x, name: x)
         for net, on in ((ours, contexts), (alone, [mx.cpu()])):
@@ -525,7 +525,7 @@ def gathers():
     x.attach_grad()
     kv._transport.allgather = counted
     with autograd.record():
-        y = gluon_syncbn.gather(x, rows=sum(3 + r for r in range(kv.num_workers)), name="counted", **alone)
+        y = contrastive.gather(x, rows=sum(3 + r for r in range(kv.num_workers)), name="counted", **alone)
     y.backward(nd.ones_like(y) * (1 + kv.rank))
     want = sum(1 + r for r in range(kv.num_workers))
     np.testing.assert_array_equal(x.grad.asnumpy(), np.full(x.shape, want))
@@ -540,7 +540,7 @@ def gathers():
         x.attach_grad()
         rows = sum(400 * (1 + k * r) for r in range(kv.num_workers))
         with autograd.record():
-            y = gluon_syncbn.gather(x, rows=rows, name="long", **alone)
+            y = contrastive.gather(x, rows=rows, name="long", **alone)
         y.backward()
         first = sum(400 * (1 + k * r) for r in range(kv.rank))
         np.testing.assert_array_equal(y.asnumpy()[first : first + len(x)], x.asnumpy())
@@ -558,7 +558,7 @@ def gathers_in_any_order():
             x.attach_grad()
         with autograd.record():
             for name in rng.permutation(names):
-                ys[name] = gluon_syncbn.gather(xs[name], contexts=CONTEXTS[:1], rows=rows, name=str(name), kvstore=kv)
+                ys[name] = contrastive.gather(xs[name], contexts=CONTEXTS[:1], rows=rows, name=str(name), kvstore=kv)
                 time.sleep(0.005 * rng.rand())
         heads = {name: nd.ones_like(ys[name]) * (k + 1) for k, name in enumerate(names)}
         order = rng.permutation(names)
@@ -569,7 +569,7 @@ def gathers_in_any_order():
         x = nd.zeros((0, 3), dtype="float64")
         x.attach_grad()
         with autograd.record():
-            y = gluon_syncbn.gather(x, contexts=CONTEXTS[:1], rows=0, name="none", kvstore=kv)
+            y = contrastive.gather(x, contexts=CONTEXTS[:1], rows=0, name="none", kvstore=kv)
         y.backward()
         nd.waitall()
 
@@ -580,7 +580,7 @@ def shuffled_keys():
     here, dim = devices_of(kv.rank), 8
     images = np.random.RandomState(0).rand(20 * kv.num_workers - 3, 3, 64, 64).astype("float32")
     table = images.reshape(len(images), -1)[:, :dim].astype("float64")  # the features
-    sampler = gluon_syncbn.ShuffleSampler(len(images), 8, kv.num_workers, kv.rank, seed=4, last_batch="keep")
+    sampler = contrastive.ShuffleSampler(len(images), 8, kv.num_workers, kv.rank, seed=4, last_batch="keep")
     sent, post = [], kv._transport.allgather
 
     def counted(label, array, **settings):
@@ -618,7 +618,7 @@ def gathers_alone():
     since = time.monotonic()
     try:
         with autograd.record():
-            gluon_syncbn.gather(nd.ones((2, 3)), name="features", kvstore=kv).asnumpy()
+            contrastive.gather(nd.ones((2, 3)), name="features", kvstore=kv).asnumpy()
     except mx.MXNetError as error:
         report(since, error)
         raise SystemExit(3) from None
@@ -627,7 +627,7 @@ def gathers_alone():
 def gathers_other_rows():
     try:
         with autograd.record():
-            gluon_syncbn.gather(nd.ones((2 + kv.rank, 3)), name="features", kvstore=kv).asnumpy()
+            contrastive.gather(nd.ones((2 + kv.rank, 3)), name="features", kvstore=kv).asnumpy()
     except mx.MXNetError as error:
         report(time.monotonic(), error)
         wait_for_reports(range(2))

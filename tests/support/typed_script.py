@@ -9,7 +9,8 @@ from mxnet import autograd, gluon
 from mxnet.gluon import nn  # type: ignore[import-untyped]
 
 import gluon_syncbn
-from gluon_syncbn import SampleShuffle, ShuffleBatchNorm, ShuffledBatch, SyncBatchNorm
+from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, contrastive
+from gluon_syncbn.contrastive import SampleShuffle, ShuffledBatch
 from gluon_syncbn.parallel import DataParallelModel
 
 contexts: List[mx.Context] = gluon_syncbn.cpu_devices(2)
@@ -20,13 +21,13 @@ net.initialize(ctx=contexts)
 gluon_syncbn.configure(timeout=60.0, seed=1)
 version: str = gluon_syncbn.__version__
 trainer = gluon.Trainer(net.collect_params(), "sgd")
-parts = gluon_syncbn.split_and_load(mx.nd.ones((4, 3, 8, 8)), contexts)
+parts = contrastive.split_and_load(mx.nd.ones((4, 3, 8, 8)), contexts)
 for _ in range(2):
     with autograd.record():
         losses = [net(part) for part in parts]
     autograd.backward(losses)
     trainer.step(4)
-keys: ShuffledBatch = gluon_syncbn.split_and_load(mx.nd.ones((4, 3, 8, 8)), contexts, shuffle=SampleShuffle(seed=1))
+keys: ShuffledBatch = contrastive.split_and_load(mx.nd.ones((4, 3, 8, 8)), contexts, shuffle=SampleShuffle(seed=1))
 gluon_syncbn.summary(net)
 model = DataParallelModel(net, contexts)
 gluon_syncbn.average_running_stats(net)

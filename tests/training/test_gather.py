@@ -9,6 +9,7 @@ from mxnet import autograd, gluon, nd
 from replicas import TOLERANCE, WAYS
 
 import gluon_syncbn
+from gluon_syncbn import contrastive
 
 CONTEXTS = [mx.cpu(i) for i in range(4)]
 SIZES = (2, 5, 0, 3)
@@ -37,7 +38,7 @@ def test_rows_and_gradients_of_uneven_parts(dtype, shape):
         heads = [rng.randn(sum(SIZES), *shape).astype(dtype) for _ in CONTEXTS]
         for _ in range(2):
             with autograd.record():
-                gathered = gluon_syncbn.gather(arrays)
+                gathered = contrastive.gather(arrays)
             autograd.backward(gathered, [nd.array(h, ctx=c, dtype=dtype) for h, c in zip(heads, CONTEXTS)])
             want = np.concatenate(parts)
             for rows, context in zip(gathered, CONTEXTS):
@@ -53,7 +54,7 @@ def test_no_rows_at_all(kvstore):
     with mx.util.np_shape(True):
         _, arrays = shards(np.random.RandomState(0), (0, 0))
         with autograd.record():
-            gathered = gluon_syncbn.gather(arrays, kvstore=kvstore)
+            gathered = contrastive.gather(arrays, kvstore=kvstore)
         autograd.backward(gathered)
         nd.waitall()  # which raises what a read of an empty array does not
         assert [rows.shape for rows in gathered] == [(0, 3)] * 2
@@ -69,9 +70,9 @@ class Branches(gluon.HybridBlock):
     def hybrid_forward(self, F, x):
         y = self.transform(x)
         parts = {"contexts": CONTEXTS, "rows": sum(SIZES)}
-        first = gluon_syncbn.gather(F.tanh(y), name="first", **parts)
-        second = gluon_syncbn.gather(y * y, name="second", **parts)
-        third = gluon_syncbn.gather(y, name="second", **parts)
+        first = contrastive.gather(F.tanh(y), name="first", **parts)
+        second = contrastive.gather(y * y, name="second", **parts)
+        third = contrastive.gather(y, name="second", **parts)
         return F.dot(y, F.concat(first, second, third, dim=0), transpose_b=True)
 
 
@@ -117,7 +118,7 @@ def test_branches_in_another_order_on_each_context():
             for i in rng.permutation(4):
                 for name in rng.permutation(names):
                     x = inputs[name][1][i]
-                    outputs[name][i] = gluon_syncbn.gather(x, contexts=CONTEXTS, rows=10, name=str(name))
+                    outputs[name][i] = contrastive.gather(x, contexts=CONTEXTS, rows=10, name=str(name))
         heads = {name: [nd.array(rng.randn(10, 3), ctx=c, dtype="float64") for c in CONTEXTS] for name in names}
         order = rng.permutation(names)
         autograd.backward([y for n in order for y in outputs[n]], [h for n in order for h in heads[n]])
@@ -135,9 +136,7 @@ def test_calls_of_one_replica_each_meet_over_a_named_store(kvstore):
     heads = [rng.randn(10, 3) for _ in CONTEXTS]
     for _ in range(2):
         with autograd.record():
-            outputs = [
-                gluon_syncbn.gather(x, contexts=CONTEXTS, rows=10, name="named", kvstore=kvstore) for x in arrays
-            ]
+            outputs = [contrastive.gather(x, contexts=CONTEXTS, rows=10, name="named", kvstore=kvstore) for x in arrays]
         autograd.backward(outputs, [nd.array(h, ctx=c, dtype="float64") for h, c in zip(heads, CONTEXTS)])
         for y in outputs:
             np.testing.assert_array_equal(y.asnumpy(), np.concatenate(parts))
@@ -152,7 +151,7 @@ def test_the_graph_twice_and_added():
         array.attach_grad("add")
     heads = [nd.array(rng.randn(7, 3), ctx=c, dtype="float64") for c in CONTEXTS]
     with autograd.record():
-        gathered = gluon_syncbn.gather(arrays)
+        gathered = contrastive.gather(arrays)
     autograd.backward(gathered, heads, retain_graph=True)
     autograd.backward(gathered, heads)
     got = np.concatenate([array.grad.asnumpy() for array in arrays])
@@ -204,23 +203,23 @@ def test_bad_arguments(features, settings, expected):
     elif features == [0]:
         features = [nd.ones((2, 3))]
     with autograd.record(), pytest.raises(ValueError, match=re.escape(expected)):
-        gluon_syncbn.gather(features, **settings)
+        contrastive.gather(features, **settings)
 
 
 def test_contexts_that_only_the_caller_knows():
     layer = gluon_syncbn.SyncBatchNorm(in_channels=3)
     layer.initialize(ctx=CONTEXTS[:2])
     with autograd.record(), pytest.raises(ValueError, match=re.escape("layers are on [cpu(0), cpu(1)")):
-        gluon_syncbn.gather(nd.ones((2, 3)))
+        contrastive.gather(nd.ones((2, 3)))
     with pytest.raises(ValueError, match="contexts: None was given, expected the contexts of the net"):
-        gluon_syncbn.gather(mx.sym.var("x"))
+        contrastive.gather(mx.sym.var("x"))
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_outside_of_a_step(hybrid):
     class Net(gluon.HybridBlock):
         def hybrid_forward(self, F, x):
-            return gluon_syncbn.gather(x, contexts=CONTEXTS[:1], name="outside")
+            return contrastive.gather(x, contexts=CONTEXTS[:1], name="outside")
 
     net = Net()
     net.hybridize(hybrid)
@@ -233,7 +232,7 @@ def test_outside_of_a_step(hybrid):
 def test_other_numbers_of_rows_than_were_expected():
     with autograd.record():
         outputs = [
-            gluon_syncbn.gather(nd.ones((n, 3), ctx=c), contexts=CONTEXTS[:2], rows=8, name="short")
+            contrastive.gather(nd.ones((n, 3), ctx=c), contexts=CONTEXTS[:2], rows=8, name="short")
             for n, c in zip((5, 2), CONTEXTS)
         ]
     with pytest.raises(mx.MXNetError, match="the parts have 5, 2 rows, 7 in all, where 8 were expected") as error:
@@ -246,7 +245,7 @@ def test_other_numbers_of_rows_than_were_expected():
 def test_rows_that_are_not_alike():
     with autograd.record():
         outputs = [
-            gluon_syncbn.gather(nd.ones((2, n), ctx=c), contexts=CONTEXTS[:2], name="other")
+            contrastive.gather(nd.ones((2, n), ctx=c), contexts=CONTEXTS[:2], name="other")
             for n, c in zip((3, 4), CONTEXTS)
         ]
     with pytest.raises(mx.MXNetError, match=r"gather 'other': cpu\(.\) came with . channels of float32"):
@@ -258,7 +257,7 @@ def test_who_is_missing():
     gluon_syncbn.configure(timeout=1)
     try:
         with autograd.record():
-            alone = gluon_syncbn.gather(nd.ones((2, 3), ctx=CONTEXTS[1]), contexts=CONTEXTS[:2], name="alone")
+            alone = contrastive.gather(nd.ones((2, 3), ctx=CONTEXTS[1]), contexts=CONTEXTS[:2], name="alone")
         with pytest.raises(mx.MXNetError, match=r"gather 'alone', forward of call 1: .*cpu\(0\)"):
             alone.asnumpy()
     finally:

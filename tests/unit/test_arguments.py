@@ -3,6 +3,7 @@ the value and what was expected; what NumPy calculates is as good as Python's ow
 
 import inspect
 import re
+from operator import attrgetter
 
 import mxnet as mx
 import numpy as np
@@ -11,7 +12,8 @@ from mxnet import nd
 from mxnet.gluon import nn
 
 import gluon_syncbn
-from gluon_syncbn import SampleShuffle, ShuffleSampler, SyncBatchNorm, SyncBatchNormAdd, _native
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native, contrastive
+from gluon_syncbn.contrastive import SampleShuffle, ShuffleSampler
 from gluon_syncbn.system import arguments
 
 NAN, INFINITE, HUGE = float("nan"), float("inf"), 10**400
@@ -154,11 +156,11 @@ SAMPLER = {"length": 20, "batch_size": 4, "num_processes": 2, "rank": 0, "seed":
 
 def split(**kwargs):
     settings = {"data": nd.ones((4, 2)), "ctx_list": [mx.cpu(0), mx.cpu(1)], "shuffle": SampleShuffle(1)}
-    return gluon_syncbn.split_and_load(**{**settings, **kwargs})
+    return contrastive.split_and_load(**{**settings, **kwargs})
 
 
 def shuffled(**kwargs):
-    return gluon_syncbn.shuffle_shards(**{"shards": [nd.ones((2, 2))] * 2, "shuffle": SampleShuffle(1), **kwargs})
+    return contrastive.shuffle_shards(**{"shards": [nd.ones((2, 2))] * 2, "shuffle": SampleShuffle(1), **kwargs})
 
 
 def sampler(**kwargs):
@@ -243,6 +245,7 @@ CALLS = {
         lambda **kwargs: gluon_syncbn.kvstore(**{"name": "mpi", **kwargs}),
         {"name": "process store", "gpus": "gpus"},
     ),
+    "uninstall": (gluon_syncbn.uninstall, {"everything": "flag"}),
     "install": (gluon_syncbn.install, {"cpus": "optional count", "convert": "flag"}),
     "parallel.DataParallelModel": (
         data_parallel,
@@ -274,12 +277,12 @@ CALLS = {
             **{name: kind for name, kind in LAYER.items() if name not in ("epsilon", "center", "scale", "in_channels")},
         },
     ),
-    "SampleShuffle": (
+    "contrastive.SampleShuffle": (
         lambda **kwargs: SampleShuffle(**{"seed": 1, **kwargs}),
         {"seed": "seed", "position": "whole from 0"},
     ),
-    "SampleShuffle.permutation": (SampleShuffle(1).permutation, {"n": "whole from 0"}),
-    "ShuffleSampler": (
+    "contrastive.SampleShuffle.permutation": (SampleShuffle(1).permutation, {"n": "whole from 0"}),
+    "contrastive.ShuffleSampler": (
         sampler,
         {
             "length": "count",
@@ -291,14 +294,14 @@ CALLS = {
             "last_batch": "last_batch",
         },
     ),
-    "ShuffleSampler.epoch": (set_epoch, {"epoch": "whole from 0"}),
-    "ShuffleSampler.destinations": (sampler().destinations, {"batch": "whole from 0"}),
-    "ShuffleSampler.restore": (
+    "contrastive.ShuffleSampler.epoch": (set_epoch, {"epoch": "whole from 0"}),
+    "contrastive.ShuffleSampler.destinations": (sampler().destinations, {"batch": "whole from 0"}),
+    "contrastive.ShuffleSampler.restore": (
         lambda **kwargs: sampler().restore(**{"features": np.ones((8, 2)), "batch": 0, **kwargs}),
         {"features": "features", "batch": "whole from 0", "kvstore": "kvstore"},
     ),
-    "gather": (
-        lambda **kwargs: gluon_syncbn.gather(**{"features": [nd.ones((4, 2))], "contexts": [mx.cpu(3)], **kwargs}),
+    "contrastive.gather": (
+        lambda **kwargs: contrastive.gather(**{"features": [nd.ones((4, 2))], "contexts": [mx.cpu(3)], **kwargs}),
         {
             "features": "features",
             "contexts": "optional contexts",
@@ -307,7 +310,7 @@ CALLS = {
             "kvstore": "kvstore",
         },
     ),
-    "split_and_load": (
+    "contrastive.split_and_load": (
         split,
         {
             "data": "array",
@@ -317,18 +320,20 @@ CALLS = {
             "shuffle": "optional shuffle",
         },
     ),
-    "shuffle_shards": (shuffled, {"shards": "arrays", "batch_axis": "whole", "shuffle": "shuffle"}),
+    "contrastive.shuffle_shards": (shuffled, {"shards": "arrays", "batch_axis": "whole", "shuffle": "shuffle"}),
 }
 #: They take no argument, or are made by the functions above alone.
-WITHOUT = {"__version__", "reset", "ShuffledBatch", "uninstall", "unpatch"}
+WITHOUT = {"__version__", "reset"}
 
 
 def test_the_table_knows_all_of_the_package():
     assert {name.partition(".")[0] for name in CALLS} | WITHOUT == set(gluon_syncbn.__all__)
+    of_contrastive = {name.split(".")[1] for name in CALLS if name.startswith("contrastive.")}
+    assert of_contrastive | {"ShuffledBatch"} == set(contrastive.__all__)
     for name, (_, kinds) in CALLS.items():
-        if "." in name or name in ("ShuffleBatchNorm", "SyncBatchNormAdd"):
+        if name.count(".") > name.startswith("contrastive.") or name in ("ShuffleBatchNorm", "SyncBatchNormAdd"):
             continue
-        parameters = inspect.signature(getattr(gluon_syncbn, name)).parameters.values()
+        parameters = inspect.signature(attrgetter(name)(gluon_syncbn)).parameters.values()
         named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
         assert named - GLUONS_OWN == set(kinds) - GLUONS_OWN, name
 
@@ -511,3 +516,14 @@ def test_arrays_are_described_not_printed():
     assert arguments.described(nd.ones((2, 3))) == "NDArray of shape (2, 3) and type float32 on cpu(0)"
     assert arguments.described([nd.ones(2)] * 3) == "list of 3"
     assert arguments.described(["cpu"]) == "['cpu']"
+
+
+def test_old_names_still_work():
+    for name in contrastive.__all__:
+        with pytest.warns(DeprecationWarning, match=f"gluon_syncbn.{name} is now gluon_syncbn.contrastive.{name}"):
+            assert getattr(gluon_syncbn, name) is getattr(contrastive, name)
+    with pytest.warns(DeprecationWarning, match=r"is now gluon_syncbn.uninstall\(everything=True\)"):
+        assert gluon_syncbn.unpatch.func is gluon_syncbn.uninstall
+    assert set(dir(gluon_syncbn)) == set(gluon_syncbn.__all__)
+    with pytest.raises(AttributeError, match="has no attribute 'cpu_devicez'"):
+        gluon_syncbn.cpu_devicez  # noqa: B018

@@ -82,7 +82,7 @@ with autograd.record():
 gluon_syncbn.install(convert=True)
 stage("everything")
 
-gluon_syncbn.unpatch()
+gluon_syncbn.uninstall(everything=True)
 stage("unpatched")
 layer(xs[0]).wait_to_read()  # predicts
 try:
@@ -133,7 +133,7 @@ def test_functions(stages):
 
 def test_everything_is_taken_back(stages):
     assert stages["unpatched"]["functions"] == []
-    assert "gluon_syncbn.unpatch() has taken back" in stages["refused"]
+    assert "gluon_syncbn.uninstall(everything=True) has taken back" in stages["refused"]
     for unchanged in ("hooks", "excepthook", "interrupt", "filters", "files"):
         assert stages["unpatched"][unchanged] == stages["before"][unchanged], unchanged
 
