@@ -61,7 +61,7 @@ from .nets.convert import convert, freeze, revert
 from .nets.fold import fold
 from .nets.parameters import broadcast_parameters
 from .nets.statistics import average_running_stats, update_bn_stats
-from .nets.summary import summary
+from .nets.summary import assert_synchronised, summary
 from .training.devices import cpu_devices, devices
 from .training.join import join
 from .training.session import configure, kvstore
@@ -74,6 +74,7 @@ __all__ = [
     "SyncBatchNorm",
     "SyncBatchNormAdd",
     "__version__",
+    "assert_synchronised",
     "average_running_stats",
     "broadcast_parameters",
     "checkpoint",

@@ -7,7 +7,7 @@ import numbers
 import sys
 import warnings
 from contextlib import nullcontext
-from typing import Any, Callable, Dict, List, Optional, Sequence, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Literal, Optional, Sequence, TypedDict, TypeVar, cast
 
 import mxnet as mx
 from mxnet import autograd
@@ -22,7 +22,46 @@ from .system.bfloat16 import is_bfloat16
 from .training.replicas import EAGER, UNFUSED, Pooling, Replicas
 from .training.session import session
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 ConstructT = TypeVar("ConstructT", bound=Callable[..., None])
+Mode = Literal["sync", "local", "shuffle"]
+ActivationName = Literal["relu", "relu6", "leaky"]
+
+
+class Settings(TypedDict, total=False):
+    """The arguments of a layer that `convert` takes too; `SyncBatchNorm` explains them."""
+
+    num_devices: Optional[int]
+    inplace: bool
+    mode: Mode
+    virtual_devices: int
+    group_size: Optional[int]
+    groups: Optional[Sequence[Sequence[int]]]
+    running_variance: Literal["biased", "unbiased"]
+    kvstore: Any
+    timeout: Optional[float]
+
+
+class Arguments(Settings, total=False):
+    """The other arguments too."""
+
+    axis: int
+    momentum: float
+    epsilon: float
+    center: bool
+    scale: bool
+    use_global_stats: bool
+    beta_initializer: Any
+    gamma_initializer: Any
+    running_mean_initializer: Any
+    running_variance_initializer: Any
+    in_channels: int
+    activation: Optional[ActivationName]
+    slope: float
+    prefix: Optional[str]
+    params: Any
 
 
 def _checked_names(construct: ConstructT) -> ConstructT:
@@ -173,6 +212,11 @@ class SyncBatchNorm(nn.BatchNorm):
     timeout : float, optional
         Seconds to wait for the other replicas. By default the setting of `configure`, which starts as 300.
 
+    Attributes
+    ----------
+    mode, virtual_devices, group_size, groups, num_devices, timeout, activation, inplace, running_variance
+        As given.
+
     Inputs
         - **data**: of ``mx.nd`` or ``mx.np``, 2 to 5 dimensions; float16 or, on CPUs, bfloat16 (with float32
           parameters), float32 or float64. Shards of a batch may differ in size.
@@ -224,14 +268,14 @@ class SyncBatchNorm(nn.BatchNorm):
         in_channels: int = 0,
         num_devices: Optional[int] = None,
         *,
-        activation: Optional[str] = None,
+        activation: Optional[ActivationName] = None,
         slope: float = 0.01,
         inplace: bool = False,
-        mode: str = "sync",
+        mode: Mode = "sync",
         virtual_devices: int = 1,
         group_size: Optional[int] = None,
         groups: Optional[Sequence[Sequence[int]]] = None,
-        running_variance: str = "biased",
+        running_variance: Literal["biased", "unbiased"] = "biased",
         kvstore: Any = None,
         timeout: Optional[float] = None,
         prefix: Optional[str] = None,
@@ -280,6 +324,22 @@ class SyncBatchNorm(nn.BatchNorm):
         self._origin: Any = None  # class and settings before `convert`
         self._adopt_parameters()
         export.install()
+
+    mode = property(lambda self: self._replicas.pooling.mode)
+    virtual_devices = property(lambda self: self._replicas.pooling.virtual_devices)
+    group_size = property(lambda self: self._replicas.pooling.group_size)
+    groups = property(lambda self: self._replicas.pooling.groups)
+    num_devices = property(lambda self: self._replicas.num_devices)
+    timeout = property(lambda self: self._replicas.timeout)
+    activation = property(lambda self: self._activation.arguments()["activation"])
+    inplace = property(lambda self: self._inplace)
+    running_variance = property(lambda self: "unbiased" if self._unbiased else "biased")
+
+    def __repr__(self) -> str:
+        """Adds those settings to the text of ``nn.BatchNorm`` that a layer need not have."""
+        usual = dict(Pooling._field_defaults, activation=None, inplace=False, running_variance="biased")
+        own = {name: getattr(self, name) for name, value in usual.items() if getattr(self, name) != value}
+        return f"{super().__repr__()[:-1]}{''.join(f', {name}={value!r}' for name, value in own.items())})"
 
     def __call__(self, *args: Any) -> Any:
         return HybridBlock.__call__(self, *args)  # skips the wrapper of `patches`, which records callers
@@ -377,7 +437,7 @@ class SyncBatchNorm(nn.BatchNorm):
         return bool((data.asnumpy() == 0).any())
 
     def _check_mask(self, F: Any, mask: Any, x: Any) -> None:
-        if self._inplace and self._replica_settings[0].mode == "shuffle":
+        if self._inplace and self.mode == "shuffle":
             raise ValueError(
                 "mask: expected none where inplace=True and mode='shuffle': x cannot be found under a mask"
             )
@@ -415,8 +475,9 @@ class SyncBatchNormAdd(SyncBatchNorm):
         - **out**: shape and type of the data.
     """
 
-    def __init__(self, *args: Any, activation: Optional[str] = "relu", **kwargs: Any) -> None:
-        super().__init__(*args, activation=activation, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Unpack[Arguments]) -> None:
+        kwargs.setdefault("activation", "relu")
+        super().__init__(*args, **kwargs)
 
     def hybrid_forward(  # type: ignore[override]
         self,
@@ -436,10 +497,11 @@ class SyncBatchNormAdd(SyncBatchNorm):
 class ShuffleBatchNorm(SyncBatchNorm):
     """`SyncBatchNorm` with ``mode='shuffle'``, to be passed as ``norm_layer=``. All other arguments are the same."""
 
-    def __init__(self, *args: Any, mode: str = "shuffle", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Unpack[Arguments]) -> None:
+        mode = kwargs.setdefault("mode", "shuffle")
         if not isinstance(mode, str) or mode != "shuffle":
             arguments.refuse("mode", mode, "'shuffle'; SyncBatchNorm has the other modes")
-        super().__init__(*args, mode=mode, **kwargs)
+        super().__init__(*args, **kwargs)
 
 
 class _ReplicatedParameter(Parameter):

@@ -5,18 +5,34 @@ in children, attributes or lists, or register a block twice. Every such referenc
 Parameters, names, their order, hooks and hybridize settings are never touched.
 """
 
+from __future__ import annotations
+
 import inspect
 import warnings
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, Dict, FrozenSet, Iterator, List, Optional, Sequence, Set, Tuple, Type, TypeVar
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Dict,
+    FrozenSet,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Set,
+    Tuple,
+    Type,
+    TypeVar,
+)
 
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn import BatchNorm  # by name, because a script may put ours into its place in `nn`
 
 from ..activation import NONE, RELU, BatchNormActivation, BatchNormAdd, invertible
-from ..layer import SyncBatchNorm, SyncBatchNormAdd
+from ..layer import Arguments, Settings, SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks, callers, gamma
 from ..mxnet_side.op import NAME
 from ..system import arguments
@@ -24,28 +40,13 @@ from ..training.replicas import Pooling
 from . import fusion
 from .graphs import Left, close_graph, open_graph
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["convert", "freeze", "revert"]
 
 NetT = TypeVar("NetT", bound=Block)
 
-# Settings that each layer keeps, and that are therefore not arguments of `convert`.
-_KEPT = (
-    "axis",
-    "momentum",
-    "epsilon",
-    "center",
-    "scale",
-    "use_global_stats",
-    "beta_initializer",
-    "gamma_initializer",
-    "running_mean_initializer",
-    "running_variance_initializer",
-    "in_channels",
-    "activation",
-    "slope",
-    "prefix",
-    "params",
-)
 # Attributes that BatchNorm's constructor sets from its arguments, or that belong to a graph with the old operator.
 _RENEWED = ("_kwargs", "_cached_graph", "_cached_op", "_cached_op_args")
 
@@ -55,7 +56,7 @@ def convert(
     norm_layer: Type[SyncBatchNorm] = SyncBatchNorm,
     select: Optional[str] = None,
     fuse: bool = False,
-    **kwargs: Any,
+    **kwargs: Unpack[Settings],
 ) -> NetT:
     """Makes the BatchNorm layers of a network synchronised layers.
 
@@ -147,7 +148,7 @@ def _chosen(net: Block, selection: blocks.Selection) -> List[BatchNorm]:
     return [block for block in blocks.of(net) if blocks.is_batch_norm(block) and block in selection]
 
 
-def _otherwise(pooling: Pooling, wanted: Pooling, kwargs: Dict[str, Any]) -> str:
+def _otherwise(pooling: Pooling, wanted: Pooling, kwargs: Mapping[str, Any]) -> str:
     """Says in what a synchronised layer differs from what was asked for; empty if in nothing."""
     for name, value, other in zip(Pooling._fields, pooling, wanted):
         if value != other and (name in kwargs or other == "shuffle"):  # of `ShuffleBatchNorm`
@@ -179,7 +180,7 @@ def convert_nodes(block: SymbolBlock, operator: str) -> None:
     _warn("convert", blocks.Selection(None), [node for node in nodes if node.operator == operator])
 
 
-def _synchronise(block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any]) -> None:
+def _synchronise(block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) -> None:
     origin = (type(block), dict(block._kwargs))
     _become(block, *_synchronised_form(block, norm_layer, kwargs))
     if origin[0] is not ContribSyncBatchNorm:
@@ -203,7 +204,7 @@ def _open_graphs(net: Block) -> Iterator[List[Left]]:
     finally:
         for block in recorded:
             close_graph(block)
-        _forget_graphs(net)
+        forget_graphs(net)
 
 
 def _warn(verb: str, selection: blocks.Selection, stay: Sequence[Left]) -> None:
@@ -258,7 +259,7 @@ def revert(net: NetT) -> NetT:
     return net
 
 
-def freeze(net: NetT, select: Optional[str] = None) -> NetT:
+def freeze(net: NetT, select: Optional[str] = None, active: bool = True) -> NetT:
     """Makes BatchNorm layers normalise with their running statistics, in training too, without updates.
 
     It sets ``use_global_stats``, and ``grad_req`` of gamma and beta to ``'null'``. Recipes for detection and the last
@@ -270,6 +271,9 @@ def freeze(net: NetT, select: Optional[str] = None) -> NetT:
         A network or a single layer, changed in place.
     select : str, optional
         As in `convert`.
+    active : bool
+        False undoes it: the layers normalise with their batch again. Gamma and beta get the ``grad_req`` that they had,
+        or ``'write'`` if something else has frozen them.
 
     Returns
     -------
@@ -288,29 +292,31 @@ def freeze(net: NetT, select: Optional[str] = None) -> NetT:
         ``select`` matches nothing.
     """
     arguments.block("net", net)
+    active = arguments.flag("active", active)
     selection = blocks.Selection(select)
     with _open_graphs(net) as nodes:
         chosen = _chosen(net, selection)
         for block in chosen:
-            block._kwargs["use_global_stats"] = True
-            block.gamma.grad_req = block.beta.grad_req = "null"
+            block._kwargs["use_global_stats"] = active
+        for parameter in dict.fromkeys(one for block in chosen for one in (block.gamma, block.beta)):
+            if active:
+                vars(parameter).setdefault("_unfrozen", parameter.grad_req)
+            parameter.grad_req = "null" if active else vars(parameter).pop("_unfrozen", "write")
     if select is not None and not chosen and not nodes:
         warnings.warn(f"freeze changed nothing: {_none(net, select)}", stacklevel=2)
     _warn("freeze", selection, nodes)
     return net
 
 
-def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any], axes: Set[int]) -> Pooling:
+def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any], axes: Set[int]) -> Pooling:
     """Refuses bad arguments before the first layer changes, so that no network is half converted. Returns what they
     mean.
     """
-    accepted = [
-        name
-        for name, parameter in {**_parameters(SyncBatchNorm), **_parameters(norm_layer)}.items()
-        if name not in _KEPT and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
+    known, taken = Arguments.__annotations__, inspect.signature(norm_layer).parameters.values()
+    own = [one.name for one in taken if one.name not in known and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    accepted = [*Settings.__annotations__, *own]
     for name, value in kwargs.items():
-        if name in _KEPT:
+        if name in known and name not in accepted:
             raise ValueError(f"{name}: {value!r} was given, but each layer keeps its own; expected one of {accepted}")
     try:
         for axis in axes:
@@ -320,18 +326,14 @@ def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any], axes:
     return layer._replicas.pooling
 
 
-def _parameters(norm_layer: Type[SyncBatchNorm]) -> Dict[str, inspect.Parameter]:
-    return dict(inspect.signature(norm_layer).parameters)
-
-
 def _axis(settings: Dict[str, Any]) -> int:
     # A plain Python number: BatchNorm also takes NumPy's. Contrib's layer has no axis: it is always 1.
     return int(settings.get("axis", 1))
 
 
 def _synchronised_form(
-    block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Dict[str, Any]
-) -> Tuple[Type[SyncBatchNorm], Dict[str, Any]]:
+    block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]
+) -> Tuple[Type[SyncBatchNorm], Mapping[str, Any]]:
     """Returns the class and the arguments of the synchronised layer."""
     activation = getattr(block, "_activation", RELU if block.fuse_relu else NONE)
     adds = isinstance(block, BatchNormAdd)
@@ -356,7 +358,7 @@ def _plain_form(block: SyncBatchNorm) -> Type[BatchNorm]:
     return BatchNorm if block._activation == NONE else BatchNormActivation
 
 
-def _become(block: BatchNorm, cls: Type[BatchNorm], kwargs: Dict[str, Any]) -> None:
+def _become(block: BatchNorm, cls: Type[BatchNorm], kwargs: Mapping[str, Any]) -> None:
     """Runs `cls`'s constructor on the existing object, then restores all that the constructor must not set."""
     before = dict(vars(block))
     old_cls, settings = type(block), before["_kwargs"]
@@ -400,7 +402,7 @@ def _private_names() -> FrozenSet[str]:
     return frozenset(vars(layer)) - frozenset(vars(plain))
 
 
-def _forget_graphs(net: Block) -> None:
+def forget_graphs(net: Block) -> None:
     """Drops the graphs that blocks in the net and around it recorded with the old layers. The flags stay."""
     within = list(blocks.of(net))
     parameters = {id(parameter) for block in within for parameter in block._reg_params.values()}

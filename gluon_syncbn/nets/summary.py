@@ -16,7 +16,7 @@ from ..training.replicas import stores_of
 from .fusion import taken_in
 from .graphs import Opened
 
-__all__ = ["summary"]
+__all__ = ["assert_synchronised", "summary"]
 
 SYNCHRONISED = "synchronised"
 _FROZEN = "plain, because it is frozen: use_global_stats"
@@ -33,8 +33,30 @@ class Row(NamedTuple):
     takes_in: str = ""
     statistics: str = ""
 
+    @property
+    def synchronised(self) -> bool:
+        return self.statistics.startswith(SYNCHRONISED)
 
-def summary(net: Block) -> str:
+
+class Summary(List[Row]):
+    """The rows of a net's normalisation layers, and as ``str`` their table."""
+
+    stores: List[str]
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(_HEADER, *self)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (_HEADER, *self)]
+        long = max(map(len, lines))
+        stores = [f"Processes: {store}" for store in self.stores]
+        return "\n".join(["-" * long, lines[0], "=" * long, *lines[1:], "=" * long, repr(self), *stores, "-" * long])
+
+    def __repr__(self) -> str:  # short, because an interactive shell shows it below the printed table
+        of_batches = [row for row in self if row.statistics != _NO_BATCH]
+        synchronised = sum(row.synchronised for row in of_batches)
+        return f"Layers of batch normalisation: {len(of_batches)}, synchronised: {synchronised}"
+
+
+def summary(net: Block) -> Summary:
     """Prints every normalisation layer of a network, and whether its statistics are synchronised, with the reason.
 
     ``slots`` counts the slots of one device. ``contexts`` are the contexts of the parameters, once they are
@@ -52,27 +74,52 @@ def summary(net: Block) -> str:
 
     Returns
     -------
-    str
-        The printed text.
+    list of Row
+        A row for each layer, with ``layer``, ``channels``, ``mode``, ``slots``, ``contexts``, ``takes_in`` and
+        ``statistics`` as texts, and ``synchronised``. ``str`` of the list is the printed table.
 
     Raises
     ------
     ValueError
         If ``net`` is not a Gluon block.
     """
-    rows = [row for block in blocks.of(arguments.block("net", net)) for row in _rows(block)]
+    rows = _summarised(net)
+    print(rows)
+    return rows
+
+
+def assert_synchronised(net: Block) -> None:
+    """Checks that all layers of batch normalisation are synchronised, but for frozen ones.
+
+    Call it behind ``initialize``, because a layer on one context is not synchronised.
+
+    Parameters
+    ----------
+    net : gluon.Block
+        A network or a single layer.
+
+    Raises
+    ------
+    ValueError
+        If ``net`` is not a Gluon block.
+    AssertionError
+        If a layer is not synchronised, or there is none. The text names the layers, with the reasons of `summary`.
+    """
+    rows = [row for row in _summarised(net) if row.statistics not in (_NO_BATCH, _FROZEN)]
+    left = [f"{row.layer}: {row.statistics}" for row in rows if not row.synchronised]
+    if left or not rows:
+        raise AssertionError(
+            f"{len(left)} of {len(rows)} layers of batch normalisation are not synchronised: "
+            + (arguments.some(left, "; ") or f"'{net.name}' has no layer that takes statistics of its batch")
+        )
+
+
+def _summarised(net: Block) -> Summary:
+    rows = Summary(row for block in blocks.of(arguments.block("net", net)) for row in _rows(block))
     called = "plain, because a hybrid_forward calls the operator; call a layer there"
     rows += [Row(f"{name} ({operator})", statistics=called) for name, operator in blocks.without_layer(net)]
-    of_batches = [row for row in rows if row.statistics != _NO_BATCH]
-    synchronised = sum(row.statistics.startswith(SYNCHRONISED) for row in of_batches)
-    widths = [max(map(len, column)) for column in zip(_HEADER, *rows)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in (_HEADER, *rows)]
-    long = max(map(len, lines))
-    counted = f"Layers of batch normalisation: {len(of_batches)}, synchronised: {synchronised}"
-    stores = [f"Processes: {store!r}" for store in stores_of(net.collect_params().values())]
-    text = "\n".join(["-" * long, lines[0], "=" * long, *lines[1:], "=" * long, counted, *stores, "-" * long])
-    print(text)
-    return text
+    rows.stores = [repr(store) for store in stores_of(net.collect_params().values())]
+    return rows
 
 
 _NO_BATCH = "plain, because it normalises each sample by itself"

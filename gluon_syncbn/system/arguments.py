@@ -68,7 +68,7 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def one_of(name: str, value: Any, choices: Sequence[str]) -> str:
+def one_of(name: str, value: Any, choices: Sequence[str]) -> Any:
     if not isinstance(value, str) or value not in choices:
         refuse(name, value, f"one of {tuple(choices)}")
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Literal, Optional, Sequence, Tuple
 
 from mxnet.context import Context
 
@@ -15,7 +15,13 @@ from ..exchange.base import Exchange, LayerInfo, Memory
 from ..exchange.store import ProcessStore
 from ..system import arguments
 
-_UNCHANGED: Any = object()
+
+class _Unchanged:
+    def __repr__(self) -> str:
+        return "unchanged"
+
+
+_UNCHANGED: Any = _Unchanged()
 _MEMORY = Memory()
 
 
@@ -160,7 +166,11 @@ session = Session()
 
 
 def configure(
-    *, kvstore: Any = _UNCHANGED, timeout: Any = _UNCHANGED, seed: Any = _UNCHANGED, nonfinite: Any = _UNCHANGED
+    *,
+    kvstore: Any = _UNCHANGED,
+    timeout: float = _UNCHANGED,
+    seed: int = _UNCHANGED,
+    nonfinite: Literal["propagate", "skip", "error"] = _UNCHANGED,
 ) -> None:
     """Sets defaults for all layers that do not override them, existing layers included.
 
@@ -240,7 +250,8 @@ def kvstore(name: str, *, gpus: Any = None) -> ProcessStore:
     Returns
     -------
     ProcessStore
-        The same object at every call. ``rank`` and ``num_workers`` identify this process.
+        The same object at every call. ``rank`` and ``num_workers`` identify this process, and its ``allgather`` gives
+        every process an array of each.
 
     Raises
     ------

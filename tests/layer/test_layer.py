@@ -27,7 +27,7 @@ from replicas import (
 )
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, reference
+from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, reference
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -366,6 +366,19 @@ def test_looks_like_batchnorm():
     assert isinstance(net[1], nn.BatchNorm)
     assert net[1]._kwargs == plain[1]._kwargs
     assert "SyncBatchNorm(axis=1" in repr(net)
+
+
+def test_settings_are_read_and_shown():
+    plain = repr(nn.BatchNorm(in_channels=3))[len("BatchNorm(") : -1]
+    assert repr(SyncBatchNorm(in_channels=3, num_devices=2)) == f"SyncBatchNorm({plain})"
+    given = {"virtual_devices": 4, "groups": [[0, 2], [1]], "activation": "leaky", "inplace": True, "timeout": 5.0}
+    layer = SyncBatchNorm(in_channels=3, running_variance="unbiased", **given)
+    assert repr(layer) == (
+        f"SyncBatchNorm({plain}, virtual_devices=4, groups=((0, 2), (1,)), activation='leaky', inplace=True, "
+        "running_variance='unbiased')"
+    )
+    assert (layer.mode, layer.group_size, layer.num_devices, layer.timeout) == ("sync", None, None, 5.0)
+    assert ShuffleBatchNorm(virtual_devices=3).mode == "shuffle" and SyncBatchNormAdd().activation == "relu"
 
 
 def test_the_callers_norm_kwargs_stay_as_they_are():

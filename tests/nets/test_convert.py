@@ -698,6 +698,30 @@ def test_a_selection_is_frozen():
     assert net.norm.gamma.grad_req == "write" and net.stem[1].beta.grad_req == "null"
 
 
+@pytest.mark.parametrize("converted", [True, False])
+def test_freezing_is_undone(converted):
+    """Twice frozen; a gamma that was not trained before, and gradients that add, are so again."""
+    net, plain = pair()
+    for model in (net, plain):
+        model.norm.gamma.grad_req, model.stem[1].beta.grad_req = "null", "add"
+    net = convert(net) if converted else net
+    assert freeze(freeze(freeze(net)), active=False) is net
+    assert_one_device_equals(net, plain, shards()) if converted else None
+    assert {name: p.grad_req for name, p in net.collect_params().items()} == {
+        name: p.grad_req for name, p in plain.collect_params().items()
+    }
+    assert not net.norm._kwargs["use_global_stats"] and not net.stem[1]._kwargs["use_global_stats"]
+    net.norm.gamma.grad_req = "add"
+    assert freeze(freeze(net), active=False).norm.gamma.grad_req == "add"
+
+
+def test_what_something_else_has_frozen_trains_again():
+    layer = nn.BatchNorm(in_channels=3, use_global_stats=True)
+    layer.gamma.grad_req = layer.beta.grad_req = "null"
+    freeze(layer, active=False)
+    assert not layer._kwargs["use_global_stats"] and layer.gamma.grad_req == layer.beta.grad_req == "write"
+
+
 def test_a_network_built_with_the_layer_reverts():
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():

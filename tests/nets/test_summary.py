@@ -11,7 +11,7 @@ from mxnet.gluon import nn
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, convert, freeze, summary
+from gluon_syncbn import SyncBatchNorm, assert_synchronised, convert, freeze, summary
 from gluon_syncbn.mxnet_side import blocks
 
 
@@ -19,7 +19,8 @@ def rows(capsys, net):
     """{layer: the cells behind it}, and the last count."""
     said = summary(net)
     assert capsys.readouterr().out == f"{said}\n"
-    lines = said.splitlines()
+    lines = str(said).splitlines()
+    assert repr(said) == lines[-2] and [row.layer for row in said] == [re.split("  +", x)[0] for x in lines[3:-3]]
     assert [set(line) for line in (lines[0], lines[2], lines[-3], lines[-1])] == [{"-"}, {"="}, {"="}, {"-"}]
     cells = [re.split("  +", line) for line in lines[3:-3]]
     return {name: rest for name, *rest in cells}, lines[-2]
@@ -72,6 +73,22 @@ def test_before_it_is_initialised_and_on_one_context(contexts, capsys):
     said, count = rows(capsys, layer)
     assert said["sync (SyncBatchNorm)"] == ["3", "sync", "1", "cpu(0)", "plain, because it has one replica"]
     assert count.endswith("1, synchronised: 0")
+
+
+def test_that_all_layers_are_synchronised_is_asserted(contexts):
+    net = nn.HybridSequential()
+    net.add(SyncBatchNorm(in_channels=3), nn.BatchNorm(in_channels=3, prefix="plain_"), nn.LayerNorm(in_channels=3))
+    with pytest.raises(AssertionError, match=r"2 of 2 .* not known before it is initialised; plain"):
+        assert_synchronised(net)
+    net.initialize(ctx=contexts[:2])
+    with pytest.raises(AssertionError, match=r"1 of 2 .*: plain \(BatchNorm\): plain, because it is BatchNorm"):
+        assert_synchronised(net)
+    freeze(net, select="plain")
+    with pytest.raises(AssertionError, match="1 of 2"):  # `convert` makes it a frozen layer of ours
+        assert_synchronised(net)
+    assert_synchronised(convert(net))
+    with pytest.raises(AssertionError, match="has no layer that takes statistics of its batch"):
+        assert_synchronised(net[2])
 
 
 def test_a_layer_that_cannot_train(contexts, capsys):

@@ -221,11 +221,12 @@ CALLS = {
     ),
     "freeze": (
         lambda **kwargs: gluon_syncbn.freeze(**{"net": nn.BatchNorm(), **kwargs}),
-        {"net": "net", "select": "select"},
+        {"net": "net", "select": "select", "active": "flag"},
     ),
     "fold": (gluon_syncbn.fold, {"net": "net"}),
     "revert": (gluon_syncbn.revert, {"net": "net"}),
     "summary": (gluon_syncbn.summary, {"net": "net"}),
+    "assert_synchronised": (gluon_syncbn.assert_synchronised, {"net": "net"}),
     "average_running_stats": (averaged, {"net": "net", "weights": "weights", "kvstore": "kvstore"}),
     "join": (
         lambda **kwargs: gluon_syncbn.join(**{"net": nn.Dense(1), "trainer": None, **kwargs}),
