@@ -60,6 +60,7 @@ from .nets.checkpoint import checkpoint
 from .nets.convert import convert, freeze, revert
 from .nets.fold import fold
 from .nets.parameters import broadcast_parameters
+from .nets.pytorch import from_torch, to_torch
 from .nets.statistics import average_running_stats, update_bn_stats
 from .nets.summary import assert_synchronised, summary
 from .training.devices import cpu_devices, devices
@@ -85,6 +86,7 @@ __all__ = [
     "devices",
     "fold",
     "freeze",
+    "from_torch",
     "install",
     "join",
     "kvstore",
@@ -93,6 +95,7 @@ __all__ = [
     "revert",
     "summary",
     "symbol",
+    "to_torch",
     "uninstall",
     "update_bn_stats",
 ]

@@ -1,14 +1,14 @@
 """Against PyTorch on the whole batch: BatchNorm, and a training step of a residual network in two processes."""
 
-import re
-
 import mxnet as mx
 import numpy as np
 import pytest
 from mpi_job import Job
 from mxnet import autograd, nd
-from places import PACKAGE, SUPPORT
+from places import SUPPORT
 from torch_net import LEARNING_RATE, MOMENTUM, SIZES, WEIGHT_DECAY
+
+from gluon_syncbn import SyncBatchNorm, from_torch, to_torch
 
 torch = pytest.importorskip(
     "torch", reason="needs `make test-torch`: GluonCV imports beside no younger PyTorch than 2.0"
@@ -16,14 +16,18 @@ torch = pytest.importorskip(
 CONTEXTS = [mx.cpu(i) for i in range(3)]
 
 
-@pytest.fixture(scope="module")
-def page():
-    """What docs/migrating.md defines."""
-    text = (PACKAGE.parent / "docs" / "migrating.md").read_text(encoding="utf-8")
-    (block,) = (b for b in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "def from_torch" in b)
-    names = {}
-    exec(block, names)
-    return names
+def taken_over(module):
+    """A layer that goes on where a BatchNorm of PyTorch stands."""
+    layer = SyncBatchNorm(in_channels=module.num_features, scale=module.affine, center=module.affine)
+    layer.cast(str(module.running_mean.dtype).split(".")[1])
+    layer.initialize(ctx=CONTEXTS)
+    return from_torch(layer, module)
+
+
+def handed_over(layer, module):
+    """A new module like this one, where the layer stands."""
+    twin = torch.nn.BatchNorm2d(module.num_features, affine=module.affine, dtype=module.running_mean.dtype)
+    return to_torch(layer, twin)
 
 
 def drawn(channels, dtype, **settings):
@@ -39,11 +43,11 @@ def drawn(channels, dtype, **settings):
 
 @pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-12), ("float32", 1e-5)])
 @pytest.mark.parametrize("settings", [{"momentum": 0.3, "eps": 1e-3}, {"affine": False}])
-def test_a_layer_goes_on_as_the_other_one_would(page, dtype, tolerance, settings):
+def test_a_layer_goes_on_as_the_other_one_would(dtype, tolerance, settings):
     """Three uneven shards, two steps; then one step of each, from where the other one stands."""
     rng = np.random.RandomState(1)
     module = drawn(4, dtype, **settings)
-    layer = page["from_torch"](module, CONTEXTS)
+    layer = taken_over(module)
     for _ in range(2):
         shards = [((i + 1) * rng.randn(n, 4, 3, 2) + i).astype(dtype) for i, n in enumerate((2, 1, 4))]
         heads = [rng.randn(*shard.shape).astype(dtype) for shard in shards]
@@ -64,21 +68,22 @@ def test_a_layer_goes_on_as_the_other_one_would(page, dtype, tolerance, settings
             got, want = getattr(layer, name).data().asnumpy(), getattr(module, name).numpy()
             np.testing.assert_allclose(got, want, rtol=max(tolerance, 1e-6))  # MXNet keeps the momentum in float32
 
-        twin = page["to_torch"](layer)
+        twin = handed_over(layer, module)
         assert twin.momentum == pytest.approx(module.momentum) and twin.eps == module.eps
         for name in ("running_mean", "running_var"):
             np.testing.assert_array_equal(getattr(twin, name).numpy(), getattr(layer, name).data().asnumpy())
         if module.affine:
             np.testing.assert_array_equal(twin.weight.detach().numpy(), module.weight.detach().numpy())
             np.testing.assert_array_equal(twin.bias.detach().numpy(), module.bias.detach().numpy())
-        layer, module = page["from_torch"](twin, CONTEXTS), page["to_torch"](page["from_torch"](module, CONTEXTS))
+        layer, module = taken_over(twin), handed_over(taken_over(module), module)
 
 
-def test_what_has_no_counterpart(page):
+@pytest.mark.parametrize("settings", [{"momentum": None}, {"track_running_stats": False}])
+def test_what_has_no_counterpart(settings):
+    layer = SyncBatchNorm(in_channels=3)
+    layer.initialize()
     with pytest.raises(ValueError, match="a cumulative mean, or none, has no counterpart"):
-        page["from_torch"](torch.nn.BatchNorm2d(3, momentum=None), [mx.cpu()])
-    with pytest.raises(ValueError, match="a cumulative mean, or none, has no counterpart"):
-        page["from_torch"](torch.nn.BatchNorm2d(3, track_running_stats=False), [mx.cpu()])
+        from_torch(layer, torch.nn.BatchNorm2d(3, **settings))
 
 
 class Block(torch.nn.Module):

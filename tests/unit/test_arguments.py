@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mxnet import nd
 from mxnet.gluon import nn
+from pytorch_module import Module
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native, contrastive
@@ -123,6 +124,7 @@ WRONG = {
     ],
     "params": [None, 3, [], {}, "net", {"a": 1}, [nd.ones(1)], nn.BatchNorm, nd.ones(1), Stranger()],
     "root": [None, -1, 1, 0.0, NAN, 2**63, HUGE, *STRANGERS],
+    "module": [None, 3, "module", [], nd.ones(1), Stranger()],
     "last_batch": [None, "rollover", ["keep"], nd.ones(1), Stranger()],
 }
 
@@ -227,6 +229,13 @@ CALLS = {
     "revert": (gluon_syncbn.revert, {"net": "net"}),
     "summary": (gluon_syncbn.summary, {"net": "net"}),
     "assert_synchronised": (gluon_syncbn.assert_synchronised, {"net": "net"}),
+    **{
+        name: (
+            lambda call=call, **kwargs: call(**{"net": nn.Dense(1), "module": Module({}), **kwargs}),
+            {"net": "net", "module": "module"},
+        )
+        for name, call in (("from_torch", gluon_syncbn.from_torch), ("to_torch", gluon_syncbn.to_torch))
+    },
     "average_running_stats": (averaged, {"net": "net", "weights": "weights", "kvstore": "kvstore"}),
     "join": (
         lambda **kwargs: gluon_syncbn.join(**{"net": nn.Dense(1), "trainer": None, **kwargs}),

@@ -85,6 +85,7 @@ FOLDERS = {
         ["checkpoint", "fusion", "graphs", "parameters"],
         ["executors", "statistics", "summary", "tracing"],
         ["convert", "fold"],
+        ["pytorch"],
     ],
     "command": [["replacements", "report"], ["run", "selfcheck", "state"]],
 }
