@@ -72,9 +72,11 @@ def ratio(result: Cell, name: str) -> float:
 
 
 def entry(result: Cell, name: str) -> str:
-    """The ratio as it stands in a table, or ``hang`` or ``error``."""
+    """The ratio as it stands in a table, ``hang`` or ``error``, or ``-`` where a short run leaves contrib out."""
     if name in result["ratios"]:
         return f"{ratio(result, name):.2f}"
+    if name == "contrib" and not result["contrib"]:
+        return "-"
     return "hang" if result["problems"].get(name) == "hang" else "error"
 
 

@@ -40,6 +40,7 @@ MODELS: List[_measuring.Cell] = [
 ]
 DEVICES = [1, 2, 4]
 EFFORT = {"rounds": 15, "budget_s": 60}
+LIMIT_S = 600  # of a cell
 QUICK: List[_measuring.Cell] = [{"model": "depthwise chain", "crop": 16, "images": 1}]
 OURS = ("ours", "fused")
 NAMES = ("plain", *OURS, "contrib")
@@ -74,17 +75,18 @@ def main(arguments: Sequence[str]) -> int:
     env = _results.environment(["benchmarks/models.py", *arguments])
     models, devices = (QUICK, [2]) if options.quick else (MODELS, options.devices)
     effort = {"rounds": 2, "budget_s": 1} if options.quick else EFFORT
-    cells = [{**model, "devices": n, "contrib": n > 1, **effort} for model in models for n in devices]
+    cells = [
+        {**model, "devices": n, "contrib": n > 1 and not options.quick, **effort} for model in models for n in devices
+    ]
     samples = []
     with tqdm(total=len(cells), desc="models", unit="cell", disable=options.no_progress or None) as progress:
         for cell in cells:
             progress.set_postfix_str(f"{cell['model']} x {cell['devices']}")
             # a process for each: MXNet keeps the temporary space that a network needed
-            limit_s = 90 if options.quick else 600
-            ((_, taken, problems),) = _measuring.measure(__file__, [cell], limit_s)
+            ((_, taken, problems),) = _measuring.measure(__file__, [cell], LIMIT_S)
             if cell["devices"] > 1:  # on one, local is what fused is
                 two = {**cell, "contrib": False, "names": ["plain", "local"]}
-                ((_, beside, failed),) = _measuring.measure(__file__, [two], limit_s)
+                ((_, beside, failed),) = _measuring.measure(__file__, [two], LIMIT_S)
                 if failed:
                     problems["local"] = failed["ours"]
                 elif taken:
