@@ -44,11 +44,8 @@ def images(tmp_path_factory):
     return folder
 
 
-# Each has an epoch in the comparison below, which is slow as well.
-LONG = [pytest.param(bn, marks=pytest.mark.slow) for bn in ("local", "sync", "sample-shuffle")]
-
-
-@pytest.mark.parametrize("bn", [*LONG, "shuffle"])
+@pytest.mark.slow
+@pytest.mark.parametrize("bn", ["local", "sync", "shuffle", "sample-shuffle"])
 def test_each_mode_trains(bn, tmp_path):
     done = run("--bn", bn, "--epochs", 2, "--out", tmp_path, "--cpus", 2, "--virtual-devices", 4)
     assert done.returncode == 0, done.stderr
@@ -75,7 +72,7 @@ sys.exit(train.main())
 """
 
 
-@pytest.mark.parametrize("bn", ["shuffle", "sample-shuffle"])
+@pytest.mark.parametrize("bn", ["shuffle", pytest.param("sample-shuffle", marks=pytest.mark.slow)])
 def test_interrupted_and_resumed_is_the_same(bn, images, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     settings = [*SMALL, "--bn", bn, "--epochs", 3, "--cpus", 2, "--data", images]

@@ -51,7 +51,7 @@ def test_a_demo_ends_well(target, tmp_path):
     run(tmp_path, recipe(target), 3000)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_two_processes_have_the_losses_of_one(tmp_path):
     """`make demo-distributed` in small. Every sum over two devices has two terms, so that all bits are the same."""
     pytest.importorskip("mpi4py", reason="two processes meet through MPI")

@@ -31,7 +31,7 @@ def trained(folder, name):
     "name, synchronised, left",
     [
         ("ssd", 27, "_expand_"),
-        ("yolo", 27, "yolov30_"),
+        pytest.param("yolo", 27, "yolov30_", marks=pytest.mark.slow),
         pytest.param("faster_rcnn", 30, None, marks=pytest.mark.slow),
     ],
 )

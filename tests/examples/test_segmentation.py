@@ -295,6 +295,7 @@ def test_no_network_for_weights_is_one_line(tmp_path, data, capsys, monkeypatch)
     assert f"{tmp_path}/mxnet/models" in line
 
 
+@pytest.mark.slow
 def test_statistics_of_each_device_are_resumed_too(tmp_path, data):
     """Plain BatchNorm on two devices has two sets of running statistics, and neither may replace the other."""
     small = ["--cpus", "2", "--crop-size", "32", "--epochs", "2", "--workers", "0", "--no-val"]

@@ -29,15 +29,20 @@ def outcomes(seeds, fault=None):
     return found
 
 
-def test_200_cases():
+def test_120_cases():
     """The same at every run, half of them through each door."""
-    found = outcomes(range(200))
+    found = outcomes(range(120))
     assert not [outcome.text for outcome in found if outcome.kind not in ("right", "refused")]
     assert sum(outcome.kind == "refused" for outcome in found) < 5
-    assert sorted(outcome.seed for outcome in found) == list(range(200))
+    assert sorted(outcome.seed for outcome in found) == list(range(120))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+# The others say nothing of the layer: they show what the expected values can see.
+SOME = ("EverythingCounts", "InversePermutation")
+PLANTED = [pytest.param(name, marks=[] if name in SOME else pytest.mark.slow) for name in FAULTS]
+
+
+@pytest.mark.parametrize("fault", PLANTED)
 def test_a_fault_is_found(fault):
     """One that is planted into what is expected: cases that it concerns are wrong."""
     found = outcomes(range(0, 60, 2), fault)

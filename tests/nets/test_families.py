@@ -10,12 +10,12 @@ pytest.importorskip("gluoncv", reason="GluonCV is not installed")
 from families import checks
 from families.models import BY_NAME
 
-MODELS = [
-    BY_NAME["mobilenetv3_small"],
+QUICK = [BY_NAME["mobilenetv3_small"], BY_NAME["mobile_pose_resnet18_v1b"]]
+LARGE = [
     BY_NAME["hrnet_w18_small_v1_c"],
-    BY_NAME["mobile_pose_resnet18_v1b"],
     BY_NAME["r2plus1d_resnet18_kinetics400"]._replace(inputs=((3, 4, 16, 16),)),
 ]
+MODELS = [*QUICK, *(pytest.param(model, marks=pytest.mark.slow) for model in LARGE)]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)

@@ -133,7 +133,10 @@ def assert_below(found, limit):
     assert not worst, f"{len(worst)} of {len(found)} above {limit}: {worst[:10]}"
 
 
-@pytest.mark.parametrize("model", [FCN, PSPNet, DeepLabV3, FastSCNN], ids=lambda model: model.__name__)
+SLOW = [pytest.param(model, marks=pytest.mark.slow) for model in (PSPNet, DeepLabV3)]  # whose backbone is that of FCN
+
+
+@pytest.mark.parametrize("model", [FCN, FastSCNN, *SLOW], ids=lambda model: model.__name__)
 def test_a_step_on_two_devices_is_the_step_on_one(model):
     net, plain = (
         build(model, SyncBatchNorm, CONTEXTS, "float64"),
