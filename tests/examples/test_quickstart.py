@@ -1,5 +1,7 @@
 """The quick start: two devices are one, and every way of handing the net on keeps what it knows."""
 
+import ast
+import json
 import re
 import subprocess
 import sys
@@ -39,3 +41,16 @@ def test_two_devices_train_as_one(tmp_path):
     written = {path.name for path in (tmp_path / "runs" / "quickstart").iterdir()}
     assert written == {"losses.png", "start.params", "net.params", "net-symbol.json", "net-0000.params"}
     assert '"op": "BatchNorm"' in (tmp_path / "runs" / "quickstart" / "net-symbol.json").read_text(encoding="utf-8")
+
+
+def test_the_notebook_is_the_script_and_has_run():
+    notebook = json.loads((QUICKSTART / "quickstart.ipynb").read_text(encoding="utf-8"))
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    script = ast.parse((QUICKSTART / "quickstart.py").read_text(encoding="utf-8")).body[1:]  # without the docstring
+    pasted = ast.parse("\n".join("".join(cell["source"]) for cell in code)).body
+    assert list(map(ast.dump, pasted)) == list(map(ast.dump, script)), "run python tools/notebook.py"
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell["outputs"]]
+    kinds = {output["output_type"] for output in outputs}
+    assert kinds == {"stream", "display_data"}  # no error
+    assert "synchronised: 2" in "".join(text for output in outputs for text in output.get("text", ()))
