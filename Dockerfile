@@ -2,7 +2,7 @@
 #     docker build -t gluon_syncbn .
 #     docker run --rm --gpus all gluon_syncbn                        # the self-check
 #     docker run --rm --gpus all -v "$PWD:/job" -w /job gluon_syncbn python train.py
-# The host has NVIDIA's driver, 520 or later, and its container toolkit (docs/gpu.md). Without a GPU:
+# The host has NVIDIA's driver, 520 or later, and its container toolkit (docs/platforms.md). Without a GPU:
 #     docker build --build-arg MXNET=cpu -t gluon_syncbn .
 
 FROM debian:bookworm-slim AS build
