@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
 import weakref
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,131 +108,38 @@ def _unusable(error: Exception) -> ImportError:
     )
 
 
+#: The types of `csrc/api.cc` that are not pointers. A pointer to anything but a text is passed as it comes.
+_TYPES = {
+    "void": None,
+    "int": ctypes.c_int,
+    "long": ctypes.c_long,
+    "int64_t": ctypes.c_int64,
+    "uint64_t": ctypes.c_uint64,
+    "double": ctypes.c_double,
+    "const char*": ctypes.c_char_p,
+}
+_UNCHECKED = {"register", "problem", "issue_on", "tape_end", "gate_arrays"}  # their results mean something else
+
+
+def _type(text: str) -> Any:
+    return _TYPES[text] if text in _TYPES or not text.endswith("*") else ctypes.c_void_p
+
+
 def _load() -> ctypes.CDLL:
     try:
         core = ctypes.CDLL(str(_PATH))
     except OSError as error:
         raise _unusable(error) from None
-    names = ctypes.POINTER(ctypes.c_char_p)
-    signatures: dict = {
-        "problem": (ctypes.c_char_p, []),
-        "register": (ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]),
-        "native_operator": (ctypes.c_char_p, [ctypes.c_void_p, ctypes.c_char_p]),
-        "separate_resources": (ctypes.c_char_p, [ctypes.c_void_p]),
-        "resources": (ctypes.c_int64, []),
-        "renew_resources": (ctypes.c_int, []),
-        "issue_for": (ctypes.c_int, [ctypes.c_void_p]),
-        "issue_on": (ctypes.c_int, [ctypes.c_int]),
-        "blocked_calls": (ctypes.c_int64, []),
-        "lone_calls": (ctypes.c_int64, []),
-        "cuda": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_char_p]),
-        "cuda_close": (ctypes.c_int, []),
-        "nccl_problem": (ctypes.c_char_p, []),
-        "layer_create": (
-            ctypes.c_int64,
-            [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_int64] * 3, ctypes.POINTER(ctypes.c_int)],
-        ),
-        "layers": (ctypes.c_int64, []),
-        "contexts_are_shared": (ctypes.c_int, []),
-        "layer_drop": (None, [ctypes.c_int64]),
-        "layer_token": (ctypes.c_char_p, [ctypes.c_int64]),
-        "layer_place": (ctypes.c_int, [ctypes.c_int64, ctypes.c_int64, names, ctypes.c_int64]),
-        "layer_called": (ctypes.c_int, [ctypes.c_int64, ctypes.c_char_p]),
-        "layer_timeout": (ctypes.c_int, [ctypes.c_int64, ctypes.c_double]),
-        "layer_exchange": (ctypes.c_int, [ctypes.c_int64, ctypes.c_void_p]),
-        "graph_begins": (
-            ctypes.c_int,
-            [ctypes.c_int64, ctypes.POINTER(ctypes.c_int64), ctypes.c_void_p, ctypes.c_int64],
-        ),
-        "graph_ends": (None, []),
-        "timeout": (ctypes.c_int, [ctypes.c_double]),
-        "exchange": (ctypes.c_int, [ctypes.c_void_p]),
-        "exchange_memory": (ctypes.c_void_p, []),
-        "exchange_nccl": (ctypes.c_void_p, []),
-        "exchange_host": (ctypes.c_void_p, []),
-        "exchange_contexts": (ctypes.c_void_p, [ctypes.c_int64]),
-        "exchange_processes": (ctypes.c_void_p, [ctypes.c_int64]),
-        "python_functions": (None, [ctypes.POINTER(_Functions)]),
-        "total": (
-            ctypes.c_int,
-            [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p],
-        ),
-        "agreed": (
-            ctypes.c_int,
-            [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_uint64, *[ctypes.c_int64] * 3]
-            + [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64],
-        ),
-        "segment_create": (ctypes.c_void_p, [ctypes.c_int64]),
-        "segment_open": (ctypes.c_void_p, [*[ctypes.c_int64] * 4, ctypes.c_char_p, ctypes.c_int64]),
-        "segment_number": (ctypes.c_int64, [ctypes.c_void_p]),
-        "segment_token": (ctypes.c_int64, [ctypes.c_void_p, ctypes.c_char_p]),
-        "segment_free": (None, [ctypes.c_void_p]),
-        "exchange_shared_memory": (ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_void_p]),
-        "exchange_machine": (
-            ctypes.c_void_p,
-            [ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_int64), ctypes.c_int64, ctypes.c_int64],
-        ),
-        "exchange_hierarchy": (ctypes.c_void_p, [ctypes.c_void_p] * 3),
-        "allreduce": (
-            ctypes.c_int,
-            [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(Ticket), ctypes.c_int64]
-            + [ctypes.c_void_p, ctypes.c_void_p],
-        ),
-        "sum": (
-            ctypes.c_int,
-            [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_double, ctypes.c_int64, names]
-            + [ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_int64), ctypes.c_int64]
-            + [ctypes.POINTER(ctypes.c_void_p)],
-        ),
-        "sum_between": (
-            ctypes.c_int,
-            [ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_MachinesInPython), ctypes.POINTER(_Mpi)],
-        ),
-        "shared_memory_fail": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_char_p]),
-        "shared_memory_end": (ctypes.c_int, [ctypes.c_void_p]),
-        "timeout_of": (ctypes.c_double, [ctypes.c_int64]),
-        "interrupts": (ctypes.c_long, []),
-        "wait_begin": (ctypes.c_void_p, [ctypes.c_double, ctypes.c_double, ctypes.c_long]),
-        "wait_poll": (ctypes.c_char_p, [ctypes.c_void_p]),
-        "wait_end": (None, [ctypes.c_void_p]),
-        "devices": (ctypes.c_int, [ctypes.c_int64, names]),
-        "seed": (ctypes.c_int, [ctypes.c_uint64]),
-        "nonfinite": (ctypes.c_int, [ctypes.c_int]),
-        "tape_create": (ctypes.c_void_p, []),
-        "tape_free": (None, [ctypes.c_void_p]),
-        "tape_begin": (ctypes.c_int, [ctypes.c_void_p, ctypes.c_int]),
-        "tape_end": (ctypes.c_int64, []),
-        "scope_enter": (ctypes.c_int, [ctypes.c_char_p]),
-        "scope_leave": (ctypes.c_char_p, [ctypes.POINTER(ctypes.c_int)]),
-        "fail": (None, [ctypes.c_char_p]),
-        "failure": (ctypes.c_char_p, []),
-        "gate_arrays": (ctypes.c_int, [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int64]),
-        "reset": (ctypes.c_int, []),
-        "nobody_left": (None, [ctypes.c_int]),
-        "asked_for_callers": (ctypes.c_int, [ctypes.c_double]),
-        "answer_callers": (ctypes.c_int, [ctypes.c_char_p, ctypes.c_int]),
-        "nobody_reads": (None, []),
-        "close": (None, []),
-        "forking": (None, [ctypes.c_int]),
-        "forked": (ctypes.c_int, []),
-        "debug": (None, [ctypes.c_int]),
-        "next_record": (ctypes.c_int, [ctypes.c_double, ctypes.POINTER(ctypes.c_char_p)]),
-        "slowest": (ctypes.c_char_p, []),
-        "instruction_set": (ctypes.c_char_p, []),
-    }
-    for name, (result, takes) in signatures.items():
+    source = (_PATH.parent / "csrc" / "api.cc").read_text(encoding="utf-8")
+    # a result, a name, and parameters, each a type and a name
+    for result, name, given in re.findall(r"^SYNCBN_API ([^(]+?) ?syncbn_(\w+)\(([^)]*)\)", source, re.MULTILINE):
         try:
             function = getattr(core, f"syncbn_{name}")
-        except AttributeError as error:  # the core is older than this file
+        except AttributeError as error:  # the core is older than its source
             raise _unusable(error) from None
-        function.restype, function.argtypes = result, takes
-        if name not in (
-            "register",
-            "problem",
-            "issue_on",
-            "tape_end",
-            "gate_arrays",
-        ):  # their results mean something else
+        function.restype = _type(result)
+        function.argtypes = [_type(one.strip().rpartition(" ")[0]) for one in given.split(",") if given]
+        if name not in _UNCHECKED:
             function.errcheck = _checked
     return core
 
@@ -728,7 +636,7 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
     assert _functions_of_exchanges is None
     types: Any = _Functions._fields_
     _functions_of_exchanges = _Functions(*[kind(guarded(calls[name])) for name, kind in types])
-    _core.syncbn_python_functions(_functions_of_exchanges)
+    _core.syncbn_python_functions(ctypes.byref(_functions_of_exchanges))
 
 
 def _address(values: np.ndarray) -> Tuple[int, int]:
@@ -800,7 +708,7 @@ def allreduce(exchange: Handle, ticket: Ticket, row: np.ndarray, merges: bool = 
 
 def allreduce_at(exchange: Handle, ticket: Ticket, length: int, row: int, out: int, merges: bool = False) -> None:
     """Does the same by addresses. Finding them takes as long as two processes need to exchange a vector."""
-    _core.syncbn_allreduce(exchange, merges, ticket, length, row, out)
+    _core.syncbn_allreduce(exchange, merges, ctypes.byref(ticket), length, row, out)
 
 
 def sum_arrays(
@@ -883,8 +791,8 @@ def sum_between(exchange: Handle, first: bool, leader: Any, mpi: Optional[Dict[s
         library = ctypes.CDLL(mpi.pop("file"))
         functions = {"all_reduce": "MPI_Iallreduce", "broadcast": "MPI_Ibcast", "test": "MPI_Test"}
         found = {name: ctypes.cast(library[symbol], ctypes.c_void_p).value for name, symbol in functions.items()}
-        handles = _Mpi(**found, **mpi)
-    _core.syncbn_sum_between(exchange, first, _between[-1], handles)
+        handles = ctypes.byref(_Mpi(**found, **mpi))
+    _core.syncbn_sum_between(exchange, first, ctypes.byref(_between[-1]), handles)
 
 
 def shared_memory_failed(exchange: Handle, reason: str) -> None:

@@ -1,10 +1,13 @@
 """The arrows of the architecture: who may import whom, in Python, and include whom, in C++."""
 
 import ast
+import ctypes
 import re
 
 import pytest
 from places import PACKAGE, SOURCES
+
+from gluon_syncbn import _native
 
 SOURCE = PACKAGE.parent
 
@@ -130,6 +133,22 @@ def test_the_first_level_can_be_read_at_a_glance():
     for path in tracked:
         if path.is_dir() and path.name != "csrc":
             assert 2 <= len(ast.get_docstring(ast.parse((path / "__init__.py").read_text())).splitlines()) <= 3, path
+
+
+def test_each_function_of_the_core_has_the_types_of_its_source():
+    source = (SOURCES / "api.cc").read_text(encoding="utf-8")
+    functions = [
+        getattr(_native._core, name) for name in re.findall(r"^SYNCBN_API .*?(syncbn_\w+)", source, re.MULTILINE)
+    ]
+    assert len(functions) == len(re.findall(r"^SYNCBN_API ", source, re.MULTILINE)) > 50
+    assert all(function.argtypes is not None for function in functions)
+    made = _native._core.syncbn_layer_create
+    assert (made.restype, made.argtypes) == (
+        ctypes.c_int64, [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    )  # fmt: skip
+    assert _native._core.syncbn_graph_ends.restype is None and _native._core.syncbn_graph_ends.argtypes == []
+    with pytest.raises(KeyError, match="float"):  # a type that nobody has thought of is not guessed
+        _native._type("float")
 
 
 def test_the_core_and_the_driver_are_behind_one_module_each():
