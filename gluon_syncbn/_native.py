@@ -118,7 +118,8 @@ _TYPES = {
     "double": ctypes.c_double,
     "const char*": ctypes.c_char_p,
 }
-_UNCHECKED = {"register", "problem", "issue_on", "tape_end", "gate_arrays"}  # their results mean something else
+#: Their results are not whether they have failed.
+_UNCHECKED = {"register", "problem", "issue_on", "tape_end", "tape_runs", "gate_arrays"}
 
 
 def _type(text: str) -> Any:
@@ -392,6 +393,11 @@ class Tape:
                 f"the second forward called {abs(left)} layer{'s' if abs(left) > 1 else ''} of SyncBatchNorm "
                 f"{'fewer' if left > 0 else 'more'} than the first"
             )
+
+    @staticmethod
+    def runs() -> bool:
+        """Whether calls on this thread write to a tape, or repeat from one."""
+        return bool(_core.syncbn_tape_runs())
 
 
 def scope_enter(thread: str) -> None:

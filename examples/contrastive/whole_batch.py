@@ -83,8 +83,8 @@ class Trained:
 
         with autograd.record():
             own, own_marks = [self.encoder(x) for x in shards(views)], shards(marks)
-            everyone = gather(own, rows=len(views)) if self.count > 1 else own
-            of_all = gather(own_marks, rows=len(views)) if self.count > 1 else own_marks
+            everyone = gather(own) if self.count > 1 else own
+            of_all = gather(own_marks) if self.count > 1 else own_marks
             losses = [contrastive(*each).sum() for each in zip(own, own_marks, everyone, of_all)]
         autograd.backward(losses)
         self.trainer.step(len(views))

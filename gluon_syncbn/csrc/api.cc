@@ -400,6 +400,7 @@ SYNCBN_API int syncbn_tape_begin(void* tape, int again) {
 }
 
 SYNCBN_API int64_t syncbn_tape_end() { return syncbn::end_tape(); }
+SYNCBN_API int syncbn_tape_runs() { return syncbn::tape_runs(); }
 
 // ---- the step ----
 

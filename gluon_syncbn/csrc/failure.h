@@ -15,10 +15,7 @@ inline const char* reason_of(const std::exception& error) noexcept {
     return dynamic_cast<const std::bad_alloc*>(&error) != nullptr ? kNoMemory : error.what();
 }
 
-// The name of a gather (gather.py) says what it is.
-inline std::string title_of(const std::string& layer) {
-    return layer.compare(0, 8, "gather '") == 0 ? layer : "SyncBatchNorm '" + layer + "'";
-}
+inline std::string title_of(const std::string& layer) { return "SyncBatchNorm '" + layer + "'"; }
 
 class Failure : public std::exception {
   public:

@@ -59,11 +59,6 @@ class Exchange:
     #: The same, for the core.
     handle: _native.Handle
 
-    @property
-    def handle_of_rows(self) -> _native.Handle:
-        """Returns the handle for vectors that are much longer than statistics."""
-        return self.handle
-
     def knows(self, layer: LayerInfo) -> bool:
         """Whether the exchange can serve this layer; if not, `learn` has to come first."""
         return True

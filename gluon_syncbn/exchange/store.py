@@ -234,6 +234,17 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         """
         return self._transport.allgather(self._label("exchange", key), array, equal=equal)
 
+    def gather_rows(self, name: str, rows: np.ndarray) -> Tuple[Label, List[np.ndarray]]:
+        """Returns the arrays of all processes for a `gather`, and the label with which `add_rows` adds gradients."""
+        label = self._label("exchange", f"gather {name!r}")
+        label = label._replace(what=f"gather {name!r}, round {label.call + 1}")
+        return label, self._transport.allgather(label, rows, equal=False)
+
+    def add_rows(self, label: Label, backward: int, gradients: np.ndarray) -> np.ndarray:
+        """Returns the sum of the vectors of all processes, in the backward of this number from 1."""
+        what = f"the gradients of {label}"
+        return self._transport.allreduce(label._replace(phase=backward, what=what), gradients)
+
     def _label(self, kind: str, key: Any) -> Label:
         number = key
         if not isinstance(key, int):
@@ -349,10 +360,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     def handle(self) -> _native.Handle:  # type: ignore[override]
         return self._by_transport
 
-    @property
-    def handle_of_rows(self) -> _native.Handle:
-        return self._by_transport  # a segment has space for so many vectors at once and no more
-
     def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
         label = self._call(layer, ticket)
         moments = functools.reduce(base.merge_moments, rows)
@@ -415,7 +422,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         return members._replace(groups=group_of_each(here, size, None))
 
     def agreed(self, layer: LayerInfo) -> Agreed:
-        key = self._key(layer)
+        key = self._keys[layer.id]
         if not layer.in_groups():
             return Agreed(key)
         of, here = self._members(layer, partial=True), self._replicas[layer.id][self.rank]
@@ -436,7 +443,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         self._transport, self._sums = _OfParent(self._transport.rank, self._transport.size), None
 
     def knows(self, layer: LayerInfo) -> bool:
-        return layer.mode == "gather" or layer.id in self._keys
+        return layer.id in self._keys
 
     def learn(self, layers: Sequence[LayerInfo], more: bool = False) -> None:
         """Numbers the layers without a number, in their order, after a comparison with the other processes.
@@ -470,16 +477,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             self._replicas[layer.id] = [layers[i]["replicas"] for layers in everyone]
             self._keys[layer.id] = len(self._keys)  # last, because another thread goes on when it finds it
 
-    def _key(self, layer: LayerInfo) -> int:
-        # The first call of a gather may come in the middle of a step, where no process could wait for an agreement. So
-        # its name, which is the same everywhere, gives the number. These numbers lie beyond those of layers.
-        return _hash(layer.name) + 2**32 if layer.mode == "gather" else self._keys[layer.id]
-
     def _call(self, layer: LayerInfo, ticket: Ticket) -> Label:
         direction = "forward" if ticket.phase == 0 else "backward"
-        title = layer.name if layer.mode == "gather" else f"SyncBatchNorm '{layer.name}'"
-        what = f"the {direction} of call {ticket.call + 1} of {title}"
-        return Label("statistics", self._key(layer), ticket.node, ticket.call, ticket.phase, what, ticket.layer)
+        what = f"the {direction} of call {ticket.call + 1} of SyncBatchNorm '{layer.name}'"
+        return Label("statistics", self._keys[layer.id], ticket.node, ticket.call, ticket.phase, what, ticket.layer)
 
 
 class _Leaders(PythonExchange):

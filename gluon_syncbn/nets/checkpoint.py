@@ -23,7 +23,6 @@ from ..mxnet_side.nodes import json_of
 from ..mxnet_side.op import NAME
 from ..system import arguments, kinds
 from ..system.bfloat16 import is_float
-from ..training import gather
 
 __all__ = ["checkpoint"]
 
@@ -339,7 +338,7 @@ def _nodes(graph: Dict[str, Any]) -> Iterator[Dict[str, Any]]:
 def _is_random(node: Dict[str, Any]) -> bool:
     operator = node["op"]
     if operator == "Custom":
-        return blocks.operator_of(node) not in (NAME, gather.NAME)
+        return blocks.operator_of(node) != NAME
     return _RANDOM.fullmatch(operator) is not None
 
 

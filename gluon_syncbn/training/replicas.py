@@ -22,8 +22,6 @@ from .session import session
 
 #: The order is that of `Mode` in csrc/pooling/pooling.h.
 MODES = ("sync", "local", "shuffle")
-#: What replicas meet for that are no layer: their rows. See `gather`.
-GATHER = "gather"
 #: How a layer was called in training: not yet, by itself, by itself although it was to fuse operators, in a graph.
 NEVER, EAGER, UNFUSED, IN_GRAPH = "", "eager", "unfused", "graph"
 
@@ -138,19 +136,18 @@ class Replicas:
         self.problem = ""  # why these contexts cannot train
         self._running: Sequence[weakref.ref[Parameter]] = ()
         self.ran = NEVER  # how the last training call came
-        mode = (*MODES, GATHER).index(pooling.mode)
+        mode = MODES.index(pooling.mode)
         groups = exchange_groups.group_of_each(exchange_groups.named_replicas(pooling.groups), 0, pooling.groups)
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0, groups.tolist())
         self.token = _native.layer_token(self.id)
         self._of_tokens[self.token] = self
-        if pooling.mode not in ("local", GATHER):
+        if pooling.mode != "local":
             session.to_come.add(self)
         weakref.finalize(self, _native.layer_drop, self.id).atexit = False  # a daemon thread may still use it
         if timeout is not None:
             _native.layer_timeout(self.id, timeout)
         if exchange is not None:
-            gathers = pooling.mode == GATHER
-            _native.layer_exchange(self.id, exchange.handle_of_rows if gathers else exchange.handle)
+            _native.layer_exchange(self.id, exchange.handle)
 
     @classmethod
     def of_token(cls, token: str) -> Optional[Replicas]:

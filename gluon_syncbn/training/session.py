@@ -86,7 +86,7 @@ class Session:
         return [
             layer
             for layer, own in list(self._layers.values())
-            if (own or self.exchange) is exchange and layer.mode not in ("local", "gather")  # neither is counted
+            if (own or self.exchange) is exchange and layer.mode != "local"  # which is not counted
         ]
 
     def reaches_other_processes(self, exchange: Optional[Exchange]) -> bool:
@@ -120,7 +120,7 @@ class Session:
 
     def beside(self, context: Context) -> Sequence[Context]:
         """Returns the contexts of a layer that is on this context and on others; empty if there is none."""
-        places = [layer.contexts for layer, _ in self._layers.values() if layer.mode != "gather"]
+        places = [layer.contexts for layer, _ in self._layers.values()]
         return next((contexts for contexts in places if len(contexts) > 1 and context in contexts), [])
 
     # ---- scopes --------------------------------------------------------------------------------------------

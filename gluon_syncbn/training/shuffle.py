@@ -413,10 +413,7 @@ class ShuffleSampler(Sampler):
         if place != (self._rank, self._num_processes):
             expected = f"one in which this is rank {self._rank} of {self._num_processes}, as the sampler says"
             raise ValueError(f"kvstore: this process is rank {place[0]} of {place[1]} in it, expected {expected}")
-        contexts = [part.context for part in parts]
-        gathered = gather(
-            [kinds.classic(part) for part in parts], contexts=contexts, rows=len(order), name="keys", kvstore=kvstore
-        )
+        gathered = gather([kinds.classic(part) for part in parts], name="keys", kvstore=kvstore)
         cuts = np.cumsum([len(part) for part in parts])[:-1]
         keys = [kinds.like(_take(rows, places, 0), parts[0]) for rows, places in zip(gathered, np.split(own, cuts))]
         return keys[0] if parts[0] is features else keys

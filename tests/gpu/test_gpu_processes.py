@@ -48,7 +48,6 @@ def test_named_groups(processes, contexts):
 
 TOGETHER = [
     "rows_and_gradients",
-    "rows_in_any_order",
     "other_types",
     "short_batches",
     "recomputed_on_gpus",
@@ -87,7 +86,6 @@ def failed():
     """Jobs that end early."""
     faults = ["raises", "does not come"]
     jobs = {fault: (("fails", fault), {}) for fault in faults}
-    jobs["rows that do not fit"] = (("rows_that_do_not_fit",), {})
     jobs["not finite"] = (("a_batch_that_is_not_finite",), {"worker": WORKER_OF_ANY_DEVICE, "environment": ON_GPUS})
     return dict(zip(jobs, side_by_side(jobs.values())))
 
@@ -105,15 +103,6 @@ def test_a_process_that_raises(failed):
     seconds, text = done.failure_of(0)
     assert "rank 1 of 2 has failed: OSError left the recorded step (disk full)" in text
     assert seconds < 20
-
-
-def test_rows_that_do_not_fit(failed):
-    """An error of all, before a GPU writes beyond its memory."""
-    done = failed["rows that do not fit"]
-    for rank in range(2):
-        seconds, text = done.failure_of(rank)
-        assert "the parts have 3, 2, 2 rows, 7 in all, where 6 were expected" in text
-        assert seconds < 20
 
 
 def test_a_process_that_does_not_come(failed):

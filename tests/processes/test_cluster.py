@@ -109,7 +109,7 @@ class Cluster:
         pytest.param(
             3,
             "mpi_worker.py",
-            "pushpull_and_broadcast+gathers+gathers_in_any_order+shuffled_keys",
+            "pushpull_and_broadcast+gathers+gradients_in_any_order+shuffled_keys",
             marks=pytest.mark.slow,
         ),
     ],

@@ -105,7 +105,7 @@ def test_processes_equal_the_specification(processes):
         (2, "same_bits_on_repetition"),
         (2, "one_store_for_gradients_and_statistics"),
         (3, "pushpull_and_broadcast"),
-        (3, "gathers+gathers_in_any_order+shuffled_keys"),
+        (3, "gathers+gradients_in_any_order+shuffled_keys"),
     ],
 )
 def test_several_processes(processes, scenario):

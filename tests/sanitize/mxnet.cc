@@ -48,7 +48,7 @@ thread_local bool is_training = false;
 thread_local std::string error_of_array;
 
 int custom_op_register(const char* name, CustomOpPropCreator given) {
-    if (std::strcmp(name, "gluon_syncbn") == 0) creator = given;  // the other one gathers
+    if (std::strcmp(name, "gluon_syncbn") == 0) creator = given;
     return 0;
 }
 

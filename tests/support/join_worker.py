@@ -143,34 +143,18 @@ def errors_end_all():
         raise SystemExit(3) from None
 
 
-class Gathers(gluon.HybridBlock):
-    """Gathers in a graph, which a process without a batch runs again."""
-
-    def __init__(self, contexts, rows):
-        super().__init__()
-        self.settings = {"contexts": contexts, "rows": rows}
-        self.dense = nn.Dense(3, in_units=4, dtype="float64")
-
-    def hybrid_forward(self, F, x):
-        return contrastive.gather(self.dense(x), **self.settings)
-
-
 def gathers():
     gluon_syncbn.configure(kvstore=kv, timeout=20)
-    traced = sys.argv[2] == "in_a_graph"
     x = nd.ones((2, 4), ctx=CONTEXTS[0], dtype="float64")
-    net = Gathers(CONTEXTS[:1], 2 * kv.num_workers) if traced else nn.Dense(3, in_units=4, dtype="float64")
+    net = nn.Dense(3, in_units=4, dtype="float64")
     net.initialize(ctx=CONTEXTS[:1])
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=kv)
     net.hybridize()
-    with autograd.train_mode():
-        net(x).wait_to_read()  # traces the graph outside of the join
     try:
         with gluon_syncbn.join(net, trainer):
             for _ in range(STEPS[kv.rank]):
                 with autograd.record():
-                    y = net(x)
-                    loss = (y if traced else contrastive.gather(y)).square()
+                    loss = contrastive.gather(net(x)).square()
                 loss.backward()
                 trainer.step(2)
     except mx.MXNetError as error:

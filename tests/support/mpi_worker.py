@@ -451,19 +451,25 @@ def calls_stay_in_the_engine():
     assert max(lone) <= 20 and sum(lone) > 0, lone
 
 
-class Contrast(gluon.HybridBlock):
-    """The supervised contrastive loss of a replica's rows against those of all, in two branches."""
-
-    def __init__(self, gather):
+class Encoder(gluon.HybridBlock):
+    def __init__(self):
         super().__init__()
-        self.gather = gather
         self.weight = self.params.get("weight", shape=(6, 4))  # a Dense takes no empty batch of float32
 
-    def hybrid_forward(self, F, x, label, weight):
-        z = F.L2Normalization(F.dot(x, weight, transpose_b=True))
-        alike = F.dot(z, self.gather(z, "rows"), transpose_b=True)
-        same = F.broadcast_equal(F.expand_dims(label, 1), F.expand_dims(self.gather(label, "labels"), 0))
-        return F.log_softmax(alike) * same + F.dot(z, self.gather(z * z, "rows"), transpose_b=True)
+    def hybrid_forward(self, F, x, weight):
+        return F.L2Normalization(F.dot(x, weight, transpose_b=True))
+
+
+def contrast(net, xs, labels, gather):
+    """The supervised contrastive losses of each replica's rows against those of all, in two branches."""
+    zs = [net(x) for x in xs]
+    losses = []
+    gathered = zip(gather(zs, "rows"), gather(labels, "labels"), gather([z * z for z in zs], "rows"))
+    for z, label, (rows, of_rows, squares) in zip(zs, labels, gathered):
+        same = nd.broadcast_equal(label.expand_dims(1), of_rows.expand_dims(0))
+        alike = nd.log_softmax(nd.dot(z, rows, transpose_b=True))
+        losses.append(alike * same + nd.dot(z, squares, transpose_b=True))
+    return losses
 
 
 def gathers():
@@ -488,10 +494,7 @@ def gathers():
         head = nd.array(rng.randn(total, total), dtype=dtype)
         here = [slice(sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))][part]
 
-        def there(x, name):
-            return contrastive.gather(x, contexts=contexts, rows=sum(sizes), name=name, kvstore=kv)
-
-        ours, alone = Contrast(there), Contrast(lambda x, name: x)
+        ours, alone = Encoder(), Encoder()
         for net, on in ((ours, contexts), (alone, [mx.cpu()])):
             net.cast(dtype)
             net.initialize(ctx=on)
@@ -506,10 +509,12 @@ def gathers():
                 for x in (everyone, *xs):
                     x.attach_grad()
                 with autograd.record():
-                    losses = [ours(x, one) for x, one in zip(xs, labels)]
+                    losses = contrast(
+                        ours, xs, labels, lambda arrays, name: contrastive.gather(arrays, name=name, kvstore=kv)
+                    )
                 autograd.backward(losses, heads)
                 with autograd.record():
-                    wanted = alone(everyone, label)
+                    (wanted,) = contrast(alone, [everyone], [label], lambda arrays, name: arrays)
                 wanted.backward(head)
                 for loss, x, s in zip(losses, xs, here):
                     for got, want in ((loss, wanted), (x.grad, everyone.grad)):
@@ -520,45 +525,44 @@ def gathers():
                 want = alone.weight.grad().asnumpy()
                 assert np.abs(gradient.asnumpy() - want).max() / np.abs(want).max() < tolerance, (way, dtype)
 
-    alone = {"contexts": CONTEXTS[:1], "kvstore": kv}
     x = nd.ones((3 + kv.rank, 70), dtype="float32")
     x.attach_grad()
     kv._transport.allgather = counted
     with autograd.record():
-        y = contrastive.gather(x, rows=sum(3 + r for r in range(kv.num_workers)), name="counted", **alone)
+        (y,) = contrastive.gather([x], name="counted", kvstore=kv)
     y.backward(nd.ones_like(y) * (1 + kv.rank))
     want = sum(1 + r for r in range(kv.num_workers))
     np.testing.assert_array_equal(x.grad.asnumpy(), np.full(x.shape, want))
     kv._transport.allgather = reach
     if isinstance(kv._transport, mpi.MPITransport) and kv.num_workers <= mpi._FEW:
-        whats = [f"the {way} of call 1 of gather 'counted'" for way in ("forward", "backward")]
-        assert sent == [(whats[0], 32 + 4 * x.size), (whats[1], 8 * y.size)], sent
+        what = "gather 'counted', round 1"
+        head = 3 * 8 + len("rows of shape (70,) and type float32") + 8
+        assert sent == [(what, head + 4 * x.size), (f"the gradients of {what}", 8 * y.size)], sent
 
     # So long that each rank adds a part.
     for k in range(2):
         x = nd.random.normal(shape=(400 * (1 + k * kv.rank), 128), dtype="float64")
         x.attach_grad()
-        rows = sum(400 * (1 + k * r) for r in range(kv.num_workers))
         with autograd.record():
-            y = contrastive.gather(x, rows=rows, name="long", **alone)
+            (y,) = contrastive.gather([x], name="long", kvstore=kv)
         y.backward()
         first = sum(400 * (1 + k * r) for r in range(kv.rank))
         np.testing.assert_array_equal(y.asnumpy()[first : first + len(x)], x.asnumpy())
         np.testing.assert_array_equal(x.grad.asnumpy(), np.full(x.shape, kv.num_workers))
 
 
-def gathers_in_any_order():
+def gradients_in_any_order():
+    """The backwards of the gathers of a step, in an order of its own in each process."""
     rng = np.random.RandomState(100 + kv.rank)
     names = ["a", "b", "c"]
     for _ in range(15):
         xs = {name: nd.array(rng.randn(1 + kv.rank, 3), dtype="float64") for name in names}
-        rows = sum(range(1, kv.num_workers + 1))
         ys = {}
         for x in xs.values():
             x.attach_grad()
         with autograd.record():
-            for name in rng.permutation(names):
-                ys[name] = contrastive.gather(xs[name], contexts=CONTEXTS[:1], rows=rows, name=str(name), kvstore=kv)
+            for name in names:
+                (ys[name],) = contrastive.gather([xs[name]], name=name, kvstore=kv)
                 time.sleep(0.005 * rng.rand())
         heads = {name: nd.ones_like(ys[name]) * (k + 1) for k, name in enumerate(names)}
         order = rng.permutation(names)
@@ -569,7 +573,7 @@ def gathers_in_any_order():
         x = nd.zeros((0, 3), dtype="float64")
         x.attach_grad()
         with autograd.record():
-            y = contrastive.gather(x, contexts=CONTEXTS[:1], rows=0, name="none", kvstore=kv)
+            (y,) = contrastive.gather([x], name="none", kvstore=kv)
         y.backward()
         nd.waitall()
 
@@ -605,7 +609,8 @@ def shuffled_keys():
             rows = len(images) - 8 * kv.num_workers * batch
             if isinstance(kv._transport, mpi.MPITransport) and kv.num_workers <= mpi._FEW:
                 whole = min(8 * kv.num_workers, rows) * dim * 8
-                assert sent == [32 * here + table[keys].nbytes, whole], sent
+                head = 3 * 8 + len("rows of shape (8,) and type float64") + 8
+                assert sent == [head + table[keys].nbytes, whole], sent
             sent.clear()
         kv._transport.allgather = post
 
@@ -627,7 +632,7 @@ def gathers_alone():
 def gathers_other_rows():
     try:
         with autograd.record():
-            contrastive.gather(nd.ones((2 + kv.rank, 3)), name="features", kvstore=kv).asnumpy()
+            contrastive.gather(nd.ones((2, 3 + kv.rank)), name="features", kvstore=kv).asnumpy()
     except mx.MXNetError as error:
         report(time.monotonic(), error)
         wait_for_reports(range(2))

@@ -88,6 +88,7 @@ WRONG = {
         nd.ones((4, 2)).tostype("csr"),
         Stranger(),
     ],
+    "rows": [None, 3, "array", [], [3], nd.ones((4, 2)).tostype("csr"), Stranger()],
     "arrays": [None, 3, [], nd.ones((4, 2)), [nd.ones((2, 2)), 3], [nd.ones((2, 2)), nd.ones((2, 3))]],
     "symbol": [None, 3, "data", nd.ones(1), Stranger()],
     "optional text": [3, True, ["key"], nd.ones(1), Stranger()],
@@ -311,14 +312,8 @@ CALLS = {
         {"features": "features", "batch": "whole from 0", "kvstore": "kvstore"},
     ),
     "contrastive.gather": (
-        lambda **kwargs: contrastive.gather(**{"features": [nd.ones((4, 2))], "contexts": [mx.cpu(3)], **kwargs}),
-        {
-            "features": "features",
-            "contexts": "optional contexts",
-            "rows": "optional whole from 0",
-            "name": "name",
-            "kvstore": "kvstore",
-        },
+        lambda **kwargs: contrastive.gather(**{"features": [nd.ones((4, 2))], **kwargs}),
+        {"features": "rows", "name": "name", "kvstore": "kvstore"},
     ),
     "contrastive.split_and_load": (
         split,

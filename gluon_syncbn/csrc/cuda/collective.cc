@@ -16,8 +16,7 @@ namespace cuda {
 namespace {
 
 using Communicator = void*;
-constexpr int kInt8 = 0, kFloat64 = 8;  // of ncclDataType_t
-constexpr int kSum = 0;                 // of ncclRedOp_t
+constexpr int kFloat64 = 8;  // of ncclDataType_t
 
 struct Nccl {
     template <typename F>
@@ -32,14 +31,9 @@ struct Nccl {
     int (*group_end)() = get<int()>("ncclGroupEnd");
     int (*all_gather)(const void*, void*, size_t, int, Communicator,
                       Stream) = get<int(const void*, void*, size_t, int, Communicator, Stream)>("ncclAllGather");
-    int (*all_reduce)(const void*, void*, size_t, int, int, Communicator,
-                      Stream) = get<int(const void*, void*, size_t, int, int, Communicator, Stream)>("ncclAllReduce");
-    int (*broadcast)(const void*, void*, size_t, int, int, Communicator,
-                     Stream) = get<int(const void*, void*, size_t, int, int, Communicator, Stream)>("ncclBroadcast");
 
     bool complete() const {
-        return error_string && init_all && destroy && abort && group_start && group_end && all_gather && all_reduce &&
-               broadcast;
+        return error_string && init_all && destroy && abort && group_start && group_end && all_gather;
     }
 };
 
@@ -82,41 +76,16 @@ std::vector<Communicator> connect(const std::vector<int>& devices) {
     return out;
 }
 
-// NCCL gathers only equal parts. Of others, each device sends its own to all.
-int gather_bytes(const OnDevice& part, const std::vector<size_t>& bytes, Communicator communicator) {
-    const bool equal = std::all_of(bytes.begin(), bytes.end(), [&](size_t one) { return one == bytes[0]; });
-    if (equal) return nccl().all_gather(part.own, part.gathered, bytes[0], kInt8, communicator, part.stream);
-    char* to = reinterpret_cast<char*>(part.gathered);
-    int status = 0;
-    for (size_t root = 0; root < bytes.size() && status == 0; to += bytes[root++])
-        if (bytes[root] > 0)
-            status =
-                nccl().broadcast(part.own, to, bytes[root], kInt8, static_cast<int>(root), communicator, part.stream);
-    return status;
-}
-
-int begin(const Operation& operation, const OnDevice& part, Communicator communicator) {
-    const auto count = static_cast<size_t>(part.length);
-    switch (operation.what) {
-        case Collective::kAllGather:
-            return nccl().all_gather(part.own, part.gathered, count, kFloat64, communicator, part.stream);
-        case Collective::kAllReduce:
-            return nccl().all_reduce(part.own, part.gathered, count, kFloat64, kSum, communicator, part.stream);
-        default:
-            return gather_bytes(part, operation.bytes, communicator);
-    }
-}
-
-void post(const Operation& operation, const std::vector<OnDevice>& parts,
-          const std::vector<Communicator>& communicators) {
+void post(const std::vector<OnDevice>& parts, const std::vector<Communicator>& communicators) {
     check_nccl(nccl().group_start(), "ncclGroupStart");
     int status = 0;
     for (size_t i = 0; i < parts.size() && status == 0; ++i) {
         const Current current(Device::of(parts[i].device));
-        status = begin(operation, parts[i], communicators[i]);
+        const auto count = static_cast<size_t>(parts[i].length);
+        status = nccl().all_gather(parts[i].own, parts[i].gathered, count, kFloat64, communicators[i], parts[i].stream);
     }
     const int end = nccl().group_end();
-    check_nccl(status, operation.what == Collective::kAllReduce ? "ncclAllReduce" : "ncclAllGather");
+    check_nccl(status, "ncclAllGather");
     check_nccl(end, "ncclGroupEnd");
 }
 
@@ -126,8 +95,8 @@ std::string why_no_collective() {
     return nccl().complete() ? "" : "this build of MXNet is not linked against NCCL 2.4 or later";
 }
 
-void post_collective(const Operation& operation, const std::vector<OnDevice>& parts, const std::string& layer,
-                     double timeout, int64_t interrupts_before) {
+void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer, double timeout,
+                    int64_t interrupts_before) {
     const std::string missing = why_no_collective();
     if (!missing.empty()) throw Failure(missing);
     SYNCBN_POINT("before_collective");
@@ -136,10 +105,10 @@ void post_collective(const Operation& operation, const std::vector<OnDevice>& pa
     std::lock_guard<std::mutex> lock(mutex);
     const auto known =
         std::find_if(cliques.begin(), cliques.end(), [&](const auto& one) { return one->devices == devices; });
-    if (known != cliques.end()) return post(operation, parts, (*known)->communicators);
-    auto communicators = elsewhere([operation, parts, devices] {
+    if (known != cliques.end()) return post(parts, (*known)->communicators);
+    auto communicators = elsewhere([parts, devices] {
         const auto made = connect(devices);
-        post(operation, parts, made);
+        post(parts, made);
         return made;
     });
     WaitToConnect wait(layer, "NCCL has not connected the GPUs", timeout,

@@ -1076,21 +1076,6 @@ __device__ void copy(const CopyArguments& with) {
     to[i] = with.add ? Number<T>::narrow(Number<T>::widen(to[i]) + Number<T>::widen(from[i])) : from[i];
 }
 
-// From and to float64.
-template <typename T>
-__device__ void widen(const CopyArguments& with) {
-    const Index i = thread();
-    if (i < with.n) static_cast<double*>(with.to)[i] = Number<T>::widen(static_cast<const T*>(with.from)[i]);
-}
-template <typename T>
-__device__ void narrow(const CopyArguments& with) {
-    const Index i = thread();
-    if (i >= with.n) return;
-    T* const to = static_cast<T*>(with.to);
-    const double value = static_cast<const double*>(with.from)[i] + (with.add ? Number<T>::widen(to[i]) : 0);
-    to[i] = Number<T>::narrow(static_cast<typename Number<T>::Wide>(value));
-}
-
 template <typename T>
 __device__ void fill(const FillArguments& with) {
     if (thread() < with.n)
@@ -1110,8 +1095,6 @@ typedef double Data_float64, Parameter_float64;
 #define SYNCBN_KERNELS(TYPE)                                                          \
     SYNCBN_KERNEL(moments_##TYPE, MomentsArguments, moments<Data_##TYPE>)             \
     SYNCBN_KERNEL(copy_##TYPE, CopyArguments, copy<Data_##TYPE>)                      \
-    SYNCBN_KERNEL(widen_##TYPE, CopyArguments, widen<Data_##TYPE>)                    \
-    SYNCBN_KERNEL(narrow_##TYPE, CopyArguments, narrow<Data_##TYPE>)                  \
     SYNCBN_KERNEL(fill_##TYPE, FillArguments, fill<Data_##TYPE>)                      \
     SYNCBN_KERNEL(update_running_##TYPE, UpdateRunningArguments, update_running<Parameter_##TYPE>)
 

@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "exchange/exchange.h"
-#include "pooling/pooling.h"
 
 namespace syncbn {
 
@@ -21,7 +20,6 @@ struct Asked {
 };
 
 // For replicas on these contexts, `per_context` on each. Throws Failure if there is no such exchange.
-std::shared_ptr<Exchange> chosen(const Asked& asked, const std::vector<std::string>& contexts, size_t per_context,
-                                 Sharing sharing);
+std::shared_ptr<Exchange> chosen(const Asked& asked, const std::vector<std::string>& contexts, size_t per_context);
 
 }  // namespace syncbn

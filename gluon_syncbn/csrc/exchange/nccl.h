@@ -3,11 +3,9 @@
 #pragma once
 
 #include "exchange/exchange.h"
-#include "pooling/pooling.h"
 
 namespace syncbn {
 
-// Rows are gathered as bytes, and their gradients added.
-std::shared_ptr<Exchange> nccl_exchange(size_t replicas, Sharing sharing);
+std::shared_ptr<Exchange> nccl_exchange(size_t replicas);
 
 }  // namespace syncbn

@@ -72,11 +72,8 @@ int phase_of(const Place& place, Direction direction) { return direction == Dire
 
 Ticket ticket_of(const Terms& terms, const Place& place, Direction direction) {
     const Draw& draw = place.meeting->draw;
-    // The calls of a layer come in one order, so that another call of a node means a mistake. Those of a gather come in
-    // any order.
-    const int64_t node = terms.sharing == Sharing::kRows ? (draw.node + 1) * (int64_t{1} << 32) + draw.call : draw.node;
     return {terms.layer,
-            node,
+            draw.node,
             draw.call,
             phase_of(place, direction),
             place.meeting->layer.c_str(),
@@ -155,8 +152,7 @@ std::unique_ptr<Underway> begin_exchange(const Terms& terms, const Meeting& meet
         };
         return later(bring, !exchange.calls_out());
     }
-    if (terms.sharing == Sharing::kEach || (terms.sharing == Sharing::kRows && ticket.phase == 0))
-        return exchange.begin_allgather(ticket, side_by_side(meeting, phase));
+    if (terms.sharing == Sharing::kEach) return exchange.begin_allgather(ticket, side_by_side(meeting, phase));
     const Combine combine = ticket.phase == 0 ? Combine::kMerge : Combine::kAdd;
     return exchange.begin_allreduce(combine, ticket, row_of_each_context(meeting, phase, combine));
 }
@@ -383,7 +379,7 @@ Place Rendezvous::join(const Terms& terms, const std::string& context, int64_t n
         meeting->draw = {terms.seed, terms.layer, node, calls_[node]++};
         meeting->contexts = terms.taking_part;
         meeting->per_context = terms.per_context;
-        meeting->exchange = chosen(terms.asked, terms.taking_part, terms.per_context, terms.sharing);
+        meeting->exchange = chosen(terms.asked, terms.taking_part, terms.per_context);
         open_.push_back(meeting);
     }
     meeting->positions.push_back({index_among(meeting->contexts), occupant});

@@ -83,23 +83,20 @@ void speak_of_nonfinite_again() {
 void forget_handed_over() { handed_over().clear(); }
 
 bool Node::is_data(int at) const {
-    if (role == Role::kGather) return false;
     return at == kX || at == output() || (adds && at == kAddend) || (hands_addend_on() && at == addend_output());
 }
 
 bool Node::is_data_of_backward(int at) const {
-    if (role == Role::kGather) return false;
     const int inputs = at - (at < gradients() ? outputs() : gradients());  // or their gradients
     return at == 0 || at == output_in_backward() || inputs == kX || (adds && inputs == kAddend) ||
            (hands_addend_on() && at == kGradientOfAddendOutput);
 }
 
 std::unique_ptr<Call> Call::of(Node node, std::string context, Type type, Shape shape, int64_t samples) {
-    const bool gathers = node.role == Role::kGather, on_gpu = context.compare(0, 4, "gpu(") == 0;
+    const bool on_gpu = context.compare(0, 4, "gpu(") == 0;
     if (!on_gpu && context.compare(0, 3, "cpu") != 0)
         throw Failure("CPU and GPU contexts can be synchronised; " + context + " was given");
-    const auto make = on_gpu ? (gathers ? device_gather_call : device_call) : (gathers ? gather_call : host_call);
-    return make(std::move(node), std::move(context), type, shape, samples);
+    return (on_gpu ? device_call : host_call)(std::move(node), std::move(context), type, shape, samples);
 }
 
 void Call::issue(const void* caller, Recall recall) {
@@ -111,8 +108,7 @@ void Call::issue(const void* caller, Recall recall) {
     if (!shares()) return;
     const auto terms = node_.layer->terms();
     node_.layer->rendezvous.issued(*terms, context_, node_.number);
-    // A gather writes no state that would keep its calls in order.
-    if (node_.per_context == 1 && node_.role != Role::kGather) return;
+    if (node_.per_context == 1) return;
     place_ = node_.layer->rendezvous.join(*terms, context_, node_.number, caller, false);
     joined_ = true;
 }
@@ -131,7 +127,7 @@ void Call::attempt_forward(const Arrays& arrays, const int* reqs, const Work& wo
     } catch (const std::exception& e) {
         const bool meets = node_.role == Role::kMeet, hands = node_.hands_addend_on();
         const int y = node_.output();
-        fail(e, {{arrays[y], node_.role == Role::kGather ? kRows : kX, reqs[0] != kNull},
+        fail(e, {{arrays[y], kX, reqs[0] != kNull},
                  {arrays[meets ? node_.batch_output() : y], kBatch, meets && reqs[1] != kNull},
                  {arrays[hands ? node_.addend_output() : y], kX, hands && reqs[2] != kNull}});
     }
@@ -186,7 +182,6 @@ void Call::attempt_backward(const Arrays& arrays, const int* reqs, const Work& w
     try {
         work();
     } catch (const std::exception& e) {
-        if (node_.role == Role::kGather) fail(e, {{arrays[node_.gradients()], kX, reqs[kX] != kNull}});
         const int gradients = node_.gradients(), addend = node_.adds ? int{kAddend} : int{kX};
         fail(e, {{arrays[gradients + kX], kX, reqs[kX] != kNull},
                  {arrays[gradients + kGamma], kGamma, reqs[kGamma] != kNull},
@@ -270,7 +265,6 @@ void Call::fail(const std::exception& error, std::initializer_list<Output> outpu
 void Call::invalidate(Array out, Input like) {
     try {
         if (like == kBatch) return fill(out, Type::kFloat64, moments_length(channels()), 0);
-        if (like == kRows) return fill(out, tensor_.type, node_.rows * channels(), kNaN);
         const bool data = like == kX;
         fill(out, data ? tensor_.type : tensor_.parameter_type(), data ? tensor_.shape.size() : channels(), kNaN);
     } catch (const std::exception&) {
@@ -361,14 +355,6 @@ void Call::join_meeting() {
         throw Failure(
             "MXNET_ENGINE_TYPE=NaiveEngine runs one replica after the other, so they can never meet. Unset it.");
 }
-
-void Call::join_gather() {
-    join_meeting();
-    if (step().out_of_batches)
-        throw Failure("gather does not work within gluon_syncbn.join, because a process without a batch has no rows.");
-}
-
-void Call::refuse_to_gather() { throw Failure("gather works only within autograd.record() or autograd.train_mode()."); }
 
 std::shared_ptr<const void> Call::repeat() {
     const auto terms = node_.layer->terms();

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "exchange/rows.h"
+#include "exchange/exchange.h"
 #include "mask.h"
 #include "meeting/registry.h"
 #include "mxnet_api.h"
@@ -21,12 +21,12 @@ namespace syncbn {
 
 // The part of a call that an operator is. Several replicas of one context would wait for each other in the queue of the
 // operator that writes the running statistics. So there one operator meets the others and writes the batch's statistics
-// to an output. A second one, which waits for no replica, takes them. A gather is not a part of a layer.
-enum class Role : int { kWhole = 0, kMeet = 1, kTrack = 2, kGather = 3 };
+// to an output. A second one, which waits for no replica, takes them.
+enum class Role : int { kWhole = 0, kMeet = 1, kTrack = 2 };
 
 enum Request { kNull = 0, kWrite = 1, kInplace = 2, kAdd = 3 };
-// In this order; `Node` knows where the batch is. The last one is the output of a gather.
-enum Input { kX = 0, kGamma = 1, kBeta = 2, kAddend = 3, kBatch, kRows };
+// In this order; `Node` knows where the batch is.
+enum Input { kX = 0, kGamma = 1, kBeta = 2, kAddend = 3, kBatch };
 
 // The operator's attributes; read once per call.
 struct Node {
@@ -45,11 +45,10 @@ struct Node {
     bool unbiased = false;  // selects the variance that updates the running one
     bool frozen = false;    // normalises with the running statistics in training too
     bool on_cpus = true;    // it may be called on CPUs too; see op.py
-    int64_t rows = 0;       // rows of all replicas that a gather outputs
 
     // Indices into MXNet's lists. The forward has [inputs][outputs][auxiliary states]. The backward has
     // [gradients of the outputs][inputs][outputs][gradients of the inputs].
-    int inputs() const { return role == Role::kGather ? 1 : batch() + (role == Role::kTrack); }
+    int inputs() const { return batch() + (role == Role::kTrack); }
     int mask_input() const { return kBeta + 1 + adds; }
     int batch() const { return kBeta + 1 + adds + masks; }  // an input of the second operator of a call, without a mask
     int outputs() const { return role != Role::kMeet ? 1 : hands_addend_on() ? 3 : 2; }
@@ -63,7 +62,7 @@ struct Node {
     // that only one operator writes its gradient.
     bool hands_addend_on() const { return role == Role::kMeet && adds && number >= 0; }
     static constexpr int kGradientOfAddendOutput = 2;  // in the list of the backward
-    // Whether an array of the forward's or backward's list has the shape of the data. If not, it is a vector or rows.
+    // Whether an array of the forward's or backward's list has the shape of the data. If not, it is a vector.
     bool is_data(int at) const;
     bool is_data_of_backward(int at) const;
 };
@@ -149,10 +148,6 @@ class Call {
     virtual void leave_thread() {}
 
     void join_meeting();
-    // For a gather: the same, what its other replicas need to know, and an error outside of training.
-    void join_gather();
-    RowsHead head() const { return {tensor_.shape.outer, channels(), tensor_.type, node_.rows}; }
-    [[noreturn]] static void refuse_to_gather();
     // Takes statistics and position of the call that this one repeats. Returns the statistics on a device.
     std::shared_ptr<const void> repeat();
     // Keeps the outcome for calls that repeat this one.
@@ -226,7 +221,5 @@ class Call {
 
 std::unique_ptr<Call> host_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
 std::unique_ptr<Call> device_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
-std::unique_ptr<Call> gather_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
-std::unique_ptr<Call> device_gather_call(Node node, std::string context, Type type, Shape shape, int64_t samples);
 
 }  // namespace syncbn

@@ -173,8 +173,7 @@ int delete_property(void* state) {
 int list_arguments(char*** out, void* state) {
     const Property& property = *property_of(state);
     static thread_local std::vector<char*> names;
-    names = {writable("data")};
-    if (property.role != Role::kGather) names.insert(names.end(), {writable("gamma"), writable("beta")});
+    names = {writable("data"), writable("gamma"), writable("beta")};
     if (property.adds) names.push_back(writable("addend"));
     if (property.masks) names.push_back(writable("mask"));
     if (property.role == Role::kTrack) names.push_back(writable("batch"));
@@ -195,8 +194,7 @@ int list_outputs(char*** out, void* state) {
 int list_states(char*** out, void* state) {
     static char* running[] = {writable("running_mean"), writable("running_var"), nullptr};
     static char* none[] = {nullptr};
-    const Role role = property_of(state)->role;
-    *out = role == Role::kMeet || role == Role::kGather ? none : running;
+    *out = property_of(state)->role == Role::kMeet ? none : running;
     return 1;
 }
 
@@ -286,22 +284,6 @@ int infer_shape(int size, int* dims, int** shapes, void* state) {
     return 1;
 }
 
-// As many as the attribute says; below 0, as many times those of this replica.
-int64_t rows_of(const Property& property, int64_t own) {
-    return property.rows < 0 ? -property.rows * own : property.rows;
-}
-
-int infer_shape_of_rows(int, int* dims, int** shapes, void* state) {
-    if (dims[0] < 0) return 1;  // not known yet
-    if (dims[0] == 0) refuse(*property_of(state), "data without an axis was given; expected rows along axis 0");
-    static thread_local std::vector<int> rows;
-    rows.assign(shapes[0], shapes[0] + dims[0]);
-    if (rows[0] >= 0) rows[0] = static_cast<int>(rows_of(*property_of(state), rows[0]));
-    dims[1] = dims[0];
-    shapes[1] = rows.data();
-    return 1;
-}
-
 // All types of data, as "one, another or a third".
 std::string names_of_types() {
 #define SYNCBN_NAME(TYPE, NAME, ...) ", " NAME
@@ -320,10 +302,9 @@ int infer_type(int size, int* types, void* state) {
                              (is_known(data) ? kTypes[data].name : "MXNet's type " + std::to_string(data)) +
                              " was given");
     const int parameter = static_cast<int>(parameter_type_of(static_cast<Type>(data)));
-    const bool rows = property.role == Role::kGather;
     for (int i = 0; i < size; ++i) {
         if (!property.masks || i != property.mask_input())
-            types[i] = rows || property.is_data(i) ? data : parameter;
+            types[i] = property.is_data(i) ? data : parameter;
         else if (types[i] < 0)
             types[i] = data;
     }
@@ -348,49 +329,7 @@ int backward_dependency(const int* dy, const int* inputs, const int* outputs, in
     return 1;
 }
 
-int backward_dependency_of_rows(const int* dy, const int*, const int*, int* size, int** needed, void*) {
-    static thread_local int gradient;
-    gradient = dy[0];
-    *size = 1;
-    *needed = &gradient;
-    return 1;
-}
-
 // Hands MXNet a call, until delete_operator.
-int issue(const Property& property, Node node, const char* context, int type, Shape shape, int64_t samples,
-          MXCallbackList* out) {
-    const TypeOfData& data = *type_of_data(type);
-    if (std::strncmp(context, "gpu", 3) == 0 && !data.on_gpus)
-        refuse(property, std::string(data.name) + " data is on " + context +
-                             ", but MXNet 1.9 computes with it on CPUs only; use float16 there");
-    std::unique_ptr<Call> op = Call::of(std::move(node), context, static_cast<Type>(type), shape, samples);
-    bool training = false;
-    mx.autograd_is_training(&training);
-    if (training && !property.frozen && property.role != Role::kTrack) op->issue(caller(), recall());
-    static Callback callbacks[] = {as_callback<delete_operator>(), as_callback<run_forward>(),
-                                   as_callback<run_backward>()};
-    out->num_callbacks = 3;
-    out->callbacks = callbacks;
-    out->contexts = op->callback_states.data();
-    op->callback_states.fill(op.get());
-    op.release();
-    return 1;
-}
-
-int create_gather(const char* context, int, unsigned** shapes, const int* dims, const int* types, MXCallbackList* out,
-                  void* state) {
-    const Property& property = *property_of(state);
-    Shape shape{static_cast<int>(shapes[0][0]), 1, 1};
-    for (int i = 0; i < dims[0]; ++i) {
-        if (static_cast<int>(shapes[0][i]) < 0)
-            refuse(property, "an extent of the data is not known; outside mx.util.np_shape, 0 means unknown");
-        if (i > 0) shape.channels *= shapes[0][i];
-    }
-    Node node = property;
-    node.rows = rows_of(property, shape.outer);
-    return issue(property, std::move(node), context, types[0], shape, shape.outer, out);
-}
-
 int create_operator(const char* context, int, unsigned** shapes, const int* dims, const int* types, MXCallbackList* out,
                     void* state) {
     const Property& property = *property_of(state);
@@ -418,7 +357,22 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
         node.mask.bytes = kTypes[types[at]].bytes;
         node.mask.floating = kTypes[types[at]].floating;
     }
-    return issue(property, std::move(node), context, types[0], shape, samples, out);
+    const TypeOfData& data = *type_of_data(types[0]);
+    if (std::strncmp(context, "gpu", 3) == 0 && !data.on_gpus)
+        refuse(property, std::string(data.name) + " data is on " + context +
+                             ", but MXNet 1.9 computes with it on CPUs only; use float16 there");
+    std::unique_ptr<Call> op = Call::of(std::move(node), context, static_cast<Type>(types[0]), shape, samples);
+    bool training = false;
+    mx.autograd_is_training(&training);
+    if (training && !property.frozen && property.role != Role::kTrack) op->issue(caller(), recall());
+    static Callback callbacks[] = {as_callback<delete_operator>(), as_callback<run_forward>(),
+                                   as_callback<run_backward>()};
+    out->num_callbacks = 3;
+    out->callbacks = callbacks;
+    out->contexts = op->callback_states.data();
+    op->callback_states.fill(op.get());
+    op.release();
+    return 1;
 }
 
 Activation activation_of(const std::string& name, double slope, double ceiling) {
@@ -442,10 +396,12 @@ void check_epilogue(const Node& node) {
     if (node.inplace && !invertible) throw dmlc::Error("inplace=True, but activation '" + name + "' has no inverse");
 }
 
-// The first part of an operator's description. MXNet calls delete_property even if this function throws, so it sets the
-// callbacks first.
-Property* describe(Callback* callbacks, std::map<std::string, std::string>* given, const char* gone, int size,
-                   const char** keys, const char** values, MXCallbackList* out) {
+// MXNet calls delete_property even if this function throws, so it sets the callbacks first.
+int describe_layer(const char*, const int size, const char** keys, const char** values, MXCallbackList* out) {
+    static Callback callbacks[] = {as_callback<delete_property>(), as_callback<list_arguments>(),
+                                   as_callback<list_outputs>(),    as_callback<list_states>(),
+                                   as_callback<infer_shape>(),     as_callback<backward_dependency>(),
+                                   as_callback<create_operator>(), as_callback<infer_type>()};
     static void* nobody[kPropertyCallbacks] = {};
     out->num_callbacks = kPropertyCallbacks;
     out->callbacks = callbacks;
@@ -453,38 +409,14 @@ Property* describe(Callback* callbacks, std::map<std::string, std::string>* give
     auto* property = new Property;
     out->contexts = property->callback_states.data();
     property->callback_states.fill(property);
-    for (int i = 0; i < size; ++i) (*given)[keys[i]] = values[i];
-    property->layer = registry().of_token((*given)["layer"]);
-    if (!property->layer) throw dmlc::Error(gone);
-    property->number = std::stoll((*given)["node"]);
-    return property;
-}
-
-int describe_gather(const char*, const int size, const char** keys, const char** values, MXCallbackList* out) {
-    static Callback callbacks[] = {as_callback<delete_property>(),     as_callback<list_arguments>(),
-                                   as_callback<list_outputs>(),        as_callback<list_states>(),
-                                   as_callback<infer_shape_of_rows>(), as_callback<backward_dependency_of_rows>(),
-                                   as_callback<create_gather>(),       as_callback<infer_type>()};
     std::map<std::string, std::string> given;
-    Property* property =
-        describe(callbacks, &given, "this graph holds a gluon_syncbn.gather of another process; trace the net here.",
-                 size, keys, values, out);
-    property->role = Role::kGather;
-    property->rows = std::stoll(given["rows"]);
-    return 1;
-}
-
-int describe_layer(const char*, const int size, const char** keys, const char** values, MXCallbackList* out) {
-    static Callback callbacks[] = {as_callback<delete_property>(), as_callback<list_arguments>(),
-                                   as_callback<list_outputs>(),    as_callback<list_states>(),
-                                   as_callback<infer_shape>(),     as_callback<backward_dependency>(),
-                                   as_callback<create_operator>(), as_callback<infer_type>()};
-    std::map<std::string, std::string> given;
-    Property* property = describe(
-        callbacks, &given,
-        "this graph holds a SyncBatchNorm of another process, or one that is gone. Write it again in its process: "
-        "net.export, net.save and a symbol's save and tojson write BatchNorm. Then convert what is loaded.",
-        size, keys, values, out);
+    for (int i = 0; i < size; ++i) given[keys[i]] = values[i];
+    property->layer = registry().of_token(given["layer"]);
+    if (!property->layer)
+        throw dmlc::Error(
+            "this graph holds a SyncBatchNorm of another process, or one that is gone. Write it again in its process: "
+            "net.export, net.save and a symbol's save and tojson write BatchNorm. Then convert what is loaded.");
+    property->number = std::stoll(given["node"]);
     property->role = static_cast<Role>(std::stoi(given["role"]));
     property->per_context = std::stoul(given["per_context"]);
     property->axis = std::stoi(given["axis"]);
@@ -533,8 +465,7 @@ int register_operator(const MXNet& functions) {
     mx = functions;
     step();          // allocates its error for a lack of memory now,
     error_with("");  // and MXNet's error for it
-    const int status = mx.custom_op_register("gluon_syncbn", Guarded<describe_layer>::call);
-    return status != 0 ? status : mx.custom_op_register("gluon_syncbn_gather", Guarded<describe_gather>::call);
+    return mx.custom_op_register("gluon_syncbn", Guarded<describe_layer>::call);
 }
 
 }  // namespace syncbn

@@ -1,4 +1,4 @@
-// Declares the custom operators `gluon_syncbn` and `gluon_syncbn_gather`.
+// Declares the custom operator `gluon_syncbn`.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace syncbn {
 
-// Registers the operators with the MXNet library of these functions. Returns MXNet's status.
+// Registers the operator with the MXNet library of these functions. Returns MXNet's status.
 int register_operator(const MXNet& functions);
 
 // Whether this is the process's first thread.

@@ -8,10 +8,14 @@
 
 #include "cuda/collective.h"
 #include "cuda/driver.h"
+#include "cuda/plan.h"
 #include "operator/call.h"
 #include "waiting/wait.h"
 
 namespace syncbn {
+
+// The number of float64 values that have space for so many bytes.
+inline int64_t doubles_for(int64_t bytes) { return cuda::ceil_div(bytes, sizeof(double)); }
 
 inline cuda::Kernel kernel_of(const char* stem, Type type) { return {stem, name_of(type)}; }
 

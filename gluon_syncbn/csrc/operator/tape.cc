@@ -36,6 +36,8 @@ int64_t end_tape() {
     return reel.again ? static_cast<int64_t>(reel.tape->memos.size()) - reel.next : 0;
 }
 
+bool tape_runs() { return !reels().empty(); }
+
 Recall recall() {
     Recall found;
     for (Reel& reel : reels()) {  // the outermost first: the recomputation is new to the inner ones

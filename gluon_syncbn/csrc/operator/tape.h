@@ -50,6 +50,8 @@ struct Tape {
 void begin_tape(std::shared_ptr<Tape> tape, bool again);
 // Returns the number of memos that no call has taken since then. If there were more calls than memos, it is negative.
 int64_t end_tape();
+// Whether this thread has begun a tape.
+bool tape_runs();
 
 struct Recall {
     std::shared_ptr<Memo> memo;  // null if there is no recomputation

@@ -100,7 +100,6 @@ void simplify(Pools* pools) {
 
 Sharing sharing_of(const Pooling& pooling) {
     if (pooling.mode == Mode::kLocal) return Sharing::kNothing;
-    if (pooling.mode == Mode::kGather) return Sharing::kRows;
     const bool in_groups = pooling.group != 0 || !pooling.groups.empty();
     return pooling.mode == Mode::kSync && !in_groups ? Sharing::kTotal : Sharing::kEach;
 }

@@ -20,8 +20,7 @@
 
 namespace syncbn {
 
-// The last one is no statistic: a replica gets the rows of all others.
-enum class Mode : int { kSync = 0, kLocal = 1, kShuffle = 2, kGather = 3 };
+enum class Mode : int { kSync = 0, kLocal = 1, kShuffle = 2 };
 
 struct Pooling {
     Mode mode = Mode::kSync;
@@ -37,8 +36,7 @@ struct Pooling {
 enum class Sharing {
     kNothing,  // each replica has its own statistics
     kTotal,    // all slots feed one pool: merged moments and added gradients of all slots are enough
-    kEach,     // the vectors of each slot
-    kRows      // of a gather: the rows of each replica, and the added gradients of all rows
+    kEach      // the vectors of each slot
 };
 Sharing sharing_of(const Pooling& pooling);
 
