@@ -60,6 +60,7 @@ def run(out, *paths):
     return (out / "gpu.md").read_text(), json.loads((out / "gpu.json").read_text())["cells"]
 
 
+@pytest.mark.slow
 def test_it_runs_and_says_what_was_left_out(tmp_path):
     text, cells = run(tmp_path)
     assert "**Measured on tests/cuda_emulator: the times mean nothing, on no line of this page.**" in text

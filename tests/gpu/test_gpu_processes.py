@@ -27,8 +27,8 @@ def assert_succeeded(done, processes):
     assert done.succeeded(processes), done.output
 
 
-# Four processes find what two find; `make test-gpu-emulated ARGS="-m slow"`.
-PROCESSES = [pytest.param(2, marks=pytest.mark.slow), 4]
+# Two processes find what four find; `make test-gpu-emulated ARGS="-m slow"`.
+PROCESSES = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("processes", PROCESSES)
@@ -37,7 +37,7 @@ def test_every_mode_and_what_it_costs(processes):
     assert_succeeded(job(processes, "every_mode", limit=200), processes)
 
 
-@pytest.mark.parametrize(("processes", "contexts"), [(4, 1), (2, 2)])
+@pytest.mark.parametrize(("processes", "contexts"), [pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)])
 def test_named_groups(processes, contexts):
     """Some stay within a process, and ask nobody."""
     environment = {**ON_GPUS, "GROUPS_WORKER_CONTEXTS": str(contexts)}
