@@ -162,12 +162,14 @@ def test_every_page_is_in_the_contents():
     assert listed >= {path.stem for path in (ROOT / "docs").glob("*.md")}
 
 
-def test_messages_of_the_troubleshooting_page_are_those_that_are_raised():
+def test_messages_that_pages_quote_are_those_that_are_raised():
     text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     ours, heading, _ = text.partition("## Messages of others")
     rows = re.findall(r"^\| (`.*?) \| .* \|$", ours, re.MULTILINE)
     assert heading and len(rows) > 40
     pieces = [piece.strip() for row in rows for shown in re.findall(r"`([^`]+)`", row) for piece in shown.split("...")]
+    limits = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+    pieces += re.findall(r'(?<!\S)"([^"]+)"', limits)
     raised = literals()
     assert not [piece for piece in pieces if not any(piece in literal for literal in raised)]
 
