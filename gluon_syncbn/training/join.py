@@ -46,8 +46,8 @@ class join:
 
     Within the block, ``trainer.step(n)`` takes the number of samples of this process. It divides the gradients by the
     samples of all processes. Each step costs two small messages. Plain BatchNorm in the net would see the repeated
-    batch, so convert the net first. `gather` raises an error within the block, because a process without a batch has
-    no rows.
+    batch, so convert the net first. `contrastive.gather` raises an error within the block, because a process without a
+    batch has no rows.
 
     Parameters
     ----------
