@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import itertools
 import threading
 import weakref
-from contextlib import nullcontext
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, List, Tuple
 
 import mxnet as mx
 from mxnet import autograd, gluon
@@ -18,13 +16,12 @@ from mxnet.module import Module
 from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from .. import _native
-from ..exchange.store import ProcessStore
 from ..system import arguments
-from ..training import devices, steps
+from ..training import steps
 from ..training.replicas import IN_GRAPH, Replicas
 from ..training.session import session
-from . import callers, draws, mixed, processes
-from .nodes import Synchronised, json_of
+from . import callers, draws, module, trainer
+from .nodes import json_of
 from .op import Role
 
 # Reading the annotations of a class adds them as an attribute.
@@ -44,24 +41,10 @@ def install() -> None:
       replica share a bundle with the first ones of the next. This layer's operator in the first replica then waits for
       the second replica. The second replica waits for the bundle, and the bundle waits for the first replica. A copy is
       issued by itself and ends the bundle before it. So one copy at the head of each replica keeps replicas apart.
-    - ``gluon.Trainer`` updates nothing in a step that failed. In MXNet a failed operator and all operators that are
-      skipped because of it share one exception. The first reader of any of their results removes the exception. Then
-      operators that are still queued run. An update that was issued before the loss was read would then use gradients
-      that were never computed. The gate is an exception of its own, between the gradients and their users. In its first
-      step, a trainer also copies the first context's running statistics to all contexts; the gate covers this copy too.
+    - ``gluon.Trainer`` takes part in what the methods in `trainer` say.
     - ``Parameter._reduce``, by which Gluon saves parameters, works after a failed step, and so does ``save_states`` of
       a ``gluon.Trainer``. The error of the step would reach them once for each array that the step was to write, though
       weights are as they were.
-    - A new ``gluon.Trainer`` is noted, so that `devices` finds its gradients. Those of contexts that take no part would
-      be added again, as the last backward there has left them.
-    - ``gluon.Trainer`` gives the gradients of a step to a store of processes together. MXNet gives them one by one, and
-      the store could not tell the last one.
-    - ``gluon.Trainer`` and the layers use the same store of processes, if one of them has one and the user has chosen
-      nothing else.
-    - ``gluon.Trainer`` compares its weights with those of the other processes before its first update. MXNet would copy
-      rank 0's there, after a forward and a backward with others.
-    - ``gluon.Trainer`` sees the whole net before its first update. Nets whose layers compute something else than they
-      were asked for get a warning there.
     - ``asnumpy`` and ``wait_to_read`` note that a caller has seen a failure. Then the next step does not report it
       again, and that of a ``Module`` may begin.
     - The ``__call__`` of Gluon's batch normalisation records, once, which blocks call a layer. A layer in an attribute
@@ -83,11 +66,10 @@ def install() -> None:
     _replace(scope, "__enter__", _entering)
     _replace(scope, "__exit__", _leaving)
     _replace(autograd, "backward", lambda backward: _naming_layers(_apart(backward)))
-    _replace(gluon.Trainer, "__init__", lambda construct: _registering(_sharing(construct)))
-    # a store that updates does so while it adds
-    gate_sums = _gated(lambda trainer: trainer._update_on_kvstore, _gradients)
-    _replace(gluon.Trainer, "_allreduce_grads", lambda add: _settling(gate_sums(_adding(add))))
-    _replace(gluon.Trainer, "_update", _gated(lambda trainer: not trainer._update_on_kvstore, _gradients))
+    _replace(gluon.Trainer, "__init__", trainer.constructing)
+    _replace(gluon.Trainer, "_init_params", trainer.initialising)
+    _replace(gluon.Trainer, "_allreduce_grads", trainer.adding)
+    _replace(gluon.Trainer, "_update", trainer.updating)
     for owner, name in ((gluon.Parameter, "_reduce"), (gluon.Trainer, "save_states")):
         _replace(owner, name, _saving)
     for name in ("asnumpy", "wait_to_read"):
@@ -97,15 +79,13 @@ def install() -> None:
     _replace(gluon.HybridBlock, "_build_cache", lambda build: _once(callers.noting_graphs(build)))
     _replace(mx.random, "seed", _telling)
     _replace(autograd, "grad", _noting_layers)
-    copies = _gated(lambda trainer: trainer._kvstore is not None, _written)
-    _replace(gluon.Trainer, "_init_params", lambda initialise: _warning_of_mixed(copies(_comparing(initialise))))
 
 
 def install_for_executors() -> None:
     """Changes MXNet for executors with synchronised layers, once there is one: ``Executor.forward`` tells that it calls
     them. MXNet makes the operators of an executor when it is bound, so that nobody else sees which replicas will come.
     """
-    replace_once(Executor, "forward", _calling)
+    replace_once(Executor, "forward", module.calling)
 
 
 def install_for_contexts() -> None:
@@ -129,10 +109,10 @@ def install_for_modules() -> None:
       src/executor/graph_executor.cc). So the engine may copy the running statistics before a forward that was issued
       earlier has written them.
     """
-    replace_once(DataParallelExecutorGroup, "forward", _beginning)
-    replace_once(DataParallelExecutorGroup, "backward", _within)
-    replace_once(Module, "update", _updating)
-    replace_once(DataParallelExecutorGroup, "get_params", _after_forward)
+    replace_once(DataParallelExecutorGroup, "forward", module.beginning)
+    replace_once(DataParallelExecutorGroup, "backward", module.within)
+    replace_once(Module, "update", module.updating)
+    replace_once(DataParallelExecutorGroup, "get_params", module.after_forward)
 
 
 def remove() -> None:
@@ -257,51 +237,6 @@ def _naming_layers(backward: Callable) -> Callable:
     return naming
 
 
-def _calling(forward: Callable) -> Callable:
-    def calling(executor: Executor, is_train: bool = False, **kwargs: Any) -> Any:
-        if is_train and isinstance(executor._symbol, Synchronised):
-            for _, layer in executor._symbol.layers:
-                layer._replicas.runs(IN_GRAPH)
-                if executor._ctx in layer._replicas.contexts:
-                    _native.layer_called(layer._replicas.id, str(executor._ctx))
-        return forward(executor, is_train, **kwargs)
-
-    return calling
-
-
-def _beginning(forward: Callable) -> Callable:
-    def beginning(group: DataParallelExecutorGroup, data_batch: Any, is_train: Optional[bool] = None) -> None:
-        trains = group.for_training if is_train is None else is_train
-        with steps.executors_run_forward() if trains and _is_synchronised(group) else nullcontext():
-            forward(group, data_batch, is_train)
-
-    return beginning
-
-
-def _within(backward: Callable) -> Callable:
-    def within(group: DataParallelExecutorGroup, *args: Any, **kwargs: Any) -> None:
-        with steps.executors_run_backward() if _is_synchronised(group) else nullcontext():
-            backward(group, *args, **kwargs)
-        _gate(group)
-
-    return within
-
-
-def _updating(update: Callable) -> Callable:
-    def updating(module: Module) -> None:
-        _gate(module._exec_group)
-        update(module)
-
-    return updating
-
-
-def _gate(group: DataParallelExecutorGroup) -> None:
-    if _is_synchronised(group):
-        gradients = [g for arrays in group.grad_arrays for g in arrays if g is not None]
-        if gradients:
-            _native.gate(gradients)
-
-
 def _reading(read: Callable) -> Callable:
     def reading(array: mx.nd.NDArray) -> Any:
         try:
@@ -311,22 +246,6 @@ def _reading(read: Callable) -> Callable:
             raise
 
     return reading
-
-
-def _after_forward(method: Callable) -> Callable:
-    def after_forward(group: DataParallelExecutorGroup, *args: Any) -> None:
-        steps.settle_failed()
-        if _is_synchronised(group):
-            for executor in group.execs:
-                for output in executor.outputs:
-                    output.wait_to_read()
-        method(group, *args)
-
-    return after_forward
-
-
-def _is_synchronised(group: Optional[DataParallelExecutorGroup]) -> bool:
-    return isinstance(getattr(group, "symbol", None), Synchronised)
 
 
 _graphs = itertools.count(2)
@@ -387,105 +306,9 @@ def _telling(seed: Callable) -> Callable:
     return telling
 
 
-def _warning_of_mixed(initialise: Callable) -> Callable:
-    seen: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
-
-    def warning(trainer: gluon.Trainer) -> Any:
-        if trainer not in seen:
-            seen.add(trainer)
-            mixed.warn_of(trainer._params)
-            processes.tell(trainer._params)
-        return initialise(trainer)
-
-    return warning
-
-
 def _saving(save: Callable) -> Callable:
     def saving(owner: Any, *args: Any) -> Any:
         steps.settle_failed()
         return save(owner, *args)
 
     return saving
-
-
-def _registering(construct: Callable) -> Callable:
-    def registering(trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
-        construct(trainer, *args, **kwargs)
-        devices.trainers.add(trainer)
-
-    return registering
-
-
-def _settling(adds: Callable) -> Callable:
-    def settling(trainer: gluon.Trainer) -> None:
-        devices.settle_gradients(trainer._params)
-        adds(trainer)
-
-    return settling
-
-
-def _sharing(initialise: Callable) -> Callable:
-    parameters = inspect.signature(initialise)
-
-    def sharing(*args: Any, **kwargs: Any) -> None:
-        given = parameters.bind(*args, **kwargs).arguments
-        store = given.get("kvstore")
-        if "kvstore" not in given and not given.get("update_on_kvstore"):
-            store = processes.store_of_layers(given["params"])
-            if store is not None:
-                kwargs["kvstore"] = store
-        initialise(*args, **kwargs)
-        if isinstance(store, ProcessStore):
-            store.expect(given["self"])
-            processes.give_to_layers(store)
-
-    return sharing
-
-
-def _adding(add: Callable) -> Callable:
-    def adding(trainer: gluon.Trainer) -> None:
-        store = trainer._kvstore
-        if isinstance(store, ProcessStore):
-            store.add_gradients(trainer, {p.name: p.list_grad() for p in trainer._params if p.grad_req != "null"})
-        else:
-            add(trainer)
-
-    return adding
-
-
-def _comparing(initialise: Callable) -> Callable:
-    def comparing(trainer: gluon.Trainer) -> None:
-        if not isinstance(trainer._kvstore, ProcessStore):
-            initialise(trainer)
-            return
-        known = [p for p in trainer._params_to_init if not p._deferred_init]
-        trainer._params_to_init = [p for p in trainer._params_to_init if p._deferred_init]
-        if known:
-            trainer._kvstore.compare_weights(trainer, {p.name: (p.list_data(), p.grad_req != "null") for p in known})
-
-    return comparing
-
-
-def _gradients(trainer: gluon.Trainer) -> List[mx.nd.NDArray]:
-    return [g for p in trainer._params if p._grad is not None for g in p._grad]
-
-
-def _written(trainer: gluon.Trainer) -> List[mx.nd.NDArray]:
-    """Returns the arrays that forward and backward write: gradients, and parameters without a gradient."""
-    return _gradients(trainer) + [d for p in trainer._params if p.grad_req == "null" for d in p._data or ()]
-
-
-def _gated(
-    wanted: Callable[[gluon.Trainer], bool], arrays: Callable[[gluon.Trainer], List[mx.nd.NDArray]]
-) -> Callable[[Callable], Callable]:
-    def wrap(method: Callable) -> Callable:
-        def gated(trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> Any:
-            if wanted(trainer) and (_native.layers() or isinstance(trainer._kvstore, ProcessStore)):
-                written = arrays(trainer)
-                if written:
-                    _native.gate(written)
-            return method(trainer, *args, **kwargs)
-
-        return gated
-
-    return wrap

@@ -80,7 +80,8 @@ FOLDERS = {
     "mxnet_side": [
         ["callers", "compatibility", "draws", "nodes", "operators"],
         ["blocks", "lifetime", "op", "processes", "translations"],
-        ["gamma", "mixed"],
+        ["gamma", "mixed", "module"],
+        ["trainer"],
         ["patches"],
         ["export"],
     ],

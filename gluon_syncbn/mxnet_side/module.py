@@ -1,0 +1,76 @@
+"""Wraps the methods of executors and of ``Module`` that a step with synchronised layers runs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any, Callable, Optional
+
+from mxnet.executor import Executor
+from mxnet.module import Module
+from mxnet.module.executor_group import DataParallelExecutorGroup
+
+from .. import _native
+from ..training import steps
+from ..training.replicas import IN_GRAPH
+from .nodes import Synchronised
+
+
+def calling(forward: Callable) -> Callable:
+    def wrapped(executor: Executor, is_train: bool = False, **kwargs: Any) -> Any:
+        if is_train and isinstance(executor._symbol, Synchronised):
+            for _, layer in executor._symbol.layers:
+                layer._replicas.runs(IN_GRAPH)
+                if executor._ctx in layer._replicas.contexts:
+                    _native.layer_called(layer._replicas.id, str(executor._ctx))
+        return forward(executor, is_train, **kwargs)
+
+    return wrapped
+
+
+def beginning(forward: Callable) -> Callable:
+    def wrapped(group: DataParallelExecutorGroup, data_batch: Any, is_train: Optional[bool] = None) -> None:
+        trains = group.for_training if is_train is None else is_train
+        with steps.executors_run_forward() if trains and _is_synchronised(group) else nullcontext():
+            forward(group, data_batch, is_train)
+
+    return wrapped
+
+
+def within(backward: Callable) -> Callable:
+    def wrapped(group: DataParallelExecutorGroup, *args: Any, **kwargs: Any) -> None:
+        with steps.executors_run_backward() if _is_synchronised(group) else nullcontext():
+            backward(group, *args, **kwargs)
+        _gate(group)
+
+    return wrapped
+
+
+def updating(update: Callable) -> Callable:
+    def wrapped(module: Module) -> None:
+        _gate(module._exec_group)
+        update(module)
+
+    return wrapped
+
+
+def _gate(group: DataParallelExecutorGroup) -> None:
+    if _is_synchronised(group):
+        gradients = [g for arrays in group.grad_arrays for g in arrays if g is not None]
+        if gradients:
+            _native.gate(gradients)
+
+
+def after_forward(method: Callable) -> Callable:
+    def wrapped(group: DataParallelExecutorGroup, *args: Any) -> None:
+        steps.settle_failed()
+        if _is_synchronised(group):
+            for executor in group.execs:
+                for output in executor.outputs:
+                    output.wait_to_read()
+        method(group, *args)
+
+    return wrapped
+
+
+def _is_synchronised(group: Optional[DataParallelExecutorGroup]) -> bool:
+    return isinstance(getattr(group, "symbol", None), Synchronised)
