@@ -75,7 +75,7 @@ def entry(result: Cell, name: str) -> str:
     """The ratio as it stands in a table, ``hang`` or ``error``, or ``-`` where a short run leaves contrib out."""
     if name in result["ratios"]:
         return f"{ratio(result, name):.2f}"
-    if name == "contrib" and not result["contrib"]:
+    if name == "contrib" and result.get("contrib") is False:
         return "-"
     return "hang" if result["problems"].get(name) == "hang" else "error"
 
