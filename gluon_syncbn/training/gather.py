@@ -92,12 +92,12 @@ def gather(features: Any, *, name: str = "gather", kvstore: Any = None) -> Any:
         arguments.refuse("features", features, "rows of one shape and type")
     if not isinstance(name, str) or not name:
         arguments.refuse("name", name, "a text")
+    store = session.exchange_of(kvstore) or session.exchange
     beside = [] if listed else session.beside(features.context)
     if beside:
         expected = f"a list of one array for each of {list(beside)}, because layers are there"
         arguments.refuse("features", features, expected)
     contexts = [array.context for array in arrays]
-    store = session.exchange_of(kvstore) or session.exchange
     rows = arrays[0]
     if len(arrays) > 1:
         # The backward of a copy overwrites the gradient of a variable with grad_req="add". That of identity adds.
