@@ -34,11 +34,13 @@ def options(
     devices: Sequence[int] = (),
     processes: bool = False,
     python: str = "",
+    eager: str = "",
 ) -> argparse.Namespace:
     """Parses the command line of a benchmark.
 
     `quick` describes the short run. `over` lists transports. `devices` are the default numbers of devices. `processes`
-    adds an option to measure processes instead. `python` names what another Python may have.
+    adds an option to measure processes instead. `python` names what another Python may have. `eager` is the help of an
+    option to measure eager nets instead.
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help=quick)
@@ -49,6 +51,8 @@ def options(
         places.add_argument("--devices", type=int, nargs="+", default=devices, help=f"how many ({devices})")
     if processes:
         places.add_argument("--processes", type=int, help="how many processes meet over MPI, with a CPU device each")
+    if eager:
+        parser.add_argument("--eager", action="store_true", help=eager)
     if over:
         parser.add_argument("--over", choices=over, default=over[0], help=f"what carries the messages ({over[0]})")
     if python:

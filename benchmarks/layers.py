@@ -7,12 +7,14 @@ so and the others are measured again without it.
 
     python benchmarks/layers.py             # writes benchmarks/results/layers.{md,json,png}
     python benchmarks/layers.py --quick     # a smoke test of a few seconds, its figures mean nothing
+    python benchmarks/layers.py --eager     # prints what it costs to issue the calls of an eager net
 """
 
 import gc
 import json
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Sequence, Tuple
 
@@ -23,6 +25,8 @@ from tqdm import tqdm
 LAYERS = 5
 SHAPES = [(2, 64, 8, 8), (2, 512, 15, 15), (2, 64, 64, 64), (4, 256, 60, 60)]  # of one replica
 REPLICAS = [1, 2, 4, 8]
+# Small, so that only the calls themselves count.
+EAGER = {"shape": (2, 16, 8, 8), "replicas": 2, "layers": 100, "rounds": 40, "budget_s": 30}
 QUICK_SHAPES, QUICK_REPLICAS = [(2, 64, 8, 8), (2, 8, 16, 16)], [1, 2]
 
 # What one layer must move when an activation does not fit into a cache, in passes over an activation:
@@ -43,9 +47,21 @@ on arrays of the same sizes. *With ReLU* compares nets in which ReLU stands behi
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _measuring.options(__doc__, arguments, quick="small shapes and few rounds: a smoke test")
+    quick = "small shapes and few rounds: a smoke test"
+    options = _measuring.options(__doc__, arguments, quick=quick, eager="only what it costs to issue eager calls")
     if options.child:
         child(json.loads(options.child))
+        return 0
+    if options.eager:
+        cell = {**EAGER, "contrib": False, **({"layers": 5, "rounds": 2} if options.quick else {})}
+        taken = _measuring.figures(__file__, cell, 150)
+        ratios = _results.compared({"seconds": taken}, {"ours, with waits": "plain, with waits"})["ratios"]
+        calls = cell["layers"] * cell["replicas"]
+        rows = [
+            [name, f"{_results.quantiles(taken[name])['median'] / calls * 1e6:.0f}", f"{ratios[name]['median']:.2f}"]
+            for name in ratios
+        ]
+        print(_results.table(["eager, forward and backward", "us for a layer and replica", "/ plain"], rows))
         return 0
 
     env = _results.environment(["benchmarks/layers.py", *arguments])
@@ -85,6 +101,9 @@ def child(cells: Sequence[_measuring.Cell]) -> None:
     import mxnet as mx
 
     for cell in cells:
+        if "layers" in cell:
+            print(json.dumps(issued(cell, contexts[: cell["replicas"]])), flush=True)
+            continue
         taken = _measuring.interleaved(steps(cell, contexts[: cell["replicas"]]), cell["rounds"], cell["budget_s"])
         print(json.dumps(taken), flush=True)
         gc.collect()  # the arrays of this cell
@@ -127,12 +146,44 @@ def steps(cell: _measuring.Cell, contexts: Sequence[Any]) -> Dict[str, Callable[
     return made
 
 
-def stack(contexts: Sequence[Any], channels: int, make: Callable[..., Any], relu: bool = False) -> Any:
+def issued(cell: _measuring.Cell, contexts: Sequence[Any]) -> _measuring.Rounds:
+    """Seconds in which the thread that issues an eager step computes, and those until all of it has been computed."""
+    import mxnet as mx
+    from mxnet.gluon import nn
+
+    import gluon_syncbn
+
+    xs = [mx.nd.random.normal(k, 1 + k, tuple(cell["shape"]), ctx=ctx) for k, ctx in enumerate(contexts)]
+    heads = [mx.nd.random.normal(shape=tuple(cell["shape"]), ctx=ctx) for ctx in contexts]
+    for x in xs:
+        x.attach_grad()
+    makes: Dict[str, Any] = {"plain": nn.BatchNorm, "ours": gluon_syncbn.SyncBatchNorm}
+    nets = {name: stack(contexts, cell["shape"][1], make, layers=cell["layers"]) for name, make in makes.items()}
+    for net in nets.values():
+        net.hybridize(active=False)
+    taken: _measuring.Rounds = {f"{name}{what}": [] for name in nets for what in ("", ", with waits")}
+    for done in range(cell["rounds"] + 1):
+        for name, net in nets.items():
+            began, start = time.perf_counter(), time.thread_time()
+            with mx.autograd.record():
+                outputs = [net(x) for x in xs]
+            mx.autograd.backward(outputs, heads)
+            issuing = time.thread_time() - start
+            mx.nd.waitall()
+            if done:  # the first one warms up
+                taken[name].append(issuing)
+                taken[f"{name}, with waits"].append(time.perf_counter() - began)
+    return taken
+
+
+def stack(
+    contexts: Sequence[Any], channels: int, make: Callable[..., Any], relu: bool = False, layers: int = LAYERS
+) -> Any:
     """A hybridized net of so many layers."""
     from mxnet.gluon import nn
 
     net = nn.HybridSequential()
-    for _ in range(LAYERS):
+    for _ in range(layers):
         net.add(make(in_channels=channels))
         if relu:
             net.add(nn.Activation("relu"))

@@ -281,8 +281,28 @@ def contexts_are_shared() -> bool:
     return bool(_core.syncbn_contexts_are_shared())
 
 
-def layer_drop(layer: int) -> None:
+def layer_drop(layer: int, calls: Dict[Any, int]) -> None:
+    """Drops a layer, and the numbers of its eager calls."""
     _core.syncbn_layer_drop(layer)
+    for number in calls.values():
+        del _calls[number]
+
+
+_calls: Dict[int, Dict[str, str]] = {}  # the attributes of each number
+
+
+def call_create(attributes: Dict[str, str]) -> int:
+    """Keeps the attributes of eager calls. Returns the number that stands for them, until the layer is dropped."""
+    number = _core.syncbn_call_create(*_names(list(attributes)), _names(list(attributes.values()))[1])
+    _calls[number] = attributes
+    return number
+
+
+def call_attributes(number: int) -> Dict[str, str]:
+    """Returns the attributes that a number stands for. MXNetError: their layer is gone."""
+    if number not in _calls:
+        raise MXNetError("a SyncBatchNorm that this graph has recorded is gone. Keep the layer as long as the graph.")
+    return _calls[number]
 
 
 def layer_token(layer: int) -> str:

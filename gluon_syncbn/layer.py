@@ -394,23 +394,23 @@ class SyncBatchNorm(nn.BatchNorm):
     ) -> Any:
         if mask is not None:
             self._check_mask(F, mask, x)
-        kwargs = dict(self._kwargs)
+        kwargs, replicas, training = dict(self._kwargs), self._replicas, autograd.is_training()
         # MXNet's BatchNorm fails in 5 dimensions behind a convolution ("Check failed: !is_view").
-        frozen = kwargs.pop("use_global_stats") or (F is mx.nd and not autograd.is_training())
-        trains = autograd.is_training() and not frozen
-        if F is mx.nd and autograd.is_training():
-            self._replicas.runs(UNFUSED if self._fuses and trains else EAGER)
-        if self._replicas.problem and trains and not self._replicas.reaches_other_processes():
-            raise ValueError(self._replicas.problem)
+        frozen = kwargs.pop("use_global_stats") or (F is mx.nd and not training)
+        trains = training and not frozen
+        if F is mx.nd and training:
+            replicas.runs(UNFUSED if self._fuses and trains else EAGER)
+        if replicas.problem and trains and not replicas.reaches_other_processes():
+            raise ValueError(replicas.problem)
         node = -1
         if F is not mx.nd:  # all contexts share the graph: a node meets only itself on the other contexts
             node, self._nodes = self._nodes, self._nodes + 1
+        per_context = 1 if frozen else replicas.of_context
         # A graph may be recorded between initialize() and the first batch. Then only the contexts are known.
-        deferred = self.running_mean._deferred_init
-        contexts = self._replicas.given or (deferred[1] if deferred else [])
-        per_context = self._replicas.per_context(contexts) if contexts and not frozen else 1
+        if not replicas.given and not frozen and self.running_mean._deferred_init:
+            per_context = replicas.per_context(self.running_mean._deferred_init[1])
         kwargs.update(per_context=per_context, node=node, unbiased=self._unbiased, frozen=frozen)
-        inputs = (x, gamma, beta, running_mean, running_var, self._replicas)
+        inputs = (x, gamma, beta, running_mean, running_var, replicas)
         single = per_context == 1 and not frozen
         fuses = single and self._fuses and addend is None and self._activation == NONE
         kwargs.update(activation=self._activation, fuses=fuses, inplace=single and self._works_in_place(F))

@@ -176,7 +176,18 @@ SYNCBN_API int64_t syncbn_layers() { return static_cast<int64_t>(registry().coun
 
 SYNCBN_API int syncbn_contexts_are_shared() { return registry().contexts_are_shared(); }
 
-SYNCBN_API void syncbn_layer_drop(int64_t id) { registry().drop(id); }
+SYNCBN_API void syncbn_layer_drop(int64_t id) {
+    syncbn::forget_calls(id);
+    registry().drop(id);
+}
+
+SYNCBN_API int64_t syncbn_call_create(int64_t count, const char** keys, const char** values) {
+    return guarded<int64_t>(-1, [&] {
+        syncbn::Attributes attributes;
+        for (int64_t i = 0; i < count; ++i) attributes[keys[i]] = values[i];
+        return syncbn::create_call(attributes);
+    });
+}
 
 SYNCBN_API const char* syncbn_layer_token(int64_t id) {
     return text([&] { return registry().token_of(*found(id)); });

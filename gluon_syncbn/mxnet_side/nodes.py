@@ -7,6 +7,8 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import mxnet as mx
 
+from .. import _native
+
 Json = Dict[str, Any]
 Entry = List[int]  # an output: its node, its number there, and the version of the array that the node overwrites
 #: Replaces a node, given its number, the node and its inputs: an entry for each output; None copies the node.
@@ -55,6 +57,9 @@ def json_of(symbol: mx.sym.Symbol, casts: bool = True) -> Json:
     By default, MXNet's ``Symbol.tojson`` removes them from a copy of the graph, which it never frees.
     """
     recorded: Json = json.loads(_tojson(symbol, remove_amp_cast=False))
+    for node in recorded["nodes"]:
+        if node["op"] == "Custom" and "call" in node["attrs"]:  # an eager call; see op.py
+            node["attrs"].update(_native.call_attributes(int(node["attrs"].pop("call"))))
     if casts:
         return recorded
     graph = Graph()

@@ -9,6 +9,7 @@ import mxnet as mx
 import numpy as np
 from mxnet import autograd
 
+from .. import _native
 from ..activation import NONE, Activation
 from ..training.guards import guard
 from ..training.replicas import Replicas
@@ -57,46 +58,58 @@ def sync_batch_norm(
     one replica per context, because nobody meets. In a static graph MXNet's engine does not know that a node writes
     the running statistics. So two nodes of one layer may run in either order there.
     """
-    on_cpus = not replicas.contexts or any(context.device_type != "gpu" for context in replicas.contexts)
-    guarded = guard(F, replicas, on_cpus=on_cpus, eager=node < 0)
-    custom = functools.partial(
-        F.Custom,
-        op_type=NAME,
-        layer=replicas.token,
-        per_context=per_context,
-        node=node,
-        axis=axis,
-        eps=repr(float(eps)),
-        momentum=repr(float(np.float32(momentum))),  # as MXNet's own BatchNorm keeps it
-        fix_gamma=int(fix_gamma),
-        unbiased=int(unbiased),
-        on_cpus=int(on_cpus),
-        **activation.attributes(),
-        fuses=int(fuses),
-        inplace=int(inplace),
-        use_global_stats=int(frozen),
-    )
+    guarded = guard(F, replicas, on_cpus=replicas.on_cpus, eager=node < 0)
     data = [x] if addend is None else [x, addend]
     if mask is not None:
         data.append(F.Cast(mask, dtype="float64") if guarded else mask)  # SwapAxis takes no bool
     if guarded:
         data = [guarded(array) for array in data]
     inputs, states = [data[0], gamma, beta, *data[1:]], [running_mean, running_var]
-    adds, masks = int(addend is not None), int(mask is not None)
+    settings = per_context, axis, eps, momentum, fix_gamma, unbiased, activation, inplace, frozen, replicas.on_cpus
+
+    def custom(*given: Any, role: int, adds: bool = addend is not None, masks: bool = mask is not None) -> Any:
+        # An eager call has a number in place of the attributes, which would become texts, and be parsed again.
+        number = replicas.calls.get((settings, role, adds, masks)) if node < 0 else None
+        if number is not None:
+            return F.Custom(*given, op_type=NAME, call=number)
+        attributes = {
+            "layer": replicas.token,
+            "per_context": per_context,
+            "node": node,
+            "axis": axis,
+            "eps": repr(float(eps)),
+            "momentum": repr(float(np.float32(momentum))),  # as MXNet's own BatchNorm keeps it
+            "fix_gamma": int(fix_gamma),
+            "unbiased": int(unbiased),
+            "on_cpus": int(replicas.on_cpus),
+            **activation.attributes(),
+            "fuses": int(fuses),
+            "inplace": int(inplace),
+            "use_global_stats": int(frozen),
+            "role": role,
+            "adds": int(adds),
+            "masks": int(masks),
+        }
+        if node >= 0:
+            return F.Custom(*given, op_type=NAME, name="track" if role == Role.TRACK else "fwd", **attributes)
+        texts = {key: str(value) for key, value in attributes.items()}
+        replicas.calls[settings, role, adds, masks] = _native.call_create(texts)
+        return custom(*given, role=role, adds=adds, masks=masks)
+
     if running_mean is None:
-        return custom(*inputs, role=Role.MEET, adds=adds, masks=masks, name="moments")[1]
+        return custom(*inputs, role=Role.MEET)[1]
     if per_context == 1:
-        y = custom(*inputs, *states, role=Role.WHOLE, adds=adds, masks=masks, name="fwd")
+        y = custom(*inputs, *states, role=Role.WHOLE)
     else:
-        y, batch, *handed_on = custom(*inputs, role=Role.MEET, adds=adds, masks=masks, name="fwd")
-        track = functools.partial(custom, y, gamma, beta, *handed_on, batch, *states, role=Role.TRACK, name="track")
+        y, batch, *handed_on = custom(*inputs, role=Role.MEET)
+        track = functools.partial(custom, y, gamma, beta, *handed_on, batch, *states, role=Role.TRACK, masks=False)
         if node >= 0:  # a graph predicts, too
-            y = track(adds=adds)
+            y = track()
         else:
             # Separate from the data, because this node waits for the previous writer of the running statistics. With a
             # thread for each replica, the writer may belong to a later call.
             recording = autograd.set_recording(False)
-            track(adds=0)
+            track(adds=False)
             autograd.set_recording(recording)
     return guarded(y) if guarded else y
 

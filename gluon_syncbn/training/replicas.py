@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from contextlib import contextmanager
-from typing import Any, ClassVar, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, ClassVar, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from mxnet import autograd
 from mxnet.context import Context
@@ -133,6 +133,9 @@ class Replicas:
         self.channels = 0
         self.given: List[Context] = []
         self.contexts: List[Context] = []  # the same, without repetitions
+        self.on_cpus = True  # some of them may be
+        self.of_context = 1  # `per_context` of these
+        self.calls: Dict[Any, int] = {}  # the core's numbers of eager calls, by their attributes
         self.problem = ""  # why these contexts cannot train
         self._running: Sequence[weakref.ref[Parameter]] = ()
         self.ran = NEVER  # how the last training call came
@@ -143,7 +146,8 @@ class Replicas:
         self._of_tokens[self.token] = self
         if pooling.mode != "local":
             session.to_come.add(self)
-        weakref.finalize(self, _native.layer_drop, self.id).atexit = False  # a daemon thread may still use it
+        # At exit a daemon thread may still use it.
+        weakref.finalize(self, _native.layer_drop, self.id, self.calls).atexit = False
         if timeout is not None:
             _native.layer_timeout(self.id, timeout)
         if exchange is not None:
@@ -184,8 +188,10 @@ class Replicas:
                 cuda.check_architecture(context.device_id)
         replicas = self.num_devices or len(contexts)
         self.given, self.contexts, self.channels = list(contexts), unique, channels
+        self.on_cpus = any(context.device_type != "gpu" for context in unique)
         self.problem = self.pooling.problem(replicas)
-        if self.per_context(contexts) > 1:
+        self.of_context = self.per_context(contexts)
+        if self.of_context > 1:
             # With 8 gradients of an array or more, MXNet adds each one before it runs the operators of the next
             # gradient (AggregateGradient in src/executor/graph_executor.cc). One replica's sum then precedes the next
             # replica's operators, for which the first replica waits: a deadlock. MXNet reads the setting at its first
@@ -210,7 +216,7 @@ class Replicas:
     def separates(self) -> bool:
         """Whether replicas on CPU contexts need temporary space and random states of their own."""
         cpus = sum(context.device_type == "cpu" for context in self.contexts)
-        return cpus > 1 or (cpus == 1 and self.per_context(self.given) > 1)
+        return cpus > 1 or (cpus == 1 and self.of_context > 1)
 
     def _separate_resources(self) -> None:
         problem = _native.separate_resources()
@@ -221,7 +227,7 @@ class Replicas:
                 "MXNET_CPU_PARALLEL_RAND_COPY are large",
                 stacklevel=2,
             )
-        shared = self.per_context(self.given)
+        shared = self.of_context
         if shared > 1:
             # Replicas on one context take its copies in turn. There must be more copies than one replica's operators
             # hold. Nets with 45 to 155 layers needed up to 4 for each layer. A copy of random states takes 5 MB.

@@ -195,6 +195,12 @@ def test_the_results_of_the_repository_are_short(benchmarks):
     assert texts and sum(text.count("\n") for text in texts) <= 2000
 
 
+def test_what_eager_calls_cost():
+    ((header, rows),) = tables(run("layers", "--eager", "--quick"))
+    assert header == ["eager, forward and backward", "us for a layer and replica", "/ plain"]
+    assert_cells(rows, [["ours"], ["ours, with waits"]], NUMBER, NUMBER)
+
+
 def test_the_results_of_the_layers_are_complete(short_runs):
     text, cells = results("layers", *short_runs["layers"])
     ((header, rows),) = tables(text)

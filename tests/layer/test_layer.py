@@ -1,6 +1,7 @@
 """N devices with the layer are one device with nn.BatchNorm on the concatenated batch."""
 
 import itertools
+import json
 
 import mxnet as mx
 import numpy as np
@@ -28,6 +29,7 @@ from replicas import (
 
 import gluon_syncbn
 from gluon_syncbn import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd, reference
+from gluon_syncbn.mxnet_side import operators
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -415,3 +417,21 @@ def test_bfloat16_in_what_is_done_with_nets(contexts, rng):
     values = np.concatenate(batch.shards).astype("float64")
     np.testing.assert_allclose(layer.running_mean.data(contexts[1]).asnumpy(), values.mean((0, 2, 3)), rtol=1e-5)
     np.testing.assert_allclose(layer.running_var.data(contexts[0]).asnumpy(), values.var((0, 2, 3)), rtol=1e-5)
+
+
+def test_eager_calls_have_a_number_in_place_of_their_attributes(monkeypatch):
+    given, own = [], operators._ND
+    custom = lambda *args, **kwargs: given.append(kwargs) or own.Custom(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(operators, "_ND", own._replace(Custom=custom))
+    layer = gluon_syncbn.SyncBatchNorm(in_channels=3)
+    layer.initialize()
+    for frozen in (False, True, False):
+        layer._kwargs["use_global_stats"] = frozen
+        with autograd.record():
+            y = layer(mx.nd.ones((2, 3)))
+        y.wait_to_read()
+        nodes = {node["op"]: node for node in json.loads(autograd.get_symbol(y).tojson())["nodes"]}
+        assert "Custom" not in nodes and nodes["BatchNorm"]["attrs"]["use_global_stats"] == str(frozen)
+    assert all(set(kwargs) == {"op_type", "call"} for kwargs in given)
+    first, second, third = [kwargs["call"] for kwargs in given]
+    assert first == third != second

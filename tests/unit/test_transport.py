@@ -25,7 +25,7 @@ def layer_id():
     """Of a layer in the native core, for its time limit."""
     number = _native.layer_create("bn", 0, 1, 0)
     yield number
-    _native.layer_drop(number)
+    _native.layer_drop(number, {})
 
 
 def stores(size):

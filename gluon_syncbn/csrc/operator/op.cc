@@ -396,6 +396,53 @@ void check_epilogue(const Node& node) {
     if (node.inplace && !invertible) throw dmlc::Error("inplace=True, but activation '" + name + "' has no inverse");
 }
 
+const char* const kGone =
+    "this graph holds a SyncBatchNorm of another process, or one that is gone. Write it again in its process: "
+    "net.export, net.save and a symbol's save and tojson write BatchNorm. Then convert what is loaded.";
+
+Node node_of(Attributes given) {
+    Node node;
+    node.layer = registry().of_token(given["layer"]);
+    if (!node.layer) throw dmlc::Error(kGone);
+    node.number = std::stoll(given["node"]);
+    node.role = static_cast<Role>(std::stoi(given["role"]));
+    node.per_context = std::stoul(given["per_context"]);
+    node.axis = std::stoi(given["axis"]);
+    node.epsilon = std::stod(given["eps"]);
+    node.momentum = std::stod(given["momentum"]);
+    node.activation = activation_of(given["activation"], std::stod(given["slope"]), std::stod(given["ceiling"]));
+    node.adds = given["adds"] == "1";
+    node.masks = given["masks"] == "1";
+    node.inplace = given["inplace"] == "1";
+    check_epilogue(node);
+    node.fix_gamma = given["fix_gamma"] == "1";
+    node.unbiased = given["unbiased"] == "1";
+    node.frozen = given["use_global_stats"] == "1";
+    node.on_cpus = given["on_cpus"] == "1";
+    return node;
+}
+
+// Those of `create_call`.
+struct Calls {
+    std::mutex mutex;  // guards the rest
+    std::map<int64_t, Node> nodes;
+    int64_t next = 1;
+};
+Calls& calls = *new Calls;
+
+Node node_of(int size, const char** keys, const char** values) {
+    for (int i = 0; i < size; ++i) {
+        if (std::strcmp(keys[i], "call") != 0) continue;
+        std::lock_guard<std::mutex> lock(calls.mutex);
+        const auto found = calls.nodes.find(std::atoll(values[i]));
+        if (found == calls.nodes.end()) throw dmlc::Error(kGone);
+        return found->second;
+    }
+    Attributes given;
+    for (int i = 0; i < size; ++i) given[keys[i]] = values[i];
+    return node_of(std::move(given));
+}
+
 // MXNet calls delete_property even if this function throws, so it sets the callbacks first.
 int describe_layer(const char*, const int size, const char** keys, const char** values, MXCallbackList* out) {
     static Callback callbacks[] = {as_callback<delete_property>(), as_callback<list_arguments>(),
@@ -409,32 +456,24 @@ int describe_layer(const char*, const int size, const char** keys, const char** 
     auto* property = new Property;
     out->contexts = property->callback_states.data();
     property->callback_states.fill(property);
-    std::map<std::string, std::string> given;
-    for (int i = 0; i < size; ++i) given[keys[i]] = values[i];
-    property->layer = registry().of_token(given["layer"]);
-    if (!property->layer)
-        throw dmlc::Error(
-            "this graph holds a SyncBatchNorm of another process, or one that is gone. Write it again in its process: "
-            "net.export, net.save and a symbol's save and tojson write BatchNorm. Then convert what is loaded.");
-    property->number = std::stoll(given["node"]);
-    property->role = static_cast<Role>(std::stoi(given["role"]));
-    property->per_context = std::stoul(given["per_context"]);
-    property->axis = std::stoi(given["axis"]);
-    property->epsilon = std::stod(given["eps"]);
-    property->momentum = std::stod(given["momentum"]);
-    property->activation = activation_of(given["activation"], std::stod(given["slope"]), std::stod(given["ceiling"]));
-    property->adds = given["adds"] == "1";
-    property->masks = given["masks"] == "1";
-    property->inplace = given["inplace"] == "1";
-    check_epilogue(*property);
-    property->fix_gamma = given["fix_gamma"] == "1";
-    property->unbiased = given["unbiased"] == "1";
-    property->frozen = given["use_global_stats"] == "1";
-    property->on_cpus = given["on_cpus"] == "1";
+    static_cast<Node&>(*property) = node_of(size, keys, values);
     return 1;
 }
 
 }  // namespace
+
+int64_t create_call(const Attributes& attributes) {
+    const Node node = node_of(attributes);
+    std::lock_guard<std::mutex> lock(calls.mutex);
+    calls.nodes.emplace(calls.next, node);
+    return calls.next++;
+}
+
+void forget_calls(int64_t layer) {
+    std::lock_guard<std::mutex> lock(calls.mutex);
+    for (auto it = calls.nodes.begin(); it != calls.nodes.end();)
+        it = it->second.layer->id == layer ? calls.nodes.erase(it) : std::next(it);
+}
 
 bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
 

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <string>
 
 #include "mxnet_api.h"
 
@@ -9,6 +11,13 @@ namespace syncbn {
 
 // Registers the operator with the MXNet library of these functions. Returns MXNet's status.
 int register_operator(const MXNet& functions);
+
+using Attributes = std::map<std::string, std::string>;
+
+// Keeps the attributes of a call, and returns a number: an eager call has it in their place, as the attribute `call`.
+int64_t create_call(const Attributes& attributes);
+// Forgets those of a layer.
+void forget_calls(int64_t layer);
 
 // Whether this is the process's first thread.
 bool on_main_thread();
