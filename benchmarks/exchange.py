@@ -8,6 +8,7 @@ bytes in the same processes and run, which never give up waiting; MPI matches by
     python benchmarks/exchange.py --quick           # a smoke test, its figures mean nothing
 """
 
+import functools
 import json
 import sys
 import time
@@ -119,7 +120,6 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
     import numpy as np
 
     from gluon_syncbn import _native
-    from gluon_syncbn.exchange.transport import Label
 
     if store.why_not_in_memory is not None:
         raise SystemExit(f"the processes do not share memory: {store.why_not_in_memory}")
@@ -130,16 +130,22 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
         calls = iter(range(10**9))
         # As in a step, nothing is made for a call; there, no Python is on the way either.
         ticket = _native.Ticket(layer, size, 0, 0, b"a benchmark", 120.0)
-        arguments = (store.handle, ticket, values.size, values.ctypes.data, total.ctypes.data)
 
-        def ours(ticket: Any = ticket, arguments: Any = arguments, calls: Any = calls) -> None:
+        def call(
+            handle: int,
+            ticket: Any = ticket,
+            calls: Any = calls,
+            size: int = size,
+            data: Any = (values.ctypes.data, total.ctypes.data),
+        ) -> None:
             ticket.call = next(calls)
-            _native.allreduce_at(*arguments)
+            _native.allreduce_at(handle, ticket, size // 8, *data)
 
-        def transport(values: Any = values, size: int = size, calls: Any = calls) -> None:
-            store._transport.allreduce(Label("statistics", size, call=next(calls), what="a benchmark"), values)
-
-        steps: Dict[str, Callable[[], None]] = {"bare": bare_sum(over, values), "ours": ours, "transport": transport}
+        steps: Dict[str, Callable[[], None]] = {
+            "bare": bare_sum(over, values),
+            "ours": functools.partial(call, store.handle),
+            "transport": functools.partial(call, store._transport.handle),
+        }
         taken = in_turn(steps, work["rounds"])
         cells.append({"bytes": size, "processes": store.num_workers, "microseconds": taken})
     return {"sizes": cells}

@@ -41,15 +41,6 @@ class Ticket(ctypes.Structure):
     interrupts: int  # their number when the first replica came
 
 
-class Total(NamedTuple):
-    """The result of an exchange: see ``csrc/exchange/exchange.h``."""
-
-    values: np.ndarray
-    first: int  # index of this process's first value
-    key: int  # of the layer, the same in every process
-    groups: np.ndarray = NO_GROUPS  # of each replica whose vector is here, if the exchange knows them
-
-
 class Agreed(NamedTuple):
     """The processes' agreement about a layer, as in csrc/exchange/exchange.h."""
 
@@ -71,15 +62,17 @@ def _function(*arguments: Any) -> Any:
     return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.POINTER(Ticket), *arguments, ctypes.POINTER(_Problem))
 
 
-_Rows = _function(ctypes.c_int64, ctypes.c_int64, ctypes.POINTER(ctypes.c_double), ctypes.c_void_p)
-
-
-class _Functions(ctypes.Structure):  # PythonFunctions in csrc/exchange/python_transport.h
+class _Functions(ctypes.Structure):  # PythonFunctions in csrc/exchange/python.h
     _fields_ = [
-        ("merge", _Rows),
-        ("add", _Rows),
-        ("gather", _Rows),
-        ("agreed", _function(ctypes.c_void_p)),
+        ("add", _function(*[ctypes.c_int64] * 2, *[ctypes.POINTER(ctypes.c_double)] * 2)),
+        (
+            "gather",
+            _function(
+                *(ctypes.c_char_p, ctypes.c_int64, ctypes.c_double, ctypes.c_int64, ctypes.POINTER(ctypes.c_size_t)),
+                *(ctypes.c_int64, ctypes.POINTER(ctypes.c_double), ctypes.c_void_p),
+            ),
+        ),
+        ("agreed", _function(ctypes.c_int64, ctypes.c_void_p)),
     ]
 
 
@@ -95,9 +88,24 @@ class _MachinesInPython(ctypes.Structure):  # in csrc/exchange/machines.h
     ]
 
 
-class _Mpi(ctypes.Structure):  # in csrc/exchange/machines.h
-    _fields_ = [(name, ctypes.c_void_p) for name in ("all_reduce", "broadcast", "test", "in_place")]
-    _fields_ += [(name, ctypes.c_ssize_t) for name in ("communicator", "float32", "float64", "int64", "add")]
+class Mpi(ctypes.Structure):
+    """MPI's functions and handles: see ``csrc/exchange/mpi.h``."""
+
+    _FUNCTIONS = ("Isend", "Improbe", "Imrecv", "Get_count", "Test", "Iallreduce", "Ibcast")
+    _fields_ = [(name, ctypes.c_void_p) for name in (*_FUNCTIONS, "in_place")]
+    _fields_ += [(name, ctypes.c_ssize_t) for name in ("bytes", "float32", "float64", "int64", "add")]
+    _fields_ += [("any_rank", ctypes.c_int64), ("any_tag", ctypes.c_int64)]
+    _fields_ += [("communicator", ctypes.c_ssize_t), ("leaders", ctypes.c_ssize_t)]
+
+    @classmethod
+    def of(cls, file: str, **fields: int) -> Mpi:
+        """Finds the functions in the libraries of this file. MXNetError: one of them is missing."""
+        library = ctypes.CDLL(file)
+        try:
+            found = {name: ctypes.cast(library[f"MPI_{name}"], ctypes.c_void_p).value for name in cls._FUNCTIONS}
+        except AttributeError as error:
+            raise MXNetError(f"kvstore 'mpi' needs functions of MPI 3 that this library lacks: {error}") from None
+        return cls(**found, **fields)
 
 
 def _unusable(error: Exception) -> ImportError:
@@ -375,6 +383,16 @@ class Wait:
         return _core.syncbn_wait_poll(self._wait).decode()
 
 
+#: Why a wait ends; the order is that of `Wait::Why` in csrc/waiting/wait.h.
+WHYS = ("asked to end", "forked", "late", "long")
+
+
+def text_of_wait(why: str, what: str, rank: str, missing: str, limit: float, waited: float) -> str:
+    """Returns the text of a wait of this rank for others, in the exchange that ``what`` names."""
+    texts = [_bytes(text) for text in (what, rank, missing)]
+    return _core.syncbn_text_of_wait(WHYS.index(why), *texts, limit, waited).decode(errors="replace")
+
+
 def devices(contexts: Sequence[str]) -> None:
     _core.syncbn_devices(*_names(contexts))
 
@@ -615,11 +633,21 @@ _exchanges: Dict[int, Any] = {}  # Python exchanges; the core may call one for a
 _numbers = itertools.count(1)
 
 
-def python_exchange(exchange: Any, spans_processes: bool) -> Handle:
-    """Registers an exchange in Python, a `gluon_syncbn.exchange.base.PythonExchange`."""
+def python_exchange(exchange: Any) -> int:
+    """Registers an exchange, some of whose methods the core calls. Returns its number."""
     number = next(_numbers)
     _exchanges[number] = exchange
-    return (_core.syncbn_exchange_processes if spans_processes else _core.syncbn_exchange_contexts)(number)
+    return number
+
+
+def kvstore_exchange(number: int) -> Handle:
+    """Returns the exchange over the contexts of this process that adds by a store of MXNet's."""
+    return _core.syncbn_exchange_contexts(number)
+
+
+def processes(number: int, rank: int, size: int, mpi: Optional[Mpi]) -> Handle:
+    """Returns the exchange over the processes of a job. Without ``mpi``, it calls the exchange of this number."""
+    return _core.syncbn_exchange_processes(number, rank, size, ctypes.byref(mpi) if mpi else None)
 
 
 def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
@@ -628,28 +656,29 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
     def array_at(pointer: Any, shape: Tuple[int, ...]) -> np.ndarray:
         return np.ctypeslib.as_array(pointer, shape) if shape[-1] else np.empty(shape)  # the pointer may be null
 
-    def reduction(method: str) -> Any:
-        def call(exchange: Any, layer: Any, ticket: Ticket, count: int, length: int, rows: Any, out: int) -> None:
-            total = getattr(exchange, method)(layer, ticket, array_at(rows, (count, length)))
-            values = np.ascontiguousarray(total.values, np.float64)
-            _core.syncbn_total(out, values.size, values.ctypes.data, total.first, total.key, *_address(total.groups))
+    def add(exchange: Any, ticket: Ticket, count: int, length: int, rows: Any, out: Any) -> None:
+        total = exchange.add(layer_of(exchange, ticket), array_at(rows, (count, length)))
+        array_at(out, (length,))[:] = total
 
-        return call
+    def gather(exchange: Any, ticket: Ticket, what: bytes, key: int, longer: float, *rest: Any) -> None:
+        count, ranks, length, values, out = rest
+        own = array_at(values, (length,))
+        for part in exchange.gather(ticket, what.decode(), key, longer, ranks[:count], own):
+            _core.syncbn_part(out, part.size, part.ctypes.data)
 
-    def agreed(exchange: Any, layer: Any, ticket: Ticket, out: Any) -> None:
-        key, ranks, channels, replicas, members, groups, first = exchange.agreed(layer)
-        bits = sum(1 << rank for rank in ranks if rank < MOST_RANKS)
-        head = key, bool(ranks), bits, channels, replicas, *_address(members)
-        _core.syncbn_agreed(out, *head, groups.ctypes.data, first)
+    def agreed(exchange: Any, ticket: Ticket, here: int, out: Any) -> None:
+        of = exchange.agreed(layer_of(exchange, ticket), here)
+        ranks = (ctypes.c_size_t * len(of.ranks))(*of.ranks)
+        head = of.key, len(ranks), ranks, of.channels, of.replicas, *_address(of.members)
+        _core.syncbn_agreed(out, *head, of.groups.ctypes.data, of.first)
 
-    calls = {**{name: reduction(name) for name in ("merge", "add", "gather")}, "agreed": agreed}
+    calls: Dict[str, Callable[..., None]] = {"add": add, "gather": gather, "agreed": agreed}
 
     def guarded(call: Callable[..., None]) -> Callable[..., int]:
         def function(number: int, ticket: Any, *arguments: Any) -> int:
             *given, problem = arguments
             try:
-                exchange = _exchanges[number]
-                call(exchange, layer_of(exchange, ticket.contents), ticket.contents, *given)
+                call(_exchanges[number], ticket.contents, *given)
                 return 0
             except BaseException as error:  # it must not pass through C++; its text goes to every replica
                 text = _bytes(f"{type(error).__name__}: {error}")[:1023]
@@ -707,19 +736,44 @@ class Segment:
     def free(self) -> None:
         _core.syncbn_segment_free(self._pointer)
 
-    def exchange(self, transport: Handle) -> Handle:
-        """Makes an exchange of the segment, and takes the segment over."""
-        return _core.syncbn_exchange_shared_memory(self._pointer, transport)
+    def exchange(self, processes: Handle, ranks: Sequence[int], leaders: Sequence[int]) -> Handle:
+        """Makes the exchange over processes use the segment, which ``ranks`` share, and takes the segment over.
 
-    def exchange_of_machine(self, transport: Handle, ranks: Sequence[int], of: int) -> Handle:
-        """Makes an exchange of the segment, which ``ranks`` share; the job has ``of`` processes."""
-        numbers = (ctypes.c_int64 * len(ranks))(*ranks)
-        return _core.syncbn_exchange_machine(self._pointer, transport, numbers, len(ranks), of)
+        ``leaders`` has one rank of each machine.
+        """
+        here, of_all = ((ctypes.c_size_t * len(some))(*some) for some in (ranks, leaders))
+        return _core.syncbn_exchange_machine(processes, self._pointer, len(ranks), here, len(leaders), of_all)
 
 
-def hierarchy(machine: Handle, leaders: Handle, transport: Handle) -> Handle:
-    """Returns the exchange in levels: see ``csrc/exchange/hierarchy.h``."""
-    return _core.syncbn_exchange_hierarchy(machine, leaders, transport)
+def bytes_of(
+    processes: Handle, ranks: Sequence[int], identity: Tuple[int, int, int, int], what: str, own: bytes
+) -> List[np.ndarray]:
+    """Sends bytes to some ranks over MPI. Returns theirs, this one's included, in the order of ``ranks``.
+
+    The kind, key, call and phase identify the messages. MXNetError: some rank does not come, or has failed.
+    """
+    some = (ctypes.c_size_t * len(ranks))(*ranks)
+    found = _core.syncbn_bytes_of(processes, len(some), some, *identity, _bytes(what), timeout_of(), len(own), own)
+    try:
+        size, parts = ctypes.c_int64(), []
+        for place in range(len(some)):
+            address = _core.syncbn_bytes_at(found, place, ctypes.byref(size))
+            parts.append(np.frombuffer(ctypes.string_at(address, size.value), np.uint8))
+        return parts
+    finally:
+        _core.syncbn_bytes_free(found)
+
+
+def sent(processes: Handle) -> int:
+    """Returns the number of messages that this process has sent over MPI, to a rank each."""
+    return _core.syncbn_sent(processes)
+
+
+def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:
+    """Returns ``[count, mean[C], m2[C]]`` of the values of both, float64: see csrc/pooling/statistics.h."""
+    merged, part = np.array(total, np.float64), np.ascontiguousarray(part, np.float64)
+    _core.syncbn_merge_moments(merged.ctypes.data, part.ctypes.data, merged.size // 2)
+    return merged
 
 
 def allreduce(exchange: Handle, ticket: Ticket, row: np.ndarray, merges: bool = False) -> np.ndarray:
@@ -770,7 +824,7 @@ _between: List[_MachinesInPython] = []  # the core keeps pointers into them
 _ANNOUNCEMENT = 2 + 512  # numbers, as in csrc/exchange/machines.h
 
 
-def sum_between(exchange: Handle, first: bool, leader: Any, mpi: Optional[Dict[str, Any]]) -> None:
+def sum_between(exchange: Handle, first: bool, leader: Any, mpi: Optional[Mpi]) -> None:
     """Gives the leader of a machine its way to the others, before the first sum.
 
     Parameters
@@ -781,11 +835,14 @@ def sum_between(exchange: Handle, first: bool, leader: Any, mpi: Optional[Dict[s
         Whether it is the first leader.
     leader : Any
         ``tell(numbers)`` returns the first leader's, ``add(values)`` adds in place, ``check()`` raises an error if
-        another process has failed, ``fail(reason)`` tells the others. The core calls only the last two if it has
-        ``mpi``.
-    mpi : dict, optional
-        The file that has loaded MPI, and the fields of `_Mpi` that are no functions.
+        another process has failed, ``fail(reason)`` tells the others. None with MPI.
+    mpi : Mpi, optional
+        Adds in place of ``leader``.
     """
+    if leader is None:
+        assert mpi is not None
+        _core.syncbn_sum_between(exchange, first, None, ctypes.byref(mpi))
+        return
 
     def guarded(call: Callable[..., None]) -> Callable[..., int]:
         def function(*arguments: Any) -> int:
@@ -812,20 +869,14 @@ def sum_between(exchange: Handle, first: bool, leader: Any, mpi: Optional[Dict[s
     calls = {"tell": guarded(tell), "add": guarded(add), "check": guarded(leader.check)}
     calls["fail"] = lambda reason: leader.fail(reason.decode(errors="replace"))
     _between.append(_MachinesInPython(**{name: types[name](call) for name, call in calls.items()}))
-    handles = None
-    if mpi is not None:
-        library = ctypes.CDLL(mpi.pop("file"))
-        functions = {"all_reduce": "MPI_Iallreduce", "broadcast": "MPI_Ibcast", "test": "MPI_Test"}
-        found = {name: ctypes.cast(library[symbol], ctypes.c_void_p).value for name, symbol in functions.items()}
-        handles = ctypes.byref(_Mpi(**found, **mpi))
-    _core.syncbn_sum_between(exchange, first, ctypes.byref(_between[-1]), handles)
+    _core.syncbn_sum_between(exchange, first, ctypes.byref(_between[-1]), None)
 
 
-def shared_memory_failed(exchange: Handle, reason: str) -> None:
-    """Tells the other processes of this machine that nothing is exchanged any more."""
-    _core.syncbn_shared_memory_fail(exchange, _bytes(reason))
+def processes_failed(exchange: Handle, reason: str) -> None:
+    """Tells the other processes that nothing is exchanged any more."""
+    _core.syncbn_processes_fail(exchange, _bytes(reason))
 
 
-def shared_memory_ended(exchange: Handle) -> None:
-    """Tells the other processes of this machine that this process ends."""
-    _core.syncbn_shared_memory_end(exchange)
+def processes_ended(exchange: Handle) -> None:
+    """Tells the other processes that this process ends."""
+    _core.syncbn_processes_end(exchange)

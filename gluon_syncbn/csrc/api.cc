@@ -2,6 +2,7 @@
 // function returns null or -1, and Python raises an error with the text of `syncbn_problem`.
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <iterator>
 #include <memory>
 #include <string>
@@ -12,12 +13,11 @@
 #include "cuda/compiler.h"
 #include "cuda/driver.h"
 #include "cuda/plan.h"
-#include "exchange/hierarchy.h"
 #include "exchange/memory.h"
 #include "exchange/mxnet_kvstore.h"
 #include "exchange/nccl.h"
-#include "exchange/python_transport.h"
-#include "exchange/shared_memory.h"
+#include "exchange/processes.h"
+#include "exchange/python.h"
 #include "failure.h"
 #include "log.h"
 #include "meeting/registry.h"
@@ -31,6 +31,7 @@
 #include "operator/call.h"
 #include "operator/op.h"
 #include "operator/tape.h"
+#include "pooling/statistics.h"
 #include "waiting/callers.h"
 #include "waiting/stall.h"
 #include "waiting/step.h"
@@ -88,6 +89,10 @@ const char* text(const Work& work) noexcept {
 }
 
 using ExchangeHandle = syncbn::Asked;
+
+syncbn::Processes& of_processes(void* exchange) {
+    return static_cast<syncbn::Processes&>(*static_cast<ExchangeHandle*>(exchange)->host);
+}
 
 // Makes a handle of the exchange that `make` returns; it lasts as long as the process.
 template <typename Make>
@@ -276,12 +281,9 @@ SYNCBN_API void* syncbn_exchange_host() {
     return handle([] { return ExchangeHandle{syncbn::memory_exchange(), Nccl::kNever}; });
 }
 
-// Exchanges in Python, identified by their number: over the contexts of this process, or over processes.
+// Exchanges in Python, identified by their number: over the contexts of this process.
 SYNCBN_API void* syncbn_exchange_contexts(int64_t number) {
     return handle([&] { return ExchangeHandle{syncbn::mxnet_kvstore(number), Nccl::kNever}; });
-}
-SYNCBN_API void* syncbn_exchange_processes(int64_t number) {
-    return handle([&] { return ExchangeHandle{syncbn::python_transport(number)}; });
 }
 
 // Called once, before the first use; the functions must stay as long as the process.
@@ -289,19 +291,18 @@ SYNCBN_API void syncbn_python_functions(const syncbn::PythonFunctions* functions
     syncbn::set_python_functions(*functions);
 }
 
-// For those functions: fill in their results.
-SYNCBN_API int syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key,
-                            int64_t replicas, const int* groups) {
-    return done(
-        [&] { *out = {{values, values + length}, static_cast<size_t>(first), key, {groups, groups + replicas}}; });
-}
-
-SYNCBN_API int syncbn_agreed(syncbn::Agreed* out, int64_t key, int in_groups, uint64_t ranks, int64_t channels,
+// For those functions: fill in their results. `ranks`: without groups none.
+SYNCBN_API int syncbn_agreed(syncbn::Agreed* out, int64_t key, int64_t ranks, const size_t* some, int64_t channels,
                              int64_t replicas, int64_t count, const int* members, const int* groups, int64_t first) {
     return done([&] {
-        *out = {key,  in_groups != 0, ranks, channels, replicas, {members, members + count}, {groups, groups + count},
+        *out = {key,  {some, some + ranks}, channels, replicas, {members, members + count}, {groups, groups + count},
                 first};
     });
+}
+
+// The vector of the next rank.
+SYNCBN_API int syncbn_part(std::deque<syncbn::Vector>* out, int64_t length, const double* values) {
+    return done([&] { out->emplace_back(values, values + length); });
 }
 
 // Memory that the processes of this machine share. Rank 0 creates it, and the others open it by rank 0's process and
@@ -329,29 +330,59 @@ SYNCBN_API int64_t syncbn_segment_token(void* segment, char* out) {
 }
 SYNCBN_API void syncbn_segment_free(void* segment) { delete static_cast<Segment*>(segment); }
 
-// Takes ownership of the segment. `transport` is a handle over the same processes.
-SYNCBN_API void* syncbn_exchange_shared_memory(void* segment, void* transport) {
+// Over the processes of a job. `number` identifies an exchange in Python, which knows the layers. It also carries
+// vectors, if `mpi` is null.
+SYNCBN_API void* syncbn_exchange_processes(int64_t number, int64_t rank, int64_t ranks, const syncbn::Mpi* mpi) {
     return handle([&] {
-        return ExchangeHandle{std::make_shared<syncbn::SharedMemory>(
-            std::unique_ptr<Segment>(static_cast<Segment*>(segment)), static_cast<ExchangeHandle*>(transport)->host)};
+        const auto own = static_cast<size_t>(rank), count = static_cast<size_t>(ranks);
+        auto job = std::make_shared<syncbn::Job>();
+        job->number = number, job->rank = own, job->ranks = count;
+        if (mpi != nullptr) {
+            job->mpi = *mpi;
+            syncbn::Members all{{}, count};
+            for (size_t i = 0; i < count; ++i) all.ranks.push_back(i);
+            job->by_mpi = std::make_unique<syncbn::Tier>(syncbn::mailbox(*mpi, own, count), std::move(all), true);
+        }
+        return ExchangeHandle{std::make_shared<syncbn::Processes>(std::move(job))};
     });
 }
-// The same for the processes of one machine, with their ranks among all `of`.
-SYNCBN_API void* syncbn_exchange_machine(void* segment, void* transport, const int64_t* ranks, int64_t count,
-                                         int64_t of) {
+// The same with memory of this machine. Takes ownership of the segment, which `ranks` share. `leaders`: of all machines.
+SYNCBN_API void* syncbn_exchange_machine(void* processes, void* segment, int64_t count, const size_t* ranks,
+                                         int64_t machines, const size_t* leaders) {
     return handle([&] {
-        return ExchangeHandle{std::make_shared<syncbn::SharedMemory>(
-            std::unique_ptr<Segment>(static_cast<Segment*>(segment)), static_cast<ExchangeHandle*>(transport)->host,
-            syncbn::Members{{ranks, ranks + count}, static_cast<size_t>(of)})};
+        auto job = of_processes(processes).job();
+        syncbn::Members members{{ranks, ranks + count}, job->ranks};
+        return ExchangeHandle{std::make_shared<syncbn::Processes>(
+            std::move(job), std::unique_ptr<Segment>(static_cast<Segment*>(segment)), std::move(members),
+            syncbn::Ranks(leaders, leaders + machines))};
     });
 }
-// `machine`, `leaders` and `transport` are handles: of the machine, of one process for each machine, and of all.
-SYNCBN_API void* syncbn_exchange_hierarchy(void* machine, void* leaders, void* transport) {
-    return handle([&] {
-        return ExchangeHandle{syncbn::hierarchy(
-            std::static_pointer_cast<syncbn::SharedMemory>(static_cast<ExchangeHandle*>(machine)->host),
-            static_cast<ExchangeHandle*>(leaders)->host, static_cast<ExchangeHandle*>(transport)->host)};
+
+// Sends bytes to some ranks and brings theirs, in their order, this one's included. `kind`, `key`, `call` and `phase`
+// identify the messages, `what` is for errors. Needs MPI. `syncbn_bytes_free` frees the result.
+using BytesOfRanks = std::vector<std::string>;
+SYNCBN_API void* syncbn_bytes_of(void* processes, int64_t count, const size_t* ranks, int64_t kind, int64_t key,
+                                 int64_t call, int64_t phase, const char* what, double timeout, int64_t size,
+                                 const char* bytes) {
+    return guarded<void*>(nullptr, [&] {
+        return new BytesOfRanks(of_processes(processes).bytes_of(
+            {ranks, ranks + count}, {key, phase, call, -1 - kind, 0}, what, timeout, {bytes, bytes + size}));
     });
+}
+SYNCBN_API const void* syncbn_bytes_at(void* bytes, int64_t place, int64_t* size) {
+    const std::string& found = (*static_cast<BytesOfRanks*>(bytes))[static_cast<size_t>(place)];
+    *size = static_cast<int64_t>(found.size());
+    return found.data();
+}
+// The number of messages by MPI, for tests.
+SYNCBN_API int64_t syncbn_sent(void* processes) {
+    const auto& job = of_processes(processes).job();
+    return job->by_mpi == nullptr ? 0 : job->by_mpi->sent;
+}
+SYNCBN_API void syncbn_bytes_free(void* bytes) { delete static_cast<BytesOfRanks*>(bytes); }
+
+SYNCBN_API void syncbn_merge_moments(double* total, const double* part, int64_t channels) {
+    syncbn::merge_moments(total, part, channels);
 }
 
 // Returns an exchange's result for the one row of this process.
@@ -372,28 +403,28 @@ SYNCBN_API int syncbn_sum(void* exchange, int64_t channel, int64_t number, doubl
         std::vector<syncbn::Summand> summands;
         for (int64_t i = 0; i < count; ++i)
             summands.push_back({names[i], static_cast<syncbn::Type>(types[i]), static_cast<size_t>(sizes[i])});
-        auto& memory = static_cast<syncbn::SharedMemory&>(*static_cast<ExchangeHandle*>(exchange)->host);
-        syncbn::native::sum_gradients(memory.sums(), channel, number, timeout, std::move(summands),
+        syncbn::native::sum_gradients(of_processes(exchange).sums(), channel, number, timeout, std::move(summands),
                                       static_cast<size_t>(contexts), arrays);
     });
 }
 
-// In the leader of a machine, before the first sum: the way to the other leaders. `mpi` may be null.
+// In the leader of a machine, before the first sum: the way to the other leaders, by MPI if `python` is null.
 SYNCBN_API int syncbn_sum_between(void* exchange, int first, const syncbn::MachinesInPython* python,
                                   const syncbn::Mpi* mpi) {
     return done([&] {
-        auto& memory = static_cast<syncbn::SharedMemory&>(*static_cast<ExchangeHandle*>(exchange)->host);
-        memory.sums().between(syncbn::machines(first != 0, *python, mpi));
+        syncbn::Processes& processes = of_processes(exchange);
+        processes.sums().between(python != nullptr
+                                     ? syncbn::machines(first != 0, *python)
+                                     : syncbn::machines(first != 0, *mpi, *processes.job()->by_mpi->mail));
     });
 }
 
 // Reports that this process has failed, or ends.
-SYNCBN_API int syncbn_shared_memory_fail(void* exchange, const char* reason) {
-    return done(
-        [&] { static_cast<syncbn::SharedMemory&>(*static_cast<ExchangeHandle*>(exchange)->host).fail(reason); });
+SYNCBN_API int syncbn_processes_fail(void* exchange, const char* reason) {
+    return done([&] { of_processes(exchange).leave(Segment::State::kFailed, reason); });
 }
-SYNCBN_API int syncbn_shared_memory_end(void* exchange) {
-    return done([&] { static_cast<syncbn::SharedMemory&>(*static_cast<ExchangeHandle*>(exchange)->host).end(); });
+SYNCBN_API int syncbn_processes_end(void* exchange) {
+    return done([&] { of_processes(exchange).leave(Segment::State::kEnded, ""); });
 }
 
 // ---- recomputation ----
@@ -497,6 +528,13 @@ SYNCBN_API void* syncbn_wait_begin(double timeout, double warn_after, long inter
 
 SYNCBN_API const char* syncbn_wait_poll(void* wait) {
     return text([&] { return static_cast<WaitInPython*>(wait)->ask(); });
+}
+
+// See exchange/exchange.h. The values of `why` are those of syncbn::Wait::Why.
+SYNCBN_API const char* syncbn_text_of_wait(int why, const char* what, const char* rank, const char* missing,
+                                           double limit, double waited) {
+    return text(
+        [&] { return syncbn::text_of_wait(static_cast<syncbn::Wait::Why>(why), what, rank, missing, limit, waited); });
 }
 
 SYNCBN_API void syncbn_wait_end(void* wait) { delete static_cast<WaitInPython*>(wait); }

@@ -31,7 +31,7 @@ from .. import _native
 from ..system.environment import read
 from ..system.logs import log
 from .carrier import REGISTER, Carrier, Layout
-from .transport import Combine, Label
+from .transport import Label
 from .waiting import Wait, WaitingTransport
 
 _VARIABLES = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
@@ -117,15 +117,12 @@ class ClusterTransport(WaitingTransport):
 
     # ---- Transport -----------------------------------------------------------------------------------------
 
-    def allgather(
-        self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
-    ) -> List[np.ndarray]:
-        self.check_open()
+    def carry(self, label: Label, message: np.ndarray, ranks: Sequence[int]) -> List[np.ndarray]:
         identity = (label.kind, *label[1:5])
-        header = _HEADER.pack(label.kind.encode(), part.dtype.str.encode(), *label[1:5], part.nbytes)
+        header = _HEADER.pack(label.kind.encode(), b"|u1", *label[1:5], message.nbytes)
         with self._waits(label):
             with self._changed:
-                self._outbox.append(memoryview(header + part.tobytes()))
+                self._outbox.append(memoryview(header + message.tobytes()))
                 self._waiting += 1
                 self._changed.notify_all()
             try:
@@ -133,25 +130,16 @@ class ClusterTransport(WaitingTransport):
             finally:
                 with self._changed:
                     self._waiting -= 1
-        if equal:
-            for rank, array in sorted(got.items()):
-                self.check_alike(label, rank, array.size, array.dtype, part)
-        return [array for rank, array in sorted(got.items()) if ranks is None or rank in ranks]
+        return [got[rank] for rank in ranks]
 
-    def allreduce(
-        self, label: Label, array: np.ndarray, combine: Combine = np.add, *, ranks: Optional[Sequence[int]] = None
-    ) -> np.ndarray:
-        array = np.ascontiguousarray(array)
-        large = array.nbytes > _SMALL and array.dtype == np.float32 and self.size > 1
-        if not (large and label.kind in ("gradient", "gradient of") and combine is np.add and ranks is None):
-            return super().allreduce(label, array, combine, ranks=ranks)
+    def sum(self, label: Label, array: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
+        if array.nbytes <= _SMALL or array.dtype != np.float32 or self.size == 1:
+            return super().sum(label, array, ranks)
         self.check_open()
-        flat = array.ravel()
-        identity = label.kind, label.key, flat.size
+        identity = label.kind, label.key, array.size
         if identity not in self._sums:
-            self._sums[identity] = self._new_sum(label, flat)
-        total = self._ask(label, "total", self._layout.sum(self._sums[identity]), flat)
-        return total.reshape(array.shape)
+            self._sums[identity] = self._new_sum(label, array)
+        return self._ask(label, "total", self._layout.sum(self._sums[identity]), array)
 
     def _new_sum(self, label: Label, like: np.ndarray) -> int:
         """Returns the number of a new key, which is there when all ranks know it. Rank 0 makes it."""
@@ -390,7 +378,7 @@ class ClusterTransport(WaitingTransport):
 
     # ---- errors --------------------------------------------------------------------------------------------
 
-    def late(self, label: Label, missing: Sequence[int], seconds: float) -> str:
+    def late(self, label: Label, missing: Sequence[int], wait: Wait) -> str:
         problems = [self._scheduler_problem(), *self._silent_servers()]
         before = self._notes()
         time.sleep(_ANSWER if before else 0)
@@ -407,12 +395,10 @@ class ClusterTransport(WaitingTransport):
                 continue
             absent.append(rank)
         problems = [problem for problem in problems if problem]
-        text = self.describe_wait(label, [rank for rank in missing if rank in absent] or missing, seconds)
+        text = wait.text([rank for rank in missing if rank in absent] or missing)
         if problems:
             return f"{text} {'; '.join(problems).rstrip('.')}."
-        text += (
-            " All servers and processes are there. Every process must run the same number of steps with the same net."
-        )
+        text += " All servers and processes are there."
         return text + (f" Meanwhile {'; '.join(places)}." if places else "")
 
     def _silent_servers(self) -> List[str]:

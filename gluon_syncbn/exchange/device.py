@@ -10,14 +10,14 @@ import mxnet as mx
 import numpy as np
 from mxnet.ndarray import NDArray
 
-from .._native import Ticket, Total
-from .base import LayerInfo, PythonExchange
+from .. import _native
+from .base import Exchange, LayerInfo
 
 # gluon.Trainer numbers its parameters from 0 in the same store; no net has this many parameters.
 _keys = itertools.count(1 << 24)
 
 
-class DeviceExchange(PythonExchange):
+class DeviceExchange(Exchange):
     """Adds with ``kvstore.pushpull``, on the replicas' contexts.
 
     A store that runs an optimizer on the values that it receives is refused at its first use.
@@ -25,17 +25,19 @@ class DeviceExchange(PythonExchange):
 
     def __init__(self, kvstore: mx.kvstore.KVStoreBase) -> None:
         self.kvstore = kvstore
+        self.handle = _native.kvstore_exchange(_native.python_exchange(self))
         # A store makes the buffers of a key for the contexts of its first sum. CommCPU and CommDevice::Reduce resize
         # `copy_buf` once, and write past its end if a later sum has more contexts.
         self._keys: Dict[Tuple[int, Tuple[mx.Context, ...]], int] = {}  # (length, contexts) -> key
         self._lock = threading.Lock()  # leaders of different layers call at once, and the store serves one
 
-    def add(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
+    def add(self, layer: LayerInfo, rows: np.ndarray) -> np.ndarray:
+        """For the core: returns the sum over all rows, float64, of shape (contexts, length)."""
         contexts = layer.contexts[: len(rows)]
         values = [mx.nd.array(row, ctx=context, dtype="float64") for row, context in zip(rows, contexts)]
         out = [mx.nd.empty(rows.shape[1], ctx=context, dtype="float64") for context in contexts]
         self._pushpull(values, out)
-        return Total(out[0].asnumpy(), 0, ticket.layer)
+        return out[0].asnumpy()
 
     def _pushpull(self, values: List[NDArray], out: List[NDArray]) -> None:
         """Does not wait for the sums. In MXNet's engine, the next user of a key waits."""

@@ -22,17 +22,16 @@ import sys
 import threading
 import time
 from concurrent import futures
-from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, NoReturn, Optional, Sequence
 
 import mxnet as mx
 import numpy as np
 
 from ..system.environment import read
-from .transport import Combine, Label
+from .transport import Label
 from .waiting import Wait, WaitingTransport
 
-# Every message begins with this header. `size` is that of the whole array, `bytes` that of the part in the message.
-_HEADER = np.dtype([(name, np.int64) for name in ("key", "node", "call", "phase", "size", "bytes")] + [("type", "S8")])
+_HEADER = np.dtype([(name, np.int64) for name in ("key", "node", "call", "phase", "bytes")])  # of a message
 _SMALL = 1 << 18  # bytes; larger sums are made in parts, one by each rank
 _POLL = 0.05  # seconds between checks of other reasons to end
 _ANSWER = 0.7  # seconds within which the others say where they were
@@ -64,7 +63,6 @@ class HorovodTransport(WaitingTransport):
         super().__init__(hvd.rank(), hvd.size())
         self._hvd = hvd
         self._ending = False
-        self._late: Dict[int, _Note] = {}  # of the ranks that were late
         self._inquiry = threading.Lock()  # one thread looks for the cause
         self._workers = _Workers()
         self._turns: Dict[str, threading.Lock] = {}  # of names that calls share
@@ -76,55 +74,38 @@ class HorovodTransport(WaitingTransport):
 
     # ---- Transport -----------------------------------------------------------------------------------------
 
-    def allgather(
-        self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
-    ) -> List[np.ndarray]:
-        if self.size == 1:
-            return [part]
-        got = self._gather(label, _pack(label, part))
-        if equal:
-            self._check(label, got, part)
-        return [array for rank, (_, array) in enumerate(got) if ranks is None or rank in ranks]
+    def carry(self, label: Label, message: np.ndarray, ranks: Sequence[int]) -> List[np.ndarray]:
+        # Horovod agrees on a known name in one turn instead of three, and knows 1024. So successive calls alternate
+        # between two names, each used by one call at a time. If another process has another order, the headers show it
+        # to all processes. Then each of these calls is repeated under a name of its own.
+        name, own = _name(label, label.call % 2, "shared"), tuple(label[1:5])
+        turn = self._turns.setdefault(name, threading.Lock())
 
-    def allreduce(
-        self, label: Label, array: np.ndarray, combine: Combine = np.add, *, ranks: Optional[Sequence[int]] = None
-    ) -> np.ndarray:
-        array = np.ascontiguousarray(array)
-        if self.size == 1 or array.nbytes <= _SMALL or combine is not np.add or ranks is not None:
-            return super().allreduce(label, array, combine, ranks=ranks)
-        flat = array.ravel()
-        if self.size == 2:  # a sum of two has no order; Horovod compares sizes and types
-            operation = functools.partial(self._hvd.allreduce, op=self._hvd.Sum, name=_name(label, label.call))
-            total = self._run(label, Wait(self, label), flat, operation)
-        else:
-            total = self._sum_of_parts(label, flat)
-        return total.reshape(array.shape)
+        def gather(x: mx.nd.NDArray) -> mx.nd.NDArray:
+            with turn:
+                return self._hvd.allgather(x, name=name)
 
-    def _sum_of_parts(self, label: Label, array: np.ndarray) -> np.ndarray:
+        packed = np.concatenate([np.array((*own, message.size), _HEADER).reshape(1).view(np.uint8), message])
+        got = _unpack(self._run(label, packed, gather))
+        if any(header["call"] != label.call for header, _ in got):
+            gather = functools.partial(self._hvd.allgather, name=_name(label, label.call))
+            got = _unpack(self._run(label, packed, gather))
+        for rank, (header, _) in enumerate(got):
+            if header.item()[:4] != own:
+                self.give_up(label, f"in {label}, rank {rank} sent {header.item()[:4]} where {own} was expected.")
+        return [got[rank][1] for rank in ranks]
+
+    def sum(self, label: Label, array: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
+        if self.size == 1 or array.nbytes <= _SMALL:
+            return super().sum(label, array, ranks)
         # Each rank adds up its own part of the array and sends the sum to all. Horovod's allreduce is up to 1.5 times
         # as fast, but its order of additions depends on the other operations under way.
-        wait = Wait(self, label)
-        parts = [_pack(label, part, array.size) for part in np.array_split(array, self.size)]
-        sizes = [part.size for part in parts]
-
-        def exchange(x: mx.nd.NDArray) -> mx.nd.NDArray:
-            return self._hvd.alltoall(x, splits=sizes, name=_name(label, label.call))[0]
-
-        own = _unpack(self._run(label, wait, np.concatenate(parts), exchange))
-        self._check(label, own, array)
-        total = functools.reduce(np.add, [part for _, part in own])
-        gather = functools.partial(self._hvd.allgather, name=_name(label, label.call, "sums"))
-        sums = _unpack(self._run(label, wait, _pack(label, total), gather))
-        return np.concatenate([part for _, part in sums])
-
-    def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
-        array = np.ascontiguousarray(array)
-        if self.size == 1:
-            return array
-        flat = array.ravel()
-        got = self._gather(label, _pack(label, flat if self.rank == 0 else flat[:0], flat.size))
-        self._check(label, got, flat)
-        return got[0][1].reshape(array.shape)
+        parts = np.array_split(array, self.size)
+        everyone = self._run(
+            label, array, lambda x: self._hvd.alltoall(x, [p.size for p in parts], name=_name(label, label.call))[0]
+        )
+        total = functools.reduce(np.add, everyone.reshape(self.size, -1))
+        return self._run(label, total, functools.partial(self._hvd.allgather, name=_name(label, label.call, "sums")))
 
     def poll(self, label: Label) -> None:
         self.check_unbroken(label)
@@ -145,57 +126,21 @@ class HorovodTransport(WaitingTransport):
         self._notes.write(_Note(ended=True))
         self._hvd.shutdown()
 
-    # ---- messages ------------------------------------------------------------------------------------------
-
-    def _gather(self, label: Label, message: np.ndarray) -> List[Tuple[Any, np.ndarray]]:
-        # Horovod agrees on a known name in one turn instead of three, and knows 1024. So successive calls alternate
-        # between two names, each used by one call at a time. If another process has another order, the headers show it
-        # to all processes. Then each of these calls is repeated under a name of its own.
-        wait = Wait(self, label)
-        name = _name(label, label.call % 2, "shared")
-        turn = self._turns.setdefault(name, threading.Lock())
-
-        def gather(x: mx.nd.NDArray) -> mx.nd.NDArray:
-            with turn:
-                return self._hvd.allgather(x, name=name)
-
-        got = _unpack(self._run(label, wait, message, gather))
-        if any(header["call"] != label.call for header, _ in got):
-            gather = functools.partial(self._hvd.allgather, name=_name(label, label.call))
-            got = _unpack(self._run(label, wait, message, gather))
-        return got
-
-    def _run(self, label: Label, wait: Wait, array: np.ndarray, operation: Callable) -> np.ndarray:
+    def _run(self, label: Label, array: np.ndarray, operation: Callable) -> np.ndarray:
         """Returns the result of ``operation``, or raises an error in time."""
-        self.check_open()
         if not self._hvd.is_initialized():
             self.give_up(label, f"Horovod was shut down in this process before {label}.")
-
-        def work() -> np.ndarray:
-            return operation(mx.nd.array(array, ctx=mx.cpu(), dtype=array.dtype)).asnumpy()
-
-        result = self._workers.start(work)
-        with self.told_if_left(label):
-            return self._wait(label, wait, result)
-
-    def _wait(self, label: Label, wait: Wait, result: futures.Future[np.ndarray]) -> np.ndarray:
+        wait = Wait(self, label)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        while True:
-            try:
-                return result.result(_POLL)
-            except futures.TimeoutError:
-                pass
-            except mx.MXNetError as error:
-                self.give_up(label, "", functools.partial(self._cause, label, str(error)))
-            wait.poll(others)
-
-    def _check(self, label: Label, got: Sequence[Tuple[Any, np.ndarray]], like: np.ndarray) -> None:
-        ours = tuple(label[1:5])
-        for rank, (header, _) in enumerate(got):
-            theirs = header.item()[:4]
-            if theirs != ours:
-                self.give_up(label, f"in {label}, rank {rank} sent {theirs} where {ours} was expected.")
-            self.check_alike(label, rank, int(header["size"]), np.dtype(header["type"].decode()), like)
+        result = self._workers.start(lambda: operation(mx.nd.array(array, ctx=mx.cpu(), dtype=array.dtype)).asnumpy())
+        with self.told_if_left(label):
+            while True:
+                try:
+                    return result.result(_POLL)
+                except futures.TimeoutError:
+                    wait.poll(others)
+                except mx.MXNetError as error:
+                    self.give_up(label, "", functools.partial(self._cause, label, str(error)))
 
     # ---- errors --------------------------------------------------------------------------------------------
 
@@ -212,17 +157,13 @@ class HorovodTransport(WaitingTransport):
                     self._notes.write(_Note(where=str(label), failure=found))  # for later readers
         raise mx.MXNetError(self._broken)
 
-    def late(self, label: Label, missing: Sequence[int], seconds: float) -> str:
+    def late(self, label: Label, missing: Sequence[int], wait: Wait) -> str:
         notes = self._notes.read(lambda notes: len(notes) == self.size - 1)
         absent = [rank for rank in missing if rank not in notes or notes[rank].where != str(label)]
         if not absent:
-            waits = self.describe_wait(label, missing, seconds)
-            return f"{waits} All of them are in it: their arrays differ in size, or they cannot reach each other."
-        self._late = notes
-        return super().late(label, absent, seconds)
-
-    def meanwhile(self, missing: Sequence[int]) -> List[str]:
-        return [f"rank {rank} {self._late[rank]}" for rank in missing if rank in self._late]
+            return wait.text(missing) + " All are in it: their arrays differ in size, or they cannot reach each other."
+        meanwhile = [f"rank {rank} {notes[rank]}" for rank in absent if rank in notes]
+        return wait.text(absent) + (f" Meanwhile {'; '.join(meanwhile)}." if meanwhile else "")
 
     def _cause(self, label: Label, words: str) -> str:
         """Returns the reason why Horovod has ended an operation."""
@@ -266,21 +207,13 @@ def _name(label: Label, call: int, purpose: str = "") -> str:
     return ":".join(map(str, ("gluon_syncbn", label.kind, label.key, label.node, label.phase, call, purpose)))
 
 
-def _pack(label: Label, array: np.ndarray, size: Optional[int] = None) -> np.ndarray:
-    size = array.size if size is None else size
-    header = np.array((*label[1:5], size, array.nbytes, array.dtype.str), _HEADER)
-    return np.concatenate([np.frombuffer(header.tobytes(), np.uint8), array.ravel().view(np.uint8)])
-
-
-def _unpack(messages: np.ndarray) -> List[Tuple[Any, np.ndarray]]:
-    """Returns the headers and arrays of concatenated messages."""
+def _unpack(messages: np.ndarray) -> List[Any]:
+    """Returns the headers and contents of concatenated messages."""
     found, at = [], 0
     while at < messages.size:
         header = messages[at : at + _HEADER.itemsize].copy().view(_HEADER)[0]
-        at += _HEADER.itemsize
-        content = messages[at : at + header["bytes"]].copy()  # aligned
-        found.append((header, content.view(header["type"].decode())))
-        at += header["bytes"]
+        at += _HEADER.itemsize + header["bytes"]
+        found.append((header, messages[at - header["bytes"] : at]))
     return found
 
 
@@ -289,32 +222,23 @@ class _Workers:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue = queue.SimpleQueue()
-        self._idle = 0
-        self._lock = threading.Lock()
+        self._idle = threading.Semaphore(0)
 
     def start(self, call: Callable[[], np.ndarray]) -> futures.Future[np.ndarray]:
         result: futures.Future[np.ndarray] = futures.Future()
-        with self._lock:
-            new = self._idle == 0
-            if not new:
-                self._idle -= 1
-        if new:
+        if not self._idle.acquire(blocking=False):
             threading.Thread(target=self._serve, name="gluon_syncbn-horovod", daemon=True).start()
         self._calls.put((result, call))
         return result
 
     def _serve(self) -> None:
         while True:
-            self._do(*self._calls.get())
-            with self._lock:
-                self._idle += 1
-
-    @staticmethod
-    def _do(result: futures.Future[np.ndarray], call: Callable[[], np.ndarray]) -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:  # the thread that waits raises it
-            result.set_exception(error)
+            result, call = self._calls.get()
+            try:
+                result.set_result(call())
+            except BaseException as error:  # the thread that waits raises it
+                result.set_exception(error)
+            self._idle.release()
 
 
 class _Note(NamedTuple):

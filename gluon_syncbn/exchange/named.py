@@ -11,7 +11,7 @@ from ..system import arguments, distribution
 from .base import Exchange, Memory
 from .device import DeviceExchange
 from .store import ProcessStore
-from .waiting import WaitingTransport
+from .transport import Transport
 
 #: KVStore types that add within one process.
 TYPES = ("local", "device")
@@ -33,7 +33,7 @@ def transport_name(name: Any) -> str:
     return name
 
 
-def transport(name: str) -> WaitingTransport:
+def transport(name: str) -> Transport:
     """Returns the transport of this name. ImportError: a package that it needs is not installed."""
     if name == "mpi":
         from .mpi import MPITransport

@@ -1,14 +1,11 @@
-"""Provides a KVStore that spans processes, over any transport: one object for gradients and statistics.
+"""Provides a KVStore that spans processes: one object for gradients and statistics.
 
-process 0                      process 1              1. agree: both have the same layers, numbered alike
-replicas ─► sum ─┐          ┌─ sum ◄─ replicas        2. one message per process, direction and layer
-                 ├─ all ────┤                         3. all add up the parts in the order of the ranks,
-replicas ◄───────┘          └───────► replicas           so that all have the same bits
+The native core exchanges (csrc/exchange/processes.h). The store introduces the processes to each other. It compares
+their nets, numbers the layers alike, and finds the members of groups.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -24,16 +21,12 @@ import mxnet as mx
 import numpy as np
 
 from .. import _native
-from .._native import Agreed, Ticket, Total
+from .._native import Agreed, Ticket
 from ..system import arguments, bfloat16, environment, kinds
 from ..system.logs import log
-from . import base
-from .base import LayerInfo, PythonExchange
+from .base import Exchange, LayerInfo
 from .groups import Members, group_of_each, problem
-from .transport import Combine, Label
-from .waiting import WaitingTransport
-
-_LONGER = 0.5  # seconds; ranks that wait for the total of a machine wait for 1 s longer
+from .transport import Label, Transport
 
 
 def _machine() -> str:
@@ -72,7 +65,7 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
-class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
+class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     """Adds over the devices of all processes, for ``gluon.Trainer(kvstore=...)`` and ``SyncBatchNorm(kvstore=...)``.
 
     The Trainer's ``step(batch_size)`` takes the number of samples of all processes.
@@ -81,18 +74,18 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     ----------
     name : str
         Name of the transport.
-    transport : WaitingTransport
-        Carries the sums.
+    transport : Transport
+        Carries what the processes tell each other, and the sums if it is not MPI.
     """
 
     spans_processes = True
 
-    def __init__(self, name: str, transport: WaitingTransport) -> None:
+    def __init__(self, name: str, transport: Transport) -> None:
         self._name = name
         self._transport = transport
         self._keys: Dict[int, int] = {}  # of layers
         self._replicas: Dict[int, List[int]] = {}  # of layers, by rank
-        self._found: Dict[Tuple[int, bool], Members] = {}  # of layers in groups
+        self._found: Dict[int, Members] = {}  # of layers in groups
         self._rounds: Counter = Counter()  # of gradients
         self._trainers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()  # of trainers; one that is gone keeps its own
@@ -102,8 +95,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         self.why_not_in_memory: Optional[str] = "not every process was asked"
         #: The ranks of each machine that meet in memory; the first of each speaks for its machine.
         self.machines: List[List[int]] = []
-        self._memory: Optional[_native.Handle] = None  # the exchange of this machine alone
-        self._sums: Optional[_native.Handle] = None  # the same, or that of this process
+        number = _native.python_exchange(self)
+        self.handle = _native.processes(number, self.rank, self.num_workers, transport.mpi)
+        transport.handle = self.handle
+        self._sums: Optional[_native.Handle] = None  # with memory of this machine, or of this process
 
     # ---- KVStoreBase ---------------------------------------------------------------------------------------
 
@@ -140,7 +135,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         """Copies rank 0's ``value`` into ``out``, in every process."""
         value = value[0] if isinstance(value, (list, tuple)) else value
         label = self._label("broadcast", key)
-        array = self._transport.broadcast(label, value.asnumpy())
+        like = value.asnumpy()
+        array = self._transport.allgather(label, like.ravel()[: None if self.rank == 0 else 0], equal=False)[0]
+        self._transport.check_alike(label, 0, array.size, array.dtype, like)
+        array = array.reshape(like.shape)
         for target in out if isinstance(out, (list, tuple)) else [out]:
             mx.nd.array(array, dtype=array.dtype).copyto(kinds.classic(target))
 
@@ -243,7 +241,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
     def add_rows(self, label: Label, backward: int, gradients: np.ndarray) -> np.ndarray:
         """Returns the sum of the vectors of all processes, in the backward of this number from 1."""
         what = f"the gradients of {label}"
-        return self._transport.allreduce(label._replace(phase=backward, what=what), gradients)
+        return self._transport.sum(label._replace(phase=backward, what=what), gradients, range(self.num_workers))
 
     def _label(self, kind: str, key: Any) -> Label:
         number = key
@@ -270,14 +268,14 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         """Makes the way of gradients, through memory of the machine or of this process, and between machines."""
         machines = self.machines or [[rank] for rank in range(self.num_workers)]
         leaders = [first for first, *_ in machines]
-        self._sums = self._memory
-        if self._sums is None:
-            segment = _native.Segment.create(1)
-            self._sums = segment.exchange_of_machine(self._by_transport, [self.rank], self.num_workers)
         if len(leaders) > 1:
-            mpi = self._transport.native(leaders)
-            if self.rank in leaders:
-                _native.sum_between(self._sums, self.rank == leaders[0], _Leader(self, leaders), mpi)
+            self._transport.split(leaders)
+        self._sums = self.handle
+        if not self.machines:
+            self._sums = _native.Segment.create(1).exchange(self.handle, [self.rank], leaders)
+        if len(leaders) > 1 and self.rank in leaders:
+            leader = None if self._transport.mpi else _Leader(self, leaders)
+            _native.sum_between(self._sums, self.rank == leaders[0], leader, self._transport.mpi)
 
     def _meet(self) -> None:
         off = environment.read("GLUON_SYNCBN_SHARED_MEMORY") == "off"
@@ -295,14 +293,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             self.why_not_in_memory = problem
             log.info("the processes exchange statistics over %s: %s", self._name, problem)
             return
-        transport = self._by_transport
         self.why_not_in_memory, self.machines = None, list(machines.values())
-        if len(machines) == 1:
-            self.handle = self._memory = segment.exchange(transport)
-            return
-        self._memory = segment.exchange_of_machine(transport, ranks, self.num_workers)
-        leaders = _Leaders(self, [first for first, *_ in self.machines])
-        self.handle = _native.hierarchy(self._memory, leaders.handle, transport)
+        self.handle = segment.exchange(self.handle, ranks, [first for first, *_ in self.machines])
 
     def _refuse(self, machines: Dict[str, List[int]]) -> str:
         """Returns the reason why processes on these machines do not meet in memory; empty if they do."""
@@ -349,93 +341,50 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
         part = np.frombuffer(json.dumps(ours).encode(), np.uint8)
         return [json.loads(bytes(p)) for p in self._transport.allgather(label, part, equal=False)]
 
-    # ---- PythonExchange ------------------------------------------------------------------------------------------
+    # ---- Exchange ------------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def _by_transport(self) -> _native.Handle:
-        """The handle of this exchange without memory of the machine."""
-        return _native.python_exchange(self, True)
+    def gather(
+        self, ticket: Ticket, what: str, key: int, longer: float, ranks: Sequence[int], own: np.ndarray
+    ) -> List[np.ndarray]:
+        """For the core: returns the vectors of these ranks under the label of a ticket."""
+        label = Label("statistics", key, ticket.node, ticket.call, ticket.phase, what, ticket.layer, longer)
+        return self._transport.allgather(label, own, equal=False, ranks=ranks)
 
-    @functools.cached_property
-    def handle(self) -> _native.Handle:  # type: ignore[override]
-        return self._by_transport
+    def agreed(self, layer: LayerInfo, here: int = 0) -> Agreed:
+        """For the core: returns the agreement about a layer, for a step with ``here`` replicas in this process.
 
-    def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
-        label = self._call(layer, ticket)
-        moments = functools.reduce(base.merge_moments, rows)
-        return Total(self._transport.allreduce(label, moments, base.merge_moments), 0, label.key)
-
-    def add(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
-        label = self._call(layer, ticket)
-        return Total(self._transport.allreduce(label, rows.sum(axis=0)), 0, label.key)
-
-    def reduce_among(
-        self, ranks: List[int], layer: LayerInfo, ticket: Ticket, row: np.ndarray, combine: Combine
-    ) -> Total:
-        """Runs an allreduce of these ranks alone."""
-        # A rank may wait for a process of its machine. The failure of that process must become known there first.
-        label = self._call(layer, ticket)._replace(longer=_LONGER)
-        return Total(self._transport.allreduce(label, row, combine, ranks=ranks), 0, label.key)
-
-    def gather(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
-        label = self._call(layer, ticket)
-        if layer.in_groups():
-            return self._gather_groups(layer, ticket, label, rows[0])
-        parts = self._transport.allgather(label, rows[0], equal=False)
-        first = sum(part.size for part in parts[: self.rank])
-        return Total(np.concatenate(parts), first, label.key)
-
-    def _gather_groups(self, layer: LayerInfo, ticket: Ticket, label: Label, own: np.ndarray) -> Total:
-        """Gathers from the processes that share a group with replicas of this one; from none if there are none."""
-        length = 2 * layer.channels + (ticket.phase == 0)  # of a replica: moments or gradients
-        members = self._taking_part(layer, own.size // length, self._transport.partial)
-        if len(members.ranks) == 1:
-            return Total(own, 0, label.key, members.groups)
-        parts = self._transport.allgather(label, own, equal=False, ranks=members.ranks)
-        values = np.concatenate(parts).reshape(-1, length)[members.places]
-        return Total(values.ravel(), members.first * length, label.key, members.groups)
-
-    def _members(self, layer: LayerInfo, partial: bool) -> Members:
-        """Finds the members of this process's groups, once for a layer."""
-        known = layer.id, partial
-        if known not in self._found:
-            replicas = self._replicas[layer.id]
-            group_of = group_of_each(sum(replicas), layer.group_size or 0, layer.groups)
-            self._found[known] = Members.of(group_of, replicas, self.rank, partial)
-        return self._found[known]
-
-    def _taking_part(self, layer: LayerInfo, here: int, partial: bool) -> Members:
-        """Returns the members of a step with ``here`` replicas in this process. ValueError: some are missing."""
-        members, replicas = self._members(layer, partial), self._replicas[layer.id][self.rank]
-        if here == replicas:
-            return members
-        size = layer.group_size
+        With 0, all of them take part. ValueError: some members of a group are missing.
+        """
+        key = self._keys[layer.id]
+        if not layer.in_groups():
+            return Agreed(key)
+        if layer.id not in self._found:
+            counts = self._replicas[layer.id]
+            group_of = group_of_each(sum(counts), layer.group_size or 0, layer.groups)
+            self._found[layer.id] = Members.of(group_of, counts, self.rank, self._transport.partial)
+        of, replicas, size = self._found[layer.id], self._replicas[layer.id][self.rank], layer.group_size
+        if here in (0, replicas):
+            return Agreed(key, of.ranks, layer.channels, replicas, of.places, of.groups, of.first)
         if size is None:
             arguments.refuse(
                 "groups", layer.groups, f"all {replicas} devices of this process in every step, not {here}"
             )
-        if len(members.ranks) > 1:
+        if len(of.ranks) > 1:
             reach = f"all {replicas} devices in every step, not {here}: groups reach from rank {self.rank} to others"
             arguments.refuse("group_size", size, reach)
         if here % size:
             arguments.refuse("group_size", size, f"a divisor of the {here} devices of this step")
-        return members._replace(groups=group_of_each(here, size, None))
-
-    def agreed(self, layer: LayerInfo) -> Agreed:
-        key = self._keys[layer.id]
-        if not layer.in_groups():
-            return Agreed(key)
-        of, here = self._members(layer, partial=True), self._replicas[layer.id][self.rank]
-        return Agreed(key, of.ranks, layer.channels, here, of.places, of.groups, of.first)
+        groups = group_of_each(here, size, None)
+        return Agreed(key, of.ranks, layer.channels, here, np.arange(here, dtype=np.int32), groups)
 
     def fail(self, reason: str) -> None:
         if self._sums is not None:
-            _native.shared_memory_failed(self._sums, reason)
+            _native.processes_failed(self._sums, reason)
         self._transport.fail(reason)
 
     def close(self) -> None:
         if self._sums is not None:
-            _native.shared_memory_ended(self._sums)
+            _native.processes_ended(self._sums)
         self._transport.close()
 
     def forked(self) -> None:
@@ -477,37 +426,13 @@ class ProcessStore(mx.kvstore.KVStoreBase, PythonExchange):
             self._replicas[layer.id] = [layers[i]["replicas"] for layers in everyone]
             self._keys[layer.id] = len(self._keys)  # last, because another thread goes on when it finds it
 
-    def _call(self, layer: LayerInfo, ticket: Ticket) -> Label:
-        direction = "forward" if ticket.phase == 0 else "backward"
-        what = f"the {direction} of call {ticket.call + 1} of SyncBatchNorm '{layer.name}'"
-        return Label("statistics", self._keys[layer.id], ticket.node, ticket.call, ticket.phase, what, ticket.layer)
-
-
-class _Leaders(PythonExchange):
-    """The allreduce among the processes that represent a machine each. The core calls it only in these."""
-
-    spans_processes = True
-
-    def __init__(self, store: ProcessStore, ranks: List[int]) -> None:
-        self._store, self._ranks = store, ranks
-
-    def knows(self, layer: LayerInfo) -> bool:
-        return True  # the core has asked the store before
-
-    def merge(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
-        return self._store.reduce_among(self._ranks, layer, ticket, rows[0], base.merge_moments)
-
-    def add(self, layer: LayerInfo, ticket: Ticket, rows: np.ndarray) -> Total:
-        return self._store.reduce_among(self._ranks, layer, ticket, rows[0], np.add)
-
 
 class _Leader:
     """Represents a machine among the leaders of all, for gradients. The core calls it from one thread."""
 
     def __init__(self, store: ProcessStore, leaders: List[int]) -> None:
         self._store, self._transport = store, store._transport
-        self._ranks = None if len(leaders) == store.num_workers else leaders
-        self._calls = 0
+        self._ranks, self._calls = leaders, 0
 
     def _label(self, what: str) -> Label:
         self._calls += 1
@@ -517,7 +442,7 @@ class _Leader:
         return self._transport.allgather(self._label("the order"), numbers, equal=True, ranks=self._ranks)[0]
 
     def add(self, values: np.ndarray) -> None:
-        values[:] = self._transport.allreduce(self._label("the gradients"), values, ranks=self._ranks)
+        values[:] = self._transport.sum(self._label("the gradients"), values, self._ranks)
 
     def check(self) -> None:
         self._transport.poll(Label("gradient of", what="the gradients of the machines"))
@@ -526,12 +451,10 @@ class _Leader:
         self._transport.fail(reason)
 
 
-class _OfParent(WaitingTransport):
+class _OfParent(Transport):
     """Stands for the parent's transport in the child of a fork."""
 
-    def allgather(
-        self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
-    ) -> List[np.ndarray]:
+    def carry(self, label: Label, message: np.ndarray, ranks: Sequence[int]) -> List[np.ndarray]:
         self.check_open()
 
     def check_open(self) -> NoReturn:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from abc import ABC, abstractmethod
-from typing import Callable, List, NamedTuple, Optional, Sequence
+from typing import List, NamedTuple, NoReturn, Optional, Sequence
 
+import mxnet as mx
 import numpy as np
+
+from .. import _native
 
 
 class Label(NamedTuple):
@@ -24,10 +29,6 @@ class Label(NamedTuple):
         return self.what
 
 
-#: Combines two arrays.
-Combine = Callable[[np.ndarray, np.ndarray], np.ndarray]
-
-
 class Transport(ABC):
     """Carries arrays between processes.
 
@@ -35,44 +36,92 @@ class Transport(ABC):
     call succeeds. Several threads call at once, and other processes may call in another order.
     """
 
-    rank: int
-    size: int
     #: Whether some ranks can exchange something without the others.
     partial = True
+    #: What the core needs to exchange over MPI; without it, the core calls `carry`.
+    mpi: Optional[_native.Mpi] = None
+    #: The exchange over this transport alone, once there is one.
+    handle: _native.Handle
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._broken = ""  # why nothing is carried any more
+        self._closed = False
+        self._state = threading.Lock()  # guards _broken
+
+    # ---- what a transport brings ---------------------------------------------------------------------------
 
     @abstractmethod
+    def carry(self, label: Label, message: np.ndarray, ranks: Sequence[int]) -> List[np.ndarray]:
+        """Returns the messages of these ranks, bytes, in their order. This rank is one of them.
+
+        Each of these ranks makes the same call.
+        """
+
+    @abstractmethod
+    def tell(self, label: Optional[Label], reason: str) -> None:
+        """Tells the other ranks, once, that nothing is carried any more; the reason is empty if unknown so far."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the transport at the end of the process."""
+
+    def split(self, leaders: Sequence[int]) -> None:  # noqa: B027
+        """Prepares exchanges of these ranks, one for each machine. All ranks call it at once."""
+
+    # ---- for everybody -------------------------------------------------------------------------------------
+
     def allgather(
         self, label: Label, part: np.ndarray, *, equal: bool, ranks: Optional[Sequence[int]] = None
     ) -> List[np.ndarray]:
         """Returns the parts of all ranks, in their order. Each part is a vector.
 
-        ``equal``: parts of another size or type than ours are an error. ``ranks``: only these ranks take part; this
-        rank is one of them, and each of them makes the same call.
+        ``equal``: parts of another size or type than ours are an error. ``ranks``: only these ranks take part.
         """
+        self.check_open()
+        ranks = range(self.size) if ranks is None else ranks
+        kind = np.frombuffer(part.dtype.str.encode().ljust(8), np.uint8)
+        message = np.concatenate([kind, np.ascontiguousarray(part).ravel().view(np.uint8)])
+        parts = [m[8:].copy().view(bytes(m[:8]).decode().strip()) for m in self.carry(label, message, ranks)]
+        for rank, theirs in zip(ranks, parts if equal else ()):
+            self.check_alike(label, rank, theirs.size, theirs.dtype, part)
+        return parts
 
-    @abstractmethod
-    def allreduce(
-        self, label: Label, array: np.ndarray, combine: Combine = np.add, *, ranks: Optional[Sequence[int]] = None
-    ) -> np.ndarray:
-        """Combines the arrays of all ranks, two at a time, in the order of the ranks; bitwise equal everywhere.
-
-        ``np.add`` may get parts of an array, any other function gets all of it. ``ranks``: as above.
-        """
-
-    @abstractmethod
-    def broadcast(self, label: Label, array: np.ndarray) -> np.ndarray:
-        """Returns the array of rank 0."""
+    def sum(self, label: Label, array: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
+        """Adds the vectors of these ranks in their order; bitwise equal everywhere."""
+        return functools.reduce(np.add, self.allgather(label, array, equal=True, ranks=ranks))
 
     def poll(self, label: Label) -> None:  # noqa: B027
         """Raises an error if another rank is known to have failed. Does not wait."""
 
-    @abstractmethod
     def fail(self, reason: str) -> None:
         """Tells the other ranks of a failure, and carries nothing any more."""
+        with self._state:
+            if self._broken or self._closed:
+                return
+            self._broken = reason
+        self.tell(None, reason)
 
-    @abstractmethod
-    def close(self) -> None:
-        """Closes the transport at the end of the process."""
+    def check_open(self) -> None:
+        """Raises an error if the transport is broken or closed, before anything is sent."""
+        if self._broken:
+            raise mx.MXNetError(
+                f"nothing is exchanged any more. Start the job again. The first error was: {self._broken}"
+            )
+
+    def check_alike(self, label: Label, rank: int, size: int, dtype: np.dtype, ours: np.ndarray) -> None:
+        """Checks that an array from a rank has our array's size and type."""
+        if (size, dtype) != (ours.size, ours.dtype):
+            self.give_up(
+                label,
+                f"in {label}, rank {rank} sent {size} values of {dtype} where rank {self.rank} has "
+                f"{ours.size} of {ours.dtype}. All processes must build the same net and cast it alike.",
+            )
+
+    def give_up(self, label: Label, reason: str) -> NoReturn:
+        """Ends all exchanges, and raises an error with the reason."""
+        self.fail(reason)
+        raise mx.MXNetError(reason)
 
 
 def bytes_of(*arrays: np.ndarray) -> np.ndarray:

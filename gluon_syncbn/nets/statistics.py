@@ -15,7 +15,7 @@ import numpy as np
 from mxnet import autograd
 from mxnet.gluon import Block, HybridBlock, Parameter, SymbolBlock, nn
 
-from ..exchange.base import merge_moments
+from .._native import merge_moments
 from ..exchange.store import ProcessStore
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks

@@ -410,15 +410,3 @@ def test_the_exchange_and_what_it_lets_expect(short_runs):
     assert {row[2] for row in figures} == kinds
     assert "**Every time in this table is reckoned**" in text
     assert (folder / "scaling.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
-def test_the_ways_of_shuffled_statistics(tmp_path):
-    pytest.importorskip("mpi4py", reason="processes need mpi4py")
-    text, cells = short_run("shuffle_statistics", tmp_path)
-    ((header, rows),) = tables(text)
-    assert header == ["way", "2 processes"]
-    assert_cells(rows, [[row[0]] for row in rows], MEDIAN_AND_RANGE)
-    assert len(rows) == len({row[0] for row in rows}) == 6
-    assert list(cells) == ["2"] and len(cells["2"]) == 6
-    assert {series["count"] for series in cells["2"].values()} == {40}

@@ -2,10 +2,14 @@
 
 import os
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from environments import shell
 from mpi_job import Job
+from places import SUPPORT
 
 import gluon_syncbn
 
@@ -163,6 +167,17 @@ def test_rows_of_many_processes(processes):
 def test_rows_through_custom():
     job = Job(2, "gradients_in_any_order", environment={"GLUON_SYNCBN_OPERATOR": "custom"})
     assert job.succeeded(2), job.output
+
+
+def test_an_mpi_without_threads():
+    """Nothing else takes its place."""
+    program = (
+        "import mpi4py; mpi4py.rc.thread_level = 'funneled'; import light, gluon_syncbn; gluon_syncbn.kvstore('mpi')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=shell(SUPPORT), capture_output=True, text=True, timeout=60, check=False
+    )
+    assert "this job has it without MPI_THREAD_MULTIPLE" in done.stderr, done.stderr
 
 
 def test_a_transport_that_does_not_exist():

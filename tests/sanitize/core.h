@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "exchange/python_transport.h"
+#include "exchange/python.h"
 
 extern "C" {
 int syncbn_register(void** functions, int64_t count);
@@ -25,11 +25,11 @@ void syncbn_wait_end(void* wait);
 int syncbn_exchange(void* exchange);
 void* syncbn_exchange_memory();
 void* syncbn_exchange_contexts(int64_t number);
-void* syncbn_exchange_processes(int64_t number);
-void* syncbn_exchange_shared_memory(void* segment, void* transport);
+void* syncbn_exchange_processes(int64_t number, int64_t rank, int64_t ranks, const void* mpi);
+void* syncbn_exchange_machine(void* processes, void* segment, int64_t count, const size_t* ranks, int64_t machines,
+                              const size_t* leaders);
 int syncbn_python_functions(const syncbn::PythonFunctions* functions);
-int syncbn_total(syncbn::Total* out, int64_t length, const double* values, int64_t first, int64_t key, int64_t replicas,
-                 const int* groups);
+int syncbn_part(std::deque<syncbn::Vector>* out, int64_t length, const double* values);
 int syncbn_devices(int64_t count, const char** contexts);
 int syncbn_seed(uint64_t seed);
 void syncbn_fail(const char* reason);

@@ -40,47 +40,31 @@ void wait_for_others() {
     syncbn_wait_end(wait);
 }
 
-// [count, mean[C], m2[C]] of all values of the rows.
-std::vector<double> merged(int64_t rows, int64_t length, const double* values) {
-    const int64_t channels = length / 2;
-    std::vector<double> out(length, 0.0);
-    for (int64_t r = 0; r < rows; ++r) out[0] += values[r * length];
-    for (int64_t c = 1; c <= channels; ++c) {
-        for (int64_t r = 0; r < rows; ++r) out[c] += values[r * length] / out[0] * values[r * length + c];
-        for (int64_t r = 0; r < rows; ++r) {
-            const double away = values[r * length + c] - out[c];
-            out[channels + c] += values[r * length + channels + c] + values[r * length] * away * away;
-        }
-    }
-    return out;
-}
-
 int refused(syncbn::Problem* problem) {
     std::snprintf(problem->text, sizeof problem->text, "the cable is out");
     return 1;
 }
 
-int merge(int64_t, const syncbn::Ticket* ticket, int64_t rows, int64_t length, const double* values, syncbn::Total* out,
-          syncbn::Problem* problem) {
-    const Within program(false);
-    wait_for_others();
-    if (fails()) return refused(problem);
-    syncbn_total(out, length, merged(rows, length, values).data(), 0, ticket->layer, 0, nullptr);
-    return 0;
-}
-
-int add(int64_t, const syncbn::Ticket* ticket, int64_t rows, int64_t length, const double* values, syncbn::Total* out,
+int add(int64_t, const syncbn::Ticket*, int64_t rows, int64_t length, const double* values, double* total,
         syncbn::Problem* problem) {
     const Within program(false);
     wait_for_others();
     if (fails()) return refused(problem);
-    std::vector<double> total(values, values + length);
+    std::copy(values, values + length, total);
     for (int64_t i = length; i < rows * length; ++i) total[i % length] += values[i];
-    syncbn_total(out, length, total.data(), 0, ticket->layer, 0, nullptr);
     return 0;
 }
 
-int agreed(int64_t, const syncbn::Ticket* ticket, syncbn::Agreed* out, syncbn::Problem*) {
+int gather(int64_t, const syncbn::Ticket*, const char*, int64_t, double, int64_t, const size_t*, int64_t length,
+           const double* values, std::deque<syncbn::Vector>* out, syncbn::Problem* problem) {
+    const Within program(false);
+    wait_for_others();
+    if (fails()) return refused(problem);
+    syncbn_part(out, length, values);
+    return 0;
+}
+
+int agreed(int64_t, const syncbn::Ticket* ticket, int64_t, syncbn::Agreed* out, syncbn::Problem*) {
     out->key = ticket->layer;
     return 0;
 }
@@ -90,18 +74,17 @@ std::set<int64_t>& gathering = *new std::set<int64_t>;  // for a thread that out
 
 // Answers each vector of rank 0 with one of an empty batch, until rank 0 fails.
 void play_rank_1(syncbn::Segment& segment) {
-    constexpr uint64_t kRank0 = 1, kRank1 = 2;
     double rest = 0;
     while (segment.state_of(0) == syncbn::Segment::State::kPresent) {
         rest = std::min(0.05, 1e-4 + 1.5 * rest);  // a process that polls without a rest never looks idle
-        for (const syncbn::Label& label : segment.left_by(0, kRank1)) {
+        for (const syncbn::Label& label : segment.left_by(0)) {
             rest = 0;
             const syncbn::Segment::Found found = segment.find(0, label);
             if (found.values == nullptr) continue;
             std::lock_guard<std::mutex> lock(gathering_mutex);
             const size_t length = gathering.count(label.key) != 0 ? 0 : found.length;
-            segment.post(label, std::vector<double>(length, 0.0).data(), length, length, kRank0);
-            segment.done(0, found);
+            segment.post(label, std::vector<double>(length, 0.0).data(), length, length, {0});
+            segment.done(0, label, found);
             segment.wake(segment.ring_of(label));
         }
         pause(rest);
@@ -119,7 +102,8 @@ void make_exchange_of_machine() {
     auto rank_0 = syncbn::Segment::create(2);
     auto rank_1 = syncbn::Segment::open(2, 1, getpid(), rank_0->number(), rank_0->token());
     shared = rank_0.get();
-    of_machine = syncbn_exchange_shared_memory(rank_0.release(), of_processes);
+    constexpr size_t kRanks[] = {0, 1};
+    of_machine = syncbn_exchange_machine(of_processes, rank_0.release(), 2, kRanks, 1, kRanks);
     made.push_back(of_machine);
     std::thread([segment = std::shared_ptr<syncbn::Segment>(std::move(rank_1))] { play_rank_1(*segment); }).detach();
 }
@@ -133,13 +117,13 @@ void gathers(int64_t layer) {
 
 void make_exchanges() {
     syncbn::PythonFunctions functions{};
-    functions.merge = merge;
-    functions.add = functions.gather = add;
+    functions.add = add;
+    functions.gather = gather;
     functions.agreed = agreed;
     syncbn_python_functions(&functions);
     in_memory = syncbn_exchange_memory();
     of_contexts = syncbn_exchange_contexts(1);
-    of_processes = syncbn_exchange_processes(2);
+    of_processes = syncbn_exchange_processes(2, 0, 1, nullptr);
     make_exchange_of_machine();
 }
 

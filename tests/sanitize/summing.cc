@@ -1,4 +1,5 @@
 #include <unistd.h>
+#include <future>
 
 #include "exchange/sums.h"
 #include "figures.h"

@@ -22,9 +22,6 @@ from places import TESTS
 from poolings import POOLINGS, fits, specification
 from replicas import assert_same, collect, make_batch, on_devices, step, step_in_any_order
 
-from gluon_syncbn.exchange import mpi
-
-mpi._FEW = int(os.environ.get("MPI_WORKER_FEW", mpi._FEW))
 DEVICES = sum(map(devices_of, range(kv.num_workers)))
 FIRST = sum(map(devices_of, range(kv.rank)))
 
@@ -41,7 +38,6 @@ def leaving_another_gpu(method):
 
 
 kv._transport.allgather = leaving_another_gpu(kv._transport.allgather)
-kv._transport.allreduce = leaving_another_gpu(kv._transport.allreduce)
 
 
 def wanted(layer, batch, *, devices=None, **settings):

@@ -1,5 +1,6 @@
 """What one process of a job does; the tests of each transport start several of them."""
 
+import functools
 import itertools
 import os
 import signal
@@ -34,7 +35,8 @@ from replicas import (  # noqa: E402
 )
 
 from gluon_syncbn import _native, contrastive, reference  # noqa: E402
-from gluon_syncbn.exchange import mpi, store  # noqa: E402
+from gluon_syncbn.exchange import store  # noqa: E402
+from gluon_syncbn.exchange.base import LayerInfo  # noqa: E402
 from gluon_syncbn.exchange.transport import Label  # noqa: E402
 from gluon_syncbn.training.session import session  # noqa: E402
 
@@ -361,26 +363,17 @@ def ways_of_statistics():
     """In memory of the machine, or by the transport where that is switched off."""
     in_memory = kv.why_not_in_memory is None
     assert in_memory or "GLUON_SYNCBN_SHARED_MEMORY=off" in kv.why_not_in_memory, kv.why_not_in_memory
-    carried, allgather, allreduce = [], kv._transport.allgather, kv._transport.allreduce
-
-    def counted(call):
-        def counting(label, *arguments, **settings):
-            carried.append(label.kind)
-            return call(label, *arguments, **settings)
-
-        return counting
-
-    kv._transport.allgather, kv._transport.allreduce = counted(allgather), counted(allreduce)
     rng = np.random.RandomState(0)
     for settings in ({}, {"mode": "shuffle"}, {"group_size": 2}, {"group_size": 1}):
         batch = make_batch(rng, kv.num_workers)
         part = batch._replace(shards=[batch.shards[kv.rank]], heads=[batch.heads[kv.rank]])
         layer = gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv, **settings)
-        step(prepare(layer, part, CONTEXTS[:1], "float64", WAYS["eager"]), part, CONTEXTS[:1], "float64")
+        layer = prepare(layer, part, CONTEXTS[:1], "float64", WAYS["eager"])
+        step(layer, part, CONTEXTS[:1], "float64")  # in which all agree
+        before = _native.sent(kv.handle)
+        step(layer, part, CONTEXTS[:1], "float64")
         by_transport = not in_memory and settings.get("group_size") != 1
-        assert ("statistics" in carried) == by_transport, (settings, carried)
-        carried.clear()
-    kv._transport.allgather, kv._transport.allreduce = allgather, allreduce
+        assert (_native.sent(kv.handle) > before) == by_transport, settings
 
 
 def levels():
@@ -388,27 +381,25 @@ def levels():
     machines = os.environ["MPI_WORKER_MACHINES"].split(",")
     assert kv.machines == [[r for r, on in enumerate(machines) if on == name] for name in dict.fromkeys(machines)]
     speaks = kv.rank in [ranks[0] for ranks in kv.machines]
-    sent, send = [], kv._transport._post
-    kv._transport._post = lambda to, label, *given: sent.extend([label.kind] * len(to)) or send(to, label, *given)
     leaders = len(kv.machines)
-    for few in (leaders, 1):  # to each other; by doubling
-        mpi._FEW, before = few, len(sent)
+    for _ in range(2):
         batch = make_batch(np.random.RandomState(5), min(kv.num_workers, 4), dtype="float32")
         shard = kv.rank % len(batch.shards)
         part = batch._replace(shards=[batch.shards[shard]], heads=[batch.heads[shard]])
         layer = prepare(
             gluon_syncbn.SyncBatchNorm(in_channels=5, kvstore=kv), part, CONTEXTS[:1], "float32", WAYS["eager"]
         )
+        kv.learn(session._layers_of(kv))
+        before = _native.sent(kv.handle)
         step(layer, part, CONTEXTS[:1], "float32")
-        count = sent[before:].count("statistics")
-        assert (count > 0) == speaks and count <= 2 * leaders, (few, speaks, count)
+        count = _native.sent(kv.handle) - before
+        assert (count > 0) == speaks and count <= 2 * leaders, (speaks, count)
         mine = np.concatenate([layer.running_mean.data().asnumpy(), layer.running_var.data().asnumpy()])
         everyone = kv.allgather("a test", mine)
         assert all((theirs == everyone[0]).all() for theirs in everyone), "other bits"
         whole = np.concatenate([batch.shards[r % len(batch.shards)] for r in range(kv.num_workers)])
         mean = reference.moments([whole.astype("float64")])[0]
         np.testing.assert_allclose(mine[:5], 0.1 * mean, rtol=1e-4, atol=1e-5)
-    kv._transport._post = send
 
 
 def groups_in_memory():
@@ -477,13 +468,6 @@ def gathers():
     in each direction, of rows as they are and of sums in float64."""
     devices, (_, contexts, part) = sum(map(devices_of, range(kv.num_workers))), own(Batch([], [], [], []))
     rng = np.random.RandomState(3)
-    sent = []
-    reach = kv._transport.allgather
-
-    def counted(label, array, **settings):
-        sent.append((label.what, array.nbytes))
-        return reach(label, array, **settings)
-
     weight = rng.randn(6, 4)
     for way, dtype in itertools.product(WAYS, ("float64", "float32")):
         tolerance = 1e-12 if dtype == "float64" else 1e-5
@@ -527,17 +511,14 @@ def gathers():
 
     x = nd.ones((3 + kv.rank, 70), dtype="float32")
     x.attach_grad()
-    kv._transport.allgather = counted
+    before = _native.sent(kv.handle)
     with autograd.record():
         (y,) = contrastive.gather([x], name="counted", kvstore=kv)
     y.backward(nd.ones_like(y) * (1 + kv.rank))
     want = sum(1 + r for r in range(kv.num_workers))
     np.testing.assert_array_equal(x.grad.asnumpy(), np.full(x.shape, want))
-    kv._transport.allgather = reach
-    if isinstance(kv._transport, mpi.MPITransport) and kv.num_workers <= mpi._FEW:
-        what = "gather 'counted', round 1"
-        head = 3 * 8 + len("rows of shape (70,) and type float32") + 8
-        assert sent == [(what, head + 4 * x.size), (f"the gradients of {what}", 8 * y.size)], sent
+    if kv._transport.mpi:
+        assert _native.sent(kv.handle) - before == 2 * (kv.num_workers - 1) or kv.num_workers > 4
 
     # So long that each rank adds a part.
     for k in range(2):
@@ -579,20 +560,13 @@ def gradients_in_any_order():
 
 
 def shuffled_keys():
-    """Keys and their gradients come to the process of their queries, with an uneven last batch and several contexts.
-    Of images of 48 KB each, nothing travels."""
+    """Keys and their gradients come to the process of their queries, with an uneven last batch and several contexts."""
     here, dim = devices_of(kv.rank), 8
     images = np.random.RandomState(0).rand(20 * kv.num_workers - 3, 3, 64, 64).astype("float32")
     table = images.reshape(len(images), -1)[:, :dim].astype("float64")  # the features
     sampler = contrastive.ShuffleSampler(len(images), 8, kv.num_workers, kv.rank, seed=4, last_batch="keep")
-    sent, post = [], kv._transport.allgather
-
-    def counted(label, array, **settings):
-        sent.append(array.nbytes)
-        return post(label, array, **settings)
-
     for epoch in range(2):
-        sampler.epoch, kv._transport.allgather = epoch, counted
+        sampler.epoch = epoch
         for batch, pairs in enumerate(sampler):
             queries, keys = (np.array(column) for column in zip(*pairs))
             parts = np.array_split(table[keys], here)
@@ -606,13 +580,6 @@ def shuffled_keys():
             np.testing.assert_array_equal(np.concatenate([y.asnumpy() for y in ys]), 3 * table[queries])
             got = np.concatenate([x.grad.asnumpy() for x in xs])
             np.testing.assert_allclose(got, 3 * table[keys] ** 2, rtol=1e-15)
-            rows = len(images) - 8 * kv.num_workers * batch
-            if isinstance(kv._transport, mpi.MPITransport) and kv.num_workers <= mpi._FEW:
-                whole = min(8 * kv.num_workers, rows) * dim * 8
-                head = 3 * 8 + len("rows of shape (8,) and type float64") + 8
-                assert sent == [head + table[keys].nbytes, whole], sent
-            sent.clear()
-        kv._transport.allgather = post
 
 
 def gathers_alone():
@@ -640,24 +607,29 @@ def gathers_other_rows():
 
 
 def of_many():
-    mpi._FEW = 1
     pushpull_and_broadcast()
     if kv.num_workers <= 5:  # there are batches for so many
         same_bits_on_repetition()
-    for size in (1, 7, 3000):
+    layer = _native.layer_create("a test", 0, 1, 0)
+    session.register(LayerInfo(layer, "a test", CONTEXTS[:1], 1, 3, "sync", 1, None), kv)
+    for call, size in enumerate((1, 7, 3000)):
         parts = [np.random.RandomState(rank).randn(size) for rank in range(kv.num_workers)]
-        total = kv._transport.allreduce(Label("gradient", 99, call=size, what="a test"), parts[kv.rank])
+        ticket = _native.Ticket(layer, -1, call, 1, b"a test", 60.0)
+        total = _native.allreduce(kv._transport.handle, ticket, parts[kv.rank])
         np.testing.assert_allclose(total, sum(parts), rtol=1e-12, atol=1e-12)
-    matrices = [np.random.RandomState(rank).randint(-3, 4, 4).astype(float) for rank in range(kv.num_workers)]
-    product = kv._transport.allreduce(
-        Label("gradient", 98, what="a test"),
-        matrices[kv.rank],
-        lambda a, b: (a.reshape(2, 2) @ b.reshape(2, 2)).ravel(),  # whose order counts
+        everyone = kv.allgather("a test", total)
+        assert all((theirs == total).all() for theirs in everyone), "other bits"
+    # The order counts for the bits of merged moments.
+    rows = [np.concatenate([[3 + r], np.random.RandomState(r).randn(3) * 10**r, [1, 2, 3]]) for r in range(8)]
+    rows = rows[: kv.num_workers]
+    merged = _native.allreduce(
+        kv._transport.handle, _native.Ticket(layer, -1, 9, 0, b"a test", 60.0), rows[kv.rank], True
     )
-    np.testing.assert_array_equal(product.reshape(2, 2), np.linalg.multi_dot([m.reshape(2, 2) for m in matrices]))
+    np.testing.assert_allclose(merged, functools.reduce(_native.merge_moments, rows), rtol=1e-12)
+    assert all((theirs == merged).all() for theirs in kv.allgather("a test", merged)), "other bits"
     for size, kind in ((0, "uint8"), (1, "float64"), (1000, "int32")):
         parts = [(np.arange(size * (rank % 3)) + rank).astype(kind) for rank in range(kv.num_workers)]
-        got = kv._transport.allgather(Label("exchange of", 9, call=size, what="a test"), parts[kv.rank], equal=False)
+        got = kv.allgather("of another type", parts[kv.rank], equal=False)
         for theirs, want in zip(got, parts):
             assert theirs.dtype == want.dtype
             np.testing.assert_array_equal(theirs, want)
@@ -770,10 +742,11 @@ def fails_beside_two():
     gluon_syncbn.configure(timeout=60)
     since = time.monotonic()
     if kv.rank == 2:
-        kv._transport.fail("the disk is full")
+        kv.fail("the disk is full")
     try:
         if kv.rank == 0:
-            kv._transport.allreduce(Label("gradient", 97, what="a test"), np.zeros(3), ranks=[0, 1])
+            label = Label("exchange of", 97, what="a test")
+            kv._transport.allgather(label, np.zeros(3), equal=True, ranks=[0, 1])
     except mx.MXNetError as error:
         report(since, error)
     wait_for_reports([0])

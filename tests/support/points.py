@@ -1,6 +1,5 @@
 """A core with points at which a thread or a process is hit, and the points that its sources name."""
 
-import ast
 import os
 import re
 import subprocess
@@ -23,19 +22,6 @@ def _found() -> Dict[Path, List[str]]:
 #: In the order of the sources, each once. Those of `cuda` need a GPU.
 NATIVE = list(dict.fromkeys(name for path, names in _found().items() if path.parent.name != "cuda" for name in names))
 GPU = [name for path, names in _found().items() if path.parent.name == "cuda" for name in names]
-
-
-def exchanging() -> List[str]:
-    """``file.Class.method`` of all that takes part in an exchange between processes, which has a label or a ticket."""
-    found = []
-    for name in ("store", "mpi", "waiting"):
-        tree = ast.parse((PACKAGE / "exchange" / f"{name}.py").read_text("utf-8"))
-        for kind in (node for node in tree.body if isinstance(node, ast.ClassDef)):
-            for method in (node for node in kind.body if isinstance(node, ast.FunctionDef)):
-                arguments = {argument.arg for argument in method.args.args}
-                if arguments & {"label", "ticket"}:
-                    found.append(f"{name}.{kind.name}.{method.name}")
-    return found
 
 
 def package() -> Path:

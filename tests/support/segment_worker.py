@@ -18,20 +18,20 @@ import numpy as np
 from forks import fork_ranks
 
 from gluon_syncbn import _native
-from gluon_syncbn.exchange.base import LayerInfo, PythonExchange
+from gluon_syncbn.exchange.base import Exchange, LayerInfo
 from gluon_syncbn.training.session import session
 
 STEPS, FAULT_AT = 20, 10
 LENGTHS = [1, 7, 300, _native.MOST_VALUES, _native.MOST_VALUES + 1, 3 * _native.MOST_VALUES]
 
 
-class Transport(PythonExchange):
+class Transport(Exchange):
     """It knows the layers and carries nothing."""
 
     spans_processes = True
 
-    def add(self, layer, ticket, rows):
-        raise NotImplementedError
+    def agreed(self, layer, here):
+        return _native.Agreed(layer.id)
 
 
 def vector(rank, step, length):
@@ -61,7 +61,8 @@ def work(rank, ranks, folder, timeout, fault):
         told = json.loads(place.read_text())
         segment = _native.Segment.open(ranks, rank, told["process"], told["number"], bytes.fromhex(told["token"]))
     transport = Transport()
-    handle = segment.exchange(transport.handle)
+    processes = _native.processes(_native.python_exchange(transport), rank, ranks, None)
+    handle = segment.exchange(processes, range(ranks), [0])
     layers = []
     for i in range(len(LENGTHS)):
         layers.append(_native.layer_create(f"layer{i}", 0, 1, 0))
@@ -84,10 +85,10 @@ def work(rank, ranks, folder, timeout, fault):
                 if fault in ("SIGKILL", "SIGSTOP"):
                     os.kill(os.getpid(), getattr(signal, fault))
                 elif fault == "fails":
-                    _native.shared_memory_failed(handle, "the disk is full")
+                    _native.processes_failed(handle, "the disk is full")
                     return
                 elif fault == "ends":
-                    _native.shared_memory_ended(handle)
+                    _native.processes_ended(handle)
                     return
                 elif fault == "skips a step":
                     step += 1
@@ -97,7 +98,7 @@ def work(rank, ranks, folder, timeout, fault):
     except mx.MXNetError as error:
         print(f"FAILED after {time.monotonic() - began:.1f} s: {error}", flush=True)
         os._exit(3)
-    _native.shared_memory_ended(handle)
+    _native.processes_ended(handle)
     print("OK", flush=True)
 
 

@@ -24,29 +24,23 @@ class ThreadTransport(WaitingTransport):
         super().__init__(rank, post.size)
         self._post = post
 
-    def allgather(self, label, part, *, equal, ranks=None):
-        self.check_open()
-        wanted = list(range(self.size)) if ranks is None else sorted(ranks)
+    def carry(self, label, message, ranks):
         identity, wait = tuple(label[:5]), Wait(self, label)
         with self._post.changed:
             parts = self._post.parts[identity]
-            parts[self.rank] = part.copy()
-            self._post.sent[label.kind] += len(wanted) - 1
+            parts[self.rank] = message
+            self._post.sent[label.kind] += len(ranks) - 1
             self._post.changed.notify_all()
             while True:
-                missing = [rank for rank in wanted if rank not in parts]
+                missing = [rank for rank in ranks if rank not in parts]
                 if not missing:
-                    break
+                    return [parts[rank] for rank in ranks]
                 for rank in missing:
                     if rank in self._post.gone:
                         where = f"(rank {self.rank} was in {label})"
                         self.give_up(label, f"rank {rank} of {self.size} has failed: {self._post.gone[rank]} {where}")
                 wait.poll(missing)
                 self._post.changed.wait(0.01)
-        if equal:
-            for rank in wanted:
-                self.check_alike(label, rank, parts[rank].size, parts[rank].dtype, part)
-        return [parts[rank] for rank in wanted]
 
     def tell(self, label, reason):
         with self._post.changed:

@@ -11,11 +11,11 @@ from thread_transport import Post, ThreadTransport
 
 import gluon_syncbn
 from gluon_syncbn import _native, reference
-from gluon_syncbn.exchange import base
 from gluon_syncbn.exchange.base import LayerInfo
 from gluon_syncbn.exchange.store import ProcessStore
 from gluon_syncbn.exchange.transport import Label
 from gluon_syncbn.exchange.waiting import Wait
+from gluon_syncbn.training.session import session
 
 CHANNELS = 3
 
@@ -50,29 +50,27 @@ def moments(x):
     return np.concatenate([[count], mean, var * count])
 
 
-def ticket(layer_id, phase=0, call=0):
-    return _native.Ticket(layer_id, -1, call, phase)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_moments_of_all_processes(layer_id, size):
+def test_moments_of_all_processes(size):
     rng = np.random.RandomState(0)
-    shards = [[1e4 + (rank + 1) * rng.randn(2 + i, CHANNELS, 3) for i in range(1 + rank % 2)] for rank in range(size)]
+    shards = [1e4 + (rank + 1) * rng.randn(2 + rank % 2, CHANNELS, 3) for rank in range(size)]
     post, all_stores = stores(size)
+    ids = [_native.layer_create("bn", 0, 1, 0) for _ in all_stores]
+    for number, store in zip(ids, all_stores):
+        session.register(info(number, 1), store)
 
     def work(rank, store):
-        layer = info(layer_id, len(shards[rank]))
-        store.learn([layer])
-        assert store.knows(layer)
-        return store.merge(layer, ticket(layer_id), np.stack([moments(x) for x in shards[rank]]))
+        ticket = _native.Ticket(ids[rank], -1, 0, 0, b"bn", 60.0)
+        return _native.allreduce(store.handle, ticket, moments(shards[rank]), True)
 
     totals = everywhere(all_stores, work)
-    want = moments(np.concatenate([x for own in shards for x in own]))
+    want = moments(np.concatenate(shards))
     for total in totals:
-        np.testing.assert_array_equal(total.values, totals[0].values, err_msg="the same bits everywhere")
-        np.testing.assert_allclose(total.values, want, rtol=1e-12)
-        assert total.key == 0
+        np.testing.assert_array_equal(total, totals[0], err_msg="the same bits everywhere")
+        np.testing.assert_allclose(total, want, rtol=1e-12)
     assert post.sent == {"agreement": size * (size - 1), "statistics": size * (size - 1)}
+    for number in ids:
+        _native.layer_drop(number)
 
 
 GROUPS = [
@@ -108,26 +106,24 @@ def test_groups_that_stay_at_home(layer_id, monkeypatch, replicas, named, messag
     def work(rank, store):
         layer = info(layer_id, replicas[rank], **{"groups" if isinstance(named, list) else "group_size": named})
         store.learn([layer])
-        forward = store.gather(layer, ticket(layer_id), values[rank].reshape(1, -1))
-        backward = store.gather(layer, ticket(layer_id, phase=1), values[rank][:, 1:].reshape(1, -1))
-        return forward, backward
+        of = store.agreed(layer)
+        parts = store.gather(_native.Ticket(layer_id, -1, 0, 0), "a test", 0, 0.0, of.ranks, values[rank].ravel())
+        return np.concatenate(parts).reshape(-1, length)[of.members], of
 
     results = everywhere(all_stores, work)
     all_values = np.concatenate(values)
     starts = np.cumsum([0, *replicas])
     if isinstance(named, int):
         named = [range(first, first + named) for first in range(0, sum(replicas), named)]
-    for rank, (forward, backward) in enumerate(results):
+    for rank, (got, of) in enumerate(results):
+        assert (of.channels, of.replicas) == (CHANNELS, replicas[rank])
         own = slice(starts[rank], starts[rank + 1])
-        for total, width, want in ((forward, length, all_values), (backward, length - 1, all_values[:, 1:])):
-            got = total.values.reshape(-1, width)
-            first = total.first // width
-            np.testing.assert_array_equal(got[first : first + replicas[rank]], want[own])
-            for i in range(replicas[rank]):  # the group of each replica, in the order of the ranks
-                (members,) = [sorted(group) for group in named if starts[rank] + i in group]
-                np.testing.assert_array_equal(got[total.groups == total.groups[first + i]], want[members])
+        np.testing.assert_array_equal(got[of.first : of.first + replicas[rank]], all_values[own])
+        for i in range(replicas[rank]):  # the group of each replica, in the order of the ranks
+            (members,) = [sorted(group) for group in named if starts[rank] + i in group]
+            np.testing.assert_array_equal(got[of.groups == of.groups[of.first + i]], all_values[members])
     everybody = len(replicas) * (len(replicas) - 1)
-    assert post.sent["statistics"] == 2 * (messages if partial or messages == 0 else everybody)
+    assert post.sent["statistics"] == (messages if partial or messages == 0 else everybody)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +142,7 @@ def test_groups_and_fewer_devices(layer_id, pooling, expected):
     def work(rank, store):
         layer = info(layer_id, 3, **pooling)
         store.learn([layer])
-        return store.gather(layer, ticket(layer_id), np.zeros((1, 2 * (1 + 2 * CHANNELS))))
+        return store.agreed(layer, 2)
 
     for error in everywhere(all_stores, work):
         assert isinstance(error, ValueError)
@@ -252,7 +248,7 @@ def test_a_fork_ends_a_wait():
     wait, end = Wait(ThreadTransport(Post(2), 0), LABEL), time.monotonic() + 50
     _native.forking(True)
     try:
-        with pytest.raises(mx.MXNetError, match=r"the process was forked .* rank 0 was in gradient 7, round 1"):
+        with pytest.raises(mx.MXNetError, match=r"rank 0 of 2 was forked in gradient 7, round 1\. Fork before a step"):
             while time.monotonic() < end:
                 wait.poll([1])
                 time.sleep(0.3)
@@ -287,8 +283,8 @@ def test_merged_moments_are_those_of_all_values():
     parts = [1e6 + rng.randn(n, CHANNELS, 2) for n in (1, 4, 2)]
     total = moments(parts[0])
     for part in parts[1:]:
-        total = base.merge_moments(total, moments(part))
+        total = _native.merge_moments(total, moments(part))
     np.testing.assert_allclose(total, moments(np.concatenate(parts)), rtol=1e-9)  # 1e6 beside 1 costs 6 digits
     empty = np.zeros(1 + 2 * CHANNELS)
-    np.testing.assert_array_equal(base.merge_moments(empty, total), total)
-    np.testing.assert_array_equal(base.merge_moments(total, empty), total)
+    np.testing.assert_array_equal(_native.merge_moments(empty, total), total)
+    np.testing.assert_array_equal(_native.merge_moments(total, empty), total)

@@ -40,7 +40,6 @@ size_t Exchange::replicas() const { not_offered(); }
 Total Exchange::allreduce(Combine, const Ticket&, const Contribution&) { not_offered(); }
 Total Exchange::allgather(const Ticket&, const Contribution&) { not_offered(); }
 Total Exchange::allgather(const Ticket&, const DeviceContribution&) { not_offered(); }
-Agreed Exchange::agreed(const Ticket&) { not_offered(); }
 
 std::string name_of_call(const Ticket& ticket) {
     return std::string("the ") + (ticket.phase == 0 ? "forward" : "backward") + " of call " +

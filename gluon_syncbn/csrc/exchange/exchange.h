@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cuda/collective.h"
+#include "exchange/mailbox.h"
 #include "types.h"
 #include "waiting/wait.h"
 
@@ -64,9 +65,10 @@ enum class Form {
 
 // The processes' agreement about a layer.
 struct Agreed {
-    int64_t key = 0;         // the same in every process
-    bool in_groups = false;  // it exchanges vectors with some processes only; the rest describes these
-    uint64_t ranks = 0;      // their bits, including this process; of the first 64
+    int64_t key = 0;  // the same in every process
+    // If the layer has groups, the processes that share some with this one, which is among them. The rest describes
+    // these. Empty: all.
+    Ranks ranks;
     int64_t channels = 0;
     int64_t replicas = 0;      // of this process
     std::vector<int> members;  // that share a group with these, including them: their places among those of the ranks
@@ -114,9 +116,6 @@ class Exchange {
     // it. The rows and the name must stay valid.
     virtual std::unique_ptr<Underway> begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own);
     virtual std::unique_ptr<Underway> begin_allgather(const Ticket& ticket, const Contribution& own);
-
-    // For implementations over processes. The first question about a layer waits for the other processes.
-    virtual Agreed agreed(const Ticket& ticket);
 };
 
 // Combines `part` into `total`, which begins as zeros.

@@ -39,17 +39,18 @@ class InPython : public Machines {
     const bool first_;
 };
 
-class OverMpi : public InPython {
+class OverMpi : public Machines {
   public:
-    OverMpi(bool first, const MachinesInPython& python, const Mpi& mpi) : InPython(first, python), mpi_(mpi) {}
+    OverMpi(bool first, const Mpi& mpi, Mailbox& mailbox) : first_(first), mpi_(mpi), mailbox_(mailbox) {}
 
+    bool is_first() const override { return first_; }
     void announce(const Announcement& announcement) override {
-        while (!told_.empty() && told_.front().operation.done(mpi_)) told_.pop_front();
+        while (!told_.empty() && mpi_.has_ended(&told_.front().request)) told_.pop_front();
         broadcast(announcement);
     }
     bool announced(Announcement* announcement) override {
         if (told_.empty()) broadcast({});
-        if (!told_.front().operation.done(mpi_)) return false;
+        if (!mpi_.has_ended(&told_.front().request)) return false;
         *announcement = told_.front().announcement;
         told_.pop_front();
         return true;
@@ -57,50 +58,51 @@ class OverMpi : public InPython {
     void begin(Type type, void* values, size_t count) override {
         sums_.emplace_back();
         const Mpi::Handle kind = type == Type::kFloat64 ? mpi_.float64 : mpi_.float32;
-        checked(mpi_.all_reduce(mpi_.in_place, values, static_cast<int>(count), kind, mpi_.add, mpi_.communicator,
-                                sums_.back().request));
+        Mpi::check(mpi_.all_reduce(mpi_.in_place, values, static_cast<int>(count), kind, mpi_.add, mpi_.leaders,
+                                   sums_.back().memory));
     }
     bool done() override {
-        if (!sums_.front().done(mpi_)) return false;
+        if (!mpi_.has_ended(&sums_.front())) return false;
         sums_.pop_front();
         return true;
     }
+    void check() override {
+        mailbox_.heard(0);  // lets messages arrive
+        const std::string of = " of " + std::to_string(mailbox_.ranks());
+        for (size_t rank = 0; rank < mailbox_.ranks(); ++rank)
+            if (mailbox_.state_of(rank) == Mailbox::State::kFailed)
+                throw std::runtime_error("rank " + std::to_string(rank) + of +
+                                         " has failed: " + mailbox_.reason_of(rank) + " (rank " +
+                                         std::to_string(mailbox_.rank()) + " was in the gradients of the machines)");
+    }
+    void fail(const char* reason) override { mailbox_.leave(Mailbox::State::kFailed, reason); }
 
   private:
-    // Stays where it is as long as MPI uses it.
-    struct Operation {
-        char request[16] = {};  // of any MPI
-
-        bool done(const Mpi& mpi) {
-            char status[256];
-            int done = 0;
-            checked(mpi.test(request, &done, status));
-            return done != 0;
-        }
-    };
     struct Told {
         Announcement announcement;
-        Operation operation;
+        Mpi::Request request;
     };
-    static void checked(int status) {
-        if (status != 0) throw std::runtime_error("MPI reports error " + std::to_string(status));
-    }
     void broadcast(const Announcement& announcement) {
         told_.push_back({announcement, {}});
-        checked(mpi_.broadcast(&told_.back().announcement, kAnnouncement, mpi_.int64, 0, mpi_.communicator,
-                               told_.back().operation.request));
+        Mpi::check(mpi_.broadcast(&told_.back().announcement, kAnnouncement, mpi_.int64, 0, mpi_.leaders,
+                                  told_.back().request.memory));
     }
 
+    const bool first_;
     const Mpi mpi_;
-    std::deque<Told> told_;
-    std::deque<Operation> sums_;
+    Mailbox& mailbox_;
+    std::deque<Told> told_;  // a deque's elements stay where they are
+    std::deque<Mpi::Request> sums_;
 };
 
 }  // namespace
 
-std::unique_ptr<Machines> machines(bool first, const MachinesInPython& python, const Mpi* mpi) {
-    if (mpi != nullptr) return std::make_unique<OverMpi>(first, python, *mpi);
+std::unique_ptr<Machines> machines(bool first, const MachinesInPython& python) {
     return std::make_unique<InPython>(first, python);
+}
+
+std::unique_ptr<Machines> machines(bool first, const Mpi& mpi, Mailbox& mailbox) {
+    return std::make_unique<OverMpi>(first, mpi, mailbox);
 }
 
 }  // namespace syncbn

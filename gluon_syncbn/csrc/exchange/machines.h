@@ -4,7 +4,8 @@
 #include <cstdint>
 #include <memory>
 
-#include "exchange/python_transport.h"
+#include "exchange/mpi.h"
+#include "exchange/python.h"
 #include "types.h"
 
 namespace syncbn {
@@ -32,7 +33,7 @@ class Machines {
     virtual void begin(Type type, void* values, size_t count) = 0;
     // Whether the oldest sum that has not ended before has ended now.
     virtual bool done() = 0;
-    // Throws if another process is known to have failed. Takes the interpreter's lock.
+    // Throws if another process is known to have failed.
     virtual void check() = 0;
     virtual void fail(const char* reason) = 0;
 };
@@ -45,19 +46,8 @@ struct MachinesInPython {
     void (*fail)(const char* reason);
 };
 
-// MPI's library: its functions and handles, as mpi4py knows them. A handle is a number or a pointer. A function gets
-// either in the register of a pointer, and reads the part that it needs.
-struct Mpi {
-    using Handle = intptr_t;
-    int (*all_reduce)(const void* from, void* to, int count, Handle type, Handle add, Handle communicator,
-                      void* request);
-    int (*broadcast)(void* values, int count, Handle type, int root, Handle communicator, void* request);
-    int (*test)(void* request, int* done, void* status);
-    void* in_place;
-    Handle communicator, float32, float64, int64, add;  // the communicator is of the leaders
-};
-
-// With `mpi`, sums run in MPI, without the interpreter. Without it, they are functions in Python, which wait.
-std::unique_ptr<Machines> machines(bool first, const MachinesInPython& python, const Mpi* mpi);
+// Functions in Python wait. MPI's run without the interpreter; its mailbox knows which ranks have failed.
+std::unique_ptr<Machines> machines(bool first, const MachinesInPython& python);
+std::unique_ptr<Machines> machines(bool first, const Mpi& mpi, Mailbox& mailbox);
 
 }  // namespace syncbn

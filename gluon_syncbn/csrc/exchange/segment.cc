@@ -170,8 +170,9 @@ double* Segment::values(size_t rank, size_t index) const { return values_ + (ran
 
 // ---- vectors -------------------------------------------------------------------------------------------------------
 
-// Must be called by one thread of the process at a time.
-void Segment::post(const Label& label, const double* values, size_t count, size_t length, uint64_t readers) {
+void Segment::post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) {
+    uint64_t bits = 0;
+    for (const size_t reader : readers) bits |= uint64_t{1} << reader;
     std::atomic<uint32_t>& used = members_[rank_].outboxes;
     size_t index = 0;  // the lowest free one: the last used is in a cache
     while (index < kOutboxes && outbox(rank_, index).readers != 0) ++index;
@@ -187,13 +188,13 @@ void Segment::post(const Label& label, const double* values, size_t count, size_
     box.count.store(static_cast<uint32_t>(count), std::memory_order_relaxed);
     box.length.store(length, std::memory_order_relaxed);
     std::copy(values, values + count, this->values(rank_, index));
-    box.readers.store(readers, std::memory_order_relaxed);
+    box.readers.store(bits, std::memory_order_relaxed);
     box.stamp.store(stamp + (stamp & 1) + 1);
     if (used <= index) used = static_cast<uint32_t>(index + 1);
     rings_[ring_of(label)].posts.fetch_add(1);
 }
 
-Segment::Found Segment::find(size_t rank, const Label& label) const {
+Mailbox::Found Segment::find(size_t rank, const Label& label) const {
     const uint64_t own = uint64_t{1} << rank_;
     const size_t used = members_[rank].outboxes;
     for (size_t index = 0; index < used; ++index) {
@@ -208,8 +209,8 @@ Segment::Found Segment::find(size_t rank, const Label& label) const {
     return {};
 }
 
-void Segment::done(size_t rank, const Found& found) {
-    outbox(rank, found.outbox).readers.fetch_and(~(uint64_t{1} << rank_));
+void Segment::done(size_t rank, const Label&, const Found& found) {
+    outbox(rank, found.place).readers.fetch_and(~(uint64_t{1} << rank_));
 }
 
 std::vector<Label> Segment::left_by(size_t rank, uint64_t readers) const {
@@ -225,6 +226,17 @@ std::vector<Label> Segment::left_by(size_t rank, uint64_t readers) const {
     return labels;
 }
 
+bool Segment::is_here(const Label& label) const {
+    const std::vector<Label> own = left_by(rank_, ~uint64_t{0});
+    return std::find(own.begin(), own.end(), label) != own.end();
+}
+
+// A post for nobody else is a mark that this rank has come.
+void Segment::forget(const Label& label) {
+    const Found mark = find(rank_, label);
+    if (mark.values != nullptr) done(rank_, label, mark);
+}
+
 // ---- rings ---------------------------------------------------------------------------------------------------------
 
 uint32_t Segment::ring_of(const Label& label) const {
@@ -234,7 +246,7 @@ uint32_t Segment::ring_of(const Label& label) const {
     return static_cast<uint32_t>(hash >> 32) % kRings;
 }
 
-uint32_t Segment::heard(uint32_t ring) const { return rings_[ring].posts; }
+uint32_t Segment::heard(uint32_t ring) { return rings_[ring].posts; }
 
 void Segment::sleep(uint32_t ring, uint32_t seen, double seconds) {
     rings_[ring].sleepers.fetch_add(1);
@@ -273,7 +285,7 @@ void Segment::listen(uint32_t heard, double seconds) {
 
 // ---- members -------------------------------------------------------------------------------------------------------
 
-Segment::State Segment::state_of(size_t rank) const { return static_cast<State>(members_[rank].state.load()); }
+Mailbox::State Segment::state_of(size_t rank) const { return static_cast<State>(members_[rank].state.load()); }
 
 bool Segment::crowded() const {
     if (cores_ == 0) {
@@ -291,15 +303,15 @@ bool Segment::crowded() const {
     return static_cast<size_t>(cores_) < ranks_;
 }
 
-bool Segment::has_died(size_t rank) const {
-    if (rank == rank_ || members_[rank].process == process_) return false;  // a process does not see its own locks
+int64_t Segment::died(size_t rank) const {
+    const int64_t process = members_[rank].process;
+    if (rank == rank_ || process == process_) return 0;  // a process does not see its own locks
     struct flock lock = byte_of(rank, F_WRLCK);
-    return fcntl(file_, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK && state_of(rank) == State::kPresent;
+    const bool free = fcntl(file_, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+    return free && state_of(rank) == State::kPresent ? process : 0;
 }
 
 std::string Segment::reason_of(size_t rank) const { return members_[rank].reason; }
-
-int64_t Segment::process_of(size_t rank) const { return members_[rank].process; }
 
 void Segment::leave(State state, const std::string& reason) {
     Member& member = members_[rank_];

@@ -16,29 +16,16 @@
 #include <string>
 #include <vector>
 
+#include "exchange/mailbox.h"
 #include "types.h"
 
 namespace syncbn {
 
-// The identity of a vector, the same in every process.
-struct Label {
-    int64_t key, node, call, phase, piece;
-    bool operator==(const Label& other) const {
-        return key == other.key && node == other.node && call == other.call && phase == other.phase &&
-               piece == other.piece;
-    }
-};
-
-// The ranks that share a segment within a job: their ranks in the job, ascending, and the size of the job.
-struct Members {
-    std::vector<size_t> ranks;
-    size_t of;
-};
-
-class Segment {
+class Segment : public Mailbox {
   public:
     static constexpr size_t kMostRanks = 64;     // a reader's mark is a bit
-    static constexpr size_t kMostValues = 4608;  // of a vector, enough for the moments of 2048 channels
+    static constexpr size_t kMostValues = 4608;  // of a piece, enough for the moments of 2048 channels
+    static constexpr size_t kMostPieces = 16;    // of a vector; a longer one goes another way
 
     // Rank 0 creates it; the others open it as file descriptor `number` of process `process`. Each throws
     // std::runtime_error with the reason. A process that sees other memory there, as in another container, finds no
@@ -46,49 +33,35 @@ class Segment {
     static std::unique_ptr<Segment> create(size_t ranks);
     static std::unique_ptr<Segment> open(size_t ranks, size_t rank, int64_t process, int number,
                                          const std::string& token);
-    ~Segment();
+    ~Segment() override;
     Segment(const Segment&) = delete;
     Segment& operator=(const Segment&) = delete;
 
-    size_t ranks() const { return ranks_; }
-    size_t rank() const { return rank_; }
+    size_t ranks() const override { return ranks_; }
+    size_t rank() const override { return rank_; }
     int number() const { return file_; }
     std::string token() const;
-    // Whether this process has opened it, and is not a child of a fork.
-    bool is_own() const;
+    bool is_own() const override;
 
-    // Leaves a vector for `readers`, a bit for each rank. `length` is that of the whole vector, which this may be a
-    // piece of. Throws std::runtime_error if no outbox is free.
-    void post(const Label& label, const double* values, size_t count, size_t length, uint64_t readers);
-    // Returns the vector that `rank` has left for this one under the label; null if there is none yet. It stays until
-    // `done`.
-    struct Found {
-        const double* values = nullptr;
-        size_t count = 0, length = 0;
-        size_t outbox = 0;
-    };
-    Found find(size_t rank, const Label& label) const;
-    void done(size_t rank, const Found& found);
-    // Returns the labels of vectors from `rank` that some of `readers` have not read yet.
-    std::vector<Label> left_by(size_t rank, uint64_t readers) const;
+    size_t most_values() const override { return kMostValues; }
+    size_t most_length() const override { return kMostPieces * kMostValues; }
+    void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) override;
+    Found find(size_t rank, const Label& label) const override;
+    void done(size_t rank, const Label& label, const Found& found) override;
+    std::vector<Label> left_by(size_t rank) const override { return left_by(rank, uint64_t{1} << rank_); }
+    bool is_here(const Label& label) const override;
+    void forget(const Label& label) override;
 
-    // A ring is for all threads with one label. Its number of posts changes with each post. A thread can sleep until
-    // the number is not `seen`, or for `seconds`, and can wake the sleepers.
-    uint32_t ring_of(const Label& label) const;
-    uint32_t heard(uint32_t ring) const;
-    void sleep(uint32_t ring, uint32_t seen, double seconds);
-    void wake(uint32_t ring);
+    uint32_t ring_of(const Label& label) const override;
+    uint32_t heard(uint32_t ring) override;
+    void sleep(uint32_t ring, uint32_t seen, double seconds) override;
+    void wake(uint32_t ring) override;
 
-    enum class State : uint32_t { kAbsent = 0, kPresent = 1, kFailed = 2, kEnded = 3 };
-    State state_of(size_t rank) const;
-    // Whether there are more ranks than cores for them; true until all are present.
-    bool crowded() const;
-    // Whether a present process has died. Asks the kernel.
-    bool has_died(size_t rank) const;
-    std::string reason_of(size_t rank) const;  // of a rank that has failed
-    int64_t process_of(size_t rank) const;
-    // Reports that this rank has failed, with a reason, or has ended. Wakes all ranks. The first report stays.
-    void leave(State state, const std::string& reason);
+    State state_of(size_t rank) const override;
+    std::string reason_of(size_t rank) const override;
+    bool crowded() const override;  // true until all are present
+    int64_t died(size_t rank) const override;
+    void leave(State state, const std::string& reason) override;
 
     // The part of a rank in long sums: how far it is, and its pieces. Only the rank itself writes there, except for the
     // bell. Counts never decrease.
@@ -112,6 +85,8 @@ class Segment {
     struct Outbox;
     Segment(size_t ranks, size_t rank, int file);
     void present();
+    // Labels of vectors that some of `readers`, bits, have not read yet.
+    std::vector<Label> left_by(size_t rank, uint64_t readers) const;
     Outbox& outbox(size_t rank, size_t index) const;
     double* values(size_t rank, size_t index) const;
 

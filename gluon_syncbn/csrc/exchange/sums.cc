@@ -193,9 +193,9 @@ class Sums::WaitForRanks final : public Wait {
   protected:
     void check_others() override {
         for (size_t other = 0; other < segment_.ranks(); ++other)
-            if (segment_.has_died(other) && (need_.count == nullptr || is_missing(other)))
-                gone(other, "has ended without a word (process " + std::to_string(segment_.process_of(other)) +
-                                "; was it killed?)");
+            if (const int64_t process = segment_.died(other);
+                process != 0 && (need_.count == nullptr || is_missing(other)))
+                gone(other, "has ended without a word (process " + std::to_string(process) + "; was it killed?)");
         if (sums_.machines_ != nullptr) sums_.machines_->check();
     }
     std::string text(Why why) override {

@@ -1,0 +1,218 @@
+#include "exchange/mpi.h"
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <limits>
+#include <list>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+
+#include "clock.h"
+
+namespace syncbn {
+namespace {
+
+constexpr double kEnd = 1;                   // seconds for the last messages
+constexpr double kNap = 5e-5, kDoze = 1e-3;  // seconds between two looks at MPI, at first and after `kNaps`
+constexpr uint32_t kNaps = 2000;             // without an arrival
+
+// A message begins with this.
+struct Head {
+    enum Kind : int64_t { kVector, kFailed, kEnded };
+    Label label;
+    int64_t kind, from;
+    uint64_t length;
+};
+static_assert(sizeof(Head) % sizeof(double) == 0, "what follows is aligned");
+
+class MpiMailbox : public Mailbox {
+  public:
+    MpiMailbox(const Mpi& mpi, size_t rank, size_t ranks)
+        : mpi_(mpi), rank_(rank), process_(getpid()), states_(ranks), reasons_(ranks) {
+        for (auto& state : states_) state = State::kPresent;
+    }
+
+    size_t ranks() const override { return states_.size(); }
+    size_t rank() const override { return rank_; }
+    bool is_own() const override { return getpid() == process_; }
+    size_t most_values() const override { return std::numeric_limits<int>::max() / sizeof(double) - sizeof(Head); }
+    size_t most_length() const override { return most_values(); }
+
+    void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (label.piece == 0) here_.push_back(label);
+        send(Head{label, Head::kVector, static_cast<int64_t>(rank_), length}, values, count * sizeof(double), readers);
+    }
+    bool is_out(const Label& label) override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        for (auto at = outgoing_.begin(); at != outgoing_.end();)
+            at = mpi_.has_ended(&at->request) ? outgoing_.erase(at) : std::next(at);
+        return std::none_of(outgoing_.begin(), outgoing_.end(), [&](const Message& sent) {
+            return sent.head().kind == Head::kVector && sent.head().label == label;
+        });
+    }
+    Found find(size_t rank, const Label& label) const override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        for (const Message& message : inbox_)
+            if (message.from() == rank && message.head().label == label)
+                return {message.values(), message.count(), message.head().length, 0};
+        return {};
+    }
+    void done(size_t rank, const Label& label, const Found&) override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        inbox_.remove_if([&](const Message& one) { return one.from() == rank && one.head().label == label; });
+    }
+    std::vector<Label> left_by(size_t rank) const override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        std::vector<Label> labels;
+        for (const Message& message : inbox_)
+            if (message.from() == rank) labels.push_back(message.head().label);
+        return labels;
+    }
+    bool is_here(const Label& label) const override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return std::find(here_.begin(), here_.end(), label) != here_.end();
+    }
+    void forget(const Label& label) override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        const auto found = std::find(here_.begin(), here_.end(), label);
+        if (found != here_.end()) here_.erase(found);
+    }
+
+    // There is one ring, and whoever waits at it moves messages along.
+    uint32_t ring_of(const Label&) const override { return 0; }
+    uint32_t heard(uint32_t) override {
+        const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+        if (lock) progress();
+        return heard_;
+    }
+    void sleep(uint32_t, uint32_t seen, double seconds) override {
+        if (heard_ != seen) return;
+        const double most = ++naps_ < kNaps ? kNap : kDoze;
+        std::this_thread::sleep_for(std::chrono::duration<double>(std::min(seconds, most)));
+    }
+    void wake(uint32_t) override {}
+
+    State state_of(size_t rank) const override { return states_[rank]; }
+    std::string reason_of(size_t rank) const override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        return reasons_[rank];
+    }
+    bool crowded() const override { return false; }
+    void leave(State state, const std::string& reason) override {
+        if (!is_own()) return;
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (states_[rank_] != State::kPresent) return;
+        const std::string text = reason.substr(0, 4000);
+        Ranks others;
+        for (size_t rank = 0; rank < ranks(); ++rank)
+            if (rank != rank_) others.push_back(rank);
+        const Head::Kind kind = state == State::kFailed ? Head::kFailed : Head::kEnded;
+        send(Head{{}, kind, static_cast<int64_t>(rank_), text.size()}, text.data(), text.size(), others);
+        reasons_[rank_] = text;
+        states_[rank_] = state;
+        const double until = seconds() + (state == State::kEnded ? kEnd : 0);
+        do progress();
+        while (!outgoing_.empty() && seconds() < until);
+        closed_ = state == State::kEnded;
+        ++heard_;
+    }
+
+  private:
+    static constexpr size_t kHead = sizeof(Head) / sizeof(double);
+    // A message that arrives or has arrived, or goes to a rank.
+    struct Message {
+        std::shared_ptr<double> memory;  // not initialised
+        size_t size = 0;
+        Mpi::Request request = {};
+        explicit Message(size_t size) : memory(new double[size], std::default_delete<double[]>()), size(size) {}
+        const Head& head() const { return *reinterpret_cast<const Head*>(memory.get()); }
+        double* values() const { return memory.get() + kHead; }
+        size_t count() const { return size - kHead; }
+        size_t from() const { return static_cast<size_t>(head().from); }
+    };
+
+    // The caller of the following holds the lock.
+    void send(const Head& head, const void* content, size_t size, const Ranks& to) {
+        if (to.empty()) return;
+        Message message(kHead + (size + sizeof(double) - 1) / sizeof(double));
+        std::memcpy(message.memory.get(), &head, sizeof head);
+        if (size > 0) std::memcpy(message.values(), content, size);
+        // The order starts after this rank, so that not all ranks write to rank 0 first.
+        const auto after = static_cast<size_t>(std::lower_bound(to.begin(), to.end(), rank_) - to.begin());
+        for (size_t i = 0; i < to.size(); ++i) {
+            outgoing_.push_back(message);
+            Mpi::check(mpi_.send(message.memory.get(), static_cast<int>(message.size * sizeof(double)), mpi_.bytes,
+                                 static_cast<int>(to[(after + i) % to.size()]), 0, mpi_.communicator,
+                                 &outgoing_.back().request));
+            if (mpi_.has_ended(&outgoing_.back().request)) outgoing_.pop_back();
+        }
+    }
+    void progress() {
+        if (closed_) return;
+        for (auto at = outgoing_.begin(); at != outgoing_.end();)
+            at = mpi_.has_ended(&at->request) ? outgoing_.erase(at) : std::next(at);
+        while (true) {
+            int found = 0, count = 0;
+            char message[16], status[256];
+            Mpi::check(mpi_.probe(static_cast<int>(mpi_.any_rank), static_cast<int>(mpi_.any_tag), mpi_.communicator,
+                                  &found, message, status));
+            if (found == 0) break;
+            Mpi::check(mpi_.count(status, mpi_.bytes, &count));
+            arriving_.emplace_back(static_cast<size_t>(count) / sizeof(double));
+            Message& next = arriving_.back();
+            Mpi::check(mpi_.receive(next.memory.get(), count, mpi_.bytes, message, &next.request));
+        }
+        // In their order: what a rank has sent before its end comes before that.
+        while (!arriving_.empty() && mpi_.has_ended(&arriving_.front().request)) {
+            const Head& head = arriving_.front().head();
+            if (head.kind == Head::kVector) {
+                inbox_.splice(inbox_.end(), arriving_, arriving_.begin());
+            } else {
+                const Message& last = arriving_.front();
+                reasons_[last.from()].assign(reinterpret_cast<const char*>(last.values()), head.length);
+                states_[last.from()] = head.kind == Head::kFailed ? State::kFailed : State::kEnded;
+                arriving_.pop_front();
+            }
+            ++heard_;
+            naps_ = 0;
+        }
+    }
+
+    const Mpi mpi_;
+    const size_t rank_;
+    const pid_t process_;
+    std::vector<std::atomic<State>> states_;
+    mutable std::mutex mutex_;  // one thread calls MPI; guards the rest
+    std::vector<std::string> reasons_;
+    std::list<Message> outgoing_, arriving_, inbox_;
+    std::vector<Label> here_;
+    bool closed_ = false;
+    std::atomic<uint32_t> heard_{0}, naps_{0};
+};
+
+}  // namespace
+
+bool Mpi::has_ended(Request* request) const {
+    char status[256];
+    int ended = 0;
+    check(test(request->memory, &ended, status));
+    return ended != 0;
+}
+
+void Mpi::check(int status) {
+    if (status != 0) throw std::runtime_error("MPI reports error " + std::to_string(status));
+}
+
+std::unique_ptr<Mailbox> mailbox(const Mpi& mpi, size_t rank, size_t ranks) {
+    return std::make_unique<MpiMailbox>(mpi, rank, ranks);
+}
+
+}  // namespace syncbn

@@ -1,0 +1,755 @@
+#include "exchange/processes.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <deque>
+#include <limits>
+#include <numeric>
+#include <optional>
+
+#include "clock.h"
+#include "exchange/python.h"
+#include "failure.h"
+#include "point.h"
+#include "waiting/stall.h"
+#include "waiting/step.h"
+#include "waiting/wait.h"
+
+namespace syncbn {
+namespace {
+
+constexpr double kSleep = std::chrono::duration<double>(kSlice).count();
+// Seconds to spin, and the limits of a yield: others ran long, or no other thread ran.
+constexpr double kSpin = 5e-4, kTaken = 2e-4, kNobody = 1e-6;
+constexpr int kInVain = 4;
+constexpr double kSkippedAfter = 0.5;
+constexpr double kForEver = std::numeric_limits<double>::infinity();
+// Up to this number of ranks, each sends its vector to all. More ranks send as many messages as the logarithm of the
+// number.
+constexpr size_t kFew = 4;
+// A process that waits for waiting processes waits this much longer, so that the one next to the cause reports it.
+constexpr double kLeaderLonger = 0.5, kMemberLonger = 1;
+
+size_t pieces_of(size_t length, size_t most) { return std::max<size_t>(1, (length + most - 1) / most); }
+
+Ranks all_of(size_t count) {
+    Ranks ranks(count);
+    std::iota(ranks.begin(), ranks.end(), size_t{0});
+    return ranks;
+}
+
+Ranks without(Ranks ranks, size_t rank) {
+    ranks.erase(std::remove(ranks.begin(), ranks.end(), rank), ranks.end());
+    return ranks;
+}
+
+// Waits for the vectors of some ranks under one label.
+class WaitForRanks final : public Wait {
+  public:
+    // `what` names the exchange, if it is none of a meeting.
+    WaitForRanks(Tier& tier, const Names& names, const Ticket& ticket, const Label& label, Ranks from,
+                 const char* what = nullptr)
+        : Wait(ticket.timeout),
+          tier_(tier),
+          mail_(*tier.mail),
+          names_(names),
+          ticket_(ticket),
+          label_(label),
+          what_(what),
+          from_(std::move(from)),
+          found_(from_.size()),
+          ring_(mail_.ring_of(label)),
+          began_(seconds()) {}
+
+    // Whether all have come; waits at most so many seconds.
+    bool comes_within(double limit) {
+        const double until = limit > 0 ? seconds() + limit : 0;
+        while (true) {
+            const uint32_t heard = mail_.heard(ring_);
+            if (have_come()) break;
+            if (limit == 0) return false;
+            check_members();
+            look();
+            if (polls(heard)) continue;
+            const double left = until - seconds();
+            if (left <= 0) return false;
+            slept_ = true;
+            mail_.sleep(ring_, heard, std::min(kSleep, left));
+        }
+        if (!slept_) mail_.wake(ring_);  // then the last to come finds all vectors at once
+        return true;
+    }
+    const Ranks& from() const { return from_; }
+    // The vectors of these ranks.
+    const std::vector<Mailbox::Found>& found() const { return found_; }
+    void done() {
+        for (size_t i = 0; i < from_.size(); ++i) mail_.done(from_[i], label_, found_[i]);
+    }
+    void check_length(size_t i, size_t own) {
+        if (found_[i].length != own)
+            give_up("in " + name() + ", rank " + tier_.rank(from_[i]) + " sent " + std::to_string(found_[i].length) +
+                    " values where rank " + tier_.rank(mail_.rank()) + " has " + std::to_string(own) +
+                    ". All processes must build the same net and cast it alike.");
+    }
+    [[noreturn]] void give_up(const std::string& reason) override {
+        mail_.leave(Mailbox::State::kFailed, reason);
+        throw Failure(reason);
+    }
+
+  protected:
+    void throw_if_failed() override {
+        if (const auto failure = step().failure()) give_up(failure->what());
+    }
+    // What only the kernel knows of the others, and what they do meanwhile.
+    void check_others() override {
+        for (size_t missing : missing()) {
+            const int64_t process = mail_.died(missing);
+            if (process != 0 && !has_come(missing))
+                gone(missing, "has ended without a word (process " + std::to_string(process) + "; was it killed?)");
+            for (const Label& left : mail_.left_by(missing)) {
+                if (left.piece != 0 || left.phase < 0) continue;
+                const bool other_call =
+                    left.key == label_.key && left.node == label_.node && left.phase == 0 && left.call != label_.call;
+                // One that has come since, and gone on, has left its vector here. The order of calls in branches
+                // differs between processes.
+                if (other_call && label_.phase == 0 && waited() > kSkippedAfter && !mail_.is_here(left) &&
+                    !has_come(missing))
+                    give_up("rank " + tier_.rank(mail_.rank()) + " is in " + name() + ", but rank " +
+                            tier_.rank(missing) + " is in number " + std::to_string(left.call + 1) +
+                            ": one of them has skipped or repeated a step.");
+                others_ = " Meanwhile rank " + tier_.rank(missing) + " is in " +
+                          name_of_call({0, left.node, left.call, left.phase, names_.of(left.key).c_str(), 0, 0}) + ".";
+            }
+        }
+    }
+    std::string text(Why why) override {
+        const char* leader = label_.piece < 0 ? ", the leader of this machine," : "";
+        std::string ranks;
+        for (size_t rank : missing()) ranks += (ranks.empty() ? "" : ", ") + tier_.rank(rank);
+        return text_of_wait(why, name(), tier_.own_rank(), ranks + leader, limit(), waited()) +
+               (why == Why::kLate ? others_ : "");
+    }
+
+  private:
+    std::string name() const { return what_ != nullptr ? what_ : name_of_call(ticket_); }
+    bool has_come(size_t rank) const { return mail_.find(rank, label_).values != nullptr; }
+    bool have_come() {
+        bool all = true;
+        for (size_t i = 0; i < from_.size(); ++i) {
+            if (found_[i].values == nullptr) found_[i] = mail_.find(from_[i], label_);
+            all = all && found_[i].values != nullptr;
+        }
+        return all && mail_.is_out(label_);
+    }
+    Ranks missing() const {
+        Ranks ranks;
+        for (size_t i = 0; i < from_.size(); ++i)
+            if (found_[i].values == nullptr) ranks.push_back(from_[i]);
+        return ranks;
+    }
+    // Polls for a moment, and yields meanwhile, because a wake-up takes longer. If other threads run, this thread may
+    // come back late, so it sleeps from then on. With more processes than cores, a polling thread may keep a process
+    // from its core. Linux lets another session's process run only at the end of the time slice (sched_autogroup), and
+    // mpiexec gives each process a session. In this case the thread also sleeps when no other thread has run.
+    bool polls(uint32_t heard) {
+        for (double now = seconds(); now - began_ < kSpin && !yielded_ && in_vain_ < kInVain;) {
+            sched_yield();
+            if (mail_.heard(ring_) != heard) return true;
+            const double then = now;
+            now = seconds();
+            yielded_ = now - then > kTaken;
+            if (now - then < kNobody && mail_.crowded()) ++in_vain_;
+        }
+        return false;
+    }
+    // Checks what is known of the other processes without asking them.
+    void check_members() {
+        if (mail_.state_of(mail_.rank()) != Mailbox::State::kPresent)
+            throw Failure("in " + name() + ", " + tier_.own_rank() + ": " + mail_.reason_of(mail_.rank()));
+        for (size_t missing : missing()) {
+            const Mailbox::State state = mail_.state_of(missing);
+            if (state == Mailbox::State::kPresent || state == Mailbox::State::kAbsent) continue;
+            if (has_come(missing)) continue;  // before that
+            if (state == Mailbox::State::kEnded) gone(missing, "has ended");
+            failed(missing);
+        }
+        if (!tier_.fails_together) return;
+        for (size_t rank = 0; rank < mail_.ranks(); ++rank)  // the missing rank may wait for this one
+            if (mail_.state_of(rank) == Mailbox::State::kFailed) failed(rank);
+    }
+    [[noreturn]] void failed(size_t other) { gone(other, "has failed: " + mail_.reason_of(other)); }
+    [[noreturn]] void gone(size_t other, const std::string& fate) {
+        give_up("rank " + tier_.rank(other) + tier_.of() + " " + fate + " (rank " + tier_.rank(mail_.rank()) +
+                " was in " + name() + ")");
+    }
+
+    Tier& tier_;
+    Mailbox& mail_;
+    const Names& names_;
+    const Ticket& ticket_;
+    const Label label_;
+    const char* const what_;
+    const Ranks from_;
+    std::vector<Mailbox::Found> found_;  // of each of these ranks
+    const uint32_t ring_;
+    const double began_;
+    std::string others_;  // what they do meanwhile
+    bool yielded_ = false, slept_ = false;
+    int in_vain_ = 0;
+};
+
+// What this process contributes to a total.
+struct Row {
+    Vector made;           // of several rows
+    const double* values;  // null where it contributes nothing
+    size_t length;
+};
+
+Row only_row(const Contribution& own) { return {{}, own.rows[0], own.length}; }
+
+Row combined(Combine combine, const Contribution& own) {
+    if (own.rows.size() == 1) return only_row(own);
+    Row row{Vector(own.length, 0.0), nullptr, own.length};
+    row.values = row.made.data();  // which stays where it is when the vector is moved
+    for (const double* part : own.rows) put(combine, row.made.data(), part, own.length);
+    return row;
+}
+
+// A vector of a rank.
+struct Part {
+    size_t rank, length;
+    const double* values;
+};
+
+Total reduced(Combine combine, const std::vector<Part>& parts, int64_t key) {
+    Total total{{}, 0, key};
+    for (const Part& part : parts) {
+        if (total.values.empty() && combine == Combine::kAdd) {  // saves a pass
+            total.values.assign(part.values, part.values + part.length);
+            continue;
+        }
+        total.values.resize(part.length);
+        put(combine, total.values.data(), part.values, part.length);
+    }
+    return total;
+}
+
+// `replicas`: of this process in this step.
+Total side_by_side(const std::vector<Part>& parts, size_t rank, const Agreed& agreed) {
+    Total total{{}, 0, agreed.key};
+    size_t own = 0;
+    for (const Part& part : parts) {
+        if (part.rank == rank) total.first = total.values.size(), own = part.length;
+        total.values.insert(total.values.end(), part.values, part.values + part.length);
+    }
+    if (agreed.ranks.empty()) return total;
+    const size_t length = own / static_cast<size_t>(agreed.replicas);
+    Total of_members{{}, static_cast<size_t>(agreed.first) * length, agreed.key, agreed.groups};
+    for (const int member : agreed.members) {
+        const auto vector = total.values.begin() + static_cast<int64_t>(length) * member;
+        of_members.values.insert(of_members.values.end(), vector, vector + static_cast<int64_t>(length));
+    }
+    return of_members;
+}
+
+std::vector<Part> parts_of(const std::deque<Vector>& vectors, const Ranks& ranks) {
+    std::vector<Part> parts;
+    for (size_t i = 0; i < ranks.size(); ++i) parts.push_back({ranks[i], vectors[i].size(), vectors[i].data()});
+    return parts;
+}
+
+}  // namespace
+
+Tier::Tier(std::unique_ptr<Mailbox> mail, Members members, bool fails_together)
+    : mail(std::move(mail)),
+      members(std::move(members)),
+      fails_together(fails_together),
+      everybody(all_of(this->mail->ranks())) {}
+
+void Tier::check_open() const {
+    if (!mail->is_own())
+        throw Failure("this process was forked from " + own_rank() +
+                      " and is no member of its job; only processes that the launcher has started are");
+    if (mail->state_of(mail->rank()) != Mailbox::State::kPresent)
+        throw Failure("nothing is exchanged any more. Start the job again. The first error was: " +
+                      mail->reason_of(mail->rank()));
+}
+
+void Tier::post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) {
+    std::lock_guard<std::mutex> lock(posting_);
+    mail->post(label, values, count, length, readers);
+    sent += static_cast<int64_t>(readers.size());
+}
+
+void Names::add(int64_t key, const char* name) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    names_[key] = name;
+}
+
+std::string Names::of(int64_t key) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = names_.find(key);
+    return found == names_.end() ? "number " + std::to_string(key + 1) : found->second;
+}
+
+// Gathers the vectors of this rank and of some others. The classes below make the total.
+class Processes::Gathering : public Underway {
+  public:
+    // The ranks that read this rank's posts, and those that it reads, itself perhaps among them. `is_total`: the answer
+    // of member 0.
+    struct Way {
+        const Ranks &readers, &from;
+        bool is_total = false;
+    };
+
+    // Posts the row of this rank, which must stay valid. `equal`: another length than ours is a Failure.
+    Gathering(const Job& job, Tier& tier, const Ticket& ticket, int64_t key, Way way, Row own, bool equal)
+        : ticket_(ticket),
+          key_(key),
+          job_(job),
+          tier_(tier),
+          mail_(*tier.mail),
+          most_(mail_.most_values()),
+          readers_(without(way.readers, mail_.rank())),
+          wakes_(way.readers != way.from),
+          is_total_(way.is_total),
+          own_(std::move(own)),
+          equal_(equal) {
+        tier_.check_open();
+        SYNCBN_POINT("before_post");
+        const size_t pieces = fits(own_.length) ? pieces_of(own_.length, most_) : 1;
+        for (size_t piece = 0; !readers_.empty() && piece < pieces; ++piece) post(piece, readers_);
+        const Ranks from = without(way.from, mail_.rank());
+        // The empty post shows that this rank has come here.
+        if (readers_.empty() && !from.empty() && own_.values != nullptr) post(0, {mail_.rank()});
+        SYNCBN_POINT("after_post");
+        wait_.emplace(tier_, job_.names, ticket_, label(0), from);
+    }
+
+    bool comes_within(double seconds) override {
+        while (!complete_) {
+            if (!wait_->comes_within(seconds)) return false;
+            take();
+        }
+        return true;
+    }
+
+  protected:
+    // Returns the vectors in the order of the ranks. They stay until `end`.
+    std::vector<Part> all() {
+        comes_within(kForEver);
+        std::vector<Part> all;
+        const auto add_own = [&] {
+            if (own_.values != nullptr) all.push_back({mail_.rank(), own_.length, own_.values});
+        };
+        auto part = parts_.begin();
+        for (; part != parts_.end() && part->rank < mail_.rank(); ++part) all.push_back(part->view());
+        add_own();
+        for (; part != parts_.end(); ++part) all.push_back(part->view());
+        return all;
+    }
+    void end() {
+        if (pieces_ == 1) wait_->done();  // they were read in place
+        mail_.forget(label(0));
+    }
+    // A vector that has no space here has only one piece, which says so.
+    bool fits(size_t length) const { return length <= mail_.most_length(); }
+    size_t rank() const { return mail_.rank(); }
+
+    const Ticket ticket_;
+    const int64_t key_;
+
+  private:
+    struct Arrived {
+        size_t rank, length;
+        const double* in_place;  // if it is in one piece
+        Vector whole;
+        Part view() const { return {rank, length, in_place != nullptr ? in_place : whole.data()}; }
+    };
+
+    Label label(size_t piece) const {
+        const auto number = static_cast<int64_t>(piece);
+        return {key_, ticket_.node, ticket_.call, ticket_.phase, is_total_ ? -1 - number : number};
+    }
+    void post(size_t piece, const Ranks& readers) {
+        const size_t begin = piece * most_, count = std::min(own_.length - begin, most_);
+        tier_.post(label(piece), own_.values + begin, count, own_.length, readers);
+        // If all read from all, the last to come wakes the others.
+        if (wakes_) mail_.wake(mail_.ring_of(label(piece)));
+    }
+    // Takes the pieces that have come; the first piece has the length of its vector.
+    void take() {
+        SYNCBN_POINT("after_collect");
+        const std::vector<Mailbox::Found>& found = wait_->found();
+        const auto pieces = [&](size_t length) { return fits(length) ? pieces_of(length, most_) : 1; };
+        if (piece_ == 0) {
+            for (size_t i = 0; i < found.size(); ++i) {
+                parts_.push_back({wait_->from()[i], found[i].length, found[i].values, {}});
+                pieces_ = std::max(pieces_, pieces(found[i].length));
+                if (equal_) wait_->check_length(i, own_.length);
+            }
+            complete_ = pieces_ == 1;
+            if (complete_) return;
+        }
+        size_t at = 0;
+        for (Arrived& part : parts_) {
+            if (pieces(part.length) <= piece_) continue;
+            part.in_place = nullptr;
+            part.whole.insert(part.whole.end(), found[at].values, found[at].values + found[at].count);
+            ++at;
+        }
+        wait_->done();
+        complete_ = ++piece_ == pieces_;
+        if (complete_) return;
+        Ranks from;
+        for (const Arrived& part : parts_)
+            if (pieces(part.length) > piece_) from.push_back(part.rank);
+        wait_.emplace(tier_, job_.names, ticket_, label(piece_), std::move(from));
+    }
+
+    const Job& job_;
+    Tier& tier_;
+    Mailbox& mail_;
+    const size_t most_;  // values of a piece
+    const Ranks readers_;
+    const bool wakes_, is_total_;
+    const Row own_;
+    const bool equal_;
+    size_t piece_ = 0, pieces_ = 1;
+    std::vector<Arrived> parts_;        // of the others, in their order
+    std::optional<WaitForRanks> wait_;  // the current or last wait
+    bool complete_ = false;
+};
+
+class Processes::Reduction : public Gathering {
+  public:
+    Reduction(const Job& job, Tier& tier, Combine combine, const Ticket& ticket, int64_t key, Way way, Row row)
+        : Gathering(job, tier, ticket, key, way, std::move(row), true), combine_(combine) {}
+    Total total() override {
+        Total total = reduced(combine_, all(), key_);
+        end();
+        return total;
+    }
+
+  private:
+    const Combine combine_;
+};
+
+class Processes::SideBySide : public Gathering {
+  public:
+    SideBySide(Processes& processes, Tier& tier, const Ticket& ticket, const Contribution& own, Agreed agreed)
+        : SideBySide(processes, tier, ticket, own, agreed, agreed.ranks.empty() ? tier.everybody : agreed.ranks) {}
+    Total total() override {
+        const std::vector<Part> parts = all();
+        const bool fit = std::all_of(parts.begin(), parts.end(), [&](const Part& one) { return fits(one.length); });
+        Total total;
+        if (fit) total = side_by_side(parts, rank(), agreed_);
+        end();
+        return fit ? total : processes_.gather_in_job(ticket_, own_, agreed_)->total();
+    }
+
+  private:
+    SideBySide(Processes& processes, Tier& tier, const Ticket& ticket, const Contribution& own, const Agreed& agreed,
+               const Ranks& ranks)
+        : Gathering(*processes.job_, tier, ticket, agreed.key, {ranks, ranks}, only_row(own), false),
+          processes_(processes),
+          own_(own),
+          agreed_(agreed) {}
+
+    Processes& processes_;
+    const Contribution own_;
+    const Agreed agreed_;
+};
+
+// A reduction in as many messages as the logarithm of the number of ranks. Neighbours combine until their number is a
+// power of two. Then each holds the total of 1, 2, 4 ... of them, and swaps it with a rank that holds a total of as
+// many. Both put the lower ranks first, for the same bits.
+class Processes::Doubling : public Underway {
+  public:
+    Doubling(const Job& job, Tier& tier, Combine combine, const Ticket& ticket, int64_t key, const Ranks& members,
+             const Row& own)
+        : job_(job),
+          tier_(tier),
+          mail_(*tier.mail),
+          combine_(combine),
+          ticket_(ticket),
+          total_{Vector(own.values, own.values + own.length), 0, key} {
+        tier_.check_open();
+        const size_t size = members.size();
+        const auto own_place =
+            static_cast<size_t>(std::find(members.begin(), members.end(), mail_.rank()) - members.begin());
+        size_t power = 1;
+        while (2 * power <= size) power *= 2;
+        const size_t pairs = size - power;
+        const bool paired = own_place < 2 * pairs, lower = own_place % 2 == 0;
+        if (paired && lower) {
+            steps_ = {{0, members[own_place + 1], true, Theirs::kNone},
+                      {1, members[own_place + 1], false, Theirs::kInstead}};
+        } else {
+            if (paired) steps_.push_back({0, members[own_place - 1], false, Theirs::kFirst});
+            const size_t place = paired ? own_place / 2 : own_place - pairs;
+            int64_t piece = 2;
+            for (size_t distance = 1; distance < power; distance *= 2) {
+                const size_t other = place ^ distance;
+                steps_.push_back({piece++, members[other < pairs ? 2 * other + 1 : other + pairs], true,
+                                  place < other ? Theirs::kLast : Theirs::kFirst});
+            }
+            if (paired) steps_.push_back({1, members[own_place - 1], true, Theirs::kNone});
+        }
+        begin();
+    }
+    bool comes_within(double seconds) override {
+        while (at_ < steps_.size()) {
+            if (!wait_->comes_within(seconds)) return false;
+            take();
+            ++at_;
+            begin();
+        }
+        return true;
+    }
+    Total total() override {
+        comes_within(kForEver);
+        mail_.forget(label(0));
+        return total_;
+    }
+
+  private:
+    enum class Theirs { kNone, kFirst, kLast, kInstead };
+    struct Step {
+        int64_t piece;
+        size_t rank;
+        bool sends;
+        Theirs theirs;
+    };
+    Label label(int64_t piece) const { return {total_.key, ticket_.node, ticket_.call, ticket_.phase, piece}; }
+    void begin() {
+        if (at_ == steps_.size()) return;
+        const Step& step = steps_[at_];
+        const Vector& own = total_.values;
+        if (step.sends) {
+            tier_.post(label(step.piece), own.data(), own.size(), own.size(), {step.rank});
+        }
+        wait_.emplace(tier_, job_.names, ticket_, label(step.piece),
+                      step.theirs == Theirs::kNone ? Ranks{} : Ranks{step.rank});
+    }
+    void take() {
+        const Step& step = steps_[at_];
+        if (step.theirs == Theirs::kNone) return;
+        Vector& own = total_.values;
+        wait_->check_length(0, own.size());
+        const double* theirs = wait_->found()[0].values;
+        if (step.theirs == Theirs::kLast) {
+            put(combine_, own.data(), theirs, own.size());
+        } else {
+            Vector both(theirs, theirs + own.size());
+            if (step.theirs == Theirs::kFirst) put(combine_, both.data(), own.data(), own.size());
+            own = std::move(both);
+        }
+        wait_->done();
+    }
+
+    const Job& job_;
+    Tier& tier_;
+    Mailbox& mail_;
+    const Combine combine_;
+    const Ticket ticket_;
+    Total total_;
+    std::vector<Step> steps_;
+    size_t at_ = 0;
+    std::optional<WaitForRanks> wait_;
+};
+
+// A reduction over several machines. This process has contributed to its machine.
+class Processes::Levels : public Underway {
+  public:
+    Levels(Processes& processes, Combine combine, const Ticket& ticket, const Contribution& own, int64_t key)
+        : processes_(processes), machine_(*processes.machine_), combine_(combine), ticket_(ticket), key_(key) {
+        const bool leads = machine_.mail->rank() == 0;
+        here_ = std::make_unique<Reduction>(
+            *processes.job_, machine_, combine, ticket, key,
+            leads ? Gathering::Way{kNobody_, machine_.everybody} : Gathering::Way{kLeader_, kNobody_},
+            combined(combine, own));
+        if (leads) return;
+        Ticket longer = ticket;
+        longer.timeout += kMemberLonger;
+        total_ = std::make_unique<Reduction>(*processes.job_, machine_, Combine::kAdd, longer, key,
+                                             Gathering::Way{kNobody_, kLeader_, true}, Row{{}, nullptr, own.length});
+    }
+    bool comes_within(double seconds) override {
+        return guarded([&] {
+            if (total_ == nullptr) {
+                if (!here_->comes_within(seconds)) return false;
+                begin_total();
+            }
+            return total_->comes_within(seconds);
+        });
+    }
+    Total total() override {
+        return guarded([&] {
+            if (total_ == nullptr) begin_total();
+            Total all = total_->total();
+            if (machine_.mail->rank() == 0)
+                Reduction(*processes_.job_, machine_, Combine::kAdd, ticket_, key_,
+                          {machine_.everybody, kNobody_, true}, {{}, all.values.data(), all.values.size()});
+            return all;
+        });
+    }
+
+  private:
+    // In a leader.
+    void begin_total() {
+        of_machine_ = here_->total().values;
+        total_ = processes_.reduce_in_job(combine_, ticket_, {{of_machine_.data()}, of_machine_.size()}, key_,
+                                          processes_.leaders_, kLeaderLonger);
+    }
+    template <typename Work>
+    auto guarded(const Work& work) -> decltype(work()) {
+        try {
+            return work();
+        } catch (const std::exception& e) {
+            machine_.mail->leave(Mailbox::State::kFailed, e.what());
+            throw;
+        }
+    }
+
+    const Ranks kNobody_{}, kLeader_{0};
+    Processes& processes_;
+    Tier& machine_;
+    const Combine combine_;
+    const Ticket ticket_;
+    const int64_t key_;
+    Vector of_machine_;
+    std::unique_ptr<Underway> here_, total_;  // no total yet in a leader that waits for its machine
+};
+
+Processes::Processes(std::shared_ptr<Job> job) : job_(std::move(job)), everybody_(all_of(job_->ranks)) {}
+
+Processes::Processes(std::shared_ptr<Job> job, std::unique_ptr<Segment> segment, Members members, Ranks leaders)
+    : job_(std::move(job)),
+      machine_(std::make_unique<Tier>(std::move(segment), members, false)),
+      leaders_(std::move(leaders)),
+      everybody_(all_of(job_->ranks)),
+      sums_(std::make_unique<Sums>(static_cast<Segment&>(*machine_->mail), std::move(members))) {}
+
+Processes::~Processes() = default;
+
+const Agreed* Processes::known(const Ticket& ticket) const {
+    std::lock_guard<std::mutex> lock(learning_);
+    const auto found = agreed_.find(ticket.layer);
+    return found == agreed_.end() ? nullptr : &found->second;
+}
+
+const Agreed& Processes::learned(const Ticket& ticket) {
+    if (const Agreed* agreed = known(ticket)) return *agreed;
+    const Agreed agreed = agreed_in_python(job_->number, ticket, 0);
+    job_->names.add(agreed.key, ticket.name);
+    std::lock_guard<std::mutex> lock(learning_);
+    return agreed_.emplace(ticket.layer, agreed).first->second;
+}
+
+std::unique_ptr<Underway> Processes::reduce(Combine combine, const Ticket& ticket, const Contribution& own,
+                                            int64_t key) {
+    if (machine_ == nullptr || own.length > machine_->mail->most_length())
+        return reduce_in_job(combine, ticket, own, key, everybody_, 0);
+    if (leaders_.size() > 1) return std::make_unique<Levels>(*this, combine, ticket, own, key);
+    const Ranks& all = machine_->everybody;
+    return std::make_unique<Reduction>(*job_, *machine_, combine, ticket, key, Gathering::Way{all, all},
+                                       combined(combine, own));
+}
+
+std::unique_ptr<Underway> Processes::reduce_in_job(Combine combine, const Ticket& given, const Contribution& own,
+                                                   int64_t key, const Ranks& ranks, double longer) {
+    if (job_->by_mpi == nullptr)
+        return later(
+            [this, combine, given, own, key, &ranks, longer] {
+                const Row row = combined(combine, own);
+                const auto vectors = gather_in_python(job_->number, given, key, longer, ranks, row.values, row.length);
+                return reduced(combine, parts_of(vectors, ranks), key);
+            },
+            false);
+    Ticket ticket = given;
+    ticket.timeout += longer;
+    if (ranks.size() > kFew)
+        return std::make_unique<Doubling>(*job_, *job_->by_mpi, combine, ticket, key, ranks, combined(combine, own));
+    return std::make_unique<Reduction>(*job_, *job_->by_mpi, combine, ticket, key, Gathering::Way{ranks, ranks},
+                                       combined(combine, own));
+}
+
+std::unique_ptr<Underway> Processes::gather(const Ticket& ticket, const Contribution& own, const Agreed& agreed) {
+    if (!agreed.ranks.empty()) {
+        const int64_t replicas = static_cast<int64_t>(own.length) / (2 * agreed.channels + (ticket.phase == 0));
+        if (replicas != agreed.replicas)
+            return later(
+                [this, ticket, own, replicas] {
+                    const Agreed of_step = agreed_in_python(job_->number, ticket, replicas);
+                    return gather_in_job(ticket, own, of_step)->total();
+                },
+                false);
+    }
+    if (machine_ == nullptr || leaders_.size() > 1) return gather_in_job(ticket, own, agreed);
+    return std::make_unique<SideBySide>(*this, *machine_, ticket, own, agreed);
+}
+
+std::unique_ptr<Underway> Processes::gather_in_job(const Ticket& ticket, const Contribution& own,
+                                                   const Agreed& agreed) {
+    if (job_->by_mpi != nullptr) return std::make_unique<SideBySide>(*this, *job_->by_mpi, ticket, own, agreed);
+    const auto gather = [this, ticket, own, agreed] {
+        const Ranks& ranks = agreed.ranks.empty() ? everybody_ : agreed.ranks;
+        const auto vectors = gather_in_python(job_->number, ticket, agreed.key, 0, ranks, own.rows[0], own.length);
+        return side_by_side(parts_of(vectors, ranks), job_->rank, agreed);
+    };
+    return later(gather, false);
+}
+
+// The first call asks later for the agreement, because that may take a while.
+std::unique_ptr<Underway> Processes::begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own) {
+    const Agreed* agreed = known(ticket);
+    if (agreed == nullptr) return Exchange::begin_allreduce(combine, ticket, own);
+    return reduce(combine, ticket, own, agreed->key);
+}
+
+std::unique_ptr<Underway> Processes::begin_allgather(const Ticket& ticket, const Contribution& own) {
+    const Agreed* agreed = known(ticket);
+    return agreed == nullptr ? Exchange::begin_allgather(ticket, own) : gather(ticket, own, *agreed);
+}
+
+Total Processes::allreduce(Combine combine, const Ticket& ticket, const Contribution& own) {
+    return reduce(combine, ticket, own, learned(ticket).key)->total();
+}
+
+Total Processes::allgather(const Ticket& ticket, const Contribution& own) {
+    return gather(ticket, own, learned(ticket))->total();
+}
+
+std::vector<std::string> Processes::bytes_of(const Ranks& ranks, const Label& label, const char* what, double timeout,
+                                             const std::string& own) {
+    Tier& tier = *job_->by_mpi;
+    tier.check_open();
+    const Ticket ticket{0, 0, 0, 0, what, timeout, 0};
+    Vector padded(own.size() / sizeof(double) + 1);
+    own.copy(reinterpret_cast<char*>(padded.data()), own.size());
+    const Ranks others = without(ranks, tier.mail->rank());
+    tier.post(label, padded.data(), padded.size(), own.size(), others);
+    WaitForRanks wait(tier, job_->names, ticket, label, others, what);
+    wait.comes_within(kForEver);
+    std::vector<std::string> all;
+    for (size_t i = 0, at = 0; i < ranks.size(); ++i) {
+        if (ranks[i] == tier.mail->rank()) {
+            all.push_back(own);
+            continue;
+        }
+        const Mailbox::Found& found = wait.found()[at++];
+        all.emplace_back(reinterpret_cast<const char*>(found.values), found.length);
+    }
+    wait.done();
+    tier.mail->forget(label);
+    return all;
+}
+
+void Processes::leave(Mailbox::State state, const std::string& reason) {
+    if (machine_ != nullptr) machine_->mail->leave(state, reason);
+    if (job_->by_mpi != nullptr) job_->by_mpi->mail->leave(state, reason);
+}
+
+}  // namespace syncbn
