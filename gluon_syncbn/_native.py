@@ -791,33 +791,35 @@ def allreduce_at(exchange: Handle, ticket: Ticket, length: int, row: int, out: i
     _core.syncbn_allreduce(exchange, merges, ctypes.byref(ticket), length, row, out)
 
 
-def sum_arrays(
-    exchange: Handle, channel: int, number: int, names: Sequence[str], arrays: Sequence[Sequence[NDArray]]
-) -> None:
-    """Pushes operations to MXNet's engine that sum arrays over the contexts and the processes of an exchange in memory.
-
-    Does not wait. The arrays become the sums together, or all of them raise the failure. Rounds of one ``channel`` come
-    in the same order in all processes, and ``number`` counts them for messages.
+class Summands:
+    """Arrays of a sum, as the core takes them: see `sum_arrays`.
 
     Parameters
     ----------
-    exchange : Handle
-        The exchange.
-    channel, number : int
-        See above.
     names : list of str
         A name for each sum, for messages.
     arrays : list of list of NDArray
         For each sum as many arrays as for the others, of float type, dense, and on CPUs.
     """
-    count, contexts = len(names), len(arrays[0]) if arrays else 1
-    types, sizes = (ctypes.c_int * count)(), (ctypes.c_int64 * count)()
-    for i, (array, *_) in enumerate(arrays):
-        check_call(_mxnet.MXNDArrayGetDType(array.handle, ctypes.byref(types, i * ctypes.sizeof(ctypes.c_int))))
-        sizes[i] = array.size
-    handles = (ctypes.c_void_p * (count * contexts))(*[a.handle.value for of_one in arrays for a in of_one])
-    given = timeout_of(), *_names(names), types, sizes, contexts, handles
-    _core.syncbn_sum(exchange, channel, number, *given)
+
+    def __init__(self, names: Sequence[str], arrays: Sequence[Sequence[NDArray]]) -> None:
+        self.arrays = [array for of_one in arrays for array in of_one]  # whose handles stay as long as they do
+        count, contexts = len(names), len(arrays[0]) if arrays else 1
+        types, sizes = (ctypes.c_int * count)(), (ctypes.c_int64 * count)()
+        for i, (array, *_) in enumerate(arrays):
+            check_call(_mxnet.MXNDArrayGetDType(array.handle, ctypes.byref(types, i * ctypes.sizeof(ctypes.c_int))))
+            sizes[i] = array.size
+        handles = (ctypes.c_void_p * (count * contexts))(*[array.handle.value for array in self.arrays])
+        self.given = *_names(names), types, sizes, contexts, handles
+
+
+def sum_arrays(exchange: Handle, channel: int, number: int, summands: Summands) -> None:
+    """Pushes operations to MXNet's engine that sum arrays over the contexts and the processes of an exchange in memory.
+
+    Does not wait. The arrays become the sums together, or all of them raise the failure. Rounds of one ``channel`` come
+    in the same order in all processes, and ``number`` counts them for messages.
+    """
+    _core.syncbn_sum(exchange, channel, number, timeout_of(), *summands.given)
 
 
 _between: List[_MachinesInPython] = []  # the core keeps pointers into them

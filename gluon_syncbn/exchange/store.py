@@ -89,6 +89,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._rounds: Counter = Counter()  # of gradients
         self._trainers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()  # of trainers; one that is gone keeps its own
+        # Their gradients, as the core takes them, until other arrays take their place.
+        self._prepared: weakref.WeakKeyDictionary[Any, Tuple[List[Any], _native.Summands]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._agreements = 0
         #: Why statistics go by the transport alone; None where processes meet in memory.
@@ -162,7 +164,15 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             By the name of the parameter, one for each context.
         """
         label = self._label("gradient", f"of trainer {self._number(trainer)}")
-        self._sum(label, {f"the gradient of '{name}'": (arrays, arrays) for name, arrays in _in_order(gradients)})
+        given = [array for arrays in gradients.values() for array in arrays]
+        before = self._prepared.get(trainer)
+        if before is not None and len(before[0]) == len(given) and all(a is b for a, b in zip(before[0], given)):
+            self._begin_sum(label, before[1])
+            return
+        sums = {f"the gradient of '{name}'": (arrays, arrays) for name, arrays in _in_order(gradients)}
+        if all(_in_place(arrays) for arrays in gradients.values()):
+            self._prepared[trainer] = given, _native.Summands(list(sums), [arrays for arrays, _ in sums.values()])
+        self._sum(label, sums)
 
     def compare_weights(self, trainer: Any, parameters: Dict[str, Tuple[List[mx.nd.NDArray], bool]]) -> None:
         """Compares the parameters of a Trainer with those of the other processes, before its first update.
@@ -210,20 +220,22 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     def _sum(self, label: Label, sums: Dict[str, Tuple[List[mx.nd.NDArray], List[mx.nd.NDArray]]]) -> None:
         """Adds values over the devices of all processes into targets; does not wait."""
-        self._transport.check_open()
-        if self._sums is None:
-            self._begin_sums()
-        assert self._sums is not None
         arrays, copies = [], []
         for values, targets in sums.values():
             arrays.append(values if values is targets and _in_place(values) else list(map(_copied, values)))
             if arrays[-1] is not values:
                 copies.append((arrays[-1][0], targets))
-        channel = _hash(f"{label.kind} {label.key}")
-        _native.sum_arrays(self._sums, channel, label.call, list(sums), arrays)
+        self._begin_sum(label, _native.Summands(list(sums), arrays))
         for total, targets in copies:
             for target in targets:
                 kinds.classic(total.astype(target.dtype)).copyto(kinds.classic(target))
+
+    def _begin_sum(self, label: Label, summands: _native.Summands) -> None:
+        self._transport.check_open()
+        if self._sums is None:
+            self._begin_sums()
+        assert self._sums is not None
+        _native.sum_arrays(self._sums, _hash(f"{label.kind} {label.key}"), label.call, summands)
 
     def allgather(self, key: str, array: np.ndarray, *, equal: bool = True) -> List[np.ndarray]:
         """Returns the arrays of all processes, in the order of the ranks. All make the same calls with the same key.

@@ -189,6 +189,32 @@ def test_gradients_of_all_processes(kind):
     assert post.sent == {"gradient of": 12, "broadcast of": 6}  # what is next, and the sum
 
 
+class Trainer:
+    """What a store knows a Trainer by."""
+
+
+def test_gradients_that_other_arrays_replace():
+    """What was prepared for the arrays of a step serves the next one, but no other arrays."""
+    _, all_stores = stores(2)
+
+    def work(rank, store):
+        trainer, found = Trainer(), []
+        arrays = [mx.nd.ones(3), mx.nd.ones((2, 2))]
+        for step in range(4):
+            if step == 2:
+                arrays[1] = mx.nd.ones(5, dtype="float64")
+            for array in arrays:
+                array[:] = 1 + rank + step
+            store.add_gradients(trainer, {f"weight{i}": [array] for i, array in enumerate(arrays)})
+            found.append([array.asnumpy() for array in arrays])
+        return found
+
+    for found in everywhere(all_stores, work):
+        for step, arrays in enumerate(found):
+            assert [array.shape for array in arrays] == [(3,), (2, 2) if step < 2 else (5,)]
+            assert all((array == 3 + 2 * step).all() for array in arrays)
+
+
 # ---- how a wait ends -----------------------------------------------------------------------------------------
 
 
