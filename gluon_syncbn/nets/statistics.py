@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import warnings
 from collections import Counter
 from contextlib import contextmanager
@@ -149,7 +148,7 @@ def update_bn_stats(
     mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
     before = [(array, array.copy()) for one in running for array in one.arrays()]
     try:
-        totals = _population(net, layers, running, _equally_many(store, _shown(batches, num_iters)))
+        totals = _population(net, layers, running, _equally_many(store, _first(batches, num_iters)))
         totals = _of_all_processes(store, "population statistics", totals)
     finally:
         steps.drain()  # operators in flight write them, too
@@ -398,17 +397,8 @@ def _equally_many(store: Optional[ProcessStore], batches: Iterable[Any]) -> Iter
         yield batch
 
 
-def _shown(batches: Any, num_iters: int) -> Iterable[Any]:
-    """Yields the first batches, with a progress bar if tqdm is installed and the output is a terminal."""
+def _first(batches: Any, num_iters: int) -> Iterable[Any]:
     try:
-        taken = itertools.islice(iter(batches), num_iters)
+        return itertools.islice(iter(batches), num_iters)
     except TypeError:
         arguments.refuse("batches", batches, "an iterable of batches")
-    if sys.stderr is None or not sys.stderr.isatty():
-        return taken
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return taken
-    known = hasattr(batches, "__len__")
-    return tqdm(taken, desc="batch statistics", total=min(num_iters, len(batches)) if known else None)

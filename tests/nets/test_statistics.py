@@ -1,8 +1,6 @@
 """Running statistics of all devices together, and of a population."""
 
-import io
 import re
-import sys
 
 import mxnet as mx
 import numpy as np
@@ -514,19 +512,3 @@ def test_a_batch_that_does_not_fit(contexts, batch):
     )
     with pytest.raises(ValueError, match=re.escape(message.format(len(batch)))):
         update_bn_stats(layer, [on_devices([np.ones((2, 5))] * 2, contexts, "float32"), arrays])
-
-
-@pytest.mark.parametrize("installed", [False, True])
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_bar_where_somebody_looks(contexts, rng, monkeypatch, terminal, installed):
-    stderr = io.StringIO()
-    stderr.isatty = lambda: terminal
-    layer = nn.BatchNorm(in_channels=5)
-    layer.initialize(ctx=contexts[:1])
-    batches = [on_devices(make_batch(rng, 1).shards, contexts, "float32")] * 3
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", stderr)
-        if not installed:
-            patch.setitem(sys.modules, "tqdm", None)
-        update_bn_stats(layer, batches)
-    assert ("3/3" in stderr.getvalue()) == (terminal and installed)
