@@ -163,18 +163,8 @@ def forward(
 
     **Returns:** outputs, statistics, new running means and variances. The arguments are not changed.
 
-    **Raises:** `ValueError`
-
-    - for shards without a common channel extent, for parameters of another extent, or for a batch without a value;
-    - for an unknown `mode`, `kind`, `running_variance` or `nonfinite`, or for `addends` of other shapes than the
-        shards;
-    - for a mask of another shape;
-    - for statistics that are not finite, with ``nonfinite='error'``;
-    - for several slots per device where axis 0 holds the channels, or a `group_size` that does not divide the number of
-        shards;
-    - for fewer than two slots to shuffle, or a `permutation` of other slots or with a fixed point;
-    - for `groups` that do not name each device once, for an empty group, or for `groups` beside `group_size`;
-    - for `group_size` or `groups` outside sync, or `permutation` outside shuffle.
+    **Raises:** `ValueError` for arrays that do not fit, a batch without a value, a `permutation` of other slots
+    or with a fixed point, and, with ``nonfinite='error'``, statistics that are not finite. The layer checks all else.
     """
     arrays, axis = _channels_last(shards, axis)
     channels = arrays[0].shape[-1]
@@ -183,15 +173,6 @@ def forward(
         if np.shape(vector) != (channels,):
             raise ValueError(f"{name} has shape {np.shape(vector)}, expected ({channels},), one per channel")
     old_mean, old_var = np.asarray(running_mean, np.float64), np.asarray(running_var, np.float64)
-    _check_mode(mode, virtual_devices, group_size, permutation, axis, len(arrays))
-    _check_groups(groups, group_size, mode, len(arrays))
-    if running_variance not in ("biased", "unbiased"):
-        raise ValueError(f"running_variance is {running_variance!r}, expected 'biased' or 'unbiased'")
-    if kind != "rectifier" and (kind, slope, ceiling) != ("identity", 1, np.inf):
-        raise ValueError(f"kind is {kind!r}, expected 'rectifier', or 'identity' with slope 1 and no ceiling")
-    if nonfinite not in ("propagate", "skip", "error"):
-        raise ValueError(f"nonfinite is {nonfinite!r}, expected 'propagate', 'skip' or 'error'")
-
     if addends is not None and [np.shape(a) for a in addends] != [np.shape(x) for x in shards]:
         raise ValueError(f"addends have shapes {[np.shape(a) for a in addends]}, expected those of the shards")
 
@@ -420,39 +401,6 @@ def _channels_last(shards: Sequence[np.ndarray], axis: int) -> Tuple[List[np.nda
             f"same extent along axis {axis}"
         )
     return [np.moveaxis(x, axis, -1) for x in arrays], axis
-
-
-def _check_mode(
-    mode: str,
-    virtual_devices: int,
-    group_size: Optional[int],
-    permutation: Optional[Sequence[int]],
-    axis: int,
-    devices: int,
-) -> None:
-    if mode not in ("sync", "local", "shuffle"):
-        raise ValueError(f"mode is {mode!r}, expected 'sync', 'local' or 'shuffle'")
-    if virtual_devices < 1:
-        raise ValueError(f"virtual_devices is {virtual_devices}, expected at least 1")
-    if virtual_devices > 1 and axis == 0:
-        raise ValueError(f"virtual_devices is {virtual_devices}, expected 1 where axis 0 holds the channels")
-    if group_size is not None and mode != "sync":
-        raise ValueError(f"group_size is {group_size}, expected None with mode {mode!r}")
-    if group_size is not None and (group_size < 1 or devices % group_size):
-        raise ValueError(f"group_size is {group_size}, expected a divisor of the number of shards, {devices}")
-    if permutation is not None and mode != "shuffle":
-        raise ValueError(f"permutation is {permutation}, expected None with mode {mode!r}")
-
-
-def _check_groups(
-    groups: Optional[Sequence[Sequence[int]]], group_size: Optional[int], mode: str, devices: int
-) -> None:
-    if groups is None:
-        return
-    if mode != "sync" or group_size is not None:
-        raise ValueError(f"groups is {groups}, expected None with mode {mode!r} and group_size {group_size}")
-    if not all(map(len, groups)) or sorted(device for group in groups for device in group) != list(range(devices)):
-        raise ValueError(f"groups is {groups}, expected each of the {devices} shards in one group, and no empty group")
 
 
 def _checked_permutation(permutation: Optional[Sequence[int]], slots: int) -> List[int]:
