@@ -42,12 +42,8 @@ class SyncBatchNorm(layer.SyncBatchNorm):
         0 takes it from the first batch.
     num_devices : int, optional
         Contrib's number of GPUs, which is checked and not used. The replicas are the contexts of the parameters.
-    momentum, epsilon, center, scale, use_global_stats
-        As in `gluon_syncbn.SyncBatchNorm`.
-    beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
-        As in ``nn.BatchNorm``.
-    **kwargs
-        Further arguments of `gluon_syncbn.SyncBatchNorm`.
+    *args, **kwargs
+        Further arguments of `gluon_syncbn.SyncBatchNorm`, which follow its ``axis`` in contrib's order.
 
     Raises
     ------
@@ -55,36 +51,11 @@ class SyncBatchNorm(layer.SyncBatchNorm):
         If an argument is out of range.
     """
 
-    def __init__(
-        self,
-        in_channels: int = 0,
-        num_devices: Optional[int] = None,
-        momentum: float = 0.9,
-        epsilon: float = 1e-5,
-        center: bool = True,
-        scale: bool = True,
-        use_global_stats: bool = False,
-        beta_initializer: Any = "zeros",
-        gamma_initializer: Any = "ones",
-        running_mean_initializer: Any = "zeros",
-        running_variance_initializer: Any = "ones",
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, in_channels: int = 0, num_devices: Optional[int] = None, *args: Any, **kwargs: Any) -> None:
         if num_devices is not None:  # scripts may pass on that they were given 0 GPUs
             arguments.whole("num_devices", num_devices, 0, arguments.MOST_DEVICES)
-        super().__init__(
-            momentum=momentum,
-            epsilon=epsilon,
-            center=center,
-            scale=scale,
-            use_global_stats=use_global_stats,
-            beta_initializer=beta_initializer,
-            gamma_initializer=gamma_initializer,
-            running_mean_initializer=running_mean_initializer,
-            running_variance_initializer=running_variance_initializer,
-            in_channels=in_channels,
-            **kwargs,
-        )
+        kwargs["in_channels"] = in_channels
+        super().__init__(1, *args, **kwargs)  # contrib's axis
 
     def _alias(self) -> str:
         return "syncbatchnorm"
