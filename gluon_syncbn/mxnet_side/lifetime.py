@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import linecache
 import os
 import sys
@@ -20,8 +19,7 @@ from ..system import logs
 from ..training import steps
 from ..training.session import session
 
-STOPS_WITHIN = 10.0  # seconds for a daemon thread in the middle of a step
-LEAVES_WITHIN = 0.5  # seconds for one that has left MXNet
+DAEMONS_END_WITHIN = 1.0  # seconds, for all daemon threads that are in the middle of a step
 
 _pid = os.getpid()
 _MXNET, _PACKAGE = os.path.dirname(mx.__file__), os.path.dirname(_native.__file__)
@@ -29,7 +27,6 @@ _PACKAGES = (sysconfig.get_path("purelib"), os.path.dirname(_MXNET), _PACKAGE)
 _STANDARD = sysconfig.get_path("stdlib")
 _WAITS = ("asnumpy", "wait_to_read", "waitall", "save", "__getstate__", "_to_shared_mem", "to_dlpack_for_write")
 _JOINS = ("join", "_wait_for_tstate_lock")  # of Python 3.13, and before
-_SWALLOWS = ("__del__", "updater_handle")  # functions that MXNet and Python call and that print what they raise
 
 
 # ---- the end of the process ---------------------------------------------------------------------------------
@@ -53,29 +50,13 @@ def _at_exit() -> None:
 
 
 def _stop_daemons() -> None:
-    # A daemon thread that trains may be anywhere in its step. MXNet's exit handler stops the threads of custom
-    # operators, then waits for all issued operators. If an operator of this layer is issued in between, it waits for
-    # ever. An operator that is issued later uses memory that MXNet has freed by then. Python ends daemon threads only
-    # after the handlers. So we end these threads when they next return from MXNet. One that waits elsewhere stays.
-    daemons = [thread for thread in session.training_threads if thread.daemon and thread.is_alive()]
-    stopped = set()
-    began = time.monotonic()
-    while daemons:
-        for thread in daemons:
-            frames = _frames(thread)
-            again = thread not in stopped or any(_is_of(frame, _MXNET, _PACKAGE) for frame in frames)
-            if again and not any(frame.f_code.co_name in _SWALLOWS for frame in frames):
-                _end(thread)
-                stopped.add(thread)
-        working = any(_is_of(frame, _MXNET, _PACKAGE) for thread in daemons for frame in _frames(thread)[:1])
-        time.sleep(0.001)
-        if time.monotonic() - began > (STOPS_WITHIN if working else LEAVES_WITHIN):
-            return
-        daemons = [thread for thread in daemons if thread.is_alive()]
-
-
-def _end(thread: threading.Thread) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    # A daemon thread that trains may be anywhere in its step. An operator that it issues during MXNet's exit handler
+    # waits for ever, or uses memory that MXNet has freed. Such a thread ends where its next step would begin, because
+    # `scope_entered` raises SystemExit there. A thread that waits for something else stays.
+    ends = time.monotonic() + DAEMONS_END_WITHIN
+    for thread in list(session.training_threads):
+        if thread.daemon and thread is not threading.current_thread():
+            thread.join(max(0.0, ends - time.monotonic()))
 
 
 def _watch_callers() -> None:
