@@ -17,26 +17,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Command, Distribution, setup
+from setuptools.command.build import build
 from setuptools.command.build_py import build_py
-from setuptools.command.develop import develop
+from setuptools.command.editable_wheel import editable_wheel
 
-try:  # moved from wheel to setuptools in setuptools 70.1; neither is needed for build_core or sdist
+try:  # moved from wheel to setuptools in setuptools 70.1
     from setuptools.command.bdist_wheel import bdist_wheel
 except ImportError:
-    try:
-        from wheel.bdist_wheel import bdist_wheel
-    except ImportError:
-        bdist_wheel = None
-
-try:  # with setuptools 64
-    from setuptools.command.editable_wheel import editable_wheel
-except ImportError:
-    editable_wheel = None
-
-try:  # distutils left the standard library in 3.12; setuptools 62.4 brought its own name for the command
-    from setuptools.command.build import build
-except ImportError:
-    from distutils.command.build import build
+    from wheel.bdist_wheel import bdist_wheel
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "gluon_syncbn"
@@ -284,24 +272,21 @@ class BuildPy(build_py):
         return [*super().get_outputs(include_bytecode), str(self.at_start())]
 
 
-if editable_wheel is not None:
-
-    class EditableWheel(editable_wheel):
-        """Adds the file that Python reads at its start, which comes behind setuptools' own in the alphabet."""
-
-        def run(self):
-            super().run()
-            for path in Path(self.dist_dir).glob("*.editable-*.whl"):
-                with zipfile.ZipFile(path, "a") as wheel:
-                    wheel.writestr(*AT_START)
-
-
-class Develop(develop):
-    """``setup.py develop`` and ``pip install -e`` with setuptools before 64, which skip `build`."""
+class EditableWheel(editable_wheel):
+    """Adds the file that Python reads at its start, which comes behind setuptools' own in the alphabet."""
 
     def run(self):
-        compile_core(PACKAGE / "_core.so")
         super().run()
+        for path in Path(self.dist_dir).glob("*.editable-*.whl"):
+            with zipfile.ZipFile(path, "a") as wheel:
+                wheel.writestr(*AT_START)
+
+
+class BdistWheel(bdist_wheel):
+    """Any Python 3, this platform. `linux` and not `manylinux`, which promises an older glibc: `make dist`."""
+
+    def get_tag(self):
+        return ("py3", "none", super().get_tag()[2])
 
 
 class CoreDistribution(Distribution):
@@ -311,19 +296,8 @@ class CoreDistribution(Distribution):
         return True
 
 
-commands = {"build": Build, "build_core": BuildCore, "build_py": BuildPy, "develop": Develop}
-if editable_wheel is not None:
-    commands["editable_wheel"] = EditableWheel
-
-if bdist_wheel is not None:
-
-    class BdistWheel(bdist_wheel):
-        """Any Python 3, this platform. `linux` and not `manylinux`, which promises an older glibc: `make dist`."""
-
-        def get_tag(self):
-            return ("py3", "none", super().get_tag()[2])
-
-    commands["bdist_wheel"] = BdistWheel
+commands = {"build": Build, "build_core": BuildCore, "build_py": BuildPy}
+commands.update(editable_wheel=EditableWheel, bdist_wheel=BdistWheel)
 
 setup(
     version=VERSION,
