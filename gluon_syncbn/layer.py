@@ -314,7 +314,6 @@ class SyncBatchNorm(nn.BatchNorm):
             prefix=prefix,
             params=params,
         )
-        self._replica_settings = (pooling, num_devices, exchange, timeout)
         self._unbiased = running_variance == "unbiased"
         self._activation = its_activation
         self._inplace = inplace
@@ -322,7 +321,7 @@ class SyncBatchNorm(nn.BatchNorm):
         self._fuses = False  # with the operators behind it in a graph; see `fusion`
         self._nodes = 0  # number of nodes in graphs, so far
         self._origin: Any = None  # class and settings before `convert`
-        self._adopt_parameters()
+        self._adopt_parameters(pooling, num_devices, exchange, timeout)
         export.install()
 
     mode = property(lambda self: self._replicas.pooling.mode)
@@ -359,9 +358,9 @@ class SyncBatchNorm(nn.BatchNorm):
     def _alias(self) -> str:
         return "batchnorm"  # parameters get the names that they have in a net with plain BatchNorm
 
-    def _adopt_parameters(self) -> None:
-        """Makes the contexts of ``running_mean`` this layer's replicas."""
-        self._replicas = Replicas(self.name, *self._replica_settings)
+    def _adopt_parameters(self, *settings: Any) -> None:
+        """Makes the contexts of ``running_mean`` this layer's replicas; by default with the settings as before."""
+        self._replicas: Replicas = Replicas(self.name, *(settings or self._replicas.settings()))
         self._replicas.keep_running(self.running_mean, self.running_var)
         _ReplicatedParameter.follow(self.running_mean, self._replicas)
 

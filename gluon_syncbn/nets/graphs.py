@@ -142,8 +142,7 @@ def layer_of(prefix: str, attributes: Dict[str, str]) -> Optional[SyncBatchNorm]
     layer = (SyncBatchNormAdd if int(attributes["adds"]) else SyncBatchNorm)(**settings)
     layer._fuses = attributes["fuses"] == "1"
     layer._release_parameters()
-    layer._replica_settings = replicas.settings()
-    layer._adopt_parameters()
+    layer._adopt_parameters(*replicas.settings())
     return layer
 
 

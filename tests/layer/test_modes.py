@@ -414,7 +414,7 @@ def test_a_layer_used_twice_in_one_forward(contexts, rng, pooling, way):
     autograd.backward(ys, heads)
 
     eager = way == "eager"
-    settings = layer._replica_settings[0]._asdict()
+    settings = layer._replicas.pooling._asdict()
     channels = np.zeros(5), np.ones(5)
     states, arrays = [], batch.shards
     for use in range(2):

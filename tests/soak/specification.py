@@ -163,7 +163,7 @@ class Specification:
     def _normalised(
         self, layer: SyncBatchNorm, xs: Values, places: Sequence[mx.Context], **epilogue: Any
     ) -> Tuple[Values, BackOfLayer]:
-        pooling = layer._replica_settings[0]._asdict()
+        pooling = layer._replicas.pooling._asdict()
         if pooling["mode"] == "shuffle":
             pooling["permutation"] = self._permutation(layer, xs, pooling["virtual_devices"])
         gamma, beta = self.weights[layer.gamma.name], self.weights[layer.beta.name]

@@ -132,7 +132,7 @@ def cost(layer, part, contexts):
         ctypes.CDLL("libcuda.so.1").cuda_emulator_reset_counts()
         phase()
         mx.nd.waitall()
-        shared = layer._replica_settings[0].mode != "local"
+        shared = layer._replicas.pooling.mode != "local"
         copies = {"to device": int(shared), "to host": int(shared), "waits": 3 if shared else 1}
         want = {"launches": 2, "within": 0, "collectives": 0, **copies}
         for context in contexts:

@@ -44,7 +44,7 @@ def specification(
     layer, batch, *, axis=1, call=0, node=-1, seed=0, nonfinite="propagate", addends=None, masks=None, **settings
 ):
     """What `layer` computes for the batch, in float64 NumPy, starting from mean 0 and variance 1."""
-    kwargs, pooling = layer._kwargs, layer._replica_settings[0]._asdict()
+    kwargs, pooling = layer._kwargs, layer._replicas.pooling._asdict()
     momentum = float(np.float32(kwargs["momentum"]))  # as MXNet keeps it
     if pooling["mode"] == "shuffle":
         draw = {"call": call, "node": node, "seed": seed, "masks": masks}
