@@ -49,9 +49,7 @@ def from_torch(net: NetT, module: Any) -> NetT:
     """
     state = module if isinstance(module, Mapping) else _state_of(module)
     pairs = _pairs(net, module, state)
-    for block, theirs, keys in pairs:
-        if theirs is not None and (theirs.momentum is None or theirs.running_mean is None):
-            raise ValueError(f"module: {theirs!r} was given, but a cumulative mean, or none, has no counterpart")
+    for block, _, keys in pairs:
         if "gamma" in keys and block._kwargs.get("fix_gamma") and not (_array(state[keys["gamma"]]) == 1).all():
             raise ValueError(f"net: '{block.name}' with scale=False was given, expected scale=True for {keys['gamma']}")
     for block, theirs, keys in pairs:
@@ -90,14 +88,17 @@ def to_torch(net: Block, module: ModuleT) -> ModuleT:
         If the two have different layers or shapes, or the net is not initialised. Then nothing has been changed.
     """
     given: Any = module
-    pairs, values = _pairs(net, given, _state_of(given)), {}
+    pairs = _pairs(net, given, _state_of(given))
+    values: Dict[str, Any] = {}
     import torch
 
     for block, _, keys in pairs:
         for name, key in keys.items():
             if block._reg_params[name]._data is None:
                 raise ValueError(f"net: '{block.name}' without a {name} was given, expected an initialised net")
-            value = block._reg_params[name]._reduce().asnumpy()  # the mean over the contexts
+            first, *others = (array.asnumpy() for array in block._reg_params[name].list_data())
+            alike = all(np.array_equal(first, other) for other in others)  # else plain running statistics of each
+            value = first if alike else np.mean([first, *others], axis=0)
             ones = name == "gamma" and block._kwargs.get("fix_gamma")  # which count, whatever gamma holds
             values[key] = torch.from_numpy(np.ones_like(value) if ones else value)
     given.load_state_dict(values, strict=False)  # without PyTorch's counters of batches
@@ -134,7 +135,10 @@ def _pairs(net: Block, module: Any, state: Mapping[str, Any]) -> List[_Pair]:
 
 
 def _pair(block: Any, theirs: Any, names: Dict[str, str], state: Mapping[str, Any]) -> _Pair:
-    ours = block._reg_params
+    ours: Dict[str, Any] = block._reg_params
+    theirs = theirs if blocks.is_batch_norm(block) else None
+    if theirs is not None and (theirs.momentum is None or theirs.running_mean is None):
+        raise ValueError(f"module: {theirs!r} was given, but a cumulative mean, or none, has no counterpart")
     keys = {_AFFINE.get(name, name) if "gamma" in ours else name: key for name, key in names.items()}
     layout = getattr(block, "_kwargs", {}).get("layout", "NC")
     optional = set() if not blocks.is_batch_norm(block) else {n for n in _WITHOUT_AFFINE if not ours[n]._differentiable}
@@ -145,7 +149,7 @@ def _pair(block: Any, theirs: Any, names: Dict[str, str], state: Mapping[str, An
         raise ValueError(f"module: {given} were given, expected {expected} of '{block.name}', with channels on axis 1")
     if any(parameter._data is None and not parameter._deferred_init for parameter in ours.values()):
         raise ValueError(f"net: '{block.name}' without parameters was given, expected a net after initialize()")
-    return _Pair(block, theirs if blocks.is_batch_norm(block) else None, keys)
+    return _Pair(block, theirs, keys)
 
 
 def _alike(ours: Any, theirs: Tuple[int, ...]) -> bool:
