@@ -100,16 +100,16 @@ std::unique_ptr<Call> Call::of(Node node, std::string context, Type type, Shape 
 }
 
 void Call::issue(const void* caller, Recall recall) {
+    terms_ = node_.layer->terms();
     recall_ = std::move(recall);
     if (recall_.again) {
         place_.backwards = recall_.memo->repeat();
         return;
     }
     if (!shares()) return;
-    const auto terms = node_.layer->terms();
-    node_.layer->rendezvous.issued(*terms, context_, node_.number);
+    node_.layer->rendezvous.issued(*terms_, context_, node_.number);
     if (node_.per_context == 1) return;
-    place_ = node_.layer->rendezvous.join(*terms, context_, node_.number, caller, false);
+    place_ = node_.layer->rendezvous.join(*terms_, context_, node_.number, caller, false);
     joined_ = true;
 }
 
@@ -134,6 +134,7 @@ void Call::attempt_forward(const Arrays& arrays, const int* reqs, const Work& wo
 }
 
 bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
+    if (++executions_ > 1 || !terms_) terms_ = node_.layer->terms();
     frozen_ = !training || node_.frozen;
     complete_ = lost_ = false;
     if (!joined_ && !recall_.again) place_ = {};
@@ -344,10 +345,9 @@ void Call::refuse_to_recover(const Hidden& hidden) const {
 
 void Call::join_meeting() {
     SYNCBN_POINT("before_join");
-    if (!joined_) place_ = node_.layer->rendezvous.join(*node_.layer->terms(), context_, node_.number, this, repeated_);
+    if (!joined_) place_ = node_.layer->rendezvous.join(*terms_, context_, node_.number, this, executions_ > 1);
     SYNCBN_POINT("after_join");
     joined_ = false;  // a state that is executed again joins again
-    repeated_ = true;
     if (node_.per_context != place_.meeting->per_context)
         throw Failure(
             "the number of replicas per context has changed since the net was traced; call net.hybridize() again.");
@@ -357,9 +357,8 @@ void Call::join_meeting() {
 }
 
 std::shared_ptr<const void> Call::repeat() {
-    const auto terms = node_.layer->terms();
-    WaitFor wait(terms->name, "the forward that this call repeats (gluon_syncbn.checkpoint) has not been computed",
-                 terms->timeout,
+    WaitFor wait(terms_->name, "the forward that this call repeats (gluon_syncbn.checkpoint) has not been computed",
+                 terms_->timeout,
                  "An operator before it does not finish, or the replicas of the forward were not all called.");
     const auto outcome = recall_.memo->outcome(wait);
     const int backwards = place_.backwards;
@@ -376,7 +375,7 @@ void Call::remember(std::shared_ptr<const void> device) const {
 }
 
 void Call::check_finite(int64_t at, double value) const {
-    const Nonfinite what = node_.layer->terms()->nonfinite;
+    const Nonfinite what = terms_->nonfinite;
     if (what == Nonfinite::kPropagate) return;
     const bool bad = at >= 0;
     if (what == Nonfinite::kSkip) {
@@ -415,20 +414,19 @@ void Call::contribute(Direction direction, Vector values, std::shared_ptr<const 
         return;
     }
     Rendezvous& rendezvous = node_.layer->rendezvous;
-    const auto terms = node_.layer->terms();
     SYNCBN_POINT("before_contribution");
-    ready_ = rendezvous.contribute(*terms, place_, direction,
+    ready_ = rendezvous.contribute(*terms_, place_, direction,
                                    {tensor_.type, channels(), std::move(values), std::move(device)});
     SYNCBN_POINT("after_contribution");
     if (ready_ || place_.meeting->per_context > 1)
         return;  // the next of this context's replicas needs this very thread
-    ready_ = rendezvous.comes_within(*terms, place_, direction, kMoment);
+    ready_ = rendezvous.comes_within(*terms_, place_, direction, kMoment);
 }
 
 Total Call::total(Direction direction) {
     if (!shares()) return {std::move(own_), 0, node_.layer->id};
     SYNCBN_POINT("before_total");
-    Total total = node_.layer->rendezvous.total(*node_.layer->terms(), place_, direction);
+    Total total = node_.layer->rendezvous.total(*terms_, place_, direction);
     SYNCBN_POINT("after_total");
     return total;
 }

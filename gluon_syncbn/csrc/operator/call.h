@@ -156,7 +156,7 @@ class Call {
     // index `at`; -1 if all are finite.
     void check_finite(int64_t at, double value) const;
     void check_finite(const Vector& moments) const;
-    bool watches() const { return node_.layer->terms()->nonfinite != Nonfinite::kPropagate; }
+    bool watches() const { return terms_->nonfinite != Nonfinite::kPropagate; }
     bool shares() const { return sharing_of(node_.layer->pooling) != Sharing::kNothing; }
     // The exchange of the meeting.
     Exchange& exchange() const { return *place_.meeting->exchange; }
@@ -174,6 +174,7 @@ class Call {
     const Node node_;
     const std::string context_;
     Tensor tensor_;
+    std::shared_ptr<const Terms> terms_;  // of the layer, as they were when this execution was issued
     Place place_;
     Pools pools_;          // of the last forward
     bool frozen_ = false;  // normalised with the running statistics: no gradient through them
@@ -213,7 +214,7 @@ class Call {
     bool joined_ = false;
     bool left_out_ = false;
     int64_t outer_ = 0, samples_ = 0;  // of the tensor, while it is left out
-    bool repeated_ = false;            // has been executed before
+    int64_t executions_ = 0;           // so far, with this one
     bool complete_ = false;            // the forward has left what the backward needs
     bool lost_ = false;                // the forward failed before it met the others, so none waits for the backward
     Vector own_;                       // this replica's vectors, if it contributes none

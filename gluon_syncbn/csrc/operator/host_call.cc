@@ -55,10 +55,8 @@ class HostCall : public Call {
         return std::vector<char>(static_cast<size_t>(tensor_.shape.size() * size_of(tensor_.type)));
     }
     std::shared_ptr<const Statistic> statistic(const Vector& moments) const;
-    // Gives the slots their statistics.
-    void assign_statistics(const Total& moments);
-    // Returns [1, mean[C], variance[C]] for the running statistics; [0, ...] if there is none.
-    Vector batch_statistics(const Total& moments) const;
+    // Gives the slots their statistics. Returns [1, mean[C], variance[C]] for the running ones; [0, ...] if there is none.
+    Vector assign_statistics(const Total& moments);
     void update_running(const Vector& batch, const Arrays& arrays);
     // Returns [sum dz[C], sum dz*xhat[C]] over the slots that use the statistic that each slot feeds.
     Vector gradients_of_users();
@@ -77,7 +75,7 @@ class HostCall : public Call {
 
 int HostCall::threads() const {
     if (frozen_) return threads_for(1);
-    return threads_for(place_.meeting ? place_.meeting->replicas() : node_.layer->terms()->replicas);
+    return threads_for(place_.meeting ? place_.meeting->replicas() : terms_->replicas);
 }
 
 // ---- statistics ----------------------------------------------------------------------------------------------
@@ -92,7 +90,7 @@ std::shared_ptr<const Statistic> HostCall::statistic(const Vector& moments) cons
     return std::make_shared<Statistic>(Statistic{moments[0], Vector(mean, m2), std::move(variance), std::move(invstd)});
 }
 
-void HostCall::assign_statistics(const Total& moments) {
+Vector HostCall::assign_statistics(const Total& moments) {
     const size_t length = static_cast<size_t>(moments_length(channels()));
     std::vector<double> counts;
     for (size_t at = 0; at < moments.values.size(); at += length) counts.push_back(moments.values[at]);
@@ -112,17 +110,14 @@ void HostCall::assign_statistics(const Total& moments) {
         tensor_.slots[i].used = of(pools_.used[i]);
         if (!tensor_.slots[i].used) tensor_.slots[i].used = none;
     }
-}
-
-Vector HostCall::batch_statistics(const Total& moments) const {
-    Vector batch(moments_length(channels()), 0.0);
+    Vector batch(length, 0.0);
     const double parts = static_cast<double>(pools_.tracked.size());
     for (const Range pool : pools_.tracked) {
-        const Vector part = moments_of(pools_, pool, moments.values, channels());
-        const double divisor = node_.unbiased ? std::max(part[0] - 1, 1.0) : part[0];
+        const auto part = of(pool);
+        const double correction = node_.unbiased ? part->count / std::max(part->count - 1, 1.0) : 1;
         for (int64_t c = 0; c < channels(); ++c) {
-            batch[1 + c] += part[1 + c] / parts;
-            batch[1 + channels() + c] += part[1 + channels() + c] / divisor / parts;
+            batch[1 + c] += part->mean[c] / parts;
+            batch[1 + channels() + c] += part->variance[c] * correction / parts;
         }
     }
     batch[0] = parts > 0;
@@ -169,9 +164,7 @@ void HostCall::normalise(const Arrays& arrays, const int* reqs) {
         repeat();
         backend_.threads = threads();
     } else {
-        const Total moments = total(Direction::kForward);
-        assign_statistics(moments);
-        batch = batch_statistics(moments);
+        batch = assign_statistics(total(Direction::kForward));
         if (watches() && first_not_finite(batch) >= 0) batch[0] = 0;
         remember(nullptr);
     }
