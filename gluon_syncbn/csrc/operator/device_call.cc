@@ -7,12 +7,21 @@
 // All work is put on one stream, with one wait at the end. Without NCCL, packed vectors go to the host, meet as those of
 // a CPU do, and go back. The same kernels read them.
 #include <algorithm>
+#include <chrono>
 #include <iterator>
+#include <memory>
+#include <optional>
+#include <thread>
 #include <utility>
+#include <vector>
 
+#include "clock.h"
+#include "cuda/collective.h"
+#include "cuda/driver.h"
 #include "cuda/plan.h"
-#include "operator/stream_call.h"
+#include "operator/call.h"
 #include "pooling/statistics.h"
+#include "waiting/wait.h"
 
 namespace syncbn {
 namespace {
@@ -24,6 +33,17 @@ using cuda::Kernel;
 using cuda::Lists;
 using cuda::Memory;
 using cuda::Plan;
+
+constexpr double kGrace = 2;    // seconds that a stream gets to end after its collective has been ended
+constexpr double kSpin = 1e-3;  // seconds in which a stream is polled without a pause
+constexpr auto kPause = std::chrono::microseconds(20);
+constexpr auto kLongPause = std::chrono::milliseconds(1);
+constexpr double kWatchAfter = 0.05;  // seconds after which a wait checks for other reasons to end
+
+// The number of float64 values that have space for so many bytes.
+int64_t doubles_for(int64_t bytes) { return ceil_div(bytes, sizeof(double)); }
+
+Kernel kernel_of(const char* stem, Type type) { return {stem, name_of(type)}; }
 
 // The kernel for a call. An addition needs an activation too: none is a slope of 1 there.
 Kernel kernel_of(const char* stem, Type type, const Activation& activation, bool adds = false) {
@@ -37,9 +57,9 @@ cuda::Weights weights(const Affine& affine, bool needs_beta = true) {
     return {data(affine.gamma), needs_beta ? data(affine.beta) : nullptr, affine.fix_gamma};
 }
 
-class DeviceCall : public StreamCall {
+class DeviceCall : public Call {
   public:
-    using StreamCall::StreamCall;
+    using Call::Call;
     ~DeviceCall() override { clear_up(); }
 
   protected:
@@ -49,18 +69,81 @@ class DeviceCall : public StreamCall {
     void begin_differentiate(const Arrays& arrays, const int* reqs) override;
     void differentiate(const Arrays& arrays, const int* reqs) override;
     void track(const Arrays& arrays) override;
-    void finish() override;
-    void clear_up() override {
-        tells_ = recovers_ = kept_for_repetition_ = false;
-        StreamCall::clear_up();
+    void copy(Array from, Type type, int64_t n, Array to, bool add) override {
+        copy_data(data(from), type, n, data(to), add);
     }
-    void abandon() override {
-        kept_.abandon();
-        lists_.abandon();
-        listed_.clear();
+    void fill(Array to, Type type, int64_t n, double value) override;
+    void fill_with_zeros(Array to, int64_t bytes) override;
+    void finish() override;
+    void clear_up() override;
+    void leave_thread() override {
+        if (work_) work_->current.reset();
     }
 
   private:
+    // The replicas' contributions and the results; it lives until no pointer to it is left.
+    struct Gathered {
+        cuda::Memory own, all;
+        cuda::OnDevice part;
+        int64_t slots = 0;
+        const double* values() const { return all.data() != nullptr ? all.data() : own.data(); }
+    };
+    // The objects of an execution, for one thread after the other.
+    struct Work {
+        std::optional<cuda::Current> current;
+        cuda::Lease lease;
+        explicit Work(cuda::Device& device) : current(std::in_place, device), lease(device) {}
+    };
+
+    cuda::Device& device() {
+        if (device_ == nullptr) device_ = &cuda::Device::of(std::stoi(context_.substr(4)));
+        return *device_;
+    }
+    Work& work() {
+        if (!work_) work_.emplace(device());
+        if (!work_->current) work_->current.emplace(device());
+        return *work_;
+    }
+    // `ask` may call Python. There, freed objects may leave another device current on this thread.
+    template <typename Ask>
+    auto still_current(const Ask& ask) -> decltype(ask()) {
+        const cuda::Current again(device());
+        return ask();
+    }
+    cuda::Memory memory(int64_t size) {
+        work();
+        return cuda::Memory(device(), size);
+    }
+    // The size of so many values of the data, in float64.
+    int64_t in_doubles(int64_t values) const { return doubles_for(values * size_of(tensor_.type)); }
+    // Returns float64 memory until the callback ends.
+    double* scratch(int64_t size) {
+        scratch_.push_back(memory(size));
+        return scratch_.back().data();
+    }
+    template <typename Arguments>
+    void run(const cuda::Kernel& kernel, cuda::Grid grid, const Arguments& arguments) {
+        cuda::launch(device(), work().lease.stream(), kernel, grid, &arguments);
+    }
+    // Runs a kernel with a thread for each of n values.
+    template <typename Arguments>
+    void run_on_each(const cuda::Kernel& kernel, int64_t n, const Arguments& arguments) {
+        if (n > 0) run(kernel, {(n + cuda::kBlock - 1) / cuda::kBlock}, arguments);
+    }
+    void copy_data(const void* from, Type type, int64_t n, void* to, bool add) {
+        run_on_each(kernel_of("copy", type), n, cuda::CopyArguments{n, from, to, add});
+    }
+
+    Form form() const { return exchange_ != nullptr ? exchange_->form() : Form::kDevice; }
+    // Contributes what the stream writes to `gathered_->own`, and `counts` beside it.
+    void contribute_part(Direction direction, Vector counts);
+    // Returns what is on the device. The copy has no time limit, so this waits for the stream first.
+    Vector downloaded(const cuda::Memory& from);
+    // Waits until all work on the stream is done; throws Failure.
+    void wait();
+    bool idle_within(double seconds) const;
+    std::unique_ptr<Wait> wait_for_gpu();
+
     // Computes packed vectors of `length` for each slot, by a kernel and, if it works in chunks, a merge.
     template <typename Launch>
     Memory reduced(int64_t length, const char* merge, const Launch& launch_with);
@@ -87,6 +170,13 @@ class DeviceCall : public StreamCall {
         bool by_input = false;  // dz is dy, and `grad_input` applies the activation by x
     };
 
+    std::optional<Work> work_;
+    std::shared_ptr<Gathered> gathered_;  // until the callback ends
+    std::vector<Memory> scratch_;         // the same
+    Exchange* exchange_ = nullptr;        // the meeting's, if there is one
+    Direction direction_ = Direction::kForward;
+    bool may_be_posted_ = false;  // other work may have been put on the stream
+    cuda::Device* device_ = nullptr;
     bool tells_ = false;                // the forward reports whether the moments are finite
     bool recovers_ = false;             // the backward reports whether x could be found
     bool kept_for_repetition_ = false;  // the gathered vectors are
@@ -96,6 +186,93 @@ class DeviceCall : public StreamCall {
     Memory lists_;
     std::vector<int> listed_;
 };
+
+// ---- the stream ----------------------------------------------------------------------------------------------------
+
+void DeviceCall::fill(Array to, Type type, int64_t n, double value) {
+    run_on_each(kernel_of("fill", type), n, cuda::FillArguments{n, data(to), value});
+}
+
+void DeviceCall::fill_with_zeros(Array to, int64_t bytes) {
+    cuda::fill_with_zeros(data(to), bytes, work().lease.stream());
+}
+
+void DeviceCall::contribute_part(Direction direction, Vector counts) {
+    const cuda::Memory& own = gathered_->own;
+    gathered_->part = {device().id, work().lease.stream(), own.data(), gathered_->all.data(), own.size()};
+    may_be_posted_ = true;
+    const std::shared_ptr<const cuda::OnDevice> part(gathered_, &gathered_->part);
+    still_current([&] { contribute(direction, std::move(counts), part); });
+}
+
+Vector DeviceCall::downloaded(const cuda::Memory& from) {
+    Vector values(static_cast<size_t>(from.size()));
+    wait();
+    if (!values.empty()) from.download(values.data(), work().lease);
+    return values;
+}
+
+bool DeviceCall::idle_within(double limit) const {
+    for (const double end = seconds() + limit; !work_->lease.idle(); std::this_thread::sleep_for(kPause))
+        if (seconds() > end) return false;
+    return true;
+}
+
+std::unique_ptr<Wait> DeviceCall::wait_for_gpu() {
+    return std::make_unique<WaitFor>(
+        terms_->name, "the GPU has not finished", terms_->timeout,
+        "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for the same "
+        "GPUs. NCCL_DEBUG=INFO shows what NCCL does. configure(kvstore='host') avoids NCCL.");
+}
+
+// Polls instead of waiting in the driver: that wait would not end if a collective hangs.
+void DeviceCall::wait() {
+    const double start = seconds();
+    std::unique_ptr<Wait> wait;
+    while (!work_->lease.idle()) {
+        const double waited = seconds() - start;
+        if (waited < kSpin) {
+            std::this_thread::yield();
+            continue;
+        }
+        std::this_thread::sleep_for(waited < kWatchAfter ? std::chrono::microseconds(kPause) : kLongPause);
+        if (waited < kWatchAfter) continue;
+        if (!wait) wait = wait_for_gpu();
+        wait->look();
+    }
+}
+
+// What hangs on the device may still use the memory.
+void DeviceCall::clear_up() {
+    tells_ = recovers_ = kept_for_repetition_ = false;
+    exchange_ = nullptr;
+    if (!work_) return;
+    work_->lease.findings()->given_up = 1;
+    bool idle = false;
+    try {
+        idle = idle_within(kWatchAfter);
+        if (!idle) {
+            cuda::abort_collectives(device().id);
+            idle = idle_within(kGrace);
+        }
+    } catch (const Failure&) {  // the device's own error is reported already
+    }
+    if (!idle || may_be_posted_) {
+        work_->lease.abandon();
+        for (cuda::Memory& one : scratch_) one.abandon();
+        if (gathered_) {
+            gathered_->own.abandon();
+            gathered_->all.abandon();
+        }
+        kept_.abandon();
+        lists_.abandon();
+        listed_.clear();
+    }
+    may_be_posted_ = false;
+    scratch_.clear();
+    gathered_.reset();
+    work_.reset();
+}
 
 Plan plan_of(const Tensor& tensor) {
     return Plan(tensor.shape, tensor.samples, static_cast<int64_t>(tensor.slots.size()));
@@ -412,7 +589,10 @@ void DeviceCall::finish() {
     if (recovers_ && findings.at >= 0) refuse_to_recover({findings.at, findings.value != 0});
     if (kept_for_repetition_) remember(gathered_);
     tells_ = recovers_ = kept_for_repetition_ = false;
-    StreamCall::finish();
+    exchange_ = nullptr;
+    scratch_.clear();
+    gathered_.reset();
+    work_.reset();
 }
 
 }  // namespace
