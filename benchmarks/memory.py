@@ -87,8 +87,8 @@ def measured(cell: _measuring.Cell) -> Dict[str, float]:
             ys = [mx.nd.random.normal(shape=shape, ctx=context) for context in contexts]
             with mx.autograd.record():
                 for net in nets[turn:]:
-                    ys = [first(net(y)) for y in ys]
-                losses = [y.square().mean() for y in ys]
+                    ys = [net(y) for y in ys]
+                losses = [sum(output.square().mean() for output in outputs_of(y)) for y in ys]
             mx.autograd.backward(losses)
             trainer.step(cell["images"] * len(contexts))
         mx.nd.waitall()
@@ -97,8 +97,9 @@ def measured(cell: _measuring.Cell) -> Dict[str, float]:
     return {"early_mib": found[EARLY], "late_mib": found[LATE]}
 
 
-def first(outputs: Any) -> Any:
-    return outputs[0] if isinstance(outputs, (list, tuple)) else outputs
+def outputs_of(y: Any) -> List[Any]:
+    """All arrays that a net returns. The parameters of each get a gradient, as in training."""
+    return [array for one in y for array in outputs_of(one)] if isinstance(y, (list, tuple)) else [y]
 
 
 def networks(cell: _measuring.Cell) -> List[Any]:
