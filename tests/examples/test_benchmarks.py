@@ -198,7 +198,7 @@ def test_the_results_of_the_repository_are_short(benchmarks):
 def test_what_eager_calls_cost():
     ((header, rows),) = tables(run("layers", "--eager", "--quick"))
     assert header == ["eager, forward and backward", "us for a layer and replica", "/ plain"]
-    assert_cells(rows, [["ours"], ["ours, with waits"]], NUMBER, NUMBER)
+    assert_cells(rows, [["ours"], ["ours, with waits"]], r"\d+", NUMBER)
 
 
 def test_the_results_of_the_layers_are_complete(short_runs):
