@@ -46,10 +46,8 @@ if tuple(map(int, _mxnet.__version__.split(".")[:2])) < (1, 8):
     )
 
 import functools as _functools
+import typing as _typing
 import warnings as _warnings
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-from typing import Any as _Any
-from typing import List as _List
 
 from . import contrastive, parallel, symbol
 from .command import state as _state
@@ -101,13 +99,13 @@ __all__ = [
 ]
 
 
-def __dir__() -> _List[str]:
+def __dir__() -> _typing.List[str]:
     return __all__
 
 
-if not _TYPE_CHECKING:  # a checker would take every name for one of the module
+if not _typing.TYPE_CHECKING:  # a checker would take every name for one of the module
 
-    def __getattr__(name: str) -> _Any:
+    def __getattr__(name: str) -> _typing.Any:
         """Returns what has another name since 0.3."""
         if name in contrastive.__all__:
             now, value = f"contrastive.{name}", getattr(contrastive, name)
