@@ -134,7 +134,9 @@ void Call::attempt_forward(const Arrays& arrays, const int* reqs, const Work& wo
 }
 
 bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
-    if (++executions_ > 1 || !terms_) terms_ = node_.layer->terms();
+    ++executions_;
+    // An executor is issued when it is bound, long before it runs.
+    if (!joined_) terms_ = node_.layer->terms();
     frozen_ = !training || node_.frozen;
     complete_ = lost_ = false;
     if (!joined_ && !recall_.again) place_ = {};

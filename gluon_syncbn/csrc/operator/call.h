@@ -174,7 +174,7 @@ class Call {
     const Node node_;
     const std::string context_;
     Tensor tensor_;
-    std::shared_ptr<const Terms> terms_;  // of the layer, as they were when this execution was issued
+    std::shared_ptr<const Terms> terms_;  // of the layer, as they were when this execution began
     Place place_;
     Pools pools_;          // of the last forward
     bool frozen_ = false;  // normalised with the running statistics: no gradient through them
