@@ -70,7 +70,7 @@ def test_moments_of_all_processes(size):
         np.testing.assert_allclose(total, want, rtol=1e-12)
     assert post.sent == {"agreement": size * (size - 1), "statistics": size * (size - 1)}
     for number in ids:
-        _native.layer_drop(number)
+        _native.layer_drop(number, {})
 
 
 GROUPS = [
