@@ -134,7 +134,6 @@ void Call::attempt_forward(const Arrays& arrays, const int* reqs, const Work& wo
 }
 
 bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
-    ++executions_;
     // An executor is issued when it is bound, long before it runs.
     if (!joined_) terms_ = node_.layer->terms();
     frozen_ = !training || node_.frozen;
@@ -347,9 +346,10 @@ void Call::refuse_to_recover(const Hidden& hidden) const {
 
 void Call::join_meeting() {
     SYNCBN_POINT("before_join");
-    if (!joined_) place_ = node_.layer->rendezvous.join(*terms_, context_, node_.number, this, executions_ > 1);
+    if (!joined_) place_ = node_.layer->rendezvous.join(*terms_, context_, node_.number, this, repeated_);
     SYNCBN_POINT("after_join");
     joined_ = false;  // a state that is executed again joins again
+    repeated_ = true;
     if (node_.per_context != place_.meeting->per_context)
         throw Failure(
             "the number of replicas per context has changed since the net was traced; call net.hybridize() again.");

@@ -214,7 +214,7 @@ class Call {
     bool joined_ = false;
     bool left_out_ = false;
     int64_t outer_ = 0, samples_ = 0;  // of the tensor, while it is left out
-    int64_t executions_ = 0;           // so far, with this one
+    bool repeated_ = false;            // has met others before
     bool complete_ = false;            // the forward has left what the backward needs
     bool lost_ = false;                // the forward failed before it met the others, so none waits for the backward
     Vector own_;                       // this replica's vectors, if it contributes none
