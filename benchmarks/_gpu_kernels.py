@@ -158,7 +158,12 @@ class Recorder:
     def ours(self, step: Callable[[], None]) -> Callable[[], None]:
         step()  # what is made at the first call is no part of a graph
         if self.emulated:  # which knows no graphs
-            return lambda: [step() for _ in range(self.calls)] and None
+
+            def again() -> None:
+                for _ in range(self.calls):
+                    step()
+
+            return again
         self.stream.begin_capture()
         for _ in range(self.calls):
             step()

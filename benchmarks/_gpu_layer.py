@@ -91,7 +91,7 @@ def _of_torch(stack: ExitStack, python: str, count: int, shape: Tuple, dtype: st
     port = 29500 + np.random.RandomState().randint(2000)
     for rank in range(count):
         work = json.dumps({"rank": rank, "size": count, "port": port, "shape": shape, "dtype": dtype, "length": length})
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        pipes: Dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         child = subprocess.Popen([python, __file__, work], text=True, **pipes)
         stack.callback(_end, child)
         children.append(child)
@@ -99,8 +99,7 @@ def _of_torch(stack: ExitStack, python: str, count: int, shape: Tuple, dtype: st
     def step() -> Tuple[float, float]:
         try:
             for child in children:
-                child.stdin.write("step\n")
-                child.stdin.flush()
+                print("step", file=child.stdin, flush=True)
         except BrokenPipeError:
             pass  # the answer says why
         answers = [_answer(child) for child in children]
@@ -113,7 +112,7 @@ def _of_torch(stack: ExitStack, python: str, count: int, shape: Tuple, dtype: st
 
 def _answer(child: subprocess.Popen) -> Dict[str, Any]:
     there, _, _ = select.select([child.stdout], [], [], WAIT)  # one line for each that we write
-    line = child.stdout.readline() if there else ""
+    line = there[0].readline() if there else ""
     if not line.startswith("{"):
         child.kill()
         said = child.communicate()[1].strip().splitlines()

@@ -213,5 +213,5 @@ def _lines(data: Any, indent: int = 0, before: int = 0) -> str:
             lines[-1] += f", {member}"
         else:
             lines.append(member)
-    left, right = "{}" if isinstance(data, dict) else "[]"
+    left, right = ("{", "}") if isinstance(data, dict) else ("[", "]")
     return left + f",\n{' ' * (indent + 1)}".join(lines) + right

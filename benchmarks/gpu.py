@@ -10,6 +10,7 @@ the result says. The shapes are those of `benchmarks/layers.py`, and larger ones
     python benchmarks/gpu.py --quick          # small shapes and few rounds
 """
 
+import importlib
 import json
 import os
 import subprocess
@@ -145,10 +146,10 @@ def main(arguments: Sequence[str]) -> int:
     absent: List[str] = []
     of_kernels: List[_measuring.Cell] = []
     of_layers: List[_measuring.Cell] = []
+    gluon_syncbn: Any = None
     try:
-        import gluon_syncbn  # before CuPy: it finds the CUDA libraries
+        gluon_syncbn = importlib.import_module("gluon_syncbn")  # before CuPy: it finds the CUDA libraries
     except ImportError as error:
-        gluon_syncbn = None
         absent.append(f"the layer: {error}")
     else:
         env = _results.environment(["benchmarks/gpu.py", *arguments])

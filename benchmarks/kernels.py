@@ -113,7 +113,11 @@ def steps(library: ctypes.CDLL, case: _measuring.Cell) -> Dict[str, Callable[[],
         ),
     }
     turns = itertools.cycle(arrays)
-    return {name: lambda call=call: call(*next(turns)) for name, call in calls.items()}
+
+    def on_the_next(call: Callable[[Any, Any, Any], Any]) -> Callable[[], Any]:
+        return lambda: call(*next(turns))
+
+    return {name: on_the_next(call) for name, call in calls.items()}
 
 
 def pointer(array: Any) -> ctypes.c_void_p:

@@ -26,7 +26,7 @@ LAYERS = 5
 SHAPES = [(2, 64, 8, 8), (2, 512, 15, 15), (2, 64, 64, 64), (4, 256, 60, 60)]  # of one replica
 REPLICAS = [1, 2, 4, 8]
 # Small, so that only the calls themselves count.
-EAGER = {"shape": (2, 16, 8, 8), "replicas": 2, "layers": 100, "rounds": 40, "budget_s": 30}
+EAGER: _measuring.Cell = {"shape": (2, 16, 8, 8), "replicas": 2, "layers": 100, "rounds": 40, "budget_s": 30}
 QUICK_SHAPES, QUICK_REPLICAS = [(2, 64, 8, 8), (2, 8, 16, 16)], [1, 2]
 
 # What one layer must move when an activation does not fit into a cache, in passes over an activation:

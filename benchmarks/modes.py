@@ -6,6 +6,7 @@ As benchmarks/layers.py, with 16 images per replica, so that eight virtual devic
     python benchmarks/modes.py --quick     # a smoke test, its figures mean nothing
 """
 
+import functools
 import json
 import sys
 from typing import Any, Callable, Dict, Sequence
@@ -64,7 +65,7 @@ def child(cells: Sequence[_measuring.Cell]) -> None:
 
     for cell in cells:
         channels, places = cell["shape"][1], contexts[: cell["replicas"]]
-        steps = {"plain": make_step(lambda c=channels: nn.BatchNorm(in_channels=c), cell["shape"], places)}
+        steps = {"plain": make_step(functools.partial(nn.BatchNorm, in_channels=channels), cell["shape"], places)}
         for name, settings in MODES.items():
 
             def layer(c: int = channels, settings: Dict[str, Any] = settings) -> Any:

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
             __file__, [{**cell, "contrib": False} for cell in cells], 30 if options.quick else 90
         )
         for cell, taken, problems in measured:
-            moved = taken.pop("bytes", {})
+            moved: Any = taken.pop("bytes", {})
             samples.append({**cell, "problems": problems, "seconds": taken, "bytes": moved})
             progress.set_postfix_str(f"{cell['devices']} devices")
             progress.update()
