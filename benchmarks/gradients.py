@@ -1,9 +1,10 @@
 """What the gradients of several processes add to a training step, beside one bare sum of as many values.
 
-The processes are of one machine, over MPI.
+The processes are of one machine, over MPI or Horovod.
 
-    python benchmarks/gradients.py            # writes benchmarks/results/gradients.{md,json,png}
-    python benchmarks/gradients.py --quick    # a smoke test, its figures mean nothing
+    python benchmarks/gradients.py                   # writes benchmarks/results/gradients.{md,json,png}
+    python benchmarks/gradients.py --over horovod    # where Horovod is: gradients_horovod.{md,json,png}
+    python benchmarks/gradients.py --quick           # a smoke test, its figures mean nothing
 """
 
 from __future__ import annotations
@@ -23,28 +24,35 @@ MODELS: List[_measuring.Cell] = [{"model": name, "crop": 64, "images": 4} for na
 WHOLE: _measuring.Cell = {"model": "ResNet-18", "crop": 128, "images": 4}
 EFFORT = {"rounds": 30, "budget_s": 20}
 # A ratio is that of the series to its yardstick. A series that is its own yardstick has no ratio.
-YARDSTICKS = {"exchange": "bare", "step": "step alone"}
+YARDSTICKS = {"exchange": "bare", "step": "step alone", "horovod": "bare"}
 YARDSTICKS.update({name: name for name in ("bare", "step alone", "contexts")})
+OfAll = Callable[[float], List[float]]  # returns the numbers of all processes; none returns before all have come
+BARE = {"mpi": "mpi4py's `Allreduce`", "horovod": "Horovod's `allreduce`"}
 
 EXPLANATION = """ResNets and MobileNetV2 with 1,000 classes, trained in several processes of one machine. Each process
 has one CPU device and one thread for OpenMP. Times are in ms, of the slowest process, medians over the rounds.
 
-*Exchange* is what `trainer.step` with `kvstore("mpi")` takes from the end of the backward to the end of the update,
-less the same with `kvstore=None` in the same round. *Bare* is mpi4py's `Allreduce` of one float32 array with as many
+*Exchange* is what `trainer.step` with `kvstore("{over}")` takes from the end of the backward to the end of the update,
+less the same with `kvstore=None` in the same round. *Bare* is {bare} of one float32 array with as many
 values. Ratios are medians of the rounds' ratios, with the 10th and 90th percentile in parentheses. *Step* is a whole
 training step, in which the exchange runs while the backward does, and *alone* is the same step without an exchange of
-gradients. *Contexts* is the update in one process with as many CPU contexts and MXNet's own KVStore, less that with one
-context.
+gradients. {last}
 
 {table}"""
+LAST = {
+    "mpi": """*Contexts* is the update in one process with as many CPU contexts and MXNet's own KVStore, less that
+with one context.""",
+    "horovod": "*Horovod's* is the exchange with `hvd.DistributedTrainer` in place of the KVStore.",
+}
 
 
 def main(arguments: Sequence[str]) -> int:
     quick = "one model, two processes, three rounds"
-    options = _measuring.options(__doc__, arguments, quick)
+    options = _measuring.options(__doc__, arguments, quick, over=list(BARE))
     if options.child:
-        child(json.loads(options.child))
+        child(options.over, json.loads(options.child))
         return 0
+    over = options.over
     env = _results.environment(["benchmarks/gradients.py", *arguments])
     effort = {"rounds": 3, "budget_s": 10} if options.quick else EFFORT
     models = MODELS[2:] if options.quick else [*MODELS, WHOLE]
@@ -52,16 +60,18 @@ def main(arguments: Sequence[str]) -> int:
     cells = [{**model, **effort, "processes": count} for model in models for count in counts]
     samples = []
     for cell in tqdm(cells, disable=options.no_progress or None):
-        seconds = _measuring.job("mpi", cell["processes"], [__file__], cell)
-        samples.append({**cell, **seconds})
-        samples[-1]["seconds"].update(_measuring.job("mpi", 1, [__file__], {**cell, "contexts": cell["processes"]}))
+        samples.append({**cell, **_measuring.job(over, cell["processes"], [__file__, "--over", over], cell)})
+        if over == "mpi":
+            samples[-1]["seconds"].update(_measuring.job("mpi", 1, [__file__], {**cell, "contexts": cell["processes"]}))
     results = [_results.compared(sample, YARDSTICKS) for sample in samples]
     header = ["model", "crop", "values, millions", "processes", "exchange", "bare", "exchange / bare"]
-    table = _results.table([*header, "step", "alone", "step / alone", "contexts"], [row(result) for result in results])
+    header += ["step", "alone", "step / alone", "contexts" if over == "mpi" else "Horovod's"]
+    table = _results.table(header, [row(result) for result in results])
     print(table)
-    title = "Gradients between processes"
-    _results.write(options.out, "gradients", title, EXPLANATION.format(table=table), env, results, samples)
-    plot(options.out / "gradients.png", results, env)
+    title, stem = "Gradients between processes", "gradients" if over == "mpi" else f"gradients_{over}"
+    text = EXPLANATION.format(over=over, bare=BARE[over], last=LAST[over], table=table)
+    _results.write(options.out, stem, title, text, env, results, samples)
+    plot(options.out / f"{stem}.png", over, results, env)
     return 0
 
 
@@ -70,51 +80,83 @@ def row(result: _measuring.Cell) -> List[str]:
     texts = [result["model"], str(result["crop"]), f"{result['values'] / 1e6:.1f}", str(result["processes"])]
     texts += [ms["exchange"], ms["bare"], _results.median_and_range(result["ratios"]["exchange"], 2)]
     texts += [ms["step"], ms["step alone"], _results.median_and_range(result["ratios"]["step"], 2)]
-    return [*texts, ms["contexts"]]
+    return [*texts, ms["contexts" if "contexts" in ms else "horovod"]]
 
 
-def child(cell: _measuring.Cell) -> None:
+def child(over: str, cell: _measuring.Cell) -> None:
     """Measures the cell in this process of the job. Rank 0 prints one line of JSON."""
+    import mxnet as mx
+    import numpy as np
+
     import gluon_syncbn
 
-    contexts = gluon_syncbn.cpu_devices(cell.get("contexts", 1))
+    contexts = [mx.cpu(i) for i in range(cell.get("contexts", 1))]
     if "contexts" in cell:
-        one, all_of_them = Net(cell, contexts[:1], None), Net(cell, contexts, "device")
-        taken = in_turn(cell, {"one": one.update, "all": all_of_them.update})
+        alone, together = Net(cell, contexts[:1], None, of_one), Net(cell, contexts, "device", of_one)
+        taken = in_turn(cell, {"one": alone.update, "all": together.update}, of_one)
         print(json.dumps({"contexts": [a - b for a, b in zip(taken["all"], taken["one"])]}), flush=True)
         return
-    import numpy as np
-    from mpi4py import MPI
-
     gluon_syncbn.configure(timeout=120, kvstore=None)
-    store = gluon_syncbn.kvstore("mpi")
-    together, alone = Net(cell, contexts, store), Net(cell, contexts, None)
+    store = gluon_syncbn.kvstore(over)
+
+    def of_all(number: float) -> List[float]:
+        return [float(one[0]) for one in store.allgather("a benchmark", np.array([number]))]
+
+    together, alone = Net(cell, contexts, store, of_all), Net(cell, contexts, None, of_all)
     values = np.random.RandomState(store.rank).randn(together.values()).astype("float32")
-    total = np.empty_like(values)
-
-    def bare() -> float:
-        MPI.COMM_WORLD.Barrier()
-        start = time.perf_counter()
-        MPI.COMM_WORLD.Allreduce(values, total)
-        return time.perf_counter() - start
-
-    calls = {"bare": bare, "update": together.update, "update alone": alone.update}
-    calls.update({"step": together.step, "step alone": alone.step})
-    taken = in_turn(cell, calls)
-    taken["exchange"] = [a - b for a, b in zip(taken.pop("update"), taken.pop("update alone"))]
+    calls = {"bare": bare_sum(over, values, of_all), "update": together.update}
+    calls.update({"update alone": alone.update, "step": together.step, "step alone": alone.step})
+    if over == "horovod":
+        calls["horovod"] = Net(cell, contexts, "horovod", of_all).update
+    taken = in_turn(cell, calls, of_all)
+    without = taken.pop("update alone")
+    taken["exchange"] = [a - b for a, b in zip(taken.pop("update"), without)]
+    if over == "horovod":
+        taken["horovod"] = [a - b for a, b in zip(taken["horovod"], without)]
     if store.rank == 0:
         print(json.dumps({"values": values.size, "seconds": taken}), flush=True)
+
+
+def of_one(number: float) -> List[float]:
+    return [number]
+
+
+def bare_sum(over: str, values: Any, of_all: OfAll) -> Callable[[], float]:
+    """Gives the seconds of one sum of all values."""
+    if over == "mpi":
+        from mpi4py import MPI
+
+        total = values.copy()
+
+        def add() -> None:
+            MPI.COMM_WORLD.Allreduce(values, total)
+    else:
+        import horovod.mxnet as hvd
+        import mxnet as mx
+
+        array = mx.nd.array(values)
+
+        def add() -> None:
+            hvd.allreduce(array, op=hvd.Sum, name="bare").wait_to_read()
+
+    def timed() -> float:
+        of_all(0)
+        start = time.perf_counter()
+        add()
+        return time.perf_counter() - start
+
+    return timed
 
 
 class Net:
     """A network with plain BatchNorm on some contexts, and its Trainer."""
 
-    def __init__(self, cell: _measuring.Cell, contexts: Sequence[Any], kvstore: Any) -> None:
+    def __init__(self, cell: _measuring.Cell, contexts: Sequence[Any], kvstore: Any, of_all: OfAll) -> None:
         import mxnet as mx
         from mxnet.gluon.model_zoo.vision import get_model
 
         mx.random.seed(0)
-        self._contexts, self._images = contexts, cell["images"]
+        self._contexts, self._images, self._of_all = contexts, cell["images"], of_all
         self._net = get_model(NETS[cell["model"]], classes=1000)
         self._net.initialize(mx.init.Xavier(), ctx=contexts)
         self._net.hybridize(static_alloc=True)
@@ -122,7 +164,12 @@ class Net:
         self._xs = [mx.nd.random.normal(shape=shape, ctx=context) for context in contexts]
         self._forward_and_backward()
         settings = {"learning_rate": 1e-4, "momentum": 0.9}
-        self._trainer = mx.gluon.Trainer(self._net.collect_params(), "sgd", settings, kvstore=kvstore)
+        if kvstore == "horovod":
+            import horovod.mxnet as hvd
+
+            self._trainer = hvd.DistributedTrainer(self._net.collect_params(), "sgd", settings)
+        else:
+            self._trainer = mx.gluon.Trainer(self._net.collect_params(), "sgd", settings, kvstore=kvstore)
 
     def values(self) -> int:
         return sum(p.data(self._contexts[0]).size for p in self._net.collect_params().values() if p.grad_req != "null")
@@ -144,10 +191,9 @@ class Net:
 
     def _timed(self, work: Callable[[], None]) -> float:
         import mxnet as mx
-        from mpi4py import MPI
 
         mx.nd.waitall()
-        MPI.COMM_WORLD.Barrier()
+        self._of_all(0)
         start = time.perf_counter()
         work()
         self._trainer.step(self._images)
@@ -155,27 +201,27 @@ class Net:
         return time.perf_counter() - start
 
 
-def in_turn(cell: _measuring.Cell, calls: Dict[str, Callable[[], float]]) -> _measuring.Rounds:
+def in_turn(cell: _measuring.Cell, calls: Dict[str, Callable[[], float]], of_all: OfAll) -> _measuring.Rounds:
     """Seconds of the slowest process, in each round. Rank 0 decides for all when the time is spent."""
-    from mpi4py import MPI
-
-    world = MPI.COMM_WORLD
     for call in calls.values():
         call()
     taken: _measuring.Rounds = {name: [] for name in calls}
     begun = time.perf_counter()
     for done in range(cell["rounds"]):
-        if done >= 2 and world.bcast(time.perf_counter() - begun > cell["budget_s"]):
+        if done >= 2 and of_all(time.perf_counter() - begun)[0] > cell["budget_s"]:
             break
         for name, call in calls.items():
-            taken[name].append(max(world.allgather(call())))
+            taken[name].append(max(of_all(call())))
     return taken
 
 
-def plot(path: Path, results: Sequence[_measuring.Cell], env: Dict[str, str]) -> None:
+def plot(path: Path, over: str, results: Sequence[_measuring.Cell], env: Dict[str, str]) -> None:
+    series = [("bare", BARE[over].replace("`", ""), "local"), ("exchange", f"kvstore('{over}')", "ours")]
+    if over == "horovod":
+        series.append(("horovod", "hvd.DistributedTrainer", "contrib"))
     bars = [
         (label, _results.COLOURS[colour], [result["seconds"][name]["median"] * 1e3 for result in results])
-        for name, label, colour in (("bare", "mpi4py's Allreduce", "local"), ("exchange", "kvstore('mpi')", "ours"))
+        for name, label, colour in series
     ]
     texts = [
         f"{result['model']}, {result['crop']}\n{result['processes']} processes\n"
