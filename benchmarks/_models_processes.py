@@ -1,4 +1,4 @@
-"""What statistics between processes of one machine add to a training step: mode 'sync' beside mode 'local'."""
+"""What statistics and gradients between processes of one machine add to a whole training step."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ MODELS: List[_measuring.Cell] = [
 ]
 EFFORT = {"rounds": 100, "budget_s": 180}
 QUICK: List[_measuring.Cell] = [{"model": "FastSCNN", "classes": 19, "crop": 64, "images": 2}]
-MODES = ("local", "sync")
+# Of each network: the mode of its layers, and whether its Trainer sums gradients over the processes.
+NETS = {"alone": ("local", False), "local": ("local", True), "sync": ("sync", True)}
 # A ratio is that of the series to its yardstick. A series that is its own yardstick has no ratio.
-YARDSTICKS = {"sync": "local", "sync, mean": "local, mean"}
-YARDSTICKS.update({name: name for name in ("local", "local, mean", "gradients")})
+YARDSTICKS = {"sync": "local", "sync, mean": "local, mean", "local": "alone"}
+YARDSTICKS.update({name: name for name in ("alone", "alone, mean", "local, mean")})
 
-EXPLANATION = """Forward, loss and backward of a training step in {processes} processes of one machine. Each process
-has one CPU device and one thread for OpenMP. Crop and images are those of a process. Each process has the network
-twice: with layers in mode `local`, which wait for nobody, and with layers in mode `sync`, whose statistics meet in
-shared memory. The processes begin each step together. The two networks take turns, and each round begins with the
-other one.
+EXPLANATION = """A whole training step (forward, loss, backward, `trainer.step`) in {processes} processes of one
+machine. Each process has one CPU device and one thread for OpenMP. Crop and images are those of a process. Each process
+has the network three times. *Sync* is the job as it runs: layers in mode `sync`, whose statistics meet in shared
+memory, and `kvstore("mpi")` for the gradients. *Local* is the same with layers in mode `local`, which wait for nobody.
+*Alone* is that without an exchange of gradients. The processes begin each step together. The networks take turns, and
+each round begins with another one.
 
-A step takes as long as its slowest process, because the exchange of gradients waits for the slowest process in either
-mode. *Local* and *sync* are medians over the rounds. The ratio is the median of the rounds' ratios, with the 10th and
-90th percentile in parentheses. *Share of statistics* is 1 - 1 / ratio: what the statistics take of the step in mode
-`sync`. A share below zero is noise. *Mean of the processes* is the ratio of the mean times of the processes: there,
-waiting for the slowest process counts as a cost of the statistics. *Gradients* is `trainer.step` with `kvstore("mpi")`.
-It follows the step, and no other column contains it.
+A step takes as long as its slowest process. Times are medians over the rounds. A ratio is the median of the rounds'
+ratios, with the 10th and 90th percentile in parentheses. *Share of statistics* is 1 - 1 / ratio: what the statistics
+take of the step in mode `sync`. A share below zero is noise. *Mean of the processes* is the ratio of the mean times of
+the processes. There, the wait for the slowest process counts as a cost of the statistics. *Local / alone* is the price
+of the gradients.
 
 {table}"""
 
@@ -52,8 +53,8 @@ def main(script: str, options: argparse.Namespace, arguments: Sequence[str]) -> 
         samples.append({**cell, "seconds": _measuring.job("mpi", options.processes, command, cell)})
 
     results = [_results.compared(sample, YARDSTICKS) for sample in samples]
-    header = ["model", "crop", "images", "processes", "rounds", "local, ms", "sync, ms", "sync / local"]
-    header += ["share of statistics", "mean of the processes", "gradients, ms"]
+    header = ["model", "crop", "images", "processes", "rounds", *(f"{name}, ms" for name in NETS)]
+    header += ["sync / local", "share of statistics", "mean of the processes", "local / alone"]
     table = _results.table(header, [row(result) for result in results])
     print(table)
     text = EXPLANATION.format(processes=options.processes, table=table)
@@ -67,11 +68,10 @@ def row(result: _measuring.Cell) -> List[str]:
     seconds, ratios = result["seconds"], result["ratios"]
     texts = [result["model"], *(str(result[key]) for key in ("crop", "images", "processes"))]
     texts.append(str(seconds["sync"]["count"]))
-    texts += [f"{seconds[mode]['median'] * 1e3:.1f}" for mode in MODES]
+    texts += [f"{seconds[name]['median'] * 1e3:.1f}" for name in NETS]
     texts.append(_results.median_and_range(ratios["sync"], 2))
     texts.append(f"{100 * (1 - 1 / ratios['sync']['median']):.1f} %")
-    texts.append(_results.median_and_range(ratios["sync, mean"], 2))
-    return [*texts, f"{seconds['gradients']['median'] * 1e3:.1f}"]
+    return [*texts, *(_results.median_and_range(ratios[name], 2) for name in ("sync, mean", "local"))]
 
 
 def child(cell: _measuring.Cell) -> None:
@@ -82,13 +82,13 @@ def child(cell: _measuring.Cell) -> None:
     store = gluon_syncbn.kvstore("mpi")
     if store.why_not_in_memory is not None:
         raise SystemExit(f"the processes do not share memory: {store.why_not_in_memory}")
-    taken = rounds(cell, {mode: step(cell, store, mode) for mode in MODES})
+    taken = rounds(cell, {name: step(cell, store, *what) for name, what in NETS.items()})
     if store.rank == 0:
         print(json.dumps(taken), flush=True)
 
 
-def step(cell: _measuring.Cell, store: Any, mode: str) -> Callable[[Callable[[], None]], List[float]]:
-    """Runs a step and gives the seconds of this process: until the backward ends, and those of the gradients."""
+def step(cell: _measuring.Cell, store: Any, mode: Any, gradients: bool) -> Callable[[], float]:
+    """Runs a whole step and gives the seconds of this process."""
     import mxnet as mx
     from mxnet.gluon import Trainer, nn
 
@@ -98,57 +98,51 @@ def step(cell: _measuring.Cell, store: Any, mode: str) -> Callable[[Callable[[],
     net = gluon_syncbn.convert(network(cell, nn.BatchNorm), mode=mode, kvstore=store)
     net.initialize(mx.init.Xavier(), ctx=mx.cpu(), force_reinit=True)
     net.hybridize(static_alloc=True)
-    trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=store)
+    trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=store if gradients else None)
     loss = criterion(cell)
     mx.random.seed(1 + store.rank)  # each process has images of its own
     x, labels = batch(cell, mx.cpu())
 
-    def run(together: Callable[[], None]) -> List[float]:
-        taken = []
-        together()
+    def run() -> float:
         start = time.perf_counter()
         with mx.autograd.record():
             value = loss(net(x), labels)
         value.backward()
-        mx.nd.waitall()
-        taken.append(time.perf_counter() - start)
-        together()
-        start = time.perf_counter()
         trainer.step(cell["images"] * store.num_workers)
         mx.nd.waitall()
-        return [*taken, time.perf_counter() - start]
+        return time.perf_counter() - start
 
     return run
 
 
-def rounds(cell: _measuring.Cell, steps: Dict[str, Callable[[Callable[[], None]], List[float]]]) -> _measuring.Rounds:
+def rounds(cell: _measuring.Cell, steps: Dict[str, Callable[[], float]]) -> _measuring.Rounds:
     """Seconds of each round: of the slowest process, and the mean over the processes."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
     for _ in range(2):  # these build the graphs
         for run in steps.values():
-            run(world.Barrier)
+            run()
     taken: _measuring.Rounds = {name: [] for name in YARDSTICKS}
     begun = time.perf_counter()
     for done in range(cell["rounds"]):
         # Rank 0 decides for all processes, because their clocks differ.
         if done >= 2 and world.bcast(time.perf_counter() - begun > cell["budget_s"]):
             break
-        for mode in sorted(steps, reverse=done % 2 == 1):
-            of_steps, of_gradients = zip(*world.allgather(steps[mode](world.Barrier)))
-            taken[mode].append(max(of_steps))
-            taken[f"{mode}, mean"].append(sum(of_steps) / len(of_steps))
-            if mode == "sync":
-                taken["gradients"].append(max(of_gradients))
+        for turn in range(len(steps)):
+            name = list(steps)[(done + turn) % len(steps)]
+            world.Barrier()
+            seconds = world.allgather(steps[name]())
+            taken[name].append(max(seconds))
+            taken[f"{name}, mean"].append(sum(seconds) / len(seconds))
     return taken
 
 
 def plot(path: Path, results: Sequence[_measuring.Cell], env: Dict[str, str]) -> None:
-    labels = {"local": "mode='local': no waiting", "sync": "mode='sync'"}
+    labels = {"alone": "nothing exchanged", "local": "gradients", "sync": "gradients and statistics"}
     bars = [
-        (labels[mode], _results.COLOURS[colour], [result["seconds"][mode]["median"] * 1e3 for result in results])
-        for mode, colour in (("local", "local"), ("sync", "ours"))
+        (labels[name], _results.COLOURS[colour], [result["seconds"][name]["median"] * 1e3 for result in results])
+        for name, colour in (("alone", "plain"), ("local", "local"), ("sync", "ours"))
     ]
     texts = [
         f"{result['model']}\n{result['images']} images of {result['crop']} pixels\nsync / local "
@@ -156,4 +150,4 @@ def plot(path: Path, results: Sequence[_measuring.Cell], env: Dict[str, str]) ->
         for result in results
     ]
     note = f"{results[0]['processes']} processes; less is faster; {env['processor']}, {env['cores']} cores"
-    _results.plot_bars(path, bars, texts, "ms of forward, loss and backward", note)
+    _results.plot_bars(path, bars, texts, "ms of a whole step", note)
