@@ -173,7 +173,6 @@ __device__ inline void add_run(Reduction& reduction, int n) {
 // Calls take<kUnit>(j, offset) for the values of this thread. After each run of n values it calls add(n) and
 // put<kUnit>(n). So stores wait until a whole run has been read. Counts within a channel fit into 32 bits, which a GPU
 // adds in one instruction. It adds 64 bits in two.
-// a GPU adds in one instruction. It adds 64 bits in two.
 template <typename T, int kUnit, class Reduction>
 __device__ void down_rows(Reduction& reduction, const Layout& layout) {
     const Index slot = blockIdx.y;
@@ -294,106 +293,64 @@ struct Moments {
     }
 };
 
-template <typename T>
-struct MomentsOf {
-    typedef Moments Result;
-    typedef typename Number<T>::Wide Wide;
-    static constexpr int kRun = 16;  // values that a thread reads before it adds them up
-    const T* x;
-    Wide origin;  // near the values, so that they lose no digits on the way
-    Wide count, mean, m2;
-    Wide run[kRun];
-
-    __device__ MomentsOf(const T* x, Index any) : x(x), origin(Number<T>::widen(x[any])), count(0), mean(0), m2(0) {}
-
-    template <int kUnit>
-    __device__ void take(int j, Index offset) {
-        const Pack<T, kUnit> pack = load<T, kUnit>(x + offset);
-#pragma unroll
-        for (int i = 0; i < kUnit; ++i) run[j + i] = Number<T>::widen(pack.values[i]) - origin;
-    }
-    template <class N>
-    __device__ void add(N n) {
-        Wide sum = 0, squares = 0;
-#pragma unroll
-        for (int i = 0; i < kRun; ++i)
-            if (i < n) sum += run[i];
-        const Wide here = sum / static_cast<Wide>(n);
-#pragma unroll
-        for (int i = 0; i < kRun; ++i)
-            if (i < n) squares += (run[i] - here) * (run[i] - here);
-        const Wide total = count + static_cast<Wide>(n), delta = here - mean, share = static_cast<Wide>(n) / total;
-        mean += delta * share;
-        m2 += squares + delta * delta * count * share;
-        count = total;
-    }
-    template <int kUnit>
-    __device__ void put(int) const {}
-    __device__ Moments result() const {
-        return {static_cast<double>(count), static_cast<double>(origin) + static_cast<double>(mean),
-                static_cast<double>(m2)};
-    }
-};
-
 // The position [outer][inner] of a value in a tensor.
 __device__ inline Index position_of(const Tiling& tiling, Index offset) {
     return offset / (tiling.channels * tiling.inner) * tiling.inner + offset % tiling.inner;
 }
 
-// The same for values whose position has a mask that is not 0. The others may hold anything.
-template <typename T>
-struct MaskedMomentsOf {
+// With a mask, only values count whose position has a mask that is not 0. The others may hold anything.
+template <typename T, bool kMasked>
+struct MomentsOf {
     typedef Moments Result;
     typedef typename Number<T>::Wide Wide;
-    static constexpr int kRun = 8;
+    static constexpr int kRun = kMasked ? 8 : 16;  // values that a thread reads before it adds them up
     const T* x;
     const unsigned char* mask;
     const Tiling tiling;
-    Wide origin, count, mean, m2;  // the origin is the thread's first value
+    Wide origin;  // near the values, so that they lose no digits on the way
+    Wide count = 0, mean = 0, m2 = 0;
     Wide run[kRun];
     bool counts[kRun];
-    bool any;
+    bool found = false;  // a masked thread's origin, its first value
 
-    __device__ MaskedMomentsOf(const T* x, const void* mask, const Tiling& tiling)
+    __device__ MomentsOf(const T* x, const void* mask, const Tiling& tiling, Index any)
         : x(x),
           mask(static_cast<const unsigned char*>(mask)),
           tiling(tiling),
-          origin(0),
-          count(0),
-          mean(0),
-          m2(0),
-          any(false) {}
+          origin(kMasked ? 0 : Number<T>::widen(x[any])) {}
 
     template <int kUnit>
     __device__ void take(int j, Index offset) {
         const Pack<T, kUnit> pack = load<T, kUnit>(x + offset);
-        const Index position = position_of(tiling, offset);
+        const Index position = kMasked ? position_of(tiling, offset) : 0;
 #pragma unroll
         for (int i = 0; i < kUnit; ++i) {
             const Wide value = Number<T>::widen(pack.values[i]);
-            counts[j + i] = mask[position + i] != 0;
-            if (counts[j + i] && !any) {
+            counts[j + i] = !kMasked || mask[position + i] != 0;
+            if (kMasked && counts[j + i] && !found) {
                 origin = value;
-                any = true;
+                found = true;
             }
             run[j + i] = value - origin;
         }
     }
     template <class N>
     __device__ void add(N n) {
-        Wide number = 0, sum = 0, squares = 0;
+        int number = kMasked ? 0 : static_cast<int>(n);
+        Wide sum = 0, squares = 0;
 #pragma unroll
         for (int i = 0; i < kRun; ++i)
             if (i < n && counts[i]) {
-                number += 1;
+                number += kMasked;
                 sum += run[i];
             }
         if (number == 0) return;
-        const Wide here = sum / number;
+        const Wide here = sum / static_cast<Wide>(number);
 #pragma unroll
         for (int i = 0; i < kRun; ++i)
             if (i < n && counts[i]) squares += (run[i] - here) * (run[i] - here);
-        const Wide total = count + number, delta = here - mean, share = number / total;
+        const Wide total = count + static_cast<Wide>(number), delta = here - mean;
+        const Wide share = static_cast<Wide>(number) / total;
         mean += delta * share;
         m2 += squares + delta * delta * count * share;
         count = total;
@@ -971,22 +928,23 @@ __device__ inline Index channel_of(const Layout& layout) {
     return channel < layout.channels ? channel : layout.channels;
 }
 
-template <typename T>
-__device__ void moments(const MomentsArguments& with) {
+template <typename T, bool kMasked>
+__device__ void any_moments(const MomentsArguments& with) {
     const Layout layout(with.tiling);
     const T* const x = static_cast<const T*>(with.x);
     const Index channel = channel_of(layout);
     const bool any = layout.outer_of(blockIdx.y) > 0 && channel < layout.channels;
     const Index row = any ? layout.first_outer(blockIdx.y) * layout.channels + channel : 0;
-    MomentsOf<T> reduction(x, row * layout.inner);
+    MomentsOf<T, kMasked> reduction(x, with.mask, with.tiling, row * layout.inner);
     reduce<T>(reduction, layout, with.partial, aligned(x));
 }
-
+template <typename T>
+__device__ void moments(const MomentsArguments& with) {
+    any_moments<T, false>(with);
+}
 template <typename T>
 __device__ void masked_moments(const MomentsArguments& with) {
-    const T* const x = static_cast<const T*>(with.x);
-    MaskedMomentsOf<T> reduction(x, with.mask, with.tiling);
-    reduce<T>(reduction, Layout(with.tiling), with.partial, aligned(x));
+    any_moments<T, true>(with);
 }
 
 // Of numbers in the order of bytes of GPUs, the last byte has the sign.
