@@ -21,6 +21,7 @@ SCENARIOS = [
     "trains_two_nets",
     "trains_in_threads",
     "adds_in_the_order_of_the_ranks",
+    "takes_many_small_steps",
 ]
 # What the processes learn: of rank 1, and of the arrays.
 FAULTS = {

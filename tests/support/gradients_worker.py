@@ -217,6 +217,25 @@ def adds_in_the_order_of_the_ranks():
 # ---- the store of the one is that of the other -------------------------------------------------------------------
 
 
+def takes_many_small_steps():
+    """The core looks again and again whether a round has begun, and it begins at any moment."""
+    net = nn.HybridSequential()
+    for _ in range(6):
+        net.add(nn.Dense(3, in_units=3))
+    net.initialize(ctx=OWN)
+    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, kvstore=kv)
+    gluon_syncbn.broadcast_parameters(net)
+    x = nd.ones((2, 3), ctx=OWN[0]) * (1 + kv.rank)
+    for _ in range(1500):
+        with autograd.record():
+            ys = [net(x.as_in_context(context)).square().mean() for context in OWN]
+        autograd.backward(ys)
+        trainer.step(10)
+        net[0].weight.data(OWN[0]).wait_to_read()
+    values = np.concatenate([p.data(OWN[0]).asnumpy().ravel() for p in net.collect_params().values()])
+    assert all((theirs == values).all() for theirs in kv.allgather("the parameters", values))
+
+
 def shares_the_store():
     """First a layer names it and the Trainer nothing, then the reverse; neither calls `configure`."""
     for of_layer, settings in ((kv, {}), (None, {"kvstore": kv})):

@@ -503,8 +503,10 @@ std::shared_ptr<Round> Sums::next(std::shared_ptr<Round>* oldest, Need* need) {
         }
         channel = segment_.lane(0).channel;
     } else if (machines_ != nullptr && !machines_->is_first()) {
-        need->of_machines = !told_ && has_begun(*queue[0]) && !machines_->announced(&announcement_);
-        told_ = told_ || (has_begun(*queue[0]) && !need->of_machines);
+        if (!told_ && has_begun(*queue[0])) {
+            told_ = machines_->announced(&announcement_);
+            need->of_machines = !told_;
+        }
         if (!told_) return nullptr;
         channel = announcement_.channel;
     }
