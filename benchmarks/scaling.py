@@ -6,8 +6,8 @@ that you mean to rent, the time that a segmentation network's statistics spend b
     python benchmarks/scaling.py --latency-us 20 --bandwidth-gbit 25 --step-ms 800
 
 The model: every layer sends ``1 + 2C`` float64 in the forward and ``2C`` in the backward, one after the other, and
-nothing hides them. Up to 4 processes send to each other; more add up by doubling, log2(P) messages deep; vectors above
-256 KiB are added in parts. A message costs ``message + latency + bytes / bandwidth``.
+nothing hides them. Up to 4 processes send to each other; more add up by doubling, log2(P) messages deep. A message
+costs ``message + latency + bytes / bandwidth``.
 
 GPUs: what a layer asks of a GPU is counted (docs/architecture.md), what each of it takes is from the sources beside the
 constants. Statistics go over the host between processes. Beside that stands NCCL, which needs one order of collectives
@@ -28,7 +28,7 @@ import _results
 
 GPUS = [2**k for k in range(11)]  # 1 to 1,024
 PROCESSES = [8, 16, 32, 64, 128, 256, 512, 1024]
-FEW, SMALL = 4, 1 << 18  # as in gluon_syncbn/exchange/mpi.py
+FEW = 4  # kFew in csrc/exchange/processes.cc
 
 # Counted: of a layer on a GPU, in the forward and again in the backward (tests/gpu, what_a_step_costs, every_mode).
 WAYS = {
@@ -164,8 +164,6 @@ def step_cost(layers: Sequence[Tuple[int, int]], processes: int, options: argpar
 def exchange_cost(size: int, processes: int, options: argparse.Namespace) -> float:
     message, latency = options.message_us * 1e-6, options.latency_us * 1e-6
     transfer = size * 8 / (options.bandwidth_gbit * 1e9)
-    if size > SMALL:
-        return 2 * (latency + (processes - 1) * (message + transfer / processes))
     if processes > FEW:
         whole = math.floor(math.log2(processes))
         return (whole + 2 * (processes > 1 << whole)) * (message + latency + transfer)

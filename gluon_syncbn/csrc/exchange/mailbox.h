@@ -64,6 +64,8 @@ class Mailbox {
     virtual uint32_t heard(uint32_t ring) = 0;
     virtual void sleep(uint32_t ring, uint32_t seen, double seconds) = 0;
     virtual void wake(uint32_t ring) = 0;
+    // Whether an arrival wakes who sleeps.
+    virtual bool wakes() const { return true; }
 
     enum class State : uint32_t { kAbsent = 0, kPresent = 1, kFailed = 2, kEnded = 3 };
     virtual State state_of(size_t rank) const = 0;

@@ -22,6 +22,7 @@ namespace {
 constexpr double kSleep = std::chrono::duration<double>(kSlice).count();
 // Seconds to spin, and the limits of a yield: others ran long, or no other thread ran.
 constexpr double kSpin = 5e-4, kTaken = 2e-4, kNobody = 1e-6;
+constexpr double kSpinUnwoken = 3e-3;  // where no arrival wakes a sleeper, and a nap may come at each message
 constexpr int kInVain = 4;
 constexpr double kSkippedAfter = 0.5;
 constexpr double kForEver = std::numeric_limits<double>::infinity();
@@ -151,14 +152,16 @@ class WaitForRanks final : public Wait {
     // Polls for a moment, and yields meanwhile, because a wake-up takes longer. If other threads run, this thread may
     // come back late, so it sleeps from then on. With more processes than cores, a polling thread may keep a process
     // from its core. Linux lets another session's process run only at the end of the time slice (sched_autogroup), and
-    // mpiexec gives each process a session. In this case the thread also sleeps when no other thread has run.
+    // mpiexec gives each process a session. In this case the thread also sleeps when no other thread has run. Where no
+    // arrival wakes it, it polls on, because late is still sooner than the end of a nap.
     bool polls(uint32_t heard) {
-        for (double now = seconds(); now - began_ < kSpin && !yielded_ && in_vain_ < kInVain;) {
+        const double most = mail_.wakes() ? kSpin : kSpinUnwoken;
+        for (double now = seconds(); now - began_ < most && !yielded_ && in_vain_ < kInVain;) {
             sched_yield();
             if (mail_.heard(ring_) != heard) return true;
             const double then = now;
             now = seconds();
-            yielded_ = now - then > kTaken;
+            yielded_ = mail_.wakes() && now - then > kTaken;
             if (now - then < kNobody && mail_.crowded()) ++in_vain_;
         }
         return false;
