@@ -51,12 +51,12 @@ double measured_run_delay() {
     return total;
 }
 
-// The same, measured at most once in `kMeasured`, whoever asks: it reads a file for each thread.
+// The same, measured at most once in `kMeasured`, whoever asks: it reads a file for each thread. Without a lock, which the
+// child of a fork could inherit locked.
 double run_delay(double time) {
-    static std::mutex mutex;
-    static double measured = 0, delay = 0;
-    std::lock_guard<std::mutex> lock(mutex);
-    if (time - measured >= kMeasured) delay = measured_run_delay(), measured = time;
+    static std::atomic<double> measured{0}, delay{0};
+    double last = measured;
+    if (time - last >= kMeasured && measured.compare_exchange_strong(last, time)) delay = measured_run_delay();
     return delay;
 }
 
@@ -118,7 +118,8 @@ bool Stall::asked_to_end() const { return (nobody_is_left.load() || interrupted(
 
 void watch_interrupts() {
     static std::mutex mutex;
-    std::lock_guard<std::mutex> lock(mutex);
+    const std::unique_lock<std::mutex> lock(mutex, std::try_to_lock);
+    if (!lock) return;  // another waiter is at it, or was in the parent of this fork
     struct sigaction current;
     if (sigaction(SIGINT, nullptr, &current) != 0) return;
     if ((current.sa_flags & SA_SIGINFO) && current.sa_sigaction == on_interrupt) return;
