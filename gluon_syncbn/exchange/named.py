@@ -40,9 +40,9 @@ def transport(name: str) -> Transport:
 
         return MPITransport()
     if name == "dist_sync":
-        from .cluster import ClusterTransport
+        from .dist_sync import DistSyncTransport
 
-        return ClusterTransport()
+        return DistSyncTransport()
     from .horovod import HorovodTransport
 
     return HorovodTransport()

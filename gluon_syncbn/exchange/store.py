@@ -401,6 +401,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     def forked(self) -> None:
         self._lock = threading.Lock()  # a thread that the child does not have may have held it
+        self._transport.forked()
         self._transport, self._sums = _OfParent(self._transport.rank, self._transport.size), None
 
     def knows(self, layer: LayerInfo) -> bool:

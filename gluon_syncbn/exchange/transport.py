@@ -66,6 +66,9 @@ class Transport(ABC):
     def close(self) -> None:
         """Closes the transport at the end of the process."""
 
+    def forked(self) -> None:  # noqa: B027
+        """Closes in the child of a fork what belongs to its parent."""
+
     def split(self, leaders: Sequence[int]) -> None:  # noqa: B027
         """Prepares exchanges of these ranks, one for each machine. All ranks call it at once."""
 

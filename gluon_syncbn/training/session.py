@@ -242,8 +242,8 @@ def kvstore(name: str, *, gpus: Any = None) -> ProcessStore:
     ----------
     name : str
         ``'mpi'``: mpi4py with the MPI that it was installed with. ``'horovod'``: Horovod, started by ``horovodrun``;
-        ``horovod.mxnet.DistributedTrainer`` may add the gradients at the same time. ``'dist_sync'``: the scheduler and
-        the parameter servers of MXNet's own cluster. Such a store takes the place of ``mx.kv.create('dist_sync')``.
+        ``horovod.mxnet.DistributedTrainer`` may add the gradients at the same time. ``'dist_sync'``: a job of
+        MXNet's own cluster, with its scheduler and servers. It takes the place of ``mx.kv.create('dist_sync')``.
     gpus : str or None
         Deprecated. Between processes, the statistics of GPUs travel through host memory, as ``'host'`` says.
 

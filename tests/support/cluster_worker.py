@@ -3,6 +3,7 @@
 import itertools
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -22,6 +23,7 @@ from mxnet.gluon import nn  # noqa: E402
 from poolings import specification  # noqa: E402
 from replicas import WAYS, make_batch, prepare  # noqa: E402
 
+from gluon_syncbn.exchange import store  # noqa: E402
 from gluon_syncbn.exchange.transport import Label  # noqa: E402
 
 
@@ -47,7 +49,7 @@ def every_bit():
 
 
 def large_sums():
-    """Gradients that the servers add up: right, of the same bits everywhere, and no other sum is in between."""
+    """Gradients that the relay adds up: right, of the same bits everywhere, and no other sum is in between."""
     kv = gluon_syncbn.kvstore("dist_sync")
     for call, size in itertools.product(range(3), (5_000, 70_000, 2_500_000)):
         parts = [np.random.RandomState(10 * call + r).randn(size).astype(np.float32) for r in range(kv.num_workers)]
@@ -135,14 +137,6 @@ class Scaled(gluon.HybridBlock):
         return self.norm(F.tanh(F.broadcast_mul(x, weight)))
 
 
-def ends_in_a_round():
-    """Rank 0 begins a round of messages that the others do not begin before their end."""
-    kv = gluon_syncbn.kvstore("dist_sync")
-    if kv.rank == 0:
-        kv._transport._waiting += 1
-        time.sleep(0.3)
-
-
 def resumes():
     """Weights and momentum are saved half way and loaded into another net: as one process does without a break. In
     float16 the weights of the layers stay float32, and the Trainer keeps a copy in float32 of the others."""
@@ -180,11 +174,35 @@ def resumes():
     shutil.rmtree(folder)
 
 
+def levels():
+    """Two machines, the first with two workers: their leaders exchange statistics and gradients."""
+    store._machine = lambda: os.environ["CLUSTER_WORKER_MACHINE"]
+    trains()
+    kv = gluon_syncbn.kvstore("dist_sync")
+    assert kv.why_not_in_memory is None, kv.why_not_in_memory
+    assert sorted(map(len, kv.machines)) == [1, 2]
+
+
+def groups_of_some():
+    """Ranks 0 and 1 share one group, 1 and 2 another: nobody waits for a rank without a replica in his groups."""
+    kv = gluon_syncbn.kvstore("dist_sync")
+    for call in range(3):
+        ranks = [[0, 1], [0, 1, 2], [1, 2]][kv.rank]
+        label = Label("statistics", 9, call=call, what="some")
+        got = kv._transport.allgather(label, np.full(1 + kv.rank, call), equal=False, ranks=ranks)
+        assert [part.tolist() for part in got] == [[call] * (1 + rank) for rank in ranks]
+
+
 def steps_until_one_fails():
-    limit = float(sys.argv[2])
+    """Rank 1 has a child, as a DataLoader makes them, which lives on when rank 1 is killed."""
+    limit, folder = float(sys.argv[2]), Path(os.environ["MPI_WORKER_REPORTS"])
     gluon_syncbn.configure(timeout=60)
     kv = gluon_syncbn.kvstore("dist_sync")
     gluon_syncbn.configure(timeout=limit)
+    child = os.fork() if kv.rank == 1 else 0
+    if kv.rank == 1 and child == 0:
+        time.sleep(60)
+        os._exit(0)
     net = make_net(gluon_syncbn.SyncBatchNorm, CONTEXTS[:1], kvstore=kv)
     trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)
     try:
@@ -196,10 +214,15 @@ def steps_until_one_fails():
             trainer.step(2 * kv.num_workers)
             mx.nd.waitall()
             if k == 2:
-                Path(os.environ["MPI_WORKER_REPORTS"], f"running {kv.rank}").write_text(str(os.getpid()))
+                Path(folder, f"running {kv.rank}").write_text(f"{os.getpid()} {child}")
+            if kv.allgather("whether to end", np.array([Path(folder, "end").exists()]))[0][0]:
+                break
     except mx.MXNetError as error:
         report(kv, since, error)
         raise SystemExit(3) from None
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
 
 
 def not_all_come():

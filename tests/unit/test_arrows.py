@@ -70,10 +70,10 @@ FOLDERS = {
     ],
     "exchange": [
         ["groups"],
-        ["base", "carrier", "transport"],
+        ["base", "transport"],
         ["waiting"],
-        ["device", "store"],
-        ["cluster", "horovod", "mpi"],
+        ["bridge", "device", "store"],
+        ["dist_sync", "horovod", "mpi"],
         ["named"],
     ],
     "training": [["session"], ["replicas", "steps"], ["devices", "guards", "join"], ["gather"], ["shuffle"]],
@@ -154,9 +154,8 @@ def test_each_function_of_the_core_has_the_types_of_its_source():
 
 def test_the_core_and_the_driver_are_behind_one_module_each():
     users = {module for module, path in MODULES.items() if any(n.split(".")[0] == "ctypes" for n in imports(path))}
-    # `operators` passes a handle of MXNet on, the self-check asks NVRTC for its version,
-    # the `carrier` ends a scheduler with a function of ps-lite's.
-    others = {"mxnet_side.operators", "command.selfcheck", "exchange.carrier"}
+    # `operators` passes a handle of MXNet on, the self-check asks NVRTC for its version.
+    others = {"mxnet_side.operators", "command.selfcheck"}
     assert users == {f"gluon_syncbn.{name}" for name in {"_native", "system.cuda", "system.cuda_libraries"} | others}
 
 

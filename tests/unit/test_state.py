@@ -180,7 +180,6 @@ def test_one_place_for_handlers():
             found[path.relative_to(PACKAGE).as_posix()] = len(hits)
     assert found == {
         "mxnet_side/lifetime.py": 2,
-        "exchange/carrier.py": 1,  # in its own process
         "exchange/horovod.py": 1,
         "command/replacements.py": 1,
         "command/run.py": 1,

@@ -1,0 +1,182 @@
+"""Carries messages between the workers of MXNet's own cluster. MXNet's store introduces them, and a relay carries.
+
+A request to a parameter server cannot be taken back, so a wait for one has no limit. Therefore a thread calls MXNet's
+store, once at the beginning and once at the end. All else goes by the relay in rank 0:
+
+main thread                    store's thread                    servers
+  wait, with a limit ────────►   mx.kv.create
+                                 rank 0 makes the relay
+                                 init: rank 0's address and key ─►
+                        ◄─────   pull, connect                  ◄─
+  carry, sum, ... by the relay
+  close ─────────────────────►   del store                      ─►  they and the scheduler end
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from concurrent import futures
+from multiprocessing.connection import Connection
+from typing import Dict, List, Optional, Sequence, Tuple
+
+import mxnet as mx
+import numpy as np
+
+from .. import _native
+from ..system.environment import read
+from ..system.logs import log
+from .bridge import ADDED, BridgedTransport, Relay, frame, introduce
+from .transport import Label
+from .waiting import Wait
+
+_VARIABLES = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
+_SMALL = 1 << 14  # bytes; the relay adds larger arrays
+_POLL = 0.05  # seconds between checks of other reasons to end
+_ENDS = 30.0  # seconds in which servers and scheduler end
+
+
+class _Store:
+    """MXNet's store. Its thread may wait for ever."""
+
+    def __init__(self, scheduler: str) -> None:
+        self._scheduler = scheduler
+        self.introduced: futures.Future[Tuple[int, int, Connection, Optional[Relay]]] = futures.Future()
+        self._together: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="gluon_syncbn-store", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            store = mx.kv.create("dist_sync")
+            _set_barrier(store, False)  # until all have come to their end
+            self.introduced.set_result(self._introduce(store))
+        except BaseException as error:  # the thread that waits raises it
+            self.introduced.set_exception(error.with_traceback(None))  # a traceback would keep the store
+        else:
+            _set_barrier(store, self._together.get())
+        # Here the store ends. With a barrier, it ends the servers and the scheduler, too.
+
+    def _introduce(self, store: mx.kv.KVStore) -> Tuple[int, int, Connection, Optional[Relay]]:
+        def spread(told: np.ndarray) -> np.ndarray:
+            # Bytes as float32, the one type that servers leave as it is: docs/mxnet_faults.md.
+            store.init(0, mx.nd.array(told, dtype="float32"))  # takes rank 0's
+            heard = mx.nd.zeros(told.size)
+            store.pull(0, out=heard)
+            return heard.asnumpy()
+
+        connection, relay = introduce(store.rank, store.num_workers, self._scheduler, spread)
+        return store.rank, store.num_workers, connection, relay
+
+    def end(self, together: bool) -> bool:
+        """Ends the store, with the servers and the scheduler if all ranks end together. Returns whether it has."""
+        self._together.put(together)
+        self._thread.join(min(_ENDS, _native.timeout_of()))
+        return not self._thread.is_alive()
+
+
+def _skip_destructors() -> None:
+    """Has the process end with its status before C++ destructors run: ps-lite's ends it by SIGABRT.
+
+    It does so while a thread waits in ps-lite, and in the child of a fork (class Postoffice of ps-lite).
+    """
+    mx.base._LIB.on_exit(mx.base._LIB._exit, None)  # functions of glibc
+
+
+def _set_barrier(store: mx.kv.KVStore, barrier: bool) -> None:
+    mx.base.check_call(mx.base._LIB.MXKVStoreSetBarrierBeforeExit(store.handle, int(barrier)))
+
+
+class DistSyncTransport(BridgedTransport):
+    """Carries arrays between the workers of the cluster that the variables ``DMLC_*`` name.
+
+    Every worker has to create one. The servers and the scheduler need no more than ``import mxnet``.
+    """
+
+    def __init__(self) -> None:
+        missing = [name for name in _VARIABLES if not read(name)]
+        if missing:
+            raise mx.MXNetError(
+                f"kvstore 'dist_sync': {', '.join(missing)} is not set in the environment. MXNet's launch.py "
+                "sets it for all processes; docs/distributed.md shows how to do it by hand."
+            )
+        limit, scheduler = _native.timeout_of(), (read("DMLC_PS_ROOT_URI"), int(read("DMLC_PS_ROOT_PORT")))
+        deadline = time.monotonic() + limit
+        late = f"kvstore 'dist_sync': not connected within {limit:.0f} s"
+        while not _listens(scheduler):
+            if time.monotonic() > deadline:
+                where = "{}:{} (DMLC_PS_ROOT_URI, DMLC_PS_ROOT_PORT)".format(*scheduler)
+                raise mx.MXNetError(f"{late}: the scheduler is not there: nobody listens at {where}.")
+            time.sleep(_POLL)
+        self._store = _Store(scheduler[0])
+        try:
+            if not futures.wait([self._store.introduced], max(0, deadline - time.monotonic())).done:
+                raise mx.MXNetError(
+                    f"{late}: the scheduler at {scheduler[0]}:{scheduler[1]} is there, but not all of "
+                    f"{read('DMLC_NUM_WORKER')} workers (DMLC_NUM_WORKER) and {read('DMLC_NUM_SERVER')} servers "
+                    "(DMLC_NUM_SERVER) have come. Each worker creates one such KVStore, and no store by "
+                    "mx.kv.create('dist_sync')."
+                )
+            rank, workers, connection, relay = self._store.introduced.result()
+            super().__init__(rank, workers)
+            if not self.bridge(connection, relay, max(0, deadline - time.monotonic())):
+                raise mx.MXNetError(f"{late}: not all workers are connected to the relay in rank 0.")
+        except BaseException:
+            _skip_destructors()
+            raise
+
+    def carry(self, label: Label, message: np.ndarray, ranks: Sequence[int]) -> List[np.ndarray]:
+        self._send("message", label, ranks, message)
+        got = self._collect(label, ranks, [rank for rank in ranks if rank != self.rank])
+        return [message if rank == self.rank else got[rank] for rank in ranks]
+
+    def sum(self, label: Label, array: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
+        if array.nbytes <= _SMALL or len(ranks) == 1:
+            return super().sum(label, array, ranks)
+        size = np.array([array.size]).view(array.dtype)  # in bytes of the array's type, which travels with them
+        sizes = self.allgather(label._replace(kind="size of " + label.kind), size, equal=False, ranks=ranks)
+        for rank, theirs in zip(ranks, sizes):
+            self.check_alike(label, rank, int(theirs.view(np.int64)[0]), theirs.dtype, array)
+        self._send("part", label, ranks, array, array.dtype.str)
+        return self._collect(label, ranks, [ADDED])[ADDED].view(array.dtype)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if not self._store.end(self.all_end()):
+            log.error("rank %d of %d: MXNet's servers and scheduler have not ended.", self.rank, self.size)
+            _skip_destructors()
+
+    def forked(self) -> None:
+        super().forked()
+        _skip_destructors()
+
+    def _send(self, kind: str, label: Label, ranks: Sequence[int], array: np.ndarray, *more: str) -> None:
+        self._link.send(frame(kind, self.rank, label[:5], list(map(int, ranks)), *more, body=array.tobytes()))
+
+    def _collect(self, label: Label, ranks: Sequence[int], senders: Sequence[int]) -> Dict[int, np.ndarray]:
+        """Returns what these senders have sent under the label, once all is there."""
+        wait = Wait(self, label)
+        with self.waits(label), self._changed:
+            while True:
+                got = self._inbox.get(label[:5], {})
+                missing = [rank for rank in ranks if rank != self.rank and rank not in got]
+                if all(sender in got for sender in senders):
+                    return self._inbox.pop(label[:5], got)
+                self.check_fates(label, missing)
+                wait.poll(missing)
+                self._changed.wait(_POLL)
+
+
+def _listens(scheduler: Tuple[str, int]) -> bool:
+    """Whether somebody listens at the scheduler's address, or nobody knows."""
+    try:
+        socket.create_connection(scheduler, 1).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        pass
+    return True

@@ -1,0 +1,147 @@
+"""The relay and its links, between threads of this process, each of which is a rank."""
+
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+
+import mxnet as mx
+import numpy as np
+import pytest
+
+import gluon_syncbn
+from gluon_syncbn.exchange.bridge import Relay, connect
+from gluon_syncbn.exchange.dist_sync import DistSyncTransport
+from gluon_syncbn.exchange.transport import Label
+from gluon_syncbn.exchange.waiting import WaitingTransport
+
+LABEL = Label("gradient", 7, what="gradient 7, round 1")
+OTHER = Label("gradient", 8, what="gradient 8, round 1")
+
+
+class Worker(DistSyncTransport):
+    """Is introduced by the relay itself, and not by MXNet's store."""
+
+    def __init__(self, rank, size, relay):
+        WaitingTransport.__init__(self, rank, size)
+        assert self.bridge(connect(relay.introduction, rank), relay if rank == 0 else None, 20)
+
+    def cut(self):
+        """As the kernel does when the process is killed."""
+        with socket.socket(fileno=os.dup(self._link._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
+
+    def comes_to_its_end(self):
+        self._closed = True
+        self.tell(None, "")
+
+
+def workers(size):
+    relay = Relay("127.0.0.1", size)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: Worker(rank, size, relay), range(size)))
+
+
+def everywhere(workers, work):
+    with ThreadPoolExecutor(len(workers)) as pool:
+        jobs = [pool.submit(work, worker) for worker in workers]
+        return [job.exception() or job.result() for job in jobs]
+
+
+def test_messages_and_sums_of_some_ranks_in_any_order():
+    ranks_of = [[0, 1], [0, 1, 2], [1, 2]]
+    parts = [np.random.RandomState(rank).randn(70_001).astype("float32") for rank in range(3)]
+
+    def work(worker):
+        rng = np.random.RandomState(worker.rank)
+        with ThreadPoolExecutor(20) as pool:
+
+            def exchange(call):
+                time.sleep(0.01 * rng.rand())
+                part = np.full(call + worker.rank, 10 * call + worker.rank)
+                label, ranks = LABEL._replace(call=call), ranks_of[worker.rank]
+                for rank, got in zip(ranks, worker.allgather(label, part, equal=False, ranks=ranks)):
+                    np.testing.assert_array_equal(got, np.full(call + rank, 10 * call + rank))
+
+            list(pool.map(exchange, rng.permutation(20).tolist()))
+        return worker.sum(OTHER, parts[worker.rank], range(3))
+
+    for total in everywhere(workers(3), work):
+        np.testing.assert_array_equal(total, parts[0] + parts[1] + parts[2])
+
+
+def test_parts_of_other_sizes_and_types():
+    parts = [np.ones(9000), np.ones(9001), np.ones(9000, "float32")]
+    for size in (2, 3):
+        errors = everywhere(workers(size), lambda worker: worker.sum(LABEL, parts[worker.rank], range(worker.size)))
+        assert all("values of float" in str(error) for error in errors), errors
+
+
+def test_a_stranger_is_refused():
+    relay = Relay("127.0.0.1", 1)
+    address = tuple(relay.introduction[:2])
+    with pytest.raises(AuthenticationError):
+        Client(address, authkey=b"another")
+    with socket.create_connection(address) as stranger:
+        stranger.sendall(b"\x00\x00\x00\x04work" * 9)
+    worker = Worker(0, 1, relay)
+    with pytest.raises(ConnectionRefusedError):  # when all have come, nobody listens
+        for _ in range(100):
+            socket.create_connection(address).close()
+            time.sleep(0.05)
+    assert worker.allgather(LABEL, np.ones(2), equal=True)[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("gone", [0, 2])
+@pytest.mark.parametrize("how", ["cut", "ends", "fails"])
+def test_a_rank_that_is_gone(gone, how):
+    """The others hear of it at once, and why."""
+    everyone = workers(3)
+    ways = {"cut": Worker.cut, "ends": Worker.comes_to_its_end, "fails": lambda worker: worker.fail("the disk is full")}
+    text = f"rank {gone} of 3 has "
+    text += {
+        "cut": f"ended without a word (process {os.getpid()}; was it killed?)",
+        "ends": "ended",
+        "fails": "failed: the disk is full",
+    }[how]
+
+    def work(worker):
+        if worker.rank == gone:
+            time.sleep(0.2)
+            return ways[how](worker)
+        return worker.allgather(LABEL, np.ones(2), equal=True)
+
+    for rank, error in enumerate(everywhere(everyone, work)):
+        if rank != gone:
+            assert text in str(error) and f"(rank {rank} was in gradient 7, round 1)" in str(error), error
+            with pytest.raises(mx.MXNetError, match="nothing is exchanged any more"):
+                everyone[rank].allgather(OTHER, np.ones(2), equal=True)
+
+
+def test_time_is_up():
+    gluon_syncbn.configure(timeout=0.5)
+    first, second, third = workers(3)
+    with second.waits(OTHER), pytest.raises(mx.MXNetError) as error:
+        third.say = lambda: None  # hangs
+        first.allgather(LABEL, np.ones(2), equal=True)
+    assert "rank 0 of 3 waits for rank 1, 2 in gradient 7, round 1" in str(error.value)
+    facts = "rank 1 is in gradient 8, round 1; rank 2 does not answer: it hangs, or cannot be reached."
+    assert str(error.value).endswith(f"Meanwhile {facts}")
+
+
+def test_the_end_of_all(caplog):
+    """Who comes first waits for the others, and hears if one of them does not come."""
+    gluon_syncbn.configure(timeout=5)
+
+    def end(worker):
+        time.sleep(0.3 * worker.rank)
+        worker._closed = True
+        return worker.all_end()
+
+    assert everywhere(workers(3), end) == [True] * 3
+    everyone = workers(3)
+    everyone[2].cut()
+    assert everywhere(everyone[:2], end) == [False] * 2
+    assert "ends without the others: rank 2 of 3 has ended without a word" in caplog.text
