@@ -34,7 +34,6 @@ from .waiting import Wait, WaitingTransport
 
 BYTES = 256  # of an introduction
 ADDED = -1  # in the place of a sender: the relay, which has added
-_CHUNK = 1 << 20  # bytes; `Connection` allocates what it waits for again at each part that comes
 _ANSWER = 1.0  # seconds in which a rank answers that can be reached
 _GRACE = 5.0  # seconds that a rank stays after a failure, until the others have come to their end
 # What a connection to a stranger raises.
@@ -78,17 +77,12 @@ class Link:
     def _send(self) -> None:
         with contextlib.suppress(OSError):  # the other thread hears of it, too
             while True:
-                content = self._outbox.get()
-                for start in range(0, len(content) + 1, _CHUNK):
-                    self._connection.send_bytes(content, start, min(_CHUNK, len(content) - start))
+                self._connection.send_bytes(self._outbox.get())
 
     def _receive(self) -> None:
         with contextlib.suppress(OSError, EOFError):
             while True:
-                chunks = [self._connection.recv_bytes()]
-                while len(chunks[-1]) == _CHUNK:
-                    chunks.append(self._connection.recv_bytes())
-                content = b"".join(chunks)
+                content = self._connection.recv_bytes()
                 end = content.index(b"\n") + 1
                 self._take(content, end, *json.loads(content[:end]))
         self._lost()

@@ -34,6 +34,7 @@ from .waiting import Wait
 
 _VARIABLES = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
 _SMALL = 1 << 14  # bytes; the relay adds larger arrays
+_PIECE = 1 << 18  # bytes; the relay adds one piece while the next ones travel
 _POLL = 0.05  # seconds between checks of other reasons to end
 _ENDS = 30.0  # seconds in which servers and scheduler end
 
@@ -139,8 +140,11 @@ class DistSyncTransport(BridgedTransport):
         sizes = self.allgather(label._replace(kind="size of " + label.kind), size, equal=False, ranks=ranks)
         for rank, theirs in zip(ranks, sizes):
             self.check_alike(label, rank, int(theirs.view(np.int64)[0]), theirs.dtype, array)
-        self._send("part", label, ranks, array, array.dtype.str)
-        return self._collect(label, ranks, [ADDED])[ADDED].view(array.dtype)
+        pieces = np.array_split(array, -(-array.nbytes // _PIECE))
+        labels = [label._replace(kind=f"piece {i} of {label.kind}") for i in range(len(pieces))]
+        for one, piece in zip(labels, pieces):
+            self._send("part", one, ranks, piece, piece.dtype.str)
+        return np.concatenate([self._collect(one, ranks, [ADDED])[ADDED].view(array.dtype) for one in labels])
 
     def close(self) -> None:
         if self._closed:
