@@ -3,11 +3,10 @@
 import functools
 import importlib.abc
 import importlib.metadata
-import subprocess
 import sys
 
 import pytest
-from environments import shell
+from environments import ended
 
 from gluon_syncbn import _native, reference
 from gluon_syncbn.command import report
@@ -15,9 +14,7 @@ from gluon_syncbn.command import selfcheck as check
 
 
 def test_a_sound_installation():
-    run = subprocess.run(
-        [sys.executable, "-m", "gluon_syncbn"], capture_output=True, text=True, timeout=100, env=shell()
-    )
+    run = ended([sys.executable, "-m", "gluon_syncbn"])
     assert run.returncode == 0, run.stdout + run.stderr
     assert "BROKEN" not in run.stdout
     for fact in (

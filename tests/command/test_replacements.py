@@ -1,6 +1,5 @@
 """What `install` puts in the places of contrib's layer and GluonCV's helpers is used, and `uninstall` takes it away."""
 
-import subprocess
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
@@ -9,7 +8,7 @@ import gluoncv
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import shell
+from environments import ended
 from gluoncv.nn import feature
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
@@ -336,5 +335,5 @@ assert gluoncv.utils.parallel.DataParallelModel.__module__ == "gluoncv.utils.par
 assert gluoncv.model_zoo.segbase.parallel_apply is gluoncv.utils.parallel.parallel_apply
 assert gluoncv.nn.feature.SyncBatchNorm is __import__("mxnet").sym.contrib.SyncBatchNorm
 """
-    ran = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100, env=shell())
+    ran = ended([sys.executable, "-c", text])
     assert ran.returncode == 0, ran.stderr

@@ -6,13 +6,12 @@ import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import kernels_library
 import pytest
-from environments import shell
+from environments import ended
 from places import BENCHMARKS, PACKAGE
 
 # What a cell of a table may be.
@@ -21,14 +20,7 @@ MEDIAN_AND_RANGE = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
 
 
 def run(name, *arguments):
-    ran = subprocess.run(
-        [sys.executable, str(BENCHMARKS / f"{name}.py"), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env=shell(PACKAGE.parent),
-    )
+    ran = ended([sys.executable, BENCHMARKS / f"{name}.py", *arguments], PACKAGE.parent, timeout=240)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 

@@ -3,14 +3,13 @@
 import csv
 import re
 import signal
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
-from environments import shell
+from environments import ended
 from places import CONTRASTIVE
 
 pytest.importorskip("sklearn", reason="the digits and the kNN check come with scikit-learn")
@@ -19,9 +18,7 @@ Image = pytest.importorskip("PIL.Image", reason="pictures need Pillow")
 
 def run(*arguments, script="train.py"):
     command = [sys.executable, str(CONTRASTIVE / script), *map(str, arguments)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, env=shell(OMP_NUM_THREADS=1)
-    )
+    return ended(command, OMP_NUM_THREADS=1)
 
 
 def rows(folder):
@@ -168,9 +165,7 @@ def test_a_loss_over_the_batch_of_two_processes_is_that_of_one(loss):
     pytest.importorskip("mpi4py", reason="processes need mpi4py")
     script = [sys.executable, str(CONTRASTIVE / "whole_batch.py"), "--loss", loss, "--compare", "--cpus", "2"]
     command = [str(Path(sys.executable).parent / "mpiexec"), "-n", "2", *script, "--batch-size", "17", "--steps", "4"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, check=False, env=shell(OMP_NUM_THREADS=1)
-    )
+    done = ended(command, OMP_NUM_THREADS=1)
     assert done.returncode == 0, done.stdout + done.stderr
     apart = re.search(r"2 processes with 2 contexts and one process: (\S+) apart", done.stdout)
     assert apart and 0 < float(apart[1]) < 1e-11, done.stdout

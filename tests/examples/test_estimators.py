@@ -1,26 +1,17 @@
 """The estimators of `gluoncv.auto` train with their own setting for synchronised BatchNorm, through `run`."""
 
 import json
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from environments import shell
+from environments import ended
 from places import PACKAGE, SUPPORT
 
 
 def trained(folder, name):
     command = [sys.executable, "-W", "ignore", "-m", "gluon_syncbn", "run", "--cpus", "2"]
-    ran = subprocess.run(
-        [*command, str(SUPPORT / "estimator_job.py"), name],
-        cwd=str(folder),
-        env=shell(PACKAGE.parent),
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    ran = ended([*command, SUPPORT / "estimator_job.py", name], PACKAGE.parent, cwd=folder, timeout=250)
     assert ran.returncode == 0, ran.stderr[-3000:]
     return json.loads(ran.stdout.splitlines()[-1])
 

@@ -1,10 +1,9 @@
 """Memory of GluonCV's own way of training on several devices, over many steps."""
 
-import subprocess
 import sys
 
 import pytest
-from environments import shell
+from environments import ended
 from places import PACKAGE
 
 pytest.importorskip("gluoncv", reason="GluonCV is not installed")
@@ -54,9 +53,7 @@ def memory(tmp_path, text, *steps):
     script = tmp_path / "train.py"
     script.write_text(text)
     command = [sys.executable, "-W", "ignore", "-m", "gluon_syncbn", "run", "--cpus", "2", str(script)]
-    done = subprocess.run(
-        [*command, *map(str, steps)], env=shell(PACKAGE.parent), capture_output=True, text=True, timeout=1500
-    )
+    done = ended([*command, *steps], PACKAGE.parent, timeout=1500)
     assert done.returncode == 0, done.stderr[-2000:]
     return [float(line) for line in done.stdout.split()]
 

@@ -3,11 +3,10 @@
 import ast
 import json
 import re
-import subprocess
 import sys
 
 import pytest
-from environments import shell
+from environments import ended
 from places import PACKAGE, QUICKSTART
 
 pytest.importorskip("sklearn", reason="the digits come with scikit-learn")
@@ -15,14 +14,8 @@ pytest.importorskip("matplotlib", reason="it draws a picture")
 
 
 def test_two_devices_train_as_one(tmp_path):
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", str(QUICKSTART / "quickstart.py")],
-        cwd=str(tmp_path),
-        env=shell(PACKAGE.parent, OMP_NUM_THREADS=1),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    ran = ended(
+        [sys.executable, "-W", "ignore", QUICKSTART / "quickstart.py"], PACKAGE.parent, cwd=tmp_path, OMP_NUM_THREADS=1
     )
     assert ran.returncode == 0, ran.stderr
     rows = {

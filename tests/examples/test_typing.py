@@ -1,12 +1,11 @@
 """A user's script with types: the checkers find the package's, and take the script for right."""
 
-import subprocess
 import sys
 import sysconfig
 import venv
 
 import pytest
-from environments import shell
+from environments import ended
 from places import PACKAGE, SUPPORT
 
 SCRIPT = SUPPORT / "typed_script.py"
@@ -28,7 +27,7 @@ def check(installed, script, tmp_path):
     # Outside of the checkout, whose settings are not the user's.
     command = [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(installed)]
     command += ["--cache-dir", str(installed.parents[2] / "cache"), str(script)]
-    done = subprocess.run(command, cwd=str(tmp_path), capture_output=True, text=True, timeout=200, env=shell())
+    done = ended(command, cwd=tmp_path)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -51,11 +50,5 @@ def test_mypy_finds_what_is_wrong_in_it(installed, tmp_path):
 
 
 def test_the_script_runs():
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT)],
-        env=shell(PACKAGE.parent),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = ended([sys.executable, "-W", "ignore", SCRIPT], PACKAGE.parent)
     assert done.returncode == 0, done.stderr

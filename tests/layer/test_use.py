@@ -1,6 +1,5 @@
 """The ways in which nets and training loops use the layer."""
 
-import subprocess
 import sys
 import threading
 import time
@@ -8,7 +7,7 @@ import time
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import shell
+from environments import ended
 from gluoncv.utils.parallel import DataParallelModel
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
@@ -302,13 +301,7 @@ np.testing.assert_allclose(layer.gamma.grad().asnumpy(), truth(batch).dgamma, rt
 def test_many_replicas_on_one_context(bundles):
     """Whether MXNet may bundle operators, or may not. From eight gradients on it adds them up in another way."""
     script = MANY_ON_ONE_CONTEXT.format(tests=str(SUPPORT))
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", script],
-        env=shell(MXNET_EXEC_BULK_EXEC_TRAIN=bundles),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    run = ended([sys.executable, "-W", "ignore", "-c", script], MXNET_EXEC_BULK_EXEC_TRAIN=bundles)
     assert run.returncode == 0, run.stderr
 
 

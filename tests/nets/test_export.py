@@ -2,13 +2,12 @@
 
 import json
 import re
-import subprocess
 import sys
 
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import shell
+from environments import ended
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from places import ROOT, SUPPORT
@@ -103,7 +102,7 @@ def test_a_process_without_this_package_predicts_the_same(contexts, rng, tmp_pat
         assert "Custom" not in written and "SwapAxis" not in written
         assert net._cached_graph is graph  # what is in memory stays synchronised
     command = [sys.executable, "-W", "ignore", "-c", STRANGER, *map(str, folders)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, env=shell(SUPPORT))
+    ran = ended(command, SUPPORT)
     assert ran.returncode == 0, ran.stderr
 
 

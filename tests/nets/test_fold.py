@@ -1,14 +1,13 @@
 """`fold`: the copy for prediction computes what the net computes, without the BatchNorm that went into the weights."""
 
 import re
-import subprocess
 import sys
 import warnings
 
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import shell
+from environments import ended
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from places import SUPPORT
@@ -386,7 +385,7 @@ def test_its_files_need_nothing_of_this_package(contexts, rng, tmp_path):
     copy(*xs)
     copy.export(str(tmp_path / "net"))
     command = [sys.executable, "-W", "ignore", "-c", STRANGER]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, env=shell(SUPPORT), cwd=tmp_path)
+    ran = ended(command, SUPPORT, cwd=tmp_path)
     assert ran.returncode == 0, ran.stderr
 
 

@@ -13,8 +13,9 @@ import tempfile
 import time
 from pathlib import Path
 
+import mpi_job
 import pytest
-from environments import shell
+from environments import ended, shell
 from places import PACKAGE, SUPPORT
 
 import gluon_syncbn
@@ -44,7 +45,7 @@ def environments(processes):
         server._httpd.server_close()
 
 
-class Job:
+class Job(mpi_job.Job):
     """Processes that have ended: exit codes by rank and output. After a failure of rank 0 the others have 10 s to end
     too, and get None for an exit code where they do not."""
 
@@ -83,12 +84,6 @@ class Job:
 
     def succeeded(self):
         return all(code == 0 for code in self.codes) and all(f"OK {i}" in self.output for i in range(len(self.codes)))
-
-    def failure_of(self, rank):
-        """(seconds from the beginning of the step, text) of the error that this process got."""
-        found = re.search(rf"FAILED rank {rank} after ([0-9.]+) s: (.*)", self.output)
-        assert found, self.output
-        return float(found[1]), found[2]
 
 
 @needs_horovod
@@ -139,21 +134,10 @@ def test_with_horovod(scenario):
 @needs_horovod
 def test_horovodrun():
     command = [str(BIN / "horovodrun"), "-np", "2", sys.executable, str(SUPPORT / "mpi_worker.py")]
-    own = {
-        "GLUON_SYNCBN_TEST_TRANSPORT": "horovod",
-        "OMP_NUM_THREADS": "1",
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-    }
+    own = {"GLUON_SYNCBN_TEST_TRANSPORT": "horovod", "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
     with tempfile.TemporaryDirectory() as reports:
         own["MPI_WORKER_REPORTS"] = reports
-        done = subprocess.run(
-            [*command, "pushpull_and_broadcast"],
-            env=shell(SUPPORT, PACKAGE.parent, **own),
-            timeout=60,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = ended([*command, "pushpull_and_broadcast"], SUPPORT, PACKAGE.parent, **own)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "OK 0" in done.stdout
     assert "OK 1" in done.stdout

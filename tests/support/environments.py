@@ -1,6 +1,7 @@
 """The environment of a program that a test starts: that of a user's shell."""
 
 import os
+import subprocess
 
 # conftest.py imports this module first. The package and the tests write settings of MXNet into the environment later,
 # and a child would inherit them.
@@ -12,3 +13,11 @@ def shell(*folders, **variables):
     paths = [*map(str, folders), *filter(None, [_SHELL.get("PYTHONPATH")])]
     found = {**_SHELL, **({"PYTHONPATH": os.pathsep.join(paths)} if folders else {}), **variables}
     return {name: str(value) for name, value in found.items()}
+
+
+def ended(command, *folders, cwd=None, input=None, timeout=200, **variables):
+    """A program after its end, in this environment: its exit code, its output and its errors, as text."""
+    texts = {"capture_output": True, "text": True, "input": input}
+    return subprocess.run(
+        [str(word) for word in command], env=shell(*folders, **variables), cwd=cwd, timeout=timeout, **texts
+    )

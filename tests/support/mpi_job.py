@@ -1,12 +1,11 @@
 """A job of mpi_worker.py, or another worker, under ``mpiexec``."""
 
 import re
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from environments import shell
+from environments import ended
 from places import SUPPORT
 
 WORKER = SUPPORT / "mpi_worker.py"
@@ -17,24 +16,10 @@ class Job:
     """A finished ``mpiexec``: exit code and output."""
 
     def __init__(self, processes, *arguments, limit=100, worker=WORKER, environment=()):
-        command = [
-            str(BIN / "mpiexec"),
-            "-n",
-            str(processes),
-            sys.executable,
-            str(worker),
-            *map(str, arguments),
-        ]
+        command = [BIN / "mpiexec", "-n", processes, sys.executable, worker, *arguments]
         with tempfile.TemporaryDirectory() as reports:
             own = {"OMP_NUM_THREADS": "1", "MPI_WORKER_REPORTS": reports}
-            done = subprocess.run(
-                command,
-                env=shell(SUPPORT, **{**own, **dict(environment)}),
-                timeout=limit,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            done = ended(command, SUPPORT, timeout=limit, **{**own, **dict(environment)})
             self.code = done.returncode
             self.output = done.stdout + done.stderr + "".join(p.read_text() for p in sorted(Path(reports).iterdir()))
 

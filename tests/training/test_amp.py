@@ -5,12 +5,11 @@ that are run hold the layer alone, or have AMP leave such operators in float32. 
 """
 
 import json
-import subprocess
 import sys
 
 import numpy as np
 import pytest
-from environments import shell
+from environments import ended
 from places import PACKAGE, SUPPORT
 from replicas import convolves_bfloat16
 
@@ -35,14 +34,7 @@ def initialise():
 
 def run(*programs):
     """What these programs print, one after the other in one process, each a line of JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join([HEAD, *programs])],
-        cwd=str(SUPPORT),
-        env=shell(SUPPORT, PACKAGE.parent),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = ended([sys.executable, "-c", "\n".join([HEAD, *programs])], SUPPORT, PACKAGE.parent, cwd=SUPPORT)
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -1,14 +1,13 @@
 """`gluon_syncbn.parallel` beside GluonCV's helpers, whose signatures and results it has."""
 
 import os
-import subprocess
 import sys
 import threading
 
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import shell
+from environments import ended
 from gluoncv.utils import parallel as gluoncv
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
@@ -166,9 +165,7 @@ for _ in range(2):
 
 
 def runs_by_itself(program):
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=shell(PACKAGE.parent), capture_output=True, text=True, timeout=100
-    )
+    done = ended([sys.executable, "-c", program], PACKAGE.parent)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

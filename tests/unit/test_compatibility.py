@@ -1,13 +1,12 @@
 """MXNet on a Python or NumPy that lacks names: who gets them, and what it computes with them."""
 
-import subprocess
 import sys
 import tempfile
 
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import shell
+from environments import ended
 from mxnet import recordio
 from places import PACKAGE, ROOT
 
@@ -42,7 +41,7 @@ warnings.filterwarnings("ignore", module="scipy|matplotlib|pandas|cv2")
 
 def child(program, *options):
     command = [sys.executable, "-W", "ignore", *options, "-c", YOUNG + program]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=shell(ROOT))
+    return ended(command, ROOT)
 
 
 #: As onnx is since 1.19: it has functions in place of `mapping`.
@@ -175,7 +174,7 @@ except ImportError as error:
         with tempfile.TemporaryDirectory() as folder:
             set_up = f"import sys; before = set(sys.modules); folder = {folder!r}; fails = {fails}\n"
             command = [sys.executable, "-S", "-c", set_up + program]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=shell(ROOT))
+            done = ended(command, ROOT)
         assert (done.returncode, done.stdout.strip()) == (0, printed), done.stderr
 
 

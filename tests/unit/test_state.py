@@ -3,11 +3,10 @@
 import ast
 import json
 import re
-import subprocess
 import sys
 
 import pytest
-from environments import shell
+from environments import ended
 from places import PACKAGE, ROOT, SUPPORT
 
 from gluon_syncbn.system import environment
@@ -109,14 +108,7 @@ LATER = first_column("Functions that the package wraps later")
 
 @pytest.fixture(scope="module")
 def stages(tmp_path_factory):
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CHILD],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=shell(SUPPORT),
-        cwd=tmp_path_factory.mktemp("empty"),
-    )
+    run = ended([sys.executable, "-W", "ignore", "-c", CHILD], SUPPORT, cwd=tmp_path_factory.mktemp("empty"))
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)
 
