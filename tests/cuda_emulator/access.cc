@@ -24,13 +24,12 @@ void check_shared(Block* block, SharedBytes* shared, const char* pointer, size_t
     if (start + size > shared->size)
         fail(kIllegalAddress,
              format("access of %zu bytes at byte %zu of %zu bytes of shared memory", size, start, shared->size), pc);
-    const bool races = checked(kCheckRaces);
     for (size_t i = start; i < start + size; ++i) {
         SharedBytes::Record& record = shared->records[i];
         const bool written = record.write_time >= block->started_at;
-        if ((access == kRead || atomic) && !written && checked(kCheckUnwritten))
+        if ((access == kRead || atomic) && !written)
             fail(kIllegalAddress, "read of shared memory that no thread of the block has written", pc);
-        if (races && written && record.writer != self && !ordered(*block, record.write_time, record.writer / kWarpSize))
+        if (written && record.writer != self && !ordered(*block, record.write_time, record.writer / kWarpSize))
             fail(kLaunchFailure,
                  format("race: %s shared memory that %s wrote, no __syncthreads between",
                         access == kRead ? "reads" : "writes",
@@ -42,7 +41,7 @@ void check_shared(Block* block, SharedBytes* shared, const char* pointer, size_t
             const unsigned warp = record.reader == kManyReaders   ? ~0u
                                   : record.reader >= kWarpReaders ? record.reader - kWarpReaders
                                                                   : record.reader / kWarpSize;
-            if (races && read && record.reader != thread && !ordered(*block, record.read_time, warp))
+            if (read && record.reader != thread && !ordered(*block, record.read_time, warp))
                 fail(kLaunchFailure, "race: writes shared memory that another thread read, no __syncthreads between",
                      pc);
             record.write_time = block->time;
@@ -142,13 +141,13 @@ struct SourceLocation {
     unsigned line, column;
 };
 void __ubsan_handle_type_mismatch_v1(void* data, void* pointer) {
-    if (!emulator::running_block || !emulator::checked(emulator::kCheckAlignment)) return;
+    if (!emulator::running_block) return;
     const SourceLocation* const where = static_cast<SourceLocation*>(data);
     const std::string line = where ? emulator::format("line %u: ", where->line) : "atomic operation: ";
     emulator::fail(emulator::kMisalignedAddress, line + emulator::format("misaligned access at %p", pointer), nullptr);
 }
 void __ubsan_handle_out_of_bounds(void* data, void* index) {
-    if (!emulator::running_block || !emulator::checked(emulator::kCheckBounds)) return;
+    if (!emulator::running_block) return;
     const SourceLocation* const where = static_cast<SourceLocation*>(data);
     emulator::fail(
         emulator::kIllegalAddress,

@@ -43,29 +43,6 @@ const Entry& entry(Status status) {
     return kUnknown;
 }
 
-constexpr struct {
-    const char* name;
-    Check check;
-} kChecks[] = {{"device", kCheckDevice},       {"bounds", kCheckBounds}, {"freed", kCheckFreed},
-               {"unwritten", kCheckUnwritten}, {"races", kCheckRaces},   {"alignment", kCheckAlignment},
-               {"barriers", kCheckBarriers}};
-
-unsigned checks_without(const char* names) {
-    unsigned checks = ~0u;
-    std::string rest = names ? names : "";
-    while (!rest.empty()) {
-        const size_t comma = rest.find(',');
-        const std::string name = rest.substr(0, comma);
-        rest = comma == std::string::npos ? "" : rest.substr(comma + 1);
-        bool known = false;
-        for (const auto& candidate : kChecks)
-            if (name == candidate.name) checks &= ~candidate.check, known = true;
-        // A misspelt name would silently leave everything checked.
-        if (!known) std::fprintf(stderr, "cuda emulator: there is no check '%s'\n", name.c_str()), std::abort();
-    }
-    return checks;
-}
-
 // Never destroyed: threads of streams may still run while the process ends.
 struct Errors {
     std::mutex mutex;
@@ -82,7 +59,6 @@ Errors& errors() {
 // A process that nobody told of its errors does not end as if all were well.
 struct AtExit {
     AtExit() {
-        enabled_checks = checks_without(std::getenv("CUDA_EMULATOR_UNCHECKED"));
         errors();
         std::atexit([] {
             Errors& all = errors();
@@ -98,8 +74,6 @@ struct AtExit {
 } at_exit;
 
 }  // namespace
-
-std::atomic<unsigned> enabled_checks{~0u};
 
 const char* status_name(Status status) { return entry(status).name; }
 const char* status_text(Status status) { return entry(status).text; }
@@ -163,8 +137,4 @@ extern "C" void cuda_emulator_reset() {
     all.sticky.clear();
     all.read = 0;
     ++all.resets;
-}
-
-extern "C" void cuda_emulator_unchecked(const char* names) {
-    emulator::enabled_checks = emulator::checks_without(names);
 }

@@ -2,7 +2,6 @@
 // own "sticky" errors do: whatever is asked of the device afterwards answers with it.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <string>
 
@@ -37,20 +36,6 @@ Status report(int device, Status status, const std::string& text);
 Status sticky(int device);  // the first error of the device since the last reset
 int resets();               // how many there were: what a thread remembers from before one counts no longer
 
-// What is checked. CUDA_EMULATOR_UNCHECKED names those to leave out, separated by commas: the tests of the
-// checks themselves show that way that nothing else finds the fault.
-enum Check : unsigned {
-    kCheckDevice = 1,
-    kCheckBounds = 2,
-    kCheckFreed = 4,
-    kCheckUnwritten = 8,
-    kCheckRaces = 16,
-    kCheckAlignment = 32,
-    kCheckBarriers = 64,
-};
-extern std::atomic<unsigned> enabled_checks;
-inline bool checked(Check check) { return enabled_checks.load(std::memory_order_relaxed) & check; }
-
 std::string format(const char* pattern, ...) __attribute__((format(printf, 1, 2)));
 long setting(const char* name, long otherwise);  // an environment variable as a number
 
@@ -60,5 +45,4 @@ extern "C" {
 // The number of errors since the last reset; their text, one per line, into `text`. They count as read.
 int cuda_emulator_errors(char* text, size_t size);
 void cuda_emulator_reset();
-void cuda_emulator_unchecked(const char* names);
 }

@@ -156,8 +156,7 @@ void run_block(Block* block) {
             if (block->failed) return;
         }
         // Hardware lets a barrier go when the other threads have ended; CUDA's manual forbids to rely on it.
-        const unsigned awaited = checked(kCheckBarriers) ? block->size : block->size - block->ended;
-        if (block->at_barrier && block->at_barrier == awaited) {
+        if (block->at_barrier == block->size) {
             block->at_barrier = 0;
             block->barrier_at = ++block->time;
             for (unsigned i = 0; i < block->size; ++i)
@@ -242,7 +241,7 @@ extern "C" void emulated_barrier(int line) {
     Thread& thread = block->current();
     thread.line = line;
     thread.what = "__syncthreads";
-    if (emulator::checked(emulator::kCheckBarriers) && block->at_barrier) {
+    if (block->at_barrier) {
         unsigned other = 0;
         while (block->threads[other].state != emulator::kAtBarrier) ++other;
         if (block->threads[other].line != line)

@@ -134,14 +134,12 @@ Status release(void* pointer, bool host) {
     if (!it->live.exchange(false))
         return report(it->device, kInvalidValue, format("%s(%p): freed twice: %s", what, pointer, name(*it).c_str()));
     const size_t length = pages(it->size + 1);
-    if (checked(kCheckBounds) && !all_equal(it->base + it->size, length - it->size, static_cast<char>(kFence)))
+    if (!all_equal(it->base + it->size, length - it->size, static_cast<char>(kFence)))
         report(it->device, kIllegalAddress, format("code on the host wrote behind the end of %s", name(*it).c_str()));
     all.in_use[span_of(it->device)] -= it->size;
     std::memset(it->base, kPoison, it->size);
-    if (checked(kCheckFreed)) {
-        madvise(it->base, length, MADV_DONTNEED);
-        mprotect(it->base, length, PROT_NONE);
-    }
+    madvise(it->base, length, MADV_DONTNEED);
+    mprotect(it->base, length, PROT_NONE);
     madvise(all.written + offset, length, MADV_DONTNEED);
     return kSuccess;
 }
@@ -165,10 +163,9 @@ bool accessible(const void* pointer, size_t size, int device, Access access) {
     const Allocation* const it = all.owner[offset / kPage];
     if (!it) return false;
     const size_t start = static_cast<const char*>(pointer) - it->base;
-    if (start + size > it->size && checked(kCheckBounds)) return false;
-    if (it->device != device && it->device != kPinnedHost && device != kPinnedHost && checked(kCheckDevice))
-        return false;
-    if (!it->live.load(std::memory_order_relaxed) && checked(kCheckFreed)) return false;
+    if (start + size > it->size) return false;
+    if (it->device != device && it->device != kPinnedHost && device != kPinnedHost) return false;
+    if (!it->live.load(std::memory_order_relaxed)) return false;
     char* const written = all.written + offset;
     if (access == kWrite) {
         const uint64_t marks = 0x0101010101010101;
@@ -176,7 +173,7 @@ bool accessible(const void* pointer, size_t size, int device, Access access) {
             std::memcpy(written, &marks, 4);
         else
             std::memset(written, 1, size);
-    } else if (!all_written(written, size) && checked(kCheckUnwritten)) {
+    } else if (!all_written(written, size)) {
         return false;
     }
     return true;

@@ -134,8 +134,7 @@ std::string perform(const Clique& clique, const Meeting& meeting) {
     if (!std::strcmp(meeting.calls[0].what, "ncclAllGather")) return gather(clique, meeting);
     const Call& root = meeting.calls[meeting.calls[0].root];
     const size_t bytes = root.count * kSizes[root.type];
-    const bool to_all = !std::strcmp(root.what, "ncclAllReduce"), copies = !std::strcmp(root.what, "ncclBroadcast");
-    const bool reduce = to_all || !std::strcmp(root.what, "ncclReduce");
+    const bool reduce = !std::strcmp(root.what, "ncclReduce");
     std::vector<char> result;
     for (size_t rank = 0; rank < meeting.calls.size(); ++rank) {
         const Call& call = meeting.calls[rank];
@@ -143,9 +142,8 @@ std::string perform(const Clique& clique, const Meeting& meeting) {
             return wrong_range(clique, rank, pointer, bytes, access);
         };
         const bool reads = reduce || &call == &root;
-        const bool writes = to_all || copies || (reduce ? &call == &root : &call != &root);
         std::string found = reads ? wrong(call.from, kRead) : "";
-        if (found.empty() && writes) found = wrong(call.to, kWrite);
+        if (found.empty() && reduce == (&call == &root)) found = wrong(call.to, kWrite);
         if (!found.empty()) return found;
         if (!reads) continue;
         const char* const from = static_cast<const char*>(call.from);
@@ -155,7 +153,7 @@ std::string perform(const Clique& clique, const Meeting& meeting) {
             add(root.type, result.data(), from, root.count);
     }
     for (const Call& call : meeting.calls)
-        if (!reduce || to_all || &call == &root) std::memmove(call.to, result.data(), bytes);
+        if (!reduce || &call == &root) std::memmove(call.to, result.data(), bytes);
     return "";
 }
 
@@ -304,11 +302,6 @@ const char* ncclGetErrorString(Result result) {
 Result ncclAllGather(const void* from, void* to, size_t count, int type, Communicator* communicator, void* stream) {
     return post(communicator, {"ncclAllGather", from, to, count, type, kSum, 0}, stream);
 }
-// `from` may be `to`.
-Result ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Communicator* communicator,
-                     void* stream) {
-    return post(communicator, {"ncclAllReduce", from, to, count, type, operation, 0}, stream);
-}
 Result ncclGroupStart() {
     ++depth;
     return kGood;
@@ -322,11 +315,6 @@ Result ncclGroupEnd() {
 Result ncclReduce(const void* from, void* to, size_t count, int type, int operation, int root,
                   Communicator* communicator, void* stream) {
     return post(communicator, {"ncclReduce", from, to, count, type, operation, root}, stream);
-}
-// `from` counts at the root alone, and may be `to`.
-Result ncclBroadcast(const void* from, void* to, size_t count, int type, int root, Communicator* communicator,
-                     void* stream) {
-    return post(communicator, {"ncclBroadcast", from, to, count, type, kSum, root}, stream);
 }
 Result ncclBcast(void* buffer, size_t count, int type, int root, Communicator* communicator, void* stream) {
     return post(communicator, {"ncclBcast", buffer, buffer, count, type, kSum, root}, stream);

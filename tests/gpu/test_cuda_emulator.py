@@ -5,14 +5,13 @@ import ctypes
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from environments import shell
+from environments import ended
 from places import TESTS
 
 OUT = os.environ.get("CUDA_EMULATOR")
@@ -34,7 +33,6 @@ def no_errors_left():
     cuda.cuda_emulator_reset()
     yield
     count, text = errors(cuda)
-    cuda.cuda_emulator_unchecked(b"")
     cuda.cuda_emulator_reset()
     assert count == 0, text
 
@@ -50,13 +48,7 @@ def on(gpu, values, dtype="float32"):
 
 
 def python(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=shell(OUT, *sys.path, **environment),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return ended([sys.executable, "-c", code], OUT, *sys.path, **environment)
 
 
 # ---- MXNet ---------------------------------------------------------------------------------------------------
@@ -443,28 +435,15 @@ def found(device, *launch):
     return take_errors()
 
 
-def found_unchecked(check, *launch):
-    cuda.cuda_emulator_unchecked(check.encode())
-    text = found(*launch)
-    cuda.cuda_emulator_unchecked(b"")
-    return text
-
-
 def test_out_of_bounds(faults):
-    fault = (faults, "fill", 1, 96, faults.empty(64), np.int32(65))
-    text = found(*fault)
+    text = found(faults, "fill", 1, 96, faults.empty(64), np.int32(65))
     assert re.search(r"kernel fill, block \(0,0,0\), thread \(64,0,0\), at source.cu:2", text)
     assert re.search(r"write of 4 bytes at 0x\w+: out of bounds, byte 256 of allocation #\d+, 256 bytes", text)
-    assert found_unchecked("bounds", *fault) == ""
-    cuda.cuda_emulator_unchecked(b"bounds")  # the write above is in the fence, which freeing would look at
-    fault[-2].free()
 
 
 def test_memory_of_another_device(faults, kernels):
-    x = kernels.upload(np.ones(64, "float32"))
-    fault = (faults, "copy", 1, 64, x, faults.empty(64))
-    assert re.search("from device 0, byte 0 of allocation .* on device 1", found(*fault))
-    assert found_unchecked("device", *fault) == ""
+    text = found(faults, "copy", 1, 64, kernels.upload(np.ones(64, "float32")), faults.empty(64))
+    assert re.search("from device 0, byte 0 of allocation .* on device 1", text)
 
 
 def test_freed_memory(faults):
@@ -475,21 +454,13 @@ def test_freed_memory(faults):
         y = faults.upload(np.ones(64, "float32"))
         assert y.pointer.value != stale.value
         assert "freed memory" in found(faults, "copy", 1, 64, stale, faults.empty(64))
-    x = faults.upload(np.ones(64, "float32"))
-    stale = ctypes.c_void_p(x.pointer.value)
-    cuda.cuda_emulator_unchecked(b"freed,unwritten")
-    x.free()
-    assert found_unchecked("freed,unwritten", faults, "copy", 1, 64, stale, faults.empty(64)) == ""
 
 
 def test_memory_never_written(faults):
     x = faults.empty(64)
     faults.launch("fill", 1, 64, x, np.int32(63))
-    out = faults.empty(64)
-    fault = (faults, "copy", 1, 64, x, out)
-    assert re.search(r"thread \(63,0,0\).*memory never written", found(*fault))
-    assert found_unchecked("unwritten", *fault) == ""
-    assert np.isnan(out.download()[63])  # poison
+    text = found(faults, "copy", 1, 64, x, faults.empty(64))
+    assert re.search(r"thread \(63,0,0\).*memory never written", text)
     with pytest.raises(EmulatorError, match="memory never written"):
         faults.empty(3).download()
     take_errors()
@@ -513,12 +484,10 @@ def test_pointers_to_nowhere(faults):
 
 
 def test_barriers(faults):
-    fault = (faults, "halfway", 1, 64, faults.empty(64))
-    assert "32 of 64 threads wait at __syncthreads, line 7, which thread (32,0,0) never reached" in found(*fault)
-    assert found_unchecked("barriers", *fault) == ""
-    fault = (faults, "two_barriers", 1, 64, faults.empty(64))
-    assert re.search(r"thread \(32,0,0\).*line 14, while thread \(0,0,0\) waits at another, line 12", found(*fault))
-    assert found_unchecked("barriers", *fault) == ""
+    text = found(faults, "halfway", 1, 64, faults.empty(64))
+    assert "32 of 64 threads wait at __syncthreads, line 7, which thread (32,0,0) never reached" in text
+    text = found(faults, "two_barriers", 1, 64, faults.empty(64))
+    assert re.search(r"thread \(32,0,0\).*line 14, while thread \(0,0,0\) waits at another, line 12", text)
 
 
 @pytest.mark.parametrize(
@@ -549,29 +518,22 @@ def test_a_warp_that_is_not_full(faults, kernels):
     ],
 )
 def test_races_on_shared_memory(faults, name, text):
-    fault = (faults, name, 1, 64, faults.empty(64))
-    assert re.search(text, found(*fault))
-    assert found_unchecked("races", *fault) == ""
+    assert re.search(text, found(faults, name, 1, 64, faults.empty(64)))
 
 
 def test_shared_memory_never_written(faults):
-    out = faults.empty(64)
-    assert "shared memory that no thread of the block has written" in found(faults, "unset", 1, 64, out)
-    assert found_unchecked("unwritten", faults, "unset", 1, 64, out) == ""
-    assert np.isnan(out.download()).all()  # poison
+    text = found(faults, "unset", 1, 64, faults.empty(64))
+    assert "shared memory that no thread of the block has written" in text
 
 
 def test_a_row_of_shared_memory(faults):
     fault = (faults, "row", 1, 32, faults.empty(32))
     assert found(*fault, np.int32(31)) == ""
     assert "index 32 is outside of the array" in found(*fault, np.int32(32))
-    assert found_unchecked("bounds", *fault, np.int32(32)) == ""
 
 
 def test_alignment(faults):
-    fault = (faults, "skewed", 1, 1, faults.upload(np.ones(4, "float32")))
-    assert "misaligned access" in found(*fault)
-    assert found_unchecked("alignment", *fault) == ""
+    assert "misaligned access" in found(faults, "skewed", 1, 1, faults.upload(np.ones(4, "float32")))
 
 
 def test_arithmetic_and_assertions(faults):
@@ -665,12 +627,6 @@ class Clique:
     def gather(self, rank, array, out, stream, count=4):
         communicator = ctypes.c_void_p(self.communicators[rank])
         assert nccl.ncclAllGather(array.pointer, out.pointer, ctypes.c_size_t(count), 7, communicator, stream) == 0
-
-    def add(self, rank, array, out, stream, count=4, operation=0):
-        communicator = ctypes.c_void_p(self.communicators[rank])
-        return nccl.ncclAllReduce(
-            array.pointer, out.pointer, ctypes.c_size_t(count), 8, operation, communicator, stream
-        )
 
     def abort(self):
         for communicator in self.communicators:
@@ -808,72 +764,6 @@ def test_an_all_gather_looks_at_its_memory(devices):
     assert "rank 1: write of 32 bytes" in take_errors()
 
 
-def adding(devices):
-    given = np.random.RandomState(0).randn(2, 4) * [[1e16], [1]]
-    arrays = [device.upload(values) for device, values in zip(devices, given)]
-    outs = [device.empty(4, "float64") for device in devices]
-    return given, arrays, outs, [new_stream(device) for device in devices], Clique()
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_an_all_reduce(devices, in_place):
-    """One call of a group waits for the other; the sum of float64 has the same bits on both devices."""
-    given, arrays, outs, streams, clique = adding(devices)
-    outs = arrays if in_place else outs
-    nccl.ncclGroupStart()
-    assert clique.add(0, arrays[0], outs[0], streams[0]) == 0
-    time.sleep(0.02)
-    assert cudart.cudaStreamQuery(streams[0]) == 0  # it begins with the end of the group
-    nccl.ncclGroupEnd()
-    time.sleep(0.02)
-    assert cudart.cudaStreamQuery(streams[0]) == NOT_READY
-    assert clique.add(1, arrays[1], outs[1], streams[1]) == 0
-    for stream in streams:
-        assert cudart.cudaStreamSynchronize(stream) == 0
-    for out in outs:
-        np.testing.assert_array_equal(out.download(), given[0] + given[1])
-
-
-def test_an_all_reduce_that_the_emulator_does_not_have(devices):
-    _, arrays, outs, streams, clique = adding(devices)
-    assert clique.add(0, arrays[0], outs[0], streams[0], operation=2) == 4  # ncclMax
-    assert "ncclAllReduce: operation 2: the emulator has ncclSum only" in take_errors()
-
-
-def test_an_all_reduce_looks_at_its_memory(devices):
-    _, arrays, outs, streams, clique = adding(devices)
-    clique.add(0, outs[0], outs[0], streams[0])  # nobody has written there
-    clique.add(1, arrays[1], outs[1], streams[1])
-    for stream in streams:
-        cudart.cudaStreamSynchronize(stream)
-    assert "rank 0: read of 32 bytes" in take_errors()
-
-
-def test_an_all_reduce_of_another_length(devices):
-    _, arrays, outs, streams, clique = adding(devices)
-    clique.add(0, arrays[0], outs[0], streams[0])
-    clique.add(1, arrays[1], outs[1], streams[1], count=3)
-    assert [cudart.cudaStreamSynchronize(stream) for stream in streams] == [719] * 2
-    assert re.search(r"NCCL: rank \d calls ncclAllReduce of \d float64, root 0, rank", take_errors())
-
-
-def test_an_all_reduce_to_which_a_rank_does_not_come(devices, monkeypatch):
-    monkeypatch.setenv("CUDA_EMULATOR_TIMEOUT", "2")
-    _, arrays, outs, streams, clique = adding(devices)
-    clique.add(0, arrays[0], outs[0], streams[0])
-    assert cudart.cudaStreamSynchronize(streams[0]) == 719
-    assert re.search(r"ncclAllReduce of 4 .*after 2 s, ranks 1 have not come", take_errors())
-
-
-def test_an_abort_ends_an_all_reduce(devices):
-    _, arrays, outs, streams, clique = adding(devices)
-    clique.add(0, arrays[0], outs[0], streams[0])
-    time.sleep(0.05)
-    assert cudart.cudaStreamQuery(streams[0]) == NOT_READY
-    clique.abort()
-    assert cudart.cudaStreamSynchronize(streams[0]) == 0
-
-
 def test_an_abort_ends_what_waits(devices):
     arrays, outs, streams, clique = gathering(devices)
     clique.gather(0, arrays[0], outs[0], streams[0])
@@ -972,9 +862,7 @@ def test_what_is_not_emulated_names_itself():
 def test_setting_it_up_again_does_nothing():
     build = TESTS / "cuda_emulator" / "build.py"
     before = {path: path.stat().st_mtime_ns for path in (Path(OUT) / "lib").iterdir()}
-    done = subprocess.run(
-        [sys.executable, str(build), "--out", OUT], capture_output=True, text=True, timeout=100, env=shell()
-    )
+    done = ended([sys.executable, build, "--out", OUT])
     assert (done.returncode, done.stdout) == (0, "")
     assert {path: path.stat().st_mtime_ns for path in (Path(OUT) / "lib").iterdir()} == before
 

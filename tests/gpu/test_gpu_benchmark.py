@@ -4,13 +4,12 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 import textwrap
 
 import mxnet as mx
 import pytest
-from environments import shell
+from environments import ended
 from places import BENCHMARKS
 
 pytest.importorskip("cupy", reason="the kernels need CuPy")
@@ -55,7 +54,7 @@ TORCH = """
 
 def run(out, *paths):
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--quick", "--out", str(out)]
-    done = subprocess.run(command, env=shell(*paths), capture_output=True, text=True, timeout=200, check=False)
+    done = ended(command, *paths)
     assert done.returncode == 0, done.stderr
     return (out / "gpu.md").read_text(), json.loads((out / "gpu.json").read_text())["cells"]
 

@@ -13,14 +13,7 @@ import pytest
 from gpus import GPUS, assert_sound, gpus
 from mxnet import autograd, gluon, nd
 from poolings import specification
-from replicas import (
-    WAYS,
-    assert_same,
-    make_batch,
-    on_devices,
-    prepare,
-    step,
-)
+from replicas import WAYS, assert_same, make_batch, on_devices, prepare, step
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm

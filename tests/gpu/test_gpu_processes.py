@@ -46,13 +46,7 @@ def test_named_groups(processes, contexts):
     assert_succeeded(done, processes)
 
 
-TOGETHER = [
-    "rows_and_gradients",
-    "other_types",
-    "short_batches",
-    "recomputed_on_gpus",
-    "beside_a_cpu",
-]
+TOGETHER = ["rows_and_gradients", "other_types", "short_batches", "recomputed_on_gpus", "beside_a_cpu"]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import NamedTuple, Sequence
 
 import numpy as np
 import pytest
-from environments import shell
+from environments import ended, shell
 from places import BENCHMARKS, SOURCES
 
 from gluon_syncbn import _native
@@ -365,9 +365,18 @@ def close(got, want, tolerance):
     assert np.abs(got.astype("float64") - want).max(initial=0) <= tolerance * max(np.abs(want).max(initial=0), 1.0)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("slots, chunks, width, shift", [(1, 1, 4, 0), (3, 2, 32, 0), (2, 3, 1, 1), (8, 1, 8, 8)])
+def cases(shapes, grids):
+    """float32 in each grid; of the other types, which share its code, each shape in one."""
+    found = [(shape, "float32", *grid) for shape in shapes for grid in grids]
+    for k, dtype in enumerate(("float16", "float64")):
+        found += [(shape, dtype, *grids[(i + k) % len(grids)]) for i, shape in enumerate(shapes)]
+    return found
+
+
+GRIDS = [(1, 1, 4, 0), (3, 2, 32, 0), (2, 3, 1, 1), (8, 1, 8, 8)]  # slots, chunks, width and shift
+
+
+@pytest.mark.parametrize("shape, dtype, slots, chunks, width, shift", cases(SHAPES, GRIDS), ids=str)
 def test_against_numpy(gpu, shape, dtype, slots, chunks, width, shift):
     check(gpu, shape, dtype, slots, chunks, width, (shift, shift, shift))
 
@@ -464,9 +473,7 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
         close(dgamma / size, 0 * both[1] if fix_gamma else both[1] / size, TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("slots, chunks, width, shift", [(1, 1, 4, 0), (3, 2, 32, 0), (2, 3, 1, 1)])
+@pytest.mark.parametrize("shape, dtype, slots, chunks, width, shift", cases(SHAPES, GRIDS[:3]), ids=str)
 def test_under_a_mask(gpu, shape, dtype, slots, chunks, width, shift):
     """What is masked may hold anything in the forward."""
     x, dy, start, gamma, beta = case(shape, dtype, slots, offset=3)
@@ -522,12 +529,11 @@ def test_an_expanded_mask(gpu, dtype):
     np.testing.assert_array_equal(got, np.broadcast_to(values != 0, (3, 4, 5)))
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(3, 1, 5, 77), (2, 2, 3, 40), (1, 1, 2, 9000), (7, 10, 33, 1)], ids=str)
-@pytest.mark.parametrize(
-    "slots, chunks, width, shifts",
-    [(1, 1, 4, (0, 0, 0, 0)), (3, 2, 32, (0, 0, 1, 0)), (8, 3, 8, (0, 1, 0, 0)), (2, 1, 8, (0, 0, 0, 1))],
-)
+SOME = [(3, 1, 5, 77), (2, 2, 3, 40), (1, 1, 2, 9000), (7, 10, 33, 1)]
+SHIFTED = [(1, 1, 4, (0, 0, 0, 0)), (3, 2, 32, (0, 0, 1, 0)), (8, 3, 8, (0, 1, 0, 0)), (2, 1, 8, (0, 0, 0, 1))]
+
+
+@pytest.mark.parametrize("shape, dtype, slots, chunks, width, shifts", cases(SOME, SHIFTED), ids=str)
 def test_an_activation(gpu, shape, dtype, slots, chunks, width, shifts):
     x, dy, start, gamma, beta = case(shape, dtype, slots)
     addend = (2 * np.random.RandomState(2).randn(*shape)).astype(dtype)
@@ -584,18 +590,14 @@ def test_an_activation(gpu, shape, dtype, slots, chunks, width, shifts):
         close(dbeta / np.abs(both).max(), both[0] / np.abs(both).max(), TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(3, 1, 5, 77), (2, 2, 3, 40), (1, 1, 2, 9000), (7, 10, 33, 1)], ids=str)
 @pytest.mark.parametrize(
-    "slots, chunks, width, shifts",
-    [(1, 1, 4, (0, 0, 0, 0)), (3, 2, 32, (0, 0, 1, 0)), (8, 3, 8, (0, 0, 0, 1))],
+    "shape, dtype, slots, chunks, width, shifts", cases(SOME, SHIFTED[1::-1] + SHIFTED[3:]), ids=str
 )
-@pytest.mark.parametrize("fix_gamma", [False, True])
-def test_recover(gpu, shape, dtype, slots, chunks, width, shifts, fix_gamma):
+def test_recover(gpu, shape, dtype, slots, chunks, width, shifts):
     x, _, _, gamma, beta = case(shape, dtype, slots, offset=2.0)
     kernels = Kernels(gpu, x, slots, chunks, width, shifts=shifts)
     moments, (pooling, *_) = gathered_moments(shape[2], slots + 3), POOLINGS[-1](slots)
-    for slope in (1.0, 0.25):
+    for slope, fix_gamma in ((1.0, True), (0.25, False)):
         behind = None if slope == 1 else (slope, np.inf)
         y, kept = kernels.normalise(moments, pooling, gamma, beta, fix_gamma, activation=behind)
         got, told = kernels.recover(y, kept, gamma, beta, fix_gamma, slope)
@@ -827,10 +829,7 @@ def test_the_benchmark_runs(tmp_path):
     if "CUDA_EMULATOR" in os.environ:
         pytest.skip("test_gpu_benchmark.py runs the whole of it")
     script = BENCHMARKS / "gpu.py"
-    ran = subprocess.run(
-        [sys.executable, str(script), "--quick", "--out", str(tmp_path)],
-        capture_output=True, text=True, timeout=100, check=False, env=shell(),
-    )  # fmt: skip
+    ran = ended([sys.executable, script, "--quick", "--out", tmp_path])
     assert ran.returncode == 0, ran.stderr
     cells = json.loads((tmp_path / "gpu.json").read_text())["cells"]["kernels"]
     assert [(cell["layout"], cell["dtype"]) for cell in cells] == list(
