@@ -116,12 +116,23 @@ def test_what_a_page_names_is_there(page):
     text = without_blocks(page)
     links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r'src="([^"]+)"', text)
     lost = [link for link in links if "://" not in link and not link.startswith("mailto:") and not leads(page, link)]
-    names = re.findall(
-        r"(?<![\w/.])((?:tests|gluon_syncbn|tools|benchmarks|examples|docs|requirements)/[\w/.]+\.\w+)", text
-    )
-    lost += [name for name in names if not any((base / name).exists() for base in (ROOT, page.parent))]
+    lost += lost_files(page, text)
     lost += [target for target in re.findall(r"`make ([a-z][\w-]*)", text) if target not in commands.TARGETS]
     assert not lost, f"{page.name}: {lost}"
+
+
+FILES = re.compile(r"(?<![\w/.])((?:tests|gluon_syncbn|tools|benchmarks|examples|docs|requirements)/[\w/.]+\.\w+)")
+
+
+def lost_files(page, text):
+    return [name for name in FILES.findall(text) if not any((base / name).exists() for base in (ROOT, page.parent))]
+
+
+def test_files_that_sources_name_are_there():
+    sources = [path for path in PACKAGE.rglob("*") if path.suffix in (".py", ".cc", ".h", ".cu")]
+    sources += [path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")]
+    found = {str(path.relative_to(ROOT)): lost_files(path, path.read_text(encoding="utf-8")) for path in sources}
+    assert not any(found.values()), {path: lost for path, lost in found.items() if lost}
 
 
 def without_blocks(page):

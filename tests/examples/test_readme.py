@@ -1,4 +1,4 @@
-"""The README's figures are those of the results, and it stays short enough to be read."""
+"""The README's figures are those of the results."""
 
 import re
 import sys
@@ -48,21 +48,7 @@ def test_no_difference_stands_where_one_lies_between_the_quantiles(overview):
     assert overview.entry({"10%": 1.01, "median": 1.2, "90%": 1.3}) == "1.20 (1.01 to 1.30)"
 
 
-def test_no_other_figure_stands_in_the_readme(overview):
-    """A ratio or a score has a decimal point; so have versions, and settings within code."""
-    text = README.read_text(encoding="utf-8")
-    prose = re.sub(r"```.*?```", "", text.replace(overview.figures(), ""), flags=re.DOTALL)
-    prose = re.sub(
-        r"(MXNet|NumPy|Python|capability|mxnet==) ?\d+(\.\d+)+( to \d+\.\d+)?|Apache-2\.0|0\.9 GB", "", prose
-    )
-    assert re.findall(r"\d+\.\d+", prose) == []
-
-
 def test_the_picture_draws(overview, tmp_path):
     pytest.importorskip("matplotlib", reason="the plots need matplotlib")
     overview.draw(tmp_path / "speed.png")
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_readme_is_short():
-    assert 120 <= len(README.read_text(encoding="utf-8").splitlines()) <= 150
