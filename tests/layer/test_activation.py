@@ -6,7 +6,7 @@ import pytest
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from poolings import specification
-from replicas import ON_CPUS, WAYS, Batch, assert_same, make_affine, make_batch, on_devices, prepare, rounded, step_of
+from replicas import ON_CPUS, WAYS, Batch, make_affine, make_batch, on_devices, prepare, rounded, step_of
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, reference, revert
@@ -116,30 +116,6 @@ def test_equals_the_specification(case, contexts, adds, behind, dtype, axis, spa
     batch, addends = case(3, dtype, axis=axis, spatial=spatial)
     layer = prepare(make(adds, axis=axis, **EPILOGUE[behind]), batch, contexts[:3], dtype)
     check(layer, batch, addends, contexts, dtype, axis=axis)
-
-
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "eager"])
-@pytest.mark.parametrize("adds, behind", [case for case in CASES if case[1] not in ("none", "relu")])
-def test_in_graphs(case, contexts, adds, behind, way):
-    batch, addends = case(2)
-    layer = prepare(make(adds, **EPILOGUE[behind]), batch, contexts[:2], "float64", WAYS[way])
-    check(layer, batch, addends, contexts, node=0)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("adds, behind", [case for case in CASES if "leaky" in case[1]])
-def test_in_each_mode(case, contexts, adds, behind, mode):
-    gluon_syncbn.configure(seed=3)
-    batch, addends = case(4)
-    layer = prepare(make(adds, **EPILOGUE[behind], **MODES[mode]), batch, contexts[:4], "float64")
-    check(layer, batch, addends, contexts, seed=3)
-
-
-@pytest.mark.parametrize("adds, behind", [(False, "relu"), (True, "relu"), (False, "leaky, in place")])
-def test_gradients_that_are_added(case, contexts, adds, behind):
-    batch, addends = case(2)
-    layer = prepare(make(adds, **EPILOGUE[behind]), batch, contexts[:2], "float64")
-    check(layer, batch, addends, contexts, before=0.75)
 
 
 @pytest.fixture
@@ -336,18 +312,6 @@ def test_prediction_and_frozen_statistics(case, contexts, adds, behind, way):
         np.testing.assert_allclose(y.asnumpy(), forward.outputs[0], atol=1e-10)
         if use_global_stats or way == "hybrid":  # MXNet's BatchNorm takes predict mode's gradient through the batch
             np.testing.assert_allclose(x.grad.asnumpy(), gradients.dxs[0], atol=1e-10)
-
-
-@pytest.mark.parametrize("way", ["eager", "hybrid", "static_shape"])
-@pytest.mark.parametrize("adds", [False, True], ids=["alone", "added"])
-def test_several_replicas_on_a_context(case, contexts, adds, way):
-    if way == "static_shape":
-        pytest.skip("not with several replicas on a context: docs/limits.md")
-    batch, addends = case(4)
-    places = [contexts[0], contexts[1]] * 2
-    layer = prepare(make(adds, activation="relu", num_devices=4), batch, contexts[:2], "float64", WAYS[way])
-    got, _ = step(layer, batch, addends, places, "float64")
-    assert_same(got, specification(layer, batch, **({"addends": addends} if adds else {})), 1e-10)
 
 
 @pytest.mark.parametrize("way", [None, {}, {"static_alloc": True}], ids=["eager", "hybrid", "static_alloc"])

@@ -200,16 +200,6 @@ def test_a_statistic_that_hides_x(contexts, rng):
     assert_same(step(layer, batch, contexts, "float16"), specification(layer, batch), 5 * TOLERANCE["float16"])
 
 
-@pytest.mark.parametrize("axis", [1, -1])
-def test_an_empty_shard(contexts, rng, axis):
-    batch = make_batch(rng, 3, axis=axis)
-    for arrays in (batch.shards, batch.heads):
-        arrays[1] = arrays[1][:0]
-    with mx.util.np_shape(True):
-        layer = prepare(SyncBatchNorm(axis=axis, in_channels=5, **LEAKY), batch, contexts[:3], "float64")
-        assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch, axis=axis), 1e-11)
-
-
 def test_several_replicas_on_a_context(contexts, rng):
     batch, places = make_batch(rng, 4), [contexts[0], contexts[1]] * 2
     layer = prepare(SyncBatchNorm(in_channels=5, num_devices=4, **LEAKY), batch, contexts[:2], "float64")

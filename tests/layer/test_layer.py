@@ -1,6 +1,5 @@
 """N devices with the layer are one device with nn.BatchNorm on the concatenated batch."""
 
-import itertools
 import json
 
 import mxnet as mx
@@ -17,7 +16,6 @@ from replicas import (
     Result,
     assert_same,
     assert_same_bits,
-    collect,
     make_affine,
     make_batch,
     on_devices,
@@ -102,12 +100,7 @@ def test_equals_the_specification(contexts, rng):
     )
     gradients = reference.backward(batch.shards, batch.heads, batch.gamma, want.state)
     expected = Result(
-        want.outputs,
-        gradients.dxs,
-        sum(gradients.dgammas),
-        sum(gradients.dbetas),
-        want.running_mean,
-        want.running_var,
+        want.outputs, gradients.dxs, sum(gradients.dgammas), sum(gradients.dbetas), want.running_mean, want.running_var
     )
     assert_same(result, expected, 1e-11)
 
@@ -121,50 +114,6 @@ def test_each_replica_keeps_its_part_of_the_parameter_gradients(contexts, rng):
     for ctx, dgamma, dbeta in zip(contexts, gradients.dgammas, gradients.dbetas):
         np.testing.assert_allclose(layer.gamma.grad(ctx).asnumpy(), dgamma, rtol=1e-11)
         np.testing.assert_allclose(layer.beta.grad(ctx).asnumpy(), dbeta, rtol=1e-11)
-
-
-@pytest.mark.parametrize("way", ["eager", "static_alloc"])
-@pytest.mark.parametrize("x_req, gamma_req, beta_req", list(itertools.product(["write", "add", "null"], repeat=3)))
-def test_gradient_requests(contexts, rng, x_req, gamma_req, beta_req, way):
-    batch, start = make_batch(rng, 2), 0.5
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:2], "float64")
-    layer.gamma.grad_req, layer.beta.grad_req = gamma_req, beta_req
-    if WAYS[way] is not None:
-        layer.hybridize(**WAYS[way])
-    xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads))
-    for x in xs:
-        x.attach_grad(x_req)
-        if x_req != "null":
-            x.grad[:] = start
-    for parameter in (layer.gamma, layer.beta):
-        if parameter.grad_req != "null":
-            for gradient in parameter.list_grad():
-                gradient[:] = start
-    with autograd.record():
-        ys = [layer(x) for x in xs]
-    if (x_req, gamma_req, beta_req) != ("null", "null", "null"):
-        autograd.backward(ys, heads)
-    result = collect(layer, ys, [] if x_req == "null" else [x.grad for x in xs], contexts[:2])
-
-    want = truth(batch)
-    kept = {"write": lambda g, n: g, "add": lambda g, n: g + n * start}
-    dxs = [] if x_req == "null" else [kept[x_req](dx, 1) for dx in want.dxs]
-    none = np.zeros(5)
-    expected = want._replace(
-        dxs=dxs,
-        dgamma=none if gamma_req == "null" else kept[gamma_req](want.dgamma, 2),
-        dbeta=none if beta_req == "null" else kept[beta_req](want.dbeta, 2),
-    )
-    assert_same(result, expected, 1e-11)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("scale, center", [(False, True), (True, False), (False, False)])
-def test_without_scale_or_center(contexts, rng, scale, center, way):
-    batch = make_batch(rng, 3)
-    settings = {"scale": scale, "center": center}
-    layer = prepare(SyncBatchNorm(in_channels=5, **settings), batch, contexts[:3], "float64", WAYS[way])
-    assert_same(step(layer, batch, contexts, "float64"), truth(batch, **settings), 1e-11)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -96,20 +96,6 @@ def test_every_type_of_mask(contexts, rng, of_masks, way):
     assert_same(got, specification(layer, batch, masks=masks), TOLERANCE["float32"])
 
 
-@pytest.mark.parametrize(
-    "shape", [(1, 1, 1, 6), (3, 1, 1, 1), (1, 4, 1), (3, 1, 1, 6), (1, 1, 1, 1), (3, 4, 6)], ids=str
-)
-def test_an_extent_of_1_repeats(contexts, rng, shape):
-    batch = make_batch(rng, 1)
-    x, head = rng.randn(3, 5, 4, 6) + 1, rng.randn(3, 5, 4, 6)
-    batch = batch._replace(shards=[x], heads=[head])
-    mask = (rng.rand(*shape) < 0.5) * 1.0
-    mask.ravel()[-1] = 1
-    layer = prepare(SyncBatchNorm(), batch, contexts[:1], "float64")
-    got = masked_step(layer, batch, [mask], contexts, "float64")
-    assert_same(got, specification(layer, batch, masks=[mask]), 1e-11)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("settings", [
     {"activation": "relu"}, {"activation": "leaky"}, {"activation": "leaky", "inplace": True}, {"inplace": True},
@@ -127,38 +113,6 @@ def test_with_other_settings(contexts, rng, settings, way):
     else:
         want = specification(layer, batch, masks=masks)
     assert_same(got, want, 1e-10)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_beside_an_addition(contexts, rng, way):
-    batch = make_batch(rng, 2)
-    masks, addends = make_masks(rng, batch), [rng.randn(*x.shape) for x in batch.shards]
-    layer = prepare(SyncBatchNormAdd(), batch, contexts[:2], "float64", WAYS[way])
-    inputs = [on_devices(arrays, contexts, "float64") for arrays in (batch.shards, addends, masks)]
-    got, _ = step_of(layer, inputs, on_devices(batch.heads, contexts, "float64"))
-    assert_same(got, specification(layer, batch, masks=masks, addends=addends), 1e-11)
-    daddends = specification_of_addends(batch, masks, addends)
-    for addend, want in zip(inputs[1], daddends):
-        np.testing.assert_allclose(addend.grad.asnumpy(), want, atol=1e-12)
-
-
-def specification_of_addends(batch, masks, addends):
-    from gluon_syncbn import reference
-
-    state = reference.forward(
-        batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), slope=0, masks=masks, addends=addends
-    ).state
-    return reference.backward(batch.shards, batch.heads, batch.gamma, state).daddends
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_several_replicas_of_a_context(contexts, rng, way):
-    batch = make_batch(rng, 4)
-    masks = make_masks(rng, batch)
-    places = [contexts[0], contexts[1]] * 2
-    layer = prepare(SyncBatchNorm(num_devices=4), batch, places[:2], "float64", WAYS[way])
-    got = masked_step(layer, batch, masks, places, "float64")
-    assert_same(got, specification(layer, batch, masks=masks), 1e-11)
 
 
 @pytest.mark.parametrize("pooling", ["sync", "local", "shuffle"])
@@ -215,21 +169,6 @@ def test_padding_changes_nothing(contexts, rng):
     plain = step(prepare(SyncBatchNorm(), dense, contexts[:1], "float64"), dense, contexts, "float64")
     want = Result([packed(got.outputs)], [packed(got.dxs)], got.dgamma, got.dbeta, got.running_mean, got.running_var)
     assert_same(plain, want, 1e-11)
-
-
-def test_replicas_without_a_mask_meet_those_with_one(contexts, rng):
-    batch = make_batch(rng, 3)
-    masks = [None, make_masks(rng, batch)[1], None]
-    layer = prepare(SyncBatchNorm(), batch, contexts[:3], "float64")
-    xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads))
-    for x in xs:
-        x.attach_grad()
-    with autograd.record():
-        ys = [layer(x) if mask is None else layer(x, nd.array(mask, ctx=x.ctx)) for x, mask in zip(xs, masks)]
-    autograd.backward(ys, heads)
-    got = collect(layer, ys, [x.grad for x in xs], contexts[:3])
-    want = specification(layer, batch, masks=[np.ones((2, 4, 6)), masks[1], np.ones((1, 4, 6))])
-    assert_same(got, want, 1e-11)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -93,62 +93,12 @@ def test_a_value_that_is_not_finite(contexts, rng, pooling, axis):
                 np.testing.assert_array_equal(np.isfinite(g), np.isfinite(w), err_msg=f"{name}, {value} at {where}")
 
 
-@pytest.mark.parametrize("spatial", [(), (7,), (20,), (3, 4), (2, 3, 4)], ids=str)
-@pytest.mark.parametrize("axis", [1, -1])
-@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots", "groups of 2"])
-def test_layouts(contexts, rng, pooling, axis, spatial):
-    batch = make_batch(rng, 4, axis=axis, spatial=spatial)
-    if not spatial:  # a slot of one value has no variance, and its gradient is all rounding
-        wide = make_batch(rng, 4, axis=axis, spatial=(6,))
-        flat = [[np.moveaxis(x, axis, -1).reshape(-1, 5) for x in xs] for xs in (wide.shards, wide.heads)]
-        batch = Batch(*flat, wide.gamma, wide.beta)
-    layer = prepare(SyncBatchNorm(axis=axis, in_channels=5, **POOLINGS[pooling]), batch, contexts[:4], "float64")
-    assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch, axis=axis), 1e-11)
-
-
 @pytest.mark.parametrize("pooling", ["local", "shuffle", "groups of 2"])
 def test_the_first_axis_as_channels(contexts, rng, pooling):
     shards = [rng.randn(5, 3 + i, 4) * (i + 1) + i for i in range(4)]
     batch = Batch(shards, [rng.randn(*x.shape) for x in shards], rng.rand(5) + 0.5, rng.randn(5))
     layer = prepare(SyncBatchNorm(axis=0, in_channels=5, **POOLINGS[pooling]), batch, contexts[:4], "float64")
     assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch, axis=0), 1e-6)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"scale": False}, {"center": False}, {"momentum": 0.0}, {"momentum": 1.0}], ids=str
-)
-@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots", "groups of 2"])
-def test_settings(contexts, rng, pooling, settings):
-    batch = make_batch(rng, 4)
-    layer = prepare(SyncBatchNorm(in_channels=5, **settings, **POOLINGS[pooling]), batch, contexts[:4], "float64")
-    want = specification(layer, batch)
-    if settings == {"center": False}:
-        want = want._replace(dbeta=np.zeros(5))
-    if settings == {"scale": False}:
-        want = want._replace(dgamma=np.zeros(5))
-    assert_same(step(layer, batch, contexts, "float64"), want, 1e-11)
-
-
-@pytest.mark.parametrize("grad_req", ["write", "add", "null"])
-@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots"])
-def test_grad_req(contexts, rng, pooling, grad_req):
-    batch = make_batch(rng, 3)
-    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), batch, contexts[:3], "float64")
-    layer.gamma.grad_req = grad_req
-    xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads))
-    for x in xs:
-        x.attach_grad(grad_req="add")
-    wants = []
-    for call in range(2):
-        with autograd.record():
-            ys = [layer(x) for x in xs]
-        autograd.backward(ys, heads)
-        wants.append(specification(layer, batch, call=call))
-    for x, *dxs in zip(xs, *[want.dxs for want in wants]):
-        np.testing.assert_allclose(x.grad.asnumpy(), sum(dxs), rtol=0, atol=1e-10)
-    if grad_req != "null":
-        expected = sum(want.dgamma for want in wants) if grad_req == "add" else wants[-1].dgamma
-        np.testing.assert_allclose(sum(g.asnumpy() for g in layer.gamma.list_grad()), expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("pooling", ["sync, 3 slots", "groups of 2", "local, 2 slots", "shuffle", "shuffle, 2 slots"])
@@ -453,20 +403,6 @@ def test_two_forwards_before_one_backward(contexts, rng, pooling, way):
             np.testing.assert_allclose(x.grad.asnumpy(), dx, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("way", ["hybrid", "static_alloc"])
-@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle", "shuffle, 2 slots"])
-def test_several_replicas_on_one_context(contexts, rng, pooling, way):
-    batch, places = make_batch(rng, 4), [contexts[i] for i in (0, 0, 1, 1)]
-    layer = SyncBatchNorm(in_channels=5, num_devices=4, **POOLINGS[pooling])
-    prepare(layer, batch, contexts[:2], "float64", WAYS[way])
-    got = step(layer, batch, places, "float64")
-    want = specification(layer, batch, node=0)
-    for name in ("outputs", "dxs"):
-        for g, w in zip(getattr(got, name), getattr(want, name)):
-            np.testing.assert_allclose(g, w, rtol=0, atol=1e-10)
-    np.testing.assert_allclose(got.dgamma, want.dgamma, rtol=1e-10)
-
-
 @pytest.mark.parametrize("groups", [[[0, 2], [1, 3]], [[3, 0], [2], [1]], [range(1, 4), (0,)]], ids=str)
 def test_members_of_a_named_group_have_the_same_bits(contexts, rng, groups):
     """They are a layer of their own, whatever the order in which they are called."""
@@ -692,10 +628,9 @@ def test_backward_of_one_loss(contexts, rng):
     xs = on_devices(make_batch(rng, 2).shards, contexts, "float64")
     for x in xs:
         x.attach_grad()
-    with autograd.record():
-        ys = [layer(x) for x in xs]
-    nd.waitall()
-    with short_waits():
+    with short_waits(2):  # of the step, whose forward succeeds
+        with autograd.record():
+            ys = [layer(x) for x in xs]
         ys[0].backward()
         with pytest.raises(mx.MXNetError, match=re.escape("backward of call 1: 1 of 2 replicas arrived (cpu(0))")):
             xs[0].grad.asnumpy()

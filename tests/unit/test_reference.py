@@ -4,7 +4,6 @@ import ast
 import inspect
 from dataclasses import replace
 
-import mxnet as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -28,45 +27,6 @@ def problem(shapes, axis=1, seed=0):
     gamma, var = rng.uniform(0.5, 2, channels), rng.uniform(0.5, 2, channels)
     beta, mean = rng.normal(0, 1, channels), rng.normal(0, 1, channels)
     return shards, heads, gamma, beta, mean, var
-
-
-def loss(shards, heads, gamma, beta, mean, var, **kwargs):
-    outputs = reference.forward(shards, gamma, beta, mean, var, **kwargs).outputs
-    return sum(float((y * dy).sum()) for y, dy in zip(outputs, heads))
-
-
-def difference(function, array, step=1e-5):
-    """The central difference of `function()` in every element of `array`, changed in place and put back."""
-    gradient = np.zeros_like(array)
-    for index in np.ndindex(*array.shape):
-        value = array[index]
-        array[index] = value + step
-        above = function()
-        array[index] = value - step
-        gradient[index] = (above - function()) / (2 * step)
-        array[index] = value
-    return gradient
-
-
-def assert_differences(grads, value, shards, gamma, beta):
-    for shard, dx in zip(shards, grads.dxs):
-        np.testing.assert_allclose(dx, difference(value, shard), atol=1e-8)
-    np.testing.assert_allclose(sum(grads.dgammas), difference(value, gamma), atol=1e-8)
-    np.testing.assert_allclose(sum(grads.dbetas), difference(value, beta), atol=1e-8)
-
-
-@pytest.mark.parametrize("scale", [True, False])
-@pytest.mark.parametrize("use_global_stats", [False, True])
-def test_gradients_are_those_of_finite_differences(scale, use_global_stats):
-    shards, heads, gamma, beta, mean, var = problem([(2, 3, 2), (1, 3, 3), (3, 3, 1)])
-    kwargs = {"epsilon": EPSILON, "scale": scale, "use_global_stats": use_global_stats}
-    state = reference.forward(shards, gamma, beta, mean, var, **kwargs).state
-    grads = reference.backward(shards, heads, gamma, state)
-
-    def value():
-        return loss(shards, heads, gamma, beta, mean, var, **kwargs)
-
-    assert_differences(grads, value, shards, gamma, beta)
 
 
 def layer_of(seed):
@@ -133,19 +93,13 @@ def test_random_layers_are_those_of_the_second_implementation(first):
         for i in range(len(shards)):
             if case.settings["scale"]:
                 assert_near(given.dgammas[i], wanted.gammas[i])
+            else:
+                assert not given.dgammas[i].any()
             assert_near(given.dbetas[i], wanted.betas[i])
         truth.move(want)
         for i, context in enumerate(case.places if not frozen else []):
             for running, value in zip((got.running_mean[i], got.running_var[i]), truth.running[context]):
                 assert_near(running, value)
-
-
-@pytest.mark.parametrize("kwargs", [{}, {"mode": "local"}, {"mode": "shuffle", "permutation": [1, 0]}])
-def test_a_mask_of_ones_is_none(kwargs):
-    shards, heads, *parameters = problem([(2, 3, 2), (4, 3, 2)])
-    want = run(shards, heads, *parameters, **kwargs)
-    for masks in ([np.ones((2, 1, 2)), None], [np.full((2, 2), True), np.ones((1, 1))], [np.ones((1, 1, 1), int)] * 2):
-        assert_same(run(shards, heads, *parameters, masks=masks, **kwargs), want)
 
 
 def run(shards, heads, gamma, beta, mean, var, **kwargs):
@@ -163,35 +117,6 @@ def assert_same(got, want):
             np.testing.assert_allclose(a, b, **CLOSE, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "kwargs",
-    [
-        {"mode": "sync", "group_size": 2},
-        {"mode": "local"},
-        {"mode": "shuffle", "permutation": [1, 2, 3, 4, 5, 0]},
-    ],
-)
-@pytest.mark.parametrize("use_global_stats", [False, True])
-def test_slots_without_a_value_take_no_part(kwargs, use_global_stats):
-    """Shards without samples, shards without positions, and more slots than samples."""
-    shards, heads, *parameters = problem([(2, 3, 2), (3, 3, 2), (0, 3, 2), (1, 3, 2), (4, 3, 0), (0, 3, 2)])
-    kwargs = {**kwargs, "virtual_devices": 5, "epsilon": EPSILON, "use_global_stats": use_global_stats}
-    result = reference.forward(shards, *parameters, **kwargs)
-    grads = reference.backward(shards, heads, parameters[0], result.state)
-    slots = result.state.slots
-    assert [(slot.device, slot.samples.tolist()) for slot in slots] == [
-        (0, [0]), (0, [1]), (1, [0]), (1, [1]), (1, [2]), (3, [0]),
-    ]  # fmt: skip
-    assert [x.shape for x in shards] == [y.shape for y in result.outputs] == [dx.shape for dx in grads.dxs]
-    for values in [*result.outputs, *grads.dxs, *grads.dgammas, *result.running_mean, *result.running_var]:
-        assert np.isfinite(values).all()
-    grouped = kwargs["mode"] == "sync"
-    for device, shard in enumerate(shards):
-        kept = use_global_stats or (device in (4, 5) if grouped else shard.size == 0)
-        assert np.array_equal(result.running_mean[device], parameters[2]) == kept
-        assert np.array_equal(result.running_var[device], parameters[3]) == kept
-
-
 @pytest.mark.parametrize("kwargs", [{"group_size": 1}, {"mode": "local"}, {"mode": "shuffle"}])
 def test_global_statistics_are_used_whatever_the_mode(kwargs):
     """Nothing is shuffled then, so no permutation is needed, nor a second slot, nor a value."""
@@ -199,68 +124,6 @@ def test_global_statistics_are_used_whatever_the_mode(kwargs):
         arguments = problem(shapes)
         want = run(*arguments, use_global_stats=True)
         assert_same(run(*arguments, use_global_stats=True, virtual_devices=2, **kwargs), want)
-
-
-def test_each_replica_keeps_its_own_part_of_dgamma_and_dbeta():
-    """The part of a replica is what its own loss alone would give, its statistics held."""
-    shards, heads, gamma, beta, mean, var = problem([(2, 3, 2), (1, 3, 2)])
-    state = reference.forward(shards, gamma, beta, mean, var, epsilon=EPSILON).state
-    both = reference.backward(shards, heads, gamma, state)
-    only = reference.backward(shards, [heads[0], np.zeros_like(heads[1])], gamma, state)
-    np.testing.assert_array_equal(both.dgammas[0], only.dgammas[0])
-    np.testing.assert_array_equal(both.dbetas[0], only.dbetas[0])
-    assert not only.dgammas[1].any()
-    assert not only.dbetas[1].any()
-    assert only.dxs[1].any(), "the loss of one replica reaches the input of the other through the statistics"
-
-
-@pytest.mark.parametrize("axis, shape", [(1, (6, 3)), (1, (6, 3, 5)), (1, (6, 3, 4, 5)), (3, (6, 4, 5, 3))])
-@pytest.mark.parametrize("scale", [True, False])
-def test_equals_mxnet_batch_norm_on_one_device(axis, shape, scale):
-    split = [(4, *shape[1:]), (2, *shape[1:])]
-    shards, heads, gamma, beta, mean, var = problem(split, axis)
-    momentum = 0.875  # MXNet keeps it in float32, where 0.9 is another number
-    result = reference.forward(shards, gamma, beta, mean, var, axis=axis, momentum=momentum, scale=scale)
-    grads = reference.backward(shards, heads, gamma, result.state)
-
-    layer = mx.gluon.nn.BatchNorm(axis=axis, scale=scale, momentum=momentum, epsilon=1e-5, in_channels=3)
-    layer.initialize()
-    layer.cast("float64")
-    for name, value in [("gamma", gamma), ("beta", beta), ("running_mean", mean), ("running_var", var)]:
-        getattr(layer, name).set_data(mx.nd.array(value, dtype="float64"))
-    x = mx.nd.array(np.concatenate(shards), dtype="float64")
-    x.attach_grad()
-    with mx.autograd.record():
-        y = layer(x)
-    y.backward(mx.nd.array(np.concatenate(heads), dtype="float64"))
-
-    close = {"rtol": 1e-11, "atol": 1e-11}
-    np.testing.assert_allclose(np.concatenate(result.outputs), y.asnumpy(), **close)
-    np.testing.assert_allclose(np.concatenate(grads.dxs), x.grad.asnumpy(), **close)
-    np.testing.assert_allclose(sum(grads.dbetas), layer.beta.grad().asnumpy(), **close)
-    for running_mean, running_var in zip(result.running_mean, result.running_var):
-        np.testing.assert_allclose(running_mean, layer.running_mean.data().asnumpy(), **close)
-        np.testing.assert_allclose(running_var, layer.running_var.data().asnumpy(), **close)
-    if scale:
-        np.testing.assert_allclose(sum(grads.dgammas), layer.gamma.grad().asnumpy(), **close)
-    else:
-        assert not sum(grads.dgammas).any()
-
-
-def test_global_statistics_equal_mxnet_and_stay():
-    shards, heads, gamma, beta, mean, var = problem([(4, 3, 5), (2, 3, 5)])
-    result = reference.forward(shards, gamma, beta, mean, var, use_global_stats=True)
-    grads = reference.backward(shards, heads, gamma, result.state)
-    np.testing.assert_array_equal(result.running_mean, [mean, mean])
-    np.testing.assert_array_equal(result.running_var, [var, var])
-
-    arrays = [mx.nd.array(a, dtype="float64") for a in (np.concatenate(shards), gamma, beta, mean, var)]
-    arrays[0].attach_grad()
-    with mx.autograd.record():
-        y = mx.nd.BatchNorm(*arrays, eps=1e-5, fix_gamma=False, use_global_stats=True)
-    y.backward(mx.nd.array(np.concatenate(heads), dtype="float64"))
-    np.testing.assert_allclose(np.concatenate(result.outputs), y.asnumpy(), atol=1e-11)
-    np.testing.assert_allclose(np.concatenate(grads.dxs), arrays[0].grad.asnumpy(), atol=1e-11)
 
 
 @pytest.mark.parametrize("offset", [1e5, -1e8])
