@@ -2,14 +2,13 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import mxnet as mx
 import numpy as np
 import pytest
-from environments import shell
+from environments import ended
 from gate import Gate
 from mxnet import autograd, nd
 from mxnet.gluon import nn
@@ -130,7 +129,7 @@ def test_layouts_are_those_of_the_wheels_headers(tmp_path):
     source = tmp_path / "layouts.cc"
     source.write_text(LAYOUTS)
     compiler = os.environ.get("CXX", "g++").split()
-    run = subprocess.run([*compiler, *FLAGS, str(source)], capture_output=True, text=True, timeout=120, env=shell())
+    run = ended([*compiler, *FLAGS, source])
     assert run.returncode == 0, run.stderr
 
 
@@ -138,9 +137,7 @@ def test_layouts_are_those_of_the_wheels_headers(tmp_path):
 
 
 def elsewhere(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code], env=shell(**environment), capture_output=True, text=True, timeout=120
-    )
+    return ended([sys.executable, "-c", code], **environment)
 
 
 WHY = "import gluon_syncbn; print(gluon_syncbn._native.why_custom())"
@@ -185,15 +182,12 @@ def test_not_with_an_unknown_library(tmp_path):
     shutil.rmtree(tmp_path)  # it is large
 
 
-def test_the_other_way_computes_the_same():
-    """Tests of the layer through `Custom`, or, where this process takes that, through the engine, in one type of data:
-    the way of a call depends on nothing else. `make test-custom` runs all of them."""
+def test_the_other_way_takes_bfloat16():
+    """Through `Custom`, or, where this process takes that, through the engine. The random layers take either way with
+    the other types; `make test-custom` runs all tests of the layer."""
     way = "native" if _native.why_custom() == "GLUON_SYNCBN_OPERATOR=custom" else "custom"
-    files = [str(TESTS / "layer" / name) for name in ("test_layer.py", "test_activation.py")]
-    chosen = "not (test_an_empty_shard or float16 or float64)"  # bfloat16 has float16 in its name
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, *files]
-    env = shell(GLUON_SYNCBN_OPERATOR=way)
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "test_every_layout and bfloat16"]
+    run = ended([*command, TESTS / "layer" / "test_layer.py"], timeout=300, GLUON_SYNCBN_OPERATOR=way)
     assert run.returncode == 0, run.stdout[-3000:]
 
 
