@@ -2,12 +2,11 @@
 
 import os
 import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from environments import shell
+from environments import ended
 from mpi_job import Job
 from places import SUPPORT
 
@@ -25,6 +24,8 @@ TOGETHER = [
     "gradients_in_any_order",
     "shuffled_keys",
     "initialised_at_different_speeds",
+    "ways_of_statistics",
+    "calls_stay_in_the_engine",
 ]
 # What rank 1 does in the second step or later, what rank 0 then learns, and the time limit that it has set.
 FAULTS = {
@@ -63,12 +64,6 @@ def failed():
         return dict(zip(jobs, pool.map(lambda arguments: Job(2, *arguments), jobs.values())))
 
 
-def test_three_processes_equal_the_specification():
-    """All modes, types and ways of running, 1 and 2 devices in turn, names that differ."""
-    job = Job(3, "equals_the_specification", limit=120)
-    assert job.succeeded(3), job.output
-
-
 @pytest.mark.parametrize("scenario", TOGETHER)
 def test_two_processes(scenario, together):
     assert all(f"DONE {rank} {scenario}" in together.output for rank in range(2)), together.output
@@ -78,16 +73,18 @@ def test_two_processes_end_well(together):
     assert together.succeeded(2), together.output
 
 
+ROWS = "gathers+gradients_in_any_order+shuffled_keys"
+
+
 # Four are a power of two; of five, two become one; of six and seven, two pairs and three do.
-@pytest.mark.parametrize("processes", [pytest.param(3, marks=pytest.mark.slow), 4, 5, 7])
-def test_what_many_processes_do(processes):
-    job = Job(processes, "of_many")
+@pytest.mark.parametrize(
+    "processes, scenarios",
+    [(3, f"equals_the_specification+{ROWS}"), (4, "of_many+random_order"), (5, f"of_many+{ROWS}"), (7, "of_many")],
+)
+def test_more_processes(processes, scenarios):
+    """Of three: all modes, types and ways of running, 1 and 2 devices in turn, names that differ."""
+    job = Job(processes, scenarios, 30, limit=200)
     assert job.succeeded(processes), job.output
-
-
-def test_layers_in_any_order():
-    job = Job(4, "random_order", 30)
-    assert job.succeeded(4), job.output
 
 
 @pytest.mark.slow
@@ -158,12 +155,6 @@ def test_rows_of_another_shape(failed):
         assert f"gather 'features': rank {rank} came with rows of shape ({3 + rank},) and type float32" in error
 
 
-@pytest.mark.parametrize("processes", [3, 5])
-def test_rows_of_many_processes(processes):
-    job = Job(processes, "gathers+gradients_in_any_order+shuffled_keys")
-    assert job.succeeded(processes), job.output
-
-
 def test_rows_through_custom():
     job = Job(2, "gradients_in_any_order", environment={"GLUON_SYNCBN_OPERATOR": "custom"})
     assert job.succeeded(2), job.output
@@ -174,9 +165,7 @@ def test_an_mpi_without_threads():
     program = (
         "import mpi4py; mpi4py.rc.thread_level = 'funneled'; import light, gluon_syncbn; gluon_syncbn.kvstore('mpi')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=shell(SUPPORT), capture_output=True, text=True, timeout=60, check=False
-    )
+    done = ended([sys.executable, "-c", program], SUPPORT)
     assert "this job has it without MPI_THREAD_MULTIPLE" in done.stderr, done.stderr
 
 

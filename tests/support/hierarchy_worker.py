@@ -26,7 +26,7 @@ from gluon_syncbn.exchange.waiting import Wait, WaitingTransport
 from gluon_syncbn.training.session import session
 
 STEPS, FAULT_AT = 12, 6
-LENGTHS = [1, 300, _native.MOST_VALUES + 1]
+LENGTHS = [1, 7, 300, _native.MOST_VALUES, _native.MOST_VALUES + 1, 3 * _native.MOST_VALUES]
 
 
 class Files(WaitingTransport):
@@ -112,6 +112,9 @@ def work(rank, folder, machines, fault, faulty, timeout):
                     os.kill(os.getpid(), getattr(signal, fault))
                 if rank == faulty and fault == "fails":
                     store.fail("the disk is full")
+                    return
+                if rank == faulty and fault == "ends":
+                    store.close()
                     return
                 if rank == faulty and fault == "skips a step":
                     step += 1
