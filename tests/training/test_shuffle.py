@@ -470,68 +470,50 @@ def test_features_are_unshuffled_once(contexts):
     one.unshuffle(features_like(one))  # other features of the same batch
 
 
-SPLIT = {
-    "data: list of 2 was given, expected an NDArray or a numpy.ndarray (shuffle_shards is for batches on": dict(
-        data=[nd.ones((2, 2))] * 2
+def split(**changes):
+    return split_and_load(
+        **{"data": numbered(4, 2), "ctx_list": [mx.cpu(0), mx.cpu(1)], **changes}, shuffle=SampleShuffle(1)
+    )
+
+
+def moved(**changes):
+    return shuffle_shards(**{"shards": [nd.ones((2, 2))] * 2, **changes}, shuffle=SampleShuffle(1))
+
+
+def sampled(**changes):
+    return ShuffleSampler(**{"length": 20, "batch_size": 4, "num_processes": 2, "rank": 0, "seed": 1, **changes})
+
+
+# Beside what tests/unit/test_arguments.py has of each argument by itself.
+MISTAKES = {
+    "data: list of 2 was given, expected an NDArray or a numpy.ndarray (shuffle_shards is for batches on": lambda: (
+        split(data=[nd.ones((2, 2))] * 2)
     ),
-    "data: CSRNDArray of shape (4, 2)": dict(data=nd.ones((4, 2)).tostype("csr")),
-    "data: 1 samples were given, expected at least 2": dict(data=numbered(1, 2)),
-    "data: 5 samples were given, expected a multiple of 2 or even_split=False": dict(data=numbered(5, 2)),
-    "ctx_list: cpu(0) was given": dict(ctx_list=mx.cpu()),
-    "ctx_list: [] was given": dict(ctx_list=[]),
-    "ctx_list: ['cpu'] was given": dict(ctx_list=["cpu"]),
-    "batch_axis: 2 was given, expected a whole number from -2 to 1": dict(batch_axis=2),
-    "shuffle: 3 was given, expected a SampleShuffle": dict(shuffle=3),
-    "shuffle: True was given, expected a SampleShuffle": dict(shuffle=True),
+    "data: CSRNDArray of shape (4, 2)": lambda: split(data=nd.ones((4, 2)).tostype("csr")),
+    "data: 1 samples were given, expected at least 2": lambda: split(data=numbered(1, 2)),
+    "data: 5 samples were given, expected a multiple of 2 or even_split=False": lambda: split(data=numbered(5, 2)),
+    "batch_axis: 2 was given, expected a whole number from -2 to 1": lambda: split(batch_axis=2),
+    "shards[1]: numpy.ndarray of shape (2, 2) was given": lambda: moved(shards=[nd.ones((2, 2)), np.ones((2, 2))]),
+    "shards[1]: NDArray of shape (2, 3)": lambda: moved(shards=[nd.ones((2, 2)), nd.ones((2, 3))]),
+    "shards[1]: NDArray of shape (2,)": lambda: moved(shards=[nd.ones((2, 2)), nd.ones(2)]),
+    "shards[1]: NDArray of shape (2, 2) and type uint8": lambda: moved(
+        shards=[nd.ones((2, 2)), nd.ones((2, 2), dtype="uint8")]
+    ),
+    "shards[1]: NDArray of shape (0, 2)": lambda: moved(shards=[nd.ones((2, 2)), nd.ones((2, 2))[1:1]]),
+    "batch_axis: 2 was given": lambda: moved(batch_axis=2),
+    "length: 7 was given, expected at least 8": lambda: sampled(length=7),
+    "length: 9 leaves 1 samples in the last batch, fewer than the 2 processes": lambda: sampled(
+        length=9, last_batch="keep"
+    ),
+    "rank: 2 was given, expected a whole number from 0 to 1": lambda: sampled(rank=2),
+    "last_batch: 'rollover' was given, expected one of ('discard', 'keep')": lambda: sampled(last_batch="rollover"),
 }
 
 
-@pytest.mark.parametrize("message", SPLIT)
-def test_wrong_arguments_of_split_and_load(contexts, message):
-    arguments = {"data": numbered(4, 2), "ctx_list": contexts[:2], "shuffle": SampleShuffle(1), **SPLIT[message]}
+@pytest.mark.parametrize("message", MISTAKES)
+def test_wrong_arguments(message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        split_and_load(**arguments)
-
-
-SHARDS = {
-    "shards: NDArray of shape (2, 2) and type float32 on cpu(0) was given": dict(shards=nd.ones((2, 2))),
-    "shards: [] was given": dict(shards=[]),
-    "shards[1]: numpy.ndarray of shape (2, 2) was given": dict(shards=[nd.ones((2, 2)), np.ones((2, 2))]),
-    "shards[1]: NDArray of shape (2, 3)": dict(shards=[nd.ones((2, 2)), nd.ones((2, 3))]),
-    "shards[1]: NDArray of shape (2,)": dict(shards=[nd.ones((2, 2)), nd.ones(2)]),
-    "shards[1]: NDArray of shape (2, 2) and type uint8": dict(shards=[nd.ones((2, 2)), nd.ones((2, 2), dtype="uint8")]),
-    "shards[1]: NDArray of shape (0, 2)": dict(shards=[nd.ones((2, 2)), nd.ones((2, 2))[1:1]]),
-    "batch_axis: 2 was given": dict(batch_axis=2),
-    "shuffle: 3 was given": dict(shuffle=3),
-}
-
-
-@pytest.mark.parametrize("message", SHARDS)
-def test_wrong_arguments_of_shuffle_shards(message):
-    arguments = {"shards": [nd.ones((2, 2))] * 2, "shuffle": SampleShuffle(1), **SHARDS[message]}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        shuffle_shards(**arguments)
-
-
-SAMPLER = {
-    "length: 0 was given": dict(length=0),
-    "length: 7 was given, expected at least 8": dict(length=7),
-    "length: 9 leaves 1 samples in the last batch, fewer than the 2 processes": dict(length=9, last_batch="keep"),
-    "batch_size: 2.5 was given": dict(batch_size=2.5),
-    "num_processes: 0 was given": dict(num_processes=0),
-    "rank: 2 was given, expected a whole number from 0 to 1": dict(rank=2),
-    "rank: -1 was given": dict(rank=-1),
-    "seed: None was given": dict(seed=None),
-    "epoch: -1 was given": dict(epoch=-1),
-    "last_batch: 'rollover' was given, expected one of ('discard', 'keep')": dict(last_batch="rollover"),
-}
-
-
-@pytest.mark.parametrize("message", SAMPLER)
-def test_wrong_arguments_of_the_sampler(message):
-    arguments = {"length": 20, "batch_size": 4, "num_processes": 2, "rank": 0, "seed": 1, **SAMPLER[message]}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        ShuffleSampler(**arguments)
+        MISTAKES[message]()
 
 
 def test_wrong_features_of_the_sampler():
