@@ -52,13 +52,7 @@ def build(model, norm_layer, contexts, dtype):
     """A network whose parameters depend on their structural names alone, so that two of them are equal."""
     kwargs, crop = {} if model is FastSCNN else {"backbone": "resnet50"}, CROPS[model]
     net = model(
-        CLASSES,
-        aux=True,
-        pretrained_base=False,
-        crop_size=crop,
-        base_size=crop,
-        norm_layer=norm_layer,
-        **kwargs,
+        CLASSES, aux=True, pretrained_base=False, crop_size=crop, base_size=crop, norm_layer=norm_layer, **kwargs
     )
     net.initialize(mx.init.Zero(), ctx=contexts, force_reinit=True)
     net.cast(dtype)
@@ -133,15 +127,13 @@ def assert_below(found, limit):
     assert not worst, f"{len(worst)} of {len(found)} above {limit}: {worst[:10]}"
 
 
-SLOW = [pytest.param(model, marks=pytest.mark.slow) for model in (PSPNet, DeepLabV3)]  # whose backbone is that of FCN
+# Residual nets of 18 layers take part in test_families.py and test_fusion.py.
+SLOW = [pytest.param(model, marks=pytest.mark.slow) for model in (FCN, PSPNet, DeepLabV3)]
 
 
-@pytest.mark.parametrize("model", [FCN, FastSCNN, *SLOW], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", [FastSCNN, *SLOW], ids=lambda model: model.__name__)
 def test_a_step_on_two_devices_is_the_step_on_one(model):
-    net, plain = (
-        build(model, SyncBatchNorm, CONTEXTS, "float64"),
-        build(model, nn.BatchNorm, CONTEXTS[:1], "float64"),
-    )
+    net, plain = (build(model, SyncBatchNorm, CONTEXTS, "float64"), build(model, nn.BatchNorm, CONTEXTS[:1], "float64"))
     net.hybridize(static_alloc=True)
     assert_below(errors(net, plain, "float64"), 1e-7)
 

@@ -229,7 +229,7 @@ def test_the_end_right_after_a_healthy_step_was_issued():
     """The second replica is late, so that the first one waits for it at the end; and the step is finished."""
     text = """
 train(); train()
-work = nd.ones((1500, 1500), ctx=contexts[1]) * 1e-3
+work = nd.ones((1000, 1000), ctx=contexts[1]) * 1e-3
 work.wait_to_read()
 close = gluon_syncbn._native.close
 gluon_syncbn._native.close = lambda: (print("failure:", gluon_syncbn._native.failure()), close())
