@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.dist, pytest.mark.timeout(1200)]
 
 def run(*command, cwd="/", limit=900):
     """(exit status, everything printed), with none of the settings of these tests."""
-    kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "TMP", "HOME", "SSL", "LANG"))}
+    kept = {
+        name: value for name, value in os.environ.items() if name.startswith(("PIP_", "TMP", "HOME", "SSL", "LANG"))
+    }
     done = subprocess.run(
         [str(word) for word in command],
         cwd=str(cwd),

@@ -424,16 +424,7 @@ def test_evaluate_repeats_the_score_of_training(trained, data, capsys):
     from errors import run
     from evaluate import main
 
-    common = [
-        "--resume",
-        str(trained / "best.ckpt"),
-        "--data-root",
-        str(data),
-        "--workers",
-        "0",
-        "--cpus",
-        "3",
-    ]
+    common = ["--resume", str(trained / "best.ckpt"), "--data-root", str(data), "--workers", "0", "--cpus", "3"]
     assert run(main, [*common, "--test-batch-size", "4"]) == 0  # six images: the last batch has two
     best = max(rows(trained / "epochs.csv"), key=lambda row: float(row["mIoU"]))
     head, constant = capsys.readouterr().out.splitlines()
@@ -449,14 +440,7 @@ def test_predict_writes_a_picture_and_a_mask(trained, data, tmp_path, capsys):
 
     image = data / "ADEChallengeData2016/images/validation/ADE_val_00000001.jpg"
     Image.fromarray(pixels(image)[:93, :117]).save(tmp_path / "odd size.jpg")
-    arguments = [
-        str(image),
-        str(tmp_path / "odd size.jpg"),
-        "--output-dir",
-        str(tmp_path / "out"),
-        "--cpus",
-        "1",
-    ]
+    arguments = [str(image), str(tmp_path / "odd size.jpg"), "--output-dir", str(tmp_path / "out"), "--cpus", "1"]
     assert run(main, ["--resume", str(trained / "best.ckpt"), *arguments]) == 0, capsys.readouterr().err
     for stem, shape in (("ADE_val_00000001", pixels(image).shape[:2]), ("odd size", (93, 117))):
         mask = pixels(tmp_path / "out" / f"{stem}_mask.png")
@@ -585,16 +569,7 @@ def test_a_broken_file_found_by_a_worker_ends_the_run(data, tmp_path):
     program = "import dataset, train; dataset.CHECK_CONTENTS_UP_TO = 0\n"
     program += "from errors import run; sys.exit(run(train.main))\n"
     (tmp_path / "program.py").write_text(f"import sys; sys.path.insert(0, {str(SEGMENTATION)!r})\n" + program)
-    options = [
-        *TINY,
-        *TWO,
-        "--workers",
-        "2",
-        "--data-root",
-        tmp_path / "data",
-        "--save-dir",
-        tmp_path / "run",
-    ]
+    options = [*TINY, *TWO, "--workers", "2", "--data-root", tmp_path / "data", "--save-dir", tmp_path / "run"]
     with Process(tmp_path, tmp_path / "program.py", *options) as process:
         assert process.wait() == 2, process.output()
         lines = process.output().strip().splitlines()
@@ -618,17 +593,7 @@ def test_bad_checkpoint(trained, data, tmp_path, capsys):
     from evaluate import main as evaluate
     from train import main as train
 
-    common = [
-        *TINY,
-        "--data-root",
-        data,
-        "--save-dir",
-        tmp_path / "run",
-        "--epochs",
-        "4",
-        "--syncbn",
-        "--resume",
-    ]
+    common = [*TINY, "--data-root", data, "--save-dir", tmp_path / "run", "--epochs", "4", "--syncbn", "--resume"]
     best = trained / "best.ckpt"
     line = fails(train, [*common, best, "--model", "psp"], capsys)
     assert "a checkpoint of fastscnn, but --model and --backbone ask for psp with resnet50" in line

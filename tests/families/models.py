@@ -135,9 +135,7 @@ MODELS: List[Model] = [
     _segmentation("psp", 96, backbone="resnet50"),
     _segmentation("deeplab", 64, backbone="resnet50"),
     Model(
-        "deeplab_plus",
-        lambda **norm: DeepLabV3Plus(5, pretrained_base=False, crop_size=128, **norm),
-        ((3, 128, 128),),
+        "deeplab_plus", lambda **norm: DeepLabV3Plus(5, pretrained_base=False, crop_size=128, **norm), ((3, 128, 128),)
     ),
     _based("deeplab_v3b_plus_wideresnet_citys", 3, 64, 64, crop_size=64),
     _segmentation("danet", 64, backbone="resnet50"),

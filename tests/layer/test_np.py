@@ -8,16 +8,7 @@ import pytest
 from mxnet import autograd, gluon
 from mxnet.gluon import nn
 from poolings import POOLINGS, specification
-from replicas import (
-    TOLERANCE,
-    WAYS,
-    assert_same,
-    assert_same_bits,
-    make_batch,
-    on_devices,
-    prepare,
-    step_of,
-)
+from replicas import TOLERANCE, WAYS, assert_same, assert_same_bits, make_batch, on_devices, prepare, step_of
 
 import gluon_syncbn
 from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, contrastive

@@ -11,10 +11,7 @@ from families import checks
 from families.models import BY_NAME
 
 QUICK = [BY_NAME["mobilenetv3_small"], BY_NAME["mobile_pose_resnet18_v1b"]]
-LARGE = [
-    BY_NAME["hrnet_w18_small_v1_c"],
-    BY_NAME["r2plus1d_resnet18_kinetics400"]._replace(inputs=((3, 4, 16, 16),)),
-]
+LARGE = [BY_NAME["hrnet_w18_small_v1_c"], BY_NAME["r2plus1d_resnet18_kinetics400"]._replace(inputs=((3, 4, 16, 16),))]
 MODELS = [*QUICK, *(pytest.param(model, marks=pytest.mark.slow) for model in LARGE)]
 
 

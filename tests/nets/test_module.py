@@ -469,9 +469,7 @@ def sequence(norm, contexts):
     chain = mx.mod.SequentialModule()
     chain.add(mx.mod.Module(body(norm), label_names=None, context=contexts))
     chain.add(
-        mx.mod.Module(mx.sym.SoftmaxOutput(rest, name="softmax"), context=contexts),
-        take_labels=True,
-        auto_wiring=True,
+        mx.mod.Module(mx.sym.SoftmaxOutput(rest, name="softmax"), context=contexts), take_labels=True, auto_wiring=True
     )
     batch = batch_of(0, dtype="float32")
     chain.bind(batch.provide_data, batch.provide_label)

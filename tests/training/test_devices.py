@@ -20,8 +20,7 @@ STORES = [("device", True), ("device", False), ("local", True), ("local", False)
 CASES = [
     (*store, req, way)
     for (store, req), way in zip(
-        itertools.product(STORES, ("write", "add")),
-        itertools.cycle(["eager", "hybrid", "static_alloc"]),
+        itertools.product(STORES, ("write", "add")), itertools.cycle(["eager", "hybrid", "static_alloc"])
     )
 ]
 

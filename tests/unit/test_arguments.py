@@ -78,16 +78,7 @@ WRONG = {
     ],
     "optional shuffle": [3, True, [SampleShuffle(1)], nd.ones(1), Stranger()],
     "array": [None, 3, "array", [nd.ones((4, 2))], nd.ones((4, 2)).tostype("csr"), Stranger()],
-    "features": [
-        None,
-        3,
-        "array",
-        [],
-        [nd.ones((5, 2))],
-        [3],
-        nd.ones((4, 2)).tostype("csr"),
-        Stranger(),
-    ],
+    "features": [None, 3, "array", [], [nd.ones((5, 2))], [3], nd.ones((4, 2)).tostype("csr"), Stranger()],
     "rows": [None, 3, "array", [], [3], nd.ones((4, 2)).tostype("csr"), Stranger()],
     "arrays": [None, 3, [], nd.ones((4, 2)), [nd.ones((2, 2)), 3], [nd.ones((2, 2)), nd.ones((2, 3))]],
     "symbol": [None, 3, "data", nd.ones(1), Stranger()],
@@ -243,14 +234,8 @@ CALLS = {
         {"net": "net", "trainer": "trainer"},
     ),
     "broadcast_parameters": (broadcast, {"params": "params", "kvstore": "kvstore", "root_rank": "root"}),
-    "update_bn_stats": (
-        updated,
-        {"net": "net", "batches": "batches", "num_iters": "count", "kvstore": "kvstore"},
-    ),
-    "cpu_devices": (
-        lambda **kwargs: gluon_syncbn.cpu_devices(**{"n": 1, **kwargs}),
-        {"n": "count"},
-    ),
+    "update_bn_stats": (updated, {"net": "net", "batches": "batches", "num_iters": "count", "kvstore": "kvstore"}),
+    "cpu_devices": (lambda **kwargs: gluon_syncbn.cpu_devices(**{"n": 1, **kwargs}), {"n": "count"}),
     "devices": (enter, {"contexts": "contexts"}),
     "kvstore": (
         lambda **kwargs: gluon_syncbn.kvstore(**{"name": "mpi", **kwargs}),
@@ -258,14 +243,8 @@ CALLS = {
     ),
     "uninstall": (gluon_syncbn.uninstall, {"everything": "flag"}),
     "install": (gluon_syncbn.install, {"cpus": "optional count", "convert": "flag"}),
-    "parallel.DataParallelModel": (
-        data_parallel,
-        {"module": "net", "ctx_list": "optional contexts", "sync": "flag"},
-    ),
-    "parallel.DataParallelCriterion": (
-        criterion,
-        {"module": "loss", "ctx_list": "optional contexts", "sync": "flag"},
-    ),
+    "parallel.DataParallelModel": (data_parallel, {"module": "net", "ctx_list": "optional contexts", "sync": "flag"}),
+    "parallel.DataParallelCriterion": (criterion, {"module": "loss", "ctx_list": "optional contexts", "sync": "flag"}),
     "parallel.parallel_apply": (
         lambda **kwargs: gluon_syncbn.parallel.parallel_apply(**{"module": abs, "inputs": [], **kwargs}),
         {"module": "loss", "sync": "flag"},

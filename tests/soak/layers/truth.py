@@ -75,9 +75,7 @@ class Truth:
             Part(i, self._leaf(x), None if a is None else self._leaf(a), where)
             for i, (shard, addend, mask) in enumerate(zip(shards, addends, masks))
             for x, a, where in zip(
-                self.cut(shard),
-                [None] * case.slots if addend is None else self.cut(addend),
-                self.counting(shard, mask),
+                self.cut(shard), [None] * case.slots if addend is None else self.cut(addend), self.counting(shard, mask)
             )
         ]
         gammas, betas = ([self._leaf(v[:, None]) for _ in shards] for v in (self._gamma(), self.beta))
