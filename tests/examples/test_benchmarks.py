@@ -223,19 +223,20 @@ def test_the_results_of_the_models_in_processes_are_complete(short_runs):
     command = "benchmarks/models.py --quick --processes 2"
     text, (cell,) = results("models_processes", *short_runs["models_processes"], command)
     ((header, rows),) = tables(text)
-    assert header[:7] == ["model", "crop", "images", "processes", "rounds", "local, ms", "sync, ms"]
-    assert header[7:] == ["sync / local", "share of statistics", "mean of the processes", "gradients, ms"]
+    assert header[:8] == ["model", "crop", "images", "processes", "rounds", "alone, ms", "local, ms", "sync, ms"]
+    assert header[8:] == ["sync / local", "share of statistics", "mean of the processes", "local / alone"]
     first = [["FastSCNN", "64", "2", "2", "3"]]
-    assert_cells(rows, first, NUMBER, NUMBER, MEDIAN_AND_RANGE, rf"{NUMBER} %", MEDIAN_AND_RANGE, NUMBER)
-    series = {"local", "sync", "local, mean", "sync, mean", "gradients"}
-    assert cell["seconds"].keys() == series and cell["ratios"].keys() == {"sync", "sync, mean"}
+    assert_cells(rows, first, *[NUMBER] * 3, MEDIAN_AND_RANGE, rf"{NUMBER} %", *[MEDIAN_AND_RANGE] * 2)
+    series = {"alone", "local", "sync"}
+    assert cell["seconds"].keys() == {*series, *(f"{name}, mean" for name in series), "gradients"}
+    assert cell["ratios"].keys() == {"sync", "sync, mean", "gradients"}
     assert {one["count"] for one in cell["seconds"].values()} == {3}
     # The mean of two processes is above half of the slowest, and never above it.
-    for mode in ("local", "sync"):
+    for mode in series:
         slowest, mean = (cell["seconds"][name]["median"] for name in (mode, f"{mode}, mean"))
         assert slowest / 2 < mean <= slowest
     ratio = cell["ratios"]["sync"]["median"]
-    assert float(rows[0][8].split()[0]) == pytest.approx(100 * (1 - 1 / ratio), abs=0.1)
+    assert float(rows[0][9].split()[0]) == pytest.approx(100 * (1 - 1 / ratio), abs=0.1)
 
 
 @pytest.mark.parametrize(
