@@ -185,12 +185,13 @@ def test_cable_unplugged_in_the_middle(hosts, transport):
     hosts.unplug()
     unplugged = time.monotonic()
     for rank, pid in enumerate(pids):
-        seconds, text = hosts.report(rank, unplugged + 40)
+        seconds, text = hosts.report(rank, unplugged + 60)
         assert f"rank {1 - rank}" in text, text
-        assert "of SyncBatchNorm 'layer" in text or "gradient 0" in text, text
-        assert seconds < 20
+        assert re.search("of SyncBatchNorm 'layer|gradient 0|of the machines", text), text
+        # An operation of Horovod in MXNet ends when gloo gives up, after 30 s.
+        assert seconds < (50 if transport == "horovod" else 20)
         while running(pid):
-            assert time.monotonic() < unplugged + 60, "a process has its error and does not end"
+            assert time.monotonic() < unplugged + 90, "a process has its error and does not end"
             time.sleep(0.05)
     assert not any("ENDED" in line for line in hosts.output().splitlines())
 
