@@ -100,6 +100,7 @@ def step(cell: _measuring.Cell, store: Any, mode: Any, gradients: bool) -> Calla
     net.hybridize(static_alloc=True)
     trainer = Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=store if gradients else None)
     loss = criterion(cell)
+    net(batch(cell, mx.cpu())[0])  # initialises all weights, alike in all processes
     mx.random.seed(1 + store.rank)  # each process has images of its own
     x, labels = batch(cell, mx.cpu())
 

@@ -1,4 +1,4 @@
-"""The specification against what does not share its code: a second one, differences, MXNet's own layer."""
+"""The specification against a second one that shares no code with it."""
 
 import ast
 import inspect
