@@ -74,7 +74,7 @@ def _checked_names(construct: ConstructT) -> ConstructT:
     @functools.wraps(construct)
     def looking(layer: Any, *given: Any, **named: Any) -> None:
         for name in _PYTORCHS.keys() & named.keys():
-            arguments.refuse(name, named[name], f"{_PYTORCHS[name]}, as nn.BatchNorm calls it")
+            arguments.refuse(name, named[name], _PYTORCHS[name])
         _look_at_positions(type(layer).__name__, given, named)
         construct(layer, *given, **named)
 
@@ -82,7 +82,13 @@ def _checked_names(construct: ConstructT) -> ConstructT:
 
 
 #: Arguments of PyTorch's layer, and what says the same here.
-_PYTORCHS = {"num_features": "in_channels", "eps": "epsilon", "affine": "scale and center"}
+_PYTORCHS = {
+    "num_features": "in_channels, as nn.BatchNorm calls it",
+    "eps": "epsilon, as nn.BatchNorm calls it",
+    "affine": "scale and center, as nn.BatchNorm calls it",
+    "process_group": "group_size or groups",
+    "track_running_stats": "nothing, because a layer always has running statistics",
+}
 
 
 def _look_at_positions(name: str, given: Sequence[Any], named: Dict[str, Any]) -> None:

@@ -488,11 +488,18 @@ def test_positions_of_plain_batchnorm_are_its_own(given, named):  # a warning is
 
 
 @pytest.mark.parametrize(
-    "name, here", [("num_features", "in_channels"), ("eps", "epsilon"), ("affine", "scale and center")]
+    "name, here",
+    [
+        ("num_features", "in_channels, as nn.BatchNorm calls it"),
+        ("eps", "epsilon, as nn.BatchNorm calls it"),
+        ("affine", "scale and center, as nn.BatchNorm calls it"),
+        ("process_group", "group_size or groups"),
+        ("track_running_stats", "nothing, because a layer always has running statistics"),
+    ],
 )
 def test_names_of_pytorchs_layer(name, here):
     for norm in (SyncBatchNorm, SyncBatchNormAdd, gluon_syncbn.ShuffleBatchNorm):
-        with pytest.raises(ValueError, match=f"{name}: 1 was given, expected {here}, as nn.BatchNorm calls it"):
+        with pytest.raises(ValueError, match=f"{name}: 1 was given, expected {here}"):
             norm(**{name: 1})
 
 
