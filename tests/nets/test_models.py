@@ -101,9 +101,9 @@ def distance(got, want):
     return np.linalg.norm(np.subtract(got, want, dtype="float64")) / np.linalg.norm(want.astype("float64"))
 
 
-def errors(net, plain, dtype):
+def errors(net, plain, dtype, split=SPLIT):
     """The relative error of the loss, every gradient and every running statistic, by name; plain is in float64."""
-    loss, grads, running = step(net, CONTEXTS, SPLIT, dtype)
+    loss, grads, running = step(net, CONTEXTS[: len(split)], split, dtype)
     want_loss, want_grads, want_running = step(plain, CONTEXTS[:1], [sum(SPLIT)], "float64")
     trained = [name for name, p in plain._collect_params_with_prefix().items() if p.grad_req != "null"]
     assert grads.keys() == want_grads.keys() == set(trained), "no parameter is left out"
@@ -116,8 +116,9 @@ def errors(net, plain, dtype):
         else:
             found[name] = distance(got, want)
     for name, (want,) in want_running.items():
-        one, other = running[name]
-        np.testing.assert_array_equal(one, other, err_msg=f"{name} differs between the devices")
+        one, *others = running[name]
+        for other in others:
+            np.testing.assert_array_equal(one, other, err_msg=f"{name} differs between the devices")
         found[name] = distance(one, want)
     return found
 
@@ -139,10 +140,11 @@ def test_a_step_on_two_devices_is_the_step_on_one(model):
 
 
 def test_a_converted_network_in_float32_without_hybridize():
-    # Not against plain BatchNorm in float32: on a processor without AVX-512 that is 3 % off in these gradients.
+    # Without AVX-512, plain BatchNorm in float32 is 3 % off in these gradients, and so may this layer be.
     net = build(FastSCNN, nn.BatchNorm, CONTEXTS, "float32")
-    plain = build(FastSCNN, nn.BatchNorm, CONTEXTS[:1], "float64")
-    assert_below(errors(convert(net), plain, "float32"), 1e-3)
+    plain, *exact = (build(FastSCNN, nn.BatchNorm, CONTEXTS[:1], dtype) for dtype in ("float32", "float64", "float64"))
+    off = max(errors(plain, exact[0], "float32", [sum(SPLIT)]).values())
+    assert_below(errors(convert(net), exact[1], "float32"), max(1e-3, 2 * off))
 
 
 def test_statistics_of_each_device_alone_are_far_off():
