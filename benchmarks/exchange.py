@@ -22,7 +22,6 @@ from tqdm import tqdm
 SIZES = [1024, 2048, 4096, 8192, 16384]  # bytes
 PROCESSES = {"mpi": [2, 4, 8], "horovod": [2, 4]}
 ROUNDS = {"mpi": 1000, "horovod": 300}
-BARE = {"mpi": "mpi4py's `Allreduce`", "horovod": "Horovod's `allreduce`"}
 
 EXPLANATION = """Microseconds for the sum of a float64 vector over the processes of one machine, the median over
 {rounds} calls on rank 0 (10 % and 90 % in brackets). *Bare* is {bare} in the same run. *Ours* is the way of
@@ -34,7 +33,9 @@ With more processes than cores, a wait is mostly for the scheduler.
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _measuring.options(__doc__, arguments, quick="few calls on two processes: a smoke test", over=list(BARE))
+    options = _measuring.options(
+        __doc__, arguments, quick="few calls on two processes: a smoke test", over=list(_measuring.BARE)
+    )
     if options.child:
         child(options.over, json.loads(options.child))
         return 0
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str]) -> int:
     header = ["bytes", "processes", "bare, us", "ours, us", "ours / bare", "transport, us"]
     table = _results.table(header, [row(cell) for cell in cells])
     print(table)
-    text = EXPLANATION.format(table=table, rounds=rounds, bare=BARE[over])
+    text = EXPLANATION.format(table=table, rounds=rounds, bare=_measuring.BARE[over])
     stem = "exchange" if over == "mpi" else f"exchange_{over}"
     _results.write(options.out, stem, "Exchange between processes", text, env, {"sizes": cells}, {"sizes": samples})
     plot(options.out / f"{stem}.png", over, cells, env)
@@ -72,21 +73,6 @@ def child(over: str, work: Dict[str, Any]) -> None:
     result = sizes(over, store, work)
     if store.rank == 0:
         print(json.dumps(result), flush=True)
-
-
-def bare_sum(over: str, values: Any) -> Callable[[], None]:
-    import numpy as np
-
-    if over == "mpi":
-        from mpi4py import MPI
-
-        out = np.empty_like(values)
-        return lambda: MPI.COMM_WORLD.Allreduce(values, out)
-    import horovod.mxnet as hvd
-    import mxnet as mx
-
-    array = mx.nd.array(values, dtype=values.dtype)
-    return lambda: hvd.allreduce(array, op=hvd.Sum, name=f"bare {values.size}").wait_to_read()
 
 
 def new_layer(store: Any) -> int:
@@ -142,7 +128,7 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
             _native.allreduce_at(handle, ticket, size // 8, *data)
 
         steps: Dict[str, Callable[[], None]] = {
-            "bare": bare_sum(over, values),
+            "bare": _measuring.bare_sum(over, values),
             "ours": functools.partial(call, store.handle),
             "transport": functools.partial(call, store._transport.handle),
         }
@@ -162,7 +148,7 @@ def plot(path: Path, over: str, cells: Sequence[Dict[str, Any]], env: Dict[str, 
     for axis, count in zip(axes[0], processes):
         mine = [cell for cell in cells if cell["processes"] == count]
         labels = (
-            ("bare", "#000000", BARE[over].replace("`", "")),
+            ("bare", "#000000", _measuring.BARE[over].replace("`", "")),
             ("ours", "#0072B2", "statistics, in shared memory"),
             ("transport", "#D55E00", f"kvstore('{over}'), between machines"),
         )

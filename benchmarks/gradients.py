@@ -27,7 +27,6 @@ EFFORT = {"rounds": 30, "budget_s": 20}
 YARDSTICKS = {"exchange": "bare", "step": "step alone", "horovod": "bare"}
 YARDSTICKS.update({name: name for name in ("bare", "step alone", "contexts")})
 OfAll = Callable[[float], List[float]]  # returns the numbers of all processes; none returns before all have come
-BARE = {"mpi": "mpi4py's `Allreduce`", "horovod": "Horovod's `allreduce`"}
 
 EXPLANATION = """ResNets and MobileNetV2 with 1,000 classes, trained in several processes of one machine. Each process
 has one CPU device and one thread for OpenMP. Times are in ms, of the slowest process, medians over the rounds.
@@ -48,7 +47,7 @@ with one context.""",
 
 def main(arguments: Sequence[str]) -> int:
     quick = "one model, two processes, three rounds"
-    options = _measuring.options(__doc__, arguments, quick, over=list(BARE))
+    options = _measuring.options(__doc__, arguments, quick, over=list(_measuring.BARE))
     if options.child:
         child(options.over, json.loads(options.child))
         return 0
@@ -69,7 +68,7 @@ def main(arguments: Sequence[str]) -> int:
     table = _results.table(header, [row(result) for result in results])
     print(table)
     title, stem = "Gradients between processes", "gradients" if over == "mpi" else f"gradients_{over}"
-    text = EXPLANATION.format(over=over, bare=BARE[over], last=LAST[over], table=table)
+    text = EXPLANATION.format(over=over, bare=_measuring.BARE[over], last=LAST[over], table=table)
     _results.write(options.out, stem, title, text, env, results, samples)
     plot(options.out / f"{stem}.png", over, results, env)
     return 0
@@ -104,7 +103,15 @@ def child(over: str, cell: _measuring.Cell) -> None:
 
     together, alone = Net(cell, contexts, store, of_all), Net(cell, contexts, None, of_all)
     values = np.random.RandomState(store.rank).randn(together.values()).astype("float32")
-    calls = {"bare": bare_sum(over, values, of_all), "update": together.update}
+    add = _measuring.bare_sum(over, values)
+
+    def bare() -> float:
+        of_all(0)
+        start = time.perf_counter()
+        add()
+        return time.perf_counter() - start
+
+    calls = {"bare": bare, "update": together.update}
     calls.update({"update alone": alone.update, "step": together.step, "step alone": alone.step})
     if over == "horovod":
         calls["horovod"] = Net(cell, contexts, "horovod", of_all).update
@@ -119,33 +126,6 @@ def child(over: str, cell: _measuring.Cell) -> None:
 
 def of_one(number: float) -> List[float]:
     return [number]
-
-
-def bare_sum(over: str, values: Any, of_all: OfAll) -> Callable[[], float]:
-    """Gives the seconds of one sum of all values."""
-    if over == "mpi":
-        from mpi4py import MPI
-
-        total = values.copy()
-
-        def add() -> None:
-            MPI.COMM_WORLD.Allreduce(values, total)
-    else:
-        import horovod.mxnet as hvd
-        import mxnet as mx
-
-        array = mx.nd.array(values)
-
-        def add() -> None:
-            hvd.allreduce(array, op=hvd.Sum, name="bare").wait_to_read()
-
-    def timed() -> float:
-        of_all(0)
-        start = time.perf_counter()
-        add()
-        return time.perf_counter() - start
-
-    return timed
 
 
 class Net:
@@ -216,7 +196,7 @@ def in_turn(cell: _measuring.Cell, calls: Dict[str, Callable[[], float]], of_all
 
 
 def plot(path: Path, over: str, results: Sequence[_measuring.Cell], env: Dict[str, str]) -> None:
-    series = [("bare", BARE[over].replace("`", ""), "local"), ("exchange", f"kvstore('{over}')", "ours")]
+    series = [("bare", _measuring.BARE[over].replace("`", ""), "local"), ("exchange", f"kvstore('{over}')", "ours")]
     if over == "horovod":
         series.append(("horovod", "hvd.DistributedTrainer", "contrib"))
     bars = [
