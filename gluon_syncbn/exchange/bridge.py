@@ -212,7 +212,7 @@ class BridgedTransport(WaitingTransport):
                 self._rows[0] = self._rows[0]._replace(lost=True)
                 self._changed.notify_all()
 
-    def tell(self, label: Optional[Label], reason: str) -> None:
+    def tell(self, reason: str) -> None:
         self.say()
 
     def say(self) -> None:

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 from concurrent import futures
-from typing import Any, Callable, Dict, List, NoReturn, Optional, Sequence
+from typing import Any, Callable, Dict, List, NoReturn, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -126,7 +126,7 @@ class HorovodTransport(BridgedTransport):
         total = functools.reduce(np.add, everyone.reshape(self.size, -1))
         return self._run(label, total, functools.partial(self._hvd.allgather, name=_name(label, label.call, "sums")))
 
-    def tell(self, label: Optional[Label], reason: str) -> None:
+    def tell(self, reason: str) -> None:
         self.say()
         self._end_horovod()
 

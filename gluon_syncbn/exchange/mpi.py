@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import List, Optional, Sequence
+from typing import List, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -66,7 +66,7 @@ class MPITransport(Transport):
             self.fail(str(error))
             raise
 
-    def tell(self, label: Optional[Label], reason: str) -> None:
+    def tell(self, reason: str) -> None:
         _native.processes_failed(self.handle, reason)
 
     def close(self) -> None:

@@ -476,7 +476,7 @@ class _OfParent(Transport):
             "that the launcher has started are"
         )
 
-    def tell(self, label: Optional[Label], reason: str) -> None:
+    def tell(self, reason: str) -> None:
         pass  # the parent reports its own failures
 
     def close(self) -> None:

@@ -59,8 +59,8 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def tell(self, label: Optional[Label], reason: str) -> None:
-        """Tells the other ranks, once, that nothing is carried any more; the reason is empty if unknown so far."""
+    def tell(self, reason: str) -> None:
+        """Tells the other ranks, once, that nothing is carried any more."""
 
     @abstractmethod
     def close(self) -> None:
@@ -103,7 +103,7 @@ class Transport(ABC):
             if self._broken or self._closed:
                 return
             self._broken = reason
-        self.tell(None, reason)
+        self.tell(reason)
 
     def check_open(self) -> None:
         """Raises an error if the transport is broken or closed, before anything is sent."""

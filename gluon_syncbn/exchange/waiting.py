@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from typing import Callable, Iterator, NoReturn, Optional, Sequence
+from typing import Iterator, Optional, Sequence
 
 import mxnet as mx
 
@@ -47,8 +47,7 @@ class Wait:
         self._polled = now
         why = self._native.poll()
         if why == "late":
-            no_answer = f"no answer within {self._limit:.0f} s"
-            transport.give_up(label, no_answer, lambda: transport.late(label, missing, self))
+            transport.give_up(label, transport.late(label, missing, self))
         elif why == "long":
             log.warning("%s", self.text(missing, why))
         elif why:
@@ -73,10 +72,6 @@ class WaitingTransport(Transport):
         except BaseException as error:
             self.fail(f"{type(error).__name__} left {label}.")
             raise
-
-    def give_up(self, label: Label, reason: str, find_out: Optional[Callable[[], str]] = None) -> NoReturn:
-        """Ends all exchanges, and raises an error with the reason, or with the result of ``find_out``."""
-        super().give_up(label, find_out() if find_out else reason)
 
     def late(self, label: Label, missing: Sequence[int], wait: Wait) -> str:
         """Returns the error of a wait whose time is up."""

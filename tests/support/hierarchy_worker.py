@@ -56,7 +56,7 @@ class Files(WaitingTransport):
             wait.poll(missing)
             time.sleep(0.001)
 
-    def tell(self, label, reason):
+    def tell(self, reason):
         self._leave(f"failure.{self.rank}", reason.encode())
 
     def close(self):

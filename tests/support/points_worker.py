@@ -169,7 +169,7 @@ class Bridge(Transport):
         key = int.from_bytes(hashlib.blake2b(str(label[:5]).encode(), digest_size=7).digest(), "little")
         return _native.bytes_of(self._inner.handle, ranks, (9, key, 0, 0), label.what, message.tobytes())
 
-    def tell(self, label, reason):
+    def tell(self, reason):
         self._inner.fail(reason)
 
     def close(self):

@@ -42,7 +42,7 @@ class ThreadTransport(WaitingTransport):
                 wait.poll(missing)
                 self._post.changed.wait(0.01)
 
-    def tell(self, label, reason):
+    def tell(self, reason):
         with self._post.changed:
             self._post.gone[self.rank] = reason
             self._post.changed.notify_all()

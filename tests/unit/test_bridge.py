@@ -35,7 +35,7 @@ class Worker(DistSyncTransport):
 
     def comes_to_its_end(self):
         self._closed = True
-        self.tell(None, "")
+        self.tell("")
 
 
 def workers(size):
