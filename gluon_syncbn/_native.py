@@ -799,10 +799,14 @@ class Summands:
     names : list of str
         A name for each sum, for messages.
     arrays : list of list of NDArray
-        For each sum as many arrays as for the others, of float type, dense, and on CPUs.
+        For each sum as many arrays as for the others, of float type and dense.
+    gpus : Handle or None
+        What `connected_gpus` returned, for arrays on these GPUs. None: they are on CPUs.
     """
 
-    def __init__(self, names: Sequence[str], arrays: Sequence[Sequence[NDArray]]) -> None:
+    def __init__(
+        self, names: Sequence[str], arrays: Sequence[Sequence[NDArray]], gpus: Optional[Handle] = None
+    ) -> None:
         self.arrays = [array for of_one in arrays for array in of_one]  # whose handles stay as long as they do
         count, contexts = len(names), len(arrays[0]) if arrays else 1
         types, sizes = (ctypes.c_int * count)(), (ctypes.c_int64 * count)()
@@ -810,7 +814,7 @@ class Summands:
             check_call(_mxnet.MXNDArrayGetDType(array.handle, ctypes.byref(types, i * ctypes.sizeof(ctypes.c_int))))
             sizes[i] = array.size
         handles = (ctypes.c_void_p * (count * contexts))(*[array.handle.value for array in self.arrays])
-        self.given = *_names(names), types, sizes, contexts, handles
+        self.given = *_names(names), types, sizes, contexts, handles, gpus
 
 
 def sum_arrays(exchange: Handle, channel: int, number: int, summands: Summands) -> None:
@@ -820,6 +824,31 @@ def sum_arrays(exchange: Handle, channel: int, number: int, summands: Summands) 
     in the same order in all processes, and ``number`` counts them for messages.
     """
     _core.syncbn_sum(exchange, channel, number, timeout_of(), *summands.given)
+
+
+def identify_gpus(devices: Sequence[int]) -> Tuple[List[str], str]:
+    """Returns what identifies each of these GPUs, and a new id for `connected_gpus`."""
+    identities, name = ctypes.create_string_buffer(16 * len(devices)), ctypes.create_string_buffer(128)
+    _core.syncbn_gpus_identify((ctypes.c_int * len(devices))(*devices), len(devices), identities, name)
+    return [identities.raw[16 * i : 16 * i + 16].hex() for i in range(len(devices))], name.raw.hex()
+
+
+def connected_gpus(devices: Sequence[int], name: str, first: int, ranks: int, bucket: int) -> Handle:
+    """Returns the way of sums between GPUs of several processes.
+
+    Parameters
+    ----------
+    devices : list of int
+        The GPUs of this process.
+    name : str
+        The same id in all processes, used once.
+    first, ranks : int
+        The place of the first of these GPUs among those of all processes, and their number.
+    bucket : int
+        Bytes that one collective adds, a multiple of 8.
+    """
+    numbers = (ctypes.c_int * len(devices))(*devices)
+    return _core.syncbn_gpus(numbers, len(devices), bytes.fromhex(name), first, ranks, bucket)
 
 
 _between: List[_MachinesInPython] = []  # the core keeps pointers into them

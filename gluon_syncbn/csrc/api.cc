@@ -398,13 +398,32 @@ SYNCBN_API int syncbn_allreduce(void* exchange, int merges, const syncbn::Ticket
 
 // Begins the sum of arrays over the processes of an exchange in shared memory: see native/gradients.h.
 SYNCBN_API int syncbn_sum(void* exchange, int64_t channel, int64_t number, double timeout, int64_t count,
-                          const char** names, const int* types, const int64_t* sizes, int64_t contexts, void** arrays) {
+                          const char** names, const int* types, const int64_t* sizes, int64_t contexts, void** arrays,
+                          void* gpus) {
     return done([&] {
         std::vector<syncbn::Summand> summands;
         for (int64_t i = 0; i < count; ++i)
             summands.push_back({names[i], static_cast<syncbn::Type>(types[i]), static_cast<size_t>(sizes[i])});
-        syncbn::native::sum_gradients(of_processes(exchange).sums(), channel, number, timeout, std::move(summands),
-                                      static_cast<size_t>(contexts), arrays);
+        syncbn::native::sum_gradients(
+            of_processes(exchange).sums(), channel, number, timeout, std::move(summands), static_cast<size_t>(contexts),
+            arrays, gpus == nullptr ? nullptr : static_cast<syncbn::cuda::AllReduce*>(gpus)->shared_from_this());
+    });
+}
+
+// Writes what identifies these GPUs, 16 bytes each, and a new name for a communicator, 128 bytes.
+SYNCBN_API int syncbn_gpus_identify(const int* devices, int64_t count, char* identities, char* id) {
+    return done([&] {
+        for (int64_t i = 0; i < count; ++i)
+            syncbn::cuda::Device::of(devices[i]).identity().copy(identities + 16 * i, 16);
+        syncbn::cuda::new_id().copy(id, 128);
+    });
+}
+// The way of sums between the GPUs of several processes: see cuda/collective.h. It lasts as long as the process.
+SYNCBN_API void* syncbn_gpus(const int* devices, int64_t count, const char* id, int first, int ranks, int64_t bucket) {
+    return guarded<void*>(nullptr, [&] {
+        return syncbn::cuda::AllReduce::create({devices, devices + count}, {id, 128}, first, ranks,
+                                               static_cast<size_t>(bucket))
+            .get();
     });
 }
 

@@ -28,6 +28,9 @@ from .base import Exchange, LayerInfo
 from .groups import Members, group_of_each, problem
 from .transport import Label, Transport
 
+_BUCKET = 8 << 20
+_ON_GPUS = {"float16", "float32", "float64"}
+
 
 def _machine() -> str:
     """Returns an id that is equal in all processes of one kernel and PID namespace: they share files in /proc."""
@@ -89,6 +92,11 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._rounds: Counter = Counter()  # of gradients
         self._trainers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()  # of trainers; one that is gone keeps its own
+        #: Whether gradients of GPUs may go over NCCL.
+        self.nccl = True
+        # The contexts of a Trainer's gradients, and their way over NCCL, if they have one.
+        self._ways: weakref.WeakKeyDictionary[Any, Tuple[List[mx.Context], Optional[_native.Handle]]]
+        self._ways = weakref.WeakKeyDictionary()
         # Their gradients, as the core takes them, until other arrays take their place.
         self._prepared: weakref.WeakKeyDictionary[Any, Tuple[List[Any], _native.Summands]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
@@ -170,9 +178,56 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             self._begin_sum(label, before[1])
             return
         sums = {f"the gradient of '{name}'": (arrays, arrays) for name, arrays in _in_order(gradients)}
-        if all(_in_place(arrays) for arrays in gradients.values()):
-            self._prepared[trainer] = given, _native.Summands(list(sums), [arrays for arrays, _ in sums.values()])
-        self._sum(label, sums)
+        gpus = self._way_of(trainer, list(gradients.values()))
+        if gpus is None and not all(_in_place(arrays) for arrays in gradients.values()):
+            self._sum(label, sums)
+            return
+        summands = _native.Summands(list(sums), [arrays for arrays, _ in sums.values()], gpus)
+        self._prepared[trainer] = given, summands
+        self._begin_sum(label, summands)
+
+    def _way_of(self, trainer: Any, gradients: List[List[mx.nd.NDArray]]) -> Optional[_native.Handle]:
+        """Returns the way of gradients between the GPUs of all processes; None if they go over the host.
+
+        Every process calls this in its first step, and if its contexts change.
+        """
+        contexts = [array.context for array in gradients[0]] if gradients else []
+        if trainer in self._ways and self._ways[trainer][0] == contexts:
+            return self._ways[trainer][1]
+        devices = [context.device_id for context in contexts if context.device_type == "gpu"]
+        gpus: List[str] = []
+        name, problem = "", self._without_nccl(contexts, gradients)
+        if not problem:
+            gpus, name = _native.identify_gpus(devices)
+        ours = {"gpus": gpus, "name": name, "problem": problem and f"rank {self.rank} has {problem}"}
+        label = self._label("exchange", f"the GPUs of trainer {self._number(trainer)}")
+        everyone = self._ask_all(label, ours)
+        problems = [one["problem"] for one in everyone if one["problem"]]
+        all_gpus = [gpu for one in everyone for gpu in one["gpus"]]
+        if len(set(all_gpus)) < len(all_gpus):
+            problems.append("several processes use the same GPU")
+        way = None
+        if not problems:
+            first = sum(len(one["gpus"]) for one in everyone[: self.rank])
+            way = _native.connected_gpus(devices, everyone[0]["name"], first, len(all_gpus), _BUCKET)
+        elif devices and self.nccl:
+            log.warning("the gradients of GPUs go through host memory: %s", problems[0])
+        self._ways[trainer] = contexts, way
+        return way
+
+    def _without_nccl(self, contexts: List[mx.Context], gradients: List[List[mx.nd.NDArray]]) -> str:
+        """Returns what keeps this process's gradients from NCCL; empty if nothing does."""
+        if not self.nccl:
+            return "gpus='host'"
+        if not contexts or any(context.device_type != "gpu" for context in contexts):
+            return "gradients on CPUs"
+        if len(set(contexts)) < len(contexts) or any([a.context for a in arrays] != contexts for arrays in gradients):
+            return "parameters on different GPUs, or several copies on one"
+        kinds_here = {np.dtype(a.dtype).name for arrays in gradients for a in arrays if a.stype == "default"}
+        if any(a.stype != "default" for arrays in gradients for a in arrays) or kinds_here - _ON_GPUS:
+            return f"gradients that are sparse or of other types than {', '.join(sorted(_ON_GPUS))}"
+        missing = _native.nccl_problem()
+        return f"no NCCL: {missing}" if missing else ""
 
     def compare_weights(self, trainer: Any, parameters: Dict[str, Tuple[List[mx.nd.NDArray], bool]]) -> None:
         """Compares the parameters of a Trainer with those of the other processes, before its first update.

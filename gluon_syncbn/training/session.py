@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 import weakref
 from typing import Any, Dict, List, Literal, Optional, Sequence, Tuple
 
@@ -245,7 +244,8 @@ def kvstore(name: str, *, gpus: Any = None) -> ProcessStore:
         ``horovod.mxnet.DistributedTrainer`` may add the gradients at the same time. ``'dist_sync'``: a job of
         MXNet's own cluster, with its scheduler and servers. It takes the place of ``mx.kv.create('dist_sync')``.
     gpus : str or None
-        Deprecated. Between processes, the statistics of GPUs travel through host memory, as ``'host'`` says.
+        ``'host'``: the gradients of GPUs travel through host memory, as their statistics do. None: over NCCL, if every
+        process has GPUs of its own and NCCL, else with a warning through host memory. Every process says the same.
 
     Returns
     -------
@@ -256,17 +256,18 @@ def kvstore(name: str, *, gpus: Any = None) -> ProcessStore:
     Raises
     ------
     ValueError
-        If there is no such transport, or ``gpus`` asks for another way.
+        If there is no such transport, or ``gpus`` is something else.
     ImportError
         If a package that the transport needs is not installed.
     MXNetError
         If not all processes of the job arrive within ``timeout``.
     """
+    if gpus is not None and (not isinstance(gpus, str) or gpus != "host"):
+        arguments.refuse("gpus", gpus, "'host' or None, which takes NCCL for gradients where it can")
+    store = session.process_store(named.transport_name(name))
     if gpus is not None:
-        if not isinstance(gpus, str) or gpus != "host":
-            arguments.refuse("gpus", gpus, "'host' or nothing: between processes, NCCL carries no statistics any more")
-        warnings.warn("gpus='host' is the only way and need not be said any more", DeprecationWarning, stacklevel=2)
-    return session.process_store(named.transport_name(name))
+        store.nccl = False
+    return store
 
 
 _native.set_layers(session.layer_of)

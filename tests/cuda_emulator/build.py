@@ -35,7 +35,7 @@ CORE_LIBRARY = "libcuda.so.1"
 LIBRARIES = {
     "libcudart.so.11.0": (["cudart"], r"(__)?cuda[A-Z]"),
     "libnvrtc.so.11.2": (["nvrtc"], "nvrtc"),
-    "libnccl.so.2": (["nccl"], "nccl"),
+    "libnccl.so.2": (["nccl", "nccl_processes"], "nccl"),
     "libcudnn.so.8": (["handles"], "cudnn"),
     "libcublas.so.11": (["handles"], "cublas"),
     "libcusolver.so.11": (["handles"], "cusolver"),

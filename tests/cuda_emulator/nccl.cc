@@ -1,6 +1,6 @@
-// NCCL for the devices of one process. A collective is a meeting: it runs on the streams' threads, where each rank waits
-// until all of its communicator have come, so that what would hang on GPUs waits here too (and is reported after
-// CUDA_EMULATOR_TIMEOUT seconds, 30).
+// NCCL for the devices of one process; between processes: nccl_processes.h. A collective is a meeting: it runs on the
+// streams' threads, where each rank waits until all of its communicator have come, so that what would hang on GPUs waits
+// here too (and is reported after CUDA_EMULATOR_TIMEOUT seconds, 30).
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -16,13 +16,13 @@
 #include "device.h"
 #include "float16.h"
 #include "memory.h"
+#include "nccl_processes.h"
 #include "streams.h"
 
 using namespace emulator;
 
 namespace {
 
-std::atomic<int> lost{-1};      // a device whose ranks do not come; see cuda_emulator_lose
 std::atomic<bool> held{false};  // whoever makes a communicator
 
 enum Result : int { kGood = 0, kInvalidArgument = 4, kInvalidUsage = 5 };
@@ -69,6 +69,9 @@ struct Communicator {
     std::shared_ptr<Clique> clique;
     int rank, device;
     uint64_t calls = 0;
+    std::shared_ptr<Member> member = nullptr;  // in place of a clique: it reaches other processes
+
+    int ranks() const { return member ? member->ranks : static_cast<int>(clique->devices.size()); }
 };
 
 // ---- sums, in the order of the ranks ---------------------------------------------------------------------------
@@ -220,8 +223,38 @@ struct Pending {
 thread_local int depth = 0;
 thread_local std::vector<Pending> pending;
 
+// Ranks of this thread that join a communicator: together, at the end of the group.
+struct Joining {
+    Communicator** out;
+    std::string id;
+    int ranks, rank, device;
+};
+thread_local std::vector<Joining> joining;
+
+Result join() {
+    std::vector<std::thread> threads;
+    std::atomic<bool> good{true};
+    for (const Joining& one : joining)
+        threads.emplace_back([&good, one] {
+            const auto member = Member::join(one.id, one.ranks, one.rank, one.device);
+            *one.out = member ? new Communicator{nullptr, one.rank, one.device, 0, member} : nullptr;
+            if (!member) good = false;
+        });
+    for (std::thread& thread : threads) thread.join();
+    joining.clear();
+    return good ? kGood : kInvalidUsage;
+}
+
 void flush() {
     for (const Pending& one : pending) {
+        if (const std::shared_ptr<Member> member = one.communicator->member) {
+            const Call call = one.call;
+            const uint64_t number = one.communicator->calls++;
+            const size_t bytes = call.count * kSizes[call.type];
+            enqueue(
+                one.stream, [=] { member->sum(number, call.from, call.to, call.count, bytes, call.type, add); }, true);
+            continue;
+        }
         const std::shared_ptr<Clique> clique = one.communicator->clique;
         const size_t rank = one.communicator->rank;
         const uint64_t number = one.communicator->calls++;
@@ -234,7 +267,7 @@ void flush() {
 // MXNet looks at no result of NCCL's: errors go to the device as well.
 Result post(Communicator* communicator, const Call& call, void* handle) {
     const StreamPointer stream = find_stream(handle);
-    const int ranks = static_cast<int>(communicator->clique->devices.size());
+    const int ranks = communicator->ranks();
     std::string wrong;
     if (!stream)
         wrong = "no such stream";
@@ -245,6 +278,8 @@ Result post(Communicator* communicator, const Call& call, void* handle) {
         wrong = format("data type %d", call.type);
     else if (call.root < 0 || call.root >= ranks)
         wrong = format("root %d of %d ranks", call.root, ranks);
+    else if (!communicator->member != !!std::strcmp(call.what, "ncclAllReduce"))
+        wrong = "the emulator has ncclAllReduce between processes, and nothing else";
     else if (call.operation != kSum)
         wrong = format("operation %d: the emulator has ncclSum only", call.operation);
     if (!wrong.empty()) {
@@ -280,13 +315,30 @@ Result ncclCommInitAll(Communicator** out, int count, const int* devices) {
     for (int rank = 0; rank < count; ++rank) out[rank] = new Communicator{clique, rank, clique->devices[rank], 0};
     return kGood;
 }
+// 128 bytes.
+Result ncclGetUniqueId(char* out) {
+    std::memset(out, 0, 128);
+    const std::string id = new_unique_id();
+    std::memcpy(out, id.data(), id.size());
+    return kGood;
+}
+struct UniqueId {
+    char bytes[128];
+};
+Result ncclCommInitRank(Communicator** out, int ranks, UniqueId id, int rank) {
+    while (held) std::this_thread::yield();
+    joining.push_back({out, std::string(id.bytes), ranks, rank, current_device});
+    return depth == 0 ? join() : kGood;
+}
 Result ncclCommDestroy(Communicator* communicator) {
     delete communicator;
     return kGood;
 }
 // What waits for ranks ends, with whatever is in its memory.
 Result ncclCommAbort(Communicator* communicator) {
-    {
+    if (communicator->member) {
+        communicator->member->abort();
+    } else {
         std::lock_guard<std::mutex> lock(communicator->clique->mutex);
         communicator->clique->aborted = true;
         communicator->clique->changed.notify_all();
@@ -302,6 +354,10 @@ const char* ncclGetErrorString(Result result) {
 Result ncclAllGather(const void* from, void* to, size_t count, int type, Communicator* communicator, void* stream) {
     return post(communicator, {"ncclAllGather", from, to, count, type, kSum, 0}, stream);
 }
+Result ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Communicator* communicator,
+                     void* stream) {
+    return post(communicator, {"ncclAllReduce", from, to, count, type, operation, 0}, stream);
+}
 Result ncclGroupStart() {
     ++depth;
     return kGood;
@@ -309,8 +365,9 @@ Result ncclGroupStart() {
 Result ncclGroupEnd() {
     if (depth == 0) return kInvalidUsage;
     if (--depth > 0) return kGood;
+    const Result result = joining.empty() ? kGood : join();
     flush();
-    return kGood;
+    return result;
 }
 Result ncclReduce(const void* from, void* to, size_t count, int type, int operation, int root,
                   Communicator* communicator, void* stream) {

@@ -46,7 +46,7 @@ def test_named_groups(processes, contexts):
     assert_succeeded(done, processes)
 
 
-TOGETHER = ["rows_and_gradients", "other_types", "short_batches", "recomputed_on_gpus", "beside_a_cpu"]
+TOGETHER = ["gradients", "rows_and_gradients", "other_types", "short_batches", "recomputed_on_gpus", "beside_a_cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +108,31 @@ def test_a_process_that_does_not_come(failed):
     assert 2.5 < seconds < 20
 
 
-def test_the_host_is_the_only_way():
-    with pytest.raises(ValueError, match=r"gpus: 'nccl' was given, expected 'host' or nothing: between processes"):
+def test_gradients_between_machines():
+    assert_succeeded(job(2, "gradients", environment={"MPI_WORKER_MACHINES": "0,1"}), 2)
+
+
+@pytest.mark.parametrize(
+    "more, machine, reason",
+    [(["asked"], "", "rank 1 has gpus='host'"), ([], "one", "several processes use the same GPU")],
+)
+def test_gradients_over_the_host(more, machine, reason):
+    environment = {"CUDA_EMULATOR_MACHINE": machine} if machine else {}
+    done = job(2, "gradients_over_the_host", *more, environment=environment)
+    assert_succeeded(done, 2)
+    assert f"the gradients of GPUs go through host memory: {reason}" in done.output
+
+
+def test_a_gpu_that_does_not_come_to_a_sum():
+    done = job(2, "gradients_fail")
+    for rank in range(2):
+        seconds, text = done.failure_of(rank)
+        assert re.search(
+            r"rank \d of 2 waits for rank \d \(over NCCL.* in the gradient of 'array0' and 4 more", text
+        ), text
+        assert 2.5 < seconds < 25
+
+
+def test_a_way_that_is_none():
+    with pytest.raises(ValueError, match=r"gpus: 'nccl' was given, expected 'host' or None"):
         gluon_syncbn.kvstore("mpi", gpus="nccl")
-    with pytest.warns(DeprecationWarning, match="gpus='host' is the only way"):
-        kv = gluon_syncbn.kvstore("mpi", gpus="host")
-    assert gluon_syncbn.kvstore("mpi") is kv

@@ -16,11 +16,13 @@ os.environ["GLUON_SYNCBN_TEST_DEVICE"] = "gpu"
 
 import mxnet as mx
 from mpi_worker import CONTEXTS, devices_of, kv, make_layer, own, report, wait_for_reports
-from mxnet import autograd, nd
+from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from places import TESTS
 from poolings import POOLINGS, fits, specification
 from replicas import assert_same, collect, make_batch, on_devices, step, step_in_any_order
+
+from gluon_syncbn.exchange import store
 
 DEVICES = sum(map(devices_of, range(kv.num_workers)))
 FIRST = sum(map(devices_of, range(kv.rank)))
@@ -166,14 +168,21 @@ def branches():
     )
     for x in itertools.chain(*xs):
         x.attach_grad()
+    trainers = [gluon.Trainer(layer.collect_params(), "sgd", kvstore=kv) for layer in layers]
+    for trainer in trainers:  # the first step compares the weights, and waits for it
+        trainer.allreduce_grads()
     for _ in range(int(sys.argv[2])):
         ys = step_in_any_order(mine, layers, xs, heads, pause=0.002)
+        for i in mine.permutation(len(layers)):
+            trainers[i].allreduce_grads()
         for i, (layer, batch) in enumerate(zip(layers, batches)):
             got = collect(layer, ys[i], [x.grad for x in xs[i]], contexts)
-            want = wanted(layer, batch)
-            assert_same(
-                got._replace(dgamma=want.dgamma, dbeta=want.dbeta, running_mean=[], running_var=[]), want, 1e-10
-            )
+            for context in contexts:
+                for name in ("gamma", "beta"):
+                    sums = getattr(layer, name).grad(context).asnumpy()
+                    np.testing.assert_allclose(sums, getattr(wanted(layer, batch), "d" + name), 1e-10, 1e-10)
+            assert_same(without_sums(got, wanted(layer, batch)), wanted(layer, batch), 1e-10)
+    assert all(way is not None for _, way in kv._ways.values())
     sound()
 
 
@@ -231,6 +240,87 @@ def beside_a_cpu():
     layer.gamma.set_data(nd.array(batch.gamma, dtype="float64"))
     layer.beta.set_data(nd.array(batch.beta, dtype="float64"))
     assert_right(step(layer, part, contexts, "float64"), wanted(layer, batch), 1e-10)
+
+
+# ---- gradients ---------------------------------------------------------------------------------------------
+
+
+class Gradients:
+    """Parameters whose gradients are random, another array on each GPU."""
+
+    def __init__(self, dtype, sizes=(3, 1500, 1, 700, 5)):
+        self.dtype, self.contexts = dtype, CONTEXTS[: devices_of(kv.rank)]
+        self.parameters = gluon.ParameterDict()
+        for i, size in enumerate(sizes):
+            self.parameters.get(f"array{i}", shape=(size,), dtype=dtype, init=mx.init.Zero())
+        self.parameters.initialize(ctx=self.contexts)
+        self.trainer = gluon.Trainer(self.parameters, "sgd", kvstore=kv)
+        self.sizes, self.bytes = sizes, sum(sizes) * (8 if dtype == "float64" else 4)
+
+    def given(self, replica, seed):
+        rng = np.random.RandomState(100 * seed + replica)
+        return [rng.randn(size).astype(self.dtype) * 3 for size in self.sizes]
+
+    def add(self, seed):
+        for k, context in enumerate(self.contexts):
+            for parameter, value in zip(self.parameters.values(), self.given(FIRST + k, seed)):
+                nd.array(value, dtype=self.dtype).copyto(parameter.grad(context))
+        mx.nd.waitall()
+        ctypes.CDLL("libcuda.so.1").cuda_emulator_reset_counts()
+        self.trainer.allreduce_grads()
+
+    def assert_sums(self, seed, tolerance=0.0):
+        wide = "float64" if self.dtype == "float64" else "float32"
+        want = [sum(one.astype(wide) for one in each) for each in zip(*(self.given(r, seed) for r in range(DEVICES)))]
+        for context in self.contexts:
+            for parameter, sums in zip(self.parameters.values(), want):
+                got = parameter.grad(context).asnumpy()
+                np.testing.assert_allclose(got, sums.astype(self.dtype), tolerance, tolerance)
+
+
+def gradients():
+    """Of all types, in small buckets: no copy to the host, and as few collectives as there are buckets."""
+    store._BUCKET = 4096
+    for dtype in ("float16", "float32", "float64"):
+        arrays = Gradients(dtype)
+        for seed in range(3):
+            arrays.add(seed)
+            mx.nd.waitall()
+            for context in arrays.contexts if seed else []:  # the first step compares the weights
+                found = counts(context.device_id)
+                assert found["to host"] == found["to device"] == 0, found
+                assert 1 < found["collectives"] <= arrays.bytes / store._BUCKET + 1, found
+            arrays.assert_sums(seed)
+    sound()
+
+
+def gradients_over_the_host():
+    """If a process asks for that, or two processes have the same GPU."""
+    if len(sys.argv) > 2:
+        kv.nccl = kv.rank == 0 or gluon_syncbn.kvstore("mpi", gpus="host").nccl
+    arrays = Gradients("float32")
+    arrays.add(1)
+    mx.nd.waitall()
+    assert counts(0)["collectives"] == 0
+    arrays.assert_sums(1, 1e-6)
+
+
+def gradients_fail():
+    """The GPU of rank 1 does not come to the second sum."""
+    arrays = Gradients("float32")
+    arrays.add(0)
+    mx.nd.waitall()
+    gluon_syncbn.configure(timeout=3)
+    if kv.rank == 1:
+        ctypes.CDLL("libnccl.so.2").cuda_emulator_lose(0)
+    since = time.monotonic()
+    try:
+        arrays.add(1)
+        mx.nd.waitall()
+    except mx.MXNetError as error:
+        report(since, error)
+        wait_for_reports(range(kv.num_workers))
+        raise SystemExit(3) from None
 
 
 # ---- failures ----------------------------------------------------------------------------------------------

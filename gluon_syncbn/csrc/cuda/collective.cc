@@ -1,8 +1,6 @@
 #include "cuda/collective.h"
 
 #include <algorithm>
-#include <future>
-#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -16,7 +14,11 @@ namespace cuda {
 namespace {
 
 using Communicator = void*;
-constexpr int kFloat64 = 8;  // of ncclDataType_t
+constexpr int kFloat32 = 7, kFloat64 = 8;  // of ncclDataType_t
+constexpr int kSum = 0;                    // of ncclRedOp_t
+struct UniqueId {
+    char bytes[128];
+};
 
 struct Nccl {
     template <typename F>
@@ -31,9 +33,15 @@ struct Nccl {
     int (*group_end)() = get<int()>("ncclGroupEnd");
     int (*all_gather)(const void*, void*, size_t, int, Communicator,
                       Stream) = get<int(const void*, void*, size_t, int, Communicator, Stream)>("ncclAllGather");
+    int (*get_id)(UniqueId*) = get<int(UniqueId*)>("ncclGetUniqueId");
+    int (*init_rank)(Communicator*, int, UniqueId,
+                     int) = get<int(Communicator*, int, UniqueId, int)>("ncclCommInitRank");
+    int (*all_reduce)(const void*, void*, size_t, int, int, Communicator,
+                      Stream) = get<int(const void*, void*, size_t, int, int, Communicator, Stream)>("ncclAllReduce");
 
     bool complete() const {
-        return error_string && init_all && destroy && abort && group_start && group_end && all_gather;
+        return error_string && init_all && destroy && abort && group_start && group_end && all_gather && get_id &&
+               init_rank && all_reduce;
     }
 };
 
@@ -51,8 +59,9 @@ struct Connected {
     std::vector<Communicator> communicators;  // in the order of the devices
 };
 
-std::mutex mutex;  // guards the next one; every collective is posted under it
+std::mutex mutex;  // guards the next two; every collective of a meeting is posted under it
 std::vector<std::unique_ptr<Connected>>& cliques = *new std::vector<std::unique_ptr<Connected>>;
+std::vector<std::shared_ptr<AllReduce>>& sums = *new std::vector<std::shared_ptr<AllReduce>>;
 
 // NCCL blocks its caller, without a limit, while it makes communicators and prepares their first collective. So another
 // thread calls it.
@@ -76,17 +85,26 @@ std::vector<Communicator> connect(const std::vector<int>& devices) {
     return out;
 }
 
-void post(const std::vector<OnDevice>& parts, const std::vector<Communicator>& communicators) {
+// Calls a function of NCCL for each of these devices, as one operation.
+template <typename Call>
+void on_each(const std::vector<int>& devices, const char* function, const Call& call) {
     check_nccl(nccl().group_start(), "ncclGroupStart");
     int status = 0;
-    for (size_t i = 0; i < parts.size() && status == 0; ++i) {
-        const Current current(Device::of(parts[i].device));
-        const auto count = static_cast<size_t>(parts[i].length);
-        status = nccl().all_gather(parts[i].own, parts[i].gathered, count, kFloat64, communicators[i], parts[i].stream);
+    for (size_t i = 0; i < devices.size() && status == 0; ++i) {
+        const Current current(Device::of(devices[i]));
+        status = call(i);
     }
     const int end = nccl().group_end();
-    check_nccl(status, "ncclAllGather");
+    check_nccl(status, function);
     check_nccl(end, "ncclGroupEnd");
+}
+
+void post(const std::vector<int>& devices, const std::vector<OnDevice>& parts,
+          const std::vector<Communicator>& communicators) {
+    on_each(devices, "ncclAllGather", [&](size_t i) {
+        const auto count = static_cast<size_t>(parts[i].length);
+        return nccl().all_gather(parts[i].own, parts[i].gathered, count, kFloat64, communicators[i], parts[i].stream);
+    });
 }
 
 }  // namespace
@@ -105,10 +123,10 @@ void post_allgather(const std::vector<OnDevice>& parts, const std::string& layer
     std::lock_guard<std::mutex> lock(mutex);
     const auto known =
         std::find_if(cliques.begin(), cliques.end(), [&](const auto& one) { return one->devices == devices; });
-    if (known != cliques.end()) return post(parts, (*known)->communicators);
+    if (known != cliques.end()) return post(devices, parts, (*known)->communicators);
     auto communicators = elsewhere([parts, devices] {
         const auto made = connect(devices);
-        post(parts, made);
+        post(devices, parts, made);
         return made;
     });
     WaitToConnect wait(layer, "NCCL has not connected the GPUs", timeout,
@@ -130,11 +148,128 @@ void abort_collectives(int device) {
     }
 }
 
+std::string new_id() {
+    UniqueId id{};
+    check_nccl(nccl().get_id(&id), "ncclGetUniqueId");
+    return {id.bytes, sizeof id.bytes};
+}
+
+// ---- sums over processes -----------------------------------------------------------------------------------------
+
+struct AllReduce::Member {
+    // The device has to be current.
+    Member(Device& device, size_t bucket)
+        : device(device), lease(device), memory(device, static_cast<int64_t>(bucket / sizeof(double))) {}
+
+    char* bucket() const { return reinterpret_cast<char*>(memory.data()); }
+
+    // Converts values of the parts into the bucket, or the reverse. `at`: the index of this device.
+    void convert(const std::vector<Part>& parts, size_t at, bool into_bucket) const {
+        for (const Part& part : parts) {
+            char* const values = static_cast<char*>(part.values[at]) + part.begin * size_of(part.type);
+            char* const wide = bucket() + part.offset;
+            const auto n = static_cast<Index>(part.count);
+            const CopyArguments arguments{n, into_bucket ? values : wide, into_bucket ? wide : values, 0};
+            launch(device, lease.stream(), {into_bucket ? "widen" : "narrow", name_of(part.type)},
+                   {(n + kBlock - 1) / kBlock}, &arguments);
+        }
+    }
+
+    Device& device;
+    const Lease lease;
+    const Memory memory;
+    Communicator communicator = nullptr;
+};
+
+AllReduce::AllReduce(std::vector<int> devices, std::string id, int first, int ranks, size_t bucket)
+    : devices_(std::move(devices)), id_(std::move(id)), first_(first), ranks_(ranks), bucket_(bucket) {}
+
+std::shared_ptr<AllReduce> AllReduce::create(std::vector<int> devices, std::string id, int first, int ranks,
+                                             size_t bucket) {
+    std::shared_ptr<AllReduce> made(new AllReduce(std::move(devices), std::move(id), first, ranks, bucket));
+    std::lock_guard<std::mutex> lock(mutex);
+    sums.push_back(made);
+    return made;
+}
+
+bool AllReduce::ready() {
+    if (aborted_) throw Failure("the sums of GPUs have been given up");
+    if (!posting_.valid()) return true;
+    if (posting_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return false;
+    posting_.get();
+    return true;
+}
+
+void AllReduce::begin(Type wide, size_t bytes, std::vector<Part> parts) {
+    posting_ = elsewhere([self = shared_from_this(), wide, bytes, parts = std::move(parts)] {
+        if (!self->connected_) self->connect();
+        if (!self->aborted_) self->post(wide, bytes, parts);
+    });
+}
+
+void AllReduce::connect() {
+    for (int device : devices_) {
+        const Current current(Device::of(device));
+        members_.push_back(std::make_unique<Member>(Device::of(device), bucket_));
+    }
+    UniqueId id{};
+    id_.copy(id.bytes, sizeof id.bytes);
+    on_each(devices_, "ncclCommInitRank", [&](size_t i) {
+        return nccl().init_rank(&members_[i]->communicator, ranks_, id, first_ + static_cast<int>(i));
+    });
+    connected_ = true;
+}
+
+void AllReduce::post(Type wide, size_t bytes, const std::vector<Part>& parts) {
+    SYNCBN_POINT("before_collective");
+    const auto convert = [&](bool into_bucket) {
+        for (size_t i = 0; i < members_.size(); ++i) {
+            const Current current(members_[i]->device);
+            members_[i]->convert(parts, i, into_bucket);
+        }
+    };
+    convert(true);
+    on_each(devices_, "ncclAllReduce", [&](size_t i) {
+        const Member& member = *members_[i];
+        return nccl().all_reduce(member.bucket(), member.bucket(), bytes / static_cast<size_t>(size_of(wide)),
+                                 wide == Type::kFloat64 ? kFloat64 : kFloat32, kSum, member.communicator,
+                                 member.lease.stream());
+    });
+    convert(false);
+}
+
+bool AllReduce::idle() {
+    if (!ready()) return false;
+    return std::all_of(members_.begin(), members_.end(), [](const auto& member) {
+        const Current current(member->device);
+        return member->lease.idle();
+    });
+}
+
+void AllReduce::abort() noexcept {
+    if (aborted_.exchange(true) || !connected_) return;
+    for (const auto& member : members_) nccl().abort(member->communicator);
+    // What is behind the collectives still writes to arrays that their owners may free. It ends soon, if it ends at all.
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(1);
+    for (const auto& member : members_) try {
+            const Current current(member->device);
+            while (!member->lease.idle() && std::chrono::steady_clock::now() < end) std::this_thread::sleep_for(kSlice);
+        } catch (const std::exception&) {  // the GPU has failed, and so nothing runs on it
+        }
+}
+
+void AllReduce::close() {
+    if (!connected_ || aborted_ || !idle()) return;
+    for (const auto& member : members_) nccl().destroy(member->communicator);
+}
+
 void close_collectives() {
     std::lock_guard<std::mutex> lock(mutex);
     for (const auto& one : cliques)
         for (Communicator communicator : one->communicators) nccl().destroy(communicator);
     cliques.clear();
+    for (const auto& one : sums) one->close();
+    sums.clear();
 }
 
 }  // namespace cuda

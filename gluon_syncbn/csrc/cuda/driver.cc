@@ -37,6 +37,7 @@ struct Driver {
     int (*get_error_string)(int, const char**) = Found{"cuGetErrorString"};
     int (*device_get)(int*, int) = Found{"cuDeviceGet"};
     int (*device_get_attribute)(int*, int, int) = Found{"cuDeviceGetAttribute"};
+    int (*device_get_uuid)(char*, int) = Found{"cuDeviceGetUuid"};
     int (*retain_context)(void**, int) = Found{"cuDevicePrimaryCtxRetain"};
     int (*push_context)(void*) = Found{"cuCtxPushCurrent_v2"};
     int (*pop_context)(void**) = Found{"cuCtxPopCurrent_v2"};
@@ -89,6 +90,14 @@ Device::Device(int id) : id(id) {
     check(driver().device_get_attribute(&minor, kMinor, ordinal), "cuDeviceGetAttribute");
     check(driver().retain_context(&context_, ordinal), "cuDevicePrimaryCtxRetain");
     capability_ = 10 * major + minor;
+}
+
+std::string Device::identity() const {
+    std::string uuid(16, 0);
+    int ordinal = 0;
+    check(driver().device_get(&ordinal, id), "cuDeviceGet");
+    check(driver().device_get_uuid(&uuid[0], ordinal), "cuDeviceGetUuid");
+    return uuid;
 }
 
 void* Device::kernel(const Kernel& kernel) {

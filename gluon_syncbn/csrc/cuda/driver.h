@@ -45,6 +45,7 @@ class Device {
     static Device& of(int id);
 
     int capability() const { return capability_; }  // 80 for 8.0
+    std::string identity() const;                   // 16 bytes, which no other GPU has
     // Compiles and loads the kernel at its first use. The device has to be current.
     void* kernel(const Kernel& kernel);
 

@@ -1035,6 +1035,19 @@ __device__ void copy(const CopyArguments& with) {
 }
 
 template <typename T>
+__device__ void widen(const CopyArguments& with) {
+    const Index i = thread();
+    if (i < with.n)
+        static_cast<typename Number<T>::Wide*>(with.to)[i] = Number<T>::widen(static_cast<const T*>(with.from)[i]);
+}
+template <typename T>
+__device__ void narrow(const CopyArguments& with) {
+    const Index i = thread();
+    typedef typename Number<T>::Wide Wide;
+    if (i < with.n) static_cast<T*>(with.to)[i] = Number<T>::narrow(static_cast<const Wide*>(with.from)[i]);
+}
+
+template <typename T>
 __device__ void fill(const FillArguments& with) {
     if (thread() < with.n)
         static_cast<T*>(with.out)[thread()] = Number<T>::narrow(static_cast<typename Number<T>::Wide>(with.value));
@@ -1053,6 +1066,8 @@ typedef double Data_float64, Parameter_float64;
 #define SYNCBN_KERNELS(TYPE)                                                          \
     SYNCBN_KERNEL(moments_##TYPE, MomentsArguments, moments<Data_##TYPE>)             \
     SYNCBN_KERNEL(copy_##TYPE, CopyArguments, copy<Data_##TYPE>)                      \
+    SYNCBN_KERNEL(widen_##TYPE, CopyArguments, widen<Data_##TYPE>)                    \
+    SYNCBN_KERNEL(narrow_##TYPE, CopyArguments, narrow<Data_##TYPE>)                  \
     SYNCBN_KERNEL(fill_##TYPE, FillArguments, fill<Data_##TYPE>)                      \
     SYNCBN_KERNEL(update_running_##TYPE, UpdateRunningArguments, update_running<Parameter_##TYPE>)
 

@@ -152,7 +152,7 @@ struct UpdateRunningArguments {
     void *running_mean, *running_var;
 };
 
-// to = from, added if `add`.
+// to = from, added if `add`. `widen` and `narrow` convert values of a type to that of its sums, and the reverse.
 struct CopyArguments {
     Index n;
     const void* from;

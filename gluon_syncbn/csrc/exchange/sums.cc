@@ -8,6 +8,7 @@
 #include <string>
 #include <system_error>
 #include <thread>
+#include <utility>
 
 #include "cpu/numbers.h"
 #include "exchange/exchange.h"
@@ -118,26 +119,31 @@ struct Sums::Piece {
     };
     Type wide;
     std::vector<Span> spans;
-    size_t bytes;
+    size_t bytes;       // in memory of the machine
+    size_t bucket = 0;  // bytes on GPUs
 
     // The last arrays come first.
     static std::vector<Piece> of(const Round& round) {
         std::vector<Piece> pieces;
+        const size_t most = round.gpus != nullptr ? round.gpus->bucket() : Segment::kPiece;
         for (size_t i = round.summands.size(); i-- > 0;) {
             const Summand& summand = round.summands[i];
             const Type wide = parameter_type_of(summand.type);
             const auto size = static_cast<size_t>(size_of(wide));
+            const size_t line = round.gpus != nullptr ? size : kLine;
             for (size_t begin = 0; begin < summand.size;) {
-                if (pieces.empty() || pieces.back().wide != wide || pieces.back().bytes + kLine > Segment::kPiece)
+                if (pieces.empty() || pieces.back().wide != wide || pieces.back().bytes + line > most)
                     pieces.push_back({wide, {}, 0});
                 Piece& piece = pieces.back();
-                const size_t count = std::min(summand.size - begin, (Segment::kPiece - piece.bytes) / size);
+                const size_t count = std::min(summand.size - begin, (most - piece.bytes) / size);
                 piece.spans.push_back({i, begin, count, piece.bytes});
-                piece.bytes += (count * size + kLine - 1) / kLine * kLine;
+                piece.bytes += (count * size + line - 1) / line * line;
                 begin += count;
             }
         }
         if (pieces.empty()) pieces.push_back({Type::kFloat32, {}, 0});  // the processes meet in every round
+        for (Piece& piece : pieces)
+            if (round.gpus != nullptr) piece.bucket = std::exchange(piece.bytes, kLine);
         return pieces;
     }
     // Where the part of a rank begins.
@@ -150,10 +156,12 @@ struct Sums::Need {
     uint64_t least = 0;
     bool of_leader = false;    // alone
     bool of_machines = false;  // other ones
+    bool of_gpus = false;      // NCCL
 
-    bool waits() const { return count != nullptr || of_machines; }
+    bool waits() const { return count != nullptr || of_machines || of_gpus; }
     bool operator==(const Need& other) const {
-        return count == other.count && least == other.least && of_machines == other.of_machines;
+        return count == other.count && least == other.least && of_machines == other.of_machines &&
+               of_gpus == other.of_gpus;
     }
     std::vector<size_t> missing(const Segment& segment) const {
         std::vector<size_t> ranks;
@@ -202,7 +210,8 @@ class Sums::WaitForRanks final : public Wait {
         std::string missing;
         for (size_t other : need_.missing(segment_)) missing += (missing.empty() ? "" : ", ") + name(other);
         if (need_.of_leader) missing += ", the leader of this machine,";
-        if (need_.of_machines) missing = elsewhere();
+        if (need_.of_machines) missing = others(false);
+        if (need_.of_gpus) missing = others(true) + " (over NCCL; NCCL_DEBUG=INFO shows what it does)";
         return text_of_wait(why, what_, rank(), missing, limit(), waited());
     }
 
@@ -211,10 +220,11 @@ class Sums::WaitForRanks final : public Wait {
         const std::vector<size_t> missing = need_.missing(segment_);
         return std::find(missing.begin(), missing.end(), other) != missing.end();
     }
-    // The ranks of other machines, the first few of them.
-    std::string elsewhere() const {
+    // The other ranks, the first few of them; those of this machine only if `all`.
+    std::string others(bool all) const {
         constexpr size_t kFew = 8;
-        const std::vector<size_t>& here = sums_.members_.ranks;
+        const size_t own = sums_.members_.ranks[segment_.rank()];
+        const std::vector<size_t> here = all ? std::vector<size_t>{own} : sums_.members_.ranks;
         std::string ranks;
         size_t count = 0;
         for (size_t rank = 0; rank < sums_.members_.of && count <= kFew; ++rank) {
@@ -262,6 +272,9 @@ class Sums::Pass {
             else
                 wait(need, heard);
         }
+        Need end;
+        end.of_gpus = true;
+        while (round_.gpus != nullptr && !round_.gpus->idle()) wait(end, lane_.bell);
     }
 
   private:
@@ -308,8 +321,12 @@ class Sums::Pass {
         const Count complete = several ? &Segment::Lane::total : &Segment::Lane::added;
         const uint64_t out = lane_.out, added = lane_.added, in = lane_.in;
         const uint64_t completed = several ? segment_.lane(0).total.load() : everywhere(complete);
-        if (out < completed) {
-            copy_out(out, several);
+        const bool gpus_are_busy = out < completed && round_.gpus != nullptr && !round_.gpus->ready();
+        if (out < completed && !gpus_are_busy) {
+            if (round_.gpus != nullptr)
+                sum_on_gpus(piece_of(out));
+            else
+                copy_out(out, several);
             advance(&Segment::Lane::out);
             return true;
         }
@@ -335,7 +352,9 @@ class Sums::Pass {
             advance(&Segment::Lane::in);
             return true;
         }
-        if (added < in)
+        if (gpus_are_busy)
+            need->of_gpus = true;
+        else if (added < in)
             *need = {&Segment::Lane::in, added + 1};
         else if (out < added && sums_.machines_ != nullptr && totalled_ == added)
             need->of_machines = true;
@@ -354,6 +373,7 @@ class Sums::Pass {
         for (const Piece::Span& span : piece.spans)
             if (round_.values(span.summand) == nullptr) return false;
         SYNCBN_POINT("before_copy_in");
+        if (round_.gpus != nullptr) return true;
         char* to = segment_.piece(segment_.rank(), number);
         for (const Piece::Span& span : piece.spans)
             widen(round_.summands[span.summand].type, *round_.values(span.summand), span.begin, span.count,
@@ -409,6 +429,14 @@ class Sums::Pass {
         }
     }
 
+    void sum_on_gpus(const Piece& piece) {
+        std::vector<cuda::AllReduce::Part> parts;
+        for (const Piece::Span& span : piece.spans)
+            parts.push_back({round_.summands[span.summand].type, *round_.values(span.summand), span.begin, span.count,
+                             span.offset});
+        if (!parts.empty()) round_.gpus->begin(piece.wide, piece.bucket, std::move(parts));
+    }
+
     // The smallest count of all ranks.
     uint64_t everywhere(Count count) const {
         uint64_t least = segment_.lane(0).*count;
@@ -442,7 +470,7 @@ class Sums::Pass {
                 spans.empty() ? name_of(round_, 0, 0) : name_of(round_, spans.back().summand, spans[0].summand + 1);
             sums_.wait_ = std::make_unique<WaitForRanks>(sums_, what, need, round_.timeout);
         }
-        sums_.wait_->sleep(heard, sums_.machines_ != nullptr && lane_.total < totalled_);
+        sums_.wait_->sleep(heard, need.of_gpus || (sums_.machines_ != nullptr && lane_.total < totalled_));
     }
     Sums& sums_;
     Segment& segment_;
@@ -579,7 +607,10 @@ void Sums::give_up(const std::exception& reason) noexcept {
         queue_.clear();
     }
     wait_.reset();
-    for (const auto& round : rounds) round->fail(reason);
+    for (const auto& round : rounds) {
+        if (round->gpus != nullptr) round->gpus->abort();
+        round->fail(reason);
+    }
 }
 
 }  // namespace syncbn

@@ -10,6 +10,9 @@
 // The arrays of one step are a round, which completes or fails as a whole. Rank 0 decides which of several rounds is
 // next, so trainers in threads may come in any order. With one order for all ranks, no two rounds wait for each other.
 // Each value is added in the order of the ranks, in any piece. So a sum has the same bits on all ranks and in all runs.
+//
+// Arrays on GPUs stay there: NCCL adds a piece instead of 3. A line without meaning takes the way of its values, so a
+// piece is complete when all processes have its arrays. See cuda/collective.h.
 #pragma once
 
 #include <cstdint>
@@ -20,6 +23,7 @@
 #include <string>
 #include <vector>
 
+#include "cuda/collective.h"
 #include "exchange/machines.h"
 #include "exchange/segment.h"
 #include "types.h"
@@ -36,8 +40,9 @@ struct Summand {
 // What this process brings at a time.
 class Round {
   public:
-    Round(int64_t channel, int64_t number, double timeout, std::vector<Summand> summands)
-        : channel(channel), number(number), timeout(timeout), summands(std::move(summands)) {}
+    Round(int64_t channel, int64_t number, double timeout, std::vector<Summand> summands,
+          std::shared_ptr<cuda::AllReduce> gpus)
+        : channel(channel), number(number), timeout(timeout), summands(std::move(summands)), gpus(std::move(gpus)) {}
     virtual ~Round() = default;
     // Returns where the values of an array are, in each context; null as long as they are not available. Throws Failure
     // if they never will be.
@@ -50,6 +55,7 @@ class Round {
     const int64_t number;   // within the channel, for messages
     const double timeout;   // seconds
     const std::vector<Summand> summands;
+    const std::shared_ptr<cuda::AllReduce> gpus;  // null if the arrays are on CPUs
 };
 
 class Sums {

@@ -29,8 +29,11 @@ void* plain_values(void* handle) {
 
 class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
   public:
-    Gradients(Sums& sums, int64_t channel, int64_t number, double timeout, std::vector<Summand> summands)
-        : Round(channel, number, timeout, std::move(summands)), sums_(sums), items_(this->summands.size()) {}
+    Gradients(Sums& sums, int64_t channel, int64_t number, double timeout, std::vector<Summand> summands,
+              std::shared_ptr<cuda::AllReduce> gpus)
+        : Round(channel, number, timeout, std::move(summands), std::move(gpus)),
+          sums_(sums),
+          items_(this->summands.size()) {}
     ~Gradients() override {
         for (const Item& item : items_)
             for (void* handle : item.handles) mx.ndarray_free(handle);
@@ -106,7 +109,8 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
         Item& item = items_[index];
         std::exception_ptr failure;
         try {
-            for (void* handle : item.handles) item.values.push_back(plain_values(handle));
+            for (void* handle : item.handles)
+                item.values.push_back(gpus == nullptr ? plain_values(handle) : data({handle}));
         } catch (const std::exception&) {
             failure = std::current_exception();
         }
@@ -136,9 +140,9 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
 }  // namespace
 
 void sum_gradients(Sums& sums, int64_t channel, int64_t number, double timeout, std::vector<Summand> summands,
-                   size_t contexts, void** arrays) {
+                   size_t contexts, void** arrays, std::shared_ptr<cuda::AllReduce> gpus) {
     const size_t count = summands.size();
-    auto round = std::make_shared<Gradients>(sums, channel, number, timeout, std::move(summands));
+    auto round = std::make_shared<Gradients>(sums, channel, number, timeout, std::move(summands), std::move(gpus));
     try {
         for (size_t i = 0; i < count; ++i) round->push(i, contexts, arrays + i * contexts);
         sums.begin(round);
