@@ -5,14 +5,12 @@ Calls are recorded as a CUDA graph, so that the GPU's clock sees the kernels and
 """
 
 import argparse
-import ctypes
 import json
 import sys
-from pathlib import Path
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 import numpy as np
-from _kernel_arguments import filled
+from _kernel_arguments import BLOCK, filled, plan, source
 from tqdm import tqdm
 
 # Images, channels, height and width.
@@ -25,10 +23,6 @@ SHAPES = [
     (16, 2048, 60, 60),
 ]
 CASES = [("NCHW", "float32"), ("NCHW", "float16"), ("NHWC", "float32"), ("NHWC", "float16")]
-PACKAGE = Path(__file__).resolve().parents[1] / "gluon_syncbn"
-CORE = ctypes.CDLL(str(PACKAGE / "_core.so"))
-BLOCK = CORE.syncbn_cuda_block()
-CORE.syncbn_cuda_source.restype = ctypes.c_char_p
 OPTIONS = ("--std=c++14", f"-DSYNCBN_BLOCK={BLOCK}")
 REPLICAS = 4  # whose statistics are put together
 # Passes over the tensor that each kernel makes; a copy makes two.
@@ -42,9 +36,7 @@ class Ours:
     def __init__(self, cupy: Any, module: Any, shape: Tuple, dtype: str) -> None:
         self.module, self.type = module, dtype
         channels, inner = shape[2:]
-        plan = (ctypes.c_int64 * 6)()
-        CORE.syncbn_cuda_plan(*map(ctypes.c_int64, (*shape, 1)), plan)
-        tiles, slots, chunks, blocks, width, segment = plan
+        tiles, slots, chunks, blocks, width, segment = plan(shape, 1)
         self.reduce, self.each = (tiles, slots, chunks), (blocks, 1, 1) if inner > 1 else (tiles, slots, chunks)
         sizes = zip(("samples", "per_sample", "channels", "inner"), shape)
         self.tiling = dict(sizes, slots=1, segment=segment, width=width)
@@ -193,8 +185,7 @@ class Recorder:
 
 
 def measure(cupy: Any, torch: Any, gpu: str, quick: bool, no_progress: bool) -> List[Dict[str, Any]]:
-    source = CORE.syncbn_cuda_source(str(PACKAGE / "csrc" / "cuda" / "kernels.cu").encode()).decode()
-    module = cupy.RawModule(code=source, options=OPTIONS, backend="nvrtc")
+    module = cupy.RawModule(code=source(), options=OPTIONS, backend="nvrtc")
     shapes, rounds, calls = (SHAPES[:1], 3, 2) if quick else (SHAPES, 15, 100)
     samples = []
     for shape in tqdm(shapes, desc="kernels", unit="shape", disable=no_progress or None):

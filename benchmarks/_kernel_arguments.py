@@ -1,12 +1,18 @@
-"""The structures of csrc/cuda/params.h for NumPy, for launches outside the package."""
+"""The kernels' source, their grids and the structures of csrc/cuda/params.h, for launches outside the package."""
 
+import ctypes
+import functools
 import re
+import subprocess
+import tempfile
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List, Sequence
 
 import numpy as np
 
-PARAMS = Path(__file__).resolve().parents[1] / "gluon_syncbn" / "csrc" / "cuda" / "params.h"
+CSRC = Path(__file__).resolve().parents[1] / "gluon_syncbn" / "csrc"
+PARAMS = CSRC / "cuda" / "params.h"
+(BLOCK,) = map(int, re.findall(r"constexpr int kBlock = (\d+);", (CSRC / "cuda" / "driver.h").read_text()))
 NUMBERS = {"int": "i4", "Index": "i8", "double": "f8"}
 
 
@@ -38,3 +44,41 @@ def _fill(out: np.ndarray, fields: Dict[str, Any]) -> np.ndarray:
     for field, value in fields.items():
         out[field] = _fill(np.zeros((), out.dtype[field]), value) if isinstance(value, dict) else value
     return out
+
+
+def source(name: str = "cuda/kernels.cu") -> str:
+    """A file of csrc with the headers that it includes in their places, each once, as csrc/cuda/compiler.cc has it."""
+    seen = set()
+
+    def text(name: str) -> str:
+        if name in seen:
+            return ""
+        seen.add(name)
+        lines = (CSRC / name).read_text(encoding="utf-8").replace("#pragma once\n", "")
+        return re.sub(r'^#include "(.*)"\n', lambda found: text(found[1]), lines, flags=re.MULTILINE)
+
+    return text(name)
+
+
+PLAN = """
+#include "cuda/plan.h"
+extern "C" void plan(int64_t samples, int64_t per_sample, int64_t channels, int64_t inner, int64_t slots, int64_t* to) {
+    const syncbn::cuda::Plan is({samples * per_sample, channels, inner}, samples, slots);
+    for (int64_t value : {is.tiles, slots, is.chunks, is.each().x, int64_t{is.width}, is.segment}) *to++ = value;
+}
+"""
+
+
+@functools.lru_cache(maxsize=None)
+def _planning() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = ["g++", "-std=c++17", "-shared", "-fPIC", f"-I{CSRC}", "-x", "c++", "-", "-o", f"{folder}/plan.so"]
+        subprocess.run(compiled, input=PLAN.encode(), check=True, timeout=120)
+        return ctypes.CDLL(f"{folder}/plan.so").plan
+
+
+def plan(shape: Sequence[int], slots: int) -> List[int]:
+    """[tiles, slots, chunks] of the reductions, blocks of the others along x, width, segment: see csrc/cuda/plan.h."""
+    values = (ctypes.c_int64 * 6)()
+    _planning()(*map(ctypes.c_int64, (*shape, slots)), values)
+    return list(values)

@@ -82,7 +82,7 @@ def new_layer(store: Any) -> int:
     from gluon_syncbn.exchange.base import LayerInfo
     from gluon_syncbn.training.session import session
 
-    layer = _native.layer_create("a benchmark", 0, 1, 0)
+    layer = _native.layer_create("a benchmark", 0, 1, 0, [])
     session.register(LayerInfo(layer, "a benchmark", [mx.cpu()], 1, 1, "sync", 1, None), store)
     return layer
 
@@ -125,7 +125,7 @@ def sizes(over: str, store: Any, work: Dict[str, Any]) -> Dict[str, Any]:
             data: Any = (values.ctypes.data, total.ctypes.data),
         ) -> None:
             ticket.call = next(calls)
-            _native.allreduce_at(handle, ticket, size // 8, *data)
+            _native.allreduce(handle, False, ticket, size // 8, *data)
 
         steps: Dict[str, Callable[[], None]] = {
             "bare": _measuring.bare_sum(over, values),

@@ -63,7 +63,7 @@ def names() -> str:
 
 def core() -> str:
     cores = len(os.sched_getaffinity(0))
-    return f"{_native.path()}, {_native.instruction_set()} kernels, {cores} cores; {_ways()}"
+    return f"{_native.PATH}, {_native.instruction_set()} kernels, {cores} cores; {_ways()}"
 
 
 def _ways() -> str:

@@ -1,9 +1,9 @@
-// Implements the functions that `_native.py` calls, with plain values and without exceptions. After an exception, a
-// function returns null or -1, and Python raises an error with the text of `syncbn_problem`.
+// The functions that Python calls as those of `_native`, which reads their types here. They have plain values and no
+// exceptions. After an exception, a function returns null or -1, and Python raises an MXNetError with the text of
+// `syncbn_problem`.
 #include <algorithm>
 #include <cstring>
 #include <deque>
-#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,7 +12,6 @@
 #include "cuda/collective.h"
 #include "cuda/compiler.h"
 #include "cuda/driver.h"
-#include "cuda/plan.h"
 #include "exchange/memory.h"
 #include "exchange/mxnet_kvstore.h"
 #include "exchange/nccl.h"
@@ -32,6 +31,7 @@
 #include "operator/op.h"
 #include "operator/tape.h"
 #include "pooling/statistics.h"
+#include "span.h"
 #include "waiting/callers.h"
 #include "waiting/stall.h"
 #include "waiting/step.h"
@@ -44,9 +44,13 @@ namespace {
 using syncbn::Nccl;
 using syncbn::registry;
 using syncbn::Segment;
+using syncbn::Span;
 
-std::vector<std::string> strings(int64_t count, const char** values) {
-    return std::vector<std::string>(values, values + count);
+using NDArrayHandle = void*;  // MXNet's; in Python an NDArray
+void* mxnet = nullptr;        // MXNet's library, a handle of dlopen
+
+void check(int status) {
+    if (status != 0) throw syncbn::Failure(syncbn::mx.last_error());
 }
 
 std::shared_ptr<syncbn::Layer> found(int64_t id) {
@@ -105,38 +109,45 @@ void* handle(const Make& make) noexcept {
 // The error of this thread's last call that returned null or -1.
 SYNCBN_API const char* syncbn_problem() { return problem; }
 
-// `functions` are the members of syncbn::MXNet, in that order.
-SYNCBN_API int syncbn_register(void** functions, int64_t count) {
-    syncbn::MXNet mx;
-    if (count * sizeof(void*) != sizeof mx) return -1;
-    std::memcpy(&mx, functions, sizeof mx);
-    return guarded(-1, [&] { return syncbn::register_operator(mx); });
+// Registers the operator with MXNet's library, a handle of dlopen. `functions` are the members of syncbn::MXNet, in that
+// order.
+SYNCBN_API int syncbn_register(void* library, const Span<void*>& functions) {
+    return done([&] {
+        syncbn::MXNet mx;
+        if (functions.count * sizeof(void*) != sizeof mx) throw syncbn::Failure("MXNet's functions are others");
+        std::memcpy(&mx, functions.values, sizeof mx);
+        mxnet = library;
+        check(syncbn::register_operator(mx));
+    });
 }
 
-// `library` is MXNet's, a handle of dlopen. Returns why calls on "cpu" or "gpu" contexts come through MXNet's `Custom`;
-// empty if they do not.
-SYNCBN_API const char* syncbn_native_operator(void* library, const char* device) {
-    return text([&] { return syncbn::native::take_calls(library, device); });
+// Returns why calls on "cpu" or "gpu" contexts come through MXNet's `Custom`; empty if they do not, from now on.
+SYNCBN_API const char* syncbn_take_calls(const char* device) {
+    return text([&] { return syncbn::native::take_calls(mxnet, device); });
 }
 
-// `library` is MXNet's, a handle of dlopen. Returns why CPU contexts share resources; empty if they do not, from now on.
-SYNCBN_API const char* syncbn_separate_resources(void* library) {
-    return text([&] { return syncbn::native::separate_resources(library); });
+// Gives each CPU context its own temporary space and random states. Returns why it cannot; empty if it has.
+SYNCBN_API const char* syncbn_separate_resources() {
+    return text([&] { return syncbn::native::separate_resources(mxnet); });
 }
 
+// The number of MXNet's objects with temporary space and random states that were made for replicas.
 SYNCBN_API int64_t syncbn_resources() { return syncbn::native::resources(); }
+// Lets replicas of this thread take new ones, with the number of copies in the environment.
 SYNCBN_API int syncbn_renew_resources() { return done(syncbn::native::renew_resources); }
 
-// Says that this thread begins to issue the operators of a replica; `data` is an NDArrayHandle on its context. Returns
-// whether that is so: it trains on a CPU, within no other call. Then `syncbn_issue_on` follows, with -1.
-SYNCBN_API int syncbn_issue_for(void* data) { return syncbn::native::issue_for(data); }
+// Begins to issue, in this thread, operators of the replica on the context of `data`. Returns whether that is so: it
+// trains on a CPU, within no other call. Then `syncbn_issue_on` follows, with -1.
+SYNCBN_API bool syncbn_issue_for(NDArrayHandle data) { return syncbn::native::issue_for(data); }
+// Begins to issue, in this thread, operators of a replica on this CPU context, or of none: -1. Returns the one before.
 SYNCBN_API int syncbn_issue_on(int context) { return syncbn::native::issue_on(context); }
 
-// The number of calls with data in blocks of channels.
+// The numbers of forwards and backwards with data in blocks of channels, and of those that MXNet's own threads ran to
+// the end, because they did not have to wait.
 SYNCBN_API int64_t syncbn_blocked_calls() { return syncbn::native::blocked_calls(); }
 SYNCBN_API int64_t syncbn_lone_calls() { return syncbn::native::lone_calls(); }
 
-// `library` is MXNet's, a handle of dlopen; then the path of the kernels' source and the folder of compiled kernels.
+// MXNet's library, a handle of dlopen; the path of the kernels' source; the folder of compiled kernels.
 SYNCBN_API int syncbn_cuda(void* library, const char* source, const char* cache) {
     return done([&] {
         syncbn::cuda::set_library(library);
@@ -145,51 +156,35 @@ SYNCBN_API int syncbn_cuda(void* library, const char* source, const char* cache)
     });
 }
 
-SYNCBN_API int syncbn_cuda_close() { return done(syncbn::cuda::close_collectives); }
-
-// Empty if there is none.
+// Why GPUs cannot exchange their statistics by NCCL; empty if they can.
 SYNCBN_API const char* syncbn_nccl_problem() { return text(syncbn::cuda::why_no_collective); }
-
-// The next three are for compilations and launches outside MXNet. The threads of a block.
-SYNCBN_API int syncbn_cuda_block() { return syncbn::cuda::kBlock; }
-
-// The source for NVRTC, given the path of kernels.cu.
-SYNCBN_API const char* syncbn_cuda_source(const char* path) {
-    return text([&] { return syncbn::cuda::source(path); });
-}
-
-// The plan: [tiles, slots, chunks] of the reductions, blocks of the others along x, width, segment.
-SYNCBN_API void syncbn_cuda_plan(int64_t samples, int64_t per_sample, int64_t channels, int64_t inner, int64_t slots,
-                                 int64_t* out) {
-    const syncbn::cuda::Plan plan({samples * per_sample, channels, inner}, samples, slots);
-    const int64_t values[] = {plan.tiles, slots, plan.chunks, plan.each().x, plan.width, plan.segment};
-    std::copy(std::begin(values), std::end(values), out);
-}
 
 // ---- layers ----
 
-// `groups`: the group of each of so many replicas, if groups are named.
+// `groups`: the group of each replica, where groups are named.
 SYNCBN_API int64_t syncbn_layer_create(const char* name, int mode, int64_t virtual_devices, int64_t group,
-                                       int64_t replicas, const int* groups) {
+                                       const Span<const int>& groups) {
     return guarded<int64_t>(-1, [&] {
         const auto known = static_cast<syncbn::Mode>(mode);
-        return registry().create(name, {known, virtual_devices, group, {groups, groups + replicas}})->id;
+        return registry().create(name, {known, virtual_devices, group, {groups.begin(), groups.end()}})->id;
     });
 }
 
+// The number of layers.
 SYNCBN_API int64_t syncbn_layers() { return static_cast<int64_t>(registry().count()); }
 
-SYNCBN_API int syncbn_contexts_are_shared() { return registry().contexts_are_shared(); }
+// Whether some layer has several replicas on a context.
+SYNCBN_API bool syncbn_contexts_are_shared() { return registry().contexts_are_shared(); }
 
 SYNCBN_API void syncbn_layer_drop(int64_t id) {
     syncbn::forget_calls(id);
     registry().drop(id);
 }
 
-SYNCBN_API int64_t syncbn_call_create(int64_t count, const char** keys, const char** values) {
+SYNCBN_API int64_t syncbn_call_create(const Span<const char*>& keys, const Span<const char*>& values) {
     return guarded<int64_t>(-1, [&] {
         syncbn::Attributes attributes;
-        for (int64_t i = 0; i < count; ++i) attributes[keys[i]] = values[i];
+        for (int64_t i = 0; i < keys.count; ++i) attributes[keys.values[i]] = values.values[i];
         return syncbn::create_call(attributes);
     });
 }
@@ -198,10 +193,13 @@ SYNCBN_API const char* syncbn_layer_token(int64_t id) {
     return text([&] { return registry().token_of(*found(id)); });
 }
 
-SYNCBN_API int syncbn_layer_place(int64_t id, int64_t count, const char** contexts, int64_t replicas) {
-    return done([&] { registry().place(*found(id), strings(count, contexts), static_cast<size_t>(replicas)); });
+// Sets the contexts that hold a layer's parameters, and the number of their replicas.
+SYNCBN_API int syncbn_layer_place(int64_t id, const Span<const char*>& contexts, int64_t replicas) {
+    return done(
+        [&] { registry().place(*found(id), {contexts.begin(), contexts.end()}, static_cast<size_t>(replicas)); });
 }
 
+// An executor on this context is about to call the layer.
 SYNCBN_API int syncbn_layer_called(int64_t id, const char* context) {
     return done([&] { found(id)->rendezvous.called(context); });
 }
@@ -210,26 +208,26 @@ SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
     return done([&] { registry().set_timeout(*found(id), seconds); });
 }
 
-// Sets a layer's own exchange, a handle; see below.
+// Gives a layer an exchange of its own.
 SYNCBN_API int syncbn_layer_exchange(int64_t id, void* exchange) {
     return done([&] { registry().set_exchange(*found(id), *static_cast<ExchangeHandle*>(exchange)); });
 }
 
-// Says that this thread begins or ends to execute a graph of this number, below -1, with these layers at its nodes.
-// Nothing is noted unless it trains. `data` is an NDArrayHandle on its context.
-SYNCBN_API int syncbn_graph_begins(int64_t count, const int64_t* ids, void* data, int64_t graph) {
+// This thread begins or ends to execute a graph of this number, below -1, with these layers at its nodes; `data` is on
+// its context. MXNet issues their calls once. Nothing is noted unless it trains. It fails if the layer is in the middle
+// of a step of another thread.
+SYNCBN_API int syncbn_graph_begins(const Span<const int64_t>& ids, NDArrayHandle data, int64_t graph) {
     return done([&] {
         constexpr int kGpu = 2;  // mshadow's number of the device type
         bool training = false;
         int type = 0, number = 0;
-        if (syncbn::mx.autograd_is_training(&training) != 0 ||
-            (training && syncbn::mx.ndarray_get_context(data, &type, &number) != 0))
-            throw syncbn::Failure(syncbn::mx.last_error());
+        check(syncbn::mx.autograd_is_training(&training));
         if (!training) return;
+        check(syncbn::mx.ndarray_get_context(data, &type, &number));
         const std::string context = (type == kGpu ? "gpu(" : "cpu(") + std::to_string(number) + ")";
-        const auto first = found(ids[0]);
+        const auto first = found(ids.values[0]);
         first->rendezvous.issued_again(*first->terms(), context, graph);
-        for (int64_t i = 0; i < count; ++i) found(ids[i])->rendezvous.called(context);
+        for (const int64_t id : ids) found(id)->rendezvous.called(context);
         syncbn::within_graph() = true;
     });
 }
@@ -237,7 +235,7 @@ SYNCBN_API void syncbn_graph_ends() { syncbn::within_graph() = false; }
 
 // ---- defaults ----
 
-SYNCBN_API int syncbn_timeout(double seconds) {
+SYNCBN_API int syncbn_default_timeout(double seconds) {
     return done([&] { registry().set_default_timeout(seconds); });
 }
 
@@ -247,8 +245,8 @@ SYNCBN_API double syncbn_timeout_of(int64_t id) {
     return layer ? layer->terms()->timeout : registry().default_timeout();
 }
 
-SYNCBN_API int syncbn_devices(int64_t count, const char** contexts) {
-    return done([&] { registry().set_devices(strings(count, contexts)); });
+SYNCBN_API int syncbn_devices(const Span<const char*>& contexts) {
+    return done([&] { registry().set_devices({contexts.begin(), contexts.end()}); });
 }
 
 // The values are those of syncbn::Nonfinite.
@@ -266,23 +264,19 @@ SYNCBN_API int syncbn_seed(uint64_t seed) {
 // ---- exchanges ----
 
 // Sets the exchange of layers without one of their own.
-SYNCBN_API int syncbn_exchange(void* exchange) {
+SYNCBN_API int syncbn_default_exchange(void* exchange) {
     return done([&] { registry().set_default_exchange(*static_cast<ExchangeHandle*>(exchange)); });
 }
 
-// In memory of this process. GPUs use NCCL or else the host; only NCCL; only the host.
-SYNCBN_API void* syncbn_exchange_memory() {
-    return handle([] { return ExchangeHandle{syncbn::memory_exchange()}; });
-}
-SYNCBN_API void* syncbn_exchange_nccl() {
-    return handle([] { return ExchangeHandle{syncbn::memory_exchange(), Nccl::kRequired}; });
-}
-SYNCBN_API void* syncbn_exchange_host() {
-    return handle([] { return ExchangeHandle{syncbn::memory_exchange(), Nccl::kNever}; });
+// In memory of this process. `gpus`: "nccl", the "host", or either if empty.
+SYNCBN_API void* syncbn_memory_exchange(const char* gpus) {
+    const std::string way = gpus;
+    const Nccl nccl = way == "nccl" ? Nccl::kRequired : way == "host" ? Nccl::kNever : Nccl::kIfThere;
+    return handle([&] { return ExchangeHandle{syncbn::memory_exchange(), nccl}; });
 }
 
-// Exchanges in Python, identified by their number: over the contexts of this process.
-SYNCBN_API void* syncbn_exchange_contexts(int64_t number) {
+// Over the contexts of this process, by a store of MXNet's: an exchange in Python, identified by its number.
+SYNCBN_API void* syncbn_kvstore_exchange(int64_t number) {
     return handle([&] { return ExchangeHandle{syncbn::mxnet_kvstore(number), Nccl::kNever}; });
 }
 
@@ -292,10 +286,12 @@ SYNCBN_API void syncbn_python_functions(const syncbn::PythonFunctions* functions
 }
 
 // For those functions: fill in their results. `ranks`: without groups none.
-SYNCBN_API int syncbn_agreed(syncbn::Agreed* out, int64_t key, int64_t ranks, const size_t* some, int64_t channels,
-                             int64_t replicas, int64_t count, const int* members, const int* groups, int64_t first) {
+SYNCBN_API int syncbn_agreed(syncbn::Agreed* out, int64_t key, const Span<const size_t>& ranks, int64_t channels,
+                             int64_t replicas, const Span<const int>& members, const Span<const int>& groups,
+                             int64_t first) {
     return done([&] {
-        *out = {key,  {some, some + ranks}, channels, replicas, {members, members + count}, {groups, groups + count},
+        *out = {key,      {ranks.begin(), ranks.end()},     channels,
+                replicas, {members.begin(), members.end()}, {groups.begin(), groups.end()},
                 first};
     });
 }
@@ -332,7 +328,7 @@ SYNCBN_API void syncbn_segment_free(void* segment) { delete static_cast<Segment*
 
 // Over the processes of a job. `number` identifies an exchange in Python, which knows the layers. It also carries
 // vectors, if `mpi` is null.
-SYNCBN_API void* syncbn_exchange_processes(int64_t number, int64_t rank, int64_t ranks, const syncbn::Mpi* mpi) {
+SYNCBN_API void* syncbn_processes(int64_t number, int64_t rank, int64_t ranks, const syncbn::Mpi* mpi) {
     return handle([&] {
         const auto own = static_cast<size_t>(rank), count = static_cast<size_t>(ranks);
         auto job = std::make_shared<syncbn::Job>();
@@ -347,26 +343,26 @@ SYNCBN_API void* syncbn_exchange_processes(int64_t number, int64_t rank, int64_t
     });
 }
 // The same with memory of this machine. Takes ownership of the segment, which `ranks` share. `leaders`: of all machines.
-SYNCBN_API void* syncbn_exchange_machine(void* processes, void* segment, int64_t count, const size_t* ranks,
-                                         int64_t machines, const size_t* leaders) {
+SYNCBN_API void* syncbn_exchange_machine(void* processes, void* segment, const Span<const size_t>& ranks,
+                                         const Span<const size_t>& leaders) {
     return handle([&] {
         auto job = of_processes(processes).job();
-        syncbn::Members members{{ranks, ranks + count}, job->ranks};
+        syncbn::Members members{{ranks.begin(), ranks.end()}, job->ranks};
         return ExchangeHandle{std::make_shared<syncbn::Processes>(
             std::move(job), std::unique_ptr<Segment>(static_cast<Segment*>(segment)), std::move(members),
-            syncbn::Ranks(leaders, leaders + machines))};
+            syncbn::Ranks(leaders.begin(), leaders.end()))};
     });
 }
 
 // Sends bytes to some ranks and brings theirs, in their order, this one's included. `kind`, `key`, `call` and `phase`
 // identify the messages, `what` is for errors. Needs MPI. `syncbn_bytes_free` frees the result.
 using BytesOfRanks = std::vector<std::string>;
-SYNCBN_API void* syncbn_bytes_of(void* processes, int64_t count, const size_t* ranks, int64_t kind, int64_t key,
+SYNCBN_API void* syncbn_bytes_of(void* processes, const Span<const size_t>& ranks, int64_t kind, int64_t key,
                                  int64_t call, int64_t phase, const char* what, double timeout, int64_t size,
                                  const char* bytes) {
     return guarded<void*>(nullptr, [&] {
         return new BytesOfRanks(of_processes(processes).bytes_of(
-            {ranks, ranks + count}, {key, phase, call, -1 - kind, 0}, what, timeout, {bytes, bytes + size}));
+            {ranks.begin(), ranks.end()}, {key, phase, call, -1 - kind, 0}, what, timeout, {bytes, bytes + size}));
     });
 }
 SYNCBN_API const void* syncbn_bytes_at(void* bytes, int64_t place, int64_t* size) {
@@ -386,10 +382,10 @@ SYNCBN_API void syncbn_merge_moments(double* total, const double* part, int64_t 
 }
 
 // Returns an exchange's result for the one row of this process.
-SYNCBN_API int syncbn_allreduce(void* exchange, int merges, const syncbn::Ticket* ticket, int64_t length,
+SYNCBN_API int syncbn_allreduce(void* exchange, bool merges, const syncbn::Ticket* ticket, int64_t length,
                                 const double* row, double* out) {
     return done([&] {
-        const auto combine = merges != 0 ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
+        const auto combine = merges ? syncbn::Combine::kMerge : syncbn::Combine::kAdd;
         syncbn::Exchange& host = *static_cast<ExchangeHandle*>(exchange)->host;
         const syncbn::Total total = host.allreduce(combine, *ticket, {{row}, static_cast<size_t>(length)});
         std::copy(total.values.begin(), total.values.end(), out);
@@ -397,52 +393,51 @@ SYNCBN_API int syncbn_allreduce(void* exchange, int merges, const syncbn::Ticket
 }
 
 // Begins the sum of arrays over the processes of an exchange in shared memory: see native/gradients.h.
-SYNCBN_API int syncbn_sum(void* exchange, int64_t channel, int64_t number, double timeout, int64_t count,
-                          const char** names, const int* types, const int64_t* sizes, int64_t contexts, void** arrays,
-                          void* gpus) {
+SYNCBN_API int syncbn_sum(void* exchange, int64_t channel, int64_t number, double timeout,
+                          const Span<const char*>& names, const int* types, const int64_t* sizes, int64_t contexts,
+                          void** arrays, void* gpus) {
     return done([&] {
         std::vector<syncbn::Summand> summands;
-        for (int64_t i = 0; i < count; ++i)
-            summands.push_back({names[i], static_cast<syncbn::Type>(types[i]), static_cast<size_t>(sizes[i])});
+        for (int64_t i = 0; i < names.count; ++i)
+            summands.push_back({names.values[i], static_cast<syncbn::Type>(types[i]), static_cast<size_t>(sizes[i])});
         syncbn::native::sum_gradients(
             of_processes(exchange).sums(), channel, number, timeout, std::move(summands), static_cast<size_t>(contexts),
             arrays, gpus == nullptr ? nullptr : static_cast<syncbn::cuda::AllReduce*>(gpus)->shared_from_this());
     });
 }
 
-// Writes what identifies these GPUs, 16 bytes each, and a new name for a communicator, 128 bytes.
-SYNCBN_API int syncbn_gpus_identify(const int* devices, int64_t count, char* identities, char* id) {
+// Writes what identifies these GPUs, 16 bytes each, and a new id for `gpus`, 128 bytes.
+SYNCBN_API int syncbn_gpus_identify(const Span<const int>& devices, void* identities, void* id) {
     return done([&] {
-        for (int64_t i = 0; i < count; ++i)
-            syncbn::cuda::Device::of(devices[i]).identity().copy(identities + 16 * i, 16);
-        syncbn::cuda::new_id().copy(id, 128);
+        char* to = static_cast<char*>(identities);
+        for (const int device : devices) to += syncbn::cuda::Device::of(device).identity().copy(to, 16);
+        syncbn::cuda::new_id().copy(static_cast<char*>(id), 128);
     });
 }
-// The way of sums between the GPUs of several processes: see cuda/collective.h. It lasts as long as the process.
-SYNCBN_API void* syncbn_gpus(const int* devices, int64_t count, const char* id, int first, int ranks, int64_t bucket) {
+// The way of sums between the GPUs of several processes: see cuda/collective.h. `id` is the same in all of them, and used
+// once; `first` is the place of the first of these devices among `ranks`; `bucket`: bytes, a multiple of 8.
+SYNCBN_API void* syncbn_gpus(const Span<const int>& devices, const char* id, int first, int ranks, int64_t bucket) {
     return guarded<void*>(nullptr, [&] {
-        return syncbn::cuda::AllReduce::create({devices, devices + count}, {id, 128}, first, ranks,
-                                               static_cast<size_t>(bucket))
-            .get();
+        const auto size = static_cast<size_t>(bucket);
+        return syncbn::cuda::AllReduce::create({devices.begin(), devices.end()}, {id, 128}, first, ranks, size).get();
     });
 }
 
 // In the leader of a machine, before the first sum: the way to the other leaders, by MPI if `python` is null.
-SYNCBN_API int syncbn_sum_between(void* exchange, int first, const syncbn::MachinesInPython* python,
+SYNCBN_API int syncbn_sum_between(void* exchange, bool first, const syncbn::MachinesInPython* python,
                                   const syncbn::Mpi* mpi) {
     return done([&] {
         syncbn::Processes& processes = of_processes(exchange);
-        processes.sums().between(python != nullptr
-                                     ? syncbn::machines(first != 0, *python)
-                                     : syncbn::machines(first != 0, *mpi, *processes.job()->by_mpi->mail));
+        processes.sums().between(python != nullptr ? syncbn::machines(first, *python)
+                                                   : syncbn::machines(first, *mpi, *processes.job()->by_mpi->mail));
     });
 }
 
 // Reports that this process has failed, or ends.
-SYNCBN_API int syncbn_processes_fail(void* exchange, const char* reason) {
+SYNCBN_API int syncbn_processes_failed(void* exchange, const char* reason) {
     return done([&] { of_processes(exchange).leave(Segment::State::kFailed, reason); });
 }
-SYNCBN_API int syncbn_processes_end(void* exchange) {
+SYNCBN_API int syncbn_processes_ended(void* exchange) {
     return done([&] { of_processes(exchange).leave(Segment::State::kEnded, ""); });
 }
 
@@ -456,12 +451,13 @@ SYNCBN_API void* syncbn_tape_create() {
 
 SYNCBN_API void syncbn_tape_free(void* tape) { delete static_cast<TapeHandle*>(tape); }
 
-SYNCBN_API int syncbn_tape_begin(void* tape, int again) {
-    return done([&] { syncbn::begin_tape(*static_cast<TapeHandle*>(tape), again != 0); });
+SYNCBN_API int syncbn_tape_begin(void* tape, bool again) {
+    return done([&] { syncbn::begin_tape(*static_cast<TapeHandle*>(tape), again); });
 }
 
 SYNCBN_API int64_t syncbn_tape_end() { return syncbn::end_tape(); }
-SYNCBN_API int syncbn_tape_runs() { return syncbn::tape_runs(); }
+// Whether calls on this thread write to a tape, or repeat from one.
+SYNCBN_API bool syncbn_tape_runs() { return syncbn::tape_runs(); }
 
 // ---- the step ----
 
@@ -471,8 +467,8 @@ SYNCBN_API int syncbn_scope_enter(const char* thread) {
 }
 
 // The thread leaves that scope. Returns why its step failed, empty if it did not. `current` says whether the scope was
-// part of the current step; it is 0 if that step began later.
-SYNCBN_API const char* syncbn_scope_leave(int* current) {
+// part of the current step; it is false if that step began later.
+SYNCBN_API const char* syncbn_scope_leave(bool* current) {
     return text([&] {
         const auto scope = syncbn::current_scope();
         *current = scope->step == syncbn::step().number;
@@ -508,8 +504,10 @@ SYNCBN_API int syncbn_reset() {
     });
 }
 
-// Returns MXNet's status.
-SYNCBN_API int syncbn_gate_arrays(void** arrays, int64_t count) { return syncbn::gate_arrays(arrays, count); }
+// Makes later users of these arrays fail if the step has failed by then. Does not wait.
+SYNCBN_API int syncbn_gate(const Span<NDArrayHandle>& arrays) {
+    return done([&] { check(syncbn::gate_arrays(arrays.values, arrays.count)); });
+}
 
 // A wait in an exchange in Python, which knows the object of the wait.
 class WaitInPython : public syncbn::Wait {
@@ -560,25 +558,32 @@ SYNCBN_API void syncbn_wait_end(void* wait) { delete static_cast<WaitInPython*>(
 
 // ---- the process ----
 
-SYNCBN_API void syncbn_nobody_left(int so) { syncbn::nobody_left(so != 0); }
+// Whether no thread is left that could call a missing replica.
+SYNCBN_API void syncbn_nobody_left(bool so) { syncbn::nobody_left(so); }
 
-// Whether a waiting thread asks, within so many seconds, which thread could still call a missing replica.
-SYNCBN_API int syncbn_asked_for_callers(double seconds) { return syncbn::asked_for_callers(seconds); }
+// Waits until a replica asks which thread could still call a missing one. False after so many seconds.
+SYNCBN_API bool syncbn_asked_for_callers(double seconds) { return syncbn::asked_for_callers(seconds); }
 
 // The answer: what all of them wait for, empty if one could call. `for_all`: for all pending operations.
-SYNCBN_API int syncbn_answer_callers(const char* wait, int for_all) {
-    return done([&] { syncbn::answer_callers(wait, for_all != 0); });
+SYNCBN_API int syncbn_answer_callers(const char* wait, bool for_all) {
+    return done([&] { syncbn::answer_callers(wait, for_all); });
 }
 
+// All threads that train have ended, and exit handlers run.
 SYNCBN_API void syncbn_nobody_reads() { syncbn::step().unread = true; }
 
-SYNCBN_API void syncbn_close() { syncbn::step().closed = true; }
+// The process ends: from now on, every operator that runs fails.
+SYNCBN_API int syncbn_close() {
+    syncbn::step().closed = true;
+    return done(syncbn::cuda::close_collectives);
+}
 
-// Called before a fork, which waits for all operators in flight, and after it. `inside`: the forking thread is in a
-// step.
-SYNCBN_API void syncbn_forking(int inside) { syncbn::step().forking = inside != 0; }
+// Called before a fork, which waits for all operators in flight, and, with false, after it. `inside`: the forking thread
+// is in a step.
+SYNCBN_API void syncbn_forking(bool inside) { syncbn::step().forking = inside; }
 
-SYNCBN_API void syncbn_out_of_batches(int so) { syncbn::step().out_of_batches = so != 0; }
+// Whether the calls of this process contribute empty batches from now on.
+SYNCBN_API void syncbn_out_of_batches(bool so) { syncbn::step().out_of_batches = so; }
 
 // Called in the child of a fork.
 SYNCBN_API int syncbn_forked() {
@@ -596,16 +601,20 @@ SYNCBN_API int syncbn_forked() {
 
 // ---- records ----
 
-SYNCBN_API void syncbn_debug(int so) { syncbn::set_debugging(so != 0); }
+// Whether there is a record of every meeting.
+SYNCBN_API void syncbn_debug(bool so) { syncbn::set_debugging(so); }
 
-// Returns the level of the next record, after at most `seconds`, and its text; 0 if there is none.
-SYNCBN_API int syncbn_next_record(double seconds, const char** out) {
-    syncbn::Record record;
-    if (!syncbn::next_record(seconds, &record)) return 0;
-    *out = keep(std::move(record.text));
-    return static_cast<int>(record.level);
+// Returns the next record, after at most `seconds`: its level, as in Python's `logging`, a blank and the text. Empty if
+// there is none.
+SYNCBN_API const char* syncbn_next_record(double seconds) {
+    return text([&]() -> std::string {
+        syncbn::Record record;
+        if (!syncbn::next_record(seconds, &record)) return "";
+        return std::to_string(static_cast<int>(record.level)) + " " + record.text;
+    });
 }
 
+// Which replicas others waited for, in all recorded meetings; empty without records.
 SYNCBN_API const char* syncbn_slowest() { return text(syncbn::slowest); }
 
 SYNCBN_API const char* syncbn_instruction_set() { return syncbn::cpu::instruction_set(); }

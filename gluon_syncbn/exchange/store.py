@@ -209,7 +209,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         way = None
         if not problems:
             first = sum(len(one["gpus"]) for one in everyone[: self.rank])
-            way = _native.connected_gpus(devices, everyone[0]["name"], first, len(all_gpus), _BUCKET)
+            way = _native.gpus(devices, bytes.fromhex(everyone[0]["name"]), first, len(all_gpus), _BUCKET)
         elif devices and self.nccl:
             log.warning("the gradients of GPUs go through host memory: %s", problems[0])
         self._ways[trainer] = contexts, way

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from types import ModuleType
-from typing import Optional
 
 from . import arguments
 from .environment import read
@@ -54,12 +53,11 @@ def _fetch_for_ever() -> None:
         _pass_on(60.0)
 
 
-def _pass_on(seconds: float) -> Optional[str]:
-    record = _core.next_record(seconds)
-    if record is None:
-        return None
-    log.log(*record)
-    return record[1]
+def _pass_on(seconds: float) -> bool:
+    level, _, text = _core.next_record(seconds).partition(" ")
+    if level:
+        log.log(int(level), text)
+    return bool(level)
 
 
 def follow_level() -> None:

@@ -118,7 +118,7 @@ def _of_all_processes(own: nd.NDArray, name: str, store: ProcessStore) -> nd.NDA
             f"{title}: gather does not work within gluon_syncbn.join, because a process without a batch has no rows. "
             "Give all processes the same number of batches, and train without join."
         )
-    if _native.Tape.runs():
+    if _native.tape_runs():
         raise mx.MXNetError(
             f"{title}: gather between processes does not work within a block of gluon_syncbn.checkpoint, which would "
             "exchange the rows twice. Call it on the output of the block."

@@ -21,6 +21,7 @@ class _Unchanged:
 
 
 _UNCHANGED: Any = _Unchanged()
+_NONFINITE = ("propagate", "skip", "error")  # the order is that of `Nonfinite` in csrc/meeting/meeting.h
 _MEMORY = Memory()
 
 
@@ -206,14 +207,14 @@ def configure(
     if timeout is not _UNCHANGED:
         timeout = arguments.seconds("timeout", timeout)
     if nonfinite is not _UNCHANGED:
-        nonfinite = arguments.one_of("nonfinite", nonfinite, _native.NONFINITE)
+        nonfinite = arguments.one_of("nonfinite", nonfinite, _NONFINITE)
     exchange = session.exchange if kvstore is _UNCHANGED else session.exchange_of(kvstore)
     if timeout is not _UNCHANGED:
         _native.default_timeout(timeout)
     if seed is not _UNCHANGED:
         _native.seed(seed)
     if nonfinite is not _UNCHANGED:
-        _native.nonfinite(nonfinite)
+        _native.nonfinite(_NONFINITE.index(nonfinite))
     if kvstore is not _UNCHANGED:
         session.chosen = True
         session.set_exchange(exchange)

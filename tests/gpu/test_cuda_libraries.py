@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 from environments import shell
 from fake_driver import build_driver
-from places import PACKAGE, ROOT, SOURCES
+from places import BENCHMARKS, PACKAGE, ROOT
 
-from gluon_syncbn import _native
 from gluon_syncbn.system import cuda_libraries, distribution
+
+sys.path.insert(0, str(BENCHMARKS))
+from _kernel_arguments import source
 
 COMPILES = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles libraries of its own: needs g++")
 FOLDERS = {
@@ -257,14 +259,11 @@ print(mxnet.runtime.Features())
 def test_the_real_run_time_compiler_takes_the_kernels(packages):
     """It needs no GPU. What it makes is in PTX 7.8, which drivers from 520 on load."""
     nvrtc = ctypes.CDLL(str(packages / "nvidia" / "cuda_nvrtc" / "lib" / "libnvrtc.so.11.2"))
-    text = _native._core.syncbn_cuda_source
-    text.restype = ctypes.c_char_p
-    source = text(str(SOURCES / "cuda" / "kernels.cu").encode())
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     # As csrc/cuda/compiler.cc asks for it.
     words = b"--gpu-architecture=compute_50", b"--std=c++14", b"-DSYNCBN_BLOCK=256"
     options = (ctypes.c_char_p * len(words))(*words)
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"kernels.cu", 0, None, None) == 0
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), source().encode(), b"kernels.cu", 0, None, None) == 0
     status = nvrtc.nvrtcCompileProgram(program, len(words), options)
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)

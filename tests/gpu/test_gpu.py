@@ -635,9 +635,9 @@ def test_a_build_without_nccl(tmp_path):
     program = f"""
         import ctypes, gluon_syncbn, mxnet as mx, numpy as np
         from mxnet import autograd
-        source = gluon_syncbn._native.path().parent / "csrc" / "cuda" / "kernels.cu"
+        source = gluon_syncbn._native.PATH.parent / "csrc" / "cuda" / "kernels.cu"
         handle = ctypes.CDLL({str(library)!r})._handle
-        gluon_syncbn._native._core.syncbn_cuda(handle, str(source).encode(), b"")
+        gluon_syncbn._native.cuda(handle, str(source), "")
         contexts = [mx.gpu(0), mx.gpu(1)]
         for _ in range(2):
             layer = gluon_syncbn.SyncBatchNorm(in_channels=4)
@@ -732,7 +732,7 @@ def test_kernels_that_are_not_there():
     program = """
         import gluon_syncbn, mxnet as mx, numpy as np
         from mxnet import autograd
-        gluon_syncbn._native._core.syncbn_cuda(mx.base._LIB._handle, b"/nowhere/kernels.cu", b"")
+        gluon_syncbn._native.cuda(mx.base._LIB._handle, "/nowhere/kernels.cu", "")
         contexts = [mx.gpu(0), mx.gpu(1)]
         layer = gluon_syncbn.SyncBatchNorm(in_channels=4, timeout=5)
         layer.initialize(ctx=contexts)

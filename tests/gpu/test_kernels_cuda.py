@@ -14,13 +14,10 @@ import pytest
 from environments import ended, shell
 from places import BENCHMARKS, SOURCES
 
-from gluon_syncbn import _native
-
 sys.path.insert(0, str(BENCHMARKS))
-from _kernel_arguments import STRUCTURES, filled
+from _kernel_arguments import BLOCK, STRUCTURES, filled, plan, source
 
 SOURCE = SOURCES / "cuda" / "kernels.cu"
-BLOCK = _native._core.syncbn_cuda_block()
 DEFINED = (f"-DSYNCBN_BLOCK={BLOCK}",)
 TOLERANCE = {"float16": 1e-3, "float32": 2e-6, "float64": 1e-13}  # of what is rounded to the data's type
 SUMS = {"float16": 2e-6, "float32": 2e-6, "float64": 1e-12}  # of what is added up in float32 and merged in float64
@@ -57,13 +54,6 @@ class Pools(NamedTuple):
     lists: Sequence[Sequence[int]] = ()
 
 
-def text():
-    """The source with its headers, as NVRTC gets it."""
-    source = _native._core.syncbn_cuda_source
-    source.restype = ctypes.c_char_p
-    return source(str(SOURCE).encode()).decode()
-
-
 class Cupy:
     """A CUDA GPU, or the emulator as CuPy sees it. Nothing here needs a kernel of CuPy's own."""
 
@@ -73,7 +63,7 @@ class Cupy:
             self.cupy.cuda.runtime.getDeviceCount()
         except self.cupy.cuda.runtime.CUDARuntimeError as error:
             pytest.skip(f"CuPy finds no GPU: {error}")
-        self.module = self.cupy.RawModule(code=text(), options=("--std=c++14", *DEFINED), backend="nvrtc")
+        self.module = self.cupy.RawModule(code=source(), options=("--std=c++14", *DEFINED), backend="nvrtc")
 
     def upload(self, values, shift=0):
         array = self.cupy.empty(values.size + shift, values.dtype)[shift:]
@@ -108,7 +98,7 @@ class Emulated:
             pytest.skip("needs the CUDA emulator: `make test-gpu-emulated`")
         from cuda_emulator.device import Device
 
-        self.device = Device(os.environ["CUDA_EMULATOR"], text(), options=("--std=c++14", *DEFINED))
+        self.device = Device(os.environ["CUDA_EMULATOR"], source(), options=("--std=c++14", *DEFINED))
 
     def upload(self, values, shift=0):
         padded = np.concatenate([np.zeros(shift, values.dtype), values.ravel()])
@@ -160,9 +150,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def of(cls, shape, slots):
-        values = (ctypes.c_int64 * 6)()
-        _native._core.syncbn_cuda_plan(*map(ctypes.c_int64, (*shape, slots)), values)
-        return cls(*values)
+        return cls(*plan(shape, slots))
 
 
 def address(gpu, array):

@@ -39,9 +39,9 @@ class Hands {
 
 std::vector<Hands::Turn> harmless(const Layer& layer, bool steps_fail) {
     return {
-        [](Random& random) { syncbn_timeout(kPatience * random.whole(1, 2)); },
+        [](Random& random) { syncbn_default_timeout(kPatience * random.whole(1, 2)); },
         [&](Random& random) { layer.set_timeout(kPatience * random.whole(0, 1)); },
-        [](Random& random) { syncbn_exchange(*any_exchange(random)); },
+        [](Random& random) { syncbn_default_exchange(*any_exchange(random)); },
         [&](Random& random) { syncbn_layer_exchange(layer.id, *any_exchange(random)); },
         [&](Random& random) {
             expect(syncbn_timeout_of(random.one_in(2) ? layer.id : 0) > 0, "there is a time limit");
@@ -79,7 +79,7 @@ std::vector<Hands::Turn> harmful(const Layer& layer) {
         },
         [&](Random& random) {
             const char* one[] = {layer.placed[0].context.c_str()};
-            if (random.one_in(10)) syncbn_devices(random.whole(0, 1), one);
+            if (random.one_in(10)) syncbn_devices({random.whole(0, 1), one});
         },
         [](Random& random) { syncbn_forking(random.one_in(20)); },
         [](Random& random) { syncbn_nobody_left(random.one_in(20)); },
@@ -102,9 +102,9 @@ std::vector<std::unique_ptr<Step>> some_steps(Run& run, Layer& layer, bool threa
 
 void back_to_normal() {
     syncbn_debug(0);
-    syncbn_timeout(kPatience);
-    syncbn_exchange(*exchange_in_memory());
-    syncbn_devices(0, nullptr);
+    syncbn_default_timeout(kPatience);
+    syncbn_default_exchange(*exchange_in_memory());
+    syncbn_devices({});
     syncbn_forking(0);
     syncbn_nobody_left(0);
     syncbn_reset();

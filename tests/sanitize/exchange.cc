@@ -103,7 +103,7 @@ void make_exchange_of_machine() {
     auto rank_1 = syncbn::Segment::open(2, 1, getpid(), rank_0->number(), rank_0->token());
     shared = rank_0.get();
     constexpr size_t kRanks[] = {0, 1};
-    of_machine = syncbn_exchange_machine(of_processes, rank_0.release(), 2, kRanks, 1, kRanks);
+    of_machine = syncbn_exchange_machine(of_processes, rank_0.release(), {2, kRanks}, {1, kRanks});
     made.push_back(of_machine);
     std::thread([segment = std::shared_ptr<syncbn::Segment>(std::move(rank_1))] { play_rank_1(*segment); }).detach();
 }
@@ -121,9 +121,9 @@ void make_exchanges() {
     functions.gather = gather;
     functions.agreed = agreed;
     syncbn_python_functions(&functions);
-    in_memory = syncbn_exchange_memory();
-    of_contexts = syncbn_exchange_contexts(1);
-    of_processes = syncbn_exchange_processes(2, 0, 1, nullptr);
+    in_memory = syncbn_memory_exchange("");
+    of_contexts = syncbn_kvstore_exchange(1);
+    of_processes = syncbn_processes(2, 0, 1, nullptr);
     make_exchange_of_machine();
 }
 

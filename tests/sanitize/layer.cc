@@ -38,7 +38,7 @@ Spec any_meeting_spec(Random& random, int contexts, int per_context, bool positi
 Layer::Layer(Random& random, const Spec& spec, const std::string& name)
     : spec(spec),
       name(name),
-      id(syncbn_layer_create(name.c_str(), static_cast<int>(spec.mode), spec.virtual_devices, spec.group, 0, nullptr)),
+      id(syncbn_layer_create(name.c_str(), static_cast<int>(spec.mode), spec.virtual_devices, spec.group, {})),
       token_(syncbn_layer_token(id)) {
     if (syncbn::sharing_of({spec.mode, spec.virtual_devices, spec.group, {}}) == syncbn::Sharing::kEach) gathers(id);
     const auto vector = [&](double value) { return make_array(spec.parameter_type(), spec.channels, value); };
@@ -82,7 +82,7 @@ void Layer::place(int contexts, int replicas) const {
     replaced_ = contexts != spec.contexts || replicas != spec.replicas;
     std::vector<const char*> names;
     for (int i = 0; i < contexts; ++i) names.push_back(placed[i].context.c_str());
-    syncbn_layer_place(id, contexts, names.data(), replicas);
+    syncbn_layer_place(id, {contexts, names.data()}, replicas);
 }
 
 void Layer::set_timeout(double seconds) const { syncbn_layer_timeout(id, seconds); }

@@ -90,7 +90,7 @@ int main(int count, char** arguments) {
     }
     driver::load_core();
     driver::make_exchanges();
-    syncbn_timeout(driver::kPatience);
+    syncbn_default_timeout(driver::kPatience);
     syncbn_seed(driver::kSeed);
     bool known = only.empty();
     {

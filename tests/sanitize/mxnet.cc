@@ -101,9 +101,9 @@ void load_core() {
     functions.ndarray_free = ndarray_free;
     functions.engine_push = engine_push;
     const int64_t count = sizeof functions / sizeof(void*);
-    expect(syncbn_register(reinterpret_cast<void**>(&functions), count - 1) != 0,
-           "a list that is too short is refused");
-    expect(syncbn_register(reinterpret_cast<void**>(&functions), count) == 0, "the operator is registered");
+    auto** const all = reinterpret_cast<void**>(&functions);
+    expect(syncbn_register(nullptr, {count - 1, all}) != 0, "a list that is too short is refused");
+    expect(syncbn_register(nullptr, {count, all}) == 0, "the operator is registered");
 }
 
 CustomOpPropCreator operator_creator() { return creator; }

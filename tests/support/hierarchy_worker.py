@@ -16,6 +16,7 @@ import light  # isort: skip  # noqa: F401
 import gluon_syncbn  # isort: skip
 import mxnet as mx
 import numpy as np
+from allreduce import allreduce
 from forks import fork_ranks
 
 from gluon_syncbn import _native
@@ -26,7 +27,8 @@ from gluon_syncbn.exchange.waiting import Wait, WaitingTransport
 from gluon_syncbn.training.session import session
 
 STEPS, FAULT_AT = 12, 6
-LENGTHS = [1, 7, 300, _native.MOST_VALUES, _native.MOST_VALUES + 1, 3 * _native.MOST_VALUES]
+PIECE = 4608  # numbers, as in csrc/exchange/segment.h
+LENGTHS = [1, 7, 300, PIECE, PIECE + 1, 3 * PIECE]
 
 
 class Files(WaitingTransport):
@@ -93,13 +95,13 @@ def work(rank, folder, machines, fault, faulty, timeout):
     assert store.why_not_in_memory is None, store.why_not_in_memory
     layers = []
     for i in range(len(LENGTHS)):
-        layers.append(_native.layer_create(f"layer{i}", 0, 1, 0))
+        layers.append(_native.layer_create(f"layer{i}", 0, 1, 0, []))
         session.register(LayerInfo(layers[i], f"layer{i}", [mx.cpu(0)], 1, 3, "sync", 1, None), store)
 
     def exchange(step, i):
         limit = timeout if step >= FAULT_AT else 60.0  # the first one waits for the others to start
         ticket = _native.Ticket(layers[i], -1, step, 0, f"layer{i}".encode(), limit)
-        got = _native.allreduce(store.handle, ticket, vector(rank, step, LENGTHS[i]))
+        got = allreduce(store.handle, ticket, vector(rank, step, LENGTHS[i]))
         np.testing.assert_array_equal(got, total(machines, step, LENGTHS[i]))
 
     began = time.monotonic()

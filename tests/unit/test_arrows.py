@@ -143,13 +143,34 @@ def test_each_function_of_the_core_has_the_types_of_its_source():
     ]
     assert len(functions) == len(re.findall(r"^SYNCBN_API ", source, re.MULTILINE)) > 50
     assert all(function.argtypes is not None for function in functions)
-    made = _native._core.syncbn_layer_create
+    made, given = _native.layer_create, _native._GIVEN
     assert (made.restype, made.argtypes) == (
-        ctypes.c_int64, [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-    )  # fmt: skip
-    assert _native._core.syncbn_graph_ends.restype is None and _native._core.syncbn_graph_ends.argtypes == []
+        ctypes.c_int64,
+        [given["const char*"], ctypes.c_int, *[ctypes.c_int64] * 2, given["const Span<const int>&"]],
+    )
+    assert _native.graph_ends.restype is None and _native.graph_ends.argtypes == []
     with pytest.raises(KeyError, match="float"):  # a type that nobody has thought of is not guessed
         _native._type("float")
+
+
+def test_each_structure_of_the_core_has_the_members_of_its_source():
+    assert _native._members("exchange/exchange.h", "Ticket") == [
+        *[(name, ctypes.c_int64) for name in ("layer", "node", "call", "phase")],
+        ("name", ctypes.c_char_p),
+        ("timeout", ctypes.c_double),
+        ("interrupts", ctypes.c_int64),
+    ]
+    tell, add, check, fail = (kind for _, kind in _native._members("exchange/machines.h", "MachinesInPython"))
+    assert tell._argtypes_ == (ctypes.c_void_p,) * 2 and check._argtypes_ == (ctypes.c_void_p,)
+    assert add._argtypes_ == (ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+    assert fail._restype_ is None and fail._argtypes_ == (ctypes.c_char_p,)
+
+
+def test_the_package_calls_only_functions_that_the_core_has():
+    for path in MODULES.values():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") == "_native":
+                assert hasattr(_native, node.attr), f"{path}: _native.{node.attr}"
 
 
 def test_the_core_and_the_driver_are_behind_one_module_each():
@@ -172,7 +193,7 @@ def test_what_comes_before_mxnet_does_not_import_it():
 # Folders, and what stands in none, from the bottom up. `pooling` is numbers alone: no lock, no layer, no array.
 CORE_FLOORS = [
     {"activation", "mask"},
-    {"types", "mxnet_api", "clock", "log", "failure", "point"},
+    {"types", "mxnet_api", "clock", "log", "failure", "point", "span"},
     {"pooling", "tensor"},
     {"cpu", "waiting"},
     {"cuda"},

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import mxnet as mx
 import numpy as np
 import pytest
+from allreduce import allreduce
 from thread_transport import Post, ThreadTransport
 
 import gluon_syncbn
@@ -23,7 +24,7 @@ CHANNELS = 3
 @pytest.fixture
 def layer_id():
     """Of a layer in the native core, for its time limit."""
-    number = _native.layer_create("bn", 0, 1, 0)
+    number = _native.layer_create("bn", 0, 1, 0, [])
     yield number
     _native.layer_drop(number, {})
 
@@ -55,13 +56,13 @@ def test_moments_of_all_processes(size):
     rng = np.random.RandomState(0)
     shards = [1e4 + (rank + 1) * rng.randn(2 + rank % 2, CHANNELS, 3) for rank in range(size)]
     post, all_stores = stores(size)
-    ids = [_native.layer_create("bn", 0, 1, 0) for _ in all_stores]
+    ids = [_native.layer_create("bn", 0, 1, 0, []) for _ in all_stores]
     for number, store in zip(ids, all_stores):
         session.register(info(number, 1), store)
 
     def work(rank, store):
         ticket = _native.Ticket(ids[rank], -1, 0, 0, b"bn", 60.0)
-        return _native.allreduce(store.handle, ticket, moments(shards[rank]), True)
+        return allreduce(store.handle, ticket, moments(shards[rank]), True)
 
     totals = everywhere(all_stores, work)
     want = moments(np.concatenate(shards))

@@ -130,14 +130,6 @@ void set_source(const std::string& path) { source_path = path; }
 
 void set_cache(const std::string& folder) { cache_folder = folder; }
 
-std::string source(const std::string& path) {
-    const size_t name = path.rfind('/', path.rfind('/') - 1) + 1;  // after the folder csrc
-    std::set<std::string> seen;
-    std::string text;
-    append(path.substr(0, name), path.substr(name), &seen, &text);
-    return text;
-}
-
 const std::string& compiled(int capability, const Part& part, bool anew) {
     static std::mutex mutex;
     // The key is architecture and part.
@@ -152,7 +144,10 @@ const std::string& compiled(int capability, const Part& part, bool anew) {
         options.push_back("-DSYNCBN_MASKED");
     else if (!part.activation.empty())
         options.push_back("-DSYNCBN_ACTIVATION=" + part.activation);
-    const std::string text = source(source_path);
+    const size_t name = source_path.rfind('/', source_path.rfind('/') - 1) + 1;  // after the folder csrc
+    std::set<std::string> seen;
+    std::string text;
+    append(source_path.substr(0, name), source_path.substr(name), &seen, &text);
     int major = 0, minor = 0;
     nvrtc<int(int*, int*)>("nvrtcVersion")(&major, &minor);
     std::string key = text + '\0' + std::to_string(major) + '.' + std::to_string(minor);

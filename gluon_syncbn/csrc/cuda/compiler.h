@@ -10,9 +10,6 @@ namespace cuda {
 void set_source(const std::string& path);
 void set_cache(const std::string& folder);
 
-// Returns kernels.cu and the headers of csrc that it includes, as one text.
-std::string source(const std::string& path);
-
 // The kernels of one type of data that depend on one activation. If that is empty: kernels without an activation, and
 // those that depend on none. If it is `kMasked`: those that take a mask, for all activations.
 constexpr const char* kMasked = "masked";
