@@ -281,33 +281,6 @@ def timeout_of(layer: int = 0) -> float:
     return _core.syncbn_timeout_of(layer)
 
 
-class Wait:
-    """A wait outside the native core, with the core's time limit and reasons to end: see ``csrc/waiting/wait.h``.
-
-    ``since`` is the result of `interrupts` at its beginning.
-    """
-
-    def __init__(self, timeout: float, warn_after: float, since: int) -> None:
-        self._wait = _core.syncbn_wait_begin(timeout, warn_after, since)
-        weakref.finalize(self, _core.syncbn_wait_end, self._wait).atexit = False
-
-    def poll(self) -> str:
-        """Returns why the wait should end: ``'failed'``, ``'asked to end'``, ``'forked'`` or ``'late'``.
-
-        Once it returns ``'long'``, for a warning. The result is empty if the wait goes on.
-        """
-        return _core.syncbn_wait_poll(self._wait)
-
-
-#: Why a wait ends; the order is that of `Wait::Why` in csrc/waiting/wait.h.
-WHYS = ("asked to end", "forked", "late", "long")
-
-
-def text_of_wait(why: str, what: str, rank: str, missing: str, limit: float, waited: float) -> str:
-    """Returns the text of a wait of this rank for others, in the exchange that ``what`` names."""
-    return _core.syncbn_text_of_wait(WHYS.index(why), what, rank, missing, limit, waited)
-
-
 class Tape:
     """Stores what the calls of a forward pass to their repetition: see ``csrc/operator/tape.h``."""
 

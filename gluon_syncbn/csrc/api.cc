@@ -59,7 +59,8 @@ std::shared_ptr<syncbn::Layer> found(int64_t id) {
     return layer;
 }
 
-thread_local char problem[512] = "";  // works without memory
+thread_local std::string kept_problem;
+thread_local const char* problem = "";
 
 // Returns the result of `work`, or `instead` after an exception.
 template <typename Result, typename Work>
@@ -67,7 +68,11 @@ Result guarded(Result instead, const Work& work) noexcept {
     try {
         return work();
     } catch (const std::exception& e) {
-        std::strncpy(problem, syncbn::reason_of(e), sizeof problem - 1);
+        try {
+            problem = (kept_problem = syncbn::reason_of(e)).c_str();
+        } catch (const std::bad_alloc&) {
+            problem = syncbn::kNoMemory;
+        }
         return instead;
     }
 }
@@ -509,49 +514,51 @@ SYNCBN_API int syncbn_gate(const Span<NDArrayHandle>& arrays) {
     return done([&] { check(syncbn::gate_arrays(arrays.values, arrays.count)); });
 }
 
-// A wait in an exchange in Python, which knows the object of the wait.
+// A wait of a rank for others in an exchange in Python.
 class WaitInPython : public syncbn::Wait {
   public:
-    using Wait::Wait;
-    // Returns why the wait should end; "long" once, for a warning; empty if it goes on.
-    std::string ask() {
-        said_ = "";
+    WaitInPython(const char* what, const char* rank, double timeout, double warn_after)
+        : Wait(timeout, warn_after), what_(what), rank_(rank) {}
+    // Whether time is up. Throws Failure if the wait must end for another reason.
+    bool is_late(const char* missing) {
+        missing_ = missing;
         try {
             look();
         } catch (const syncbn::Failure&) {
-            return said_.empty() ? "failed" : said_;
+            if (!late_) throw;
         }
-        return said_;
+        return late_;
+    }
+    std::string text_without(const char* missing) {
+        missing_ = missing;
+        return text(Why::kLate);
     }
 
   protected:
     std::string text(Why why) override {
-        if (why == Why::kAskedToEnd) return said_ = "asked to end";
-        if (why == Why::kForked) return said_ = "forked";
-        return said_ = why == Why::kLate ? "late" : "long";
+        late_ = why == Why::kLate;
+        return syncbn::text_of_wait(why, what_, rank_, missing_, limit(), waited());
     }
-    void warn(const std::string&) override {}
 
   private:
-    std::string said_;
+    const std::string what_, rank_;
+    std::string missing_;
+    bool late_ = false;
 };
 
-// The number of interrupts before such a wait; a new wait; `ask`; its end.
-SYNCBN_API long syncbn_interrupts() { return syncbn::interrupts(); }
-
-SYNCBN_API void* syncbn_wait_begin(double timeout, double warn_after, long interrupts) {
-    return guarded<void*>(nullptr, [&] { return new WaitInPython(timeout, warn_after, interrupts); });
+// Begins a wait of this rank ("rank 0 of 2") in the exchange that `what` names.
+SYNCBN_API void* syncbn_wait_begin(const char* what, const char* rank, double timeout, double warn_after) {
+    return guarded<void*>(nullptr, [&] { return new WaitInPython(what, rank, timeout, warn_after); });
 }
 
-SYNCBN_API const char* syncbn_wait_poll(void* wait) {
-    return text([&] { return static_cast<WaitInPython*>(wait)->ask(); });
+// Returns 1 if the wait's time is up, and 0 if it goes on. Fails if it must end for another reason. Warns once.
+SYNCBN_API int syncbn_wait_is_late(void* wait, const char* missing) {
+    return guarded(-1, [&] { return int{static_cast<WaitInPython*>(wait)->is_late(missing)}; });
 }
 
-// See exchange/exchange.h. The values of `why` are those of syncbn::Wait::Why.
-SYNCBN_API const char* syncbn_text_of_wait(int why, const char* what, const char* rank, const char* missing,
-                                           double limit, double waited) {
-    return text(
-        [&] { return syncbn::text_of_wait(static_cast<syncbn::Wait::Why>(why), what, rank, missing, limit, waited); });
+// The text of a wait whose time is up.
+SYNCBN_API const char* syncbn_wait_text(void* wait, const char* missing) {
+    return text([&] { return static_cast<WaitInPython*>(wait)->text_without(missing); });
 }
 
 SYNCBN_API void syncbn_wait_end(void* wait) { delete static_cast<WaitInPython*>(wait); }

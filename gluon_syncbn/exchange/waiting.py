@@ -5,18 +5,16 @@ Such a transport brings `carry`, `tell` and `close`, and calls `Wait.poll` while
 
 from __future__ import annotations
 
-import time
+import weakref
 from contextlib import contextmanager
-from typing import Iterator, Optional, Sequence
+from typing import Iterator, Sequence
 
 import mxnet as mx
 
 from .. import _native
-from ..system.logs import log
 from .transport import Label, Transport
 
 _WARN_AFTER = 10.0  # seconds
-_POLL = 0.05  # seconds between looks at the native core
 
 
 class Wait:
@@ -24,34 +22,24 @@ class Wait:
 
     def __init__(self, transport: WaitingTransport, label: Label) -> None:
         self._transport, self._label = transport, label
-        self._interrupts = _native.interrupts()
-        self._began = self._polled = time.monotonic()
-        self._limit = 0.0
-        self._native: Optional[_native.Wait] = None  # only if the wait is not over at once
+        rank, limit = f"rank {transport.rank} of {transport.size}", _native.timeout_of(label.layer) + label.longer
+        self._wait = _native.wait_begin(str(label), rank, limit, _WARN_AFTER)
+        weakref.finalize(self, _native.wait_end, self._wait).atexit = False
 
-    def text(self, missing: Sequence[int], why: str = "late") -> str:
-        """Returns the text of the core for a wait that takes too long, or ends for another reason."""
-        rank = f"rank {self._transport.rank} of {self._transport.size}"
-        waited = time.monotonic() - self._began
-        return _native.text_of_wait(why, str(self._label), rank, ", ".join(map(str, missing)), self._limit, waited)
+    def text(self, missing: Sequence[int]) -> str:
+        """Returns the text of a wait whose time is up."""
+        return _native.wait_text(self._wait, ", ".join(map(str, missing)))
 
     def poll(self, missing: Sequence[int]) -> None:
         """Raises an error if the wait must end; warns once if it takes long. May be called at any rate."""
-        transport, label, now = self._transport, self._label, time.monotonic()
+        transport, label = self._transport, self._label
         transport.check_unbroken(label)
-        if self._native is None:
-            self._limit = _native.timeout_of(label.layer) + label.longer
-            self._native = _native.Wait(self._limit, _WARN_AFTER, self._interrupts)
-        if now - self._polled < _POLL:
-            return
-        self._polled = now
-        why = self._native.poll()
-        if why == "late":
+        try:
+            is_late = _native.wait_is_late(self._wait, ", ".join(map(str, missing)))
+        except mx.MXNetError as error:
+            transport.give_up(label, str(error))
+        if is_late:
             transport.give_up(label, transport.late(label, missing, self))
-        elif why == "long":
-            log.warning("%s", self.text(missing, why))
-        elif why:
-            transport.give_up(label, _native.failure() or self.text(missing, why))
 
 
 class WaitingTransport(Transport):

@@ -75,9 +75,9 @@ void Interrupts::install(Handler which) const {
 }
 
 void Interrupts::send() const {
-    const long counted = syncbn_interrupts(), before = taken;
+    const long counted = syncbn::interrupts(), before = taken;
     kill(getpid(), SIGINT);
-    until([&] { return syncbn_interrupts() > counted && taken > before; }, "SIGINT is counted and handed on");
+    until([&] { return syncbn::interrupts() > counted && taken > before; }, "SIGINT is counted and handed on");
 }
 
 }  // namespace driver
