@@ -430,11 +430,13 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
         exchange, values = _exchanges[number], _array(rows, count * length).reshape(count, length)
         _array(out, length)[:] = exchange.add(layer_of(exchange, Ticket.from_address(ticket)), values)
 
-    def gather(number: int, ticket: int, what: bytes, key: int, longer: float, *rest: int) -> None:
-        count, ranks, length, values, out = rest
-        some, own = _array(ranks, count, ctypes.c_size_t).tolist(), _array(values, length)
-        for part in _exchanges[number].gather(Ticket.from_address(ticket), what.decode(), key, longer, some, own):
-            _core.syncbn_part(out, part.size, part.ctypes.data)
+    def post(number: int, label: int, length: int, count: int, values: int, readers: int, ranks: int) -> None:
+        to = _array(ranks, readers, ctypes.c_size_t).tolist()
+        content = ctypes.string_at(values, 8 * count)
+        _exchanges[number].post(_array(label, 5, ctypes.c_int64).tolist(), length, content, to)
+
+    def tell(number: int, failed: int, reason: bytes) -> None:
+        _exchanges[number].tell(failed != 0, reason.decode(errors="replace"))
 
     def agreed(number: int, ticket: int, here: int, out: int) -> None:
         exchange = _exchanges[number]
@@ -442,7 +444,7 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
 
     global _functions_of_exchanges
     assert _functions_of_exchanges is None
-    calls = [_guarded(call, lambda error: f"{type(error).__name__}: {error}") for call in (add, gather, agreed)]
+    calls = [_guarded(call, lambda error: f"{type(error).__name__}: {error}") for call in (add, post, tell, agreed)]
     _functions_of_exchanges = _Functions(*[kind(call) for (_, kind), call in zip(_Functions._fields_, calls)])
     _core.syncbn_python_functions(ctypes.byref(_functions_of_exchanges))
 
@@ -492,7 +494,7 @@ class Segment:
 def bytes_of(
     processes: Handle, ranks: Sequence[int], identity: Tuple[int, int, int, int], what: str, own: bytes
 ) -> List[np.ndarray]:
-    """Sends bytes to some ranks over MPI. Returns theirs, this one's included, in the order of ``ranks``.
+    """Sends bytes to some ranks. Returns theirs, this one's included, in the order of ``ranks``.
 
     The kind, key, call and phase identify the messages. MXNetError: some rank does not come, or has failed.
     """
@@ -570,8 +572,7 @@ def sum_between(exchange: Handle, first: bool, leader: Any, mpi: Optional[Mpi]) 
     first : bool
         Whether it is the first leader.
     leader : Any
-        ``tell(numbers)`` returns the first leader's, ``add(values)`` adds in place, ``check()`` raises an error if
-        another process has failed, ``fail(reason)`` tells the others. None with MPI.
+        ``tell(numbers)`` returns the first leader's, ``add(values)`` adds in place. None with MPI.
     mpi : Mpi, optional
         Adds in place of ``leader``.
     """
@@ -586,7 +587,6 @@ def sum_between(exchange: Handle, first: bool, leader: Any, mpi: Optional[Mpi]) 
     def add(kind: int, count: int, address: int) -> None:
         leader.add(_array(address, count, ctypes.c_double if kind == 1 else ctypes.c_float))
 
-    calls: List[Callable] = [_guarded(call, str) for call in (tell, add, leader.check)]
-    calls.append(lambda reason: leader.fail(reason.decode(errors="replace")))
+    calls = [_guarded(call, str) for call in (tell, add)]
     _between.append(_Machines(*[kind(call) for (_, kind), call in zip(_Machines._fields_, calls)]))
     _core.syncbn_sum_between(exchange, first, ctypes.byref(_between[-1]), None)

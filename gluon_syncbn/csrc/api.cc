@@ -3,7 +3,6 @@
 // `syncbn_problem`.
 #include <algorithm>
 #include <cstring>
-#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -301,11 +300,6 @@ SYNCBN_API int syncbn_agreed(syncbn::Agreed* out, int64_t key, const Span<const 
     });
 }
 
-// The vector of the next rank.
-SYNCBN_API int syncbn_part(std::deque<syncbn::Vector>* out, int64_t length, const double* values) {
-    return done([&] { out->emplace_back(values, values + length); });
-}
-
 // Memory that the processes of this machine share. Rank 0 creates it, and the others open it by rank 0's process and
 // number.
 SYNCBN_API void* syncbn_segment_create(int64_t ranks) {
@@ -336,15 +330,25 @@ SYNCBN_API void syncbn_segment_free(void* segment) { delete static_cast<Segment*
 SYNCBN_API void* syncbn_processes(int64_t number, int64_t rank, int64_t ranks, const syncbn::Mpi* mpi) {
     return handle([&] {
         const auto own = static_cast<size_t>(rank), count = static_cast<size_t>(ranks);
-        auto job = std::make_shared<syncbn::Job>();
-        job->number = number, job->rank = own, job->ranks = count;
-        if (mpi != nullptr) {
-            job->mpi = *mpi;
-            syncbn::Members all{{}, count};
-            for (size_t i = 0; i < count; ++i) all.ranks.push_back(i);
-            job->by_mpi = std::make_unique<syncbn::Tier>(syncbn::mailbox(*mpi, own, count), std::move(all), true);
-        }
+        auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, own, count) : syncbn::mailbox(number, own, count);
+        auto job = std::make_shared<syncbn::Job>(number, count, std::move(mail));
         return ExchangeHandle{std::make_shared<syncbn::Processes>(std::move(job))};
+    });
+}
+// For a carrier in Python: see exchange/python.h. `label` has the five numbers of a Label, `state` is a Mailbox::State.
+SYNCBN_API int syncbn_deliver(void* processes, int64_t from, const Span<const int64_t>& label, int64_t length,
+                              const char* values, int64_t count) {
+    return done([&] {
+        const int64_t* at = label.begin();
+        syncbn::deliver(*of_processes(processes).job()->all.mail, static_cast<size_t>(from),
+                        {at[0], at[1], at[2], at[3], at[4]}, static_cast<size_t>(length), values,
+                        static_cast<size_t>(count));
+    });
+}
+SYNCBN_API int syncbn_report(void* processes, int64_t rank, int state, const char* reason, int64_t process) {
+    return done([&] {
+        syncbn::report(*of_processes(processes).job()->all.mail, static_cast<size_t>(rank),
+                       static_cast<syncbn::Mailbox::State>(state), reason, process);
     });
 }
 // The same with memory of this machine. Takes ownership of the segment, which `ranks` share. `leaders`: of all machines.
@@ -352,7 +356,7 @@ SYNCBN_API void* syncbn_exchange_machine(void* processes, void* segment, const S
                                          const Span<const size_t>& leaders) {
     return handle([&] {
         auto job = of_processes(processes).job();
-        syncbn::Members members{{ranks.begin(), ranks.end()}, job->ranks};
+        syncbn::Members members{{ranks.begin(), ranks.end()}, job->all.members.of};
         return ExchangeHandle{std::make_shared<syncbn::Processes>(
             std::move(job), std::unique_ptr<Segment>(static_cast<Segment*>(segment)), std::move(members),
             syncbn::Ranks(leaders.begin(), leaders.end()))};
@@ -375,11 +379,8 @@ SYNCBN_API const void* syncbn_bytes_at(void* bytes, int64_t place, int64_t* size
     *size = static_cast<int64_t>(found.size());
     return found.data();
 }
-// The number of messages by MPI, for tests.
-SYNCBN_API int64_t syncbn_sent(void* processes) {
-    const auto& job = of_processes(processes).job();
-    return job->by_mpi == nullptr ? 0 : job->by_mpi->sent;
-}
+// The number of messages, for tests.
+SYNCBN_API int64_t syncbn_sent(void* processes) { return of_processes(processes).job()->all.sent; }
 SYNCBN_API void syncbn_bytes_free(void* bytes) { delete static_cast<BytesOfRanks*>(bytes); }
 
 SYNCBN_API void syncbn_merge_moments(double* total, const double* part, int64_t channels) {
@@ -433,8 +434,9 @@ SYNCBN_API int syncbn_sum_between(void* exchange, bool first, const syncbn::Mach
                                   const syncbn::Mpi* mpi) {
     return done([&] {
         syncbn::Processes& processes = of_processes(exchange);
-        processes.sums().between(python != nullptr ? syncbn::machines(first, *python)
-                                                   : syncbn::machines(first, *mpi, *processes.job()->by_mpi->mail));
+        syncbn::Mailbox& mail = *processes.job()->all.mail;
+        processes.sums().between(python != nullptr ? syncbn::machines(first, mail, *python)
+                                                   : syncbn::machines(first, mail, *mpi));
     });
 }
 

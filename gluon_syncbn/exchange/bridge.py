@@ -1,11 +1,11 @@
-"""Tells the processes of a job what their launcher does not: who is missing, and why. A relay in rank 0 knows it.
+"""Connects the processes of a job, where their launcher does not. A relay in rank 0 passes messages on.
 
 rank 1 ─ Link ── frames ──┐                        ┌─ Link ─ rank 0
                           ├─ Relay, in rank 0 ─────┤                  a frame: a line of JSON, then bytes
 rank 2 ─ Link ── frames ──┘                        └─ ...
 
-The relay passes frames on in their order, and sees which connection has ended. Nothing is unpickled. Each connection
-begins with a proof that both ends have the job's random key.
+The relay passes frames on in their order, adds arrays, and sees which connection has ended. Nothing is unpickled. Each
+connection begins with a proof that both ends have the job's random key.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ import queue
 import socket
 import threading
 import time
-from collections import Counter
-from contextlib import contextmanager
+import weakref
+from concurrent import futures
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
 
 from .. import _native
 from ..system.logs import log
-from .transport import Label
-from .waiting import Wait, WaitingTransport
+from .transport import Label, Transport
 
 BYTES = 256  # of an introduction
-ADDED = -1  # in the place of a sender: the relay, which has added
+_POLL = 0.05  # seconds between checks of other reasons to end
+_WARN_AFTER = 10.0  # seconds
 _ANSWER = 1.0  # seconds in which a rank answers that can be reached
 _GRACE = 5.0  # seconds that a rank stays after a failure, until the others have come to their end
+_PRESENT, _FAILED, _ENDED = 1, 2, 3  # of Mailbox::State in csrc/exchange/mailbox.h
 # What a connection to a stranger raises.
 _STRANGE = OSError, EOFError, ValueError, AssertionError, AuthenticationError
 
@@ -45,7 +46,6 @@ class Row(NamedTuple):
 
     process: int = 0
     answers: int = 0  # how often it has spoken of itself
-    where: Sequence[str] = ()  # it waits
     failure: str = ""
     ended: bool = False  # it has come to its end
     lost: bool = False  # its connection has ended before all came to their end
@@ -123,7 +123,7 @@ class Relay:
     def _take(self, content: bytes, start: int, kind: str, sender: int, *rest: Any) -> None:
         with self._lock:
             if kind == "message":
-                self._send(content, set(rest[1]) - {sender})
+                self._send(content, rest[2])
             elif kind == "part":
                 self._add(tuple(rest[0]), rest[1], sender, np.frombuffer(content, rest[2], offset=start))
             elif kind == "who":
@@ -138,7 +138,7 @@ class Relay:
         if len(parts) == len(ranks):
             total = functools.reduce(np.add, [parts[rank] for rank in ranks])
             del self._parts[identity]
-            self._send(frame("message", ADDED, identity, body=total.tobytes()), ranks)
+            self._send(frame("sum", 0, identity, body=total.tobytes()), ranks)
 
     def _lose(self, rank: int) -> None:
         with self._lock:
@@ -177,18 +177,23 @@ def connect(introduction: Sequence[Any], rank: int) -> Connection:
         raise mx.MXNetError(f"no connection to the relay in rank 0, at {host}:{port}: {error}") from error
 
 
-class BridgedTransport(WaitingTransport):
-    """Learns from the relay what has become of the other ranks. A transport calls `bridge` at its beginning."""
+class BridgedTransport(Transport):
+    """Sends by the relay, which knows what has become of the other ranks. A transport calls `bridge` first."""
 
     def bridge(self, connection: Connection, relay: Optional[Relay], limit: float) -> bool:
         """Waits until all ranks are connected, and returns whether they are. The relay is in rank 0."""
         self._changed = threading.Condition()  # guards all that follows
-        self._inbox: Dict[Tuple, Dict[int, np.ndarray]] = {}  # messages, by label and sender
-        self._places: Counter = Counter()  # the labels of waits
+        self._sums: Dict[Tuple, futures.Future[np.ndarray]] = {}  # that the relay makes, by label
         self._rows: List[Row] = []
+        self._failure = ""  # of this rank
+        self._opened = threading.Event()
         self._relay, self._link = relay, Link(connection, self._take, self._lose)
         with self._changed:
             return self._changed.wait_for(lambda: bool(self._rows), limit)
+
+    def open(self, handle: _native.Handle) -> None:
+        super().open(handle)
+        self._opened.set()
 
     def forked(self) -> None:
         # While a child has the connections of its parent, nobody hears that the parent was killed.
@@ -196,48 +201,68 @@ class BridgedTransport(WaitingTransport):
         if self._relay:
             self._relay.close()
 
-    def _take(self, content: bytes, start: int, kind: str, sender: int, *rest: Any) -> None:
-        with self._changed:
-            if kind == "message":
-                self._inbox.setdefault(tuple(rest[0]), {})[sender] = np.frombuffer(content, np.uint8, offset=start)
-            elif kind == "who":
-                self.say()
-            else:
-                self._rows = [Row(*row) for row in rest[0]]
-            self._changed.notify_all()
+    def post(self, label: List[int], length: int, values: bytes, ranks: Sequence[int]) -> None:
+        self._link.send(frame("message", self.rank, label, length, ranks, body=values))
 
-    def _lose(self) -> None:
-        with self._changed:
-            if self._rows and not all(row.ended for row in self._rows):
-                self._rows[0] = self._rows[0]._replace(lost=True)
-                self._changed.notify_all()
-
-    def tell(self, reason: str) -> None:
+    def tell(self, failed: bool, reason: str) -> None:
+        self._failure = reason if failed else ""
         self.say()
 
     def say(self) -> None:
         """Tells the others what has become of this rank."""
-        self._link.send(frame("row", self.rank, list(self._places), self._broken, self._closed))
+        self._link.send(frame("row", self.rank, self._failure, self._closed))
 
-    @contextmanager
-    def waits(self, label: Label) -> Iterator[None]:
-        """Lets the others know where this rank waits, while it does."""
-        self._places[str(label)] += 1
+    def _take(self, content: bytes, start: int, kind: str, sender: int, *rest: Any) -> None:
+        if kind == "message":
+            self._opened.wait()
+            label, length, _ = rest
+            _native.deliver(self.handle, sender, label, length, content[start:], (len(content) - start) // 8)
+        elif kind == "sum":
+            self._sums.pop(tuple(rest[0])).set_result(np.frombuffer(content, np.uint8, offset=start))
+        elif kind == "who":
+            self.say()
+        else:
+            self._hear([Row(*row) for row in rest[0]])
+
+    def _lose(self) -> None:
+        if self._rows and not all(row.ended for row in self._rows):
+            self._hear([self._rows[0]._replace(lost=True), *self._rows[1:]])
+
+    def _hear(self, rows: List[Row]) -> None:
+        with self._changed:
+            self._rows = rows
+            self._changed.notify_all()
+        self._opened.wait()
+        for rank, row in enumerate(rows):
+            if rank != self.rank and row.fate():
+                state = _FAILED if row.failure else _ENDED if row.ended else _PRESENT
+                _native.report(self.handle, rank, state, row.failure, row.process if row.lost and not row.ended else 0)
+
+    def added(self, label: Label, part: np.ndarray, ranks: Sequence[int]) -> futures.Future[np.ndarray]:
+        """Has the relay add the parts of these ranks, in their order. The result comes as bytes."""
+        identity = tuple(label[:4])
+        self._sums[identity] = futures.Future()
+        self._link.send(frame("part", self.rank, identity, list(map(int, ranks)), part.dtype.str, body=part.tobytes()))
+        return self._sums[identity]
+
+    def wait_for(self, label: Label, result: futures.Future[Any], ranks: Sequence[int]) -> None:
+        """Waits for what a thread brings that may never end, or raises an error in time. ``ranks`` take part in it."""
+        missing = [rank for rank in ranks if rank != self.rank]
+        names, limit = ", ".join(map(str, missing)), _native.timeout_of()
+        wait = _native.wait_begin(str(label), f"rank {self.rank} of {self.size}", limit, _WARN_AFTER)
+        end = weakref.finalize(self, _native.wait_end, wait)
         try:
-            with self.told_if_left(label):
-                yield
+            while not futures.wait([result], _POLL).done:
+                own = self._broken or self._failure
+                for fate in [own] if own else self.fates(missing)[:1]:
+                    raise mx.MXNetError(f"{fate} (rank {self.rank} was in {label})")
+                if _native.wait_is_late(wait, names):
+                    raise mx.MXNetError(_native.wait_text(wait, names))
+        except BaseException as error:
+            self.fail(str(error) if isinstance(error, mx.MXNetError) else f"{type(error).__name__} left {label}.")
+            raise
         finally:
-            self._places -= Counter([str(label)])
-
-    def poll(self, label: Label) -> None:
-        """Raises an error if another rank has failed."""
-        self.check_unbroken(label)
-        self.check_fates(label)
-
-    def check_fates(self, label: Label, missing: Sequence[int] = ()) -> None:
-        """Raises an error if another rank has failed, or if one of the missing ones has ended."""
-        for fate in self.fates(missing)[:1]:
-            self.give_up(label, f"{fate} (rank {self.rank} was in {label})")
+            end()
 
     def fates(self, missing: Sequence[int] = ()) -> List[str]:
         found = [
@@ -247,26 +272,11 @@ class BridgedTransport(WaitingTransport):
         ]
         return [fate for _, fate in sorted(found)]
 
-    def late(self, label: Label, missing: Sequence[int], wait: Wait) -> str:
-        found = {}
-        with self._changed:
-            before = self._rows
-            self._link.send(frame("who", self.rank))
-            self._changed.wait_for(lambda: not self._silent(before), _ANSWER)
-            silent = self._silent(before)
-            for rank in [0] if self.rank in silent else missing:  # without the relay, nobody is heard
-                row = self._rows[rank]
-                if row.fate() or rank in silent:
-                    found[rank] = row.fate() or "does not answer: it hangs, or cannot be reached"
-                elif str(label) not in row.where:
-                    found[rank] = f"is in {'; '.join(row.where)}" if row.where else "waits for nobody"
-        facts = [f"rank {rank} {fact}" for rank, fact in found.items()]
-        facts = facts or ["all of them are in it: their arrays differ, or do not arrive"]
-        return f"{wait.text(list(found) or missing)} Meanwhile {'; '.join(facts)}."
-
-    def _silent(self, before: Sequence[Row]) -> List[int]:
-        rows = enumerate(zip(before, self._rows))
-        return [rank for rank, (old, new) in rows if old.answers == new.answers and not new.fate()]
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            _native.processes_ended(self.handle)
+            self.all_end()
 
     def _is_over(self) -> bool:
         return self._rows[0].lost or all(row.ended or row.lost for row in self._rows)
@@ -284,7 +294,9 @@ class BridgedTransport(WaitingTransport):
                 if time.monotonic() - since > (_GRACE if failed else limit):
                     break
                 self._link.send(frame("who", self.rank))
-            together = all(row.ended and not row.lost for row in self._rows)
+            gone = [row for row in self._rows if row.failure or (row.lost and not row.ended)]
+            # Rank 0 ends only after all others, and its last words may be lost.
+            together = not gone and (all(row.ended for row in self._rows) or self._rows[0].lost)
         if not together and not self._broken:
             why = next(iter(self.fates()), f"nothing was heard of them for {limit:.0f} s")
             log.error("rank %d of %d ends without the others: %s.", self.rank, self.size, why)

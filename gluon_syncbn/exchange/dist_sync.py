@@ -8,7 +8,7 @@ main thread                    store's thread                    servers
                                  rank 0 makes the relay
                                  init: rank 0's address and key ─►
                         ◄─────   pull, connect                  ◄─
-  carry, sum, ... by the relay
+  messages and sums by the relay
   close ─────────────────────►   del store                      ─►  they and the scheduler end
 """
 
@@ -20,7 +20,7 @@ import threading
 import time
 from concurrent import futures
 from multiprocessing.connection import Connection
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -28,9 +28,8 @@ import numpy as np
 from .. import _native
 from ..system.environment import read
 from ..system.logs import log
-from .bridge import ADDED, BridgedTransport, Relay, frame, introduce
+from .bridge import BridgedTransport, Relay, introduce
 from .transport import Label
-from .waiting import Wait
 
 _VARIABLES = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
 _SMALL = 1 << 14  # bytes; the relay adds larger arrays
@@ -128,28 +127,23 @@ class DistSyncTransport(BridgedTransport):
             _skip_destructors()
             raise
 
-    def carry(self, label: Label, message: np.ndarray, ranks: Sequence[int]) -> List[np.ndarray]:
-        self._send("message", label, ranks, message)
-        got = self._collect(label, ranks, [rank for rank in ranks if rank != self.rank])
-        return [message if rank == self.rank else got[rank] for rank in ranks]
-
     def sum(self, label: Label, array: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
         if array.nbytes <= _SMALL or len(ranks) == 1:
             return super().sum(label, array, ranks)
         size = np.array([array.size]).view(array.dtype)  # in bytes of the array's type, which travels with them
-        sizes = self.allgather(label._replace(kind="size of " + label.kind), size, equal=False, ranks=ranks)
-        for rank, theirs in zip(ranks, sizes):
+        for rank, theirs in zip(ranks, self.allgather(label, size, equal=False, ranks=ranks)):
             self.check_alike(label, rank, int(theirs.view(np.int64)[0]), theirs.dtype, array)
         pieces = np.array_split(array, -(-array.nbytes // _PIECE))
-        labels = [label._replace(kind=f"piece {i} of {label.kind}") for i in range(len(pieces))]
-        for one, piece in zip(labels, pieces):
-            self._send("part", one, ranks, piece, piece.dtype.str)
-        return np.concatenate([self._collect(one, ranks, [ADDED])[ADDED].view(array.dtype) for one in labels])
+        added = [self.added(label._replace(kind=f"piece {i}"), piece, ranks) for i, piece in enumerate(pieces)]
+        for one in added:
+            self.wait_for(label, one, ranks)
+        return np.concatenate([one.result().view(array.dtype) for one in added])
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
+        _native.processes_ended(self.handle)
         if not self._store.end(self.all_end()):
             log.error("rank %d of %d: MXNet's servers and scheduler have not ended.", self.rank, self.size)
             _skip_destructors()
@@ -157,22 +151,6 @@ class DistSyncTransport(BridgedTransport):
     def forked(self) -> None:
         super().forked()
         _skip_destructors()
-
-    def _send(self, kind: str, label: Label, ranks: Sequence[int], array: np.ndarray, *more: str) -> None:
-        self._link.send(frame(kind, self.rank, label[:5], list(map(int, ranks)), *more, body=array.tobytes()))
-
-    def _collect(self, label: Label, ranks: Sequence[int], senders: Sequence[int]) -> Dict[int, np.ndarray]:
-        """Returns what these senders have sent under the label, once all is there."""
-        wait = Wait(self, label)
-        with self.waits(label), self._changed:
-            while True:
-                got = self._inbox.get(label[:5], {})
-                missing = [rank for rank in ranks if rank != self.rank and rank not in got]
-                if all(sender in got for sender in senders):
-                    return self._inbox.pop(label[:5], got)
-                self.check_fates(label, missing)
-                wait.poll(missing)
-                self._changed.wait(_POLL)
 
 
 def _listens(scheduler: Tuple[str, int]) -> bool:

@@ -22,17 +22,14 @@ class Members(NamedTuple):
     first: int  # the first replica of this process, among these
 
     @classmethod
-    def of(cls, group_of: np.ndarray, replicas: Sequence[int], rank: int, partial: bool) -> Members:
+    def of(cls, group_of: np.ndarray, replicas: Sequence[int], rank: int) -> Members:
         """Finds those of a process.
 
-        ``group_of`` has the group of each replica of the job, ``replicas`` the number of replicas of each process. If
-        not ``partial``, all processes take part as soon as some group crosses a border between processes.
+        ``group_of`` has the group of each replica of the job, ``replicas`` the number of replicas of each process.
         """
         ranks_of = np.repeat(np.arange(len(replicas)), replicas)
         here = np.isin(group_of, group_of[ranks_of == rank])
         ranks = np.union1d(ranks_of[here], [rank])
-        if not partial and any(len(np.unique(ranks_of[group_of == group])) > 1 for group in np.unique(group_of)):
-            ranks = np.arange(len(replicas))
         asked = np.isin(ranks_of, ranks)
         places = np.flatnonzero(here[asked])
         numbers = np.unique(group_of[here], return_inverse=True)[1]

@@ -1,11 +1,10 @@
-"""Carries messages over Horovod, beside a job's other uses of Horovod.
+"""Adds large arrays over Horovod, beside a job's other uses of Horovod. All else goes by the relay in rank 0.
 
-Horovod matches messages by name, in any order and from any thread: the label makes the name. Horovod lacks a time
-limit, and does not say which rank is missing: the bridge does.
+Horovod lacks a time limit, and does not say which rank is missing: the bridge does.
 
 caller                  worker thread           1. the caller waits for the worker, no longer than its limit
-  message ────────────► hvd.allgather(name)     2. an operation that waits inside MXNet cannot be taken back: after
-  wait    ◄──────────── result                     its limit the caller leaves the worker behind
+  array ──────────────► hvd.alltoall(name)      2. an operation that waits inside MXNet cannot be taken back: after
+  wait  ◄────────────── result                     its limit the caller leaves the worker behind
   limit: hvd.shutdown()                         3. which releases whoever else waits
 """
 
@@ -20,7 +19,7 @@ import socket
 import sys
 import threading
 from concurrent import futures
-from typing import Any, Callable, Dict, List, NoReturn, Sequence
+from typing import Any, Callable, NoReturn, Sequence
 
 import mxnet as mx
 import numpy as np
@@ -29,22 +28,19 @@ from .. import _native
 from ..system.environment import read
 from .bridge import BYTES, BridgedTransport, introduce
 from .transport import Label
-from .waiting import Wait
 
-_HEADER = np.dtype([(name, np.int64) for name in ("key", "node", "call", "phase", "bytes")])  # of a message
-_SMALL = 1 << 18  # bytes; larger sums are made in parts, one by each rank
-_POLL = 0.05  # seconds between checks of other reasons to end
+_SMALL = 1 << 14  # bytes; Horovod adds larger arrays, in parts, one by each rank
 _ANSWER = 1.0  # seconds in which it is known which rank has ended
 _LEAVE = 1.0  # seconds that a process has to end if it fails at the end
 
 
 class HorovodTransport(BridgedTransport):
-    """Carries arrays over Horovod's global process set, under names that begin with ``gluon_syncbn:``.
+    """Adds arrays over Horovod's global process set, under names that begin with ``gluon_syncbn:``.
 
     Initialises Horovod if the script has not. A process that ends after a failure has exit code 1.
     """
 
-    partial = False  # it would need a process set for each group
+    adds_some = False  # it would need a process set for them
 
     def __init__(self) -> None:
         try:
@@ -64,8 +60,6 @@ class HorovodTransport(BridgedTransport):
         self._hvd = hvd
         self._ending = False
         self._workers = _Workers()
-        self._turns: Dict[str, threading.Lock] = {}  # of names that calls share
-        self._others = [rank for rank in range(self.size) if rank != self.rank]
         self._introduce()
         self._pid = os.getpid()
         # Horovod's own handler would shut it down during a step; `close` runs after the step.
@@ -90,52 +84,31 @@ class HorovodTransport(BridgedTransport):
 
     # ---- Transport -----------------------------------------------------------------------------------------
 
-    def carry(self, label: Label, message: np.ndarray, ranks: Sequence[int]) -> List[np.ndarray]:
-        # Horovod agrees on a known name in one turn instead of three, and knows 1024. So successive calls alternate
-        # between two names, each used by one call at a time. If another process has another order, the headers show it
-        # to all processes. Then each of these calls is repeated under a name of its own.
-        name, own = _name(label, label.call % 2, "shared"), tuple(label[1:5])
-        turn = self._turns.setdefault(name, threading.Lock())
-
-        def gather(x: mx.nd.NDArray) -> mx.nd.NDArray:
-            with turn:
-                return self._hvd.allgather(x, name=name)
-
-        packed = np.concatenate([np.array((*own, message.size), _HEADER).reshape(1).view(np.uint8), message])
-        got = _unpack(self._run(label, packed, gather))
-        if any(header["call"] != label.call for header, _ in got):
-            gather = functools.partial(self._hvd.allgather, name=_name(label, label.call))
-            got = _unpack(self._run(label, packed, gather))
-        for rank, (header, _) in enumerate(got):
-            if header.item()[:4] != own:
-                self.give_up(label, f"in {label}, rank {rank} sent {header.item()[:4]} where {own} was expected.")
-        return [got[rank][1] for rank in ranks]
-
     def sum(self, label: Label, array: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
         if self.size == 1 or array.nbytes <= _SMALL:
             return super().sum(label, array, ranks)
         # Each rank adds up its own part of the array and sends the sum to all. Horovod's allreduce is up to 1.5 times
         # as fast, but its order of additions depends on the other operations under way.
         parts = np.array_split(array, self.size)
-        everyone = self._run(
-            label, array, lambda x: self._hvd.alltoall(x, [p.size for p in parts], name=_name(label, label.call))[0]
-        )
+        splits = [part.size for part in parts]
+        everyone = self._run(label, array, lambda x: self._hvd.alltoall(x, splits, name=_name(label, "parts"))[0])
         if everyone.size != self.size * parts[self.rank].size:
             all_alike = "All processes must build the same net and cast it alike."
-            self.give_up(label, f"in {label}, the ranks have arrays of other sizes. {all_alike}")
+            self.give_up(f"in {label}, the ranks have arrays of other sizes. {all_alike}")
         total = functools.reduce(np.add, everyone.reshape(self.size, -1))
-        return self._run(label, total, functools.partial(self._hvd.allgather, name=_name(label, label.call, "sums")))
+        return self._run(label, total, functools.partial(self._hvd.allgather, name=_name(label, "sums")))
 
-    def tell(self, reason: str) -> None:
-        self.say()
-        self._end_horovod()
+    def tell(self, failed: bool, reason: str) -> None:
+        super().tell(failed, reason)
+        if failed:
+            self._end_horovod()
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
         if not self._broken:
-            self.say()  # first, because the shutdown ends operations of the others
+            _native.processes_ended(self.handle)  # first, because the shutdown ends operations of the others
             self._hvd.shutdown()
         self.all_end()
         if self._broken:
@@ -144,18 +117,13 @@ class HorovodTransport(BridgedTransport):
     def _run(self, label: Label, array: np.ndarray, operation: Callable) -> np.ndarray:
         """Returns the result of ``operation``, or raises an error in time."""
         if not self._hvd.is_initialized():
-            self.give_up(label, f"Horovod was shut down in this process before {label}.")
-        wait = Wait(self, label)
+            self.give_up(f"Horovod was shut down in this process before {label}.")
         result = self._workers.start(lambda: operation(mx.nd.array(array, ctx=mx.cpu(), dtype=array.dtype)).asnumpy())
-        with self.waits(label):
-            while True:
-                try:
-                    return result.result(_POLL)
-                except futures.TimeoutError:
-                    self.check_fates(label)
-                    wait.poll(self._others)
-                except mx.MXNetError as error:
-                    self.give_up(label, self._cause(label, str(error)))
+        self.wait_for(label, result, range(self.size))
+        try:
+            return result.result()
+        except mx.MXNetError as error:
+            self.give_up(self._cause(label, str(error)))
 
     # ---- errors --------------------------------------------------------------------------------------------
 
@@ -165,8 +133,8 @@ class HorovodTransport(BridgedTransport):
         if "Mismatched" in words:
             return f"in {label}, Horovod says: {line} All processes must build the same net and cast it alike."
         with self._changed:
-            self._changed.wait_for(lambda: self._broken or self.fates(self._others), _ANSWER)
-            fates = self.fates(self._others) or [f"{self._broken or 'another process has ended Horovod'}: {line}"]
+            self._changed.wait_for(lambda: self._broken or self.fates(range(self.size)), _ANSWER)
+            fates = self.fates(range(self.size)) or [f"{self._broken or 'another process has ended Horovod'}: {line}"]
         return f"{fates[0]} (rank {self.rank} was in {label})"
 
     def _end_horovod(self) -> None:
@@ -193,18 +161,8 @@ def _leave() -> NoReturn:
     os._exit(1)
 
 
-def _name(label: Label, call: int, purpose: str = "") -> str:
-    return ":".join(map(str, ("gluon_syncbn", label.kind, label.key, label.node, label.phase, call, purpose)))
-
-
-def _unpack(messages: np.ndarray) -> List[Any]:
-    """Returns the headers and contents of concatenated messages."""
-    found, at = [], 0
-    while at < messages.size:
-        header = messages[at : at + _HEADER.itemsize].copy().view(_HEADER)[0]
-        at += _HEADER.itemsize + header["bytes"]
-        found.append((header, messages[at - header["bytes"] : at]))
-    return found
+def _name(label: Label, purpose: str) -> str:
+    return ":".join(map(str, ("gluon_syncbn", *label[:4], purpose)))
 
 
 class _Workers:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from typing import List, Sequence
+from typing import Sequence
 
 import mxnet as mx
-import numpy as np
 
 from .. import _native
 from ..system.distribution import WHERE, command
-from .transport import Label, Transport
-
-_KINDS = {"agreement": 0, "broadcast": 1, "broadcast of": 2, "exchange": 3, "exchange of": 4}
+from .transport import Transport
 
 
 class MPITransport(Transport):
@@ -57,17 +54,6 @@ class MPITransport(Transport):
         self._leaders = MPI.COMM_WORLD.Split(0 if self.rank in leaders else MPI.UNDEFINED, self.rank)
         assert self.mpi is not None
         self.mpi.leaders = MPI._handleof(self._leaders)
-
-    def carry(self, label: Label, message: np.ndarray, ranks: Sequence[int]) -> List[np.ndarray]:
-        try:
-            identity = _KINDS[label.kind], label.key, label.call, label.phase
-            return _native.bytes_of(self.handle, ranks, identity, label.what, message.tobytes())
-        except mx.MXNetError as error:
-            self.fail(str(error))
-            raise
-
-    def tell(self, reason: str) -> None:
-        _native.processes_failed(self.handle, reason)
 
     def close(self) -> None:
         if self._closed or self._MPI.Is_finalized():

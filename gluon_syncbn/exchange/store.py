@@ -21,7 +21,7 @@ import mxnet as mx
 import numpy as np
 
 from .. import _native
-from .._native import Agreed, Ticket
+from .._native import Agreed
 from ..system import arguments, bfloat16, environment, kinds
 from ..system.logs import log
 from .base import Exchange, LayerInfo
@@ -107,7 +107,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self.machines: List[List[int]] = []
         number = _native.python_exchange(self)
         self.handle = _native.processes(number, self.rank, self.num_workers, transport.mpi)
-        transport.handle = self.handle
+        transport.open(self.handle)
         self._sums: Optional[_native.Handle] = None  # with memory of this machine, or of this process
 
     # ---- KVStoreBase ---------------------------------------------------------------------------------------
@@ -333,12 +333,13 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     def _begin_sums(self) -> None:
         """Makes the way of gradients, through memory of the machine or of this process, and between machines."""
-        machines = self.machines or [[rank] for rank in range(self.num_workers)]
+        together = len(self.machines) == 1 or (self.machines and self._transport.adds_some)
+        machines = self.machines if together else [[rank] for rank in range(self.num_workers)]
         leaders = [first for first, *_ in machines]
         if len(leaders) > 1:
             self._transport.split(leaders)
         self._sums = self.handle
-        if not self.machines:
+        if not together:
             self._sums = _native.Segment.create(1).exchange(self.handle, [self.rank], leaders)
         if len(leaders) > 1 and self.rank in leaders:
             leader = None if self._transport.mpi else _Leader(self, leaders)
@@ -369,8 +370,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             return f"a machine has more than {_native.MOST_RANKS} processes"
         if len(machines) == self.num_workers > 1:
             return "every process is on another machine"
-        if len(machines) > 1 and not self._transport.partial:
-            return f"the job has {len(machines)} machines, and {self._name} cannot exchange between some ranks only"
         return ""
 
     def _segment(self, ranks: List[int]) -> Tuple[Optional[_native.Segment], str]:
@@ -410,12 +409,13 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     # ---- Exchange ------------------------------------------------------------------------------------------------
 
-    def gather(
-        self, ticket: Ticket, what: str, key: int, longer: float, ranks: Sequence[int], own: np.ndarray
-    ) -> List[np.ndarray]:
-        """For the core: returns the vectors of these ranks under the label of a ticket."""
-        label = Label("statistics", key, ticket.node, ticket.call, ticket.phase, what, ticket.layer, longer)
-        return self._transport.allgather(label, own, equal=False, ranks=ranks)
+    def post(self, label: List[int], length: int, values: bytes, ranks: Sequence[int]) -> None:
+        """For the core: see `Transport`."""
+        self._transport.post(label, length, values, ranks)
+
+    def tell(self, failed: bool, reason: str) -> None:
+        """For the core: see `Transport`."""
+        self._transport.tell(failed, reason)
 
     def agreed(self, layer: LayerInfo, here: int = 0) -> Agreed:
         """For the core: returns the agreement about a layer, for a step with ``here`` replicas in this process.
@@ -428,7 +428,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         if layer.id not in self._found:
             counts = self._replicas[layer.id]
             group_of = group_of_each(sum(counts), layer.group_size or 0, layer.groups)
-            self._found[layer.id] = Members.of(group_of, counts, self.rank, self._transport.partial)
+            self._found[layer.id] = Members.of(group_of, counts, self.rank)
         of, replicas, size = self._found[layer.id], self._replicas[layer.id][self.rank], layer.group_size
         if here in (0, replicas):
             return Agreed(key, of.ranks, layer.channels, replicas, of.places, of.groups, of.first)
@@ -512,18 +512,9 @@ class _Leader:
     def add(self, values: np.ndarray) -> None:
         values[:] = self._transport.sum(self._label("the gradients"), values, self._ranks)
 
-    def check(self) -> None:
-        self._transport.poll(Label("gradient of", what="the gradients of the machines"))
-
-    def fail(self, reason: str) -> None:
-        self._transport.fail(reason)
-
 
 class _OfParent(Transport):
     """Stands for the parent's transport in the child of a fork."""
-
-    def carry(self, label: Label, message: np.ndarray, ranks: Sequence[int]) -> List[np.ndarray]:
-        self.check_open()
 
     def check_open(self) -> NoReturn:
         raise mx.MXNetError(
@@ -531,7 +522,7 @@ class _OfParent(Transport):
             "that the launcher has started are"
         )
 
-    def tell(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         pass  # the parent reports its own failures
 
     def close(self) -> None:

@@ -12,18 +12,17 @@ import numpy as np
 
 from .. import _native
 
+_KINDS = ("agreement", "broadcast", "broadcast of", "exchange", "exchange of", "gradient", "gradient of")
+
 
 class Label(NamedTuple):
-    """Names an exchange. The first five fields identify its messages, and are the same in every process."""
+    """Names an exchange. The first four fields identify its messages, and are the same in every process."""
 
-    kind: str
+    kind: str  # of these
     key: int = 0
-    node: int = -1
     call: int = 0
     phase: int = 0
     what: str = ""  # for messages
-    layer: int = 0  # in this process, for its time limit
-    longer: float = 0.0  # seconds beyond that limit
 
     def __str__(self) -> str:
         return self.what
@@ -32,15 +31,16 @@ class Label(NamedTuple):
 class Transport(ABC):
     """Carries arrays between processes.
 
-    Every call has a time limit and ends in an `MXNetError` that names the label and the missing ranks. After that, no
-    call succeeds. Several threads call at once, and other processes may call in another order.
+    Every exchange has a time limit and ends in an `MXNetError` that names the label and the missing ranks. After that,
+    none succeeds. Several threads exchange at once, and other processes may do so in another order. The native core
+    waits for messages (csrc/exchange/processes.cc). It sends them over MPI, or else by `post`.
     """
 
-    #: Whether some ranks can exchange something without the others.
-    partial = True
-    #: What the core needs to exchange over MPI; without it, the core calls `carry`.
+    #: Whether some ranks can add gradients without the others.
+    adds_some = True
+    #: What the core needs to send over MPI itself.
     mpi: Optional[_native.Mpi] = None
-    #: The exchange over this transport alone, once there is one.
+    #: The core's exchange over this transport alone, which `open` gives.
     handle: _native.Handle
 
     def __init__(self, rank: int, size: int) -> None:
@@ -51,16 +51,17 @@ class Transport(ABC):
 
     # ---- what a transport brings ---------------------------------------------------------------------------
 
-    @abstractmethod
-    def carry(self, label: Label, message: np.ndarray, ranks: Sequence[int]) -> List[np.ndarray]:
-        """Returns the messages of these ranks, bytes, in their order. This rank is one of them.
+    def open(self, handle: _native.Handle) -> None:
+        """Takes the core's exchange, to which messages of others go by `deliver` of the core."""
+        self.handle = handle
 
-        Each of these ranks makes the same call.
-        """
+    def post(self, label: List[int], length: int, values: bytes, ranks: Sequence[int]) -> None:
+        """For the core: sends a vector to these ranks, and does not wait."""
+        raise NotImplementedError
 
-    @abstractmethod
-    def tell(self, reason: str) -> None:
-        """Tells the other ranks, once, that nothing is carried any more."""
+    def tell(self, failed: bool, reason: str) -> None:
+        """For the core: tells the others that this rank has failed, or has ended. They call `report` of the core."""
+        raise NotImplementedError
 
     @abstractmethod
     def close(self) -> None:
@@ -71,6 +72,10 @@ class Transport(ABC):
 
     def split(self, leaders: Sequence[int]) -> None:  # noqa: B027
         """Prepares exchanges of these ranks, one for each machine. All ranks call it at once."""
+
+    def sum(self, label: Label, array: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
+        """Adds the vectors of these ranks in their order; bitwise equal everywhere."""
+        return functools.reduce(np.add, self.allgather(label, array, equal=True, ranks=ranks))
 
     # ---- for everybody -------------------------------------------------------------------------------------
 
@@ -83,19 +88,17 @@ class Transport(ABC):
         """
         self.check_open()
         ranks = range(self.size) if ranks is None else ranks
-        kind = np.frombuffer(part.dtype.str.encode().ljust(8), np.uint8)
-        message = np.concatenate([kind, np.ascontiguousarray(part).ravel().view(np.uint8)])
-        parts = [m[8:].copy().view(bytes(m[:8]).decode().strip()) for m in self.carry(label, message, ranks)]
+        message = part.dtype.str.encode().ljust(8) + np.ascontiguousarray(part).tobytes()
+        try:
+            identity = _KINDS.index(label.kind), label.key, label.call, label.phase
+            got = _native.bytes_of(self.handle, ranks, identity, label.what, message)
+        except mx.MXNetError as error:
+            self.fail(str(error))
+            raise
+        parts = [m[8:].copy().view(bytes(m[:8]).decode().strip()) for m in got]
         for rank, theirs in zip(ranks, parts if equal else ()):
             self.check_alike(label, rank, theirs.size, theirs.dtype, part)
         return parts
-
-    def sum(self, label: Label, array: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
-        """Adds the vectors of these ranks in their order; bitwise equal everywhere."""
-        return functools.reduce(np.add, self.allgather(label, array, equal=True, ranks=ranks))
-
-    def poll(self, label: Label) -> None:  # noqa: B027
-        """Raises an error if another rank is known to have failed. Does not wait."""
 
     def fail(self, reason: str) -> None:
         """Tells the other ranks of a failure, and carries nothing any more."""
@@ -103,7 +106,7 @@ class Transport(ABC):
             if self._broken or self._closed:
                 return
             self._broken = reason
-        self.tell(reason)
+        _native.processes_failed(self.handle, reason)
 
     def check_open(self) -> None:
         """Raises an error if the transport is broken or closed, before anything is sent."""
@@ -116,12 +119,11 @@ class Transport(ABC):
         """Checks that an array from a rank has our array's size and type."""
         if (size, dtype) != (ours.size, ours.dtype):
             self.give_up(
-                label,
                 f"in {label}, rank {rank} sent {size} values of {dtype} where rank {self.rank} has "
-                f"{ours.size} of {ours.dtype}. All processes must build the same net and cast it alike.",
+                f"{ours.size} of {ours.dtype}. All processes must build the same net and cast it alike."
             )
 
-    def give_up(self, label: Label, reason: str) -> NoReturn:
+    def give_up(self, reason: str) -> NoReturn:
         """Ends all exchanges, and raises an error with the reason."""
         self.fail(reason)
         raise mx.MXNetError(reason)

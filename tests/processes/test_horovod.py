@@ -155,7 +155,7 @@ def test_another_net():
 @pytest.mark.parametrize(
     ("fault", "text", "limit"),
     [
-        ("frozen", "Meanwhile rank 1 does not answer: it hangs, or cannot be reached", 3),
+        ("frozen", "rank 0 of 2 waits for rank 1 in ", 3),
         ("exits", "rank 1 of 2 has ended (rank 0 was in ", 60),
         ("raises", "rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
         ("one batch more", "rank 1 of 2 has ended (rank 0 was in ", 60),
@@ -216,7 +216,8 @@ def test_sums_of_another_size(processes, sizes, text):
 @needs_horovod
 def test_interrupt_in_the_main_thread():
     job = Job(2, "horovod_worker.py", "interrupted_sum")
-    assert "KeyboardInterrupt left exchange 0, round 1" in job.failure_of(1)[1]
+    said = "rank 0 of 2 was asked to end .* in exchange 0, round 1|KeyboardInterrupt"
+    assert re.search(rf"rank 0 of 2 has failed: .*({said})", job.failure_of(1)[1]), job.output
     assert job.codes[0] not in (0, None)
 
 

@@ -29,7 +29,8 @@ void* syncbn_processes(int64_t number, int64_t rank, int64_t ranks, const void* 
 void* syncbn_exchange_machine(void* processes, void* segment, const syncbn::Span<const size_t>& ranks,
                               const syncbn::Span<const size_t>& leaders);
 void syncbn_python_functions(const syncbn::PythonFunctions* functions);
-int syncbn_part(std::deque<syncbn::Vector>* out, int64_t length, const double* values);
+int syncbn_deliver(void* processes, int64_t from, const syncbn::Span<const int64_t>& label, int64_t length,
+                   const char* values, int64_t count);
 int syncbn_devices(const syncbn::Span<const char*>& contexts);
 int syncbn_seed(uint64_t seed);
 void syncbn_fail(const char* reason);

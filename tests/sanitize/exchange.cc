@@ -55,15 +55,6 @@ int add(int64_t, const syncbn::Ticket*, int64_t rows, int64_t length, const doub
     return 0;
 }
 
-int gather(int64_t, const syncbn::Ticket*, const char*, int64_t, double, int64_t, const size_t*, int64_t length,
-           const double* values, std::deque<syncbn::Vector>* out, syncbn::Problem* problem) {
-    const Within program(false);
-    wait_for_others();
-    if (fails()) return refused(problem);
-    syncbn_part(out, length, values);
-    return 0;
-}
-
 int agreed(int64_t, const syncbn::Ticket* ticket, int64_t, syncbn::Agreed* out, syncbn::Problem*) {
     out->key = ticket->layer;
     return 0;
@@ -72,7 +63,29 @@ int agreed(int64_t, const syncbn::Ticket* ticket, int64_t, syncbn::Agreed* out, 
 std::mutex& gathering_mutex = *new std::mutex;
 std::set<int64_t>& gathering = *new std::set<int64_t>;  // for a thread that outlives main
 
-// Answers each vector of rank 0 with one of an empty batch, until rank 0 fails.
+void* in_memory = nullptr;
+void* of_contexts = nullptr;
+void* of_processes = nullptr;
+std::atomic<bool> told{false};  // of a failure
+
+// Rank 1 answers each vector of rank 0 with one of an empty batch.
+int post(int64_t, const int64_t* label, int64_t length, int64_t, const double*, int64_t, const size_t*,
+         syncbn::Problem* problem) {
+    const Within program(false);
+    wait_for_others();
+    if (fails()) return refused(problem);
+    std::lock_guard<std::mutex> lock(gathering_mutex);
+    const int64_t answered = gathering.count(label[0]) != 0 ? 0 : length;
+    const std::vector<double> zeros(static_cast<size_t>(answered));
+    return syncbn_deliver(of_processes, 1, {5, label}, answered, reinterpret_cast<const char*>(zeros.data()), answered);
+}
+
+int tell(int64_t, int failed, const char*, syncbn::Problem*) {
+    told = failed != 0;
+    return 0;
+}
+
+// The same in memory, until rank 0 fails.
 void play_rank_1(syncbn::Segment& segment) {
     double rest = 0;
     while (segment.state_of(0) == syncbn::Segment::State::kPresent) {
@@ -91,14 +104,14 @@ void play_rank_1(syncbn::Segment& segment) {
     }
 }
 
-void* in_memory = nullptr;
-void* of_contexts = nullptr;
-void* of_processes = nullptr;
 void* of_machine = nullptr;
 const syncbn::Segment* shared = nullptr;  // by of_machine
 auto& made = *new std::vector<void*>;     // all of them, so that none counts as lost
 
-void make_exchange_of_machine() {
+void make_exchanges_of_processes() {
+    told = false;
+    of_processes = syncbn_processes(2, 0, 2, nullptr);
+    made.push_back(of_processes);
     auto rank_0 = syncbn::Segment::create(2);
     auto rank_1 = syncbn::Segment::open(2, 1, getpid(), rank_0->number(), rank_0->token());
     shared = rank_0.get();
@@ -118,17 +131,17 @@ void gathers(int64_t layer) {
 void make_exchanges() {
     syncbn::PythonFunctions functions{};
     functions.add = add;
-    functions.gather = gather;
+    functions.post = post;
+    functions.tell = tell;
     functions.agreed = agreed;
     syncbn_python_functions(&functions);
     in_memory = syncbn_memory_exchange("");
     of_contexts = syncbn_kvstore_exchange(1);
-    of_processes = syncbn_processes(2, 0, 1, nullptr);
-    make_exchange_of_machine();
+    make_exchanges_of_processes();
 }
 
 void renew_exchanges() {
-    if (shared->state_of(0) != syncbn::Segment::State::kPresent) make_exchange_of_machine();
+    if (told || shared->state_of(0) != syncbn::Segment::State::kPresent) make_exchanges_of_processes();
 }
 
 void* const* any_exchange(Random& random) {

@@ -39,12 +39,12 @@ def every_bit():
     for call, size in enumerate([0, 1, 7, 8 * 900, 8 * 30_000, 8 * 600_000, 8 * 20]):
         parts = [np.random.RandomState(100 * call + r).randint(256, size=size).astype(np.uint8) for r in range(3)]
         for dtype in ("uint8", "float16", "float32", "float64", "int64")[: 5 if size % 8 == 0 else 1]:
-            label = Label("statistics", 7, call=call, what=f"call {call}", node=np.dtype(dtype).num)
+            label = Label("exchange", 7, call=call, what=f"call {call}", phase=np.dtype(dtype).num)
             got = kv._transport.allgather(label, parts[kv.rank].view(dtype), equal=True)
             assert [array.dtype for array in got] == [np.dtype(dtype)] * 3
             assert all((a.view(np.uint8) == b).all() for a, b in zip(got, parts)), (size, dtype)
             time.sleep(0.002 * bits.rand())
-    zero = kv._transport.allgather(Label("statistics", 8, what="zeros"), np.array([-0.0]), equal=True)
+    zero = kv._transport.allgather(Label("exchange", 8, what="zeros"), np.array([-0.0]), equal=True)
     assert all(np.signbit(array[0]) for array in zero)
 
 
@@ -188,7 +188,7 @@ def groups_of_some():
     kv = gluon_syncbn.kvstore("dist_sync")
     for call in range(3):
         ranks = [[0, 1], [0, 1, 2], [1, 2]][kv.rank]
-        label = Label("statistics", 9, call=call, what="some")
+        label = Label("exchange", 9, call=call, what="some")
         got = kv._transport.allgather(label, np.full(1 + kv.rank, call), equal=False, ranks=ranks)
         assert [part.tolist() for part in got] == [[call] * (1 + rank) for rank in ranks]
 

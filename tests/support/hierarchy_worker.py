@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,8 +21,8 @@ from forks import fork_ranks
 from gluon_syncbn import _native
 from gluon_syncbn.exchange import store as store_module
 from gluon_syncbn.exchange.base import LayerInfo
+from gluon_syncbn.exchange.bridge import BridgedTransport, introduce
 from gluon_syncbn.exchange.store import ProcessStore
-from gluon_syncbn.exchange.waiting import Wait, WaitingTransport
 from gluon_syncbn.training.session import session
 
 STEPS, FAULT_AT = 12, 6
@@ -31,38 +30,22 @@ PIECE = 4608  # numbers, as in csrc/exchange/segment.h
 LENGTHS = [1, 7, 300, PIECE, PIECE + 1, 3 * PIECE]
 
 
-class Files(WaitingTransport):
-    """Over files of a folder, which outlive the processes."""
+class Relayed(BridgedTransport):
+    """Introduced by a file of the folder."""
 
     def __init__(self, folder, rank, size):
         super().__init__(rank, size)
-        self._folder, self.sent = folder, Counter()
 
-    def _leave(self, name, content):
-        hidden = self._folder / f".{name}"
-        hidden.write_bytes(content)
-        hidden.rename(self._folder / name)
+        def spread(told):
+            path, hidden = folder / "introduction", folder / ".introduction"
+            if rank == 0:
+                hidden.write_bytes(told.tobytes())
+                hidden.rename(path)
+            while not path.exists():
+                time.sleep(0.01)
+            return np.frombuffer(path.read_bytes(), np.uint8)
 
-    def carry(self, label, message, ranks):
-        wait = Wait(self, label)
-        name = "_".join(map(str, label[:5])).replace(" ", "-")
-        self._leave(f"{name}.{self.rank}", message.tobytes())
-        self.sent[label.kind] += 1
-        while True:
-            paths = {rank: self._folder / f"{name}.{rank}" for rank in ranks}
-            missing = [rank for rank, path in paths.items() if not path.exists()]
-            if not missing:
-                return [np.frombuffer(path.read_bytes(), np.uint8) for path in paths.values()]
-            for failed in self._folder.glob("failure.*"):
-                self.give_up(label, f"rank {failed.suffix[1:]} of {self.size} has failed: {failed.read_text()}")
-            wait.poll(missing)
-            time.sleep(0.001)
-
-    def tell(self, reason):
-        self._leave(f"failure.{self.rank}", reason.encode())
-
-    def close(self):
-        self._closed = True
+        assert self.bridge(*introduce(rank, size, "127.0.0.1", spread), 60)
 
 
 def vector(rank, step, length):
@@ -89,8 +72,7 @@ def main():
 
 def work(rank, folder, machines, fault, faulty, timeout):
     store_module._machine = lambda: machines[rank]
-    transport = Files(folder, rank, len(machines))
-    store = ProcessStore("files", transport)
+    store = ProcessStore("relay", Relayed(folder, rank, len(machines)))
     store.meet_in_memory()
     assert store.why_not_in_memory is None, store.why_not_in_memory
     layers = []
@@ -104,10 +86,12 @@ def work(rank, folder, machines, fault, faulty, timeout):
         got = allreduce(store.handle, ticket, vector(rank, step, LENGTHS[i]))
         np.testing.assert_array_equal(got, total(machines, step, LENGTHS[i]))
 
-    began = time.monotonic()
+    before, began = 0, time.monotonic()
     try:
         for step in range(STEPS):
             began = time.monotonic()
+            if step == 1:  # after the agreement on the layers
+                before = _native.sent(store.handle)
             if step == FAULT_AT:
                 gluon_syncbn.configure(timeout=timeout)
                 if rank == faulty and fault in ("SIGKILL", "SIGSTOP"):
@@ -126,8 +110,10 @@ def work(rank, folder, machines, fault, faulty, timeout):
     except mx.MXNetError as error:
         print(f"FAILED after {time.monotonic() - began:.1f} s: {error}", flush=True)
         store.fail(str(error))  # as a step does that fails
+        store.close()
         os._exit(3)
-    print(json.dumps({"sent": transport.sent["statistics"], "machines": store.machines}), flush=True)
+    sent = _native.sent(store.handle) - before
+    print(json.dumps({"sent": sent, "machines": store.machines}), flush=True)
     store.close()
 
 

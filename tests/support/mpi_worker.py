@@ -518,8 +518,7 @@ def gathers():
     y.backward(nd.ones_like(y) * (1 + kv.rank))
     want = sum(1 + r for r in range(kv.num_workers))
     np.testing.assert_array_equal(x.grad.asnumpy(), np.full(x.shape, want))
-    if kv._transport.mpi:
-        assert _native.sent(kv.handle) - before == 2 * (kv.num_workers - 1) or kv.num_workers > 4
+    assert _native.sent(kv.handle) - before == 2 * (kv.num_workers - 1) or kv.num_workers > 4
 
     # So long that each rank adds a part.
     for k in range(2):

@@ -1,24 +1,22 @@
 """What is the same for all transports, over one between threads: the store, groups, and how a wait ends."""
 
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import mxnet as mx
 import numpy as np
 import pytest
 from allreduce import allreduce
-from thread_transport import Post, ThreadTransport
+from thread_transport import ThreadTransport
 
 import gluon_syncbn
 from gluon_syncbn import _native, reference
 from gluon_syncbn.exchange.base import LayerInfo
 from gluon_syncbn.exchange.store import ProcessStore
 from gluon_syncbn.exchange.transport import Label
-from gluon_syncbn.exchange.waiting import Wait
 from gluon_syncbn.training.session import session
 
 CHANNELS = 3
+LABEL = Label("gradient", 7, what="gradient 7, round 1")
 
 
 @pytest.fixture
@@ -30,8 +28,16 @@ def layer_id():
 
 
 def stores(size):
-    post = Post(size)
-    return post, [ProcessStore("threads", ThreadTransport(post, rank)) for rank in range(size)]
+    handles = []
+    return [ProcessStore("threads", ThreadTransport(handles, rank, size)) for rank in range(size)]
+
+
+def transports(size):
+    return [store._transport for store in stores(size)]
+
+
+def sent(stores):
+    return sum(_native.sent(store.handle) for store in stores)
 
 
 def everywhere(stores, work):
@@ -55,7 +61,7 @@ def moments(x):
 def test_moments_of_all_processes(size):
     rng = np.random.RandomState(0)
     shards = [1e4 + (rank + 1) * rng.randn(2 + rank % 2, CHANNELS, 3) for rank in range(size)]
-    post, all_stores = stores(size)
+    all_stores = stores(size)
     ids = [_native.layer_create("bn", 0, 1, 0, []) for _ in all_stores]
     for number, store in zip(ids, all_stores):
         session.register(info(number, 1), store)
@@ -69,7 +75,8 @@ def test_moments_of_all_processes(size):
     for total in totals:
         np.testing.assert_array_equal(total, totals[0], err_msg="the same bits everywhere")
         np.testing.assert_allclose(total, want, rtol=1e-12)
-    assert post.sent == {"agreement": size * (size - 1), "statistics": size * (size - 1)}
+    agreement = size * (size - 1)
+    assert sent(all_stores) == agreement + {1: 0, 2: 2, 3: 6, 5: 10}[size]  # with 5 in steps, of which each is a pair's
     for number in ids:
         _native.layer_drop(number, {})
 
@@ -95,20 +102,18 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("replicas, named, messages", GROUPS, ids=str)
-@pytest.mark.parametrize("partial", [True, False])
-def test_groups_that_stay_at_home(layer_id, monkeypatch, replicas, named, messages, partial):
+def test_groups_that_stay_at_home(layer_id, replicas, named, messages):
     """Only processes that share a group exchange something, and all get what they would get from all."""
-    monkeypatch.setattr(ThreadTransport, "partial", partial)
     rng = np.random.RandomState(1)
     length = 1 + 2 * CHANNELS
     values = [rng.randn(n, length) for n in replicas]
-    post, all_stores = stores(len(replicas))
+    all_stores = stores(len(replicas))
 
     def work(rank, store):
         layer = info(layer_id, replicas[rank], **{"groups" if isinstance(named, list) else "group_size": named})
         store.learn([layer])
         of = store.agreed(layer)
-        parts = store.gather(_native.Ticket(layer_id, -1, 0, 0), "a test", 0, 0.0, of.ranks, values[rank].ravel())
+        parts = store._transport.allgather(LABEL, values[rank].ravel(), equal=False, ranks=of.ranks)
         return np.concatenate(parts).reshape(-1, length)[of.members], of
 
     results = everywhere(all_stores, work)
@@ -123,8 +128,7 @@ def test_groups_that_stay_at_home(layer_id, monkeypatch, replicas, named, messag
         for i in range(replicas[rank]):  # the group of each replica, in the order of the ranks
             (members,) = [sorted(group) for group in named if starts[rank] + i in group]
             np.testing.assert_array_equal(got[of.groups == of.groups[of.first + i]], all_values[members])
-    everybody = len(replicas) * (len(replicas) - 1)
-    assert post.sent["statistics"] == (messages if partial or messages == 0 else everybody)
+    assert sent(all_stores) == len(replicas) * (len(replicas) - 1) + messages  # after the agreement
 
 
 @pytest.mark.parametrize(
@@ -138,14 +142,12 @@ def test_groups_that_stay_at_home(layer_id, monkeypatch, replicas, named, messag
     ids=str,
 )
 def test_groups_and_fewer_devices(layer_id, pooling, expected):
-    _, all_stores = stores(2)
-
     def work(rank, store):
         layer = info(layer_id, 3, **pooling)
         store.learn([layer])
         return store.agreed(layer, 2)
 
-    for error in everywhere(all_stores, work):
+    for error in everywhere(stores(2), work):
         assert isinstance(error, ValueError)
         assert expected in str(error)
 
@@ -159,21 +161,21 @@ def test_groups_and_fewer_devices(layer_id, pooling, expected):
     ids=str,
 )
 def test_groups_of_other_replicas(layer_id, groups, expected):
-    for error in everywhere(stores(2)[1], lambda rank, store: store.learn([info(layer_id, 2, groups=groups)])):
+    for error in everywhere(stores(2), lambda rank, store: store.learn([info(layer_id, 2, groups=groups)])):
         assert isinstance(error, ValueError)
         assert expected in str(error)
 
 
 def test_other_groups_in_another_process(layer_id):
     groups = [((0, 2), (1, 3)), ((0, 3), (1, 2))]
-    for error in everywhere(stores(2)[1], lambda rank, store: store.learn([info(layer_id, 2, groups=groups[rank])])):
+    for error in everywhere(stores(2), lambda rank, store: store.learn([info(layer_id, 2, groups=groups[rank])])):
         assert "the processes disagree about the net" in str(error)
         assert all(f"groups {[*map(list, one)]}) on rank {rank}" in str(error) for rank, one in enumerate(groups))
 
 
 @pytest.mark.parametrize("kind", [mx.nd, mx.np])
 def test_gradients_of_all_processes(kind):
-    post, all_stores = stores(3)
+    all_stores = stores(3)
     rng = np.random.RandomState(2)
     values = [rng.randn(4, 2).astype("float32") for _ in range(3)]
 
@@ -187,7 +189,7 @@ def test_gradients_of_all_processes(kind):
     for total, first in everywhere(all_stores, work):
         np.testing.assert_allclose(total, sum(values), rtol=1e-6)
         np.testing.assert_array_equal(first, values[0])
-    assert post.sent == {"gradient of": 12, "broadcast of": 6}  # what is next, and the sum
+    assert sent(all_stores) == 18  # what is next, the sum, and the broadcast
 
 
 class Trainer:
@@ -196,7 +198,7 @@ class Trainer:
 
 def test_gradients_that_other_arrays_replace():
     """What was prepared for the arrays of a step serves the next one, but no other arrays."""
-    _, all_stores = stores(2)
+    all_stores = stores(2)
 
     def work(rank, store):
         trainer, found = Trainer(), []
@@ -219,85 +221,50 @@ def test_gradients_that_other_arrays_replace():
 # ---- how a wait ends -----------------------------------------------------------------------------------------
 
 
-LABEL = Label("gradient", 7, what="gradient 7, round 1")
-
-
 def test_time_is_up():
     gluon_syncbn.configure(timeout=0.3)
-    post = Post(3)
-    late, other = ThreadTransport(post, 0), ThreadTransport(post, 1)
-    other._post.parts[tuple(LABEL[:5])][1] = np.ones(2)
+    late, other, _ = transports(3)
     with pytest.raises(
-        mx.MXNetError, match=r"rank 0 of 3 waits for rank 2 in gradient 7, round 1 after 0 s\. A process"
+        mx.MXNetError, match=r"rank 0 of 3 waits for rank 1, 2 in gradient 7, round 1 after 0 s\. A process"
     ):
         late.allgather(LABEL, np.ones(2), equal=True)
-    first = r"nothing is exchanged any more\. Start the job again\. The first error was: rank 0 of 3 waits for rank 2"
+    first = r"nothing is exchanged any more\. Start the job again\. The first error was: rank 0 of 3 waits for rank 1"
     with pytest.raises(mx.MXNetError, match=first):
         late.allgather(LABEL, np.ones(2), equal=True)
     with pytest.raises(mx.MXNetError, match=r"rank 0 of 3 has failed: rank 0 of 3 waits .*\(rank 1 was in another\)"):
         other.allgather(Label("gradient", 8, what="another"), np.ones(2), equal=True)
 
 
-def test_a_long_wait_is_warned_of_once(caplog, monkeypatch):
-    from gluon_syncbn.exchange import waiting
-
-    monkeypatch.setattr(waiting, "_WARN_AFTER", 0.1)
-    post = Post(2)
-    transports = [ThreadTransport(post, rank) for rank in range(2)]
-    release = threading.Event()
-
-    def second():
-        release.wait(20)
-        return transports[1].allgather(LABEL, np.ones(2), equal=True)
-
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(transports[0].allgather, LABEL, np.ones(2), equal=True)
-        last = pool.submit(second)
-        while not caplog.records:
-            assert not first.done()
-        threading.Event().wait(0.3)
-        release.set()
-        first.result(20), last.result(20)
-    (record,) = caplog.records
-    assert record.getMessage() == (
-        "rank 0 of 2 waits for rank 1 in gradient 7, round 1 after 0 s. Still waiting, until 60 s."
-    )
-
-
 def test_a_step_that_failed_ends_a_wait():
-    transport = ThreadTransport(Post(2), 0)
+    transport = transports(2)[0]
     _native.fail("KeyboardInterrupt left the recorded step.")
     with pytest.raises(mx.MXNetError, match="KeyboardInterrupt left the recorded step"):
         transport.allgather(LABEL, np.ones(2), equal=True)
 
 
 def test_a_fork_ends_a_wait():
-    wait, end = Wait(ThreadTransport(Post(2), 0), LABEL), time.monotonic() + 50
+    transport = transports(2)[0]
     _native.forking(True)
     try:
         with pytest.raises(mx.MXNetError, match=r"rank 0 of 2 was forked in gradient 7, round 1\. Fork before a step"):
-            while time.monotonic() < end:
-                wait.poll([1])
-                time.sleep(0.3)
+            transport.allgather(LABEL, np.ones(2), equal=True)
     finally:
         _native.forking(False)
 
 
 def test_another_size_or_type():
-    post = Post(2)
-    transports = [ThreadTransport(post, rank) for rank in range(2)]
     parts = [np.ones(2), np.ones(3, "float32")]
 
     def work(rank, transport):
         return transport.allgather(LABEL, parts[rank], equal=True)
 
-    for error in everywhere(transports, work):
+    for error in everywhere(transports(2), work):
         assert "values of float" in str(error)
         assert "All processes must build the same net and cast it alike" in str(error)
 
 
 def test_a_child_of_a_fork_is_no_member():
-    _, (store, _) = stores(2)
+    store, _ = stores(2)
     store.forked()
     with pytest.raises(mx.MXNetError, match="this process was forked from rank 0 of 2 and is no member of its job"):
         store.pushpull("weight", mx.nd.zeros(2))

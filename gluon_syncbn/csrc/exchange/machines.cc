@@ -16,9 +16,9 @@ void call(Function* function, Arguments... arguments) {
 
 class InPython : public Machines {
   public:
-    InPython(bool first, const MachinesInPython& python) : python_(python), first_(first) {}
+    InPython(bool first, Mailbox& mailbox, const MachinesInPython& python)
+        : Machines(first, mailbox), python_(python) {}
 
-    bool is_first() const override { return first_; }
     void announce(const Announcement& announcement) override {
         Announcement copy = announcement;
         call(python_.tell, &copy.channel);
@@ -31,19 +31,15 @@ class InPython : public Machines {
         call(python_.add, static_cast<int>(type), static_cast<int64_t>(count), values);
     }
     bool done() override { return true; }
-    void check() override { call(python_.check); }
-    void fail(const char* reason) override { python_.fail(reason); }
 
   private:
     const MachinesInPython python_;
-    const bool first_;
 };
 
 class OverMpi : public Machines {
   public:
-    OverMpi(bool first, const Mpi& mpi, Mailbox& mailbox) : first_(first), mpi_(mpi), mailbox_(mailbox) {}
+    OverMpi(bool first, Mailbox& mailbox, const Mpi& mpi) : Machines(first, mailbox), mpi_(mpi) {}
 
-    bool is_first() const override { return first_; }
     void announce(const Announcement& announcement) override {
         while (!told_.empty() && mpi_.has_ended(&told_.front().request)) told_.pop_front();
         broadcast(announcement);
@@ -66,16 +62,6 @@ class OverMpi : public Machines {
         sums_.pop_front();
         return true;
     }
-    void check() override {
-        mailbox_.heard(0);  // lets messages arrive
-        const std::string of = " of " + std::to_string(mailbox_.ranks());
-        for (size_t rank = 0; rank < mailbox_.ranks(); ++rank)
-            if (mailbox_.state_of(rank) == Mailbox::State::kFailed)
-                throw std::runtime_error("rank " + std::to_string(rank) + of +
-                                         " has failed: " + mailbox_.reason_of(rank) + " (rank " +
-                                         std::to_string(mailbox_.rank()) + " was in the gradients of the machines)");
-    }
-    void fail(const char* reason) override { mailbox_.leave(Mailbox::State::kFailed, reason); }
 
   private:
     struct Told {
@@ -88,21 +74,33 @@ class OverMpi : public Machines {
                                   told_.back().request.memory));
     }
 
-    const bool first_;
     const Mpi mpi_;
-    Mailbox& mailbox_;
     std::deque<Told> told_;  // a deque's elements stay where they are
     std::deque<Mpi::Request> sums_;
 };
 
 }  // namespace
 
-std::unique_ptr<Machines> machines(bool first, const MachinesInPython& python) {
-    return std::make_unique<InPython>(first, python);
+void Machines::check() {
+    mailbox_.heard(0);  // lets messages arrive
+    for (size_t rank = 0; rank < mailbox_.ranks(); ++rank) {
+        const int64_t process = mailbox_.died(rank);
+        const bool failed = mailbox_.state_of(rank) == Mailbox::State::kFailed;
+        if (rank == mailbox_.rank() || (!failed && process == 0)) continue;
+        throw std::runtime_error("rank " + std::to_string(rank) + " of " + std::to_string(mailbox_.ranks()) + " has " +
+                                 (failed ? "failed: " + mailbox_.reason_of(rank)
+                                         : "ended without a word (process " + std::to_string(process) + ")") +
+                                 " (rank " + std::to_string(mailbox_.rank()) +
+                                 " was in the gradients of the machines)");
+    }
 }
 
-std::unique_ptr<Machines> machines(bool first, const Mpi& mpi, Mailbox& mailbox) {
-    return std::make_unique<OverMpi>(first, mpi, mailbox);
+std::unique_ptr<Machines> machines(bool first, Mailbox& mailbox, const MachinesInPython& python) {
+    return std::make_unique<InPython>(first, mailbox, python);
+}
+
+std::unique_ptr<Machines> machines(bool first, Mailbox& mailbox, const Mpi& mpi) {
+    return std::make_unique<OverMpi>(first, mailbox, mpi);
 }
 
 }  // namespace syncbn

@@ -23,9 +23,11 @@ constexpr int kAnnouncement = sizeof(Announcement) / sizeof(int64_t);
 // none waits for another one's next. Each function throws std::runtime_error with the reason.
 class Machines {
   public:
+    // `mailbox`: of all ranks; it knows which have failed.
+    Machines(bool first, Mailbox& mailbox) : first_(first), mailbox_(mailbox) {}
     virtual ~Machines() = default;
     // The leader of the first machine says which round is next.
-    virtual bool is_first() const = 0;
+    bool is_first() const { return first_; }
     virtual void announce(const Announcement& announcement) = 0;
     // For the other leaders: whether that has come.
     virtual bool announced(Announcement* announcement) = 0;
@@ -34,20 +36,22 @@ class Machines {
     // Whether the oldest sum that has not ended before has ended now.
     virtual bool done() = 0;
     // Throws if another process is known to have failed.
-    virtual void check() = 0;
-    virtual void fail(const char* reason) = 0;
+    void check();
+    void fail(const char* reason) { mailbox_.leave(Mailbox::State::kFailed, reason); }
+
+  private:
+    const bool first_;
+    Mailbox& mailbox_;
 };
 
-// A leader's functions in Python. Each returns 0, or 1 with the reason. They must stay as long as the process.
+// A leader's functions in Python, which wait. Each returns 0, or 1 with the reason. They must stay as long as the process.
 struct MachinesInPython {
     int (*tell)(int64_t* announcement, Problem*);  // the first leader's comes back
     int (*add)(int type, int64_t count, void* values, Problem*);
-    int (*check)(Problem*);
-    void (*fail)(const char* reason);
 };
 
-// Functions in Python wait. MPI's run without the interpreter; its mailbox knows which ranks have failed.
-std::unique_ptr<Machines> machines(bool first, const MachinesInPython& python);
-std::unique_ptr<Machines> machines(bool first, const Mpi& mpi, Mailbox& mailbox);
+std::unique_ptr<Machines> machines(bool first, Mailbox& mailbox, const MachinesInPython& python);
+// MPI's run without the interpreter.
+std::unique_ptr<Machines> machines(bool first, Mailbox& mailbox, const Mpi& mpi);
 
 }  // namespace syncbn

@@ -1,8 +1,5 @@
 #include "exchange/mpi.h"
 
-#include <sched.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -15,6 +12,7 @@
 #include <thread>
 
 #include "clock.h"
+#include "exchange/inbox.h"
 
 namespace syncbn {
 namespace {
@@ -37,23 +35,17 @@ struct Head {
 };
 static_assert(sizeof(Head) % sizeof(double) == 0, "what follows is aligned");
 
-class MpiMailbox : public Mailbox {
+class MpiMailbox : public Inbox {
   public:
-    MpiMailbox(const Mpi& mpi, size_t rank, size_t ranks)
-        : mpi_(mpi), rank_(rank), process_(getpid()), states_(ranks), reasons_(ranks) {
-        for (auto& state : states_) state = State::kPresent;
-    }
+    MpiMailbox(const Mpi& mpi, size_t rank, size_t ranks) : Inbox(rank, ranks), mpi_(mpi) {}
 
-    size_t ranks() const override { return states_.size(); }
-    size_t rank() const override { return rank_; }
-    bool is_own() const override { return getpid() == process_; }
     size_t most_values() const override { return std::numeric_limits<int>::max() / sizeof(double) - sizeof(Head); }
     size_t most_length() const override { return most_values(); }
 
     void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) override {
         std::lock_guard<std::mutex> lock(mutex_);
-        if (label.piece == 0) here_.push_back(label);
-        send(Head{label, Head::kVector, static_cast<int64_t>(rank_), length}, values, count * sizeof(double), readers);
+        remember(label);
+        send(Head{label, Head::kVector, static_cast<int64_t>(rank()), length}, values, count * sizeof(double), readers);
     }
     bool is_out(const Label& label) override {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -63,36 +55,8 @@ class MpiMailbox : public Mailbox {
             return sent.head().kind == Head::kVector && sent.head().label == label;
         });
     }
-    Found find(size_t rank, const Label& label) const override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        for (const Message& message : inbox_)
-            if (message.from() == rank && message.head().label == label)
-                return {message.values(), message.count(), message.head().length, 0};
-        return {};
-    }
-    void done(size_t rank, const Label& label, const Found&) override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        inbox_.remove_if([&](const Message& one) { return one.from() == rank && one.head().label == label; });
-    }
-    std::vector<Label> left_by(size_t rank) const override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        std::vector<Label> labels;
-        for (const Message& message : inbox_)
-            if (message.from() == rank) labels.push_back(message.head().label);
-        return labels;
-    }
-    bool is_here(const Label& label) const override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        return std::find(here_.begin(), here_.end(), label) != here_.end();
-    }
-    void forget(const Label& label) override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        const auto found = std::find(here_.begin(), here_.end(), label);
-        if (found != here_.end()) here_.erase(found);
-    }
 
-    // There is one ring, and whoever waits at it moves messages along.
-    uint32_t ring_of(const Label&) const override { return 0; }
+    // Whoever waits moves messages along.
     uint32_t heard(uint32_t) override {
         const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
         // A long message moves on in parts, and a poll that yields between two of them takes longer than all of them.
@@ -110,29 +74,18 @@ class MpiMailbox : public Mailbox {
     void wake(uint32_t) override {}
     bool wakes() const override { return false; }
 
-    State state_of(size_t rank) const override { return states_[rank]; }
-    std::string reason_of(size_t rank) const override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        return reasons_[rank];
-    }
-    bool crowded() const override { return false; }
     void leave(State state, const std::string& reason) override {
         if (!is_own()) return;
         std::lock_guard<std::mutex> lock(mutex_);
-        if (states_[rank_] != State::kPresent) return;
+        if (states_[rank()] != State::kPresent) return;
         const std::string text = reason.substr(0, 4000);
-        Ranks others;
-        for (size_t rank = 0; rank < ranks(); ++rank)
-            if (rank != rank_) others.push_back(rank);
         const Head::Kind kind = state == State::kFailed ? Head::kFailed : Head::kEnded;
-        send(Head{{}, kind, static_cast<int64_t>(rank_), text.size()}, text.data(), text.size(), others);
-        reasons_[rank_] = text;
-        states_[rank_] = state;
+        send(Head{{}, kind, static_cast<int64_t>(rank()), text.size()}, text.data(), text.size(), others());
+        report(rank(), state, text);
         const double until = seconds() + (state == State::kEnded ? kEnd : 0);
         do progress();
         while (!outgoing_.empty() && seconds() < until);
         closed_ = state == State::kEnded;
-        ++heard_;
     }
 
   private:
@@ -156,7 +109,7 @@ class MpiMailbox : public Mailbox {
         const size_t frames = std::max<size_t>(1, (head.count + kFrame - 1) / kFrame);
         Message message(frames * kHead + head.count);
         // The order starts after this rank, so that not all ranks write to rank 0 first.
-        const auto after = static_cast<size_t>(std::lower_bound(to.begin(), to.end(), rank_) - to.begin());
+        const auto after = static_cast<size_t>(std::lower_bound(to.begin(), to.end(), rank()) - to.begin());
         double* at = message.memory.get();
         for (size_t frame = 0; frame < frames; ++frame) {
             head.begin = frame * kFrame;
@@ -192,9 +145,9 @@ class MpiMailbox : public Mailbox {
         }
         // In their order: what a rank has sent before its end comes before that.
         while (!arriving_.empty() && mpi_.has_ended(&arriving_.front().request)) {
-            std::list<Message> one;
-            one.splice(one.begin(), arriving_, arriving_.begin());
-            if (completes(&one.front())) take(&one);
+            Message one = std::move(arriving_.front());
+            arriving_.pop_front();
+            if (completes(&one)) take(one);
         }
     }
     // Puts a message together, whose next frame is here. Returns whether it is whole.
@@ -211,30 +164,22 @@ class MpiMailbox : public Mailbox {
         *frame = std::move(whole);
         return true;
     }
-    void take(std::list<Message>* one) {
-        const Message& message = one->front();
+    void take(const Message& message) {
         const Head& head = message.head();
-        if (head.kind == Head::kVector) {
-            inbox_.splice(inbox_.end(), *one);
-        } else {
-            reasons_[message.from()].assign(reinterpret_cast<const char*>(message.values()), head.length);
-            states_[message.from()] = head.kind == Head::kFailed ? State::kFailed : State::kEnded;
-        }
-        ++heard_;
+        if (head.kind == Head::kVector)
+            keep({message.from(), head.label, head.length, message.count(), message.values(), message.memory});
+        else
+            report(message.from(), head.kind == Head::kFailed ? State::kFailed : State::kEnded,
+                   {reinterpret_cast<const char*>(message.values()), head.length});
         naps_ = 0;
     }
 
+    // The lock is also for MPI, which one thread calls at a time.
     const Mpi mpi_;
-    const size_t rank_;
-    const pid_t process_;
-    std::vector<std::atomic<State>> states_;
-    mutable std::mutex mutex_;  // one thread calls MPI; guards the rest
-    std::vector<std::string> reasons_;
-    std::list<Message> outgoing_, arriving_, inbox_;
+    std::list<Message> outgoing_, arriving_;
     std::map<size_t, Message> begun_;  // by the rank that sends it
-    std::vector<Label> here_;
     bool closed_ = false;
-    std::atomic<uint32_t> heard_{0}, naps_{0};
+    std::atomic<uint32_t> naps_{0};
 };
 
 }  // namespace

@@ -3,7 +3,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <deque>
 #include <limits>
 #include <numeric>
 #include <optional>
@@ -105,9 +104,7 @@ class WaitForRanks final : public Wait {
     // What only the kernel knows of the others, and what they do meanwhile.
     void check_others() override {
         for (size_t missing : missing()) {
-            const int64_t process = mail_.died(missing);
-            if (process != 0 && !has_come(missing))
-                gone(missing, "has ended without a word (process " + std::to_string(process) + "; was it killed?)");
+            if (!has_come(missing)) check_alive(missing);
             for (const Label& left : mail_.left_by(missing)) {
                 if (left.piece != 0 || left.phase < 0) continue;
                 const bool other_call =
@@ -178,8 +175,14 @@ class WaitForRanks final : public Wait {
             failed(missing);
         }
         if (!tier_.fails_together) return;
-        for (size_t rank = 0; rank < mail_.ranks(); ++rank)  // the missing rank may wait for this one
+        for (size_t rank = 0; rank < mail_.ranks(); ++rank) {  // the missing rank may wait for this one
             if (mail_.state_of(rank) == Mailbox::State::kFailed) failed(rank);
+            check_alive(rank);
+        }
+    }
+    void check_alive(size_t other) {
+        if (const int64_t process = mail_.died(other))
+            gone(other, "has ended without a word (process " + std::to_string(process) + "; was it killed?)");
     }
     [[noreturn]] void failed(size_t other) { gone(other, "has failed: " + mail_.reason_of(other)); }
     [[noreturn]] void gone(size_t other, const std::string& fate) {
@@ -256,12 +259,6 @@ Total side_by_side(const std::vector<Part>& parts, size_t rank, const Agreed& ag
     return of_members;
 }
 
-std::vector<Part> parts_of(const std::deque<Vector>& vectors, const Ranks& ranks) {
-    std::vector<Part> parts;
-    for (size_t i = 0; i < ranks.size(); ++i) parts.push_back({ranks[i], vectors[i].size(), vectors[i].data()});
-    return parts;
-}
-
 }  // namespace
 
 Tier::Tier(std::unique_ptr<Mailbox> mail, Members members, bool fails_together)
@@ -284,6 +281,9 @@ void Tier::post(const Label& label, const double* values, size_t count, size_t l
     mail->post(label, values, count, length, readers);
     sent += static_cast<int64_t>(readers.size());
 }
+
+Job::Job(int64_t number, size_t ranks, std::unique_ptr<Mailbox> mail)
+    : number(number), all(std::move(mail), {all_of(ranks), ranks}, true) {}
 
 void Names::add(int64_t key, const char* name) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -626,13 +626,12 @@ class Processes::Levels : public Underway {
     std::unique_ptr<Underway> here_, total_;  // no total yet in a leader that waits for its machine
 };
 
-Processes::Processes(std::shared_ptr<Job> job) : job_(std::move(job)), everybody_(all_of(job_->ranks)) {}
+Processes::Processes(std::shared_ptr<Job> job) : job_(std::move(job)) {}
 
 Processes::Processes(std::shared_ptr<Job> job, std::unique_ptr<Segment> segment, Members members, Ranks leaders)
     : job_(std::move(job)),
       machine_(std::make_unique<Tier>(std::move(segment), members, false)),
       leaders_(std::move(leaders)),
-      everybody_(all_of(job_->ranks)),
       sums_(std::make_unique<Sums>(static_cast<Segment&>(*machine_->mail), std::move(members))) {}
 
 Processes::~Processes() = default;
@@ -654,7 +653,7 @@ const Agreed& Processes::learned(const Ticket& ticket) {
 std::unique_ptr<Underway> Processes::reduce(Combine combine, const Ticket& ticket, const Contribution& own,
                                             int64_t key) {
     if (machine_ == nullptr || own.length > machine_->mail->most_length())
-        return reduce_in_job(combine, ticket, own, key, everybody_, 0);
+        return reduce_in_job(combine, ticket, own, key, job_->all.everybody, 0);
     if (leaders_.size() > 1) return std::make_unique<Levels>(*this, combine, ticket, own, key);
     const Ranks& all = machine_->everybody;
     return std::make_unique<Reduction>(*job_, *machine_, combine, ticket, key, Gathering::Way{all, all},
@@ -663,19 +662,11 @@ std::unique_ptr<Underway> Processes::reduce(Combine combine, const Ticket& ticke
 
 std::unique_ptr<Underway> Processes::reduce_in_job(Combine combine, const Ticket& given, const Contribution& own,
                                                    int64_t key, const Ranks& ranks, double longer) {
-    if (job_->by_mpi == nullptr)
-        return later(
-            [this, combine, given, own, key, &ranks, longer] {
-                const Row row = combined(combine, own);
-                const auto vectors = gather_in_python(job_->number, given, key, longer, ranks, row.values, row.length);
-                return reduced(combine, parts_of(vectors, ranks), key);
-            },
-            false);
     Ticket ticket = given;
     ticket.timeout += longer;
     if (ranks.size() > kFew)
-        return std::make_unique<Doubling>(*job_, *job_->by_mpi, combine, ticket, key, ranks, combined(combine, own));
-    return std::make_unique<Reduction>(*job_, *job_->by_mpi, combine, ticket, key, Gathering::Way{ranks, ranks},
+        return std::make_unique<Doubling>(*job_, job_->all, combine, ticket, key, ranks, combined(combine, own));
+    return std::make_unique<Reduction>(*job_, job_->all, combine, ticket, key, Gathering::Way{ranks, ranks},
                                        combined(combine, own));
 }
 
@@ -696,13 +687,7 @@ std::unique_ptr<Underway> Processes::gather(const Ticket& ticket, const Contribu
 
 std::unique_ptr<Underway> Processes::gather_in_job(const Ticket& ticket, const Contribution& own,
                                                    const Agreed& agreed) {
-    if (job_->by_mpi != nullptr) return std::make_unique<SideBySide>(*this, *job_->by_mpi, ticket, own, agreed);
-    const auto gather = [this, ticket, own, agreed] {
-        const Ranks& ranks = agreed.ranks.empty() ? everybody_ : agreed.ranks;
-        const auto vectors = gather_in_python(job_->number, ticket, agreed.key, 0, ranks, own.rows[0], own.length);
-        return side_by_side(parts_of(vectors, ranks), job_->rank, agreed);
-    };
-    return later(gather, false);
+    return std::make_unique<SideBySide>(*this, job_->all, ticket, own, agreed);
 }
 
 // The first call asks later for the agreement, because that may take a while.
@@ -727,7 +712,7 @@ Total Processes::allgather(const Ticket& ticket, const Contribution& own) {
 
 std::vector<std::string> Processes::bytes_of(const Ranks& ranks, const Label& label, const char* what, double timeout,
                                              const std::string& own) {
-    Tier& tier = *job_->by_mpi;
+    Tier& tier = job_->all;
     tier.check_open();
     const Ticket ticket{0, 0, 0, 0, what, timeout, 0};
     Vector padded(own.size() / sizeof(double) + 1);
@@ -752,7 +737,7 @@ std::vector<std::string> Processes::bytes_of(const Ranks& ranks, const Label& la
 
 void Processes::leave(Mailbox::State state, const std::string& reason) {
     if (machine_ != nullptr) machine_->mail->leave(state, reason);
-    if (job_->by_mpi != nullptr) job_->by_mpi->mail->leave(state, reason);
+    job_->all.mail->leave(state, reason);
 }
 
 }  // namespace syncbn

@@ -4,7 +4,7 @@
 //     machine 0                                          machine 1
 //     rank 1 ─► post ──────┐                             ┌────── post ◄─ rank 3
 //     rank 0 ─► reduce ◄───┘                             └───► reduce ◄─ rank 2
-//         leaders' allreduce ◄──── MPI or Python ────► leaders' allreduce
+//         leaders' allreduce ◄─── MPI or a carrier ───► leaders' allreduce
 //     rank 1 ◄─ total ◄─ rank 0                                rank 2 ─► total ─► rank 3
 //
 // The total of a machine is rounded before the machines' totals are combined. All ranks have the same bits. They may
@@ -57,13 +57,13 @@ class Names {
     std::map<int64_t, std::string> names_;
 };
 
-// All processes of a job. They exchange by MPI, or by a function in Python.
+// All processes of a job. They exchange by MPI, or by a carrier in Python.
 struct Job {
-    int64_t number;  // of the exchange in Python, which also knows the layers
-    size_t rank, ranks;
-    Mpi mpi{};
-    std::unique_ptr<Tier> by_mpi = nullptr;  // null if MPI is not used
-    Names names = {};
+    // `number`: of the exchange in Python, which knows the layers.
+    Job(int64_t number, size_t ranks, std::unique_ptr<Mailbox> mail);
+    const int64_t number;
+    Tier all;
+    Names names;
 };
 
 class Processes : public Exchange {
@@ -79,7 +79,7 @@ class Processes : public Exchange {
     std::unique_ptr<Underway> begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override;
     std::unique_ptr<Underway> begin_allgather(const Ticket& ticket, const Contribution& own) override;
 
-    // Returns the bytes of some ranks, this one included, in their order. With MPI.
+    // Returns the bytes of some ranks, this one included, in their order.
     std::vector<std::string> bytes_of(const Ranks& ranks, const Label& label, const char* what, double timeout,
                                       const std::string& own);
     // Sums of long arrays over the same processes, with memory of this machine.
@@ -106,7 +106,7 @@ class Processes : public Exchange {
 
     const std::shared_ptr<Job> job_;
     const std::unique_ptr<Tier> machine_;  // null if memory is not shared
-    const Ranks leaders_, everybody_;      // everybody of the job
+    const Ranks leaders_;
     std::unique_ptr<Sums> sums_;
     mutable std::mutex learning_;       // guards the next one
     std::map<int64_t, Agreed> agreed_;  // by layer

@@ -1,13 +1,20 @@
 #include "exchange/python.h"
 
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <limits>
 #include <stdexcept>
+#include <utility>
 
+#include "exchange/inbox.h"
 #include "point.h"
 
 namespace syncbn {
 namespace {
 
-constexpr const char *kAdd = "could not add the statistics", *kBring = "could not gather the statistics";
+constexpr const char *kAdd = "could not add the statistics", *kAsk = "could not agree on the net",
+                     *kSend = "could not send";
 
 PythonFunctions functions;
 
@@ -20,7 +27,77 @@ void call(const char* what, int64_t exchange, Function* function, Arguments... a
     SYNCBN_POINT("after_exchange");
 }
 
+class Carried : public Inbox {
+  public:
+    Carried(int64_t exchange, size_t rank, size_t ranks) : Inbox(rank, ranks), exchange_(exchange), died_(ranks) {}
+
+    size_t most_values() const override { return std::numeric_limits<int>::max(); }
+    size_t most_length() const override { return most_values(); }
+    void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) override {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            remember(label);
+        }
+        // Without the lock, which whoever delivers takes while it has the interpreter's.
+        if (!readers.empty())
+            call(kSend, exchange_, functions.post, &label.key, static_cast<int64_t>(length),
+                 static_cast<int64_t>(count), values, static_cast<int64_t>(readers.size()), readers.data());
+    }
+    uint32_t heard(uint32_t) override { return heard_; }
+    void sleep(uint32_t, uint32_t seen, double seconds) override {
+        std::unique_lock<std::mutex> lock(mutex_);
+        changed_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return heard_ != seen; });
+    }
+    void wake(uint32_t) override { changed_.notify_all(); }
+    int64_t died(size_t rank) const override { return died_[rank]; }
+    void leave(State state, const std::string& reason) override {
+        if (!is_own()) return;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            if (states_[rank()] != State::kPresent) return;
+            report(rank(), state, reason);
+        }
+        changed_.notify_all();
+        call(kSend, exchange_, functions.tell, static_cast<int>(state == State::kFailed), reason.c_str());
+    }
+
+    void deliver(size_t from, const Label& label, size_t length, const void* values, size_t count) {
+        const std::shared_ptr<double> memory(new double[count], std::default_delete<double[]>());
+        std::memcpy(memory.get(), values, count * sizeof(double));
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            keep({from, label, length, count, memory.get(), memory});
+        }
+        changed_.notify_all();
+    }
+    void hear(size_t rank, State state, const char* reason, int64_t process) {
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            if (states_[rank] == State::kPresent && state != State::kPresent) report(rank, state, reason);
+            if (process != 0) died_[rank] = process, ++heard_;
+        }
+        changed_.notify_all();
+    }
+
+  private:
+    const int64_t exchange_;
+    std::vector<std::atomic<int64_t>> died_;
+    std::condition_variable changed_;
+};
+
 }  // namespace
+
+std::unique_ptr<Mailbox> mailbox(int64_t exchange, size_t rank, size_t ranks) {
+    return std::make_unique<Carried>(exchange, rank, ranks);
+}
+
+void deliver(Mailbox& mailbox, size_t from, const Label& label, size_t length, const void* values, size_t count) {
+    static_cast<Carried&>(mailbox).deliver(from, label, length, values, count);
+}
+
+void report(Mailbox& mailbox, size_t rank, Mailbox::State state, const char* reason, int64_t process) {
+    static_cast<Carried&>(mailbox).hear(rank, state, reason, process);
+}
 
 void set_python_functions(const PythonFunctions& given) { functions = given; }
 
@@ -31,17 +108,9 @@ Vector add_in_python(int64_t exchange, const Ticket& ticket, const Vector& rows,
     return total;
 }
 
-std::deque<Vector> gather_in_python(int64_t exchange, const Ticket& ticket, int64_t key, double longer,
-                                    const Ranks& ranks, const double* own, size_t length) {
-    std::deque<Vector> parts;
-    call(kBring, exchange, functions.gather, &ticket, name_of_call(ticket).c_str(), key, longer,
-         static_cast<int64_t>(ranks.size()), ranks.data(), static_cast<int64_t>(length), own, &parts);
-    return parts;
-}
-
 Agreed agreed_in_python(int64_t exchange, const Ticket& ticket, int64_t replicas) {
     Agreed agreed;
-    call(kBring, exchange, functions.agreed, &ticket, replicas, &agreed);
+    call(kAsk, exchange, functions.agreed, &ticket, replicas, &agreed);
     return agreed;
 }
 

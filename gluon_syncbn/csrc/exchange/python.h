@@ -1,7 +1,8 @@
-// Calls exchanges in Python, each of which takes the interpreter lock: those of Horovod and of MXNet's KVStores.
+// Calls exchanges in Python, each of which takes the interpreter lock: MXNet's KVStores, and a carrier of messages
+// between processes.
 #pragma once
 
-#include <deque>
+#include <memory>
 
 #include "exchange/exchange.h"
 #include "exchange/mailbox.h"
@@ -18,9 +19,11 @@ struct Problem {
 struct PythonFunctions {
     // The sum over the contexts of this process, from [rows][length].
     int (*add)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, double* total, Problem*);
-    // From some ranks, and to them, in their order. `what` is for messages, `longer` are seconds beyond the time limit.
-    int (*gather)(int64_t exchange, const Ticket*, const char* what, int64_t key, double longer, int64_t ranks,
-                  const size_t*, int64_t length, const double*, std::deque<Vector>*, Problem*);
+    // Sends a vector off; `label` has the five numbers of a Label. Must not wait for other processes.
+    int (*post)(int64_t exchange, const int64_t* label, int64_t length, int64_t count, const double*, int64_t readers,
+                const size_t*, Problem*);
+    // Tells the other ranks that this one has ended, or has failed, with a reason.
+    int (*tell)(int64_t exchange, int failed, const char* reason, Problem*);
     // The agreement about a layer, for a step with so many replicas in this process; 0: with all.
     int (*agreed)(int64_t exchange, const Ticket*, int64_t replicas, Agreed*, Problem*);
 };
@@ -30,8 +33,13 @@ void set_python_functions(const PythonFunctions& functions);
 
 // Adds rows of this length, one after the other.
 Vector add_in_python(int64_t exchange, const Ticket& ticket, const Vector& rows, size_t length);
-std::deque<Vector> gather_in_python(int64_t exchange, const Ticket& ticket, int64_t key, double longer,
-                                    const Ranks& ranks, const double* own, size_t length);
 Agreed agreed_in_python(int64_t exchange, const Ticket& ticket, int64_t replicas);
+
+// The mailbox of a carrier in Python.
+std::unique_ptr<Mailbox> mailbox(int64_t exchange, size_t rank, size_t ranks);
+// For the carrier: puts a vector there, which a rank has sent.
+void deliver(Mailbox& mailbox, size_t from, const Label& label, size_t length, const void* values, size_t count);
+// Says what has become of a rank. `process`: it has ended without a word.
+void report(Mailbox& mailbox, size_t rank, Mailbox::State state, const char* reason, int64_t process);
 
 }  // namespace syncbn
