@@ -456,41 +456,6 @@ _functions_of_exchanges: Optional[_Functions] = None  # the core keeps pointers 
 MOST_RANKS = 64
 
 
-class Segment:
-    """Memory that the processes of this machine share: see ``csrc/exchange/segment.h``."""
-
-    def __init__(self, pointer: int) -> None:
-        self._pointer = pointer
-
-    @classmethod
-    def create(cls, ranks: int) -> Segment:
-        """Creates a segment on rank 0. MXNetError: there is no such memory."""
-        return cls(_core.syncbn_segment_create(ranks))
-
-    @classmethod
-    def open(cls, ranks: int, rank: int, process: int, number: int, token: bytes) -> Segment:
-        """Opens rank 0's segment, a file of that number in that process. MXNetError: it cannot be seen."""
-        return cls(_core.syncbn_segment_open(ranks, rank, process, number, token, len(token)))
-
-    def number(self) -> int:
-        return _core.syncbn_segment_number(self._pointer)
-
-    def token(self) -> bytes:
-        token = ctypes.create_string_buffer(64)
-        size = _core.syncbn_segment_token(self._pointer, token)
-        return token.raw[:size]
-
-    def free(self) -> None:
-        _core.syncbn_segment_free(self._pointer)
-
-    def exchange(self, processes: Handle, ranks: Sequence[int], leaders: Sequence[int]) -> Handle:
-        """Makes the exchange over processes use the segment, which ``ranks`` share, and takes the segment over.
-
-        ``leaders`` has one rank of each machine.
-        """
-        return _core.syncbn_exchange_machine(processes, self._pointer, ranks, leaders)
-
-
 def bytes_of(
     processes: Handle, ranks: Sequence[int], identity: Tuple[int, int, int, int], what: str, own: bytes
 ) -> List[np.ndarray]:
@@ -549,13 +514,6 @@ def sum_arrays(exchange: Handle, channel: int, number: int, summands: Summands) 
     in the same order in all processes, and ``number`` counts them for messages.
     """
     _core.syncbn_sum(exchange, channel, number, timeout_of(), *summands.given)
-
-
-def identify_gpus(devices: Sequence[int]) -> Tuple[List[str], str]:
-    """Returns what identifies each of these GPUs, and a new id for `gpus`, as hexadecimal numbers."""
-    identities, name = ctypes.create_string_buffer(16 * len(devices)), ctypes.create_string_buffer(128)
-    _core.syncbn_gpus_identify(devices, identities, name)
-    return [identities.raw[16 * i : 16 * i + 16].hex() for i in range(len(devices))], name.raw.hex()
 
 
 _between: List[_Machines] = []  # the core keeps pointers into them

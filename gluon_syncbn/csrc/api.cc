@@ -96,6 +96,20 @@ const char* text(const Work& work) noexcept {
     return guarded<const char*>(nullptr, [&] { return keep(work()); });
 }
 
+// Bytes as text, with two digits for each.
+std::string hex(const std::string& bytes) {
+    std::string text;
+    for (const unsigned char byte : bytes)
+        for (const int digit : {byte >> 4, byte & 15}) text += "0123456789abcdef"[digit];
+    return text;
+}
+
+std::string unhex(const std::string& text) {
+    std::string bytes;
+    for (size_t i = 0; i < text.size(); i += 2) bytes += static_cast<char>(std::stoi(text.substr(i, 2), nullptr, 16));
+    return bytes;
+}
+
 using ExchangeHandle = syncbn::Asked;
 
 syncbn::Processes& of_processes(void* exchange) {
@@ -300,28 +314,21 @@ SYNCBN_API int syncbn_agreed(syncbn::Agreed* out, int64_t key, const Span<const 
     });
 }
 
-// Memory that the processes of this machine share. Rank 0 creates it, and the others open it by rank 0's process and
-// number.
+// Memory that the processes of this machine share: see exchange/segment.h. Rank 0 creates it, and the others open it by
+// rank 0's process, and by its number and token there.
 SYNCBN_API void* syncbn_segment_create(int64_t ranks) {
     return guarded<void*>(nullptr, [&] { return Segment::create(static_cast<size_t>(ranks)).release(); });
 }
-SYNCBN_API void* syncbn_segment_open(int64_t ranks, int64_t rank, int64_t process, int64_t number, const char* token,
-                                     int64_t token_size) {
+SYNCBN_API void* syncbn_segment_open(int64_t ranks, int64_t rank, int64_t process, int64_t number, const char* token) {
     return guarded<void*>(nullptr, [&] {
-        const std::string expected(token, static_cast<size_t>(token_size));
         return Segment::open(static_cast<size_t>(ranks), static_cast<size_t>(rank), process, static_cast<int>(number),
-                             expected)
+                             unhex(token))
             .release();
     });
 }
 SYNCBN_API int64_t syncbn_segment_number(void* segment) { return static_cast<Segment*>(segment)->number(); }
-// Returns its length; `out` is large enough.
-SYNCBN_API int64_t syncbn_segment_token(void* segment, char* out) {
-    return guarded<int64_t>(-1, [&] {
-        const std::string token = static_cast<Segment*>(segment)->token();
-        std::copy(token.begin(), token.end(), out);
-        return static_cast<int64_t>(token.size());
-    });
+SYNCBN_API const char* syncbn_segment_token(void* segment) {
+    return text([&] { return hex(static_cast<Segment*>(segment)->token()); });
 }
 SYNCBN_API void syncbn_segment_free(void* segment) { delete static_cast<Segment*>(segment); }
 
@@ -412,20 +419,19 @@ SYNCBN_API int syncbn_sum(void* exchange, int64_t channel, int64_t number, doubl
     });
 }
 
-// Writes what identifies these GPUs, 16 bytes each, and a new id for `gpus`, 128 bytes.
-SYNCBN_API int syncbn_gpus_identify(const Span<const int>& devices, void* identities, void* id) {
-    return done([&] {
-        char* to = static_cast<char*>(identities);
-        for (const int device : devices) to += syncbn::cuda::Device::of(device).identity().copy(to, 16);
-        syncbn::cuda::new_id().copy(static_cast<char*>(id), 128);
-    });
+// What identifies a GPU; a new id for `gpus`.
+SYNCBN_API const char* syncbn_gpu_identity(int device) {
+    return text([&] { return hex(syncbn::cuda::Device::of(device).identity()); });
+}
+SYNCBN_API const char* syncbn_new_id() {
+    return text([] { return hex(syncbn::cuda::new_id()); });
 }
 // The way of sums between the GPUs of several processes: see cuda/collective.h. `id` is the same in all of them, and used
 // once; `first` is the place of the first of these devices among `ranks`; `bucket`: bytes, a multiple of 8.
 SYNCBN_API void* syncbn_gpus(const Span<const int>& devices, const char* id, int first, int ranks, int64_t bucket) {
     return guarded<void*>(nullptr, [&] {
         const auto size = static_cast<size_t>(bucket);
-        return syncbn::cuda::AllReduce::create({devices.begin(), devices.end()}, {id, 128}, first, ranks, size).get();
+        return syncbn::cuda::AllReduce::create({devices.begin(), devices.end()}, unhex(id), first, ranks, size).get();
     });
 }
 

@@ -198,7 +198,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         gpus: List[str] = []
         name, problem = "", self._without_nccl(contexts, gradients)
         if not problem:
-            gpus, name = _native.identify_gpus(devices)
+            gpus, name = list(map(_native.gpu_identity, devices)), _native.new_id()
         ours = {"gpus": gpus, "name": name, "problem": problem and f"rank {self.rank} has {problem}"}
         label = self._label("exchange", f"the GPUs of trainer {self._number(trainer)}")
         everyone = self._ask_all(label, ours)
@@ -209,7 +209,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         way = None
         if not problems:
             first = sum(len(one["gpus"]) for one in everyone[: self.rank])
-            way = _native.gpus(devices, bytes.fromhex(everyone[0]["name"]), first, len(all_gpus), _BUCKET)
+            way = _native.gpus(devices, everyone[0]["name"], first, len(all_gpus), _BUCKET)
         elif devices and self.nccl:
             log.warning("the gradients of GPUs go through host memory: %s", problems[0])
         self._ways[trainer] = contexts, way
@@ -338,12 +338,13 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         leaders = [first for first, *_ in machines]
         if len(leaders) > 1:
             self._transport.split(leaders)
-        self._sums = self.handle
+        sums: _native.Handle = self.handle
         if not together:
-            self._sums = _native.Segment.create(1).exchange(self.handle, [self.rank], leaders)
+            sums = _native.exchange_machine(self.handle, _native.segment_create(1), [self.rank], leaders)
+        self._sums = sums
         if len(leaders) > 1 and self.rank in leaders:
             leader = None if self._transport.mpi else _Leader(self, leaders)
-            _native.sum_between(self._sums, self.rank == leaders[0], leader, self._transport.mpi)
+            _native.sum_between(sums, self.rank == leaders[0], leader, self._transport.mpi)
 
     def _meet(self) -> None:
         off = environment.read("GLUON_SYNCBN_SHARED_MEMORY") == "off"
@@ -362,7 +363,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             log.info("the processes exchange statistics over %s: %s", self._name, problem)
             return
         self.why_not_in_memory, self.machines = None, list(machines.values())
-        self.handle = segment.exchange(self.handle, ranks, [first for first, *_ in self.machines])
+        leaders = [first for first, *_ in self.machines]
+        self.handle = _native.exchange_machine(self.handle, segment, ranks, leaders)
 
     def _refuse(self, machines: Dict[str, List[int]]) -> str:
         """Returns the reason why processes on these machines do not meet in memory; empty if they do."""
@@ -372,14 +374,15 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             return "every process is on another machine"
         return ""
 
-    def _segment(self, ranks: List[int]) -> Tuple[Optional[_native.Segment], str]:
+    def _segment(self, ranks: List[int]) -> Tuple[Optional[int], str]:
         """Returns the segment that these ranks share, or the reason why a machine has none. Every process calls it."""
-        segment: Optional[_native.Segment] = None
+        segment: Optional[int] = None
         place: Dict[str, Any] = {"problem": ""}
         try:
             if self.rank == ranks[0]:
-                segment = _native.Segment.create(len(ranks))
-                place.update(number=segment.number(), token=segment.token().hex(), process=os.getpid())
+                segment = _native.segment_create(len(ranks))
+                number, token = _native.segment_number(segment), _native.segment_token(segment)
+                place.update(process=os.getpid(), number=number, token=token)
         except mx.MXNetError as error:
             place["problem"] = f"rank {self.rank}: {error}"
         places = self._tell_all("the memory that the processes of a machine share", place)
@@ -388,14 +391,14 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             problem, first = "", places[ranks[0]]
             try:
                 if segment is None:
-                    where = first["process"], first["number"], bytes.fromhex(first["token"])
-                    segment = _native.Segment.open(len(ranks), ranks.index(self.rank), *where)
+                    where = first["process"], first["number"], first["token"]
+                    segment = _native.segment_open(len(ranks), ranks.index(self.rank), *where)
             except mx.MXNetError as error:
                 problem = f"rank {self.rank}: {error}"
             answers = self._tell_all("whether all processes see that memory", {"problem": problem})
             problems = [answer["problem"] for answer in answers if answer["problem"]]
         if problems and segment is not None:
-            segment.free()
+            _native.segment_free(segment)
         return (None, problems[0]) if problems else (segment, "")
 
     def _tell_all(self, what: str, ours: Any) -> List[Any]:
