@@ -92,11 +92,16 @@ def stores() -> str:
 def processes() -> str:
     found = []
     for name, (package, brings) in named.PACKAGES.items():
-        try:  # looked up, not imported: importing it starts MPI
-            found.append(f"kvstore({name!r}) with {package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            found.append(f"no {name} ({brings})")
+        version = _version(package)  # looked up, not imported: importing it starts MPI
+        found.append(f"kvstore({name!r}) with {package} {version}" if version else f"no {name} ({brings})")
     return ", ".join(found)
+
+
+def _version(package: str) -> str:
+    """Returns the version of an installed package, and of another one nothing."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return ""
 
 
 def libraries() -> str:
@@ -120,26 +125,20 @@ def libraries() -> str:
 
 
 def gpus() -> str:
-    if not mx.runtime.Features().is_enabled("CUDA"):
-        return CPU_BUILD
-    try:
-        count = cuda.count()
-    except OSError as reason:
-        return f"none: {reason}"
-    lines = [f"{count}, as the driver sees them"]
-    for i in range(count):
-        cuda.check_architecture(i)
-        name, (major, minor) = cuda.gpu(i)
-        lines.append(f"gpu({i}): {name}, compute capability {major}.{minor}")
-    return INDENT.join(lines)
+    def described(contexts: List[mx.Context]) -> str:
+        lines = [f"{len(contexts)}, as the driver sees them"]
+        for context in contexts:
+            cuda.check_architecture(context.device_id)
+            name, (major, minor) = cuda.gpu(context.device_id)
+            lines.append(f"{context}: {name}, compute capability {major}.{minor}")
+        return INDENT.join(lines)
+
+    return on_gpus(described)
 
 
 def opencv() -> str:
     names = [f"opencv-{contrib}python{headless}" for contrib in ("", "contrib-") for headless in ("", "-headless")]
-    found = []
-    for name in names:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{name} {importlib.metadata.version(name)}")
+    found = [f"{name} {_version(name)}" for name in names if _version(name)]
     if not found:
         return "none: only GluonCV needs it"
     try:

@@ -28,6 +28,7 @@ def count() -> int:
         If the driver is missing or finds no GPU; the text says which.
     """
     found = ctypes.c_int()
+    _call("cuInit", 0)
     _call("cuDeviceGetCount", ctypes.byref(found))
     return found.value
 
@@ -43,6 +44,7 @@ def gpu(device_id: int) -> Gpu:
     """
     handle, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(256)
+    _call("cuInit", 0)
     _call("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device_id))
     _call("cuDeviceGetAttribute", ctypes.byref(major), ctypes.c_int(75), handle)
     _call("cuDeviceGetAttribute", ctypes.byref(minor), ctypes.c_int(76), handle)
@@ -53,8 +55,7 @@ def gpu(device_id: int) -> Gpu:
 def driver_version() -> Tuple[int, int]:
     """Returns the CUDA version that the driver supports."""
     version = ctypes.c_int()
-    library = _library()
-    _check(library, "cuDriverGetVersion", library.cuDriverGetVersion(ctypes.byref(version)))  # works without a GPU too
+    _call("cuDriverGetVersion", ctypes.byref(version))  # works without a GPU, too
     return version.value // 1000, version.value % 1000 // 10
 
 
@@ -83,23 +84,9 @@ def check_architecture(device_id: int) -> None:
         )
 
 
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-@functools.lru_cache(maxsize=None)
-def _driver() -> ctypes.CDLL:
-    library = _library()
-    _check(library, "cuInit", library.cuInit(0))
-    return library
-
-
 def _call(function: str, *arguments: Any) -> None:
-    driver = _driver()
-    _check(driver, function, getattr(driver, function)(*arguments))
-
-
-def _check(driver: ctypes.CDLL, function: str, status: int) -> None:
+    driver = ctypes.CDLL("libcuda.so.1")
+    status = getattr(driver, function)(*arguments)
     if status:
         text = ctypes.c_char_p()
         driver.cuGetErrorString(status, ctypes.byref(text))

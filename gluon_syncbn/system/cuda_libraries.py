@@ -63,8 +63,7 @@ def load() -> None:
     wanted = needed(mxnet) if mxnet is not None else []
     if not any(soname in PACKAGES or soname == DRIVER for soname in wanted):
         return
-    lost = [soname for soname in PACKAGES if soname in wanted and not _load(soname)]
-    lost = sorted({name for soname in lost for name in _lost(soname)})
+    lost = sorted({name for soname in PACKAGES if soname in wanted for name in _load(soname)})
     reasons = []
     if lost:
         brings = ", ".join(f"{soname} ({PACKAGES[soname]})" for soname in lost)
@@ -124,23 +123,17 @@ def _mxnet_library() -> Optional[Path]:
     return None
 
 
-def _load(soname: str) -> bool:
-    """Loads a library. Returns whether it is in the process now."""
+def _load(soname: str) -> List[str]:
+    """Loads a library. Returns the missing ones that keep it from being loaded: itself, or those that it needs."""
     if _found(soname):
-        return True
-    path = _packaged(soname)
-    if path is None or not all(_load(other) for other in needed(path) if other in PACKAGES):
-        return False
-    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    return True
-
-
-def _lost(soname: str) -> List[str]:
-    """Returns the missing libraries that keep a library from being loaded: itself, or those that it needs."""
+        return []
     path = _packaged(soname)
     if path is None:
         return [soname]
-    return [name for other in needed(path) if other in PACKAGES and not _found(other) for name in _lost(other)]
+    lost = [name for other in needed(path) if other in PACKAGES for name in _load(other)]
+    if not lost:
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    return lost
 
 
 def _found(soname: str) -> bool:

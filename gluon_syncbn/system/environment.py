@@ -36,16 +36,10 @@ def read(variable: str) -> str:
     return os.environ.get(variable, "")
 
 
-def write(variable: str, value: int) -> None:
-    if variable not in WRITTEN:
-        raise KeyError(f"{variable} is missing in gluon_syncbn/system/environment.py")
-    os.environ[variable] = str(value)
-
-
 def at_least(variable: str, value: int) -> bool:
     """Raises a variable to ``value``; a larger value stays. Returns whether it was raised."""
     current = read(variable)
     if current.isdigit() and int(current) >= value:
         return False
-    write(variable, value)
+    os.environ[variable] = str(value)
     return True
