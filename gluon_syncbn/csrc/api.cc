@@ -619,14 +619,9 @@ SYNCBN_API int syncbn_forked() {
 // Whether there is a record of every meeting.
 SYNCBN_API void syncbn_debug(bool so) { syncbn::set_debugging(so); }
 
-// Returns the next record, after at most `seconds`: its level, as in Python's `logging`, a blank and the text. Empty if
-// there is none.
+// See log.h.
 SYNCBN_API const char* syncbn_next_record(double seconds) {
-    return text([&]() -> std::string {
-        syncbn::Record record;
-        if (!syncbn::next_record(seconds, &record)) return "";
-        return std::to_string(static_cast<int>(record.level)) + " " + record.text;
-    });
+    return text([&] { return syncbn::next_record(seconds); });
 }
 
 // Which replicas others waited for, in all recorded meetings; empty without records.

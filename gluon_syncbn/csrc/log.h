@@ -7,12 +7,7 @@
 namespace syncbn {
 
 // Python's numbers.
-enum class Level : int { kDebug = 10, kInfo = 20, kWarning = 30 };
-
-struct Record {
-    Level level;
-    std::string text;
-};
+enum class Level : int { kDebug = 10, kWarning = 30 };
 
 // Without memory for a record, it is lost, and counted.
 void log(Level level, std::string text) noexcept;
@@ -21,8 +16,8 @@ void log(Level level, std::string text) noexcept;
 bool debugging();
 void set_debugging(bool so);
 
-// Gets the next record, after at most `seconds`; false if there is none.
-bool next_record(double seconds, Record* record);
+// Returns the next record, after at most `seconds`: its level, a blank and the text. Empty if there is none.
+std::string next_record(double seconds);
 
 // Forgets all records in the child of a fork.
 void forget_records();
