@@ -111,7 +111,7 @@ def libraries() -> str:
         return CPU_BUILD
     found = cuda_libraries.loaded()
     lines = [f"MXNet is built with {', '.join(built)}", *(f"{name} {version}, {path}" for name, version, path in found)]
-    if any(library.soname == NVRTC for library in found):
+    if any(name == NVRTC for name, *_ in found):
         major, minor = ctypes.c_int(), ctypes.c_int()
         ctypes.CDLL(NVRTC).nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
         serves, compiles = cuda.driver_version(), (major.value, minor.value)

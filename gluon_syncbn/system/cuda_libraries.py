@@ -14,7 +14,7 @@ import os
 import struct
 import sys
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional
+from typing import List, Optional, Tuple
 
 from .distribution import WHERE, command
 from .environment import read
@@ -37,14 +37,6 @@ DRIVER = "libcuda.so.1"
 
 class MissingLibraries(ImportError):
     """A library that MXNet is linked against is missing."""
-
-
-class Loaded(NamedTuple):
-    """A library of this process."""
-
-    soname: str
-    version: str  # according to its file or its package
-    path: str
 
 
 def load() -> None:
@@ -101,10 +93,10 @@ def needed(library: Path) -> List[str]:
             return [image[place : image.find(b"\0", place)].decode() for place in places]
 
 
-def loaded() -> List[Loaded]:
-    """Returns the CUDA libraries and the driver that are in this process."""
+def loaded() -> List[Tuple[str, str, str]]:
+    """Returns the CUDA libraries and the driver that are in this process: soname, version and path."""
     found = [(soname, _place(soname)) for soname in (DRIVER, *PACKAGES)]
-    return [Loaded(soname, _version(soname, path), path) for soname, path in found if path is not None]
+    return [(soname, _version(soname, path), path) for soname, path in found if path is not None]
 
 
 def _mxnet_library() -> Optional[Path]:
@@ -149,8 +141,8 @@ def _found(soname: str) -> bool:
 
 
 def _packaged(soname: str) -> Optional[Path]:
-    folders: Dict[Path, None] = dict.fromkeys(Path(entry) / "nvidia" for entry in sys.path)
-    return next((path for folder in folders for path in sorted(folder.glob(f"*/lib/{soname}"))), None)
+    found = (path for entry in sys.path for path in sorted(Path(entry, "nvidia").glob(f"*/lib/{soname}")))
+    return next(found, None)
 
 
 class _LinkMap(ctypes.Structure):
@@ -170,6 +162,7 @@ def _place(soname: str) -> Optional[str]:
 
 
 def _version(soname: str, path: str) -> str:
+    """Returns the version of a library according to its package, or to its file."""
     import importlib.metadata  # 20 ms that other imports do not have to pay
 
     package = PACKAGES.get(soname)
