@@ -77,33 +77,16 @@ std::shared_ptr<Layer> Registry::of_token(const std::string& token) const {
 }
 
 void Registry::place(Layer& layer, std::vector<std::string> contexts, size_t replicas) {
-    {
-        Lock lock(mutex_);
-        // `reset_ctx` to the same contexts does not wait, and a step may be running.
-        if (layer.contexts_ == contexts && layer.replicas_ == replicas) return;
-        layer.contexts_ = std::move(contexts);
-        layer.replicas_ = replicas;
-        renew(layer);
-    }
-    layer.rendezvous.forget();
-}
-
-void Registry::set_timeout(Layer& layer, double seconds) {
-    Lock lock(mutex_);
-    layer.timeout_ = seconds;
-    renew(layer);
-}
-
-void Registry::set_exchange(Layer& layer, const Asked& exchange) {
-    Lock lock(mutex_);
-    layer.exchange_ = exchange;
-    renew(layer);
-}
-
-void Registry::set_default_timeout(double seconds) {
-    Lock lock(mutex_);
-    timeout_ = seconds;
-    renew_all();
+    bool same = false;
+    change(
+        [&] {
+            same = layer.contexts_ == contexts && layer.replicas_ == replicas;
+            layer.contexts_ = std::move(contexts);
+            layer.replicas_ = replicas;
+        },
+        &layer);
+    // `reset_ctx` to the same contexts does not wait, and a step may be running.
+    if (!same) layer.rendezvous.forget();
 }
 
 double Registry::default_timeout() const {
@@ -111,30 +94,8 @@ double Registry::default_timeout() const {
     return timeout_;
 }
 
-void Registry::set_default_exchange(const Asked& exchange) {
-    Lock lock(mutex_);
-    exchange_ = exchange;
-    renew_all();
-}
-
-void Registry::set_nonfinite(Nonfinite what) {
-    Lock lock(mutex_);
-    nonfinite_ = what;
-    renew_all();
-}
-
-void Registry::set_devices(std::vector<std::string> contexts) {
-    Lock lock(mutex_);
-    devices_ = std::move(contexts);
-    renew_all();
-}
-
 void Registry::set_seed(uint64_t seed) {
-    {
-        Lock lock(mutex_);
-        seed_ = seed;
-        renew_all();
-    }
+    change([&] { seed_ = seed; });
     for (const auto& layer : all()) layer->rendezvous.restart_calls();
 }
 
@@ -172,10 +133,6 @@ void Registry::renew(Layer& layer) {
     terms->nonfinite = nonfinite_;
     terms->asked = layer.exchange_.host != nullptr ? layer.exchange_ : exchange_;
     layer.terms_ = std::move(terms);
-}
-
-void Registry::renew_all() {
-    for (const auto& entry : layers_) renew(*entry.second);
 }
 
 }  // namespace syncbn

@@ -57,16 +57,28 @@ class Registry {
     // Sets the contexts that hold the parameters, and the number of their replicas. Forgets unfinished meetings if
     // these have changed.
     void place(Layer& layer, std::vector<std::string> contexts, size_t replicas);
-    void set_timeout(Layer& layer, double seconds);
-    void set_exchange(Layer& layer, const Asked& exchange);
+    void set_timeout(Layer& layer, double seconds) {
+        change([&] { layer.timeout_ = seconds; }, &layer);
+    }
+    void set_exchange(Layer& layer, const Asked& exchange) {
+        change([&] { layer.exchange_ = exchange; }, &layer);
+    }
 
-    // For layers without a timeout of their own.
-    void set_default_timeout(double seconds);
+    // For layers without a timeout, or an exchange, of their own.
+    void set_default_timeout(double seconds) {
+        change([&] { timeout_ = seconds; });
+    }
     double default_timeout() const;
-    void set_default_exchange(const Asked& exchange);
-    void set_nonfinite(Nonfinite what);
+    void set_default_exchange(const Asked& exchange) {
+        change([&] { exchange_ = exchange; });
+    }
+    void set_nonfinite(Nonfinite what) {
+        change([&] { nonfinite_ = what; });
+    }
     // Sets the contexts that take part; empty means all.
-    void set_devices(std::vector<std::string> contexts);
+    void set_devices(std::vector<std::string> contexts) {
+        change([&] { devices_ = std::move(contexts); });
+    }
     // Seeds the permutations of all layers, beginning with their first call.
     void set_seed(uint64_t seed);
 
@@ -78,7 +90,14 @@ class Registry {
   private:
     std::vector<std::shared_ptr<Layer>> all() const;
     void renew(Layer& layer);  // its terms; the caller holds the lock
-    void renew_all();
+    // Changes settings, of all layers or of one.
+    template <typename Work>
+    void change(const Work& work, Layer* one = nullptr) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        work();
+        if (one != nullptr) return renew(*one);
+        for (const auto& entry : layers_) renew(*entry.second);
+    }
 
     friend class Layer;
     mutable std::mutex mutex_;  // guards everything here, and the settings of the layers
