@@ -33,15 +33,61 @@ std::atomic<int64_t> blocked{0}, lone{0};  // calls
 // One execution of a call.
 class Execution : public Work {
   public:
-    Execution(StatePointer state, const Context& context, const Requests& requests)
-        : state_(std::move(state)), training_(context.training), complete_(context.complete), requests_(requests) {}
+    // Takes the arrays in their layout. If layouts differ, or no kernel knows one, takes plain copies. Must run in the
+    // thread in which MXNet runs the operator.
+    Execution(bool backward, StatePointer state, const Context& context, const NDArrays& inputs,
+              const Requests& requests, const NDArrays& outputs)
+        : backward_(backward),
+          state_(std::move(state)),
+          training_(context.training),
+          complete_(context.complete),
+          requests_(requests) {
+        const Node& node = call().node();
+        std::vector<Entry> entries;
+        const auto add = [&](int at, const NDArray& array, bool written, int request) {
+            entries.push_back(
+                {at, &array, backward ? node.is_data_of_backward(at) : node.is_data(at), written, request});
+        };
+        const std::vector<int>& needed = state_->custom->needed;
+        const int arguments = node.inputs(), results = backward ? arguments : node.outputs();
+        const size_t read = backward ? needed.size() : inputs.size();  // a backward needs no auxiliary states
+        for (int i = 0; i < static_cast<int>(read); ++i)
+            add(backward ? needed[i] : i < arguments ? i : i + results, inputs[i], false, kNull);
+        const int first = backward ? node.gradients() : node.output();
+        for (int i = 0; i < results; ++i) add(first + i, outputs[i], true, requests[i]);
+        arrays_.list.resize(backward ? node.gradients() + arguments : inputs.size() + results);
+        take(entries);
+    }
 
     Call& call() const { return *static_cast<Call*>(state_->custom->callbacks->contexts[0]); }
 
-    // Takes the arrays in their layout. If layouts differ, or no kernel knows one, takes plain copies. Must run in the
-    // thread in which MXNet runs the operator.
-    void take(const std::vector<Entry>& entries, int length) {
-        arrays_.list.resize(static_cast<size_t>(length));
+    // Runs the first half of the call. Returns whether the rest will not wait.
+    bool begin() noexcept {
+        begun_ = true;
+        bool due = true;
+        attempt([&] {
+            SYNCBN_POINT("before_first_half");
+            due = backward_ ? call().begin_backward(arrays_, requests_.data())
+                            : call().begin_forward(arrays_, requests_.data(), training_);
+        });
+        return due;
+    }
+
+    // Runs the rest of the call.
+    void run() noexcept override {
+        if (!begun_) begin();
+        if (!failure_)
+            attempt([&] {
+                SYNCBN_POINT("before_second_half");
+                (call().*(backward_ ? &Call::end_backward : &Call::end_forward))(arrays_, requests_.data());
+            });
+        kept_.clear();  // before MXNet plans with the memory
+        if (failure_) return complete_with_error(complete_, failure_);
+        complete_(nullptr);
+    }
+
+  private:
+    void take(const std::vector<Entry>& entries) {
         kept_.reserve(entries.size());
         const Descriptor* common = common_layout(entries);
         arrays_.block = common == nullptr ? 1 : block_of(*common);
@@ -62,36 +108,6 @@ class Execution : public Work {
         }
     }
 
-    // Runs the first half of the call. Returns whether the rest will not wait.
-    bool begin() noexcept {
-        begun_ = true;
-        bool due = true;
-        attempt([&] {
-            SYNCBN_POINT("before_first_half");
-            due = first_half(call(), arrays_, requests_.data());
-        });
-        return due;
-    }
-
-    // Runs the rest of the call.
-    void run() noexcept override {
-        if (!begun_) begin();
-        if (!failure_)
-            attempt([&] {
-                SYNCBN_POINT("before_second_half");
-                second_half(call(), arrays_, requests_.data());
-            });
-        kept_.clear();  // before MXNet plans with the memory
-        if (failure_) return complete_with_error(complete_, failure_);
-        complete_(nullptr);
-    }
-
-  protected:
-    virtual bool first_half(Call& call, const Arrays& arrays, const int* requests) = 0;
-    virtual void second_half(Call& call, const Arrays& arrays, const int* requests) = 0;
-    bool training() const { return training_; }
-
-  private:
     // Returns the common layout of all data that are read, if the written data can have it.
     const Descriptor* common_layout(const std::vector<Entry>& entries) const {
         const Tensor& tensor = call().tensor();
@@ -129,6 +145,7 @@ class Execution : public Work {
         }
     }
 
+    const bool backward_;
     const StatePointer state_;
     const bool training_;
     const Completion complete_;
@@ -137,59 +154,6 @@ class Execution : public Work {
     Arrays arrays_;
     bool begun_ = false;
     std::exception_ptr failure_;
-};
-
-class Forward : public Execution {
-  public:
-    Forward(StatePointer state, const Context& context, const NDArrays& inputs, const Requests& requests,
-            const NDArrays& outputs)
-        : Execution(std::move(state), context, requests) {
-        const Node& node = call().node();
-        std::vector<Entry> entries;
-        const auto add = [&](int at, const NDArray& array, bool written, int request) {
-            entries.push_back({at, &array, node.is_data(at), written, request});
-        };
-        const int arguments = node.inputs(), results = node.outputs();
-        for (int i = 0; i < arguments; ++i) add(i, inputs[i], false, kNull);
-        for (int i = 0; i < results; ++i) add(arguments + i, outputs[i], true, requests[i]);
-        const int rest = static_cast<int>(inputs.size()) - arguments;
-        for (int i = 0; i < rest; ++i) add(arguments + results + i, inputs[arguments + i], false, kNull);
-        take(entries, arguments + results + rest);
-    }
-
-  protected:
-    bool first_half(Call& call, const Arrays& arrays, const int* requests) override {
-        return call.begin_forward(arrays, requests, training());
-    }
-    void second_half(Call& call, const Arrays& arrays, const int* requests) override {
-        call.end_forward(arrays, requests);
-    }
-};
-
-class Backward : public Execution {
-  public:
-    Backward(StatePointer state, const Context& context, const NDArrays& inputs, const Requests& requests,
-             const NDArrays& outputs)
-        : Execution(state, context, requests) {
-        const Node& node = call().node();
-        std::vector<Entry> entries;
-        const auto add = [&](int at, const NDArray& array, bool written, int request) {
-            entries.push_back({at, &array, node.is_data_of_backward(at), written, request});
-        };
-        const std::vector<int>& needed = state->custom->needed;
-        for (size_t i = 0; i < needed.size(); ++i) add(needed[i], inputs[i], false, kNull);
-        const int gradients = node.gradients();
-        for (int i = 0; i < node.inputs(); ++i) add(gradients + i, outputs[i], true, requests[i]);
-        take(entries, gradients + node.inputs());
-    }
-
-  protected:
-    bool first_half(Call& call, const Arrays& arrays, const int* requests) override {
-        return call.begin_backward(arrays, requests);
-    }
-    void second_half(Call& call, const Arrays& arrays, const int* requests) override {
-        call.end_backward(arrays, requests);
-    }
 };
 
 // ---- MXNet's own custom operators ----------------------------------------------------------------------------
@@ -221,13 +185,12 @@ void pass_on(const Compute& original, const StatePointer& state, const Context& 
 
 // ---- the way in ----------------------------------------------------------------------------------------------
 
-template <typename Kind>
-void begin(const Compute& original, const StatePointer& state, const Context& context, const NDArrays& inputs,
-           const Requests& requests, const NDArrays& outputs) {
+void begin(bool backward, const Compute& original, const StatePointer& state, const Context& context,
+           const NDArrays& inputs, const Requests& requests, const NDArrays& outputs) {
     if (!is_ours(*state->custom->callbacks)) return pass_on(original, state, context, inputs, requests, outputs);
     const auto& call = *static_cast<const Call*>(state->custom->callbacks->contexts[0]);
     try {
-        auto execution = std::make_unique<Kind>(state, context, inputs, requests, outputs);
+        auto execution = std::make_unique<Execution>(backward, state, context, inputs, requests, outputs);
         // Runs in this thread of the engine, unless the call has to wait; the last replica of a meeting stays here. Not
         // in the issuing thread: MXNet runs operators there that complete by themselves and whose inputs are ready.
         if (on_main_thread() || !execution->begin()) return start(std::move(execution));
@@ -239,8 +202,7 @@ void begin(const Compute& original, const StatePointer& state, const Context& co
 }
 
 // Returns the problem; empty if it works.
-template <typename Kind>
-std::string replace(const char* op_name, const std::string& device) {
+std::string replace(const char* op_name, bool backward, const std::string& device) {
     const OldString attribute(("FStatefulComputeEx<" + device + ">").c_str()), flag("TIsMKLDNN");
     Op* op = nullptr;
     if (library.find_op(op_name, &op) != 0) return std::string("MXNet has no operator ") + op_name;
@@ -251,8 +213,8 @@ std::string replace(const char* op_name, const std::string& device) {
     const int priority = computes[op->index].second + 1;
     library.set_compute(
         op, attribute.object(),
-        [original](const StatePointer& state, const Context& context, const NDArrays& inputs, const Requests& requests,
-                   const NDArrays& outputs) { begin<Kind>(*original, state, context, inputs, requests, outputs); },
+        [=](const StatePointer& state, const Context& context, const NDArrays& inputs, const Requests& requests,
+            const NDArrays& outputs) { begin(backward, *original, state, context, inputs, requests, outputs); },
         priority);
     library.set_flag(op, flag.object(), true, priority);  // it takes arrays as they are
     return "";
@@ -278,8 +240,8 @@ std::string take_calls(void* handle, const std::string& device) {
     if (engine != nullptr && std::string(engine) == "NaiveEngine")
         return "MXNET_ENGINE_TYPE=NaiveEngine runs operators in the thread that issues them";
     std::string problem = open(handle, device);
-    if (problem.empty()) problem = replace<Forward>("Custom", device);
-    if (problem.empty()) problem = replace<Backward>("_backward_Custom", device);
+    if (problem.empty()) problem = replace("Custom", false, device);
+    if (problem.empty()) problem = replace("_backward_Custom", true, device);
     return problem;
 }
 
