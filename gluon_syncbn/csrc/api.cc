@@ -217,10 +217,17 @@ SYNCBN_API int syncbn_layer_place(int64_t id, const Span<const char*>& contexts,
         [&] { registry().place(*found(id), {contexts.begin(), contexts.end()}, static_cast<size_t>(replicas)); });
 }
 
-// An executor on this context is about to call the layer.
-SYNCBN_API int syncbn_layer_called(int64_t id, const char* context) {
-    return done([&] { found(id)->rendezvous.called(context); });
+// Says that this thread is about to execute a training call of a node whose operator MXNet has made before. It fails if
+// the layer is in the middle of a step of another thread.
+SYNCBN_API int syncbn_layer_called(int64_t id, int64_t node, const char* context) {
+    return done([&] {
+        const auto layer = found(id);
+        layer->rendezvous.announce(layer->terms(), context, node, syncbn::caller());
+    });
 }
+
+// Says that this thread begins or ends to execute a graph of which it has said that.
+SYNCBN_API void syncbn_within_graph(bool so) { syncbn::within_graph() = so; }
 
 SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
     return done([&] { registry().set_timeout(*found(id), seconds); });
@@ -230,26 +237,6 @@ SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
 SYNCBN_API int syncbn_layer_exchange(int64_t id, void* exchange) {
     return done([&] { registry().set_exchange(*found(id), *static_cast<ExchangeHandle*>(exchange)); });
 }
-
-// This thread begins or ends to execute a graph of this number, below -1, with these layers at its nodes; `data` is on
-// its context. MXNet issues their calls once. Nothing is noted unless it trains. It fails if the layer is in the middle
-// of a step of another thread.
-SYNCBN_API int syncbn_graph_begins(const Span<const int64_t>& ids, NDArrayHandle data, int64_t graph) {
-    return done([&] {
-        constexpr int kGpu = 2;  // mshadow's number of the device type
-        bool training = false;
-        int type = 0, number = 0;
-        check(syncbn::mx.autograd_is_training(&training));
-        if (!training) return;
-        check(syncbn::mx.ndarray_get_context(data, &type, &number));
-        const std::string context = (type == kGpu ? "gpu(" : "cpu(") + std::to_string(number) + ")";
-        const auto first = found(ids.values[0]);
-        first->rendezvous.issued_again(*first->terms(), context, graph);
-        for (const int64_t id : ids) found(id)->rendezvous.called(context);
-        syncbn::within_graph() = true;
-    });
-}
-SYNCBN_API void syncbn_graph_ends() { syncbn::within_graph() = false; }
 
 // ---- defaults ----
 

@@ -20,8 +20,9 @@ def calling(forward: Callable) -> Callable:
         if is_train and isinstance(executor._symbol, Synchronised):
             for _, layer in executor._symbol.layers:
                 layer._replicas.runs(IN_GRAPH)
-                if executor._ctx in layer._replicas.contexts:
-                    _native.layer_called(layer._replicas.id, str(executor._ctx))
+                meets = layer._replicas.pooling.mode != "local" and not layer._kwargs["use_global_stats"]
+                if meets and executor._ctx in layer._replicas.contexts:  # each layer is one node: see executors.py
+                    _native.layer_called(layer._replicas.id, 0, str(executor._ctx))
         return forward(executor, is_train, **kwargs)
 
     return wrapped

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import weakref
 from typing import Any, Callable, List, Tuple
@@ -53,7 +52,7 @@ def install() -> None:
       its layers change, these graphs are out of date.
     - ``mx.nd.CachedOp`` with a layer issues its operators on one context one thread after the other (see
       `Session.issuing`). With ``static_shape`` it also announces its calls. MXNet makes its operators once and executes
-      them again, so the layers cannot see which thread calls them.
+      them again, so the layers cannot see that they are called.
     - ``HybridBlock._build_cache`` records a graph once, in one thread at a time. In MXNet, threads that record one net
       at once take each other's name scopes. Or they make graphs of their own, whose nodes do not meet.
     - ``autograd.grad`` with ``create_graph`` notes the layers whose gradient may be differentiated again. There MXNet's
@@ -248,45 +247,51 @@ def _reading(read: Callable) -> Callable:
     return reading
 
 
-_graphs = itertools.count(2)
-
-
 def _issuing(cached_op: Any) -> Callable[..., mx.nd.CachedOp]:
     class Issuing(cached_op):
         layers: List[Replicas] = []
+        calls: List[Tuple[int, int]] = []  # layers and nodes, with static_shape
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            if autograd.is_training():
+            training, context = autograd.is_training(), args[0].ctx
+            if training:
                 for layer in self.layers:
                     layer.runs(IN_GRAPH)
                 self.layers = []
-            with session.issuing(args[0].ctx):
-                return super().__call__(*args, **kwargs)
-
-    class Announcing(Issuing):
-        def __init__(self, sym: mx.sym.Symbol, flags: Any, layers: List[Replicas]) -> None:
-            super().__init__(sym, flags)
-            self._layers, self._graph = layers, -next(_graphs)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            _native.graph_begins([layer.id for layer in self._layers], args[0], self._graph)
-            try:
-                return super().__call__(*args, **kwargs)
-            finally:
-                _native.graph_ends()
+            with session.issuing(context):
+                if not (training and self.calls):
+                    return super().__call__(*args, **kwargs)
+                for number, node in self.calls:
+                    _native.layer_called(number, node, str(context))
+                _native.within_graph(True)
+                try:
+                    return super().__call__(*args, **kwargs)
+                finally:
+                    _native.within_graph(False)
 
     def make(sym: mx.sym.Symbol, flags: Any = ()) -> mx.nd.CachedOp:
-        nodes = [node for node in sym.attr_dict().values() if node.get("role") != str(Role.TRACK)]
-        layers = [layer for layer in (Replicas.of_token(node.get("layer", "")) for node in nodes) if layer is not None]
-        if not layers:
+        found = [Replicas.of_token(node.get("layer", "")) for node in sym.attr_dict().values()]
+        if not any(found):
             return cached_op(sym, flags)
-        meeting = [layer for layer in layers if layer.pooling.mode != "local"]
-        announces = meeting and dict(flags).get("static_shape")
-        graph = Announcing(sym, flags, meeting) if announces else Issuing(sym, flags)
-        graph.layers = layers
+        graph = Issuing(sym, flags)
+        graph.layers = [layer for layer in found if layer is not None]
+        if dict(flags).get("static_shape"):
+            graph.calls = _calls(sym)
         return graph
 
     return make
+
+
+def _calls(sym: mx.sym.Symbol) -> List[Tuple[int, int]]:
+    """Returns the layers and nodes of a graph that meet in training."""
+    found = []
+    for node in json_of(sym)["nodes"]:
+        attributes = node.get("attrs", {})
+        layer = Replicas.of_token(attributes.get("layer", ""))
+        frozen = attributes.get("use_global_stats") == "1" or attributes.get("role") == str(Role.TRACK)
+        if layer is not None and layer.pooling.mode != "local" and not frozen:
+            found.append((layer.id, int(attributes["node"])))
+    return found
 
 
 def _once(build: Callable) -> Callable:

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
+from mxnet import autograd
 from mxnet.context import Context
 from mxnet.executor import Executor
 from mxnet.module import executor_group
@@ -92,7 +93,8 @@ def _binding(bind: Callable[..., Executor]) -> Callable[..., Executor]:
     def bound(symbol: mx.sym.Symbol, ctx: Context, *args: Any, **kwargs: Any) -> Executor:
         choose = functools.partial(_beside_others, ctx, kwargs.get("grad_req") != "null")
         graph = _synchronised(symbol, choose)
-        with issuing(ctx) if isinstance(graph, Synchronised) else nullcontext():
+        # A step may be open, but no operator that is made here is a call of it.
+        with issuing(ctx) if isinstance(graph, Synchronised) else nullcontext(), autograd.predict_mode():
             return bind(graph, ctx, *args, **kwargs)
 
     return bound

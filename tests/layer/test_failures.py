@@ -1020,7 +1020,7 @@ def test_a_layer_that_is_gone():
     for call in (
         lambda number: gluon_syncbn._native.layer_token(number),
         lambda number: gluon_syncbn._native.layer_place(number, ["cpu(0)"], 1),
-        lambda number: gluon_syncbn._native.layer_called(number, "cpu(0)"),
+        lambda number: gluon_syncbn._native.layer_called(number, 0, "cpu(0)"),
         lambda number: gluon_syncbn._native.layer_timeout(number, 1),
     ):
         number = gluon_syncbn._native.layer_create("gone", 0, 1, 0, [])

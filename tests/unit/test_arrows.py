@@ -147,7 +147,7 @@ def test_each_function_of_the_core_has_the_types_of_its_source():
         ctypes.c_int64,
         [given["const char*"], ctypes.c_int, *[ctypes.c_int64] * 2, given["const Span<const int>&"]],
     )
-    assert _native.graph_ends.restype is None and _native.graph_ends.argtypes == []
+    assert _native.nobody_reads.restype is None and _native.nobody_reads.argtypes == []
     with pytest.raises(KeyError, match="float"):  # a type that nobody has thought of is not guessed
         _native._type("float")
 
@@ -204,7 +204,7 @@ CORE_FLOORS = [
 ]
 CORE_FLOOR = {room: floor for floor, rooms in enumerate(CORE_FLOORS) for room in rooms}
 # Within `meeting`, the same: who waits knows nothing of the registry that knows who might come.
-MEETING = [{"scope"}, {"rounds"}, {"meeting"}, {"diagnosis", "timing"}, {"registry"}]
+MEETING = [{"scope"}, {"meeting"}, {"diagnosis", "timing"}, {"registry"}]
 
 
 def includes():

@@ -22,7 +22,7 @@ struct Ticket {
     int64_t layer, node, call, phase;
     const char* name;
     double timeout;
-    int64_t interrupts;  // their number when the first replica came
+    int64_t interrupts;  // their number at the first call of a replica
 };
 
 // "the forward of call 2 of SyncBatchNorm 'bn0'"

@@ -53,27 +53,16 @@ bool on_cpu(const std::string& context) { return context.compare(0, 3, "cpu") ==
 
 }  // namespace
 
-bool all_issued(const Meeting& meeting, const Attendance& attendance) {
-    for (size_t c = 0; c < meeting.contexts.size(); ++c) {
-        if (meeting.joined(c) == meeting.per_context) continue;
-        const auto issued = attendance.issued.find(meeting.contexts[c]);
-        const auto joined = attendance.joined.find(meeting.contexts[c]);
-        if (issued == attendance.issued.end() ||
-            issued->second <= (joined == attendance.joined.end() ? 0 : joined->second))
-            return false;
-    }
-    return true;
-}
-
 std::string describe(const Meeting& meeting, int phase) {
     const auto& entries = meeting.phases.at(phase).entries;
     std::vector<std::string> arrived, missing;
-    std::vector<size_t> here(meeting.contexts.size(), 0);
+    std::vector<size_t> here(meeting.contexts().size(), 0);
     for (size_t position = 0; position < meeting.positions.size(); ++position)
         if (position < entries.size() && entries[position].arrived) ++here[meeting.positions[position].context];
-    for (size_t c = 0; c < meeting.contexts.size(); ++c) {
-        for (size_t replica = 0; replica < here[c]; ++replica) arrived.push_back(meeting.contexts[c]);
-        for (size_t replica = here[c]; replica < meeting.per_context; ++replica) missing.push_back(meeting.contexts[c]);
+    for (size_t c = 0; c < meeting.contexts().size(); ++c) {
+        for (size_t replica = 0; replica < here[c]; ++replica) arrived.push_back(meeting.contexts()[c]);
+        for (size_t replica = here[c]; replica < meeting.terms->per_context; ++replica)
+            missing.push_back(meeting.contexts()[c]);
     }
     std::ostringstream out;
     out << arrived.size() << " of " << meeting.replicas() << " replicas arrived (" << join_names(arrived)
@@ -82,8 +71,8 @@ std::string describe(const Meeting& meeting, int phase) {
 }
 
 std::string how_to_call(const Meeting& meeting) {
-    if (meeting.per_context == 1) return kCallAll;
-    return std::string(kCallAll) + " The layer expects " + std::to_string(meeting.per_context) +
+    if (meeting.terms->per_context == 1) return kCallAll;
+    return std::string(kCallAll) + " The layer expects " + std::to_string(meeting.terms->per_context) +
            " replicas on each context, by num_devices or because the net was initialised with a context several times.";
 }
 
@@ -91,17 +80,17 @@ namespace {
 
 Cause cause_in_backward(const Meeting& meeting, bool all_cpu) {
     const std::string loss = kLoss + std::string(bundles() ? kBundled : "");
-    if (meeting.per_context == 1) return {loss, kPerhaps};
-    const std::string shared = std::string(meeting.repeated ? kSharedStaticShape : "") +
+    if (meeting.terms->per_context == 1) return {loss, kPerhaps};
+    const std::string shared = std::string(meeting.announced ? kSharedStaticShape : "") +
                                (meeting.replicas() > kFewReplicas ? kManyReplicas : "") +
                                (all_cpu ? kSharedResources : "");
     return {loss + shared, kSurely};
 }
 
-Cause cause_in_forward(const Meeting& meeting, const Attendance& attendance, bool all_cpu) {
-    const bool shared = meeting.per_context > 1;
+Cause cause_in_forward(const Meeting& meeting, bool all_cpu) {
+    const bool shared = meeting.terms->per_context > 1;
     const std::string same_memory = shared && meeting.draw.node >= 0 ? kSameMemory : "";
-    if (all_issued(meeting, attendance)) {
+    if (meeting.full()) {
         const std::string cause = kAllIssued + std::string(kUnfinished) + same_memory;
         return {cause + (shared && all_cpu ? kSharedResources : ""), all_cpu ? kSurely : kPerhaps};
     }
@@ -110,9 +99,9 @@ Cause cause_in_forward(const Meeting& meeting, const Attendance& attendance, boo
 
 }  // namespace
 
-Cause likely_cause(const Meeting& meeting, int phase, const Attendance& attendance) {
-    const bool all_cpu = std::all_of(meeting.contexts.begin(), meeting.contexts.end(), on_cpu);
-    return phase > 0 ? cause_in_backward(meeting, all_cpu) : cause_in_forward(meeting, attendance, all_cpu);
+Cause likely_cause(const Meeting& meeting, int phase) {
+    const bool all_cpu = std::all_of(meeting.contexts().begin(), meeting.contexts().end(), on_cpu);
+    return phase > 0 ? cause_in_backward(meeting, all_cpu) : cause_in_forward(meeting, all_cpu);
 }
 
 std::string why_not_here(const Terms& terms, const std::string& context) {

@@ -16,11 +16,9 @@ struct Cause {
 
 // "1 of 2 replicas arrived (cpu(0)), missing cpu(1)"
 std::string describe(const Meeting& meeting, int phase);
-// Whether every replica of the meeting has been called.
-bool all_issued(const Meeting& meeting, const Attendance& attendance);
 // What to do about a replica that has not.
 std::string how_to_call(const Meeting& meeting);
-Cause likely_cause(const Meeting& meeting, int phase, const Attendance& attendance);
+Cause likely_cause(const Meeting& meeting, int phase);
 // Why a call on this context is not a replica of the layer.
 std::string why_not_here(const Terms& terms, const std::string& context);
 

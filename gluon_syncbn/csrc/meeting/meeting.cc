@@ -30,12 +30,6 @@ constexpr double kStuckIdle = 3;  // seconds without computing after which a que
 constexpr double kRead = 3;       // seconds of a read, without computing, after which it waits for a missing replica
 constexpr double kReadAll = 0.2;  // seconds of a wait for all, which is sure to wait for it
 
-// Ends the step, and throws the reason why it ended, which may be an earlier one.
-[[noreturn]] void fail_and_throw(const Failure& failure) {
-    step().fail(failure);
-    throw Failure(*step().failure());
-}
-
 // Fails the step of a meeting. If that step has been forgotten, only the meeting fails, and not the current step.
 void fail_here(Meeting& meeting, const Failure& failure) {
     if (step().goes_on(meeting.step))
@@ -70,18 +64,13 @@ bool came_last(const Meeting& meeting, const Phase& phase, const Place& place) {
 // The last phase that this replica has reached.
 int phase_of(const Place& place, Direction direction) { return direction == Direction::kForward ? 0 : place.backwards; }
 
-Ticket ticket_of(const Terms& terms, const Place& place, Direction direction) {
-    const Draw& draw = place.meeting->draw;
-    return {terms.layer,
-            draw.node,
-            draw.call,
-            phase_of(place, direction),
-            place.meeting->layer.c_str(),
-            terms.timeout,
-            place.meeting->interrupts};
+Ticket ticket_of(const Meeting& meeting, int number) {
+    const Terms& terms = *meeting.terms;
+    return {terms.layer,        meeting.draw.node, meeting.draw.call, number,
+            terms.name.c_str(), terms.timeout,     meeting.interrupts};
 }
 
-void check_equal(const Terms& terms, Meeting& meeting, const Phase& phase, size_t position, const Part& own) {
+void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Part& own) {
     for (size_t other = 0; other < meeting.positions.size(); ++other) {
         const auto& entry = phase.entries[other];
         if (!entry.arrived || (entry.channels == own.channels && entry.type == own.type)) continue;
@@ -89,7 +78,7 @@ void check_equal(const Terms& terms, Meeting& meeting, const Phase& phase, size_
         why << meeting.replica(position) << " came with " << own.channels << " channels of " << name_of(own.type)
             << ", " << meeting.replica(other) << " with " << entry.channels << " channels of " << name_of(entry.type)
             << ". All replicas must run the same net on data of the same type.";
-        fail_and_throw(meeting, {terms.name, "", "", why.str()});
+        fail_and_throw(meeting, {meeting.terms->name, "", "", why.str()});
     }
 }
 
@@ -116,7 +105,7 @@ Contribution side_by_side(const Meeting& meeting, Phase& phase) {
 // the bits of the result. The calls of one context's replicas have no order, so their vectors decide it.
 Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine combine) {
     const size_t length = phase.entries[0].values.size();
-    std::vector<std::vector<const double*>> parts(meeting.contexts.size());
+    std::vector<std::vector<const double*>> parts(meeting.contexts().size());
     for (size_t position = 0; position < meeting.replicas(); ++position)
         parts[meeting.positions[position].context].push_back(phase.entries[position].values.data());
     Contribution rows{{}, length};
@@ -143,17 +132,17 @@ DeviceContribution on_devices(const Meeting& meeting, Phase& phase) {
 }
 
 // (3)
-std::unique_ptr<Underway> begin_exchange(const Terms& terms, const Meeting& meeting, Phase& phase,
-                                         const Ticket& ticket) {
+std::unique_ptr<Underway> begin_exchange(const Meeting& meeting, Phase& phase, int number) {
     Exchange& exchange = *meeting.exchange;
+    const Ticket ticket = ticket_of(meeting, number);
     if (exchange.form() != Form::kHost) {
         const auto bring = [&exchange, ticket, own = on_devices(meeting, phase)] {
             return exchange.allgather(ticket, own);
         };
         return later(bring, !exchange.calls_out());
     }
-    if (terms.sharing == Sharing::kEach) return exchange.begin_allgather(ticket, side_by_side(meeting, phase));
-    const Combine combine = ticket.phase == 0 ? Combine::kMerge : Combine::kAdd;
+    if (meeting.terms->sharing == Sharing::kEach) return exchange.begin_allgather(ticket, side_by_side(meeting, phase));
+    const Combine combine = number == 0 ? Combine::kMerge : Combine::kAdd;
     return exchange.begin_allreduce(combine, ticket, row_of_each_context(meeting, phase, combine));
 }
 
@@ -206,13 +195,11 @@ class Waits {
 // limit.
 class WaitForReplicas : public Wait {
   public:
-    WaitForReplicas(const Terms& terms, Meeting& meeting, Phase& phase, int number, const Attendance& attendance)
-        : Wait(terms.timeout),
-          terms_(terms),
+    WaitForReplicas(Meeting& meeting, Phase& phase, int number)
+        : Wait(meeting.terms->timeout),
           meeting_(meeting),
           phase_(phase),
           number_(number),
-          attendance_(attendance),
           call_(name_of_call(meeting, number)) {}
     ~WaitForReplicas() override { Waits::all().forget(order_); }
 
@@ -231,20 +218,17 @@ class WaitForReplicas : public Wait {
     void warn(const std::string& text) override {
         log(Level::kWarning, Failure(terms_.name, "", call_, describe(meeting_, number_) + text).what());
     }
-    bool in_vain() override { return uncalled() || Wait::in_vain(); }
+    bool in_vain() override { return !meeting_.full() || Wait::in_vain(); }
     void check_others() override;
     std::string text(Why why) override;
 
   private:
     bool all_here() const { return phase_.arrived == meeting_.replicas(); }
-    // Whether a replica is missing that nobody has called.
-    bool uncalled() const { return !all_issued(meeting_, attendance_); }
 
-    const Terms& terms_;
     Meeting& meeting_;
+    const Terms& terms_ = *meeting_.terms;
     Phase& phase_;
     const int number_;
-    const Attendance& attendance_;
     const std::string call_;
     const int64_t order_ = Waits::all().number();
     std::string seen_;  // the replicas that are here, and why not all are
@@ -261,16 +245,16 @@ void WaitForReplicas::check_others() {
         Waits::all().forget(order_);
         return;
     }
-    const Cause cause = likely_cause(meeting_, number_, attendance_);
+    const Cause cause = likely_cause(meeting_, number_);
     const std::string here = describe(meeting_, number_) + ". " + cause.text;
-    Waits::all().note(order_, number_ > 0 ? 2 : uncalled() ? 0 : 1, {terms_.name, "", call_, here});
+    Waits::all().note(order_, number_ > 0 ? 2 : meeting_.full() ? 1 : 0, {terms_.name, "", call_, here});
     if (seen_ != here) {  // a replica that was called just now is on the way
         seen_ = here;
         seen_since_ = waited();
     }
     const Callers others = callers(began_);
     const bool in_vain = others.for_all ? others.lasts >= kReadAll : others.lasts >= kRead && stall().idle_for(kRead);
-    if (in_vain && !others.wait.empty() && uncalled())
+    if (in_vain && !others.wait.empty() && !meeting_.full())
         give_up(". Nobody has called the layer there, and " + others.wait + ". " + how_to_call(meeting_));
     if (cause.stuck_after > 0 && waited() - seen_since_ >= cause.stuck_after && stall().idle_for(kStuckIdle)) {
         std::ostringstream after;
@@ -297,21 +281,47 @@ std::string WaitForReplicas::text(Why why) {
                  << " s; still waiting, until " << static_cast<int>(limit()) << " s.";
         else
             text << " after " << so_far << " s; still waiting, until " << limit() << " s."
-                 << (uncalled() ? " Nobody has called the layer there." : "");
+                 << (meeting_.full() ? "" : " Nobody has called the layer there.");
     } else if (all_here()) {
         text << ". " << who_answers(*meeting_.exchange) << " has not answered for "
              << static_cast<int>(terms_.timeout + kGrace) << " s.";
     } else {
-        text << " after " << limit() << " s. " << likely_cause(meeting_, number_, attendance_).text;
+        text << " after " << limit() << " s. " << likely_cause(meeting_, number_).text;
     }
     return text.str();
 }
 
+void refuse(const Terms& terms, const std::string& context, Scope& caller, Scope& other) {
+    if (step().failure() != nullptr) return;  // the call fails anyway, for the first reason
+    std::string text;
+    if (caller.thread == other.thread)
+        text = "thread '" + caller.thread +
+               "' calls the layer in a new step, while an earlier step of that thread has not " +
+               "called all replicas. After a step that broke off, call gluon_syncbn.reset().";
+    else
+        text = "thread '" + caller.thread + "' calls the layer while it is in a step of thread '" + other.thread +
+               "', and the replicas of the two would meet. Hold one lock around each whole step " +
+               "(record, backward, update), or let each thread call one replica.";
+    const Failure failure(terms.name, context, "", text);
+    caller.end(failure);
+    other.end(failure);
+    step().fail(failure);
+    throw Failure(failure);
+}
+
 }  // namespace
 
-size_t Meeting::joined(size_t context) const {
-    return static_cast<size_t>(
-        std::count_if(positions.begin(), positions.end(), [&](const Position& s) { return s.context == context; }));
+bool Meeting::settled() const {
+    const auto of_first = [&](const Position& p) { return p.scope == positions[0].scope; };
+    return full() &&
+           (std::all_of(positions.begin(), positions.end(), of_first) ||
+            std::none_of(positions.begin(), positions.end(), [](const Position& p) { return !!p.scope->open; }));
+}
+
+Scope* Meeting::caller(const std::string& context) const {
+    for (const Position& position : positions)
+        if (contexts()[position.context] == context) return position.scope.get();
+    return nullptr;
 }
 
 size_t Meeting::rank(size_t position) const {
@@ -328,64 +338,91 @@ bool Place::first_lane() const {
     return true;
 }
 
-void Rendezvous::issued(const Terms& terms, const std::string& context, int64_t node) {
-    const auto& scope = current_scope();
+void Rendezvous::check_step(const Terms& terms, const Key& key) {
+    const std::string& context = key.second;
+    const std::shared_ptr<Scope>& scope = current_scope();
     scope->throw_if_ended();
-    if (within_graph()) return;  // `called` counts it
-    Lock lock(mutex_);
-    if (terms.per_context == 1) rounds_.add(terms, context, node, scope);
-    ++attendance_.issued[context];
-}
-
-void Rendezvous::issued_again(const Terms& terms, const std::string& context, int64_t graph) {
-    const auto& scope = current_scope();
-    scope->throw_if_ended();
-    Lock lock(mutex_);
-    if (terms.per_context == 1) rounds_.add(terms, context, graph, scope);
-}
-
-void Rendezvous::called(const std::string& context) {
-    Lock lock(mutex_);
-    ++attendance_.issued[context];
-}
-
-Place Rendezvous::join(const Terms& terms, const std::string& context, int64_t node, const void* occupant,
-                       bool repeated) {  // (1)
-    Lock lock(mutex_);
-    step().throw_if_failed();
-    ++attendance_.joined[context];
-    const auto index_among = [&](const std::vector<std::string>& contexts) {
-        return static_cast<size_t>(std::find(contexts.begin(), contexts.end(), context) - contexts.begin());
-    };
-    if (index_among(terms.taking_part) == terms.taking_part.size() || terms.per_context == 0)
-        fail_and_throw({terms.name, context, "", why_not_here(terms, context)});
-
-    std::shared_ptr<Meeting> meeting;
-    for (const auto& m : open_) {
-        const size_t index = index_among(m->contexts);  // other contexts may have taken part at its beginning
-        if (index == m->contexts.size()) continue;
-        const bool sits = occupant != nullptr &&
-                          std::any_of(m->positions.begin(), m->positions.end(),
-                                      [&](const auto& s) { return s.context == index && s.occupant == occupant; });
-        if (m->draw.node == node && !sits && m->joined(index) < m->per_context) {
-            meeting = m;
-            break;
+    // Without others that it could meet, and where several calls on a context meet, nothing tells steps apart.
+    if (terms.per_context > 1 || (terms.taking_part.size() == 1 && !terms.asked.host->spans_processes())) return;
+    // The last caller's thread may not have passed its call to MXNet's engine, which orders calls anew for each
+    // context.
+    std::shared_ptr<Scope>& last = last_[key];
+    if (last && last != scope && last->open) refuse(terms, context, *scope, *last);
+    if (scope->open) {
+        const Meeting* own = nullptr;  // the first in which this replica is free
+        for (const auto& meeting : open_) {
+            if (meeting->draw.node != key.first) continue;
+            Scope* const before = meeting->caller(context);
+            if (before == nullptr && own == nullptr) own = meeting.get();
+            for (size_t i = 0; i < meeting->positions.size(); ++i) {
+                if (meeting->positions[i].scope != scope) continue;
+                // This step has called another replica where another step has called this one. Or here, another step
+                // has called a replica that this step has called later.
+                Scope* const other = own == nullptr ? before : own->caller(meeting->replica(i));
+                if (other != nullptr && other != scope.get()) refuse(terms, context, *scope, *other);
+            }
         }
+        scope->step = step().number;
     }
-    if (!meeting) {
-        meeting = std::make_shared<Meeting>();
-        meeting->number = next_meeting_++;
-        meeting->layer = terms.name;
-        meeting->draw = {terms.seed, terms.layer, node, calls_[node]++};
-        meeting->contexts = terms.taking_part;
-        meeting->per_context = terms.per_context;
-        meeting->exchange = chosen(terms.asked, terms.taking_part, terms.per_context);
-        open_.push_back(meeting);
+    last = scope;
+}
+
+Place Rendezvous::join_locked(const TermsPtr& terms, const Key& key, const void* caller) {  // (1)
+    const auto index_in = [&](const Terms& terms) {
+        const auto& contexts = terms.taking_part;
+        return static_cast<size_t>(std::find(contexts.begin(), contexts.end(), key.second) - contexts.begin());
+    };
+    if (index_in(*terms) == terms->taking_part.size() || terms->per_context == 0)
+        step().fail(Failure(terms->name, key.second, "", why_not_here(*terms, key.second)));
+    if (step().failure() != nullptr) return {};
+    const auto over = [](const auto& meeting) { return meeting->settled() && meeting->phases[0].done; };
+    open_.erase(std::remove_if(open_.begin(), open_.end(), over), open_.end());
+
+    const auto has_room = [&](const auto& meeting) {
+        const size_t index = index_in(*meeting->terms);  // other contexts may have taken part at its beginning
+        size_t joined = 0;
+        for (const auto& position : meeting->positions) {
+            if (position.context != index) continue;
+            if (caller != nullptr && position.caller == caller) return false;
+            ++joined;
+        }
+        return meeting->draw.node == key.first && index < meeting->contexts().size() &&
+               joined < meeting->terms->per_context;
+    };
+    auto found = std::find_if(open_.begin(), open_.end(), has_room);
+    if (found == open_.end()) {
+        auto exchange = chosen(terms->asked, terms->taking_part, terms->per_context);
+        const Draw draw{terms->seed, terms->layer, key.first, calls_[key.first]++};
+        found = open_.insert(found, std::make_shared<Meeting>(terms, next_meeting_++, draw, std::move(exchange)));
     }
-    meeting->positions.push_back({index_among(meeting->contexts), occupant});
-    meeting->repeated = meeting->repeated || repeated;
-    Place place{meeting, meeting->positions.size() - 1};
-    if (meeting->positions.size() == meeting->replicas()) open_.erase(std::find(open_.begin(), open_.end(), meeting));
+    const std::shared_ptr<Meeting>& meeting = *found;
+    meeting->positions.push_back({index_in(*meeting->terms), caller, current_scope()});
+    return {meeting, meeting->positions.size() - 1};
+}
+
+Place Rendezvous::join(const TermsPtr& terms, const std::string& context, int64_t node, const void* caller) {
+    const Lock lock(mutex_);
+    check_step(*terms, {node, context});
+    return join_locked(terms, {node, context}, caller);
+}
+
+void Rendezvous::announce(const TermsPtr& terms, const std::string& context, int64_t node, const void* caller) {
+    const Lock lock(mutex_);
+    check_step(*terms, {node, context});
+    Place place = join_locked(terms, {node, context}, caller);
+    if (!place.meeting) return;
+    place.meeting->announced = true;
+    announced_[{node, context}].push_back(std::move(place));
+}
+
+Place Rendezvous::take(const TermsPtr& terms, const std::string& context, int64_t node) {
+    const Lock lock(mutex_);
+    std::deque<Place>& places = announced_[{node, context}];
+    if (places.empty()) places.push_back(join_locked(terms, {node, context}, nullptr));
+    Place place = std::move(places.front());
+    places.pop_front();
+    step().throw_if_failed();
+    if (!place.meeting) throw Failure(kForgotten);
     return place;
 }
 
@@ -394,7 +431,7 @@ void Rendezvous::fail(Meeting& meeting, const Failure& failure) const {
     fail_here(meeting, failure);
 }
 
-bool Rendezvous::contribute(const Terms& terms, Place& place, Direction direction, Part part) {
+bool Rendezvous::contribute(Place& place, Direction direction, Part part) {
     Meeting& meeting = *place.meeting;
     if (direction == Direction::kBackward) ++place.backwards;
     const int number = phase_of(place, direction);
@@ -402,20 +439,20 @@ bool Rendezvous::contribute(const Terms& terms, Place& place, Direction directio
     throw_if_failed(meeting);
     Phase& phase = meeting.phases[number];
     if (phase.entries.empty()) phase.entries.resize(meeting.replicas());
-    check_equal(terms, meeting, phase, place.position, part);
+    check_equal(meeting, phase, place.position, part);
     phase.entries[place.position] = {std::move(part), true, debugging() ? seconds() : 0};  // (2)
     if (++phase.arrived < meeting.replicas()) return false;
     phase.last = place.position;
     lock.unlock();  // no other thread touches a complete phase
-    attempt(terms, meeting, [&] {
+    attempt(meeting, [&] {
         SYNCBN_POINT("before_reduce");
-        phase.underway = begin_exchange(terms, meeting, phase, ticket_of(terms, place, direction));
+        phase.underway = begin_exchange(meeting, phase, number);
     });
-    return comes_within(terms, meeting, phase, number, 0);
+    return comes_within(meeting, phase, number, 0);
 }
 
 template <typename Work>
-void Rendezvous::attempt(const Terms& terms, Meeting& meeting, const Work& work) const {
+void Rendezvous::attempt(Meeting& meeting, const Work& work) const {
     std::string error;
     try {
         return work();
@@ -423,25 +460,25 @@ void Rendezvous::attempt(const Terms& terms, Meeting& meeting, const Work& work)
         error = e.what();
     }
     Lock lock(mutex_);
-    fail_and_throw(meeting, {terms.name, "", "", error});
+    fail_and_throw(meeting, {meeting.terms->name, "", "", error});
 }
 
-bool Rendezvous::comes_within(const Terms& terms, Meeting& meeting, Phase& phase, int number, double seconds) const {
+bool Rendezvous::comes_within(Meeting& meeting, Phase& phase, int number, double seconds) const {
     bool comes = false;
-    attempt(terms, meeting, [&] { comes = phase.underway->comes_within(seconds); });
-    if (comes) finish(terms, meeting, phase, number);
+    attempt(meeting, [&] { comes = phase.underway->comes_within(seconds); });
+    if (comes) finish(meeting, phase, number);
     return comes;
 }
 
-void Rendezvous::finish(const Terms& terms, Meeting& meeting, Phase& phase, int number) const {
+void Rendezvous::finish(Meeting& meeting, Phase& phase, int number) const {
     Total total;
-    attempt(terms, meeting, [&] {
+    attempt(meeting, [&] {
         total = phase.underway->total();
         SYNCBN_POINT("after_reduce");
     });
     Lock lock(mutex_);
     throw_if_failed(meeting);
-    if (debugging()) record_meeting(terms.name, name_of_call(meeting, number), meeting, phase);
+    if (debugging()) record_meeting(name_of_call(meeting, number), meeting, phase);
     phase.total = std::move(total);
     phase.done = true;
     phase.entries.clear();
@@ -450,18 +487,18 @@ void Rendezvous::finish(const Terms& terms, Meeting& meeting, Phase& phase, int 
     meeting.changed.notify_all();
 }
 
-Total Rendezvous::total(const Terms& terms, const Place& place, Direction direction) const {
+Total Rendezvous::total(const Place& place, Direction direction) const {
     const int number = phase_of(place, direction);
     Meeting& meeting = *place.meeting;
     Lock lock(mutex_);
     Phase& phase = meeting.phases[number];
     if (!phase.done && came_last(meeting, phase, place)) {
         lock.unlock();
-        finish(terms, meeting, phase, number);
+        finish(meeting, phase, number);
         lock.lock();
     }
     if (!phase.done) {
-        WaitForReplicas wait(terms, meeting, phase, number, attendance_);
+        WaitForReplicas wait(meeting, phase, number);
         while (!phase.done) {
             meeting.changed.wait_for(lock, kSlice);
             if (!phase.done) wait.look();
@@ -472,7 +509,7 @@ Total Rendezvous::total(const Terms& terms, const Place& place, Direction direct
     return total;
 }
 
-bool Rendezvous::comes_within(const Terms& terms, const Place& place, Direction direction, double seconds) const {
+bool Rendezvous::comes_within(const Place& place, Direction direction, double seconds) const {
     const int number = phase_of(place, direction);
     Meeting& meeting = *place.meeting;
     Lock lock(mutex_);
@@ -480,7 +517,7 @@ bool Rendezvous::comes_within(const Terms& terms, const Place& place, Direction 
     if (phase.done) return true;
     if (came_last(meeting, phase, place)) {
         lock.unlock();
-        return comes_within(terms, meeting, phase, number, seconds);
+        return comes_within(meeting, phase, number, seconds);
     }
     meeting.changed.wait_for(lock, std::chrono::duration<double>(seconds),
                              [&] { return phase.done || failure_of(meeting) != nullptr; });
@@ -489,11 +526,20 @@ bool Rendezvous::comes_within(const Terms& terms, const Place& place, Direction 
 
 void Rendezvous::forget() {
     Lock lock(mutex_);
-    for (const auto& meeting : open_)
-        if (!step().goes_on(meeting->step)) fail_here(*meeting, Failure(kForgotten));
+    for (const auto& meeting : open_) {
+        for (const auto& position : meeting->positions) {
+            Scope& scope = *position.scope;
+            if (meeting->terms->per_context > 1 || meeting->settled() || !scope.open || &scope == current_scope().get())
+                continue;
+            scope.end(Failure("the step of thread '" + scope.thread +
+                              "' is over: another thread has called gluon_syncbn.reset() before all replicas were "
+                              "called."));
+        }
+        if (!step().goes_on(meeting->step) && !meeting->phases[0].done) fail_here(*meeting, Failure(kForgotten));
+    }
     open_.clear();
-    attendance_ = {};
-    rounds_.forget();
+    announced_.clear();
+    last_.clear();
 }
 
 void Rendezvous::restart_calls() {
@@ -504,7 +550,6 @@ void Rendezvous::restart_calls() {
 void Rendezvous::forked() {
     new (&mutex_) std::mutex;  // a thread that the child does not have may have held it
     new (&Waits::all()) Waits;
-    rounds_.forked();
     forget();
 }
 

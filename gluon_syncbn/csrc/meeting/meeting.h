@@ -1,6 +1,7 @@
 // Lets threads meet: the replicas of a layer contribute their vectors, and all leave with the combined result.
 //
-//        replica 0          replica 1                      1. join: take a position in the earliest open meeting
+//        replica 0          replica 1                      1. join, when a call is issued: take a position in the
+//                                                             earliest meeting that has one
 //        join ────┐    ┌──── join                          2. contribute the packed vector
 //   contribute ──►│ Meeting │◄── contribute                3. the last to arrive calls the exchange with all vectors,
 //        wait     │ phase 0 │    exchange                     in the order of the replicas, never in that of arrival
@@ -10,6 +11,14 @@
 // A wait ends with the total (4), or with a failure of any replica of the process (5). The waiter itself declares a
 // failure (6) if time is up, the process was asked to end, or its queue is stuck. After a failure nothing is exchanged
 // until `reset`, because no total may come from half of a step.
+//
+// The n-th calls on all contexts meet. They may come from one thread, or from one thread for each context. A step that
+// calls several replicas must have them in the same meetings. While its scope is open, no other step may call the same
+// replica:
+//
+//                  cpu(0)   cpu(1)
+//     meeting 1      A        B          A and B have begun at the same time, and each is about to call both:
+//     meeting 2      B        A          cpu(0) of A would meet cpu(1) of B
 //
 // A rendezvous has one lock, which guards its meetings and all their data. Waiting threads release it. The exchange (3)
 // runs without it, because no other thread touches a complete phase. Code under the lock may ask `Step` for failures,
@@ -26,7 +35,7 @@
 #include <vector>
 
 #include "exchange/choice.h"
-#include "meeting/rounds.h"
+#include "meeting/scope.h"
 #include "pooling/permutation.h"
 #include "pooling/pooling.h"
 #include "types.h"
@@ -53,6 +62,7 @@ struct Terms {
     Asked asked;  // of its exchange
     Nonfinite nonfinite = Nonfinite::kPropagate;
 };
+using TermsPtr = std::shared_ptr<const Terms>;
 
 // The contribution of one replica.
 struct Part {
@@ -82,27 +92,35 @@ struct Phase {
 
 struct Meeting {
     struct Position {
-        size_t context = 0;              // index into `contexts`
-        const void* occupant = nullptr;  // a thread, which may not take two positions
+        size_t context;      // index into `contexts`
+        const void* caller;  // a thread, which may not take two positions; null: the main thread, which may
+        std::shared_ptr<Scope> scope;
     };
-    int64_t number = 0;
-    std::string layer;                  // its name
-    Draw draw;                          // draw.node: only calls of the same node of a graph meet
-    std::vector<std::string> contexts;  // those that take part, in the layer's order
-    size_t per_context = 1;             // replicas per context
-    std::shared_ptr<Exchange> exchange;
+    const TermsPtr terms;  // at its beginning
+    const int64_t number;
+    const Draw draw;  // draw.node: only calls of the same node of a graph meet
+    const std::shared_ptr<Exchange> exchange;
+    Meeting(TermsPtr terms, int64_t number, const Draw& draw, std::shared_ptr<Exchange> exchange)
+        : terms(std::move(terms)), number(number), draw(draw), exchange(std::move(exchange)) {}
+
     const int64_t step = syncbn::step().number;
-    const int64_t interrupts = syncbn::interrupts();  // at the first arrival
+    const int64_t interrupts = syncbn::interrupts();  // at the first call
     std::shared_ptr<const Failure> failure;           // the meeting's own, if its step has been forgotten
-    bool repeated = false;                            // a state of an earlier meeting is executed again (static_shape)
+    bool announced = false;                           // MXNet had made an operator before its call (static_shape)
     std::vector<Position> positions;                  // [contexts * per_context] when all have joined
     std::map<int, Phase> phases;
     std::condition_variable changed;
 
-    size_t replicas() const { return contexts.size() * per_context; }
-    size_t joined(size_t context) const;
+    const std::vector<std::string>& contexts() const { return terms->taking_part; }
+    size_t replicas() const { return contexts().size() * terms->per_context; }
+    // Whether every replica has been called.
+    bool full() const { return positions.size() == replicas(); }
+    // Whether no later call can be of another step than these.
+    bool settled() const;
+    // The scope of the first call on a context; null if it has none.
+    Scope* caller(const std::string& context) const;
     size_t rank(size_t position) const;  // in the order of the contexts; on one context in the order of the positions
-    const std::string& replica(size_t position) const { return contexts[positions[position].context]; }  // "cpu(1)"
+    const std::string& replica(size_t position) const { return contexts()[positions[position].context]; }  // "cpu(1)"
 };
 
 // A replica's place in a meeting. Its forward and its backward meet the same partners.
@@ -115,34 +133,29 @@ struct Place {
     bool first_lane() const;
 };
 
-// The calls of a layer on each context: issued ones and joined ones. Used for messages, and to detect a stuck queue.
-struct Attendance {
-    std::map<std::string, int64_t> issued, joined;
-};
-
 enum class Direction { kForward, kBackward };
 
-// Holds the meetings of one layer that not all replicas have joined.
+// Holds the meetings of one layer whose forwards are not done.
 class Rendezvous {
   public:
-    // Called by the issuing thread. Throws Failure if the layer is in the middle of a step of another thread.
-    void issued(const Terms& terms, const std::string& context, int64_t node);
-    // Called for a graph or an executor, whose operators MXNet has made before: its replica will join.
-    void called(const std::string& context);
-    // The same for a graph whose calls MXNet executes again without announcing them; `graph` is a number below -1.
-    void issued_again(const Terms& terms, const std::string& context, int64_t graph);
-    // Takes a position in the earliest meeting of this graph node with a free position for `context` and without
-    // `occupant`. `repeated`: MXNet executes a state again.
-    Place join(const Terms& terms, const std::string& context, int64_t node, const void* occupant, bool repeated);
+    // Called by the thread that issues a call: takes a position in the earliest meeting of this graph node with a free
+    // one for `context` and without `caller`. In a failed step takes none; on a context that is none of the layer's, the
+    // step fails. Throws Failure if the layer is in the middle of a step of another thread.
+    Place join(const TermsPtr& terms, const std::string& context, int64_t node, const void* caller);
+    // The same for an operator that MXNet has made before, and executes now: `take` returns the place.
+    void announce(const TermsPtr& terms, const std::string& context, int64_t node, const void* caller);
+    // Returns the first place that was announced for this node. Without an announcement, joins: an executor of a net's
+    // own graph is one of MXNet's.
+    Place take(const TermsPtr& terms, const std::string& context, int64_t node);
     // Called once for the forward of a call, and once for each of its backwards. Waits for no replica, and returns
     // whether all have come. The last one calls the exchange.
-    bool contribute(const Terms& terms, Place& place, Direction direction, Part part);
+    bool contribute(Place& place, Direction direction, Part part);
     // Waits at most so long for all replicas and processes; returns whether they have come. A missing one is no
     // failure.
-    bool comes_within(const Terms& terms, const Place& place, Direction direction, double seconds) const;
+    bool comes_within(const Place& place, Direction direction, double seconds) const;
     // Waits for all contributions and returns them: combined, or side by side in the order of their ranks. Then `first`
     // is the first value of this replica.
-    Total total(const Terms& terms, const Place& place, Direction direction) const;
+    Total total(const Place& place, Direction direction) const;
     // A replica has failed: fails the step or, if that has been forgotten, only the meeting.
     void fail(Meeting& meeting, const Failure& failure) const;
     void forget();         // all meetings
@@ -151,19 +164,25 @@ class Rendezvous {
 
   private:
     using Lock = std::unique_lock<std::mutex>;
+    using Key = std::pair<int64_t, std::string>;  // node and context
+
+    // Refuses a call on a layer that is in the middle of a step of another thread. The caller holds the lock, here and
+    // in the next function.
+    void check_step(const Terms& terms, const Key& key);
+    Place join_locked(const TermsPtr& terms, const Key& key, const void* caller);
     // Called by the last replica: makes the total, within so many seconds or without a limit.
-    void finish(const Terms& terms, Meeting& meeting, Phase& phase, int number) const;
-    bool comes_within(const Terms& terms, Meeting& meeting, Phase& phase, int number, double seconds) const;
+    void finish(Meeting& meeting, Phase& phase, int number) const;
+    bool comes_within(Meeting& meeting, Phase& phase, int number, double seconds) const;
     // Runs work whose exceptions become the failure of the step.
     template <typename Work>
-    void attempt(const Terms& terms, Meeting& meeting, const Work& work) const;
+    void attempt(Meeting& meeting, const Work& work) const;
 
     mutable std::mutex mutex_;
     int64_t next_meeting_ = 0;
-    std::deque<std::shared_ptr<Meeting>> open_;
-    Attendance attendance_;
-    Rounds rounds_;                     // used if each context has one replica that shares statistics
-    std::map<int64_t, int64_t> calls_;  // of each node
+    std::deque<std::shared_ptr<Meeting>> open_;  // until they are settled, too
+    std::map<Key, std::deque<Place>> announced_;
+    std::map<Key, std::shared_ptr<Scope>> last_;  // the scope of the last call
+    std::map<int64_t, int64_t> calls_;            // of each node
 };
 
 }  // namespace syncbn

@@ -38,8 +38,8 @@ class Scope {
 const std::shared_ptr<Scope>& current_scope();
 bool within_scope();
 
-// Whether this thread executes a graph that has announced its calls as a whole. If a shape has changed, MXNet issues
-// some of them again, on some contexts only.
+// Whether this thread executes a graph that has announced its calls. MXNet issues some of them, too, where it makes an
+// operator for a new shape.
 bool& within_graph();
 
 void enter_scope(std::string thread);

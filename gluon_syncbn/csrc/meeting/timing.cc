@@ -32,7 +32,8 @@ Totals& totals() {
 
 }  // namespace
 
-void record_meeting(const std::string& layer, const std::string& call, const Meeting& meeting, const Phase& phase) {
+void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase) {
+    const std::string& layer = meeting.terms->name;
     std::vector<size_t> order(phase.entries.size());
     for (size_t i = 0; i < order.size(); ++i) order[i] = i;
     std::sort(order.begin(), order.end(),

@@ -8,7 +8,7 @@
 namespace syncbn {
 
 // Records a phase whose replicas have all arrived, under the rendezvous's lock.
-void record_meeting(const std::string& layer, const std::string& call, const Meeting& meeting, const Phase& phase);
+void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase);
 
 // Returns the layers with the longest waits and the replicas that came last there, in a few lines; empty without
 // records.

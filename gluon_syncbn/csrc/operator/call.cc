@@ -42,25 +42,10 @@ struct Culprit {
     double since = 0;
 };
 
-// Finds the statistics that one operator of a call has left for the other.
-class HandedOver {
-  public:
-    void add(const void* batch) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        batches_.insert(batch);
-    }
-    bool take(const void* batch) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        return batches_.erase(batch) > 0;
-    }
-    void clear() {
-        std::lock_guard<std::mutex> lock(mutex_);
-        batches_.clear();
-    }
-
-  private:
-    std::mutex mutex_;
-    std::set<const void*> batches_;
+// The statistics that one operator of a call has left for the other.
+struct HandedOver {
+    std::mutex mutex;
+    std::set<const void*> batches;
 };
 
 HandedOver& handed_over() {
@@ -80,16 +65,9 @@ void speak_of_nonfinite_again() {
     culprit().layer = 0;
 }
 
-void forget_handed_over() { handed_over().clear(); }
-
-bool Node::is_data(int at) const {
-    return at == kX || at == output() || (adds && at == kAddend) || (hands_addend_on() && at == addend_output());
-}
-
-bool Node::is_data_of_backward(int at) const {
-    const int inputs = at - (at < gradients() ? outputs() : gradients());  // or their gradients
-    return at == 0 || at == output_in_backward() || inputs == kX || (adds && inputs == kAddend) ||
-           (hands_addend_on() && at == kGradientOfAddendOutput);
+void forget_handed_over() {
+    std::lock_guard<std::mutex> lock(handed_over().mutex);
+    handed_over().batches.clear();
 }
 
 std::unique_ptr<Call> Call::of(Node node, std::string context, Type type, Shape shape, int64_t samples) {
@@ -102,15 +80,13 @@ std::unique_ptr<Call> Call::of(Node node, std::string context, Type type, Shape 
 void Call::issue(const void* caller, Recall recall) {
     terms_ = node_.layer->terms();
     recall_ = std::move(recall);
-    if (recall_.again) {
+    if (recall_.again)
         place_.backwards = recall_.memo->repeat();
+    else if (within_graph() || !shares())
         return;
-    }
-    if (!shares()) return;
-    node_.layer->rendezvous.issued(*terms_, context_, node_.number);
-    if (node_.per_context == 1) return;
-    place_ = node_.layer->rendezvous.join(*terms_, context_, node_.number, caller, false);
-    joined_ = true;
+    else
+        place_ = node_.layer->rendezvous.join(terms_, context_, node_.number, caller);
+    stage_ = Stage::kIssued;
 }
 
 // MXNet allocates a GPU's memory under a lock. It also frees under that lock, and CUDA then waits for all work of the
@@ -134,11 +110,12 @@ void Call::attempt_forward(const Arrays& arrays, const int* reqs, const Work& wo
 }
 
 bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
-    // An executor is issued when it is bound, long before it runs.
-    if (!joined_) terms_ = node_.layer->terms();
+    if (stage_ != Stage::kIssued) {
+        terms_ = node_.layer->terms();
+        place_ = {};
+    }
+    stage_ = Stage::kForward;
     frozen_ = !training || node_.frozen;
-    complete_ = lost_ = false;
-    if (!joined_ && !recall_.again) place_ = {};
     leave_out(false);
     tensor_.lay_out(arrays.block);
     leave_out(training && step().out_of_batches);
@@ -171,10 +148,10 @@ void Call::end_forward(const Arrays& arrays, const int* reqs) {
         write_zeros(arrays, reqs, {y, node_.hands_addend_on() ? node_.addend_output() : y});
         SYNCBN_POINT("before_forward_ends");
         finish();
-        complete_ = true;
+        stage_ = Stage::kComplete;
         if (node_.role == Role::kMeet && !frozen_ && reqs[1] != kNull) {
-            const Array batch = arrays[node_.batch_output()];
-            handed_over().add(data(batch));
+            std::lock_guard<std::mutex> lock(handed_over().mutex);
+            handed_over().batches.insert(data(arrays[node_.batch_output()]));
         }
     });
 }
@@ -198,11 +175,12 @@ bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
     tensor_.lay_out(arrays.block);
     leave_out(left_out);
     ready_ = passes_on() || frozen_;
-    lost_ = !complete_ && !place_.meeting && node_.role != Role::kTrack;
+    const bool complete = stage_ == Stage::kComplete;
+    if (!complete && !place_.meeting && node_.role != Role::kTrack) stage_ = Stage::kLost;
     attempt_backward(arrays, reqs, [&] {
         throw_if_closed();
         // MXNet skips dependents of a failure only until the failure has been read.
-        if (!complete_) {
+        if (!complete) {
             const auto why = step().failure();
             throw Failure("no gradient, because the forward of this call failed. " +
                           std::string(why ? why->what() : ""));
@@ -244,7 +222,7 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
                                     : Failure(node_.layer->name, context_, "", reason_of(error));
         if (place_.meeting)
             node_.layer->rendezvous.fail(*place_.meeting, failure);
-        else if (!lost_)
+        else if (stage_ != Stage::kLost)
             step().fail(failure);
         return std::make_exception_ptr(failure);
     } catch (const std::bad_alloc& none) {
@@ -282,7 +260,11 @@ void Call::throw_if_closed() const {
 // MXNet skips dependents of a failure only until the failure has been read. If it has skipped the first operator, the
 // second one finds old values in that memory.
 bool Call::has_come(Array batch) const {
-    if (handed_over().take(data(batch))) return true;
+    const void* const values = data(batch);
+    {
+        std::lock_guard<std::mutex> lock(handed_over().mutex);
+        if (handed_over().batches.erase(values) > 0) return true;
+    }
     if (step().failure() == nullptr)
         throw Failure("no running statistics, because an operator before this layer has failed. Read its output.");
     return false;
@@ -346,11 +328,10 @@ void Call::refuse_to_recover(const Hidden& hidden) const {
 
 void Call::join_meeting() {
     SYNCBN_POINT("before_join");
-    if (!joined_) place_ = node_.layer->rendezvous.join(*terms_, context_, node_.number, this, repeated_);
+    if (!place_.meeting) place_ = node_.layer->rendezvous.take(terms_, context_, node_.number);
     SYNCBN_POINT("after_join");
-    joined_ = false;  // a state that is executed again joins again
-    repeated_ = true;
-    if (node_.per_context != place_.meeting->per_context)
+    terms_ = place_.meeting->terms;
+    if (node_.per_context != terms_->per_context)
         throw Failure(
             "the number of replicas per context has changed since the net was traced; call net.hybridize() again.");
     if (place_.meeting->replicas() > 1 && naive_engine())
@@ -417,18 +398,16 @@ void Call::contribute(Direction direction, Vector values, std::shared_ptr<const 
     }
     Rendezvous& rendezvous = node_.layer->rendezvous;
     SYNCBN_POINT("before_contribution");
-    ready_ = rendezvous.contribute(*terms_, place_, direction,
-                                   {tensor_.type, channels(), std::move(values), std::move(device)});
+    ready_ = rendezvous.contribute(place_, direction, {tensor_.type, channels(), std::move(values), std::move(device)});
     SYNCBN_POINT("after_contribution");
-    if (ready_ || place_.meeting->per_context > 1)
-        return;  // the next of this context's replicas needs this very thread
-    ready_ = rendezvous.comes_within(*terms_, place_, direction, kMoment);
+    if (ready_ || terms_->per_context > 1) return;  // the next of this context's replicas needs this very thread
+    ready_ = rendezvous.comes_within(place_, direction, kMoment);
 }
 
 Total Call::total(Direction direction) {
     if (!shares()) return {std::move(own_), 0, node_.layer->id};
     SYNCBN_POINT("before_total");
-    Total total = node_.layer->rendezvous.total(*terms_, place_, direction);
+    Total total = node_.layer->rendezvous.total(place_, direction);
     SYNCBN_POINT("after_total");
     return total;
 }

@@ -51,7 +51,7 @@ struct Node {
     int inputs() const { return batch() + (role == Role::kTrack); }
     int mask_input() const { return kBeta + 1 + adds; }
     int batch() const { return kBeta + 1 + adds + masks; }  // an input of the second operator of a call, without a mask
-    int outputs() const { return role != Role::kMeet ? 1 : hands_addend_on() ? 3 : 2; }
+    int outputs() const { return 1 + (role == Role::kMeet) + hands_addend_on(); }
     int output() const { return inputs(); }
     int batch_output() const { return output() + 1; }  // an output of the first operator
     int addend_output() const { return output() + 2; }
@@ -63,8 +63,12 @@ struct Node {
     bool hands_addend_on() const { return role == Role::kMeet && adds && number >= 0; }
     static constexpr int kGradientOfAddendOutput = 2;  // in the list of the backward
     // Whether an array of the forward's or backward's list has the shape of the data. If not, it is a vector.
-    bool is_data(int at) const;
-    bool is_data_of_backward(int at) const;
+    bool is_data(int at) const {
+        return at == kX || at == output() || (adds && at == kAddend) || (hands_addend_on() && at == addend_output());
+    }
+    bool is_data_of_backward(int at) const {
+        return is_data(at < outputs() ? output() + at : at - (at < gradients() ? outputs() : gradients()));
+    }
 };
 
 // The arrays of a call, in the order of `Node`.
@@ -174,7 +178,7 @@ class Call {
     const Node node_;
     const std::string context_;
     Tensor tensor_;
-    std::shared_ptr<const Terms> terms_;  // of the layer, as they were when this execution began
+    TermsPtr terms_;  // of the layer, as they were when this call was issued
     Place place_;
     Pools pools_;          // of the last forward
     bool frozen_ = false;  // normalised with the running statistics: no gradient through them
@@ -211,12 +215,16 @@ class Call {
     void leave_out(bool so);
     void write_zeros(const Arrays& arrays, const int* reqs, std::initializer_list<int> outputs);
 
-    bool joined_ = false;
+    enum class Stage {
+        kMade,      // not issued, or by an announcement
+        kIssued,    // with its place
+        kForward,   // has begun its forward, or failed in it
+        kComplete,  // the forward has left what the backward needs
+        kLost       // the forward failed before it met the others, so none waits for the backward
+    };
+    Stage stage_ = Stage::kMade;
     bool left_out_ = false;
     int64_t outer_ = 0, samples_ = 0;  // of the tensor, while it is left out
-    bool repeated_ = false;            // has met others before
-    bool complete_ = false;            // the forward has left what the backward needs
-    bool lost_ = false;                // the forward failed before it met the others, so none waits for the backward
     Vector own_;                       // this replica's vectors, if it contributes none
 };
 

@@ -87,15 +87,6 @@ struct Property : Node {
     std::array<void*, kPropertyCallbacks> callback_states;  // MXNet keeps a pointer to these
 };
 
-// Identifies the issuer of a call. Calls on the main thread take the positions in turn (null); any other thread is one
-// replica. It is a number and not an address: a new thread may get the address of one that has ended.
-const void* caller() {
-    if (on_main_thread()) return nullptr;
-    static std::atomic<uintptr_t> threads{0};
-    static thread_local const uintptr_t number = ++threads;
-    return reinterpret_cast<const void*>(number);
-}
-
 // ---- callbacks of one call -----------------------------------------------------------------------------------
 
 int delete_operator(void* state) {
@@ -476,6 +467,14 @@ void forget_calls(int64_t layer) {
 }
 
 bool on_main_thread() { return syscall(SYS_gettid) == getpid(); }
+
+// A number and not an address: a new thread may get the address of one that has ended.
+const void* caller() {
+    if (on_main_thread()) return nullptr;
+    static std::atomic<uintptr_t> threads{0};
+    static thread_local const uintptr_t number = ++threads;
+    return reinterpret_cast<const void*>(number);
+}
 
 bool is_ours(const MXCallbackList& callbacks) { return callbacks.callbacks[0] == as_callback<delete_operator>(); }
 

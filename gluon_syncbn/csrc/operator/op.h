@@ -21,6 +21,9 @@ void forget_calls(int64_t layer);
 
 // Whether this is the process's first thread.
 bool on_main_thread();
+// Identifies the issuer of a call. Calls on the main thread take the positions in turn (null); any other thread is one
+// replica.
+const void* caller();
 
 // Whether these callbacks of a custom operator belong to a `Call`, which is the state of each.
 bool is_ours(const MXCallbackList& callbacks);
