@@ -85,7 +85,6 @@ class DeviceCall : public Call {
     struct Gathered {
         cuda::Memory own, all;
         cuda::OnDevice part;
-        int64_t slots = 0;
         const double* values() const { return all.data() != nullptr ? all.data() : own.data(); }
     };
     // The objects of an execution, for one thread after the other.
@@ -135,26 +134,21 @@ class DeviceCall : public Call {
     }
 
     Form form() const { return exchange_ != nullptr ? exchange_->form() : Form::kDevice; }
-    // Contributes what the stream writes to `gathered_->own`, and `counts` beside it.
-    void contribute_part(Direction direction, Vector counts);
     // Returns what is on the device. The copy has no time limit, so this waits for the stream first.
     Vector downloaded(const cuda::Memory& from);
     // Waits until all work on the stream is done; throws Failure.
     void wait();
     bool idle_within(double seconds) const;
-    std::unique_ptr<Wait> wait_for_gpu();
 
     // Computes packed vectors of `length` for each slot, by a kernel and, if it works in chunks, a merge.
     template <typename Launch>
     Memory reduced(int64_t length, const char* merge, const Launch& launch_with);
-    // Contributes this replica's vectors, which are on their way into `gathered_`.
+    // Contributes this replica's vectors, which are on their way into `gathered_`, and `counts` beside them.
     void contribute_gathered(Direction direction, Vector counts);
     // The number of values of each slot. Those that a mask leaves are in the moments: the call waits for them.
-    Vector counts() const;
-    Vector masked_counts();
+    Vector counts(bool masked = false);
     // Gets the packed vectors of all replicas into `gathered_`. In the forward, returns the samples of their slots.
     Total total_gathered(Direction direction, int64_t length);
-    void contribute_moments(const Arrays& arrays);
     void run_normalise(const Arrays& arrays, int req, void* batch);
     // Copies the pools' lists to the device.
     void put_lists();
@@ -174,8 +168,7 @@ class DeviceCall : public Call {
     std::shared_ptr<Gathered> gathered_;  // until the callback ends
     std::vector<Memory> scratch_;         // the same
     Exchange* exchange_ = nullptr;        // the meeting's, if there is one
-    Direction direction_ = Direction::kForward;
-    bool may_be_posted_ = false;  // other work may have been put on the stream
+    bool may_be_posted_ = false;          // other work may have been put on the stream
     cuda::Device* device_ = nullptr;
     bool tells_ = false;                // the forward reports whether the moments are finite
     bool recovers_ = false;             // the backward reports whether x could be found
@@ -197,14 +190,6 @@ void DeviceCall::fill_with_zeros(Array to, int64_t bytes) {
     cuda::fill_with_zeros(data(to), bytes, work().lease.stream());
 }
 
-void DeviceCall::contribute_part(Direction direction, Vector counts) {
-    const cuda::Memory& own = gathered_->own;
-    gathered_->part = {device().id, work().lease.stream(), own.data(), gathered_->all.data(), own.size()};
-    may_be_posted_ = true;
-    const std::shared_ptr<const cuda::OnDevice> part(gathered_, &gathered_->part);
-    still_current([&] { contribute(direction, std::move(counts), part); });
-}
-
 Vector DeviceCall::downloaded(const cuda::Memory& from) {
     Vector values(static_cast<size_t>(from.size()));
     wait();
@@ -218,17 +203,10 @@ bool DeviceCall::idle_within(double limit) const {
     return true;
 }
 
-std::unique_ptr<Wait> DeviceCall::wait_for_gpu() {
-    return std::make_unique<WaitFor>(
-        terms_->name, "the GPU has not finished", terms_->timeout,
-        "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for the same "
-        "GPUs. NCCL_DEBUG=INFO shows what NCCL does. configure(kvstore='host') avoids NCCL.");
-}
-
 // Polls instead of waiting in the driver: that wait would not end if a collective hangs.
 void DeviceCall::wait() {
     const double start = seconds();
-    std::unique_ptr<Wait> wait;
+    std::optional<WaitFor> wait;
     while (!work_->lease.idle()) {
         const double waited = seconds() - start;
         if (waited < kSpin) {
@@ -237,7 +215,11 @@ void DeviceCall::wait() {
         }
         std::this_thread::sleep_for(waited < kWatchAfter ? std::chrono::microseconds(kPause) : kLongPause);
         if (waited < kWatchAfter) continue;
-        if (!wait) wait = wait_for_gpu();
+        if (!wait)
+            wait.emplace(terms_->name, "the GPU has not finished", terms_->timeout,
+                         "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process "
+                         "waits for the same GPUs. NCCL_DEBUG=INFO shows what NCCL does. configure(kvstore='host') "
+                         "avoids NCCL.");
         wait->look();
     }
 }
@@ -371,47 +353,42 @@ Memory DeviceCall::reduced(int64_t length, const char* merge, const Launch& laun
     return out;
 }
 
-Vector DeviceCall::counts() const {
+Vector DeviceCall::counts(bool masked) {
+    const Vector values = masked ? downloaded(gathered_->own) : Vector();
     Vector counts;
-    for (const Slot& slot : tensor_.slots) counts.push_back(static_cast<double>(slot.shape.per_channel()));
+    for (const Slot& slot : tensor_.slots)
+        counts.push_back(masked ? values[counts.size() * static_cast<size_t>(moments_length(channels()))]
+                                : static_cast<double>(slot.shape.per_channel()));
     return counts;
 }
 
-Vector DeviceCall::masked_counts() {
-    const Vector values = downloaded(gathered_->own);
-    Vector counts;
-    for (size_t slot = 0; slot < tensor_.slots.size(); ++slot)
-        counts.push_back(values[slot * static_cast<size_t>(moments_length(channels()))]);
-    return counts;
-}
-
-void DeviceCall::contribute_gathered(Direction direction, Vector counts) {
+void DeviceCall::contribute_gathered(Direction direction, Vector values) {
     const Memory& own = gathered_->own;
-    gathered_->slots = static_cast<int64_t>(counts.size());
-    direction_ = direction;
-    if (exchange_ == nullptr) return contribute(direction, std::move(counts));
+    if (exchange_ == nullptr) return contribute(direction, std::move(values));
+    std::shared_ptr<const cuda::OnDevice> part;
     if (form() == Form::kHost) {
-        Vector values = downloaded(own);
+        values = downloaded(own);
         if (direction == Direction::kForward) check_finite(values);
-        return still_current([&] { contribute(direction, std::move(values)); });
+    } else {
+        if (exchange_->replicas() > 1)
+            gathered_->all = memory(static_cast<int64_t>(exchange_->replicas()) * own.size());
+        gathered_->part = {device().id, work().lease.stream(), own.data(), gathered_->all.data(), own.size()};
+        may_be_posted_ = true;
+        part = {gathered_, &gathered_->part};
     }
-    if (exchange_->replicas() > 1) gathered_->all = memory(static_cast<int64_t>(exchange_->replicas()) * own.size());
-    contribute_part(direction, std::move(counts));
+    still_current([&] { contribute(direction, std::move(values), std::move(part)); });
 }
 
 Total DeviceCall::total_gathered(Direction direction, int64_t length) {
     Total total = still_current([&] { return this->total(direction); });
     may_be_posted_ = false;
-    if (form() != Form::kHost) {
-        gathered_->slots = static_cast<int64_t>(total.values.size());
-        return total;
-    }
+    if (form() != Form::kHost) return total;
     gathered_->all = memory(static_cast<int64_t>(total.values.size()));
     gathered_->all.upload(total.values.data(), work().lease.stream());
-    gathered_->slots = gathered_->all.size() / length;
+    const auto step = static_cast<size_t>(length);
     Vector counts;
-    for (int64_t slot = 0; slot < gathered_->slots; ++slot) counts.push_back(total.values[slot * length]);
-    return {std::move(counts), total.first / static_cast<size_t>(length), total.key, std::move(total.groups)};
+    for (size_t at = 0; at < total.values.size(); at += step) counts.push_back(total.values[at]);
+    return {std::move(counts), total.first / step, total.key, std::move(total.groups)};
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------------
@@ -421,10 +398,6 @@ void DeviceCall::begin_normalise(const Arrays& arrays) {
     if (recall_.again) return;  // it may have to wait for the call that it repeats
     if (shares()) join_meeting();
     tensor_.cut(node_.layer->pooling.slots());
-    contribute_moments(arrays);
-}
-
-void DeviceCall::contribute_moments(const Arrays& arrays) {
     exchange_ = shares() ? &exchange() : nullptr;
     gathered_ = std::make_shared<Gathered>();
     const void *x = data(arrays[kX]), *mask = this->mask(arrays, node_.mask_input());
@@ -432,7 +405,7 @@ void DeviceCall::contribute_moments(const Arrays& arrays) {
     gathered_->own = reduced(moments_length(channels()), "merge_moments", [&](const Plan& plan, double* out) {
         run(kernel_of(stem, tensor_.type), plan.reduce(), cuda::MomentsArguments{plan.tiling(), x, out, mask});
     });
-    contribute_gathered(Direction::kForward, mask == nullptr ? counts() : masked_counts());
+    contribute_gathered(Direction::kForward, counts(mask != nullptr));
 }
 
 void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
