@@ -30,9 +30,10 @@ F* nvrtc(const char* name) {
     return reinterpret_cast<F*>(function);
 }
 
-void check_nvrtc(int status, const char* function) {
-    if (status != 0)
-        throw Failure(std::string(function) + ": " + nvrtc<const char*(int)>("nvrtcGetErrorString")(status));
+template <typename... Parameters>
+void call(const char* name, Parameters... parameters) {
+    const int status = nvrtc<int(Parameters...)>(name)(parameters...);
+    if (status != 0) throw Failure(std::string(name) + ": " + nvrtc<const char*(int)>("nvrtcGetErrorString")(status));
 }
 
 // Appends a file with its includes inserted in their place, each once. So NVRTC needs no headers, and this text
@@ -67,9 +68,9 @@ std::string hash(const std::string& text) {
 int architecture(int capability) {
     int count = 0;
     if (find("nvrtcGetNumSupportedArchs") == nullptr) return capability;
-    check_nvrtc(nvrtc<int(int*)>("nvrtcGetNumSupportedArchs")(&count), "nvrtcGetNumSupportedArchs");
+    call("nvrtcGetNumSupportedArchs", &count);
     std::vector<int> known(count);
-    check_nvrtc(nvrtc<int(int*)>("nvrtcGetSupportedArchs")(known.data()), "nvrtcGetSupportedArchs");
+    call("nvrtcGetSupportedArchs", known.data());
     int best = 0;
     for (int one : known)
         if (one <= capability) best = std::max(best, one);
@@ -81,27 +82,19 @@ int architecture(int capability) {
 
 std::string compile(const std::string& text, const std::vector<std::string>& options) {
     void* program = nullptr;
-    check_nvrtc(nvrtc<int(void**, const char*, const char*, int, const char**, const char**)>("nvrtcCreateProgram")(
-                    &program, text.c_str(), "kernels.cu", 0, nullptr, nullptr),
-                "nvrtcCreateProgram");
+    const char** const no_headers = nullptr;
+    call("nvrtcCreateProgram", &program, text.c_str(), "kernels.cu", 0, no_headers, no_headers);
     std::vector<const char*> pointers;
     for (const std::string& option : options) pointers.push_back(option.c_str());
-    const int status = nvrtc<int(void*, int, const char**)>("nvrtcCompileProgram")(
-        program, static_cast<int>(pointers.size()), pointers.data());
+    const bool compiles = nvrtc<int(void*, int, const char**)>("nvrtcCompileProgram")(
+                              program, static_cast<int>(pointers.size()), pointers.data()) == 0;
     size_t size = 0;
-    std::string out;
-    if (status == 0) {
-        check_nvrtc(nvrtc<int(void*, size_t*)>("nvrtcGetPTXSize")(program, &size), "nvrtcGetPTXSize");
-        out.resize(size);
-        check_nvrtc(nvrtc<int(void*, char*)>("nvrtcGetPTX")(program, &out[0]), "nvrtcGetPTX");
-        out.resize(size - 1);  // the last character is a 0
-    } else {
-        nvrtc<int(void*, size_t*)>("nvrtcGetProgramLogSize")(program, &size);
-        out.resize(size);
-        nvrtc<int(void*, char*)>("nvrtcGetProgramLog")(program, &out[0]);
-    }
-    nvrtc<int(void**)>("nvrtcDestroyProgram")(&program);
-    if (status != 0) throw Failure("NVRTC does not compile " + source_path + ": " + out.c_str());
+    call(compiles ? "nvrtcGetPTXSize" : "nvrtcGetProgramLogSize", program, &size);
+    std::string out(size, '\0');
+    call(compiles ? "nvrtcGetPTX" : "nvrtcGetProgramLog", program, &out[0]);
+    call("nvrtcDestroyProgram", &program);
+    if (!compiles) throw Failure("NVRTC does not compile " + source_path + ": " + out.c_str());
+    out.resize(size - 1);  // the last character is a 0
     return out;
 }
 
@@ -149,7 +142,7 @@ const std::string& compiled(int capability, const Part& part, bool anew) {
     std::string text;
     append(source_path.substr(0, name), source_path.substr(name), &seen, &text);
     int major = 0, minor = 0;
-    nvrtc<int(int*, int*)>("nvrtcVersion")(&major, &minor);
+    call("nvrtcVersion", &major, &minor);
     std::string key = text + '\0' + std::to_string(major) + '.' + std::to_string(minor);
     for (const std::string& option : options) key += '\0' + option;
     const std::string path = cache_folder.empty() ? "" : cache_folder + "/" + part.name() + "-" + hash(key) + ".ptx";
