@@ -1016,6 +1016,25 @@ def test_running_statistics_where_an_operator_before_the_layer_fails():
     assert done.stdout.split() == ["0.0"] * 5 + ["1.0"] * 5, done.stderr
 
 
+def test_a_call_that_an_operator_before_the_layer_kept_from_running(contexts, rng):
+    """MXNet skips it. The other replica waits for it, and does not meet the call of the next step."""
+    layer = a_layer(contexts[:2], timeout=60)
+    first, second = shards(rng, contexts[:2])
+    with autograd.record():
+        skipped = layer(nd.linalg.potrf(nd.full((2, 5, 3, 3), -1.0, ctx=contexts[0])))
+        waits = layer(second)
+    with pytest.raises(mx.MXNetError, match="potrf"):
+        skipped.wait_to_read()
+    with autograd.record():
+        for x in (first, second):
+            layer(x)
+    with pytest.raises(mx.MXNetError) as error:
+        waits.asnumpy()
+    assert_explains(error, layer, "forward of call 1", "missing cpu(0)", "Every replica has issued its call")
+    steps.drain()
+    assert_next_step_is_right(layer, contexts[:2], rng)
+
+
 def test_a_layer_that_is_gone():
     for call in (
         lambda number: gluon_syncbn._native.layer_token(number),
