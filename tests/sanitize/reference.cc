@@ -123,8 +123,7 @@ Slots slots_of(Layer& layer, const std::vector<std::unique_ptr<Replica>>& replic
               all.end());
     if (spec.mode == Mode::kShuffle) {
         const int node = replicas[0]->node;
-        const auto source =
-            syncbn::permutation({kSeed, layer.id, node, layer.meetings[node]++}, all.size(), syncbn::is_derangement);
+        const auto source = syncbn::derangement({kSeed, layer.id, node, layer.meetings[node]++}, all.size());
         for (size_t i = 0; i < all.size(); ++i) all[i].used = all[source[i]].own;
     }
     return all;

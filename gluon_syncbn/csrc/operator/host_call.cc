@@ -58,8 +58,6 @@ class HostCall : public Call {
     // Gives the slots their statistics. Returns [1, mean[C], variance[C]] for the running ones; [0, ...] if there is none.
     Vector assign_statistics(const Total& moments);
     void update_running(const Vector& batch, const Arrays& arrays);
-    // Returns [sum dz[C], sum dz*xhat[C]] over the slots that use the statistic that each slot feeds.
-    Vector gradients_of_users();
 
     // The results of the first half of a backward.
     struct Gradients {
@@ -132,17 +130,6 @@ void HostCall::update_running(const Vector& batch, const Arrays& arrays) {
     backend_.update_running(Vector(mean, variance), Vector(variance, batch.end()), node_.momentum,
                             tensor_.parameter_type(), arrays[running], arrays[running + 1]);
     SYNCBN_POINT("after_running_statistics");
-}
-
-Vector HostCall::gradients_of_users() {
-    const Total all = total(Direction::kBackward);
-    const size_t length = static_cast<size_t>(gradients_length(channels()));
-    Vector out(tensor_.slots.size() * length, 0.0);
-    for (size_t i = 0; i < tensor_.slots.size(); ++i) {
-        const Vector sum = gradients_of(pools_, pools_.users[i], all.values, channels());
-        std::copy(sum.begin(), sum.end(), out.begin() + static_cast<int64_t>(i * length));
-    }
-    return out;
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------
@@ -245,7 +232,7 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
     const int64_t n = channels();
     const int gradients = node_.gradients();
     const Gradients found = std::exchange(gradients_, {});
-    const Vector sums = frozen_ ? Vector() : gradients_of_users();
+    const Vector all = frozen_ ? Vector() : total(Direction::kBackward).values;
 
     if (node_.adds && reqs[kAddend] != kNull && found.dz != data(arrays[gradients + kAddend]))
         backend_.copy(found.dz, tensor_.type, tensor_.shape.size(), arrays[gradients + kAddend], reqs[kAddend] == kAdd);
@@ -256,7 +243,9 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
         for (size_t i = 0; i < slots && !frozen_; ++i) {
             const Slot& slot = tensor_.slots[i];
             if (!slot.fed) continue;
-            const double *sum_dy = &sums[i * 2 * n], *sum_dy_xhat = sum_dy + n;
+            // Over the slots that use the statistic that this one feeds.
+            const Vector sums = gradients_of(pools_, pools_.users[i], all, n);
+            const double *sum_dy = sums.data(), *sum_dy_xhat = sum_dy + n;
             for (int64_t c = 0; c < n; ++c) {
                 const double share = slot.fed->invstd[c] / slot.used->invstd[c];
                 through.mean_dz[i * n + c] = share * (sum_dy[c] / slot.fed->count);

@@ -32,21 +32,18 @@ class Stream {
 
 }  // namespace
 
-bool is_derangement(const Permutation& permutation) {
-    for (size_t i = 0; i < permutation.size(); ++i)
-        if (permutation[i] == i) return false;
-    return true;
-}
-
-Permutation permutation(const Draw& draw, size_t n, bool (*wanted)(const Permutation&)) {
+std::vector<size_t> derangement(const Draw& draw, size_t n) {
     uint64_t state = mix(draw.seed) ^ static_cast<uint64_t>(draw.layer);
     state = mix(state) ^ static_cast<uint64_t>(draw.node);
     Stream random(mix(mix(state) ^ static_cast<uint64_t>(draw.call)));
-    Permutation drawn(n);
-    do {  // rejection keeps it uniform; for derangements, about e times
+    std::vector<size_t> drawn(n);
+    bool fixed = true;
+    while (fixed) {  // rejection keeps it uniform; about e times
         std::iota(drawn.begin(), drawn.end(), size_t{0});
         for (size_t i = n; i > 1; --i) std::swap(drawn[i - 1], drawn[random.below(i)]);
-    } while (!wanted(drawn));
+        fixed = false;
+        for (size_t i = 0; i < n; ++i) fixed = fixed || drawn[i] == i;
+    }
     return drawn;
 }
 

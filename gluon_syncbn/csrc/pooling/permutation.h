@@ -15,12 +15,7 @@ struct Draw {
     int64_t call = 0;   // of this node
 };
 
-using Permutation = std::vector<size_t>;
-
-// Whether the permutation has no fixed point.
-bool is_derangement(const Permutation& permutation);
-
-// Draws a permutation of 0 ... n-1, each of those that are `wanted` as likely. At least one must be.
-Permutation permutation(const Draw& draw, size_t n, bool (*wanted)(const Permutation&));
+// Draws a permutation of 0 ... n-1 without a fixed point, each as likely; n is at least 2.
+std::vector<size_t> derangement(const Draw& draw, size_t n);
 
 }  // namespace syncbn

@@ -60,7 +60,7 @@ Assignment assignment(const Pooling& pooling, const std::vector<double>& counts,
         throw std::invalid_argument("mode 'shuffle' had " + std::to_string(taking_part.size()) +
                                     " slot with values in this step, expected at least two: use more devices, "
                                     "virtual_devices or samples.");
-    const Permutation places = permutation(draw, taking_part.size(), is_derangement);
+    const std::vector<size_t> places = derangement(draw, taking_part.size());
     for (size_t i = 0; i < places.size(); ++i) out.uses[taking_part[i]] = taking_part[places[i]];
     return out;
 }
