@@ -33,10 +33,9 @@ constexpr char kManyReplicas[] =
     " Or the process ran a backward before it had more than seven replicas: set MXNET_EXEC_INPLACE_GRAD_SUM_CAP to "
     "four for each.";
 constexpr size_t kFewReplicas = 7;
-constexpr char kAllIssued[] = "Every replica has issued its call";
 constexpr char kUnfinished[] =
-    ": an operator before this layer does not finish there, or has failed, perhaps because memory ran out. Then read "
-    "that replica's output, which raises the error.";
+    "Every replica has issued its call: an operator before this layer does not finish there, or has failed, perhaps "
+    "because memory ran out. Then read that replica's output, which raises the error.";
 constexpr char kCallAll[] =
     "Call the net on all its devices, and then wait for results (asnumpy, print, a metric, waitall, a new DataLoader). "
     "For a batch on fewer devices use gluon_syncbn.devices(contexts).";
@@ -76,32 +75,18 @@ std::string how_to_call(const Meeting& meeting) {
            " replicas on each context, by num_devices or because the net was initialised with a context several times.";
 }
 
-namespace {
-
-Cause cause_in_backward(const Meeting& meeting, bool all_cpu) {
-    const std::string loss = kLoss + std::string(bundles() ? kBundled : "");
-    if (meeting.terms->per_context == 1) return {loss, kPerhaps};
-    const std::string shared = std::string(meeting.announced ? kSharedStaticShape : "") +
-                               (meeting.replicas() > kFewReplicas ? kManyReplicas : "") +
-                               (all_cpu ? kSharedResources : "");
-    return {loss + shared, kSurely};
-}
-
-Cause cause_in_forward(const Meeting& meeting, bool all_cpu) {
-    const bool shared = meeting.terms->per_context > 1;
-    const std::string same_memory = shared && meeting.draw.node >= 0 ? kSameMemory : "";
-    if (meeting.full()) {
-        const std::string cause = kAllIssued + std::string(kUnfinished) + same_memory;
-        return {cause + (shared && all_cpu ? kSharedResources : ""), all_cpu ? kSurely : kPerhaps};
-    }
-    return {"Nobody has called the layer there. " + how_to_call(meeting), 0};
-}
-
-}  // namespace
-
 Cause likely_cause(const Meeting& meeting, int phase) {
     const bool all_cpu = std::all_of(meeting.contexts().begin(), meeting.contexts().end(), on_cpu);
-    return phase > 0 ? cause_in_backward(meeting, all_cpu) : cause_in_forward(meeting, all_cpu);
+    const bool shared = meeting.terms->per_context > 1, forward = phase == 0;
+    if (forward && !meeting.full()) return {"Nobody has called the layer there. " + how_to_call(meeting), 0};
+    std::string text = forward ? kUnfinished : kLoss;
+    const auto add = [&](bool applies, const char* cause) { text += applies ? cause : ""; };
+    add(!forward && bundles(), kBundled);
+    add(forward && shared && meeting.draw.node >= 0, kSameMemory);
+    add(!forward && shared && meeting.announced, kSharedStaticShape);
+    add(!forward && shared && meeting.replicas() > kFewReplicas, kManyReplicas);
+    add(shared && all_cpu, kSharedResources);
+    return {text, (forward ? all_cpu : shared) ? kSurely : kPerhaps};
 }
 
 std::string why_not_here(const Terms& terms, const std::string& context) {

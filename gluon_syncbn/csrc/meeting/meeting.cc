@@ -1,6 +1,7 @@
 #include "meeting/meeting.h"
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <mutex>
@@ -155,40 +156,34 @@ const char* who_answers(const Exchange& exchange) {
 // there, and the device itself waits in the next layer. Whoever gives up first reports the cause.
 class Waits {
   public:
-    // 0: a forward without a call of a replica; 1: another forward; 2: a backward.
-    using Rank = std::pair<int, int64_t>;  // and its number
     static Waits& all() {
         static Waits* instance = new Waits;  // outlives the threads that wait at exit
         return *instance;
     }
-    int64_t number() {
+    int64_t number() { return next_++; }
+    // `rank`: 0, a forward without a call of a replica; 1, another forward; 2, a backward.
+    void note(int64_t number, int rank, const Failure& failure) {
         std::lock_guard<std::mutex> lock(mutex_);
-        return next_++;
-    }
-    void note(int64_t number, int rank, Failure failure) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        forget_locked(number);
-        waits_.emplace(Rank(rank, number), std::move(failure));
+        waits_.erase(number);
+        waits_.emplace(number, std::make_pair(rank, failure));
     }
     void forget(int64_t number) {
         std::lock_guard<std::mutex> lock(mutex_);
-        forget_locked(number);
+        waits_.erase(number);
     }
-    // The cause, if it is another wait.
+    // The cause, if it is another wait: the earliest of the lowest rank.
     std::optional<Failure> cause_of(int64_t number) {
         std::lock_guard<std::mutex> lock(mutex_);
-        if (waits_.empty() || waits_.begin()->first.second == number) return std::nullopt;
-        return waits_.begin()->second;
+        const auto lower = [](const auto& a, const auto& b) { return a.second.first < b.second.first; };
+        const auto first = std::min_element(waits_.begin(), waits_.end(), lower);
+        if (first == waits_.end() || first->first == number) return std::nullopt;
+        return first->second.second;
     }
 
   private:
-    void forget_locked(int64_t number) {
-        for (const int rank : {0, 1, 2}) waits_.erase({rank, number});
-    }
-
-    std::mutex mutex_;  // guards everything here
-    int64_t next_ = 0;
-    std::map<Rank, Failure> waits_;
+    std::atomic<int64_t> next_{0};
+    std::mutex mutex_;  // guards `waits_`
+    std::map<int64_t, std::pair<int, Failure>> waits_;
 };
 
 // Runs under the rendezvous's lock, also when all have arrived: the last one computes the total, with its own time
