@@ -96,16 +96,27 @@ void Call::allocate(const Arrays& arrays, int first, int count, const int* reqs)
         if (reqs[i] != kNull) data(arrays[first + i]);
 }
 
+// Outputs and gradients get NaN, because they might hold plausible values. The batch's statistics count as missing: MXNet
+// may still run the operator that takes them (see `has_come`), and the running statistics outlive a failed step.
 template <typename Work>
-void Call::attempt_forward(const Arrays& arrays, const int* reqs, const Work& work) {
+void Call::attempt(bool backward, const Arrays& arrays, const int* reqs, const Work& work) {
     try {
-        work();
-    } catch (const std::exception& e) {
-        const bool meets = node_.role == Role::kMeet, hands = node_.hands_addend_on();
-        const int y = node_.output();
-        fail(e, {{arrays[y], kX, reqs[0] != kNull},
-                 {arrays[meets ? node_.batch_output() : y], kBatch, meets && reqs[1] != kNull},
-                 {arrays[hands ? node_.addend_output() : y], kX, hands && reqs[2] != kNull}});
+        return work();
+    } catch (const std::exception& error) {
+        const std::exception_ptr failure = end_step(error);  // in any case, the others need not wait for this replica
+        leave_out(false);
+        const int first = backward ? node_.gradients() : node_.output();
+        for (int i = 0; i < (backward ? node_.inputs() : node_.outputs()); ++i) {
+            const bool data = node_.is_data(backward ? i : first + i), parameter = backward && !data && i <= kBeta;
+            if (reqs[i] != kNull) try {
+                    if (data) fill(arrays[first + i], tensor_.type, tensor_.shape.size(), kNaN);
+                    if (parameter) fill(arrays[first + i], tensor_.parameter_type(), channels(), kNaN);
+                    if (!backward && !data) fill(arrays[first + i], Type::kFloat64, moments_length(channels()), 0);
+                } catch (const std::exception&) {  // of a device that cannot even do this; its own reason is reported
+                }
+        }
+        clear_up();
+        std::rethrow_exception(failure);
     }
 }
 
@@ -116,11 +127,10 @@ bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
     }
     stage_ = Stage::kForward;
     frozen_ = !training || node_.frozen;
-    leave_out(false);
     tensor_.lay_out(arrays.block);
     leave_out(training && step().out_of_batches);
     ready_ = passes_on() || frozen_;
-    attempt_forward(arrays, reqs, [&] {
+    attempt(false, arrays, reqs, [&] {
         throw_if_closed();
         if (!ready_) {
             allocate(arrays, node_.output(), node_.outputs(), reqs);
@@ -132,13 +142,15 @@ bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
 }
 
 void Call::end_forward(const Arrays& arrays, const int* reqs) {
-    attempt_forward(arrays, reqs, [&] {
-        if (passes_on())
-            pass_forward(arrays, reqs);
-        else if (frozen_)
+    attempt(false, arrays, reqs, [&] {
+        if (passes_on()) {
+            pass(arrays[kX], arrays[node_.output()], reqs[0]);
+            if (node_.hands_addend_on()) pass(arrays[kAddend], arrays[node_.addend_output()], reqs[2]);
+        } else if (frozen_) {
             normalise_frozen(arrays, reqs[0]);
-        else
+        } else {
             normalise(arrays, reqs);
+        }
         // As MXNet's BatchNorm does: an optimizer may have changed a gamma that does not count. Operators that write the
         // running statistics of a context come one after the other.
         if (node_.fix_gamma && !frozen_ && (node_.role == Role::kWhole || node_.role == Role::kTrack))
@@ -156,28 +168,12 @@ void Call::end_forward(const Arrays& arrays, const int* reqs) {
     });
 }
 
-template <typename Work>
-void Call::attempt_backward(const Arrays& arrays, const int* reqs, const Work& work) {
-    try {
-        work();
-    } catch (const std::exception& e) {
-        const int gradients = node_.gradients(), addend = node_.adds ? int{kAddend} : int{kX};
-        fail(e, {{arrays[gradients + kX], kX, reqs[kX] != kNull},
-                 {arrays[gradients + kGamma], kGamma, reqs[kGamma] != kNull},
-                 {arrays[gradients + kBeta], kBeta, reqs[kBeta] != kNull},
-                 {arrays[gradients + addend], kX, node_.adds && reqs[addend] != kNull}});
-    }
-}
-
 bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
-    const bool left_out = left_out_;
-    leave_out(false);
     tensor_.lay_out(arrays.block);
-    leave_out(left_out);
     ready_ = passes_on() || frozen_;
     const bool complete = stage_ == Stage::kComplete;
     if (!complete && !place_.meeting && node_.role != Role::kTrack) stage_ = Stage::kLost;
-    attempt_backward(arrays, reqs, [&] {
+    attempt(true, arrays, reqs, [&] {
         throw_if_closed();
         // MXNet skips dependents of a failure only until the failure has been read.
         if (!complete) {
@@ -195,12 +191,11 @@ bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
 }
 
 void Call::end_backward(const Arrays& arrays, const int* reqs) {
-    attempt_backward(arrays, reqs, [&] {
-        if (passes_on()) {
+    attempt(true, arrays, reqs, [&] {
+        if (passes_on())
             pass_backward(arrays, reqs);
-        } else {
+        else
             differentiate(arrays, reqs);
-        }
         const int batch = node_.batch();
         if (node_.role == Role::kTrack && (reqs[batch] == kWrite || reqs[batch] == kInplace))
             fill(arrays[node_.gradients() + batch], Type::kFloat64, moments_length(channels()), 0);
@@ -231,26 +226,6 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
     }
 }
 
-void Call::fail(const std::exception& error, std::initializer_list<Output> outputs) {
-    const std::exception_ptr failure = end_step(error);  // in any case, the others need not wait for this replica
-    leave_out(false);
-    for (const Output& out : outputs)
-        if (out.wanted) invalidate(out.array, out.like);
-    clear_up();
-    std::rethrow_exception(failure);
-}
-
-// Marks the batch's statistics as missing. MXNet may still run the operator that takes them (see `backward`), and the
-// running statistics outlive a failed step. If a device cannot even do this, its reason is the one that is reported.
-void Call::invalidate(Array out, Input like) {
-    try {
-        if (like == kBatch) return fill(out, Type::kFloat64, moments_length(channels()), 0);
-        const bool data = like == kX;
-        fill(out, data ? tensor_.type : tensor_.parameter_type(), data ? tensor_.shape.size() : channels(), kNaN);
-    } catch (const std::exception&) {
-    }
-}
-
 void Call::throw_if_closed() const {
     if (step().closed)
         throw Failure(
@@ -271,11 +246,9 @@ bool Call::has_come(Array batch) const {
 }
 
 void Call::leave_out(bool so) {
-    if (so == left_out_) return;
     left_out_ = so;
-    std::swap(outer_, tensor_.shape.outer);
-    std::swap(samples_, tensor_.samples);
-    if (so) tensor_.shape.outer = tensor_.samples = 0;
+    tensor_.shape.outer = so ? 0 : outer_;
+    tensor_.samples = so ? 0 : samples_;
 }
 
 void Call::write_zeros(const Arrays& arrays, const int* reqs, std::initializer_list<int> outputs) {
@@ -290,11 +263,6 @@ void Call::write_zeros(const Arrays& arrays, const int* reqs, std::initializer_l
 
 void Call::pass(Array from, Array to, int req) {
     if (req != kNull) copy(from, tensor_.type, tensor_.shape.size(), to, req == kAdd);
-}
-
-void Call::pass_forward(const Arrays& arrays, const int* reqs) {
-    pass(arrays[kX], arrays[node_.output()], reqs[0]);
-    if (node_.hands_addend_on()) pass(arrays[kAddend], arrays[node_.addend_output()], reqs[2]);
 }
 
 // The other operator of the call has the gradients with respect to gamma, beta and the addend. The second operator does

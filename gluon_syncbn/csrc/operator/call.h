@@ -93,7 +93,11 @@ class Call {
     // parts, which slots consist of.
     static std::unique_ptr<Call> of(Node node, std::string context, Type type, Shape shape, int64_t samples);
     Call(Node node, std::string context, Type type, Shape shape, int64_t samples)
-        : node_(std::move(node)), context_(std::move(context)), tensor_{type, shape, samples, {}} {}
+        : node_(std::move(node)),
+          context_(std::move(context)),
+          tensor_{type, shape, samples, {}},
+          outer_(shape.outer),
+          samples_(samples) {}
     virtual ~Call() = default;
 
     // Called on the issuing thread, for a training call. `caller` is null on the main thread, whose calls take the
@@ -186,17 +190,8 @@ class Call {
     Recall recall_;
 
   private:
-    // Arrays that get NaN, because they might hold plausible values; only those with a request.
-    struct Output {
-        Array array;
-        Input like;
-        bool wanted;
-    };
     // Lets MXNet allocate `count` outputs, before this replica contributes.
     static void allocate(const Arrays& arrays, int first, int count, const int* reqs);
-    // Ends the step, and throws the reason. Must work without memory.
-    [[noreturn]] void fail(const std::exception& error, std::initializer_list<Output> outputs);
-    void invalidate(Array out, Input like);
     void throw_if_closed() const;
     // Whether the first operator of the call has written the batch's statistics. If it has not, the step has failed:
     // throws Failure if no reason is known yet.
@@ -204,12 +199,11 @@ class Call {
     // Whether the other operator of the call does the work.
     bool passes_on() const { return node_.role == (frozen_ ? Role::kMeet : Role::kTrack); }
     void pass(Array from, Array to, int req);
-    void pass_forward(const Arrays& arrays, const int* reqs);
     void pass_backward(const Arrays& arrays, const int* reqs);
+    // Does a part of the forward or backward. If it fails, ends the step and throws the reason. Must work without memory
+    // then.
     template <typename Work>
-    void attempt_forward(const Arrays& arrays, const int* reqs, const Work& work);
-    template <typename Work>
-    void attempt_backward(const Arrays& arrays, const int* reqs, const Work& work);
+    void attempt(bool backward, const Arrays& arrays, const int* reqs, const Work& work);
 
     // A process that is out of batches: the call works on no sample, and its outputs and gradients are 0.
     void leave_out(bool so);
@@ -224,8 +218,8 @@ class Call {
     };
     Stage stage_ = Stage::kMade;
     bool left_out_ = false;
-    int64_t outer_ = 0, samples_ = 0;  // of the tensor, while it is left out
-    Vector own_;                       // this replica's vectors, if it contributes none
+    const int64_t outer_, samples_;  // of the tensor, also while it is left out
+    Vector own_;                     // this replica's vectors, if it contributes none
 };
 
 std::unique_ptr<Call> host_call(Node node, std::string context, Type type, Shape shape, int64_t samples);

@@ -34,7 +34,6 @@
 namespace syncbn {
 namespace {
 
-// Constants of MXNet's engine.
 // The turn to fail. Never destroyed: threads may be in it when the process ends.
 struct Turns {
     std::mutex mutex;
