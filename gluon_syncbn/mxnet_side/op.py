@@ -35,12 +35,12 @@ def sync_batch_norm(
     replicas: Replicas,
     *,
     per_context: int,
-    node: int,
     axis: int,
-    eps: float,
-    momentum: float,
-    fix_gamma: bool,
-    unbiased: bool,
+    node: int = -1,
+    eps: float = 1e-5,
+    momentum: float = 0.9,
+    fix_gamma: bool = False,
+    unbiased: bool = False,
     activation: Activation = NONE,
     addend: Optional[Any] = None,
     mask: Optional[Any] = None,
@@ -121,20 +121,4 @@ def moments(x: Any, mask: Optional[Any], axis: int, replicas: Replicas) -> Any:
     """
     dtype = np.float64 if x.dtype == np.float64 else np.float32
     ones = mx.nd.ones((x.shape[axis],), x.ctx, dtype)
-    return sync_batch_norm(
-        own(mx.nd),
-        x,
-        ones,
-        ones,
-        None,
-        None,
-        replicas,
-        per_context=2,
-        node=-1,
-        axis=axis,
-        eps=1e-5,
-        momentum=0,
-        fix_gamma=True,
-        unbiased=False,
-        mask=mask,
-    )
+    return sync_batch_norm(own(mx.nd), x, ones, ones, None, None, replicas, per_context=2, axis=axis, mask=mask)
