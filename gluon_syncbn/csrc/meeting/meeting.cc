@@ -6,6 +6,7 @@
 #include <cstring>
 #include <mutex>
 #include <new>
+#include <numeric>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -62,9 +63,6 @@ bool came_last(const Meeting& meeting, const Phase& phase, const Place& place) {
     return phase.arrived == meeting.replicas() && phase.last == place.position;
 }
 
-// The last phase that this replica has reached.
-int phase_of(const Place& place, Direction direction) { return direction == Direction::kForward ? 0 : place.backwards; }
-
 Ticket ticket_of(const Meeting& meeting, int number) {
     const Terms& terms = *meeting.terms;
     return {terms.layer,        meeting.draw.node, meeting.draw.call, number,
@@ -85,11 +83,9 @@ void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Pa
 
 // Returns one row of all vectors, in the order of the replicas.
 Vector all_values(const Meeting& meeting, Phase& phase) {
-    std::vector<size_t> positions(meeting.replicas());  // by rank
-    for (size_t position = 0; position < positions.size(); ++position) positions[meeting.rank(position)] = position;
-    phase.firsts.resize(positions.size());
+    phase.firsts.resize(meeting.replicas());
     Vector row;
-    for (const size_t position : positions) {
+    for (const size_t position : meeting.in_order()) {
         phase.firsts[position] = row.size();
         const Vector& own = phase.entries[position].values;
         row.insert(row.end(), own.begin(), own.end());
@@ -126,9 +122,8 @@ Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine c
 }
 
 DeviceContribution on_devices(const Meeting& meeting, Phase& phase) {
-    DeviceContribution out{std::vector<cuda::OnDevice>(meeting.replicas()), all_values(meeting, phase)};
-    for (size_t position = 0; position < meeting.replicas(); ++position)
-        out.parts[meeting.rank(position)] = *phase.entries[position].device;
+    DeviceContribution out{{}, all_values(meeting, phase)};
+    for (const size_t position : meeting.in_order()) out.parts.push_back(*phase.entries[position].device);
     return out;
 }
 
@@ -319,12 +314,12 @@ Scope* Meeting::caller(const std::string& context) const {
     return nullptr;
 }
 
-size_t Meeting::rank(size_t position) const {
-    size_t before = 0;
-    for (size_t i = 0; i < positions.size(); ++i)
-        before += positions[i].context < positions[position].context ||
-                  (positions[i].context == positions[position].context && i < position);
-    return before;
+std::vector<size_t> Meeting::in_order() const {
+    std::vector<size_t> out(positions.size());
+    std::iota(out.begin(), out.end(), size_t{0});
+    std::stable_sort(out.begin(), out.end(),
+                     [&](size_t a, size_t b) { return positions[a].context < positions[b].context; });
+    return out;
 }
 
 bool Place::first_lane() const {
@@ -426,10 +421,9 @@ void Rendezvous::fail(Meeting& meeting, const Failure& failure) const {
     fail_here(meeting, failure);
 }
 
-bool Rendezvous::contribute(Place& place, Direction direction, Part part) {
+bool Rendezvous::contribute(const Place& place, Part part) {
     Meeting& meeting = *place.meeting;
-    if (direction == Direction::kBackward) ++place.backwards;
-    const int number = phase_of(place, direction);
+    const int number = place.phase;
     Lock lock(mutex_);
     throw_if_failed(meeting);
     Phase& phase = meeting.phases[number];
@@ -482,8 +476,8 @@ void Rendezvous::finish(Meeting& meeting, Phase& phase, int number) const {
     meeting.changed.notify_all();
 }
 
-Total Rendezvous::total(const Place& place, Direction direction) const {
-    const int number = phase_of(place, direction);
+Total Rendezvous::total(const Place& place) const {
+    const int number = place.phase;
     Meeting& meeting = *place.meeting;
     Lock lock(mutex_);
     Phase& phase = meeting.phases[number];
@@ -504,8 +498,8 @@ Total Rendezvous::total(const Place& place, Direction direction) const {
     return total;
 }
 
-bool Rendezvous::comes_within(const Place& place, Direction direction, double seconds) const {
-    const int number = phase_of(place, direction);
+bool Rendezvous::comes_within(const Place& place, double seconds) const {
+    const int number = place.phase;
     Meeting& meeting = *place.meeting;
     Lock lock(mutex_);
     Phase& phase = meeting.phases[number];

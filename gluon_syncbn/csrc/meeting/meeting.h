@@ -119,7 +119,8 @@ struct Meeting {
     bool settled() const;
     // The scope of the first call on a context; null if it has none.
     Scope* caller(const std::string& context) const;
-    size_t rank(size_t position) const;  // in the order of the contexts; on one context in the order of the positions
+    // The positions in the order of the contexts; on one context in that of the calls.
+    std::vector<size_t> in_order() const;
     const std::string& replica(size_t position) const { return contexts()[positions[position].context]; }  // "cpu(1)"
 };
 
@@ -127,13 +128,11 @@ struct Meeting {
 struct Place {
     std::shared_ptr<Meeting> meeting;
     size_t position = 0;
-    int backwards = 0;
+    int phase = 0;  // that it has reached
 
     // Whether this replica passes on its context's statistics; one does. Valid only after the forward has met.
     bool first_lane() const;
 };
-
-enum class Direction { kForward, kBackward };
 
 // Holds the meetings of one layer whose forwards are not done.
 class Rendezvous {
@@ -149,13 +148,13 @@ class Rendezvous {
     Place take(const TermsPtr& terms, const std::string& context, int64_t node);
     // Called once for the forward of a call, and once for each of its backwards. Waits for no replica, and returns
     // whether all have come. The last one calls the exchange.
-    bool contribute(Place& place, Direction direction, Part part);
+    bool contribute(const Place& place, Part part);
     // Waits at most so long for all replicas and processes; returns whether they have come. A missing one is no
     // failure.
-    bool comes_within(const Place& place, Direction direction, double seconds) const;
+    bool comes_within(const Place& place, double seconds) const;
     // Waits for all contributions and returns them: combined, or side by side in the order of their ranks. Then `first`
     // is the first value of this replica.
-    Total total(const Place& place, Direction direction) const;
+    Total total(const Place& place) const;
     // A replica has failed: fails the step or, if that has been forgotten, only the meeting.
     void fail(Meeting& meeting, const Failure& failure) const;
     void forget();         // all meetings

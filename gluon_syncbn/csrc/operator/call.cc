@@ -81,7 +81,7 @@ void Call::issue(const void* caller, Recall recall) {
     terms_ = node_.layer->terms();
     recall_ = std::move(recall);
     if (recall_.again)
-        place_.backwards = recall_.memo->repeat();
+        place_.phase = recall_.memo->repeat();
     else if (within_graph() || !shares())
         return;
     else
@@ -111,7 +111,8 @@ void Call::attempt(bool backward, const Arrays& arrays, const int* reqs, const W
             if (reqs[i] != kNull) try {
                     if (data) fill(arrays[first + i], tensor_.type, tensor_.shape.size(), kNaN);
                     if (parameter) fill(arrays[first + i], tensor_.parameter_type(), channels(), kNaN);
-                    if (!backward && !data) fill(arrays[first + i], Type::kFloat64, moments_length(channels()), 0);
+                    if (!backward && node_.is_batch(first + i))
+                        fill(arrays[first + i], Type::kFloat64, moments_length(channels()), 0);
                 } catch (const std::exception&) {  // of a device that cannot even do this; its own reason is reported
                 }
         }
@@ -172,6 +173,7 @@ bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
     tensor_.lay_out(arrays.block);
     ready_ = passes_on() || frozen_;
     const bool complete = stage_ == Stage::kComplete;
+    ++place_.phase;
     if (!complete && !place_.meeting && node_.role != Role::kTrack) stage_ = Stage::kLost;
     attempt(true, arrays, reqs, [&] {
         throw_if_closed();
@@ -312,9 +314,9 @@ std::shared_ptr<const void> Call::repeat() {
                  terms_->timeout,
                  "An operator before it does not finish, or the replicas of the forward were not all called.");
     const auto outcome = recall_.memo->outcome(wait);
-    const int backwards = place_.backwards;
+    const int phase = place_.phase;
     place_ = outcome->place;
-    place_.backwards = backwards;
+    place_.phase = phase;
     pools_ = outcome->pools;
     tensor_.slots = outcome->slots;
     tensor_.lay_out(tensor_.shape.block);
@@ -358,7 +360,7 @@ void Call::check_finite(const Vector& moments) const {
     check_finite(at, at < 0 ? 0 : moments[static_cast<size_t>(at)]);
 }
 
-void Call::contribute(Direction direction, Vector values, std::shared_ptr<const cuda::OnDevice> device) {
+void Call::contribute(Vector values, std::shared_ptr<const cuda::OnDevice> device) {
     ready_ = !shares();
     if (ready_) {
         own_ = std::move(values);
@@ -366,16 +368,16 @@ void Call::contribute(Direction direction, Vector values, std::shared_ptr<const 
     }
     Rendezvous& rendezvous = node_.layer->rendezvous;
     SYNCBN_POINT("before_contribution");
-    ready_ = rendezvous.contribute(place_, direction, {tensor_.type, channels(), std::move(values), std::move(device)});
+    ready_ = rendezvous.contribute(place_, {tensor_.type, channels(), std::move(values), std::move(device)});
     SYNCBN_POINT("after_contribution");
     if (ready_ || terms_->per_context > 1) return;  // the next of this context's replicas needs this very thread
-    ready_ = rendezvous.comes_within(place_, direction, kMoment);
+    ready_ = rendezvous.comes_within(place_, kMoment);
 }
 
-Total Call::total(Direction direction) {
+Total Call::total() {
     if (!shares()) return {std::move(own_), 0, node_.layer->id};
     SYNCBN_POINT("before_total");
-    Total total = node_.layer->rendezvous.total(place_, direction);
+    Total total = node_.layer->rendezvous.total(place_);
     SYNCBN_POINT("after_total");
     return total;
 }

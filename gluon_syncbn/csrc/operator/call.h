@@ -66,6 +66,11 @@ struct Node {
     bool is_data(int at) const {
         return at == kX || at == output() || (adds && at == kAddend) || (hands_addend_on() && at == addend_output());
     }
+    bool is_mask(int at) const { return masks && at == mask_input(); }
+    // Whether it has the statistics of the batch, between the two operators of a call.
+    bool is_batch(int at) const {
+        return (role == Role::kTrack && at == batch()) || (role == Role::kMeet && at == batch_output());
+    }
     bool is_data_of_backward(int at) const {
         return is_data(at < outputs() ? output() + at : at - (at < gradients() ? outputs() : gradients()));
     }
@@ -170,9 +175,9 @@ class Call {
     Exchange& exchange() const { return *place_.meeting->exchange; }
     // Contributes this replica's vectors: `values` as in `Part`. Waits a moment for the others, in this process and
     // elsewhere.
-    void contribute(Direction direction, Vector values, std::shared_ptr<const cuda::OnDevice> device = nullptr);
+    void contribute(Vector values, std::shared_ptr<const cuda::OnDevice> device = nullptr);
     // Returns the vectors of all slots, or their combination.
-    Total total(Direction direction);
+    Total total();
     // Makes the pools of all slots; this replica's slots begin at `first`. `groups` as in a total.
     void assign(const std::vector<double>& counts, size_t first, int64_t key, const std::vector<int>& groups);
     int64_t channels() const { return tensor_.shape.channels; }

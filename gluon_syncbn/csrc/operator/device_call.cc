@@ -144,11 +144,11 @@ class DeviceCall : public Call {
     template <typename Launch>
     Memory reduced(int64_t length, const char* merge, const Launch& launch_with);
     // Contributes this replica's vectors, which are on their way into `gathered_`, and `counts` beside them.
-    void contribute_gathered(Direction direction, Vector counts);
+    void contribute_gathered(Vector counts);
     // The number of values of each slot. Those that a mask leaves are in the moments: the call waits for them.
     Vector counts(bool masked = false);
     // Gets the packed vectors of all replicas into `gathered_`. In the forward, returns the samples of their slots.
-    Total total_gathered(Direction direction, int64_t length);
+    Total total_gathered(int64_t length);
     void run_normalise(const Arrays& arrays, int req, void* batch);
     // Copies the pools' lists to the device.
     void put_lists();
@@ -362,13 +362,13 @@ Vector DeviceCall::counts(bool masked) {
     return counts;
 }
 
-void DeviceCall::contribute_gathered(Direction direction, Vector values) {
+void DeviceCall::contribute_gathered(Vector values) {
     const Memory& own = gathered_->own;
-    if (exchange_ == nullptr) return contribute(direction, std::move(values));
+    if (exchange_ == nullptr) return contribute(std::move(values));
     std::shared_ptr<const cuda::OnDevice> part;
     if (form() == Form::kHost) {
         values = downloaded(own);
-        if (direction == Direction::kForward) check_finite(values);
+        if (place_.phase == 0) check_finite(values);
     } else {
         if (exchange_->replicas() > 1)
             gathered_->all = memory(static_cast<int64_t>(exchange_->replicas()) * own.size());
@@ -376,11 +376,11 @@ void DeviceCall::contribute_gathered(Direction direction, Vector values) {
         may_be_posted_ = true;
         part = {gathered_, &gathered_->part};
     }
-    still_current([&] { contribute(direction, std::move(values), std::move(part)); });
+    still_current([&] { contribute(std::move(values), std::move(part)); });
 }
 
-Total DeviceCall::total_gathered(Direction direction, int64_t length) {
-    Total total = still_current([&] { return this->total(direction); });
+Total DeviceCall::total_gathered(int64_t length) {
+    Total total = still_current([&] { return this->total(); });
     may_be_posted_ = false;
     if (form() != Form::kHost) return total;
     gathered_->all = memory(static_cast<int64_t>(total.values.size()));
@@ -405,7 +405,7 @@ void DeviceCall::begin_normalise(const Arrays& arrays) {
     gathered_->own = reduced(moments_length(channels()), "merge_moments", [&](const Plan& plan, double* out) {
         run(kernel_of(stem, tensor_.type), plan.reduce(), cuda::MomentsArguments{plan.tiling(), x, out, mask});
     });
-    contribute_gathered(Direction::kForward, counts(mask != nullptr));
+    contribute_gathered(counts(mask != nullptr));
 }
 
 void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
@@ -415,7 +415,7 @@ void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
         gathered_ = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
         return run_normalise(arrays, reqs[0], batch);
     }
-    const Total counts = total_gathered(Direction::kForward, moments_length(channels()));
+    const Total counts = total_gathered(moments_length(channels()));
     assign(counts.values, counts.first, counts.key, counts.groups);
     tells_ = watches() && form() != Form::kHost;
     run_normalise(arrays, reqs[0], batch);
@@ -518,14 +518,14 @@ void DeviceCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
                                     kept_.data(), out});
     });
     gradients_ = {x, dz != nullptr ? dz : dy, by_input};
-    if (!frozen_) contribute_gathered(Direction::kBackward, counts());
+    if (!frozen_) contribute_gathered(counts());
 }
 
 void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
     const int gradients = node_.gradients();
     const Affine affine = this->affine(arrays, node_.outputs());
     const auto [x, head, by_input] = gradients_;
-    if (!frozen_) total_gathered(Direction::kBackward, gradients_length(channels()));
+    if (!frozen_) total_gathered(gradients_length(channels()));
 
     const auto target = [&](Input i) { return reqs[i] == kNull ? nullptr : data(arrays[gradients + i]); };
     const Plan plan = plan_of(tensor_);

@@ -142,7 +142,7 @@ void HostCall::begin_normalise(const Arrays& arrays) {
     const std::vector<float> mask = this->mask(arrays, node_.mask_input());
     Vector own = backend_.moments(arrays[kX], tensor_, mask.empty() ? nullptr : mask.data());
     check_finite(own);
-    contribute(Direction::kForward, std::move(own));
+    contribute(std::move(own));
 }
 
 void HostCall::normalise(const Arrays& arrays, const int* reqs) {
@@ -151,7 +151,7 @@ void HostCall::normalise(const Arrays& arrays, const int* reqs) {
         repeat();
         backend_.threads = threads();
     } else {
-        batch = assign_statistics(total(Direction::kForward));
+        batch = assign_statistics(total());
         if (watches() && first_not_finite(batch) >= 0) batch[0] = 0;
         remember(nullptr);
     }
@@ -225,14 +225,14 @@ void HostCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
             found.beta[c] += sums[at + c];
             if (!node_.fix_gamma) found.gamma[c] += sums[at + n + c];
         }
-    if (!frozen_) contribute(Direction::kBackward, std::move(sums));
+    if (!frozen_) contribute(std::move(sums));
 }
 
 void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
     const int64_t n = channels();
     const int gradients = node_.gradients();
     const Gradients found = std::exchange(gradients_, {});
-    const Vector all = frozen_ ? Vector() : total(Direction::kBackward).values;
+    const Vector all = frozen_ ? Vector() : total().values;
 
     if (node_.adds && reqs[kAddend] != kNull && found.dz != data(arrays[gradients + kAddend]))
         backend_.copy(found.dz, tensor_.type, tensor_.shape.size(), arrays[gradients + kAddend], reqs[kAddend] == kAdd);

@@ -188,13 +188,6 @@ int list_states(char*** out, void* state) {
     return 1;
 }
 
-// The index of the batch's statistics among [inputs][outputs][auxiliary states]; -1 if they stay inside.
-int batch_at(const Property& property) {
-    return property.role == Role::kMeet    ? property.batch_output()
-           : property.role == Role::kTrack ? property.batch()
-                                           : -1;
-}
-
 [[noreturn]] void refuse(const Property& property, const std::string& reason) {
     throw dmlc::Error(Failure(property.layer->name, "", "", reason).what());
 }
@@ -267,9 +260,9 @@ int infer_shape(int size, int* dims, int** shapes, void* state) {
     static thread_local int batch;
     batch = 1 + 2 * *channels;
     for (int i = 1; i < size; ++i) {
-        if (property.masks && i == property.mask_input()) continue;
+        if (property.is_mask(i)) continue;
         dims[i] = property.is_data(i) ? dims[0] : 1;
-        shapes[i] = property.is_data(i) ? shapes[0] : i == batch_at(property) ? &batch : channels;
+        shapes[i] = property.is_data(i) ? shapes[0] : property.is_batch(i) ? &batch : channels;
     }
     return 1;
 }
@@ -293,12 +286,11 @@ int infer_type(int size, int* types, void* state) {
                              " was given");
     const int parameter = static_cast<int>(parameter_type_of(static_cast<Type>(data)));
     for (int i = 0; i < size; ++i) {
-        if (!property.masks || i != property.mask_input())
-            types[i] = property.is_data(i) ? data : parameter;
+        if (!property.is_mask(i))
+            types[i] = property.is_data(i) ? data : property.is_batch(i) ? static_cast<int>(Type::kFloat64) : parameter;
         else if (types[i] < 0)
             types[i] = data;
     }
-    if (batch_at(property) >= 0) types[batch_at(property)] = static_cast<int>(Type::kFloat64);
     return 1;
 }
 
