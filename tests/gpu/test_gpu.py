@@ -19,15 +19,14 @@ import mxnet as mx
 import numpy as np
 import points
 import pytest
-from environments import shell
+from environments import ended, shell
 from gate import Gate
 from gpus import EMULATED, GPUS, assert_sound, counted_step, counts, gpus
 from masks import make_masks, masked_step
-from mpi_job import Job
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from places import SUPPORT
-from poolings import POOLINGS, filled_slots, fits, specification
+from poolings import POOLINGS, fits, specification
 from replicas import (
     TOLERANCE,
     WAYS,
@@ -41,7 +40,6 @@ from replicas import (
     short_waits,
     step,
     step_in_any_order,
-    step_of,
 )
 from soak.layers.case import CONTEXTS, draw_for_emulator
 from soak.layers.trial import run as random_case
@@ -56,7 +54,7 @@ if not GPUS:
 
 def run(program, **variables):
     command = [sys.executable, "-W", "ignore", *program]
-    return subprocess.run(command, env=shell(**variables), capture_output=True, text=True, timeout=100)
+    return ended(command, **variables)
 
 
 def side_by_side(programs, **variables):
@@ -78,18 +76,17 @@ def sound():
 # ---- numbers -----------------------------------------------------------------------------------------------
 
 
-# (replicas, way, type): what is launched depends on the type and the mode; when, on the way and the mode.
-CASES = [(4, way, "float64") for way in WAYS] + [(4, "eager", "float32"), (4, "eager", "float16")]
-CASES += [(4, "static_shape", "float16"), (2, "eager", "float64"), (1, "eager", "float64")]
+# Each pooling eager and in a graph; what depends on the way, the type or the number of replicas alone, for some.
+EACH = [("eager", "float64"), ("static_shape", "float16")]
+FOUR = [(pooling, 4, *way) for pooling in ["sync", *POOLINGS] for way in EACH]
+CASES = FOUR + [(p, 4, w, "float64") for p in ("sync", "shuffle, 2 slots") for w in ("hybrid", "static_alloc")]
+CASES += [(p, n, "eager", "float64") for p in ("sync", "local, 8 slots", "shuffle, 8 slots") for n in (1, 2)]
+CASES += [(p, 4, "eager", "float32") for p in ("sync", "shuffle, 2 slots")]
 
 
-@pytest.mark.parametrize("replicas, way, dtype", CASES)
-@pytest.mark.parametrize("pooling", ["sync", *POOLINGS])
+@pytest.mark.parametrize("pooling, replicas, way, dtype", CASES)
 def test_equals_the_specification(rng, pooling, replicas, way, dtype):
-    settings = POOLINGS.get(pooling, {})
-    if not fits(settings, replicas):
-        pytest.skip("not with so few replicas")
-    contexts = gpus(replicas)
+    settings, contexts = POOLINGS.get(pooling, {}), gpus(replicas)
     batch = make_batch(rng, replicas, dtype=dtype)
     layer = prepare(SyncBatchNorm(in_channels=5, **settings), batch, contexts, dtype, WAYS[way])
     node = -1 if way == "eager" else 0
@@ -100,53 +97,23 @@ def test_equals_the_specification(rng, pooling, replicas, way, dtype):
         assert_same(got, specification(layer, batch, node=node, call=call), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("replicas, way, dtype", [case for case in CASES if case[1] in ("eager", "static_shape")])
-@pytest.mark.parametrize("pooling", ["sync", *POOLINGS])
+@pytest.mark.parametrize("pooling, replicas, way, dtype", FOUR)
 def test_under_a_mask(rng, pooling, replicas, way, dtype):
     """With a replica of which nothing counts."""
     settings, contexts = POOLINGS.get(pooling, {}), gpus(replicas)
     batch = make_batch(rng, replicas, dtype=dtype)
     masks = make_masks(rng, batch)
-    if replicas > 1:
-        masks[1] *= 0
-    shuffles = settings.get("mode") == "shuffle"
-    if not fits(settings, replicas) or (shuffles and filled_slots(masks, settings.get("virtual_devices", 1)) < 2):
-        pytest.skip("not with so few replicas")
+    masks[1] *= 0
     layer = prepare(SyncBatchNorm(in_channels=5, **settings), batch, contexts, dtype, WAYS[way])
     got = masked_step(layer, batch, masks, contexts, dtype)
     assert_same(got, specification(layer, batch, node=-1 if way == "eager" else 0, masks=masks), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("of_masks", ["float16", "float64", "uint8", "int32", "int64", "bool"])
-@pytest.mark.parametrize("axis, spatial", [(1, ()), (1, (3,)), (-1, (4, 6)), (2, (4, 6)), (1, (70, 30))])
-def test_layouts_and_types_of_masks(rng, axis, spatial, of_masks):
-    batch, contexts = make_batch(rng, 2, axis=axis, spatial=spatial, dtype="float32"), gpus(2)
-    masks = make_masks(rng, batch, axis, values=[-3.0, 0.5] if of_masks.startswith("float") else [1.0])
-    masks[0] = masks[0][:, :1] if masks[0].ndim > 1 else masks[0]  # which repeats
-    layer = prepare(SyncBatchNorm(axis=axis, in_channels=5), batch, contexts, "float32")
-    got = masked_step(layer, batch, masks, contexts, "float32", of_masks)
-    assert_same(got, specification(layer, batch, axis=axis, masks=masks), 4 * TOLERANCE["float32"])
-
-
-@pytest.mark.parametrize("hidden", [np.nan, 1e30])
-def test_what_is_masked_may_hold_anything(rng, hidden):
-    batch, contexts = make_batch(rng, 2, dtype="float32", offset=1e4), gpus(2)
-    masks = make_masks(rng, batch)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float32")
-    want = specification(layer, batch, masks=masks)
-    shown = [np.broadcast_to(mask[:, None] != 0, x.shape) for x, mask in zip(batch.shards, masks)]
-    filled = [np.where(show, x, np.float32(hidden)) for x, show in zip(batch.shards, shown)]
-    got = masked_step(layer, batch._replace(shards=filled), masks, contexts, "float32")
-    for y, output, show in zip(got.outputs, want.outputs, shown):
-        np.testing.assert_allclose(y[show], output[show], rtol=1e-3, atol=1e-3)
-    for field in ("running_mean", "running_var"):
-        np.testing.assert_allclose(getattr(got, field), getattr(want, field), rtol=1e-5)
-
-
 @pytest.mark.parametrize("first", range(0, 120, 20))
 def test_random_cases(first):
     """Those of `make soak ARGS="--kind layers"`, without the operators of MXNet's own that may stand in a case: every
-    layout, type, setting and request for gradients, with and without an activation, an addition and empty shards."""
+    layout, type, setting and request for gradients, with and without an activation, an addition, a mask of any type and
+    empty shards."""
     gpus(CONTEXTS)
     for seed in range(first, first + 20):
         random_case(draw_for_emulator(seed), GPUS)
@@ -233,30 +200,6 @@ def test_a_block_that_is_recomputed(rng, pooling, way):
         found.append([collect(layer, ys, [x.grad for x in xs], contexts) for layer in layers])
     for got, want in zip(found[1], found[0]):
         assert_same(got, want, 1e-11)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_running_statistics_in_a_graph(rng, dtype):
-    """A hybridized net predicts through the operator: it must take the running statistics, and leave them."""
-    batch, contexts = make_batch(rng, 2, dtype=dtype), gpus(2)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, dtype, {})
-    mean, var = rng.randn(5), rng.rand(5) + 0.5
-    layer.running_mean.set_data(nd.array(mean, dtype=layer.running_mean.dtype))
-    layer.running_var.set_data(nd.array(var, dtype=layer.running_var.dtype))
-    xs, heads = (on_devices(arrays, contexts, dtype) for arrays in (batch.shards, batch.heads))
-    for x in xs:
-        x.attach_grad()
-    with autograd.record(train_mode=False):
-        ys = [layer(x) for x in xs]
-    autograd.backward(ys, heads, train_mode=False)
-    shape, tolerance = (1, 5, 1, 1), TOLERANCE[dtype]
-    scale = (batch.gamma / np.sqrt(var + 1e-5)).reshape(shape)
-    for x, y, shard, head in zip(xs, ys, batch.shards, batch.heads):
-        want = (shard.astype("float64") - mean.reshape(shape)) * scale + batch.beta.reshape(shape)
-        np.testing.assert_allclose(y.asnumpy(), want, rtol=0, atol=tolerance * np.abs(want).max())
-        np.testing.assert_allclose(x.grad.asnumpy(), head * scale, rtol=0, atol=2 * tolerance * np.abs(want).max())
-    for context in contexts:
-        np.testing.assert_allclose(layer.running_mean.data(context).asnumpy(), mean, rtol=1e-6)
 
 
 # ---- the way of calls ------------------------------------------------------------------------------------------
@@ -377,19 +320,7 @@ def assert_addends(got, want, layer, batch, tolerance, starts=None):
         np.testing.assert_allclose(grad, dz, rtol=0, atol=tolerance * np.abs(dz).max(initial=0))
 
 
-@pytest.mark.parametrize("behind", EPILOGUE)
-def test_what_stands_behind_under_a_mask(rng, behind):
-    batch, contexts = make_batch(rng, 3), gpus(3)
-    addends, masks = make_addends(rng, behind, batch), make_masks(rng, batch)
-    masks[0] *= 0
-    for settings in ({}, {"mode": "local"}):
-        layer = prepare(make_behind(behind, **settings), batch, contexts, "float64")
-        inputs = [on_devices(a, contexts, "float64") for a in (batch.shards, addends, masks) if a is not None]
-        got, _ = step_of(layer, inputs, on_devices(batch.heads, contexts, "float64"))
-        assert_same(got, specification(layer, batch, addends=addends, masks=masks), 1e-10)
-
-
-@pytest.mark.parametrize("behind", ["relu", "add, leaky", "leaky, in place"])
+@pytest.mark.parametrize("behind", ["in place", "relu", "add, leaky", "leaky, in place"])
 def test_activation_with_running_statistics(rng, behind):
     """In a graph; nothing flows through them."""
     batch, contexts = make_batch(rng, 2), gpus(2)
@@ -408,28 +339,11 @@ def test_activation_with_running_statistics(rng, behind):
         assert_addends(dz, want, layer, batch, 1e-11)
 
 
-@pytest.mark.parametrize("behind", ["relu", "add, relu"])
-def test_activation_of_a_batch_that_is_left_out(rng, behind):
-    """What is not finite reaches the outputs, and not the running statistics."""
-    batch = make_batch(rng, 2)
-    batch.shards[1][0, 2].flat[1] = np.nan
-    addends = make_addends(rng, behind, batch)
-    gluon_syncbn.configure(nonfinite="skip")
-    try:
-        layer = prepare(make_behind(behind), batch, gpus(2), "float64")
-        got, _ = run_behind(layer, batch, addends, gpus(2), "float64")
-    finally:
-        gluon_syncbn.configure(nonfinite="propagate")
-    want = specification(layer, batch, nonfinite="skip", addends=addends)
-    for name in ("outputs", "running_mean", "running_var"):
-        for g, w in zip(getattr(got, name), getattr(want, name)):
-            np.testing.assert_allclose(g, w, rtol=1e-11, atol=1e-11)
-    assert all(np.isnan(y[:, 2]).all() and not np.isnan(np.delete(y, 2, 1)).any() for y in got.outputs)
-
-
-@pytest.mark.parametrize("grad_req", ["write", "add", None])
 @pytest.mark.parametrize("shape", [(0, 5, 4, 6), (3, 5, 4, 0)], ids=["no sample", "no position"])
-@pytest.mark.parametrize("behind", EPILOGUE)
+@pytest.mark.parametrize(
+    "behind, grad_req",
+    [("relu", "write"), ("leaky, in place", "write"), ("add", "write"), ("add, leaky", "add"), ("add, relu6", None)],
+)
 def test_activation_of_an_empty_shard(rng, behind, shape, grad_req):
     batch = make_batch(rng, 2)
     batch.shards[1], batch.heads[1] = np.zeros(shape), np.zeros(shape)
@@ -486,26 +400,6 @@ def test_same_bits_every_time(rng):
 
 
 # ---- how layers are called ---------------------------------------------------------------------------------
-
-
-def test_a_layer_twice_in_a_forward(rng):
-    """And two forwards before the backward, which each belong to their own call."""
-    contexts, first, second = gpus(2), make_batch(rng, 2), make_batch(rng, 2)
-    second = second._replace(gamma=first.gamma, beta=first.beta)
-    layer = prepare(SyncBatchNorm(in_channels=5), first, contexts, "float64")
-    ys, xs = [], []
-    for batch in (first, second):
-        arrays = on_devices(batch.shards, contexts, "float64")
-        for x in arrays:
-            x.attach_grad()
-        with autograd.record():
-            ys.append([layer(x) for x in arrays])
-        xs.append(arrays)
-    for batch, arrays, outputs in list(zip((first, second), xs, ys))[::-1]:
-        autograd.backward(outputs, on_devices(batch.heads, contexts, "float64"), retain_graph=True)
-        got = collect(layer, outputs, [x.grad for x in arrays], contexts)
-        want = specification(layer, batch)
-        assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-11)
 
 
 @pytest.mark.parametrize("kvstore", [None, "host", "device"])
@@ -588,6 +482,11 @@ def test_every_way_gives_the_same_numbers(rng, pooling, kvstore):
         got = step(layer, batch, contexts, "float64")
         want = specification(layer, batch, call=call)
         assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-10)
+    masks = make_masks(rng, batch)
+    masks[2] *= 0
+    got = masked_step(layer, batch, masks, contexts, "float64")
+    want = specification(layer, batch, masks=masks, call=2)
+    assert_same(got._replace(running_mean=[], running_var=[]), want, 1e-10)
 
 
 def test_another_way_in_the_middle_of_a_step(rng):
@@ -668,17 +567,6 @@ def test_nccl_is_for_gpus(rng):
     gluon_syncbn.reset()
     with pytest.raises(ValueError, match="a Trainer cannot share it"):
         SyncBatchNorm(kvstore=mx.kv.create("nccl"))
-
-
-# On the emulator test_gpu_processes.py shows the modes, and the types; all of them by each other take half a minute
-# (`make test-gpu-emulated ARGS="-m slow"`).
-@pytest.mark.slow
-def test_processes(monkeypatch):
-    """Two with one and two GPUs, in all modes, types and ways of running."""
-    gpus(2)
-    monkeypatch.setenv("GLUON_SYNCBN_TEST_DEVICE", "gpu")
-    job = Job(2, "equals_the_specification", limit=200)
-    assert job.succeeded(2), job.output
 
 
 # ---- failures ----------------------------------------------------------------------------------------------
@@ -983,17 +871,6 @@ def test_nothing_is_posted_where_replicas_differ(rng):
     gluon_syncbn.reset()
     for context, values in zip(contexts, before):
         np.testing.assert_array_equal(layer.running_mean.data(context).asnumpy(), values)
-
-
-@pytest.mark.parametrize("kvstore", ["nccl", "host", "device", "local", None])
-def test_masks_over_every_exchange(rng, kvstore):
-    for settings in ({}, {"group_size": 2}, {"mode": "shuffle", "virtual_devices": 2}):
-        batch, contexts = make_batch(rng, 4), gpus(4)
-        masks = make_masks(rng, batch)
-        masks[2] *= 0
-        layer = prepare(SyncBatchNorm(in_channels=5, kvstore=kvstore, **settings), batch, contexts, "float64")
-        got = masked_step(layer, batch, masks, contexts, "float64")
-        assert_same(got, specification(layer, batch, masks=masks), 1e-10)
 
 
 # ---- what a step asks of a GPU -----------------------------------------------------------------------------
