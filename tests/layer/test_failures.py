@@ -118,16 +118,6 @@ def test_backward_of_one_loss(contexts, rng, way):
     assert_next_step_is_right(layer, contexts[:2], rng)
 
 
-def test_reading_between_replicas(contexts, rng):
-    layer = a_layer(contexts[:2])
-    xs = shards(rng, contexts[:2])
-    with short_waits(), pytest.raises(mx.MXNetError) as error, autograd.record():
-        for x in xs:
-            layer(x).asnumpy()
-    assert_explains(error, layer, "1 of 2 replicas arrived (cpu(0))", "missing cpu(1)", "asnumpy")
-    assert_next_step_is_right(layer, contexts[:2], rng)
-
-
 def test_a_device_that_leaves_out_a_layer(contexts, rng):
     """It waits for its partner in the next layer, and gives up before that one does: the error names the layer."""
     first, second = (a_layer(contexts[:2]) for _ in range(2))

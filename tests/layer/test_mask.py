@@ -58,23 +58,6 @@ def test_equals_the_specification(contexts, rng, pooling, way, dtype):
         assert_same(got, want, ON_CPUS[dtype])
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16"])
-@pytest.mark.parametrize("axis, spatial", [(1, ()), (1, (3,)), (1, (40,)), (-1, (4, 6)), (2, (4, 6)), (1, (2, 3, 5))])
-def test_every_layout(contexts, rng, axis, spatial, dtype):
-    batch = make_batch(rng, 3, axis=axis, spatial=spatial, dtype=dtype)
-    masks = make_masks(rng, batch, axis)
-    layer = prepare(SyncBatchNorm(axis=axis), batch, contexts[:3], dtype)
-    got = masked_step(layer, batch, masks, contexts, dtype)
-    assert_same(got, specification(layer, batch, axis=axis, masks=masks), TOLERANCE[dtype])
-    wide = [np.expand_dims(mask, axis % batch.shards[0].ndim) for mask in masks]
-    assert_same_bits(masked_step(prepare_like(layer, batch, contexts), batch, wide, contexts, dtype), got)
-
-
-def prepare_like(layer, batch, contexts, **settings):
-    again = SyncBatchNorm(axis=layer._kwargs["axis"], **settings)
-    return prepare(again, batch, layer.running_mean.list_ctx(), layer.gamma.dtype)
-
-
 def test_channels_along_the_first_axis(contexts, rng):
     x, head, mask = rng.randn(4, 3, 5), rng.randn(4, 3, 5), rng.rand(3, 5) < 0.5
     batch = make_batch(rng, 1, channels=4)._replace(shards=[x], heads=[head])
@@ -97,22 +80,13 @@ def test_every_type_of_mask(contexts, rng, of_masks, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("settings", [
-    {"activation": "relu"}, {"activation": "leaky"}, {"activation": "leaky", "inplace": True}, {"inplace": True},
-    {"inplace": True, "mode": "local", "virtual_devices": 2}, {"use_global_stats": True}, {"scale": False},
-], ids=str)  # fmt: skip
-@pytest.mark.filterwarnings("ignore:The 1-th input to HybridBlock is not used")  # by running statistics
-def test_with_other_settings(contexts, rng, settings, way):
+@pytest.mark.parametrize("settings", [{}, {"activation": "leaky"}, {"mode": "local", "virtual_devices": 2}], ids=str)
+def test_in_place(contexts, rng, settings, way):
     batch = make_batch(rng, 3)
     masks = make_masks(rng, batch)
     masks[2] *= 0
-    layer = prepare(SyncBatchNorm(**settings), batch, contexts[:3], "float64", WAYS[way])
-    got = masked_step(layer, batch, masks, contexts, "float64")
-    if "use_global_stats" in settings:
-        want = step(prepare_like(layer, batch, contexts, **settings), batch, contexts, "float64")
-    else:
-        want = specification(layer, batch, masks=masks)
-    assert_same(got, want, 1e-10)
+    layer = prepare(SyncBatchNorm(inplace=True, **settings), batch, contexts[:3], "float64", WAYS[way])
+    assert_same(masked_step(layer, batch, masks, contexts, "float64"), specification(layer, batch, masks=masks), 1e-10)
 
 
 @pytest.mark.parametrize("pooling", ["sync", "local", "shuffle"])
@@ -225,19 +199,6 @@ def test_behind_a_convolution(contexts, rng, channels):
 
 
 # ---- nothing counts ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("settings", [{}, {"group_size": 1}, {"mode": "local"}], ids=str)
-def test_a_replica_of_which_nothing_counts(contexts, rng, settings):
-    batch = make_batch(rng, 3)
-    masks = make_masks(rng, batch)
-    masks[1] *= 0
-    layer = prepare(SyncBatchNorm(**settings), batch, contexts[:3], "float64")
-    got = masked_step(layer, batch, masks, contexts, "float64")
-    assert_same(got, specification(layer, batch, masks=masks), 1e-11)
-    if settings:  # beta, and the running statistics as they were
-        np.testing.assert_array_equal(got.outputs[1], np.broadcast_to(batch.beta[:, None, None], got.outputs[1].shape))
-        assert not got.dxs[1].any() and not got.running_mean[1].any() and (got.running_var[1] == 1).all()
 
 
 def test_nothing_counts_at_all(contexts, rng):

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import re
 import subprocess
 import sys
 import threading
@@ -12,22 +11,18 @@ import mxnet as mx
 import numpy as np
 import pytest
 from environments import shell
-from gluoncv.utils.parallel import DataParallelModel
 from mxnet import autograd, nd
 from mxnet.gluon import nn
 from poolings import POOLINGS, fits, permutation, specification
 from replicas import (
     ON_CPUS,
     WAYS,
-    Batch,
-    Result,
     assert_same,
     assert_same_bits,
     collect,
     make_batch,
     on_devices,
     prepare,
-    short_waits,
     step,
 )
 
@@ -91,82 +86,6 @@ def test_a_value_that_is_not_finite(contexts, rng, pooling, axis):
         for name in ("outputs", "dxs", "running_var"):
             for g, w in zip(getattr(got, name), getattr(want, name)):
                 np.testing.assert_array_equal(np.isfinite(g), np.isfinite(w), err_msg=f"{name}, {value} at {where}")
-
-
-@pytest.mark.parametrize("pooling", ["local", "shuffle", "groups of 2"])
-def test_the_first_axis_as_channels(contexts, rng, pooling):
-    shards = [rng.randn(5, 3 + i, 4) * (i + 1) + i for i in range(4)]
-    batch = Batch(shards, [rng.randn(*x.shape) for x in shards], rng.rand(5) + 0.5, rng.randn(5))
-    layer = prepare(SyncBatchNorm(axis=0, in_channels=5, **POOLINGS[pooling]), batch, contexts[:4], "float64")
-    assert_same(step(layer, batch, contexts, "float64"), specification(layer, batch, axis=0), 1e-6)
-
-
-@pytest.mark.parametrize("pooling", ["sync, 3 slots", "groups of 2", "local, 2 slots", "shuffle", "shuffle, 2 slots"])
-def test_finite_differences(contexts, rng, pooling):
-    """The gradient of the layer itself, whatever the specification says: all replicas' losses, one permutation."""
-    batch = make_batch(rng, 2, channels=2, spatial=(3,))
-    layer = prepare(SyncBatchNorm(in_channels=2, **POOLINGS[pooling]), batch, contexts[:2], "float64")
-
-    def loss(shards):
-        gluon_syncbn.configure(seed=5)  # the same permutation each time
-        return sum(
-            (y * h).sum()
-            for y, h in zip(step(layer, batch._replace(shards=shards), contexts, "float64").outputs, batch.heads)
-        )
-
-    gluon_syncbn.configure(seed=5)
-    dxs = step(layer, batch, contexts, "float64").dxs
-    delta = 1e-5
-    for _ in range(12):
-        k = rng.randint(2)
-        at = tuple(rng.randint(extent) for extent in batch.shards[k].shape)
-        moved = [[x.copy() for x in batch.shards] for _ in range(2)]
-        moved[0][k][at] += delta
-        moved[1][k][at] -= delta
-        slope = (loss(moved[0]) - loss(moved[1])) / (2 * delta)
-        assert slope == pytest.approx(dxs[k][at], abs=1e-6)
-
-
-def test_eight_virtual_devices_are_plain_batch_norm_on_eight(contexts, rng):
-    batch = make_batch(rng, 1, spatial=(6, 6))
-    batch = Batch([rng.randn(19, 5, 6, 6) * 3 + 1], [rng.randn(19, 5, 6, 6)], batch.gamma, batch.beta)
-    one = prepare(SyncBatchNorm(in_channels=5, mode="local", virtual_devices=8), batch, contexts[:1], "float64")
-    eight = prepare(nn.BatchNorm(in_channels=5), batch, contexts[:8], "float64")
-    parts = Batch(np.array_split(batch.shards[0], 8), np.array_split(batch.heads[0], 8), batch.gamma, batch.beta)
-    for _ in range(3):
-        got, want = step(one, batch, contexts, "float64"), step(eight, parts, contexts, "float64")
-    joined = Result(
-        [np.concatenate(want.outputs)],
-        [np.concatenate(want.dxs)],
-        want.dgamma,
-        want.dbeta,
-        [np.mean(want.running_mean, axis=0)],
-        [np.mean(want.running_var, axis=0)],
-    )
-    assert_same(got, joined, 1e-11)
-
-
-@pytest.mark.parametrize("replicas", [1, 4])
-def test_virtual_devices_change_nothing_in_sync(contexts, rng, replicas):
-    batch = make_batch(rng, replicas, dtype="float32")
-    layers = [SyncBatchNorm(in_channels=5, virtual_devices=slots) for slots in (1, 5)]
-    results = [
-        step(prepare(layer, batch, contexts[:replicas], "float32"), batch, contexts, "float32") for layer in layers
-    ]
-    assert_same_bits(*results)
-
-
-def test_a_group_is_a_layer_of_its_own(contexts, rng):
-    batch = make_batch(rng, 6, dtype="float32")
-    grouped = prepare(SyncBatchNorm(in_channels=5, group_size=3), batch, contexts[:6], "float32")
-    got = step(grouped, batch, contexts, "float32")
-    for first in (0, 3):
-        part = Batch(batch.shards[first : first + 3], batch.heads[first : first + 3], batch.gamma, batch.beta)
-        alone = prepare(SyncBatchNorm(in_channels=5), part, contexts[first : first + 3], "float32")
-        want = step(alone, part, contexts[first : first + 3], "float32")
-        for name in ("outputs", "dxs", "running_mean", "running_var"):
-            for g, w in zip(getattr(got, name)[first : first + 3], getattr(want, name)):
-                np.testing.assert_array_equal(g, w)
 
 
 @pytest.mark.parametrize("pooling", ["local", "local, 2 slots"])
@@ -262,27 +181,6 @@ def test_same_bits_whatever_the_order_of_arrival(contexts, rng, pooling):
 
 
 # ---- slots without a sample --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle", "shuffle, 2 slots"])
-def test_empty_shard(contexts, rng, pooling):
-    batch = make_batch(rng, 3)
-    batch.shards[1], batch.heads[1] = np.zeros((0, 5, 4, 6)), np.zeros((0, 5, 4, 6))
-    with mx.util.np_shape(True):
-        layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), batch, contexts[:3], "float64")
-        got = step(layer, batch, contexts, "float64")
-    assert_same(got, specification(layer, batch), 1e-11)
-    np.testing.assert_array_equal(got.running_mean[1], np.zeros(5))  # nothing came, nothing changed
-
-
-def test_empty_group(contexts, rng):
-    batch = make_batch(rng, 4)
-    for k in (0, 1):
-        batch.shards[k], batch.heads[k] = np.zeros((0, 5, 4, 6)), np.zeros((0, 5, 4, 6))
-    with mx.util.np_shape(True):
-        layer = prepare(SyncBatchNorm(in_channels=5, group_size=2), batch, contexts[:4], "float64")
-        got = step(layer, batch, contexts, "float64")
-    assert_same(got, specification(layer, batch), 1e-11)
 
 
 def test_too_few_slots_with_samples(contexts, rng):
@@ -437,29 +335,6 @@ def test_named_groups_through_convert_and_norm_kwargs(contexts, rng):
         assert_same(got, specification(layer, batch), 1e-11)
 
 
-def test_groups_on_shared_contexts(contexts, rng):
-    batch, places = make_batch(rng, 4), [contexts[i] for i in (0, 0, 1, 1)]
-    layer = SyncBatchNorm(in_channels=5, num_devices=4, group_size=2)
-    prepare(layer, batch, contexts[:2], "float64", {})
-    got, want = step(layer, batch, places, "float64"), specification(layer, batch, node=0)
-    # One of the replicas of a context writes its running statistics, so both take those of its group.
-    assert_same(got, want, 1e-11)
-
-
-@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots"])
-def test_data_parallel_model(contexts, rng, pooling):
-    places, batch = contexts[:3], make_batch(rng, 3)
-    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), batch, places, "float64")
-    model = DataParallelModel(layer, places, sync=True)
-    x = nd.array(np.concatenate(batch.shards), ctx=places[0], dtype="float64")
-    for call in range(5):
-        with autograd.record():
-            ys = [y for (y,) in model(x)]
-        shards = np.split(np.concatenate(batch.shards), np.cumsum([len(y) for y in ys])[:-1])
-        want = specification(layer, batch._replace(shards=shards, heads=shards), call=call).outputs
-        np.testing.assert_allclose(np.concatenate([y.asnumpy() for y in ys]), np.concatenate(want), rtol=0, atol=1e-10)
-
-
 def make_net(**settings):
     net = nn.HybridSequential(prefix="net_")
     with net.name_scope():
@@ -558,19 +433,6 @@ def test_convert_changes_all_layers_or_none(contexts):
     assert [type(layer) for layer in net] == [nn.BatchNorm] * 2
 
 
-@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle", "groups of 2"])
-def test_global_statistics_and_prediction(contexts, rng, pooling):
-    batch = make_batch(rng, 2)
-    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), batch, contexts[:2], "float64")
-    step(layer, batch, contexts, "float64")
-    plain = gluon_syncbn.revert(copy.deepcopy(layer))
-    for frozen in (False, True):
-        layer._kwargs["use_global_stats"] = plain._kwargs["use_global_stats"] = frozen
-        for x in on_devices(batch.shards, contexts, "float64"):
-            with autograd.record(train_mode=frozen):
-                np.testing.assert_allclose(layer(x).asnumpy(), plain(x).asnumpy(), rtol=1e-12, atol=1e-13)
-
-
 MEMORY = """
 import gluon_syncbn
 gluon_syncbn.cpu_devices(1)
@@ -611,16 +473,6 @@ def test_no_mode_keeps_more_than_its_input(way, least, most):
 
 
 # ---- failures ----------------------------------------------------------------------------------------------
-
-
-def test_a_replica_that_is_never_called(contexts, rng):
-    layer = prepare(ShuffleBatchNorm(in_channels=5), make_batch(rng, 3), contexts[:3], "float64")
-    with short_waits(2):  # within which both have arrived
-        with autograd.record():
-            ys = [layer(x) for x in on_devices(make_batch(rng, 2).shards, contexts, "float64")]
-        with pytest.raises(mx.MXNetError, match=re.escape("2 of 3 replicas arrived (cpu(0), cpu(1)), missing cpu(2)")):
-            ys[0].asnumpy()
-    assert np.isfinite(step(layer, make_batch(rng, 3), contexts, "float64").outputs[2]).all()
 
 
 def test_fewer_devices_for_a_step(contexts, rng):

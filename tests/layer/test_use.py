@@ -305,18 +305,6 @@ def test_many_replicas_on_one_context(bundles):
     assert run.returncode == 0, run.stderr
 
 
-def test_repeated_contexts_need_no_num_devices(contexts, rng):
-    batch = make_batch(rng, 2)
-    layer = SyncBatchNorm(in_channels=5)
-    layer.initialize(ctx=[contexts[0], contexts[0]])
-    assert layer._replicas.per_context([contexts[0]] * 2) == 2
-    layer.gamma.set_data(nd.array(batch.gamma))
-    with autograd.record():
-        ys = [layer(x) for x in on_devices(batch.shards, [contexts[0]] * 2, "float32")]
-    for y, want in zip(ys, truth(batch._replace(beta=np.zeros(5))).outputs):
-        np.testing.assert_allclose(y.asnumpy(), want, rtol=0, atol=1e-5)
-
-
 def test_data_parallel_model(contexts, rng):
     """GluonCV runs each replica's forward in a thread of its own, and one backward for all."""
     places = contexts[:3]
@@ -449,14 +437,6 @@ def test_kvstore_gives_the_same_numbers(contexts, rng, replicas, kvstore):
         ),
         first,
     )
-
-
-@pytest.mark.parametrize("kvstore", ["device", "local"])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_kvstore_in_every_type(contexts, rng, kvstore, dtype):
-    batch = make_batch(rng, 3, dtype=dtype)
-    layer = prepare(SyncBatchNorm(in_channels=5, kvstore=kvstore), batch, contexts[:3], dtype)
-    assert_same(step(layer, batch, contexts, dtype), truth(batch), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("kvstore", ["device", "local"])
