@@ -218,18 +218,6 @@ def test_a_part_of_a_hybridized_network_that_has_run(flags):
     assert_one_device_equals(net, plain, inputs)
 
 
-def test_reverting_a_hybridized_network_drops_the_recorded_graph():
-    net, _plain = pair(contexts=CONTEXTS)
-    convert(net).hybridize()
-    step(net, shards(), CONTEXTS)
-    assert net._cached_graph
-    assert "BatchNorm" not in symbol_ops(net._cached_graph[1])
-    revert(net)
-    step(net, shards(), CONTEXTS)
-    assert net._active
-    assert symbol_ops(net._cached_graph[1]).count("BatchNorm") == 4
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -273,33 +261,6 @@ def test_the_present_use_global_stats_counts_not_the_first():
     assert revert(layer)._kwargs["use_global_stats"] is False
 
 
-def test_frozen_layers_normalise_with_the_running_statistics():
-    net, plain = pair()
-    for bn in [*layers(net, nn.BatchNorm), *layers(plain, nn.BatchNorm)]:
-        bn._kwargs["use_global_stats"] = True
-    before = [p.data(CONTEXTS[0]).asnumpy() for p in net.collect_params(".*running").values()]
-    assert_one_device_equals(convert(net), plain, shards())
-    for parameter, then in zip(net.collect_params(".*running").values(), before):
-        np.testing.assert_array_equal(parameter.data(CONTEXTS[1]).asnumpy(), then)
-
-
-def test_channels_last():
-    def make(**kwargs):
-        net = nn.HybridSequential(**kwargs)
-        with net.name_scope():
-            net.add(nn.BatchNorm(axis=3, in_channels=3), nn.BatchNorm(axis=-1, in_channels=3))
-        return net
-
-    net, plain = pair(make)
-    assert_one_device_equals(convert(net), plain, shards((5, 4, 3)))
-
-
-def test_a_root_that_is_a_batch_norm():
-    net, plain = pair(lambda **kwargs: nn.BatchNorm(in_channels=3, **kwargs))
-    assert type(convert(net)) is SyncBatchNorm
-    assert_one_device_equals(net, plain, shards())
-
-
 def test_a_block_registered_twice_stays_one_block():
     def make(**kwargs):
         net = nn.HybridSequential(**kwargs)
@@ -339,15 +300,6 @@ def test_parameters_shared_between_layers_stay_shared():
     revert(net)
     assert type(net[2]) is nn.BatchNorm
     assert type(net[2].running_mean) is gluon.Parameter
-
-
-def test_references_in_attributes_lists_tuples_and_dicts():
-    net = convert(Residual())
-    assert net.by_name["norm"] is net.norm is net._children["norm"]
-    assert type(net.norm) is SyncBatchNorm
-    assert net.by_name["all"][0] is net.by_name["all"][1][0] is net.norm
-    assert net.branches[0] is net._children["3"]
-    assert type(net.branches[0][0]) is SyncBatchNorm
 
 
 def test_a_plain_block_that_is_not_hybrid():
@@ -722,18 +674,6 @@ def test_what_something_else_has_frozen_trains_again():
     assert not layer._kwargs["use_global_stats"] and layer.gamma.grad_req == layer.beta.grad_req == "write"
 
 
-def test_a_network_built_with_the_layer_reverts():
-    net = nn.HybridSequential(prefix="net_")
-    with net.name_scope():
-        net.add(nn.Conv2D(3, 1, in_channels=3), SyncBatchNorm(in_channels=3, momentum=0.8))
-    net.initialize(ctx=CONTEXTS)
-    before = state(net)
-    revert(net)
-    assert type(net[1]) is nn.BatchNorm
-    assert net[1]._kwargs["momentum"] == 0.8
-    assert state(net) == before
-
-
 @pytest.fixture
 def ours_as_mxnets(monkeypatch):
     """A script may put ours into the places of MXNet's classes, where our functions may not look when called."""
@@ -797,15 +737,6 @@ def test_initialisation_that_is_still_pending():
     np.testing.assert_allclose(output, step(plain, [np.concatenate(inputs)], [mx.cpu()])[0], atol=1e-5)
 
 
-def test_uninitialised_networks_can_be_converted_first():
-    net, plain = convert(Residual(prefix="net_")), Residual(prefix="net_")
-    for block, ctx in ((net, CONTEXTS), (plain, CONTEXTS[:1])):
-        block.initialize(ctx=ctx)
-        block.cast("float64")
-        randomise(block)
-    assert_one_device_equals(net, plain, shards())
-
-
 def test_a_trainer_made_before_keeps_training():
     nets = pair()
     trainers = [gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}) for net in nets]
@@ -833,13 +764,6 @@ def test_hooks_are_kept():
     handle.detach()
     revert(net)(mx.nd.ones((2, 3)))
     assert calls[2:] == [("after", nn.BatchNorm)]
-
-
-def test_attributes_of_the_user_are_kept():
-    layer = nn.BatchNorm(in_channels=3)
-    layer.note = "mine"
-    assert convert(layer).note == "mine"
-    assert revert(layer).note == "mine"
 
 
 def test_no_name_is_used_up():
@@ -1060,75 +984,3 @@ def test_what_changes_nothing_is_said_once(change, said):
 )
 def test_nothing_is_said_of_what_was_asked_for(change):
     change()  # a warning is an error
-
-
-@pytest.mark.parametrize("model, size", [("resnet18_v1b", 33), ("mobilenet0.25", 33), ("mobilenetv3_small", 33)])
-def test_networks_of_the_gluoncv_zoo_there_and_back(model, size):
-    """Values bitwise the same, the output of a prediction bitwise the same as before once reverted."""
-    model_zoo = pytest.importorskip("gluoncv.model_zoo", reason="GluonCV is not installed")
-    net = model_zoo.get_model(model, pretrained=False)
-    net.initialize(mx.init.Xavier(), ctx=CONTEXTS)
-    x = mx.nd.array(np.random.default_rng(3).normal(0, 1, (1, 3, size, size)))
-    want = net(x).asnumpy()
-    before = state(net)
-    values = {name: p.data(CONTEXTS[0]).asnumpy() for name, p in net.collect_params().items()}
-    count = len(layers(net, nn.BatchNorm))
-    assert count >= 20
-    convert(net)
-    assert len(layers(net, SyncBatchNorm)) == count
-    assert not layers(net, nn.BatchNorm)
-    assert state(net) == before
-    np.testing.assert_allclose(net(x).asnumpy(), want, rtol=1e-4, atol=1e-5)
-    revert(net)
-    assert len(layers(net, nn.BatchNorm)) == count
-    assert state(net) == before
-    np.testing.assert_array_equal(net(x).asnumpy(), want)
-    for name, parameter in net.collect_params().items():
-        np.testing.assert_array_equal(parameter.data(CONTEXTS[1]).asnumpy(), values[name], err_msg=name)
-
-
-def ssd(norm_layer):
-    """GluonCV's SSD on a ResNet-18, without the expansion layers: their BatchNorm is not norm_layer's."""
-    model_zoo = pytest.importorskip("gluoncv.model_zoo", reason="GluonCV is not installed")
-    return model_zoo.SSD(
-        "resnet18_v1",
-        base_size=64,
-        features=["stage3_activation1", "stage4_activation1"],
-        num_filters=[],
-        sizes=[10, 20, 30],
-        ratios=[[1, 2]] * 2,
-        steps=[16, 32],
-        classes=["thing"],
-        pretrained=False,
-        norm_layer=norm_layer,
-        prefix="ssd_",
-    )
-
-
-@untyped_symbol
-@pytest.mark.parametrize("make", [lambda: ssd(SyncBatchNorm), lambda: convert(ssd(nn.BatchNorm))])
-def test_gluoncv_ssd_trains_synchronised_through_its_recorded_backbone(make):
-    nets = [make(), ssd(nn.BatchNorm)]
-    for net, ctx in zip(nets, (CONTEXTS, CONTEXTS[:1])):
-        net.initialize(mx.init.Xavier(), ctx=ctx)
-    inputs = shards((3, 64, 64), dtype="float32")
-    with autograd.record():  # the number of input channels becomes known
-        [nets[0](mx.nd.ones((1, 3, 64, 64), ctx=ctx)) for ctx in CONTEXTS]
-        nets[1](mx.nd.ones((1, 3, 64, 64)))
-    for net in nets:
-        assert net.collect_params().keys() == nets[0].collect_params().keys()
-        for number, parameter in enumerate(net.collect_params(".*(gamma|weight)").values()):
-            rng = np.random.default_rng(number)
-            centre = 1 if parameter.name.endswith("gamma") else 0
-            parameter.set_data(mx.nd.array(rng.normal(centre, 0.1, parameter.shape)))
-
-    def class_scores(net, arrays, contexts):
-        with autograd.record():
-            scores = [net(mx.nd.array(array, ctx=ctx))[0] for array, ctx in zip(arrays, contexts)]
-        return np.concatenate([y.asnumpy() for y in scores])
-
-    got = class_scores(nets[0], inputs, CONTEXTS)
-    want = class_scores(nets[1], [np.concatenate(inputs)], CONTEXTS[:1])
-    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3 * np.abs(want).max())
-    alone = class_scores(nets[1], inputs[:1], CONTEXTS[:1])
-    assert np.abs(alone - want[:2]).max() > 0.01 * np.abs(want).max(), "the statistics matter here"

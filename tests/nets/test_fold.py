@@ -12,7 +12,7 @@ from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from places import SUPPORT
 
-from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, fold, freeze
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, convert, fold
 from gluon_syncbn.mxnet_side.nodes import json_of
 
 IMAGE, CUBE, ROWS = (2, 4, 7, 6), (2, 4, 5, 6, 4), (5, 4)
@@ -428,14 +428,6 @@ def test_statistics_that_differ_between_contexts_are_averaged(contexts, rng):
     scale = net[1].gamma.data() / (net[1].running_var.data() + 1e-5).sqrt()
     want = scale * (net[0].bias.data() - running.data(contexts[0]) - 1) + net[1].beta.data()
     np.testing.assert_allclose(got.asnumpy(), want.asnumpy(), rtol=1e-12)
-
-
-def test_frozen_layers(contexts, rng):
-    xs = drawn(rng, IMAGE)
-    net = randomised(freeze(convert(sequence(nn.Conv2D(6, 3), nn.BatchNorm()))), contexts[:1], xs)
-    copy = fold(net)
-    assert operators(copy) == ["Convolution"]
-    assert_same(copy(*xs), net(*xs))
 
 
 def test_a_net_in_half_precision(contexts, rng):
