@@ -21,41 +21,34 @@ enum ThreadState { kReady, kAtBarrier, kAtExchange, kEnded };
 struct Thread {
     Fiber* fiber;
     ThreadState state;
-    int line;          // of the barrier or exchange it waits at
-    uint32_t mask;     // of the exchange
-    const char* what;  // its name
-    uint64_t value;    // what it gives to the exchange
+    int line;        // of the barrier or exchange it waits at
+    uint32_t mask;   // of the exchange
+    uint64_t value;  // what it gives to the exchange
 };
 
 // Lanes that meet: all that wait in a warp under one mask.
 struct Exchange {
     uint32_t mask, arrived;
     int line;
-    const char* what;
 };
 
 struct Warp {
     std::vector<Exchange> exchanges;
     uint32_t present, ended;
     uint64_t given[kWarpSize];  // what the lanes of the last exchange gave
-    uint32_t givers;            // its lanes
-    uint32_t synchronised_at;   // the time of the last __syncwarp
 };
 
-constexpr size_t kSharedSlack = 4096;  // behind the dynamic shared memory
-
-// One range of shared memory and what happened to each of its bytes.
+// Shared memory and what happened to each of its bytes.
 struct SharedBytes {
     struct Record {
         uint32_t write_time, read_time;
-        uint16_t writer, reader;  // threads; readers beyond one: kManyReaders or kWarpReaders + warp
+        uint16_t writer, reader;  // threads
     };
     char* begin = nullptr;
     size_t size = 0;
     std::vector<Record> records;
 };
-constexpr uint16_t kWarpReaders = 0x8000, kManyReaders = 0xffff;
-constexpr uint16_t kAtomicWriter = 0xfffe;  // any number of threads, by atomics
+constexpr uint16_t kManyReaders = 0xffff;
 
 struct Block {
     const Launch* launch;
@@ -69,7 +62,7 @@ struct Block {
 
     // Counts barriers, so that an access can be told to be before or after one.
     uint32_t time = 1, started_at = 1, barrier_at = 1;
-    SharedBytes shared_static, shared_dynamic;
+    SharedBytes shared;
 
     struct Segment {
         const char* begin;

@@ -45,22 +45,19 @@ class Array:
 
 
 class Device:
-    """One device with one compiled source. ``out`` is the folder that build.py set up; names of templates such as
-    ``"scale<float>"`` go into ``exports``, ``extern "C"`` kernels are found without."""
+    """One device with one compiled source of ``extern "C"`` kernels. ``out`` is the folder that build.py set up."""
 
-    def __init__(self, out, source, index=0, exports=(), options=OPTIONS):
+    def __init__(self, out, source, index=0, options=OPTIONS):
         self.cuda = ctypes.CDLL(str(Path(out) / "lib" / "libcuda.so.1"))
-        self.index, self.names = index, {}
+        self.index = index
         self.context, self.module = ctypes.c_void_p(), ctypes.c_void_p()
         self._check("cuDevicePrimaryCtxRetain", self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(self.context), index))
-        ptx = self._compile(ctypes.CDLL(str(Path(out) / "lib" / "libnvrtc.so.11.2")), source, exports, options)
+        ptx = self._compile(ctypes.CDLL(str(Path(out) / "lib" / "libnvrtc.so.11.2")), source, options)
         self.call("cuModuleLoadData", ctypes.byref(self.module), ptx)
 
-    def _compile(self, nvrtc, source, exports, options):
+    def _compile(self, nvrtc, source, options):
         program, size = ctypes.c_void_p(), ctypes.c_size_t()
         nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"source.cu", 0, None, None)
-        for name in exports:
-            nvrtc.nvrtcAddNameExpression(program, name.encode())
         flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         failed = nvrtc.nvrtcCompileProgram(program, len(options), flags)
         if failed:
@@ -68,10 +65,6 @@ class Device:
             log = ctypes.create_string_buffer(size.value)
             nvrtc.nvrtcGetProgramLog(program, log)
             raise EmulatorError(log.value.decode())
-        for name in exports:
-            lowered = ctypes.c_char_p()
-            nvrtc.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(lowered))
-            self.names[name] = lowered.value
         nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size))
         ptx = ctypes.create_string_buffer(size.value)
         nvrtc.nvrtcGetPTX(program, ptx)
@@ -103,14 +96,14 @@ class Device:
         self.call("cuMemcpyHtoD_v2", array.pointer, source, ctypes.c_size_t(values.nbytes))
         return array
 
-    def launch(self, name, grid, block, *arguments, shared=0):
+    def launch(self, name, grid, block, *arguments):
         """Runs the kernel and waits for it. ``grid``, ``block``: a number or up to three; ``arguments``: arrays of
         this module, NumPy scalars, ctypes values and structures, or bytes."""
         function = ctypes.c_void_p()
-        self.call("cuModuleGetFunction", ctypes.byref(function), self.module, self.names.get(name, name.encode()))
+        self.call("cuModuleGetFunction", ctypes.byref(function), self.module, name.encode())
         values = [_value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * max(len(values), 1))(*(ctypes.addressof(value) for value in values))
-        self.call("cuLaunchKernel", function, *_three(grid), *_three(block), shared, None, pointers, None)
+        self.call("cuLaunchKernel", function, *_three(grid), *_three(block), 0, None, pointers, None)
         self.call("cuCtxSynchronize")
 
 

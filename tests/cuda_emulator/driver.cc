@@ -239,14 +239,14 @@ Status cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsi
     if (!stream) return kInvalidHandle;
     const int device = device_of(*stream);
     if (const Status status = sticky(device)) return status;
-    const std::string name = function->name.substr(0, 10) == "_ZEmulated" ? function->name.substr(10) : function->name;
+    const std::string& name = function->name;
     if (function->module->device != device)
         return report(device, kInvalidHandle,
                       format("kernel %s of a module loaded on device %d, launched in a stream of device %d",
                              name.c_str(), function->module->device, device));
     const unsigned long threads = 1ul * block_x * block_y * block_z;
     if (!grid_x || !grid_y || !grid_z || grid_x > 0x7fffffff || grid_y > 65535 || grid_z > 65535 || !threads ||
-        threads > kMaxThreadsPerBlock || block_z > 64 || shared_bytes > kSharedPerBlock || extra)
+        threads > kMaxThreadsPerBlock || block_z > 64 || shared_bytes || extra)
         return kInvalidValue;
     const EmulatedKernel* const kernel = function->kernel;
     auto arguments = std::make_shared<Arguments>();
@@ -261,7 +261,6 @@ Status cuLaunchKernel(Function* function, unsigned grid_x, unsigned grid_y, unsi
                   function->module->handle,
                   {grid_x, grid_y, grid_z},
                   {block_x, block_y, block_z},
-                  shared_bytes,
                   device,
                   arguments->pointers.data()};
     count(device, kLaunches);

@@ -31,7 +31,6 @@ constexpr Entry kEntries[] = {
     {kNotReady, "NOT_READY", "device not ready"},
     {kIllegalAddress, "ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
     {kPeerAccessNotEnabled, "PEER_ACCESS_NOT_ENABLED", "peer access has not been enabled"},
-    {kAssert, "ASSERT", "device-side assert triggered"},
     {kMisalignedAddress, "MISALIGNED_ADDRESS", "misaligned address"},
     {kLaunchFailure, "LAUNCH_FAILED", "unspecified launch failure"},
     {kNotSupported, "NOT_SUPPORTED", "operation not supported"},

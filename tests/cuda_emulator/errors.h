@@ -21,7 +21,6 @@ enum Status : int {
     kNotReady = 600,
     kIllegalAddress = 700,
     kPeerAccessNotEnabled = 705,
-    kAssert = 710,
     kMisalignedAddress = 716,
     kLaunchFailure = 719,
     kNotSupported = 801,

@@ -56,7 +56,7 @@ void thread_main() {
 // Where the library is, and its thread-local variables, which is what static __shared__ arrays are.
 void find_library(Block* block) {
     const Launch& launch = *block->launch;
-    SharedBytes* const out = &block->shared_static;
+    SharedBytes* const out = &block->shared;
     void* (*const touch)() = reinterpret_cast<void* (*)()>(dlsym(launch.handle, "emulated_shared_anchor"));
     touch();  // they exist once the thread has asked for one
     void* where = nullptr;
@@ -91,16 +91,16 @@ std::string deadlock(const Block& block) {
     for (unsigned i = 0; i < block.size; ++i) {
         const Thread& waiting = block.threads[i];
         if (waiting.state != kAtExchange) continue;
-        std::string text =
-            format("thread %s waits at %s, line %d, for lanes that its mask 0x%08x names:",
-                   triple(position(block.launch->block, i)).c_str(), waiting.what, waiting.line, waiting.mask);
+        std::string text = format("thread %s waits at __shfl_down_sync, line %d, for lanes that its mask 0x%08x names:",
+                                  triple(position(block.launch->block, i)).c_str(), waiting.line, waiting.mask);
         const unsigned first = i / kWarpSize * kWarpSize;
         for (unsigned lane = 0; lane < kWarpSize; ++lane) {
             if (!(waiting.mask >> lane & 1)) continue;
             const Thread& other = block.threads[first + lane];
             if (other.state == kAtExchange && other.mask == waiting.mask) continue;
-            return text + (other.state == kEnded ? format(" lane %u has ended", lane)
-                                                 : format(" lane %u is at %s, line %d", lane, other.what, other.line));
+            if (other.state == kEnded) return text + format(" lane %u has ended", lane);
+            const char* const at = other.state == kAtBarrier ? "__syncthreads" : "another shuffle";
+            return text + format(" lane %u is at %s, line %d", lane, at, other.line);
         }
     }
     unsigned waiting = 0, ended = 0;
@@ -132,15 +132,13 @@ void run_block(Block* block) {
     const Launch& launch = *block->launch;
     block->at_barrier = block->ended = 0;
     block->started_at = block->barrier_at = ++block->time;
-    std::memset(block->shared_static.begin, kSharedPoison, block->shared_static.size);
-    std::memset(block->shared_dynamic.begin, kSharedPoison, block->shared_dynamic.size);
+    std::memset(block->shared.begin, kSharedPoison, block->shared.size);
     for (unsigned w = 0; w < block->warps.size(); ++w) {
         Warp& warp = block->warps[w];
         const unsigned lanes = std::min<unsigned>(kWarpSize, block->size - w * kWarpSize);
         warp.exchanges.clear();
         warp.present = lanes == kWarpSize ? ~0u : (1u << lanes) - 1;
-        warp.ended = warp.givers = 0;
-        warp.synchronised_at = block->time;
+        warp.ended = 0;
     }
     for (unsigned i = 0; i < block->size; ++i) {
         Thread& thread = block->threads[i];
@@ -200,11 +198,6 @@ void run(const Launch& launch) {
     }
     block.warps.resize((block.size + kWarpSize - 1) / kWarpSize);
     find_library(&block);
-    // Behind what was asked for, room for nothing but accesses out of bounds.
-    std::vector<char> dynamic(16 + launch.shared_bytes + kSharedSlack);
-    block.shared_dynamic.begin = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(dynamic.data()) + 15) / 16 * 16);
-    block.shared_dynamic.size = launch.shared_bytes;
-    block.shared_dynamic.records.assign(launch.shared_bytes, SharedBytes::Record{});
 
     running_block = &block;
     std::vector<unsigned> order(launch.grid.x * launch.grid.y * launch.grid.z);
@@ -234,13 +227,10 @@ extern "C" const void* emulated_index() {
     return block->current().fiber->private_values();
 }
 
-extern "C" void* emulated_dynamic_shared() { return emulator::running_block->shared_dynamic.begin; }
-
 extern "C" void emulated_barrier(int line) {
     Block* const block = emulator::running_block;
     Thread& thread = block->current();
     thread.line = line;
-    thread.what = "__syncthreads";
     if (block->at_barrier) {
         unsigned other = 0;
         while (block->threads[other].state != emulator::kAtBarrier) ++other;
@@ -256,14 +246,14 @@ extern "C" void emulated_barrier(int line) {
 }
 
 // All lanes of `mask` give a value; afterwards each reads what the others gave by emulated_given.
-extern "C" void emulated_exchange(const char* what, int line, unsigned mask, unsigned long long value) {
+extern "C" void emulated_exchange(int line, unsigned mask, unsigned long long value) {
     Block* const block = emulator::running_block;
     Warp& warp = block->current_warp();
     Thread& thread = block->current();
     const uint32_t self = 1u << block->running % emulator::kWarpSize;
     const auto wrong = [&](const std::string& text) {
         emulator::fail(emulator::kLaunchFailure,
-                       emulator::format("%s, line %d, mask 0x%08x: ", what, line, mask) + text, nullptr);
+                       emulator::format("__shfl_down_sync, line %d, mask 0x%08x: ", line, mask) + text, nullptr);
     };
     if (!(mask & self)) wrong("the mask does not name the calling lane");
     if (mask & ~warp.present)
@@ -274,18 +264,17 @@ extern "C" void emulated_exchange(const char* what, int line, unsigned mask, uns
     Exchange* mine = nullptr;
     for (Exchange& other : warp.exchanges) {
         if (!(other.mask & mask)) continue;
-        if (other.mask != mask || other.line != line || std::strcmp(other.what, what) != 0)
-            wrong(emulator::format("other lanes wait at %s, line %d, mask 0x%08x", other.what, other.line, other.mask));
+        if (other.mask != mask || other.line != line)
+            wrong(emulator::format("other lanes wait at line %d, mask 0x%08x", other.line, other.mask));
         mine = &other;
     }
     if (!mine) {
-        warp.exchanges.push_back({mask, 0, line, what});
+        warp.exchanges.push_back({mask, 0, line});
         mine = &warp.exchanges.back();
     }
     mine->arrived |= self;
     thread.value = value;
     thread.line = line;
-    thread.what = what;
     thread.mask = mask;
     if (mine->arrived != mask) {
         thread.state = emulator::kAtExchange;
@@ -299,7 +288,6 @@ extern "C" void emulated_exchange(const char* what, int line, unsigned mask, uns
         block->threads[first + lane].state = emulator::kReady;
     }
     warp.exchanges.erase(warp.exchanges.begin() + (mine - warp.exchanges.data()));
-    if (std::strcmp(what, "__syncwarp") == 0 && mask == warp.present) warp.synchronised_at = ++block->time;
 }
 
 // A lane that took no part gave nothing: its value is NaN or a huge number.
@@ -309,7 +297,3 @@ extern "C" unsigned long long emulated_given(unsigned mask, unsigned lane) {
 }
 
 extern "C" unsigned emulated_lane() { return emulator::running_block->running % emulator::kWarpSize; }
-
-extern "C" void emulated_failure(const char* text) {
-    emulator::fail(emulator::kAssert, text, __builtin_return_address(0));
-}

@@ -26,7 +26,6 @@ struct Launch {
     const char* library;  // the file it is in, to turn addresses into lines
     void* handle;         // of that file
     Dimensions grid, block;
-    size_t shared_bytes;  // dynamic
     int device;
     void** arguments;
 };

@@ -10,7 +10,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <map>
 #include <regex>
 #include <sstream>
 #include <string>
@@ -24,9 +23,6 @@ enum Result : int {
     kInvalidProgram = 4,
     kInvalidOption = 5,
     kCompilation = 6,
-    kNoNameExpressionsAfterCompilation = 8,
-    kNoLoweredNamesBeforeCompilation = 9,
-    kNameExpressionNotValid = 10,
     kInternal = 11,
 };
 
@@ -43,8 +39,6 @@ const char* const kFlags =
 
 struct Program {
     std::string source, name, log, ptx;
-    std::vector<std::string> expressions;
-    std::map<std::string, std::string> lowered;
     bool compiled = false;
 };
 
@@ -109,65 +103,27 @@ std::string hash(const std::string& text) {  // FNV-1a, twice: 128 bits
     return digits;
 }
 
-bool starts_with(const std::string& text, const std::string& beginning) {
-    return text.compare(0, beginning.size(), beginning) == 0;
-}
-
-// NVRTC's options that mean something to g++ or nothing at all; any other is an error, as there.
+// NVRTC's options that mean something to g++ or nothing at all, as the core, MXNet and CuPy write them; any other is an
+// error.
 bool translate(const std::vector<std::string>& options, std::string* flags, std::string* architecture,
                std::string* log) {
-    std::string standard = "c++14";  // NVRTC 11's default
+    static const std::regex known(
+        "(?:--gpu-architecture|-arch)=(?:compute|sm)_([0-9]+)a?|--?std=c(\\+\\+1[147])|-[DI].+|-ftz=true|"
+        "--device-as-default-execution-space");
+    std::string standard = "++14";  // NVRTC 11's default
     *architecture = "52";
-    for (size_t i = 0; i < options.size(); ++i) {
-        std::string name = options[i], value;
-        const size_t equal = name.find('=');
-        const bool define = starts_with(name, "-D") && name.size() > 2;
-        if (!define && equal != std::string::npos) {
-            value = name.substr(equal + 1);
-            name.erase(equal);
-        }
-        const bool takes_value = name == "--gpu-architecture" || name == "-arch" || name == "--std" || name == "-std" ||
-                                 name == "--define-macro" || name == "-D" || name == "--include-path" || name == "-I";
-        if (takes_value && value.empty() && i + 1 < options.size()) value = options[++i];
-        if (name == "--gpu-architecture" || name == "-arch") {
-            std::smatch match;
-            if (!std::regex_match(value, match, std::regex("(compute|sm)_([0-9]+)a?"))) {
-                *log += "nvrtc: error: invalid value for --gpu-architecture (-arch)\n";
-                return false;
-            }
-            *architecture = match[2];
-        } else if (name == "--std" || name == "-std") {
-            if (value != "c++11" && value != "c++14" && value != "c++17") {
-                *log += "nvrtc: error: invalid value for --std (-std)\n";
-                return false;
-            }
-            standard = value;
-        } else if (define) {
-            *flags += " " + quoted(options[i]);
-        } else if (name == "--define-macro" || name == "-D") {
-            *flags += " " + quoted("-D" + value);
-        } else if (name == "--include-path" || name == "-I") {
-            *flags += " " + quoted("-I" + value);
-        } else if (starts_with(name, "-I")) {
-            *flags += " " + quoted(options[i]);
-        } else if (name != "--fmad" && name != "-fmad" && name != "--ftz" && name != "-ftz" &&
-                   name != "--use_fast_math" && name != "-use_fast_math" && name != "-default-device" &&
-                   name != "--device-as-default-execution-space" && name != "-lineinfo" &&
-                   name != "--generate-line-info" && name != "--restrict" && name != "-restrict") {
-            *log += "nvrtc: error: unrecognized option " + options[i] + " found\n";
+    for (const std::string& option : options) {
+        std::smatch match;
+        if (!std::regex_match(option, match, known)) {
+            *log += "nvrtc: error: unrecognized option " + option + " found\n";
             return false;
         }
+        if (match[1].matched) *architecture = match[1];
+        if (match[2].matched) standard = match[2];
+        if (option[1] == 'D' || option[1] == 'I') *flags += " " + quoted(option);
     }
-    // gnu++: __integer_pack and the comma that __syncwarp() swallows
-    *flags += " -std=gnu" + standard.substr(1);
+    *flags += " -std=gnu" + standard;  // with __integer_pack
     return true;
-}
-
-// extern __shared__ T name[];  ->  T* const name = the launch's dynamic shared memory;
-std::string with_dynamic_shared(const std::string& source) {
-    static const std::regex declaration(
-        R"(\bextern\s+__shared__\s+(?:__align__\s*\(\s*\d+\s*\)\s*)?([A-Za-z_][\w:]*(?:\s+[A-Za-z_]\w*)*?)\s*\b([A-Za-z_]\w*)\s*\[\s*\]\s*;)");
-    return std::regex_replace(source, declaration, "$1* const $2 = static_cast<$1*>(emulated_dynamic_shared());");
 }
 
 // The names of all `extern "C" __global__` functions of a preprocessed text, in blocks of extern "C" too.
@@ -217,15 +173,12 @@ std::vector<std::string> exported_kernels(const std::string& text) {
     return names;
 }
 
-std::string lowered(const std::string& expression) { return "_ZEmulated" + expression; }
-
 Result compile(Program* program, const std::vector<std::string>& options) {
     std::string flags, architecture;
     if (!translate(options, &flags, &architecture, &program->log)) return kInvalidOption;
     const std::string shim = folder() + "/include/shim.h";
     std::string key = program->source + '\0' + program->name + '\0' + flags + kFlags + compiler_version() + read(shim) +
                       read(folder() + "/include/float16.h");
-    for (const std::string& expression : program->expressions) key += '\0' + expression;
     const std::string library = folder() + "/kernels/" + hash(key) + ".so";
 
     struct stat status;
@@ -235,23 +188,17 @@ Result compile(Program* program, const std::vector<std::string>& options) {
                                  std::to_string(reinterpret_cast<uintptr_t>(program) & 0xffffff);
         const std::string input = base + ".cu", preprocessed = base + ".ii", object = base + ".o", log = base + ".log";
         const std::string messages = " 2>>" + quoted(log);
-        std::ofstream(input) << "#line 1 \"" << program->name << "\"\n" << with_dynamic_shared(program->source);
+        std::ofstream(input) << "#line 1 \"" << program->name << "\"\n" << program->source;
         bool good = shell(compiler() + " -x c++ -E -nostdinc -include " + quoted(shim) + " " +
                           quoted(std::string("-D__global__=") + kGlobal) + flags + " " + kFlags + " " + quoted(input) +
                           " -o " + quoted(preprocessed) + messages);
         if (good) {
             std::ofstream table(preprocessed, std::ios::app);
-            // Compiled behind the source: a name expression may be a template that is instantiated here.
-            table << "\n# 1 \"name expressions\"\nextern \"C\" __attribute__((visibility(\"default\"))) const "
-                     "EmulatedKernel "
+            table << "\n# 1 \"kernels\"\nextern \"C\" __attribute__((visibility(\"default\"))) const EmulatedKernel "
                      "emulated_kernels[] = {\n";
-            const auto entry = [&](const std::string& name, const std::string& expression) {
-                table << "    EmulatedEntry<decltype(&" << expression << "), &" << expression << ">::make(\"" << name
+            for (const std::string& name : exported_kernels(read(preprocessed)))
+                table << "    EmulatedEntry<decltype(&::" << name << "), &::" << name << ">::make(\"" << name
                       << "\"),\n";
-            };
-            for (const std::string& name : exported_kernels(read(preprocessed))) entry(name, "::" + name);
-            for (const std::string& expression : program->expressions)
-                entry(lowered(expression), expression[0] == '&' ? expression.substr(1) : expression);
             table << "    {nullptr, 0, nullptr, nullptr}};\n";
         }
         good = good && shell(compiler() + " -x c++-cpp-output -c" + flags + " " + kFlags + " " + quoted(preprocessed) +
@@ -270,7 +217,6 @@ Result compile(Program* program, const std::vector<std::string>& options) {
         }
     }
     program->ptx = "// CUDA emulator\n// architecture " + architecture + "\n// library " + library + "\n";
-    for (const std::string& expression : program->expressions) program->lowered[expression] = lowered(expression);
     program->compiled = true;
     return kSuccess;
 }
@@ -310,20 +256,8 @@ Result nvrtcDestroyProgram(Program** program) {
     *program = nullptr;
     return kSuccess;
 }
-Result nvrtcAddNameExpression(Program* program, const char* expression) {
-    if (program->compiled) return kNoNameExpressionsAfterCompilation;
-    program->expressions.push_back(expression);
-    return kSuccess;
-}
 Result nvrtcCompileProgram(Program* program, int count, const char* const* options) {
     return compile(program, std::vector<std::string>(options, options + count));
-}
-Result nvrtcGetLoweredName(Program* program, const char* expression, const char** out) {
-    if (!program->compiled) return kNoLoweredNamesBeforeCompilation;
-    const auto found = program->lowered.find(expression);
-    if (found == program->lowered.end()) return kNameExpressionNotValid;
-    *out = found->second.c_str();
-    return kSuccess;
 }
 Result nvrtcGetPTXSize(Program* program, size_t* out) {
     if (!program->compiled) return kInvalidProgram;
@@ -346,26 +280,5 @@ Result nvrtcGetProgramLog(Program* program, char* out) {
     std::memcpy(out, program->log.c_str(), program->log.size() + 1);
     return kSuccess;
 }
-const char* nvrtcGetErrorString(Result result) {
-    switch (result) {
-        case kSuccess:
-            return "NVRTC_SUCCESS";
-        case kInvalidInput:
-            return "NVRTC_ERROR_INVALID_INPUT";
-        case kInvalidProgram:
-            return "NVRTC_ERROR_INVALID_PROGRAM";
-        case kInvalidOption:
-            return "NVRTC_ERROR_INVALID_OPTION";
-        case kCompilation:
-            return "NVRTC_ERROR_COMPILATION";
-        case kNoNameExpressionsAfterCompilation:
-            return "NVRTC_ERROR_NO_NAME_EXPRESSIONS_AFTER_COMPILATION";
-        case kNoLoweredNamesBeforeCompilation:
-            return "NVRTC_ERROR_NO_LOWERED_NAMES_BEFORE_COMPILATION";
-        case kNameExpressionNotValid:
-            return "NVRTC_ERROR_NAME_EXPRESSION_NOT_VALID";
-        default:
-            return "NVRTC_ERROR_INTERNAL_ERROR";
-    }
-}
+const char* nvrtcGetErrorString(Result result) { return result == kSuccess ? "NVRTC_SUCCESS" : "NVRTC_ERROR"; }
 }

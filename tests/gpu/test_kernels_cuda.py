@@ -353,6 +353,44 @@ def close(got, want, tolerance):
     assert np.abs(got.astype("float64") - want).max(initial=0) <= tolerance * max(np.abs(want).max(initial=0), 1.0)
 
 
+def xhat_of(statistics):
+    """Of each slot, by the statistics that it uses."""
+    return lambda i, part: (part - statistics[i][1]) / np.sqrt(statistics[i][2] + EPSILON)
+
+
+def gradient_of(weight, heads, of_used, of_fed, sums, ranges, counts=None):
+    """dx of each slot, from the sums of those that use what it feeds."""
+
+    def gradient(i, part):
+        count, mean, variance = of_fed[i]
+        s1, s2 = np.split(sums[list(ranges[i])].sum(0), 2)
+        invstd = (variance + EPSILON) ** -0.5
+        through = invstd / count * (s1 + (part - mean) * invstd * s2)
+        through = through if counts is None else np.where(counts[i] != 0, through, 0)
+        return weight * (heads[i] / np.sqrt(of_used[i][2] + EPSILON) - through)
+
+    return gradient
+
+
+def check_moments(packed, x, slots, counts=None):
+    channels, dtype = x.shape[2], x.dtype.name
+    counts = np.ones(x.shape) if counts is None else counts
+    for own, part, counting in zip(packed, parts(x, slots), parts(counts, slots)):
+        rows = part[counting[..., 0] != 0].reshape(-1, channels)
+        assert own[0] == len(rows)
+        mean = rows.mean(0) if len(rows) else np.zeros(channels)
+        close(own[1 : 1 + channels], mean, SUMS[dtype])
+        close(own[1 + channels :], ((rows - mean) ** 2).sum(0), SUMS[dtype])
+
+
+def check_sums(own, x, heads, xhat):
+    channels, dtype = x.shape[2], x.dtype.name
+    for i, (part, head) in enumerate(zip(parts(x, len(own)), heads)):
+        size = np.abs(head * xhat(i, part)).sum() + np.abs(head).sum() + 1
+        close(own[i, :channels] / size, head.sum((0, 1, 2)) / size, SUMS[dtype])
+        close(own[i, channels:] / size, (head * xhat(i, part)).sum((0, 1, 2)) / size, SUMS[dtype])
+
+
 def cases(shapes, grids):
     """float32 in each grid; of the other types, which share its code, each shape in one."""
     found = [(shape, "float32", *grid) for shape in shapes for grid in grids]
@@ -408,14 +446,7 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
     channels = shape[2]
     kernels = Kernels(gpu, x, slots, chunks, width, segment, shifts, blocks)
 
-    packed = kernels.moments()
-    for own, part in zip(packed, parts(x, slots)):
-        rows = part.reshape(-1, channels)
-        assert own[0] == len(rows)
-        mean = rows.mean(0) if len(rows) else np.zeros(channels)
-        close(own[1 : 1 + channels], mean, SUMS[dtype])
-        close(own[1 + channels :], ((rows - mean) ** 2).sum(0), SUMS[dtype])
-
+    check_moments(kernels.moments(), x, slots)
     moments, sums = gathered_moments(channels, slots + 3), np.random.RandomState(1).randn(slots + 3, 2 * channels)
     for (pooling, used, fed), fix_gamma, base in zip(
         (make(slots) for make in POOLINGS), (False, True, False, False), (None, start, None, None)
@@ -430,29 +461,16 @@ def check(gpu, shape, dtype, slots, chunks, width, shifts, segment=512, blocks=5
         ]
         np.testing.assert_allclose(kept, want_kept, rtol=1e-12)
 
-        def xhat(i, part, of_used=of_used):
-            return (part - of_used[i][1]) / np.sqrt(of_used[i][2] + EPSILON)
-
-        close(y, joined(x, slots, lambda i, part, w=weight: xhat(i, part) * w + beta) + before, TOLERANCE[dtype])
-
-        heads = parts(dy, slots)
-        own = kernels.grad_sums(dy, kept)
-        for i, (part, head) in enumerate(zip(parts(x, slots), heads)):
-            size = np.abs(head * xhat(i, part)).sum() + np.abs(head).sum() + 1
-            close(own[i, :channels] / size, head.sum((0, 1, 2)) / size, SUMS[dtype])
-            close(own[i, channels:] / size, (head * xhat(i, part)).sum((0, 1, 2)) / size, SUMS[dtype])
+        xhat = xhat_of(of_used)
+        close(y, joined(x, slots, xhat) * weight[:, None] + beta[:, None] + before, TOLERANCE[dtype])
+        heads, own = parts(dy, slots), kernels.grad_sums(dy, kept)
+        check_sums(own, x, heads, xhat)
 
         # Who uses what is fed: the same slots, or in lists any.
         lists = some(slots)[::-1]
         users, ranges = (Pools(LISTS, 2, lists=lists), lists) if pooling.kind == LISTS else (pooling, fed)
 
-        def gradient(i, part, weight=weight, of_used=of_used, of_fed=of_fed, heads=heads, ranges=ranges):
-            count, mean, variance = of_fed[i]
-            s1, s2 = sums[list(ranges[i])].sum(0).reshape(2, channels)
-            invstd = (variance + EPSILON) ** -0.5
-            through = invstd / count * (s1 + (part - mean) * invstd * s2)
-            return weight * (heads[i] / np.sqrt(of_used[i][2] + EPSILON) - through)
-
+        gradient = gradient_of(weight, heads, of_used, of_fed, sums, ranges)
         dx, dgamma, dbeta = kernels.grad_input(dy, kept, sums, users, own, gamma, fix_gamma, base)
         close(dx, joined(x, slots, gradient) + before, 4 * TOLERANCE[dtype])
         both = own.sum(0).reshape(2, channels)
@@ -470,14 +488,7 @@ def test_under_a_mask(gpu, shape, dtype, slots, chunks, width, shift):
     mask.ravel()[-1] = True
     hidden = np.where(mask, x, np.array(np.nan, dtype))
     counts, shifts = np.broadcast_to(mask, shape), (shift,) * 4
-    packed = Kernels(gpu, hidden, slots, chunks, width, shifts=shifts).moments(mask)
-    for own, part, shown in zip(packed, parts(x, slots), parts(counts, slots)):
-        rows = part[shown[..., 0] != 0].reshape(-1, channels)
-        assert own[0] == len(rows)
-        mean = rows.mean(0) if len(rows) else np.zeros(channels)
-        close(own[1 : 1 + channels], mean, SUMS[dtype])
-        close(own[1 + channels :], ((rows - mean) ** 2).sum(0), SUMS[dtype])
-
+    check_moments(Kernels(gpu, hidden, slots, chunks, width, shifts=shifts).moments(mask), x, slots, counts)
     kernels = Kernels(gpu, x, slots, chunks, width, shifts=shifts)
     moments, sums = gathered_moments(channels, slots + 3), np.random.RandomState(1).randn(slots + 3, 2 * channels)
     pooling, _, fed = POOLINGS[1](slots)
@@ -486,15 +497,7 @@ def test_under_a_mask(gpu, shape, dtype, slots, chunks, width, shift):
         y, kept = kernels.normalise(moments, pooling, gamma, beta, False, activation=activation)
         own = kernels.grad_sums(dy, kept, gamma, beta, False, activation)
         dz = dy if activation is None else np.where(y > 0, 1, 0.25) * dy.astype("float64")
-        heads, shown = parts(dz, slots), parts(counts, slots)
-
-        def gradient(i, part, heads=heads, shown=shown):
-            count, mean, variance = of_fed[i]
-            s1, s2 = np.split(sums[2 + i], 2)
-            invstd = (variance + EPSILON) ** -0.5
-            through = invstd / count * (s1 + (part - mean) * invstd * s2)
-            return gamma * (heads[i] * invstd - np.where(shown[i] != 0, through, 0))
-
+        gradient = gradient_of(gamma, parts(dz, slots), of_fed, of_fed, sums, fed, parts(counts, slots))
         again = {"beta": beta, "activation": activation, "mask": mask}
         dx, _, dbeta = kernels.grad_input(dy, kept, sums, pooling, own, gamma, False, base, **again)
         close(dx, joined(x, slots, gradient) + (0 if base is None else base), 8 * TOLERANCE[dtype])
@@ -532,9 +535,7 @@ def test_an_activation(gpu, shape, dtype, slots, chunks, width, shifts):
     users, ranges = Pools(LISTS, 2, lists=ones(3, slots)), ones(3, slots)
     of_used, of_fed = ([pooled(moments, range_, channels) for range_ in ranges_] for ranges_ in (used, fed))
 
-    def xhat(i, part):
-        return (part - of_used[i][1]) / np.sqrt(of_used[i][2] + EPSILON)
-
+    xhat = xhat_of(of_used)
     for activation, fix_gamma, base, added in (
         ((0.0, np.inf), False, None, None),
         ((0.0, 0.5), False, None, None),
@@ -545,7 +546,7 @@ def test_an_activation(gpu, shape, dtype, slots, chunks, width, shifts):
     ):
         slope, ceiling = activation
         weight, before = 1 if fix_gamma else gamma.astype("float64"), 0 if base is None else base.astype("float64")
-        z = joined(x, slots, lambda i, part, w=weight: xhat(i, part) * w + beta) + (0 if added is None else added)
+        z = joined(x, slots, xhat) * np.reshape(weight, (-1, 1)) + beta[:, None] + (0 if added is None else added)
         y, kept = kernels.normalise(moments, pooling, gamma, beta, fix_gamma, base, activation=activation, addend=added)
         want = np.where(z > 0, np.minimum(z, ceiling), slope * z)
         close(y, want + before, TOLERANCE[dtype])
@@ -560,18 +561,8 @@ def test_an_activation(gpu, shape, dtype, slots, chunks, width, shifts):
             own, head = kernels.grad_sums(dy, kept, activation=activation, y=want)
             again = {}
             np.testing.assert_array_equal(head, dz.astype(dtype))
-        for i, (part, grad) in enumerate(zip(parts(x, slots), grads)):
-            size = np.abs(grad * xhat(i, part)).sum() + np.abs(grad).sum() + 1
-            close(own[i, :channels] / size, grad.sum((0, 1, 2)) / size, SUMS[dtype])
-            close(own[i, channels:] / size, (grad * xhat(i, part)).sum((0, 1, 2)) / size, SUMS[dtype])
-
-        def gradient(i, part, weight=weight, grads=grads):
-            count, mean, variance = of_fed[i]
-            s1, s2 = sums[list(ranges[i])].sum(0).reshape(2, channels)
-            invstd = (variance + EPSILON) ** -0.5
-            through = invstd / count * (s1 + (part - mean) * invstd * s2)
-            return weight * (grads[i] / np.sqrt(of_used[i][2] + EPSILON) - through)
-
+        check_sums(own, x, grads, xhat)
+        gradient = gradient_of(weight, grads, of_used, of_fed, sums, ranges)
         dx, _, dbeta = kernels.grad_input(head, kept, sums, users, own, gamma, fix_gamma, base, **again)
         close(dx, joined(x, slots, gradient) + before, 4 * TOLERANCE[dtype])
         both = own.sum(0).reshape(2, channels)
