@@ -89,7 +89,8 @@ test-gpu-emulated: dev
 	export CUDA_EMULATOR="$$PWD/build/cuda_emulator" MXNET_GPU_MEM_POOL_TYPE=Unpooled
 	export PYTHONPATH="$$CUDA_EMULATOR" LD_LIBRARY_PATH="$$CUDA_EMULATOR/lib" XDG_CACHE_HOME="$$CUDA_EMULATOR/cache"
 	export CUPY_CACHE_DIR="$$CUDA_EMULATOR/cache/cupy"
-	$(PY) -m pytest -q --durations=15 tests/gpu $(ARGS)
+	export GLUON_SYNCBN_TEST_DEVICE=gpu
+	$(PY) -m pytest -q --durations=15 -m "(gpu or on_gpus) and not slow and not cuda_packages" tests/gpu tests/layer $(ARGS)
 
 test-cu112: dev
 	@$(PY) -m pytest -v -m cuda_packages --timeout 3600 tests/gpu $(ARGS)

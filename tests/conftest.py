@@ -1,10 +1,12 @@
 """One pytest process holds all layers: its CPU contexts must be able to wait for each other."""
 
+import contextlib
 import faulthandler
 import os
 from pathlib import Path
 
 import environments  # isort: skip  # noqa: F401  (first: it keeps the environment of the shell)
+import gpus
 import mxnet as mx
 import numpy as np
 import pytest
@@ -40,6 +42,16 @@ def afresh():
     yield
     gluon_syncbn.reset()
     gluon_syncbn.configure(kvstore=None, timeout=300)
+
+
+@pytest.fixture(autouse=True)
+def sound(request):
+    """On GPUs, a test leaves no error behind, and none that the emulator alone has seen."""
+    yield
+    if "on_gpus" in request.keywords and CONTEXTS[0].device_type == "gpu":
+        with contextlib.suppress(mx.MXNetError):  # what the test of a failure has left
+            mx.nd.waitall()
+        gpus.assert_sound()
 
 
 @pytest.fixture(scope="module", autouse=True)

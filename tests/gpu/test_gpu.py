@@ -1,4 +1,5 @@
-"""The layer on GPU contexts: on GPUs that MXNet has code for, or on the emulator (`make test-gpu-emulated`).
+"""The layer on GPU contexts: on GPUs that MXNet has code for, or on the emulator (`make test-gpu-emulated`),
+which also runs what is marked `on_gpus` in tests/layer.
 
 MXNet's own operators do not run on the emulator, so that tests make arrays by copying and compare on the host.
 """
@@ -30,9 +31,7 @@ from poolings import POOLINGS, fits, specification
 from replicas import (
     TOLERANCE,
     WAYS,
-    Result,
     assert_same,
-    assert_same_bits,
     collect,
     make_batch,
     on_devices,
@@ -45,11 +44,30 @@ from soak.layers.case import CONTEXTS, draw_for_emulator
 from soak.layers.trial import run as random_case
 
 import gluon_syncbn
-from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native, reference
+from gluon_syncbn import SyncBatchNorm, SyncBatchNormAdd, _native
 from gluon_syncbn.system import bfloat16
 
 if not GPUS:
     pytest.skip("MXNet finds no GPU; `make test-gpu-emulated` needs none", allow_module_level=True)
+
+
+#: Of programs in a process of their own.
+HEAD = """
+import ctypes, os, signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+import gluon_syncbn
+import mxnet as mx, numpy as np
+from gluon_syncbn import SyncBatchNorm, _native
+from mxnet import autograd
+contexts = [mx.gpu(0), mx.gpu(1)]
+layer = SyncBatchNorm(in_channels=4)
+layer.initialize(ctx=contexts)
+xs = [mx.nd.array(np.random.randn(2, 4, 9), ctx=context) for context in contexts]
+"""
+
+
+def text_of(program):
+    return HEAD + textwrap.dedent(program)
 
 
 def run(program, **variables):
@@ -138,21 +156,6 @@ def test_large_tensors(rng, channels, spatial, axis):
     assert_same(step(layer, batch, gpus(2), "float32"), specification(layer, batch, axis=axis), 1e-4)
 
 
-@pytest.mark.parametrize("pooling", ["sync", "groups of 2", "shuffle, 2 slots"])
-def test_a_batch_that_is_left_out(rng, pooling):
-    gluon_syncbn.configure(nonfinite="skip")
-    try:
-        batch = make_batch(rng, 4)
-        batch.shards[1][0, 2].flat[1] = np.nan
-        layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS.get(pooling, {})), batch, gpus(4), "float64")
-        got = step(layer, batch, gpus(4), "float64")
-    finally:
-        gluon_syncbn.configure(nonfinite="propagate")
-    want = specification(layer, batch, nonfinite="skip")
-    for name in ("running_mean", "running_var"):
-        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-11)
-
-
 @pytest.mark.parametrize("kvstore", [None, "host", "device"])
 def test_a_batch_that_ends_the_step(rng, kvstore):
     """On the GPU that has it, whose own error names the place; the running statistics of all are as before."""
@@ -212,7 +215,7 @@ def test_calls_come_straight_from_the_engine():
 def test_the_other_way_computes_the_same():
     """Some of these tests through MXNet's `Custom`, or, where this process takes that, through the engine."""
     way = "native" if _native.why_custom("gpu") else "custom"
-    chosen = "(test_equals_the_specification and sync and float64) or test_a_net_of_layers or test_a_missing_replica"
+    chosen = "(test_equals_the_specification and sync and float64) or test_a_net_of_layers"
     done = run(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, __file__],
                GLUON_SYNCBN_OPERATOR=way)  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
@@ -295,108 +298,6 @@ def make_addends(rng, behind, batch):
     if not behind.startswith("add"):
         return None
     return [(3 * rng.randn(*x.shape)).astype(x.dtype) for x in batch.shards]
-
-
-def run_behind(layer, batch, addends, contexts, dtype, *, starts=None, grad_req="write", training=True):
-    """A step: the result, the gradients of the addends, and those of the addends by the specification's outputs.
-    `starts` are what gradients of x and the addend are added to; without `grad_req` the addend has none."""
-    xs, heads = on_devices(batch.shards, contexts, dtype), on_devices(batch.heads, contexts, dtype)
-    more = [] if addends is None else on_devices(addends, contexts, dtype)
-    grads = [on_devices(starts or arrays, contexts, dtype) for arrays in (batch.shards, batch.shards)]
-    autograd.mark_variables(xs, grads[0], grad_reqs="write" if starts is None else "add")
-    if more and grad_req is not None:
-        autograd.mark_variables(more, grads[1], grad_reqs=grad_req)
-    with autograd.record(train_mode=training):
-        ys = [layer(x, *added) for x, *added in zip(xs, *([more] if more else []))]
-    autograd.backward(ys, heads, train_mode=training)
-    return collect(layer, ys, grads[0], contexts), [g.asnumpy() for g in grads[1]]
-
-
-def assert_addends(got, want, layer, batch, tolerance, starts=None):
-    """dz, by the outputs."""
-    slope, ceiling, _ = layer._activation
-    for i, (grad, y, head) in enumerate(zip(got, want.outputs, batch.heads)):
-        dz = np.where(y > 0, y < ceiling, slope) * head.astype("float64") + (0 if starts is None else starts[i])
-        np.testing.assert_allclose(grad, dz, rtol=0, atol=tolerance * np.abs(dz).max(initial=0))
-
-
-@pytest.mark.parametrize("behind", ["in place", "relu", "add, leaky", "leaky, in place"])
-def test_activation_with_running_statistics(rng, behind):
-    """In a graph; nothing flows through them."""
-    batch, contexts = make_batch(rng, 2), gpus(2)
-    addends = make_addends(rng, behind, batch)
-    layer = prepare(make_behind(behind), batch, contexts, "float64", {})
-    mean, var = rng.randn(5), rng.rand(5) + 0.5
-    layer.running_mean.set_data(nd.array(mean, dtype="float64"))
-    layer.running_var.set_data(nd.array(var, dtype="float64"))
-    got, dz = run_behind(layer, batch, addends, contexts, "float64", training=False)
-    forward = reference.forward(batch.shards, batch.gamma, batch.beta, mean, var, use_global_stats=True,
-                                **layer._activation._asdict(), addends=addends)  # fmt: skip
-    backward = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
-    want = Result(forward.outputs, backward.dxs, sum(backward.dgammas), sum(backward.dbetas), [mean] * 2, [var] * 2)
-    assert_same(got, want, 1e-11)
-    if addends is not None:
-        assert_addends(dz, want, layer, batch, 1e-11)
-
-
-@pytest.mark.parametrize("shape", [(0, 5, 4, 6), (3, 5, 4, 0)], ids=["no sample", "no position"])
-@pytest.mark.parametrize(
-    "behind, grad_req",
-    [("relu", "write"), ("leaky, in place", "write"), ("add", "write"), ("add, leaky", "add"), ("add, relu6", None)],
-)
-def test_activation_of_an_empty_shard(rng, behind, shape, grad_req):
-    batch = make_batch(rng, 2)
-    batch.shards[1], batch.heads[1] = np.zeros(shape), np.zeros(shape)
-    addends = make_addends(rng, behind, batch)
-    with mx.util.np_shape(True):
-        layer = prepare(make_behind(behind), batch, gpus(2), "float64")
-        got, dz = run_behind(layer, batch, addends, gpus(2), "float64", grad_req=grad_req)
-        want = specification(layer, batch, addends=addends)
-        assert_same(got, want, 1e-11)
-        if addends is not None and grad_req is not None:
-            assert_addends(dz, want, layer, batch, 1e-11, batch.shards if grad_req == "add" else None)
-
-
-@pytest.mark.parametrize("training", [True, False], ids=["batch", "running"])
-def test_a_gamma_that_hides_x(rng, training):
-    batch = make_batch(rng, 2, dtype="float32")
-    batch.gamma[3] = 1e-6
-    layer = prepare(make_behind("leaky, in place", prefix="deep_"), batch, gpus(2), "float32", {})
-    with pytest.raises(mx.MXNetError, match=r"'deep' on gpu\(.\): no gradient: gamma of channel 3 is too small"):
-        run_behind(layer, batch, None, gpus(2), "float32", training=training)
-    with suppress(mx.MXNetError):  # the other GPU's
-        nd.waitall()
-
-
-def test_a_statistic_that_hides_x(rng):
-    """The values of a slot lie far from the mean that it is normalised with, and close to each other."""
-    batch = make_batch(rng, 2, dtype="float16")
-    batch.shards[0][:, 3] = 100 + np.float16(0.25) * (batch.shards[0][:, 3] > 0)
-    layer = prepare(make_behind("leaky, in place", mode="shuffle", prefix="deep_"), batch, gpus(2), "float16")
-    said = r"'deep' on gpu\(0\): no gradient: in channel 3, the values of a slot differ too little, .*mode='shuffle'"
-    with pytest.raises(mx.MXNetError, match=said):
-        run_behind(layer, batch, None, gpus(2), "float16")
-    with suppress(mx.MXNetError):  # the other GPU's
-        nd.waitall()
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-def test_slots_of_equal_values_in_place(rng, dtype):
-    """x is their mean, whatever y has lost."""
-    batch = make_batch(rng, 2, dtype=dtype)
-    for x in batch.shards:
-        x[:] = x[:1, :, :1, :1]
-    layer = prepare(make_behind("leaky, in place", mode="shuffle"), batch, gpus(2), dtype)
-    got, _ = run_behind(layer, batch, None, gpus(2), dtype)
-    assert_same(got, specification(layer, batch), 5 * TOLERANCE[dtype])
-
-
-def test_same_bits_every_time(rng):
-    batch = make_batch(rng, 4, dtype="float32", spatial=(33, 7))
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, gpus(4), "float32")
-    results = [step(layer, batch, gpus(4), "float32")._replace(running_mean=[], running_var=[]) for _ in range(3)]
-    assert_same_bits(results[1], results[0])
-    assert_same_bits(results[2], results[0])
 
 
 # ---- how layers are called ---------------------------------------------------------------------------------
@@ -572,19 +473,6 @@ def test_nccl_is_for_gpus(rng):
 # ---- failures ----------------------------------------------------------------------------------------------
 
 
-def test_a_missing_replica(rng):
-    batch, contexts = make_batch(rng, 2), gpus(2)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts, "float64")
-    x = on_devices(batch.shards, contexts, "float64")[0]
-    with short_waits(), autograd.record():
-        y = layer(x)
-        with pytest.raises(mx.MXNetError, match=r"1 of 2 replicas arrived \(gpu\(0\)\), missing gpu\(1\) after 0.2 s"):
-            y.asnumpy()
-    gluon_syncbn.reset()
-    assert_same(step(layer, batch, contexts, "float64")._replace(running_mean=[], running_var=[]),
-                specification(layer, batch), 1e-11)  # fmt: skip
-
-
 def test_a_gpu_that_fails(rng):
     """Nothing runs on it any more, not even this layer: its own error is at its output, and the others do not hang."""
     if not EMULATED:
@@ -682,7 +570,7 @@ def test_a_collective_that_hangs(rng, lost_gpu, count, phase):
 
 def run_with_points(program, folder):
     """Runs it with the core of tests/support/points.py."""
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    command = [sys.executable, "-W", "ignore", "-c", text_of(program)]
     environment = shell(points.package(), SUPPORT)
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
@@ -699,13 +587,8 @@ def test_memory_is_freed_while_a_collective_hangs(phase, tmp_path):
     if not EMULATED:
         pytest.skip("no GPU can be kept from coming to a collective")
     program = f"""
-        import ctypes, time
-        import mxnet as mx
-        from mxnet import autograd
-        from gluon_syncbn import SyncBatchNorm, _native
         core, nccl = _native._core, ctypes.CDLL("libnccl.so.2")
         core.syncbn_points_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
-        contexts = [mx.gpu(0), mx.gpu(1)]
         layers = [SyncBatchNorm(in_channels=4, timeout=1, prefix=prefix) for prefix in ("first_", "second_")]
         for layer in layers:
             layer.initialize(ctx=contexts)
@@ -745,18 +628,9 @@ def test_ctrl_c_while_nccl_connects():
     if not EMULATED:
         pytest.skip("nothing keeps NCCL from connecting")
     program = """
-        import ctypes, signal, threading, time
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        from gluon_syncbn import SyncBatchNorm, _native
-        import mxnet as mx, numpy as np
-        from mxnet import autograd
         from replicas import interrupt_handler
         nccl = ctypes.CDLL("libnccl.so.2")
         nccl.cuda_emulator_hold_connections(1)
-        contexts = [mx.gpu(0), mx.gpu(1)]
-        layer = SyncBatchNorm(in_channels=4, timeout=300)
-        layer.initialize(ctx=contexts)
-        xs = [mx.nd.array(np.random.randn(2, 4, 9), ctx=context) for context in contexts]
         idle, called = interrupt_handler(), threading.Event()
         def work():
             called.wait()
@@ -777,7 +651,7 @@ def test_ctrl_c_while_nccl_connects():
         finally:
             worker.join(60)  # or the process ends before it has printed
         """
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)]
+    command = [sys.executable, "-W", "ignore", "-c", text_of(program)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     with subprocess.Popen(command, env=shell(SUPPORT), **pipes) as process:
         try:
@@ -798,16 +672,9 @@ def test_a_replica_that_is_hit(point, tmp_path):
     """
     gpus(2)  # or the test skips
     program = f"""
-        import ctypes
-        import gluon_syncbn
-        import mxnet as mx, numpy as np
-        from mxnet import autograd
-        from gluon_syncbn import SyncBatchNorm, _native
+        gluon_syncbn.configure(timeout=60)
         arm = _native._core.syncbn_points_arm
         arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
-        contexts = [mx.gpu(0), mx.gpu(1)]
-        layer = SyncBatchNorm(in_channels=4, timeout=60)
-        layer.initialize(ctx=contexts)
         shards = [3 * np.random.randn(2, 4, 9) + 1, np.random.randn(5, 4, 9)]
         whole = np.concatenate(shards)
         want = (whole - whole.mean((0, 2), keepdims=True)) / np.sqrt(whole.var((0, 2), keepdims=True) + 1e-5)
@@ -938,12 +805,9 @@ def test_memory_is_used_again():
     if not EMULATED:
         pytest.skip("counts are the emulator's")
     program = """
-        import ctypes, sys, gluon_syncbn, mxnet as mx, numpy as np
-        from mxnet import autograd
-        cuda, contexts = ctypes.CDLL("libcuda.so.1"), [mx.gpu(0), mx.gpu(1)]
+        cuda = ctypes.CDLL("libcuda.so.1")
         gluon_syncbn.configure(kvstore=sys.argv[2] or None)
-        layers = [gluon_syncbn.SyncBatchNorm(in_channels=8, mode=mode) for mode in ("sync", "local", "shuffle")]
-        xs = [mx.nd.array(np.random.randn(2, 8, 9), ctx=context) for context in contexts]
+        layers = [SyncBatchNorm(in_channels=4, mode=mode) for mode in ("sync", "local", "shuffle")]
         for layer in layers:
             layer.initialize(ctx=contexts)
             if sys.argv[1] == "static":
@@ -964,7 +828,7 @@ def test_memory_is_used_again():
             print(numbers[6])
         """
     limits = {("eager", ""): 6, ("static", ""): 0, ("static", "device"): 0}
-    runs = side_by_side([["-c", textwrap.dedent(program), *way] for way in limits])
+    runs = side_by_side([["-c", text_of(program), *way] for way in limits])
     for (way, limit), done in zip(limits.items(), runs):
         assert done.returncode == 0, done.stderr
         numbers = [int(word) for word in done.stdout.split()]
@@ -973,18 +837,11 @@ def test_memory_is_used_again():
 
 def test_compiled_kernels_are_kept(tmp_path):
     """For the next process; what is damaged is made anew, and a folder that cannot be written is no error."""
-    gpus(1)
-    program = """
-        import gluon_syncbn, mxnet as mx, numpy as np, sys
-        from mxnet import autograd
-        layer = gluon_syncbn.SyncBatchNorm(in_channels=4)
-        layer.initialize(ctx=mx.gpu(0))
-        with autograd.record():
-            layer(mx.nd.array(np.random.randn(2, 4, 9), ctx=mx.gpu(0))).wait_to_read()
-        """
+    gpus(2)
+    program = "with autograd.record(): ys = [layer(x) for x in xs]\nmx.nd.waitall()"
 
     def start(folder):
-        done = run(["-c", textwrap.dedent(program)], XDG_CACHE_HOME=str(folder))
+        done = run(["-c", text_of(program)], XDG_CACHE_HOME=str(folder))
         assert done.returncode == 0, done.stderr
 
     start(tmp_path)
@@ -1022,17 +879,7 @@ EXITS = {
 
 def test_the_process_ends():
     gpus(2)
-    program = """
-        from gluon_syncbn import SyncBatchNorm
-        import mxnet as mx, numpy as np
-        from mxnet import autograd
-        contexts = [mx.gpu(0), mx.gpu(1)]
-        layer = SyncBatchNorm(in_channels=4)
-        layer.initialize(ctx=contexts)
-        xs = [mx.nd.array(np.random.randn(2, 4, 9), ctx=context) for context in contexts]
-        with autograd.record():
-            """
-    runs = side_by_side([["-c", textwrap.dedent(program + end)] for end in EXITS.values()])
+    runs = side_by_side([["-c", text_of(f"with autograd.record(): {end}")] for end in EXITS.values()])
     for how, done in zip(EXITS, runs):
         assert done.returncode == (1 if how == "an exception" else 5), done.stderr
         assert ("KeyError: 'mine'" in done.stderr) == (how == "an exception")
@@ -1044,21 +891,13 @@ def test_the_process_ends_where_a_gpu_has_failed():
     if not EMULATED:
         pytest.skip("a process of its own would have to fail the GPU of others")
     program = """
-        import os
-        from gluon_syncbn import SyncBatchNorm, reset
-        import mxnet as mx, numpy as np
-        from mxnet import autograd
-        contexts = [mx.gpu(0), mx.gpu(1)]
-        layer = SyncBatchNorm(in_channels=4)
-        layer.initialize(ctx=contexts)
-        xs = [mx.nd.array(np.random.randn(2, 4, 9), ctx=context) for context in contexts]
         victim = mx.nd.array(np.zeros(4), dtype="float64", ctx=contexts[1])
         module = mx.rtc.CudaModule('extern "C" __global__ void beyond(double* x) { x[-1] = 0; }')
         module.get_kernel("beyond", "double* x").launch([victim], contexts[1], (1, 1, 1), (1, 1, 1))
         for _ in range(3):
             with autograd.record():
                 ys = [layer(x) for x in xs]
-            reset()
+            gluon_syncbn.reset()
         with autograd.record():
             ys = [layer(x) for x in xs]
         if os.fork() == 0:
@@ -1066,7 +905,7 @@ def test_the_process_ends_where_a_gpu_has_failed():
         os.wait()
         print("came to its end", flush=True)
         """
-    done = run(["-c", textwrap.dedent(program)])
+    done = run(["-c", text_of(program)])
     assert done.stdout == "came to its end\n", done.stderr
     assert done.returncode in (0, 86), done.stderr  # 86: the emulator tells of errors that nobody has asked it for
 
@@ -1100,13 +939,6 @@ def test_memory_from_the_pool():
     """A thread that gets its memory from MXNet's pool makes no call of CUDA that would give it a context."""
     gpus(2)
     program = """
-        from gluon_syncbn import SyncBatchNorm
-        import mxnet as mx, numpy as np
-        from mxnet import autograd
-        contexts = [mx.gpu(0), mx.gpu(1)]
-        layer = SyncBatchNorm(in_channels=4)
-        layer.initialize(ctx=contexts)
-        xs = [mx.nd.array(np.random.randn(2, 4, 9), ctx=context) for context in contexts]
         for x in xs:
             x.attach_grad()
         spare = [mx.nd.array(np.zeros(n), ctx=c) for c in contexts for n in (4, 8, 16, 32, 64) for _ in range(8)]
@@ -1118,7 +950,7 @@ def test_memory_from_the_pool():
         autograd.backward(ys, xs)
         print(sum(y.asnumpy().sum() for y in ys))
         """
-    done = run(["-c", textwrap.dedent(program)], MXNET_GPU_MEM_POOL_TYPE="Naive")
+    done = run(["-c", text_of(program)], MXNET_GPU_MEM_POOL_TYPE="Naive")
     assert done.returncode == 0, done.stderr
 
 

@@ -82,6 +82,15 @@ def check(layer, batch, addends, contexts, dtype="float64", before=0.0, **settin
             assert np.abs(a - b - before)[sure].max(initial=0) <= ON_CPUS[dtype] * np.abs(b).max(initial=0)
 
 
+def expected(layer, batch, addends=None, mean=0.0, var=1.0, use_global_stats=True):
+    """Outputs and gradients by the specification, by default with these running statistics."""
+    forward = reference.forward(
+        batch.shards, batch.gamma, batch.beta, np.zeros(5) + mean, np.zeros(5) + var, epsilon=1e-3, addends=addends,
+        use_global_stats=use_global_stats, **layer._activation._asdict(),
+    )  # fmt: skip
+    return forward.outputs, reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+
+
 def specification_of_z(layer, batch, given, settings):
     """What the activation gets."""
     activation, layer._activation = layer._activation, gluon_syncbn.activation.NONE
@@ -133,9 +142,9 @@ def empty_case(case):
 
 
 # Each mode with each type; each graph with one of MXNet's own types and with bfloat16.
-EMPTY = [(dtype, "sync", "eager") for dtype in ON_CPUS] + [
-    ("float64", mode, "eager") for mode in MODES if mode != "sync"
-]
+EMPTY = [pytest.param("float64", "sync", "eager", marks=pytest.mark.on_gpus)]
+EMPTY += [(dtype, "sync", "eager") for dtype in ON_CPUS if dtype != "float64"]
+EMPTY += [("float64", mode, "eager") for mode in MODES if mode != "sync"]
 EMPTY += [("float64", "sync", way) for way in WAYS if way != "eager"]
 EMPTY += [(dtype, "sync", "hybrid") for dtype in ON_CPUS if dtype == "bfloat16"]
 
@@ -166,12 +175,8 @@ def test_an_empty_shard_with_frozen_statistics(empty_case, contexts, adds, behin
     with autograd.record(train_mode=False):
         ys = [layer(*given) for given in zip(*inputs)]
     autograd.backward(ys, on_devices(batch.heads, contexts, "float64"))
-    forward = reference.forward(
-        batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), epsilon=1e-3, use_global_stats=True,
-        addends=addends if adds else None, **layer._activation._asdict(),
-    )  # fmt: skip
-    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
-    for x, y, output, dx in zip(inputs[0], ys, forward.outputs, gradients.dxs):
+    outputs, gradients = expected(layer, batch, addends if adds else None)
+    for x, y, output, dx in zip(inputs[0], ys, outputs, gradients.dxs):
         np.testing.assert_allclose(y.asnumpy(), output, atol=1e-11)
         np.testing.assert_allclose(x.grad.asnumpy(), dx, atol=1e-11)
 
@@ -244,13 +249,9 @@ def test_the_operator_does_what_is_asked_for(case, contexts, activation, req):
     with autograd.record():
         y = unguarded(layer, x, addend)
     y.backward(nd.array(batch.heads[0], dtype="float64"))
-    forward = reference.forward(
-        batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), epsilon=1e-3, addends=addends,
-        **layer._activation._asdict(),
-    )  # fmt: skip
-    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+    outputs, gradients = expected(layer, batch, addends, use_global_stats=False)
     before = 0.5 if req == "add" else 0
-    np.testing.assert_allclose(y.asnumpy(), forward.outputs[0], atol=1e-11)
+    np.testing.assert_allclose(y.asnumpy(), outputs[0], atol=1e-11)
     np.testing.assert_allclose(x.grad.asnumpy(), before + gradients.dxs[0], atol=1e-10)
     np.testing.assert_allclose(addend.grad.asnumpy(), before + gradients.daddends[0], atol=1e-10)
 
@@ -280,20 +281,17 @@ def test_a_gradient_that_nobody_asks_for(case, contexts, asked):
     with autograd.record():
         ys = [layer(x, other) for x, other in zip(xs, others)]
     autograd.backward(ys, on_devices(batch.heads, contexts, "float64"))
-    forward = reference.forward(
-        batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), epsilon=1e-3, slope=0, addends=addends
-    )
-    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+    _, gradients = expected(layer, batch, addends, use_global_stats=False)
     for array, want in zip(followed, gradients.dxs if asked == "data" else gradients.daddends):
         np.testing.assert_allclose(array.grad.asnumpy(), want, atol=1e-11)
     np.testing.assert_allclose(sum(layer.gamma.grad(c).asnumpy() for c in contexts[:2]), sum(gradients.dgammas))
 
 
-@pytest.mark.parametrize("way", ["eager", "hybrid"])
+@pytest.mark.parametrize("way", ["eager", pytest.param("hybrid", marks=pytest.mark.on_gpus)])
 @pytest.mark.parametrize("adds, behind", CASES)
 def test_prediction_and_frozen_statistics(case, contexts, adds, behind, way):
     (batch, addends), context = case(1), contexts[0]
-    x, other = nd.array(batch.shards[0], dtype="float64"), nd.array(addends[0], dtype="float64")
+    x, other, head = (on_devices(arrays, contexts, "float64")[0] for arrays in (batch.shards, addends, batch.heads))
     for use_global_stats in (False, True):
         layer = make(adds, use_global_stats=use_global_stats, **EPILOGUE[behind])
         prepare(layer, batch, [context], "float64", WAYS[way])
@@ -303,13 +301,9 @@ def test_prediction_and_frozen_statistics(case, contexts, adds, behind, way):
         x.attach_grad()
         with autograd.record(train_mode=use_global_stats):
             y = layer(*inputs)
-        y.backward(nd.array(batch.heads[0], dtype="float64"))
-        forward = reference.forward(
-            batch.shards, batch.gamma, batch.beta, np.arange(5.0), np.arange(1.0, 6.0), epsilon=1e-3,
-            use_global_stats=True, addends=addends if adds else None, **layer._activation._asdict(),
-        )  # fmt: skip
-        gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
-        np.testing.assert_allclose(y.asnumpy(), forward.outputs[0], atol=1e-10)
+        y.backward(head)
+        outputs, gradients = expected(layer, batch, addends if adds else None, np.arange(5), np.arange(1, 6))
+        np.testing.assert_allclose(y.asnumpy(), outputs[0], atol=1e-10)
         if use_global_stats or way == "hybrid":  # MXNet's BatchNorm takes predict mode's gradient through the batch
             np.testing.assert_allclose(x.grad.asnumpy(), gradients.dxs[0], atol=1e-10)
 
@@ -323,17 +317,13 @@ def test_each_way_to_ask_for_gradients(case, contexts, activation, kind, way):
     settings = {"several replicas": {"num_devices": 2}, "frozen": {"use_global_stats": True}, "reverted": {}}[kind]
     for reqs in [("write", None), ("write", "add"), ("add", "write"), ("add", "add"), (None, "add")]:
         layer = prepare(make(True, **ACTIVATIONS[activation], **settings), batch, contexts[:1], "float64", way)
-        forward = reference.forward(
-            batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), epsilon=1e-3, addends=addends,
-            use_global_stats=kind == "frozen", **layer._activation._asdict(),
-        )  # fmt: skip
-        gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
+        _, gradients = expected(layer, batch, addends, use_global_stats=kind == "frozen")
         layer = revert(layer) if kind == "reverted" else layer
         inputs = [on_devices(arrays, contexts[:1] * 2, "float64") for arrays in (batch.shards, addends)]
         followed = [  # array, what is there before, what is there then
-            (array, 0.75, expected + (0.75 if req == "add" else 0))
+            (array, 0.75, gradient + (0.75 if req == "add" else 0))
             for arrays, req, want in zip(inputs, reqs, (gradients.dxs, gradients.daddends)) if req
-            for array, expected in zip(arrays, want)
+            for array, gradient in zip(arrays, want)
         ]  # fmt: skip
         for arrays, req in zip(inputs, reqs):
             for array in arrays if req else ():
@@ -359,19 +349,15 @@ def test_several_replicas_predict_and_give_gradients_with_running_statistics(cas
     for array in (*inputs[0], *inputs[1]):
         array.attach_grad("add")
         array.grad[:] = 0.75
-    forward = reference.forward(
-        batch.shards, batch.gamma, batch.beta, np.zeros(5), np.ones(5), epsilon=1e-3, use_global_stats=True,
-        addends=addends, **layer._activation._asdict(),
-    )  # fmt: skip
-    gradients = reference.backward(batch.shards, batch.heads, batch.gamma, forward.state)
-    for got, want in zip([layer(*replica) for replica in zip(*inputs)], forward.outputs):
+    outputs, gradients = expected(layer, batch, addends)
+    for got, want in zip([layer(*replica) for replica in zip(*inputs)], outputs):
         np.testing.assert_allclose(got.asnumpy(), want, atol=1e-10)
     with autograd.record(train_mode=False):
         ys = [layer(*replica) for replica in zip(*inputs)]
     autograd.backward(ys, on_devices(batch.heads, contexts[:1] * 2, "float64"))
     for arrays, want in zip(inputs, (gradients.dxs, gradients.daddends)):
-        for array, expected in zip(arrays, want):
-            np.testing.assert_allclose(array.grad.asnumpy(), expected + 0.75, atol=1e-10)
+        for array, gradient in zip(arrays, want):
+            np.testing.assert_allclose(array.grad.asnumpy(), gradient + 0.75, atol=1e-10)
     np.testing.assert_allclose(layer.gamma.grad().asnumpy(), sum(gradients.dgammas), atol=1e-10)
     np.testing.assert_allclose(layer.beta.grad().asnumpy(), sum(gradients.dbetas), atol=1e-10)
 

@@ -15,7 +15,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 from environments import ended, shell
-from gluoncv.utils.parallel import DataParallelModel
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from places import PACKAGE, SUPPORT
@@ -38,6 +37,7 @@ from gluon_syncbn import SyncBatchNorm
 from gluon_syncbn.mxnet_side.nodes import json_of
 from gluon_syncbn.training import steps
 
+EAGER = pytest.param("eager", marks=pytest.mark.on_gpus)
 AT_ONCE = 20  # seconds, of a layer that would wait for 60
 
 
@@ -80,7 +80,7 @@ def shards(rng, contexts, dtype="float32"):
 # ---- somebody does not come ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [EAGER, *list(WAYS)[1:]])
 def test_a_replica_that_is_never_called(contexts, rng, way):
     layer = a_layer(contexts[:3], way)
     xs = shards(rng, contexts[:3])
@@ -89,9 +89,9 @@ def test_a_replica_that_is_never_called(contexts, rng, way):
             ys = [layer(x) for x in xs[::2]]
         with pytest.raises(mx.MXNetError) as error:
             ys[0].asnumpy()
-    assert_explains(
-        error, layer, "2 of 3 replicas arrived (cpu(0), cpu(2))", "missing cpu(1) after 2 s", "Nobody has called"
-    )
+    first, second, third = contexts[:3]
+    arrived = f"2 of 3 replicas arrived ({first}, {third})"
+    assert_explains(error, layer, arrived, f"missing {second} after 2 s", "Nobody has called")
     assert_next_step_is_right(layer, contexts[:3], rng)
 
 
@@ -325,30 +325,6 @@ def test_an_exception_in_a_hook(contexts, rng, hook):
     assert_next_step_is_right(layer, contexts[:2], rng)
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_an_exception_in_one_thread_of_a_data_parallel_model(contexts, rng, failing):
-    places = contexts[:3]
-    layer = a_layer(places, timeout=60)
-    model = DataParallelModel(layer, places, sync=True)
-
-    def fails(block, inputs):
-        if inputs[0].context == places[failing]:
-            time.sleep(0.2)  # the others wait by now
-            raise OutOfData(f"thread {failing}")
-
-    handle = layer.register_forward_pre_hook(fails)
-    x = nd.array(rng.randn(6, 5, 2))
-    start = time.monotonic()
-    with pytest.raises((OutOfData, mx.MXNetError), match=f"thread {failing}"), autograd.record():
-        model(x)
-    assert time.monotonic() - start < AT_ONCE
-    handle.detach()
-    with autograd.record():
-        ys = [y for (y,) in model(x)]
-    assert all(np.isfinite(y.asnumpy()).all() for y in ys)
-    assert_next_step_is_right(layer, places, rng)
-
-
 def test_text_that_utf8_cannot_hold(contexts, rng):
     """Names of files come from the file system, whatever they are."""
     layer = a_layer(contexts[:2])
@@ -506,7 +482,7 @@ def test_a_net_is_saved_after_a_failed_step(contexts, rng, tmp_path, updates, ho
 # ---- some of the contexts ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [EAGER, *list(WAYS)[1:]])
 def test_devices(contexts, rng, way):
     """A step on some contexts is right on those, and gives the others their running statistics."""
     layer = a_layer(contexts[:4], way)
@@ -588,28 +564,6 @@ def test_devices_in_devices(contexts, rng):
 
 
 # ---- the order in which replicas come ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("way", ["eager", "static_shape"])
-def test_bits_do_not_depend_on_the_order_of_calls(contexts, rng, way):
-    places = contexts[:4]
-    batch = make_batch(rng, 4, offset=3.0)
-    results = []
-    for turn in range(6):
-        layer = prepare(SyncBatchNorm(in_channels=5), batch, places, "float64", WAYS[way])
-        order = [[0, 1, 2, 3], [3, 2, 1, 0]][turn] if turn < 2 else list(rng.permutation(4))
-        xs, heads = on_devices(batch.shards, places, "float64"), on_devices(batch.heads, places, "float64")
-        for x in xs:
-            x.attach_grad()
-        ys = [None] * 4
-        with autograd.record():
-            for i in order:
-                ys[i] = layer(xs[i])
-                time.sleep(0.02 * rng.rand())
-        autograd.backward([ys[i] for i in order], [heads[i] for i in order])
-        results.append(collect(layer, ys, [x.grad for x in xs], places))
-    for result in results[1:]:
-        assert_same_bits(result, results[0])
 
 
 @pytest.mark.parametrize("per_context", [1, 3])

@@ -153,7 +153,7 @@ def test_empty_shards_everywhere(contexts):
                 y.wait_to_read()
 
 
-@pytest.mark.parametrize("replicas", [1, 3, 8])
+@pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.on_gpus), 8])
 def test_same_bits_on_repetition(contexts, rng, replicas):
     batch = make_batch(rng, replicas, dtype="float32", spatial=(9, 7))
 
