@@ -1,8 +1,7 @@
-#include <cmath>
-
 #include "core.h"
 #include "exchange.h"
 #include "figures.h"
+#include "pools.h"
 #include "runs.h"
 
 namespace driver {
@@ -75,15 +74,6 @@ const Fault kFaults[] = {
     {"the script has raised an exception", true,
      [](const Trial&) { syncbn_fail("the script has raised an exception"); }},
 };
-
-// What failed left nothing plausible.
-void check_values(const ArrayP& got, int req, bool failed) {
-    if (!got || req == syncbn::kNull || got->broken) return;
-    int64_t numbers = 0;
-    for (int64_t i = 0; i < got->size; ++i) numbers += !std::isnan(got->get(i));
-    expect(numbers == (failed ? 0 : got->size), std::to_string(numbers) + " of " + std::to_string(got->size) +
-                                                    " values are numbers, failed: " + std::to_string(failed));
-}
 
 void check_failure(const Trial& trial, const std::string& reason) {
     const std::string failure = syncbn_failure();

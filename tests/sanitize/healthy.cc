@@ -1,7 +1,7 @@
 #include <thread>
 
 #include "figures.h"
-#include "reference.h"
+#include "pools.h"
 #include "runs.h"
 
 namespace driver {

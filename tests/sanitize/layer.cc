@@ -96,7 +96,6 @@ void Layer::restore() {
     syncbn_layer_exchange(id, spec.exchange != nullptr ? *spec.exchange : *exchange_in_memory());
     set_timeout(0);
     syncbn_seed(kSeed);
-    meetings.clear();
     take_running_statistics();
 }
 

@@ -75,8 +75,7 @@ class Layer {
     const Spec spec;
     const std::string name;
     const int64_t id;
-    std::vector<Placed> placed;       // [contexts]
-    std::map<int, int64_t> meetings;  // of each node, so far
+    std::vector<Placed> placed;  // [contexts]
 
   private:
     void take_running_statistics();

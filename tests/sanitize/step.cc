@@ -3,7 +3,7 @@
 #include <thread>
 
 #include "figures.h"
-#include "reference.h"
+#include "pools.h"
 
 namespace driver {
 
