@@ -99,20 +99,20 @@ class Cluster:
 @pytest.mark.parametrize(
     ("workers", "program", "scenario"),
     [
-        (3, "cluster_worker.py", "every_bit+groups_of_some+trains"),
-        (2, "cluster_worker.py", "masks_and_groups+resumes"),
+        (3, "cluster_worker.py", "every_bit+groups_of_some+one_store_for_gradients_and_statistics"),
+        (2, "cluster_worker.py", "under_masks+pushpull_and_broadcast+resumes"),
         pytest.param(3, "cluster_worker.py", "large_sums", marks=pytest.mark.slow),
         pytest.param(2, "mpi_worker.py", "equals_the_specification", marks=pytest.mark.slow),
         pytest.param(
             2,
             "mpi_worker.py",
-            "same_bits_on_repetition+one_store_for_gradients_and_statistics",
+            "same_bits_on_repetition",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             3,
             "mpi_worker.py",
-            "pushpull_and_broadcast+gathers+gradients_in_any_order+shuffled_keys",
+            "gathers+gradients_in_any_order+shuffled_keys",
             marks=pytest.mark.slow,
         ),
     ],
@@ -123,7 +123,7 @@ def test_several_workers(workers, program, scenario):
         job.check_success()
 
 
-@pytest.mark.parametrize(("workers", "scenario"), [pytest.param(2, "trains", marks=pytest.mark.slow), (3, "levels")])
+@pytest.mark.parametrize(("workers", "scenario"), [pytest.param(2, "resumes", marks=pytest.mark.slow), (3, "levels")])
 def test_in_shared_memory(workers, scenario):
     with Cluster(workers, "cluster_worker.py", scenario) as job:
         job.check_success()

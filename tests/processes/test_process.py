@@ -108,53 +108,25 @@ def ends_of(text, ways):
 
 # ---- the end of the main thread in mid-step ------------------------------------------------------------------
 
+IN_THE_STEP = "with autograd.record():\n    y = layer(xs[0])\n"
 ENDS = {
-    "sys.exit in the step": (
-        """
-with autograd.record():
-    layer(xs[0])
-    sys.exit(7)
-""",
-        7,
-    ),
-    "an exception in the step": (
-        """
-with autograd.record():
-    y = layer(xs[0])
-    raise RuntimeError("out of data")
-""",
-        1,
-    ),
+    "sys.exit in the step": (IN_THE_STEP + "    sys.exit(7)", 7),
+    "an exception in the step": (IN_THE_STEP + "    raise RuntimeError('out of data')", 1),
     "an exception after the scope": (
-        """
-with autograd.train_mode():
-    y = layer(xs[0])
-raise RuntimeError("out of data")
-""",
+        IN_THE_STEP.replace("record", "train_mode") + "raise RuntimeError('out of data')",
         1,
     ),
     "only one loss's backward": (
-        """
-with autograd.record():
-    ys = [layer(x) for x in xs]
-ys[0].backward()
-raise RuntimeError("out of data")
-""",
+        IN_THE_STEP + "    z = layer(xs[1])\ny.backward()\nraise RuntimeError('out of data')",
         1,
     ),
-    "the end of the script": (
-        """
-with autograd.record():
-    y = layer(xs[0])
-""",
-        0,
-    ),
+    "the end of the script": (IN_THE_STEP, 0),
 }
 
 
 @pytest.fixture(scope="module")
 def ended():
-    return ends({how: ("ready()" + text, {}) for how, (text, _) in ENDS.items()})
+    return ends({how: ("ready()\n" + text, {}) for how, (text, _) in ENDS.items()})
 
 
 @pytest.mark.parametrize("how", ENDS)

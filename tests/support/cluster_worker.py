@@ -1,5 +1,6 @@
 """What one worker of a job does that is about MXNet's own cluster alone."""
 
+import importlib
 import itertools
 import os
 import shutil
@@ -14,14 +15,11 @@ import numpy as np
 
 import gluon_syncbn
 
-CONTEXTS = gluon_syncbn.cpu_devices(2)
+CONTEXTS = gluon_syncbn.cpu_devices(4)
 
 import mxnet as mx  # noqa: E402
-from masks import make_masks, masked_step  # noqa: E402
 from mxnet import autograd, gluon, nd  # noqa: E402
 from mxnet.gluon import nn  # noqa: E402
-from poolings import specification  # noqa: E402
-from replicas import WAYS, make_batch, prepare  # noqa: E402
 
 from gluon_syncbn.exchange import store  # noqa: E402
 from gluon_syncbn.exchange.transport import Label  # noqa: E402
@@ -58,70 +56,6 @@ def large_sums():
         assert np.abs(values.asnumpy() - np.sum(parts, axis=0)).max() < 1e-5
         everyone = kv.allgather("the bits", values.asnumpy()[:1000])
         assert all((array == everyone[0]).all() for array in everyone)
-
-
-def make_net(norm, contexts, **settings):
-    net = nn.HybridSequential()
-    net.add(nn.Conv2D(8, 3, padding=1, in_channels=3), norm(in_channels=8, **settings), nn.Activation("tanh"))
-    net.add(nn.Conv2D(32, 3, padding=1, in_channels=8), norm(in_channels=32, **settings), nn.Activation("tanh"))
-    net.add(nn.Dense(16, in_units=32 * 36), nn.Dense(3, in_units=16))
-    net.initialize(ctx=contexts)
-    values = np.random.RandomState(3)
-    for p in net.collect_params().values():
-        if p.grad_req != "null":
-            p.set_data(nd.array(values.randn(*p.shape) * 0.1 + p.name.endswith("gamma")))
-    return net
-
-
-def trains():
-    """Momentum SGD in float32, two devices in rank 1: as one process does with all batches, and the same everywhere."""
-    kv = gluon_syncbn.kvstore("dist_sync")
-    contexts = CONTEXTS[: 1 + kv.rank % 2]
-    net, plain = make_net(gluon_syncbn.SyncBatchNorm, contexts, kvstore=kv), make_net(nn.BatchNorm, CONTEXTS[:1])
-    net.hybridize()
-    settings = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3}
-    trainer = gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=kv)
-    alone = gluon.Trainer(plain.collect_params(), "sgd", settings, kvstore=None)
-    rng = np.random.RandomState(5)
-    counts = [4 + 2 * rank for rank in range(kv.num_workers)]
-    ends = np.cumsum(counts)
-    for _ in range(4):
-        x, head = rng.randn(ends[-1], 3, 6, 6) + np.arange(ends[-1]).reshape(-1, 1, 1, 1) % 3, rng.randn(ends[-1], 3)
-        own = slice(ends[kv.rank] - counts[kv.rank], ends[kv.rank])
-        for model, part, where, update in ((net, own, contexts, trainer), (plain, slice(None), CONTEXTS[:1], alone)):
-            xs, heads = (gluon.utils.split_and_load(nd.array(a[part]), where) for a in (x, head))
-            with autograd.record():
-                ys = [model(a) for a in xs]
-            autograd.backward(ys, heads)
-            update.step(int(ends[-1]))
-    mx.nd.waitall()
-    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
-        got, want = p.data(contexts[0]).asnumpy(), q.data().asnumpy()
-        assert np.abs(got - want).max() < 1e-4 * max(1, np.abs(want).max()), p.name
-        everyone = kv.allgather("the weights", got)
-        assert all((array == everyone[0]).all() for array in everyone), p.name
-
-
-def masks_and_groups():
-    """Of two workers with two devices each; nothing counts in one shard."""
-    kv = gluon_syncbn.kvstore("dist_sync")
-    gluon_syncbn.configure(kvstore=kv)
-    mine, rng = slice(2 * kv.rank, 2 * kv.rank + 2), np.random.RandomState(6)
-    for groups in (None, [[0, 2], [1, 3]], [[0, 3], [1], [2]]):
-        for way in ("eager", "static_shape"):
-            batch = make_batch(rng, 4)
-            masks = make_masks(rng, batch)
-            masks[1] *= 0
-            part = batch._replace(shards=batch.shards[mine], heads=batch.heads[mine])
-            layer = prepare(gluon_syncbn.SyncBatchNorm(groups=groups), batch, CONTEXTS, "float64", WAYS[way])
-            got, want = (
-                masked_step(layer, part, masks[mine], CONTEXTS, "float64"),
-                specification(layer, batch, masks=masks),
-            )
-            for name in ("outputs", "dxs", "running_mean", "running_var"):
-                for array, wanted in zip(getattr(got, name), getattr(want, name)[mine]):
-                    assert np.abs(array - wanted).max() <= 1e-11 * max(1, np.abs(wanted).max()), (groups, way, name)
-    gluon_syncbn.configure(kvstore=None)
 
 
 class Scaled(gluon.HybridBlock):
@@ -177,7 +111,7 @@ def resumes():
 def levels():
     """Two machines, the first with two workers: their leaders exchange statistics and gradients."""
     store._machine = lambda: os.environ["CLUSTER_WORKER_MACHINE"]
-    trains()
+    of_every_transport("one_store_for_gradients_and_statistics")()
     kv = gluon_syncbn.kvstore("dist_sync")
     assert kv.why_not_in_memory is None, kv.why_not_in_memory
     assert sorted(map(len, kv.machines)) == [1, 2]
@@ -203,7 +137,10 @@ def steps_until_one_fails():
     if kv.rank == 1 and child == 0:
         time.sleep(60)
         os._exit(0)
-    net = make_net(gluon_syncbn.SyncBatchNorm, CONTEXTS[:1], kvstore=kv)
+    net = nn.HybridSequential()
+    net.add(nn.Conv2D(8, 3, padding=1, in_channels=3), gluon_syncbn.SyncBatchNorm(in_channels=8, kvstore=kv))
+    net.add(nn.Dense(16, in_units=8 * 36))
+    net.initialize(ctx=CONTEXTS[:1])
     trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)
     try:
         for k in itertools.count():
@@ -230,8 +167,13 @@ def not_all_come():
     gluon_syncbn.kvstore("dist_sync")
 
 
+def of_every_transport(scenario):
+    """Of mpi_worker.py, which connects as it is imported."""
+    return getattr(importlib.import_module("mpi_worker"), scenario)
+
+
 if __name__ == "__main__":
     for scenario in sys.argv[1].split("+"):
-        globals()[scenario]()
+        (globals().get(scenario) or of_every_transport(scenario))()
     if scenario != "not_all_come":
         print(f"OK {gluon_syncbn.kvstore('dist_sync').rank}", flush=True)
