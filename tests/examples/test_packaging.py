@@ -488,29 +488,6 @@ def test_an_old_mxnet_is_named(tmp_path, command):
     assert distribution.command("cpu") in output
 
 
-def test_extras_are_quoted_in_messages():
-    """Without quotes zsh takes the brackets for a pattern of file names."""
-    for path in PACKAGE.rglob("*.py"):
-        assert not re.search(r"pip install [^'\"`]*\[", path.read_text(encoding="utf-8")), path
-
-
-def test_docs_and_errors_say_what_can_be_installed_today():
-    """The one place is `distribution.py`: what is left to change on the day that its constants change is named here."""
-    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Dockerfile", "pyproject.toml")]
-    pages += [ROOT / "setup.py", *(ROOT / "tools").glob("*"), *(ROOT / ".github").rglob("*.*"), *PACKAGE.rglob("*.py")]
-    for folder in ("docs", "examples", "benchmarks", "tests", "requirements"):
-        for suffix in ("md", "rst", "txt", "py", "ipynb"):
-            pages += (ROOT / folder).rglob(f"*.{suffix}")
-    wrong = []
-    for page in pages:
-        if page.is_file() and page.name != "test_packaging.py":
-            text = page.read_text(encoding="utf-8")
-            for match in re.finditer(r"""pip install[^\n`|]*?["' ]([^\s"'`\[\]$]*)\[\w""", text):
-                if match.group(1) not in (distribution.TARGET, "FILE.whl", "{TARGET}"):
-                    wrong.append(f"{page.relative_to(ROOT)}: {match.group(0)}")
-    assert not wrong, "\n".join(wrong)
-
-
 # ---- the Makefile
 
 
