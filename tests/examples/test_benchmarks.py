@@ -287,71 +287,44 @@ def test_the_results_of_the_sample_shuffle_are_complete(tmp_path):
     assert cell["bytes"]["gathering"] == 2 * (image + feature)
 
 
-@pytest.mark.slow
-def test_the_results_of_the_modes_are_complete(tmp_path):
-    text, cells = short_run("modes", tmp_path)
-    ((header, rows),) = tables(text)
-    modes = ["sync", "local", "local, V=8", "shuffle, V=2", "shuffle, V=8"]
-    assert header == ["shape", "replicas", "plain, ms", *modes]
-    assert_cells(rows, [["4 x 8 x 8 x 8", replicas] for replicas in ("1", "2")], *[NUMBER] * 6)
-    assert [list(cell["seconds"]) for cell in cells] == [["plain", *modes]] * 2
-    assert [list(cell["ratios"]) for cell in cells] == [modes] * 2
+MODES = ["sync", "local", "local, V=8", "shuffle, V=2", "shuffle, V=8"]
+PAIR = rf"{NUMBER}, {NUMBER}"
+#: Of a benchmark: the header behind the first columns, these columns, and what stands in the others.
+SLOW = {
+    "modes": (["plain, ms", *MODES], [["4 x 8 x 8 x 8", replicas] for replicas in ("1", "2")], [NUMBER] * 6),
+    "memory": (None, [["FastSCNN", "32", "1"]], [*[r"-?\d+"] * 4, *[NUMBER] * 3, r"-?\d+"]),
+    "checkpoint": (
+        ["kept, MiB", "recomputed, MiB", "ratio", "kept, s", "recomputed, s"],
+        [["ResNet-50", "32", "1"]],
+        [r"\d+", r"\d+", *[NUMBER] * 3],
+    ),
+    "fold": (
+        ["BatchNorm, ms", "folded, ms", "ratio"],
+        [["MobileNetV2", "32", "52 of 52"]],
+        [MEDIAN_AND_RANGE, MEDIAN_AND_RANGE, NUMBER],
+    ),
+    "inplace": (
+        ["plain, MiB", "fused, MiB", "in place, MiB", "in place / plain", "layers", "seconds"],
+        [["depthwise chain", "16", "1", way] for way in ("dynamic", "static")],
+        [*[r"\d+, \d+"] * 3, PAIR, "4 of 4", rf"{PAIR}, {NUMBER}"],
+    ),
+    "gradients": (
+        None,
+        [["MobileNetV2", "64", "3.5", "2"]],
+        [NUMBER, NUMBER, MEDIAN_AND_RANGE, NUMBER, NUMBER, MEDIAN_AND_RANGE, NUMBER],
+    ),
+}
 
 
 @pytest.mark.slow
-def test_the_memory_of_several_contexts(tmp_path):
-    text, (cell,) = short_run("memory", tmp_path)
-    ((_, rows),) = tables(text)
-    assert_cells(rows, [["FastSCNN", "32", "1"]], *[r"-?\d+"] * 4, *[NUMBER] * 3, r"-?\d+")
-    assert all(cell[way].keys() == {"early_mib", "late_mib"} for way in ("plain", "1", "2", "4"))
-
-
-@pytest.mark.slow
-def test_the_memory_of_recomputation(tmp_path):
-    text, (cell,) = short_run("checkpoint", tmp_path)
-    ((header, rows),) = tables(text)
-    ways = ("kept", "recomputed")
-    assert header == [
-        "model",
-        "crop",
-        "images",
-        *(f"{way}, MiB" for way in ways),
-        "ratio",
-        *(f"{way}, s" for way in ways),
-    ]
-    assert_cells(rows, [["ResNet-50", "32", "1"]], r"\d+", r"\d+", *[NUMBER] * 3)
-    assert all(cell[way].keys() == {"before_mib", "peak_mib", "step_s"} for way in ways)
-
-
-@pytest.mark.slow
-def test_the_time_of_a_prediction(tmp_path):
-    text, (cell,) = short_run("fold", tmp_path)
-    ((header, rows),) = tables(text)
-    assert header == ["model", "crop", "folded", "BatchNorm, ms", "folded, ms", "ratio"]
-    assert_cells(rows, [["MobileNetV2", "32", "52 of 52"]], MEDIAN_AND_RANGE, MEDIAN_AND_RANGE, NUMBER)
-    assert (cell["layers"], cell["folded"]) == (52, 52)
-
-
-@pytest.mark.slow
-def test_the_memory_in_place(tmp_path):
-    text, cells = short_run("inplace", tmp_path)
-    ((header, rows),) = tables(text)
-    forms = [f"{name}, MiB" for name in ("plain", "fused", "in place")]
-    assert header == ["model", "crop", "images", "graph", *forms, "in place / plain", "layers", "seconds"]
-    known = [["depthwise chain", "16", "1", way] for way in ("dynamic", "static")]
-    pair = rf"{NUMBER}, {NUMBER}"
-    assert_cells(rows, known, *[r"\d+, \d+"] * 3, pair, "4 of 4", rf"{pair}, {NUMBER}")
-    assert all(cell["inplace"]["counted_mib"] < cell["plain"]["counted_mib"] for cell in cells)
-
-
-@pytest.mark.slow
-def test_gradients_between_processes(tmp_path):
-    pytest.importorskip("mpi4py")
-    text, cells = short_run("gradients", tmp_path)
-    ((_, rows),) = tables(text)
-    times, ratio = [NUMBER] * 2, MEDIAN_AND_RANGE
-    assert_cells(rows, [["MobileNetV2", "64", "3.5", "2"]], *times, ratio, *times, ratio, NUMBER)
-    assert [cell["processes"] for cell in cells] == [2]
+@pytest.mark.parametrize("name", SLOW)
+def test_the_results_are_complete(tmp_path, name):
+    if name == "gradients":
+        pytest.importorskip("mpi4py")
+    others, first, patterns = SLOW[name]
+    ((header, rows),) = tables(short_run(name, tmp_path)[0])
+    assert others is None or header[len(first[0]) :] == others
+    assert_cells(rows, first, *patterns)
 
 
 def test_the_exchange_and_what_it_lets_expect(short_runs):

@@ -295,31 +295,6 @@ def test_no_network_for_weights_is_one_line(tmp_path, data, capsys, monkeypatch)
     assert f"{tmp_path}/mxnet/models" in line
 
 
-@pytest.mark.slow
-def test_statistics_of_each_device_are_resumed_too(tmp_path, data):
-    """Plain BatchNorm on two devices has two sets of running statistics, and neither may replace the other."""
-    small = ["--cpus", "2", "--crop-size", "32", "--epochs", "2", "--workers", "0", "--no-val"]
-    folders = [tmp_path / name for name in ("whole", "parts")]
-    for folder in folders:
-        folder.mkdir()
-    save = folders[1] / "run"
-    program = changed_train(tmp_path / "program.py", lasting(0, 2))
-    with ThreadPoolExecutor(1) as beside:
-        uninterrupted = beside.submit(train, folders[0], data, *small)
-        with Process(folders[1], program, *TINY, *small, "--data-root", data, "--save-dir", save) as process:
-            wait_for(lambda: not process.running() or steps_of(save) == 2)
-            assert process.running(), process.output()
-            os.kill(process.pid, signal.SIGTERM)
-            assert process.wait() == 130, process.output()
-        assert len(rows(save / "steps.csv")) == 3
-        resumed = train(folders[1], data, *small, "--resume", save / "last.ckpt")
-    for code, output in (uninterrupted.result(), resumed):
-        assert code == 0, output
-    whole, parts = (zipfile.ZipFile(folder / "run" / "last.ckpt") for folder in folders)
-    assert whole.read("devices.params") == parts.read("devices.params")
-    assert whole.read("model.params") == parts.read("model.params")
-
-
 def processes_of(folder):
     """Ids of processes that were called with this folder; workers share their parent's command line."""
     found = []

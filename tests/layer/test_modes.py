@@ -156,10 +156,10 @@ def test_two_layers_draw_differently(contexts, rng):
     np.testing.assert_allclose(np.concatenate(theirs), np.concatenate(want), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots", "groups of 2"])
+@pytest.mark.parametrize("pooling", ["sync", "local, 2 slots", "shuffle, 2 slots", "groups of 2"])
 def test_same_bits_whatever_the_order_of_arrival(contexts, rng, pooling):
     batch = make_batch(rng, 4, dtype="float32", spatial=(9, 7))
-    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), batch, contexts[:4], "float32")
+    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS.get(pooling, {})), batch, contexts[:4], "float32")
 
     def run(order):
         gluon_syncbn.configure(seed=3)
@@ -247,10 +247,10 @@ class Twice(nn.HybridBlock):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots", "groups of 2"])
+@pytest.mark.parametrize("pooling", ["sync", "local, 2 slots", "shuffle, 2 slots", "groups of 2"])
 def test_a_layer_used_twice_in_one_forward(contexts, rng, pooling, way):
     batch = make_batch(rng, 4)
-    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), batch, contexts[:4], "float64")
+    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS.get(pooling, {})), batch, contexts[:4], "float64")
     net = Twice(layer)
     if WAYS[way] is not None:
         net.hybridize(**WAYS[way])
@@ -283,22 +283,28 @@ def test_a_layer_used_twice_in_one_forward(contexts, rng, pooling, way):
     np.testing.assert_allclose(dgamma, sum(first.dgammas) + sum(second.dgammas), rtol=1e-9)
 
 
+@pytest.mark.parametrize("replica_by_replica", [True, False])
 @pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc"])
-@pytest.mark.parametrize("pooling", ["local, 2 slots", "shuffle, 2 slots"])
-def test_two_forwards_before_one_backward(contexts, rng, pooling, way):
+@pytest.mark.parametrize("pooling", ["sync", "local, 2 slots", "shuffle, 2 slots"])
+def test_two_forwards_before_one_backward(contexts, rng, pooling, way, replica_by_replica):
     first, second = make_batch(rng, 3), make_batch(rng, 3, spatial=(3, 7))
-    layer = prepare(SyncBatchNorm(in_channels=5, **POOLINGS[pooling]), first, contexts[:3], "float64", WAYS[way])
+    layer = SyncBatchNorm(in_channels=5, **POOLINGS.get(pooling, {}))
+    prepare(layer, first, contexts[:3], "float64", WAYS[way])
     second = second._replace(gamma=first.gamma, beta=first.beta)
-    xs = [on_devices(b.shards, contexts, "float64") for b in (first, second)]
-    for x in xs[0] + xs[1]:
-        x.attach_grad()
+    xs, heads = ([on_devices(b[k], contexts, "float64") for b in (first, second)] for k in (0, 1))
+    order = [(call, i) for call in range(2) for i in range(3)]
+    if replica_by_replica:
+        order.sort(key=lambda place: place[1])
+    for call, i in order:
+        xs[call][i].attach_grad()
     with autograd.record():
-        ys = [layer(x) for part in xs for x in part]
-    autograd.backward(ys, [h for b in (first, second) for h in on_devices(b.heads, contexts, "float64")])
-    for call, (batch, inputs) in enumerate(zip((first, second), xs)):
+        ys = [layer(xs[call][i]) for call, i in order]
+    autograd.backward(ys, [heads[call][i] for call, i in order])
+    for call, batch in enumerate((first, second)):
         want = specification(layer, batch, call=call, node=-1 if way == "eager" else 0)
-        for x, dx in zip(inputs, want.dxs):
-            np.testing.assert_allclose(x.grad.asnumpy(), dx, rtol=0, atol=1e-10)
+        for i, y in enumerate(ys[order.index((call, i))] for i in range(3)):
+            np.testing.assert_allclose(y.asnumpy(), want.outputs[i], rtol=0, atol=1e-11)
+            np.testing.assert_allclose(xs[call][i].grad.asnumpy(), want.dxs[i], rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("groups", [[[0, 2], [1, 3]], [[3, 0], [2], [1]], [range(1, 4), (0,)]], ids=str)

@@ -8,7 +8,6 @@ import mxnet as mx
 import numpy as np
 import pytest
 from environments import ended
-from gluoncv.utils.parallel import DataParallelModel
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from places import SUPPORT
@@ -74,22 +73,6 @@ def assert_equal_nets(net, plain, batch, contexts, dtype, tolerance):
             np.testing.assert_allclose(g, w, rtol=0, atol=tolerance * np.abs(w).max())
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_layer_used_twice_in_one_forward(contexts, rng, way):
-    batch = make_batch(rng, 3)
-    net = Twice(prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64"))
-    plain = Twice(prepare(nn.BatchNorm(in_channels=5), batch, contexts[:1], "float64"))
-    if WAYS[way] is not None:
-        net.hybridize(**WAYS[way])
-    # Running statistics: MXNet's CPU BatchNorm updates in the backward, so the second use comes first there.
-    ys, dxs, gradients, _ = train(net, batch.shards, batch.heads, contexts)
-    whole = train(plain, [np.concatenate(batch.shards)], [np.concatenate(batch.heads)], contexts)
-    np.testing.assert_allclose(np.concatenate(ys), whole[0][0], rtol=0, atol=1e-10)
-    np.testing.assert_allclose(np.concatenate(dxs), whole[1][0], rtol=0, atol=1e-9)
-    for g, w in zip(gradients.values(), whole[2].values()):
-        np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-9)
-
-
 class Branches(nn.HybridBlock):
     """One normalisation layer in two branches that nothing puts in order."""
 
@@ -123,35 +106,6 @@ def test_nodes_of_one_layer_meet_themselves_only():
     assert [node["attrs"]["node"] for node in graph["nodes"] if node["op"] == "Custom"] == ["0", "1"]
 
 
-@pytest.mark.parametrize("way", ["eager", "hybrid", "static_alloc"])
-@pytest.mark.parametrize("replica_by_replica", [True, False])
-def test_two_forwards_before_one_backward(contexts, rng, way, replica_by_replica):
-    first, second = make_batch(rng, 3), make_batch(rng, 3, spatial=(3, 7))
-    layer = prepare(SyncBatchNorm(in_channels=5), first, contexts[:3], "float64", WAYS[way])
-    second = second._replace(gamma=first.gamma, beta=first.beta)
-    xs = [on_devices(b.shards, contexts, "float64") for b in (first, second)]
-    dys = [on_devices(b.heads, contexts, "float64") for b in (first, second)]
-    for x in xs[0] + xs[1]:
-        x.attach_grad()
-    ys = [[None] * 3, [None] * 3]
-    order = (
-        [(k, i) for i in range(3) for k in range(2)]
-        if replica_by_replica
-        else [(k, i) for k in range(2) for i in range(3)]
-    )
-    with autograd.record():
-        for k, i in order:
-            ys[k][i] = layer(xs[k][i])
-    autograd.backward(ys[0] + ys[1], dys[0] + dys[1])
-    wants = [truth(b) for b in (first, second)]
-    for y, x, want in zip(ys, xs, wants):
-        for i in range(3):
-            np.testing.assert_allclose(y[i].asnumpy(), want.outputs[i], rtol=0, atol=1e-11)
-            np.testing.assert_allclose(x[i].grad.asnumpy(), want.dxs[i], rtol=0, atol=1e-10)
-    dgamma = sum(g.asnumpy() for g in layer.gamma.list_grad())
-    np.testing.assert_allclose(dgamma, wants[0].dgamma + wants[1].dgamma, rtol=1e-10)
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 def test_one_backward_per_loss(contexts, rng, reverse):
     batch = make_batch(rng, 3)
@@ -166,19 +120,6 @@ def test_one_backward_per_loss(contexts, rng, reverse):
     want = truth(batch)
     for x, dx in zip(xs, want.dxs):
         np.testing.assert_allclose(x.grad.asnumpy(), dx, rtol=0, atol=1e-11)
-
-
-def test_one_record_scope_per_replica(contexts, rng):
-    batch = make_batch(rng, 3)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:3], "float64")
-    for _ in range(3):
-        ys = []
-        for x in on_devices(batch.shards, contexts, "float64"):
-            with autograd.record():
-                ys.append(layer(x))
-        autograd.backward(ys, on_devices(batch.heads, contexts, "float64"))
-        for y, want in zip(ys, truth(batch).outputs):
-            np.testing.assert_allclose(y.asnumpy(), want, rtol=0, atol=1e-11)
 
 
 #: In which several replicas of one context can meet.
@@ -303,26 +244,6 @@ def test_many_replicas_on_one_context(bundles):
     script = MANY_ON_ONE_CONTEXT.format(tests=str(SUPPORT))
     run = ended([sys.executable, "-W", "ignore", "-c", script], MXNET_EXEC_BULK_EXEC_TRAIN=bundles)
     assert run.returncode == 0, run.stderr
-
-
-def test_data_parallel_model(contexts, rng):
-    """GluonCV runs each replica's forward in a thread of its own, and one backward for all."""
-    places = contexts[:3]
-    batch = make_batch(rng, 3)
-    layer = prepare(SyncBatchNorm(in_channels=5), batch, places, "float64")
-    model = DataParallelModel(layer, places, sync=True)
-    want = truth(batch)
-    heads = np.concatenate(batch.heads)
-    for _ in range(5):
-        x = nd.array(np.concatenate(batch.shards), ctx=places[0], dtype="float64")
-        with autograd.record():
-            ys = [y for (y,) in model(x)]  # splits the batch, 2 + 2 + 4 samples
-        cuts = np.cumsum([len(y) for y in ys])[:-1]
-        autograd.backward(ys, on_devices(np.split(heads, cuts), places, "float64"))
-        output = np.concatenate([y.asnumpy() for y in ys])
-        np.testing.assert_allclose(output, np.concatenate(want.outputs), rtol=0, atol=1e-11)
-        dgamma = sum(g.asnumpy() for g in layer.gamma.list_grad())
-        np.testing.assert_allclose(dgamma, want.dgamma, rtol=1e-11)
 
 
 def test_twice_with_threads_on_one_context(contexts, rng):

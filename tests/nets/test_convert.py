@@ -1,9 +1,7 @@
 """Converted networks: what must be the same object, what must be the same number, what must be left alone."""
 
 import functools
-import json
 import re
-import warnings
 
 import mxnet as mx
 import numpy as np
@@ -869,22 +867,6 @@ def test_arguments_reach_every_layer():
     assert_one_device_equals(net, plain, shards(), contexts=[mx.cpu(0), mx.cpu(0)])
 
 
-def test_files_of_a_plain_network_load_by_structure_and_by_name(tmp_path):
-    net, plain = pair()
-    plain.save_parameters(str(tmp_path / "structure.params"))
-    plain.collect_params().save(str(tmp_path / "names.params"))
-    want = {name: p.data().asnumpy() for name, p in plain.collect_params().items()}
-    convert(net)
-    for load in (
-        lambda: net.load_parameters(str(tmp_path / "structure.params"), ctx=CONTEXTS),
-        lambda: net.collect_params().load(str(tmp_path / "names.params"), ctx=CONTEXTS),
-    ):
-        randomise(net, seed=9)
-        load()
-        for name, parameter in net.collect_params().items():
-            np.testing.assert_array_equal(parameter.data(CONTEXTS[1]).asnumpy(), want[name])
-
-
 def test_files_of_a_converted_network_load_into_a_plain_one(tmp_path):
     net, plain = pair()
     convert(net)
@@ -902,47 +884,6 @@ def test_files_of_a_converted_network_load_into_a_plain_one(tmp_path):
         loaded = net if "net" in load.__code__.co_freevars else plain
         for name, parameter in loaded.collect_params().items():
             np.testing.assert_array_equal(parameter.data(CONTEXTS[0]).asnumpy(), want[name])
-
-
-@untyped_symbol
-def test_export_after_revert_writes_plain_operators(tmp_path):
-    net, _plain = pair(dtype="float32")
-    convert(net).hybridize()
-    step(net, shards(dtype="float32"), CONTEXTS)
-    revert(net)
-    x = mx.nd.array(shards(dtype="float32")[0])
-    want = net(x)
-    net.export(str(tmp_path / "net"))
-    ops = [node["op"] for node in json.loads((tmp_path / "net-symbol.json").read_text())["nodes"]]
-    assert ops.count("BatchNorm") == 4
-    assert "Custom" not in ops
-    loaded = gluon.SymbolBlock.imports(str(tmp_path / "net-symbol.json"), ["data"], str(tmp_path / "net-0000.params"))
-    np.testing.assert_allclose(loaded(x).asnumpy(), want.asnumpy(), atol=1e-6)
-
-
-def test_a_traced_converted_network_trains_synchronised():
-    """GluonCV's SSD calls its backbone with a Symbol and goes on with a SymbolBlock over its parameters."""
-    net, plain = pair()
-    convert(net)
-    symbol = net(mx.sym.var("data", dtype="float64"))
-    traced = gluon.SymbolBlock(symbol, mx.sym.var("data", dtype="float64"), params=net.collect_params())
-    assert "BatchNorm" not in symbol_ops(symbol)
-    output, dx, _ = step(traced, shards(), CONTEXTS)
-    want_output, want_dx, want_grads = step(plain, [np.concatenate(shards())], CONTEXTS[:1])
-    np.testing.assert_allclose(output, want_output, rtol=1e-9, atol=1e-9)
-    np.testing.assert_allclose(dx, want_dx, rtol=1e-9, atol=1e-9)
-    parameters = net._collect_params_with_prefix()
-    grads = {name: sum(g.asnumpy() for g in parameters[name].list_grad()) for name in want_grads}
-    assert_same_gradients(grads, want_grads, rtol=1e-9)
-
-
-@untyped_symbol
-def test_a_recorded_graph_without_the_layer_is_silent():
-    body = nn.Dense(3)
-    traced = gluon.SymbolBlock(body(mx.sym.var("data")), mx.sym.var("data"), params=body.collect_params())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        revert(traced)
 
 
 @pytest.mark.parametrize(

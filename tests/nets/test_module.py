@@ -711,6 +711,13 @@ def broken(seed, dtype="float64"):
     return batch
 
 
+@pytest.fixture
+def broken_batches_are_errors():
+    """From when it is called."""
+    yield lambda: gluon_syncbn.configure(nonfinite="error")
+    gluon_syncbn.configure(nonfinite="propagate")
+
+
 class OwnModule(mx.mod.Module):
     """A program's own: of MXNet's it uses the group of executors, and functions that update weights."""
 
@@ -737,79 +744,67 @@ def kind(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("kind")
-def test_a_failed_step_changes_nothing_and_the_next_one_trains(contexts):
+def test_a_failed_step_changes_nothing_and_the_next_one_trains(contexts, broken_batches_are_errors):
     """The failure shows where a result is read; the steps around it are those of a run without it."""
     want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2, 3])
-    gluon_syncbn.configure(nonfinite="error")
-    try:
-        module = ready(classifier(SyncBatchNorm), contexts[:2])
-        for seed in (1, None, 2, None, 3):
-            module.forward_backward(broken(0) if seed is None else batch_of(seed))
-            module.update()
-            if seed is None:
-                with pytest.raises(mx.MXNetError, match="the batch is not finite"):
-                    module.get_outputs()[0].asnumpy()
-        assert_same(values_of(module), want, 1e-12)
-    finally:
-        gluon_syncbn.configure(nonfinite="propagate")
+    broken_batches_are_errors()
+    module = ready(classifier(SyncBatchNorm), contexts[:2])
+    for seed in (1, None, 2, None, 3):
+        module.forward_backward(broken(0) if seed is None else batch_of(seed))
+        module.update()
+        if seed is None:
+            with pytest.raises(mx.MXNetError, match="the batch is not finite"):
+                module.get_outputs()[0].asnumpy()
+    assert_same(values_of(module), want, 1e-12)
 
 
 @pytest.mark.usefixtures("kind")
-def test_an_update_that_waits_changes_nothing(contexts, monkeypatch):
+def test_an_update_that_waits_changes_nothing(contexts, monkeypatch, broken_batches_are_errors):
     """Whoever reads a result takes the error away before the update has begun."""
     monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", "0")
     want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2])
-    gluon_syncbn.configure(nonfinite="error")
-    try:
-        module = ready(classifier(SyncBatchNorm), contexts[:2])
-        train(module, [1])
-        module.forward_backward(broken(0))
-        bias = module._exec_group.param_arrays[module._exec_group.param_names.index("fc_bias")]
-        resting = [nd.Custom(array, op_type="rest") for array in bias]
-        module.update()
-        for outputs in module.get_outputs(merge_multi_context=False):
-            for output in outputs:
-                with pytest.raises(mx.MXNetError):
-                    output.asnumpy()
-        gluon_syncbn.reset()
-        assert len(resting) == 2
-        assert_same(train(module, [2]), want, 1e-12)
-    finally:
-        gluon_syncbn.configure(nonfinite="propagate")
+    broken_batches_are_errors()
+    module = ready(classifier(SyncBatchNorm), contexts[:2])
+    train(module, [1])
+    module.forward_backward(broken(0))
+    bias = module._exec_group.param_arrays[module._exec_group.param_names.index("fc_bias")]
+    resting = [nd.Custom(array, op_type="rest") for array in bias]
+    module.update()
+    for outputs in module.get_outputs(merge_multi_context=False):
+        for output in outputs:
+            with pytest.raises(mx.MXNetError):
+                output.asnumpy()
+    gluon_syncbn.reset()
+    assert len(resting) == 2
+    assert_same(train(module, [2]), want, 1e-12)
 
 
-def test_a_failure_that_nobody_has_read_is_raised_by_the_next_forward(contexts):
+def test_a_failure_that_nobody_has_read_is_raised_by_the_next_forward(contexts, broken_batches_are_errors):
     want = train(ready(classifier(SyncBatchNorm), contexts[:2]), [1, 2])
-    gluon_syncbn.configure(nonfinite="error")
-    try:
-        module = ready(classifier(SyncBatchNorm), contexts[:2])
-        module.forward_backward(batch_of(1))
-        module.update()
-        mx.nd.waitall()
-        module.forward_backward(broken(0))
-        module.update()
-        while not _native.failure():
-            time.sleep(0.01)
-        with pytest.raises(mx.MXNetError, match="the batch is not finite"):
-            module.forward(batch_of(2), is_train=True)
-        assert_same(train(module, [2]), want, 1e-12)
-    finally:
-        gluon_syncbn.configure(nonfinite="propagate")
+    broken_batches_are_errors()
+    module = ready(classifier(SyncBatchNorm), contexts[:2])
+    module.forward_backward(batch_of(1))
+    module.update()
+    mx.nd.waitall()
+    module.forward_backward(broken(0))
+    module.update()
+    while not _native.failure():
+        time.sleep(0.01)
+    with pytest.raises(mx.MXNetError, match="the batch is not finite"):
+        module.forward(batch_of(2), is_train=True)
+    assert_same(train(module, [2]), want, 1e-12)
 
 
-def test_a_failure_in_the_first_of_two_modules_is_one_of_both(contexts):
+def test_a_failure_in_the_first_of_two_modules_is_one_of_both(contexts, broken_batches_are_errors):
     """The second one does not train on what the first one leaves."""
     want = train(sequence(SyncBatchNorm, contexts[:2]), [1, 2], "float32")
     chain = sequence(SyncBatchNorm, contexts[:2])
     train(chain, [1], "float32")
-    gluon_syncbn.configure(nonfinite="error")
-    try:
-        with pytest.raises(mx.MXNetError, match="the batch is not finite"):
-            chain.forward_backward(broken(0, "float32"))
-            chain.update()
-            chain.get_outputs()[0].asnumpy()
-    finally:
-        gluon_syncbn.configure(nonfinite="propagate")
+    broken_batches_are_errors()
+    with pytest.raises(mx.MXNetError, match="the batch is not finite"):
+        chain.forward_backward(broken(0, "float32"))
+        chain.update()
+        chain.get_outputs()[0].asnumpy()
     assert_same(train(chain, [2], "float32"), want, 1e-6)
 
 
