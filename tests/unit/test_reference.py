@@ -309,14 +309,6 @@ def test_fewer_than_two_slots_have_no_derangement(slots):
         reference.derangement(0, 0, 0, 0, slots)
 
 
-def test_a_derangement_serves_as_permutation():
-    shards, _, *parameters = problem([(5, 3), (2, 3), (3, 3)])
-    p = reference.derangement(0, 0, -1, 0, 6)
-    state = reference.forward(shards, *parameters, mode="shuffle", virtual_devices=2, permutation=p).state
-    assert [slot.uses for slot in state.slots] == p
-    assert [slot.feeds for slot in state.slots] == list(range(6))
-
-
 def test_the_specification_needs_numpy_alone():
     imported = set()
     for node in ast.walk(ast.parse(inspect.getsource(reference))):
