@@ -157,6 +157,7 @@ _GIVEN = {
     "const syncbn::Mpi*": ctypes.POINTER(Mpi),
     "const Span<const char*>&": _TEXTS,
     "const Span<const int>&": _List(ctypes.c_int),
+    "const Span<const int64_t>&": _List(ctypes.c_int64),
     "const Span<const size_t>&": _List(ctypes.c_size_t),
     "const Span<void*>&": _List(ctypes.c_void_p),
     "const Span<NDArrayHandle>&": _List(ctypes.c_void_p, lambda array: array.handle.value),
