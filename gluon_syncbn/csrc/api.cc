@@ -512,50 +512,24 @@ SYNCBN_API int syncbn_gate(const Span<NDArrayHandle>& arrays) {
 // A wait of a rank for others in an exchange in Python.
 class WaitInPython : public syncbn::Wait {
   public:
-    WaitInPython(const char* what, const char* rank, double timeout, double warn_after)
-        : Wait(timeout, warn_after), what_(what), rank_(rank) {}
-    // Whether time is up. Throws Failure if the wait must end for another reason.
-    bool is_late(const char* missing) {
-        missing_ = missing;
-        try {
-            look();
-        } catch (const syncbn::Failure&) {
-            if (!late_) throw;
-        }
-        return late_;
-    }
-    std::string text_without(const char* missing) {
-        missing_ = missing;
-        return text(Why::kLate);
-    }
+    WaitInPython(const char* what, const char* rank, const char* missing, double timeout)
+        : Wait(timeout), what_(what), rank_(rank), missing_(missing) {}
 
   protected:
-    std::string text(Why why) override {
-        late_ = why == Why::kLate;
-        return syncbn::text_of_wait(why, what_, rank_, missing_, limit(), waited());
-    }
+    std::string text(Why why) override { return syncbn::text_of_wait(why, what_, rank_, missing_, limit(), waited()); }
 
   private:
-    const std::string what_, rank_;
-    std::string missing_;
-    bool late_ = false;
+    const std::string what_, rank_, missing_;
 };
 
-// Begins a wait of this rank ("rank 0 of 2") in the exchange that `what` names.
-SYNCBN_API void* syncbn_wait_begin(const char* what, const char* rank, double timeout, double warn_after) {
-    return guarded<void*>(nullptr, [&] { return new WaitInPython(what, rank, timeout, warn_after); });
+// Begins a wait of this rank ("rank 0 of 3") for others ("1, 2") in the exchange that `what` names.
+SYNCBN_API void* syncbn_wait_begin(const char* what, const char* rank, const char* missing, double timeout) {
+    return guarded<void*>(nullptr, [&] { return new WaitInPython(what, rank, missing, timeout); });
 }
-
-// Returns 1 if the wait's time is up, and 0 if it goes on. Fails if it must end for another reason. Warns once.
-SYNCBN_API int syncbn_wait_is_late(void* wait, const char* missing) {
-    return guarded(-1, [&] { return int{static_cast<WaitInPython*>(wait)->is_late(missing)}; });
+// Fails if it must end. Warns once.
+SYNCBN_API int syncbn_wait_look(void* wait) {
+    return done([&] { static_cast<WaitInPython*>(wait)->look(); });
 }
-
-// The text of a wait whose time is up.
-SYNCBN_API const char* syncbn_wait_text(void* wait, const char* missing) {
-    return text([&] { return static_cast<WaitInPython*>(wait)->text_without(missing); });
-}
-
 SYNCBN_API void syncbn_wait_end(void* wait) { delete static_cast<WaitInPython*>(wait); }
 
 // ---- the process ----

@@ -33,7 +33,6 @@ from .transport import Label, Transport
 
 BYTES = 256  # of an introduction
 _POLL = 0.05  # seconds between checks of other reasons to end
-_WARN_AFTER = 10.0  # seconds
 _ANSWER = 1.0  # seconds in which a rank answers that can be reached
 _GRACE = 5.0  # seconds that a rank stays after a failure, until the others have come to their end
 _PRESENT, _FAILED, _ENDED = 1, 2, 3  # of Mailbox::State in csrc/exchange/mailbox.h
@@ -248,16 +247,15 @@ class BridgedTransport(Transport):
     def wait_for(self, label: Label, result: futures.Future[Any], ranks: Sequence[int]) -> None:
         """Waits for what a thread brings that may never end, or raises an error in time. ``ranks`` take part in it."""
         missing = [rank for rank in ranks if rank != self.rank]
-        names, limit = ", ".join(map(str, missing)), _native.timeout_of()
-        wait = _native.wait_begin(str(label), f"rank {self.rank} of {self.size}", limit, _WARN_AFTER)
+        rank, others = f"rank {self.rank} of {self.size}", ", ".join(map(str, missing))
+        wait = _native.wait_begin(str(label), rank, others, _native.timeout_of())
         end = weakref.finalize(self, _native.wait_end, wait)
         try:
             while not futures.wait([result], _POLL).done:
                 own = self._broken or self._failure
                 for fate in [own] if own else self.fates(missing)[:1]:
                     raise mx.MXNetError(f"{fate} (rank {self.rank} was in {label})")
-                if _native.wait_is_late(wait, names):
-                    raise mx.MXNetError(_native.wait_text(wait, names))
+                _native.wait_look(wait)
         except BaseException as error:
             self.fail(str(error) if isinstance(error, mx.MXNetError) else f"{type(error).__name__} left {label}.")
             raise

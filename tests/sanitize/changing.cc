@@ -47,8 +47,8 @@ std::vector<Hands::Turn> harmless(const Layer& layer, bool steps_fail) {
             expect(syncbn_timeout_of(random.one_in(2) ? layer.id : 0) > 0, "there is a time limit");
         },
         [steps_fail](Random&) {
-            void* wait = syncbn_wait_begin("a wait", "rank 0 of 2", 10, 5);
-            expect(syncbn_wait_is_late(wait, "1") == 0 || steps_fail, "a wait goes on");
+            void* wait = syncbn_wait_begin("a wait", "rank 0 of 2", "1", 10);
+            expect(syncbn_wait_look(wait) == 0 || steps_fail, "a wait goes on");
             syncbn_wait_end(wait);
         },
         [](Random& random) {

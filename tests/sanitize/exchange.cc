@@ -31,11 +31,11 @@ bool fails() {
 // A wait for other processes looks around as those of the core do. Now and then it takes longer than they need to do so.
 void wait_for_others() {
     static std::atomic<int> exchanges{0};
-    void* wait = syncbn_wait_begin("a wait", "rank 0 of 2", 10, 5);
-    for (int i = 0; i < 3 && syncbn_wait_is_late(wait, "1") == 0; ++i) pause(1e-4);
+    void* wait = syncbn_wait_begin("a wait", "rank 0 of 2", "1", 10);
+    for (int i = 0; i < 3 && syncbn_wait_look(wait) == 0; ++i) pause(1e-4);
     if (++exchanges % 50 == 0) {
         pause(0.07);
-        syncbn_wait_is_late(wait, "1");
+        syncbn_wait_look(wait);
     }
     syncbn_wait_end(wait);
 }

@@ -12,14 +12,15 @@
 namespace syncbn {
 namespace {
 
+constexpr double kWarnAfter = 10;         // seconds
 constexpr double kCheckAfter = 0.04;      // seconds: less than `kSlice`, so that each slice has one check
 constexpr double kAskAfter = 0.2;         // seconds: replicas that are about to come seldom take longer
 constexpr double kEndAfterInterrupt = 5;  // seconds, if spinning cannot be told from computing
 
 }  // namespace
 
-Wait::Wait(double timeout, double warn_after, long interrupts_before)
-    : limit_(timeout), warn_after_(warn_after), interrupts_(interrupts_before), checked_(seconds()) {}
+Wait::Wait(double timeout, long interrupts_before)
+    : limit_(timeout), interrupts_(interrupts_before), checked_(seconds()) {}
 
 void Wait::look() {
     throw_if_failed();
@@ -36,7 +37,7 @@ void Wait::look() {
     if (step().forking && in_vain()) give_up(text(Why::kForked));
     check_others();
     if (waited() >= limit_) give_up(text(Why::kLate));
-    if (waited() < warn_after_ || warned_) return;
+    if (waited() < kWarnAfter || warned_) return;
     warned_ = true;
     const std::string warning = text(Why::kLong);
     if (!warning.empty()) warn(warning);
@@ -49,10 +50,7 @@ void Wait::warn(const std::string& text) { log(Level::kWarning, text); }
 void Wait::throw_if_failed() { step().throw_if_failed(); }
 
 WaitFor::WaitFor(std::string layer, std::string why, double timeout, std::string advice, long interrupts_before)
-    : Wait(timeout, kWarnAfter, interrupts_before),
-      layer_(std::move(layer)),
-      why_(std::move(why)),
-      advice_(std::move(advice)) {}
+    : Wait(timeout, interrupts_before), layer_(std::move(layer)), why_(std::move(why)), advice_(std::move(advice)) {}
 
 std::string WaitFor::text(Why why) {
     std::ostringstream text;

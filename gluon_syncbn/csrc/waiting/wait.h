@@ -11,7 +11,6 @@
 namespace syncbn {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);
-constexpr double kWarnAfter = 10;  // seconds, of every wait
 
 class Wait {
   public:
@@ -19,7 +18,7 @@ class Wait {
     enum class Why { kAskedToEnd, kForked, kLate, kLong };
 
     // Seconds. `interrupts_before`: the number of interrupts at its beginning.
-    explicit Wait(double timeout, double warn_after = kWarnAfter, long interrupts_before = interrupts());
+    explicit Wait(double timeout, long interrupts_before = interrupts());
     virtual ~Wait() = default;
     Wait(const Wait&) = delete;
     Wait& operator=(const Wait&) = delete;
@@ -53,7 +52,6 @@ class Wait {
 
   private:
     double limit_;
-    const double warn_after_;
     const long interrupts_;
     double checked_;              // the time of the last check, or of the beginning
     std::optional<Stall> stall_;  // empty in a short wait
