@@ -59,6 +59,8 @@ void starving(Run& run) {
 
 void* operator new(size_t size) { return driver::allocate(size); }
 void* operator new[](size_t size) { return driver::allocate(size); }
+// Who asks for this one goes on without, as std::stable_sort does.
+void* operator new(size_t size, const std::nothrow_t&) noexcept { return std::malloc(size); }
 void operator delete(void* made) noexcept { std::free(made); }
 void operator delete[](void* made) noexcept { std::free(made); }
 void operator delete(void* made, size_t) noexcept { std::free(made); }
