@@ -63,7 +63,7 @@ class Carried : public Inbox {
 
     void deliver(size_t from, const Label& label, size_t length, const void* values, size_t count) {
         const std::shared_ptr<double> memory(new double[count], std::default_delete<double[]>());
-        std::memcpy(memory.get(), values, count * sizeof(double));
+        if (count > 0) std::memcpy(memory.get(), values, count * sizeof(double));  // of none, it may be null
         {
             std::lock_guard<std::mutex> lock(mutex_);
             keep({from, label, length, count, memory.get(), memory});
