@@ -509,6 +509,10 @@ SYNCBN_API int syncbn_gate(const Span<NDArrayHandle>& arrays) {
     return done([&] { check(syncbn::gate_arrays(arrays.values, arrays.count)); });
 }
 
+SYNCBN_API int syncbn_fail_arrays(const Span<NDArrayHandle>& arrays) {
+    return done([&] { check(syncbn::fail_arrays(arrays.values, arrays.count)); });
+}
+
 // A wait of a rank for others in an exchange in Python.
 class WaitInPython : public syncbn::Wait {
   public:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import Any, Dict, List, Literal, Optional, Sequence, Tuple
 
+import mxnet as mx
 from mxnet.context import Context
 
 from .. import _native
@@ -23,6 +25,7 @@ class _Unchanged:
 _UNCHANGED: Any = _Unchanged()
 _NONFINITE = ("propagate", "skip", "error")  # the order is that of `Nonfinite` in csrc/meeting/meeting.h
 _MEMORY = Memory()
+_ROOM = 256  # errors, before somebody calls `mx.nd.waitall`
 
 
 class Session:
@@ -52,6 +55,7 @@ class Session:
         self.raised = ""  # the last failure that went through a scope as an exception
         self.ending = False  # exit handlers have begun
         self.joins = 0  # open `join` blocks
+        self._has_room = False  # for errors, in MXNet's list
 
     # ---- exchanges -----------------------------------------------------------------------------------------
 
@@ -108,6 +112,9 @@ class Session:
     def register(self, layer: LayerInfo, exchange: Optional[Exchange]) -> None:
         """Adds a layer whose parameters are new or have moved; ``exchange`` is its own."""
         self._layers[layer.id] = (layer, exchange)
+        if layer.replicas > 1 and not self._has_room:
+            self._has_room = True
+            _make_room_for_errors()
 
     def issuing(self, context: Context) -> threading.Lock:
         """Returns the lock of a thread that issues operators of a layer on this context.
@@ -156,10 +163,24 @@ class Session:
     def forked(self) -> None:
         """Resets the scopes in the child of a fork, which has one thread."""
         self._lock, self._open_scopes = threading.Lock(), self.depth()
-        self._issuing = {}
+        self._issuing, self._has_room = {}, False
         self.beginning, self.tracing = threading.RLock(), threading.RLock()
         for exchange in list(self._between_processes):
             exchange.forked()
+
+
+def _make_room_for_errors() -> None:
+    """Lets MXNet's list of errors grow before it has one.
+
+    MXNet keeps the errors of operators in a list that has no lock (`AddToGlobalExceptions` in
+    src/engine/threaded_engine.h). Each operator behind an error looks through the list. If several replicas fail, the
+    list may get an error of another thread meanwhile. If it has to move for that, the process ends.
+    """
+    arrays = [mx.nd.empty(1, ctx=mx.cpu()) for _ in range(_ROOM)]
+    _native.fail_arrays(arrays)
+    for array in arrays:
+        with contextlib.suppress(mx.MXNetError):  # who reads an error removes it, and its place stays
+            array.wait_to_read()
 
 
 session = Session()

@@ -799,6 +799,26 @@ def test_a_trainer_whose_first_step_fails_leaves_every_parameter_as_it_was(conte
 # ---- bad data ----------------------------------------------------------------------------------------------
 
 
+def test_room_for_errors_in_the_list_of_mxnet(contexts, rng, monkeypatch):
+    """The first layer on several devices makes it, and neither leaves an error there nor removes the user's."""
+    user = nd.ones((2, 3))
+    gluon_syncbn._native.fail_arrays([user])
+    made = []
+    fail_arrays = gluon_syncbn._native.fail_arrays
+    monkeypatch.setattr(gluon_syncbn._native, "fail_arrays", lambda arrays: fail_arrays(made.append(arrays) or arrays))
+    monkeypatch.setattr(gluon_syncbn.training.session.session, "_has_room", False)
+    for _ in range(2):
+        SyncBatchNorm(in_channels=3).initialize(ctx=contexts[:1])
+        assert not made
+    for _ in range(2):
+        SyncBatchNorm(in_channels=3).initialize(ctx=contexts[:2])
+        assert [len(arrays) for arrays in made] == [256]
+    with pytest.raises(mx.MXNetError, match="no value"):
+        user.wait_to_read()
+    nd.waitall()
+
+
+
 @pytest.mark.parametrize("shape", [(5,), (2, 5, 1, 1, 1, 1)], ids=["1", "6"])
 def test_number_of_dimensions(contexts, rng, shape):
     layer = a_layer(contexts[:2])

@@ -44,4 +44,7 @@ class TurnToFail {
 // exception, and the first reader would remove it from the others. Returns MXNet's status.
 int gate_arrays(void** arrays, int64_t count);
 
+// Lets an operation for each array fail: see `Session.register`. Returns MXNet's status.
+int fail_arrays(void** arrays, int64_t count);
+
 }  // namespace syncbn
