@@ -430,21 +430,13 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
         exchange, values = _exchanges[number], _array(rows, count * length).reshape(count, length)
         _array(out, length)[:] = exchange.add(layer_of(exchange, Ticket.from_address(ticket)), values)
 
-    def post(number: int, label: int, length: int, count: int, values: int, readers: int, ranks: int) -> None:
-        to = _array(ranks, readers, ctypes.c_size_t).tolist()
-        content = ctypes.string_at(values, 8 * count)
-        _exchanges[number].post(_array(label, 5, ctypes.c_int64).tolist(), length, content, to)
-
-    def tell(number: int, failed: int, reason: bytes) -> None:
-        _exchanges[number].tell(failed != 0, reason.decode(errors="replace"))
-
     def agreed(number: int, ticket: int, here: int, out: int) -> None:
         exchange = _exchanges[number]
         _core.syncbn_agreed(out, *exchange.agreed(layer_of(exchange, Ticket.from_address(ticket)), here))
 
     global _functions_of_exchanges
     assert _functions_of_exchanges is None
-    calls = [_guarded(call, lambda error: f"{type(error).__name__}: {error}") for call in (add, post, tell, agreed)]
+    calls = [_guarded(call, lambda error: f"{type(error).__name__}: {error}") for call in (add, agreed)]
     _functions_of_exchanges = _Functions(*[kind(call) for (_, kind), call in zip(_Functions._fields_, calls)])
     _core.syncbn_python_functions(ctypes.byref(_functions_of_exchanges))
 
@@ -472,6 +464,13 @@ def bytes_of(
         return parts
     finally:
         _core.syncbn_bytes_free(found)
+
+
+def next_message(processes: Handle, seconds: float) -> bytes:
+    """Returns what a carrier sends next, as csrc/exchange/python.h has it; empty if nothing comes so soon."""
+    size = ctypes.c_int64()
+    address = _core.syncbn_next_message(processes, seconds, ctypes.byref(size))
+    return ctypes.string_at(address, size.value)
 
 
 def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:

@@ -324,12 +324,19 @@ SYNCBN_API void syncbn_segment_free(void* segment) { delete static_cast<Segment*
 SYNCBN_API void* syncbn_processes(int64_t number, int64_t rank, int64_t ranks, const syncbn::Mpi* mpi) {
     return handle([&] {
         const auto own = static_cast<size_t>(rank), count = static_cast<size_t>(ranks);
-        auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, own, count) : syncbn::mailbox(number, own, count);
+        auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, own, count) : syncbn::mailbox(own, count);
         auto job = std::make_shared<syncbn::Job>(number, count, std::move(mail));
         return ExchangeHandle{std::make_shared<syncbn::Processes>(std::move(job))};
     });
 }
-// For a carrier in Python: see exchange/python.h. `label` has the five numbers of a Label, `state` is a Mailbox::State.
+// For a carrier in Python: see exchange/python.h. The first returns bytes, until this thread's next call. `label` has the five numbers of a Label, `state` is a Mailbox::State.
+SYNCBN_API const void* syncbn_next_message(void* processes, double seconds, int64_t* size) {
+    return guarded<const void*>(nullptr, [&] {
+        std::string message = syncbn::next_message(*of_processes(processes).job()->all.mail, seconds);
+        *size = static_cast<int64_t>(message.size());
+        return keep(std::move(message));
+    });
+}
 SYNCBN_API int syncbn_deliver(void* processes, int64_t from, const Span<const int64_t>& label, int64_t length,
                               const char* values, int64_t count) {
     return done([&] {

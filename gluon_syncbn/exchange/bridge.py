@@ -200,11 +200,16 @@ class BridgedTransport(Transport):
         if self._relay:
             self._relay.close()
 
-    def post(self, label: List[int], length: int, values: bytes, ranks: Sequence[int]) -> None:
-        self._link.send(frame("message", self.rank, label, length, ranks, body=values))
+    def send(self, message: bytes) -> None:
+        if message.startswith(b'["left"'):
+            line, _, reason = message.partition(b"\n")
+            self.leave(reason.decode(errors="replace") if json.loads(line)[2] else "")
+        else:
+            self._link.send(message)
 
-    def tell(self, failed: bool, reason: str) -> None:
-        self._failure = reason if failed else ""
+    def leave(self, failure: str) -> None:
+        """Tells the others that this rank has failed, or has ended."""
+        self._failure = failure
         self.say()
 
     def say(self) -> None:

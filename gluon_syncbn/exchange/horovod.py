@@ -98,9 +98,9 @@ class HorovodTransport(BridgedTransport):
         total = functools.reduce(np.add, everyone.reshape(self.size, -1))
         return self._run(label, total, functools.partial(self._hvd.allgather, name=_name(label, "sums")))
 
-    def tell(self, failed: bool, reason: str) -> None:
-        super().tell(failed, reason)
-        if failed:
+    def leave(self, failure: str) -> None:
+        super().leave(failure)
+        if failure:
             self._end_horovod()
 
     def close(self) -> None:

@@ -412,14 +412,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     # ---- Exchange ------------------------------------------------------------------------------------------------
 
-    def post(self, label: List[int], length: int, values: bytes, ranks: Sequence[int]) -> None:
-        """For the core: see `Transport`."""
-        self._transport.post(label, length, values, ranks)
-
-    def tell(self, failed: bool, reason: str) -> None:
-        """For the core: see `Transport`."""
-        self._transport.tell(failed, reason)
-
     def agreed(self, layer: LayerInfo, here: int = 0) -> Agreed:
         """For the core: returns the agreement about a layer, for a step with ``here`` replicas in this process.
 

@@ -33,7 +33,7 @@ class Transport(ABC):
 
     Every exchange has a time limit and ends in an `MXNetError` that names the label and the missing ranks. After that,
     none succeeds. Several threads exchange at once, and other processes may do so in another order. The native core
-    waits for messages (csrc/exchange/processes.cc). It sends them over MPI, or else by `post`.
+    waits for messages (csrc/exchange/processes.cc). It sends them over MPI, or else by `send`.
     """
 
     #: Whether some ranks can add gradients without the others.
@@ -54,13 +54,17 @@ class Transport(ABC):
     def open(self, handle: _native.Handle) -> None:
         """Takes the core's exchange, to which messages of others go by `deliver` of the core."""
         self.handle = handle
+        if self.mpi is None:
+            threading.Thread(target=self._carry, name="gluon_syncbn-carrier", daemon=True).start()
 
-    def post(self, label: List[int], length: int, values: bytes, ranks: Sequence[int]) -> None:
-        """For the core: sends a vector to these ranks, and does not wait."""
-        raise NotImplementedError
+    def _carry(self) -> None:
+        while True:
+            message = _native.next_message(self.handle, 1.0)
+            if message:
+                self.send(message)
 
-    def tell(self, failed: bool, reason: str) -> None:
-        """For the core: tells the others that this rank has failed, or has ended. They call `report` of the core."""
+    def send(self, message: bytes) -> None:
+        """Sends a message of the core, which has the form of `next_message`, and does not wait."""
         raise NotImplementedError
 
     @abstractmethod

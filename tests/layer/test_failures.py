@@ -818,7 +818,6 @@ def test_room_for_errors_in_the_list_of_mxnet(contexts, rng, monkeypatch):
     nd.waitall()
 
 
-
 @pytest.mark.parametrize("shape", [(5,), (2, 5, 1, 1, 1, 1)], ids=["1", "6"])
 def test_number_of_dimensions(contexts, rng, shape):
     layer = a_layer(contexts[:2])

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cinttypes>
 #include <cstdio>
 #include <memory>
 #include <mutex>
@@ -68,21 +69,23 @@ void* of_contexts = nullptr;
 void* of_processes = nullptr;
 std::atomic<bool> told{false};  // of a failure
 
-// Rank 1 answers each vector of rank 0 with one of an empty batch.
-int post(int64_t, const int64_t* label, int64_t length, int64_t, const double*, int64_t, const size_t*,
-         syncbn::Problem* problem) {
-    const Within program(false);
-    wait_for_others();
-    if (fails()) return refused(problem);
-    std::lock_guard<std::mutex> lock(gathering_mutex);
-    const int64_t answered = gathering.count(label[0]) != 0 ? 0 : length;
-    const std::vector<double> zeros(static_cast<size_t>(answered));
-    return syncbn_deliver(of_processes, 1, {5, label}, answered, reinterpret_cast<const char*>(zeros.data()), answered);
-}
-
-int tell(int64_t, int failed, const char*, syncbn::Problem*) {
-    told = failed != 0;
-    return 0;
+// Rank 1 answers each vector of rank 0 with one of an empty batch, until rank 0 fails.
+void carry(void* processes) {
+    int64_t size = 0;
+    while (true) {
+        const void* message = syncbn_next_message(processes, 0.05, &size);
+        int64_t label[5], length = 0;
+        if (size == 0) continue;
+        if (std::sscanf(static_cast<const char*>(message),
+                        "[\"message\", 0, [%" SCNd64 ", %" SCNd64 ", %" SCNd64 ", %" SCNd64 ", %" SCNd64 "], %" SCNd64,
+                        label, label + 1, label + 2, label + 3, label + 4, &length) < 6)
+            break;
+        std::lock_guard<std::mutex> lock(gathering_mutex);
+        if (gathering.count(label[0]) != 0) length = 0;
+        const std::vector<double> zeros(static_cast<size_t>(length));
+        syncbn_deliver(processes, 1, {5, label}, length, reinterpret_cast<const char*>(zeros.data()), length);
+    }
+    told = true;
 }
 
 // The same in memory, until rank 0 fails.
@@ -112,6 +115,7 @@ void make_exchanges_of_processes() {
     told = false;
     of_processes = syncbn_processes(2, 0, 2, nullptr);
     made.push_back(of_processes);
+    std::thread(carry, of_processes).detach();
     auto rank_0 = syncbn::Segment::create(2);
     auto rank_1 = syncbn::Segment::open(2, 1, getpid(), rank_0->number(), rank_0->token());
     shared = rank_0.get();
@@ -131,8 +135,6 @@ void gathers(int64_t layer) {
 void make_exchanges() {
     syncbn::PythonFunctions functions{};
     functions.add = add;
-    functions.post = post;
-    functions.tell = tell;
     functions.agreed = agreed;
     syncbn_python_functions(&functions);
     in_memory = syncbn_memory_exchange("");

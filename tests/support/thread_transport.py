@@ -1,5 +1,7 @@
 """A transport between threads of one process, each of which is a rank: what it takes to bring another one."""
 
+import json
+
 from gluon_syncbn import _native
 from gluon_syncbn.exchange.transport import Transport
 
@@ -12,17 +14,20 @@ class ThreadTransport(Transport):
         self._handles = handles
 
     def open(self, handle):
-        super().open(handle)
         self._handles.append(handle)
+        super().open(handle)
 
-    def post(self, label, length, values, ranks):
-        for rank in ranks:
-            _native.deliver(self._handles[rank], self.rank, label, length, values, len(values) // 8)
-
-    def tell(self, failed, reason):
-        for rank in range(self.size):
-            if rank != self.rank:
-                _native.report(self._handles[rank], self.rank, 2 if failed else 3, reason, 0)
+    def send(self, message):
+        line, _, body = message.partition(b"\n")
+        kind, rank, *rest = json.loads(line)
+        if kind == "message":
+            label, length, readers = rest
+            for reader in readers:
+                _native.deliver(self._handles[reader], rank, label, length, body, len(body) // 8)
+        else:
+            for other in range(self.size):
+                if other != rank:
+                    _native.report(self._handles[other], rank, 2 if rest[0] else 3, body.decode(), 0)
 
     def close(self):
         self._closed = True

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <string>
 
 #include "exchange/exchange.h"
 #include "exchange/mailbox.h"
@@ -19,11 +20,6 @@ struct Problem {
 struct PythonFunctions {
     // The sum over the contexts of this process, from [rows][length].
     int (*add)(int64_t exchange, const Ticket*, int64_t rows, int64_t length, const double*, double* total, Problem*);
-    // Sends a vector off; `label` has the five numbers of a Label. Must not wait for other processes.
-    int (*post)(int64_t exchange, const int64_t* label, int64_t length, int64_t count, const double*, int64_t readers,
-                const size_t*, Problem*);
-    // Tells the other ranks that this one has ended, or has failed, with a reason.
-    int (*tell)(int64_t exchange, int failed, const char* reason, Problem*);
     // The agreement about a layer, for a step with so many replicas in this process; 0: with all.
     int (*agreed)(int64_t exchange, const Ticket*, int64_t replicas, Agreed*, Problem*);
 };
@@ -35,9 +31,12 @@ void set_python_functions(const PythonFunctions& functions);
 Vector add_in_python(int64_t exchange, const Ticket& ticket, const Vector& rows, size_t length);
 Agreed agreed_in_python(int64_t exchange, const Ticket& ticket, int64_t replicas);
 
-// The mailbox of a carrier in Python.
-std::unique_ptr<Mailbox> mailbox(int64_t exchange, size_t rank, size_t ranks);
-// For the carrier: puts a vector there, which a rank has sent.
+// The mailbox of a carrier in Python. The following are for the carrier.
+std::unique_ptr<Mailbox> mailbox(size_t rank, size_t ranks);
+// Waits at most so long for something to send; empty: there was nothing. It begins with a line of JSON, after which bytes
+// follow, aligned: ["message", rank, [the five numbers of the label], length, [readers]], or ["left", rank, failed].
+std::string next_message(Mailbox& mailbox, double seconds);
+// Puts a vector there, which a rank has sent.
 void deliver(Mailbox& mailbox, size_t from, const Label& label, size_t length, const void* values, size_t count);
 // Says what has become of a rank. `process`: it has ended without a word.
 void report(Mailbox& mailbox, size_t rank, Mailbox::State state, const char* reason, int64_t process);
