@@ -151,10 +151,6 @@ const char* who_answers(const Exchange& exchange) {
 // there, and the device itself waits in the next layer. Whoever gives up first reports the cause.
 class Waits {
   public:
-    static Waits& all() {
-        static Waits* instance = new Waits;  // outlives the threads that wait at exit
-        return *instance;
-    }
     int64_t number() { return next_++; }
     // `rank`: 0, a forward without a call of a replica; 1, another forward; 2, a backward.
     void note(int64_t number, int rank, const Failure& failure) {
@@ -180,6 +176,7 @@ class Waits {
     std::mutex mutex_;  // guards `waits_`
     std::map<int64_t, std::pair<int, Failure>> waits_;
 };
+Waits& waits = *new Waits;  // outlives the threads that wait at exit
 
 // Runs under the rendezvous's lock, also when all have arrived: the last one computes the total, with its own time
 // limit.
@@ -191,7 +188,7 @@ class WaitForReplicas : public Wait {
           phase_(phase),
           number_(number),
           call_(name_of_call(meeting, number)) {}
-    ~WaitForReplicas() override { Waits::all().forget(order_); }
+    ~WaitForReplicas() override { waits.forget(order_); }
 
   protected:
     void throw_if_failed() override {  // (5)
@@ -201,7 +198,7 @@ class WaitForReplicas : public Wait {
         throw Failure(terms_.name, "", call_, describe(meeting_, number_) + ". " + failure->reason);
     }
     [[noreturn]] void give_up(const std::string& text) override {  // (6)
-        const auto cause = asked_ || complete_ ? std::nullopt : Waits::all().cause_of(order_);
+        const auto cause = asked_ || complete_ ? std::nullopt : waits.cause_of(order_);
         if (cause && (cause->layer != terms_.name || cause->call != call_)) fail_and_throw(meeting_, *cause);
         fail_and_throw(meeting_, {terms_.name, "", call_, describe(meeting_, number_) + text});
     }
@@ -220,7 +217,7 @@ class WaitForReplicas : public Wait {
     Phase& phase_;
     const int number_;
     const std::string call_;
-    const int64_t order_ = Waits::all().number();
+    const int64_t order_ = waits.number();
     std::string seen_;  // the replicas that are here, and why not all are
     double seen_since_ = 0;
     const double began_ = seconds();
@@ -232,12 +229,12 @@ void WaitForReplicas::check_others() {
     if (all_here()) {
         if (!complete_) extend(terms_.timeout + kGrace);
         complete_ = true;
-        Waits::all().forget(order_);
+        waits.forget(order_);
         return;
     }
     const Cause cause = likely_cause(meeting_, number_);
     const std::string here = describe(meeting_, number_) + ". " + cause.text;
-    Waits::all().note(order_, number_ > 0 ? 2 : meeting_.full() ? 1 : 0, {terms_.name, "", call_, here});
+    waits.note(order_, number_ > 0 ? 2 : meeting_.full() ? 1 : 0, {terms_.name, "", call_, here});
     if (seen_ != here) {  // a replica that was called just now is on the way
         seen_ = here;
         seen_since_ = waited();
@@ -538,7 +535,7 @@ void Rendezvous::restart_calls() {
 
 void Rendezvous::forked() {
     new (&mutex_) std::mutex;  // a thread that the child does not have may have held it
-    new (&Waits::all()) Waits;
+    new (&waits) Waits;
     forget();
 }
 

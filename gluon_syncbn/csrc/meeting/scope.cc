@@ -39,21 +39,19 @@ void Scope::throw_if_ended() {
     if (const Failure* why = why_ended()) throw Failure(*why);
 }
 
-const std::shared_ptr<Scope>& current_scope() { return within_scope() ? of_thread() : outside(); }
+const std::shared_ptr<Scope>& current_scope() { return of_thread() != nullptr ? of_thread() : outside(); }
 
 bool& within_graph() {
     static thread_local bool within = false;
     return within;
 }
 
-bool within_scope() { return of_thread() != nullptr; }
-
 void enter_scope(std::string thread) {
     of_thread() = std::make_shared<Scope>(std::move(thread), syncbn::step().failure());
 }
 
 void leave_scope() {
-    if (!within_scope()) return;
+    if (of_thread() == nullptr) return;
     of_thread()->open = false;
     of_thread() = nullptr;
 }

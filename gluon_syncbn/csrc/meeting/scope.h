@@ -36,7 +36,6 @@ class Scope {
 
 // Returns the scope of this thread. Calls outside of any scope share one, which is never open.
 const std::shared_ptr<Scope>& current_scope();
-bool within_scope();
 
 // Whether this thread executes a graph that has announced its calls. MXNet issues some of them, too, where it makes an
 // operator for a new shape.

@@ -24,11 +24,7 @@ struct Totals {
     std::mutex mutex;  // guards `layers`
     std::map<std::string, Waits> layers;
 };
-
-Totals& totals() {
-    static Totals* instance = new Totals;  // outlives the threads that write at exit
-    return *instance;
-}
+Totals& totals = *new Totals;  // outlives the threads that write at exit
 
 }  // namespace
 
@@ -50,18 +46,16 @@ void record_meeting(const std::string& call, const Meeting& meeting, const Phase
         waited += waits;
     }
     log(Level::kDebug, out.str());
-    Totals& all = totals();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    Waits& waits = all.layers[layer];
+    std::lock_guard<std::mutex> lock(totals.mutex);
+    Waits& waits = totals.layers[layer];
     ++waits.meetings;
     waits.waited += waited;
     waits.last_by[meeting.replica(order.back())] += waited;
 }
 
 std::string slowest() {
-    Totals& all = totals();
-    std::lock_guard<std::mutex> lock(all.mutex);
-    std::vector<std::pair<std::string, Waits>> layers(all.layers.begin(), all.layers.end());
+    std::lock_guard<std::mutex> lock(totals.mutex);
+    std::vector<std::pair<std::string, Waits>> layers(totals.layers.begin(), totals.layers.end());
     std::sort(layers.begin(), layers.end(), [](auto& a, auto& b) { return a.second.waited > b.second.waited; });
     std::map<std::string, double> replicas;
     for (const auto& layer : layers)

@@ -41,33 +41,25 @@ struct Culprit {
     std::string context;
     double since = 0;
 };
+Culprit& culprit = *new Culprit;  // outlives the threads that use it at exit, as the next one does
 
 // The statistics that one operator of a call has left for the other.
 struct HandedOver {
     std::mutex mutex;
     std::set<const void*> batches;
 };
-
-HandedOver& handed_over() {
-    static HandedOver* one = new HandedOver;
-    return *one;
-}
-
-Culprit& culprit() {
-    static Culprit* one = new Culprit;
-    return *one;
-}
+HandedOver& handed_over = *new HandedOver;
 
 }  // namespace
 
 void speak_of_nonfinite_again() {
-    std::lock_guard<std::mutex> lock(culprit().mutex);
-    culprit().layer = 0;
+    std::lock_guard<std::mutex> lock(culprit.mutex);
+    culprit.layer = 0;
 }
 
 void forget_handed_over() {
-    std::lock_guard<std::mutex> lock(handed_over().mutex);
-    handed_over().batches.clear();
+    std::lock_guard<std::mutex> lock(handed_over.mutex);
+    handed_over.batches.clear();
 }
 
 std::unique_ptr<Call> Call::of(Node node, std::string context, Type type, Shape shape, int64_t samples) {
@@ -163,8 +155,8 @@ void Call::end_forward(const Arrays& arrays, const int* reqs) {
         finish();
         stage_ = Stage::kComplete;
         if (node_.role == Role::kMeet && !frozen_ && reqs[1] != kNull) {
-            std::lock_guard<std::mutex> lock(handed_over().mutex);
-            handed_over().batches.insert(data(arrays[node_.batch_output()]));
+            std::lock_guard<std::mutex> lock(handed_over.mutex);
+            handed_over.batches.insert(data(arrays[node_.batch_output()]));
         }
     });
 }
@@ -239,8 +231,8 @@ void Call::throw_if_closed() const {
 bool Call::has_come(Array batch) const {
     const void* const values = data(batch);
     {
-        std::lock_guard<std::mutex> lock(handed_over().mutex);
-        if (handed_over().batches.erase(values) > 0) return true;
+        std::lock_guard<std::mutex> lock(handed_over.mutex);
+        if (handed_over.batches.erase(values) > 0) return true;
     }
     if (step().failure() == nullptr)
         throw Failure("no running statistics, because an operator before this layer has failed. Read its output.");
@@ -332,13 +324,13 @@ void Call::check_finite(int64_t at, double value) const {
     if (what == Nonfinite::kPropagate) return;
     const bool bad = at >= 0;
     if (what == Nonfinite::kSkip) {
-        std::lock_guard<std::mutex> lock(culprit().mutex);
-        const bool known = culprit().layer == node_.layer->id && culprit().context == context_;
-        if (!bad && known) culprit().layer = 0;
-        if (!bad || (culprit().layer != 0 && seconds() - culprit().since < kQuiet)) return;
-        culprit().layer = node_.layer->id;
-        culprit().context = context_;
-        culprit().since = seconds();
+        std::lock_guard<std::mutex> lock(culprit.mutex);
+        const bool known = culprit.layer == node_.layer->id && culprit.context == context_;
+        if (!bad && known) culprit.layer = 0;
+        if (!bad || (culprit.layer != 0 && seconds() - culprit.since < kQuiet)) return;
+        culprit.layer = node_.layer->id;
+        culprit.context = context_;
+        culprit.since = seconds();
     }
     if (!bad) return;
     const int64_t length = moments_length(channels()), within = at % length;

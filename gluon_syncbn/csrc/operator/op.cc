@@ -2,12 +2,12 @@
 //
 // With one replica per context, the inputs are x, gamma and beta, and the running statistics are auxiliary states. The
 // operator writes these. So MXNet's engine runs the calls of one layer on one context in the order of issue. The n-th
-// execution on each context belongs to the n-th call.
+// execution of an operator that MXNet keeps belongs to its n-th announcement.
 //
 // Several replicas per context (`per_context` > 1) would wait for each other inside that queue. So there a call is two
-// operators. The first takes its position when it is issued, meets the others, and passes on the batch's statistics.
-// The second writes the running statistics and waits for no replica. Of the replicas of a context, one passes on its
-// statistics. In prediction, the first operator forwards its inputs, and the second one normalises, adds and rectifies.
+// operators. The first meets the others, and passes on the batch's statistics. The second writes the running statistics
+// and waits for no replica. Of the replicas of a context, one passes on its statistics. In prediction, the first operator
+// forwards its inputs, and the second one normalises, adds and rectifies.
 #include "operator/op.h"
 
 #include <sys/syscall.h>
