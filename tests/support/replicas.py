@@ -140,7 +140,8 @@ def step_of(layer, inputs, heads, req="write", before=0.0) -> Tuple[Result, List
     for array in chain(*inputs):
         array.attach_grad(req)
         if req == "add" and before:  # by a copy, which the emulator of GPUs can do
-            on_devices([np.full(array.shape, before)], [array.ctx], str(np.dtype(array.dtype)))[0].copyto(array.grad)
+            dtype = "bfloat16" if array.dtype == bfloat16.DTYPE else np.dtype(array.dtype).name
+            on_devices([np.full(array.shape, before)], [array.ctx], dtype)[0].copyto(array.grad)
     with autograd.record():
         ys = [layer(*given) for given in zip(*inputs)]
     autograd.backward(ys, heads)
