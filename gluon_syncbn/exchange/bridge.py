@@ -68,7 +68,7 @@ class Link:
         with socket.socket(fileno=os.dup(connection.fileno())) as connected:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # small messages leave at once
         self._connection, self._take, self._lost = connection, take, lost
-        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.send, self.close = self._outbox.put, connection.close
         for work in (self._send, self._receive):
             threading.Thread(target=work, name="gluon_syncbn-link", daemon=True).start()
@@ -76,7 +76,17 @@ class Link:
     def _send(self) -> None:
         with contextlib.suppress(OSError):  # the other thread hears of it, too
             while True:
-                self._connection.send_bytes(self._outbox.get())
+                content = self._outbox.get()
+                if isinstance(content, threading.Event):
+                    content.set()
+                else:
+                    self._connection.send_bytes(content)
+
+    def flush(self) -> None:
+        """Waits until all has been sent, or for a moment."""
+        sent = threading.Event()
+        self._outbox.put(sent)
+        sent.wait(_ANSWER)
 
     def _receive(self) -> None:
         with contextlib.suppress(OSError, EOFError):
@@ -99,22 +109,22 @@ class Relay:
         self.introduction = [*self._listener.address, key.hex()]
         self._lock = threading.Lock()  # guards all that follows
         self._rows = [Row()] * size
-        self._links: Dict[int, Link] = {}
+        self.links: Dict[int, Link] = {}
         self._parts: Dict[Tuple, Dict[int, np.ndarray]] = {}
         threading.Thread(target=self._accept, name="gluon_syncbn-relay", daemon=True).start()
 
     def close(self) -> None:
-        for link in self._links.values():
+        for link in self.links.values():
             link.close()
 
     def _accept(self) -> None:
-        while len(self._links) < len(self._rows):
+        while len(self.links) < len(self._rows):
             with contextlib.suppress(*_STRANGE):
                 connection = self._listener.accept()
                 rank, process = json.loads(connection.recv_bytes(64))
                 with self._lock:
                     self._rows[rank] = Row(process)
-                    self._links[rank] = Link(connection, self._take, functools.partial(self._lose, rank))
+                    self.links[rank] = Link(connection, self._take, functools.partial(self._lose, rank))
         self._listener.close()
         with self._lock:
             self._tell()
@@ -126,7 +136,7 @@ class Relay:
             elif kind == "part":
                 self._add(tuple(rest[0]), rest[1], sender, np.frombuffer(content, rest[2], offset=start))
             elif kind == "who":
-                self._send(content, self._links)
+                self._send(content, self.links)
             else:
                 self._rows[sender] = Row(self._rows[sender].process, self._rows[sender].answers + 1, *rest)
                 self._tell()
@@ -146,12 +156,12 @@ class Relay:
                 self._tell()
 
     def _tell(self) -> None:
-        if len(self._links) == len(self._rows):
-            self._send(frame("rows", 0, self._rows), self._links)
+        if len(self.links) == len(self._rows):
+            self._send(frame("rows", 0, self._rows), self.links)
 
     def _send(self, content: bytes, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            self._links[rank].send(content)
+            self.links[rank].send(content)
 
 
 def introduce(
@@ -184,7 +194,7 @@ class BridgedTransport(Transport):
         self._changed = threading.Condition()  # guards all that follows
         self._sums: Dict[Tuple, futures.Future[np.ndarray]] = {}  # that the relay makes, by label
         self._rows: List[Row] = []
-        self._failure = ""  # of this rank
+        self._failure, self._ended = "", False  # of this rank, behind all that it has sent
         self._opened = threading.Event()
         self._relay, self._link = relay, Link(connection, self._take, self._lose)
         with self._changed:
@@ -209,12 +219,12 @@ class BridgedTransport(Transport):
 
     def leave(self, failure: str) -> None:
         """Tells the others that this rank has failed, or has ended."""
-        self._failure = failure
+        self._failure, self._ended = failure, not failure
         self.say()
 
     def say(self) -> None:
         """Tells the others what has become of this rank."""
-        self._link.send(frame("row", self.rank, self._failure, self._closed))
+        self._link.send(frame("row", self.rank, self._failure, self._ended))
 
     def _take(self, content: bytes, start: int, kind: str, sender: int, *rest: Any) -> None:
         if kind == "message":
@@ -287,7 +297,9 @@ class BridgedTransport(Transport):
     def all_end(self) -> bool:
         """Waits until all ranks have come to their end, and returns whether they have. Some may run much longer."""
         since, before, limit = time.monotonic(), -1, _native.timeout_of()
-        self.say()
+        if self._failure or self._broken:  # else the core says it
+            self._ended = True
+            self.say()
         with self._changed:
             while not self._changed.wait_for(self._is_over, _ANSWER):
                 failed = bool(self._broken or self.fates())
@@ -297,9 +309,10 @@ class BridgedTransport(Transport):
                 if time.monotonic() - since > (_GRACE if failed else limit):
                     break
                 self._link.send(frame("who", self.rank))
-            gone = [row for row in self._rows if row.failure or (row.lost and not row.ended)]
-            # Rank 0 ends only after all others, and its last words may be lost.
-            together = not gone and (all(row.ended for row in self._rows) or self._rows[0].lost)
+            together = all(row.ended and not row.lost for row in self._rows)
+        if self._relay:  # the others hear by it that all have come to their end
+            for link in list(self._relay.links.values()):
+                link.flush()
         if not together and not self._broken:
             why = next(iter(self.fates()), f"nothing was heard of them for {limit:.0f} s")
             log.error("rank %d of %d ends without the others: %s.", self.rank, self.size, why)

@@ -201,7 +201,7 @@ def test_interrupt_while_another_process_is_late():
     ("processes", "sizes", "text"),
     [
         (2, "70_000 80_000", "in gradient 'w', round 1, the ranks have arrays of other sizes"),
-        (3, "70_000 100 100", "their arrays differ|no answer within 3 s .was in gradient 'w', round 1"),
+        (3, "70_000 100 100", "rank 0 of 3 waits for rank 1, 2 in gradient 'w', round 1"),
         (3, "70_000 80_000 70_000", "in gradient 'w', round 1, the ranks have arrays of other sizes"),
     ],
 )
@@ -216,8 +216,8 @@ def test_sums_of_another_size(processes, sizes, text):
 @needs_horovod
 def test_interrupt_in_the_main_thread():
     job = Job(2, "horovod_worker.py", "interrupted_sum")
-    said = "rank 0 of 2 was asked to end .* in exchange 0, round 1|KeyboardInterrupt"
-    assert re.search(rf"rank 0 of 2 has failed: .*({said})", job.failure_of(1)[1]), job.output
+    said = "rank 0 of 2 has failed: rank 0 of 2 was asked to end .* in exchange 0, round 1"
+    assert re.search(said, job.failure_of(1)[1]), job.output
     assert job.codes[0] not in (0, None)
 
 

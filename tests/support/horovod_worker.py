@@ -141,7 +141,8 @@ def interrupted_sum():
         time.sleep(0.05)
     start = time.monotonic()
     try:
-        kv.allgather(0, np.ones(3))
+        kv.allgather(0, np.ones(3))  # of which rank 1 has all by now
+        kv.allgather(1, np.ones(3))
     except (KeyboardInterrupt, mx.MXNetError) as error:
         left.touch()
         report(kv, start, error)

@@ -143,7 +143,7 @@ def test_the_end_of_all(caplog):
 
     def end(worker):
         time.sleep(0.3 * worker.rank)
-        worker._closed = True
+        worker.comes_to_its_end()
         return worker.all_end()
 
     assert everywhere(workers(3), end) == [True] * 3
