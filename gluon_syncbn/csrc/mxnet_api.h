@@ -3,6 +3,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -67,5 +69,11 @@ const struct {
 } kCpu{1, 0};
 const int kNoSkip =
     7;  // FnProperty::kNoSkip: runs although an operation that it waits for has failed, and is never bundled
+
+// Whether the engine runs each operator in the thread that issues it.
+inline bool is_naive_engine() {
+    const char* type = std::getenv("MXNET_ENGINE_TYPE");
+    return type != nullptr && std::strcmp(type, "NaiveEngine") == 0;
+}
 
 }  // namespace syncbn

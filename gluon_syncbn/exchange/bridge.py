@@ -224,7 +224,7 @@ class BridgedTransport(Transport):
 
     def say(self) -> None:
         """Tells the others what has become of this rank."""
-        self._link.send(frame("row", self.rank, self._failure, self._ended))
+        self._link.send(frame("row", self.rank, self._failure or self._broken, self._ended))
 
     def _take(self, content: bytes, start: int, kind: str, sender: int, *rest: Any) -> None:
         if kind == "message":

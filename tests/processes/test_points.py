@@ -173,7 +173,7 @@ def test_the_only_process_dies(environment, point, action):
 
 
 def job(environment, point, action, way, seconds=0.0, limit=60):
-    """``way``: by memory of the machine, by MPI, or by MPI behind a bridge in Python."""
+    """``way``: by memory of the machine, by MPI, or by a relay in Python."""
     case = {"point": point, "action": action, "times": 1, "seconds": seconds, "limit": limit, "way": way}
     own = {"PYTHONPATH": environment["PYTHONPATH"], "GLUON_SYNCBN_SHARED_MEMORY": "on" if way == "memory" else "off"}
     return Job(2, "mpi", json.dumps(case), worker=WORKER, environment=own)
@@ -210,8 +210,8 @@ def assert_survived(done, action, point):
 
 
 REPRESENTATIVE = [
-    ("before_exchange", "raise", "bridge"),
-    ("after_exchange", "stop", "bridge"),
+    ("before_post", "raise", "bridge"),
+    ("after_collect", "stop", "bridge"),
     ("before_post", "stop", "memory"),
     ("after_post", "raise", "memory"),
     ("after_contribution", "kill", "memory"),
@@ -238,7 +238,7 @@ def test_a_process_that_is_hit(some, point, action, way):
     survivor = told(done, 0)
     if survivor is not None:
         assert any("rank 1" in error for error in survivor["errors"]) or point.startswith("after_")
-        early = point in ("before_exchange", "before_post", "before_join")
+        early = point in ("before_post", "before_join")
         assert survivor["statistics"] == "old" or not early, done.output
 
 
@@ -248,8 +248,7 @@ def test_a_process_that_is_hit(some, point, action, way):
 def test_a_process_that_is_hit_anywhere(environment, way, action):
     healthy = job(environment, "none", "none", way)
     assert healthy.succeeded(2), healthy.output
-    not_here = {"memory": BY_TRANSPORT, "mpi": BY_TRANSPORT, "bridge": IN_MEMORY}[way]
-    everything = [point for point in points.NATIVE if point not in NOT_ALWAYS | not_here]
+    everything = [point for point in points.NATIVE if point not in NOT_ALWAYS | BY_TRANSPORT]
     with ThreadPoolExecutor(2) as pool:
         done = pool.map(lambda point: job(environment, point, action, way, limit=4), everything)
         for point, each in zip(everything, done):

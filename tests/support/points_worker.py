@@ -5,7 +5,6 @@
 """
 
 import ctypes
-import hashlib
 import json
 import os
 import sys
@@ -24,8 +23,9 @@ from mxnet import autograd, gluon, nd  # noqa: E402
 from replicas import Batch, make_batch, on_devices, prepare, truth  # noqa: E402
 
 from gluon_syncbn import _native  # noqa: E402
+from gluon_syncbn.exchange.bridge import BridgedTransport, introduce  # noqa: E402
 from gluon_syncbn.exchange.store import ProcessStore  # noqa: E402
-from gluon_syncbn.exchange.transport import Transport  # noqa: E402
+from gluon_syncbn.exchange.transport import Label  # noqa: E402
 
 _native._core.syncbn_points_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
 
@@ -158,21 +158,19 @@ def within_a_process(replicas):
 # ---- one replica in each of two processes ----------------------------------------------------------------------
 
 
-class Bridge(Transport):
-    """A transport in Python, as those of Horovod and ``dist_sync`` are, whose messages go over MPI."""
+class Bridge(BridgedTransport):
+    """As those of Horovod and ``dist_sync``, introduced over MPI."""
 
     def __init__(self, inner):
         super().__init__(inner.rank, inner.size)
-        self._inner = inner
-
-    def carry(self, label, message, ranks):
-        key = int.from_bytes(hashlib.blake2b(str(label[:5]).encode(), digest_size=7).digest(), "little")
-        return _native.bytes_of(self._inner.handle, ranks, (9, key, 0, 0), label.what, message.tobytes())
-
-    def tell(self, reason):
-        self._inner.fail(reason)
+        self._inner, label = inner, Label("exchange", what="the introduction")
+        introduced = introduce(
+            self.rank, self.size, "127.0.0.1", lambda told: inner.allgather(label, told, equal=True)[0]
+        )
+        assert self.bridge(*introduced, 60)
 
     def close(self):
+        super().close()
         self._inner.close()
 
 

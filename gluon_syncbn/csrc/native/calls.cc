@@ -1,7 +1,6 @@
 #include "native/calls.h"
 
 #include <atomic>
-#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <string>
@@ -236,9 +235,7 @@ int64_t blocked_calls() { return blocked; }
 int64_t lone_calls() { return lone; }
 
 std::string take_calls(void* handle, const std::string& device) {
-    const char* engine = std::getenv("MXNET_ENGINE_TYPE");
-    if (engine != nullptr && std::string(engine) == "NaiveEngine")
-        return "MXNET_ENGINE_TYPE=NaiveEngine runs operators in the thread that issues them";
+    if (is_naive_engine()) return "MXNET_ENGINE_TYPE=NaiveEngine runs operators in the thread that issues them";
     std::string problem = open(handle, device);
     if (problem.empty()) problem = replace("Custom", false, device);
     if (problem.empty()) problem = replace("_backward_Custom", true, device);
