@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "core.h"
+#include "exchange/choice.h"
+#include "exchange/processes.h"
 #include "exchange/segment.h"
 #include "figures.h"
 #include "memory.h"
@@ -67,9 +69,15 @@ std::set<int64_t>& gathering = *new std::set<int64_t>;  // for a thread that out
 void* in_memory = nullptr;
 void* of_contexts = nullptr;
 void* of_processes = nullptr;
-std::atomic<bool> told{false};  // of a failure
+std::atomic<void*> current{nullptr};  // the same, for threads of earlier ones
 
-// Rank 1 answers each vector of rank 0 with one of an empty batch, until rank 0 fails.
+// Whether rank 0 has not failed.
+bool is_open(void* processes) {
+    const auto& exchange = static_cast<const syncbn::Asked*>(processes)->host;
+    return static_cast<syncbn::Processes&>(*exchange).job()->all.mail->state_of(0) == syncbn::Mailbox::State::kPresent;
+}
+
+// Rank 1 answers each vector of rank 0 with one of an empty batch, until rank 0 fails. It may fail itself.
 void carry(void* processes) {
     int64_t size = 0;
     while (true) {
@@ -79,13 +87,16 @@ void carry(void* processes) {
         if (std::sscanf(static_cast<const char*>(message),
                         "[\"message\", 0, [%" SCNd64 ", %" SCNd64 ", %" SCNd64 ", %" SCNd64 ", %" SCNd64 "], %" SCNd64,
                         label, label + 1, label + 2, label + 3, label + 4, &length) < 6)
-            break;
+            return;
+        if (processes == current && fails()) {
+            syncbn_report(processes, 1, static_cast<int>(syncbn::Mailbox::State::kFailed), "the cable is out", 0);
+            continue;
+        }
         std::lock_guard<std::mutex> lock(gathering_mutex);
         if (gathering.count(label[0]) != 0) length = 0;
         const std::vector<double> zeros(static_cast<size_t>(length));
         syncbn_deliver(processes, 1, {5, label}, length, reinterpret_cast<const char*>(zeros.data()), length);
     }
-    told = true;
 }
 
 // The same in memory, until rank 0 fails.
@@ -112,9 +123,9 @@ const syncbn::Segment* shared = nullptr;  // by of_machine
 auto& made = *new std::vector<void*>;     // all of them, so that none counts as lost
 
 void make_exchanges_of_processes() {
-    told = false;
     of_processes = syncbn_processes(2, 0, 2, nullptr);
     made.push_back(of_processes);
+    current = of_processes;
     std::thread(carry, of_processes).detach();
     auto rank_0 = syncbn::Segment::create(2);
     auto rank_1 = syncbn::Segment::open(2, 1, getpid(), rank_0->number(), rank_0->token());
@@ -143,7 +154,8 @@ void make_exchanges() {
 }
 
 void renew_exchanges() {
-    if (told || shared->state_of(0) != syncbn::Segment::State::kPresent) make_exchanges_of_processes();
+    if (!is_open(of_processes) || shared->state_of(0) != syncbn::Segment::State::kPresent)
+        make_exchanges_of_processes();
 }
 
 void* const* any_exchange(Random& random) {

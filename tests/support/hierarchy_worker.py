@@ -19,9 +19,9 @@ from allreduce import allreduce
 from forks import fork_ranks
 
 from gluon_syncbn import _native
+from gluon_syncbn.exchange import bridge
 from gluon_syncbn.exchange import store as store_module
 from gluon_syncbn.exchange.base import LayerInfo
-from gluon_syncbn.exchange.bridge import BridgedTransport, introduce
 from gluon_syncbn.exchange.store import ProcessStore
 from gluon_syncbn.training.session import session
 
@@ -30,7 +30,10 @@ PIECE = 4608  # numbers, as in csrc/exchange/segment.h
 LENGTHS = [1, 7, 300, PIECE, PIECE + 1, 3 * PIECE]
 
 
-class Relayed(BridgedTransport):
+bridge._GRACE = 1.0  # seconds; nothing else is told that late
+
+
+class Relayed(bridge.BridgedTransport):
     """Introduced by a file of the folder."""
 
     def __init__(self, folder, rank, size):
@@ -45,7 +48,7 @@ class Relayed(BridgedTransport):
                 time.sleep(0.01)
             return np.frombuffer(path.read_bytes(), np.uint8)
 
-        assert self.bridge(*introduce(rank, size, "127.0.0.1", spread), 60)
+        assert self.bridge(*bridge.introduce(rank, size, "127.0.0.1", spread), 60)
 
 
 def vector(rank, step, length):
@@ -98,6 +101,7 @@ def work(rank, folder, machines, fault, faulty, timeout):
                     os.kill(os.getpid(), getattr(signal, fault))
                 if rank == faulty and fault == "fails":
                     store.fail("the disk is full")
+                    store.close()
                     return
                 if rank == faulty and fault == "ends":
                     store.close()

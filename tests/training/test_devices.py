@@ -9,7 +9,7 @@ import pytest
 from mxnet import autograd, gluon, nd
 from mxnet.gluon import nn
 from replicas import WAYS
-from thread_transport import Post, ThreadTransport
+from thread_transport import ThreadTransport
 
 import gluon_syncbn
 from gluon_syncbn.exchange.store import ProcessStore
@@ -74,7 +74,7 @@ def test_an_epoch_of_uneven_batches(contexts, rng, tmp_path, store, updates, req
     net = a_net(gluon_syncbn.SyncBatchNorm, places, values_of(plain, places[0]))
     if WAYS[way] is not None:
         net.hybridize(**WAYS[way])
-    kvstore = ProcessStore("threads", ThreadTransport(Post(1), 0)) if store == "ours" else store
+    kvstore = ProcessStore("threads", ThreadTransport([], 0, 1)) if store == "ours" else store
     settings = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}
     trainer = gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=kvstore, update_on_kvstore=updates)
     single = gluon.Trainer(plain.collect_params(), "sgd", settings)
