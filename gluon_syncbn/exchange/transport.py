@@ -58,7 +58,8 @@ class Transport(ABC):
             threading.Thread(target=self._carry, name="gluon_syncbn-carrier", daemon=True).start()
 
     def _carry(self) -> None:
-        while True:
+        message = b""
+        while not message.startswith(b'["left"'):  # the last one
             message = _native.next_message(self.handle, 1.0)
             if message:
                 self.send(message)

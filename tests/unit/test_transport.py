@@ -27,9 +27,21 @@ def layer_id():
     _native.layer_drop(number, {})
 
 
+@pytest.fixture(autouse=True)
+def _threads_end():
+    yield
+    while handles:
+        _native.processes_ended(handles.pop())
+
+
+handles = []  # of all stores of a test
+
+
 def stores(size):
-    handles = []
-    return [ProcessStore("threads", ThreadTransport(handles, rank, size)) for rank in range(size)]
+    of_these = []
+    made = [ProcessStore("threads", ThreadTransport(of_these, rank, size)) for rank in range(size)]
+    handles.extend(of_these)
+    return made
 
 
 def transports(size):
