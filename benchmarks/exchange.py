@@ -167,12 +167,12 @@ def plot(path: Path, over: str, cells: Sequence[Dict[str, Any]], env: Dict[str, 
             one.set_major_formatter(matplotlib.ticker.ScalarFormatter())
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("microseconds per sum over all processes")
-    axes[0][0].legend()
+    axes[0][0].set_ylabel("microseconds per sum")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="upper center", ncol=len(labels), frameon=False)
     figure.text(
         0.5, 0.015, f"less is faster; {env['processor']}, {env['cores']} cores", ha="center", fontsize=8, color="0.3"
     )
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.tight_layout(rect=(0, 0.05, 1, 0.93))
     figure.savefig(path, dpi=120)
 
 
