@@ -329,7 +329,8 @@ SYNCBN_API void* syncbn_processes(int64_t number, int64_t rank, int64_t ranks, c
         return ExchangeHandle{std::make_shared<syncbn::Processes>(std::move(job))};
     });
 }
-// For a carrier in Python: see exchange/python.h. The first returns bytes, until this thread's next call. `label` has the five numbers of a Label, `state` is a Mailbox::State.
+// For a carrier in Python: see exchange/python.h. The first returns bytes, until this thread's next call. `label` has the
+// five numbers of a Label, `state` is a Mailbox::State.
 SYNCBN_API const void* syncbn_next_message(void* processes, double seconds, int64_t* size) {
     return guarded<const void*>(nullptr, [&] {
         std::string message = syncbn::next_message(*of_processes(processes).job()->all.mail, seconds);
@@ -516,6 +517,7 @@ SYNCBN_API int syncbn_gate(const Span<NDArrayHandle>& arrays) {
     return done([&] { check(syncbn::gate_arrays(arrays.values, arrays.count)); });
 }
 
+// Lets readers of these arrays fail.
 SYNCBN_API int syncbn_fail_arrays(const Span<NDArrayHandle>& arrays) {
     return done([&] { check(syncbn::fail_arrays(arrays.values, arrays.count)); });
 }

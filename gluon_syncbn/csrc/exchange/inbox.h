@@ -28,18 +28,18 @@ class Inbox : public Mailbox {
 
     Found find(size_t rank, const Label& label) const override {
         std::lock_guard<std::mutex> lock(mutex_);
-        for (const Vector& one : vectors_)
+        for (const Received& one : received_)
             if (one.from == rank && one.label == label) return {one.values, one.count, one.length, 0};
         return {};
     }
     void done(size_t rank, const Label& label, const Found&) override {
         std::lock_guard<std::mutex> lock(mutex_);
-        vectors_.remove_if([&](const Vector& one) { return one.from == rank && one.label == label; });
+        received_.remove_if([&](const Received& one) { return one.from == rank && one.label == label; });
     }
     std::vector<Label> left_by(size_t rank) const override {
         std::lock_guard<std::mutex> lock(mutex_);
         std::vector<Label> labels;
-        for (const Vector& one : vectors_)
+        for (const Received& one : received_)
             if (one.from == rank) labels.push_back(one.label);
         return labels;
     }
@@ -63,7 +63,7 @@ class Inbox : public Mailbox {
     bool crowded() const override { return false; }
 
   protected:
-    struct Vector {
+    struct Received {
         size_t from;
         Label label;
         size_t length, count;
@@ -81,8 +81,8 @@ class Inbox : public Mailbox {
     void remember(const Label& label) {
         if (label.piece == 0) here_.push_back(label);
     }
-    void keep(Vector vector) {
-        vectors_.push_back(std::move(vector));
+    void keep(Received one) {
+        received_.push_back(std::move(one));
         ++heard_;
     }
     void report(size_t rank, State state, std::string reason) {
@@ -99,7 +99,7 @@ class Inbox : public Mailbox {
     const size_t rank_;
     const pid_t process_;
     std::vector<std::string> reasons_;
-    std::list<Vector> vectors_;
+    std::list<Received> received_;
     std::vector<Label> here_;
 };
 

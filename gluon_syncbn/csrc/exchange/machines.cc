@@ -84,13 +84,14 @@ class OverMpi : public Machines {
 void Machines::check() {
     mailbox_.heard(0);  // lets messages arrive
     for (size_t rank = 0; rank < mailbox_.ranks(); ++rank) {
-        const int64_t process = mailbox_.died(rank);
-        const bool failed = mailbox_.state_of(rank) == Mailbox::State::kFailed;
-        if (rank == mailbox_.rank() || (!failed && process == 0)) continue;
-        throw std::runtime_error("rank " + std::to_string(rank) + " of " + std::to_string(mailbox_.ranks()) + " has " +
-                                 (failed ? "failed: " + mailbox_.reason_of(rank)
-                                         : "ended without a word (process " + std::to_string(process) + ")") +
-                                 " (rank " + std::to_string(mailbox_.rank()) +
+        std::string fate;
+        if (mailbox_.state_of(rank) == Mailbox::State::kFailed)
+            fate = "has failed: " + mailbox_.reason_of(rank);
+        else if (const int64_t process = mailbox_.died(rank))
+            fate = Mailbox::fate_of_dead(process);
+        if (rank == mailbox_.rank() || fate.empty()) continue;
+        throw std::runtime_error("rank " + std::to_string(rank) + " of " + std::to_string(mailbox_.ranks()) + " " +
+                                 fate + " (rank " + std::to_string(mailbox_.rank()) +
                                  " was in the gradients of the machines)");
     }
 }

@@ -74,6 +74,10 @@ class Mailbox {
     virtual bool crowded() const = 0;
     // The process of a present rank that has died without a word, which only the kernel knows; 0 if it has not.
     virtual int64_t died(size_t) const { return 0; }
+    // What to say of that process.
+    static std::string fate_of_dead(int64_t process) {
+        return "has ended without a word (process " + std::to_string(process) + "; was it killed?)";
+    }
     // Reports that this rank has failed, with a reason, or has ended. Wakes all ranks. The first report stays.
     virtual void leave(State state, const std::string& reason) = 0;
 };

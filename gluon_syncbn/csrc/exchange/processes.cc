@@ -181,8 +181,7 @@ class WaitForRanks final : public Wait {
         }
     }
     void check_alive(size_t other) {
-        if (const int64_t process = mail_.died(other))
-            gone(other, "has ended without a word (process " + std::to_string(process) + "; was it killed?)");
+        if (const int64_t process = mail_.died(other)) gone(other, Mailbox::fate_of_dead(process));
     }
     [[noreturn]] void failed(size_t other) { gone(other, "has failed: " + mail_.reason_of(other)); }
     [[noreturn]] void gone(size_t other, const std::string& fate) {
@@ -449,7 +448,7 @@ class Processes::SideBySide : public Gathering {
         Total total;
         if (fit) total = side_by_side(parts, rank(), agreed_);
         end();
-        return fit ? total : processes_.gather_in_job(ticket_, own_, agreed_)->total();
+        return fit ? total : SideBySide(processes_, processes_.job_->all, ticket_, own_, agreed_).total();
     }
 
   private:
@@ -677,17 +676,12 @@ std::unique_ptr<Underway> Processes::gather(const Ticket& ticket, const Contribu
             return later(
                 [this, ticket, own, replicas] {
                     const Agreed of_step = agreed_in_python(job_->number, ticket, replicas);
-                    return gather_in_job(ticket, own, of_step)->total();
+                    return SideBySide(*this, job_->all, ticket, own, of_step).total();
                 },
                 false);
     }
-    if (machine_ == nullptr || leaders_.size() > 1) return gather_in_job(ticket, own, agreed);
-    return std::make_unique<SideBySide>(*this, *machine_, ticket, own, agreed);
-}
-
-std::unique_ptr<Underway> Processes::gather_in_job(const Ticket& ticket, const Contribution& own,
-                                                   const Agreed& agreed) {
-    return std::make_unique<SideBySide>(*this, job_->all, ticket, own, agreed);
+    const bool in_memory = machine_ != nullptr && leaders_.size() == 1;
+    return std::make_unique<SideBySide>(*this, in_memory ? *machine_ : job_->all, ticket, own, agreed);
 }
 
 // The first call asks later for the agreement, because that may take a while.

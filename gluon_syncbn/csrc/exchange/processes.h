@@ -102,7 +102,6 @@ class Processes : public Exchange {
     std::unique_ptr<Underway> reduce_in_job(Combine combine, const Ticket& ticket, const Contribution& own, int64_t key,
                                             const Ranks& ranks, double longer);
     std::unique_ptr<Underway> gather(const Ticket& ticket, const Contribution& own, const Agreed& agreed);
-    std::unique_ptr<Underway> gather_in_job(const Ticket& ticket, const Contribution& own, const Agreed& agreed);
 
     const std::shared_ptr<Job> job_;
     const std::unique_ptr<Tier> machine_;  // null if memory is not shared

@@ -203,7 +203,7 @@ class Sums::WaitForRanks final : public Wait {
         for (size_t other = 0; other < segment_.ranks(); ++other)
             if (const int64_t process = segment_.died(other);
                 process != 0 && (need_.count == nullptr || is_missing(other)))
-                gone(other, "has ended without a word (process " + std::to_string(process) + "; was it killed?)");
+                gone(other, Mailbox::fate_of_dead(process));
         if (sums_.machines_ != nullptr) sums_.machines_->check();
     }
     std::string text(Why why) override {
