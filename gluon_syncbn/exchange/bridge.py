@@ -211,14 +211,9 @@ class BridgedTransport(Transport):
             self._relay.close()
 
     def send(self, message: bytes) -> None:
-        if message.startswith(b'["left"'):
-            line, _, reason = message.partition(b"\n")
-            self.leave(reason.decode(errors="replace") if json.loads(line)[2] else "")
-        else:
-            self._link.send(message)
+        self._link.send(message)
 
     def leave(self, failure: str) -> None:
-        """Tells the others that this rank has failed, or has ended."""
         self._failure, self._ended = failure, not failure
         self.say()
 

@@ -139,14 +139,12 @@ class DistSyncTransport(BridgedTransport):
             self.wait_for(label, one, ranks)
         return np.concatenate([one.result().view(array.dtype) for one in added])
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        _native.processes_ended(self.handle)
-        if not self._store.end(self.all_end()):
+    def all_end(self) -> bool:
+        together = super().all_end()
+        if not self._store.end(together):
             log.error("rank %d of %d: MXNet's servers and scheduler have not ended.", self.rank, self.size)
             _skip_destructors()
+        return together
 
     def forked(self) -> None:
         super().forked()

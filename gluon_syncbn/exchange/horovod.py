@@ -103,16 +103,13 @@ class HorovodTransport(BridgedTransport):
         if failure:
             self._end_horovod()
 
-    def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
+    def all_end(self) -> bool:
         if not self._broken:
-            _native.processes_ended(self.handle)  # first, because the shutdown ends operations of the others
-            self._hvd.shutdown()
-        self.all_end()
+            self._hvd.shutdown()  # ends operations of the others, who have been told that this rank ends
+        together = super().all_end()
         if self._broken:
             _leave()
+        return together
 
     def _run(self, label: Label, array: np.ndarray, operation: Callable) -> np.ndarray:
         """Returns the result of ``operation``, or raises an error in time."""

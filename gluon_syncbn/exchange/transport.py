@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import threading
 from abc import ABC, abstractmethod
 from typing import List, NamedTuple, NoReturn, Optional, Sequence
@@ -18,7 +19,7 @@ _KINDS = ("agreement", "broadcast", "broadcast of", "exchange", "exchange of", "
 class Label(NamedTuple):
     """Names an exchange. The first four fields identify its messages, and are the same in every process."""
 
-    kind: str  # of these
+    kind: str  # one of these; sums that a relay makes have others
     key: int = 0
     call: int = 0
     phase: int = 0
@@ -58,14 +59,21 @@ class Transport(ABC):
             threading.Thread(target=self._carry, name="gluon_syncbn-carrier", daemon=True).start()
 
     def _carry(self) -> None:
-        message = b""
-        while not message.startswith(b'["left"'):  # the last one
+        while True:
             message = _native.next_message(self.handle, 1.0)
+            if message.startswith(b'["left"'):  # the last one
+                line, _, reason = message.partition(b"\n")
+                self.leave(reason.decode(errors="replace") if json.loads(line)[2] else "")
+                return
             if message:
                 self.send(message)
 
     def send(self, message: bytes) -> None:
         """Sends a message of the core, which has the form of `next_message`, and does not wait."""
+        raise NotImplementedError
+
+    def leave(self, failure: str) -> None:
+        """Tells the others that this rank has failed, or has ended. They call `report` of the core."""
         raise NotImplementedError
 
     @abstractmethod

@@ -19,15 +19,14 @@ class ThreadTransport(Transport):
 
     def send(self, message):
         line, _, body = message.partition(b"\n")
-        kind, rank, *rest = json.loads(line)
-        if kind == "message":
-            label, length, readers = rest
-            for reader in readers:
-                _native.deliver(self._handles[reader], rank, label, length, body, len(body) // 8)
-        else:
-            for other in range(self.size):
-                if other != rank:
-                    _native.report(self._handles[other], rank, 2 if rest[0] else 3, body.decode(), 0)
+        _, rank, label, length, readers = json.loads(line)
+        for reader in readers:
+            _native.deliver(self._handles[reader], rank, label, length, body, len(body) // 8)
+
+    def leave(self, failure):
+        for rank in range(self.size):
+            if rank != self.rank:
+                _native.report(self._handles[rank], self.rank, 2 if failure else 3, failure, 0)
 
     def close(self):
         self._closed = True
