@@ -291,6 +291,7 @@ def gradients():
                 assert found["to host"] == found["to device"] == 0, found
                 assert 1 < found["collectives"] <= arrays.bytes / store._BUCKET + 1, found
             arrays.assert_sums(seed)
+    assert "gradients: NCCL" in repr(kv)
     sound()
 
 
