@@ -26,7 +26,7 @@ READ = (
     "XDG_CACHE_HOME",
 )
 #: Settings of MXNet, which it reads when it first needs them.
-WRITTEN = ("MXNET_CPU_PARALLEL_RAND_COPY", "MXNET_CPU_TEMP_COPY", "MXNET_EXEC_INPLACE_GRAD_SUM_CAP")
+WRITTEN = ("MXNET_CPU_PARALLEL_RAND_COPY", "MXNET_EXEC_INPLACE_GRAD_SUM_CAP")
 
 
 def read(variable: str) -> str:

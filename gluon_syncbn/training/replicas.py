@@ -227,14 +227,10 @@ class Replicas:
                 "MXNET_CPU_PARALLEL_RAND_COPY are large",
                 stacklevel=2,
             )
-        shared = self.of_context
-        if shared > 1:
-            # Replicas on one context take its copies in turn. There must be more copies than one replica's operators
-            # hold. Nets with 45 to 155 layers needed up to 4 for each layer. A copy of random states takes 5 MB.
-            raised = at_least("MXNET_CPU_TEMP_COPY", max(16, 4 * _native.layers()) * (shared - 1))
-            raised |= at_least("MXNET_CPU_PARALLEL_RAND_COPY", 4 * (shared - 1))
-            if raised:
-                _native.renew_resources()
+        # Replicas on one context take its random states in turn. There must be more copies than one replica's operators
+        # hold. Each takes 5 MB.
+        if self.of_context > 1 and at_least("MXNET_CPU_PARALLEL_RAND_COPY", 4 * (self.of_context - 1)):
+            _native.renew_resources()
 
     def settings(self) -> Tuple[Pooling, Optional[int], Optional[Exchange], Optional[float]]:
         """Returns all arguments of the constructor except the name."""

@@ -224,6 +224,26 @@ def test_resources_do_not_grow(contexts, rng):
         assert _native.resources() == before
 
 
+@pytest.mark.parametrize("way", [None, {"static_alloc": True}], ids=["eager", "static"])
+def test_several_calls_in_one_backward_of_replicas_that_share_a_context(contexts, rng, way):
+    """The operators of all calls and replicas take copies before the first of them has run."""
+    places = [contexts[0]] * 3
+    net = nn.HybridSequential()
+    for _ in range(2):
+        norm = SyncBatchNorm(axis=-1, num_devices=3, in_channels=3)
+        net.add(nn.Dense(3, flatten=False, in_units=3), norm, nn.Activation("tanh"))
+    net.add(nn.Dense(3, flatten=False, in_units=3))
+    net.initialize(ctx=places[:1])
+    if way is not None:
+        net.hybridize(**way)
+    xs, heads = ([[nd.array(rng.randn(4, 7, 3), ctx=c) for c in places] for _ in range(5)] for _ in range(2))
+    with autograd.record():
+        ys = [[net(x) for x in row] for row in xs]
+    autograd.backward([y for row in ys for y in row], [head for row in heads for head in row])
+    for weight in net.collect_params(".*weight").values():
+        assert np.abs(weight.grad(places[0]).asnumpy()).max() > 0
+
+
 # ---- random numbers ------------------------------------------------------------------------------------------------
 
 

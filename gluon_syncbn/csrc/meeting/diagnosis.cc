@@ -17,9 +17,10 @@ std::string join_names(const std::vector<std::string>& names) {
 constexpr char kSameMemory[] =
     " Several replicas share a context. Outside of autograd.record, MXNet runs their static_alloc graphs one after the "
     "other: call hybridize() without static_alloc.";
-constexpr char kSharedResources[] =
-    " Several replicas share a CPU context, and their operators take turns in its temporary space and random states: "
-    "set MXNET_CPU_TEMP_COPY and MXNET_CPU_PARALLEL_RAND_COPY to the number of such operators in a step.";
+constexpr char kSharedStates[] =
+    " Several replicas share a CPU context, and operators that draw, such as Dropout, take turns in its random states: "
+    "set "
+    "MXNET_CPU_PARALLEL_RAND_COPY to their number in a step.";
 constexpr char kLoss[] =
     "Perhaps the loss of a replica took no part: call mxnet.autograd.backward by that name, with the losses of all "
     "replicas, and read no gradient before that.";
@@ -85,7 +86,7 @@ Cause likely_cause(const Meeting& meeting, int phase) {
     add(forward && shared && meeting.draw.node >= 0, kSameMemory);
     add(!forward && shared && meeting.announced, kSharedStaticShape);
     add(!forward && shared && meeting.replicas() > kFewReplicas, kManyReplicas);
-    add(shared && all_cpu, kSharedResources);
+    add(shared && all_cpu, kSharedStates);
     return {text, (forward ? all_cpu : shared) ? kSurely : kPerhaps};
 }
 

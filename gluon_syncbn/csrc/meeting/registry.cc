@@ -54,18 +54,15 @@ std::shared_ptr<Layer> Registry::find(int64_t id) const {
 
 void Registry::drop(int64_t id) {
     Lock lock(mutex_);
-    layers_.erase(id);
+    const auto it = layers_.find(id);
+    if (it == layers_.end()) return;
+    sharing_ -= it->second->terms_->per_context > 1;
+    layers_.erase(it);
 }
 
 size_t Registry::count() const {
     Lock lock(mutex_);
     return layers_.size();
-}
-
-bool Registry::contexts_are_shared() const {
-    Lock lock(mutex_);
-    return std::any_of(layers_.begin(), layers_.end(),
-                       [](const auto& entry) { return entry.second->terms_->per_context > 1; });
 }
 
 std::string Registry::token_of(const Layer& layer) const { return process_token() + std::to_string(layer.id); }
@@ -132,6 +129,7 @@ void Registry::renew(Layer& layer) {
     terms->sharing = sharing_of(layer.pooling);
     terms->nonfinite = nonfinite_;
     terms->asked = layer.exchange_.host != nullptr ? layer.exchange_ : exchange_;
+    sharing_ += (terms->per_context > 1) - (layer.terms_ != nullptr && layer.terms_->per_context > 1);
     layer.terms_ = std::move(terms);
 }
 

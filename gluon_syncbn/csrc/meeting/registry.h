@@ -48,7 +48,7 @@ class Registry {
     void drop(int64_t id);                          // operators in flight keep it alive
     size_t count() const;
     // Whether some layer has several replicas on a context.
-    bool contexts_are_shared() const;
+    bool contexts_are_shared() const { return sharing_ > 0; }
 
     // Returns a layer's name in a graph. It is unique among processes, so that a saved graph is recognised.
     std::string token_of(const Layer& layer) const;
@@ -103,7 +103,8 @@ class Registry {
     mutable std::mutex mutex_;  // guards everything here, and the settings of the layers
     std::map<int64_t, std::shared_ptr<Layer>> layers_;
     int64_t next_id_ = 1;
-    double timeout_ = 300;  // seconds
+    std::atomic<int> sharing_{0};  // layers with several replicas on a context
+    double timeout_ = 300;         // seconds
     Asked exchange_{memory_exchange()};
     std::vector<std::string> devices_;
     uint64_t seed_ = 0;

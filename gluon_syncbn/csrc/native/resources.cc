@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "failure.h"
+#include "meeting/registry.h"
 #include "mxnet_api.h"
 #include "native/abi.h"
 #include "native/library.h"
@@ -42,15 +43,15 @@ void* (*new_variable)(Engine* engine);  // null for the naive engine, which runs
 
 using Managers = std::vector<ResourceManager*>;
 
-// A copy of temporary space for operators of no replica. It takes no memory until an operator asks for some.
+// A copy of temporary space for one operator at a time. It takes no memory until an operator asks for some.
 struct Copy {
     Space space;
     Resource resource{kTempSpace, nullptr, 0, &space};
     std::atomic<bool> taken{false};  // by an operator that has not run yet
 };
 using Copies = std::vector<Copy*>;
-// With so many, operators take them in turn, as in MXNet.
-constexpr size_t kMostCopies = 256;
+// With so many, operators take them in turn, as in MXNet. Replicas that share a context would wait for each other then.
+constexpr size_t kMostCopies = 256, kMostOfReplicas = 4096;
 
 // What belonged to threads that have ended. MXNet keeps its objects until the process ends.
 struct Idle {
@@ -128,7 +129,7 @@ Copy* new_copy() {
 
 // Takes a copy that no operator waits for. An operator of no replica may itself wait for one, such as a loss. The next
 // operator may be needed by another replica, such as noise for its data.
-Resource free_copy() {
+Resource free_copy(size_t most) {
     Copies& copies = of_thread.copies;
     size_t& last = of_thread.last;
     if (!copies.empty()) {  // the operator that took the last copy has been issued since then
@@ -140,7 +141,7 @@ Resource free_copy() {
     // Not the last one, because an operator may take two. The first ones are in use most, so that few need memory.
     size_t copy = 0;
     while (copy < copies.size() && (copy == last || copies[copy]->taken)) ++copy;
-    if (copy == copies.size() && copy < kMostCopies) copies.push_back(new_copy());
+    if (copy == copies.size() && copy < most) copies.push_back(new_copy());
     last = copy < copies.size() ? copy : (last + 1) % copies.size();
     copies[last]->taken = true;
     return copies[last]->resource;
@@ -163,8 +164,10 @@ int replica_of(const Place& place, int kind) {
 Resource request(ResourceManager* self, Place place, const int& kind) {
     try {
         const int replica = replica_of(place, kind);
-        if (replica < 0 && kind == kTempSpace && place.type != Place::kGpu && new_variable != nullptr)
-            return free_copy();
+        if (kind == kTempSpace && place.type != Place::kGpu && new_variable != nullptr) {
+            if (replica < 0) return free_copy(kMostCopies);
+            if (registry().contexts_are_shared()) return free_copy(kMostOfReplicas);
+        }
         return mxnets.request(replica < 0 ? self : manager_of(self, replica), place, kind);
     } catch (const std::exception& error) {
         throw error_with(reason_of(error));

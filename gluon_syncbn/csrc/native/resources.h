@@ -6,7 +6,9 @@
 //
 // MXNet keeps these resources in one object for each thread (`ResourceManager` in src/resource.cc). Here a
 // thread has one such object more for each replica that it issues. The thread's own object remains for all operators
-// that no replica issues, so that these take space and draw numbers as without this package.
+// that no replica issues, so that these take space and draw numbers as without this package. Where several replicas
+// share a context, nobody knows which of them an operator of the backward belongs to, so each operator takes a copy of
+// temporary space that is free.
 #pragma once
 
 #include <cstdint>
