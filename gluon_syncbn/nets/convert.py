@@ -11,21 +11,7 @@ import inspect
 import warnings
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Dict,
-    FrozenSet,
-    Iterator,
-    List,
-    Mapping,
-    Optional,
-    Sequence,
-    Set,
-    Tuple,
-    Type,
-    TypeVar,
-)
+from typing import TYPE_CHECKING, Any, FrozenSet, Iterator, List, Mapping, Optional, Sequence, Type, TypeVar
 
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -46,9 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["convert", "freeze", "revert"]
 
 NetT = TypeVar("NetT", bound=Block)
-
-# Attributes that BatchNorm's constructor sets from its arguments, or that belong to a graph with the old operator.
-_RENEWED = ("_kwargs", "_cached_graph", "_cached_op", "_cached_op_args")
 
 
 def convert(
@@ -118,26 +101,22 @@ def convert(
     selection = blocks.Selection(select)
     with _open_graphs(net) as nodes:
         chosen = _chosen(net, selection)
-        plain = [block for block in chosen if not isinstance(block, SyncBatchNorm)]
-        reasons = {id(block): blocks.difference(block) for block in plain}
-        plain, left = [b for b in plain if not reasons[id(b)]], [b for b in plain if reasons[id(b)]]
-        wanted = _check_kwargs(norm_layer, kwargs, {1, *(_axis(block._kwargs) for block in plain)})
-        for block in chosen:
-            if isinstance(block, SyncBatchNorm):
-                reasons[id(block)] = _otherwise(block._replicas.pooling, wanted, kwargs)
-                left += [block] if reasons[id(block)] else []
-
-        for block in plain:
-            _synchronise(block, norm_layer, kwargs)
+        wanted = _check_kwargs(norm_layer, kwargs)
+        reasons = [
+            _otherwise(one._replicas.pooling, wanted, kwargs) if _is_ours(one) else blocks.difference(one)
+            for one in chosen
+        ]
+        plain = [block for block, reason in zip(chosen, reasons) if not reason and not _is_ours(block)]
+        for block, new in [(block, _successor(block, norm_layer, kwargs)) for block in plain]:
+            _replace(block, new)
         if fuse:
             fusion.install()
-            for block in chosen:
-                if isinstance(block, SyncBatchNorm):
-                    block._fuses = True
-        ignored = gamma.of_layers(net, lambda layer: isinstance(layer, SyncBatchNorm) and layer in selection)
+            for block in filter(_is_ours, chosen):
+                block._fuses = True
+        ignored = gamma.of_layers(net, lambda layer: _is_ours(layer) and layer in selection)
         none = "" if chosen or nodes else _none(net, select)
     gamma.write_ones("convert", ignored)
-    stay = [Left(block.name, type(block).__name__, reasons[id(block)]) for block in left]
+    stay = [Left(block.name, type(block).__name__, reason) for block, reason in zip(chosen, reasons) if reason]
     _warn("convert", selection, stay + nodes)
     if none:
         warnings.warn(f"convert changed nothing: {none}", stacklevel=2)
@@ -174,22 +153,14 @@ def convert_nodes(block: SymbolBlock, operator: str) -> None:
     """Does what `convert` does, for the nodes of one operator in a graph."""
     nodes = open_graph(block)
     for slot in getattr(block, "__layers__", {}).values():
-        if slot.operator == operator and _is_plain(slot.layer):
-            _synchronise(slot.layer, SyncBatchNorm, {})
+        if slot.operator == operator and not _is_ours(slot.layer):
+            _replace(slot.layer, _successor(slot.layer, SyncBatchNorm, {}))
     close_graph(block)
     _warn("convert", blocks.Selection(None), [node for node in nodes if node.operator == operator])
 
 
-def _synchronise(block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) -> None:
-    origin = (type(block), dict(block._kwargs))
-    _become(block, *_synchronised_form(block, norm_layer, kwargs))
-    if origin[0] is not ContribSyncBatchNorm:
-        block._origin = origin
-    block._adopt_parameters()
-
-
-def _is_plain(block: Block) -> bool:
-    return blocks.is_batch_norm(block) and not isinstance(block, SyncBatchNorm)
+def _is_ours(block: Block) -> bool:
+    return isinstance(block, SyncBatchNorm)
 
 
 @contextmanager
@@ -243,17 +214,9 @@ def revert(net: NetT) -> NetT:
     """
     arguments.block("net", net)
     with _open_graphs(net) as nodes:
-        ignored = gamma.of_layers(net, lambda layer: isinstance(layer, SyncBatchNorm))
-        for block in blocks.of(net):
-            if isinstance(block, SyncBatchNorm):
-                block._release_parameters()
-                origin, activation = block._origin, block._activation
-                if origin is None:
-                    _become(block, _plain_form(block), {})
-                else:
-                    _become_again(block, *origin)
-                if isinstance(block, (BatchNormActivation, BatchNormAdd)):
-                    block._activation = activation
+        ignored = gamma.of_layers(net, _is_ours)
+        for block in filter(_is_ours, blocks.of(net)):
+            _make_plain(block)
     gamma.write_ones("revert", ignored)
     _warn("revert", blocks.Selection(None), [node for node in nodes if node.operator == NAME])
     return net
@@ -308,10 +271,8 @@ def freeze(net: NetT, select: Optional[str] = None, active: bool = True) -> NetT
     return net
 
 
-def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any], axes: Set[int]) -> Pooling:
-    """Refuses bad arguments before the first layer changes, so that no network is half converted. Returns what they
-    mean.
-    """
+def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) -> Pooling:
+    """Refuses bad arguments, and returns what they mean."""
     known, taken = Arguments.__annotations__, inspect.signature(norm_layer).parameters.values()
     own = [one.name for one in taken if one.name not in known and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
     accepted = [*Settings.__annotations__, *own]
@@ -319,30 +280,33 @@ def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any], ax
         if name in known and name not in accepted:
             raise ValueError(f"{name}: {value!r} was given, but each layer keeps its own; expected one of {accepted}")
     try:
-        for axis in axes:
-            layer = norm_layer(axis=axis, in_channels=1, prefix="check_", params=ParameterDict(), **kwargs)
+        return norm_layer(in_channels=1, prefix="check_", params=ParameterDict(), **kwargs)._replicas.pooling
     except TypeError as error:
         raise ValueError(f"kwargs: {kwargs!r} was given, expected some of {accepted} ({error})") from error
-    return layer._replicas.pooling
 
 
-def _axis(settings: Dict[str, Any]) -> int:
-    # A plain Python number: BatchNorm also takes NumPy's. Contrib's layer has no axis: it is always 1.
-    return int(settings.get("axis", 1))
-
-
-def _synchronised_form(
-    block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]
-) -> Tuple[Type[SyncBatchNorm], Mapping[str, Any]]:
-    """Returns the class and the arguments of the synchronised layer."""
+def _successor(block: BatchNorm, norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) -> SyncBatchNorm:
+    """Returns a synchronised layer with the settings of a plain one, and parameters of its own."""
+    settings = block._kwargs
     activation = getattr(block, "_activation", RELU if block.fuse_relu else NONE)
     adds = isinstance(block, BatchNormAdd)
     if kwargs.get("inplace") and not invertible(activation, adds):
         kwargs = {**kwargs, "inplace": False}
-    if adds:
-        return _with_addition(norm_layer), {**activation.arguments(), **kwargs}  # type: ignore[arg-type]
-        # A user's own class may lack the arguments that a layer without an activation does not need.
-    return norm_layer, kwargs if activation == NONE else {**activation.arguments(), **kwargs}
+    if adds or activation != NONE:  # a user's own class may lack the arguments that other layers do not need
+        kwargs = {**activation.arguments(), **kwargs}
+    # Plain Python numbers: BatchNorm also takes NumPy's.
+    return (_with_addition(norm_layer) if adds else norm_layer)(  # type: ignore[arg-type]
+        axis=int(settings.get("axis", 1)),  # which contrib's layer lacks
+        momentum=float(settings["momentum"]),
+        epsilon=float(settings["eps"]),
+        center=block.beta._differentiable,
+        scale=not settings["fix_gamma"],
+        use_global_stats=bool(settings["use_global_stats"]),
+        in_channels=int(vars(block).get("in_channels", 0)),
+        prefix="",
+        params=ParameterDict(),
+        **kwargs,
+    )
 
 
 @lru_cache(maxsize=None)
@@ -352,47 +316,26 @@ def _with_addition(norm_layer: Type[SyncBatchNorm]) -> Type[SyncBatchNorm]:
     return type(f"{norm_layer.__name__}Add", (SyncBatchNormAdd, norm_layer), {"__doc__": norm_layer.__doc__})
 
 
-def _plain_form(block: SyncBatchNorm) -> Type[BatchNorm]:
-    if isinstance(block, SyncBatchNormAdd):
-        return BatchNormAdd
-    return BatchNorm if block._activation == NONE else BatchNormActivation
+def _replace(block: BatchNorm, new: SyncBatchNorm) -> None:
+    """Gives a layer the class and the settings of another one. All else stays."""
+    origin = None if type(block) is ContribSyncBatchNorm else (type(block), block._kwargs)
+    block.__class__ = type(new)
+    vars(block).update({**vars(new), **vars(block), "_kwargs": new._kwargs, "_origin": origin})
+    block._adopt_parameters()
 
 
-def _become(block: BatchNorm, cls: Type[BatchNorm], kwargs: Mapping[str, Any]) -> None:
-    """Runs `cls`'s constructor on the existing object, then restores all that the constructor must not set."""
-    before = dict(vars(block))
-    old_cls, settings = type(block), before["_kwargs"]
-    private = _private_names() if issubclass(old_cls, SyncBatchNorm) else frozenset()
-    try:
-        vars(block).clear()
-        block.__class__ = cls
-        cls.__init__(
-            block,
-            axis=_axis(settings),
-            momentum=float(settings["momentum"]),
-            epsilon=float(settings["eps"]),
-            center=before["beta"]._differentiable,
-            scale=not settings["fix_gamma"],
-            use_global_stats=bool(settings["use_global_stats"]),
-            in_channels=int(before.get("in_channels", 0)),
-            prefix="",
-            params=ParameterDict(),  # nothing is shared: the constructor's own parameters are discarded
-            **kwargs,
-        )
-    except BaseException:
-        vars(block).clear()
-        block.__class__ = old_cls
-        vars(block).update(before)
-        raise
-    vars(block).update({k: v for k, v in before.items() if k not in _RENEWED and k not in private})
-
-
-def _become_again(block: SyncBatchNorm, cls: Type[BatchNorm], settings: Dict[str, Any]) -> None:
-    """Gives a layer its former class, whose constructor may take other arguments."""
+def _make_plain(block: SyncBatchNorm) -> None:
+    """Gives a layer its former class, or MXNet's."""
+    block._release_parameters()
+    activation = block._activation
+    alike = BatchNorm if activation == NONE else BatchNormActivation
+    cls, settings = block._origin or (BatchNormAdd if isinstance(block, SyncBatchNormAdd) else alike, {})
     for name in _private_names():
         delattr(block, name)
     block.__class__ = cls
-    block._kwargs = {**settings, "use_global_stats": block._kwargs["use_global_stats"]}
+    block._kwargs = {**settings, **block._kwargs}
+    if issubclass(cls, (BatchNormActivation, BatchNormAdd)):
+        block._activation = activation
 
 
 @lru_cache(maxsize=None)
