@@ -237,14 +237,14 @@ class SyncBatchNorm(nn.BatchNorm):
     ValueError
         At construction, if an argument is out of range, or ``groups`` names a rank twice or leaves one out. In a
         training call, if ``group_size`` does not divide the number of devices, or ``groups`` names other replicas. Also
-        there, if there are fewer than two slots to shuffle. If a mask has another shape, or is given with ``inplace``
-        in ``'shuffle'``. Also if parameters are put on a GPU for which MXNet has no code.
+        there, if there are fewer than two slots to shuffle, or a mask is given with ``inplace`` in ``'shuffle'``. Also
+        if parameters are put on a GPU for which MXNet has no code.
     MXNetError
-        A graph raises it for a mask of another shape. Reading a result raises it if a replica is late, has another
-        number of channels or has failed. The text names the layer, who arrived and who is missing. A backward with
-        ``inplace`` raises it if gamma is so small that the error of ``xhat`` may exceed 1/32 of a standard deviation.
-        In ``'shuffle'``, this holds for values of a slot that are too close: the error of x may exceed 1/32 of their
-        standard deviation.
+        A training call raises it for a mask of another shape. Reading a result raises it if a replica is late, has
+        another number of channels or has failed. The text names the layer, who arrived and who is missing. A backward
+        with ``inplace`` raises it if gamma is so small that the error of ``xhat`` may exceed 1/32 of a standard
+        deviation. In ``'shuffle'``, this holds for values of a slot that are too close: the error of x may exceed 1/32
+        of their standard deviation.
 
     Warns
     -----
@@ -380,25 +380,10 @@ class SyncBatchNorm(nn.BatchNorm):
 
     def _normalised(self, F: Any, x: Any, addend: Optional[Any], mask: Optional[Any], *parameters: Any) -> Any:
         """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``."""
-        given = [kinds.classic(array) for array in (x, *parameters)]
-        addend, mask = (None if array is None else kinds.classic(array) for array in (addend, mask))
-        with session.issuing(x.ctx) if F is mx.nd else nullcontext():
-            y = self._of_classic(F, addend, mask, *given)
-        return kinds.like(y, x)
-
-    def _of_classic(
-        self,
-        F: Any,
-        addend: Optional[Any],
-        mask: Optional[Any],
-        x: Any,
-        gamma: Any,
-        beta: Any,
-        running_mean: Any,
-        running_var: Any,
-    ) -> Any:
-        if mask is not None:
-            self._check_mask(F, mask, x)
+        if mask is not None and self._inplace and self.mode == "shuffle":
+            raise ValueError(
+                "mask: expected none where inplace=True and mode='shuffle': x cannot be found under a mask"
+            )
         kwargs, replicas, training = dict(self._kwargs), self._replicas, autograd.is_training()
         # MXNet's BatchNorm fails in 5 dimensions behind a convolution ("Check failed: !is_view").
         frozen = kwargs.pop("use_global_stats") or (F is mx.nd and not training)
@@ -415,11 +400,14 @@ class SyncBatchNorm(nn.BatchNorm):
         if not replicas.given and not frozen and self.running_mean._deferred_init:
             per_context = replicas.per_context(self.running_mean._deferred_init[1])
         kwargs.update(per_context=per_context, node=node, unbiased=self._unbiased, frozen=frozen)
-        inputs = (x, gamma, beta, running_mean, running_var, replicas)
         single = per_context == 1 and not frozen
         fuses = single and self._fuses and addend is None and self._activation == NONE
         kwargs.update(activation=self._activation, fuses=fuses, inplace=single and self._works_in_place(F))
-        return sync_batch_norm(operators.own(F), *inputs, addend=addend, mask=None if frozen else mask, **kwargs)
+        inputs: List[Any] = [*map(kinds.classic, (x, *parameters)), replicas]
+        addend, mask = (None if one is None else kinds.classic(one) for one in (addend, None if frozen else mask))
+        with session.issuing(x.ctx) if F is mx.nd else nullcontext():
+            y = sync_batch_norm(operators.own(F), *inputs, addend=addend, mask=mask, **kwargs)
+        return kinds.like(y, x)
 
     def _works_in_place(self, F: Any) -> bool:
         """Whether the backward finds x in y. Where gamma is 0, y holds nothing of x.
@@ -440,22 +428,6 @@ class SyncBatchNorm(nn.BatchNorm):
             init = mx.init.create(init) if isinstance(init, str) else init
             data = mx.nd.array(init.value if isinstance(init, mx.init.Constant) else not isinstance(init, mx.init.Zero))
         return bool((data.asnumpy() == 0).any())
-
-    def _check_mask(self, F: Any, mask: Any, x: Any) -> None:
-        if self._inplace and self.mode == "shuffle":
-            raise ValueError(
-                "mask: expected none where inplace=True and mode='shuffle': x cannot be found under a mask"
-            )
-        if F is not mx.nd:
-            return  # the operator checks the shape, once it is known
-        axis = self._kwargs["axis"] % x.ndim
-        extents, shape = [*x.shape[:axis], *x.shape[axis + 1 :]], list(mask.shape)
-        if mask.ndim == x.ndim and shape[axis] == 1:
-            del shape[axis]
-        if len(shape) != len(extents) or any(one not in (1, extent) for one, extent in zip(shape, extents)):
-            with_axis = (*x.shape[:axis], 1, *x.shape[axis + 1 :])
-            expected = f"{with_axis} or {tuple(extents)}, where any extent may be 1, for data of shape {x.shape}"
-            raise ValueError(f"mask: an array of shape {mask.shape} was given, expected {expected}")
 
 
 class SyncBatchNormAdd(SyncBatchNorm):
