@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import mxnet as mx
@@ -65,6 +66,12 @@ def json_of(symbol: mx.sym.Symbol, casts: bool = True) -> Json:
     graph = Graph()
     graph.heads = graph.grow(recorded, lambda _, node, given: given if node["op"].startswith("amp_") else None)
     return graph.json(recorded)
+
+
+def uses(graph: Json) -> Counter:
+    """Counts the uses of each output, by node and number there."""
+    entries = [entry for node in graph["nodes"] for entry in node["inputs"]] + graph["heads"]
+    return Counter((number, output) for number, output, *_ in entries)
 
 
 class Synchronised(mx.sym.Symbol):

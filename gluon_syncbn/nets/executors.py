@@ -23,7 +23,7 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 from ..layer import SyncBatchNorm
 from ..mxnet_side import patches
 from ..mxnet_side.export import SYNCHRONISED, inputs_of_layer, is_guard, is_ours, names_of_outputs, passing
-from ..mxnet_side.nodes import Entry, Graph, Json, Synchronised, json_of
+from ..mxnet_side.nodes import Entry, Graph, Json, Synchronised, json_of, uses
 from ..system import arguments
 from ..training.replicas import Replicas, issuing
 from .graphs import layer_of, settings_of, write_layer
@@ -51,35 +51,27 @@ def _grouping(construct: Callable[..., None]) -> Callable[..., None]:
     def grouped(group: Any, symbol: mx.sym.Symbol, contexts: List[Context], *args: Any, **kwargs: Any) -> None:
         places = executor_group._prepare_group2ctxs(kwargs.get("group2ctxs"), len(contexts))
 
-        def contexts_of(node: Json) -> List[Context]:
-            part = node["attrs"].get("__ctx_group__")
-            return [(place or {}).get(part, context) for place, context in zip(places, contexts)]
-
         def choose(node: Json) -> SyncBatchNorm:
-            layer = _layer(node)
-            layer._replicas.set_contexts(contexts_of(node), 0)
+            layer, part = _layer(node), node["attrs"].get("__ctx_group__")
+            own = [(place or {}).get(part, context) for place, context in zip(places, contexts)]
+            layer._replicas.set_contexts(own, 0)
             return layer
 
         graph = _synchronised(symbol, choose)
         construct(group, graph, contexts, *args, **kwargs)
         trained.update(["a Module"] if group.for_training else [])
         if isinstance(graph, Synchronised):
-            _check_bound(group, graph.layers)
+            for name, layer in graph.layers:
+                if group.for_training:
+                    _check(layer._replicas)
+                layer._replicas.set_contexts(layer._replicas.given, group.execs[0].aux_dict[name].shape[0])
             patches.install_for_modules()
 
     return grouped
 
 
-def _check_bound(group: Any, layers: List[Tuple[str, SyncBatchNorm]]) -> None:
-    """Tells the layers the contexts and channels of bound executors. ValueError if these cannot train together."""
-    for name, layer in layers:
-        replicas = layer._replicas
-        if group.for_training:
-            _check(replicas)
-        replicas.set_contexts(replicas.given, group.execs[0].aux_dict[name].shape[0])
-
-
 def _check(replicas: Replicas) -> None:
+    """ValueError if the executors on these contexts cannot train together."""
     contexts = replicas.given
     if len(replicas.contexts) < len(contexts):  # executors of one context would share running statistics
         arguments.refuse("context", contexts, "different contexts: each executor has running statistics of its own")
@@ -141,12 +133,9 @@ def _layer(node: Json) -> SyncBatchNorm:
     attributes = node["attrs"]
     if is_ours(node):
         replicas = _replicas(node)
-        layer = layer_of(f"{replicas.name}_", attributes)
-        assert layer is not None  # because it has replicas
-        return layer
-    given = json.loads(attributes.get(SYNCHRONISED, "{}"))
-    for name in ("ndev", "key"):
-        given.pop(name, None)
+        return layer_of(f"{replicas.name}_", attributes, replicas)
+    written = json.loads(attributes.get(SYNCHRONISED, "{}"))
+    given = {name: value for name, value in written.items() if name not in ("ndev", "key")}
     return SyncBatchNorm(**settings_of(f"{node['name']}_", attributes), **given)
 
 
@@ -197,16 +186,14 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Choose) -> mx.sym.Symbol:
 
 def _chosen(recorded: Json, choose: Choose) -> Dict[int, SyncBatchNorm]:
     """Returns the layers that replace nodes, by the numbers of the nodes."""
-    nodes = recorded["nodes"]
-    entries = [entry for node in nodes for entry in node["inputs"]] + recorded["heads"]
-    used = {(number, output) for number, output, _ in entries}
+    used = uses(recorded)
     layers: Dict[Any, Optional[SyncBatchNorm]] = {}
     chosen: Dict[int, SyncBatchNorm] = {}
     stay: List[str] = []
-    for number, node in enumerate(nodes):
+    for number, node in enumerate(recorded["nodes"]):
         if not _takes(node):
             continue
-        if not is_ours(node) and ((number, 1) in used or (number, 2) in used):
+        if not is_ours(node) and (used[number, 1] or used[number, 2]):
             stay.append(node["name"])
             continue
         # If replicas share a context, a call consists of two nodes.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import warnings
-from collections import Counter
 from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import mxnet as mx
@@ -13,7 +12,7 @@ import numpy as np
 from mxnet.gluon import HybridBlock, SymbolBlock
 
 from ..mxnet_side import blocks, gamma
-from ..mxnet_side.nodes import Entry, Graph, Json, json_of
+from ..mxnet_side.nodes import Entry, Graph, Json, json_of, uses
 from ..system import arguments
 from .tracing import Prediction, prediction
 
@@ -134,8 +133,7 @@ class _Plan:
 
     def __init__(self, graph: Json, values: _Values) -> None:
         self._nodes, self._values = graph["nodes"], values
-        entries = [entry for node in self._nodes for entry in node["inputs"]] + graph["heads"]
-        self._uses = Counter((at, output) for at, output, *_ in entries)
+        self._uses = uses(graph)
         self.into: Dict[int, int] = {}  # BatchNorm: the convolution that absorbs it
         self.affine: Dict[int, _Affine] = {}  # convolution: the composed map of all that it absorbs
         self.absorbed: Dict[int, Tuple[str, ...]] = {}  # convolution: the parameters of all that it absorbs

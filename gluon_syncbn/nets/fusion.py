@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections import Counter
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
@@ -18,7 +17,7 @@ from mxnet.gluon.block import _flatten
 from ..activation import RELU, RELU6, SLOPES, Activation, described, invertible
 from ..mxnet_side import patches
 from ..mxnet_side.export import ADDED, EPILOGUE, is_guard, is_ours
-from ..mxnet_side.nodes import Entry, Graph, Json, json_of
+from ..mxnet_side.nodes import Entry, Graph, Json, json_of, uses
 from ..system import kinds
 from ..training.replicas import Replicas
 
@@ -126,11 +125,10 @@ def _alike(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray],
 def _chains(graph: Json, sums: Set[int]) -> Dict[int, Chain]:
     """Returns the chains by the number of their last node. An output that is used elsewhere too is not absorbed."""
     nodes = graph["nodes"]
-    uses = Counter((at, output) for node in nodes for at, output, *_ in node["inputs"])
-    uses.update((at, output) for at, output, *_ in graph["heads"])
+    used = uses(graph)
 
     def only(entry: Entry) -> bool:
-        return uses[entry[0], entry[1]] == 1
+        return used[entry[0], entry[1]] == 1
 
     def layer_of_entry(entry: Entry) -> Optional[Tuple[int, Optional[int]]]:
         """Returns the normalisation with this output, and its guard."""

@@ -19,7 +19,7 @@ from ..activation import Activation, BatchNormAdd
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.export import inputs_of_layer, passing
-from ..mxnet_side.nodes import Entry, Graph, Json, json_of
+from ..mxnet_side.nodes import Entry, Graph, Json, json_of, uses
 from ..mxnet_side.op import NAME
 from ..mxnet_side.operators import SYMBOLS
 from ..system import kinds
@@ -64,8 +64,7 @@ def open_graph(block: SymbolBlock) -> List[Left]:
         return block._left
     graph = json_of(block._cached_graph[1])
     parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
-    entries = [entry for node in graph["nodes"] for entry in node["inputs"]] + graph["heads"]
-    used = {(number, output) for number, output, _ in entries}
+    used = uses(graph)
     slots: Dict[int, Slot] = {}
     left: List[Left] = []
 
@@ -81,7 +80,7 @@ def open_graph(block: SymbolBlock) -> List[Left]:
         slot = None
         if len(given) < len(blocks.PARAMETERS):
             reason = "its gamma, beta or running statistics are not parameters of the graph"
-        elif operator != NAME and ((number, 1) in used or (number, 2) in used):
+        elif operator != NAME and (used[number, 1] or used[number, 2]):
             reason = "the graph uses its mean or variance"
         else:
             reason = "the layer that recorded it no longer exists"
@@ -130,11 +129,8 @@ def settings_of(prefix: str, attributes: Dict[str, str]) -> Json:
     )
 
 
-def layer_of(prefix: str, attributes: Dict[str, str]) -> Optional[SyncBatchNorm]:
-    """Creates a layer with its own replicas for a synchronised node. None if the layer of the node no longer exists."""
-    replicas = Replicas.of_token(attributes["layer"])
-    if replicas is None:
-        return None
+def layer_of(prefix: str, attributes: Dict[str, str], replicas: Replicas) -> SyncBatchNorm:
+    """Creates a layer for a synchronised node, with replicas of its own that have the settings of these."""
     settings = settings_of(prefix, attributes)
     settings.update(Activation.of_attributes(attributes).arguments())
     settings["inplace"] = attributes["inplace"] == "1"
@@ -149,15 +145,15 @@ def layer_of(prefix: str, attributes: Dict[str, str]) -> Optional[SyncBatchNorm]
 def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequence[Parameter]) -> Optional[Slot]:
     gamma = parameters[0].name
     prefix = gamma[: -len("gamma")] if gamma.endswith("gamma") else f"{name}_"
-    settings = settings_of(prefix, attributes)
-    layer: Optional[BatchNorm]
     if operator == NAME:
-        layer = layer_of(prefix, attributes)
-        if layer is None:
+        replicas = Replicas.of_token(attributes["layer"])
+        if replicas is None:
             return None
+        layer = layer_of(prefix, attributes, replicas)
         layer._release_parameters()
     else:
-        layer = (BatchNormReLU if operator == "_contrib_BatchNormWithReLU" else BatchNorm)(**settings)
+        plain = BatchNormReLU if operator == "_contrib_BatchNormWithReLU" else BatchNorm
+        layer = plain(**settings_of(prefix, attributes))
     for attribute, parameter in zip(blocks.PARAMETERS, parameters):
         layer.__dict__[attribute] = layer._reg_params[attribute] = parameter  # Gluon refuses to replace one
     layer._params = ParameterDict(layer.prefix)
