@@ -18,7 +18,7 @@ from .._native import merge_moments
 from ..exchange.store import ProcessStore
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
-from ..mxnet_side.nodes import json_of
+from ..mxnet_side.nodes import Json, json_of
 from ..mxnet_side.op import NAME, Role, moments
 from ..system import arguments, kinds
 from ..system.bfloat16 import values
@@ -75,9 +75,8 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
     given = None if weights is None else _weights(weights)
     for layer in running:
         if given is not None and len(given) != len(layer.contexts):
-            arguments.refuse(
-                "weights", weights, f"one for each of the {len(layer.contexts)} contexts of '{layer.name}'"
-            )
+            expected = f"one for each of the {len(layer.contexts)} contexts of '{layer.name}'"
+            arguments.refuse("weights", weights, expected)
     mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
     moments = []
     for layer in running:
@@ -148,7 +147,7 @@ def update_bn_stats(
     mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
     before = [(array, array.copy()) for one in running for array in one.arrays()]
     try:
-        totals = _population(net, layers, running, _equally_many(store, _first(batches, num_iters)))
+        totals = _population(net, layers, running, _equally_many(store, batches, num_iters))
         totals = _of_all_processes(store, "population statistics", totals)
     finally:
         steps.drain()  # operators in flight write them, too
@@ -193,11 +192,14 @@ def _running(net: Block) -> List[_Running]:
         if blocks.is_batch_norm(block):
             found.setdefault(id(block.running_mean), _Running(block.name, block.running_mean, block.running_var))
         elif isinstance(block, SymbolBlock):
-            for node in _nodes(block):
-                if node.running is not None:
-                    found.setdefault(id(node.running.mean), node.running)
-    for name, *parameters in found.values():
-        if any(parameter._data is None for parameter in parameters):
+            nodes: List[Json] = json_of(block._cached_graph[1])["nodes"]
+            parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
+            for node in filter(_normalises, nodes):
+                mean, var = (parameters.get(nodes[at]["name"]) for at, *_ in node["inputs"][-2:])
+                if mean is not None and var is not None:
+                    found.setdefault(id(mean), _Running(node["name"], mean, var))
+    for name, mean, var in found.values():
+        if mean._data is None or var._data is None:
             raise ValueError(
                 f"net: layer '{name}' without running statistics was given, expected an initialised net: call "
                 "initialize, and predict one batch if shapes are not known yet"
@@ -221,25 +223,10 @@ class _Input(NamedTuple):
         return _packed(there * count, *np.split(np.array(of_channels), 2))
 
 
-class _Node(NamedTuple):
-    """A node of batch normalisation in a recorded graph."""
-
-    name: str
-    running: Optional[_Running]  # None: they are not parameters
-    frozen: bool
-
-
-def _nodes(block: SymbolBlock) -> Iterator[_Node]:
-    graph = json_of(block._cached_graph[1])
-    parameters = {parameter.name: parameter for parameter in block._reg_params.values()}
-    for node in graph["nodes"]:
-        operator, attributes = blocks.operator_of(node), node.get("attrs", {})
-        if operator not in (*blocks.OPERATORS, NAME) or int(attributes.get("role", -1)) == Role.MEET:
-            continue
-        given = [graph["nodes"][at]["name"] for at, *_ in node["inputs"][-2:]]
-        mean, var = map(parameters.get, given)
-        running = None if mean is None or var is None else _Running(node["name"], mean, var)
-        yield _Node(node["name"], running, blocks.is_frozen(node))
+def _normalises(node: Json) -> bool:
+    """Whether a node of a graph has running statistics."""
+    role = int(node.get("attrs", {}).get("role", -1))
+    return blocks.operator_of(node) in (*blocks.OPERATORS, NAME) and role != Role.MEET
 
 
 def _packed(count: float, mean: np.ndarray, var: np.ndarray) -> np.ndarray:
@@ -278,7 +265,8 @@ def _layers_to_measure(net: Block) -> Tuple[List[nn.BatchNorm], List[str]]:
         if isinstance(block, Opened):
             hidden += [node.name for node in block._left]
         elif isinstance(block, SymbolBlock):
-            hidden += [node.name for node in _nodes(block) if not node.frozen]
+            nodes = json_of(block._cached_graph[1])["nodes"]
+            hidden += [node["name"] for node in nodes if _normalises(node) and not blocks.is_frozen(node)]
     if hidden:
         raise ValueError(
             f"net: batch normalisation in the recorded graph of a SymbolBlock ({arguments.some(hidden, ', ')}) was "
@@ -334,9 +322,8 @@ def _inputs(net: Block, layers: Sequence[nn.BatchNorm], each_by_itself: Replicas
         x = kinds.classic(args[0])
         if isinstance(x, mx.sym.Symbol) or x.size == 0:  # a symbol means that shapes are inferred
             return
-        mask, axis = None, layer._kwargs.get("axis", 1)
-        if len(args) > _masks_at(layer):
-            mask = kinds.classic(args[_masks_at(layer)]).copy()  # a net may overwrite it
+        axis, masks = layer._kwargs.get("axis", 1), args[1 + isinstance(layer, SyncBatchNormAdd) :]
+        mask = kinds.classic(masks[0]).copy() if masks else None  # a net may overwrite it
         given.append(_Input(layer, x.size // x.shape[axis], moments(x, mask, axis, each_by_itself), mask))
 
     active = [(block, block._active) for block in blocks.of(net) if isinstance(block, HybridBlock)]
@@ -352,11 +339,6 @@ def _inputs(net: Block, layers: Sequence[nn.BatchNorm], each_by_itself: Replicas
             hook.detach()
         for block, was in active:
             block._active = was
-
-
-def _masks_at(layer: nn.BatchNorm) -> int:
-    """Returns the number of the argument that is the mask."""
-    return 2 if isinstance(layer, SyncBatchNormAdd) else 1
 
 
 def _replicas(layers: Sequence[nn.BatchNorm], running: Sequence[_Running]) -> Dict[mx.Context, int]:
@@ -379,9 +361,12 @@ def _check_batch(name: str, batch: Any, replicas: Dict[mx.Context, int]) -> None
         arguments.refuse(name, batch, f"a list of arrays, one on each context of the net ({contexts})")
 
 
-def _equally_many(store: Optional[ProcessStore], batches: Iterable[Any]) -> Iterator[Any]:
+def _equally_many(store: Optional[ProcessStore], batches: Any, num_iters: int) -> Iterator[Any]:
     """Yields the batches; ValueError, in all processes at once, where one has no more of them and another has."""
-    following = iter(batches)
+    try:
+        following = itertools.islice(iter(batches), num_iters)
+    except TypeError:
+        arguments.refuse("batches", batches, "an iterable of batches")
     for count in itertools.count():
         batch = next(following, None)
         if store is not None:
@@ -395,10 +380,3 @@ def _equally_many(store: Optional[ProcessStore], batches: Iterable[Any]) -> Iter
         if batch is None:
             return
         yield batch
-
-
-def _first(batches: Any, num_iters: int) -> Iterable[Any]:
-    try:
-        return itertools.islice(iter(batches), num_iters)
-    except TypeError:
-        arguments.refuse("batches", batches, "an iterable of batches")
