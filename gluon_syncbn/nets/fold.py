@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import warnings
-from typing import Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Dict, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
 import numpy as np
-from mxnet.gluon import HybridBlock, SymbolBlock
+from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
 
 from ..mxnet_side import blocks, gamma
 from ..mxnet_side.nodes import Entry, Graph, Json, json_of, uses
@@ -17,6 +17,8 @@ from ..system import arguments
 from .tracing import Prediction, prediction
 
 __all__ = ["fold"]
+
+Values = Dict[str, np.ndarray]  # of parameters, by name
 
 #: Operators that absorb a BatchNorm, and the index of their weight. A bias follows the weight.
 WEIGHTS = {
@@ -68,54 +70,39 @@ def fold(net: HybridBlock) -> SymbolBlock:
     if not isinstance(net, HybridBlock):
         arguments.refuse("net", net, "a gluon.HybridBlock; in another block, fold the hybrid blocks")
     traced = prediction(net)
-    values = _Values(net, traced)
+    parameters = _parameters(net, traced)
+    values = {name: one._reduce().asnumpy() for name, one in parameters.items()}  # the mean over the contexts
     graph = json_of(traced.symbol, casts=False)
-    values.write_ones(gamma.names(graph))
+    _write_ones(graph, values)
     plan = _Plan(graph, values)
     symbol = mx.sym.load_json(json.dumps(_written(graph, plan, values)))
     if plan.left:
         warnings.warn(f"fold left as it was: {arguments.some(plan.left, '; ')}", stacklevel=2)
-    names = [name for name in symbol.list_inputs() if name not in traced.inputs]
-    return traced.block(symbol, values.arrays(names), values.contexts)
+    names = [name for name in symbol.list_inputs() if name in values]
+    arrays = {name: mx.nd.array(values[name], dtype=values[name].dtype) for name in names}
+    contexts = next((one.list_ctx() for one in parameters.values()), [mx.context.current_context()])
+    return traced.block(symbol, arrays, contexts)
 
 
-class _Values:
-    """The values of the parameters, by name."""
+def _parameters(net: HybridBlock, traced: Prediction) -> Dict[str, Parameter]:
+    """Returns those of the graph, by name."""
+    known = {p.name: p for block in blocks.of(net) for p in (*block.params.values(), *block._reg_params.values())}
+    known.update(net.collect_params().items())
+    names = [name for name in traced.symbol.list_inputs() if name not in traced.inputs]
+    without = [name for name in names if name not in known or known[name]._data is None]
+    if without:
+        raise ValueError(
+            f"net: '{net.name}' has no values for {arguments.some(without, ', ')}; expected an "
+            "initialised net, which was called once if its shapes depend on the input"
+        )
+    return {name: known[name] for name in names}
 
-    def __init__(self, net: HybridBlock, traced: Prediction) -> None:
-        known = {p.name: p for block in blocks.of(net) for p in (*block.params.values(), *block._reg_params.values())}
-        known.update(net.collect_params().items())
-        names = [name for name in traced.symbol.list_inputs() if name not in traced.inputs]
-        without = [name for name in names if name not in known or known[name]._data is None]
-        if without:
-            raise ValueError(
-                f"net: '{net.name}' has no values for {arguments.some(without, ', ')}; expected an "
-                "initialised net, which was called once if its shapes depend on the input"
-            )
-        self._known = {name: known[name] for name in names}
-        self._written: Dict[str, np.ndarray] = {}
-        self.contexts = next((p.list_ctx() for p in self._known.values()), [mx.context.current_context()])
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._known
-
-    def __getitem__(self, name: str) -> np.ndarray:
-        if name not in self._written:
-            self._written[name] = self._known[name]._reduce().asnumpy()  # the mean over the contexts
-        return self._written[name]
-
-    def __setitem__(self, name: str, value: np.ndarray) -> None:
-        self._written[name] = value
-
-    def write_ones(self, names: Sequence[str]) -> None:
-        """Does what `gamma.write_ones` does, in the copy."""
-        names = [name for name in names if (self[name] != 1).any()]
-        for name in names:
-            self[name] = np.ones_like(self[name])
-        gamma.warn("fold", names)
-
-    def arrays(self, names: Sequence[str]) -> Dict[str, mx.nd.NDArray]:
-        return {name: mx.nd.array(self[name], dtype=self[name].dtype) for name in names}
+def _write_ones(graph: Json, values: Values) -> None:
+    """Does what `gamma.write_ones` does, in the copy."""
+    names = [name for name in gamma.names(graph) if (values[name] != 1).any()]
+    values.update((name, np.ones_like(values[name])) for name in names)
+    gamma.warn("fold", names)
 
 
 class _Affine(NamedTuple):
@@ -131,7 +118,7 @@ class _Affine(NamedTuple):
 class _Plan:
     """Decides which BatchNorm goes into which node, by number."""
 
-    def __init__(self, graph: Json, values: _Values) -> None:
+    def __init__(self, graph: Json, values: Values) -> None:
         self._nodes, self._values = graph["nodes"], values
         self._uses = uses(graph)
         self.into: Dict[int, int] = {}  # BatchNorm: the convolution that absorbs it
@@ -247,7 +234,7 @@ class _Names:
         return wanted
 
 
-def _written(graph: Json, plan: _Plan, values: _Values) -> Json:
+def _written(graph: Json, plan: _Plan, values: Values) -> Json:
     """Returns the planned graph, and adds the new weights and biases to the values."""
     names = _Names(graph, plan)
     made: Dict[Tuple[str, ...], List[Entry]] = {}  # by the parameters and BatchNorms that convolutions share
@@ -284,8 +271,7 @@ def _written(graph: Json, plan: _Plan, values: _Values) -> Json:
             return [variable(node["name"], values[node["name"]])]
         return None
 
-    folded: Dict[str, np.ndarray] = {}
+    folded: Values = {}
     grown.heads = grown.grow(graph, stead)
-    for name, value in folded.items():
-        values[name] = value
+    values.update(folded)
     return grown.json(graph)
