@@ -24,8 +24,6 @@ __all__ = [
     "parallel_backward",
 ]
 
-Call = Tuple[Tuple[Any, ...], Dict[str, Any]]  # arguments of a replica
-
 
 class DataParallelModel:
     """A network on several contexts: each replica is called with its part of the batch.
@@ -65,8 +63,7 @@ class DataParallelModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.ctx_list:
             return self.module(*args, **kwargs)
-        calls = _scatter(args, kwargs, self.ctx_list)
-        return _apply(lambda args, kwargs: _as_tuple(self.module(*args, **kwargs)), calls, self.sync)
+        return parallel_apply(self.module, _parts(args, self.ctx_list), _parts(kwargs, self.ctx_list), self.sync)
 
     def __repr__(self) -> str:
         return f"DataParallel:\n module = {{{self.module!r}}}"
@@ -94,14 +91,13 @@ class DataParallelCriterion:
     Raises
     ------
     ValueError
-        At construction, where an argument is not as described above. At a call, where the batch has fewer samples than
-        there are replicas. (With ``mx.util.np_shape(True)``, some get none.)
+        As from `DataParallelModel`.
     """
 
     def __init__(
         self, module: Callable[..., Any], ctx_list: Optional[Sequence[mx.Context]] = None, sync: bool = False
     ) -> None:
-        _callable("module", module, "a loss")
+        _check_callable(module, "a loss")
         self.ctx_list = _contexts(ctx_list)
         self.sync = arguments.flag("sync", sync)
         self.module = module
@@ -111,12 +107,10 @@ class DataParallelCriterion:
             return self.module(inputs, *targets, **kwargs)
         if len(inputs) != len(self.ctx_list):
             arguments.refuse("inputs", f"{len(inputs)} of them", f"outputs of {len(self.ctx_list)} replicas")
-        parts = _scatter(targets, kwargs, self.ctx_list)
-        calls = [((*outputs, *args), kwargs) for outputs, (args, kwargs) in zip(inputs, parts)]
-        if len(calls) == 1:
-            args, kwargs = calls[0]
-            return _as_tuple(self.module(*args, **kwargs))
-        return _apply(lambda args, kwargs: self.module(*args, **kwargs), calls, self.sync)
+        parts, named = _parts(targets, self.ctx_list), _parts(kwargs, self.ctx_list)
+        if len(parts) == 1:
+            return _as_tuple(self.module(*inputs[0], *parts[0], **named[0]))
+        return criterion_parallel_apply(self.module, inputs, parts, named, self.sync)
 
 
 def parallel_apply(
@@ -141,9 +135,8 @@ def parallel_apply(
     ValueError
         If an argument is not as described above, or ``kwargs_tup`` has another length than ``inputs``.
     """
-    _callable("module", module, "a network")
-    calls = _zipped("kwargs_tup", inputs, kwargs_tup)
-    return _apply(lambda args, kwargs: _as_tuple(module(*args, **kwargs)), calls, arguments.flag("sync", sync))
+    _check_callable(module, "a network")
+    return _apply(lambda *args, **kwargs: _as_tuple(module(*args, **kwargs)), inputs, kwargs_tup, sync)
 
 
 def criterion_parallel_apply(
@@ -156,9 +149,8 @@ def criterion_parallel_apply(
     """Does what `parallel_apply` does, for a loss of a replica's inputs and targets. Returns the losses unchanged."""
     if len(targets) != len(inputs):
         arguments.refuse("targets", f"{len(targets)} of them", f"those of {len(inputs)} replicas")
-    _callable("module", module, "a loss")
-    calls = _zipped("kwargs_tup", [(*outputs, *wanted) for outputs, wanted in zip(inputs, targets)], kwargs_tup)
-    return _apply(lambda args, kwargs: module(*args, **kwargs), calls, arguments.flag("sync", sync))
+    _check_callable(module, "a loss")
+    return _apply(module, [(*outputs, *wanted) for outputs, wanted in zip(inputs, targets)], kwargs_tup, sync)
 
 
 def parallel_backward(losses: Sequence[Any], sync: bool = True) -> None:
@@ -166,16 +158,9 @@ def parallel_backward(losses: Sequence[Any], sync: bool = True) -> None:
     autograd.backward(list(losses))
 
 
-def _callable(name: str, value: Any, what: str) -> None:
-    if not callable(value):
-        arguments.refuse(name, value, f"{what}: something that can be called")
-
-
-def _zipped(name: str, args: Sequence[Any], kwargs: Optional[Sequence[Dict[str, Any]]]) -> List[Call]:
-    kwargs = kwargs if kwargs else [{} for _ in args]
-    if len(kwargs) != len(args):
-        arguments.refuse(name, f"{len(kwargs)} of them", f"those of {len(args)} replicas")
-    return [(tuple(each), dict(named)) for each, named in zip(args, kwargs)]
+def _check_callable(module: Any, what: str) -> None:
+    if not callable(module):
+        arguments.refuse("module", module, f"{what}: something that can be called")
 
 
 def _contexts(contexts: Any) -> Optional[List[mx.Context]]:
@@ -183,11 +168,6 @@ def _contexts(contexts: Any) -> Optional[List[mx.Context]]:
         return None
     contexts = [contexts] if isinstance(contexts, mx.Context) else contexts
     return arguments.contexts("ctx_list", contexts, "None or a list of mx.Context")
-
-
-def _scatter(args: Tuple[Any, ...], kwargs: Dict[str, Any], contexts: List[mx.Context]) -> List[Call]:
-    """Returns the arguments of each replica."""
-    return list(zip(_parts(args, contexts), _parts(kwargs, contexts)))
 
 
 def _parts(value: Any, contexts: List[mx.Context]) -> List[Any]:
@@ -208,11 +188,16 @@ def _parts(value: Any, contexts: List[mx.Context]) -> List[Any]:
     return [value] * len(contexts)
 
 
-def _apply(call: Callable[..., Any], calls: List[Call], sync: bool) -> Tuple[Any, ...]:
-    outputs = tuple(call(*each) for each in calls)
-    if sync:
-        for array in _arrays(outputs):
-            array.wait_to_read()
+def _apply(
+    call: Callable[..., Any], args: Sequence[Any], kwargs: Optional[Sequence[Dict[str, Any]]], sync: bool
+) -> Tuple[Any, ...]:
+    """Calls it with the arguments of each replica."""
+    kwargs, sync = kwargs or [{}] * len(args), arguments.flag("sync", sync)
+    if len(kwargs) != len(args):
+        arguments.refuse("kwargs_tup", f"{len(kwargs)} of them", f"those of {len(args)} replicas")
+    outputs = tuple(call(*each, **named) for each, named in zip(args, kwargs))
+    for array in _arrays(outputs) if sync else ():
+        array.wait_to_read()
     return outputs
 
 
