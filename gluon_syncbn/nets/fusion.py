@@ -7,7 +7,6 @@ the operator that follows.
 from __future__ import annotations
 
 import json
-import weakref
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
@@ -27,14 +26,6 @@ def install() -> None:
     patches.replace_once(HybridBlock, "_get_graph", _of_fused_graphs)
 
 
-def taken_in(replicas: Replicas) -> str:
-    """Names the operators that a layer absorbed in the graph that was last recorded with it; empty if none."""
-    return _taken_in.get(replicas, "")
-
-
-_taken_in: weakref.WeakKeyDictionary[Replicas, str] = weakref.WeakKeyDictionary()
-
-
 class Chain(NamedTuple):
     """Nodes of a graph that become one, by number: normalisation, guard of its output, addition, activation."""
 
@@ -51,7 +42,9 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[m
         return None
     casts = _alike(symbol, recorded, inputs, "amp_multicast")
     if casts:
-        recorded = _without_idle_casts(recorded, casts)
+        without = Graph()  # they cast nothing
+        without.heads = without.grow(recorded, lambda number, _, given: given if number in casts else None)
+        recorded = without.json(recorded)
         symbol = kinds.like(mx.sym.load_json(json.dumps(recorded)), symbol)
     sums = {number for number, node in enumerate(recorded["nodes"]) if node["op"] == "elemwise_add"}
     sums |= _alike(symbol, recorded, inputs, "_npi_add")  # which may mix shapes or types
@@ -86,22 +79,13 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[m
         at = graph.add({**layer, "attrs": attributes}, given)
         replicas = Replicas.of_token(attributes["layer"])
         if replicas is not None:
-            _taken_in[replicas] = described(chain.activation, adds, inplace)
+            replicas.taken_in = described(chain.activation, adds, inplace)
         if chain.guard is not None:
             at = graph.add(recorded["nodes"][chain.guard], [[at, 0, 0]])
         return [[at, 0, 0]]
 
     graph.heads = graph.grow(recorded, fold)
     return kinds.like(mx.sym.load_json(json.dumps(graph.json(recorded))), symbol)
-
-
-def _without_idle_casts(graph: Json, alike: Set[int]) -> Json:
-    """Returns the graph without the nodes of mixed precision that have inputs of one type, and so cast nothing."""
-    without = Graph()
-    without.heads = without.grow(
-        graph, lambda number, node, given: given if node["op"] == "amp_multicast" and number in alike else None
-    )
-    return without.json(graph)
 
 
 def _alike(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray], *operators: str) -> Set[int]:

@@ -13,7 +13,6 @@ from ..mxnet_side import blocks
 from ..mxnet_side.op import NAME
 from ..system import arguments
 from ..training.replicas import stores_of
-from .fusion import taken_in
 from .graphs import Opened
 
 __all__ = ["assert_synchronised", "summary"]
@@ -126,7 +125,6 @@ _NO_BATCH = "plain, because it normalises each sample by itself"
 
 
 def _rows(block: Block) -> Iterator[Row]:
-    named = f"{block.name} ({type(block).__name__})"
     if isinstance(block, SyncBatchNorm):
         replicas = block._replicas
         mode = replicas.pooling.mode
@@ -135,27 +133,19 @@ def _rows(block: Block) -> Iterator[Row]:
         if replicas.pooling.groups:
             mode += f", {len(replicas.pooling.groups)} named groups"
         keeps_x = block._inplace and (block._gamma_has_zeros() if block._keeps_x is None else block._keeps_x)
-        takes_in = taken_in(replicas) or described(
+        takes_in = replicas.taken_in or described(
             block._activation, isinstance(block, SyncBatchNormAdd), block._inplace and not keeps_x
         )
         if keeps_x:
             takes_in += ", " * bool(takes_in) + "not in place, because gamma begins at 0"
-        yield Row(
-            named,
-            _channels(block),
-            mode,
-            str(replicas.pooling.virtual_devices),
-            _places(block),
-            takes_in,
-            _statistics(block),
-        )
+        slots = str(replicas.pooling.virtual_devices)
+        yield _row(block, _statistics(block), mode=mode, slots=slots, takes_in=takes_in)
     elif blocks.is_batch_norm(block):
-        why = "it is contrib's" if type(block) is ContribSyncBatchNorm else "it is BatchNorm"
-        why += "; convert(net) changes it"
-        why = f"plain, because {blocks.difference(block) or why}"
-        yield Row(named, _channels(block), contexts=_places(block), statistics=why)
+        whose = "contrib's" if type(block) is ContribSyncBatchNorm else "BatchNorm"
+        reason = blocks.difference(block) or f"it is {whose}; convert(net) changes it"
+        yield _row(block, f"plain, because {reason}")
     elif isinstance(block, _OF_ONE_SAMPLE):
-        yield Row(named, _channels(block), contexts=_places(block), statistics=_NO_BATCH)
+        yield _row(block, _NO_BATCH)
     elif isinstance(block, Opened):
         for node in block._left:
             yield Row(f"{node.name} ({node.operator})", statistics=f"plain, because {node.reason}")
@@ -189,18 +179,13 @@ def _statistics(layer: SyncBatchNorm) -> str:
     return SYNCHRONISED
 
 
-def _channels(block: Any) -> str:
-    return str(block.gamma.shape[0] or "?") if block.gamma.shape else "?"
+def _row(block: Any, statistics: str, **cells: str) -> Row:
+    """Returns the row of a layer, which has a gamma."""
+    shape, contexts = block.gamma.shape, " ".join(map(str, _contexts(block))) or "-"
+    channels = str((shape and shape[0]) or "?")
+    return Row(f"{block.name} ({type(block).__name__})", channels, contexts=contexts, statistics=statistics, **cells)
 
 
 def _contexts(block: Any) -> List[Any]:
-    parameter = block.gamma
-    if parameter._data is not None:
-        contexts: List[Any] = parameter.list_ctx()
-    else:
-        contexts = parameter._deferred_init[1] if parameter._deferred_init else []
-    return contexts
-
-
-def _places(block: Any) -> str:
-    return " ".join(map(str, _contexts(block))) or "-"
+    known = block.gamma._data is not None or block.gamma._deferred_init
+    return list(block.gamma.list_ctx()) if known else []

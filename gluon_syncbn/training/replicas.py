@@ -139,6 +139,7 @@ class Replicas:
         self.problem = ""  # why these contexts cannot train
         self._running: Sequence[weakref.ref[Parameter]] = ()
         self.ran = NEVER  # how the last training call came
+        self.taken_in = ""  # names the operators that the layer absorbed in the graph that was recorded last
         mode = MODES.index(pooling.mode)
         groups = exchange_groups.group_of_each(exchange_groups.named_replicas(pooling.groups), 0, pooling.groups)
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0, groups.tolist())
