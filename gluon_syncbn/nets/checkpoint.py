@@ -8,7 +8,8 @@ import os
 import queue
 import re
 import threading
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, cast
 
 import mxnet as mx
@@ -111,7 +112,7 @@ class _Recomputed(Block):
                 "write a file or to infer shapes, first call gluon_syncbn.checkpoint(block, active=False)"
             )
         recording = autograd.is_recording() and bool(arrays)
-        if not recording and not _frames():
+        if not recording and not _of_thread.frames:
             return forward(*args)
         with ExitStack() as scopes:
             seed = None
@@ -140,9 +141,9 @@ class _Call:
 
     def first(self, args: Any) -> Any:
         context = _arrays(args)[0].ctx
-        worker = _worker(context, len(_frames()))
+        worker = _worker(context, len(_of_thread.frames))
         frame = _Frame(None, {})
-        with _recording(False):
+        with _recording(False, self._training):
             # These are copies, because the engine runs the second forward after all operators that were issued since
             # then and write the same arrays. Parameters are written by their update, which waits for the gradient.
             self._args = _map(lambda array: array.copy(), args)
@@ -174,15 +175,9 @@ class _Call:
             return
         # The gradients are returned, and not left in the arrays of the parameters.
         autograd.mark_variables([a for a, _, _ in asked], [a.detach() for a, _, _ in asked])
-        with ExitStack() as scopes:
-            scopes.enter_context(context)
-            scopes.enter_context(mx.util.np_shape(self._np[0]))
-            scopes.enter_context(mx.util.np_array(self._np[1]))
-            scopes.enter_context(_recording(True))
-            if self._seed is not None:
-                scopes.enter_context(draws.drawn_from(self._seed, context))
-            training = autograd.set_training(self._training)
-            scopes.callback(autograd.set_training, training)
+        seeded = nullcontext() if self._seed is None else draws.drawn_from(self._seed, context)
+        np_shape, np_array = mx.util.np_shape(self._np[0]), mx.util.np_array(self._np[1])
+        with context, np_shape, np_array, _recording(True, self._training), seeded:
             with _Frame(given, {}).open(), self._tape.running(again=True):
                 outputs = self._forward(*args)
         computed = [array for array in _arrays(outputs) if is_float(array)]
@@ -207,29 +202,24 @@ class _Frame(NamedTuple):
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        _frames().append(self)
+        _of_thread.frames.append(self)
         try:
             yield
         finally:
-            _frames().pop()
+            _of_thread.frames.pop()
 
 
-_of_thread = threading.local()
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.frames: List[_Frame] = []  # that are open on this thread, the outermost first
 
 
-def _frames() -> List[_Frame]:
-    """Returns the frames that are open on this thread, the outermost first."""
-    if not hasattr(_of_thread, "frames"):
-        _of_thread.frames = []
-    return _of_thread.frames
+_of_thread = _OfThread()
 
 
 def _seen(data: Callable[..., NDArray]) -> Callable[..., NDArray]:
     def seen(parameter: Parameter, ctx: Optional[mx.Context] = None) -> NDArray:
-        frames = _frames()
-        if not frames:
-            return data(parameter, ctx)
-        array = None
+        frames, array = _of_thread.frames, None
         for frame in frames:
             if frame.given is not None:
                 array = frame.given.get(id(parameter))
@@ -266,24 +256,23 @@ class _Worker:
         A job issues operators and waits for no replica, so this cannot wait for one either. It must not return
         earlier, because the arrays that the job writes are freed then.
         """
-        done, problems = threading.Event(), []  # type: Tuple[threading.Event, List[BaseException]]
-        self._jobs.put((job, done, problems))
-        done.wait()
-        if problems:
-            raise problems[0]
+        done: Future = Future()
+        self._jobs.put((job, done))
+        done.result()
 
     def _work(self, context: mx.Context) -> None:
         if context.device_type == "cpu":
             _native.issue_on(context.device_id)
         while True:
-            job, done, problems = self._jobs.get()
+            job, done = self._jobs.get()
+            problem: Optional[BaseException] = None
             try:
                 job()
-            except BaseException as problem:  # the thread that waits raises it
-                problems.append(problem)
+            except BaseException as error:  # the thread that waits raises it
+                problem = error
             del job  # frees its arrays
-            done.set()
-            del done, problems
+            done.set_exception(problem)  # None: there is none
+            del done, problem
 
 
 _workers: Dict[Tuple[int, mx.Context, int], _Worker] = {}  # by process, context, and number of blocks around
@@ -365,9 +354,10 @@ def _map(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 @contextmanager
-def _recording(so: bool) -> Iterator[None]:
-    before = autograd.set_recording(so)  # not a scope, because a scope begins a step
+def _recording(records: bool, trains: bool) -> Iterator[None]:
+    before = autograd.set_recording(records), autograd.set_training(trains)  # not scopes, which begin a step
     try:
         yield
     finally:
-        autograd.set_recording(before)
+        autograd.set_recording(before[0])
+        autograd.set_training(before[1])
