@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Optional
 
 import mxnet as mx
 import numpy as np
@@ -92,15 +93,13 @@ def _listed(params: Any) -> List[Parameter]:
 
 def _agree(store: ProcessStore, parameters: Iterable[Parameter]) -> None:
     """Raises MXNetError, in all processes, if their parameters differ."""
-    ours = [_described(parameter) for parameter in parameters]
+    ours = [[one.name, list(one.shape), np.dtype(one.dtype).name] for one in parameters]
     texts = store.allgather("the parameters' shapes", np.frombuffer(json.dumps(ours).encode(), np.uint8), equal=False)
     for rank, text in enumerate(texts):
-        theirs = [(name, tuple(shape), kind) for name, shape, kind in json.loads(bytes(text))]
-        for i in range(max(len(ours), len(theirs))):
-            a, b = (some[i] if i < len(some) else None for some in (ours, theirs))
-            if a is None or b is None or _sort(a) != _sort(b):
+        for number, (a, b) in enumerate(itertools.zip_longest(ours, json.loads(bytes(text))), 1):
+            if _sort(a) != _sort(b):
                 reason = (
-                    f"the processes disagree about the parameters: number {i + 1} is {_in_words(a)} on rank "
+                    f"the processes disagree about the parameters: number {number} is {_in_words(a)} on rank "
                     f"{store.rank} and {_in_words(b)} on rank {rank}. Build and initialise the same net in every "
                     "process."
                 )
@@ -108,17 +107,10 @@ def _agree(store: ProcessStore, parameters: Iterable[Parameter]) -> None:
                 raise mx.MXNetError(reason)
 
 
-_Description = Tuple[str, Tuple[int, ...], str]
-
-
-def _described(parameter: Parameter) -> _Description:
-    return parameter.name, tuple(parameter.shape), np.dtype(parameter.dtype).name
-
-
-def _sort(one: _Description) -> _Description:
+def _sort(one: Optional[List[Any]]) -> Optional[List[Any]]:
     """Removes Gluon's counters, which depend on the other blocks that a process has built."""
-    return re.sub(r"\d+", "", one[0]), *one[1:]
+    return one and [re.sub(r"\d+", "", one[0]), *one[1:]]
 
 
-def _in_words(one: Optional[_Description]) -> str:
-    return "none" if one is None else f"'{one[0]}' of shape {one[1]} and type {one[2]}"
+def _in_words(one: Optional[List[Any]]) -> str:
+    return "none" if one is None else f"'{one[0]}' of shape {tuple(one[1])} and type {one[2]}"
