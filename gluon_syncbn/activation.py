@@ -96,8 +96,8 @@ class BatchNormActivation(nn.BatchNorm):
 
     _activation = NONE
 
-    def hybrid_forward(self, F: Any, x: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any) -> Any:
-        z = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+    def hybrid_forward(self, F: Any, x: Any, **parameters: Any) -> Any:
+        z = super().hybrid_forward(F, x, **parameters)
         return epilogue(F, z, None, self._activation, self.gamma.dtype)
 
 
@@ -106,8 +106,6 @@ class BatchNormAdd(nn.BatchNorm):
 
     _activation = NONE
 
-    def hybrid_forward(
-        self, F: Any, x: Any, addend: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any
-    ) -> Any:
-        z = super().hybrid_forward(F, x, gamma, beta, running_mean, running_var)
+    def hybrid_forward(self, F: Any, x: Any, addend: Any, **parameters: Any) -> Any:
+        z = super().hybrid_forward(F, x, **parameters)
         return epilogue(F, z, addend, self._activation, self.gamma.dtype)

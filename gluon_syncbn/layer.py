@@ -373,12 +373,10 @@ class SyncBatchNorm(nn.BatchNorm):
     def _release_parameters(self) -> None:
         _ReplicatedParameter.unfollow(self.running_mean, self._replicas)
 
-    def hybrid_forward(
-        self, F: Any, x: Any, mask: Any = None, *, gamma: Any, beta: Any, running_mean: Any, running_var: Any
-    ) -> Any:
-        return self._normalised(F, x, None, mask, gamma, beta, running_mean, running_var)
+    def hybrid_forward(self, F: Any, x: Any, mask: Any = None, **parameters: Any) -> Any:
+        return self._normalised(F, x, None, mask, parameters)
 
-    def _normalised(self, F: Any, x: Any, addend: Optional[Any], mask: Optional[Any], *parameters: Any) -> Any:
+    def _normalised(self, F: Any, x: Any, addend: Any, mask: Any, parameters: Dict[str, Any]) -> Any:
         """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``."""
         if mask is not None and self._inplace and self.mode == "shuffle":
             raise ValueError(
@@ -403,10 +401,12 @@ class SyncBatchNorm(nn.BatchNorm):
         single = per_context == 1 and not frozen
         fuses = single and self._fuses and addend is None and self._activation == NONE
         kwargs.update(activation=self._activation, fuses=fuses, inplace=single and self._works_in_place(F))
-        inputs: List[Any] = [*map(kinds.classic, (x, *parameters)), replicas]
+        kwargs.update((name, kinds.classic(array)) for name, array in parameters.items())
         addend, mask = (None if one is None else kinds.classic(one) for one in (addend, None if frozen else mask))
         with session.issuing(x.ctx) if F is mx.nd else nullcontext():
-            y = sync_batch_norm(operators.own(F), *inputs, addend=addend, mask=mask, **kwargs)
+            y = sync_batch_norm(
+                operators.own(F), kinds.classic(x), replicas=replicas, addend=addend, mask=mask, **kwargs
+            )
         return kinds.like(y, x)
 
     def _works_in_place(self, F: Any) -> bool:
@@ -457,18 +457,9 @@ class SyncBatchNormAdd(SyncBatchNorm):
         super().__init__(*args, **kwargs)
 
     def hybrid_forward(  # type: ignore[override]
-        self,
-        F: Any,
-        x: Any,
-        addend: Any,
-        mask: Any = None,
-        *,
-        gamma: Any,
-        beta: Any,
-        running_mean: Any,
-        running_var: Any,
+        self, F: Any, x: Any, addend: Any, mask: Any = None, **parameters: Any
     ) -> Any:
-        return self._normalised(F, x, addend, mask, gamma, beta, running_mean, running_var)
+        return self._normalised(F, x, addend, mask, parameters)
 
 
 class ShuffleBatchNorm(SyncBatchNorm):

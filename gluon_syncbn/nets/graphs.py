@@ -116,14 +116,14 @@ def _opened(cls: Type[SymbolBlock]) -> Type[Opened]:
 
 
 def settings_of(prefix: str, attributes: Dict[str, str]) -> Json:
-    """Arguments of ``nn.BatchNorm`` for what a node of batch normalisation computes."""
-    flags = {key: attributes.get(key, default) in ("1", "True") for key, default in _FLAGS.items()}
+    """Arguments of ``nn.BatchNorm`` for what a node of batch normalisation computes, with MXNet's defaults."""
+    true = ("1", "True")
     return dict(
         axis=int(attributes.get("axis", 1)),
         momentum=float(attributes.get("momentum", 0.9)),
         epsilon=float(attributes.get("eps", 1e-3)),
-        scale=not flags["fix_gamma"],
-        use_global_stats=flags["use_global_stats"],
+        scale=attributes.get("fix_gamma", "True") not in true,
+        use_global_stats=attributes.get("use_global_stats") in true,
         prefix=prefix,
         params=ParameterDict(),  # nothing to share: the constructor's own parameters are thrown away
     )
@@ -161,10 +161,6 @@ def _slot(name: str, operator: str, attributes: Dict[str, str], parameters: Sequ
     if operator == NAME:
         layer._adopt_parameters()
     return Slot(layer, operator, None if operator == NAME else dict(layer._kwargs))
-
-
-# MXNet's defaults for a node without these attributes.
-_FLAGS = {"fix_gamma": "True", "use_global_stats": "False"}
 
 
 def write_layer(graph: Graph, layer: BatchNorm, name: str, inputs: List[Entry], **attributes: str) -> List[Entry]:
