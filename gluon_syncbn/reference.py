@@ -173,8 +173,8 @@ def forward(
         if np.shape(vector) != (channels,):
             raise ValueError(f"{name} has shape {np.shape(vector)}, expected ({channels},), one per channel")
     old_mean, old_var = np.asarray(running_mean, np.float64), np.asarray(running_var, np.float64)
-    if addends is not None and [np.shape(a) for a in addends] != [np.shape(x) for x in shards]:
-        raise ValueError(f"addends have shapes {[np.shape(a) for a in addends]}, expected those of the shards")
+    if addends is not None:
+        _check_shapes("addends", addends, shards)
 
     counts = _counts(shards, masks, axis)
     parts = [
@@ -195,25 +195,27 @@ def forward(
     else:
         feeding = [counts[device][samples].any() for device, samples in parts]
         if not any(feeding):
-            raise _no_value(shards)
+            raise ValueError("the shards hold no value that counts, expected at least one")
         group_of_slot = [group_of[device] if mode == "sync" else i for i, (device, _) in enumerate(parts)]
         present = sorted({group for group, feeds in zip(group_of_slot, feeding) if feeds})
         own = [present.index(group) if group in present else None for group in group_of_slot]
+        uses = own
         if mode == "shuffle":
-            taking_part = _checked_permutation(permutation, len(present))
-            uses = [None if k is None else taking_part[k] for k in own]
-        else:
-            uses = own
+            taken = list(permutation or [])
+            if sorted(taken) != list(range(len(present))) or any(i == j for i, j in enumerate(taken)):
+                raise ValueError(
+                    f"permutation is {permutation}, expected one without fixed points of the {len(present)} slots that "
+                    "hold a value"
+                )
+            uses = [None if k is None else taken[k] for k in own]
         slots = [
             Slot(device, samples, k if feeds else None, u)
             for (device, samples), k, feeds, u in zip(parts, own, feeding, uses)
         ]
         pools = [
-            Pool(
-                *_moments(
-                    [arrays[slot.device][slot.samples] for slot in slots if slot.feeds == k],
-                    [counts[slot.device][slot.samples] for slot in slots if slot.feeds == k],
-                )
+            _moments(
+                [arrays[slot.device][slot.samples] for slot in slots if slot.feeds == k],
+                [counts[slot.device][slot.samples] for slot in slots if slot.feeds == k],
             )
             for k in range(len(present))
         ]
@@ -260,9 +262,7 @@ def backward(
 
     **Raises:** `ValueError` where a head gradient is missing or has another shape than its shard.
     """
-    given, expected = [np.shape(dy) for dy in head_grads], [np.shape(x) for x in shards]
-    if given != expected:
-        raise ValueError(f"head_grads have shapes {given}, expected those of the shards, {expected}")
+    _check_shapes("head_grads", head_grads, shards)
     arrays, axis = _channels_last(shards, state.axis)
     heads = [dy * slopes for dy, slopes in zip(_channels_last(head_grads, state.axis)[0], state.slopes)]
 
@@ -295,39 +295,28 @@ def backward(
     return Gradients(dxs, list(dgammas), list(dbetas), daddends)
 
 
-def moments(
-    shards: Sequence[np.ndarray], axis: int = 1, masks: Optional[Sequence[Optional[np.ndarray]]] = None
-) -> Tuple[np.ndarray, np.ndarray, int]:
-    """Returns mean [C], biased variance [C] and the number of values per channel over all shards.
-
-    A second pass squares the centred values, so that a large offset costs no digits. `masks` are as in `forward`.
-
-    **Raises:** `ValueError` where all shards are empty or masked, or for a mask of another shape.
-    """
+def moments(shards: Sequence[np.ndarray], axis: int = 1) -> Pool:
+    """Returns mean [C], biased variance [C] and the number of values per channel over all shards."""
     arrays, axis = _channels_last(shards, axis)
-    counts = _counts(shards, masks, axis)
-    if not any(where.any() for where in counts):
-        raise _no_value(shards)
-    return _moments(arrays, counts)
+    return _moments(arrays, _counts(shards, None, axis))
 
 
-def _moments(arrays: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> Tuple[np.ndarray, np.ndarray, int]:
-    """Of the positions that count, with the channels last."""
+def _moments(arrays: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> Pool:
+    """Of the positions that count, with the channels last. A second pass squares the centred values, so that a large
+    offset costs no digits.
+    """
     count = sum(int(where.sum()) for where in counts)
     mean = np.sum([_sum(np.where(where, x, 0)) for x, where in zip(arrays, counts)], axis=0) / count
     var = np.sum([_sum(np.where(where, x - mean, 0) ** 2) for x, where in zip(arrays, counts)], axis=0) / count
-    return mean, var, count
+    return Pool(mean, var, count)
 
 
 def _counts(
     shards: Sequence[np.ndarray], masks: Optional[Sequence[Optional[np.ndarray]]], axis: int
 ) -> List[np.ndarray]:
     """Whether each position counts, with a channel axis of extent 1 at the end."""
-    given: List[Optional[np.ndarray]] = [None] * len(shards) if masks is None else list(masks)
-    if len(given) != len(shards):
-        raise ValueError(f"masks has {len(given)} entries, expected one for each of {len(shards)} shards")
     counts = []
-    for x, mask in zip(map(np.asarray, shards), given):
+    for x, mask in zip(map(np.asarray, shards), [None] * len(shards) if masks is None else masks):
         extents = np.delete(x.shape, axis)
         where = np.ones(extents, bool) if mask is None else np.asarray(mask) != 0
         shape = where.shape
@@ -388,34 +377,19 @@ def _mix(z: int) -> int:
 
 def _channels_last(shards: Sequence[np.ndarray], axis: int) -> Tuple[List[np.ndarray], int]:
     """Returns the shards in float64 with the channels at the end, and the axis counted from the front."""
-    arrays = [np.asarray(x, np.float64) for x in shards]
-    if not arrays:
-        raise ValueError("shards is empty, expected one array per device")
-    ndim = arrays[0].ndim
-    if not -ndim <= axis < ndim:
-        raise ValueError(f"axis is {axis}, expected one of the {ndim} dimensions of the shards")
-    axis %= ndim
-    if len({(x.ndim, x.shape[axis] if x.ndim == ndim else None) for x in arrays}) != 1:
+    arrays = [np.moveaxis(np.asarray(x, np.float64), axis, -1) for x in shards]
+    if len({(x.ndim, x.shape[-1]) for x in arrays}) != 1:
         raise ValueError(
-            f"shards have shapes {[x.shape for x in arrays]}, expected the same number of dimensions and the "
-            f"same extent along axis {axis}"
+            f"shards have shapes {[np.shape(x) for x in shards]}, expected at least one, all of the same number of "
+            f"dimensions and the same extent along axis {axis}"
         )
-    return [np.moveaxis(x, axis, -1) for x in arrays], axis
+    return arrays, axis % arrays[0].ndim
 
 
-def _checked_permutation(permutation: Optional[Sequence[int]], slots: int) -> List[int]:
-    if slots < 2:
-        raise ValueError(f"mode 'shuffle' has {slots} slot that holds a value, expected at least two")
-    p = [] if permutation is None else list(permutation)
-    if sorted(p) != list(range(slots)) or any(i == j for i, j in enumerate(p)):
-        raise ValueError(
-            f"permutation is {permutation}, expected one without fixed points of the {slots} slots that hold a value"
-        )
-    return p
-
-
-def _no_value(shards: Sequence[np.ndarray]) -> ValueError:
-    return ValueError(f"shards of shapes {[np.shape(x) for x in shards]} hold no value, expected at least one")
+def _check_shapes(name: str, arrays: Sequence[np.ndarray], shards: Sequence[np.ndarray]) -> None:
+    given, expected = [np.shape(one) for one in arrays], [np.shape(x) for x in shards]
+    if given != expected:
+        raise ValueError(f"{name} have shapes {given}, expected those of the shards, {expected}")
 
 
 def _sum(x: np.ndarray) -> np.ndarray:
