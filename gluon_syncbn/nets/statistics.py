@@ -343,14 +343,9 @@ def _inputs(net: Block, layers: Sequence[nn.BatchNorm], each_by_itself: Replicas
 
 def _replicas(layers: Sequence[nn.BatchNorm], running: Sequence[_Running]) -> Dict[mx.Context, int]:
     """Returns the number of replicas on each context."""
-    counts: Counter = Counter()
-    for one in running:
-        counts |= Counter(one.mean.list_ctx())
-    for layer in layers:
-        if isinstance(layer, SyncBatchNorm):
-            contexts = layer._replicas.contexts
-            counts |= Counter({context: layer._replicas.count() // len(contexts) for context in contexts})
-    return counts
+    ours = [layer._replicas for layer in layers if isinstance(layer, SyncBatchNorm)]
+    times = max((replicas.count() // len(replicas.contexts) for replicas in ours), default=1)
+    return {context: times for one in running for context in one.contexts}
 
 
 def _check_batch(name: str, batch: Any, replicas: Dict[mx.Context, int]) -> None:
