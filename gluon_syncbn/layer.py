@@ -165,8 +165,6 @@ class SyncBatchNorm(nn.BatchNorm):
     In ``'local'`` and ``'shuffle'`` each device's running statistics take the mean over its own slots' statistics. A
     slot without a sample takes no part.
 
-    The arguments have the order of ``nn.BatchNorm``, and not the order of contrib's layer.
-
     Parameters
     ----------
     axis : int
@@ -205,13 +203,11 @@ class SyncBatchNorm(nn.BatchNorm):
         Number of devices that share a statistic in ``'sync'``: a divisor of the number of devices. By default all.
     groups : list of lists of int, optional
         Instead of ``group_size``, the ranks of the replicas in each group, as in ``[[0, 2], [1, 3]]``. In one process,
-        the rank of a replica is the index of its context. Between processes, the ranks go on from one process to the
-        next, in the order of the processes. Each replica of the job is in one group. All devices take part in every
-        step.
+        the rank of a replica is the index of its context; they go on from one process to the next. Each replica of the
+        job is in one group, and takes part in every step.
     running_variance : str
         The variance that the running variance averages. ``'biased'`` is the variance that normalises. ``'unbiased'``
-        multiplies it by n / (n - 1) for the n values of a channel, as cuDNN's BatchNorm and PyTorch do. For a single
-        value both are 0.
+        multiplies it by n / (n - 1) for the n > 1 values of a channel, as cuDNN's BatchNorm and PyTorch do.
     kvstore : str or KVStore, optional
         The exchange that adds the statistics: ``'nccl'``, ``'host'``, ``'device'``, ``'local'`` or a KVStore object. By
         default the setting of `configure`, which explains each.

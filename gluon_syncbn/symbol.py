@@ -44,17 +44,7 @@ def SyncBatchNorm(
     **kwargs: Any,
 ) -> mx.sym.Symbol:
     """`gluon_syncbn.SyncBatchNorm` as a symbol, with the arguments of MXNet's symbols ``mx.sym.BatchNorm`` and
-    ``mx.sym.contrib.SyncBatchNorm``, in whose places it may be put::
-
-        import gluon_syncbn
-        import mxnet as mx
-        from mxnet import gluon
-
-        data = mx.sym.var("data", dtype="float32")
-        neck = mx.sym.Convolution(data, num_filter=8, kernel=(1, 1), name="neck")
-        neck = gluon_syncbn.symbol.SyncBatchNorm(neck, name="neck_bn")
-        net = gluon.SymbolBlock(neck, data)
-        net.initialize()
+    ``mx.sym.contrib.SyncBatchNorm``, in whose places it may be put.
 
     The graph goes into a ``SymbolBlock`` or a ``Module``. The replicas are the contexts of its parameters, or those of
     the ``Module``. `convert`, `revert`, `freeze` and `summary` see the layers of a ``SymbolBlock`` that is made after

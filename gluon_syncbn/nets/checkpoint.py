@@ -39,16 +39,14 @@ _RANDOM = re.compile(
 def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     r"""Makes a block keep no activations from forward to backward: its backward computes them again from its inputs.
 
-    For several such blocks in a row, memory holds their inputs and a copy of their parameters. It holds the activations
-    of one block at a time. The price is a second forward of each block. Output and gradients are unchanged, up to
-    rounding. In the second forward, this package's layers normalise with the statistics of the first. So replicas
-    exchange the statistics once, the running statistics take the batch once, and no replica waits in the second
-    forward. Random operators draw the same numbers both times. Their seed follows from ``mx.random.seed``, so the
-    numbers differ from those of a block without `checkpoint`.
+    For several such blocks in a row, memory holds their inputs, a copy of their parameters, and the activations of one
+    block at a time. The price is a second forward of each block. Output and gradients are unchanged, up to rounding. In
+    the second forward, this package's layers normalise with the statistics of the first, so no replica waits there, and
+    the running statistics take the batch once. Random operators draw the same numbers both times. Their seed follows
+    from ``mx.random.seed``, so the numbers differ from those of a block without `checkpoint`.
 
-    It acts where a graph is recorded; elsewhere the block is called as it is. The block may hybridize itself. A
-    hybridized block around it cannot hold it, because MXNet 1.9 has no operator that holds a graph and forgets its
-    activations. MXNet's option for that (``MXNET_BACKWARD_DO_MIRROR``) does not reach Gluon's graphs.
+    It acts where ``autograd`` records; elsewhere the block is called as it is. The block may hybridize itself. A
+    hybridized block around it cannot hold it, because MXNet 1.9 has no operator that forgets a graph's activations.
 
     ::
 

@@ -50,10 +50,9 @@ def convert(
     Layers are found among the children of blocks, in their attributes and slots, and in lists, tuples, sets and
     dictionaries there. A layer in an attribute of another object is found once it has run within the net.
 
-    Parameters stay the same objects, with their values, contexts, grad_req, lr_mult, wd_mult, initialisers, pending
-    initialisation, names and order. Each layer keeps its axis, momentum, epsilon, scale, center, the present
-    ``use_global_stats``, its hooks and its hybridize settings. Recorded graphs are dropped and rebuilt at the
-    next call, with the same flags. Other normalisation layers stay as they are, and so do synchronised layers.
+    Parameters stay the same objects, also those whose initialisation is pending. Each layer keeps its settings, hooks
+    and hybridize flags. Recorded graphs are dropped and rebuilt at the next call. Other normalisation layers stay as
+    they are, and so do synchronised layers.
 
     Parameters
     ----------
@@ -189,8 +188,6 @@ def revert(net: NetT) -> NetT:
 
     A layer gets the class that it had before `convert`. A layer that was never converted, or was contrib's, becomes
     ``nn.BatchNorm``. The parameters stay the same objects, and layers keep all settings that ``nn.BatchNorm`` knows.
-    Graphs that are recorded from the next forward on have plain ``BatchNorm`` operators. Files of ``net.export`` always
-    have them.
 
     Parameters
     ----------

@@ -37,13 +37,11 @@ def fold(net: HybridBlock) -> SymbolBlock:
               b' = \frac{\gamma}{\sqrt{\sigma^2 + \epsilon}} (b - \mu) + \beta
 
     for each channel, with running mean and variance, computed in float64. It folds plain and synchronised layers after
-    convolutions and dense layers. Convolutions may be grouped, transposed or deformable, of any layout, and without a
-    bias.
+    dense layers and convolutions of any kind and layout.
 
-    In training too, the copy computes the net's prediction: a BatchNorm that stays uses its running statistics. The
-    copy shares no parameter with the net. Its parameters lie on the net's contexts, have the types that they had, and
-    no gradient. Statistics that differ between contexts are averaged, as in ``save_parameters``. ``export`` of the copy
-    writes only operators of MXNet.
+    In training too, the copy computes the net's prediction: a BatchNorm that stays uses its running statistics. Its
+    parameters are copies on the net's contexts, in the types that they had, without gradient. Statistics that differ
+    between contexts are averaged, as in ``save_parameters``. ``export`` of the copy writes only operators of MXNet.
 
     Parameters
     ----------

@@ -37,13 +37,9 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
               \sigma^2 = \frac{\sum_i w_i \left(\sigma_i^2 + (\mu_i - \mu)^2\right)}{\sum_i w_i}
 
     over the devices i, in float64. This is the variance over all that the devices have seen, unlike the mean of their
-    variances.
-
-    Use it for layers of mode ``'local'`` and ``'shuffle'``, for groups, and for plain BatchNorm on several contexts.
-    There each device has its own running statistics. Gluon's ``save_parameters`` writes their mean over the devices.
-    So a file differs from the statistics that each device predicts with; after this call it does not. Reaches all
-    layers of a net, including frozen ones and those in the graph of a ``SymbolBlock``. The parameters stay the same
-    objects.
+    variances, which ``save_parameters`` writes. Use it where each device has running statistics of its own: in modes
+    ``'local'`` and ``'shuffle'``, with groups, and with plain BatchNorm on several contexts. It reaches all layers of a
+    net, including frozen ones and those in the graph of a ``SymbolBlock``.
 
     In a job of several processes all of them call it. Afterwards all have bitwise equal statistics.
 
@@ -102,9 +98,7 @@ def update_bn_stats(
 
     Calls the net in training mode and without gradient: the layers normalise as in training, each in its mode. In the
     end, only the running statistics have changed; after an error these are unchanged too. Graphs of hybridized blocks
-    stay, but are not used here, because hooks see the input of each layer. Each layer's operator computes the moments
-    on the device of the input. Calls draw random numbers, so mode ``'shuffle'`` and Dropout draw
-    other numbers afterwards.
+    stay, but are not used here. Calls draw random numbers, so mode ``'shuffle'`` and Dropout draw others afterwards.
 
     Handles `SyncBatchNorm` in all modes, and the layers that `convert` takes. Frozen layers (``use_global_stats``) stay
     as they are. In a job of several processes, all of them call it, with equal numbers of batches.

@@ -58,13 +58,12 @@ class Summary(List[Row]):
 def summary(net: Block) -> Summary:
     """Prints every normalisation layer of a network, and whether its statistics are synchronised, with the reason.
 
-    ``slots`` counts the slots of one device. ``contexts`` are the contexts of the parameters, once they are
-    initialised. A layer that uses its own statistics, for example on a single context, is *plain*. ``takes in`` names
-    the operations that a layer computes as well. These are its activation, or the operators that ``convert(fuse=True)``
-    absorbed, once its graph is recorded. It also says whether the layer works in place. A layer in an attribute of an
-    object that is not a block has a row once it has run. So has a BatchNorm operator that a ``hybrid_forward`` calls,
-    once a graph is recorded. The last lines count the layers of batch normalisation, and tell how statistics and
-    gradients travel between processes.
+    A layer that uses its own statistics, for example on a single context, is *plain*. *Fused* are the operations that a
+    layer computes as well: its activation, or the operators that ``convert(fuse=True)`` absorbed, once its graph is
+    recorded. The column also says whether the layer works in place. A layer in an attribute of an object that is not a
+    block has a row once it has run. So has a BatchNorm operator that a ``hybrid_forward`` calls, once a graph is
+    recorded. The last lines count the layers of batch normalisation, and tell how statistics and gradients travel
+    between processes.
 
     Parameters
     ----------
