@@ -9,7 +9,7 @@ import queue
 import re
 import threading
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type, TypeVar, cast
 
 import mxnet as mx
@@ -112,15 +112,12 @@ class _Recomputed(Block):
         recording = autograd.is_recording() and bool(arrays)
         if not recording and not _of_thread.frames:
             return forward(*args)
-        with ExitStack() as scopes:
-            seed = None
-            if _draws(self, forward, args):
-                seed = draws.seed()
-                scopes.enter_context(draws.drawn_from(seed, arrays[0].ctx))
+        seed = draws.seed() if _draws(self, forward, args) else None
+        with _seeded(seed, arrays[0].ctx):
             if not recording:  # within a block that is being recomputed
                 return forward(*args)
             _check(self, arrays[0].ctx)
-            return _Call(self, forward, seed).first(args)
+            return _recorded(self, forward, seed, args)
 
 
 @functools.lru_cache(maxsize=None)
@@ -128,63 +125,59 @@ def _recomputed(cls: Type[Block]) -> Type[Block]:
     return type(cls.__name__, (_Recomputed, cls), {"__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-class _Call:
-    """A recorded call of a block, with the data that its second forward needs."""
+def _recorded(block: Block, forward: Callable[..., Any], seed: Optional[int], args: Any) -> Any:
+    """Calls a block, and records how to compute it again."""
+    context, training, tape = _arrays(args)[0].ctx, autograd.is_training(), _native.Tape()
+    np_shape, np_array = mx.util.is_np_shape(), mx.util.is_np_array()  # of this thread
+    worker = _worker(context, len(_of_thread.frames))
+    frame = _Frame(None, {})
+    with _recording(False, training):
+        # These are copies, because the engine runs the second forward after all operators that were issued since
+        # then and write the same arrays. Parameters are written by their update, which waits for the gradient.
+        copies = _map(lambda array: array.copy(), args)
+        with frame.open(), tape.running(again=False):
+            outputs = forward(*args)
+        parameters = [(parameter, array.copy()) for parameter, array in frame.used.values()]
 
-    def __init__(self, block: Block, forward: Callable[..., Any], seed: Optional[int]) -> None:
-        self._block, self._forward, self._seed = block, forward, seed
-        self._training = autograd.is_training()
-        self._np = mx.util.is_np_shape(), mx.util.is_np_array()  # of this thread
-        self._tape = _native.Tape()
-
-    def first(self, args: Any) -> Any:
-        context = _arrays(args)[0].ctx
-        worker = _worker(context, len(_of_thread.frames))
-        frame = _Frame(None, {})
-        with _recording(False, self._training):
-            # These are copies, because the engine runs the second forward after all operators that were issued since
-            # then and write the same arrays. Parameters are written by their update, which waits for the gradient.
-            self._args = _map(lambda array: array.copy(), args)
-            with frame.open(), self._tape.running(again=False):
-                outputs = self._forward(*args)
-            self._parameters = [(parameter, array.copy()) for parameter, array in frame.used.values()]
-        inputs = [array for array in _arrays(args) if is_float(array)]
-        inputs += [array for parameter, array in frame.used.values() if parameter.grad_req != "null"]
-        # An output may be one of the inputs, or be returned twice.
-        outputs = _map(lambda array: array.detach() if is_float(array) else array, outputs)
-        recorded = [array for array in _arrays(outputs) if is_float(array)]
-        if not recorded:
-            return outputs
-        what = f"'{self._block.name}' was computed again (gluon_syncbn.checkpoint)"
-        _native.record_function(what, inputs, recorded, lambda *given: worker.do(lambda: self._again(context, *given)))
-        # A gradient in oneDNN's layout would reach the backward as a copy that is freed too early; see op.py.
-        if context.device_type == "gpu":
-            return outputs
-        return _map(lambda a: _guarded(a) if is_float(a) else a, outputs)
-
-    def _again(self, context: mx.Context, heads: List[NDArray], gradients: List[NDArray], requests: List[int]) -> None:
+    def again(heads: List[NDArray], gradients: List[NDArray], requests: List[int]) -> None:
         """Runs the backward. Issues operators and waits for none."""
-        args = _map(lambda array: array.detach(), self._args)
+        args = _map(lambda array: array.detach(), copies)
         wanted = [array for array in _arrays(args) if is_float(array)]
-        given = {id(parameter): array.detach() for parameter, array in self._parameters}
-        wanted += [given[id(parameter)] for parameter, _ in self._parameters if parameter.grad_req != "null"]
+        given = {id(parameter): array.detach() for parameter, array in parameters}
+        wanted += [given[id(parameter)] for parameter, _ in parameters if parameter.grad_req != "null"]
         asked = [(a, g, r) for a, g, r in zip(wanted, gradients, requests) if r != _native.NULL]
         if not asked:
             return
         # The gradients are returned, and not left in the arrays of the parameters.
         autograd.mark_variables([a for a, _, _ in asked], [a.detach() for a, _, _ in asked])
-        seeded = nullcontext() if self._seed is None else draws.drawn_from(self._seed, context)
-        np_shape, np_array = mx.util.np_shape(self._np[0]), mx.util.np_array(self._np[1])
-        with context, np_shape, np_array, _recording(True, self._training), seeded:
-            with _Frame(given, {}).open(), self._tape.running(again=True):
-                outputs = self._forward(*args)
+        with context, mx.util.np_shape(np_shape), mx.util.np_array(np_array), _recording(True, training):
+            with _seeded(seed, context), _Frame(given, {}).open(), tape.running(again=True):
+                outputs = forward(*args)
         computed = [array for array in _arrays(outputs) if is_float(array)]
         if len(computed) != len(heads):
             raise mx.MXNetError(f"the second forward had {len(computed)} outputs, the first {len(heads)}")
-        found = autograd.grad(computed, [a for a, _, _ in asked], heads, train_mode=self._training)
+        found = autograd.grad(computed, [a for a, _, _ in asked], heads, train_mode=training)
         for (_, gradient, request), array in zip(asked, found):
             value = kinds.classic(array)
             gradient[:] = gradient + value if request == _native.ADD else value
+
+    inputs = [array for array in _arrays(args) if is_float(array)]
+    inputs += [array for parameter, array in frame.used.values() if parameter.grad_req != "null"]
+    # An output may be one of the inputs, or be returned twice.
+    outputs = _map(lambda array: array.detach() if is_float(array) else array, outputs)
+    floats = [array for array in _arrays(outputs) if is_float(array)]
+    if not floats:
+        return outputs
+    what = f"'{block.name}' was computed again (gluon_syncbn.checkpoint)"
+    _native.record_function(what, inputs, floats, lambda *given: worker.do(lambda: again(*given)))
+    # A gradient in oneDNN's layout would reach the backward as a copy that is freed too early; see op.py.
+    if context.device_type == "gpu":
+        return outputs
+    return _map(lambda a: _guarded(a) if is_float(a) else a, outputs)
+
+
+def _seeded(seed: Optional[int], context: mx.Context) -> Any:
+    return nullcontext() if seed is None else draws.drawn_from(seed, context)
 
 
 # ---- parameters ------------------------------------------------------------------------------------------------
