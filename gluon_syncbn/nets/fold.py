@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import warnings
 from typing import Dict, List, NamedTuple, Optional, Set, Tuple
@@ -211,32 +212,25 @@ def _scaled(weight: np.ndarray, scale: np.ndarray, node: Json) -> np.ndarray:
     return weight * by_input.reshape(shape)
 
 
-class _Names:
-    """Names new weights and biases. The old names stay unless another node needs the old values."""
-
-    def __init__(self, graph: Json, plan: _Plan) -> None:
-        nodes = graph["nodes"]
-        self._taken = {node["name"] for node in nodes}
-        self._users: Dict[str, Set[Tuple[str, ...]]] = {}  # the BatchNorms in a value; empty if unchanged
-        for number, node in enumerate(nodes):
-            for name in plan.names(node):
-                self._users.setdefault(name, set()).add(plan.absorbed.get(number, ()))
-
-    def of(self, wanted: str, old: bool) -> str:
-        if not (old and len(self._users[wanted]) == 1):
-            base, count = wanted, 0
-            while wanted in self._taken:
-                count += 1
-                wanted = f"{base}_folded{count}"
-            self._taken.add(wanted)
-        return wanted
-
-
 def _written(graph: Json, plan: _Plan, values: Values) -> Json:
     """Returns the planned graph, and adds the new weights and biases to the values."""
-    names = _Names(graph, plan)
+    taken = {node["name"] for node in graph["nodes"]}
+    users: Dict[str, Set[Tuple[str, ...]]] = {}  # of a value: the BatchNorms in it; empty if unchanged
+    for number, node in enumerate(graph["nodes"]):
+        for name in plan.names(node):
+            users.setdefault(name, set()).add(plan.absorbed.get(number, ()))
     made: Dict[Tuple[str, ...], List[Entry]] = {}  # by the parameters and BatchNorms that convolutions share
     grown = Graph()
+
+    def renamed(name: str) -> str:
+        candidates = (f"{name}_folded{count}" if count else name for count in itertools.count())
+        free = next(candidate for candidate in candidates if candidate not in taken)
+        taken.add(free)
+        return free
+
+    def of_value(name: str) -> str:
+        """Returns the old name unless another node needs the old value."""
+        return name if len(users[name]) == 1 else renamed(name)
 
     def variable(name: str, value: np.ndarray) -> Entry:
         (node,) = json_of(mx.sym.var(name, shape=value.shape, dtype=value.dtype))["nodes"]
@@ -254,9 +248,9 @@ def _written(graph: Json, plan: _Plan, values: Values) -> Json:
             key = (node["op"], weight, *bias, *plan.absorbed[number])
             if key not in made:
                 arrays = plan.folded(number, plan.affine[number])
-                new = names.of(weight, True)
+                new = of_value(weight)
                 stem = new[: -len("weight")] if new.endswith("weight") else f"{new}_"
-                both = new, names.of(bias[0], True) if bias else names.of(f"{stem}bias", False)
+                both = new, of_value(bias[0]) if bias else renamed(f"{stem}bias")
                 made[key] = [variable(name, array) for name, array in zip(both, arrays)]
                 folded.update(zip(both, arrays))
             attributes = {**node["attrs"], "no_bias": "False"}
