@@ -65,10 +65,8 @@ class Arguments(Settings, total=False):
 
 
 def _checked_names(construct: ConstructT) -> ConstructT:
-    """Checks the names of arguments, and positional ones, which the constructor itself cannot tell from named ones.
-
-    Contrib's layer begins with ``(in_channels, num_devices)``. ``nn.BatchNorm`` and this layer begin with
-    ``(axis, momentum)``.
+    """Checks the names of arguments, and positional ones: contrib's layer begins with ``(in_channels, num_devices)``,
+    ``nn.BatchNorm`` and this layer with ``(axis, momentum)``.
     """
 
     @functools.wraps(construct)
@@ -103,9 +101,8 @@ def _look_at_positions(name: str, given: Sequence[Any], named: Dict[str, Any]) -
     if whole[1:] == [True] and given[1] > 1:
         arguments.refuse("momentum", given[1], f"a number from 0 to 1 ({meant})")
     # The remaining values are ambiguous: 3 is the channel axis of NHWC to nn.BatchNorm, and three channels to contrib's
-    # layer. Both uses are legal, and the data cannot decide: an image of 3 x 3 pixels has extent 3 along axis 1 too. So
-    # we warn. Axis 1 needs no warning, because both readings normalise alike. A momentum with a fraction, or
-    # in_channels by name, shows that the caller means nn.BatchNorm.
+    # layer. With axis 1, both readings normalise alike. A momentum with a fraction, or in_channels by name, shows that
+    # the caller means nn.BatchNorm.
     single = len(given) == 1 and given[0] != 1
     if "in_channels" not in named and (single or whole[1:] == [True]):
         of_axis = ", ".join(f"{key}={value}" for key, value in zip(("axis", "momentum"), given))

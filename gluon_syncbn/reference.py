@@ -142,18 +142,10 @@ def forward(
     - `shards`: one array per device, with the same number of dimensions and the same extent C along `axis`. A negative
         `axis` counts from the back. A shard may be empty as long as one is not.
     - `gamma`, `beta`, `running_mean`, `running_var`: [C], the same for all devices.
-    - `scale`: false takes gamma as 1 and gives it no gradient (MXNet's ``fix_gamma``).
-    - `use_global_stats`: true normalises with the running statistics in every mode, and does not update them.
-    - `mode`: ``'sync'``, ``'local'`` or ``'shuffle'``.
-    - `virtual_devices`: slots per device; in sync they change nothing.
-    - `group_size`: in sync, the number of consecutive devices that share a statistic; by default all. A group without
-        a value has no statistic.
-    - `groups`: in sync, the devices of each group, by their indices, instead of `group_size`. Each device is in one
-        group.
+    - `scale`, `use_global_stats`, `mode`, `virtual_devices`, `group_size`, `groups`, `running_variance`: those of the
+        layer. A group without a value has no statistic.
     - `permutation`: in shuffle, over the slots that hold a value. Slot i uses the statistics of slot
         ``permutation[i]``, never its own. See `derangement`.
-    - `running_variance`: ``'biased'`` or ``'unbiased'``: the variance that the running variance averages. Outputs do
-        not depend on this argument.
     - `nonfinite`: ``'propagate'``, ``'skip'`` or ``'error'``: the treatment of statistics that are not finite.
     - `slope`, `ceiling`: the factor for values that are not above 0, and the largest output.
     - `kind`: the activation: ``'rectifier'``, or ``'identity'`` with a slope of 1 and no ceiling.
