@@ -49,12 +49,7 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
     store = store_of(kvstore, given)
     last = store.num_workers - 1 if store is not None else 0
     root_rank = arguments.whole("root_rank", root_rank, 0, last)
-    for parameter in given:
-        if parameter._data is None:
-            raise ValueError(
-                f"params: '{parameter.name}' without a value was given, expected initialised parameters: call "
-                "initialize, and predict one batch if shapes are not known yet"
-            )
+    check_values("params", given)
     mx.nd.waitall()  # a static graph does not tell MXNet that it writes running statistics
     if store is not None:
         _agree(store, given)
@@ -66,6 +61,15 @@ def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -
             part = own if store.rank == root_rank else own[:0]
             value = store.allgather(f"parameter {number}", part, equal=False)[root_rank].reshape(value.shape)
         parameter.set_data(kinds.like(mx.nd.array(value, dtype=value.dtype), array))
+
+
+def check_values(argument: str, parameters: Iterable[Parameter]) -> None:
+    for parameter in parameters:
+        if parameter._data is None:
+            raise ValueError(
+                f"{argument}: '{parameter.name}' without a value was given, expected initialised parameters: call "
+                "initialize, and predict one batch if shapes are not known yet"
+            )
 
 
 def store_of(kvstore: Any, parameters: Iterable[Parameter]) -> Optional[ProcessStore]:

@@ -12,6 +12,7 @@ from ..layer import SyncBatchNorm
 from ..mxnet_side import blocks
 from ..system import arguments, kinds
 from .convert import forget_graphs
+from .parameters import check_values
 
 __all__ = ["from_torch", "to_torch"]
 
@@ -93,9 +94,8 @@ def to_torch(net: Block, module: ModuleT) -> ModuleT:
     import torch
 
     for block, _, keys in pairs:
+        check_values("net", map(block._reg_params.get, keys))
         for name, key in keys.items():
-            if block._reg_params[name]._data is None:
-                raise ValueError(f"net: '{block.name}' without a {name} was given, expected an initialised net")
             first, *others = (array.asnumpy() for array in block._reg_params[name].list_data())
             alike = all(np.array_equal(first, other) for other in others)  # else plain running statistics of each
             value = first if alike else np.mean([first, *others], axis=0)

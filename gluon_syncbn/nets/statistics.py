@@ -25,7 +25,7 @@ from ..system.bfloat16 import values
 from ..training import steps
 from ..training.replicas import Pooling, Replicas
 from .graphs import Opened
-from .parameters import store_of
+from .parameters import check_values, store_of
 
 __all__ = ["average_running_stats", "update_bn_stats"]
 
@@ -192,12 +192,7 @@ def _running(net: Block) -> List[_Running]:
                 mean, var = (parameters.get(nodes[at]["name"]) for at, *_ in node["inputs"][-2:])
                 if mean is not None and var is not None:
                     found.setdefault(id(mean), _Running(node["name"], mean, var))
-    for name, mean, var in found.values():
-        if mean._data is None or var._data is None:
-            raise ValueError(
-                f"net: layer '{name}' without running statistics was given, expected an initialised net: call "
-                "initialize, and predict one batch if shapes are not known yet"
-            )
+    check_values("net", [parameter for one in found.values() for parameter in (one.mean, one.var)])
     return list(found.values())
 
 

@@ -135,5 +135,5 @@ def test_channels_in_another_place(rng):
 
 def test_a_net_without_values(rng, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda array: array))
-    with pytest.raises(ValueError, match="without a weight was given, expected an initialised net"):
+    with pytest.raises(ValueError, match="weight' without a value was given, expected initialised parameters"):
         to_torch(net(), Module(drawn(rng)))

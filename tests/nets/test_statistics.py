@@ -220,7 +220,7 @@ def test_weights_that_do_not_fit(contexts, weights, message):
 def test_without_values(contexts):
     layer = nn.BatchNorm(prefix="norm_")
     layer.initialize(ctx=contexts[:2])
-    with pytest.raises(ValueError, match=r"^net: layer 'norm' without running statistics was given, expected"):
+    with pytest.raises(ValueError, match=r"^net: 'norm_running_mean' without a value was given, expected"):
         average_running_stats(layer)
 
 
