@@ -15,11 +15,10 @@ from .system import arguments, kinds
 
 
 class Activation(NamedTuple):
-    """A rectifier: y = min(z, ceiling) where z > 0, else slope * z. `kind` is a name of csrc/activation.h."""
+    """A rectifier: y = min(z, ceiling) where z > 0, else slope * z."""
 
     slope: float = 1.0
     ceiling: float = math.inf
-    kind: str = "rectifier"
 
     def __str__(self) -> str:
         if self.slope:
@@ -27,12 +26,13 @@ class Activation(NamedTuple):
         return f"ReLU{self.ceiling:g}" if math.isfinite(self.ceiling) else "ReLU"
 
     def attributes(self) -> Dict[str, str]:
-        """Returns the attributes of a node."""
-        return {"activation": self.kind, "slope": repr(self.slope), "ceiling": repr(self.ceiling)}
+        """Returns the attributes of a node. An activation has a name of csrc/activation.h."""
+        name = "identity" if self == NONE else "rectifier"
+        return {"activation": name, "slope": repr(self.slope), "ceiling": repr(self.ceiling)}
 
     @classmethod
     def of_attributes(cls, attributes: Dict[str, str]) -> Activation:
-        return cls(float(attributes["slope"]), float(attributes["ceiling"]), attributes["activation"])
+        return cls(float(attributes["slope"]), float(attributes["ceiling"]))
 
     def arguments(self) -> Dict[str, Any]:
         """Returns the arguments of a layer."""
@@ -53,7 +53,7 @@ class Activation(NamedTuple):
         return F.clip(z, 0, self.ceiling) if math.isfinite(self.ceiling) else F.Activation(z, act_type="relu")
 
 
-NONE = Activation(kind="identity")
+NONE = Activation()
 RELU = Activation(0.0)
 RELU6 = Activation(0.0, 6.0)
 #: The least and the largest slope of a leaky ReLU. Kernels for float32 and float16 tell each from 0 and from 1.

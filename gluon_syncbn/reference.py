@@ -58,8 +58,6 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-__all__ = ["Forward", "Gradients", "Pool", "Slot", "Statistics", "backward", "derangement", "forward", "moments"]
-
 
 class Slot(NamedTuple):
     """A part of a shard, with the indices of the two pools that it feeds and uses."""
@@ -131,7 +129,6 @@ def forward(
     nonfinite: str = "propagate",
     slope: float = 1,
     ceiling: float = np.inf,
-    kind: str = "rectifier",
     addends: Optional[Sequence[np.ndarray]] = None,
     masks: Optional[Sequence[Optional[np.ndarray]]] = None,
 ) -> Forward:
@@ -148,7 +145,6 @@ def forward(
         ``permutation[i]``, never its own. See `derangement`.
     - `nonfinite`: ``'propagate'``, ``'skip'`` or ``'error'``: the treatment of statistics that are not finite.
     - `slope`, `ceiling`: the factor for values that are not above 0, and the largest output.
-    - `kind`: the activation: ``'rectifier'``, or ``'identity'`` with a slope of 1 and no ceiling.
     - `addends`: one per shard, of its shape, added before the activation.
     - `masks`: one per shard, or None where all positions count. Their extents are those of the shard, or 1; the channel
         axis has extent 1, or is left out.
