@@ -25,8 +25,6 @@ from ..mxnet_side.op import NAME
 from ..system import arguments, kinds
 from ..system.bfloat16 import is_float
 
-__all__ = ["checkpoint"]
-
 BlockT = TypeVar("BlockT", bound=Block)
 
 # Names of operators that draw random numbers. A few matches draw none and only cost time. LeakyReLU draws as RReLU.

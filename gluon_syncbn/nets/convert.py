@@ -29,8 +29,6 @@ from .graphs import Left, close_graph, open_graph
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["convert", "freeze", "revert"]
-
 NetT = TypeVar("NetT", bound=Block)
 
 

@@ -17,8 +17,6 @@ from ..mxnet_side.nodes import Entry, Graph, Json, json_of, uses
 from ..system import arguments
 from .tracing import Prediction, prediction
 
-__all__ = ["fold"]
-
 Values = Dict[str, np.ndarray]  # of parameters, by name
 
 #: Operators that absorb a BatchNorm, and the index of their weight. A bias follows the weight.

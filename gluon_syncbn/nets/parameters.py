@@ -17,8 +17,6 @@ from ..system import arguments, kinds
 from ..training.replicas import stores_of
 from ..training.session import session
 
-__all__ = ["broadcast_parameters"]
-
 
 def broadcast_parameters(params: Any, kvstore: Any = None, root_rank: int = 0) -> None:
     """Gives every device of every process the parameters on the first context of rank ``root_rank``.

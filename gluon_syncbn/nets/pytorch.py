@@ -14,8 +14,6 @@ from ..system import arguments, kinds
 from .convert import forget_graphs
 from .parameters import check_values
 
-__all__ = ["from_torch", "to_torch"]
-
 NetT = TypeVar("NetT", bound=Block)
 ModuleT = TypeVar("ModuleT")
 

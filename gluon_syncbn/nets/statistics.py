@@ -27,8 +27,6 @@ from ..training.replicas import Pooling, Replicas
 from .graphs import Opened
 from .parameters import check_values, store_of
 
-__all__ = ["average_running_stats", "update_bn_stats"]
-
 
 def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None, kvstore: Any = None) -> None:
     r"""Gives all devices the same running statistics: for each layer, the moments over all devices together.

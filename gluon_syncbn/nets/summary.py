@@ -15,8 +15,6 @@ from ..system import arguments
 from ..training.replicas import stores_of
 from .graphs import Opened
 
-__all__ = ["assert_synchronised", "summary"]
-
 SYNCHRONISED = "synchronised"
 _FROZEN = "plain, because it is frozen: use_global_stats"
 _OF_ONE_SAMPLE = (nn.GroupNorm, nn.InstanceNorm, nn.LayerNorm)
