@@ -18,7 +18,7 @@ from mxnet.gluon import Block, HybridBlock
 from ..activation import NONE, Activation
 from ..training.replicas import Replicas
 from . import blocks, gamma, patches
-from .nodes import Entry, Graph, Json, json_of
+from .nodes import Entry, Graph, Json, json_of, symbol_of
 from .op import NAME, Role
 
 #: Attributes of a node that has absorbed other nodes (`fusion`): the names of these.
@@ -110,8 +110,7 @@ def plain(symbol: mx.sym.Symbol, tells: bool = False) -> Optional[mx.sym.Symbol]
         return [[last, 0, 0]]
 
     graph = Graph()
-    graph.heads = graph.grow(recorded, fold)
-    return mx.sym.load_json(json.dumps(graph.json(recorded)))
+    return symbol_of(graph.rewrite(recorded, fold))
 
 
 def names_of_outputs(recorded: Json) -> Dict[int, str]:

@@ -23,7 +23,6 @@ class Graph:
 
     def __init__(self) -> None:
         self.nodes: List[Json] = []
-        self.heads: List[Entry] = []
 
     def add(self, node: Json, inputs: List[Entry]) -> int:
         self.nodes.append({**node, "inputs": inputs})
@@ -46,10 +45,11 @@ class Graph:
                 copies[number] = self.add(node, inputs)
         return [here(entry) for entry in graph["heads"]]
 
-    def json(self, like: Json) -> Json:
-        """Returns the whole graph, with the other properties of ``like``."""
+    def rewrite(self, graph: Json, stead: Stead) -> Json:
+        """Returns another graph with the replacements."""
+        heads = self.grow(graph, stead)
         variables = [number for number, node in enumerate(self.nodes) if node["op"] == "null"]
-        return {"nodes": self.nodes, "arg_nodes": variables, "heads": self.heads, "attrs": like["attrs"]}
+        return {"nodes": self.nodes, "arg_nodes": variables, "heads": heads, "attrs": graph["attrs"]}
 
 
 def json_of(symbol: mx.sym.Symbol, casts: bool = True) -> Json:
@@ -63,9 +63,11 @@ def json_of(symbol: mx.sym.Symbol, casts: bool = True) -> Json:
             node["attrs"].update(_native.call_attributes(int(node["attrs"].pop("call"))))
     if casts:
         return recorded
-    graph = Graph()
-    graph.heads = graph.grow(recorded, lambda _, node, given: given if node["op"].startswith("amp_") else None)
-    return graph.json(recorded)
+    return Graph().rewrite(recorded, lambda _, node, given: given if node["op"].startswith("amp_") else None)
+
+
+def symbol_of(graph: Json) -> mx.sym.Symbol:
+    return mx.sym.load_json(json.dumps(graph))
 
 
 def uses(graph: Json) -> Counter:

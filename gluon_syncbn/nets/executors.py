@@ -23,7 +23,7 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 from ..layer import SyncBatchNorm
 from ..mxnet_side import patches
 from ..mxnet_side.export import SYNCHRONISED, inputs_of_layer, is_guard, is_ours, names_of_outputs, passing
-from ..mxnet_side.nodes import Entry, Graph, Json, Synchronised, json_of, uses
+from ..mxnet_side.nodes import Entry, Graph, Json, Synchronised, json_of, symbol_of, uses
 from ..system import arguments
 from ..training.replicas import Replicas, issuing
 from .graphs import layer_of, settings_of, write_layer
@@ -179,9 +179,8 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Choose) -> mx.sym.Symbol:
         return write_layer(graph, layer, names.get(number, node["name"]), own, **kept)
 
     graph = Graph()
-    graph.heads = graph.grow(recorded, fold)
     patches.install_for_executors()
-    return Synchronised.of(mx.sym.load_json(json.dumps(graph.json(recorded))), layers)
+    return Synchronised.of(symbol_of(graph.rewrite(recorded, fold)), layers)
 
 
 def _chosen(recorded: Json, choose: Choose) -> Dict[int, SyncBatchNorm]:

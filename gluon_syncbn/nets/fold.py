@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-import json
 import warnings
 from typing import Dict, List, NamedTuple, Optional, Set, Tuple
 
@@ -13,7 +12,7 @@ import numpy as np
 from mxnet.gluon import HybridBlock, Parameter, SymbolBlock
 
 from ..mxnet_side import blocks, gamma
-from ..mxnet_side.nodes import Entry, Graph, Json, json_of, uses
+from ..mxnet_side.nodes import Entry, Graph, Json, json_of, symbol_of, uses
 from ..system import arguments
 from .tracing import Prediction, prediction
 
@@ -72,7 +71,7 @@ def fold(net: HybridBlock) -> SymbolBlock:
     graph = json_of(traced.symbol, casts=False)
     _write_ones(graph, values)
     plan = _Plan(graph, values)
-    symbol = mx.sym.load_json(json.dumps(_written(graph, plan, values)))
+    symbol = symbol_of(_written(graph, plan, values))
     if plan.left:
         warnings.warn(f"fold left as it was: {arguments.some(plan.left, '; ')}", stacklevel=2)
     names = [name for name in symbol.list_inputs() if name in values]
@@ -262,6 +261,6 @@ def _written(graph: Json, plan: _Plan, values: Values) -> Json:
         return None
 
     folded: Values = {}
-    grown.heads = grown.grow(graph, stead)
+    written = grown.rewrite(graph, stead)
     values.update(folded)
-    return grown.json(graph)
+    return written

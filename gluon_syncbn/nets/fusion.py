@@ -6,7 +6,6 @@ the operator that follows.
 
 from __future__ import annotations
 
-import json
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Set, Tuple
 
 import mxnet as mx
@@ -16,7 +15,7 @@ from mxnet.gluon.block import _flatten
 from ..activation import RELU, RELU6, SLOPES, Activation, described, invertible
 from ..mxnet_side import patches
 from ..mxnet_side.export import ADDED, EPILOGUE, is_guard, is_ours
-from ..mxnet_side.nodes import Entry, Graph, Json, json_of, uses
+from ..mxnet_side.nodes import Entry, Graph, Json, json_of, symbol_of, uses
 from ..system import kinds
 from ..training.replicas import Replicas
 
@@ -42,10 +41,8 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[m
         return None
     casts = _alike(symbol, recorded, inputs, "amp_multicast")
     if casts:
-        without = Graph()  # they cast nothing
-        without.heads = without.grow(recorded, lambda number, _, given: given if number in casts else None)
-        recorded = without.json(recorded)
-        symbol = kinds.like(mx.sym.load_json(json.dumps(recorded)), symbol)
+        recorded = Graph().rewrite(recorded, lambda number, _, given: given if number in casts else None)
+        symbol = kinds.like(symbol_of(recorded), symbol)
     sums = {number for number, node in enumerate(recorded["nodes"]) if node["op"] == "elemwise_add"}
     sums |= _alike(symbol, recorded, inputs, "_npi_add")  # which may mix shapes or types
     chains = _chains(recorded, sums)
@@ -84,8 +81,7 @@ def fused(symbol: mx.sym.Symbol, inputs: Dict[str, mx.nd.NDArray]) -> Optional[m
             at = graph.add(recorded["nodes"][chain.guard], [[at, 0, 0]])
         return [[at, 0, 0]]
 
-    graph.heads = graph.grow(recorded, fold)
-    return kinds.like(mx.sym.load_json(json.dumps(graph.json(recorded))), symbol)
+    return kinds.like(symbol_of(graph.rewrite(recorded, fold)), symbol)
 
 
 def _alike(symbol: mx.sym.Symbol, graph: Json, inputs: Dict[str, mx.nd.NDArray], *operators: str) -> Set[int]:

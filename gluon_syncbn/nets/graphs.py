@@ -7,7 +7,6 @@ makes the block a plain graph again unless one of its layers is synchronised.
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Type
 
@@ -19,7 +18,7 @@ from ..activation import Activation, BatchNormAdd
 from ..layer import SyncBatchNorm, SyncBatchNormAdd
 from ..mxnet_side import blocks
 from ..mxnet_side.export import inputs_of_layer, passing
-from ..mxnet_side.nodes import Entry, Graph, Json, json_of, uses
+from ..mxnet_side.nodes import Entry, Graph, Json, json_of, symbol_of, uses
 from ..mxnet_side.op import NAME
 from ..mxnet_side.operators import SYMBOLS
 from ..system import kinds
@@ -93,10 +92,10 @@ def open_graph(block: SymbolBlock) -> List[Left]:
         return [[at, 0, 0]]
 
     skeleton = Graph()
-    skeleton.heads = skeleton.grow(graph, fold)
+    rewritten = skeleton.rewrite(graph, fold)
     if slots:
         block.__class__ = _opened(type(block))  # type: ignore[arg-type]
-        block.__layers__, block._skeleton, block._left = slots, skeleton.json(graph), left
+        block.__layers__, block._skeleton, block._left = slots, rewritten, left
     return left
 
 
@@ -194,10 +193,10 @@ def _write(block: Opened) -> None:
         return write_layer(graph, slot.layer, node["name"], inputs)
 
     graph = Graph()
-    graph.heads = graph.grow(block._skeleton, unfold)
+    written = symbol_of(graph.rewrite(block._skeleton, unfold))
     block._clear_cached_op()
     inputs, before = block._cached_graph
-    block._cached_graph = inputs, kinds.like(mx.sym.load_json(json.dumps(graph.json(block._skeleton))), before)
+    block._cached_graph = inputs, kinds.like(written, before)
 
 
 _DATA = [f"input {number} of the layer" for number in range(3)]
