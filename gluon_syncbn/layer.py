@@ -366,10 +366,7 @@ class SyncBatchNorm(nn.BatchNorm):
     def _release_parameters(self) -> None:
         _ReplicatedParameter.unfollow(self.running_mean, self._replicas)
 
-    def hybrid_forward(self, F: Any, x: Any, mask: Any = None, **parameters: Any) -> Any:
-        return self._normalised(F, x, None, mask, parameters)
-
-    def _normalised(self, F: Any, x: Any, addend: Any, mask: Any, parameters: Dict[str, Any]) -> Any:
+    def hybrid_forward(self, F: Any, x: Any, mask: Any = None, *, addend: Any = None, **parameters: Any) -> Any:
         """Returns the output as the kind of ``x``, from operators of ``mx.nd`` or ``mx.sym``."""
         if mask is not None and self._inplace and self.mode == "shuffle":
             raise ValueError(
@@ -452,7 +449,7 @@ class SyncBatchNormAdd(SyncBatchNorm):
     def hybrid_forward(  # type: ignore[override]
         self, F: Any, x: Any, addend: Any, mask: Any = None, **parameters: Any
     ) -> Any:
-        return self._normalised(F, x, addend, mask, parameters)
+        return SyncBatchNorm.hybrid_forward(self, F, x, mask, addend=addend, **parameters)
 
 
 class ShuffleBatchNorm(SyncBatchNorm):
