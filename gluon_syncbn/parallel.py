@@ -31,8 +31,7 @@ class DataParallelModel:
     Parameters
     ----------
     module : gluon.Block
-        The network, whose parameters are put on the contexts. Also any callable with the network's ``collect_params``,
-        such as GluonCV's ``SegEvalModel``.
+        The network, whose parameters are put on the contexts. Also any callable with its ``collect_params``.
     ctx_list : list of Context, optional
         One for each replica; several replicas may share one. By default the network is called as it is.
     sync : bool

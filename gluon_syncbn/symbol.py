@@ -48,11 +48,10 @@ def SyncBatchNorm(
 
     The graph goes into a ``SymbolBlock`` or a ``Module``. The replicas are the contexts of its parameters, or those of
     the ``Module``. `convert`, `revert`, `freeze` and `summary` see the layers of a ``SymbolBlock`` that is made after
-    the first use. An executor of ``simple_bind`` or ``bind`` does not know the others: ``ndev`` of them train together,
-    each on a context of its own. All of them are bound before the first step.
+    the first use. Executors of ``simple_bind`` or ``bind`` need ``ndev``.
 
-    ``save``, and a checkpoint of a ``Module``, write ``BatchNorm`` operators, which any MXNet loads. A ``Module`` of
-    such a file synchronises again if this package is imported. A ``SymbolBlock`` of it has plain layers.
+    ``save``, and a checkpoint of a ``Module``, write ``BatchNorm`` operators. A ``Module`` of such a file synchronises
+    again if this package is imported. A ``SymbolBlock`` of it has plain layers.
 
     Parameters
     ----------
@@ -69,17 +68,15 @@ def SyncBatchNorm(
     output_mean_var : bool
         Must be False.
     ndev : int, optional
-        The number of executors that train together, if each is bound separately; 1 means plain BatchNorm. A
-        ``SymbolBlock`` or ``Module`` does not need it.
+        The number of executors that train together, if each is bound separately, on a context of its own, and all
+        before the first step; 1 means plain BatchNorm.
     key : str, optional
         Nodes with the same key train together, if each executor is bound from another symbol. By default, each node has
         its own key.
-    name : str, optional
-        Name of the node. The default is a numbered name, as of MXNet's ``BatchNorm``.
+    name, attr : optional
+        As all symbols of MXNet take them.
     mask : Symbol, optional
-        Positions where the mask is 0 do not count in the statistics, as in the layer.
-    attr : dict, optional
-        Attributes of the node, as all symbols of MXNet take them.
+        As in the layer.
     cudnn_off
         Ignored: MXNet's choice of a kernel.
     **kwargs

@@ -1,8 +1,7 @@
 """Converts the BatchNorm layers of a network to synchronised ones, and back, and freezes them.
 
-The layers are changed *in place*: the block object stays, its class and its settings change. A model may hold a layer
-in children, attributes or lists, or register a block twice. Every such reference still means the same layer.
-Parameters, names, their order, hooks and hybridize settings are never touched.
+The layers are changed *in place*, because a model may hold a layer in children, attributes or lists, or register a
+block twice: the object stays, its class and its settings change.
 """
 
 from __future__ import annotations
@@ -85,9 +84,9 @@ def convert(
     Warns
     -----
     UserWarning
-        Once, with the names of selected layers that stay, and the reasons. Such layers are subclasses of BatchNorm with
-        a forward of their own, and synchronised layers with another mode or group than ``kwargs`` asks for. Nodes stay
-        if their gamma is not a parameter or their mean is used elsewhere in the graph. Also if nothing is selected.
+        Once, with the names of selected layers that stay, and the reasons: a forward of their own, another mode or
+        group than ``kwargs`` asks for, a gamma that is not a parameter, or a mean that is used elsewhere in the graph.
+        Also if nothing is selected.
     """
     arguments.block("net", net)
     fuse = arguments.flag("fuse", fuse)

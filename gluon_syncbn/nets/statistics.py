@@ -46,9 +46,9 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
     net : gluon.Block
         A network or a single layer, initialised.
     weights : list of float, optional
-        One for each context of the net, in the order that was given to ``initialize``. Weights are at least 0, and one
-        is above 0. For example, pass the number of samples that each device has seen. By default all are equal. Each
-        process gives the weights of its own contexts, on a common scale.
+        One for each context of the net, in the order that was given to ``initialize``, at least 0, and one above 0. For
+        example, pass the number of samples that each device has seen. By default all are equal. Each process gives the
+        weights of its own contexts, on a common scale.
     kvstore : str or KVStore, optional
         A store of several processes, made by `gluon_syncbn.kvstore`, reaches the devices of all. Any other store
         reaches the devices of this process. By default the setting of `configure`, or the layers' own.
@@ -116,8 +116,7 @@ def update_bn_stats(
     ------
     ValueError
         If an argument is not as described above, or there is no batch. In all processes, if one has fewer batches than
-        another. Also if a layer is in the recorded graph of a ``SymbolBlock``, because hooks cannot see its input
-        there.
+        another. Also if a layer is in the recorded graph of a ``SymbolBlock``.
     MXNetError
         Errors of the net in training.
 
