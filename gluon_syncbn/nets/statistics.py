@@ -6,7 +6,7 @@ import functools
 import itertools
 import warnings
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import mxnet as mx
@@ -312,19 +312,14 @@ def _inputs(net: Block, layers: Sequence[nn.BatchNorm], each_by_itself: Replicas
         mask = kinds.classic(masks[0]).copy() if masks else None  # a net may overwrite it
         given.append(_Input(layer, x.size // x.shape[axis], moments(x, mask, axis, each_by_itself), mask))
 
-    active = [(block, block._active) for block in blocks.of(net) if isinstance(block, HybridBlock)]
-    hooks = []
-    try:
-        for block, _ in active:
-            block._active = False
+    with ExitStack() as afterwards:
+        for block in blocks.of(net):
+            if isinstance(block, HybridBlock):
+                afterwards.callback(setattr, block, "_active", block._active)
+                block._active = False
         for layer in layers:
-            hooks.append(layer.register_forward_pre_hook(see))
+            afterwards.callback(layer.register_forward_pre_hook(see).detach)
         yield given
-    finally:
-        for hook in hooks:
-            hook.detach()
-        for block, was in active:
-            block._active = was
 
 
 def _replicas(layers: Sequence[nn.BatchNorm], running: Sequence[_Running]) -> Dict[mx.Context, int]:

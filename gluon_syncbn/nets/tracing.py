@@ -81,17 +81,12 @@ def _places(form: Any) -> List[int]:
 
 @contextmanager
 def _undisturbed(net: HybridBlock) -> Iterator[None]:
-    """Restores the numbers of nodes, which synchronised layers count alike in all processes of a job.
-
-    Replicas never meet in this graph, and one process may trace it alone. So it must not count.
+    """Restores recorded graphs, and the numbers of nodes, which synchronised layers count alike in all processes of a
+    job. Replicas never meet in this graph, and one process may trace it alone. So it must not count.
     """
-    layers = [(one, one._nodes) for one in blocks.of(net) if isinstance(one, SyncBatchNorm)]
-    opened = [one for one in blocks.of(net) if isinstance(one, Opened)]
-    recorded = [(one, one._cached_graph, one._cached_op, one._cached_op_args) for one in opened]
+    before = [(one, dict(vars(one))) for one in blocks.of(net) if isinstance(one, (SyncBatchNorm, Opened))]
     try:
         yield
     finally:
-        for layer, count in layers:
-            layer._nodes = count
-        for block, *graph in recorded:
-            block._cached_graph, block._cached_op, block._cached_op_args = graph
+        for block, state in before:
+            block.__dict__.update(state)
