@@ -6,7 +6,6 @@ block twice: the object stays, its class and its settings change.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from contextlib import contextmanager
 from functools import lru_cache
@@ -267,11 +266,9 @@ def freeze(net: NetT, select: Optional[str] = None, active: bool = True) -> NetT
 
 def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) -> Pooling:
     """Refuses bad arguments, and returns what they mean."""
-    known, taken = Arguments.__annotations__, inspect.signature(norm_layer).parameters.values()
-    own = [one.name for one in taken if one.name not in known and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-    accepted = [*Settings.__annotations__, *own]
+    accepted = list(Settings.__annotations__)
     for name, value in kwargs.items():
-        if name in known and name not in accepted:
+        if name in Arguments.__annotations__ and name not in accepted:
             raise ValueError(f"{name}: {value!r} was given, but each layer keeps its own; expected one of {accepted}")
     try:
         return norm_layer(in_channels=1, prefix="check_", params=ParameterDict(), **kwargs)._replicas.pooling

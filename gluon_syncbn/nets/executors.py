@@ -96,11 +96,10 @@ class _Partners(NamedTuple):
     """Executors that train together, but are bound one by one."""
 
     layer: SyncBatchNorm
-    wanted: int
     contexts: List[Context]  # of those that are bound
 
 
-_unfinished: Dict[str, _Partners] = {}  # by the key of a node
+_unfinished: Dict[Tuple[str, int], _Partners] = {}  # by the key of a node, and the number of executors
 
 
 def _beside_others(context: Context, trains: bool, node: Json) -> Optional[SyncBatchNorm]:
@@ -116,10 +115,10 @@ def _beside_others(context: Context, trains: bool, node: Json) -> Optional[SyncB
     wanted = int(written.get("ndev", 1 if node["op"] in operators else 0))
     if not wanted or (wanted > 1 and not trains):
         return None if is_ours(node) else _layer(node)
-    key = str(written.get("key") or attributes.get("layer", node["name"]))
+    key = str(written.get("key") or attributes.get("layer", node["name"])), wanted
     partners = _unfinished.get(key)
-    if partners is None or partners.wanted != wanted or context in partners.contexts:
-        partners = _unfinished[key] = _Partners(_layer(node), wanted, [])
+    if partners is None or context in partners.contexts:
+        partners = _unfinished[key] = _Partners(_layer(node), [])
     partners.contexts.append(context)
     if len(partners.contexts) == wanted:
         del _unfinished[key]
