@@ -10,7 +10,7 @@ from mxnet import nd
 from mxnet.gluon import nn
 from pytorch_module import Module
 
-from gluon_syncbn import SyncBatchNorm, from_torch, to_torch
+from gluon_syncbn import SyncBatchNorm, convert, from_torch, revert, to_torch
 
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
 SHAPES = {
@@ -68,6 +68,12 @@ def test_there_and_back(norm, rng, monkeypatch):
     assert other.norm.eps == 0.25 and other.norm.momentum == pytest.approx(0.3)
     for name, value in other.state.items():
         np.testing.assert_array_equal(value, counter if name.endswith("tracked") else module.state[name])
+
+
+def test_a_layer_keeps_what_it_got_after_convert(rng):
+    one = convert(net(nn.BatchNorm))
+    from_torch(one, Module(drawn(rng)))
+    assert revert(one)[0][1]._kwargs["eps"] == 0.25
 
 
 def test_without_affine(rng, monkeypatch):
