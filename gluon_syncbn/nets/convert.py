@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, FrozenSet, Iterator, List, Mapping, Optional, Sequence, Type, TypeVar
+from typing import TYPE_CHECKING, Any, Dict, FrozenSet, Iterator, List, Mapping, Optional, Sequence, Type, TypeVar
 
 from mxnet.gluon import Block, HybridBlock, ParameterDict, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
@@ -271,7 +271,8 @@ def _check_kwargs(norm_layer: Type[SyncBatchNorm], kwargs: Mapping[str, Any]) ->
         if name in Arguments.__annotations__ and name not in accepted:
             raise ValueError(f"{name}: {value!r} was given, but each layer keeps its own; expected one of {accepted}")
     try:
-        return norm_layer(in_channels=1, prefix="check_", params=ParameterDict(), **kwargs)._replicas.pooling
+        layer = norm_layer(in_channels=1, prefix="check_", params=ParameterDict(), **kwargs)
+        return _taken_from(layer)["_replicas"].pooling
     except TypeError as error:
         raise ValueError(f"kwargs: {kwargs!r} was given, expected some of {accepted} ({error})") from error
 
@@ -310,9 +311,18 @@ def _with_addition(norm_layer: Type[SyncBatchNorm]) -> Type[SyncBatchNorm]:
 def _replace(block: BatchNorm, new: SyncBatchNorm) -> None:
     """Gives a layer the class and the settings of another one. All else stays."""
     origin = None if type(block) is ContribSyncBatchNorm else (type(block), block._kwargs)
-    block.__class__ = type(new)
-    vars(block).update({**vars(new), **vars(block), "_kwargs": new._kwargs, "_origin": origin})
+    block.__class__, given = type(new), _taken_from(new)
+    vars(block).update({**given, **vars(block), "_kwargs": given["_kwargs"], "_origin": origin})
     block._adopt_parameters()
+
+
+def _taken_from(layer: BatchNorm) -> Dict[str, Any]:
+    """Returns the attributes of a layer, and leaves it none. A layer is in a cycle: until it is collected, its replicas
+    would count as those of a layer that is still to come.
+    """
+    attributes = dict(vars(layer))
+    vars(layer).clear()
+    return attributes
 
 
 def _make_plain(block: SyncBatchNorm) -> None:
@@ -332,8 +342,8 @@ def _make_plain(block: SyncBatchNorm) -> None:
 @lru_cache(maxsize=None)
 def _private_names() -> FrozenSet[str]:
     """Returns the attributes that only a synchronised layer has; `revert` removes them."""
-    layer, plain = (c(prefix="", params=ParameterDict()) for c in (SyncBatchNorm, BatchNorm))
-    return frozenset(vars(layer)) - frozenset(vars(plain))
+    layer, plain = (_taken_from(c(prefix="", params=ParameterDict())) for c in (SyncBatchNorm, BatchNorm))
+    return frozenset(layer) - frozenset(plain)
 
 
 def forget_graphs(net: Block) -> None:

@@ -1,6 +1,7 @@
 """Converted networks: what must be the same object, what must be the same number, what must be left alone."""
 
 import functools
+import gc
 import re
 
 import mxnet as mx
@@ -17,6 +18,7 @@ from gluon_syncbn.command import replacements
 from gluon_syncbn.mxnet_side import blocks
 from gluon_syncbn.mxnet_side.nodes import json_of
 from gluon_syncbn.nets import convert as convert_module
+from gluon_syncbn.training.session import session
 
 BATCH_NORM = nn.BatchNorm
 CONTEXTS = [mx.cpu(0), mx.cpu(1)]
@@ -856,6 +858,20 @@ def test_a_layer_whose_successor_cannot_be_made_stays_whole():
         convert(net, norm_layer=Picky)
     assert type(net) is nn.BatchNorm
     assert vars(net) == before
+
+
+def test_nothing_else_is_a_layer_to_come():
+    """Processes that agree on their layers would wait for a layer that only helped to convert."""
+    net = Residual()
+    net.initialize(ctx=CONTEXTS)
+    gc.collect()
+    before = set(session.to_come)
+    gc.disable()
+    try:
+        convert(net)
+        assert set(session.to_come) == before
+    finally:
+        gc.enable()
 
 
 def test_arguments_reach_every_layer():
