@@ -189,7 +189,7 @@ def forward(
         own = [present.index(group) if group in present else None for group in group_of_slot]
         uses = own
         if mode == "shuffle":
-            taken = list(permutation or [])
+            taken = [] if permutation is None else list(permutation)
             if sorted(taken) != list(range(len(present))) or any(i == j for i, j in enumerate(taken)):
                 raise ValueError(
                     f"permutation is {permutation}, expected one without fixed points of the {len(present)} slots that "

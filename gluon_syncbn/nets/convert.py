@@ -218,8 +218,8 @@ def revert(net: NetT) -> NetT:
 def freeze(net: NetT, select: Optional[str] = None, active: bool = True) -> NetT:
     """Makes BatchNorm layers normalise with their running statistics, in training too, without updates.
 
-    It sets ``use_global_stats``, and ``grad_req`` of gamma and beta to ``'null'``. Recipes for detection and the last
-    phase of DeepLabV3 do so. Frozen layers wait for no replica. `freeze` takes plain and synchronised layers.
+    It sets ``use_global_stats``, and ``grad_req`` of gamma and beta to ``'null'``, of plain and synchronised layers.
+    Recipes for detection and the last phase of DeepLabV3 do so. Frozen layers wait for no replica.
 
     Parameters
     ----------

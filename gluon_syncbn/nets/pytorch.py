@@ -24,9 +24,9 @@ _WITHOUT_AFFINE = {"gamma": 1, "beta": 0}
 def from_torch(net: NetT, module: Any) -> NetT:
     """Gives a net the parameters and running statistics of a PyTorch module.
 
-    Layers are paired in the order in which they were registered, and their shapes are compared. So a mistake is not
-    noticed where two layers of one shape have changed places: compare a prediction. From a module, layers of batch
-    normalisation also take ``eps``, ``1 - momentum`` and ``running_variance='unbiased'``, as PyTorch computes it.
+    Layers are paired in the order in which they were registered. Only their shapes are compared, so compare a
+    prediction. From a module, layers of batch normalisation also take ``eps``, ``1 - momentum`` and
+    ``running_variance='unbiased'``, as PyTorch computes it.
 
     Parameters
     ----------

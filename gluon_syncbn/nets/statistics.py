@@ -50,8 +50,7 @@ def average_running_stats(net: Block, weights: Optional[Sequence[float]] = None,
         example, pass the number of samples that each device has seen. By default all are equal. Each process gives the
         weights of its own contexts, on a common scale.
     kvstore : str or KVStore, optional
-        A store of several processes, made by `gluon_syncbn.kvstore`, reaches the devices of all. Any other store
-        reaches the devices of this process. By default the setting of `configure`, or the layers' own.
+        As in `broadcast_parameters`.
 
     Raises
     ------
@@ -110,7 +109,7 @@ def update_bn_stats(
     num_iters : int
         The largest number of batches to use.
     kvstore : str or KVStore, optional
-        As in `average_running_stats`.
+        As in `broadcast_parameters`.
 
     Raises
     ------
@@ -128,8 +127,7 @@ def update_bn_stats(
 
     References
     ----------
-    Y. Wu, J. Johnson, "Rethinking 'Batch' in BatchNorm", 2021, arXiv 2105.07576, section 3. T. Chan, G. Golub, R.
-    LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    Y. Wu, J. Johnson, "Rethinking 'Batch' in BatchNorm", 2021, arXiv 2105.07576, section 3.
     """
     running = _running(arguments.block("net", net))
     num_iters = arguments.whole("num_iters", num_iters, 1, 2**63 - 1)
