@@ -141,8 +141,7 @@ class SyncBatchNorm(nn.BatchNorm):
     ``numpy.array_split`` does. ``mode`` selects the statistics that normalise a slot:
 
     ``'sync'``
-        The statistics of all slots together, or of the slots in a group of devices. Groups are ``group_size``
-        consecutive devices in the order of the layer's contexts, or those that ``groups`` names.
+        The statistics of all slots together, or of the slots in a group of devices (``group_size``, ``groups``).
     ``'local'``
         The slot's own statistics: N devices compute plain BatchNorm on N * V devices. No replica waits for another.
     ``'shuffle'``
@@ -190,14 +189,15 @@ class SyncBatchNorm(nn.BatchNorm):
         context, it keeps x. The backward makes one more pass over memory. The error of ``xhat`` is at most
         2 u ``(|xhat| + |beta| / |gamma|)`` standard deviations. Here u is 2**-24 for float32, 2**-11 for float16 and
         2**-8 for bfloat16. In ``'shuffle'``, the error of x is at most 2 u ``(|x - m| + s |beta| / |gamma|)``. There m
-        and s are mean and standard deviation of the slot that normalises x. If this error may hide x, the backward
-        raises an error. If gamma holds a 0 at the first training call, or when a graph is recorded, the layer keeps x.
+        and s are mean and standard deviation of the slot that normalises x. If gamma holds a 0 at the first training
+        call, or when a graph is recorded, the layer keeps x.
     mode : str
         ``'sync'``, ``'local'`` or ``'shuffle'``.
     virtual_devices : int
         Number of slots on each device. It changes nothing in ``'sync'``.
     group_size : int, optional
-        Number of devices that share a statistic in ``'sync'``: a divisor of the number of devices. By default all.
+        Number of devices, consecutive in the layer's contexts, that share a statistic in ``'sync'``: a divisor of the
+        number of all, which is the default.
     groups : list of lists of int, optional
         Instead of ``group_size``, the ranks of the replicas in each group, as in ``[[0, 2], [1, 3]]``. In one process,
         the rank of a replica is the index of its context; they go on from one process to the next. Each replica of the
@@ -235,9 +235,8 @@ class SyncBatchNorm(nn.BatchNorm):
     MXNetError
         A training call raises it for a mask of another shape. Reading a result raises it if a replica is late, has
         another number of channels or has failed. The text names the layer, who arrived and who is missing. A backward
-        with ``inplace`` raises it if gamma is so small that the error of ``xhat`` may exceed 1/32 of a standard
-        deviation. In ``'shuffle'``, this holds for values of a slot that are too close: the error of x may exceed 1/32
-        of their standard deviation.
+        with ``inplace`` raises it if the error of ``xhat``, or of x in ``'shuffle'``, may exceed 1/32 of a standard
+        deviation.
 
     Warns
     -----
