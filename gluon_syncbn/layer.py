@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Literal, Optional, 
 
 import mxnet as mx
 from mxnet import autograd
-from mxnet.gluon import HybridBlock, nn
+from mxnet.gluon import Block, HybridBlock, nn
 from mxnet.gluon.parameter import Parameter
 
 from .activation import NONE, invertible, of_arguments
@@ -497,4 +497,4 @@ class _ReplicatedParameter(Parameter):
     def _tell(self, replicas: Replicas) -> None:
         replicas.set_contexts(self.list_ctx(), self._data[0].shape[0])
         if replicas.separates():
-            patches.install_for_contexts()
+            patches.replace(patches.for_replica, Block, "__call__")

@@ -109,7 +109,7 @@ def SyncBatchNorm(
         beside["ndev"] = arguments.whole("ndev", _value(ndev), 0, arguments.MOST_DEVICES)
     if key is not None:
         beside["key"] = key if isinstance(key, str) else arguments.refuse("key", key, "a string")
-    patches.replace_once(SymbolBlock, "__init__", _opening)
+    patches.replace(_opening, SymbolBlock, "__init__")
     of_any = {key: kwargs.pop(key) for key in list(kwargs) if key in _OF_ANY or key.startswith("__")}
     # MXNet's own operator finds a name and makes the variables. They get its attributes, and the initial values of the
     # running statistics, which a Module reads.
@@ -156,12 +156,9 @@ def _flag(name: str, argument: Any) -> bool:
     return bool(value) if type(value) is int and value in (0, 1) else arguments.flag(name, value)
 
 
-def _opening(construct: Callable[..., None]) -> Callable[..., None]:
-    def opened(block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
-        construct(block, *args, **kwargs)
-        tokens = {node._replicas.token for node in _written}
-        nodes = json_of(block._cached_graph[1])["nodes"]
-        if any(blocks.operator_of(node) == NAME and node["attrs"]["layer"] in tokens for node in nodes):
-            open_graph(block)
-
-    return opened
+def _opening(construct: Callable[..., None], block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
+    construct(block, *args, **kwargs)
+    tokens = {node._replicas.token for node in _written}
+    nodes = json_of(block._cached_graph[1])["nodes"]
+    if any(blocks.operator_of(node) == NAME and node["attrs"]["layer"] in tokens for node in nodes):
+        open_graph(block)

@@ -111,10 +111,10 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
     _cpus, _converts = cpus, convert
     _put([(ContribSyncBatchNorm, SyncBatchNorm)])
     # A symbol that reaches `SymbolBlock` goes to Gluon. Others are found when they are bound.
-    patches.replace_once(SymbolBlock, "__init__", _synchronising)
+    patches.replace(_synchronising, SymbolBlock, "__init__")
     executors.operators.add(OPERATOR)
     if convert:
-        patches.replace_once(gluon.Trainer, "__init__", _converting)
+        patches.replace(_converting, gluon.Trainer, "__init__")
         executors.operators.add("BatchNorm")
     if cpus is not None:
         _put(_gpus(cpus))
@@ -136,23 +136,17 @@ def remove() -> None:
     _cpus, _converts = None, False
 
 
-def _synchronising(construct: Callable[..., None]) -> Callable[..., None]:
-    def synchronised(block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
-        construct(block, *args, **kwargs)
-        if _installed and any(operator == OPERATOR for _, operator, _ in blocks.recorded(block)):
-            convert_nodes(block, OPERATOR)
-
-    return synchronised
+def _synchronising(construct: Callable[..., None], block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
+    construct(block, *args, **kwargs)
+    if _installed and any(operator == OPERATOR for _, operator, _ in blocks.recorded(block)):
+        convert_nodes(block, OPERATOR)
 
 
-def _converting(construct: Callable[..., None]) -> Callable[..., None]:
-    def converting(trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
-        construct(trainer, *args, **kwargs)
-        if _converts:
-            for block in _with_parameters(trainer._params):
-                convert_layers(block)
-
-    return converting
+def _converting(construct: Callable[..., None], trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
+    construct(trainer, *args, **kwargs)
+    if _converts:
+        for block in _with_parameters(trainer._params):
+            convert_layers(block)
 
 
 def _with_parameters(parameters: Sequence[Parameter]) -> List[Block]:

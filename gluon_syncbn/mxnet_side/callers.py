@@ -16,18 +16,16 @@ from mxnet.gluon import Block, HybridBlock
 # Layers by caller. They are keys, in the order of their first calls, because processes have to number them alike.
 _called: weakref.WeakKeyDictionary[Block, weakref.WeakKeyDictionary[Block, None]] = weakref.WeakKeyDictionary()
 _known: weakref.WeakSet[Block] = weakref.WeakSet()  # layers whose callers are recorded
-_with_graph: weakref.WeakSet[HybridBlock] = weakref.WeakSet()
+with_graph: weakref.WeakSet[HybridBlock] = weakref.WeakSet()
 
 
-def noting(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a layer's ``__call__``: the first call of a layer within other blocks records these blocks."""
-
-    def noted(layer: Block, *args: Any) -> Any:
-        if layer not in _known:
-            _note(layer, sys._getframe(1))
-        return call(layer, *args)
-
-    return noted
+def noting(call: Callable[..., Any], layer: Block, *args: Any) -> Any:
+    """Runs in the place of a layer's ``__call__``: its first call within other blocks records these blocks, because a
+    layer in an attribute of an object that is not a block cannot be found otherwise.
+    """
+    if layer not in _known:
+        _note(layer, sys._getframe(1))
+    return call(layer, *args)
 
 
 def _note(layer: Block, frame: Optional[FrameType]) -> None:
@@ -51,20 +49,10 @@ def every() -> Iterator[Tuple[Block, List[Block]]]:
         yield block, called_by(block)
 
 
-def noting_graphs(build: Callable[..., None]) -> Callable[..., None]:
-    """Wraps ``HybridBlock._build_cache``, which each block calls for its graph."""
-
-    def noted(block: HybridBlock, *args: Any) -> None:
-        build(block, *args)
-        _with_graph.add(block)
-
-    return noted
-
-
 def with_graphs_of(parameters: Set[int]) -> List[HybridBlock]:
     """Returns the blocks whose graphs read one of these parameters, given by their ``id``."""
     return [
         block
-        for block in list(_with_graph)
+        for block in list(with_graph)
         if any(not is_input and id(given) in parameters for is_input, given in block._cached_op_args)
     ]

@@ -35,12 +35,10 @@ def install() -> None:
     ``Block.save`` writes a graph by ``tojson``, and ``Block.load`` puts it into the net. There it would take the places
     of the net's layers, and train without them.
     """
-    patches.replace_once(HybridBlock, "export", _of_plain_graphs)
-    for name in ("save", "tojson"):
-        patches.replace_once(mx.sym.Symbol, name, _as_plain_graph)
-    patches.replace_once(Block, "load", _without_graphs)
-    for name in ("print_summary", "plot_network"):
-        patches.replace_once(mx.visualization, name, _of_plain_operators)
+    patches.replace(_of_plain_graphs, HybridBlock, "export")
+    patches.replace(_as_plain_graph, mx.sym.Symbol, "save", "tojson")
+    patches.replace(_without_graphs, Block, "load")
+    patches.replace(_of_plain_operators, mx.visualization, "print_summary", "plot_network")
 
 
 def passing(node: Json, inputs: List[Entry]) -> Optional[List[Entry]]:
@@ -134,52 +132,40 @@ def _arguments(attributes: Dict[str, str]) -> Json:
     return {key: value for key, value in written.items() if value is not None}
 
 
-def _as_plain_graph(save: Callable[..., Any]) -> Callable[..., Any]:
-    def saved(symbol: mx.sym.Symbol, *args: Any, **kwargs: Any) -> Any:
-        recorded = plain(symbol, tells=True)
-        return save(symbol if recorded is None else recorded, *args, **kwargs)
-
-    return saved
+def _as_plain_graph(save: Callable[..., Any], symbol: mx.sym.Symbol, *args: Any, **kwargs: Any) -> Any:
+    recorded = plain(symbol, tells=True)
+    return save(symbol if recorded is None else recorded, *args, **kwargs)
 
 
-def _of_plain_operators(show: Callable[..., Any]) -> Callable[..., Any]:
-    def shown(symbol: mx.sym.Symbol, *args: Any, **kwargs: Any) -> Any:
-        recorded = plain(symbol) if isinstance(symbol, mx.sym.Symbol) else None  # MXNet raises an error
-        return show(symbol if recorded is None else recorded, *args, **kwargs)
-
-    return shown
+def _of_plain_operators(show: Callable[..., Any], symbol: mx.sym.Symbol, *args: Any, **kwargs: Any) -> Any:
+    recorded = plain(symbol) if isinstance(symbol, mx.sym.Symbol) else None  # MXNet raises an error
+    return show(symbol if recorded is None else recorded, *args, **kwargs)
 
 
-def _without_graphs(load: Callable[..., None]) -> Callable[..., None]:
-    def loaded(block: Block, *args: Any, **kwargs: Any) -> None:
-        load(block, *args, **kwargs)
-        within = list(blocks.of(block))
-        if not any(hasattr(one, "_replicas") for one in within):
-            return
-        for one in within:
-            for name, parameter in one.params._params.items():  # MXNet has renamed only the entries
-                if parameter.name != name:
-                    parameter.name, parameter._var = name, None
-            if isinstance(one, HybridBlock):
-                one._clear_cached_op()
-
-    return loaded
+def _without_graphs(load: Callable[..., None], block: Block, *args: Any, **kwargs: Any) -> None:
+    load(block, *args, **kwargs)
+    within = list(blocks.of(block))
+    if not any(hasattr(one, "_replicas") for one in within):
+        return
+    for one in within:
+        for name, parameter in one.params._params.items():  # MXNet has renamed only the entries
+            if parameter.name != name:
+                parameter.name, parameter._var = name, None
+        if isinstance(one, HybridBlock):
+            one._clear_cached_op()
 
 
-def _of_plain_graphs(export: Callable) -> Callable:
-    def exported(block: HybridBlock, *args: Any, **kwargs: Any) -> Any:
-        recorded = block._cached_graph  # empty before the first forward; MXNet raises an error then
-        symbol = plain(recorded[1]) if recorded else None
-        if recorded:
-            ignored = gamma.names(json_of(recorded[1] if symbol is None else symbol))
-            parameters = [parameter for is_input, parameter in block._cached_op_args if not is_input]
-            gamma.write_ones("export", [parameter for parameter in parameters if parameter.name in ignored])
-        if symbol is None:
-            return export(block, *args, **kwargs)
-        block._cached_graph = recorded[0], symbol
-        try:
-            return export(block, *args, **kwargs)
-        finally:
-            block._cached_graph = recorded
-
-    return exported
+def _of_plain_graphs(export: Callable, block: HybridBlock, *args: Any, **kwargs: Any) -> Any:
+    recorded = block._cached_graph  # empty before the first forward; MXNet raises an error then
+    symbol = plain(recorded[1]) if recorded else None
+    if recorded:
+        ignored = gamma.names(json_of(recorded[1] if symbol is None else symbol))
+        parameters = [parameter for is_input, parameter in block._cached_op_args if not is_input]
+        gamma.write_ones("export", [parameter for parameter in parameters if parameter.name in ignored], 5)
+    if symbol is None:
+        return export(block, *args, **kwargs)
+    block._cached_graph = recorded[0], symbol
+    try:
+        return export(block, *args, **kwargs)
+    finally:
+        block._cached_graph = recorded

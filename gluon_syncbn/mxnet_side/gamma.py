@@ -37,20 +37,20 @@ def is_fixed(node: Json) -> bool:
     return node["op"] in blocks.OPERATORS and node.get("attrs", {}).get("fix_gamma", "True") in ("1", "True")
 
 
-def write_ones(verb: str, parameters: Iterable[Parameter]) -> None:
+def write_ones(verb: str, parameters: Iterable[Parameter], stacklevel: int = 4) -> None:
     """Writes 1 where another value is stored, and warns of it once."""
     written = []
     for gamma in parameters:
         if gamma._data is not None and any((array.asnumpy() != 1).any() for array in gamma.list_data()):
             gamma.set_data(np.ones(gamma.shape, gamma.dtype))
             written.append(gamma.name)
-    warn(verb, written)
+    warn(verb, written, stacklevel)
 
 
-def warn(verb: str, written: List[str]) -> None:
+def warn(verb: str, written: List[str], stacklevel: int = 4) -> None:
     if written:
         warnings.warn(
             f"{verb} wrote 1 into gammas that were not 1: {arguments.some(written, ', ')}. Their layers have "
             "scale=False (fix_gamma): MXNet uses 1 for them, but ONNX and other exporters use the stored values",
-            stacklevel=4,
+            stacklevel=stacklevel,
         )

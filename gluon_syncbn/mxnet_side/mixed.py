@@ -24,7 +24,7 @@ def warn_of(parameters: Sequence[Parameter]) -> None:
     """
     for text in (_of_mixed(parameters), _of_eager(parameters), _of_bypassed(parameters)):
         if text:
-            warnings.warn(text, stacklevel=4)
+            warnings.warn(text, stacklevel=5)
 
 
 def _of_mixed(parameters: Sequence[Parameter]) -> str:

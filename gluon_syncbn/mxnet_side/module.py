@@ -1,4 +1,4 @@
-"""Wraps the methods of executors and of ``Module`` that a step with synchronised layers runs."""
+"""Runs in the places of methods of executors and of ``Module``, for steps with synchronised layers."""
 
 from __future__ import annotations
 
@@ -15,43 +15,36 @@ from ..training.replicas import IN_GRAPH
 from .nodes import Synchronised
 
 
-def calling(forward: Callable) -> Callable:
-    def wrapped(executor: Executor, is_train: bool = False, **kwargs: Any) -> Any:
-        if is_train and isinstance(executor._symbol, Synchronised):
-            for _, layer in executor._symbol.layers:
-                layer._replicas.runs(IN_GRAPH)
-                meets = layer._replicas.pooling.mode != "local" and not layer._kwargs["use_global_stats"]
-                if meets and executor._ctx in layer._replicas.contexts:  # each layer is one node: see executors.py
-                    _native.layer_called(layer._replicas.id, 0, str(executor._ctx))
-        return forward(executor, is_train, **kwargs)
-
-    return wrapped
+def calling(forward: Callable, executor: Executor, /, is_train: bool = False, **kwargs: Any) -> Any:
+    """MXNet makes the operators of an executor when it is bound, so nobody else sees which replicas will come."""
+    if is_train and isinstance(executor._symbol, Synchronised):
+        for _, layer in executor._symbol.layers:
+            layer._replicas.runs(IN_GRAPH)
+            meets = layer._replicas.pooling.mode != "local" and not layer._kwargs["use_global_stats"]
+            if meets and executor._ctx in layer._replicas.contexts:  # each layer is one node: see executors.py
+                _native.layer_called(layer._replicas.id, 0, str(executor._ctx))
+    return forward(executor, is_train, **kwargs)
 
 
-def beginning(forward: Callable) -> Callable:
-    def wrapped(group: DataParallelExecutorGroup, data_batch: Any, is_train: Optional[bool] = None) -> None:
-        trains = group.for_training if is_train is None else is_train
-        with steps.executors_run_forward() if trains and _is_synchronised(group) else nullcontext():
-            forward(group, data_batch, is_train)
-
-    return wrapped
-
-
-def within(backward: Callable) -> Callable:
-    def wrapped(group: DataParallelExecutorGroup, *args: Any, **kwargs: Any) -> None:
-        with steps.executors_run_backward() if _is_synchronised(group) else nullcontext():
-            backward(group, *args, **kwargs)
-        _gate(group)
-
-    return wrapped
+def beginning(
+    forward: Callable, group: DataParallelExecutorGroup, data_batch: Any, is_train: Optional[bool] = None
+) -> None:
+    trains = group.for_training if is_train is None else is_train
+    with steps.executors_run_forward() if trains and _is_synchronised(group) else nullcontext():
+        forward(group, data_batch, is_train)
 
 
-def updating(update: Callable) -> Callable:
-    def wrapped(module: Module) -> None:
-        _gate(module._exec_group)
-        update(module)
+def within(backward: Callable, group: DataParallelExecutorGroup, *args: Any, **kwargs: Any) -> None:
+    """An update after the backward changes nothing in a step that failed, as that of a ``gluon.Trainer``."""
+    with steps.executors_run_backward() if _is_synchronised(group) else nullcontext():
+        backward(group, *args, **kwargs)
+    _gate(group)
 
-    return wrapped
+
+def updating(update: Callable, module: Module) -> None:
+    """Another module of the step may have failed since its backward."""
+    _gate(module._exec_group)
+    update(module)
 
 
 def _gate(group: DataParallelExecutorGroup) -> None:
@@ -61,16 +54,17 @@ def _gate(group: DataParallelExecutorGroup) -> None:
             _native.gate(gradients)
 
 
-def after_forward(method: Callable) -> Callable:
-    def wrapped(group: DataParallelExecutorGroup, *args: Any) -> None:
-        steps.settle_failed()
-        if _is_synchronised(group):
-            for executor in group.execs:
-                for output in executor.outputs:
-                    output.wait_to_read()
-        method(group, *args)
-
-    return wrapped
+def after_forward(method: Callable, group: DataParallelExecutorGroup, *args: Any) -> None:
+    """An executor tells MXNet's engine only what its operators read and put out, and not that they write auxiliary
+    states (`GraphExecutor::InitCachedOps` in src/executor/graph_executor.cc). So the engine may copy the running
+    statistics before a forward that was issued earlier has written them.
+    """
+    steps.settle_failed()
+    if _is_synchronised(group):
+        for executor in group.execs:
+            for output in executor.outputs:
+                output.wait_to_read()
+    method(group, *args)
 
 
 def _is_synchronised(group: Optional[DataParallelExecutorGroup]) -> bool:

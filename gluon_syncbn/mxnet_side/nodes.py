@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import mxnet as mx
 
 from .. import _native
+from ..training.replicas import Replicas
 
 Json = Dict[str, Any]
 Entry = List[int]  # an output: its node, its number there, and the version of the array that the node overwrites
@@ -74,6 +75,13 @@ def uses(graph: Json) -> Counter:
     """Counts the uses of each output, by node and number there."""
     entries = [entry for node in graph["nodes"] for entry in node["inputs"]] + graph["heads"]
     return Counter((number, output) for number, output, *_ in entries)
+
+
+def layers_of(symbol: mx.sym.Symbol) -> List[Tuple[Replicas, Dict[str, str]]]:
+    """Returns the layers of this process in a graph, each with the attributes of its node."""
+    given = [node.get("attrs", {}) for node in json_of(symbol)["nodes"]]
+    found = [(Replicas.of_token(attributes.get("layer", "")), attributes) for attributes in given]
+    return [(layer, attributes) for layer, attributes in found if layer is not None]
 
 
 class Synchronised(mx.sym.Symbol):

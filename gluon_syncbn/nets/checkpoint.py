@@ -88,7 +88,7 @@ def checkpoint(block: BlockT, active: bool = True) -> BlockT:
     active = arguments.flag("active", active)
     changed = isinstance(block, _Recomputed)
     if active and not changed:
-        patches.replace_once(Parameter, "data", _seen)
+        patches.replace(_seen, Parameter, "data")
         block.__class__ = _recomputed(cast(Any, type(block)))
     elif changed and not active:
         block.__class__ = type(block).__mro__[2]
@@ -206,22 +206,19 @@ class _OfThread(threading.local):
 _of_thread = _OfThread()
 
 
-def _seen(data: Callable[..., NDArray]) -> Callable[..., NDArray]:
-    def seen(parameter: Parameter, ctx: Optional[mx.Context] = None) -> NDArray:
-        frames, array = _of_thread.frames, None
-        for frame in frames:
-            if frame.given is not None:
-                array = frame.given.get(id(parameter))
-                if array is None:
-                    raise mx.MXNetError(f"the second forward used the parameter '{parameter.name}', the first did not")
-        if array is None:
-            array = data(parameter, ctx)
-        for frame in frames:
-            if frame.given is None:
-                frame.used[id(parameter)] = (parameter, array)
-        return array
-
-    return seen
+def _seen(data: Callable[..., NDArray], parameter: Parameter, ctx: Optional[mx.Context] = None) -> NDArray:
+    frames, array = _of_thread.frames, None
+    for frame in frames:
+        if frame.given is not None:
+            array = frame.given.get(id(parameter))
+            if array is None:
+                raise mx.MXNetError(f"the second forward used the parameter '{parameter.name}', the first did not")
+    if array is None:
+        array = data(parameter, ctx)
+    for frame in frames:
+        if frame.given is None:
+            frame.used[id(parameter)] = (parameter, array)
+    return array
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from mxnet.module import executor_group
 from mxnet.module.executor_group import DataParallelExecutorGroup
 
 from ..layer import SyncBatchNorm
-from ..mxnet_side import patches
+from ..mxnet_side import module, patches
 from ..mxnet_side.export import SYNCHRONISED, inputs_of_layer, is_guard, is_ours, names_of_outputs, passing
 from ..mxnet_side.nodes import Entry, Graph, Json, Synchronised, json_of, symbol_of, uses
 from ..system import arguments
@@ -42,32 +42,30 @@ def install() -> None:
     - Only ``DataParallelExecutorGroup`` knows the contexts of a ``Module``.
     - ``simple_bind`` and ``bind`` know one context each.
     """
-    patches.replace_once(DataParallelExecutorGroup, "__init__", _grouping)
-    for name in ("bind", "simple_bind"):
-        patches.replace_once(mx.sym.Symbol, name, _binding)
+    patches.replace(_grouping, DataParallelExecutorGroup, "__init__")
+    patches.replace(_binding, mx.sym.Symbol, "bind", "simple_bind")
 
 
-def _grouping(construct: Callable[..., None]) -> Callable[..., None]:
-    def grouped(group: Any, symbol: mx.sym.Symbol, contexts: List[Context], *args: Any, **kwargs: Any) -> None:
-        places = executor_group._prepare_group2ctxs(kwargs.get("group2ctxs"), len(contexts))
+def _grouping(
+    construct: Callable, group: Any, symbol: mx.sym.Symbol, contexts: List[Context], *args: Any, **kwargs: Any
+) -> None:
+    places = executor_group._prepare_group2ctxs(kwargs.get("group2ctxs"), len(contexts))
 
-        def choose(node: Json) -> SyncBatchNorm:
-            layer, part = _layer(node), node["attrs"].get("__ctx_group__")
-            own = [(place or {}).get(part, context) for place, context in zip(places, contexts)]
-            layer._replicas.set_contexts(own, 0)
-            return layer
+    def choose(node: Json) -> SyncBatchNorm:
+        layer, part = _layer(node), node["attrs"].get("__ctx_group__")
+        own = [(place or {}).get(part, context) for place, context in zip(places, contexts)]
+        layer._replicas.set_contexts(own, 0)
+        return layer
 
-        graph = _synchronised(symbol, choose)
-        construct(group, graph, contexts, *args, **kwargs)
-        trained.update(["a Module"] if group.for_training else [])
-        if isinstance(graph, Synchronised):
-            for name, layer in graph.layers:
-                if group.for_training:
-                    _check(layer._replicas)
-                layer._replicas.set_contexts(layer._replicas.given, group.execs[0].aux_dict[name].shape[0])
-            patches.install_for_modules()
-
-    return grouped
+    graph = _synchronised(symbol, choose)
+    construct(group, graph, contexts, *args, **kwargs)
+    trained.update(["a Module"] if group.for_training else [])
+    if isinstance(graph, Synchronised):
+        for name, layer in graph.layers:
+            if group.for_training:
+                _check(layer._replicas)
+            layer._replicas.set_contexts(layer._replicas.given, group.execs[0].aux_dict[name].shape[0])
+        patches.install_for_modules()
 
 
 def _check(replicas: Replicas) -> None:
@@ -81,15 +79,12 @@ def _check(replicas: Replicas) -> None:
         raise ValueError(replicas.problem)
 
 
-def _binding(bind: Callable[..., Executor]) -> Callable[..., Executor]:
-    def bound(symbol: mx.sym.Symbol, ctx: Context, *args: Any, **kwargs: Any) -> Executor:
-        choose = functools.partial(_beside_others, ctx, kwargs.get("grad_req") != "null")
-        graph = _synchronised(symbol, choose)
-        # A step may be open, but no operator that is made here is a call of it.
-        with issuing(ctx) if isinstance(graph, Synchronised) else nullcontext(), autograd.predict_mode():
-            return bind(graph, ctx, *args, **kwargs)
-
-    return bound
+def _binding(bind: Callable, symbol: mx.sym.Symbol, /, ctx: Context, *args: Any, **kwargs: Any) -> Executor:
+    choose = functools.partial(_beside_others, ctx, kwargs.get("grad_req") != "null")
+    graph = _synchronised(symbol, choose)
+    # A step may be open, but no operator that is made here is a call of it.
+    with issuing(ctx) if isinstance(graph, Synchronised) else nullcontext(), autograd.predict_mode():
+        return bind(graph, ctx, *args, **kwargs)
 
 
 class _Partners(NamedTuple):
@@ -178,7 +173,7 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Choose) -> mx.sym.Symbol:
         return write_layer(graph, layer, names.get(number, node["name"]), own, **kept)
 
     graph = Graph()
-    patches.install_for_executors()
+    patches.replace(module.calling, Executor, "forward")
     return Synchronised.of(symbol_of(graph.rewrite(recorded, fold)), layers)
 
 
@@ -205,6 +200,6 @@ def _chosen(recorded: Json, choose: Choose) -> Dict[int, SyncBatchNorm]:
         warnings.warn(
             f"{arguments.some(stay, ', ')}: mx.sym.contrib.SyncBatchNorm remains MXNet's own operator, because the "
             "graph uses its mean or variance",
-            stacklevel=5,
+            stacklevel=6,
         )
     return chosen

@@ -22,7 +22,7 @@ from ..training.replicas import Replicas
 
 def install() -> None:
     """Changes ``HybridBlock._get_graph``: Gluon records each graph through it and has no hook there."""
-    patches.replace_once(HybridBlock, "_get_graph", _of_fused_graphs)
+    patches.replace(_of_fused_graphs, HybridBlock, "_get_graph")
 
 
 class Chain(NamedTuple):
@@ -149,13 +149,10 @@ def _activation_of(node: Json) -> Optional[Activation]:
     return None
 
 
-def _of_fused_graphs(get: Callable) -> Callable:
-    def get_fused(block: HybridBlock, *args: Any) -> Any:
-        inputs, symbol = get(block, *args)
-        arrays = [array for array in _flatten(args, "input")[0] if array is not None]
-        new = fused(symbol, dict(zip([one.name for one in inputs], arrays)))
-        if new is not None:
-            block._cached_graph = inputs, new
-        return block._cached_graph
-
-    return get_fused
+def _of_fused_graphs(get: Callable, block: HybridBlock, *args: Any) -> Any:
+    inputs, symbol = get(block, *args)
+    arrays = [array for array in _flatten(args, "input")[0] if array is not None]
+    new = fused(symbol, dict(zip([one.name for one in inputs], arrays)))
+    if new is not None:
+        block._cached_graph = inputs, new
+    return block._cached_graph
