@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
@@ -18,6 +17,7 @@ from mxnet.gluon.nn.basic_layers import _BatchNorm
 
 from .. import layer, parallel
 from ..mxnet_side import blocks, patches
+from ..mxnet_side.compatibility import imports
 from ..nets import executors
 from ..nets.convert import convert as convert_layers
 from ..nets.convert import convert_nodes
@@ -222,24 +222,19 @@ def _gpus(count: int) -> List[Tuple[Callable, Callable]]:
     return [(mx.gpu, gpu), (mx.context.num_gpus, num_gpus), (mx.util.get_gpu_count, _double(num_gpus))]
 
 
-class _Watch(MetaPathFinder):
+class _Watch:
     """Replaces GluonCV's helpers when GluonCV is imported, before its other modules import them by name."""
 
-    def find_spec(
-        self, name: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
-    ) -> Optional[ModuleSpec]:
-        spec = PathFinder.find_spec(name, path, target) if name == HELPERS else None
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def executed(module: ModuleType) -> None:
-                execute(module)
-                if self in sys.meta_path:
-                    sys.meta_path.remove(self)
-                    _put_helpers(module)
-
-            spec.loader.exec_module = executed  # type: ignore[method-assign]
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Optional[ModuleSpec]:
+        spec = imports.spec_of_others(self, name, path, target) if name == HELPERS else None
+        if spec is not None:
+            imports.change_after(spec.loader, self._loaded)
         return spec
+
+    def _loaded(self, module: ModuleType) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            _put_helpers(module)
 
 
 _WATCH = _Watch()

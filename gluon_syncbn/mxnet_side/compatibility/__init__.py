@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from typing import List, Tuple
+from typing import List
 
 from .versions import release
 
@@ -33,9 +33,9 @@ def supply() -> None:
 
     if not needed() or imports.is_there():
         return
-    from . import changes, numpy_names, onnx_names, versions
+    from . import changes, lost_names, versions
 
-    instead = {"numpy": numpy_names.names(), "distutils.version": versions, **onnx_names.names()}
+    instead = {"distutils.version": versions, **lost_names.modules()}
     sys.meta_path.insert(0, imports.Finder(instead, changes.CHANGES))
     for name in [name for name in sys.modules if name.partition(".")[0] in imports.SERVED]:
         if name.partition(".")[0] not in sys.modules:
@@ -46,7 +46,10 @@ def supply() -> None:
 
 def warn() -> None:
     """Warns of a Python or NumPy that is newer than what was tried."""
-    newer = _newer()
+    import numpy as np
+
+    versions = {"Python": sys.version.split()[0], "NumPy": np.__version__}
+    newer = [f"{name} {found}" for name, found in versions.items() if release(found)[:2] > release(TRIED[name])]
     if newer:
         tried = " and ".join(f"{name} {version}" for name, version in TRIED.items())
         warnings.warn(f"{' and '.join(newer)}: gluon_syncbn and MXNet 1.9 were tried up to {tried}", stacklevel=3)
@@ -54,18 +57,8 @@ def warn() -> None:
 
 def names() -> List[str]:
     """Returns the names that are supplied here; empty if none are needed."""
-    from . import numpy_names
+    from . import lost_names
 
     if not needed():
         return []
-    return ["distutils.version", *(f"numpy.{name}" for name in sorted(numpy_names.supplied()))]
-
-
-def _versions() -> List[Tuple[str, str]]:
-    import numpy as np
-
-    return [("Python", sys.version.split()[0]), ("NumPy", np.__version__)]
-
-
-def _newer() -> List[str]:
-    return [f"{name} {version}" for name, version in _versions() if release(version)[:2] > release(TRIED[name])]
+    return ["distutils.version", *(f"numpy.{name}" for name in sorted(lost_names.supplied()))]

@@ -32,26 +32,34 @@ class Finder:
     ) -> Optional[ModuleSpec]:
         if name.partition(".")[0] not in SERVED:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        spec = spec_of_others(self, name, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-            self._prepare(spec.loader, self._changes.get(name))
+            spec.loader.create_module = self._create  # type: ignore[method-assign]
+            if name in self._changes:
+                change_after(spec.loader, self._changes[name])
         return spec
 
-    def _prepare(self, loader: Any, change: Optional[Callable[[ModuleType], None]]) -> None:
-        def create_module(spec: ModuleSpec) -> ModuleType:
-            module = ModuleType(spec.name)
-            vars(module)["__builtins__"] = self._builtins
-            return module
+    def _create(self, spec: ModuleSpec) -> ModuleType:
+        module = ModuleType(spec.name)
+        vars(module)["__builtins__"] = self._builtins
+        return module
 
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            change(module)  # type: ignore[misc]
 
-        loader.create_module = create_module
-        if change is not None:
-            execute = loader.exec_module
-            loader.exec_module = exec_module
+def spec_of_others(finder: Any, name: str, path: Optional[Sequence[str]], target: Any) -> Optional[ModuleSpec]:
+    """Finds a module as Python does without this finder."""
+    others = (other for other in sys.meta_path if other is not finder)
+    return next(filter(None, (other.find_spec(name, path, target) for other in others)), None)
+
+
+def change_after(loader: Any, change: Callable[[ModuleType], None]) -> None:
+    """Has a loader change a module that it has loaded."""
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        change(module)
+
+    loader.exec_module = exec_module
 
 
 def is_there() -> bool:

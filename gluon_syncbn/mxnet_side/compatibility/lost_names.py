@@ -1,7 +1,9 @@
-"""Provides NumPy as MXNet and GluonCV see it: the module with the names that it has lost since 1.23."""
+"""Provides NumPy and onnx as MXNet and GluonCV see them: with the names that they have lost."""
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any, Callable, Dict, List, NoReturn
 
@@ -40,25 +42,56 @@ FINANCIAL = ("fv", "ipmt", "irr", "mirr", "nper", "npv", "pmt", "ppmt", "pv", "r
 
 
 class Names(ModuleType):
-    """Forwards missing names to ``numpy`` and keeps the results, so that the second access is a look-up."""
+    """Forwards missing names to the module of this name, and keeps the results, so that the second access is a look-up.
+
+    The module is imported then: few programs that import MXNet export a net to onnx.
+    """
 
     def __getattr__(self, name: str) -> Any:
-        value = getattr(np, name)
+        value = getattr(importlib.import_module(self.__name__), name)
         setattr(self, name, value)
         return value
 
     def __dir__(self) -> List[str]:
-        return sorted({*dir(np), *vars(self)})
+        return sorted({*dir(importlib.import_module(self.__name__)), *vars(self)})
 
 
-def names() -> Names:
-    """Returns a new module; ``numpy`` stays as it is."""
-    module = Names("numpy", np.__doc__)
-    vars(module).update(
+class _Onnx(Names):
+    """Has ``mapping``, which onnx has lost since 1.14."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name != "mapping":
+                raise
+        helper = importlib.import_module("onnx.helper")
+        return SimpleNamespace(
+            NP_TYPE_TO_TENSOR_TYPE=_Table(helper.np_dtype_to_tensor_dtype),
+            TENSOR_TYPE_TO_NP_TYPE=_Table(helper.tensor_dtype_to_np_dtype),
+        )
+
+
+class _Table:
+    """A dictionary whose values a function computes."""
+
+    def __init__(self, value_of: Callable[[Any], Any]) -> None:
+        self._value_of = value_of
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._value_of(key)
+
+
+def modules() -> Dict[str, ModuleType]:
+    """Returns what imports give instead; the modules themselves stay as they are."""
+    numpy = Names("numpy", np.__doc__)
+    vars(numpy).update(
         {name: value for name, value in vars(np).items() if name.startswith("__") and name != "__getattr__"}
     )
-    vars(module).update(supplied())
-    return module
+    vars(numpy).update(supplied())
+    # Without onnx, its import fails as it does.
+    onnx = sys.modules.get("onnx") if "onnx" in sys.modules else importlib.util.find_spec("onnx")
+    return {"numpy": numpy, "onnx": _Onnx("onnx")} if onnx else {"numpy": numpy}
 
 
 def supplied() -> Dict[str, Any]:
