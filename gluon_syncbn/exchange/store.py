@@ -54,7 +54,7 @@ def _copied(value: mx.nd.NDArray) -> mx.nd.NDArray:
         arguments.refuse("value", value, "dense arrays")
     value = kinds.classic(value)
     value = value if bfloat16.is_float(value) else value.astype("float64")
-    # Where the core does not know oneDNN's layouts: see training/guards.py.
+    # Where the core does not know oneDNN's layouts: see mxnet_side/op.py.
     return mx.nd.SwapAxis(value.as_in_context(mx.cpu()), dim1=0, dim2=0)
 
 

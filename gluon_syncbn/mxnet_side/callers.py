@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 import weakref
 from types import FrameType
-from typing import Any, Callable, Iterator, List, Optional, Set, Tuple
+from typing import Any, Callable, List, Optional, Set
 
 from mxnet.gluon import Block, HybridBlock
 
 # Layers by caller. They are keys, in the order of their first calls, because processes have to number them alike.
-_called: weakref.WeakKeyDictionary[Block, weakref.WeakKeyDictionary[Block, None]] = weakref.WeakKeyDictionary()
+called: weakref.WeakKeyDictionary[Block, weakref.WeakKeyDictionary[Block, None]] = weakref.WeakKeyDictionary()
 _known: weakref.WeakSet[Block] = weakref.WeakSet()  # layers whose callers are recorded
 with_graph: weakref.WeakSet[HybridBlock] = weakref.WeakSet()
 
@@ -33,20 +33,14 @@ def _note(layer: Block, frame: Optional[FrameType]) -> None:
         caller = frame.f_locals.get("self")
         # A constructor that calls a net records its graph, as those of GluonCV's SymbolBlocks do.
         if isinstance(caller, Block) and caller is not layer and frame.f_code.co_name != "__init__":
-            _called.setdefault(caller, weakref.WeakKeyDictionary())[layer] = None
+            called.setdefault(caller, weakref.WeakKeyDictionary())[layer] = None
             _known.add(layer)
         frame = frame.f_back
 
 
 def called_by(block: Block) -> List[Block]:
     """Returns the layers that have run within this block."""
-    return list(_called.get(block, ()))
-
-
-def every() -> Iterator[Tuple[Block, List[Block]]]:
-    """Yields each block that has called layers, and the layers."""
-    for block in list(_called):
-        yield block, called_by(block)
+    return list(called.get(block, ()))
 
 
 def with_graphs_of(parameters: Set[int]) -> List[HybridBlock]:

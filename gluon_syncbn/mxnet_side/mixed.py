@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Dict, Iterator, List, Sequence
+from typing import Any, Dict, List, Sequence
 
 from mxnet.gluon.parameter import Parameter
 
 from ..system.arguments import some
-from ..training.replicas import IN_GRAPH, NEVER, UNFUSED, Replicas
+from ..training.replicas import IN_GRAPH, NEVER, UNFUSED, followers_of
 from . import blocks, callers
 from .nodes import json_of
 
@@ -31,32 +31,24 @@ def _of_mixed(parameters: Sequence[Parameter]) -> str:
     """Layers whose gamma is not trained are frozen and do not count, nor do nets on one device. Layers that the trainer
     does not know count where they have run within a block of the net, or are operators in its graph.
     """
-    by_name = {parameter.name: parameter for parameter in parameters}
-    plain, synchronised = [], 0
-    for name, parameter in by_name.items():
-        suffix = next((mean for mean in _MEANS if name.endswith(mean)), None)
-        if suffix is None:
-            continue
-        gamma = by_name.get(name[: -len(suffix)] + "gamma")
-        if _followers(parameter):
-            synchronised += 1
-        elif gamma is not None and gamma.grad_req != "null":
-            plain.append(name[: -len(suffix) - 1])
-    if not any(layer.meets() for layer in _layers(parameters)):
+    if not any(layer.meets() for layer in followers_of(parameters)):
         return ""
-    plain += _run_within(parameters)
-    plain += _called(parameters)
+    layers = _layers(parameters)
+    synchronised = [mean for mean, *_ in layers.values() if followers_of([mean])]
+    trained = [stem for stem, (_, gamma, _) in layers.items() if gamma is not None and gamma.grad_req != "null"]
+    plain = [stem for stem in trained if not followers_of([layers[stem][0]])]
+    plain += _run_within(parameters) + _called(parameters)
     if not plain:
         return ""
     return (
-        f"{synchronised} of {synchronised + len(plain)} layers of batch normalisation are synchronised, and these "
-        f"are not: {some(plain, ', ')}. gluon_syncbn.convert(net) reaches layers that norm_layer= does not, and after "
-        "a forward those in attributes of other objects; gluon_syncbn.summary(net) lists all"
+        f"{len(synchronised)} of {len(synchronised) + len(plain)} layers of batch normalisation are synchronised, and "
+        f"these are not: {some(plain, ', ')}. gluon_syncbn.convert(net) reaches layers that norm_layer= does not, and "
+        "after a forward those in attributes of other objects; gluon_syncbn.summary(net) lists all"
     )
 
 
 def _of_eager(parameters: Sequence[Parameter]) -> str:
-    layers = list(_layers(parameters))
+    layers = followers_of(parameters)
     eager = [layer.name for layer in layers if layer.ran == UNFUSED]
     if not eager or any(layer.ran == IN_GRAPH for layer in layers):  # some may stay outside of graphs on purpose
         return ""
@@ -68,30 +60,28 @@ def _of_eager(parameters: Sequence[Parameter]) -> str:
 
 def _of_bypassed(parameters: Sequence[Parameter]) -> str:
     """A gradient that is fresh was computed in this step."""
-    own = {parameter.name: _followers(parameter) for parameter in parameters}
     bypassed = []
-    for parameter in parameters:
-        stem, _, kind = parameter.name.rpartition("_")
-        layers = [layer for mean in _MEANS for layer in own.get(f"{stem}_{mean}", []) if kind in ("gamma", "beta")]
-        fresh = parameter.grad_req != "null" and all(array._fresh_grad for array in parameter._data or ())
+    for mean, *trained in _layers(parameters).values():
+        layers = followers_of([mean])
+        fresh = [
+            p for p in trained if p is not None and p.grad_req != "null" and all(d._fresh_grad for d in p._data or ())
+        ]
         if fresh and any(layer.meets() for layer in layers) and all(layer.ran == NEVER for layer in layers):
             bypassed.append(layers[0].name)
     if not bypassed:
         return ""
     return (
-        f"{some(list(dict.fromkeys(bypassed)), ', ')}: the parameters of these synchronised layers got gradients, but "
-        "the layers were not computed. Something else normalises in their places: call the layers, and if the graph of "
-        "the net was loaded or is out of date, call net.hybridize() again"
+        f"{some(bypassed, ', ')}: the parameters of these synchronised layers got gradients, but the layers were not "
+        "computed. Something else normalises in their places: call the layers, and if the graph of the net was loaded "
+        "or is out of date, call net.hybridize() again"
     )
 
 
-def _followers(parameter: Parameter) -> List[Replicas]:
-    return getattr(parameter, "_followers", [])
-
-
-def _layers(parameters: Sequence[Parameter]) -> Iterator[Replicas]:
-    for parameter in parameters:
-        yield from _followers(parameter)
+def _layers(parameters: Sequence[Parameter]) -> Dict[str, List[Any]]:
+    """Returns the running mean, gamma and beta of each layer, as their names tell; None for one that is not there."""
+    by_name = {parameter.name: parameter for parameter in parameters}
+    means = {name[: -len(mean)]: by_name[name] for name in by_name for mean in _MEANS if name.endswith(mean)}
+    return {stem[:-1]: [mean, by_name.get(f"{stem}gamma"), by_name.get(f"{stem}beta")] for stem, mean in means.items()}
 
 
 def _called(parameters: Sequence[Parameter]) -> List[str]:
@@ -114,16 +104,15 @@ def _run_within(parameters: Sequence[Parameter]) -> List[str]:
     parameters has called.
     """
     known = {id(parameter) for parameter in parameters}
-    synchronised = {id(parameter) for parameter in parameters if getattr(parameter, "_followers", [])}
     found: Dict[str, None] = {}
-    for block, called in callers.every():
+    for block in list(callers.called):
         plain = [
-            layer
-            for layer in called
+            layer.name
+            for layer in callers.called_by(block)
             if id(layer.running_mean) not in known
-            and not getattr(layer.running_mean, "_followers", [])
+            and not followers_of([layer.running_mean])
             and layer.gamma.grad_req != "null"
         ]
-        if plain and any(id(parameter) in synchronised for parameter in block.collect_params().values()):
-            found.update((layer.name, None) for layer in plain)
+        if plain and followers_of(one for one in block.collect_params().values() if id(one) in known):
+            found.update(dict.fromkeys(plain))
     return list(found)

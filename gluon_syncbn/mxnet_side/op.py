@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import mxnet as mx
 import numpy as np
@@ -11,7 +11,6 @@ from mxnet import autograd
 
 from .. import _native
 from ..activation import NONE, Activation
-from ..training.guards import guard
 from ..training.replicas import Replicas
 from .operators import own
 
@@ -58,7 +57,7 @@ def sync_batch_norm(
     one replica per context, because nobody meets. In a static graph MXNet's engine does not know that a node writes
     the running statistics. So two nodes of one layer may run in either order there.
     """
-    guarded = guard(F, replicas, on_cpus=replicas.on_cpus, eager=node < 0)
+    guarded = _guard(F, replicas, eager=node < 0)
     data = [x] if addend is None else [x, addend]
     if mask is not None:
         data.append(F.Cast(mask, dtype="float64") if guarded else mask)  # SwapAxis takes no bool
@@ -112,6 +111,28 @@ def sync_batch_norm(
             track(adds=False)
             autograd.set_recording(recording)
     return guarded(y) if guarded else y
+
+
+def _guard(F: Any, replicas: Replicas, *, eager: bool) -> Optional[Callable[[Any], Any]]:
+    """Returns a function that copies an array that a call reads or returns. Returns None if calls need no copies.
+
+    MXNet gives a custom operator a temporary copy of an array in oneDNN's layout, and frees it while the operator still
+    runs. AllocateNDArrayCopy in src/operator/custom/custom.cc keeps a pointer and no reference. SwapAxis of an axis
+    with itself is the cheapest operator that writes a new, plain array. On the output it does the same for the incoming
+    gradient. GPUs have no such layout, and calls through csrc/native are not affected.
+
+    MXNet bundles operators of a backward, and a bundle waits for the inputs of all of them. The copies of two eager
+    calls must not share one if other processes may run the two in another order. A second copy ends a bundle.
+    """
+    if not (replicas.on_cpus and _native.why_custom()):
+        return None
+    ends_bundle = eager and replicas.reaches_other_processes()
+
+    def copied(array: Any) -> Any:
+        plain = F.SwapAxis(array, dim1=0, dim2=0)
+        return plain.copyto(plain.ctx) if ends_bundle else plain
+
+    return copied
 
 
 def moments(x: Any, mask: Optional[Any], axis: int, replicas: Replicas) -> Any:

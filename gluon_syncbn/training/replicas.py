@@ -96,21 +96,7 @@ def stores_of(parameters: Iterable[Any]) -> List[ProcessStore]:
 
 
 class Replicas:
-    """The replicas of one layer, as the native core sees them.
-
-    Parameters
-    ----------
-    name : str
-        Name of the layer, for messages.
-    pooling : Pooling
-        Selects the statistics that normalise a slot.
-    num_devices : int, optional
-        Number of replicas. By default the number of contexts.
-    exchange : Exchange, optional
-        Adds the statistics. By default the setting of `configure`, else shared memory.
-    timeout : float, optional
-        Seconds that a replica waits for the others. By default the setting of `configure`.
-    """
+    """The replicas of one layer, as the native core sees them. Without ``num_devices``, each context has one."""
 
     _of_tokens: ClassVar[weakref.WeakValueDictionary[str, Replicas]] = weakref.WeakValueDictionary()
     #: Whether any layer of the process has trained, and with several replicas.
@@ -125,11 +111,8 @@ class Replicas:
         exchange: Optional[Exchange],
         timeout: Optional[float],
     ) -> None:
-        self.name = name
-        self.pooling = pooling
-        self.num_devices = num_devices
-        self.exchange = exchange
-        self.timeout = timeout
+        self.name, self.pooling, self.num_devices = name, pooling, num_devices
+        self.exchange, self.timeout = exchange, timeout  # None is the setting of `configure`
         self.channels = 0
         self.given: List[Context] = []
         self.contexts: List[Context] = []  # the same, without repetitions
@@ -247,7 +230,8 @@ class Replicas:
 
     def reaches_other_processes(self) -> bool:
         """Whether replicas of other processes take part."""
-        return session.reaches_other_processes(self.exchange)
+        exchange = self.exchange or session.exchange
+        return exchange is not None and exchange.spans_processes
 
     def __deepcopy__(self, memo: dict) -> Replicas:
         # A copy of a net trains by itself: its replicas must not meet the replicas of the original.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from typing import Any, Dict, List, Literal, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Literal, Optional, Sequence, Tuple
 
 import mxnet as mx
 from mxnet.context import Context
@@ -16,13 +16,7 @@ from ..exchange.base import Exchange, LayerInfo, Memory
 from ..exchange.store import ProcessStore
 from ..system import arguments
 
-
-class _Unchanged:
-    def __repr__(self) -> str:
-        return "unchanged"
-
-
-_UNCHANGED: Any = _Unchanged()
+_UNCHANGED: Any = ...
 _NONFINITE = ("propagate", "skip", "error")  # the order is that of `Nonfinite` in csrc/meeting/meeting.h
 _MEMORY = Memory()
 _ROOM = 256  # errors, before somebody calls `mx.nd.waitall`
@@ -46,11 +40,9 @@ class Session:
         # Exchanges that reach other processes, which must be told of a failure and of the end.
         self._between_processes: weakref.WeakSet[Exchange] = weakref.WeakSet()
         self._issuing: Dict[Tuple[int, int], threading.Lock] = {}  # by context
-        self._lock = threading.Lock()  # guards the number of open scopes
-        self._open_scopes = 0
+        self._open: Dict[threading.Thread, int] = {}  # scopes, of threads that have any
         self.beginning = threading.RLock()  # held by a thread that enters its first scope, or forgets a failed step
         self.tracing = threading.RLock()  # held by a thread that records the graph of a net
-        self._of_thread = threading.local()
         self.training_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # threads that have opened a scope
         self.raised = ""  # the last failure that went through a scope as an exception
         self.ending = False  # exit handlers have begun
@@ -93,10 +85,6 @@ class Session:
             if (own or self.exchange) is exchange and layer.mode != "local"  # which is not counted
         ]
 
-    def reaches_other_processes(self, exchange: Optional[Exchange]) -> bool:
-        """Whether a layer with this exchange reaches other processes."""
-        return (exchange or self.exchange or _MEMORY).spans_processes
-
     def tell_others(self, reason: str) -> None:
         """Tells the other processes that a step has failed here."""
         for exchange in list(self._between_processes):
@@ -134,35 +122,36 @@ class Session:
 
     def enter_scope(self) -> bool:
         """Opens a scope. Returns whether it is the first one in the process."""
-        with self._lock:
-            first = self._open_scopes == 0
-            self._open_scopes += 1
-            if not hasattr(self._of_thread, "depth"):
-                self.training_threads.add(threading.current_thread())
-        self._of_thread.depth = self.depth() + 1
+        first, thread = not self._inside(), threading.current_thread()
+        self._open[thread] = self.depth() + 1
+        self.training_threads.add(thread)
         return first
 
     def leave_scope(self) -> bool:
         """Closes a scope. Returns whether it was the last one in its thread."""
-        with self._lock:
-            self._open_scopes -= 1
-        self._of_thread.depth -= 1
-        return self._of_thread.depth == 0
+        left = self.depth() - 1
+        self._open[threading.current_thread()] = left
+        if left <= 0:  # below 0, a generator has opened the scope in another thread
+            del self._open[threading.current_thread()]
+        return left == 0
 
     def depth(self) -> int:
         """Number of scopes that this thread has open."""
-        return getattr(self._of_thread, "depth", 0)
+        return self._open.get(threading.current_thread(), 0)
 
     def is_only_one_in_a_step(self) -> bool:
         """Whether this thread is in a step and no other thread is."""
-        with self._lock:
-            return 0 < self._open_scopes == self.depth()
+        return self._inside() == [threading.current_thread()]
+
+    def _inside(self) -> List[threading.Thread]:
+        return [thread for thread in list(self._open) if thread.is_alive()]
 
     # ---- forks ---------------------------------------------------------------------------------------------
 
     def forked(self) -> None:
         """Resets the scopes in the child of a fork, which has one thread."""
-        self._lock, self._open_scopes = threading.Lock(), self.depth()
+        thread = threading.current_thread()
+        self._open = {one: depth for one, depth in self._open.items() if one is thread}
         self._issuing, self._has_room = {}, False
         self.beginning, self.tracing = threading.RLock(), threading.RLock()
         for exchange in list(self._between_processes):
@@ -223,22 +212,19 @@ def configure(
     ValueError
         If an argument is out of range. Then nothing is changed.
     """
+    changes: List[Tuple[Callable[[Any], None], Any]] = []  # none before all arguments are checked
     if seed is not _UNCHANGED:
-        seed = arguments.seed("seed", seed)
+        changes.append((_native.seed, arguments.seed("seed", seed)))
     if timeout is not _UNCHANGED:
-        timeout = arguments.seconds("timeout", timeout)
+        changes.append((_native.default_timeout, arguments.seconds("timeout", timeout)))
     if nonfinite is not _UNCHANGED:
-        nonfinite = arguments.one_of("nonfinite", nonfinite, _NONFINITE)
-    exchange = session.exchange if kvstore is _UNCHANGED else session.exchange_of(kvstore)
-    if timeout is not _UNCHANGED:
-        _native.default_timeout(timeout)
-    if seed is not _UNCHANGED:
-        _native.seed(seed)
-    if nonfinite is not _UNCHANGED:
-        _native.nonfinite(_NONFINITE.index(nonfinite))
+        chosen = arguments.one_of("nonfinite", nonfinite, _NONFINITE)
+        changes.append((_native.nonfinite, _NONFINITE.index(chosen)))
     if kvstore is not _UNCHANGED:
+        changes.append((session.set_exchange, session.exchange_of(kvstore)))
         session.chosen = True
-        session.set_exchange(exchange)
+    for change, value in changes:
+        change(value)
 
 
 def kvstore(name: str, *, gpus: Any = None) -> ProcessStore:

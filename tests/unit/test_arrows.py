@@ -75,7 +75,7 @@ FOLDERS = {
         ["dist_sync", "horovod", "mpi"],
         ["named"],
     ],
-    "training": [["session"], ["replicas", "steps"], ["devices", "guards", "join"], ["gather"], ["shuffle"]],
+    "training": [["session"], ["replicas", "steps"], ["devices", "join"], ["gather"], ["shuffle"]],
     "mxnet_side": [
         ["callers", "compatibility", "draws", "nodes", "operators"],
         ["blocks", "lifetime", "op", "processes", "translations"],
