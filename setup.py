@@ -2,7 +2,7 @@
 
 The core is a plain shared library that ctypes loads: it links neither Python nor MXNet, so one wheel
 per platform (``py3-none-linux_x86_64``) serves every Python version. ``CXX``, ``CXXFLAGS`` and
-``LDFLAGS`` are honoured. In a checkout, ``python setup.py build_core --inplace`` rebuilds the core.
+``LDFLAGS`` are honoured. In a checkout, ``python setup.py build_ext --inplace`` rebuilds the core.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Command, Distribution, setup
-from setuptools.command.build import build
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
 
@@ -36,9 +36,10 @@ OBJECTS = ROOT / "build" / "core"  # what was compiled before, to compile only w
 COMPILE = ["-std=c++17", "-O3", "-fno-trapping-math", "-fPIC", "-fopenmp", "-fvisibility=hidden"]
 COMPILE += ["-Wall", "-Wextra", f"-I{CSRC}"]
 LINK = ["-shared", "-fopenmp"]
+CORE = Extension("gluon_syncbn._core", [])  # `compile_core` finds its sources
 
-INSTALL_COMPILER = "apt-get install g++ (Debian, Ubuntu) or dnf install gcc-c++ (Fedora, RHEL)"
-INSTALL_OPENMP = "apt-get install g++ libgomp1 (for clang: libomp-dev) or dnf install gcc-c++ libgomp"
+NEEDS = "g++ 8 or later, with its headers and OpenMP: apt-get install g++ libgomp1 (for clang: libomp-dev) or "
+NEEDS += "dnf install gcc-c++ libgomp"
 
 
 def constant(module, name):
@@ -80,44 +81,6 @@ def fail(message):
     raise SystemExit("error: gluon_syncbn: " + message)
 
 
-def run(command, source=None):
-    """Runs the compiler; returns (ok, its messages), in English whatever the user's language."""
-    done = subprocess.run(
-        command,
-        input=source,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=dict(os.environ, LC_ALL="C"),
-    )
-    return done.returncode == 0, done.stdout
-
-
-def diagnose(cxx, output):
-    """The one line that explains why the compilation failed, from the cheapest question to the dearest."""
-    name = " ".join(cxx)
-    probe = [*cxx, "-x", "c++", "-fsyntax-only", "-"]
-    if not run(probe, "int main() { return 0; }\n")[0]:
-        return f"the C++ compiler '{name}' cannot compile an empty program; install one: {INSTALL_COMPILER}"
-    modern = (
-        "#if __cplusplus < 201703L || (defined(__GNUC__) && !defined(__clang__) && __GNUC__ < 8)\n#error old\n#endif\n"
-    )
-    if not run([*probe, "-std=c++17"], modern)[0]:
-        return f"the C++ compiler '{name}' is too old: g++ 8 or later is needed (C++17): {INSTALL_COMPILER}"
-    header = re.search(r"fatal error: '?([^\s:']+)'?(: No such file| file not found)", output)
-    if header and header.group(1) != "omp.h":
-        lost = header.group(1)
-        if re.search(r'#\s*include\s*"' + re.escape(lost), output):
-            return f"gluon_syncbn/csrc/{lost} is missing: the sources are incomplete, fetch them again"
-        return f"the C++ header <{lost}> is missing; install the compiler with its headers: {INSTALL_COMPILER}"
-    openmp = "#include <omp.h>\nint main() { return omp_get_max_threads() == 0; }\n"
-    with tempfile.TemporaryDirectory() as scratch:
-        link = [*cxx, "-x", "c++", "-fopenmp", "-", "-o", os.path.join(scratch, "probe")]
-        if not run(link, openmp)[0]:
-            return f"the C++ compiler '{name}' has no OpenMP (-fopenmp, omp.h); install it: {INSTALL_OPENMP}"
-    return None
-
-
 def sources(pattern):
     return sorted(path for path in CSRC.rglob(pattern) if path.is_file())
 
@@ -140,14 +103,20 @@ def is_current(core):
     return core.exists() and core.stat().st_mtime_ns >= newest([*sources("*"), ROOT / "setup.py"])
 
 
-def replace(target, make):
-    """Renames to `target` what `make(path)` made, where that returns true. A process that has the old core mapped keeps
-    it, and an interrupted build leaves no half-written core."""
+def make(target, command):
+    """Runs the compiler, in English whatever the user's language. Returns whether it succeeded, and its messages.
+
+    What it writes is renamed to ``target``: a process that has the old core mapped keeps it, and an interrupted build,
+    or another one, leaves nothing half-written."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".core-", dir=str(target.parent)) as scratch:
+    with tempfile.TemporaryDirectory(prefix=".core-", dir=target.parent) as scratch:
         unfinished = os.path.join(scratch, target.name)
-        if make(unfinished):
-            os.replace(unfinished, str(target))
+        environment = dict(os.environ, LC_ALL="C")
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        done = subprocess.run([*command, "-o", unfinished], text=True, env=environment, **pipes)
+        if done.returncode == 0:
+            os.replace(unfinished, target)
+    return done.returncode == 0, done.stdout
 
 
 def compile_core(target, force=False):
@@ -159,93 +128,40 @@ def compile_core(target, force=False):
         return
     cxx = shlex.split(os.environ.get("CXX", "")) or ["g++"]
     if shutil.which(cxx[0]) is None:
-        fail(f"no C++ compiler: '{cxx[0]}' is not on PATH; install one: {INSTALL_COMPILER}, or set CXX")
+        fail(f"no C++ compiler: '{cxx[0]}' is not on PATH. It needs {NEEDS}, or set CXX")
     flags = COMPILE + shlex.split(os.environ.get("CXXFLAGS", ""))
-    version = run([*cxx, "--version"])[1]
+    version = subprocess.run([*cxx, "--version"], stdout=subprocess.PIPE, text=True).stdout
     objects = OBJECTS / hashlib.sha256(repr((cxx, version, flags)).encode()).hexdigest()[:16]
-    made = {}
-    commands = []
-    for source in sources("*.cc"):
-        made[source] = objects / source.relative_to(CSRC).with_suffix(".o")
-        dependencies = made[source].with_suffix(".d")
-        if force or not is_fresh(made[source], dependencies):
-            made[source].parent.mkdir(parents=True, exist_ok=True)
-            unfinished = f"{made[source]}.{os.getpid()}"  # another build may be at it, or an interrupt come
-            compile_it = [*cxx, *flags, "-MMD", "-MF", str(dependencies), "-c", str(source), "-o", unfinished]
-            commands.append((compile_it, unfinished, made[source]))
+    made = {source: objects / source.relative_to(CSRC).with_suffix(".o") for source in sources("*.cc")}
 
-    def compile_one(job):
-        command, unfinished, done = job
-        ok, text = run(command)
-        if ok:
-            os.replace(unfinished, str(done))
-        return ok, text
+    def compile_one(source):
+        dependencies = made[source].with_suffix(".d")
+        if not force and is_fresh(made[source], dependencies):
+            return True, ""
+        return make(made[source], [*cxx, *flags, "-MMD", "-MF", dependencies, "-c", source])
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        results = list(pool.map(compile_one, commands))
+        results = list(pool.map(compile_one, made))
     if all(ok for ok, _ in results):
-        link = [*cxx, *flags, *LINK, *map(str, made.values()), *shlex.split(os.environ.get("LDFLAGS", "")), "-o"]
-
-        def link_it(unfinished):
-            results.append(run([*link, unfinished]))
-            return results[-1][0]
-
-        replace(target, link_it)
-    output = "".join(text for _, text in results)
+        link = [*cxx, *flags, *LINK, *made.values(), *shlex.split(os.environ.get("LDFLAGS", ""))]
+        results.append(make(target, link))
+    print(end="".join(text for _, text in results), flush=True)
     if not all(ok for ok, _ in results):
-        reason = diagnose(cxx, output)
-        if reason is None:
-            print(output, flush=True)
-            reason = f"the native core did not compile with '{' '.join(cxx)}'; its messages are above"
-        fail(reason)
-    if output:
-        print(output, flush=True)  # the compiler's warnings
+        fail(f"the native core did not compile with '{' '.join(cxx)}', whose messages are above. It needs {NEEDS}")
 
 
-class BuildCore(Command):
-    """``build_core``: the native core, into the build folder or, with --inplace, beside its sources."""
+class BuildCore(build_ext):
+    """Puts the native core into the build folder or, with --inplace, beside its sources."""
 
-    description = "compile gluon_syncbn/csrc into gluon_syncbn/_core.so"
-    user_options = [
-        ("inplace", "i", "put the library into the source tree"),
-        ("force", "f", "compile even when the library is newer than its sources"),
-        ("build-lib=", "b", "build folder of the Python files"),
-    ]
-    boolean_options = ["inplace", "force"]
-
-    def initialize_options(self):
-        self.inplace = self.editable_mode = False
-        self.force = None
-        self.build_lib = None
-
-    def finalize_options(self):
-        self.set_undefined_options("build", ("build_lib", "build_lib"), ("force", "force"))
-
-    def target(self):
-        in_tree = self.inplace or self.editable_mode
-        return (PACKAGE if in_tree else Path(self.build_lib) / "gluon_syncbn") / "_core.so"
+    def get_ext_filename(self, fullname):
+        return f"{fullname.replace('.', '/')}.so"  # of no version of Python
 
     def run(self):
-        target, beside = self.target(), PACKAGE / "_core.so"
+        target, beside = Path(self.get_ext_fullpath(CORE.name)), PACKAGE / "_core.so"
         compile_core(target, bool(self.force))
         # Python prefers the checkout's package to the installed one wherever it starts in the checkout.
-        if target != beside and not is_current(beside):
-            replace(beside, lambda unfinished: shutil.copyfile(str(target), unfinished))
-
-    # What setuptools asks of a part of `build`:
-
-    def get_source_files(self):
-        return [str(path.relative_to(ROOT)) for path in sources("*")]
-
-    def get_outputs(self):
-        return [str(Path(self.build_lib) / "gluon_syncbn" / "_core.so")]
-
-    def get_output_mapping(self):
-        return {}
-
-
-class Build(build):
-    sub_commands = [*build.sub_commands, ("build_core", None)]
+        if target.resolve() != beside and not is_current(beside):
+            os.replace(shutil.copyfile(target, f"{beside}.{os.getpid()}"), beside)
 
 
 #: A file by which a Python imports gluon_syncbn_first at its start.
@@ -253,12 +169,7 @@ AT_START = ("gluon_syncbn.pth", "import gluon_syncbn_first\n")
 
 
 class BuildPy(build_py):
-    """Adds the file that Python reads at its start. Leaves out the core that an editable install put beside its
-    sources, as `build_core` makes a new one.
-    """
-
-    def find_data_files(self, package, src_dir):
-        return [name for name in super().find_data_files(package, src_dir) if not name.endswith(".so")]
+    """Adds the file that Python reads at its start."""
 
     def at_start(self):
         return Path(self.build_lib) / AT_START[0]
@@ -289,16 +200,6 @@ class BdistWheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
-class CoreDistribution(Distribution):
-    """Not pure Python, though there is no extension module: the wheel belongs to a platform."""
-
-    def has_ext_modules(self):
-        return True
-
-
-commands = {"build": Build, "build_core": BuildCore, "build_py": BuildPy}
-commands.update(editable_wheel=EditableWheel, bdist_wheel=BdistWheel)
-
 setup(
     version=VERSION,
     long_description=description((ROOT / "README.md").read_text(encoding="utf-8")),
@@ -310,6 +211,6 @@ setup(
     py_modules=["gluon_syncbn_first"],
     package_data={"gluon_syncbn": ["py.typed", "csrc/*", "csrc/*/*"]},
     include_package_data=False,
-    cmdclass=commands,
-    distclass=CoreDistribution,
+    ext_modules=[CORE],
+    cmdclass=dict(build_ext=BuildCore, build_py=BuildPy, editable_wheel=EditableWheel, bdist_wheel=BdistWheel),
 )

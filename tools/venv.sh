@@ -93,7 +93,7 @@ pip_install() {
     fi
 }
 
-build_core() { "$VENV/bin/python" setup.py -q build_core --inplace; }
+build_core() { "$VENV/bin/python" setup.py -q build_ext --inplace; }
 
 # What the layer and the examples run on, and the layer itself.
 set_up_run() {
