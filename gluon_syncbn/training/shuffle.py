@@ -82,13 +82,6 @@ class ShuffledBatch:
         self._contexts = [shard.ctx for shard in shuffled_shards]
         self._lengths = [shard.shape[batch_axis] for shard in shuffled_shards]
 
-    @property
-    def moved(self) -> int:
-        """Number of samples that are on another device than in the batch's order: `unshuffle` moves as many rows."""
-        owners = np.repeat(np.arange(len(self._lengths)), self._lengths)
-        names = np.array([str(context) for context in self._contexts])
-        return int((names[owners] != names[owners[self.order]]).sum())
-
     def apply(self, net: Callable[[Any], Any]) -> List[Any]:
         """Calls ``net(shard)`` for each shard and returns `unshuffle` of the results."""
         return self.unshuffle([net(shard) for shard in self.shuffled_shards])
@@ -345,28 +338,17 @@ class ShuffleSampler(Sampler):
         samples = _permutation(self._length, self._seed, epoch, 0)
         whole = self._batch_size * self._num_processes
         for batch in range(len(self)):
-            starts, order = self._plan(epoch, batch)
-            own = slice(starts[self._rank], starts[self._rank + 1])
             of_all = samples[batch * whole : (batch + 1) * whole]
-            yield list(zip(of_all[own].tolist(), of_all[order[own]].tolist()))
+            keys = of_all[self._order(epoch, batch)]
+            yield list(zip(self._own(of_all).tolist(), self._own(keys).tolist()))
 
-    def _plan(self, epoch: int, batch: int) -> Tuple[np.ndarray, np.ndarray]:
-        """Returns where each process begins in the batch of all, and the sample at each place of the keys."""
+    def _order(self, epoch: int, batch: int) -> np.ndarray:
+        """Returns the sample at each place of the keys of all processes."""
         whole = self._batch_size * self._num_processes
-        n = min(whole, self._length - batch * whole)
-        share, extra = divmod(n, self._num_processes)
-        starts = np.cumsum([0] + [share + (rank < extra) for rank in range(self._num_processes)])
-        return starts, _permutation(n, self._seed, epoch, 1 + batch)
+        return _permutation(min(whole, self._length - batch * whole), self._seed, epoch, 1 + batch)
 
-    def destinations(self, batch: int) -> List[np.ndarray]:
-        """Returns where the features go: row i of process p is the key of query ``[i, 1]`` of process ``[i, 0]``.
-
-        There is one array of shape [rows of p, 2] for each process p, for batch ``batch`` of the current epoch.
-        """
-        batch = arguments.whole("batch", batch, 0, len(self) - 1)
-        starts, order = self._plan(self.epoch, batch)
-        process = np.searchsorted(starts, order, side="right") - 1
-        return np.split(np.stack([process, order - starts[process]], axis=1), starts[1:-1])
+    def _own(self, rows: np.ndarray) -> np.ndarray:
+        return np.array_split(rows, self._num_processes)[self._rank]
 
     def restore(self, features: Any, batch: int, kvstore: Any = None) -> Any:
         """Returns the keys of this process in the order of its queries. Autograd goes through NDArrays.
@@ -393,22 +375,18 @@ class ShuffleSampler(Sampler):
         """
         batch = arguments.whole("batch", batch, 0, len(self) - 1)
         store = session.exchange_of(kvstore) or session.exchange
-        starts, order = self._plan(self.epoch, batch)
-        here = starts[self._rank + 1] - starts[self._rank]
+        order = self._order(self.epoch, batch)
+        own = self._own(np.argsort(order))  # where the keys of this process's queries are
         parts = list(features) if isinstance(features, (list, tuple)) and features else [features]
         for part in parts:
             if parts[0] is not features or not isinstance(part, np.ndarray):
                 _check_array("features", part, "an NDArray, a list of them or a numpy.ndarray")
         count = sum(len(part) if part.ndim else 0 for part in parts)
-        own = np.argsort(order)[starts[self._rank] : starts[self._rank + 1]]
         if parts[0] is features and count == len(order):
             return features[own] if isinstance(features, np.ndarray) else _take(features, own, 0)
-        if count != here or isinstance(features, np.ndarray):
-            arguments.refuse(
-                "features",
-                features,
-                f"{here} rows, those of this process in batch {batch}, or {len(order)}, all of them",
-            )
+        if count != len(own) or isinstance(features, np.ndarray):
+            expected = f"{len(own)} rows, those of this process in batch {batch}, or {len(order)}, all of them"
+            arguments.refuse("features", features, expected)
         place = (store.rank, store.num_workers) if isinstance(store, ProcessStore) else (0, 1)
         if place != (self._rank, self._num_processes):
             expected = f"one in which this is rank {self._rank} of {self._num_processes}, as the sampler says"

@@ -285,7 +285,6 @@ CALLS = {
         },
     ),
     "contrastive.ShuffleSampler.epoch": (set_epoch, {"epoch": "whole from 0"}),
-    "contrastive.ShuffleSampler.destinations": (sampler().destinations, {"batch": "whole from 0"}),
     "contrastive.ShuffleSampler.restore": (
         lambda **kwargs: sampler().restore(**{"features": np.ones((8, 2)), "batch": 0, **kwargs}),
         {"features": "features", "batch": "whole from 0", "kvstore": "kvstore"},
