@@ -230,18 +230,6 @@ def configure(
 def kvstore(name: str, *, gpus: Any = None) -> ProcessStore:
     """Returns a KVStore over all processes of the job, for `configure`, ``gluon.Trainer`` and ``SyncBatchNorm``.
 
-    ::
-
-        # mpiexec -n 2 python train.py
-        import gluon_syncbn
-        from mxnet import gluon
-
-        kv = gluon_syncbn.kvstore("mpi")  # in every process
-        net = gluon_syncbn.SyncBatchNorm()
-        net.initialize()
-        trainer = gluon.Trainer(net.collect_params(), "sgd", kvstore=kv)  # the layers use it, too
-        # and in each step: trainer.step(number of the samples of all processes)
-
     The processes must build and initialise the same net; Gluon's names may differ. If a process ends, hangs or fails,
     the step of all processes ends in an `MXNetError` that names the layer and the rank. The job ends too.
 

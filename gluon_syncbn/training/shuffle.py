@@ -139,26 +139,6 @@ def split_and_load(
 
     No sample moves twice. Without ``shuffle`` this is Gluon's function, with its arguments, results and errors.
 
-    ::
-
-        import mxnet as mx
-        import gluon_syncbn
-        from mxnet import autograd, gluon
-
-        contexts = gluon_syncbn.cpu_devices(2)
-        encoder_q, encoder_k = gluon.nn.BatchNorm(), gluon.nn.BatchNorm()
-        for encoder in (encoder_q, encoder_k):
-            encoder.initialize(ctx=contexts)
-        batches = [mx.nd.random.normal(shape=(2, 8, 4)) for _ in range(3)]  # two views of 8 samples
-
-        shuffle = gluon_syncbn.contrastive.SampleShuffle(seed=1)
-        for x_q, x_k in batches:
-            keys = gluon_syncbn.contrastive.split_and_load(x_k, contexts, shuffle=shuffle)
-            with autograd.train_mode():  # statistics of the batch, no gradients
-                k = keys.apply(encoder_k)  # k[i] belongs to q[i]
-            with autograd.record():
-                q = [encoder_q(x) for x in gluon.utils.split_and_load(x_q, contexts)]
-
     Parameters
     ----------
     data : NDArray or numpy.ndarray
