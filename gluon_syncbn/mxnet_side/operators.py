@@ -11,7 +11,7 @@ A script may also put this package's symbol into the place of ``mx.sym.BatchNorm
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable
 
 import mxnet as mx
 from mxnet.base import _LIB, OpHandle, c_str, check_call
@@ -19,41 +19,23 @@ from mxnet.ndarray.register import _make_ndarray_function
 from mxnet.symbol.register import _make_symbol_function
 
 
-class Operators(NamedTuple):
-    """Stands in for ``mx.nd`` or ``mx.sym``."""
+class Operators:
+    """Stands in for ``mx.nd`` or ``mx.sym``. Whatever else is asked for is as it is there now."""
 
-    BatchNorm: Callable[..., Any]
-    Cast: Callable[..., Any]
-    Custom: Callable[..., Any]
-    SwapAxis: Callable[..., Any]
-
-
-class _Symbols:
-    """Stands in for the whole of ``mx.sym``, where a layer of MXNet's looks up its operator."""
+    def __init__(self, module: Any, make: Callable[[Any, str, str], Callable[..., Any]]) -> None:
+        self._module = module
+        for name in ("BatchNorm", "Cast", "Custom", "SwapAxis"):
+            handle = OpHandle()
+            check_call(_LIB.NNGetOpHandle(c_str(name), ctypes.byref(handle)))
+            setattr(self, name, make(handle, name, name))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(mx.sym, name)
-
-    @property
-    def BatchNorm(self) -> Callable[..., Any]:
-        return _SYM.BatchNorm
+        return getattr(self._module, name)
 
 
-SYMBOLS = _Symbols()
+SYMBOLS = Operators(mx.sym, _make_symbol_function)
+_ARRAYS = Operators(mx.nd, _make_ndarray_function)
 
 
 def own(F: Any) -> Operators:
-    return _ND if F is mx.nd else _SYM
-
-
-def _make(make: Callable[[Any, str, str], Callable[..., Any]]) -> Operators:
-    functions = []
-    for name in Operators._fields:
-        handle = OpHandle()
-        check_call(_LIB.NNGetOpHandle(c_str(name), ctypes.byref(handle)))
-        functions.append(make(handle, name, name))
-    return Operators(*functions)
-
-
-_ND = _make(_make_ndarray_function)
-_SYM = _make(_make_symbol_function)
+    return _ARRAYS if F is mx.nd else SYMBOLS

@@ -270,9 +270,9 @@ def test_bfloat16_in_what_is_done_with_nets(contexts, rng):
 
 
 def test_eager_calls_have_a_number_in_place_of_their_attributes(monkeypatch):
-    given, own = [], operators._ND
-    custom = lambda *args, **kwargs: given.append(kwargs) or own.Custom(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(operators, "_ND", own._replace(Custom=custom))
+    given, custom = [], operators.own(mx.nd).Custom
+    noted = lambda *args, **kwargs: given.append(kwargs) or custom(*args, **kwargs)  # noqa: E731
+    monkeypatch.setattr(operators.own(mx.nd), "Custom", noted)
     layer = gluon_syncbn.SyncBatchNorm(in_channels=3)
     layer.initialize()
     for frozen in (False, True, False):
