@@ -99,16 +99,15 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
     UserWarning
         When a graph is bound that uses the mean or variance of contrib's operator, which then stays.
     """
-    global _cpus, _converts
     convert = arguments.flag("convert", convert)
     if cpus is not None:
         cpus = arguments.whole("cpus", cpus, 1, MOST_CPUS)
+    for name, value in (("cpus", cpus), ("convert", convert)):
+        before = _settings.setdefault(name, value)
+        if value != before:
+            arguments.refuse(name, value, f"{before}, as installed before; call gluon_syncbn.uninstall() first")
     if _installed:
-        for name, value, before in (("cpus", cpus, _cpus), ("convert", convert, _converts)):
-            if value != before:
-                arguments.refuse(name, value, f"{before}, as installed before; call gluon_syncbn.uninstall() first")
         return _words()
-    _cpus, _converts = cpus, convert
     _put([(ContribSyncBatchNorm, SyncBatchNorm)])
     # A symbol that reaches `SymbolBlock` goes to Gluon. Others are found when they are bound.
     patches.replace(_synchronising, SymbolBlock, "__init__")
@@ -127,13 +126,12 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
 
 def remove() -> None:
     """Undoes `install`."""
-    global _cpus, _converts
     if _WATCH in sys.meta_path:
         sys.meta_path.remove(_WATCH)
     executors.operators -= {OPERATOR, "BatchNorm"}
     _swap([(new, old) for old, new in _installed])
     _installed.clear()
-    _cpus, _converts = None, False
+    _settings.clear()
 
 
 def _synchronising(construct: Callable[..., None], block: SymbolBlock, *args: Any, **kwargs: Any) -> None:
@@ -144,7 +142,7 @@ def _synchronising(construct: Callable[..., None], block: SymbolBlock, *args: An
 
 def _converting(construct: Callable[..., None], trainer: gluon.Trainer, *args: Any, **kwargs: Any) -> None:
     construct(trainer, *args, **kwargs)
-    if _converts:
+    if _settings.get("convert"):
         for block in _with_parameters(trainer._params):
             convert_layers(block)
 
@@ -165,8 +163,7 @@ def _with_parameters(parameters: Sequence[Parameter]) -> List[Block]:
 
 
 _installed: List[Tuple[Any, Any]] = []  # the original, and its replacement
-_cpus: Optional[int] = None
-_converts = False
+_settings: Dict[str, Any] = {}  # the arguments of `install`
 
 
 def _words() -> str:
@@ -174,11 +171,11 @@ def _words() -> str:
         "gluon_syncbn's SyncBatchNorm for mx.gluon.contrib.nn.SyncBatchNorm and, in a SymbolBlock or a Module, "
         f"mx.sym.contrib.SyncBatchNorm, and gluon_syncbn.parallel for {HELPERS}"
     )
-    if _converts:
+    if _settings["convert"]:
         words += "; and it converts the nets that a gluon.Trainer or a Module trains"
-    if _cpus is None:
+    if _settings["cpus"] is None:
         return words
-    return f"{words}; mx.gpu(0) to mx.gpu({_cpus - 1}) are CPU contexts"
+    return f"{words}; mx.gpu(0) to mx.gpu({_settings['cpus'] - 1}) are CPU contexts"
 
 
 def _put(pairs: List[Tuple[Any, Any]]) -> None:

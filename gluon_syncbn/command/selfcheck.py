@@ -225,19 +225,8 @@ def step(contexts: Sequence[mx.Context], stores: Mapping[Optional[str], str]) ->
 
 def main(file: Optional[str] = None) -> int:
     """Runs and prints all checks. A report in a file also has those of a net on all GPUs, and of the layer's speed."""
-    checks: List[Callable[[], str]] = [
-        versions,
-        names,
-        core,
-        libraries,
-        gpus,
-        stores,
-        processes,
-        opencv,
-        live,
-        live_gpu,
-        *([net_gpu, times_gpu] if file else []),
-    ]
+    checks = [versions, names, core, libraries, gpus, stores, processes, opencv, live, live_gpu]
+    checks += [net_gpu, times_gpu] if file else []
     broken = 0
     lines = []
     for check in checks:

@@ -64,8 +64,10 @@ def _watch_callers() -> None:
     # of them wait within MXNet, no thread is left that could call the missing replicas.
     while True:
         if _native.asked_for_callers(60.0):
-            if not threading.main_thread().is_alive():
-                _native.nobody_left(all(map(_waits_in_mxnet, filter(_counts, threading.enumerate()))))
+            main = threading.main_thread()
+            if not main.is_alive():
+                others = [_frames(one)[:1] for one in threading.enumerate() if one is not main and not one.daemon]
+                _native.nobody_left(all(frames and _is_of(frames[0], _MXNET) for frames in others))
             _native.answer_callers(*_what_callers_wait_for())
             time.sleep(0.05)  # many replicas ask
 
@@ -103,14 +105,6 @@ def _line(frames: List[FrameType]) -> str:
     frame = next((frame for frame in frames if _is_users([frame])), frames[-1])
     file, number = frame.f_code.co_filename, frame.f_lineno
     return f"{file}, line {number}: {linecache.getline(file, number).strip()}"
-
-
-def _counts(thread: threading.Thread) -> bool:
-    return not thread.daemon and thread is not threading.main_thread()
-
-
-def _waits_in_mxnet(thread: threading.Thread) -> bool:
-    return any(_is_of(frame, _MXNET) for frame in _frames(thread)[:1])
 
 
 def _frames(thread: threading.Thread) -> List[FrameType]:
