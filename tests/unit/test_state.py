@@ -9,8 +9,6 @@ import pytest
 from environments import ended
 from places import PACKAGE, ROOT, SUPPORT
 
-from gluon_syncbn.system import environment
-
 PAGE = (ROOT / "docs" / "state.md").read_text(encoding="utf-8")
 
 CHILD = """
@@ -102,6 +100,8 @@ def first_column(heading, column="`"):
     return {code for row in rows for code in re.findall(r"`([^`]+)`", row)}
 
 
+#: How variables of the environment begin.
+PREFIXES = "DMLC|GLUON_SYNCBN|HOROVOD|LD|MXNET|OMPI|PMI|SLURM|XDG"
 AT_IMPORT = first_column("Functions of MXNet that the import wraps")
 LATER = first_column("Functions that the package wraps later")
 
@@ -146,11 +146,13 @@ def test_threads(stages):
 
 
 def test_the_environment(stages):
-    assert first_column("Environment variables", "Read") == set(environment.READ)
-    assert first_column("Environment variables", "Written") == set(environment.WRITTEN)
+    read, written = (first_column("Environment variables", kind) for kind in ("Read", "Written"))
+    text = "".join(path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py"))
+    assert read | written == set(re.findall(rf'"((?:{PREFIXES})_[A-Z_]+)"', text))
+    assert written == set(re.findall(r'at_least\("(\w+)"', text))
     before, after = stages["before"]["environment"], stages["everything"]["environment"]
     assert stages["import"]["environment"] == before
-    assert {name for name in after if after[name] != before.get(name)} <= set(environment.WRITTEN)
+    assert {name for name in after if after[name] != before.get(name)} <= written
 
 
 def test_one_module_knows_the_environment():
