@@ -171,16 +171,13 @@ AT_START = ("gluon_syncbn.pth", "import gluon_syncbn_first\n")
 class BuildPy(build_py):
     """Adds the file that Python reads at its start."""
 
-    def at_start(self):
-        return Path(self.build_lib) / AT_START[0]
-
     def run(self):
         super().run()
         if not getattr(self, "editable_mode", False):
-            self.at_start().write_text(AT_START[1])
+            Path(self.build_lib, AT_START[0]).write_text(AT_START[1])
 
     def get_outputs(self, include_bytecode=1):
-        return [*super().get_outputs(include_bytecode), str(self.at_start())]
+        return [*super().get_outputs(include_bytecode), os.path.join(self.build_lib, AT_START[0])]
 
 
 class EditableWheel(editable_wheel):
