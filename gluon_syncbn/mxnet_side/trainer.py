@@ -1,18 +1,34 @@
-"""Runs in the places of methods of ``gluon.Trainer`` that begin a training, add gradients and update weights."""
+"""Runs in the places of methods of ``gluon.Trainer`` that begin a training, add gradients and update weights. A Trainer
+and the layers use the same store of processes, and the first step tells who takes part.
+"""
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from typing import Any, Callable, List
+from typing import Any, Callable, Iterable, List, Optional
 
 import mxnet as mx
 from mxnet import gluon
+from mxnet.gluon import Parameter
 
 from .. import _native
 from ..exchange.store import ProcessStore
+from ..system import environment
+from ..system.logs import log
 from ..training import devices
-from . import mixed, processes
+from ..training.replicas import Replicas, followers_of, stores_of
+from ..training.session import session
+from . import mixed
+
+#: Of each launcher: the variable with the number of its processes, another one that must be set, and our store.
+_LAUNCHERS = (
+    ("PMI_SIZE", "", "mpi"),
+    ("OMPI_COMM_WORLD_SIZE", "", "mpi"),
+    ("HOROVOD_SIZE", "", "horovod"),
+    ("SLURM_NTASKS", "SLURM_STEP_ID", "mpi"),
+    ("DMLC_NUM_WORKER", "DMLC_ROLE", "dist_sync"),
+)
 
 
 def constructing(construct: Callable, *args: Any, **kwargs: Any) -> None:
@@ -22,13 +38,13 @@ def constructing(construct: Callable, *args: Any, **kwargs: Any) -> None:
     given = inspect.signature(construct).bind(*args, **kwargs).arguments
     store = given.get("kvstore")
     if "kvstore" not in given and not given.get("update_on_kvstore"):
-        store = processes.store_of_layers(given["params"])
+        store = _store_of_layers(given["params"])
         if store is not None:
             kwargs["kvstore"] = store
     construct(*args, **kwargs)
     if isinstance(store, ProcessStore):
         store.expect(given["self"])
-        processes.give_to_layers(store)
+        _give_to_layers(store)
     devices.trainers.add(given["self"])
 
 
@@ -40,7 +56,7 @@ def initialising(initialise: Callable, trainer: gluon.Trainer) -> None:
     if trainer not in _initialised:
         _initialised.add(trainer)
         mixed.warn_of(trainer._params)
-        processes.tell(trainer._params)
+        _tell_who_meets(trainer._params)
     if trainer._kvstore is not None:
         _gate(trainer, with_running=True)
     if not isinstance(trainer._kvstore, ProcessStore):
@@ -88,3 +104,45 @@ def _gate(trainer: gluon.Trainer, with_running: bool = False) -> None:
         written += [d for p in trainer._params if p.grad_req == "null" for d in p._data or ()]
     if written:
         _native.gate(written)
+
+
+def _store_of_layers(params: Any) -> Optional[ProcessStore]:
+    """Returns the store of the layers among the parameters of a new Trainer that names none."""
+    given = list(params.values()) if hasattr(params, "values") else params
+    stores = stores_of(p for p in given if isinstance(p, Parameter)) if isinstance(given, (list, tuple)) else []
+    if len(stores) != 1:
+        return None
+    log.info("the Trainer uses the KVStore of the layers: %r", stores[0])
+    return stores[0]
+
+
+def _give_to_layers(store: ProcessStore) -> None:
+    """Lets the layers use the store of a Trainer, unless `configure` has chosen."""
+    if session.exchange is None and not session.chosen:
+        session.set_exchange(store)
+        log.info("layers without a KVStore of their own use that of the Trainer: %r", store)
+
+
+def _tell_who_meets(parameters: Iterable[Parameter]) -> None:
+    """Says with whom the layers of a Trainer meet; warns if a launcher has started processes that do not meet."""
+    meeting = [replicas for replicas in followers_of(parameters) if replicas.pooling.mode != "local"]
+    if not meeting or any(_meets_others(replicas) for replicas in meeting):
+        return  # the store tells what the processes have agreed on
+    log.info("the statistics of %d layers meet within this process: %d replicas", len(meeting), meeting[0].count())
+    for variable, other, store in _LAUNCHERS:
+        size = environment.read(variable)
+        if size.isdigit() and int(size) > 1 and (not other or environment.read(other)) and not session.warned:
+            session.warned = True
+            log.warning(
+                "This is one of %s processes (%s), but its layers meet no replica of the others. For statistics and "
+                "gradients of all processes, write kv = gluon_syncbn.kvstore(%r) and gluon.Trainer(..., kvstore=kv). "
+                "mode='local' is for statistics of each device.",
+                size,
+                variable,
+                store,
+            )
+
+
+def _meets_others(replicas: Replicas) -> bool:
+    exchange = replicas.exchange or session.exchange
+    return isinstance(exchange, ProcessStore) and exchange.num_workers > 1

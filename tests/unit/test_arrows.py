@@ -78,7 +78,7 @@ FOLDERS = {
     "training": [["session"], ["replicas", "steps"], ["devices", "join"], ["gather"], ["shuffle"]],
     "mxnet_side": [
         ["callers", "compatibility", "draws", "nodes", "operators"],
-        ["blocks", "lifetime", "op", "processes", "translations"],
+        ["blocks", "lifetime", "op", "translations"],
         ["gamma", "mixed", "module"],
         ["trainer"],
         ["patches"],
