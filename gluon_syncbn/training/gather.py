@@ -30,29 +30,6 @@ def gather(features: Any, *, name: str = "gather", kvstore: Any = None) -> Any:
     Within a process, rows travel as MXNet's copies do. Between processes, they take one exchange in each direction,
     over the host. The forward waits for that of the other processes. Sums between processes are in float64.
 
-    In the supervised contrastive loss, rows with the same label form positive pairs (Khosla et al., NeurIPS 2020). If
-    the labels are the numbers of the samples, this is SimCLR's loss::
-
-        import mxnet as mx
-        import gluon_syncbn
-        from gluon_syncbn.contrastive import gather
-        from mxnet import autograd
-
-        contexts = gluon_syncbn.cpu_devices(2)
-        features = [mx.nd.random.normal(shape=(4, 8), ctx=c) for c in contexts]
-        labels = [mx.nd.array([0, 1, 0, 1], ctx=c) for c in contexts]
-        for x in features:
-            x.attach_grad()
-        with autograd.record():
-            z = [mx.nd.L2Normalization(x) for x in features]
-            everyone, of_all = gather(z), gather(labels)
-            losses = []
-            for own, label, others, other_labels in zip(z, labels, everyone, of_all):
-                alike = mx.nd.dot(own, others, transpose_b=True) / 0.5
-                same = mx.nd.broadcast_equal(label.expand_dims(1), other_labels.expand_dims(0))
-                losses.append(-(mx.nd.log_softmax(alike) * same).sum(axis=1) / same.sum(axis=1))
-        autograd.backward(losses)
-
     All processes make the same calls in the same order. Call it outside of hybridized blocks, on their outputs.
 
     Parameters
