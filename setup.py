@@ -55,13 +55,8 @@ REPOSITORY = constant("system/distribution.py", "REPOSITORY")
 def description(text):
     """The README for readers who do not have the files that it links to: with whole addresses, or, as long as there is
     no public repository, with the text of such links alone and without pictures."""
-
-    def image(match):
-        return f"![{match.group(1)}]({REPOSITORY}/raw/v{VERSION}/{match.group(2)})" if REPOSITORY else ""
-
-    def link(match):
-        return f"[{match.group(1)}]({REPOSITORY}/blob/v{VERSION}/{match.group(2)})" if REPOSITORY else match.group(1)
-
+    image = rf"![\1]({REPOSITORY}/raw/v{VERSION}/\2)" if REPOSITORY else ""
+    link = rf"[\1]({REPOSITORY}/blob/v{VERSION}/\2)" if REPOSITORY else r"\1"
     here = r"\((?![a-z]+:|#)([^()\s]+)\)"  # what has no scheme and is not within the page
     text = re.sub(r"!\[([^\]]*)\]" + here, image, text)
     text = re.sub(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]" + here, link, text)

@@ -62,13 +62,7 @@ def names() -> str:
 
 
 def core() -> str:
-    cores = len(os.sched_getaffinity(0))
-    return f"{_native.PATH}, {_native.instruction_set()} kernels, {cores} cores; {_ways()}"
-
-
-def _ways() -> str:
-    """Describes how calls come from MXNet."""
-    found = []
+    found = [f"{_native.PATH}, {_native.instruction_set()} kernels, {len(os.sched_getaffinity(0))} cores"]
     for device, copies in (("cpu", ", with copies"), ("gpu", "")):
         if device == "gpu" and not mx.runtime.Features().is_enabled("CUDA"):
             continue

@@ -35,13 +35,9 @@ def of(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
         return
     seen.add(id(net))
     yield net
-    for child in list(net._children.values()):
-        yield from of(child, seen)
-    for value in _attributes(net):
-        for block in _within(value, set()):
-            yield from of(block, seen)
-    for layer in callers.called_by(net):
-        yield from of(layer, seen)
+    attributes = list(_attributes(net))
+    for block in [*net._children.values(), *_within(attributes, set()), *callers.called_by(net)]:
+        yield from of(block, seen)
 
 
 def _attributes(net: Block) -> Iterator[Any]:

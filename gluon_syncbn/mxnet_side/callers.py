@@ -7,9 +7,9 @@ block does not know the blocks around it, whose graphs contain its layers.
 from __future__ import annotations
 
 import sys
+import traceback
 import weakref
-from types import FrameType
-from typing import Any, Callable, List, Optional, Set
+from typing import Any, Callable, List, Set
 
 from mxnet.gluon import Block, HybridBlock
 
@@ -24,18 +24,13 @@ def noting(call: Callable[..., Any], layer: Block, *args: Any) -> Any:
     layer in an attribute of an object that is not a block cannot be found otherwise.
     """
     if layer not in _known:
-        _note(layer, sys._getframe(1))
+        for frame, _ in traceback.walk_stack(sys._getframe()):
+            caller = frame.f_locals.get("self")
+            # A constructor that calls a net records its graph, as those of GluonCV's SymbolBlocks do.
+            if isinstance(caller, Block) and caller is not layer and frame.f_code.co_name != "__init__":
+                called.setdefault(caller, weakref.WeakKeyDictionary())[layer] = None
+                _known.add(layer)
     return call(layer, *args)
-
-
-def _note(layer: Block, frame: Optional[FrameType]) -> None:
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        # A constructor that calls a net records its graph, as those of GluonCV's SymbolBlocks do.
-        if isinstance(caller, Block) and caller is not layer and frame.f_code.co_name != "__init__":
-            called.setdefault(caller, weakref.WeakKeyDictionary())[layer] = None
-            _known.add(layer)
-        frame = frame.f_back
 
 
 def called_by(block: Block) -> List[Block]:

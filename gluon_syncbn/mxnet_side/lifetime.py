@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import threading
 import time
+import traceback
 from types import FrameType
 from typing import List, Tuple
 
@@ -109,12 +110,8 @@ def _line(frames: List[FrameType]) -> str:
 
 def _frames(thread: threading.Thread) -> List[FrameType]:
     """Returns the frames of a thread. The first is the innermost one, which has called into a library."""
-    frames = []
     frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
+    return [frame for frame, _ in traceback.walk_stack(frame)] if frame else []
 
 
 def _is_of(frame: FrameType, *folders: str) -> bool:

@@ -10,7 +10,6 @@ from typing import Any, Callable, Iterable, List, Optional
 
 import mxnet as mx
 from mxnet import gluon
-from mxnet.gluon import Parameter
 
 from .. import _native
 from ..exchange.store import ProcessStore
@@ -109,7 +108,7 @@ def _gate(trainer: gluon.Trainer, with_running: bool = False) -> None:
 def _store_of_layers(params: Any) -> Optional[ProcessStore]:
     """Returns the store of the layers among the parameters of a new Trainer that names none."""
     given = list(params.values()) if hasattr(params, "values") else params
-    stores = stores_of(p for p in given if isinstance(p, Parameter)) if isinstance(given, (list, tuple)) else []
+    stores = stores_of(p for p in given if isinstance(p, gluon.Parameter)) if isinstance(given, (list, tuple)) else []
     if len(stores) != 1:
         return None
     log.info("the Trainer uses the KVStore of the layers: %r", stores[0])
@@ -123,7 +122,7 @@ def _give_to_layers(store: ProcessStore) -> None:
         log.info("layers without a KVStore of their own use that of the Trainer: %r", store)
 
 
-def _tell_who_meets(parameters: Iterable[Parameter]) -> None:
+def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
     """Says with whom the layers of a Trainer meet; warns if a launcher has started processes that do not meet."""
     meeting = [replicas for replicas in followers_of(parameters) if replicas.pooling.mode != "local"]
     if not meeting or any(_meets_others(replicas) for replicas in meeting):
