@@ -96,7 +96,7 @@ def modules() -> Dict[str, ModuleType]:
 
 def supplied() -> Dict[str, Any]:
     """Returns the names that this NumPy lacks or has changed, with their values."""
-    old: Dict[str, Any] = {**TYPES, **CONSTANTS, **{name: _financial(name) for name in FINANCIAL}, **OTHERS}
+    old: Dict[str, Any] = {**TYPES, **CONSTANTS, **OTHERS}
     old.update((name, getattr(np, new)) for name, new in RENAMED.items() if hasattr(np, new))
     return {name: value for name, value in old.items() if vars(np).get(name, np) is not value}
 
@@ -109,26 +109,17 @@ def _array(object: Any, dtype: Any = None, **rest: Any) -> np.ndarray:
         return np.array(object, **rest).astype(dtype)
 
 
-def _in1d(ar1: Any, ar2: Any, assume_unique: bool = False, invert: bool = False) -> Any:
-    return np.isin(np.ravel(ar1), ar2, assume_unique, invert)
+def _removed(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError("NumPy removed its financial functions in 1.20: `pip install numpy-financial` has them")
 
 
-def _msort(a: Any) -> Any:
-    return np.sort(a, axis=0)
-
-
-def _financial(name: str) -> Callable[..., NoReturn]:
-    def removed(*args: Any, **kwargs: Any) -> NoReturn:
-        raise RuntimeError(f"NumPy removed {name} in 1.20: `pip install numpy-financial` has it")
-
-    removed.__name__ = removed.__qualname__ = name
-    return removed
-
-
-def _core(array_utils: Any) -> SimpleNamespace:
-    return SimpleNamespace(numeric=SimpleNamespace(normalize_axis_tuple=array_utils.normalize_axis_tuple))
-
-
-OTHERS: Dict[str, Any] = {"array": _array, "in1d": _in1d, "msort": _msort, "compat": SimpleNamespace(basestring=str)}
+OTHERS: Dict[str, Any] = {
+    "array": _array,
+    "compat": SimpleNamespace(basestring=str),
+    "in1d": lambda ar1, ar2, assume_unique=False, invert=False: np.isin(np.ravel(ar1), ar2, assume_unique, invert),
+    "msort": lambda a: np.sort(a, axis=0),
+    **dict.fromkeys(FINANCIAL, _removed),
+}
 if hasattr(np.lib, "array_utils"):  # NumPy 2 makes `np.core` private and warns of its use
-    OTHERS["core"] = _core(np.lib.array_utils)
+    normalize = np.lib.array_utils.normalize_axis_tuple
+    OTHERS["core"] = SimpleNamespace(numeric=SimpleNamespace(normalize_axis_tuple=normalize))
