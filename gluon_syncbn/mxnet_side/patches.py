@@ -22,8 +22,6 @@ from . import callers, draws, module, trainer
 from .nodes import layers_of
 from .op import Role
 
-# Reading the annotations of a class adds them as an attribute.
-_ASSIGNED = [name for name in functools.WRAPPER_ASSIGNMENTS if name != "__annotations__"]
 _originals: Dict[Tuple[Any, str, Callable], Any] = {}  # None if the owner inherits the function
 
 
@@ -66,7 +64,7 @@ def replace(around: Callable, owner: Any, *names: str) -> None:
         if (owner, name, around) not in _originals:
             original = getattr(owner, name)
             _originals[owner, name, around] = vars(owner).get(name)
-            setattr(owner, name, functools.wraps(original, _ASSIGNED)(_called_with(original, around)))
+            setattr(owner, name, functools.wraps(original)(_called_with(original, around)))
 
 
 def _called_with(original: Callable, around: Callable) -> Callable:

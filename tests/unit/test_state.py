@@ -42,7 +42,8 @@ def stage(name):
     now = functions()
     there = {key: i for key, i in now.items() if key in plain or (key[0].split(".")[0], key[1]) in classes}
     changed = {key[0] for key, i in there.items() if i != plain.get(key)}
-    changed = sorted(name for name in changed if not name.endswith(("__weakref__", "__slotnames__")))  # Python's own
+    own = ("__annotations__", "__weakref__", "__slotnames__")  # Python's
+    changed = sorted(name for name in changed if not name.endswith(own))
     stages[name] = {"functions": changed, **state()}
 
 stage("before")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any, Callable, Dict, List, NoReturn
+from typing import Any, Callable, Dict, NoReturn
 
 import numpy as np
 
@@ -51,9 +51,6 @@ class Names(ModuleType):
         value = getattr(importlib.import_module(self.__name__), name)
         setattr(self, name, value)
         return value
-
-    def __dir__(self) -> List[str]:
-        return sorted({*dir(importlib.import_module(self.__name__)), *vars(self)})
 
 
 class _Onnx(Names):
