@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, Callable, Optional
 
+import mxnet as mx
 from mxnet.executor import Executor
 from mxnet.module import Module
 from mxnet.module.executor_group import DataParallelExecutorGroup
@@ -12,6 +12,7 @@ from mxnet.module.executor_group import DataParallelExecutorGroup
 from .. import _native
 from ..training import steps
 from ..training.replicas import IN_GRAPH
+from ..training.session import session
 from .nodes import Synchronised
 
 
@@ -29,15 +30,40 @@ def calling(forward: Callable, executor: Executor, /, is_train: bool = False, **
 def beginning(
     forward: Callable, group: DataParallelExecutorGroup, data_batch: Any, is_train: Optional[bool] = None
 ) -> None:
-    trains = group.for_training if is_train is None else is_train
-    with steps.executors_run_forward() if trains and _is_synchronised(group) else nullcontext():
+    """A training forward begins a step: all executors of a ``Module`` begin in it.
+
+    Several modules may be one net, as the two of a GAN. The second one must not forget what the first one has failed
+    with: it would train on what is left of that. So a failure that nobody has been told of is raised here, and only
+    the forward after that starts afresh.
+    """
+    if not _is_synchronised(group) or not (group.for_training if is_train is None else is_train):
         forward(group, data_batch, is_train)
+        return
+    reason = "" if session.depth() else _native.failure()
+    if reason and reason != session.raised:
+        session.raised = reason
+        raise mx.MXNetError(reason)
+    steps.scope_entered()
+    try:
+        forward(group, data_batch, is_train)
+    except BaseException as error:
+        steps.scope_left(type(error), error)
+        session.raised = _native.failure()
+        raise
+    steps.scope_left(None, None)
 
 
 def within(backward: Callable, group: DataParallelExecutorGroup, *args: Any, **kwargs: Any) -> None:
-    """An update after the backward changes nothing in a step that failed, as that of a ``gluon.Trainer``."""
-    with steps.executors_run_backward() if _is_synchronised(group) else nullcontext():
+    """The backward belongs to the step of the forward. An update after it changes nothing in a step that failed, as
+    that of a ``gluon.Trainer``.
+    """
+    try:
         backward(group, *args, **kwargs)
+    except BaseException as error:
+        if _is_synchronised(group) and not session.depth():
+            steps.break_off(f"{type(error).__name__} left the backward of a Module ({error})")
+            session.raised = _native.failure()
+        raise
     _gate(group)
 
 

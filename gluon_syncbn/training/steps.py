@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from contextlib import contextmanager
-from typing import Any, Iterator, List, Optional
+from typing import Any, List, Optional
 
 import mxnet as mx
 
@@ -114,52 +113,14 @@ def scope_left(kind: Optional[type], value: Any) -> None:
             session.raised = ended
             raise mx.MXNetError(ended)
     elif current:  # else another thread has begun a new step since then
-        _break_off(f"{kind.__name__} left the recorded step ({value})")
+        break_off(f"{kind.__name__} left the recorded step ({value})")
         failure_seen(value)
 
 
-def _break_off(what: str) -> None:
+def break_off(what: str) -> None:
     session.raised = f"{what}, so the replicas that had been called cannot finish it. The next step starts afresh."
     _native.fail(session.raised)
     session.tell_others(session.raised)
-
-
-# ---- executors ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def executors_run_forward() -> Iterator[None]:
-    """A training forward of a ``Module``, whose executors all begin in it. It begins a step.
-
-    Several modules may be one net, as the two of a GAN. The second one must not forget what the first one has failed
-    with: it would train on what is left of that. So a failure that nobody has been told of is raised here, and only
-    the forward after that starts afresh.
-    """
-    if not session.depth():
-        reason = _native.failure()
-        if reason and reason != session.raised:
-            session.raised = reason
-            raise mx.MXNetError(reason)
-    scope_entered()
-    try:
-        yield
-    except BaseException as error:
-        scope_left(type(error), error)
-        session.raised = _native.failure()
-        raise
-    scope_left(None, None)
-
-
-@contextmanager
-def executors_run_backward() -> Iterator[None]:
-    """Wraps the backward of all executors, which belongs to the step of their forward."""
-    try:
-        yield
-    except BaseException as error:
-        if not session.depth():
-            _break_off(f"{type(error).__name__} left the backward of a Module ({error})")
-            session.raised = _native.failure()
-        raise
 
 
 def failure_seen(error: BaseException) -> None:
