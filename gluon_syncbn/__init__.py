@@ -50,9 +50,8 @@ import typing as _typing
 import warnings as _warnings
 
 from . import contrastive, parallel, symbol
-from .command import state as _state
-from .command.replacements import install
-from .command.state import uninstall
+from .command import replacements as _replacements
+from .command.replacements import install, uninstall
 from .layer import ShuffleBatchNorm, SyncBatchNorm, SyncBatchNormAdd
 from .nets.checkpoint import checkpoint
 from .nets.convert import convert, freeze, revert
@@ -66,7 +65,7 @@ from .training.join import join
 from .training.session import configure, kvstore
 from .training.steps import reset
 
-_state.begin()
+_replacements.begin()
 
 __all__ = [
     "ShuffleBatchNorm",

@@ -1,4 +1,7 @@
-"""Replaces contrib's SyncBatchNorm and GluonCV's parallel helpers, so that scripts run unmodified."""
+"""Replaces contrib's SyncBatchNorm and GluonCV's parallel helpers, so that scripts run unmodified.
+
+It also holds the changes that ``import gluon_syncbn`` makes in a process, and reverts all. docs/state.md lists them.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ from mxnet.gluon import Block, Parameter, SymbolBlock
 from mxnet.gluon.contrib.nn import SyncBatchNorm as ContribSyncBatchNorm
 from mxnet.gluon.nn.basic_layers import _BatchNorm
 
-from .. import layer, parallel
-from ..mxnet_side import blocks, patches
+from .. import _native, layer, parallel
+from ..mxnet_side import blocks, lifetime, patches, translations
 from ..mxnet_side.compatibility import imports
 from ..nets import executors
 from ..nets.convert import convert as convert_layers
 from ..nets.convert import convert_nodes
-from ..system import arguments
+from ..system import arguments, logs
+from ..training import steps
 
 __all__ = ["install"]
 
@@ -29,6 +33,16 @@ MOST_CPUS = 1024
 HELPERS = "gluoncv.utils.parallel"
 OPERATOR = "_contrib_SyncBatchNorm"
 _OWN = __name__.partition(".")[0]
+
+
+def begin() -> None:
+    """Makes all changes of the import, but for the names that MXNet needs to be imported at all."""
+    logs.start(_native)
+    _native.register()
+    patches.install()
+    executors.install()
+    translations.register()
+    lifetime.watch()
 
 
 class SyncBatchNorm(layer.SyncBatchNorm):
@@ -124,14 +138,40 @@ def install(cpus: Optional[int] = None, convert: bool = False) -> str:
     return _words()
 
 
-def remove() -> None:
-    """Undoes `install`."""
+def uninstall(everything: bool = False) -> None:
+    """Undoes `install`: restores the original objects, also in modules that were imported since.
+
+    Parameters
+    ----------
+    everything : bool
+        Whether MXNet's functions and classes that the import has wrapped also become the original ones. Call it so
+        between two steps. Afterwards a layer of this package predicts. A training step raises an error until a new
+        process begins, because a failed step could hang. The operator, threads, handlers of exits and forks, and
+        settings that MXNet has read stay: see docs/state.md.
+
+    Raises
+    ------
+    ValueError
+        If ``everything`` is not a truth value.
+    MXNetError
+        With ``everything``, if MXNet fails at every wait.
+    """
+    everything = arguments.flag("everything", everything)
+    if everything:
+        steps.reset()
     if _WATCH in sys.meta_path:
         sys.meta_path.remove(_WATCH)
     executors.operators -= {OPERATOR, "BatchNorm"}
     _swap([(new, old) for old, new in _installed])
     _installed.clear()
     _settings.clear()
+    if everything:
+        patches.remove()
+        translations.unregister()
+        _native.fail(
+            "gluon_syncbn.uninstall(everything=True) has taken back what a training step needs. To train with a "
+            "SyncBatchNorm, start a new process, and call it after the last step"
+        )
 
 
 def _synchronising(construct: Callable[..., None], block: SymbolBlock, *args: Any, **kwargs: Any) -> None:

@@ -90,7 +90,7 @@ FOLDERS = {
         ["convert", "fold"],
         ["pytorch"],
     ],
-    "command": [["replacements", "report"], ["run", "selfcheck", "state"]],
+    "command": [["replacements", "report"], ["run", "selfcheck"]],
 }
 
 
