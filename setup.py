@@ -16,7 +16,7 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.command.editable_wheel import editable_wheel
@@ -29,7 +29,6 @@ except ImportError:
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "gluon_syncbn"
 CSRC = PACKAGE / "csrc"
-FOLDERS = ["command", "exchange", "mxnet_side", "mxnet_side.compatibility", "nets", "system", "training"]
 OBJECTS = ROOT / "build" / "core"  # what was compiled before, to compile only what has changed
 # Without -fno-trapping-math, loops that choose between two values are not vectorised below AVX-512: what
 # they leave out might raise a floating-point exception, for which nobody here asks.
@@ -199,7 +198,7 @@ setup(
     project_urls=urls(),
     scripts=["bin/gluon-syncbn"],
     license="Apache-2.0",
-    packages=["gluon_syncbn", *(f"gluon_syncbn.{folder}" for folder in FOLDERS)],
+    packages=find_packages(include=["gluon_syncbn*"]),
     py_modules=["gluon_syncbn_first"],
     package_data={"gluon_syncbn": ["py.typed", "csrc/*", "csrc/*/*"]},
     include_package_data=False,
