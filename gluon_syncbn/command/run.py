@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import builtins
+import getopt
 import io
 import os
 import sys
@@ -91,26 +92,21 @@ def _execute(path: str) -> None:
 
 def _parsed(arguments: List[str]) -> Tuple[Optional[int], bool, str, List[str]]:
     """Parses the arguments into ``--cpus``, ``--convert``, the script, and its own arguments."""
-    cpus, convert, rest = None, False, list(arguments)
-    while rest and rest[0].startswith("-"):
-        option = rest.pop(0)
-        if option == "--convert":
-            convert = True
-            continue
-        name, equals, value = option.partition("=")
-        if name != "--cpus":
-            _refuse("option", name, "--cpus N or --convert; options of the script come after them")
-        given = value if equals else rest.pop(0) if rest else ""
-        if not given.isdecimal() or not 1 <= int(given) <= MOST_CPUS:
-            _refuse("--cpus", given, f"a whole number from 1 to {MOST_CPUS}")
-        cpus = int(given)
-    script = rest.pop(0) if rest else ""
+    try:
+        options, rest = getopt.getopt(arguments, "", ["cpus=", "convert"])
+    except getopt.GetoptError as error:
+        option = f"--{error.opt}" if error.opt[1:] else f"-{error.opt}"
+        _refuse("option", option, "--cpus N or --convert; options of the script come after them")
+    given, script = dict(options), "".join(rest[:1])
+    cpus = given.get("--cpus")
+    if cpus is not None and not (cpus.isdecimal() and 1 <= int(cpus) <= MOST_CPUS):
+        _refuse("--cpus", cpus, f"a whole number from 1 to {MOST_CPUS}")
     try:
         with open(script, "rb"):
             pass
     except OSError as error:
         _refuse("script", script, f"a Python file that can be read ({error.strerror})")
-    return cpus, convert, script, rest
+    return None if cpus is None else int(cpus), "--convert" in given, script, rest[1:]
 
 
 def _refuse(name: str, value: str, expected: str) -> NoReturn:

@@ -16,7 +16,7 @@ from ..exchange.store import ProcessStore
 from ..system import environment
 from ..system.logs import log
 from ..training import devices
-from ..training.replicas import Replicas, followers_of, stores_of
+from ..training.replicas import followers_of, stores_of
 from ..training.session import session
 from . import mixed
 
@@ -125,7 +125,8 @@ def _give_to_layers(store: ProcessStore) -> None:
 def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
     """Says with whom the layers of a Trainer meet; warns if a launcher has started processes that do not meet."""
     meeting = [replicas for replicas in followers_of(parameters) if replicas.pooling.mode != "local"]
-    if not meeting or any(_meets_others(replicas) for replicas in meeting):
+    exchanges = [replicas.exchange or session.exchange for replicas in meeting]
+    if not meeting or any(isinstance(one, ProcessStore) and one.num_workers > 1 for one in exchanges):
         return  # the store tells what the processes have agreed on
     log.info("the statistics of %d layers meet within this process: %d replicas", len(meeting), meeting[0].count())
     for variable, other, store in _LAUNCHERS:
@@ -140,8 +141,3 @@ def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
                 variable,
                 store,
             )
-
-
-def _meets_others(replicas: Replicas) -> bool:
-    exchange = replicas.exchange or session.exchange
-    return isinstance(exchange, ProcessStore) and exchange.num_workers > 1

@@ -307,7 +307,7 @@ with autograd.record():
         (["run", "scripts"], "script: 'scripts' was given, expected a Python file that can be read"),
         (["run", "--cpus", "0", TRAIN], "--cpus: '0' was given, expected a whole number from 1 to 1024"),
         (["run", "--cpus=1e3", TRAIN], "--cpus: '1e3' was given, expected a whole number from 1 to 1024"),
-        (["run", "--cpus"], "--cpus: '' was given, expected a whole number from 1 to 1024"),
+        (["run", "--cpus"], "option: '--cpus' was given, expected --cpus N or --convert"),
         (["run", "--gpus", "2", TRAIN], "option: '--gpus' was given, expected --cpus N"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
