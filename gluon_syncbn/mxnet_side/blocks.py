@@ -143,7 +143,7 @@ class Selection:
         if select is not None and not isinstance(select, str):
             arguments.refuse("select", select, "None or a regular expression")
         try:
-            self._pattern = None if select is None else re.compile(select)
+            self._pattern = re.compile(select or "")
         except re.error as error:
             arguments.refuse("select", select, f"a regular expression ({error})")
 
@@ -151,4 +151,4 @@ class Selection:
         return self.matches(block.name, *(parameter.name for parameter in block._reg_params.values()))
 
     def matches(self, *names: str) -> bool:
-        return self._pattern is None or any(self._pattern.match(name) for name in names)
+        return any(self._pattern.match(name) for name in names)

@@ -69,11 +69,8 @@ def sparse_in_its_place(module: ModuleType) -> None:
     """Replaces ``scipy.sparse.csr``, which warns at each call and leaves with SciPy 2.0, by its parent module."""
     sparse = module.spsp
     if sparse is not None:  # SciPy is installed
-        module.spsp = SimpleNamespace(  # type: ignore[attr-defined]
-            csr=SimpleNamespace(csr_matrix=sparse.csr_matrix),
-            csr_matrix=sparse.csr_matrix,
-            coo_matrix=sparse.coo_matrix,
-        )
+        here = SimpleNamespace(csr=sparse, csr_matrix=sparse.csr_matrix, coo_matrix=sparse.coo_matrix)
+        module.spsp = here  # type: ignore[attr-defined]
 
 
 def bytes_by_their_name(recordio: ModuleType) -> None:

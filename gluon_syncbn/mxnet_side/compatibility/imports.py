@@ -12,7 +12,7 @@ import importlib.machinery
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, Callable, Mapping, Optional, Sequence
+from typing import Any, Callable, Mapping, Optional
 
 SERVED = ("mxnet", "gluoncv")
 
@@ -27,9 +27,7 @@ class Finder:
         self._builtins = {**vars(builtins), "__import__": _importer(instead)}
         self._changes = changes
 
-    def find_spec(
-        self, name: str, path: Optional[Sequence[str]] = None, target: Optional[ModuleType] = None
-    ) -> Optional[ModuleSpec]:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
         if name.partition(".")[0] not in SERVED:
             return None
         spec = spec_of_others(self, name, path, target)
@@ -45,7 +43,7 @@ class Finder:
         return module
 
 
-def spec_of_others(finder: Any, name: str, path: Optional[Sequence[str]], target: Any) -> Optional[ModuleSpec]:
+def spec_of_others(finder: Any, name: str, path: Any, target: Any) -> Optional[ModuleSpec]:
     """Finds a module as Python does without this finder."""
     others = (other for other in sys.meta_path if other is not finder)
     return next(filter(None, (other.find_spec(name, path, target) for other in others)), None)
