@@ -64,14 +64,14 @@ def is_guard(node: Json) -> bool:
     return node["op"] == "SwapAxis" and attributes.get("dim1", "0") == attributes.get("dim2", "0")
 
 
-def plain(symbol: mx.sym.Symbol, tells: bool = False) -> Optional[mx.sym.Symbol]:
-    """Returns the graph with ``BatchNorm`` for each synchronised node, with its name and inputs. None if there is none.
+def plain(symbol: mx.sym.Symbol, tells: bool = False) -> mx.sym.Symbol:
+    """Returns the graph with ``BatchNorm`` for each synchronised node, with its name and inputs.
 
     ``tells``: each of them has an attribute that says that it was synchronised.
     """
     recorded = json_of(symbol)
     if not any(is_ours(node) for node in recorded["nodes"]):
-        return None
+        return symbol
 
     names = names_of_outputs(recorded) if tells else {}
 
@@ -133,13 +133,11 @@ def _arguments(attributes: Dict[str, str]) -> Json:
 
 
 def _as_plain_graph(save: Callable[..., Any], symbol: mx.sym.Symbol, *args: Any, **kwargs: Any) -> Any:
-    recorded = plain(symbol, tells=True)
-    return save(symbol if recorded is None else recorded, *args, **kwargs)
+    return save(plain(symbol, tells=True), *args, **kwargs)
 
 
 def _of_plain_operators(show: Callable[..., Any], symbol: mx.sym.Symbol, *args: Any, **kwargs: Any) -> Any:
-    recorded = plain(symbol) if isinstance(symbol, mx.sym.Symbol) else None  # MXNet raises an error
-    return show(symbol if recorded is None else recorded, *args, **kwargs)
+    return show(plain(symbol) if isinstance(symbol, mx.sym.Symbol) else symbol, *args, **kwargs)  # else an error
 
 
 def _without_graphs(load: Callable[..., None], block: Block, *args: Any, **kwargs: Any) -> None:
@@ -156,14 +154,13 @@ def _without_graphs(load: Callable[..., None], block: Block, *args: Any, **kwarg
 
 
 def _of_plain_graphs(export: Callable, block: HybridBlock, *args: Any, **kwargs: Any) -> Any:
-    recorded = block._cached_graph  # empty before the first forward; MXNet raises an error then
-    symbol = plain(recorded[1]) if recorded else None
-    if recorded:
-        ignored = gamma.names(json_of(recorded[1] if symbol is None else symbol))
-        parameters = [parameter for is_input, parameter in block._cached_op_args if not is_input]
-        gamma.write_ones("export", [parameter for parameter in parameters if parameter.name in ignored], 5)
-    if symbol is None:
+    recorded = block._cached_graph
+    if not recorded:  # before the first forward; MXNet raises an error
         return export(block, *args, **kwargs)
+    symbol = plain(recorded[1])
+    ignored = gamma.names(json_of(symbol))
+    parameters = [parameter for is_input, parameter in block._cached_op_args if not is_input]
+    gamma.write_ones("export", [parameter for parameter in parameters if parameter.name in ignored], 5)
     block._cached_graph = recorded[0], symbol
     try:
         return export(block, *args, **kwargs)

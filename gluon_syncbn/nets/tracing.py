@@ -60,9 +60,7 @@ def prediction(net: HybridBlock) -> Prediction:
             "net that can be hybridized. If it has inputs other than arrays, call the net once, hybridized, before"
         ) from error
     outputs, output_form = _flatten(traced, "output")
-    symbol = mx.sym.Group(outputs)
-    without = plain(symbol)
-    return Prediction(kinds.like(symbol if without is None else without, outputs[0]), names, form, output_form)
+    return Prediction(kinds.like(plain(mx.sym.Group(outputs)), outputs[0]), names, form, output_form)
 
 
 def _inputs(net: HybridBlock) -> int:
