@@ -22,25 +22,11 @@ trainers: weakref.WeakSet[gluon.Trainer] = weakref.WeakSet()
 def devices(contexts: Sequence[Context]) -> Iterator[None]:
     """Lets only these contexts take part, for example for a short last batch.
 
-    ::
-
-        import mxnet as mx
-        import gluon_syncbn
-        from mxnet import autograd
-
-        contexts = gluon_syncbn.cpu_devices(3)
-        layer = gluon_syncbn.SyncBatchNorm(in_channels=4)
-        layer.initialize(ctx=contexts)
-        xs = [mx.nd.random.normal(shape=(2, 4), ctx=context) for context in contexts[:2]]  # the last samples
-        with gluon_syncbn.devices(contexts[:2]):
-            with autograd.record():
-                ys = [layer(x) for x in xs]
-            autograd.backward(ys)
-
-    The block waits for all work at its beginning and end, so that each step has one set of contexts. It affects the
-    whole process. Afterwards, the other contexts have the same running statistics, if the layer has one statistic (mode
-    ``'sync'`` without groups). A gradient that the block computes is 0 on the other contexts, for a ``gluon.Trainer``.
-    With ``grad_req='add'``, it is there what earlier batches have left. A loop that updates weights without a
+    Its ``record()`` and ``backward()`` stand in a block ``with gluon_syncbn.devices(contexts[:2]):``, which waits
+    for all work at its beginning and end, so that each step has one set of contexts. It affects the whole process.
+    Afterwards, the other contexts have the same running statistics, if the layer has one statistic (mode ``'sync'``
+    without groups). A gradient that the block computes is 0 on the other contexts, for a ``gluon.Trainer``. With
+    ``grad_req='add'``, it is there what earlier batches have left. A loop that updates weights without a
     ``gluon.Trainer`` calls ``zero_grad`` before the block.
 
     Parameters

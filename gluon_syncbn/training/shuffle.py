@@ -228,13 +228,10 @@ class ShuffleSampler(Sampler):
         import gluon_syncbn
         from mxnet import autograd, gluon
 
-        class Views(gluon.data.Dataset):
-            def __init__(self, images):
-                self.images = images
-
+        class Views(gluon.data.SimpleDataset):
             def __getitem__(self, pair):
-                query, key = pair
-                return self.images[query], self.images[key] + 0.1  # two views; yours are random crops, for example
+                query, key = (self._data[index] for index in pair)
+                return query, key + 0.1  # two views; yours are random crops, for example
 
         kv = gluon_syncbn.kvstore("mpi")
         gluon_syncbn.configure(kvstore=kv)
