@@ -8,6 +8,7 @@ per platform (``py3-none-linux_x86_64``) serves every Python version. ``CXX``, `
 import hashlib
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -39,16 +40,9 @@ CORE = Extension("gluon_syncbn._core", [])  # `compile_core` finds its sources
 
 NEEDS = "g++ 8 or later, with its headers and OpenMP: apt-get install g++ libgomp1 (for clang: libomp-dev) or "
 NEEDS += "dnf install gcc-c++ libgomp"
-
-
-def constant(module, name):
-    """A text that a module of the package holds, without importing the package (which needs MXNet)."""
-    text = (PACKAGE / module).read_text(encoding="utf-8")
-    return re.search(rf'^{name} = "([^"]*)"', text, re.MULTILINE).group(1)
-
-
-VERSION = constant("system/version.py", "__version__")
-REPOSITORY = constant("system/distribution.py", "REPOSITORY")
+# Without importing the package, which needs MXNet.
+VERSION = runpy.run_path(str(PACKAGE / "system" / "version.py"))["__version__"]
+REPOSITORY = runpy.run_path(str(PACKAGE / "system" / "distribution.py"))["REPOSITORY"]
 
 
 def description(text):

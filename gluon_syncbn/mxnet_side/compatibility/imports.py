@@ -60,11 +60,6 @@ def change_after(loader: Any, change: Callable[[ModuleType], None]) -> None:
     loader.exec_module = exec_module
 
 
-def is_there() -> bool:
-    """Returns whether this process has such a finder; gluon_syncbn_first has a copy of this module."""
-    return any(type(finder).__module__.endswith(".compatibility.imports") for finder in sys.meta_path)
-
-
 def _importer(instead: Mapping[str, ModuleType]) -> Any:
     def import_(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         other = None if level else instead.get(name if fromlist else name.partition(".")[0])
