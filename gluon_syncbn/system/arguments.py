@@ -27,15 +27,12 @@ def described(value: Any) -> str:
         return f"{type(value).__name__} of {len(value)}"
     if isinstance(value, mx.nd.NDArray):
         kind = "mx.np.ndarray" if isinstance(value, mx.np.ndarray) else type(value).__name__
-        return f"{kind} of shape {value.shape} and type {_name(value.dtype)} on {value.ctx}"
+        dtype = np.dtype(value.dtype)
+        name = dtype.names[0] if dtype.names else dtype  # bfloat16 is a structure of one field
+        return f"{kind} of shape {value.shape} and type {name} on {value.ctx}"
     if isinstance(value, np.ndarray):
         return f"numpy.ndarray of shape {value.shape}"
     return repr(value)
-
-
-def _name(dtype: Any) -> str:
-    known = np.dtype(dtype)
-    return str(known) if known.names is None else known.names[0]  # bfloat16 is a structure of one field
 
 
 def refuse(name: str, value: Any, expected: str) -> NoReturn:

@@ -18,11 +18,7 @@ def classic(value: Any) -> Any:
 
 def like(value: Any, given: Any) -> Any:
     """Returns the value as the kind of ``given``."""
-    return value.as_np_ndarray() if is_np(given) else classic(value)
-
-
-def is_np(value: Any) -> bool:
-    return isinstance(value, (mx.np.ndarray, mx.sym.np._Symbol))
+    return value.as_np_ndarray() if isinstance(given, (mx.np.ndarray, mx.sym.np._Symbol)) else classic(value)
 
 
 def variable(name: str) -> mx.sym.Symbol:
