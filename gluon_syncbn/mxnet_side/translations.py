@@ -17,17 +17,18 @@ _OPSET = 13
 _POOLING = "_contrib_AdaptiveAvgPooling2D"
 
 
-def register() -> None:
-    """Adds the translation to the exporter's table, if ``mx.onnx`` exists (not in MXNet 1.8)."""
+def _table() -> Dict[str, Any]:
+    """Returns the exporter's. MXNet 1.8 has none."""
     exporter = sys.modules.get("mxnet.onnx.mx2onnx._export_onnx")
-    if exporter is not None:
-        exporter.MXNetGraph.register(_POOLING, _OPSET)(_adaptive_average_pooling)
+    return exporter.MXNetGraph.registry_.setdefault(_OPSET, {}) if exporter else {}
+
+
+def register() -> None:
+    _table()[_POOLING] = _adaptive_average_pooling
 
 
 def unregister() -> None:
-    exporter = sys.modules.get("mxnet.onnx.mx2onnx._export_onnx")
-    if exporter is not None:
-        exporter.MXNetGraph.registry_.get(_OPSET, {}).pop(_POOLING, None)
+    _table().pop(_POOLING, None)
 
 
 def _adaptive_average_pooling(node: Dict[str, Any], **kwargs: Any) -> List[Any]:

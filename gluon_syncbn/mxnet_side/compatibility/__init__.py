@@ -6,14 +6,19 @@ gives these names to their modules alone. ``numpy`` itself, and the imports of o
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
-from typing import List
-
-from .versions import release
+from types import SimpleNamespace
+from typing import List, Tuple
 
 #: The newest versions that the tests ran with.
 TRIED = {"Python": "3.13", "NumPy": "2.5"}
+
+
+def release(version: str) -> Tuple[int, ...]:
+    """Returns the numbers at the beginning of a version: (2, 5, 5) for 2.5.5rc1."""
+    return tuple(map(int, re.findall(r"\d+", re.match(r"[\d.]*", version.strip()).group())))  # type: ignore[union-attr]
 
 
 def needed() -> bool:
@@ -34,8 +39,9 @@ def supply() -> None:
     # gluon_syncbn_first has a copy of the module.
     if not needed() or any(type(one).__module__.endswith(".compatibility.imports") for one in sys.meta_path):
         return
-    from . import changes, lost_names, versions
+    from . import changes, lost_names
 
+    versions = SimpleNamespace(LooseVersion=release, StrictVersion=release)  # MXNet and GluonCV only compare
     instead = {"distutils.version": versions, **lost_names.modules()}
     sys.meta_path.insert(0, imports.Finder(instead, changes.CHANGES))
     for name in [name for name in sys.modules if name.partition(".")[0] in imports.SERVED]:

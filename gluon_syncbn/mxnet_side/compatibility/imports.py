@@ -23,7 +23,7 @@ class Finder:
     ``instead`` holds the results of their imports. ``changes`` holds functions that are called with a loaded module.
     """
 
-    def __init__(self, instead: Mapping[str, ModuleType], changes: Mapping[str, Callable[[ModuleType], None]]) -> None:
+    def __init__(self, instead: Mapping[str, Any], changes: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self._builtins = {**vars(builtins), "__import__": _importer(instead)}
         self._changes = changes
 
@@ -60,7 +60,7 @@ def change_after(loader: Any, change: Callable[[ModuleType], None]) -> None:
     loader.exec_module = exec_module
 
 
-def _importer(instead: Mapping[str, ModuleType]) -> Any:
+def _importer(instead: Mapping[str, Any]) -> Any:
     def import_(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         other = None if level else instead.get(name if fromlist else name.partition(".")[0])
         if other is None:
