@@ -16,20 +16,16 @@ _MEANS = ("running_mean", "moving_mean")
 
 
 def warn_of(parameters: Sequence[Parameter]) -> None:
-    """Warns once of each of these, as its first step begins:
-
-    - a net that mixes synchronised and plain layers, which is rarely intended;
-    - layers that were to be fused, and ran without a graph, where nothing is fused;
-    - layers that got gradients, and were never computed: the net computes something else with their parameters.
-    """
+    """Warns as the first step of a net begins."""
     for text in (_of_mixed(parameters), _of_eager(parameters), _of_bypassed(parameters)):
         if text:
             warnings.warn(text, stacklevel=5)
 
 
 def _of_mixed(parameters: Sequence[Parameter]) -> str:
-    """Layers whose gamma is not trained are frozen and do not count, nor do nets on one device. Layers that the trainer
-    does not know count where they have run within a block of the net, or are operators in its graph.
+    """A net that mixes synchronised and plain layers, which is rarely intended. Layers whose gamma is not trained
+    are frozen and do not count, nor do nets on one device. Layers that the trainer does not know count where they
+    have run within a block of the net, or are operators in its graph.
     """
     if not any(layer.meets() for layer in followers_of(parameters)):
         return ""
@@ -48,6 +44,7 @@ def _of_mixed(parameters: Sequence[Parameter]) -> str:
 
 
 def _of_eager(parameters: Sequence[Parameter]) -> str:
+    """Layers that were to be fused, and ran without a graph, where nothing is fused."""
     layers = followers_of(parameters)
     eager = [layer.name for layer in layers if layer.ran == UNFUSED]
     if not eager or any(layer.ran == IN_GRAPH for layer in layers):  # some may stay outside of graphs on purpose
@@ -59,7 +56,7 @@ def _of_eager(parameters: Sequence[Parameter]) -> str:
 
 
 def _of_bypassed(parameters: Sequence[Parameter]) -> str:
-    """A gradient that is fresh was computed in this step."""
+    """Layers that got gradients, which are fresh in this step, and were never computed: something else was."""
     bypassed = []
     for mean, *trained in _layers(parameters).values():
         layers = followers_of([mean])

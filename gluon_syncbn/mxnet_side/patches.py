@@ -109,9 +109,6 @@ def _leaving(leave: Callable, scope: Any, kind: Any, value: Any, trace: Any) -> 
 
 
 def _reading(read: Callable, array: mx.nd.NDArray) -> Any:
-    """Notes that a caller has seen a failure. The next step does not report it again, and that of a ``Module`` may
-    begin.
-    """
     try:
         return read(array)
     except mx.MXNetError as error:
@@ -120,9 +117,7 @@ def _reading(read: Callable, array: mx.nd.NDArray) -> Any:
 
 
 def _saving(save: Callable, owner: Any, *args: Any) -> Any:
-    """The error of a failed step would come once for each array that the step was to write, though weights are as they
-    were.
-    """
+    """The error of a failed step would come once for each array that it was to write. Weights are as they were."""
     steps.settle_failed()
     return save(owner, *args)
 
@@ -233,9 +228,7 @@ def _once(build: Callable, block: gluon.HybridBlock, *args: Any) -> None:
 
 def _noting_layers(grad: Callable, heads: Any, variables: Any, head_grads: Any = None, retain_graph: Any = None,
                    create_graph: bool = False, **kwargs: Any) -> Any:  # fmt: skip
-    """Notes the layers whose gradient may be differentiated again: MXNet's error would not say which operator it
-    means.
-    """
+    """Notes the layers whose gradient may be differentiated again: MXNet's error would not name them."""
     if create_graph:
         for head in heads if isinstance(heads, (list, tuple)) else [heads]:
             _differentiated.update(layer for layer, _ in layers_of(autograd.get_symbol(head)))
