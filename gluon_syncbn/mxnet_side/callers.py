@@ -20,9 +20,7 @@ with_graph: weakref.WeakSet[HybridBlock] = weakref.WeakSet()
 
 
 def noting(call: Callable[..., Any], layer: Block, *args: Any) -> Any:
-    """Runs in the place of a layer's ``__call__``: its first call within other blocks records these blocks, because a
-    layer in an attribute of an object that is not a block cannot be found otherwise.
-    """
+    """Runs in the place of a layer's ``__call__``: its first call within other blocks records these blocks."""
     if layer not in _known:
         for frame, _ in traceback.walk_stack(sys._getframe()):
             caller = frame.f_locals.get("self")

@@ -45,10 +45,7 @@ def install() -> None:
 
 
 def install_for_modules() -> None:
-    """Changes MXNet for those who train with ``Module``; once there is one with synchronised layers.
-
-    A program may have a module of its own, which makes the group of executors itself.
-    """
+    """For a ``Module`` with synchronised layers. A program may have one of its own, which makes the group itself."""
     replace(module.beginning, DataParallelExecutorGroup, "forward")
     replace(module.within, DataParallelExecutorGroup, "backward")
     replace(module.updating, Module, "update")

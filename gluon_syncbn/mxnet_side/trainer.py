@@ -134,10 +134,7 @@ def _tell_who_meets(parameters: Iterable[gluon.Parameter]) -> None:
         if size.isdigit() and int(size) > 1 and (not other or environment.read(other)) and not session.warned:
             session.warned = True
             log.warning(
-                "This is one of %s processes (%s), but its layers meet no replica of the others. For statistics and "
-                "gradients of all processes, write kv = gluon_syncbn.kvstore(%r) and gluon.Trainer(..., kvstore=kv). "
-                "mode='local' is for statistics of each device.",
-                size,
-                variable,
-                store,
+                f"This is one of {size} processes ({variable}), but its layers meet no replica of the others. For "
+                f"statistics and gradients of all processes, write kv = gluon_syncbn.kvstore({store!r}) and "
+                "gluon.Trainer(..., kvstore=kv). mode='local' is for statistics of each device."
             )

@@ -47,10 +47,9 @@ class Pooling(NamedTuple):
         )
         if pooling.virtual_devices > 1 and axis == 0:
             arguments.refuse("virtual_devices", pooling.virtual_devices, "1 with axis=0, which is not the batch")
-        if pooling.group_size is not None and mode != "sync":
-            arguments.refuse("group_size", pooling.group_size, f"None with mode {mode!r}")
-        if groups is not None and mode != "sync":
-            arguments.refuse("groups", groups, f"None with mode {mode!r}")
+        for name, value in (("group_size", pooling.group_size), ("groups", groups)):
+            if value is not None and mode != "sync":
+                arguments.refuse(name, value, f"None with mode {mode!r}")
         if groups is not None and group_size is not None:
             arguments.refuse("groups", groups, f"None with group_size={group_size}")
         # Groups name replicas of all processes, and this process may have fewer.
