@@ -263,7 +263,7 @@ class _Watch:
     """Replaces GluonCV's helpers when GluonCV is imported, before its other modules import them by name."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Optional[ModuleSpec]:
-        spec = imports.spec_of_others(self, name, path, target) if name == HELPERS else None
+        spec = imports.spec_behind(self, name, path, target) if name == HELPERS else None
         if spec is not None:
             imports.change_after(spec.loader, self._loaded)
         return spec

@@ -114,6 +114,17 @@ gluon_syncbn.SyncBatchNorm(in_channels=3).initialize()
     assert done.returncode == 0, done.stderr
 
 
+def test_two_finders_change_what_gluoncv_imports():
+    done = child("""
+import gluon_syncbn
+gluon_syncbn.install()
+import gluoncv, mxnet
+assert issubclass(gluoncv.utils.parallel.DataParallelModel, gluon_syncbn.parallel.DataParallelModel)
+assert mxnet.numpy.bool is bool and getattr(numpy, "bool", None) is not bool
+""")
+    assert done.returncode == 0, done.stderr
+
+
 #: As in a Python that did not read gluon_syncbn.pth at its start.
 WITHOUT_FILE = """
 sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder).__module__ != "gluon_syncbn_first"]

@@ -30,7 +30,7 @@ class Finder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
         if name.partition(".")[0] not in SERVED:
             return None
-        spec = spec_of_others(self, name, path, target)
+        spec = spec_behind(self, name, path, target)
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader.create_module = self._create  # type: ignore[method-assign]
             if name in self._changes:
@@ -43,9 +43,9 @@ class Finder:
         return module
 
 
-def spec_of_others(finder: Any, name: str, path: Any, target: Any) -> Optional[ModuleSpec]:
-    """Finds a module as Python does without this finder."""
-    others = (other for other in sys.meta_path if other is not finder)
+def spec_behind(finder: Any, name: str, path: Any, target: Any) -> Optional[ModuleSpec]:
+    """Finds a module as Python does without this finder and those before it, which may ask this one."""
+    others = sys.meta_path[sys.meta_path.index(finder) + 1 :]
     return next(filter(None, (other.find_spec(name, path, target) for other in others)), None)
 
 
