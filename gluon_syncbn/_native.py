@@ -217,6 +217,13 @@ _FUNCTIONS = (
 )
 
 
+#: The published libraries of whose C++ side csrc/native/abi.h knows enough: the linker's build id, and the wheel.
+_WHEELS = {
+    "cpu": ("472988f6268780302be9ee15d6c53d9a07b534f5", "mxnet-1.9.1-py3-none-manylinux2014_x86_64"),
+    "gpu": ("9523fbda21d9ef14722537c1896afda0cdd1778e", "mxnet_cu112-1.9.1-py3-none-manylinux2014_x86_64"),
+}
+
+
 def register() -> None:
     """Registers the operator ``gluon_syncbn`` with the MXNet library that Python has loaded."""
     functions = [ctypes.cast(getattr(_mxnet, name), ctypes.c_void_p).value for name in _FUNCTIONS]
@@ -238,13 +245,25 @@ def why_custom(device: str = "cpu") -> str:
     return _why_custom[device]
 
 
+#: The published libraries of whose C++ side csrc/native/abi.h knows enough: the linker's build id, and the wheel.
+_WHEELS = {
+    "cpu": ("472988f6268780302be9ee15d6c53d9a07b534f5", "mxnet-1.9.1-py3-none-manylinux2014_x86_64"),
+    "gpu": ("9523fbda21d9ef14722537c1896afda0cdd1778e", "mxnet_cu112-1.9.1-py3-none-manylinux2014_x86_64"),
+}
+
+
 def _ways_of_calls(asked: str) -> Dict[str, str]:
     if asked not in ("", "custom", "native"):
         arguments.refuse("GLUON_SYNCBN_OPERATOR", asked, "'native', 'custom' or nothing")
-    devices = ("cpu", "gpu")
     if asked == "custom":
-        return dict.fromkeys(devices, "GLUON_SYNCBN_OPERATOR=custom")
-    problems = {device: _core.syncbn_take_calls(device) for device in devices}
+        return dict.fromkeys(_WHEELS, "GLUON_SYNCBN_OPERATOR=custom")
+    with open(_mxnet._name, "rb") as library:
+        *_, after = library.read(4096).partition(b"\4\0\0\0\x14\0\0\0\3\0\0\0GNU\0")  # a note of the linker
+    own = after[:20].hex() or "none"
+    problems = {
+        device: _core.syncbn_take_calls(device) if own == build_id else f"this MXNet (build id {own}) is not {wheel}"
+        for device, (build_id, wheel) in _WHEELS.items()
+    }
     if asked and all(problems.values()):
         raise ImportError(
             f"GLUON_SYNCBN_OPERATOR=native: {'; '.join(dict.fromkeys(problems.values()))}", name=__package__

@@ -2,7 +2,6 @@
 // layouts and frees the copies while the operator still runs. It also takes three operations of the engine for one.
 #pragma once
 
-#include <cstdint>
 #include <exception>
 #include <string>
 
@@ -12,7 +11,7 @@ namespace syncbn {
 namespace native {
 
 // Takes over calls of our operator on "cpu" or "gpu" contexts; other custom operators are forwarded to MXNet's handler.
-// `library` is MXNet's, a handle of dlopen. Returns the reason if it cannot; otherwise empty.
+// `library` is MXNet's, a handle of dlopen, and its build is known. Returns the reason if it cannot; otherwise empty.
 std::string take_calls(void* library, const std::string& device);
 
 // Ends an operation of the engine with an error.

@@ -34,11 +34,9 @@ bool find(void* handle, const char* name, F* out) {
     return symbol != nullptr;
 }
 
-// The library that `open` has found.
+// What `open` has found, by a handle of dlopen of a known library.
 extern Library library;
-
-// `handle` is of dlopen; `device` is "cpu" or "gpu". Returns why the library cannot be used; empty if it can.
-std::string open(void* handle, const std::string& device);
+void open(void* handle);
 
 }  // namespace native
 }  // namespace syncbn
