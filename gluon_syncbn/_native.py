@@ -26,6 +26,8 @@ from .system.environment import read
 PATH = Path(__file__).with_name("_core.so")
 _SOURCES = PATH.parent / "csrc"
 NO_GROUPS = np.zeros(0, np.int32)
+#: Begins the name of each layer of this process in a graph.
+PROCESS = f"{os.urandom(8).hex()}:"
 
 
 class Agreed(NamedTuple):
@@ -290,14 +292,13 @@ def call_create(attributes: Dict[str, str]) -> int:
 
 def call_attributes(number: int) -> Dict[str, str]:
     """Returns the attributes that a number stands for. MXNetError: their layer is gone."""
-    if number not in _calls:
+    call = _calls.get(number)
+    if call is None:
         raise MXNetError("a SyncBatchNorm that this graph has recorded is gone. Keep the layer as long as the graph.")
     return _calls[number]
 
 
-def timeout_of(layer: int = 0) -> float:
-    """Returns the seconds that a layer waits; for layer 0, the setting of the process."""
-    return _core.syncbn_timeout_of(layer)
+timeout_of: Callable[[], float] = _core.syncbn_timeout_of  # seconds that a layer waits without a setting of its own
 
 
 class Tape:

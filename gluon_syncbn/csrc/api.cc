@@ -128,9 +128,10 @@ void* handle(const Make& make) noexcept {
 SYNCBN_API const char* syncbn_problem() { return problem; }
 
 // Registers the operator with MXNet's library, a handle of dlopen. `functions` are the members of syncbn::MXNet, in that
-// order.
-SYNCBN_API int syncbn_register(void* library, const Span<void*>& functions) {
+// order. `process` begins the name of each layer in graphs, and its number follows.
+SYNCBN_API int syncbn_register(void* library, const Span<void*>& functions, const char* process) {
     return done([&] {
+        registry().process = process;
         syncbn::MXNet mx;
         if (functions.count * sizeof(void*) != sizeof mx) throw syncbn::Failure("MXNet's functions are others");
         std::memcpy(&mx, functions.values, sizeof mx);
@@ -189,7 +190,7 @@ SYNCBN_API int64_t syncbn_layer_create(const char* name, int mode, int64_t virtu
 }
 
 // The number of layers.
-SYNCBN_API int64_t syncbn_layers() { return static_cast<int64_t>(registry().count()); }
+SYNCBN_API int64_t syncbn_layers() { return static_cast<int64_t>(registry().all().size()); }
 
 // Whether some layer has several replicas on a context.
 SYNCBN_API bool syncbn_contexts_are_shared() { return registry().contexts_are_shared(); }
@@ -205,10 +206,6 @@ SYNCBN_API int64_t syncbn_call_create(const Span<const char*>& keys, const Span<
         for (int64_t i = 0; i < keys.count; ++i) attributes[keys.values[i]] = values.values[i];
         return syncbn::create_call(attributes);
     });
-}
-
-SYNCBN_API const char* syncbn_layer_token(int64_t id) {
-    return text([&] { return registry().token_of(*found(id)); });
 }
 
 // Sets the contexts that hold a layer's parameters, and the number of their replicas.
@@ -230,47 +227,44 @@ SYNCBN_API int syncbn_layer_called(int64_t id, int64_t node, const char* context
 SYNCBN_API void syncbn_within_graph(bool so) { syncbn::within_graph() = so; }
 
 SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
-    return done([&] { registry().set_timeout(*found(id), seconds); });
+    return done([&] { registry().change(*found(id), [&](auto& own) { own.timeout = seconds; }); });
 }
 
 // Gives a layer an exchange of its own.
 SYNCBN_API int syncbn_layer_exchange(int64_t id, void* exchange) {
-    return done([&] { registry().set_exchange(*found(id), *static_cast<ExchangeHandle*>(exchange)); });
+    const auto& given = *static_cast<ExchangeHandle*>(exchange);
+    return done([&] { registry().change(*found(id), [&](auto& own) { own.exchange = given; }); });
 }
 
 // ---- defaults ----
 
 SYNCBN_API int syncbn_default_timeout(double seconds) {
-    return done([&] { registry().set_default_timeout(seconds); });
+    return done([&] { registry().change([&](auto& all) { all.timeout = seconds; }); });
 }
-
-// Returns the timeout of a layer; for an unknown number that of the process.
-SYNCBN_API double syncbn_timeout_of(int64_t id) {
-    const auto layer = registry().find(id);
-    return layer ? layer->terms()->timeout : registry().default_timeout();
-}
+SYNCBN_API double syncbn_timeout_of() { return registry().defaults().timeout; }
 
 SYNCBN_API int syncbn_devices(const Span<const char*>& contexts) {
-    return done([&] { registry().set_devices({contexts.begin(), contexts.end()}); });
+    return done([&] { registry().change([&](auto& all) { all.devices = {contexts.begin(), contexts.end()}; }); });
 }
 
 // The values are those of syncbn::Nonfinite.
 SYNCBN_API int syncbn_nonfinite(int what) {
-    return done([&] {
-        registry().set_nonfinite(static_cast<syncbn::Nonfinite>(what));
-        syncbn::speak_of_nonfinite_again();
-    });
+    syncbn::speak_of_nonfinite_again();
+    return done([&] { registry().change([&](auto& all) { all.nonfinite = static_cast<syncbn::Nonfinite>(what); }); });
 }
 
 SYNCBN_API int syncbn_seed(uint64_t seed) {
-    return done([&] { registry().set_seed(seed); });
+    return done([&] {
+        registry().change([&](auto& all) { all.seed = seed; });
+        for (const auto& layer : registry().all()) layer->rendezvous.restart_calls();
+    });
 }
 
 // ---- exchanges ----
 
 // Sets the exchange of layers without one of their own.
 SYNCBN_API int syncbn_default_exchange(void* exchange) {
-    return done([&] { registry().set_default_exchange(*static_cast<ExchangeHandle*>(exchange)); });
+    return done([&] { registry().change([&](auto& all) { all.exchange = *static_cast<ExchangeHandle*>(exchange); }); });
 }
 
 // In memory of this process. `gpus`: "nccl", the "host", or either if empty.
@@ -507,7 +501,7 @@ SYNCBN_API int syncbn_reset() {
     return done([&] {
         ++syncbn::step().number;
         syncbn::forget_handed_over();
-        registry().forget_meetings();
+        for (const auto& layer : registry().all()) layer->rendezvous.forget();
         syncbn::step().clear();  // nothing meets before
     });
 }

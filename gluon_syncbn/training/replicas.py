@@ -125,7 +125,7 @@ class Replicas:
         mode = MODES.index(pooling.mode)
         groups = exchange_groups.group_of_each(exchange_groups.named_replicas(pooling.groups), 0, pooling.groups)
         self.id = _native.layer_create(name, mode, pooling.virtual_devices, pooling.group_size or 0, groups.tolist())
-        self.token = _native.layer_token(self.id)
+        self.token = f"{_native.PROCESS}{self.id}"
         self._of_tokens[self.token] = self
         if pooling.mode != "local":
             session.to_come.add(self)

@@ -1000,7 +1000,6 @@ def test_a_call_that_an_operator_before_the_layer_kept_from_running(contexts, rn
 
 def test_a_layer_that_is_gone():
     for call in (
-        lambda number: gluon_syncbn._native.layer_token(number),
         lambda number: gluon_syncbn._native.layer_place(number, ["cpu(0)"], 1),
         lambda number: gluon_syncbn._native.layer_called(number, 0, "cpu(0)"),
         lambda number: gluon_syncbn._native.layer_timeout(number, 1),

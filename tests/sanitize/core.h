@@ -10,6 +10,8 @@
 using syncbn::Span;
 using NDArrayHandle = void*;
 
+constexpr char kProcess[] = "this:";  // begins the names of layers in graphs
+
 extern "C" {
 #include "functions.h"
 }

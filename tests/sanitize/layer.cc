@@ -39,7 +39,7 @@ Layer::Layer(Random& random, const Spec& spec, const std::string& name)
     : spec(spec),
       name(name),
       id(syncbn_layer_create(name.c_str(), static_cast<int>(spec.mode), spec.virtual_devices, spec.group, {})),
-      token_(syncbn_layer_token(id)) {
+      token_(kProcess + std::to_string(id)) {
     if (syncbn::sharing_of({spec.mode, spec.virtual_devices, spec.group, {}}) == syncbn::Sharing::kEach) gathers(id);
     const auto vector = [&](double value) { return make_array(spec.parameter_type(), spec.channels, value); };
     for (int i = 0; i < spec.contexts; ++i) {

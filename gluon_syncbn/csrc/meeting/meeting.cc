@@ -330,7 +330,7 @@ void Rendezvous::check_step(const Terms& terms, const Key& key) {
     const std::shared_ptr<Scope>& scope = current_scope();
     scope->throw_if_ended();
     // Without others that it could meet, and where several calls on a context meet, nothing tells steps apart.
-    if (terms.per_context > 1 || (terms.taking_part.size() == 1 && !terms.asked.host->spans_processes())) return;
+    if (terms.per_context > 1 || (terms.taking_part.size() == 1 && !terms.exchange.host->spans_processes())) return;
     // The last caller's thread may not have passed its call to MXNet's engine, which orders calls anew for each
     // context.
     std::shared_ptr<Scope>& last = last_[key];
@@ -378,7 +378,7 @@ Place Rendezvous::join_locked(const TermsPtr& terms, const Key& key, const void*
     };
     auto found = std::find_if(open_.begin(), open_.end(), has_room);
     if (found == open_.end()) {
-        auto exchange = chosen(terms->asked, terms->taking_part, terms->per_context);
+        auto exchange = chosen(terms->exchange, terms->taking_part, terms->per_context);
         const Draw draw{terms->seed, terms->layer, key.first, calls_[key.first]++};
         found = open_.insert(found, std::make_shared<Meeting>(terms, next_meeting_++, draw, std::move(exchange)));
     }

@@ -35,6 +35,7 @@
 #include <vector>
 
 #include "exchange/choice.h"
+#include "exchange/memory.h"
 #include "meeting/scope.h"
 #include "pooling/permutation.h"
 #include "pooling/pooling.h"
@@ -47,20 +48,22 @@ namespace syncbn {
 // The treatment of statistics that are not finite: none; the running statistics stay; the step ends.
 enum class Nonfinite : int { kPropagate = 0, kSkip = 1, kError = 2 };
 
-// The settings of a layer, which never change.
-struct Terms {
+struct Settings {
+    double timeout = 300;  // seconds
+    Asked exchange{memory_exchange()};
+    std::vector<std::string> devices;  // contexts that alone may take part; empty means all
+    uint64_t seed = 0;                 // of the permutations
+    Nonfinite nonfinite = Nonfinite::kPropagate;
+};
+
+// What holds for a layer, which never changes.
+struct Terms : Settings {
     int64_t layer = 0;
     std::string name;
+    Sharing sharing = Sharing::kNothing;
     std::vector<std::string> contexts;     // that hold the parameters
     std::vector<std::string> taking_part;  // of these, in the same order
-    std::vector<std::string> devices;      // contexts that alone may take part; empty means all
-    size_t replicas = 0,
-           per_context = 1;  // per_context: replicas per context; 0 if the number is not a multiple of the contexts
-    uint64_t seed = 0;       // of the permutations
-    double timeout = 300;    // seconds
-    Sharing sharing = Sharing::kNothing;
-    Asked asked;  // of its exchange
-    Nonfinite nonfinite = Nonfinite::kPropagate;
+    size_t replicas = 0, per_context = 1;  // on each context; 0 if the number is not a multiple of the contexts
 };
 using TermsPtr = std::shared_ptr<const Terms>;
 
@@ -139,10 +142,10 @@ class Rendezvous {
   public:
     // Called by the thread that issues a call: takes a position in the earliest meeting of this graph node with a free
     // one for `context` and without `caller`. In a failed step takes none; on a context that is none of the layer's, the
-    // step fails. Throws Failure if the layer is in the middle of a step of another thread.
-    Place join(const TermsPtr& terms, const std::string& context, int64_t node, const void* caller);
-    // The same for an operator that MXNet has made before, and executes now: `take` returns the place.
-    void announce(const TermsPtr& terms, const std::string& context, int64_t node, const void* caller);
+    // step fails. Throws Failure if the layer is in the middle of a step of another thread. `announces`: MXNet has made
+    // the operator before, and executes it now.
+    Place join(const TermsPtr& terms, const std::string& context, int64_t node, const void* caller,
+               bool announces = false);
     // Returns the first place that was announced for this node. Without an announcement, joins: an executor of a net's
     // own graph is one of MXNet's.
     Place take(const TermsPtr& terms, const std::string& context, int64_t node);

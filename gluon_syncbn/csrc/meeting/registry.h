@@ -12,7 +12,6 @@
 #include <string>
 #include <vector>
 
-#include "exchange/memory.h"
 #include "meeting/meeting.h"
 #include "pooling/pooling.h"
 
@@ -29,16 +28,21 @@ class Layer {
     Layer(int64_t id, std::string name, Pooling pooling) : id(id), name(std::move(name)), pooling(pooling) {}
 
     // The current settings.
-    std::shared_ptr<const Terms> terms() const;
+    TermsPtr terms() const;
+
+    // Those of its own.
+    struct Own {
+        std::vector<std::string> contexts;  // that hold the parameters, each once
+        size_t replicas = 0;
+        double timeout = 0;  // seconds; 0: the default
+        Asked exchange;      // without a host: the default
+    };
 
   private:
     friend class Registry;
-    // The registry's lock guards all of these.
-    std::vector<std::string> contexts_;  // that hold the parameters, each once
-    size_t replicas_ = 0;
-    double timeout_ = 0;  // seconds; 0: the registry's default
-    Asked exchange_;      // its own; without a host: the registry's default
-    std::shared_ptr<const Terms> terms_;
+    // The registry's lock guards both.
+    Own own_;
+    TermsPtr terms_;
 };
 
 class Registry {
@@ -46,69 +50,44 @@ class Registry {
     std::shared_ptr<Layer> create(const std::string& name, const Pooling& pooling);
     std::shared_ptr<Layer> find(int64_t id) const;  // null if it is gone
     void drop(int64_t id);                          // operators in flight keep it alive
-    size_t count() const;
+    std::vector<std::shared_ptr<Layer>> all() const;
     // Whether some layer has several replicas on a context.
     bool contexts_are_shared() const { return sharing_ > 0; }
 
-    // Returns a layer's name in a graph. It is unique among processes, so that a saved graph is recognised.
-    std::string token_of(const Layer& layer) const;
+    // A layer's name in a graph is this and its number. It is unique among processes, so that a saved graph is recognised.
+    std::string process;
     std::shared_ptr<Layer> of_token(const std::string& token) const;  // null: of another process, or gone
 
     // Sets the contexts that hold the parameters, and the number of their replicas. Forgets unfinished meetings if
     // these have changed.
     void place(Layer& layer, std::vector<std::string> contexts, size_t replicas);
-    void set_timeout(Layer& layer, double seconds) {
-        change([&] { layer.timeout_ = seconds; }, &layer);
+    Settings defaults() const;
+    // Changes the defaults, or the settings of a layer, by a function of them.
+    template <typename Work>
+    void change(const Work& work) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        work(defaults_);
+        for (const auto& entry : layers_) renew(*entry.second);
     }
-    void set_exchange(Layer& layer, const Asked& exchange) {
-        change([&] { layer.exchange_ = exchange; }, &layer);
+    template <typename Work>
+    void change(Layer& layer, const Work& work) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        work(layer.own_);
+        renew(layer);
     }
 
-    // For layers without a timeout, or an exchange, of their own.
-    void set_default_timeout(double seconds) {
-        change([&] { timeout_ = seconds; });
-    }
-    double default_timeout() const;
-    void set_default_exchange(const Asked& exchange) {
-        change([&] { exchange_ = exchange; });
-    }
-    void set_nonfinite(Nonfinite what) {
-        change([&] { nonfinite_ = what; });
-    }
-    // Sets the contexts that take part; empty means all.
-    void set_devices(std::vector<std::string> contexts) {
-        change([&] { devices_ = std::move(contexts); });
-    }
-    // Seeds the permutations of all layers, beginning with their first call.
-    void set_seed(uint64_t seed);
-
-    // Forgets all unfinished meetings. Nothing may be in flight.
-    void forget_meetings();
     // Called in the child of a fork, whose one thread has nothing in flight.
     void forked();
 
   private:
-    std::vector<std::shared_ptr<Layer>> all() const;
     void renew(Layer& layer);  // its terms; the caller holds the lock
-    // Changes settings, of all layers or of one.
-    template <typename Work>
-    void change(const Work& work, Layer* one = nullptr) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        work();
-        if (one != nullptr) return renew(*one);
-        for (const auto& entry : layers_) renew(*entry.second);
-    }
 
     friend class Layer;
-    mutable std::mutex mutex_;  // guards everything here, and the settings of the layers
+    mutable std::mutex mutex_;  // guards everything below, and the settings of the layers
     std::map<int64_t, std::shared_ptr<Layer>> layers_;
     int64_t next_id_ = 1;
     std::atomic<int> sharing_{0};  // layers with several replicas on a context
-    double timeout_ = 300;         // seconds
-    Asked exchange_{memory_exchange()};
-    std::vector<std::string> devices_;
-    uint64_t seed_ = 0;
-    Nonfinite nonfinite_ = Nonfinite::kPropagate;
+    Settings defaults_;
 };
 
 Registry& registry();
