@@ -203,33 +203,11 @@ def __getattr__(name: str) -> Any:
     return function
 
 
-# The order is that of `MXNet` in csrc/mxnet_api.h.
-_FUNCTIONS = (
-    "MXGetLastError",
-    "MXCustomOpRegister",
-    "MXAutogradIsTraining",
-    "MXAutogradIsRecording",
-    "MXNDArrayGetData",
-    "MXNDArrayGetContext",
-    "MXNDArrayFree",
-    "MXEnginePushSync",
-    "MXEnginePushSyncND",
-    "MXEnginePushAsyncND",
-    "MXShallowCopyNDArray",
-)
-
-
-#: The published libraries of whose C++ side csrc/native/abi.h knows enough: the linker's build id, and the wheel.
-_WHEELS = {
-    "cpu": ("472988f6268780302be9ee15d6c53d9a07b534f5", "mxnet-1.9.1-py3-none-manylinux2014_x86_64"),
-    "gpu": ("9523fbda21d9ef14722537c1896afda0cdd1778e", "mxnet_cu112-1.9.1-py3-none-manylinux2014_x86_64"),
-}
-
-
 def register() -> None:
     """Registers the operator ``gluon_syncbn`` with the MXNet library that Python has loaded."""
-    functions = [ctypes.cast(getattr(_mxnet, name), ctypes.c_void_p).value for name in _FUNCTIONS]
-    _core.syncbn_register(_mxnet._handle, functions)
+    names = re.findall(r"\(\*(MX\w+)\)", (_SOURCES / "mxnet_api.h").read_text(encoding="utf-8"))
+    functions = [ctypes.cast(getattr(_mxnet, name), ctypes.c_void_p).value for name in names]
+    _core.syncbn_register(_mxnet._handle, functions, PROCESS)
     global _why_custom
     _why_custom = _ways_of_calls(read("GLUON_SYNCBN_OPERATOR"))
     cache = os.path.join(read("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "gluon_syncbn")

@@ -49,7 +49,7 @@ using NDArrayHandle = void*;  // MXNet's; in Python an NDArray
 void* mxnet = nullptr;        // MXNet's library, a handle of dlopen
 
 void check(int status) {
-    if (status != 0) throw syncbn::Failure(syncbn::mx.last_error());
+    if (status != 0) throw syncbn::Failure(syncbn::mx.MXGetLastError());
 }
 
 std::shared_ptr<syncbn::Layer> found(int64_t id) {

@@ -39,28 +39,29 @@ inline dmlc::Error error_with(const char* text) noexcept {
     }
 }
 
-// Passed by `_native.py`, in this order, before the operator is registered. All but last_error return 0 or fail.
+// `_native.py` passes the functions with these names, in this order, before the operator is registered. All but the
+// first return 0 or fail.
 struct MXNet {
-    const char* (*last_error)();
-    int (*custom_op_register)(const char* op_type, CustomOpPropCreator creator);
-    int (*autograd_is_training)(bool* training);
-    int (*autograd_is_recording)(bool* recording);
-    int (*ndarray_get_data)(void* handle, void** data);
-    int (*ndarray_get_context)(void* handle, int* device_type, int* number);
-    int (*ndarray_free)(void* handle);
-    int (*engine_push_variables)(void (*run)(void* context, void* parameter), void* parameter,
-                                 void (*deleter)(void* parameter), const void* context, void** reads, int read_count,
-                                 void** writes, int write_count, const void* property, int priority, const char* name);
+    const char* (*MXGetLastError)();
+    int (*MXCustomOpRegister)(const char* op_type, CustomOpPropCreator creator);
+    int (*MXAutogradIsTraining)(bool* training);
+    int (*MXAutogradIsRecording)(bool* recording);
+    int (*MXNDArrayGetData)(void* handle, void** data);
+    int (*MXNDArrayGetContext)(void* handle, int* device_type, int* number);
+    int (*MXNDArrayFree)(void* handle);
+    int (*MXEnginePushSync)(void (*run)(void* context, void* parameter), void* parameter,
+                            void (*deleter)(void* parameter), const void* context, void** reads, int read_count,
+                            void** writes, int write_count, const void* property, int priority, const char* name);
     // The same for arrays.
-    int (*engine_push)(void (*run)(void* context, void* parameter), void* parameter, void (*deleter)(void* parameter),
-                       const void* context, void** reads, int read_count, void** writes, int write_count,
-                       const void* property, int priority, const char* name);
+    int (*MXEnginePushSyncND)(void (*run)(void* context, void* parameter), void* parameter,
+                              void (*deleter)(void* parameter), const void* context, void** reads, int read_count,
+                              void** writes, int write_count, const void* property, int priority, const char* name);
     // The function calls `complete` later.
-    int (*engine_push_async)(void (*run)(void* context, void* complete, void* parameter), void* parameter,
-                             void (*deleter)(void* parameter), const void* context, void** reads, int read_count,
-                             void** writes, int write_count, const void* property, int priority, const char* name,
-                             bool wait);
-    int (*ndarray_share)(void* handle, void** out);  // the same memory under a handle of its own
+    int (*MXEnginePushAsyncND)(void (*run)(void* context, void* complete, void* parameter), void* parameter,
+                               void (*deleter)(void* parameter), const void* context, void** reads, int read_count,
+                               void** writes, int write_count, const void* property, int priority, const char* name,
+                               bool wait);
+    int (*MXShallowCopyNDArray)(void* handle, void** out);  // the same memory under a handle of its own
 };
 extern MXNet mx;
 

@@ -10,8 +10,8 @@ namespace syncbn {
 void* data(Array array) {
     if (array.values != nullptr) return array.values;
     void* out = nullptr;
-    if (mx.ndarray_get_data(array.handle, &out) == 0) return out;
-    const std::string error = mx.last_error();
+    if (mx.MXNDArrayGetData(array.handle, &out) == 0) return out;
+    const std::string error = mx.MXGetLastError();
     throw Failure("MXNet gave no memory for an array: " + error.substr(0, error.find('\n')));  // a stack trace follows
 }
 

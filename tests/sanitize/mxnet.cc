@@ -94,12 +94,12 @@ int ndarray_free(void* handle) {
 
 void load_core() {
     syncbn::MXNet functions{};  // the others belong to GPUs
-    functions.last_error = last_error;
-    functions.custom_op_register = custom_op_register;
-    functions.autograd_is_training = autograd_is_training;
-    functions.ndarray_get_data = ndarray_get_data;
-    functions.ndarray_free = ndarray_free;
-    functions.engine_push = engine_push;
+    functions.MXGetLastError = last_error;
+    functions.MXCustomOpRegister = custom_op_register;
+    functions.MXAutogradIsTraining = autograd_is_training;
+    functions.MXNDArrayGetData = ndarray_get_data;
+    functions.MXNDArrayFree = ndarray_free;
+    functions.MXEnginePushSyncND = engine_push;
     const int64_t count = sizeof functions / sizeof(void*);
     auto** const all = reinterpret_cast<void**>(&functions);
     expect(syncbn_register(nullptr, {count - 1, all}, kProcess) != 0, "a list that is too short is refused");

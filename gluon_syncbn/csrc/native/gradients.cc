@@ -36,7 +36,7 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
           items_(this->summands.size()) {}
     ~Gradients() override {
         for (const Item& item : items_)
-            for (void* handle : item.handles) mx.ndarray_free(handle);
+            for (void* handle : item.handles) mx.MXNDArrayFree(handle);
     }
 
     // Pushes the operation for a summand.
@@ -44,13 +44,13 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
         std::vector<void*>& handles = items_[index].handles;
         for (size_t i = 0; i < contexts; ++i) {
             void* own = nullptr;
-            check(mx.ndarray_share(arrays[i], &own));
+            check(mx.MXShallowCopyNDArray(arrays[i], &own));
             handles.push_back(own);
         }
         // MXNet removes it, whatever happens.
-        check(mx.engine_push_async(Operation::run, new Operation{shared_from_this(), index}, Operation::remove, &kCpu,
-                                   nullptr, 0, handles.data(), static_cast<int>(contexts), nullptr, 0,
-                                   "gluon_syncbn_sum", false));
+        check(mx.MXEnginePushAsyncND(Operation::run, new Operation{shared_from_this(), index}, Operation::remove, &kCpu,
+                                     nullptr, 0, handles.data(), static_cast<int>(contexts), nullptr, 0,
+                                     "gluon_syncbn_sum", false));
     }
 
     const std::vector<void*>* values(size_t summand) override {
@@ -102,7 +102,8 @@ class Gradients : public Round, public std::enable_shared_from_this<Gradients> {
     };
 
     static void check(int status) {
-        if (status != 0) throw Failure(std::string("MXNet's engine refused a sum of gradients: ") + mx.last_error());
+        if (status != 0)
+            throw Failure(std::string("MXNet's engine refused a sum of gradients: ") + mx.MXGetLastError());
     }
 
     void take(size_t index, const Completion& complete) {

@@ -134,9 +134,9 @@ Resource free_copy(size_t most) {
     size_t& last = of_thread.last;
     if (!copies.empty()) {  // the operator that took the last copy has been issued since then
         const auto run = [](void*, void* copy) { static_cast<Copy*>(copy)->taken = false; };
-        const int status = mx.engine_push_variables(run, copies[last], nullptr, &kCpu, &copies[last]->resource.variable,
-                                                    1, nullptr, 0, &kNoSkip, 0, "gluon_syncbn_copy");
-        if (status != 0) throw Failure(mx.last_error());
+        const int status = mx.MXEnginePushSync(run, copies[last], nullptr, &kCpu, &copies[last]->resource.variable, 1,
+                                               nullptr, 0, &kNoSkip, 0, "gluon_syncbn_copy");
+        if (status != 0) throw Failure(mx.MXGetLastError());
     }
     // Not the last one, because an operator may take two. The first ones are in use most, so that few need memory.
     size_t copy = 0;
@@ -151,13 +151,13 @@ Resource free_copy(size_t most) {
 int replica_of(const Place& place, int kind) {
     if (place.type == Place::kGpu) return -1;
     bool training = false, recording = false;
-    mx.autograd_is_training(&training);
+    mx.MXAutogradIsTraining(&training);
     // Initial values are drawn within the first call of a net, outside of training.
     if (kind != kTempSpace && !training) return -1;
     if (of_thread.context >= 0) return of_thread.context;
     if (place.type != Place::kCpu) return -1;
     if (place.number > 0) return place.number;
-    mx.autograd_is_recording(&recording);
+    mx.MXAutogradIsRecording(&recording);
     return training && !recording ? 0 : -1;  // a backward does not record
 }
 
@@ -256,8 +256,8 @@ int issue_on(int context) noexcept {
 bool issue_for(void* array) noexcept {
     bool training = false;
     Place place;
-    if (of_thread.context >= 0 || mx.autograd_is_training(&training) != 0 || !training) return false;
-    if (mx.ndarray_get_context(array, &place.type, &place.number) != 0 || place.type != Place::kCpu) return false;
+    if (of_thread.context >= 0 || mx.MXAutogradIsTraining(&training) != 0 || !training) return false;
+    if (mx.MXNDArrayGetContext(array, &place.type, &place.number) != 0 || place.type != Place::kCpu) return false;
     of_thread.context = place.number;
     return true;
 }

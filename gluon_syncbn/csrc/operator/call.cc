@@ -21,11 +21,6 @@ MXNet mx;
 
 namespace {
 
-bool naive_engine() {
-    const char* engine = std::getenv("MXNET_ENGINE_TYPE");
-    return engine != nullptr && std::strcmp(engine, "NaiveEngine") == 0;
-}
-
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 constexpr double kQuiet = 10;  // seconds
 // Seconds, longer than replicas on equal batches mostly wait for each other. The engine's thread waits so long, because
@@ -296,7 +291,7 @@ void Call::join_meeting() {
     if (node_.per_context != terms_->per_context)
         throw Failure(
             "the number of replicas per context has changed since the net was traced; call net.hybridize() again.");
-    if (place_.meeting->replicas() > 1 && naive_engine())
+    if (place_.meeting->replicas() > 1 && is_naive_engine())
         throw Failure(
             "MXNET_ENGINE_TYPE=NaiveEngine runs one replica after the other, so they can never meet. Unset it.");
 }

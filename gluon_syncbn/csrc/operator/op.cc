@@ -62,7 +62,7 @@ struct Failing {
     static int push(void* array, std::optional<dmlc::Error> why, const char* name) {
         const auto remove = [](void* parameter) { delete static_cast<Failing*>(parameter); };
         auto* self = new Failing{std::move(why)};
-        return mx.engine_push(run, self, remove, &kCpu, nullptr, 0, &array, 1, &kNoSkip, 0, name);
+        return mx.MXEnginePushSyncND(run, self, remove, &kCpu, nullptr, 0, &array, 1, &kNoSkip, 0, name);
     }
 };
 
@@ -75,8 +75,8 @@ void fail_array(void* array, const char* what) {
     std::lock_guard<std::mutex> lock(mutex);
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
     if (Failing::push(array, error_with(what), "gluon_syncbn_failure") != 0)
-        throw dmlc::Error(std::string(what) + " (and MXNet did not accept the error for the array: " + mx.last_error() +
-                          ")");
+        throw dmlc::Error(std::string(what) +
+                          " (and MXNet did not accept the error for the array: " + mx.MXGetLastError() + ")");
 }
 
 constexpr int kPropertyCallbacks = 8;
@@ -98,7 +98,7 @@ struct Handles {
     int size;
     void** all;
     ~Handles() {
-        for (int i = 0; i < size; ++i) mx.ndarray_free(all[i]);
+        for (int i = 0; i < size; ++i) mx.MXNDArrayFree(all[i]);
     }
 };
 
@@ -345,7 +345,7 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
                              ", but MXNet 1.9 computes with it on CPUs only; use float16 there");
     std::unique_ptr<Call> op = Call::of(std::move(node), context, static_cast<Type>(types[0]), shape, samples);
     bool training = false;
-    mx.autograd_is_training(&training);
+    mx.MXAutogradIsTraining(&training);
     if (training && !property.frozen && property.role != Role::kTrack) op->issue(caller(), recall());
     static Callback callbacks[] = {as_callback<delete_operator>(), as_callback<run_forward>(),
                                    as_callback<run_backward>()};
@@ -483,8 +483,8 @@ TurnToFail::~TurnToFail() {
 
 int gate_arrays(void** arrays, int64_t count) {
     const auto wait = [](void*, void*) {};
-    int status = mx.engine_push(wait, nullptr, nullptr, &kCpu, arrays, static_cast<int>(count), nullptr, 0, &kNoSkip, 0,
-                                "gluon_syncbn_gate");
+    int status = mx.MXEnginePushSyncND(wait, nullptr, nullptr, &kCpu, arrays, static_cast<int>(count), nullptr, 0,
+                                       &kNoSkip, 0, "gluon_syncbn_gate");
     for (int64_t i = 0; i < count && status == 0; ++i)
         status = Failing::push(arrays[i], std::nullopt, "gluon_syncbn_gate");
     return status;
@@ -502,7 +502,7 @@ int register_operator(const MXNet& functions) {
     mx = functions;
     step();          // allocates its error for a lack of memory now,
     error_with("");  // and MXNet's error for it
-    return mx.custom_op_register("gluon_syncbn", Guarded<describe_layer>::call);
+    return mx.MXCustomOpRegister("gluon_syncbn", Guarded<describe_layer>::call);
 }
 
 }  // namespace syncbn
