@@ -149,10 +149,6 @@ SYNCBN_API const char* syncbn_take_calls(const char* device) {
 SYNCBN_API const char* syncbn_separate_resources() {
     return text([&] { return syncbn::native::separate_resources(mxnet); });
 }
-
-// The number of MXNet's objects with temporary space and random states that were made for replicas.
-SYNCBN_API int64_t syncbn_resources() { return syncbn::native::resources(); }
-// Lets replicas of this thread take new ones, with the number of copies in the environment.
 SYNCBN_API int syncbn_renew_resources() { return done(syncbn::native::renew_resources); }
 
 // Begins to issue, in this thread, operators of the replica on the context of `data`. Returns whether that is so: it
@@ -160,11 +156,6 @@ SYNCBN_API int syncbn_renew_resources() { return done(syncbn::native::renew_reso
 SYNCBN_API bool syncbn_issue_for(NDArrayHandle data) { return syncbn::native::issue_for(data); }
 // Begins to issue, in this thread, operators of a replica on this CPU context, or of none: -1. Returns the one before.
 SYNCBN_API int syncbn_issue_on(int context) { return syncbn::native::issue_on(context); }
-
-// The numbers of forwards and backwards with data in blocks of channels, and of those that MXNet's own threads ran to
-// the end, because they did not have to wait.
-SYNCBN_API int64_t syncbn_blocked_calls() { return syncbn::native::blocked_calls(); }
-SYNCBN_API int64_t syncbn_lone_calls() { return syncbn::native::lone_calls(); }
 
 // MXNet's library, a handle of dlopen; the path of the kernels' source; the folder of compiled kernels.
 SYNCBN_API int syncbn_cuda(void* library, const char* source, const char* cache) {

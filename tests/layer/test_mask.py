@@ -7,6 +7,7 @@ import re
 import mxnet as mx
 import numpy as np
 import pytest
+from core_counts import core_count
 from masks import make_masks, masked_step
 from mxnet import autograd, nd
 from mxnet.gluon import HybridBlock, Trainer, nn
@@ -189,12 +190,12 @@ def test_behind_a_convolution(contexts, rng, channels):
     for x in xs:
         x.attach_grad()
     gc.collect()  # while a layer lives whose replicas share a context, heads are copied, and are plain then
-    before = _native.blocked_calls()
+    before = core_count("blocked_calls")
     with autograd.record():
         ys = [layer(x, mask) for x, mask in zip(xs, marks)]
     autograd.backward(ys, heads)
     got = collect(layer, ys, [x.grad for x in xs], contexts[:2])
-    assert _native.blocked_calls() - before == (0 if _native.why_custom() else 4)
+    assert core_count("blocked_calls") - before == (0 if _native.why_custom() else 4)
     assert_same(got, specification(layer, batch, masks=masks), 20 * TOLERANCE["float32"])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import mxnet as mx
 import numpy as np
 import pytest
+from core_counts import core_count
 from environments import ended
 from gate import Gate
 from mxnet import autograd, nd
@@ -211,7 +212,7 @@ def test_a_call_that_waits_for_nobody_is_run_by_the_engine(contexts, meeting):
     net.add(nn.Conv2D(32, 7, in_channels=32), SyncBatchNorm(in_channels=32, **settings))
     net.initialize(ctx=contexts[:replicas])
     net.hybridize()
-    before = _native.lone_calls()
+    before = core_count("lone_calls")
     for _ in range(10):
         gate = Gate()
         xs = [gate.behind(nd.ones((4, 32, 40, 40), ctx=context)) for context in contexts[:replicas]]
@@ -222,7 +223,7 @@ def test_a_call_that_waits_for_nobody_is_run_by_the_engine(contexts, meeting):
         gate.open()
         nd.waitall()
     meetings = 10 * (2 if training else 1)
-    calls, lone = meetings * replicas, _native.lone_calls() - before
+    calls, lone = meetings * replicas, core_count("lone_calls") - before
     # Of two, at least whoever comes last.
     assert (meetings if waits else calls) <= lone <= calls
 
@@ -289,10 +290,10 @@ def test_blocks_of_channels(contexts, rng, behind, spatial):
     addends = [rng.randn(*x.shape).astype("float32") for x in batch.shards] if adds else None
     layer = (SyncBatchNormAdd if adds else SyncBatchNorm)(in_channels=32, **activation)
     prepare(layer, batch, contexts[:3], "float32")
-    before = _native.blocked_calls()
+    before = core_count("blocked_calls")
     got, daddends = one_step(layer, batch, contexts, addends)
     stays = is_in_blocks(in_blocks(batch.shards[0], contexts[0])) and not _native.why_custom()
-    assert _native.blocked_calls() - before == (6 if stays else 0)
+    assert core_count("blocked_calls") - before == (6 if stays else 0)
     wide = batch._replace(shards=[x.astype("float64") for x in batch.shards])
     assert_same(got, specification(layer, wide, addends=addends), 50 * TOLERANCE["float32"])
     if adds:
@@ -314,9 +315,9 @@ def test_blocks_of_bfloat16(contexts, rng, behind):
     for plain in ((), ("data", "heads", "addends")):
         layer = (SyncBatchNormAdd if adds else SyncBatchNorm)(in_channels=32, **activation)
         prepare(layer, batch, contexts[:3], "bfloat16")
-        before = _native.blocked_calls()
+        before = core_count("blocked_calls")
         results.append(one_step(layer, batch, contexts, addends, plain, dtype="bfloat16"))
-        calls.append(_native.blocked_calls() - before)
+        calls.append(core_count("blocked_calls") - before)
     assert calls == [6, 0]
     (got, daddends), (want, others) = results
     assert_same(got, want, ON_CPUS["bfloat16"] / 2)
@@ -333,9 +334,9 @@ def test_blocks_in_each_mode_and_way(contexts, rng, pooling, way):
     batch = make_batch(rng, 4, channels=16, dtype="float32")
     layer = prepare(SyncBatchNorm(in_channels=16, **pooling), batch, contexts[:4], "float32", WAYS[way])
     gluon_syncbn.configure(seed=5)
-    before = _native.blocked_calls()
+    before = core_count("blocked_calls")
     got, _ = one_step(layer, batch, contexts)
-    assert _native.blocked_calls() - before == 8
+    assert core_count("blocked_calls") - before == 8
     assert_same(got, specification(layer, batch, node=-1 if way == "eager" else 0, seed=5), TOLERANCE["float32"])
 
 
@@ -348,9 +349,9 @@ def test_blocks_in_each_mode_and_way(contexts, rng, pooling, way):
 def test_mixed_layouts(contexts, rng, plain, req, blocked):
     batch = make_batch(rng, 2, channels=16, dtype="float32")
     layer = prepare(SyncBatchNorm(in_channels=16), batch, contexts[:2], "float32")
-    before = _native.blocked_calls()
+    before = core_count("blocked_calls")
     got, _ = one_step(layer, batch, contexts, plain=plain, req=req)
-    assert _native.blocked_calls() - before == blocked
+    assert core_count("blocked_calls") - before == blocked
     assert_same(got, truth(batch), 20 * TOLERANCE["float32"])
 
 
@@ -359,9 +360,9 @@ def test_mixed_layouts(contexts, rng, plain, req, blocked):
 def test_channels_that_fill_no_block(contexts, rng, channels):
     batch = make_batch(rng, 2, channels=channels, dtype="float32")
     layer = prepare(SyncBatchNorm(in_channels=channels), batch, contexts[:2], "float32")
-    before = _native.blocked_calls()
+    before = core_count("blocked_calls")
     got, _ = one_step(layer, batch, contexts)
-    assert _native.blocked_calls() == before
+    assert core_count("blocked_calls") == before
     assert_same(got, truth(batch), 20 * TOLERANCE["float32"])
 
 

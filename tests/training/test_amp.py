@@ -58,6 +58,7 @@ print(json.dumps([plain, synced, types, synced_types]))
 
 NUMBERS = """
 from gluon_syncbn import reference
+from core_counts import core_count
 from replicas import make_batch, prepare, step
 answers = []
 for way in (None, {}, {"static_alloc": True}):
@@ -172,9 +173,9 @@ for how in ({}, {"static_alloc": True}, None):
             gluon_syncbn.convert(net, fuse=True)
         if how is not None:
             net.hybridize(**how)
-        before = gluon_syncbn._native.blocked_calls()
+        before = core_count("blocked_calls")
         results.append(train(net, contexts, *given))
-        results[-1] += (gluon_syncbn._native.blocked_calls() - before,)
+        results[-1] += (core_count("blocked_calls") - before,)
     answers.append(results)
 print(json.dumps(answers))
 """

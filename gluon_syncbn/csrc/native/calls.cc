@@ -14,6 +14,10 @@
 #include "operator/op.h"
 #include "point.h"
 
+// For tests: forwards and backwards with data in blocks of channels, and those that did not wait and ran in the engine's
+// own threads.
+SYNCBN_COUNTS syncbn_blocked_calls{0}, syncbn_lone_calls{0};
+
 namespace syncbn {
 namespace native {
 namespace {
@@ -26,8 +30,6 @@ struct Entry {
     bool written;  // otherwise read
     int request;   // for a written array
 };
-
-std::atomic<int64_t> blocked{0}, lone{0};  // calls
 
 // One execution of a call.
 class Execution : public Work {
@@ -90,7 +92,7 @@ class Execution : public Work {
         kept_.reserve(entries.size());
         const Descriptor* common = common_layout(entries);
         arrays_.block = common == nullptr ? 1 : block_of(*common);
-        if (common != nullptr) ++blocked;
+        if (common != nullptr) ++syncbn_blocked_calls;
         for (const Entry& entry : entries) {
             if (entry.written && entry.request == kNull) continue;
             const bool as_is = entry.data && common != nullptr;
@@ -193,7 +195,7 @@ void begin(bool backward, const Compute& original, const StatePointer& state, co
         // Runs in this thread of the engine, unless the call has to wait; the last replica of a meeting stays here. Not
         // in the issuing thread: MXNet runs operators there that complete by themselves and whose inputs are ready.
         if (on_main_thread() || !execution->begin()) return start(std::move(execution));
-        ++lone;
+        ++syncbn_lone_calls;
         execution->run();
     } catch (const std::exception& e) {
         complete_with_error(context.complete, call.end_step(e));
@@ -226,9 +228,6 @@ void complete_with_error(const Completion& complete, const std::exception_ptr& r
         complete(&error);
     }
 }
-
-int64_t blocked_calls() { return blocked; }
-int64_t lone_calls() { return lone; }
 
 std::string take_calls(void* handle, const std::string& device) {
     if (is_naive_engine()) return "MXNET_ENGINE_TYPE=NaiveEngine runs operators in the thread that issues them";

@@ -17,10 +17,5 @@ std::string take_calls(void* library, const std::string& device);
 // Ends an operation of the engine with an error.
 void complete_with_error(const Completion& complete, const std::exception_ptr& reason) noexcept;
 
-// The number of forwards and backwards with data in blocks of channels.
-int64_t blocked_calls();
-// The number of calls that did not wait and ran in the engine's own threads.
-int64_t lone_calls();
-
 }  // namespace native
 }  // namespace syncbn

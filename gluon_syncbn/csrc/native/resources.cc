@@ -19,6 +19,9 @@
 #include "mxnet_api.h"
 #include "native/abi.h"
 #include "native/library.h"
+#include "point.h"
+
+SYNCBN_COUNTS syncbn_resources{0};  // MXNet's objects that were made for replicas
 
 namespace syncbn {
 namespace native {
@@ -80,13 +83,11 @@ struct OfThread {
 };
 thread_local OfThread of_thread;
 
-std::atomic<int64_t> count{0};  // of those that were made here
-
 // MXNet makes an object where a thread asks for its own.
 ResourceManager* make() {
     ResourceManager* made = nullptr;
     std::thread([&] { made = get(); }).join();
-    ++count;
+    ++syncbn_resources;
     return made;
 }
 
@@ -245,8 +246,6 @@ void renew_resources() {
     ++renewals;
     idle->managers.clear();
 }
-
-int64_t resources() { return count; }
 
 int issue_on(int context) noexcept {
     std::swap(context, of_thread.context);

@@ -25,9 +25,6 @@ std::string separate_resources(void* library);
 // these have.
 void renew_resources();
 
-// The number of objects that were made for replicas, in this process.
-int64_t resources();
-
 // Says that this thread begins to issue the operators of a replica on this CPU context, on whatever context they run;
 // -1: of none. Returns the context before.
 int issue_on(int context) noexcept;
