@@ -14,8 +14,6 @@ from environments import shell
 from mpi_job import Job
 from places import PACKAGE, SUPPORT
 
-from gluon_syncbn import _native
-
 WORKER = SUPPORT / "points_worker.py"
 HANGS = 300  # seconds, of a whole process; nothing here takes long
 #: Where a replica that is hit in the forward keeps the others from a total.
@@ -32,9 +30,7 @@ NOT_ALWAYS = {"before_worker"}
 BY_TRANSPORT = {"before_exchange", "after_exchange"}
 IN_MEMORY = {"before_post", "after_post", "after_collect"}  # that processes share, and over MPI
 OF_GRADIENTS = {"before_copy_in", "before_add_part", "before_copy_out"}  # between processes
-#: In csrc/native, where no call comes through MXNet's `Custom`.
-ON_THE_NATIVE_PATH = {"before_first_half", "before_second_half"}
-NOT_WITHIN = BY_TRANSPORT | IN_MEMORY | OF_GRADIENTS | (ON_THE_NATIVE_PATH if _native.why_custom() else set())
+NOT_WITHIN = BY_TRANSPORT | IN_MEMORY | OF_GRADIENTS
 WITHIN = [point for point in points.NATIVE if point not in NOT_WITHIN]
 
 

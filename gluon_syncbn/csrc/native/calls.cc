@@ -67,7 +67,6 @@ class Execution : public Work {
         begun_ = true;
         bool due = true;
         attempt([&] {
-            SYNCBN_POINT("before_first_half");
             due = backward_ ? call().begin_backward(arrays_, requests_.data())
                             : call().begin_forward(arrays_, requests_.data(), training_);
         });
@@ -78,10 +77,8 @@ class Execution : public Work {
     void run() noexcept override {
         if (!begun_) begin();
         if (!failure_)
-            attempt([&] {
-                SYNCBN_POINT("before_second_half");
-                (call().*(backward_ ? &Call::end_backward : &Call::end_forward))(arrays_, requests_.data());
-            });
+            attempt(
+                [&] { (call().*(backward_ ? &Call::end_backward : &Call::end_forward))(arrays_, requests_.data()); });
         kept_.clear();  // before MXNet plans with the memory
         if (failure_) return complete_with_error(complete_, failure_);
         complete_(nullptr);
@@ -138,11 +135,8 @@ class Execution : public Work {
     void attempt(const Half& half) {
         try {
             half();
-        } catch (const Failure&) {  // of the call, which has told the others
+        } catch (const std::exception&) {  // the call has told the others
             failure_ = std::current_exception();
-        } catch (const std::exception& e) {
-            failure_ = std::current_exception();
-            step().fail(e);  // the other replicas need not wait
         }
     }
 

@@ -73,7 +73,7 @@ void Call::issue(const void* caller, Recall recall) {
         return;
     else
         place_ = node_.layer->rendezvous.join(terms_, context_, node_.number, caller);
-    stage_ = Stage::kIssued;
+    issued_ = true;
 }
 
 // MXNet allocates a GPU's memory under a lock. It also frees under that lock, and CUDA then waits for all work of the
@@ -109,20 +109,25 @@ void Call::attempt(bool backward, const Arrays& arrays, const int* reqs, const W
 }
 
 bool Call::begin_forward(const Arrays& arrays, const int* reqs, bool training) {
-    if (stage_ != Stage::kIssued) {
+    if (!issued_) {
         terms_ = node_.layer->terms();
         place_ = {};
     }
-    stage_ = Stage::kForward;
+    issued_ = complete_ = lost_ = false;
     frozen_ = !training || node_.frozen;
     tensor_.lay_out(arrays.block);
     leave_out(training && step().out_of_batches);
     ready_ = passes_on() || frozen_;
     attempt(false, arrays, reqs, [&] {
         throw_if_closed();
+        clear_up();  // after an execution that found no thread to go on in
         if (!ready_) {
             allocate(arrays, node_.output(), node_.outputs(), reqs);
-            begin_normalise(arrays);
+            if (!recall_.again) {  // otherwise it may have to wait for the call that it repeats
+                if (shares()) join_meeting();
+                tensor_.cut(node_.layer->pooling.slots());
+                begin_normalise(arrays);
+            }
         }
         if (!ready_) leave_thread();
     });
@@ -134,9 +139,8 @@ void Call::end_forward(const Arrays& arrays, const int* reqs) {
         if (passes_on()) {
             pass(arrays[kX], arrays[node_.output()], reqs[0]);
             if (node_.hands_addend_on()) pass(arrays[kAddend], arrays[node_.addend_output()], reqs[2]);
-        } else if (frozen_) {
-            normalise_frozen(arrays, reqs[0]);
         } else {
+            if (frozen_) tensor_.cut(1);
             normalise(arrays, reqs);
         }
         // As MXNet's BatchNorm does: an optimizer may have changed a gamma that does not count. Operators that write the
@@ -148,7 +152,7 @@ void Call::end_forward(const Arrays& arrays, const int* reqs) {
         write_zeros(arrays, reqs, {y, node_.hands_addend_on() ? node_.addend_output() : y});
         SYNCBN_POINT("before_forward_ends");
         finish();
-        stage_ = Stage::kComplete;
+        complete_ = true;
         if (node_.role == Role::kMeet && !frozen_ && reqs[1] != kNull) {
             std::lock_guard<std::mutex> lock(handed_over.mutex);
             handed_over.batches.insert(data(arrays[node_.batch_output()]));
@@ -159,17 +163,17 @@ void Call::end_forward(const Arrays& arrays, const int* reqs) {
 bool Call::begin_backward(const Arrays& arrays, const int* reqs) {
     tensor_.lay_out(arrays.block);
     ready_ = passes_on() || frozen_;
-    const bool complete = stage_ == Stage::kComplete;
     ++place_.phase;
-    if (!complete && !place_.meeting && node_.role != Role::kTrack) stage_ = Stage::kLost;
+    lost_ = !complete_ && !place_.meeting && node_.role != Role::kTrack;
     attempt(true, arrays, reqs, [&] {
         throw_if_closed();
         // MXNet skips dependents of a failure only until the failure has been read.
-        if (!complete) {
+        if (!complete_) {
             const auto why = step().failure();
             throw Failure("no gradient, because the forward of this call failed. " +
                           std::string(why ? why->what() : ""));
         }
+        clear_up();
         if (!passes_on()) {
             allocate(arrays, node_.gradients(), node_.inputs(), reqs);
             begin_differentiate(arrays, reqs);
@@ -206,7 +210,7 @@ std::exception_ptr Call::end_step(const std::exception& error) const noexcept {
                                     : Failure(node_.layer->name, context_, "", reason_of(error));
         if (place_.meeting)
             node_.layer->rendezvous.fail(*place_.meeting, failure);
-        else if (stage_ != Stage::kLost)
+        else if (!lost_)
             step().fail(failure);
         return std::make_exception_ptr(failure);
     } catch (const std::bad_alloc& none) {
@@ -369,15 +373,16 @@ Total Call::total() {
     return total;
 }
 
-void Call::assign(const std::vector<double>& counts, size_t first, int64_t key, const std::vector<int>& groups) {
+void Call::assign(const Total& of_slots) {
     const Pooling& pooling = node_.layer->pooling;
+    const Vector& counts = of_slots.values;
     if (sharing_of(pooling) == Sharing::kTotal && std::accumulate(counts.begin(), counts.end(), 0.0) == 0)
         throw Failure("the batches of all replicas are empty or masked, so there is no mean.");
     Draw draw;
     if (place_.meeting) draw = place_.meeting->draw;
-    draw.layer = key;
-    const int begin = static_cast<int>(first);
-    pools_ = pools_of(pooling, counts, draw, {begin, begin + static_cast<int>(tensor_.slots.size())}, groups);
+    draw.layer = of_slots.key;
+    const int begin = static_cast<int>(of_slots.first);
+    pools_ = pools_of(pooling, counts, draw, {begin, begin + static_cast<int>(tensor_.slots.size())}, of_slots.groups);
     const auto values = [&](Range pool) {
         double sum = 0;
         for (int place = pool.begin; place < pool.end; ++place) sum += counts[pools_.slot(place)];

@@ -109,17 +109,9 @@ class Call {
     // positions in turn; any other thread is one replica. `recall` says whether the call is kept for a recomputation,
     // or is one.
     void issue(const void* caller, Recall recall);
-    // `reqs` are MXNet's requests, one for each output. On failure the outputs are NaN, so that none looks plausible.
-    void forward(const Arrays& arrays, const int* reqs, bool training) {
-        begin_forward(arrays, reqs, training);
-        end_forward(arrays, reqs);
-    }
-    void backward(const Arrays& arrays, const int* reqs) {
-        begin_backward(arrays, reqs);
-        end_backward(arrays, reqs);
-    }
-    // The two halves of a call. The first waits for others a moment at most, and returns whether the second will not
-    // wait.
+    // The two halves of a forward and of a backward. The first waits for others a moment at most, and returns whether
+    // the second will not wait. `reqs` are MXNet's requests, one for each output. On failure the outputs are NaN, so
+    // that none looks plausible.
     bool begin_forward(const Arrays& arrays, const int* reqs, bool training);
     void end_forward(const Arrays& arrays, const int* reqs);
     bool begin_backward(const Arrays& arrays, const int* reqs);
@@ -133,14 +125,12 @@ class Call {
     const Tensor& tensor() const { return tensor_; }
 
   protected:
-    // The work before the replicas wait for each other, up to `contribute`. `normalise` may do all of it instead.
+    // The work before the replicas wait for each other, up to `contribute`. A call that repeats another one has none.
     virtual void begin_normalise(const Arrays& arrays) = 0;
     virtual void begin_differentiate(const Arrays& arrays, const int* reqs) = 0;
-    // Computes y. From the statistics of the batch it also updates the running ones, or fills the second operator's
-    // input.
+    // Computes y, with the running statistics if `frozen_`. From the statistics of the batch it also updates the running
+    // ones, or fills the second operator's input.
     virtual void normalise(const Arrays& arrays, const int* reqs) = 0;
-    // Computes y with the running statistics.
-    virtual void normalise_frozen(const Arrays& arrays, int req) = 0;
     // Computes dx, dgamma, dbeta and dz, the gradient before the activation, which is also the addend's. For slot i,
     // the statistics of pool u normalise it, and it feeds pool f. S1 = sum dz and S2 = sum dz*xhat go over the slots
     // that f normalises:
@@ -178,8 +168,10 @@ class Call {
     void contribute(Vector values, std::shared_ptr<const cuda::OnDevice> device = nullptr);
     // Returns the vectors of all slots, or their combination.
     Total total();
-    // Makes the pools of all slots; this replica's slots begin at `first`. `groups` as in a total.
-    void assign(const std::vector<double>& counts, size_t first, int64_t key, const std::vector<int>& groups);
+    // Returns the first value of each slot's vector in place of the vector: in moments, its samples.
+    static Total counts_of(const Total& total, int64_t length);
+    // Makes the pools of all slots, from the samples of each.
+    void assign(const Total& counts);
     int64_t channels() const { return tensor_.shape.channels; }
     Affine affine(const Arrays& arrays, int inputs) const;
     [[noreturn]] void refuse_to_recover(const Hidden& hidden) const;
@@ -214,14 +206,9 @@ class Call {
     void leave_out(bool so);
     void write_zeros(const Arrays& arrays, const int* reqs, std::initializer_list<int> outputs);
 
-    enum class Stage {
-        kMade,      // not issued, or by an announcement
-        kIssued,    // with its place
-        kForward,   // has begun its forward, or failed in it
-        kComplete,  // the forward has left what the backward needs
-        kLost       // the forward failed before it met the others, so none waits for the backward
-    };
-    Stage stage_ = Stage::kMade;
+    bool issued_ = false;    // with its place, and has not begun its forward
+    bool complete_ = false;  // the forward has left what the backward needs
+    bool lost_ = false;      // the forward failed before it met the others, so none waits for the backward
     bool left_out_ = false;
     const int64_t outer_, samples_;  // of the tensor, also while it is left out
     Vector own_;                     // this replica's vectors, if it contributes none

@@ -65,7 +65,6 @@ class DeviceCall : public Call {
   protected:
     void begin_normalise(const Arrays& arrays) override;
     void normalise(const Arrays& arrays, const int* reqs) override;
-    void normalise_frozen(const Arrays& arrays, int req) override;
     void begin_differentiate(const Arrays& arrays, const int* reqs) override;
     void differentiate(const Arrays& arrays, const int* reqs) override;
     void track(const Arrays& arrays) override;
@@ -76,6 +75,7 @@ class DeviceCall : public Call {
     void fill_with_zeros(Array to, int64_t bytes) override;
     void finish() override;
     void clear_up() override;
+    void release();
     void leave_thread() override {
         if (work_) work_->current.reset();
     }
@@ -133,7 +133,7 @@ class DeviceCall : public Call {
         run_on_each(kernel_of("copy", type), n, cuda::CopyArguments{n, from, to, add});
     }
 
-    Form form() const { return exchange_ != nullptr ? exchange_->form() : Form::kDevice; }
+    Form form() const { return shares() ? exchange().form() : Form::kDevice; }
     // Returns what is on the device. The copy has no time limit, so this waits for the stream first.
     Vector downloaded(const cuda::Memory& from);
     // Waits until all work on the stream is done; throws Failure.
@@ -167,7 +167,6 @@ class DeviceCall : public Call {
     std::optional<Work> work_;
     std::shared_ptr<Gathered> gathered_;  // until the callback ends
     std::vector<Memory> scratch_;         // the same
-    Exchange* exchange_ = nullptr;        // the meeting's, if there is one
     bool may_be_posted_ = false;          // other work may have been put on the stream
     cuda::Device* device_ = nullptr;
     bool tells_ = false;                // the forward reports whether the moments are finite
@@ -198,37 +197,31 @@ Vector DeviceCall::downloaded(const cuda::Memory& from) {
 }
 
 bool DeviceCall::idle_within(double limit) const {
-    for (const double end = seconds() + limit; !work_->lease.idle(); std::this_thread::sleep_for(kPause))
-        if (seconds() > end) return false;
+    const double start = seconds();
+    while (!work_->lease.idle()) {
+        const double waited = seconds() - start;
+        if (waited > limit) return false;
+        if (waited < kSpin)
+            std::this_thread::yield();
+        else
+            std::this_thread::sleep_for(kPause);
+    }
     return true;
 }
 
 // Polls instead of waiting in the driver: that wait would not end if a collective hangs.
 void DeviceCall::wait() {
-    const double start = seconds();
-    std::optional<WaitFor> wait;
-    while (!work_->lease.idle()) {
-        const double waited = seconds() - start;
-        if (waited < kSpin) {
-            std::this_thread::yield();
-            continue;
-        }
-        std::this_thread::sleep_for(waited < kWatchAfter ? std::chrono::microseconds(kPause) : kLongPause);
-        if (waited < kWatchAfter) continue;
-        if (!wait)
-            wait.emplace(terms_->name, "the GPU has not finished", terms_->timeout,
-                         "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process "
-                         "waits for the same GPUs. NCCL_DEBUG=INFO shows what NCCL does. configure(kvstore='host') "
-                         "avoids NCCL.");
-        wait->look();
-    }
+    if (idle_within(kWatchAfter)) return;
+    WaitFor wait(
+        terms_->name, "the GPU has not finished", terms_->timeout,
+        "Either a GPU of this layer is lost (nvidia-smi), or another user of NCCL in this process waits for the "
+        "same GPUs. NCCL_DEBUG=INFO shows what NCCL does. configure(kvstore='host') avoids NCCL.");
+    for (; !work_->lease.idle(); std::this_thread::sleep_for(kLongPause)) wait.look();
 }
 
 // What hangs on the device may still use the memory.
 void DeviceCall::clear_up() {
-    tells_ = recovers_ = kept_for_repetition_ = false;
-    exchange_ = nullptr;
-    if (!work_) return;
+    if (!work_) return release();
     work_->lease.findings()->given_up = 1;
     bool idle = false;
     try {
@@ -250,7 +243,11 @@ void DeviceCall::clear_up() {
         lists_.abandon();
         listed_.clear();
     }
-    may_be_posted_ = false;
+    release();
+}
+
+void DeviceCall::release() {
+    tells_ = recovers_ = kept_for_repetition_ = may_be_posted_ = false;
     scratch_.clear();
     gathered_.reset();
     work_.reset();
@@ -364,14 +361,14 @@ Vector DeviceCall::counts(bool masked) {
 
 void DeviceCall::contribute_gathered(Vector values) {
     const Memory& own = gathered_->own;
-    if (exchange_ == nullptr) return contribute(std::move(values));
+    if (!shares()) return contribute(std::move(values));
     std::shared_ptr<const cuda::OnDevice> part;
     if (form() == Form::kHost) {
         values = downloaded(own);
         if (place_.phase == 0) check_finite(values);
     } else {
-        if (exchange_->replicas() > 1)
-            gathered_->all = memory(static_cast<int64_t>(exchange_->replicas()) * own.size());
+        const auto replicas = static_cast<int64_t>(exchange().replicas());
+        if (replicas > 1) gathered_->all = memory(replicas * own.size());
         gathered_->part = {device().id, work().lease.stream(), own.data(), gathered_->all.data(), own.size()};
         may_be_posted_ = true;
         part = {gathered_, &gathered_->part};
@@ -380,25 +377,17 @@ void DeviceCall::contribute_gathered(Vector values) {
 }
 
 Total DeviceCall::total_gathered(int64_t length) {
-    Total total = still_current([&] { return this->total(); });
+    const Total total = still_current([&] { return this->total(); });
     may_be_posted_ = false;
     if (form() != Form::kHost) return total;
     gathered_->all = memory(static_cast<int64_t>(total.values.size()));
     gathered_->all.upload(total.values.data(), work().lease.stream());
-    const auto step = static_cast<size_t>(length);
-    Vector counts;
-    for (size_t at = 0; at < total.values.size(); at += step) counts.push_back(total.values[at]);
-    return {std::move(counts), total.first / step, total.key, std::move(total.groups)};
+    return counts_of(total, length);
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
 void DeviceCall::begin_normalise(const Arrays& arrays) {
-    clear_up();                 // after an execution that found no thread to go on in
-    if (recall_.again) return;  // it may have to wait for the call that it repeats
-    if (shares()) join_meeting();
-    tensor_.cut(node_.layer->pooling.slots());
-    exchange_ = shares() ? &exchange() : nullptr;
     gathered_ = std::make_shared<Gathered>();
     const void *x = data(arrays[kX]), *mask = this->mask(arrays, node_.mask_input());
     const char* stem = mask == nullptr ? "moments" : "masked_moments";
@@ -411,20 +400,15 @@ void DeviceCall::begin_normalise(const Arrays& arrays) {
 void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
     const bool hands_on = node_.role == Role::kMeet && reqs[1] != kNull;
     void* batch = hands_on ? data(arrays[node_.batch_output()]) : nullptr;
+    if (frozen_) return run_normalise(arrays, reqs[0], nullptr);
     if (recall_.again) {
         gathered_ = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
         return run_normalise(arrays, reqs[0], batch);
     }
-    const Total counts = total_gathered(moments_length(channels()));
-    assign(counts.values, counts.first, counts.key, counts.groups);
+    assign(total_gathered(moments_length(channels())));
     tells_ = watches() && form() != Form::kHost;
     run_normalise(arrays, reqs[0], batch);
     kept_for_repetition_ = recall_.memo != nullptr;
-}
-
-void DeviceCall::normalise_frozen(const Arrays& arrays, int req) {
-    tensor_.cut(1);
-    run_normalise(arrays, req, nullptr);
 }
 
 void DeviceCall::run_normalise(const Arrays& arrays, int req, void* batch) {
@@ -495,7 +479,6 @@ void* DeviceCall::recovered(const Arrays& arrays, const int* reqs) {
 // The addend's gradient is dz, the gradient with respect to z of `Affine`. With an addend, `grad_sums` writes dz and
 // `grad_input` reads it. Otherwise both compute z again, and dz from dy.
 void DeviceCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
-    clear_up();
     const int inputs = node_.outputs(), gradients = node_.gradients();
     const Affine affine = this->affine(arrays, inputs);
     const bool changes = affine.activation.any();
@@ -510,7 +493,6 @@ void DeviceCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
             dz = scratch(in_doubles(tensor_.shape.size()));
     }
     const bool by_input = changes && !node_.adds;
-    if (!frozen_ && shares()) exchange_ = &exchange();
     gathered_ = std::make_shared<Gathered>();
     gathered_->own = reduced(gradients_length(channels()), "merge_sums", [&](const Plan& plan, double* out) {
         run(kernel_of("grad_sums", tensor_.type, affine.activation, dz != nullptr), plan.reduce(),
@@ -561,11 +543,7 @@ void DeviceCall::finish() {
     const cuda::Findings& findings = *work_->lease.findings();
     if (recovers_ && findings.at >= 0) refuse_to_recover({findings.at, findings.value != 0});
     if (kept_for_repetition_) remember(gathered_);
-    tells_ = recovers_ = kept_for_repetition_ = false;
-    exchange_ = nullptr;
-    scratch_.clear();
-    gathered_.reset();
-    work_.reset();
+    release();
 }
 
 }  // namespace

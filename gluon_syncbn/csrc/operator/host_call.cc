@@ -29,7 +29,6 @@ class HostCall : public Call {
   protected:
     void begin_normalise(const Arrays& arrays) override;
     void normalise(const Arrays& arrays, const int* reqs) override;
-    void normalise_frozen(const Arrays& arrays, int req) override;
     void begin_differentiate(const Arrays& arrays, const int* reqs) override;
     void differentiate(const Arrays& arrays, const int* reqs) override;
     void track(const Arrays& arrays) override {
@@ -89,10 +88,8 @@ std::shared_ptr<const Statistic> HostCall::statistic(const Vector& moments) cons
 }
 
 Vector HostCall::assign_statistics(const Total& moments) {
-    const size_t length = static_cast<size_t>(moments_length(channels()));
-    std::vector<double> counts;
-    for (size_t at = 0; at < moments.values.size(); at += length) counts.push_back(moments.values[at]);
-    assign(counts, moments.first / length, moments.key, moments.groups);
+    const int64_t length = moments_length(channels());
+    assign(counts_of(moments, length));
     std::map<int, std::shared_ptr<const Statistic>> statistics;  // by the beginning of the pool's list
     const auto of = [&](Range pool) -> std::shared_ptr<const Statistic> {
         if (pool.begin == pool.end) return nullptr;
@@ -108,7 +105,7 @@ Vector HostCall::assign_statistics(const Total& moments) {
         tensor_.slots[i].used = of(pools_.used[i]);
         if (!tensor_.slots[i].used) tensor_.slots[i].used = none;
     }
-    Vector batch(length, 0.0);
+    Vector batch(static_cast<size_t>(length), 0.0);
     const double parts = static_cast<double>(pools_.tracked.size());
     for (const Range pool : pools_.tracked) {
         const auto part = of(pool);
@@ -135,10 +132,7 @@ void HostCall::update_running(const Vector& batch, const Arrays& arrays) {
 // ---- forward -------------------------------------------------------------------------------------------------
 
 void HostCall::begin_normalise(const Arrays& arrays) {
-    if (recall_.again) return;  // it may have to wait for the call that it repeats
-    if (shares()) join_meeting();
     backend_.threads = threads();
-    tensor_.cut(node_.layer->pooling.slots());
     const std::vector<float> mask = this->mask(arrays, node_.mask_input());
     Vector own = backend_.moments(arrays[kX], tensor_, mask.empty() ? nullptr : mask.data());
     check_finite(own);
@@ -147,9 +141,14 @@ void HostCall::begin_normalise(const Arrays& arrays) {
 
 void HostCall::normalise(const Arrays& arrays, const int* reqs) {
     Vector batch(moments_length(channels()), 0.0);
-    if (recall_.again) {  // the running statistics have this batch already
+    const int running = node_.running_mean();
+    if (frozen_) {
+        Slot& all = tensor_.slots[0];
+        if (tensor_.shape.size() > 0)
+            all.fed = all.used = std::make_shared<Statistic>(
+                backend_.frozen(arrays[running], arrays[running + 1], tensor_, node_.epsilon));
+    } else if (recall_.again) {  // the running statistics have this batch already
         repeat();
-        backend_.threads = threads();
     } else {
         batch = assign_statistics(total());
         if (watches() && first_not_finite(batch) >= 0) batch[0] = 0;
@@ -158,24 +157,15 @@ void HostCall::normalise(const Arrays& arrays, const int* reqs) {
     write_output(arrays, reqs[0]);
     if (node_.role == Role::kWhole) {
         update_running(batch, arrays);
-    } else if (reqs[1] != kNull) {
+    } else if (node_.role == Role::kMeet && reqs[1] != kNull) {
         if (!recall_.again && !place_.first_lane()) batch[0] = 0;  // one replica of a context is enough
         backend_.write(batch, Type::kFloat64, arrays[node_.batch_output()], false);
     }
 }
 
-void HostCall::normalise_frozen(const Arrays& arrays, int req) {
-    tensor_.cut(1);
-    const int running = node_.running_mean();
-    if (tensor_.shape.size() > 0)
-        tensor_.slots[0].fed = tensor_.slots[0].used =
-            std::make_shared<Statistic>(backend_.frozen(arrays[running], arrays[running + 1], tensor_, node_.epsilon));
-    backend_.threads = threads();
-    write_output(arrays, req);
-}
-
 void HostCall::write_output(const Arrays& arrays, int req) {
     if (req == kNull) return;
+    backend_.threads = threads();
     SYNCBN_POINT("before_output");
     const void* addend = node_.adds ? data(arrays[kAddend]) : nullptr;
     backend_.normalise(arrays[kX], tensor_, affine(arrays, 0), addend, arrays[node_.output()], req == kAdd);

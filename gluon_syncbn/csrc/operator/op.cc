@@ -118,12 +118,18 @@ int run(int size, void** handles, Call* call, const Work& work) {
 
 int run_forward(int size, void** handles, int*, const int* reqs, const int training, void* state) {
     auto* call = static_cast<Call*>(state);
-    return run(size, handles, call, [&](const Arrays& arrays) { call->forward(arrays, reqs, training != 0); });
+    return run(size, handles, call, [&](const Arrays& arrays) {
+        call->begin_forward(arrays, reqs, training != 0);
+        call->end_forward(arrays, reqs);
+    });
 }
 
 int run_backward(int size, void** handles, int*, const int* reqs, const int, void* state) {
     auto* call = static_cast<Call*>(state);
-    return run(size, handles, call, [&](const Arrays& arrays) { call->backward(arrays, reqs); });
+    return run(size, handles, call, [&](const Arrays& arrays) {
+        call->begin_backward(arrays, reqs);
+        call->end_backward(arrays, reqs);
+    });
 }
 
 // ---- callbacks of the operator's description -------------------------------------------------------------------
