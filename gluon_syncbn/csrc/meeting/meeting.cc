@@ -58,11 +58,6 @@ std::string name_of_call(const Meeting& meeting, int phase) {
     return (phase == 0 ? "forward of call " : "backward of call ") + std::to_string(meeting.number + 1);
 }
 
-// Whether this replica completes an incomplete phase.
-bool came_last(const Meeting& meeting, const Phase& phase, const Place& place) {
-    return phase.arrived == meeting.replicas() && phase.last == place.position;
-}
-
 Ticket ticket_of(const Meeting& meeting, int number) {
     const Terms& terms = *meeting.terms;
     return {terms.layer,        meeting.draw.node, meeting.draw.call, number,
@@ -387,19 +382,17 @@ Place Rendezvous::join_locked(const TermsPtr& terms, const Key& key, const void*
     return {meeting, meeting->positions.size() - 1};
 }
 
-Place Rendezvous::join(const TermsPtr& terms, const std::string& context, int64_t node, const void* caller) {
+Place Rendezvous::join(const TermsPtr& terms, const std::string& context, int64_t node, const void* caller,
+                       bool announces) {
     const Lock lock(mutex_);
-    check_step(*terms, {node, context});
-    return join_locked(terms, {node, context}, caller);
-}
-
-void Rendezvous::announce(const TermsPtr& terms, const std::string& context, int64_t node, const void* caller) {
-    const Lock lock(mutex_);
-    check_step(*terms, {node, context});
-    Place place = join_locked(terms, {node, context}, caller);
-    if (!place.meeting) return;
-    place.meeting->announced = true;
-    announced_[{node, context}].push_back(std::move(place));
+    const Key key{node, context};
+    check_step(*terms, key);
+    const Place place = join_locked(terms, key, caller);
+    if (announces && place.meeting) {
+        place.meeting->announced = true;
+        announced_[key].push_back(place);
+    }
+    return place;
 }
 
 Place Rendezvous::take(const TermsPtr& terms, const std::string& context, int64_t node) {
@@ -418,7 +411,7 @@ void Rendezvous::fail(Meeting& meeting, const Failure& failure) const {
     fail_here(meeting, failure);
 }
 
-bool Rendezvous::contribute(const Place& place, Part part) {
+bool Rendezvous::contribute(const Place& place, Part part, double seconds) {
     Meeting& meeting = *place.meeting;
     const int number = place.phase;
     Lock lock(mutex_);
@@ -426,15 +419,22 @@ bool Rendezvous::contribute(const Place& place, Part part) {
     Phase& phase = meeting.phases[number];
     if (phase.entries.empty()) phase.entries.resize(meeting.replicas());
     check_equal(meeting, phase, place.position, part);
-    phase.entries[place.position] = {std::move(part), true, debugging() ? seconds() : 0};  // (2)
-    if (++phase.arrived < meeting.replicas()) return false;
+    phase.entries[place.position] = {std::move(part), true, debugging() ? syncbn::seconds() : 0};  // (2)
+    if (++phase.arrived < meeting.replicas()) {
+        const auto ended = [&] { return phase.done || failure_of(meeting) != nullptr; };
+        meeting.changed.wait_for(lock, std::chrono::duration<double>(seconds), ended);
+        return phase.done;
+    }
     phase.last = place.position;
     lock.unlock();  // no other thread touches a complete phase
+    bool comes = false;
     attempt(meeting, [&] {
         SYNCBN_POINT("before_reduce");
         phase.underway = begin_exchange(meeting, phase, number);
+        comes = phase.underway->comes_within(seconds);
     });
-    return comes_within(meeting, phase, number, 0);
+    if (comes) finish(meeting, phase, number);
+    return comes;
 }
 
 template <typename Work>
@@ -447,13 +447,6 @@ void Rendezvous::attempt(Meeting& meeting, const Work& work) const {
     }
     Lock lock(mutex_);
     fail_and_throw(meeting, {meeting.terms->name, "", "", error});
-}
-
-bool Rendezvous::comes_within(Meeting& meeting, Phase& phase, int number, double seconds) const {
-    bool comes = false;
-    attempt(meeting, [&] { comes = phase.underway->comes_within(seconds); });
-    if (comes) finish(meeting, phase, number);
-    return comes;
 }
 
 void Rendezvous::finish(Meeting& meeting, Phase& phase, int number) const {
@@ -478,7 +471,7 @@ Total Rendezvous::total(const Place& place) const {
     Meeting& meeting = *place.meeting;
     Lock lock(mutex_);
     Phase& phase = meeting.phases[number];
-    if (!phase.done && came_last(meeting, phase, place)) {
+    if (!phase.done && phase.arrived == meeting.replicas() && phase.last == place.position) {
         lock.unlock();
         finish(meeting, phase, number);
         lock.lock();
@@ -493,21 +486,6 @@ Total Rendezvous::total(const Place& place) const {
     Total total = phase.total;  // (4)
     if (!phase.firsts.empty()) total.first += phase.firsts[place.position];
     return total;
-}
-
-bool Rendezvous::comes_within(const Place& place, double seconds) const {
-    const int number = place.phase;
-    Meeting& meeting = *place.meeting;
-    Lock lock(mutex_);
-    Phase& phase = meeting.phases[number];
-    if (phase.done) return true;
-    if (came_last(meeting, phase, place)) {
-        lock.unlock();
-        return comes_within(meeting, phase, number, seconds);
-    }
-    meeting.changed.wait_for(lock, std::chrono::duration<double>(seconds),
-                             [&] { return phase.done || failure_of(meeting) != nullptr; });
-    return phase.done;
 }
 
 void Rendezvous::forget() {

@@ -149,12 +149,9 @@ class Rendezvous {
     // Returns the first place that was announced for this node. Without an announcement, joins: an executor of a net's
     // own graph is one of MXNet's.
     Place take(const TermsPtr& terms, const std::string& context, int64_t node);
-    // Called once for the forward of a call, and once for each of its backwards. Waits for no replica, and returns
-    // whether all have come. The last one calls the exchange.
-    bool contribute(const Place& place, Part part);
-    // Waits at most so long for all replicas and processes; returns whether they have come. A missing one is no
-    // failure.
-    bool comes_within(const Place& place, double seconds) const;
+    // Called once for the forward of a call, and once for each of its backwards. Waits at most so long for all replicas
+    // and processes; returns whether they have come. A missing one is no failure. The last one calls the exchange.
+    bool contribute(const Place& place, Part part, double seconds);
     // Waits for all contributions and returns them: combined, or side by side in the order of their ranks. Then `first`
     // is the first value of this replica.
     Total total(const Place& place) const;
@@ -172,9 +169,8 @@ class Rendezvous {
     // in the next function.
     void check_step(const Terms& terms, const Key& key);
     Place join_locked(const TermsPtr& terms, const Key& key, const void* caller);
-    // Called by the last replica: makes the total, within so many seconds or without a limit.
+    // Called by the last replica: makes the total, without a limit.
     void finish(Meeting& meeting, Phase& phase, int number) const;
-    bool comes_within(Meeting& meeting, Phase& phase, int number, double seconds) const;
     // Runs work whose exceptions become the failure of the step.
     template <typename Work>
     void attempt(Meeting& meeting, const Work& work) const;

@@ -357,12 +357,11 @@ void Call::contribute(Vector values, std::shared_ptr<const cuda::OnDevice> devic
         own_ = std::move(values);
         return;
     }
-    Rendezvous& rendezvous = node_.layer->rendezvous;
     SYNCBN_POINT("before_contribution");
-    ready_ = rendezvous.contribute(place_, {tensor_.type, channels(), std::move(values), std::move(device)});
+    const double moment = terms_->per_context > 1 ? 0 : kMoment;  // the context's next replica needs this very thread
+    ready_ = node_.layer->rendezvous.contribute(
+        place_, {tensor_.type, channels(), std::move(values), std::move(device)}, moment);
     SYNCBN_POINT("after_contribution");
-    if (ready_ || terms_->per_context > 1) return;  // the next of this context's replicas needs this very thread
-    ready_ = rendezvous.comes_within(place_, kMoment);
 }
 
 Total Call::total() {
