@@ -3,13 +3,10 @@
 //
 // An activation is a trait:
 //     kChanges                    y is not z
-//     kByOutput                   y is enough to find the gradient. After an addition only y is kept; otherwise z is
-//                                 computed again from x
-//     invertible(slope, ceiling)  y is enough to find z
 //     On<V, C>                    f on values V: scalars, or vectors of the scalar C
 //         apply(z)                z becomes y
-//         through(grad, z)        the gradient with respect to y becomes that with respect to z. After an addition, it
-//                                 gets y instead of z
+//         through(grad, z)        the gradient with respect to y becomes that with respect to z. After an addition only
+//                                 y is kept, and it gets y; otherwise z is computed again from x
 //         undo(y)                 y becomes z, if it is invertible
 #pragma once
 
@@ -22,8 +19,7 @@
 namespace syncbn {
 
 struct Identity {
-    static constexpr bool kChanges = false, kByOutput = true;
-    SYNCBN_ANYWHERE static constexpr bool invertible(double, double) { return true; }
+    static constexpr bool kChanges = false;
 
     template <typename V, typename C = V>
     struct On {
@@ -38,10 +34,7 @@ struct Identity {
 // stays a NaN. A slope of 1 leaves z as it is; only ReLU has a ceiling. An infinite z is below no ceiling, and passes
 // its gradient on.
 struct Rectifier {
-    static constexpr bool kChanges = true, kByOutput = true;
-    SYNCBN_ANYWHERE static constexpr bool invertible(double slope, double ceiling) {
-        return slope > 0 && ceiling * 2 == ceiling;
-    }
+    static constexpr bool kChanges = true;
 
     template <typename V, typename C = V>
     struct On {

@@ -363,27 +363,6 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     return 1;
 }
 
-Activation activation_of(const std::string& name, double slope, double ceiling) {
-    const auto found = std::find(std::begin(kActivations), std::end(kActivations), name);
-    if (found == std::end(kActivations)) throw dmlc::Error("the core has no activation '" + name + "'");
-    return {static_cast<Activation::Kind>(found - kActivations), slope, ceiling};
-}
-
-// Checks that the backward can work with the arrays that are kept for it.
-void check_epilogue(const Node& node) {
-    bool by_output = false, invertible = false;
-#define SYNCBN_CASE(NAME, TRAIT)                                                        \
-    case Activation::Kind::k##TRAIT:                                                    \
-        by_output = TRAIT::kByOutput;                                                   \
-        invertible = TRAIT::invertible(node.activation.slope, node.activation.ceiling); \
-        break;
-    switch (node.activation.kind) { SYNCBN_ACTIVATIONS(SYNCBN_CASE) }
-#undef SYNCBN_CASE
-    const std::string name = name_of(node.activation.kind);
-    if (node.adds && !by_output) throw dmlc::Error("activation '" + name + "' cannot follow an addition");
-    if (node.inplace && !invertible) throw dmlc::Error("inplace=True, but activation '" + name + "' has no inverse");
-}
-
 const char* const kGone =
     "this graph holds a SyncBatchNorm of another process, or one that is gone. Write it again in its process: "
     "net.export, net.save and a symbol's save and tojson write BatchNorm. Then convert what is loaded.";
@@ -398,11 +377,12 @@ Node node_of(Attributes given) {
     node.axis = std::stoi(given["axis"]);
     node.epsilon = std::stod(given["eps"]);
     node.momentum = std::stod(given["momentum"]);
-    node.activation = activation_of(given["activation"], std::stod(given["slope"]), std::stod(given["ceiling"]));
+    const auto* kind = std::find(std::begin(kActivations), std::end(kActivations), given["activation"]);
+    node.activation = {static_cast<Activation::Kind>(kind - kActivations), std::stod(given["slope"]),
+                       std::stod(given["ceiling"])};
     node.adds = given["adds"] == "1";
     node.masks = given["masks"] == "1";
     node.inplace = given["inplace"] == "1";
-    check_epilogue(node);
     node.fix_gamma = given["fix_gamma"] == "1";
     node.unbiased = given["unbiased"] == "1";
     node.frozen = given["use_global_stats"] == "1";
