@@ -215,7 +215,7 @@ SYNCBN_API int syncbn_layer_called(int64_t id, int64_t node, const char* context
 }
 
 // Says that this thread begins or ends to execute a graph of which it has said that.
-SYNCBN_API void syncbn_within_graph(bool so) { syncbn::within_graph() = so; }
+SYNCBN_API void syncbn_within_graph(bool so) { syncbn::within_graph = so; }
 
 SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
     return done([&] { registry().change(*found(id), [&](auto& own) { own.timeout = seconds; }); });
@@ -434,18 +434,16 @@ SYNCBN_API int syncbn_processes_ended(void* exchange) {
     return done([&] { of_processes(exchange).leave(Segment::State::kEnded, ""); });
 }
 
-// ---- recomputation ----
-
-using TapeHandle = std::shared_ptr<syncbn::Tape>;
+// ---- recomputation: see operator/tape.h ----
 
 SYNCBN_API void* syncbn_tape_create() {
-    return guarded<void*>(nullptr, [] { return new TapeHandle(std::make_shared<syncbn::Tape>()); });
+    return guarded<void*>(nullptr, [] { return new syncbn::Tape; });
 }
 
-SYNCBN_API void syncbn_tape_free(void* tape) { delete static_cast<TapeHandle*>(tape); }
+SYNCBN_API void syncbn_tape_free(void* tape) { delete static_cast<syncbn::Tape*>(tape); }
 
 SYNCBN_API int syncbn_tape_begin(void* tape, bool again) {
-    return done([&] { syncbn::begin_tape(*static_cast<TapeHandle*>(tape), again); });
+    return done([&] { syncbn::begin_tape(*static_cast<syncbn::Tape*>(tape), again); });
 }
 
 SYNCBN_API int64_t syncbn_tape_end() { return syncbn::end_tape(); }

@@ -7,24 +7,17 @@
 namespace syncbn {
 namespace {
 
-std::shared_ptr<Scope>& of_thread() {
-    static thread_local std::shared_ptr<Scope> scope;
-    return scope;
-}
+thread_local std::shared_ptr<Scope> of_thread;
 
 const std::shared_ptr<Scope>& outside() {
-    static const auto* scope = [] {
-        auto* made = new std::shared_ptr<Scope>(std::make_shared<Scope>("", nullptr));
-        (*made)->open = false;
-        return made;
-    }();
-    return *scope;
+    static const auto& scope = *new auto(std::make_shared<Scope>("", nullptr, false));
+    return scope;
 }
 
 }  // namespace
 
-Scope::Scope(std::string thread, std::shared_ptr<const Failure> before)
-    : thread(std::move(thread)), step(syncbn::step().number), before_(std::move(before)) {}
+Scope::Scope(std::string thread, std::shared_ptr<const Failure> before, bool open)
+    : thread(std::move(thread)), open(open), step(syncbn::step().number), before_(std::move(before)) {}
 
 Scope::~Scope() { delete why_ended_.load(); }
 
@@ -39,21 +32,16 @@ void Scope::throw_if_ended() {
     if (const Failure* why = why_ended()) throw Failure(*why);
 }
 
-const std::shared_ptr<Scope>& current_scope() { return of_thread() != nullptr ? of_thread() : outside(); }
-
-bool& within_graph() {
-    static thread_local bool within = false;
-    return within;
-}
+const std::shared_ptr<Scope>& current_scope() { return of_thread != nullptr ? of_thread : outside(); }
 
 void enter_scope(std::string thread) {
-    of_thread() = std::make_shared<Scope>(std::move(thread), syncbn::step().failure());
+    of_thread = std::make_shared<Scope>(std::move(thread), syncbn::step().failure());
 }
 
 void leave_scope() {
-    if (of_thread() == nullptr) return;
-    of_thread()->open = false;
-    of_thread() = nullptr;
+    if (of_thread == nullptr) return;
+    of_thread->open = false;
+    of_thread = nullptr;
 }
 
 }  // namespace syncbn

@@ -13,11 +13,11 @@ namespace syncbn {
 class Scope {
   public:
     // `before`: the failure at its beginning, or null.
-    Scope(std::string thread, std::shared_ptr<const Failure> before);
+    Scope(std::string thread, std::shared_ptr<const Failure> before, bool open = true);
     ~Scope();
 
     const std::string thread;  // its name
-    std::atomic<bool> open{true};
+    std::atomic<bool> open;
     int64_t step;  // the number of its last step; only its own thread reads it
 
     // Ends its step; the first reason stays.
@@ -39,7 +39,7 @@ const std::shared_ptr<Scope>& current_scope();
 
 // Whether this thread executes a graph that has announced its calls. MXNet issues some of them, too, where it makes an
 // operator for a new shape.
-bool& within_graph();
+inline thread_local bool within_graph = false;
 
 void enter_scope(std::string thread);
 void leave_scope();

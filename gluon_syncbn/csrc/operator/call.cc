@@ -69,7 +69,7 @@ void Call::issue(const void* caller, Recall recall) {
     recall_ = std::move(recall);
     if (recall_.again)
         place_.phase = recall_.memo->repeat();
-    else if (within_graph() || !shares())
+    else if (within_graph || !shares())
         return;
     else
         place_ = node_.layer->rendezvous.join(terms_, context_, node_.number, caller);

@@ -4,15 +4,11 @@ namespace syncbn {
 namespace {
 
 struct Reel {
-    std::shared_ptr<Tape> tape;
+    Tape& tape;
     bool again;
     int64_t next = 0;
 };
-
-std::vector<Reel>& reels() {
-    static thread_local std::vector<Reel> stack;
-    return stack;
-}
+thread_local std::vector<Reel> reels;
 
 }  // namespace
 
@@ -28,25 +24,25 @@ std::shared_ptr<const Outcome> Memo::outcome(Wait& wait) const {
     return outcome_;
 }
 
-void begin_tape(std::shared_ptr<Tape> tape, bool again) { reels().push_back({std::move(tape), again}); }
+void begin_tape(Tape& tape, bool again) { reels.push_back({tape, again}); }
 
 int64_t end_tape() {
-    const Reel reel = reels().back();
-    reels().pop_back();
-    return reel.again ? static_cast<int64_t>(reel.tape->memos.size()) - reel.next : 0;
+    const Reel reel = reels.back();
+    reels.pop_back();
+    return reel.again ? static_cast<int64_t>(reel.tape.memos.size()) - reel.next : 0;
 }
 
-bool tape_runs() { return !reels().empty(); }
+bool tape_runs() { return !reels.empty(); }
 
 Recall recall() {
     Recall found;
-    for (Reel& reel : reels()) {  // the outermost first: the recomputation is new to the inner ones
+    for (Reel& reel : reels) {  // the outermost first: the recomputation is new to the inner ones
         const auto next = static_cast<size_t>(reel.next++);
-        if (reel.again && next < reel.tape->memos.size()) found = {reel.tape->memos[next], true};
+        if (reel.again && next < reel.tape.memos.size()) found = {reel.tape.memos[next], true};
     }
-    if (!found.memo && !reels().empty()) found.memo = std::make_shared<Memo>();
-    for (Reel& reel : reels())
-        if (!reel.again) reel.tape->memos.push_back(found.memo);
+    if (!found.memo && !reels.empty()) found.memo = std::make_shared<Memo>();
+    for (Reel& reel : reels)
+        if (!reel.again) reel.tape.memos.push_back(found.memo);
     return found;
 }
 

@@ -46,8 +46,8 @@ struct Tape {
     std::vector<std::shared_ptr<Memo>> memos;  // in the order of the calls
 };
 
-// From now on, calls on this thread add memos to this tape, or with `again` repeat its memos.
-void begin_tape(std::shared_ptr<Tape> tape, bool again);
+// From now on, calls on this thread add memos to this tape, or with `again` repeat its memos, until it ends.
+void begin_tape(Tape& tape, bool again);
 // Returns the number of memos that no call has taken since then. If there were more calls than memos, it is negative.
 int64_t end_tape();
 // Whether this thread has begun a tape.
