@@ -1,13 +1,12 @@
 #include "native/calls.h"
 
-#include <atomic>
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <string>
 #include <utility>
 
 #include "failure.h"
-#include "native/layout.h"
 #include "native/library.h"
 #include "native/workers.h"
 #include "operator/call.h"
@@ -21,6 +20,35 @@ SYNCBN_COUNTS syncbn_blocked_calls{0}, syncbn_lone_calls{0};
 namespace syncbn {
 namespace native {
 namespace {
+
+int64_t block_of(const Descriptor& descriptor) { return descriptor.inner_blocks[0]; }
+
+// Returns oneDNN's layout if it is float32 or bfloat16 with all channels in blocks of 8 or 16 neighbours, which a call
+// takes without a copy. Returns null for the order of the dimensions, and for other layouts.
+const Descriptor* blocks_of(const NDArray& array, Type type, const Shape& shape) {
+    const int kind = type == Type::kFloat32 ? kFloat32Kind : kBfloat16Kind;
+    if ((type != Type::kFloat32 && type != Type::kBfloat16) || array.is_plain()) return nullptr;
+    const Descriptor& d = array.chunk().blocked->descriptor;
+    if (d.dims_count < 3 || d.type != kind || d.kind != kBlockedKind || d.offset != 0 || d.inner_count != 1)
+        return nullptr;
+    const int64_t block = block_of(d);
+    if (d.inner_dims[0] != 1 || (block != 8 && block != 16)) return nullptr;
+    int64_t stride = block;
+    for (int i = d.dims_count - 1; i > 1; --i) {
+        if (d.strides[i] != stride || d.padded_dims[i] != d.dims[i]) return nullptr;
+        stride *= d.dims[i];
+    }
+    const bool dense = d.strides[1] == stride && d.strides[0] == stride / block * d.dims[1];
+    const bool whole = d.padded_dims[0] == d.dims[0] && d.padded_dims[1] == d.dims[1] && d.dims[1] % block == 0;
+    const bool same = d.dims[0] == shape.outer && d.dims[1] == shape.channels && stride / block == shape.inner;
+    return dense && whole && same ? &d : nullptr;
+}
+
+// Whether type, extents and order are the same.
+bool alike(const Descriptor& a, const Descriptor& b) {
+    return block_of(a) == block_of(b) && a.dims_count == b.dims_count &&
+           std::equal(a.dims, a.dims + a.dims_count, b.dims);
+}
 
 // An array of a call, and its index in the list of `Node`.
 struct Entry {
