@@ -204,7 +204,7 @@ CORE_FLOORS = [
 ]
 CORE_FLOOR = {room: floor for floor, rooms in enumerate(CORE_FLOORS) for room in rooms}
 # Within `meeting`, the same: who waits knows nothing of the registry that knows who might come.
-MEETING = [{"scope"}, {"meeting"}, {"diagnosis", "timing"}, {"registry"}]
+MEETING = [{"scope"}, {"meeting"}, {"diagnosis"}, {"registry"}]
 
 
 def includes():

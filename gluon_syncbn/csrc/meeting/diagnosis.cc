@@ -1,9 +1,14 @@
-// Describes who is here, who is missing, and what the user can do about it.
+#include "meeting/diagnosis.h"
+
 #include <algorithm>
 #include <cstdlib>
+#include <iomanip>
+#include <map>
+#include <mutex>
 #include <sstream>
+#include <vector>
 
-#include "meeting/diagnosis.h"
+#include "log.h"
 
 namespace syncbn {
 namespace {
@@ -50,6 +55,19 @@ bool bundles() {
 }
 
 bool on_cpu(const std::string& context) { return context.compare(0, 3, "cpu") == 0; }
+
+constexpr size_t kWorst = 5;  // number of layers to name
+
+struct Totals {
+    std::mutex mutex;  // guards the rest
+    struct OfLayer {
+        int64_t meetings = 0;
+        double waited = 0;  // seconds, of all replicas
+    };
+    std::map<std::string, OfLayer> layers;
+    std::map<std::string, double> last;  // of these seconds, those until this replica came last
+};
+Totals& totals = *new Totals;  // outlives the threads that write at exit
 
 }  // namespace
 
@@ -108,6 +126,46 @@ std::string why_not_here(const Terms& terms, const std::string& context) {
         why << "the layer was called here, but gluon_syncbn.devices(...) lets only " << join_names(terms.devices)
             << " take part; name every context that gets data, or leave the block";
     return why.str();
+}
+
+void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase) {
+    const std::string& layer = meeting.terms->name;
+    std::vector<size_t> order(phase.entries.size());
+    for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+    std::sort(order.begin(), order.end(),
+              [&](size_t a, size_t b) { return phase.entries[a].at < phase.entries[b].at; });
+    const double first = phase.entries[order.front()].at, last = phase.entries[order.back()].at;
+    if (first == 0) return;  // it came before records were requested
+    double waited = 0;
+    std::ostringstream out;
+    out << std::fixed << std::setprecision(3) << title_of(layer) << ", " << call << ": ";
+    for (size_t position : order) {
+        const double late = phase.entries[position].at - first, waits = last - phase.entries[position].at;
+        out << meeting.replica(position) << " came after " << 1e3 * late << " ms and waited " << 1e3 * waits << " ms"
+            << (position == order.back() ? "" : ", ");
+        waited += waits;
+    }
+    log(Level::kDebug, out.str());
+    std::lock_guard<std::mutex> lock(totals.mutex);
+    ++totals.layers[layer].meetings;
+    totals.layers[layer].waited += waited;
+    totals.last[meeting.replica(order.back())] += waited;
+}
+
+std::string slowest() {
+    std::lock_guard<std::mutex> lock(totals.mutex);
+    if (totals.layers.empty()) return "";
+    std::vector<std::pair<std::string, Totals::OfLayer>> layers(totals.layers.begin(), totals.layers.end());
+    std::sort(layers.begin(), layers.end(), [](auto& a, auto& b) { return a.second.waited > b.second.waited; });
+    std::ostringstream out;
+    out << std::fixed << std::setprecision(3) << "seconds that replicas waited for others, by layer:";
+    for (size_t i = 0; i < std::min(kWorst, layers.size()); ++i)
+        out << (i > 0 ? "," : "") << " '" << layers[i].first << "' " << layers[i].second.waited << " in "
+            << layers[i].second.meetings << " meetings";
+    out << "; by the replica that came last:";
+    for (const auto& [replica, seconds] : totals.last)
+        out << (replica == totals.last.begin()->first ? " " : ", ") << replica << " " << seconds;
+    return out.str();
 }
 
 }  // namespace syncbn

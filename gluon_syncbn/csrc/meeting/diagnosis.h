@@ -1,4 +1,5 @@
-// Describes who is here, who is missing, and what the user can do about it. Called under the rendezvous's lock.
+// Describes who is here, who is missing, and what the user can do about it, and records who was waited for. All but
+// `slowest` is called under the rendezvous's lock.
 #pragma once
 
 #include <string>
@@ -21,5 +22,11 @@ std::string how_to_call(const Meeting& meeting);
 Cause likely_cause(const Meeting& meeting, int phase);
 // Why a call on this context is not a replica of the layer.
 std::string why_not_here(const Terms& terms, const std::string& context);
+
+// Records how long the replicas of a phase waited, if all have arrived.
+void record_meeting(const std::string& call, const Meeting& meeting, const Phase& phase);
+// Returns the layers with the longest waits and the replicas that came last there, in a few lines; empty without
+// records.
+std::string slowest();
 
 }  // namespace syncbn

@@ -15,7 +15,6 @@
 #include "clock.h"
 #include "log.h"
 #include "meeting/diagnosis.h"
-#include "meeting/timing.h"
 #include "point.h"
 #include "waiting/callers.h"
 #include "waiting/step.h"
