@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "failure.h"
-#include "pooling/statistics.h"
 
 namespace syncbn {
 namespace {
@@ -61,14 +60,6 @@ std::string text_of_wait(Wait::Why why, const std::string& call, const std::stri
     else
         text << "Still waiting, until " << static_cast<int>(limit) << " s.";
     return text.str();
-}
-
-void put(Combine combine, double* total, const double* part, size_t length) {
-    const auto n = static_cast<int64_t>(length);
-    if (combine == Combine::kMerge)
-        merge_moments(total, part, n / 2);
-    else
-        add_to(total, part, n);
 }
 
 }  // namespace syncbn

@@ -11,6 +11,7 @@
 
 #include "cuda/collective.h"
 #include "exchange/mailbox.h"
+#include "pooling/statistics.h"
 #include "types.h"
 #include "waiting/wait.h"
 
@@ -31,9 +32,6 @@ std::string name_of_call(const Ticket& ticket);
 // seconds.
 std::string text_of_wait(Wait::Why why, const std::string& call, const std::string& rank, const std::string& missing,
                          double limit, double waited);
-
-// The result of an allreduce: the moments of all values, or the sum of the vectors.
-enum class Combine { kMerge, kAdd };
 
 // The contribution of this process: a vector for each context. For an allgather, one vector for all contexts.
 struct Contribution {
@@ -117,8 +115,5 @@ class Exchange {
     virtual std::unique_ptr<Underway> begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own);
     virtual std::unique_ptr<Underway> begin_allgather(const Ticket& ticket, const Contribution& own);
 };
-
-// Combines `part` into `total`, which begins as zeros.
-void put(Combine combine, double* total, const double* part, size_t length);
 
 }  // namespace syncbn

@@ -26,7 +26,7 @@ enum class Role : int { kWhole = 0, kMeet = 1, kTrack = 2 };
 
 enum Request { kNull = 0, kWrite = 1, kInplace = 2, kAdd = 3 };
 // In this order; `Node` knows where the batch is.
-enum Input { kX = 0, kGamma = 1, kBeta = 2, kAddend = 3, kBatch };
+enum Input { kX = 0, kGamma = 1, kBeta = 2, kAddend = 3 };
 
 // The operator's attributes; read once per call.
 struct Node {

@@ -94,7 +94,7 @@ Vector HostCall::assign_statistics(const Total& moments) {
     const auto of = [&](Range pool) -> std::shared_ptr<const Statistic> {
         if (pool.begin == pool.end) return nullptr;
         auto& found = statistics[pool.begin];
-        if (!found) found = statistic(moments_of(pools_, pool, moments.values, channels()));
+        if (!found) found = statistic(combined(pools_, pool, moments.values, length, Combine::kMerge));
         return found;
     };
     const Vector zeros(static_cast<size_t>(channels()));
@@ -234,7 +234,7 @@ void HostCall::differentiate(const Arrays& arrays, const int* reqs) {
             const Slot& slot = tensor_.slots[i];
             if (!slot.fed) continue;
             // Over the slots that use the statistic that this one feeds.
-            const Vector sums = gradients_of(pools_, pools_.users[i], all, n);
+            const Vector sums = combined(pools_, pools_.users[i], all, gradients_length(n), Combine::kAdd);
             const double *sum_dy = sums.data(), *sum_dy_xhat = sum_dy + n;
             for (int64_t c = 0; c < n; ++c) {
                 const double share = slot.fed->invstd[c] / slot.used->invstd[c];

@@ -4,8 +4,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "pooling/statistics.h"
-
 namespace syncbn {
 namespace {
 
@@ -126,19 +124,11 @@ Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const 
     return out;
 }
 
-Vector moments_of(const Pools& pools, Range list, const Vector& slots, int64_t channels) {
-    const int64_t length = moments_length(channels);
-    Vector total(length, 0.0);
+Vector combined(const Pools& pools, Range list, const Vector& slots, int64_t length, Combine combine) {
+    const auto n = static_cast<size_t>(length);
+    Vector total(n, 0.0);
     for (int place = list.begin; place < list.end; ++place)
-        merge_moments(total.data(), &slots[pools.slot(place) * length], channels);
-    return total;
-}
-
-Vector gradients_of(const Pools& pools, Range list, const Vector& slots, int64_t channels) {
-    const int64_t length = gradients_length(channels);
-    Vector total(length, 0.0);
-    for (int place = list.begin; place < list.end; ++place)
-        add_to(total.data(), &slots[pools.slot(place) * length], length);
+        put(combine, total.data(), &slots[pools.slot(place) * n], n);
     return total;
 }
 

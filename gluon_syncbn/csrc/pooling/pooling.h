@@ -16,6 +16,7 @@
 
 #include "pooling/permutation.h"
 #include "pooling/range.h"
+#include "pooling/statistics.h"
 #include "types.h"
 
 namespace syncbn {
@@ -63,10 +64,7 @@ struct Pools {
 Pools pools_of(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw, Range own,
                const std::vector<int>& groups = {});
 
-// Merges the moments of the slots of a list, from those of each slot [slots][1 + 2C].
-Vector moments_of(const Pools& pools, Range list, const Vector& slots, int64_t channels);
-
-// Adds the gradients of the slots of a list, from those of each slot [slots][2C].
-Vector gradients_of(const Pools& pools, Range list, const Vector& slots, int64_t channels);
+// Combines the vectors of the slots of a list, from those of all slots [slots][length].
+Vector combined(const Pools& pools, Range list, const Vector& slots, int64_t length, Combine combine);
 
 }  // namespace syncbn

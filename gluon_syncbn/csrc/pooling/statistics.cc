@@ -24,8 +24,9 @@ int64_t first_not_finite(const Vector& values) {
     return found == values.end() ? -1 : found - values.begin();
 }
 
-void add_to(double* total, const double* part, int64_t n) {
-    for (int64_t i = 0; i < n; ++i) total[i] += part[i];
+void put(Combine combine, double* total, const double* part, size_t length) {
+    if (combine == Combine::kMerge) return merge_moments(total, part, static_cast<int64_t>(length / 2));
+    for (size_t i = 0; i < length; ++i) total[i] += part[i];
 }
 
 }  // namespace syncbn

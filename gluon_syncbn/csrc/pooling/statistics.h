@@ -16,6 +16,10 @@ inline int64_t gradients_length(int64_t channels) { return 2 * channels; }
 void merge_moments(double* total, const double* part, int64_t channels);
 // The index of the first value that is not finite; -1 if all are finite.
 int64_t first_not_finite(const Vector& values);
-void add_to(double* total, const double* part, int64_t n);
+
+// The moments of all values, or the sum of the vectors.
+enum class Combine { kMerge, kAdd };
+// Combines `part` into `total`, which begins as zeros.
+void put(Combine combine, double* total, const double* part, size_t length);
 
 }  // namespace syncbn
