@@ -17,14 +17,7 @@ from places import PACKAGE, SUPPORT
 WORKER = SUPPORT / "points_worker.py"
 HANGS = 300  # seconds, of a whole process; nothing here takes long
 #: Where a replica that is hit in the forward keeps the others from a total.
-BEFORE_THE_TOTAL = {
-    "before_first_half",
-    "before_join",
-    "after_join",
-    "before_contribution",
-    "before_reduce",
-    "after_reduce",
-}
+BEFORE_THE_TOTAL = {"before_join", "before_contribution", "before_reduce", "after_reduce"}
 #: Whether a call is handed to a worker is a matter of time.
 NOT_ALWAYS = {"before_worker"}
 BY_TRANSPORT = {"before_exchange", "after_exchange"}

@@ -290,7 +290,6 @@ void Call::refuse_to_recover(const Hidden& hidden) const {
 void Call::join_meeting() {
     SYNCBN_POINT("before_join");
     if (!place_.meeting) place_ = node_.layer->rendezvous.take(terms_, context_, node_.number);
-    SYNCBN_POINT("after_join");
     terms_ = place_.meeting->terms;
     if (node_.per_context != terms_->per_context)
         throw Failure(
@@ -367,9 +366,14 @@ void Call::contribute(Vector values, std::shared_ptr<const cuda::OnDevice> devic
 Total Call::total() {
     if (!shares()) return {std::move(own_), 0, node_.layer->id};
     SYNCBN_POINT("before_total");
-    Total total = node_.layer->rendezvous.total(place_);
-    SYNCBN_POINT("after_total");
-    return total;
+    return node_.layer->rendezvous.total(place_);
+}
+
+Total Call::counts_of(const Total& total, int64_t length) {
+    const auto step = static_cast<size_t>(length);
+    Total counts{{}, total.first / step, total.key, total.groups};
+    for (size_t at = 0; at < total.values.size(); at += step) counts.values.push_back(total.values[at]);
+    return counts;
 }
 
 void Call::assign(const Total& of_slots) {

@@ -126,7 +126,6 @@ void HostCall::update_running(const Vector& batch, const Arrays& arrays) {
     SYNCBN_POINT("before_running_statistics");
     backend_.update_running(Vector(mean, variance), Vector(variance, batch.end()), node_.momentum,
                             tensor_.parameter_type(), arrays[running], arrays[running + 1]);
-    SYNCBN_POINT("after_running_statistics");
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------
