@@ -251,21 +251,16 @@ def _ways_of_calls(asked: str) -> Dict[str, str]:
     return problems
 
 
-def layer_drop(layer: int, calls: Dict[Any, int]) -> None:
-    """Drops a layer, and the numbers of its eager calls."""
-    _core.syncbn_layer_drop(layer)
-    for number in calls.values():
-        del _calls[number]
+class Call(Dict[str, str]):
+    """The attributes of eager calls. The core has them too, by their number, until the layer is dropped."""
+
+    def __init__(self, attributes: Dict[str, str]) -> None:
+        super().__init__(attributes)
+        self.number = _core.syncbn_call_create(list(self), list(self.values()))
+        _calls[self.number] = self
 
 
-_calls: Dict[int, Dict[str, str]] = {}  # the attributes of each number
-
-
-def call_create(attributes: Dict[str, str]) -> int:
-    """Keeps the attributes of eager calls. Returns the number that stands for them, until the layer is dropped."""
-    number = _core.syncbn_call_create(list(attributes), list(attributes.values()))
-    _calls[number] = attributes
-    return number
+_calls: weakref.WeakValueDictionary[int, Call] = weakref.WeakValueDictionary()
 
 
 def call_attributes(number: int) -> Dict[str, str]:
@@ -273,7 +268,7 @@ def call_attributes(number: int) -> Dict[str, str]:
     call = _calls.get(number)
     if call is None:
         raise MXNetError("a SyncBatchNorm that this graph has recorded is gone. Keep the layer as long as the graph.")
-    return _calls[number]
+    return call
 
 
 timeout_of: Callable[[], float] = _core.syncbn_timeout_of  # seconds that a layer waits without a setting of its own

@@ -117,7 +117,7 @@ class Replicas:
         self.contexts: List[Context] = []  # the same, without repetitions
         self.on_cpus = True  # some of them may be
         self.of_context = 1  # `per_context` of these
-        self.calls: Dict[Any, int] = {}  # the core's numbers of eager calls, by their attributes
+        self.calls: Dict[Any, _native.Call] = {}  # eager ones, by their settings
         self.problem = ""  # why these contexts cannot train
         self._running: Sequence[weakref.ref[Parameter]] = ()
         self.ran = NEVER  # how the last training call came
@@ -130,7 +130,7 @@ class Replicas:
         if pooling.mode != "local":
             session.to_come.add(self)
         # At exit a daemon thread may still use it.
-        weakref.finalize(self, _native.layer_drop, self.id, self.calls).atexit = False
+        weakref.finalize(self, _native.layer_drop, self.id).atexit = False
         if timeout is not None:
             _native.layer_timeout(self.id, timeout)
         if exchange is not None:

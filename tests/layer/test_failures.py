@@ -1005,6 +1005,6 @@ def test_a_layer_that_is_gone():
         lambda number: gluon_syncbn._native.layer_timeout(number, 1),
     ):
         number = gluon_syncbn._native.layer_create("gone", 0, 1, 0, [])
-        gluon_syncbn._native.layer_drop(number, {})
+        gluon_syncbn._native.layer_drop(number)
         with pytest.raises(mx.MXNetError, match=f"no layer has the number {number}"):
             call(number)

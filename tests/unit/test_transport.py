@@ -24,7 +24,7 @@ def layer_id():
     """Of a layer in the native core, for its time limit."""
     number = _native.layer_create("bn", 0, 1, 0, [])
     yield number
-    _native.layer_drop(number, {})
+    _native.layer_drop(number)
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +90,7 @@ def test_moments_of_all_processes(size):
     agreement = size * (size - 1)
     assert sent(all_stores) == agreement + {1: 0, 2: 2, 3: 6, 5: 10}[size]  # with 5 in steps, of which each is a pair's
     for number in ids:
-        _native.layer_drop(number, {})
+        _native.layer_drop(number)
 
 
 GROUPS = [
