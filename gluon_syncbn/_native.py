@@ -109,14 +109,6 @@ class Ticket(ctypes.Structure):
 
     _fields_ = _members("exchange/exchange.h", "Ticket")
 
-    layer: int
-    node: int  # of a graph; -1 for an eager call
-    call: int  # of this node
-    phase: int
-    name: bytes  # of the layer
-    timeout: float  # seconds that the layer waits
-    interrupts: int  # their number when the first replica came
-
 
 class Mpi(ctypes.Structure):
     """MPI's functions and handles: see ``csrc/exchange/mpi.h``."""
@@ -299,11 +291,7 @@ class Tape:
 
 
 def scope_leave() -> Tuple[str, bool]:
-    """Notes that the caller leaves its outermost scope.
-
-    Returns why its step failed, empty if it did not. The second result says whether the scope was part of the current
-    step; otherwise that step began later.
-    """
+    """Leaves the outermost scope. Returns why its step failed, and whether it is the current step: see api.cc."""
     current = ctypes.c_bool()
     return _core.syncbn_scope_leave(ctypes.byref(current)), current.value
 

@@ -145,16 +145,13 @@ SYNCBN_API const char* syncbn_take_calls(const char* device) {
     return text([&] { return syncbn::native::take_calls(mxnet, device); });
 }
 
-// Gives each CPU context its own temporary space and random states. Returns why it cannot; empty if it has.
+// See native/resources.h.
 SYNCBN_API const char* syncbn_separate_resources() {
     return text([&] { return syncbn::native::separate_resources(mxnet); });
 }
 SYNCBN_API int syncbn_renew_resources() { return done(syncbn::native::renew_resources); }
-
-// Begins to issue, in this thread, operators of the replica on the context of `data`. Returns whether that is so: it
-// trains on a CPU, within no other call. Then `syncbn_issue_on` follows, with -1.
+// After true, `syncbn_issue_on` follows, with -1.
 SYNCBN_API bool syncbn_issue_for(NDArrayHandle data) { return syncbn::native::issue_for(data); }
-// Begins to issue, in this thread, operators of a replica on this CPU context, or of none: -1. Returns the one before.
 SYNCBN_API int syncbn_issue_on(int context) { return syncbn::native::issue_on(context); }
 
 // MXNet's library, a handle of dlopen; the path of the kernels' source; the folder of compiled kernels.
@@ -447,12 +444,11 @@ SYNCBN_API int syncbn_tape_begin(void* tape, bool again) {
 }
 
 SYNCBN_API int64_t syncbn_tape_end() { return syncbn::end_tape(); }
-// Whether calls on this thread write to a tape, or repeat from one.
 SYNCBN_API bool syncbn_tape_runs() { return syncbn::tape_runs(); }
 
 // ---- the step ----
 
-// A thread of this name enters its outermost scope.
+// A thread of this name enters its outermost scope: see meeting/scope.h.
 SYNCBN_API int syncbn_scope_enter(const char* thread) {
     return done([&] { syncbn::enter_scope(thread); });
 }
@@ -530,31 +526,21 @@ SYNCBN_API void syncbn_wait_end(void* wait) { delete static_cast<WaitInPython*>(
 
 // ---- the process ----
 
-// Whether no thread is left that could call a missing replica.
+// See waiting/stall.h and waiting/callers.h.
 SYNCBN_API void syncbn_nobody_left(bool so) { syncbn::nobody_left(so); }
-
-// Waits until a replica asks which thread could still call a missing one. False after so many seconds.
 SYNCBN_API bool syncbn_asked_for_callers(double seconds) { return syncbn::asked_for_callers(seconds); }
-
-// The answer: what all of them wait for, empty if one could call. `for_all`: for all pending operations.
 SYNCBN_API int syncbn_answer_callers(const char* wait, bool for_all) {
     return done([&] { syncbn::answer_callers(wait, for_all); });
 }
 
-// All threads that train have ended, and exit handlers run.
+// See waiting/step.h.
 SYNCBN_API void syncbn_nobody_reads() { syncbn::step().unread = true; }
-
-// The process ends: from now on, every operator that runs fails.
 SYNCBN_API int syncbn_close() {
     syncbn::step().closed = true;
     return done(syncbn::cuda::close_collectives);
 }
-
-// Called before a fork, which waits for all operators in flight, and, with false, after it. `inside`: the forking thread
-// is in a step.
+// Called before a fork, and, with false, after it. `inside`: the forking thread is in a step.
 SYNCBN_API void syncbn_forking(bool inside) { syncbn::step().forking = inside; }
-
-// Whether the calls of this process contribute empty batches from now on.
 SYNCBN_API void syncbn_out_of_batches(bool so) { syncbn::step().out_of_batches = so; }
 
 // Called in the child of a fork.
@@ -573,15 +559,11 @@ SYNCBN_API int syncbn_forked() {
 
 // ---- records ----
 
-// Whether there is a record of every meeting.
+// See log.h and meeting/diagnosis.h.
 SYNCBN_API void syncbn_debug(bool so) { syncbn::set_debugging(so); }
-
-// See log.h.
 SYNCBN_API const char* syncbn_next_record(double seconds) {
     return text([&] { return syncbn::next_record(seconds); });
 }
-
-// Which replicas others waited for, in all recorded meetings; empty without records.
 SYNCBN_API const char* syncbn_slowest() { return text(syncbn::slowest); }
 
 SYNCBN_API const char* syncbn_instruction_set() { return syncbn::cpu::instruction_set(); }

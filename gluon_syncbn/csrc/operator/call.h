@@ -19,9 +19,7 @@
 
 namespace syncbn {
 
-// The part of a call that an operator is. Several replicas of one context would wait for each other in the queue of the
-// operator that writes the running statistics. So there one operator meets the others and writes the batch's statistics
-// to an output. A second one, which waits for no replica, takes them.
+// The part of a call that an operator is: see op.cc.
 enum class Role : int { kWhole = 0, kMeet = 1, kTrack = 2 };
 
 enum Request { kNull = 0, kWrite = 1, kInplace = 2, kAdd = 3 };

@@ -36,7 +36,6 @@ class TurnToFail {
     TurnToFail();
     ~TurnToFail();
     TurnToFail(const TurnToFail&) = delete;
-    TurnToFail& operator=(const TurnToFail&) = delete;
 };
 
 // If the step has failed when all arrays are available, later users of one of these arrays fail. One operation of the

@@ -20,8 +20,6 @@ class Wait {
     // Seconds. `interrupts_before`: the number of interrupts at its beginning.
     explicit Wait(double timeout, long interrupts_before = interrupts());
     virtual ~Wait() = default;
-    Wait(const Wait&) = delete;
-    Wait& operator=(const Wait&) = delete;
 
     // Throws Failure if the wait must end: the step has failed, the process was asked to end, a fork waits, or time is
     // up. Warns once if it takes long.
