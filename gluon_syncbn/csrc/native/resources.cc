@@ -3,12 +3,9 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <iterator>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -32,11 +29,6 @@ struct Functions {
     Resource (*request)(ResourceManager* self, Place place, const int& kind);
     void (*seed)(ResourceManager* self, uint32_t seed);
     void (*seed_place)(ResourceManager* self, Place place, uint32_t seed);
-};
-constexpr const char* kNames[] = {
-    "_ZN5mxnet8resource19ResourceManagerImpl7RequestENS_7ContextERKNS_15ResourceRequestE",
-    "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomEj",
-    "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomENS_7ContextEj",
 };
 
 Functions mxnets;           // before they were replaced
@@ -191,22 +183,15 @@ void seed_place(ResourceManager* self, Place place, uint32_t seed) {
     if (place.type == Place::kCpu) mxnets.seed_place(manager_of(self, place.number), place, seed);
 }
 
-template <typename F>
-void* address(F* function) {
-    void* out;
-    std::memcpy(&out, &function, sizeof out);
-    return out;
-}
-
 // Replaces the functions in the table of the class, which is read-only memory.
 bool replace(void** table) {
-    const std::array<void*, 3> ours = {address(request), address(seed_all), address(seed_place)};
+    const Functions ours{request, seed_all, seed_place};
     const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
     const uintptr_t begin = reinterpret_cast<uintptr_t>(table) / page * page;
-    const size_t size = reinterpret_cast<uintptr_t>(table + ours.size()) - begin;
+    const size_t size = reinterpret_cast<uintptr_t>(table) + sizeof ours - begin;
     void* const pages = reinterpret_cast<void*>(begin);  // NOLINT(performance-no-int-to-ptr)
     if (mprotect(pages, size, PROT_READ | PROT_WRITE) != 0) return false;
-    std::copy(ours.begin(), ours.end(), table);
+    std::memcpy(table, &ours, sizeof ours);
     mprotect(pages, size, PROT_READ);
     return true;
 }
@@ -217,25 +202,23 @@ std::string separate_resources(void* library) {
     static std::mutex mutex;
     const std::lock_guard<std::mutex> lock(mutex);
     if (get != nullptr) return "";
-    std::array<void*, std::size(kNames)> functions;
-    std::transform(std::begin(kNames), std::end(kNames), functions.begin(), [&](const char* name) {
-        void* function = nullptr;
-        find(library, name, &function);
-        return function;
-    });
-    ResourceManager* (*found)();
-    if (!find(library, "_ZN5mxnet15ResourceManager3GetEv", &found) ||
+    Functions found{};
+    find(library, "_ZN5mxnet8resource19ResourceManagerImpl7RequestENS_7ContextERKNS_15ResourceRequestE",
+         &found.request);
+    find(library, "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomEj", &found.seed);
+    find(library, "_ZN5mxnet8resource19ResourceManagerImpl10SeedRandomENS_7ContextEj", &found.seed_place);
+    ResourceManager* (*get_own)();
+    if (!find(library, "_ZN5mxnet15ResourceManager3GetEv", &get_own) ||
         !find(library, "_ZN5mxnet6Engine3GetEv", &get_engine))
         return "this MXNet hides its ResourceManager or its engine";
-    void** const table = found()->table;
-    if (functions[0] == nullptr || !std::equal(functions.begin(), functions.end(), table))
-        return "the ResourceManager is not that of MXNet 1.9.1";
+    void** const table = get_own()->table;
+    if (std::memcmp(&found, table, sizeof found) != 0) return "the ResourceManager is not that of MXNet 1.9.1";
     void* threaded = nullptr;
     if (find(library, "_ZN5mxnet6engine14ThreadedEngine11NewVariableEv", &threaded) &&
         get_engine()->table[kNewVariable] == threaded)
         std::memcpy(&new_variable, &threaded, sizeof threaded);
-    std::memcpy(&mxnets, functions.data(), sizeof mxnets);
-    get = found;
+    mxnets = found;
+    get = get_own;
     if (replace(table)) return "";
     get = nullptr;
     return "the memory of MXNet's ResourceManager cannot be changed";
