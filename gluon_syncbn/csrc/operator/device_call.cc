@@ -75,7 +75,6 @@ class DeviceCall : public Call {
     void fill_with_zeros(Array to, int64_t bytes) override;
     void finish() override;
     void clear_up() override;
-    void release();
     void leave_thread() override {
         if (work_) work_->current.reset();
     }
@@ -91,6 +90,12 @@ class DeviceCall : public Call {
     struct Work {
         std::optional<cuda::Current> current;
         cuda::Lease lease;
+        std::shared_ptr<Gathered> gathered = std::make_shared<Gathered>();
+        std::vector<Memory> scratch;
+        bool may_be_posted = false;        // other work may have been put on the stream
+        bool tells = false;                // the forward reports whether the moments are finite
+        bool recovers = false;             // the backward reports whether x could be found
+        bool kept_for_repetition = false;  // the gathered vectors are
         explicit Work(cuda::Device& device) : current(std::in_place, device), lease(device) {}
     };
 
@@ -113,13 +118,12 @@ class DeviceCall : public Call {
         work();
         return cuda::Memory(device(), size);
     }
-    // The size of so many values of the data, in float64.
-    int64_t in_doubles(int64_t values) const { return doubles_for(values * size_of(tensor_.type)); }
-    // Returns float64 memory until the callback ends.
+    // Returns so much float64 memory, or memory for the data, until the callback ends.
     double* scratch(int64_t size) {
-        scratch_.push_back(memory(size));
-        return scratch_.back().data();
+        work().scratch.push_back(memory(size));
+        return work_->scratch.back().data();
     }
+    double* scratch_for_data() { return scratch(doubles_for(tensor_.shape.size() * size_of(tensor_.type))); }
     template <typename Arguments>
     void run(const cuda::Kernel& kernel, cuda::Grid grid, const Arguments& arguments) {
         cuda::launch(device(), work().lease.stream(), kernel, grid, &arguments);
@@ -143,11 +147,11 @@ class DeviceCall : public Call {
     // Computes packed vectors of `length` for each slot, by a kernel and, if it works in chunks, a merge.
     template <typename Launch>
     Memory reduced(int64_t length, const char* merge, const Launch& launch_with);
-    // Contributes this replica's vectors, which are on their way into `gathered_`, and `counts` beside them.
+    // Contributes this replica's vectors, which are on their way into `gathered`, and `counts` beside them.
     void contribute_gathered(Vector counts);
     // The number of values of each slot. Those that a mask leaves are in the moments: the call waits for them.
     Vector counts(bool masked = false);
-    // Gets the packed vectors of all replicas into `gathered_`. In the forward, returns the samples of their slots.
+    // Gets the packed vectors of all replicas into `gathered`. In the forward, returns the samples of their slots.
     Total total_gathered(int64_t length);
     void run_normalise(const Arrays& arrays, int req, void* batch);
     // Copies the pools' lists to the device.
@@ -165,13 +169,7 @@ class DeviceCall : public Call {
     };
 
     std::optional<Work> work_;
-    std::shared_ptr<Gathered> gathered_;  // until the callback ends
-    std::vector<Memory> scratch_;         // the same
-    bool may_be_posted_ = false;          // other work may have been put on the stream
     cuda::Device* device_ = nullptr;
-    bool tells_ = false;                // the forward reports whether the moments are finite
-    bool recovers_ = false;             // the backward reports whether x could be found
-    bool kept_for_repetition_ = false;  // the gathered vectors are
     Gradients gradients_;
     Memory kept_;  // for the backward
     // The lists' memory and its content; lists rarely change between calls. Empty if they travel with a launch.
@@ -221,7 +219,7 @@ void DeviceCall::wait() {
 
 // What hangs on the device may still use the memory.
 void DeviceCall::clear_up() {
-    if (!work_) return release();
+    if (!work_) return;
     work_->lease.findings()->given_up = 1;
     bool idle = false;
     try {
@@ -232,24 +230,15 @@ void DeviceCall::clear_up() {
         }
     } catch (const Failure&) {  // the device's own error is reported already
     }
-    if (!idle || may_be_posted_) {
+    if (!idle || work_->may_be_posted) {
         work_->lease.abandon();
-        for (cuda::Memory& one : scratch_) one.abandon();
-        if (gathered_) {
-            gathered_->own.abandon();
-            gathered_->all.abandon();
-        }
+        for (cuda::Memory& one : work_->scratch) one.abandon();
+        work_->gathered->own.abandon();
+        work_->gathered->all.abandon();
         kept_.abandon();
         lists_.abandon();
         listed_.clear();
     }
-    release();
-}
-
-void DeviceCall::release() {
-    tells_ = recovers_ = kept_for_repetition_ = may_be_posted_ = false;
-    scratch_.clear();
-    gathered_.reset();
     work_.reset();
 }
 
@@ -351,7 +340,7 @@ Memory DeviceCall::reduced(int64_t length, const char* merge, const Launch& laun
 }
 
 Vector DeviceCall::counts(bool masked) {
-    const Vector values = masked ? downloaded(gathered_->own) : Vector();
+    const Vector values = masked ? downloaded(work_->gathered->own) : Vector();
     Vector counts;
     for (const Slot& slot : tensor_.slots)
         counts.push_back(masked ? values[counts.size() * static_cast<size_t>(moments_length(channels()))]
@@ -360,7 +349,7 @@ Vector DeviceCall::counts(bool masked) {
 }
 
 void DeviceCall::contribute_gathered(Vector values) {
-    const Memory& own = gathered_->own;
+    const Memory& own = work_->gathered->own;
     if (!shares()) return contribute(std::move(values));
     std::shared_ptr<const cuda::OnDevice> part;
     if (form() == Form::kHost) {
@@ -368,30 +357,30 @@ void DeviceCall::contribute_gathered(Vector values) {
         if (place_.phase == 0) check_finite(values);
     } else {
         const auto replicas = static_cast<int64_t>(exchange().replicas());
-        if (replicas > 1) gathered_->all = memory(replicas * own.size());
-        gathered_->part = {device().id, work().lease.stream(), own.data(), gathered_->all.data(), own.size()};
-        may_be_posted_ = true;
-        part = {gathered_, &gathered_->part};
+        if (replicas > 1) work_->gathered->all = memory(replicas * own.size());
+        work_->gathered->part = {device().id, work().lease.stream(), own.data(), work_->gathered->all.data(),
+                                 own.size()};
+        work_->may_be_posted = true;
+        part = {work_->gathered, &work_->gathered->part};
     }
     still_current([&] { contribute(std::move(values), std::move(part)); });
 }
 
 Total DeviceCall::total_gathered(int64_t length) {
     const Total total = still_current([&] { return this->total(); });
-    may_be_posted_ = false;
+    work_->may_be_posted = false;
     if (form() != Form::kHost) return total;
-    gathered_->all = memory(static_cast<int64_t>(total.values.size()));
-    gathered_->all.upload(total.values.data(), work().lease.stream());
+    work_->gathered->all = memory(static_cast<int64_t>(total.values.size()));
+    work_->gathered->all.upload(total.values.data(), work().lease.stream());
     return counts_of(total, length);
 }
 
 // ---- forward -------------------------------------------------------------------------------------------------------
 
 void DeviceCall::begin_normalise(const Arrays& arrays) {
-    gathered_ = std::make_shared<Gathered>();
     const void *x = data(arrays[kX]), *mask = this->mask(arrays, node_.mask_input());
     const char* stem = mask == nullptr ? "moments" : "masked_moments";
-    gathered_->own = reduced(moments_length(channels()), "merge_moments", [&](const Plan& plan, double* out) {
+    work().gathered->own = reduced(moments_length(channels()), "merge_moments", [&](const Plan& plan, double* out) {
         run(kernel_of(stem, tensor_.type), plan.reduce(), cuda::MomentsArguments{plan.tiling(), x, out, mask});
     });
     contribute_gathered(counts(mask != nullptr));
@@ -402,13 +391,13 @@ void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
     void* batch = hands_on ? data(arrays[node_.batch_output()]) : nullptr;
     if (frozen_) return run_normalise(arrays, reqs[0], nullptr);
     if (recall_.again) {
-        gathered_ = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
+        work().gathered = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
         return run_normalise(arrays, reqs[0], batch);
     }
     assign(total_gathered(moments_length(channels())));
-    tells_ = watches() && form() != Form::kHost;
+    work_->tells = watches() && form() != Form::kHost;
     run_normalise(arrays, reqs[0], batch);
-    kept_for_repetition_ = recall_.memo != nullptr;
+    work_->kept_for_repetition = recall_.memo != nullptr;
 }
 
 void DeviceCall::run_normalise(const Arrays& arrays, int req, void* batch) {
@@ -429,17 +418,17 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, void* batch) {
     with.frozen = frozen_;
     if (!frozen_) {
         put_lists();
-        with.gathered = gathered_->values();
+        with.gathered = work_->gathered->values();
         with.used = list(pools_.used);
         with.fed = list(pools_.fed);
         with.tracked = list(pools_.tracked);
         with.pools = static_cast<int>(pools_.tracked.size());
-        with.own = gathered_->own.data();
+        with.own = work_->gathered->own.data();
     }
     // One replica of a context is enough; a repeated call has nothing new.
     with.hand_on = batch != nullptr && !recall_.again && place_.first_lane();
     with.unbiased = node_.unbiased;
-    with.watch = !watches() ? cuda::kPropagate : tells_ ? cuda::kLeaveOutAndTell : cuda::kLeaveOut;
+    with.watch = !watches() ? cuda::kPropagate : work_->tells ? cuda::kLeaveOutAndTell : cuda::kLeaveOut;
     with.momentum = node_.momentum;
     if (frozen_ || (node_.role != Role::kMeet && !recall_.again)) {
         with.running_mean = data(arrays[node_.running_mean()]);
@@ -464,7 +453,7 @@ void DeviceCall::track(const Arrays& arrays) {
 
 void* DeviceCall::recovered(const Arrays& arrays, const int* reqs) {
     const Affine affine = this->affine(arrays, node_.outputs());
-    void* x = reqs[kX] == kWrite ? data(arrays[node_.gradients() + kX]) : scratch(in_doubles(tensor_.shape.size()));
+    void* x = reqs[kX] == kWrite ? data(arrays[node_.gradients() + kX]) : scratch_for_data();
     if (tensor_.shape.size() == 0) return x;
     const Plan plan = plan_of(tensor_);
     const Invertible invertible = invertible_by(tensor_.type, affine.activation.slope);
@@ -472,7 +461,7 @@ void* DeviceCall::recovered(const Arrays& arrays, const int* reqs) {
         cuda::RecoverArguments{plan.tiling(), data(arrays[node_.output_in_backward()]), x, weights(affine),
                                epilogue(affine.activation), kept_.data(), invertible.per_beta, invertible.least,
                                node_.epsilon, kConstant, work().lease.findings()});
-    recovers_ = true;
+    work_->recovers = true;
     return x;
 }
 
@@ -490,11 +479,10 @@ void DeviceCall::begin_differentiate(const Arrays& arrays, const int* reqs) {
         if (reqs[kAddend] == kWrite || reqs[kAddend] == kInplace)
             dz = data(arrays[gradients + kAddend]);
         else if (changes)
-            dz = scratch(in_doubles(tensor_.shape.size()));
+            dz = scratch_for_data();
     }
     const bool by_input = changes && !node_.adds;
-    gathered_ = std::make_shared<Gathered>();
-    gathered_->own = reduced(gradients_length(channels()), "merge_sums", [&](const Plan& plan, double* out) {
+    work().gathered->own = reduced(gradients_length(channels()), "merge_sums", [&](const Plan& plan, double* out) {
         run(kernel_of("grad_sums", tensor_.type, affine.activation, dz != nullptr), plan.reduce(),
             cuda::GradSumsArguments{plan.tiling(), dy, x, y, dz, weights(affine, by_input), epilogue(affine.activation),
                                     kept_.data(), out});
@@ -519,9 +507,9 @@ void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
     with.weights = weights(affine, by_input);
     with.epilogue = epilogue(affine.activation);
     with.kept = kept_.data();
-    with.gathered = gathered_->values();
+    with.gathered = work_->gathered->values();
     if (!frozen_) with.users = list(pools_.users);
-    with.own = gathered_->own.data();
+    with.own = work_->gathered->own.data();
     with.dgamma = target(kGamma);
     with.dbeta = target(kBeta);
     with.add = reqs[kX] == kAdd;
@@ -539,11 +527,11 @@ void DeviceCall::differentiate(const Arrays& arrays, const int* reqs) {
 void DeviceCall::finish() {
     if (!work_) return;
     wait();
-    if (tells_) check_finite(work_->lease.findings()->at, work_->lease.findings()->value);
     const cuda::Findings& findings = *work_->lease.findings();
-    if (recovers_ && findings.at >= 0) refuse_to_recover({findings.at, findings.value != 0});
-    if (kept_for_repetition_) remember(gathered_);
-    release();
+    if (work_->tells) check_finite(findings.at, findings.value);
+    if (work_->recovers && findings.at >= 0) refuse_to_recover({findings.at, findings.value != 0});
+    if (work_->kept_for_repetition) remember(work_->gathered);
+    work_.reset();
 }
 
 }  // namespace
