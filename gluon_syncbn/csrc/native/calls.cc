@@ -1,6 +1,5 @@
 #include "native/calls.h"
 
-#include <algorithm>
 #include <exception>
 #include <memory>
 #include <string>
@@ -42,12 +41,6 @@ const Descriptor* blocks_of(const NDArray& array, Type type, const Shape& shape)
     const bool whole = d.padded_dims[0] == d.dims[0] && d.padded_dims[1] == d.dims[1] && d.dims[1] % block == 0;
     const bool same = d.dims[0] == shape.outer && d.dims[1] == shape.channels && stride / block == shape.inner;
     return dense && whole && same ? &d : nullptr;
-}
-
-// Whether type, extents and order are the same.
-bool alike(const Descriptor& a, const Descriptor& b) {
-    return block_of(a) == block_of(b) && a.dims_count == b.dims_count &&
-           std::equal(a.dims, a.dims + a.dims_count, b.dims);
 }
 
 // An array of a call, and its index in the list of `Node`.
@@ -145,7 +138,7 @@ class Execution : public Work {
                 continue;
             }
             const Descriptor* own = blocks_of(*entry.array, tensor.type, tensor.shape);
-            if (own == nullptr || (common != nullptr && !alike(*own, *common))) return nullptr;
+            if (own == nullptr || (common != nullptr && block_of(*own) != block_of(*common))) return nullptr;
             common = own;
         }
         if (common == nullptr) return nullptr;
