@@ -77,11 +77,9 @@ std::string describe(const Meeting& meeting, int phase) {
     std::vector<size_t> here(meeting.contexts().size(), 0);
     for (size_t position = 0; position < meeting.positions.size(); ++position)
         if (position < entries.size() && entries[position].arrived) ++here[meeting.positions[position].context];
-    for (size_t c = 0; c < meeting.contexts().size(); ++c) {
-        for (size_t replica = 0; replica < here[c]; ++replica) arrived.push_back(meeting.contexts()[c]);
-        for (size_t replica = here[c]; replica < meeting.terms->per_context; ++replica)
-            missing.push_back(meeting.contexts()[c]);
-    }
+    for (size_t c = 0; c < meeting.contexts().size(); ++c)
+        for (size_t replica = 0; replica < meeting.terms->per_context; ++replica)
+            (replica < here[c] ? arrived : missing).push_back(meeting.contexts()[c]);
     std::ostringstream out;
     out << arrived.size() << " of " << meeting.replicas() << " replicas arrived (" << join_names(arrived)
         << "), missing " << join_names(missing);

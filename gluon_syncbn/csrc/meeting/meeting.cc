@@ -142,33 +142,12 @@ const char* who_answers(const Exchange& exchange) {
 }
 
 // The waits of this moment that may be in vain. One may cause others. If a device leaves out a layer, its partner waits
-// there, and the device itself waits in the next layer. Whoever gives up first reports the cause.
-class Waits {
-  public:
-    int64_t number() { return next_++; }
-    // `rank`: 0, a forward without a call of a replica; 1, another forward; 2, a backward.
-    void note(int64_t number, int rank, const Failure& failure) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        waits_.erase(number);
-        waits_.emplace(number, std::make_pair(rank, failure));
-    }
-    void forget(int64_t number) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        waits_.erase(number);
-    }
-    // The cause, if it is another wait: the earliest of the lowest rank.
-    std::optional<Failure> cause_of(int64_t number) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        const auto lower = [](const auto& a, const auto& b) { return a.second.first < b.second.first; };
-        const auto first = std::min_element(waits_.begin(), waits_.end(), lower);
-        if (first == waits_.end() || first->first == number) return std::nullopt;
-        return first->second.second;
-    }
-
-  private:
-    std::atomic<int64_t> next_{0};
-    std::mutex mutex_;  // guards `waits_`
-    std::map<int64_t, std::pair<int, Failure>> waits_;
+// there, and the device itself waits in the next layer. Whoever gives up first reports the cause: the earliest of the
+// lowest rank. `rank`: 0, a forward without a call of a replica; 1, another forward; 2, a backward.
+struct Waits {
+    std::atomic<int64_t> count{0};
+    std::mutex mutex;                                    // guards the next one
+    std::map<std::pair<int, int64_t>, Failure> reasons;  // by rank and number
 };
 Waits& waits = *new Waits;  // outlives the threads that wait at exit
 
@@ -182,7 +161,7 @@ class WaitForReplicas : public Wait {
           phase_(phase),
           number_(number),
           call_(name_of_call(meeting, number)) {}
-    ~WaitForReplicas() override { waits.forget(order_); }
+    ~WaitForReplicas() override { note(0, nullptr); }
 
   protected:
     void throw_if_failed() override {  // (5)
@@ -192,7 +171,11 @@ class WaitForReplicas : public Wait {
         throw Failure(terms_.name, "", call_, describe(meeting_, number_) + ". " + failure->reason);
     }
     [[noreturn]] void give_up(const std::string& text) override {  // (6)
-        const auto cause = asked_ || complete_ ? std::nullopt : waits.cause_of(order_);
+        std::optional<Failure> cause;
+        if (!asked_ && !complete_) {
+            std::lock_guard<std::mutex> lock(waits.mutex);
+            if (!waits.reasons.empty()) cause.emplace(waits.reasons.begin()->second);
+        }
         if (cause && (cause->layer != terms_.name || cause->call != call_)) fail_and_throw(meeting_, *cause);
         fail_and_throw(meeting_, {terms_.name, "", call_, describe(meeting_, number_) + text});
     }
@@ -205,13 +188,20 @@ class WaitForReplicas : public Wait {
 
   private:
     bool all_here() const { return phase_.arrived == meeting_.replicas(); }
+    // Replaces the reason of this wait.
+    void note(int rank, const Failure* reason) {
+        std::lock_guard<std::mutex> lock(waits.mutex);
+        waits.reasons.erase(key_);
+        key_.first = rank;
+        if (reason != nullptr) waits.reasons.emplace(key_, *reason);
+    }
 
     Meeting& meeting_;
     const Terms& terms_ = *meeting_.terms;
     Phase& phase_;
     const int number_;
     const std::string call_;
-    const int64_t order_ = waits.number();
+    std::pair<int, int64_t> key_{0, waits.count++};
     std::string seen_;  // the replicas that are here, and why not all are
     double seen_since_ = 0;
     const double began_ = seconds();
@@ -223,12 +213,12 @@ void WaitForReplicas::check_others() {
     if (all_here()) {
         if (!complete_) extend(terms_.timeout + kGrace);
         complete_ = true;
-        waits.forget(order_);
-        return;
+        return note(0, nullptr);
     }
     const Cause cause = likely_cause(meeting_, number_);
     const std::string here = describe(meeting_, number_) + ". " + cause.text;
-    waits.note(order_, number_ > 0 ? 2 : meeting_.full() ? 1 : 0, {terms_.name, "", call_, here});
+    const Failure reason(terms_.name, "", call_, here);
+    note(number_ > 0 ? 2 : meeting_.full() ? 1 : 0, &reason);
     if (seen_ != here) {  // a replica that was called just now is on the way
         seen_ = here;
         seen_since_ = waited();
