@@ -19,42 +19,12 @@ std::string join_names(const std::vector<std::string>& names) {
     return out.empty() ? "nobody" : out;
 }
 
-constexpr char kSameMemory[] =
-    " Several replicas share a context. Outside of autograd.record, MXNet runs their static_alloc graphs one after the "
-    "other: call hybridize() without static_alloc.";
-constexpr char kSharedStates[] =
-    " Several replicas share a CPU context, and operators that draw, such as Dropout, take turns in its random states: "
-    "set "
-    "MXNET_CPU_PARALLEL_RAND_COPY to their number in a step.";
-constexpr char kLoss[] =
-    "Perhaps the loss of a replica took no part: call mxnet.autograd.backward by that name, with the losses of all "
-    "replicas, and read no gradient before that.";
-// Each of these has a condition.
-constexpr char kBundled[] =
-    " Or MXNet bundles an operator outside the replicas (a batch that is split while recording), or of another "
-    "replica, with one of them: set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs.";
-constexpr char kSharedStaticShape[] =
-    " Or MXNet runs the replicas of a context one after the other: hybridize without static_shape.";
-constexpr char kManyReplicas[] =
-    " Or the process ran a backward before it had more than seven replicas: set MXNET_EXEC_INPLACE_GRAD_SUM_CAP to "
-    "four for each.";
-constexpr size_t kFewReplicas = 7;
-constexpr char kUnfinished[] =
-    "Every replica has issued its call: an operator before this layer does not finish there, or has failed, perhaps "
-    "because memory ran out. Then read that replica's output, which raises the error.";
 constexpr char kCallAll[] =
     "Call the net on all its devices, and then wait for results (asnumpy, print, a metric, waitall, a new DataLoader). "
     "For a batch on fewer devices use gluon_syncbn.devices(contexts).";
 
 // Seconds. While a GPU computes, the waiting thread spins (cudaDeviceScheduleAuto), so the process is not idle.
 constexpr double kSurely = 5, kPerhaps = 20;
-
-bool bundles() {
-    const char* bundles = std::getenv("MXNET_EXEC_BULK_EXEC_TRAIN");
-    return bundles == nullptr || std::atoi(bundles) != 0;
-}
-
-bool on_cpu(const std::string& context) { return context.compare(0, 3, "cpu") == 0; }
 
 constexpr size_t kWorst = 5;  // number of layers to name
 
@@ -93,16 +63,33 @@ std::string how_to_call(const Meeting& meeting) {
 }
 
 Cause likely_cause(const Meeting& meeting, int phase) {
-    const bool all_cpu = std::all_of(meeting.contexts().begin(), meeting.contexts().end(), on_cpu);
+    const bool all_cpu = std::all_of(meeting.contexts().begin(), meeting.contexts().end(),
+                                     [](const auto& context) { return context.compare(0, 3, "cpu") == 0; });
     const bool shared = meeting.terms->per_context > 1, forward = phase == 0;
+    const char* const bundles = std::getenv("MXNET_EXEC_BULK_EXEC_TRAIN");
     if (forward && !meeting.full()) return {"Nobody has called the layer there. " + how_to_call(meeting), 0};
-    std::string text = forward ? kUnfinished : kLoss;
+    std::string text;
     const auto add = [&](bool applies, const char* cause) { text += applies ? cause : ""; };
-    add(!forward && bundles(), kBundled);
-    add(forward && shared && meeting.draw.node >= 0, kSameMemory);
-    add(!forward && shared && meeting.announced, kSharedStaticShape);
-    add(!forward && shared && meeting.replicas() > kFewReplicas, kManyReplicas);
-    add(shared && all_cpu, kSharedStates);
+    add(forward,
+        "Every replica has issued its call: an operator before this layer does not finish there, or has failed, "
+        "perhaps because memory ran out. Then read that replica's output, which raises the error.");
+    add(!forward,
+        "Perhaps the loss of a replica took no part: call mxnet.autograd.backward by that name, with the losses of all "
+        "replicas, and read no gradient before that.");
+    add(!forward && (bundles == nullptr || std::atoi(bundles) != 0),
+        " Or MXNet bundles an operator outside the replicas (a batch that is split while recording), or of another "
+        "replica, with one of them: set MXNET_EXEC_BULK_EXEC_TRAIN=0 before the first operator runs.");
+    add(forward && shared && meeting.draw.node >= 0,
+        " Several replicas share a context. Outside of autograd.record, MXNet runs their static_alloc graphs one after "
+        "the other: call hybridize() without static_alloc.");
+    add(!forward && shared && meeting.announced,
+        " Or MXNet runs the replicas of a context one after the other: hybridize without static_shape.");
+    add(!forward && shared && meeting.replicas() > 7,
+        " Or the process ran a backward before it had more than seven replicas: set MXNET_EXEC_INPLACE_GRAD_SUM_CAP to "
+        "four for each.");
+    add(shared && all_cpu,
+        " Several replicas share a CPU context, and operators that draw, such as Dropout, take turns in its random "
+        "states: set MXNET_CPU_PARALLEL_RAND_COPY to their number in a step.");
     return {text, (forward ? all_cpu : shared) ? kSurely : kPerhaps};
 }
 
