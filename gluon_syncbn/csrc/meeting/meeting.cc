@@ -57,12 +57,6 @@ std::string name_of_call(const Meeting& meeting, int phase) {
     return (phase == 0 ? "forward of call " : "backward of call ") + std::to_string(meeting.number + 1);
 }
 
-Ticket ticket_of(const Meeting& meeting, int number) {
-    const Terms& terms = *meeting.terms;
-    return {terms.layer,        meeting.draw.node, meeting.draw.call, number,
-            terms.name.c_str(), terms.timeout,     meeting.interrupts};
-}
-
 void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Part& own) {
     for (size_t other = 0; other < meeting.positions.size(); ++other) {
         const auto& entry = phase.entries[other];
@@ -85,11 +79,6 @@ Vector all_values(const Meeting& meeting, Phase& phase) {
         row.insert(row.end(), own.begin(), own.end());
     }
     return row;
-}
-
-Contribution side_by_side(const Meeting& meeting, Phase& phase) {
-    phase.made.push_back(all_values(meeting, phase));
-    return {{phase.made[0].data()}, phase.made[0].size()};
 }
 
 // Returns one row for each context, in their order and not in that of arrival. So the order of arrival does not change
@@ -115,23 +104,21 @@ Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine c
     return rows;
 }
 
-DeviceContribution on_devices(const Meeting& meeting, Phase& phase) {
-    DeviceContribution out{{}, all_values(meeting, phase)};
-    for (const size_t position : meeting.in_order()) out.parts.push_back(*phase.entries[position].device);
-    return out;
-}
-
 // (3)
 std::unique_ptr<Underway> begin_exchange(const Meeting& meeting, Phase& phase, int number) {
     Exchange& exchange = *meeting.exchange;
-    const Ticket ticket = ticket_of(meeting, number);
+    const Terms& terms = *meeting.terms;
+    const Ticket ticket{terms.layer,        meeting.draw.node, meeting.draw.call, number,
+                        terms.name.c_str(), terms.timeout,     meeting.interrupts};
     if (exchange.form() != Form::kHost) {
-        const auto bring = [&exchange, ticket, own = on_devices(meeting, phase)] {
-            return exchange.allgather(ticket, own);
-        };
-        return later(bring, !exchange.calls_out());
+        DeviceContribution own{{}, all_values(meeting, phase)};
+        for (const size_t position : meeting.in_order()) own.parts.push_back(*phase.entries[position].device);
+        return later([=, &exchange] { return exchange.allgather(ticket, own); }, !exchange.calls_out());
     }
-    if (meeting.terms->sharing == Sharing::kEach) return exchange.begin_allgather(ticket, side_by_side(meeting, phase));
+    if (terms.sharing == Sharing::kEach) {
+        const Vector& row = phase.made.emplace_back(all_values(meeting, phase));
+        return exchange.begin_allgather(ticket, {{row.data()}, row.size()});
+    }
     const Combine combine = number == 0 ? Combine::kMerge : Combine::kAdd;
     return exchange.begin_allreduce(combine, ticket, row_of_each_context(meeting, phase, combine));
 }

@@ -9,11 +9,6 @@ namespace {
 
 thread_local std::shared_ptr<Scope> of_thread;
 
-const std::shared_ptr<Scope>& outside() {
-    static const auto& scope = *new auto(std::make_shared<Scope>("", nullptr, false));
-    return scope;
-}
-
 }  // namespace
 
 Scope::Scope(std::string thread, std::shared_ptr<const Failure> before, bool open)
@@ -32,7 +27,10 @@ void Scope::throw_if_ended() {
     if (const Failure* why = why_ended()) throw Failure(*why);
 }
 
-const std::shared_ptr<Scope>& current_scope() { return of_thread != nullptr ? of_thread : outside(); }
+const std::shared_ptr<Scope>& current_scope() {
+    static const auto& outside = *new auto(std::make_shared<Scope>("", nullptr, false));
+    return of_thread != nullptr ? of_thread : outside;
+}
 
 void enter_scope(std::string thread) {
     of_thread = std::make_shared<Scope>(std::move(thread), syncbn::step().failure());

@@ -75,14 +75,6 @@ struct OfThread {
 };
 thread_local OfThread of_thread;
 
-// MXNet makes an object where a thread asks for its own.
-ResourceManager* make() {
-    ResourceManager* made = nullptr;
-    std::thread([&] { made = get(); }).join();
-    ++syncbn_resources;
-    return made;
-}
-
 // The seed of a context. Replicas draw other numbers than each other, and than operators of no replica.
 uint32_t seed_of(uint32_t seed, size_t context) { return seed + 0x9E3779B9u * static_cast<uint32_t>(context + 1); }
 
@@ -101,7 +93,8 @@ ResourceManager* manager_of(ResourceManager* own, int context) {
             return managers[c];
         }
     }
-    managers[c] = make();
+    std::thread([&] { managers[c] = get(); }).join();  // MXNet makes an object where a thread asks for its own
+    ++syncbn_resources;
     mxnets.seed(managers[c], seed_of(own->seed, c));
     return managers[c];
 }
