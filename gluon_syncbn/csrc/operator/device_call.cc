@@ -71,8 +71,12 @@ class DeviceCall : public Call {
     void copy(Array from, Type type, int64_t n, Array to, bool add) override {
         copy_data(data(from), type, n, data(to), add);
     }
-    void fill(Array to, Type type, int64_t n, double value) override;
-    void fill_with_zeros(Array to, int64_t bytes) override;
+    void fill(Array to, Type type, int64_t n, double value) override {
+        run_on_each(kernel_of("fill", type), n, cuda::FillArguments{n, data(to), value});
+    }
+    void fill_with_zeros(Array to, int64_t bytes) override {
+        cuda::fill_with_zeros(data(to), bytes, work().lease.stream());
+    }
     void finish() override;
     void clear_up() override;
     void leave_thread() override {
@@ -131,7 +135,7 @@ class DeviceCall : public Call {
     // Runs a kernel with a thread for each of n values.
     template <typename Arguments>
     void run_on_each(const cuda::Kernel& kernel, int64_t n, const Arguments& arguments) {
-        if (n > 0) run(kernel, {(n + cuda::kBlock - 1) / cuda::kBlock}, arguments);
+        if (n > 0) run(kernel, {ceil_div(n, kBlock)}, arguments);
     }
     void copy_data(const void* from, Type type, int64_t n, void* to, bool add) {
         run_on_each(kernel_of("copy", type), n, cuda::CopyArguments{n, from, to, add});
@@ -153,7 +157,6 @@ class DeviceCall : public Call {
     Vector counts(bool masked = false);
     // Gets the packed vectors of all replicas into `gathered`. In the forward, returns the samples of their slots.
     Total total_gathered(int64_t length);
-    void run_normalise(const Arrays& arrays, int req, void* batch);
     // Copies the pools' lists to the device.
     void put_lists();
     Lists list(const std::vector<Range>& ranges) const;
@@ -178,14 +181,6 @@ class DeviceCall : public Call {
 };
 
 // ---- the stream ----------------------------------------------------------------------------------------------------
-
-void DeviceCall::fill(Array to, Type type, int64_t n, double value) {
-    run_on_each(kernel_of("fill", type), n, cuda::FillArguments{n, data(to), value});
-}
-
-void DeviceCall::fill_with_zeros(Array to, int64_t bytes) {
-    cuda::fill_with_zeros(data(to), bytes, work().lease.stream());
-}
 
 Vector DeviceCall::downloaded(const cuda::Memory& from) {
     Vector values(static_cast<size_t>(from.size()));
@@ -389,18 +384,13 @@ void DeviceCall::begin_normalise(const Arrays& arrays) {
 void DeviceCall::normalise(const Arrays& arrays, const int* reqs) {
     const bool hands_on = node_.role == Role::kMeet && reqs[1] != kNull;
     void* batch = hands_on ? data(arrays[node_.batch_output()]) : nullptr;
-    if (frozen_) return run_normalise(arrays, reqs[0], nullptr);
-    if (recall_.again) {
+    if (recall_.again && !frozen_) {
         work().gathered = std::const_pointer_cast<Gathered>(std::static_pointer_cast<const Gathered>(repeat()));
-        return run_normalise(arrays, reqs[0], batch);
+    } else if (!frozen_) {
+        assign(total_gathered(moments_length(channels())));
+        work_->tells = watches() && form() != Form::kHost;
+        work_->kept_for_repetition = recall_.memo != nullptr;
     }
-    assign(total_gathered(moments_length(channels())));
-    work_->tells = watches() && form() != Form::kHost;
-    run_normalise(arrays, reqs[0], batch);
-    work_->kept_for_repetition = recall_.memo != nullptr;
-}
-
-void DeviceCall::run_normalise(const Arrays& arrays, int req, void* batch) {
     const Plan plan = plan_of(tensor_);
     const Affine affine = this->affine(arrays, 0);
     kept_ = Memory();  // the memory of the last execution may serve again
@@ -409,12 +399,12 @@ void DeviceCall::run_normalise(const Arrays& arrays, int req, void* batch) {
     with.tiling = plan.tiling();
     with.x = data(arrays[kX]);
     with.addend = node_.adds ? data(arrays[kAddend]) : nullptr;
-    with.y = req == kNull ? nullptr : data(arrays[node_.output()]);
+    with.y = reqs[0] == kNull ? nullptr : data(arrays[node_.output()]);
     with.weights = weights(affine);
     with.epilogue = epilogue(affine.activation);
     with.epsilon = node_.epsilon;
     with.kept = kept_.data();
-    with.add = req == kAdd;
+    with.add = reqs[0] == kAdd;
     with.frozen = frozen_;
     if (!frozen_) {
         put_lists();
