@@ -86,20 +86,24 @@ class Execution : public Work {
     // Runs the first half of the call. Returns whether the rest will not wait.
     bool begin() noexcept {
         begun_ = true;
-        bool due = true;
-        attempt([&] {
-            due = backward_ ? call().begin_backward(arrays_, requests_.data())
-                            : call().begin_forward(arrays_, requests_.data(), training_);
-        });
-        return due;
+        try {
+            return backward_ ? call().begin_backward(arrays_, requests_.data())
+                             : call().begin_forward(arrays_, requests_.data(), training_);
+        } catch (const std::exception&) {  // the call has told the others
+            failure_ = std::current_exception();
+            return true;
+        }
     }
 
     // Runs the rest of the call.
     void run() noexcept override {
         if (!begun_) begin();
-        if (!failure_)
-            attempt(
-                [&] { (call().*(backward_ ? &Call::end_backward : &Call::end_forward))(arrays_, requests_.data()); });
+        if (!failure_) try {
+                backward_ ? call().end_backward(arrays_, requests_.data())
+                          : call().end_forward(arrays_, requests_.data());
+            } catch (const std::exception&) {
+                failure_ = std::current_exception();
+            }
         kept_.clear();  // before MXNet plans with the memory
         if (failure_) return complete_with_error(complete_, failure_);
         complete_(nullptr);
@@ -150,15 +154,6 @@ class Execution : public Work {
             if (!laid_out) return nullptr;
         }
         return common;
-    }
-
-    template <typename Half>
-    void attempt(const Half& half) {
-        try {
-            half();
-        } catch (const std::exception&) {  // the call has told the others
-            failure_ = std::current_exception();
-        }
     }
 
     const bool backward_;
