@@ -4,11 +4,14 @@
 
 #include "array.h"
 #include "core.h"
-#include "cpu/half.h"
+#include "cpu/numbers.h"
 #include "figures.h"
 #include "memory.h"
 
 namespace driver {
+
+using syncbn::cpu::Half;
+using syncbn::cpu::Value;
 
 // ---- arrays ------------------------------------------------------------------------------------------------
 
@@ -21,7 +24,7 @@ double Array::get(int64_t i) const {
     const void* at = memory_.get() + i * size_of(type);
     if (type == Type::kFloat64) return *static_cast<const double*>(at);
     if (type == Type::kFloat32) return *static_cast<const float*>(at);
-    return syncbn::half_to_float(*static_cast<const uint16_t*>(at));
+    return Value<Half>::load(static_cast<const Half*>(at));
 }
 
 void Array::set(int64_t i, double value) {
@@ -31,7 +34,7 @@ void Array::set(int64_t i, double value) {
     else if (type == Type::kFloat32)
         *static_cast<float*>(at) = static_cast<float>(value);
     else
-        *static_cast<uint16_t*>(at) = syncbn::float_to_half(static_cast<float>(value));
+        Value<Half>::store(static_cast<Half*>(at), static_cast<float>(value));
 }
 
 void* new_handle(const ArrayP& array) {

@@ -1,7 +1,6 @@
 // The four kernels, the slots of a tensor and the conversions of 16-bit types behind C names, for tests/unit/test_kernels.py.
-#include "cpu/bfloat16.h"
-#include "cpu/half.h"
 #include "cpu/kernels.h"
+#include "cpu/numbers.h"
 #include "mxnet_api.h"
 #include "tensor.h"
 
@@ -9,6 +8,9 @@ syncbn::MXNet syncbn::mx;  // of which nothing is called
 
 using syncbn::Shape;
 using syncbn::Type;
+using syncbn::cpu::Bfloat16;
+using syncbn::cpu::Half;
+using syncbn::cpu::Value;
 using syncbn::cpu::Work;
 
 // A slope of 1 is nothing.
@@ -58,13 +60,13 @@ void cut(int64_t outer, int64_t channels, int64_t inner, int64_t block, int64_t 
         for (int64_t value : {shape.outer, shape.channels, shape.inner, shape.block, slot.first}) *out++ = value;
     }
 }
-void to_half(const float* values, int64_t n, uint16_t* out) {
-    for (int64_t i = 0; i < n; ++i) out[i] = syncbn::float_to_half(values[i]);
+void to_half(const float* values, int64_t n, Half* out) {
+    for (int64_t i = 0; i < n; ++i) Value<Half>::store(out + i, values[i]);
 }
-void to_bfloat16(const float* values, int64_t n, uint16_t* out) {
-    for (int64_t i = 0; i < n; ++i) out[i] = syncbn::float_to_bfloat16(values[i]);
+void to_bfloat16(const float* values, int64_t n, Bfloat16* out) {
+    for (int64_t i = 0; i < n; ++i) Value<Bfloat16>::store(out + i, values[i]);
 }
-void from_half(const uint16_t* values, int64_t n, float* out) {
-    for (int64_t i = 0; i < n; ++i) out[i] = syncbn::half_to_float(values[i]);
+void from_half(const Half* values, int64_t n, float* out) {
+    for (int64_t i = 0; i < n; ++i) out[i] = Value<Half>::load(values + i);
 }
 }

@@ -29,7 +29,7 @@ def build(name: str, flags: Sequence[str] = ("-O2",)) -> ctypes.CDLL:
     target, width = SETS[name]
     sources = [
         SUPPORT / "kernels_driver.cc",
-        *(SOURCES / f"{stem}.cc" for stem in ("cpu/kernels", "cpu/blocked", "tensor")),
+        *(SOURCES / f"{stem}.cc" for stem in ("cpu/kernels", "tensor")),
     ]
     command = ["g++", "-std=c++17", *flags, "-fPIC", "-shared", "-fopenmp"]
     command += [f"-DSYNCBN_CLONES={target}", f"-DSYNCBN_WIDTH={width}", f"-I{SOURCES}", *map(str, sources)]

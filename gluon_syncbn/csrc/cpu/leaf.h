@@ -1,23 +1,20 @@
-// Provides the parts of leaves, for every layout: vectors, the constants of channels, activations.
+// Provides the inner loops of the kernels, for every layout, and compiles what contains them for each instruction set.
 //
-// A leaf is the inner loop of a kernel. Leaves are compiled for several instruction sets and chosen at load time. They
-// contain no OpenMP, because an outlined parallel region would lose the clone's instruction set.
+// A leaf contains the inner loop of a kernel. Leaves are compiled for several instruction sets and chosen at load time.
+// They contain no OpenMP and no lambda, because an outlined function would lose the clone's instruction set.
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <vector>
 
 #include "cpu/kernels.h"
-#include "cpu/numbers.h"
+#include "cpu/lanes.h"
 
-// SYNCBN_CLONES compiles a function for each instruction set. SYNCBN_FOR_EACH_SET(define) does so for code that depends
-// on the set, as define(attribute, number of float64 in a register).
-#if defined(SYNCBN_CLONES)  // a test compiles one instruction set alone, and sets its width
+// SYNCBN_FOR_EACH_SET(define) compiles functions for each instruction set, as define(attribute, number of float64 in a
+// register). A test compiles one set alone: it defines SYNCBN_CLONES, the attribute, and SYNCBN_WIDTH.
+#if defined(SYNCBN_CLONES)
 #define SYNCBN_FOR_EACH_SET(define) define(SYNCBN_CLONES, SYNCBN_WIDTH)
 #elif defined(__x86_64__) && defined(__gnu_linux__)
-#define SYNCBN_CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
 #if defined(__clang__)  // with AVX-512F alone, clang cannot choose between 8 floats
 #define SYNCBN_AVX512 __attribute__((target("avx512f,avx512vl")))
 #else  // older g++ versions do not distinguish processors by VL
@@ -27,158 +24,8 @@
     define(SYNCBN_AVX512, 8) define(__attribute__((target("avx2,fma"))), 4) \
         define(__attribute__((target("default"))), 2)
 #else
-#define SYNCBN_CLONES
 #define SYNCBN_FOR_EACH_SET(define) define(, 2)
 #endif
-
-namespace syncbn {
-namespace cpu {
-
-constexpr int64_t kAhead = 512;  // values to prefetch for the sums, which otherwise wait for memory
-
-// A sum of values and one of products, in several sets of lanes in turn, so that additions do not wait for each other.
-template <int Width, int Sets>
-struct Sums {
-    Lanes<Width> first[Sets], second[Sets];
-    SYNCBN_METHOD Sums() {
-#pragma GCC unroll 4
-        for (int i = 0; i < Sets; ++i) {
-            first[i].clear();
-            second[i].clear();
-        }
-    }
-    SYNCBN_METHOD void add(int i, const Lanes<Width>& value, const Lanes<Width>& other) {
-        first[i].add(value);
-        second[i].add_product(value, other);
-    }
-    // Adds set i to set i % K.
-    template <int K>
-    SYNCBN_METHOD void fold() {
-#pragma GCC unroll 4
-        for (int i = K; i < Sets; ++i) {
-            first[i % K].add(first[i]);
-            second[i % K].add(second[i]);
-        }
-    }
-};
-
-template <int Width>
-SYNCBN_INLINE void widen(const Lanes<Width>& values, Lanes<Width>* out) {
-#pragma GCC unroll 4
-    for (int i = 0; i < Lanes<Width>::kParts; ++i) out->parts[i] = values.parts[i];
-}
-template <int Width>
-SYNCBN_INLINE void widen(const FloatLanes& values, Lanes<Width>* out) {
-    typedef float Part __attribute__((vector_size(Width * sizeof(float))));
-    Part parts[Lanes<Width>::kParts];
-    std::memcpy(parts, &values, sizeof parts);
-#pragma GCC unroll 4
-    for (int i = 0; i < Lanes<Width>::kParts; ++i)
-        out->parts[i] = __builtin_convertvector(parts[i], typename Lanes<Width>::Part);
-}
-
-// FloatLanes in parts of the registers' width: g++ compares wider vectors one value at a time.
-template <int Width>
-struct FloatParts {
-    static constexpr int kFloats = Width < 4 ? 2 * Width : kLanes, kParts = kLanes / kFloats;
-    typedef float Part __attribute__((vector_size(kFloats * sizeof(float))));
-    Part parts[kParts];
-    SYNCBN_METHOD explicit FloatParts(const FloatLanes& from) { std::memcpy(parts, &from, sizeof parts); }
-    SYNCBN_METHOD void store(FloatLanes* to) const { std::memcpy(to, parts, sizeof parts); }
-};
-
-// An activation of FloatLanes.
-template <class A, int Width>
-class OnLanes {
-  public:
-    SYNCBN_METHOD explicit OnLanes(const Activation& activation) : of_part_(activation.slope, activation.ceiling) {}
-    SYNCBN_METHOD void apply(FloatLanes* z) const {
-        Parts all(*z);
-#pragma GCC unroll 2
-        for (int i = 0; i < Parts::kParts; ++i) of_part_.apply(&all.parts[i]);
-        all.store(z);
-    }
-    SYNCBN_METHOD void through(FloatLanes* grads, const FloatLanes& z) const {
-        Parts all(*grads);
-        const Parts at(z);
-#pragma GCC unroll 2
-        for (int i = 0; i < Parts::kParts; ++i) of_part_.through(&all.parts[i], at.parts[i]);
-        all.store(grads);
-    }
-    SYNCBN_METHOD void undo(FloatLanes* y) const {
-        Parts all(*y);
-#pragma GCC unroll 2
-        for (int i = 0; i < Parts::kParts; ++i) of_part_.undo(&all.parts[i]);
-        all.store(y);
-    }
-
-  private:
-    using Parts = FloatParts<Width>;
-    const typename A::template On<typename Parts::Part, float> of_part_;
-};
-
-// Splits a float64 mean into two values of the compute type. Near the mean, x - high is exact, so an offset of 1e5 in
-// float32 data costs no digits.
-template <typename C>
-struct Split {
-    C high, low;
-    explicit Split(double v) : high(static_cast<C>(v)), low(static_cast<C>(v - static_cast<double>(high))) {}
-};
-
-// Expands one value per channel to one per column.
-template <typename C>
-std::vector<C> broadcast(Shape shape, const double* per_channel, bool low_part = false) {
-    std::vector<C> out(shape.channels * shape.inner);
-    for (int64_t c = 0; c < shape.channels; ++c) {
-        const Split<C> split(per_channel[c]);
-        std::fill_n(out.begin() + c * shape.inner, shape.inner, low_part ? split.low : split.high);
-    }
-    return out;
-}
-
-// z of each column, and the activation.
-template <typename C>
-struct ColumnRectified {
-    const C *high, *low, *scale, *shift;
-    Activation activation;
-};
-
-// The constants of each column, from those of each channel, if needed.
-template <typename C>
-struct Columns {
-    std::vector<C> high, low, scale, shift;
-    const Activation activation;
-    Columns(const Shape& shape, const Rectified& z, bool needed) : activation(z.activation) {
-        if (!needed) return;
-        high = broadcast<C>(shape, z.mean);
-        low = broadcast<C>(shape, z.mean, true);
-        scale = broadcast<C>(shape, z.scale);
-        shift = broadcast<C>(shape, z.shift);
-    }
-    ColumnRectified<C> from(int64_t column) const {
-        return {high.data() + column, low.data() + column, scale.data() + column, shift.data() + column, activation};
-    }
-};
-
-// The constants of each column.
-template <typename C>
-struct ColumnGradInput {
-    const C *high, *low, *scale, *mean_dz, *slope;
-};
-
-// The positions that count: how many there are, and which is the first.
-struct Counting {
-    int64_t positions, first;
-    explicit Counting(const Work& work) : positions(work.shape.per_channel()), first(0) {
-        if (work.mask == nullptr) return;
-        const float* const end = work.mask + positions;
-        first = std::find_if(work.mask, end, [](float value) { return value != 0; }) - work.mask;
-        positions = std::count_if(work.mask + first, end, [](float value) { return value != 0; });
-    }
-};
-
-// Removes rounding below 0; a NaN stays a NaN, which std::max would hide.
-inline double at_least_zero(double v) { return v < 0 ? 0 : v; }
 
 // Selects an instance of a template: in the statements, the compiler knows NAME, a bool or an activation.
 #define SYNCBN_IF(condition, NAME, ...) \
@@ -197,6 +44,241 @@ inline double at_least_zero(double v) { return v < 0 ? 0 : v; }
     }
 #define SYNCBN_ACTIVATION(of, NAME, ...) \
     switch ((of).kind) { SYNCBN_ACTIVATIONS(SYNCBN_CASE_OF_ACTIVATION, NAME, __VA_ARGS__) }
+
+namespace syncbn {
+namespace cpu {
+
+constexpr int64_t kAhead = 512;  // values to prefetch for the sums, which otherwise wait for memory
+
+// A tensor as [images][groups][positions][width]. The columns of a group are neighbours, and each has its own constants.
+struct Grid {
+    enum class Layout {
+        kRows,     // long rows of one channel: a loop runs along the positions
+        kBlocks,   // blocks of 8 or 16 channels, as oneDNN has them: a loop runs along the positions, in lanes
+        kColumns,  // short rows, channels-last, a matrix: a loop runs along the columns of [positions][width]
+    } layout;
+    int64_t images, groups, positions, width;
+
+    // At a single position, channels are neighbours in any layout. A mask that differs within short rows makes them
+    // long ones.
+    explicit Grid(const Work& work)
+        : images(work.shape.outer), groups(work.shape.channels), positions(work.shape.inner), width(1) {
+        constexpr int64_t kShortRow = 16;  // below this, a row does not fill the vectors
+        const int64_t block = work.shape.block, inner = work.shape.inner;
+        if (block > 1 && inner > 1) {
+            layout = Layout::kBlocks;
+            groups /= block;
+            width = block;
+        } else if (inner >= kShortRow || (work.mask != nullptr && inner > 1)) {
+            layout = Layout::kRows;
+        } else {
+            layout = Layout::kColumns;
+            positions = images;
+            images = groups = 1;
+            width = work.shape.channels * inner;
+        }
+    }
+    int64_t columns() const { return groups * width; }
+};
+
+// The constants of a table, for each column. A mean is split into two values of the compute type: near the mean,
+// x - high is exact, so an offset of 1e5 in float32 data costs no digits.
+enum : int { kHigh, kLow, kScale, kShift, kFedHigh, kFedLow, kMeanDz, kSlope };
+
+// A column of a table, and those behind it.
+template <typename C>
+struct Column {
+    const C* first;
+    int64_t apart;  // from constant to constant
+    SYNCBN_METHOD C operator[](int n) const { return first[n * apart]; }
+    SYNCBN_METHOD Column from(int64_t c) const { return {first + c, apart}; }
+};
+
+// N constants in registers: of one column, or of the columns of lanes.
+template <typename V, int N>
+struct Constants {
+    V values[N];
+    template <typename C>
+    SYNCBN_METHOD void take(const Column<C>& of) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) load(of.first + n * of.apart, &values[n]);
+    }
+    // Those of one column, for all lanes.
+    template <typename C>
+    SYNCBN_METHOD void repeat(const Column<C>& of) {
+#pragma GCC unroll 8
+        for (int n = 0; n < N; ++n) put_all(of[n], &values[n]);
+    }
+    SYNCBN_METHOD const V& operator[](int n) const { return values[n]; }
+};
+
+// ---- value by value --------------------------------------------------------------------------------------------
+
+// Positions of one row, or rows of columns: where the values are, how many, and the masks of positions.
+struct Run {
+    Grid::Layout layout;
+    int64_t at, n, width;
+    const float* mask;
+};
+
+template <int Width, int Vectors, class Formula, typename C>
+SYNCBN_INLINE void for_each_in_blocks(const Formula& formula, const Run& run, const Column<C>& table) {
+    using V = Lanes<C, Width>;
+    Constants<V, Formula::kConstants> constants[Vectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < Vectors; ++v) constants[v].take(table.from(v * kLanes));
+    for (int64_t i = 0, at = run.at; i < run.n; ++i, at += Vectors * kLanes) {
+        const bool counts = !Formula::kMasked || run.mask[i] != 0;
+#pragma GCC unroll 2
+        for (int v = 0; v < Vectors; ++v) formula.template apply<V>(at + v * kLanes, constants[v], counts);
+    }
+}
+
+// Calls formula.apply<V>(at, constants, counts) for each value, V, or for lanes of them.
+template <int Width, class Formula, typename C>
+SYNCBN_INLINE void for_each_value(const Formula formula, const Run run, const Column<C> table) {
+    if (run.layout == Grid::Layout::kRows) {
+        Constants<C, Formula::kConstants> constants;
+        constants.take(table);
+#pragma GCC ivdep  // dx may be x: each value is read before it is written
+        for (int64_t i = 0; i < run.n; ++i)
+            formula.template apply<C>(run.at + i, constants, !Formula::kMasked || run.mask[i] != 0);
+    } else if (run.layout == Grid::Layout::kColumns) {
+        for (int64_t row = 0; row < run.n; ++row) {
+            const int64_t at = run.at + row * run.width;
+            const bool counts = !Formula::kMasked || run.mask[row] != 0;
+#pragma GCC ivdep  // as in a row
+            for (int64_t c = 0; c < run.width; ++c) formula.template apply<C>(at + c, table.from(c), counts);
+        }
+    } else if constexpr (kInBlocks<typename Formula::Data>) {
+        if (run.width == kLanes)
+            for_each_in_blocks<Width, 1>(formula, run, table);
+        else
+            for_each_in_blocks<Width, 2>(formula, run, table);
+    }
+}
+
+// ---- sums ------------------------------------------------------------------------------------------------------
+
+// A sum of values and one of products.
+template <typename W>
+struct Sums {
+    W first, second;
+    SYNCBN_METHOD void add(const W& value, const W& other) {
+        first = first + value;
+        second = second + value * other;
+    }
+};
+
+// Some columns, from the first of a group or from `column` of it, and positions of [images][positions].
+struct Tile {
+    const Grid& grid;
+    int64_t group, column, columns, first, last;
+    const float* mask;   // of the whole tensor
+    const double* mean;  // a value near that of each column
+};
+
+// Adds along positions: in lanes of channels, `Vectors` for a position, or of one channel, if that is 0. Several sets
+// of sums in turn do not wait for each other.
+template <int Width, int Vectors, class Formula, typename C>
+SYNCBN_INLINE void add_along(const Formula& formula, const Tile& tile, const Column<C>& table, double* first,
+                             double* second) {
+    using V = Lanes<C, Width>;
+    using W = Lanes<double, Width>;
+    constexpr bool kRow = Vectors == 0, kLeavesOut = Formula::kMasked && !kRow;
+    constexpr int kVectors = kRow ? 1 : Vectors, kSets = !kRow && Width == 8 ? 4 : 2;
+    constexpr int64_t kWidth = kRow ? 1 : Vectors * kLanes, kStep = kSets * kLanes;
+    W mean[kVectors];
+    Constants<V, 4> z[kVectors];
+    Sums<W> sums[kSets] = {};
+    Sums<double> rest = {};
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; ++v) {
+        if (kRow)
+            put_all(*tile.mean, &mean[v]);
+        else
+            load(tile.mean + v * kLanes, &mean[v]);
+        if (!Formula::kNeedsZ) continue;
+        if (kRow)
+            z[v].repeat(table);
+        else
+            z[v].take(table.from(v * kLanes));
+    }
+    const int64_t positions = tile.grid.positions;
+    int64_t image = tile.first / positions;
+    for (int64_t position = tile.first; position < tile.last; ++image) {
+        const int64_t end = std::min(tile.last, (image + 1) * positions), n = (end - position) * kWidth;
+        const int64_t at = (position + (image * (tile.grid.groups - 1) + tile.group) * positions) * kWidth;
+        const float* const mask = Formula::kMasked ? tile.mask + position : nullptr;
+        int64_t i = 0;
+        for (; !kLeavesOut && i + kStep <= n; i += kStep) {
+            formula.fetch(at + i + kAhead);
+            if (kStep > 2 * kLanes) formula.fetch(at + i + kAhead + 2 * kLanes);
+#pragma GCC unroll 4
+            for (int s = 0; s < kSets; ++s) {
+                const int64_t here = i + s * kLanes;
+                if constexpr (Formula::kMasked)
+                    formula.template add<V>(&sums[s], at + here, mean[s % kVectors], z[s % kVectors], mask + here);
+                else
+                    formula.template add<V>(&sums[s], at + here, mean[s % kVectors], z[s % kVectors], true);
+            }
+        }
+        for (; i < n; i += kWidth) {
+            if (Formula::kMasked && mask[i / kWidth] == 0) continue;
+            if constexpr (kRow) {
+                formula.template add<C>(&rest, at + i, *tile.mean, table, true);
+            } else {
+#pragma GCC unroll 2
+                for (int v = 0; v < Vectors; ++v)
+                    formula.template add<V>(&sums[v], at + i + v * kLanes, mean[v], z[v], true);
+            }
+        }
+        position = end;
+    }
+#pragma GCC unroll 4
+    for (int s = kVectors; s < kSets; ++s) {
+        sums[s % kVectors].first = sums[s % kVectors].first + sums[s].first;
+        sums[s % kVectors].second = sums[s % kVectors].second + sums[s].second;
+    }
+    if constexpr (kRow) {
+        *first = total(sums[0].first) + rest.first;
+        *second = total(sums[0].second) + rest.second;
+    } else {
+#pragma GCC unroll 2
+        for (int v = 0; v < Vectors; ++v) {
+            store(sums[v].first, first + v * kLanes);
+            store(sums[v].second, second + v * kLanes);
+        }
+    }
+}
+
+// Calls formula.add<V>(sums, at, mean, constants, counts) for each value, V, or for lanes of them. The results,
+// [columns], are 0 before.
+template <int Width, class Formula, typename C>
+SYNCBN_INLINE void add_up(const Formula formula, const Tile tile, const Column<C> table, double* first,
+                          double* second) {
+    if (tile.grid.layout == Grid::Layout::kRows) {
+        add_along<Width, 0>(formula, tile, table, first, second);
+    } else if (tile.grid.layout == Grid::Layout::kColumns) {
+        // One row at a time: several would mislead the processor, which fetches memory in its order.
+        const int64_t width = tile.grid.width;
+        for (int64_t row = tile.first; row < tile.last; ++row) {
+            if (Formula::kMasked && tile.mask[row] == 0) continue;
+#pragma GCC ivdep
+            for (int64_t c = 0; c < tile.columns; ++c) {
+                Sums<double> sums = {first[c], second[c]};
+                formula.template add<C>(&sums, row * width + tile.column + c, tile.mean[c], table.from(c), true);
+                first[c] = sums.first;
+                second[c] = sums.second;
+            }
+        }
+    } else if constexpr (kInBlocks<typename Formula::Data>) {
+        if (tile.grid.width == kLanes)
+            add_along<Width, 1>(formula, tile, table, first, second);
+        else
+            add_along<Width, 2>(formula, tile, table, first, second);
+    }
+}
 
 }  // namespace cpu
 }  // namespace syncbn

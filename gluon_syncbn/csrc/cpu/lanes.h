@@ -1,0 +1,154 @@
+// Defines eight values at a time, and the same functions for them and for a single value, so that a formula is of both.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/numbers.h"
+
+#define SYNCBN_UNROLL _Pragma("GCC unroll 4")
+
+namespace syncbn {
+namespace cpu {
+
+// Eight float64 partial sums fill the widest register.
+constexpr int kLanes = 8;
+
+// Vectors have parts of the registers' width, of `Width` float64, because g++ keeps a vector of several registers in
+// memory and compares its values one by one.
+template <typename C, int Width>
+struct Lanes {
+    static constexpr int kFit = Width * sizeof(double) / sizeof(C), kInPart = kFit < kLanes ? kFit : kLanes;
+    static constexpr int kParts = kLanes / kInPart;
+    typedef C Part __attribute__((vector_size(kInPart * sizeof(C))));
+    Part parts[kParts];
+
+#define SYNCBN_LANEWISE(op)                                                         \
+    SYNCBN_METHOD Lanes operator op(const Lanes& other) const {                     \
+        Lanes out;                                                                  \
+        SYNCBN_UNROLL                                                               \
+        for (int i = 0; i < kParts; ++i) out.parts[i] = parts[i] op other.parts[i]; \
+        return out;                                                                 \
+    }
+    SYNCBN_LANEWISE(+)
+    SYNCBN_LANEWISE(-)
+    SYNCBN_LANEWISE(*)
+    SYNCBN_LANEWISE(/)
+#undef SYNCBN_LANEWISE
+};
+
+SYNCBN_INLINE void put_all(double value, double* out) { *out = value; }
+SYNCBN_INLINE void put_all(float value, float* out) { *out = value; }
+template <typename C, int Width>
+SYNCBN_INLINE void put_all(C value, Lanes<C, Width>* out) {
+    SYNCBN_UNROLL
+    for (auto& part : out->parts) part = typename Lanes<C, Width>::Part{} + value;
+}
+
+template <typename T>
+SYNCBN_INLINE void load(const T* p, Compute<T>* out) {
+    *out = Value<T>::load(p);
+}
+template <typename T, typename C, int Width>
+SYNCBN_INLINE void load(const T* p, Lanes<C, Width>* out) {
+    using Of = Lanes<C, Width>;
+    if constexpr (std::is_same<T, C>::value) {
+        SYNCBN_UNROLL
+        for (int i = 0; i < Of::kParts; ++i) std::memcpy(&out->parts[i], p + i * Of::kInPart, sizeof out->parts[i]);
+    } else {
+        typedef uint16_t Shorts __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+        typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+        Shorts values;
+        copy_bits(*reinterpret_cast<const uint16_t(*)[kLanes]>(p), &values);
+        Lanes<uint32_t, Width> bits;
+        copy_bits(__builtin_convertvector(values, Bits), &bits);
+        SYNCBN_UNROLL
+        for (int i = 0; i < Of::kParts; ++i) T::widen(bits.parts[i], &out->parts[i]);
+    }
+}
+
+template <typename T>
+SYNCBN_INLINE void store(const Compute<T>& value, T* p) {
+    Value<T>::store(p, value);
+}
+template <typename T, typename C, int Width>
+SYNCBN_INLINE void store(const Lanes<C, Width>& from, T* p) {
+    using Of = Lanes<C, Width>;
+    if constexpr (std::is_same<T, C>::value) {
+        SYNCBN_UNROLL
+        for (int i = 0; i < Of::kParts; ++i) std::memcpy(p + i * Of::kInPart, &from.parts[i], sizeof from.parts[i]);
+    } else {
+        typedef uint16_t Shorts __attribute__((vector_size(kLanes * sizeof(uint16_t))));
+        typedef uint32_t Bits __attribute__((vector_size(kLanes * sizeof(uint32_t))));
+        Lanes<uint32_t, Width> rounded;
+        SYNCBN_UNROLL
+        for (int i = 0; i < Of::kParts; ++i) T::round(from.parts[i], &rounded.parts[i]);
+        Bits bits;
+        copy_bits(rounded, &bits);
+        const Shorts values = __builtin_convertvector(bits, Shorts);
+        std::memcpy(p, &values, sizeof values);
+    }
+}
+
+template <typename C>
+SYNCBN_INLINE void widen(C value, double* out) {
+    *out = value;
+}
+template <typename C, int Width>
+SYNCBN_INLINE void widen(const Lanes<C, Width>& values, Lanes<double, Width>* out) {
+    using Wide = Lanes<double, Width>;
+    typedef C Part __attribute__((vector_size(Wide::kInPart * sizeof(C))));
+    Part parts[Wide::kParts];
+    copy_bits(values, &parts);
+    SYNCBN_UNROLL
+    for (int i = 0; i < Wide::kParts; ++i) out->parts[i] = __builtin_convertvector(parts[i], typename Wide::Part);
+}
+
+// Sets values to 0 where the mask is 0. `true`: all count.
+template <typename W>
+SYNCBN_INLINE void keep(W*, bool) {}
+template <int Width>
+SYNCBN_INLINE void keep(Lanes<double, Width>* values, const float* mask) {
+    using Wide = Lanes<double, Width>;
+    Lanes<float, Width> marks;
+    Wide wide;
+    load(mask, &marks);
+    widen(marks, &wide);
+    SYNCBN_UNROLL
+    for (int i = 0; i < Wide::kParts; ++i)
+        values->parts[i] = wide.parts[i] != 0 ? values->parts[i] : typename Wide::Part{};
+}
+
+template <int Width>
+SYNCBN_INLINE double total(const Lanes<double, Width>& lanes) {
+    double sum = 0;
+    for (int i = 0; i < kLanes; ++i) sum += lanes.parts[i / Width][i % Width];
+    return sum;
+}
+
+// An activation of a value.
+template <class A, typename V>
+struct Behind : A::template On<V> {
+    SYNCBN_METHOD explicit Behind(const Activation& with) : A::template On<V>(with.slope, with.ceiling) {}
+};
+template <class A, typename C, int Width>
+struct Behind<A, Lanes<C, Width>> {
+    using V = Lanes<C, Width>;
+    const typename A::template On<typename V::Part, C> of_part;
+    SYNCBN_METHOD explicit Behind(const Activation& with) : of_part(with.slope, with.ceiling) {}
+    SYNCBN_METHOD void apply(V* z) const {
+        SYNCBN_UNROLL
+        for (auto& part : z->parts) of_part.apply(&part);
+    }
+    SYNCBN_METHOD void through(V* grad, const V& z) const {
+        SYNCBN_UNROLL
+        for (int i = 0; i < V::kParts; ++i) of_part.through(&grad->parts[i], z.parts[i]);
+    }
+    SYNCBN_METHOD void undo(V* y) const {
+        SYNCBN_UNROLL
+        for (auto& part : y->parts) of_part.undo(&part);
+    }
+};
+
+}  // namespace cpu
+}  // namespace syncbn
