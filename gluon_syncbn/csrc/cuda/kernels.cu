@@ -519,6 +519,26 @@ __device__ inline Statistic statistic(const double* gathered, const List& list, 
 // The backward's data of a slot: [share, used mean[C], used invstd[C], fed mean[C], fed invstd[C]].
 __device__ inline Index kept_length(Index channels) { return 1 + 4 * channels; }
 
+// Those of one channel.
+struct Kept {
+    double share, used_mean, used_invstd, mean, invstd;
+
+    __device__ Kept(const double* kept, Index slot, Index channel, Index channels) {
+        const double* mine = kept + slot * kept_length(channels);
+        share = mine[0];
+        used_mean = mine[1 + channel];
+        used_invstd = mine[1 + channels + channel];
+        mean = mine[1 + 2 * channels + channel];
+        invstd = mine[1 + 3 * channels + channel];
+    }
+    // The slot holds values, and another statistic normalises it than the one that it feeds.
+    __device__ bool by_another() const { return share != 0 && (mean != used_mean || invstd != used_invstd); }
+    __device__ double variance(double epsilon) const { return 1 / (invstd * invstd) - epsilon; }
+    __device__ bool constant(double epsilon, double part) const {
+        return variance(epsilon) * invstd * invstd <= part;
+    }
+};
+
 // ---- elementwise ---------------------------------------------------------------------------------------------
 
 // The number of packs that a thread reads before it writes.
@@ -669,21 +689,21 @@ struct GradInput {
           activation(with.epilogue.slope, with.epilogue.ceiling) {}
     __device__ void use(Index slot, Index channel) {
         const Index channels = with.tiling.channels;
-        const double* mine = with.kept + slot * kept_length(channels);
-        const double weight = gamma<P>(with.weights, channel), invstd = mine[1 + 3 * channels + channel];
-        scale = static_cast<Wide>(weight * mine[1 + channels + channel]);
-        mean = Split<Wide>(mine[1 + 2 * channels + channel]);
+        const Kept mine(with.kept, slot, channel, channels);
+        const double weight = gamma<P>(with.weights, channel);
+        scale = static_cast<Wide>(weight * mine.used_invstd);
+        mean = Split<Wide>(mine.mean);
         if (A::kChanges)
-            normal = {Split<Wide>(mine[1 + channel]), scale, static_cast<Wide>(beta<P>(with.weights, channel))};
+            normal = {Split<Wide>(mine.used_mean), scale, static_cast<Wide>(beta<P>(with.weights, channel))};
         shift = slope = 0;
-        if (mine[0] == 0) return;  // running statistics get no gradient
+        if (mine.share == 0) return;  // running statistics get no gradient
         Sums sums = {};
         List(with.users, slot).each([&](int user) {
             sums.merge(Sums::at(with.gathered + user * Sums::length(channels), channel, channels));
         });
-        const double share = weight * invstd * mine[0];
+        const double share = weight * mine.invstd * mine.share;
         shift = static_cast<Wide>(share * sums.dy);
-        slope = static_cast<Wide>(share * invstd * sums.dy_xhat);
+        slope = static_cast<Wide>(share * mine.invstd * sums.dy_xhat);
     }
     template <int kUnit>
     __device__ void apply(Index offset, Index stride, int n) const {
@@ -707,26 +727,6 @@ struct GradInput {
             }
             if (j < n) store<T, kUnit>(dx + offset + j * stride, out[j]);
         }
-    }
-};
-
-// The kept data of a slot and a channel: see `kept_length`.
-struct Kept {
-    double share, used_mean, used_invstd, mean, invstd;
-
-    __device__ Kept(const double* kept, Index slot, Index channel, Index channels) {
-        const double* mine = kept + slot * kept_length(channels);
-        share = mine[0];
-        used_mean = mine[1 + channel];
-        used_invstd = mine[1 + channels + channel];
-        mean = mine[1 + 2 * channels + channel];
-        invstd = mine[1 + 3 * channels + channel];
-    }
-    // The slot holds values, and another statistic normalises it than the one that it feeds.
-    __device__ bool by_another() const { return share != 0 && (mean != used_mean || invstd != used_invstd); }
-    __device__ double variance(double epsilon) const { return 1 / (invstd * invstd) - epsilon; }
-    __device__ bool constant(double epsilon, double part) const {
-        return variance(epsilon) * invstd * invstd <= part;
     }
 };
 
@@ -928,8 +928,8 @@ __device__ inline Index channel_of(const Layout& layout) {
     return channel < layout.channels ? channel : layout.channels;
 }
 
-template <typename T, bool kMasked>
-__device__ void any_moments(const MomentsArguments& with) {
+template <typename T, bool kMasked = false>
+__device__ void moments(const MomentsArguments& with) {
     const Layout layout(with.tiling);
     const T* const x = static_cast<const T*>(with.x);
     const Index channel = channel_of(layout);
@@ -937,14 +937,6 @@ __device__ void any_moments(const MomentsArguments& with) {
     const Index row = any ? layout.first_outer(blockIdx.y) * layout.channels + channel : 0;
     MomentsOf<T, kMasked> reduction(x, with.mask, with.tiling, row * layout.inner);
     reduce<T>(reduction, layout, with.partial, aligned(x));
-}
-template <typename T>
-__device__ void moments(const MomentsArguments& with) {
-    any_moments<T, false>(with);
-}
-template <typename T>
-__device__ void masked_moments(const MomentsArguments& with) {
-    any_moments<T, true>(with);
 }
 
 // Of numbers in the order of bytes of GPUs, the last byte has the sign.
@@ -991,8 +983,8 @@ __device__ void grad_sums(const GradSumsArguments& with) {
     reduce<T>(reduction, layout, with.partial, packs);
 }
 
-template <typename T, typename P, class A, bool kMasked>
-__device__ void any_grad_input(const GradInputArguments& with) {
+template <typename T, typename P, class A, bool kMasked = false>
+__device__ void grad_input(const GradInputArguments& with) {
     const bool packs = aligned(with.x) && aligned(with.dy) && aligned(with.dx);
     if (with.dx != nullptr && with.tiling.samples > 0) {
         if (with.add)
@@ -1001,14 +993,6 @@ __device__ void any_grad_input(const GradInputArguments& with) {
             each<T>(GradInput<T, P, A, false, kMasked>(with), with.tiling, packs);
     }
     parameter_gradients<P>(with);
-}
-template <typename T, typename P, class A>
-__device__ void grad_input(const GradInputArguments& with) {
-    any_grad_input<T, P, A, false>(with);
-}
-template <typename T, typename P, class A>
-__device__ void masked_grad_input(const GradInputArguments& with) {
-    any_grad_input<T, P, A, true>(with);
 }
 
 template <typename T, typename P, class A>
@@ -1079,10 +1063,11 @@ typedef double Data_float64, Parameter_float64;
     SYNCBN_KERNELS_OF(TYPE, NAME, A, grad_input, GradInputArguments) \
     SYNCBN_KERNELS_OF(TYPE, NAME, A, recover, RecoverArguments)
 
-#define SYNCBN_ONE_MASKED_KERNEL(NAME, A, TYPE) \
-    SYNCBN_KERNELS_OF(TYPE, NAME, syncbn::A, masked_grad_input, GradInputArguments)
-#define SYNCBN_MASKED_KERNELS(TYPE)                                                      \
-    SYNCBN_KERNEL(masked_moments_##TYPE, MomentsArguments, masked_moments<Data_##TYPE>) \
+#define SYNCBN_ONE_MASKED_KERNEL(NAME, A, TYPE)                           \
+    SYNCBN_KERNEL(masked_grad_input_##NAME##_##TYPE, GradInputArguments, \
+                  grad_input<Data_##TYPE, Parameter_##TYPE, syncbn::A, true>)
+#define SYNCBN_MASKED_KERNELS(TYPE)                                                   \
+    SYNCBN_KERNEL(masked_moments_##TYPE, MomentsArguments, moments<Data_##TYPE, true>) \
     SYNCBN_ACTIVATIONS(SYNCBN_ONE_MASKED_KERNEL, TYPE)
 
 // Compiling all kernels takes too long for a first step: SYNCBN_TYPE and SYNCBN_ACTIVATION or SYNCBN_MASKED select some.
