@@ -211,7 +211,7 @@ struct Lines {
 };
 
 // A table of the constants of each column, from those of each channel. Each constant begins in a line of the cache, and
-// far from the one before: where what is written leaves the cache, neighbouring ones slow that down by a third.
+// far from the one before: neighbouring ones slow down what leaves the cache.
 template <typename C>
 class Table {
   public:

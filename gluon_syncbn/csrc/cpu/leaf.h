@@ -267,7 +267,8 @@ SYNCBN_INLINE void add_up(const Formula formula, const Tile tile, const Column<C
 #pragma GCC ivdep
             for (int64_t c = 0; c < tile.columns; ++c) {
                 Sums<double> sums = {first[c], second[c]};
-                formula.template add<C>(&sums, row * width + tile.column + c, tile.mean[c], table.from(c), true);
+                const Column<C> column = Formula::kNeedsZ ? table.from(c) : table;  // which may be null
+                formula.template add<C>(&sums, row * width + tile.column + c, tile.mean[c], column, true);
                 first[c] = sums.first;
                 second[c] = sums.second;
             }
