@@ -22,10 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # What runs on the stand-ins, and the size of what is fetched in MB. fastrlock is CuPy's only need beside NumPy.
 OF_ONE_PYTHON = {"cupy-cuda11x==12.3.0": 90, "fastrlock==0.8.2": 1}
-if sys.version_info >= (
-    3,
-    13,
-):  # a CuPy that has wheels there holds a CUDA runtime of its own, and no stand-in serves it
+if sys.version_info >= (3, 13):  # CuPy's wheels hold a CUDA runtime of their own there, and no stand-in serves it
     OF_ONE_PYTHON = {}
 WHEELS = {"mxnet-cu112==1.9.1": 460, **OF_ONE_PYTHON}
 
@@ -35,7 +32,7 @@ CORE_LIBRARY = "libcuda.so.1"
 LIBRARIES = {
     "libcudart.so.11.0": (["cudart"], r"(__)?cuda[A-Z]"),
     "libnvrtc.so.11.2": (["nvrtc"], "nvrtc"),
-    "libnccl.so.2": (["nccl", "nccl_processes"], "nccl"),
+    "libnccl.so.2": (["nccl"], "nccl"),
     "libcudnn.so.8": (["handles"], "cudnn"),
     "libcublas.so.11": (["handles"], "cublas"),
     "libcusolver.so.11": (["handles"], "cusolver"),
@@ -77,26 +74,21 @@ def run(command, hint):
 
 
 def fetch(requirement, folder):
-    """The wheel, from this folder if it is there."""
+    """The wheel, in this folder."""
     name, version = requirement.split("==")
     python = f"cp{sys.version_info[0]}{sys.version_info[1]}-" if requirement in OF_ONE_PYTHON else ""
     pattern = f"{name.replace('-', '_')}-{version}-{python}*.whl"
-    if not list(folder.glob(pattern)):
-        print(f"    fetching {requirement} ({WHEELS[requirement]} MB) ...", flush=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
-        run(
-            [*command, "--no-cache-dir", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement],
-            f"is the package index reachable? Otherwise put the wheel of {requirement} into a folder and name that by "
-            "--wheel-dir",
-        )
+    print(f"    fetching {requirement} ({WHEELS[requirement]} MB) ...", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--no-cache-dir", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), requirement]
+    run(command, "is the package index reachable?")
     found = sorted(folder.glob(pattern))
     return found[-1] if found else fail(f"pip left no wheel of {requirement} in {folder}")
 
 
-def unpack(out, requirement, wheel_dir):
-    """Unpacks its packages; returns the names that their libraries take from others. The wheel is not kept, unless it
-    has a folder of its own: nothing needs it any more."""
+def unpack(out, requirement):
+    """Unpacks its packages; returns the names that their libraries take from others. The wheel is not kept."""
     stamp = out / f".{requirement.split('=')[0]}"  # what is there, then the names
     identity = f"{requirement} {sys.implementation.cache_tag if requirement in OF_ONE_PYTHON else ''}"
     lines = stamp.read_text().splitlines() if stamp.exists() else [""]
@@ -104,7 +96,7 @@ def unpack(out, requirement, wheel_dir):
         return lines[1:]
     stamp.unlink(missing_ok=True)
     temporary = out / f"wheel.{sys.implementation.cache_tag}"
-    wheel = fetch(requirement, wheel_dir or temporary)
+    wheel = fetch(requirement, temporary)
     print(f"    unpacking {wheel.name} ...", flush=True)
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -118,8 +110,7 @@ def unpack(out, requirement, wheel_dir):
     output = run(["nm", "--dynamic", "--undefined-only", *libraries], BINUTILS_HINT)
     names = sorted(set(re.findall(r" U (\w+)", output)))
     stamp.write_text("\n".join([identity, *names]))
-    if not wheel_dir:
-        shutil.rmtree(temporary)
+    shutil.rmtree(temporary)
     return names
 
 
@@ -196,24 +187,21 @@ def build_libraries(out, names):
     stamp.write_text(identity)
 
 
-def build(out, wheel_dir=None, packages=True):
+def build(out):
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another one may be at it
-        if packages and not OF_ONE_PYTHON:  # what another Python has left would be imported
+        if not OF_ONE_PYTHON:  # what another Python has left would be imported
             for path in [*out.glob("cupy*"), *out.glob("fastrlock"), *out.glob(".cupy*"), *out.glob(".fastrlock")]:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        names = [unpack(out, requirement, wheel_dir) for requirement in WHEELS] if packages else []
+        names = [unpack(out, requirement) for requirement in WHEELS]
         build_libraries(out, sorted({name for some in names for name in some}))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="the folder to set up")
-    parser.add_argument("--wheel-dir", type=Path, help="where the wheels are looked for and kept (default: not kept)")
-    parser.add_argument("--no-packages", action="store_true", help="the libraries alone, for device.py")
-    arguments = parser.parse_args()
-    build(arguments.out.resolve(), arguments.wheel_dir, not arguments.no_packages)
+    build(parser.parse_args().out.resolve())
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ Status cudaGetDeviceProperties(Properties* out, int device) {
     out->constant_memory = 65536;
     out->major = capability_major();
     out->minor = capability_minor();
-    out->multiprocessors = multiprocessors();
+    out->multiprocessors = kMultiprocessors;
     return kSuccess;
 }
 Status cudaDeviceGetAttribute(int* value, int which, int device) {

@@ -1,6 +1,5 @@
 #include "device.h"
 
-#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 
@@ -24,21 +23,8 @@ int capability() {  // ten times the number: 80 for 8.0
 
 }  // namespace
 
-int device_count() {
-    static const int value = static_cast<int>(std::min<long>(setting("CUDA_EMULATOR_DEVICES", 4), kMaxDevices));
-    return value;
-}
 int capability_major() { return capability() / 10; }
 int capability_minor() { return capability() % 10; }
-int multiprocessors() {
-    static const int value = static_cast<int>(setting("CUDA_EMULATOR_MULTIPROCESSORS", 4));
-    return value;
-}
-size_t memory_per_device() {
-    static const size_t value = static_cast<size_t>(setting("CUDA_EMULATOR_MEMORY", 4096)) << 20;
-    return value;
-}
-
 int attribute(int which) {
     switch (which) {
         case 1:
@@ -59,7 +45,7 @@ int attribute(int which) {
         case 10:
             return kWarpSize;
         case 16:
-            return multiprocessors();
+            return kMultiprocessors;
         case 39:
             return 2048;  // threads of a multiprocessor
         case 75:

@@ -11,12 +11,12 @@ constexpr int kWarpSize = 32;
 constexpr int kMaxThreadsPerBlock = 1024;
 constexpr size_t kSharedPerBlock = 48 << 10;
 
-int device_count();      // CUDA_EMULATOR_DEVICES, 4
+constexpr int device_count() { return 4; }
+constexpr int kMultiprocessors = 4;  // launches that fill the device stay small
+constexpr size_t memory_per_device() { return size_t(4) << 30; }
+
 int capability_major();  // CUDA_EMULATOR_CAPABILITY, 8.0
 int capability_minor();
-int multiprocessors();       // CUDA_EMULATOR_MULTIPROCESSORS, 4: launches that fill the device stay small
-size_t memory_per_device();  // CUDA_EMULATOR_MEMORY in MiB, 4096
-
 constexpr int kDriverVersion = 11080;
 
 int attribute(int which);  // cudaDeviceAttr, CUdevice_attribute: the same numbers

@@ -7,8 +7,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
-#include <numeric>
-#include <random>
 
 #include "block.h"
 
@@ -200,15 +198,10 @@ void run(const Launch& launch) {
     find_library(&block);
 
     running_block = &block;
-    std::vector<unsigned> order(launch.grid.x * launch.grid.y * launch.grid.z);
-    std::iota(order.begin(), order.end(), 0u);
-    // CUDA promises no order: with jitter, it is another one each time.
-    if (setting("CUDA_EMULATOR_JITTER", 0))
-        std::shuffle(order.begin(), order.end(), std::minstd_rand(std::random_device{}()));
-    for (const unsigned i : order) {
+    const unsigned blocks = launch.grid.x * launch.grid.y * launch.grid.z;
+    for (unsigned i = 0; i < blocks && !block.failed; ++i) {
         block.index = position(launch.grid, i);
         run_block(&block);
-        if (block.failed) break;
     }
     running_block = nullptr;
 }

@@ -1,14 +1,17 @@
-// NCCL for the devices of one process; between processes: nccl_processes.h. A collective is a meeting: it runs on the
-// streams' threads, where each rank waits until all of its communicator have come, so that what would hang on GPUs waits
-// here too (and is reported after CUDA_EMULATOR_TIMEOUT seconds, 30).
+// NCCL for the devices of one process, and of several. A collective runs on the streams' threads. Its ranks meet in memory
+// that they share, where each waits until all of its communicator have come, so that what would hang on GPUs waits here
+// too (and is reported after CUDA_EMULATOR_TIMEOUT seconds, 30).
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
-#include <map>
 #include <memory>
-#include <mutex>
+#include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -16,7 +19,6 @@
 #include "device.h"
 #include "float16.h"
 #include "memory.h"
-#include "nccl_processes.h"
 #include "streams.h"
 
 using namespace emulator;
@@ -24,8 +26,11 @@ using namespace emulator;
 namespace {
 
 std::atomic<bool> held{false};  // whoever makes a communicator
+std::atomic<int> lost{-1};      // a device whose ranks do not come
 
 enum Result : int { kGood = 0, kInvalidArgument = 4, kInvalidUsage = 5 };
+enum Kind : int { kAllGather, kAllReduce, kReduce, kBroadcast };
+const char* const kNames[] = {"ncclAllGather", "ncclAllReduce", "ncclReduce", "ncclBcast"};
 constexpr int kSum = 0;
 constexpr size_t kSizes[] = {1, 1, 4, 4, 8,
                              8, 2, 4, 8};  // of ncclInt8, Uint8, Int32, Uint32, Int64, Uint64, Float16 ...
@@ -33,45 +38,18 @@ constexpr int kTypes = sizeof kSizes / sizeof *kSizes;
 const char* const kTypeNames[] = {"int8",   "uint8",   "int32",   "uint32", "int64",
                                   "uint64", "float16", "float32", "float64"};
 
+// What the ranks have to agree on.
 struct Call {
-    const char* what;
-    const void* from;
-    void* to;
+    Kind kind;
     size_t count;
     int type, operation, root;
-};
-bool same(const Call& a, const Call& b) {
-    return !std::strcmp(a.what, b.what) && a.count == b.count && a.type == b.type && a.operation == b.operation &&
-           a.root == b.root;
-}
-std::string text_of(const Call& it) {
-    return format("%s of %zu %s, root %d", it.what, it.count, kTypeNames[it.type], it.root);
-}
 
-// The n-th collective of a communicator: the n-th call of each rank.
-struct Meeting {
-    std::vector<Call> calls;
-    std::vector<bool> arrived;
-    size_t arrivals = 0;
-    bool over = false, failed = false;
-};
-
-struct Clique {
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::vector<int> devices;
-    std::map<uint64_t, std::shared_ptr<Meeting>> meetings;
-    bool broken = false;  // after a failure the ranks no longer agree on which call is which
-    bool aborted = false;
-};
-
-struct Communicator {
-    std::shared_ptr<Clique> clique;
-    int rank, device;
-    uint64_t calls = 0;
-    std::shared_ptr<Member> member = nullptr;  // in place of a clique: it reaches other processes
-
-    int ranks() const { return member ? member->ranks : static_cast<int>(clique->devices.size()); }
+    size_t bytes() const { return count * kSizes[type]; }
+    std::string text() const { return format("%s of %zu %s, root %d", kNames[kind], count, kTypeNames[type], root); }
+    bool operator==(const Call& other) const {
+        return kind == other.kind && count == other.count && type == other.type && operation == other.operation &&
+               root == other.root;
+    }
 };
 
 // ---- sums, in the order of the ranks ---------------------------------------------------------------------------
@@ -108,116 +86,161 @@ void add(int type, void* total, const void* more, size_t count) {
 
 // ---- meetings --------------------------------------------------------------------------------------------------
 
-std::string wrong_range(const Clique& clique, size_t rank, const void* pointer, size_t bytes, Access access) {
-    if (device_of(pointer) < 0) return format("rank %zu: %p is not device memory", rank, pointer);
-    const std::string found = problem(pointer, bytes, clique.devices[rank], access);
-    return found.empty() ? found : format("rank %zu: ", rank) + found;
+constexpr size_t kRanks = 16;
+constexpr size_t kMost = size_t(8) << 20;  // bytes that a rank gives; pages that nobody touches take no memory
+
+struct Rank {
+    std::atomic<uint64_t> joined, arrived, done;  // collectives: those that it has come to, and those it has left
+    int64_t process;
+    int device;
+    Call call;
+    char data[kMost];
+};
+// What the ranks share; all zero at first.
+struct Place {
+    std::atomic<int> joined;
+    std::atomic<bool> twice, broken;  // after a failure the ranks no longer agree on which call is which
+    Rank all[kRanks];
+};
+
+// In a file, or in this process alone. Null where there is no memory.
+std::shared_ptr<Place> new_place(int file = -1) {
+    const int flags = MAP_NORESERVE | (file < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED);
+    void* const memory = mmap(nullptr, sizeof(Place), PROT_READ | PROT_WRITE, flags, file, 0);
+    if (memory == MAP_FAILED) return nullptr;
+    return {static_cast<Place*>(memory), [](Place* place) { munmap(place, sizeof(Place)); }};
 }
 
-// Every rank's part to every rank, in their order. A rank may give its part from where it is to come.
-std::string gather(const Clique& clique, const Meeting& meeting) {
-    const size_t ranks = meeting.calls.size(), bytes = meeting.calls[0].count * kSizes[meeting.calls[0].type];
-    std::vector<char> all;
-    for (size_t rank = 0; rank < ranks; ++rank) {
-        const std::string found = wrong_range(clique, rank, meeting.calls[rank].from, bytes, kRead);
-        if (!found.empty()) return found;
-        const char* const from = static_cast<const char*>(meeting.calls[rank].from);
-        all.insert(all.end(), from, from + bytes);
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+void pause() { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
+
+// A rank of it.
+class Communicator {
+  public:
+    Communicator(std::shared_ptr<Place> place, int ranks, int rank, int device)
+        : ranks(ranks), rank(rank), device(device), place_(std::move(place)) {}
+
+    // On the thread of a stream: the collective with this number.
+    void perform(uint64_t number, const Call& call, const void* from, void* to);
+
+    const int ranks, rank, device;
+    uint64_t calls = 0;
+    std::atomic<bool> aborted{false};  // this rank waits no longer, and comes no more
+
+  private:
+    void break_off(const std::string& text) {
+        place_->broken = true;
+        report(device, kLaunchFailure, "NCCL: " + text);
     }
-    for (size_t rank = 0; rank < ranks; ++rank) {
-        const std::string found = wrong_range(clique, rank, meeting.calls[rank].to, ranks * bytes, kWrite);
-        if (!found.empty()) return found;
-        std::memcpy(meeting.calls[rank].to, all.data(), all.size());
+    bool wait(std::atomic<uint64_t> Rank::* what, uint64_t least, int other, uint64_t number, const Call& call);
+
+    const std::shared_ptr<Place> place_;
+};
+using Handle = std::shared_ptr<Communicator>;
+
+// Whether another rank has come so far; not where this one shall wait no longer.
+bool Communicator::wait(std::atomic<uint64_t> Rank::* what, uint64_t least, int other, uint64_t number,
+                        const Call& call) {
+    const long seconds = setting("CUDA_EMULATOR_TIMEOUT", 30);
+    const double end = now() + static_cast<double>(seconds);
+    for (; place_->all[other].*what < least; pause()) {
+        if (aborted) return false;
+        if (place_->broken) {
+            report(device, kLaunchFailure, "NCCL: a collective of a communicator that has failed");
+            return false;
+        }
+        if (now() < end) continue;
+        break_off(format("%s, collective %llu of its communicator: after %ld s, ranks %d have not come",
+                         call.text().c_str(), static_cast<unsigned long long>(number), seconds, other));
+        return false;
     }
-    return "";
+    return true;
 }
 
-// All ranks are there: moves the data. Returns what is wrong.
-std::string perform(const Clique& clique, const Meeting& meeting) {
-    if (!std::strcmp(meeting.calls[0].what, "ncclAllGather")) return gather(clique, meeting);
-    const Call& root = meeting.calls[meeting.calls[0].root];
-    const size_t bytes = root.count * kSizes[root.type];
-    const bool reduce = !std::strcmp(root.what, "ncclReduce");
-    std::vector<char> result;
-    for (size_t rank = 0; rank < meeting.calls.size(); ++rank) {
-        const Call& call = meeting.calls[rank];
-        const auto wrong = [&](const void* pointer, Access access) {
-            return wrong_range(clique, rank, pointer, bytes, access);
-        };
-        const bool reads = reduce || &call == &root;
-        std::string found = reads ? wrong(call.from, kRead) : "";
-        if (found.empty() && reduce == (&call == &root)) found = wrong(call.to, kWrite);
-        if (!found.empty()) return found;
-        if (!reads) continue;
-        const char* const from = static_cast<const char*>(call.from);
-        if (result.empty())
-            result.assign(from, from + bytes);
-        else
-            add(root.type, result.data(), from, root.count);
-    }
-    for (const Call& call : meeting.calls)
-        if (!reduce || &call == &root) std::memmove(call.to, result.data(), bytes);
-    return "";
-}
-
-void attend(const std::shared_ptr<Clique>& clique, size_t rank, uint64_t number, const Call& call) {
-    std::unique_lock<std::mutex> lock(clique->mutex);
-    while (lost == clique->devices[rank] && !clique->aborted)
-        clique->changed.wait_for(lock, std::chrono::milliseconds(1));
-    std::shared_ptr<Meeting>& slot = clique->meetings[number];
-    if (!slot) {
-        slot = std::make_shared<Meeting>();
-        slot->calls.resize(clique->devices.size());
-        slot->arrived.resize(clique->devices.size());
-    }
-    const std::shared_ptr<Meeting> meeting = slot;
-    const auto break_off = [&](const std::string& text) {
-        meeting->over = meeting->failed = clique->broken = true;
-        for (const int device : clique->devices) report(device, kLaunchFailure, text);
-        clique->changed.notify_all();
-    };
+void Communicator::perform(uint64_t number, const Call& call, const void* from, void* to) {
+    const size_t bytes = call.bytes();
+    const size_t reads = call.kind != kBroadcast || rank == call.root ? bytes : 0;
+    const size_t writes = call.kind == kAllGather                     ? ranks * bytes
+                          : call.kind != kReduce || rank == call.root ? bytes
+                                                                      : 0;
     // A kernel that is aborted leaves anything in its memory: nobody is told that it was never written.
     const auto end = [&] {
-        const size_t parts = std::strcmp(call.what, "ncclAllGather") ? 1 : clique->devices.size();
-        problem(call.to, parts * call.count * kSizes[call.type], clique->devices[rank], kWrite);
+        if (aborted) problem(to, writes, device, kWrite);
     };
-    if (clique->aborted) return end();
-    if (clique->broken) {
-        report(clique->devices[rank], kLaunchFailure, "NCCL: a collective of a communicator that has failed");
-        return;
+    const auto is_wrong = [&](const void* pointer, size_t size, Access access) {
+        const bool of_a_device = size == 0 || device_of(pointer) >= 0;
+        const std::string found = of_a_device ? problem(pointer, size, device, access) : "not device memory";
+        if (!found.empty()) break_off(format("%s, rank %d: ", kNames[call.kind], rank) + found);
+        return !found.empty();
+    };
+    while (lost == device && !aborted) pause();
+    if (aborted) return end();
+    if (bytes > kMost) return break_off(format("%zu bytes: the emulator passes on at most %zu", bytes, kMost));
+    if (is_wrong(from, reads, kRead)) return;
+    for (int i = 0; i < ranks; ++i)  // the others have read what was there; the streams of this rank take turns
+        if (!wait(&Rank::done, number, i, number, call)) return end();
+    Rank* const all = place_->all;
+    all[rank].call = call;
+    std::memcpy(all[rank].data, from, reads);
+    all[rank].arrived = number + 1;
+    for (int i = 0; i < ranks; ++i) {
+        if (!wait(&Rank::arrived, number + 1, i, number, call)) return end();
+        if (!(all[i].call == call))
+            return break_off(
+                format("rank %d calls %s, rank %d calls %s", rank, call.text().c_str(), i, all[i].call.text().c_str()));
     }
-    for (size_t other = 0; other < meeting->calls.size(); ++other)
-        if (meeting->arrived[other] && !same(meeting->calls[other], call))
-            return break_off(format("NCCL: rank %zu calls %s, rank %zu calls %s", rank, text_of(call).c_str(), other,
-                                    text_of(meeting->calls[other]).c_str()));
-    meeting->calls[rank] = call;
-    meeting->arrived[rank] = true;
-    if (++meeting->arrivals == meeting->calls.size()) {
-        const std::string wrong = perform(*clique, *meeting);
-        clique->meetings.erase(number);
-        meeting->over = true;
-        if (!wrong.empty()) break_off(std::string("NCCL: ") + call.what + ", " + wrong);
-        clique->changed.notify_all();
-        return;
+    if (is_wrong(to, writes, kWrite)) return;
+    const int first = call.kind == kBroadcast ? call.root : 0;
+    if (writes) std::memcpy(to, all[first].data, bytes);
+    for (int i = 1; i < ranks && writes; ++i) {
+        if (call.kind == kAllGather)
+            std::memcpy(static_cast<char*>(to) + i * bytes, all[i].data, bytes);
+        else if (call.kind != kBroadcast)
+            add(call.type, to, all[i].data, call.count);
     }
-    const long seconds = setting("CUDA_EMULATOR_TIMEOUT", 30);
-    const auto over = [&] { return meeting->over || clique->broken || clique->aborted; };
-    if (clique->changed.wait_for(lock, std::chrono::seconds(seconds), over)) {
-        if (!meeting->over && clique->aborted) end();
-        return;
-    }
-    std::string missing;
-    for (size_t other = 0; other < meeting->arrived.size(); ++other)
-        if (!meeting->arrived[other]) missing += format(" %zu", other);
-    break_off(format("NCCL: %s, collective %llu of its communicator: after %ld s, ranks%s have not come",
-                     text_of(call).c_str(), static_cast<unsigned long long>(number), seconds, missing.c_str()));
+    all[rank].done = number + 1;
+}
+
+// Waits for all others, no longer than CUDA_EMULATOR_TIMEOUT. Null, with a report, if they do not come, or if a rank or a
+// device is there twice.
+Handle meet(const std::string& id, int ranks, int rank, int device) {
+    const auto fail = [&](const std::string& why) {
+        report(device, kLaunchFailure, "ncclCommInitRank: " + why);
+        return nullptr;
+    };
+    if (ranks < 1 || ranks > static_cast<int>(kRanks) || rank < 0 || rank >= ranks)
+        return fail(format("rank %d of %d", rank, ranks));
+    const std::string path = "/dev/shm/cuda_emulator_nccl_" + id;
+    const int file = open(path.c_str(), O_RDWR | O_CREAT, 0600);
+    const bool sized = file >= 0 && ftruncate(file, sizeof(Place)) == 0;
+    const std::shared_ptr<Place> place = sized ? new_place(file) : nullptr;
+    close(file);
+    if (!place) return fail("no memory to share");
+
+    Rank& own = place->all[rank];
+    own.process = getpid();
+    own.device = device;
+    if (own.joined.exchange(1) != 0) place->twice = true;
+    ++place->joined;
+    const double end = now() + static_cast<double>(setting("CUDA_EMULATOR_TIMEOUT", 30));
+    while (place->joined < ranks && !place->twice && now() < end) pause();
+    unlink(path.c_str());  // all have it open, or it is of no use
+    if (place->joined < ranks && !place->twice) return fail(format("rank %d has waited in vain for the others", rank));
+    for (int i = 0; i < ranks; ++i)
+        for (int j = 0; j < i; ++j)
+            if (place->all[i].process == place->all[j].process && place->all[i].device == place->all[j].device)
+                place->twice = true;
+    if (place->twice) return fail("a rank or a device is there twice");
+    return std::make_shared<Communicator>(place, ranks, rank, device);
 }
 
 // ---- groups: what is called between start and end is enqueued at the end ----------------------------------------
 
 struct Pending {
-    Communicator* communicator;
+    Handle communicator;
     Call call;
+    const void* from;
+    void* to;
     StreamPointer stream;
 };
 thread_local int depth = 0;
@@ -225,7 +248,7 @@ thread_local std::vector<Pending> pending;
 
 // Ranks of this thread that join a communicator: together, at the end of the group.
 struct Joining {
-    Communicator** out;
+    Handle** out;
     std::string id;
     int ranks, rank, device;
 };
@@ -236,9 +259,9 @@ Result join() {
     std::atomic<bool> good{true};
     for (const Joining& one : joining)
         threads.emplace_back([&good, one] {
-            const auto member = Member::join(one.id, one.ranks, one.rank, one.device);
-            *one.out = member ? new Communicator{nullptr, one.rank, one.device, 0, member} : nullptr;
-            if (!member) good = false;
+            const Handle made = meet(one.id, one.ranks, one.rank, one.device);
+            *one.out = made ? new Handle(made) : nullptr;
+            if (!made) good = false;
         });
     for (std::thread& thread : threads) thread.join();
     joining.clear();
@@ -247,27 +270,17 @@ Result join() {
 
 void flush() {
     for (const Pending& one : pending) {
-        if (const std::shared_ptr<Member> member = one.communicator->member) {
-            const Call call = one.call;
-            const uint64_t number = one.communicator->calls++;
-            const size_t bytes = call.count * kSizes[call.type];
-            enqueue(
-                one.stream, [=] { member->sum(number, call.from, call.to, call.count, bytes, call.type, add); }, true);
-            continue;
-        }
-        const std::shared_ptr<Clique> clique = one.communicator->clique;
-        const size_t rank = one.communicator->rank;
-        const uint64_t number = one.communicator->calls++;
-        const Call call = one.call;
-        enqueue(one.stream, [=] { attend(clique, rank, number, call); }, true);
+        const auto work = [one, number = one.communicator->calls++] {
+            one.communicator->perform(number, one.call, one.from, one.to);
+        };
+        enqueue(one.stream, work, true);
     }
     pending.clear();
 }
 
 // MXNet looks at no result of NCCL's: errors go to the device as well.
-Result post(Communicator* communicator, const Call& call, void* handle) {
+Result post(const Handle& communicator, const Call& call, const void* from, void* to, void* handle) {
     const StreamPointer stream = find_stream(handle);
-    const int ranks = communicator->ranks();
     std::string wrong;
     if (!stream)
         wrong = "no such stream";
@@ -276,18 +289,16 @@ Result post(Communicator* communicator, const Call& call, void* handle) {
                        communicator->device);
     else if (call.type < 0 || call.type >= kTypes)
         wrong = format("data type %d", call.type);
-    else if (call.root < 0 || call.root >= ranks)
-        wrong = format("root %d of %d ranks", call.root, ranks);
-    else if (!communicator->member != !!std::strcmp(call.what, "ncclAllReduce"))
-        wrong = "the emulator has ncclAllReduce between processes, and nothing else";
+    else if (call.root < 0 || call.root >= communicator->ranks)
+        wrong = format("root %d of %d ranks", call.root, communicator->ranks);
     else if (call.operation != kSum)
         wrong = format("operation %d: the emulator has ncclSum only", call.operation);
     if (!wrong.empty()) {
-        report(communicator->device, kInvalidValue, std::string(call.what) + ": " + wrong);
+        report(communicator->device, kInvalidValue, std::string(kNames[call.kind]) + ": " + wrong);
         return kInvalidArgument;
     }
     count(communicator->device, kCollectives);
-    pending.push_back({communicator, call, stream});
+    pending.push_back({communicator, call, from, to, stream});
     if (depth == 0) flush();
     return kGood;
 }
@@ -302,47 +313,44 @@ void cuda_emulator_lose(int device) { lost = device; }
 // From now on whoever makes a communicator waits, and spins as NCCL's sockets do; 0: until now.
 void cuda_emulator_hold_connections(int so) { held = so; }
 
-Result ncclCommInitAll(Communicator** out, int count, const int* devices) {
+Result ncclCommInitAll(Handle** out, int count, const int* devices) {
     while (held) std::this_thread::yield();
-    const auto clique = std::make_shared<Clique>();
+    const std::shared_ptr<Place> place = new_place();
+    std::vector<int> chosen;
     for (int rank = 0; rank < count; ++rank) {
         const int device = devices ? devices[rank] : rank;
-        for (const int other : clique->devices)
+        for (const int other : chosen)
             if (other == device) return kInvalidUsage;
-        if (device < 0 || device >= device_count()) return kInvalidArgument;
-        clique->devices.push_back(device);
+        if (device < 0 || device >= device_count() || !place) return kInvalidArgument;
+        chosen.push_back(device);
     }
-    for (int rank = 0; rank < count; ++rank) out[rank] = new Communicator{clique, rank, clique->devices[rank], 0};
+    for (int rank = 0; rank < count; ++rank)
+        out[rank] = new Handle(std::make_shared<Communicator>(place, count, rank, chosen[rank]));
     return kGood;
 }
 // 128 bytes.
 Result ncclGetUniqueId(char* out) {
+    std::random_device random;
+    const std::string id = format("%08x%08x", random(), random());
     std::memset(out, 0, 128);
-    const std::string id = new_unique_id();
     std::memcpy(out, id.data(), id.size());
     return kGood;
 }
 struct UniqueId {
     char bytes[128];
 };
-Result ncclCommInitRank(Communicator** out, int ranks, UniqueId id, int rank) {
+Result ncclCommInitRank(Handle** out, int ranks, UniqueId id, int rank) {
     while (held) std::this_thread::yield();
     joining.push_back({out, std::string(id.bytes), ranks, rank, current_device});
     return depth == 0 ? join() : kGood;
 }
-Result ncclCommDestroy(Communicator* communicator) {
+Result ncclCommDestroy(Handle* communicator) {
     delete communicator;
     return kGood;
 }
 // What waits for ranks ends, with whatever is in its memory.
-Result ncclCommAbort(Communicator* communicator) {
-    if (communicator->member) {
-        communicator->member->abort();
-    } else {
-        std::lock_guard<std::mutex> lock(communicator->clique->mutex);
-        communicator->clique->aborted = true;
-        communicator->clique->changed.notify_all();
-    }
+Result ncclCommAbort(Handle* communicator) {
+    (*communicator)->aborted = true;
     return ncclCommDestroy(communicator);
 }
 const char* ncclGetErrorString(Result result) {
@@ -351,12 +359,19 @@ const char* ncclGetErrorString(Result result) {
            : result == kInvalidUsage    ? "invalid usage (run with NCCL_DEBUG=WARN for details)"
                                         : "unknown result code";
 }
-Result ncclAllGather(const void* from, void* to, size_t count, int type, Communicator* communicator, void* stream) {
-    return post(communicator, {"ncclAllGather", from, to, count, type, kSum, 0}, stream);
+Result ncclAllGather(const void* from, void* to, size_t count, int type, Handle* communicator, void* stream) {
+    return post(*communicator, {kAllGather, count, type, kSum, 0}, from, to, stream);
 }
-Result ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Communicator* communicator,
+Result ncclAllReduce(const void* from, void* to, size_t count, int type, int operation, Handle* communicator,
                      void* stream) {
-    return post(communicator, {"ncclAllReduce", from, to, count, type, operation, 0}, stream);
+    return post(*communicator, {kAllReduce, count, type, operation, 0}, from, to, stream);
+}
+Result ncclReduce(const void* from, void* to, size_t count, int type, int operation, int root, Handle* communicator,
+                  void* stream) {
+    return post(*communicator, {kReduce, count, type, operation, root}, from, to, stream);
+}
+Result ncclBcast(void* buffer, size_t count, int type, int root, Handle* communicator, void* stream) {
+    return post(*communicator, {kBroadcast, count, type, kSum, root}, buffer, buffer, stream);
 }
 Result ncclGroupStart() {
     ++depth;
@@ -368,12 +383,5 @@ Result ncclGroupEnd() {
     const Result result = joining.empty() ? kGood : join();
     flush();
     return result;
-}
-Result ncclReduce(const void* from, void* to, size_t count, int type, int operation, int root,
-                  Communicator* communicator, void* stream) {
-    return post(communicator, {"ncclReduce", from, to, count, type, operation, root}, stream);
-}
-Result ncclBcast(void* buffer, size_t count, int type, int root, Communicator* communicator, void* stream) {
-    return post(communicator, {"ncclBcast", buffer, buffer, count, type, kSum, root}, stream);
 }
 }

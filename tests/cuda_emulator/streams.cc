@@ -5,7 +5,6 @@
 #include <deque>
 #include <map>
 #include <mutex>
-#include <random>
 #include <thread>
 #include <vector>
 
@@ -79,15 +78,6 @@ Streams& streams() {
     return instance;
 }
 
-// CUDA_EMULATOR_JITTER: up to so many microseconds before each operation, so that an order which nothing
-// enforces does not come out right by habit.
-void dawdle() {
-    static const long most = setting("CUDA_EMULATOR_JITTER", 0);
-    if (most <= 0) return;
-    thread_local std::minstd_rand random(std::random_device{}());
-    std::this_thread::sleep_for(std::chrono::microseconds(std::uniform_int_distribution<long>(0, most)(random)));
-}
-
 void serve(StreamPointer stream) {
     current_device = stream->device;
     for (;;) {
@@ -101,7 +91,6 @@ void serve(StreamPointer stream) {
         }
         for (const CompletionPointer& other : task.after) other->wait();
         task.after.clear();
-        dawdle();
         if (task.always || sticky(stream->device) == kSuccess) task.work();
         task.work = nullptr;  // what it holds goes before anybody learns that it is over
         task.done->finish();

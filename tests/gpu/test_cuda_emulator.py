@@ -1,4 +1,7 @@
-"""The CUDA emulator itself: what runs on it, and that it finds each kind of fault that it promises to find."""
+"""The CUDA emulator itself: what runs on it, and that it finds each kind of fault that it promises to find.
+
+That it computes what CUDA does, test_kernels_cuda.py shows: indices, warps, shared memory and float16.
+"""
 
 import contextlib
 import ctypes
@@ -20,6 +23,7 @@ if not OUT:
 
 import mxnet as mx  # noqa: E402
 from cuda_emulator.device import Device, EmulatorError, errors  # noqa: E402
+from gpus import counts  # noqa: E402
 
 cuda = ctypes.CDLL(f"{OUT}/lib/libcuda.so.1")
 cudart = ctypes.CDLL(f"{OUT}/lib/libcudart.so.11.0")
@@ -128,105 +132,6 @@ def test_kvstore_nccl(rng, dtype):
             np.testing.assert_array_equal(result.asnumpy(), total)
 
 
-# ---- kernels alone -------------------------------------------------------------------------------------------
-
-KERNELS = r"""
-template <typename T> __device__ T warp_sum(T v) {
-#pragma unroll
-    for (int d = 16; d > 0; d >>= 1) v += __shfl_down_sync(0xffffffffu, v, d);
-    return v;
-}
-#define SUM(name, T) extern "C" __global__ void __launch_bounds__(256) name(const T* __restrict__ x, T* out, int n) { \
-    __shared__ T part[2][8];                                                     \
-    T s = 0;                                                                     \
-    for (int i = threadIdx.x; i < n; i += blockDim.x) s += x[i];                 \
-    s = warp_sum(s);                                                             \
-    if (threadIdx.x % 32 == 0) part[1][threadIdx.x / 32] = s;                    \
-    __syncthreads();                                                             \
-    if (threadIdx.x == 0) {                                                      \
-        T total = 0;                                                             \
-        for (int w = 0; w < static_cast<int>(blockDim.x) / 32; ++w) total += part[1][w]; \
-        out[blockIdx.x] = total;                                                 \
-    }                                                                            \
-}
-SUM(sum_float, float)
-SUM(sum_double, double)
-SUM(sum_int, int)
-extern "C" {
-struct Four { unsigned x, y, z, w; };
-__global__ void where(Four* out) {
-    const unsigned b = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
-    const unsigned t = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
-    out[b * blockDim.x * blockDim.y * blockDim.z + t] = {threadIdx.x, threadIdx.y, threadIdx.z, b};
-}
-__global__ void shuffles(const int* x, int* out) {
-    const int v = x[threadIdx.x];
-    out[threadIdx.x] = __shfl_down_sync(0xffffffffu, v, 5);
-    if (threadIdx.x < 16) out[threadIdx.x + 32] = __shfl_down_sync(0x0000ffffu, v, 0);
-    else out[threadIdx.x + 32] = __shfl_down_sync(0xffff0000u, v, 1);
-}
-__global__ void halves(const unsigned short* x, float* out) {
-    const int i = threadIdx.x + blockIdx.x * blockDim.x;
-    out[i] = emulated_half_to_float(x[i]);
-}
-__global__ void to_halves(const float* x, unsigned short* out, int n) {
-    const int i = threadIdx.x + blockIdx.x * blockDim.x;
-    if (i < n) out[i] = emulated_float_to_half(x[i]);
-}
-}
-"""
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return Device(OUT, KERNELS, index=1)
-
-
-@pytest.mark.parametrize("dtype, name", [("float32", "float"), ("float64", "double"), ("int32", "int")])
-def test_sums_over_warps_and_shared_memory(kernels, rng, dtype, name):
-    values = (100 * rng.randn(1000)).astype(dtype)
-    out = kernels.empty(3, dtype)
-    kernels.launch(f"sum_{name}", 3, 256, kernels.upload(values), out, np.int32(1000))
-    np.testing.assert_allclose(out.download(), [values.sum(dtype="float64")] * 3, rtol=1e-4)
-
-
-def test_indices(kernels):
-    out = kernels.empty((12, 24, 4), "uint32")
-    kernels.launch("where", (2, 3, 2), (4, 3, 2), out)
-    got = out.download()
-    z, y, x = np.unravel_index(np.arange(24), (2, 3, 4))
-    for block in range(12):
-        np.testing.assert_array_equal(got[block], np.stack([x, y, z, np.full(24, block)], axis=1))
-
-
-def test_shuffles(kernels):
-    lanes = np.arange(32, dtype="int32")
-    out = kernels.empty((2, 32), "int32")
-    kernels.launch("shuffles", 1, 32, kernels.upload(lanes * 7), out)
-    want = [np.where(lanes < 27, lanes + 5, lanes), np.where(lanes < 16, lanes, np.minimum(lanes + 1, 31))]
-    np.testing.assert_array_equal(out.download(), 7 * np.array(want))
-
-
-def test_float16_both_ways(kernels, rng):
-    every = np.arange(65536, dtype="uint16")
-    out = kernels.empty(65536, "float32")
-    kernels.launch("halves", 256, 256, kernels.upload(every), out)
-    np.testing.assert_array_equal(out.download(), every.view("float16").astype("float32"))
-
-    exact = np.sort(every.view("float16")[np.isfinite(every.view("float16"))].astype("float32"))
-    ties = (exact[1:] + exact[:-1]) / 2
-    special = np.array([np.inf, -np.inf, np.nan, 65519.99, 65520, -65520, 1e30, 1e-30, 0, -0.0], "float32")
-    beside = [np.nextafter(ties, np.float32(sign * np.inf)) for sign in (1, -1)]
-    values = np.concatenate([exact, ties, *beside, special, rng.randn(1000).astype("float32")])
-    out = kernels.empty(values.size, "uint16")
-    kernels.launch("to_halves", -(-values.size // 256), 256, kernels.upload(values), out, np.int32(values.size))
-    with np.errstate(over="ignore"):
-        want = values.astype("float16")
-    got = out.download().view("float16")
-    np.testing.assert_array_equal(got, want)
-    np.testing.assert_array_equal(np.signbit(got[want == 0]), np.signbit(want[want == 0]))
-
-
 # ---- faults of kernels -----------------------------------------------------------------------------------------
 
 FAULTS = r"""
@@ -288,6 +193,11 @@ extern "C" __global__ void pointer_in(float** x) { x[0][0] = 1; }
 @pytest.fixture(scope="module")
 def faults():
     return Device(OUT, FAULTS)
+
+
+@pytest.fixture(scope="module")
+def other():
+    return Device(OUT, FAULTS, index=1)
 
 
 def found(device, *launch):
@@ -365,9 +275,9 @@ FOUND = {
 
 
 @pytest.mark.parametrize("fault", FOUND)
-def test_a_fault_is_found(faults, kernels, fault):
+def test_a_fault_is_found(faults, other, fault):
     make, text = FOUND[fault]
-    kernel, *rest = make(faults, kernels)
+    kernel, *rest = make(faults, other)
     assert re.search(text, found(faults, kernel, 1, *rest))
 
 
@@ -489,6 +399,11 @@ def devices():
     return [Device(OUT, FAULTS, index=i) for i in range(2)]
 
 
+def uploaded(devices):
+    """[0, 0, 0, 0] on the first and [1, 1, 1, 1] on the second."""
+    return [device.upload(np.full(4, i, "float32")) for i, device in enumerate(devices)]
+
+
 def new_stream(device):
     stream = ctypes.c_void_p()
     device.call("cuStreamCreate", ctypes.byref(stream), 0)
@@ -497,7 +412,7 @@ def new_stream(device):
 
 def test_streams_run_by_themselves_and_events_order_them(devices):
     """A broadcast keeps its stream busy for as long as its partner has not come."""
-    arrays = [device.upload(np.full(4, i, "float32")) for i, device in enumerate(devices)]
+    arrays = uploaded(devices)
     first, second, other = new_stream(devices[0]), new_stream(devices[0]), new_stream(devices[1])
     clique, event, far = Clique(), ctypes.c_void_p(), ctypes.c_void_p()
     target = devices[0].upload(np.zeros(4, "float32"))
@@ -558,22 +473,20 @@ other()
 
 
 def test_collectives_in_the_wrong_order_wait_for_ever(devices, monkeypatch):
-    monkeypatch.setenv("CUDA_EMULATOR_TIMEOUT", "5")
-    arrays = [device.upload(np.ones(4, "float32")) for device in devices]
-    streams, one, two = [new_stream(device) for device in devices], Clique(), Clique()
+    monkeypatch.setenv("CUDA_EMULATOR_TIMEOUT", "2")
+    arrays, streams, one, two = uploaded(devices), list(map(new_stream, devices)), Clique(), Clique()
     for rank, order in enumerate([(one, two), (two, one)]):
         for clique in order:
             clique.broadcast(rank, arrays[rank], streams[rank])
     time.sleep(0.1)
     assert [cudart.cudaStreamQuery(stream) for stream in streams] == [NOT_READY] * 2
     assert [cudart.cudaStreamSynchronize(stream) for stream in streams] == [719] * 2
-    assert re.search(r"collective 0 of its communicator: after 5 s, ranks \d have not come", take_errors())
+    assert re.search(r"collective 0 of its communicator: after 2 s, ranks \d have not come", take_errors())
 
 
 @pytest.mark.parametrize("different", [{"count": 3}, {"root": 1}])
 def test_collectives_that_do_not_match(devices, different):
-    arrays = [device.upload(np.ones(4, "float32")) for device in devices]
-    streams, clique = [new_stream(device) for device in devices], Clique()
+    arrays, streams, clique = uploaded(devices), list(map(new_stream, devices)), Clique()
     clique.broadcast(0, arrays[0], streams[0])
     clique.broadcast(1, arrays[1], streams[1], **different)
     assert [cudart.cudaStreamSynchronize(stream) for stream in streams] == [719] * 2
@@ -581,8 +494,7 @@ def test_collectives_that_do_not_match(devices, different):
 
 
 def test_collectives_look_at_their_memory(devices):
-    arrays = [device.upload(np.ones(4, "float32")) for device in devices]
-    streams, clique = [new_stream(device) for device in devices], Clique()
+    arrays, streams, clique = uploaded(devices), list(map(new_stream, devices)), Clique()
     never_written = devices[0].empty(4)
     clique.broadcast(0, never_written, streams[0])
     clique.broadcast(1, arrays[1], streams[1])
@@ -592,8 +504,7 @@ def test_collectives_look_at_their_memory(devices):
 
 
 def gathering(devices):
-    arrays = [device.upload(np.full(4, i, "float32")) for i, device in enumerate(devices)]
-    return arrays, [device.empty(8) for device in devices], [new_stream(device) for device in devices], Clique()
+    return uploaded(devices), [device.empty(8) for device in devices], list(map(new_stream, devices)), Clique()
 
 
 def test_an_all_gather(devices):
@@ -625,12 +536,6 @@ def test_an_abort_ends_what_waits(devices):
 
 
 def test_counts(devices):
-    cuda, numbers = ctypes.CDLL(f"{OUT}/lib/libcuda.so.1"), (ctypes.c_longlong * 7)()
-
-    def counts(device):
-        cuda.cuda_emulator_counts(device, numbers)
-        return list(numbers)
-
     cuda.cuda_emulator_reset_counts()
     arrays, outs, streams, clique = gathering(devices)
     for rank in range(2):
@@ -638,13 +543,12 @@ def test_counts(devices):
     while cudart.cudaStreamQuery(streams[0]) == NOT_READY:  # asked as often as one likes, it is one wait
         time.sleep(0.001)
     cudart.cudaStreamSynchronize(streams[1])
-    # launches; copies to the device, to the host, within; waits; collectives; allocations
-    assert [row[0] for row in (counts(0), counts(1))] == [0, 0]
-    assert [row[1:4] for row in (counts(0), counts(1))] == [[1, 0, 0]] * 2
-    assert [row[5:] for row in (counts(0), counts(1))] == [[1, 2]] * 2
-    waits = counts(0)[4]
+    before = [counts(0), counts(1)]
+    waits = [of_one.pop("waits") for of_one in before]
+    others = {"launches": 0, "to device": 1, "to host": 0, "within": 0, "collectives": 1, "allocations": 2}
+    assert before == [others] * 2
     outs[0].download()
-    assert counts(0)[2] == 1 and counts(0)[4] > waits
+    assert counts(0)["to host"] == 1 and counts(0)["waits"] > waits[0]
 
 
 def test_copies_look_at_their_memory(devices):
@@ -675,22 +579,6 @@ def test_pinned_memory(devices):
 # ---- the process -------------------------------------------------------------------------------------------------
 
 
-def test_settings():
-    code = f"""
-import ctypes
-cudart = ctypes.CDLL({OUT!r} + "/lib/libcudart.so.11.0")
-value = ctypes.c_int()
-cudart.cudaGetDeviceCount(ctypes.byref(value))
-print(value.value)
-for attribute in (75, 76, 16):
-    cudart.cudaDeviceGetAttribute(ctypes.byref(value), attribute, 0)
-    print(value.value)
-"""
-    settings = {"DEVICES": "2", "CAPABILITY": "9.0", "MULTIPROCESSORS": "7"}
-    done = python(code, **{f"CUDA_EMULATOR_{name}": value for name, value in settings.items()})
-    assert done.stdout.split() == ["2", "9", "0", "7"]
-
-
 def test_a_process_with_errors_that_nobody_read_fails():
     code = f"""
 import ctypes
@@ -716,18 +604,3 @@ def test_setting_it_up_again_does_nothing():
     done = ended([sys.executable, build, "--out", OUT])
     assert (done.returncode, done.stdout) == (0, "")
     assert {path: path.stat().st_mtime_ns for path in (Path(OUT) / "lib").iterdir()} == before
-
-
-def test_jitter_changes_no_result():
-    code = """
-import gluon_syncbn_first, mxnet as mx, numpy as np
-arrays = [mx.nd.array(np.full(5, i), ctx=mx.gpu(i)) for i in range(4)]
-store = mx.kv.create("nccl")
-store.init(0, arrays[0])
-for _ in range(3):
-    results = [mx.nd.array(np.zeros(5), ctx=mx.gpu(i)) for i in range(4)]
-    store.pushpull(0, arrays, out=results)
-    assert all((r.asnumpy() == 6).all() for r in results)
-"""
-    done = python(code, CUDA_EMULATOR_JITTER="5000")
-    assert done.returncode == 0, done.stderr
