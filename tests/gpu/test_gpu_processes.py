@@ -15,7 +15,6 @@ pytest.importorskip("mpi4py", reason="processes need mpi4py")
 if "CUDA_EMULATOR" not in os.environ or not mx.context.num_gpus():
     pytest.skip("needs `make test-gpu-emulated`: counts and failures are the emulator's", allow_module_level=True)
 
-WORKER_OF_ANY_DEVICE = SUPPORT / "mpi_worker.py"
 ON_GPUS = {"GLUON_SYNCBN_TEST_DEVICE": "gpu"}
 
 
@@ -39,14 +38,14 @@ def test_every_mode_and_what_it_costs(processes):
 
 @pytest.mark.parametrize(("processes", "contexts"), [pytest.param(4, 1, marks=pytest.mark.slow), (2, 2)])
 def test_named_groups(processes, contexts):
-    """Some stay within a process, and ask nobody."""
+    """Some stay within a process, and ask nobody. Sums of gradients over NCCL come in another order in each process."""
     environment = {**ON_GPUS, "GROUPS_WORKER_CONTEXTS": str(contexts)}
     scenarios = "equals_the_specification+layers_in_any_order"
     done = job(processes, scenarios, worker=SUPPORT / "groups_worker.py", environment=environment, limit=200)
     assert_succeeded(done, processes)
 
 
-TOGETHER = ["gradients", "rows_and_gradients", "other_types", "short_batches", "recomputed_on_gpus", "beside_a_cpu"]
+TOGETHER = ["gradients", "rows_and_gradients", "short_batches", "recomputed", "beside_a_cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -64,24 +63,16 @@ def test_two_processes_end_well(together):
     assert_succeeded(together, 2)
 
 
-@pytest.mark.parametrize("processes", PROCESSES)
-def test_branches_in_another_order_in_each_process(processes):
-    assert_succeeded(job(processes, "branches", 6, limit=150), processes)
-
-
-def side_by_side(jobs):
-    """Jobs of two processes, (arguments, settings) each, two at a time: most of each is starting Python and waiting."""
-    with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
-        return list(pool.map(lambda one: job(2, *one[0], **one[1]), jobs))
-
-
 @pytest.fixture(scope="module")
 def failed():
-    """Jobs that end early."""
-    faults = ["raises", "does not come"]
-    jobs = {fault: (("fails", fault), {}) for fault in faults}
-    jobs["not finite"] = (("a_batch_that_is_not_finite",), {"worker": WORKER_OF_ANY_DEVICE, "environment": ON_GPUS})
-    return dict(zip(jobs, side_by_side(jobs.values())))
+    """Jobs of two processes that end early, two at a time: most of each is starting Python and waiting."""
+    jobs = {
+        "not finite": ("a_batch_that_is_not_finite",),
+        "raises": ("fault", "raises", 60),
+        "frozen": ("fault", "frozen", 3),
+    }
+    with ThreadPoolExecutor(max(2, (os.cpu_count() or 2) // 2)) as pool:
+        return dict(zip(jobs, pool.map(lambda one: Job(2, *one, environment=ON_GPUS), jobs.values())))
 
 
 def test_a_batch_that_is_not_finite(failed):
@@ -91,21 +82,17 @@ def test_a_batch_that_is_not_finite(failed):
     assert "the batch is not finite: the mean of channel 1 is nan" in done.failure_of(1)[1]
 
 
-def test_a_process_that_raises(failed):
-    done = failed["raises"]
-    assert "disk full" in done.failure_of(1)[1]
-    seconds, text = done.failure_of(0)
-    assert "rank 1 of 2 has failed: OSError left the recorded step (disk full)" in text
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        ("raises", "rank 1 of 2 has failed: OSError left the recorded step (disk full)"),
+        ("frozen", "rank 0 of 2 waits for rank 1 in the forward of call 2 of SyncBatchNorm 'layer0' after 3 s"),
+    ],
+)
+def test_a_process_that_does_something_else(failed, fault, text):
+    seconds, error = failed[fault].failure_of(0)
+    assert text in error
     assert seconds < 20
-
-
-def test_a_process_that_does_not_come(failed):
-    done = failed["does not come"]
-    seconds, text = done.failure_of(0)
-    assert re.search(r"rank 0 of 2 waits for rank 1 in the forward of call 2 of SyncBatchNorm '.*' after 3 s", text), (
-        text
-    )
-    assert 2.5 < seconds < 20
 
 
 def test_gradients_between_machines():

@@ -1,13 +1,12 @@
 """Several workers on this machine that MXNet's own cluster introduces: what they compute, and what they learn of each
 other.
 
-What a worker does stands in mpi_worker.py, as far as it is the same for every transport, and in cluster_worker.py.
+What a worker does stands in mpi_worker.py and gradients_worker.py: it is the same for every transport.
 """
 
 import contextlib
 import itertools
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -19,6 +18,7 @@ from pathlib import Path
 import mxnet as mx
 import pytest
 from environments import shell
+from mpi_job import FAULTS_BY_RELAY, failure_of
 from places import PACKAGE, SUPPORT
 
 import gluon_syncbn
@@ -27,7 +27,7 @@ import gluon_syncbn
 class Cluster:
     """A job: the scheduler, servers and workers, each ended by its process id at the end of the block."""
 
-    def __init__(self, workers, script, *arguments, servers=2, **settings):
+    def __init__(self, workers, script, *arguments, servers=1, **settings):
         self._stack, self._numbers = contextlib.ExitStack(), itertools.count()
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
         with socket.socket() as free:
@@ -47,10 +47,10 @@ class Cluster:
         others = [sys.executable, "-c", "import light, gluon_syncbn"]
         self.scheduler = self._start("scheduler", others, job)
         self.servers = [self._start("server", others, job) for _ in range(servers)]
-        command = [sys.executable, str(SUPPORT / script), *map(str, arguments)]
-        machines = ["first", "first", "second"]  # for `levels`
+        command = [sys.executable, *map(str, [script if script == "-c" else SUPPORT / script, *arguments])]
         self.workers = [
-            self._start("worker", command, {**job, "CLUSTER_WORKER_MACHINE": machine}) for machine in machines[:workers]
+            self._start("worker", command, {**job, "MPI_WORKER_MACHINES": machine})
+            for machine in ["first", "first", "second"][:workers]
         ]
 
     def _start(self, role, command, job):
@@ -89,9 +89,8 @@ class Cluster:
         """(seconds from the beginning of the step, text) of the error that this rank got."""
         end = time.monotonic() + limit
         while time.monotonic() < end:
-            found = re.search(rf"FAILED rank {rank} after ([0-9.]+) s: (.*)", self.output())
-            if found:
-                return float(found[1]), found[2]
+            if f"FAILED rank {rank} " in self.output():
+                return failure_of(rank, self.output())
             time.sleep(0.1)
         raise AssertionError(self.output())
 
@@ -99,22 +98,11 @@ class Cluster:
 @pytest.mark.parametrize(
     ("workers", "program", "scenario"),
     [
-        (3, "cluster_worker.py", "every_bit+groups_of_some+one_store_for_gradients_and_statistics"),
-        (2, "cluster_worker.py", "under_masks+pushpull_and_broadcast+resumes"),
-        pytest.param(3, "cluster_worker.py", "large_sums", marks=pytest.mark.slow),
+        (3, "gradients_worker.py", "rows_of_any_type+trains_two_nets+under_masks+pushpull_and_broadcast+resumes"),
+        pytest.param(3, "mpi_worker.py", "large_sums", marks=pytest.mark.slow),
         pytest.param(2, "mpi_worker.py", "equals_the_specification", marks=pytest.mark.slow),
-        pytest.param(
-            2,
-            "mpi_worker.py",
-            "same_bits_on_repetition",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            3,
-            "mpi_worker.py",
-            "gathers+gradients_in_any_order+shuffled_keys",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param(2, "mpi_worker.py", "same_bits_on_repetition", marks=pytest.mark.slow),
+        pytest.param(3, "mpi_worker.py", "gathers+gradients_in_any_order+shuffled_keys", marks=pytest.mark.slow),
     ],
 )
 def test_several_workers(workers, program, scenario):
@@ -123,9 +111,12 @@ def test_several_workers(workers, program, scenario):
         job.check_success()
 
 
-@pytest.mark.parametrize(("workers", "scenario"), [pytest.param(2, "resumes", marks=pytest.mark.slow), (3, "levels")])
+@pytest.mark.parametrize(
+    ("workers", "scenario"),
+    [pytest.param(2, "resumes", marks=pytest.mark.slow), (3, "two_machines+trains_two_nets")],
+)
 def test_in_shared_memory(workers, scenario):
-    with Cluster(workers, "cluster_worker.py", scenario) as job:
+    with Cluster(workers, "gradients_worker.py", scenario) as job:
         job.check_success()
 
 
@@ -137,19 +128,7 @@ def test_layers_in_any_order(steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "text", "limit"),
-    [
-        ("frozen", "rank 0 of 2 waits for rank 1 in ", 3),
-        ("exits", "rank 1 of 2 has ended (rank 0 was in ", 60),
-        ("raises", "rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
-        ("one batch more", "rank 1 of 2 has ended (rank 0 was in ", 60),
-        ("skips a layer", "in the forward of call 2 of SyncBatchNorm 'layer1'", 3),
-        ("another layer", "in the forward of call 2 of SyncBatchNorm 'layer1'", 3),
-        ("repeats a step", "in the forward of call 3 of SyncBatchNorm 'layer0'", 3),
-        ("another shape", "the processes disagree about their arrays in gradient 0, round 2", 60),
-    ],
-)
+@pytest.mark.parametrize(("fault", "text", "limit"), FAULTS_BY_RELAY)
 def test_a_worker_that_does_something_else(fault, text, limit):
     """Rank 0 gets an error that names rank and place, at once or after the time limit of 3 s. If the workers end, the
     servers and the scheduler do."""
@@ -174,7 +153,8 @@ def wait_until_running(job, workers):
 @pytest.mark.parametrize(("faulty", "memory"), [(1, "off"), (0, "off"), pytest.param(1, "on", marks=pytest.mark.slow)])
 def test_a_worker_that_is_killed(faulty, memory):
     """The others hear of it at once, also if it has left a child, or had the relay; and they end."""
-    with Cluster(3, "cluster_worker.py", "steps_until_one_fails", 60, GLUON_SYNCBN_SHARED_MEMORY=memory) as job:
+    steps = ("mpi_worker.py", "steps_until_one_fails", "none", 60, "child")
+    with Cluster(3, *steps, GLUON_SYNCBN_SHARED_MEMORY=memory) as job:
         pids = wait_until_running(job, 3)
         os.kill(pids[faulty][0], signal.SIGKILL)
         try:
@@ -192,7 +172,7 @@ def test_a_worker_that_is_killed(faulty, memory):
 @pytest.mark.parametrize("which", ["a server", pytest.param("the scheduler", marks=pytest.mark.slow)])
 def test_a_server_or_the_scheduler_is_killed(which):
     """The workers train to the end, where an error says that the cluster has not ended."""
-    with Cluster(2, "cluster_worker.py", "steps_until_one_fails", 3, GLUON_SYNCBN_SHARED_MEMORY="off") as job:
+    with Cluster(2, "mpi_worker.py", "steps_until_one_fails", "none", 3, GLUON_SYNCBN_SHARED_MEMORY="off") as job:
         wait_until_running(job, 2)
         process = job.servers[0] if which == "a server" else job.scheduler
         os.kill(process.pid, signal.SIGKILL)
@@ -204,7 +184,8 @@ def test_a_server_or_the_scheduler_is_killed(which):
 
 
 def test_a_worker_that_does_not_come():
-    with Cluster(2, "cluster_worker.py", "not_all_come", 3) as job:
+    program = "import light, gluon_syncbn; gluon_syncbn.configure(timeout=3); gluon_syncbn.kvstore('dist_sync')"
+    with Cluster(2, "-c", program, servers=2) as job:
         job.workers[1].kill()
         assert job.wait(job.workers[:1]) == [1]
         assert "not connected within 3 s: the scheduler at" in job.output()

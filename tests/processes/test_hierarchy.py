@@ -15,34 +15,7 @@ from places import SUPPORT
 
 WORKER = SUPPORT / "hierarchy_worker.py"
 EXCHANGES = 11 * 6  # steps but the first, layers
-
-
-def run(folder, machines, fault="none", faulty=-1, timeout=60):
-    """The outputs of all ranks; that of the faulty one is None."""
-    command = [sys.executable, WORKER, folder, ",".join(machines), fault, faulty, timeout]
-    job = subprocess.Popen([str(part) for part in command], env=shell(SUPPORT), start_new_session=True)
-    try:
-        assert job.wait(120) == 0
-    finally:
-        with contextlib.suppress(ProcessLookupError):  # all have ended
-            os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
-    return [None if rank == faulty else (folder / f"output.{rank}").read_text() for rank in range(len(machines))]
-
-
-@pytest.mark.parametrize("machines", ["aaa", "aabb", "aab", "abba", "abcca"])
-def test_only_leaders_talk(tmp_path, machines):
-    """Sums of any length, in an order of its own in each process; the worker compares them with the exact bits."""
-    outputs = run(tmp_path, machines)
-    ranks = [[rank for rank, on in enumerate(machines) if on == name] for name in dict.fromkeys(machines)]
-    for rank, output in enumerate(outputs):
-        assert output.startswith("{"), output
-        found = json.loads(output)
-        assert found["machines"] == ranks
-        leads = len(ranks) > 1 and [rank] in [group[:1] for group in ranks]
-        assert found["sent"] == (EXCHANGES * (len(ranks) - 1) if leads else 0)
-
-
+MACHINES = ["aaa", "aabb", "aab", "abba", "abcca"]  # of each rank
 # What somebody learns of the rank that goes, and the limit of their wait.
 FAULTS = {
     "SIGKILL": ("rank {rank} of {size} has ended without a word (process", 60),
@@ -51,23 +24,56 @@ FAULTS = {
     "ends": ("rank {rank} of {size} has ended (rank", 60),
     "skips a step": ("one of them has skipped or repeated a step", 60),
 }
+# The rank and the others of its machine are not the first.
+FAULTY = {"leader": ("aabbb", 2), "member": ("aabbb", 3), "alone": ("aaa", 2)}
+HEALTHY = [(machines, "none", -1, 60) for machines in MACHINES]
+JOBS = HEALTHY + [(on, fault, rank, FAULTS[fault][1]) for on, rank in FAULTY.values() for fault in FAULTS]
 
 
-@pytest.mark.parametrize("machines, rank", [("aabbb", 2), ("aabbb", 3), ("aaa", 2)], ids=["leader", "member", "alone"])
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory):
+    """Those of all ranks but the faulty one, by job."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, str(WORKER), str(folder), json.dumps(JOBS)]
+    job = subprocess.Popen(command, env=shell(SUPPORT), start_new_session=True)
+    try:
+        assert job.wait(250) == 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # all have ended
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    return {
+        job: [(folder / str(i) / f"output.{rank}").read_text() for rank in range(len(job[0])) if rank != job[2]]
+        for i, job in enumerate(JOBS)
+    }
+
+
+@pytest.mark.parametrize("machines", MACHINES)
+def test_only_leaders_talk(outputs, machines):
+    """Sums of any length, in an order of its own in each process; the worker compares them with the exact bits."""
+    ranks = [[rank for rank, on in enumerate(machines) if on == name] for name in dict.fromkeys(machines)]
+    for rank, output in enumerate(outputs[machines, "none", -1, 60]):
+        assert output.startswith("{"), output
+        found = json.loads(output)
+        assert found["machines"] == ranks
+        leads = len(ranks) > 1 and [rank] in [group[:1] for group in ranks]
+        assert found["sent"] == (EXCHANGES * (len(ranks) - 1) if leads else 0)
+
+
+@pytest.mark.parametrize("which", FAULTY)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_process_that_goes(tmp_path, fault, machines, rank):
-    """All others have an error that says which. The rank and the others of its machine are not the first."""
-    text, timeout = FAULTS[fault]
-    outputs = run(tmp_path, machines, fault, rank, timeout)
-    for output in outputs[:rank] + outputs[rank + 1 :]:
+def test_a_process_that_goes(outputs, fault, which):
+    """All others have an error that says which."""
+    (machines, rank), (text, timeout) = FAULTY[which], FAULTS[fault]
+    heard = outputs[machines, fault, rank, timeout]
+    for output in heard:
         found = re.search(r"FAILED after ([0-9.]+) s: (.*)", output)
         assert found, output
         assert float(found[1]) < 30
     said = text.format(rank=rank, size=len(machines))
     # In memory alone, whoever finds the cause tells the others, so that one may hear of it from another.
-    alone = machines == "aaa"
-    assert (any if alone else all)(said in output for output in outputs if output), outputs
-    assert not alone or all("layer" in output for output in outputs if output), outputs
+    assert (any if which == "alone" else all)(said in output for output in heard), heard
+    assert which != "alone" or all("layer" in output for output in heard), heard
 
 
 @pytest.mark.parametrize("machines", ["0,0,1,1", "0,1,0"])

@@ -1,6 +1,7 @@
 """Several processes on this machine that meet through Horovod: what they compute, and what they learn of each other.
 
-What a process does stands in mpi_worker.py, as far as it is the same for every transport, and in horovod_worker.py.
+What a process does stands in mpi_worker.py and gradients_worker.py, as far as it is the same for every transport, and
+in horovod_worker.py.
 """
 
 import contextlib
@@ -96,16 +97,19 @@ def test_processes_equal_the_specification(processes):
 
 @needs_horovod
 @pytest.mark.parametrize(
-    ("processes", "scenario"),
+    ("processes", "program", "scenario"),
     [
-        (2, "same_bits_on_repetition"),
-        (2, "one_store_for_gradients_and_statistics"),
-        (3, "pushpull_and_broadcast"),
-        (3, "gathers+gradients_in_any_order+shuffled_keys"),
+        (2, "mpi_worker.py", "same_bits_on_repetition"),
+        (2, "gradients_worker.py", "trains_two_nets"),
+        (3, "mpi_worker.py", "pushpull_and_broadcast+large_sums"),
+        (3, "mpi_worker.py", "gathers+gradients_in_any_order+shuffled_keys"),
+        (2, "horovod_worker.py", "beside_distributed_trainer"),
+        (2, "horovod_worker.py", "initialised_by_the_script"),
+        (1, "horovod_worker.py", "another_thread"),
     ],
 )
-def test_several_processes(processes, scenario):
-    job = Job(processes, "mpi_worker.py", scenario)
+def test_several_processes(processes, program, scenario):
+    job = Job(processes, program, scenario)
     assert job.succeeded(), job.output
 
 
@@ -119,15 +123,6 @@ def test_layers_in_any_order():
 @pytest.mark.slow
 def test_layers_in_any_order_for_long():
     job = Job(4, "mpi_worker.py", "random_order", 500, limit=1200)
-    assert job.succeeded(), job.output
-
-
-@needs_horovod
-@pytest.mark.parametrize(
-    "scenario", ["beside_distributed_trainer", "large_sums", "calls_in_any_order", "initialised_by_the_script"]
-)
-def test_with_horovod(scenario):
-    job = Job(3 if scenario in ("large_sums", "calls_in_any_order") else 2, "horovod_worker.py", scenario)
     assert job.succeeded(), job.output
 
 
@@ -152,19 +147,7 @@ def test_another_net():
 
 
 @needs_horovod
-@pytest.mark.parametrize(
-    ("fault", "text", "limit"),
-    [
-        ("frozen", "rank 0 of 2 waits for rank 1 in ", 3),
-        ("exits", "rank 1 of 2 has ended (rank 0 was in ", 60),
-        ("raises", "rank 1 of 2 has failed: OSError left the recorded step (disk full)", 60),
-        ("one batch more", "rank 1 of 2 has ended (rank 0 was in ", 60),
-        ("skips a layer", "the forward of call 2 of SyncBatchNorm 'layer1'", 3),
-        ("another layer", "the forward of call 2 of SyncBatchNorm 'layer1'", 3),
-        ("repeats a step", "the forward of call 3 of SyncBatchNorm 'layer0'", 3),
-        ("another shape", "the processes disagree about their arrays in gradient 0, round 2", 60),
-    ],
-)
+@pytest.mark.parametrize(("fault", "text", "limit"), mpi_job.FAULTS_BY_RELAY)
 def test_a_process_that_does_something_else(fault, text, limit):
     """Rank 0 gets an error that names layer, rank and step, at once or after the time limit of 3 s, and ends with a
     code that is not 0."""
@@ -206,7 +189,7 @@ def test_interrupt_while_another_process_is_late():
     ],
 )
 def test_sums_of_another_size(processes, sizes, text):
-    job = Job(processes, "horovod_worker.py", "sum_of_sizes", *sizes.split())
+    job = Job(processes, "mpi_worker.py", "sum_of_sizes", *sizes.split())
     seconds, error = job.failure_of(0)
     assert re.search(text, error), error
     assert seconds < 20
@@ -215,16 +198,10 @@ def test_sums_of_another_size(processes, sizes, text):
 
 @needs_horovod
 def test_interrupt_in_the_main_thread():
-    job = Job(2, "horovod_worker.py", "interrupted_sum")
+    job = Job(2, "mpi_worker.py", "interrupted_sum")
     said = "rank 0 of 2 has failed: rank 0 of 2 was asked to end .* in exchange 0, round 1"
     assert re.search(said, job.failure_of(1)[1]), job.output
     assert job.codes[0] not in (0, None)
-
-
-@needs_horovod
-def test_thread_that_initialises():
-    job = Job(1, "horovod_worker.py", "another_thread")
-    assert job.succeeded(), job.output
 
 
 def test_without_horovod(monkeypatch):

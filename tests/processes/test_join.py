@@ -12,17 +12,14 @@ WORKER = SUPPORT / "join_worker.py"
 
 
 @pytest.mark.parametrize(
-    "processes, scenario",
+    "processes, scenarios",
     [
-        (2, "equal_one_process"),
-        (3, "equal_one_process"),
-        (3, "groups_equal_one_process"),
-        (2, "masks_equal_one_process"),
-        (3, "masks_in_groups_equal_one_process"),
+        (2, "equal_one_process+masks_equal_one_process"),
+        (3, "equal_one_process+groups_equal_one_process+masks_in_groups_equal_one_process"),
     ],
 )
-def test_uneven_numbers_of_batches_equal_one_process(processes, scenario):
-    job = Job(processes, scenario, worker=WORKER)
+def test_uneven_numbers_of_batches_equal_one_process(processes, scenarios):
+    job = Job(processes, scenarios, worker=WORKER)
     assert job.succeeded(processes), job.output
 
 

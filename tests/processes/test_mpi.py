@@ -16,7 +16,6 @@ TOGETHER = [
     "equals_the_specification",
     "under_masks",
     "same_bits_on_repetition",
-    "one_store_for_gradients_and_statistics",
     "pushpull_and_broadcast",
     "running_stats_of_all_processes",
     "recomputed",

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from environments import shell
-from mpi_job import BIN, WORKER
+from mpi_job import BIN, failure_of
 from places import PACKAGE, SUPPORT
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -93,8 +93,8 @@ class Hosts:
         ip("-n", self.names[1], "link", "set", "eth0", "down")
 
     def start(self, transport, *arguments):
-        """mpi_worker.py on both hosts, started on the first."""
-        program = [sys.executable, str(WORKER), *arguments]
+        """Scenarios on both hosts, started on the first."""
+        program = [sys.executable, str(SUPPORT / "gradients_worker.py"), *arguments]
         if transport == "mpi":
             command = [BIN / "mpiexec", "-n", "2", "-hosts", ",".join(self.names), "-launcher-exec", self.ssh]
         else:
@@ -128,8 +128,7 @@ class Hosts:
         while not path.exists() or not path.read_text().endswith("\n"):
             assert time.monotonic() < end, self.output()
             time.sleep(0.05)
-        found = re.fullmatch(rf"FAILED rank {rank} after ([0-9.]+) s: (.*)\n", path.read_text(), re.DOTALL)
-        return float(found[1]), found[2]
+        return failure_of(rank, path.read_text())
 
 
 @pytest.fixture
@@ -155,10 +154,10 @@ needs_horovod = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("transport", "scenario", "least", "most"),
     [
-        ("mpi", "one_store_for_gradients_and_statistics", 10_000, 10**9),
+        ("mpi", "trains_two_nets", 10_000, 10**9),
         ("mpi", "pushpull_and_broadcast", 640_000, 10**9),  # bytes of sums in either direction
         ("mpi", "shuffled_keys", 6_000, 400_000),  # features; an image of each batch alone would be 720,000
-        pytest.param("horovod", "one_store_for_gradients_and_statistics", 10_000, 10**9, marks=needs_horovod),
+        pytest.param("horovod", "trains_two_nets", 10_000, 10**9, marks=needs_horovod),
     ],
 )
 def test_two_hosts(hosts, transport, scenario, least, most):
@@ -180,7 +179,7 @@ def test_cable_unplugged_in_the_middle(hosts, transport):
     while not all(mark.exists() for mark in marks):
         assert job.poll() is None and time.monotonic() < end, hosts.output()
         time.sleep(0.05)
-    pids = [int(mark.read_text()) for mark in marks]
+    pids = [int(mark.read_text().split()[0]) for mark in marks]
     time.sleep(0.5)
     hosts.unplug()
     unplugged = time.monotonic()

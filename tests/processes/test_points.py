@@ -216,7 +216,7 @@ REPRESENTATIVE = [
 @pytest.fixture(scope="module")
 def some(environment):
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(job, environment, *case, limit=4) for case in REPRESENTATIVE]
+        jobs = [pool.submit(job, environment, *case, limit=2) for case in REPRESENTATIVE]
         return dict(zip(REPRESENTATIVE, [each.result() for each in jobs]))
 
 

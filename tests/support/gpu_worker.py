@@ -4,7 +4,6 @@ import ctypes
 import itertools
 import os
 import sys
-import time
 
 import light  # noqa: F401
 import numpy as np
@@ -15,15 +14,16 @@ from gluon_syncbn import contrastive
 os.environ["GLUON_SYNCBN_TEST_DEVICE"] = "gpu"
 
 import mxnet as mx
-from mpi_worker import CONTEXTS, devices_of, kv, make_layer, own, report, wait_for_reports
+from gpus import assert_sound, counted_step, counts
+from mpi_worker import CONTEXTS, devices_of, kv, main, make_layer, own, recomputed, reporting  # noqa: F401
 from mxnet import autograd, gluon, nd
-from mxnet.gluon import nn
 from places import TESTS
 from poolings import POOLINGS, fits, specification
-from replicas import assert_same, collect, make_batch, on_devices, step, step_in_any_order
+from replicas import assert_same, make_batch, on_devices, step
 
 from gluon_syncbn.exchange import store
 
+sys.path.append(str(TESTS))
 DEVICES = sum(map(devices_of, range(kv.num_workers)))
 FIRST = sum(map(devices_of, range(kv.rank)))
 
@@ -61,42 +61,26 @@ def assert_right(got, want, tolerance):
     assert_same(got, want, tolerance)
 
 
-def without_sums(got, want):
-    """Outputs and gradients of the data alone."""
-    return got._replace(dgamma=want.dgamma, dbeta=want.dbeta, running_mean=[], running_var=[])
-
-
-def counts(device):
-    numbers = (ctypes.c_longlong * 7)()
-    ctypes.CDLL("libcuda.so.1").cuda_emulator_counts(device, numbers)
-    return dict(zip(("launches", "to device", "to host", "within", "waits", "collectives"), numbers))
-
-
-def sound():
-    sys.path.append(str(TESTS))
-    from cuda_emulator.device import errors
-
-    assert errors(ctypes.CDLL("libcuda.so.1")) == (0, "")
-
-
 # ---- numbers and counts ------------------------------------------------------------------------------------
 
 
 def every_mode():
     """What is computed, twice, and what each direction of a step asks for."""
     rng = np.random.RandomState(0)
-    for settings, way in itertools.product([{}, *POOLINGS.values()], ("eager", "static_shape")):
+    ways = [("eager", "float64", 1e-10, (4, 6)), ("static_shape", "float16", 2e-3, (4, 6))]
+    cut_into_parts = ({}, ("eager", "float32", 1e-5, (180, 190)))
+    cases = [*itertools.product([{}, *POOLINGS.values()], ways), cut_into_parts]
+    for settings, (way, dtype, tolerance, spatial) in cases:
         if not fits(settings, DEVICES):
             continue
-        batch = make_batch(rng, DEVICES)
+        batch = make_batch(rng, DEVICES, dtype=dtype, spatial=spatial)
         part, contexts, _ = own(batch)
-        layer = make_layer(part, "float64", way, **settings)
-        node = -1 if way == "eager" else 0
+        layer = make_layer(part, dtype, way, **settings)
         for call in range(2):
-            got = step(layer, part, contexts, "float64")
-            assert_right(got, wanted(layer, batch, call=call, node=node), 1e-10)
-        cost(layer, part, contexts)
-    sound()
+            got = step(layer, part, contexts, dtype)
+            assert_right(got, wanted(layer, batch, call=call, node=-1 if way == "eager" else 0), tolerance)
+        cost(layer, part, contexts, dtype, 2 if spatial == (4, 6) else 3)
+    assert_sound()
 
 
 def rows_and_gradients():
@@ -116,74 +100,20 @@ def rows_and_gradients():
             assert y.context == x.context
             np.testing.assert_array_equal(y.asnumpy(), everyone)
             np.testing.assert_allclose(x.grad.asnumpy(), want[kv.rank], rtol=tolerance, atol=tolerance)
-    sound()
+    assert_sound()
 
 
-def cost(layer, part, contexts):
-    xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (part.shards, part.heads))
+def cost(layer, part, contexts, dtype, launches):
+    xs, heads = (on_devices(arrays, contexts, dtype) for arrays in (part.shards, part.heads))
     for x in xs:
         x.attach_grad()
-    ys = []
-
-    def forward():
-        with autograd.record():
-            ys[:] = [layer(x) for x in xs]
-
-    for phase in (forward, lambda: autograd.backward(ys, heads)):
-        mx.nd.waitall()
-        ctypes.CDLL("libcuda.so.1").cuda_emulator_reset_counts()
-        phase()
-        mx.nd.waitall()
-        shared = layer._replicas.pooling.mode != "local"
-        copies = {"to device": int(shared), "to host": int(shared), "waits": 3 if shared else 1}
-        want = {"launches": 2, "within": 0, "collectives": 0, **copies}
+    shared = layer._replicas.pooling.mode != "local"
+    copies = {"to device": int(shared), "to host": int(shared), "waits": 3 if shared else 1}
+    want = {"launches": launches, "within": 0, "collectives": 0, **copies}
+    for of_each in counted_step(lambda: [layer(x) for x in xs], heads, 1):
         for context in contexts:
-            assert counts(context.device_id) == want, (counts(context.device_id), want)
-
-
-def other_types():
-    rng = np.random.RandomState(1)
-    for dtype, tolerance in (("float32", 1e-5), ("float16", 2e-3)):
-        for spatial in ((4, 6), (180, 190)):  # the second is cut into parts
-            batch = make_batch(rng, DEVICES, dtype=dtype, spatial=spatial)
-            part, contexts, _ = own(batch)
-            layer = make_layer(part, dtype)
-            got = step(layer, part, contexts, dtype)
-            want = wanted(layer, batch)
-            assert_same(
-                got._replace(dgamma=want.dgamma, dbeta=want.dbeta, running_mean=[], running_var=[]), want, tolerance
-            )
-    sound()
-
-
-def branches():
-    """Side by side, in an order of its own on each device and in each process."""
-    rng, mine = np.random.RandomState(2), np.random.RandomState(100 + kv.rank)
-    batches = [make_batch(rng, DEVICES, channels=5) for _ in range(6)]
-    parts = [own(batch)[0] for batch in batches]
-    contexts = CONTEXTS[: devices_of(kv.rank)]
-    layers = [make_layer(part, timeout=60) for part in parts]
-    xs, heads = (
-        [on_devices(getattr(part, name), contexts, "float64") for part in parts] for name in ("shards", "heads")
-    )
-    for x in itertools.chain(*xs):
-        x.attach_grad()
-    trainers = [gluon.Trainer(layer.collect_params(), "sgd", kvstore=kv) for layer in layers]
-    for trainer in trainers:  # the first step compares the weights, and waits for it
-        trainer.allreduce_grads()
-    for _ in range(int(sys.argv[2])):
-        ys = step_in_any_order(mine, layers, xs, heads, pause=0.002)
-        for i in mine.permutation(len(layers)):
-            trainers[i].allreduce_grads()
-        for i, (layer, batch) in enumerate(zip(layers, batches)):
-            got = collect(layer, ys[i], [x.grad for x in xs[i]], contexts)
-            for context in contexts:
-                for name in ("gamma", "beta"):
-                    sums = getattr(layer, name).grad(context).asnumpy()
-                    np.testing.assert_allclose(sums, getattr(wanted(layer, batch), "d" + name), 1e-10, 1e-10)
-            assert_same(without_sums(got, wanted(layer, batch)), wanted(layer, batch), 1e-10)
-    assert all(way is not None for _, way in kv._ways.values())
-    sound()
+            found = of_each[context.device_id]
+            assert {name: found[name] for name in want} == want, found
 
 
 def short_batches():
@@ -201,31 +131,8 @@ def short_batches():
         with gluon_syncbn.devices(contexts[: here[kv.rank]]):
             got = step(layer, part, contexts, "float64")
         want = wanted(layer, batch, devices=mine)
-        assert_same(without_sums(got, want), want, 1e-10)
-    sound()
-
-
-def recomputed_on_gpus():
-    batch = make_batch(np.random.RandomState(4), DEVICES)
-    part, contexts, _ = own(batch)
-    layers = [make_layer(part, **settings) for settings in ({}, {"mode": "shuffle"})]
-    net = nn.HybridSequential()
-    net.add(*layers)
-    found = []
-    for active in (False, True):
-        gluon_syncbn.checkpoint(net, active=active)
-        gluon_syncbn.configure(seed=0)
-        xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (part.shards, part.heads))
-        autograd.mark_variables(xs, on_devices(part.shards, contexts, "float64"))
-        with autograd.record():
-            ys = [net(x) for x in xs]
-        autograd.backward(ys, heads)
-        found.append([collect(layer, ys, [x.grad for x in xs], contexts) for layer in layers])
-    for got, want in zip(found[1], found[0]):
-        assert_same(
-            got._replace(running_mean=[], running_var=[]), want._replace(running_mean=[], running_var=[]), 1e-11
-        )
-    sound()
+        assert_same(got._replace(dgamma=want.dgamma, dbeta=want.dbeta, running_mean=[], running_var=[]), want, 1e-10)
+    assert_sound()
 
 
 def beside_a_cpu():
@@ -292,7 +199,7 @@ def gradients():
                 assert 1 < found["collectives"] <= arrays.bytes / store._BUCKET + 1, found
             arrays.assert_sums(seed)
     assert "gradients: NCCL" in repr(kv)
-    sound()
+    assert_sound()
 
 
 def gradients_over_the_host():
@@ -314,53 +221,10 @@ def gradients_fail():
     gluon_syncbn.configure(timeout=3)
     if kv.rank == 1:
         ctypes.CDLL("libnccl.so.2").cuda_emulator_lose(0)
-    since = time.monotonic()
-    try:
+    with reporting(range(kv.num_workers)):
         arrays.add(1)
         mx.nd.waitall()
-    except mx.MXNetError as error:
-        report(since, error)
-        wait_for_reports(range(kv.num_workers))
-        raise SystemExit(3) from None
-
-
-# ---- failures ----------------------------------------------------------------------------------------------
-
-
-def fails():
-    """Something is wrong with rank 1 in the second step; the others must hear of it."""
-    how = sys.argv[2]
-    batch = make_batch(np.random.RandomState(6), DEVICES)
-    part, contexts, _ = own(batch)
-    layer = make_layer(part, timeout=60)
-    step(layer, part, contexts, "float64")
-    before = layer.running_mean.data(contexts[0]).asnumpy()
-    xs = on_devices(part.shards, contexts, "float64")
-    mx.nd.waitall()
-    since = time.monotonic()
-    wrong = kv.rank == 1
-    gluon_syncbn._native.layer_timeout(layer._replicas.id, 3.0 if wrong or how == "does not come" else 60.0)
-    try:
-        if wrong and how == "does not come":
-            time.sleep(30)
-        with autograd.record():
-            if wrong and how == "raises":
-                raise OSError("disk full")
-            ys = [layer(x) for x in xs]
-        for y in ys:
-            y.asnumpy()
-    except (mx.MXNetError, OSError) as error:
-        report(since, error)
-        np.testing.assert_array_equal(layer.running_mean.data(contexts[0]).asnumpy(), before)
-        gluon_syncbn.reset()
-        if wrong:
-            wait_for_reports([0])
-        raise SystemExit(3) from None
-    print(f"ENDED rank {kv.rank}", flush=True)
 
 
 if __name__ == "__main__":
-    for scenario in sys.argv[1].split("+"):
-        globals()[scenario]()
-        print(f"DONE {kv.rank} {scenario}", flush=True)
-    print(f"OK {kv.rank}", flush=True)
+    main(globals())

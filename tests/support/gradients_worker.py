@@ -1,35 +1,27 @@
 """One process of a job whose trainers sum gradients; each scenario compares with one process that has all samples."""
 
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
-import light  # noqa: F401
+import mpi_worker
 import numpy as np
+from mpi_worker import CONTEXTS, devices_of, kv, main, report, wait_for_reports
+from replicas import on_devices
 
 import gluon_syncbn
+from gluon_syncbn.system import bfloat16
 
-CONTEXTS = gluon_syncbn.cpu_devices(4)
+import mxnet as mx  # isort: skip
+from mxnet import autograd, gluon, nd  # isort: skip
+from mxnet.contrib.amp.loss_scaler import LossScaler  # isort: skip
+from mxnet.gluon import nn  # isort: skip
 
-import mxnet as mx  # noqa: E402
-from mxnet import autograd, gluon, nd  # noqa: E402
-from mxnet.contrib.amp.loss_scaler import LossScaler  # noqa: E402
-from mxnet.gluon import nn  # noqa: E402
-from replicas import on_devices  # noqa: E402
-
-from gluon_syncbn.exchange import store  # noqa: E402
-from gluon_syncbn.system import bfloat16  # noqa: E402
-
-if "MPI_WORKER_MACHINES" in os.environ:  # those of the ranks
-    from mpi4py import MPI
-
-    own_machine = os.environ["MPI_WORKER_MACHINES"].split(",")[MPI.COMM_WORLD.Get_rank()]
-    store._machine = lambda: own_machine
-
-kv = gluon_syncbn.kvstore("mpi")
-DEVICES = [1 + rank % 2 for rank in range(kv.num_workers)]
+DEVICES = [devices_of(rank) for rank in range(kv.num_workers)]
 FIRST = sum(DEVICES[: kv.rank])
 HERE = slice(FIRST, FIRST + DEVICES[kv.rank])
 OWN = CONTEXTS[: DEVICES[kv.rank]]
@@ -38,7 +30,11 @@ OWN = CONTEXTS[: DEVICES[kv.rank]]
 class Pair:
     """A net of this process and its twin, which sees the samples of all; both have a Trainer."""
 
-    def __init__(self, seed=0, grad_req="write"):
+    LONG = 70_000  # a width with which each rank adds a part of a sum
+
+    def __init__(self, seed=0, grad_req="write", width=50):
+        gluon_syncbn.configure(kvstore=kv)
+        self.width = width
         self.rng = np.random.RandomState(seed)
         self.net, self.alone = self._net(gluon_syncbn.SyncBatchNorm, OWN), self._net(nn.BatchNorm, CONTEXTS[3:])
         values = np.random.RandomState(7 + seed)
@@ -49,12 +45,11 @@ class Pair:
             q.set_data(nd.array(value, dtype="float64"))
         self.trainer, self.twin = self._trainer(self.net, kv), self._trainer(self.alone, None)
 
-    @staticmethod
-    def _net(norm, contexts):
+    def _net(self, norm, contexts):
         for _ in range(kv.rank):
             nn.Dense(1)  # so that Gluon's counters differ among the processes
         net = nn.HybridSequential()
-        net.add(nn.Dense(6, in_units=3), norm(in_channels=6), nn.Activation("tanh"), nn.Dense(70_000, in_units=6))
+        net.add(nn.Dense(6, in_units=3), norm(in_channels=6), nn.Activation("tanh"), nn.Dense(self.width, in_units=6))
         net.initialize(ctx=contexts)
         net.cast("float64")
         return net
@@ -70,7 +65,7 @@ class Pair:
     def backward(self):
         sizes = [2 + i % 3 for i in range(sum(DEVICES))]
         shards = [self.rng.randn(n, 3) * (i + 1) for i, n in enumerate(sizes)]
-        heads = [self.rng.randn(n, 70_000) / 300 for n in sizes]
+        heads = [self.rng.randn(n, self.width) / self.width**0.5 for n in sizes]
         with autograd.record():
             ys = [self.net(x) for x in on_devices(shards[HERE], OWN, "float64")]
         autograd.backward(ys, on_devices(heads[HERE], OWN, "float64"))
@@ -95,7 +90,7 @@ class Pair:
 
 
 def accumulates():
-    pair = Pair(grad_req="add")
+    pair = Pair(grad_req="add", width=Pair.LONG)
     for _ in range(2):
         pair.backward()
         pair.step()
@@ -105,7 +100,7 @@ def accumulates():
 
 
 def clips():
-    pair = Pair()
+    pair = Pair(width=Pair.LONG)
     for _ in range(2):
         samples = pair.backward()
         pair.trainer.allreduce_grads()
@@ -160,7 +155,7 @@ def trains_two_nets():
 
 def trains_in_threads():
     """A Trainer for each thread; which is first depends on the process."""
-    pairs = [Pair(3), Pair(4)]
+    pairs = [Pair(3, width=Pair.LONG), Pair(4, width=Pair.LONG)]
     pause = np.random.RandomState(kv.rank)
 
     def train(pair):
@@ -224,7 +219,7 @@ def takes_many_small_steps():
         net.add(nn.Dense(3, in_units=3))
     net.initialize(ctx=OWN)
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.01}, kvstore=kv)
-    gluon_syncbn.broadcast_parameters(net)
+    gluon_syncbn.broadcast_parameters(net, kvstore=kv)
     x = nd.ones((2, 3), ctx=OWN[0]) * (1 + kv.rank)
     for _ in range(1500):
         with autograd.record():
@@ -251,6 +246,62 @@ def shares_the_store():
             own = parameter.data(OWN[0]).asnumpy()
             assert all((theirs == own.ravel()).all() for theirs in kv.allgather("a test", own.ravel())), parameter.name
         gluon_syncbn.summary(net)
+
+
+class Scaled(gluon.HybridBlock):
+    """Weights and a layer, of operators that MXNet has for float16 on CPUs: it has no products of matrices there."""
+
+    def __init__(self, store):
+        super().__init__()
+        with self.name_scope():
+            self.weight = self.params.get("weight", shape=(1, 8, 6, 6), init=mx.init.Constant(0.5))
+            self.norm = gluon_syncbn.SyncBatchNorm(in_channels=8, kvstore=store)
+
+    def hybrid_forward(self, F, x, weight):
+        return self.norm(F.tanh(F.broadcast_mul(x, weight)))
+
+
+def resumes():
+    """Weights and momentum are saved half way and loaded into another net: as one process does without a break. In
+    float16 the weights of the layers stay float32, and the Trainer keeps a copy in float32 of the others."""
+    folder = tempfile.mkdtemp()
+    for dtype, tolerance in (("float32", 1e-4), ("float16", 2e-2)):
+        settings = {"learning_rate": 0.1, "momentum": 0.9, "wd": 1e-3, "multi_precision": dtype == "float16"}
+
+        def begin(store, dtype=dtype, settings=settings):
+            net = Scaled(store)
+            net.cast(dtype)
+            net.initialize(ctx=CONTEXTS[:1])
+            return net, gluon.Trainer(net.collect_params(), "sgd", settings, kvstore=store)
+
+        (net, trainer), (whole, alone) = begin(kv), begin(None)
+        rng, files = np.random.RandomState(7), [str(Path(folder, name)) for name in ("net", "trainer")]
+        samples = kv.num_workers * (kv.num_workers + 1)  # two of rank 0, four of rank 1, ...
+        own = slice(kv.rank * (kv.rank + 1), (kv.rank + 1) * (kv.rank + 2))
+        for k in range(4):
+            if k == 2:
+                net.save_parameters(files[0])
+                trainer.save_states(files[1])
+                net, trainer = begin(kv)
+                net.load_parameters(files[0])
+                trainer.load_states(files[1])
+            x, head = rng.randn(samples, 8, 6, 6) * 2 + 1, rng.randn(samples, 8, 6, 6)
+            for model, part, update in ((net, own, trainer), (whole, slice(None), alone)):
+                with autograd.record():
+                    y = model(nd.array(x[part], dtype=dtype))
+                y.backward(nd.array(head[part], dtype=dtype))
+                update.step(samples)
+        for p, q in zip(net.collect_params().values(), whole.collect_params().values()):
+            got, want = (one.data().asnumpy().astype("float64") for one in (p, q))
+            assert p.dtype == ("float32" if "norm" in p.name else np.dtype(dtype)), p.name
+            assert np.abs(got - want).max() < tolerance * max(1, np.abs(want).max()), (dtype, p.name)
+    shutil.rmtree(folder)
+
+
+def two_machines():
+    """The first with two workers: their leaders exchange statistics and gradients."""
+    assert kv.why_not_in_memory is None, kv.why_not_in_memory
+    assert sorted(map(len, kv.machines)) == [1, 2]
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------------------------
@@ -289,13 +340,8 @@ def fails(spoil):
                     break
                 except mx.MXNetError:
                     pass
-        text = f"FAILED rank {kv.rank} after {time.monotonic() - since:.1f} s: {error}\n"
-        Path(os.environ["MPI_WORKER_REPORTS"], str(kv.rank)).write_text(text)
-        others = [r for r in range(kv.num_workers) if SPOILS[sys.argv[1]][1] or r != 1]
-        until = time.monotonic() + 30
-        while not all(Path(os.environ["MPI_WORKER_REPORTS"], str(r)).exists() for r in others):
-            assert time.monotonic() < until
-            time.sleep(0.05)
+        report(since, error)
+        wait_for_reports([r for r in range(kv.num_workers) if SPOILS[sys.argv[1]][1] or r != 1])
         raise SystemExit(3) from None
     raise AssertionError("nothing has failed")
 
@@ -313,9 +359,7 @@ def ends(net):
 
 
 def is_late(net):
-    until = time.monotonic() + 60
-    while not Path(os.environ["MPI_WORKER_REPORTS"], "0").exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_for_reports([0])
     os._exit(1)
 
 
@@ -330,9 +374,4 @@ SPOILS = {
 if __name__ == "__main__":
     if sys.argv[1] in SPOILS:
         fails(SPOILS[sys.argv[1]][0])
-    for scenario in sys.argv[1].split("+"):
-        if scenario != "shares_the_store":
-            gluon_syncbn.configure(kvstore=kv, timeout=60)
-        globals()[scenario]()
-        print(f"DONE {kv.rank} {scenario}", flush=True)
-    print(f"OK {kv.rank}", flush=True)
+    main({**vars(mpi_worker), **globals()})

@@ -1,11 +1,12 @@
 """A process of a job whose layers share statistics in groups that are named by the ranks of their replicas."""
 
+import itertools
 import os
 import sys
 import time
 
 import numpy as np
-from mpi_worker import CONTEXTS, kv, report, wait_for_reports
+from mpi_worker import CONTEXTS, kv, main, report, wait_for_reports
 from poolings import specification
 from replicas import WAYS, assert_same, collect, make_batch, on_devices, prepare, step, step_in_any_order
 
@@ -13,7 +14,7 @@ import gluon_syncbn
 from gluon_syncbn import _native
 
 import mxnet as mx  # isort: skip
-from mxnet import autograd, nd  # isort: skip
+from mxnet import autograd, gluon, nd  # isort: skip
 
 HERE = int(os.environ.get("GROUPS_WORKER_CONTEXTS", "1"))  # of each process
 REPLICAS = HERE * kv.num_workers
@@ -80,7 +81,8 @@ def empty_shards():
 
 
 def layers_in_any_order():
-    """Side by side with groups of their own, in an order of its own in each process and on each context."""
+    """Side by side with groups of their own, in an order of its own in each process and on each context; so are the
+    sums of their gradients over all processes."""
     rng, mine = np.random.RandomState(2), np.random.RandomState(100 + kv.rank)
     settings = [*({"groups": groups} for groups in NAMED), {}, {"group_size": 2}, {"mode": "shuffle"}]
     batches = [make_batch(rng, REPLICAS) for _ in settings]
@@ -91,8 +93,13 @@ def layers_in_any_order():
     )
     for x in [x for of_layer in xs for x in of_layer]:
         x.attach_grad()
+    trainers = [gluon.Trainer(layer.collect_params(), "sgd", kvstore=kv) for layer in layers]
+    for trainer in trainers:  # the first step compares the weights, and waits for it
+        trainer.allreduce_grads()
     for call in range(5):
         ys = step_in_any_order(mine, layers, xs, heads, pause=0.002)
+        for i in mine.permutation(len(layers)):
+            trainers[i].allreduce_grads()
         for i, (layer, batch) in enumerate(zip(layers, batches)):
             got = collect(layer, ys[i], [x.grad for x in xs[i]], CONTEXTS)
             layer._replicas.id, local = kv._keys[layer._replicas.id], layer._replicas.id
@@ -101,6 +108,10 @@ def layers_in_any_order():
             for name in ("outputs", "dxs"):
                 for g, w in zip(getattr(got, name), [getattr(want, name)[k] for k in OWN]):
                     assert np.abs(g - w).max() <= 1e-10 * np.abs(w).max(), (settings[i], call, name)
+            for context, name in itertools.product(CONTEXTS, ("gamma", "beta")):
+                total = getattr(layer, name).grad(context).asnumpy()
+                np.testing.assert_allclose(total, getattr(want, "d" + name), 1e-10, 1e-10)
+    assert CONTEXTS[0].device_type == "cpu" or all(way is not None for _, way in kv._ways.values())
 
 
 def messages_to_members_only():
@@ -158,7 +169,4 @@ def a_member_fails():
 
 
 if __name__ == "__main__":
-    for scenario in sys.argv[1].split("+"):
-        globals()[scenario]()
-        print(f"DONE {kv.rank} {scenario}", flush=True)
-    print(f"OK {kv.rank}", flush=True)
+    main(globals())

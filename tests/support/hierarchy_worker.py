@@ -1,8 +1,10 @@
-"""The ranks of a job without a launcher, on machines that are pretended: ends of it that ``mpiexec`` would hide.
+"""Ranks of jobs without a launcher, on machines that are pretended: ends of it that ``mpiexec`` would hide.
 
-``hierarchy_worker.py FOLDER MACHINES FAULT FAULTY TIMEOUT``. MACHINES names that of each rank, as in ``a,a,b``.
+``hierarchy_worker.py FOLDER JOBS``: a list in JSON of [machines, fault, faulty rank, time limit], two at a time. The
+machines name that of each rank, as in ``aab``.
 """
 
+import functools
 import json
 import os
 import signal
@@ -65,12 +67,18 @@ def total(machines, step, length):
 
 
 def main():
-    folder, machines, fault, faulty, timeout = sys.argv[1:]
-    folder, machines, faulty = Path(folder), machines.split(","), int(faulty)
-    ranks = fork_ranks(len(machines), folder, lambda rank: work(rank, folder, machines, fault, faulty, float(timeout)))
-    for rank, process in enumerate(ranks):
-        if rank != faulty:
-            os.waitpid(process, 0)
+    running = {}  # job by process
+    for number, (machines, fault, faulty, timeout) in enumerate(json.loads(sys.argv[2])):
+        while len(set(running.values())) > 1:
+            running.pop(os.wait()[0], None)
+        folder = Path(sys.argv[1], str(number))
+        folder.mkdir()
+        job = {"folder": folder, "machines": machines, "fault": fault, "faulty": faulty, "timeout": timeout}
+        for rank, process in enumerate(fork_ranks(len(machines), folder, functools.partial(work, **job))):
+            if rank != faulty:  # it may be stopped
+                running[process] = number
+    while running:
+        running.pop(os.wait()[0], None)
 
 
 def work(rank, folder, machines, fault, faulty, timeout):

@@ -1,10 +1,8 @@
-"""What one process of a job does that is about Horovod alone."""
+"""What one process of a job does that is about Horovod alone, or about how it begins."""
 
 import os
 import sys
 import threading
-import time
-from pathlib import Path
 
 import numpy as np
 
@@ -70,83 +68,6 @@ def initialised_by_the_script():
     total = mx.nd.full((3,), kv.rank + 1)
     kv.pushpull("x", total)
     assert total.asnumpy().tolist() == [3, 3, 3]
-
-
-def large_sums():
-    """Added up in the order of the ranks, whatever their size."""
-    kv = gluon_syncbn.kvstore("horovod")
-    from gluon_syncbn.exchange.transport import Label
-
-    for size in (1, 1000, 33_000, 500_003):
-        parts = [np.random.RandomState(rank).randn(size, 2) * 10**rank for rank in range(kv.num_workers)]
-        label = Label("gradient", 99, call=size, what="a test")
-        total = kv._transport.sum(label, parts[kv.rank].ravel(), range(kv.num_workers))
-        assert (total == (parts[0] + parts[1] + parts[2]).ravel()).all()
-
-
-def calls_in_any_order():
-    """Eight calls of one layer at once, in an order of its own in every process."""
-    kv = gluon_syncbn.kvstore("horovod")
-    from gluon_syncbn.exchange.transport import Label
-
-    rng, totals = np.random.RandomState(kv.rank), {}
-
-    def add(call):
-        part = np.full(3, 100.0**kv.rank * (call + 1))
-        label = Label("exchange", 5, call=call, what=f"call {call}")
-        totals[call] = kv._transport.sum(label, part, range(kv.num_workers))
-
-    for first in range(0, 80, 8):
-        threads = [threading.Thread(target=add, args=(first + i,)) for i in rng.permutation(8)]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.01 * rng.rand())
-        for thread in threads:
-            thread.join()
-    assert all((totals[call] == 10101.0 * (call + 1)).all() for call in range(80))
-
-
-def report(kv, since, error):
-    text = f"FAILED rank {kv.rank} after {time.monotonic() - since:.1f} s: {error}\n"
-    Path(os.environ["MPI_WORKER_REPORTS"], str(kv.rank)).write_text(text)
-
-
-def sum_of_sizes():
-    import mxnet as mx
-
-    from gluon_syncbn.exchange.transport import Label
-
-    kv = gluon_syncbn.kvstore("horovod")
-    kv.allgather("first", np.ones(1))
-    gluon_syncbn.configure(timeout=3)
-    start = time.monotonic()
-    try:
-        values = np.ones(int(sys.argv[2 + kv.rank]))
-        kv._transport.sum(Label("gradient", 99, what="gradient 'w', round 1"), values, range(kv.num_workers))
-    except mx.MXNetError as error:
-        report(kv, start, error)
-        raise SystemExit(3) from None
-
-
-def interrupted_sum():
-    """Ctrl-C in rank 0's main thread, while rank 1 is late: it hears of it."""
-    import mxnet as mx
-    from replicas import interrupt_when_waiting
-
-    kv = gluon_syncbn.kvstore("horovod")
-    left = Path(os.environ["MPI_WORKER_REPORTS"], "left")
-    if kv.rank == 0:
-        interrupt_when_waiting()
-    while kv.rank == 1 and not left.exists():
-        time.sleep(0.05)
-    start = time.monotonic()
-    try:
-        kv.allgather(0, np.ones(3))  # of which rank 1 has all by now
-        kv.allgather(1, np.ones(3))
-    except (KeyboardInterrupt, mx.MXNetError) as error:
-        left.touch()
-        report(kv, start, error)
-        raise SystemExit(3) from None
 
 
 def another_thread():

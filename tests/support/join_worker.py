@@ -1,10 +1,9 @@
 """A process of a job whose batches run out at different times in different processes."""
 
-import sys
+import time
 
-import mpi_worker
 import numpy as np
-from mpi_worker import CONTEXTS, devices_of, kv, report, wait_for_reports
+from mpi_worker import CONTEXTS, devices_of, kv, main, report, reporting, wait_for_reports
 from replicas import WAYS
 
 import gluon_syncbn
@@ -138,7 +137,7 @@ def errors_end_all():
                 if kv.rank == 1 and step == 3:
                     raise OSError("disk full")
     except (OSError, mx.MXNetError) as error:
-        report(mpi_worker.time.monotonic(), error)
+        report(time.monotonic(), error)
         wait_for_reports(range(kv.num_workers))
         raise SystemExit(3) from None
 
@@ -150,19 +149,13 @@ def gathers():
     net.initialize(ctx=CONTEXTS[:1])
     trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=kv)
     net.hybridize()
-    try:
-        with gluon_syncbn.join(net, trainer):
-            for _ in range(STEPS[kv.rank]):
-                with autograd.record():
-                    loss = contrastive.gather(net(x)).square()
-                loss.backward()
-                trainer.step(2)
-    except mx.MXNetError as error:
-        report(mpi_worker.time.monotonic(), error)
-        wait_for_reports(range(kv.num_workers))
-        raise SystemExit(3) from None
+    with reporting(range(kv.num_workers)), gluon_syncbn.join(net, trainer):
+        for _ in range(STEPS[kv.rank]):
+            with autograd.record():
+                loss = contrastive.gather(net(x)).square()
+            loss.backward()
+            trainer.step(2)
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
-    print(f"OK {kv.rank}", flush=True)
+    main(globals())

@@ -1,5 +1,9 @@
-"""What one process of a job does; the tests of each transport start several of them."""
+"""What one process of a job does; the tests of each transport start several of them.
 
+``mpi_worker.py SCENARIO+SCENARIO ...``. Other workers have scenarios of their own, and share what stands here.
+"""
+
+import contextlib
 import functools
 import itertools
 import os
@@ -45,10 +49,8 @@ from gluon_syncbn.training.session import session  # noqa: E402
 if os.environ.get("GLUON_SYNCBN_TEST_DEVICE") == "gpu":
     CONTEXTS = [mx.gpu(i) for i in range(mx.context.num_gpus())]
 
-if "MPI_WORKER_MACHINES" in os.environ:  # those of the ranks
-    from mpi4py import MPI
-
-    own_machine = os.environ["MPI_WORKER_MACHINES"].split(",")[MPI.COMM_WORLD.Get_rank()]
+if "MPI_WORKER_MACHINES" in os.environ:  # those of the ranks; or its own, where no launcher has given it a rank
+    own_machine = os.environ["MPI_WORKER_MACHINES"].split(",")[int(os.environ.get("PMI_RANK", 0))]
     store._machine = lambda: own_machine
 
 kv = gluon_syncbn.kvstore(os.environ.get("GLUON_SYNCBN_TEST_TRANSPORT", "mpi"))
@@ -61,10 +63,22 @@ def report(since, error):
 
 
 def wait_for_reports(ranks):
-    """Before an end with an error, on which mpiexec ends the others: they have something to report, too."""
+    """Before an end with an error, on which mpiexec ends the others."""
     until = time.monotonic() + 30
     while time.monotonic() < until and not all(Path(os.environ["MPI_WORKER_REPORTS"], str(r)).exists() for r in ranks):
         time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def reporting(others=()):
+    """Reports the error that ends this process. Before that, these ranks have something to report, too."""
+    since = time.monotonic()
+    try:
+        yield
+    except mx.MXNetError as error:
+        report(since, error)
+        wait_for_reports(others)
+        raise SystemExit(3) from None
 
 
 def devices_of(rank):
@@ -141,47 +155,6 @@ def same_bits_on_repetition():
             results.append(step(layer, part, contexts, "float32")._replace(running_mean=[], running_var=[]))
         for result in results[1:]:
             assert_same_bits(result, results[0])
-
-
-def one_store_for_gradients_and_statistics():
-    """Three steps of a small net with the Trainer, against one process with the whole batch."""
-
-    def make(norm, contexts):
-        net = nn.HybridSequential()
-        net.add(
-            nn.Conv2D(6, 3, in_channels=3), norm(in_channels=6), nn.Activation("tanh"), nn.Dense(4, in_units=6 * 16)
-        )
-        net.initialize(ctx=contexts)
-        values = np.random.RandomState(7)
-        for p in net.collect_params().values():
-            if p.grad_req != "null":
-                p.set_data(nd.array(values.randn(*p.shape) * 0.2 + (p.name.endswith("gamma"))))
-        net.cast("float64")
-        return net
-
-    gluon_syncbn.configure(kvstore=kv)
-    rng = np.random.RandomState(2)
-    devices = sum(map(devices_of, range(kv.num_workers)))
-    sizes = [2 + i % 3 for i in range(devices)]
-    shards = [rng.randn(n, 3, 6, 6) * (i + 1) for i, n in enumerate(sizes)]
-    heads = [rng.randn(n, 4) for n in sizes]
-    part, contexts, _ = own(Batch(shards, heads, None, None))
-    net, plain = make(gluon_syncbn.SyncBatchNorm, contexts), make(nn.BatchNorm, CONTEXTS[3:])
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore=kv)
-    alone = gluon.Trainer(plain.collect_params(), "sgd", {"learning_rate": 0.1, "momentum": 0.9}, kvstore=None)
-    for _ in range(3):
-        with autograd.record():
-            ys = [net(x) for x in on_devices(part.shards, contexts, "float64")]
-        autograd.backward(ys, on_devices(part.heads, contexts, "float64"))
-        trainer.step(sum(sizes))
-        with autograd.record():
-            y = plain(nd.array(np.concatenate(shards), ctx=CONTEXTS[3], dtype="float64"))
-        y.backward(nd.array(np.concatenate(heads), ctx=CONTEXTS[3], dtype="float64"))
-        alone.step(sum(sizes))
-    for p, q in zip(net.collect_params().values(), plain.collect_params().values()):
-        for context in contexts:
-            got, want = p.data(context).asnumpy(), q.data().asnumpy()
-            assert np.abs(got - want).max() < 1e-10 * max(1, np.abs(want).max()), p.name
 
 
 def pushpull_and_broadcast():
@@ -285,12 +258,8 @@ def broadcasts_parameters():
                 assert (array.asnumpy() == value).all(), (root, dtype, parameter.name)
     net = nn.Dense(4 + kv.rank, in_units=3, prefix="net_")
     net.initialize(ctx=contexts)
-    try:
+    with reporting(range(kv.num_workers)):
         gluon_syncbn.broadcast_parameters(net, kvstore=kv)
-    except mx.MXNetError as error:
-        report(time.monotonic(), error)
-        wait_for_reports(range(kv.num_workers))
-        raise SystemExit(3) from None
 
 
 def a_batch_that_is_not_finite():
@@ -330,22 +299,30 @@ def a_batch_that_is_not_finite():
 def recomputed():
     """The statistics of all processes once, in the first forward; sums of all in the backward."""
     contexts = CONTEXTS[: devices_of(kv.rank)]
-    for settings in ({}, {"mode": "local"}, {"group_size": 1}):
+    cases = [({}, False), ({}, True), ({"mode": "local"}, True), ({"group_size": 1}, True)]
+    cases.append(({"mode": "shuffle"}, False))  # each graph draws an order of its own
+    for settings, hybrid in cases:
         net = nn.HybridSequential()
         for _ in range(2):
             unit = nn.HybridSequential()
-            unit.add(nn.Dense(4, in_units=4), gluon_syncbn.SyncBatchNorm(in_channels=4, kvstore=kv, **settings))
-            unit.add(nn.Activation("tanh"), gluon_syncbn.SyncBatchNorm(in_channels=4, kvstore=kv, **settings))
+            norms = [gluon_syncbn.SyncBatchNorm(in_channels=4, kvstore=kv, **settings) for _ in range(2)]
+            if CONTEXTS[0].device_type == "cpu":  # MXNet's own operators do not run on the emulator
+                unit.add(nn.Dense(4, in_units=4), norms[0], nn.Activation("tanh"), norms[1])
+            else:
+                unit.add(*norms)
             net.add(unit)
         net.initialize(ctx=contexts)
-        gluon_syncbn.broadcast_parameters(net)
+        gluon_syncbn.broadcast_parameters(net, kvstore=kv)
         random = np.random.RandomState(kv.rank)
         data = [random.randn(3 + i, 4) * (1 + kv.rank) + i for i in range(len(contexts))]
         heads = [nd.array(random.randn(*x.shape), ctx=c) for x, c in zip(data, contexts)]
         found = []
         for active in (False, True):
+            gluon_syncbn.configure(seed=0)
             for unit in net:
                 gluon_syncbn.checkpoint(unit, active=active)
+                if active and hybrid:
+                    unit.hybridize()
             for parameter in net.collect_params(".*running.*").values():
                 parameter.set_data(nd.ones(4))
             xs = [nd.array(x, ctx=c) for x, c in zip(data, contexts)]
@@ -354,7 +331,7 @@ def recomputed():
             with autograd.record():
                 ys = [net(x) for x in xs]
             autograd.backward(ys, heads)
-            arrays = [*ys, *[x.grad for x in xs], *net[0][0].weight.list_grad(), *net[0][1].running_var.list_data()]
+            arrays = [*ys, *[x.grad for x in xs], *norms[1].gamma.list_grad(), *norms[0].running_var.list_data()]
             found.append([array.asnumpy() for array in arrays])
         for a, b in zip(*found):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -588,23 +565,13 @@ def gathers_alone():
     if kv.rank == 1:
         wait_for_reports([0])
         raise SystemExit(3)
-    since = time.monotonic()
-    try:
-        with autograd.record():
-            contrastive.gather(nd.ones((2, 3)), name="features", kvstore=kv).asnumpy()
-    except mx.MXNetError as error:
-        report(since, error)
-        raise SystemExit(3) from None
+    with reporting(), autograd.record():
+        contrastive.gather(nd.ones((2, 3)), name="features", kvstore=kv).asnumpy()
 
 
 def gathers_other_rows():
-    try:
-        with autograd.record():
-            contrastive.gather(nd.ones((2, 3 + kv.rank)), name="features", kvstore=kv).asnumpy()
-    except mx.MXNetError as error:
-        report(time.monotonic(), error)
-        wait_for_reports(range(2))
-        raise SystemExit(3) from None
+    with reporting(range(2)), autograd.record():
+        contrastive.gather(nd.ones((2, 3 + kv.rank)), name="features", kvstore=kv).asnumpy()
 
 
 def of_many():
@@ -626,7 +593,11 @@ def of_many():
     merged = allreduce(kv._transport.handle, _native.Ticket(layer, -1, 9, 0, b"a test", 60.0), rows[kv.rank], True)
     np.testing.assert_allclose(merged, functools.reduce(_native.merge_moments, rows), rtol=1e-12)
     assert all((theirs == merged).all() for theirs in kv.allgather("a test", merged)), "other bits"
-    for size, kind in ((0, "uint8"), (1, "float64"), (1000, "int32")):
+    rows_of_any_type()
+
+
+def rows_of_any_type():
+    for size, kind in ((0, "uint8"), (1, "float64"), (1000, "int32"), (600_000, "float16")):
         parts = [(np.arange(size * (rank % 3)) + rank).astype(kind) for rank in range(kv.num_workers)]
         got = kv.allgather("of another type", parts[kv.rank], equal=False)
         for theirs, want in zip(got, parts):
@@ -658,32 +629,71 @@ def random_order():
             assert np.abs(got - want).max() < 1e-4 * (i + 1), (k, i, got, want)
 
 
+# ---- sums by the relay of Horovod and dist_sync ------------------------------------------------------------------
+
+
+def large_sums():
+    """Added up in the order of the ranks, whatever their size."""
+    for size in (1, 1000, 33_000, 500_003):
+        parts = [np.random.RandomState(rank).randn(size, 2) * 10**rank for rank in range(kv.num_workers)]
+        label = Label("gradient", 99, call=size, what="a test")
+        total = kv._transport.sum(label, parts[kv.rank].ravel(), range(kv.num_workers))
+        assert (total == sum(parts).ravel()).all()
+
+
+def sum_of_sizes():
+    kv.allgather("first", np.ones(1))
+    gluon_syncbn.configure(timeout=3)
+    with reporting():
+        values = np.ones(int(sys.argv[2 + kv.rank]))
+        kv._transport.sum(Label("gradient", 99, what="gradient 'w', round 1"), values, range(kv.num_workers))
+
+
+def interrupted_sum():
+    """Ctrl-C in rank 0's main thread, while rank 1 is late: it hears of it."""
+    left = Path(os.environ["MPI_WORKER_REPORTS"], "left")
+    if kv.rank == 0:
+        interrupt_when_waiting()
+    while kv.rank == 1 and not left.exists():
+        time.sleep(0.05)
+    try:
+        kv.allgather(0, np.ones(3))  # of which rank 1 has all by now
+        kv.allgather(1, np.ones(3))
+    except (KeyboardInterrupt, mx.MXNetError) as error:
+        left.touch()
+        report(time.monotonic(), error)
+        raise SystemExit(3) from None
+
+
 # ---- faults: rank 1 does something else, the others must hear of it ----------------------------------------------
 
 
 def fault():
-    last = time.monotonic()
-    try:
-        for k in range(3):
-            last = time.monotonic()
+    for k in range(3):
+        with reporting():
             train_step(k)
-    except mx.MXNetError as error:
-        report(last, error)
-        raise SystemExit(3) from None
     print(f"ENDED rank {kv.rank}", flush=True)
 
 
 def steps_until_one_fails():
-    last = time.monotonic()
+    """Or until the test asks for the end. With ``child``, rank 1 has one as a DataLoader makes them."""
+    folder, child = Path(os.environ["MPI_WORKER_REPORTS"]), 0
+    if kv.rank == 1 and sys.argv[4:] == ["child"]:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
     try:
         for k in itertools.count():
-            last = time.monotonic()
-            train_step(k)
-            if k == 2:
-                Path(os.environ["MPI_WORKER_REPORTS"], f"running {kv.rank}").write_text(str(os.getpid()))
-    except mx.MXNetError as error:
-        report(last, error)
-        raise SystemExit(3) from None
+            with reporting():
+                train_step(k)
+                if k == 2:
+                    (folder / f"running {kv.rank}").write_text(f"{os.getpid()} {child}")
+                if kv.allgather("whether to end", np.array([(folder / "end").exists()]))[0][0]:
+                    break
+    finally:
+        if child:
+            os.kill(child, signal.SIGKILL)
 
 
 _layers = []
@@ -699,7 +709,7 @@ def train_step(k):
     if k == 1:  # the first step, for which everything is built, takes its time
         gluon_syncbn.configure(timeout=float(sys.argv[3]))
     fault, faulty = sys.argv[2], kv.rank == 1 and k == 1
-    x = nd.random.normal(shape=(2, 5, 3))
+    x = nd.array(np.random.randn(2, 5, 3), ctx=CONTEXTS[0])
     if faulty and fault == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if faulty and fault == "frozen":
@@ -731,7 +741,7 @@ def train_step(k):
         y.asnumpy()
     with autograd.record():
         y = _layers[1](_layers[0](x))
-    y.backward()
+    y.backward(x)
     kv.pushpull(0, nd.ones(7) if faulty and fault == "another shape" else _layers[0].gamma.grad())
     mx.nd.waitall()
 
@@ -739,15 +749,12 @@ def train_step(k):
 def fails_beside_two():
     """Rank 2 fails while rank 0 waits for rank 1, which may wait for rank 2."""
     gluon_syncbn.configure(timeout=60)
-    since = time.monotonic()
     if kv.rank == 2:
         kv.fail("the disk is full")
-    try:
+    with reporting():
         if kv.rank == 0:
             label = Label("exchange of", 97, what="a test")
             kv._transport.allgather(label, np.zeros(3), equal=True, ranks=[0, 1])
-    except mx.MXNetError as error:
-        report(since, error)
     wait_for_reports([0])
     raise SystemExit(3)
 
@@ -756,12 +763,8 @@ def another_net():
     gluon_syncbn.configure(kvstore=kv)
     layer = gluon_syncbn.SyncBatchNorm(in_channels=5 + kv.rank, prefix="first_")
     layer.initialize(ctx=CONTEXTS[:1])
-    try:
-        with autograd.record():
-            layer(nd.ones((2, 5 + kv.rank))).asnumpy()
-    except mx.MXNetError as error:
-        report(time.monotonic(), error)
-        raise SystemExit(3) from None
+    with reporting(), autograd.record():
+        layer(nd.ones((2, 5 + kv.rank))).asnumpy()
 
 
 def initialised_at_different_speeds():
@@ -812,9 +815,14 @@ def interrupted():
         raise SystemExit(3) from None
 
 
-if __name__ == "__main__":
+def main(scenarios):
+    """Runs those that were asked for. ``scenarios`` has them by name."""
     for scenario in sys.argv[1].split("+"):
-        globals()[scenario]()
+        scenarios[scenario]()
         print(f"DONE {kv.rank} {scenario}", flush=True)
         gluon_syncbn.configure(kvstore=None)
     print(f"OK {kv.rank}", flush=True)
+
+
+if __name__ == "__main__":
+    main(globals())

@@ -12,7 +12,7 @@ from places import PACKAGE, ROOT, SOURCES, SUPPORT
 
 MACRO = re.compile(r'SYNCBN_POINT\("(\w+)"\)')
 BUILT = ROOT / "build" / "points"
-FLAGS = ["-std=c++17", "-O1", "-fno-trapping-math", "-fPIC", "-fopenmp", "-fvisibility=hidden", f"-I{SOURCES}"]
+FLAGS = ["-std=c++17", "-O0", "-fno-trapping-math", "-fPIC", "-fopenmp", "-fvisibility=hidden", f"-I{SOURCES}"]
 
 
 def _found() -> Dict[Path, List[str]]:

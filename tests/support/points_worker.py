@@ -23,13 +23,14 @@ from mxnet import autograd, gluon, nd  # noqa: E402
 from replicas import Batch, make_batch, on_devices, prepare, truth  # noqa: E402
 
 from gluon_syncbn import _native  # noqa: E402
-from gluon_syncbn.exchange.bridge import BridgedTransport, introduce  # noqa: E402
+from gluon_syncbn.exchange import bridge  # noqa: E402
 from gluon_syncbn.exchange.store import ProcessStore  # noqa: E402
 from gluon_syncbn.exchange.transport import Label  # noqa: E402
 
 _native._core.syncbn_points_arm.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double]
 
 LIMIT = 60  # seconds that a step waits that nothing hits
+bridge._GRACE = 1.0  # seconds; of two ranks, one that is stopped never ends
 
 
 def arm(point, action, times, seconds):
@@ -158,16 +159,14 @@ def within_a_process(replicas):
 # ---- one replica in each of two processes ----------------------------------------------------------------------
 
 
-class Bridge(BridgedTransport):
+class Bridge(bridge.BridgedTransport):
     """As those of Horovod and ``dist_sync``, introduced over MPI."""
 
     def __init__(self, inner):
         super().__init__(inner.rank, inner.size)
         self._inner, label = inner, Label("exchange", what="the introduction")
-        introduced = introduce(
-            self.rank, self.size, "127.0.0.1", lambda told: inner.allgather(label, told, equal=True)[0]
-        )
-        assert self.bridge(*introduced, 60)
+        spread = lambda told: inner.allgather(label, told, equal=True)[0]  # noqa: E731
+        assert self.bridge(*bridge.introduce(self.rank, self.size, "127.0.0.1", spread), 60)
 
     def close(self):
         super().close()
