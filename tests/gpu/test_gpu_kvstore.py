@@ -103,45 +103,6 @@ def test_what_the_store_gets(rng):
     assert len(store.given) == len(seen) == 2
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_store_that_raises(rng, phase, when):
-    """Instead of adding, or with the sums on their way: the step of all ends, and no running statistics change."""
-    contexts, batch, store = gpus(2), make_batch(rng, 2), Store()
-    layer = a_layer(batch, contexts, kvstore=store)
-    step(layer, batch, contexts, "float64")
-    before = [layer.running_mean.data(context).asnumpy() for context in contexts]
-    xs, heads = (on_devices(arrays, contexts, "float64") for arrays in (batch.shards, batch.heads))
-    for x in xs:
-        x.attach_grad()
-
-    def fail():
-        if len(store.given) >= (3 if when == "after" else 2) + (phase == "backward"):
-            raise ConnectionError("the link is down")
-
-    setattr(store, when, fail)
-    with autograd.record():
-        ys = [layer(x) for x in xs]
-    if phase == "backward":
-        mx.nd.waitall()
-        autograd.backward(ys, heads)
-        ys = [x.grad for x in xs]
-    text = (
-        r"SyncBatchNorm 'batchnorm\d+'.*: the KVStore could not add the statistics: ConnectionError: the link is down"
-    )
-    for y in ys:
-        with pytest.raises(mx.MXNetError, match=text):
-            y.asnumpy()
-    setattr(store, when, lambda: None)
-    gluon_syncbn.reset()
-    if phase == "forward":
-        for context, values in zip(contexts, before):
-            np.testing.assert_array_equal(layer.running_mean.data(context).asnumpy(), values)
-    layer.collect_params().zero_grad()
-    got = step(layer, batch, contexts, "float64")
-    assert_same(got._replace(running_mean=[], running_var=[]), specification(layer, batch), 1e-11)
-
-
 def test_a_store_that_does_not_answer(rng):
     contexts, batch, store, go_on = gpus(2), make_batch(rng, 2), Store(), threading.Event()
     layer = a_layer(batch, contexts, kvstore=store, timeout=0.2)

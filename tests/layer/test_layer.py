@@ -31,7 +31,7 @@ from gluon_syncbn.mxnet_side import operators
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", ON_CPUS)
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.on_gpus), 3, 4, 8])
 def test_equals_one_device(contexts, rng, replicas, dtype, way):
     batch = make_batch(rng, replicas, dtype=dtype)
     layer = prepare(SyncBatchNorm(in_channels=5), batch, contexts[:replicas], dtype, WAYS[way])

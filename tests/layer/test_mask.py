@@ -11,7 +11,7 @@ from core_counts import core_count
 from masks import make_masks, masked_step
 from mxnet import autograd, nd
 from mxnet.gluon import HybridBlock, Trainer, nn
-from poolings import POOLINGS, filled_slots, fits, specification
+from poolings import POOLINGS, each_way_and_type, filled_slots, fits, specification
 from replicas import (
     ON_CPUS,
     TOLERANCE,
@@ -39,8 +39,7 @@ TYPES = ["float16", "float32", "float64", "uint8", "int8", "int32", "int64", "bo
 # ---- numbers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ON_CPUS)
-@pytest.mark.parametrize("way", WAYS)
+@each_way_and_type
 @pytest.mark.parametrize("pooling", ["sync", *POOLINGS])
 def test_equals_the_specification(contexts, rng, pooling, way, dtype):
     settings = POOLINGS.get(pooling, {})
@@ -53,7 +52,7 @@ def test_equals_the_specification(contexts, rng, pooling, way, dtype):
             masks[1] *= 0
         if settings.get("mode") == "shuffle" and filled_slots(masks, settings.get("virtual_devices", 1)) < 2:
             continue
-        layer = prepare(SyncBatchNorm(**settings), batch, contexts[:replicas], dtype, WAYS[way])
+        layer = prepare(SyncBatchNorm(in_channels=5, **settings), batch, contexts[:replicas], dtype, WAYS[way])
         got = masked_step(layer, batch, masks, contexts, dtype)
         want = specification(layer, batch, node=-1 if way == "eager" else 0, masks=masks)
         assert_same(got, want, ON_CPUS[dtype])

@@ -13,7 +13,7 @@ import pytest
 from environments import shell
 from mxnet import autograd, nd
 from mxnet.gluon import nn
-from poolings import POOLINGS, fits, permutation, specification
+from poolings import POOLINGS, each_way_and_type, fits, permutation, specification
 from replicas import (
     ON_CPUS,
     WAYS,
@@ -40,12 +40,11 @@ def seed():
 # ---- numbers -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ON_CPUS)
-@pytest.mark.parametrize("way", WAYS)
+@each_way_and_type
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_equals_the_specification(contexts, rng, pooling, way, dtype):
     for replicas in (1, 2, 3, 4, 8):
-        if not fits(POOLINGS[pooling], replicas):
+        if not fits(POOLINGS[pooling], replicas) or replicas > len(contexts):
             continue
         batch = make_batch(rng, replicas, dtype=dtype)
         layer = SyncBatchNorm(in_channels=5, **POOLINGS[pooling])
@@ -490,6 +489,7 @@ def test_fewer_devices_for_a_step(contexts, rng):
     assert_same(got, specification(layer, part), 1e-11)
 
 
+@pytest.mark.on_gpus
 def test_threads(contexts, rng):
     """Replicas in threads of their own, four layers that shuffle, many steps: nobody meets the wrong partner."""
     batch = make_batch(rng, 3, spatial=(2,))

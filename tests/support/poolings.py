@@ -1,7 +1,8 @@
 """Every way of pooling, and what a layer computes with it: gluon_syncbn.reference on the batch of a test."""
 
 import numpy as np
-from replicas import Result
+import pytest
+from replicas import ON_CPUS, WAYS, Result
 
 from gluon_syncbn import reference
 
@@ -20,6 +21,18 @@ POOLINGS = {
     "shuffle, 2 slots": {"mode": "shuffle", "virtual_devices": 2},
     "shuffle, 8 slots": {"mode": "shuffle", "virtual_devices": 8},
 }
+
+
+#: Each way of running with each type, two of which hold for GPUs: there the one has nothing to do with the other.
+ON_GPUS = [("eager", "float64"), ("static_shape", "float16")]
+each_way_and_type = pytest.mark.parametrize(
+    "way, dtype",
+    [
+        pytest.param(way, dtype, marks=[pytest.mark.on_gpus] if (way, dtype) in ON_GPUS else [])
+        for dtype in ON_CPUS
+        for way in WAYS
+    ],
+)
 
 
 def fits(pooling, replicas):
