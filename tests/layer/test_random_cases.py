@@ -1,7 +1,6 @@
 """Random layers against an implementation of the tests' own; `make soak ARGS="--kind layers"` runs more of them."""
 
 import pytest
-from soak.layers.faults import FAULTS
 from soak.layers.runner import Runner
 
 pytestmark = pytest.mark.timeout(900)
@@ -23,9 +22,9 @@ if seed == 6:
 """
 
 
-def outcomes(seeds, fault=None):
+def outcomes(seeds):
     found = []
-    Runner(found.append, HANG, fault).run(seeds)
+    Runner(found.append, HANG).run(seeds)
     return found
 
 
@@ -37,30 +36,18 @@ def test_120_cases():
     assert sorted(outcome.seed for outcome in found) == list(range(120))
 
 
-# The others say nothing of the layer: they show what the expected values can see.
-SOME = ("EverythingCounts", "InversePermutation")
-PLANTED = [pytest.param(name, marks=[] if name in SOME else pytest.mark.slow) for name in FAULTS]
-
-
-@pytest.mark.parametrize("fault", PLANTED)
-def test_a_fault_is_found(fault):
-    """One that is planted into what is expected: cases that it concerns are wrong."""
-    found = outcomes(range(0, 60, 2), fault)
-    assert {outcome.kind for outcome in found} == {"right", "wrong"}
-
-
 def test_crashes_and_hangs_have_a_seed():
     class Failing(Runner):
         def _program(self):
             return ["-c", PROGRAM]
 
     found = []
-    Failing(found.append, hang=10).run([0, 2, 4, 6])
+    Failing(found.append, hang=4).run([0, 2, 4, 6])
     kinds = [(outcome.seed, outcome.kind) for outcome in found]
     assert kinds == [(0, "right"), (2, "crashed"), (4, "hung"), (6, "right"), (6, "crashed")]
     texts = [outcome.text for outcome in found if outcome.kind != "right"]
     assert [text.split("\n")[1] for text in texts] == [
         "  in it: ended by SIGABRT",
-        "  in it: no answer for 10 s",
+        "  in it: no answer for 4 s",
         "  after it: exit code 7",
     ]

@@ -1,37 +1,32 @@
 """The process in which cases run: `python -m soak.layers.child SEED...`. It writes what becomes of each, in JSON."""
 
-import argparse
 import faulthandler
 import json
 import logging
 import os
+import sys
 import traceback
 
 import light  # isort: skip  # noqa: F401
 from .case import draw
-from .faults import FAULTS
 from .trial import Wrong, contexts, run
-from .truth import Truth
 
 # What the layer says of a slot whose input another slot's statistic hides. The draw makes some.
 REFUSAL = "(inplace=True, mode='shuffle')"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="soak.layers.child")
-    parser.add_argument("seeds", type=int, nargs="+")
-    parser.add_argument("--fault", choices=FAULTS, help="planted into what is expected")
-    options = parser.parse_args()
+    seeds = list(map(int, sys.argv[1:]))
     faulthandler.enable()
-    if len(options.seeds) > 1:  # a case that is repeated may speak
+    if len(seeds) > 1:  # a case that is repeated may speak
         logging.getLogger("gluon_syncbn").addHandler(logging.NullHandler())
         logging.getLogger("gluon_syncbn").propagate = False
-    places, truth = contexts(), FAULTS.get(options.fault, Truth)
-    for seed in options.seeds:
+    places = contexts()
+    for seed in seeds:
         case = draw(seed)
         say(seed=seed, began=str(case))
         try:
-            say(seed=seed, strain=run(case, places, truth))
+            say(seed=seed, strain=run(case, places))
         except Wrong as error:
             say(seed=seed, wrong=str(error))
         except Exception as error:

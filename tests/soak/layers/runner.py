@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Callable, Iterator, List, NamedTuple, Sequence
 
 from environments import shell
 from places import SUPPORT, TESTS
@@ -27,8 +27,8 @@ class Outcome(NamedTuple):
 class Runner:
     """``hang``: seconds that a case may take."""
 
-    def __init__(self, report: Callable[[Outcome], None], hang: float, fault: Optional[str] = None) -> None:
-        self._report, self._hang, self._fault = report, hang, fault
+    def __init__(self, report: Callable[[Outcome], None], hang: float) -> None:
+        self._report, self._hang = report, hang
         self._ended = threading.Event()
         self._running: List[subprocess.Popen] = []
 
@@ -56,7 +56,7 @@ class Runner:
                 self._report(outcome)
 
     def _program(self) -> List[str]:
-        return ["-m", "soak.layers.child", *(["--fault", self._fault] if self._fault else [])]
+        return ["-m", "soak.layers.child"]
 
     def _process(self, seeds: Sequence[int]) -> Iterator[Outcome]:
         """As far as a process comes with them, which is one case at least."""

@@ -63,7 +63,7 @@ class Batch(NamedTuple):
 
 
 class Trial:
-    def __init__(self, case: Case, contexts: Sequence[mx.Context], truth: type = Truth) -> None:
+    def __init__(self, case: Case, contexts: Sequence[mx.Context]) -> None:
         self.case, self.rng = case, case.rng
         self.contexts = {i: contexts[i] for i in case.contexts}
         self.places = [contexts[i] for i in case.places]
@@ -85,7 +85,7 @@ class Trial:
             if case.reqs[name] == "add":
                 for context in self.contexts.values():
                     fill(p.grad(context), START)
-        self.truth = truth(case, *values)
+        self.truth = Truth(case, *values)
         self.calls = 0
         if case.predicts:
             self.predict(0)  # which makes the graph
@@ -296,9 +296,9 @@ def contexts() -> List[mx.Context]:
     return gluon_syncbn.cpu_devices(CONTEXTS)
 
 
-def run(case: Case, places: Sequence[mx.Context], truth: type = Truth) -> float:
+def run(case: Case, places: Sequence[mx.Context]) -> float:
     """The strain of a case; raises what is wrong with it."""
     with mx.util.np_shape(True) if case.empty else nullcontext():
-        trial = Trial(case, places, truth)
+        trial = Trial(case, places)
         trial.run()
         return trial.strain
