@@ -2,7 +2,10 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <cstdio>
 #include <string>
+#include <thread>
 
 namespace driver {
 
@@ -12,13 +15,22 @@ struct Figures {
     std::atomic<long> records{0}, warnings{0};                           // for the logger
     std::atomic<long> handles{0}, properties{0}, states{0};              // alive
 };
-extern Figures figures;
+inline Figures figures;
 
 // Counts a statement about a result, and says so where it does not hold.
-void expect(bool holds, const std::string& what);
-bool contains(const std::string& text, const std::string& part);
+inline void expect(bool holds, const std::string& what) {
+    ++figures.checked;
+    if (holds) return;
+    ++figures.wrong;
+    std::fprintf(stderr, "WRONG: %s\n", what.c_str());
+}
 
-double now();  // seconds
-void pause(double seconds);
+inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// Seconds.
+inline double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+inline void pause(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
 }  // namespace driver

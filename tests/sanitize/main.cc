@@ -22,22 +22,11 @@ struct Kind {
 };
 
 constexpr Kind kKinds[] = {
-    {"early", driver::early},
-    {"healthy", driver::healthy},
-    {"repeated", driver::repeated},
-    {"dropping", driver::dropping},
-    {"failing", driver::failing},
-    {"changing", driver::changing},
-    {"disturbed", driver::disturbed},
-    {"waiting", driver::waiting},
-    {"forking", driver::forking},
-    {"interrupted", driver::interrupted},
-    {"nobody_left", driver::nobody_left},
-    {"recalling", driver::recalling},
-    {"starving", driver::starving},
-    {"lasting", driver::lasting},
-    {"summing", driver::summing},
-    {"closing", driver::closing},
+    {"early", driver::early},         {"healthy", driver::healthy},   {"repeated", driver::repeated},
+    {"dropping", driver::dropping},   {"failing", driver::failing},   {"changing", driver::changing},
+    {"disturbed", driver::disturbed}, {"waiting", driver::waiting},   {"ended", driver::ended},
+    {"recalling", driver::recalling}, {"starving", driver::starving}, {"lasting", driver::lasting},
+    {"summing", driver::summing},     {"closing", driver::closing},
 };
 
 #ifdef __SANITIZE_THREAD__

@@ -23,12 +23,9 @@ void changing(Run& run);
 void disturbed(Run& run);
 // Handlers of SIGINT that are installed anew while replicas wait, and signals that come.
 void waiting(Run& run);
-// Replicas that wait for one that never comes, until something ends that: Ctrl-C, ...
-void interrupted(Run& run);
-// ... the end of the last thread that could call it, ...
-void nobody_left(Run& run);
-// ... a fork.
-void forking(Run& run);
+// Replicas that wait for one that never comes, until Ctrl-C, the end of the last thread that could call it, a fork or a
+// failure ends that.
+void ended(Run& run);
 // Waits for a call that is repeated, and that does not come, until one of these ends them.
 void recalling(Run& run);
 // Waits that last: a warning after 10 s, a queue that is stuck. 25 s; shorter runs leave it out.

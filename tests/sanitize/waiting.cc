@@ -89,6 +89,47 @@ class Obstacle {
     std::promise<void> removed_;
 };
 
+// What ends a wait, and what it says then.
+struct End {
+    const char* reason;
+    std::function<void()> happens;
+};
+
+std::vector<End> all_ends(const Interrupts& interrupts) {
+    return {
+        {"process was asked to end",
+         [&interrupts] {
+             interrupts.install(Interrupts::kPlain);
+             interrupts.send();
+         }},
+        {"process was asked to end", [] { syncbn_nobody_left(1); }},
+        {"the process was forked", [] { syncbn_forking(1); }},
+        {"the script has raised an exception", [] { syncbn_fail("the script has raised an exception"); }},
+    };
+}
+
+// A wait for a call that is repeated, and that does not come.
+void recall(double timeout, const End& end) {
+    const syncbn::Memo memo;
+    auto error = std::async(std::launch::async, [&] {
+        syncbn::WaitFor wait("recalling", "it does not come", timeout, "Do something.");
+        try {
+            memo.outcome(wait);
+        } catch (const syncbn::Failure& failure) {
+            return std::string(failure.what());
+        }
+        return std::string();
+    });
+    pause(0.2);  // it waits by now, or it comes to the same
+    end.happens();
+    const std::string got = error.get();
+    expect(contains(got, end.reason), "'" + got + "' says '" + end.reason + "'");
+    syncbn_forking(0);
+    syncbn_nobody_left(0);
+    syncbn_reset();
+    ++figures.steps;
+}
+
 }  // namespace
 
 void waiting(Run& run) {
@@ -109,32 +150,15 @@ void waiting(Run& run) {
     } while (run.goes_on());
 }
 
-void interrupted(Run& run) {
+void ended(Run& run) {
     const Interrupts interrupts;
     do {
-        Wait wait(run);
-        wait.begin();
-        interrupts.install(Interrupts::kPlain);
-        interrupts.send();
-        wait.end("The process was asked to end");
-    } while (run.goes_on());
-}
-
-void nobody_left(Run& run) {
-    do {
-        Wait wait(run);
-        wait.begin();
-        syncbn_nobody_left(1);
-        wait.end("The process was asked to end");
-    } while (run.goes_on());
-}
-
-void forking(Run& run) {
-    do {
-        Wait wait(run);
-        wait.begin();
-        syncbn_forking(1);
-        wait.end("the process was forked");
+        for (const End& end : all_ends(interrupts)) {
+            Wait wait(run);
+            wait.begin();
+            end.happens();
+            wait.end(end.reason);
+        }
         Wait other(run);
         Obstacle obstacle(other);
         syncbn_forking(1);
@@ -146,42 +170,9 @@ void forking(Run& run) {
 
 void recalling(Run& run) {
     const Interrupts interrupts;
-    const struct {
-        const char* reason;
-        double timeout;
-        std::function<void()> end;
-    } ways[] = {
-        {"the process was asked to end (Ctrl-C", kPatience,
-         [&] {
-             interrupts.install(Interrupts::kPlain);
-             interrupts.send();
-         }},
-        {"the process was asked to end (Ctrl-C", kPatience, [] { syncbn_nobody_left(1); }},
-        {"the process was forked", kPatience, [] { syncbn_forking(1); }},
-        {"the script has raised an exception", kPatience, [] { syncbn_fail("the script has raised an exception"); }},
-        {"it does not come for 0.2 s. Do something.", 0.2, [] {}},
-    };
     do {
-        for (const auto& way : ways) {
-            const syncbn::Memo memo;
-            auto error = std::async(std::launch::async, [&] {
-                syncbn::WaitFor wait("recalling", "it does not come", way.timeout, "Do something.");
-                try {
-                    memo.outcome(wait);
-                } catch (const syncbn::Failure& failure) {
-                    return std::string(failure.what());
-                }
-                return std::string();
-            });
-            pause(0.2);  // it waits by now, or it comes to the same
-            way.end();
-            const std::string got = error.get();
-            expect(contains(got, way.reason), "'" + got + "' says '" + way.reason + "'");
-            syncbn_forking(0);
-            syncbn_nobody_left(0);
-            syncbn_reset();
-            ++figures.steps;
-        }
+        for (const End& end : all_ends(interrupts)) recall(kPatience, end);
+        recall(0.2, {"it does not come for 0.2 s. Do something.", [] {}});
     } while (run.goes_on());
 }
 
