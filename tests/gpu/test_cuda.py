@@ -1,11 +1,10 @@
 """What is asked of NVIDIA's driver, on a driver that is none: a real library, loaded by the dynamic loader."""
 
 import shutil
-import subprocess
 import sys
 
 import pytest
-from environments import shell
+from environments import ended
 from fake_driver import build_driver
 from places import PACKAGE
 
@@ -23,16 +22,10 @@ def driver(tmp_path_factory):
 def ask(driver, program, **environment):
     """What the program prints; `cuda` is the module, without the package, which would import MXNet."""
     head = f"import sys; sys.path.insert(0, {str(PACKAGE)!r}); from system import cuda\n"
-    done = subprocess.run(
-        [sys.executable, "-c", head + program],
-        env=shell(LD_LIBRARY_PATH=driver, **environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
-    assert "mxnet" not in done.stdout
-    return done.stdout.strip()
+    done = ended([sys.executable, "-c", head + program], LD_LIBRARY_PATH=driver, **environment)
+    said = done.stdout + done.stderr
+    assert "mxnet" not in said
+    return said.strip()
 
 
 CHECK = """

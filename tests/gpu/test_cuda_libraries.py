@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from environments import shell
+from environments import ended, shell
 from fake_driver import build_driver
 from places import BENCHMARKS, PACKAGE, ROOT
 
@@ -77,16 +77,8 @@ def machine(whole, tmp_path):
 
 def run(machine, program="import gluon_syncbn", **environment):
     environment = {"PYTHONPATH": f"{machine}/site:{ROOT}", "LD_LIBRARY_PATH": f"{machine}/driver", **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=str(machine),
-        env=shell(**environment),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=100,
-    )
-    return done.stdout
+    done = ended([sys.executable, "-c", program], cwd=machine, **environment)
+    return done.stdout + done.stderr
 
 
 @COMPILES
@@ -182,10 +174,7 @@ def test_needed_is_what_readelf_says():
 
 
 def readelf(library):
-    output = subprocess.run(
-        ["readelf", "--dynamic", "--wide", str(library)], capture_output=True, text=True, check=True, env=shell()
-    )
-    return re.findall(r"\(NEEDED\).*\[(.+)\]", output.stdout)
+    return re.findall(r"\(NEEDED\).*\[(.+)\]", ended(["readelf", "--dynamic", "--wide", library]).stdout)
 
 
 # ---- the packages of the extra cu112, as the index has them

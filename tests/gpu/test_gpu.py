@@ -229,18 +229,6 @@ EPILOGUE = {
 }
 
 
-def make_behind(behind, **settings):
-    layer, arguments = EPILOGUE[behind]
-    return layer(in_channels=5, **arguments, **settings)
-
-
-def make_addends(rng, behind, batch):
-    """None where nothing is added."""
-    if not behind.startswith("add"):
-        return None
-    return [(3 * rng.randn(*x.shape)).astype(x.dtype) for x in batch.shards]
-
-
 # ---- how layers are called ---------------------------------------------------------------------------------
 
 
@@ -490,10 +478,7 @@ def test_a_collective_that_hangs(rng, lost_gpu, count, phase):
 def run_with_points(program, folder):
     """Runs it with the core of tests/support/points.py."""
     command = [sys.executable, "-W", "ignore", "-c", text_of(program)]
-    environment = shell(points.package(), SUPPORT)
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
-    )
+    return ended(command, points.package(), SUPPORT, cwd=folder, timeout=100)
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
@@ -706,9 +691,11 @@ def test_what_an_activation_costs(rng, behind, spatial):
     if not EMULATED:
         pytest.skip("counts are the emulator's")
     contexts, batch = gpus(2), make_batch(rng, 2, spatial=spatial, dtype="float32")
-    addends = make_addends(rng, behind, batch)
-    layer = prepare(make_behind(behind), batch, contexts, "float32")
-    inputs = [on_devices(arrays, contexts, "float32") for arrays in (batch.shards, addends) if arrays is not None]
+    kind, arguments = EPILOGUE[behind]
+    layer = prepare(kind(in_channels=5, **arguments), batch, contexts, "float32")
+    addends = [rng.randn(*x.shape) for x in batch.shards]
+    given = [batch.shards, addends] if kind is SyncBatchNormAdd else [batch.shards]
+    inputs = [on_devices(arrays, contexts, "float32") for arrays in given]
     heads = on_devices(batch.heads, contexts, "float32")
     for x in chain(*inputs):
         x.attach_grad()

@@ -1,8 +1,6 @@
 """kernels.cu by itself: on the emulator (`make test-gpu-emulated`), and through CuPy, there or on any CUDA GPU."""
 
 import ctypes
-import itertools
-import json
 import os
 import shutil
 import subprocess
@@ -11,7 +9,7 @@ from typing import NamedTuple, Sequence
 
 import numpy as np
 import pytest
-from environments import ended, shell
+from environments import shell
 from places import BENCHMARKS, SOURCES
 
 sys.path.insert(0, str(BENCHMARKS))
@@ -801,22 +799,6 @@ def test_large_tensors(gpu, shape, dtype):
     if "CUDA_EMULATOR" in os.environ:
         pytest.skip("hundreds of megabytes are for a GPU")
     check(gpu, shape, dtype, 2, 8, 32, (0, 0, 0))
-
-
-def test_the_benchmark_runs(tmp_path):
-    Cupy()
-    if "CUDA_EMULATOR" in os.environ:
-        pytest.skip("test_gpu_benchmark.py runs the whole of it")
-    script = BENCHMARKS / "gpu.py"
-    ran = ended([sys.executable, script, "--quick", "--out", tmp_path])
-    assert ran.returncode == 0, ran.stderr
-    cells = json.loads((tmp_path / "gpu.json").read_text())["cells"]["kernels"]
-    assert [(cell["layout"], cell["dtype"]) for cell in cells] == list(
-        itertools.product(["NCHW", "NHWC"], ["float32", "float16"])
-    )
-    kernels = {"copy", "moments", "normalise", "grad_sums", "grad_input"}
-    assert all(kernels <= cell["seconds"].keys() for cell in cells)
-    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
 
 
 # ---- the compiler ------------------------------------------------------------------------------------------

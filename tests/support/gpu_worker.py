@@ -13,12 +13,13 @@ from gluon_syncbn import contrastive
 
 os.environ["GLUON_SYNCBN_TEST_DEVICE"] = "gpu"
 
+import mpi_worker
 import mxnet as mx
 from gpus import assert_sound, counted_step, counts
-from mpi_worker import CONTEXTS, devices_of, kv, main, make_layer, own, recomputed, reporting  # noqa: F401
+from mpi_worker import CONTEXTS, devices_of, kv, main, make_layer, own, reporting, specified, summed
 from mxnet import autograd, gluon, nd
 from places import TESTS
-from poolings import POOLINGS, fits, specification
+from poolings import POOLINGS, fits
 from replicas import assert_same, make_batch, on_devices, step
 
 from gluon_syncbn.exchange import store
@@ -44,21 +45,13 @@ kv._transport.allgather = leaving_another_gpu(kv._transport.allgather)
 
 def wanted(layer, batch, *, devices=None, **settings):
     """Of this process; gradients of the parameters are those of its own replicas, which nobody adds here."""
-    layer._replicas.id, local = kv._keys.get(layer._replicas.id, layer._replicas.id), layer._replicas.id
-    want = specification(layer, batch, **settings)
-    layer._replicas.id = local
+    want = specified(layer, batch, **settings)
     mine = slice(FIRST, FIRST + devices_of(kv.rank)) if devices is None else devices
     return want._replace(outputs=want.outputs[mine], dxs=want.dxs[mine], running_mean=[], running_var=[])
 
 
 def assert_right(got, want, tolerance):
-    totals = []
-    for name in ("dgamma", "dbeta"):
-        total = nd.array(getattr(got, name), dtype="float64")
-        kv.pushpull(name, total)
-        totals.append(total.asnumpy())
-    got = got._replace(dgamma=totals[0], dbeta=totals[1], running_mean=[], running_var=[])
-    assert_same(got, want, tolerance)
+    assert_same(summed(got)._replace(running_mean=[], running_var=[]), want, tolerance)
 
 
 # ---- numbers and counts ------------------------------------------------------------------------------------
@@ -227,4 +220,4 @@ def gradients_fail():
 
 
 if __name__ == "__main__":
-    main(globals())
+    main({**vars(mpi_worker), **globals()})

@@ -6,7 +6,7 @@ import sys
 import time
 
 import numpy as np
-from mpi_worker import CONTEXTS, kv, main, report, wait_for_reports
+from mpi_worker import CONTEXTS, kv, main, report, specified, summed, wait_for_reports
 from poolings import specification
 from replicas import WAYS, assert_same, collect, make_batch, on_devices, prepare, step, step_in_any_order
 
@@ -14,7 +14,7 @@ import gluon_syncbn
 from gluon_syncbn import _native
 
 import mxnet as mx  # isort: skip
-from mxnet import autograd, gluon, nd  # isort: skip
+from mxnet import autograd, gluon  # isort: skip
 
 HERE = int(os.environ.get("GROUPS_WORKER_CONTEXTS", "1"))  # of each process
 REPLICAS = HERE * kv.num_workers
@@ -35,13 +35,8 @@ def make_layer(batch, dtype="float64", way="eager", **settings):
 def assert_right(got, layer, batch, tolerance, **settings):
     """Of this process; gamma and beta have the sums over all processes."""
     want = specification(layer, batch, **settings)
-    totals = {}
-    for name in ("dgamma", "dbeta"):
-        total = nd.array(getattr(got, name), dtype="float64")
-        kv.pushpull(name, total)
-        totals[name] = total.asnumpy()
     mine = {name: [getattr(want, name)[i] for i in OWN] for name in ("outputs", "dxs", "running_mean", "running_var")}
-    assert_same(got._replace(**totals), want._replace(**mine), tolerance)
+    assert_same(summed(got), want._replace(**mine), tolerance)
 
 
 def processes_of(groups):
@@ -102,9 +97,7 @@ def layers_in_any_order():
             trainers[i].allreduce_grads()
         for i, (layer, batch) in enumerate(zip(layers, batches)):
             got = collect(layer, ys[i], [x.grad for x in xs[i]], CONTEXTS)
-            layer._replicas.id, local = kv._keys[layer._replicas.id], layer._replicas.id
-            want = specification(layer, batch, call=call)
-            layer._replicas.id = local
+            want = specified(layer, batch, call=call)
             for name in ("outputs", "dxs"):
                 for g, w in zip(getattr(got, name), [getattr(want, name)[k] for k in OWN]):
                     assert np.abs(g - w).max() <= 1e-10 * np.abs(w).max(), (settings[i], call, name)
