@@ -129,18 +129,7 @@ def run(name: str, check: str, subject: Subject) -> None:
         cells = CHECKS[check](subject)
     except Exception as error:
         cells = {check: f"no: {reason(error)}"}
-    text = cells.get(check, "")
-    if text.startswith("no") and check in PLAIN:
-        cells[check] = f"{blame(check, subject)}{text[2:]}"
     print(json.dumps({"model": name, "check": check, "cells": cells}), flush=True)
-
-
-def blame(check: str, subject: Subject) -> str:
-    try:
-        problem = PLAIN[check](subject)
-    except Exception as error:
-        problem = reason(error)
-    return NEITHER if problem else "no"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import platform
-import re
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -47,25 +46,6 @@ def table(results: Dict[str, Dict[str, str]], said: Dict[str, List[str]]) -> str
         rows.append(row)
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([*lines, "", *(f"{number}. {note}" for note, number in notes.items())])
-
-
-def read(path: Path, said: Dict[str, List[str]]) -> Dict[str, Dict[str, str]]:
-    """The cells by model and column, as `table` takes them."""
-    text = path.read_text().split(BEGIN)[1].split(END)[0]
-    notes = dict(re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE))
-    head, _, *lines = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("|")]
-    columns = {title: column for column, title in COLUMNS.items()}
-    found: Dict[str, Dict[str, str]] = {}
-    for name, *cells in lines:
-        for title, cell in zip(head[1:], cells):
-            column = columns[title]
-            cited = [notes[number] for number in re.findall(r"\((\d+)\)", cell)]
-            cited = [note for note in cited if column != "step" or note not in said[name]]
-            cell = re.sub(r" \(\d+\)", "", cell)
-            if column in MEASURED and not cell.startswith("no"):
-                cell = f"yes: {cell}"
-            found.setdefault(name, {})[column] = ": ".join([cell, *cited])
-    return found
 
 
 def environment() -> str:

@@ -3,7 +3,6 @@
 import gc
 import json
 import logging
-import random
 import re
 import subprocess
 import sys
@@ -659,55 +658,6 @@ def test_200_steps_in_any_order(contexts, rng):
     net, plain = sequences(places, rng)
     for _ in range(200):
         assert_a_step_is_right(net, plain, places, rng.permutation(4), rng)
-
-
-@pytest.mark.slow
-def test_5000_steps_with_failures_among_them(contexts, rng):
-    """Eager and hybridized nets in turns; one step in twenty breaks off in one of several ways."""
-    places = contexts[:4]
-    # With static_shape, MXNet's queue on CPU contexts gets stuck sooner or later (see cpu_devices).
-    ways = [way for name, way in WAYS.items() if name != "static_shape"]
-    nets = [sequences(places, rng) for _ in ways]
-    for (net, plain), way in zip(nets, ways):
-        if way is not None:
-            net.hybridize(**way)
-            plain.hybridize()
-    rng_of_failures, failed = random.Random(1), 0
-    for count in range(5000):
-        net, plain = nets[rng.randint(len(nets))]
-        if rng_of_failures.random() < 0.05:
-            failed += 1
-            break_off(net, places, rng, rng_of_failures.choice(["raise", "miss", "backward", "read", "unread"]))
-        try:
-            assert_a_step_is_right(net, plain, places, rng.permutation(4), rng)
-        except (AssertionError, mx.MXNetError) as error:
-            raise AssertionError(f"step {count}, after {failed} failures: {error}") from error
-
-
-def break_off(net, places, rng, how):
-    xs = on_devices(make_batch(rng, len(places), spatial=(3,)).shards, places, "float64")
-    order = rng.permutation(len(places))
-    some = order[: rng.randint(1, len(places))]
-    if how in ("raise", "unread"):
-        ys = []
-        with pytest.raises(OutOfData), autograd.record():
-            for i in some:
-                ys.append(net(xs[i]))
-            raise OutOfData
-        if how == "raise":
-            for y in ys:
-                released(y)
-        return
-    with short_waits(1), pytest.raises(mx.MXNetError), autograd.record():
-        if how == "read":
-            for i in order:
-                net(xs[i]).asnumpy()
-        ys = [net(xs[i]) for i in (some if how == "miss" else order)]
-        if how == "backward":
-            x = net.layers[0].gamma
-            ys[0].backward()
-            x.grad(places[order[0]]).asnumpy()
-        ys[-1].asnumpy()
 
 
 def test_every_replica_has_its_error_where_its_device_is_busy(contexts, rng):

@@ -29,7 +29,7 @@ from gluon_syncbn.training import steps
 
 from . import failures
 from .case import Case, draw
-from .layers.program import Layers
+from .layers.runner import Layers
 from .trial import Crew, Trial
 from .watch import Interrupts, Resources, Watchdog
 

@@ -1,5 +1,9 @@
-"""Runs cases in processes of their own, so that one that crashes or hangs is a case with a seed like the others."""
+"""Runs cases in processes of their own, so that one that crashes or hangs is a case with a seed like the others.
 
+The exit code is 1 where a case was wrong or crashed, 3 where one hung.
+"""
+
+import argparse
 import json
 import math
 import signal
@@ -8,12 +12,16 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Callable, Iterator, List, NamedTuple, Sequence
 
 from environments import shell
 from places import SUPPORT, TESTS
+from tqdm import tqdm
 
+KINDS = ("refused", "wrong", "crashed", "hung")
 TOGETHER = 50  # cases of a process, which cost it some memory each
 
 
@@ -124,3 +132,37 @@ def _environment(seed: int) -> dict:
 
 def _ending(code: int) -> str:
     return f"exit code {code}" if code >= 0 else f"ended by {signal.Signals(-code).name}"
+
+
+class Layers:
+    """What `make soak ARGS="--kind layers"` runs and prints."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._counted: Counter = Counter()
+        self._strain = (0.0, 0)
+        self._lock = threading.Lock()
+        self._bar = tqdm(total=options.cases, disable=None, unit="case")
+        self._runner = Runner(self._take, options.hang)
+
+    def run(self) -> int:
+        first = self._options.seed
+        print(f"seeds from {first} on", flush=True)
+        with suppress(KeyboardInterrupt):
+            self._runner.run(range(first, first + self._options.cases), 60 * (self._options.minutes or math.inf))
+        self._bar.close()
+        rows = [("cases", str(sum(self._counted.values()))), *((kind, str(self._counted[kind])) for kind in KINDS)]
+        rows.append(("largest error", f"{self._strain[0]:.2f} of what is allowed, case {self._strain[1]}"))
+        print("\n".join(f"{name:20}{value:>40}" for name, value in rows))
+        return 3 if self._counted["hung"] else int(self._counted["wrong"] + self._counted["crashed"] > 0)
+
+    def _take(self, outcome: Outcome) -> None:
+        with self._lock:
+            self._counted[outcome.kind] += 1
+            self._strain = max(self._strain, (outcome.strain, outcome.seed))
+            self._bar.update()
+            self._bar.set_postfix_str(", ".join(f"{self._counted[kind]} {kind}" for kind in KINDS))
+            if outcome.kind not in ("right", "refused"):
+                again = f'again: make soak ARGS="--kind layers --seed {outcome.seed} --cases 1"'
+                with tqdm.external_write_mode(sys.stdout):
+                    print(f"{outcome.kind.upper()} {outcome.text}\n  {again}", flush=True)
