@@ -19,11 +19,9 @@ import pytest
 from environments import ended, shell
 from places import PACKAGE, SUPPORT
 
-import gluon_syncbn
-
 BIN = Path(sys.executable).parent
 
-needs_horovod = pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None, reason="Horovod is not installed; `make test-horovod` builds it"
 )
 
@@ -87,7 +85,6 @@ class Job(mpi_job.Job):
         return all(code == 0 for code in self.codes) and all(f"OK {i}" in self.output for i in range(len(self.codes)))
 
 
-@needs_horovod
 @pytest.mark.parametrize("processes", [2, 3])
 def test_processes_equal_the_specification(processes):
     """All modes, types and ways of running, 1 and 2 devices in turn, names that differ."""
@@ -95,7 +92,6 @@ def test_processes_equal_the_specification(processes):
     assert job.succeeded(), job.output
 
 
-@needs_horovod
 @pytest.mark.parametrize(
     ("processes", "program", "scenario"),
     [
@@ -113,20 +109,17 @@ def test_several_processes(processes, program, scenario):
     assert job.succeeded(), job.output
 
 
-@needs_horovod
 def test_layers_in_any_order():
     job = Job(4, "mpi_worker.py", "random_order", 15)
     assert job.succeeded(), job.output
 
 
-@needs_horovod
 @pytest.mark.slow
 def test_layers_in_any_order_for_long():
     job = Job(4, "mpi_worker.py", "random_order", 500, limit=1200)
     assert job.succeeded(), job.output
 
 
-@needs_horovod
 def test_horovodrun():
     command = [str(BIN / "horovodrun"), "-np", "2", sys.executable, str(SUPPORT / "mpi_worker.py")]
     own = {"GLUON_SYNCBN_TEST_TRANSPORT": "horovod", "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
@@ -138,7 +131,6 @@ def test_horovodrun():
     assert "OK 1" in done.stdout
 
 
-@needs_horovod
 def test_another_net():
     job = Job(2, "mpi_worker.py", "another_net")
     assert all(job.codes)
@@ -146,7 +138,6 @@ def test_another_net():
     assert "'first' (6 channels" in job.output
 
 
-@needs_horovod
 @pytest.mark.parametrize(("fault", "text", "limit"), mpi_job.FAULTS_BY_RELAY)
 def test_a_process_that_does_something_else(fault, text, limit):
     """Rank 0 gets an error that names layer, rank and step, at once or after the time limit of 3 s, and ends with a
@@ -159,7 +150,6 @@ def test_a_process_that_does_something_else(fault, text, limit):
     assert job.codes[0] not in (0, None)
 
 
-@needs_horovod
 def test_a_process_that_is_killed():
     job = Job(3, "mpi_worker.py", "fault", "killed", 60)
     for rank in (0, 2):
@@ -170,7 +160,6 @@ def test_a_process_that_is_killed():
     assert job.codes[2] not in (0, None)
 
 
-@needs_horovod
 def test_interrupt_while_another_process_is_late():
     job = Job(2, "mpi_worker.py", "interrupted")
     seconds, error = job.failure_of(0)
@@ -179,7 +168,6 @@ def test_interrupt_while_another_process_is_late():
     assert job.codes[0] not in (0, None)
 
 
-@needs_horovod
 @pytest.mark.parametrize(
     ("processes", "sizes", "text"),
     [
@@ -196,15 +184,8 @@ def test_sums_of_another_size(processes, sizes, text):
     assert job.codes[0] not in (0, None)
 
 
-@needs_horovod
 def test_interrupt_in_the_main_thread():
     job = Job(2, "mpi_worker.py", "interrupted_sum")
     said = "rank 0 of 2 has failed: rank 0 of 2 was asked to end .* in exchange 0, round 1"
     assert re.search(said, job.failure_of(1)[1]), job.output
     assert job.codes[0] not in (0, None)
-
-
-def test_without_horovod(monkeypatch):
-    monkeypatch.setitem(sys.modules, "horovod", None)
-    with pytest.raises(ImportError, match="kvstore 'horovod' needs Horovod"):
-        gluon_syncbn.kvstore("horovod")

@@ -172,3 +172,9 @@ def test_a_transport_that_does_not_exist():
     expected = "name: 'dist_async' was given, expected one of ('mpi', 'horovod', 'dist_sync')"
     with pytest.raises(ValueError, match=re.escape(expected)):
         gluon_syncbn.kvstore("dist_async")
+
+
+def test_without_horovod(monkeypatch):
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    with pytest.raises(ImportError, match="kvstore 'horovod' needs Horovod"):
+        gluon_syncbn.kvstore("horovod")
