@@ -58,12 +58,6 @@ def results(name, said, out, command=None):
     return text, results["cells"]
 
 
-def short_run(name, folder):
-    """The text and the cells of a run into this folder."""
-    pytest.importorskip("matplotlib", reason="the plots need matplotlib")
-    return results(name, run(name, "--quick", "--out", folder), folder)
-
-
 def assert_summarised(cells, samples):
     """The cells are the samples, but for quantiles in place of the values of a series."""
     if isinstance(cells, dict) and "median" in cells:
@@ -165,19 +159,6 @@ def test_what_is_kept_of_the_samples(benchmarks):
     assert [_results.ratio(cell, name) for name in ("plain", "ours")] == [1, 3]
 
 
-def test_lines_of_the_results(benchmarks):
-    import _results
-
-    series = {"count": 15, "10%": 0.000123456789, "median": 12.3456789, "90%": 123456}
-    data = {"a": {"b": 1, "c": "text"}, "d": [], "cells": [{"ours": series, "contrib": series}, 0.1]}
-    text = """{"a": {"b": 1, "c": "text"}, "d": [],
- "cells": [{"ours": {"count": 15, "10%": 0.00012346, "median": 12.346, "90%": 123456},
-   "contrib": {"count": 15, "10%": 0.00012346, "median": 12.346, "90%": 123456}},
-  0.1]}"""
-    assert _results._lines(data) == text
-    assert json.loads(text)["a"] == data["a"]
-
-
 def test_the_results_of_the_repository_are_short(benchmarks):
     """They are written as a benchmark writes them, and a reader finds his way."""
     import _results
@@ -193,46 +174,61 @@ def test_what_eager_calls_cost():
     assert_cells(rows, [["ours"], ["ours, with waits"]], r"\d+", NUMBER)
 
 
-def test_the_results_of_the_layers_are_complete(short_runs):
-    text, cells = results("layers", *short_runs["layers"])
-    ((header, rows),) = tables(text)
-    assert header[:6] == ["shape", "replicas", "plain, ms", "ours / plain", "contrib / plain", "limit / plain"]
-    assert header[6:] == ["with ReLU: ours / plain", "fused / plain"]
-    first = [[shape, replicas] for shape in ("2 x 64 x 8 x 8", "2 x 8 x 16 x 16") for replicas in ("1", "2")]
-    assert_cells(rows, first, NUMBER, NUMBER, "-", NUMBER, NUMBER, NUMBER)
-    assert [cell["replicas"] for cell in cells] == [1, 1, 2, 2] * 2
-    assert all({"plain", "ours", "limit"} <= cell["seconds"].keys() for cell in cells[::2])
-    assert all({"ours", "limit"} <= cell["ratios"].keys() for cell in cells[::2])
-    assert all(cell["ratios"].keys() == {"ours + ReLU", "fused"} for cell in cells[1::2])
+PAIR = rf"{NUMBER}, {NUMBER}"
+WAYS = [(layout, behind) for layout in ("NCHW", "blocks of 16", "NHWC") for behind in ("nothing", "ReLU")]
+#: Of each benchmark's table: the first columns, and what stands in the others.
+TABLES = {
+    "layers": (
+        [[shape, replicas] for shape in ("2 x 64 x 8 x 8", "2 x 8 x 16 x 16") for replicas in ("1", "2")],
+        [NUMBER, NUMBER, "-", NUMBER, NUMBER, NUMBER],
+    ),
+    "models": (
+        [["depthwise chain", "16", "1", "2"]],
+        [NUMBER, NUMBER, MEDIAN_AND_RANGE, MEDIAN_AND_RANGE, NUMBER, "-", NUMBER, *[r"\d+"] * 3],
+    ),
+    "kernels": ([[name, "2 x 32 x 64", *way] for name in kernels_library.here() for way in WAYS], [NUMBER] * 5),
+}
+SLOW = {
+    "modes": ([["4 x 8 x 8 x 8", replicas] for replicas in ("1", "2")], [NUMBER] * 6),
+    "memory": ([["FastSCNN", "32", "1"]], [*[r"-?\d+"] * 4, *[NUMBER] * 3, r"-?\d+"]),
+    "checkpoint": ([["ResNet-50", "32", "1"]], [r"\d+", r"\d+", *[NUMBER] * 3]),
+    "fold": ([["MobileNetV2", "32", "52 of 52"]], [MEDIAN_AND_RANGE, MEDIAN_AND_RANGE, NUMBER]),
+    "inplace": (
+        [["depthwise chain", "16", "1", way] for way in ("dynamic", "static")],
+        [*[r"\d+, \d+"] * 3, PAIR, "4 of 4", rf"{PAIR}, {NUMBER}"],
+    ),
+    "gradients": (
+        [["MobileNetV2", "64", "3.5", "2"]],
+        [NUMBER, NUMBER, MEDIAN_AND_RANGE, NUMBER, NUMBER, MEDIAN_AND_RANGE, NUMBER],
+    ),
+}
 
 
-def test_the_results_of_the_models_are_complete(short_runs):
-    text, (cell,) = results("models", *short_runs["models"])
-    ((header, rows),) = tables(text)
-    assert header[:6] == ["model", "crop", "images", "devices", "plain, s", "images / s"]
-    assert header[6:10] == ["ours / plain", "fused / plain", "local / plain", "contrib / plain"]
-    assert header[10:] == ["share", "memory, MiB: plain", "ours", "fused"]
-    spread = rf"{NUMBER} \({NUMBER} to {NUMBER}\)"
-    first = [["depthwise chain", "16", "1", "2"]]
-    assert_cells(rows, first, NUMBER, NUMBER, spread, spread, NUMBER, "-", NUMBER, *[r"\d+"] * 3)
-    assert {"plain", "ours", "fused"} <= cell["seconds"].keys() and {"ours", "fused"} <= cell["ratios"].keys()
+@pytest.mark.parametrize("name", TABLES)
+def test_the_results_are_complete(short_runs, name):
+    ((_, rows),) = tables(results(name, *short_runs[name])[0])
+    assert_cells(rows, TABLES[name][0], *TABLES[name][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_the_results_of_others_are_complete(tmp_path, name):
+    if name == "gradients":
+        pytest.importorskip("mpi4py")
+    ((_, rows),) = tables(results(name, run(name, "--quick", "--out", tmp_path), tmp_path)[0])
+    assert_cells(rows, SLOW[name][0], *SLOW[name][1])
 
 
 def test_the_results_of_the_models_in_processes_are_complete(short_runs):
     pytest.importorskip("mpi4py", reason="processes need mpi4py")
     command = "benchmarks/models.py --quick --processes 2"
     text, (cell,) = results("models_processes", *short_runs["models_processes"], command)
-    ((header, rows),) = tables(text)
-    assert header[:8] == ["model", "crop", "images", "processes", "rounds", "alone, ms", "local, ms", "sync, ms"]
-    assert header[8:] == ["sync / local", "share of statistics", "mean of the processes", "local / alone"]
-    first = [["FastSCNN", "64", "2", "2", "3"]]
-    assert_cells(rows, first, *[NUMBER] * 3, MEDIAN_AND_RANGE, rf"{NUMBER} %", *[MEDIAN_AND_RANGE] * 2)
-    series = {"alone", "local", "sync"}
-    assert cell["seconds"].keys() == {*series, *(f"{name}, mean" for name in series), "gradients"}
-    assert cell["ratios"].keys() == {"sync", "sync, mean", "gradients"}
+    ((_, rows),) = tables(text)
+    patterns = [*[NUMBER] * 3, MEDIAN_AND_RANGE, rf"{NUMBER} %", *[MEDIAN_AND_RANGE] * 2]
+    assert_cells(rows, [["FastSCNN", "64", "2", "2", "3"]], *patterns)
     assert {one["count"] for one in cell["seconds"].values()} == {3}
     # The mean of two processes is above half of the slowest, and never above it.
-    for mode in series:
+    for mode in ("alone", "local", "sync"):
         slowest, mean = (cell["seconds"][name]["median"] for name in (mode, f"{mode}, mean"))
         assert slowest / 2 < mean <= slowest
     ratio = cell["ratios"]["sync"]["median"]
@@ -251,20 +247,10 @@ def test_the_processes_of_the_models(benchmarks, capsys, arguments, problem):
     assert raised.value.code == 2 and problem in capsys.readouterr().err
 
 
-def test_the_results_of_the_kernels_are_complete(short_runs):
-    text, cells = results("kernels", *short_runs["kernels"])
-    ((header, rows),) = tables(text)
-    assert header == ["set", "tensor", "layout", "behind", "copy, GB/s", *cells[0]["ratios"]]
-    assert header[5:] == ["moments", "normalise", "grad_sums", "grad_input"]
-    ways = [(layout, behind) for layout in ("NCHW", "blocks of 16", "NHWC") for behind in ("nothing", "ReLU")]
-    first = [[name, "2 x 32 x 64", *way] for name in kernels_library.here() for way in ways]
-    assert_cells(rows, first, *[NUMBER] * 5)
-
-
 @pytest.mark.slow
 def test_the_results_of_the_sample_shuffle_are_complete(tmp_path):
-    text, (cell,) = short_run("shuffle", tmp_path)
-    (_, formula), (header, rows) = tables(text)
+    text, (cell,) = results("shuffle", run("shuffle", "--quick", "--out", tmp_path), tmp_path)
+    (_, formula), (_, rows) = tables(text)
     # 32 images of 3 x 224 x 224 and 32 rows of 128 features on each device, float32
     image, feature = 32 * 3 * 224 * 224 * 4 / 1e6, 32 * 128 * 4 / 1e3
     assert [int(row[0]) for row in formula] == list(range(2, 9))
@@ -272,11 +258,6 @@ def test_the_results_of_the_sample_shuffle_are_complete(tmp_path):
         n = int(row[0])
         want = [0, (n - 1) * image, n * (n - 1) * image, (n - 1) * feature, n * (n - 1) * feature]
         assert [float(cell) for cell in row[1:]] == pytest.approx(want, abs=0.006)
-    assert header[:5] == [
-        "devices",
-        *(f"{way}, ms" for way in ("not shuffled", "while loading", "on the devices", "all-gather")),
-    ]
-    assert header[5:] == [f"{way}, MB" for way in ("while loading", "on the devices", "all-gather")]
     ways = ["plain", "loading", "moving", "gathering"]
     assert_cells(rows, [["2"]], *[NUMBER] * 4, *(f"{cell['bytes'][way] / 1e6:.2f}" for way in ways[1:]))
     assert list(cell["seconds"]) == ways
@@ -285,46 +266,6 @@ def test_the_results_of_the_sample_shuffle_are_complete(tmp_path):
     assert 0 < cell["bytes"]["loading"] <= 2 * feature
     assert cell["bytes"]["loading"] < cell["bytes"]["moving"] <= 2 * (image + feature)
     assert cell["bytes"]["gathering"] == 2 * (image + feature)
-
-
-MODES = ["sync", "local", "local, V=8", "shuffle, V=2", "shuffle, V=8"]
-PAIR = rf"{NUMBER}, {NUMBER}"
-#: Of a benchmark: the header behind the first columns, these columns, and what stands in the others.
-SLOW = {
-    "modes": (["plain, ms", *MODES], [["4 x 8 x 8 x 8", replicas] for replicas in ("1", "2")], [NUMBER] * 6),
-    "memory": (None, [["FastSCNN", "32", "1"]], [*[r"-?\d+"] * 4, *[NUMBER] * 3, r"-?\d+"]),
-    "checkpoint": (
-        ["kept, MiB", "recomputed, MiB", "ratio", "kept, s", "recomputed, s"],
-        [["ResNet-50", "32", "1"]],
-        [r"\d+", r"\d+", *[NUMBER] * 3],
-    ),
-    "fold": (
-        ["BatchNorm, ms", "folded, ms", "ratio"],
-        [["MobileNetV2", "32", "52 of 52"]],
-        [MEDIAN_AND_RANGE, MEDIAN_AND_RANGE, NUMBER],
-    ),
-    "inplace": (
-        ["plain, MiB", "fused, MiB", "in place, MiB", "in place / plain", "layers", "seconds"],
-        [["depthwise chain", "16", "1", way] for way in ("dynamic", "static")],
-        [*[r"\d+, \d+"] * 3, PAIR, "4 of 4", rf"{PAIR}, {NUMBER}"],
-    ),
-    "gradients": (
-        None,
-        [["MobileNetV2", "64", "3.5", "2"]],
-        [NUMBER, NUMBER, MEDIAN_AND_RANGE, NUMBER, NUMBER, MEDIAN_AND_RANGE, NUMBER],
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_the_results_are_complete(tmp_path, name):
-    if name == "gradients":
-        pytest.importorskip("mpi4py")
-    others, first, patterns = SLOW[name]
-    ((header, rows),) = tables(short_run(name, tmp_path)[0])
-    assert others is None or header[len(first[0]) :] == others
-    assert_cells(rows, first, *patterns)
 
 
 def test_the_exchange_and_what_it_lets_expect(short_runs):

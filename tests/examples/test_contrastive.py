@@ -136,15 +136,6 @@ def test_a_run_with_other_options_is_not_resumed(trained, images, contrastive_mo
     assert (trained / "epochs.csv").read_bytes() == before
 
 
-@pytest.mark.slow
-def test_the_comparison(tmp_path):
-    done = run("--epochs", 1, "--out", tmp_path, script="demo.py")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "| sample-shuffle |" in done.stdout
-    assert "local against shuffle: pretext accuracy" in done.stdout
-
-
 def test_the_verdict_is_that_of_the_numbers(contrastive_modules):
     from demo import verdict
 

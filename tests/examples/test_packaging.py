@@ -7,14 +7,13 @@ import ctypes
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
 from email.parser import Parser
 
 import pytest
-from environments import shell
+from environments import ended
 from places import PACKAGE, ROOT, SUPPORT
 
 from gluon_syncbn.system import distribution
@@ -28,17 +27,8 @@ pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="needs 
 
 def run(command, cwd, **environment):
     """(exit status, everything printed) of a command that has its own environment on top of ours."""
-    done = subprocess.run(
-        [str(part) for part in command],
-        cwd=str(cwd),
-        env=shell(**environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=250,
-    )
-    return done.returncode, done.stdout
+    done = ended(command, cwd=cwd, timeout=250, **environment)
+    return done.returncode, done.stdout + done.stderr
 
 
 def copy_tree(target):
@@ -154,16 +144,11 @@ def test_the_package_serves_in_the_checkout_that_it_was_installed_from(built):
     assert f"{built}/gluon_syncbn/_core.so" in output
 
 
-def test_a_checkout_without_a_core_says_how_to_build_it(tree):
-    status, output = run([sys.executable, "-W", "ignore", "-m", "gluon_syncbn"], tree)
-    assert status != 0
-    assert len(output.splitlines()) == 1 and "build it with `pip install .`" in output
-
-
-def test_a_core_that_is_older_than_the_package_says_how_to_build_it(tree):
-    empty = tree / "empty.c"
-    empty.write_text("")
-    run(["g++", "-shared", "-x", "c", empty, "-o", tree / "gluon_syncbn" / "_core.so"], tree)
+@pytest.mark.parametrize("older", [False, True], ids=["without a core", "with one that is older than the package"])
+def test_a_checkout_says_how_to_build_its_core(tree, older):
+    if older:
+        (tree / "empty.c").write_text("")
+        run(["g++", "-shared", "-x", "c", "empty.c", "-o", tree / "gluon_syncbn" / "_core.so"], tree)
     status, output = run([sys.executable, "-W", "ignore", "-m", "gluon_syncbn"], tree)
     assert status != 0
     assert len(output.splitlines()) == 1 and "build it with `pip install .`" in output
@@ -394,11 +379,21 @@ sys.meta_path.insert(0, NoMXNet())
 """
 
 
-@pytest.mark.parametrize("command", [["-c", "import gluon_syncbn"], ["-m", "gluon_syncbn"]], ids=lambda words: words[0])
+BOTH = pytest.mark.parametrize(
+    "command", [["-c", "import gluon_syncbn"], ["-m", "gluon_syncbn"]], ids=lambda words: words[0]
+)
+
+
+def run_beside(folder, *command):
+    """With what is in this folder before all else."""
+    path = os.pathsep.join([str(folder), str(PACKAGE.parent), str(SUPPORT)])
+    return run([sys.executable, "-W", "ignore", *(command or ("-m", "gluon_syncbn"))], folder, PYTHONPATH=path)
+
+
+@BOTH
 def test_no_mxnet(tmp_path, command):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_MXNET)
-    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
-    status, output = run([sys.executable, *command], tmp_path, PYTHONPATH=path)
+    status, output = run_beside(tmp_path, *command)
     assert status == 1
     assert distribution.command("cpu") in output
     assert distribution.command("cu112") in output
@@ -408,8 +403,7 @@ def test_no_mxnet(tmp_path, command):
 
 def test_a_numpy_of_tomorrow_is_one_line(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import numpy\ndel numpy.vander\n")
-    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
-    status, output = run([sys.executable, "-W", "ignore", "-m", "gluon_syncbn"], tmp_path, PYTHONPATH=path)
+    status, output = run_beside(tmp_path)
     assert (status, len(output.splitlines())) == (1, 1), output
     assert "vander" in output and "pip install 'numpy==" in output
 
@@ -418,8 +412,7 @@ def test_a_numpy_of_tomorrow_is_one_line(tmp_path):
 def test_a_bare_system_is_told_what_mxnet_needs_of_it(tmp_path, library):
     loader = f"raise OSError('{library}: cannot open shared object file: No such file or directory')"
     (tmp_path / "mxnet.py").write_text(loader)
-    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
-    status, output = run([sys.executable, "-m", "gluon_syncbn"], tmp_path, PYTHONPATH=path)
+    status, output = run_beside(tmp_path)
     assert (status, len(output.splitlines())) == (1, 1), output
     assert f"MXNet 1.9 cannot be loaded ({library}: cannot open" in output
     assert "apt-get install libgomp1 libquadmath0" in output
@@ -432,8 +425,7 @@ def test_a_system_without_the_libraries_of_arm_is_told_what_takes_their_place(tm
         "    raise OSError('libarmpl_lp64_mp.so: cannot open shared object file: No such file or directory')\n"
         "__version__ = '0.0'\n"
     )
-    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])
-    status, output = run([sys.executable, "-m", "gluon_syncbn"], tmp_path, PYTHONPATH=path)
+    status, output = run_beside(tmp_path)
     assert (status, len(output.splitlines())) == (1, 1), output
     assert "ARM64" in output and "libopenblas0 liblapacke" in output
     command = re.findall("`([^`]*)`", output)[-1].replace("python -c", f"{sys.executable} -c")
@@ -442,17 +434,16 @@ def test_a_system_without_the_libraries_of_arm_is_told_what_takes_their_place(tm
     for name in ("libopenblas.so.0", "liblapacke.so.3", "libm.so.6"):
         (made / name).write_text("")
     command = command.replace("/usr/lib/aarch64-linux-gnu", str(made))
-    status, output = run(["bash", "-c", command], tmp_path, PYTHONPATH=path)
+    status, output = run(["bash", "-c", command], tmp_path, PYTHONPATH=f"{tmp_path}:{PACKAGE.parent}")
     assert status == 0, output
     for name in ("libarmpl_lp64_mp.so", "libamath.so", "libastring.so"):
         assert (tmp_path / "mxnet" / name).is_file()
 
 
-@pytest.mark.parametrize("command", [["-c", "import gluon_syncbn"], ["-m", "gluon_syncbn"]], ids=lambda words: words[0])
+@BOTH
 def test_an_old_mxnet_is_named(tmp_path, command):
     (tmp_path / "sitecustomize.py").write_text("import gluon_syncbn_first, mxnet\nmxnet.__version__ = '1.7.0'\n")
-    path = os.pathsep.join([str(tmp_path), str(PACKAGE.parent), str(SUPPORT)])
-    status, output = run([sys.executable, "-W", "ignore", *command], tmp_path, PYTHONPATH=path)
+    status, output = run_beside(tmp_path, *command)
     assert status == 1
     assert "gluon_syncbn needs Apache MXNet 1.9, or 1.8, and this is 1.7.0" in output.splitlines()[-1]
     assert distribution.command("cpu") in output

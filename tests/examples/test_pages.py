@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import commands
 import pages
 import pytest
-from environments import shell
+from environments import ended
 from places import PACKAGE, ROOT, SUPPORT
 
 import gluon_syncbn
@@ -59,15 +58,9 @@ def launched(tmp_path_factory):
 def pasted(launcher, folder, blocks, *answered):
     (folder / "blocks.json").write_text(json.dumps([block._asdict() for block in blocks]), encoding="utf-8")
     command = [*launcher, SUPPORT / "pasted.py", folder / "blocks.json", *answered]
-    return subprocess.run(
-        [str(word) for word in command],
-        env=shell(PACKAGE.parent, OMP_NUM_THREADS=1),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    done = ended(command, PACKAGE.parent, timeout=280, OMP_NUM_THREADS=1)
+    done.stdout += done.stderr
+    return done
 
 
 @named([block for block in PYTHON if not block.text.startswith(LAUNCHED)])

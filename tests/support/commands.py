@@ -19,9 +19,8 @@ OWN = "train.py", "script.py", "SCRIPT"  # what stands for a program of the read
 
 def lost(text: str) -> List[str]:
     """What these commands name that does not exist, in words."""
-    return [
-        one for line in text.replace("\\\n", " ").split("\n") for command in _commands(line) for one in _lost(command)
-    ]
+    lines = text.replace("\\\n", " ").split("\n")
+    return [one for line in lines for words in _commands(line) for one in _lost(words)]
 
 
 def _commands(line: str) -> Iterator[List[str]]:

@@ -12,13 +12,11 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 for folder in ("docs", "examples", "benchmarks", "tests"):
     PAGES += sorted((ROOT / folder).rglob("*.md"))
 
-COMMANDS = ("make", "python", "pip", "mpiexec", "horovodrun", "git", "gluon-syncbn", "docker", "tools/", ".venv/")
-
 
 class Block(NamedTuple):
     page: str
     line: int  # of its first line, from 1
-    language: str  # as after the fence; of an indented block 'sh' or 'text'
+    language: str  # as after the fence
     text: str
     elsewhere: str = ""  # why it is not run with the others, and what runs it
 
@@ -28,7 +26,7 @@ class Block(NamedTuple):
 
 
 def of_page(page: Path) -> Iterator[Block]:
-    """Fenced blocks, also within lists, and indented ones. ``<!-- not run: REASON -->`` stands on the line above."""
+    """Fenced blocks, also within lists. ``<!-- not run: REASON -->`` stands on the line above."""
     lines = page.read_text(encoding="utf-8").split("\n")
     name, at = str(page.relative_to(ROOT)), 0
     while at < len(lines):
@@ -40,13 +38,6 @@ def of_page(page: Path) -> Iterator[Block]:
             text = textwrap.dedent("\n".join(lines[at + 1 : end]))
             yield Block(name, at + 2, language, text, elsewhere[1] if elsewhere else "")
             at = end
-        elif lines[at].startswith("    ") and not lines[at - 1].strip():
-            end = at
-            while end < len(lines) and (lines[end].startswith("    ") or not lines[end].strip()):
-                end += 1
-            text = textwrap.dedent("\n".join(lines[at:end]))
-            yield Block(name, at + 1, "sh" if text.startswith(COMMANDS) else "text", text)
-            at = end - 1
         at += 1
 
 

@@ -21,13 +21,6 @@ def test_a_program_has_the_settings_of_the_shell():
     assert settings(shell()) == settings(dict(entry.split("=", 1) for entry in started_with if entry))
 
 
-def test_what_a_test_adds():
-    found = shell("a", "b", SIZE=1)
-    assert found["PYTHONPATH"].split(":")[:2] == ["a", "b"]
-    assert found["SIZE"] == "1"
-    assert shell("a", PYTHONPATH="c")["PYTHONPATH"] == "c"
-
-
 def test_each_program_is_given_it():
     lost = []
     for path in sorted(TESTS.rglob("*.py")):
