@@ -117,7 +117,7 @@ class Mpi(ctypes.Structure):
     _fields_ = _members("exchange/mpi.h", "Mpi")
 
     @classmethod
-    def of(cls, file: str, **fields: int) -> Mpi:
+    def from_library(cls, file: str, **fields: int) -> Mpi:
         """Finds the functions in the libraries of this file. MXNetError: one of them is missing."""
         library = ctypes.CDLL(file)
         try:

@@ -42,7 +42,7 @@ class Activation(NamedTuple):
             return {"activation": "leaky", "slope": self.slope}
         return {"activation": "relu6" if math.isfinite(self.ceiling) else "relu"}
 
-    def of(self, F: Any, z: Any, dtype: Any = np.float32) -> Any:
+    def apply(self, F: Any, z: Any, dtype: Any = np.float32) -> Any:
         """Applies the activation by MXNet's own operators. ``dtype`` is the type of the layer's parameters."""
         if self == NONE:
             return z
@@ -88,7 +88,7 @@ def epilogue(F: Any, z: Any, addend: Optional[Any], activation: Activation, dtyp
     where one is not requested. ``broadcast_add`` shares no memory.
     """
     sum_ = kinds.classic(z) if addend is None else F.broadcast_add(kinds.classic(z), kinds.classic(addend))
-    return kinds.like(activation.of(F, sum_, dtype), z)
+    return kinds.like(activation.apply(F, sum_, dtype), z)
 
 
 class BatchNormActivation(nn.BatchNorm):

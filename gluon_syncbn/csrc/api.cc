@@ -212,7 +212,7 @@ SYNCBN_API int syncbn_layer_called(int64_t id, int64_t node, const char* context
 }
 
 // Says that this thread begins or ends to execute a graph of which it has said that.
-SYNCBN_API void syncbn_within_graph(bool so) { syncbn::within_graph = so; }
+SYNCBN_API void syncbn_within_graph(bool inside) { syncbn::within_graph = inside; }
 
 SYNCBN_API int syncbn_layer_timeout(int64_t id, double seconds) {
     return done([&] { registry().change(*found(id), [&](auto& own) { own.timeout = seconds; }); });
@@ -398,7 +398,7 @@ SYNCBN_API int syncbn_sum(void* exchange, int64_t channel, int64_t number, doubl
 
 // What identifies a GPU; a new id for `gpus`.
 SYNCBN_API const char* syncbn_gpu_identity(int device) {
-    return text([&] { return hex(syncbn::cuda::Device::of(device).identity()); });
+    return text([&] { return hex(syncbn::cuda::Device::get(device).identity()); });
 }
 SYNCBN_API const char* syncbn_new_id() {
     return text([] { return hex(syncbn::cuda::new_id()); });
@@ -527,7 +527,7 @@ SYNCBN_API void syncbn_wait_end(void* wait) { delete static_cast<WaitInPython*>(
 // ---- the process ----
 
 // See waiting/stall.h and waiting/callers.h.
-SYNCBN_API void syncbn_nobody_left(bool so) { syncbn::nobody_left(so); }
+SYNCBN_API void syncbn_nobody_left(bool is_nobody_left) { syncbn::set_nobody_left(is_nobody_left); }
 SYNCBN_API bool syncbn_asked_for_callers(double seconds) { return syncbn::asked_for_callers(seconds); }
 SYNCBN_API int syncbn_answer_callers(const char* wait, bool for_all) {
     return done([&] { syncbn::answer_callers(wait, for_all); });
@@ -541,13 +541,13 @@ SYNCBN_API int syncbn_close() {
 }
 // Called before a fork, and, with false, after it. `inside`: the forking thread is in a step.
 SYNCBN_API void syncbn_forking(bool inside) { syncbn::step().forking = inside; }
-SYNCBN_API void syncbn_out_of_batches(bool so) { syncbn::step().out_of_batches = so; }
+SYNCBN_API void syncbn_out_of_batches(bool is_out) { syncbn::step().out_of_batches = is_out; }
 
 // Called in the child of a fork.
 SYNCBN_API int syncbn_forked() {
     return done([&] {
         syncbn::step().forking = syncbn::step().unread = false;
-        syncbn::nobody_left(false);
+        syncbn::set_nobody_left(false);
         syncbn::forget_callers();
         syncbn::forget_records();
         syncbn::native::forget_workers();
@@ -560,7 +560,7 @@ SYNCBN_API int syncbn_forked() {
 // ---- records ----
 
 // See log.h and meeting/diagnosis.h.
-SYNCBN_API void syncbn_debug(bool so) { syncbn::set_debugging(so); }
+SYNCBN_API void syncbn_debug(bool enabled) { syncbn::set_debugging(enabled); }
 SYNCBN_API const char* syncbn_next_record(double seconds) {
     return text([&] { return syncbn::next_record(seconds); });
 }

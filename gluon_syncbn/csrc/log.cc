@@ -40,7 +40,7 @@ void log(Level level, std::string text) noexcept {
 
 bool debugging() { return wants_debug.load(std::memory_order_relaxed); }
 
-void set_debugging(bool so) { wants_debug = so; }
+void set_debugging(bool enabled) { wants_debug = enabled; }
 
 std::string next_record(double seconds) {
     std::unique_lock<std::mutex> lock(queue.mutex);

@@ -14,7 +14,7 @@ void log(Level level, std::string text) noexcept;
 
 // Whether the logger wants a record of every meeting.
 bool debugging();
-void set_debugging(bool so);
+void set_debugging(bool enabled);
 
 // Returns the next record, after at most `seconds`: its level, a blank and the text. Empty if there is none.
 std::string next_record(double seconds);

@@ -22,7 +22,7 @@ class Members(NamedTuple):
     first: int  # the first replica of this process, among these
 
     @classmethod
-    def of(cls, group_of: np.ndarray, replicas: Sequence[int], rank: int) -> Members:
+    def from_groups(cls, group_of: np.ndarray, replicas: Sequence[int], rank: int) -> Members:
         """Finds those of a process.
 
         ``group_of`` has the group of each replica of the job, ``replicas`` the number of replicas of each process.

@@ -37,7 +37,7 @@ class MPITransport(Transport):
         types = {"bytes": MPI.BYTE, "float32": MPI.FLOAT, "float64": MPI.DOUBLE, "int64": MPI.INT64_T}
         handles = {**types, "add": MPI.SUM, "communicator": self._comm}
         found = {name: MPI._handleof(handle) for name, handle in handles.items()}
-        self.mpi = _native.Mpi.of(MPI.__file__, **numbers, **found)
+        self.mpi = _native.Mpi.from_library(MPI.__file__, **numbers, **found)
 
     def _duplicate(self) -> "MPI.Comm":  # type: ignore[name-defined]  # noqa: F821, UP037
         comm, request = self._MPI.COMM_WORLD.Idup()

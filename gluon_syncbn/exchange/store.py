@@ -426,7 +426,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         if layer.id not in self._found:
             counts = self._replicas[layer.id]
             group_of = group_of_each(sum(counts), layer.group_size or 0, layer.groups)
-            self._found[layer.id] = Members.of(group_of, counts, self.rank)
+            self._found[layer.id] = Members.from_groups(group_of, counts, self.rank)
         of, replicas, size = self._found[layer.id], self._replicas[layer.id][self.rank], layer.group_size
         if here in (0, replicas):
             return Agreed(key, of.ranks, layer.channels, replicas, of.places, of.groups, of.first)

@@ -24,7 +24,7 @@ _HOW = {"cudnn_off"}
 _LIBRARIES = {"mxnet", "gluoncv"}
 
 
-def of(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
+def iterate(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
     """Yields every block once, ``net`` first.
 
     These are children, and blocks in lists, tuples, sets or dictionaries of an attribute, which Gluon does not
@@ -37,7 +37,7 @@ def of(net: Block, seen: Optional[Set[int]] = None) -> Iterator[Block]:
     yield net
     attributes = list(_attributes(net))
     for block in [*net._children.values(), *_within(attributes, set()), *callers.called_by(net)]:
-        yield from of(block, seen)
+        yield from iterate(block, seen)
 
 
 def _attributes(net: Block) -> Iterator[Any]:
@@ -114,7 +114,7 @@ def without_layer(net: Block) -> List[Tuple[str, str]]:
     """Returns the nodes of batch normalisation in the graphs of hybridized blocks that stand for no layer of the net:
     name and operator. A ``hybrid_forward`` has called the operator itself.
     """
-    within = list(of(net))
+    within = list(iterate(net))
     hybrid = [one for one in within if isinstance(one, HybridBlock) and one._cached_graph]
     names = {one.running_mean.name for one in within if is_batch_norm(one)}
     for block in hybrid:

@@ -95,7 +95,7 @@ def plain(symbol: mx.sym.Symbol, tells: bool = False) -> mx.sym.Symbol:
         activation = Activation.of_attributes(given)
         if activation != NONE:
             name, z = given.get(EPILOGUE, f"{node['name']}_activation"), [last, 0, 0]
-            behind = json_of(activation.of(mx.sym, mx.sym.var("z")))
+            behind = json_of(activation.apply(mx.sym, mx.sym.var("z")))
             for place, part in enumerate(behind["nodes"]):
                 part["name"] = f"{name}_{place}"
                 part.setdefault("attrs", {}).update(of_any)
@@ -142,7 +142,7 @@ def _of_plain_operators(show: Callable[..., Any], symbol: mx.sym.Symbol, *args: 
 
 def _without_graphs(load: Callable[..., None], block: Block, *args: Any, **kwargs: Any) -> None:
     load(block, *args, **kwargs)
-    within = list(blocks.of(block))
+    within = list(blocks.iterate(block))
     if not any(hasattr(one, "_replicas") for one in within):
         return
     for one in within:

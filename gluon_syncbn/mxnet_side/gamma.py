@@ -15,7 +15,7 @@ from .nodes import Json
 
 def of_layers(net: Block, chosen: Callable[[Block], bool]) -> List[Parameter]:
     """Returns the gammas without effect of the chosen layers, unless they have an effect in another layer."""
-    layers = [block for block in blocks.of(net) if blocks.is_batch_norm(block)]
+    layers = [block for block in blocks.iterate(net) if blocks.is_batch_norm(block)]
     counted = {id(layer.gamma) for layer in layers if not layer._kwargs["fix_gamma"]}
     ignored = {id(layer.gamma): layer.gamma for layer in layers if layer._kwargs["fix_gamma"] and chosen(layer)}
     return [gamma for number, gamma in ignored.items() if number not in counted]

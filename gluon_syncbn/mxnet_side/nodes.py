@@ -93,7 +93,7 @@ class Synchronised(mx.sym.Symbol):
     layers: List[Tuple[str, Any]]
 
     @classmethod
-    def of(cls, symbol: mx.sym.Symbol, layers: List[Tuple[str, Any]]) -> Synchronised:
+    def from_symbol(cls, symbol: mx.sym.Symbol, layers: List[Tuple[str, Any]]) -> Synchronised:
         """Instead of the symbol, which nobody may use any more."""
         synchronised = cls(symbol.handle)
         symbol.handle = None  # which has another owner now
@@ -101,4 +101,4 @@ class Synchronised(mx.sym.Symbol):
         return synchronised
 
     def __deepcopy__(self, memo: Any) -> Synchronised:
-        return self.of(super().__deepcopy__(memo), self.layers)
+        return self.from_symbol(super().__deepcopy__(memo), self.layers)

@@ -277,7 +277,7 @@ def _worker(context: mx.Context, depth: int) -> _Worker:
 
 
 def _check(block: Block, context: mx.Context) -> None:
-    for one in blocks.of(block):
+    for one in blocks.iterate(block):
         expected = ""
         if blocks.is_batch_norm(one) and not isinstance(one, SyncBatchNorm) and not one._kwargs["use_global_stats"]:
             expected = "SyncBatchNorm, which alone can repeat a forward (gluon_syncbn.convert; mode='local' is plain)"

@@ -119,7 +119,7 @@ def convert(
 
 
 def _chosen(net: Block, selection: blocks.Selection) -> List[BatchNorm]:
-    return [block for block in blocks.of(net) if blocks.is_batch_norm(block) and block in selection]
+    return [block for block in blocks.iterate(net) if blocks.is_batch_norm(block) and block in selection]
 
 
 def _otherwise(pooling: Pooling, wanted: Pooling, kwargs: Mapping[str, Any]) -> str:
@@ -164,7 +164,7 @@ def _open_graphs(net: Block) -> Iterator[List[Left]]:
 
     Forgets the graphs that were recorded with the old layers. Yields the nodes that no layer stands for.
     """
-    recorded = [block for block in blocks.of(net) if isinstance(block, SymbolBlock)]
+    recorded = [block for block in blocks.iterate(net) if isinstance(block, SymbolBlock)]
     try:
         yield [node for block in recorded for node in open_graph(block)]
     finally:
@@ -208,7 +208,7 @@ def revert(net: NetT) -> NetT:
     arguments.block("net", net)
     with _open_graphs(net) as nodes:
         ignored = gamma.of_layers(net, _is_ours)
-        for block in filter(_is_ours, blocks.of(net)):
+        for block in filter(_is_ours, blocks.iterate(net)):
             _make_plain(block)
     gamma.write_ones("revert", ignored)
     _warn("revert", blocks.Selection(None), [node for node in nodes if node.operator == NAME])
@@ -348,7 +348,7 @@ def _private_names() -> FrozenSet[str]:
 
 def forget_graphs(net: Block) -> None:
     """Drops the graphs that blocks in the net and around it recorded with the old layers. The flags stay."""
-    within = list(blocks.of(net))
+    within = list(blocks.iterate(net))
     parameters = {id(parameter) for block in within for parameter in block._reg_params.values()}
     for block in within + callers.with_graphs_of(parameters):
         if isinstance(block, HybridBlock):

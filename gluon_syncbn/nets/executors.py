@@ -174,7 +174,7 @@ def _synchronised(symbol: mx.sym.Symbol, choose: Choose) -> mx.sym.Symbol:
 
     graph = Graph()
     patches.replace(module.calling, Executor, "forward")
-    return Synchronised.of(symbol_of(graph.rewrite(recorded, fold)), layers)
+    return Synchronised.from_symbol(symbol_of(graph.rewrite(recorded, fold)), layers)
 
 
 def _chosen(recorded: Json, choose: Choose) -> Dict[int, SyncBatchNorm]:

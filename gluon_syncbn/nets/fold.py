@@ -82,7 +82,7 @@ def fold(net: HybridBlock) -> SymbolBlock:
 
 def _parameters(net: HybridBlock, traced: Prediction) -> Dict[str, Parameter]:
     """Returns those of the graph, by name."""
-    known = {p.name: p for block in blocks.of(net) for p in (*block.params.values(), *block._reg_params.values())}
+    known = {p.name: p for block in blocks.iterate(net) for p in (*block.params.values(), *block._reg_params.values())}
     known.update(net.collect_params().items())
     names = [name for name in traced.symbol.list_inputs() if name not in traced.inputs]
     without = [name for name in names if name not in known or known[name]._data is None]

@@ -84,7 +84,7 @@ def store_of(kvstore: Any, parameters: Iterable[Parameter]) -> Optional[ProcessS
 def _listed(params: Any) -> List[Parameter]:
     if isinstance(params, Block):
         found: Dict[int, Parameter] = {}
-        for block in blocks.of(params):
+        for block in blocks.iterate(params):
             found.update((id(parameter), parameter) for parameter in block._reg_params.values())
         return list(found.values())
     values = list(params.values()) if isinstance(params, (dict, ParameterDict)) else []

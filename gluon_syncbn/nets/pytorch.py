@@ -120,7 +120,7 @@ class _Pair(NamedTuple):
 
 
 def _pairs(net: Block, module: Any, state: Mapping[str, Any]) -> List[_Pair]:
-    layers = [block for block in blocks.of(arguments.block("net", net)) if block._reg_params]
+    layers = [block for block in blocks.iterate(arguments.block("net", net)) if block._reg_params]
     owners: Dict[str, Dict[str, str]] = {}
     for key in state:
         owner, _, name = key.rpartition(".")

@@ -177,7 +177,7 @@ class _Running(NamedTuple):
 def _running(net: Block) -> List[_Running]:
     """Returns those of all layers, without repetitions; ValueError if some have no values."""
     found: Dict[int, _Running] = {}
-    for block in blocks.of(net):
+    for block in blocks.iterate(net):
         if blocks.is_batch_norm(block):
             found.setdefault(id(block.running_mean), _Running(block.name, block.running_mean, block.running_var))
         elif isinstance(block, SymbolBlock):
@@ -242,7 +242,7 @@ def _of_all_processes(store: Optional[ProcessStore], what: str, moments: List[np
 
 def _layers_to_measure(net: Block) -> Tuple[List[nn.BatchNorm], List[str]]:
     """Returns the layers that normalise with their batch, and the names of layers with an unknown forward."""
-    found = list(blocks.of(net))
+    found = list(blocks.iterate(net))
     of_graphs = [slot.layer for block in found if isinstance(block, Opened) for slot in block.__layers__.values()]
     hidden = [layer.name for layer in of_graphs if not layer._kwargs["use_global_stats"]]
     for block in found:
@@ -311,7 +311,7 @@ def _inputs(net: Block, layers: Sequence[nn.BatchNorm], each_by_itself: Replicas
         given.append(_Input(layer, x.size // x.shape[axis], moments(x, mask, axis, each_by_itself), mask))
 
     with ExitStack() as afterwards:
-        for block in blocks.of(net):
+        for block in blocks.iterate(net):
             if isinstance(block, HybridBlock):
                 afterwards.callback(setattr, block, "_active", block._active)
                 block._active = False

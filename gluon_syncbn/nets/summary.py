@@ -111,7 +111,7 @@ def assert_synchronised(net: Block) -> None:
 
 
 def _summarised(net: Block) -> Summary:
-    rows = Summary(row for block in blocks.of(arguments.block("net", net)) for row in _rows(block))
+    rows = Summary(row for block in blocks.iterate(arguments.block("net", net)) for row in _rows(block))
     called = "plain, because a hybrid_forward calls the operator; call a layer there"
     rows += [Row(f"{name} ({operator})", statistics=called) for name, operator in blocks.without_layer(net)]
     rows.stores = [repr(store) for store in stores_of(net.collect_params().values())]

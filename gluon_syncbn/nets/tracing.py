@@ -82,7 +82,7 @@ def _undisturbed(net: HybridBlock) -> Iterator[None]:
     """Restores recorded graphs, and the numbers of nodes, which synchronised layers count alike in all processes of a
     job. Replicas never meet in this graph, and one process may trace it alone. So it must not count.
     """
-    before = [(one, dict(vars(one))) for one in blocks.of(net) if isinstance(one, (SyncBatchNorm, Opened))]
+    before = [(one, dict(vars(one))) for one in blocks.iterate(net) if isinstance(one, (SyncBatchNorm, Opened))]
     try:
         yield
     finally:

@@ -195,7 +195,7 @@ def test_a_symbol_block_has_layers_for_contribs_nodes(installed):
     assert operators(theirs) == operators(ours)  # as recorded, before a first call
     assert operators(theirs).count("_contrib_SyncBatchNorm") == 2
     assert type(theirs) is feature.FPNFeatureExpander
-    layers = [block for block in blocks.of(ours) if blocks.is_batch_norm(block)]
+    layers = [block for block in blocks.iterate(ours) if blocks.is_batch_norm(block)]
     assert [type(layer).__name__ for layer in layers] == ["BatchNorm", "SyncBatchNorm", "SyncBatchNorm"]
     assert layers[0].name == "own"
 

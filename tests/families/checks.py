@@ -66,7 +66,7 @@ class Step(NamedTuple):
 
 def count(net: Block) -> Counts:
     layers = synchronised = frozen = 0
-    for block in blocks.of(net):
+    for block in blocks.iterate(net):
         if blocks.is_batch_norm(block):
             layers += 1
             frozen += block._kwargs["use_global_stats"]
@@ -99,7 +99,7 @@ def make(model: Model, contexts: Sequence[mx.Context] = CONTEXTS[:1], dtype: str
         else:
             continue  # constants, such as anchors
         parameter.set_data(mx.nd.array(value, dtype=dtype))
-    for block in blocks.of(net):
+    for block in blocks.iterate(net):
         if isinstance(block, nn.Dropout):
             block._rate = 0  # each context would draw its own masks
         elif isinstance(block, DropBlock):

@@ -114,7 +114,7 @@ def test_an_infinite_value_has_the_gradient_of_mxnet_s_operators(case, contexts,
     z = nd.array([np.inf])
     z.attach_grad()
     with autograd.record():
-        layer._activation.of(nd, z).backward()
+        layer._activation.apply(nd, z).backward()
     assert z.grad.asscalar() == slope
 
 

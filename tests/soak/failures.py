@@ -127,7 +127,7 @@ def a_store_that_raises(trial: Trial) -> None:
     (call,) = trial.calls(trial.case.places)
     if trial.case.kvstore is None:
         gluon_syncbn.configure(kvstore="device")
-    layers = [block for block in blocks.of(trial.net) if isinstance(block, SyncBatchNorm)]
+    layers = [block for block in blocks.iterate(trial.net) if isinstance(block, SyncBatchNorm)]
     exchanges = {layer._replicas.exchange or session.exchange for layer in layers}
 
     def link_down(*arguments: Any) -> None:

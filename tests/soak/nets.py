@@ -32,7 +32,7 @@ class Residual(nn.HybridBlock):
 
     def hybrid_forward(self, F: Any, x: Any) -> Any:
         z = self.linear(x)
-        return self.activation.of(F, self.norm(z) + x) if self._adds else self.norm(z, x)
+        return self.activation.apply(F, self.norm(z) + x) if self._adds else self.norm(z, x)
 
 
 def convert(net: nn.HybridBlock, case: Case) -> None:

@@ -91,7 +91,7 @@ void on_each(const std::vector<int>& devices, const char* function, const Call& 
     check_nccl(nccl().group_start(), "ncclGroupStart");
     int status = 0;
     for (size_t i = 0; i < devices.size() && status == 0; ++i) {
-        const Current current(Device::of(devices[i]));
+        const Current current(Device::get(devices[i]));
         status = call(i);
     }
     const int end = nccl().group_end();
@@ -209,8 +209,8 @@ void AllReduce::begin(Type wide, size_t bytes, std::vector<Part> parts) {
 
 void AllReduce::connect() {
     for (int device : devices_) {
-        const Current current(Device::of(device));
-        members_.push_back(std::make_unique<Member>(Device::of(device), bucket_));
+        const Current current(Device::get(device));
+        members_.push_back(std::make_unique<Member>(Device::get(device), bucket_));
     }
     UniqueId id{};
     id_.copy(id.bytes, sizeof id.bytes);

@@ -74,7 +74,7 @@ void check(int status, const char* function) {
                   std::to_string(status) + ")");
 }
 
-Device& Device::of(int id) {
+Device& Device::get(int id) {
     static std::mutex mutex;
     static std::map<int, std::unique_ptr<Device>>& all = *new std::map<int, std::unique_ptr<Device>>;
     std::lock_guard<std::mutex> lock(mutex);

@@ -42,7 +42,7 @@ class Device {
   public:
     const int id;  // MXNet's number
 
-    static Device& of(int id);
+    static Device& get(int id);
 
     int capability() const { return capability_; }  // 80 for 8.0
     std::string identity() const;                   // 16 bytes, which no other GPU has

@@ -123,7 +123,7 @@ struct Sums::Piece {
     size_t bucket = 0;  // bytes on GPUs
 
     // The last arrays come first.
-    static std::vector<Piece> of(const Round& round) {
+    static std::vector<Piece> cut(const Round& round) {
         std::vector<Piece> pieces;
         const size_t most = round.gpus != nullptr ? round.gpus->bucket() : Segment::kPiece;
         for (size_t i = round.summands.size(); i-- > 0;) {
@@ -256,7 +256,7 @@ class Sums::Pass {
         : sums_(sums),
           segment_(sums.segment_),
           round_(round),
-          pieces_(Piece::of(round)),
+          pieces_(Piece::cut(round)),
           lane_(segment_.lane(segment_.rank())),
           first_(lane_.out),
           last_(first_ + pieces_.size()),

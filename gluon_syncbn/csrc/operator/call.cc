@@ -26,7 +26,7 @@ constexpr double kQuiet = 10;  // seconds
 // Seconds, longer than replicas on equal batches mostly wait for each other. The engine's thread waits so long, because
 // another thread would cost two wake-ups, and often has no core. If another branch that the others wait for needs the
 // engine's thread, this branch is late by as much.
-constexpr double kMoment = 0.005;
+constexpr double kEngineThreadWaits = 0.005;
 
 // The last batch that a warning was about. A value that is not finite reaches all later layers and all replicas, and
 // one warning is enough.
@@ -57,7 +57,7 @@ void forget_handed_over() {
     handed_over.batches.clear();
 }
 
-std::unique_ptr<Call> Call::of(Node node, std::string context, Type type, Shape shape, int64_t samples) {
+std::unique_ptr<Call> Call::create(Node node, std::string context, Type type, Shape shape, int64_t samples) {
     const bool on_gpu = context.compare(0, 4, "gpu(") == 0;
     if (!on_gpu && context.compare(0, 3, "cpu") != 0)
         throw Failure("CPU and GPU contexts can be synchronised; " + context + " was given");
@@ -238,10 +238,10 @@ bool Call::has_come(Array batch) const {
     return false;
 }
 
-void Call::leave_out(bool so) {
-    left_out_ = so;
-    tensor_.shape.outer = so ? 0 : outer_;
-    tensor_.samples = so ? 0 : samples_;
+void Call::leave_out(bool is_out) {
+    left_out_ = is_out;
+    tensor_.shape.outer = is_out ? 0 : outer_;
+    tensor_.samples = is_out ? 0 : samples_;
 }
 
 void Call::write_zeros(const Arrays& arrays, const int* reqs, std::initializer_list<int> outputs) {
@@ -357,9 +357,10 @@ void Call::contribute(Vector values, std::shared_ptr<const cuda::OnDevice> devic
         return;
     }
     SYNCBN_POINT("before_contribution");
-    const double moment = terms_->per_context > 1 ? 0 : kMoment;  // the context's next replica needs this very thread
-    ready_ = node_.layer->rendezvous.contribute(
-        place_, {tensor_.type, channels(), std::move(values), std::move(device)}, moment);
+    const double wait =
+        terms_->per_context > 1 ? 0 : kEngineThreadWaits;  // the context's next replica needs this very thread
+    ready_ = node_.layer->rendezvous.contribute(place_,
+                                                {tensor_.type, channels(), std::move(values), std::move(device)}, wait);
     SYNCBN_POINT("after_contribution");
 }
 

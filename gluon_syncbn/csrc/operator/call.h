@@ -94,7 +94,7 @@ class Call {
 
     // Makes a call for "cpu(0)" or "gpu(1)"; another kind of context is a Failure. `shape.outer` holds `samples` equal
     // parts, which slots consist of.
-    static std::unique_ptr<Call> of(Node node, std::string context, Type type, Shape shape, int64_t samples);
+    static std::unique_ptr<Call> create(Node node, std::string context, Type type, Shape shape, int64_t samples);
     Call(Node node, std::string context, Type type, Shape shape, int64_t samples)
         : node_(std::move(node)),
           context_(std::move(context)),
@@ -201,7 +201,7 @@ class Call {
     void attempt(bool backward, const Arrays& arrays, const int* reqs, const Work& work);
 
     // A process that is out of batches: the call works on no sample, and its outputs and gradients are 0.
-    void leave_out(bool so);
+    void leave_out(bool is_out);
     void write_zeros(const Arrays& arrays, const int* reqs, std::initializer_list<int> outputs);
 
     bool issued_ = false;    // with its place, and has not begun its forward

@@ -104,7 +104,7 @@ class DeviceCall : public Call {
     };
 
     cuda::Device& device() {
-        if (device_ == nullptr) device_ = &cuda::Device::of(std::stoi(context_.substr(4)));
+        if (device_ == nullptr) device_ = &cuda::Device::get(std::stoi(context_.substr(4)));
         return *device_;
     }
     Work& work() {

@@ -349,7 +349,7 @@ int create_operator(const char* context, int, unsigned** shapes, const int* dims
     if (std::strncmp(context, "gpu", 3) == 0 && !data.on_gpus)
         refuse(property, std::string(data.name) + " data is on " + context +
                              ", but MXNet 1.9 computes with it on CPUs only; use float16 there");
-    std::unique_ptr<Call> op = Call::of(std::move(node), context, static_cast<Type>(types[0]), shape, samples);
+    std::unique_ptr<Call> op = Call::create(std::move(node), context, static_cast<Type>(types[0]), shape, samples);
     bool training = false;
     mx.MXAutogradIsTraining(&training);
     if (training && !property.frozen && property.role != Role::kTrack) op->issue(caller(), recall());

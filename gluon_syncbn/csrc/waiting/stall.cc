@@ -134,6 +134,6 @@ void watch_interrupts() {
     sigaction(SIGINT, &ours, nullptr);
 }
 
-void nobody_left(bool so) { nobody_is_left.store(so); }
+void set_nobody_left(bool is_nobody_left) { nobody_is_left.store(is_nobody_left); }
 
 }  // namespace syncbn

@@ -40,6 +40,6 @@ class Stall {
 void watch_interrupts();
 
 // Python says whether every thread that could still call a replica has ended or waits itself.
-void nobody_left(bool so);
+void set_nobody_left(bool is_nobody_left);
 
 }  // namespace syncbn

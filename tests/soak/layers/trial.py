@@ -70,7 +70,7 @@ class Trial:
         self.strain = 0.0  # the largest error, in what is allowed
         gluon_syncbn.configure(kvstore=None, timeout=TIMEOUT, seed=case.seed)
         self.net = self._build()
-        self.layer = next(block for block in blocks.of(self.net) if isinstance(block, SyncBatchNorm))
+        self.layer = next(block for block in blocks.iterate(self.net) if isinstance(block, SyncBatchNorm))
         self.net.cast(case.dtype)
         self.net.initialize(ctx=self.places if case.repeated else list(self.contexts.values()))
         if WAYS[case.way] is not None:
