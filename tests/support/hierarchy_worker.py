@@ -28,8 +28,8 @@ from gluon_syncbn.exchange.store import ProcessStore
 from gluon_syncbn.training.session import session
 
 STEPS, FAULT_AT = 12, 6
-PIECE = 4608  # numbers, as in csrc/exchange/segment.h
-LENGTHS = [1, 7, 300, PIECE, PIECE + 1, 3 * PIECE]
+MOST = 74240  # numbers, as in csrc/exchange/segment.h
+LENGTHS = [1, 7, 300, 4097, 20_000, MOST]
 
 
 bridge._GRACE = 1.0  # seconds; nothing else is told that late

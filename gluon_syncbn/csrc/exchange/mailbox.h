@@ -34,12 +34,11 @@ class Mailbox {
     virtual size_t rank() const = 0;
     // Whether this process has opened it, and is not a child of a fork.
     virtual bool is_own() const = 0;
-    // The most values under one label, and in all pieces of a vector.
+    // The most values of a vector.
     virtual size_t most_values() const = 0;
-    virtual size_t most_length() const = 0;
 
-    // Leaves a vector for `readers`. `length` is that of the whole vector, which this may be a piece of. Called by one
-    // thread at a time. Throws std::runtime_error if it has no space.
+    // Leaves a vector for `readers`. With 0 values, it only shows its length. Called by one thread at a time. Throws
+    // std::runtime_error if it has no space.
     virtual void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) = 0;
     // Whether all that this rank has posted under the label needs no more of its work.
     virtual bool is_out(const Label&) { return true; }

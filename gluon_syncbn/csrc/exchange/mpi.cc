@@ -40,7 +40,6 @@ class MpiMailbox : public Inbox {
     MpiMailbox(const Mpi& mpi, size_t rank, size_t ranks) : Inbox(rank, ranks), mpi_(mpi) {}
 
     size_t most_values() const override { return std::numeric_limits<int>::max() / sizeof(double) - sizeof(Head); }
-    size_t most_length() const override { return most_values(); }
 
     void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) override {
         std::lock_guard<std::mutex> lock(mutex_);

@@ -31,8 +31,6 @@ constexpr size_t kFew = 4;
 // A process that waits for waiting processes waits this much longer, so that the one next to the cause reports it.
 constexpr double kLeaderLonger = 0.5, kMemberLonger = 1;
 
-size_t pieces_of(size_t length, size_t most) { return std::max<size_t>(1, (length + most - 1) / most); }
-
 Ranks all_of(size_t count) {
     Ranks ranks(count);
     std::iota(ranks.begin(), ranks.end(), size_t{0});
@@ -309,32 +307,31 @@ class Processes::Gathering : public Underway {
     Gathering(const Job& job, Tier& tier, const Ticket& ticket, int64_t key, Way way, Row own, bool equal)
         : ticket_(ticket),
           key_(key),
-          job_(job),
-          tier_(tier),
           mail_(*tier.mail),
-          most_(mail_.most_values()),
-          readers_(without(way.readers, mail_.rank())),
-          wakes_(way.readers != way.from),
-          is_total_(way.is_total),
+          label_{key, ticket.node, ticket.call, ticket.phase, way.is_total ? -1 : 0},
           own_(std::move(own)),
-          equal_(equal) {
-        tier_.check_open();
+          equal_(equal),
+          wait_(tier, job.names, ticket_, label_, without(way.from, mail_.rank())) {
+        tier.check_open();
         SYNCBN_POINT("before_post");
-        const size_t pieces = fits(own_.length) ? pieces_of(own_.length, most_) : 1;
-        for (size_t piece = 0; !readers_.empty() && piece < pieces; ++piece) post(piece, readers_);
-        const Ranks from = without(way.from, mail_.rank());
-        // The empty post shows that this rank has come here.
-        if (readers_.empty() && !from.empty() && own_.values != nullptr) post(0, {mail_.rank()});
+        const Ranks readers = without(way.readers, mail_.rank());
+        if (!readers.empty()) {
+            // A vector that has no space here shows its length.
+            tier.post(label_, own_.values, fits(own_.length) ? own_.length : 0, own_.length, readers);
+            // If all read from all, the last to come wakes the others.
+            if (way.readers != way.from) mail_.wake(mail_.ring_of(label_));
+        } else if (!wait_.from().empty() && own_.values != nullptr) {
+            tier.post(label_, own_.values, 0, own_.length, {mail_.rank()});  // shows that this rank has come here
+        }
         SYNCBN_POINT("after_post");
-        wait_.emplace(tier_, job_.names, ticket_, label(0), from);
     }
 
     bool comes_within(double seconds) override {
-        while (!complete_) {
-            if (!wait_->comes_within(seconds)) return false;
-            take();
-        }
-        return true;
+        if (complete_) return true;
+        if (!wait_.comes_within(seconds)) return false;
+        SYNCBN_POINT("after_collect");
+        for (size_t i = 0; equal_ && i < wait_.from().size(); ++i) wait_.check_length(i, own_.length);
+        return complete_ = true;
     }
 
   protected:
@@ -342,85 +339,29 @@ class Processes::Gathering : public Underway {
     std::vector<Part> all() {
         comes_within(kForEver);
         std::vector<Part> all;
-        const auto add_own = [&] {
-            if (own_.values != nullptr) all.push_back({mail_.rank(), own_.length, own_.values});
-        };
-        auto part = parts_.begin();
-        for (; part != parts_.end() && part->rank < mail_.rank(); ++part) all.push_back(part->view());
-        add_own();
-        for (; part != parts_.end(); ++part) all.push_back(part->view());
+        if (own_.values != nullptr) all.push_back({mail_.rank(), own_.length, own_.values});
+        for (size_t i = 0; i < wait_.from().size(); ++i) {
+            const Part part{wait_.from()[i], wait_.found()[i].length, wait_.found()[i].values};
+            all.insert(part.rank < mail_.rank() ? all.end() - (own_.values != nullptr) : all.end(), part);
+        }
         return all;
     }
     void end() {
-        if (pieces_ == 1) wait_->done();  // they were read in place
-        mail_.forget(label(0));
+        wait_.done();
+        mail_.forget(label_);
     }
-    // A vector that has no space here has only one piece, which says so.
-    bool fits(size_t length) const { return length <= mail_.most_length(); }
+    bool fits(size_t length) const { return length <= mail_.most_values(); }
     size_t rank() const { return mail_.rank(); }
 
     const Ticket ticket_;
     const int64_t key_;
 
   private:
-    struct Arrived {
-        size_t rank, length;
-        const double* in_place;  // if it is in one piece
-        Vector whole;
-        Part view() const { return {rank, length, in_place != nullptr ? in_place : whole.data()}; }
-    };
-
-    Label label(size_t piece) const {
-        const auto number = static_cast<int64_t>(piece);
-        return {key_, ticket_.node, ticket_.call, ticket_.phase, is_total_ ? -1 - number : number};
-    }
-    void post(size_t piece, const Ranks& readers) {
-        const size_t begin = piece * most_, count = std::min(own_.length - begin, most_);
-        tier_.post(label(piece), own_.values + begin, count, own_.length, readers);
-        // If all read from all, the last to come wakes the others.
-        if (wakes_) mail_.wake(mail_.ring_of(label(piece)));
-    }
-    // Takes the pieces that have come; the first piece has the length of its vector.
-    void take() {
-        SYNCBN_POINT("after_collect");
-        const std::vector<Mailbox::Found>& found = wait_->found();
-        const auto pieces = [&](size_t length) { return fits(length) ? pieces_of(length, most_) : 1; };
-        if (piece_ == 0) {
-            for (size_t i = 0; i < found.size(); ++i) {
-                parts_.push_back({wait_->from()[i], found[i].length, found[i].values, {}});
-                pieces_ = std::max(pieces_, pieces(found[i].length));
-                if (equal_) wait_->check_length(i, own_.length);
-            }
-            complete_ = pieces_ == 1;
-            if (complete_) return;
-        }
-        size_t at = 0;
-        for (Arrived& part : parts_) {
-            if (pieces(part.length) <= piece_) continue;
-            part.in_place = nullptr;
-            part.whole.insert(part.whole.end(), found[at].values, found[at].values + found[at].count);
-            ++at;
-        }
-        wait_->done();
-        complete_ = ++piece_ == pieces_;
-        if (complete_) return;
-        Ranks from;
-        for (const Arrived& part : parts_)
-            if (pieces(part.length) > piece_) from.push_back(part.rank);
-        wait_.emplace(tier_, job_.names, ticket_, label(piece_), std::move(from));
-    }
-
-    const Job& job_;
-    Tier& tier_;
     Mailbox& mail_;
-    const size_t most_;  // values of a piece
-    const Ranks readers_;
-    const bool wakes_, is_total_;
+    const Label label_;
     const Row own_;
     const bool equal_;
-    size_t piece_ = 0, pieces_ = 1;
-    std::vector<Arrived> parts_;        // of the others, in their order
-    std::optional<WaitForRanks> wait_;  // the current or last wait
+    WaitForRanks wait_;
     bool complete_ = false;
 };
 
@@ -651,7 +592,7 @@ const Agreed& Processes::learned(const Ticket& ticket) {
 
 std::unique_ptr<Underway> Processes::reduce(Combine combine, const Ticket& ticket, const Contribution& own,
                                             int64_t key) {
-    if (machine_ == nullptr || own.length > machine_->mail->most_length())
+    if (machine_ == nullptr || own.length > machine_->mail->most_values())
         return reduce_in_job(combine, ticket, own, key, job_->all.everybody, 0);
     if (leaders_.size() > 1) return std::make_unique<Levels>(*this, combine, ticket, own, key);
     const Ranks& all = machine_->everybody;

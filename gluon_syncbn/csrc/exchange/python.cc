@@ -35,7 +35,6 @@ class Carried : public Inbox {
     Carried(size_t rank, size_t ranks) : Inbox(rank, ranks), died_(ranks) {}
 
     size_t most_values() const override { return std::numeric_limits<int>::max(); }
-    size_t most_length() const override { return most_values(); }
     void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) override {
         const int64_t numbers[] = {label.key, label.node, label.call, label.phase, label.piece};
         std::ostringstream head;

@@ -23,9 +23,9 @@ namespace syncbn {
 
 class Segment : public Mailbox {
   public:
-    static constexpr size_t kMostRanks = 64;     // a reader's mark is a bit
-    static constexpr size_t kMostValues = 4608;  // of a piece, enough for the moments of 2048 channels
-    static constexpr size_t kMostPieces = 16;    // of a vector; a longer one goes another way
+    static constexpr size_t kMostRanks = 64;  // a reader's mark is a bit
+    // Of a vector; a longer one goes another way. The kernel gives memory only for the part of a place that was used.
+    static constexpr size_t kMostValues = 74240;
 
     // Rank 0 creates it; the others open it as file descriptor `number` of process `process`. Each throws
     // std::runtime_error with the reason. A process that sees other memory there, as in another container, finds no
@@ -44,7 +44,6 @@ class Segment : public Mailbox {
     bool is_own() const override;
 
     size_t most_values() const override { return kMostValues; }
-    size_t most_length() const override { return kMostPieces * kMostValues; }
     void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) override;
     Found find(size_t rank, const Label& label) const override;
     void done(size_t rank, const Label& label, const Found& found) override;
