@@ -113,7 +113,7 @@ class Ticket(ctypes.Structure):
 class Mpi(ctypes.Structure):
     """MPI's functions and handles: see ``csrc/exchange/mpi.h``."""
 
-    _FUNCTIONS = ("Isend", "Improbe", "Imrecv", "Get_count", "Test", "Iallreduce", "Ibcast")  # the first members
+    _FUNCTIONS = ("Isend", "Improbe", "Imrecv", "Get_count", "Test", "Iallreduce")  # the first members
     _fields_ = _members("exchange/mpi.h", "Mpi")
 
     @classmethod
@@ -129,10 +129,6 @@ class Mpi(ctypes.Structure):
 
 class _Functions(ctypes.Structure):
     _fields_ = _members("exchange/python.h", "PythonFunctions")
-
-
-class _Machines(ctypes.Structure):
-    _fields_ = _members("exchange/machines.h", "MachinesInPython")
 
 
 def _unusable(error: Exception) -> ImportError:
@@ -384,7 +380,7 @@ def python_exchange(exchange: Any) -> int:
     return number
 
 
-def _guarded(call: Callable[..., None], text: Callable[[BaseException], str]) -> Callable[..., int]:
+def _guarded(call: Callable[..., None]) -> Callable[..., int]:
     """Returns what the core calls: a failure becomes a text."""
 
     def function(*arguments: Any) -> int:
@@ -393,15 +389,16 @@ def _guarded(call: Callable[..., None], text: Callable[[BaseException], str]) ->
             call(*given)
             return 0
         except BaseException as error:  # it must not pass through C++; its text goes to every replica
-            words = _bytes(text(error))[:1023].decode(errors="ignore").encode()  # no part of a character
+            text = _bytes(f"{type(error).__name__}: {error}")
+            words = text[:1023].decode(errors="ignore").encode()  # no part of a character
             ctypes.memmove(problem, words, len(words) + 1)
             return 1
 
     return function
 
 
-def _array(address: int, count: int, kind: Any = ctypes.c_double) -> np.ndarray:
-    return np.ctypeslib.as_array((kind * count).from_address(address)) if count else np.empty(0, kind)
+def _array(address: int, count: int) -> np.ndarray:
+    return np.ctypeslib.as_array((ctypes.c_double * count).from_address(address)) if count else np.empty(0)
 
 
 def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
@@ -417,7 +414,7 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
 
     global _functions_of_exchanges
     assert _functions_of_exchanges is None
-    calls = [_guarded(call, lambda error: f"{type(error).__name__}: {error}") for call in (add, agreed)]
+    calls = [_guarded(add), _guarded(agreed)]
     _functions_of_exchanges = _Functions(*[kind(call) for (_, kind), call in zip(_Functions._fields_, calls)])
     _core.syncbn_python_functions(ctypes.byref(_functions_of_exchanges))
 
@@ -430,13 +427,15 @@ MOST_RANKS = 64
 
 
 def bytes_of(
-    processes: Handle, ranks: Sequence[int], identity: Tuple[int, int, int, int], what: str, own: bytes
+    processes: Handle, ranks: Sequence[int], identity: Tuple[int, int, int, int], what: str, own: Sequence[bytes]
 ) -> List[np.ndarray]:
     """Sends bytes to some ranks. Returns theirs, this one's included, in the order of ``ranks``.
 
-    The kind, key, call and phase identify the messages. MXNetError: some rank does not come, or has failed.
+    ``own`` has bytes for each of them, or once for all. The kind, key, call and phase identify the messages.
+    MXNetError: some rank does not come, or has failed.
     """
-    found = _core.syncbn_bytes_of(processes, ranks, *identity, what, timeout_of(), len(own), own)
+    sizes = list(map(len, own))
+    found = _core.syncbn_bytes_of(processes, ranks, *identity, what, timeout_of(), sizes, b"".join(own))
     try:
         size, parts = ctypes.c_int64(), []
         for place in range(len(ranks)):
@@ -447,11 +446,11 @@ def bytes_of(
         _core.syncbn_bytes_free(found)
 
 
-def next_message(processes: Handle, seconds: float) -> bytes:
-    """Returns what a carrier sends next, as csrc/exchange/python.h has it; empty if nothing comes so soon."""
+def next_message(processes: Handle, seconds: float) -> Optional[bytes]:
+    """Returns what a carrier sends next; empty if nothing comes so soon, None after the last message."""
     size = ctypes.c_int64()
     address = _core.syncbn_next_message(processes, seconds, ctypes.byref(size))
-    return ctypes.string_at(address, size.value)
+    return None if size.value < 0 else ctypes.string_at(address, size.value)
 
 
 def merge_moments(total: np.ndarray, part: np.ndarray) -> np.ndarray:
@@ -494,37 +493,3 @@ def sum_arrays(exchange: Handle, channel: int, number: int, summands: Summands) 
     in the same order in all processes, and ``number`` counts them for messages.
     """
     _core.syncbn_sum(exchange, channel, number, timeout_of(), *summands.given)
-
-
-_between: List[_Machines] = []  # the core keeps pointers into them
-_ANNOUNCEMENT = 2 + 512  # numbers, as in csrc/exchange/machines.h
-
-
-def sum_between(exchange: Handle, first: bool, leader: Any, mpi: Optional[Mpi]) -> None:
-    """Gives the leader of a machine its way to the others, before the first sum.
-
-    Parameters
-    ----------
-    exchange : Handle
-        The exchange of the machine.
-    first : bool
-        Whether it is the first leader.
-    leader : Any
-        ``tell(numbers)`` returns the first leader's, ``add(values)`` adds in place. None with MPI.
-    mpi : Mpi, optional
-        Adds in place of ``leader``.
-    """
-    if leader is None:
-        _core.syncbn_sum_between(exchange, first, None, mpi)
-        return
-
-    def tell(numbers: int) -> None:
-        array = _array(numbers, _ANNOUNCEMENT, ctypes.c_int64)
-        array[:] = leader.tell(array.copy())
-
-    def add(kind: int, count: int, address: int) -> None:
-        leader.add(_array(address, count, ctypes.c_double if kind == 1 else ctypes.c_float))
-
-    calls = [_guarded(call, str) for call in (tell, add)]
-    _between.append(_Machines(*[kind(call) for (_, kind), call in zip(_Machines._fields_, calls)]))
-    _core.syncbn_sum_between(exchange, first, ctypes.byref(_between[-1]), None)

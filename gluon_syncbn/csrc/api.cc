@@ -307,55 +307,55 @@ SYNCBN_API void* syncbn_processes(int64_t number, int64_t rank, int64_t ranks, c
     return handle([&] {
         const auto own = static_cast<size_t>(rank), count = static_cast<size_t>(ranks);
         auto mail = mpi != nullptr ? syncbn::mailbox(*mpi, own, count) : syncbn::mailbox(own, count);
-        auto job = std::make_shared<syncbn::Job>(number, count, std::move(mail));
+        auto job = std::make_shared<syncbn::Job>(number, std::move(mail));
         return ExchangeHandle{std::make_shared<syncbn::Processes>(std::move(job))};
     });
 }
-// For a carrier in Python: see exchange/python.h. The first returns bytes, until this thread's next call. `label` has the
-// five numbers of a Label, `state` is a Mailbox::State.
+// For a carrier in Python: see exchange/python.h. The first returns bytes, until this thread's next call; a size of -1
+// stands for the end.
 SYNCBN_API const void* syncbn_next_message(void* processes, double seconds, int64_t* size) {
     return guarded<const void*>(nullptr, [&] {
-        std::string message = syncbn::next_message(*of_processes(processes).job()->all.mail, seconds);
-        *size = static_cast<int64_t>(message.size());
+        std::string message;
+        const bool goes_on = syncbn::next_message(*of_processes(processes).job()->all.mail, seconds, &message);
+        *size = goes_on ? static_cast<int64_t>(message.size()) : -1;
         return keep(std::move(message));
     });
 }
-SYNCBN_API int syncbn_deliver(void* processes, int64_t from, const Span<const int64_t>& label, int64_t length,
-                              const char* values, int64_t count) {
-    return done([&] {
-        const int64_t* at = label.begin();
-        syncbn::deliver(*of_processes(processes).job()->all.mail, static_cast<size_t>(from),
-                        {at[0], at[1], at[2], at[3], at[4]}, static_cast<size_t>(length), values,
-                        static_cast<size_t>(count));
-    });
+SYNCBN_API int syncbn_deliver(void* processes, int64_t size, const char* message) {
+    return done([&] { syncbn::deliver(*of_processes(processes).job()->all.mail, message, static_cast<size_t>(size)); });
 }
-SYNCBN_API int syncbn_report(void* processes, int64_t rank, int state, const char* reason, int64_t process) {
-    return done([&] {
-        syncbn::report(*of_processes(processes).job()->all.mail, static_cast<size_t>(rank),
-                       static_cast<syncbn::Mailbox::State>(state), reason, process);
-    });
+// What has become of a rank: "has ended"; empty if it is there.
+SYNCBN_API const char* syncbn_fate_of(void* processes, int64_t rank) {
+    return text([&] { return of_processes(processes).job()->all.mail->fate_of(static_cast<size_t>(rank)); });
 }
 // The same with memory of this machine. Takes ownership of the segment, which `ranks` share. `leaders`: of all machines.
+// They add gradients by MPI, unless `mpi` is null.
 SYNCBN_API void* syncbn_exchange_machine(void* processes, void* segment, const Span<const size_t>& ranks,
-                                         const Span<const size_t>& leaders) {
+                                         const Span<const size_t>& leaders, const syncbn::Mpi* mpi) {
     return handle([&] {
         auto job = of_processes(processes).job();
         syncbn::Members members{{ranks.begin(), ranks.end()}, job->all.members.of};
         return ExchangeHandle{std::make_shared<syncbn::Processes>(
             std::move(job), std::unique_ptr<Segment>(static_cast<Segment*>(segment)), std::move(members),
-            syncbn::Ranks(leaders.begin(), leaders.end()))};
+            syncbn::Ranks(leaders.begin(), leaders.end()), mpi)};
     });
 }
 
-// Sends bytes to some ranks and brings theirs, in their order, this one's included. `kind`, `key`, `call` and `phase`
-// identify the messages, `what` is for errors. Needs MPI. `syncbn_bytes_free` frees the result.
+// Sends bytes to some ranks and brings theirs, in their order, this one's included. There are `sizes` for each rank, or
+// one for all. `kind`, `key`, `call` and `phase` identify the messages, `what` is for errors. `syncbn_bytes_free` frees
+// the result.
 using BytesOfRanks = std::vector<std::string>;
 SYNCBN_API void* syncbn_bytes_of(void* processes, const Span<const size_t>& ranks, int64_t kind, int64_t key,
-                                 int64_t call, int64_t phase, const char* what, double timeout, int64_t size,
-                                 const char* bytes) {
+                                 int64_t call, int64_t phase, const char* what, double timeout,
+                                 const Span<const size_t>& sizes, const char* bytes) {
     return guarded<void*>(nullptr, [&] {
-        return new BytesOfRanks(of_processes(processes).bytes_of(
-            {ranks.begin(), ranks.end()}, {key, phase, call, -1 - kind, 0}, what, timeout, {bytes, bytes + size}));
+        BytesOfRanks own;
+        for (const size_t size : sizes) {
+            own.emplace_back(bytes, size);
+            bytes += size;
+        }
+        return new BytesOfRanks(of_processes(processes).bytes_of({ranks.begin(), ranks.end()},
+                                                                 {key, phase, call, -1 - kind, 0}, what, timeout, own));
     });
 }
 SYNCBN_API const void* syncbn_bytes_at(void* bytes, int64_t place, int64_t* size) {
@@ -390,6 +390,7 @@ SYNCBN_API int syncbn_sum(void* exchange, int64_t channel, int64_t number, doubl
         std::vector<syncbn::Summand> summands;
         for (int64_t i = 0; i < names.count; ++i)
             summands.push_back({names.values[i], static_cast<syncbn::Type>(types[i]), static_cast<size_t>(sizes[i])});
+        of_processes(exchange).job()->all.check_open();
         syncbn::native::sum_gradients(
             of_processes(exchange).sums(), channel, number, timeout, std::move(summands), static_cast<size_t>(contexts),
             arrays, gpus == nullptr ? nullptr : static_cast<syncbn::cuda::AllReduce*>(gpus)->shared_from_this());
@@ -409,17 +410,6 @@ SYNCBN_API void* syncbn_gpus(const Span<const int>& devices, const char* id, int
     return guarded<void*>(nullptr, [&] {
         const auto size = static_cast<size_t>(bucket);
         return syncbn::cuda::AllReduce::create({devices.begin(), devices.end()}, unhex(id), first, ranks, size).get();
-    });
-}
-
-// In the leader of a machine, before the first sum: the way to the other leaders, by MPI if `python` is null.
-SYNCBN_API int syncbn_sum_between(void* exchange, bool first, const syncbn::MachinesInPython* python,
-                                  const syncbn::Mpi* mpi) {
-    return done([&] {
-        syncbn::Processes& processes = of_processes(exchange);
-        syncbn::Mailbox& mail = *processes.job()->all.mail;
-        processes.sums().between(python != nullptr ? syncbn::machines(first, mail, *python)
-                                                   : syncbn::machines(first, mail, *mpi));
     });
 }
 
@@ -500,29 +490,6 @@ SYNCBN_API int syncbn_gate(const Span<NDArrayHandle>& arrays) {
 SYNCBN_API int syncbn_fail_arrays(const Span<NDArrayHandle>& arrays) {
     return done([&] { check(syncbn::fail_arrays(arrays.values, arrays.count)); });
 }
-
-// A wait of a rank for others in an exchange in Python.
-class WaitInPython : public syncbn::Wait {
-  public:
-    WaitInPython(const char* what, const char* rank, const char* missing, double timeout)
-        : Wait(timeout), what_(what), rank_(rank), missing_(missing) {}
-
-  protected:
-    std::string text(Why why) override { return syncbn::text_of_wait(why, what_, rank_, missing_, limit(), waited()); }
-
-  private:
-    const std::string what_, rank_, missing_;
-};
-
-// Begins a wait of this rank ("rank 0 of 3") for others ("1, 2") in the exchange that `what` names.
-SYNCBN_API void* syncbn_wait_begin(const char* what, const char* rank, const char* missing, double timeout) {
-    return guarded<void*>(nullptr, [&] { return new WaitInPython(what, rank, missing, timeout); });
-}
-// Fails if it must end. Warns once.
-SYNCBN_API int syncbn_wait_look(void* wait) {
-    return done([&] { static_cast<WaitInPython*>(wait)->look(); });
-}
-SYNCBN_API void syncbn_wait_end(void* wait) { delete static_cast<WaitInPython*>(wait); }
 
 // ---- the process ----
 

@@ -8,7 +8,7 @@ main thread                    store's thread                    servers
                                  rank 0 makes the relay
                                  init: rank 0's address and key ─►
                         ◄─────   pull, connect                  ◄─
-  messages and sums by the relay
+  messages by the relay
   close ─────────────────────►   del store                      ─►  they and the scheduler end
 """
 
@@ -19,8 +19,7 @@ import socket
 import threading
 import time
 from concurrent import futures
-from multiprocessing.connection import Connection
-from typing import Optional, Sequence, Tuple
+from typing import Tuple
 
 import mxnet as mx
 import numpy as np
@@ -28,12 +27,9 @@ import numpy as np
 from .. import _native
 from ..system.environment import read
 from ..system.logs import log
-from .bridge import BridgedTransport, Relay, introduce
-from .transport import Label
+from .bridge import BridgedTransport, Introduced, introduce
 
 _VARIABLES = ("DMLC_ROLE", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER")
-_SMALL = 1 << 14  # bytes; the relay adds larger arrays
-_PIECE = 1 << 18  # bytes; the relay adds one piece while the next ones travel
 _POLL = 0.05  # seconds between checks of other reasons to end
 _ENDS = 30.0  # seconds in which servers and scheduler end
 
@@ -43,7 +39,7 @@ class _Store:
 
     def __init__(self, scheduler: str) -> None:
         self._scheduler = scheduler
-        self.introduced: futures.Future[Tuple[int, int, Connection, Optional[Relay]]] = futures.Future()
+        self.introduced: futures.Future[Tuple[int, int, Introduced]] = futures.Future()
         self._together: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="gluon_syncbn-store", daemon=True)
         self._thread.start()
@@ -59,7 +55,7 @@ class _Store:
             _set_barrier(store, self._together.get())
         # Here the store ends. With a barrier, it ends the servers and the scheduler, too.
 
-    def _introduce(self, store: mx.kv.KVStore) -> Tuple[int, int, Connection, Optional[Relay]]:
+    def _introduce(self, store: mx.kv.KVStore) -> Tuple[int, int, Introduced]:
         def spread(told: np.ndarray) -> np.ndarray:
             # Bytes as float32, the one type that servers leave as it is: docs/mxnet_faults.md.
             store.init(0, mx.nd.array(told, dtype="float32"))  # takes rank 0's
@@ -67,8 +63,7 @@ class _Store:
             store.pull(0, out=heard)
             return heard.asnumpy()
 
-        connection, relay = introduce(store.rank, store.num_workers, self._scheduler, spread)
-        return store.rank, store.num_workers, connection, relay
+        return store.rank, store.num_workers, introduce(store.rank, store.num_workers, self._scheduler, spread)
 
     def end(self, together: bool) -> bool:
         """Ends the store, with the servers and the scheduler if all ranks end together. Returns whether it has."""
@@ -119,25 +114,10 @@ class DistSyncTransport(BridgedTransport):
                     "(DMLC_NUM_SERVER) have come. Each worker creates one such KVStore, and no store by "
                     "mx.kv.create('dist_sync')."
                 )
-            rank, workers, connection, relay = self._store.introduced.result()
-            super().__init__(rank, workers)
-            if not self.bridge(connection, relay, max(0, deadline - time.monotonic())):
-                raise mx.MXNetError(f"{late}: not all workers are connected to the relay in rank 0.")
+            super().__init__(*self._store.introduced.result())
         except BaseException:
             _skip_destructors()
             raise
-
-    def sum(self, label: Label, array: np.ndarray, ranks: Sequence[int]) -> np.ndarray:
-        if array.nbytes <= _SMALL or len(ranks) == 1:
-            return super().sum(label, array, ranks)
-        size = np.array([array.size]).view(array.dtype)  # in bytes of the array's type, which travels with them
-        for rank, theirs in zip(ranks, self.allgather(label, size, equal=False, ranks=ranks)):
-            self.check_alike(label, rank, int(theirs.view(np.int64)[0]), theirs.dtype, array)
-        pieces = np.array_split(array, -(-array.nbytes // _PIECE))
-        added = [self.added(label._replace(kind=f"piece {i}"), piece, ranks) for i, piece in enumerate(pieces)]
-        for one in added:
-            self.wait_for(label, one, ranks)
-        return np.concatenate([one.result().view(array.dtype) for one in added])
 
     def all_end(self) -> bool:
         together = super().all_end()

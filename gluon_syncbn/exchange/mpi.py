@@ -34,7 +34,7 @@ class MPITransport(Transport):
         self._MPI = MPI
         self._comm = self._duplicate()
         numbers = {"any_rank": MPI.ANY_SOURCE, "any_tag": MPI.ANY_TAG, "in_place": int(MPI.IN_PLACE) % 2**64}
-        types = {"bytes": MPI.BYTE, "float32": MPI.FLOAT, "float64": MPI.DOUBLE, "int64": MPI.INT64_T}
+        types = {"bytes": MPI.BYTE, "float32": MPI.FLOAT, "float64": MPI.DOUBLE}
         handles = {**types, "add": MPI.SUM, "communicator": self._comm}
         found = {name: MPI._handleof(handle) for name, handle in handles.items()}
         self.mpi = _native.Mpi.from_library(MPI.__file__, **numbers, **found)
@@ -56,13 +56,10 @@ class MPITransport(Transport):
         self.mpi.leaders = MPI._handleof(self._leaders)
 
     def close(self) -> None:
-        if self._closed or self._MPI.Is_finalized():
-            return
-        self._closed = True
-        if self._broken and self.size > 1:
+        if not self._closed and self.size > 1 and self.has_failed():
             # MPI_Finalize waits for processes that may be stuck or gone. MPI_Abort runs destructors in MXNet that end
             # in a signal. If the process leaves without either, mpiexec ends all processes and returns 1.
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        _native.processes_ended(self.handle)
+        self._closed = True

@@ -6,6 +6,7 @@ their nets, numbers the layers alike, and finds the members of groups.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -15,7 +16,7 @@ import socket
 import threading
 import weakref
 from collections import Counter
-from typing import Any, Dict, List, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -79,7 +80,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     name : str
         Name of the transport.
     transport : Transport
-        Carries what the processes tell each other, and the sums if it is not MPI.
+        Carries what the processes tell each other.
     """
 
     spans_processes = True
@@ -109,7 +110,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         number = _native.python_exchange(self)
         self.handle = _native.processes(number, self.rank, self.num_workers, transport.mpi)
         transport.open(self.handle)
-        self._sums: Optional[_native.Handle] = None  # with memory of this machine, or of this process
+        self._sums: Optional[_native.Handle] = None  # the same, with memory of this machine or of this process alone
 
     # ---- KVStoreBase ---------------------------------------------------------------------------------------
 
@@ -289,7 +290,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 kinds.classic(total.astype(target.dtype)).copyto(kinds.classic(target))
 
     def _begin_sum(self, label: Label, summands: _native.Summands) -> None:
-        self._transport.check_open()
         if self._sums is None:
             self._begin_sums()
         assert self._sums is not None
@@ -308,10 +308,15 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         label = label._replace(what=f"gather {name!r}, round {label.call + 1}")
         return label, self._transport.allgather(label, rows, equal=False)
 
-    def add_rows(self, label: Label, backward: int, gradients: np.ndarray) -> np.ndarray:
-        """Returns the sum of the vectors of all processes, in the backward of this number from 1."""
-        what = f"the gradients of {label}"
-        return self._transport.sum(label._replace(phase=backward, what=what), gradients, range(self.num_workers))
+    def add_rows(self, label: Label, backward: int, gradients: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+        """Returns the sum of the gradients of this process's rows, in the backward of this number from 1.
+
+        ``gradients`` has those of the rows of all processes, and ``rows`` how many each of them has.
+        """
+        label = label._replace(phase=backward, what=f"the gradients of {label}")
+        parts = np.split(gradients, np.cumsum(rows)[:-1])
+        everyone = self._transport.allgather(label, [part.ravel() for part in parts], equal=True)
+        return functools.reduce(np.add, everyone).reshape(parts[self.rank].shape)
 
     def _label(self, kind: str, key: Any) -> Label:
         number = key
@@ -336,73 +341,70 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     def _begin_sums(self) -> None:
         """Makes the way of gradients, through memory of the machine or of this process, and between machines."""
-        together = len(self.machines) == 1 or (self.machines and self._transport.adds_some)
-        machines = self.machines if together else [[rank] for rank in range(self.num_workers)]
-        leaders = [first for first, *_ in machines]
+        everybody = list(range(self.num_workers))
+        alone = not self.machines
+        self._sums = self._machine(_native.segment_create(1), [self.rank], everybody) if alone else self.handle
+
+    def _machine(self, segment: int, ranks: List[int], leaders: List[int]) -> _native.Handle:
         if len(leaders) > 1:
             self._transport.split(leaders)
-        sums: _native.Handle = self.handle
-        if not together:
-            sums = _native.exchange_machine(self.handle, _native.segment_create(1), [self.rank], leaders)
-        self._sums = sums
-        if len(leaders) > 1 and self.rank in leaders:
-            leader = None if self._transport.mpi else _Leader(self, leaders)
-            _native.sum_between(sums, self.rank == leaders[0], leader, self._transport.mpi)
+        return _native.exchange_machine(self._transport.handle, segment, ranks, leaders, self._transport.mpi)
 
     def _meet(self) -> None:
-        off = environment.read("GLUON_SYNCBN_SHARED_MEMORY") == "off"
-        problem = f"rank {self.rank}: GLUON_SYNCBN_SHARED_MEMORY=off" if off else ""
-        places = self._tell_all("the machines of the processes", {"machine": _machine(), "problem": problem})
+        def machine() -> str:
+            if environment.read("GLUON_SYNCBN_SHARED_MEMORY") == "off":
+                raise mx.MXNetError("GLUON_SYNCBN_SHARED_MEMORY=off")
+            return _machine()
+
+        names, problem = self._all_make("the machines of the processes", machine)
         machines: Dict[str, List[int]] = {}
-        for rank, place in enumerate(places):
-            machines.setdefault(place["machine"], []).append(rank)
-        ranks = machines[places[self.rank]["machine"]]
-        problem = next((place["problem"] for place in places if place["problem"]), "") or self._refuse(machines)
-        segment = None
-        if not problem:
-            segment, problem = self._segment(ranks)
+        for rank, name in enumerate(names):
+            machines.setdefault(name, []).append(rank)
+        ranks = machines[names[self.rank]]
+        if max(map(len, machines.values())) > _native.MOST_RANKS:
+            problem = problem or f"a machine has more than {_native.MOST_RANKS} processes"
+        if len(machines) == self.num_workers > 1:
+            problem = problem or "every process is on another machine"
+        segment, problem = (None, problem) if problem else self._segment(ranks)
         if segment is None:
             self.why_not_in_memory = problem
             log.info("the processes exchange statistics over %s: %s", self._name, problem)
             return
         self.why_not_in_memory, self.machines = None, list(machines.values())
-        leaders = [first for first, *_ in self.machines]
-        self.handle = _native.exchange_machine(self.handle, segment, ranks, leaders)
-
-    def _refuse(self, machines: Dict[str, List[int]]) -> str:
-        """Returns the reason why processes on these machines do not meet in memory; empty if they do."""
-        if max(map(len, machines.values())) > _native.MOST_RANKS:
-            return f"a machine has more than {_native.MOST_RANKS} processes"
-        if len(machines) == self.num_workers > 1:
-            return "every process is on another machine"
-        return ""
+        self.handle = self._machine(segment, ranks, [first for first, *_ in self.machines])
 
     def _segment(self, ranks: List[int]) -> Tuple[Optional[int], str]:
         """Returns the segment that these ranks share, or the reason why a machine has none. Every process calls it."""
         segment: Optional[int] = None
-        place: Dict[str, Any] = {"problem": ""}
-        try:
-            if self.rank == ranks[0]:
-                segment = _native.segment_create(len(ranks))
-                number, token = _native.segment_number(segment), _native.segment_token(segment)
-                place.update(process=os.getpid(), number=number, token=token)
-        except mx.MXNetError as error:
-            place["problem"] = f"rank {self.rank}: {error}"
-        places = self._tell_all("the memory that the processes of a machine share", place)
-        problems = [place["problem"] for place in places if place["problem"]]
-        if not problems:
-            problem, first = "", places[ranks[0]]
-            try:
-                if segment is None:
-                    where = first["process"], first["number"], first["token"]
-                    segment = _native.segment_open(len(ranks), ranks.index(self.rank), *where)
-            except mx.MXNetError as error:
-                problem = f"rank {self.rank}: {error}"
-            answers = self._tell_all("whether all processes see that memory", {"problem": problem})
-            problems = [answer["problem"] for answer in answers if answer["problem"]]
-        if problems and segment is not None:
+
+        def create() -> Any:
+            nonlocal segment
+            if self.rank != ranks[0]:
+                return None
+            segment = _native.segment_create(len(ranks))
+            return os.getpid(), _native.segment_number(segment), _native.segment_token(segment)
+
+        def see() -> None:
+            nonlocal segment
+            if segment is None:
+                segment = _native.segment_open(len(ranks), ranks.index(self.rank), *places[ranks[0]])
+
+        places, problem = self._all_make("the memory that the processes of a machine share", create)
+        if not problem:
+            problem = self._all_make("whether all processes see that memory", see)[1]
+        if problem and segment is not None:
             _native.segment_free(segment)
-        return (None, problems[0]) if problems else (segment, "")
+        return (None if problem else segment), problem
+
+    def _all_make(self, what: str, make: Callable[[], Any]) -> Tuple[List[Any], str]:
+        """Returns what every process makes, and the first problem of one, empty if there is none."""
+        made, problem = None, ""
+        try:
+            made = make()
+        except mx.MXNetError as error:
+            problem = f"rank {self.rank}: {error}"
+        everyone = self._tell_all(what, [made, problem])
+        return [one for one, _ in everyone], next((problem for _, problem in everyone if problem), "")
 
     def _tell_all(self, what: str, ours: Any) -> List[Any]:
         label = Label("agreement", call=self._agreements, what=what)
@@ -443,19 +445,17 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         return Agreed(key, of.ranks, layer.channels, here, np.arange(here, dtype=np.int32), groups)
 
     def fail(self, reason: str) -> None:
-        if self._sums is not None:
-            _native.processes_failed(self._sums, reason)
-        self._transport.fail(reason)
+        for handle in {self.handle, self._sums or self.handle}:
+            _native.processes_failed(handle, reason)
 
     def close(self) -> None:
-        if self._sums is not None:
-            _native.processes_ended(self._sums)
+        for handle in {self.handle, self._sums or self.handle}:
+            _native.processes_ended(handle)
         self._transport.close()
 
     def forked(self) -> None:
         self._lock = threading.Lock()  # a thread that the child does not have may have held it
         self._transport.forked()
-        self._transport, self._sums = _OfParent(self._transport.rank, self._transport.size), None
 
     def knows(self, layer: LayerInfo) -> bool:
         return layer.id in self._keys
@@ -491,40 +491,6 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 raise ValueError(text)
             self._replicas[layer.id] = [layers[i]["replicas"] for layers in everyone]
             self._keys[layer.id] = len(self._keys)  # last, because another thread goes on when it finds it
-
-
-class _Leader:
-    """Represents a machine among the leaders of all, for gradients. The core calls it from one thread."""
-
-    def __init__(self, store: ProcessStore, leaders: List[int]) -> None:
-        self._store, self._transport = store, store._transport
-        self._ranks, self._calls = leaders, 0
-
-    def _label(self, what: str) -> Label:
-        self._calls += 1
-        return Label("gradient of", _hash("machines"), call=self._calls, what=f"{what} of the machines")
-
-    def tell(self, numbers: np.ndarray) -> np.ndarray:
-        return self._transport.allgather(self._label("the order"), numbers, equal=True, ranks=self._ranks)[0]
-
-    def add(self, values: np.ndarray) -> None:
-        values[:] = self._transport.sum(self._label("the gradients"), values, self._ranks)
-
-
-class _OfParent(Transport):
-    """Stands for the parent's transport in the child of a fork."""
-
-    def check_open(self) -> NoReturn:
-        raise mx.MXNetError(
-            f"this process was forked from rank {self.rank} of {self.size} and is no member of its job; only processes "
-            "that the launcher has started are"
-        )
-
-    def fail(self, reason: str) -> None:
-        pass  # the parent reports its own failures
-
-    def close(self) -> None:
-        pass
 
 
 def _describe(layer: LayerInfo) -> Dict[str, Any]:

@@ -115,13 +115,11 @@ def _of_all_processes(own: nd.NDArray, name: str, store: ProcessStore) -> nd.NDA
     whole = nd.array(values.reshape(sum(counts), *own.shape[1:]), ctx=own.context, dtype=own.dtype)
     if not autograd.is_recording():
         return whole
-    first = sum(counts[: store.rank])
     backwards = itertools.count(1)
 
     def backward(heads: List[nd.NDArray], gradients: List[nd.NDArray], requests: List[int]) -> None:
         head, gradient = heads[0].asnumpy(), gradients[0]
-        total = store.add_rows(label, next(backwards), head.ravel().astype(np.float64))
-        part = total.reshape(head.shape)[first : first + len(gradient)]
+        part = store.add_rows(label, next(backwards), head.astype(np.float64), counts)
         if part.size and requests[0] != _native.NULL:
             gradient[:] = part + gradient.asnumpy() if requests[0] == _native.ADD else part
 

@@ -45,9 +45,8 @@ std::vector<Hands::Turn> harmless(const Layer& layer, bool steps_fail) {
         [&](Random& random) { syncbn_layer_exchange(layer.id, *any_exchange(random)); },
         [](Random&) { expect(syncbn_timeout_of() > 0, "there is a time limit"); },
         [steps_fail](Random&) {
-            void* wait = syncbn_wait_begin("a wait", "rank 0 of 2", "1", 10);
-            expect(syncbn_wait_look(wait) == 0 || steps_fail, "a wait goes on");
-            syncbn_wait_end(wait);
+            WaitForOthers wait;
+            expect(wait.looks() || steps_fail, "a wait goes on");
         },
         [](Random& random) {
             Spec spec;

@@ -4,8 +4,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cinttypes>
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -14,6 +14,7 @@
 
 #include "core.h"
 #include "exchange/choice.h"
+#include "exchange/inbox.h"
 #include "exchange/processes.h"
 #include "exchange/segment.h"
 #include "figures.h"
@@ -31,16 +32,15 @@ bool fails() {
     return false;
 }
 
-// A wait for other processes looks around as those of the core do. Now and then it takes longer than they need to do so.
+// Now and then it takes longer than a wait needs to look around.
 void wait_for_others() {
     static std::atomic<int> exchanges{0};
-    void* wait = syncbn_wait_begin("a wait", "rank 0 of 2", "1", 10);
-    for (int i = 0; i < 3 && syncbn_wait_look(wait) == 0; ++i) pause(1e-4);
+    WaitForOthers wait;
+    for (int i = 0; i < 3 && wait.looks(); ++i) pause(1e-4);
     if (++exchanges % 50 == 0) {
         pause(0.07);
-        syncbn_wait_look(wait);
+        wait.looks();
     }
-    syncbn_wait_end(wait);
 }
 
 int refused(syncbn::Problem* problem) {
@@ -81,21 +81,22 @@ bool is_open(void* processes) {
 void carry(void* processes) {
     int64_t size = 0;
     while (true) {
-        const void* message = syncbn_next_message(processes, 0.05, &size);
-        int64_t label[5], length = 0;
+        const auto* message = static_cast<const char*>(syncbn_next_message(processes, 0.05, &size));
+        if (size < 0) return;
+        int64_t readers = 0;
+        syncbn::Head head;
         if (size == 0) continue;
-        if (std::sscanf(static_cast<const char*>(message),
-                        "[\"message\", 0, [%" SCNd64 ", %" SCNd64 ", %" SCNd64 ", %" SCNd64 ", %" SCNd64 "], %" SCNd64,
-                        label, label + 1, label + 2, label + 3, label + 4, &length) < 6)
-            return;
-        if (processes == current && fails()) {
-            syncbn_report(processes, 1, static_cast<int>(syncbn::Mailbox::State::kFailed), "the cable is out", 0);
-            continue;
-        }
+        std::memcpy(&readers, message, sizeof readers);
+        std::memcpy(&head, message + sizeof readers * static_cast<size_t>(1 + readers), sizeof head);
+        if (head.kind != syncbn::Head::kVector) continue;
+        head.from = 1;
         std::lock_guard<std::mutex> lock(gathering_mutex);
-        if (gathering.count(label[0]) != 0) length = 0;
-        const std::vector<double> zeros(static_cast<size_t>(length));
-        syncbn_deliver(processes, 1, {5, label}, length, reinterpret_cast<const char*>(zeros.data()), length);
+        if (processes == current && fails()) head.kind = syncbn::Head::kFailed;
+        if (head.kind == syncbn::Head::kFailed || gathering.count(head.label.key) != 0) head.length = 0;
+        std::vector<double> answer(1 + sizeof head / sizeof(double) + head.length);
+        std::memcpy(&answer[1], &head, sizeof head);
+        syncbn_deliver(processes, static_cast<int64_t>(answer.size() * sizeof(double)),
+                       reinterpret_cast<const char*>(answer.data()));
     }
 }
 
@@ -131,7 +132,7 @@ void make_exchanges_of_processes() {
     auto rank_1 = syncbn::Segment::open(2, 1, getpid(), rank_0->number(), rank_0->token());
     shared = rank_0.get();
     constexpr size_t kRanks[] = {0, 1};
-    of_machine = syncbn_exchange_machine(of_processes, rank_0.release(), {2, kRanks}, {1, kRanks});
+    of_machine = syncbn_exchange_machine(of_processes, rank_0.release(), {2, kRanks}, {1, kRanks}, nullptr);
     made.push_back(of_machine);
     std::thread([segment = std::shared_ptr<syncbn::Segment>(std::move(rank_1))] { play_rank_1(*segment); }).detach();
 }

@@ -2,8 +2,27 @@
 #pragma once
 
 #include "random.h"
+#include "waiting/wait.h"
 
 namespace driver {
+
+// A wait for other processes, which looks around as those of the core do.
+class WaitForOthers : public syncbn::Wait {
+  public:
+    WaitForOthers() : Wait(10) {}
+    // Returns whether it goes on.
+    bool looks() noexcept {
+        try {
+            look();
+            return true;
+        } catch (const std::exception&) {
+            return false;
+        }
+    }
+
+  protected:
+    std::string text(Why) override { return "rank 0 waits"; }
+};
 
 // Once, before the first layer.
 void make_exchanges();

@@ -163,10 +163,10 @@ class Bridge(bridge.BridgedTransport):
     """As those of Horovod and ``dist_sync``, introduced over MPI."""
 
     def __init__(self, inner):
-        super().__init__(inner.rank, inner.size)
-        self._inner, label = inner, Label("exchange", what="the introduction")
+        label = Label("exchange", what="the introduction")
         spread = lambda told: inner.allgather(label, told, equal=True)[0]  # noqa: E731
-        assert self.bridge(*bridge.introduce(self.rank, self.size, "127.0.0.1", spread), 60)
+        super().__init__(inner.rank, inner.size, introduce(inner.rank, inner.size, "127.0.0.1", spread))
+        self._inner = inner
 
     def close(self):
         super().close()

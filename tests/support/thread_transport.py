@@ -1,8 +1,10 @@
 """A transport between threads of one process, each of which is a rank: what it takes to bring another one."""
 
-import json
+import threading
+from functools import partial
 
 from gluon_syncbn import _native
+from gluon_syncbn.exchange.bridge import readers_of
 from gluon_syncbn.exchange.transport import Transport
 
 
@@ -14,19 +16,14 @@ class ThreadTransport(Transport):
         self._handles = handles
 
     def open(self, handle):
-        self._handles.append(handle)
         super().open(handle)
+        self._handles.append(handle)
+        threading.Thread(target=self._carry, name=f"carrier of rank {self.rank}", daemon=True).start()
 
-    def send(self, message):
-        line, _, body = message.partition(b"\n")
-        _, rank, label, length, readers = json.loads(line)
-        for reader in readers:
-            _native.deliver(self._handles[reader], rank, label, length, body, len(body) // 8)
-
-    def leave(self, failure):
-        for rank in range(self.size):
-            if rank != self.rank:
-                _native.report(self._handles[rank], self.rank, 2 if failure else 3, failure, 0)
+    def _carry(self):
+        for message in iter(partial(_native.next_message, self.handle, 1.0), None):
+            for reader in readers_of(message) if message else ():
+                _native.deliver(self._handles[reader], len(message), message)
 
     def close(self):
         self._closed = True

@@ -6,7 +6,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
-from types import SimpleNamespace
 
 import mxnet as mx
 import numpy as np
@@ -14,27 +13,23 @@ import pytest
 
 import gluon_syncbn
 from gluon_syncbn import _native
-from gluon_syncbn.exchange.bridge import Relay, connect
-from gluon_syncbn.exchange.dist_sync import DistSyncTransport
-from gluon_syncbn.exchange.transport import Label, Transport
+from gluon_syncbn.exchange import bridge
+from gluon_syncbn.exchange.bridge import BridgedTransport, Introduced, Relay, connect
+from gluon_syncbn.exchange.transport import Label
 
 LABEL = Label("gradient", 7, what="gradient 7, round 1")
 OTHER = Label("gradient", 8, what="gradient 8, round 1")
 
 
-class Worker(DistSyncTransport):
-    """Is introduced by the relay itself, and not by MXNet's store."""
-
+class Worker(BridgedTransport):
     def __init__(self, rank, size, relay):
-        Transport.__init__(self, rank, size)
-        self._store = SimpleNamespace(end=lambda together: True)
-        assert self.bridge(connect(relay.introduction, rank), relay if rank == 0 else None, 20)
+        connection = connect(relay.introduction, rank)
+        super().__init__(rank, size, Introduced(connection, os.getpid(), relay if rank == 0 else None))
         self.open(_native.processes(_native.python_exchange(self), rank, size, None))
 
     def cut(self):
         """As the kernel does when the process is killed."""
-        with socket.socket(fileno=os.dup(self._link._connection.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)
+        self._link._socket.shutdown(socket.SHUT_RDWR)
 
     def comes_to_its_end(self):
         self._closed = True
@@ -53,9 +48,8 @@ def everywhere(workers, work):
         return [job.exception() or job.result() for job in jobs]
 
 
-def test_messages_and_sums_of_some_ranks_in_any_order():
+def test_messages_of_some_ranks_in_any_order():
     ranks_of = [[0, 1], [0, 1, 2], [1, 2]]
-    parts = [np.random.RandomState(rank).randn(70_001).astype("float32") for rank in range(3)]
 
     def work(worker):
         rng = np.random.RandomState(worker.rank)
@@ -69,16 +63,22 @@ def test_messages_and_sums_of_some_ranks_in_any_order():
                     np.testing.assert_array_equal(got, np.full(call + rank, 10 * call + rank))
 
             list(pool.map(exchange, rng.permutation(20).tolist()))
-        return worker.sum(OTHER, parts[worker.rank], range(3))
 
-    for total in everywhere(workers(3), work):
-        np.testing.assert_array_equal(total, parts[0] + parts[1] + parts[2])
+    assert everywhere(workers(3), work) == [None] * 3
+
+
+def test_to_each_its_own():
+    def work(worker):
+        return worker.allgather(LABEL, [np.full(to, 10 * worker.rank + to) for to in range(3)], equal=True)
+
+    for to, parts in enumerate(everywhere(workers(3), work)):
+        assert [part.tolist() for part in parts] == [[10 * rank + to] * to for rank in range(3)]
 
 
 def test_parts_of_other_sizes_and_types():
     parts = [np.ones(9000), np.ones(9001), np.ones(9000, "float32")]
     for size in (2, 3):
-        errors = everywhere(workers(size), lambda worker: worker.sum(LABEL, parts[worker.rank], range(worker.size)))
+        errors = everywhere(workers(size), lambda worker: worker.allgather(LABEL, parts[worker.rank], equal=True))
         assert all("values of float" in str(error) for error in errors), errors
 
 
@@ -129,14 +129,20 @@ def test_time_is_up():
     with pytest.raises(mx.MXNetError, match="rank 0 of 3 waits for rank 1, 2 in gradient 7, round 1 after 0 s"):
         first.allgather(LABEL, np.ones(2), equal=True)
     with pytest.raises(mx.MXNetError, match=r"rank 0 of 3 has failed: rank 0 of 3 waits .*was in gradient 8"):
-        second.sum(OTHER, np.ones(9000), range(3))
+        second.allgather(OTHER, np.ones(9000), equal=True)
 
 
-def test_a_sum_that_nobody_else_makes():
-    gluon_syncbn.configure(timeout=0.5)
-    first, *_ = workers(3)
-    with pytest.raises(mx.MXNetError, match="rank 0 of 3 waits for rank 1, 2 in gradient 7, round 1 after 0 s"):
-        first.wait_for(LABEL, first.added(LABEL, np.ones(9000), range(3)), range(3))
+def test_a_rank_that_is_silent(monkeypatch):
+    """Its connection is there, but nothing comes, not even when it has nothing to say."""
+    following = BridgedTransport._following
+    monkeypatch.setattr(Worker, "_following", lambda self: time.sleep(60) if self.rank == 1 else following(self))
+    monkeypatch.setattr(bridge, "_SILENCE", 2.0)
+    gluon_syncbn.configure(timeout=1)
+    everyone = workers(2)
+    until = time.monotonic() + 20
+    while not _native.fate_of(everyone[0].handle, 1) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert _native.fate_of(everyone[0].handle, 1) == "has failed: nothing was heard of it for 3 s"
 
 
 def test_the_end_of_all(caplog):

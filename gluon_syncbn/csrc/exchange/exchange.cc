@@ -41,6 +41,7 @@ Total Exchange::allgather(const Ticket&, const Contribution&) { not_offered(); }
 Total Exchange::allgather(const Ticket&, const DeviceContribution&) { not_offered(); }
 
 std::string name_of_call(const Ticket& ticket) {
+    if (ticket.phase < 0) return ticket.name;
     return std::string("the ") + (ticket.phase == 0 ? "forward" : "backward") + " of call " +
            std::to_string(ticket.call + 1) + " of " + title_of(ticket.name);
 }

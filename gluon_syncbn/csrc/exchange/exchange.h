@@ -26,7 +26,7 @@ struct Ticket {
     int64_t interrupts;  // their number at the first call of a replica
 };
 
-// "the forward of call 2 of SyncBatchNorm 'bn0'"
+// "the forward of call 2 of SyncBatchNorm 'bn0'". An exchange without a meeting, of a phase below 0, has only a name.
 std::string name_of_call(const Ticket& ticket);
 // The text of a wait for other processes in a call: "rank 0 of 3 waits for rank 2 in ...". `limit` and `waited` are
 // seconds.

@@ -1,4 +1,5 @@
-// A mailbox in memory of this process: what has arrived, and what is known of the other ranks. A carrier fills it.
+// A mailbox in memory of this process: what has arrived, and what is known of the other ranks. A carrier moves messages
+// between those of all ranks.
 #pragma once
 
 #include <unistd.h>
@@ -16,9 +17,20 @@
 
 namespace syncbn {
 
+// A message begins with this.
+struct Head {
+    // A vector; an end without a word, of which `length` is the process; a failure, whose text follows; another end.
+    enum Kind : int64_t { kVector, kDied, kFailed, kEnded };
+    Label label;
+    int64_t kind, from;
+    uint64_t length;
+    uint64_t count = 0, begin = 0;  // of a message in several frames: all its values, and where this frame begins
+};
+static_assert(sizeof(Head) % sizeof(double) == 0, "what follows is aligned");
+
 class Inbox : public Mailbox {
   public:
-    Inbox(size_t rank, size_t ranks) : states_(ranks), rank_(rank), process_(getpid()), reasons_(ranks) {
+    Inbox(size_t rank, size_t ranks) : states_(ranks), rank_(rank), process_(getpid()), died_(ranks), reasons_(ranks) {
         for (auto& state : states_) state = State::kPresent;
     }
 
@@ -26,6 +38,11 @@ class Inbox : public Mailbox {
     size_t rank() const override { return rank_; }
     bool is_own() const override { return getpid() == process_; }
 
+    void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (label.piece == 0) here_.push_back(label);
+        if (!readers.empty()) send({label, Head::kVector, own(), length}, values, count * sizeof(double), readers);
+    }
     Found find(size_t rank, const Label& label) const override {
         std::lock_guard<std::mutex> lock(mutex_);
         for (const Received& one : received_)
@@ -49,8 +66,7 @@ class Inbox : public Mailbox {
     }
     void forget(const Label& label) override {
         std::lock_guard<std::mutex> lock(mutex_);
-        const auto found = std::find(here_.begin(), here_.end(), label);
-        if (found != here_.end()) here_.erase(found);
+        here_.erase(std::remove(here_.begin(), here_.end(), label), here_.end());
     }
 
     uint32_t ring_of(const Label&) const override { return 0; }  // there is one for all
@@ -61,33 +77,39 @@ class Inbox : public Mailbox {
         return reasons_[rank];
     }
     bool crowded() const override { return false; }
+    int64_t died(size_t rank) const override { return states_[rank] == State::kPresent ? died_[rank].load() : 0; }
+    void leave(State state, const std::string& reason) override {
+        if (!is_own()) return;
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (states_[rank_] != State::kPresent) return;
+        const std::string text = reason.substr(0, 4000);
+        Ranks others = Members::all(ranks()).ranks;
+        others.erase(others.begin() + static_cast<int64_t>(rank_));
+        send({{}, state == State::kFailed ? Head::kFailed : Head::kEnded, own(), text.size()}, text.data(), text.size(),
+             others);
+        report(rank_, state, text);
+        left();
+    }
 
   protected:
-    struct Received {
-        size_t from;
-        Label label;
-        size_t length, count;
-        const double* values;
-        std::shared_ptr<double> memory;  // of the values
-    };
-    Ranks others() const {
-        Ranks ranks;
-        for (size_t rank = 0; rank < states_.size(); ++rank)
-            if (rank != rank_) ranks.push_back(rank);
-        return ranks;
-    }
+    static constexpr size_t kHead = sizeof(Head) / sizeof(double);
 
     // The caller of the following holds the lock.
-    void remember(const Label& label) {
-        if (label.piece == 0) here_.push_back(label);
-    }
-    void keep(Received one) {
-        received_.push_back(std::move(one));
-        ++heard_;
-    }
-    void report(size_t rank, State state, std::string reason) {
-        reasons_[rank] = std::move(reason);  // complete before the state changes
-        states_[rank] = state;
+    virtual void send(Head head, const void* content, size_t size, const Ranks& to) = 0;
+    // This rank has sent its last message.
+    virtual void left() = 0;
+    // Takes a whole message that has arrived, of so many values behind its head.
+    void take(const std::shared_ptr<double>& message, size_t count) {
+        const Head& head = *reinterpret_cast<const Head*>(message.get());
+        const double* values = message.get() + kHead;
+        const auto from = static_cast<size_t>(head.from);
+        if (head.kind == Head::kVector)
+            received_.push_back({from, head.label, head.length, count, values, message});
+        else if (head.kind == Head::kDied)
+            died_[from] = static_cast<int64_t>(head.length);
+        else
+            report(from, head.kind == Head::kFailed ? State::kFailed : State::kEnded,
+                   {reinterpret_cast<const char*>(values), head.length});
         ++heard_;
     }
 
@@ -96,8 +118,25 @@ class Inbox : public Mailbox {
     std::atomic<uint32_t> heard_{0};
 
   private:
+    struct Received {
+        size_t from;
+        Label label;
+        size_t length, count;
+        const double* values;
+        std::shared_ptr<double> memory;  // of the values
+    };
+    int64_t own() const { return static_cast<int64_t>(rank_); }
+    // The first report of a rank stays.
+    void report(size_t rank, State state, std::string reason) {
+        if (states_[rank] != State::kPresent) return;
+        reasons_[rank] = std::move(reason);  // complete before the state changes
+        states_[rank] = state;
+        ++heard_;
+    }
+
     const size_t rank_;
     const pid_t process_;
+    std::vector<std::atomic<int64_t>> died_;
     std::vector<std::string> reasons_;
     std::list<Received> received_;
     std::vector<Label> here_;

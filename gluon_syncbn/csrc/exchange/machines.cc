@@ -1,56 +1,26 @@
 #include "exchange/machines.h"
 
-#include <deque>
-#include <stdexcept>
-#include <string>
+#include <cstring>
+#include <utility>
+
+#include "failure.h"
 
 namespace syncbn {
 namespace {
 
-// Calls a function in Python.
-template <typename Function, typename... Arguments>
-void call(Function* function, Arguments... arguments) {
-    Problem problem{};
-    if (function(arguments..., &problem) != 0) throw std::runtime_error(problem.text);
+constexpr int64_t kPhase = -100;  // that no other exchange has
+
+template <typename T>
+void add(void* total, const void* part, size_t bytes) {
+    auto* to = static_cast<T*>(total);
+    const auto* from = static_cast<const T*>(part);
+    for (size_t i = 0; i < bytes / sizeof(T); ++i) to[i] += from[i];
 }
-
-class InPython : public Machines {
-  public:
-    InPython(bool first, Mailbox& mailbox, const MachinesInPython& python)
-        : Machines(first, mailbox), python_(python) {}
-
-    void announce(const Announcement& announcement) override {
-        Announcement copy = announcement;
-        call(python_.tell, &copy.channel);
-    }
-    bool announced(Announcement* announcement) override {
-        call(python_.tell, &announcement->channel);
-        return true;
-    }
-    void begin(Type type, void* values, size_t count) override {
-        call(python_.add, static_cast<int>(type), static_cast<int64_t>(count), values);
-    }
-    bool done() override { return true; }
-
-  private:
-    const MachinesInPython python_;
-};
 
 class OverMpi : public Machines {
   public:
-    OverMpi(bool first, Mailbox& mailbox, const Mpi& mpi) : Machines(first, mailbox), mpi_(mpi) {}
+    OverMpi(Tier& job, Ranks leaders, const Mpi& mpi) : Machines(job, std::move(leaders)), mpi_(mpi) {}
 
-    void announce(const Announcement& announcement) override {
-        while (!told_.empty() && mpi_.has_ended(&told_.front().request)) told_.pop_front();
-        broadcast(announcement);
-    }
-    bool announced(Announcement* announcement) override {
-        if (told_.empty()) broadcast({});
-        if (!mpi_.has_ended(&told_.front().request)) return false;
-        *announcement = told_.front().announcement;
-        told_.pop_front();
-        return true;
-    }
     void begin(Type type, void* values, size_t count) override {
         sums_.emplace_back();
         const Mpi::Handle kind = type == Type::kFloat64 ? mpi_.float64 : mpi_.float32;
@@ -64,44 +34,84 @@ class OverMpi : public Machines {
     }
 
   private:
-    struct Told {
-        Announcement announcement;
-        Mpi::Request request;
-    };
-    void broadcast(const Announcement& announcement) {
-        told_.push_back({announcement, {}});
-        Mpi::check(mpi_.broadcast(&told_.back().announcement, kAnnouncement, mpi_.int64, 0, mpi_.leaders,
-                                  told_.back().request.memory));
-    }
-
     const Mpi mpi_;
-    std::deque<Told> told_;  // a deque's elements stay where they are
-    std::deque<Mpi::Request> sums_;
+    std::deque<Mpi::Request> sums_;  // a deque's elements stay where they are
 };
 
 }  // namespace
 
-void Machines::check() {
-    mailbox_.heard(0);  // lets messages arrive
-    for (size_t rank = 0; rank < mailbox_.ranks(); ++rank) {
-        std::string fate;
-        if (mailbox_.state_of(rank) == Mailbox::State::kFailed)
-            fate = "has failed: " + mailbox_.reason_of(rank);
-        else if (const int64_t process = mailbox_.died(rank))
-            fate = Mailbox::fate_of_dead(process);
-        if (rank == mailbox_.rank() || fate.empty()) continue;
-        throw std::runtime_error("rank " + std::to_string(rank) + " of " + std::to_string(mailbox_.ranks()) + " " +
-                                 fate + " (rank " + std::to_string(mailbox_.rank()) +
-                                 " was in the gradients of the machines)");
+// No message is the first piece of an exchange, of which a mailbox remembers who has come to it.
+Label Machines::label(Kind kind, int64_t number) { return {kind, 0, number, kPhase, 1}; }
+
+void Machines::post(const Label& label, const void* values, size_t bytes, const Ranks& readers) {
+    Vector padded((bytes + sizeof(double) - 1) / sizeof(double));
+    std::memcpy(padded.data(), values, bytes);
+    job_.post(label, padded.data(), padded.size(), bytes, readers);
+}
+
+Mailbox::Found Machines::from(size_t place, const Label& label) {
+    job_.mail->heard(0);  // lets messages arrive
+    return job_.mail->find(leaders_[place], label);
+}
+
+void Machines::announce(const Announcement& announcement) {
+    std::string text(sizeof announcement.channel, 0);
+    std::memcpy(&text[0], &announcement.channel, text.size());
+    text += announcement.arrays;
+    post(label(kOrder, rounds_++), text.data(), text.size(), others());
+}
+
+std::optional<Announcement> Machines::announced() {
+    const Label order = label(kOrder, rounds_);
+    const Mailbox::Found found = from(0, order);
+    if (found.values == nullptr) return std::nullopt;
+    Announcement announcement{0, {reinterpret_cast<const char*>(found.values + 1), found.length - sizeof(int64_t)}};
+    std::memcpy(&announcement.channel, found.values, sizeof announcement.channel);
+    job_.mail->done(leaders_[0], order, found);
+    ++rounds_;
+    return announcement;
+}
+
+void Machines::begin(Type type, void* values, size_t count) {
+    sums_.push_back({type, values, count * static_cast<size_t>(size_of(type))});
+    if (!is_first()) post(label(kPart, begun_), values, sums_.back().bytes, {leaders_[0]});
+    ++begun_;
+}
+
+bool Machines::done() {
+    const Sum& sum = sums_.front();
+    const Label part = label(kPart, ended_), total = label(kTotal, ended_);
+    if (is_first()) {
+        for (size_t place = 1; place < leaders_.size(); ++place)
+            if (from(place, part).values == nullptr) return false;
+        for (size_t place = 1; place < leaders_.size(); ++place) {
+            const Mailbox::Found found = from(place, part);
+            (sum.type == Type::kFloat64 ? add<double> : add<float>)(sum.values, found.values, sum.bytes);
+            job_.mail->done(leaders_[place], part, found);
+        }
+        post(total, sum.values, sum.bytes, others());
+    } else {
+        const Mailbox::Found found = from(0, total);
+        if (found.values == nullptr) return false;
+        std::memcpy(sum.values, found.values, sum.bytes);
+        job_.mail->done(leaders_[0], total, found);
     }
+    sums_.pop_front();
+    ++ended_;
+    return true;
 }
 
-std::unique_ptr<Machines> machines(bool first, Mailbox& mailbox, const MachinesInPython& python) {
-    return std::make_unique<InPython>(first, mailbox, python);
+void Machines::check() {
+    Mailbox& mail = *job_.mail;
+    mail.heard(0);  // lets messages arrive
+    for (size_t rank = 0; rank < mail.ranks(); ++rank)
+        if (rank != mail.rank() && (mail.state_of(rank) == Mailbox::State::kFailed || mail.died(rank) != 0))
+            throw Failure(job_.loss(rank, "the gradients of the machines"));
 }
 
-std::unique_ptr<Machines> machines(bool first, Mailbox& mailbox, const Mpi& mpi) {
-    return std::make_unique<OverMpi>(first, mailbox, mpi);
+std::unique_ptr<Machines> machines(Tier& job, Ranks leaders, const Mpi* mpi) {
+    if (mpi != nullptr) return std::make_unique<OverMpi>(job, std::move(leaders), *mpi);
+    return std::make_unique<Machines>(job, std::move(leaders));
 }
 
 }  // namespace syncbn

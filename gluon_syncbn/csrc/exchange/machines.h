@@ -2,56 +2,65 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <optional>
+#include <string>
+#include <utility>
 
 #include "exchange/mpi.h"
-#include "exchange/python.h"
+#include "exchange/tier.h"
 #include "types.h"
 
 namespace syncbn {
 
-// What comes next: a round, with a digest of its first arrays, each together with those before it. The last digest is of
-// all others.
+// What comes next: a round, with a text of its arrays.
 struct Announcement {
-    static constexpr size_t kArrays = 511;
-    int64_t channel = 0, count = 0;
-    int64_t digests[kArrays + 1] = {};
+    int64_t channel;
+    std::string arrays;
 };
-constexpr int kAnnouncement = sizeof(Announcement) / sizeof(int64_t);
 
 // Each leader has one, and calls it from one thread. All leaders begin the same operations in the same order, so that
-// none waits for another one's next. Each function throws std::runtime_error with the reason.
+// none waits for another one's next. Each function throws std::exception with the reason. The first leader adds, in the
+// order of the leaders, what the others send, and sends them the total.
 class Machines {
   public:
-    // `mailbox`: of all ranks; it knows which have failed.
-    Machines(bool first, Mailbox& mailbox) : first_(first), mailbox_(mailbox) {}
+    // `job`: of all ranks; it knows which have failed.
+    Machines(Tier& job, Ranks leaders) : job_(job), leaders_(std::move(leaders)) {}
     virtual ~Machines() = default;
     // The leader of the first machine says which round is next.
-    bool is_first() const { return first_; }
-    virtual void announce(const Announcement& announcement) = 0;
-    // For the other leaders: whether that has come.
-    virtual bool announced(Announcement* announcement) = 0;
+    bool is_first() const { return leaders_[0] == job_.mail->rank(); }
+    void announce(const Announcement& announcement);
+    // For the other leaders: what has come, if it has.
+    std::optional<Announcement> announced();
     // Begins a sum in place.
-    virtual void begin(Type type, void* values, size_t count) = 0;
+    virtual void begin(Type type, void* values, size_t count);
     // Whether the oldest sum that has not ended before has ended now.
-    virtual bool done() = 0;
+    virtual bool done();
     // Throws if another process is known to have failed.
     void check();
-    void fail(const char* reason) { mailbox_.leave(Mailbox::State::kFailed, reason); }
+    void fail(const char* reason) { job_.mail->leave(Mailbox::State::kFailed, reason); }
 
   private:
-    const bool first_;
-    Mailbox& mailbox_;
+    struct Sum {
+        Type type;
+        void* values;
+        size_t bytes;
+    };
+    enum Kind : int64_t { kOrder, kPart, kTotal };
+    static Label label(Kind kind, int64_t number);
+    // Returns what the leader of this place has sent; null if it has not come.
+    Mailbox::Found from(size_t place, const Label& label);
+    void post(const Label& label, const void* values, size_t bytes, const Ranks& readers);
+    Ranks others() const { return {leaders_.begin() + 1, leaders_.end()}; }
+
+    Tier& job_;
+    const Ranks leaders_;
+    int64_t rounds_ = 0, begun_ = 0, ended_ = 0;  // announced rounds, and sums
+    std::deque<Sum> sums_;
 };
 
-// A leader's functions in Python, which wait. Each returns 0, or 1 with the reason. They must stay as long as the process.
-struct MachinesInPython {
-    int (*tell)(int64_t* announcement, Problem*);  // the first leader's comes back
-    int (*add)(int type, int64_t count, void* values, Problem*);
-};
-
-std::unique_ptr<Machines> machines(bool first, Mailbox& mailbox, const MachinesInPython& python);
-// MPI's run without the interpreter.
-std::unique_ptr<Machines> machines(bool first, Mailbox& mailbox, const Mpi& mpi);
+// With `mpi`, MPI's library makes the sums.
+std::unique_ptr<Machines> machines(Tier& job, Ranks leaders, const Mpi* mpi);
 
 }  // namespace syncbn

@@ -4,7 +4,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace syncbn {
@@ -24,6 +26,12 @@ using Ranks = std::vector<size_t>;  // ascending
 struct Members {
     Ranks ranks;
     size_t of;
+
+    static Members all(size_t of) {
+        Ranks ranks(of);
+        std::iota(ranks.begin(), ranks.end(), size_t{0});
+        return {std::move(ranks), of};
+    }
 };
 
 class Mailbox {
@@ -72,12 +80,17 @@ class Mailbox {
     // Whether there are more ranks than cores for them.
     virtual bool crowded() const = 0;
     // The process of a present rank that has died without a word, which only the kernel knows; 0 if it has not.
-    virtual int64_t died(size_t) const { return 0; }
-    // What to say of that process.
-    static std::string fate_of_dead(int64_t process) {
+    virtual int64_t died(size_t rank) const = 0;
+    // What has become of a rank: "has ended". Empty if it is there.
+    std::string fate_of(size_t rank) const {
+        if (state_of(rank) == State::kFailed) return "has failed: " + reason_of(rank);
+        if (state_of(rank) == State::kEnded) return "has ended";
+        const int64_t process = died(rank);
+        if (process == 0) return "";
         return "has ended without a word (process " + std::to_string(process) + "; was it killed?)";
     }
-    // Reports that this rank has failed, with a reason, or has ended. Wakes all ranks. The first report stays.
+    // Reports that this rank has failed, with a reason, or has ended. Wakes all ranks. The first report stays. A child of
+    // a fork reports nothing.
     virtual void leave(State state, const std::string& reason) = 0;
 };
 

@@ -25,31 +25,15 @@ constexpr int kParts = 50;
 constexpr size_t kFrame = 896;
 constexpr uint32_t kNaps = 2000;  // without an arrival
 
-// A frame begins with this. A message has one frame, or several in their order.
-struct Head {
-    enum Kind : int64_t { kVector, kFailed, kEnded };
-    Label label;
-    int64_t kind, from;
-    uint64_t length;
-    uint64_t count = 0, begin = 0;  // values of the message, and where this frame begins
-};
-static_assert(sizeof(Head) % sizeof(double) == 0, "what follows is aligned");
-
 class MpiMailbox : public Inbox {
   public:
     MpiMailbox(const Mpi& mpi, size_t rank, size_t ranks) : Inbox(rank, ranks), mpi_(mpi) {}
 
     size_t most_values() const override { return std::numeric_limits<int>::max() / sizeof(double) - sizeof(Head); }
 
-    void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        remember(label);
-        send(Head{label, Head::kVector, static_cast<int64_t>(rank()), length}, values, count * sizeof(double), readers);
-    }
     bool is_out(const Label& label) override {
         std::lock_guard<std::mutex> lock(mutex_);
-        for (auto at = outgoing_.begin(); at != outgoing_.end();)
-            at = mpi_.has_ended(&at->request) ? outgoing_.erase(at) : std::next(at);
+        send_on();
         return std::none_of(outgoing_.begin(), outgoing_.end(), [&](const Message& sent) {
             return sent.head().kind == Head::kVector && sent.head().label == label;
         });
@@ -73,22 +57,7 @@ class MpiMailbox : public Inbox {
     void wake(uint32_t) override {}
     bool wakes() const override { return false; }
 
-    void leave(State state, const std::string& reason) override {
-        if (!is_own()) return;
-        std::lock_guard<std::mutex> lock(mutex_);
-        if (states_[rank()] != State::kPresent) return;
-        const std::string text = reason.substr(0, 4000);
-        const Head::Kind kind = state == State::kFailed ? Head::kFailed : Head::kEnded;
-        send(Head{{}, kind, static_cast<int64_t>(rank()), text.size()}, text.data(), text.size(), others());
-        report(rank(), state, text);
-        const double until = seconds() + (state == State::kEnded ? kEnd : 0);
-        do progress();
-        while (!outgoing_.empty() && seconds() < until);
-        closed_ = state == State::kEnded;
-    }
-
   private:
-    static constexpr size_t kHead = sizeof(Head) / sizeof(double);
     // A message that arrives or has arrived, or goes to a rank.
     struct Message {
         std::shared_ptr<double> memory;  // not initialised
@@ -102,7 +71,7 @@ class MpiMailbox : public Inbox {
     };
 
     // The caller of the following holds the lock.
-    void send(Head head, const void* content, size_t size, const Ranks& to) {
+    void send(Head head, const void* content, size_t size, const Ranks& to) override {
         if (to.empty()) return;
         head.count = (size + sizeof(double) - 1) / sizeof(double);
         const size_t frames = std::max<size_t>(1, (head.count + kFrame - 1) / kFrame);
@@ -127,10 +96,12 @@ class MpiMailbox : public Inbox {
             at += kHead + values;
         }
     }
+    void send_on() {
+        outgoing_.remove_if([&](Message& sent) { return mpi_.has_ended(&sent.request); });
+    }
     void progress() {
         if (closed_) return;
-        for (auto at = outgoing_.begin(); at != outgoing_.end();)
-            at = mpi_.has_ended(&at->request) ? outgoing_.erase(at) : std::next(at);
+        send_on();
         while (true) {
             int found = 0, count = 0;
             char message[16], status[256];
@@ -146,7 +117,9 @@ class MpiMailbox : public Inbox {
         while (!arriving_.empty() && mpi_.has_ended(&arriving_.front().request)) {
             Message one = std::move(arriving_.front());
             arriving_.pop_front();
-            if (completes(&one)) take(one);
+            if (!completes(&one)) continue;
+            take(one.memory, one.count());
+            naps_ = 0;
         }
     }
     // Puts a message together, whose next frame is here. Returns whether it is whole.
@@ -163,14 +136,12 @@ class MpiMailbox : public Inbox {
         *frame = std::move(whole);
         return true;
     }
-    void take(const Message& message) {
-        const Head& head = message.head();
-        if (head.kind == Head::kVector)
-            keep({message.from(), head.label, head.length, message.count(), message.values(), message.memory});
-        else
-            report(message.from(), head.kind == Head::kFailed ? State::kFailed : State::kEnded,
-                   {reinterpret_cast<const char*>(message.values()), head.length});
-        naps_ = 0;
+    void left() override {
+        const bool ends = state_of(rank()) == State::kEnded;
+        const double until = seconds() + (ends ? kEnd : 0);
+        do progress();
+        while (!outgoing_.empty() && seconds() < until);
+        closed_ = ends;
     }
 
     // The lock is also for MPI, which one thread calls at a time.

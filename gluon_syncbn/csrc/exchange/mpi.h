@@ -22,9 +22,8 @@ struct Mpi {
     int (*test)(void* request, int* done, void* status);
     int (*all_reduce)(const void* from, void* to, int count, Handle type, Handle add, Handle communicator,
                       void* request);
-    int (*broadcast)(void* values, int count, Handle type, int root, Handle communicator, void* request);
     void* in_place;
-    Handle bytes, float32, float64, int64, add;
+    Handle bytes, float32, float64, add;
     int64_t any_rank, any_tag;
     Handle communicator;  // of all
     Handle leaders;       // of the leaders of machines; 0 in others

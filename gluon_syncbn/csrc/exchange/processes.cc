@@ -31,30 +31,20 @@ constexpr size_t kFew = 4;
 // A process that waits for waiting processes waits this much longer, so that the one next to the cause reports it.
 constexpr double kLeaderLonger = 0.5, kMemberLonger = 1;
 
-Ranks all_of(size_t count) {
-    Ranks ranks(count);
-    std::iota(ranks.begin(), ranks.end(), size_t{0});
-    return ranks;
-}
-
 Ranks without(Ranks ranks, size_t rank) {
     ranks.erase(std::remove(ranks.begin(), ranks.end(), rank), ranks.end());
     return ranks;
 }
 
 // Waits for the vectors of some ranks under one label.
-class WaitForRanks final : public Wait {
+class WaitForRanks final : public WaitInTier {
   public:
-    // `what` names the exchange, if it is none of a meeting.
-    WaitForRanks(Tier& tier, const Names& names, const Ticket& ticket, const Label& label, Ranks from,
-                 const char* what = nullptr)
-        : Wait(ticket.timeout),
-          tier_(tier),
+    WaitForRanks(Tier& tier, const Names& names, const Ticket& ticket, const Label& label, Ranks from)
+        : WaitInTier(tier, ticket.timeout),
           mail_(*tier.mail),
           names_(names),
           ticket_(ticket),
           label_(label),
-          what_(what),
           from_(std::move(from)),
           found_(from_.size()),
           ring_(mail_.ring_of(label)),
@@ -90,12 +80,9 @@ class WaitForRanks final : public Wait {
                     " values where rank " + tier_.rank(mail_.rank()) + " has " + std::to_string(own) +
                     ". All processes must build the same net and cast it alike.");
     }
-    [[noreturn]] void give_up(const std::string& reason) override {
-        mail_.leave(Mailbox::State::kFailed, reason);
-        throw Failure(reason);
-    }
 
   protected:
+    std::string name() const override { return name_of_call(ticket_); }
     void throw_if_failed() override {
         if (const auto failure = step().failure()) give_up(failure->what());
     }
@@ -128,7 +115,6 @@ class WaitForRanks final : public Wait {
     }
 
   private:
-    std::string name() const { return what_ != nullptr ? what_ : name_of_call(ticket_); }
     bool has_come(size_t rank) const { return mail_.find(rank, label_).values != nullptr; }
     bool have_come() {
         bool all = true;
@@ -163,36 +149,26 @@ class WaitForRanks final : public Wait {
     }
     // Checks what is known of the other processes without asking them.
     void check_members() {
-        if (mail_.state_of(mail_.rank()) != Mailbox::State::kPresent)
-            throw Failure("in " + name() + ", " + tier_.own_rank() + ": " + mail_.reason_of(mail_.rank()));
+        check_own();
         for (size_t missing : missing()) {
             const Mailbox::State state = mail_.state_of(missing);
-            if (state == Mailbox::State::kPresent || state == Mailbox::State::kAbsent) continue;
-            if (has_come(missing)) continue;  // before that
-            if (state == Mailbox::State::kEnded) gone(missing, "has ended");
-            failed(missing);
+            const bool has_left = state == Mailbox::State::kFailed || state == Mailbox::State::kEnded;
+            if (has_left && !has_come(missing)) gone(missing);  // before that
         }
         if (!tier_.fails_together) return;
         for (size_t rank = 0; rank < mail_.ranks(); ++rank) {  // the missing rank may wait for this one
-            if (mail_.state_of(rank) == Mailbox::State::kFailed) failed(rank);
+            if (mail_.state_of(rank) == Mailbox::State::kFailed) gone(rank);
             check_alive(rank);
         }
     }
     void check_alive(size_t other) {
-        if (const int64_t process = mail_.died(other)) gone(other, Mailbox::fate_of_dead(process));
-    }
-    [[noreturn]] void failed(size_t other) { gone(other, "has failed: " + mail_.reason_of(other)); }
-    [[noreturn]] void gone(size_t other, const std::string& fate) {
-        give_up("rank " + tier_.rank(other) + tier_.of() + " " + fate + " (rank " + tier_.rank(mail_.rank()) +
-                " was in " + name() + ")");
+        if (mail_.died(other) != 0) gone(other);
     }
 
-    Tier& tier_;
     Mailbox& mail_;
     const Names& names_;
     const Ticket& ticket_;
     const Label label_;
-    const char* const what_;
     const Ranks from_;
     std::vector<Mailbox::Found> found_;  // of each of these ranks
     const uint32_t ring_;
@@ -257,30 +233,6 @@ Total side_by_side(const std::vector<Part>& parts, size_t rank, const Agreed& ag
 }
 
 }  // namespace
-
-Tier::Tier(std::unique_ptr<Mailbox> mail, Members members, bool fails_together)
-    : mail(std::move(mail)),
-      members(std::move(members)),
-      fails_together(fails_together),
-      everybody(all_of(this->mail->ranks())) {}
-
-void Tier::check_open() const {
-    if (!mail->is_own())
-        throw Failure("this process was forked from " + own_rank() +
-                      " and is no member of its job; only processes that the launcher has started are");
-    if (mail->state_of(mail->rank()) != Mailbox::State::kPresent)
-        throw Failure("nothing is exchanged any more. Start the job again. The first error was: " +
-                      mail->reason_of(mail->rank()));
-}
-
-void Tier::post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers) {
-    std::lock_guard<std::mutex> lock(posting_);
-    mail->post(label, values, count, length, readers);
-    sent += static_cast<int64_t>(readers.size());
-}
-
-Job::Job(int64_t number, size_t ranks, std::unique_ptr<Mailbox> mail)
-    : number(number), all(std::move(mail), {all_of(ranks), ranks}, true) {}
 
 void Names::add(int64_t key, const char* name) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -568,11 +520,14 @@ class Processes::Levels : public Underway {
 
 Processes::Processes(std::shared_ptr<Job> job) : job_(std::move(job)) {}
 
-Processes::Processes(std::shared_ptr<Job> job, std::unique_ptr<Segment> segment, Members members, Ranks leaders)
+Processes::Processes(std::shared_ptr<Job> job, std::unique_ptr<Segment> segment, Members members, Ranks leaders,
+                     const Mpi* mpi)
     : job_(std::move(job)),
-      machine_(std::make_unique<Tier>(std::move(segment), members, false)),
+      machine_(std::make_unique<Tier>(std::move(segment), std::move(members))),
       leaders_(std::move(leaders)),
-      sums_(std::make_unique<Sums>(static_cast<Segment&>(*machine_->mail), std::move(members))) {}
+      sums_(std::make_unique<Sums>(*machine_)) {
+    if (leaders_.size() > 1 && machine_->mail->rank() == 0) sums_->between(machines(job_->all, leaders_, mpi));
+}
 
 Processes::~Processes() = default;
 
@@ -646,24 +601,30 @@ Total Processes::allgather(const Ticket& ticket, const Contribution& own) {
 }
 
 std::vector<std::string> Processes::bytes_of(const Ranks& ranks, const Label& label, const char* what, double timeout,
-                                             const std::string& own) {
+                                             const std::vector<std::string>& own) {
     Tier& tier = job_->all;
     tier.check_open();
-    const Ticket ticket{0, 0, 0, 0, what, timeout, 0};
-    Vector padded(own.size() / sizeof(double) + 1);
-    own.copy(reinterpret_cast<char*>(padded.data()), own.size());
     const Ranks others = without(ranks, tier.mail->rank());
-    tier.post(label, padded.data(), padded.size(), own.size(), others);
-    WaitForRanks wait(tier, job_->names, ticket, label, others, what);
+    const auto post = [&](const std::string& bytes, const Ranks& readers) {
+        Vector padded(bytes.size() / sizeof(double) + 1);
+        bytes.copy(reinterpret_cast<char*>(padded.data()), bytes.size());
+        tier.post(label, padded.data(), padded.size(), bytes.size(), readers);
+    };
+    if (own.size() == 1) post(own[0], others);
+    for (size_t i = 0; own.size() > 1 && i < ranks.size(); ++i)
+        if (ranks[i] != tier.mail->rank()) post(own[i], {ranks[i]});
+    const Ticket ticket{0, label.node, label.call, label.phase, what, timeout, 0};
+    WaitForRanks wait(tier, job_->names, ticket, label, others);
     wait.comes_within(kForEver);
     std::vector<std::string> all;
-    for (size_t i = 0, at = 0; i < ranks.size(); ++i) {
+    auto found = wait.found().begin();
+    for (size_t i = 0; i < ranks.size(); ++i) {
         if (ranks[i] == tier.mail->rank()) {
-            all.push_back(own);
-            continue;
+            all.push_back(own[own.size() == 1 ? 0 : i]);
+        } else {
+            all.emplace_back(reinterpret_cast<const char*>(found->values), found->length);
+            ++found;
         }
-        const Mailbox::Found& found = wait.found()[at++];
-        all.emplace_back(reinterpret_cast<const char*>(found.values), found.length);
     }
     wait.done();
     tier.mail->forget(label);

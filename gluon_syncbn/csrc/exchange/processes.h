@@ -23,28 +23,9 @@
 #include "exchange/mpi.h"
 #include "exchange/segment.h"
 #include "exchange/sums.h"
+#include "exchange/tier.h"
 
 namespace syncbn {
-
-// Processes that share a mailbox.
-struct Tier {
-    // `fails_together`: a rank that has failed ends every exchange, and not only those that it takes part in.
-    Tier(std::unique_ptr<Mailbox> mail, Members members, bool fails_together);
-    std::string rank(size_t member) const { return std::to_string(members.ranks[member]); }
-    std::string own_rank() const { return "rank " + rank(mail->rank()) + of(); }
-    std::string of() const { return " of " + std::to_string(members.of); }
-    void check_open() const;  // throws Failure
-    void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers);
-
-    const std::unique_ptr<Mailbox> mail;
-    const Members members;
-    const bool fails_together;
-    const Ranks everybody;  // of the mailbox
-    int64_t sent = 0;       // vectors to a reader each, for tests
-
-  private:
-    std::mutex posting_;
-};
 
 // The names of layers by their keys, for messages.
 class Names {
@@ -60,7 +41,7 @@ class Names {
 // All processes of a job. They exchange by MPI, or by a carrier in Python.
 struct Job {
     // `number`: of the exchange in Python, which knows the layers.
-    Job(int64_t number, size_t ranks, std::unique_ptr<Mailbox> mail);
+    Job(int64_t number, std::unique_ptr<Mailbox> mail) : number(number), all(std::move(mail)) {}
     const int64_t number;
     Tier all;
     Names names;
@@ -69,8 +50,9 @@ struct Job {
 class Processes : public Exchange {
   public:
     explicit Processes(std::shared_ptr<Job> job);
-    // With memory of this machine. `leaders`: of all machines.
-    Processes(std::shared_ptr<Job> job, std::unique_ptr<Segment> segment, Members members, Ranks leaders);
+    // With memory of this machine. `leaders`: of all machines. They add gradients by MPI, unless `mpi` is null.
+    Processes(std::shared_ptr<Job> job, std::unique_ptr<Segment> segment, Members members, Ranks leaders,
+              const Mpi* mpi);
     ~Processes() override;
 
     bool spans_processes() const override { return true; }
@@ -79,9 +61,9 @@ class Processes : public Exchange {
     std::unique_ptr<Underway> begin_allreduce(Combine combine, const Ticket& ticket, const Contribution& own) override;
     std::unique_ptr<Underway> begin_allgather(const Ticket& ticket, const Contribution& own) override;
 
-    // Returns the bytes of some ranks, this one included, in their order.
+    // Returns the bytes of some ranks, this one included, in their order. `own`: for all of them, or for each.
     std::vector<std::string> bytes_of(const Ranks& ranks, const Label& label, const char* what, double timeout,
-                                      const std::string& own);
+                                      const std::vector<std::string>& own);
     // Sums of long arrays over the same processes, with memory of this machine.
     Sums& sums() { return *sums_; }
     const std::shared_ptr<Job>& job() const { return job_; }

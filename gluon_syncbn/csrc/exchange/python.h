@@ -31,14 +31,12 @@ void set_python_functions(const PythonFunctions& functions);
 Vector add_in_python(int64_t exchange, const Ticket& ticket, const Vector& rows, size_t length);
 Agreed agreed_in_python(int64_t exchange, const Ticket& ticket, int64_t replicas);
 
-// The mailbox of a carrier in Python. The following are for the carrier.
+// The mailbox of a carrier in Python. A message is the number of its readers and their ranks, as int64, then a Head and
+// what follows it. The following are for the carrier.
 std::unique_ptr<Mailbox> mailbox(size_t rank, size_t ranks);
-// Waits at most so long for something to send; empty: there was nothing. It begins with a line of JSON, after which bytes
-// follow, aligned: ["message", rank, [the five numbers of the label], length, [readers]], or ["left", rank, failed].
-std::string next_message(Mailbox& mailbox, double seconds);
-// Puts a vector there, which a rank has sent.
-void deliver(Mailbox& mailbox, size_t from, const Label& label, size_t length, const void* values, size_t count);
-// Says what has become of a rank. `process`: it has ended without a word.
-void report(Mailbox& mailbox, size_t rank, Mailbox::State state, const char* reason, int64_t process);
+// Waits at most so long for something to send; empty: there was nothing. Returns false after the last message.
+bool next_message(Mailbox& mailbox, double seconds, std::string* message);
+// Takes a message that has arrived.
+void deliver(Mailbox& mailbox, const char* message, size_t size);
 
 }  // namespace syncbn

@@ -315,7 +315,7 @@ std::string Segment::reason_of(size_t rank) const { return members_[rank].reason
 
 void Segment::leave(State state, const std::string& reason) {
     Member& member = members_[rank_];
-    if (state_of(rank_) != State::kPresent) return;
+    if (!is_own() || state_of(rank_) != State::kPresent) return;
     const size_t size = std::min(reason.size(), kReasonSize - 1);
     std::copy(reason.begin(), reason.begin() + static_cast<int64_t>(size), member.reason);
     member.reason[size] = 0;

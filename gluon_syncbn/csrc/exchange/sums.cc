@@ -67,20 +67,18 @@ std::string without_digits(const std::string& name) {
     return text;
 }
 
-std::string line_of(const Summand& summand) {
-    return without_digits(summand.name) + " " + name_of(summand.type) + " " + std::to_string(summand.size);
+// A line for each array.
+std::string lines_of(const Round& round) {
+    std::string text;
+    for (const Summand& summand : round.summands)
+        text += without_digits(summand.name) + " " + name_of(summand.type) + " " + std::to_string(summand.size) + "\n";
+    return text;
 }
 
-// FNV-1a, of a text after others.
-uint64_t digest_of(const std::string& text, uint64_t before) {
-    uint64_t hash = before ^ 0xcbf29ce484222325u;
+// FNV-1a.
+uint64_t digest_of(const std::string& text) {
+    uint64_t hash = 0xcbf29ce484222325u;
     for (const char c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
-    return hash;
-}
-
-uint64_t digest_of(const Round& round) {
-    uint64_t hash = 0;
-    for (const Summand& summand : round.summands) hash = digest_of(line_of(summand), hash);
     return hash;
 }
 
@@ -91,9 +89,6 @@ std::string in_words(const std::string& name, const std::string& line) {
            line.substr(type + 1, size - type - 1) + ")";
 }
 
-constexpr char kAdvice[] =
-    ". Build and cast the same net in all processes, and freeze the same parameters (grad_req='null').";
-
 // "the gradient of 'conv0_weight' and 12 more, round 3", for the arrays from `begin` to `end`.
 std::string name_of(const Round& round, size_t begin, size_t end) {
     std::string text = begin < end ? round.summands[begin].name : "a step without gradients";
@@ -101,9 +96,25 @@ std::string name_of(const Round& round, size_t begin, size_t end) {
     return text + ", round " + std::to_string(round.number + 1);
 }
 
-std::string disagreement(const Round& round, size_t at) {
-    return "the processes disagree about their arrays in " + name_of(round, 0, round.summands.size()) + ": number " +
-           std::to_string(at + 1) + " is ";
+// Tells the first difference between the lines of two ranks.
+Failure disagreement(const Round& round, const std::string& own_rank, const std::string& own_lines,
+                     const std::string& rank, const std::string& lines) {
+    std::istringstream ours(own_lines), theirs(lines);
+    std::string one, another;
+    size_t at = 0;
+    for (;; ++at) {
+        if (!std::getline(ours, one)) one.clear();
+        if (!std::getline(theirs, another)) another.clear();
+        if (one != another || one.empty()) break;
+    }
+    const auto told = [&](const std::string& name, const std::string& line) {
+        return line.empty() ? "none" : in_words(name, line);
+    };
+    return Failure("the processes disagree about their arrays in " + name_of(round, 0, round.summands.size()) +
+                   ": number " + std::to_string(at + 1) + " is " +
+                   told(one.empty() ? "" : round.summands[at].name, one) + " on rank " + own_rank + " and " +
+                   told("", another) + " on rank " + rank +
+                   ". Build and cast the same net in all processes, and freeze the same parameters (grad_req='null').");
 }
 
 // Whether the backward has come to this round. Until then nothing waits for other processes. A layer may keep the
@@ -171,10 +182,10 @@ struct Sums::Need {
     }
 };
 
-class Sums::WaitForRanks final : public Wait {
+class Sums::WaitForRanks final : public WaitInTier {
   public:
     WaitForRanks(const Sums& sums, std::string what, Need need, double timeout)
-        : Wait(need.waits() ? timeout : kForEver),
+        : WaitInTier(sums.tier_, need.waits() ? timeout : kForEver),
           sums_(sums),
           segment_(sums.segment_),
           what_(std::move(what)),
@@ -183,12 +194,10 @@ class Sums::WaitForRanks final : public Wait {
     const Need& need() const { return need_; }
     // Throws if a rank has failed, or has ended too early.
     void check_members() {
-        if (segment_.state_of(segment_.rank()) != Segment::State::kPresent)
-            throw Failure("in " + what_ + ", " + rank() + ": " + segment_.reason_of(segment_.rank()));
+        check_own();
         for (size_t other = 0; other < segment_.ranks(); ++other) {
             const Segment::State state = segment_.state_of(other);
-            if (state == Segment::State::kFailed) gone(other, "has failed: " + segment_.reason_of(other));
-            if (state == Segment::State::kEnded && is_missing(other)) gone(other, "has ended");
+            if (state == Segment::State::kFailed || (state == Segment::State::kEnded && is_missing(other))) gone(other);
         }
     }
     // Sleeps until the bell has not rung `heard` times, or for a while; `polls`: only for a moment.
@@ -199,20 +208,19 @@ class Sums::WaitForRanks final : public Wait {
     }
 
   protected:
+    std::string name() const override { return what_; }
     void check_others() override {
         for (size_t other = 0; other < segment_.ranks(); ++other)
-            if (const int64_t process = segment_.died(other);
-                process != 0 && (need_.count == nullptr || is_missing(other)))
-                gone(other, Mailbox::fate_of_dead(process));
+            if (segment_.died(other) != 0 && (need_.count == nullptr || is_missing(other))) gone(other);
         if (sums_.machines_ != nullptr) sums_.machines_->check();
     }
     std::string text(Why why) override {
         std::string missing;
-        for (size_t other : need_.missing(segment_)) missing += (missing.empty() ? "" : ", ") + name(other);
+        for (size_t other : need_.missing(segment_)) missing += (missing.empty() ? "" : ", ") + tier_.rank(other);
         if (need_.of_leader) missing += ", the leader of this machine,";
         if (need_.of_machines) missing = others(false);
         if (need_.of_gpus) missing = others(true) + " (over NCCL; NCCL_DEBUG=INFO shows what it does)";
-        return text_of_wait(why, what_, rank(), missing, limit(), waited());
+        return text_of_wait(why, what_, tier_.own_rank(), missing, limit(), waited());
     }
 
   private:
@@ -223,11 +231,11 @@ class Sums::WaitForRanks final : public Wait {
     // The other ranks, the first few of them; those of this machine only if `all`.
     std::string others(bool all) const {
         constexpr size_t kFew = 8;
-        const size_t own = sums_.members_.ranks[segment_.rank()];
-        const std::vector<size_t> here = all ? std::vector<size_t>{own} : sums_.members_.ranks;
+        const Ranks& members = tier_.members.ranks;
+        const Ranks here = all ? Ranks{members[segment_.rank()]} : members;
         std::string ranks;
         size_t count = 0;
-        for (size_t rank = 0; rank < sums_.members_.of && count <= kFew; ++rank) {
+        for (size_t rank = 0; rank < tier_.members.of && count <= kFew; ++rank) {
             if (std::find(here.begin(), here.end(), rank) != here.end()) continue;
             if (++count > kFew)
                 ranks += " or others";
@@ -236,13 +244,6 @@ class Sums::WaitForRanks final : public Wait {
         }
         return ranks;
     }
-    std::string name(size_t member) const { return std::to_string(sums_.members_.ranks[member]); }
-    std::string rank() const { return "rank " + name(segment_.rank()) + " of " + std::to_string(sums_.members_.of); }
-    [[noreturn]] void gone(size_t other, const std::string& fate) {
-        give_up("rank " + name(other) + " of " + std::to_string(sums_.members_.of) + " " + fate + " (rank " +
-                name(segment_.rank()) + " was in " + what_ + ")");
-    }
-
     const Sums& sums_;
     Segment& segment_;
     const std::string what_;
@@ -282,7 +283,7 @@ class Sums::Pass {
 
     // Compares what the processes bring.
     void meet() {
-        lane_.digest = digest_of(round_);
+        lane_.digest = digest_of(lines_of(round_));
         advance(&Segment::Lane::rounds);
         wait_for({&Segment::Lane::rounds, lane_.rounds});
         for (size_t rank = 0; rank < segment_.ranks(); ++rank)
@@ -291,33 +292,19 @@ class Sums::Pass {
 
     // Each rank shows what it brings, and finds the first difference.
     [[noreturn]] void disagree() {
-        std::string text;
-        for (const Summand& summand : round_.summands) text += line_of(summand) + "\n";
-        text.resize(std::min(text.size(), Segment::kPiece - 1));
-        std::copy(text.begin(), text.end(), segment_.piece(segment_.rank(), first_));
-        segment_.piece(segment_.rank(), first_)[text.size()] = 0;
+        const std::string text = lines_of(round_).substr(0, Segment::kPiece - 1);
+        std::strcpy(segment_.piece(segment_.rank(), first_), text.c_str());
         advance(&Segment::Lane::in);
         wait_for({&Segment::Lane::in, first_ + 1});
         size_t other = 0;
         while (segment_.lane(other).digest == lane_.digest) ++other;
-        std::istringstream ours(text), theirs(segment_.piece(other, first_));
-        std::string one, another;
-        size_t at = 0;
-        for (;; ++at) {
-            if (!std::getline(ours, one)) one.clear();
-            if (!std::getline(theirs, another)) another.clear();
-            if (one != another || one.empty()) break;
-        }
-        const auto told = [&](const std::string& name, const std::string& line) {
-            return line.empty() ? "none" : in_words(name, line);
-        };
-        throw Failure(disagreement(round_, at) + told(one.empty() ? "" : round_.summands[at].name, one) +
-                      sums_.of_rank(segment_.rank()) + " and " + told("", another) + sums_.of_rank(other) + kAdvice);
+        const Tier& tier = sums_.tier_;
+        throw disagreement(round_, tier.rank(segment_.rank()), text, tier.rank(other), segment_.piece(other, first_));
     }
 
     // Does what can be done next. Returns false, with the reason, if there is nothing.
     bool goes_on(Need* need) {
-        const bool several = sums_.machines_ != nullptr || sums_.members_.of > sums_.members_.ranks.size();
+        const bool several = sums_.machines_ != nullptr || sums_.tier_.members.of > segment_.ranks();
         const Count complete = several ? &Segment::Lane::total : &Segment::Lane::added;
         const uint64_t out = lane_.out, added = lane_.added, in = lane_.in;
         const uint64_t completed = several ? segment_.lane(0).total.load() : everywhere(complete);
@@ -481,11 +468,9 @@ class Sums::Pass {
     uint64_t totalled_;            // pieces that the leader has given to the other machines
 };
 
-Sums::Sums(Segment& segment, Members members) : segment_(segment), members_(std::move(members)) {}
+Sums::Sums(Tier& machine) : tier_(machine), segment_(static_cast<Segment&>(*machine.mail)) {}
 
 Sums::~Sums() = default;
-
-std::string Sums::of_rank(size_t member) const { return " on rank " + std::to_string(members_.ranks[member]); }
 
 void Sums::begin(std::shared_ptr<Round> round) {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -532,11 +517,11 @@ std::shared_ptr<Round> Sums::next(std::shared_ptr<Round>* oldest, Need* need) {
         channel = segment_.lane(0).channel;
     } else if (machines_ != nullptr && !machines_->is_first()) {
         if (!told_ && has_begun(*queue[0])) {
-            told_ = machines_->announced(&announcement_);
+            told_ = machines_->announced();
             need->of_machines = !told_;
         }
         if (!told_) return nullptr;
-        channel = announcement_.channel;
+        channel = told_->channel;
     }
     for (const auto& round : queue)
         if (round->channel == channel) return round;
@@ -578,20 +563,10 @@ void Sums::serve_next() {
 
 // In a leader: tells the other leaders what is next, or compares it with what they were told.
 void Sums::announce(const Round& round) {
-    Announcement ours{round.channel, static_cast<int64_t>(round.summands.size()), {}};
-    uint64_t rest = 0;  // of all arrays that have no place of their own
-    for (size_t i = 0; i < round.summands.size(); ++i) {
-        rest = digest_of(line_of(round.summands[i]), rest);
-        ours.digests[std::min(i, Announcement::kArrays)] = static_cast<int64_t>(rest);
-    }
-    if (machines_->is_first()) return machines_->announce(ours);
-    told_ = false;
-    if (std::equal(std::begin(ours.digests), std::end(ours.digests), announcement_.digests)) return;
-    size_t at = 0;
-    while (ours.digests[at] == announcement_.digests[at]) ++at;
-    const std::string own =
-        at < round.summands.size() ? in_words(round.summands[at].name, line_of(round.summands[at])) : "none";
-    throw Failure(disagreement(round, at) + own + of_rank(segment_.rank()) + " and another one on rank 0" + kAdvice);
+    const std::string ours = lines_of(round);
+    if (machines_->is_first()) return machines_->announce({round.channel, ours});
+    const std::string theirs = std::exchange(told_, std::nullopt)->arrays;
+    if (ours != theirs) throw disagreement(round, tier_.rank(segment_.rank()), ours, "0", theirs);
 }
 
 // Everything that this process has begun fails, and what it begins later.

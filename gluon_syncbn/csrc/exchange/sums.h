@@ -20,12 +20,14 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "cuda/collective.h"
 #include "exchange/machines.h"
 #include "exchange/segment.h"
+#include "exchange/tier.h"
 #include "types.h"
 
 namespace syncbn {
@@ -61,7 +63,8 @@ class Round {
 class Sums {
   public:
     // Has a thread that lasts as long as the process, and so must all of this.
-    Sums(Segment& segment, Members members);
+    // `machine`: whose mailbox is a Segment.
+    explicit Sums(Tier& machine);
     ~Sums();
     // In a leader of several machines, before the first round.
     void between(std::unique_ptr<Machines> machines) { machines_ = std::move(machines); }
@@ -78,19 +81,17 @@ class Sums {
     void serve_next();
     std::shared_ptr<Round> next(std::shared_ptr<Round>* oldest, Need* need);
     void announce(const Round& round);
-    std::string of_rank(size_t member) const;
     void give_up(const std::exception& reason) noexcept;
 
+    Tier& tier_;
     Segment& segment_;
-    const Members members_;
     std::unique_ptr<Machines> machines_;
     std::mutex mutex_;                          // guards the next three
     std::deque<std::shared_ptr<Round>> queue_;  // in the order of their beginnings here
     std::shared_ptr<Round> current_;
     bool started_ = false;
-    std::unique_ptr<WaitForRanks> wait_;  // the rest is of the thread
-    bool told_ = false;
-    Announcement announcement_;  // of the next round, if it has been told
+    std::unique_ptr<WaitForRanks> wait_;  // this and the rest are of the thread
+    std::optional<Announcement> told_;    // of the next round
 };
 
 }  // namespace syncbn
