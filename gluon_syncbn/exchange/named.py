@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Optional, Tuple
 
 import mxnet as mx
@@ -17,7 +18,8 @@ from .transport import Transport
 TYPES = ("local", "device")
 #: The native core's own exchanges, for all contexts of a process.
 IN_CORE = {"nccl": Memory("nccl"), "host": Memory("host")}
-TRANSPORTS = ("mpi", "horovod", "dist_sync")
+#: The module of each transport, and its class there.
+TRANSPORTS = {"mpi": "MPITransport", "horovod": "HorovodTransport", "dist_sync": "DistSyncTransport"}
 #: The package that a transport needs, and what installs it.
 PACKAGES = {
     "mpi": ("mpi4py", distribution.command("mpi")),
@@ -29,23 +31,13 @@ def transport_name(name: Any) -> str:
     if not isinstance(name, str) or name not in TRANSPORTS:
         of_one_process = isinstance(name, str) and name in (*TYPES, *IN_CORE)
         reason = _in_one_process(name) if of_one_process else _refusal(str(name))
-        arguments.refuse("name", name, f"one of {TRANSPORTS}.{reason}")
+        arguments.refuse("name", name, f"one of {tuple(TRANSPORTS)}.{reason}")
     return name
 
 
 def transport(name: str) -> Transport:
     """Returns the transport of this name. ImportError: a package that it needs is not installed."""
-    if name == "mpi":
-        from .mpi import MPITransport
-
-        return MPITransport()
-    if name == "dist_sync":
-        from .dist_sync import DistSyncTransport
-
-        return DistSyncTransport()
-    from .horovod import HorovodTransport
-
-    return HorovodTransport()
+    return getattr(importlib.import_module(f".{name}", __package__), TRANSPORTS[name])()
 
 
 def exchange(kvstore: Any) -> Tuple[Optional[Exchange], Optional[int]]:
@@ -71,13 +63,12 @@ def exchange(kvstore: Any) -> Tuple[Optional[Exchange], Optional[int]]:
         if kvstore not in TYPES:
             arguments.refuse("kvstore", kvstore, _EXPECTED + "." + _refusal(kvstore))
         try:
-            store = mx.kv.create(kvstore)
+            kvstore = mx.kv.create(kvstore)
         except mx.MXNetError as error:
             reason = str(error).splitlines()[-1]
             raise ValueError(
                 f"kvstore: {kvstore!r} was given, but this build of MXNet cannot create it: {reason}"
             ) from None
-        kvstore = store
     if not isinstance(kvstore, (mx.kv.KVStore, mx.kvstore.KVStoreBase)):
         arguments.refuse("kvstore", kvstore, _EXPECTED)
     if kvstore.type not in TYPES:
@@ -106,16 +97,10 @@ def _refusal(name: str) -> str:
             " MXNet's store runs the optimizer on all that is pushed, statistics too. "
             "gluon_syncbn.kvstore('dist_sync') makes one for gradients and statistics, in its place."
         )
-    if name == "horovod":
-        return (
-            " MXNet 1.9.1 has no store of that name and silently creates a local one; gluon_syncbn.kvstore('horovod') "
-            "makes one."
-        )
-    if name == "mpi":
-        return " gluon_syncbn.kvstore('mpi') makes one between processes."
-    if name == "nccl":
-        return (
-            " A store of NCCL serves only the keys that it had at its first sum, so a Trainer cannot share it; the "
-            "name 'nccl' does without one."
-        )
-    return ""
+    return {
+        "horovod": " MXNet 1.9.1 has no store of that name and silently creates a local one; "
+        "gluon_syncbn.kvstore('horovod') makes one.",
+        "mpi": " gluon_syncbn.kvstore('mpi') makes one between processes.",
+        "nccl": " A store of NCCL serves only the keys that it had at its first sum, so a Trainer cannot share it; the "
+        "name 'nccl' does without one.",
+    }.get(name, "")
