@@ -18,11 +18,10 @@ import queue
 import socket
 import threading
 import time
-from concurrent import futures
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -141,12 +140,8 @@ class Relay:
                 outbox.put(None)
 
 
-class Introduced(NamedTuple):
-    """What a rank knows when it is connected."""
-
-    connection: Connection
-    process: int  # of rank 0
-    relay: Optional[Relay]  # in rank 0
+#: What a rank has when it is connected: the process of rank 0, and in rank 0 the relay.
+Introduced = Tuple[Connection, int, Optional[Relay]]
 
 
 def introduce(rank: int, size: int, towards: str, spread: Callable[[np.ndarray], np.ndarray]) -> Introduced:
@@ -157,7 +152,7 @@ def introduce(rank: int, size: int, towards: str, spread: Callable[[np.ndarray],
     relay = Relay(towards, size) if rank == 0 else None
     told = json.dumps(relay.introduction if relay else None).encode().ljust(BYTES)
     introduction = json.loads(spread(np.frombuffer(told, np.uint8)).astype(np.uint8).tobytes())
-    return Introduced(connect(introduction, rank), introduction[3], relay)
+    return connect(introduction, rank), introduction[3], relay
 
 
 def connect(introduction: Sequence[Any], rank: int) -> Connection:
@@ -175,11 +170,11 @@ class BridgedTransport(Transport):
 
     def __init__(self, rank: int, size: int, introduced: Introduced) -> None:
         super().__init__(rank, size)
-        self._introduced = introduced
+        self._connection, self._process, self._relay = introduced
 
     def open(self, handle: _native.Handle) -> None:
         super().open(handle)
-        self._link = Link(self._introduced.connection, self._following, self._take, self._lose)
+        self._link = Link(self._connection, self._following, self._take, self._lose)
         self._link.start()
 
     def _following(self) -> Optional[bytes]:
@@ -195,12 +190,12 @@ class BridgedTransport(Transport):
         _native.deliver(self.handle, len(message), message)
 
     def _lose(self, silent: bool) -> None:
-        self._take(_loss(0, self._introduced.process, silent))
+        self._take(_loss(0, self._process, silent))
 
     def forked(self) -> None:
         super().forked()
         # While a child has the connections of its parent, nobody hears that the parent was killed.
-        for link in (self._link, *(self._introduced.relay.links.values() if self._introduced.relay else ())):
+        for link in (self._link, *(self._relay.links.values() if self._relay else ())):
             link.close()
 
     def close(self) -> None:
@@ -215,8 +210,7 @@ class BridgedTransport(Transport):
             self._link.receiver.join(_POLL)
             losses = self._losses()
             until = min(until, time.monotonic() + _GRACE if losses else until)
-        relay = self._introduced.relay
-        for link in relay.links.values() if relay and not self._link.receiver.is_alive() else ():
+        for link in self._relay.links.values() if self._relay and not self._link.receiver.is_alive() else ():
             link.sender.join(_PULSE)  # the others hear that all have come to their end
         if losses and not self.has_failed():
             log.error("rank %d of %d ends without the others: %s.", self.rank, self.size, losses[0])
@@ -225,17 +219,3 @@ class BridgedTransport(Transport):
     def _losses(self) -> List[str]:
         fates = enumerate(_native.fate_of(self.handle, rank) for rank in range(self.size))
         return [f"rank {rank} of {self.size} {fate}" for rank, fate in fates if fate not in ("", "has ended")]
-
-
-def result_of(name: str, call: Callable[[], Any]) -> futures.Future[Any]:
-    """Makes a call that may never return, in a thread. At exit, Python would wait for that of an executor."""
-    result: futures.Future[Any] = futures.Future()
-
-    def work() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:  # the thread that waits raises it
-            result.set_exception(error.with_traceback(None))  # a traceback would keep what the call has made
-
-    threading.Thread(target=work, name=name, daemon=True).start()
-    return result

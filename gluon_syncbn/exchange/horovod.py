@@ -12,14 +12,14 @@ import socket
 import sys
 import threading
 from concurrent import futures
-from typing import NoReturn
+from typing import Callable, NoReturn
 
 import mxnet as mx
 import numpy as np
 
 from .. import _native
 from ..system.environment import read
-from .bridge import BYTES, BridgedTransport, introduce, result_of
+from .bridge import BYTES, BridgedTransport, Introduced, introduce
 
 _LEAVE = 1.0  # seconds that a process has to end if it fails at the end
 
@@ -52,7 +52,7 @@ class HorovodTransport(BridgedTransport):
 
         towards = read("HOROVOD_GLOO_RENDEZVOUS_ADDR") or socket.gethostname()  # the launcher, where gloo meets
         atexit.register(_leave)  # in case that Horovod still waits then
-        introduced = result_of("gluon_syncbn-horovod", lambda: introduce(hvd.rank(), hvd.size(), towards, spread))
+        introduced = _result_of(lambda: introduce(hvd.rank(), hvd.size(), towards, spread))
         if not futures.wait([introduced], _native.timeout_of()).done:
             raise mx.MXNetError("kvstore 'horovod': not every process has created one. Create it in all, at the start.")
         super().__init__(hvd.rank(), hvd.size(), introduced.result())
@@ -85,6 +85,20 @@ class HorovodTransport(BridgedTransport):
             self._ending = True
             if self.has_failed():
                 self.close()
+
+
+def _result_of(call: Callable[[], Introduced]) -> futures.Future[Introduced]:
+    """Makes a call that may never return, in a thread. At exit, Python would wait for that of an executor."""
+    result: futures.Future[Introduced] = futures.Future()
+
+    def work() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # the thread that waits raises it
+            result.set_exception(error)
+
+    threading.Thread(target=work, name="gluon_syncbn-horovod", daemon=True).start()
+    return result
 
 
 def _leave() -> NoReturn:

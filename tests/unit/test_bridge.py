@@ -14,7 +14,7 @@ import pytest
 import gluon_syncbn
 from gluon_syncbn import _native
 from gluon_syncbn.exchange import bridge
-from gluon_syncbn.exchange.bridge import BridgedTransport, Introduced, Relay, connect
+from gluon_syncbn.exchange.bridge import BridgedTransport, Relay, connect
 from gluon_syncbn.exchange.transport import Label
 
 LABEL = Label("gradient", 7, what="gradient 7, round 1")
@@ -24,7 +24,7 @@ OTHER = Label("gradient", 8, what="gradient 8, round 1")
 class Worker(BridgedTransport):
     def __init__(self, rank, size, relay):
         connection = connect(relay.introduction, rank)
-        super().__init__(rank, size, Introduced(connection, os.getpid(), relay if rank == 0 else None))
+        super().__init__(rank, size, (connection, os.getpid(), relay if rank == 0 else None))
         self.open(_native.processes(_native.python_exchange(self), rank, size, None))
 
     def cut(self):
