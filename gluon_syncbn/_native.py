@@ -422,10 +422,6 @@ def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
 _functions_of_exchanges: Optional[_Functions] = None  # the core keeps pointers into it, so it is never replaced
 
 
-#: The most processes that a segment serves, as in csrc/exchange/segment.h.
-MOST_RANKS = 64
-
-
 def bytes_of(
     processes: Handle, ranks: Sequence[int], identity: Tuple[int, int, int, int], what: str, own: Sequence[bytes]
 ) -> List[np.ndarray]:

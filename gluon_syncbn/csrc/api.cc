@@ -11,9 +11,6 @@
 #include "cuda/collective.h"
 #include "cuda/compiler.h"
 #include "cuda/driver.h"
-#include "exchange/memory.h"
-#include "exchange/mxnet_kvstore.h"
-#include "exchange/nccl.h"
 #include "exchange/processes.h"
 #include "exchange/python.h"
 #include "failure.h"
@@ -264,7 +261,7 @@ SYNCBN_API void* syncbn_memory_exchange(const char* gpus) {
 
 // Over the contexts of this process, by a store of MXNet's: an exchange in Python, identified by its number.
 SYNCBN_API void* syncbn_kvstore_exchange(int64_t number) {
-    return handle([&] { return ExchangeHandle{syncbn::mxnet_kvstore(number), Nccl::kNever}; });
+    return handle([&] { return ExchangeHandle{syncbn::kvstore_exchange(number), Nccl::kNever}; });
 }
 
 // Called once, before the first use; the functions must stay as long as the process.

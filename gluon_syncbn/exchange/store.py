@@ -199,23 +199,24 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         if trainer in self._ways and self._ways[trainer][0] == contexts:
             return self._ways[trainer][1]
         devices = [context.device_id for context in contexts if context.device_type == "gpu"]
-        gpus: List[str] = []
-        name, problem = "", self._without_nccl(contexts, gradients)
-        if not problem:
-            gpus, name = list(map(_native.gpu_identity, devices)), _native.new_id()
-        ours = {"gpus": gpus, "name": name, "problem": problem and f"rank {self.rank} has {problem}"}
+
+        def find() -> Any:
+            problem = self._without_nccl(contexts, gradients)
+            if problem:
+                raise mx.MXNetError(problem)
+            return list(map(_native.gpu_identity, devices)), _native.new_id()
+
         label = self._label("exchange", f"the GPUs of trainer {self._number(trainer)}")
-        everyone = self._ask_all(label, ours)
-        problems = [one["problem"] for one in everyone if one["problem"]]
-        all_gpus = [gpu for one in everyone for gpu in one["gpus"]]
-        if len(set(all_gpus)) < len(all_gpus):
-            problems.append("several processes use the same GPU")
+        everyone, problem = self._all_make(label, find)
+        gpus = [] if problem else [gpu for theirs, _ in everyone for gpu in theirs]
+        if len(set(gpus)) < len(gpus):
+            problem = "several processes use the same GPU"
         way = None
-        if not problems:
-            first = sum(len(one["gpus"]) for one in everyone[: self.rank])
-            way = _native.gpus(devices, everyone[0]["name"], first, len(all_gpus), _BUCKET)
+        if not problem:
+            first = sum(len(theirs) for theirs, _ in everyone[: self.rank])
+            way = _native.gpus(devices, everyone[0][1], first, len(gpus), _BUCKET)
         elif devices and self.nccl:
-            log.warning("the gradients of GPUs go through host memory: %s", problems[0])
+            log.warning("the gradients of GPUs go through host memory: %s", problem)
         self._ways[trainer] = contexts, way
         return way
 
@@ -319,14 +320,10 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         return functools.reduce(np.add, everyone).reshape(parts[self.rank].shape)
 
     def _label(self, kind: str, key: Any) -> Label:
-        number = key
-        if not isinstance(key, int):
-            number = _hash(str(key))
-            kind += " of"  # a name is no number
         with self._lock:
-            call = self._rounds[kind, number]
-            self._rounds[kind, number] += 1
-        return Label(kind, number, call=call, what=f"{kind.split()[0]} {key!r}, round {call + 1}")
+            call = self._rounds[kind, key]
+            self._rounds[kind, key] += 1
+        return Label(kind, _hash(repr(key)), call=call, what=f"{kind} {key!r}, round {call + 1}")
 
     # ---- memory of the machine -------------------------------------------------------------------------------
 
@@ -341,9 +338,9 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     def _begin_sums(self) -> None:
         """Makes the way of gradients, through memory of the machine or of this process, and between machines."""
-        everybody = list(range(self.num_workers))
-        alone = not self.machines
-        self._sums = self._machine(_native.segment_create(1), [self.rank], everybody) if alone else self.handle
+        self._sums = self.handle
+        if not self.machines:
+            self._sums = self._machine(_native.segment_create(1), [self.rank], list(range(self.num_workers)))
 
     def _machine(self, segment: int, ranks: List[int], leaders: List[int]) -> _native.Handle:
         if len(leaders) > 1:
@@ -356,13 +353,11 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
                 raise mx.MXNetError("GLUON_SYNCBN_SHARED_MEMORY=off")
             return _machine()
 
-        names, problem = self._all_make("the machines of the processes", machine)
+        names, problem = self._all_make(self._agreement("the machines of the processes"), machine)
         machines: Dict[str, List[int]] = {}
         for rank, name in enumerate(names):
             machines.setdefault(name, []).append(rank)
         ranks = machines[names[self.rank]]
-        if max(map(len, machines.values())) > _native.MOST_RANKS:
-            problem = problem or f"a machine has more than {_native.MOST_RANKS} processes"
         if len(machines) == self.num_workers > 1:
             problem = problem or "every process is on another machine"
         segment, problem = (None, problem) if problem else self._segment(ranks)
@@ -389,29 +384,28 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
             if segment is None:
                 segment = _native.segment_open(len(ranks), ranks.index(self.rank), *places[ranks[0]])
 
-        places, problem = self._all_make("the memory that the processes of a machine share", create)
+        places, problem = self._all_make(self._agreement("the memory that the processes of a machine share"), create)
         if not problem:
-            problem = self._all_make("whether all processes see that memory", see)[1]
+            problem = self._all_make(self._agreement("whether all processes see that memory"), see)[1]
         if problem and segment is not None:
             _native.segment_free(segment)
         return (None if problem else segment), problem
 
-    def _all_make(self, what: str, make: Callable[[], Any]) -> Tuple[List[Any], str]:
+    def _all_make(self, label: Label, make: Callable[[], Any]) -> Tuple[List[Any], str]:
         """Returns what every process makes, and the first problem of one, empty if there is none."""
         made, problem = None, ""
         try:
             made = make()
         except mx.MXNetError as error:
             problem = f"rank {self.rank}: {error}"
-        everyone = self._tell_all(what, [made, problem])
+        everyone = self._tell_all(label, [made, problem])
         return [one for one, _ in everyone], next((problem for _, problem in everyone if problem), "")
 
-    def _tell_all(self, what: str, ours: Any) -> List[Any]:
-        label = Label("agreement", call=self._agreements, what=what)
+    def _agreement(self, what: str) -> Label:
         self._agreements += 1
-        return self._ask_all(label, ours)
+        return Label("agreement", call=self._agreements, what=what)
 
-    def _ask_all(self, label: Label, ours: Any) -> List[Any]:
+    def _tell_all(self, label: Label, ours: Any) -> List[Any]:
         part = np.frombuffer(json.dumps(ours).encode(), np.uint8)
         return [json.loads(bytes(p)) for p in self._transport.allgather(label, part, equal=False)]
 
@@ -474,7 +468,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
     def _agree(self, new: Sequence[LayerInfo], more: bool) -> None:
         ours = [_describe(layer) for layer in new]
-        answers = self._tell_all("the agreement on the layers of the net", [ours, more])
+        answers = self._tell_all(self._agreement("the agreement on the layers of the net"), [ours, more])
         common = min((len(layers) for layers, to_come in answers if to_come), default=None)
         everyone = [layers[:common] for layers, _ in answers]
         for rank, theirs in enumerate(everyone):

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import _native
 
-_KINDS = ("agreement", "broadcast", "broadcast of", "exchange", "exchange of", "gradient", "gradient of")
+_KINDS = ("agreement", "broadcast", "exchange", "gradient")
 
 
 class Label(NamedTuple):
@@ -105,22 +105,3 @@ class Transport(ABC):
             )
             self.fail(reason)
             raise mx.MXNetError(reason)
-
-
-def bytes_of(*arrays: np.ndarray) -> np.ndarray:
-    """Packs arrays as bytes, each after its size."""
-    parts = []
-    for array in arrays:
-        flat = np.ascontiguousarray(array).ravel().view(np.uint8)
-        parts += [np.array([flat.size], np.int64).view(np.uint8), flat]
-    return np.concatenate(parts)
-
-
-def arrays_of(data: np.ndarray) -> List[np.ndarray]:
-    """Unpacks the bytes of the arrays that `bytes_of` was given."""
-    arrays = []
-    while data.size:
-        end = 8 + int(data[:8].copy().view(np.int64)[0])
-        arrays.append(data[8:end].copy())
-        data = data[end:]
-    return arrays

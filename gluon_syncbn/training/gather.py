@@ -11,7 +11,6 @@ from mxnet import autograd, nd
 
 from .. import _native
 from ..exchange.store import ProcessStore
-from ..exchange.transport import arrays_of, bytes_of
 from ..system import arguments
 from .session import session
 
@@ -101,17 +100,20 @@ def _of_all_processes(own: nd.NDArray, name: str, store: ProcessStore) -> nd.NDA
             "exchange the rows twice. Call it on the output of the block."
         )
     kind = f"rows of shape {own.shape[1:]} and type {np.dtype(own.dtype)}"
-    head = np.frombuffer(kind.encode(), np.uint8)
-    label, parts = store.gather_rows(name, bytes_of(head, np.array([len(own)]), own.asnumpy()))
-    found = [arrays_of(part) for part in parts]
-    for rank, (theirs, _, _) in enumerate(found):
-        if bytes(theirs) != bytes(head):
+    head = f"{len(own)} {kind}\n".encode()
+    label, parts = store.gather_rows(name, np.frombuffer(head + own.asnumpy().tobytes(), np.uint8))
+    counts, everyone = [], []
+    for rank, part in enumerate(parts):
+        line, _, rows = part.tobytes().partition(b"\n")
+        count, _, theirs = line.decode().partition(" ")
+        if theirs != kind:
             raise mx.MXNetError(
-                f"{title}: rank {store.rank} came with {kind}, rank {rank} with {bytes(theirs).decode()}. "
+                f"{title}: rank {store.rank} came with {kind}, rank {rank} with {theirs}. "
                 "All processes need rows of one shape and type."
             )
-    counts = [int(count.view(np.int64)[0]) for _, count, _ in found]
-    values = np.concatenate([rows.view(own.dtype) for _, _, rows in found])
+        counts.append(int(count))
+        everyone.append(np.frombuffer(rows, own.dtype))
+    values = np.concatenate(everyone)
     whole = nd.array(values.reshape(sum(counts), *own.shape[1:]), ctx=own.context, dtype=own.dtype)
     if not autograd.is_recording():
         return whole

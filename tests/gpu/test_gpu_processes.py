@@ -101,7 +101,7 @@ def test_gradients_between_machines():
 
 @pytest.mark.parametrize(
     "more, machine, reason",
-    [(["asked"], "", "rank 1 has gpus='host'"), ([], "one", "several processes use the same GPU")],
+    [(["asked"], "", "rank 1: gpus='host'"), ([], "one", "several processes use the same GPU")],
 )
 def test_gradients_over_the_host(more, machine, reason):
     environment = {"CUDA_EMULATOR_MACHINE": machine} if machine else {}

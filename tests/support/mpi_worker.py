@@ -766,7 +766,7 @@ def fails_beside_two():
         kv.fail("the disk is full")
     with reporting():
         if kv.rank == 0:
-            label = Label("exchange of", 97, what="a test")
+            label = Label("exchange", 97, what="a test")
             kv._transport.allgather(label, np.zeros(3), equal=True, ranks=[0, 1])
     wait_for_reports([0])
     raise SystemExit(3)

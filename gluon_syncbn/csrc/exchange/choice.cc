@@ -4,7 +4,6 @@
 #include <mutex>
 
 #include "cuda/collective.h"
-#include "exchange/nccl.h"
 #include "failure.h"
 #include "log.h"
 

@@ -116,4 +116,11 @@ class Exchange {
     virtual std::unique_ptr<Underway> begin_allgather(const Ticket& ticket, const Contribution& own);
 };
 
+// Between threads of one process, whose memory holds all vectors already.
+std::shared_ptr<Exchange> memory_exchange();
+// Between GPUs of one process, one for each replica: NCCL brings each contribution to all of them, without the host.
+std::shared_ptr<Exchange> nccl_exchange(size_t replicas);
+// Over the contexts of this process by a KVStore of MXNet's, in Python, where `number` identifies the exchange.
+std::shared_ptr<Exchange> kvstore_exchange(int64_t number);
+
 }  // namespace syncbn

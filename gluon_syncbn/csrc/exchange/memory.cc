@@ -1,4 +1,4 @@
-#include "exchange/memory.h"
+#include "exchange/exchange.h"
 
 namespace syncbn {
 namespace {

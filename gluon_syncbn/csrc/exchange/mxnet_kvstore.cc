@@ -1,5 +1,4 @@
-#include "exchange/mxnet_kvstore.h"
-
+#include "exchange/exchange.h"
 #include "exchange/python.h"
 
 namespace syncbn {
@@ -58,6 +57,6 @@ class MxnetKvstore : public Exchange {
 
 }  // namespace
 
-std::shared_ptr<Exchange> mxnet_kvstore(int64_t number) { return std::make_shared<MxnetKvstore>(number); }
+std::shared_ptr<Exchange> kvstore_exchange(int64_t number) { return std::make_shared<MxnetKvstore>(number); }
 
 }  // namespace syncbn

@@ -1,6 +1,5 @@
-#include "exchange/nccl.h"
-
 #include "cuda/collective.h"
+#include "exchange/exchange.h"
 
 namespace syncbn {
 namespace {

@@ -3,8 +3,8 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <functional>
 #include <limits>
-#include <numeric>
 #include <optional>
 
 #include "clock.h"
@@ -245,9 +245,11 @@ std::string Names::of(int64_t key) const {
     return found == names_.end() ? "number " + std::to_string(key + 1) : found->second;
 }
 
-// Gathers the vectors of this rank and of some others. The classes below make the total.
+// Gathers the vectors of this rank and of some others, and makes a total of them.
 class Processes::Gathering : public Underway {
   public:
+    // Gets the vectors in the order of the ranks.
+    using Finish = std::function<Total(const std::vector<Part>&)>;
     // The ranks that read this rank's posts, and those that it reads, itself perhaps among them. `is_total`: the answer
     // of member 0.
     struct Way {
@@ -256,20 +258,21 @@ class Processes::Gathering : public Underway {
     };
 
     // Posts the row of this rank, which must stay valid. `equal`: another length than ours is a Failure.
-    Gathering(const Job& job, Tier& tier, const Ticket& ticket, int64_t key, Way way, Row own, bool equal)
+    Gathering(const Job& job, Tier& tier, const Ticket& ticket, int64_t key, Way way, Row own, bool equal,
+              Finish finish)
         : ticket_(ticket),
-          key_(key),
           mail_(*tier.mail),
           label_{key, ticket.node, ticket.call, ticket.phase, way.is_total ? -1 : 0},
           own_(std::move(own)),
           equal_(equal),
+          finish_(std::move(finish)),
           wait_(tier, job.names, ticket_, label_, without(way.from, mail_.rank())) {
         tier.check_open();
         SYNCBN_POINT("before_post");
         const Ranks readers = without(way.readers, mail_.rank());
         if (!readers.empty()) {
             // A vector that has no space here shows its length.
-            tier.post(label_, own_.values, fits(own_.length) ? own_.length : 0, own_.length, readers);
+            tier.post(label_, own_.values, own_.length <= mail_.most_values() ? own_.length : 0, own_.length, readers);
             // If all read from all, the last to come wakes the others.
             if (way.readers != way.from) mail_.wake(mail_.ring_of(label_));
         } else if (!wait_.from().empty() && own_.values != nullptr) {
@@ -286,9 +289,7 @@ class Processes::Gathering : public Underway {
         return complete_ = true;
     }
 
-  protected:
-    // Returns the vectors in the order of the ranks. They stay until `end`.
-    std::vector<Part> all() {
+    Total total() override {
         comes_within(kForEver);
         std::vector<Part> all;
         if (own_.values != nullptr) all.push_back({mail_.rank(), own_.length, own_.values});
@@ -296,65 +297,28 @@ class Processes::Gathering : public Underway {
             const Part part{wait_.from()[i], wait_.found()[i].length, wait_.found()[i].values};
             all.insert(part.rank < mail_.rank() ? all.end() - (own_.values != nullptr) : all.end(), part);
         }
-        return all;
-    }
-    void end() {
+        Total total = finish_(all);
         wait_.done();
         mail_.forget(label_);
+        return total;
     }
-    bool fits(size_t length) const { return length <= mail_.most_values(); }
-    size_t rank() const { return mail_.rank(); }
 
-    const Ticket ticket_;
-    const int64_t key_;
+    static std::unique_ptr<Gathering> reduction(const Job& job, Tier& tier, Combine combine, const Ticket& ticket,
+                                                int64_t key, Way way, Row own) {
+        return std::make_unique<Gathering>(
+            job, tier, ticket, key, way, std::move(own), true,
+            [combine, key](const std::vector<Part>& parts) { return reduced(combine, parts, key); });
+    }
 
   private:
+    const Ticket ticket_;
     Mailbox& mail_;
     const Label label_;
     const Row own_;
     const bool equal_;
+    const Finish finish_;
     WaitForRanks wait_;
     bool complete_ = false;
-};
-
-class Processes::Reduction : public Gathering {
-  public:
-    Reduction(const Job& job, Tier& tier, Combine combine, const Ticket& ticket, int64_t key, Way way, Row row)
-        : Gathering(job, tier, ticket, key, way, std::move(row), true), combine_(combine) {}
-    Total total() override {
-        Total total = reduced(combine_, all(), key_);
-        end();
-        return total;
-    }
-
-  private:
-    const Combine combine_;
-};
-
-class Processes::SideBySide : public Gathering {
-  public:
-    SideBySide(Processes& processes, Tier& tier, const Ticket& ticket, const Contribution& own, Agreed agreed)
-        : SideBySide(processes, tier, ticket, own, agreed, agreed.ranks.empty() ? tier.everybody : agreed.ranks) {}
-    Total total() override {
-        const std::vector<Part> parts = all();
-        const bool fit = std::all_of(parts.begin(), parts.end(), [&](const Part& one) { return fits(one.length); });
-        Total total;
-        if (fit) total = side_by_side(parts, rank(), agreed_);
-        end();
-        return fit ? total : SideBySide(processes_, processes_.job_->all, ticket_, own_, agreed_).total();
-    }
-
-  private:
-    SideBySide(Processes& processes, Tier& tier, const Ticket& ticket, const Contribution& own, const Agreed& agreed,
-               const Ranks& ranks)
-        : Gathering(*processes.job_, tier, ticket, agreed.key, {ranks, ranks}, only_row(own), false),
-          processes_(processes),
-          own_(own),
-          agreed_(agreed) {}
-
-    Processes& processes_;
-    const Contribution own_;
-    const Agreed agreed_;
 };
 
 // A reduction in as many messages as the logarithm of the number of ranks. Neighbours combine until their number is a
@@ -422,9 +386,7 @@ class Processes::Doubling : public Underway {
         if (at_ == steps_.size()) return;
         const Step& step = steps_[at_];
         const Vector& own = total_.values;
-        if (step.sends) {
-            tier_.post(label(step.piece), own.data(), own.size(), own.size(), {step.rank});
-        }
+        if (step.sends) tier_.post(label(step.piece), own.data(), own.size(), own.size(), {step.rank});
         wait_.emplace(tier_, job_.names, ticket_, label(step.piece),
                       step.theirs == Theirs::kNone ? Ranks{} : Ranks{step.rank});
     }
@@ -461,15 +423,15 @@ class Processes::Levels : public Underway {
     Levels(Processes& processes, Combine combine, const Ticket& ticket, const Contribution& own, int64_t key)
         : processes_(processes), machine_(*processes.machine_), combine_(combine), ticket_(ticket), key_(key) {
         const bool leads = machine_.mail->rank() == 0;
-        here_ = std::make_unique<Reduction>(
+        here_ = Gathering::reduction(
             *processes.job_, machine_, combine, ticket, key,
             leads ? Gathering::Way{kNobody_, machine_.everybody} : Gathering::Way{kLeader_, kNobody_},
             combined(combine, own));
         if (leads) return;
         Ticket longer = ticket;
         longer.timeout += kMemberLonger;
-        total_ = std::make_unique<Reduction>(*processes.job_, machine_, Combine::kAdd, longer, key,
-                                             Gathering::Way{kNobody_, kLeader_, true}, Row{{}, nullptr, own.length});
+        total_ = Gathering::reduction(*processes.job_, machine_, Combine::kAdd, longer, key, {kNobody_, kLeader_, true},
+                                      {{}, nullptr, own.length});
     }
     bool comes_within(double seconds) override {
         return guarded([&] {
@@ -485,8 +447,8 @@ class Processes::Levels : public Underway {
             if (total_ == nullptr) begin_total();
             Total all = total_->total();
             if (machine_.mail->rank() == 0)
-                Reduction(*processes_.job_, machine_, Combine::kAdd, ticket_, key_,
-                          {machine_.everybody, kNobody_, true}, {{}, all.values.data(), all.values.size()});
+                Gathering::reduction(*processes_.job_, machine_, Combine::kAdd, ticket_, key_,
+                                     {machine_.everybody, kNobody_, true}, {{}, all.values.data(), all.values.size()});
             return all;
         });
     }
@@ -551,8 +513,7 @@ std::unique_ptr<Underway> Processes::reduce(Combine combine, const Ticket& ticke
         return reduce_in_job(combine, ticket, own, key, job_->all.everybody, 0);
     if (leaders_.size() > 1) return std::make_unique<Levels>(*this, combine, ticket, own, key);
     const Ranks& all = machine_->everybody;
-    return std::make_unique<Reduction>(*job_, *machine_, combine, ticket, key, Gathering::Way{all, all},
-                                       combined(combine, own));
+    return Gathering::reduction(*job_, *machine_, combine, ticket, key, {all, all}, combined(combine, own));
 }
 
 std::unique_ptr<Underway> Processes::reduce_in_job(Combine combine, const Ticket& given, const Contribution& own,
@@ -561,8 +522,7 @@ std::unique_ptr<Underway> Processes::reduce_in_job(Combine combine, const Ticket
     ticket.timeout += longer;
     if (ranks.size() > kFew)
         return std::make_unique<Doubling>(*job_, job_->all, combine, ticket, key, ranks, combined(combine, own));
-    return std::make_unique<Reduction>(*job_, job_->all, combine, ticket, key, Gathering::Way{ranks, ranks},
-                                       combined(combine, own));
+    return Gathering::reduction(*job_, job_->all, combine, ticket, key, {ranks, ranks}, combined(combine, own));
 }
 
 std::unique_ptr<Underway> Processes::gather(const Ticket& ticket, const Contribution& own, const Agreed& agreed) {
@@ -572,12 +532,24 @@ std::unique_ptr<Underway> Processes::gather(const Ticket& ticket, const Contribu
             return later(
                 [this, ticket, own, replicas] {
                     const Agreed of_step = agreed_in_python(job_->number, ticket, replicas);
-                    return SideBySide(*this, job_->all, ticket, own, of_step).total();
+                    return gather_in(job_->all, ticket, own, of_step)->total();
                 },
                 false);
     }
     const bool in_memory = machine_ != nullptr && leaders_.size() == 1;
-    return std::make_unique<SideBySide>(*this, in_memory ? *machine_ : job_->all, ticket, own, agreed);
+    return gather_in(in_memory ? *machine_ : job_->all, ticket, own, agreed);
+}
+
+std::unique_ptr<Underway> Processes::gather_in(Tier& tier, const Ticket& ticket, const Contribution& own,
+                                               const Agreed& agreed) {
+    const Ranks& ranks = agreed.ranks.empty() ? tier.everybody : agreed.ranks;
+    const auto finish = [this, &tier, ticket, own, agreed](const std::vector<Part>& parts) {
+        for (const Part& part : parts)
+            if (part.length > tier.mail->most_values()) return gather_in(job_->all, ticket, own, agreed)->total();
+        return side_by_side(parts, tier.mail->rank(), agreed);
+    };
+    return std::make_unique<Gathering>(*job_, tier, ticket, agreed.key, Gathering::Way{ranks, ranks}, only_row(own),
+                                       false, finish);
 }
 
 // The first call asks later for the agreement, because that may take a while.
@@ -610,9 +582,8 @@ std::vector<std::string> Processes::bytes_of(const Ranks& ranks, const Label& la
         bytes.copy(reinterpret_cast<char*>(padded.data()), bytes.size());
         tier.post(label, padded.data(), padded.size(), bytes.size(), readers);
     };
-    if (own.size() == 1) post(own[0], others);
-    for (size_t i = 0; own.size() > 1 && i < ranks.size(); ++i)
-        if (ranks[i] != tier.mail->rank()) post(own[i], {ranks[i]});
+    for (size_t i = 0; i < own.size(); ++i)
+        post(own[i], own.size() == 1 ? others : without({ranks[i]}, tier.mail->rank()));
     const Ticket ticket{0, label.node, label.call, label.phase, what, timeout, 0};
     WaitForRanks wait(tier, job_->names, ticket, label, others);
     wait.comes_within(kForEver);
@@ -620,7 +591,7 @@ std::vector<std::string> Processes::bytes_of(const Ranks& ranks, const Label& la
     auto found = wait.found().begin();
     for (size_t i = 0; i < ranks.size(); ++i) {
         if (ranks[i] == tier.mail->rank()) {
-            all.push_back(own[own.size() == 1 ? 0 : i]);
+            all.push_back(own[i % own.size()]);
         } else {
             all.emplace_back(reinterpret_cast<const char*>(found->values), found->length);
             ++found;

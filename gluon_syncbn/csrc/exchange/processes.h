@@ -73,8 +73,6 @@ class Processes : public Exchange {
 
   private:
     class Gathering;
-    class Reduction;
-    class SideBySide;
     class Doubling;
     class Levels;
     // Returns the agreement of the processes. If it is not known here yet: null, or a question to them.
@@ -84,6 +82,8 @@ class Processes : public Exchange {
     std::unique_ptr<Underway> reduce_in_job(Combine combine, const Ticket& ticket, const Contribution& own, int64_t key,
                                             const Ranks& ranks, double longer);
     std::unique_ptr<Underway> gather(const Ticket& ticket, const Contribution& own, const Agreed& agreed);
+    std::unique_ptr<Underway> gather_in(Tier& tier, const Ticket& ticket, const Contribution& own,
+                                        const Agreed& agreed);
 
     const std::shared_ptr<Job> job_;
     const std::unique_ptr<Tier> machine_;  // null if memory is not shared

@@ -84,7 +84,7 @@ struct alignas(64) Segment::Outbox {
 static_assert(sizeof(int64_t[5]) + 2 * sizeof(uint64_t) + 2 * sizeof(uint32_t) == 64,
               "whoever looks reads one cache line");
 
-Segment::Segment(size_t ranks, size_t rank, int file) : ranks_(ranks), rank_(rank), file_(file), process_(getpid()) {
+Segment::Segment(size_t ranks, size_t rank, int file) : ranks_(ranks), rank_(rank), file_{file}, process_(getpid()) {
     const size_t head = rounded_up(sizeof(Head)), members = rounded_up(ranks * sizeof(Member));
     const size_t rings = rounded_up(kRings * sizeof(Ring)), outboxes = rounded_up(ranks * kOutboxes * sizeof(Outbox));
     const size_t vectors = rounded_up(ranks * kOutboxes * kMostValues * sizeof(double));
@@ -109,7 +109,7 @@ Segment::Segment(size_t ranks, size_t rank, int file) : ranks_(ranks), rank_(ran
 
 void Segment::present() {
     struct flock lock = byte_of(rank_, F_WRLCK);
-    if (fcntl(file_, F_SETLK, &lock) != 0) fail("fcntl(F_SETLK)");
+    if (fcntl(file_.number, F_SETLK, &lock) != 0) fail("fcntl(F_SETLK)");
     members_[rank_].process = process_;
     cpu_set_t cores;
     if (sched_getaffinity(0, sizeof cores, &cores) != 0)
@@ -120,15 +120,11 @@ void Segment::present() {
 }
 
 std::unique_ptr<Segment> Segment::create(size_t ranks) {
+    if (ranks > kMostRanks)
+        throw std::runtime_error("a machine has more than " + std::to_string(kMostRanks) + " processes");
     const int file = static_cast<int>(syscall(SYS_memfd_create, "gluon_syncbn", 1u));  // MFD_CLOEXEC
     if (file < 0) fail("memfd_create");
-    std::unique_ptr<Segment> made;
-    try {
-        made.reset(new Segment(ranks, 0, file));
-    } catch (...) {
-        close(file);
-        throw;
-    }
+    std::unique_ptr<Segment> made(new Segment(ranks, 0, file));
     std::FILE* random = std::fopen("/dev/urandom", "rb");
     const bool read = random != nullptr && std::fread(made->head_->token, kTokenSize, 1, random) == 1;
     if (random != nullptr) std::fclose(random);
@@ -143,13 +139,7 @@ std::unique_ptr<Segment> Segment::open(size_t ranks, size_t rank, int64_t proces
     std::snprintf(path, sizeof path, "/proc/%lld/fd/%d", static_cast<long long>(process), number);
     const int file = ::open(path, O_RDWR | O_CLOEXEC);
     if (file < 0) fail(path);
-    std::unique_ptr<Segment> opened;
-    try {
-        opened.reset(new Segment(ranks, rank, file));
-    } catch (...) {
-        close(file);
-        throw;
-    }
+    std::unique_ptr<Segment> opened(new Segment(ranks, rank, file));
     if (opened->token() != token) throw std::runtime_error(std::string(path) + " is of another process");
     opened->present();
     return opened;
@@ -157,8 +147,9 @@ std::unique_ptr<Segment> Segment::open(size_t ranks, size_t rank, int64_t proces
 
 Segment::~Segment() {
     if (memory_ != nullptr) munmap(memory_, size_);
-    close(file_);
 }
+
+Segment::File::~File() { close(number); }
 
 std::string Segment::token() const { return std::string(head_->token, kTokenSize); }
 
@@ -307,7 +298,7 @@ int64_t Segment::died(size_t rank) const {
     const int64_t process = members_[rank].process;
     if (rank == rank_ || process == process_) return 0;  // a process does not see its own locks
     struct flock lock = byte_of(rank, F_WRLCK);
-    const bool free = fcntl(file_, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+    const bool free = fcntl(file_.number, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
     return free && state_of(rank) == State::kPresent ? process : 0;
 }
 

@@ -39,7 +39,7 @@ class Segment : public Mailbox {
 
     size_t ranks() const override { return ranks_; }
     size_t rank() const override { return rank_; }
-    int number() const { return file_; }
+    int number() const { return file_.number; }
     std::string token() const;
     bool is_own() const override;
 
@@ -89,8 +89,14 @@ class Segment : public Mailbox {
     Outbox& outbox(size_t rank, size_t index) const;
     double* values(size_t rank, size_t index) const;
 
+    // A file that is open as long as this.
+    struct File {
+        const int number;
+        ~File();
+    };
+
     const size_t ranks_, rank_;
-    const int file_;
+    const File file_;
     const int64_t process_;
     char* memory_ = nullptr;
     size_t size_ = 0;

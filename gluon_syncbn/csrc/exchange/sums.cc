@@ -448,17 +448,14 @@ class Sums::Pass {
         }
         sums_.wait_.reset();
     }
-    void wait(Need need, uint32_t heard) {
-        if (!has_begun(round_)) need = {};
-        if (sums_.wait_ == nullptr || !(sums_.wait_->need() == need)) {
-            const uint64_t at = std::min(lane_.out.load(), last_ - 1);
-            const std::vector<Piece::Span>& spans = piece_of(at).spans;
-            const std::string what =
-                spans.empty() ? name_of(round_, 0, 0) : name_of(round_, spans.back().summand, spans[0].summand + 1);
-            sums_.wait_ = std::make_unique<WaitForRanks>(sums_, what, need, round_.timeout);
-        }
-        sums_.wait_->sleep(heard, need.of_gpus || (sums_.machines_ != nullptr && lane_.total < totalled_));
+    void wait(const Need& need, uint32_t heard) {
+        const uint64_t at = std::min(lane_.out.load(), last_ - 1);
+        const std::vector<Piece::Span>& spans = piece_of(at).spans;
+        const size_t begin = spans.empty() ? 0 : spans.back().summand, end = spans.empty() ? 0 : spans[0].summand + 1;
+        const bool polls = need.of_gpus || (sums_.machines_ != nullptr && lane_.total < totalled_);
+        sums_.wait(round_, begin, end, has_begun(round_) ? need : Need{}, heard, polls);
     }
+
     Sums& sums_;
     Segment& segment_;
     Round& round_;
@@ -528,6 +525,13 @@ std::shared_ptr<Round> Sums::next(std::shared_ptr<Round>* oldest, Need* need) {
     return nullptr;
 }
 
+// Sleeps for a while, in the arrays of a round from `begin` to `end`. The same wait goes on while the need is the same.
+void Sums::wait(Round& round, size_t begin, size_t end, const Need& need, uint32_t heard, bool polls) {
+    if (wait_ == nullptr || !(wait_->need() == need))
+        wait_ = std::make_unique<WaitForRanks>(*this, name_of(round, begin, end), need, round.timeout);
+    wait_->sleep(heard, polls);
+}
+
 // Runs the next round, or sleeps for a while.
 void Sums::serve_next() {
     Segment::Lane& own = segment_.lane(segment_.rank());
@@ -551,10 +555,7 @@ void Sums::serve_next() {
         }
         round->succeed();
     } else if (need.waits() && has_begun(*oldest)) {
-        if (wait_ == nullptr || !(wait_->need() == need))
-            wait_ = std::make_unique<WaitForRanks>(*this, name_of(*oldest, 0, oldest->summands.size()), need,
-                                                   oldest->timeout);
-        wait_->sleep(heard, need.of_machines);
+        wait(*oldest, 0, oldest->summands.size(), need, heard, need.of_machines);
     } else {
         wait_.reset();
         segment_.listen(heard, kSleep);

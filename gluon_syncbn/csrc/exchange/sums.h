@@ -80,6 +80,7 @@ class Sums {
     void serve() noexcept;
     void serve_next();
     std::shared_ptr<Round> next(std::shared_ptr<Round>* oldest, Need* need);
+    void wait(Round& round, size_t begin, size_t end, const Need& need, uint32_t heard, bool polls);
     void announce(const Round& round);
     void give_up(const std::exception& reason) noexcept;
 

@@ -35,7 +35,7 @@
 #include <vector>
 
 #include "exchange/choice.h"
-#include "exchange/memory.h"
+#include "exchange/exchange.h"
 #include "meeting/scope.h"
 #include "pooling/permutation.h"
 #include "pooling/pooling.h"
