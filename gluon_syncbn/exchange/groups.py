@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 import numpy as np
 
+from .._native import Agreed
 from ..system import arguments
 
 _MOST = arguments.MOST_DEVICES - 1
@@ -13,28 +14,18 @@ _MOST = arguments.MOST_DEVICES - 1
 Groups = Tuple[Tuple[int, ...], ...]
 
 
-class Members(NamedTuple):
-    """The replicas that share a group with some replica of a process, and the processes that have them."""
+def shared(key: int, channels: int, group_of: np.ndarray, replicas: Sequence[int], rank: int) -> Agreed:
+    """Returns what the processes agree on about a layer with groups: who shares one with some replica of ``rank``.
 
-    ranks: List[int]  # of these processes, this one included
-    places: np.ndarray  # int32: of these replicas, among all replicas of `ranks`
-    groups: np.ndarray  # int32: the group of each, numbered from 0
-    first: int  # the first replica of this process, among these
-
-    @classmethod
-    def from_groups(cls, group_of: np.ndarray, replicas: Sequence[int], rank: int) -> Members:
-        """Finds those of a process.
-
-        ``group_of`` has the group of each replica of the job, ``replicas`` the number of replicas of each process.
-        """
-        ranks_of = np.repeat(np.arange(len(replicas)), replicas)
-        here = np.isin(group_of, group_of[ranks_of == rank])
-        ranks = np.union1d(ranks_of[here], [rank])
-        asked = np.isin(ranks_of, ranks)
-        places = np.flatnonzero(here[asked])
-        numbers = np.unique(group_of[here], return_inverse=True)[1]
-        first = np.flatnonzero(ranks_of[here] == rank)[:1].sum()
-        return cls(ranks.tolist(), places.astype(np.int32), numbers.astype(np.int32), int(first))
+    ``group_of`` has the group of each replica of the job, ``replicas`` the number of replicas of each process.
+    """
+    ranks_of = np.repeat(np.arange(len(replicas)), replicas)
+    here = np.isin(group_of, group_of[ranks_of == rank])
+    ranks = np.union1d(ranks_of[here], [rank])
+    members = np.flatnonzero(here[np.isin(ranks_of, ranks)])
+    groups = np.unique(group_of[here], return_inverse=True)[1]
+    first = np.flatnonzero(ranks_of[here] == rank)[:1].sum()
+    return Agreed(key, ranks.tolist(), channels, replicas[rank], members, groups, int(first))
 
 
 def group_of_each(replicas: int, size: int, groups: Optional[Groups]) -> np.ndarray:

@@ -26,7 +26,7 @@ from .._native import Agreed
 from ..system import arguments, bfloat16, environment, kinds
 from ..system.logs import log
 from .base import Exchange, LayerInfo
-from .groups import Members, group_of_each, problem
+from .groups import group_of_each, problem, shared
 from .transport import Label, Transport
 
 #: Bytes of gradients that NCCL adds at once. Not measured: NCCL is said to need some MB for its full rate.
@@ -88,9 +88,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def __init__(self, name: str, transport: Transport) -> None:
         self._name = name
         self._transport = transport
-        self._keys: Dict[int, int] = {}  # of layers
-        self._replicas: Dict[int, List[int]] = {}  # of layers, by rank
-        self._found: Dict[int, Members] = {}  # of layers in groups
+        self._agreed: Dict[int, Agreed] = {}  # by layer
         self._rounds: Counter = Counter()  # of gradients
         self._trainers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()  # of trainers; one that is gone keeps its own
@@ -416,27 +414,21 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 
         With 0, all of them take part. ValueError: some members of a group are missing.
         """
-        key = self._keys[layer.id]
-        if not layer.in_groups():
-            return Agreed(key)
-        if layer.id not in self._found:
-            counts = self._replicas[layer.id]
-            group_of = group_of_each(sum(counts), layer.group_size or 0, layer.groups)
-            self._found[layer.id] = Members.from_groups(group_of, counts, self.rank)
-        of, replicas, size = self._found[layer.id], self._replicas[layer.id][self.rank], layer.group_size
-        if here in (0, replicas):
-            return Agreed(key, of.ranks, layer.channels, replicas, of.places, of.groups, of.first)
+        agreed = self._agreed[layer.id]
+        replicas, size = agreed.replicas, layer.group_size
+        if not layer.in_groups() or here in (0, replicas):
+            return agreed
         if size is None:
             arguments.refuse(
                 "groups", layer.groups, f"all {replicas} devices of this process in every step, not {here}"
             )
-        if len(of.ranks) > 1:
+        if len(agreed.ranks) > 1:
             reach = f"all {replicas} devices in every step, not {here}: groups reach from rank {self.rank} to others"
             arguments.refuse("group_size", size, reach)
         if here % size:
             arguments.refuse("group_size", size, f"a divisor of the {here} devices of this step")
         groups = group_of_each(here, size, None)
-        return Agreed(key, of.ranks, layer.channels, here, np.arange(here, dtype=np.int32), groups)
+        return agreed._replace(replicas=here, members=np.arange(here), groups=groups, first=0)
 
     def fail(self, reason: str) -> None:
         for handle in {self.handle, self._sums or self.handle}:
@@ -452,7 +444,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         self._transport.forked()
 
     def knows(self, layer: LayerInfo) -> bool:
-        return layer.id in self._keys
+        return layer.id in self._agreed
 
     def learn(self, layers: Sequence[LayerInfo], more: bool = False) -> None:
         """Numbers the layers without a number, in their order, after a comparison with the other processes.
@@ -462,7 +454,7 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         what else a process has built.
         """
         with self._lock:
-            new = [layer for layer in layers if layer.id not in self._keys]
+            new = [layer for layer in layers if layer.id not in self._agreed]
             if new:
                 self._agree(new, more)
 
@@ -470,51 +462,42 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         ours = [_describe(layer) for layer in new]
         answers = self._tell_all(self._agreement("the agreement on the layers of the net"), [ours, more])
         common = min((len(layers) for layers, to_come in answers if to_come), default=None)
-        everyone = [layers[:common] for layers, _ in answers]
+        everyone, ours = [layers[:common] for layers, _ in answers], ours[:common]
         for rank, theirs in enumerate(everyone):
-            difference = _difference(self.rank, ours[:common], rank, theirs)
+            difference = _difference(self.rank, ours, rank, theirs)
             if difference:
                 self.fail(difference)
                 raise mx.MXNetError(difference)
-        replicas = sum(theirs[0]["replicas"] for theirs in everyone)
-        log.info("the statistics of %d layers meet over %r: %d replicas", len(everyone[0]), self, replicas)
+        log.info(
+            "the statistics of %d layers meet over %r: %d replicas", len(ours), self, sum(one[0][2] for one in everyone)
+        )
         for i, layer in enumerate(new[:common]):
-            total = sum(layers[i]["replicas"] for layers in everyone)
-            text = problem(total, layer.group_size, layer.groups)
+            replicas = [layers[i][2] for layers in everyone]
+            text = problem(sum(replicas), layer.group_size, layer.groups)
             if text:
                 raise ValueError(text)
-            self._replicas[layer.id] = [layers[i]["replicas"] for layers in everyone]
-            self._keys[layer.id] = len(self._keys)  # last, because another thread goes on when it finds it
+            agreed = Agreed(len(self._agreed))
+            if layer.in_groups():
+                group_of = group_of_each(sum(replicas), layer.group_size or 0, layer.groups)
+                agreed = shared(agreed.key, layer.channels, group_of, replicas, self.rank)
+            self._agreed[layer.id] = agreed  # last, because another thread goes on when it finds it
 
 
-def _describe(layer: LayerInfo) -> Dict[str, Any]:
-    return {
-        "name": layer.name,
-        "channels": layer.channels,
-        "pooling": [layer.mode, layer.virtual_devices, layer.group_size, layer.groups and [*map(list, layer.groups)]],
-        "replicas": layer.replicas,
-    }
+def _describe(layer: LayerInfo) -> Tuple[str, str, int]:
+    """Returns the name of a layer, what has to be equal in all processes, and the number of replicas in this one."""
+    detail = f"{layer.channels} channels, mode {layer.mode!r}, virtual_devices {layer.virtual_devices}, "
+    detail += f"group_size {layer.group_size}"
+    return layer.name, detail + (f", groups {[*map(list, layer.groups)]}" if layer.groups else ""), layer.replicas
 
 
-def _difference(rank: int, ours: List[Dict], other: int, theirs: List[Dict]) -> str:
+def _difference(rank: int, ours: List[Any], other: int, theirs: List[Any]) -> str:
     """Describes the difference of two nets as an error; empty if both are the same."""
-
-    def sort(layer: Optional[Dict]) -> Optional[List]:
-        return None if layer is None else [re.sub(r"\d+", "", layer["name"]), layer["channels"], layer["pooling"]]
-
-    def tell(layer: Optional[Dict]) -> str:
-        if layer is None:
-            return "none"
-        mode, slots, size, groups = layer["pooling"]
-        detail = f"{layer['channels']} channels, mode {mode!r}, virtual_devices {slots}, group_size {size}"
-        detail += f", groups {groups}" if groups else ""
-        return f"SyncBatchNorm '{layer['name']}' ({detail})"
-
-    for i in range(max(len(ours), len(theirs))):
-        a, b = (layers[i] if i < len(layers) else None for layers in (ours, theirs))
-        if sort(a) != sort(b):
+    for i, layers in enumerate(itertools.zip_longest(ours, theirs)):
+        one, another = (layer and (re.sub(r"\d+", "", layer[0]), layer[1]) for layer in layers)
+        if one != another:
+            here, there = (f"SyncBatchNorm '{layer[0]}' ({layer[1]})" if layer else "none" for layer in layers)
             return (
-                f"the processes disagree about the net: layer {i + 1} is {tell(a)} on rank {rank} and {tell(b)} on "
+                f"the processes disagree about the net: layer {i + 1} is {here} on rank {rank} and {there} on "
                 f"rank {other}. Build and initialise the same net in every process; layers that train in one process "
                 "only need a KVStore of their own."
             )
