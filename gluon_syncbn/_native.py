@@ -397,16 +397,18 @@ def _guarded(call: Callable[..., None]) -> Callable[..., int]:
     return function
 
 
-def _array(address: int, count: int) -> np.ndarray:
-    return np.ctypeslib.as_array((ctypes.c_double * count).from_address(address)) if count else np.empty(0)
+def array_at(address: int, count: int, size: int = 8) -> np.ndarray:
+    """Returns floating-point values in memory of the core, of this size each."""
+    kind = ctypes.c_double if size == 8 else ctypes.c_float
+    return np.ctypeslib.as_array((kind * count).from_address(address)) if count else np.empty(0)
 
 
 def set_layers(layer_of: Callable[[Any, Ticket], Any]) -> None:
     """Sets, once, the function that gives an exchange the layer of a ticket before a call."""
 
     def add(number: int, ticket: int, count: int, length: int, rows: int, out: int) -> None:
-        exchange, values = _exchanges[number], _array(rows, count * length).reshape(count, length)
-        _array(out, length)[:] = exchange.add(layer_of(exchange, Ticket.from_address(ticket)), values)
+        exchange, values = _exchanges[number], array_at(rows, count * length).reshape(count, length)
+        array_at(out, length)[:] = exchange.add(layer_of(exchange, Ticket.from_address(ticket)), values)
 
     def agreed(number: int, ticket: int, here: int, out: int) -> None:
         exchange = _exchanges[number]

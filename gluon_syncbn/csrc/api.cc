@@ -326,15 +326,16 @@ SYNCBN_API const char* syncbn_fate_of(void* processes, int64_t rank) {
     return text([&] { return of_processes(processes).job()->all.mail->fate_of(static_cast<size_t>(rank)); });
 }
 // The same with memory of this machine. Takes ownership of the segment, which `ranks` share. `leaders`: of all machines.
-// They add gradients by MPI, unless `mpi` is null.
+// They add gradients by MPI; if `mpi` is null, see exchange/machines.h.
 SYNCBN_API void* syncbn_exchange_machine(void* processes, void* segment, const Span<const size_t>& ranks,
-                                         const Span<const size_t>& leaders, const syncbn::Mpi* mpi) {
+                                         const Span<const size_t>& leaders, const syncbn::Mpi* mpi,
+                                         int64_t carried_from) {
     return handle([&] {
         auto job = of_processes(processes).job();
         syncbn::Members members{{ranks.begin(), ranks.end()}, job->all.members.of};
         return ExchangeHandle{std::make_shared<syncbn::Processes>(
             std::move(job), std::unique_ptr<Segment>(static_cast<Segment*>(segment)), std::move(members),
-            syncbn::Ranks(leaders.begin(), leaders.end()), mpi)};
+            syncbn::Ranks(leaders.begin(), leaders.end()), mpi, static_cast<size_t>(carried_from))};
     });
 }
 

@@ -216,6 +216,6 @@ class BridgedTransport(Transport):
             log.error("rank %d of %d ends without the others: %s.", self.rank, self.size, losses[0])
         return not losses
 
-    def _losses(self) -> List[str]:
+    def _losses(self, but: Sequence[str] = ("", "has ended")) -> List[str]:
         fates = enumerate(_native.fate_of(self.handle, rank) for rank in range(self.size))
-        return [f"rank {rank} of {self.size} {fate}" for rank, fate in fates if fate not in ("", "has ended")]
+        return [f"rank {rank} of {self.size} {fate}" for rank, fate in fates if fate not in but]

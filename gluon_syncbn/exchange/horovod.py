@@ -1,34 +1,39 @@
-"""Introduces the processes of Horovod to each other, beside a job's other uses of Horovod. Messages go by a relay.
+"""Adds large arrays of gradients over Horovod, beside a job's other uses of Horovod. All else goes by a relay.
 
-Horovod's own sums have no time limit, and do not say which rank is missing.
+Horovod has no time limit, and does not say which rank is missing: the core does, and leaves a sum behind.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import socket
 import sys
 import threading
+import time
 from concurrent import futures
-from typing import Callable, NoReturn
+from typing import Any, Callable, NoReturn, Optional
 
 import mxnet as mx
 import numpy as np
 
 from .. import _native
 from ..system.environment import read
-from .bridge import BYTES, BridgedTransport, Introduced, introduce
+from .bridge import BYTES, BridgedTransport, introduce, readers_of
 
+_ANSWER = 1.0  # seconds in which it is known which rank has ended, and why
 _LEAVE = 1.0  # seconds that a process has to end if it fails at the end
 
 
 class HorovodTransport(BridgedTransport):
-    """Connects the processes of Horovod's global process set.
+    """Connects the processes of Horovod's global process set. Names of operations begin with ``gluon_syncbn:``.
 
     Initialises Horovod if the script has not. A process that ends after a failure has exit code 1.
     """
+
+    adds_from = 1 << 14
 
     def __init__(self) -> None:
         try:
@@ -61,6 +66,35 @@ class HorovodTransport(BridgedTransport):
         atexit.unregister(hvd.shutdown)
         atexit.register(self._at_exit)
 
+    def _following(self) -> Optional[bytes]:
+        message = super()._following()
+        if not message or readers_of(message) != [self.size]:
+            return message
+        _result_of(functools.partial(self._add, message))
+        return b""
+
+    def _add(self, message: bytes) -> None:
+        """Adds an array of the core in place: see ``Machines`` in csrc/exchange/machines.h.
+
+        Each rank adds up its own part of the array and sends the sum to all. Horovod's allreduce is up to 1.5 times as
+        fast, but its order of additions depends on the other operations under way.
+        """
+        number, size, count, address = np.frombuffer(message, np.int64)[-4:].tolist()
+        array, name = _native.array_at(address, count, size), f"gluon_syncbn:{number}:"
+        given = functools.partial(mx.nd.array, ctx=mx.cpu(), dtype=array.dtype)
+        try:
+            splits = [part.size for part in np.array_split(array, self.size)]
+            parts = self._hvd.alltoall(given(array), splits, name=name + "parts")[0].asnumpy()
+            total = functools.reduce(np.add, parts.reshape(self.size, -1))
+            array[:] = self._hvd.allgather(given(total), name=name + "sums").asnumpy()
+            self._take(message)
+        except Exception as error:
+            if self._hvd.is_initialized():
+                time.sleep(_ANSWER)  # if another rank has ended Horovod, the core tells its fate first
+            line = (str(error).strip() or repr(error)).splitlines()[-1]
+            who = [*self._losses(but=("",)), "Horovod could not add gradients"][0]
+            self.fail(f"{who}: {line} (rank {self.rank} was in sum {number} of gradients)")
+
     def left(self) -> None:
         if not self.has_failed():
             return
@@ -87,9 +121,9 @@ class HorovodTransport(BridgedTransport):
                 self.close()
 
 
-def _result_of(call: Callable[[], Introduced]) -> futures.Future[Introduced]:
+def _result_of(call: Callable[[], Any]) -> futures.Future[Any]:
     """Makes a call that may never return, in a thread. At exit, Python would wait for that of an executor."""
-    result: futures.Future[Introduced] = futures.Future()
+    result: futures.Future[Any] = futures.Future()
 
     def work() -> None:
         try:

@@ -337,13 +337,14 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
     def _begin_sums(self) -> None:
         """Makes the way of gradients, through memory of the machine or of this process, and between machines."""
         self._sums = self.handle
-        if not self.machines:
+        if not self.machines or (len(self.machines) > 1 and self._transport.adds_from):
             self._sums = self._machine(_native.segment_create(1), [self.rank], list(range(self.num_workers)))
 
     def _machine(self, segment: int, ranks: List[int], leaders: List[int]) -> _native.Handle:
         if len(leaders) > 1:
             self._transport.split(leaders)
-        return _native.exchange_machine(self._transport.handle, segment, ranks, leaders, self._transport.mpi)
+        way = self._transport.mpi, self._transport.adds_from or 1 << 62
+        return _native.exchange_machine(self._transport.handle, segment, ranks, leaders, *way)
 
     def _meet(self) -> None:
         def machine() -> str:

@@ -37,6 +37,8 @@ class Transport(ABC):
 
     #: What the core needs to send over MPI itself.
     mpi: Optional[_native.Mpi] = None
+    #: Bytes from which the transport itself adds arrays of gradients, of all ranks only; None: it adds none.
+    adds_from: Optional[int] = None
     #: The core's exchange over this transport alone, which `open` gives.
     handle: _native.Handle
 

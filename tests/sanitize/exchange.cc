@@ -132,7 +132,7 @@ void make_exchanges_of_processes() {
     auto rank_1 = syncbn::Segment::open(2, 1, getpid(), rank_0->number(), rank_0->token());
     shared = rank_0.get();
     constexpr size_t kRanks[] = {0, 1};
-    of_machine = syncbn_exchange_machine(of_processes, rank_0.release(), {2, kRanks}, {1, kRanks}, nullptr);
+    of_machine = syncbn_exchange_machine(of_processes, rank_0.release(), {2, kRanks}, {1, kRanks}, nullptr, INT64_MAX);
     made.push_back(of_machine);
     std::thread([segment = std::shared_ptr<syncbn::Segment>(std::move(rank_1))] { play_rank_1(*segment); }).detach();
 }

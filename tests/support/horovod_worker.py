@@ -3,6 +3,8 @@
 import os
 import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 
@@ -70,6 +72,56 @@ def initialised_by_the_script():
     assert total.asnumpy().tolist() == [3, 3, 3]
 
 
+def large_sums():
+    """Added up in the order of the ranks, whatever their size."""
+    import mxnet as mx
+
+    from gluon_syncbn.exchange import store
+
+    if "MACHINES" in os.environ:  # those of the ranks
+        store._machine = lambda: os.environ["MACHINES"][int(os.environ["HOROVOD_RANK"])]
+    kv = gluon_syncbn.kvstore("horovod")
+    added, add = [], kv._transport._add
+    kv._transport._add = lambda message: added.append(message) or add(message)
+
+    for size in (1, 1000, 33_000, 500_003):
+        parts = [np.random.RandomState(rank).randn(size, 2) * 10**rank for rank in range(kv.num_workers)]
+        total = mx.nd.array(parts[kv.rank], dtype="float64")
+        kv.pushpull(size, total)
+        assert (total.asnumpy() == parts[0] + parts[1] + parts[2]).all()
+    assert len(added) > 16  # pieces of the largest, which Horovod has added
+
+
+def fault_in_a_sum(fault):
+    """While Horovod adds."""
+    import mxnet as mx
+
+    kv = gluon_syncbn.kvstore("horovod")
+    total = mx.nd.ones(100_000)
+    kv.pushpull("all come", total)
+    assert (total.asnumpy() == kv.num_workers).all()
+    gluon_syncbn.configure(timeout=3 if fault in ("late", "stuck") else 60)
+    start = time.monotonic()
+    if kv.rank == 1:
+        if fault == "late":
+            time.sleep(60)
+        elif fault == "killed":
+            os.kill(os.getpid(), 9)
+        elif fault == "ends":
+            return
+        elif fault == "without Horovod":
+            kv._transport._hvd.shutdown()
+        else:
+            kv._transport._hvd.alltoall = {"stuck": lambda *_, **__: time.sleep(60), "raises": "a text"}[fault]
+    try:
+        kv.pushpull("not all come", total)
+        mx.nd.waitall()
+    except mx.MXNetError as error:
+        text = f"FAILED rank {kv.rank} after {time.monotonic() - start:.1f} s: {error}\n"
+        Path(os.environ["MPI_WORKER_REPORTS"], str(kv.rank)).write_text(text)
+        raise SystemExit(3) from None
+
+
 def another_thread():
     import mxnet as mx
 
@@ -93,5 +145,5 @@ def another_thread():
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]]()
+    globals()[sys.argv[1]](*sys.argv[2:])
     print(f"OK {os.environ['HOROVOD_RANK']}", flush=True)

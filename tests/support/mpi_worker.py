@@ -656,14 +656,6 @@ def large_sums():
         assert (total.asnumpy() == sum(parts)).all()
 
 
-def sum_of_sizes():
-    kv.allgather("first", np.ones(1))
-    gluon_syncbn.configure(timeout=3)
-    with reporting():
-        values = np.ones(int(sys.argv[2 + kv.rank]))
-        kv._transport.sum(Label("gradient", 99, what="gradient 'w', round 1"), values, range(kv.num_workers))
-
-
 def interrupted_sum():
     """Ctrl-C in rank 0's main thread, while rank 1 is late: it hears of it."""
     left = Path(os.environ["MPI_WORKER_REPORTS"], "left")

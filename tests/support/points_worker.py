@@ -165,7 +165,7 @@ class Bridge(bridge.BridgedTransport):
     def __init__(self, inner):
         label = Label("exchange", what="the introduction")
         spread = lambda told: inner.allgather(label, told, equal=True)[0]  # noqa: E731
-        super().__init__(inner.rank, inner.size, introduce(inner.rank, inner.size, "127.0.0.1", spread))
+        super().__init__(inner.rank, inner.size, bridge.introduce(inner.rank, inner.size, "127.0.0.1", spread))
         self._inner = inner
 
     def close(self):

@@ -74,14 +74,24 @@ std::optional<Announcement> Machines::announced() {
 
 void Machines::begin(Type type, void* values, size_t count) {
     sums_.push_back({type, values, count * static_cast<size_t>(size_of(type))});
-    if (!is_first()) post(label(kPart, begun_), values, sums_.back().bytes, {leaders_[0]});
+    const size_t bytes = sums_.back().bytes;
+    const Carried carried{begun_, size_of(type), static_cast<int64_t>(count), reinterpret_cast<int64_t>(values)};
+    if (bytes >= carried_from_)
+        post(label(kPart, begun_), &carried, sizeof carried, {job_.mail->ranks()});
+    else if (!is_first())
+        post(label(kPart, begun_), values, bytes, {leaders_[0]});
     ++begun_;
 }
 
 bool Machines::done() {
     const Sum& sum = sums_.front();
     const Label part = label(kPart, ended_), total = label(kTotal, ended_);
-    if (is_first()) {
+    if (sum.bytes >= carried_from_) {
+        const size_t own = job_.mail->rank();
+        const Mailbox::Found found = job_.mail->find(own, part);
+        if (found.values == nullptr) return false;
+        job_.mail->done(own, part, found);
+    } else if (is_first()) {
         for (size_t place = 1; place < leaders_.size(); ++place)
             if (from(place, part).values == nullptr) return false;
         for (size_t place = 1; place < leaders_.size(); ++place) {
@@ -104,14 +114,15 @@ bool Machines::done() {
 void Machines::check() {
     Mailbox& mail = *job_.mail;
     mail.heard(0);  // lets messages arrive
+    job_.check_open();
     for (size_t rank = 0; rank < mail.ranks(); ++rank)
         if (rank != mail.rank() && (mail.state_of(rank) == Mailbox::State::kFailed || mail.died(rank) != 0))
             throw Failure(job_.loss(rank, "the gradients of the machines"));
 }
 
-std::unique_ptr<Machines> machines(Tier& job, Ranks leaders, const Mpi* mpi) {
+std::unique_ptr<Machines> machines(Tier& job, Ranks leaders, const Mpi* mpi, size_t carried_from) {
     if (mpi != nullptr) return std::make_unique<OverMpi>(job, std::move(leaders), *mpi);
-    return std::make_unique<Machines>(job, std::move(leaders));
+    return std::make_unique<Machines>(job, std::move(leaders), carried_from);
 }
 
 }  // namespace syncbn

@@ -22,11 +22,16 @@ struct Announcement {
 
 // Each leader has one, and calls it from one thread. All leaders begin the same operations in the same order, so that
 // none waits for another one's next. Each function throws std::exception with the reason. The first leader adds, in the
-// order of the leaders, what the others send, and sends them the total.
+// order of the leaders, what the others send, and sends them the total. A sum of `carried_from` bytes or more is the
+// carrier's: it gets a Carried, for a reader that no rank is, adds in place, and delivers that message back.
 class Machines {
   public:
+    struct Carried {
+        int64_t number, size_of_value, count, address;
+    };
     // `job`: of all ranks; it knows which have failed.
-    Machines(Tier& job, Ranks leaders) : job_(job), leaders_(std::move(leaders)) {}
+    Machines(Tier& job, Ranks leaders, size_t carried_from = 0)
+        : job_(job), leaders_(std::move(leaders)), carried_from_(carried_from) {}
     virtual ~Machines() = default;
     // The leader of the first machine says which round is next.
     bool is_first() const { return leaders_[0] == job_.mail->rank(); }
@@ -37,7 +42,7 @@ class Machines {
     virtual void begin(Type type, void* values, size_t count);
     // Whether the oldest sum that has not ended before has ended now.
     virtual bool done();
-    // Throws if another process is known to have failed.
+    // Throws if a process is known to have failed.
     void check();
     void fail(const char* reason) { job_.mail->leave(Mailbox::State::kFailed, reason); }
 
@@ -56,11 +61,12 @@ class Machines {
 
     Tier& job_;
     const Ranks leaders_;
+    const size_t carried_from_;
     int64_t rounds_ = 0, begun_ = 0, ended_ = 0;  // announced rounds, and sums
     std::deque<Sum> sums_;
 };
 
 // With `mpi`, MPI's library makes the sums.
-std::unique_ptr<Machines> machines(Tier& job, Ranks leaders, const Mpi* mpi);
+std::unique_ptr<Machines> machines(Tier& job, Ranks leaders, const Mpi* mpi, size_t carried_from);
 
 }  // namespace syncbn

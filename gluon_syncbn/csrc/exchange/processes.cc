@@ -483,12 +483,13 @@ class Processes::Levels : public Underway {
 Processes::Processes(std::shared_ptr<Job> job) : job_(std::move(job)) {}
 
 Processes::Processes(std::shared_ptr<Job> job, std::unique_ptr<Segment> segment, Members members, Ranks leaders,
-                     const Mpi* mpi)
+                     const Mpi* mpi, size_t carried_from)
     : job_(std::move(job)),
       machine_(std::make_unique<Tier>(std::move(segment), std::move(members))),
       leaders_(std::move(leaders)),
       sums_(std::make_unique<Sums>(*machine_)) {
-    if (leaders_.size() > 1 && machine_->mail->rank() == 0) sums_->between(machines(job_->all, leaders_, mpi));
+    if (leaders_.size() > 1 && machine_->mail->rank() == 0)
+        sums_->between(machines(job_->all, leaders_, mpi, carried_from));
 }
 
 Processes::~Processes() = default;

@@ -50,9 +50,9 @@ struct Job {
 class Processes : public Exchange {
   public:
     explicit Processes(std::shared_ptr<Job> job);
-    // With memory of this machine. `leaders`: of all machines. They add gradients by MPI, unless `mpi` is null.
+    // With memory of this machine. `leaders`: of all machines. They add gradients by MPI; if `mpi` is null, see Machines.
     Processes(std::shared_ptr<Job> job, std::unique_ptr<Segment> segment, Members members, Ranks leaders,
-              const Mpi* mpi);
+              const Mpi* mpi, size_t carried_from);
     ~Processes() override;
 
     bool spans_processes() const override { return true; }
