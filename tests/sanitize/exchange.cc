@@ -43,8 +43,10 @@ void wait_for_others() {
     }
 }
 
+constexpr char kFault[] = "the cable is out";
+
 int refused(syncbn::Problem* problem) {
-    std::snprintf(problem->text, sizeof problem->text, "the cable is out");
+    std::snprintf(problem->text, sizeof problem->text, "%s", kFault);
     return 1;
 }
 
@@ -91,10 +93,13 @@ void carry(void* processes) {
         if (head.kind != syncbn::Head::kVector) continue;
         head.from = 1;
         std::lock_guard<std::mutex> lock(gathering_mutex);
-        if (processes == current && fails()) head.kind = syncbn::Head::kFailed;
-        if (head.kind == syncbn::Head::kFailed || gathering.count(head.label.key) != 0) head.length = 0;
-        std::vector<double> answer(1 + sizeof head / sizeof(double) + head.length);
+        const bool failed = processes == current && fails();
+        if (failed) head.kind = syncbn::Head::kFailed;
+        if (failed || gathering.count(head.label.key) != 0) head.length = failed ? sizeof kFault - 1 : 0;
+        constexpr size_t kBegin = 1 + sizeof head / sizeof(double);
+        std::vector<double> answer(kBegin + head.length);
         std::memcpy(&answer[1], &head, sizeof head);
+        if (failed) std::memcpy(&answer[kBegin], kFault, head.length);
         syncbn_deliver(processes, static_cast<int64_t>(answer.size() * sizeof(double)),
                        reinterpret_cast<const char*>(answer.data()));
     }
