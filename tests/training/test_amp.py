@@ -132,6 +132,7 @@ print(json.dumps(answers))
 """
 
 BFLOAT16 = """
+from core_counts import core_count
 amp.init(target_dtype="bfloat16")
 initialise()
 random = np.random.RandomState(0)

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -53,6 +54,7 @@ struct Idle {
     std::mutex mutex;
     std::vector<Managers> managers;  // by context
     Copies copies;
+    Copies last;  // of them, whose operators nothing follows yet
 };
 Idle* idle = new Idle;  // never destroyed: threads may end after it
 
@@ -67,6 +69,7 @@ struct OfThread {
     ~OfThread() {
         const std::lock_guard<std::mutex> lock(idle->mutex);
         idle->copies.insert(idle->copies.end(), copies.begin(), copies.end());
+        if (!copies.empty()) idle->last.push_back(copies[last]);
         if (renewed != renewals) return;
         if (idle->managers.size() < managers.size()) idle->managers.resize(managers.size());
         for (size_t c = 0; c < managers.size(); ++c)
@@ -99,12 +102,23 @@ ResourceManager* manager_of(ResourceManager* own, int context) {
     return managers[c];
 }
 
+// Sets a copy free when the operator that took it, which has been issued, has run.
+void free_later(Copy* copy) {
+    const auto run = [](void*, void* copy) { static_cast<Copy*>(copy)->taken = false; };
+    const int status = mx.MXEnginePushSync(run, copy, nullptr, &kCpu, &copy->resource.variable, 1, nullptr, 0, &kNoSkip,
+                                           0, "gluon_syncbn_copy");
+    if (status != 0) throw Failure(mx.MXGetLastError());
+}
+
 Copy* new_copy() {
     {
         const std::lock_guard<std::mutex> lock(idle->mutex);
-        if (!idle->copies.empty()) {
-            Copy* const copy = idle->copies.back();
-            idle->copies.pop_back();
+        for (; !idle->last.empty(); idle->last.pop_back()) free_later(idle->last.back());
+        const auto is_free = [](const Copy* copy) { return !copy->taken; };
+        const auto free = std::find_if(idle->copies.begin(), idle->copies.end(), is_free);
+        if (free != idle->copies.end()) {
+            Copy* const copy = *free;
+            idle->copies.erase(free);
             return copy;
         }
     }
@@ -118,12 +132,7 @@ Copy* new_copy() {
 Resource free_copy(size_t most) {
     Copies& copies = of_thread.copies;
     size_t& last = of_thread.last;
-    if (!copies.empty()) {  // the operator that took the last copy has been issued since then
-        const auto run = [](void*, void* copy) { static_cast<Copy*>(copy)->taken = false; };
-        const int status = mx.MXEnginePushSync(run, copies[last], nullptr, &kCpu, &copies[last]->resource.variable, 1,
-                                               nullptr, 0, &kNoSkip, 0, "gluon_syncbn_copy");
-        if (status != 0) throw Failure(mx.MXGetLastError());
-    }
+    if (!copies.empty()) free_later(copies[last]);
     // Not the last one, because an operator may take two. The first ones are in use most, so that few need memory.
     size_t copy = 0;
     while (copy < copies.size() && (copy == last || copies[copy]->taken)) ++copy;
