@@ -235,8 +235,7 @@ def test_several_calls_in_one_backward_of_replicas_that_share_a_context(contexts
         net.add(nn.Dense(3, flatten=False, in_units=3), norm, nn.Activation("tanh"))
     net.add(nn.Dense(3, flatten=False, in_units=3))
     net.initialize(ctx=places[:1])
-    if way is not None:
-        net.hybridize(**way)
+    net.hybridize(way is not None, **(way or {}))
     xs, heads = ([[nd.array(rng.randn(4, 7, 3), ctx=c) for c in places] for _ in range(5)] for _ in range(2))
     with autograd.record():
         ys = [[net(x) for x in row] for row in xs]

@@ -135,9 +135,8 @@ def test_time_is_up():
 
 def test_a_rank_that_is_silent(monkeypatch):
     """Its connection is there, but nothing comes, not even when it has nothing to say."""
-    following, over = BridgedTransport._following, threading.Event()
-    silent = lambda: over.wait(60) and None  # noqa: E731
-    monkeypatch.setattr(Worker, "_following", lambda self: silent() if self.rank == 1 else following(self))
+    own, over = BridgedTransport._following, threading.Event()
+    monkeypatch.setattr(Worker, "_following", lambda self: own(self) if self.rank == 0 else over.wait(60) and None)
     monkeypatch.setattr(bridge, "_SILENCE", 2.0)
     gluon_syncbn.configure(timeout=1)
     everyone = workers(2)
