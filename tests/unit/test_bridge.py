@@ -143,8 +143,9 @@ def test_a_rank_that_is_silent(monkeypatch):
     until = time.monotonic() + 20
     while not _native.fate_of(everyone[0].handle, 1) and time.monotonic() < until:
         time.sleep(0.05)
-    over.set()  # another test's step would take its thread for one that could call a replica
     assert _native.fate_of(everyone[0].handle, 1) == "has failed: nothing was heard of it for 3 s"
+    over.set()
+    everywhere(everyone, Worker.comes_to_its_end)  # another test's step would take their threads for callers
 
 
 def test_the_end_of_all(caplog):
