@@ -18,7 +18,8 @@ class ThreadTransport(Transport):
     def open(self, handle):
         super().open(handle)
         self._handles.append(handle)
-        threading.Thread(target=self._carry, name=f"carrier of rank {self.rank}", daemon=True).start()
+        if self.size > 1:
+            threading.Thread(target=self._carry, name=f"carrier of rank {self.rank}", daemon=True).start()
 
     def _carry(self):
         for message in iter(partial(_native.next_message, self.handle, 1.0), None):
