@@ -43,12 +43,6 @@ class OverMpi : public Machines {
 // No message is the first piece of an exchange, of which a mailbox remembers who has come to it.
 Label Machines::label(Kind kind, int64_t number) { return {kind, 0, number, kPhase, 1}; }
 
-void Machines::post(const Label& label, const void* values, size_t bytes, const Ranks& readers) {
-    Vector padded((bytes + sizeof(double) - 1) / sizeof(double));
-    std::memcpy(padded.data(), values, bytes);
-    job_.post(label, padded.data(), padded.size(), bytes, readers);
-}
-
 Mailbox::Found Machines::from(size_t place, const Label& label) {
     job_.mail->heard(0);  // lets messages arrive
     return job_.mail->find(leaders_[place], label);
@@ -58,7 +52,7 @@ void Machines::announce(const Announcement& announcement) {
     std::string text(sizeof announcement.channel, 0);
     std::memcpy(&text[0], &announcement.channel, text.size());
     text += announcement.arrays;
-    post(label(kOrder, rounds_++), text.data(), text.size(), others());
+    job_.post_bytes(label(kOrder, rounds_++), text.data(), text.size(), others());
 }
 
 std::optional<Announcement> Machines::announced() {
@@ -75,11 +69,11 @@ std::optional<Announcement> Machines::announced() {
 void Machines::begin(Type type, void* values, size_t count) {
     sums_.push_back({type, values, count * static_cast<size_t>(size_of(type))});
     const size_t bytes = sums_.back().bytes;
-    const Carried carried{begun_, size_of(type), static_cast<int64_t>(count), reinterpret_cast<int64_t>(values)};
+    const CarriedSum carried{begun_, size_of(type), static_cast<int64_t>(count), reinterpret_cast<int64_t>(values)};
     if (bytes >= carried_from_)
-        post(label(kPart, begun_), &carried, sizeof carried, {job_.mail->ranks()});
+        job_.post_bytes(label(kPart, begun_), &carried, sizeof carried, {job_.mail->ranks()});
     else if (!is_first())
-        post(label(kPart, begun_), values, bytes, {leaders_[0]});
+        job_.post_bytes(label(kPart, begun_), values, bytes, {leaders_[0]});
     ++begun_;
 }
 
@@ -99,7 +93,7 @@ bool Machines::done() {
             (sum.type == Type::kFloat64 ? add<double> : add<float>)(sum.values, found.values, sum.bytes);
             job_.mail->done(leaders_[place], part, found);
         }
-        post(total, sum.values, sum.bytes, others());
+        job_.post_bytes(total, sum.values, sum.bytes, others());
     } else {
         const Mailbox::Found found = from(0, total);
         if (found.values == nullptr) return false;

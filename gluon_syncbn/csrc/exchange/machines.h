@@ -23,10 +23,10 @@ struct Announcement {
 // Each leader has one, and calls it from one thread. All leaders begin the same operations in the same order, so that
 // none waits for another one's next. Each function throws std::exception with the reason. The first leader adds, in the
 // order of the leaders, what the others send, and sends them the total. A sum of `carried_from` bytes or more is the
-// carrier's: it gets a Carried, for a reader that no rank is, adds in place, and delivers that message back.
+// carrier's: it gets a CarriedSum, for a reader that no rank is, adds in place, and delivers that message back.
 class Machines {
   public:
-    struct Carried {
+    struct CarriedSum {
         int64_t number, size_of_value, count, address;
     };
     // `job`: of all ranks; it knows which have failed.
@@ -56,7 +56,6 @@ class Machines {
     static Label label(Kind kind, int64_t number);
     // Returns what the leader of this place has sent; null if it has not come.
     Mailbox::Found from(size_t place, const Label& label);
-    void post(const Label& label, const void* values, size_t bytes, const Ranks& readers);
     Ranks others() const { return {leaders_.begin() + 1, leaders_.end()}; }
 
     Tier& job_;

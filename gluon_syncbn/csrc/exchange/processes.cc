@@ -578,13 +578,9 @@ std::vector<std::string> Processes::bytes_of(const Ranks& ranks, const Label& la
     Tier& tier = job_->all;
     tier.check_open();
     const Ranks others = without(ranks, tier.mail->rank());
-    const auto post = [&](const std::string& bytes, const Ranks& readers) {
-        Vector padded(bytes.size() / sizeof(double) + 1);
-        bytes.copy(reinterpret_cast<char*>(padded.data()), bytes.size());
-        tier.post(label, padded.data(), padded.size(), bytes.size(), readers);
-    };
     for (size_t i = 0; i < own.size(); ++i)
-        post(own[i], own.size() == 1 ? others : without({ranks[i]}, tier.mail->rank()));
+        tier.post_bytes(label, own[i].data(), own[i].size(),
+                        own.size() == 1 ? others : without({ranks[i]}, tier.mail->rank()));
     const Ticket ticket{0, label.node, label.call, label.phase, what, timeout, 0};
     WaitForRanks wait(tier, job_->names, ticket, label, others);
     wait.comes_within(kForEver);

@@ -1,8 +1,10 @@
 #include "exchange/tier.h"
 
+#include <cstring>
 #include <utility>
 
 #include "failure.h"
+#include "types.h"
 
 namespace syncbn {
 Tier::Tier(std::unique_ptr<Mailbox> mail)
@@ -35,6 +37,12 @@ void Tier::post(const Label& label, const double* values, size_t count, size_t l
     std::lock_guard<std::mutex> lock(posting_);
     mail->post(label, values, count, length, readers);
     sent += static_cast<int64_t>(readers.size());
+}
+
+void Tier::post_bytes(const Label& label, const void* bytes, size_t size, const Ranks& readers) {
+    Vector padded((size + sizeof(double) - 1) / sizeof(double));
+    if (size > 0) std::memcpy(padded.data(), bytes, size);  // of none, either may be null
+    post(label, padded.data(), padded.size(), size, readers);
 }
 
 void WaitInTier::give_up(const std::string& reason) {

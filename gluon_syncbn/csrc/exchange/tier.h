@@ -21,6 +21,8 @@ struct Tier {
     std::string loss(size_t member, const std::string& exchange) const;
     void check_open() const;  // throws Failure
     void post(const Label& label, const double* values, size_t count, size_t length, const Ranks& readers);
+    // The length is the number of bytes.
+    void post_bytes(const Label& label, const void* bytes, size_t size, const Ranks& readers);
 
     const std::unique_ptr<Mailbox> mail;
     const Members members;
