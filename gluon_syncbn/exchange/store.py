@@ -232,6 +232,36 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         missing = _native.nccl_problem()
         return f"no NCCL: {missing}" if missing else ""
 
+    def compare(self, everyone: List[List[Any]], what: str, advice: str = "") -> None:
+        """Compares what the processes have built, of which each rank has a list.
+
+        Parameters
+        ----------
+        everyone : list
+            By rank. An entry begins with a name, whose digits may differ, as Gluon's counters do, and what has to be
+            equal.
+        what : str
+            What is compared, and the word before the number of an entry: "the net: layer".
+        advice : str, optional
+            The rest of the last sentence of the error.
+
+        Raises
+        ------
+        MXNetError
+            If a list differs. The text names the first difference, and the other processes get it, too.
+        """
+        for rank, theirs in enumerate(everyone):
+            for number, entries in enumerate(itertools.zip_longest(everyone[self.rank], theirs), 1):
+                one, another = (entry and (re.sub(r"\d+", "", entry[0]), entry[1]) for entry in entries)
+                if one != another:
+                    here, there = (f"{entry[0]} {entry[1]}" if entry else "none" for entry in entries)
+                    reason = (
+                        f"the processes disagree about {what} {number} is {here} on rank {self.rank} and {there} on "
+                        f"rank {rank}. Build and initialise the same net in every process{advice}."
+                    )
+                    self.fail(reason)
+                    raise mx.MXNetError(reason)
+
     def compare_weights(self, trainer: Any, parameters: Dict[str, Tuple[List[mx.nd.NDArray], bool]]) -> None:
         """Compares the parameters of a Trainer with those of the other processes, before its first update.
 
@@ -464,11 +494,8 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
         answers = self._tell_all(self._agreement("the agreement on the layers of the net"), [ours, more])
         common = min((len(layers) for layers, to_come in answers if to_come), default=None)
         everyone, ours = [layers[:common] for layers, _ in answers], ours[:common]
-        for rank, theirs in enumerate(everyone):
-            difference = _difference(self.rank, ours, rank, theirs)
-            if difference:
-                self.fail(difference)
-                raise mx.MXNetError(difference)
+        advice = "; layers that train in one process only need a KVStore of their own"
+        self.compare(everyone, "the net: layer", advice)
         log.info(
             "the statistics of %d layers meet over %r: %d replicas", len(ours), self, sum(one[0][2] for one in everyone)
         )
@@ -487,19 +514,5 @@ class ProcessStore(mx.kvstore.KVStoreBase, Exchange):
 def _describe(layer: LayerInfo) -> Tuple[str, str, int]:
     """Returns the name of a layer, what has to be equal in all processes, and the number of replicas in this one."""
     detail = f"{layer.channels} channels, mode {layer.mode!r}, virtual_devices {layer.virtual_devices}, "
-    detail += f"group_size {layer.group_size}"
-    return layer.name, detail + (f", groups {[*map(list, layer.groups)]}" if layer.groups else ""), layer.replicas
-
-
-def _difference(rank: int, ours: List[Any], other: int, theirs: List[Any]) -> str:
-    """Describes the difference of two nets as an error; empty if both are the same."""
-    for i, layers in enumerate(itertools.zip_longest(ours, theirs)):
-        one, another = (layer and (re.sub(r"\d+", "", layer[0]), layer[1]) for layer in layers)
-        if one != another:
-            here, there = (f"SyncBatchNorm '{layer[0]}' ({layer[1]})" if layer else "none" for layer in layers)
-            return (
-                f"the processes disagree about the net: layer {i + 1} is {here} on rank {rank} and {there} on "
-                f"rank {other}. Build and initialise the same net in every process; layers that train in one process "
-                "only need a KVStore of their own."
-            )
-    return ""
+    detail += f"group_size {layer.group_size}" + (f", groups {[*map(list, layer.groups)]}" if layer.groups else "")
+    return f"SyncBatchNorm '{layer.name}'", f"({detail})", layer.replicas

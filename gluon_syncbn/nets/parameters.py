@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 from typing import Any, Dict, Iterable, List, Optional
 
 import mxnet as mx
@@ -95,24 +93,6 @@ def _listed(params: Any) -> List[Parameter]:
 
 def _agree(store: ProcessStore, parameters: Iterable[Parameter]) -> None:
     """Raises MXNetError, in all processes, if their parameters differ."""
-    ours = [[one.name, list(one.shape), np.dtype(one.dtype).name] for one in parameters]
+    ours = [(f"'{one.name}'", f"of shape {one.shape} and type {np.dtype(one.dtype).name}") for one in parameters]
     texts = store.allgather("the parameters' shapes", np.frombuffer(json.dumps(ours).encode(), np.uint8), equal=False)
-    for rank, text in enumerate(texts):
-        for number, (a, b) in enumerate(itertools.zip_longest(ours, json.loads(bytes(text))), 1):
-            if _sort(a) != _sort(b):
-                reason = (
-                    f"the processes disagree about the parameters: number {number} is {_in_words(a)} on rank "
-                    f"{store.rank} and {_in_words(b)} on rank {rank}. Build and initialise the same net in every "
-                    "process."
-                )
-                store.fail(reason)
-                raise mx.MXNetError(reason)
-
-
-def _sort(one: Optional[List[Any]]) -> Optional[List[Any]]:
-    """Removes Gluon's counters, which depend on the other blocks that a process has built."""
-    return one and [re.sub(r"\d+", "", one[0]), *one[1:]]
-
-
-def _in_words(one: Optional[List[Any]]) -> str:
-    return "none" if one is None else f"'{one[0]}' of shape {tuple(one[1])} and type {one[2]}"
+    store.compare([json.loads(bytes(text)) for text in texts], "the parameters: number")
