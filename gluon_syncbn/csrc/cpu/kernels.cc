@@ -222,8 +222,11 @@ class Table {
           values_(apart_ * constants) {}
     template <typename F>
     void fill(int n, const F& value) {
-        C* to = values_.first + n * apart_;
-        for (int64_t c = 0; c < channels_; ++c) to = std::fill_n(to, repeat_, static_cast<C>(value(c)));
+        C* const to = values_.first + n * apart_;
+        if (repeat_ == 1)  // a loop that becomes one over vectors
+            for (int64_t c = 0; c < channels_; ++c) to[c] = static_cast<C>(value(c));
+        else
+            for (int64_t c = 0; c < channels_; ++c) std::fill_n(to + c * repeat_, repeat_, static_cast<C>(value(c)));
     }
     void put(int n, const double* values) {
         fill(n, [values](int64_t c) { return values[c]; });
@@ -238,6 +241,7 @@ class Table {
         put(kShift, z.shift);
     }
     Column<C> from(int64_t column) const { return {values_.first + column, apart_}; }
+    Column<C> of_channel(int64_t c) const { return from(c * repeat_); }
 
   private:
     static constexpr int64_t kFar = 130 * Lines<C>::kLine;
@@ -245,25 +249,24 @@ class Table {
     const Lines<C> values_;
 };
 
-// Calls leaf(run, column) on each thread, for its share of the memory, with the first column of the run. A row of one
-// channel stays whole.
+// Calls leaf(run) on each thread, for its share of the memory. A row of one channel stays whole.
 template <typename Leaf>
 void for_runs(const Work& work, const Leaf& leaf) {
     if (work.shape.size() == 0) return;
     const Grid grid(work);
     const int threads = work.useful_threads();
-    const int64_t unit = grid.layout == Grid::Layout::kRows ? grid.positions : 1;
+    const bool in_rows = grid.layout == Grid::Layout::kRows;
+    const int64_t unit = in_rows ? grid.positions : 1;
     const int64_t units = grid.images * grid.groups * grid.positions / unit;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int part = 0; part < threads; ++part) {
         const int64_t last = units * (part + 1) / threads * unit;
         for (int64_t position = units * part / threads * unit, end; position < last; position = end) {
             const int64_t row = position / grid.positions;
-            end = std::min(last, (row + 1) * grid.positions);
+            end = in_rows ? last : std::min(last, (row + 1) * grid.positions);
             const float* mask = work.mask;
             if (mask != nullptr) mask += position - (row - row / grid.groups) * grid.positions;
-            leaf(Run{grid.layout, position * grid.width, end - position, grid.width, mask},
-                 row % grid.groups * grid.width);
+            leaf(Run{grid, position, end - position, row % grid.groups * grid.width, mask});
         }
     }
 }
@@ -283,22 +286,24 @@ void sum_up(const Work& work, const Grid& grid, const Table<double>& means, doub
     if (tiled) parts = std::max(parts, std::min(kMaxParts, positions / kRowsPerPart));
     if (grid.layout == Grid::Layout::kBlocks)
         parts = std::max(parts, std::min(kEnoughParts / grid.groups, positions * grid.width / kValuesPerPart));
+    const int64_t share = (positions + parts - 1) / parts;
     const Lines<double> sums(2 * parts * columns);
     std::fill_n(sums.first, 2 * parts * columns, 0.0);
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
-    for (int64_t job = 0; job < parts * tiles; ++job) {
-        const int64_t part = job / tiles, column = job % tiles * step;
-        double* const to = sums.first + 2 * part * columns + column;
-        const Tile tile{grid,
-                        tiled ? 0 : column / grid.width,
-                        column,
-                        std::min(step, columns - column),
-                        positions * part / parts,
-                        positions * (part + 1) / parts,
-                        work.mask,
-                        means.from(column).first};
-        leaf(tile, to, to + columns);
-    }
+#pragma omp parallel for collapse(2) num_threads(threads) schedule(static) if (threads > 1)
+    for (int64_t part = 0; part < parts; ++part)
+        for (int64_t i = 0; i < tiles; ++i) {
+            const int64_t column = i * step;
+            double* const to = sums.first + 2 * part * columns + column;
+            const Tile tile{grid,
+                            tiled ? 0 : i,
+                            column,
+                            std::min(step, columns - column),
+                            std::min(positions, part * share),
+                            std::min(positions, (part + 1) * share),
+                            work.mask,
+                            means.from(column).first};
+            leaf(tile, to, to + columns);
+        }
     const int64_t repeat = columns / work.shape.channels;
     for (int64_t c = 0; c < work.shape.channels; ++c) {
         double one = 0, other = 0;
@@ -341,7 +346,7 @@ int64_t moments(const Work& work, const void* data, double* mean, double* m2) {
         const T* const sample =
             x + first / shape.inner * shape.channels * shape.inner + first % shape.inner * shape.block;
         pivots.fill(0, [&](int64_t c) {
-            const int64_t of_block = c % shape.block;
+            const int64_t of_block = c & (shape.block - 1);  // of a power of 2
             return Value<T>::load(sample + (c - of_block) * shape.inner + of_block);
         });
         sum_up(work, grid, pivots, mean, m2,
@@ -349,7 +354,7 @@ int64_t moments(const Work& work, const void* data, double* mean, double* m2) {
         for (int64_t c = 0; c < shape.channels; ++c) {
             const double rest = m2[c] - mean[c] * mean[c] / n;
             m2[c] = rest < 0 ? 0 : rest;  // below 0 by rounding; a NaN stays a NaN, which std::max would hide
-            mean[c] = *pivots.from(c * grid.columns() / shape.channels).first + mean[c] / n;
+            mean[c] = pivots.of_channel(c)[0] + mean[c] / n;
         }
     });
     return n;
@@ -360,8 +365,8 @@ void normalise(const Work& work, const void* x, const Normalise& with, void* y) 
         using T = std::remove_pointer_t<decltype(t)>;
         Table<Compute<T>> table(Grid(work), work.shape.channels, 4);
         table.put_z(with.with);
-        for_runs(work, [&](const Run& run, int64_t column) {
-            leaf_normalise(run, table.from(column), static_cast<const T*>(x), static_cast<const T*>(with.addend),
+        for_runs(work, [&](const Run& run) {
+            leaf_normalise(run, table.from(0), static_cast<const T*>(x), static_cast<const T*>(with.addend),
                            static_cast<T*>(y), with.with.activation, with.add);
         });
     });
@@ -377,8 +382,9 @@ void grad_sums(const Work& work, const void* dy, const void* x, const GradSums& 
         using T = std::remove_pointer_t<decltype(t)>;
         const Gradients<T> from{static_cast<const T*>(dy), static_cast<const T*>(x), static_cast<const T*>(with.y),
                                 static_cast<T*>(with.dz)};
-        Table<Compute<T>> z(grid, work.shape.channels, 4);
-        if (activation.any() && with.with.scale != nullptr) z.put_z(with.with);
+        const bool needs_z = activation.any() && with.with.scale != nullptr;
+        Table<Compute<T>> z(grid, work.shape.channels, needs_z ? 4 : 0);
+        if (needs_z) z.put_z(with.with);
         sum_up(work, grid, means, sum_dz, sum_dz_xhat, [&](const Tile& tile, double* sum, double* sum_xc) {
             leaf_grad_sums(tile, from, z.from(tile.column), activation, sum, sum_xc);
         });
@@ -396,8 +402,8 @@ void grad_input(const Work& work, const void* dy, const void* x, const GradInput
         table.put_split(kFedHigh, with.mean);
         table.put(kMeanDz, with.mean_dz);
         table.put(kSlope, with.slope);
-        for_runs(work, [&](const Run& run, int64_t column) {
-            leaf_grad_input(run, table.from(column), static_cast<const T*>(dy), static_cast<const T*>(x),
+        for_runs(work, [&](const Run& run) {
+            leaf_grad_input(run, table.from(0), static_cast<const T*>(dy), static_cast<const T*>(x),
                             static_cast<T*>(dx), activation, with.add);
         });
     });
@@ -408,8 +414,8 @@ void recover(const Work& work, const void* y, const Rectified& with, void* x) {
         using T = std::remove_pointer_t<decltype(t)>;
         Table<Compute<T>> table(Grid(work), work.shape.channels, 4);
         table.put_z(with);
-        for_runs(work, [&](const Run& run, int64_t column) {
-            leaf_recover(run, table.from(column), static_cast<const T*>(y), static_cast<T*>(x), with.activation);
+        for_runs(work, [&](const Run& run) {
+            leaf_recover(run, table.from(0), static_cast<const T*>(y), static_cast<T*>(x), with.activation);
         });
     });
 }

@@ -114,11 +114,12 @@ struct Constants {
 
 // ---- value by value --------------------------------------------------------------------------------------------
 
-// Positions of one row, or rows of columns: where the values are, how many, and the masks of positions.
+// Neighbours in [images][groups][positions]: whole rows of channels, a part of a row of blocks, or rows of columns.
 struct Run {
-    Grid::Layout layout;
-    int64_t at, n, width;
-    const float* mask;
+    const Grid& grid;
+    int64_t first, n;
+    int64_t column;     // the first
+    const float* mask;  // of the first position
 };
 
 template <int Width, int Vectors, class Formula, typename C>
@@ -126,8 +127,8 @@ SYNCBN_INLINE void for_each_in_blocks(const Formula& formula, const Run& run, co
     using V = Lanes<C, Width>;
     Constants<V, Formula::kConstants> constants[Vectors];
 #pragma GCC unroll 2
-    for (int v = 0; v < Vectors; ++v) constants[v].take(table.from(v * kLanes));
-    for (int64_t i = 0, at = run.at; i < run.n; ++i, at += Vectors * kLanes) {
+    for (int v = 0; v < Vectors; ++v) constants[v].take(table.from(run.column + v * kLanes));
+    for (int64_t i = 0, at = run.first * Vectors * kLanes; i < run.n; ++i, at += Vectors * kLanes) {
         const bool counts = !Formula::kMasked || run.mask[i] != 0;
 #pragma GCC unroll 2
         for (int v = 0; v < Vectors; ++v) formula.template apply<V>(at + v * kLanes, constants[v], counts);
@@ -137,21 +138,28 @@ SYNCBN_INLINE void for_each_in_blocks(const Formula& formula, const Run& run, co
 // Calls formula.apply<V>(at, constants, counts) for each value, V, or for lanes of them.
 template <int Width, class Formula, typename C>
 SYNCBN_INLINE void for_each_value(const Formula formula, const Run run, const Column<C> table) {
-    if (run.layout == Grid::Layout::kRows) {
-        Constants<C, Formula::kConstants> constants;
-        constants.take(table);
+    const int64_t positions = run.grid.positions, groups = run.grid.groups, width = run.grid.width;
+    const float* mask = run.mask;
+    if (run.grid.layout == Grid::Layout::kRows) {
+        for (int64_t at = run.first, column = run.column; at < run.first + run.n; at += positions) {
+            Constants<C, Formula::kConstants> constants;
+            constants.take(table.from(column));
 #pragma GCC ivdep  // dx may be x: each value is read before it is written
-        for (int64_t i = 0; i < run.n; ++i)
-            formula.template apply<C>(run.at + i, constants, !Formula::kMasked || run.mask[i] != 0);
-    } else if (run.layout == Grid::Layout::kColumns) {
+            for (int64_t i = 0; i < positions; ++i)
+                formula.template apply<C>(at + i, constants, !Formula::kMasked || mask[i] != 0);
+            if (++column < groups) continue;
+            column = 0;
+            if (Formula::kMasked) mask += positions;
+        }
+    } else if (run.grid.layout == Grid::Layout::kColumns) {
         for (int64_t row = 0; row < run.n; ++row) {
-            const int64_t at = run.at + row * run.width;
-            const bool counts = !Formula::kMasked || run.mask[row] != 0;
+            const int64_t at = (run.first + row) * width;
+            const bool counts = !Formula::kMasked || mask[row] != 0;
 #pragma GCC ivdep  // as in a row
-            for (int64_t c = 0; c < run.width; ++c) formula.template apply<C>(at + c, table.from(c), counts);
+            for (int64_t c = 0; c < width; ++c) formula.template apply<C>(at + c, table.from(c), counts);
         }
     } else if constexpr (kInBlocks<typename Formula::Data>) {
-        if (run.width == kLanes)
+        if (width == kLanes)
             for_each_in_blocks<Width, 1>(formula, run, table);
         else
             for_each_in_blocks<Width, 2>(formula, run, table);
@@ -205,7 +213,7 @@ SYNCBN_INLINE void add_along(const Formula& formula, const Tile& tile, const Col
             z[v].take(table.from(v * kLanes));
     }
     const int64_t positions = tile.grid.positions;
-    int64_t image = tile.first / positions;
+    int64_t image = kRow ? 0 : tile.first / positions;  // a row has one part
     for (int64_t position = tile.first; position < tile.last; ++image) {
         const int64_t end = std::min(tile.last, (image + 1) * positions), n = (end - position) * kWidth;
         const int64_t at = (position + (image * (tile.grid.groups - 1) + tile.group) * positions) * kWidth;
