@@ -385,12 +385,17 @@ def _rearrange(shards: Sequence[Any], order: np.ndarray, axis: int) -> List[Any]
     given, shards = shards[0], [kinds.classic(shard) for shard in shards]
     starts = np.cumsum([0] + [shard.shape[axis] for shard in shards])
     owners = np.searchsorted(starts, order, side="right") - 1  # the shard that holds the row for each place
+    pieces: List[List[Any]] = [[] for _ in shards]
+    for i, shard in enumerate(shards):
+        places = np.flatnonzero(owners == i)
+        rows = _take(shard, order[places] - starts[i], axis)  # one gather, sorted by the places
+        cuts = np.searchsorted(places, starts)
+        for target, parts, low, high in zip(shards, pieces, cuts, cuts[1:]):
+            if low < high:
+                part = rows[low:high] if axis == 0 else nd.slice_axis(rows, axis=axis, begin=low, end=high)
+                parts.append(part.as_in_context(target.ctx))
     results = []
-    for shard, low, high in zip(shards, starts, starts[1:]):
-        wanted, there = order[low:high], owners[low:high]
-        parts = [
-            _take(shards[i], wanted[there == i] - starts[i], axis).as_in_context(shard.ctx) for i in np.unique(there)
-        ]
+    for parts, there in zip(pieces, np.split(owners, starts[1:-1])):
         # The parts come in the order of their owners, and the rows of a part in the order of the places.
         back = np.argsort(np.argsort(there, kind="stable"))
         results.append(_take(nd.concat(*parts, dim=axis), back, axis) if len(parts) > 1 else parts[0])
