@@ -13,7 +13,7 @@ class Random {
   public:
     explicit Random(uint64_t seed) : state_(seed) {}
 
-    // Of another one; splitmix64, see csrc/pooling/permutation.cc
+    // Of another one; splitmix64, see csrc/pooling/pooling.cc
     uint64_t seed() {
         uint64_t z = state_ += 0x9e3779b97f4a7c15u;
         z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;

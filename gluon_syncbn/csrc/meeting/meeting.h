@@ -37,7 +37,6 @@
 #include "exchange/choice.h"
 #include "exchange/exchange.h"
 #include "meeting/scope.h"
-#include "pooling/permutation.h"
 #include "pooling/pooling.h"
 #include "types.h"
 #include "waiting/stall.h"

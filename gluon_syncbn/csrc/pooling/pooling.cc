@@ -1,8 +1,10 @@
 #include "pooling/pooling.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace syncbn {
 namespace {
@@ -15,42 +17,62 @@ struct Assignment {
     std::vector<int> tracks;  // as if the slot had values; kNone if no slot feeds that pool
 };
 
-// The group of each slot, if groups are `size` consecutive slots.
-std::vector<int> consecutive(int slots, int size) {
-    std::vector<int> groups(slots);
-    for (int slot = 0; slot < slots; ++slot) groups[slot] = slot / size;
-    return groups;
-}
-
-// Assigns slots to the pools of their groups; in sync every replica is one slot.
-Assignment grouped(const std::vector<double>& counts, const std::vector<int>& groups) {
-    std::vector<double> values(counts.size(), 0.0);  // of each group; there are no more groups than slots
-    for (size_t slot = 0; slot < counts.size(); ++slot) values.at(groups[slot]) += counts[slot];
-    Assignment out{groups, {}, groups};
-    for (size_t slot = 0; slot < counts.size(); ++slot) {
-        if (counts[slot] == 0) out.feeds[slot] = kNone;
-        if (values[groups[slot]] == 0) out.tracks[slot] = kNone;
-    }
-    out.uses = out.tracks;  // also a slot of which no value counts
-    return out;
-}
-
+// The group of each slot: in sync those of the user's, otherwise each slot is one.
 std::vector<int> groups_of(const Pooling& pooling, int slots, const std::vector<int>& brought) {
-    const std::vector<int>& groups = brought.empty() ? pooling.groups : brought;
-    if (groups.empty())
-        return consecutive(slots, pooling.group == 0 ? std::max(slots, 1) : static_cast<int>(pooling.group));
+    std::vector<int> groups = brought.empty() ? pooling.groups : brought;
+    if (groups.empty()) {
+        const int64_t size = pooling.mode != Mode::kSync ? 1 : pooling.group != 0 ? pooling.group : std::max(slots, 1);
+        for (int slot = 0; slot < slots; ++slot) groups.push_back(slot / static_cast<int>(size));
+    }
     if (groups.size() != static_cast<size_t>(slots))
         throw std::invalid_argument("groups name " + std::to_string(groups.size()) + " replicas, but " +
                                     std::to_string(slots) + " take part in this step: call the layer on all of them.");
     return groups;
 }
 
+// splitmix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+uint64_t mix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+
+// Draws a permutation of 0 ... n-1 without a fixed point, each as likely; n is at least 2.
+std::vector<size_t> derangement(const Draw& draw, size_t n) {
+    uint64_t state = mix(draw.seed) ^ static_cast<uint64_t>(draw.layer);
+    state = mix(state) ^ static_cast<uint64_t>(draw.node);
+    state = mix(mix(state) ^ static_cast<uint64_t>(draw.call));
+    // Uniform over 0 ... n-1: 2^64 mod n numbers would favour some residues, and are drawn again.
+    const auto below = [&state](uint64_t n) {
+        uint64_t drawn;
+        do drawn = mix(state += 0x9e3779b97f4a7c15u);
+        while (drawn < (0 - n) % n);
+        return static_cast<size_t>(drawn % n);
+    };
+    std::vector<size_t> drawn(n);
+    bool fixed = true;
+    while (fixed) {  // rejection keeps it uniform; about e times
+        std::iota(drawn.begin(), drawn.end(), size_t{0});
+        for (size_t i = n; i > 1; --i) std::swap(drawn[i - 1], drawn[below(i)]);
+        fixed = false;
+        for (size_t i = 0; i < n; ++i) fixed = fixed || drawn[i] == i;
+    }
+    return drawn;
+}
+
 Assignment assignment(const Pooling& pooling, const std::vector<double>& counts, const Draw& draw,
                       const std::vector<int>& brought) {
     const int slots = static_cast<int>(counts.size());
-    if (pooling.mode == Mode::kSync) return grouped(counts, groups_of(pooling, slots, brought));
-    Assignment out = grouped(counts, consecutive(slots, 1));
-    if (pooling.mode == Mode::kLocal) return out;
+    const std::vector<int> groups = groups_of(pooling, slots, brought);
+    std::vector<double> values(counts.size(), 0.0);  // of each group; there are no more groups than slots
+    for (int slot = 0; slot < slots; ++slot) values.at(groups[slot]) += counts[slot];
+    Assignment out{groups, {}, groups};
+    for (int slot = 0; slot < slots; ++slot) {
+        if (counts[slot] == 0) out.feeds[slot] = kNone;
+        if (values[groups[slot]] == 0) out.tracks[slot] = kNone;
+    }
+    out.uses = out.tracks;  // also a slot of which no value counts
+    if (pooling.mode != Mode::kShuffle) return out;
     std::vector<int> taking_part;
     for (int slot = 0; slot < slots; ++slot)
         if (counts[slot] > 0) taking_part.push_back(slot);

@@ -14,7 +14,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "pooling/permutation.h"
 #include "pooling/range.h"
 #include "pooling/statistics.h"
 #include "types.h"
@@ -31,6 +30,14 @@ struct Pooling {
 
     // The number of parts of a replica's batch.
     int64_t slots() const { return mode == Mode::kSync ? 1 : virtual_devices; }
+};
+
+// The identity of one call of one layer, which decides a permutation: the same on every replica, without communication.
+struct Draw {
+    uint64_t seed = 0;
+    int64_t layer = 0;
+    int64_t node = -1;  // of a graph; -1 for an eager call
+    int64_t call = 0;   // of this node
 };
 
 // What a replica has to know about the other replicas' slots.
