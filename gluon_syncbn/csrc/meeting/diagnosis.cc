@@ -41,15 +41,10 @@ Totals& totals = *new Totals;  // outlives the threads that write at exit
 
 }  // namespace
 
-std::string describe(const Meeting& meeting, int phase) {
-    const auto& entries = meeting.phases.at(phase).entries;
+std::string describe(const Meeting& meeting, const Phase& phase) {
     std::vector<std::string> arrived, missing;
-    std::vector<size_t> here(meeting.contexts().size(), 0);
-    for (size_t position = 0; position < meeting.positions.size(); ++position)
-        if (position < entries.size() && entries[position].arrived) ++here[meeting.positions[position].context];
-    for (size_t c = 0; c < meeting.contexts().size(); ++c)
-        for (size_t replica = 0; replica < meeting.terms->per_context; ++replica)
-            (replica < here[c] ? arrived : missing).push_back(meeting.contexts()[c]);
+    for (size_t i = 0; i < meeting.replicas(); ++i)
+        (i < phase.entries.size() && phase.entries[i].arrived ? arrived : missing).push_back(meeting.replica(i));
     std::ostringstream out;
     out << arrived.size() << " of " << meeting.replicas() << " replicas arrived (" << join_names(arrived)
         << "), missing " << join_names(missing);
@@ -62,10 +57,10 @@ std::string how_to_call(const Meeting& meeting) {
            " replicas on each context, by num_devices or because the net was initialised with a context several times.";
 }
 
-Cause likely_cause(const Meeting& meeting, int phase) {
+Cause likely_cause(const Meeting& meeting, const Phase& phase) {
     const bool all_cpu = std::all_of(meeting.contexts().begin(), meeting.contexts().end(),
                                      [](const auto& context) { return context.compare(0, 3, "cpu") == 0; });
-    const bool shared = meeting.terms->per_context > 1, forward = phase == 0;
+    const bool shared = meeting.terms->per_context > 1, forward = phase.number == 0;
     const char* const bundles = std::getenv("MXNET_EXEC_BULK_EXEC_TRAIN");
     if (forward && !meeting.full()) return {"Nobody has called the layer there. " + how_to_call(meeting), 0};
     std::string text;

@@ -6,7 +6,6 @@
 #include <cstring>
 #include <mutex>
 #include <new>
-#include <numeric>
 #include <optional>
 #include <sstream>
 #include <stdexcept>
@@ -53,12 +52,12 @@ void throw_if_failed(const Meeting& meeting) {
     if (const auto failure = failure_of(meeting)) throw Failure(*failure);
 }
 
-std::string name_of_call(const Meeting& meeting, int phase) {
-    return (phase == 0 ? "forward of call " : "backward of call ") + std::to_string(meeting.number + 1);
+std::string name_of_call(const Meeting& meeting, const Phase& phase) {
+    return (phase.number == 0 ? "forward of call " : "backward of call ") + std::to_string(meeting.draw.call + 1);
 }
 
 void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Part& own) {
-    for (size_t other = 0; other < meeting.positions.size(); ++other) {
+    for (size_t other = 0; other < meeting.replicas(); ++other) {
         const auto& entry = phase.entries[other];
         if (!entry.arrived || (entry.channels == own.channels && entry.type == own.type)) continue;
         std::ostringstream why;
@@ -70,13 +69,11 @@ void check_equal(Meeting& meeting, const Phase& phase, size_t position, const Pa
 }
 
 // Returns one row of all vectors, in the order of the replicas.
-Vector all_values(const Meeting& meeting, Phase& phase) {
-    phase.firsts.resize(meeting.replicas());
+Vector all_values(Phase& phase) {
     Vector row;
-    for (const size_t position : meeting.in_order()) {
-        phase.firsts[position] = row.size();
-        const Vector& own = phase.entries[position].values;
-        row.insert(row.end(), own.begin(), own.end());
+    for (const Part& own : phase.entries) {
+        phase.firsts.push_back(row.size());
+        row.insert(row.end(), own.values.begin(), own.values.end());
     }
     return row;
 }
@@ -84,14 +81,13 @@ Vector all_values(const Meeting& meeting, Phase& phase) {
 // Returns one row for each context, in their order and not in that of arrival. So the order of arrival does not change
 // the bits of the result. The calls of one context's replicas have no order, so their vectors decide it.
 Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine combine) {
-    const size_t length = phase.entries[0].values.size();
-    std::vector<std::vector<const double*>> parts(meeting.contexts().size());
-    for (size_t position = 0; position < meeting.replicas(); ++position)
-        parts[meeting.positions[position].context].push_back(phase.entries[position].values.data());
+    const size_t length = phase.entries[0].values.size(), per_context = meeting.terms->per_context;
     Contribution rows{{}, length};
-    rows.rows.reserve(parts.size());
-    for (auto& of_context : parts) {
-        if (of_context.size() == 1) {
+    rows.rows.reserve(meeting.contexts().size());
+    for (auto entry = phase.entries.begin(); entry != phase.entries.end();) {
+        std::vector<const double*> of_context;
+        while (of_context.size() < per_context) of_context.push_back(entry++->values.data());
+        if (per_context == 1) {
             rows.rows.push_back(of_context[0]);
             continue;
         }
@@ -105,21 +101,21 @@ Contribution row_of_each_context(const Meeting& meeting, Phase& phase, Combine c
 }
 
 // (3)
-std::unique_ptr<Underway> begin_exchange(const Meeting& meeting, Phase& phase, int number) {
+std::unique_ptr<Underway> begin_exchange(const Meeting& meeting, Phase& phase) {
     Exchange& exchange = *meeting.exchange;
     const Terms& terms = *meeting.terms;
-    const Ticket ticket{terms.layer,        meeting.draw.node, meeting.draw.call, number,
+    const Ticket ticket{terms.layer,        meeting.draw.node, meeting.draw.call, phase.number,
                         terms.name.c_str(), terms.timeout,     meeting.interrupts};
     if (exchange.form() != Form::kHost) {
-        DeviceContribution own{{}, all_values(meeting, phase)};
-        for (const size_t position : meeting.in_order()) own.parts.push_back(*phase.entries[position].device);
+        DeviceContribution own{{}, all_values(phase)};
+        for (const Part& part : phase.entries) own.parts.push_back(*part.device);
         return later([=, &exchange] { return exchange.allgather(ticket, own); }, !exchange.calls_out());
     }
     if (terms.sharing == Sharing::kEach) {
-        const Vector& row = phase.made.emplace_back(all_values(meeting, phase));
+        const Vector& row = phase.made.emplace_back(all_values(phase));
         return exchange.begin_allgather(ticket, {{row.data()}, row.size()});
     }
-    const Combine combine = number == 0 ? Combine::kMerge : Combine::kAdd;
+    const Combine combine = phase.number == 0 ? Combine::kMerge : Combine::kAdd;
     return exchange.begin_allreduce(combine, ticket, row_of_each_context(meeting, phase, combine));
 }
 
@@ -142,12 +138,8 @@ Waits& waits = *new Waits;  // outlives the threads that wait at exit
 // limit.
 class WaitForReplicas : public Wait {
   public:
-    WaitForReplicas(Meeting& meeting, Phase& phase, int number)
-        : Wait(meeting.terms->timeout),
-          meeting_(meeting),
-          phase_(phase),
-          number_(number),
-          call_(name_of_call(meeting, number)) {}
+    WaitForReplicas(Meeting& meeting, Phase& phase)
+        : Wait(meeting.terms->timeout), meeting_(meeting), phase_(phase), call_(name_of_call(meeting, phase)) {}
     ~WaitForReplicas() override { note(0, nullptr); }
 
   protected:
@@ -155,7 +147,7 @@ class WaitForReplicas : public Wait {
         const auto failure = failure_of(meeting_);
         if (failure == nullptr) return;
         if (!failure->layer.empty()) throw Failure(*failure);
-        throw Failure(terms_.name, "", call_, describe(meeting_, number_) + ". " + failure->reason);
+        throw Failure(terms_.name, "", call_, describe(meeting_, phase_) + ". " + failure->reason);
     }
     [[noreturn]] void give_up(const std::string& text) override {  // (6)
         std::optional<Failure> cause;
@@ -164,10 +156,10 @@ class WaitForReplicas : public Wait {
             if (!waits.reasons.empty()) cause.emplace(waits.reasons.begin()->second);
         }
         if (cause && (cause->layer != terms_.name || cause->call != call_)) fail_and_throw(meeting_, *cause);
-        fail_and_throw(meeting_, {terms_.name, "", call_, describe(meeting_, number_) + text});
+        fail_and_throw(meeting_, {terms_.name, "", call_, describe(meeting_, phase_) + text});
     }
     void warn(const std::string& text) override {
-        log(Level::kWarning, Failure(terms_.name, "", call_, describe(meeting_, number_) + text).what());
+        log(Level::kWarning, Failure(terms_.name, "", call_, describe(meeting_, phase_) + text).what());
     }
     bool in_vain() override { return !meeting_.full() || Wait::in_vain(); }
     void check_others() override;
@@ -186,7 +178,6 @@ class WaitForReplicas : public Wait {
     Meeting& meeting_;
     const Terms& terms_ = *meeting_.terms;
     Phase& phase_;
-    const int number_;
     const std::string call_;
     std::pair<int, int64_t> key_{0, waits.count++};
     std::string seen_;  // the replicas that are here, and why not all are
@@ -202,10 +193,10 @@ void WaitForReplicas::check_others() {
         complete_ = true;
         return note(0, nullptr);
     }
-    const Cause cause = likely_cause(meeting_, number_);
-    const std::string here = describe(meeting_, number_) + ". " + cause.text;
+    const Cause cause = likely_cause(meeting_, phase_);
+    const std::string here = describe(meeting_, phase_) + ". " + cause.text;
     const Failure reason(terms_.name, "", call_, here);
-    note(number_ > 0 ? 2 : meeting_.full() ? 1 : 0, &reason);
+    note(phase_.number > 0 ? 2 : meeting_.full() ? 1 : 0, &reason);
     if (seen_ != here) {  // a replica that was called just now is on the way
         seen_ = here;
         seen_since_ = waited();
@@ -244,7 +235,7 @@ std::string WaitForReplicas::text(Why why) {
         text << ". " << who_answers(*meeting_.exchange) << " has not answered for "
              << static_cast<int>(terms_.timeout + kGrace) << " s.";
     } else {
-        text << " after " << limit() << " s. " << likely_cause(meeting_, number_).text;
+        text << " after " << limit() << " s. " << likely_cause(meeting_, phase_).text;
     }
     return text.str();
 }
@@ -269,6 +260,10 @@ void refuse(const Terms& terms, const std::string& context, Scope& caller, Scope
 
 }  // namespace
 
+bool Meeting::full() const {
+    return std::all_of(positions.begin(), positions.end(), [](const Position& p) { return p.scope != nullptr; });
+}
+
 bool Meeting::settled() const {
     const auto of_first = [&](const Position& p) { return p.scope == positions[0].scope; };
     return full() &&
@@ -277,23 +272,9 @@ bool Meeting::settled() const {
 }
 
 Scope* Meeting::caller(const std::string& context) const {
-    for (const Position& position : positions)
-        if (contexts()[position.context] == context) return position.scope.get();
+    for (size_t i = 0; i < replicas(); ++i)
+        if (replica(i) == context) return positions[i].scope.get();
     return nullptr;
-}
-
-std::vector<size_t> Meeting::in_order() const {
-    std::vector<size_t> out(positions.size());
-    std::iota(out.begin(), out.end(), size_t{0});
-    std::stable_sort(out.begin(), out.end(),
-                     [&](size_t a, size_t b) { return positions[a].context < positions[b].context; });
-    return out;
-}
-
-bool Place::first_lane() const {
-    for (size_t i = 0; i < position; ++i)
-        if (meeting->positions[i].context == meeting->positions[position].context) return false;
-    return true;
 }
 
 void Rendezvous::check_step(const Terms& terms, const Key& key) {
@@ -312,7 +293,7 @@ void Rendezvous::check_step(const Terms& terms, const Key& key) {
             if (meeting->draw.node != key.first) continue;
             Scope* const before = meeting->caller(context);
             if (before == nullptr && own == nullptr) own = meeting.get();
-            for (size_t i = 0; i < meeting->positions.size(); ++i) {
+            for (size_t i = 0; i < meeting->replicas(); ++i) {
                 if (meeting->positions[i].scope != scope) continue;
                 // This step has called another replica where another step has called this one. Or here, another step
                 // has called a replica that this step has called later.
@@ -326,36 +307,33 @@ void Rendezvous::check_step(const Terms& terms, const Key& key) {
 }
 
 Place Rendezvous::join_locked(const TermsPtr& terms, const Key& key, const void* caller) {  // (1)
-    const auto index_in = [&](const Terms& terms) {
-        const auto& contexts = terms.taking_part;
-        return static_cast<size_t>(std::find(contexts.begin(), contexts.end(), key.second) - contexts.begin());
-    };
-    if (index_in(*terms) == terms->taking_part.size() || terms->per_context == 0)
+    const auto& contexts = terms->taking_part;
+    if (std::find(contexts.begin(), contexts.end(), key.second) == contexts.end() || terms->per_context == 0)
         step().fail(Failure(terms->name, key.second, "", why_not_here(*terms, key.second)));
     if (step().failure() != nullptr) return {};
     const auto over = [](const auto& meeting) { return meeting->settled() && meeting->phases[0].done; };
     open_.erase(std::remove_if(open_.begin(), open_.end(), over), open_.end());
 
+    size_t free = 0;
     const auto has_room = [&](const auto& meeting) {
-        const size_t index = index_in(*meeting->terms);  // other contexts may have taken part at its beginning
-        size_t joined = 0;
-        for (const auto& position : meeting->positions) {
-            if (position.context != index) continue;
+        if (meeting->draw.node != key.first) return false;
+        for (free = 0; free < meeting->replicas(); ++free) {
+            if (meeting->replica(free) != key.second) continue;
+            const Meeting::Position& position = meeting->positions[free];
+            if (position.scope == nullptr) return true;
             if (caller != nullptr && position.caller == caller) return false;
-            ++joined;
         }
-        return meeting->draw.node == key.first && index < meeting->contexts().size() &&
-               joined < meeting->terms->per_context;
+        return false;
     };
     auto found = std::find_if(open_.begin(), open_.end(), has_room);
     if (found == open_.end()) {
         auto exchange = chosen(terms->exchange, terms->taking_part, terms->per_context);
         const Draw draw{terms->seed, terms->layer, key.first, calls_[key.first]++};
-        found = open_.insert(found, std::make_shared<Meeting>(terms, next_meeting_++, draw, std::move(exchange)));
+        found = open_.insert(found, std::make_shared<Meeting>(terms, draw, std::move(exchange)));
+        has_room(*found);
     }
-    const std::shared_ptr<Meeting>& meeting = *found;
-    meeting->positions.push_back({index_in(*meeting->terms), caller, current_scope()});
-    return {meeting, meeting->positions.size() - 1};
+    (*found)->positions[free] = {caller, current_scope()};
+    return {*found, free};
 }
 
 Place Rendezvous::join(const TermsPtr& terms, const std::string& context, int64_t node, const void* caller,
@@ -389,10 +367,10 @@ void Rendezvous::fail(Meeting& meeting, const Failure& failure) const {
 
 bool Rendezvous::contribute(const Place& place, Part part, double seconds) {
     Meeting& meeting = *place.meeting;
-    const int number = place.phase;
     Lock lock(mutex_);
     throw_if_failed(meeting);
-    Phase& phase = meeting.phases[number];
+    Phase& phase = meeting.phases[place.phase];
+    phase.number = place.phase;
     if (phase.entries.empty()) phase.entries.resize(meeting.replicas());
     check_equal(meeting, phase, place.position, part);
     phase.entries[place.position] = {std::move(part), true, debugging() ? syncbn::seconds() : 0};  // (2)
@@ -406,10 +384,10 @@ bool Rendezvous::contribute(const Place& place, Part part, double seconds) {
     bool comes = false;
     attempt(meeting, [&] {
         SYNCBN_POINT("before_reduce");
-        phase.underway = begin_exchange(meeting, phase, number);
+        phase.underway = begin_exchange(meeting, phase);
         comes = phase.underway->comes_within(seconds);
     });
-    if (comes) finish(meeting, phase, number);
+    if (comes) finish(meeting, phase);
     return comes;
 }
 
@@ -425,7 +403,7 @@ void Rendezvous::attempt(Meeting& meeting, const Work& work) const {
     fail_and_throw(meeting, {meeting.terms->name, "", "", error});
 }
 
-void Rendezvous::finish(Meeting& meeting, Phase& phase, int number) const {
+void Rendezvous::finish(Meeting& meeting, Phase& phase) const {
     Total total;
     attempt(meeting, [&] {
         total = phase.underway->total();
@@ -433,7 +411,7 @@ void Rendezvous::finish(Meeting& meeting, Phase& phase, int number) const {
     });
     Lock lock(mutex_);
     throw_if_failed(meeting);
-    if (debugging()) record_meeting(name_of_call(meeting, number), meeting, phase);
+    if (debugging()) record_meeting(name_of_call(meeting, phase), meeting, phase);
     phase.total = std::move(total);
     phase.done = true;
     phase.entries.clear();
@@ -443,17 +421,16 @@ void Rendezvous::finish(Meeting& meeting, Phase& phase, int number) const {
 }
 
 Total Rendezvous::total(const Place& place) const {
-    const int number = place.phase;
     Meeting& meeting = *place.meeting;
     Lock lock(mutex_);
-    Phase& phase = meeting.phases[number];
+    Phase& phase = meeting.phases[place.phase];
     if (!phase.done && phase.arrived == meeting.replicas() && phase.last == place.position) {
         lock.unlock();
-        finish(meeting, phase, number);
+        finish(meeting, phase);
         lock.lock();
     }
     if (!phase.done) {
-        WaitForReplicas wait(meeting, phase, number);
+        WaitForReplicas wait(meeting, phase);
         while (!phase.done) {
             meeting.changed.wait_for(lock, kSlice);
             if (!phase.done) wait.look();
@@ -468,12 +445,13 @@ void Rendezvous::forget() {
     Lock lock(mutex_);
     for (const auto& meeting : open_) {
         for (const auto& position : meeting->positions) {
-            Scope& scope = *position.scope;
-            if (meeting->terms->per_context > 1 || meeting->settled() || !scope.open || &scope == current_scope().get())
+            const std::shared_ptr<Scope>& scope = position.scope;
+            if (meeting->terms->per_context > 1 || meeting->settled() || !scope || !scope->open ||
+                scope == current_scope())
                 continue;
-            scope.end(Failure("the step of thread '" + scope.thread +
-                              "' is over: another thread has called gluon_syncbn.reset() before all replicas were "
-                              "called."));
+            scope->end(Failure("the step of thread '" + scope->thread +
+                               "' is over: another thread has called gluon_syncbn.reset() before all replicas were "
+                               "called."));
         }
         if (!step().goes_on(meeting->step) && !meeting->phases[0].done) fail_here(*meeting, Failure(kForgotten));
     }

@@ -76,6 +76,7 @@ struct Part {
 
 // One exchange: the forward of a meeting is phase 0, its k-th backward is phase k.
 struct Phase {
+    int number = 0;
     struct Entry : Part {
         bool arrived = false;
         double at = 0;  // seconds on some clock; 0 if not recorded
@@ -94,36 +95,34 @@ struct Phase {
 
 struct Meeting {
     struct Position {
-        size_t context;      // index into `contexts`
-        const void* caller;  // a thread, which may not take two positions; null: the main thread, which may
-        std::shared_ptr<Scope> scope;
+        const void* caller = nullptr;  // a thread, which may not take two positions; null: the main thread, which may
+        std::shared_ptr<Scope> scope;  // of the call that has taken this position; null: it is free
     };
     const TermsPtr terms;  // at its beginning
-    const int64_t number;
-    const Draw draw;  // draw.node: only calls of the same node of a graph meet
+    const Draw draw;       // draw.node: only calls of the same node of a graph meet
     const std::shared_ptr<Exchange> exchange;
-    Meeting(TermsPtr terms, int64_t number, const Draw& draw, std::shared_ptr<Exchange> exchange)
-        : terms(std::move(terms)), number(number), draw(draw), exchange(std::move(exchange)) {}
+    std::vector<Position> positions;  // [contexts][per_context]; of a context, the first free one is taken
+    Meeting(TermsPtr terms, const Draw& draw, std::shared_ptr<Exchange> exchange)
+        : terms(std::move(terms)), draw(draw), exchange(std::move(exchange)) {
+        positions.resize(contexts().size() * this->terms->per_context);
+    }
 
     const int64_t step = syncbn::step().number;
     const int64_t interrupts = syncbn::interrupts();  // at the first call
     std::shared_ptr<const Failure> failure;           // the meeting's own, if its step has been forgotten
     bool announced = false;                           // MXNet had made an operator before its call (static_shape)
-    std::vector<Position> positions;                  // [contexts * per_context] when all have joined
     std::map<int, Phase> phases;
     std::condition_variable changed;
 
     const std::vector<std::string>& contexts() const { return terms->taking_part; }
-    size_t replicas() const { return contexts().size() * terms->per_context; }
+    size_t replicas() const { return positions.size(); }
     // Whether every replica has been called.
-    bool full() const { return positions.size() == replicas(); }
+    bool full() const;
     // Whether no later call can be of another step than these.
     bool settled() const;
     // The scope of the first call on a context; null if it has none.
     Scope* caller(const std::string& context) const;
-    // The positions in the order of the contexts; on one context in that of the calls.
-    std::vector<size_t> in_order() const;
-    const std::string& replica(size_t position) const { return contexts()[positions[position].context]; }  // "cpu(1)"
+    const std::string& replica(size_t position) const { return contexts()[position / terms->per_context]; }  // "cpu(1)"
 };
 
 // A replica's place in a meeting. Its forward and its backward meet the same partners.
@@ -132,8 +131,8 @@ struct Place {
     size_t position = 0;
     int phase = 0;  // that it has reached
 
-    // Whether this replica passes on its context's statistics; one does. Valid only after the forward has met.
-    bool first_lane() const;
+    // Whether this replica passes on its context's statistics; one does.
+    bool first_lane() const { return position % meeting->terms->per_context == 0; }
 };
 
 // Holds the meetings of one layer whose forwards are not done.
@@ -169,13 +168,12 @@ class Rendezvous {
     void check_step(const Terms& terms, const Key& key);
     Place join_locked(const TermsPtr& terms, const Key& key, const void* caller);
     // Called by the last replica: makes the total, without a limit.
-    void finish(Meeting& meeting, Phase& phase, int number) const;
+    void finish(Meeting& meeting, Phase& phase) const;
     // Runs work whose exceptions become the failure of the step.
     template <typename Work>
     void attempt(Meeting& meeting, const Work& work) const;
 
     mutable std::mutex mutex_;
-    int64_t next_meeting_ = 0;
     std::deque<std::shared_ptr<Meeting>> open_;  // until they are settled, too
     std::map<Key, std::deque<Place>> announced_;
     std::map<Key, std::shared_ptr<Scope>> last_;  // the scope of the last call
